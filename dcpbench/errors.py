@@ -41,7 +41,7 @@ EXIT_CODES = {
     ExitCode.FAILED: "a rank, a server, a program or some points failed, or doctor could not read something",
     ExitCode.MISSING_PACKAGE: "a package is missing",
     ExitCode.INTERRUPTED: "interrupted",
-    ExitCode.OUTPUT_CLOSED: "the reader of the output closed it, as in `dcpbench show RUN | head -1`",
+    ExitCode.OUTPUT_CLOSED: "the output pipe was closed, as in `dcpbench show RUN | head -1`",
 }
 
 
@@ -77,6 +77,11 @@ class OutputError(UsageError):
 class RecordsError(UsageError):
     """Report a record file that is missing, empty or of another format."""
 
+    def __init__(self, problem: str, path: object = "") -> None:
+        """Keep the problem, which follows the path in the message, for texts that name the file in another way."""
+        super().__init__(f"{path}{problem}")
+        self.problem = problem
+
 
 class TraceError(UsageError):
     """Report a file that is not a profiler's trace, or is too damaged to use."""
@@ -90,6 +95,11 @@ class CapacityError(DcpbenchError):
 
 class NoRoomError(CapacityError):
     """Report weights or KV cache that do not fit; the message states how much memory is missing."""
+
+    def __init__(self, message: str, problem: str = "") -> None:
+        """Keep the problem alone, which the message states with the layout and what to type instead."""
+        super().__init__(message)
+        self.problem = problem or message
 
 
 class DiskError(DcpbenchError):

@@ -28,9 +28,9 @@ from dcpbench.launch import hang_capture, jobs, version_check
 from dcpbench.launch.jobs import Failure, Job
 from dcpbench.measuring import flight_recorder
 from dcpbench.measuring.environment import collect_environment, get_hardware
+from dcpbench.models import load_shape
 from dcpbench.points import budget
 from dcpbench.points.names import FP8, REPLAY
-from dcpbench.points.shapes import load_shape
 from dcpbench.records.disks import get_disk_error_number
 from dcpbench.records.file import RecordFile
 from dcpbench.records.record import format_omitted_note

@@ -1,6 +1,6 @@
 """How true times of `server --url` are: against a server that writes down when it sent what, in another process.
 
-    python -m tools.client_accuracy [-o FILE.md] [--quick] [OPTIONS OF serve, as --client-processes 2]
+    python -m tools.client_accuracy [-o FILE.md] [--quick] [OPTIONS OF serve, as --client processes=2]
 
 Every line says what the server knows, what dcpbench says of it, and whether they are within 2 % or 1 ms. The server and the client share
 the machine's cores, as both of them would not in earnest. Both take when bytes came from the kernel, where it says. Answers are of different lengths, so that clients do not all send at one

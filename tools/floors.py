@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from dcpbench.bench.bench_record import BenchRecord, Result
+from dcpbench.models import load_shape
 from dcpbench.points import memory, roofline
 from dcpbench.points.layout import compute_local_length
-from dcpbench.points.shapes import load_shape
 from dcpbench.records.runs import read_run
 
 if TYPE_CHECKING:

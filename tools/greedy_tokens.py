@@ -103,8 +103,8 @@ def format_comparison(left: Answers, right: Answers, found: Comparison) -> str:
 
 def ask(args: argparse.Namespace) -> Answers:
     """Start the server of an engine's file and return its answers."""
+    from dcpbench.models import load_shape
     from dcpbench.points.point import Point
-    from dcpbench.points.shapes import load_shape
     from dcpbench.servers.launch import Server, find_free_port
     from dcpbench.servers.presets import make_environment, resolve_engine
 
@@ -153,8 +153,8 @@ def decode_own(args: argparse.Namespace) -> Answers | None:
     import torch.distributed as dist
 
     from dcpbench.bench.operators.rendezvous import start_distributed
+    from dcpbench.models import load_shape
     from dcpbench.points.point import Point
-    from dcpbench.points.shapes import load_shape
     from dcpbench.workloads.session import build_whole_session, free_memory
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

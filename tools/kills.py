@@ -64,7 +64,7 @@ def sweep(points: int, *, quick: bool) -> list[str]:
     return [
         *("sweep", "--model", "tiny", "--tp", "2", "--dcp", "1,2", "--concurrency", "1"),
         *("--context", ",".join(map(str, contexts)), "--seconds", "0.2", "--no-profile", "--device", "cpu"),
-        *("--point-retries", "1000000"),  # a point that is killed often is not to blame
+        *("--timeout", "retries=1000000"),  # a point that is killed often is not to blame
     ]
 
 

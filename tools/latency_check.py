@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from dcpbench.models import load_shape
 from dcpbench.plan.grid import format_point_load
 from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points import latency_bands
@@ -23,7 +24,6 @@ from dcpbench.points.cluster_specs import MEASURED_ON, load_machine
 from dcpbench.points.latency_bands import EMULATED, ESTIMATED, TOGETHER, Case, Kind, Metric, Published
 from dcpbench.points.names import CLOSED, GAMMA
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import estimate, forecast
 from dcpbench.records.runs import read_run
 from tools.results import unpack_all

@@ -29,7 +29,7 @@ from dcpbench.bench.operators import linear
 from dcpbench.kernels import block_scaled
 from dcpbench.kernels import linear as ours
 from dcpbench.kernels.block_scaled import Scaled
-from dcpbench.points.shapes import load_shape
+from dcpbench.models import load_shape
 from tools.versions import Version, asked_for, measured, told, written
 
 if TYPE_CHECKING:

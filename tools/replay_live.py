@@ -97,7 +97,7 @@ def words(model: str, job: str, rates: tuple[float, ...] = ()) -> list[str]:
         BUILD: ["--request-rate", "1000", "--concurrency", most, "--seed", "7"],
         CLOSED: ["--concurrency", ",".join(map(str, size.clients))],
         OPEN: ["--request-rate", ",".join(f"{r:g}" for r in rates), "--concurrency", most],
-        SESSIONS: ["--concurrency", str(size.clients[1]), "--turns", "4", "--turn-tokens", str(size.turn)],
+        SESSIONS: ["--concurrency", str(size.clients[1]), "--sessions", f"turns=4,tokens={size.turn}"],
     }[job]
     lengths = ["--num-requests", str(size.requests), "--input-tokens", prompt, "--output-tokens", output]
     return [*when, *lengths, "--chunk", str(size.chunk), "--kv-memory", size.kv]

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from dcpbench.models import load_shape
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import FP8
 from dcpbench.points.point import Point
 from dcpbench.points.prompts import make_random_prompts
-from dcpbench.points.shapes import load_shape
 from tests import as_fork
 from tests.distributed import checkpoints
 from tests.distributed.defective_rank import DEFECT

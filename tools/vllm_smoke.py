@@ -161,7 +161,7 @@ def run_command(name: str, folder: Path, engine: Path, model: Path) -> str:
     """Run a command; return what is wrong, empty if nothing is."""
     output = folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     words = [sys.executable, "-m", "dcpbench", *COMMANDS[name].split(), "--engine", str(engine), "--model", str(model)]
-    words += ["--weights", "synthetic", "--tp", "1", "--device", "cpu", "--start-timeout", "600", "-o", str(output)]
+    words += ["--weights", "synthetic", "--tp", "1", "--device", "cpu", "--timeout", "start=600", "-o", str(output)]
     log = folder / f"{name}.log"
     with log.open("w") as out:
         done = subprocess.run(words, stdout=out, stderr=subprocess.STDOUT, check=False, env={**os.environ})

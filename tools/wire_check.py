@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.bench.calibration import Quality, compute_quality
 from dcpbench.bench.shown.comm_model_fit import COLUMNS, format_row
+from dcpbench.models import load_shape
 from dcpbench.points.cluster_specs import MEASURED_ON, load_built_in
 from dcpbench.points.roofline import compute_exchanged_bytes
-from dcpbench.points.shapes import load_shape
 from dcpbench.records.runs import read_run
 from tools import emulation_live
 from tools.emulation_check import EXCHANGED, PUBLISHED

@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.bench.bench_record import Case
 from dcpbench.errors import UsageError
+from dcpbench.models import load_shape
+from dcpbench.models.shapes import KV_WIDTH, LATENT, SCALE_BLOCK, VALUE
 from dcpbench.plan.option_parsers import parse_bytes
 from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.layout import Layout, Prefix
 from dcpbench.points.memory import make_attention_products, make_mlp_products
 from dcpbench.points.names import BACKENDS, EXCHANGES, LIBRARIES, OVER_FP8
-from dcpbench.points.shapes import KV_WIDTH, LATENT, SCALE_BLOCK, VALUE, load_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.memory import Product
-    from dcpbench.points.shapes import ModelShape
 
 DTYPES = ("bf16", "fp8")
 MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")

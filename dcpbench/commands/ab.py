@@ -36,8 +36,7 @@ OURS = {
     "force": "--force",
     "dry_run": "--dry-run",
     "as_json": "--json",
-    "nnodes": "--nnodes",
-    "node_rank": "--node-rank",
+    "nodes": "--nodes",
 }
 """Options that a variant cannot have: `ab` sets them itself, or they are for several machines."""
 REMOTE = tuple(format_flag(name) for name in REAL_SERVERS)

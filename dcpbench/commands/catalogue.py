@@ -84,7 +84,7 @@ ENTRIES = (
     Entry(
         "syncs",
         CHECK,
-        "Find hidden CUDA synchronisation: where the host waits for the GPU, and what it costs. In traces torch.profiler records the first line of a function only, so scan, serve and run name the function; dry-run names the line.",
+        "Find hidden CUDA synchronisation: where the host waits for the GPU, and what it costs.",
         is_group=True,
     ),
     Entry(

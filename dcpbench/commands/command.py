@@ -24,17 +24,19 @@ from dcpbench.launch.stopping import INTERRUPTED
 from dcpbench.plan.command_line import hide_headers, line
 from dcpbench.plan.option_parsers import format_value
 from dcpbench.points.counts import parse_count, suggest_counts
-from dcpbench.points.names import format_flag
+from dcpbench.points.structured_options import expand_structured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dcpbench.commands.caller import Caller
     from dcpbench.commands.catalogue import Entry
+    from dcpbench.points.key_values import StructuredOption
 
     Does = TypeVar("Does", bound=Callable[..., int])
 
 CONTEXT = "ctx"
+STRUCTURED = "KEY=VALUE"  # placeholder of the value of a structured option
 PARSER_ERROR: Any = typer.BadParameter.__base__
 """Error class that the parser raises for an invalid option; its module differs between versions of Typer."""
 
@@ -50,6 +52,20 @@ def make_panel(title: str | None, **same: Any) -> Callable[..., Any]:  # noqa: A
         return typer.Option(default, *names, help=text, rich_help_panel=title, **same, **own)
 
     return make_option
+
+
+def make_structured(panel: Callable[..., Any], declared: type[StructuredOption], *keys: str, **texts: str) -> Any:  # noqa: ANN401 -- what Typer takes
+    """Return a structured option under a panel's title, with some of its keys (all if none is named).
+
+    `texts` replaces the help texts of keys; `about` is the text of the option itself.
+    """
+    own = {"" if name == "about" else name: text for name, text in texts.items()}
+    return panel(
+        declared.format_help(keys, own),
+        declared.option,
+        metavar=STRUCTURED,
+        parser=functools.partial(declared.parse, keys=keys),
+    )
 
 
 @dataclass_transform(kw_only_default=True)
@@ -99,6 +115,7 @@ def load_command(name: str) -> Any:  # noqa: ANN401 -- of Click, or of Typer's c
 def collect_typed(*groups: object) -> dict[str, object]:
     """Return the given options of these groups by name, as in a configuration file."""
     given = {name: value for group in groups for name, value in vars(group).items() if value is not None}
+    given = expand_structured(given)
     return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
 
 
@@ -139,14 +156,11 @@ def _make_parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:  #
     """Return a parameter annotated with its type and option. Names are explicit: Typer's defaults differ by version."""
     if isinstance(default, OptionInfo):
         option, default = copy.copy(default), default.default
-        both = (
-            f"{format_flag(name)}/--no-{format_flag(name)[2:]}"
-            if kind in (bool, bool | None) and default is not False
-            else ""
-        )
-        option.default, option.param_decls = ..., option.param_decls or (both or format_flag(name),)
+        flag = "--" + name.replace("_", "-")
+        both = f"{flag}/--no-{flag[2:]}" if kind in (bool, bool | None) and default is not False else ""
+        option.default, option.param_decls = ..., option.param_decls or (both or flag,)
         if kind in (int, int | None) and option.parser is None:
-            option.parser = functools.partial(_parse_count, format_flag(name), option.min)
+            option.parser = functools.partial(_parse_count, flag, option.min)
         kind = Annotated[kind, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
@@ -169,9 +183,19 @@ class Command(TyperCommand):
     for another command, such as `ab`.
     """
 
+    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]  # as Click's own
+        """Return the options; the help of a switch shows no type, as if it took a value."""
+        params = super().get_params(ctx)
+        for param in params:
+            if getattr(param, "is_flag", False) and param.metavar is None:
+                param.metavar = ""
+        return params
+
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # as Click's own
         """Parse the arguments as Click does. Raise UsageError if an option with a value is given twice."""
         try:
+            _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+            args = _merge_structured(args, order)
             _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         except PARSER_ERROR as error:
             unknown = getattr(error, "option_name", None) if ctx.parent is not None else None
@@ -192,6 +216,25 @@ class Command(TyperCommand):
         before = line.set(words)
         ctx.call_on_close(lambda: line.reset(before))
         return rest
+
+
+def _merge_structured(args: list[str], order: Sequence[Any]) -> list[str]:
+    """Return the arguments with structured options that are given several times merged, at most one of them with a bare value."""
+    merged = list(args)
+    for option, times in Counter(order).items():
+        if times == 1 or getattr(option, "metavar", None) != STRUCTURED:
+            continue
+        name = max(option.opts, key=len)
+        values = sorted(_find_values(name, merged), key=lambda value: "=" in value.partition(",")[0])
+        if sum("=" not in value.partition(",")[0] for value in values) <= 1:
+            merged = [*_remove_option(name, merged), name, ",".join(values)]
+    return merged
+
+
+def _remove_option(option: str, args: Sequence[str]) -> list[str]:
+    """Return the arguments without an option and its values."""
+    pairs = zip(["", *args], args, strict=False)
+    return [word for before, word in pairs if option not in (before, word.partition("=")[0])]
 
 
 def _find_values(option: str, args: list[str]) -> list[str]:

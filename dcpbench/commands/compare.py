@@ -91,8 +91,8 @@ def compare(
     """Judge for every point that two sides share whether B is FASTER, SLOWER, the SAME or UNDECIDED.
 
     A side is a folder with at least 4 launches: with fewer the variation between launches is unknown, and times stay
-    UNDECIDED. `dcpbench ab` runs launches of both sides in turn. Exit codes: 0 · 1 a rule of --fail-on fails · 2 options
-    or records that cannot be used · 3 a rule could not be judged · 141 the reader of the output closed it.
+    UNDECIDED. `dcpbench ab` runs launches of both sides in turn. Exit codes: 0 success · 1 a rule of --fail-on fails · 2 options
+    or records that cannot be used · 3 a rule could not be judged · 141 the output pipe was closed.
     docs/comparing.md explains the statistics.
 
     For example:
@@ -105,13 +105,12 @@ def compare(
     """
     from dcpbench.commands.point_runner import print_left_out
     from dcpbench.compare import outputs
-    from dcpbench.compare.sides import check_sizes, read_side
+    from dcpbench.compare.sides import read_side
 
     options = judged.make_options(paired=matched.paired, across=matched.across)
     out = outputs.Out(fail_on=judged.fail_on, **vars(shown))
     outputs.check_options(options, out)
     sides = [a, *(matched.with_a or [])], [b, *(matched.with_b or [])]
-    check_sizes(*sides, options.across)
     first, second = map(read_side, sides)
     print_left_out([*first, *second])
     return outputs.run_comparison(first, second, options, out)

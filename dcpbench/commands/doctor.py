@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dcpbench.commands import options as opt
+from dcpbench.commands.command import make_structured
+from dcpbench.points.structured_options import Nodes
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
@@ -15,6 +17,14 @@ if TYPE_CHECKING:
     from dcpbench.doctor import Finding
 
 SIGNS = {"bad": "✗", "note": "•", "unread": "?"}
+NODES = make_structured(
+    opt.OPTION,
+    Nodes,
+    "count",
+    "endpoint",
+    about="Machines of the run. Repeat the command on each.",
+    endpoint="where they would meet; its port is tried.",
+)
 OF_ONE_GPU = re.compile(r"-i \d+")
 
 
@@ -22,13 +32,7 @@ def doctor(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="DIR", help="Folder that a run would write into, for its disk.")
     ] = Path("runs"),
-    nnodes: Annotated[
-        int, typer.Option("--nnodes", metavar="N", min=1, help="Machines of the run. Repeat the command on each.")
-    ] = 1,
-    rdzv_endpoint: Annotated[
-        str | None,
-        typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where they would meet: its port is tried."),
-    ] = None,
+    nodes: Nodes | None = NODES,
     as_json: bool = opt.JSON,
 ) -> int:
     """Show what is installed and visible, check this machine before a long sweep, and print a remedy for each finding.
@@ -46,13 +50,17 @@ def doctor(
 
     from dcpbench.commands import point_runner
     from dcpbench.doctor import OK, check_machine
+    from dcpbench.errors import UsageError
     from dcpbench.launch import launcher
     from dcpbench.launch.nodes import split_endpoint
     from dcpbench.launch.progress import make_probe_table
     from dcpbench.show.terminal import make_console
 
-    endpoint = split_endpoint(rdzv_endpoint) if rdzv_endpoint else None
-    report = check_machine(output, nnodes=nnodes, endpoint=endpoint)  # first, as the probe itself uses a GPU
+    run_on = nodes or Nodes()
+    if run_on.count < 1:
+        raise UsageError(f"--nodes {run_on.count} is not positive; try --nodes 2, or leave it out.")
+    endpoint = split_endpoint(run_on.endpoint) if run_on.endpoint else None
+    report = check_machine(output, nnodes=run_on.count, endpoint=endpoint)  # first, as the probe itself uses a GPU
     probe = launcher.run_probe(point_runner.WORKER)
     if as_json:
         findings = [msgspec.to_builtins(f) for f in report.findings]

@@ -12,6 +12,7 @@ from dcpbench.commands.caller import Caller, Elsewhere
 from dcpbench.commands.command import run_command
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points.names import LIBRARIES, SYNTHETIC
+from dcpbench.points.structured_options import expand_structured
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -114,10 +115,7 @@ def check_command(
         else:
             _check_plan(command, words, there, away, whole=whole)
     except DcpbenchError as e:
-        message = str(e).replace("--nnodes", "--nodes")  # as submit calls it
-        message = message.replace(f"see dcpbench {words[0]} --help", "see dcpbench submit --help")
-        message = message.replace(f"Type instead: dcpbench {words[0]}", f"Type behind --: {words[0]}")
-        raise type(e)(f"the submitted {words[0]}: {message}") from e
+        raise type(e)(f"the submitted {words[0]}: {e}") from e
     if each:
         return "The other options were checked one by one."
     return (
@@ -144,7 +142,7 @@ def _check_each(name: str, typed: Mapping[str, Any]) -> None:
     from dcpbench.plan.spec import PARSERS
 
     parsers = {"serve": SERVE_PARSERS, "server": SERVER_PARSERS}.get(name, PARSERS)
-    for option, value in typed.items():
+    for option, value in expand_structured(typed).items():
         if value is not None and option in parsers:
             parsers[option](option, str(value) if isinstance(value, Path) else value)
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import Group, make_panel
+from dcpbench.commands.command import Group, make_panel, make_structured
+from dcpbench.points.structured_options import PrefixShare, Sessions
 from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS, CPU_PROMPTS, PROMPTS, USUAL_REQUESTS
 from dcpbench.show.terminal import print_stderr
 
@@ -47,13 +48,8 @@ class Requests(Group):
         "closed loop, with --request-rate at that rate. Default: none, requests are made up.",
         metavar="FILE",
     )
-    limit: str | None = WHEN(
-        "Stop early: 200 takes the first 200 requests; 60s ends each run then and counts what has not finished as "
-        "cancelled. Default: no limit.",
-        metavar="N|Ns",
-    )
     num_requests: str | None = WHAT(
-        f"Requests of each point: --num-prompts of vLLM's and SGLang's benches. Default: {USUAL_REQUESTS} on GPUs; 16 on the CPU.",
+        f"Requests of each point: --num-prompts of vLLM's and SGLang's benches; of a file, the first. Default: {USUAL_REQUESTS} on GPUs; 16 on the CPU; all of a file.",
         metavar="N",
     )
     input_tokens: str | None = WHAT(
@@ -67,24 +63,8 @@ class Requests(Group):
         f"{ANSWERS} on GPUs; {CPU_ANSWERS} on the CPU.",
         metavar="LEN,…",
     )
-    prefix_share: str | None = WHAT(
-        "Share of each prompt, from 0 to less than 1, that begins like the prompts of its group. Default: 0.",
-        metavar="S",
-    )
-    prefix_groups: str | None = WHAT(
-        "With --prefix-share: groups, which take requests in turn. Default: 1.", metavar="N"
-    )
-    turns: str | None = WHAT(
-        "Turns of a session, in the notation of lengths: each prompt begins with the whole conversation so far, so that "
-        "the prefix cache can hold it. --concurrency and --request-rate then count sessions, --num-requests counts "
-        "their turns. Default: 1, requests are independent.",
-        metavar="LEN",
-    )
-    turn_tokens: str | None = WHAT(
-        "With --turns: tokens that each turn after the first adds to the prompt. Default: as --input-tokens.",
-        metavar="LEN",
-    )
-    think_time: str | None = WHAT("With --turns: seconds from an answer to the next turn. Default: 0.", metavar="S")
+    prefix_share: PrefixShare | None = make_structured(WHAT, PrefixShare)
+    sessions: Sessions | None = make_structured(WHAT, Sessions)
     seed: str | None = WHAT(
         "Seed of lengths, gaps and tokens: the same requests for every layout and machine. Default: 0.", metavar="N"
     )

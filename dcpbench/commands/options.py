@@ -4,16 +4,15 @@ A class is a group of options that a command takes as one value; a command that 
 class of its own (command.py).
 """
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dcpbench.commands.caller import Caller
-from dcpbench.commands.command import Group, make_panel
-from dcpbench.points.gpus import GPUS
-from dcpbench.show.text import format_list
+from dcpbench.commands.command import Group, make_panel, make_structured
+from dcpbench.models import ALIASES, SHAPES
+from dcpbench.points.structured_options import Collectives, Gpu, Nodes, PageSize, Timeout
 
 if TYPE_CHECKING:
     from dcpbench.launch.torchrun import Machines
@@ -34,8 +33,8 @@ TP = f"{TP_DEGREE} Each is one torchrun job."
 DCP_DEGREE = "Ranks that share the KV cache of one request, vLLM's --decode-context-parallel-size; divides tp / dp. Adds no GPUs."
 """Help texts of --tp and --dcp, without their defaults."""
 MODEL = LOAD(
-    "deepseek-v3, deepseek-r1, deepseek-v2, deepseek-v2-lite, kimi-k2, tiny, or a folder with a Hugging Face "
-    "config.json. Default: the checkpoint's own config.json where one is given, else deepseek-v3; tiny on the CPU.",
+    f"{', '.join([*SHAPES, *ALIASES])}, or a folder with a Hugging Face config.json. "
+    "Default: the checkpoint's own config.json where one is given, else deepseek-v3; tiny on the CPU.",
     metavar="NAME,…",
 )
 WEIGHTS = LOAD(
@@ -46,7 +45,7 @@ REPEATS = MEASURE("Passes over the whole grid. Default: 1.", metavar="N")
 BASELINE = MEASURE(
     "Also measure each dcp layout with dcp 1, and, for dp without dcp, tp alone, under the same load. Default: yes."
 )
-RESUME = OUTPUT("Go on with the run in --output: measured points are skipped, failed ones tried again.", default=False)
+RESUME = OUTPUT("Go on with the run in --output: measured points are skipped, failed ones retried.", default=False)
 FORCE = OUTPUT("Start over in a folder that already holds records.", default=False)
 JSON = OUTPUT("Print the result as JSON on stdout.", "--json", default=False)
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or records.jsonl files.")]
@@ -57,6 +56,9 @@ EP_DEGREE = (
     "Expert parallel degree: 1 for tensor-parallel experts, each split over all tp ranks, the default of vLLM and SGLang; tp for "
     "expert parallel, each rank with some of the experts: vLLM's --enable-expert-parallel, SGLang's --ep-size."
 )
+
+
+STALL_S = 300.0  # default time without progress after which a point is treated as hung
 
 
 class Layouts(Group):
@@ -85,36 +87,19 @@ class How(Group):
         "ag_rs_registered (ag_rs in memory that NCCL has registered), or auto: each point takes the fastest. Default: ag_rs.",
         metavar="NAME,…",
     )
-    q_replicate: bool | None = HOW(
-        "Every dcp rank computes all heads' queries, from more weights, and none are gathered. Default: no."
-    )
-    project_first: bool | None = HOW(
-        "Project partial outputs to values, with more weights, before they are exchanged: fewer bytes. Default: no."
-    )
-    all_reduce: str | None = HOW(
-        "How the partial sums of tp are reduced: nccl, or symm through symmetric memory. Default: nccl.",
-        metavar="NAME,…",
-    )
+    collectives: Collectives | None = make_structured(HOW, Collectives)
     weights_dtype: str | None = HOW(
         "Weights of linear layers and experts: fp8 (e4m3, a scale for each 128 × 128, as DeepSeek-V3 and Kimi-K2 are "
         "published) or bf16; fp16 and fp32 on GPUs for verify alone. Default on GPUs: as the model is published; on the "
-        "CPU: fp32.",
+        "CPU: as --kv-dtype, else fp32.",
         metavar="NAME,…",
     )
     kv_dtype: str | None = HOW(
-        "KV cache: fp8 (e4m3, vLLM's --kv-cache-dtype fp8) or bf16; fp16 and fp32 as for weights. Default: bf16 on GPUs; "
-        "fp32 on the CPU.",
+        "KV cache: fp8 (e4m3, vLLM's --kv-cache-dtype fp8) or bf16; fp16 and fp32 as for weights. Default: as --weights-dtype if that is not fp8; "
+        "else bf16 on GPUs, fp32 on the CPU.",
         metavar="NAME,…",
     )
-    dtype: str | None = HOW("Both --weights-dtype and --kv-dtype, unless given.", metavar="NAME")
-    page_size: int | None = HOW(
-        "KV rows in a page of one rank: vLLM's --block-size. Default: 64 on GPUs; 1 on the CPU.", metavar="ROWS"
-    )
-    interleave: int | None = HOW(
-        "Neighbouring tokens that stay on one dcp rank, vLLM's --cp-kv-cache-interleave-size; divides the page size. "
-        "Default: 1.",
-        metavar="TOKENS",
-    )
+    page_size: PageSize | None = make_structured(HOW, PageSize)
 
 
 EMULATE = HOW(
@@ -130,12 +115,7 @@ class Run(Group):
 
     caller: Caller = Caller()
 
-    timeout: float = MEASURE(
-        "A point without progress for this long is treated as hung: stacks of all ranks are saved, its job is ended, and "
-        "the other points go on. Startup, build and warm-up are always allowed 300 s.",
-        default=300.0,
-        metavar="SECONDS",
-    )
+    timeout: Timeout | None = make_structured(MEASURE, Timeout, "stall")
     config: Path | None = OUTPUT(
         "TOML or YAML file with these options by name, such as `tp = [4, 8]`; the command line overrides it.",
         metavar="FILE",
@@ -161,49 +141,44 @@ class Run(Group):
         metavar="NAME",
     )
 
-    gpu: str | None = MACHINES(
-        f"With --dry-run: plan for such GPUs, whatever this machine has: {format_list([gpu.name for gpu in GPUS], 'or')}, all "
-        "SXM. Default: this machine's.",
-        metavar="NAME",
-    )
-    gpus: int | None = MACHINES("With --gpu: GPUs of a machine. Default: 8.", metavar="N")
+    gpu: Gpu | None = make_structured(MACHINES, Gpu)
+    nodes: Nodes | None = None
 
     @property
     def machines(self) -> "Machines":
-        """Return the machines of the run: this one only, unless the command has options for several."""
+        """Return the machines of the run: this one only, unless the command has an option for several."""
         from dcpbench.launch.torchrun import Machines
 
-        names = {field.name for field in dataclasses.fields(Machines)}
-        return Machines(**{name: value for name, value in vars(self).items() if name in names})
+        nodes = self.nodes or Nodes()
+        return Machines(nnodes=nodes.count, node_rank=nodes.rank, rdzv_endpoint=nodes.endpoint)
+
+    @property
+    def gpu_name(self) -> str | None:
+        """Return the GPU of --gpu."""
+        return None if self.gpu is None else self.gpu.name
+
+    @property
+    def gpu_count(self) -> int | None:
+        """Return the number of GPUs of --gpu."""
+        return None if self.gpu is None else self.gpu.count
+
+    @property
+    def stall_s(self) -> float:
+        """Return the time without progress after which a point is treated as hung."""
+        return STALL_S if self.timeout is None or self.timeout.stall is None else self.timeout.stall
 
 
 class RunOnMachines(Run):
     """Hold the options of a command that can run on several machines."""
 
-    nnodes: int = MACHINES(
-        "Machines; start the same command on each, with the same secret in DCPBENCH_SECRET. tp counts the GPUs of all "
-        "of them.",
-        default=1,
-        metavar="N",
-    )
-    node_rank: int = MACHINES("This machine's number; 0 keeps the records.", default=0, metavar="N")
-    rdzv_endpoint: str = MACHINES(
-        "Address of node 0 with a free port, the same on every machine. Node 0 listens at this address alone: one of a "
-        "network that you trust.",
-        default="",
-        metavar="HOST:PORT",
-    )
-    rdzv_id: str = MACHINES("Name of the sweep, the same on all.", default="dcpbench", metavar="NAME")
-    point_retries: int = MEASURE(
-        "How often a point that hung or failed is retried, after the others. --resume skips a point that has "
-        "failed twice, or once more than this.",
-        default=0,
-        metavar="N",
-    )
-    point_limit: float | None = MEASURE(
-        "A point that takes longer than this, including its build, is treated as hung. Default: none.",
-        metavar="SECONDS",
-    )
+    nodes: Nodes | None = make_structured(MACHINES, Nodes)
+    timeout: Timeout | None = make_structured(MEASURE, Timeout, "stall", "point", "retries")
+
+
+class Limits(Group):
+    """Hold the time limits among the options of a run, some of which are fields of a spec."""
+
+    timeout: Timeout | None = None
 
 
 class OneAnswer(Group):

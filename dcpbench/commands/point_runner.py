@@ -87,7 +87,11 @@ def get_probe(run: Run) -> Probe:
     """Return this machine's probe as --device selects it, or that of the machine that --gpu plans for."""
     if there := run.caller.elsewhere:
         return select_device(there.probe, run.device)
-    found = launcher.run_probe(WORKER) if run.gpu is None else make_planned_probe(run.gpu, run.gpus or USUAL_GPUS)
+    found = (
+        launcher.run_probe(WORKER)
+        if run.gpu_name is None
+        else make_planned_probe(run.gpu_name, _get_planned_count(run))
+    )
     return select_device(found, run.device)
 
 
@@ -101,7 +105,9 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     if is_values_only(run, spec.tp, spec.dp, spec.dcp):
         return 0
     there = run.caller.elsewhere
-    candidates = grid.expand_grid(spec, probe, there.nodes if there else run.machines.nnodes)
+    candidates = grid.expand_grid(
+        spec, probe, there.nodes if there else run.machines.nnodes, submitted=there is not None
+    )
     print_defaults(spec, candidates)
     if finish_if_planned(candidates, probe, run):
         return 0
@@ -156,20 +162,20 @@ def check_run(run: Run) -> None:
     """Raise UsageError if the options contradict each other."""
     m = run.machines
     _check_folder_options(run)
-    check_seconds("--timeout", run.timeout, 300)
+    check_seconds("--timeout", run.stall_s, 300)
     _check_isolation(run)
     _check_planned(run)
     if m.nnodes < 1:
-        raise UsageError(f"--nnodes {m.nnodes} is not positive; try --nnodes 2, or leave it out.")
+        raise UsageError(f"--nodes {m.nnodes} is not positive; try --nodes 2, or leave it out.")
     if m.nnodes > MAX_RANKS:
         raise UsageError(
-            f"--nnodes {format_value(m.nnodes)} is more than the {MAX_RANKS:,} ranks that a layout can have; try --nnodes 2."
+            f"--nodes {format_value(m.nnodes)} is more than the {MAX_RANKS:,} ranks that a layout can have; try --nodes 2."
         )
     if not 0 <= m.node_rank < m.nnodes:
         raise UsageError(
-            f"--node-rank {m.node_rank} with --nnodes {m.nnodes}: ranks go from 0 to nnodes - 1, one for each machine."
+            f"--nodes {m.nnodes},rank={m.node_rank}: ranks go from 0 to {m.nnodes - 1}, one for each machine."
         )
-    if m.nnodes > 1 and run.gpu is None:
+    if m.nnodes > 1 and run.gpu_name is None:
         split_endpoint(m.rdzv_endpoint)
         get_secret()
 
@@ -177,8 +183,12 @@ def check_run(run: Run) -> None:
 def check_server_run(run: Run) -> None:
     """Raise UsageError if the options of a command that measures a server contradict each other."""
     _check_folder_options(run)
-    if run.gpu is not None and run.device == "cpu":
-        raise UsageError(f"--gpu {run.gpu} and --device cpu contradict each other; leave one of them out.")
+    _check_gpu_device(run)
+
+
+def _check_gpu_device(run: Run) -> None:
+    if run.gpu_name is not None and run.device == "cpu":
+        raise UsageError(f"--gpu {run.gpu_name} and --device cpu contradict each other; leave one of them out.")
 
 
 def _check_folder_options(run: Run) -> None:
@@ -191,32 +201,37 @@ def _check_folder_options(run: Run) -> None:
 def _check_isolation(run: Run) -> None:
     retries, limit = _get_retries(run), _get_point_limit(run)
     if retries < 0:
-        raise UsageError(f"--point-retries {retries} is negative; try --point-retries 1, or leave it out.")
+        raise UsageError(f"--timeout retries={retries} is negative; try retries=1, or leave it out.")
     if limit is not None:
-        check_seconds("--point-limit", limit, 1800)
+        check_seconds("--timeout point", limit, 1800)
 
 
 def _get_retries(run: Run) -> int:
-    """Return the value of --point-retries, or 0 if the command has no such option."""
-    return getattr(run, "point_retries", 0)
+    return 0 if run.timeout is None else run.timeout.retries
 
 
 def _get_point_limit(run: Run) -> float | None:
-    return getattr(run, "point_limit", None)
+    return None if run.timeout is None else run.timeout.point
 
 
 def _check_planned(run: Run) -> None:
-    if run.gpus is not None and run.gpu is None:
-        raise UsageError(f"--gpus {run.gpus} needs --gpu; add for example --gpu H200.")
-    if run.gpu is not None:
-        make_planned_probe(run.gpu, USUAL_GPUS if run.gpus is None else run.gpus)
-    if run.gpu is not None and not run.dry_run:
+    if run.gpu_count is not None and run.gpu_name is None:
         raise UsageError(
-            f"--gpu {run.gpu} plans for a machine that is not this one, and nothing can be measured on it; add "
+            f"--gpu count={run.gpu_count} needs a name; write for example --gpu H200,count={run.gpu_count}."
+        )
+    if run.gpu_name is not None:
+        make_planned_probe(run.gpu_name, _get_planned_count(run))
+    if run.gpu_name is not None and not run.dry_run:
+        raise UsageError(
+            f"--gpu {run.gpu_name} plans for a machine that is not this one, and nothing can be measured on it; add "
             "--dry-run, or leave --gpu out."
         )
-    if run.gpu is not None and run.device == "cpu":
-        raise UsageError(f"--gpu {run.gpu} and --device cpu contradict each other; leave one of them out.")
+    _check_gpu_device(run)
+
+
+def _get_planned_count(run: Run) -> int:
+    """Return the number of GPUs of a planned machine."""
+    return USUAL_GPUS if run.gpu_count is None else run.gpu_count
 
 
 def _prepare_folder(
@@ -257,7 +272,7 @@ def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Poi
         max_times = max(failed[p.get_key()] for p in aside)
         print_stderr(
             f"{format_count(len(aside), 'point')} that failed {max_times} times {'is' if len(aside) == 1 else 'are'} set aside: the "
-            f"records say why. To try {'it' if len(aside) == 1 else 'them'} again, add --point-retries {max_times}."
+            f"records say why. To try {'it' if len(aside) == 1 else 'them'} again, add --timeout retries={max_times}."
         )
     return [p for p in points if p not in aside]
 
@@ -274,7 +289,8 @@ def make_progress_bar(run: Run, points: Sequence[Point]) -> ProgressBar:
 
     part = run.caller.part
     what = part.what if part else "points"
-    return ProgressBar(format_point_names(points), make_console(error=True), what, brief=part is not None)
+    kinds = {point.get_key(): point.load.mode if point.load else "" for point in points}
+    return ProgressBar(format_point_names(points), make_console(error=True), what, brief=part is not None, kinds=kinds)
 
 
 @contextlib.contextmanager
@@ -433,7 +449,7 @@ def make_work(folder: Path, settings: Settings, probe: Probe, run: Run) -> launc
         settings=settings,
         device=probe.device,
         hardware=probe.name,
-        timeout=run.timeout,
+        timeout=run.stall_s,
         point_limit=_get_point_limit(run),
         retries=_get_retries(run),
         command=get_typed_command(),

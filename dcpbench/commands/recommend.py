@@ -10,6 +10,7 @@ import typer
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group
+from dcpbench.models import REPOSITORIES
 from dcpbench.points.names import format_flag
 from dcpbench.serving.load_words import ANSWERS, CHUNK, PROMPTS
 from dcpbench.show.terminal import ProgressLine, make_console
@@ -35,7 +36,7 @@ class Wanted(Group):
     """Hold the options for the model, the machine and the load."""
 
     model: str = opt.LOAD(
-        "deepseek-v3, deepseek-r1, deepseek-v2, deepseek-v2-lite, kimi-k2, or a folder with a config.json.",
+        f"{', '.join(REPOSITORIES)}, or a folder with a config.json.",
         default="deepseek-v3",
         metavar="NAME",
     )
@@ -49,8 +50,10 @@ class Wanted(Group):
     )
     concurrency: str | None = opt.LOAD(f"Requests in flight. Default: {CLIENTS}.", metavar="N,…")
     context: str | None = opt.LOAD("Decode steps only, with this number of tokens for each request.", metavar="N,…")
-    input_tokens: str | None = opt.LOAD(f"Prompt tokens of a request, as of serve. Default: {PROMPTS}.", metavar="N")
-    output_tokens: str | None = opt.LOAD(f"Output tokens of a request, as of serve. Default: {ANSWERS}.", metavar="N")
+    input_tokens: str | None = opt.LOAD(
+        f"Length of prompts, such as 4000 or uniform:1000-7000, as in serve. Default: {PROMPTS}.", metavar="LEN"
+    )
+    output_tokens: str | None = opt.LOAD(f"Length of outputs, in the same notation. Default: {ANSWERS}.", metavar="LEN")
     request_rate: str | None = opt.LOAD("Requests a second, in place of concurrency; inf: all at once.", metavar="R,…")
     num_requests: int | None = opt.LOAD(f"With --request-rate: requests of a load. Default: {REQUESTS}.", metavar="N")
     chunk: int | None = opt.LOAD(f"Prompt tokens of a step, over all replicas. Default: {CHUNK}.", metavar="N")
@@ -65,7 +68,8 @@ class Wanted(Group):
         default=False,
     )
     slo: str | None = opt.OPTION(
-        "ttft, itl, tpot, e2el in ms, such as ttft=2000,itl=60; itl alone with --context.", metavar="NAME=MS,…"
+        "ttft, itl, tpot, e2el in ms, such as ttft=2000,itl=60. With --context, only itl is allowed.",
+        metavar="NAME=MS,…",
     )
     price: float | None = opt.OPTION(
         "Price of a GPU per hour, to compute $ per million output tokens.", metavar="DOLLARS"
@@ -91,13 +95,13 @@ def recommend(
         Path | None,
         typer.Option("-o", "--output", metavar="DIR", help="Folder for a page of Markdown, its picture and JSON."),
     ] = None,
-    force: bool = opt.FORCE,
+    force: bool = opt.OUTPUT("Overwrite files in --output.", default=False),
     as_json: bool = opt.JSON,
 ) -> int:
     """Recommend a layout, with its confidence and cost, and print how to start SGLang and vLLM in it.
 
-    Layouts without a record are estimated: the roofline time of their steps, scaled by the efficiency of published steps.
-    Exit codes: 0 · 2 options or records that cannot be used · 3 no layout has an answer.
+    Layouts without a record are estimated: a roofline of their steps, corrected by how close published steps came to theirs.
+    Exit codes: 0 success · 2 options or records that cannot be used · 3 no layout has an answer.
 
     For example:
 
@@ -166,16 +170,18 @@ def _make_start(name: str, ask: "Query", choice: "Choice", best: "Forecast", ste
 
 def _make_query(wanted: Wanted) -> "Query":
     from dcpbench.errors import UsageError
+    from dcpbench.models import check_published, load_shape
     from dcpbench.plan import option_parsers as read
     from dcpbench.points.bounds import MAX_NUMBER
     from dcpbench.points.cluster_specs import load_machine
     from dcpbench.points.names import AS_PUBLISHED, AUTO_EXCHANGES, FP8
-    from dcpbench.points.shapes import load_shape
     from dcpbench.recommend.advise import Query
 
     named, here = (wanted.machine, 0) if wanted.machine is not None else _find_local_gpu()
     machine = load_machine(named)
     shape = load_shape(wanted.model)
+    if wanted.weights_dtype == AS_PUBLISHED:
+        check_published(shape)
     weights = shape.published if wanted.weights_dtype == AS_PUBLISHED else wanted.weights_dtype
     for option, value in (("--weights-dtype", weights), ("--kv-dtype", wanted.kv_dtype)):
         if value not in ("bf16", FP8):

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import Group, collect_typed, make_panel
+from dcpbench.commands.command import Group, collect_typed, make_panel, make_structured
 from dcpbench.commands.load_options import SLO, Requests, print_load_notes
+from dcpbench.points.structured_options import Disaggregate, Prefill, Timeout
 from dcpbench.serving.load_words import CHUNK, CPU_CHUNK
 from dcpbench.show.terminal import print_stderr
 
@@ -55,31 +56,11 @@ class Scheduler(Group):
         f"least. Each of the list is a point. Default: {CHUNK} on GPUs; {CPU_CHUNK} on the CPU.",
         metavar="TOKENS,…",
     )
-    prefix_cache: bool | None = SERVED(
-        "Keep the KV of finished prompts for prompts with the same prefix, while memory allows. Default: yes."
-    )
-    prefill: str | None = SERVED(
-        "Attention of prompts: sdpa (torch) or flashinfer, about three times as fast. Default: flashinfer on GPUs where "
-        "it is installed; else sdpa.",
-        metavar="NAME",
-    )
-    disaggregate: str | None = SERVED(
-        "With --mode replay: instances of the layout, each on tp GPUs of its own, of which P only prefill and D only decode: "
-        "disaggregated prefill of vLLM, PD disaggregation of SGLang, 1P2D. A number such as 3: as many that do both, which a "
-        "P:D has as its baseline. Each of the list is a point. Default: one instance that does both.",
-        metavar="P:D,…",
-    )
-    transfer_gb_s: str | None = SERVED(
-        "With --disaggregate: rate at which a GPU sends KV, in 10⁹ bytes per second, such as 50 for 400 Gb/s; each GPU sends "
-        "what it holds of a request to the one in its place, requests one after another. Each of the list is a point.",
-        metavar="RATE,…",
-    )
-    transfer_ms: str | None = SERVED(
-        "With --disaggregate: fixed latency of each request's transfer. Default: 0.", metavar="MS"
-    )
+    prefill: Prefill | None = make_structured(SERVED, Prefill)
+    disaggregate: Disaggregate | None = make_structured(SERVED, Disaggregate)
     kv_memory: str | None = SERVED(
         "KV pool per GPU, such as 20GiB. Where it is less than the requests in flight need, they wait and are "
-        "preempted. Default: all that the weights leave, where all of them fit; else what the requests in flight need, "
+        "preempted. Default: all memory that the weights leave; if the model does not fit, what the requests in flight need, "
         "as far as there is room.",
         metavar="SIZE",
     )
@@ -105,6 +86,12 @@ class How(opt.How):
         "any size. MACHINE as for dcpbench sweep. Such points are forecasts, and marked.",
         metavar="MACHINE,…",
     )
+
+
+class Run(opt.RunOnMachines):
+    """Hold the options of how the command runs, with a limit of each load."""
+
+    timeout: Timeout | None = make_structured(opt.MEASURE, Timeout, "stall", "point", "retries", "load")
 
 
 class Measured(Group):
@@ -134,7 +121,7 @@ def serve(
     scheduler: Scheduler,
     how: How,
     measured: Measured,
-    run: opt.RunOnMachines,
+    run: Run,
 ) -> int:
     """Serve requests over layouts and loads: TTFT, ITL, throughput and goodput, with prefill and a real scheduler.
 
@@ -147,7 +134,7 @@ def serve(
 
       dcpbench serve --tp 4 --dcp 4 --request-rate 0.5,1,2 --slo ttft=2000,itl=60
 
-      dcpbench serve --tp 4 --dcp 4 --requests trace.jsonl --limit 600s
+      dcpbench serve --tp 4 --dcp 4 --requests trace.jsonl --timeout load=600
 
       dcpbench serve --tp 4 --input-tokens lognormal:8000:0.7 --mode replay
 
@@ -165,14 +152,14 @@ def serve(
 
     point_runner.check_run(run)
     given = read_options(run.config, SERVE_PARSERS) if run.config else {}
-    given |= collect_typed(layouts, load, requests, scheduler, how, measured)
+    given |= collect_typed(layouts, load, requests, scheduler, how, measured, opt.Limits(timeout=run.timeout))
     path = resolve_step_times(given)
     if path is None:
         probe = point_runner.get_probe(run)
         spec = make_serve_spec(given, probe)
         _print_notes(spec, probe, run)
         return point_runner.measure(spec, probe, run, given=given)
-    if run.gpu is not None:
+    if run.gpu_name is not None:
         raise UsageError(f"--step-times {path} records the GPUs of its steps; leave --gpu out.")
     times = load_step_times(path)
     if times.engine is not None:
@@ -240,8 +227,8 @@ def _print_notes(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
     if seconds > LONG_S:
         print_stderr(
             f"A live run takes long: about {seconds / 60:,.0f} min for the longest load of each layout, at "
-            f"{USUAL_STEP_S * 1000:g} ms per step. --mode replay measures step times and needs seconds for a load; --limit 60s "
-            "ends a run early."
+            f"{USUAL_STEP_S * 1000:g} ms per step. --mode replay measures step times and needs seconds for a load; "
+            "--timeout load=60 ends a run early."
         )
 
 

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import Group, collect_typed, make_panel
+from dcpbench.commands.command import Group, collect_typed, make_panel, make_structured
 from dcpbench.commands.load_options import SLO, Requests, print_load_notes
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import ENGINE_POLICIES, LIVE, MODES, REPLAY, format_flag
+from dcpbench.points.structured_options import Client, Gpu, Timeout
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
@@ -92,11 +93,21 @@ class Replays(Group):
 class Run(opt.Run):
     """Hold the options of how the command runs. The hardware is that of the server."""
 
-    timeout = 300.0
-    gpu: str | None = opt.MACHINES(
-        "GPU of the server, for the records, such as H200. Default: unknown.", metavar="NAME"
+    timeout: Timeout | None = make_structured(
+        opt.MEASURE,
+        Timeout,
+        "stall",
+        "load",
+        "start",
+        stall="time without a token after which a request has failed. Default: 600.",
     )
-    gpus: int | None = opt.MACHINES("Number of GPUs of the server. Default: --tp.", metavar="N")
+    gpu: Gpu | None = make_structured(
+        opt.MACHINES,
+        Gpu,
+        about="GPUs of the server, for the records.",
+        name="their name, such as H200. Default: unknown.",
+        count="their number. Default: --tp.",
+    )
     device: str = opt.MACHINES(
         "cpu marks the points of a server on a CPU: their timings do not reflect GPU performance.",
         default="auto",
@@ -112,12 +123,12 @@ class Options(Group):
     """Hold the options for the server and for the client that sends its load."""
 
     url: str | None = SERVER(
-        "Measure the server at this address, by OpenAI's API, instead of an engine of our own: vLLM, SGLang or another. "
+        "Measure the running server at this address, by OpenAI's API: vLLM, SGLang or another. "
         "--tp, --dp and --dcp then describe its layout, --model selects one of its models.",
         metavar="URL",
     )
     engine: str | None = SERVER(
-        "Start servers of this engine instead, one for each layout, serve all loads on each, and end it: vllm, sglang, or a "
+        "Start a server of this engine for each layout, serve all loads on it, and stop it: vllm, sglang, or a "
         ".toml file with its command and flags (docs/servers.md). --model names the model to serve.",
         metavar="NAME",
     )
@@ -135,9 +146,6 @@ class Options(Group):
         "the engine loads with --load-format dummy; all tokens then take the same few experts. Default: synthetic if --model is a folder "
         "without weight files, else model.",
         metavar="NAME",
-    )
-    start_timeout: float = SERVER(
-        "Time after which a server that accepts no requests has failed.", default=1800.0, metavar="SECONDS"
     )
     endpoint: str = CLIENT("completions or chat.", default="completions", metavar="NAME")
     api_key_env: str = CLIENT(
@@ -159,31 +167,12 @@ class Options(Group):
         "their tokens.",
         metavar="FOLDER",
     )
-    request_timeout: float = CLIENT(
-        "Time without a token after which a request has failed.", default=600.0, metavar="SECONDS"
-    )
-    warm_up: int = CLIENT("Requests before the clock starts, with short answers.", default=8, metavar="N")
-    retries: int = CLIENT(
-        "How often a request is sent again while the server is busy (429, 503, connection refused); also the short ones "
-        "before the load. Each is counted, and the wait is in its latency.",
-        default=0,
-        metavar="N",
-    )
+    client: Client | None = make_structured(CLIENT, Client)
     traces: Path | None = SERVER(
-        "Folder into which the server's profiler writes its traces, as seen from here; it is created if it does not exist. After each load a few of its requests "
-        "are served again under the profiler, and where the host waits is in the record, as of our own points. Default: no "
+        "Folder into which the server's profiler writes its traces, on this machine; it is created if it does not exist. After each load a few of its requests "
+        "are served again under the profiler, and the record has where the host waits. Default: no "
         "profile.",
         metavar="FOLDER",
-    )
-    client_processes: int | None = CLIENT(
-        "Processes that send the load, with an event loop each. Default: one for each 8,000 chunks a second that are "
-        "expected, as far as there are cores.",
-        metavar="N",
-    )
-    client_realtime: bool = CLIENT(
-        "Let the client run before everything else on its cores (SCHED_RR) while a load is sent, where the kernel allows it: to "
-        "root, CAP_SYS_NICE or an RLIMIT_RTPRIO. The record says whether it did.",
-        default=True,
     )
 
 
@@ -222,7 +211,7 @@ def server(
 
     point_runner.check_server_run(run)
     given = read_options(run.config, SERVER_PARSERS) if run.config else {}
-    given |= collect_typed(layouts, model, requests, measured)
+    given |= collect_typed(layouts, model, requests, measured, opt.Limits(timeout=run.timeout))
     _check_replay(replays, given)
     if replays.step_times is not None:
         _check_no_source(options, replays.step_times)
@@ -376,14 +365,14 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
     spec = make_server_spec(given, cpu=run.device == "cpu")
     if spec.wrong is not None:
         raise spec.wrong
-    probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=spec.layout["tp"], name=run.gpu or "")
+    probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=spec.layout["tp"], name=run.gpu_name or "")
     asked = _make_client_config(url, options, run, spec.layout["tp"])
     if run.caller.elsewhere is not None:
         return 0
     info = fetch_server_info(asked.target, asked.retries).with_kv_capacity(dp=spec.layout["dp"], dcp=spec.layout["dcp"])
     card = info.find_model(spec.model)
     if run.dry_run or run.caller.part is None:
-        for note in (f"{asked.target.url}: {info.origin.removeprefix('engine ')}, model {card.id}.", *info.notes):
+        for note in (f"{asked.target.url}: {f'{info.engine} {info.version}'.rstrip()}, model {card.id}.", *info.notes):
             print_stderr(note)
     point_runner.record_device(run, probe)
     if run.dry_run or run.caller.part is None:
@@ -413,10 +402,9 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
 def _measure_started(options: Options, given: dict[str, object], run: opt.Run, replays: Replays) -> int:
     """Start a server for each layout and each combination of flags, and measure all loads on it."""
     from dcpbench.commands import point_runner
-    from dcpbench.commands.started_servers import check_program, print_commands
+    from dcpbench.commands.started_servers import check_program, get_start_s, print_commands
     from dcpbench.errors import UsageError
     from dcpbench.launch import folders
-    from dcpbench.plan.option_parsers import check_seconds
     from dcpbench.plan.server_spec import make_server_spec, split_layouts
     from dcpbench.points.device_probe import Probe
     from dcpbench.servers.engine_replay import ReplayOptions
@@ -426,7 +414,6 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
 
     if not given.get("model"):
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
-    check_seconds("--start-timeout", options.start_timeout, 1800)
     preset = resolve_engine(options.engine, options.serve_cmd, options.engine_args)
     split = [_add_default_ep(preset, one) for one in split_layouts({"tp": 1, **given})]
     weights = choose_weights(preset, str(given["model"]), options.weights)
@@ -438,7 +425,7 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
 
     tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
     candidates = _list_candidates(specs, preset, model)
-    probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu or "")
+    probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu_name or "")
     point_runner.record_device(run, probe)
     if run.dry_run or run.caller.part is None:
         print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
@@ -459,7 +446,7 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
                 config=asked,
                 settings=work.settings,
                 folder=work.folder,
-                limit_s=options.start_timeout,
+                limit_s=get_start_s(run.timeout),
                 replay=ReplayOptions(policy=replays.policy or "", token_budget=replays.token_budget),
             )
             servers.measure(points, bar)
@@ -507,9 +494,10 @@ def _add_default_ep(preset: "Engine", given: dict[str, object]) -> dict[str, obj
 
 def _make_client_config(url: str, options: Options, run: opt.Run, tp: int) -> "ClientConfig":
     """Return the settings of the client. Raise UsageError for an invalid option."""
+    from dcpbench.commands.started_servers import check_server_limits, get_request_s
     from dcpbench.errors import UsageError
     from dcpbench.plan.command_line import get_typed_command
-    from dcpbench.plan.option_parsers import check_known, check_seconds
+    from dcpbench.plan.option_parsers import check_known
     from dcpbench.records.record import CPU
     from dcpbench.servers.client import Target, load_api_key
     from dcpbench.servers.measure import ClientConfig
@@ -517,27 +505,28 @@ def _make_client_config(url: str, options: Options, run: opt.Run, tp: int) -> "C
     from dcpbench.servers.request_options import parse_extra_body, parse_headers
 
     check_known("endpoint", options.endpoint, ENDPOINTS)
-    check_seconds("--request-timeout", options.request_timeout, 600)
-    for option, value in (("--warm-up", options.warm_up), ("--retries", options.retries)):
+    check_server_limits(run.timeout)
+    client = options.client or Client()
+    for key, value in (("warm-up", client.warm_up), ("retries", client.retries)):
         if value < 0:
-            raise UsageError(f"{option} {value} is negative; write 0 or more.")
-    if options.client_processes is not None and not 1 <= options.client_processes <= MAX_CLIENT_PROCESSES:
+            raise UsageError(f"--client {key}={value} is negative; write 0 or more.")
+    if client.processes is not None and not 1 <= client.processes <= MAX_CLIENT_PROCESSES:
         raise UsageError(
-            f"--client-processes {options.client_processes} cannot be; write 1 to {MAX_CLIENT_PROCESSES}, or leave it out."
+            f"--client processes={client.processes} cannot be; write 1 to {MAX_CLIENT_PROCESSES}, or leave it out."
         )
     headers, extra_body = parse_headers(options.header or ()), parse_extra_body(options.extra_body)
     key = load_api_key(options.api_key_env)
     return ClientConfig(
-        target=Target.from_url(url, key=key, headers=headers, timeout_s=options.request_timeout),
+        target=Target.from_url(url, key=key, headers=headers, timeout_s=get_request_s(run.timeout)),
         endpoint=options.endpoint,
         tokenizer=options.tokenizer,
         extra_body=extra_body,
-        warm_up=options.warm_up,
-        retries=options.retries,
-        processes=options.client_processes,
-        realtime=options.client_realtime,
+        warm_up=client.warm_up,
+        retries=client.retries,
+        processes=client.processes,
+        realtime=client.realtime,
         traces=options.traces,
         command=get_typed_command(),
-        device=CPU if run.device == "cpu" else run.gpu or "",
-        device_count=run.gpus or tp,
+        device=CPU if run.device == "cpu" else run.gpu_name or "",
+        device_count=run.gpu_count or tp,
     )

@@ -6,6 +6,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import MissingPackageError
+from dcpbench.plan.option_parsers import check_seconds
 from dcpbench.points import redaction
 from dcpbench.show.terminal import print_stderr
 
@@ -13,7 +14,28 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.plan.grid import Candidate
+    from dcpbench.points.structured_options import Timeout
     from dcpbench.servers.presets import Engine
+
+
+START_S = 1800.0  # default time after which a server that accepts no requests has failed
+REQUEST_S = 600.0  # default time without a token after which a request has failed
+
+
+def get_start_s(limits: Timeout | None) -> float:
+    """Return the time after which a server that accepts no requests has failed."""
+    return START_S if limits is None or limits.start is None else limits.start
+
+
+def get_request_s(limits: Timeout | None) -> float:
+    """Return the time without a token after which a request has failed."""
+    return REQUEST_S if limits is None or limits.stall is None else limits.stall
+
+
+def check_server_limits(limits: Timeout | None) -> None:
+    """Raise UsageError for a time limit of a server that is not positive."""
+    check_seconds("--timeout", get_request_s(limits), int(REQUEST_S))
+    check_seconds("--timeout start", get_start_s(limits), int(START_S))
 
 
 def print_commands(candidates: Sequence[Candidate], engine: Engine, model: str, traces: str) -> None:

@@ -40,7 +40,7 @@ app = typer.Typer(
 )
 LINES = ("sbatch", "setup")  # options that take a line each, which is checked with them
 RUNNABLE = ("sweep", "serve", "server", "verify")
-WHERE = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_id")
+WHERE = ("nodes",)
 """Options of a command that the job sets itself."""
 GPU_OPTION = re.compile(r"-G|.*gpu")
 """Pattern of sbatch options that may request GPUs."""
@@ -451,18 +451,18 @@ def _parse_command(words: Sequence[str]) -> tuple[Any, Mapping[str, Any], set[st
 def _check_command(name: str, typed: Mapping[str, Any], given: set[str], job: Job) -> None:
     """Raise UsageError if the command cannot run on the machines of the job."""
     if here := [option for option in WHERE if option in given]:
-        raise UsageError(f"leave --{here[0].replace('_', '-')} out behind --; submit sets it on each machine.")
+        raise UsageError(f"leave --{here[0]} out behind --; submit sets it on each machine.")
     if "dry_run" in given:
         raise UsageError(
             "--dry-run behind -- would submit a job that prints a plan; write it before -- to see what is submitted, or "
             f"`dcpbench {name} … --gpu H200 --dry-run` for the plan."
         )
     if "gpu" in given and name != "server":
-        raise UsageError(f"--gpu {typed['gpu']} behind -- only plans and measures nothing; write it before --.")
+        raise UsageError(f"--gpu {typed['gpu'].name} behind -- only plans and measures nothing; write it before --.")
     if job.nodes == 1:
         _check_tp(typed, job)
         return
-    if "nnodes" not in typed:
+    if "nodes" not in typed:
         raise UsageError(f"{name} runs on one machine; leave --nodes {job.nodes} out.")
     if not typed.get("tp") and not typed.get("config"):
         total = job.nodes * (job.gpus_per_node or 1)

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import Group, collect_typed, make_panel
+from dcpbench.commands.command import Group, collect_typed, make_panel, make_structured
+from dcpbench.points.structured_options import Timeout
 
 ENGINE = make_panel("Another engine")
 
@@ -38,14 +39,6 @@ class Engines(Group):
         "With --engine: further arguments of its command, as one word in quotes, such as '--max-model-len 140000'.",
         metavar="ARGS",
     )
-    start_timeout: float = ENGINE(
-        "With --engine: time after which a server that accepts no requests has failed.",
-        default=1800.0,
-        metavar="SECONDS",
-    )
-    request_timeout: float = ENGINE(
-        "With --engine: time without a token after which a request has failed.", default=600.0, metavar="SECONDS"
-    )
     rates: Path | None = ENGINE(
         "With --engine: folder of a run of dcpbench's own engine on this machine. From the rates that it measured, the floor of each "
         "step is computed. Default: no floors.",
@@ -62,9 +55,22 @@ class How(opt.How):
     """Hold the options of how a layer is computed, with the size of the KV pool."""
 
     kv_memory: str | None = opt.HOW(
-        "KV pool per GPU, such as 100GiB or 40GB. Default: all that the weights leave, if all of them fit together with "
-        "the largest point of the layout; else what that point needs.",
+        "KV pool per GPU, such as 100GiB or 40GB. Default: all memory that the weights leave; if the model does not fit, "
+        "what the largest point of the layout needs.",
         metavar="SIZE",
+    )
+
+
+class Run(opt.RunOnMachines):
+    """Hold the options of how the command runs, with the start of another engine's server."""
+
+    timeout: Timeout | None = make_structured(
+        opt.MEASURE,
+        Timeout,
+        "stall",
+        "point",
+        "start",
+        stall=f"{Timeout.list_keys()['stall'].text} With --engine: time without a token after which a request has failed. Default: 300; 600 with --engine.",
     )
 
 
@@ -100,7 +106,7 @@ def sweep(
     how: How,
     emulation: Emulation,
     measured: Measured,
-    run: opt.RunOnMachines,
+    run: Run,
 ) -> int:
     """Measure decode over layouts and loads, then write a report.
 
@@ -136,7 +142,10 @@ def sweep(
 
         return measure_engine(engines, given, run)
     defaults = vars(Engines())
-    if alone := [name for name, value in vars(engines).items() if value != defaults[name]]:
-        raise UsageError(f"{format_flag(alone[0])} needs an engine that is started; add for example --engine vllm.")
+    alone = [format_flag(name) for name, value in vars(engines).items() if value != defaults[name]]
+    if run.timeout is not None and run.timeout.start is not None:
+        alone.append("--timeout start")
+    if alone:
+        raise UsageError(f"{alone[0]} needs an engine that is started; add for example --engine vllm.")
     probe = point_runner.get_probe(run)
     return point_runner.measure(make_spec(given, probe), probe, run, given=given)

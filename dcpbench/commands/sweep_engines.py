@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dcpbench.commands import point_runner
-from dcpbench.commands.options import RunOnMachines
-from dcpbench.commands.started_servers import check_program, print_commands
+from dcpbench.commands.started_servers import (
+    check_program,
+    check_server_limits,
+    get_request_s,
+    get_start_s,
+    print_commands,
+)
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.launch import folders
 from dcpbench.measuring.gpu_state import find_visible_gpus
@@ -23,7 +28,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.record import CPU
 from dcpbench.servers.client import KEY_VARIABLE, Target, load_api_key
 from dcpbench.servers.engine_flags import read_limits
-from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_decode_points, parse_layouts
+from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_decode_points, parse_layouts, parse_q_replicate
 from dcpbench.servers.measure import ClientConfig
 from dcpbench.servers.presets import resolve_engine, use_step_profiler
 from dcpbench.servers.profile import make_traces_folder
@@ -35,7 +40,7 @@ from dcpbench.servers.step_probe import UnsupportedCaseError, check_case
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dcpbench.commands.options import Run
+    from dcpbench.commands.options import Run, RunOnMachines
     from dcpbench.commands.sweep import Engines
     from dcpbench.launch.launcher import Work
     from dcpbench.points.point import Point
@@ -67,7 +72,7 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
         return 0
     check_program(candidates, engine, model)
     folder = run.output or folders.choose_folder(f"{engine.name}-{Path(model).name}", tps)
-    config = _make_client_config(engines, cpu=cpu)
+    config = _make_client_config(run, cpu=cpu)
 
     def run_all(points: Sequence[Point], work: Work, run: Run) -> None:
         with tempfile.TemporaryDirectory(prefix="dcpbench-traces-") as temporary:
@@ -84,7 +89,7 @@ def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMach
                     config=dataclasses.replace(config, traces=traces),
                     settings=work.settings,
                     folder=work.folder,
-                    limit_s=engines.start_timeout,
+                    limit_s=get_start_s(run.timeout),
                     measure_point=measure,
                 )
                 servers.measure(points, bar)
@@ -101,14 +106,12 @@ def _check_options(engines: Engines, given: Mapping[str, object], run: RunOnMach
         raise UsageError(f"{format_flag(wrong[0])} is an option of dcpbench's own engine; leave it out, or --engine.")
     if given.get("baseline"):
         raise UsageError("--baseline adds no layouts with --engine; name the degrees, for example --dcp 1,2.")
-    machine = {"--gpu": run.gpu, "--point-limit": run.point_limit, "--nnodes": run.nnodes - 1 or None}
-    machine |= {"--point-retries": run.point_retries or None}
-    machine |= {"--timeout": None if run.timeout == RunOnMachines().timeout else run.timeout}
+    machine = {"--gpu": run.gpu, "--timeout point": run.timeout and run.timeout.point, "--nodes": run.nodes}
+    machine |= {"--timeout retries": (run.timeout and run.timeout.retries) or None}
     if wrong := [name for name, value in machine.items() if value is not None]:
         raise UsageError(f"{wrong[0]} is for jobs of dcpbench's own engine; leave it out with --engine.")
     read.check_known("device", run.device, ("auto", "cuda", "cpu"))
-    read.check_seconds("--start-timeout", engines.start_timeout, 1800)
-    read.check_seconds("--request-timeout", engines.request_timeout, 600)
+    check_server_limits(run.timeout)
     if engines.traces is not None and given.get("profile") is False:
         raise UsageError(
             "--traces keeps the traces of the profile, and --no-profile records none; leave one of them out."
@@ -194,7 +197,7 @@ def _make_grid(given: Mapping[str, object], model: str) -> Grid:
         ep=eps[0],
         weights=None if weights is None else str(weights),
         kv_dtype=kv_dtypes[0],
-        q_replicate=bool(given.get("q_replicate", False)),
+        q_replicate=parse_q_replicate(given),
         interleave=interleave,
     )
 
@@ -207,10 +210,12 @@ def _read_rates(engines: Engines, gpus: int, *, cpu: bool) -> dict[int, Rates]:
     return read_rates(engines.rates, found.name if found else "")
 
 
-def _make_client_config(engines: Engines, *, cpu: bool) -> ClientConfig:
+def _make_client_config(run: RunOnMachines, *, cpu: bool) -> ClientConfig:
     """Return the settings of the client; the port of its server follows later."""
     return ClientConfig(
-        target=Target.from_url("http://127.0.0.1:1", key=load_api_key(KEY_VARIABLE), timeout_s=engines.request_timeout),
+        target=Target.from_url(
+            "http://127.0.0.1:1", key=load_api_key(KEY_VARIABLE), timeout_s=get_request_s(run.timeout)
+        ),
         command=get_typed_command(),
         device=CPU if cpu else "",
     )

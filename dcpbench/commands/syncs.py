@@ -16,10 +16,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Find hidden CUDA synchronisation: where the host waits for the GPU, and what it costs. In traces torch.profiler "
-    "records the first line of a function only, so scan, serve and run name the function; dry-run names the line."
+    help="Find hidden CUDA synchronisation: where the host waits for the GPU, and what it costs."
+    "\n\nscan, serve and run report the function that waits, as traces do not have more; dry-run reports the line."
     "\n\nStart with: dcpbench syncs scan trace.json.gz\n\nExit codes: 0 clean · 1 findings · 2 options or input that "
-    "cannot be used · 3 the trace cannot answer (no GPU events, no runtime calls, no steps, a rank is missing, or it ends early).",
+    "cannot be used · 3 the trace cannot answer (no GPU events, no runtime calls, no steps, a rank is missing, or it ends early); "
+    "run and dry-run have further ones.",
 )
 
 READ = make_panel("What is read")
@@ -181,7 +182,7 @@ class Served(Group):
 
     url: str = READ("The server, vLLM or SGLang, started so that it can profile.", default="", metavar="URL")
     traces: Path | None = READ(
-        "Folder into which it writes its traces, as seen from here; it is created if it does not exist.",
+        "Folder on this machine into which it writes its traces; it is created if it does not exist.",
         metavar="FOLDER",
     )
     num_requests: int = READ("Requests that it serves while it is profiled.", default=8, metavar="N", min=1)

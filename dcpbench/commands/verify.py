@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.commands import options as opt
-from dcpbench.commands.command import Group, collect_typed, make_panel
+from dcpbench.commands.command import Group, collect_typed, make_panel, make_structured
 from dcpbench.errors import ExitCode
+from dcpbench.points.structured_options import Timeout
 from dcpbench.servers.edge_lengths import MAX_CONTEXT
 from dcpbench.show.terminal import make_console, print_stderr
 from dcpbench.show.text import format_count
@@ -23,6 +24,7 @@ NEW_TOKENS = 8
 USUAL = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2))
 """Default layouts, as (tp, dp, dcp)."""
 SERVERS = make_panel("Servers")
+STALL = f"{Timeout.list_keys()['stall'].text} With --url or --engine: time without an answer after which a request has failed. Default: 300."
 USUAL_LOAD = {"concurrency": "4", "context": "37"}
 
 
@@ -98,12 +100,6 @@ class Remote(Group):
         metavar="N",
         min=1,
     )
-    start_timeout: float = SERVERS(
-        "With --engine: time after which a server that accepts no requests has failed.",
-        default=1800.0,
-        metavar="SECONDS",
-    )
-
     url: list[str] | None = SERVERS(
         "Compare the greedy answers of two servers, A and B: give it twice. Each server is also compared with itself: when a prompt "
         "is asked again (prefix cache), and in a batch. Given once, the server is compared with itself alone.",
@@ -142,6 +138,7 @@ class Run(opt.Run):
 
     config = None
     resume = False
+    timeout: Timeout | None = make_structured(opt.MEASURE, Timeout, "stall", "start", stall=STALL)
 
 
 def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run) -> int:
@@ -158,7 +155,7 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
 
       dcpbench verify --tp 4 --backend reference,triton
 
-      dcpbench verify --tp 4 --dcp 4 --exchange ag_rs,a2a,symm --q-replicate
+      dcpbench verify --tp 4 --dcp 4 --exchange ag_rs,a2a,symm --collectives q-replicate=yes
 
       dcpbench verify --tp 4 --ep 1,tp
 
@@ -175,9 +172,9 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     from dcpbench.commands import point_runner
     from dcpbench.errors import UsageError
     from dcpbench.launch import folders
+    from dcpbench.models.checkpoint_folder import check_checkpoint
     from dcpbench.plan import grid
     from dcpbench.plan.spec import PARSERS, make_spec
-    from dcpbench.points.shapes import check_checkpoint
 
     if remote.engine:
         from dcpbench.commands.verify_servers import compare_engines
@@ -221,8 +218,8 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
 
 def _list_layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"]:
     """Return the default layouts that fit these GPUs, or every valid layout with the given degrees."""
+    from dcpbench.models import load_shape
     from dcpbench.points.layout import Layout, list_valid_layouts, place_experts
-    from dcpbench.points.shapes import load_shape
 
     if not (asked.tp or asked.dp or asked.dcp):
         usual = [Layout(tp=tp, dp=dp, dcp=dcp) for tp, dp, dcp in USUAL]
@@ -243,8 +240,8 @@ def _list_layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["La
 
 
 def _load_prompts(spec: "SweepSpec", load: Load) -> "Prompts":
+    from dcpbench.models import load_shape
     from dcpbench.points.prompts import make_random_prompts, read_prompts
-    from dcpbench.points.shapes import load_shape
 
     if load.checkpoint is None:
         return ()

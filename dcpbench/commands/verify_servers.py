@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.commands import point_runner
+from dcpbench.commands.started_servers import check_server_limits, get_start_s
 from dcpbench.errors import ExitCode, MissingPackageError, UsageError
 from dcpbench.launch import folders
 from dcpbench.plan import option_parsers as read
@@ -19,7 +20,7 @@ from dcpbench.servers.answer_verdict import DIFFER, UNDECIDED, check_decides, ch
 from dcpbench.servers.answer_verdict_text import format_report, make_table
 from dcpbench.servers.client import Target, load_api_key
 from dcpbench.servers.edge_lengths import BATCHES, DOUBLED
-from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_all_settings, parse_layouts
+from dcpbench.servers.engine_settings import ENGINE_OPTIONS, Grid, list_all_settings, parse_layouts, parse_q_replicate
 from dcpbench.servers.presets import resolve_engine
 from dcpbench.servers.prompt_format import ENDPOINTS
 from dcpbench.servers.request_options import parse_extra_body, parse_headers
@@ -113,20 +114,19 @@ def _make_questions(remote: Remote, load: Load, batches: Sequence[int], prompts:
 
 def _make_target(url: str, remote: Remote, run: Run) -> Target:
     key, headers = load_api_key(remote.api_key_env), parse_headers(remote.header or ())
-    return Target.from_url(url, key=key, headers=headers, timeout_s=run.timeout)
+    return Target.from_url(url, key=key, headers=headers, timeout_s=run.stall_s)
 
 
 def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) -> EngineCheck:
     """Return the comparison that the options describe. Raise UsageError for invalid ones."""
-    read.check_seconds("--timeout", run.timeout, 300)
-    if run.gpu is not None or run.gpus is not None:
-        raise UsageError("--gpu and --gpus plan for dcpbench's own engine; leave them out with --engine.")
+    check_server_limits(run.timeout)
+    if run.gpu is not None:
+        raise UsageError("--gpu plans for dcpbench's own engine; leave it out with --engine.")
     if remote.url:
         raise UsageError("--engine starts servers, and --url compares servers that run already; leave one of them out.")
     _check_options(given, (*ENGINE_OPTIONS, "new_tokens"), "--engine")
     if not load.model:
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
-    read.check_seconds("--start-timeout", remote.start_timeout, 1800)
     questions = _make_questions(remote, load, BATCHES, remote.num_prompts or MIN_PROMPTS, NEW_TOKENS)
     if remote.max_context <= questions.tokens:
         raise UsageError(
@@ -150,7 +150,7 @@ def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) 
         target=_make_target("http://127.0.0.1:1", remote, run),
         max_context=remote.max_context,
         tolerance=remote.tolerance,
-        start_timeout_s=remote.start_timeout,
+        start_timeout_s=get_start_s(run.timeout),
         folder=run.output or folders.choose_folder(f"verify-{'-'.join(x.name for x in engines)}", degrees),
     )
 
@@ -171,7 +171,7 @@ def _make_grid(given: dict[str, object], model: str, layouts: Sequence[Layout], 
         ep=read.parse_degrees("ep", given["ep"])[0] if "ep" in given else UNKNOWN,
         weights=weights,
         kv_dtype=kv_dtype,
-        q_replicate=bool(given.get("q_replicate", False)),
+        q_replicate=parse_q_replicate(given),
         interleave=interleave,
     )
 

@@ -22,20 +22,15 @@ class Row(msgspec.Struct, kw_only=True):
     absolute: bool = False
     sampled: bool = True  # False for a count, of which every difference is one
     judged: bool = False  # whether it could have got another verdict than UNDECIDED
-    a: float
-    """Geometric mean over launches, each the geometric mean of its repeats; for counted metrics the median."""
+    a: float  # geometric mean over launches, each the geometric mean of its repeats; for counted metrics the median
     b: float
-    ratio: float | None
-    """B / A; null if A is 0."""
-    low: float | None = None
-    """Lower end of the ratio's interval at `confidence`; null if its uncertainty is unknown."""
+    ratio: float | None  # B / A; null if A is 0
+    low: float | None = None  # lower end of the ratio's interval at `confidence`; null if its uncertainty is unknown
     high: float | None = None
-    confidence: float | None = None
-    """Confidence of this interval after correcting for all tests; null for counted metrics."""
+    confidence: float | None = None  # of this interval after correcting for all tests; null for counted metrics
     p_differs: float | None = None
     p_same: float | None = None
-    differs: bool = False
-    """True if the corrected test finds A and B unequal, however small the difference."""
+    differs: bool = False  # True if the corrected test finds A and B unequal, however small the difference
     verdict: Verdict
     least_visible: float | None = None  # smallest ratio above 1 that is found in 4 of 5 cases; null if not judged
     reason: str = ""  # why it is undecided
@@ -54,29 +49,33 @@ class Row(msgspec.Struct, kw_only=True):
         return self.verdict in ("SLOWER", bad)
 
 
+class Uncompared(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold a metric of a point that only one side has."""
+
+    metric: str
+    absent_in: Literal["a", "b"]
+
+    def __str__(self) -> str:
+        return f"{self.metric} (absent in {self.absent_in.upper()})"
+
+
 class PointResult(msgspec.Struct, kw_only=True):
     """Hold one point that both sides have."""
 
     name: str
-    other_name: str = ""
-    """Name of the point in B if it differs (`across`)."""
+    other_name: str = ""  # name of the point in B if it differs (`across`)
     workload: Workload
-    mode: str = ""
-    """`live` or `replay`, for served points."""
+    mode: str = ""  # `live` or `replay`, for served points
     cpu: bool = False
     forecast: list[Literal["a", "b"]] = []
     """Sides that are forecasts, of which one rank ran: intervals reach to their ends."""
-    without_ends: list[str] = []
-    """Metrics that are not judged because a forecast has no ends for them."""
+    without_ends: list[str] = []  # metrics that are not judged because a forecast has no ends for them
     marks_a: list[str] = []
     marks_b: list[str] = []
     output_tok_s: tuple[float, float] | None = None
-    """Output tok/s of A and B in `decode`: concurrency / step time. Null in `serve`, which has rows
-    for its throughput.
-    """
+    """Output tok/s of A and B in `decode`: concurrency / step time. Null in `serve`, which has rows for its throughput."""
     rows: list[Row] = []
-    not_compared: list[str] = []
-    """Metrics that only one side has."""
+    not_compared: list[Uncompared] = []
 
     @property
     def rank(self) -> int:
@@ -93,9 +92,7 @@ class Difference(msgspec.Struct, kw_only=True):
 
 
 class LayersHeld(msgspec.Struct, frozen=True, kw_only=True):
-    """Hold a model that did not fit on a side: the number of its layers that were in memory, and
-    were cycled through.
-    """
+    """Hold a model that did not fit on a side: the number of its layers that were in memory, and were cycled through."""
 
     side: Literal["a", "b"]
     model: str
@@ -108,8 +105,7 @@ class Broken(msgspec.Struct, kw_only=True):
     """Hold a point that ran on one side only."""
 
     name: str
-    side: Literal["a", "b"]
-    """Side on which it did not run."""
+    side: Literal["a", "b"]  # side on which it did not run
     outcome: str
     reason: str
 
@@ -132,8 +128,7 @@ class Comparison(msgspec.Struct, kw_only=True):
     """Hold the comparison of A and B."""
 
     schema_version: int = 1
-    a: list[str]
-    """Names of the launches of A."""
+    a: list[str]  # names of the launches of A
     b: list[str]
     paired: bool
     across: list[str]
@@ -141,14 +136,11 @@ class Comparison(msgspec.Struct, kw_only=True):
     alpha: float
     launch_noise: float | None  # null if it was not given
     tests: int  # judged rows that were sampled: the family that verdicts are corrected for
-    counts: dict[str, int]
-    """Number of rows by verdict."""
-    cpu: bool
-    """True if any point ran on a CPU, so that its times allow no conclusion about performance."""
+    counts: dict[str, int]  # number of rows by verdict
+    cpu: bool  # True if any point ran on a CPU, so that its times allow no conclusion about performance
     forecast: bool
     """True if any point is a forecast on either side; the points state which, and which metrics were not judged for them."""
-    performance: bool
-    """True if times of CPU points were judged nevertheless (--allow-cpu), or if there are none."""
+    performance: bool  # True if times of CPU points were judged nevertheless (--allow-cpu), or if there are none
     differences: list[Difference]
     points: list[PointResult]
     only_a: list[str]

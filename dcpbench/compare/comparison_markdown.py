@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from dcpbench.compare.comparison import Comparison, PointResult, Row
 
-MAX_POINTS = 300
-"""Maximum number of points in the table; JSON has them all."""
+MAX_POINTS = 300  # maximum number of points in the table; JSON has them all
 MAX_NAMES = 5
 SIGNS = {"SLOWER": "🔴", "FASTER": "🟢", "MORE": "▲", "FEWER": "▼", "SAME": "=", "UNDECIDED": "?"}
 HEAD = "| Point | Metric | A | B | B/A | Interval | Verdict | |\n|---|---|--:|--:|--:|:-:|---|---|"

@@ -97,7 +97,7 @@ def _iter_point_lines(point: PointResult) -> Iterator[Text]:
     for row in point.rows:
         yield _format_row(row)
     if point.not_compared:
-        yield Text(f"  not compared: {', '.join(point.not_compared)}", style="dim")
+        yield Text(f"  not compared: {', '.join(map(str, point.not_compared))}", style="dim")
 
 
 def _format_row(row: Row) -> Text:

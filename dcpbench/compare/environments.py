@@ -43,8 +43,7 @@ SERVER = (
     ("prompts as", "prompts"),
     ("tokens counted by", "counted"),
 )
-CLOCK_APART = 0.01
-"""Minimum relative difference of lowest SM clocks that is reported."""
+CLOCK_APART = 0.01  # minimum relative difference of lowest SM clocks that is reported
 MAX_SHOWN, MAX_TEXT_CHARS = 4, 60
 WITHHELD = " (value withheld)"
 SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
@@ -52,8 +51,7 @@ SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
 
 def find_differences(pairs: Sequence[Pair]) -> list[Difference]:
     """Return every recorded value of matched points that differs between the sides, compared as sets."""
-    a = [r for pair in pairs for _, records in pair.a for r in records]
-    b = [r for pair in pairs for _, records in pair.b for r in records]
+    a, b = _collect_sides(pairs)
     settings = sorted({name for r in (*a, *b) if r.environment for name in r.environment.settings})
     asked = sorted({name for r in (*a, *b) for name in r.measured_with})
     conditions = [[_list_conditions(record, settings, asked) for record in side] for side in (a, b)]
@@ -69,20 +67,25 @@ def find_differences(pairs: Sequence[Pair]) -> list[Difference]:
 def count_layers_held(pairs: Sequence[Pair]) -> list[LayersHeld]:
     """Return for each side and model how many layers were held where the whole model did not fit."""
     counts: dict[tuple[Literal["a", "b"], str, int], list[int]] = {}
-    sides: tuple[tuple[Literal["a", "b"], list[Record]], ...] = (
-        ("a", [r for pair in pairs for _, records in pair.a for r in records]),
-        ("b", [r for pair in pairs for _, records in pair.b for r in records]),
-    )
-    for side, records in sides:
+    names: tuple[Literal["a", "b"], ...] = ("a", "b")
+    for side, records in zip(names, _collect_sides(pairs), strict=True):
         for r in records:
-            if r.honesty and r.honesty.layers_held < r.honesty.layers:
-                counts.setdefault((side, fit_name(r.point.model, MAX_TEXT_CHARS), r.honesty.layers), []).append(
-                    r.honesty.layers_held
-                )
+            if (held := r.honesty) and held.layers_held < held.layers:
+                key = (side, fit_name(r.point.model, MAX_TEXT_CHARS), held.layers)
+                counts.setdefault(key, []).append(held.layers_held)
     return [
         LayersHeld(side=side, model=model, fewest=min(held), most=max(held), layers=layers)
         for (side, model, layers), held in counts.items()
     ]
+
+
+def _collect_sides(pairs: Sequence[Pair]) -> tuple[list[Record], list[Record]]:
+    """Return the records of A and of B."""
+    a, b = (
+        [r for side in sides for _, found in side for r in found]
+        for sides in zip(*((p.a, p.b) for p in pairs), strict=True)
+    )
+    return a, b
 
 
 def collect_warnings(records: Iterable[Record]) -> list[str]:
@@ -91,9 +94,7 @@ def collect_warnings(records: Iterable[Record]) -> list[str]:
 
 
 def _list_conditions(r: Record, settings: Sequence[str], asked: Sequence[str]) -> list[tuple[str, Sequence[object]]]:
-    """Return how a record was taken, as pairs of name and values, including these `settings` of its machine and its
-    command.
-    """
+    """Return how a record was taken, as pairs of name and values, including these `settings` of its machine and its command."""
     env, honesty, given = r.environment, r.honesty, r.measured_with
     return [
         *((what, [getattr(env, name)] if env else []) for what, name in ENVIRONMENT),

@@ -28,6 +28,7 @@ class Rule:
 
     text: str
     name: str
+    limit: str = ""  # as written, such as `2%`
     share: float | None = None  # share of A by which a metric may be worse
     more: float | None = None  # or the amount, in its unit
 
@@ -53,7 +54,7 @@ def _parse_rule(text: str) -> Rule:
             f"--fail-on {text}: say by how much it may be worse, as a share ({name}:2%) or in its unit ({name}:+1)."
         )
     share, more = found["share"], found["more"]
-    return Rule(text, name, share=float(share) / 100 if share else None, more=float(more) if more else None)
+    return Rule(text, name, limit, float(share) / 100 if share else None, float(more) if more else None)
 
 
 def apply_rules(comparison: Comparison, rules: Sequence[Rule]) -> None:
@@ -81,7 +82,7 @@ def apply_rules(comparison: Comparison, rules: Sequence[Rule]) -> None:
     findings += [Finding(rule="failed", point=b.name, message=f"{b.name}: {b.outcome}: {b.reason}") for b in broken]
     if "missing" in words:
         missing = [(name, "only in A") for name in comparison.only_a]
-        missing += [(p.name, t) for p in comparison.points for t in p.not_compared if t.endswith("(absent in B)")]
+        missing += [(p.name, str(t)) for p in comparison.points for t in p.not_compared if t.absent_in == "b"]
         findings += [Finding(rule="missing", point=name, message=f"{name}: {text}") for name, text in missing]
     findings += [
         Finding(rule=text, message=f"{text}: no compared point has it", status="unjudged")
@@ -114,17 +115,16 @@ def _apply_to_row(point: PointResult, row: Row, rules: Sequence[Rule]) -> Iterat
 
 def _describe_row(row: Row, rule: Rule, status: str) -> str:
     """Return the finding of a rule for a row, with the numbers and, if it is undecided, the possible findings."""
-    limit = rule.text.partition(":")[2]
     ratio = "" if row.ratio is None or row.absolute else f", ratio {row.ratio:.4f}{format_bounds(row)}"
     numbers = f"{format_short_number(row.a, 4)} → {format_short_number(row.b, 4)} {row.unit}{ratio}"
     if status == "fails":
-        return f"{row.title} worse by more than {limit}: {numbers}"
+        return f"{row.title} worse by more than {rule.limit}: {numbers}"
     if status == "unjudged":
         return f"{row.title} could not be judged: {numbers}; {row.reason}"
     visible = (
         "" if row.least_visible is None else f"; {format_percent(row.least_visible - 1)} worse would have been found"
     )
-    return f"{row.title} may be worse by more than {limit}: {numbers}{visible}"
+    return f"{row.title} may be worse by more than {rule.limit}: {numbers}{visible}"
 
 
 def _make_undecided_finding(point: PointResult, row: Row) -> Finding:

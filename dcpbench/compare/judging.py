@@ -9,7 +9,7 @@ import zlib
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcpbench.compare import effects
-from dcpbench.compare.comparison import WORST_FIRST, Broken, Comparison, PointResult, Row
+from dcpbench.compare.comparison import WORST_FIRST, Broken, Comparison, PointResult, Row, Uncompared
 from dcpbench.compare.comparison_text import count_launches
 from dcpbench.compare.environments import collect_warnings, count_layers_held, find_differences
 from dcpbench.compare.sampling_error import Requests, estimate_error, get_comparable, read_record_requests
@@ -106,7 +106,7 @@ def format_point(point: Point) -> str:
     """Return the point's name in one line, without the repeat."""
     mode = f", {point.load.mode}" if point.load else ""
     try:
-        name = format_point_name(point).partition(", repeat ")[0]
+        name = format_point_name(point, repeated=False)
     except (ArithmeticError, ValueError, UsageError):
         name = f"{point.model} tp{point.tp}·dp{point.dp}·dcp{point.dcp} {point.backend} {point.exchange}"
     return make_printable(name[:300] + ("" if name.endswith(mode) else mode[:20]))
@@ -132,7 +132,7 @@ def _compare_point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[R
         left, right = ([_list_values(metric, kind, side) for side in sides] for sides in (pair.a, pair.b))
         if not any(left) or not any(right):
             if any(left) or any(right):
-                found.not_compared.append(f"{metric.brief} (absent in {'B' if any(left) else 'A'})")
+                found.not_compared.append(Uncompared(metric=metric.brief, absent_in="b" if any(left) else "a"))
             continue
         if kind is None:
             found.rows.append(_compare_counts(metric, left, right, options.margin))
@@ -164,8 +164,7 @@ def _compare_point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[R
 
 
 def _compute_forecast_error(metric: Metric, pair: Pair) -> tuple[float, float] | None:
-    """Return by how much the logarithm of the ratio may be lower and higher due to forecasts; 0 without one, None
-    without ends.
+    """Return by how much the logarithm of the ratio may be lower and higher due to forecasts; 0 without one, None without ends.
 
     The ends that are furthest off count, as if forecasts of A and of B erred independently: no record has the error
     that both share.

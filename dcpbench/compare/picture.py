@@ -19,18 +19,14 @@ if TYPE_CHECKING:
 
     from dcpbench.compare.comparison import Comparison, PointResult, Row
 
-MAX_ROWS = 60
-"""Maximum number of rows of the picture, worst first."""
+MAX_ROWS = 60  # maximum number of rows of the picture, worst first
 COLOURS = {"SLOWER": get_colour(1), "FASTER": get_colour(2), "SAME": "#777777", "UNDECIDED": get_colour(0)}
 """Colour of each verdict; each has its own marker, too."""
 MARKERS = {"SLOWER": "v", "FASTER": "^", "SAME": "s", "UNDECIDED": "o"}
 ROW_INCHES, WIDE, LABEL = 0.24, 9.0, 120
-PLOT_INCHES, LETTER_INCHES = 4.8, 0.057
-"""Width of the intervals next to the rows' names, and of one character of those, in inches."""
-WRAP = 60
-"""Maximum number of characters per line of the title, in a line as wide as the intervals."""
-FURTHEST = 3.0
-"""Maximum factor that is drawn; longer intervals are cut there."""
+PLOT_INCHES, LETTER_INCHES = 4.8, 0.057  # width of the intervals, and of a character of the rows' names
+WRAP = 60  # maximum number of characters per line of the title, in a line as wide as the intervals
+FURTHEST = 3.0  # maximum factor that is drawn; longer intervals are cut there
 
 
 def draw(c: Comparison, folder: Path) -> list[Path]:

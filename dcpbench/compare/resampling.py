@@ -1,6 +1,4 @@
-"""Estimate the error of a statistic from one launch's own samples: a block bootstrap, because neighbouring samples
-correlate.
-"""
+"""Estimate the error of a statistic from one launch's own samples: a block bootstrap, because neighbouring samples correlate."""
 
 from __future__ import annotations
 
@@ -16,19 +14,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Floats = npt.NDArray[np.float64]
-    Statistic = Callable[[Floats], Floats]
-    """Function that computes a statistic of each row of a matrix."""
+    Statistic = Callable[[Floats], Floats]  # function that computes a statistic of each row of a matrix
 
 DRAWS = 400
-MIN_SAMPLES = 8
-"""Minimum number of samples that show their scatter."""
-MANY = 20_000
-"""Number of samples above which they are cut into BATCHES contiguous batches: the same result, without copying them 400
-times.
-"""
+MIN_SAMPLES = 8  # minimum number of samples that show their scatter
+MANY = 20_000  # samples above which BATCHES contiguous batches give the same result with fewer copies
 BATCHES = 64
-MAX_DRAWN_VALUES = 4_000_000
-"""Maximum number of values that are drawn at once."""
+MAX_DRAWN_VALUES = 4_000_000  # maximum number of values that are drawn at once
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,16 +29,12 @@ class Error:
 
     variance: float
     df: float
-    draws: Floats | None = None
-    """Logarithms of the statistic of resampled requests; the n-th draw of any launch has the same requests."""
-    samples: int = 0
-    """Number of these requests."""
+    draws: Floats | None = None  # logarithms for resampled requests; the n-th draw of any launch has the same ones
+    samples: int = 0  # number of these requests
 
     @property
     def of_requests(self) -> bool:
-        """Return True if the error is for a different choice of requests; launches with the same requests do not differ
-        by it.
-        """
+        """Return True if the error is for a different choice of requests; launches with the same requests do not differ by it."""
         return self.draws is not None
 
 
@@ -76,9 +64,7 @@ def compute_block_length(series: Floats) -> int:
 
 
 def draw_indices(n: int, length: int, draws: int, rng: np.random.Generator) -> npt.NDArray[np.intp]:
-    """Return the indices of `draws` resampled series, [draws, n], made of blocks that start
-    anywhere and wrap around.
-    """
+    """Return the indices of `draws` resampled series, [draws, n], made of blocks that start anywhere and wrap around."""
     blocks = math.ceil(n / length)
     starts = rng.integers(0, n, (draws, blocks, 1))
     return ((starts + np.arange(length)) % n).reshape(draws, -1)[:, :n]
@@ -87,8 +73,7 @@ def draw_indices(n: int, length: int, draws: int, rng: np.random.Generator) -> n
 def estimate_error(
     samples: Sequence[float] | Floats, statistic: Statistic, seed: int, *, requests: bool = False
 ) -> Error | None:
-    """Return the error of `statistic` of one launch's samples in their order; None with too few, or if it is not
-    positive.
+    """Return the error of `statistic` of one launch's samples in their order; None with too few, or if it is not positive.
 
     With `requests` there is one sample per request, or per window of a run, so that two launches can use the same
     draws; blocks then have the length of `compute_request_block_length`, regardless of the samples. Samples that are not finite are
@@ -113,9 +98,7 @@ def estimate_error(
 
 
 def compute_request_block_length(n: int) -> int:
-    """Return the number of neighbouring requests that are drawn together, 2·n^⅓, because they share
-    steps and queues.
-    """
+    """Return the number of neighbouring requests that are drawn together, 2·n^⅓, because they share steps and queues."""
     wanted: float = 2 * n ** (1 / 3)
     return max(1, min(round(wanted), n // 4))
 
@@ -143,9 +126,7 @@ def estimate_pooled_error(groups: Sequence[Floats], q: float, seed: int) -> Erro
 
 
 def make_quantile(q: float) -> Statistic:
-    """Return a function for the q-quantile of each row, linear between neighbours; ten times as fast as numpy's for
-    short rows.
-    """
+    """Return a function for the q-quantile of each row, linear between neighbours; ten times as fast as numpy's for short rows."""
 
     def compute_rows(rows: Floats) -> Floats:
         ordered = np.sort(rows, axis=1)
@@ -163,9 +144,7 @@ def compute_mean(rows: Floats) -> Floats:
 
 
 def _estimate_by_batches(series: Floats, statistic: Statistic) -> Error | None:
-    """Return the error from batch means: contiguous batches are nearly independent, and their spread over √batches is
-    the error.
-    """
+    """Return the error from batch means: contiguous batches are nearly independent, and their spread over √batches is the error."""
     size = len(series) // BATCHES
     rows = series[: size * BATCHES].reshape(BATCHES, size)
     error = _make_error(statistic(rows), BATCHES - 1.0)

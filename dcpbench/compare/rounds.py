@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 def format_round(a: Run, b: Run) -> str:
-    """Return the first metric that `compare` compares, B against A: of one point its values, of several the range of
-    ratios.
+    """Return the first metric that `compare` compares, B against A: of one point its values, of several the range of ratios.
 
     `step time 27.56 → 20.52 ms, B/A 0.745`; points that ran on one side only are counted.
     """

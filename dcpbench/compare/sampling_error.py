@@ -15,26 +15,21 @@ from dcpbench.serving.outcome import CANCELLED, FINISHED
 from dcpbench.serving.samples import find_samples, read_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from dcpbench.records.metrics import Error, Metric
     from dcpbench.records.record import Record
 
-WINDOWS = 64
-"""Number of windows of a served run in which tokens are counted, to estimate the scatter of a rate."""
-SMALLEST = 1e-150
-"""Lower bound of measured values, and reciprocal of the upper bound; ratios of such values fit into a double."""
+WINDOWS = 64  # number of windows of a served run in which tokens are counted, to estimate the scatter of a rate
+SMALLEST = 1e-150  # of values, and reciprocal of the largest: ratios of these fit into a double
 
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
     """Hold the requests of one served record in order of submission; none without a file of samples."""
 
-    times: list[formulas.RequestTimes]
-    """Times of requests that have tokens, including those that were cut off."""
-    waiting_s: list[float]
-    """Submission times of requests that were cut off before their first token."""
+    times: list[formulas.RequestTimes]  # times of requests that have tokens, including those that were cut off
+    waiting_s: list[float]  # submission times of requests that were cut off before their first token
 
     @property
     def finished(self) -> list[formulas.RequestTimes]:
@@ -86,72 +81,30 @@ def estimate_error(
     metric: Metric, kind: Error, record: Record, requests: Requests, seed: int
 ) -> resampling.Error | None:
     """Return the error of the metric by the record's samples of this kind; None if they are too few."""
-    return ERRORS[kind](metric, record, requests, seed)
-
-
-def _estimate_step_error(metric: Metric, record: Record, _: Requests, seed: int) -> resampling.Error | None:
-    samples = record.metrics.step_samples_ms if record.metrics else []
-    return resampling.estimate_error(
-        [s for s in samples if s > 0], resampling.make_quantile(_get_quantile(metric)), seed
-    )
-
-
-def _estimate_latency_error(metric: Metric, _: Record, requests: Requests, seed: int) -> resampling.Error | None:
-    one = formulas.OF_A_REQUEST[metric.latency]
-    found = [v for t in requests.finished if (v := one(t)) is not None]
-    return resampling.estimate_error(found, resampling.make_quantile(_get_quantile(metric)), seed, requests=True)
-
-
-def _estimate_gap_error(metric: Metric, _: Record, requests: Requests, seed: int) -> resampling.Error | None:
-    return resampling.estimate_pooled_error(
-        [formulas.compute_itl_ms(t) for t in requests.finished], _get_quantile(metric), seed
-    )
-
-
-def _get_quantile(metric: Metric) -> float:
-    """Return 0.99 for a p99; 0.5, the median, for a metric without statistic."""
-    return float(metric.statistic.removeprefix("p") or 50) / 100
-
-
-def _estimate_token_error(_: Metric, __: Record, requests: Requests, seed: int) -> resampling.Error | None:
-    """Return the error by tokens in equal windows of the run."""
-    times = requests.times
-    whole = (min(t.submitted_s for t in times), max(t.end_s for t in times)) if times else None
-    return _estimate_rate_error(requests, whole, seed)
-
-
-def _estimate_steady_token_error(_: Metric, record: Record, requests: Requests, seed: int) -> resampling.Error | None:
-    """Return the error by tokens in equal windows of the steady part of the run."""
-    clients = record.point.clients
-    steady = (
-        formulas.find_steady_window(requests.times, clients, requests.waiting_s) if clients and clients > 0 else None
-    )
-    return _estimate_rate_error(requests, steady, seed)
-
-
-def _estimate_rate_error(requests: Requests, span: tuple[float, float] | None, seed: int) -> resampling.Error | None:
+    level = float(metric.statistic.removeprefix("p") or 50) / 100  # 0.5, the median, for a metric without statistic
+    quantile, times = resampling.make_quantile(level), requests.times
+    if kind == "steps":
+        samples = record.metrics.step_samples_ms if record.metrics else []
+        return resampling.estimate_error([s for s in samples if s > 0], quantile, seed)
+    if kind == "requests":
+        one = formulas.OF_A_REQUEST[metric.latency]
+        found = [v for t in requests.finished if (v := one(t)) is not None]
+        return resampling.estimate_error(found, quantile, seed, requests=True)
+    if kind == "gaps":
+        return resampling.estimate_pooled_error([formulas.compute_itl_ms(t) for t in requests.finished], level, seed)
+    if kind == "objectives":  # whether each request met them
+        try:
+            slo = formulas.validate_objectives(record.serve.slo_ms if record.serve else {})
+        except DcpbenchError:
+            return None
+        met = [float(formulas.has_met_slo(t, slo)) for t in times]
+        return resampling.estimate_error(met, resampling.compute_mean, seed, requests=True)
+    span, clients = None, record.point.clients
+    if kind == "tokens" and times:  # in equal windows of the run
+        span = min(t.submitted_s for t in times), max(t.end_s for t in times)
+    elif kind == "steady tokens" and clients and clients > 0:  # or of its steady part
+        span = formulas.find_steady_window(times, clients, requests.waiting_s)
     if span is None or not span[1] > span[0]:
         return None
-    counts, _ = np.histogram(np.concatenate([np.asarray(t.token_s) for t in requests.times]), WINDOWS, span)
+    counts, _ = np.histogram(np.concatenate([np.asarray(t.token_s) for t in times]), WINDOWS, span)
     return resampling.estimate_error(counts.astype(np.float64), resampling.compute_mean, seed, requests=True)
-
-
-def _estimate_objective_error(_: Metric, record: Record, requests: Requests, seed: int) -> resampling.Error | None:
-    """Return the error by whether each request met the objectives."""
-    try:
-        slo = formulas.validate_objectives(record.serve.slo_ms if record.serve else {})
-    except DcpbenchError:
-        return None
-    met = np.array([formulas.has_met_slo(t, slo) for t in requests.times], np.float64)
-    return resampling.estimate_error(met, resampling.compute_mean, seed, requests=True)
-
-
-ERRORS: dict[Error, Callable[[Metric, Record, Requests, int], resampling.Error | None]] = {
-    "steps": _estimate_step_error,
-    "requests": _estimate_latency_error,
-    "gaps": _estimate_gap_error,
-    "tokens": _estimate_token_error,
-    "steady tokens": _estimate_steady_token_error,
-    "objectives": _estimate_objective_error,
-}
-"""Function for each kind of error in the catalogue of metrics."""

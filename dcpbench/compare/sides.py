@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Literal
 
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.point import AXES, LOAD_AXES
-from dcpbench.records.file import read_points
-from dcpbench.records.folder import RECORDS_FILE, find_runs, get_record_file
+from dcpbench.records.folder import RECORDS_FILE, find_runs
 from dcpbench.records.record import is_forecast
 from dcpbench.records.runs import compute_measurement_digest, read_run
 from dcpbench.show.text import make_natural_key
@@ -23,14 +21,12 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run
 
-MAX_POINTS = 10_000
-"""Maximum number of points that both sides share; each takes milliseconds."""
+MAX_POINTS = 10_000  # maximum number of points that both sides share; each takes milliseconds
 FIELDS = tuple(axis.name for axis in (*AXES, *LOAD_AXES) if axis.name not in ("repeat", "workload", "mode"))
 """Fields of a point and its load that `across` may ignore; live is never compared with replay."""
 
 
-Side = list[tuple["Run", list["Record"]]]
-"""Records of a point by launch; launches without the point are left out."""
+Side = list[tuple["Run", list["Record"]]]  # records of a point by launch; launches without the point are left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +64,9 @@ class Matched:
     """Hold all points of two sides, matched."""
 
     pairs: list[Pair]
-    only_a: list[Record]
-    """Records of points that the other side lacks, one for each."""
+    only_a: list[Record]  # records of points that the other side lacks, one for each
     only_b: list[Record]
-    broken_a: list[Record]
-    """Points that ran in B and not in A, as A's record, which has the reason."""
+    broken_a: list[Record]  # points that ran in B and not in A, as A's record, which has the reason
     broken_b: list[Record]
 
 
@@ -92,50 +86,13 @@ def read_side(paths: Sequence[Path]) -> list[Run]:
     return launches
 
 
-def check_sizes(a: Sequence[Path], b: Sequence[Path], across: Sequence[str] = ()) -> None:
-    """Raise UsageError for what `match_points` refuses, if it can be known without reading whole records."""
-    _check_fields(across)
-    sides = [[get_record_file(run) for path in side for run in find_runs(path)] for side in (a, b)]
-    if all(sum(map(_count_lines, side)) > MAX_POINTS for side in sides):
-        first, second = (set().union(*(_find_measured(path, across) for path in side)) for side in sides)
-        _check_count(len(first & second))
-
-
-def _find_measured(path: Path, across: Sequence[str]) -> set[str]:
-    """Return the key of each point of a file that has figures in its last record."""
-    last = {(point.repeat, _make_key(point, across)): outcome for point, outcome in read_points(path)}
-    return {key for (_, key), outcome in last.items() if outcome == "ok"}
-
-
-def _check_fields(across: Sequence[str]) -> None:
-    if unknown := [name for name in across if name not in FIELDS]:
-        raise UsageError(f"--across {unknown[0]}: no point has that; give some of {', '.join(FIELDS)}.")
-
-
-def _check_count(points: int) -> None:
-    if points > MAX_POINTS:
-        raise UsageError(
-            f"{points:,} points are in both, more than the {MAX_POINTS:,} that are compared at once; "
-            "compare folders that hold fewer."
-        )
-
-
-def _count_lines(path: Path) -> int:
-    """Return the number of lines of a file; 0 for anything that is no regular file, for which reading raises a specific
-    error.
-    """
-    if not path.is_file():
-        return 0
-    with path.open("rb") as file:
-        return sum(piece.count(b"\n") for piece in iter(functools.partial(file.read, 1 << 20), b""))
-
-
 def match_points(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ()) -> Matched:
     """Match points of A with the same points of B; without the fields in `across` several points may be the same.
 
     Raise UsageError for fields that no point has, if a point could be compared with several, and for too many points.
     """
-    _check_fields(across)
+    if unknown := [name for name in across if name not in FIELDS]:
+        raise UsageError(f"--across {unknown[0]}: no point has that; give some of {', '.join(FIELDS)}.")
     sides = [_group_by_point(launches, across) for launches in (a, b)]
     if across:
         _check_one_each(sides, across)
@@ -154,7 +111,11 @@ def match_points(a: Sequence[Run], b: Sequence[Run], across: Sequence[str] = ())
             found.pairs.append(Pair(*ran))
         elif any(ran):
             (found.broken_b if ran[0] else found.broken_a).append((right if ran[0] else left)[0][1][0])
-    _check_count(len(found.pairs))
+    if len(found.pairs) > MAX_POINTS:
+        raise UsageError(
+            f"{len(found.pairs):,} points are in both, more than the {MAX_POINTS:,} that are compared at once; "
+            "compare folders that hold fewer."
+        )
     return found
 
 
@@ -210,9 +171,7 @@ def _group_by_point(launches: Sequence[Run], across: Sequence[str]) -> dict[str,
 
 
 def _compute_identity(record: Record) -> bytes:
-    """Return the identity of a measurement and its copies; empty without a start time, because two equal ones may be
-    distinct.
-    """
+    """Return the identity of a measurement and its copies; empty without a start time, because two equal ones may be distinct."""
     return compute_measurement_digest(record) if has_results(record) and record.started_at else b""
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
-    from ruptures import KernelCPD
 
     Floats = NDArray[np.float64]
 
@@ -99,6 +98,8 @@ def _find_cached(values: tuple[float, ...]) -> tuple[Change, ...]:
     x = np.asarray(values, dtype=np.float64)
     if len(x) < MIN_RUNS or float(np.ptp(x)) == 0:
         return ()
+    from scipy.special import stdtrit
+
     relative = bool((x > 0).all())
     level = _replace_odd_runs(np.log(x) if relative else x)
     smallest = math.log1p(MIN_CHANGE) if relative else 0.0
@@ -113,7 +114,7 @@ def _find_cached(values: tuple[float, ...]) -> tuple[Change, ...]:
         if not relative:
             found.append(Change(bounds[i] - 1, old, new, None, None, None))
             continue
-        half = _compute_half_interval(step)
+        half = float(stdtrit(step.runs - 2, (1 + CONFIDENCE) / 2)) * step.error
         ends = (old, new, step.difference, step.difference - half, step.difference + half)
         found.append(Change(bounds[i] - 1, *map(math.exp, ends)))
     return tuple(found)
@@ -155,7 +156,11 @@ def _suggest_bounds(x: Floats) -> list[int]:
     """Return the bounds of PELT's segments, 0 and the length included."""
     usual = _compute_usual_size(np.diff(x)) / DIFFERENCE_TO_SIGMA
     scale = usual or float(abs(x).max()) * 1e-9 or 1.0
-    steps = _make_detector().fit((x - x.mean()).reshape(-1, 1) / scale)
+    check_installed()
+    from ruptures import KernelCPD
+
+    detector = KernelCPD(kernel="linear", min_size=MIN_SIDE)
+    steps = detector.fit((x - x.mean()).reshape(-1, 1) / scale)
     return [0, *(int(end) for end in steps.predict(pen=PENALTY * math.log(len(x))))]
 
 
@@ -163,14 +168,6 @@ def check_installed() -> None:
     """Raise MissingPackageError without ruptures; importing it takes seconds, which only long histories need."""
     if importlib.util.find_spec("ruptures") is None:
         raise MissingPackageError(f"change points need the package ruptures; type: {format_install_hint('dashboard')}")
-
-
-def _make_detector() -> KernelCPD:
-    """Return ruptures' PELT. Raises MissingPackageError without it."""
-    check_installed()
-    from ruptures import KernelCPD
-
-    return KernelCPD(kernel="linear", min_size=MIN_SIDE)
 
 
 def _drop_uncertain(x: Floats, bounds: list[int]) -> list[int]:
@@ -183,17 +180,15 @@ def _drop_uncertain(x: Floats, bounds: list[int]) -> list[int]:
         certainties = []
         for ends in zip(bounds, bounds[1:], bounds[2:], strict=False):
             if ends not in known:
-                known[ends] = _compute_certainty(x, *ends)
+                begin, split, end = ends
+                enough = end - begin >= MIN_RUNS
+                known[ends] = measure_step(x[begin:split], x[split:end]).certainty if enough else 0.0
             certainties.append(known[ends])
         worst = min(range(len(certainties)), key=certainties.__getitem__)
         if certainties[worst] >= 1:
             break
         del bounds[worst + 1]
     return bounds
-
-
-def _compute_certainty(x: Floats, begin: int, split: int, end: int) -> float:
-    return measure_step(x[begin:split], x[split:end]).certainty if end - begin >= MIN_RUNS else 0.0
 
 
 def measure_step(before: Floats, after: Floats) -> Step:
@@ -221,10 +216,3 @@ def measure_step(before: Floats, after: Floats) -> Step:
 def _compute_variance_of_mean(runs: int, rho: float) -> float:
     """Return the variance of the mean of so many successive runs, in units of the variance of one run: g(k) in closed form."""
     return ((1 + rho) / (1 - rho) - 2 * rho * (1 - rho**runs) / (runs * (1 - rho) ** 2)) / runs
-
-
-def _compute_half_interval(step: Step) -> float:
-    """Return half of the 95 % interval of a step."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(step.runs - 2, (1 + CONFIDENCE) / 2)) * step.error

@@ -37,18 +37,14 @@ if TYPE_CHECKING:
 SHARD_ENTRIES = 800
 DIGITS = 5
 DIGEST = 12
-MAX_WHOLE = 1e15
-"""Limit above which numbers stay floats: JSON of larger integers is longer, and no script can read it."""
+MAX_WHOLE = 1e15  # limit above which numbers stay floats: JSON of larger integers is longer, and no script can read it
 WORDS = ("model", "workload", "layout", "exchange", "how", "load", "hardware", "driver", "conditions")
 NUMBERS = ("context", "concurrency")
 MEASURES = {metric.shown_name: metric for metric in DASHBOARD}
 FOLDER = "data"
-MAX_RUN_PAIRS = 3
-"""Maximum number of pairs of runs that the page opens with, the newest first."""
-MAX_GROUPS = 5
-"""Maximum number of points, or groups of points with similar changes, per pair of runs, the largest first."""
-MAX_SIZE_RATIO = 2.0
-"""Maximum factor between steps, in logarithms, that are listed in one line with the largest."""
+MAX_RUN_PAIRS = 3  # maximum number of pairs of runs that the page opens with, the newest first
+MAX_GROUPS = 5  # points, or groups of points with similar changes, of a pair of runs at most
+MAX_SIZE_RATIO = 2.0  # maximum factor between steps, in logarithms, that are listed in one line with the largest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,16 +52,13 @@ class History:
     """Hold a line with its entry of each run, oldest first."""
 
     line: Line
-    entries: list[tuple[int, Entry]]
-    """Entries with the number of their run."""
+    entries: list[tuple[int, Entry]]  # entries with the number of their run
     changes: dict[str, list[tuple[list[int], Change]]] = dataclasses.field(default_factory=dict)
     """Changes by measure, each with the indices of the entries that have a value; none for functional runs."""
 
     @property
     def layers_held(self) -> str:
-        """Return a note that the whole model did not fit in the newest run of this point; empty if all layers were
-        held.
-        """
+        """Return a note that the whole model did not fit in the newest run of this point; empty if all layers were held."""
         return next((entry.layers_held for _, entry in reversed(self.entries) if entry.values), "")
 
     def find_changes(self) -> None:
@@ -80,45 +73,27 @@ class History:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataFiles:
-    """Hold the files of the site's data folder."""
-
-    files: dict[str, str]
-    """Text by path in the site."""
-    index: str
-    first: str
-    """Paths of the files that the page loads first: the index and the measure that it shows first."""
-    lines: int
-    entries: int
-    changes: int
-    skipped: list[str]
-    """Sentence for each run, or page, that was left out."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Content:
     """Hold the data of a site that do not depend on which runs have a page yet."""
 
     runs: Sequence[RunData]
     files: dict[str, str]
-    index: dict[str, object]
-    """Fields of the index, except its runs and what was left out."""
-    first: str
+    index: dict[str, object]  # fields of the index, except its runs and what was left out
+    first: str  # path of the measure that the page shows first
     lines: int
     entries: int
     changes: int
 
-    def add_index(self, pages: Sequence[str], records: Sequence[str], skipped: Sequence[str]) -> DataFiles:
-        """Return all data files; `pages` are slugs of the runs that have a page, `records` of those with records to download."""
+    def add_index(
+        self, pages: Sequence[str], records: Sequence[str], skipped: Sequence[str]
+    ) -> tuple[dict[str, str], str]:
+        """Return the text of all data files by path, and the path of the index.
+
+        `pages` are slugs of the runs that have a page, `records` of those with records to download.
+        """
         files = dict(self.files)
-        index = {
-            "runs": _build_run_columns(self.runs, set(pages), set(records)),
-            "skipped": list(skipped),
-            **self.index,
-        }
-        return DataFiles(
-            files, _add_file(files, "index", index), self.first, self.lines, self.entries, self.changes, list(skipped)
-        )
+        runs = _build_run_columns(self.runs, set(pages), set(records))
+        return files, _add_file(files, "index", {"runs": runs, "skipped": list(skipped), **self.index})
 
 
 @stop_garbage_collector()
@@ -173,8 +148,8 @@ def _build_run_columns(runs: Sequence[RunData], pages: set[str], records: set[st
 
 
 def _build_line_columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) -> dict[str, object]:
-    rows = [series.describe_line(history.line, history.layers_held) for history in histories]
-    shared, distinct = series.find_shared_settings(rows), series.remove_shared_settings(rows)
+    shared = series.find_shared_settings([history.line for history in histories])
+    distinct = [series.describe_line(history.line, history.layers_held, shared) for history in histories]
     words: dict[str, list[str]] = {}
     columns: dict[str, list[int] | list[str]] = {"id": [history.line.id for history in histories]}
     for name in WORDS:
@@ -237,10 +212,8 @@ class ChangedPoint:
     """Hold a point that changed between two runs, in one metric or several."""
 
     line: int
-    steps: dict[int, Change]
-    """Changes by number of the measure."""
-    verdict: str
-    """`better`, `worse`, or empty if its largest change is neither."""
+    steps: dict[int, Change]  # changes by number of the measure
+    verdict: str  # `better`, `worse`, or empty if its largest change is neither
 
     @property
     def size(self) -> float:
@@ -281,9 +254,7 @@ def _collect_latest(
 
 
 def _group_similar(moved: Sequence[ChangedPoint], histories: Sequence[History]) -> list[list[ChangedPoint]]:
-    """Return groups of points of one layout that all became better, or all worse, by similar steps;
-    the largest first.
-    """
+    """Return groups of points of one layout that all became better, or all worse, by similar steps; the largest first."""
     groups: list[list[ChangedPoint]] = []
     newest: dict[tuple[str, str], list[ChangedPoint]] = {}
     for one in sorted(moved, key=lambda one: -one.size):
@@ -297,9 +268,7 @@ def _group_similar(moved: Sequence[ChangedPoint], histories: Sequence[History]) 
 
 
 def _summarize_group(group: Sequence[ChangedPoint], histories: Sequence[History]) -> dict[str, object]:
-    """Return the point that changed most, and each metric with its number of points, its range and
-    its largest change.
-    """
+    """Return the point that changed most, and each metric with its number of points, its range and its largest change."""
     rows = []
     for number in sorted({number for one in group for number in one.steps}):
         steps = sorted((one.steps[number] for one in group if number in one.steps), key=_compute_size, reverse=True)
@@ -381,9 +350,7 @@ def _encode_gaps(numbers: Sequence[int]) -> list[int]:
 
 
 def _to_json_number(value: float | None) -> float | int | None:
-    """Return the value with five significant digits, more than any of these figures is accurate to; null if it is not
-    finite.
-    """
+    """Return the value with five significant digits, more than any of these figures is accurate to; null if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     short = float(f"{value:.{DIGITS}g}")

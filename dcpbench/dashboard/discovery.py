@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import os
 import re
-import shlex
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,15 +28,12 @@ if TYPE_CHECKING:
     from dcpbench.records.file import BadLine
     from dcpbench.records.record import Record
 
-STATE_FILE = "site.json"
-"""State file in a folder that the dashboard wrote; its copies of records are not runs."""
-MAX_BYTES = 1 << 30
-"""Maximum size of a record file; a larger one holds samples of more points than a page can show."""
+STATE_FILE = "site.json"  # state file in a folder that the dashboard wrote; its copies of records are not runs
+MAX_BYTES = 1 << 30  # maximum size of a record file; a larger one holds samples of more points than a page can show
 MAX_POINTS = 200_000
 PIECE = 1 << 20
 MAX_SLUG_CHARS = 80
-COMMIT = 12
-"""Number of characters of a git commit that are shown."""
+COMMIT = 12  # number of characters of a git commit that are shown
 HEADLINE = metrics.DASHBOARD[0].name
 
 
@@ -54,15 +50,11 @@ class Stamp:
 class RunData:
     """Hold one run, without its samples."""
 
-    name: str
-    """Path of the run's folder below the given one."""
-    slug: str
-    """Name of the run's folder in the site, made of safe characters."""
+    name: str  # path of the run's folder below the given one
+    slug: str  # name of the run's folder in the site, made of safe characters
     path: Path
-    sha256: str
-    """SHA-256 of the record file."""
-    date: str | None
-    """Start of its first point, UTC, ISO 8601; null if no record has it."""
+    sha256: str  # SHA-256 of the record file
+    date: str | None  # start of its first point, UTC, ISO 8601; null if no record has it
     commit: str
     hardware: str
     driver: str
@@ -73,8 +65,7 @@ class RunData:
     cpu: bool
     headline: str
     entries: dict[Line, Entry]
-    cut_short: bool = False
-    """True if the last line of its record file is incomplete."""
+    cut_short: bool = False  # True if the last line of its record file is incomplete
     bad_lines: tuple[BadLine, ...] = ()
 
 
@@ -82,10 +73,8 @@ class RunData:
 class FoundRuns:
     """Hold everything found below a folder."""
 
-    runs: list[RunData]
-    """Runs, oldest first; those without a date come before all others."""
-    skipped: list[str]
-    """Sentence for each record file that was left out, or of which the last line was."""
+    runs: list[RunData]  # runs, oldest first; those without a date come before all others
+    skipped: list[str]  # sentence for each record file that was left out, or of which the last line was
 
 
 def list_stamps(root: Path) -> list[Stamp]:
@@ -117,8 +106,7 @@ def load_runs(root: Path, known: dict[Stamp, RunData], tell: Callable[[str], Non
         try:
             run = known.get(stamp) or _load_run(stamp, name)
         except RecordsError as e:
-            message = str(e).replace(shlex.quote(str(stamp.path)), RECORDS_FILE).replace(str(stamp.path), RECORDS_FILE)
-            skipped.append(f"{name}: {fit_line(message)}")
+            skipped.append(f"{name}: {fit_line(f'{RECORDS_FILE}{e.problem}')}")
             continue
         known[stamp] = run
         if run.sha256 in by_digest:
@@ -156,9 +144,9 @@ def _walk_record_files(root: Path) -> Iterator[Path]:
 
 def _load_run(stamp: Stamp, name: str) -> RunData:
     if not stamp.path.is_file():
-        raise RecordsError("is no regular file, and reading it might never end.")
+        raise RecordsError(" is no regular file, and reading it might never end.")
     if stamp.size > MAX_BYTES:
-        raise RecordsError(f"{stamp.size:,} bytes of records; a site takes runs of up to {MAX_BYTES:,}.")
+        raise RecordsError(f" has {stamp.size:,} bytes; a site takes runs of up to {MAX_BYTES:,}.")
     try:
         with stamp.path.open("rb") as file:
             digest, lines_here = hashlib.sha256(), 0
@@ -166,14 +154,14 @@ def _load_run(stamp: Stamp, name: str) -> RunData:
                 digest.update(piece)
                 lines_here += piece.count(b"\n")
         if lines_here > MAX_POINTS:
-            raise RecordsError(f"{lines_here:,} records; a site takes {MAX_POINTS:,}.")
+            raise RecordsError(f" has {lines_here:,} records; a site takes {MAX_POINTS:,}.")
         read = read_run(stamp.path, skip_bad_lines=True)
     except OSError as e:
-        raise RecordsError(f"cannot be read ({e.strerror}).") from e
+        raise RecordsError(f" cannot be read ({e.strerror}).") from e
     except RecursionError as e:
-        raise RecordsError("a line is nested deeper than any record.") from e
+        raise RecordsError(": a line is nested deeper than any record.") from e
     if not read.records:
-        raise RecordsError("holds no whole record.")
+        raise RecordsError(" holds no whole record.")
     found = _make_run_data(name, stamp.path, digest.hexdigest(), read.records)
     return dataclasses.replace(found, cut_short=is_last_line_cut_short(stamp.path), bad_lines=read.bad_lines)
 
@@ -182,7 +170,7 @@ def _make_run_data(name: str, path: Path, digest: str, records: Sequence[Record]
     try:
         entries = series.collect_lines(records)
     except (ArithmeticError, ValueError, TypeError) as e:
-        raise RecordsError(f"a record holds values that none of ours has ({e}).") from e
+        raise RecordsError(f": a record holds values that none of ours has ({e}).") from e
     environments = [r.environment for r in records if r.environment]
     commits = dict.fromkeys(series.fit_label(e.git_commit or "", COMMIT + 1).rstrip("…")[:COMMIT] for e in environments)
     return RunData(

@@ -19,12 +19,9 @@ if TYPE_CHECKING:
 
 FOLDER = "runs"
 PAGE = "report.html"
-ASSETS = "assets"
-"""Folder of the site with files that its pages share."""
-PLOTLY = f"../../{ASSETS}/{web.PLOTLY}"
-"""Path of plotly.js relative to a run's page: a copy in each page would be most of a site."""
-MAX_POINTS = 3_000
-"""Maximum number of points that a page draws; more are unreadable and take minutes."""
+ASSETS = "assets"  # folder of the site with files that its pages share
+PLOTLY = f"../../{ASSETS}/{web.PLOTLY}"  # from a page: copies would be most of a site
+MAX_POINTS = 3_000  # maximum number of points that a page draws; more are unreadable and take minutes
 
 
 def compute_page_key(run: RunData) -> str:

@@ -1,82 +1,59 @@
-"""Read the progress of the runs below a folder that are at work, as `dcpbench top` reads it; locks are never touched."""
+"""Show the runs below a folder that are at work, in the words of `dcpbench top`; locks are never touched."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from dcpbench.dashboard.series import fit_label
 from dcpbench.launch import processes
 from dcpbench.records.folder import LOCK_FILE
-from dcpbench.top.facts import Facts
-from dcpbench.top.state import compute_state
+from dcpbench.top import state_text
+from dcpbench.top.watch import StateReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MAX_NOTE_CHARS = 200
-
-
-@dataclasses.dataclass(frozen=True)
-class RunningRun:
-    """Describe the progress of a run."""
-
-    run: str
-    done: int
-    """Number of points that were recorded or have failed."""
-    failed: int
-    of: int
-    left_s: float | None
-    """Estimated remaining seconds; null before the first point is done."""
-    stage: str
-    point: str
-    note: str
+    from dcpbench.top.state import State
 
 
 class RunningRuns:
-    """Read the progress of all runs below a folder; each call reads only what was added since the last one."""
+    """Read the states of all runs below a folder; each call reads only what was added since the last one."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._facts: dict[Path, Facts] = {}
+        self._readers: dict[Path, StateReader] = {}
         self._lock = threading.Lock()  # several browsers may ask at once
 
-    def read_progress(self, now: float | None = None) -> list[RunningRun]:
-        """Return the progress of every run with living processes, in order of folders."""
+    def read_states(self) -> list[State]:
+        """Return the states of the runs with living processes between their first job and their last point, by folder."""
         with self._lock:
-            folders = list(_iter_alive_folders(self._root))
-            self._facts = {folder: self._facts.get(folder) or Facts(folder) for folder, *_ in folders}
-            found = [self._describe_run(*one, time.time() if now is None else now) for one in folders]
-        return [run for run in found if run is not None]
+            self._readers = {f: self._readers.get(f) or StateReader(f) for f in _iter_alive_folders(self._root)}
+            states = [(folder, reader.read_state()) for folder, reader in self._readers.items()]
+        return [
+            msgspec.structs.replace(state, folder=self._format_name(folder))
+            for folder, state in states
+            if state.total is not None and state.now is not None
+        ]
 
-    def _describe_run(self, folder: Path, alive: str, began: float | None, now: float) -> RunningRun | None:
-        """Return a run's progress; None before its first job and after its last point."""
-        facts = self._facts[folder]
-        facts.read_updates()
-        state = compute_state(facts, now, alive=alive, began=began)
-        if state.total is None or state.now is None:
-            return None
-        return RunningRun(
-            run=fit_label(str(folder.relative_to(self._root)) if folder != self._root else folder.name),
-            done=state.ok + state.failed,
-            failed=state.failed,
-            of=state.total,
-            left_s=state.eta.seconds if state.eta else None,
-            stage=fit_label(state.now.stage),
-            point=fit_label(state.now.point),
-            note=fit_label(state.now.note, MAX_NOTE_CHARS),
-        )
+    def _format_name(self, folder: Path) -> str:
+        return fit_label(str(folder.relative_to(self._root)) if folder != self._root else folder.name)
 
 
-def _iter_alive_folders(root: Path) -> Iterator[tuple[Path, str, float | None]]:
-    """Yield the folders with living processes, each with what lives and the time at which the command began."""
+def render_job(state: State) -> dict[str, Any]:
+    """Return what the page shows of a run: a title, a note, and how many of its points are done."""
+    assert state.now is not None
+    title = " · ".join(filter(None, (state_text.format_counts(state), state_text.format_rates(state))))
+    note = " · ".join(filter(None, (state.now.point, state_text.format_stage(state.now))))
+    return {"title": f"{state.folder}: {title}", "note": note, "done": state.ok + state.failed, "total": state.total}
+
+
+def _iter_alive_folders(root: Path) -> Iterator[Path]:
     for name, below, files in os.walk(root):
         below[:] = sorted(inside for inside in below if not inside.startswith("."))
-        if LOCK_FILE in files:
-            alive, began = processes.find_alive(Path(name))
-            if alive != processes.NONE:
-                yield Path(name), alive, began
+        if LOCK_FILE in files and processes.find_alive(Path(name))[0] != processes.NONE:
+            yield Path(name)

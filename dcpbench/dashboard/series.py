@@ -20,22 +20,19 @@ from dcpbench.reports import load_labels
 from dcpbench.show.text import fit_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from dcpbench.points.point import Point
     from dcpbench.records.metrics import Value
     from dcpbench.records.record import Environment, Record
 
-MAX_NAME_CHARS = 160
-"""Maximum number of characters of a name on the page; longer names are cut, and stay distinguishable."""
+MAX_NAME_CHARS = 160  # characters of a name on the page; longer names are cut, and stay distinguishable
 MAX_REASON_CHARS = 600
 NOT_RECORDED = "not recorded"
-SEPARATOR = ", "
-"""Separator between conditions."""
+SEPARATOR = ", "  # separator between conditions
 WITHOUT_EFFECT = ("NCCL_VERSION", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 """Variables set by images and torchrun: a version, which histories span, and the behaviour after an error."""
-PRECISIONS = ("dtype", "weights_dtype", "kv_dtype")
-"""Fields of a point that determine its precision."""
+PRECISIONS = ("dtype", "weights_dtype", "kv_dtype")  # fields of a point that determine its precision
 WORST = ("hung", "failed", "rejected")
 
 
@@ -43,23 +40,18 @@ WORST = ("hung", "failed", "rejected")
 class Line:
     """Identify a line: records belong to the same line if and only if all of these fields are equal."""
 
-    point: str
-    """Key of the point, the same for all repeats."""
-    hardware: str
-    """`4 × NVIDIA H200`, or `CPU`."""
+    point: str  # key of the point, the same for all repeats
+    hardware: str  # `4 × NVIDIA H200`, or `CPU`
     driver: str
-    conditions: str
-    """Settings that change the figures: KV memory, a time limit, objectives, NCCL's variables, and the source of an
-    import.
-    """
+    conditions: tuple[str, ...]
+    """Settings that change the figures: KV memory, a time limit, objectives, NCCL's variables, and the source of an import."""
     example: Point = dataclasses.field(compare=False)
-    cpu: bool
-    """True for functional runs, in which times say nothing about performance."""
+    cpu: bool  # true for functional runs, in which times say nothing about performance
 
     @property
     def id(self) -> str:
         """Return a short name that is stable over builds, for addresses."""
-        known = "\n".join((self.point, self.hardware, self.driver, self.conditions, str(self.cpu)))
+        known = "\n".join((self.point, self.hardware, self.driver, SEPARATOR.join(self.conditions), str(self.cpu)))
         return hashlib.sha256(known.encode(errors="replace")).hexdigest()[:10]
 
 
@@ -68,8 +60,7 @@ class Entry:
     """Hold one run's values of a line."""
 
     outcome: str
-    values: dict[str, Value]
-    """Values by metric name, in the display unit."""
+    values: dict[str, Value]  # values by metric name, in the display unit
     repeats: int
     marks: str
     reason: str
@@ -77,16 +68,14 @@ class Entry:
 
 
 def collect_lines(records: Sequence[Record]) -> dict[Line, Entry]:
-    """Return the lines of one run; a record without an environment, such as a rejected one, gets the run's most common
-    one.
-    """
+    """Return the lines of one run; a record without an environment, such as a rejected one, gets the run's most common one."""
     usual = Counter(_describe_hardware(r.environment) for r in records if r.environment)
     fallback = usual.most_common(1)[0][0] if usual else (NOT_RECORDED, NOT_RECORDED)
-    conditions = Counter(_format_conditions(r) for r in records if r.outcome == "ok")
+    conditions = Counter(_list_conditions(r) for r in records if r.outcome == "ok")
     same: dict[Line, list[Record]] = {}
     for record in records:
         where, driver = _describe_hardware(record.environment) if record.environment else fallback
-        own_conditions = _format_conditions(record)
+        own_conditions = _list_conditions(record)
         if record.outcome != "ok" and not record.measured_with and len(conditions) == 1:
             own_conditions = next(iter(conditions))
         line = Line(
@@ -101,10 +90,16 @@ def collect_lines(records: Sequence[Record]) -> dict[Line, Entry]:
     return {line: _make_entry(found) for line, found in same.items()}
 
 
-def describe_line(line: Line, layers_held: str = "") -> dict[str, str | int]:
-    """Return what the page shows of a line and filters by; `layers_held` of its newest entry that ran."""
+def describe_line(line: Line, layers_held: str = "", shared: Collection[str] = ()) -> dict[str, str | int]:
+    """Return what the page shows of a line and filters by; `layers_held` of its newest entry that ran.
+
+    Conditions in `shared` are left out.
+    """
     point = line.example
     mode = f"{load_labels.SEPARATOR}{point.load.mode}" if point.load else ""
+    experts = (
+        [] if point.ep_degree is None else [f"ep{point.ep_degree}"]
+    )  # in every row, so that a page can state it once
     # defaults, and fields that an import lacks, are left out
     load = axes.format_changed_values(LOAD_AXES, msgspec.structs.asdict(point.load)) if point.load else []
     return {
@@ -113,22 +108,15 @@ def describe_line(line: Line, layers_held: str = "") -> dict[str, str | int]:
         "layout": point.layout_name,
         "exchange": fit_label(point.format_exchange_label() or "none"),
         "how": fit_label(
-            load_labels.SEPARATOR.join(
-                [*_describe_experts(point), *_describe_computation(point), *load, *filter(None, [layers_held])]
-            )
+            load_labels.SEPARATOR.join([*experts, *_describe_computation(point), *load, *filter(None, [layers_held])])
         ),
         "context": point.context,
         "concurrency": point.concurrency,
         "load": fit_label(load_labels.format_served_load(point) if point.load else ""),
         "hardware": fit_label(line.hardware),
         "driver": fit_label(line.driver),
-        "conditions": fit_label(line.conditions),
+        "conditions": fit_label(SEPARATOR.join(part for part in line.conditions if part not in shared)),
     }
-
-
-def _describe_experts(point: Point) -> list[str]:
-    """Return `ep8` or `ep1`, which every row has, so that a page can state once what all rows have in common."""
-    return [] if point.ep_degree is None else [f"ep{point.ep_degree}"]
 
 
 def _describe_computation(point: Point) -> list[str]:
@@ -146,19 +134,10 @@ def _describe_computation(point: Point) -> list[str]:
     return [*texts, *([point.precision] if point.precision != UNKNOWN else [])]
 
 
-def find_shared_settings(rows: list[dict[str, str | int]]) -> list[str]:
-    """Return the environment variables that all rows share, which a page states once."""
-    parts = [str(row["conditions"]).split(SEPARATOR) for row in rows]
-    return sorted(part for part in set(parts[0]).intersection(*parts[1:]) if "=" in part) if rows else []
-
-
-def remove_shared_settings(rows: list[dict[str, str | int]]) -> list[dict[str, str | int]]:
-    """Return the rows without the environment variables that all rows share."""
-    common = find_shared_settings(rows)
-    for row in rows:
-        mine = str(row["conditions"]).split(SEPARATOR)
-        row["conditions"] = SEPARATOR.join(part for part in mine if part not in common)
-    return rows
+def find_shared_settings(lines: Sequence[Line]) -> list[str]:
+    """Return the environment variables that all lines share, which a page states once."""
+    shared = set(lines[0].conditions).intersection(*(line.conditions for line in lines)) if lines else ()
+    return sorted(part for part in shared if "=" in part)
 
 
 def fit_label(text: str, longest: int = MAX_NAME_CHARS) -> str:
@@ -171,7 +150,7 @@ def _describe_hardware(environment: Environment) -> tuple[str, str]:
     return format_hardware(environment), driver
 
 
-def _format_conditions(record: Record) -> str:
+def _list_conditions(record: Record) -> tuple[str, ...]:
     known = record.measured_with
     parts = []
     if memory := known.get("kv_memory_bytes"):
@@ -185,7 +164,7 @@ def _format_conditions(record: Record) -> str:
     if record.environment:
         settings = sorted(record.environment.settings.items())
         parts += [f"{name}={value}" for name, value in settings if name not in WITHOUT_EFFECT]
-    return SEPARATOR.join(parts)
+    return tuple(parts)
 
 
 def _make_entry(records: Sequence[Record]) -> Entry:

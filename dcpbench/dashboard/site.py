@@ -1,6 +1,4 @@
-"""Build a complete site in a folder: data and index first, then the pages of runs; other programs'
-folders are refused.
-"""
+"""Build a complete site in a folder: data and index first, then the pages of runs; other programs' folders are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from dcpbench.dashboard.data import DataFiles
     from dcpbench.dashboard.discovery import FoundRuns, RunData, Stamp
 
 INDEX_EVERY_S = 10.0  # how often the index is written anew while pages are made
@@ -42,17 +39,14 @@ class BuildResult:
 
     site: Path
     runs: int
-    points: int
-    """Number of lines: each point counts once per hardware, driver and conditions."""
+    points: int  # number of lines: each point counts once per hardware, driver and conditions
     entries: int
     changes: int
     pages_made: int
     pages_kept: int
-    pages_left: int
-    """Number of runs that have no page, or one of older records, because only the newest runs' pages were made."""
+    pages_left: int  # runs without a page of their records, because only the newest runs' pages were made
     skipped: list[str]
-    version: str
-    """Version of the site's content: equal for equal runs."""
+    version: str  # version of the site's content: equal for equal runs
 
 
 def build(
@@ -96,18 +90,18 @@ def build(
         omitted = _make_pages(publisher, before, newest, say)
         publisher.publish()
         _remove_unreferenced(site, publisher.files, {run.slug for run in found.runs})
-    here, files = publisher.here, publisher.files
+    here, content = publisher.here, publisher.content
     new = sum(before.get(slug) != digest for slug, digest in here.items())
     return BuildResult(
         site,
         len(found.runs),
-        files.lines,
-        files.entries,
-        files.changes,
+        content.lines,
+        content.entries,
+        content.changes,
         new,
         len(here) - new,
         omitted,
-        files.skipped,
+        publisher.skipped,
         publisher.version,
     )
 
@@ -147,22 +141,24 @@ class _Publisher:
     site: Path
     found: FoundRuns
     content: data.Content
-    here: dict[str, str]
-    """Keys of the pages that the site holds, by slug."""
-    notes: list[str] = dataclasses.field(default_factory=list)
-    """Reasons why other runs have no page."""
+    here: dict[str, str]  # keys of the pages that the site holds, by slug
+    notes: list[str] = dataclasses.field(default_factory=list)  # reasons why other runs have no page
     version: str = ""
-    files: DataFiles = dataclasses.field(init=False)
+    files: dict[str, str] = dataclasses.field(init=False)  # text of the data files by path
     _at: float = dataclasses.field(init=False)
+
+    @property
+    def skipped(self) -> list[str]:
+        """Return a sentence for each run, or page, that was left out."""
+        return [*self.found.skipped, *self.notes]
 
     def publish(self) -> None:
         """Write data files and the index."""
         slugs = [run.slug for run in self.found.runs]
         records = [slug for slug in slugs if (self.site / pages.FOLDER / slug / RECORDS_FILE).is_file()]
-        self.files = self.content.add_index(sorted(self.here), records, [*self.found.skipped, *self.notes])
-        self.version = _write_site(
-            self.site, self.files, {slug: self.here[slug] for slug in slugs if slug in self.here}
-        )
+        self.files, index = self.content.add_index(sorted(self.here), records, self.skipped)
+        here = {slug: self.here[slug] for slug in slugs if slug in self.here}
+        self.version = _write_site(self.site, self.files, index, self.content.first, here)
         self._at = time.monotonic()
 
     def add_page(self, run: RunData) -> None:
@@ -192,29 +188,29 @@ def _make_pages(publisher: _Publisher, before: dict[str, str], newest: int | Non
     return len(due) - len(made)
 
 
-def _write_site(site: Path, files: DataFiles, here: dict[str, str]) -> str:
+def _write_site(site: Path, files: dict[str, str], index: str, first: str, here: dict[str, str]) -> str:
     """Write the data, then the page that names it, then the state file that marks the site as complete."""
-    for path, text in files.files.items():
+    for path, text in files.items():
         _write_if_changed(site / path, text)
     texts = {name: web.read_asset(name) for name in SHARED} | {name: _read_asset(name) for name in (*SCRIPTS, STYLE)}
     for name, text in texts.items():
         _write_if_changed(site / pages.ASSETS / name, text)
     stamps = {name: hashlib.sha256(text.encode()).hexdigest()[: data.DIGEST] for name, text in texts.items()}
-    page = _render_index(files, stamps)
+    page = _render_index(index, first, stamps)
     version = hashlib.sha256(page.encode()).hexdigest()[: data.DIGEST]
     _write_if_changed(site / "index.html", page)
-    _write_state(site, {OURS: FORMAT, "version": version, "index": files.index, "pages": dict(sorted(here.items()))})
+    _write_state(site, {OURS: FORMAT, "version": version, "index": index, "pages": dict(sorted(here.items()))})
     return version
 
 
-def _render_index(files: DataFiles, stamps: dict[str, str]) -> str:
+def _render_index(index: str, first: str, stamps: dict[str, str]) -> str:
     values: dict[str, object] = {
         "title": "dcpbench dashboard",
         "main": "points",
         "main_called": "points",
         "policy": web.build_content_policy(own_files=True),
-        "index": files.index,
-        "first": files.first,
+        "index": index,
+        "first": first,
         "styles": (web.STYLE, STYLE),
         "scripts": (*web.SCRIPTS, *SCRIPTS),
         "stamps": stamps,
@@ -229,10 +225,10 @@ def _read_asset(name: str) -> str:
     return web.read_asset(f"assets/{name}", __package__)
 
 
-def _remove_unreferenced(site: Path, files: DataFiles, slugs: set[str]) -> None:
+def _remove_unreferenced(site: Path, files: dict[str, str], slugs: set[str]) -> None:
     """Remove data and pages that are no longer referenced."""
     for path in (site / data.FOLDER).iterdir():
-        if f"{data.FOLDER}/{path.name}" not in files.files:
+        if f"{data.FOLDER}/{path.name}" not in files:
             path.unlink(missing_ok=True)
     for path in (site / pages.FOLDER).iterdir():
         if path.name not in slugs:

@@ -36,9 +36,7 @@ class Watcher:
         self._stop = threading.Event()
 
     def refresh(self) -> bool:
-        """Rebuild if a record file was added, removed or changed; return True if one was; raise the errors of
-        site.build.
-        """
+        """Rebuild if a record file was added, removed or changed; return True if one was; raise the errors of site.build."""
         now = discovery.list_stamps(self.root)
         if now == self._seen:
             return False
@@ -64,9 +62,7 @@ class Watcher:
         self._stop.set()
 
     def make_page(self, slug: str) -> str:
-        """Make a run's page if it is missing or older than its records; return why there is none,
-        or an empty string.
-        """
+        """Make a run's page if it is missing or older than its records; return why there is none, or an empty string."""
         with self._lock:
             run = next((run for run in self._known.values() if run.slug == slug), None)
             if run is None or pages.is_made(self.site, run, site.read_page_keys(self.site)):

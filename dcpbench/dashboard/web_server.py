@@ -6,7 +6,6 @@ GET and HEAD are handled, and the headers of responses forbid other pages to use
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import anyio
@@ -50,9 +49,9 @@ def make_app(watcher: Watcher) -> Starlette:
     runs = running.RunningRuns(watcher.root)
 
     async def send_live_state(_: Request) -> Response:
-        jobs = await anyio.to_thread.run_sync(runs.read_progress)
+        states = await anyio.to_thread.run_sync(runs.read_states)
         index = await anyio.to_thread.run_sync(site.read_index_path, watcher.site)
-        return JSONResponse({"index": index, "jobs": [dataclasses.asdict(job) for job in jobs], "note": watcher.note})
+        return JSONResponse({"index": index, "jobs": [*map(running.render_job, states)], "note": watcher.note})
 
     async def send_no_icon(_: Request) -> Response:
         return Response(status_code=204)  # browsers request it for every page

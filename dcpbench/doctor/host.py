@@ -199,11 +199,11 @@ def _check_endpoint(report: Report, host: Host, name: str, port: int) -> None:
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
             report.add(
-                "ports", BAD, "something listens there already.", "give another port with --rdzv-endpoint.", where
+                "ports", BAD, "something listens there already.", "give another port with --nodes endpoint.", where
             )
         else:
             what = f"node 0 cannot listen there ({e.strerror or e}); right where this is another node."
-            report.add("ports", NOTE, what, "give an address of node 0 with --rdzv-endpoint.", where)
+            report.add("ports", NOTE, what, "give an address of node 0 with --nodes endpoint.", where)
     else:
         report.add("ports", OK, "node 0 can listen there.", where=where)
 

@@ -12,16 +12,14 @@ from safetensors import SafetensorError, safe_open
 from dcpbench.engine.scaled_weights import ALL, expand_to_blocks, slice_scaled
 from dcpbench.errors import ModelError
 from dcpbench.kernels.block_scaled import dequantize_weight, quantize_weight
-from dcpbench.points.shapes import INDEX_FILE, SCALE_BLOCK, WEIGHTS_FILE
+from dcpbench.models.checkpoint_folder import INDEX_FILE, WEIGHTS_FILE
+from dcpbench.models.shapes import SCALE_BLOCK
+from dcpbench.models.tensor_names import SCALE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.kernels.block_scaled import Scaled
-
-SCALE = "_scale_inv"
-"""Behind the name of a weight that is published in fp8: its scales."""
-
 
 E4M3_NAN = 0x7F  # in all bits below the sign; e4m3 has no infinity
 CHECKED_NUMBERS = 1 << 20  # numbers that are checked at once

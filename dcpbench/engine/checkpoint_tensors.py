@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.engine.checkpoint import SCALE
 from dcpbench.engine.scaled_weights import ALL
 from dcpbench.engine.weights import load_routing_bias
+from dcpbench.models.tensor_names import SCALE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from dcpbench.engine.weights import Source
-    from dcpbench.points.shapes import ModelShape
+    from dcpbench.models.shapes import ModelShape
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -29,20 +29,20 @@ def iter_checkpoint_tensors(source: Source, shape: ModelShape, *, fp8: bool) -> 
     With `fp8` linear layers and experts are e4m3, each followed by its fp32 scales of 128 × 128 blocks under the name
     `…weight_scale_inv`, as DeepSeek-V3 is published.
     """
-    tensors = _Tensors(source, shape, fp8=fp8)
-    yield tensors.read_vocabulary("model.embed_tokens.weight")
+    tensors, names = _Tensors(source, shape, fp8=fp8), shape.tensors
+    yield tensors.read_vocabulary(names.embedding)
     for index in range(shape.layers):
         yield from tensors.iter_layer(index)
-    yield tensors.read_vector("model.norm.weight", shape.hidden)
+    yield tensors.read_vector(names.final_norm, shape.hidden)
     if not shape.tied:
-        yield tensors.read_vocabulary("lm_head.weight")
+        yield tensors.read_vocabulary(names.lm_head)
 
 
 class _Tensors:
     """Reads whole tensors; each along the dimension along which ranks read their parts, so that both see the same numbers."""
 
     def __init__(self, source: Source, shape: ModelShape, *, fp8: bool) -> None:
-        self.source, self.shape, self.fp8 = source, shape, fp8
+        self.source, self.shape, self.names, self.fp8 = source, shape, shape.tensors, fp8
 
     def read_vocabulary(self, name: str) -> NamedTensor:
         s = self.shape
@@ -63,37 +63,38 @@ class _Tensors:
         yield name + SCALE, weight.scale
 
     def iter_layer(self, index: int) -> Iterator[NamedTensor]:
-        prefix, s = f"model.layers.{index}.", self.shape
-        yield self.read_vector(prefix + "input_layernorm.weight", s.hidden)
-        yield from self.iter_attention(prefix + "self_attn.")
-        yield self.read_vector(prefix + "post_attention_layernorm.weight", s.hidden)
+        s, names, prefix = self.shape, self.names, self.names.layer.format(index)
+        yield self.read_vector(prefix + names.input_norm, s.hidden)
+        yield from self.iter_attention(prefix)
+        yield self.read_vector(prefix + names.post_norm, s.hidden)
         if index < s.first_dense:
-            yield from self.iter_mlp(prefix + "mlp.", s.dense_inter)
+            yield from self.iter_mlp(prefix + names.dense, s.dense_inter)
             return
-        yield prefix + "mlp.gate.weight", self.source.get_tensor(prefix + "mlp.gate.weight", (s.experts, s.hidden))
+        router = prefix + names.router
+        yield router, self.source.get_tensor(router, (s.experts, s.hidden))
         if (bias := load_routing_bias(self.source, s, prefix)) is not None:
-            yield prefix + "mlp.gate.e_score_correction_bias", bias
+            yield prefix + names.routing_bias, bias
         for expert in range(s.experts):
-            yield from self.iter_mlp(f"{prefix}mlp.experts.{expert}.", s.moe_inter)
+            yield from self.iter_mlp(prefix + names.expert.format(expert), s.moe_inter)
         if s.shared_experts:
-            yield from self.iter_mlp(prefix + "mlp.shared_experts.", s.shared_experts * s.moe_inter)
+            yield from self.iter_mlp(prefix + names.shared, s.shared_experts * s.moe_inter)
 
     def iter_attention(self, prefix: str) -> Iterator[NamedTensor]:
-        s = self.shape
+        s, names = self.shape, self.names
         queries = s.heads * (s.nope + s.rope)
         if s.q_lora is None:
-            yield from self.iter_linear(prefix + "q_proj.weight", queries, s.hidden, split="rows")
+            yield from self.iter_linear(prefix + names.q, queries, s.hidden, split="rows")
         else:
-            yield from self.iter_linear(prefix + "q_a_proj.weight", s.q_lora, s.hidden)
-            yield self.read_vector(prefix + "q_a_layernorm.weight", s.q_lora)
-            yield from self.iter_linear(prefix + "q_b_proj.weight", queries, s.q_lora, split="rows")
-        yield from self.iter_linear(prefix + "kv_a_proj_with_mqa.weight", s.kv_width, s.hidden)
-        yield self.read_vector(prefix + "kv_a_layernorm.weight", s.latent)
-        yield from self.iter_linear(prefix + "kv_b_proj.weight", s.heads * (s.nope + s.value), s.latent, split="rows")
-        yield from self.iter_linear(prefix + "o_proj.weight", s.hidden, s.heads * s.value, split="columns")
+            yield from self.iter_linear(prefix + names.q_a, s.q_lora, s.hidden)
+            yield self.read_vector(prefix + names.q_norm, s.q_lora)
+            yield from self.iter_linear(prefix + names.q_b, queries, s.q_lora, split="rows")
+        yield from self.iter_linear(prefix + names.kv_a, s.kv_width, s.hidden)
+        yield self.read_vector(prefix + names.kv_norm, s.latent)
+        yield from self.iter_linear(prefix + names.kv_b, s.heads * (s.nope + s.value), s.latent, split="rows")
+        yield from self.iter_linear(prefix + names.o, s.hidden, s.heads * s.value, split="columns")
 
     def iter_mlp(self, prefix: str, inner: int) -> Iterator[NamedTensor]:
-        hidden = self.shape.hidden
-        yield from self.iter_linear(prefix + "gate_proj.weight", inner, hidden, split="rows")
-        yield from self.iter_linear(prefix + "up_proj.weight", inner, hidden, split="rows")
-        yield from self.iter_linear(prefix + "down_proj.weight", hidden, inner, split="columns")
+        hidden, names = self.shape.hidden, self.names
+        yield from self.iter_linear(prefix + names.gate, inner, hidden, split="rows")
+        yield from self.iter_linear(prefix + names.up, inner, hidden, split="rows")
+        yield from self.iter_linear(prefix + names.down, hidden, inner, split="columns")

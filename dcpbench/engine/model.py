@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from dcpbench.engine.prefill import PrefillPlan
     from dcpbench.engine.weights import Attention, Mlp, Weights
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.layout import GroupWide, Layout
-    from dcpbench.points.shapes import ModelShape
 
 
 LATENT_EPS = 1e-6

@@ -21,6 +21,7 @@ import torch
 
 from dcpbench.engine.scaled_weights import ALL, join_rows
 from dcpbench.kernels.block_scaled import Scaled, dequantize_weight
+from dcpbench.models.shapes import SIGMOID
 from dcpbench.points import memory
 from dcpbench.points.layout import OWN_HEADS
 from dcpbench.points.names import WHOLE
@@ -28,8 +29,8 @@ from dcpbench.points.names import WHOLE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.layout import GroupWide, Layout
-    from dcpbench.points.shapes import ModelShape
 
 
 class Source(Protocol):
@@ -160,11 +161,12 @@ def load_weights(
     `alive` is called before each layer, for the hang watchdog; `wide` selects the tensors held for all heads of the DCP
     group, `ep` the placement of experts, and `fp8` whether linear layers and experts are Scaled.
     """
+    names = shape.tensors
     loader = _Loader(source, shape, layout, rank, alive, wide, ep, fp8)
     return Weights(
-        embed=loader.load_vocab("model.embed_tokens.weight"),
-        lm_head=loader.load_vocab("model.embed_tokens.weight" if shape.tied else "lm_head.weight"),
-        final_norm=source.get_tensor("model.norm.weight", (shape.hidden,)),
+        embed=loader.load_vocab(names.embedding),
+        lm_head=loader.load_vocab(names.embedding if shape.tied else names.lm_head),
+        final_norm=source.get_tensor(names.final_norm, (shape.hidden,)),
         dense=[loader.load_layer(i) for i in range(held.dense)],
         moe=[loader.load_layer(shape.first_dense + i) for i in range(held.moe)],
         first_dense=shape.first_dense,
@@ -186,6 +188,7 @@ class _Loader:
         self.alive, self.wide, self.ep = alive, wide, ep
         self.fp8, self.linear = fp8, source.get_scaled if fp8 else source.get_tensor
         self.source, self.shape, self.layout, self.rank = source, shape, layout, rank
+        self.names = shape.tensors
         heads = shape.heads // layout.attn_tp
         first = layout.get_attn_rank(rank) * heads
         self.own = range(first, first + heads)
@@ -201,9 +204,9 @@ class _Loader:
 
     def load_layer(self, index: int) -> Layer:
         self.alive()
-        prefix = f"model.layers.{index}."
+        prefix = self.names.layer.format(index)
         mlp = (
-            self.load_mlp(prefix + "mlp.", self.shape.dense_inter)
+            self.load_mlp(prefix + self.names.dense, self.shape.dense_inter)
             if index < self.shape.first_dense
             else self.load_moe(prefix)
         )
@@ -215,34 +218,34 @@ class _Loader:
 
     def load_attention(self, prefix: str) -> Attention:
         """Return the attention weights of this rank's heads; tensors shared by all heads are held whole."""
-        s, get, linear, a = self.shape, self.source.get_tensor, self.linear, prefix + "self_attn."
+        s, names, get, linear = self.shape, self.names, self.source.get_tensor, self.linear
         q_heads = self.group if self.wide.query else self.own
         v_heads = self.group if self.wide.value else self.own
-        kv_a = linear(a + "kv_a_proj_with_mqa.weight", (s.kv_width, s.hidden))
+        kv_a = linear(prefix + names.kv_a, (s.kv_width, s.hidden))
         if s.q_lora is None:
             q, q_norm, q_b = (
-                linear(a + "q_proj.weight", **self.select_heads(q_heads, s.nope + s.rope, s.hidden)),
+                linear(prefix + names.q, **self.select_heads(q_heads, s.nope + s.rope, s.hidden)),
                 None,
                 None,
             )
         else:
-            q = linear(a + "q_a_proj.weight", (s.q_lora, s.hidden))
-            q_norm = get(a + "q_a_layernorm.weight", (s.q_lora,))
-            q_b = linear(a + "q_b_proj.weight", **self.select_heads(q_heads, s.nope + s.rope, s.q_lora))
+            q = linear(prefix + names.q_a, (s.q_lora, s.hidden))
+            q_norm = get(prefix + names.q_norm, (s.q_lora,))
+            q_b = linear(prefix + names.q_b, **self.select_heads(q_heads, s.nope + s.rope, s.q_lora))
         loaded = self.group if self.wide.query or self.wide.value else self.own
-        kv_b = self.load_kv_up_projection(a + "kv_b_proj.weight", loaded)
+        kv_b = self.load_kv_up_projection(prefix + names.kv_b, loaded)
         uk, uv = kv_b.unflatten(0, (len(loaded), s.nope + s.value)).split((s.nope, s.value), dim=1)
         inner = slice(self.own.start * s.value, self.own.stop * s.value)
         return Attention(
-            input_norm=get(prefix + "input_layernorm.weight", (s.hidden,)),
+            input_norm=get(prefix + names.input_norm, (s.hidden,)),
             qkv_a=_join_rows((q, kv_a)),
             q_norm=q_norm,
             q_b=q_b,
-            kv_norm=get(a + "kv_a_layernorm.weight", (s.latent,)),
+            kv_norm=get(prefix + names.kv_norm, (s.latent,)),
             w_uk=_select_rows(q_heads, uk, loaded).contiguous(),
             w_uv=_select_rows(v_heads, uv, loaded).transpose(1, 2).contiguous(),
-            o=linear(a + "o_proj.weight", (s.hidden, s.heads * s.value), columns=inner),
-            post_norm=get(prefix + "post_attention_layernorm.weight", (s.hidden,)),
+            o=linear(prefix + names.o, (s.hidden, s.heads * s.value), columns=inner),
+            post_norm=get(prefix + names.post_norm, (s.hidden,)),
         )
 
     def load_kv_up_projection(self, name: str, heads: range) -> torch.Tensor:
@@ -259,17 +262,17 @@ class _Loader:
 
     def load_mlp_slice(self, prefix: str, inner: int, mine: slice) -> Mlp:
         """Return a range of the inner width of an MLP."""
-        hidden = self.shape.hidden
-        gate = self.linear(prefix + "gate_proj.weight", (inner, hidden), rows=mine)
-        up = self.linear(prefix + "up_proj.weight", (inner, hidden), rows=mine)
-        down = self.linear(prefix + "down_proj.weight", (hidden, inner), columns=mine)
+        hidden, names = self.shape.hidden, self.names
+        gate = self.linear(prefix + names.gate, (inner, hidden), rows=mine)
+        up = self.linear(prefix + names.up, (inner, hidden), rows=mine)
+        down = self.linear(prefix + names.down, (hidden, inner), columns=mine)
         return Mlp(gate_up=_join_rows((gate, up)), down=down)
 
     def load_moe(self, prefix: str) -> Moe:
         """Return whole experts, assigned to the tp ranks in contiguous runs, or a slice of each; and a slice of the
         shared one.
         """
-        s, m = self.shape, prefix + "mlp."
+        s, names = self.shape, self.names
         held, width = range(s.experts), s.moe_inter
         if self.ep == WHOLE:
             local = s.experts // self.layout.tp
@@ -277,16 +280,16 @@ class _Loader:
         else:
             width //= self.layout.tp
         start = 0 if self.ep == WHOLE else self.rank * width
-        router = self.source.get_tensor(m + "gate.weight", (s.experts, s.hidden))
+        router = self.source.get_tensor(prefix + names.router, (s.experts, s.hidden))
         gate_up, down = _Stack(len(held)), _Stack(len(held))
         for i, expert in enumerate(held):
-            one = self.load_mlp_slice(f"{m}experts.{expert}.", s.moe_inter, slice(start, start + width))
+            one = self.load_mlp_slice(prefix + names.expert.format(expert), s.moe_inter, slice(start, start + width))
             gate_up.set_expert(i, one.gate_up)
             down.set_expert(i, one.down)
         bias = load_routing_bias(self.source, s, prefix)
         if bias is None:
             bias = torch.zeros(s.experts, dtype=torch.float32, device=router.device)
-        shared = self.load_mlp(m + "shared_experts.", s.shared_experts * s.moe_inter) if s.shared_experts else None
+        shared = self.load_mlp(prefix + names.shared, s.shared_experts * s.moe_inter) if s.shared_experts else None
         return Moe(
             router=router, bias=bias, gate_up=gate_up.get_all(), down=down.get_all(), first=held.start, shared=shared
         )
@@ -299,9 +302,9 @@ def load_routing_bias(source: Source, shape: ModelShape, prefix: str) -> torch.T
     It is read in fp32: rounded to bf16, biases around 8 would be multiples of 1/16, and would decide the selection
     among scores between 0 and 1.
     """
-    if shape.routing != "sigmoid":
+    if shape.routing != SIGMOID:
         return None
-    return source.get_tensor(prefix + "mlp.gate.e_score_correction_bias", (shape.experts,), dtype=torch.float32)
+    return source.get_tensor(prefix + shape.tensors.routing_bias, (shape.experts,), dtype=torch.float32)
 
 
 def _join_rows(parts: tuple[Linear, ...]) -> Linear:

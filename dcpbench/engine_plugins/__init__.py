@@ -18,7 +18,7 @@ from dcpbench.servers.engine_log import format_weights_report
 if TYPE_CHECKING:
     from torch import nn
 
-    from dcpbench.points.shapes import ModelShape
+    from dcpbench.models.shapes import ModelShape
 
 SEED_VARIABLE = "DCPBENCH_WEIGHTS_SEED"
 """Environment variable that holds the seed of the weights; 0 by default."""
@@ -29,15 +29,19 @@ def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a conf
     """Load synthetic weights into an engine's model through the model's own `load_weights`.
 
     `config` is the model's Hugging Face configuration. Raises ModelError if its config.json is not that of a model that
-    this package knows, and ValueError if the seed is not a whole number.
+    this package knows or its weights are neither in bf16 nor in fp8, and ValueError if the seed is not a whole number.
     """
     import torch
 
     from dcpbench.engine.checkpoint_tensors import iter_checkpoint_tensors
     from dcpbench.engine.synthetic import SyntheticSource
+    from dcpbench.errors import ModelError
     from dcpbench.points.names import FP8
 
-    shape, seed = _load_shape(config), int(os.environ.get(SEED_VARIABLE, "0"))
+    shape = _load_shape(config)
+    if not shape.is_sized:
+        raise ModelError(f"synthetic weights exist in bf16 and in fp8, and this model has others: {shape.published}.")
+    seed = int(os.environ.get(SEED_VARIABLE, "0"))
     device = next(model.parameters()).device
     source = SyntheticSource(seed, torch.bfloat16, device)
     with torch.no_grad():
@@ -65,7 +69,7 @@ def _load_shape(config: Any) -> ModelShape:  # noqa: ANN401 -- a configuration o
     """
     from transformers.utils.hub import cached_file
 
-    from dcpbench.points.shapes import load_shape
+    from dcpbench.models import load_shape
 
     path = cached_file(config.name_or_path, "config.json")
-    return dataclasses.replace(load_shape(str(path)), layers=config.num_hidden_layers)
+    return dataclasses.replace(load_shape(str(path)), layers=config.get_text_config().num_hidden_layers)

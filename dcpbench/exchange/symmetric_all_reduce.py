@@ -45,7 +45,7 @@ def make_all_reduce(name: str, group: Group, spec: ReduceSpec) -> AllReduce:
         return group.all_reduce
     if name == "symm":
         return group.all_reduce_symm if isinstance(group, EmulatedGroup) else SymmetricAllReduce(group, spec)
-    raise UsageError(f"--all-reduce {name} does not exist; choose one of {', '.join(ALL_REDUCES)}.")
+    raise UsageError(f"--collectives all-reduce={name} does not exist; choose one of {', '.join(ALL_REDUCES)}.")
 
 
 class _Parts:
@@ -69,7 +69,9 @@ class SymmetricAllReduce:
         self.small = ONE_SHOT_BYTES // max(1, group.size - 1) if small is None else small
         size = Carver()
         _Parts(size, spec, group.size, self.small)
-        self.peers = allocate_peers(group, size.used, spec.device, "--all-reduce symm", "--all-reduce nccl")
+        self.peers = allocate_peers(
+            group, size.used, spec.device, "--collectives all-reduce=symm", "--collectives all-reduce=nccl"
+        )
         self.parts = _Parts(Carver(self.peers.own), spec, group.size, self.small)
         self.meetings = Meetings(
             group,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from dcpbench.points.shapes import ModelShape, Yarn
+    from dcpbench.models.shapes import ModelShape, Yarn
 
 
 def apply_rope(

@@ -19,7 +19,7 @@ from dcpbench.errors import DcpbenchError, OutputError
 from dcpbench.launch.jobs import read_job
 from dcpbench.launch.processes import COMMAND, find_alive, find_alive_pid
 from dcpbench.points.layout import DEGREES
-from dcpbench.points.names import format_flag
+from dcpbench.points.names import format_field
 from dcpbench.points.point import HOW
 from dcpbench.records import disks
 from dcpbench.records.folder import (
@@ -207,10 +207,10 @@ def list_settings(point: Point, settings: Settings, device: str) -> dict[str, ob
         "--seconds": settings.seconds,
         "--profile": settings.profile,
         "--slo": ",".join(f"{name}={ms:g}" for name, ms in settings.slo.items()) or None,
-        "--limit": settings.limit_seconds and f"{settings.limit_seconds:g}s",
+        "--timeout load": settings.limit_seconds,
         "--step-times": settings.step_times or None,
         "--kv-memory": settings.kv_memory_bytes and f"{settings.kv_memory_bytes}B",
-        **{format_flag(axis.name): getattr(point, axis.name) for axis in HOW if axis.one},
+        **{format_field(axis.name): getattr(point, axis.name) for axis in HOW if axis.one},
         "--device": device,
     }
 

@@ -120,7 +120,7 @@ def run_points(points: Sequence[Point], work: Work, machines: Machines, watch: C
         _follow_leader(work, machines)
         return
     left = list(points)
-    with Leader(machines.rdzv_endpoint, machines.nnodes, max(work.timeout, PATIENCE_S), machines.rdzv_id) as others:
+    with Leader(machines.rdzv_endpoint, machines.nnodes, max(work.timeout, PATIENCE_S)) as others:
         while left:
             world = left[0].world
             unusable = _run_size([p for p in left if p.world == world], work, machines, others, watch)
@@ -407,7 +407,7 @@ def _save_on_interrupt(running: Running, watch: Callable[[Progress], None]) -> I
 
 def _follow_leader(work: Work, machines: Machines) -> None:
     """Take part in a sweep as another node: start the jobs that node 0 sends and end them on its request."""
-    line = join_leader(machines.rdzv_endpoint, max(work.timeout, PATIENCE_S), machines.node_rank, machines.rdzv_id)
+    line = join_leader(machines.rdzv_endpoint, max(work.timeout, PATIENCE_S), machines.node_rank)
     with contextlib.closing(line):
         while not line.closed:
             message = line.receive(1.0)
@@ -466,7 +466,7 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
     if end.hung:
         reason = f"no sign of life for {end.hung_s:g} s in stage '{end.stage}'"
         if end.over_s:
-            reason = f"not done after {end.over_s:g} s (--point-limit), in stage '{end.stage}'"
+            reason = f"not done after {end.over_s:g} s (--timeout point), in stage '{end.stage}'"
         detail |= {f"stacks_rank_{rank}": text for rank, text in end.stacks.items()}
         if end.evidence is not None:
             found = hang_capture.explain_hang(end.evidence, end.stacks)

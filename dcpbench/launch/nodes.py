@@ -1,7 +1,7 @@
 """Run one sweep on several machines: node 0 sends the others the next job to start, and when to stop it. No torch.
 
 Every node runs the same command; only node 0 decides, because it alone has the records and knows which points --resume
-or a failed point leaves to do. The others connect to --rdzv-endpoint once, before the first job, and keep that
+or a failed point leaves to do. The others connect to the endpoint of --nodes once, before the first job, and keep that
 connection for the whole sweep; rank 0's store of torch.distributed then listens at the same address, so that one open
 port is enough. Both listen only at that address.
 
@@ -46,7 +46,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     node: int
     nonce: str
     proof: str = ""
-    """Proof that the sender has the secret, over both nonces, the node and --rdzv-id."""
+    """Proof that the sender has the secret, over both nonces and the node."""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,11 +124,11 @@ class Line:
 class Leader:
     """Manage node 0's connections to all other nodes. Context manager; leaving it ends the sweep everywhere."""
 
-    def __init__(self, endpoint: str, nnodes: int, timeout: float, name: str = "") -> None:
-        """Wait for all others, at most `timeout` seconds; `name` is --rdzv-id."""
+    def __init__(self, endpoint: str, nnodes: int, timeout: float) -> None:
+        """Wait for all others, at most `timeout` seconds."""
         self._lines: list[Line] = []
         if nnodes > 1:
-            self._lines = _wait_for_nodes(endpoint, nnodes - 1, timeout, name)
+            self._lines = _wait_for_nodes(endpoint, nnodes - 1, timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -153,7 +153,7 @@ class Leader:
         return any(line.receive(0) == FAILED or line.closed for line in self._lines)
 
 
-def join_leader(endpoint: str, timeout: float, node: int = 1, name: str = "") -> Line:
+def join_leader(endpoint: str, timeout: float, node: int = 1) -> Line:
     """Connect another node to node 0, which may not be up yet. Raise WorkerError if the peer does not belong to the
     sweep.
     """
@@ -167,17 +167,17 @@ def join_leader(endpoint: str, timeout: float, node: int = 1, name: str = "") ->
             if time.monotonic() > end:
                 raise WorkerError(
                     f"no answer from node 0 at {endpoint} within {timeout:.0f} s ({e}); "
-                    "start the same command there with --node-rank 0, and check that the port is open."
+                    "start the same command there with --nodes rank=0, and check that the port is open."
                 ) from e
             time.sleep(0.5)
             continue
         connection.settimeout(None)
         line = Line(connection)
-        if not _send_greeting(line, key, node, name):
+        if not _send_greeting(line, key, node):
             line.close()
             raise WorkerError(
-                f"{endpoint} did not take this node for one of its sweep: {SECRET} and --rdzv-id must be those of node "
-                "0, and each --node-rank of one machine only."
+                f"{endpoint} did not take this node for one of its sweep: {SECRET} must be that of node 0, and "
+                "each rank of --nodes of one machine only."
             )
         return line
 
@@ -199,27 +199,25 @@ def _compute_code(key: bytes, *parts: bytes) -> bytes:
     return hmac.new(key, text, hashlib.sha256).hexdigest().encode()
 
 
-def _compute_proof(key: bytes, side: bytes, node: int, nonces: tuple[str, str], name: str) -> str:
-    return _compute_code(key, side, b"%d" % node, *(n.encode() for n in nonces), name.encode()).decode()
+def _compute_proof(key: bytes, side: bytes, node: int, nonces: tuple[str, str]) -> str:
+    return _compute_code(key, side, b"%d" % node, *(n.encode() for n in nonces)).decode()
 
 
-def _send_greeting(line: Line, key: bytes, node: int, name: str) -> bool:
+def _send_greeting(line: Line, key: bytes, node: int) -> bool:
     """Perform another node's half of the greeting; return True if both sides have proved their identity."""
     theirs = _receive_hello(line)
     if theirs is None:
         return False
     nonces = theirs.nonce, secrets.token_hex(16)
-    line.send(
-        msgspec.json.encode(Hello(node=node, nonce=nonces[1], proof=_compute_proof(key, FOLLOWS, node, nonces, name)))
-    )
+    line.send(msgspec.json.encode(Hello(node=node, nonce=nonces[1], proof=_compute_proof(key, FOLLOWS, node, nonces))))
     answer = _receive_hello(line)
-    if answer is None or not hmac.compare_digest(answer.proof, _compute_proof(key, LEADS, node, nonces, name)):
+    if answer is None or not hmac.compare_digest(answer.proof, _compute_proof(key, LEADS, node, nonces)):
         return False
     line.set_key(_compute_code(key, b"key", *(n.encode() for n in nonces)), FOLLOWS, LEADS)
     return True
 
 
-def _receive_greeting(line: Line, key: bytes, name: str, expected: set[int]) -> int | None:
+def _receive_greeting(line: Line, key: bytes, expected: set[int]) -> int | None:
     """Perform node 0's half of the greeting; return the number of the node, or None for an unexpected peer."""
     nonce = secrets.token_hex(16)
     line.send(msgspec.json.encode(Hello(node=0, nonce=nonce)))
@@ -227,11 +225,9 @@ def _receive_greeting(line: Line, key: bytes, name: str, expected: set[int]) -> 
     if theirs is None or theirs.node not in expected:
         return None
     nonces = nonce, theirs.nonce
-    if not hmac.compare_digest(theirs.proof, _compute_proof(key, FOLLOWS, theirs.node, nonces, name)):
+    if not hmac.compare_digest(theirs.proof, _compute_proof(key, FOLLOWS, theirs.node, nonces)):
         return None
-    line.send(
-        msgspec.json.encode(Hello(node=0, nonce=nonce, proof=_compute_proof(key, LEADS, theirs.node, nonces, name)))
-    )
+    line.send(msgspec.json.encode(Hello(node=0, nonce=nonce, proof=_compute_proof(key, LEADS, theirs.node, nonces))))
     line.set_key(_compute_code(key, b"key", *(n.encode() for n in nonces)), LEADS, FOLLOWS)
     return theirs.node
 
@@ -259,8 +255,8 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UsageError(
-            f"--rdzv-endpoint {endpoint or '(missing)'}: write HOST:PORT of node 0, for example "
-            "--rdzv-endpoint 10.0.0.1:29500."
+            f"--nodes endpoint={endpoint or '(missing)'}: write HOST:PORT of node 0, for example "
+            "endpoint=10.0.0.1:29500."
         )
     return host.strip("[]"), int(port)
 
@@ -270,7 +266,7 @@ def _receive_answer(line: Line) -> bytes | None:
     return line.receive(ANSWER_WAIT_S) if answer == FAILED else answer
 
 
-def _wait_for_nodes(endpoint: str, count: int, timeout: float, name: str) -> list[Line]:
+def _wait_for_nodes(endpoint: str, count: int, timeout: float) -> list[Line]:
     """Return the connections to all other nodes; peers without the secret are rejected, and waiting continues."""
     host, port = split_endpoint(endpoint)
     key = get_secret()
@@ -278,7 +274,7 @@ def _wait_for_nodes(endpoint: str, count: int, timeout: float, name: str) -> lis
         server = open_listener(host, port)
     except OSError as e:
         raise UsageError(
-            f"--rdzv-endpoint {endpoint}: node 0 cannot listen there ({e}); give an address that it has, and a free "
+            f"--nodes endpoint={endpoint}: node 0 cannot listen there ({e}); give an address that it has, and a free "
             "port."
         ) from e
     lines: dict[int, Line] = {}
@@ -289,12 +285,12 @@ def _wait_for_nodes(endpoint: str, count: int, timeout: float, name: str) -> lis
             try:
                 line = Line(server.accept()[0])
             except TimeoutError as e:
-                others = f" {refused} that came had another {SECRET} or --rdzv-id." if refused else ""
+                others = f" {refused} that came had another {SECRET}." if refused else ""
                 raise WorkerError(
                     f"{len(lines)} of {count} other nodes came to {endpoint} within {timeout:.0f} s; start the same "
-                    f"command with its own --node-rank on each, or raise --timeout.{others}"
+                    f"command with its own rank of --nodes on each, or raise --timeout.{others}"
                 ) from e
-            node = _receive_greeting(line, key, name, set(range(1, count + 1)) - set(lines))
+            node = _receive_greeting(line, key, set(range(1, count + 1)) - set(lines))
             if node is None:
                 line.close()
                 refused += 1

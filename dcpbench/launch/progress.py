@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -44,19 +46,28 @@ class ProgressBar:
     """
 
     def __init__(
-        self, names: Mapping[str, str], console: Console, what: str = "points", *, brief: bool = False
+        self,
+        names: Mapping[str, str],
+        console: Console,
+        what: str = "points",
+        *,
+        brief: bool = False,
+        kinds: Mapping[str, str] | None = None,
     ) -> None:
         """Create the bar; `names` maps the keys of events to names, and `what` is their plural noun.
 
-        With `brief`, only failed points get a line.
+        With `brief`, only failed points get a line. `kinds` maps the keys to kinds of points that take equally long, such as
+        replays and live runs; by default all are of one kind.
         """
         self._names = names
+        self._kinds = kinds or dict.fromkeys(names, "")
+        self._left = Counter(self._kinds[key] for key in names)
+        self._seconds: dict[str, list[float]] = {}
         self._brief = brief
         self._console = console
         self._finished = 0
-        self._began = time.monotonic()
+        self._ended = self._spoke = time.monotonic()
         self._last = ""
-        self._spoke = self._began
         self._bar: Progress | None = None
         if console.is_terminal:
             fixed, rest = Column(no_wrap=True), Column(no_wrap=True, ratio=1)  # only the description is cut
@@ -88,7 +99,7 @@ class ProgressBar:
         if event.stage not in ("failed", "hung", "again"):
             self._last = event.note or self._last
         if event.stage in FINISHED and name:
-            self._finished += 1
+            self._count_finished(event.key)
             if not self._brief or event.stage != "done":
                 self._print_point(event, name)
         elif event.stage == "again":
@@ -108,18 +119,31 @@ class ProgressBar:
         of = len(self._names)
         mark = "" if event.stage == "done" else f"{event.stage.upper()}: "
         note = f"  {mark}{event.note}" if event.note or mark else ""
-        eta = f"  ({self._format_eta()})" if not self._bar and self._finished < of else ""
-        self._print(f"[{self._finished}/{of}] {name}{note}{eta}")
+        eta = self._format_eta() if not self._bar and self._finished < of else ""
+        self._print(f"[{self._finished}/{of}] {name}{note}{f'  ({eta})' if eta else ''}")
 
     def _print(self, text: str) -> None:
         self._spoke = time.monotonic()
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def _count_finished(self, key: str) -> None:
+        kind, now = self._kinds[key], time.monotonic()
+        self._finished += 1
+        self._left[kind] -= 1
+        self._seconds.setdefault(kind, []).append(now - self._ended)
+        self._ended = now
+
     def _format_eta(self) -> str:
-        if not self._finished:
+        """Return the time that the other points take, by those of their kinds; empty if one of the kinds has not run yet.
+
+        The first point of a kind also has the time for which a server starts or its steps are measured, so that it counts only if
+        there is no other.
+        """
+        left = {kind: count for kind, count in self._left.items() if count}
+        if not self._finished or not left.keys() <= self._seconds.keys():
             return ""
-        left = (time.monotonic() - self._began) / self._finished * (len(self._names) - self._finished)
-        return f"about {format_duration(left)} left"
+        each = {kind: statistics.fmean(self._seconds[kind][1:] or self._seconds[kind]) for kind in left}
+        return f"about {format_duration(sum(count * each[kind] for kind, count in left.items()))} left"
 
 
 def format_point_names(points: Sequence[Point]) -> dict[str, str]:

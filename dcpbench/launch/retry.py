@@ -1,4 +1,4 @@
-"""Retry points (--point-retries), and exclude points that have failed too often. No torch."""
+"""Retry points (--timeout retries), and exclude points that have failed too often. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, DcpbenchError)}
 """Errors that name a remedy: repeating the same command would raise them again."""
 MIN_ATTEMPTS = 2
-"""Minimum number of attempts of a point with --resume, even if --point-retries allows fewer."""
+"""Minimum number of attempts of a point with --resume, even if --timeout retries allows fewer."""
 
 
 def can_pass(record: Record) -> bool:
@@ -44,4 +44,4 @@ def is_set_aside(times: int, retries: int) -> bool:
 
 def format_retry_options(times: int, retries: int) -> str:
     """Return the options to append to the command."""
-    return f"--resume --point-retries {times}" if is_set_aside(times, retries) else "--resume"
+    return f"--resume --timeout retries={times}" if is_set_aside(times, retries) else "--resume"

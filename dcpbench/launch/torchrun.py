@@ -58,7 +58,6 @@ class Machines:
     nnodes: int = 1
     node_rank: int = 0
     rdzv_endpoint: str = ""
-    rdzv_id: str = "dcpbench"
 
 
 class Running(Ranks):
@@ -78,7 +77,7 @@ class Running(Ranks):
         job.get_path().write_bytes(msgspec.json.encode(job))
         with self.agent_log.open("ab") as log:
             self._agent = subprocess.Popen(
-                subprocess_guard.make_tied_command(_make_command(job, machines, worker, self.ranks)),
+                subprocess_guard.make_tied_command(_make_command(job, worker, self.ranks)),
                 stdin=subprocess.DEVNULL if lock is None else lock,
                 stdout=log,
                 stderr=log,
@@ -167,7 +166,7 @@ class Running(Ranks):
             path.unlink(missing_ok=True)
 
 
-def _make_command(job: Job, machines: Machines, worker: str, ranks: range) -> list[str]:
+def _make_command(job: Job, worker: str, ranks: range) -> list[str]:
     """Return the command line of torchrun, which only covers this machine; nodes.py connects machines.
 
     Its own rendezvous is a file. By TCP it would listen on all interfaces without access control.
@@ -179,7 +178,7 @@ def _make_command(job: Job, machines: Machines, worker: str, ranks: range) -> li
         "--rdzv-backend": "c10d",
         "--rdzv-conf": "store_type=file",
         "--rdzv-endpoint": str(logs / RENDEZVOUS),
-        "--rdzv-id": f"{machines.rdzv_id}-{job.tag}",
+        "--rdzv-id": job.tag,
         "--local-addr": LOOPBACK,
         "--max-restarts": "0",
     }

@@ -19,15 +19,19 @@ line: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("line", d
 
 
 def format_retyped_command(command: str, given: Mapping[str, str], others: Sequence[str] = ()) -> str:
-    """Return the command line of this command with the options in `given` (empty for a switch) and without those in
-    `others`.
+    """Return the words of `retype_command` as a command line."""
+    return shlex.join(["dcpbench", *retype_command(command, given, others)])
+
+
+def retype_command(command: str, given: Mapping[str, str], others: Sequence[str] = ()) -> list[str]:
+    """Return the words of this command line with the options in `given` (empty for a switch) and without `others`.
 
     Without a command line, or on that of another command, only the options in `given` are returned.
     """
     typed = line.get()
     kept = remove_options(typed[1:], {*given, *others}) if typed[:1] == (command,) else []
     put = (word for option, value in given.items() for word in (option, value) if word)
-    return shlex.join(["dcpbench", command, *put, *kept])
+    return [command, *put, *kept]
 
 
 def remove_options(words: Sequence[str], options: set[str]) -> list[str]:

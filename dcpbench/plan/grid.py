@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import DcpbenchError, NoRoomError, UsageError
+from dcpbench.models import check_published, load_shape
 from dcpbench.plan.spec import check_same_sizes, resolve_compute_dtype
 from dcpbench.plan.validate import Machine, check_runnable
 from dcpbench.points.axes import Role
@@ -17,7 +18,6 @@ from dcpbench.points.budget import EnginePlan, find_engine_plan, plan_engines
 from dcpbench.points.layout import DEGREES, place_experts
 from dcpbench.points.names import ALL_REDUCES, AS_COMPUTED, AS_PUBLISHED, AUTO, BACKENDS, FP8, VLLM, format_flag
 from dcpbench.points.point import AXES, LOAD_AXES, OPTIONS, Point, select_point_axes
-from dcpbench.points.shapes import ModelShape, load_shape
 from dcpbench.records.record import Record
 from dcpbench.serving.load_words import format_load
 from dcpbench.show.text import format_list
@@ -25,6 +25,7 @@ from dcpbench.show.text import format_list
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.plan.spec import SweepSpec
     from dcpbench.points.axes import Value
     from dcpbench.points.device_probe import Probe
@@ -58,9 +59,9 @@ class Candidate:
         return Record(point=self.point, outcome="rejected", reason=str(self.error), no_room=no_room)
 
 
-def expand_grid(spec: SweepSpec, probe: Probe, nnodes: int = 1) -> list[Candidate]:
+def expand_grid(spec: SweepSpec, probe: Probe, nnodes: int = 1, *, submitted: bool = False) -> list[Candidate]:
     """Return every point of the grid with its baseline, in running order: neighbours share an engine."""
-    found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes))
+    found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes, submitted=submitted))
     _check_used(spec, (c.point for c in found))
     return found
 
@@ -121,9 +122,9 @@ def format_precision_note(spec: SweepSpec, candidates: Sequence[Candidate]) -> s
     return f"Weights {FP8}, {published}; KV {kept}. For weights in bf16, add --weights-dtype bf16."
 
 
-def format_point_name(point: Point) -> str:
+def format_point_name(point: Point, *, repeated: bool = True) -> str:
     """Return a point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`; with expert parallel `tp8·dcp8 ep8`."""
-    repeat = f", repeat {point.repeat}" if point.repeat else ""
+    repeat = f", repeat {point.repeat}" if repeated and point.repeat else ""
     load = format_point_load(point) + ("" if point.load else " tokens")
     who = (point.model, point.layout_name, point.ep_label, format_path(point))
     return f"{' '.join(filter(None, who))}, {load}{repeat}"
@@ -229,6 +230,8 @@ def _resolve_precision(how: Mapping[str, Value], shape: ModelShape) -> dict[str,
     weights, kv = str(how["weights_dtype"]), str(how["kv_dtype"])
     dtype = resolve_compute_dtype(weights, kv, str(how["dtype"]))
     if weights == AS_PUBLISHED:
+        if dtype == "bf16":
+            check_published(shape)
         weights = FP8 if shape.published == FP8 and dtype == "bf16" else dtype
     stored = {"weights_dtype": weights, "kv_dtype": kv}
     return {"dtype": dtype} | {name: FP8 if typed == FP8 else AS_COMPUTED for name, typed in stored.items()}

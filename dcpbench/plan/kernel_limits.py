@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import LayoutError
+from dcpbench.models.shapes import SCALE_BLOCK
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.names import CUT, FP8, WHOLE
-from dcpbench.points.shapes import SCALE_BLOCK
 
 if TYPE_CHECKING:
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Point
-    from dcpbench.points.shapes import ModelShape
 
 FP8_SINCE = (8, 9)  # lowest compute capability of GPUs that multiply e4m3
 TENSOR_UNIT = 16  # bytes of which rows are multiples that a tensor descriptor reads (kernels/moe/prefill_experts, kernels/kv_up_proj)

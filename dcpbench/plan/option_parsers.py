@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dcpbench.errors import UsageError
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.counts import parse_count, suggest_counts
-from dcpbench.points.names import BACKENDS, CUT, REPLAY, SYNTHETIC, WHOLE, format_flag
+from dcpbench.points.names import BACKENDS, CUT, REPLAY, SYNTHETIC, WHOLE, format_flag, format_setting, join_value
 from dcpbench.points.point import AXES, LOAD_AXES
 
 if TYPE_CHECKING:
@@ -30,7 +30,9 @@ MAX_SHOWN_CHARS = 80
 def check_seconds(option: str, value: float, example: int) -> None:
     """Raise UsageError unless `value` is a positive, finite time."""
     if not 0 < value < math.inf:
-        raise UsageError(f"{option} {value:g} is not a positive number of seconds; try {option} {example}.")
+        raise UsageError(
+            f"{join_value(option, f'{value:g}')} is not a positive number of seconds; try {join_value(option, example)}."
+        )
 
 
 def parse_bytes(name: str, value: object) -> int:
@@ -38,12 +40,12 @@ def parse_bytes(name: str, value: object) -> int:
     typed = format_value(value)
     if re.fullmatch(r"\s*\d+(\.\d+)?\s*", typed):
         raise UsageError(
-            f"{format_flag(name)} {typed} has no unit; write for example {format_flag(name)} 100GiB or 40GB."
+            f"{format_setting(name, typed)} has no unit; write for example {format_flag(name)} 100GiB or 40GB."
         )
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", typed, re.IGNORECASE)
     if not match or isinstance(value, bool):
         raise UsageError(
-            f"{format_flag(name)} {typed}: not a size; write for example {format_flag(name)} 100GiB or 40GB."
+            f"{format_setting(name, typed)}: not a size; write for example {format_flag(name)} 100GiB or 40GB."
         )
     digits, unit, binary = match.groups()
     amount = float(digits) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " ")
@@ -51,7 +53,7 @@ def parse_bytes(name: str, value: object) -> int:
     size = int(amount)
     if size < 1:
         raise UsageError(
-            f"{format_flag(name)} {typed}: must be more than 0 bytes; write for example {format_flag(name)} 100GiB."
+            f"{format_setting(name, typed)}: must be more than 0 bytes; write for example {format_flag(name)} 100GiB."
         )
     return size
 
@@ -64,7 +66,7 @@ def split_items(name: str, value: object) -> list[object]:
         raise UsageError(f"{format_flag(name)} is empty; write for example {format_example(name)}, or leave it out.")
     if "" in found:
         raise UsageError(
-            f"{format_flag(name)} {format_quoted(value)} has an empty entry; write a comma list such as {format_example(name)}."
+            f"{format_setting(name, format_quoted(value))} has an empty entry; write a comma list such as {format_example(name)}."
         )
     return list(found)
 
@@ -98,7 +100,7 @@ def format_example(name: str) -> str:
         "gpus": "8",
         "kv_memory": "100GiB",
     }
-    return f"{format_flag(name)} {examples.get(name, '1')}"
+    return format_setting(name, examples.get(name, "1"))
 
 
 def parse_ints(name: str, value: object) -> tuple[int, ...]:
@@ -113,9 +115,9 @@ def parse_int(name: str, value: object) -> int:
         _check_size(name, found, format_value(value))
         return found
     if isinstance(value, str) and (choices := suggest_counts(value)):
-        raise UsageError(f"{format_flag(name)} {value}: {choices}.")
+        raise UsageError(f"{format_setting(name, value)}: {choices}.")
     raise UsageError(
-        f"{format_flag(name)} {format_value(value)}: not a whole number; write for example {format_example(name)}."
+        f"{format_setting(name, format_value(value))}: not a whole number; write for example {format_example(name)}."
     )
 
 
@@ -137,11 +139,11 @@ def parse_name(name: str, value: object) -> str:
         raise UsageError(f"{format_flag(name)} is empty; write for example {format_example(name)}, or leave it out.")
     if not isinstance(value, str):
         raise UsageError(
-            f"{format_flag(name)} {format_value(value)}: not a name; write for example {format_example(name)}."
+            f"{format_setting(name, format_value(value))}: not a name; write for example {format_example(name)}."
         )
     if len(value) > MAX_NAME_CHARS:
         raise UsageError(
-            f"{format_flag(name)} {format_value(value)} has {len(value):,} characters; write for example {format_example(name)}."
+            f"{format_setting(name, format_value(value))} has {len(value):,} characters; write for example {format_example(name)}."
         )
     return value
 
@@ -153,7 +155,7 @@ def parse_number(name: str, value: object) -> float:
             _check_size(name, value, format_value(value))
         return float(value)
     raise UsageError(
-        f"{format_flag(name)} {format_quoted(value)}: not a number; write for example {format_flag(name)} 10."
+        f"{format_setting(name, format_quoted(value))}: not a number; write for example {format_setting(name, 10)}."
     )
 
 
@@ -166,7 +168,7 @@ def parse_bool(name: str, value: object) -> bool:
 
 def parse_bools(name: str, value: object) -> tuple[bool, ...]:
     """Parse `true`, or `[false, true]` for an axis with both values."""
-    values = value if isinstance(value, list) else [value]
+    values = value if isinstance(value, list | tuple) else [value]
     return tuple(dict.fromkeys(parse_bool(name, item) for item in values))
 
 
@@ -199,7 +201,7 @@ def format_quoted(value: object) -> str:
 def _check_size(name: str, value: float, typed: str) -> None:
     if abs(value) > MAX_NUMBER:
         raise UsageError(
-            f"{format_flag(name)} {typed} is above {MAX_NUMBER:g}, more than anything that can be measured; write for example "
+            f"{format_setting(name, typed)} is above {MAX_NUMBER:g}, more than anything that can be measured; write for example "
             f"{format_example(name)}."
         )
 
@@ -207,13 +209,13 @@ def _check_size(name: str, value: float, typed: str) -> None:
 def check_positive(name: str, value: int) -> None:
     """Raise UsageError for a value of 0 or less."""
     if value < 1:
-        raise UsageError(f"{format_flag(name)} {value} is not positive; try {format_example(name)}.")
+        raise UsageError(f"{format_setting(name, value)} is not positive; try {format_example(name)}.")
 
 
 def check_known(name: str, value: str, known: tuple[str, ...]) -> None:
     """Raise UsageError with the nearest alternatives if a value is not in `known`."""
     if value not in known:
-        raise UsageError(f"{format_flag(name)} {value} is unknown{suggest_known(value, known)}")
+        raise UsageError(f"{format_setting(name, value)} is unknown{suggest_known(value, known)}")
 
 
 def suggest_known(value: str, known: Sequence[str]) -> str:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, cast
 
 from dcpbench.errors import UsageError
 from dcpbench.plan import option_parsers as read
-from dcpbench.plan.option_parsers import check_known, check_positive
-from dcpbench.plan.spec import PARSERS, PointLoad, build_spec, get_defaults
+from dcpbench.plan.option_parsers import check_known, check_positive, check_seconds
+from dcpbench.plan.spec import PARSERS, SPEC_PARSERS, PointLoad, build_spec, get_defaults
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.instances import parse_instances
 from dcpbench.points.names import (
     CLOSED,
+    COMPUTED,
     ENGINE_POLICIES,
     GAMMA,
     LIVE,
@@ -25,6 +26,7 @@ from dcpbench.points.names import (
     REPLAY,
     TRACE,
     format_flag,
+    format_setting,
 )
 from dcpbench.points.point import LOAD_AXES, Load
 from dcpbench.records.stats import OBJECTIVE, compute_min_samples, find_highest_percentile
@@ -39,7 +41,6 @@ from dcpbench.serving.load_words import (
     USUAL_CLIENTS,
     USUAL_REQUESTS,
     parse_lengths,
-    parse_limit,
     parse_slo,
 )
 from dcpbench.serving.loads import compute_extent, count_sessions
@@ -49,10 +50,10 @@ from dcpbench.show.text import format_count, format_list
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.plan.spec import SweepSpec
     from dcpbench.points.axes import Value
     from dcpbench.points.device_probe import Probe
-    from dcpbench.points.shapes import ModelShape
     from dcpbench.serving.request_files import Trace
 
 OTHERS = ("context", "seconds")
@@ -99,7 +100,7 @@ class ServeLoads:
     seed: int = 0
     trace: Trace | None = None
     limit: int | None = None
-    """Maximum number of requests."""
+    """Maximum number of requests of a file."""
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "prefix_groups"):
@@ -163,34 +164,34 @@ class ServeLoads:
                 "0.5, less than 1."
             )
         if self.prefix_groups > 1 and not self.prefix_share:
-            raise UsageError("--prefix-groups without --prefix-share: nothing is shared; add --prefix-share 0.5, say.")
+            raise UsageError("--prefix-share groups without a share: nothing is shared; add share=0.5, say.")
         if self.trace:
             self._check_trace(self.trace)
 
     def _check_sessions(self) -> None:
         if not 0 <= self.think_time <= MAX_THINK_S:
             raise UsageError(
-                f"--think-time {self.think_time:g}: not 0 to {MAX_THINK_S:,} seconds; write for example --think-time 5."
+                f"--sessions think={self.think_time:g}: not 0 to {MAX_THINK_S:,} seconds; write for example think=5."
             )
         if self.turns == ONE_TURN:
             for name in ("turn_tokens", "think_time"):
                 if getattr(self, name):
                     raise UsageError(
-                        f"{format_flag(name)} without --turns: no request has a next turn; add --turns 4, say."
+                        f"{format_flag(name)} without turns: no request has a next turn; add turns=4, say."
                     )
         elif self.trace:
             raise UsageError(
-                f"--turns and --requests {self.trace.path} contradict each other: the file says which requests there are."
+                f"--sessions and --requests {self.trace.path} contradict each other: the file says which requests there are."
             )
         elif compute_max_turns(self.turns) > MAX_TURNS:
-            raise UsageError(f"--turns {self.turns}: a session has at most {MAX_TURNS:,} turns; try --turns 4.")
+            raise UsageError(f"--sessions turns={self.turns}: a session has at most {MAX_TURNS:,} turns; try turns=4.")
 
     def _check_transfers(self) -> None:
         """Raise UsageError if the rate at which KV is sent is missing, or given although nothing is sent."""
         split = [text for text in self.disaggregate if parse_instances(text).disaggregated]
         if split and not self.transfer_gb_s:
             raise UsageError(
-                f"--disaggregate {split[0]} needs the rate at which a GPU sends KV: add --transfer-gb-s 50 for a link of 400 Gb/s "
+                f"--disaggregate {split[0]} needs the rate at which a GPU sends KV: add gb-s=50 for a link of 400 Gb/s "
                 "for each GPU, say; `dcpbench machines` lists links."
             )
         for name, values in (("transfer_gb_s", self.transfer_gb_s), ("transfer_ms", (self.transfer_ms,))):
@@ -201,11 +202,11 @@ class ServeLoads:
         for rate in self.transfer_gb_s:
             if not MIN_GB_S <= rate <= MAX_GB_S:
                 raise UsageError(
-                    f"--transfer-gb-s {rate:g}: not {MIN_GB_S:g} to {MAX_GB_S:,.0f} GB/s; 400 Gb/s are --transfer-gb-s 50."
+                    f"--disaggregate gb-s={rate:g}: not {MIN_GB_S:g} to {MAX_GB_S:,.0f} GB/s; 400 Gb/s are gb-s=50."
                 )
         if not 0 <= self.transfer_ms <= MAX_TRANSFER_MS:
             raise UsageError(
-                f"--transfer-ms {self.transfer_ms:g}: not 0 to {MAX_TRANSFER_MS:,} ms; write for example --transfer-ms 2."
+                f"--disaggregate ms={self.transfer_ms:g}: not 0 to {MAX_TRANSFER_MS:,} ms; write for example ms=2."
             )
 
     def _check_trace(self, trace: Trace) -> None:
@@ -275,7 +276,7 @@ class ServeLoads:
             )
             if arrival == CLOSED and concurrency and concurrency > (held := count_sessions(load)):
                 raise UsageError(
-                    f"--concurrency {concurrency} is more than the {held} sessions of --turns {self.turns} that {count} "
+                    f"--concurrency {concurrency} is more than the {held} sessions of --sessions turns={self.turns} that {count} "
                     f"requests are; use {self._suggest_more_requests(concurrency)}, or a smaller --concurrency."
                 )
             yield concurrency or (count_sessions(load) if arrival == CLOSED else None), load
@@ -287,7 +288,7 @@ class ServeLoads:
     def suggest_requests(self, count: int) -> str:
         """Return the option with which `count` requests are sent."""
         if self.limit == self.count:
-            return f"--limit {count} or none"
+            return f"--num-requests {count}, or none"
         return "a longer file" if self.trace else f"--num-requests {count}"
 
     def _choose_arrival(self, rate: float | None) -> str:
@@ -314,7 +315,7 @@ def make_serve_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
     """Build a SweepSpec from options as given (None = not given; comma-separated strings, numbers or lists) and the
     device's defaults.
     """
-    options = {name: SERVE_PARSERS[name](name, value) for name, value in given.items() if value is not None}
+    options = {name: SERVE_SPEC_PARSERS[name](name, value) for name, value in given.items() if value is not None}
     options.pop("step_times", None)
     base = get_defaults(probe) | get_serve_defaults(probe)
     loads, settings = read_loads(options, get_serve_defaults(probe) | get_default_clients(probe.device))
@@ -329,8 +330,13 @@ def read_loads(options: dict[str, object], usual: Mapping[str, object]) -> tuple
     `usual` holds the defaults. The default number of clients applies only if no option sets when requests come.
     """
     typed = {name: options.pop(name) for name in SERVED if name in options}
-    limit, seconds = cast("tuple[int | None, float | None]", options.pop("limit", (None, None)))
+    seconds = cast("float | None", options.pop("limit_seconds", None))
+    if seconds is not None:
+        check_seconds("--timeout load", seconds, 60)
     trace = _load_trace(typed)
+    limit = cast("int | None", typed.pop("num_requests", None)) if trace else None
+    if limit is not None:
+        check_positive("num_requests", limit)
     base = {name: value for name, value in usual.items() if name in SERVED and name != "concurrency"}
     loads = ServeLoads(**(base | typed), trace=trace, limit=limit)  # type: ignore[arg-type]
     if not loads.concurrency and not loads.request_rate and not (trace and trace.has_times):
@@ -414,13 +420,9 @@ def _load_trace(typed: dict[str, object]) -> Trace | None:
     path = typed.pop("requests", None)
     if path is None:
         return None
-    for name, instead in (
-        ("num_requests", "cut it with --limit"),
-        ("input_tokens", "the file says them"),
-        ("output_tokens", "the file says them"),
-    ):
+    for name in ("input_tokens", "output_tokens"):
         if name in typed:
-            raise UsageError(f"{format_flag(name)} and --requests {path} contradict each other; {instead}.")
+            raise UsageError(f"{format_flag(name)} and --requests {path} contradict each other; the file says them.")
     return read_requests(Path(str(path)))
 
 
@@ -445,13 +447,13 @@ def _parse_turns(name: str, value: object) -> str:
         return str(parse_lengths(format_flag(name), value))
     except UsageError as e:
         raise UsageError(
-            f"{format_flag(name)} {value}: no number of turns; write 4, uniform:2-8 or lognormal:4:0.5."
+            f"{format_setting(name, value)}: no number of turns; write 4, uniform:2-8 or lognormal:4:0.5."
         ) from e
 
 
 def compute_max_turns(turns: str) -> int:
     """Return the maximum number of turns of a session; the median if the distribution is unbounded."""
-    lengths = parse_lengths("--turns", turns)
+    lengths = parse_lengths("--sessions turns", turns)
     return max(lengths.low, lengths.high)
 
 
@@ -468,7 +470,7 @@ def _parse_instances(name: str, value: object) -> tuple[str, ...]:
     found = read.split_items(name, value)
     if number := next((one for one in found if isinstance(one, int) and one >= YAML_BASE), None):
         raise UsageError(
-            f"{format_flag(name)} {number}: YAML reads 1:2 as a number of base {YAML_BASE}; write it in quotes, or 1P2D."
+            f"{format_setting(name, number)}: YAML reads 1:2 as a number of base {YAML_BASE}; write it in quotes, or 1P2D."
         )
     return tuple(dict.fromkeys(str(parse_instances(one)) for one in found))
 
@@ -479,7 +481,7 @@ def _parse_real(name: str, value: object) -> float:
         return float(value) if isinstance(value, str) else read.parse_number(name, value)
     except ValueError as e:
         raise UsageError(
-            f"{format_flag(name)} {value}: not a number; write for example {read.format_example(name)}."
+            f"{format_setting(name, value)}: not a number; write for example {read.format_example(name)}."
         ) from e
 
 
@@ -500,6 +502,7 @@ SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     "transfer_ms": _parse_real,
     "step_times": read.parse_name,
     "slo": lambda _, value: parse_slo(value),
-    "limit": lambda _, value: parse_limit(value),
+    "limit_seconds": _parse_real,
 }
-"""Names that a configuration file of `serve` may contain, with their parsers."""
+"""Fields of a spec of `serve` that options set, with their parsers."""
+SERVE_SPEC_PARSERS = SERVE_PARSERS | {COMPUTED: SPEC_PARSERS[COMPUTED]}

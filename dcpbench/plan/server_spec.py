@@ -12,7 +12,7 @@ from dcpbench.errors import LayoutError, UsageError
 from dcpbench.plan import option_parsers as read
 from dcpbench.plan.grid import Candidate
 from dcpbench.plan.option_parsers import check_positive
-from dcpbench.plan.serve_spec import SERVE_PARSERS, get_default_clients, get_serve_defaults, read_loads
+from dcpbench.plan.serve_spec import SERVE_SPEC_PARSERS, get_default_clients, get_serve_defaults, read_loads
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.engine_points import UNKNOWN_FIELDS, make_engine_load, make_engine_point
 from dcpbench.points.layout import DEGREES, Layout
@@ -40,7 +40,7 @@ OPTIONS = [
     "request_rate",
     "burstiness",
     "requests",
-    "limit",
+    "limit_seconds",
     "num_requests",
     "input_tokens",
     "output_tokens",
@@ -55,7 +55,7 @@ OPTIONS = [
     "repeats",
 ]
 """Options of `server` about its layout and the loads, which a configuration file may hold."""
-SERVER_PARSERS = {name: SERVE_PARSERS[name] for name in OPTIONS} | {"exchange": read.parse_names}
+SERVER_PARSERS = {name: SERVE_SPEC_PARSERS[name] for name in OPTIONS} | {"exchange": read.parse_names}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,24 +13,38 @@ from typing import TYPE_CHECKING, Protocol, cast
 import msgspec
 
 from dcpbench.errors import CapacityError, MissingPackageError, ModelError, UsageError
+from dcpbench.models import load_shape
+from dcpbench.models.checkpoint_folder import check_checkpoint
 from dcpbench.plan import option_parsers as read
 from dcpbench.plan.option_parsers import check_known, check_positive, check_seconds, suggest_known
 from dcpbench.plan.yaml_text import load_yaml
 from dcpbench.points.device_probe import HOPPER, Probe
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.layout import DEGREES
-from dcpbench.points.names import AS_PUBLISHED, CUT, DTYPES, FP8, LIBRARIES, PRECISIONS, STORED, SYNTHETIC, format_flag
+from dcpbench.points.names import (
+    AS_PUBLISHED,
+    COMPUTED,
+    CUT,
+    DTYPES,
+    FP8,
+    LIBRARIES,
+    PRECISIONS,
+    STORED,
+    SYNTHETIC,
+    format_flag,
+)
 from dcpbench.points.point import HOW
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import check_checkpoint, load_shape
+from dcpbench.points.structured_options import BY_NAME, KEYS
 from dcpbench.show.text import fit_line, format_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.axes import Value
+    from dcpbench.points.key_values import StructuredOption
     from dcpbench.points.point import Load
-    from dcpbench.points.shapes import ModelShape
 
 
 MAX_GPUS = 72
@@ -38,7 +52,7 @@ MAX_GPUS = 72
 MAX_FILE_BYTES = 1 << 16
 """Maximum bytes of a file of options."""
 MAX_LISTED_STRIPE = 4096
-"""Largest stripe that an error about --interleave names."""
+"""Largest stripe that an error about interleave names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +139,7 @@ class SweepSpec:
         if page % stripe:
             valid = [str(i) for i in range(1, min(page, MAX_LISTED_STRIPE) + 1) if page % i == 0]
             raise UsageError(
-                f"--interleave {stripe} does not divide --page-size {page}; these do: "
+                f"--page-size interleave={stripe} does not divide its {page} rows; these do: "
                 f"{', '.join(valid)}. A stripe must not cross a page."
             )
         check_seconds("--seconds", self.settings.seconds, 10)
@@ -155,7 +169,7 @@ def make_spec(given: Mapping[str, object], probe: Probe) -> SweepSpec:
     """Build a SweepSpec from options as given (None = not given; comma-separated strings, numbers or lists) and the
     device's defaults.
     """
-    options = {name: PARSERS[name](name, value) for name, value in given.items() if value is not None}
+    options = {name: SPEC_PARSERS[name](name, value) for name, value in given.items() if value is not None}
     return build_spec(options, get_defaults(probe), {})
 
 
@@ -164,7 +178,7 @@ def build_spec(options: Mapping[str, object], base: Mapping[str, object], settin
     checkpoint = options.get("weights", SYNTHETIC)
     found = {**base, **({} if checkpoint == SYNTHETIC else {"model": (checkpoint,)}), **options}
     more = {field: found.pop(name) for name, field in _SETTINGS.items() if name in found}
-    found |= _resolve_precisions(options, base, str(found["dtype"]))
+    found |= _resolve_precisions(options, base)
     found.pop(OVER_FP8, None)
     how = {axis.name: found.pop(axis.name, axis.values[0] if axis.values else axis.default) for axis in HOW}
     how = {name: values if isinstance(values, tuple) else (values,) for name, values in how.items()}
@@ -177,15 +191,21 @@ UNSIZED_FIELDS = ("name", "published")
 """Fields of a model that are not sizes."""
 
 
-def _resolve_precisions(options: Mapping[str, object], base: Mapping[str, object], dtype: str) -> dict[str, object]:
-    """Return the values of `dtype`, `weights_dtype` and `kv_dtype`; --dtype is the default of the other two."""
-    check_known("dtype", dtype, PRECISIONS)
-    usual = dtype if dtype in DTYPES else base["dtype"]
-    typed = (dtype,) if "dtype" in options else None
+def _resolve_precisions(options: Mapping[str, object], base: Mapping[str, object]) -> dict[str, object]:
+    """Return the values of `dtype`, `weights_dtype` and `kv_dtype`.
+
+    A dtype other than fp8 that one of the two options gives is the default of the other, and that of the computation.
+    """
+    typed = {cast("tuple[str, ...]", options[name]) for name in STORED if name in options}
+    named = [dtype for values in typed for dtype in values if dtype in DTYPES]
+    dtype = str(options.get(COMPUTED, named[0] if len(set(named)) == 1 else base[COMPUTED]))
+    check_known(COMPUTED, dtype, PRECISIONS)
+    usual = dtype if dtype in DTYPES else base[COMPUTED]
+    weights = base["weights_dtype"] if base["weights_dtype"] == AS_PUBLISHED and COMPUTED not in options else dtype
     found: dict[str, object] = {
-        "dtype": usual,
-        "weights_dtype": options.get("weights_dtype", typed or (base["weights_dtype"],)),
-        "kv_dtype": options.get("kv_dtype", typed or (usual,)),
+        COMPUTED: usual,
+        "weights_dtype": options.get("weights_dtype", (weights,)),
+        "kv_dtype": options.get("kv_dtype", (dtype if COMPUTED in options else usual,)),
     }
     if FP8 in cast("tuple[str, ...]", found["kv_dtype"]) and "backend" not in options:
         found["backend"] = base.get(OVER_FP8, base["backend"])
@@ -198,7 +218,7 @@ def resolve_compute_dtype(weights: str, kv: str, usual: str) -> str:
     if len(found) > 1:
         raise UsageError(
             f"--weights-dtype {weights} with --kv-dtype {kv}: values other than fp8 must be one dtype; use "
-            f"--dtype {weights}, or fp8 for one of them."
+            f"--kv-dtype {weights}, or fp8 for one of them."
         )
     return found.pop() if found else usual
 
@@ -236,7 +256,8 @@ def read_options(path: Path, known: Iterable[str] | None = None) -> dict[str, ob
 
     `known` are the names that the command takes; None means those of `sweep`.
     """
-    names = PARSERS if known is None else list(known)
+    taken = list(PARSERS if known is None else known)
+    names = list_file_names(taken)
     try:
         size, text = path.stat().st_size, path.read_text()
     except (OSError, UnicodeDecodeError) as e:
@@ -262,8 +283,22 @@ def read_options(path: Path, known: Iterable[str] | None = None) -> dict[str, ob
             raise UsageError(f"{path}: unknown option '{typed}'{near}")
         if value is None:
             raise UsageError(f"{path}: '{typed}' has no value; give one, or leave the line out.")
-        options[name] = value
+        declared = BY_NAME.get(f"--{name.replace('_', '-')}")
+        keys = [key for field in taken if (key := get_key(field, declared))]
+        options |= declared.parse(value, keys).collect_fields() if declared and keys else {name: value}
     return options
+
+
+def list_file_names(known: Iterable[str]) -> list[str]:
+    """Return the options that a file may contain, in place of the fields of specs that they set."""
+    options = (KEYS[name][0].option[2:].replace("-", "_") if name in KEYS else name for name in known)
+    return list(dict.fromkeys(options))
+
+
+def get_key(field: str, declared: type[StructuredOption] | None) -> str | None:
+    """Return the key of a structured option that sets a field of a spec; None if it has no such key."""
+    option, key = KEYS.get(field, (None, ""))
+    return key if declared is not None and option is declared else None
 
 
 def select_device(probe: Probe, device: str) -> Probe:
@@ -281,14 +316,15 @@ def select_device(probe: Probe, device: str) -> Probe:
 
 def make_planned_probe(name: str, count: int) -> Probe:
     """Return a machine with `count` GPUs of points/gpus.py, with the packages of a GPU run; raise UsageError."""
-    check_positive("gpus", count)
+    if count < 1:
+        raise UsageError(f"--gpu count={read.format_value(count)} is not positive; try count=8.")
     names = [gpu.name for gpu in GPUS]
     if not name.strip():
         raise UsageError(f"--gpu is empty; type one of {format_list(names, 'or')}, as in --gpu H200.")
     if count > MAX_GPUS:
         raise UsageError(
-            f"--gpus {read.format_value(count)} is more than the {MAX_GPUS} of the largest machine; for several, add --nnodes, as in "
-            "--gpus 8 --nnodes 4."
+            f"--gpu count={read.format_value(count)} is more than the {MAX_GPUS} of the largest machine; for several, add --nodes, as in "
+            "--gpu H200,count=8 --nodes 4."
         )
     by_name = {called.lower(): gpu for gpu in GPUS for called in (gpu.name, f"NVIDIA {gpu.name}", gpu.device)}
     found = by_name.get(name.strip().lower())
@@ -329,7 +365,7 @@ def _format_error(error: Exception) -> str:
 PARSERS: dict[str, Callable[[str, object], object]] = {
     "model": read.parse_names,
     **dict.fromkeys((*DEGREES, "concurrency", "context"), read.parse_ints),
-    **{axis.name: read.get_parser(axis) for axis in HOW},
+    **{axis.name: read.get_parser(axis) for axis in HOW if axis.name != COMPUTED},
     "ep": read.parse_degrees,
     "kv_memory": read.parse_bytes,
     "seconds": read.parse_number,
@@ -337,8 +373,10 @@ PARSERS: dict[str, Callable[[str, object], object]] = {
     "baseline": read.parse_bool,
     "profile": read.parse_bool,
 }
-"""Names that a configuration file may contain, with their parsers."""
-SWITCHED_OFF = ("baseline", "profile", "prefix_cache")
+"""Fields of a spec that options set, with their parsers."""
+SPEC_PARSERS = PARSERS | {COMPUTED: read.parse_name}
+"""The same with the dtype of the computation, which follows from --weights-dtype and --kv-dtype unless step times state it."""
+SWITCHED_OFF = ("baseline", "profile")
 """Switches that are on by default, for which files may also contain the negation, such as `no-baseline`."""
 
 _SETTINGS = {"kv_memory": "kv_memory_bytes", "seconds": "seconds", "profile": "profile"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ from dcpbench.errors import (
     UsageError,
     format_install_hint,
 )
-from dcpbench.plan.command_line import format_retyped_command
+from dcpbench.models.shapes import NOPE, ROPE, VALUE
+from dcpbench.plan.command_line import format_retyped_command, retype_command
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
@@ -50,19 +52,19 @@ from dcpbench.points.names import (
     REPLAY,
     SYNTHETIC,
     format_flag,
+    join_value,
 )
 from dcpbench.points.point import OPTIONS
-from dcpbench.points.shapes import NOPE, ROPE, VALUE
 from dcpbench.points.sizes import format_size, format_size_up
 from dcpbench.serving.loads import compute_extent
 from dcpbench.serving.step_times import read_step_times
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Load, Point
     from dcpbench.points.settings import Settings
-    from dcpbench.points.shapes import ModelShape
     from dcpbench.serving.step_times import StepTimes
 
 SMALLEST_TILE = 16
@@ -83,6 +85,7 @@ class Machine:
     nnodes: int = 1
     timed: bool = True
     """True if points are measured (`sweep`; on a GPU with CUDA graphs), False if they are only compared (`verify`)."""
+    submitted: bool = False  # True if `submit` checks the point for the machines of a job
 
     @property
     def gpus(self) -> int:
@@ -96,7 +99,7 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
         load_step_times(settings.step_times).check_point(point, settings.step_times)
         if machine.nnodes > 1:
-            raise UsageError("--step-times are replayed by one process on one machine; leave --nnodes out.")
+            raise UsageError("--step-times are replayed by one process on one machine; leave --nodes out.")
     if probe.device == "cpu":
         _check_cpu(point, shape, machine)
     point.layout.check_model(shape, point.ep)
@@ -105,7 +108,7 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
         _check_ranks(point, shape, machine)
     if probe.device == "cuda" and machine.timed and point.dtype != "bf16":  # others run the reference's experts
         raise UsageError(
-            f"--dtype {point.dtype}: on GPUs the grouped product of the experts is bf16 only; use --dtype bf16. "
+            f"--weights-dtype {point.dtype}: on GPUs the grouped product of the experts is bf16 only; use --weights-dtype bf16. "
             "fp16 and fp32 on a GPU are for dcpbench verify."
         )
     _check_auto(point, machine)
@@ -168,7 +171,7 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
     if memory.compute_weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], *layers) > CPU_BYTES:
         on_gpus = memory.compute_weight_bytes(shape, Layout(tp=1), ITEMSIZE["bf16"], *layers, fp8=fp8)
         like = load_machine(point.emulate or "H200")
-        plan = {"--model": point.model, "--dry-run": "", "--gpu": like.gpu, "--gpus": str(like.gpus_per_host)}
+        plan = {"--model": point.model, "--dry-run": "", "--gpu": f"{like.gpu},count={like.gpus_per_host}"}
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {FP8 if fp8 else 'bf16'} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` says what is). "
@@ -179,24 +182,26 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
 
 def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
     if point.tp % machine.nnodes:
-        raise LayoutError(f"--tp {point.tp} does not divide over --nnodes {machine.nnodes}; use a multiple of it.")
+        raise LayoutError(f"--tp {point.tp} does not divide over --nodes {machine.nnodes}; use a multiple of it.")
     if point.emulate:
         _check_emulated(point, machine)
         return
     if machine.probe.device == "cpu" or point.tp <= machine.gpus:
         return
     nodes = -(-point.tp // machine.probe.count)
+    instead = shlex.join(_suggest_smaller(point, shape, machine))
     raise CapacityError(
         f"--tp {point.tp} needs {point.tp} GPUs and there are {machine.gpus} ({machine.probe.name}). "
-        f"Type instead: {_suggest_smaller(point, shape, machine)} "
-        f"(or run it on {nodes} such machines with --nnodes {nodes}; see dcpbench {_get_command(point)} --help). To forecast "
+        f"{f'Type behind --: {instead}' if machine.submitted else f'Type instead: dcpbench {instead}'} "
+        f"(or run it on {nodes} such machines with --nodes {nodes}; "
+        f"see dcpbench {'submit' if machine.submitted else _get_command(point)} --help). To forecast "
         f"{point.instance_name} from one GPU, add --emulate {_find_machine_name(point, machine.probe)}."
     )
 
 
 def _get_plan_options(probe: Probe) -> dict[str, str]:
     """Return the options that turn a command into a plan for this machine, if it is not the present one."""
-    return {"--dry-run": "", "--gpu": probe.gpu.name, "--gpus": str(probe.count)} if probe.gpu else {}
+    return {"--dry-run": "", "--gpu": f"{probe.gpu.name},count={probe.count}"} if probe.gpu else {}
 
 
 def _find_machine_name(point: Point, probe: Probe) -> str:
@@ -210,7 +215,7 @@ def _find_machine_name(point: Point, probe: Probe) -> str:
 def _check_emulated(point: Point, machine: Machine) -> None:
     """Raise an error unless the rank that emulates a layout has a known wire model and its results are not compared."""
     if machine.nnodes > 1:
-        raise UsageError("--emulate runs one rank on this machine alone; leave --nnodes out.")
+        raise UsageError("--emulate runs one rank on this machine alone; leave --nodes out.")
     if not machine.timed or point.weights != SYNTHETIC:
         raise UsageError(
             f"--emulate {point.emulate}: one rank's results mean nothing without the others'; "
@@ -235,8 +240,8 @@ def _check_emulated(point: Point, machine: Machine) -> None:
             described_machine.wire.predict_seconds(name, ranks, 1)
 
 
-def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> str:
-    """Return the command for the largest layout of the same kind that these GPUs can hold."""
+def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[str]:
+    """Return the words of the command for the largest layout of the same kind that these GPUs can hold."""
     for tp in range(machine.gpus, 0, -1):
         layouts = [x for x in list_valid_layouts(shape, tp, point.ep) if x.dp <= point.dp and x.dcp <= point.dcp]
         if layouts:
@@ -245,10 +250,8 @@ def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> str:
             given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
             given |= {"--dcp": str(best.dcp)}
             given |= {"--ep": point.ep} if point.ep != place_experts(CUT, point.tp) else {}
-            return format_retyped_command(
-                _get_command(point), given | _get_plan_options(machine.probe), ["--dp", "--ep"]
-            )
-    return f"dcpbench {_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8"
+            return retype_command(_get_command(point), given | _get_plan_options(machine.probe), ["--dp", "--ep"])
+    return f"{_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8".split()
 
 
 def _get_command(point: Point) -> str:
@@ -300,7 +303,9 @@ def _check_library(point: Point, shape: ModelShape, probe: Probe) -> None:
             f"{backend} does not read an fp8 KV cache here; use --backend flashmla, --backend triton or --kv-dtype bf16."
         )
     if point.dtype not in ("bf16", "fp16"):
-        raise UsageError(f"{backend} runs in bf16 and fp16, not {point.dtype}; use --dtype bf16 or --backend triton.")
+        raise UsageError(
+            f"{backend} runs in bf16 and fp16, not {point.dtype}; use --kv-dtype bf16 or --backend triton."
+        )
     if point.backend == "flashmla":
         _check_flashmla(point, probe)
     _check_installed("--backend", point.backend, "triton", probe)
@@ -338,12 +343,12 @@ def _check_exchange(point: Point, machine: Machine) -> None:
     near = load_machine(point.emulate).gpus_per_host if point.emulate else point.tp // machine.nnodes
     for option, name, ranks, instead in (
         ("--exchange", point.exchange, point.dcp, "a2a"),
-        ("--all-reduce", point.all_reduce, point.layout.attn_tp, "nccl"),
+        ("--collectives all-reduce", point.all_reduce, point.layout.attn_tp, "nccl"),
     ):
         if name in (SYMMETRIC, REGISTERED) and ranks > near:
             raise UsageError(
-                f"{option} {name} reads the memory of {ranks} ranks, and a machine has {near} of them; use "
-                f"{option} {instead}."
+                f"{join_value(option, name)} reads the memory of {ranks} ranks, and a machine has {near} of them; use "
+                f"{join_value(option, instead)}."
             )
 
 
@@ -406,7 +411,7 @@ def _check_rows(point: Point, shape: ModelShape) -> None:
     kept = point.kv_precision
     if point.dcp == 1 or compute_row_bytes(kept) % ROW_UNIT == 0:
         return
-    fits = [f"--dtype {dtype}, " for dtype in DTYPES if compute_row_bytes(dtype) % ROW_UNIT == 0]
+    fits = [f"--kv-dtype {dtype}, " for dtype in DTYPES if compute_row_bytes(dtype) % ROW_UNIT == 0]
     raise UsageError(
         f"--dcp {point.dcp}: the prefix of a prompt is gathered from the ranks in rows that are multiples of "
         f"{ROW_UNIT} bytes, and {shape.name} has KV rows of {shape.kv_width} {kept} numbers, "
@@ -465,14 +470,12 @@ def _format_tokens(load: Load) -> str:
 
 def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> None:
     """Raise NoRoomError, with options to use instead, if a point does not fit in memory."""
-    problem, advice = find_shortage(point, settings, shape, probe)
-    if problem:
-        raise NoRoomError(f"{problem}{advice}")
+    if shortage := find_shortage(point, settings, shape, probe):
+        raise shortage
 
 
-def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> tuple[str, str]:
-    """Return what does not fit, as text behind the layout, and the options to use instead; both empty if the point
-    fits.
+def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> NoRoomError | None:
+    """Return an error with what does not fit, and the options to use instead; None if the point fits.
 
     The pool must hold what a decode step needs, or the longest request that is served; with --kv-memory any request of
     a load is enough.
@@ -485,8 +488,8 @@ def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Pr
         if settings.kv_memory_bytes is not None:
             room = compute_max_pages(point, shape, probe) * one
             advice = f" --kv-memory can be up to {format_size(room, '')} here."
-        return str(e), f".{advice}"
-    holds = f"{point.instance_name}: --kv-memory holds {format_size(plan.kv_bytes)} of KV cache per GPU"
+        return NoRoomError(f"{e}.{advice}", e.problem)
+    holds = f"--kv-memory holds {format_size(plan.kv_bytes)} of KV cache per GPU"
     if point.load is None:
         missing = (count_needed_pages(point) - plan.pages) * one
         if missing > 0:
@@ -494,19 +497,17 @@ def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Pr
             more = f" --kv-memory {format_size_up(count_needed_pages(point) * one)} holds all of them." if room else ""
             needs = "needs" if point.concurrency == 1 else "need"
             needed = f"{format_count(point.concurrency, 'request')} of {point.context} tokens {needs}"
-            return (
-                f"{holds}, {format_size(missing)} less than {needed}",
-                f". {_suggest_fit(point, settings, shape, probe)}{more}",
-            )
+            problem = f"{holds}, {format_size(missing)} less than {needed}"
+            advice = _suggest_fit(point, settings, shape, probe)
+            return NoRoomError(f"{point.instance_name}: {problem}. {advice}{more}", problem)
     elif plan.bounded_by == "kv_memory":  # else it is sized for the longest request, or more
         shortest = compute_extent(point.load, settings.trace_path).shortest
         need = memory.count_pages(shortest - 1, point.layout, point.page_size) + memory.PAGES_OF_PADDING
         if need > plan.pages:
-            return (
-                f"{holds}, and the shortest request, {shortest:,} tokens, needs {format_size(need * one)}",
-                f"; all requests here need {format_size_up(count_min_pages(point) * one)} or more.",
-            )
-    return "", ""
+            problem = f"{holds}, and the shortest request, {shortest:,} tokens, needs {format_size(need * one)}"
+            advice = f"all requests here need {format_size_up(count_min_pages(point) * one)} or more."
+            return NoRoomError(f"{point.instance_name}: {problem}; {advice}", problem)
+    return None
 
 
 def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> str:

@@ -1,1 +1,1 @@
-"""Define what is measured: points with their loads and settings, model shapes, layouts, and their memory cost."""
+"""Define what is measured: points with their loads and settings, layouts, and their memory cost."""

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dcpbench.errors import NoRoomError
+from dcpbench.models import load_shape
 from dcpbench.points import memory
 from dcpbench.points.axes import Role
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.memory import GIB, Layers
 from dcpbench.points.names import FP8
 from dcpbench.points.point import Point, select_point_axes
-from dcpbench.points.shapes import load_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.settings import Settings
-    from dcpbench.points.shapes import ModelShape
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1}
 """Bytes of a number, by precision."""
@@ -269,10 +269,11 @@ class _Rank:
         kv, weights, layout = pages * self.page_bytes, self.compute_weight_bytes(self.fewest), self.point.layout
         name = self.point.instance_name
         if self.gpu:
-            return NoRoomError(
-                f"{name}: the KV cache needs {kv / GIB:.1f} GiB per GPU and the fewest weights {weights / GIB:.1f} "
+            problem = (
+                f"the KV cache needs {kv / GIB:.1f} GiB per GPU and the fewest weights {weights / GIB:.1f} "
                 f"GiB ({sum(self.fewest)} of {self.shape.layers} layers), {(kv + weights - self.room) / GIB:.1f} GiB more than the {self.room / GIB:.1f} GiB available"
             )
+            return NoRoomError(f"{name}: {problem}", problem)
         return NoRoomError(
             f"{self.shape.name} {name} in {self.point.precision} needs {layout.tp * weights / GIB:,.1f} GiB of weights "
             f"and {layout.tp * kv / GIB:,.1f} GiB of KV cache over its {layout.tp} ranks, and a CPU run may take "

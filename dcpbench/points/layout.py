@@ -26,7 +26,7 @@ from dcpbench.points.names import CUT, SGLANG, VLLM, WHOLE
 if TYPE_CHECKING:
     import numpy as np
 
-    from dcpbench.points.shapes import ModelShape
+    from dcpbench.models.shapes import ModelShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class GroupWide:
     """Describe which projections a rank holds for all heads of its DCP group, instead of for its own heads alone."""
 
     query: bool = False
-    """W_UQ and W_UK (--q-replicate): every rank computes all heads' queries, and none are gathered."""
+    """W_UQ and W_UK (--collectives q-replicate): every rank computes all heads' queries, and none are gathered."""
     value: bool = False
-    """W_UV (--project-first): partial outputs are projected before they are exchanged."""
+    """W_UV (--collectives project-first): partial outputs are projected before they are exchanged."""
 
 
 MAX_RANKS = 1 << 16

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from dcpbench.models.shapes import SCALE_BLOCK
 from dcpbench.points.layout import OWN_HEADS
 from dcpbench.points.names import CUT, WHOLE
-from dcpbench.points.shapes import SCALE_BLOCK
 
 if TYPE_CHECKING:
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.layout import GroupWide, Layout
-    from dcpbench.points.shapes import ModelShape
 
 GIB = 1 << 30
 RESERVE_BYTES = 8 * GIB

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dcpbench.models import shapes
+from dcpbench.points.structured_options import KEYS
+
 BACKENDS = ("reference", "triton", "flashinfer", "flashmla")
 """Values of --backend; kernels/attention implements them."""
 REGISTERED = "ag_rs_registered"
@@ -19,17 +22,19 @@ AUTO = "auto"
 TIMED_BACKENDS = BACKENDS[1:]
 """Candidates of --backend auto; the reference is not for timing."""
 ALL_REDUCES = ("nccl", "symm")
-"""Values of --all-reduce."""
+"""Values of --collectives all-reduce."""
 DTYPES = ("bf16", "fp16", "fp32")
 """Precisions of the computation."""
-FP8 = "fp8"
+FP8 = shapes.FP8
 """Name of the fp8 storage of weights (e4m3, a scale for each block of 128 × 128) and KV (e4m3, a scale for a pool)."""
 AS_COMPUTED = ""
 """Value of a point for weights or KV in the dtype of the computation."""
 PRECISIONS = (*DTYPES, FP8)
-"""Values of --weights-dtype, --kv-dtype and --dtype."""
+"""Values of --weights-dtype and --kv-dtype."""
+COMPUTED = "dtype"
+"""Field of a point for the dtype of the computation, which follows from the options in STORED."""
 STORED = ("weights_dtype", "kv_dtype")
-"""Options, and fields of a point, for the precision of stored weights and KV; --dtype sets both."""
+"""Options, and fields of a point, for the precision of stored weights and KV."""
 AS_PUBLISHED = "published"
 """Default of --weights-dtype on GPUs: fp8 for models published in fp8, else bf16."""
 CUT, WHOLE = "1", "tp"
@@ -66,7 +71,7 @@ TOOLS = {VLLM: "vllm bench serve", SGLANG: "SGLang's bench_serving", INFERENCEX:
 UNKNOWN = "unknown"
 """Value of a field that an import does not have."""
 ONE_TURN = "1"
-"""Value of --turns for independent requests."""
+"""Value of --sessions turns for independent requests."""
 CLOSED, GAMMA, TRACE = ("closed", "gamma", "trace")
 """Arrival of requests: when others are answered, at random with a rate, or at the times of a file."""
 TRACE_TIMES = "trace times"  # when requests of a trace come, as tables name it and as it follows "at"
@@ -74,5 +79,30 @@ TRACE_TIMES = "trace times"  # when requests of a trace come, as tables name it 
 
 
 def format_flag(name: str) -> str:
-    """Return the option of a name: `--page-size` for `page_size`."""
-    return "--" + name.replace("_", "-")
+    """Return the option of a name: `--kv-dtype` for `kv_dtype`, `--page-size interleave` for a key of `--page-size`."""
+    declared = KEYS.get(name)
+    if declared is None:
+        return "--" + name.replace("_", "-")
+    option, key = declared
+    return option.option if _is_bare(name) else f"{option.option} {key}"
+
+
+def format_setting(name: str, value: object) -> str:
+    """Return the option of a name with its value: `--kv-dtype fp8`, `--page-size interleave=8`."""
+    return join_value(format_flag(name), value)
+
+
+def format_field(name: str) -> str:
+    """Return the option that sets a field of a point, or the name of the field if it follows from other options."""
+    return name if name == COMPUTED else format_flag(name)
+
+
+def join_value(flag: str, value: object) -> str:
+    """Return an option with its value, or a key of a structured option with its value."""
+    return f"{flag}{'=' if ' ' in flag else ' '}{value}"
+
+
+def _is_bare(name: str) -> bool:
+    """Return whether a field has the name of its structured option, and its value needs no key: `--page-size 64`."""
+    option, key = KEYS[name]
+    return option.bare == key and option.option == "--" + name.replace("_", "-")

@@ -12,7 +12,7 @@ from dcpbench.errors import UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.points.shapes import ModelShape
+    from dcpbench.models.shapes import ModelShape
 
 Prompts = tuple[tuple[int, ...], ...]
 EXAMPLE = "Write lists of token ids, for example [[1, 5, 7], [2]]."

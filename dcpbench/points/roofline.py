@@ -25,18 +25,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.models.shapes import KV_WIDTH, LATENT, SCALE_BLOCK
 from dcpbench.points import memory
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.layout import OWN_HEADS, compute_local_length
 from dcpbench.points.names import FP8
-from dcpbench.points.shapes import KV_WIDTH, LATENT, SCALE_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.layout import GroupWide, Layout
     from dcpbench.points.point import Point
-    from dcpbench.points.shapes import ModelShape
 
 LSE_BYTES = 4
 """Bytes of a log-sum-exp, fp32."""

@@ -21,7 +21,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     slo: dict[str, float] = {}
     """--slo: limits in ms by metric, records.record.ServeMetrics.slo_ms."""
     limit_seconds: float | None = None
-    """--limit 60s: a run of requests ends then, and what has not finished is cancelled. A limit in requests is in
+    """--timeout load=60: a run of requests ends then, and what has not finished is cancelled. A limit in requests is in
     Load.requests."""
     trace_path: str = ""
     """--requests: absolute path of the file that Load.trace names."""

@@ -1,3 +1,1 @@
-"""Recommend a layout for a machine that need not be present: layouts that fit, their forecasts, the best of each load.
-No torch.
-"""
+"""Recommend a layout for a machine that need not be present: layouts that fit, their forecasts, the best of each load. No torch."""

@@ -1,6 +1,4 @@
-"""Answer a query: find the layouts that fit, forecast each under each load, and choose the best of
-each load. No torch.
-"""
+"""Answer a query: find the layouts that fit, forecast each under each load, and choose the best of each load. No torch."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import LayoutError, UsageError
+from dcpbench.models import load_shape
 from dcpbench.plan.kernel_limits import find_kernel_limit
 from dcpbench.plan.option_parsers import parse_bytes
 from dcpbench.plan.spec import make_planned_probe
@@ -27,21 +26,21 @@ from dcpbench.points.memory import GIB
 from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, UNKNOWN, WHOLE, format_flag
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import forecast, suggestions
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
-from dcpbench.records.launches import measure_bands
-from dcpbench.records.record import A_SERVER, CPU, get_origin, is_functional
+from dcpbench.records.launches import is_clearly_ahead, measure_bands
+from dcpbench.records.record import CPU, get_origin, is_functional, is_server_origin
+from dcpbench.records.stats import find_lasting_start
 from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.budget import WholeModel
     from dcpbench.points.cluster_specs import Machine
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Load
-    from dcpbench.points.shapes import ModelShape
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Watch
     from dcpbench.records.record import Record
@@ -55,22 +54,17 @@ class Query:
 
     model: str
     machine: Machine
-    named: str
-    """Machine as given on the command line: a name, or a file."""
-    gpus: tuple[int, ...]
-    """Numbers of GPUs of a layout; several are compared."""
+    named: str  # machine as given on the command line: a name, or a file
+    gpus: tuple[int, ...]  # numbers of GPUs of a layout; several are compared
     loads: tuple[tuple[int, int, Load | None], ...]
     """(requests in flight, maximum tokens of each, load or None for decode steps only) of each load."""
     weights_dtype: str
     kv_dtype: str
     exchanges: tuple[str, ...]
     slo: Mapping[str, float]
-    price: float | None = None
-    """Price of a GPU per hour."""
-    kv_memory: str | None = None
-    """--kv-memory as given; None means the memory left next to the weights."""
-    cycled: bool = False
-    """True if layouts count for which only some layers fit, as `sweep` measures them."""
+    price: float | None = None  # price of a GPU per hour
+    kv_memory: str | None = None  # --kv-memory as given; None means the memory left next to the weights
+    cycled: bool = False  # True if layouts count for which only some layers fit, as `sweep` measures them
 
     @property
     def kv_memory_bytes(self) -> int | None:
@@ -88,39 +82,48 @@ class Evidence:
     """Hold the evidence that is available in addition to estimates."""
 
     runs: Sequence[Run] = ()
-    times: Mapping[str, StepTimes] = dataclasses.field(default_factory=dict)
-    """Step times by file."""
+    times: Mapping[str, StepTimes] = dataclasses.field(default_factory=dict)  # step times by file
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NoFit:
-    """Hold the reason why a layout has no memory for a load."""
+NO_WHOLE_MODEL = "no whole model"  # all layers and the KV cache do not fit
+NO_ROOM = "no room"  # the KV pool is too small for the load
+TOO_MANY = "too many"  # more requests than a step takes
+OTHER = "other"  # the planner of `sweep` refuses the layout, or nothing is known about its steps
 
-    whole_model: bool  # True if all layers and the KV cache do not fit; False if the KV pool is too small for the load
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Hold the reason why a layout has no forecast under a load."""
+
+    kind: str  # NO_WHOLE_MODEL, NO_ROOM, TOO_MANY or OTHER
     reason: str
+
+    @property
+    def for_memory(self) -> bool:
+        """Return True if the layout does not fit."""
+        return self.kind in (NO_WHOLE_MODEL, NO_ROOM)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
     """Hold the best layout of one load, and the alternatives."""
 
-    name: str
+    requests: str  # in flight, or the rate at which they come: `32`, `2 req/s`
+    lengths: str  # `4000 → 1500 tokens`
     concurrency: int
-    forecasts: list[Forecast]
-    """One forecast for each layout that fits: first those that meet the SLO, each group fastest first."""
-    misses: dict[str, list[str]]
-    """Objectives that each layout misses."""
-    refused: dict[str, str]
-    """Layouts that do not fit, or for which nothing is known, with the reason."""
-    without_room: set[str] = dataclasses.field(default_factory=set)
-    """Refused layouts that do not fit."""
-    too_many: set[str] = dataclasses.field(default_factory=set)  # refused layouts with too many requests for a step
-    no_whole_model: set[str] = dataclasses.field(default_factory=set)  # of `without_room`: weights and KV do not fit
+    forecasts: list[Forecast]  # of each layout that fits: first those that meet the SLO, fastest first
+    misses: dict[str, list[str]]  # objectives that each layout misses
+    refused: dict[str, Refusal]  # layouts that do not fit, or for which nothing is known
     short: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layouts that are estimated because their step times do not cover the load, with the file and what it lacks."""
     runs: list[Forecast] = dataclasses.field(default_factory=list)  # all records and replays of the load
     instead: list[str] = dataclasses.field(default_factory=list)
     """Options with each of which a layout fits, if none fits under any load."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the load, such as `32 × 4000 → 1500 tokens`."""
+        return f"{self.requests} × {self.lengths}"
 
     @property
     def best(self) -> Forecast | None:
@@ -135,16 +138,16 @@ class Choice:
     @property
     def next(self) -> Forecast | None:
         """Return the runner-up: among the layouts within the SLO, or among all if none is."""
-        rest = [f for f in self.forecasts[1:] if not self.meets or not self.misses.get(f.who)]
-        return rest[0] if rest else None
+        return next(iter(self._rivals), None)
 
     @property
     def level(self) -> list[Forecast]:
         """Return the best layout and all layouts that are not clearly slower."""
-        if self.best is None:
-            return []
-        rest = [f for f in self.forecasts[1:] if not self.meets or not self.misses.get(f.who)]
-        return [self.best, *(f for f in rest if not is_ahead(self.best, f))]
+        return [self.best, *(f for f in self._rivals if not is_ahead(self.best, f))] if self.best else []
+
+    @property
+    def _rivals(self) -> list[Forecast]:
+        return [f for f in self.forecasts[1:] if not self.meets or not self.misses.get(f.who)]
 
     @property
     def factor(self) -> float | None:
@@ -163,32 +166,37 @@ def compute_tok_s_per_gpu(of: Forecast) -> float:
 
 
 def compute_margin(a: Forecast, b: Forecast) -> float:
-    """Return the minimum lead of a over b, as a share, for it to count; infinite if launches of one are not known to
-    agree.
+    """Return the minimum lead of a over b, as a share, for it to count; infinite if launches of one may not agree."""
+    return max(_compute_scatter(a, b), _get_launch_band(a, b))
+
+
+def _get_launch_band(a: Forecast, b: Forecast) -> float:
+    """Return by how much launches of either may differ, as a share; infinite if that is not known of one."""
+    return math.inf if a.launch_band is None or b.launch_band is None else max(a.launch_band, b.launch_band)
+
+
+def _compute_scatter(a: Forecast, b: Forecast) -> float:
+    """Return the relative error of a over b.
 
     For two estimates, or if one is corrected by records, it is the error of ratios plus the error of calls between
     ranks, in which the errors of one kind of call cancel between both layouts and different kinds are independent; else
-    it is the sum of both bands. It is never less than launches of either may differ.
+    it is the sum of both bands.
     """
-    if a.launch_band is None or b.launch_band is None:
-        return math.inf
-    launches = max(a.launch_band, b.launch_band)
     if all(f.source == ESTIMATED for f in (a, b)) or a.factor or b.factor:
         kinds = a.wire_errors.keys() | b.wire_errors.keys()
         wire = math.hypot(*(a.wire_errors.get(kind, 0.0) - b.wire_errors.get(kind, 0.0) for kind in kinds))
-        return max(max(a.ratio_error, b.ratio_error) + wire, launches)
-    return max((a.tok_s / a.low) * (b.high / b.tok_s) - 1, launches)
+        return max(a.ratio_error, b.ratio_error) + wire
+    return (a.tok_s / a.low) * (b.high / b.tok_s) - 1
 
 
 def is_ahead(a: Forecast, b: Forecast) -> bool:
     """Return True if a is clearly faster than b, per GPU."""
-    return compute_tok_s_per_gpu(a) > compute_tok_s_per_gpu(b) * (1 + compute_margin(a, b))
+    ratio = compute_tok_s_per_gpu(a) / compute_tok_s_per_gpu(b)
+    return is_clearly_ahead(ratio, ratio / (1 + _compute_scatter(a, b)), _get_launch_band(a, b))
 
 
 def compute_price(price: float, of: Forecast) -> tuple[float, float, float]:
-    """Return (mean, low, high) of the price of a million output tokens: price per GPU hour · GPUs / (3600 · tok/s) ·
-    10⁶.
-    """
+    """Return (mean, low, high) of the price of a million output tokens: price per GPU hour · GPUs / (3600 · tok/s) · 10⁶."""
 
     def compute_at(tok_s: float) -> float:
         return price * of.point.tp / 3600 / tok_s * 1e6
@@ -242,44 +250,29 @@ def _choose_layout(
     context: int,
     load: Load | None,
 ) -> Choice:
-    name = _format_load(concurrency, context, load)
+    requests, lengths = _format_load(concurrency, context, load)
     best: dict[str, Forecast] = {}
-    refused: dict[str, str] = {}
-    without_room: set[str] = set()
-    too_many: set[str] = set()
-    no_whole_model: set[str] = set()
+    refused: dict[str, Refusal] = {}
     short: dict[str, str] = {}
     runs: list[Forecast] = []
     for number, layout in enumerate(layouts, 1):
         points = _make_points(ask, layout, concurrency, context, load)
         who = _format_placements(points)
-        what = f"{name}: {who}, layout {number} of {len(layouts)}"
+        what = f"{requests} × {lengths}: {who}, layout {number} of {len(layouts)}"
         watch(what)
 
         def report_progress(served: str, what: str = what) -> None:
             watch(f"{what}, {served}")
 
-        found: list[Forecast] = []
-        refusals = {point.ep: explain_refusal(ask, point) for point in points}
+        refusals = {point.ep: find_refusal(ask, point) for point in points}
         if all(refusals.values()):
-            refused[who] = next(iter(refusals.values()))
-            if all(point.load is None and find_batch_limit(point) for point in points):
-                too_many.add(who)
+            refused[who] = _choose_refusal([one for one in refusals.values() if one])
             continue
         points = [point for point in points if not refusals[point.ep]]
-        no_room = {point.ep: find_no_fit(ask, point) for point in points}
-        if all(no_room.values()):
-            reasons = [one for one in no_room.values() if one]
-            refused[who] = reasons[0].reason
-            without_room.add(who)
-            if all(one.whole_model for one in reasons):
-                no_whole_model.add(who)
-            continue
-        points = [point for point in points if not no_room[point.ep]]
-        found += [
+        found = [
             forecast.from_record(r, run, bands.get(get_origin(r)))
             for r, run in records
-            if _is_same_load(r.point, points[0], server=_is_of_server(r))
+            if _is_same_load(r.point, points[0], server=is_server_origin(get_origin(r)))
         ]
         replays = [_replay_point(ask, points[0], *file, report_progress) for file in times.items()]
         found += [f for f in replays if isinstance(f, Forecast)]
@@ -293,19 +286,17 @@ def _choose_layout(
         try:
             best[who] = _estimate_point(ask, _find_quickest(ask, points, steps), steps, report_progress)
         except UsageError as e:
-            refused[who] = short.pop(who, str(e))
+            refused[who] = Refusal(OTHER, short.pop(who, str(e)))
     best = {who: _drop_layers_held(ask, f) for who, f in _apply_records(ask, best, steps).items()}
     misses = {f.who: missed for f in best.values() if (missed := f.list_missed(ask.slo))}
     ordered = sorted(best.values(), key=lambda f: (bool(misses.get(f.who)), -compute_tok_s_per_gpu(f)))
     return Choice(
-        name=name,
+        requests=requests,
+        lengths=lengths,
         concurrency=concurrency,
         forecasts=ordered,
         misses=misses,
         refused=refused,
-        without_room=without_room,
-        too_many=too_many,
-        no_whole_model=no_whole_model,
         short=short,
         runs=runs,
     )
@@ -357,9 +348,7 @@ def _find_quickest(ask: Query, points: Sequence[Point], steps: Steps) -> Point:
 
 
 def _apply_records(ask: Query, found: dict[str, Forecast], steps: Steps) -> dict[str, Forecast]:
-    """Return the forecasts with estimates corrected by records: multiplied by the geometric mean of records over their
-    own estimates.
-    """
+    """Return the forecasts, with estimates times the geometric mean of records over their own estimates."""
     there = [f for f in found.values() if f.source != ESTIMATED]
     if not there or len(there) == len(found):
         return found
@@ -375,12 +364,12 @@ def _apply_records(ask: Query, found: dict[str, Forecast], steps: Steps) -> dict
     return {who: forecast.apply_factor(f, factor) if f.source == ESTIMATED else f for who, f in found.items()}
 
 
-def _format_load(concurrency: int, context: int, load: Load | None) -> str:
-    """Return the name of a load, such as `32 × 4,000 → 1,500 tokens`."""
+def _format_load(concurrency: int, context: int, load: Load | None) -> tuple[str, str]:
+    """Return the number or the rate of requests, and their lengths: `32` and `4000 → 1500 tokens`."""
     if load is None:
-        return f"{concurrency} × {context:,} tokens"
-    what = f"{load.input_tokens} → {load.output_tokens} tokens"
-    return f"{concurrency} × {what}" if load.arrival == CLOSED else f"{load.request_rate:g} req/s × {what}"
+        return str(concurrency), f"{context:,} tokens"
+    requests = str(concurrency) if load.arrival == CLOSED else f"{load.request_rate:g} req/s"
+    return requests, f"{load.input_tokens} → {load.output_tokens} tokens"
 
 
 def _list_valid_layouts(shape: ModelShape, tp: int) -> list[Layout]:
@@ -442,32 +431,35 @@ def _make_probe(ask: Query) -> Probe:
     return make_planned_probe(ask.machine.gpu, ask.machine.gpus_per_host)
 
 
-def explain_refusal(ask: Query, point: Point) -> str:
-    """Return why the planner of `sweep` refuses a layout, memory aside; empty if it accepts the layout."""
-    limit = find_kernel_limit(point, load_shape(ask.model), _make_probe(ask))
-    if limit is not None:
-        return limit.format_for_recommend()
-    if point.load is None and (found := find_batch_limit(point)):
-        return found[0]
-    return ""
-
-
-def find_no_fit(ask: Query, point: Point) -> NoFit | None:
-    """Return why a layout has no room for a load; None if it has. Without --cycled all layers and the KV have to fit."""
+def find_refusal(ask: Query, point: Point) -> Refusal | None:
+    """Return why a layout cannot run a load; None if it can. Without --cycled all layers and the KV have to fit."""
     shape, probe = load_shape(ask.model), _make_probe(ask)
+    batch = find_batch_limit(point) if point.load is None else None
+    if limit := find_kernel_limit(point, shape, probe):
+        return Refusal(TOO_MANY if batch else OTHER, limit.format_for_recommend())
+    if batch:
+        return Refusal(TOO_MANY, batch[0])
     if not ask.cycled:
         whole = measure_whole_model(point, ask.settings, shape, probe)
         if whole.missing_bytes:
             one_request = point.load is not None and ask.kv_memory is None
-            return NoFit(whole_model=True, reason=_format_missing(whole, one_request=one_request))
-    reason, _ = find_shortage(point, ask.settings, shape, probe)
-    return NoFit(whole_model=False, reason=reason.removeprefix(f"{point.instance_name}: ")) if reason else None
+            return Refusal(NO_WHOLE_MODEL, _format_missing(whole, one_request=one_request))
+    shortage = find_shortage(point, ask.settings, shape, probe)
+    return Refusal(NO_ROOM, shortage.problem) if shortage else None
+
+
+def _choose_refusal(found: Sequence[Refusal]) -> Refusal:
+    """Return the refusal of a layout by those of its placements of experts: the first for memory, or the first one.
+
+    Its kind is NO_WHOLE_MODEL or TOO_MANY only if all of them have it.
+    """
+    chosen = [one for one in found if one.for_memory] or found
+    same = all(one.kind == chosen[0].kind for one in chosen)
+    return chosen[0] if same else Refusal(NO_ROOM if chosen[0].for_memory else OTHER, chosen[0].reason)
 
 
 def _drop_layers_held(ask: Query, found: Forecast) -> Forecast:
-    """Return the forecast without its number of held layers if the whole model fits the query: its
-    run had less memory.
-    """
+    """Return the forecast without its number of held layers if the whole model fits the query: its run had less memory."""
     if found.layers_held is None:
         return found
     whole = measure_whole_model(found.point, ask.settings, load_shape(ask.model), _make_probe(ask))
@@ -497,7 +489,7 @@ def _has_answer(ask: Query, steps: Steps) -> bool:
     for load, tp in itertools.product(ask.loads, ask.gpus):
         for layout in _list_valid_layouts(shape, tp):
             for point in _make_points(ask, layout, *load):
-                if explain_refusal(ask, point) or find_no_fit(ask, point):
+                if find_refusal(ask, point):
                     continue
                 with contextlib.suppress(UsageError):
                     _find_quickest(ask, [point], steps)
@@ -520,7 +512,11 @@ def _select_records(ask: Query, known: Evidence) -> tuple[list[tuple[Record, str
             found.append((record, run.name))
             if record.honesty and record.honesty.layers_held < record.honesty.layers:
                 held.add(run.name)
-    notes = [f"{run.name}: no point of it ran to its end." for run in known.runs if not _has_ended(run)]
+    notes = [
+        f"{run.name}: no point of it ran to its end."
+        for run in known.runs
+        if all(r.outcome != "ok" for r in run.records)
+    ]
     notes += [f"Left out: {format_count(n, 'record')} {why}." for why, n in left.items()]
     notes += [f"{name}: a part of the layers was held and used in turn." for name in sorted(held)]
     return found, notes
@@ -532,7 +528,7 @@ def _explain_exclusion(record: Record, ask: Query) -> str:
     device = record.environment.device if record.environment else ""
     if is_functional(record):
         return _explain_cpu(ask)
-    server = _is_of_server(record)
+    server = is_server_origin(get_origin(record))
     layers = record.model_sizes.layers if record.model_sizes and server else 0
     if wrong := _describe_other_model(point.model, layers, ask):
         return f"of {wrong}"
@@ -545,10 +541,6 @@ def _explain_exclusion(record: Record, ask: Query) -> str:
     return _describe_other_precision(point, ask, server=server)
 
 
-def _has_ended(run: Run) -> bool:
-    return any(record.outcome == "ok" for record in run.records)
-
-
 def _explain_cpu(ask: Query) -> str:
     """Return why CPU results are left out, and how to get results that count."""
     points = [_make_point(ask, Layout(tp), NO_EXCHANGE, CUT, *load) for tp in ask.gpus for load in ask.loads]
@@ -559,9 +551,7 @@ def _explain_cpu(ask: Query) -> str:
 
 
 def format_measure_command(ask: Query, points: Sequence[Point], axes: Sequence[str]) -> str:
-    """Return the command that measures these points with all options of the query and the points' values of these
-    layout axes.
-    """
+    """Return the command that measures these points with all options of the query and the points' values of these layout axes."""
     loads = [p.load for p in points if p.load is not None]
 
     def format_values(name: str, of: Sequence[Point] | Sequence[Load] = points) -> str:
@@ -608,9 +598,7 @@ def _is_card(device: str, ask: Query) -> bool:
 
 
 def _describe_other_precision(point: Point, ask: Query, *, server: bool = False) -> str:
-    """Return how a point's precision differs from the query; empty if it does not, or if another engine's server does not report
-    it.
-    """
+    """Return how a point's precision differs from the query; empty if it does not, or if a server does not report it."""
     pairs = (
         ("--weights-dtype", point.weights_precision, ask.weights_dtype),
         ("--kv-dtype", point.kv_precision, ask.kv_dtype),
@@ -631,7 +619,7 @@ def _list_unused_runs(records: Sequence[tuple[Record, str]], choices: Sequence[C
     for record, run in records:
         if run not in used:
             point = record.point
-            loads.setdefault(run, {})[_format_load(point.concurrency, point.context, point.load)] = None
+            loads.setdefault(run, {})[" × ".join(_format_load(point.concurrency, point.context, point.load))] = None
     return [
         f"{run}: no figure is from it; the first of its {format_count(len(of), 'load')} is {next(iter(of))}."
         for run, of in loads.items()
@@ -654,11 +642,6 @@ def _format_gib(size: int | None) -> str:
     return "all that was left" if size is None else f"{size / GIB:g} GiB"
 
 
-def _is_of_server(record: Record) -> bool:
-    """Return True if a record is of a server of another engine that dcpbench measured or replayed."""
-    return get_origin(record).startswith(A_SERVER)
-
-
 def _is_same_load(seen: Point, wanted: Point, *, server: bool = False) -> bool:
     """Return whether a record has these degrees under this load; placement of experts, exchange and kernels may differ.
 
@@ -674,9 +657,7 @@ def _is_same_load(seen: Point, wanted: Point, *, server: bool = False) -> bool:
 
 
 def _select_step_times(ask: Query, known: Evidence) -> tuple[dict[str, StepTimes], list[str]]:
-    """Return the files of step times that apply to the query, and sentences on the others and on
-    limitations of these.
-    """
+    """Return the files of step times that apply to the query, and sentences on the others and on limitations of these."""
     found, notes = {}, []
     for file, times in known.times.items():
         of = _add_engine_settings(times, _make_point(ask, Layout(1), NO_EXCHANGE, CUT, 1, 1, None))
@@ -734,9 +715,7 @@ def _replay_point(
 
 
 def find_break_even(choices: Sequence[Choice]) -> tuple[int | None, bool]:
-    """Return (lowest concurrency from which a layout with DCP is clearly ahead of all without, True if both kinds were
-    compared).
-    """
+    """Return (lowest concurrency from which DCP is clearly ahead of all without, whether both kinds were compared)."""
     compared = []
     for choice in sorted(choices, key=lambda c: c.concurrency):
         with_dcp = [f for f in choice.forecasts if f.point.dcp > 1]
@@ -744,5 +723,5 @@ def find_break_even(choices: Sequence[Choice]) -> tuple[int | None, bool]:
         if with_dcp and (others or choice.refused):
             best = max(with_dcp, key=compute_tok_s_per_gpu)
             compared.append((choice.concurrency, all(is_ahead(best, other) for other in others)))
-    pays = list(itertools.takewhile(lambda pair: pair[1], reversed(compared)))
-    return (pays[-1][0] if pays else None), bool(compared)
+    start = find_lasting_start([ahead for _, ahead in compared])
+    return (None if start is None else compared[start][0]), bool(compared)

@@ -1,6 +1,4 @@
-"""Format an answer as text, JSON, Markdown and a picture: the sentence, a table of loads, what does not fit, commands.
-No torch.
-"""
+"""Format an answer as text, JSON, Markdown and a picture: the sentence, a table of loads, what does not fit, commands. No torch."""
 
 from __future__ import annotations
 
@@ -17,6 +15,8 @@ from dcpbench.points import latency_bands
 from dcpbench.points.layout import place_experts
 from dcpbench.points.names import CLOSED, CUT, ENGINE_NAMES, FP8, OBJECTIVES, SGLANG, VLLM
 from dcpbench.recommend.advise import (
+    NO_WHOLE_MODEL,
+    OTHER,
     compute_margin,
     compute_price,
     compute_tok_s_per_gpu,
@@ -24,6 +24,7 @@ from dcpbench.recommend.advise import (
     format_measure_command,
 )
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
+from dcpbench.reports.recommendation import format_taken
 from dcpbench.serving.load_words import format_lock_step_warning, format_varied_option, is_lock_step
 from dcpbench.show import numbers
 from dcpbench.show.model_fit import NO_FIT, format_no_fit, format_range
@@ -45,18 +46,14 @@ if TYPE_CHECKING:
     Starts = Mapping[str, Sequence["Start"]]  # by recommended layout, one for each engine
 
 STARTED_ENGINES = (SGLANG, VLLM)  # engines for which a command that starts the layout is printed
-DASHED = "--"
-"""Line style of estimates."""
-MAX_NAMED = 4
-"""Maximum number of layouts in a clause of the sentence."""
+DASHED = "--"  # line style of estimates
+MAX_NAMED = 4  # maximum number of layouts in a clause of the sentence
 COLUMNS = ("load", "best", "tok/s", "tok/s\nper GPU", "ITL p50\nms", "TTFT p50\nms", "runner-up", "ahead by", "from")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """Describe how an engine is started in a recommended layout or, if it lacks a part of that, in the nearest that it
-    can run.
-    """
+    """Describe how an engine is started in a recommended layout or, if it lacks a part of that, in the nearest that it can run."""
 
     engine: str
     command: str = ""  # empty if there is no configuration that the engine can run
@@ -69,34 +66,29 @@ def format_answer(ask: Query, choices: Sequence[Choice]) -> str:
     """Return which layout to use from which load on, for which machine, and how certain that is."""
     able = [choice for choice in choices if choice.best]
     if not able:
-        who, reason = next(iter(choices[0].refused.items()))
-        instead = choices[0].instead if who in choices[0].without_room | choices[0].too_many else []
+        who, refusal = next(iter(choices[0].refused.items()))
+        instead = choices[0].instead if refusal.kind != OTHER else []
         give = f"; give {format_list(instead, 'or')}" if instead else ""
-        why = (
-            f", as the {NO_FIT}" if all(choice.no_whole_model.issuperset(choice.refused) for choice in choices) else ""
-        )
-        return f"No layout of {ask.model} on {_format_gpus(ask)} can be recommended{why}: {who}: {reason.rstrip('.')}{give}."
+        whole = all(one.kind == NO_WHOLE_MODEL for choice in choices for one in choice.refused.values())
+        why = f", as the {NO_FIT}" if whole else ""
+        return f"No layout of {ask.model} on {_format_gpus(ask)} can be recommended{why}: {who}: {refusal.reason.rstrip('.')}{give}."
     runs = []
     for text, group in itertools.groupby(able, key=_format_choice):
         loads = list(group)
-        first, last = loads[0].name, loads[-1].name
-        if len(loads) == 1:
-            names = first
-        elif first.partition(" × ")[2] == last.partition(" × ")[2]:
-            names = f"{first.partition(' × ')[0]} to {last}"
-        else:
-            names = f"{first} to {last}"
-        runs.append(f"{text} at {names}")
+        first, last = loads[0], loads[-1]
+        begin = first.requests if first.lengths == last.lengths else first.name
+        runs.append(f"{text} at {last.name if first is last else f'{begin} to {last.name}'}")
     return f"{format_capitalized(_format_gpus(ask))}{_format_layers_held(able)}: {'; '.join(runs)} ({_format_basis(able)}).{_format_unjudged(choices)}{_format_lock_step(ask, able)}"
 
 
 def _format_unjudged(choices: Sequence[Choice]) -> str:
     """Return a sentence on the layouts that may fit but could not be judged; empty without any."""
-    names = list(dict.fromkeys(who for c in choices for who in c.refused if who not in c.without_room))
-    if not names:
-        return ""
-    who = format_list(names) if len(names) <= MAX_NAMED else f"{len(names)} layouts"
-    return f" Not judged at every load: {who}; why, see below."
+    names = list(dict.fromkeys(who for c in choices for who, one in c.refused.items() if not one.for_memory))
+    return f" Not judged at every load: {_format_names(names)}; why, see below." if names else ""
+
+
+def _format_names(names: Sequence[str]) -> str:
+    return format_list(names) if len(names) <= MAX_NAMED else f"{len(names)} layouts"
 
 
 def _format_layers_held(choices: Sequence[Choice]) -> str:
@@ -107,15 +99,12 @@ def _format_layers_held(choices: Sequence[Choice]) -> str:
         return ""
     held, (_, layers) = [f.layers_held[0] for f in cut if f.layers_held], cut[0].layers_held or (0, 0)
     names = list(dict.fromkeys(f.point.layout_name for f in cut))
-    who = format_list(names) if len(names) <= MAX_NAMED else f"{len(names)} layouts"
-    some = "" if len(cut) == len(forecasts) else f" in {who}"
+    some = "" if len(cut) == len(forecasts) else f" in {_format_names(names)}"
     return f" ({format_no_fit(format_range(held), str(layers))}{some})"
 
 
 def _format_lock_step(ask: Query, choices: Sequence[Choice]) -> str:
-    """Return a sentence if the advantage of attention DP in the answer depends on clients that run in lock-step; else
-    empty.
-    """
+    """Return a sentence if the advantage of attention DP in the answer depends on clients that run in lock-step; else empty."""
     waves = _list_lock_step_loads(ask)
     if not waves or not any(f.point.dp > 1 for choice in choices for f in choice.level):
         return ""
@@ -138,14 +127,9 @@ def _format_choice(choice: Choice) -> str:
     """Return `take tp8·dcp8 (a2a)`, `undecided between …`, or that no layout is within the SLO."""
     level = [f.who for f in choice.level]
     if not choice.meets:
-        level = level[:MAX_NAMED]
-        return (
-            f"none within the SLO, nearest {level[0]}"
-            if len(level) == 1
-            else f"none within the SLO, nearest {format_list(level, 'or')}"
-        )
+        return f"none within the SLO, nearest {format_list(level[:MAX_NAMED], 'or')}"
     if len(level) == 1:
-        return f"take {level[0]}"
+        return f"take {format_taken(level)}"
     if len(level) > MAX_NAMED:
         return f"undecided, {level[0]} first of {len(level)} layouts that nothing tells apart"
     return f"undecided between {format_list(level)}"
@@ -168,7 +152,7 @@ def format_break_even(choices: Sequence[Choice]) -> str:
     clauses: list[str] = []
     groups: dict[str, list[Choice]] = {}
     for choice in (*steps, *closed):
-        groups.setdefault(choice.name.partition(" × ")[2], []).append(choice)
+        groups.setdefault(choice.lengths, []).append(choice)
     for of, group in groups.items():
         least, compared = find_break_even(group)
         if not compared:
@@ -266,9 +250,8 @@ def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
     ]
     if without := list(dict.fromkeys(f.who for f in estimates if f.itl_band is None)):
         limit = latency_bands.compute_max_sure_share(cases)
-        who = format_list(without) if len(without) <= MAX_NAMED else f"{len(without)} layouts"
         sentences.append(
-            f"{who}: no ITL, as prompts are in the steps of {format_percent(limit)} or more of the gaps between tokens. The median may be a "
+            f"{_format_names(without)}: no ITL, as prompts are in the steps of {format_percent(limit)} or more of the gaps between tokens. The median may be a "
             "decode step or a step with a prompt there, which takes several times as long."
         )
     return sentences
@@ -322,18 +305,14 @@ def make_rows(ask: Query, choices: Sequence[Choice]) -> list[list[str]]:
     for choice in choices:
         best, behind = choice.best, choice.next
         if best is None:
-            what = "none fits" if choice.without_room.issuperset(choice.refused) else "none judged"
+            what = "none fits" if all(one.for_memory for one in choice.refused.values()) else "none judged"
             found.append([choice.name, what, *[""] * (len(COLUMNS) - 2 + (ask.price is not None))])
             continue
         by = "alone"
         if behind is not None:
             lead, needed = compute_tok_s_per_gpu(best) / compute_tok_s_per_gpu(behind) - 1, compute_margin(best, behind)
-            known = (
-                f"{format_percent(lead)} ± {format_percent(needed)}"
-                if math.isfinite(needed)
-                else f"{format_percent(lead)} in one launch"
-            )
-            by = known + _format_undecided(choice)
+            known = f"± {format_percent(needed)}" if math.isfinite(needed) else "in one launch"
+            by = f"{format_percent(lead)} {known}{_format_undecided(choice)}"
         row = [
             choice.name,
             best.who + _format_slo(ask, choice, best),
@@ -377,17 +356,17 @@ def list_columns(ask: Query) -> list[str]:
     return [*COLUMNS, *(["$/M output\ntokens"] if ask.price is not None else [])]
 
 
-def group_refused(choices: Sequence[Choice]) -> dict[str, list[str]]:
-    """Return the reasons for refusing layouts, each once, with the layouts and loads: `tp4 at 48 × 32,000 tokens`."""
+def list_refused(choices: Sequence[Choice]) -> list[str]:
+    """Return a sentence for each reason for refusing layouts, with these: `Not tp4 at 48 × 32,000 tokens: …`."""
     found: dict[str, dict[str, list[str]]] = {}
     for choice in choices:
-        for who, reason in choice.refused.items():
-            found.setdefault(reason, {}).setdefault(who, []).append(choice.name)
-    every = len(choices)
-    return {
-        reason: [who if len(loads) == every else f"{who} at {format_list(loads)}" for who, loads in of.items()]
-        for reason, of in found.items()
-    }
+        for who, one in choice.refused.items():
+            found.setdefault(one.reason, {}).setdefault(who, []).append(choice.name)
+    sentences = []
+    for reason, of in found.items():
+        those = [who if len(at) == len(choices) else f"{who} at {format_list(at)}" for who, at in of.items()]
+        sentences.append(f"Not {format_list(those)}: {reason.rstrip('.')}.")
+    return sentences
 
 
 def convert_to_json(
@@ -409,7 +388,7 @@ def convert_to_json(
                 "level": [f.who for f in choice.level],
                 "meets_slo": choice.meets,
                 "layouts": [_make_layout_json(ask, choice, f) for f in choice.forecasts],
-                "refused": choice.refused,
+                "refused": {who: one.reason for who, one in choice.refused.items()},
             }
             for choice in choices
         ],
@@ -474,8 +453,8 @@ def show(
     for row in make_rows(ask, choices):
         table.add_row(*row)
     terminal.print(table)
-    for reason, those in group_refused(choices).items():
-        terminal.print(f"Not {format_list(those)}: {reason.rstrip('.')}.", soft_wrap=True)
+    for text in list_refused(choices):
+        terminal.print(text, soft_wrap=True)
     for who, of in starts.items():
         terminal.print(f"\n{who}:", soft_wrap=True)
         for start in of:
@@ -500,21 +479,14 @@ def render_markdown(ask: Query, choices: Sequence[Choice], notes: Sequence[str],
     lines += ["![Output tokens a second and GPU of each layout; hollow: not measured](recommendation.png)", ""]
     lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     lines += ["| " + " | ".join(row) + " |" for row in make_rows(ask, choices)]
-    lines += [
-        "",
-        *(f"- Not {format_list(those)}: {reason.rstrip('.')}." for reason, those in group_refused(choices).items()),
-    ]
+    lines += ["", *(f"- {text}" for text in list_refused(choices))]
     for who, of in starts.items():
         lines += ["", f"## {who}"]
         for start in of:
             lines += ["", text] if (text := explain_start(start)) else []
             lines += ["", "```", start.command, "```"] if start.command else []
-    lines += [
-        "",
-        "## What this does not know",
-        "",
-        *(f"- {text}" for text in (*notes, *list_unknowns(ask, choices, steps))),
-    ]
+    unknown = [f"- {text}" for text in (*notes, *list_unknowns(ask, choices, steps))]
+    lines += ["", "## What this does not know", "", *unknown]
     return "\n".join(lines) + "\n"
 
 
@@ -539,7 +511,7 @@ def draw_picture(ask: Query, choices: Sequence[Choice], path: Path) -> None:
     groups: dict[str, list[Choice]] = {}
     for choice in choices:
         if choice.forecasts:
-            groups.setdefault(choice.name.partition(" × ")[2], []).append(choice)
+            groups.setdefault(choice.lengths, []).append(choice)
     columns = choose_columns(len(groups))
     drawn = [f for group in groups.values() for c in group for f in c.forecasts]
     looks = _choose_styles(drawn)
@@ -570,9 +542,7 @@ def draw_picture(ask: Query, choices: Sequence[Choice], path: Path) -> None:
 
 
 def _choose_styles(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
-    """Return colour and marker of each name: those of its layout, with further markers for other names of the same
-    layout.
-    """
+    """Return colour and marker of each name: those of its layout, with further markers for other names of the same layout."""
     from dcpbench.show.figure_style import get_marker
     from dcpbench.show.layouts import find_marker_index, get_colours
 

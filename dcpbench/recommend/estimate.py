@@ -36,12 +36,8 @@ if TYPE_CHECKING:
     from dcpbench.points.comm_model import Wire
     from dcpbench.points.roofline import Sharding, StepRows
 
-LAUNCH, QUANTISING = "launch", "quantising"
-"""Names of the terms for the µs of every layer, and for the additional µs of one with fp8 weights."""
-WAITING = "waiting"
-"""Name of the term for the wait for the rank with most experts to read, relative to the wait that random routing
-implies.
-"""
+LAUNCH, QUANTISING = "launch", "quantising"  # terms: µs of every layer, and more µs of one with fp8 weights
+WAITING = "waiting"  # term: wait for the rank with most experts, relative to that of random routing
 EXCHANGES, COLLECTIVES = "exchanges", "collectives"
 """Names of the terms for calls between ranks, relative to their modelled time in steps: DCP's own, and all others."""
 PARTS: dict[str, tuple[str, ...]] = {
@@ -52,8 +48,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "prefill": ("prefill",),
 }
 """Phases of points/roofline.py by the part to which they belong; all other phases are calls between ranks."""
-ATTENTION, FP8_ATTENTION = "attention", "attention over fp8"
-"""Names of attention over a cache of each precision, which use different kernels."""
+ATTENTION, FP8_ATTENTION = "attention", "attention over fp8"  # over a cache of each precision
 MULTIPLIED = {part: f"{part}, multiplied" for part in ("experts", ATTENTION, FP8_ATTENTION, "linear")}
 """Name of the term of each part if it is bound by multiplying; the part's own name is for being bound by reading."""
 PER_LAYER, CALLED = (LAUNCH, QUANTISING), (EXCHANGES, COLLECTIVES)
@@ -65,23 +60,14 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Hold the parameters that published steps give for steps that were not measured; stored in a file."""
 
     terms: dict[str, float]
-    """Fitted parameters: µs for PER_LAYER, 1 / share for FLOORED, the ratio to the computed time for WAITING and
-    CALLED.
-    """
+    """Fitted parameters: µs for PER_LAYER, 1 / share for FLOORED, the ratio to the computed time for WAITING and CALLED."""
     without: dict[str, dict[str, float]]
-    """The parameters fitted without the steps of a model, by its name: a score must not use the
-    steps that it judges.
-    """
-    band: float
-    """90th percentile of |estimate / measured − 1|, for a model that the fit had not seen."""
-    ratio_band: float
-    """The same percentile for the ratio of two layouts at one load, in which common errors cancel."""
-    machine: str
-    """Machine of the published steps; a GPU of points/gpus.py."""
-    sources: list[str]
-    """Folders of results/."""
-    steps: int
-    """Number of steps that were fitted."""
+    """The parameters fitted without the steps of a model, by its name: a score must not use the steps that it judges."""
+    band: float  # 90th percentile of |estimate / measured − 1|, for a model that the fit had not seen
+    ratio_band: float  # the same percentile for the ratio of two layouts at one load, in which common errors cancel
+    machine: str  # machine of the published steps; a GPU of points/gpus.py
+    sources: list[str]  # folders of results/
+    steps: int  # number of steps that were fitted
 
 
 @functools.cache
@@ -116,9 +102,7 @@ def pad_step(rows: StepRows, replicas: int) -> StepRows:
 def compute_terms(
     sharding: Sharding, rows: StepRows, rates: Mapping[str, float], known: Wire, exchange: str
 ) -> dict[str, float] | None:
-    """Return the µs of each of TERMS before fitting; None if `rates` lack one that the step needs; raise the errors of
-    `predict_calls`.
-    """
+    """Return the µs of each of TERMS before fitting; None if `rates` lack one that the step needs. Raise as `predict_calls` does."""
     found = dict.fromkeys(TERMS, 0.0)
     part_of = {phase: part for part, phases in PARTS.items() for phase in phases}
     for phase, times, work in iter_phase_works(sharding, rows):
@@ -161,8 +145,7 @@ def get_call_term(what: str) -> str:
 
 
 def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dict[str, Seconds]:
-    """Return the calls between ranks of a step as the engine makes them, by kind; calls of one kind have the same
-    relative error.
+    """Return the calls between ranks of a step as the engine makes them, by kind; calls of one kind have the same relative error.
 
     Raise UsageError if a call is unknown for the machine.
     """

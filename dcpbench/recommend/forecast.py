@@ -1,25 +1,23 @@
-"""Forecast a load from a record, from measured step times in virtual time, or from an estimate of
-its steps. No torch.
-"""
+"""Forecast a load from a record, from measured step times in virtual time, or from an estimate of its steps. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dcpbench.errors import UsageError
+from dcpbench.models import load_shape
 from dcpbench.points import latency_bands
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.names import OBJECTIVES
 from dcpbench.points.roofline import Sharding, StepRows
-from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import estimate
 from dcpbench.records.metrics import METRIC
-from dcpbench.records.record import A_SERVER, Percentiles, get_origin
+from dcpbench.records.record import Percentiles, get_origin, parse_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports.joined_runs import format_engine
 from dcpbench.serving import step_cases
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.outcome import compute_serve_metrics
@@ -39,15 +37,14 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
     from dcpbench.recommend.estimate import Steps
     from dcpbench.records.record import Conditions, Record, ServeMetrics
+    from dcpbench.serving.replay import ReplayResult
     from dcpbench.serving.requests import Step
-    from dcpbench.serving.step_times import StepTimes
+    from dcpbench.serving.step_times import EngineServer, StepTimes
 
     Watch = Callable[[str], None]
 
-ROUNDS = 4
-"""Requests of each client if an estimate is served in virtual time: more change the result by no more than its band."""
-WATCHED_STEPS = 250
-"""Number of steps between progress reports: about a second with a thousand requests in flight."""
+ROUNDS = 4  # requests of each client of an estimate: more change the result by less than its band
+WATCHED_STEPS = 250  # number of steps between progress reports: about a second with a thousand requests in flight
 MEASURED, REPLAYED, EMULATED, ESTIMATED = SOURCES = ("measured", "replayed", "emulated", "estimated")
 """Sources of a figure, the best first."""
 PERCENTILES = ("p50", "p90", "p95", "p99")
@@ -82,29 +79,22 @@ class Forecast:
     """Hold the forecast of a layout under a load, and its source."""
 
     point: Point
-    source: str
-    """Source of the figure, one of SOURCES."""
-    whence: str
-    """Name of the run, the file, or the inputs of the estimate."""
-    engine: str = ""
-    """Engine (kernels and scheduling policy) of the figure, such as `vLLM 0.26.0`; empty for dcpbench's own."""
+    source: str  # source of the figure, one of SOURCES
+    whence: str  # name of the run, the file, or the inputs of the estimate
+    engine: str = ""  # kernels and scheduling policy, such as `vLLM 0.26.0`; empty for dcpbench's own
     tok_s: float
     low: float
-    high: float
-    """Upper end of output tok/s: the interval of a record, the band of an estimate."""
+    high: float  # upper end of output tok/s: the interval of a record, the band of an estimate
     wire_errors: dict[str, float] = dataclasses.field(default_factory=dict)
     """Part of the band that is due to calls between ranks, by kind of call."""
-    ratio_error: float = 0.0
-    """Remaining relative error of the ratio of two such figures."""
-    factor: float | None = None
-    """Factor that corrected an estimate: records of other layouts under the same load over their estimates."""
+    ratio_error: float = 0.0  # remaining relative error of the ratio of two such figures
+    factor: float | None = None  # that corrected an estimate: records of other layouts over their estimates
     ttft_ms: Percentiles = NONE
     itl_ms: Percentiles = NONE
     tpot_ms: Percentiles = NONE
     e2el_ms: Percentiles = NONE
     preemptions: int | None = None
-    joules_per_token: float | None = None
-    """Energy per token of a record, if it has any."""
+    joules_per_token: float | None = None  # energy per token of a record, if it has any
     launch_band: float | None = REPEATS_AGREE_WITHIN  # share by which another launch may differ; None if not known
     ttft_band: Ends | None = None  # ends of the TTFT p50, in ms; None if it was measured, or if its error is unknown
     itl_band: Ends | None = None  # the same for the ITL p50
@@ -115,9 +105,7 @@ class Forecast:
 
     @property
     def band(self) -> tuple[float, float]:
-        """Return the ends of the output: its own interval, widened to the difference between
-        launches if that is known.
-        """
+        """Return the ends of the output: its own interval, widened to the difference between launches if that is known."""
         repeats = 1 + (self.launch_band or 0.0)
         return min(self.low, self.tok_s / repeats), max(self.high, self.tok_s * repeats)
 
@@ -132,9 +120,7 @@ class Forecast:
         return format_point(self.point)
 
     def get_judged_value(self, name: str) -> tuple[str, float] | None:
-        """Return (percentile, ms) by which an objective is judged: p99 if there are enough samples, else the next lower
-        one.
-        """
+        """Return (percentile, ms) by which an objective is judged: p99 if there are enough samples, else the next lower one."""
         latencies: Percentiles = getattr(self, f"{name}_ms")
         for percentile in reversed(PERCENTILES):
             value = getattr(latencies, percentile)
@@ -163,52 +149,38 @@ def format_point(point: Point) -> str:
 
 def from_record(record: Record, run: str, launch_band: float | None = REPEATS_AGREE_WITHIN) -> Forecast:
     """Return the forecast of a point that ran; raise UsageError for one without an output rate."""
-    point, metrics, serve = record.point, record.metrics, record.serve
-    source = EMULATED if point.emulate else REPLAYED if point.load and point.load.mode == "replay" else MEASURED
-    joules = METRIC["joules_per_token"].get_value(record)
-    if metrics is not None:
-        rate = metrics.output_tok_s
-        return Forecast(
-            point=point,
-            source=source,
-            whence=run,
-            engine=_find_engine(record),
-            tok_s=rate.median,
-            low=rate.low,
-            high=rate.high,
-            itl_ms=metrics.itl_ms,
-            joules_per_token=joules,
-            launch_band=launch_band,
-            layers_held=_find_layers_held(record.honesty),
-        )
-    if serve is None:
+    point = record.point
+    ends = {f"{name}_band": _find_emulated_ends(record, name) for name in ("ttft", "itl")}
+    common: dict[str, Any] = {
+        "point": point,
+        "source": EMULATED if point.emulate else REPLAYED if point.load and point.load.mode == "replay" else MEASURED,
+        "whence": run,
+        "engine": _find_engine(record),
+        "launch_band": launch_band,
+        "joules_per_token": METRIC["joules_per_token"].get_value(record),
+        "layers_held": _find_layers_held(record.honesty),
+    }
+    if record.metrics is not None:
+        rate = record.metrics.output_tok_s
+        return Forecast(tok_s=rate.median, low=rate.low, high=rate.high, itl_ms=record.metrics.itl_ms, **common)
+    if record.serve is None:
         raise UsageError(f"{run}: a point of {point.layout_name} has no figures.")
+    return _make_served_forecast(record.serve, **common, **ends)
+
+
+def _make_served_forecast(serve: ServeMetrics, **more: Any) -> Forecast:  # noqa: ANN401 - fields of a forecast
+    """Return a forecast with the figures of a served load, of which the output has no interval of its own."""
     tok_s = serve.output_tok_s
-    return Forecast(
-        point=point,
-        source=source,
-        whence=run,
-        engine=_find_engine(record),
-        tok_s=tok_s,
-        low=tok_s,
-        high=tok_s,
-        **{f"{name}_ms": _make_percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},  # type: ignore[arg-type]
-        preemptions=serve.preemptions,
-        launch_band=launch_band,
-        joules_per_token=joules,
-        ttft_band=_find_emulated_ends(record, "ttft"),
-        itl_band=_find_emulated_ends(record, "itl"),
-        layers_held=_find_layers_held(record.honesty),
-    )
+    return Forecast(tok_s=tok_s, low=tok_s, high=tok_s, preemptions=serve.preemptions, **_make_latencies(serve), **more)
 
 
 def _find_engine(record: Record) -> str:
     """Return the name of the engine that a record is of; empty for dcpbench's own."""
-    origin = get_origin(record)
-    return format_engine(origin) if origin.startswith(A_SERVER) else ""
+    origin = parse_origin(get_origin(record))
+    return origin.label if origin.engine else ""
 
 
-def _find_emulated_ends(record: Record, metric: Metric) -> Ends | None:
+def _find_emulated_ends(record: Record, metric: str) -> Ends | None:
     """Return the ends of a p50 that one rank was emulated for; None if it was measured, and in records without ends."""
     low, high = (getattr(record.emulated, f"{metric}_p50_ms_{end}", None) for end in ("low", "high"))
     return None if low is None or high is None else (low, high)
@@ -221,7 +193,12 @@ def _find_layers_held(conditions: Conditions | None) -> tuple[int, int] | None:
     return conditions.layers_held, conditions.layers
 
 
-def _make_percentiles(of: Percentiles, times: float = 1.0) -> Percentiles:
+def _make_latencies(of: ServeMetrics | Forecast, times: float = 1.0) -> dict[str, Any]:
+    """Return the latencies of OBJECTIVES, each multiplied by `times`."""
+    return {f"{name}_ms": _make_percentiles(getattr(of, f"{name}_ms"), times) for name in OBJECTIVES}
+
+
+def _make_percentiles(of: Percentiles, times: float) -> Percentiles:
     known = {name: getattr(of, name) for name in PERCENTILES}
     return Percentiles(samples=of.samples, **{name: None if ms is None else ms * times for name, ms in known.items()})
 
@@ -245,34 +222,22 @@ def estimate_point(
     error = steps.band + _compute_scale_error(machine, steps)
     whence = f"floors of {machine.gpu}, shares of {len(steps.sources)} published runs on {steps.machine}"
     held = (plan.layers_held, plan.layers) if plan.layers_held < plan.layers else None
+    rows = of.make_decode_rows(point.concurrency, point.context)
+    own = of.compute_wire_errors(rows)
+    make = functools.partial(_make_estimate, point, whence, error=error, own=own, steps=steps, layers_held=held)
     if point.load is None:
-        rows = of.make_decode_rows(point.concurrency, point.context)
         ms = of.estimate_ms(rows)
-        own = of.compute_wire_errors(rows)
-        return _make_estimate(
-            point, whence, point.concurrency / ms * 1e3, error, own, steps, itl_ms=Percentiles(p50=ms), layers_held=held
-        )
+        return make(tok_s=point.concurrency / ms * 1e3, itl_ms=Percentiles(p50=ms))
     found = replay_estimated(of, point, plan, settings, watch)
-    own = of.compute_wire_errors(of.make_decode_rows(point.concurrency, point.context))
     beyond = _compute_scale_error(machine, steps) + sum(own.values())
-    latencies = {f"{name}_ms": _make_percentiles(getattr(found.serve, f"{name}_ms")) for name in OBJECTIVES}
-    ttft_band = _find_ends("ttft", point, found, beyond)
-    itl_band = _find_ends("itl", point, found, beyond)
-    if itl_band is None:
-        latencies["itl_ms"] = NONE
-    return _make_estimate(
-        point,
-        whence,
-        found.serve.output_tok_s,
-        error,
-        own,
-        steps,
-        **latencies,
+    ttft_band, itl_band = _find_ends("ttft", point, found, beyond), _find_ends("itl", point, found, beyond)
+    return make(
+        tok_s=found.serve.output_tok_s,
+        **_make_latencies(found.serve) | ({} if itl_band else {"itl_ms": NONE}),
         ttft_band=ttft_band,
         itl_band=itl_band,
         mixed_share=found.mixed_share,
         preemptions=found.serve.preemptions,
-        layers_held=held,
     )
 
 
@@ -288,15 +253,21 @@ def replay_estimated(
     of: Estimator, point: Point, plan: EnginePlan, settings: Settings, watch: Watch = lambda _: None
 ) -> ServedEstimate:
     """Serve the requests of a point with estimated step times; `watch` is called with the number of steps served."""
-    times = Watched(EstimatedTimes(of, point, plan), watch)
-    config = SchedulerConfig.from_point(point, pages=plan.pages, max_context=plan.max_context)
-    vocab = load_shape(point.model).vocab
-    found = replay_requests(make_point_requests(point, settings, vocab), Scheduler(config), point.clients, times)  # type: ignore[arg-type]
-    serve = compute_serve_metrics(
-        found.traffic, gpus=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts
-    )
+    scheduler = Scheduler(SchedulerConfig.from_point(point, pages=plan.pages, max_context=plan.max_context))
+    found, serve = _serve_load(point, scheduler, Watched(EstimatedTimes(of, point, plan), watch), settings)
     gaps = sum(max(len(sample.token_s) - 1, 0) for sample in found.traffic.samples)
     return ServedEstimate(serve=serve, mixed_share=1 - found.counts.decode_rows / gaps if gaps else 0.0)
+
+
+def _serve_load(
+    point: Point, scheduler: Scheduler, times: Watched, settings: Settings, engine: EngineServer | None = None
+) -> tuple[ReplayResult, ServeMetrics]:
+    """Serve the requests of a point in virtual time; `engine` is that of the step times, None for dcpbench's."""
+    requests = make_point_requests(point, settings, load_shape(point.model).vocab)
+    found = replay_requests(requests, scheduler, point.clients, times, loop=get_loop_timing(engine))  # type: ignore[arg-type]
+    return found, compute_serve_metrics(
+        found.traffic, gpus=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts
+    )
 
 
 def _find_ends(metric: Metric, point: Point, found: ServedEstimate, beyond: float) -> Ends | None:
@@ -324,7 +295,7 @@ def apply_factor(found: Forecast, factor: float) -> Forecast:
         whence=f"{found.whence}, set right by records of other layouts",
         ttft_band=_divide(found.ttft_band, factor),
         itl_band=_divide(found.itl_band, factor),
-        **{f"{name}_ms": _make_percentiles(getattr(found, f"{name}_ms"), 1 / factor) for name in OBJECTIVES},  # type: ignore[arg-type]
+        **_make_latencies(found, 1 / factor),
     )
 
 
@@ -350,33 +321,26 @@ def replay_point(
     else:
         assert plan is not None
         scheduler = Scheduler(SchedulerConfig.from_point(point, pages=plan.pages, max_context=plan.max_context))
-    found = replay_requests(
-        make_point_requests(point, settings, load_shape(point.model).vocab),
-        scheduler,
-        point.clients,
-        Watched(times, watch),  # type: ignore[arg-type]
-        loop=get_loop_timing(times.engine),
-    )
-    serve = compute_serve_metrics(
-        found.traffic, gpus=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts
-    )
-    tok_s = serve.output_tok_s
-    return Forecast(
+    _, serve = _serve_load(point, scheduler, Watched(times, watch), settings, times.engine)
+    return _make_served_forecast(
+        serve,
         point=point,
         source=REPLAYED,
         whence=whence,
-        engine=format_engine(times.engine.origin) if times.engine is not None else "",
-        tok_s=tok_s,
-        low=tok_s,
-        high=tok_s,
-        **{f"{name}_ms": _make_percentiles(getattr(serve, f"{name}_ms")) for name in OBJECTIVES},  # type: ignore[arg-type]
-        preemptions=serve.preemptions,
+        engine=parse_origin(times.engine.origin).label if times.engine is not None else "",
         layers_held=_find_layers_held(times.honesty),
     )
 
 
 def _make_estimate(
-    point: Point, whence: str, tok_s: float, error: float, own: dict[str, float], steps: Steps, **more: object
+    point: Point,
+    whence: str,
+    *,
+    tok_s: float,
+    error: float,
+    own: dict[str, float],
+    steps: Steps,
+    **more: Any,  # noqa: ANN401 - fields of a forecast
 ) -> Forecast:
     high = 1 + error + sum(own.values())
     if point.load is None:  # ITL is the time of a step and has the error of the output
@@ -391,7 +355,7 @@ def _make_estimate(
         high=tok_s * high,
         wire_errors=own,
         ratio_error=steps.ratio_band,
-        **more,  # type: ignore[arg-type]
+        **more,
     )
 
 
@@ -404,9 +368,7 @@ def limit_requests(point: Point) -> Point:
 
 
 def _compute_scale_error(machine: Machine, steps: Steps) -> float:
-    """Return the additional relative error on another GPU than the one of the shares: the largest
-    error of its rates.
-    """
+    """Return the additional relative error on another GPU than the one of the shares: the largest error of its rates."""
     there = next(gpu for gpu in GPUS if gpu.name == steps.machine)
     if machine.gpu == there.name:
         return 0.0

@@ -1,6 +1,4 @@
-"""Score a forecast: how often it would have picked the layout measured as best, compared with the
-best constant answer.
-"""
+"""Score a forecast: how often it would have picked the layout measured as best, compared with the best constant answer."""
 
 from __future__ import annotations
 
@@ -9,10 +7,10 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from dcpbench.models import load_shape
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.names import CLOSED, REPLAY
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import forecast
 
 if TYPE_CHECKING:
@@ -23,10 +21,8 @@ if TYPE_CHECKING:
     from dcpbench.recommend.estimate import Steps
     from dcpbench.records.record import Record
 
-NEAR = 0.03
-"""Maximum relative distance to the best with which a pick counts as right."""
-SPREAD = 0.1
-"""Minimum relative distance of best and worst for a load in which the choice matters."""
+NEAR = 0.03  # maximum relative distance to the best with which a pick counts as right
+SPREAD = 0.1  # minimum relative distance of best and worst for a load in which the choice matters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,31 +8,25 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.models import load_shape
 from dcpbench.points.cluster_specs import LINKS, load_machine
 from dcpbench.points.names import FP8
-from dcpbench.points.shapes import load_shape
 from dcpbench.serving.load_words import FIXED, parse_lengths
 from dcpbench.serving.loads import compute_extent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dcpbench.points.point import Load
     from dcpbench.recommend.advise import Query
 
-    Answers = Callable[[Query], bool]
-    """Function that returns True if a query has an answer for one of its loads."""
+    Answers = Callable[[Query], bool]  # function that returns True if a query has an answer for one of its loads
 
-MAX_HOSTS = 8
-"""Maximum number of hosts of a suggested layout."""
-SMALLER_CHUNK = 8192
-"""Number of prompt tokens of a step that is suggested if the query has more."""
+MAX_HOSTS = 8  # maximum number of hosts of a suggested layout
+SMALLER_CHUNK = 8192  # number of prompt tokens of a step that is suggested if the query has more
 
 
 def suggest_options(ask: Query, answers: Answers) -> list[str]:
-    """Return options with each of which there is an answer, with the nearest numbers that do; pairs if no single option
-    does.
-    """
+    """Return options with each of which there is an answer, with the nearest numbers that do; pairs if no single option does."""
     more = (words for words, other in _iter_more_gpus(ask) if answers(other))
     alone = (words for words, other in _iter_switches(ask) if answers(other))
     both = (
@@ -63,7 +57,10 @@ def _iter_more_gpus(ask: Query) -> Iterator[tuple[str, Query]]:
 
 def _iter_switches(ask: Query) -> Iterator[tuple[str, Query]]:
     """Yield queries with one option that is not set yet, or without one that is."""
-    smaller = tuple((n, most, load and _limit_chunk(load)) for n, most, load in ask.loads)
+    smaller = tuple(
+        (n, most, load and msgspec.structs.replace(load, chunk=min(load.chunk, SMALLER_CHUNK)))
+        for n, most, load in ask.loads
+    )
     for words, other in (
         *((f"--weights-dtype {name}", dataclasses.replace(ask, weights_dtype=name)) for name in (FP8, "bf16")),
         ("--kv-dtype fp8", dataclasses.replace(ask, kv_dtype=FP8)),
@@ -106,14 +103,8 @@ def _iter_numbers(ask: Query) -> Iterator[tuple[str, int, Callable[[int], Query]
         yield "input-tokens", lengths.low, make_shorter
 
 
-def _limit_chunk(load: Load) -> Load:
-    return msgspec.structs.replace(load, chunk=min(load.chunk, SMALLER_CHUNK))
-
-
 def _find_largest(limit: int, holds: Callable[[int], bool]) -> int:
-    """Return the largest number of 1 to `most` for which `holds` is true, assuming that it is true up to that number;
-    else 0.
-    """
+    """Return the largest number of 1 to `most` for which `holds` is true, assuming that it is true up to that number; else 0."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

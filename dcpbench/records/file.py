@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import fnmatch
@@ -15,7 +14,6 @@ import msgspec
 
 from dcpbench.errors import OutputError, RecordsError
 from dcpbench.points import redaction
-from dcpbench.points.point import Point
 from dcpbench.records import acceptance, checks, checksums, disks
 from dcpbench.records.folder import ASIDE_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, get_record_file
 from dcpbench.records.lines import UNREADABLE
@@ -24,6 +22,8 @@ from dcpbench.records.record import SCHEMA_VERSION, Record
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+    from dcpbench.points.point import Point
 
 
 class _Version(msgspec.Struct):
@@ -118,21 +118,6 @@ def read_records(folder: Path) -> list[Record]:
     return [record for _, record in iter_records(folder)]
 
 
-class _Measured(msgspec.Struct, frozen=True):
-    point: Point
-    outcome: str
-
-
-def read_points(path: Path) -> Iterator[tuple[Point, str]]:
-    """Yield point and outcome of each record without the rest, which is much quicker; unreadable lines are left out."""
-    decoder = msgspec.json.Decoder(_Measured)
-    with path.open("rb", buffering=READ_BYTES) as lines:
-        for line in lines:
-            with contextlib.suppress(*UNREADABLE):
-                found = decoder.decode(line)
-                yield found.point, found.outcome
-
-
 def iter_records(
     run: Path, begin: int = 0, *, samples: bool = True, bad: list[BadLine] | None = None
 ) -> Iterator[tuple[int, Record]]:
@@ -148,7 +133,7 @@ def iter_records(
             f.seek(begin)
             yield from parse_records(f, path, begin, samples=samples, bad=bad)
     except OSError as e:
-        raise RecordsError(f"{path} cannot be read: {e.strerror or e}; name another folder.") from e
+        raise RecordsError(f" cannot be read: {e.strerror or e}; name another folder.", path) from e
 
 
 def parse_records(
@@ -169,7 +154,7 @@ def parse_records(
                 before = path.read_bytes().count(b"\n", 0, begin) if begin else 0
                 read = read or _has_record(path)
                 if bad is None or not (read or checks.is_record_line(line)):
-                    raise RecordsError(_explain_unreadable_line(path, before + number, line, e, read=read)) from e
+                    raise RecordsError(_explain_unreadable_line(path, before + number, line, e, read=read), path) from e
                 mend = checks.suggest_repair_command(path, e)
                 bad.append(
                     BadLine(file=str(path), line=before + number, why=checks.describe_bad_line(line, e), mend=mend)
@@ -184,14 +169,14 @@ def _has_record(path: Path) -> bool:
 
 
 def _explain_unreadable_line(path: Path, number: int, line: bytes, error: Exception, *, read: bool) -> str:
-    """Return the problem with a line and the remedy: `repair` only if the file holds a record."""
-    where = f"{path}, line {number}: "
+    """Return the problem with a line, to follow the path, and the remedy: `repair` only if the file holds a record."""
+    where = f", line {number}: "
     if read:
         mend = checks.suggest_repair_command(path, error)
         return f"{where}{checks.explain_bad_line(line, error)}{f' To take it out, and keep a copy of the file: {mend}' if mend else ''}"
     if checks.is_record_line(line):
         return f"{where}{checks.explain_bad_line(line, error)}"
-    return f"{path} is no file of records, as no line of it is one (line {number}: {checks.describe_bad_line(line, error)}); {NAME_A_RUN}"
+    return f" is no file of records, as no line of it is one (line {number}: {checks.describe_bad_line(line, error)}); {NAME_A_RUN}"
 
 
 def read_record_at(path: Path, place: int) -> Record | None:
@@ -245,7 +230,7 @@ def is_last_line_cut_short(run: Path) -> bool:
     try:
         last = _find_last_line(path)
     except OSError as e:
-        raise RecordsError(f"{path} cannot be read: {e.strerror or e}; name another folder.") from e
+        raise RecordsError(f" cannot be read: {e.strerror or e}; name another folder.", path) from e
     if last is None or last.error is None:
         return False
     return not last.line or is_cut_short(last.line, last.error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, overload
 
 from dcpbench.records.record import OURS, get_origin
 from dcpbench.records.runs import compute_measurement_digest
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run
+
+T = TypeVar("T")
 
 
 def measure_bands(runs: Sequence[Run]) -> dict[str, float]:
@@ -39,6 +41,23 @@ def measure_bands(runs: Sequence[Run]) -> dict[str, float]:
             rates = [statistics.median(found) for found in of_point.values()]
             bands[name] = max(bands.get(name, 0.0), max(rates) / min(rates) - 1)
     return bands | {OURS: REPEATS_AGREE_WITHIN}
+
+
+@overload
+def is_clearly_ahead(ratio: float, low: float, band: float) -> bool: ...
+
+
+@overload
+def is_clearly_ahead(ratio: T, low: T, band: T | float) -> T: ...
+
+
+def is_clearly_ahead(ratio, low, band):  # type: ignore[no-untyped-def]
+    """Return whether something is clearly ahead: the whole interval of the ratio is above 1, and the lead exceeds `band`.
+
+    `low` is the lower end of the interval, `band` the share by which launches may differ (measure_bands). Reports, forecasts and
+    recommendations decide by this function alone; it takes numbers or columns.
+    """
+    return (low > 1) & (ratio > 1 + band)
 
 
 def _get_tok_s(record: Record) -> float | None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from dcpbench.errors import ModelError
+from dcpbench.models import ALIASES, SHAPES, load_shape
 from dcpbench.points.bounds import Count
-from dcpbench.points.shapes import ALIASES, SHAPES, ModelShape, load_shape
+
+if TYPE_CHECKING:
+    from dcpbench.models.shapes import ModelShape
 
 
 class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):

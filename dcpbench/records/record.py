@@ -5,6 +5,8 @@ Units are part of each name (`_us`, `_ms`, `_bytes`, `_tok_s`). Absent measureme
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 from typing import TYPE_CHECKING
 
@@ -13,17 +15,14 @@ import msgspec
 from dcpbench.points.bounds import Count, Number, PositiveNumber, Rate, SignedCount, SignedNumber
 from dcpbench.points.comm_model import Prompts
 from dcpbench.points.memory import PAGES_OF_PADDING, count_pages
-from dcpbench.points.names import AUTO, BACKENDS, FP8, NO_EXCHANGE, UNKNOWN
+from dcpbench.points.names import AUTO, BACKENDS, ENGINE_NAMES, FP8, NO_EXCHANGE, UNKNOWN
 from dcpbench.points.point import Point
 from dcpbench.records.model_sizes import ModelSizes
 
 if TYPE_CHECKING:
     from dcpbench.points.budget import EnginePlan
 
-OURS = "dcpbench"
-A_SERVER = "engine "
-"""Prefix of the engine's name and version in the origin of a point that was measured on a real server."""
-"""Origin of points measured by this package."""
+OURS = "dcpbench"  # origin of points measured by this package
 CPU = "CPU"
 """Environment.device of a run without GPUs."""
 SCHEMA_VERSION = 1
@@ -710,12 +709,44 @@ def get_origin(record: Record) -> str:
     """
     if record.origin:
         return str(record.origin)
-    return OURS if record.point.backend in (*BACKENDS, AUTO) else f"{A_SERVER}{record.point.backend}"
+    return OURS if record.point.backend in (*BACKENDS, AUTO) else format_server_origin(record.point.backend)
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Identify what measured a point: dcpbench's engine, a server of another engine, or a tool that was imported from."""
+
+    text: str  # as a record has it
+    engine: str = ""  # of a server, as points.names.ENGINES names it; empty for all others
+    version: str = ""  # of that engine; empty for a point that its server never ran
+
+    @property
+    def label(self) -> str:
+        """Return `vLLM 0.26.0` for a server; other origins stay as they are."""
+        return f"{ENGINE_NAMES.get(self.engine, self.engine)} {self.version}".rstrip() if self.engine else self.text
+
+
+def format_server_origin(engine: str, version: str = "") -> str:
+    """Return the origin of a point of a real server, which `parse_origin` reads: `engine vllm 0.26.0`."""
+    return " ".join(filter(None, ("engine", engine, version)))
+
+
+@functools.cache
+def parse_origin(text: str) -> Origin:
+    """Return the parts of an origin, as `get_origin` returns it."""
+    kind, _, name = text.partition(" ")
+    engine, _, version = name.partition(" ") if kind == "engine" else ("", "", "")
+    return Origin(text, engine, version)
+
+
+def is_server_origin(name: str) -> bool:
+    """Return True if an origin is a real server of another engine."""
+    return bool(parse_origin(name).engine)
 
 
 def is_imported_origin(name: str) -> bool:
     """Return True if an origin is another tool, from which a result file was imported."""
-    return name != OURS and not name.startswith(A_SERVER)
+    return name != OURS and not is_server_origin(name)
 
 
 def format_hardware(environment: Environment) -> str:

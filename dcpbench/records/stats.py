@@ -129,6 +129,11 @@ def has_settled(previous_median: float | None, median: float, tolerance: float =
     return previous_median is not None and abs(median - previous_median) <= tolerance * abs(previous_median)
 
 
+def find_lasting_start(holds: Sequence[bool]) -> int | None:
+    """Return the index from which on all hold; None if the last one does not."""
+    return next((i for i in range(len(holds)) if all(holds[i:])), None)
+
+
 def compute_median_distance(a: Interval, b: Interval) -> float:
     """Return the relative distance of the medians of two repeats: |a - b| / ((a + b) / 2).
 

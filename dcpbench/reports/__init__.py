@@ -26,9 +26,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @contextlib.contextmanager
 def stop_garbage_collector() -> Iterator[None]:
-    """Disable the cyclic garbage collector inside the block: it would visit all records and rows again and again and
-    find no cycles.
-    """
+    """Disable the cyclic garbage collector inside the block: it would visit all records often and find no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

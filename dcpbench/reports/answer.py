@@ -1,7 +1,7 @@
 """Format the answer of a report as sentences: the few at its top, and the others, for all workloads, models and runs.
 
 Every sentence is made from the records at hand. A sentence about an uncertain value states the uncertainty: intervals
-in brackets, `not clearly` where intervals overlap or a lead is within the difference between repeats.
+in brackets, `level` where intervals overlap or a lead is within the difference between repeats.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED, MODES, TOOLS
+from dcpbench.records.launches import is_clearly_ahead
 from dcpbench.records.metrics import DECODE, REPLAYED
 from dcpbench.records.record import is_imported_origin
 from dcpbench.reports import (
@@ -45,27 +46,17 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.dataframes import Frames
 
-MAX_SENTENCES = 9
-"""Maximum number of sentences at the top of a report; less important ones stand further below."""
-MAX_SHAPES = 4
-"""Maximum number of request lengths for which a sentence names loads; above it the sentence counts them and the table
-names them.
-"""
-MAX_LENGTHS = 8
-"""Maximum number of request lengths that the break-even sentence names; above it the sentence counts them."""
-MAX_CLAUSES = 8
-"""Maximum number of changes along the concurrencies that a sentence names; above it the sentence counts loads."""
+MAX_SENTENCES = 9  # maximum number of sentences at the top of a report; less important ones stand further below
+MAX_SHAPES = 4  # request lengths of which a sentence names loads at most; the table names all
+MAX_LENGTHS = 8  # request lengths that the break-even sentence names at most; else it counts them
+MAX_CLAUSES = 8  # changes along the concurrencies that a sentence names at most; else it counts loads
 MAX_WARNINGS = 4
-LOST = "no longer"
-"""Text for a lead that exists at some concurrency but not at the highest one."""
-NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}
-"""Outcome of a point without numbers, as a sentence states it."""
+LOST = "no longer"  # text for a lead that exists at some concurrency but not at the highest one
+NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}  # outcomes, as a sentence states them
 
 
 def format_top_sentences(frames: Frames) -> list[str]:
-    """Return the sentences at the top of a report, in reading order: SLO, best layouts, break-even, KV capacity, and
-    limits of trust.
-    """
+    """Return the sentences at the top of a report, in reading order."""
     if not has_engine_answer(frames):
         return split_sentences(frames)[0]
     first = [
@@ -128,9 +119,7 @@ def _collect_ranked(frames: Frames) -> list[tuple[float, str]]:
 
 
 def describe_functional(frames: Frames) -> str:
-    """State that times measured on a CPU allow no conclusion about performance, for all points or some; empty without
-    CPU points.
-    """
+    """State that times of a CPU allow no conclusion about performance; empty without CPU points."""
     slow = frames.everything["cpu"]
     if not slow.any():
         return ""
@@ -143,9 +132,7 @@ def describe_functional(frames: Frames) -> str:
 
 
 def _iterate_scopes(frames: Frames) -> Iterable[tuple[float, str]]:
-    """Yield sentences with their rank for each run, model and mode: best layouts, maximum within the SLO, where DCP
-    pays, KV pressure.
-    """
+    """Yield sentences with their rank for each run, model and mode."""
     found = frames.findings
     tables = (found.points, found.best, found.most, found.break_even, found.ratios, found.against_best)
     short = findings.find_kv_pressure(findings.select_timed(frames.served))
@@ -168,9 +155,7 @@ def _iterate_scopes(frames: Frames) -> Iterable[tuple[float, str]]:
 
 
 def describe_imports(frames: Frames) -> str:
-    """Return a sentence that counts the imported points per tool and explains why they are not directly comparable with
-    dcpbench's own; empty without imported points.
-    """
+    """Return a sentence that counts the imported points by tool and limits their comparison; empty without any."""
     table = frames.served
     counts = Counter(name for name in table["origin"] if is_imported_origin(name)) if len(table) else Counter[str]()
     if not counts:
@@ -185,9 +170,7 @@ def describe_imports(frames: Frames) -> str:
 
 
 def describe_lock_step(frames: Frames) -> str:
-    """Describe that clients of closed loops run in lock-step and what that changes; empty if no
-    point on a GPU does so.
-    """
+    """Describe that clients of closed loops run in lock-step and what that changes; empty if no point on a GPU does so."""
     found = select_lock_step(frames.served)
     if found.empty:
         return ""
@@ -205,9 +188,7 @@ def select_lock_step(served: pd.DataFrame) -> pd.DataFrame:
 
 
 def describe_best(found: pd.DataFrame) -> str:
-    """Return the best layout of each load of one run, model and mode; consecutive loads with the same answer share a
-    clause.
-    """
+    """Return the best layout of each load of one run, model and mode; consecutive loads with the same answer share a clause."""
     if found.empty:
         return "No load was run with two layouts of equally many GPUs, so none can be called the best."
     judged = bool(found["slo_excess"].notna().any())
@@ -217,16 +198,20 @@ def describe_best(found: pd.DataFrame) -> str:
     answers = found["rest"].str.cat(found["label"]).where(found["clear"], "tie")
     changes = int((answers != answers.shift()).sum())  # from one load to the next
     if found["rest"].nunique() > MAX_SHAPES or changes > MAX_CLAUSES:
-        clear, meets = found["clear"].astype(bool), found["meets"].astype(bool)
-        won = [f"{label} in {n}" for label, n in found[clear]["label"].value_counts().items()]
-        tied, none = int((meets & ~clear).sum()), int((~meets).sum())
-        won += [f"no layout {launch_bands.BY_MORE if single else 'clearly'} in {tied}"] if tied else []
-        won += [f"none within the SLO in {none}"] if none else []
-        return f"{what}: of {format_count(len(found), 'load')}, {format_list(won)}."
+        return f"{what}: of {format_count(len(found), 'load')}, {count_winners(found)}."
     short = make_short_shapes(found["rest"])
     shapes = [f"{short[str(rest)]}: {_format_winners(loads)}" for rest, loads in found.groupby("rest", sort=False)]
     closed = found["load_arrival"].eq(CLOSED).all()
     return f"{what}{', at each concurrency' if closed else ''}. {format_capitalized('; '.join(shapes))}."
+
+
+def count_winners(found: pd.DataFrame) -> str:
+    """Return in how many loads each layout is the best: `tp4 in 3, no layout clearly in 1 and none within the SLO in 2`."""
+    clear, meets = found["clear"].astype(bool), found["meets"].astype(bool)
+    more = launch_bands.BY_MORE if launch_bands.has_single_launches(found) else "clearly"
+    others = {f"no layout {more}": int((meets & ~clear).sum()), "none within the SLO": int((~meets).sum())}
+    won = found[clear]["label"].value_counts().to_dict() | {what: n for what, n in others.items() if n}
+    return format_list([f"{who} in {n}" for who, n in won.items()])
 
 
 def describe_maximum(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
@@ -257,7 +242,7 @@ def _compare_most(row: pd.Series[Any], times: float) -> str:
     bands = (row[launch_bands.COLUMN], row["other_band"])
     if any(map(is_missing, bands)):
         return f"{times:.2f} times, {launch_bands.IN_ONE_LAUNCH},"
-    clear = row["output_tok_s_low"] > row["other_high"] and times > 1 + max(bands)
+    clear = is_clearly_ahead(times, row["output_tok_s_low"] / row["other_high"], max(bands))
     return f"{times:.2f} times" if clear else "not clearly more than"
 
 
@@ -302,9 +287,7 @@ def describe_break_even(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.Dat
     if even.empty:
         return f"{alone}." if alone else ""
     over = format_list(list_unique(even["baseline"]), "or")
-    loosely = (
-        f"Looser, over {over} alone{findings.format_slo_aside(ratios)}"  # `Looser, over tp4 alone, whether or not …`
-    )
+    loosely = f"Compared with {over} alone{findings.format_slo_aside(ratios)}"
     if even["rest"].nunique() > MAX_LENGTHS:
         begins = "DCP starts to pay" if pays else f"{loosely}, DCP is ahead"
         found = f"{even['from'].notna().sum():,} of {len(even):,} combinations of layout and length"
@@ -332,8 +315,7 @@ def describe_break_even(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.Dat
 
 
 def _format_paying_loads(rows: pd.DataFrame) -> str:
-    """Return `tp4·dcp4 at 24–32 (1.03–1.05× tp4)` or `nowhere (at most 0.99× tp4, tp4·dcp4 at 4)` for one request
-    length.
+    """Return `tp4·dcp4 at 24–32 (1.03–1.05× tp4)` or `nowhere (at most 0.99× tp4, tp4·dcp4 at 4)` for one request length.
 
     `nowhere clearly` is used only if some ratio is above 1, but by no more than repeats may differ.
     """
@@ -362,9 +344,7 @@ def _format_paying_loads(rows: pd.DataFrame) -> str:
 
 
 def explain_jumps(points: pd.DataFrame) -> str:
-    """Explain jumps of throughput between neighbouring concurrencies that the layout does not
-    cause; empty without any.
-    """
+    """Explain jumps of throughput between neighbouring concurrencies that the layout does not cause; empty without any."""
     texts = []
     padded = findings.find_padded(points)
     clauses: dict[str, list[str]] = {}
@@ -389,9 +369,7 @@ def explain_jumps(points: pd.DataFrame) -> str:
 
 
 def describe_kv_pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str:
-    """Return the heaviest load under which a layout was short of KV capacity, with the layout that is shortest and the
-    best one there.
-    """
+    """Return the heaviest load at which a layout was short of KV capacity, with the shortest and the best layout there."""
     if short_of_kv.empty:
         return ""
     heaviest = short_of_kv.sort_values(["input_typical", "concurrency"], kind="stable").iloc[-1]
@@ -407,9 +385,7 @@ def describe_kv_pressure(short_of_kv: pd.DataFrame, points: pd.DataFrame) -> str
 
 
 def describe_kv_capacity(kv: pd.DataFrame) -> str:
-    """Return how many more tokens the layout with the largest KV capacity holds; one sentence for all models if they
-    agree.
-    """
+    """Return how many more tokens the layout with the largest KV capacity holds; one sentence for all models if they agree."""
     more = kv if kv.empty else kv[(kv["dcp"] > 1) & kv["kv_ratio"].notna()]
     if more.empty:
         return ""
@@ -458,9 +434,7 @@ def describe_agreement(frames: Frames, apart: list[float]) -> str:
 
 
 def describe_trust(frames: Frames, apart: list[float]) -> str:
-    """State how well repeats and gaps between kernels agree, which points did not run, and how many points carry a
-    warning.
-    """
+    """State how well repeats and gaps between kernels agree, which points did not run, and how many points carry a warning."""
     texts = [describe_agreement(frames, apart)]
     if len(frames.others):
         texts.append(f"Not every point ran: {format_outcomes(frames)}, listed with reasons.")
@@ -491,7 +465,7 @@ def format_commonest_reason(frames: Frames) -> str:
 
 def format_scope(frames: Frames, run: str, model: str, mode: str) -> str:
     """Return `kimi-k2, run monday, replay` or `kimi-k2, vLLM 0.26.0`, without the parts of which there is only one."""
-    where = f"{model}, {frames.format_run(run)}" if len(frames.shown_runs) > 1 else str(model)
+    where = frames.format_scope(run, model)
     return f"{where}, {mode}" if mode in MODES else where
 
 
@@ -520,13 +494,11 @@ def _format_winner(row: pd.Series[Any]) -> str:
         return "none within the SLO"
     if is_missing(row["next"]):
         return f"only {row['label']}"
-    level = format_list(sorted(row["level"]), "or")
+    level = format_list(sorted(row["level"]))
     if row["clear"]:
         return str(row["label"])
     return (
-        f"{level} ({launch_bands.NOT_DISTINGUISHABLE})"
-        if is_missing(row[launch_bands.COLUMN])
-        else f"not clearly {level}"
+        f"{level} ({launch_bands.NOT_DISTINGUISHABLE})" if is_missing(row[launch_bands.COLUMN]) else f"level: {level}"
     )
 
 
@@ -558,9 +530,7 @@ def _format_break_even(group: pd.DataFrame) -> str:
 
 
 def _format_never(row: pd.Series[Any]) -> str:
-    """Return `never` if no ratio is above 1, `never clearly` if one is within the difference
-    between repeats, or LOST.
-    """
+    """Return `never` if no ratio is above 1, `never clearly` if one is within the difference between repeats, or LOST."""
     more = launch_bands.BY_MORE if row["single"] else "clearly"
     return LOST if row["ever"] else "never" if row["best"] <= 1 else f"never {more}"
 

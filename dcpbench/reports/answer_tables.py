@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED
+from dcpbench.records.metrics import METRIC
 from dcpbench.reports import answer, launch_bands
 from dcpbench.reports.findings import SCOPE, find_most_per_layout, format_plain_layout, format_slo_aside, list_keys
 from dcpbench.reports.load_labels import find_shared_shape, make_short_shapes
 from dcpbench.reports.plots import sample_evenly
-from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Table, make_table, make_text_columns, select_mode
+from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Table, make_columns, make_table, make_text_columns, select_mode
 from dcpbench.show.numbers import ABSENT, format_number, format_ratio, format_with_interval, is_missing
 from dcpbench.show.text import format_list
 
@@ -21,18 +22,13 @@ if TYPE_CHECKING:
     from dcpbench.reports.dataframes import Frames
     from dcpbench.reports.findings import Findings
 
-MAX_COLUMNS = 9
-"""Maximum number of concurrency columns; with more concurrencies the first, the last and some between are shown."""
-MAX_LAYOUTS = 12
-"""Maximum number of layout columns in the table of the highest output within the SLO."""
-MAX_ROWS = 40
-"""Maximum number of rows of a grid; larger grids are left to the long tables."""
+MAX_COLUMNS = 9  # concurrencies with a column at most: of more the first, the last and some between
+MAX_LAYOUTS = 12  # maximum number of layout columns in the table of the highest output within the SLO
+MAX_ROWS = 40  # maximum number of rows of a grid; larger grids are left to the long tables
 
 
 def build_grids(frames: Frames) -> list[Table]:
-    """Build the grids of each model and mode: the highest output of each layout within the SLO and, for closed loops, the
-    best layout of each load and DCP over the baseline.
-    """
+    """Build the grids of each model and mode: highest output within the SLO, best layouts, DCP over its baseline."""
     found = frames.findings
     tables = []
     for scope in dict.fromkeys([*list_keys(found.best, SCOPE), *list_keys(found.ratios, SCOPE)]):
@@ -45,9 +41,7 @@ def build_grids(frames: Frames) -> list[Table]:
 
 
 def add_rivals(found: Findings) -> pd.DataFrame:
-    """Return each DCP point against its baseline and against the best layout without DCP, the latter as `rival` and
-    `rival_ratio`.
-    """
+    """Return each DCP point against its baseline, and as `rival` against the best layout without DCP."""
     if found.ratios.empty:
         return found.ratios
     return found.ratios.assign(rival=found.against_best["rival"], rival_ratio=found.against_best["ratio"])
@@ -66,8 +60,7 @@ def build_best_table(found: pd.DataFrame, mode: str) -> Table:
             *make_text_columns("next"),
             ("output tok/s [95 %]", _format_rate),
             ("over the next", lambda r: format_ratio(r["lead"])),
-            ("TTFT p50 ms", lambda r: format_number(r["ttft_p50_ms"])),
-            ("ITL p50 ms", lambda r: format_number(r["itl_p50_ms"])),
+            *make_columns(METRIC[name] for name in ("ttft_p50_ms", "itl_p50_ms")),
         ],
         text_columns=4,
         optional=("TTFT p50 ms",),
@@ -104,9 +97,7 @@ def _build_best_grid(found: pd.DataFrame, where: str) -> Table:
 
 
 def _build_maximum_grid(points: pd.DataFrame, where: str) -> Table:
-    """Build the grid of the highest output of each layout and the load at which it has it; `none` if the layout ran and
-    never meets the SLO.
-    """
+    """Build the grid of each layout's highest output and its load; `none` if the layout never meets the SLO."""
     judged = points[points["slo_excess"].notna()] if len(points) else points
     if judged.empty:
         return Table("", [], [])
@@ -123,9 +114,8 @@ def _build_maximum_grid(points: pd.DataFrame, where: str) -> Table:
         return f"{format_number(best['output_tok_s'], 3)} at {at}"
 
     rows = [[short[rest], *(format_cell(rest, label) for label in labels)] for rest in dict.fromkeys(judged["rest"])]
-    title = f"Maximum output tok/s within the SLO, at which concurrency of those that ran{where}"
-    if (judged["load_arrival"] != CLOSED).any():
-        title = title.replace("concurrency", "load")
+    load = "concurrency" if judged["load_arrival"].eq(CLOSED).all() else "load"
+    title = f"Maximum output tok/s within the SLO, at which {load} of those that ran{where}"
     columns = ["load", *labels]
     return Table(f"{title}; {shared}" if shared else title, columns, rows[:MAX_ROWS], len(columns))
 
@@ -141,9 +131,7 @@ def _build_ratio_grid(found: pd.DataFrame, where: str) -> Table:
 def _build_grid(
     title: str, found: pd.DataFrame, keys: list[str], names: list[str], cell: Callable[[Any], str]
 ) -> Table:
-    """Build a grid with a row for each value of `keys`, the first of which is the request length, and a column per
-    concurrency.
-    """
+    """Build a grid with a row for each value of `keys`, the first of which is the request length, and a column per concurrency."""
     if found.empty:
         return Table(title, [], [])
     short, shared = make_short_shapes(found["rest"]), find_shared_shape(found["rest"])
@@ -180,8 +168,8 @@ def _format_best_label(row: pd.Series[Any]) -> str:
         return f"{row['label']} (the only one that meets the SLO)"
     if row["clear"]:
         return str(row["label"])
-    how = launch_bands.NOT_DISTINGUISHABLE if is_missing(row[launch_bands.COLUMN]) else "not clearly"
-    return f"{format_list(row['level'], 'or')} ({how})"
+    how = launch_bands.NOT_DISTINGUISHABLE if is_missing(row[launch_bands.COLUMN]) else "level"
+    return f"{format_list(row['level'])} ({how})"
 
 
 def _format_rate(row: pd.Series[Any]) -> str:

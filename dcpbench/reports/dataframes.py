@@ -1,6 +1,4 @@
-"""Load records as tidy tables: one row per point with its repeats merged, and failed or rejected points in a separate
-table.
-"""
+"""Load records as tidy tables: one row per point with its repeats merged, and failed or rejected points in a separate table."""
 
 from __future__ import annotations
 
@@ -25,7 +23,6 @@ from dcpbench.records.folder import RECORDS_FILE, get_record_file, get_run_folde
 from dcpbench.records.launches import measure_bands
 from dcpbench.records.metrics import LATENCIES, METRIC, STATISTICS
 from dcpbench.records.record import (
-    A_SERVER,
     CPU,
     MAX_SUM_ERROR,
     OURS,
@@ -44,6 +41,8 @@ from dcpbench.records.record import (
     is_imported_origin,
     is_kv_limited,
     is_rejected_for_memory,
+    is_server_origin,
+    parse_origin,
 )
 from dcpbench.records.runs import Run, read_run
 from dcpbench.reports import findings, joined_runs, launch_bands, load_labels, model_names
@@ -71,12 +70,9 @@ if TYPE_CHECKING:
 pd.set_option("mode.string_storage", "python")
 
 MAX_POINTS = 100_000  # of one run; a report about as many takes four minutes
-MAX_DETAIL_CHARS = 8_000
-"""Maximum number of characters kept of a log; its end is kept because it is the most informative part."""
-GPU = "gpu="
-"""Prefix of the setting that makes points of different hardware distinct; labels name the hardware itself."""
-BUSIEST = ("busiest_rank_experts", "busiest_rank_rows")
-"""Columns that tables have only if any record has them."""
+MAX_DETAIL_CHARS = 8_000  # characters that are kept of the end of a log, which is the most informative part
+GPU = "gpu="  # prefix of the setting that makes points of different hardware distinct; labels name the hardware itself
+BUSIEST = ("busiest_rank_experts", "busiest_rank_rows")  # columns that tables have only if any record has them
 MERGES: dict[str, Callable[[list[float]], float]] = {
     "median": lambda values: statistics.median(map(float, values)),
     "max": max,
@@ -85,8 +81,7 @@ MERGES: dict[str, Callable[[list[float]], float]] = {
 }
 """Function that merges repeats into one value, for each merge kind in the catalogue of metrics."""
 OF_ENGINE = [m.name for m in metrics.METRICS if m.at and not m.parts & {"metrics", "serve"}]
-OF_DECODE = [m.name for m in metrics.METRICS if "metrics" in m.parts]
-"""Metrics of points of `decode`, in the order of a table."""
+OF_DECODE = [m.name for m in metrics.METRICS if "metrics" in m.parts]  # in the order of a table
 SERVED = [name for name in ServeMetrics.__struct_fields__ if name in METRIC and name != "goodput_s"]
 """Metrics that only served points have, in the order of a record; goodput is reported with its objectives."""
 VARIES = {
@@ -95,31 +90,23 @@ VARIES = {
     "kv_memory_gib": "{:g} GiB of KV",
     "limit_seconds": "ended at {:g} s",
 }
-"""Further fields of a load or of its serving settings that may distinguish two points of a report, with their print
-format.
-"""
+"""Further fields of a load or of its serving settings that may distinguish two points of a report, with their print format."""
 SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
 """Fields of VARIES that only some points have; a missing value adds no information. Imports have only `requests`."""
 OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat")
 """Columns of points that did not run, before those of LOST."""
-LOST = ("outcome", "reason", "detail", "no_room", "message", "cause", "device", "cpu", "gpus")
-"""Columns of points that did not run: outcome, the reason without job-specific or point-specific parts, memory, and
-hardware.
-"""
+LOST = ("outcome", "reason", "detail", "no_room", "message", "cause", "device", "cpu", "gpus", "shape")
+"""Columns of points that did not run: outcome, the reason without job-specific or point-specific parts, memory, and hardware."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Frames:
     """Hold the tables from which a report is made."""
 
-    runs: list[Run]
-    """Runs as read; with `as_repeats` a single one, unless several engines were measured."""
-    points: pd.DataFrame
-    """One row per point of the workload `decode` that ran, repeats merged (see `_make_point_row`)."""
-    served: pd.DataFrame
-    """One row per served point of `serve` that ran, repeats merged (see `_make_served_columns`)."""
-    others: pd.DataFrame
-    """Points of any workload that did not run, with the columns OTHERS and LOST."""
+    runs: list[Run]  # runs as read; with `as_repeats` a single one, unless several engines were measured
+    points: pd.DataFrame  # one row per point of the workload `decode` that ran, repeats merged (see `_make_point_row`)
+    served: pd.DataFrame  # one row per served point of `serve` that ran, repeats merged (see `_make_served_columns`)
+    others: pd.DataFrame  # points of any workload that did not run, with the columns OTHERS and LOST
     slo: dict[str, float] = dataclasses.field(default_factory=dict)
     """Requested objectives in ms; if empty, those that the runs were measured with apply (slo.py)."""
     engines: list[EngineRun] = dataclasses.field(default_factory=list)
@@ -136,9 +123,9 @@ class Frames:
         """Return the name under which the tables show a model."""
         return self.model_names.get(model, model)
 
-    def format_run(self, name: str) -> str:
-        """Return `run monday`, or the name of an engine alone: `vLLM 0.26.0`."""
-        return joined_runs.format_run(name, self.engines)
+    def format_scope(self, run: str, model: str) -> str:
+        """Return `kimi-k2, run monday` or `kimi-k2, vLLM 0.26.0`; of a single run the model alone."""
+        return f"{model}, {joined_runs.format_run(run, self.engines)}" if len(self.shown_runs) > 1 else model
 
     @property
     def records(self) -> list[Record]:
@@ -221,16 +208,14 @@ class _Reading:
     """Hold what the records of a report have in common, for the columns that depend on all of them."""
 
     engines: list[EngineRun]
-    devices: dict[str, str]
-    """Shown name of each device (joined_runs.find_device_names)."""
-    models: dict[str, str]
-    """Shown name of each model folder (model_names.find_model_names)."""
+    devices: dict[str, str]  # shown name of each device (joined_runs.find_device_names)
+    models: dict[str, str]  # shown name of each model folder (model_names.find_model_names)
     launches: Counter[tuple[str, str]]
     """Launches of each point by engine and key; counted only if several engines were measured."""
 
     def add_names(self, row: dict[str, Any], records: list[Record]) -> dict[str, Any]:
         """Return the row of a point with the shown names of its model and device, and with the engine that ran it."""
-        engine = joined_runs.format_engine(get_origin(records[0]))
+        engine = parse_origin(get_origin(records[0])).label
         return row | {
             "model": self.models.get(row["model"], row["model"]),
             "model_folder": row["model"] if row["model"] in self.models else "",
@@ -261,14 +246,12 @@ def _add_load_columns(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
-    """Return served points with `load` as text, in reading order: by mode, then loads from light to heavy, then
-    layouts.
-    """
+    """Return served points with `load` as text, in reading order: by mode, then loads from light to heavy, then layouts."""
     if table.empty:
         return table
     # columns that may be unknown in every row, which pandas would not take for numbers
     table = table.assign(**{name: pd.to_numeric(table[name]) for name in METRIC if name in table})
-    parts = [table["shape"].tolist()]
+    parts = {"shape": table["shape"].tolist()}
     for name, form in VARIES.items():
         shown = _find_printed(table, name).tolist()
         loads = table[f"load_{name}"].tolist()
@@ -277,11 +260,16 @@ def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
         ]
         if len(set(values) - ({None} if name in SOME_HAVE else set())) > 1:
             printed = [("on" if v else "off") if isinstance(v, bool) else v for v in values]
-            parts.append(["" if v is None else form.format(v) for v in printed])
-    rest = [load_labels.SEPARATOR.join(filter(None, texts)) for texts in zip(*parts, strict=True)]
-    load = [f"{a}{load_labels.SEPARATOR}{r}" for a, r in zip(table["arrival"], rest, strict=True)]
+            parts[name] = ["" if v is None else form.format(v) for v in printed]
+
+    def join(*columns: list[str]) -> list[str]:
+        return [load_labels.SEPARATOR.join(filter(None, texts)) for texts in zip(*columns, strict=True)]
+
+    arrival, rest = table["arrival"].tolist(), join(*parts.values())
+    any_chunk = join(arrival, *(texts for name, texts in parts.items() if name != "chunk"))
+    table = table.assign(rest=rest, load=join(arrival, rest), load_with_any_chunk=any_chunk)
     by = ("run", "model", "mode", "load_arrival", "input_typical", "rest", "load_request_rate", "concurrency")
-    return _sort_table(table.assign(rest=rest, load=load).copy(), *by)  # in one piece, as pandas wants wide tables
+    return _sort_table(table.copy(), *by)  # in one piece, as pandas wants wide tables
 
 
 def _find_printed(table: pd.DataFrame, name: str) -> pd.Series[Any]:
@@ -353,9 +341,7 @@ class _Clipper:
 
 
 def _is_short(parts: dict[str, Any]) -> bool:
-    """Return True if certainly no string inside needs to be cut: as JSON the strings have no escapes, and no text
-    between two quotes is long.
-    """
+    """Return True if no string inside needs to be cut: JSON without escapes or long text between two quotes."""
     text = msgspec.json.encode(parts)
     return (
         text.isascii()
@@ -404,6 +390,7 @@ def _make_other_row(run: str, record: Record) -> dict[str, Any]:
         "device": CPU if is_functional(record) else get_device(record),
         "cpu": is_functional(record),
         "gpus": point.gpus,
+        "shape": load_labels.format_shape(point.load) if point.load else None,
     }
 
 
@@ -416,9 +403,7 @@ def sort_commonest_first(others: pd.DataFrame) -> pd.DataFrame:
 
 
 def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
-    """Return the repeats of one point as one row: medians of medians; intervals are the envelope of the repeats'
-    intervals.
-    """
+    """Return the repeats of one point as one row: medians of medians; intervals are the envelope of the repeats' intervals."""
     point = records[0].point
     fields = [name for name in point.__struct_fields__ if name not in ("repeat", "load")]
     row: dict[str, Any] = {name: getattr(point, name) for name in fields}
@@ -439,7 +424,7 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "precision": point.precision,
         "repeats": len(records),
         "origin": get_origin(records[0]),
-        "marks": ", ".join(sorted({mark for r in records for mark in _list_marks(r)})),
+        "marks": tuple(sorted({mark for r in records for mark in _list_marks(r)})),
         "cpu": any(map(is_functional, records)),
         "device": next(filter(None, map(get_device, records)), None),
         "slo_recorded": objectives.get_recorded_slo(records[0]),
@@ -457,7 +442,7 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
         **merge_metrics(records, *OF_ENGINE),
         "kv_capacity_tokens": next((n for n in map(get_kv_capacity, records) if n is not None), None),
         **merge_metrics(records, "floor_share"),
-        "throttle_reasons": ", ".join(sorted({reason for r in records if r.gpu for reason in r.gpu.throttle_reasons})),
+        "throttle_reasons": tuple(sorted({reason for r in records if r.gpu for reason in r.gpu.throttle_reasons})),
         **_collect_clocks(records),
     }
     held = row["kv_capacity_tokens"]
@@ -544,8 +529,7 @@ def make_point_key(record: Record) -> str:
 
 
 def make_load_key(record: Record) -> str:
-    """Return a key that is equal for all points that were sent the same requests, in any mode, with the same KV memory
-    and limit.
+    """Return a key that is equal for all points that were sent the same requests, in any mode, with the same KV memory and limit.
 
     The key is empty for `decode`, because the point describes it completely.
     """
@@ -563,13 +547,10 @@ def compute_median(values: Iterable[float | None]) -> float | None:
 
 
 def merge_metrics(records: Sequence[Record], *names: str) -> dict[str, float | None]:
-    """Return columns of these metrics: the merged value of the repeats, and both ends of an interval if tables have
-    them.
+    """Return columns of these metrics: the merged value of the repeats, and both ends of an interval if tables have them.
 
     An interval is the envelope of the repeats' intervals, or of the repeats' values if they have no intervals.
     """
-    if len(records) == 1:
-        return _collect_single(records[0], names)
     row: dict[str, float | None] = {}
     for metric in (METRIC[name] for name in names):
         held = [found for record in records if (found := metric.get_recorded(record)) is not None]
@@ -581,20 +562,6 @@ def merge_metrics(records: Sequence[Record], *names: str) -> dict[str, float | N
     return row
 
 
-def _collect_single(record: Record, names: tuple[str, ...]) -> dict[str, float | None]:
-    """Return the columns of `merged` for a point without repeats, of which there may be many thousand."""
-    row: dict[str, float | None] = {}
-    for metric in (METRIC[name] for name in names):
-        found = metric.get_recorded(record)
-        value, low, high = (
-            (found.median, found.low, found.high) if isinstance(found, Interval) else (found, found, found)
-        )
-        row[metric.name] = float(value) if metric.merged == "median" and value is not None else value
-        if metric.ranged:
-            row[f"{metric.name}_low"], row[f"{metric.name}_high"] = low, high
-    return row
-
-
 def _make_plain_table(rows: pd.DataFrame | list[dict[Any, Any]]) -> pd.DataFrame:
     """Return a table with strings stored as objects: even pandas' arrays of Python strings are slow to iterate over."""
     table = pd.DataFrame(rows)
@@ -603,14 +570,12 @@ def _make_plain_table(rows: pd.DataFrame | list[dict[Any, Any]]) -> pd.DataFrame
 
 
 def _build_tidy_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Return rows as a table in reading order, with a `variant` that distinguishes points of the
-    same layout and load.
-    """
+    """Return rows as a table in reading order, with a `variant` that distinguishes points of the same layout and load."""
     if not rows:
         return pd.DataFrame()
     table = _make_plain_table(rows)
     variants = pd.Series("", table.index, dtype=object)
-    servers = table["engine"].where(table["origin"].str.startswith(A_SERVER), "")
+    servers = table["engine"].where(table["origin"].map(is_server_origin), "")
     for _, own in table.groupby(servers, sort=False):
         variants.loc[own.index] = pd.Series(_format_variants(own), own.index, dtype=object)
     table["variant"] = variants
@@ -630,9 +595,7 @@ def _format_variants(table: pd.DataFrame) -> list[str]:
 
 
 def _sort_table(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """Sort by these columns and the layout; numbers in texts sort by value, so that `max_num_seqs=8` comes before
-    `=32`.
-    """
+    """Sort by these columns and the layout; numbers in texts sort by value, so that `max_num_seqs=8` comes before `=32`."""
 
     def make_sort_key(column: pd.Series[Any]) -> pd.Series[Any]:
         if not any(isinstance(value, str) for value in column):
@@ -682,9 +645,7 @@ def _format_experts(table: pd.DataFrame) -> list[str]:
 
 
 def _format_settings(table: pd.DataFrame) -> list[str]:
-    """Return for each point the settings that not all points of its run have, or that another run sets differently:
-    `max_num_seqs=4`.
-    """
+    """Return the settings of each point that not all points of its run have, or that another run sets differently."""
     settings = [[p for p in text.split(SETTING) if p and not p.startswith(GPU)] for text in table["settings"]]
     of_run: dict[str, list[set[str]]] = {}
     values: dict[str, set[str]] = {}
@@ -706,9 +667,7 @@ def _format_devices(table: pd.DataFrame) -> list[str]:
 
 
 def _format_exchanges(table: pd.DataFrame) -> list[str]:
-    """Return for each point with an exchange the parts that not all of these have in common, such as `a2a
-    +q-replicate`; else empty.
-    """
+    """Return the parts of each point's exchange that not all have in common, such as `a2a +q-replicate`."""
     own = select_point_axes(Role.EXCHANGE)
     rows = table[[axis.name for axis in own]].to_dict("records")
     exchanges = ~table["exchange"].isin((NO_EXCHANGE, UNKNOWN))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from dcpbench.records.metrics import DECODE
+from dcpbench.records.metrics import DECODE, METRIC
 from dcpbench.records.record import MAX_DISTURBANCE, MAX_SUM_ERROR, OURS
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import engines, load_labels
@@ -34,7 +34,7 @@ from dcpbench.reports.step_parts import (
     compute_parts,
     list_compared_parts,
 )
-from dcpbench.reports.tables import FOLD_ABOVE, Table, make_table, make_text_columns
+from dcpbench.reports.tables import FOLD_ABOVE, Table, make_column, make_table, make_text_columns
 from dcpbench.show.numbers import (
     ABSENT,
     format_integer,
@@ -53,20 +53,13 @@ if TYPE_CHECKING:
     from dcpbench.reports.tables import Column
 
 PROLONGED_STAR = "*"  # behind the ratio of a step that the profiler prolongs
-STEP = "step"
-"""Name of the whole step, measured without the profiler, among the parts that are compared."""
-MIN_SLOWER = 1 + REPEATS_AGREE_WITHIN
-"""Ratio above which a part counts as slower; below it the difference may be that of two launches."""
-MAX_SLOWER = 8
-"""Maximum number of sentences about parts in which dcpbench is slower."""
-MIN_SHARE = 0.1
-"""Share of the difference between two steps from which a part is named."""
-MAX_UNKNOWN = 0.03
-"""Share of unknown kernels in a step above which its parts are named as incomplete."""
-ONLY_IN_SUMS = (PROJECTIONS, EXPERTS)
-"""Parts that narrow tables show by their sum only."""
-SINGULAR = (STEP, ATTENTION, REDUCE)
-"""Names of parts that take a verb in the singular."""
+STEP = "step"  # name of the whole step, measured without the profiler, among the parts that are compared
+MIN_SLOWER = 1 + REPEATS_AGREE_WITHIN  # ratio above which a part counts as slower than in another launch
+MAX_SLOWER = 8  # maximum number of sentences about parts in which dcpbench is slower
+MIN_SHARE = 0.1  # share of the difference between two steps from which a part is named
+MAX_UNKNOWN = 0.03  # share of unknown kernels in a step above which its parts are named as incomplete
+ONLY_IN_SUMS = (PROJECTIONS, EXPERTS)  # parts that narrow tables show by their sum only
+SINGULAR = (STEP, ATTENTION, REDUCE)  # names of parts that take a verb in the singular
 TITLE = "Decode steps of engines by part"
 
 
@@ -78,27 +71,21 @@ class StepComparison:
     """Rows of engines.compare_engines with `parts`, the time of each part, of the sums of parts and of IDLE in µs (empty without
     a profile), `step_times`, the step over that of the reference, `part_times`, the same of each part, `profiled_times`, the profiled
     step over the timed one, and `reference`."""
-    reference: str
-    """Engine over which ratios are: dcpbench's, or the one that is ahead most often if dcpbench's did not run."""
+    reference: str  # engine over which ratios are: dcpbench's, else the one that is ahead most often
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlowerPart:
     """Describe a part of a step that takes longer in the reference than in another engine."""
 
-    part: str
-    """A part or a sum of parts of step_parts, or STEP."""
+    part: str  # a part or a sum of parts of step_parts, or STEP
     engine: str
-    times: tuple[float, ...]
-    """Time in the reference over that in the engine, at each point where it is slower."""
-    compared: int
-    """Number of points that have the part in both."""
-    worst: float
-    """Time ratio at the point where most time is lost."""
+    times: tuple[float, ...]  # time in the reference over that in the engine, at each point where it is slower
+    compared: int  # number of points that have the part in both
+    worst: float  # time ratio at the point where most time is lost
     lost_ms: float
     step_ms: float
-    where: str
-    """Layout, concurrency and context of that point."""
+    where: str  # layout, concurrency and context of that point
 
 
 def compare_steps(frames: Frames) -> StepComparison:
@@ -115,26 +102,15 @@ def compare_steps(frames: Frames) -> StepComparison:
     ours = rows["run"][rows["origin"] == OURS]
     reference = str((ours if len(ours) else rows["over_run"]).value_counts(sort=True).index[0])
     records = [{str(k): v for k, v in row.items()} for row in rows.to_dict("records")]
-    parts = [_collect_parts(row) for row in records]
-    of_cell = {row["cell"]: i for i, row in enumerate(records) if row["run"] == reference}
-    first = [of_cell.get(row["cell"]) for row in records]
-    step_times = [
-        None if i is None else row["step_ms"] / records[i]["step_ms"] for row, i in zip(records, first, strict=True)
-    ]
-    profiled_times = [_get_profiled_times(row) for row in records]
-    part_times = [
-        {}
-        if j is None
-        else _compute_part_times(parts[i], parts[j], prolonged=is_prolonged(profiled_times[i], profiled_times[j]))
-        for i, j in enumerate(first)
-    ]
-    columns: dict[str, list[Any]] = {
-        "parts": parts,
-        "step_times": step_times,
-        "part_times": part_times,
-        "profiled_times": profiled_times,
-    }
-    found = {name: pd.Series(values, rows.index, dtype=object) for name, values in columns.items()}
+    for row in records:
+        row |= {"parts": _collect_parts(row), "profiled_times": _get_profiled_times(row)}
+    of_cell = {row["cell"]: row for row in records if row["run"] == reference}
+    for row in records:
+        first = of_cell.get(row["cell"])
+        row["step_times"] = None if first is None else row["step_ms"] / first["step_ms"]
+        row["part_times"] = {} if first is None else _compute_part_times(row, first)
+    names = ("parts", "step_times", "part_times", "profiled_times")
+    found = {name: pd.Series([row[name] for row in records], rows.index, dtype=object) for name in names}
     return StepComparison(rows.assign(**found, reference=reference), reference)
 
 
@@ -157,14 +133,13 @@ def is_prolonged(*profiled_times: float | None) -> bool:
     return any(times is not None and times > 1 + MAX_DISTURBANCE for times in profiled_times)
 
 
-def _compute_part_times(
-    own: Mapping[str, float], reference: Mapping[str, float], *, prolonged: bool
-) -> dict[str, float]:
-    """Return the time of each part over that in the reference, with `prolonged` without parts that the profiler prolongs."""
+def _compute_part_times(row: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, float]:
+    """Return the time of each part over that in the reference, without parts that the profiler prolongs."""
+    prolonged = is_prolonged(row["profiled_times"], reference["profiled_times"])
     return {
-        name: us / reference[name]
-        for name, us in own.items()
-        if reference.get(name, 0.0) > 0 and not (prolonged and name in PROLONGED)
+        name: us / reference["parts"][name]
+        for name, us in row["parts"].items()
+        if reference["parts"].get(name, 0.0) > 0 and not (prolonged and name in PROLONGED)
     }
 
 
@@ -275,16 +250,12 @@ class StepDifference:
     """Describe by how much an engine's steps are longer than the reference's, and which parts make the difference."""
 
     engine: str
-    times: tuple[float, ...]
-    """Timed step over that of the reference, at each point that both ran."""
-    more_ms: tuple[float, ...]
-    """Timed step minus that of the reference, at the same points."""
-    profiled: int
-    """Number of points with profiled steps of which the profiler prolongs none, by which parts are compared."""
+    times: tuple[float, ...]  # timed step over that of the reference, at each point that both ran
+    more_ms: tuple[float, ...]  # timed step minus that of the reference, at the same points
+    profiled: int  # points by which parts are compared: profiled, and not prolonged by the profiler
     parts_ms: dict[str, tuple[float, ...]]
     """Part minus that of the reference at these points in ms, for parts with at least MIN_SHARE of the sum of the differences."""
-    shares: dict[str, float]
-    """Share of each of these parts in the sum of the differences, the largest first."""
+    shares: dict[str, float]  # share of each of these parts in the sum of the differences, the largest first
 
 
 def find_differences(found: StepComparison) -> list[StepDifference]:
@@ -322,11 +293,8 @@ def _find_difference(engine: str, pairs: list[tuple[dict[str, Any], dict[str, An
 def describe_differences(frames: Frames) -> list[str]:
     """Return a sentence for each engine on the ratio of its steps to the reference's, and on the parts that make the difference."""
     found = compare_steps(frames)
-    return (
-        [_format_difference(one, found.reference) for one in find_differences(found) if one.times]
-        if len(found.rows)
-        else []
-    )
+    different = find_differences(found) if len(found.rows) else []
+    return [_format_difference(one, found.reference) for one in different if one.times]
 
 
 def _format_difference(one: StepDifference, reference: str) -> str:
@@ -478,7 +446,7 @@ def build_table(frames: Frames) -> Table:
         ("requests", lambda r: format_integer(r["concurrency"])),
         ("context", lambda r: format_integer(r["context"])),
         ("engine", "measured_engine"),
-        ("step ms", lambda r: format_number(r["step_ms"])),
+        make_column(METRIC["step_ms"], "step ms"),
         ("× step", lambda r: format_ratio(r["step_times"], 2)),
         ("profiled step ms (÷ step)", format_profiled_cell),
         *[(name, _make_part_cell(name, found.reference)) for name in parts],
@@ -513,7 +481,10 @@ def _make_part_cell(name: str, reference: str) -> Callable[[Mapping[str, Any]], 
 
 def format_profiled_cell(row: Mapping[Any, Any]) -> str:
     """Return the profiled step with its ratio to the timed one, and a star if the profiler prolongs it."""
-    times, ms = row["profiled_times"], format_number(_to_ms(row["profiled_us"]))
+    times, ms = (
+        row["profiled_times"],
+        format_number(None if is_missing(row["profiled_us"]) else row["profiled_us"] / 1e3),
+    )
     if times is None:
         return ms
     return f"{ms} ({format_ratio(times, 2)}{PROLONGED_STAR if is_prolonged(times) else ''})"
@@ -538,7 +509,3 @@ def format_sum_cell(row: Mapping[str, Any]) -> str:
         return ABSENT
     star = "*" if abs(row["phase_sum_error"]) > MAX_SUM_ERROR else ""
     return f"{(1 + row['phase_sum_error']) * 100:.1f} %{star}"
-
-
-def _to_ms(us: float | None) -> float | None:
-    return None if us is None or is_missing(us) else us / 1e3

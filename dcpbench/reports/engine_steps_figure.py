@@ -8,9 +8,10 @@ import numpy as np
 
 from dcpbench.records.record import MAX_DISTURBANCE
 from dcpbench.reports.engine_steps import PROLONGED_STAR, is_prolonged
+from dcpbench.reports.figures import make_grid
 from dcpbench.reports.step_parts import IDLE, STEP_PARTS, UNKNOWN
 from dcpbench.reports.style import IDLE_COLOUR, format_label
-from dcpbench.show.figure_style import choose_columns, draw_legend_below, set_headline
+from dcpbench.show.figure_style import choose_columns, draw_legend_below
 from dcpbench.show.numbers import format_integer, format_ratio, is_missing
 from dcpbench.show.text import format_count
 
@@ -32,12 +33,9 @@ IDLE_LOOK = {"facecolor": IDLE_COLOUR, "hatch": "///", "edgecolor": "#999999"}
 UNKNOWN_LOOK = {"facecolor": "#FFFFFF", "hatch": "xxx", "edgecolor": "#000000"}
 TIMED_LOOK: dict[str, Any] = {"color": "#000000", "linewidth": 1.8, "solid_capstyle": "butt"}
 ABSENT_LOOK: dict[str, Any] = {"va": "center", "fontsize": 8, "color": "#777777"}
-MIN_VISIBLE = 0.002
-"""Share of the longest step below which a part has no entry in the legend, because its bar cannot be seen."""
-Group = tuple[int, int, int, int]
-"""Degrees tp, dp and dcp, and concurrency."""
-Bar = tuple[Group, str]
-"""Group and engine of a bar; the engine is empty for the heading of the group."""
+MIN_VISIBLE = 0.002  # share of the longest step below which a part has no entry in the legend
+Group = tuple[int, int, int, int]  # degrees tp, dp and dcp, and concurrency
+Bar = tuple[Group, str]  # group and engine of a bar; the engine is empty for the heading of the group
 
 
 def draw_engine_steps(rows: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
@@ -46,19 +44,12 @@ def draw_engine_steps(rows: pd.DataFrame, style: Style, title: str) -> Figure:  
     A bar is the profiled step by part. A vertical line is the step that was timed without the profiler; behind the bar is its
     ratio to the reference. A star marks profiled steps that the profiler prolongs.
     """
-    from matplotlib.figure import Figure
-
     contexts = sorted(set(rows["context"]))[:MAX_CONTEXTS]
     bars, headings = _list_bars(rows), _list_headings(rows)
     columns = choose_columns(len(contexts))
-    lines = -(-len(contexts) // columns)
-    height = lines * (BAR_INCHES * len(bars) + 0.9) + MARGIN_INCHES
-    figure = Figure(figsize=(max(3.6 * columns + 1.3, 6.4), height), layout="constrained")
-    set_headline(figure, title)
-    axes = list(figure.subplots(lines, columns, sharex=False, squeeze=False).flat)
-    for ax in axes[len(contexts) :]:
-        ax.remove()
-    for i, (ax, context) in enumerate(zip(axes, contexts, strict=False)):
+    size = (max(3.6 * columns + 1.3, 6.4), BAR_INCHES * len(bars) + 0.9)
+    figure, axes = make_grid(title, len(contexts), columns, size, MARGIN_INCHES)
+    for i, (ax, context) in enumerate(zip(axes, contexts, strict=True)):
         _draw_panel(ax, rows[rows["context"] == context], bars, headings, named=i % columns == 0)
         ax.set_title(f"context {format_integer(context)} tokens")
     draw_legend_below(figure, _list_legend_entries(rows))

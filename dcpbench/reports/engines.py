@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from dcpbench.models import get_title
 from dcpbench.points.names import CLOSED, UNKNOWN
 from dcpbench.points.point import LOAD_AXES
 from dcpbench.records.metrics import DECODE, METRIC
@@ -27,13 +28,11 @@ if TYPE_CHECKING:
 
 NOT_COMPARED = {DUMMY_WEIGHTS: "ran with its own dummy weights"}
 """Warnings with which a point says nothing about the speed of its engine, and what they mean."""
-SCHEDULED = ("mode", "chunk", "policy", "prefix_cache", "prefill")
-"""Fields of a load that describe how it is served, not which requests are sent."""
+SCHEDULED = ("mode", "chunk", "policy", "prefix_cache", "prefill")  # fields of how a load is served
 DEGREES = ("tp", "dp", "dcp", "pp", "pcp", "disaggregate")
 SAME_LAYOUT_AND_LOAD = ["model", "mode", "device", "gpus", "emulate", *DEGREES, "sent"]
 """Columns that points of different engines share if they are compared."""
-SCOPE = ["model", "mode", "device", "gpus"]
-"""Columns that points of one sentence share."""
+SCOPE = ["model", "mode", "device", "gpus"]  # columns that points of one sentence share
 LATENCIES = ("ttft_p50_ms", "itl_p50_ms")
 MAX_SCOPES = 3
 MAX_LAYOUTS = 4
@@ -48,8 +47,7 @@ class EngineComparison:
     """A row per engine and cell, which is a layout under a load: the engine's fastest variant. `ratio`, `ttft_ratio` and
     `itl_ratio` are over the fastest engine of the cell, `over_run`; `verdict` is `lower` if the engine is behind it by
     more than launches may differ."""
-    left_out: dict[str, str]
-    """Why points of an engine are not compared, by engine."""
+    left_out: dict[str, str]  # why points of an engine are not compared, by engine
 
 
 def compare_engines(frames: Frames) -> EngineComparison:
@@ -134,7 +132,7 @@ def format_answer(frames: Frames) -> str:
 def _name_scope(rows: pd.DataFrame, scopes: list[pd.DataFrame]) -> str:
     """Return `DeepSeek-V3, replay: on 2 × H200, ` with the parts that differ between sentences."""
     parts = [
-        load_labels.MODELS.get(str(rows[name].iloc[0]), str(rows[name].iloc[0]))
+        get_title(str(rows[name].iloc[0]))
         for name in ("model", "mode")
         if len({own[name].iloc[0] for own in scopes}) > 1
     ]
@@ -223,14 +221,12 @@ def format_launches(rows: pd.DataFrame) -> str:
 
 def _format_power(rows: pd.DataFrame) -> str:
     """Return which engines were limited by power or heat, and of which the clocks are not known."""
-    slowed = rows["throttle_reasons"].ne("") | point_warnings.find_throttled(rows)
+    slowed = rows["throttle_reasons"].map(bool) | point_warnings.find_throttled(rows)
     unknown = rows["sm_clock_mhz_min"].isna() & ~slowed
     runs = load_labels.list_unique(rows["run"])
     limited = [run for run in runs if slowed[rows["run"] == run].any()]
     hidden = [run for run in runs if unknown[rows["run"] == run].any()]
-    power = (
-        not len(rows[slowed]) or rows["throttle_reasons"][slowed].map(lambda text: text in ("", "sw_power_cap")).all()
-    )
+    power = {*rows["throttle_reasons"][slowed].explode().dropna()} <= {"sw_power_cap"}
     by = "limited by power" if power else "with lowered clocks"
     parts = []
     if limited:
@@ -246,18 +242,14 @@ def _describe_dcp(frames: Frames, *, same_conditions: bool) -> list[str]:
 
     `same_conditions`: True if the sentence before these states the conditions of all points.
     """
-    ratios = frames.findings.ratios
-    known = ratios[ratios["ratio"].notna()] if len(ratios) else ratios
-    if known.empty:
+    pairs = _list_dcp_pairs(frames)
+    if not pairs:
         return ["No engine ran a layout both with DCP and without it, so nothing here says what DCP gains or costs."]
     sentences = []
-    pairs = [own for _, own in known.groupby(["model", "mode", "layout"], sort=False)]
-    scopes = len({(own["model"].iloc[0], own["mode"].iloc[0]) for own in pairs})
-    for own in pairs[:MAX_LAYOUTS]:
-        where = f"{own['model'].iloc[0]}, {own['mode'].iloc[0]}: inside" if scopes > 1 else "Inside"
+    for scope, own, engines in pairs[:MAX_LAYOUTS]:
+        where = f"{scope}: inside" if scope else "Inside"
         layout, plain = own["layout"].iloc[0], findings.list_without_dcp(own)[0]
-        engines = [(run, rows) for run in _list_names(frames) if len(rows := own[own["run"] == run])]
-        gains = [f"{_format_gain(rows)} ({run}{_format_level(rows)})" for run, rows in engines]
+        gains = [_format_gain(run, rows) for run, rows in engines]
         how = "under the same conditions" if same_conditions else f"{format_launches(own)}{_format_power(own)}"
         held = _format_capacity(frames, str(own["model"].iloc[0]), str(layout))
         sentences.append(
@@ -266,19 +258,35 @@ def _describe_dcp(frames: Frames, *, same_conditions: bool) -> list[str]:
     return sentences
 
 
+def _list_dcp_pairs(frames: Frames) -> list[tuple[str, pd.DataFrame, list[tuple[str, pd.DataFrame]]]]:
+    """Return the ratios to the same layout without DCP of each model, mode and layout, in all and by engine.
+
+    They are behind `DeepSeek-V3, live`, which is empty if all have the same model and mode.
+    """
+    ratios = frames.findings.ratios
+    known = ratios[ratios["ratio"].notna()] if len(ratios) else ratios
+    groups = list(known.groupby(["model", "mode", "layout"], sort=False)) if len(known) else []
+    several = len({key[:2] for key, _ in groups}) > 1
+    return [
+        (
+            f"{model}, {mode}" if several else "",
+            own,
+            [(run, rows) for run in _list_names(frames) if len(rows := own[own["run"] == run])],
+        )
+        for (model, mode, _), own in groups
+    ]
+
+
 def _list_names(frames: Frames) -> list[str]:
     """Return the names of the engines that were measured; imported results are not compared with them."""
     return [engine.run.name for engine in frames.engines if not engine.imported]
 
 
-def _format_gain(rows: pd.DataFrame) -> str:
+def _format_gain(run: str, rows: pd.DataFrame) -> str:
+    """Return `1.02–1.10 times (vLLM 0.26.0)`, and `not distinguishable` if no ratio differs from 1 by more than launches may."""
     best = rows.sort_values("ratio", ascending=False, kind="stable").drop_duplicates("same_load")
-    return f"{format_value_range(best['ratio'], '{:.2f}')} times"
-
-
-def _format_level(rows: pd.DataFrame) -> str:
-    """Return `, not distinguishable` if no ratio differs from 1 by more than launches may."""
-    return "" if rows["verdict"].isin(["higher", "lower"]).any() else f", {launch_bands.NOT_DISTINGUISHABLE}"
+    level = "" if rows["verdict"].isin(["higher", "lower"]).any() else f", {launch_bands.NOT_DISTINGUISHABLE}"
+    return f"{format_value_range(best['ratio'], '{:.2f}')} times ({run}{level})"
 
 
 def _format_capacity(frames: Frames, model: str, layout: str) -> str:
@@ -323,19 +331,11 @@ def format_bullets(frames: Frames, most: int = MAX_SCOPES) -> list[str]:
 
 def _describe_where_dcp_is_ahead(frames: Frames) -> list[str]:
     """Return, for each model, mode and layout with DCP, at how many points of each engine it is ahead, and from which length on."""
-    ratios = frames.findings.ratios
-    known = ratios[ratios["ratio"].notna()] if len(ratios) else ratios
-    if known.empty:
-        return []
-    pairs = [own for _, own in known.groupby(["model", "mode", "layout"], sort=False)]
-    scopes = len({(own["model"].iloc[0], own["mode"].iloc[0]) for own in pairs})
     bullets = []
-    for own in pairs:
-        name = f"{own['model'].iloc[0]}, {own['mode'].iloc[0]}: " if scopes > 1 else ""
-        engines = [(run, rows) for run in _list_names(frames) if len(rows := own[own["run"] == run])]
+    for scope, own, engines in _list_dcp_pairs(frames):
         clauses = [f"{_count_ahead(rows)} ({run})" for run, rows in engines]
         layouts = f"{own['layout'].iloc[0]} is ahead of {findings.list_without_dcp(own)[0]} {launch_bands.BY_MORE}"
-        bullets.append(f"{name}{layouts} {format_list(clauses)}.")
+        bullets.append(f"{scope}{': ' if scope else ''}{layouts} {format_list(clauses)}.")
     return bullets
 
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.dataframes import Frames
 
-PLAIN = EXCHANGES[0]
-"""Exchange that the others are compared with: NCCL's collectives, as in the first implementation."""
+PLAIN = EXCHANGES[0]  # exchange that the others are compared with: NCCL's collectives, as in the first implementation
 
 
 def compare_exchanges(timed: pd.DataFrame) -> pd.DataFrame:
@@ -43,7 +42,7 @@ def describe_ratios(found: pd.DataFrame, frames: Frames) -> list[str]:
     """Return the range by which each exchange changes the ITL over all loads and layouts of a model."""
     texts = []
     for (run, model), of_model in found.groupby(["run", "model"], sort=False) if len(found) else ():
-        where = f"{model}, {frames.format_run(str(run))}" if len(frames.shown_runs) > 1 else str(model)
+        where = frames.format_scope(str(run), str(model))
         parts = []
         for name, rows in of_model.groupby("with", sort=False):
             low, high = rows["ratio"].min(), rows["ratio"].max()

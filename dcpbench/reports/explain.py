@@ -1,6 +1,4 @@
-"""Provide the text around the tables: definitions, the meaning of warnings, reasons for absent values, and what to know
-first.
-"""
+"""Provide the text around the tables: definitions, the meaning of warnings, reasons for absent values, and what to know first."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.names import WHOLE
 from dcpbench.records.metrics import DECODE, METRIC, SERVE, get_definitions
-from dcpbench.records.record import A_SERVER, KV_LIMIT_FLAGS, OURS, SERVER_FLAG, is_imported_origin
+from dcpbench.records.record import KV_LIMIT_FLAGS, OURS, SERVER_FLAG, is_imported_origin, is_server_origin
 from dcpbench.records.stats import compute_min_samples
 from dcpbench.reports import point_warnings
 from dcpbench.reports.tables import Table
@@ -29,7 +27,20 @@ def _split_paragraphs(text: str) -> list[str]:
     return [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
 
 
-METHOD = _split_paragraphs(
+METHOD = (
+    STEP_TIME,
+    WARM_UP,
+    INTERVALS,
+    PERCENTILES,
+    ITL,
+    TTFT,
+    OUTPUT,
+    PER_USER,
+    KV_TOKENS,
+    PROFILE,
+    SAMPLES,
+    DIFFERENCES,
+) = _split_paragraphs(
     f"""
     Step time: replays of a captured CUDA graph, timed by CUDA events on every rank; a sample is the slowest rank's.
     On a CPU it is wall time.
@@ -70,8 +81,8 @@ METHOD = _split_paragraphs(
     server, its figures are those "in one launch each", and none is called clear.
     """
 )
-OF_OWN_STEPS = ("Step time: replays", "Warm-up lasts", "Every sample of a point")
-"""Beginnings of those that hold only for steps of dcpbench's own engine."""
+OF_OWN_STEPS = (STEP_TIME, WARM_UP, SAMPLES)  # what holds only for steps of dcpbench's own engine
+COMMON = (PERCENTILES, PER_USER, KV_TOKENS)  # what holds for served requests, too
 ENGINE_STEPS = _split_paragraphs(
     """
     Steps of another engine (`sweep --engine`): requests of a point decode together on its server after their prompts have been
@@ -83,8 +94,6 @@ ENGINE_STEPS = _split_paragraphs(
     Kernels are `unknown` if no pattern matches their names.
     """
 )
-COMMON = ("Percentiles need", "tok/s/user", "KV tokens per GiB")
-"""Beginnings of those that hold for served requests, too."""
 SERVED = _split_paragraphs(
     """
     Served requests: t0 is when a request was submitted (in an open loop, when it was due), t1 its first output token,
@@ -157,8 +166,7 @@ BOUNDS = {
 }
 
 
-WORDS = "What the words mean"
-"""Title of tables of definitions."""
+WORDS = "What the words mean"  # title of tables of definitions
 KV = METRIC["kv_tokens_per_gib"]
 FLOOR = METRIC["floor_ms"]
 EVERYWHERE = {
@@ -214,12 +222,7 @@ def _explain_difference(frames: Frames, name: str) -> str:
 
 
 def _has_chunk_gaps(frames: Frames) -> bool:
-    return len(frames.served) > 0 and bool(frames.served["marks"].str.contains("chunk_gaps", regex=False).any())
-
-
-def list_commands(frames: Frames) -> list[str]:
-    """Return the command lines that the records name, each once."""
-    return list(dict.fromkeys(r.environment.command for r in frames.records if r.environment and r.environment.command))
+    return len(frames.served) > 0 and bool(point_warnings.find_marked(frames.served, "chunk_gaps").any())
 
 
 def describe_method(frames: Frames) -> list[str]:
@@ -227,16 +230,16 @@ def describe_method(frames: Frames) -> list[str]:
     if frames.served.empty:
         return _describe_steps(frames.points)
     chunks = ["tok/s/user of points marked chunk_gaps: 1000 / median TPOT in ms."] if _has_chunk_gaps(frames) else []
-    steps = _describe_steps(frames.points) if len(frames.points) else [p for p in METHOD if p.startswith(COMMON)]
+    steps = _describe_steps(frames.points) if len(frames.points) else COMMON
     return [*steps, *chunks, *SERVED]
 
 
 def _describe_steps(points: pd.DataFrame) -> list[str]:
     """Describe how steps were measured, of dcpbench's engine and of others."""
-    others = [str(origin).startswith(A_SERVER) for origin in points["origin"]] if len(points) else []
+    others = [is_server_origin(origin) for origin in points["origin"]] if len(points) else []
     if not any(others):
-        return METHOD
-    return [*(p for p in METHOD if not (all(others) and p.startswith(OF_OWN_STEPS))), *ENGINE_STEPS]
+        return list(METHOD)
+    return [*(p for p in METHOD if not (all(others) and p in OF_OWN_STEPS)), *ENGINE_STEPS]
 
 
 def list_file_notes(frames: Frames) -> list[str]:
@@ -284,9 +287,7 @@ def explain_absent(points: pd.DataFrame) -> list[str]:
 
 
 def describe_served(points: pd.DataFrame) -> list[str]:
-    """Describe the served points of one mode: their objectives, the accuracy of step predictions, and the reasons for
-    dashes.
-    """
+    """Describe the served points of one mode: their objectives, the accuracy of step predictions, and the reasons for dashes."""
     slos = [slo for slo in dict.fromkeys(points["slo"]) if slo]
     without = " (not all points)" if (points["slo"] == "").any() else ""
     objectives = f"Objectives behind goodput{without}: {'; or '.join(slos)}."
@@ -302,20 +303,18 @@ def describe_served(points: pd.DataFrame) -> list[str]:
 
 def explain_absent_served(points: pd.DataFrame) -> list[str]:
     """Explain why a dash stands where a percentile could be, and how many samples it needs."""
-    why = []
     given = points[points["origin"] == OURS]
-    for name, what, samples in (("ttft", "TTFT", "finished requests"), ("itl", "ITL", "gaps between tokens")):
-        for p in (90, 95, 99):
-            lacking = given[given[f"{name}_p{p}_ms"].isna() & given[f"{name}_p50_ms"].notna()]
-            if len(lacking):
-                most = int(lacking[f"{name}_samples"].max())
-                why.append(
-                    f"{what} p{p} needs {compute_min_samples(p)} {samples} in one run (where it is missing: at most {most:,})"
-                )
+    why = [
+        f"{what} p{p} needs {compute_min_samples(p)} {samples} in one run (where it is missing: at most "
+        f"{int(lacking[f'{name}_samples'].max()):,})"
+        for name, what, samples in (("ttft", "TTFT", "finished requests"), ("itl", "ITL", "gaps between tokens"))
+        for p in (90, 95, 99)
+        if len(lacking := given[given[f"{name}_p{p}_ms"].isna() & given[f"{name}_p50_ms"].notna()])
+    ]
     sentences = [f"A dash means not known: {'; '.join(why)}."] if why else []
     if points["origin"].map(is_imported_origin).any():
         sentences.append("Of imported points a dash is what their files do not say.")
-    if points["origin"].str.startswith(A_SERVER).any():
+    if points["origin"].map(is_server_origin).any():
         sentences.append("For servers a dash is also a value that they do not report.")
     if (given["steady_tok_s"].isna() & given["output_tok_s"].notna()).any():
         sentences.append("No steady throughput: nothing is targeted in an open loop, or the target was never reached.")
@@ -334,7 +333,7 @@ def explain_warnings(points: pd.DataFrame) -> list[str]:
     """Return the warnings that occur, with their meaning."""
     if points.empty:
         return []
-    found = sorted({mark for text in points["marks"] for mark in str(text).split(", ") if mark})
+    found = sorted({mark for marks in points["marks"] for mark in marks if mark})
     everyone = point_warnings.find_shared_warnings(points)
     sentences = []
     for mark in found:

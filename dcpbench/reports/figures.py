@@ -1,5 +1,4 @@
-"""Draw figures with a line per layout and a panel per request length (rates, latencies, frontier, DCP over its
-baseline), and with a bar per layout (time of a step by phase, KV capacity).
+"""Draw figures with a line per layout and a panel per request length, and figures with a bar per layout.
 
 A figure holds points of `decode`, live runs, or replays. Replays have hollow markers, and each panel's title names
 them.
@@ -21,8 +20,9 @@ from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import CLOSED, GAMMA, REPLAY
 from dcpbench.records.metrics import METRIC, PERCENTILES
 from dcpbench.records.record import SERVER_FLAG
+from dcpbench.records.stats import find_lasting_start
 from dcpbench.reports import findings, launch_bands, load_labels
-from dcpbench.reports.floors import PHASE_COLUMN
+from dcpbench.reports.floors import find_phases
 from dcpbench.reports.style import FLOOR_LOOK, IDLE_COLOUR, PHASE_COLOURS, REST_COLOUR, Style, format_label
 from dcpbench.show.figure_style import (
     GREY,
@@ -55,29 +55,17 @@ if TYPE_CHECKING:
 
 WIDE_PANEL = (3.7, 3.0)
 SINGLE_PANEL = (4.4, 3.0)
-TITLE_WIDTH = 42
-"""Maximum number of characters per line of a panel's title."""
+TITLE_WIDTH = 42  # maximum number of characters per line of a panel's title
 PALE = "#D0D0D0"
-FRONTIER = (METRIC["tok_s_per_user"], METRIC["output_tok_s_per_gpu"])
-"""Metrics on the axes of the frontier."""
-MAX_CURVES = 8
-"""Maximum number of curves in a panel of the break-even figure; with more, each layout with its exchange has its own
-panel.
-"""
-MAX_LOADS = 3
-"""Maximum number of concurrencies in the phase figure; with more, the lowest, the middle and the highest are shown."""
-IDLE = "idle"
-"""Name of the part of a step that belongs to no phase, drawn at the end of each bar."""
-LABEL_WIDTH = 30
-"""Maximum number of characters per line of a bar's label; a longer label takes two lines."""
-ASIDE = 0.05
-"""Horizontal offset between points of the same load, as a share of the load."""
-LINE_OF_WORDS = 0.1
-"""Height of a line of small text, as a share of the panel's height."""
+FRONTIER = (METRIC["tok_s_per_user"], METRIC["output_tok_s_per_gpu"])  # metrics on the axes of the frontier
+MAX_CURVES = 8  # curves of a panel of break-even at most; with more, each layout and exchange has a panel
+MAX_LOADS = 3  # concurrencies of the phase figure at most: of more the lowest, the middle and the highest
+IDLE = "idle"  # name of the part of a step that belongs to no phase, drawn at the end of each bar
+LABEL_WIDTH = 30  # maximum number of characters per line of a bar's label; a longer label takes two lines
+ASIDE = 0.05  # horizontal offset between points of the same load, as a share of the load
+LINE_OF_WORDS = 0.1  # height of a line of small text, as a share of the panel's height
 LEGEND_WIDTH, MAX_NAME_CHARS = 64, 160
-"""Maximum number of characters of a legend entry per line, and in all; names of a server's settings differ at their
-ends.
-"""
+"""Maximum number of characters of a legend entry per line, and in all; names of a server's settings differ at their ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +86,7 @@ AXIS_OF_ARRIVAL = {
 
 
 def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Draw output tok/s of the whole layout, with 95 % intervals for `decode` and the range over repeats for served
-    runs.
-    """
+    """Draw output tok/s of the whole layout, with 95 % intervals for `decode` and the range over repeats for served runs."""
     figure, drawn, load = _start_figure(points, title)
     for ax, panel in drawn:
         for line, look in _iterate_series(panel, style, load.column):
@@ -114,11 +100,7 @@ def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:
 
 
 def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, label: str) -> Figure:
-    """Draw the median, for `decode` with its 95 % interval, and p99 as a dash, or the highest percentile that has
-    enough samples.
-    """
-    from matplotlib.lines import Line2D
-
+    """Draw the median with its interval, and p99 or the highest percentile with enough samples as a dash."""
     figure, drawn, load = _start_figure(points, title)
     top = _find_tail_percentile(points, name)
     tail = f"{name}_{top or 'p99'}_ms"
@@ -135,13 +117,9 @@ def _draw_latency(points: pd.DataFrame, style: Style, title: str, name: str, lab
         set_measured_ticks(ax, panel[load.column])
         set_value_axis(ax, [*points[f"{median}_high" if decode else median].dropna(), *points[tail].dropna()], "y")
     set_axis_labels(figure, load.label, label)
-    handles = []
-    if top:
-        tail_label = top if top == "p99" else f"{top} (p99 lacks samples)"
-        size = dash["markersize"]
-        handles = [
-            Line2D([], [], color=GREY, marker="_", linestyle="", markersize=size, markeredgewidth=2, label=tail_label)
-        ]
+    tail_label = top if top == "p99" else f"{top} (p99 lacks samples)"
+    tail_look = {"color": GREY, "marker": "_", "linestyle": "", "markersize": dash["markersize"], "markeredgewidth": 2}
+    handles = [_make_entry(tail_label, **tail_look)] if top else []
     _draw_legend(figure, points, style, handles)
     return figure
 
@@ -159,22 +137,15 @@ def _draw_intervals(ax: Axes, line: pd.DataFrame, x: str, y: str, low: str, high
 
 
 def _find_tail_percentile(points: pd.DataFrame, name: str) -> str:
-    """Return the highest percentile of a latency that all points with a median have, else one that some have, else an
-    empty string.
-    """
+    """Return the highest percentile of a latency that all points with a median have, else one that some have."""
     some = points[points[f"{name}_p50_ms"].notna()]
     known = {p: some[f"{name}_{p}_ms"].notna() for p in PERCENTILES[:0:-1]}
-    return next((p for p, has in known.items() if len(some) and has.all()), "") or next(
-        (p for p, has in known.items() if has.any()), ""
-    )
+    every = [p for p, has in known.items() if len(some) and has.all()]
+    return next(iter(every or [p for p, has in known.items() if has.any()]), "")
 
 
 def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
-    """Draw output tok/s/GPU against tok/s/user; a grey line joins the Pareto-optimal points, which are labelled with
-    their load.
-    """
-    from matplotlib.lines import Line2D
-
+    """Draw output tok/s/GPU against tok/s/user; a grey line joins the Pareto-optimal points, which are labelled with their load."""
     figure, drawn, load = _start_figure(points, title)
     for ax, panel in drawn:
         best = find_frontier(panel)
@@ -188,7 +159,7 @@ def draw_frontier(points: pd.DataFrame, style: Style, title: str) -> Figure:
         set_value_axis(ax, points["tok_s_per_user"].dropna(), "x")
         set_value_axis(ax, points["output_tok_s_per_gpu"].dropna(), "y")
     set_axis_labels(figure, *(f"{metric.label} ({metric.shown_unit})" for metric in FRONTIER))
-    _draw_legend(figure, points, style, [Line2D([], [], color=PALE, linewidth=7, label=f"best ({load.against})")])
+    _draw_legend(figure, points, style, [_make_entry(f"best ({load.against})", color=PALE, linewidth=7)])
     return figure
 
 
@@ -200,19 +171,17 @@ def find_frontier(points: pd.DataFrame) -> pd.DataFrame:
     return ordered[ordered["output_tok_s_per_gpu"] > before]
 
 
-LINES = (
+LINES = (  # kind, title and drawing function of each line figure; a `decode` point has no first token
     ("throughput", "Output throughput against {}", draw_throughput),
     ("ttft", "Time to first token against {}", draw_ttft),
     ("itl", "Inter-token latency against {}", draw_itl),
     ("frontier", "Throughput per GPU against speed per user", draw_frontier),
 )
-"""Kind, title and drawing function of each line figure; a `decode` point has no first token."""
 SUBJECTS = [kind for kind, _, _ in LINES]
-EDGE = {
+EDGE = {  # text for each metric that a point on the frontier needs
     "tok_s_per_user": "a speed for one user (1000 / median ITL)",
     "output_tok_s_per_gpu": "an output per GPU (an import with --tp says how many there were)",
 }
-"""Text for each metric that a point on the frontier needs."""
 NAMES = load_labels.OBJECTIVES | {"frontier": "Throughput per GPU against speed per user"}
 """Names of the figures from which some points can be missing."""
 
@@ -249,7 +218,6 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
     each model a panel. If that makes too many curves, or curves of one colour that differ only in the exchange, each
     layout with its exchange has a panel.
     """
-    from matplotlib.lines import Line2D
     from matplotlib.ticker import FuncFormatter
 
     x, other = _choose_axes(ratios)
@@ -281,24 +249,14 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
     loads = (DECODE if decode else AXIS_OF_ARRIVAL[CLOSED]).label
     set_axis_labels(figure, length if x == "input_typical" else loads, "with DCP / without")
     named = [format_label(f"concurrency {v}" if other == "concurrency" else v) for v in others]
-    curves = [
-        Line2D(
-            [],
-            [],
-            markersize=5,
-            color=compute_shade("", _compute_share(others, v)) if split else GREY,
-            label=name,
-            **_make_curve_look(i),
-        )
-        for i, (v, name) in enumerate(zip(others, named, strict=True))
-    ]
+    curves = []
+    for i, (value, name) in enumerate(zip(others, named, strict=True)):
+        colour = compute_shade("", _compute_share(others, value)) if split else GREY
+        curves.append(_make_entry(name, color=colour, **_make_curve_look(i)))
     pairs = order.drop_duplicates("label")[["layout", "variant"]].astype(str)
     looks = [style.get_look(layout, variant, style.runs[0]) for layout, variant in pairs.itertuples(index=False)]
     bare = {} if one else {"linestyle": "-", "marker": ""}
-    layouts = [
-        Line2D([], [], markersize=5, label=_format_legend_label(name), **look | bare)
-        for name, look in zip(labels, looks, strict=True)
-    ]
+    layouts = [_make_entry(_format_legend_label(name), **look | bare) for name, look in zip(labels, looks, strict=True)]
     entries = curves if split else [*layouts, *([] if one and len(labels) > 1 else curves)]
     draw_legend_below(figure, [*entries, *_make_hollow_entries(ratios)])
     return figure
@@ -380,7 +338,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
         gone = _select_panel(lost, panel)
         for place, (layout, own) in enumerate(gone.groupby("layout", sort=False) if len(gone) else ()):
             color = get_colours(str(layout))[0]
-            text = f"{layout!s}: no room from {format_integer(own['concurrency'].min())}"
+            text = f"{layout!s}: does not fit from {format_integer(own['concurrency'].min())}"
             ax.text(
                 0.98, 0.03 + LINE_OF_WORDS * place, text, transform=ax.transAxes, ha="right", fontsize=8, color=color
             )
@@ -397,21 +355,13 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
 
 
 def _draw_overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> None:
-    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles = []
+    handles: list[Any] = []
     for (layout, who), line in rows.sort_values([*DEGREES], kind="stable").groupby(["layout", "who"], sort=False):
         variant = "" if who == layout else str(line["variant"].iloc[0])
-        handles.append(
-            Line2D(
-                [],
-                [],
-                label=_format_legend_label(str(who)),
-                markersize=5,
-                **_get_plain_look(style, str(layout), variant),
-            )
-        )
+        look = _get_plain_look(style, str(layout), variant)
+        handles.append(_make_entry(_format_legend_label(str(who)), **look))
     if not rows["meets"].all():
         handles.append(make_hollow_entry("misses the SLO"))
     within = f"within {launch_bands.find_largest(rows) * 100:.2g} %"
@@ -427,8 +377,9 @@ def _get_plain_look(style: Style, layout: str, variant: str) -> dict[str, Any]:
 
 def _find_first_ahead(panel: pd.DataFrame) -> float | None:
     """Return the lowest concurrency from which DCP pays (findings.compare_dcp_with_best)."""
-    ahead = [(float(str(n)), bool(g["pays"].any())) for n, g in panel.groupby("concurrency")]
-    return next((n for i, (n, _) in enumerate(ahead) if all(wins for _, wins in ahead[i:])), None)
+    pays = panel.groupby("concurrency")["pays"].any()
+    start = find_lasting_start(pays.tolist())
+    return None if start is None else float(pays.index[start])
 
 
 def _select_panel(lost: pd.DataFrame, panel: pd.DataFrame) -> pd.DataFrame:
@@ -438,10 +389,9 @@ def _select_panel(lost: pd.DataFrame, panel: pd.DataFrame) -> pd.DataFrame:
     first = panel.iloc[0]
     same = [lost[name] == first[name] for name in ("model", "mode", "run")]
     own: pd.DataFrame = lost[functools.reduce(operator.and_, same)]
-    if first["mode"] == "decode":
-        keep = [bool(n == first["context"]) for n in own["context"]]
-        return own[keep]
-    return own[[str(load).endswith(str(first["shape"])) for load in own["load"]]]
+    column = "context" if first["mode"] == "decode" else "shape"
+    found: pd.DataFrame = own[own[column] == first[column]]
+    return found
 
 
 def format_alt_overview(title: str, rows: pd.DataFrame) -> str:
@@ -487,9 +437,7 @@ def format_cpu_aside(points: pd.DataFrame) -> str:
 
 
 def _start_figure(points: pd.DataFrame, title: str) -> tuple[Figure, Panels, LoadAxis]:
-    """Create a figure with a panel for each request shape, and return it with the panels and the quantity of the x
-    axis.
-    """
+    """Create a figure with a panel for each request shape, and return it with the panels and the quantity of the x axis."""
     load = get_load_axis(points)
     form = "{} tokens" if load is DECODE else "{}"
     return *_make_panels(points, title, by="rest", form=form, order="input_typical"), load
@@ -509,7 +457,7 @@ def _make_panels(points: pd.DataFrame, title: str, *, by: str, order: str, form:
     values = list(dict.fromkeys(points.sort_values(order, kind="stable")[by]))
     columns = choose_columns(len(values))
     width, height = SINGLE_PANEL if columns == 1 else WIDE_PANEL
-    figure, axes = _make_grid(title, len(values), columns, (max(columns * width, 6.0), height), 1.0, sharey=True)
+    figure, axes = make_grid(title, len(values), columns, (max(columns * width, 6.0), height), 1.0, sharey=True)
     found = []
     for ax, value in zip(axes, values, strict=True):
         panel = points[points[by] == value]
@@ -521,7 +469,7 @@ def _make_panels(points: pd.DataFrame, title: str, *, by: str, order: str, form:
     return figure, found
 
 
-def _make_grid(
+def make_grid(
     title: str, panels: int, columns: int, size: tuple[float, float], margin: float, *, sharey: bool = False
 ) -> tuple[Figure, list[Axes]]:
     """Create a figure with a number of panels.
@@ -570,30 +518,40 @@ def _draw_legend(figure: Figure, points: pd.DataFrame, style: Style, more: list[
     With several runs and several variants a dash style identifies a pair of run and variant, so that the legend lists
     each line.
     """
-    from matplotlib.lines import Line2D
-
     named = [points[name].astype(str) for name in ("layout", "variant", "run")]
     shown = set(zip(*named[:2], strict=True))
-    if len(style.runs) > 1 and len(set(named[1])) > 1:
+    several = len(style.runs) > 1
+    if several and len(set(named[1])) > 1:
         drawn = set(zip(*named, strict=True))
         lines = [(*line, run) for line in style.lines for run in style.runs if (*line, run) in drawn]
-        every = [
-            (f"{layout} {variant}".strip() + f", {run}", style.get_look(layout, variant, run))
+        handles = [
+            _make_entry(
+                _format_legend_label(f"{layout} {variant}".strip() + f", {run}"), **style.get_look(layout, variant, run)
+            )
             for layout, variant, run in lines
         ]
-        handles = [Line2D([], [], markersize=5, label=_format_legend_label(name), **look) for name, look in every]
-        draw_legend_below(figure, [*handles, *more, *_make_hollow_entries(points)])
-        return
-    runs = [name for name in style.runs if name in set(points["run"])] if len(style.runs) > 1 else []
-    handles = []
-    for layout, variant in [line for line in style.lines if line in shown]:
-        look = style.get_look(layout, variant, style.runs[0]) | ({"marker": ""} if runs else {})
-        handles.append(Line2D([], [], markersize=5, label=_format_legend_label(f"{layout} {variant}".strip()), **look))
-    labels = dict(zip(points["run"], points["run_label"], strict=True))
-    for name in runs:
-        look = style.get_look("", "", name) | {"color": GREY}
-        handles.append(Line2D([], [], markersize=5, label=format_label(labels[name], 28), **look))
+    else:
+        runs = [name for name in style.runs if several and name in set(named[2])]
+        bare = {"marker": ""} if runs else {}
+        handles = [
+            _make_entry(
+                _format_legend_label(f"{layout} {variant}".strip()),
+                **style.get_look(layout, variant, style.runs[0]) | bare,
+            )
+            for layout, variant in style.lines
+            if (layout, variant) in shown
+        ]
+        labels = dict(zip(points["run"], points["run_label"], strict=True))
+        looks = {name: style.get_look("", "", name) | {"color": GREY} for name in runs}
+        handles += [_make_entry(format_label(labels[name], 28), **look) for name, look in looks.items()]
     draw_legend_below(figure, [*handles, *more, *_make_hollow_entries(points)])
+
+
+def _make_entry(label: str, **look: Any) -> Line2D:  # noqa: ANN401 - matplotlib's
+    """Return a legend entry for a line."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label=label, **{"markersize": 5} | look)
 
 
 def _format_legend_label(name: str) -> str:
@@ -601,10 +559,8 @@ def _format_legend_label(name: str) -> str:
 
 
 def compute_phases_ms(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the time of each phase in ms, one column per phase in stacking order; small and unknown phases are summed
-    as `rest`.
-    """
-    columns = {c.removeprefix("phase_").removesuffix("_us"): c for c in map(str, points) if PHASE_COLUMN.fullmatch(c)}
+    """Return the time of each phase in ms, in stacking order; small and unknown phases are summed as `rest`."""
+    columns = find_phases(points)
     times = points[list(columns.values())].set_axis(list(columns), axis=1) / 1e3
     shown = [name for name in PHASE_COLOURS if name in columns and times[name].sum() > 0]
     rest = [name for name in columns if name not in PHASE_COLOURS]
@@ -613,7 +569,7 @@ def compute_phases_ms(points: pd.DataFrame) -> pd.DataFrame:
 
 def compute_floors_ms(points: pd.DataFrame) -> pd.DataFrame:
     """Return the floors of the columns of `compute_phases_ms` in ms, without columns in which no point has a floor."""
-    columns = {c.removeprefix("phase_").removesuffix("_us"): c for c in map(str, points) if PHASE_COLUMN.fullmatch(c)}
+    columns = find_phases(points)
     found = {}
     for name in compute_phases_ms(points):
         own = [n for n in columns if n not in PHASE_COLOURS] if name == "rest" else [name]
@@ -626,11 +582,6 @@ def compute_floors_ms(points: pd.DataFrame) -> pd.DataFrame:
 def has_phases(points: pd.DataFrame) -> bool:
     """Return True if any point was profiled."""
     return bool(points["idle_us"].notna().any()) and compute_phases_ms(points).sum().sum() > 0
-
-
-def has_capacity(points: pd.DataFrame) -> bool:
-    """Return True if any point has the number of tokens that its KV cache holds."""
-    return bool(points["kv_tokens_per_gib"].notna().any())
 
 
 def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
@@ -646,8 +597,8 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
     rows: list[tuple[int, str]] = [row for c in loads for row in ((c, ""), *((c, label) for label in labels))]
     columns = choose_columns(len(contexts))
     row_inches = 0.32 if any("\n" in _format_bar_name(label) for label in labels) else 0.2
-    size = (max(2.9 * columns + 1.3, 6.0), row_inches * len(rows) + 0.9 + _compute_height_below(points))
-    figure, axes = _make_grid(title, len(contexts), columns, size, 1.1)
+    size = (max(2.9 * columns + 1.3, 6.0), row_inches * len(rows) + 0.9 + _get_height_below(points))
+    figure, axes = make_grid(title, len(contexts), columns, size, 1.1)
     times, floors = compute_phases_ms(points), compute_floors_ms(points)
     for ax, context in zip(axes, contexts, strict=True):
         panel = points[points["context"] == context]
@@ -719,15 +670,13 @@ def _draw_stack(
     ax.tick_params(axis="y", length=0, labelleft=True)
 
 
-def _compute_height_below(points: pd.DataFrame) -> float:
+def _get_height_below(points: pd.DataFrame) -> float:
     """Return the height in inches that `draw_watermark_below` adds to panels of bars."""
     return LEGEND_LINE_INCHES if bool(points["cpu"].any()) else 0.0
 
 
 def _draw_bars(ax: Axes, parts: list[tuple[int, float, float]], **look: Any) -> None:  # noqa: ANN401 - matplotlib's
-    """Draw parts of bars with the same look, each given as row, width and left end, in one call,
-    which is much faster.
-    """
+    """Draw parts of bars with the same look, each given as row, width and left end, in one call, which is much faster."""
     if parts:
         places, widths, lefts = zip(*parts, strict=True)
         ax.barh(places, widths, left=lefts, **look)
@@ -743,8 +692,8 @@ def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:  # 
     if len(real):
         panels.append(("kv_capacity_tokens", "tokens held in all", real))
     columns = len(panels)
-    figure, axes = _make_grid(
-        title, columns, columns, (max(5.0 * columns, 6.4), 0.38 * len(best) + 0.9 + _compute_height_below(best)), 0.6
+    figure, axes = make_grid(
+        title, columns, columns, (max(5.0 * columns, 6.4), 0.38 * len(best) + 0.9 + _get_height_below(best)), 0.6
     )
     for ax, (column, label, table) in zip(axes, panels, strict=True):
         values = table[column].astype(float).tolist()
@@ -770,8 +719,7 @@ def _select_some(values: list[int]) -> list[int]:
 
 ENGINE_PANELS = (METRIC["output_tok_s"], METRIC["ttft_p50_ms"], METRIC["itl_p50_ms"], METRIC["kv_capacity_tokens"])
 """Metrics of the figure of engines, each in a panel."""
-MAX_ENGINE_CELLS = 12
-"""Maximum number of layouts × loads in the figure of engines; the table has all."""
+MAX_ENGINE_CELLS = 12  # maximum number of layouts × loads in the figure of engines; the table has all
 
 
 def draw_engines(rows: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
@@ -787,7 +735,7 @@ def draw_engines(rows: pd.DataFrame, style: Style, title: str) -> Figure:  # noq
     panels = [metric for metric in ENGINE_PANELS if metric.name not in limited and rows[metric.name].notna().any()]
     height = 0.17 * len(cells) * (len(runs) + 1) + 1.2
     columns = choose_columns(len(panels))
-    figure, axes = _make_grid(title, len(panels), columns, (columns * 4.2, height), 0.8)
+    figure, axes = make_grid(title, len(panels), columns, (columns * 4.2, height), 0.8)
     thickness = 0.85 / len(runs)
     for ax, metric in zip(axes, panels, strict=True):
         for place, run in enumerate(runs):

@@ -1,5 +1,4 @@
-"""Compute the findings of the records: best layout per load, DCP against its baseline, break-even, KV capacity,
-repeats.
+"""Compute the findings of the records: best layout per load, DCP against its baseline, break-even, KV capacity, repeats.
 
 Points of `decode` and of `serve` are treated the same way. Live runs and replays are kept apart; only
 `compare_replay_with_live` compares them. CPU runs have no findings about speed.
@@ -19,10 +18,11 @@ from dcpbench.points.instances import parse_instances
 from dcpbench.points.layout import DEGREES, Layout, find_ep_degree, format_layout_name
 from dcpbench.points.names import CLOSED, LIVE, REPLAY
 from dcpbench.points.point import select_point_axes
+from dcpbench.records.launches import is_clearly_ahead
 from dcpbench.records.metrics import KV_TABLE, REPLAYED
 from dcpbench.records.record import SERVER_FLAG
 from dcpbench.records.runs import compute_measurement_digest
-from dcpbench.records.stats import REPEATS_AGREE_WITHIN, compute_median_distance
+from dcpbench.records.stats import REPEATS_AGREE_WITHIN, compute_median_distance, find_lasting_start
 from dcpbench.reports import launch_bands
 from dcpbench.show.numbers import format_percent, is_missing
 from dcpbench.show.text import format_count
@@ -34,24 +34,20 @@ if TYPE_CHECKING:
     from dcpbench.reports.dataframes import Frames
 
 
-NO_MATCH = -1
-"""Row index that stands for no match."""
-SCOPE = ["run", "model", "mode"]
-"""Columns that define the scope of a sentence of the answer."""
-LOAD = [*SCOPE, "same_load"]
-"""Columns that compared points share; such points differ in their `label`."""
-BASELINE_OF = [
+NO_MATCH = -1  # row index that stands for no match
+SCOPE = ["run", "model", "mode"]  # columns that define the scope of a sentence of the answer
+LOAD = [*SCOPE, "same_load"]  # columns that compared points share; such points differ in their `label`
+BASELINE_OF = [  # columns that a DCP point and its dcp=1 baseline share, in addition to LOAD
     *LOAD,
     *(a.name for a in select_point_axes(COMPUTES, but=Role.EXCHANGE) if a.name not in ("model", "dcp")),
 ]
-"""Columns that a DCP point and its dcp=1 baseline share, in addition to LOAD."""
 RIVAL_OF = [*LOAD, "gpus", "dtype", "weights_dtype", "kv_dtype", "weights", "emulate"]
 """Columns that layouts share of which one is to be chosen: the load, the GPUs, and what is computed."""
 SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in select_point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
 """Columns that points of `decode` share if they differ only in their exchange."""
 SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in select_point_axes(COMPUTES))]
 """Columns that a replay and its live run share."""
-KV_COLUMNS = (
+KV_COLUMNS = (  # columns of compute_kv_by_layout, in addition to the metrics of its table
     "run",
     "run_label",
     "model",
@@ -62,17 +58,10 @@ KV_COLUMNS = (
     "kv_tokens_per_gib",
     "kv_capacity_tokens",
 )
-"""Columns of compute_kv_by_layout, in addition to the metrics of its table."""
-NO_CAPACITY = ("sweep", SERVER_FLAG)
-"""Limits with which the size of a KV cache says nothing about the capacity of a layout."""
-PAYS = ("higher", "alone")
-"""Verdicts of compare_dcp_with_best with which DCP pays."""
-MIN_IN_FLIGHT_SHARE = 0.9
-"""Share of a loop's clients with a request in flight, on average; below it the report states the effect of the last
-requests on throughput.
-"""
-MAX_CURVES = 2_000
-"""Maximum number of pairs of layout and request length for which break-even is computed, in the order of the tables."""
+NO_CAPACITY = ("sweep", SERVER_FLAG)  # limits with which the size of a KV cache says nothing about a layout's capacity
+PAYS = ("higher", "alone")  # verdicts of compare_dcp_with_best with which DCP pays
+MIN_IN_FLIGHT_SHARE = 0.9  # mean share of clients in flight below which the last requests are reported
+MAX_CURVES = 2_000  # pairs of layout and request length at most for which break-even is computed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,8 +111,7 @@ def select_rivals(frames: Frames) -> pd.DataFrame:
 
 
 def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the layout with the highest throughput of each load, of those that meet its SLO; only loads that at least
-    two layouts on the same number of GPUs ran.
+    """Return the fastest layout within the SLO of each load that several layouts on as many GPUs ran.
 
     `clear` is False if its interval overlaps the next one's or it leads by no more than launches may differ; `level`
     lists it and all layouts that it does not clearly lead. `next` is missing if no other meets the SLO. If none does,
@@ -143,7 +131,8 @@ def find_best_per_load(points: pd.DataFrame) -> pd.DataFrame:
     top = found[tops].set_axis(["top", "top_low", "top_band"], axis=1)
     behind = fits.join(top, on="place")
     band = launch_bands.find_band(behind["top_band"], behind[launch_bands.COLUMN])
-    clearly = (behind["top_low"] > behind["output_tok_s_high"]) & (behind["top"] > behind["output_tok_s"] * (1 + band))
+    ratio, low = behind["top"] / behind["output_tok_s"], behind["top_low"] / behind["output_tok_s_high"]
+    clearly = is_clearly_ahead(ratio, low, band)
     level = behind[~clearly].groupby("place")["label"].agg(list).to_dict()
     together = {place: [*dict.fromkeys([label, *level.get(place, [])])] for place, label in found["label"].items()}
     found["level"] = pd.Series(together, dtype=object)
@@ -205,8 +194,7 @@ def compare_dcp_with_baseline(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare_dcp_with_best(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the throughput of every DCP point over that of the best layout without DCP under the same load, within the
-    SLO.
+    """Return the throughput of every DCP point over that of the best layout without DCP under the same load, within the SLO.
 
     `rival` is the fastest layout that meets the SLO; it may differ in everything except GPUs, dtype and weights. `low`
     and `high` bound the ratio. `verdict` is `higher` or `lower` as in compare_dcp_with_baseline, `alone` if the point meets
@@ -238,8 +226,7 @@ def format_plain_layout(tp: int, dp: int, ep: str, disaggregate: str) -> str:
 
 
 def add_ratios(points: pd.DataFrame, others: pd.DataFrame, same: list[str], value: str, *more: str) -> pd.DataFrame:
-    """Return the points with columns `over_…`: `value` and `more` of the first row of `others` with the same values in
-    `same`.
+    """Return the points with columns `over_…`: `value` and `more` of the first row of `others` with the same values in `same`.
 
     `ratio` is the ratio of the two values, missing without a match; `low` and `high` bound it.
     """
@@ -274,13 +261,11 @@ def _list_comparable_keys(table: pd.DataFrame, names: Sequence[str]) -> list[tup
 def compute_verdicts(
     found: pd.DataFrame, *, above: str = "higher", below: str = "lower", without: str = ""
 ) -> pd.Series[Any]:
-    """Return whether ratios are `above` or `below` 1, else `without`: only if the whole interval is, and by more than
-    launches may differ.
-    """
+    """Return whether ratios are clearly `above` or `below` 1 (is_clearly_ahead), else `without`."""
     found_verdicts = pd.Series("no clear difference", found.index, dtype=object)
     band = launch_bands.find_band(found[launch_bands.COLUMN], found[f"over_{launch_bands.COLUMN}"])
-    found_verdicts[(found["low"] > 1) & (found["ratio"] > 1 + band)] = above
-    found_verdicts[(found["high"] < 1) & (found["ratio"] < 1 - band)] = below
+    found_verdicts[is_clearly_ahead(found["ratio"], found["low"], band)] = above
+    found_verdicts[is_clearly_ahead(1 / found["ratio"], 1 / found["high"], band)] = below
     found_verdicts[found["ratio"].isna()] = without
     return found_verdicts
 
@@ -291,9 +276,7 @@ def list_keys(table: pd.DataFrame, names: Sequence[str]) -> list[tuple[Any, ...]
 
 
 def format_slo_aside(ratios: pd.DataFrame) -> str:
-    """Return the remark on ratios to the same layout without DCP if an SLO is in force, because such ratios ignore the
-    SLO.
-    """
+    """Return the remark on ratios to the same layout without DCP if an SLO is in force, because such ratios ignore the SLO."""
     return ", whether or not the SLO is met" if (ratios["slo_result"] != "").any() else ""
 
 
@@ -314,7 +297,7 @@ def find_break_even(ratios: pd.DataFrame) -> pd.DataFrame:
     for key, group in known.groupby(kept, sort=False) if len(known) else ():
         ordered = group.sort_values("concurrency", kind="stable")
         ahead = ordered["verdict"].eq("higher").tolist()
-        first = next((i for i in range(len(ahead)) if all(ahead[i:])), None)
+        first = find_lasting_start(ahead)
         top = ordered.sort_values("ratio", kind="stable").iloc[-1]
         at = {} if first is None else ordered.iloc[first].to_dict()
         rows.append(
@@ -336,8 +319,7 @@ def find_break_even(ratios: pd.DataFrame) -> pd.DataFrame:
 
 
 def compute_kv_by_layout(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the KV cache of an instance of each layout: the pool, its tokens, and the gain over the first layout
-    without DCP or DP.
+    """Return the KV cache of an instance of each layout, and its gain over the first layout without DCP or DP.
 
     `kv_ratio` is the gain in tokens per GiB, or in tokens for a server, which does not report the memory of its pool.
     `capacity_ratio` is the gain in tokens; it is missing if a pool was sized for the largest point of a sweep, or if
@@ -389,9 +371,7 @@ def find_last_waves(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def find_kv_pressure(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the served points that were short of KV cache: requests were preempted, or fewer fit
-    than were in flight.
-    """
+    """Return the served points that were short of KV cache: requests were preempted, or fewer fit than were in flight."""
     if points.empty:
         return points
     short = (points["load_arrival"] == CLOSED) & (points["room_for"] < points["concurrency"])
@@ -399,9 +379,7 @@ def find_kv_pressure(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare_replay_with_live(served: pd.DataFrame) -> pd.DataFrame:
-    """Return each replay with the errors against the live run of the same point and load: `…_error` = replay / live -
-    1.
-    """
+    """Return each replay with the errors against the live run of the same point and load: `…_error` = replay / live - 1."""
     if served.empty:
         return served
     names = [metric.name for metric in REPLAYED]
@@ -509,11 +487,9 @@ def _compare_with_others(points: pd.DataFrame, against_best: pd.DataFrame) -> pd
     other = rivals.reindex(keys)[columns].set_axis(one.index)
     found = one["group"].ge(0) & other["who"].notna()
     one, other = one[found], other[found]
-    clear = other["output_tok_s_low"] > one["output_tok_s_high"]
-    behind = other["meets"].astype(bool) & clear
     band = launch_bands.find_band(one[launch_bands.COLUMN], other[launch_bands.COLUMN])
-    behind &= other["output_tok_s"] / one["output_tok_s"] > 1 + band
-    ratio = one["output_tok_s"] / other["output_tok_s"]
+    ratio, low = one["output_tok_s"] / other["output_tok_s"], other["output_tok_s_low"] / one["output_tok_s_high"]
+    behind = other["meets"].astype(bool) & is_clearly_ahead(1 / ratio, low, band)
     table = one.assign(ratio=ratio, rival=other["who"], near=one["meets"] & ~behind)
     by = ["model", "mode", "input_typical", "rest", "concurrency", "tp", "dp", "dcp"]
     table = table.sort_values("group", kind="stable").sort_values(by, kind="stable", ignore_index=True)

@@ -5,30 +5,34 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dcpbench.reports.tables import FOLD_ABOVE, Table, make_table
-from dcpbench.show.numbers import format_number, format_ratio, format_value_range, is_missing
+from dcpbench.records.metrics import METRIC
+from dcpbench.reports.tables import FOLD_ABOVE, Table, make_column, make_table
+from dcpbench.show.numbers import format_integer, format_number, format_ratio, format_value_range, is_missing
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import pandas as pd
 
     from dcpbench.reports.dataframes import Frames
 
-PHASE_COLUMN = re.compile(r"phase_.+_us")
-"""Pattern of the columns with the time of a phase; the column `floor_…_us` has its floor."""
-MAX_SENTENCE_PHASES, MAX_ROW_PHASES = 3, 6
-"""Maximum number of phases that a sentence names, and that a row of the table lists."""
-TELLING = 0.01
-"""Minimum share of a step that a phase must lose to be named."""
+PHASE_COLUMN = re.compile(r"phase_.+_us")  # time of a phase; the column `floor_…_us` has its floor
+MAX_SENTENCE_PHASES, MAX_ROW_PHASES = 3, 6  # phases that a sentence names, and that a row lists, at most
+TELLING = 0.01  # minimum share of a step that a phase must lose to be named
 TITLE = "A step against what its machine allows"
+
+
+def find_phases(columns: Iterable[object]) -> dict[str, str]:
+    """Return the column with the time of each phase, by phase."""
+    return {c.removeprefix("phase_").removesuffix("_us"): c for c in map(str, columns) if PHASE_COLUMN.fullmatch(c)}
 
 
 class Loss(NamedTuple):
     """Hold a phase with the time above its floor."""
 
     phase: str
-    share: float
-    """Floor divided by time."""
+    share: float  # floor divided by time
     lost_us: float
 
     def __str__(self) -> str:
@@ -37,14 +41,12 @@ class Loss(NamedTuple):
 
 
 def list_losses(row: dict[str, Any]) -> list[Loss]:
-    """Return the phases of a profiled point, largest loss first; kernels outside ranges and idle time count as lost in
-    full.
-    """
+    """Return the phases of a profiled point, largest loss first; kernels outside ranges and idle time count as lost in full."""
     found = []
-    for name, us in row.items():
-        floor = row.get(f"floor_{name.removeprefix('phase_')}")
-        if PHASE_COLUMN.fullmatch(name) and not is_missing(us) and not is_missing(floor) and us > 0:
-            found.append(Loss(name.removeprefix("phase_").removesuffix("_us"), floor / us, us - floor))
+    for phase, column in find_phases(row).items():
+        us, floor = row[column], row.get(f"floor_{phase}_us")
+        if not is_missing(us) and not is_missing(floor) and us > 0:
+            found.append(Loss(phase, floor / us, us - floor))
     if found and not is_missing(row["idle_us"]) and row["idle_us"] > 0:
         found.append(Loss("idle", 0.0, row["idle_us"]))
     return sorted(found, key=lambda loss: -loss.lost_us)
@@ -74,14 +76,16 @@ def format_short_sentence(points: pd.DataFrame) -> str:
         ]
     )
     over = format_value_range(1 / held["floor_share"])
-    where = f" at {far['label']}" if len(held) > 1 and lost else ""
-    return f"A step takes {over} what the hardware allows{f'; most is lost in {lost}{where}' if lost else ''}."
+    where = (
+        f"at the worst point, {far['label']} with {far['concurrency']} × {format_integer(far['context'])} tokens, "
+        if len(held) > 1
+        else ""
+    )
+    return f"A step takes {over} what the hardware allows{f'; {where}most is lost in {lost}' if lost else ''}."
 
 
 def format_decode_sentences(points: pd.DataFrame) -> list[str]:
-    """Return, for each run and model, how far steps are from their floors, and in which phases the worst point loses
-    most.
-    """
+    """Return, for each run and model, how far steps are from their floors, and in which phases the worst point loses most."""
     if points.empty or "floor_share" not in points:
         return []
     texts = []
@@ -111,9 +115,7 @@ def _name_group(points: pd.DataFrame, run: str, model: str) -> str:
 
 
 def format_served_sentences(points: pd.DataFrame) -> list[str]:
-    """Return, for each run and model, how far the steps of served points are from their floors, from the best to the
-    worst.
-    """
+    """Return, for each run and model, how far the steps of served points are from their floors, from the best to the worst."""
     if points.empty or "prefill_floor_share" not in points:
         return []
     texts = []
@@ -128,11 +130,8 @@ def format_served_sentences(points: pd.DataFrame) -> list[str]:
             clauses.append(f"steps with prompts take {format_value_range(1 / prompts)} what this machine allows{rate}")
         if len(others):
             clauses.append(f"steps without prompts {'' if clauses else 'take '}{format_value_range(1 / others)}")
-        texts += (
-            [f"{subject}: {', '.join(clauses)}{'' if len(prompts) else ' what this machine allows'}."]
-            if clauses
-            else []
-        )
+        if clauses:
+            texts.append(f"{subject}: {', '.join(clauses)}{'' if len(prompts) else ' what this machine allows'}.")
     return texts
 
 
@@ -145,8 +144,8 @@ def build_table(points: pd.DataFrame) -> Table:
         [
             ("layout", "label"),
             ("largest losses: share of its limit, ms lost", _format_losses),
-            ("step ms", lambda r: format_number(r["step_ms"])),
-            ("floor ms", lambda r: format_number(r["floor_ms"])),
+            make_column(METRIC["step_ms"], "step ms"),
+            make_column(METRIC["floor_ms"]),
             ("step / floor", lambda r: format_ratio(1 / r["floor_share"], 2)),
         ],
         load=True,

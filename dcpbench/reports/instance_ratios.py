@@ -1,5 +1,4 @@
-"""Compare ratios of prefill to decode instances: which ratio gives most output per GPU under which load, and what
-bounds it.
+"""Compare ratios of prefill to decode instances: which ratio gives most output per GPU under which load, and what bounds it.
 
 Ratios have different numbers of GPUs, so they are compared per GPU, and each one with the same number of GPUs as
 instances that do both prefill and decode.
@@ -11,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from dcpbench.models import get_title
 from dcpbench.points.axes import COMPUTES, Role
 from dcpbench.points.instances import parse_instances
 from dcpbench.points.point import select_point_axes
 from dcpbench.records import metrics
+from dcpbench.records.launches import is_clearly_ahead
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import findings, launch_bands
-from dcpbench.reports.load_labels import MODELS, make_short_shapes
+from dcpbench.reports.load_labels import make_short_shapes
 from dcpbench.reports.tables import FOLD_ABOVE, LOADED, Column, Table, make_columns, make_table, select_mode
 from dcpbench.show.numbers import ABSENT, format_number, format_percent, format_ratio, is_missing
 from dcpbench.show.text import format_list
@@ -32,13 +33,10 @@ SAME_BUT_INSTANCES = [
     *(a.name for a in select_point_axes(COMPUTES, but=Role.DEPLOYED) if a.name != "model"),
 ]
 """Columns that a point shares with the point on the same number of GPUs in which all instances do both."""
-COMPARED_LATENCIES = ("itl_p99_ms", "ttft_p50_ms")
-"""Latencies that are reported for both if they differ."""
+COMPARED_LATENCIES = ("itl_p99_ms", "ttft_p50_ms")  # latencies that are reported for both if they differ
 MAX_COLUMNS = 16
-MAX_LOADS = 6
-"""Maximum number of loads that sentences name; the table has all."""
-UNEVEN = 0.2
-"""Minimum difference of the busy shares of prefill and decode from which one of them is reported as the bottleneck."""
+MAX_LOADS = 6  # maximum number of loads that sentences name; the table has all
+UNEVEN = 0.2  # difference of the busy shares of both sides from which one is reported as the bottleneck
 
 
 def compare_ratios(points: pd.DataFrame) -> pd.DataFrame:
@@ -60,19 +58,16 @@ def compare_ratios(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def describe_best_ratios(points: pd.DataFrame) -> list[str]:
-    """Return, for each load, the ratio with most output per GPU within the SLO, compared with
-    instances that do both.
-    """
+    """Return, for each load, the ratio with most output per GPU within the SLO, compared with instances that do both."""
     found = compare_ratios(points)
     texts = []
-    for scope in dict.fromkeys(findings.list_keys(found, findings.SCOPE)):
-        own = found[[key == scope for key in findings.list_keys(found, findings.SCOPE)]]
+    for scope, own in found.groupby(findings.SCOPE, sort=False) if len(found) else ():
         loads = [_describe_load(load) for _, load in own.groupby("load", sort=False)]
         more = len(loads) - MAX_LOADS
         clauses = "; ".join(loads[:MAX_LOADS]) + (f"; {more:,} more loads are in the table" if more > 0 else "")
         launches = f" {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(own) else ""
         texts.append(
-            f"Prefill apart from decode, {MODELS.get(scope[1], scope[1])}, most output for each GPU{launches}: {clauses}."
+            f"Prefill apart from decode, {get_title(str(scope[1]))}, most output for each GPU{launches}: {clauses}."
         )
     return texts
 
@@ -81,8 +76,7 @@ def build_grids(frames: Frames) -> list[Table]:
     """Build grids of output per GPU: a row for each load, a column for each ratio and for instances that do both."""
     found = compare_ratios(findings.select_timed(frames.served))
     tables = []
-    for scope in dict.fromkeys(findings.list_keys(found, findings.SCOPE)):
-        own = found[[key == scope for key in findings.list_keys(found, findings.SCOPE)]]
+    for scope, own in found.groupby(findings.SCOPE, sort=False) if len(found) else ():
         labels = list(dict.fromkeys(own.sort_values(["split", "gpus"], kind="stable")["label"]))[:MAX_COLUMNS]
         short = make_short_shapes(own["rest"])
         rows = []
@@ -103,7 +97,9 @@ def build_table(frames: Frames, mode: str) -> Table:
     """Build a table of all such points: output per GPU, busy shares of both sides, and cost of transfers."""
     found = compare_ratios(select_mode(frames.served, mode))
     if len(found):
-        found = found.sort_values(["run", "model", "load", "split", "gpus"], kind="stable", key=_make_order_key(found))
+        places = {load: place for place, load in enumerate(dict.fromkeys(found["load"]))}
+        found = found.assign(place=found["load"].map(places))
+        found = found.sort_values(["run", "model", "place", "split", "gpus"], kind="stable")
     shown: list[Column] = [
         *LOADED,
         ("GPUs", lambda r: f"{r['gpus']:,}"),
@@ -123,12 +119,6 @@ def build_table(frames: Frames, mode: str) -> Table:
     )
 
 
-def _make_order_key(found: pd.DataFrame) -> Any:  # noqa: ANN401 - what pandas takes
-    """Return a sort key with which loads keep their order."""
-    places = {load: place for place, load in enumerate(dict.fromkeys(found["load"]))}
-    return lambda column: column.map(places) if column.name == "load" else column
-
-
 def _find_best(load: pd.DataFrame) -> Row | None:
     """Return the point with most output per GPU of those within the SLO."""
     fits = load[~(load["slo_excess"] > 1)].sort_values("output_tok_s_per_gpu", kind="stable")
@@ -136,17 +126,18 @@ def _find_best(load: pd.DataFrame) -> Row | None:
 
 
 def _describe_load(load: pd.DataFrame) -> str:
-    """Return `at closed 48 · 4,000 in · 1,500 out tp4 1P1D, 47.9 tok/s (prefill 20 % busy, decode 99 %)`, and the
-    comparison with others.
-    """
+    """Return `at closed 48 · 4,000 in · 1,500 out tp4 1P1D, 47.9 tok/s (…)`, and the comparison with others."""
     where = f"at {load['load'].iloc[0]} "
     best = _find_best(load)
     if best is None:
         near = load.sort_values("slo_excess", kind="stable").iloc[0]
         return f"{where}none is within the SLO, nearest {near['label']}"
     level = load[~(load["slo_excess"] > 1)]
-    band = launch_bands.find_largest(load)
-    level = level[level["output_tok_s_per_gpu"] * (1 + band) >= best["output_tok_s_per_gpu"]]
+    ratio = best["output_tok_s_per_gpu"] / level["output_tok_s_per_gpu"]
+    low = (
+        ratio * (best["output_tok_s_low"] / best["output_tok_s"]) * (level["output_tok_s"] / level["output_tok_s_high"])
+    )
+    level = level[~is_clearly_ahead(ratio, low, launch_bands.find_largest(load))]
     names = [best["label"], *(name for name in level["label"] if name != best["label"])]
     text = (
         f"{where}{format_list(names, 'or')}, {format_number(best['output_tok_s_per_gpu'], 3)} tok/s{_format_busy(best)}"

@@ -14,15 +14,15 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.names import BACKENDS, ENGINE_NAMES, LIBRARIES
-from dcpbench.records.record import A_SERVER, OURS, get_device, get_origin, is_imported_origin
+from dcpbench.points.names import BACKENDS, LIBRARIES
+from dcpbench.records.record import OURS, get_device, get_origin, is_imported_origin, parse_origin
 from dcpbench.records.runs import Run, compute_measurement_digest
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from dcpbench.records.record import Record
+    from dcpbench.records.record import Origin, Record
 
 SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "flash_mla", "triton")
 """Fields of the environment that runs must share to be repeats of each other."""
@@ -36,17 +36,8 @@ class EngineRun:
     """Hold all records of one engine as one run, or the imported records of one run."""
 
     run: Run
-    sources: tuple[str, ...]
-    """Names of the runs that the records come from."""
+    sources: tuple[str, ...]  # names of the runs that the records come from
     imported: bool = False
-
-
-def format_engine(origin: str) -> str:
-    """Return `vLLM 0.26.0` for the origin `engine vllm 0.26.0`; other origins stay as they are."""
-    if not origin.startswith(A_SERVER):
-        return origin
-    name, _, version = origin.removeprefix(A_SERVER).partition(" ")
-    return f"{ENGINE_NAMES.get(name, name)} {version}".rstrip()
 
 
 def find_device_names(runs: Sequence[Run]) -> dict[str, str]:
@@ -90,16 +81,16 @@ def _name_engines(run: Run) -> list[str]:
 
     A point that its server never ran has no version. It gets the name of the server that ran the other points, if there is one.
     """
-    origins = [get_origin(record) for record in run.records]
-    versions = [o for o in dict.fromkeys(origins) if o.startswith(A_SERVER) and " " in o.removeprefix(A_SERVER)]
+    origins = [parse_origin(get_origin(record)) for record in run.records]
+    versions = [origin for origin in dict.fromkeys(origins) if origin.version]
 
-    def complete(origin: str) -> str:
-        if not origin.startswith(A_SERVER) or origin in versions:
+    def complete(origin: Origin) -> Origin:
+        if not origin.engine or origin.version:
             return origin
-        found = [version for version in versions if version.startswith(f"{origin} ")] or versions
+        found = [known for known in versions if known.engine == origin.engine] or versions
         return found[0] if len(found) == 1 else origin
 
-    return ["" if is_imported_origin(origin) else format_engine(complete(origin)) for origin in origins]
+    return ["" if is_imported_origin(origin.text) else complete(origin).label for origin in origins]
 
 
 def group_by_engine(runs: Sequence[Run], devices: Mapping[str, str], *, as_repeats: bool) -> list[EngineRun]:
@@ -157,7 +148,7 @@ def count_launches(runs: Sequence[Run], make_key: Callable[[Record], str]) -> Co
         for record in run.records:
             if record.outcome == "ok" and (one := compute_measurement_digest(record)) not in seen:
                 seen.add(one)
-                measured.add((format_engine(get_origin(record)), make_key(record)))
+                measured.add((parse_origin(get_origin(record)).label, make_key(record)))
         found.update(measured)
     return found
 
@@ -193,9 +184,7 @@ def join_runs(runs: list[Run], *, check: bool = True) -> Run:
 
 
 def _check_same_environment(runs: list[Run]) -> None:
-    """Raise UsageError if runs were taken in different environments; FlashMLA counts only if points may have run with
-    it.
-    """
+    """Raise UsageError if runs were taken in different environments; FlashMLA counts only if points may have run with it."""
     seen: dict[str, tuple[str, object]] = {}
     for run in runs:
         for record in run.records:

@@ -15,16 +15,12 @@ from dcpbench.show.numbers import format_percent
 if TYPE_CHECKING:
     import pandas as pd
 
-UNEQUAL = 0.01
-"""Maximum difference of gaps between two points, as a share of a step."""
-MAX_GAP_US = 1.0
-"""Maximum mean gap between kernels of a graph in µs; with longer gaps the GPU waits for something else."""
+UNEQUAL = 0.01  # maximum difference of gaps between two points, as a share of a step
+MAX_GAP_US = 1.0  # maximum mean gap between kernels of a graph in µs; with longer gaps the GPU waits for something else
 
 
 def describe_unequal_gaps(points: pd.DataFrame) -> str:
-    """Describe the two points of one load that unequal gaps separate most, with the share of a step; empty if gaps are
-    equal enough.
-    """
+    """Describe the two points of one load that unequal gaps separate most; empty if gaps are equal enough."""
     if points.empty:
         return ""
     gaps_us = points["idle_us"] / points["kernels"]

@@ -18,14 +18,10 @@ if TYPE_CHECKING:
 
 SERVED = {LIVE: "Served live", REPLAY: "Replay: the scheduler in virtual time, over step times measured before"}
 """Headings of the tables of points."""
-FEW_SAMPLES = "few_samples"
-"""Warning that dashes already express, and percentile by which an SLO is judged."""
+FEW_SAMPLES = "few_samples"  # warning that dashes already express, and percentile by which an SLO is judged
 OBJECTIVES = {name: latency.label for name, latency in LATENCIES.items()}
 SEPARATOR = " · "
-OF_SESSIONS = ("turns", "turn_tokens", "think_time")
-"""Fields of a load that `format_shape` prints only if requests are turns of sessions."""
-MODELS = {"deepseek-v3": "DeepSeek-V3", "kimi-k2": "Kimi-K2"}
-"""Names of the models as their makers write them."""
+OF_SESSIONS = ("turns", "turn_tokens", "think_time")  # printed only if requests are turns of sessions
 
 
 def format_arrival(point: Point) -> str:
@@ -109,9 +105,7 @@ def make_short_shapes(rests: Iterable[str]) -> dict[str, str]:
 
 
 def find_shared_shape(rests: Iterable[str]) -> str:
-    """Return the part that all request lengths share, such as `500 out`; empty for a single one, or if they share
-    nothing.
-    """
+    """Return the part that all request lengths share, such as `500 out`; empty for a single one, or if they share nothing."""
     known = list(dict.fromkeys(rests))
     if len(known) < 2:  # noqa: PLR2004 - one shares everything with itself
         return ""

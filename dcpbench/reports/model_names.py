@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from dcpbench.models import SHAPES, get_title
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.layout import Layout
 from dcpbench.points.memory import compute_weight_bytes, count_all_layers
 from dcpbench.points.names import FP8
-from dcpbench.points.shapes import SHAPES
 from dcpbench.records.model_sizes import (
     ModelSizes,
     ShortenedModel,
@@ -17,7 +17,6 @@ from dcpbench.records.model_sizes import (
     is_published_name,
     shorten_shape,
 )
-from dcpbench.reports import load_labels
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,7 +35,11 @@ def find_model_names(runs: Sequence[Run]) -> dict[str, str]:
     for record in (record for run in runs for record in run.records):
         if (model := identify_model(record)) is not None:
             found.setdefault(record.point.model, set()).add(model)
-    names = {folder: _format_shortened(*models) for folder, models in found.items() if len(models) == 1}
+    names = {
+        folder: f"{get_title(one.name)}, {one.layers} of {one.all_layers} layers"
+        for folder, (one, *others) in found.items()
+        if not others
+    }
     doubled = {name for run in runs for name in _find_doubled(names, {record.point.model for record in run.records})}
     return {folder: f"{name} ({PurePath(folder).name})" if name in doubled else name for folder, name in names.items()}
 
@@ -44,11 +47,6 @@ def find_model_names(runs: Sequence[Run]) -> dict[str, str]:
 def _find_doubled(names: dict[str, str], folders: Iterable[str]) -> set[str]:
     shown = [names[folder] for folder in folders if folder in names]
     return {name for name in shown if shown.count(name) > 1}
-
-
-def _format_shortened(model: ShortenedModel) -> str:
-    """Return `DeepSeek-V3, 8 of 61 layers`."""
-    return f"{load_labels.MODELS.get(model.name, model.name)}, {model.layers} of {model.all_layers} layers"
 
 
 def identify_model(record: Record) -> ShortenedModel | None:

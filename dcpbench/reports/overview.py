@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from dcpbench.models import get_title
 from dcpbench.points.names import CLOSED, ENGINE_NAMES, PREFILLS, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
-from dcpbench.records.record import A_SERVER, CPU, DUMMY_WEIGHTS, is_imported_origin
+from dcpbench.records.record import CPU, DUMMY_WEIGHTS, is_imported_origin, parse_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import (
     answer,
@@ -19,7 +20,6 @@ from dcpbench.reports import (
     engines,
     findings,
     floors,
-    joined_runs,
     launch_bands,
     load_labels,
     point_warnings,
@@ -34,33 +34,30 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.dataframes import Frames
 
-MAX_NAMES = 6
-"""Maximum number of layouts or models that a title names; above it the title counts them."""
-MAX_CLAUSES = 3
-"""Maximum number of loads without KV capacity that a bullet names."""
-MAX_BULLETS = 4
-"""Maximum number of bullets below the first sentence."""
+MAX_NAMES = 6  # maximum number of layouts or models that a title names; above it the title counts them
+MAX_CLAUSES = 3  # maximum number of loads without KV capacity that a bullet names
+MAX_BULLETS = 4  # maximum number of bullets below the first sentence
 
 
 def format_title(frames: Frames) -> str:
-    """Return `DeepSeek-V3 · tp4, tp4·dcp4 · 4 × NVIDIA H200 · bf16 · ag_rs · 2026-11-20`, without the parts that no
-    record has.
-    """
-    table = frames.everything
-    if table.empty:
-        return _format_title_of_none(frames)
+    """Return `DeepSeek-V3 · tp4, tp4·dcp4 · 4 × NVIDIA H200 · bf16 · ag_rs · 2026-11-20`, without the parts that no record has."""
+    table, lost = frames.everything, frames.others
+    if table.empty and lost.empty:
+        return f"dcpbench: {', '.join(run.name for run in frames.runs)}"
+    named = lost if table.empty else table
+    ordered = lost if table.empty else table.sort_values(["tp", "dp", "dcp"], kind="stable")
+    measured = [_format_precisions(frames), _format_exchanges(frames)] if len(table) else []
+    conditions = (
+        [recommendation.format_forecast(table), _format_imports(table)] if len(table) else ["no point finished"]
+    )
     parts = [
-        _format_few([load_labels.MODELS.get(name, name) for name in load_labels.list_unique(table["model"])], "models"),
-        _format_few([engine.run.name for engine in frames.engines if not engine.imported], "engines"),
-        _format_few(
-            load_labels.list_unique(table.sort_values(["tp", "dp", "dcp"], kind="stable")["layout"]), "layouts"
-        ),
+        _format_few([get_title(name) for name in load_labels.list_unique(named["model"])], "models"),
+        _format_few([engine.run.name for engine in frames.engines if not engine.imported and len(table)], "engines"),
+        _format_few(load_labels.list_unique(ordered["layout"]), "layouts"),
         format_report_hardware(frames),
-        _format_precisions(frames),
-        _format_exchanges(frames),
+        *measured,
         _format_dates(frames),
-        recommendation.format_forecast(table),
-        _format_imports(table),
+        *conditions,
     ]
     return load_labels.SEPARATOR.join(part for part in parts if part and part != UNKNOWN)
 
@@ -87,23 +84,6 @@ def _format_exchanges(frames: Frames) -> str:
     if frames.engines and UNKNOWN in names:
         return ""
     return _format_few([name for name in names if name != UNKNOWN], "exchanges")
-
-
-def _format_title_of_none(frames: Frames) -> str:
-    """Return the title for runs in which no point finished."""
-    lost = frames.others
-    if lost.empty:
-        return "dcpbench: " + ", ".join(run.name for run in frames.runs)
-    models = _format_few(
-        [load_labels.MODELS.get(name, name) for name in load_labels.list_unique(lost["model"])], "models"
-    )
-    parts = [
-        models,
-        _format_few(load_labels.list_unique(lost["layout"]), "layouts"),
-        format_report_hardware(frames),
-        _format_dates(frames),
-    ]
-    return load_labels.SEPARATOR.join([*filter(None, parts), "no point finished"])
 
 
 def _format_imports(table: pd.DataFrame) -> str:
@@ -156,24 +136,21 @@ def list_caveats(frames: Frames) -> list[str]:
         found.append("synthetic weights")
     replayed = table["mode"] == REPLAY
     if replayed.any():
-        every = "" if replayed.all() else f" ({int(replayed.sum()):,} of {len(table):,} points)"
+        some = _format_some(replayed, " ({})")
         found.append(
-            f"replayed in virtual time over measured step times, not served live{every}{_format_policies(frames)}"
+            f"replayed in virtual time over measured step times, not served live{some}{_format_policies(frames)}"
         )
-    servers = [
-        joined_runs.format_engine(name)
-        for name in load_labels.list_unique(table["origin"])
-        if name.startswith(A_SERVER)
-    ]
-    if servers:
-        every = "" if table["origin"].str.startswith(A_SERVER).all() else " (those points)"
+    origins = [parse_origin(name) for name in load_labels.list_unique(table["origin"])]
+    if servers := [origin.label for origin in origins if origin.engine]:
+        every = "" if len(servers) == len(origins) else " (those points)"
         found.append(f"measured through HTTP on {format_list(servers)} as it runs{every}")
     found += engines.list_unknown(frames)
     emulated = table["emulate"].fillna("") != ""
     if emulated.any():
-        every = "" if emulated.all() else f" ({int(emulated.sum()):,} of {len(table):,} points)"
         on = ", ".join(sorted({PurePath(name).name for name in table["emulate"][emulated]}))
-        found.append(f"forecast: one rank ran, its wire modelled as of {on}{every}{_format_slow_end(frames)}")
+        found.append(
+            f"forecast: one rank ran, its wire modelled as of {on}{_format_some(emulated, ' ({})')}{_format_slow_end(frames)}"
+        )
     waves = answer.select_lock_step(frames.served)
     if len(waves):
         every = "" if len(waves) == len(table) else f" at {len(waves):,} of {len(table):,} points"
@@ -182,29 +159,32 @@ def list_caveats(frames: Frames) -> list[str]:
         )
         found.append(f"clients run in lock-step{every}: all their requests have one length{favours}")
     found += _list_engine_caveats(table)
-    power = table["throttle_reasons"].str.contains("power", case=False).fillna(False)  # noqa: FBT003 - pandas' own
+    power = table["throttle_reasons"].map(lambda reasons: any("power" in reason for reason in reasons)).astype(bool)
     limited = power | point_warnings.find_throttled(table)
     if limited.any():
-        by_steps = limited & replayed & (table["throttle_reasons"] == "")
-        some = by_steps.any() and (limited & ~by_steps).any()
-        steps = f" ({f'{int(by_steps.sum()):,} ' if some else ''}by their step times)" if by_steps.any() else ""
-        every = "" if limited.all() and not some else f" at {int(limited.sum()):,} of {len(table):,} points"
+        by_steps = limited & replayed & ~table["throttle_reasons"].map(bool)
+        both = by_steps.any() and (limited & ~by_steps).any()
+        steps = f" ({f'{int(by_steps.sum()):,} ' if both else ''}by their step times)" if by_steps.any() else ""
+        every = f" at {int(limited.sum()):,} of {len(table):,} points" if both else _format_some(limited)
         found.append(f"clocks limited{'' if (limited & ~power).any() else ' by power'}{every}{steps}")
     return found
+
+
+def _format_some(mask: pd.Series[bool], form: str = " at {}") -> str:
+    """Return ` at 3 of 12 points`; empty for all points."""
+    return "" if mask.all() else form.format(f"{int(mask.sum()):,} of {len(mask):,} points")
 
 
 def _list_engine_caveats(table: pd.DataFrame) -> list[str]:
     """Return what the engine does that makes its speed another than that of a deployment."""
     found = []
     if (dummy := point_warnings.find_marked(table, DUMMY_WEIGHTS)).any():
-        every = "" if dummy.all() else f" at {int(dummy.sum()):,} of {len(table):,} points"
         found.append(
-            f"dummy weights of the engine{every}: every token takes the same few experts, so that the speed is not that of a "
+            f"dummy weights of the engine{_format_some(dummy)}: every token takes the same few experts, so that the speed is not that of a "
             "real model"
         )
     if "load_prefill" in table and (slow := (table["load_prefill"] == PREFILLS[0]) & ~table["cpu"].astype(bool)).any():
-        every = "" if slow.all() else f" at {int(slow.sum()):,} of {len(table):,} points"
-        found.append(f"prompts are computed by sdpa{every}, which takes longer than FlashInfer")
+        found.append(f"prompts are computed by sdpa{_format_some(slow)}, which takes longer than FlashInfer")
     return found
 
 
@@ -267,9 +247,7 @@ def _describe_functional(frames: Frames) -> str:
 
 
 def _describe_single(frames: Frames, timed: pd.DataFrame) -> str:
-    """Return the sentence for reports in which no closed loop ran two layouts on the same number of GPUs: the highest
-    output, and the result of open loops.
-    """
+    """Return the highest output, and the result of open loops, if no closed loop compares two layouts."""
     most = _format_maximum(timed)
     best = frames.findings.best
     where = recommendation.format_conditions(timed)
@@ -277,29 +255,20 @@ def _describe_single(frames: Frames, timed: pd.DataFrame) -> str:
     if best.empty or best["load_arrival"].eq(CLOSED).any():
         if len(names) > 1:
             return f"{format_capitalized(f'{where}{_explain_not_compared(frames, names)}')}, so nothing here says which layout to take: {most}."
-        lost = (
-            [n for n in load_labels.list_unique(select_rejected_for_memory(frames)["layout"]) if n not in names]
-            if len(select_rejected_for_memory(frames))
-            else []
-        )
+        rejected = select_rejected_for_memory(frames)
+        lost = [n for n in load_labels.list_unique(rejected["layout"]) if n not in names] if len(rejected) else []
         if lost:
             why = f"as {format_list(lost)} {'has' if len(lost) == 1 else 'have'} no room in memory"
             return f"{format_capitalized(where)}only {names[0]} ran, {why}: {most}."
         return f"{format_capitalized(where)}only {names[0]} ran, so nothing here says which layout to take: {most}."
-    won = [f"{label} in {n}" for label, n in best[best["clear"]]["label"].value_counts().items()]
-    tied, none = int((best["meets"] & ~best["clear"]).sum()), int((~best["meets"].astype(bool)).sum())
-    single = launch_bands.has_single_launches(best)
-    won += [f"no layout {launch_bands.BY_MORE if single else 'clearly'} in {tied}"] if tied else []
-    won += [f"none within the SLO in {none}"] if none else []
     loads = format_count(len(best), "load")
-    launches = f", {launch_bands.IN_ONE_LAUNCH}," if single else ""
-    return f"{format_capitalized(where)}of {loads} with requests at a rate, the fastest{launches} is {format_list(won)}: {most}."
+    launches = f", {launch_bands.IN_ONE_LAUNCH}," if launch_bands.has_single_launches(best) else ""
+    won = answer.count_winners(best)
+    return f"{format_capitalized(where)}of {loads} with requests at a rate, the fastest{launches} is {won}: {most}."
 
 
 def _format_maximum(timed: pd.DataFrame) -> str:
-    """Return the highest output and its point: within the SLO if points are judged by one, and the nearest point if
-    none meets it.
-    """
+    """Return the highest output and its point, within the SLO if there is one, or the point nearest to it."""
     judged = timed[timed["slo_excess"].notna()]
     pool = timed if judged.empty else judged
     fits = pool[~(pool["slo_excess"] > 1)]
@@ -372,7 +341,8 @@ def format_bullets(frames: Frames) -> list[str]:
         )
         if text
     ]
-    return [text for text in (*bullets[: MAX_BULLETS - 1], _describe_trust(frames)) if text]
+    trust = answer.describe_agreement(frames, answer.collect_repeat_differences(frames))
+    return [text for text in (*bullets[: MAX_BULLETS - 1], trust) if text]
 
 
 def _describe_dcp_gain(frames: Frames) -> str:
@@ -393,7 +363,7 @@ def _describe_dcp_gain(frames: Frames) -> str:
     if rated.empty:
         return f"{text}."
     top = rated.sort_values("ratio", kind="stable").iloc[-1]
-    who = f"{load_labels.MODELS.get(top['model'], top['model'])}, {top['label']} at {recommendation.format_load(top)}"
+    who = f"{get_title(top['model'])}, {top['label']} at {recommendation.format_load(top)}"
     if paid:
         return f"{text}, by at most {format_percent(top['ratio'] - 1)} ({who})."
     return f"{text}; nearest is {top['ratio']:.2f}× ({who})."
@@ -410,7 +380,7 @@ def _describe_rejections(frames: Frames) -> str:
         clauses.setdefault(f"from {format_count(least, 'request')}{length} on", []).append(str(layout))
     texts = [f"{format_list(load_labels.list_unique(names))} {where}" for where, names in clauses.items()]
     more = f"; and {len(texts) - MAX_CLAUSES:,} more" if len(texts) > MAX_CLAUSES else ""
-    return f"No room in memory: {'; '.join(texts[:MAX_CLAUSES])}{more}."
+    return f"Does not fit into memory: {'; '.join(texts[:MAX_CLAUSES])}{more}."
 
 
 def _describe_kv_capacity(frames: Frames) -> str:
@@ -425,7 +395,3 @@ def _describe_kv_capacity(frames: Frames) -> str:
     too = f", as does {format_list(load_labels.list_unique(same['layout']), 'or')}" if len(same) else ""
     memory = "" if is_missing(top["kv_tokens_per_gib"]) else " in the same KV memory"
     return f"{top['layout']} holds {top['kv_ratio']:.2f}× the tokens of tp{top['tp']}{memory}{too}."
-
-
-def _describe_trust(frames: Frames) -> str:
-    return answer.describe_agreement(frames, answer.collect_repeat_differences(frames))

@@ -31,16 +31,11 @@ MAX_RUNS = 6
 MAX_LENGTHS = 9
 MAX_LINES = 16
 MAX_LOADS = 48
-"""Maximum number, per figure, of models and runs with their own figures, of panels, of lines in a panel, and of points
-of a line.
-"""
+"""Maximum number of models and runs with figures of their own, of panels, of lines of a panel, and of points of a line."""
 SOME_LENGTHS = 6
 SOME_LOADS = 24
-"""Maximum number of panels and points if there are more than the limits above: fewer are as readable and drawn in half
-the time.
-"""
-FORMATS = ("png", "svg")
-"""File formats of every figure."""
+"""Maximum number of panels and points if there are more than the limits above: fewer are as readable and drawn in half the time."""
+FORMATS = ("png", "svg")  # file formats of every figure
 OVERVIEW, BREAK_EVEN, KV, PHASES, ENGINES, STEPS = "overview", "break-even", "kv", "phases", "engines", "engine-steps"
 """Subjects of the figures that are not in figures.LINES; the first two show all models at once."""
 
@@ -49,13 +44,10 @@ OVERVIEW, BREAK_EVEN, KV, PHASES, ENGINES, STEPS = "overview", "break-even", "kv
 class Picture:
     """Describe one drawn figure."""
 
-    subject: str
-    """`throughput`, `ttft`, `itl`, `frontier`, `overview`, `break-even`, `kv`, `phases`, `engines` or `engine-steps`."""
-    mode: str
-    """`live` or `replay`, of served requests; empty for `decode`, and for what does not depend on it."""
+    subject: str  # one of SUBJECTS of figures, or of the subjects above
+    mode: str  # `live` or `replay`, of served requests; empty for `decode`, and for what does not depend on it
     title: str
-    alt: str
-    """Alternative text of the figure."""
+    alt: str  # alternative text of the figure
     png: Path
     svg: Path
     pdf: Path | None = None
@@ -64,8 +56,7 @@ class Picture:
 def draw_all(
     read: Frames, folder: Path, *, drawn: bool = True, pdf: bool = False, watch: Callable[[str], None] = lambda _: None
 ) -> list[Picture]:
-    """Draw every figure that the points allow into `folder`, with `pdf` also as PDF; with `drawn=False` only return the
-    list.
+    """Draw every figure that the points allow into `folder`, with `pdf` also as PDF; with `drawn=False` only return the list.
 
     `watch` is called with the figure in progress.
     """
@@ -92,7 +83,14 @@ def _draw_figures(read: Frames, studio: FigureWriter) -> list[Picture]:
         few, _ = sample_points(points)
         _draw_bars(few, studio, PHASES, "Where a step's time goes", figures.draw_phases, figures.has_phases)
     for points in _group_by_model(read.everything):
-        _draw_bars(points, studio, KV, "KV cache capacity by layout", figures.draw_capacity, figures.has_capacity)
+        _draw_bars(
+            points,
+            studio,
+            KV,
+            "KV cache capacity by layout",
+            figures.draw_capacity,
+            lambda t: bool(t["kv_tokens_per_gib"].notna().any()),
+        )
     return studio.pictures
 
 
@@ -163,27 +161,28 @@ def _draw_engine_steps(read: Frames, studio: FigureWriter) -> None:
 
 
 def _draw_overview(read: Frames, studio: FigureWriter) -> None:
-    """Draw each layout over the best other one: a figure for decode, one for live runs and one for replays."""
-    rows, lost = read.findings.against_others, overview.select_rejected_for_memory(read)
-    draw = functools.partial(figures.draw_overview, lost=lost)
-    for mode, found in rows.groupby("mode", sort=False) if len(rows) else ():
-        group, note = sample_points(_select_sides(found), rate="ratio")
-        full_title = f"Output of each layout over the best other one{'' if mode == 'decode' else f', {mode}'}{note}"
-        studio.add_figure(OVERVIEW, full_title, group, draw, figures.format_alt_overview(full_title, group))
+    """Draw each layout over the best other one."""
+    draw = functools.partial(figures.draw_overview, lost=overview.select_rejected_for_memory(read))
+    for mode, group, note in _sample_modes(read.findings.against_others):
+        title = f"Output of each layout over the best other one{'' if mode == 'decode' else f', {mode}'}{note}"
+        studio.add_figure(OVERVIEW, title, group, draw, figures.format_alt_overview(title, group))
 
 
 def _draw_break_even(read: Frames, studio: FigureWriter) -> None:
-    """Draw DCP over its baseline: a figure for decode, one for live runs and one for replays, over all models."""
+    """Draw DCP over its baseline."""
     ratios = read.findings.ratios
     loops = ratios[ratios["ratio"].notna() & (ratios["load_arrival"] == CLOSED)] if len(ratios) else ratios
-    for mode, found in loops.groupby("mode", sort=False) if len(loops) else ():
-        group, note = sample_points(_select_sides(found), rate="ratio")
-        full_title = (
-            f"Output tok/s with DCP over the same layout without it, {mode}{findings.format_slo_aside(group)}{note}"
-        )
+    for mode, group, note in _sample_modes(loops):
+        title = f"Output tok/s with DCP over the same layout without it, {mode}{findings.format_slo_aside(group)}{note}"
         studio.add_figure(
-            BREAK_EVEN, full_title, group, figures.draw_break_even, figures.format_alt_break_even(full_title, group)
+            BREAK_EVEN, title, group, figures.draw_break_even, figures.format_alt_break_even(title, group)
         )
+
+
+def _sample_modes(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame, str]]:
+    """Return the rows of a figure over all models for decode, live runs and replays, and what of them it shows."""
+    groups = rows.groupby("mode", sort=False) if len(rows) else ()
+    return [(str(mode), *sample_points(_select_sides(found), rate="ratio")) for mode, found in groups]
 
 
 def _select_sides(found: pd.DataFrame) -> pd.DataFrame:
@@ -200,8 +199,7 @@ class FigureWriter:
     look: style.Style
     drawn: bool = True
     formats: tuple[str, ...] = FORMATS
-    of: int = 0
-    """Total number of figures."""
+    of: int = 0  # total number of figures
     watch: Callable[[str], None] = lambda _: None
     pictures: list[Picture] = dataclasses.field(default_factory=list)
 

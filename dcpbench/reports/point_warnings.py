@@ -10,55 +10,55 @@ from dcpbench.show.numbers import is_missing
 from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import pandas as pd
 
 THROTTLED = "throttled"
 STAY = ("cpu", "graph_differs", "inaccurate")
-"""Warnings shown at every number, even if all points have them, because a reader of a single number
-must not miss them.
-"""
-REASONS = {
+"""Warnings shown at every number, even if all points have them, because a reader of a single number must not miss them."""
+REASONS = {  # text for each cause of lowered clocks
     "sw_power_cap": "the power limit",
     "hw_slowdown": "the hardware's slowdown",
     "sw_thermal": "heat",
     "hw_thermal": "heat, by the hardware",
     "hw_power_brake": "the power brake",
 }
-"""Text for each cause of lowered clocks."""
 
 
-def split_warnings(text: str) -> list[str]:
-    """Return `noisy, throttled` as a list, without the warning that dashes already express."""
-    return [mark for mark in text.split(", ") if mark not in ("", FEW_SAMPLES)]
+def list_shown(marks: Iterable[str]) -> list[str]:
+    """Return the warnings without the one that dashes already express."""
+    return [mark for mark in marks if mark not in ("", FEW_SAMPLES)]
 
 
-def format_distinct_warnings(points: pd.DataFrame, *, falls: bool = True) -> list[str]:
-    """Return for each point, as text, the warnings that not all points of its run and mode have; with `falls`, how far
-    clocks fell.
-    """
-    texts = [""] * len(points)
+def list_distinct_warnings(points: pd.DataFrame) -> list[list[str]]:
+    """Return for each point the warnings that not all points of its run and mode have."""
+    found: list[list[str]] = [[]] * len(points)
     for _, group in points.reset_index(drop=True).groupby(["run", "mode"], sort=False) if len(points) else ():
         everyone = set(find_shared_warnings(group)) - set(STAY)
-        for place, text, fall in zip(group.index, group["marks"], group["clock_fall"], strict=True):
-            texts[int(str(place))] = ", ".join(
-                f"{mark}{_format_fall(fall)}" if falls and mark == THROTTLED else mark
-                for mark in split_warnings(text)
-                if mark not in everyone
-            )
-    return texts
+        for place, marks in group["marks"].items():
+            found[int(str(place))] = [mark for mark in list_shown(marks) if mark not in everyone]
+    return found
+
+
+def format_distinct_warnings(points: pd.DataFrame) -> list[str]:
+    """Return for each point, as text, its distinct warnings, with how far clocks fell: `noisy, throttled −27 %`."""
+    falls = points["clock_fall"] if len(points) else ()
+    return [
+        ", ".join(f"{m} −{fall * 100:.2g} %" if m == THROTTLED and not is_missing(fall) else m for m in marks)
+        for marks, fall in zip(list_distinct_warnings(points), falls, strict=True)
+    ]
 
 
 def find_shared_warnings(points: pd.DataFrame) -> list[str]:
     """Return the warnings that all of at least two points have, and that therefore distinguish none of them."""
-    found = [split_warnings(text) for text in points["marks"]]
+    found = [list_shown(marks) for marks in points["marks"]]
     return [mark for mark in found[0] if all(mark in marks for marks in found)] if len(found) > 1 else []
 
 
 def summarize_warnings(points: pd.DataFrame, most: int) -> str:
-    """Return counts such as `25 throttled (the power limit: …), 3 noisy` or `all throttled`; of more than `most` kinds
-    the first ones.
-    """
-    names = [mark for text in points["marks"] for mark in split_warnings(text)]
+    """Return counts of at most `most` kinds, such as `25 throttled (the power limit: …), 3 noisy` or `all throttled`."""
+    names = [mark for marks in points["marks"] for mark in list_shown(marks)]
     everyone = set(find_shared_warnings(points))
     counts = []
     for name in list(dict.fromkeys(names))[:most]:
@@ -68,15 +68,13 @@ def summarize_warnings(points: pd.DataFrame, most: int) -> str:
 
 
 def find_throttled(points: pd.DataFrame) -> pd.Series[bool]:
-    """Return a mask of the points with lowered clocks, in their own measurement or in the step
-    times of their replay.
-    """
+    """Return a mask of the points with lowered clocks, in their own measurement or in the step times of their replay."""
     return find_marked(points, THROTTLED)
 
 
 def find_marked(points: pd.DataFrame, mark: str) -> pd.Series[bool]:
     """Return a mask of the points that have a warning."""
-    return points["marks"].map(split_warnings).map(lambda marks: mark in marks).astype(bool)
+    return points["marks"].map(lambda marks: mark in marks).astype(bool)
 
 
 def describe_clocks(points: pd.DataFrame) -> str:
@@ -90,7 +88,7 @@ def describe_clocks(points: pd.DataFrame) -> str:
     known = slowed[slowed["clock_fall"].notna()]
     found = []
     if len(known):
-        reasons = sorted({reason for text in known["throttle_reasons"] for reason in text.split(", ") if reason})
+        reasons = sorted({reason for found_there in known["throttle_reasons"] for reason in found_there})
         by = f"by {format_list([REASONS.get(reason, reason) for reason in reasons])}: " if reasons else ""
         worst = known.sort_values("clock_fall", kind="stable").iloc[-1]
         ends = list(dict.fromkeys(f"{fall * 100:.2g}" for fall in (known["clock_fall"].min(), worst["clock_fall"])))
@@ -101,7 +99,3 @@ def describe_clocks(points: pd.DataFrame) -> str:
         replayed = ", as a replay has no clocks of its own" if (unknown["mode"] == REPLAY).all() else ""
         found.append(f"by how much is not known of {format_count(len(unknown), 'point')}{replayed}")
     return "; ".join(found)
-
-
-def _format_fall(share: float | None) -> str:
-    return "" if is_missing(share) or share is None else f" −{share * 100:.2g} %"

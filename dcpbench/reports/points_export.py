@@ -1,6 +1,4 @@
-"""Write the points for other programs: as CSV with one row per point and units in the column names, and as JSON for
-scripts.
-"""
+"""Write the points for other programs: as CSV with one row per point and units in the column names, and as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.dataframes import Frames
 
-INNER = (
+INNER = (  # columns that only distinguish points from each other and are not exported
     "same_load",
     "slo_recorded",
     "in_step",
@@ -29,14 +27,13 @@ INNER = (
     "launches",
     "kv_tokens_of_all",
     "phase_sum_error",
+    "slo_missed",
+    "load_with_any_chunk",
 )
-"""Columns that only distinguish points from each other and are not exported."""
 
 
 def write_csv(frames: Frames, path: Path) -> None:
-    """Write every point that ran, then every point that did not run with its outcome and reason; absent values are
-    empty.
-    """
+    """Write every point that ran, then every point that did not run with its outcome and reason; absent values are empty."""
     import pandas as pd
 
     ran = [table.assign(outcome="ok") for table in (frames.points, frames.served) if len(table)]
@@ -53,7 +50,12 @@ def write_csv(frames: Frames, path: Path) -> None:
 
 
 def _format_cell(value: object) -> object:
+    value = _join_names(value)
     return format_spreadsheet_cell(value) if isinstance(value, str) else value
+
+
+def _join_names(value: object) -> object:
+    return ", ".join(value) if isinstance(value, tuple) else value
 
 
 def format_json(frames: Frames) -> str:
@@ -87,7 +89,7 @@ def build_json(frames: Frames) -> dict[str, Any]:
 
 def _list_rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     shown = table[[name for name in table if not _is_inner(str(name))]]
-    return [{str(name): value for name, value in row.items()} for row in shown.to_dict("records")]
+    return [{str(name): _join_names(value) for name, value in row.items()} for row in shown.to_dict("records")]
 
 
 def _is_inner(name: str) -> bool:

@@ -10,33 +10,30 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
+from dcpbench.models import get_title
 from dcpbench.points.names import CLOSED, REPLAY, UNKNOWN
 from dcpbench.reports import findings, launch_bands
-from dcpbench.reports.load_labels import MODELS, OBJECTIVES, list_unique
+from dcpbench.reports.load_labels import OBJECTIVES, list_unique
 from dcpbench.show.model_fit import format_no_fit
 from dcpbench.show.numbers import format_integer, format_percent, is_missing
 from dcpbench.show.text import format_capitalized, format_count, format_list
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
     import pandas as pd
 
-ENOUGH = 0.75
-"""Minimum share of all loads in which a rule must hold; below it each model has its own rule, and a single model has
-none.
-"""
+ENOUGH = 0.75  # share of loads in which a rule must hold; below it each model has its own, or there is none
 MAX_RULES = 4
-MAX_LOADS = 2
-"""Maximum number of loads named if several have the same number of tokens in flight."""
+MAX_LOADS = 2  # maximum number of loads named if several have the same number of tokens in flight
 MILLION = 1_000_000
-NEEDED = (
+NEEDED = (  # columns of `Findings.against_others` that a rule needs, in addition to those of a load
     *("device", "named", "who", "concurrency", "input_typical", "load_arrival", "arrival", "layers", "layers_held"),
-    *("slo_excess", "slo_result", "slo_limits", "meets", "near", "ratio"),
+    *("slo_excess", "slo_missed", "slo_result", "slo_limits", "meets", "near", "ratio"),
     *("output_tok_s", "output_tok_s_low", "output_tok_s_high"),
     launch_bands.COLUMN,
 )
-"""Columns of `Findings.against_others` that a rule needs, in addition to those of a load."""
 
 
 def format_recommendation(rows: pd.DataFrame) -> str:
@@ -78,15 +75,15 @@ def _list_conditions(rows: pd.DataFrame) -> list[str]:
 def format_no_fit_notes(rows: pd.DataFrame) -> list[str]:
     """Return that whole models do not fit, an entry for each number of layers; empty if all layers were held everywhere.
 
-    Models are named unless all hold the same number: `…: 7 (DeepSeek-V3) and 3–4 (Kimi-K2) of 61 layers held and cycled`,
-    and `…: 60 of Kimi-K2's 61 layers held and cycled` if the other models are held whole.
+    Models are named unless all hold the same number: `…: 7 (DeepSeek-V3) and 3–4 (Kimi-K2) of 61 layers held and reused`,
+    and `…: 60 of Kimi-K2's 61 layers held and reused` if the other models are held whole.
     """
     cut = rows[rows["layers_held"].notna() & (rows["layers_held"] < rows["layers"])]
     counts = {model: _format_range(own["layers_held"]) for model, own in cut.groupby("model", sort=False)}
     all_equal = len(set(counts.values())) == 1 and set(counts) == set(rows["model"])
     notes = []
     for layers, own in cut.groupby("layers", sort=False):
-        names = {model: MODELS.get(model, model) for model in list_unique(own["model"])}
+        names = {model: get_title(model) for model in list_unique(own["model"])}
         many, of = _format_range(own["layers_held"]), f"{layers:g}"
         if len(names) > MAX_RULES:
             many = f"{many} ({format_count(len(names), 'model')})"
@@ -99,15 +96,13 @@ def format_no_fit_notes(rows: pd.DataFrame) -> list[str]:
 
 
 def format_advice(rows: pd.DataFrame) -> str:
-    """Return `take tp4 up to …, and tp4·dp4 from … on: …`, for each model separately if no single
-    rule holds for all.
-    """
+    """Return `take tp4 up to …, and tp4·dp4 from … on: …`, for each model separately if no single rule holds for all."""
     rows = rows[list(dict.fromkeys([*findings.RIVAL_OF, *NEEDED]))]
     rule = find_rule(rows)
     if rule.share >= ENOUGH or len(set(rows["model"])) == 1:
         return rule.format_sentence()
     models = [(str(name), own) for name, own in rows.groupby("model", sort=False)]
-    clauses = [f"for {MODELS.get(name, name)}, {find_rule(own).format_sentence()}" for name, own in models[:MAX_RULES]]
+    clauses = [f"for {get_title(name)}, {find_rule(own).format_sentence()}" for name, own in models[:MAX_RULES]]
     more = len(models) - len(clauses)
     return "; ".join(clauses) + (f"; {more:,} more models are below" if more > 0 else "")
 
@@ -125,16 +120,12 @@ def format_load(row: pd.Series[Any]) -> str:
 class Rule:
     """Describe one layout up to a load, and one from a heavier load on, which may be the same."""
 
-    rows: pd.DataFrame
-    """Rows of all loads."""
-    loads: pd.DataFrame
-    """Rows of the loads that some layout runs within the SLO; `place` numbers them from light to heavy."""
+    rows: pd.DataFrame  # rows of all loads
+    loads: pd.DataFrame  # of `rows`, loads that some layout runs within the SLO; `place` numbers them by weight
     first: str
     then: str
-    at: int
-    """The `place` of the first load from which `then` is to be used."""
-    right: list[bool]
-    """True for each load in which the rule's layout is within the SLO and none is clearly ahead of it."""
+    at: int  # the `place` of the first load from which `then` is to be used
+    right: list[bool]  # true for each load in which the rule's layout is within the SLO and none is clearly ahead of it
 
     @property
     def share(self) -> float:
@@ -142,9 +133,7 @@ class Rule:
         return sum(self.right) / len(self.right) if self.right else 1.0
 
     def format_sentence(self) -> str:
-        """Return which layout to use from which load on, its lead over which layout, and in how many loads that is
-        right.
-        """
+        """Return which layout to use from which load on, its lead over which layout, and in how many loads that is right."""
         if not self.right:
             return self._format_none_meets()
         if self.share < ENOUGH:
@@ -154,12 +143,14 @@ class Rule:
             return f"no layout is to be taken throughout: of {loads}, {self._kind} is {each}{self._format_slo()}{self._format_launches()}{self._format_beyond()}"
         light, heavy = self.loads[self.loads["place"] < self.at], self.loads[self.loads["place"] >= self.at]
         if light.empty:
-            text = f"take {_format_taken(heavy, self.then)} at {self._format_tried()}{_format_lead(heavy, self.then)}"
+            lead = _format_lead(_find_lead(heavy, self.then))
+            text = f"take {_format_taken_at(heavy, self.then)} at {self._format_tried()}{lead}"
         else:
+            first, then = _find_lead(light, self.first), _find_lead(heavy, self.then)
             text = (
-                f"take {_format_taken(light, self.first)} up to {self._format_size(light.iloc[-1])} in flight{_format_lead(light, self.first)}, "
-                f"and {_format_taken(heavy, self.then)} {self._format_reach(heavy)}{self._format_named_loads(heavy)}"
-                f"{_format_lead(heavy, self.then, before=_format_lead(light, self.first))}"
+                f"take {_format_taken_at(light, self.first)} up to {self._format_size(light.iloc[-1])} in flight{_format_lead(first)}, "
+                f"and {_format_taken_at(heavy, self.then)} {self._format_reach(heavy)}{self._format_named_loads(heavy)}"
+                f"{_format_lead(then, first)}"
             )
         return f"{text}: {self._format_right()}{self._format_slo()}{self._format_launches()}{self._format_wrong()}{self._format_beyond()}"
 
@@ -180,9 +171,7 @@ class Rule:
         return bool(lengths.notna().all() and len(set(lengths)) > 1)
 
     def _format_size(self, load: pd.Series[Any], *, short: bool = False) -> str:
-        """Return `256,000 tokens` or `16 requests of 4,000 tokens`; with `short`, after such a text, `1.02 million` or
-        `24`.
-        """
+        """Return `256,000 tokens` or `16 requests of 4,000 tokens`; with `short`, after such a text, `1.02 million` or `24`."""
         if not self._by_tokens:
             return format_integer(load["concurrency"]) if short else format_load(load)
         tokens = load["weight"]
@@ -194,12 +183,9 @@ class Rule:
     def _format_reach(self, heavy: pd.DataFrame) -> str:
         """Return `from 1.02 million on`, or `from 64,000 to 96,000` if no layout meets the SLO at some load above."""
         least, most = (self._format_size(heavy.iloc[i], short=True) for i in (0, -1))
-        if not self._has_misses_above():
+        if not self.rows["weight"].max() > self.loads["weight"].max():
             return f"from {least} on"
         return f"from {least} to {most}" if most != least else f"at {least}"
-
-    def _has_misses_above(self) -> bool:
-        return bool(self.rows["weight"].max() > self.loads["weight"].max())
 
     def _format_named_loads(self, heavy: pd.DataFrame) -> str:
         """Return ` (32 requests of 32,000 or 8 of 128,000)`: the first loads of a rule that is based on tokens."""
@@ -214,8 +200,7 @@ class Rule:
         return f" ({' or '.join(named)})"
 
     def _format_tried(self) -> str:
-        """Return `every load tried (8–48 requests of 4,000–128,000 tokens)`, or `most loads tried` if another layout is
-        ahead at some.
+        """Return `every load tried (8–48 requests of 4,000–128,000 tokens)`; `most` if another layout is ahead at some.
 
         The words before the brackets are left out if no layout is within the SLO at some load.
         """
@@ -246,9 +231,7 @@ class Rule:
         return f", {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(self.rows) else ""
 
     def _format_wrong(self) -> str:
-        """Return `; in the other 3 it is tp4·dcp4, by up to 4.1 %`: the layout that is ahead where
-        the rule is wrong.
-        """
+        """Return `; in the other 3 it is tp4·dcp4, by up to 4.1 %`: the layout that is ahead where the rule is wrong."""
         wrong = {i: self.first if i < self.at else self.then for i, right in enumerate(self.right) if not right}
         if not wrong:
             return ""
@@ -276,7 +259,7 @@ class Rule:
     def _format_none_meets(self) -> str:
         n = self.rows.drop_duplicates(findings.RIVAL_OF).shape[0]
         near = self.rows.sort_values("slo_excess", kind="stable").iloc[0]
-        missed = str(near["slo_result"]).partition(": ")[2]
+        missed = near["slo_missed"]
         which = "the one load compared" if n == 1 else f"any of {n:,} loads"
         return (
             f"no layout is to be taken: at {which} none is{self._format_slo()}; nearest is {near['named']} at "
@@ -332,36 +315,50 @@ def _list_level_layouts(loads: pd.DataFrame, who: str) -> list[str]:
     return [who, *(name for name in list_unique(loads["who"]) if name != who and near.get(name, 0) == n)]
 
 
-def _format_taken(loads: pd.DataFrame, who: str) -> str:
-    """Return `tp4·dcp4 (symm) or tp4·dp4, which are level,`; a layout has its variant if that is
-    the same in all loads.
-    """
+def format_taken(names: Sequence[str], level: str = "level") -> str:
+    """Return what to take: `tp4·dcp4 (symm)`, or `tp4·dcp4 (symm) or tp4·dp4, which are level,` for several."""
+    return names[0] if len(names) == 1 else f"{format_list(names, 'or')}, which are {level},"
+
+
+def _format_taken_at(loads: pd.DataFrame, who: str) -> str:
+    """Return a layout and all that are level with it; a layout has its variant if that is the same in all loads."""
     named = []
     for name in _list_level_layouts(loads, who):
         variants = list_unique(loads[loads["who"] == name]["named"])
         named.append(variants[0] if len(variants) == 1 else name)
-    if len(named) == 1:
-        return named[0]
-    single = launch_bands.has_single_launches(loads)
-    return f"{format_list(named, 'or')}, which are {launch_bands.NOT_DISTINGUISHABLE if single else 'level'},"
+    return format_taken(named, launch_bands.NOT_DISTINGUISHABLE if launch_bands.has_single_launches(loads) else "level")
 
 
-def _format_lead(loads: pd.DataFrame, who: str, before: str = "") -> str:
-    """Return `, for up to 10 % more output than tp4·dp4`: the lead over the best other layout, if it is clear by
-    findings' rule.
+@dataclasses.dataclass(frozen=True)
+class _Lead:
+    """Hold the lead of a layout over the best others in some loads."""
 
-    A lead that is already stated in `before` is left out.
-    """
+    over: str  # another layout, `the next best` for several, or empty if no other meets the SLO
+    share: float = 0.0  # the largest
+    several: bool = False  # whether there are several loads
+
+
+def _find_lead(loads: pd.DataFrame, who: str) -> _Lead | None:
+    """Return the lead over the best other layout; None unless it is clear by findings' rule."""
     level, meets = loads["who"].isin(_list_level_layouts(loads, who)), loads["meets"]
     others = _select_fastest(loads[~level & meets])
     if others.empty:
-        return "" if level.all() else ", which alone meets the SLO there"
+        return None if level.all() else _Lead("")
     found = findings.add_ratios(_select_fastest(loads[level & meets]), others, ["place"], "output_tok_s", "who")
     clear = found[findings.compute_verdicts(found) == "higher"]
     if clear.empty:
-        return ""
+        return None
     rivals = list_unique(clear["over_who"])
     over = rivals[0] if len(rivals) == 1 else "the next best"
-    upto = "up to " if len(set(loads["place"])) > 1 else ""
-    than = "" if before.endswith(f" than {over}") else f" than {over}"
-    return f", for {upto}{format_percent(clear['ratio'].max() - 1)} more{'' if before else ' output'}{than}"
+    return _Lead(over, clear["ratio"].max() - 1, len(set(loads["place"])) > 1)
+
+
+def _format_lead(lead: _Lead | None, before: _Lead | None = None) -> str:
+    """Return `, for up to 10 % more output than tp4·dp4`, without what the lead `before` states already."""
+    if lead is None:
+        return ""
+    if not lead.over:
+        return ", which alone meets the SLO there"
+    than = "" if before and before.over == lead.over else f" than {lead.over}"
+    more = "more" if before else "more output"
+    return f", for {'up to ' if lead.several else ''}{format_percent(lead.share)} {more}{than}"

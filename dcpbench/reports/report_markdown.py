@@ -1,6 +1,4 @@
-"""Render the report as Markdown for pull requests and READMEs: the answer first, long tables folded, pictures next to
-them.
-"""
+"""Render the report as Markdown for pull requests and READMEs: the answer first, long tables folded, pictures next to them."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ if TYPE_CHECKING:
     from dcpbench.reports.sections import Section
     from dcpbench.reports.tables import Table
 
-MAX_CHARACTERS = 900_000
-"""GitHub shows no Markdown file above 1 MB; of longer reports, the last rows of long tables are left out."""
+MAX_CHARACTERS = 900_000  # GitHub shows no larger file than 1 MB: long tables lose their last rows
 
 
 def render(title: str, sections: list[Section], folder: Path) -> str:

@@ -10,24 +10,34 @@ from dcpbench.errors import UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.layout import DEGREES, place_experts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CUT, FP8, GAMMA, NO_EXCHANGE, STORED, SYNTHETIC, TRACE, format_flag
+from dcpbench.points.names import (
+    COMPUTED,
+    CUT,
+    FP8,
+    GAMMA,
+    NO_EXCHANGE,
+    STORED,
+    SYNTHETIC,
+    TRACE,
+    format_flag,
+    format_setting,
+)
 from dcpbench.points.point import AXES, select_point_axes
+from dcpbench.points.structured_options import KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dcpbench.points.point import Point
 
-LISTS = [axis.name for axis in AXES if axis.kind is str and not axis.one]
-"""Options that take a comma-separated list of names."""
+LISTS = [axis.name for axis in AXES if axis.kind is str and not axis.one]  # options that take a list of names
 UNTYPED: dict[str, object] = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC, "emulate": ""}
 UNTYPED |= {axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)}
 """Values for which an option is left out."""
 
 
 def build_command(point: Point, settings: Mapping[str, object], *, cpu: bool = False) -> str:
-    """Return `dcpbench sweep …` or `dcpbench serve …` for a shell, with this point as the only one, as its first
-    repeat.
+    """Return `dcpbench sweep …` or `dcpbench serve …` for a shell, with this point as the only one, as its first repeat.
 
     `settings` are Record.measured_with; those that have an option are included. If the point's KV pool was sized for a
     larger point of its sweep (kv_memory_bytes is null), it is sized for this point alone. Raise UsageError for a point
@@ -39,13 +49,13 @@ def build_command(point: Point, settings: Mapping[str, object], *, cpu: bool = F
     if not settings.get("step_times"):  # a file of step times has its own defaults
         untyped["ep"] = place_experts(CUT, point.tp)
     how |= {name: FP8 if how[name] == FP8 else point.dtype for name in STORED}
-    if all(how[name] == point.dtype for name in STORED):
-        untyped |= dict.fromkeys(STORED, point.dtype)
+    dtype = how.pop(COMPUTED)
+    if all(how[name] == FP8 for name in STORED) and dtype != ("fp32" if cpu else "bf16"):
+        raise UsageError(f"no option selects {dtype} for the computation if weights and KV are fp8.")
     how = {name: value for name, value in how.items() if untyped.get(name) != value}
     layout = {name: how.pop(name) for name in ("model", *DEGREES, "ep", "weights") if name in how}
-    for name, value in (
-        layout | _collect_load_options(point, settings) | how | _collect_measure_options(point, settings)
-    ).items():
+    options = layout | _collect_load_options(point, settings) | how | _collect_measure_options(point, settings)
+    for name, value in _join_keys(options).items():
         words += _format_option(name, value)
     words += ["--no-baseline"]
     words += ["--device", "cpu"] if cpu else []
@@ -62,19 +72,19 @@ def _collect_load_options(point: Point, settings: Mapping[str, object]) -> dict[
     if load.arrival == GAMMA:
         found |= {"request_rate": load.request_rate, "burstiness": load.burstiness}
     seconds = settings.get("limit_seconds")
-    limit: dict[str, object] = {} if seconds is None else {"limit": f"{Decimal(str(seconds)):f}s"}
+    found |= {"num_requests": load.requests}
     if load.trace:
-        found |= {"requests": settings.get("trace_path") or load.trace} | (limit or {"limit": load.requests})
+        found |= {"requests": settings.get("trace_path") or load.trace}
     else:
-        found |= {"num_requests": load.requests}
-        found |= {name: getattr(load, name) for name in ("input_tokens", "output_tokens")} | limit
+        found |= {name: getattr(load, name) for name in ("input_tokens", "output_tokens")}
+    found |= {} if seconds is None else {"limit_seconds": f"{Decimal(str(seconds)):f}"}
     if load.prefix_share:
         found |= {"prefix_share": load.prefix_share, "prefix_groups": load.prefix_groups}
     if load.sessions:
         found |= {"turns": load.turns, "think_time": load.think_time}
         found |= {"turn_tokens": load.turn_tokens} if load.turn_tokens else {}
     found |= {name: getattr(load, name) for name in ("chunk", "policy", "prefill", "seed")}
-    return found | ({} if load.prefix_cache else {"no_prefix_cache": True})
+    return found | ({} if load.prefix_cache else {"prefix_cache": False})
 
 
 def _collect_measure_options(point: Point, settings: Mapping[str, object]) -> dict[str, object]:
@@ -90,6 +100,27 @@ def _collect_measure_options(point: Point, settings: Mapping[str, object]) -> di
     if point.load and settings.get("step_times"):
         found["step_times"] = settings["step_times"]
     return found | ({"no_profile": True} if settings.get("profile") is False else {})
+
+
+def _join_keys(options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options with those that are keys of a structured option joined into one, at the place of the first."""
+    found: dict[str, object] = {}
+    for name, value in options.items():
+        if name not in KEYS:
+            found[name] = value
+            continue
+        declared, key = KEYS[name]
+        text = ("no", "yes")[value] if isinstance(value, bool) else str(value)
+        if "," in text or not text:
+            raise UsageError(
+                f"{format_setting(name, repr(text))} cannot be typed: a comma, and nothing, have another meaning."
+            )
+        if value is False and name != "prefix_cache":
+            continue
+        option = declared.option[2:].replace("-", "_")
+        before = f"{found[option]}," if option in found else ""
+        found[option] = before + (text if not before and key == declared.bare else f"{key}={text}")
+    return found
 
 
 def _format_option(name: str, value: object) -> list[str]:

@@ -9,8 +9,6 @@ from dcpbench.points.names import LIVE, MODES, REPLAY
 from dcpbench.reports import (
     answer,
     answer_tables,
-    auto_selection,
-    client_cost,
     engine_steps,
     engines,
     exchanges,
@@ -20,8 +18,8 @@ from dcpbench.reports import (
     floors,
     instance_ratios,
     load_labels,
-    multi_turn,
     overview,
+    record_tables,
     stalls,
     sync_sites,
     tables,
@@ -35,8 +33,7 @@ if TYPE_CHECKING:
     from dcpbench.reports.tables import Table
 
 
-FOLDED = "The answer in full"
-"""Heading of the bullets of a section that are folded."""
+FOLDED = "The answer in full"  # heading of the bullets of a section that are folded
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -45,34 +42,24 @@ class Section:
 
     slug: str
     title: str
-    lead: str = ""
-    """Sentence that answers the section's question."""
-    aside: str = ""
-    """Conditions that change how the numbers of the section are to be read."""
-    first: list[Picture] = dataclasses.field(default_factory=list)
-    """Pictures above everything but the lead."""
+    lead: str = ""  # sentence that answers the section's question
+    aside: str = ""  # conditions that change how the numbers of the section are to be read
+    first: list[Picture] = dataclasses.field(default_factory=list)  # pictures above everything but the lead
     paragraphs: list[str] = dataclasses.field(default_factory=list)
     bullets: list[str] = dataclasses.field(default_factory=list)
-    folded: list[str] = dataclasses.field(default_factory=list)
-    """Further bullets, folded under FOLDED."""
+    folded: list[str] = dataclasses.field(default_factory=list)  # further bullets, folded under FOLDED
     commands: list[str] = dataclasses.field(default_factory=list)
     tables: list[Table] = dataclasses.field(default_factory=list)
     pictures: list[Picture] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)
-    """Paragraphs below the tables."""
+    notes: list[str] = dataclasses.field(default_factory=list)  # paragraphs below the tables
 
     def is_more_than_tables(self) -> bool:
         """Return True if the section has anything besides tables."""
-        return bool(
-            self.lead
-            or self.folded
-            or self.first
-            or self.paragraphs
-            or self.bullets
-            or self.commands
-            or self.pictures
-            or self.notes
+        above, below = (
+            (self.lead, self.first, self.paragraphs, self.bullets),
+            (self.commands, self.pictures, self.notes),
         )
+        return any((*above, self.folded, *below))
 
 
 def build_sections(frames: Frames, pictures: list[Picture]) -> list[Section]:
@@ -87,7 +74,7 @@ def build_sections(frames: Frames, pictures: list[Picture]) -> list[Section]:
         Section(
             slug="client",
             title="The client that sent the requests",
-            tables=[client_cost.build_table(frames)],
+            tables=[record_tables.build_client_table(frames)],
         ),
         _build_comparisons(frames, further),
         *_build_trust(frames),
@@ -215,7 +202,7 @@ def _build_points(frames: Frames, pictures: list[Picture]) -> list[Section]:
         Section(
             slug="points",
             title="Every point",
-            tables=[tables.build_points_table(points), auto_selection.build_table(frames)],
+            tables=[tables.build_points_table(points), record_tables.build_choice_table(frames)],
             paragraphs=explain.explain_absent(points),
             bullets=explain.explain_warnings(points),
         ),
@@ -235,7 +222,7 @@ def _build_served(frames: Frames) -> list[Section]:
             bullets=explain.explain_warnings(points),
             tables=[
                 tables.build_served_table(served, mode),
-                multi_turn.build_table(frames, mode),
+                record_tables.build_turns_table(frames, mode),
                 tables.build_served_details(served, mode),
             ],
         )
@@ -277,7 +264,7 @@ def _build_trust(frames: Frames) -> list[Section]:
             else [findings.format_repeats_sentence(answer.collect_repeat_differences(frames))],
             tables=[
                 tables.build_repeats_table(repeats),
-                tables.build_served_repeats_table(findings.select_served_repeats(frames.served)),
+                tables.build_repeats_table(findings.select_served_repeats(frames.served), served=True),
             ],
         ),
         Section(
@@ -289,7 +276,7 @@ def _build_trust(frames: Frames) -> list[Section]:
         Section(
             slug="run",
             title="What was run",
-            commands=explain.list_commands(frames),
+            commands=list(dict.fromkeys(e.command for r in frames.records if (e := r.environment) and e.command)),
             tables=[tables.build_runs_table(frames)],
             paragraphs=explain.list_file_notes(frames),
         ),

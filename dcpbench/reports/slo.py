@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     Limits = Mapping[str, float]
 
 PERCENTILES = metrics.PERCENTILES[::-1]
-NARROWLY = 0.02
-"""Relative distance to a limit within which a value counts as narrow, because repeats may differ by as much."""
+NARROWLY = 0.02  # relative distance to a limit that counts as narrow, as repeats may differ by as much
 
 
 def get_recorded_slo(record: Record) -> dict[str, float]:
@@ -38,8 +37,7 @@ def get_recorded_slo(record: Record) -> dict[str, float]:
 
 
 def add_limits(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
-    """Add the column `slo_limits`: the given objectives, or those that all points of a run, model and mode were
-    measured with.
+    """Add the column `slo_limits`: the given objectives, or those that all points of a run, model and mode were measured with.
 
     `slo_recorded` is removed. If points of a scope have different objectives, the scope has none.
     """
@@ -55,11 +53,11 @@ def add_limits(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
 
 
 def add_slo_results(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
-    """Add the columns `slo_excess` and `slo_result`.
+    """Add the columns `slo_excess`, `slo_result` and `slo_missed`.
 
     `slo_excess` is the largest value / limit, so that 1 or less meets all; missing if nothing is judged. `slo_result` is
     `meets`, `meets at p50` if p99 of an objective lacks samples, or `misses: ITL p99 414 ms`, with `narrowly` within
-    NARROWLY of the limit, or what is not known.
+    NARROWLY of the limit, or what is not known; `slo_missed` is `ITL p99 414 ms` alone.
     """
     if table.empty:
         return table
@@ -84,7 +82,7 @@ def add_slo_results(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
         table[f"slo_{name}_at"] = at.where(limit.notna(), "")
         ranks[name] = table[f"slo_{name}_at"].map({p: rank for rank, p in enumerate(PERCENTILES)}).astype(float)
     worst = excess.max(axis=1) if names else pd.Series(float("nan"), table.index)
-    results = []
+    results, missed = [], []
     for top, texts, overs, rank in zip(
         worst, descriptions.to_numpy(), excess.to_numpy(), ranks.max(axis=1).fillna(0), strict=True
     ):
@@ -92,13 +90,12 @@ def add_slo_results(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
         narrowly = " narrowly" if abs(top - 1) <= NARROWLY else ""
         meets = f"meets{narrowly}" + (f" at {PERCENTILES[int(rank)]}" if rank else "")
         results.append("" if pd.isna(top) else meets if top <= 1 else f"misses{narrowly}: {which}")
-    return table.assign(slo_excess=worst, slo_result=results)
+        missed.append(which)
+    return table.assign(slo_excess=worst, slo_result=results, slo_missed=missed)
 
 
 def describe_objectives(table: pd.DataFrame, given: Limits) -> str:
-    """State which objectives are in force, by which percentiles they are judged, and where they come from, in one
-    sentence.
-    """
+    """State which objectives are in force, by which percentiles they are judged, and where they come from, in one sentence."""
     timed = table if table.empty else table[~table["cpu"]]
     if timed.empty:
         return ""
@@ -117,9 +114,7 @@ def describe_objectives(table: pd.DataFrame, given: Limits) -> str:
 
 
 def explain_unjudged(table: pd.DataFrame, given: Limits) -> str:
-    """State that the objectives judge nothing because all points ran on a CPU; empty without objectives, or with a
-    point on a GPU.
-    """
+    """State that the objectives judge nothing if all points ran on a CPU; else empty."""
     if table.empty or not table["cpu"].all() or not (given or any(table["slo_limits"])):
         return ""
     source = "--slo " + ",".join(f"{name}={ms:g}" for name, ms in given.items()) if given else "the SLO of the run"

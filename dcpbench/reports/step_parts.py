@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from dcpbench.reports.floors import find_phases
 from dcpbench.show.numbers import is_missing
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ ATTENTION, EXCHANGE, REDUCE, PROJECTIONS, EXPERTS, NORMS, OTHERS = (
     "norms, rope, KV write",
     "other kernels",
 )
-STEP_PARTS = (
+STEP_PARTS = (  # common parts in the order of a layer. Names that none of them has are UNKNOWN.
     StepPart(ATTENTION, ("attention", "prefill"), ("attention",), "#332288"),
     StepPart(EXCHANGE, ("q_gather", "merge", "dp_gather", "prefix_gather"), ("exchange", "merge"), "#CC6677"),
     StepPart(REDUCE, ("attn_reduce", "mlp_reduce"), ("all-reduce",), "#117733"),
@@ -47,7 +48,6 @@ STEP_PARTS = (
     StepPart(OTHERS, ("embed", "other"), ("sampling", "copies", "elementwise"), "#44AA99"),
     StepPart(UNKNOWN, (), (UNKNOWN,), "#000000"),
 )
-"""Common parts in the order of a layer. Names that none of them has are UNKNOWN."""
 MATRIX_PRODUCTS, COMMUNICATION = "projections and experts", "exchange, merge and all-reduce"
 SUMS = {MATRIX_PRODUCTS: (PROJECTIONS, EXPERTS), COMMUNICATION: (EXCHANGE, REDUCE)}
 """Sums of parts that contain the same work in all engines where the parts themselves do not; the second with attention DP."""
@@ -78,9 +78,9 @@ def compute_parts(row: Mapping[str, object]) -> dict[str, float]:
     A part of which the profile has no phase or kernel is absent.
     """
     found: dict[str, float] = {}
-    for column, us in row.items():
-        if column.startswith("phase_") and column.endswith("_us") and not is_missing(us) and us:
-            part = find_step_part(column.removeprefix("phase_").removesuffix("_us"))
+    for phase, column in find_phases(row).items():
+        if not is_missing(us := row[column]) and us:
+            part = find_step_part(phase)
             found[part] = found.get(part, 0.0) + float(us)  # type: ignore[arg-type]
     return {part.name: found[part.name] for part in STEP_PARTS if part.name in found}
 
@@ -96,8 +96,7 @@ def add_sums(parts: Mapping[str, float]) -> dict[str, float]:
     return {**parts, **sums}
 
 
-PROLONGED = (EXCHANGE, REDUCE, COMMUNICATION, IDLE)
-"""Parts that contain waits for the host or for other ranks, which the profiler prolongs."""
+PROLONGED = (EXCHANGE, REDUCE, COMMUNICATION, IDLE)  # by the profiler, as they contain waits
 
 
 def list_compared_parts(*, dp: bool) -> list[str]:

@@ -43,23 +43,18 @@ IDLE_COLOUR = "#DDDDDD"
 FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "linewidth": 0.5}
 """Seen on each of these."""
 
-UNLIKE = 3
-"""Distance in figures.MARKERS between the markers of consecutive variants: neighbours there are hard to distinguish
-when small.
-"""
+UNLIKE = 3  # distance in figures.MARKERS between consecutive variants: neighbours are hard to distinguish
 
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """Assign a colour to each layout (show/layouts.py), and a dash and a marker to each variant; with several runs,
-    markers to runs.
+    """Assign a colour to each layout, a dash and a marker to each variant; of several runs, markers to runs.
 
     A variant is an exchange, a backend, a server of an import, or how instances share the work: anything that
     distinguishes two lines of one layout.
     """
 
-    lines: list[tuple[str, str]]
-    """Layout and variant of each that was run, in the order of legends."""
+    lines: list[tuple[str, str]]  # layout and variant of each that was run, in the order of legends
     runs: list[str]
 
     @classmethod
@@ -73,9 +68,7 @@ class Style:
 
     @cached_property
     def _turns(self) -> dict[str, int]:
-        """Return the index of each variant: the first one, and no variant, are drawn solid; exchanges are in the order
-        of EXCHANGES.
-        """
+        """Return the index of each variant; exchanges are in the order of EXCHANGES, and the first is drawn solid."""
         lines = [self._split_layout(*line) for line in self.lines]
         named = list(dict.fromkeys(variant for _, variant in lines if variant))
         named.sort(key=lambda name: EXCHANGES.index(first) if (first := name.split(" ")[0]) in EXCHANGES else 0)

@@ -27,9 +27,7 @@ def describe_sites(frames: Frames) -> list[str]:
 
 
 def build_table(frames: Frames) -> Table:
-    """Build a table with one row per run, model and site: the worst count, wait and bubble of any point, and the number
-    of points.
-    """
+    """Build a table of the sites: the worst count, wait and bubble of any point, and the number of points."""
     rows = [
         {
             "run": run.name,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -15,11 +14,10 @@ import pandas as pd
 from dcpbench.records import metrics
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import METRIC
-from dcpbench.records.record import A_SERVER, OURS, format_hardware, get_device, get_origin
+from dcpbench.records.record import OURS, format_hardware, get_device, get_origin, parse_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import load_labels, point_warnings
 from dcpbench.reports.dataframes import sort_commonest_first
-from dcpbench.reports.joined_runs import format_engine
 from dcpbench.show.numbers import (
     ABSENT,
     format_gib,
@@ -34,26 +32,18 @@ from dcpbench.show.numbers import (
 from dcpbench.show.text import fit_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from dcpbench.records.metrics import Metric
     from dcpbench.reports.dataframes import Frames
 
-FOLD_ABOVE = 24
-"""Number of rows above which a table that only supports a figure is folded at first."""
-MANY_ROWS = 12
-"""Maximum number of rows of a table that Markdown shows unfolded, and of a folded one that does not state its row
-count.
-"""
+FOLD_ABOVE = 24  # number of rows above which a table that only supports a figure is folded at first
+MANY_ROWS = 12  # rows that Markdown shows unfolded, and that a folded table does not count, at most
 MAX_ROWS = 2_000
 MAX_CELL_CHARS = 1_000
-"""Maximum number of rows of a table, and of characters of a cell: a long name must not dominate it, and points.csv has
-all.
-"""
-MAX_DETAIL_CHARS = 600
-"""Maximum number of characters of a log; its end is kept because it is the most informative part."""
-Column = tuple[str, "str | Callable[[Any], str]"]
-"""Heading of a column, and its content: the name of a row's field, or a function of the row."""
+"""Maximum number of rows of a table, and of characters of a cell: a long name must not dominate it, and points.csv has all."""
+MAX_DETAIL_CHARS = 600  # maximum number of characters of a log; its end is kept because it is the most informative part
+Column = tuple[str, "str | Callable[[Any], str]"]  # heading, and a field's name or a function of the row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +53,7 @@ class Table:
     title: str
     columns: list[str]
     rows: list[list[str]]
-    text_columns: int = 1
-    """Number of leading columns with text; the others hold numbers and are right-aligned."""
+    text_columns: int = 1  # number of leading columns with text; the others hold numbers and are right-aligned
     fold: bool = False
 
     @property
@@ -90,9 +79,7 @@ def format_metric(metric: Metric, value: float | None) -> str:
 
 
 def make_columns(listed: Iterable[Metric], **instead: Column) -> list[Column]:
-    """Return metrics as columns with heading and format from the catalogue; `instead` replaces
-    columns by metric name.
-    """
+    """Return metrics as columns with heading and format from the catalogue; `instead` replaces columns by metric name."""
     return [instead.get(metric.name) or make_column(metric) for metric in listed]
 
 
@@ -152,7 +139,7 @@ def build_steps_table(found: pd.DataFrame) -> Table:
 
 def build_served_table(found: pd.DataFrame, mode: str) -> Table:
     """Build the table of rates and latencies of every served point of a mode."""
-    rows, others = select_mode(found, mode), has_imported(found) and _names_runs(found)
+    rows, others = select_mode(found, mode), bool((found["origin"] != OURS).any()) and _names_runs(found)
     kv = METRIC["kv_capacity_tokens"]
     held: Column = (kv.heading, lambda r: format_metric(kv, r["kv_tokens_of_all"]))
     return make_table(
@@ -247,30 +234,24 @@ def build_others_table(found: pd.DataFrame, *, engines: bool = False) -> Table:
     return make_table(title, table, shown, text_columns=len(shown), optional=("detail",), fold=folded)
 
 
-def build_repeats_table(found: pd.DataFrame) -> Table:
-    """Build the table of points of `decode` for which repeats disagree."""
-    medians: Column = ("step medians ms", lambda r: ", ".join(format_number(m) for m in r["medians_ms"]))
-    context: Column = ("context", lambda r: f"{r['context']:,}")
-    shown = [*make_text_columns("model", "layout"), context, *make_text_columns("concurrency"), medians]
-    return _build_disagreement_table("Points", found, shown, 2)
-
-
-def build_served_repeats_table(found: pd.DataFrame) -> Table:
-    """Build the table of served points for which repeats disagree."""
-    rates: Column = (
-        "output tok/s",
-        lambda r: f"{format_number(r['output_tok_s_low'])} to {format_number(r['output_tok_s_high'])}",
-    )
-    return _build_disagreement_table("Served points", found, [*LOADED, rates], 3, " in output throughput")
-
-
-def _build_disagreement_table(
-    what: str, found: pd.DataFrame, shown: list[Column], text_columns: int, of: str = ""
-) -> Table:
+def build_repeats_table(found: pd.DataFrame, *, served: bool = False) -> Table:
+    """Build the table of points for which repeats disagree: of `decode`, or served ones."""
     apart = found[found["apart"] > REPEATS_AGREE_WITHIN].sort_values("apart", ascending=False) if len(found) else found
-    title = f"{what} whose repeats differ by more than {REPEATS_AGREE_WITHIN * 100:.0f} %{of}"
+    shown: list[Column] = [
+        *make_text_columns("model", "layout"),
+        ("context", lambda r: f"{r['context']:,}"),
+        *make_text_columns("concurrency"),
+        ("step medians ms", lambda r: ", ".join(format_number(m) for m in r["medians_ms"])),
+    ]
+    if served:
+        ends = ("output_tok_s_low", "output_tok_s_high")
+        shown = [*LOADED, ("output tok/s", lambda r: " to ".join(format_number(r[end]) for end in ends))]
     return make_table(
-        title, apart, [*shown, ("apart", lambda r: format_percent(r["apart"]))], text_columns=text_columns
+        f"{'Served points' if served else 'Points'} whose repeats differ by more than {REPEATS_AGREE_WITHIN * 100:.0f} %"
+        f"{' in output throughput' if served else ''}",
+        apart,
+        [*shown, ("apart", lambda r: format_percent(r["apart"]))],
+        text_columns=3 if served else 2,
     )
 
 
@@ -307,8 +288,8 @@ def build_runs_table(frames: Frames) -> Table:
         env = next((r.environment for r in run.records if r.environment), None)
         device = next(filter(None, map(get_device, run.records)), None)
         started = min((r.started_at for r in run.records if r.started_at), default=None)
-        origins = load_labels.list_unique(map(get_origin, run.records))
-        versions = [format_engine(name) for name in origins if name.startswith(A_SERVER)]
+        origins = [parse_origin(name) for name in dict.fromkeys(map(get_origin, run.records))]
+        versions = [origin.label for origin in origins if origin.engine]
         versions += [
             f"{n} {getattr(env, n)}"
             for n in ("dcpbench", "torch", "cuda", "flashinfer", "flash_mla")
@@ -352,45 +333,6 @@ def select_mode(found: pd.DataFrame, mode: str) -> pd.DataFrame:
     return found[found["mode"] == mode] if len(found) else found
 
 
-def has_imported(found: pd.DataFrame) -> bool:
-    """Return True if some points come from other tools, so that each row must name its origin."""
-    return len(found) > 0 and bool((found["origin"] != OURS).any())
-
-
-class _Row(Mapping[str, Any]):
-    """Read a row of a table lazily, only the columns that are requested; a table of points has 200."""
-
-    def __init__(self, columns: _Columns, number: int) -> None:
-        self._columns, self._number = columns, number
-
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 -- any kind of value
-        return self._columns[name][self._number]
-
-    def __iter__(self) -> Iterator[str]:
-        return map(str, self._columns.table.columns)
-
-    def __len__(self) -> int:
-        return self._columns.table.shape[1]
-
-
-class _Columns(dict[str, list[Any]]):
-    """Convert columns of a table to lists of plain values, each when it is first read."""
-
-    def __init__(self, table: pd.DataFrame) -> None:
-        super().__init__()
-        self.table = table
-
-    def __missing__(self, name: str) -> list[Any]:
-        self[name] = values = self.table[name].tolist()
-        return values
-
-
-def read_rows(table: pd.DataFrame) -> list[Mapping[str, Any]]:
-    """Return the rows as `table.to_dict("records")` does, in a time that depends on the columns that are used."""
-    columns = _Columns(table)
-    return [_Row(columns, number) for number in range(len(table))]
-
-
 def make_table(
     title: str,
     found: pd.DataFrame,
@@ -401,9 +343,7 @@ def make_table(
     optional: Iterable[str] = (),
     fold: bool = False,
 ) -> Table:
-    """Build a table of rows formatted by `columns`; the run is shown only if there are several, and the load first if
-    requested.
-    """
+    """Build a table of rows formatted by `columns`; the run is shown only if there are several, and the load first if requested."""
     if found.empty:
         return Table(title, [], [])
     first = _make_run_columns(found)
@@ -414,7 +354,7 @@ def make_table(
     if len(found) > MAX_ROWS:
         title = f"{title} (the first {MAX_ROWS:,} of {len(found):,}; points.csv has every point)"
         found = found.head(MAX_ROWS)
-    texts = [[format_text(r[s]) if isinstance(s, str) else s(r) for _, s in columns] for r in read_rows(found)]
+    texts = [[format_text(r[s]) if isinstance(s, str) else s(r) for _, s in columns] for r in found.to_dict("records")]
     rows = [[fit_text(cell, MAX_CELL_CHARS) for cell in row] for row in texts]
     theirs = "origin" in found and OURS not in set(found["origin"])  # omit columns that no file has a value for
     keep = [

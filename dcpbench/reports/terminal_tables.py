@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 from rich import box
 from rich.console import Group
 from rich.table import Table
@@ -18,7 +19,6 @@ from dcpbench.records.metrics import DECODE
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.reports import answer, engine_steps, floors, point_warnings, recommendation
 from dcpbench.reports.dataframes import sort_commonest_first
-from dcpbench.reports.load_labels import FEW_SAMPLES
 from dcpbench.reports.step_parts import ATTENTION, COMMUNICATION, EXCHANGE, IDLE, MATRIX_PRODUCTS, NORMS, OTHERS
 from dcpbench.reports.tables import format_whole
 from dcpbench.show.numbers import ABSENT, format_number, format_ratio, format_with_unit, is_missing
@@ -27,27 +27,22 @@ from dcpbench.show.text import format_capitalized, format_count, make_printable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import pandas as pd
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from dcpbench.reports.dataframes import Frames
 
-MAX_ROWS = 2_000
-"""Maximum number of rows of all tables; more would scroll by for minutes."""
-MAX_NAMED_LOADS = 8
-"""Maximum number of loads named per layout that misses the SLO."""
+MAX_ROWS = 2_000  # maximum number of rows of all tables; more would scroll by for minutes
+MAX_NAMED_LOADS = 8  # maximum number of loads named per layout that misses the SLO
 KINDS = {CLOSED: "closed loop", GAMMA: "open loop", TRACE: TRACE_TIMES}
 LOADS = {CLOSED: "conc.", GAMMA: "req/s"}
 SCATTER = (
     "scatter: 95 % interval of the median within one launch. Another launch differs by more, with dcpbench's own engine by up "
     f"to {REPEATS_AGREE_WITHIN * 100:g} %; `dcpbench compare` measures it from four launches of each side."
 )
-IMPLIED = ("cpu", "oversubscribed")
-"""Warnings that the title and the layout already express."""
+IMPLIED = ("cpu", "oversubscribed")  # warnings that the title and the layout already express
 TOKENS = ((1e6, "M"), (1e3, "k"), (1.0, ""))  # units of KV capacities, largest first
-MAX_WORD_WIDTH = 24
-"""Maximum width of a word of a label, in terminal columns."""
-STEP_COLUMNS = {
+MAX_WORD_WIDTH = 24  # maximum width of a word of a label, in terminal columns
+STEP_COLUMNS = {  # short headings of parts of a step in the terminal
     ATTENTION: "attn",
     EXCHANGE: "exch.",
     COMMUNICATION: "exch.+red.",
@@ -56,20 +51,19 @@ STEP_COLUMNS = {
     OTHERS: "other",
     IDLE: "idle",
 }
-"""Short headings of parts of a step in the terminal."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def render(frames: Frames) -> Group:
-    """Return a note on models that do not fit, a table for each run and model, the points that did not run, and the
-    headline.
+    """Return a note on models that do not fit, a table for each run and model, the points that did not run, and the headline.
 
     Served points have a table for each mode and kind of load.
     """
     tables = (frames.points, frames.served, frames.others)
     points, served, others = (table.head(MAX_ROWS) for table in tables)
     points, served = (
-        found.assign(shown=format_shown_warnings(found)) if len(found) else found for found in (points, served)
+        found.assign(shown=pd.Series(_list_shown_warnings(found), found.index)) if len(found) else found
+        for found in (points, served)
     )
     no_fit = [] if frames.everything.empty else recommendation.format_no_fit_notes(frames.everything)
     parts: list[RenderableType] = [make_plain_text(f"{format_capitalized(text)}.", "yellow") for text in no_fit]
@@ -85,11 +79,8 @@ def render(frames: Frames) -> Group:
     parts += [make_plain_text(SCATTER, "dim")] if len(points) else []
     parts += _render_engine_steps(frames)
     more = sum(map(len, tables)) - len(points) - len(served) - len(others)
-    parts += (
-        [make_plain_text(f"{more:,} points more; `dcpbench report` writes all into points.csv.", "yellow")]
-        if more
-        else []
-    )
+    if more:
+        parts.append(make_plain_text(f"{more:,} points more; `dcpbench report` writes all into points.csv.", "yellow"))
     parts += [
         make_plain_text(note)
         for found in (points, served)
@@ -159,9 +150,7 @@ def _list_misses(points: pd.DataFrame) -> list[str]:
 
 
 def _format_title(frames: Frames, key: tuple[Any, ...], kind: str, points: pd.DataFrame) -> str:
-    run, model = key[:2]
-    where = f"{model}, {frames.format_run(run)}" if len(frames.shown_runs) > 1 else str(model)
-    return where + kind + (" (CPU: functional run)" if points["cpu"].all() else "")
+    return frames.format_scope(*key[:2]) + kind + (" (CPU: functional run)" if points["cpu"].all() else "")
 
 
 def _make_number_column(
@@ -228,12 +217,10 @@ def _format_load(point: pd.Series[Any]) -> str:
 
 
 def _format_notes(points: pd.DataFrame) -> list[str]:
-    """Return notes below a table: warnings, requests that were not served, preemptions, and the objectives behind
-    goodput.
-    """
+    """Return notes below a table: warnings, requests that were not served, preemptions, and the objectives behind goodput."""
     marked: dict[str, list[str]] = {}
-    for text, (_, p) in zip(points["shown"], points.iterrows(), strict=True):
-        if warnings := ", ".join(mark for mark in text.split(", ") if mark and mark != FEW_SAMPLES):
+    for marks, (_, p) in zip(points["shown"], points.iterrows(), strict=True):
+        if warnings := ", ".join(marks):
             marked.setdefault(warnings, []).append(f"{p['label']} at {p['arrival']}")
     notes = _format_bounds(points)
     notes += [f"{mark}: {', '.join(where) if len(where) < len(points) else 'all'}" for mark, where in marked.items()]
@@ -241,11 +228,8 @@ def _format_notes(points: pd.DataFrame) -> list[str]:
     clauses = [f"{p['label']} at {p['arrival']} {format_whole(p['preemptions'])}" for _, p in preempted.iterrows()]
     notes += [f"preemptions: {', '.join(clauses)}"] if clauses else []
     cut, rejected = points["cancelled"].sum(), points["rejected"].sum()
-    notes += (
-        [f"not served: {format_count(int(cut), 'request')} cut off, {rejected:,.0f} that can never fit"]
-        if cut or rejected
-        else []
-    )
+    if cut or rejected:
+        notes.append(f"not served: {format_count(int(cut), 'request')} cut off, {rejected:,.0f} that can never fit")
     slos = [slo for slo in dict.fromkeys(points["slo"]) if slo]
     return notes + ([f"good/s: requests per second with {'; or '.join(slos)}"] if slos else [])
 
@@ -287,10 +271,8 @@ class Column:
 
     name: str
     cells: Sequence[str]
-    drop: int | None = None
-    """Rank for dropping: on narrow terminals the columns with the lowest values go first; None means never."""
-    full_name: str = ""
-    """Name of the column in the list of dropped columns, if its heading alone is unclear."""
+    drop: int | None = None  # rank: narrow terminals drop the columns with the lowest first; None means never
+    full_name: str = ""  # name of the column in the list of dropped columns, if its heading alone is unclear
 
     text: bool = False
 
@@ -307,24 +289,21 @@ class FittedTable:
     title: str
     labels: Sequence[str]
     columns: Sequence[Column]
-    marks: Sequence[str] = ()
-    """Warnings of each row as one text, empty for rows without; printed as letters with a legend if the text does not
-    fit.
-    """
-    gap: int = 2
-    """Number of spaces between columns; more than one if the width allows."""
+    marks: Sequence[Sequence[str]] = ()  # warnings of each row; printed as letters with a legend if they do not fit
+    gap: int = 2  # number of spaces between columns; more than one if the width allows
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the parts of the table to Rich."""
         yield make_plain_text(self.title, "bold")
-        marks = dict.fromkeys(mark for text in self.marks for mark in text.split(", ") if mark)
-        legend = {mark: LETTERS[i % len(LETTERS)] for i, mark in enumerate(marks)}
-        columns = [*self.columns, *([Column("marks", self.marks, text=True)] if legend else [])]
+        known = dict.fromkeys(mark for marks in self.marks for mark in marks)
+        legend = {mark: LETTERS[i % len(LETTERS)] for i, mark in enumerate(known)}
+        texts = [", ".join(marks) for marks in self.marks]
+        columns = [*self.columns, *([Column("marks", texts, text=True)] if legend else [])]
         for gap in (self.gap, 1):
             if self._compute_width(columns, gap) <= options.max_width:
                 yield self._build_table(columns, gap)
                 return
-        letters = ["".join(legend[mark] for mark in text.split(", ") if mark) for text in self.marks]
+        letters = ["".join(legend[mark] for mark in marks) for marks in self.marks]
         columns = [*self.columns, *([Column("", letters, text=True)] if legend else [])]
         gap = 1 if self._compute_width(columns, 1) <= options.max_width else 0
         left_out = self._choose_dropped(columns, options.max_width) if gap == 0 else []
@@ -363,14 +342,9 @@ class FittedTable:
         return table
 
 
-def format_shown_warnings(points: pd.DataFrame) -> list[str]:
-    """Return the warnings of each point, without those that the title, the layout, or all points of its run and mode
-    have.
-    """
-    return [
-        ", ".join(m for m in point_warnings.split_warnings(text) if m not in IMPLIED)
-        for text in point_warnings.format_distinct_warnings(points, falls=False)
-    ]
+def _list_shown_warnings(points: pd.DataFrame) -> list[list[str]]:
+    """Return the warnings of each point but those that the title, the layout, or all points of its run and mode have."""
+    return [[m for m in marks if m not in IMPLIED] for marks in point_warnings.list_distinct_warnings(points)]
 
 
 def make_plain_text(text: object, style: str = "") -> Text:

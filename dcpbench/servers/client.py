@@ -563,7 +563,7 @@ class Client:
         received a single byte. If that is not certain (a reset, TLS, or not Linux), the request counts as failed.
         """
         limit_s = self.target.timeout_s if timeout_s is None else timeout_s
-        option = " (--request-timeout)" if timeout_s is None else ""
+        option = " (--timeout)" if timeout_s is None else ""
         while True:
             connection = self._get_idle()
             kept = connection is not None

@@ -180,7 +180,7 @@ class ClientPool:
         if received == kind:
             return content
         code = self._processes[number].exitcode
-        raise WorkerError(f"a process of the client ended with exit code {code}; try --client-processes 1.")
+        raise WorkerError(f"a process of the client ended with exit code {code}; try --client processes=1.")
 
     def _handle_message(self, number: int) -> None:
         try:

@@ -36,7 +36,7 @@ def raise_open_file_limit(connections: int, *, certain: bool, processes: int = 1
     if certain and hard != resource.RLIM_INFINITY and needed > hard:
         raise UsageError(
             f"{connections:,} connections at once need {needed:,} open files in a process of the client, and it may have "
-            f"{hard:,} (ulimit -Hn): raise that limit, lower --concurrency, or divide the load with --client-processes "
+            f"{hard:,} (ulimit -Hn): raise that limit, lower --concurrency, or divide the load with --client processes="
             f"{processes * -(-connections // max(hard - others, 1))}."
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))
@@ -51,7 +51,7 @@ def format_shortage() -> str:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"the client has no open files left (it may have {soft:,}, ulimit -n), so the server was not asked; raise that "
-        "limit, lower --concurrency, or divide the load with --client-processes."
+        "limit, lower --concurrency, or divide the load with --client processes."
     )
 
 

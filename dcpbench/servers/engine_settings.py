@@ -174,6 +174,16 @@ def parse_layouts(given: Mapping[str, object]) -> list[Layout]:
     ]
 
 
+def parse_q_replicate(given: Mapping[str, object]) -> bool:
+    """Return whether each rank computes the queries of all heads. Raise UsageError for several values."""
+    found = read.parse_bools("q_replicate", given.get("q_replicate", False))
+    if len(found) > 1:
+        raise UsageError(
+            "--collectives q-replicate: with --engine it has one value; measure the other by another command."
+        )
+    return found[0]
+
+
 def list_decode_points(
     engine: Engine, grid: Grid, concurrency: Sequence[int], context: Sequence[int], repeats: int
 ) -> list[Point]:

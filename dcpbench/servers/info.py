@@ -12,6 +12,7 @@ import msgspec
 
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.names import OPENAI, SGLANG, VLLM
+from dcpbench.records.record import format_server_origin
 from dcpbench.servers.client import KEY_ERRORS, KEY_HINT, MAX_BODY, NO_ENDPOINT, OK, RequestError, make_status_error
 from dcpbench.servers.kv_capacity import KvReport, compute_capacity, describe_conflicts, read_sglang, read_vllm
 from dcpbench.servers.load import retry_while_busy
@@ -106,7 +107,7 @@ class ServerInfo:
     @property
     def origin(self) -> str:
         """Return the origin of its records, such as `engine vllm 0.32.0`."""
-        return " ".join(filter(None, ("engine", self.engine, self.version)))
+        return format_server_origin(self.engine, self.version)
 
     def find_model(self, name: str | None) -> Card:
         """Return the named model, or the only one. Raise UsageError if there is no such model."""

@@ -34,8 +34,20 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import UsageError
+from dcpbench.models import REPOSITORIES
 from dcpbench.points.engine_points import format_settings
-from dcpbench.points.names import CUT, DUMMY, FP8, NO_EXCHANGE, SGLANG, SYNTHETIC, UNKNOWN, VLLM, format_flag
+from dcpbench.points.names import (
+    CUT,
+    DUMMY,
+    FP8,
+    NO_EXCHANGE,
+    SGLANG,
+    SYNTHETIC,
+    UNKNOWN,
+    VLLM,
+    format_flag,
+    format_setting,
+)
 from dcpbench.points.point import SETTING
 from dcpbench.points.redaction import redact, register_command_line
 from dcpbench.servers.engine_log import SYNTHETIC_VARIABLE
@@ -102,13 +114,13 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return []
         lacking = []
         if point.exchange not in (*self.exchanges, NO_EXCHANGE, UNKNOWN):
-            lacking.append(f"{format_flag('exchange')} {point.exchange}")
+            lacking.append(format_setting("exchange", point.exchange))
         if point.project_first:
             lacking.append(format_flag("project_first"))
         if point.q_replicate and "q_replicate" not in self.layout:
             lacking.append(format_flag("q_replicate"))
         if point.interleave > 1 and "interleave" not in self.layout:
-            lacking.append(f"{format_flag('interleave')} {point.interleave}")
+            lacking.append(format_setting("interleave", point.interleave))
         return lacking
 
     def make_lacking_error(self, lacking: Sequence[str]) -> UsageError:
@@ -307,13 +319,6 @@ PRESETS = {
 }
 """Presets by --engine. vLLM's tensor parallel degree is that of a replica; ours and SGLang's count all GPUs."""
 
-CHECKPOINTS = {
-    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
-    "deepseek-r1": "deepseek-ai/DeepSeek-R1",
-    "deepseek-v2": "deepseek-ai/DeepSeek-V2",
-    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
-    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
-}  # checkpoints of the models that dcpbench knows by name
 PORT = 8000
 
 
@@ -322,7 +327,7 @@ def format_command(name: str, point: Point, nnodes: int) -> str:
 
     Raises UsageError for a point that the engine cannot run.
     """
-    model = CHECKPOINTS.get(point.model, point.model)
+    model = REPOSITORIES.get(point.model, point.model)
     point = msgspec.structs.replace(point, weights=UNKNOWN)
     return shlex.join(PRESETS[name].make_command(point, {}, model, PORT, nnodes=nnodes))
 

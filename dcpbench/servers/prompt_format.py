@@ -307,7 +307,9 @@ class Trial:
                 f"{url} does not answer {path} ({last.sentence.rstrip('.')}), but it answers {PATHS[other]}; add --endpoint {other}."
             )
         if last.status in BUSY:
-            more = f"Wait until it is ready, or {'raise --retries' if self.retries else 'add --retries 5'}."
+            more = (
+                f"Wait until it is ready, or {'raise --client retries' if self.retries else 'add --client retries=5'}."
+            )
             return WorkerError(f"{url} cannot be measured: {last.sentence} {more}")
         if last.status in KEY_ERRORS:
             return WorkerError(f"{url} cannot be measured: {last.sentence} {KEY_HINT}")

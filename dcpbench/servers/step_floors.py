@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import ModelError, UsageError
+from dcpbench.models import load_shape
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.memory import HEADROOM_TOKENS
 from dcpbench.points.names import CUT, UNKNOWN
 from dcpbench.points.roofline import Sharding, StepRows, compute_step_floors
-from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import ENGINE_DTYPES, Floor
 from dcpbench.records.runs import read_run
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
 from dcpbench.points.counts import PATTERN, parse_count, suggest_counts
-from dcpbench.points.names import CLOSED, GAMMA, OBJECTIVES, REPLAY, TRACE_TIMES
+from dcpbench.points.names import CLOSED, GAMMA, OBJECTIVES, REPLAY, TRACE_TIMES, join_value
 from dcpbench.records.stats import OBJECTIVE, compute_min_samples
 from dcpbench.show.text import format_capitalized, format_list
 
@@ -27,7 +27,6 @@ _PLAIN = re.compile(r"[+-]?\d{1,99}")
 _FIXED = re.compile(PATTERN)
 _UNIFORM = re.compile(rf"uniform:({PATTERN})-({PATTERN})")
 _LOGNORMAL = re.compile(rf"lognormal:({PATTERN}):([^:]+)")
-_SECONDS = re.compile(r"([+-]?\d{1,99}(?:\.\d+)?)\s*s")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,25 +79,11 @@ def parse_lengths(option: str, value: object) -> Lengths:
     if found := _UNIFORM.fullmatch(text):
         low, high = (_parse_tokens(option, text, number) for number in found.groups())
         if low > high:
-            raise UsageError(f"{option} {text}: {low} is more than {high}; write uniform:{high}-{low}.")
+            raise UsageError(f"{join_value(option, text)}: {low} is more than {high}; write uniform:{high}-{low}.")
         return Lengths(UNIFORM, low, high)
     if found := _LOGNORMAL.fullmatch(text):
         return Lengths(LOGNORMAL, _parse_tokens(option, text, found[1]), sigma=_parse_sigma(option, text, found[2]))
-    raise UsageError(f"{option} {value}: not a length; {_LENGTHS}.")
-
-
-def parse_limit(value: object) -> tuple[int | None, float | None]:
-    """Return (200, None) requests for `200`, (None, 60.0) seconds for `60s`. Raises UsageError."""
-    text = "" if isinstance(value, bool) else str(value).strip()
-    minutes = text[-1:] in ("m", "M")
-    if not minutes and (choices := suggest_counts(text)):
-        raise UsageError(f"--limit {value}: {choices}.")
-    seconds, requests = _SECONDS.fullmatch(text), None if minutes else parse_count(text)
-    if not seconds and requests is None:
-        raise UsageError(f"--limit {value}: write a number of requests such as 200, or seconds such as 60s.")
-    if (float(seconds[1]) if seconds else requests or 0) <= 0:
-        raise UsageError(f"--limit {value} is not positive; write for example --limit 200 or --limit 60s.")
-    return (None, float(seconds[1])) if seconds else (requests, None)
+    raise UsageError(f"{join_value(option, value)}: not a length; {_LENGTHS}.")
 
 
 def parse_slo(value: object) -> dict[str, float]:
@@ -181,11 +166,13 @@ def _parse_tokens(option: str, text: str, number: str) -> int:
     count = parse_count(number)
     if count is None:
         choices = suggest_counts(number) or f"not a length in whole tokens; {_LENGTHS}"
-        raise UsageError(f"{option} {text}: {choices}.")
+        raise UsageError(f"{join_value(option, text)}: {choices}.")
     if count < 1:
-        raise UsageError(f"{option} {text}: {count} tokens; a request has at least 1 in and 1 out. Or {_LENGTHS}.")
+        raise UsageError(
+            f"{join_value(option, text)}: {count} tokens; a request has at least 1 in and 1 out. Or {_LENGTHS}."
+        )
     if count > MAX_TOKENS:
-        raise UsageError(f"{option} {text}: {count:,} tokens are more than any model takes; {_LENGTHS}.")
+        raise UsageError(f"{join_value(option, text)}: {count:,} tokens are more than any model takes; {_LENGTHS}.")
     return count
 
 
@@ -193,7 +180,7 @@ def _parse_sigma(option: str, text: str, number: str) -> float:
     sigma = _parse_float(number)
     if not 0 < sigma <= MAX_SIGMA:
         raise UsageError(
-            f"{option} {text}: sigma is {number}, and can be more than 0 and up to {MAX_SIGMA:g}; it is the standard "
+            f"{join_value(option, text)}: sigma is {number}, and can be more than 0 and up to {MAX_SIGMA:g}; it is the standard "
             "deviation of the logarithm, so 0.5 puts two of three lengths within a factor of 1.65 of the median."
         )
     return sigma

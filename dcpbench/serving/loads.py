@@ -133,7 +133,7 @@ def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:
         return inputs, outputs
     turns = compute_turn_numbers(load)
     if load.turn_tokens:
-        inputs = np.where(turns == 0, inputs, _draw_numbers(load, "--turn-tokens", load.turn_tokens, MESSAGES))
+        inputs = np.where(turns == 0, inputs, _draw_numbers(load, "--sessions tokens", load.turn_tokens, MESSAGES))
     before = np.cumsum(inputs + outputs) - inputs - outputs
     first = np.flatnonzero(turns == 0)[np.cumsum(turns == 0) - 1]
     return inputs + before - before[first], outputs
@@ -143,7 +143,7 @@ def compute_turn_numbers(load: Load) -> np.ndarray:
     """Return the turn number of each request within its session, int64; the last session may be cut off."""
     if not load.sessions:
         return np.zeros(load.requests, dtype=np.int64)
-    lengths = _draw_numbers(load, "--turns", load.turns, TURNS)
+    lengths = _draw_numbers(load, "--sessions turns", load.turns, TURNS)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), load.requests)) + 1]
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     turns: np.ndarray = (np.arange(len(starts)) - starts)[: load.requests]

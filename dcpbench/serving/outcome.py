@@ -270,5 +270,5 @@ def _explain_no_tokens(
     if interrupted:
         return f"{counts}: a signal ended the run before the first token. Serve the load anew with --resume."
     if limit_s is not None:
-        return f"{counts} by --limit {limit_s:g}s; use a longer one."
-    return f"{counts}, though neither --limit nor a signal ended the run; read the log of the server or of the run."
+        return f"{counts} by --timeout load={limit_s:g}; use a longer one."
+    return f"{counts}, though neither --timeout nor a signal ended the run; read the log of the server or of the run."

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.models import load_shape
 from dcpbench.points import latency_bands
-from dcpbench.points.shapes import load_shape
 from dcpbench.records.formulas import compute_forecast_error, summarize_latencies
 from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import InstanceMetrics, Kv, Record, Server

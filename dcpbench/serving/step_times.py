@@ -20,11 +20,11 @@ from dcpbench.points.axes import Role
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.comm_model import describe_invalid_prompts
 from dcpbench.points.device_probe import HOPPER, Probe
-from dcpbench.points.names import AUTO, ENGINE_POLICIES, format_flag
+from dcpbench.points.names import AUTO, ENGINE_POLICIES, format_field, join_value
 from dcpbench.points.point import select_load_axes, select_point_axes
 from dcpbench.points.roofline import StepRows
 from dcpbench.records.lines import UNREADABLE
-from dcpbench.records.record import CPU, Conditions, Emulated, Environment, Gpu
+from dcpbench.records.record import CPU, Conditions, Emulated, Environment, Gpu, format_server_origin
 from dcpbench.serving.load_words import MAX_TOKENS
 from dcpbench.serving.step_model import HotStep, Line, Slowdown, StepModel, Work, compute_step_works
 from dcpbench.show.whole_files import write_file
@@ -161,9 +161,9 @@ def find_differences(path: EnginePath, wanted: EnginePath) -> list[str]:
     A wanted value of `auto` matches all values.
     """
     return [
-        f"{format_flag(name)} {path[name]} instead of {value or 'none'}"
+        f"{join_value(format_field(name), path[name])} instead of {value or 'none'}"
         if path[name] != ""
-        else f"no {format_flag(name)} instead of {value}"
+        else f"no {format_field(name)} instead of {value}"
         for name, value in wanted.items()
         if value not in (path[name], AUTO)
     ]
@@ -204,7 +204,7 @@ class EngineServer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def origin(self) -> str:
         """Return the origin of records that are replayed with its steps, such as `engine vllm 0.26.0`."""
-        return " ".join(filter(None, ("engine", self.engine, self.version)))
+        return format_server_origin(self.engine, self.version)
 
     @property
     def kv_blocks(self) -> int | None:
@@ -373,6 +373,7 @@ def read_step_times(path: Path) -> StepTimes:
         if version != STEP_TIMES_VERSION:
             raise RecordsError(f"{path} has schema_version {version}, while this dcpbench reads {STEP_TIMES_VERSION}.")
         times = msgspec.json.decode(data, type=StepTimes)
+        times = msgspec.structs.replace(times, path=_complete_path(times.path))
         _check_path(times.path)
     except (OSError, *UNREADABLE) as e:
         reason = "it is nested too deep" if isinstance(e, RecursionError) else str(e)[:300]
@@ -398,6 +399,12 @@ def read_step_times(path: Path) -> StepTimes:
     if not 0 <= times.launch_ms <= MAX_NUMBER:
         raise RecordsError(f"{path}: launch_ms is {times.launch_ms:g}, which is no time; measure again.")
     return times
+
+
+def _complete_path(path: EnginePath) -> EnginePath:
+    """Return the path with the defaults of fields that a file of an earlier version does not have."""
+    defaults = {axis.name: axis.default for axis in PATH_AXES if axis.default is not msgspec.NODEFAULT}
+    return cast("EnginePath", defaults | path)
 
 
 def _check_path(path: EnginePath) -> None:

@@ -14,12 +14,9 @@ from dcpbench.show.text import make_printable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-MAX_ANNOTATIONS = 10
-"""Annotations of one level that GitHub shows for a step; it drops the others without a word."""
-SUMMARY = "GITHUB_STEP_SUMMARY"
-"""Environment variable with the file of the step summary, if there is one."""
-SUMMARY_BYTES = 1_000_000
-"""GitHub drops a summary of more than 1 MiB as a whole."""
+MAX_ANNOTATIONS = 10  # annotations of one level that GitHub shows for a step; it drops the others without a word
+SUMMARY = "GITHUB_STEP_SUMMARY"  # environment variable with the file of the step summary, if there is one
+SUMMARY_BYTES = 1_000_000  # GitHub drops a summary of more than 1 MiB as a whole
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

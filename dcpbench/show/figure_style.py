@@ -19,18 +19,15 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette, distinguishable with any kind of colour vision; its yellow is too pale for lines on white.
-"""
+"""Okabe and Ito's palette, distinguishable with any kind of colour vision; its yellow is too pale for lines on white."""
 GREY = "#555555"
 """Colour of elements that belong to no series: limits, and symbols in a legend."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 Line = str | tuple[int, tuple[int, ...]]
 LINES: tuple[Line, ...] = ("-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (3, 4)))
 WATERMARK = "CPU: functional run,\nnot performance"
-BEHIND_MARKS = 0.9
-"""Matplotlib z-order: bands and bars have 1, lines and markers 2."""
-LOG_RANGE = 20
-"""An axis becomes logarithmic when its values span more than this factor."""
+BEHIND_MARKS = 0.9  # Matplotlib z-order: bands and bars have 1, lines and markers 2
+LOG_RANGE = 20  # an axis becomes logarithmic when its values span more than this factor
 RC: dict[str, Any] = {
     "font.size": 10,
     "axes.titlesize": 10,
@@ -46,8 +43,7 @@ RC: dict[str, Any] = {
 }
 
 
-DPI = 150
-"""Resolution of PNGs."""
+DPI = 150  # resolution of PNGs
 
 
 @contextlib.contextmanager

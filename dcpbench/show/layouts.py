@@ -1,5 +1,4 @@
-"""Define the appearance of a layout in all figures: one colour on light, one on dark, and one marker, independent of other
-layouts.
+"""Define the appearance of a layout in all figures: one colour on light, one on dark, and one marker, independent of other layouts.
 
 Hue encodes the sharing: blue none (`tp4`), amber to crimson KV over DCP ranks, green attention data parallel, pink to
 violet both. Within a hue, a higher degree is darker, and twice the GPUs are another shade. All other differences
@@ -13,13 +12,12 @@ import math
 import re
 from functools import cache
 
-Lch = tuple[float, float, float]
-"""Lightness, chroma and hue of Björn Ottosson's OKLCH, where equal steps look equal."""
+Lch = tuple[float, float, float]  # lightness, chroma and hue of Björn Ottosson's OKLCH, where equal steps look equal
 PLAIN: Lch = (0.53, 0.14, 245)
 DCP: tuple[Lch, ...] = ((0.72, 0.16, 78), (0.63, 0.18, 48), (0.50, 0.19, 22), (0.40, 0.14, 5))
 DP: tuple[Lch, ...] = ((0.72, 0.12, 190), (0.62, 0.13, 163), (0.43, 0.11, 150), (0.35, 0.09, 135))
 """Degrees 2, 4, 8, and 16 or more."""
-BOTH: tuple[Lch, ...] = (
+BOTH: tuple[Lch, ...] = (  # 2 × 2; 2 × 4 and 4 × 2; 2 × 8, 4 × 4 and 8 × 2, which is used for all further ones
     (0.68, 0.13, 345),
     (0.58, 0.17, 325),
     (0.50, 0.20, 300),
@@ -27,18 +25,13 @@ BOTH: tuple[Lch, ...] = (
     (0.66, 0.09, 285),
     (0.46, 0.07, 320),
 )
-"""2 × 2; 2 × 4 and 4 × 2; 2 × 8, 4 × 4 and 8 × 2, which is used for all further ones."""
-SHADES = (0.0, -0.10, 0.06)
-"""Added to the lightness: of tp4 and tp32, of tp8, and of tp2 and tp16."""
-ALONE = 0.17
-"""Chroma of tp1."""
+SHADES = (0.0, -0.10, 0.06)  # added to the lightness: of tp4 and tp32, of tp8, and of tp2 and tp16
+ALONE = 0.17  # chroma of tp1
 ON_DARK = 0.13
 DARKEST_ON_DARK, LIGHTEST = 0.53, 0.92
 PALEST, DARKEST = 0.78, 0.36
 PLAIN_MARKER, DCP_MARKERS, DP_MARKERS, BOTH_MARKERS = 0, (1, 2, 4, 5), (5, 3, 4, 6), (6, 5, 4, 1, 2, 3)
-"""Places in figures.MARKERS: different ones for layouts of as many GPUs with colours that some readers cannot
-distinguish.
-"""
+"""Places in figures.MARKERS: different ones for layouts of as many GPUs with colours that some readers cannot distinguish."""
 DEGREE = re.compile(r"(?<![a-z0-9])(tp|dp|dcp)(\d+)")
 INSTANCES = re.compile(r" (\d+P\d+D|×\d+)$")
 UNKNOWN: Lch = (0.45, 0.0, 0.0)
@@ -125,9 +118,7 @@ def _encode_srgb(part: float) -> float:
 
 
 def _compute_linear_rgb(lightness: float, chroma: float, hue: float) -> tuple[float, float, float]:
-    """Return linear red, green and blue, below 0 or above 1 outside the displayable range
-    (bottosson.github.io/posts/oklab).
-    """
+    """Return linear red, green and blue, below 0 or above 1 outside the displayable range (bottosson.github.io/posts/oklab)."""
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     l, m, s = (
         (lightness + x * a + y * b) ** 3

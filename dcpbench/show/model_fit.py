@@ -6,8 +6,8 @@ NO_FIT = "whole model and KV cache do not fit"
 
 
 def format_no_fit(held: str, layers: str) -> str:
-    """Return `whole model and KV cache do not fit: 14 of 61 layers held and cycled`."""
-    return f"{NO_FIT}: {held} of {layers} layers held and cycled"
+    """Return `whole model and KV cache do not fit: 14 of 61 layers held and reused`."""
+    return f"{NO_FIT}: {held} of {layers} layers held and reused"
 
 
 def format_range(counts: list[int]) -> str:

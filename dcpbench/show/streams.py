@@ -16,10 +16,8 @@ from dcpbench.points.redaction import redact
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-CLOSED = ExitCode.OUTPUT_CLOSED
-"""Exit code of a command with a closed reader, as in `… | head -1`: 128 + SIGPIPE, like a shell's for other commands.
-"""
-FORMS = {
+CLOSED = ExitCode.OUTPUT_CLOSED  # of a command with a closed reader, as in `… | head -1`: 128 + SIGPIPE
+FORMS = {  # ASCII replacements of characters that the encoding of a terminal, a pipe or a log lacks
     "·": ".",
     "×": "x",
     "→": "->",
@@ -48,18 +46,13 @@ FORMS = {
     "▲": "^",
     "▼": "v",
 }
-"""ASCII replacements of characters that the encoding of a terminal, a pipe or a log lacks."""
-LINES, BLOCKS = range(0x2500, 0x2580), range(0x2580, 0x25A0)
-"""Code points of box drawing and block elements."""
-PYTHONS_OWN = ("strict", "backslashreplace", "surrogateescape")
-"""Default error handlers of stdout and stderr."""
-HANDLER = "dcpbench.forms"
-"""Name of an error handler of codecs that puts them in."""
+LINES, BLOCKS = range(0x2500, 0x2580), range(0x2580, 0x25A0)  # code points of box drawing and block elements
+PYTHONS_OWN = ("strict", "backslashreplace", "surrogateescape")  # default error handlers of stdout and stderr
+HANDLER = "dcpbench.forms"  # name of an error handler of codecs that puts them in
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr accept any text: with ASCII replacements if their encoding requires it; no-op if they are
-    closed.
+    """Make stdout and stderr accept any text: with ASCII replacements if their encoding requires it; no-op if they are closed.
 
     An error handler chosen by the caller, as with PYTHONIOENCODING=ascii:ignore, is kept. Secrets are redacted in all
     later output.

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 P = ParamSpec("P")
-PLAIN_WIDTH = 160
-"""Width in columns without a terminal: enough for the widest table."""
-QUIET_SECONDS = 2.0
-"""Minimum interval in s between progress lines where they cannot be overwritten."""
+PLAIN_WIDTH = 160  # width in columns without a terminal: enough for the widest table
+QUIET_SECONDS = 2.0  # minimum interval in s between progress lines where they cannot be overwritten
 SLOWER = 2.0  # factor by which the pause between lines of progress grows outside a terminal
 MAX_QUIET_SECONDS = 60.0
 

@@ -15,16 +15,12 @@ from dcpbench.points.redaction import redact
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MAX_TEXT_CHARS = 2_000
-"""Maximum number of characters kept of a string of a record; the omitted part is noted with a hash."""
-MAX_NAME_CHARS, MAX_LINE_CHARS = 200, 300
-"""Maximum number of characters of a name, and of a sentence, in lists and tables."""
-LINES = "\n\t"
-"""Control characters kept in multi-line strings."""
+MAX_TEXT_CHARS = 2_000  # of a string of a record; the omitted part is noted with a hash
+MAX_NAME_CHARS, MAX_LINE_CHARS = 200, 300  # of a name, and of a sentence, in lists and tables
+LINES = "\n\t"  # control characters kept in multi-line strings
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 """Unicode categories that a terminal obeys instead of showing: controls, direction marks, lone surrogates, …"""
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-"""A spreadsheet would run a cell that starts with one of these."""
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would run a cell that starts with one of these
 
 
 def format_count(n: int, what: str) -> str:
@@ -74,9 +70,7 @@ def fit_line(text: str, most: int = MAX_LINE_CHARS) -> str:
 
 
 def summarize_long_text(text: str, most: int = MAX_TEXT_CHARS) -> str:
-    """Return a string, shortened if it is too long to its beginning, its length and a hash; printable, line breaks
-    stay.
-    """
+    """Return a string, shortened if it is too long to its beginning, its length and a hash; printable, line breaks stay."""
     text = redact(text)
     if len(text) <= most:
         return make_printable(text, LINES)
@@ -98,9 +92,7 @@ def get_path_end(path: str, limit: int) -> str:
 
 
 def format_markdown_text(text: str) -> str:
-    """Return text that Markdown and HTML show unchanged, on one line; `@name` notifies no user, no address becomes a
-    link.
-    """
+    """Return text that Markdown and HTML show unchanged, on one line; `@name` notifies no user, no address becomes a link."""
     text = re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", html.escape(make_printable(" ".join(text.split())), quote=False))
     return text.replace("@", "@<!-- -->").replace("://", "&#58;//")
 

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-PART = ".part"
-"""Suffix of incomplete files, which are hidden next to their destination; no pattern matches it."""
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Constants of Linux' renameat2."""
+PART = ".part"  # suffix of incomplete files, which are hidden next to their destination; no pattern matches it
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants of Linux' renameat2
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:

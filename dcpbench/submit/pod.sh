@@ -20,7 +20,7 @@ if [ "$NODES" -gt 1 ]; then
         address=$POD_IP
         case $address in *:*) address="[$address]" ;; esac
     fi
-    set -- "$@" --nnodes "$NODES" --node-rank "$rank" --rdzv-endpoint "$address:$PORT" --rdzv-id "$JOB"
+    set -- "$@" --nodes "$NODES,rank=$rank,endpoint=$address:$PORT"
 fi
 if [ "$rank" -gt 0 ]; then exec "$@" -o "$folder"; fi
 "$@" -o "$folder" &

@@ -208,18 +208,19 @@ def _parse_limit(item: pytest.Item) -> tuple[int | None, tuple[str, ...], str]:
     if mark is None:
         return None, (), "current"
     try:
-        return (_no if mark.name == NO else _max)(*mark.args, **mark.kwargs)
+        return (no_cuda_sync if mark.name == NO else max_cuda_syncs)(*mark.args, **mark.kwargs)
     except (TypeError, ValueError) as error:
         usage = f"{NO} or {NO}(allow=['engine.sampler.*'])" if mark.name == NO else f"{MAX}(2)"
-        reason = str(error).replace("_no()", NO).replace("_max()", MAX)
-        raise pytest.UsageError(f"{item.nodeid}: {reason}; write @pytest.mark.{usage}") from None
+        raise pytest.UsageError(f"{item.nodeid}: {error}; write @pytest.mark.{usage}") from None
 
 
-def _no(*, allow: Sequence[str] = (), threads: str = "current") -> tuple[int, tuple[str, ...], str]:
-    return _max(0, allow=allow, threads=threads)
+def no_cuda_sync(*, allow: Sequence[str] = (), threads: str = "current") -> tuple[int, tuple[str, ...], str]:
+    """Return the limit of a mark; Python's error about its arguments names the function, which is named as the mark."""
+    return max_cuda_syncs(0, allow=allow, threads=threads)
 
 
-def _max(n: int, *, allow: Sequence[str] = (), threads: str = "current") -> tuple[int, tuple[str, ...], str]:
+def max_cuda_syncs(n: int, *, allow: Sequence[str] = (), threads: str = "current") -> tuple[int, tuple[str, ...], str]:
+    """Return the limit of a mark; raise ValueError for values that it cannot have."""
     given: object = n
     if isinstance(given, bool) or not isinstance(given, int) or given < 0:
         raise ValueError(f"{n!r} is no number of synchronisations")

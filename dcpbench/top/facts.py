@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
 
-MAX_FINISHED_POINTS = 50
-"""Finished points that are kept in full."""
+MAX_FINISHED_POINTS = 50  # finished points that are kept in full
 VERIFY = "verify"
 
 
@@ -46,20 +45,16 @@ class FinishedPoint(msgspec.Struct, frozen=True, kw_only=True):
     tok_s: float | None = None
     tok_s_per_gpu: float | None = None
     ttft_ms: float | None = None
-    itl_ms: float | None = None
-    """Medians, as ttft_ms is."""
-    seconds: float | None = None
-    """Wall time of the point, set-up included."""
+    itl_ms: float | None = None  # medians, as ttft_ms is
+    seconds: float | None = None  # wall time of the point, set-up included
 
 
 class PointEnd(NamedTuple):
     """Outcome and end time of a point."""
 
     outcome: str
-    at: float | None
-    """Unix time; None if the record has none."""
-    ran: bool = True
-    """False for a point that was not tried, because it would have failed for the same reason as another one."""
+    at: float | None  # Unix time; None if the record has none
+    ran: bool = True  # False for a point that was not tried, as it would have failed like another one
 
 
 @dataclasses.dataclass
@@ -67,20 +62,14 @@ class JobFacts:
     """A torchrun job and its events."""
 
     job: Job
-    began: float
-    """Unix time at which its file was written."""
+    began: float  # Unix time at which its file was written
     events: Tail
-    heard: float = 0.0
-    """Time of the last event; 0 before the first."""
+    heard: float = 0.0  # time of the last event; 0 before the first
     stage: str = ""
-    since: float = 0.0
-    """Time at which this stage of this point began."""
-    key: str = ""
-    """Key of the current point."""
-    note: str = ""
-    """Latest numbers."""
-    done: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Time at which each point finished, by point_id."""
+    since: float = 0.0  # time at which this stage of this point began
+    key: str = ""  # key of the current point
+    note: str = ""  # latest numbers
+    done: dict[int, float] = dataclasses.field(default_factory=dict)  # time at which each point finished, by point_id
 
     @functools.cached_property
     def points(self) -> dict[int, Point]:
@@ -108,10 +97,8 @@ class Facts:
         self._reset_facts()
 
     def _reset_facts(self) -> None:
-        self.jobs: dict[str, JobFacts] = {}
-        """Jobs by file name."""
-        self.ended: dict[int, PointEnd] = {}
-        """The last record of each point, by point_id."""
+        self.jobs: dict[str, JobFacts] = {}  # jobs by file name
+        self.ended: dict[int, PointEnd] = {}  # the last record of each point, by point_id
         self.last: collections.deque[FinishedPoint] = collections.deque(maxlen=MAX_FINISHED_POINTS)
         self._unread_jobs: set[str] = set()
         self.wrong = 0

@@ -20,8 +20,7 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     name: str = ""
-    utilisation: int | None = None
-    """Percent of the last sampling period in which any kernel ran."""
+    utilisation: int | None = None  # percent of the last sampling period in which any kernel ran
     sm_clock_mhz: int | None = None
     sm_clock_max_mhz: int | None = None
     power_w: float | None = None

@@ -27,49 +27,36 @@ if TYPE_CHECKING:
 STARTING, RUNNING, SILENT, FINISHING = "starting", "running", "silent", "finishing"
 ORPHANED, ELSEWHERE = "orphaned", "elsewhere"
 ENDED, STOPPED = "ended", "stopped"
-OVER = (ENDED, STOPPED)
-"""Final statuses: all points have ended, or the run stopped before."""
+OVER = (ENDED, STOPPED)  # final statuses: all points have ended, or the run stopped before
 REJECTED = "rejected"
-BETWEEN = ("done", "start", "end")
-"""Stages of no point."""
-QUIET_S = 60.0
-"""Seconds without an event after which a run is shown as silent; dcpbench ends such a job at --timeout."""
-TIMEOUT_S = 300.0
-"""Default of --timeout."""
-SLACK_S = 2.0
-"""Maximum error of a record's times, which are written in whole seconds."""
-MIN_POINTS = 3
-"""Minimum number of finished points for a range."""
+BETWEEN = ("done", "start", "end")  # stages of no point
+QUIET_S = 60.0  # seconds without an event after which a run is shown as silent; dcpbench ends such a job at --timeout
+TIMEOUT_S = 300.0  # default of --timeout
+SLACK_S = 2.0  # maximum error of a record's times, which are written in whole seconds
+MIN_POINTS = 3  # minimum number of finished points for a range
 T_95 = (4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """97.5 % quantile of Student's t for LEAST points and more, which have one degree of freedom less than points."""
-T_95_MORE = 2.2
-"""Value for more degrees of freedom: 2.20 at 11, 1.96 at infinity."""
+T_95_MORE = 2.2  # value for more degrees of freedom: 2.20 at 11, 1.96 at infinity
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """Time that is left."""
 
     seconds: float
-    low: float | None = None
-    """95 % prediction interval; null with fewer than LEAST points."""
+    low: float | None = None  # 95 % prediction interval; null with fewer than LEAST points
     high: float | None = None
-    points: int
-    """Number of points on which the estimate is based."""
+    points: int  # number of points on which the estimate is based
 
 
 class Activity(msgspec.Struct, frozen=True, kw_only=True):
     """Current activity of the run."""
 
-    point: str = ""
-    """Current point; empty between points."""
-    stage: str
-    """See jobs.Progress.stage."""
+    point: str = ""  # current point; empty between points
+    stage: str  # see jobs.Progress.stage
     stage_s: float
     note: str = ""
-    silent_s: float
-    """Time since the last sign of life."""
-    timeout_s: float
-    """Seconds without an event after which dcpbench treats the job as hung."""
+    silent_s: float  # time since the last sign of life
+    timeout_s: float  # seconds without an event after which dcpbench treats the job as hung
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,36 +71,25 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """All that top shows. Texts are inert, and short."""
 
     folder: str
-    kind: str
-    """`sweep`, `serve` or `verify`; empty without a job, as in a replay from --step-times, which needs none."""
-    device: str
-    """`cuda`, `cpu`, or empty without jobs."""
+    kind: str  # `sweep`, `serve` or `verify`; empty without a job, as in a replay from --step-times, which needs none
+    device: str  # `cuda`, `cpu`, or empty without jobs
     status: str
-    exit_code: int | None = None
-    """Exit code of the run's command, as far as its files show; null while it runs."""
-    problem: str = ""
-    """Cause of death of a rank."""
-    total: int | None = None
-    """Number of points that can run; null if no file has it."""
+    exit_code: int | None = None  # exit code of the run's command, as far as its files show; null while it runs
+    problem: str = ""  # cause of death of a rank
+    total: int | None = None  # number of points that can run; null if no file has it
     ok: int = 0
-    failed: int = 0
-    """Hung ones included."""
+    failed: int = 0  # hung ones included
     rejected: int = 0
     left: int | None = None
-    elapsed_s: float | None = None
-    """Elapsed time of this command, without earlier commands that it resumes."""
-    points_per_minute: float | None = None
-    """Rate of this command, failed points included."""
+    elapsed_s: float | None = None  # elapsed time of this command, without earlier commands that it resumes
+    points_per_minute: float | None = None  # rate of this command, failed points included
     eta: Estimate | None = None
     now: Activity | None = None
     sizes: list[Size] = []
-    last: list[FinishedPoint] = []
-    """Newest last."""
-    unread: dict[str, int] = {}
-    """Lines that could not be read, by file."""
+    last: list[FinishedPoint] = []  # newest last
+    unread: dict[str, int] = {}  # lines that could not be read, by file
     gpus: list[GpuState] = []
-    at: float
-    """Unix time of this state."""
+    at: float  # Unix time of this state
 
     @property
     def is_over(self) -> bool:
@@ -172,8 +148,7 @@ def compute_state(
 
 
 def estimate_time_left(durations: Sequence[float], left: int, spent: float = 0.0) -> Estimate | None:
-    """Estimate the seconds until `left` more points have finished; the current one has been running for `spent`
-    seconds.
+    """Estimate the seconds until `left` more points have finished; the current one has been running for `spent` seconds.
 
     Points are treated as draws of one distribution, so with m and s, mean and standard deviation of n `durations` (s
     each, from one point's end to the next one's): left · m, ± t(n - 1) · s · sqrt(left + left² / n), the prediction

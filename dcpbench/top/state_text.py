@@ -85,10 +85,8 @@ def format_figures(point: FinishedPoint) -> str:
     """Return `1,234 tok/s, ITL 3.4 ms`, or the reason why there are no numbers."""
     if point.outcome != "ok":
         return f"{point.outcome.upper()}: {point.reason}" if point.reason else point.outcome.upper()
-    parts = [f"{format_short_number(point.tok_s)} tok/s"] if point.tok_s is not None else []
-    parts += [f"TTFT {format_short_number(point.ttft_ms)} ms"] if point.ttft_ms is not None else []
-    parts += [f"ITL {format_short_number(point.itl_ms)} ms"] if point.itl_ms is not None else []
-    return ", ".join(parts) or "ok"
+    figures = (("{} tok/s", point.tok_s), ("TTFT {} ms", point.ttft_ms), ("ITL {} ms", point.itl_ms))
+    return ", ".join(form.format(format_short_number(n)) for form, n in figures if n is not None) or "ok"
 
 
 def format_changes(before: State | None, after: State) -> Iterator[str]:

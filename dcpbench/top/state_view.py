@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group
@@ -24,14 +24,10 @@ if TYPE_CHECKING:
     from dcpbench.top.gpu_monitor import GpuState
     from dcpbench.top.state import State
 
-BAR = 60
-"""Columns of the bar at most."""
-WIDE, NARROW = 70, 50
-"""Columns of the terminal from which on, and below which, tables have all and least columns."""
-FIXED_LINES = 12
-"""Lines above and around the last points."""
-MAX_LAST_POINTS, MIN_LAST_POINTS = 20, 3
-"""Last points that are shown."""
+BAR = 60  # columns of the bar at most
+WIDE, NARROW = 70, 50  # columns of the terminal from which on, and below which, tables have all and least columns
+FIXED_LINES = 12  # lines above and around the last points
+MAX_LAST_POINTS, MIN_LAST_POINTS = 20, 3  # last points that are shown
 
 
 def render_state(state: State, width: int, height: int) -> RenderableType:
@@ -68,39 +64,21 @@ def render_state(state: State, width: int, height: int) -> RenderableType:
 def _render_last_points(points: list[FinishedPoint], width: int) -> Table:
     """Return the table of the last points, newest first."""
     served = any(p.ttft_ms is not None for p in points)
-    numbers = ["tok/s", *(["/GPU"] if width >= WIDE else []), *(["TTFT ms"] if served and width >= WIDE else [])]
-    numbers += ["ITL ms"] if width >= NARROW else []
-    numbers += ["took"] if width >= WIDE else []
-    table = _make_table("last points", numbers)
+    shown = [c for c in POINT_COLUMNS if width >= c[1] and (served or c[0] != "TTFT ms")]
+    table = _make_table("last points", [heading for heading, *_ in shown])
     for p in reversed(points):
-        cells = {
-            "tok/s": format_short_number(p.tok_s),
-            "/GPU": format_short_number(p.tok_s_per_gpu),
-            "TTFT ms": format_short_number(p.ttft_ms),
-            "ITL ms": format_short_number(p.itl_ms),
-            "took": format_duration(p.seconds),
-        }
         name = Text(p.point) if p.outcome == "ok" else Text(f"{p.point}  {state_text.format_figures(p)}", "red")
-        table.add_row(name, *(cells[name] for name in numbers))
+        table.add_row(name, *(show(p) for _, _, show in shown))
     return table
 
 
 def _render_gpus(gpus: list[GpuState], width: int) -> Table:
-    columns = ["busy", "SM MHz", *(["W", "°C", "GiB"] if width >= NARROW else [])]
-    table = _make_table("GPU", columns)
+    shown = [c for c in GPU_COLUMNS if width >= c[1]]
+    table = _make_table("GPU", [heading for heading, *_ in shown])
     for g in gpus:
-        cells = {
-            "busy": ABSENT if g.utilisation is None else f"{g.utilisation} %",
-            "SM MHz": _format_with_limit(g.sm_clock_mhz, g.sm_clock_max_mhz, format_text),
-            "W": _format_with_limit(g.power_w, g.power_limit_w, format_short_number),
-            "°C": format_text(g.temperature_c),
-            "GiB": _format_with_limit(
-                g.memory_used_bytes, g.memory_total_bytes, lambda v: format_integer(None if v is None else v / GIB)
-            ),
-        }
         slowed = f"  slowed: {', '.join(g.throttle_reasons)}" if g.throttle_reasons else ""
         name = Text(f"{g.index}{f' {g.name}' if width >= WIDE and g.name else ''}{slowed}", "yellow" if slowed else "")
-        table.add_row(name, *(cells[name] for name in columns))
+        table.add_row(name, *(show(g) for _, _, show in shown))
     return table
 
 
@@ -112,5 +90,30 @@ def _make_table(first: str, numbers: list[str]) -> Table:
     return table
 
 
+def _to_gib(size: int | None) -> float | None:
+    return None if size is None else size / GIB
+
+
 def _format_with_limit(value: float | None, limit: float | None, show: Callable[[float | None], str]) -> str:
     return show(value) if limit is None else f"{show(value)}/{show(limit)}"
+
+
+Columns = tuple[tuple[str, int, "Callable[[Any], str]"], ...]  # heading, columns of the terminal from which on, cell
+POINT_COLUMNS: Columns = (
+    ("tok/s", 0, lambda p: format_short_number(p.tok_s)),
+    ("/GPU", WIDE, lambda p: format_short_number(p.tok_s_per_gpu)),
+    ("TTFT ms", WIDE, lambda p: format_short_number(p.ttft_ms)),
+    ("ITL ms", NARROW, lambda p: format_short_number(p.itl_ms)),
+    ("took", WIDE, lambda p: format_duration(p.seconds)),
+)
+GPU_COLUMNS: Columns = (
+    ("busy", 0, lambda g: ABSENT if g.utilisation is None else f"{g.utilisation} %"),
+    ("SM MHz", 0, lambda g: _format_with_limit(g.sm_clock_mhz, g.sm_clock_max_mhz, format_text)),
+    ("W", NARROW, lambda g: _format_with_limit(g.power_w, g.power_limit_w, format_short_number)),
+    ("°C", NARROW, lambda g: format_text(g.temperature_c)),
+    (
+        "GiB",
+        NARROW,
+        lambda g: _format_with_limit(_to_gib(g.memory_used_bytes), _to_gib(g.memory_total_bytes), format_integer),
+    ),
+)

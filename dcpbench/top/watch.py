@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     Show = Callable[[State], None]
 
-RUNS = Path("runs")
-"""Default parent folder of runs of sweep and serve."""
+RUNS = Path("runs")  # default parent folder of runs of sweep and serve
 
 
 def top(folder: Path | None, *, every: float = 1.0, once: bool = False, as_json: bool = False) -> int:
@@ -43,15 +42,14 @@ def top(folder: Path | None, *, every: float = 1.0, once: bool = False, as_json:
     """
     try:
         if once:
-            read_state = _StateReader(_find_run(folder))
-            state = read_state()
+            state = StateReader(_find_run(folder), Gpus()).read_state()
             (_print_json if as_json else _print_once)(state)
             return state.exit_code or 0
         with _handle_signals():
-            read_state = _StateReader(_wait_for_run(folder, every))
+            reader = StateReader(_wait_for_run(folder, every), Gpus())
             with contextlib.nullcontext(_print_json) if as_json else _open_view() as show:
                 while True:
-                    state = read_state()
+                    state = reader.read_state()
                     show(state)
                     if state.exit_code is not None:
                         return state.exit_code
@@ -78,19 +76,20 @@ def find_running(runs: Path) -> Path:
     raise NotBegunError(f"no run below {runs}/ is running here; name one, as in: dcpbench top /data/RUN.{last}")
 
 
-class _StateReader:
-    """Makes a state of the folder, again and again."""
+class StateReader:
+    """Read the state of a run's folder again and again, and what was added to its files since the last time."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._facts, self._gpus = folder, Facts(folder), Gpus()
+    def __init__(self, folder: Path, gpus: Gpus | None = None) -> None:
+        self._folder, self._facts, self._gpus = folder, Facts(folder), gpus
         self._here = False
 
-    def __call__(self) -> State:
+    def read_state(self) -> State:
+        """Return the state at this time."""
         alive, began = processes.find_alive(self._folder)  # before the files, so that its last writes are seen
         self._facts.read_updates()
         state = compute_state(self._facts, time.time(), alive=alive, began=began, known_here=self._here)
         self._here |= bool(alive)
-        gpus = self._gpus.read_states() if state.device == "cuda" and alive else []
+        gpus = self._gpus.read_states() if self._gpus and state.device == "cuda" and alive else []
         return msgspec.structs.replace(state, gpus=gpus)
 
 

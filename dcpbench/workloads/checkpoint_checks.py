@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from dcpbench.engine.decode_engine import DecodeEngine
     from dcpbench.launch.jobs import Check, Job
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.point import Point
-    from dcpbench.points.shapes import ModelShape
     from dcpbench.workloads.teacher_forcing import Comparison, Difference, ScoreScale
 
 HALF_STEP = {"fp32": 5e-6, "fp16": 2.0**-11, "bf16": 2.0**-8}

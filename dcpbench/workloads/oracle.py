@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +15,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dcpbench.engine.checkpoint import SCALE
 from dcpbench.errors import MissingPackageError, format_install_hint
-from dcpbench.points.shapes import INDEX_FILE
+from dcpbench.models import find_family, get_text_fields, load_shape
+from dcpbench.models.checkpoint_folder import INDEX_FILE
+from dcpbench.models.tensor_names import DEEPSEEK_NAMES, SCALE, TensorNames
 from dcpbench.workloads.rounding import dequantize_blocks, round_weight
 from dcpbench.workloads.teacher_forcing import IMPLEMENTATION, QUANTISED, TeacherForcing, run_attached_attention
 
@@ -72,6 +75,7 @@ def _load_model(folder: str, *, fp8: bool, attention: str) -> Any:  # noqa: ANN4
             dtype=torch.float32,
             attn_implementation=attention,
             experts_implementation="eager",
+            key_mapping=_map_names(load_shape(folder).tensors),
         ).eval()
 
 
@@ -116,17 +120,28 @@ def _dequantize_tensors(tensors: dict[str, torch.Tensor], fp8: bool) -> dict[str
     return found
 
 
+def _map_names(names: TensorNames) -> dict[str, str] | None:
+    """Return patterns of a checkpoint's names with the names that transformers' models have; None if they are the same."""
+    pairs = zip(dataclasses.astuple(names), dataclasses.astuple(DEEPSEEK_NAMES), strict=True)
+    begins = [(own.partition("{}")[0], theirs.partition("{}")[0]) for own, theirs in pairs if own != theirs]
+    return {re.escape(own): theirs for own, theirs in begins} or None
+
+
 def _load_config(folder: str) -> PreTrainedConfig:
-    """Return the checkpoint's config.json for a class of transformers; Kimi-K2 has no class, and uses that of V3.
+    """Return the checkpoint's config.json for its family's class of transformers.
 
     Null values are left to the default of the class, which accepts null for few fields; no shared experts become
     experts of width 0.
     """
-    from transformers import DeepseekV2Config, DeepseekV3Config
+    import transformers
 
     given = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    kind = DeepseekV2Config if given["model_type"] == "deepseek_v2" else DeepseekV3Config
+    family = find_family(given)
+    assert family is not None  # its shape has been loaded
+    given = get_text_fields(given)
     absent = {"n_shared_experts": 0, "q_lora_rank": None, "num_key_value_heads": given["num_attention_heads"]}
     left_out = ("model_type", "quantization_config")
     fields = {name: value for name, value in given.items() if value is not None and name not in left_out}
-    return kind.from_dict({name: value for name, value in absent.items() if name not in fields} | fields)
+    return getattr(transformers, family.transformers_config).from_dict(
+        {name: value for name, value in absent.items() if name not in fields} | fields
+    )

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from dcpbench.engine.scaled_weights import compute_block_size
 from dcpbench.kernels.e4m3 import LARGEST
+from dcpbench.models.shapes import SCALE_BLOCK
 from dcpbench.points.names import CUT, FP8
-from dcpbench.points.shapes import SCALE_BLOCK
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Point

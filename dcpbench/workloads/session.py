@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from dcpbench.engine.weights import Source
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.budget import EnginePlan
     from dcpbench.points.point import Point
-    from dcpbench.points.shapes import ModelShape
     from dcpbench.workloads.serve import Serving
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

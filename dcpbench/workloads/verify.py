@@ -1,7 +1,7 @@
 """`dcpbench verify`: one layout, backend, exchange and dtype against slow references.
 
 attention   merged output of requests of many lengths against fp64 over all rows (workloads/attention_error.py)
-reduce      with --all-reduce symm: sums over the ranks of a replica against fp64, one row and a whole batch
+reduce      with --collectives all-reduce=symm: sums over the ranks of a replica against fp64, one row and a whole batch
 kv_write    one step writes each new row on its owner and nothing else, on any rank
 
 With a checkpoint the engine is compared with `transformers`, too: checkpoint_checks.py.
@@ -26,8 +26,8 @@ from dcpbench.workloads.verify_checks import make_check
 if TYPE_CHECKING:
     from dcpbench.engine.decode_engine import DecodeEngine, Request
     from dcpbench.launch.jobs import Check, Job
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.point import Point
-    from dcpbench.points.shapes import ModelShape
 
 
 def run(point: Point, shape: ModelShape, job: Job, *, rank: int, device: torch.device) -> list[Check]:

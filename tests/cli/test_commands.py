@@ -197,11 +197,11 @@ def test_a_dry_run_lists_points_memory_and_reasons_and_writes_nothing(call, tmp_
 
 def test_a_dry_run_of_which_nothing_can_run_gives_each_reason_once_and_stays_a_plan(call) -> None:
     """Two loads and a layout with DCP beside one without, on a machine of 8 that is not here."""
-    words = "sweep --tp 16 --dcp 1,16 --concurrency 8,16 --dry-run --gpu H200 --gpus 8"
+    words = "sweep --tp 16 --dcp 1,16 --concurrency 8,16 --dry-run --gpu H200,count=8"
     code, out, err = call(*words.split())
     assert code == 3
     assert out.count("cannot run: tp16·dcp16 at 8 × 4,000 and 16 × 4,000: --tp 16 needs 16 GPUs") == 1
-    instead = "dcpbench sweep --model deepseek-v3 --tp 8 --dcp 8 --dry-run --gpu H200 --gpus 8 --concurrency 8,16"
+    instead = "dcpbench sweep --model deepseek-v3 --tp 8 --dcp 8 --dry-run --gpu H200,count=8 --concurrency 8,16"
     assert f"Type instead: {instead} (or" in out
     assert err.endswith("error: None of these points can run; the plan says why, and what to type instead.\n")
     assert "--tp 16 needs" not in err
@@ -226,7 +226,7 @@ class TestPlansForAnotherMachine:
 
     @pytest.mark.parametrize("command", ["sweep", "serve"])
     def test_a_plan_is_for_these_gpus_and_says_so(self, call, command: str) -> None:
-        code, out, err = call(command, "--tp", "8", "--concurrency", "8", "--dry-run", "--gpu", "H200", "--gpus", "8")
+        code, out, err = call(command, "--tp", "8", "--concurrency", "8", "--dry-run", "--gpu", "H200,count=8")
         assert code == 0
         assert "tp8·dcp8" in out
         assert "deepseek-v3" in out
@@ -241,24 +241,24 @@ class TestPlansForAnotherMachine:
         assert asked == ["NVIDIA B200"]
 
     def test_a_layout_of_more_gpus_than_are_planned_is_rejected(self, call) -> None:
-        _, out, _ = call("sweep", "--tp", "4,8", "--concurrency", "8", "--dry-run", "--gpu", "H100", "--gpus", "4")
+        _, out, _ = call("sweep", "--tp", "4,8", "--concurrency", "8", "--dry-run", "--gpu", "H100,count=4")
         assert "--tp 8 needs 8 GPUs and there are 4 (NVIDIA H100 80GB HBM3)." in out
 
     def test_several_machines_are_planned_without_meeting(self, call) -> None:
         """No address and no secret: 2 × 8 GPUs hold tp16."""
-        code, out, err = call("sweep", "--tp", "16", "--nnodes", "2", "--dry-run", "--gpu", "H200")
+        code, out, err = call("sweep", "--tp", "16", "--nodes", "2", "--dry-run", "--gpu", "H200")
         assert code == 0
         assert "tp16·dcp16" in out
         assert "8 × NVIDIA H200 on each of 2 machines" in err
 
     def test_verify_plans_too(self, call) -> None:
-        code, out, _ = call("verify", "--tp", "4", "--dcp", "4", "--dry-run", "--gpu", "H20", "--gpus", "4")
+        code, out, _ = call("verify", "--tp", "4", "--dcp", "4", "--dry-run", "--gpu", "H20,count=4")
         assert code == 0
         assert "tp4·dcp4" in out
 
     def test_json_says_which_machine(self, call) -> None:
         typed = ("sweep", "--tp", "4", "--dcp", "4", "--concurrency", "8", "--dry-run", "--json")
-        (row, *_) = json.loads(call(*typed, "--gpu", "H200", "--gpus", "4")[1])
+        (row, *_) = json.loads(call(*typed, "--gpu", "H200,count=4")[1])
         assert (row["machine"]["name"], row["machine"]["gpus"]) == ("NVIDIA H200", 4)
         assert row["machine"]["planned"]["memory_bytes_s"] == 4.8e12
         (row, *_) = json.loads(call(*typed, machine=GPUS)[1])
@@ -268,9 +268,9 @@ class TestPlansForAnotherMachine:
         ("args", "words"),
         [
             (["sweep", "--gpu", "H200"], "add --dry-run, or leave --gpu out"),
-            (["serve", "--gpu", "H200", "--gpus", "8"], "add --dry-run, or leave --gpu out"),
-            (["sweep", "--gpus", "8", "--dry-run"], "add for example --gpu H200"),
-            (["sweep", "--gpu", "H200", "--gpus", "0", "--dry-run"], "--gpus 0 is not positive; try --gpus 8"),
+            (["serve", "--gpu", "H200,count=8"], "add --dry-run, or leave --gpu out"),
+            (["sweep", "--gpu", "count=8", "--dry-run"], "write for example --gpu H200,count=8"),
+            (["sweep", "--gpu", "H200,count=0", "--dry-run"], "--gpu count=0 is not positive; try count=8"),
             (["sweep", "--gpu", "H20O", "--dry-run"], "did you mean H20? Known: A100, "),
             (["sweep", "--gpu", "H200", "--device", "cpu", "--dry-run"], "contradict each other"),
         ],
@@ -294,14 +294,14 @@ class TestPlansForAnotherMachine:
         code, _, err = call("sweep", "--model", "deepseek-v3")
         assert code == 3
         assert "about 1,250 GiB of weights in bf16" in err
-        assert "dcpbench sweep --model deepseek-v3 --dry-run --gpu H200 --gpus 8" in err
+        assert "dcpbench sweep --model deepseek-v3 --dry-run --gpu H200,count=8" in err
 
     def test_emulated_ranks_are_planned_for_the_machine_that_the_file_names(self, call, tmp_path: Path) -> None:
         """A plan for another GPU would say nothing of what is to be measured."""
         (tmp_path / "ours.toml").write_text('name = "ours"\ngpu = "H100"\ngpus_per_host = 4\n')
         code, out, _ = call("sweep", "--model", "deepseek-v3", "--emulate", str(tmp_path / "ours.toml"), "--dry-run")
         assert code == 3
-        assert "--dry-run --gpu H100 --gpus 4 --emulate" in out
+        assert "--dry-run --gpu H100,count=4 --emulate" in out
 
 
 class TestDcpByDefault:
@@ -312,12 +312,12 @@ class TestDcpByDefault:
 
     def test_tp_alone_measures_dcp_and_says_how_to_measure_tp(self, call) -> None:
         said = "DCP is measured by default: tp8·dcp8, with tp8 as baseline. For plain TP alone, add --dcp 1."
-        assert self.first_line(call, "sweep", "--tp", "8", "--dtype", "bf16") == said
+        assert self.first_line(call, "sweep", "--tp", "8", "--weights-dtype", "bf16") == said
         stored = "Weights fp8, as deepseek-v3 is published; KV bf16. For weights in bf16, add --weights-dtype bf16."
         assert self.first_line(call, "sweep", "--tp", "8") == f"{said} {stored}"
 
     def test_what_it_names_is_what_is_planned(self, call) -> None:
-        said = self.first_line(call, "sweep", "--tp", "8", "--dp", "2", "--no-baseline", "--dtype", "bf16")
+        said = self.first_line(call, "sweep", "--tp", "8", "--dp", "2", "--no-baseline", "--weights-dtype", "bf16")
         assert said == "DCP is measured by default: tp8·dp2·dcp4·ep1. For layouts without it alone, add --dcp 1."
 
     @pytest.mark.parametrize(
@@ -352,17 +352,17 @@ def test_the_command_line_overrides_the_file(call, tmp_path: Path) -> None:
         (["sweep", "--seconds", "inf"], 2, "--seconds inf is not"),
         (["sweep", "--concurrency", "513"], 2, "--concurrency can be up to 512"),
         (["sweep", "--backend", "reference"], 2, "use --backend triton"),
-        (["sweep", "--dtype", "fp32"], 2, "use --dtype bf16"),
+        (["sweep", "--weights-dtype", "fp32"], 2, "use --weights-dtype bf16"),
         (["verify", "--prompts", "p.json"], 2, "--checkpoint FOLDER"),
         (["sweep", "--tp", ""], 2, "--tp is empty; write for example --tp 4,8"),
         (["sweep", "--model", ""], 2, "--model is empty; write for example --model deepseek-v3,kimi-k2"),
         (["sweep", "--kv-memory", "10"], 2, "--kv-memory 10 has no unit; write for example --kv-memory 100GiB"),
         (["sweep", "--backend", "flashinfr"], 2, "is unknown; did you mean flashinfer? Known: "),
         (["sweep", "--backend", "xyz"], 2, "--backend xyz is unknown. Known: "),
-        (["sweep", "--nnodes", "0"], 2, "--nnodes 0 is not positive"),
-        (["sweep", "--nnodes", "2"], 2, "write HOST:PORT of node 0"),
-        (["sweep", "--nnodes", "2", "--rdzv-endpoint", "10.0.0.1:29500"], 2, "export DCPBENCH_SECRET="),
-        (["sweep", "--nnodes", "2", "--node-rank", "2"], 2, "ranks go from 0 to nnodes - 1"),
+        (["sweep", "--nodes", "0"], 2, "--nodes 0 is not positive"),
+        (["sweep", "--nodes", "2"], 2, "write HOST:PORT of node 0"),
+        (["sweep", "--nodes", "2,endpoint=10.0.0.1:29500"], 2, "export DCPBENCH_SECRET="),
+        (["sweep", "--nodes", "2,rank=2"], 2, "ranks go from 0 to 1"),
         (["sweep", "--device", "tpu"], 2, "--device tpu is unknown"),
         (["sweep", "--context", "4000000", "--concurrency", "1"], 2, "--context can be up to 163839"),
         (["sweep", "--context", "160000", "--concurrency", "512"], 3, "largest --concurrency that fits is"),

@@ -157,7 +157,7 @@ def test_a_point_that_failed_is_begun_again_after_the_others_as_often_as_asked(t
         "failed",
     ]
     assert str(records[1].reason).endswith("try again with --resume")
-    assert str(records[4].reason).endswith("try again with --resume --point-retries 2")
+    assert str(records[4].reason).endswith("try again with --resume --timeout retries=2")
     assert dict(retry.count_failures(tmp_path)) == {points[0].get_key(): 1, points[1].get_key(): 2}
 
 
@@ -166,7 +166,7 @@ def test_a_point_past_its_limit_is_ended_though_it_shows_progress(tmp_path: Path
     launcher.run_points([point(2, 45), point(2, 100)], work(tmp_path, point_limit=1.0), Machines(), lambda _: None)
     records = read_records(tmp_path)
     assert outcomes(records) == [(2, 45, "hung"), (2, 100, "ok")]
-    assert "not done after 1 s (--point-limit), in stage 'measure'" in str(records[0].reason)
+    assert "not done after 1 s (--timeout point), in stage 'measure'" in str(records[0].reason)
     evidence = tmp_path / records[0].detail["evidence"]
     assert {"stacks-0.txt", "stacks-1.txt", "ranks.json"} <= {path.name for path in evidence.iterdir()}
 

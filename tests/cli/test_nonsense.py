@@ -95,7 +95,7 @@ def test_it_is_refused_with_what_to_type_instead(
             ),
         ),
         ("serve --serve-cmd x{port}", "Type: dcpbench server --serve-cmd 'x{port}'\n"),
-        ("serve --no-client-realtime", "Type: dcpbench server --no-client-realtime\n"),
+        ("serve --client realtime=no", "Type: dcpbench server --client realtime=no\n"),
         ("server --backend triton", "Type: dcpbench serve --backend triton\n"),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_long_live_run_is_announced(call) -> None:
     """768 × 1,500 tokens on average at 8 clients are 144,000 steps: 120 min, were a step 50 ms. A limit, or a replay, is short."""
     _, _, err = call("--dry-run", machine=GPUS)
     assert "about 120 min for the longest load of each layout, at 50 ms per step. --mode replay" in err
-    assert "takes long" not in call("--dry-run", "--limit", "60s", machine=GPUS)[2]
+    assert "takes long" not in call("--dry-run", "--timeout", "load=60", machine=GPUS)[2]
     assert "takes long" not in call("--dry-run", "--mode", "replay", machine=GPUS)[2]
 
 
@@ -166,8 +166,11 @@ def test_a_rate_of_inf_is_explained(call) -> None:
         (["--output-tokens", "999999"], "lower --input-tokens or --output-tokens"),
         (["--chunk", "3"], "use --chunk 4 or more"),
         (["--chunk", "2x"], "--chunk 2x: not a whole number; write for example --chunk 8192"),
-        (["--prefix-share", "50%"], "--prefix-share 50%: not a number; write for example --prefix-share 0.5"),
-        (["--limit", "soon"], "--limit soon: write a number of requests such as 200, or seconds such as 60s"),
+        (["--prefix-share", "50%"], "--prefix-share share=50%: not a number; write --prefix-share [share=]S,groups=N."),
+        (
+            ["--timeout", "load=soon"],
+            "--timeout load=soon: not a number; write --timeout [stall=]S,point=S,retries=N,load=S",
+        ),
         (["--slo", "ttft"], "write for example --slo ttft=500,itl=50, in ms"),
         (["--requests", "none"], "--requests none cannot be read"),
         (["--prefill", "flashinfer"], "use --prefill sdpa"),
@@ -234,7 +237,7 @@ def test_instances_are_replayed_by_the_step_times_of_one(call, step_times: Path,
         "-o",
         str(tmp_path / "run"),
     ]
-    code, _, err = call(*run, "--disaggregate", "1:1,1P2D", "--transfer-gb-s", "50", "--transfer-ms", "3")
+    code, _, err = call(*run, "--disaggregate", "1:1/1P2D,gb-s=50,ms=3")
     assert code == 0, err
     records = {r.point.layout_name: r for r in read_records(tmp_path / "run")}
     assert set(records) == {f"tp2·dcp2 {of}" for of in ("1P1D", "1P2D", "×2", "×3")}
@@ -254,7 +257,7 @@ def test_step_times_of_another_engine_are_refused(call, step_times: Path) -> Non
 def test_step_times_of_another_model_are_refused_for_that(call, step_times: Path) -> None:
     """Before anything that this model lacks, such as what its kernels read; both models are named."""
     code, _, err = call(
-        "--mode", "replay", "--step-times", str(step_times), "--model", "deepseek-v3", "--dtype", "fp32"
+        "--mode", "replay", "--step-times", str(step_times), "--model", "deepseek-v3", "--weights-dtype", "fp32"
     )
     assert code == 2
     assert "measured with --model tiny instead of deepseek-v3" in err

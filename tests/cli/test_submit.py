@@ -429,8 +429,7 @@ def test_an_interrupt_while_sbatch_is_at_work_does_not_leave_a_job_that_nobody_k
         ),
         (("--", "report", "run"), 2, "'report' cannot be submitted"),
         (("--", "sweep", "--tq", "16"), 2, "No such option: --tq"),
-        (("--", "sweep", "--tp", "16", "--nnodes", "2"), 2, "leave --nnodes out behind --"),
-        (("--", "sweep", "--tp", "16", "--rdzv-id", "x"), 2, "leave --rdzv-id out behind --"),
+        (("--", "sweep", "--tp", "16", "--nodes", "2"), 2, "leave --nodes out behind --"),
         (("--", "sweep", "--tp", "16", "--dry-run"), 2, "write it before --"),
         (("--", "sweep", "--help"), 2, "see `dcpbench sweep --help`"),
         (("--nodes", "2", "--gpus-per-node", "8", "--", "sweep"), 2, "add for example --tp 16 behind --."),
@@ -518,7 +517,7 @@ PLANNED = [
     ("sweep", "--tp", "8", "--timeout", "-4"),
     ("serve", "--tp", "8", "--slo", "foo"),
     ("serve", "--tp", "8", "--concurrency", "5000"),
-    ("server", "--tp", "8", "--warm-up", "9"),
+    ("server", "--tp", "8", "--client", "warm-up=9"),
     ("verify", "--tp", "8", "--dcp", "3"),
 ]
 
@@ -530,7 +529,7 @@ def test_what_the_command_itself_would_refuse_is_refused_in_its_words(
 ) -> None:
     """By the plan of the command itself, for as many GPUs of a machine."""
     done = typed("submit", *where, "--gpus-per-node", "8", "--dry-run", "--", *words)
-    own = typed(*words, "--dry-run", "--json", "--gpu", "H200", "--gpus", "8")
+    own = typed(*words, "--dry-run", "--json", "--gpu", "H200,count=8")
     assert own.returncode == done.returncode != 0
     assert done.stderr == own.stderr.replace("error: ", f"error: the submitted {words[0]}: ")
 
@@ -636,7 +635,7 @@ def test_advice_names_the_options_of_submit(typed: Typed) -> None:
 
 
 def test_a_plan_that_is_interrupted_submits_nothing(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dcpbench.plan.grid.expand_grid", interrupted)

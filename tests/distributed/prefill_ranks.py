@@ -20,12 +20,12 @@ from dcpbench.engine.piecewise_graph import Pieces
 from dcpbench.engine.prefill import Prefiller
 from dcpbench.kernels import kv_gather
 from dcpbench.kernels.moe.routing import NO_EXPERT
+from dcpbench.models import load_shape
 from dcpbench.points import memory
 from dcpbench.points.batches import compute_chunk_rows
 from dcpbench.points.budget import plan_whole
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
-from dcpbench.points.shapes import load_shape
 from dcpbench.workloads.session import build_session
 from tests.unit.engine_builder import CPU
 from tests.unit.prefill_builder import Prompt, prompt_tokens, step

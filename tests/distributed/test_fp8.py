@@ -12,9 +12,9 @@ from dcpbench.engine import checkpoint
 from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.kernels.block_scaled import Scaled, dequantize_weight
+from dcpbench.models import load_shape
 from dcpbench.points.layout import Layout
 from dcpbench.points.memory import count_all_layers
-from dcpbench.points.shapes import load_shape
 from tests.distributed.checkpoints import deepseek_v3, deepseek_v3_fp8
 from tests.distributed.test_oracle import (
     A2A,

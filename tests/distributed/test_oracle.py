@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -13,13 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dcpbench import models
 from dcpbench.launch import launcher
 from dcpbench.launch.jobs import Check, Job
 from dcpbench.launch.torchrun import Machines
+from dcpbench.models import deepseek_v3, load_shape
+from dcpbench.models.tensor_names import TensorNames
 from dcpbench.points.layout import Layout, compute_local_length
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.records.folder import FAILED_FILE
 from dcpbench.records.runs import read_last_records
 from dcpbench.workloads import verify as workload
@@ -369,12 +372,40 @@ def command(*arguments: str) -> tuple[int, dict[str, Any], str]:
 @pytest.mark.long
 def test_the_command_compares_in_half_precision_too(checkpoints, tmp_path):
     """Rounding is the engine's own in both, so that tokens are judged, too."""
-    code, said, _ = command("--checkpoint", checkpoints["v2"], "--tp", "1", "--dtype", "bf16", "-o", str(tmp_path))
+    code, said, _ = command(
+        "--checkpoint", checkpoints["v2"], "--tp", "1", "--weights-dtype", "bf16", "-o", str(tmp_path)
+    )
     checks = {c["name"]: c for c in said["checks"]}
     assert list(checks) == CHECKS
     assert (code, said["ok"]) == (0, True)
     assert checks["tokens"]["limit"] == 0
     assert checks["layers"]["error"] > LIMIT, "the engine computed in bf16, not in fp32"
+
+
+def test_a_family_with_names_of_its_own_agrees(checkpoints, tmp_path, monkeypatch):
+    """The language model of a family whose config.json nests its fields, and whose tensors have a prefix."""
+    family = dataclasses.replace(
+        deepseek_v3.FAMILY,
+        model_type="named_otherwise",
+        nested_in="text_config",
+        tensors=TensorNames(
+            embedding="language.model.embed_tokens.weight",
+            final_norm="language.model.norm.weight",
+            lm_head="language.lm_head.weight",
+            layer="language.model.layers.{}.",
+        ),
+    )
+    monkeypatch.setattr(models, "FAMILIES", (*models.FAMILIES, family))
+    folder = tmp_path / "named_otherwise"
+    shutil.copytree(checkpoints["v3"], folder)
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "named_otherwise", "text_config": fields}))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({f"language.{name}": t for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    asked = point(str(folder), Layout(1), PLAIN, NONE)
+    checks = {check.name: check for check in alone(asked, PROMPTS[:2], NEW, tmp_path)}
+    assert [name for name, check in checks.items() if not check.ok] == []
+    assert {"layers", "logits", "tokens"} <= checks.keys()
 
 
 @pytest.mark.long

@@ -46,7 +46,7 @@ def test_logits_are_those_of_transformers_on_every_layout(world, folder):
     """Every row of every step on every rank: of chunks with and without a prefix, of decodes beside and behind them.
 
     Windows of one page up to the whole prefix, stripes, both ways to gather, and projections that are held for all
-    heads of the DCP group, of which prefill uses this rank's. Where --all-reduce symm has memory for two rows, steps of
+    heads of the DCP group, of which prefill uses this rank's. Where --collectives all-reduce=symm has memory for two rows, steps of
     prompts are reduced without it. Over rows in fp8 they are those of one rank that has all rows: what travels is what was
     stored.
     """

@@ -147,7 +147,7 @@ class TestRefusals:
 
     def test_an_unknown_all_reduce_lists_the_known_ones(self):
         sizes = ReduceSpec(rows=1, columns=8, dtype=torch.float32, device=torch.device("cpu"))
-        with pytest.raises(UsageError, match="--all-reduce ring does not exist; choose one of nccl, symm"):
+        with pytest.raises(UsageError, match="--collectives all-reduce=ring does not exist; choose one of nccl, symm"):
             make_all_reduce("ring", Group(size=1, rank=0, handle=None), sizes)
 
 

@@ -10,8 +10,8 @@ import torch
 from dcpbench.launch import launcher
 from dcpbench.launch.jobs import Check, Job, decode_check
 from dcpbench.launch.torchrun import Machines
+from dcpbench.models import load_shape
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.records.folder import FAILED_FILE
 from dcpbench.records.runs import read_last_records
 from dcpbench.workloads import oracle

@@ -7,9 +7,9 @@ from dcpbench.bench.bench_record import Case
 from dcpbench.bench.operators.attention import Attention
 from dcpbench.bench.operators.exchange import compute_work
 from dcpbench.bench.operators.moe import Inputs, Sizes
+from dcpbench.models import SHAPES
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.points.roofline import Routed, Sharding, StepRows, Work, iter_expert_works, iter_phase_works
-from dcpbench.points.shapes import SHAPES
 
 V3 = SHAPES["deepseek-v3"]
 

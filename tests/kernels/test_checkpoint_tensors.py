@@ -13,19 +13,21 @@ from safetensors.torch import save_file
 from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.engine.checkpoint_tensors import iter_checkpoint_tensors
 from dcpbench.engine.synthetic import SyntheticSource
-from dcpbench.engine.weights import Weights, load_weights
+from dcpbench.engine.weights import Moe, Weights, load_weights
 from dcpbench.engine_plugins import fill_model
 from dcpbench.engine_plugins.vllm import LOAD_FORMAT
+from dcpbench.errors import ModelError
+from dcpbench.models import load_shape
+from dcpbench.models.tensor_names import TensorNames
 from dcpbench.points.layout import Layout
 from dcpbench.points.memory import Layers
 from dcpbench.points.names import CUT, WHOLE
-from dcpbench.points.shapes import load_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from dcpbench.points.shapes import ModelShape
+    from dcpbench.models.shapes import ModelShape
 
 SHAPE = dataclasses.replace(
     load_shape("deepseek-v3"),
@@ -62,6 +64,27 @@ def test_a_checkpoint_of_these_tensors_gives_each_rank_the_weights_that_it_draws
         pairs = list(zip(flat(drawn), flat(read), strict=True))
         assert len(pairs) > 20
         assert all(a.dtype == b.dtype and torch.equal(a.float(), b.float()) for a, b in pairs)
+
+
+def test_a_family_may_name_its_tensors_otherwise(tmp_path: Path) -> None:
+    """A checkpoint has the family's names alone, and a rank finds its weights under them."""
+    given = {
+        field.name: f"own.{field.name}.{'{}.' if '{}' in field.default else ''}"
+        for field in dataclasses.fields(TensorNames)
+    }
+    shape = dataclasses.replace(SHAPE, tensors=TensorNames(**given))
+    tensors = dict(iter_checkpoint_tensors(source(), shape, fp8=False))
+    assert all(name.startswith(("own.layer.", "own.embedding.", "own.final_norm.", "own.lm_head.")) for name in tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    found = load_weights(
+        CheckpointSource(tmp_path, torch.bfloat16, torch.device("cpu")), shape, Layout(tp=1), 0, Layers(1, 2)
+    )
+    assert torch.equal(found.lm_head, tensors["own.lm_head."])
+    mlp = found.moe[1].mlp
+    assert isinstance(mlp, Moe)
+    down = tensors["own.layer.2.own.expert.3.own.down."]
+    assert isinstance(mlp.down, torch.Tensor)
+    assert torch.equal(mlp.down[3], down)
 
 
 def test_the_default_dtype_that_an_engine_sets_while_it_loads_changes_no_tensor() -> None:
@@ -134,6 +157,10 @@ def test_a_plugin_loads_what_the_config_describes(tmp_path: Path) -> None:
     assert tuple(loaded["model.layers.1.mlp.experts.3.down_proj.weight_scale_inv"].shape) == (2, 2)
     assert loaded["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
     assert LOAD_FORMAT == "dcpbench"
+    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="this model has others: compressed-tensors"):
+        fill_model(Engine(1, 1), in_memory)
 
 
 def _shrink(shape: ModelShape) -> ModelShape:

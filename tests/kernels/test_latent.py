@@ -8,7 +8,7 @@ from dcpbench.kernels.moe import prefill_experts
 from dcpbench.kernels.norm import Mark, normalize_fused, normalize_rows
 from dcpbench.kernels.qkv_norm_rope import split_latent_fused, split_latent_reference
 from dcpbench.kernels.rope import apply_rope_fused, make_rope_table
-from dcpbench.points.shapes import SHAPES
+from dcpbench.models import SHAPES
 
 
 def rows(count, width, device, seed=0):

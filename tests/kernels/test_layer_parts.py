@@ -11,7 +11,7 @@ from dcpbench.kernels.moe import apply_experts, apply_experts_reference, decode_
 from dcpbench.kernels.moe.routing import NO_EXPERT, select_experts_fused, select_experts_reference
 from dcpbench.kernels.norm import Mark, normalize_fused, normalize_reference
 from dcpbench.kernels.rope import apply_rope_fused, apply_rope_reference, compute_softmax_scale, make_rope_table
-from dcpbench.points.shapes import SHAPES
+from dcpbench.models import SHAPES
 
 
 @pytest.mark.parametrize("width", [24, 512, 7168])

@@ -184,9 +184,11 @@ add_events(
     "texts_of_a_megabyte_in_sessions",
     lambda _, event: event | {"choices": [{"delta": {"content": "x" * (MB - 1000)}}]},
     kind=BAD,
-    options="--turns 2 --endpoint chat",
+    options="--sessions turns=2 --endpoint chat",
 )
-add_events("token_ids_of_sessions", choice(token_ids=[5, 6, 7] * 20_000), kind=BAD, options="--turns 2 --turn-tokens 5")
+add_events(
+    "token_ids_of_sessions", choice(token_ids=[5, 6, 7] * 20_000), kind=BAD, options="--sessions turns=2,tokens=5"
+)
 
 
 async def right(request: Request) -> None:
@@ -403,7 +405,7 @@ async def redirects_to_60000_characters(request: Request) -> None:
     await request.plain(b"", 301, b"Location: http://\x1b[2J" + b"x" * 60_000 + b"\r\n")
 
 
-@serves(kind="HTTP 503", options="--retries 3")
+@serves(kind="HTTP 503", options="--client retries=3")
 @load_only
 async def busy_for_1e400_seconds(request: Request) -> None:
     """Send the client away for longer than a float can hold."""

@@ -16,7 +16,7 @@ from tools.client_accuracy import served
 if TYPE_CHECKING:
     from pathlib import Path
 
-LOAD = "--device cpu --num-requests 8 --concurrency 4 --input-tokens 20 --output-tokens 8 --warm-up 1"
+LOAD = "--device cpu --num-requests 8 --concurrency 4 --input-tokens 20 --output-tokens 8 --client warm-up=1"
 
 
 def ab(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -233,8 +233,8 @@ def test_the_endpoint_that_a_server_has_is_named(endpoint: str, status: int, mes
 @pytest.mark.parametrize(
     ("retries", "status", "message"),
     [
-        (0, 503, "HTTP 503: no. Wait until it is ready, or add --retries 5."),
-        (2, 503, "HTTP 503: no. Wait until it is ready, or raise --retries."),
+        (0, 503, "HTTP 503: no. Wait until it is ready, or add --client retries=5."),
+        (2, 503, "HTTP 503: no. Wait until it is ready, or raise --client retries."),
         (0, 401, "HTTP 401: no. Put its API key into the environment variable that --api-key-env names"),
         (0, 404, "cannot be measured: the server answered HTTP 404: no."),
     ],
@@ -650,18 +650,18 @@ def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, ma
     [
         (True, None, "a signal ended the run before the first token. Serve the load anew with --resume."),
         (True, 9.0, "a signal ended the run before the first token. Serve the load anew with --resume."),
-        (False, 9.0, "cut off by --limit 9s; use a longer one."),
+        (False, 9.0, "cut off by --timeout load=9; use a longer one."),
         (
             False,
             None,
-            "though neither --limit nor a signal ended the run; read the log of the server or of the run.",
+            "though neither --timeout nor a signal ended the run; read the log of the server or of the run.",
         ),
     ],
 )
 def test_a_run_without_a_token_says_what_ended_it(
     tmp_path: Path, stopped: bool, limit_s: float | None, reason: str
 ) -> None:
-    """A signal before the first token is no reason for a longer --limit."""
+    """A signal before the first token is no reason for a longer limit."""
     point = serve_record_builder.point()
     request = ServeRequest(number=0, prompt=np.zeros(4, np.int32), output_tokens=4, arrival_s=None)
     run = SimpleNamespace(outcomes=[Outcome(Call(0, b"", 4), 1.0)], start_s=1.0, paces=[])

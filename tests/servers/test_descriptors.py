@@ -55,7 +55,7 @@ def soft_limit() -> int:
 def test_1030_clients_at_1024_descriptors_are_all_served(tmp_path: Path) -> None:
     """Each request takes two seconds, so that all of the clients are connected at once; the soft limit is 1,024."""
     words = "server --device cpu --tp 8 --concurrency 1030 --num-requests 1030 --input-tokens 20 --output-tokens 4"
-    words += f" --warm-up 0 --client-processes 1 -o {tmp_path / 'run'}"
+    words += f" --client warm-up=0,processes=1 -o {tmp_path / 'run'}"
     with served("--ttft-ms 2000 --gap-ms 5", tmp_path / "sent.jsonl") as url:
         command = f'ulimit -S -n 1024; exec "$0" -m dcpbench {words} --url {url}'
         done = subprocess.run(
@@ -77,7 +77,7 @@ def test_a_shortage_is_named_before_the_load_begins_and_is_not_the_servers(
     """The hard limit is too low for 1,030 clients; two clients are served all the same."""
     words = "server --device cpu --tp 8 --concurrency 1030,2 --num-requests 1030 --input-tokens 20 --output-tokens 2"
     with served("--gap-ms 1", tmp_path / "sent.jsonl") as url, limited(1024, 1024):
-        words += f" --client-processes 1 --url {url} -o {tmp_path / 'run'}"
+        words += f" --client processes=1 --url {url} -o {tmp_path / 'run'}"
         with pytest.raises(SystemExit) as end:
             cli.main(words.split())
     assert end.value.code == 4
@@ -104,7 +104,7 @@ def test_only_a_load_that_certainly_needs_more_is_refused() -> None:
         with raise_open_file_limit(1000, certain=False):
             pass
         with (
-            pytest.raises(UsageError, match=r"1,000 connections at once .* --client-processes 6\."),
+            pytest.raises(UsageError, match=r"1,000 connections at once .* --client processes=6\."),
             raise_open_file_limit(1000, certain=True, processes=1),
         ):
             pass
@@ -132,9 +132,9 @@ def test_a_share_that_cannot_be_read_at_the_end_is_not_known(monkeypatch: pytest
     """/proc could be opened when the run began and not when it ended: it was -0.2 s then."""
     found = iter([0.2, None])
     monkeypatch.setattr(load, "read_starved_s", lambda: next(found))
-    words = f"server --device cpu --tp 8 --concurrency 1 --num-requests 1 --input-tokens 20 --warm-up 0 -o {tmp_path / 'run'}"
+    words = f"server --device cpu --tp 8 --concurrency 1 --num-requests 1 --input-tokens 20 --client warm-up=0 -o {tmp_path / 'run'}"
     with served("--ttft-ms 1", tmp_path / "sent.jsonl") as url, pytest.raises(SystemExit) as end:
-        cli.main([*words.split(), "--client-processes", "1", "--url", url])
+        cli.main([*words.split(), "--client", "processes=1", "--url", url])
     assert not end.value.code
     (record,) = read_records(tmp_path / "run")
     assert msgspec.to_builtins(record)["server"]["client"]["starved_share"] is None

@@ -18,9 +18,9 @@ import pytest
 
 from dcpbench import cli
 from dcpbench.errors import UsageError
+from dcpbench.models import load_shape
 from dcpbench.points.layout import Layout
 from dcpbench.points.roofline import Sharding, StepRows, compute_step_floors
-from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import EngineSettings, Rates, Server
 from dcpbench.records.runs import Run, read_run
 from dcpbench.reports import dataframes, explain, joined_runs, overview
@@ -267,13 +267,13 @@ def test_without_degrees_the_layouts_are_dcp_1_and_the_largest(sweep: Sweep) -> 
     ("words", "named"),
     [
         (("--backend", "triton"), "--backend"),
-        (("--all-reduce", "symm"), "--all-reduce"),
+        (("--collectives", "all-reduce=symm"), "--collectives all-reduce"),
         (("--emulate", "H200"), "--emulate"),
         (("--kv-memory", "10GiB"), "--kv-memory"),
         (("--baseline",), "--baseline"),
-        (("--nnodes", "2", "--rdzv-endpoint", "10.0.0.1:29500"), "--nnodes"),
-        (("--point-limit", "60"), "--point-limit"),
-        (("--timeout", "60"), "--timeout"),
+        (("--nodes", "2,endpoint=10.0.0.1:29500"), "--nodes"),
+        (("--timeout", "point=60"), "--timeout point"),
+        (("--timeout", "0"), "--timeout 0 is not a positive number"),
         (("--device", "tpu"), "--device"),
         (("--kv-dtype", "bf16"), "--kv-dtype"),
         (("--ep", "1,tp"), "--ep"),
@@ -292,12 +292,20 @@ def test_options_of_our_own_engine_are_refused(
     assert not sweep.run.exists()
 
 
-@pytest.mark.parametrize("words", [("--engine-args", "--x"), ("--traces", "x"), ("--start-timeout", "5")], ids=str)
-def test_options_of_engines_need_one(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--engine-args", "--x"), "--engine-args"),
+        (("--traces", "x"), "--traces"),
+        (("--timeout", "start=5"), "--timeout start"),
+    ],
+    ids=str,
+)
+def test_options_of_engines_need_one(words: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["sweep", "--device", "cpu", *words])
     assert end.value.code == 2
-    assert f"{words[0]} needs an engine" in capsys.readouterr().err
+    assert f"{named} needs an engine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -755,7 +755,7 @@ def test_prompts_that_another_engine_refuses_are_undecided(tmp_path: Path) -> No
             ["--engine", "vllm", "--model", "m", "--page-size", "64"],
             "--page-size is an option of dcpbench's own engine",
         ),
-        (["--engine", "vllm", "--model", "m", "--gpu", "H200"], "leave them out with --engine"),
+        (["--engine", "vllm", "--model", "m", "--gpu", "H200"], "leave it out with --engine"),
         (["--engine", "vllm", "--model", "m", "--timeout", "0"], "--timeout"),
         (["--engine", "vllm", "--model", "m", "--repeats", "1"], "use --repeats 2 or more"),
         (["--engine", "vllm", "--model", "m", "--max-context", "16"], "use 17 or more"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 POINTS, LIMIT_S, TIMEOUT_S = 2, 4.0, 2.0
-LOAD = f"--concurrency 1,2 --num-requests 4 --limit {LIMIT_S:g}s --input-tokens 20 --output-tokens 24 --warm-up 0"
+LOAD = f"--concurrency 1,2 --num-requests 4 --timeout load={LIMIT_S:g} --input-tokens 20 --output-tokens 24 --client warm-up=0"
 MAX_MEMORY_MB, GRACE_S = 500, 10.0
 HANDFUL = (
     "completion_tokens_1e7_for_24",
@@ -66,7 +66,7 @@ def read_peak_mb(pid: int) -> float:
 
 def run(url: str, options: str, folder: Path, limit_s: float) -> Ended:
     """Run `dcpbench server` against a server, and kill it after `limit_s`, of which time without a core is no part."""
-    words = f"-m dcpbench server --url {url} --device cpu --request-timeout {TIMEOUT_S:g} {LOAD} {options}"
+    words = f"-m dcpbench server --url {url} --device cpu --timeout {TIMEOUT_S:g} {LOAD} {options}"
     began = time.monotonic()
     with (folder / "output").open("wb") as out:
         process = subprocess.Popen(

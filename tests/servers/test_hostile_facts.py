@@ -57,7 +57,7 @@ def test_what_is_written_is_read_and_shown(name: str, tmp_path: Path, capsys: py
     run = str(tmp_path / "run")
     words = f"server --device cpu --tp 8 --concurrency 2 --num-requests 4 --input-tokens 20 --output-tokens 4 -o {run}"
     with in_thread(Odd(**SERVERS[name])) as url:
-        code = called(*words.split(), "--client-processes", "1", "--url", url)
+        code = called(*words.split(), "--client", "processes=1", "--url", url)
     err = capsys.readouterr().err
     assert "Traceback" not in err
     assert "Usage:" not in err

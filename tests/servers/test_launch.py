@@ -39,7 +39,18 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 ENGINE_LOGS = ROOT / "tests" / "data" / "engine_logs"
 FAKE = f"{sys.executable} -m tests.servers.fake_server --port {{port}} -tp {{attn_tp}} -dcp {{dcp}} --served-model-name {{model}}"
-LOAD = ["--device", "cpu", "--num-requests", "4", "--input-tokens", "20", "--output-tokens", "4", "--warm-up", "0"]
+LOAD = [
+    "--device",
+    "cpu",
+    "--num-requests",
+    "4",
+    "--input-tokens",
+    "20",
+    "--output-tokens",
+    "4",
+    "--client",
+    "warm-up=0",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +215,18 @@ def test_a_server_that_dies_fails_its_loads_and_the_next_one_runs(
     file.write_text(f'name = "crashing"\ncommand = "{FAKE} --gap-ms 30"\n[flags]\ncrash-after = [1.0, 0]\n')
     run = tmp_path / "run"
     words = ["server", "--engine", str(file), "--model", "m", "--tp", "1", "--concurrency", "1,2,4", "--device", "cpu"]
-    words += ["--num-requests", "8", "--input-tokens", "20", "--output-tokens", "8", "--warm-up", "0", "-o", str(run)]
+    words += [
+        "--num-requests",
+        "8",
+        "--input-tokens",
+        "20",
+        "--output-tokens",
+        "8",
+        "--client",
+        "warm-up=0",
+        "-o",
+        str(run),
+    ]
     code, _, _ = dcpbench(capsys, *words)
     assert code == 4
     outcomes: dict[str, list[str]] = {}
@@ -249,7 +271,7 @@ def test_a_server_that_is_never_ready_is_a_sentence(tmp_path: Path) -> None:
     """With the last that it wrote; so is a command that is not there."""
     port = find_free_port()
     words = f"{sys.executable} -m tests.servers.fake_server --port {port} --health-delay 60"
-    never = pytest.raises(WorkerError, match=r"took no requests within 6 s \(--start-timeout\).*listening on")
+    never = pytest.raises(WorkerError, match=r"took no requests within 6 s \(--timeout start\).*listening on")
     with Server(words.split(), tmp_path / "a", {}, port, "/health") as server, never:
         server.wait_until_ready(6)
     absent = pytest.raises(WorkerError, match="exit code 127: FileNotFoundError: /no/such/engine")

@@ -178,7 +178,9 @@ def test_a_prompt_of_200000_tokens_is_measured(address: str) -> None:
 
 def test_a_server_that_still_loads_is_asked_again(address: str) -> None:
     """It sends the first two requests away, which are the short ones."""
-    with pytest.raises(WorkerError, match=r"HTTP 503: model is loading\. Wait until it is ready, or add --retries 5"):
+    with pytest.raises(
+        WorkerError, match=r"HTTP 503: model is loading\. Wait until it is ready, or add --client retries=5"
+    ):
         measure(f"{address}/first503")
     assert measure(f"{address}/first503", retries=5).tokens == REQUESTS * TOKENS
 

@@ -29,8 +29,8 @@ KEY = "sk-Planted0123456789abcdefghijKLM"
 PIECES = [KEY[i : i + 10].encode() for i in range(len(KEY) - 9)]
 """What is left of a key that is cut is nearly a key."""
 LOAD = ["--device", "cpu", "--tp", "1", "--concurrency", "2", "--num-requests", "4", "--input-tokens", "20"]
-LOAD += ["--output-tokens", "4", "--warm-up", "0"]
-ONE = ["--client-processes", "1"]
+LOAD += ["--output-tokens", "4", "--client", "warm-up=0"]
+ONE = ["--client", "processes=1"]
 LONG = "x" * 275 + " "
 """Behind it a key lies across the place where a message is cut."""
 
@@ -183,7 +183,7 @@ def test_what_a_measured_server_repeats_is_nowhere(mode: str, seen: Seen) -> Non
 @pytest.mark.parametrize("mode", ["later 401", "later no JSON in the stream"])
 def test_processes_of_the_client_redact_before_they_cut(mode: str, seen: Seen) -> None:
     with in_thread(Echo(mode)) as url:
-        assert seen.run("server", "--url", url, *LOAD, "--client-processes", "2", "-o", "run") == 4
+        assert seen.run("server", "--url", url, *LOAD, "--client", "processes=2", "-o", "run") == 4
     (record,) = read_records(Path("run"))
     assert "(API key)" in str(record.server) + str(record.reason)
     seen.check()

@@ -119,7 +119,17 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
         code, _, _ = dcpbench(
             capsys,
             *("server", "--url", url, "--device", "cpu", "--num-requests", "24", "--concurrency", "4"),
-            *("--input-tokens", "20", "--output-tokens", "4", "--warm-up", "0", "-o", str(tmp_path / "run"), "--json"),
+            *(
+                "--input-tokens",
+                "20",
+                "--output-tokens",
+                "4",
+                "--client",
+                "warm-up=0",
+                "-o",
+                str(tmp_path / "run"),
+                "--json",
+            ),
         )
     (record,) = read_run(tmp_path / "run").records
     server = record.server
@@ -140,10 +150,10 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
         ("--backend triton", "--backend is an option of `dcpbench serve`, which measures dcpbench's own engine."),
         ("--tp 4,8", "the server at --url has one"),
         ("--dcp 8", "say how many GPUs the server has, for example --tp 8"),
-        ("--nnodes 2", "--nnodes is an option of `dcpbench serve`, which measures dcpbench's own engine."),
+        ("--nodes 2", "--nodes is an option of `dcpbench serve`, which measures dcpbench's own engine."),
         ("--endpoint embeddings", "embeddings"),
-        ("--request-timeout 0", "--request-timeout 0 is not a positive number"),
-        ("--warm-up -1", "--warm-up -1 is negative"),
+        ("--timeout 0", "--timeout 0 is not a positive number"),
+        ("--client warm-up=-1", "--client warm-up=-1 is negative"),
         ("--engine vllm", "--engine starts a server, and --url measures one that runs already; leave out --url"),
         ("--weights dummy", "--weights is for servers that dcpbench starts; leave it out with --url."),
         ("--engine-args --x", "--engine-args is for servers that dcpbench starts"),
@@ -173,7 +183,7 @@ def test_a_server_that_is_not_there_is_a_sentence(capsys: pytest.CaptureFixture[
     assert code
     assert "http://127.0.0.1:9" in err
     assert "Traceback" not in err
-    code, _, err = dcpbench(capsys, "server", "--warm-up", "3")
+    code, _, err = dcpbench(capsys, "server", "--client", "warm-up=3")
     assert code == 2
     assert "add for example --url" in err
     assert not (tmp_path / "x").exists()

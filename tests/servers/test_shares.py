@@ -236,14 +236,14 @@ def test_a_process_that_dies_is_a_sentence() -> None:
                 asyncio.get_running_loop().call_later(1.0, os.kill, pid, signal.SIGKILL)
                 await run.send_load()
 
-    with pytest.raises(WorkerError, match=r"a process of the client ended with exit code -9; try --client-processes 1"):
+    with pytest.raises(WorkerError, match=r"a process of the client ended with exit code -9; try --client processes=1"):
         asyncio.run(main())
 
 
 def test_a_record_has_the_number_of_client_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = "--device cpu --num-requests 12 --concurrency 6 --input-tokens 20 --output-tokens 8"
     with served("--gap-ms 10", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
-        cli.main(["server", "--url", url, *load.split(), "--client-processes", "2", "-o", str(tmp_path / "run")])
+        cli.main(["server", "--url", url, *load.split(), "--client", "processes=2", "-o", str(tmp_path / "run")])
     assert not end.value.code, capsys.readouterr().err
     (record,) = read_run(tmp_path / "run").records
     assert record.server
@@ -257,9 +257,9 @@ def test_a_record_has_the_number_of_client_processes(tmp_path: Path, capsys: pyt
 def test_a_number_of_processes_that_cannot_be_is_a_sentence(number: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anybody is asked."""
     with pytest.raises(SystemExit) as end:
-        cli.main(["server", "--url", "http://127.0.0.1:9", "--client-processes", number])
+        cli.main(["server", "--url", "http://127.0.0.1:9", "--client", f"processes={number}"])
     assert end.value.code == 2
-    assert f"--client-processes {number} cannot be; write 1 to 64" in capsys.readouterr().err
+    assert f"--client processes={number} cannot be; write 1 to 64" in capsys.readouterr().err
 
 
 def in_session(leader: int) -> list[int]:
@@ -284,7 +284,7 @@ def test_no_process_outlives_the_command(number: int, wait_s: float, tmp_path: P
         words = (
             f"server --url {url} --device cpu --num-requests 40 --concurrency 4 --input-tokens 20 --output-tokens 50"
         )
-        command = [sys.executable, "-m", "dcpbench.cli", *words.split(), "--client-processes", "2"]
+        command = [sys.executable, "-m", "dcpbench.cli", *words.split(), "--client", "processes=2"]
         with subprocess.Popen(
             [*command, "-o", str(tmp_path / "run")],
             stdout=subprocess.DEVNULL,
@@ -318,7 +318,7 @@ def test_ctrl_c_at_a_terminal_keeps_the_requests_of_every_process(tmp_path: Path
             words = "--device cpu --num-requests 40 --concurrency 4 --input-tokens 20 --output-tokens 500"
             ours = await asyncio.create_subprocess_exec(
                 *[sys.executable, "-m", "dcpbench.cli", "server", "--url", server.url, *words.split()],
-                *["--client-processes", "2", "-o", str(tmp_path / "run")],
+                *["--client", "processes=2", "-o", str(tmp_path / "run")],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,

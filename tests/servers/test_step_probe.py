@@ -130,7 +130,9 @@ def test_the_gap_of_decodes_is_the_time_of_a_step(flags: tuple[str, ...]) -> Non
         gaps = fetch_gaps_ms(url, 0, 4)
     assert found.method is Method.DECODE
     check_median(found, 25.6)
-    assert np.median(found.samples_ms) == pytest.approx(np.median(gaps), rel=0.03)
+    steps = len(found.samples_ms)
+    windows = [float(np.median(gaps[first : first + steps])) for first in range(len(gaps) - steps + 1)]
+    assert any(np.median(found.samples_ms) == pytest.approx(median, rel=0.03) for median in windows)
     assert found.context_mean == pytest.approx(900, abs=16)
     assert found.context_min is not None
     assert found.context_max is not None
@@ -163,13 +165,13 @@ def test_prompts_that_fill_a_step_are_timed_alone_together_and_behind_a_prefix(f
 
 
 def test_a_step_behind_prompts_hides_how_long_the_host_takes_to_begin_it() -> None:
-    """3 decodes at 700 tokens take 23.6 ms, so that a step that begins 30 ms after it is planned begins 6.4 ms late."""
-    with run_engine("--asynchronous", "--begin-ms", "30") as url:
+    """3 decodes at 700 tokens take 71 ms, so that a step that begins 90 ms after it is planned begins 19 ms late."""
+    with run_engine("--asynchronous", "--begin-ms", "90", "--time-factor", "3") as url:
         [late] = measure(url, MIXED)
         [hidden] = measure(url, MIXED, hide_launch=True)
     assert hidden.queued_steps is None
-    assert min(hidden.samples_ms) == pytest.approx(expect_ms(MIXED), rel=0.1), "a busy machine only makes steps longer"
-    assert min(late.samples_ms) - min(hidden.samples_ms) == pytest.approx(6.4, abs=3)
+    assert np.median(hidden.samples_ms) == pytest.approx(3 * expect_ms(MIXED), rel=0.1)
+    assert np.median(late.samples_ms) - np.median(hidden.samples_ms) == pytest.approx(19, abs=9)
 
 
 def test_a_server_that_dies_behind_a_full_step_is_one_error(

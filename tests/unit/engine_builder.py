@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +14,12 @@ from dcpbench.engine.model import Model
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.exchange.torch_collectives import Group
+from dcpbench.models import SHAPES
 from dcpbench.points import memory
 from dcpbench.points.layout import Layout
-from dcpbench.points.shapes import SHAPES, ModelShape
+
+if TYPE_CHECKING:
+    from dcpbench.models.shapes import ModelShape
 
 CPU = torch.device("cpu")
 TINY = SHAPES["tiny"]

@@ -15,12 +15,12 @@ from dcpbench.hangs import finding as hang_finding
 from dcpbench.hangs import format as hang_format
 from dcpbench.imports import Overrides, import_files
 from dcpbench.launch import jobs
+from dcpbench.models import load_shape
 from dcpbench.plan import grid, serve_spec, spec
 from dcpbench.points import cluster_specs, prompts
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.records.file import RecordFile, is_last_line_cut_short, read_records
 from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, RECORDS_FILE
 from dcpbench.records.repair import audit_file

@@ -16,9 +16,10 @@ import torch
 
 from dcpbench.engine.checkpoint import CheckpointSource
 from dcpbench.engine.weights import load_weights
+from dcpbench.models import load_shape
+from dcpbench.models.checkpoint_folder import INDEX_FILE
 from dcpbench.points.layout import Layout
 from dcpbench.points.memory import count_all_layers
-from dcpbench.points.shapes import INDEX_FILE, load_shape
 from tests.unit.test_shapes import CONFIGS
 
 SHARD = 4_300_000_000

@@ -9,7 +9,7 @@ from dcpbench.measuring.timing import Timer
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.records.record import Candidate, Choice, Record
-from dcpbench.reports import auto_selection, dataframes
+from dcpbench.reports import dataframes, record_tables
 from dcpbench.workloads import choice
 from dcpbench.workloads.choice import choose_fastest
 from tests.unit import engine_builder, record_builder
@@ -138,7 +138,7 @@ def test_the_report_says_what_was_chosen_and_by_how_much(tmp_path):
     record = record_builder.ok(point, choice=found)
     assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
     read = dataframes.load_frames([record_builder.write(tmp_path, [record, record_builder.ok(record_builder.point())])])
-    table = auto_selection.build_table(read)
+    table = record_tables.build_choice_table(read)
     assert table.columns[-6:] == ["layout", "asked for", "chosen", "others", "µs per layer", "next slower by"]
     (row,) = table.rows
     assert row[-6:] == [
@@ -154,4 +154,4 @@ def test_the_report_says_what_was_chosen_and_by_how_much(tmp_path):
 def test_without_auto_the_report_has_no_such_table(tmp_path):
     """An empty table is left out."""
     read = dataframes.load_frames([record_builder.write(tmp_path, [record_builder.ok(record_builder.point())])])
-    assert auto_selection.build_table(read).rows == []
+    assert record_tables.build_choice_table(read).rows == []

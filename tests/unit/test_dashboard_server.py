@@ -192,11 +192,12 @@ class TestFollowing:
         job = Job(kind="sweep", tag="tp1", folder=str(folder), device="cpu", points=points, settings=Settings())
         runs = running.RunningRuns(watcher.root)
         with lock_folder(folder):
-            assert runs.read_progress() == []
+            assert runs.read_states() == []
             job.get_path().write_bytes(msgspec.json.encode(job))
             write_progress(job, "start")
-            (one,) = runs.read_progress()
-            assert (one.done, one.of, one.left_s, one.stage) == (0, 5, None, "start")
+            (one,) = runs.read_states()
+            assert one.now is not None
+            assert (one.ok + one.failed, one.total, one.eta, one.now.stage) == (0, 5, None, "start")
             RecordFile(folder).append(record_builder.ok(points[0]))
             for point in points[1:3]:
                 RecordFile(folder).append(record_builder.failed(point))
@@ -204,15 +205,17 @@ class TestFollowing:
             write_progress(job, "measure", points[3], index=3, note="9.1 ms")
             with job.get_progress_path().open("ab") as f:
                 f.write(b'{"stage": "do')
-            (one,) = runs.read_progress()
-            assert (one.done, one.failed, one.of, one.stage, one.note) == (3, 2, 5, "measure", "9.1 ms")
-            assert one.left_s is not None
+            (one,) = runs.read_states()
+            assert one.now is not None
+            assert (one.ok, one.failed, one.total, one.now.stage, one.now.note) == (1, 2, 5, "measure", "9.1 ms")
+            assert one.eta is not None
             (told,) = client.get("/live.json").json()["jobs"]
-            assert (told["run"], told["done"]) == ("running", 3)
-            assert told["point"] == format_point_name(points[3])
+            assert (told["done"], told["total"]) == (3, 5)
+            assert told["title"].startswith("running: 3 of 5 points · 2 failed · 2 left · ")
+            assert told["note"].startswith(f"{format_point_name(points[3])} · measure for ")
             for point in points[3:]:
                 RecordFile(folder).append(record_builder.ok(point))
-            assert runs.read_progress() == []
+            assert runs.read_states() == []
 
     def test_points_of_several_jobs_are_counted_together_and_a_file_that_is_gone_is_none(self, tmp_path: Path) -> None:
         """A run has a job for each number of GPUs; the file of one may vanish while they are listed."""
@@ -226,8 +229,8 @@ class TestFollowing:
             os.utime(job.get_path(), (1e9 - age, 1e9 - age))
         (tmp_path / "job-tp2.json").symlink_to(tmp_path / "nothing")
         with lock_folder(tmp_path):
-            (one,) = running.RunningRuns(tmp_path).read_progress()
-        assert (one.of, one.run) == (8, tmp_path.name)
+            (one,) = running.RunningRuns(tmp_path).read_states()
+        assert (one.total, one.folder) == (8, tmp_path.name)
 
     def test_a_job_whose_command_is_gone_is_not_running(self, tmp_path: Path) -> None:
         """A killed run leaves its lock file with a process id that no longer lives."""
@@ -239,7 +242,7 @@ class TestFollowing:
         dead.wait()
         for pid, working in ((os.getpid(), 1), (dead.pid, 0)):
             (tmp_path / ".lock").write_text(f"{pid}\n")
-            assert len(running.RunningRuns(tmp_path).read_progress()) == working
+            assert len(running.RunningRuns(tmp_path).read_states()) == working
 
 
 def start(runs: Path, *args: str) -> tuple[subprocess.Popen[str], str]:

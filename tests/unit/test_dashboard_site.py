@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -201,13 +202,13 @@ class TestWhatIsOneLine:
         assert str(series.describe_line(line)["how"]).split(" · ")[-1] == said
 
     def test_variables_that_all_lines_share_are_not_said_and_all_else_is(self) -> None:
-        rows: list[dict[str, str | int]] = [
-            {"conditions": "KV memory 8 GiB, from vllm, NCCL_NVLS_ENABLE=0, NCCL_GRAPH_MIXING_SUPPORT=0"},
-            {"conditions": "KV memory 8 GiB, from vllm, NCCL_NVLS_ENABLE=0"},
-        ]
-        said = [row["conditions"] for row in series.remove_shared_settings(rows)]
+        (line,) = series.collect_lines([dashboard_builder.record(record_builder.point(), 0)])
+        both = ("KV memory 8 GiB", "from vllm", "NCCL_NVLS_ENABLE=0")
+        lines = [dataclasses.replace(line, conditions=(*both, *own)) for own in (["NCCL_GRAPH_MIXING_SUPPORT=0"], [])]
+        shared = series.find_shared_settings(lines)
+        assert shared == ["NCCL_NVLS_ENABLE=0"]
+        said = [series.describe_line(one, shared=shared)["conditions"] for one in lines]
         assert said == ["KV memory 8 GiB, from vllm, NCCL_GRAPH_MIXING_SUPPORT=0", "KV memory 8 GiB, from vllm"]
-        assert series.remove_shared_settings([]) == []
         assert series.find_shared_settings([]) == []
 
     def test_commit_versions_and_repeats_are_not(self) -> None:
@@ -640,7 +641,7 @@ def test_runs_as_large_as_a_site_takes_are_read(tmp_path: Path, monkeypatch: pyt
     assert len(discovery.load_runs(tmp_path / "runs", {}, lambda _: None).runs) == 1
     monkeypatch.setattr(discovery, "MAX_BYTES", size - 1)
     skipped = discovery.load_runs(tmp_path / "runs", {}, lambda _: None).skipped
-    assert f"{size:,} bytes of records; a site takes runs of up to {size - 1:,}." in str(skipped)
+    assert f"records.jsonl has {size:,} bytes; a site takes runs of up to {size - 1:,}." in str(skipped)
 
 
 def test_a_page_that_is_made_later_is_noted_beside_all_that_a_build_left(tmp_path: Path) -> None:
@@ -665,7 +666,7 @@ def test_a_point_of_which_some_layers_were_cycled_says_so_in_the_index(tmp_path:
     site.build(tmp_path / "runs", tmp_path / "site", tell=lambda _: None)
     index = data(tmp_path / "site", "index")
     (how,) = index["words"]["how"]
-    assert how.split(" · ")[-1] == f"{NO_FIT}: 14 of 61 layers held and cycled"
+    assert how.split(" · ")[-1] == f"{NO_FIT}: 14 of 61 layers held and reused"
     assert index["lines"]["runs"] == [2]
     ends = [said.rpartition(", ")[2] for said in index["runs"]["headline"]]
-    assert ends == [f"{NO_FIT}: {held} of 61 layers held and cycled" for held in (19, 14)]
+    assert ends == [f"{NO_FIT}: {held} of 61 layers held and reused" for held in (19, 14)]

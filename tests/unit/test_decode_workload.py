@@ -8,13 +8,13 @@ import torch
 
 from dcpbench.measuring.ranges import PHASES
 from dcpbench.measuring.timing import Timer, Timing
+from dcpbench.models import load_shape
 from dcpbench.points import budget, memory
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.points.roofline import Routed, Sharding, StepRows, compute_step_floors
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import Emulated, Environment, Gpu, Phases, Rates, Record, SyncSite
 from dcpbench.workloads import decode, point_facts
 from dcpbench.workloads.attention_error import compute_attention_error, get_limit

@@ -92,7 +92,7 @@ def test_samples_of_a_served_point_that_cannot_be_written_are_not_the_servers_fa
     words = f"server --device cpu --tp 1 --concurrency 2 --num-requests 2 --input-tokens 9 --output-tokens 2 -o {run}"
     monkeypatch.setattr(samples, "write_file", failing(number))
     with in_thread(FakeServer()) as url, pytest.raises(SystemExit) as end:
-        cli.main([*words.split(), "--url", url, "--client-processes", "1", "--warm-up", "0"])
+        cli.main([*words.split(), "--url", url, "--client", "processes=1,warm-up=0"])
     assert end.value.code == (2 if number == errno.EACCES else 3)
     err = capsys.readouterr().err
     assert "Traceback" not in err

@@ -20,6 +20,7 @@ from dcpbench.kernels.moe.busiest import rotate_busiest_first
 from dcpbench.kernels.moe.routing import NO_EXPERT
 from dcpbench.measuring.environment import collect_environment
 from dcpbench.measuring.gpu_state import GpuSampler
+from dcpbench.models import SHAPES
 from dcpbench.plan import grid, validate
 from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_planned_probe, make_spec
@@ -31,7 +32,6 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.point import Load, Point
 from dcpbench.points.roofline import Sharding
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Gpu, Kv
 from dcpbench.workloads import decode, replay_job, serve
 from dcpbench.workloads.session import build_session
@@ -369,7 +369,7 @@ def test_step_times_are_replayed_where_the_machines_file_is_not(monkeypatch: pyt
     monkeypatch.setattr(validate, "load_step_times", known)
     validate.check_runnable(point, Settings(step_times="times.json"), SHAPES[point.model], machine)
     assert files == ["times.json"]
-    with pytest.raises(UsageError, match="leave --nnodes out"):
+    with pytest.raises(UsageError, match="leave --nodes out"):
         validate.check_runnable(
             point, Settings(step_times="times.json"), SHAPES[point.model], dataclasses.replace(machine, nnodes=3)
         )
@@ -388,7 +388,7 @@ def test_what_one_rank_computes_is_not_verified() -> None:
     for machine, changed, said in (
         (validate.Machine(probe=ONE_GPU, timed=False), asked, "verify compares results"),
         (validate.Machine(probe=ONE_GPU), msgspec.structs.replace(asked, weights="folder"), "leave --weights out"),
-        (validate.Machine(probe=ONE_GPU, nnodes=2), asked, "leave --nnodes out"),
+        (validate.Machine(probe=ONE_GPU, nnodes=2), asked, "leave --nodes out"),
     ):
         with pytest.raises(UsageError, match=said):
             validate.check_runnable(changed, Settings(), TINY, machine)
@@ -412,7 +412,7 @@ def test_the_command_forecasts_and_says_so_everywhere(tmp_path: Path, capsys: py
         return int(end.value.code or 0), *capsys.readouterr()
 
     code, out, _ = dcpbench(
-        *("sweep", "--dry-run", "--gpu", "H200", "--gpus", "1", "--tp", "8", "--dcp", "8", "--emulate", "H200")
+        *("sweep", "--dry-run", "--gpu", "H200,count=1", "--tp", "8", "--dcp", "8", "--emulate", "H200")
     )
     assert code == 0
     assert "emulated on H200" in " ".join(out.split())

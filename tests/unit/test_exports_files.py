@@ -72,8 +72,8 @@ class TestLayersHeld:
         render = importlib.import_module(f"dcpbench.exports.{FORMATS[to]}").render
         for held, said in ((14, True), (61, False)):
             for data in render([self.holding(files.served(), held)]).files.values():
-                assert ("14 of 61 layers held and cycled" in data.decode()) == said
-                assert ("cycled" in data.decode()) == said
+                assert ("14 of 61 layers held and reused" in data.decode()) == said
+                assert ("reused" in data.decode()) == said
 
     def test_tables_have_both_numbers(self) -> None:
         (row,) = csv_table.build_rows([self.holding(files.decoded(), 14)])
@@ -92,7 +92,7 @@ class TestLayersHeld:
         both = [self.holding(files.decoded(), held).record for held in (14, 12)]
         assert (
             load_labels.describe_layers_held(both)
-            == "whole model and KV cache do not fit: 12 of 61 layers held and cycled"
+            == "whole model and KV cache do not fit: 12 of 61 layers held and reused"
         )
         assert load_labels.describe_layers_held([record_builder.failed(record_builder.point(TP))]) == ""
 

@@ -19,6 +19,7 @@ from dcpbench.dashboard import data, pages, site
 from dcpbench.errors import LayoutError, RecordsError, UsageError
 from dcpbench.hangs import dumps, evidence, heartbeats
 from dcpbench.launch import hang_capture
+from dcpbench.models import SHAPES
 from dcpbench.plan import option_parsers
 from dcpbench.points import cluster_specs
 from dcpbench.points.cluster_specs import load_machine
@@ -26,7 +27,6 @@ from dcpbench.points.comm_model import Call, Sample
 from dcpbench.points.layout import Layout
 from dcpbench.points.prompts import make_random_prompts
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Rates
 from dcpbench.reports import explain, figures, findings, recommendation, report_markdown, tables
 from dcpbench.reports.sections import Section

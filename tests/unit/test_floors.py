@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 
 from dcpbench.measuring.ranges import PHASES
+from dcpbench.models import SHAPES
+from dcpbench.models.shapes import ModelShape
 from dcpbench.points import memory
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.points.roofline import (
@@ -19,7 +21,6 @@ from dcpbench.points.roofline import (
     estimate_experts_hit,
     iter_phase_works,
 )
-from dcpbench.points.shapes import SHAPES, ModelShape
 from dcpbench.records.record import Floor, Phases
 from dcpbench.reports import dataframes
 from dcpbench.reports.floors import format_decode_sentences

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from dcpbench.bench.bench_record import BenchRecord, Case, Graph, Result
+from dcpbench.models import load_shape
 from dcpbench.points.layout import Layout
 from dcpbench.points.roofline import Sharding, StepRows, compute_step_floors, iter_phase_works
-from dcpbench.points.shapes import load_shape
 from dcpbench.records.record import Floor, Phases, Rates, Record
 from tests.unit import record_builder as build
 from tests.unit.bench_builder import timing

@@ -180,8 +180,8 @@ class TestResume:
         [
             ({"--kv-memory": None}, "--kv-memory was 1073741824B and is not given"),
             ({"--page-size": 1}, "--page-size was 64 and is 1"),
-            ({"--interleave": 2}, "--interleave was 1 and is 2"),
-            ({"--dtype": "bf16"}, "--dtype was fp32 and is bf16"),
+            ({"--page-size interleave": 2}, "--page-size interleave was 1 and is 2"),
+            ({"dtype": "bf16"}, "dtype was fp32 and is bf16"),
             ({"--weights": "folder"}, "--weights was synthetic and is folder"),
             ({"--device": "cuda"}, "--device was cpu and is cuda"),
         ],

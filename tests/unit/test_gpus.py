@@ -95,13 +95,13 @@ def test_an_unknown_gpu_is_refused_with_those_that_are_known(typed: str, words: 
 
 
 def test_a_machine_has_at_least_one_gpu() -> None:
-    with pytest.raises(UsageError, match="--gpus 0 is not positive; try --gpus 8"):
+    with pytest.raises(UsageError, match="--gpu count=0 is not positive; try count=8"):
         make_planned_probe("H200", 0)
 
 
 @pytest.mark.parametrize("many", [73, 10**12, 10**400], ids=["73", "a-trillion", "400-digits"])
 def test_no_machine_has_more_gpus_than_an_nvlink_domain(many: int) -> None:
-    with pytest.raises(UsageError, match=r"is more than the 72 of the largest machine; for several, add --nnodes") as e:
+    with pytest.raises(UsageError, match=r"is more than the 72 of the largest machine; for several, add --nodes") as e:
         make_planned_probe("H200", many)
     assert len(str(e.value)) < 300
     assert make_planned_probe("H200", 72).count == 72

@@ -11,6 +11,7 @@ import pytest
 
 from dcpbench.errors import UsageError
 from dcpbench.kernels import kv_gather, kv_up_proj
+from dcpbench.models import SHAPES
 from dcpbench.plan import grid, validate
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, compute_part_sizes
 from dcpbench.plan.spec import make_spec
@@ -18,10 +19,9 @@ from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import SHAPES
 
 if TYPE_CHECKING:
-    from dcpbench.points.shapes import ModelShape
+    from dcpbench.models.shapes import ModelShape
 
 GIB = 1 << 30
 CPU = Probe(device="cpu", count=0, name="CPU")
@@ -58,7 +58,7 @@ def test_the_reference_is_not_timed_on_a_gpu_but_may_be_compared_there() -> None
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_a_gpu_times_bf16_alone_but_compares_other_dtypes(dtype: str) -> None:
     """The grouped product of the experts is bf16 only."""
-    with pytest.raises(UsageError, match=f"--dtype {dtype}: .* use --dtype bf16.*verify"):
+    with pytest.raises(UsageError, match=f"--weights-dtype {dtype}: .* use --weights-dtype bf16.*verify"):
         check(dtype=dtype)
     check(dtype=dtype, timed=False)
     check(dtype=dtype, probe=CPU)
@@ -129,7 +129,7 @@ def test_on_a_gpu_rope_is_a_power_of_two_whatever_the_backend() -> None:
 @pytest.mark.parametrize("option", ["q_replicate", "project_first"])
 def test_options_of_an_exchange_need_one(option: str) -> None:
     """The message names what was typed and what it needs."""
-    flag = "--" + option.replace("_", "-")
+    flag = "--collectives " + option.replace("_", "-")
     with pytest.raises(UsageError, match=f"{flag}: tp2 exchanges nothing; use --dcp 2"):
         check(dcp=1, exchange="none", **{option: True})
     check(**{option: True})
@@ -147,7 +147,7 @@ def test_symmetric_memory_ends_at_the_machine() -> None:
     judged(dcp=2)
     with pytest.raises(UsageError, match=r"--exchange symm .* of 4 ranks.* 2 of them; use --exchange a2a"):
         judged()
-    with pytest.raises(UsageError, match=r"--all-reduce symm .*use --all-reduce nccl"):
+    with pytest.raises(UsageError, match=r"--collectives all-reduce=symm .*use --collectives all-reduce=nccl"):
         judged(dcp=2, all_reduce="symm")
     judged(dcp=2, dp=2, all_reduce="symm")
 
@@ -187,7 +187,7 @@ class TestServedRows:
     def test_a_dtype_in_which_the_row_fits_is_named(self) -> None:
         """36 + 16 numbers: 104 bytes in bf16, 208 = 13 · 16 in fp32."""
         with pytest.raises(
-            UsageError, match=r"tiny has KV rows of 52 bf16 numbers, 104 bytes; use --dtype fp32, --dcp 1"
+            UsageError, match=r"tiny has KV rows of 52 bf16 numbers, 104 bytes; use --kv-dtype fp32, --dcp 1"
         ):
             self.serve(36, "bf16")
         self.serve(36, "fp32")

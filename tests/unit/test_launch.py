@@ -211,14 +211,13 @@ def test_a_job_that_ended_leaves_no_file_of_stacks_that_is_empty(tmp_path: Path)
 
 def test_torchrun_knows_of_one_machine_and_meets_in_a_file(tmp_path: Path) -> None:
     """By TCP it would listen on all interfaces. Node 1 of two has ranks 2 and 3 of 4."""
-    machines = Machines(nnodes=2, node_rank=1, rdzv_endpoint="10.0.0.1:29500", rdzv_id="night")
-    command = torchrun._make_command(job(tmp_path), machines, "dcpbench.worker", range(2, 4))
+    command = torchrun._make_command(job(tmp_path), "dcpbench.worker", range(2, 4))
     pairs = dict(itertools.pairwise(command))
     assert pairs["--nnodes"] == "1"
     assert pairs["--nproc-per-node"] == "2"
     assert pairs["--rdzv-conf"] == "store_type=file"
     assert pairs["--rdzv-endpoint"] == str(tmp_path / "logs" / "tp2-0" / "rendezvous")
-    assert pairs["--rdzv-id"] == "night-tp2-0"
+    assert pairs["--rdzv-id"] == "tp2-0"
     assert command[-2:] == ["2", "2"], "the first rank here, and how many there are on all: --tp 2"
 
 
@@ -358,19 +357,20 @@ class TestStrangers:
                 while stranger.recv(1 << 16):
                     pass
                 stranger.close()
-            for name in ("another sweep", "night"):
+            for secret in ("of another sweep", os.environ[SECRET]):
+                monkeypatch.setenv(SECRET, secret)
                 try:
-                    nodes.join_leader(f"127.0.0.1:{port}", 10, node=1, name=name).close()
+                    nodes.join_leader(f"127.0.0.1:{port}", 10, node=1).close()
                 except WorkerError as e:
                     told.append(str(e))
 
         thread = threading.Thread(target=come)
         thread.start()
-        with nodes.Leader(f"127.0.0.1:{port}", 2, 60, "night") as leader:
+        with nodes.Leader(f"127.0.0.1:{port}", 2, 60) as leader:
             assert len(leader._lines) == 1
         thread.join(10)
         (refusal,) = told
-        assert f"{SECRET} and --rdzv-id must be those of node 0" in refusal
+        assert f"{SECRET} must be that of node 0" in refusal
 
     def test_a_node_does_not_work_for_a_node_0_without_the_secret(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It would start whatever job it is told to."""

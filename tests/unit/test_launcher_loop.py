@@ -259,7 +259,7 @@ def test_a_point_past_its_limit_is_ended_whatever_is_heard_of_it(launched: Launc
             yield
 
     records = launched([B, A], busy, point_limit=90)
-    assert str(records[1].reason).startswith("not done after 90 s (--point-limit), in stage 'measure'")
+    assert str(records[1].reason).startswith("not done after 90 s (--timeout point), in stage 'measure'")
     assert records[1].outcome == "hung"
 
 
@@ -271,7 +271,7 @@ def test_a_point_that_failed_is_begun_again_behind_the_others_as_often_as_asked(
     assert [job.job.points for job in launched.jobs] == [[A, B, C], [B, C, A], [C, A, B]]
     told = [s for s in launched.stages() if s[0] != "end"]
     assert told == [("again", 100), ("again", 200), ("done", 300), ("done", 100), ("failed", 200)]
-    assert str(records[-1].reason).endswith("then try again with --resume --point-retries 2")
+    assert str(records[-1].reason).endswith("then try again with --resume --timeout retries=2")
 
 
 def test_an_error_that_says_what_to_type_is_not_met_again(launched: Launched) -> None:

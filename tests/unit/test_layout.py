@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpbench.errors import LayoutError
+from dcpbench.models import SHAPES
 from dcpbench.points.layout import (
     Layout,
     compute_local_length,
@@ -18,7 +19,6 @@ from dcpbench.points.layout import (
     list_valid_layouts,
     place_experts,
 )
-from dcpbench.points.shapes import SHAPES
 
 DCP = st.integers(1, 16)
 STRIPE = st.integers(1, 9)

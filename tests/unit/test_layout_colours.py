@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from dcpbench.imports import Overrides, import_files
+from dcpbench.models import load_shape
 from dcpbench.points.layout import Layout, list_valid_layouts
-from dcpbench.points.shapes import load_shape
 from dcpbench.reports import dataframes, figures, plots
 from dcpbench.reports.page.points import build_page_data
 from dcpbench.reports.style import Style

@@ -13,7 +13,7 @@ from dcpbench.errors import UsageError
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, REPLAY, TRACE
 from dcpbench.points.point import Load
 from dcpbench.serving import loads, requests
-from dcpbench.serving.load_words import Lengths, format_load, parse_lengths, parse_limit, parse_slo
+from dcpbench.serving.load_words import Lengths, format_load, parse_lengths, parse_slo
 from dcpbench.serving.loads import OWN, compute_extent, draw_arrival_times, draw_lengths, make_requests, make_token_ids
 from dcpbench.serving.request_files import BLOCK, Row, read_requests
 
@@ -261,23 +261,6 @@ class TestTraces:
         assert one.prompt[:5].tolist() == two.prompt[:5].tolist()
         with pytest.raises(UsageError, match=r"token id 6 in own\.jsonl, and the model has 6 of them"):
             make_requests(self.of(path, requests=3, arrival=CLOSED), 6, path)
-
-
-@pytest.mark.parametrize(
-    ("value", "limit"),
-    [("200", (200, None)), (5, (5, None)), ("2k", (2000, None)), ("60s", (None, 60.0)), (" 0.5 s ", (None, 0.5))],
-    ids=str,
-)
-def test_a_limit_is_in_requests_or_seconds(value: object, limit: tuple[int | None, float | None]) -> None:
-    assert parse_limit(value) == limit
-
-
-@pytest.mark.parametrize(
-    "value", ["0", "-1", "0s", "-3s", "1.5", "60m", "1M", "2K", "s", "", "nan", "infs", True], ids=str
-)
-def test_any_other_limit_is_refused(value: object) -> None:
-    with pytest.raises(UsageError, match=r"--limit .*write"):
-        parse_limit(value)
 
 
 def test_objectives_are_named_in_ms() -> None:

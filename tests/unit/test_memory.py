@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpbench.errors import CapacityError
+from dcpbench.models import SHAPES
 from dcpbench.points import budget, memory
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout, compute_local_length
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import SHAPES
 
 V3 = SHAPES["deepseek-v3"]
 H200 = 139 * memory.GIB

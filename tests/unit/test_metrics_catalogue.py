@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 
 import pytest
 
-from dcpbench.compare.sampling_error import ERRORS
 from dcpbench.points.names import OBJECTIVES
 from dcpbench.records import formulas, metrics
-from dcpbench.records.metrics import LATENCIES, METRIC, METRICS, Metric
+from dcpbench.records.metrics import LATENCIES, METRIC, METRICS, Error, Metric
 from dcpbench.records.record import Interval, Kv, Latencies, Percentiles, Record, ServeMetrics
 from dcpbench.records.record import Metrics as DecodeMetrics
 from dcpbench.reports import dataframes
@@ -196,7 +195,7 @@ class TestNames:
 
 class TestErrors:
     def test_every_kind_is_resampled_by_compare(self) -> None:
-        assert {kind for metric in METRICS for kind in metric.errors.values()} <= set(ERRORS)
+        assert {kind for metric in METRICS for kind in metric.errors.values()} <= set(get_args(Error))
 
     def test_what_is_compared_and_has_none_is_counted(self) -> None:
         counted = {m.name for w, found in metrics.COMPARED.items() for m in found if w not in m.errors}

@@ -13,11 +13,11 @@ from dcpbench.compare import comparison_table, comparison_text
 from dcpbench.compare.judging import Options, judge_sides
 from dcpbench.dashboard import series
 from dcpbench.dashboard.discovery import _format_headline
+from dcpbench.models import load_shape
 from dcpbench.plan.spec import make_planned_probe
 from dcpbench.points.budget import measure_whole_model
 from dcpbench.points.memory import GIB
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import advise, answer_formats
 from dcpbench.records.runs import read_run
 from dcpbench.reports import dataframes, overview
@@ -29,7 +29,7 @@ from tests.unit.test_recommend import ask, choice, point
 if TYPE_CHECKING:
     from pathlib import Path
 
-HELD = f"{NO_FIT}: 14 of 61 layers held and cycled"
+HELD = f"{NO_FIT}: 14 of 61 layers held and reused"
 
 
 def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, list[str]]:
@@ -96,7 +96,7 @@ class TestRecommend:
         command = "recommend --machine H200 --gpus 4 --context 4000 --concurrency 8 --kv-dtype fp8 --cycled"
         code, (first, *_) = run(capsys, command)
         assert code == 0
-        assert first.startswith(f"4 × H200 ({NO_FIT}: 47–51 of 61 layers held and cycled): take tp4")
+        assert first.startswith(f"4 × H200 ({NO_FIT}: 47–51 of 61 layers held and reused): take tp4")
 
     def test_layouts_are_named_if_others_fit(self) -> None:
         best = choice(100.0)
@@ -141,5 +141,5 @@ def test_the_memory_of_a_whole_model_is_that_of_its_plan() -> None:
 
 def test_a_plan_says_it_first(capsys: pytest.CaptureFixture[str]) -> None:
     command = "sweep --model deepseek-v3 --tp 4 --dcp 1 --weights-dtype fp8 --kv-dtype fp8 --kv-memory 100GiB --dry-run"
-    code, (first, *_) = run(capsys, f"{command} --gpu H200 --gpus 4 --context 4000 --concurrency 8")
+    code, (first, *_) = run(capsys, f"{command} --gpu H200,count=4 --context 4000 --concurrency 8")
     assert (code, first) == (0, f"W{HELD[1:]}.")

@@ -34,13 +34,13 @@ def python(code: str, *, minutes: float = 1.0) -> Part:
 def test_every_sweep_and_serve_is_accepted_by_a_dry_run(
     gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--dry-run --gpu NAME --gpus N` ends with 0, with a calibration of the kind that the run makes."""
+    """`--dry-run --gpu NAME,count=N` ends with 0, with a calibration of the kind that the run makes."""
     (tmp_path / "wire").mkdir()
     shutil.copy(CALIBRATED, tmp_path / "wire" / "machine.toml")
     monkeypatch.chdir(tmp_path)
     for command in planned(gpus, tmp_path):
         if command.words[0] in ("sweep", "serve") and "--step-times" not in command.words:
-            code = _typed([*command.words, "--dry-run", "--gpu", MACHINES[gpus], "--gpus", str(gpus)])
+            code = _typed([*command.words, "--dry-run", "--gpu", f"{MACHINES[gpus]},count={gpus}"])
             assert code == 0, f"{command.said()}\n{capsys.readouterr().err}"
 
 

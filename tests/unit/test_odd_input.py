@@ -90,7 +90,7 @@ def test_records_that_never_end_are_not_read_by_the_dashboard(kind: str, tmp_pat
         path.symlink_to("/dev/zero")
     found = discovery.load_runs(tmp_path, {}, lambda _: None)
     assert [run.name for run in found.runs] == ["good"]
-    assert found.skipped == ["odd: is no regular file, and reading it might never end."]
+    assert found.skipped == ["odd: records.jsonl is no regular file, and reading it might never end."]
 
 
 @pytest.mark.timeout(60)

@@ -21,9 +21,9 @@ from dcpbench import cli
 from dcpbench.commands import doctor as doctor_command
 from dcpbench.dashboard import data as dashboard_data
 from dcpbench.dashboard import discovery
+from dcpbench.models import SHAPES
 from dcpbench.points import memory
 from dcpbench.points.layout import GroupWide, Layout
-from dcpbench.points.shapes import SHAPES
 from dcpbench.reports import dataframes, points_export, report_markdown, sections
 from dcpbench.servers.answer_verdict import find_next_length
 from dcpbench.servers.answer_verdict_text import format_report, make_table
@@ -202,15 +202,15 @@ def test_a_dashboard(tmp_path: Path) -> None:
     """The data of 12 runs with two points, of which the first becomes slower."""
     runs = dashboard_builder.history(tmp_path / "runs", runs=12, count=2, step_at=7, cv=0.002)
     found = discovery.load_runs(runs, {}, lambda _: None)
-    files = dashboard_data.build_content(found, lambda _: None).add_index([], [], found.skipped)
-    text = "\n".join(f"--- {name}\n{text}" for name, text in sorted(files.files.items()))
+    files, _ = dashboard_data.build_content(found, lambda _: None).add_index([], [], found.skipped)
+    text = "\n".join(f"--- {name}\n{text}" for name, text in sorted(files.items()))
     check_output("dashboard.txt", text, tmp_path)
 
 
 COMMANDS = {
-    "plan-sweep": "sweep --gpu H200 --gpus 8 --tp 4,8 --dcp 1,4,8 --dp 1,8 --context 4000,128000 --concurrency 8,64 --model deepseek-v3 --dry-run",
-    "plan-serve": "serve --gpu B200 --gpus 8 --dry-run",
-    "plan-hosts": "sweep --gpu H100 --gpus 8 --nnodes 2 --rdzv-endpoint 10.0.0.1:29500 --tp 8,16 --dp 1,2 --dcp 1,2 --context 8000,1000000 "
+    "plan-sweep": "sweep --gpu H200,count=8 --tp 4,8 --dcp 1,4,8 --dp 1,8 --context 4000,128000 --concurrency 8,64 --model deepseek-v3 --dry-run",
+    "plan-serve": "serve --gpu B200,count=8 --dry-run",
+    "plan-hosts": "sweep --gpu H100,count=8 --nodes 2,endpoint=10.0.0.1:29500 --tp 8,16 --dp 1,2 --dcp 1,2 --context 8000,1000000 "
     "--concurrency 4,256 --model deepseek-v2,kimi-k2 --dry-run",
     "recommend-hosts": "recommend --machine H200+rdma-400 --gpus 8,16 --model deepseek-v3 --concurrency 8,256 --context 128000 --weights-dtype fp8",
     "recommend-slo": "recommend --machine H200 --gpus 4 --model deepseek-v2 --request-rate 0.5,2 --input-tokens 2000 --output-tokens 30 "

@@ -15,7 +15,7 @@ from dcpbench.plan import grid
 from dcpbench.points import budget, names
 from dcpbench.points.axes import COMPUTES, Axis, Role, format_changed_values
 from dcpbench.points.layout import DEGREES, Layout
-from dcpbench.points.names import UNKNOWN, format_flag
+from dcpbench.points.names import UNKNOWN, format_field
 from dcpbench.points.point import AXES, HOW, LOAD_AXES, OPTIONS, Load, Point, select_point_axes
 from dcpbench.points.settings import Settings
 from dcpbench.reports import dataframes, exchanges, findings
@@ -46,7 +46,7 @@ OTHER: dict[str, Any] = {
     "project_first": True,
     "all_reduce": "symm",
     "backend": "triton",
-    "dtype": "fp8",
+    "dtype": "fp16",
     "page_size": 32,
     "interleave": 8,
     "weights": "/models/v3",
@@ -345,7 +345,7 @@ class TestTables:
     def test_a_run_is_not_resumed_with_another_value_of_what_is_one_for_all(self, name: str) -> None:
         point = build.point(DCP)
         now = [list_settings(p, Settings(), "cuda") for p in (point, changed(point, name))]
-        assert {option for option in now[0] if now[0][option] != now[1][option]} == {format_flag(name)}
+        assert {option for option in now[0] if now[0][option] != now[1][option]} == {format_field(name)}
 
 
 class TestCommands:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dcpbench.errors import UsageError
+from dcpbench.models import SHAPES
 from dcpbench.points.prompts import make_random_prompts, read_prompts
-from dcpbench.points.shapes import SHAPES
 
 if TYPE_CHECKING:
     from pathlib import Path

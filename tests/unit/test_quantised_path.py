@@ -23,7 +23,7 @@ from dcpbench.points.layout import Layout
 from tests.unit.engine_builder import CPU, TINY, alone, layers
 
 if TYPE_CHECKING:
-    from dcpbench.points.shapes import ModelShape
+    from dcpbench.models.shapes import ModelShape
 
 WHOLE = dataclasses.replace(
     TINY, hidden=256, heads=4, nope=16, rope=16, value=32, latent=128, dense_inter=256, moe_inter=128

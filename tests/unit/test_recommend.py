@@ -19,6 +19,7 @@ import pytest
 from dcpbench.cli import main
 from dcpbench.commands import recommend as command
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.models import load_shape
 from dcpbench.plan import validate
 from dcpbench.plan.serve_spec import get_serve_defaults
 from dcpbench.plan.spec import make_planned_probe
@@ -31,7 +32,6 @@ from dcpbench.points.point import Load as PointLoad
 from dcpbench.points.point import Point
 from dcpbench.points.roofline import Sharding, StepRows
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.recommend import advise, answer_formats, estimate
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, Estimator, Forecast, apply_factor, from_record
 from dcpbench.recommend.score import Load, Score, compute_score
@@ -247,11 +247,11 @@ def test_layouts_that_split_a_block_of_scales_are_refused_with_the_largest_that_
     asked = dataclasses.replace(ask("H200+rdma-400"), weights_dtype="fp8", loads=((64, 4000, None),), gpus=(32,))
     (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
     assert not choice.forecasts
-    assert choice.refused["tp32"] == (
+    assert choice.refused["tp32"].reason == (
         "an expert (64 numbers) of deepseek-v3 on a rank ends inside a block of 128, and kernels take whole blocks; give "
         "--gpus 16, or --weights-dtype bf16"
     )
-    assert not choice.without_room
+    assert not choice.refused["tp32"].for_memory
     (wide,), _ = advise.choose_layouts(
         dataclasses.replace(asked, weights_dtype="bf16"), advise.Evidence(), estimate.load_published_steps()
     )
@@ -277,7 +277,8 @@ def test_recommend_refuses_the_layouts_that_sweep_refuses(model: str, weights: s
         probe = msgspec.structs.replace(make_planned_probe("H200", 8), count=tp, memory_bytes=1 << 44)
         for layout in advise._list_valid_layouts(load_shape(model), tp):
             for one in advise._make_points(asked, layout, 8, 4000, None):
-                reason = advise.explain_refusal(asked, one).partition("; give ")[0]
+                found = advise.find_refusal(asked, one)
+                reason = "" if found is None or found.for_memory else found.reason.partition("; give ")[0]
                 message = why_sweep_refuses(one, probe)
                 assert bool(message) == bool(reason), one.instance_name
                 assert f"{reason}; use " in message or not message
@@ -292,7 +293,9 @@ def test_more_requests_than_the_largest_graph_are_refused_as_sweep_refuses_them(
     """A decode step of 513 requests has no graph with one replica, but has one with two."""
     asked = dataclasses.replace(ask("H200"), weights_dtype="fp8", loads=((513, 100, None),), gpus=(8,))
     (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
-    assert choice.refused["tp8"] == ("--concurrency 513 is more than tp8 takes, 512 requests (the largest CUDA graph)")
+    assert choice.refused["tp8"] == advise.Refusal(
+        advise.TOO_MANY, "--concurrency 513 is more than tp8 takes, 512 requests (the largest CUDA graph)"
+    )
     assert {f.point.dp for f in choice.forecasts} == {2, 4, 8}
 
 
@@ -300,7 +303,7 @@ def test_a_gpu_without_fp8_is_refused_as_sweep_refuses_it() -> None:
     """An A100 multiplies no e4m3, in any layout."""
     asked = dataclasses.replace(ask("A100"), weights_dtype="fp8", loads=((8, 4000, None),))
     (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
-    assert set(choice.refused.values()) == {
+    assert {one.reason for one in choice.refused.values()} == {
         "a GPU with fp8 is needed (compute capability 8.9 or later), and NVIDIA A100-SXM4-80GB has 8.0; give --weights-dtype bf16"
     }
 
@@ -463,9 +466,9 @@ def test_presets_use_documented_flags_alone(name: str, nnodes: int) -> None:
     [
         ("vllm", {"exchange": "symm"}, ["--exchange symm"]),
         ("sglang", {"exchange": "ag_rs_registered"}, ["--exchange ag_rs_registered"]),
-        ("vllm", {"exchange": "a2a", "q_replicate": True, "interleave": 64}, ["--q-replicate"]),
-        ("sglang", {"exchange": "a2a", "q_replicate": True, "interleave": 64}, ["--interleave 64"]),
-        ("sglang", {"exchange": "symm", "project_first": True}, ["--exchange symm", "--project-first"]),
+        ("vllm", {"exchange": "a2a", "q_replicate": True, "interleave": 64}, ["--collectives q-replicate"]),
+        ("sglang", {"exchange": "a2a", "q_replicate": True, "interleave": 64}, ["--page-size interleave=64"]),
+        ("sglang", {"exchange": "symm", "project_first": True}, ["--exchange symm", "--collectives project-first"]),
         ("vllm", {"dcp": 1, "exchange": "none", "interleave": 64}, []),
     ],
 )
@@ -506,7 +509,13 @@ def test_the_nearest_that_an_engine_can_run_is_a_record_before_an_estimate() -> 
         for tok_s, exchange in ((500, "symm"), (400, "ag_rs"), (450, "a2a"))
     )
     load = advise.Choice(
-        name="32 × 4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={}, runs=[best, slower, faster]
+        requests="32",
+        lengths="4,000 tokens",
+        concurrency=32,
+        forecasts=[best],
+        misses={},
+        refused={},
+        runs=[best, slower, faster],
     )
     found = advise.find_nearest(ask("H200"), load, best, ["ag_rs", "a2a"], estimate.load_published_steps())
     assert found is faster
@@ -772,13 +781,13 @@ def retyped(words: str, advice: str) -> list[str]:
 
 def test_where_nothing_fits_a_label_is_said_once() -> None:
     """And nothing is advised for layouts that fit and of which nothing is known."""
-    small = dataclasses.replace(
-        choice(), refused={"tp8": "its weights are large"}, without_room={"tp8"}, instead=["--x"]
-    )
+    large = advise.Refusal(advise.NO_ROOM, "its weights are large")
+    small = dataclasses.replace(choice(), refused={"tp8": large}, instead=["--x"])
     assert answer_formats.format_answer(ask("H200"), [small]).endswith(
         "can be recommended: tp8: its weights are large; give --x."
     )
-    other = dataclasses.replace(small, refused={"tp8": "nothing is known of it; measure it."}, without_room=set())
+    unknown = advise.Refusal(advise.OTHER, "nothing is known of it; measure it.")
+    other = dataclasses.replace(small, refused={"tp8": unknown})
     assert answer_formats.format_answer(ask("H200"), [other]).endswith(
         "recommended: tp8: nothing is known of it; measure it."
     )
@@ -797,10 +806,10 @@ def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
     settings = dataclasses.replace(ask("H200"), kv_memory="8.6GiB").settings
     for layout in list_valid_layouts(load_shape("deepseek-v3"), 8):
         of = point(tp=8, dp=layout.dp, dcp=layout.dcp, context=32000, weights_dtype="fp8")
-        said, _ = find_shortage(of, settings, load_shape("deepseek-v3"), make_planned_probe("H200", 8))
-        assert (str(layout) in fits) == (said == "")
+        shortage = find_shortage(of, settings, load_shape("deepseek-v3"), make_planned_probe("H200", 8))
+        assert (str(layout) in fits) == (shortage is None)
         who = f"{layout} (ep1 or ep8)" if layout.dp > 1 else str(layout)
-        assert load["refused"].get(who, "") == said.removeprefix(f"{of.instance_name}: ")
+        assert load["refused"].get(who) == (shortage.problem if shortage else None)
     assert len(fits) > 1
     assert load["refused"]["tp8"].startswith("--kv-memory holds 8.5 GiB")
     assert any("--kv-memory 8.6GiB --emulate H200" in text for text in found["unknown"])
@@ -875,7 +884,7 @@ def test_the_picture_names_layouts_as_the_table_does_and_marks_what_was_not_meas
         [forecast(950, MEASURED), forecast(850, dcp=4, exchange="symm")],
     ]
     choices = [
-        dataclasses.replace(choice(), name=f"{n} × 4,000", concurrency=n, forecasts=of)
+        dataclasses.replace(choice(), requests=str(n), concurrency=n, forecasts=of)
         for n, of in zip((8, 16, 32), loads, strict=True)
     ]
     answer_formats.draw_picture(ask("H200"), choices, tmp_path / "x.png")
@@ -897,17 +906,16 @@ def test_the_picture_names_layouts_as_the_table_does_and_marks_what_was_not_meas
 
 def test_layouts_that_would_fit_and_are_not_judged_stand_beside_the_answer() -> None:
     """Not behind it alone: a reader of the first sentence took them for worse."""
-    known = dataclasses.replace(
-        choice(100.0), refused={"tp8": "no call was measured.", "tp2": "large"}, without_room={"tp2"}
-    )
+    unknown, large = advise.Refusal(advise.OTHER, "no call was measured."), advise.Refusal(advise.NO_ROOM, "large")
+    known = dataclasses.replace(choice(100.0), refused={"tp8": unknown, "tp2": large})
     assert answer_formats.format_answer(ask("H200"), [known]).endswith(
         " Not judged at every load: tp8; why, see below."
     )
-    many = dataclasses.replace(known, refused={f"tp{n}": "no call was measured." for n in range(8)}, without_room=set())
+    many = dataclasses.replace(known, refused={f"tp{n}": unknown for n in range(8)})
     assert answer_formats.format_answer(ask("H200"), [many]).endswith(
         " Not judged at every load: 8 layouts; why, see below."
     )
-    fits = dataclasses.replace(known, without_room={"tp2", "tp8"})
+    fits = dataclasses.replace(known, refused={"tp8": large, "tp2": large})
     assert "judged" not in answer_formats.format_answer(ask("H200"), [fits])
     nothing = [dataclasses.replace(one, forecasts=[]) for one in (known, fits)]
     assert [row[1] for row in answer_formats.make_rows(ask("H200"), nothing)] == ["none judged", "none fits"]
@@ -1014,7 +1022,7 @@ def test_the_answer_says_that_attention_dp_gains_by_clients_in_step(dp: int, out
     asked = dataclasses.replace(ask("H200"), loads=((8, 1020, load(requests=100, output_tokens=output_tokens)),))
     of = forecast(100)
     of = dataclasses.replace(of, point=msgspec.structs.replace(of.point, dp=dp))
-    choice = advise.Choice(name="8 × 1,020", concurrency=8, forecasts=[of], misses={}, refused={})
+    choice = advise.Choice(requests="8", lengths="1,020", concurrency=8, forecasts=[of], misses={}, refused={})
     text = answer_formats.format_answer(asked, [choice])
     assert text.endswith("which favours attention DP: ask again with --output-tokens uniform:18-22.") == told
     assert ("in lock-step" in text) == told
@@ -1115,7 +1123,7 @@ def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
     """A load under which layouts of two GPUs and more have these rates."""
     forecasts = [forecast(rate, tp=2 * (n + 1)) for n, rate in enumerate(tok_s)]
     misses = {} if slo else {f.who: ["ITL p99 90 ms"] for f in forecasts}
-    return advise.Choice(name="8 × 4,000", concurrency=8, forecasts=forecasts, misses=misses, refused={})
+    return advise.Choice(requests="8", lengths="4,000", concurrency=8, forecasts=forecasts, misses=misses, refused={})
 
 
 @pytest.mark.parametrize(
@@ -1208,7 +1216,9 @@ def test_objectives_that_are_met_are_named_with_the_percentile_that_was_judged()
     itl, ttft = Percentiles(p50=20.0, p90=25.0, samples=100), Percentiles(p50=900.0, samples=8)
     best = dataclasses.replace(forecast(1000.0), itl_ms=itl, ttft_ms=ttft)
     asked = dataclasses.replace(ask("H200"), slo={"ttft": 2000.0, "itl": 30.0}, loads=((32, 4000, None),))
-    choice = advise.Choice(name="32 × 4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={})
+    choice = advise.Choice(
+        requests="32", lengths="4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={}
+    )
     ((_, who, *_),) = answer_formats.make_rows(asked, [choice])
     assert who == "tp4, meets TTFT p50 900 ms and ITL p90 25 ms"
     assert answer_formats._make_layout_json(asked, choice, best)["objectives"] == [

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from dcpbench.errors import RecordsError, UsageError
+from dcpbench.models import SHAPES
 from dcpbench.points import latency_bands, memory
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Emulated, Record
 from dcpbench.serving import replay
 from dcpbench.serving.replay import make_step_times_name, replay_from_file

@@ -391,8 +391,8 @@ class TestPays:
             "DCP pays in 0 of 1 load, in output tok/s over the best layout without DCP. 400 in · 40 out: nowhere "
             "(at most 1.00× tp4·dp4·ep4, tp4·dcp4 at 8)."
         )
-        assert said(found, "Looser").endswith(
-            "Looser, over tp4 alone: where DCP is ahead in output tok/s. 400 in · 40 out: from concurrency 8, the lowest "
+        assert said(found, "Compared with").endswith(
+            "Compared with tp4 alone: where DCP is ahead in output tok/s. 400 in · 40 out: from concurrency 8, the lowest "
             "tried, on (tp4·dcp4 1.50× there)."
         )
         assert not [s for s in answer.format_top_sentences(found) if "starts to pay" in s]
@@ -409,7 +409,9 @@ class TestPays:
             "DCP pays in 0 of 1 load, in output tok/s within the SLO over the best layout without DCP. 400 in · 40 "
             "out: nowhere, as no layout with DCP meets the SLO."
         )
-        assert "Looser, over tp4 alone, whether or not the SLO is met: where DCP is ahead" in said(found, "Looser")
+        assert "Compared with tp4 alone, whether or not the SLO is met: where DCP is ahead" in said(
+            found, "Compared with"
+        )
 
     def test_what_alone_meets_the_slo_pays_though_others_are_faster(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, {TP: 300, DP: 200, DCP: 100}, late=(TP, DP))

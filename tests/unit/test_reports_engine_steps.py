@@ -309,8 +309,8 @@ class TestSums:
         report = read(tmp_path, [measure_ours()], [off])
         assert [row["sum / profiled step"] for row in read_table(report)] == ["100.0 %", "90.9 %*"]
         assert dict(zip(report.points["run"], report.points["marks"], strict=True)) == {
-            "dcpbench": "",
-            "vLLM 0.26.0": "phases_differ",
+            "dcpbench": (),
+            "vLLM 0.26.0": ("phases_differ",),
         }
         assert (
             "Parts and idle time do not add up to the profiled step within 3 %, so they are not to be compared: vLLM 0.26.0 "

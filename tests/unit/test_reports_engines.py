@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from dcpbench.errors import UsageError
+from dcpbench.models import SHAPES
 from dcpbench.points.layout import Layout
 from dcpbench.points.memory import compute_weight_bytes, count_all_layers
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import SHAPES
 from dcpbench.records.model_sizes import ModelSizes, read_model_sizes, shorten_shape
 from dcpbench.records.record import EngineSettings, Environment, Gpu, Server, SyncSite
 from dcpbench.reports import (

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 TP, DCP2, DCP, DP = Layout(4), Layout(4, 1, 2), Layout(4, 1, 4), Layout(4, 4)
-HELD = "On 4 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and cycled), "
+HELD = "On 4 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and reused), "
 AROUND_40 = (38, 39, 39.5, 40, 40.5, 41, 42)
 IMPORTED = "These figures are what the imported files measured: "
 
@@ -179,19 +179,19 @@ class TestWhichLayoutToTake:
         text = said(tmp_path, *four, *eight)
         assert text.startswith(f"{HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more output than tp4·dcp4: ")
         assert (
-            "; on 8 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and cycled), take tp8·dcp8 at 8 requests"
+            "; on 8 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and reused), take tp8·dcp8 at 8 requests"
             in text
         )
 
     @pytest.mark.parametrize(
         ("held", "words"),
         [
-            ((19, 19), "whole model and KV cache do not fit: 19 of 61 layers held and cycled"),
+            ((19, 19), "whole model and KV cache do not fit: 19 of 61 layers held and reused"),
             (
                 (7, 4),
-                "whole model and KV cache do not fit: 7 (DeepSeek-V3) and 4 (Kimi-K2) of 61 layers held and cycled",
+                "whole model and KV cache do not fit: 7 (DeepSeek-V3) and 4 (Kimi-K2) of 61 layers held and reused",
             ),
-            ((61, 60), "whole model and KV cache do not fit: 60 of Kimi-K2's 61 layers held and cycled"),
+            ((61, 60), "whole model and KV cache do not fit: 60 of Kimi-K2's 61 layers held and reused"),
         ],
     )
     def test_layers_that_are_cycled_are_said_of_the_models_that_hold_so_many(
@@ -211,7 +211,7 @@ class TestWhichLayoutToTake:
     def test_what_is_replayed_is_said_with_the_gpus(self, tmp_path: Path) -> None:
         records = [serve.served(serve.point(layout, changed={"mode": REPLAY})) for layout in (TP, DCP)]
         assert said(tmp_path, *records, itl=60).startswith(
-            "On 4 × H200 (replayed, not served live; whole model and KV cache do not fit: 19 of 61 layers held and cycled), take tp4"
+            "On 4 × H200 (replayed, not served live; whole model and KV cache do not fit: 19 of 61 layers held and reused), take tp4"
         )
 
 
@@ -489,8 +489,9 @@ class TestNoRoom:
     def test_the_bullet_names_layouts_with_the_least_load(self, tmp_path: Path) -> None:
         lost = [build.rejected(build.point(x, context=128_000, concurrency=n)) for x in (TP, DCP2) for n in (32, 48)]
         found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *lost)
-        assert "No room in memory: tp4 and tp4·dcp2 from 32 requests of 128,000 tokens on." in overview.format_bullets(
-            found
+        assert (
+            "Does not fit into memory: tp4 and tp4·dcp2 from 32 requests of 128,000 tokens on."
+            in overview.format_bullets(found)
         )
 
 
@@ -525,7 +526,7 @@ def test_points_without_room_are_said_by_the_fewest_requests_of_each_length(
     """A length that nobody knows is not said."""
     rows = [{"context": context, "mode": mode, "layout": f"tp{tp}", "concurrency": n} for tp in (4, 8) for n in (48, 8)]
     monkeypatch.setattr(overview, "select_rejected_for_memory", lambda _: pd.DataFrame(rows))
-    assert overview._describe_rejections(None) == f"No room in memory: tp4 and tp8 from 8 requests{said} on."  # type: ignore[arg-type]
+    assert overview._describe_rejections(None) == f"Does not fit into memory: tp4 and tp8 from 8 requests{said} on."  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("lengths", "more"), [(3, ""), (4, "; and 1 more"), (6, "; and 3 more")])
@@ -536,4 +537,4 @@ def test_of_loads_with_no_room_three_are_named(monkeypatch: pytest.MonkeyPatch, 
     )
     monkeypatch.setattr(overview, "select_rejected_for_memory", lambda _: lost)
     named = "; ".join(f"tp4 from 8 requests of {n},000 tokens on" for n in (1, 2, 3))
-    assert overview._describe_rejections(None) == f"No room in memory: {named}{more}."  # type: ignore[arg-type]
+    assert overview._describe_rejections(None) == f"Does not fit into memory: {named}{more}."  # type: ignore[arg-type]

@@ -395,7 +395,7 @@ class TestFindings:
         (row,) = read.served.to_dict("records")
         assert (row["output_tok_s"], row["output_tok_s_low"], row["output_tok_s_high"]) == (105, 100, 110)
         assert answer.collect_repeat_differences(read) == [pytest.approx(10 / 105)]
-        assert len(tables.build_served_repeats_table(findings.select_served_repeats(read.served)).rows) == 1
+        assert len(tables.build_repeats_table(findings.select_served_repeats(read.served), served=True).rows) == 1
 
     def test_a_replay_repeated_proves_nothing(self, tmp_path: Path) -> None:
         """The same integers in give the same numbers out."""

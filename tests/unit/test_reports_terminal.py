@@ -31,7 +31,7 @@ TABLE = FittedTable(
         Column("p99", ["12.5", "—"], drop=1, full_name="ITL p99"),
         Column("/GPU", ["308", "24.9"], drop=0),
     ],
-    ["noisy, drift", "drift"],
+    [["noisy", "drift"], ["drift"]],
 )
 
 
@@ -195,7 +195,7 @@ def test_the_scatter_within_a_launch_is_named_apart_from_that_between_launches(t
 @pytest.mark.parametrize(("width", "between"), [(35, 3), (34, 2), (32, 2)])
 def test_columns_stand_closer_where_that_makes_them_fit(width: int, between: int) -> None:
     """Names of 8 letters, numbers of 5 and 1, marks of 12: 26, and three times what is between. Below, marks are letters."""
-    wide = FittedTable("t", ["tp4·dcp4"], [Column("tok/s", ["99.50"]), Column("x", ["1"])], ["noisy, drift"])
+    wide = FittedTable("t", ["tp4·dcp4"], [Column("tok/s", ["99.50"]), Column("x", ["1"])], [["noisy", "drift"]])
     assert shown(wide, width)[-1] == (" " * between).join(["tp4·dcp4", "99.50", "1", "noisy, drift"])
     assert shown(wide, 31)[-1] == "marks: a noisy, b drift"
 

@@ -110,8 +110,8 @@ SERVE: dict[str, dict[str, object]] = {
     "prefixes": {"prefix_share": 0.3, "prefix_groups": 4, "prefix_cache": False},
     "how": {"policy": "prefill-first", "chunk": 4096, "prefill": "flashinfer", "seed": 7, "exchange": "a2a,symm"},
     "modes": {"mode": "live,replay", "q_replicate": True, "project_first": True, "all_reduce": "symm"},
-    "limits": {"limit": "0.00005s", "slo": "ttft=500,itl=49.5", "profile": False, "kv_memory": "20GiB"},
-    "limited": {"limit": "40", "repeats": 2},
+    "limits": {"limit_seconds": "0.00005", "slo": "ttft=500,itl=49.5", "profile": False, "kv_memory": "20GiB"},
+    "limited": {"num_requests": "40", "repeats": 2},
 }
 
 
@@ -126,7 +126,7 @@ def test_a_served_point_of_a_cpu_asks_for_the_cpu(read_back: ReadBack) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"concurrency": 2}, {"request_rate": 2}, {"limit": "60s"}, {"limit": "3"}], ids=str
+    "more", [{}, {"concurrency": 2}, {"request_rate": 2}, {"limit_seconds": 60}, {"num_requests": "3"}], ids=str
 )
 def test_a_file_of_requests_is_named_with_its_folder(
     more: dict[str, object], tmp_path: Path, read_back: ReadBack
@@ -172,8 +172,8 @@ def test_a_repeat_is_measured_as_a_first_pass() -> None:
         ("exchange", "", None),
         ("weights", "/models/a,b", ["--weights", "/models/a,b"]),
         ("model", "-x", ["--model=-x"]),
-        ("no_prefix_cache", True, ["--no-prefix-cache"]),
-        ("no_prefix_cache", False, []),
+        ("no_profile", True, ["--no-profile"]),
+        ("no_profile", False, []),
     ],
 )
 def test_a_comma_in_a_name_is_two_names_and_in_a_path_a_comma(
@@ -184,6 +184,34 @@ def test_a_comma_in_a_name_is_two_names_and_in_a_path_a_comma(
             reproduce._format_option(name, value)
     else:
         assert reproduce._format_option(name, value) == words
+
+
+@pytest.mark.parametrize(
+    ("options", "joined"),
+    [
+        ({"turns": "4", "think_time": 2.0}, {"sessions": "4,think=2.0"}),
+        ({"think_time": 2.0, "tp": 2}, {"sessions": "think=2.0", "tp": 2}),
+        ({"page_size": 64, "weights": "x", "interleave": 8}, {"page_size": "64,interleave=8", "weights": "x"}),
+        ({"prefix_cache": False}, {"prefill": "prefix-cache=no"}),
+        ({"q_replicate": True, "project_first": False}, {"collectives": "q-replicate=yes"}),
+    ],
+    ids=str,
+)
+def test_keys_of_one_option_are_joined(options: dict[str, object], joined: dict[str, object]) -> None:
+    assert reproduce._join_keys(options) == joined
+
+
+def test_a_key_with_a_comma_in_its_value_has_no_command() -> None:
+    with pytest.raises(UsageError, match="--sessions turns='1,2' cannot be typed"):
+        reproduce._join_keys({"turns": "1,2"})
+
+
+def test_a_computation_that_no_option_selects_has_no_command() -> None:
+    """Where weights and KV are fp8, bf16 is the default on GPUs and fp32 on the CPU."""
+    point = record_builder.point(dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
+    assert "--weights-dtype fp8 --kv-dtype fp8" in build_command(point, {})
+    with pytest.raises(UsageError, match="no option selects bf16"):
+        build_command(point, {}, cpu=True)
 
 
 def test_a_weights_folder_is_no_list_of_names() -> None:

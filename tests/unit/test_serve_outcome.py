@@ -125,7 +125,7 @@ class TestMetrics:
     def test_a_run_without_any_token_has_no_metrics_and_says_why(self) -> None:
         with pytest.raises(UsageError, match=r"1 request rejected and 0 cut off.*--kv-memory"):
             metrics(build.serve([build.request(0, inputs=2000)], concurrency=1))
-        with pytest.raises(UsageError, match=r"1 cut off by --limit 1s; use a longer one\.$"):
+        with pytest.raises(UsageError, match=r"1 cut off by --timeout load=1; use a longer one\.$"):
             metrics(build.serve([build.request(0, inputs=200)], concurrency=1, until_s=1), limit_s=1.0)
         with pytest.raises(UsageError, match=r"a signal ended the run before the first token.*--resume\.$"):
             metrics(build.serve([build.request(0, inputs=200)], concurrency=1, until_s=1), interrupted=True)

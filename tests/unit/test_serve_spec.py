@@ -9,13 +9,13 @@ import pytest
 
 from dcpbench.errors import CapacityError, DcpbenchError, MissingPackageError, UsageError
 from dcpbench.launch.progress import format_point_names, format_rejected
+from dcpbench.models import SHAPES, load_shape
 from dcpbench.plan import grid
 from dcpbench.plan.serve_spec import SERVE_PARSERS, ServeLoads, find_short_slos, make_serve_spec, resolve_step_times
 from dcpbench.plan.spec import read_options
 from dcpbench.points import budget, memory
 from dcpbench.points.layout import Layout
 from dcpbench.points.names import CLOSED, CUT, GAMMA, TRACE
-from dcpbench.points.shapes import SHAPES, load_shape
 from dcpbench.records.stats import compute_min_samples, find_highest_percentile
 from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS, format_varied_lengths, is_lock_step, parse_lengths
 from dcpbench.serving.loads import draw_arrival_times, draw_lengths
@@ -178,14 +178,16 @@ class TestPoints:
         assert (found.request_rate, found.burstiness) == (2.0, 0.5)
 
     def test_settings_hold_what_is_the_same_for_all_points(self, trace: Path) -> None:
-        spec = make_serve_spec({"slo": "ttft=500", "limit": "60s", "requests": str(trace), "profile": False}, CPU)
+        spec = make_serve_spec(
+            {"slo": "ttft=500", "limit_seconds": "60", "requests": str(trace), "profile": False}, CPU
+        )
         assert (spec.settings.slo, spec.settings.limit_seconds) == ({"ttft": 500.0}, 60.0)
         assert (spec.settings.trace_path, spec.settings.profile) == (str(trace), False)
 
     def test_a_limit_in_requests_shortens_the_load(self) -> None:
-        (found,) = loads(limit="5")
+        (found,) = loads(num_requests="5")
         assert found.requests == 5
-        assert make_serve_spec({"limit": 5}, CPU).settings.limit_seconds is None
+        assert make_serve_spec({"num_requests": 5}, CPU).settings.limit_seconds is None
 
     def test_fewer_requests_than_usual_clients_have_as_many_clients(self) -> None:
         assert [c.point.concurrency for c in expand(num_requests=3)] == [3]
@@ -226,10 +228,10 @@ class TestTraces:
         assert [(c.point.load.arrival, c.point.concurrency) for c in expand(requests=str(path))] == [(CLOSED, 4)]
 
     def test_a_limit_takes_the_first_requests(self, trace: Path) -> None:
-        (found,) = expand(requests=str(trace), limit=2)
+        (found,) = expand(requests=str(trace), num_requests=2)
         assert (found.point.load.requests, found.point.context) == (2, 30)
 
-    @pytest.mark.parametrize("name", ["num_requests", "input_tokens", "output_tokens"])
+    @pytest.mark.parametrize("name", ["input_tokens", "output_tokens"])
     def test_what_it_says_itself_cannot_be_typed(self, trace: Path, name: str) -> None:
         with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} and --requests .* contradict each other"):
             expand(requests=str(trace), **{name: 5})
@@ -292,8 +294,8 @@ def test_a_folder_of_step_times_is_no_file_of_them(tmp_path: Path) -> None:
         ({"burstiness": 2}, "--burstiness shapes --request-rate, which was not given"),
         ({"prefix_share": 1}, "--prefix-share 1 is not a share"),
         ({"prefix_share": -0.1}, "--prefix-share -0.1 is not a share"),
-        ({"prefix_groups": 2}, "--prefix-groups without --prefix-share"),
-        ({"prefix_groups": 0, "prefix_share": 0.5}, "--prefix-groups 0 is not positive"),
+        ({"prefix_groups": 2}, "--prefix-share groups without a share"),
+        ({"prefix_groups": 0, "prefix_share": 0.5}, "--prefix-share groups=0 is not positive"),
         ({"num_requests": 0}, "--num-requests 0 is not positive"),
         ({"num_requests": 10**11}, "which would not fit in memory"),
         ({"num_requests": "9" * 5000}, "not a whole number; write for example --num-requests 1000"),
@@ -303,7 +305,10 @@ def test_a_folder_of_step_times_is_no_file_of_them(tmp_path: Path) -> None:
         ({"input_tokens": "64K"}, "--input-tokens 64K: K is 1,000 in some tools and 1,024 in others; write 64000"),
         ({"mode": ""}, "--mode is empty; write for example --mode replay"),
         ({"slo": ""}, "--slo is empty"),
-        ({"concurrency": "4", "limit": "2"}, "more than the 2 requests, so that fewer are in flight; use --limit 40"),
+        (
+            {"concurrency": "4", "num_requests": "2"},
+            "more than the 2 requests, so that fewer are in flight; use --num-requests 40",
+        ),
         ({"concurrency": "0"}, "--concurrency 0 is not positive"),
         ({"concurrency": "17"}, "--concurrency 17 is more than the 16 requests"),
         ({"seed": -1}, "--seed -1 is negative"),
@@ -318,7 +323,7 @@ def test_a_folder_of_step_times_is_no_file_of_them(tmp_path: Path) -> None:
             {"output_tokens": "4,,5"},
             "--output-tokens '4,,5' has an empty entry; write a comma list such as --output-tokens 500,1500",
         ),
-        ({"limit": "-5"}, "--limit -5 is not positive"),
+        ({"limit_seconds": "-5"}, "--timeout load=-5 is not a positive number"),
         ({"slo": "p99=3"}, "--slo p99: not one of ttft"),
         ({"requests": "none.jsonl"}, "--requests none.jsonl cannot be read"),
     ],
@@ -465,8 +470,8 @@ def test_a_file_holds_the_same_names_as_the_command_line(tmp_path: Path) -> None
     """Tables and numbers of TOML, and `no-` for what is on by default."""
     path = tmp_path / "serve.toml"
     path.write_text(
-        'request-rate = [0.5, 2]\ninput_tokens = [10, "uniform:5-9"]\nno-prefix-cache = true\nno-baseline = true\n'
-        'limit = "9s"\n[slo]\nttft = 500\n'
+        'request-rate = [0.5, 2]\ninput_tokens = [10, "uniform:5-9"]\nprefill = {prefix-cache = false}\nno-baseline = true\n'
+        "timeout = {load = 9}\n[slo]\nttft = 500\n"
     )
     given = read_options(path, SERVE_PARSERS)
     spec = make_serve_spec(given, CPU)
@@ -575,9 +580,9 @@ class TestInstances:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            ({"disaggregate": "1:1"}, "add --transfer-gb-s 50"),
+            ({"disaggregate": "1:1"}, "add gb-s=50"),
             ({"disaggregate": "2", "transfer_gb_s": 50}, "no KV crosses; add --disaggregate 1:1"),
-            ({"transfer_ms": 3}, "--transfer-ms without instances"),
+            ({"transfer_ms": 3}, "--disaggregate ms without instances"),
             ({"disaggregate": "0:2", "transfer_gb_s": 50}, "no instance would prefill"),
             ({"disaggregate": "2:0", "transfer_gb_s": 50}, "no instance would decode"),
             ({"disaggregate": "0"}, "write 1 to 256"),

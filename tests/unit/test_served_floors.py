@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from dcpbench.models import SHAPES
 from dcpbench.points.layout import Layout
 from dcpbench.points.roofline import Sharding, StepRows, compute_step_floors, compute_step_matmul_s
-from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Rates
 from dcpbench.serving.requests import Chunk, ReplicaStep, Step
 from dcpbench.workloads.served_floors import Shares, compute_shares

@@ -12,7 +12,7 @@ import pytest
 from dcpbench.errors import UsageError
 from dcpbench.plan.serve_spec import ServeLoads, read_loads
 from dcpbench.points.point import Load, Point
-from dcpbench.reports.multi_turn import build_table
+from dcpbench.reports.record_tables import build_turns_table as build_table
 from dcpbench.serving.load_words import format_load
 from dcpbench.serving.loads import compute_extent, make_requests
 from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, make_rows
@@ -208,11 +208,11 @@ class TestTimes:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"think_time": 3.0}, "--think-time without --turns: no request has a next turn; add --turns 4"),
-        ({"turn_tokens": "7"}, "--turn-tokens without --turns"),
-        ({"turns": "4", "think_time": -1.0}, "--think-time -1: not 0 to 86,400 seconds"),
-        ({"turns": "4", "think_time": math.nan}, "--think-time nan: not 0 to 86,400 seconds"),
-        ({"turns": "20000"}, "--turns 20000: a session has at most 10,000 turns"),
+        ({"think_time": 3.0}, "--sessions think without turns: no request has a next turn; add turns=4"),
+        ({"turn_tokens": "7"}, "--sessions tokens without turns"),
+        ({"turns": "4", "think_time": -1.0}, "--sessions think=-1: not 0 to 86,400 seconds"),
+        ({"turns": "4", "think_time": math.nan}, "--sessions think=nan: not 0 to 86,400 seconds"),
+        ({"turns": "20000"}, "--sessions turns=20000: a session has at most 10,000 turns"),
     ],
 )
 def test_mistakes_are_sentences(options: dict[str, object], words: str) -> None:
@@ -276,7 +276,9 @@ def test_metrics_and_a_table_say_what_each_turn_had_cached() -> None:
 def test_more_clients_than_sessions_are_refused_and_by_default_there_are_no_more() -> None:
     """16 requests of 8 turns are two sessions."""
     plain = {"num_requests": 16, "input_tokens": ("32",), "output_tokens": ("8",), "chunk": (64,)}
-    with pytest.raises(UsageError, match="--concurrency 4 is more than the 2 sessions of --turns 8 that 16 requests"):
+    with pytest.raises(
+        UsageError, match="--concurrency 4 is more than the 2 sessions of --sessions turns=8 that 16 requests"
+    ):
         list(ServeLoads(**plain, concurrency=(4,), turns="8").iter_loads())
     assert [c for c, _ in ServeLoads(**plain, concurrency=(2,), turns="8").iter_loads()] == [2]
     assert read_loads({"turns": "8"}, plain | {"concurrency": (4,)})[0].concurrency == (2,)

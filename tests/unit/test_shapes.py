@@ -13,12 +13,13 @@ import torch
 
 from dcpbench.errors import DcpbenchError, ModelError
 from dcpbench.kernels.rope import compute_softmax_scale, make_rope_table
+from dcpbench.models import SHAPES, check_published, from_config, load_shape
+from dcpbench.models.checkpoint_folder import check_checkpoint
 from dcpbench.plan import validate
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.point import Load, Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import SHAPES, check_checkpoint, from_config, load_shape
 
 FP8: dict[str, Any] = {
     "activation_scheme": "dynamic",
@@ -236,7 +237,7 @@ YARN = V3["rope_scaling"]
     ("config", "sentence"),
     [
         (V3 | {"model_type": "deepseek_v32", "index_topk": 2048}, "'model_type' is 'deepseek_v32', which may compute"),
-        (V3 | {"model_type": "longcat_flash"}, "deepseek_v2, deepseek_v3, kimi_k2 are supported"),
+        (V3 | {"model_type": "longcat_flash"}, "deepseek_v2, deepseek_v3, kimi_k2.* are supported"),
         (V3 | {"model_type": None}, "'model_type' is None"),
         ({k: v for k, v in V3.items() if k != "model_type"}, "lacks the field 'model_type'"),
         (V3 | {"index_topk": 2048}, "'index_topk' is 2048, and dcpbench does not know what that changes"),
@@ -377,12 +378,15 @@ def test_a_quantisation_in_fp8_blocks_is_how_a_model_is_published(left_out: str)
         ({"fmt": "e5m2"}, "'fmt' is 'e5m2'"),
     ],
 )
-def test_other_quantisations_give_a_shape_but_no_checkpoint(
+def test_other_quantisations_give_a_shape_but_no_bytes_and_no_checkpoint(
     changed: dict[str, object], named: str, tmp_path: Path
 ) -> None:
-    """Sizes can be planned and made up with; where the tensors are to be read, the field is named."""
+    """Layers can be planned in bf16 or fp8; where the tensors are to be read, the field is named."""
     config = V3 | {"quantization_config": FP8 | changed}
-    assert from_config(config, Path("v3.json")).published == "bf16"
+    shape = from_config(config, Path("v3.json"))
+    assert not shape.is_sized
+    with pytest.raises(ModelError, match=r"that dcpbench cannot size .* --weights-dtype fp8 or bf16"):
+        check_published(shape)
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelError, match=f"'quantization_config'.*{named}"):

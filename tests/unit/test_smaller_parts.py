@@ -267,11 +267,11 @@ class TestAdvice:
         )
         monkeypatch.setattr(advise, "measure_whole_model", lambda *_: whole)
         ask = advised.ask("H200")
-        assert advise.find_no_fit(ask, advised.point()) == advise.NoFit(whole_model=True, reason=said)
-        assert advise.find_no_fit(dataclasses.replace(ask, cycled=True), advised.point()) is None
+        assert advise.find_refusal(ask, advised.point()) == advise.Refusal(advise.NO_WHOLE_MODEL, said)
+        assert advise.find_refusal(dataclasses.replace(ask, cycled=True), advised.point()) is None
         fits = msgspec.structs.replace(whole, weight_bytes=1, kv_bytes=1)
         monkeypatch.setattr(advise, "measure_whole_model", lambda *_: fits)
-        assert advise.find_no_fit(ask, advised.point()) is None
+        assert advise.find_refusal(ask, advised.point()) is None
 
 
 def test_idle_time_is_told_as_a_share_of_a_step_in_percent() -> None:
@@ -340,7 +340,7 @@ def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monk
             3,
             0,
             {"limit_s": 1.5},
-            "no output token came: 0 requests rejected and 3 cut off by --limit 1.5s; use a longer one.",
+            "no output token came: 0 requests rejected and 3 cut off by --timeout load=1.5; use a longer one.",
         ),
         (
             0,
@@ -358,7 +358,7 @@ def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monk
             0,
             {},
             (
-                "no output token came: 0 requests rejected and 3 cut off, though neither --limit nor a signal ended the run; "
+                "no output token came: 0 requests rejected and 3 cut off, though neither --timeout nor a signal ended the run; "
                 "read the log of the server or of the run."
             ),
         ),
@@ -754,15 +754,15 @@ def test_node_0_waits_for_others_as_long_as_is_left(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(nodes, "_receive_greeting", lambda line, *_: met[line.number])
     monkeypatch.setattr(nodes, "get_secret", lambda: b"")
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    assert [line.number for line in nodes._wait_for_nodes("h:1", 2, 5.0, "")] == [3, 1]  # type: ignore[attr-defined]
+    assert [line.number for line in nodes._wait_for_nodes("h:1", 2, 5.0)] == [3, 1]  # type: ignore[attr-defined]
     assert left == pytest.approx([5.0, 3.0, 1.0])
     left.clear()
     words = (
-        r"^2 of 3 other nodes came to h:1 within 5 s; start the same command with its own --node-rank on each, or raise "
-        r"--timeout\. 1 that came had another DCPBENCH_SECRET or --rdzv-id\.$"
+        r"^2 of 3 other nodes came to h:1 within 5 s; start the same command with its own rank of --nodes on each, or raise "
+        r"--timeout\. 1 that came had another DCPBENCH_SECRET\.$"
     )
     with pytest.raises(WorkerError, match=words):
-        nodes._wait_for_nodes("h:1", 3, 5.0, "")
+        nodes._wait_for_nodes("h:1", 3, 5.0)
     assert left == pytest.approx([5.0, 3.0, 1.0, 0.001])
 
 
@@ -817,10 +817,10 @@ def test_nccl_is_listened_to_for_a_while_and_up_to_a_mebibyte(tmp_path: Path, mo
     ("limit", "trace", "wanted"),
     [
         (None, None, "--num-requests 80"),
-        (40, None, "--limit 80 or none"),
+        (40, None, "--num-requests 80, or none"),
         (41, None, "--num-requests 80"),
         (None, "file", "a longer file"),
-        (40, "file", "--limit 80 or none"),
+        (40, "file", "--num-requests 80, or none"),
         (39, "file", "a longer file"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from dcpbench.errors import CapacityError, DcpbenchError, ModelError, UsageError
 from dcpbench.plan.option_parsers import parse_bytes
-from dcpbench.plan.spec import PARSERS, SweepSpec, make_spec, read_options, select_device
+from dcpbench.plan.spec import SPEC_PARSERS, SweepSpec, make_spec, read_options, select_device
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.point import HOW
 
@@ -153,10 +153,10 @@ def test_a_missing_or_binary_file_is_a_usage_error(tmp_path: Path) -> None:
         ({"exchange": "none"}, "--exchange none is unknown"),
         ({"all_reduce": "ncl"}, "did you mean nccl"),
         ({"q_replicate": "yes"}, "q_replicate is 'yes'; write true or false"),
-        ({"project_first": []}, "--project-first is empty"),
+        ({"project_first": []}, "--collectives project-first is empty"),
         ({"backend": "tritn"}, "did you mean triton"),
         ({"dtype": "bfloat16"}, "did you mean bf16"),
-        ({"page_size": 64, "interleave": 3}, "--interleave 3 does not divide --page-size 64; these do: 1, 2, 4"),
+        ({"page_size": 64, "interleave": 3}, "--page-size interleave=3 does not divide its 64 rows; these do: 1, 2, 4"),
         ({"page_size": 10**9, "interleave": 3}, "these do: 1, 2, 4, 5, 8"),
         ({"page_size": 0}, "--page-size 0 is not positive"),
         ({"seconds": -1.0}, "--seconds -1 is not a positive number of seconds; try --seconds 10"),
@@ -225,7 +225,7 @@ def test_device_cpu_hides_the_gpus_and_device_cuda_needs_one() -> None:
 def test_every_option_of_a_file_reaches_the_spec_or_its_settings() -> None:
     """No name is accepted and then ignored."""
     fields = set(SweepSpec.__dataclass_fields__) | {"kv_memory", "seconds", "profile"}
-    assert set(PARSERS) == fields - {"settings", "serve", "how"} | {axis.name for axis in HOW}
+    assert set(SPEC_PARSERS) == fields - {"settings", "serve", "how"} | {axis.name for axis in HOW}
 
 
 def test_a_spec_made_by_hand_is_checked_too() -> None:

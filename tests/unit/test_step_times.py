@@ -328,6 +328,19 @@ class TestFile:
         with pytest.raises(RecordsError, match=f"path.*{'' if None in change.values() else next(iter(change))}"):
             read_step_times(tmp_path / "x.json")
 
+    def test_a_field_that_is_newer_than_the_file_has_its_default(self, tmp_path: Path) -> None:
+        """Files stay readable if an axis is added. A field without a default cannot be left out."""
+        path = tmp_path / "one.json"
+        write_step_times(path, TIMES)
+        older = msgspec.json.decode(path.read_bytes())
+        del older["path"]["all_reduce"]
+        path.write_bytes(msgspec.json.encode(older))
+        assert read_step_times(path).path["all_reduce"] == "nccl"
+        del older["path"]["model"]
+        path.write_bytes(msgspec.json.encode(older))
+        with pytest.raises(RecordsError, match=r"path\.model is missing"):
+            read_step_times(path)
+
     def test_one_without_the_host_s_time_has_none(self, tmp_path) -> None:
         """As files have that are older than it."""
         path = tmp_path / "one.json"

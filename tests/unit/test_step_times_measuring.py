@@ -9,9 +9,9 @@ import pytest
 
 from dcpbench.kernels import moe
 from dcpbench.kernels.moe import decode_experts, prefill_experts, scaled
+from dcpbench.models import SHAPES
 from dcpbench.points.layout import Layout
 from dcpbench.points.roofline import Sharding, StepRows, compute_step_floors
-from dcpbench.points.shapes import SHAPES
 from dcpbench.records.record import Rates
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step
 from dcpbench.serving.step_cases import CaseSteps

@@ -152,9 +152,9 @@ class TestSlurmScriptAsItRuns:
         run = tmp_path / "run dir"
         ran = Ran(tmp_path, asked(run, words=NASTY))
         assert ran.code == 0, ran.said
-        meets = ["--nnodes", "2", "--rdzv-endpoint", "10.0.0.7:20345", "--rdzv-id", "slurm-12345"]
-        assert ran.words(0) == [*NASTY, *meets, "--node-rank", "0", "-o", str(run)]
-        assert ran.words(1) == [*NASTY, *meets, "--node-rank", "1", "-o", f"{run}/nodes/1"]
+        meets = "2,endpoint=10.0.0.7:20345"
+        assert ran.words(0) == [*NASTY, "--nodes", f"{meets},rank=0", "-o", str(run)]
+        assert ran.words(1) == [*NASTY, "--nodes", f"{meets},rank=1", "-o", f"{run}/nodes/1"]
         assert not (tmp_path / "stolen").exists()
 
     def test_one_node_meets_nobody(self, tmp_path: Path) -> None:
@@ -397,14 +397,14 @@ class TestPod:
         assert next(pod.lines) == f"{k8s.ENDED} 0\n"
         (tmp_path / "fetched").touch()
         assert pod.code() == 0
-        meets = ["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "10.1.2.3:29500", "--rdzv-id", "night"]
+        meets = ["--nodes", "2,rank=0,endpoint=10.1.2.3:29500"]
         assert (tmp_path / "words").read_text().split("\0")[:-1] == [*NASTY, *meets, "-o", str(tmp_path / "run")]
 
     def test_another_node_finds_node_0_by_its_name_and_ends_with_its_command(self, tmp_path: Path) -> None:
         (tmp_path / "known-night-0.night").touch()
         pod = Pod(tmp_path, f"{TELL}; exit 3", ("sweep",), index=1, nodes=2)
         assert pod.code() == 3
-        meets = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "night-0.night:29500", "--rdzv-id", "night"]
+        meets = ["--nodes", "2,rank=1,endpoint=night-0.night:29500"]
         words = (tmp_path / "words").read_text().split("\0")[:-1]
         assert words == ["sweep", *meets, "-o", str(tmp_path / "run" / "nodes" / "1")]
 

@@ -12,6 +12,7 @@ import pytest
 
 from dcpbench.errors import CapacityError, DcpbenchError, LayoutError, MissingPackageError, ModelError, UsageError
 from dcpbench.launch.progress import format_rejected
+from dcpbench.models import load_shape
 from dcpbench.plan import grid
 from dcpbench.plan.spec import make_planned_probe, make_spec
 from dcpbench.points import budget, memory
@@ -19,7 +20,6 @@ from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import load_shape
 from dcpbench.reports.dataframes import load_frames
 from dcpbench.reports.findings import BASELINE_OF
 from dcpbench.serving.allocator import DcpAllocator
@@ -208,11 +208,13 @@ def test_replicated_projections_take_memory_from_the_kv_pool() -> None:
 
 
 def test_an_option_of_an_exchange_that_no_point_has_is_refused() -> None:
-    """--q-replicate with --dcp 1 alone would silently measure something else; so would verify."""
-    with pytest.raises(UsageError, match=r"--q-replicate, --project-first without a layout with --dcp > 1"):
+    """--collectives q-replicate=yes with --dcp 1 alone would silently measure something else; so would verify."""
+    with pytest.raises(
+        UsageError, match=r"--collectives q-replicate, --collectives project-first without a layout with --dcp > 1"
+    ):
         expand(dcp="1", concurrency=8, q_replicate=True, project_first=True)
     spec = make_spec({"tp": "2", "model": "tiny", "project_first": True}, CPU)
-    with pytest.raises(UsageError, match=r"--project-first without"):
+    with pytest.raises(UsageError, match=r"--collectives project-first without"):
         grid.expand_layouts([Layout(tp=2)], spec, CPU)
     assert all(c.error is None for c in grid.expand_layouts([Layout(tp=2), Layout(tp=2, dcp=2)], spec, CPU))
 
@@ -237,7 +239,7 @@ def test_auto_is_for_points_that_are_timed_on_gpus() -> None:
 
 
 def test_both_sides_of_a_comparison_have_each_all_reduce() -> None:
-    """The baseline of a point with --all-reduce symm has it, too; a rank without peers has nothing to reduce."""
+    """The baseline of a point with --collectives all-reduce=symm has it, too; a rank without peers has nothing to reduce."""
     found = expand(dcp="4", concurrency=8, all_reduce="nccl,symm", dtype="bf16")
     assert [(c.point.dcp, c.point.all_reduce) for c in found] == [(1, "nccl"), (1, "symm"), (4, "nccl"), (4, "symm")]
     assert grid.format_path(found[1].point) == "flashinfer symm all-reduce"
@@ -294,7 +296,7 @@ def test_what_to_type_instead_is_of_the_same_kind(options: dict[str, object], in
 def test_what_to_type_instead_stays_a_plan_for_the_same_gpus() -> None:
     """Of who plans for four H200 that are not here: the shorter command must not run on this machine."""
     text = reason(expand(make_planned_probe("H200", 4), tp="8", dcp="8", concurrency=8))
-    assert "--tp 4 --dcp 4 --dry-run --gpu H200 --gpus 4 (or" in text
+    assert "--tp 4 --dcp 4 --dry-run --gpu H200,count=4 (or" in text
 
 
 def test_reasons_that_differ_in_advice_alone_are_one() -> None:
@@ -338,7 +340,7 @@ def test_only_the_points_that_need_too_many_gpus_are_rejected() -> None:
 def test_the_gpus_of_all_nodes_count() -> None:
     """Two machines with 4 GPUs run tp 8; three cannot share it evenly."""
     assert all(c.error is None for c in expand(nnodes=2, tp="8", concurrency=8))
-    assert "does not divide over --nnodes 3" in reason(expand(nnodes=3, tp="8", concurrency=8))
+    assert "does not divide over --nodes 3" in reason(expand(nnodes=3, tp="8", concurrency=8))
 
 
 @pytest.mark.parametrize(
@@ -690,7 +692,7 @@ def test_a_layout_that_cuts_blocks_on_a_gpu_names_the_largest_that_does_not() ->
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ({"weights_dtype": "bf16", "kv_dtype": "fp16"}, "one dtype; use --dtype bf16, or fp8 for one of them"),
+        ({"weights_dtype": "bf16", "kv_dtype": "fp16"}, "one dtype; use --kv-dtype bf16, or fp8 for one of them"),
         ({"weights_dtype": "int8"}, "--weights-dtype int8 is unknown"),
         ({"kv_dtype": "e4m3"}, "--kv-dtype e4m3 is unknown"),
         ({"dtype": "fp4"}, "--dtype fp4 is unknown"),

@@ -111,3 +111,24 @@ def test_sizes_of_a_device_are_rounded_and_not_cut() -> None:
         "L2 cache 127 MiB",
         "compute capability 10.0",
     ]
+
+
+def test_the_time_left_follows_from_points_of_the_same_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replays after 300 s of measured steps and 1 s, then three live runs of 20 s, the first of which starts a server in 60 s."""
+    names = {"r1": "first", "r2": "second", "l1": "third", "l2": "fourth", "l3": "fifth"}
+    clock = iter([0.0, 300.0, 301.0, 361.0, 381.0, 401.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    now = [next(clock)]
+    out = io.StringIO()
+    kinds = {key: "replay" if key.startswith("r") else "live" for key in names}
+    bar = progress.ProgressBar(names, Console(file=out, width=140), kinds=kinds)
+    for key in names:
+        now[0] = next(clock)
+        bar(Progress(stage="done", key=key))
+    assert out.getvalue().splitlines() == [
+        "[1/5] first",
+        "[2/5] second",
+        "[3/5] third  (about 2 min left)",
+        "[4/5] fourth  (about 20 s left)",
+        "[5/5] fifth",
+    ]

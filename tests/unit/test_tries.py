@@ -41,6 +41,6 @@ def test_a_point_that_failed_twice_is_left_out_with_what_tries_it_again(
     fail(tmp_path, POINTS[1], stage="measure")
     assert point_runner._drop_set_aside(POINTS, tmp_path, retries=0) == POINTS[1:]
     assert capsys.readouterr().err == (
-        "1 point that failed 2 times is set aside: the records say why. To try it again, add --point-retries 2.\n"
+        "1 point that failed 2 times is set aside: the records say why. To try it again, add --timeout retries=2.\n"
     )
     assert point_runner._drop_set_aside(POINTS, tmp_path, retries=2) == POINTS

@@ -11,6 +11,7 @@ import torch
 
 from dcpbench.errors import RecordsError
 from dcpbench.kernels.moe.routing import NO_EXPERT
+from dcpbench.models import SHAPES
 from dcpbench.points.batches import compute_batch_rows, compute_chunk_rows
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.cluster_specs import load_machine
@@ -19,7 +20,6 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.point import Load, Point
 from dcpbench.points.roofline import Sharding, StepRows, compute_gather_work, iter_expert_works, iter_phase_works
 from dcpbench.points.settings import Settings
-from dcpbench.points.shapes import SHAPES
 from dcpbench.recommend import estimate
 from dcpbench.recommend.forecast import EstimatedTimes, Estimator
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite

@@ -9,10 +9,11 @@ import torch
 from dcpbench.engine.scaled_weights import ALL, slice_scaled
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import Mlp, Moe, load_weights
+from dcpbench.models import SHAPES
+from dcpbench.models.shapes import SCALE_BLOCK
 from dcpbench.points import memory
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.points.names import CUT, WHOLE
-from dcpbench.points.shapes import SCALE_BLOCK, SHAPES
 from tests.unit import engine_builder as build
 
 

@@ -25,7 +25,7 @@ each engine 4.
 REQUESTS = "--num-requests 120 --input-tokens uniform:1000-4000 --output-tokens uniform:20-60"
 TURNS = (
     "--concurrency 16 --num-requests 48 --input-tokens uniform:1000-3000 --output-tokens uniform:20-60"
-    " --turns 3 --turn-tokens uniform:100-300 --think-time 0.5"
+    " --sessions turns=3,tokens=uniform:100-300,think=0.5"
 )
 SEED = "--num-requests 480 --input-tokens 4000 --output-tokens 1500 --concurrency 8,32,48"
 RATES = {2: "1.6,2.7", 4: "3.4,5.4", 8: "6.8,10.8"}
@@ -228,11 +228,9 @@ class Plan:
 
     def reduce(self) -> Part:
         """Return both ways to reduce the partial sums of tp."""
-        words = (
-            f"--model {V3} --tp {self.n} {FP8} {self.grid_kv} --dcp 1,{self.n} --exchange symm --all-reduce nccl,symm"
-        )
+        words = f"--model {V3} --tp {self.n} {FP8} {self.grid_kv} --dcp 1,{self.n} --exchange symm --collectives all-reduce=nccl/symm"
         load = "--concurrency 8,32 --context 4000 --seconds 0.5"
-        return Part("reduce", "--all-reduce nccl and symm", (self.sweep("reduce", V3, f"{words} {load}", 8),))
+        return Part("reduce", "--collectives all-reduce=nccl/symm", (self.sweep("reduce", V3, f"{words} {load}", 8),))
 
     def tests(self) -> Part:
         """Return all tests that need a GPU, limited to the files that have any, as each worker would collect all of
@@ -301,7 +299,7 @@ class Plan:
 
 TINY = {
     "--model": "tiny", "--concurrency": "1,2", "--context": "16", "--seconds": "0.05", "--num-requests": "4",
-    "--input-tokens": "16", "--output-tokens": "4", "--turns": "", "--turn-tokens": "", "--think-time": "",
+    "--input-tokens": "16", "--output-tokens": "4", "--sessions": "",
     "--request-rate": "20", "--kv-memory": "", "--weights-dtype": "", "--kv-dtype": "", "--backend": "",
     "--heads": "8", "--requests": "1,2",
 }  # fmt: skip

@@ -18,10 +18,10 @@ from dcpbench.bench.operators.calls import Calls, compute_relative_error, count_
 from dcpbench.errors import CapacityError
 from dcpbench.kernels.attention import AttentionSpec, Shards, compute_rounding_error, make_backend
 from dcpbench.kernels.attention.reference import compute_mla_decode
+from dcpbench.models.shapes import KV_WIDTH, LATENT, NOPE, ROPE
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import FP8
 from dcpbench.points.roofline import compute_attention_work
-from dcpbench.points.shapes import KV_WIDTH, LATENT, NOPE, ROPE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

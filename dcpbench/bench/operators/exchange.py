@@ -24,8 +24,8 @@ from dcpbench.bench.operators.rendezvous import get_world_group
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.exchange.torch_collectives import gather_objects
 from dcpbench.kernels.merge import merge_partials
+from dcpbench.models.shapes import KV_WIDTH, LATENT
 from dcpbench.points.roofline import Work, compute_exchanged_bytes, compute_merge_work, compute_query_work
-from dcpbench.points.shapes import KV_WIDTH, LATENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -33,10 +33,10 @@ from dcpbench.exchange.prefix import Gatherer, Task, allocate_symmetric
 from dcpbench.exchange.registered_memory import RegisteredBuffer, register_buffer
 from dcpbench.kernels.kv_gather import make_request_table
 from dcpbench.kernels.kv_indices import Share, write_pages
+from dcpbench.models.shapes import KV_WIDTH
 from dcpbench.points.layout import Prefix
 from dcpbench.points.memory import GIB
 from dcpbench.points.roofline import Work
-from dcpbench.points.shapes import KV_WIDTH
 from dcpbench.serving.allocator import DcpAllocator
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from dcpbench.kernels.head_order import to_head_order
 from dcpbench.kernels.merge import compute_weights
 from dcpbench.kernels.pack import Message, merge_messages, pack_messages
 from dcpbench.kernels.value_proj import project_values
+from dcpbench.models.shapes import KV_WIDTH, LATENT, VALUE
 from dcpbench.points.roofline import Work
-from dcpbench.points.shapes import KV_WIDTH, LATENT, VALUE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

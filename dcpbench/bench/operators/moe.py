@@ -25,9 +25,9 @@ from dcpbench.kernels import block_scaled
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.kernels.e4m3 import LARGEST
 from dcpbench.kernels.moe import decode_experts, prefill_experts, scaled
+from dcpbench.models.shapes import SCALE_BLOCK
 from dcpbench.points.memory import Product
 from dcpbench.points.roofline import compute_expert_work
-from dcpbench.points.shapes import SCALE_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

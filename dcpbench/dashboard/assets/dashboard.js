@@ -149,10 +149,7 @@
   }
 
   function job(one) {
-    const total = one.of || 1;
-    const left = one.left_s === null ? "" : ` · about ${one.left_s >= 120 ? `${Math.round(one.left_s / 60)} min` : `${Math.round(one.left_s)} s`} left`;
-    const name = `${one.run}: ${one.done} of ${one.of} ${one.of === 1 ? "point" : "points"}${one.failed ? `, ${one.failed} failed` : ""}${left}`;
-    return el("div", {}, el("p", { class: "title" }, name), el("progress", { max: total, value: one.done, "aria-label": name }), el("p", { class: "note" }, [one.point, one.stage, one.note].filter(Boolean).join(" · ")));
+    return el("div", {}, el("p", { class: "title" }, one.title), el("progress", { max: one.total || 1, value: one.done, "aria-label": one.title }), el("p", { class: "note" }, one.note));
   }
 
   async function follow() {

@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from dcpbench.models.shapes import SIGMOID
+
 if TYPE_CHECKING:
-    from dcpbench.points.shapes import ModelShape
+    from dcpbench.models.shapes import ModelShape
 
 
 NO_EXPERT = -1
@@ -32,7 +34,7 @@ def select_experts_reference(
     logits_TE: torch.Tensor, bias_E: torch.Tensor, rule: ModelShape, live: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Slow and obvious."""
-    sigmoid = rule.routing == "sigmoid"
+    sigmoid = rule.routing == SIGMOID
     scores_TE = logits_TE.float().sigmoid() if sigmoid else logits_TE.float().softmax(-1)
     choice_TE = scores_TE + bias_E if sigmoid else scores_TE
     if rule.groups > 1:
@@ -136,7 +138,7 @@ def select_experts_fused(
         tokens if live is None else tokens // len(live),
         experts,
         rule.routed_scale,
-        SIGMOID=rule.routing == "sigmoid",
+        SIGMOID=rule.routing == SIGMOID,
         GROUPS=rule.groups,
         GROUP_BLOCK=triton.next_power_of_2(rule.groups),
         TOP_GROUPS=rule.top_groups,

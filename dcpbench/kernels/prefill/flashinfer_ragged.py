@@ -19,14 +19,15 @@ import torch
 from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 from dcpbench.errors import UsageError
+from dcpbench.models.shapes import NOPE, ROPE, VALUE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.kernels.prefill import PrefillSpec, Ragged
 
-WIDTH, VALUE = 192, 128
-"""Columns of keys and values, those of all published DeepSeek and Kimi models."""
+WIDTH = NOPE + ROPE
+"""Columns of keys; values have VALUE."""
 WORKSPACE_BYTES = 128 << 20
 """FlashInfer's recommended size for split-KV partials; calls in one stream may share it."""
 WRAPPERS_AT_START = 8

@@ -36,7 +36,7 @@ class SdpaPrefill:
         if self.flash and (spec.width > MAX_WIDTH or spec.width % UNIT or spec.value > spec.width):
             raise UsageError(
                 f"--prefill sdpa takes keys of up to {MAX_WIDTH} columns, a multiple of {UNIT}, and values no wider, not "
-                f"{spec.width} and {spec.value}; use --dtype fp32."
+                f"{spec.width} and {spec.value}; use --weights-dtype fp32."
             )
 
     def plan(self, q_lengths: Sequence[int], kv_lengths: Sequence[int], *, causal: bool) -> Ragged:

@@ -210,7 +210,7 @@ dcp.charts = (() => {
         { type: "line", xref: "paper", x0: 0, x1: 1, y0: 1, y1: 1, line: { color: "var(--ink)", width: 1.5 } },
         ...(from === undefined ? [] : [{ type: "line", yref: "paper", x0: from, x1: from, y0: 0, y1: 1, line: { color: "var(--soft)", width: 1.5, dash: "dot" } }]),
       ];
-      const said = lostIn(panel).map(([layout, lost], i) => label(`${layout}: no room from ${plain(Math.min(...lost.map((l) => l.concurrency)))}`, { x: 1, y: 0.01, yshift: LABEL_PIXELS * i, xanchor: "right", yanchor: "bottom" }));
+      const said = lostIn(panel).map(([layout, lost], i) => label(`${layout}: does not fit from ${plain(Math.min(...lost.map((l) => l.concurrency)))}`, { x: 1, y: 0.01, yshift: LABEL_PIXELS * i, xanchor: "right", yanchor: "bottom" }));
       if (from !== undefined) said.push(label(`DCP ahead from ${plain(from)}`, { x: 0.02, y: 1, xanchor: "left", yanchor: "top" }));
       const traces = panel.traces.map((trace) => ({ ...trace, marker: { ...trace.marker, symbol: trace.own.map((p) => shape(series[p.series], p.misses ? "replay" : "")) } }));
       return { ...panel, traces, layout: { ...panel.layout, yaxis, shapes, annotations: said } };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -27,21 +28,13 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
     from dcpbench.reports.dataframes import Frames
 
-MAX_POINTS = 20_000
-"""Maximum number of points that a page holds; a browser draws these within seconds, and points.csv has all."""
-DIGITS = 7
-"""Number of significant digits in a page; points.csv has all."""
-MAX_CELL_CHARS = 4000
-"""Maximum number of characters of a sentence or a cell; records.jsonl has all."""
-MAX_NAME_CHARS = 200
-"""Maximum number of characters of a name in the page's data, where each point repeats it."""
-MAX_COMMAND_CHARS = 2000
-"""Maximum number of characters of a command; a longer one contains a name that reports cut, and would select another
-point.
-"""
-UNMARKED = "unmarked"
-"""Filter value for points without a warning."""
-LOADS = {
+MAX_POINTS = 20_000  # of a page; a browser draws these within seconds, and points.csv has all
+DIGITS = 7  # number of significant digits in a page; points.csv has all
+MAX_CELL_CHARS = 4000  # maximum number of characters of a sentence or a cell; records.jsonl has all
+MAX_NAME_CHARS = 200  # maximum number of characters of a name in the page's data, where each point repeats it
+MAX_COMMAND_CHARS = 2000  # a longer command contains a name that reports cut, and would select another point
+UNMARKED = "unmarked"  # filter value for points without a warning
+LOADS = {  # label and unit of the numbers of a load and layout
     "concurrency": ("concurrency", "requests"),
     "load_request_rate": ("request rate", "requests/s"),
     "context": ("context", "tokens"),
@@ -50,8 +43,7 @@ LOADS = {
     "dp": ("attention replicas (dp)", ""),
     "dcp": ("KV shards (dcp)", ""),
 }
-"""Label and unit of the numbers of a load and layout."""
-FILTERS = {
+FILTERS = {  # names in the page's data, with the label that the page shows
     "layout": "layout",
     **{axis.name: axis.title for axis in (*AXES, *LOAD_AXES) if axis.title},
     "load": "load",
@@ -59,15 +51,12 @@ FILTERS = {
     "run": "run",
     "marks": "marks",
 }
-"""Names in the page's data, with the label that the page shows."""
 COLOURS = (*(name for name in FILTERS if name not in ("load", "marks")), "backend", "device")
 """Names by which the reader's own chart can be coloured."""
 PHASE = "phase:"
 IDLE = f"{PHASE}idle"
-Columns = dict[str, list[Any]]
-"""Values of each name, for all points in order."""
-ExtraValues = dict[tuple[Any, ...], dict[str, Any]]
-"""Additional values of points, keyed by the columns SAME."""
+Columns = dict[str, list[Any]]  # values of each name, for all points in order
+ExtraValues = dict[tuple[Any, ...], dict[str, Any]]  # additional values of points, keyed by the columns SAME
 
 
 def format_brief(text: object, most: int = MAX_CELL_CHARS) -> str:
@@ -81,18 +70,15 @@ def _make_field(name: str, label: str, unit: str, metric: Metric | None = None) 
     return {"name": name, "label": label, "unit": unit, "table": metric in PAGE_TABLE, "range": ranged}
 
 
-FIELDS = [
+FIELDS = [  # numeric fields of a point on the page, in order
     *(_make_field(name, *words) for name, words in LOADS.items()),
     *(_make_field(metric.name, metric.label, metric.shown_unit or "", metric) for metric in PAGE),
     _make_field("repeats", "repeats", ""),
 ]
-"""Numeric fields of a point on the page, in order."""
 
 
 def build_page_data(frames: Frames, most: int = MAX_POINTS) -> dict[str, Any]:
-    """Return the data for the scripts of the page: columns of the first `most` points, the looks of their series, and
-    all names.
-    """
+    """Return the data for the scripts of the page: columns of the first `most` points, the looks of their series, and all names."""
     tables = [table for table in (frames.points, frames.served) if len(table)]
     series, recorded = _Series(frames), _index_records(frames)
     extras = [_collect_ratios(frames), _collect_other_ratios(frames)]
@@ -143,16 +129,12 @@ def _list_rejected(frames: Frames) -> list[dict[str, Any]]:
     ]
 
 
-LOOPS = {CLOSED: "closed loop", GAMMA: "open loop"}
-"""Text for each kind of arrival."""
-SAME = [*LOAD, "label"]
-"""Columns that only a point and its comparison with its baseline share."""
+LOOPS = {CLOSED: "closed loop", GAMMA: "open loop"}  # text for each kind of arrival
+SAME = [*LOAD, "label"]  # columns that only a point and its comparison with its baseline share
 
 
 def _collect_ratios(frames: Frames) -> ExtraValues:
-    """Return the comparison of each DCP point with its baseline; ambiguous entries, which two points share, are
-    dropped.
-    """
+    """Return the comparison of each DCP point with its baseline; ambiguous entries, which two points share, are dropped."""
     found = frames.findings.ratios
     if found.empty:
         return {}
@@ -182,9 +164,7 @@ def _build_columns(
     series: _Series,
     recorded: dict[tuple[str, Point, str], Record],
 ) -> Columns:
-    """Return the points of one kind as columns: text, numbers in the units of FIELDS, and the ends
-    of their intervals.
-    """
+    """Return the points of one kind as columns: text, numbers in the units of FIELDS, and the ends of their intervals."""
     same = list(zip(*(table[name] for name in SAME), strict=True))
     more: list[dict[str, Any]] = [
         {name: value for of in extras for name, value in of.get(key, {}).items()} for key in same
@@ -207,7 +187,7 @@ def _build_columns(
         "load": get_column("rest") if served else ["decode"] * len(table),
         "panel": _format_panels(table, served=served),
         "arrival": get_column("load_arrival"),
-        "marks": [[mark for mark in text.split(", ") if mark] or [UNMARKED] for text in get_column("marks")],
+        "marks": [[mark for mark in marks if mark] or [UNMARKED] for marks in get_column("marks")],
         "kv_bounded_by": get_column("kv_bounded_by"),
         "baseline": get_column("baseline"),
         "verdict": get_column("verdict"),
@@ -260,15 +240,14 @@ def _format_panels(table: pd.DataFrame, *, served: bool) -> list[str]:
 
 def _to_json_numbers(values: list[Any], scale: float = 1.0) -> list[float | int | None]:
     """Return the values in the unit shown, rounded to DIGITS; null for values that were not measured."""
-    return [
-        None if value is None or value != value or isinstance(value, str) else _to_json_number(value, scale)  # noqa: PLR0124 - NaN
-        for value in values
-    ]
 
+    def convert(value: Any) -> float | int | None:  # noqa: ANN401 - whatever a table holds
+        if is_missing(value) or isinstance(value, str):
+            return None
+        scaled = value if scale == 1 else value * scale
+        return scaled if isinstance(scaled, int) else float(f"{scaled:.{DIGITS}g}")
 
-def _to_json_number(value: float, scale: float) -> float | int:
-    value = value if scale == 1 else value * scale
-    return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
+    return list(map(convert, values))
 
 
 def build_points(table: pd.DataFrame) -> list[Point]:
@@ -288,8 +267,7 @@ def build_points(table: pd.DataFrame) -> list[Point]:
     return [Point(**dict(zip(fields, row, strict=True)), load=load) for row, load in zip(rows, loads, strict=True)]
 
 
-LINE = ("workload", "layout", "variant", "run", "label")
-"""Columns that points of one line share; the label follows from the layout and the variant."""
+LINE = ("workload", "layout", "variant", "run", "label")  # columns that points of one line share
 
 
 class _Series:
@@ -338,13 +316,10 @@ def _make_commands(
     would be too long.
     """
     loads = table["same_load"].tolist() if any(point.load for point in asked) else [""] * len(asked)
-    rows = zip(table["run"], asked, loads, table["cpu"].tolist(), strict=True)
-    return [_make_command(point, recorded[run, point, load], cpu=bool(cpu)) for run, point, load, cpu in rows]
-
-
-def _make_command(point: Point, record: Record, *, cpu: bool) -> str | None:
-    try:
-        command = None if record.origin else build_command(point, record.measured_with, cpu=cpu)
-    except UsageError:
-        command = None
-    return command if command and len(command) <= MAX_COMMAND_CHARS else None
+    commands = []
+    for run, point, load, cpu in zip(table["run"], asked, loads, table["cpu"].tolist(), strict=True):
+        record, command = recorded[run, point, load], ""
+        with contextlib.suppress(UsageError):
+            command = "" if record.origin else build_command(point, record.measured_with, cpu=bool(cpu))
+        commands.append(command if 0 < len(command) <= MAX_COMMAND_CHARS else None)
+    return commands

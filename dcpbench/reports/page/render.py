@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 OWN_SCRIPTS = ("points.js", "charts.js", "report.js")
 NO_BREAK = "\N{NO-BREAK SPACE}"
-MAX_ROWS = 1000
-"""Maximum number of rows of a table that the page prints; points.csv has all points."""
-TITLES = {
+MAX_ROWS = 1000  # maximum number of rows of a table that the page prints; points.csv has all points
+TITLES = {  # titles of the charts that the page draws instead of the pictures of these subjects
     "throughput": "Output throughput against load",
     "ttft": "Time to first token, p50 and p99",
     "itl": "Inter-token latency, p50 and p99",
@@ -38,21 +37,16 @@ TITLES = {
     "kv": "KV cache capacity by layout",
     "phases": "Where a step's time goes",
 }
-"""Titles of the charts that the page draws instead of the pictures of these subjects."""
 
 
 @dataclasses.dataclass
 class Chart:
     """Describe a chart that the page draws itself, with a panel for each group of lines."""
 
-    kind: str
-    """Kind of chart for charts.js: the subject of its pictures."""
-    workload: str
-    """`decode`, `serve`, or empty for both."""
-    mode: str
-    """Mode of `serve`, `live` or `replay`, which no chart mixes."""
-    alts: list[str] = dataclasses.field(default_factory=list)
-    """Alternative texts of the chart."""
+    kind: str  # kind of chart for charts.js: the subject of its pictures
+    workload: str  # `decode`, `serve`, or empty for both
+    mode: str  # mode of `serve`, `live` or `replay`, which no chart mixes
+    alts: list[str] = dataclasses.field(default_factory=list)  # alternative texts of the chart
 
     @property
     def title(self) -> str:

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 STYLE = "theme.css"
 PLOTLY = "plotly-basic.min.js"
 LICENSE = "plotly-license.txt"
-SCRIPTS = ("page.js", "table.js", "chart.js")
-"""Scripts of all pages in load order; scripts of a page come after."""
-FRAME = "frame.html.j2"
-"""The template that pages extend: head with policy, title and button for the theme."""
+SCRIPTS = ("page.js", "table.js", "chart.js")  # scripts of all pages in load order; scripts of a page come after
+FRAME = "frame.html.j2"  # the template that pages extend: head with policy, title and button for the theme
 
 
 @cache

@@ -120,7 +120,7 @@ def _parse_config(table: Mapping[str, object], path: Path) -> Config:
     if not isinstance(entries, list):
         raise UsageError(f"{where}: allow must be a list of tables, such as allow = [{EXAMPLE}].")
     return Config(
-        allow=tuple(_parse_allow(entry, f"{where}: allow[{n}]") for n, entry in enumerate(entries)),
+        allow=tuple(_parse_allow(entry, where, f"allow[{n}]") for n, entry in enumerate(entries)),
         max_per_step=_parse_number(table, "max-per-step", where),
         max_bubble_us=_parse_number(table, "max-bubble-us", where),
         baseline=_parse_path(table, "baseline", path),
@@ -135,8 +135,9 @@ def _parse_path(table: Mapping[str, object], key: str, path: Path) -> Path | Non
     return path.parent / text if text else None
 
 
-def _parse_allow(entry: object, where: str) -> Allow:
-    """Return one entry of the list; raise UsageError with the accepted form."""
+def _parse_allow(entry: object, table: str, source: str) -> Allow:
+    """Return the entry `source` of the list; raise UsageError with the accepted form."""
+    where = f"{table}: {source}"
     if not isinstance(entry, dict):
         raise UsageError(f"{where} must be a table, such as {EXAMPLE}.")
     _check_keys(entry, (*GLOBS, "reason", "expires"), where)
@@ -149,7 +150,7 @@ def _parse_allow(entry: object, where: str) -> Allow:
     expires = entry.get("expires")
     if expires is not None and (isinstance(expires, dt.datetime) or not isinstance(expires, dt.date)):
         raise UsageError(f"{where}: expires must be a date without quotes, such as expires = 2026-12-31.")
-    return Allow(**globs, reason=reason, expires=expires, source=where.rpartition(" ")[2])
+    return Allow(**globs, reason=reason, expires=expires, source=source)
 
 
 def _parse_text(table: Mapping[str, object], key: str, where: str) -> str:

@@ -1,0 +1,131 @@
+"""Models: a file per family, and the list of them. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.errors import ModelError
+from dcpbench.models import deepseek_v2, deepseek_v3, kimi_k2, kimi_k25, mla_config
+from dcpbench.models.config_fields import format_value
+
+if TYPE_CHECKING:
+    from dcpbench.models.family import Family
+    from dcpbench.models.shapes import ModelShape
+
+FAMILIES: tuple[Family, ...] = (deepseek_v2.FAMILY, deepseek_v3.FAMILY, kimi_k2.FAMILY, kimi_k25.FAMILY)
+
+_PRESETS = [(family, preset) for family in FAMILIES for preset in family.presets]
+SHAPES = {
+    preset.shape.name: dataclasses.replace(preset.shape, tensors=family.tensors) for family, preset in _PRESETS
+} | {deepseek_v3.TINY.name: deepseek_v3.TINY}
+ALIASES = {name: preset.shape.name for _, preset in _PRESETS for name in preset.repositories if name not in SHAPES}
+"""Further names of published models, with the name of the shape that they have."""
+REPOSITORIES = {name: repository for _, preset in _PRESETS for name, repository in preset.repositories.items()}
+"""Hugging Face repositories of the models that can be named on the command line."""
+OF_ALL = ("quantization_config",)
+"""Fields that a config.json with a nested language model may have at the top instead."""
+_TITLES = {preset.shape.name: preset.title for _, preset in _PRESETS if preset.title}
+
+
+def get_title(model: str) -> str:
+    """Return the name of a model as its maker writes it, if the family states it; else the name as given."""
+    return _TITLES.get(model, model)
+
+
+def find_family(config: dict[str, Any]) -> Family | None:
+    """Return the family of a config.json by its `model_type`; None if there is none."""
+    return next((family for family in FAMILIES if family.model_type == config.get("model_type")), None)
+
+
+def get_text_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the language model in a config.json: all fields, unless its family nests them.
+
+    Raise KeyError or ValueError if the nested fields are missing or no object.
+    """
+    family = find_family(config)
+    if family is None or family.nested_in is None:
+        return config
+    fields = config[family.nested_in]
+    if not isinstance(fields, dict):
+        raise ValueError(f"{family.nested_in!r} is {format_value(fields)}, not an object")  # noqa: TRY004 - input, not a bug
+    around = {name: config[name] for name in OF_ALL if name in config}
+    return around | fields
+
+
+def check_published(shape: ModelShape) -> None:
+    """Raise ModelError if weights are to be as published, in a format whose size is unknown."""
+    if not shape.is_sized:
+        raise ModelError(
+            f"the weights of {shape.name} are published in a format that dcpbench cannot size ({shape.published}); with "
+            "--weights-dtype fp8 or bf16, the same layers are planned and measured in that precision instead."
+        )
+
+
+def load_shape(model: str) -> ModelShape:
+    """Load a published shape by name, or from a Hugging Face config.json or its folder."""
+    name = ALIASES.get(model.lower(), model.lower())
+    if name in SHAPES:
+        return dataclasses.replace(SHAPES[name], name=model.lower())
+    path = Path(model)
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+        known = path.is_file()
+    except OSError:  # a name that no file can have
+        known = False
+    if not known:
+        raise ModelError(
+            f"--model {model}: neither a known model nor a folder with a config.json; "
+            f"known models: {', '.join([*SHAPES, *ALIASES])}."
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ModelError(f"{path} is not readable as JSON: {e}.") from e
+    except RecursionError as e:
+        raise ModelError(f"{path} is nested too deeply for a model configuration.") from e
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds {type(config).__name__}, not a model configuration.")
+    return from_config(config, path)
+
+
+def from_config(config: dict[str, Any], path: Path) -> ModelShape:
+    """Convert a Hugging Face configuration of one of the families to a ModelShape.
+
+    Raise ModelError, naming the field, if the model is not MLA with routed experts, if a field is missing or is no
+    usable number, or if a field requests a computation that the engine does not have.
+    """
+    try:
+        return _parse_config(config, path)
+    except KeyError as e:
+        raise ModelError(f"{path} lacks the field {e}; an MLA model with routed experts needs it.") from e
+    except ValueError as e:
+        raise ModelError(f"{path}: {e}.") from e
+
+
+def _parse_config(config: dict[str, Any], path: Path) -> ModelShape:
+    fields = get_text_fields(config)
+    if "kv_lora_rank" not in fields:
+        raise ModelError(
+            f"{path} is not an MLA model (model_type {format_value(config.get('model_type', 'missing'))}, no 'kv_lora_rank'); "
+            f"give a {_format_families()} configuration, or one of: {', '.join(SHAPES)}."
+        )
+    kind, family = config["model_type"], find_family(config)
+    if family is None:
+        known = ", ".join(family.model_type for family in FAMILIES)
+        raise ValueError(f"'model_type' is {format_value(kind)}, which may compute otherwise; {known} are supported")
+    mla_config.check_architectures(fields, [name for family in FAMILIES for name in family.architectures])
+    name = path.parent.name if path.name == "config.json" else path.stem
+    return mla_config.read_shape(family, fields, name)
+
+
+def _format_families() -> str:
+    """Return `DeepSeek-V2/V3/R1 or Kimi-K2`: the maker of several families is named once."""
+    makers: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        maker, _, version = family.title.partition("-")
+        makers.setdefault(maker, []).append(version)
+    return " or ".join(f"{maker}-{'/'.join(versions)}" for maker, versions in makers.items())

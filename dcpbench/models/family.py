@@ -1,0 +1,54 @@
+"""Define Family: the published models of a family, and how their files are read. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.models.tensor_names import DEEPSEEK_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from dcpbench.models.shapes import ModelShape
+    from dcpbench.models.tensor_names import TensorNames
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preset:
+    """Hold a published model."""
+
+    shape: ModelShape
+    repositories: Mapping[str, str]
+    """Hugging Face repositories of checkpoints with these sizes, which engines take as a model, by the name on the command line.
+
+    The first name is that of the shape.
+    """
+    title: str | None = None
+    """Name in reports; None: the name of the shape."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """Hold the published models of a family, and how its config.json and checkpoints are read."""
+
+    title: str
+    """`MAKER-VERSION`, for messages."""
+    model_type: str
+    """`model_type` of config.json."""
+    architectures: tuple[str, ...]
+    """Values of `architectures` in config.json."""
+    routing: str
+    """SIGMOID or SOFTMAX, which is also `scoring_func` in config.json."""
+    topk_methods: tuple[str | None, ...]
+    """Values of `topk_method`."""
+    defaults: Mapping[str, Any]
+    """Fields that a config.json may leave out, as transformers 5 takes them."""
+    parse_shape: Callable[[dict[str, Any], str], ModelShape]
+    """Convert checked fields with defaults, and a name, to a shape. Raise ValueError or KeyError, naming the field."""
+    presets: tuple[Preset, ...]
+    tensors: TensorNames = DEEPSEEK_NAMES
+    transformers_config: str
+    """Class of transformers for the family's configuration, with whose model checkpoints are compared."""
+    nested_in: str | None = None
+    """Field of config.json that holds the fields of the language model; None: they are at the top."""

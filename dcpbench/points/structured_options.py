@@ -1,0 +1,295 @@
+"""Declare the options with several keys, as `--sessions turns=4,think=2`: structured options. No torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from dcpbench.points.gpus import GPUS
+from dcpbench.points.key_values import Key, StructuredOption
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Sessions(StructuredOption, frozen=True, kw_only=True):
+    """Describe requests that are turns of sessions."""
+
+    option = "--sessions"
+    text = (
+        "Requests are turns of sessions: each prompt begins with the whole conversation so far, so that the prefix cache can "
+        "hold it. --concurrency and --request-rate then count sessions, --num-requests counts their turns."
+    )
+    bare = "turns"
+
+    turns: Annotated[
+        str | None,
+        Key("LEN", "turns of a session, in the notation of lengths.", "1, requests are independent", "turns"),
+    ] = None
+    tokens: Annotated[
+        str | None,
+        Key("LEN", "tokens that each turn after the first adds to the prompt.", "as --input-tokens", "turn_tokens"),
+    ] = None
+    think: Annotated[float | None, Key("S", "seconds from an answer to the next turn.", "0", "think_time")] = None
+
+
+class PrefixShare(StructuredOption, frozen=True, kw_only=True):
+    """Describe common beginnings of prompts."""
+
+    option = "--prefix-share"
+    text = "Prompts that begin alike."
+    bare = "share"
+
+    share: Annotated[
+        float | None,
+        Key(
+            "S",
+            "share of each prompt, from 0 to less than 1, that begins like the prompts of its group.",
+            "0",
+            "prefix_share",
+        ),
+    ] = None
+    groups: Annotated[int | None, Key("N", "groups, which take requests in turn.", "1", "prefix_groups")] = None
+
+
+class Disaggregate(StructuredOption, frozen=True, kw_only=True):
+    """Describe several instances of a layout, and the transfers between them."""
+
+    option = "--disaggregate"
+    text = "With --mode replay: several instances of the layout, each on tp GPUs of its own. Values separated by / are points of their own."
+    bare = "instances"
+
+    instances: Annotated[
+        tuple[str, ...] | None,
+        Key(
+            "P:D/…",
+            "P instances that only prefill and D that only decode, also written 1P2D: disaggregated prefill of vLLM, PD "
+            "disaggregation of SGLang. A number such as 3: as many that do both, which a P:D has as its baseline.",
+            "one instance that does both",
+            "disaggregate",
+        ),
+    ] = None
+    gb_s: Annotated[
+        tuple[str, ...] | None,
+        Key(
+            "RATE/…",
+            "rate at which a GPU sends KV, in 10⁹ bytes per second, such as 50 for 400 Gb/s; each GPU sends what it holds of a "
+            "request to the one in its place, requests one after another.",
+            "",
+            "transfer_gb_s",
+        ),
+    ] = None
+    ms: Annotated[float | None, Key("MS", "fixed latency of each request's transfer, in ms.", "0", "transfer_ms")] = (
+        None
+    )
+
+
+class Prefill(StructuredOption, frozen=True, kw_only=True):
+    """Describe how prompts are prefilled."""
+
+    option = "--prefill"
+    text = "How prompts are prefilled."
+    bare = "attention"
+
+    attention: Annotated[
+        str | None,
+        Key(
+            "NAME",
+            "sdpa (torch) or flashinfer, about three times as fast.",
+            "flashinfer on GPUs where it is installed; else sdpa",
+            "prefill",
+        ),
+    ] = None
+    prefix_cache: Annotated[
+        bool | None,
+        Key(
+            "yes|no",
+            "keep the KV of finished prompts for prompts with the same prefix, while memory allows.",
+            "yes",
+            "prefix_cache",
+        ),
+    ] = None
+
+
+class PageSize(StructuredOption, frozen=True, kw_only=True):
+    """Describe pages of the KV cache."""
+
+    option = "--page-size"
+    text = "Pages of the KV cache."
+    bare = "rows"
+
+    rows: Annotated[
+        int | None,
+        Key("ROWS", "KV rows in a page of one rank: vLLM's --block-size.", "64 on GPUs; 1 on the CPU", "page_size"),
+    ] = None
+    interleave: Annotated[
+        int | None,
+        Key(
+            "TOKENS",
+            "neighbouring tokens that stay on one dcp rank, vLLM's --cp-kv-cache-interleave-size; divides the page size.",
+            "1",
+            "interleave",
+        ),
+    ] = None
+
+
+class Collectives(StructuredOption, frozen=True, kw_only=True):
+    """Describe variants of the communication of a layer."""
+
+    option = "--collectives"
+    text = "Communication of a layer, next to --exchange. Values separated by / are points of their own."
+
+    all_reduce: Annotated[
+        tuple[str, ...] | None,
+        Key(
+            "NAME/…",
+            "how the partial sums of tp are reduced: nccl, or symm through symmetric memory.",
+            "nccl",
+            "all_reduce",
+        ),
+    ] = None
+    q_replicate: Annotated[
+        tuple[bool, ...] | None,
+        Key(
+            "yes|no",
+            "every dcp rank computes all heads' queries, from more weights, and none are gathered.",
+            "no",
+            "q_replicate",
+        ),
+    ] = None
+    project_first: Annotated[
+        tuple[bool, ...] | None,
+        Key(
+            "yes|no",
+            "project partial outputs to values, with more weights, before they are exchanged: fewer bytes.",
+            "no",
+            "project_first",
+        ),
+    ] = None
+
+
+class Timeout(StructuredOption, frozen=True, kw_only=True):
+    """Hold time limits in seconds, and the number of retries of points that exceed them."""
+
+    option = "--timeout"
+    text = "Time limits in seconds, and retries."
+    bare = "stall"
+
+    stall: Annotated[
+        float | None,
+        Key(
+            "S",
+            "a point without progress for this long is treated as hung: stacks of all ranks are saved, its job is ended, and the "
+            "other points go on. Startup, build and warm-up are always allowed 300 s.",
+            "300",
+        ),
+    ] = None
+    point: Annotated[
+        float | None,
+        Key("S", "a point that takes longer than this, including its build, is treated as hung.", "none"),
+    ] = None
+    retries: Annotated[
+        int,
+        Key(
+            "N",
+            "how often a point that hung or failed is retried, after the others. --resume skips a point after N + 1 failures, but "
+            "not before the second.",
+        ),
+    ] = 0
+    load: Annotated[
+        float | None,
+        Key(
+            "S",
+            "a load ends after this long, and requests that have not finished are counted as cancelled.",
+            "none",
+            "limit_seconds",
+        ),
+    ] = None
+    start: Annotated[
+        float | None, Key("S", "a server that is started and accepts no requests for this long has failed.", "1800")
+    ] = None
+
+
+class Nodes(StructuredOption, frozen=True, kw_only=True):
+    """Describe several machines, as torchrun's --nnodes, --node-rank and --rdzv-endpoint."""
+
+    option = "--nodes"
+    text = (
+        "Several machines: start the same command on each, with the same secret in DCPBENCH_SECRET. tp counts the GPUs of all "
+        "of them."
+    )
+    bare = "count"
+
+    count: Annotated[int, Key("N", "machines.")] = 1
+    rank: Annotated[int, Key("N", "this machine's number; 0 keeps the records.")] = 0
+    endpoint: Annotated[
+        str,
+        Key(
+            "HOST:PORT",
+            "address of node 0 with a free port, the same on every machine. Node 0 listens at this address alone: one of a "
+            "network that you trust.",
+        ),
+    ] = ""
+
+
+_GPUS = " or ".join(", ".join(gpu.name for gpu in GPUS).rsplit(", ", 1))
+
+
+class Gpu(StructuredOption, frozen=True, kw_only=True):
+    """Describe the GPUs of a machine that is not this one."""
+
+    option = "--gpu"
+    text = "With --dry-run: plan for a machine with other GPUs than this one has."
+    bare = "name"
+
+    name: Annotated[str | None, Key("NAME", f"{_GPUS}, all SXM.", "this machine's")] = None
+    count: Annotated[int | None, Key("N", "GPUs of a machine.", "8")] = None
+
+
+class Client(StructuredOption, frozen=True, kw_only=True):
+    """Describe the client that sends requests to a server."""
+
+    option = "--client"
+    text = "The client that sends the requests."
+
+    warm_up: Annotated[int, Key("N", "requests before the clock starts, with short answers.")] = 8
+    retries: Annotated[
+        int,
+        Key(
+            "N",
+            "how often a request is sent again while the server is busy (429, 503, connection refused), also the short ones before "
+            "the load. Each is counted, and the wait is in its latency.",
+        ),
+    ] = 0
+    processes: Annotated[
+        int | None,
+        Key(
+            "N",
+            "processes that send the load, with an event loop each.",
+            "one for each 8,000 chunks a second that are expected, as far as there are cores",
+        ),
+    ] = None
+    realtime: Annotated[
+        bool,
+        Key(
+            "yes|no",
+            "run before everything else on its cores (SCHED_RR) while a load is sent, where the kernel allows it: to root, "
+            "CAP_SYS_NICE or an RLIMIT_RTPRIO. The record says whether it did.",
+        ),
+    ] = True
+
+
+STRUCTURED = (Sessions, PrefixShare, Disaggregate, Prefill, PageSize, Collectives, Timeout, Nodes, Gpu, Client)
+"""All structured options."""
+BY_NAME = {declared.option: declared for declared in STRUCTURED}
+KEYS = {
+    key.field: (declared, name) for declared in STRUCTURED for name, key in declared.list_keys().items() if key.field
+}
+"""Option and key of each field of a spec that a structured option sets."""
+
+
+def expand_structured(given: Mapping[str, object]) -> dict[str, object]:
+    """Return options as given, with the fields of a spec that structured options set in place of these options."""
+    found: dict[str, object] = {}
+    for name, value in given.items():
+        found |= value.collect_fields() if isinstance(value, StructuredOption) else {name: value}
+    return found
