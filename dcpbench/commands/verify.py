@@ -111,7 +111,7 @@ class Remote(Group):
         min=1,
     )
     repeats: int = SERVERS(
-        "Rounds in which each prompt is asked again, alone and then in a batch.", default=2, metavar="N", min=1
+        "Rounds in which prompts are asked again, in the same batches.", default=2, metavar="N", min=1
     )
     tolerance: float = SERVERS(
         "Natural logarithms by which rounding may always move a log-probability. Two tokens within twice as much are a near-tie. More is "
