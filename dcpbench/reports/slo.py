@@ -103,7 +103,7 @@ def describe_objectives(table: pd.DataFrame, given: Limits) -> str:
     clauses = {_format_limits(points): _format_judged(points) for _, points in timed.groupby(same, sort=False)}
     if not any(clauses):
         left = f" --slo {','.join(given)} bounds nothing that these points have." if given else ""
-        return f"No SLO was given (--slo ttft=2000,itl=60, in ms), so the best is the highest output throughput.{left}"
+        return f"No SLO was given (set one with --slo ttft=2000,itl=60, in ms), so the best is the highest output throughput.{left}"
     source = "--slo" if given else "as the runs were measured with"
     limits_text = "; ".join(f"{who}: {text or 'none'}" for text, who in clauses.items())
     if len(clauses) == 1:

@@ -185,7 +185,7 @@ class TestSlo:
 
     def test_an_slo_that_bounds_nothing_at_hand_is_none(self, tmp_path: Path) -> None:
         """Decode steps have neither a first token nor a whole request; where ITL is bounded, too, that is in force."""
-        none = "No SLO was given (--slo ttft=2000,itl=60, in ms), so the best is the highest output throughput."
+        none = "No SLO was given (set one with --slo ttft=2000,itl=60, in ms), so the best is the highest output throughput."
         record, itl = step(build.point(TP), 40), "ITL ≤ 50 ms at p50"
         for number, (slo, words) in enumerate(
             [
