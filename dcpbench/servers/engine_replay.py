@@ -33,6 +33,7 @@ from dcpbench.servers.engine_flags import (
 from dcpbench.servers.kv_capacity import find_page_size, parse_count
 from dcpbench.servers.measure import THROTTLED, make_environment
 from dcpbench.servers.step_probe import (
+    MIN_REQUEST_MS,
     Method,
     Refusal,
     RequestTimes,
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
 
 MIN_QUEUED_AHEAD = 1.1  # decode steps from which a prompt waits for a step that was decided before it came
 MAX_REQUEST_SHARE = 0.25  # of a decode step: a longer request_ms hides whether a prompt waited for one step or for two
-MIN_BEGIN_SHARE = 0.03  # of a step by which it is longer behind decode steps if its begin is delayed; less is noise
+MIN_BEGIN_SHARE = 0.08  # of a step by which it is longer behind decode steps if its begin is delayed; less is noise
 MAX_FAILURES = 3  # cases in succession that a server may fail
 CASE_S = 2.0  # time limit of a case, once its requests run
 MAX_ROW_EFFECT = 0.1  # by which noise changes the time of a prompt, relative to one that is a few tokens longer
@@ -171,7 +172,8 @@ def measure_server_steps(
     found, request_ms = measured.found, measured.times.request_ms
     seen = [*found, *([measured.exposed] if measured.exposed is not None else [])]
     asynchronous = _decides_ahead(seen, request_ms, config.engine_settings)
-    begin_ms = min(_compute_begin_ms(found, measured.exposed, asynchronous=asynchronous), request_ms)
+    begin_ms = _compute_begin_ms(found, measured.exposed, asynchronous=asynchronous)
+    begin_ms = min(begin_ms, request_ms - MIN_REQUEST_MS)  # a request on an idle server takes both
     times = RequestTimes(request_ms - begin_ms, measured.times.launch_ms + begin_ms)
     cases = [_make_measured_case(one, times) for one in found if not one.separate_prefill]
     marks = {"cpu": config.device == CPU, DUMMY_WEIGHTS: config.dummy_weights, THROTTLED: is_throttled(gpu)}

@@ -507,3 +507,23 @@ def test_a_case_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(cases.measure_ms(whole)) == 9.0
     asyncio.run(cases.measure([whole]))
     assert (asked, [one.case for one in cases.found]) == ([whole], [whole])
+
+
+@pytest.mark.parametrize(
+    ("exposed_ms", "asynchronous", "begin_ms"),
+    [(105.0, True, 15.5), (105.0, False, 13.0), (98.0, True, 0.0), (90.0, True, 0.0)],
+    ids=["one step ahead", "after the step before", "noise", "less than nothing"],
+)
+def test_the_begin_of_a_step_follows_from_what_decode_steps_do_not_hide(
+    exposed_ms: float, asynchronous: bool, begin_ms: float
+) -> None:
+    """A step of 92 ms takes 105 ms behind decode steps of 2.5 ms: 13 ms are not hidden, and 2.5 ms are if it is decided ahead."""
+    long = Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 8191, 0),))
+    short = Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 500, 0),))
+    found = [
+        CaseSamples(case=case, samples_ms=[ms], method=Method.MIXED, precise=True, decode_ms=2.5)
+        for case, ms in ((short, 20.0), (long, 92.0))
+    ]
+    exposed = CaseSamples(case=long, samples_ms=[exposed_ms], method=Method.MIXED, precise=True, decode_ms=2.5)
+    assert engine_replay._compute_begin_ms(found, exposed, asynchronous=asynchronous) == begin_ms
+    assert engine_replay._compute_begin_ms(found, None, asynchronous=asynchronous) == 0.0
