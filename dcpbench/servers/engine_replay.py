@@ -174,7 +174,7 @@ def measure_server_steps(
     asynchronous = _decides_ahead(seen, request_ms, config.engine_settings)
     begin_ms = _compute_begin_ms(found, measured.exposed, asynchronous=asynchronous)
     begin_ms = min(begin_ms, request_ms - MIN_REQUEST_MS)  # a request on an idle server takes both
-    times = RequestTimes(request_ms - begin_ms, measured.times.launch_ms + begin_ms)
+    times = RequestTimes(request_ms - begin_ms, _compute_launch_ms(measured.times, begin_ms))
     cases = [_make_measured_case(one, times) for one in found if not one.separate_prefill]
     marks = {"cpu": config.device == CPU, DUMMY_WEIGHTS: config.dummy_weights, THROTTLED: is_throttled(gpu)}
     sizes = read_model_sizes(points[0].model)
@@ -363,6 +363,15 @@ def _compute_begin_ms(found: Sequence[CaseSamples], exposed: CaseSamples | None,
     if more_ms < MIN_BEGIN_SHARE * step_ms:
         return 0.0
     return more_ms + (exposed.decode_ms if asynchronous else 0.0)
+
+
+def _compute_launch_ms(times: RequestTimes, begin_ms: float) -> float:
+    """Return the time in ms that the host takes to launch a step with prompts, its begin included.
+
+    A launch as long as the shortest step is hidden by it, so that only its begin is known.
+    """
+    hidden = begin_ms > 0 and times.launch_ms <= (1 + MIN_BEGIN_SHARE) * times.shortest_ms
+    return begin_ms if hidden else times.launch_ms + begin_ms
 
 
 def _make_measured_case(found: CaseSamples, times: RequestTimes) -> MeasuredCase:

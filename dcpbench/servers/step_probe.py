@@ -415,6 +415,7 @@ class RequestTimes:
 
     request_ms: float  # time outside of steps: HTTP, tokenizing, scheduling on an idle server, and the way back
     launch_ms: float  # for which the host launches a step with prompts; a step behind a longer one hides it
+    shortest_ms: float = 0.0  # of the shortest step with a prompt, which `launch_ms` is at least; 0: unknown
 
 
 async def measure_request_times(probe: StepProbe) -> RequestTimes:
@@ -435,7 +436,7 @@ async def measure_request_times(probe: StepProbe) -> RequestTimes:
     if whole:
         request = min(request, statistics.median(alone) - statistics.median(whole))
     request = max(request, MIN_REQUEST_MS)
-    return RequestTimes(request, max(overhead - request, 0.0))
+    return RequestTimes(request, max(overhead - request, 0.0), statistics.median(short) if short else 0.0)
 
 
 def _takes_filler(limits: ServerLimits, steps: int = FILLED_STEPS) -> bool:
