@@ -170,7 +170,7 @@ def _make_start(name: str, ask: "Query", choice: "Choice", best: "Forecast", ste
 
 def _make_query(wanted: Wanted) -> "Query":
     from dcpbench.errors import UsageError
-    from dcpbench.models import check_published, load_shape
+    from dcpbench.models import get_published_precision, load_shape
     from dcpbench.plan import option_parsers as read
     from dcpbench.points.bounds import MAX_NUMBER
     from dcpbench.points.cluster_specs import load_machine
@@ -180,9 +180,7 @@ def _make_query(wanted: Wanted) -> "Query":
     named, here = (wanted.machine, 0) if wanted.machine is not None else _find_local_gpu()
     machine = load_machine(named)
     shape = load_shape(wanted.model)
-    if wanted.weights_dtype == AS_PUBLISHED:
-        check_published(shape)
-    weights = shape.published if wanted.weights_dtype == AS_PUBLISHED else wanted.weights_dtype
+    weights = get_published_precision(shape) if wanted.weights_dtype == AS_PUBLISHED else wanted.weights_dtype
     for option, value in (("--weights-dtype", weights), ("--kv-dtype", wanted.kv_dtype)):
         if value not in ("bf16", FP8):
             raise UsageError(f"{option} {value} is neither bf16 nor fp8; write one of them.")

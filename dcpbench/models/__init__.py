@@ -55,13 +55,14 @@ def get_text_fields(config: dict[str, Any]) -> dict[str, Any]:
     return around | fields
 
 
-def check_published(shape: ModelShape) -> None:
-    """Raise ModelError if weights are to be as published, in a format whose size is unknown."""
+def get_published_precision(shape: ModelShape) -> str:
+    """Return `bf16` or `fp8`, as the weights are published; raise ModelError for a format whose size is unknown."""
     if not shape.is_sized:
         raise ModelError(
             f"the weights of {shape.name} are published in a format that dcpbench cannot size ({shape.published}); with "
             "--weights-dtype fp8 or bf16, the same layers are planned and measured in that precision instead."
         )
+    return shape.published
 
 
 def load_shape(model: str) -> ModelShape:

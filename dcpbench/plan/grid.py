@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import DcpbenchError, NoRoomError, UsageError
-from dcpbench.models import check_published, load_shape
+from dcpbench.models import get_published_precision, load_shape
 from dcpbench.plan.spec import check_same_sizes, resolve_compute_dtype
 from dcpbench.plan.validate import Machine, check_runnable
 from dcpbench.points.axes import Role
@@ -230,9 +230,7 @@ def _resolve_precision(how: Mapping[str, Value], shape: ModelShape) -> dict[str,
     weights, kv = str(how["weights_dtype"]), str(how["kv_dtype"])
     dtype = resolve_compute_dtype(weights, kv, str(how["dtype"]))
     if weights == AS_PUBLISHED:
-        if dtype == "bf16":
-            check_published(shape)
-        weights = FP8 if shape.published == FP8 and dtype == "bf16" else dtype
+        weights = get_published_precision(shape) if dtype == "bf16" else dtype
     stored = {"weights_dtype": weights, "kv_dtype": kv}
     return {"dtype": dtype} | {name: FP8 if typed == FP8 else AS_COMPUTED for name, typed in stored.items()}
 

@@ -13,7 +13,7 @@ import torch
 
 from dcpbench.errors import DcpbenchError, ModelError
 from dcpbench.kernels.rope import compute_softmax_scale, make_rope_table
-from dcpbench.models import SHAPES, check_published, from_config, load_shape
+from dcpbench.models import SHAPES, from_config, get_published_precision, load_shape
 from dcpbench.models.checkpoint_folder import check_checkpoint
 from dcpbench.plan import validate
 from dcpbench.points.budget import plan_engine
@@ -386,7 +386,7 @@ def test_other_quantisations_give_a_shape_but_no_bytes_and_no_checkpoint(
     shape = from_config(config, Path("v3.json"))
     assert not shape.is_sized
     with pytest.raises(ModelError, match=r"that dcpbench cannot size .* --weights-dtype fp8 or bf16"):
-        check_published(shape)
+        get_published_precision(shape)
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelError, match=f"'quantization_config'.*{named}"):
