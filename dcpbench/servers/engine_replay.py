@@ -143,6 +143,7 @@ def describe_engine(point: Point, server: MeasuredServer, options: ReplayOptions
         kv_tokens=info.kv_capacity_tokens,
         max_model_len=max((card.max_model_len for card in info.models if card.max_model_len), default=None),
         prefix_cache=_has_prefix_cache(settings, info),
+        graph_batches=tuple((settings.graph_batches if settings is not None else None) or ()),
         settings=point.settings,
     )
 
