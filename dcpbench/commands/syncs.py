@@ -17,7 +17,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Find hidden CUDA synchronisation: where the host waits for the GPU, and what it costs."
-    "\n\nscan, serve and run report the function that waits, as traces do not have more; dry-run reports the line."
+    "\n\nTraces have the function that waits; scan, serve and run look up in its source which of its lines can. dry-run reports "
+    "the line."
     "\n\nStart with: dcpbench syncs scan trace.json.gz\n\nExit codes: 0 clean · 1 findings · 2 options or input that "
     "cannot be used · 3 the trace cannot answer (no GPU events, no runtime calls, no steps, a rank is missing, or it ends early); "
     "run and dry-run have further ones.",
@@ -45,6 +46,11 @@ class Gate(Group):
     root: Path | None = READ(
         "Root of the repository: paths are shown relative to it, and pyproject.toml and allow-sync comments are read "
         "there. Default: the folder with .git around this one.",
+        metavar="FOLDER",
+    )
+    source: Path | None = READ(
+        "Source of the program at the commit of the trace, to find the lines of a function that can wait. Default: --root, and the "
+        "paths in the trace.",
         metavar="FOLDER",
     )
     step_range: str | None = READ(
@@ -81,6 +87,7 @@ class GateWithoutTimes(Gate):
     """Hold the options of a gate for commands that measure no times."""
 
     max_bubble_us = None
+    source = None
 
 
 class GateToBe(GateWithoutTimes):

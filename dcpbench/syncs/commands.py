@@ -17,6 +17,7 @@ from dcpbench.records.disks import make_output_error
 from dcpbench.show import ci, streams
 from dcpbench.show.terminal import ProgressLine
 from dcpbench.show.text import format_count, make_printable
+from dcpbench.syncs.call_lines import add_call_lines
 from dcpbench.syncs.files import check_output, drop_copies, expand_names, write_output
 from dcpbench.syncs.formats import PLAIN_WIDTH, changes_text, check_format, github, markdown, render_report
 from dcpbench.syncs.gating import baseline as baselines
@@ -37,6 +38,10 @@ NO_STEPS = (
     "warning: not every trace marks steps, so whole counts are compared there: record the same number of steps each "
     "time, or name the range around a step with --step-range '^NAME'.\n"
 )
+OTHER_SOURCE = (
+    " is of another version than in the trace: its functions begin on other lines, so that the lines that wait stay unknown. "
+    "Give the source of the trace's commit with --source FOLDER.\n"
+)
 MAX_FINDINGS = 10
 """Findings that are repeated on stderr where the report went elsewhere."""
 
@@ -50,6 +55,7 @@ class GateOptions:
     max_bubble_us: float | None = None
     allow: Sequence[str] = ()
     root: Path | None = None
+    source: Path | None = None
     step_range: str | None = None
 
 
@@ -99,8 +105,9 @@ def _load_gate(options: GateOptions) -> tuple[Gate, Config]:
     """Return a gate with permissions and the range of steps but no limits, and the settings of pyproject.toml."""
     if any(not pattern.strip() for pattern in options.allow):
         raise UsageError("--allow is empty; give a function, such as --allow 'engine.sampler.*'.")
-    if options.root is not None and not options.root.is_dir():
-        raise UsageError(f"--root {options.root} is not a folder; give the root of the repository.")
+    for name, folder in (("--root", options.root), ("--source", options.source)):
+        if folder is not None and not folder.is_dir():
+            raise UsageError(f"{name} {folder} is not a folder; give the root of the repository.")
     try:
         here = (options.root or Path.cwd()).resolve()
     except FileNotFoundError as e:
@@ -108,7 +115,8 @@ def _load_gate(options: GateOptions) -> tuple[Gate, Config]:
     root = here if options.root else find_root(here)
     config = find_config(here, root)
     typed = [Allow(function=g, or_range=True, reason=f"--allow {g}", source="--allow") for g in options.allow]
-    return Gate(root=root, allow=(*typed, *config.allow), step_range=options.step_range or config.step_range), config
+    step_range = options.step_range or config.step_range
+    return Gate(root=root, source=options.source, allow=(*typed, *config.allow), step_range=step_range), config
 
 
 def finish_report(report: Report, gate: Gate, out: OutputOptions) -> int:
@@ -117,6 +125,8 @@ def finish_report(report: Report, gate: Gate, out: OutputOptions) -> int:
     Every command that makes a report ends here; the verdict is set in place. With the format github the step summary is
     written too, where GITHUB_STEP_SUMMARY names its file.
     """
+    for file in add_call_lines(report, [folder for folder in (gate.source, gate.root) if folder is not None]):
+        sys.stderr.write(f"note: {make_printable(file)}{OTHER_SOURCE}")
     report.verdict = compute_verdict(report, gate)
     terminal = out.output is None and sys.stdout.isatty()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if terminal else PLAIN_WIDTH
