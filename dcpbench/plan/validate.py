@@ -141,6 +141,8 @@ def find_live_limit(shape: ModelShape, weights_dtype: str) -> str | None:
             f"the engine has no kernels for {weights_dtype} weights; with --weights-dtype fp8 or bf16 it measures the same layers in that "
             "precision"
         )
+    if shape.indexer:
+        return f"the engine attends to all tokens, and {shape.name} has sparse attention"
     if shape.gqa:
         return f"the engine computes MLA alone, and {shape.name} has grouped-query attention"
     return None

@@ -264,6 +264,8 @@ def test_weights_are_as_large_as_the_memory_plan_says(name: str, precision: str)
         vectors += layers.moe * shape.experts // 2 * (2 * shape.moe_inter + shape.hidden)
     if not shape.tied:
         vectors += memory.compute_vocab_rows(shape, layout) * shape.hidden
+    if shape.indexer:
+        vectors += 2 * shape.indexer.width * shape.indexer.layers
     others = (vectors + shape.hidden) * 2 + layers.moe * shape.experts * 4
     assert (
         2 * products(1) - products(2)
