@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from dcpbench.errors import ModelError
 from dcpbench.models.tensor_names import DEEPSEEK_NAMES
-from dcpbench.models.weight_formats import FORMATS, UNQUANTISED, UnknownFormat, WeightFormat
+from dcpbench.models.weight_formats import COMPUTE_DTYPES, FORMATS, UNQUANTISED, UnknownFormat, WeightFormat
 
 if TYPE_CHECKING:
     from dcpbench.models.tensor_names import TensorNames
@@ -148,10 +149,14 @@ class ModelShape:
     def get_weight_format(self, name: str) -> WeightFormat:
         """Return the format of --weights-dtype: the published one if the model is published in a format of this name.
 
-        Names of dtypes stand for UNQUANTISED.
+        Names of dtypes stand for UNQUANTISED. Raise ModelError for a name of no format, whose size is unknown.
         """
         if isinstance(self.published, WeightFormat) and self.published.name == name:
             return self.published
+        if name not in FORMATS and name not in COMPUTE_DTYPES:
+            raise ModelError(
+                f"weights in {name} have no known size; known are {', '.join((*COMPUTE_DTYPES, *FORMATS))}."
+            )
         return FORMATS.get(name, UNQUANTISED)
 
     @property

@@ -26,7 +26,7 @@ from dcpbench.models.family import Family
 from dcpbench.models.quantization_config import FP8_BLOCKS
 from dcpbench.models.shapes import Gqa, ModelShape, Yarn
 from dcpbench.models.tensor_names import TensorNames
-from dcpbench.models.weight_formats import FP8, UnknownFormat, WeightFormat
+from dcpbench.models.weight_formats import FP8, UNQUANTISED, UnknownFormat, WeightFormat
 
 FIELDS = {
     "hidden_size": "hidden",
@@ -254,6 +254,13 @@ def test_a_known_format_has_the_parts_that_its_configuration_does_not_leave_out(
 )
 def test_a_format_whose_size_is_unknown_is_described(found: object, described: str) -> None:
     assert read_format(found) == UnknownFormat(name=described)
+
+
+def test_weights_in_an_unknown_format_are_not_sized() -> None:
+    """A dtype of the computation is none; an unknown name is never taken for one."""
+    assert V3.get_weight_format("bf16") == UNQUANTISED
+    with pytest.raises(ModelError, match=r"weights in compressed-tensors have no known size; known are bf16, .* mxfp4"):
+        V3.get_weight_format("compressed-tensors")
 
 
 def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
