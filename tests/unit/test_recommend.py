@@ -20,6 +20,7 @@ from dcpbench.cli import main
 from dcpbench.commands import recommend as command
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.models import load_shape
+from dcpbench.models.weight_formats import FORMATS
 from dcpbench.plan import validate
 from dcpbench.plan.serve_spec import get_serve_defaults
 from dcpbench.plan.spec import make_planned_probe
@@ -199,7 +200,7 @@ def test_ranks_with_whole_experts_wait_for_the_one_that_reads_most_of_them() -> 
     shape, rates = load_shape("deepseek-v3"), {"read": 4.8e12}
     whole = Sharding(shape=shape, layout=Layout(4), itemsize=2)
     assert estimate.compute_waiting_us(whole, 8, rates) == pytest.approx(58 * 3.5 * 18.35, rel=0.01)
-    assert estimate.compute_waiting_us(dataclasses.replace(whole, scaled=True), 8, rates) == pytest.approx(
+    assert estimate.compute_waiting_us(dataclasses.replace(whole, weights=FORMATS["fp8"]), 8, rates) == pytest.approx(
         29 * 3.5 * 18.35, rel=0.01
     )
     assert estimate.compute_waiting_us(whole, 1024, rates) < 1
@@ -708,7 +709,7 @@ def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixt
             "--machine H200 --input-tokens 163840 --output-tokens 1",
             "163,841 tokens together, pass deepseek-v3's 163,840 positions",
         ),
-        ("--machine H200 --weights-dtype int4", "--weights-dtype int4 is neither"),
+        ("--machine H200 --weights-dtype int3", "--weights-dtype int3 is none of bf16, fp8, int4, nvfp4, mxfp4"),
     ],
 )
 def test_mistakes_are_sentences(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1243,3 +1244,20 @@ def test_a_call_between_ranks_is_modelled_once() -> None:
     """Fits of calls take longer than all else of an estimate, and every layout needs them."""
     first, again = load_machine("H200").wire, load_machine("H200").wire
     assert all(first.calls[name] is again.calls[name] for name in first.calls)
+
+
+def test_a_model_without_experts_has_no_attention_dp_and_dcp_needs_copies_of_kv_heads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Llama-3.1-70B has 8 KV heads, so 8 ranks have one copy of each; Qwen3-235B has 4, and 2 copies."""
+    for model, layouts in (
+        ("llama-3.1-70b", {"tp8"}),
+        ("qwen3-235b-a22b", {"tp8", "tp8·dcp2", "tp8·dp2", "tp8·dp4", "tp8·dp8"}),
+    ):
+        code, out, _ = run(capsys, *f"--model {model} --machine H200 --context 4000 --concurrency 8 --json".split())
+        [load] = json.loads(out)["loads"]
+        named = {
+            name.partition("·ep")[0].partition(" ")[0]
+            for name in re.findall(r"tp8[^\" ,]*", json.dumps(load, ensure_ascii=False))
+        }
+        assert (code, named) == (0, layouts)
