@@ -118,6 +118,22 @@ def compute_attention_work(
     )
 
 
+def compute_gqa_work(
+    heads: int, kv_heads: int, head_dim: int, lengths: Sequence[int], itemsize: int, kv_itemsize: int | None = None
+) -> Work:
+    """Return the work of grouped-query decode over one rank's KV rows: rows·2·KV heads·X + 2·B·H·X numbers, 4·rows·H·X
+    operations.
+    """
+    rows = sum(lengths)
+    return Work(
+        memory_bytes=2 * rows * kv_heads * head_dim * (kv_itemsize or itemsize)
+        + 2 * len(lengths) * heads * head_dim * itemsize,
+        memory_limit="read",
+        flops=4 * rows * heads * head_dim,
+        flops_limit="matmul",
+    )
+
+
 def compute_product_work(product: memory.Product, rows: int, itemsize: int) -> Work:
     """Return the work of a linear layer: its weights, inputs and results once, 2 operations per weight and row."""
     through = rows * product.heads * (product.inputs + product.outputs)

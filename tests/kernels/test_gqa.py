@@ -103,9 +103,7 @@ def test_fp32_backends_agree_with_fp64(name, lengths, heads, kv_heads, page_size
     With pages of 32 rows a tile lies in one page. Groups of 1, 3, 16, 20 and 70 heads: less than a product's side, one
     that is no power of two, and one that needs two programs.
     """
-    case = problem(
-        device, torch.float32, lengths, heads=heads, kv_heads=kv_heads, head_dim=16, page_size=page_size
-    )
+    case = problem(device, torch.float32, lengths, heads=heads, kv_heads=kv_heads, head_dim=16, page_size=page_size)
     assert_agrees(*case, run(name, *case), limit=2e-5)
 
 

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import MissingPackageError, UsageError, format_install_hint
 from dcpbench.kernels.attention import DecodeSpec
+from dcpbench.points.names import GQA_BACKENDS
 
 if TYPE_CHECKING:
     import torch
 
     from dcpbench.kernels.attention import Backend
-
-BACKENDS = ("reference", "triton", "flashinfer")
-"""Values of --backend that attend with grouped query heads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,5 +61,5 @@ def make_gqa_backend(name: str, spec: GqaSpec) -> Backend:
             ) from e
         return FlashInferGqa(spec)
     raise UsageError(
-        f"--backend {name} has no kernel for grouped-query attention; choose one of {', '.join(BACKENDS)}."
+        f"--backend {name} has no kernel for grouped-query attention; choose one of {', '.join(GQA_BACKENDS)}."
     )

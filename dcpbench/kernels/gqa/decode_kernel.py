@@ -12,6 +12,59 @@ from dcpbench.kernels.attention.partition import pieces, share, slot_of
 
 
 @triton.jit
+def _add_tile(q_GX, key_KX, value_KX, live_k, top, total, acc, scale_log2, PRECISION: tl.constexpr):
+    """Advance the running softmax by a tile of rows. `top` is the maximum of the scores times log2(e)."""
+    score = tl.dot(q_GX, tl.trans(key_KX), input_precision=PRECISION)
+    score = tl.where(live_k[None, :], score * scale_log2, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))  # finite: each tile of a request has a live row
+    weight = tl.exp2(score - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weight, 1)
+    acc = tl.dot(weight.to(q_GX.dtype), value_KX, acc * shrink[:, None], input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit
+def _attend_tiles(
+    q_GX,
+    key_x,
+    value_x,
+    table,
+    t0,
+    t1,
+    length,
+    page_size,
+    row_stride,
+    scale_log2,
+    BLOCK_K: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return top, total and acc of the tiles [t0, t1) of a request; see `_add_tile`."""
+    top = tl.full([q_GX.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([q_GX.shape[0]], tl.float32)
+    acc = tl.zeros(q_GX.shape, tl.float32)
+    page = tl.load(table + t0 * BLOCK_K // page_size)
+    for t in range(t0, t1):
+        k = t * BLOCK_K + tl.arange(0, BLOCK_K)
+        live_k = k < length
+        if ONE_PAGE:
+            ahead = (t + 1) * BLOCK_K
+            next_page = tl.load(table + ahead // page_size, mask=ahead < length, other=0)
+            row_k = page.to(tl.int64) * page_size + k % page_size
+            page = next_page
+        else:
+            page_k = tl.load(table + k // page_size, mask=live_k, other=0)
+            row_k = page_k.to(tl.int64) * page_size + k % page_size
+        at_k = row_k[:, None] * row_stride
+        # e4m3 is converted to the dtype of the computation, which represents it exactly.
+        key_KX = tl.load(key_x[None, :] + at_k, mask=live_k[:, None], other=0.0).to(q_GX.dtype)
+        value_KX = tl.load(value_x[None, :] + at_k, mask=live_k[:, None], other=0.0).to(q_GX.dtype)
+        top, total, acc = _add_tile(q_GX, key_KX, value_KX, live_k, top, total, acc, scale_log2, PRECISION)
+    return top, total, acc
+
+
+@triton.jit
 def decode_kernel(
     q,
     kv,
@@ -69,35 +122,22 @@ def decode_kernel(
         if t0 < t1:
             row_h = b.to(tl.int64) * heads + h
             q_GX = tl.load(q + row_h[:, None] * X + x[None, :], mask=live_h[:, None], other=0.0)
-            top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_G], tl.float32)
-            acc = tl.zeros([BLOCK_G, X], tl.float32)
             table = tables + b.to(tl.int64) * table_stride
-            page = tl.load(table + t0 * BLOCK_K // page_size)
-            for t in range(t0, t1):
-                k = t * BLOCK_K + tl.arange(0, BLOCK_K)
-                live_k = k < length
-                if ONE_PAGE:
-                    ahead = (t + 1) * BLOCK_K
-                    next_page = tl.load(table + ahead // page_size, mask=ahead < length, other=0)
-                    row_k = page.to(tl.int64) * page_size + k % page_size
-                    page = next_page
-                else:
-                    page_k = tl.load(table + k // page_size, mask=live_k, other=0)
-                    row_k = page_k.to(tl.int64) * page_size + k % page_size
-                at_k = row_k[:, None] * row_stride
-                # e4m3 is converted to the dtype of the computation, which represents it exactly.
-                key_KX = tl.load(key_x[None, :] + at_k, mask=live_k[:, None], other=0.0).to(q_GX.dtype)
-                value_KX = tl.load(value_x[None, :] + at_k, mask=live_k[:, None], other=0.0).to(q_GX.dtype)
-                score = tl.dot(q_GX, tl.trans(key_KX), input_precision=PRECISION)
-                score = tl.where(live_k[None, :], score * scale_log2, float("-inf"))
-                new_top = tl.maximum(top, tl.max(score, 1))  # finite: each tile of a request has a live row
-                weight = tl.exp2(score - new_top[:, None])
-                shrink = tl.exp2(top - new_top)
-                total = total * shrink + tl.sum(weight, 1)
-                acc = tl.dot(weight.to(q_GX.dtype), value_KX, acc * shrink[:, None], input_precision=PRECISION)
-                top = new_top
-
+            top, total, acc = _attend_tiles(
+                q_GX,
+                key_x,
+                value_x,
+                table,
+                t0,
+                t1,
+                length,
+                page_size,
+                row_stride,
+                scale_log2,
+                BLOCK_K,
+                ONE_PAGE,
+                PRECISION,
+            )
             acc = acc * (value_scale / total)[:, None]
             log2_sum = top + tl.log2(total)
             if (t0 == 0) & (t1 == tiles):

@@ -126,4 +126,3 @@ class TritonGqa:
             STEP=step,
             num_warps=warps,
         )
-
