@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from dcpbench.bench.bench_record import BenchSettings, Case
-from dcpbench.bench.operators import gqa
+from dcpbench.bench.operators import gqa_attention as gqa
 from dcpbench.kernels import gqa as kernels
 from dcpbench.kernels.gqa.triton_gqa import Tiling, TritonGqa
 from dcpbench.points.names import GQA_BACKENDS

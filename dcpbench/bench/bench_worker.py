@@ -26,7 +26,7 @@ from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.attention import Attention
 from dcpbench.bench.operators.collectives import Collectives
 from dcpbench.bench.operators.exchange import ExchangeBench
-from dcpbench.bench.operators.gqa import Gqa
+from dcpbench.bench.operators.gqa_attention import Gqa
 from dcpbench.bench.operators.kv_gather import KvGather
 from dcpbench.bench.operators.linear import Linear
 from dcpbench.bench.operators.merge import Merge

@@ -28,7 +28,7 @@ DTYPES = ("bf16", "fp8")
 MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")
 LINEAR_VARIANTS = ("triton", "torch", "deepgemm", "flashinfer")
 LINEAR_PACKAGES = {"deepgemm": "deep_gemm", "flashinfer": "flashinfer"}
-LAYERS_BY_NAME = ("qkv_a", "q_b", "o", "shared-gate-up", "shared-down", "dense-gate-up", "dense-down")
+LAYERS_BY_NAME = ("qkv", "qkv_a", "q_b", "o", "shared-gate-up", "shared-down", "dense-gate-up", "dense-down")
 MOE_VARIANTS = ("triton", "torch", "deepgemm")
 MOE_PRODUCTS = ("gate-up", "down")
 MOE_ROWS = ("uniform", "skewed", "few")
@@ -218,8 +218,11 @@ def list_linear_cases(options: BenchOptions) -> list[Case]:
 def list_linear_layers(shape: ModelShape, tp: int) -> dict[str, Product]:
     """Return the linear layers of one of tp ranks, by name, that are quantised in a published checkpoint."""
     attention = make_attention_products(shape, Layout(tp=tp))
-    found: dict[str, Product] = {name: attention[name] for name in ("qkv_a", "q_b", "o") if name in attention}
-    for name, width in ("shared", shape.shared_experts * shape.moe_inter), ("dense", shape.dense_inter):
+    found: dict[str, Product] = {name: attention[name] for name in ("qkv", "qkv_a", "q_b", "o") if name in attention}
+    dense = shape.dense_inter if shape.first_dense else 0
+    for name, width in ("shared", shape.shared_experts * shape.moe_inter), ("dense", dense):
+        if not width:
+            continue
         found |= dict(zip((f"{name}-gate-up", f"{name}-down"), make_mlp_products(shape, width // tp), strict=True))
     return found
 
@@ -230,6 +233,8 @@ def list_moe_cases(options: BenchOptions) -> list[Case]:
     DeepGEMM is included if it is installed.
     """
     shape = load_shape(options.typed["model"] or ("tiny" if options.cpu else "deepseek-v3"))
+    if not shape.experts:
+        raise UsageError(f"--model {shape.name} has no experts; try --model qwen3-30b-a3b.")
     usable = MOE_VARIANTS if importlib.util.find_spec("deep_gemm") and not options.cpu else MOE_VARIANTS[:-1]
     names = options.parse_names("variant", MOE_VARIANTS, usable)
     cases = []

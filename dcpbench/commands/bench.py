@@ -200,7 +200,7 @@ class Linear(Group):
     )
     rows: str | None = COUNTS("Tokens of a step. Default: 1,16,32,64,128 on a GPU; 1,5 on the CPU.")
     matrix: str | None = NAMES(
-        "qkv_a, q_b, o, shared-gate-up, shared-down, dense-gate-up, dense-down. Default: all that the model has."
+        "qkv, qkv_a, q_b, o, shared-gate-up, shared-down, dense-gate-up, dense-down. Default: all that the model has."
     )
     weights: str | None = NAMES("bf16, which torch multiplies, or fp8, which the others do. Default: fp8.")
     variant: str | None = NAMES("triton, torch, deepgemm, flashinfer. Default: all that are installed and can.")

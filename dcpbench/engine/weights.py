@@ -114,7 +114,7 @@ class Weights:
 
     def count_bytes(self) -> int:
         """Return the bytes of all tensors."""
-        return sum(t.nbytes for t in _collect_tensors(self))
+        return sum(t.nbytes for t in {id(t): t for t in _collect_tensors(self)}.values())
 
 
 def _collect_tensors(node: object) -> list[torch.Tensor]:
@@ -146,9 +146,10 @@ def load_weights(
     """
     names = shape.tensors
     loader = Loader(source, shape, layout, rank, alive, wide, ep, fp8)
+    embed = loader.load_vocab(names.embedding)
     return Weights(
-        embed=loader.load_vocab(names.embedding),
-        lm_head=loader.load_vocab(names.embedding if shape.tied else names.lm_head),
+        embed=embed,
+        lm_head=embed if shape.tied else loader.load_vocab(names.lm_head),
         final_norm=source.get_tensor(names.final_norm, (shape.hidden,)),
         dense=[loader.load_layer(i) for i in range(held.dense)],
         moe=[loader.load_layer(shape.first_dense + i) for i in range(held.moe)],

@@ -8,14 +8,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.errors import ModelError
-from dcpbench.models import deepseek_v2, deepseek_v3, kimi_k2, kimi_k25, mla_config
-from dcpbench.models.config_fields import format_value
+from dcpbench.models import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    kimi_k2,
+    kimi_k25,
+    llama,
+    qwen3,
+    qwen3_moe,
+)
+from dcpbench.models.config_fields import check_architectures, format_value
 
 if TYPE_CHECKING:
     from dcpbench.models.family import Family
     from dcpbench.models.shapes import ModelShape
 
-FAMILIES: tuple[Family, ...] = (deepseek_v2.FAMILY, deepseek_v3.FAMILY, kimi_k2.FAMILY, kimi_k25.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
+    kimi_k2.FAMILY,
+    kimi_k25.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+    llama.FAMILY,
+    glm4_moe.FAMILY,
+    gpt_oss.FAMILY,
+)
 
 _PRESETS = [(family, preset) for family in FAMILIES for preset in family.presets]
 SHAPES = {
@@ -96,37 +116,32 @@ def load_shape(model: str) -> ModelShape:
 def from_config(config: dict[str, Any], path: Path) -> ModelShape:
     """Convert a Hugging Face configuration of one of the families to a ModelShape.
 
-    Raise ModelError, naming the field, if the model is not MLA with routed experts, if a field is missing or is no
-    usable number, or if a field requests a computation that the engine does not have.
+    Raise ModelError, naming the field, if the model is of no known family, if a field is missing or is no usable number, or
+    if a field requests a computation that is not described.
     """
     try:
         return _parse_config(config, path)
     except KeyError as e:
-        raise ModelError(f"{path} lacks the field {e}; an MLA model with routed experts needs it.") from e
+        raise ModelError(f"{path} lacks the field {e}; models of this family need it.") from e
     except ValueError as e:
         raise ModelError(f"{path}: {e}.") from e
 
 
 def _parse_config(config: dict[str, Any], path: Path) -> ModelShape:
-    fields = get_text_fields(config)
-    if "kv_lora_rank" not in fields:
-        raise ModelError(
-            f"{path} is not an MLA model (model_type {format_value(config.get('model_type', 'missing'))}, no 'kv_lora_rank'); "
-            f"give a {_format_families()} configuration, or one of: {', '.join(SHAPES)}."
-        )
-    kind, family = config["model_type"], find_family(config)
+    family = find_family(config)
     if family is None:
         known = ", ".join(family.model_type for family in FAMILIES)
-        raise ValueError(f"'model_type' is {format_value(kind)}, which may compute otherwise; {known} are supported")
-    mla_config.check_architectures(fields, [name for family in FAMILIES for name in family.architectures])
+        raise ModelError(
+            f"{path}: 'model_type' is {format_value(config.get('model_type', 'missing'))}, which may compute otherwise; {known} are "
+            f"supported. Give a configuration of {format_titles()}, or one of: {', '.join(SHAPES)}."
+        )
+    fields = get_text_fields(config)
+    check_architectures(fields, [name for family in FAMILIES for name in family.architectures])
     name = path.parent.name if path.name == "config.json" else path.stem
-    return mla_config.read_shape(family, fields, name)
+    return family.read_shape(family, fields, name)
 
 
-def _format_families() -> str:
-    """Return `DeepSeek-V2/V3/R1 or Kimi-K2`: the maker of several families is named once."""
-    makers: dict[str, list[str]] = {}
-    for family in FAMILIES:
-        maker, _, version = family.title.partition("-")
-        makers.setdefault(maker, []).append(version)
-    return " or ".join(f"{maker}-{'/'.join(versions)}" for maker, versions in makers.items())
+def format_titles() -> str:
+    """Return the titles of all families: `DeepSeek-V2, DeepSeek-V3/R1 or Kimi-K2`."""
+    *first, last = (family.title for family in FAMILIES)
+    return f"{', '.join(first)} or {last}"

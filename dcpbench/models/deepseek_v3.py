@@ -82,6 +82,7 @@ FAMILY = Family(
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     },
+    read_shape=mla_config.read_shape,
     parse_shape=parse_shape,
     presets=(
         Preset(

@@ -1,4 +1,4 @@
-"""Define ModelShape: the sizes of an MLA + MoE model, its routing rule, and the names of its tensors. No torch."""
+"""Define ModelShape: the sizes of a model, its attention and routing rule, and the names of its tensors. No torch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,35 @@ class Yarn:
     """True if the ramp between kept and stretched dimensions begins and ends at integer dimensions."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Rope:
+    """Hold the parameters of Llama 3.1's rope scaling, as `rope_scaling` with `rope_type` `llama3` gives it."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gqa:
+    """Describe grouped-query attention; the numbers of a head are `nope`, `rope` and `value` of ModelShape."""
+
+    kv_heads: int
+    qk_norm: bool = False
+    """True if each head of q and k is normalised over its numbers before rope."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    window: int | None = None
+    """Number of latest tokens to which sliding-window layers attend; None if no layer has a window."""
+    window_layers: int = 0
+    """Number of layers with a sliding window."""
+    sinks: bool = False
+    """True if each query head has a learned logit in its softmax that stands for no token."""
+
+
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
-"""R, P and the widths of a head's keys and values in all published models."""
+"""R, P and the widths of a head's keys and values in all published MLA models."""
 KV_WIDTH = LATENT + ROPE
 """Numbers in one of their KV rows."""
 BF16, FP8 = "bf16", "fp8"
@@ -40,38 +67,50 @@ SIGMOID, SOFTMAX = "sigmoid", "softmax"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Hold the sizes and the routing rule of one model. Letters as in docs/methodology.md (D hidden, R latent, P rope, V value)."""
+    """Hold the sizes and the routing rule of one model. Letters as in docs/methodology.md (D hidden, R latent, P rope, V value).
+
+    Attention is MLA, or grouped-query attention if `gqa` is set. A model without experts has `first_dense` equal to `layers`.
+    """
 
     name: str
     hidden: int
     layers: int
     heads: int
-    q_lora: int | None
+    q_lora: int | None = None
     """Rank of the low-rank q projection, or None where q is projected directly."""
-    experts: int
-    top_k: int
-    shared_experts: int
-    moe_inter: int
+    experts: int = 0
+    top_k: int = 0
+    shared_experts: int = 0
+    moe_inter: int = 0
     dense_inter: int
     first_dense: int
     """The first layers with a dense MLP instead of experts."""
     vocab: int
-    routing: str
+    routing: str = SOFTMAX
     """SIGMOID or SOFTMAX."""
-    groups: int
+    groups: int = 1
     """Expert groups of group-limited routing; 1 = ungrouped."""
-    top_groups: int
-    normalise: bool
+    top_groups: int = 1
+    normalise: bool = True
     """True if the weights of the chosen experts are normalised to a sum of 1 before `routed_scale`."""
-    routed_scale: float
+    routed_scale: float = 1.0
+    expert_bias: bool = False
+    """True if the router and the projections of experts have biases."""
+    gqa: Gqa | None = None
+    """Grouped-query attention; None for MLA."""
     latent: int = LATENT
+    """Width of the compressed keys and values of MLA; 0 with grouped-query attention."""
     rope: int = ROPE
+    """Numbers of a query or key head that rope rotates."""
     nope: int = NOPE
+    """Numbers of a query or key head that rope leaves as they are."""
     value: int = VALUE
+    """Numbers of a value head."""
     rms_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_interleaved: bool = True
     yarn: Yarn | None = None
+    llama3_rope: Llama3Rope | None = None
     max_position: int = 163840
     tied: bool = False
     """True if the LM head is the embedding."""
@@ -87,10 +126,44 @@ class ModelShape:
         return self.published in (BF16, FP8)
 
     @property
-    def kv_width(self) -> int:
-        """Numbers in one KV row: latent ‖ rope key."""
-        return self.latent + self.rope
+    def head_width(self) -> int:
+        """Numbers of a query head as it is projected, and of a key head of grouped-query attention."""
+        return self.nope + self.rope
 
-    def compute_kv_bytes_per_token(self, itemsize: int) -> int:
-        """Return the bytes that one token takes in one full KV cache, all layers."""
-        return self.layers * self.kv_width * itemsize
+    @property
+    def query_width(self) -> int:
+        """Numbers of a query head against the rows of the KV cache: as wide as a row of MLA, else as projected."""
+        return self.head_width if self.gqa else self.latent + self.rope
+
+    @property
+    def output_width(self) -> int:
+        """Numbers of a head's attention output: of MLA before the projection to values."""
+        return self.value if self.gqa else self.latent
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers in one row of a full KV cache: latent ‖ rope key, or keys and values of all KV heads."""
+        return self.compute_kv_width(1)
+
+    def count_kv_heads(self, ranks: int) -> int:
+        """Return the number of KV heads that each of `ranks` tensor-parallel ranks holds: more ranks than heads hold copies."""
+        assert self.gqa is not None
+        return max(1, self.gqa.kv_heads // ranks)
+
+    def compute_max_dcp(self, ranks: int) -> int:
+        """Return the largest dcp of `ranks` tensor-parallel ranks, as vLLM and SGLang have it.
+
+        MLA's rows are copied on all ranks, which can share them. Of grouped-query attention ranks / KV heads hold copies of a
+        head. Sliding windows are not divided.
+        """
+        if self.gqa is None:
+            return ranks
+        return 1 if self.gqa.window_layers else max(1, ranks // self.gqa.kv_heads)
+
+    def compute_kv_width(self, ranks: int) -> int:
+        """Return the numbers in a KV row of one of `ranks` tensor-parallel ranks, all of which store the same rows of MLA."""
+        return self.count_kv_heads(ranks) * (self.head_width + self.value) if self.gqa else self.latent + self.rope
+
+    def compute_kv_bytes_per_token(self, itemsize: int, ranks: int = 1) -> int:
+        """Return the bytes that one token takes in the KV cache of one of `ranks` tensor-parallel ranks, all layers."""
+        return self.layers * self.compute_kv_width(ranks) * itemsize

@@ -11,6 +11,7 @@ import msgspec
 
 from dcpbench.errors import DcpbenchError, NoRoomError, UsageError
 from dcpbench.models import get_published_precision, load_shape
+from dcpbench.plan import validate
 from dcpbench.plan.spec import check_same_sizes, resolve_compute_dtype
 from dcpbench.plan.validate import Machine, check_runnable
 from dcpbench.points.axes import Role
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from dcpbench.points.axes import Value
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.layout import Layout
+    from dcpbench.points.settings import Settings
 
 WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in select_point_axes(Role.EXCHANGE)}
 """Fields of a point with dcp 1."""
@@ -92,6 +94,13 @@ def require_runnable(candidates: Sequence[Candidate], *, listed_above: bool = Fa
     reasons = list({str(c.error).partition(". ")[0]: str(c.error) for c in typed}.values())
     more = f"\n({len(reasons) - MAX_REASONS} more; see them all with --dry-run)" if len(reasons) > MAX_REASONS else ""
     raise type(typed[0].error)("\n".join(reasons[:MAX_REASONS]) + more)  # type: ignore[misc]
+
+
+def check_live(candidates: Iterable[Candidate], settings: Settings) -> None:
+    """Raise the error of `validate.check_live` for the first point that can be planned but not measured."""
+    for c in candidates:
+        if c.error is None:
+            validate.check_live(c.point, settings, load_shape(c.point.model))
 
 
 def format_dcp_note(candidates: Sequence[Candidate]) -> str:
@@ -204,7 +213,9 @@ def _iter_points(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[
     axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, spec.model, hows)
     for repeat, tp, dp, model, how in axes:
         placed = {"ep": place_experts(str(how["ep"]), tp)}
-        for given, dcp in itertools.product(loads[model, dp], spec.dcp or (max(tp // dp, 1),)):
+        for given, dcp in itertools.product(
+            loads[model, dp], spec.dcp or (shapes[model].compute_max_dcp(max(tp // dp, 1)),)
+        ):
             yield Point(
                 model=model,
                 tp=tp,

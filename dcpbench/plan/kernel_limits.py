@@ -75,10 +75,11 @@ def compute_part_sizes(point: Point, shape: ModelShape) -> dict[str, int]:
     """Return the sizes of the parts of fp8 layers that a rank holds or stacks: blocks begin and end with each part."""
     heads = shape.heads // point.layout.attn_tp
     experts = shape.moe_inter // point.tp if point.ep == CUT else shape.moe_inter
-    return {
+    keys = {"the keys": shape.count_kv_heads(point.layout.attn_tp) * shape.head_width} if shape.gqa else {}
+    return keys | {
         "'hidden_size'": shape.hidden,
-        "the queries": heads * (shape.nope + shape.rope) if shape.q_lora is None else shape.q_lora,
-        "q_b": heads * (shape.nope + shape.rope),
+        "the queries": heads * shape.head_width if shape.q_lora is None else shape.q_lora,
+        "q_b": heads * shape.head_width,
         "o_proj": heads * shape.value,
         "an expert": experts,
         "the shared expert": shape.shared_experts * shape.moe_inter // point.tp,

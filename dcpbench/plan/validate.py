@@ -14,6 +14,7 @@ from dcpbench.errors import (
     CapacityError,
     LayoutError,
     MissingPackageError,
+    ModelError,
     NoRoomError,
     UsageError,
     format_install_hint,
@@ -124,6 +125,17 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
         check_decode_batch(point)
         check_positions(point.context, None, shape)
     _check_memory(point, settings, shape, probe)
+
+
+def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
+    """Raise ModelError unless the engine computes the model; replays with given step times need no engine."""
+    if settings.step_times:
+        return
+    if shape.gqa:
+        raise ModelError(
+            f"--model {point.model}: the engine computes MLA alone, and {shape.name} has grouped-query attention. "
+            f"It can be planned: add --dry-run{'' if point.load else ', or use dcpbench recommend'}."
+        )
 
 
 @functools.cache
@@ -279,7 +291,9 @@ def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
             "--backend reference plans with new tensors in every step, which a CUDA graph would not see; use --backend "
             "triton or --backend flashinfer. On a GPU the reference is for dcpbench verify."
         )
-    if point.backend in ("triton", AUTO) and not (_is_power_of_two(shape.latent) and _is_power_of_two(shape.rope)):
+    if shape.gqa:
+        _check_gqa_options(point, shape)
+    elif point.backend in ("triton", AUTO) and not (_is_power_of_two(shape.latent) and _is_power_of_two(shape.rope)):
         instead = "use --backend reference" if probe.device == "cpu" else _CPU_VERIFY
         raise UsageError(
             f"--backend {point.backend} needs a latent and a rope width that are powers of two from {SMALLEST_TILE}, "
@@ -289,11 +303,23 @@ def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
         _check_library(point, shape, probe)
 
 
+def _check_gqa_options(point: Point, shape: ModelShape) -> None:
+    """Raise an error for options that only MLA has."""
+    if point.backend == "flashmla":
+        raise UsageError(
+            f"--backend flashmla computes MLA, and {shape.name} has grouped-query attention; use --backend triton."
+        )
+    if point.project_first:
+        raise UsageError(
+            f"--collectives project-first: the attention of {shape.name} gives values, and nothing is projected; leave it out."
+        )
+
+
 def _check_library(point: Point, shape: ModelShape, probe: Probe) -> None:
     backend = f"--backend {point.backend}"
     if probe.device == "cpu":
         raise UsageError(f"{backend} needs a GPU; on the CPU use --backend reference or --backend triton.")
-    if (shape.latent, shape.rope) != (512, 64):
+    if shape.gqa is None and (shape.latent, shape.rope) != (512, 64):
         raise UsageError(
             f"{backend} reads KV rows of 512 + 64 numbers and {shape.name} has {shape.latent} + {shape.rope}; use "
             "--backend triton."
@@ -354,6 +380,8 @@ def _check_exchange(point: Point, machine: Machine) -> None:
 
 def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
     """Raise an error if GPU kernels that no --backend replaces cannot take the model."""
+    if shape.gqa:
+        return
     if not _is_power_of_two(shape.rope):
         raise UsageError(
             f"the rope kernel needs a width that is a power of two from {SMALLEST_TILE}, and {shape.name} has "
@@ -406,15 +434,15 @@ def _check_rows(point: Point, shape: ModelShape) -> None:
     """
 
     def compute_row_bytes(dtype: str) -> int:
-        return shape.kv_width * ITEMSIZE[dtype]
+        return width * ITEMSIZE[dtype]
 
-    kept = point.kv_precision
+    width, kept = shape.compute_kv_width(point.layout.attn_tp), point.kv_precision
     if point.dcp == 1 or compute_row_bytes(kept) % ROW_UNIT == 0:
         return
     fits = [f"--kv-dtype {dtype}, " for dtype in DTYPES if compute_row_bytes(dtype) % ROW_UNIT == 0]
     raise UsageError(
         f"--dcp {point.dcp}: the prefix of a prompt is gathered from the ranks in rows that are multiples of "
-        f"{ROW_UNIT} bytes, and {shape.name} has KV rows of {shape.kv_width} {kept} numbers, "
+        f"{ROW_UNIT} bytes, and {shape.name} has KV rows of {width} {kept} numbers, "
         f"{compute_row_bytes(kept)} bytes; use {''.join(fits)}--dcp 1, or dcpbench sweep for decode steps only."
     )
 
@@ -445,6 +473,8 @@ def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Prob
 
 
 def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
+    if shape.gqa:
+        return
     widths = shape.kv_width, shape.latent, shape.value
     if probe.device == "cuda" and any(n * ITEMSIZE[point.dtype] % TENSOR_UNIT for n in widths):
         raise UsageError(
@@ -480,7 +510,7 @@ def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Pr
     The pool must hold what a decode step needs, or the longest request that is served; with --kv-memory any request of
     a load is enough.
     """
-    one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
+    one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
     try:
         plan = plan_engine([point], settings, shape, probe)
     except NoRoomError as e:
@@ -516,7 +546,7 @@ def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Pro
     """
     pool = compute_max_pages(point, shape, probe)
     if settings.kv_memory_bytes is not None:
-        one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
+        one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
         pool = min(pool, settings.kv_memory_bytes // one)
     one = memory.count_pages(point.context + memory.HEADROOM_TOKENS, point.layout, point.page_size)
     max_requests = max((pool - memory.PAGES_OF_PADDING) // one, 0) * point.dp

@@ -205,7 +205,7 @@ class _Rank:
         """
         self.point, self.shape, self.itemsize = point, shape, ITEMSIZE[point.dtype]
         self.fp8 = point.weights_precision == FP8
-        self.page_bytes = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
+        self.page_bytes = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
         self.l2_bytes = probe.l2_bytes or 0
         self.fewest = self.whole = memory.count_all_layers(shape)
         self.room, self.buffers = CPU_BYTES // point.world, 0

@@ -84,11 +84,19 @@ def compute_scaled_bytes(product: Product, heights: tuple[int, ...], *, rows: in
 
 
 def make_attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_HEADS) -> dict[str, Product]:
-    """Return the linear layers of one layer's attention, by the names of engine/weights.py; no `q_b` without q-LoRA."""
+    """Return the linear layers of one layer's attention, by the names of engine/weights.py; no `q_b` without q-LoRA.
+
+    With grouped-query attention they are q ‖ k ‖ v and o: each rank holds the KV heads of its query heads.
+    """
     heads = shape.heads // layout.attn_tp
     q_heads = heads * layout.dcp if wide.query else heads
     v_heads = heads * layout.dcp if wide.value else heads
-    q_width = q_heads * (shape.nope + shape.rope)
+    q_width = q_heads * shape.head_width
+    if shape.gqa:
+        return {
+            "qkv": Product(shape.hidden, q_width + shape.compute_kv_width(layout.attn_tp)),
+            "o": Product(heads * shape.value, shape.hidden),
+        }
     found = {
         "qkv_a": Product(shape.hidden, (q_width if shape.q_lora is None else shape.q_lora) + shape.kv_width),
         "w_uk": Product(shape.nope, shape.latent, q_heads),
@@ -101,22 +109,41 @@ def make_attention_products(shape: ModelShape, layout: Layout, wide: GroupWide =
 def compute_attention_bytes(
     shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
 ) -> int:
-    """Return the bytes of one layer's attention weights on one rank, with its norms: of q, of latent rows, and two more.
+    """Return the bytes of one layer's attention weights on one rank, with the norms and biases of `count_attention_vectors`.
 
-    With `fp8` all weights are fp8 except the norms and the absorbed ones, W_UK and W_UV.
+    With `fp8` all weights are fp8 except the norms, biases and the absorbed ones, W_UK and W_UV.
     """
     products = make_attention_products(shape, layout, wide)
-    norms = ((shape.q_lora or 0) + shape.latent + 2 * shape.hidden) * itemsize
+    vectors = count_attention_vectors(shape, layout, wide) * itemsize
     if not fp8:
-        return sum(product.elements for product in products.values()) * itemsize + norms
+        return sum(product.elements for product in products.values()) * itemsize + vectors
     ranks = layout.attn_tp // layout.dcp if wide.query else layout.attn_tp
-    qkv_a, o = products["qkv_a"], products["o"]
-    above = (qkv_a.outputs - shape.kv_width, shape.kv_width)
-    found = compute_scaled_bytes(qkv_a, above, rows=ranks if shape.q_lora is None else 1)
-    found += compute_scaled_bytes(o, (o.outputs,), columns=layout.attn_tp)
+    found = compute_scaled_bytes(products["o"], (products["o"].outputs,), columns=layout.attn_tp)
+    if "qkv" in products:
+        kv_heads = shape.count_kv_heads(layout.attn_tp)
+        k, v = kv_heads * shape.head_width, kv_heads * shape.value
+        return (
+            found + compute_scaled_bytes(products["qkv"], (products["qkv"].outputs - k - v, k, v), rows=ranks) + vectors
+        )
+    above = (products["qkv_a"].outputs - shape.kv_width, shape.kv_width)
+    found += compute_scaled_bytes(products["qkv_a"], above, rows=ranks if shape.q_lora is None else 1)
     if "q_b" in products:
         found += compute_scaled_bytes(products["q_b"], (products["q_b"].outputs,), rows=ranks)
-    return found + sum(products[name].elements for name in ABSORBED) * itemsize + norms
+    return found + sum(products[name].elements for name in ABSORBED) * itemsize + vectors
+
+
+def count_attention_vectors(shape: ModelShape, layout: Layout, wide: GroupWide) -> int:
+    """Return the numbers in the vectors of one layer's attention on one rank.
+
+    These are the norms of q, of latent rows, of heads, and before attention and MLP; biases; and the sinks of its query heads.
+    """
+    norms = (shape.q_lora or 0) + shape.latent + 2 * shape.hidden
+    if shape.gqa is None:
+        return norms
+    heads = shape.heads // layout.attn_tp * (layout.dcp if wide.query else 1)
+    bias = heads * shape.head_width + shape.compute_kv_width(layout.attn_tp) if shape.gqa.qkv_bias else 0
+    bias += shape.hidden if shape.gqa.o_bias else 0
+    return norms + bias + (2 * shape.head_width if shape.gqa.qk_norm else 0) + (heads if shape.gqa.sinks else 0)
 
 
 def make_mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
@@ -145,7 +172,8 @@ def compute_moe_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: 
     router = shape.experts * shape.hidden * itemsize + shape.experts * FP32
     held, ranks = (shape.experts, layout.tp) if ep == CUT else (shape.experts // layout.tp, 1)
     experts = held * _compute_mlp_bytes(shape, shape.moe_inter, ranks, itemsize, fp8=fp8)
-    return router + experts + compute_shared_expert_bytes(shape, layout, itemsize, fp8=fp8)
+    biases = held * (2 * shape.moe_inter // ranks + shape.hidden) * itemsize if shape.expert_bias else 0
+    return router + experts + biases + compute_shared_expert_bytes(shape, layout, itemsize, fp8=fp8)
 
 
 def compute_shared_expert_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False) -> int:
@@ -166,8 +194,11 @@ def compute_vocab_rows(shape: ModelShape, layout: Layout) -> int:
 
 
 def compute_outer_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
-    """Return the bytes of the embedding, the LM head (both split over an attention replica) and the final norm."""
-    return (2 * compute_vocab_rows(shape, layout) + 1) * shape.hidden * itemsize
+    """Return the bytes of the embedding, the LM head (both split over an attention replica) and the final norm.
+
+    A tied LM head is the embedding.
+    """
+    return ((1 if shape.tied else 2) * compute_vocab_rows(shape, layout) + 1) * shape.hidden * itemsize
 
 
 def compute_weight_bytes(
@@ -204,9 +235,12 @@ def count_kv_pages(layout: Layout, concurrency: int, context: int, page_size: in
     return per_replica * count_pages(context + HEADROOM_TOKENS, layout, page_size) + PAGES_OF_PADDING
 
 
-def compute_page_bytes(shape: ModelShape, page_size: int, itemsize: int) -> int:
-    """Return the bytes of one physical page of one rank, all layers."""
-    return page_size * shape.compute_kv_bytes_per_token(itemsize)
+def compute_page_bytes(shape: ModelShape, page_size: int, itemsize: int, layout: Layout | None = None) -> int:
+    """Return the bytes of one physical page of one rank, all layers; without a layout, with all KV heads.
+
+    Layers with a sliding window keep all tokens, as engines without separate pools for them store it.
+    """
+    return page_size * shape.compute_kv_bytes_per_token(itemsize, layout.attn_tp if layout else 1)
 
 
 def compute_window_bytes(
@@ -216,11 +250,12 @@ def compute_window_bytes(
 
     Keys and values of its h heads take 2·h·(nope + P) numbers per token, because a backend may want values as wide as
     keys, and the rows that they are computed from Q numbers; with dcp N > 1, in the precision of the pool, Q / N are
-    sent, Q received, and Q stored in token order.
+    sent, Q received, and Q stored in token order. With grouped-query attention the rows are keys and values themselves.
     """
-    heads = shape.heads // layout.attn_tp
-    travels = 2 * shape.kv_width + -(-shape.kv_width // layout.dcp) if layout.dcp > 1 else 0
-    each = 2 * heads * (shape.nope + shape.rope) + shape.kv_width
+    heads = 0 if shape.gqa else shape.heads // layout.attn_tp
+    row = shape.compute_kv_width(layout.attn_tp)
+    travels = 2 * row + -(-row // layout.dcp) if layout.dcp > 1 else 0
+    each = 2 * heads * shape.head_width + row
     return tokens * (each * itemsize + travels * (kv_itemsize or itemsize))
 
 
@@ -234,7 +269,7 @@ def compute_prefill_bytes(
         window    a window of the stored prefix, or as many of the chunks' own tokens (window_bytes)
         experts   tokens · k · (D + 3·I): their input, replaced by their output, 2·I and I between. Every
                   rank has buffers for the experts of all its tokens, because shapes must not depend on routing;
-                  tensor-parallel experts are I / tp wide
+                  tensor-parallel experts are I / tp wide. Without experts: tokens · 3·dense_inter / tp
         hidden    tokens · 4·D, gathered, from the shared expert, from both, reduced; B · 3·D, residual, normed, output
         attention B · (q_lora + 2·Q + h·(3·(nope + P) + 2·V)), and h·V in fp32 where a prefix has windows
     """
@@ -242,9 +277,11 @@ def compute_prefill_bytes(
     window = compute_window_bytes(shape, layout, max(PREFILL_WINDOW, rows), itemsize, kv_itemsize)
     width = shape.moe_inter if ep == WHOLE else shape.moe_inter // layout.tp
     experts = tokens * shape.top_k * (shape.hidden + 3 * width)
+    if not shape.experts:
+        experts = tokens * 3 * shape.dense_inter // layout.tp
     hidden = (4 * tokens + 3 * rows) * shape.hidden
-    per_head = 3 * (shape.nope + shape.rope) + 2 * shape.value
-    attention = rows * ((shape.q_lora or 0) + 2 * shape.kv_width + heads * per_head)
+    per_head = 3 * shape.head_width + 2 * shape.value
+    attention = rows * ((shape.q_lora or 0) + 2 * shape.compute_kv_width(layout.attn_tp) + heads * per_head)
     return window + (experts + hidden + attention) * itemsize + rows * heads * shape.value * FP32
 
 
@@ -253,19 +290,25 @@ def compute_min_layers(
 ) -> Layers:
     """Return the fewest distinct layers with which weights cycle through CACHE_FACTOR × L2 between two uses.
 
-    Only weights that every step certainly reads count (attention and shared expert), not the experts that routing
-    selects.
+    Only weights that every step certainly reads count (attention and shared expert, or the MLP of a model without experts),
+    not the experts that routing selects.
     """
     whole = count_all_layers(shape)
-    if not whole.moe:
-        return whole
     sure = compute_certain_bytes(shape, layout, itemsize, wide, fp8=fp8)
-    return Layers(min(1, whole.dense), min(max(math.ceil(CACHE_FACTOR * l2_bytes / sure), 1), whole.moe))
+    fewest = max(math.ceil(CACHE_FACTOR * l2_bytes / sure), 1)
+    if not whole.moe:
+        return whole if shape.experts else Layers(min(fewest, whole.dense), 0)
+    return Layers(min(1, whole.dense), min(fewest, whole.moe))
 
 
 def compute_certain_bytes(
     shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
 ) -> int:
-    """Return the bytes of weights that one MoE layer certainly reads in every step: attention and shared expert."""
+    """Return the bytes of weights that one layer certainly reads in every step: attention and shared expert.
+
+    Of a model without experts: attention and MLP.
+    """
     attention = compute_attention_bytes(shape, layout, itemsize, wide, fp8=fp8)
+    if not shape.experts:
+        return attention + compute_dense_mlp_bytes(shape, layout, itemsize, fp8=fp8)
     return attention + compute_shared_expert_bytes(shape, layout, itemsize, fp8=fp8)

@@ -99,38 +99,24 @@ def compute_attention_work(
     width: int = KV_WIDTH,
     latent: int = LATENT,
     kv_itemsize: int | None = None,
+    row_width: int | None = None,
 ) -> Work:
-    """Return the work of MLA decode over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R)
+    """Return the work of decode attention over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R)
     operations.
 
     Every KV row, q and o counts once; each row and head has Q multiplications for the score, R for the output, and as
-    many additions. Rows have `kv_itemsize` bytes per number, q and o `itemsize`. Over rows in fp8 the operations are
+    many additions. With grouped-query attention a query head has `width` numbers, an output `latent`, and a row the
+    `row_width` of all KV heads of the rank; with MLA a row is as wide as a query. Rows have `kv_itemsize` bytes per number, q and o `itemsize`. Over rows in fp8 the operations are
     compared with the fp8 rate, if the GPU has one: a kernel can quantise q and scores on its way, and one that widens
     rows takes longer.
     """
     rows, each = sum(lengths), heads * (width + latent)
     return Work(
-        memory_bytes=rows * width * (kv_itemsize or itemsize) + len(lengths) * each * itemsize,
+        memory_bytes=rows * (row_width or width) * (kv_itemsize or itemsize) + len(lengths) * each * itemsize,
         memory_limit="read",
         flops=2 * rows * each,
         flops_limit="matmul_fp8" if kv_itemsize == 1 else "matmul",
         otherwise="matmul" if kv_itemsize == 1 else "",
-    )
-
-
-def compute_gqa_work(
-    heads: int, kv_heads: int, head_dim: int, lengths: Sequence[int], itemsize: int, kv_itemsize: int | None = None
-) -> Work:
-    """Return the work of grouped-query decode over one rank's KV rows: rows·2·KV heads·X + 2·B·H·X numbers, 4·rows·H·X
-    operations.
-    """
-    rows = sum(lengths)
-    return Work(
-        memory_bytes=2 * rows * kv_heads * head_dim * (kv_itemsize or itemsize)
-        + 2 * len(lengths) * heads * head_dim * itemsize,
-        memory_limit="read",
-        flops=4 * rows * heads * head_dim,
-        flops_limit="matmul",
     )
 
 
@@ -270,9 +256,14 @@ class Sharding:
         )
 
     @property
+    def row_width(self) -> int:
+        """Numbers in a KV row of a rank."""
+        return self.shape.compute_kv_width(self.layout.attn_tp)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a KV row as it is stored."""
-        return self.shape.kv_width * (self.kv_itemsize or self.itemsize)
+        return self.row_width * (self.kv_itemsize or self.itemsize)
 
     def get_linear_work(self, product: memory.Product, rows: int) -> Work:
         """Return the work of a linear layer with weights stored like those of linear layers and experts."""
@@ -378,8 +369,13 @@ def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, 
     # The first reads the residual alone, the one behind the last layer belongs to the LM head.
     yield "norm", 2 * s.layers - 1, Work(memory_bytes=4 * rows * hidden_bytes)
     yield "norm", 1, Work(memory_bytes=2 * rows * hidden_bytes)
-    for phase, work in itertools.chain(_iter_attention_works(sharding, step), _iter_prefill_works(sharding, step)):
+    for phase, work in _iter_projection_works(sharding, step):
         yield phase, s.layers, work
+    for window, times in _count_window_layers(s):
+        for phase, work in itertools.chain(
+            _iter_attention_works(sharding, step, window), _iter_prefill_works(sharding, step, window)
+        ):
+            yield phase, times, work
     yield "attn_reduce", s.layers, reduced
     yield "dp_gather", s.layers, compute_gather_work(step.tokens * hidden_bytes, layout.dp)
     for product in memory.make_mlp_products(s, s.dense_inter // layout.tp):
@@ -392,33 +388,63 @@ def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, 
     yield "lm_head", 1, compute_gather_work(step.sampled * CANDIDATE_BYTES * layout.attn_tp, layout.attn_tp)
 
 
-def _iter_attention_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
-    """Yield the work of one layer's projections, of writing the new KV rows, and of decode attention."""
+def _count_window_layers(shape: ModelShape) -> list[tuple[int | None, int]]:
+    """Return the sliding windows of a model, None for layers without one, each with its number of layers."""
+    if shape.gqa is None or not shape.gqa.window_layers:
+        return [(None, shape.layers)]
+    return [(None, shape.layers - shape.gqa.window_layers), (shape.gqa.window, shape.gqa.window_layers)]
+
+
+def _iter_projection_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
+    """Yield the work of one layer's projections, and of writing the new KV rows."""
     s, layout, itemsize, wide = sharding.shape, sharding.layout, sharding.itemsize, sharding.wide
     products = memory.make_attention_products(s, layout, wide)
     absorbed = functools.partial(compute_product_work, itemsize=itemsize)
-    decodes, heads = len(step.decodes), s.heads // layout.attn_tp * layout.dcp
-    yield "qkv_proj", sharding.get_linear_work(products["qkv_a"], step.rows)
-    if "q_b" in products:
-        yield "qkv_proj", sharding.get_linear_work(products["q_b"], step.rows)
-    yield "kv_write", Work(memory_bytes=step.rows * (s.kv_width * itemsize + sharding.row_bytes))
+    decodes = len(step.decodes)
+    for name in ("qkv", "qkv_a", "q_b"):
+        if name in products:
+            yield "qkv_proj", sharding.get_linear_work(products[name], step.rows)
+    yield "kv_write", Work(memory_bytes=step.rows * (sharding.row_width * itemsize + sharding.row_bytes))
     yield "o_proj", sharding.get_linear_work(products["o"], step.rows)
+    if decodes and "w_uk" in products:
+        yield "qkv_proj", absorbed(products["w_uk"], decodes)
+        yield "o_proj", absorbed(products["w_uv"], decodes)
+
+
+def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None) -> Iterator[tuple[str, Work]]:
+    """Yield the work of one layer's decode attention, with the exchange around it."""
+    s, layout, itemsize, wide = sharding.shape, sharding.layout, sharding.itemsize, sharding.wide
+    decodes, heads = len(step.decodes), s.heads // layout.attn_tp * layout.dcp
     if not decodes:
         return
-    yield "qkv_proj", absorbed(products["w_uk"], decodes)
     if not wide.query:
-        yield "q_gather", compute_query_work(decodes, heads, layout.dcp, s.kv_width, itemsize)
-    lengths = [compute_local_length(n, 0, layout.dcp, sharding.interleave) for n in step.decodes]
-    yield "attention", compute_attention_work(heads, lengths, itemsize, s.kv_width, s.latent, sharding.kv_itemsize)
-    yield "merge", compute_merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.latent, itemsize)
-    yield "o_proj", absorbed(products["w_uv"], decodes)
+        yield "q_gather", compute_query_work(decodes, heads, layout.dcp, s.query_width, itemsize)
+    seen = [n if window is None else min(n, window) for n in step.decodes]
+    lengths = [compute_local_length(n, 0, layout.dcp, sharding.interleave) for n in seen]
+    yield (
+        "attention",
+        compute_attention_work(
+            heads, lengths, itemsize, s.query_width, s.output_width, sharding.kv_itemsize, sharding.row_width
+        ),
+    )
+    yield "merge", compute_merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.output_width, itemsize)
 
 
-def _iter_prefill_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
+def _count_pairs(tokens: int, stored: int, window: int | None) -> int:
+    """Return the number of pairs of a query of a chunk and a token that it attends to, itself included."""
+    pairs = tokens * stored + tokens * (tokens + 1) // 2
+    if window is None:
+        return pairs
+    beyond = min(max(tokens + stored - window, 0), tokens)  # queries with more tokens than the window
+    before = tokens - beyond
+    return beyond * window + before * stored + before * (before + 1) // 2
+
+
+def _iter_prefill_works(sharding: Sharding, step: StepRows, window: int | None) -> Iterator[tuple[str, Work]]:
     """Yield the work of one layer's attention of chunks: n tokens behind p stored ones, with keys and values of this
     rank's heads.
 
-    n + p rows are decompressed with 2·(n + p)·R·h·(nope + V) operations; n·p + n·(n + 1)/2 pairs are attended to, each
+    With MLA, n + p rows are decompressed with 2·(n + p)·R·h·(nope + V) operations; n·p + n·(n + 1)/2 pairs are attended to, each
     with 2·h·(nope + P + V) operations. Rows, weights, q and o count once; keys and values need not pass through memory.
     Stored rows are read, and sent, in their stored precision.
     """
@@ -426,10 +452,11 @@ def _iter_prefill_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[st
         return
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
     heads = s.heads // layout.attn_tp
-    tokens, stored = sum(n for n, _ in step.chunks), sum(p for _, p in step.chunks)
-    pairs = sum(n * p + n * (n + 1) // 2 for n, p in step.chunks)
+    tokens = sum(n for n, _ in step.chunks)
+    stored = sum(p if window is None else min(p, window) for _, p in step.chunks)
+    pairs = sum(_count_pairs(n, p, window) for n, p in step.chunks)
     weights = s.latent * heads * (s.nope + s.value)
-    numbers = tokens * s.kv_width + weights + tokens * heads * (s.nope + s.rope + s.value)
+    numbers = tokens * sharding.row_width + weights + tokens * heads * (s.nope + s.rope + s.value)
     decompressed, attended = (tokens + stored) * weights, pairs * heads * (s.nope + s.rope + s.value)
     yield "prefix_gather", compute_gather_work(stored * sharding.row_bytes, layout.dcp)
     yield (
@@ -444,6 +471,8 @@ def _iter_prefill_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[st
 
 def _iter_moe_works(sharding: Sharding, step: StepRows, layers: int) -> Iterator[tuple[str, int, Work]]:
     """Yield the work of the router, the shared expert and rank 0's experts, for all layers that have them."""
+    if not sharding.shape.experts:
+        return
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
     yield "moe", layers, compute_product_work(memory.Product(s.hidden, s.experts), step.tokens, itemsize)
     if s.shared_experts:

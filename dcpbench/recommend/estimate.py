@@ -163,7 +163,7 @@ def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str
     ]
     if layout.dcp > 1:
         ranks, heads = layout.dcp, s.heads // layout.attn_tp * layout.dcp
-        both = compute_exchanged_bytes(exchange, decodes, heads, ranks, s.kv_width, s.latent, itemsize)
+        both = compute_exchanged_bytes(exchange, decodes, heads, ranks, s.query_width, s.output_width, itemsize)
         made.append((exchange, ranks, sum(both), 2))
         stored = sum(prefix for _, prefix in rows.chunks)
         made.append(("all-gather", ranks, (ranks - 1) / ranks * stored * sharding.row_bytes, 1))

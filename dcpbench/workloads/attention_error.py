@@ -27,7 +27,7 @@ def get_limit(engine: DecodeEngine) -> float:
     """
     rounds = {what for batch in engine.batches.values() for what in batch.backend.rounds}
     shape = engine.model.shape
-    deviation = shape.kv_width**0.5 * compute_softmax_scale(shape)  # of scores of normal rows and queries
+    deviation = shape.query_width**0.5 * compute_softmax_scale(shape)  # of scores of normal rows and queries
     return max(compute_rounding_error(rounds, deviation), LIMIT[DTYPE_NAMES[engine.model.dtype]])
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from dcpbench.bench.bench_record import Case
-from dcpbench.bench.operators import gqa
-from dcpbench.bench.operators.gqa import Gqa
+from dcpbench.bench.operators import gqa_attention as gqa
+from dcpbench.bench.operators.gqa_attention import Gqa
 from dcpbench.kernels.gqa.reference import ReferenceGqa
 from tools import gqa_tilings
 

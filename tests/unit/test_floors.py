@@ -8,7 +8,7 @@ from dcpbench.measuring.ranges import PHASES
 from dcpbench.models import SHAPES
 from dcpbench.models.shapes import ModelShape
 from dcpbench.points import memory
-from dcpbench.points.layout import GroupWide, Layout
+from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout
 from dcpbench.points.roofline import (
     Routed,
     Sharding,
@@ -244,7 +244,7 @@ def test_every_phase_that_has_a_floor_is_one_that_is_profiled():
 def test_weights_are_as_large_as_the_memory_plan_says(name: str, scaled: bool):
     """Bytes of one row less those of a row twice: what is left are weights, of all layers once; with all experts hit.
 
-    Norms, the embedding's rows and the routing bias are no products. In fp8 scales of blocks are among the bytes.
+    Norms, biases, the embedding's rows and the routing bias are no products. In fp8 scales of blocks are among the bytes.
     """
     shape, layout = SHAPES[name], Layout(2, 1, 2)
     sharding = Sharding(shape=shape, layout=layout, itemsize=2, scaled=scaled)
@@ -256,9 +256,37 @@ def test_weights_are_as_large_as_the_memory_plan_says(name: str, scaled: bool):
         weighed = ("qkv_proj", "o_proj", "dense_mlp", "moe", "lm_head")
         return sum(t * w.memory_bytes for phase, t, w in iter_phase_works(sharding, step) if phase in weighed)
 
-    norms = shape.layers * ((shape.q_lora or 0) + shape.latent + 2 * shape.hidden) * 2
-    others = norms + layers.moe * shape.experts * 4 + (memory.compute_vocab_rows(shape, layout) + 1) * shape.hidden * 2
+    vectors = shape.layers * memory.count_attention_vectors(shape, layout, OWN_HEADS)
+    if shape.expert_bias:
+        vectors += layers.moe * shape.experts // 2 * (2 * shape.moe_inter + shape.hidden)
+    if not shape.tied:
+        vectors += memory.compute_vocab_rows(shape, layout) * shape.hidden
+    others = (vectors + shape.hidden) * 2 + layers.moe * shape.experts * 4
     assert 2 * products(1) - products(2) == memory.compute_weight_bytes(shape, layout, 2, *layers, fp8=scaled) - others
+
+
+class TestWindows:
+    """gpt-oss-120b: 18 of 36 layers attend to 128 tokens; 8 KV heads, 64 query heads, 64 numbers each."""
+
+    SHARDING = Sharding(shape=SHAPES["gpt-oss-120b"], layout=Layout(1), itemsize=2)
+
+    def attention(self, step: StepRows, phase: str) -> list[tuple[int, int, int]]:
+        """Calls, bytes and operations of a phase, without windows and with them."""
+        found = [(times, work) for name, times, work in iter_phase_works(self.SHARDING, step) if name == phase]
+        return [(times, work.memory_bytes, work.flops) for times, work in found]
+
+    def test_a_decode_reads_the_window_alone(self):
+        """A row has 2 · 8 · 64 numbers, q and o 64 · 64 each; a row and head have 2 · 64 multiplications."""
+        rows = [(18, n * 1024 * 2 + 2 * 64 * 64 * 2, 2 * n * 64 * 128) for n in (1000, 128)]
+        assert self.attention(StepRows(decodes=(1000,), sampled=1, tokens=1), "attention") == rows
+
+    def test_a_prompt_attends_to_pairs_inside_the_window(self):
+        """Of 200 tokens behind 50 stored ones: 200·50 + 200·201/2 pairs; queries 79 to 200 of them reach 128 tokens."""
+        inside = sum(min(50 + n, 128) for n in range(1, 201))
+        flops = [
+            flops for _, _, flops in self.attention(StepRows(chunks=((200, 50),), sampled=1, tokens=200), "prefill")
+        ]
+        assert flops == [2 * pairs * 64 * 128 for pairs in (200 * 50 + 200 * 201 // 2, inside)]
 
 
 class TestFp8:

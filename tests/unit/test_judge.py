@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import ModelError, UsageError
 from dcpbench.kernels import kv_gather, kv_up_proj
 from dcpbench.models import SHAPES
+from dcpbench.models.shapes import Gqa
 from dcpbench.plan import grid, validate
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, compute_part_sizes
 from dcpbench.plan.spec import make_spec
@@ -233,3 +234,27 @@ def test_calls_of_an_emulated_layout_must_be_known_with_those_of_stored_prefixes
     validate._check_emulated(point, validate.Machine(probe=H200X4, timed=True))
     assert asked[:3] == [("symm", 2), ("symm", 2), ("all-reduce", 4)]
     assert sorted(ranks for name, ranks in asked if name == "all-gather") == sorted(gathers)
+
+
+class TestGroupedQueries:
+    QWEN = SHAPES["qwen3-235b-a22b"]
+
+    def test_a_point_is_planned_and_not_measured(self) -> None:
+        """With given step times nothing is measured."""
+        check(self.QWEN, dcp=1, exchange="none")
+        point = Point(model="qwen3-235b-a22b", tp=2, concurrency=2, context=9, backend="triton", dtype="bf16")
+        with pytest.raises(ModelError, match=r"computes MLA alone, and qwen3-235b-a22b has grouped-query .* --dry-run"):
+            validate.check_live(point, Settings(), self.QWEN)
+        validate.check_live(point, Settings(step_times="times.json"), self.QWEN)
+        validate.check_live(point, Settings(), SHAPES["tiny"])
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"backend": "flashmla", "page_size": 64}, "flashmla computes MLA, and .* use --backend triton"),
+            ({"project_first": True}, "project-first: the attention of qwen3-235b-a22b gives values"),
+        ],
+    )
+    def test_options_of_mla_are_refused(self, options: dict[str, object], message: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            check(dataclasses.replace(self.QWEN, gqa=Gqa(kv_heads=1)), **options)

@@ -9,11 +9,21 @@ import pytest
 
 from dcpbench import models
 from dcpbench.errors import ModelError
-from dcpbench.models import ALIASES, FAMILIES, REPOSITORIES, SHAPES, from_config, kimi_k2, kimi_k25, load_shape
+from dcpbench.models import (
+    ALIASES,
+    FAMILIES,
+    REPOSITORIES,
+    SHAPES,
+    from_config,
+    kimi_k2,
+    kimi_k25,
+    load_shape,
+    qwen3_moe,
+)
 from dcpbench.models.checkpoint_folder import check_checkpoint
 from dcpbench.models.family import Family
 from dcpbench.models.mla_config import FP8_BLOCKS
-from dcpbench.models.shapes import FP8, ModelShape, Yarn
+from dcpbench.models.shapes import FP8, Gqa, ModelShape, Yarn
 from dcpbench.models.tensor_names import TensorNames
 
 FIELDS = {
@@ -48,6 +58,8 @@ V3 = SHAPES["deepseek-v3"]
 
 def make_config(family: Family, shape: ModelShape) -> dict[str, Any]:
     """A config.json of this family with these sizes."""
+    if shape.gqa:
+        return make_gqa_config(family, shape, shape.gqa)
     fields: dict[str, Any] = {field: getattr(shape, name) for field, name in FIELDS.items()}
     fields |= {"topk_method": family.topk_methods[1 if shape.groups > 1 else 0] or family.topk_methods[0]}
     if isinstance(shape.yarn, Yarn):
@@ -58,6 +70,56 @@ def make_config(family: Family, shape: ModelShape) -> dict[str, Any]:
         fields["quantization_config"] = FP8_BLOCKS
     named = {"model_type": family.model_type, "architectures": list(family.architectures)}
     return named | fields if family.nested_in is None else named | {family.nested_in: fields}
+
+
+GQA_FIELDS = {
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": "experts"},
+    "llama": {},
+    "glm4_moe": {
+        "n_routed_experts": "experts",
+        "n_shared_experts": "shared_experts",
+        "first_k_dense_replace": "first_dense",
+        "n_group": "groups",
+        "topk_group": "top_groups",
+        "routed_scaling_factor": "routed_scale",
+    },
+    "gpt_oss": {"num_local_experts": "experts"},
+}
+
+
+def make_gqa_config(family: Family, shape: ModelShape, gqa: Gqa) -> dict[str, Any]:
+    """A config.json of a family with grouped-query attention."""
+    usual = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps", "rope_theta")
+    taken = (*usual, "max_position_embeddings", "tie_word_embeddings", "intermediate_size")
+    fields: dict[str, Any] = {field: getattr(shape, FIELDS[field]) for field in taken}
+    fields |= {field: getattr(shape, name) for field, name in GQA_FIELDS[family.model_type].items()}
+    fields |= {"head_dim": shape.head_width, "num_key_value_heads": gqa.kv_heads, "attention_bias": gqa.qkv_bias}
+    if shape.experts:
+        fields |= {"num_experts_per_tok": shape.top_k}
+    if shape.experts and not gqa.window_layers:
+        fields |= {"moe_intermediate_size": shape.moe_inter, "norm_topk_prob": shape.normalise}
+    if shape.nope:
+        fields |= {"partial_rotary_factor": shape.rope / shape.head_width, "use_qk_norm": gqa.qk_norm}
+    if gqa.window_layers:
+        kinds = ["sliding_attention", "full_attention"] * gqa.window_layers
+        fields |= {"sliding_window": gqa.window, "layer_types": kinds, "swiglu_limit": 7.0}
+    if shape.published == "mxfp4":
+        fields |= {"quantization_config": {"quant_method": "mxfp4"}}
+    if shape.yarn:
+        fields["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        }
+        fields["rope_scaling"] |= {"original_max_position_embeddings": 4096}
+    if shape.llama3_rope:
+        scaling = dataclasses.asdict(shape.llama3_rope)
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
+        fields["rope_scaling"] = {"rope_type": "llama3"} | scaling
+    return {"model_type": family.model_type, "architectures": list(family.architectures)} | fields
 
 
 @pytest.mark.parametrize(("family", "preset"), PRESETS, ids=lambda x: getattr(x, "model_type", None))
@@ -72,7 +134,7 @@ def test_only_its_own_model_type_selects_a_family(family: Family) -> None:
         "model_type": f"{family.model_type}_next"
     }
     supported = ", ".join(known.model_type for known in FAMILIES)
-    with pytest.raises(ModelError, match=f"which may compute otherwise; {supported} are supported|is not an MLA model"):
+    with pytest.raises(ModelError, match=f"which may compute otherwise; {supported} are supported"):
         from_config(config, Path("config.json"))
 
 
@@ -84,11 +146,29 @@ def test_every_name_of_a_published_model_is_loaded_and_has_a_repository() -> Non
     assert len(set(REPOSITORIES.values())) == len(REPOSITORIES)
 
 
-def test_what_is_no_mla_model_is_answered_with_the_families() -> None:
+def test_a_model_of_no_family_is_answered_with_the_families() -> None:
     with pytest.raises(
-        ModelError, match=r"give a DeepSeek-V2/V3/R1 or Kimi-K2.* configuration, or one of: deepseek-v2-l"
+        ModelError, match=r"Give a configuration of DeepSeek-V2, .*Kimi-K2, .* or gpt-oss, or one of: deepseek-v2-l"
     ):
-        from_config({"model_type": "llama"}, Path("config.json"))
+        from_config({"model_type": "mistral"}, Path("config.json"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_key_value_heads": 5}, "'num_key_value_heads' is 5, which does not divide 64 attention heads"),
+        ({"use_sliding_window": True}, "'use_sliding_window' is True; only False is supported"),
+        ({"mlp_only_layers": [3]}, r"'mlp_only_layers' is \[3\]; only \[\] is supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks the field 'low_freq_factor'"),
+        ({"layer_types": ["sliding_attention"] * 94}, "'layer_types' is .*94 times 'full_attention'"),
+        ({"head_dim": 0}, "'head_dim' is 0, which is not a positive integer"),
+        ({"index_topk": 2048}, "'index_topk' is 2048, and dcpbench does not know what that changes"),
+    ],
+)
+def test_grouped_query_attention_of_another_kind_is_refused(changed: dict[str, Any], message: str) -> None:
+    config = make_config(qwen3_moe.FAMILY, SHAPES["qwen3-235b-a22b"])
+    with pytest.raises(ModelError, match=message):
+        from_config(config | changed, Path("config.json"))
 
 
 NAMES = TensorNames(layer="language_model.model.layers.{}.", lm_head="language_model.lm_head.weight")
@@ -145,7 +225,7 @@ class TestNestedFields:
         [
             ({}, "lacks the field 'text_config'"),
             ({"text_config": 5}, "'text_config' is 5, not an object"),
-            ({"text_config": {"hidden_size": 4096}}, "is not an MLA model .*V3/R1 or Kimi-K2.*/Nested configuration"),
+            ({"text_config": {"hidden_size": 4096}}, "lacks the field "),
         ],
     )
     def test_an_error_names_the_missing_field(self, config: dict[str, Any], message: str) -> None:

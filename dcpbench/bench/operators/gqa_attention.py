@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.bench.operators.attention import Attention, Pools
 from dcpbench.kernels.gqa import GqaSpec, make_gqa_backend
 from dcpbench.kernels.gqa.reference import compute_gqa_decode
-from dcpbench.points.roofline import compute_gqa_work
+from dcpbench.points.roofline import compute_attention_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,13 +65,15 @@ class Gqa(Attention):
 
     def compute_work(self, case: Case, pools: Pools) -> Work:
         """Return the minimum work of a call."""
-        return compute_gqa_work(
+        width = int(case.sizes["head_dim"])
+        return compute_attention_work(
             int(case.sizes["heads"]),
-            int(case.sizes["kv_heads"]),
-            int(case.sizes["head_dim"]),
             pools.shards.lengths,
             self.dtype.itemsize,
+            width,
+            width,
             pools.data.dtype.itemsize,
+            self.get_row_width(case),
         )
 
     def shift_rows(self, rows: torch.Tensor) -> None:
