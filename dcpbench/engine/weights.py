@@ -301,6 +301,7 @@ class _Stack:
 
 def load_attention(loader: Loader, prefix: str) -> LayerWeights:
     """Return the attention weights of a layer, of the model's kind of attention."""
+    from dcpbench.engine.attention.gqa import load_gqa
     from dcpbench.engine.attention.mla import load_mla
 
-    return load_mla(loader, prefix)
+    return (load_gqa if loader.shape.gqa else load_mla)(loader, prefix)

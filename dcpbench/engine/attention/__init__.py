@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from dcpbench.engine.decode_engine import Batch
     from dcpbench.engine.piecewise_graph import StepBuffers
-    from dcpbench.engine.weights import Linear
     from dcpbench.kernels.attention import Backend
     from dcpbench.kernels.block_scaled import Rows
     from dcpbench.kernels.prefill import PrefillSpec
@@ -31,11 +30,6 @@ LayerWeights = Any
 class AttentionKind(abc.ABC):
     """Attention of one rank, for any layer."""
 
-    query_width: int
-    """Columns of a head's query against KV rows."""
-    output_width: int
-    """Columns of a head's partial output."""
-
     def __init__(
         self, shape: ModelShape, layout: Layout, dcp_rank: int, wide: GroupWide, dtype: torch.dtype, table: torch.Tensor
     ) -> None:
@@ -45,8 +39,10 @@ class AttentionKind(abc.ABC):
         self.scale = compute_softmax_scale(shape)
         self.heads = shape.heads // layout.attn_tp
         """Query heads of this rank."""
-        self.head_width = shape.nope + shape.rope
+        self.head_width = shape.head_width
         """Columns of a head's query as it is projected."""
+        self.query_width = shape.query_width
+        """Columns of a head's query against KV rows."""
 
     @property
     def own_heads(self) -> slice:
@@ -55,8 +51,8 @@ class AttentionKind(abc.ABC):
 
     @property
     def exchanged_width(self) -> int:
-        """Return the columns of a head's output when it is exchanged."""
-        return self.output_width
+        """Return the columns of a head's partial output when it is exchanged: V if it is projected before."""
+        return self.shape.value if self.wide.value else self.shape.output_width
 
     def reshape_heads(self, q_BN: torch.Tensor) -> torch.Tensor:
         """Return the queries [B, N] of the heads projected on this rank as [B, h, X]; further columns are left out."""
@@ -142,16 +138,11 @@ class AttentionKind(abc.ABC):
             at.backend.run(q_BHQ, kv, o_BHR, lse)
 
 
-def get_first_linear(w: LayerWeights) -> Linear:
-    """Return the weight of the first product of a layer's attention."""
-    first: Linear = w.first
-    return first
-
-
 def make_attention(
     shape: ModelShape, layout: Layout, dcp_rank: int, wide: GroupWide, dtype: torch.dtype, table: torch.Tensor
 ) -> AttentionKind:
     """Return the attention of a model."""
+    from dcpbench.engine.attention.gqa import GroupedQueryAttention
     from dcpbench.engine.attention.mla import MlaAttention
 
-    return MlaAttention(shape, layout, dcp_rank, wide, dtype, table)
+    return (GroupedQueryAttention if shape.gqa else MlaAttention)(shape, layout, dcp_rank, wide, dtype, table)

@@ -103,15 +103,6 @@ def _select_rows(heads: range, part: torch.Tensor, loaded: range) -> torch.Tenso
 class MlaAttention(AttentionKind):
     """MLA. A query against KV rows is absorbed, [R + P]; a partial output is latent, [R], or projected to values."""
 
-    def __init__(self, *context: Any) -> None:  # noqa: ANN401 - of AttentionKind
-        super().__init__(*context)
-        self.query_width, self.output_width = self.shape.kv_width, self.shape.latent
-
-    @property
-    def exchanged_width(self) -> int:
-        """Return R, or V if outputs are projected before the exchange."""
-        return self.shape.value if self.wide.value else self.shape.latent
-
     def count_query_columns(self, w: MlaWeights) -> int:
         """Implement AttentionKind.count_query_columns: the output of the last projection before q."""
         return len((w.qkv_a if w.q_b is None else w.q_b).data)
