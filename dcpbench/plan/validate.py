@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 SMALLEST_TILE = 16
 """Side of the smallest product that the tensor cores take."""
 FLASHMLA_PAGE = 64
+FLASHINFER_HEADS = (64, 128, 256)
+"""Columns of a head that FlashInfer's decode kernels of grouped-query attention take; its kernels of prompts take the first two."""
 SYMMETRIC = "symm"
 """Exchange and all-reduce that work inside one machine."""
 ROW_UNIT = 16
@@ -129,11 +131,18 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
 
 def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
     """Raise ModelError unless the engine computes the model; replays with given step times need no engine."""
-    if settings.step_times:
+    if settings.step_times or shape.gqa is None:
         return
-    if shape.gqa:
+    missing = {
+        "biases in attention": shape.gqa.qkv_bias or shape.gqa.o_bias,
+        "sliding windows": shape.gqa.window_layers > 0,
+        "attention sinks": shape.gqa.sinks,
+        "rope on a part of a head": shape.nope > 0,
+        "biases of experts": shape.expert_bias,
+    }
+    if found := [name for name, present in missing.items() if present]:
         raise ModelError(
-            f"--model {point.model}: the engine computes MLA alone, and {shape.name} has grouped-query attention. "
+            f"--model {point.model}: the engine does not compute {' and '.join(found)}, which {shape.name} has. "
             f"It can be planned: add --dry-run{'' if point.load else ', or use dcpbench recommend'}."
         )
 
@@ -304,7 +313,7 @@ def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
 
 
 def _check_gqa_options(point: Point, shape: ModelShape) -> None:
-    """Raise an error for options that only MLA has."""
+    """Raise an error for options that only MLA has, and for heads that no kernel takes."""
     if point.backend == "flashmla":
         raise UsageError(
             f"--backend flashmla computes MLA, and {shape.name} has grouped-query attention; use --backend triton."
@@ -312,6 +321,16 @@ def _check_gqa_options(point: Point, shape: ModelShape) -> None:
     if point.project_first:
         raise UsageError(
             f"--collectives project-first: the attention of {shape.name} gives values, and nothing is projected; leave it out."
+        )
+    if point.backend in ("triton", AUTO) and not _is_power_of_two(shape.head_width):
+        raise UsageError(
+            f"--backend {point.backend} needs heads of a number of columns that is a power of two from {SMALLEST_TILE}, "
+            f"and {shape.name} has {shape.head_width}; {_CPU_VERIFY}."
+        )
+    if point.backend == "flashinfer" and shape.head_width not in FLASHINFER_HEADS:
+        raise UsageError(
+            f"--backend flashinfer takes heads of {', '.join(map(str, FLASHINFER_HEADS))} columns, and {shape.name} has "
+            f"{shape.head_width}; use --backend triton."
         )
 
 
@@ -381,6 +400,11 @@ def _check_exchange(point: Point, machine: Machine) -> None:
 def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
     """Raise an error if GPU kernels that no --backend replaces cannot take the model."""
     if shape.gqa:
+        if not _is_power_of_two(shape.head_width):
+            raise UsageError(
+                f"the rope kernel needs heads of a number of columns that is a power of two from {SMALLEST_TILE}, and "
+                f"{shape.name} has {shape.head_width}; {_CPU_VERIFY}."
+            )
         return
     if not _is_power_of_two(shape.rope):
         raise UsageError(
@@ -473,10 +497,8 @@ def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Prob
 
 
 def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
-    if shape.gqa:
-        return
     widths = shape.kv_width, shape.latent, shape.value
-    if probe.device == "cuda" and any(n * ITEMSIZE[point.dtype] % TENSOR_UNIT for n in widths):
+    if probe.device == "cuda" and not shape.gqa and any(n * ITEMSIZE[point.dtype] % TENSOR_UNIT for n in widths):
         raise UsageError(
             f"keys and values of prompts are made from rows that are multiples of {TENSOR_UNIT} bytes, and {shape.name} has "
             f"'kv_lora_rank' {shape.latent}, 'qk_rope_head_dim' {shape.rope} and 'v_head_dim' {shape.value} in {point.dtype}; use "
@@ -487,10 +509,12 @@ def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) ->
     if probe.device == "cpu":
         raise UsageError("--prefill flashinfer needs a GPU; use --prefill sdpa.")
     _check_installed("--prefill", "flashinfer", "sdpa", probe)
-    if (shape.nope + shape.rope, shape.value) != (NOPE + ROPE, VALUE) or point.dtype not in ("bf16", "fp16"):
+    known = [(head, head) for head in FLASHINFER_HEADS[:2]] if shape.gqa else [(NOPE + ROPE, VALUE)]
+    if (shape.head_width, shape.value) not in known or point.dtype not in ("bf16", "fp16"):
+        taken = " or ".join(f"keys of {key} and values of {value}" for key, value in known)
         raise UsageError(
-            f"--prefill flashinfer takes keys of {NOPE + ROPE} and values of {VALUE} numbers in bf16 or fp16, and "
-            f"{shape.name} has {shape.nope + shape.rope} and {shape.value} in {point.dtype}; use --prefill sdpa."
+            f"--prefill flashinfer takes {taken} numbers in bf16 or fp16, and "
+            f"{shape.name} has {shape.head_width} and {shape.value} in {point.dtype}; use --prefill sdpa."
         )
 
 
