@@ -225,7 +225,8 @@ class Prefiller:
     def warm_kernels(self) -> None:
         """Run the kernels that only windows need once, so that no step of a load waits for a compiler."""
         one = self.backend.plan([1], [1], causal=False)
-        o_ThV, lse_Th = one.run(self.keys[:1], self.keys, self.values)
+        q_ThX = self.keys.new_zeros(1, self.model.heads, self.keys.shape[-1])
+        o_ThV, lse_Th = one.run(q_ThX, self.keys, self.values)
         merge_attn_states(o_ThV.to(torch.float32, memory_format=torch.contiguous_format), lse_Th, o_ThV, lse_Th.clone())
 
     def plan_chunks(self, chunks: Sequence[Chunk], table_SC: torch.Tensor, first: int = 0) -> PrefillPlan:
