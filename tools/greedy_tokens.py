@@ -169,7 +169,7 @@ def decode_own(args: argparse.Namespace) -> Answers | None:
     point = Point(
         model=args.model, tp=ranks, dcp=args.dcp, ep="1", concurrency=args.prompts, context=args.length + args.new_tokens + 1,
         backend="triton" if cuda else "reference", exchange="ag_rs" if args.dcp > 1 else NO_EXCHANGE,
-        dtype="bf16" if cuda else "fp32", page_size=64 if cuda else 1, weights_dtype=shape.published if cuda else "fp32",
+        dtype="bf16" if cuda else "fp32", page_size=64 if cuda else 1, weights_dtype=shape.published.name if cuda else "fp32",
     )  # fmt: skip
     with torch.inference_mode():
         lengths = [args.length + args.new_tokens + 1] * len(prompts)

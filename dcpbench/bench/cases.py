@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.bench.bench_record import Case
 from dcpbench.errors import UsageError
 from dcpbench.models import load_shape
-from dcpbench.models.shapes import KV_WIDTH, LATENT, SCALE_BLOCK, VALUE
+from dcpbench.models.shapes import KV_WIDTH, LATENT, VALUE
+from dcpbench.models.weight_formats import SCALE_BLOCK
 from dcpbench.plan.option_parsers import parse_bytes
 from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.layout import Layout, Prefix

@@ -58,7 +58,7 @@ class Wanted(Group):
     num_requests: int | None = opt.LOAD(f"With --request-rate: requests of a load. Default: {REQUESTS}.", metavar="N")
     chunk: int | None = opt.LOAD(f"Prompt tokens of a step, over all replicas. Default: {CHUNK}.", metavar="N")
     weights_dtype: str = opt.HOW(
-        "fp8, bf16, or published: as the model was published.", default="published", metavar="NAME"
+        "fp8, bf16, int4, nvfp4, mxfp4, or published: as the model was published.", default="published", metavar="NAME"
     )
     kv_dtype: str = opt.HOW("KV cache: bf16 or fp8.", default="bf16", metavar="NAME")
     exchange: str = opt.HOW("Exchanges to consider for layouts with DCP.", default="ag_rs,a2a", metavar="NAME,…")
@@ -174,16 +174,17 @@ def _make_query(wanted: Wanted) -> "Query":
     from dcpbench.plan import option_parsers as read
     from dcpbench.points.bounds import MAX_NUMBER
     from dcpbench.points.cluster_specs import load_machine
-    from dcpbench.points.names import AS_PUBLISHED, AUTO_EXCHANGES, FP8
+    from dcpbench.points.names import AS_PUBLISHED, AUTO_EXCHANGES, FP8, WEIGHT_FORMATS
     from dcpbench.recommend.advise import Query
 
     named, here = (wanted.machine, 0) if wanted.machine is not None else _find_local_gpu()
     machine = load_machine(named)
     shape = load_shape(wanted.model)
     weights = get_published_precision(shape) if wanted.weights_dtype == AS_PUBLISHED else wanted.weights_dtype
-    for option, value in (("--weights-dtype", weights), ("--kv-dtype", wanted.kv_dtype)):
-        if value not in ("bf16", FP8):
-            raise UsageError(f"{option} {value} is neither bf16 nor fp8; write one of them.")
+    known = {"--weights-dtype": (weights, ("bf16", *WEIGHT_FORMATS)), "--kv-dtype": (wanted.kv_dtype, ("bf16", FP8))}
+    for option, (value, names) in known.items():
+        if value not in names:
+            raise UsageError(f"{option} {value} is none of {', '.join(names)}; write one of them.")
     exchanges = tuple(map(str, read.split_items("exchange", wanted.exchange)))
     if unknown := [name for name in exchanges if name not in AUTO_EXCHANGES]:
         raise UsageError(

@@ -36,16 +36,18 @@ def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a conf
     from dcpbench.engine.checkpoint_tensors import iter_checkpoint_tensors
     from dcpbench.engine.synthetic import SyntheticSource
     from dcpbench.errors import ModelError
-    from dcpbench.points.names import FP8
+    from dcpbench.models.weight_formats import BF16, FP8
 
     shape = _load_shape(config)
-    if not shape.is_sized:
-        raise ModelError(f"synthetic weights exist in bf16 and in fp8, and this model has others: {shape.published}.")
+    if shape.published.name not in (BF16, FP8):
+        raise ModelError(
+            f"synthetic weights exist in bf16 and in fp8, and this model has others: {shape.published.name}."
+        )
     seed = int(os.environ.get(SEED_VARIABLE, "0"))
     device = next(model.parameters()).device
     source = SyntheticSource(seed, torch.bfloat16, device)
     with torch.no_grad():
-        model.load_weights(iter_checkpoint_tensors(source, shape, fp8=shape.published == FP8))  # type: ignore[operator]
+        model.load_weights(iter_checkpoint_tensors(source, shape, fp8=shape.published.name == FP8))  # type: ignore[operator]
         sys.stderr.write(format_weights_report(seed, compute_fingerprint(model)) + "\n")
         sys.stderr.flush()
 

@@ -47,6 +47,8 @@ REPOSITORIES = {name: repository for _, preset in _PRESETS for name, repository 
 """Hugging Face repositories of the models that can be named on the command line."""
 OF_ALL = ("quantization_config",)
 """Fields that a config.json with a nested language model may have at the top instead."""
+QUANT_FILE = "hf_quant_config.json"
+"""File beside config.json in which modelopt describes the quantisation; it replaces that of config.json."""
 _TITLES = {preset.shape.name: preset.title for _, preset in _PRESETS if preset.title}
 
 
@@ -76,13 +78,13 @@ def get_text_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_published_precision(shape: ModelShape) -> str:
-    """Return `bf16` or `fp8`, as the weights are published; raise ModelError for a format whose size is unknown."""
+    """Return the name of the format in which weights are published, such as `fp8`; raise ModelError if its size is unknown."""
     if not shape.is_sized:
         raise ModelError(
-            f"the weights of {shape.name} are published in a format that dcpbench cannot size ({shape.published}); with "
+            f"the weights of {shape.name} are published in a format that dcpbench cannot size ({shape.published.name}); with "
             "--weights-dtype fp8 or bf16, the same layers are planned and measured in that precision instead."
         )
-    return shape.published
+    return shape.published.name
 
 
 def load_shape(model: str) -> ModelShape:
@@ -102,6 +104,13 @@ def load_shape(model: str) -> ModelShape:
             f"--model {model}: neither a known model nor a folder with a config.json; "
             f"known models: {', '.join([*SHAPES, *ALIASES])}."
         )
+    config = _read_json(path)
+    beside = path.with_name(QUANT_FILE)
+    quantization = _read_json(beside).get("quantization") if path.name == "config.json" and beside.is_file() else None
+    return from_config(config, path, quantization)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -110,24 +119,24 @@ def load_shape(model: str) -> ModelShape:
         raise ModelError(f"{path} is nested too deeply for a model configuration.") from e
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds {type(config).__name__}, not a model configuration.")
-    return from_config(config, path)
+    return config
 
 
-def from_config(config: dict[str, Any], path: Path) -> ModelShape:
-    """Convert a Hugging Face configuration of one of the families to a ModelShape.
+def from_config(config: dict[str, Any], path: Path, quantization: object = None) -> ModelShape:
+    """Convert a Hugging Face configuration of one of the families to a ModelShape; `quantization` is that of QUANT_FILE.
 
     Raise ModelError, naming the field, if the model is of no known family, if a field is missing or is no usable number, or
     if a field requests a computation that is not described.
     """
     try:
-        return _parse_config(config, path)
+        return _parse_config(config, path, quantization)
     except KeyError as e:
         raise ModelError(f"{path} lacks the field {e}; models of this family need it.") from e
     except ValueError as e:
         raise ModelError(f"{path}: {e}.") from e
 
 
-def _parse_config(config: dict[str, Any], path: Path) -> ModelShape:
+def _parse_config(config: dict[str, Any], path: Path, quantization: object) -> ModelShape:
     family = find_family(config)
     if family is None:
         known = ", ".join(family.model_type for family in FAMILIES)
@@ -136,6 +145,9 @@ def _parse_config(config: dict[str, Any], path: Path) -> ModelShape:
             f"supported. Give a configuration of {format_titles()}, or one of: {', '.join(SHAPES)}."
         )
     fields = get_text_fields(config)
+    if quantization:
+        found = {"quant_method": "modelopt", **quantization} if isinstance(quantization, dict) else quantization
+        fields = fields | {"quantization_config": found}
     check_architectures(fields, [name for family in FAMILIES for name in family.architectures])
     name = path.parent.name if path.name == "config.json" else path.stem
     return family.read_shape(family, fields, name)

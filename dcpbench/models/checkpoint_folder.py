@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dcpbench.errors import ModelError
 from dcpbench.models import get_text_fields
 from dcpbench.models.config_fields import format_value
-from dcpbench.models.mla_config import FP8_BLOCKS, get_quantisation
+from dcpbench.models.quantization_config import FP8_BLOCKS, get_quantisation
 
 if TYPE_CHECKING:
     from pathlib import Path

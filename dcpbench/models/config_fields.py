@@ -62,6 +62,12 @@ def parse_bool(config: dict[str, Any], field: str, *, default: bool) -> bool:
     return value
 
 
+def parse_mtp_layers(config: dict[str, Any]) -> int:
+    """Return the number of layers for multi-token prediction; a model without them may have null."""
+    field = "num_nextn_predict_layers"
+    return parse_int(config, field, minimum=0, maximum=MAX_LAYERS) if config.get(field) is not None else 0
+
+
 def format_value(value: object) -> str:
     """Format a value of a file for a sentence; long ones are shortened in the middle."""
     return reprlib.repr(value)

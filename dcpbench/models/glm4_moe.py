@@ -32,6 +32,7 @@ _GLM_46 = ModelShape(
     rope_theta=1_000_000.0,
     rope_interleaved=False,
     max_position=202752,
+    mtp_layers=1,
 )
 
 

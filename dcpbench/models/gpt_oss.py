@@ -9,6 +9,7 @@ from dcpbench.models import gqa_config
 from dcpbench.models.config_fields import parse_bool, parse_int
 from dcpbench.models.family import Family, Preset
 from dcpbench.models.shapes import Gqa, ModelShape, Yarn
+from dcpbench.models.weight_formats import EXPERTS, FORMATS, MXFP4
 
 
 def _make_attention(window_layers: int) -> Gqa:
@@ -37,7 +38,7 @@ _120B = ModelShape(
     rope_interleaved=False,
     yarn=Yarn(factor=32.0, original_max_position=4096, truncate=False),
     max_position=131072,
-    published="mxfp4",
+    published=dataclasses.replace(FORMATS[MXFP4], parts=frozenset({EXPERTS})),
 )
 _20B = dataclasses.replace(_120B, name="gpt-oss-20b", layers=24, experts=32, gqa=_make_attention(12))
 

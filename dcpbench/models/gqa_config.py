@@ -16,10 +16,11 @@ from dcpbench.models.config_fields import (
     format_value,
     parse_bool,
     parse_int,
+    parse_mtp_layers,
     parse_number,
     split_words,
 )
-from dcpbench.models.mla_config import parse_published_precision
+from dcpbench.models.quantization_config import find_published_format
 from dcpbench.models.rope_config import check_rope, parse_llama3_rope, parse_rope, parse_yarn
 from dcpbench.models.shapes import Gqa, ModelShape
 
@@ -52,6 +53,7 @@ def read_shape(family: Family, config: dict[str, Any], name: str) -> ModelShape:
     config = {**family.defaults, **config}
     check_fields(config, _READ, _FIXED)
     shape = dataclasses.replace(family.parse_shape(config, name), tensors=family.tensors)
+    shape = dataclasses.replace(shape, published=find_published_format(config, shape))
     _check_heads(shape)
     _check_layer_types(config, shape)
     if shape.experts:
@@ -91,7 +93,7 @@ def parse_shape(config: dict[str, Any], name: str, gqa: Gqa, *, rotated: float =
         llama3_rope=llama3,
         max_position=position,
         tied=parse_bool(config, "tie_word_embeddings", default=False),
-        published=parse_published_precision(config),
+        mtp_layers=parse_mtp_layers(config),
         **({"first_dense": layers} | experts),
     )
 

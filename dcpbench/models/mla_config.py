@@ -16,11 +16,13 @@ from dcpbench.models.config_fields import (
     format_value,
     parse_bool,
     parse_int,
+    parse_mtp_layers,
     parse_number,
     split_words,
 )
+from dcpbench.models.quantization_config import find_published_format
 from dcpbench.models.rope_config import check_rope, parse_rope, parse_yarn
-from dcpbench.models.shapes import BF16, FP8, SCALE_BLOCK, ModelShape
+from dcpbench.models.shapes import ModelShape
 
 if TYPE_CHECKING:
     from dcpbench.models.family import Family
@@ -46,15 +48,6 @@ _READ = split_words(
     max_position_embeddings tie_word_embeddings layer_types mlp_layer_types
     """
 ) | frozenset(_FIXED)
-FP8_BLOCKS = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
-    "activation_scheme": "dynamic",
-}
-"""`quantization_config` of DeepSeek-V3."""
-_QUANTISER = {"fmt": "e4m3", "activation_scheme": "dynamic"}
-"""Defaults of transformers' fp8 quantiser for fields that it does not write."""
 
 
 def read_shape(family: Family, config: dict[str, Any], name: str) -> ModelShape:
@@ -62,6 +55,7 @@ def read_shape(family: Family, config: dict[str, Any], name: str) -> ModelShape:
     config = _apply_defaults(family, config)
     check_fields(config, _READ, _FIXED)
     shape = dataclasses.replace(family.parse_shape(config, name), tensors=family.tensors)
+    shape = dataclasses.replace(shape, published=find_published_format(config, shape))
     _check_sizes(config, shape)
     check_routing(shape)
     check_rope(shape)
@@ -103,7 +97,7 @@ def parse_shape(
         yarn=parse_yarn(rope, position),
         max_position=position,
         tied=parse_bool(config, "tie_word_embeddings", default=False),
-        published=parse_published_precision(config),
+        mtp_layers=parse_mtp_layers(config),
     )
 
 
@@ -138,37 +132,3 @@ def _check_sizes(config: dict[str, Any], shape: ModelShape) -> None:
             raise ValueError(
                 f"{field!r} is {format_value(config[field])}; here it must be {source}, {format_value(value)}"
             )
-
-
-def parse_published_precision(config: dict[str, Any]) -> str:
-    """Return `bf16` without a `quantization_config`, `fp8` if it equals DeepSeek-V3's, else a description of the format."""
-    found = get_quantisation(config)
-    if not found:
-        return BF16
-    return FP8 if found == FP8_BLOCKS else _describe_quantisation(config["quantization_config"])
-
-
-def _describe_quantisation(found: object) -> str:
-    """Return a `quantization_config` in words: `compressed-tensors, 4 bits, groups of 32`."""
-    if not isinstance(found, dict):
-        return str(format_value(found))
-    groups = found.get("config_groups")
-    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-    weights = first.get("weights") if isinstance(first, dict) else None
-    nested = {**found, **weights} if isinstance(weights, dict) else found
-    words = [found.get("quant_method") or "quantised", found.get("quant_algo") or found.get("fmt")]
-    bits, group = nested.get("num_bits") or nested.get("bits"), nested.get("group_size")
-    words += [f"{bits} bits" if bits else None, f"groups of {group}" if group else None]
-    block = found.get("weight_block_size")
-    words += [f"blocks of {block}" if block else None, found.get("activation_scheme")]
-    return ", ".join(str(word) for word in words if word)
-
-
-def get_quantisation(config: dict[str, Any]) -> dict[str, object]:
-    """Return the fields of FP8_BLOCKS as a configuration has them; empty if nothing is quantised."""
-    found = config.get("quantization_config")
-    if not found:
-        return {}
-    if not isinstance(found, dict):
-        return dict.fromkeys(FP8_BLOCKS, found)
-    return {name: found.get(name, _QUANTISER.get(name)) for name in FP8_BLOCKS}

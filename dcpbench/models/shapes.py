@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dcpbench.models.tensor_names import DEEPSEEK_NAMES
+from dcpbench.models.weight_formats import FORMATS, UNQUANTISED, UnknownFormat, WeightFormat
 
 if TYPE_CHECKING:
     from dcpbench.models.tensor_names import TensorNames
@@ -57,10 +58,6 @@ LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
 """R, P and the widths of a head's keys and values in all published MLA models."""
 KV_WIDTH = LATENT + ROPE
 """Numbers in one of their KV rows."""
-BF16, FP8 = "bf16", "fp8"
-"""Precisions of published models: not quantised, or e4m3 with a scale for each block of SCALE_BLOCK × SCALE_BLOCK."""
-SCALE_BLOCK = 128
-"""Numbers along each side of a block of fp8 weights that has a scale, and in a group of a row that has one."""
 SIGMOID, SOFTMAX = "sigmoid", "softmax"
 """Routing rules, which kernels/moe/routing.py implements: scores plus correction bias (V3, K2), or scores alone (V2)."""
 
@@ -116,14 +113,24 @@ class ModelShape:
     """True if the LM head is the embedding."""
     tensors: TensorNames = DEEPSEEK_NAMES
     """Names of the checkpoint's tensors."""
-    published: str = BF16
-    """Precision of the published checkpoint's linear layers: `bf16`, or `fp8` in blocks of 128 × 128 with scales; else a description of
-    the format, whose size is unknown."""
+    published: WeightFormat | UnknownFormat = UNQUANTISED
+    """Format of the published checkpoint's weights."""
+    mtp_layers: int = 0
+    """Further layers of the published checkpoint that predict several tokens, which are not run."""
 
     @property
     def is_sized(self) -> bool:
         """Return True if the bytes of the published weights are known."""
-        return self.published in (BF16, FP8)
+        return isinstance(self.published, WeightFormat)
+
+    def get_weight_format(self, name: str) -> WeightFormat:
+        """Return the format of --weights-dtype: the published one if the model is published in a format of this name.
+
+        Names of dtypes stand for UNQUANTISED.
+        """
+        if isinstance(self.published, WeightFormat) and self.published.name == name:
+            return self.published
+        return FORMATS.get(name, UNQUANTISED)
 
     @property
     def head_width(self) -> int:

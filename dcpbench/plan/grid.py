@@ -17,7 +17,16 @@ from dcpbench.plan.validate import Machine, check_runnable
 from dcpbench.points.axes import Role
 from dcpbench.points.budget import EnginePlan, find_engine_plan, plan_engines
 from dcpbench.points.layout import DEGREES, place_experts
-from dcpbench.points.names import ALL_REDUCES, AS_COMPUTED, AS_PUBLISHED, AUTO, BACKENDS, FP8, VLLM, format_flag
+from dcpbench.points.names import (
+    ALL_REDUCES,
+    AS_COMPUTED,
+    AS_PUBLISHED,
+    AUTO,
+    BACKENDS,
+    VLLM,
+    WEIGHT_FORMATS,
+    format_flag,
+)
 from dcpbench.points.point import AXES, LOAD_AXES, OPTIONS, Point, select_point_axes
 from dcpbench.records.record import Record
 from dcpbench.serving.load_words import format_load
@@ -117,18 +126,17 @@ def format_dcp_note(candidates: Sequence[Candidate]) -> str:
 
 
 def format_precision_note(spec: SweepSpec, candidates: Sequence[Candidate]) -> str:
-    """Return a note that weights have the precision of the published model, if that is fp8 and no precision was given;
-    else empty.
-    """
+    """Return a note that weights have the format of the published model, if that is no dtype and none was given; else empty."""
     if AS_PUBLISHED not in spec.how["weights_dtype"]:
         return ""
-    points = [c.point for c in candidates if c.point.weights_dtype == FP8 and c.error is None]
+    points = [c.point for c in candidates if c.point.weights_dtype and c.error is None]
     if not points:
         return ""
+    formats = format_list(list(dict.fromkeys(point.weights_dtype for point in points)))
     models = list(dict.fromkeys(point.model for point in points))
     kept = format_list(list(dict.fromkeys(point.kv_precision for point in points)))
     published = f"as {format_list(models)} {'is' if len(models) == 1 else 'are'} published"
-    return f"Weights {FP8}, {published}; KV {kept}. For weights in bf16, add --weights-dtype bf16."
+    return f"Weights {formats}, {published}; KV {kept}. For weights in bf16, add --weights-dtype bf16."
 
 
 def format_point_name(point: Point, *, repeated: bool = True) -> str:
@@ -243,7 +251,9 @@ def _resolve_precision(how: Mapping[str, Value], shape: ModelShape) -> dict[str,
     if weights == AS_PUBLISHED:
         weights = get_published_precision(shape) if dtype == "bf16" else dtype
     stored = {"weights_dtype": weights, "kv_dtype": kv}
-    return {"dtype": dtype} | {name: FP8 if typed == FP8 else AS_COMPUTED for name, typed in stored.items()}
+    return {"dtype": dtype} | {
+        name: typed if typed in WEIGHT_FORMATS else AS_COMPUTED for name, typed in stored.items()
+    }
 
 
 def _get_idle_fields(tp: int, dp: int, dcp: int) -> dict[str, object]:

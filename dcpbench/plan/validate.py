@@ -14,12 +14,12 @@ from dcpbench.errors import (
     CapacityError,
     LayoutError,
     MissingPackageError,
-    ModelError,
     NoRoomError,
     UsageError,
     format_install_hint,
 )
 from dcpbench.models.shapes import NOPE, ROPE, VALUE
+from dcpbench.models.weight_formats import PAPER_FORMATS
 from dcpbench.plan.command_line import format_retyped_command, retype_command
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit
 from dcpbench.points import memory
@@ -130,21 +130,30 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
 
 
 def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
-    """Raise ModelError unless the engine computes the model; replays with given step times need no engine."""
-    if settings.step_times or shape.gqa is None:
-        return
-    missing = {
+    """Raise UsageError unless the engine computes the model with its weights; replays with given step times need no engine."""
+    reason = None if settings.step_times else find_live_limit(shape, point.weights_dtype)
+    if reason is not None:
+        raise UsageError(f"{point.instance_name}: {reason}. To plan it, add --dry-run, or use dcpbench recommend.")
+
+
+def find_live_limit(shape: ModelShape, weights_dtype: str) -> str | None:
+    """Return why the engine does not compute a model with weights of a format; None if it does."""
+    if weights_dtype in PAPER_FORMATS:
+        return (
+            f"the engine has no kernels for {weights_dtype} weights; with --weights-dtype fp8 or bf16 it measures the same layers in that "
+            "precision"
+        )
+    if shape.gqa is None:
+        return None
+    parts = {
         "biases in attention": shape.gqa.qkv_bias or shape.gqa.o_bias,
         "sliding windows": shape.gqa.window_layers > 0,
         "attention sinks": shape.gqa.sinks,
         "rope on a part of a head": shape.nope > 0,
         "biases of experts": shape.expert_bias,
     }
-    if found := [name for name, present in missing.items() if present]:
-        raise ModelError(
-            f"--model {point.model}: the engine does not compute {' and '.join(found)}, which {shape.name} has. "
-            f"It can be planned: add --dry-run{'' if point.load else ', or use dcpbench recommend'}."
-        )
+    missing = [name for name, present in parts.items() if present]
+    return f"the engine does not compute {' and '.join(missing)}, which {shape.name} has" if missing else None
 
 
 @functools.cache
@@ -188,13 +197,13 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
     """Raise an error for a point that a CPU cannot run; a full-size model is reported first, because no other advice
     would help.
     """
-    layers, fp8 = memory.count_all_layers(shape), point.weights_precision == FP8
+    layers, weights = memory.count_all_layers(shape), shape.get_weight_format(point.weights_precision)
     if memory.compute_weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], *layers) > CPU_BYTES:
-        on_gpus = memory.compute_weight_bytes(shape, Layout(tp=1), ITEMSIZE["bf16"], *layers, fp8=fp8)
+        on_gpus = memory.compute_weight_bytes(shape, Layout(tp=1), ITEMSIZE["bf16"], *layers, weights=weights)
         like = load_machine(point.emulate or "H200")
         plan = {"--model": point.model, "--dry-run": "", "--gpu": f"{like.gpu},count={like.gpus_per_host}"}
         raise CapacityError(
-            f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {FP8 if fp8 else 'bf16'} and needs GPUs; none are "
+            f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {weights.name} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` says what is). "
             f"To plan it for GPUs type: {format_retyped_command(_get_command(point), plan, ['--device'])}. "
             f"For a functional run on the CPU type: dcpbench {_get_command(point)} --model tiny --tp 8 --dcp 8"

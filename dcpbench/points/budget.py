@@ -204,7 +204,7 @@ class _Rank:
         reserved.
         """
         self.point, self.shape, self.itemsize = point, shape, ITEMSIZE[point.dtype]
-        self.fp8 = point.weights_precision == FP8
+        self.weights = shape.get_weight_format(point.weights_precision)
         self.page_bytes = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
         self.l2_bytes = probe.l2_bytes or 0
         self.fewest = self.whole = memory.count_all_layers(shape)
@@ -212,7 +212,7 @@ class _Rank:
         self.gpu = probe.device == "cuda" and probe.memory_bytes is not None
         if self.gpu:
             self.fewest = memory.compute_min_layers(
-                shape, point.layout, self.itemsize, self.l2_bytes, point.group_wide, fp8=self.fp8
+                shape, point.layout, self.itemsize, self.l2_bytes, point.group_wide, self.weights
             )
             self.room = (probe.memory_bytes or 0) - memory.RESERVE_BYTES
             if chunk:
@@ -226,7 +226,7 @@ class _Rank:
         """Return the bytes of this many distinct layers."""
         point = self.point
         return memory.compute_weight_bytes(
-            self.shape, point.layout, self.itemsize, *layers, point.group_wide, fp8=self.fp8, ep=point.ep
+            self.shape, point.layout, self.itemsize, *layers, point.group_wide, self.weights, ep=point.ep
         )
 
     def compute_pages_left(self, layers: Layers) -> int:
@@ -252,7 +252,7 @@ class _Rank:
     def make_plan(self, pages: int, held: Layers, **limits: Any) -> EnginePlan:  # noqa: ANN401 -- fields of several types
         """Return the plan with this pool, these layers, and `limits` on what points may request."""
         layout, wide = self.point.layout, self.point.group_wide
-        sure = sum(held) * memory.compute_certain_bytes(self.shape, layout, self.itemsize, wide, fp8=self.fp8)
+        sure = sum(held) * memory.compute_certain_bytes(self.shape, layout, self.itemsize, wide, self.weights)
         return EnginePlan(
             point=self.point,
             pages=pages,

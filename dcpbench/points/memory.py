@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from dcpbench.models.shapes import SCALE_BLOCK
-from dcpbench.points.layout import OWN_HEADS
+from dcpbench.models.weight_formats import DENSE, EXPERTS, Q_B, QKV, SHARED, UNQUANTISED, O, WeightFormat
+from dcpbench.points.layout import OWN_HEADS, Layout
 from dcpbench.points.names import CUT, WHOLE
 
 if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
-    from dcpbench.points.layout import GroupWide, Layout
+    from dcpbench.points.layout import GroupWide
 
 GIB = 1 << 30
 RESERVE_BYTES = 8 * GIB
@@ -28,8 +28,9 @@ PREFILL_WINDOW = 16384
 many keys as rows (engine/prefill.py)."""
 FP32 = 4
 """Bytes of a number where partial results are added up."""
-ABSORBED = ("w_uk", "w_uv")
-"""Linear layers that are kept in the compute dtype, however weights are stored; see engine/weights.py."""
+BF16_BYTES = 2
+ATTENTION_PARTS = {"qkv": QKV, "qkv_a": QKV, "q_b": Q_B, "o": O}
+"""Linear layers of attention, each with its part of weight_formats.PARTS; W_UK and W_UV are in none (engine/weights.py)."""
 PAGES_OF_PADDING = 1
 HEADROOM_TOKENS = 1
 """A decode step writes one token beyond the context."""
@@ -60,27 +61,30 @@ class Product(NamedTuple):
         return self.inputs * self.outputs * self.heads
 
 
-def _compute_block_side(size: int, ranks: int) -> int:
-    """Return the numbers along a side of a block of fp8 weights, for a part of length `size` that is one of `ranks` parts.
+def _compute_block_side(size: int, ranks: int, block: int) -> int:
+    """Return the numbers along a side of a block of stored weights, for a part of length `size` that is one of `ranks` parts.
 
     The side is shorter than published if borders between ranks cut blocks. The result applies to all ranks but the
     first, which hold at least as many scales.
     """
-    whole = ranks == 1 or size % SCALE_BLOCK == 0 or SCALE_BLOCK % size == 0
-    return SCALE_BLOCK if whole else math.gcd(size, SCALE_BLOCK)
+    whole = ranks == 1 or size % block == 0 or block % size == 0
+    return block if whole else math.gcd(size, block)
 
 
-def compute_scaled_bytes(product: Product, heights: tuple[int, ...], *, rows: int = 1, columns: int = 1) -> int:
-    """Return the bytes of a linear layer in fp8, or of one expert's: e4m3, and an fp32 scale per block of 128 × 128.
+def compute_stored_bytes(
+    product: Product, heights: tuple[int, ...], weights: WeightFormat, *, rows: int = 1, columns: int = 1
+) -> int:
+    """Return the bytes of a linear layer that is stored in a quantised format, or of one expert's, with its scales.
 
     Ranks may cut the blocks. Parts of these `heights` are stacked, as gate and up are. `rows` and `columns` are the
     numbers of ranks over which the first part's rows, or all columns, are split.
     """
-    side = _compute_block_side(heights[0], rows)
+    side = _compute_block_side(heights[0], rows, weights.rows)
     for height in heights[:-1]:  # a block ends with a part
         side = math.gcd(side, height)
     blocks = sum(math.ceil(height / side) for height in heights)
-    return product.elements + blocks * math.ceil(product.inputs / _compute_block_side(product.inputs, columns)) * FP32
+    across = math.ceil(product.inputs / _compute_block_side(product.inputs, columns, weights.columns or product.inputs))
+    return weights.compute_bytes(product.inputs, product.elements // product.inputs, blocks * across)
 
 
 def make_attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_HEADS) -> dict[str, Product]:
@@ -107,29 +111,39 @@ def make_attention_products(shape: ModelShape, layout: Layout, wide: GroupWide =
 
 
 def compute_attention_bytes(
-    shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    itemsize: int,
+    wide: GroupWide = OWN_HEADS,
+    weights: WeightFormat = UNQUANTISED,
 ) -> int:
-    """Return the bytes of one layer's attention weights on one rank, with the norms and biases of `count_attention_vectors`.
+    """Return the bytes of one layer's attention weights on one rank, with the vectors of `count_attention_vectors`.
 
-    With `fp8` all weights are fp8 except the norms, biases and the absorbed ones, W_UK and W_UV.
+    Vectors and the absorbed weights, W_UK and W_UV, have `itemsize` bytes a number in every format.
     """
     products = make_attention_products(shape, layout, wide)
-    vectors = count_attention_vectors(shape, layout, wide) * itemsize
-    if not fp8:
-        return sum(product.elements for product in products.values()) * itemsize + vectors
     ranks = layout.attn_tp // layout.dcp if wide.query else layout.attn_tp
-    found = compute_scaled_bytes(products["o"], (products["o"].outputs,), columns=layout.attn_tp)
-    if "qkv" in products:
+    found = count_attention_vectors(shape, layout, wide) * itemsize
+    for name, product in products.items():
+        if ATTENTION_PARTS.get(name) not in weights.parts:
+            found += product.elements * itemsize
+            continue
+        cut = {"columns": layout.attn_tp} if name == "o" else {"rows": ranks}
+        if name == "qkv_a" and shape.q_lora is not None:
+            cut = {}
+        found += compute_stored_bytes(product, _list_heights(name, product, shape, layout), weights, **cut)
+    return found
+
+
+def _list_heights(name: str, product: Product, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+    """Return the outputs of the projections that are stacked in a linear layer of attention."""
+    if name == "qkv_a":
+        return product.outputs - shape.kv_width, shape.kv_width
+    if name == "qkv":
         kv_heads = shape.count_kv_heads(layout.attn_tp)
         k, v = kv_heads * shape.head_width, kv_heads * shape.value
-        return (
-            found + compute_scaled_bytes(products["qkv"], (products["qkv"].outputs - k - v, k, v), rows=ranks) + vectors
-        )
-    above = (products["qkv_a"].outputs - shape.kv_width, shape.kv_width)
-    found += compute_scaled_bytes(products["qkv_a"], above, rows=ranks if shape.q_lora is None else 1)
-    if "q_b" in products:
-        found += compute_scaled_bytes(products["q_b"], (products["q_b"].outputs,), rows=ranks)
-    return found + sum(products[name].elements for name in ABSORBED) * itemsize + vectors
+        return product.outputs - k - v, k, v
+    return (product.outputs,)
 
 
 def count_attention_vectors(shape: ModelShape, layout: Layout, wide: GroupWide) -> int:
@@ -151,18 +165,22 @@ def make_mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
     return Product(shape.hidden, 2 * width), Product(width, shape.hidden)
 
 
-def _compute_mlp_bytes(shape: ModelShape, inner: int, ranks: int, itemsize: int, *, fp8: bool) -> int:
+def _compute_mlp_bytes(
+    shape: ModelShape, inner: int, ranks: int, itemsize: int, weights: WeightFormat, part: str
+) -> int:
     """Return the bytes of a rank's part of an MLP or an expert that is `inner` wide, split over `ranks` ranks."""
     width = inner // ranks
     gate_up, down = make_mlp_products(shape, width)
-    if not fp8:
+    if part not in weights.parts:
         return (gate_up.elements + down.elements) * itemsize
-    return compute_scaled_bytes(gate_up, (width, width), rows=ranks) + compute_scaled_bytes(
-        down, (down.outputs,), columns=ranks
+    return compute_stored_bytes(gate_up, (width, width), weights, rows=ranks) + compute_stored_bytes(
+        down, (down.outputs,), weights, columns=ranks
     )
 
 
-def compute_moe_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False, ep: str = WHOLE) -> int:
+def compute_moe_bytes(
+    shape: ModelShape, layout: Layout, itemsize: int, weights: WeightFormat = UNQUANTISED, *, ep: str = WHOLE
+) -> int:
     """Return the bytes of one layer's router (its bias in fp32), this rank's experts, and its slice of the shared
     expert.
 
@@ -171,21 +189,25 @@ def compute_moe_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: 
     """
     router = shape.experts * shape.hidden * itemsize + shape.experts * FP32
     held, ranks = (shape.experts, layout.tp) if ep == CUT else (shape.experts // layout.tp, 1)
-    experts = held * _compute_mlp_bytes(shape, shape.moe_inter, ranks, itemsize, fp8=fp8)
+    experts = held * _compute_mlp_bytes(shape, shape.moe_inter, ranks, itemsize, weights, EXPERTS) if held else 0
     biases = held * (2 * shape.moe_inter // ranks + shape.hidden) * itemsize if shape.expert_bias else 0
-    return router + experts + biases + compute_shared_expert_bytes(shape, layout, itemsize, fp8=fp8)
+    return router + experts + biases + compute_shared_expert_bytes(shape, layout, itemsize, weights)
 
 
-def compute_shared_expert_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False) -> int:
+def compute_shared_expert_bytes(
+    shape: ModelShape, layout: Layout, itemsize: int, weights: WeightFormat = UNQUANTISED
+) -> int:
     """Return the bytes of this rank's slice of the shared expert of one layer."""
     if not shape.shared_experts:
         return 0
-    return _compute_mlp_bytes(shape, shape.shared_experts * shape.moe_inter, layout.tp, itemsize, fp8=fp8)
+    return _compute_mlp_bytes(shape, shape.shared_experts * shape.moe_inter, layout.tp, itemsize, weights, SHARED)
 
 
-def compute_dense_mlp_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False) -> int:
+def compute_dense_mlp_bytes(
+    shape: ModelShape, layout: Layout, itemsize: int, weights: WeightFormat = UNQUANTISED
+) -> int:
     """Return the bytes of this rank's slice of one dense MLP."""
-    return _compute_mlp_bytes(shape, shape.dense_inter, layout.tp, itemsize, fp8=fp8)
+    return _compute_mlp_bytes(shape, shape.dense_inter, layout.tp, itemsize, weights, DENSE)
 
 
 def compute_vocab_rows(shape: ModelShape, layout: Layout) -> int:
@@ -208,18 +230,36 @@ def compute_weight_bytes(
     dense: int,
     moe: int,
     wide: GroupWide = OWN_HEADS,
+    weights: WeightFormat = UNQUANTISED,
     *,
-    fp8: bool = False,
     ep: str = WHOLE,
 ) -> int:
     """Return the bytes of weights on one rank if `dense` + `moe` distinct layers are held; `itemsize` applies to what
-    is not fp8.
+    is not quantised.
     """
-    attention = (dense + moe) * compute_attention_bytes(shape, layout, itemsize, wide, fp8=fp8)
-    mlp = dense * compute_dense_mlp_bytes(shape, layout, itemsize, fp8=fp8) + moe * compute_moe_bytes(
-        shape, layout, itemsize, fp8=fp8, ep=ep
+    attention = (dense + moe) * compute_attention_bytes(shape, layout, itemsize, wide, weights)
+    mlp = dense * compute_dense_mlp_bytes(shape, layout, itemsize, weights) + moe * compute_moe_bytes(
+        shape, layout, itemsize, weights, ep=ep
     )
     return compute_outer_bytes(shape, layout, itemsize) + attention + mlp
+
+
+def compute_checkpoint_bytes(shape: ModelShape) -> int:
+    """Return the bytes of a published checkpoint's weights; raise AssertionError for a format whose size is unknown.
+
+    A layer for multi-token prediction is a layer with experts, a projection of two hidden states to one, three norms, and copies of
+    embedding and head. Not counted: vision encoders.
+    """
+    weights, one = shape.published, Layout(tp=1)
+    assert isinstance(weights, WeightFormat)
+    predicting = weights if weights.mtp else UNQUANTISED
+    layer = compute_attention_bytes(shape, one, BF16_BYTES, OWN_HEADS, predicting)
+    layer += compute_moe_bytes(shape, one, BF16_BYTES, predicting)
+    layer += (2 * shape.hidden + 2 * shape.vocab + 3) * shape.hidden * BF16_BYTES
+    return (
+        compute_weight_bytes(shape, one, BF16_BYTES, *count_all_layers(shape), OWN_HEADS, weights)
+        + shape.mtp_layers * layer
+    )
 
 
 def count_pages(tokens: int, layout: Layout, page_size: int) -> int:
@@ -286,7 +326,12 @@ def compute_prefill_bytes(
 
 
 def compute_min_layers(
-    shape: ModelShape, layout: Layout, itemsize: int, l2_bytes: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    itemsize: int,
+    l2_bytes: int,
+    wide: GroupWide = OWN_HEADS,
+    weights: WeightFormat = UNQUANTISED,
 ) -> Layers:
     """Return the fewest distinct layers with which weights cycle through CACHE_FACTOR × L2 between two uses.
 
@@ -294,7 +339,7 @@ def compute_min_layers(
     not the experts that routing selects.
     """
     whole = count_all_layers(shape)
-    sure = compute_certain_bytes(shape, layout, itemsize, wide, fp8=fp8)
+    sure = compute_certain_bytes(shape, layout, itemsize, wide, weights)
     fewest = max(math.ceil(CACHE_FACTOR * l2_bytes / sure), 1)
     if not whole.moe:
         return whole if shape.experts else Layers(min(fewest, whole.dense), 0)
@@ -302,13 +347,17 @@ def compute_min_layers(
 
 
 def compute_certain_bytes(
-    shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    itemsize: int,
+    wide: GroupWide = OWN_HEADS,
+    weights: WeightFormat = UNQUANTISED,
 ) -> int:
     """Return the bytes of weights that one layer certainly reads in every step: attention and shared expert.
 
     Of a model without experts: attention and MLP.
     """
-    attention = compute_attention_bytes(shape, layout, itemsize, wide, fp8=fp8)
+    attention = compute_attention_bytes(shape, layout, itemsize, wide, weights)
     if not shape.experts:
-        return attention + compute_dense_mlp_bytes(shape, layout, itemsize, fp8=fp8)
-    return attention + compute_shared_expert_bytes(shape, layout, itemsize, fp8=fp8)
+        return attention + compute_dense_mlp_bytes(shape, layout, itemsize, weights)
+    return attention + compute_shared_expert_bytes(shape, layout, itemsize, weights)

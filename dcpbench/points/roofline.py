@@ -11,8 +11,8 @@ Benchmarks of single operators count their work with the same functions.
 
 Letters: D hidden, H heads of a DCP group of N ranks, h of one rank, R latent, P rope, Q = R + P, V value, E experts,
 k of them per token, I their width, B rows of a replica, T of all replicas. Bytes are those of the dtype of the
-computation unless stated otherwise. Weights in fp8 take a byte each and 4 for every block of 128 × 128; their products
-are compared with the fp8 rate.
+computation unless stated otherwise. Quantised weights take the bytes of their format (models/weight_formats.py); products of fp8
+weights are compared with the fp8 rate, of nvfp4 and mxfp4 with the fp4 rate if the GPU has one.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.models.shapes import KV_WIDTH, LATENT, SCALE_BLOCK
+from dcpbench.models.shapes import KV_WIDTH, LATENT
+from dcpbench.models.weight_formats import DENSE, EXPERTS, FP8, SCALE_BLOCK, SHARED, UNQUANTISED, O, WeightFormat
 from dcpbench.points import memory
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.layout import OWN_HEADS, compute_local_length
-from dcpbench.points.names import FP8
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +41,8 @@ LSE_BYTES = 4
 """Bytes of a log-sum-exp, fp32."""
 SCALE_BYTES = 4
 """Bytes of a scale of fp8 values, fp32."""
+FP4_MATMUL = "matmul_fp4"
+"""Limit of products of fp4 weights."""
 CANDIDATE_BYTES = 8
 """Bytes of a rank's best logit and its token id, from which the ranks choose a token."""
 
@@ -55,7 +56,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Limit for these bytes: `read` if hardly anything is written."""
     flops: int = 0
     flops_limit: str = "matmul"
-    """Limit for the operations: `matmul_fp8` if both operands are fp8."""
+    """Limit for the operations: `matmul_fp8` if both operands are fp8, `matmul_fp4` for weights in a format of fp4."""
     otherwise: str = ""
     """Limit to use on a GPU without that one, because operands can be widened; empty if there is no other."""
     received_bytes: int = 0
@@ -129,37 +130,52 @@ def compute_product_work(product: memory.Product, rows: int, itemsize: int) -> W
 
 
 def compute_expert_work(
-    product: memory.Product, *, gated: bool, rows_in: int, rows: int, hit: int, itemsize: int, scaled: bool = False
+    product: memory.Product,
+    *,
+    gated: bool,
+    rows_in: int,
+    rows: int,
+    hit: int,
+    itemsize: int,
+    weights: WeightFormat = UNQUANTISED,
 ) -> Work:
     """Return the work of a product of a rank's experts: weights of the `hit` experts that have a row, rows in and
     results out.
 
     `rows` counts pairs of a token and an expert of this rank. With `gated`, the two halves of the results become one.
-    With `scaled`, weights and the rows between both products are fp8 with fp32 scales, but the input tokens and the
+    With fp8 weights, the rows between both products are fp8 with fp32 scales, too, but the input tokens and the
     final results are not.
     """
-    elements = product.inputs * product.outputs
-    blocks = math.ceil(product.inputs / SCALE_BLOCK) * math.ceil(product.outputs / SCALE_BLOCK)
-    weight = elements + blocks * SCALE_BYTES if scaled else elements * itemsize
-    between = 1 + SCALE_BYTES / SCALE_BLOCK if scaled else itemsize
+    elements, stored = product.inputs * product.outputs, EXPERTS in weights.parts
+    weight = weights.compute_bytes(product.inputs, product.outputs) if stored else elements * itemsize
+    between = 1 + SCALE_BYTES / SCALE_BLOCK if stored and weights.name == FP8 else itemsize
     into, out = (itemsize, between) if gated else (between, itemsize)
+    limit, otherwise = _choose_limits(weights if stored else UNQUANTISED)
     through = rows_in * product.inputs * into + rows * (product.outputs // 2 if gated else product.outputs) * out
     return Work(
         memory_bytes=round(hit * weight + through),
         memory_limit="read",
         flops=2 * rows * elements,
-        flops_limit="matmul_fp8" if scaled else "matmul",
+        flops_limit=limit,
+        otherwise=otherwise,
     )
 
 
-def compute_linear_work(product: memory.Product, rows: int, *, itemsize: int, scaled: bool) -> Work:
-    """Return the work of a linear layer with unquantised rows and results, over weights that may be fp8 with scales."""
+def compute_linear_work(product: memory.Product, rows: int, *, itemsize: int, weights: WeightFormat) -> Work:
+    """Return the work of a linear layer with unquantised rows and results, over weights in a format."""
     found = compute_product_work(product, rows, itemsize)
-    if not scaled:
+    if not weights.is_quantised:
         return found
-    blocks = math.ceil(product.inputs / SCALE_BLOCK) * math.ceil(product.outputs / SCALE_BLOCK)
-    fewer = product.elements * (itemsize - 1) - blocks * SCALE_BYTES
-    return msgspec.structs.replace(found, memory_bytes=found.memory_bytes - fewer, flops_limit="matmul_fp8")
+    fewer = product.elements * itemsize - weights.compute_bytes(product.inputs, product.outputs)
+    limit, otherwise = _choose_limits(weights)
+    return msgspec.structs.replace(
+        found, memory_bytes=found.memory_bytes - fewer, flops_limit=limit, otherwise=otherwise
+    )
+
+
+def _choose_limits(weights: WeightFormat) -> tuple[str, str]:
+    """Return the limit for products of weights in a format, and the one of GPUs without it: those widen fp4 weights."""
+    return weights.matmul, "matmul" if weights.matmul == FP4_MATMUL else ""
 
 
 def compute_gather_work(message_bytes: int, ranks: int) -> Work:
@@ -232,8 +248,8 @@ class Sharding:
     itemsize: int
     interleave: int = 1
     wide: GroupWide = OWN_HEADS
-    scaled: bool = False
-    """True if linear layers and experts have fp8 weights with scales."""
+    weights: WeightFormat = UNQUANTISED
+    """Format of the weights of linear layers and experts."""
     kv_itemsize: int | None = None
     """Bytes per number in the KV cache; None if they are those of all other tensors."""
     ep: int | None = None
@@ -251,7 +267,7 @@ class Sharding:
             interleave=point.interleave,
             wide=point.group_wide,
             ep=point.ep_degree,
-            scaled=point.weights_precision == FP8,
+            weights=shape.get_weight_format(point.weights_precision),
             kv_itemsize=ITEMSIZE[point.kv_precision],
         )
 
@@ -265,9 +281,15 @@ class Sharding:
         """Bytes of a KV row as it is stored."""
         return self.row_width * (self.kv_itemsize or self.itemsize)
 
-    def get_linear_work(self, product: memory.Product, rows: int) -> Work:
-        """Return the work of a linear layer with weights stored like those of linear layers and experts."""
-        return compute_linear_work(product, rows, itemsize=self.itemsize, scaled=self.scaled)
+    @property
+    def in_fp8(self) -> bool:
+        """Return True if linear layers and experts multiply fp8 weights, for which rows are quantised."""
+        return self.weights.name == FP8
+
+    def get_linear_work(self, product: memory.Product, rows: int, part: str) -> Work:
+        """Return the work of a linear layer of one of weight_formats.PARTS."""
+        weights = self.weights if part in self.weights.parts else UNQUANTISED
+        return compute_linear_work(product, rows, itemsize=self.itemsize, weights=weights)
 
     @property
     def expert_ranks(self) -> int:
@@ -379,7 +401,7 @@ def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, 
     yield "attn_reduce", s.layers, reduced
     yield "dp_gather", s.layers, compute_gather_work(step.tokens * hidden_bytes, layout.dp)
     for product in memory.make_mlp_products(s, s.dense_inter // layout.tp):
-        yield "dense_mlp", layers.dense, sharding.get_linear_work(product, step.tokens)
+        yield "dense_mlp", layers.dense, sharding.get_linear_work(product, step.tokens, DENSE)
     yield from _iter_moe_works(sharding, step, layers.moe)
     yield "mlp_reduce", s.layers, compute_gather_work(step.tokens * hidden_bytes, layout.dp)
     yield "mlp_reduce", s.layers, reduced
@@ -403,9 +425,9 @@ def _iter_projection_works(sharding: Sharding, step: StepRows) -> Iterator[tuple
     decodes = len(step.decodes)
     for name in ("qkv", "qkv_a", "q_b"):
         if name in products:
-            yield "qkv_proj", sharding.get_linear_work(products[name], step.rows)
+            yield "qkv_proj", sharding.get_linear_work(products[name], step.rows, memory.ATTENTION_PARTS[name])
     yield "kv_write", Work(memory_bytes=step.rows * (sharding.row_width * itemsize + sharding.row_bytes))
-    yield "o_proj", sharding.get_linear_work(products["o"], step.rows)
+    yield "o_proj", sharding.get_linear_work(products["o"], step.rows, O)
     if decodes and "w_uk" in products:
         yield "qkv_proj", absorbed(products["w_uk"], decodes)
         yield "o_proj", absorbed(products["w_uv"], decodes)
@@ -477,7 +499,7 @@ def _iter_moe_works(sharding: Sharding, step: StepRows, layers: int) -> Iterator
     yield "moe", layers, compute_product_work(memory.Product(s.hidden, s.experts), step.tokens, itemsize)
     if s.shared_experts:
         for product in memory.make_mlp_products(s, s.shared_experts * s.moe_inter // layout.tp):
-            yield "moe", layers, sharding.get_linear_work(product, step.tokens)
+            yield "moe", layers, sharding.get_linear_work(product, step.tokens, SHARED)
     routing = [(1, layer[0]) for layer in step.routing] or [(layers, sharding.estimate_routed(step.live))]
     for times, routed in routing:
         for work in iter_expert_works(sharding, step, routed):
@@ -496,7 +518,7 @@ def iter_expert_works(sharding: Sharding, step: StepRows, routed: Routed) -> Ite
             rows=routed.rows,
             hit=routed.hit,
             itemsize=sharding.itemsize,
-            scaled=sharding.scaled,
+            weights=sharding.weights,
         )
 
 

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dcpbench.models import load_shape
+from dcpbench.models.weight_formats import PAPER_FORMATS
+from dcpbench.plan.validate import find_live_limit
 from dcpbench.points import latency_bands
 from dcpbench.points.layout import place_experts
-from dcpbench.points.names import CLOSED, CUT, ENGINE_NAMES, FP8, OBJECTIVES, SGLANG, VLLM
+from dcpbench.points.names import CLOSED, CUT, ENGINE_NAMES, FP8, OBJECTIVES, SGLANG, VLLM, WEIGHT_FORMATS
 from dcpbench.recommend.advise import (
     NO_WHOLE_MODEL,
     OTHER,
@@ -171,15 +174,25 @@ def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) ->
         f"Estimates: floors of steps on {ask.machine.gpu}, by the shares of them that {steps.steps} steps on {steps.machine} reached in "
         f"{format_list(folders)} of results/. They are not measured."
     )
-    if ask.weights_dtype != FP8 and any(load for _, _, load in ask.loads):
+    shape = load_shape(ask.model)
+    if ask.weights_dtype in PAPER_FORMATS:
+        yield (
+            f"None of them had {ask.weights_dtype} weights: floors are those of the smaller weights, and reach the shares of bf16 and fp8."
+        )
+    elif ask.weights_dtype != FP8 and any(load for _, _, load in ask.loads):
         yield "Of those with prompts all had fp8 weights: that bf16 reaches the same shares there was not checked."
+    if shape.gqa:
+        yield "None of them had grouped-query attention: it is taken to reach the shares of MLA."
     if ask.weights_dtype != FP8 and ask.kv_dtype == FP8:
         yield "None of them had bf16 weights with an fp8 cache."
     if ask.machine.gpu != steps.machine:
         yield f"No step was measured on {ask.machine.gpu}: shares are taken to be those of {steps.machine}."
     if max(ask.gpus) > 4:  # noqa: PLR2004 - the published runs'
         yield "More than 4 ranks were never measured: calls among them are the wire's model, with its error in the band."
-    yield f"Measured steps replace estimates: {format_emulate_command(ask, choices)}, then name its run here."
+    if limit := find_live_limit(shape, ask.weights_dtype):
+        yield f"No measured step can replace the estimates: {limit}."
+    else:
+        yield f"Measured steps replace estimates: {format_emulate_command(ask, choices)}, then name its run here."
 
 
 def list_unknowns(ask: Query, choices: Sequence[Choice], steps: Steps) -> list[str]:
@@ -211,6 +224,9 @@ def list_unknowns(ask: Query, choices: Sequence[Choice], steps: Steps) -> list[s
             "Emulated points model what ranks wait for each other; docs/emulation.md says what they do not know."
         )
     sentences.append(_format_energy(choices))
+    published = load_shape(ask.model).published.name
+    if used and ask.weights_dtype != published and ask.weights_dtype in WEIGHT_FORMATS:
+        sentences.append(f"The commands name a checkpoint in {published}; give one in {ask.weights_dtype} instead.")
     if ask.kv_memory is not None and used:
         sentences.append(
             "The commands of SGLang and vLLM say nothing of --kv-memory: their pools are as large as they make them."

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.models.weight_formats import EXPERTS
 from dcpbench.points import memory, names
 from dcpbench.points.batches import compute_batch_rows
 from dcpbench.points.cluster_specs import MEASURED_ON, RATES
@@ -115,7 +116,7 @@ def compute_terms(
         multiplies = work.flops and work.flops / rates[get_flops_limit(work, rates)] * 1e6 >= us
         found[MULTIPLIED.get(part, part) if multiplies else part] += times * us
     found[LAUNCH] = float(sharding.shape.layers)
-    found[QUANTISING] = float(sharding.shape.layers if sharding.scaled else 0)
+    found[QUANTISING] = float(sharding.shape.layers if sharding.in_fp8 else 0)
     found[WAITING] = compute_waiting_us(sharding, rows.live, rates)
     for what, each in predict_calls(sharding, rows, known, exchange).items():
         found[get_call_term(what)] += each.mean * 1e6
@@ -135,7 +136,10 @@ def compute_waiting_us(sharding: Sharding, tokens: int, rates: Mapping[str, floa
     hit = 1 - (1 - s.top_k / s.experts) ** tokens
     spread = math.sqrt(s.experts / ranks * hit * (1 - hit))
     largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
-    expert_bytes = 3 * s.hidden * s.moe_inter * (1 if sharding.scaled else sharding.itemsize)
+    products = memory.make_mlp_products(s, s.moe_inter)
+    stored = EXPERTS in sharding.weights.parts
+    bits = sharding.weights.bits if stored else 8 * sharding.itemsize
+    expert_bytes = sum(product.elements for product in products) * bits / 8
     return memory.count_all_layers(s).moe * largest * spread * expert_bytes / rates["read"] * 1e6
 
 

@@ -1,12 +1,14 @@
 """Floors of steps by hand: what every phase must read, compute and receive, at rates that make a byte a microsecond."""
 
 import dataclasses
+import itertools
 
 import pytest
 
 from dcpbench.measuring.ranges import PHASES
 from dcpbench.models import SHAPES
 from dcpbench.models.shapes import ModelShape
+from dcpbench.models.weight_formats import FORMATS, FP8
 from dcpbench.points import memory
 from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout
 from dcpbench.points.roofline import (
@@ -237,17 +239,18 @@ def test_every_phase_that_has_a_floor_is_one_that_is_profiled():
 
 
 @pytest.mark.parametrize(
-    ("name", "scaled"),
-    [*((name, False) for name in SHAPES), ("deepseek-v3", True), ("kimi-k2", True)],
-    ids=[*SHAPES, "deepseek-v3-fp8", "kimi-k2-fp8"],
+    ("name", "precision"),
+    [*((name, "bf16") for name in SHAPES), *itertools.product(["deepseek-v3", "qwen3-30b-a3b"], FORMATS)],
+    ids=lambda x: x,
 )
-def test_weights_are_as_large_as_the_memory_plan_says(name: str, scaled: bool):
+def test_weights_are_as_large_as_the_memory_plan_says(name: str, precision: str):
     """Bytes of one row less those of a row twice: what is left are weights, of all layers once; with all experts hit.
 
-    Norms, biases, the embedding's rows and the routing bias are no products. In fp8 scales of blocks are among the bytes.
+    Norms, biases, the embedding's rows and the routing bias are no products. Scales of blocks are among the bytes.
     """
     shape, layout = SHAPES[name], Layout(2, 1, 2)
-    sharding = Sharding(shape=shape, layout=layout, itemsize=2, scaled=scaled)
+    weights = shape.get_weight_format(precision)
+    sharding = Sharding(shape=shape, layout=layout, itemsize=2, weights=weights)
     layers = memory.count_all_layers(shape)
     every = Routed(hit=shape.experts // 2, rows=0)
 
@@ -262,7 +265,10 @@ def test_weights_are_as_large_as_the_memory_plan_says(name: str, scaled: bool):
     if not shape.tied:
         vectors += memory.compute_vocab_rows(shape, layout) * shape.hidden
     others = (vectors + shape.hidden) * 2 + layers.moe * shape.experts * 4
-    assert 2 * products(1) - products(2) == memory.compute_weight_bytes(shape, layout, 2, *layers, fp8=scaled) - others
+    assert (
+        2 * products(1) - products(2)
+        == memory.compute_weight_bytes(shape, layout, 2, *layers, weights=weights) - others
+    )
 
 
 class TestWindows:
@@ -312,7 +318,7 @@ class TestFp8:
 
     def test_a_linear_layer_reads_a_byte_a_number_and_a_scale_a_block(self):
         """7168 × 2048 is 56 · 16 blocks; rows and results stay in bf16. Operations are held against the rate of fp8."""
-        work = compute_linear_work(memory.Product(7168, 2048), 3, itemsize=2, scaled=True)
+        work = compute_linear_work(memory.Product(7168, 2048), 3, itemsize=2, weights=FORMATS[FP8])
         assert work.memory_bytes == 7168 * 2048 + 56 * 16 * 4 + 3 * (7168 + 2048) * 2
         assert work.flops == 2 * 3 * 7168 * 2048
         assert compute_floor_us(work, {"read": 1e30, "matmul": 1.0, "matmul_fp8": 1e12}) == pytest.approx(
@@ -322,7 +328,9 @@ class TestFp8:
 
     def test_what_is_absorbed_and_what_is_published_in_bf16_stays_so(self):
         """Phases by the rates that they take: router, W_UK, W_UV, head and attention of chunks that of bf16, attention over rows in fp8 that of fp8."""
-        sharding = Sharding(shape=SHAPES["deepseek-v3"], layout=Layout(1), itemsize=2, scaled=True, kv_itemsize=1)
+        sharding = Sharding(
+            shape=SHAPES["deepseek-v3"], layout=Layout(1), itemsize=2, weights=FORMATS[FP8], kv_itemsize=1
+        )
         step = StepRows(decodes=(100,), chunks=((3, 2),), sampled=2, tokens=4)
         products = [(phase, work.flops_limit) for phase, _, work in iter_phase_works(sharding, step) if work.flops]
         found = {phase: sorted(limit for name, limit in products if name == phase) for phase, _ in products}
@@ -339,7 +347,7 @@ class TestFp8:
 
     def test_operations_take_their_time_at_their_own_rates(self):
         """Twice the rate for what is fp8 saves half of the time of that."""
-        sharding = Sharding(shape=SHAPES["deepseek-v3"], layout=Layout(1), itemsize=2, scaled=True)
+        sharding = Sharding(shape=SHAPES["deepseek-v3"], layout=Layout(1), itemsize=2, weights=FORMATS[FP8])
         step = StepRows(decodes=(100,), sampled=1, tokens=1)
         of = {"matmul": 0, "matmul_fp8": 0}
         for _, times, work in iter_phase_works(sharding, step):
@@ -352,9 +360,9 @@ class TestFp8:
         """As all else about its sharding."""
         point = record_builder.point(Layout(1), dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
         found = Sharding.from_point(point, SHAPES["deepseek-v3"])
-        assert (found.itemsize, found.scaled, found.kv_itemsize) == (2, True, 1)
+        assert (found.itemsize, found.in_fp8, found.kv_itemsize) == (2, True, 1)
         plain = Sharding.from_point(record_builder.point(Layout(1), dtype="bf16"), SHAPES["deepseek-v3"])
-        assert (plain.itemsize, plain.scaled, plain.kv_itemsize) == (2, False, 2)
+        assert (plain.itemsize, plain.in_fp8, plain.kv_itemsize) == (2, False, 2)
 
 
 def test_a_floor_is_the_largest_term():

@@ -14,6 +14,7 @@ from dcpbench.engine.weights import load_weights
 from dcpbench.kernels.gqa import split_rows
 from dcpbench.kernels.prefill.reference import compute_attention
 from dcpbench.models.shapes import Gqa, ModelShape
+from dcpbench.models.weight_formats import FORMATS, FP8, UNQUANTISED
 from dcpbench.points import memory
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.serving.requests import Chunk
@@ -48,7 +49,7 @@ def weights(shape, layout, rank=0, wide=GroupWide(), *, fp8=False):  # noqa: B00
 @pytest.mark.parametrize("shape", [DENSE, SPARSE], ids=["dense", "sparse"])
 def test_a_rank_holds_the_bytes_of_the_memory_plan(shape, layout, wide, fp8):
     held = weights(shape, layout, wide=wide, fp8=fp8)
-    planned = memory.compute_weight_bytes(shape, layout, 4, *layers(shape), wide, fp8=fp8)
+    planned = memory.compute_weight_bytes(shape, layout, 4, *layers(shape), wide, FORMATS[FP8] if fp8 else UNQUANTISED)
     assert held.count_bytes() == planned
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import CapacityError, LayoutError
 from dcpbench.models import SHAPES
+from dcpbench.models.weight_formats import FORMATS, FP8
 from dcpbench.points import budget, memory
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout, compute_local_length
@@ -298,6 +299,6 @@ def test_with_attention_dp_a_rank_has_all_tokens_in_its_experts_and_its_replicas
 def test_a_block_of_scales_ends_with_each_part_of_a_layer() -> None:
     """Parts of 128, 64 and 128 rows: blocks of 64, 2 + 1 + 2 of them over 128 columns; a last part may end in one."""
     product = memory.Product(128, 320)
-    assert memory.compute_scaled_bytes(product, (128, 64, 128)) == 320 * 128 + 5 * 4
-    assert memory.compute_scaled_bytes(memory.Product(128, 192), (128, 64)) == 192 * 128 + 2 * 4
-    assert memory.compute_scaled_bytes(memory.Product(256, 256), (128, 128)) == 256 * 256 + 4 * 4
+    assert memory.compute_stored_bytes(product, (128, 64, 128), FORMATS[FP8]) == 320 * 128 + 5 * 4
+    assert memory.compute_stored_bytes(memory.Product(128, 192), (128, 64), FORMATS[FP8]) == 192 * 128 + 2 * 4
+    assert memory.compute_stored_bytes(memory.Product(256, 256), (128, 128), FORMATS[FP8]) == 256 * 256 + 4 * 4

@@ -14,6 +14,7 @@ from dcpbench.models import (
     FAMILIES,
     REPOSITORIES,
     SHAPES,
+    deepseek_v3,
     from_config,
     kimi_k2,
     kimi_k25,
@@ -22,9 +23,10 @@ from dcpbench.models import (
 )
 from dcpbench.models.checkpoint_folder import check_checkpoint
 from dcpbench.models.family import Family
-from dcpbench.models.mla_config import FP8_BLOCKS
-from dcpbench.models.shapes import FP8, Gqa, ModelShape, Yarn
+from dcpbench.models.quantization_config import FP8_BLOCKS
+from dcpbench.models.shapes import Gqa, ModelShape, Yarn
 from dcpbench.models.tensor_names import TensorNames
+from dcpbench.models.weight_formats import FP8, UnknownFormat, WeightFormat
 
 FIELDS = {
     "hidden_size": "hidden",
@@ -51,6 +53,7 @@ FIELDS = {
     "rope_interleave": "rope_interleaved",
     "max_position_embeddings": "max_position",
     "tie_word_embeddings": "tied",
+    "num_nextn_predict_layers": "mtp_layers",
 }
 PRESETS = [(family, preset) for family in FAMILIES for preset in family.presets]
 V3 = SHAPES["deepseek-v3"]
@@ -66,12 +69,13 @@ def make_config(family: Family, shape: ModelShape) -> dict[str, Any]:
         yarn = dataclasses.asdict(shape.yarn)
         yarn["original_max_position_embeddings"] = yarn.pop("original_max_position")
         fields["rope_scaling"] = {"type": "yarn"} | yarn
-    if shape.published == FP8:
+    if shape.published.name == FP8:
         fields["quantization_config"] = FP8_BLOCKS
     named = {"model_type": family.model_type, "architectures": list(family.architectures)}
     return named | fields if family.nested_in is None else named | {family.nested_in: fields}
 
 
+GPT_OSS_BF16 = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 GQA_FIELDS = {
     "qwen3": {},
     "qwen3_moe": {"num_experts": "experts"},
@@ -82,6 +86,7 @@ GQA_FIELDS = {
         "first_k_dense_replace": "first_dense",
         "n_group": "groups",
         "topk_group": "top_groups",
+        "num_nextn_predict_layers": "mtp_layers",
         "routed_scaling_factor": "routed_scale",
     },
     "gpt_oss": {"num_local_experts": "experts"},
@@ -104,8 +109,8 @@ def make_gqa_config(family: Family, shape: ModelShape, gqa: Gqa) -> dict[str, An
     if gqa.window_layers:
         kinds = ["sliding_attention", "full_attention"] * gqa.window_layers
         fields |= {"sliding_window": gqa.window, "layer_types": kinds, "swiglu_limit": 7.0}
-    if shape.published == "mxfp4":
-        fields |= {"quantization_config": {"quant_method": "mxfp4"}}
+    if shape.published.name == "mxfp4":
+        fields |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": GPT_OSS_BF16}}
     if shape.yarn:
         fields["rope_scaling"] = {
             "rope_type": "yarn",
@@ -177,35 +182,91 @@ NESTED = dataclasses.replace(
 )
 
 
-INT4 = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32, "type": "int"}}},
-}
+def make_int4(ignore: list[str], **weights: object) -> dict[str, Any]:
+    """A `quantization_config` of compressed-tensors, as Kimi-K2-Thinking and later ones have it."""
+    described = {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": True, "type": "int"} | weights
+    groups = {"group_0": {"targets": ["Linear"], "weights": described, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, "ignore": ignore}
+
+
+KIMI_BF16 = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+ALL = {"qkv", "q_b", "o", "dense", "shared", "experts"}
+
+
+def read_format(
+    found: object, family: Family = kimi_k25.FAMILY, *, nested: bool = True
+) -> WeightFormat | UnknownFormat:
+    """The format of Kimi-K2's shape with such a `quantization_config`."""
+    config = make_config(family, kimi_k2.SHAPE)
+    fields = config["text_config"] if family.nested_in else config
+    del fields["quantization_config"]
+    (fields if nested else config)["quantization_config"] = found
+    return from_config(config, Path("kimi.json")).published
 
 
 @pytest.mark.parametrize(
-    ("found", "published"),
+    ("found", "name", "columns", "scale_bits", "parts"),
     [
-        (None, "bf16"),
-        (FP8_BLOCKS, "fp8"),
-        (INT4, "compressed-tensors, 4 bits, groups of 32"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "modelopt, NVFP4, groups of 16"),
-        ({"quant_method": "mxfp4"}, "mxfp4"),
+        (None, "bf16", None, 0, set()),
+        (FP8_BLOCKS, "fp8", 128, 32, ALL),
+        (FP8_BLOCKS | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]}, "fp8", 128, 32, ALL),
+        (make_int4(KIMI_BF16), "int4", 32, 16, {"experts"}),
+        (make_int4(["lm_head"], group_size=128, symmetric=False), "int4", 128, 20, ALL),
+        (NVFP4 | {"exclude_modules": ["lm_head", "model.layers.*.self_attn*", "model.embed_tokens"]}, "nvfp4", 16, 8, ALL - {"qkv", "q_b", "o"}),
+        (NVFP4 | {"ignore": [f"model.layers.{i}.self_attn.{name}*" for i in range(61) for name in ("q_", "kv_")]}, "nvfp4", 16, 8, ALL - {"qkv", "q_b"}),
+        (make_int4([], num_bits=4, type="float", strategy="tensor_group", group_size=16), "nvfp4", 16, 8, ALL),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}, "mxfp4", 32, 8, ALL - {"qkv", "q_b", "o"}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_known_format_has_the_parts_that_its_configuration_does_not_leave_out(
+    found: object, name: str, columns: int, scale_bits: int, parts: set[str], nested: bool
+) -> None:
+    """Kimi-K2.5's config.json nests the language model; its quantisation may be at either place."""
+    one = read_format(found, nested=nested)
+    assert isinstance(one, WeightFormat)
+    assert (one.name, one.columns, one.scale_bits, one.parts) == (name, columns, scale_bits, parts)
+
+
+@pytest.mark.parametrize(
+    ("found", "described"),
+    [
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq, 4 bits, groups of 128"),
+        (make_int4([], num_bits=8), "compressed-tensors, 8 bits, groups of 32"),
+        (make_int4([], strategy="channel", group_size=None), "compressed-tensors, 4 bits"),
+        (NVFP4 | {"quant_algo": "MIXED_PRECISION"}, "modelopt, MIXED_PRECISION, groups of 16"),
+        (make_int4(["re:.*layers.5.mlp.experts.*"]), "compressed-tensors, 4 bits, groups of 32, in some layers alone"),
         ({"config_groups": [], "quant_method": ["x"]}, "['x']"),
         ("int4", "'int4'"),
     ],
 )
-@pytest.mark.parametrize("nested", [True, False])
-def test_a_format_whose_size_is_unknown_is_described(found: object, published: str, nested: bool) -> None:
-    """Kimi-K2.5's config.json nests the language model; its quantisation may be at either place."""
+def test_a_format_whose_size_is_unknown_is_described(found: object, described: str) -> None:
+    assert read_format(found) == UnknownFormat(name=described)
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"'re:\(' of 'quantization_config' is no regular expression"):
+        read_format(make_int4(["re:("]))
+
+
+def test_layers_for_several_tokens_may_have_another_format() -> None:
+    """NVIDIA leaves DeepSeek-R1's layer 61 out, which is behind the last of 61."""
+    found = NVFP4 | {"exclude_modules": ["model.layers.61*"]}
+    one = from_config(make_config(deepseek_v3.FAMILY, V3) | {"quantization_config": found}, Path("r1.json")).published
+    assert isinstance(one, WeightFormat)
+    assert not one.mtp
+
+
+def test_hf_quant_config_is_read_beside_config_json(tmp_path: Path) -> None:
+    """As modelopt writes it. NVIDIA's Kimi-K2.5-NVFP4 keeps the int4 settings of the original in its config.json."""
     config = make_config(kimi_k25.FAMILY, kimi_k2.SHAPE)
-    del config["text_config"]["quantization_config"]
-    (config["text_config"] if nested else config)["quantization_config"] = found
-    shape = from_config(config, Path("kimi-k2.5.json"))
-    assert (shape.published, shape.is_sized) == (published, published in ("bf16", "fp8"))
-    assert (shape.experts, shape.heads) == (384, 64)
+    config["text_config"]["quantization_config"] = make_int4(KIMI_BF16)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_shape(str(tmp_path)).published.name == "int4"
+    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["*self_attn*", "lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": quantization}))
+    assert load_shape(str(tmp_path)).published.name == "nvfp4"
 
 
 class TestNestedFields:

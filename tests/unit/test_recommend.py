@@ -20,6 +20,7 @@ from dcpbench.cli import main
 from dcpbench.commands import recommend as command
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.models import load_shape
+from dcpbench.models.weight_formats import FORMATS
 from dcpbench.plan import validate
 from dcpbench.plan.serve_spec import get_serve_defaults
 from dcpbench.plan.spec import make_planned_probe
@@ -199,7 +200,7 @@ def test_ranks_with_whole_experts_wait_for_the_one_that_reads_most_of_them() -> 
     shape, rates = load_shape("deepseek-v3"), {"read": 4.8e12}
     whole = Sharding(shape=shape, layout=Layout(4), itemsize=2)
     assert estimate.compute_waiting_us(whole, 8, rates) == pytest.approx(58 * 3.5 * 18.35, rel=0.01)
-    assert estimate.compute_waiting_us(dataclasses.replace(whole, scaled=True), 8, rates) == pytest.approx(
+    assert estimate.compute_waiting_us(dataclasses.replace(whole, weights=FORMATS["fp8"]), 8, rates) == pytest.approx(
         29 * 3.5 * 18.35, rel=0.01
     )
     assert estimate.compute_waiting_us(whole, 1024, rates) < 1
@@ -708,7 +709,7 @@ def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixt
             "--machine H200 --input-tokens 163840 --output-tokens 1",
             "163,841 tokens together, pass deepseek-v3's 163,840 positions",
         ),
-        ("--machine H200 --weights-dtype int4", "--weights-dtype int4 is neither"),
+        ("--machine H200 --weights-dtype int3", "--weights-dtype int3 is none of bf16, fp8, int4, nvfp4, mxfp4"),
     ],
 )
 def test_mistakes_are_sentences(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,9 @@ import torch
 
 from dcpbench.errors import DcpbenchError, ModelError
 from dcpbench.kernels.rope import compute_softmax_scale, make_rope_table
-from dcpbench.models import SHAPES, from_config, get_published_precision, load_shape
+from dcpbench.models import SHAPES, from_config, get_published_precision, load_shape, weight_formats
 from dcpbench.models.checkpoint_folder import check_checkpoint
+from dcpbench.models.weight_formats import FORMATS, UNQUANTISED
 from dcpbench.plan import validate
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.device_probe import Probe
@@ -29,6 +30,7 @@ FP8: dict[str, Any] = {
 }
 V3: dict[str, Any] = {
     "quantization_config": FP8,
+    "num_nextn_predict_layers": 1,
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
     "num_hidden_layers": 61,
@@ -66,6 +68,7 @@ V3: dict[str, Any] = {
 }
 V2 = V3 | {
     "quantization_config": None,
+    "num_nextn_predict_layers": 0,
     "model_type": "deepseek_v2",
     "hidden_size": 5120,
     "num_hidden_layers": 60,
@@ -97,6 +100,7 @@ LITE = V2 | {
     "routed_scaling_factor": 1.0,
 }
 K2 = V3 | {
+    "num_nextn_predict_layers": 0,
     "model_type": "kimi_k2",
     "num_attention_heads": 64,
     "n_routed_experts": 384,
@@ -362,8 +366,8 @@ def test_what_changes_nothing_is_accepted(field: str) -> None:
 def test_a_quantisation_in_fp8_blocks_is_how_a_model_is_published(left_out: str) -> None:
     """And nothing else of its shape differs; transformers' own quantiser writes no `fmt`."""
     found = from_config(V3 | {"quantization_config": {k: v for k, v in FP8.items() if k != left_out}}, Path("v3.json"))
-    assert found.published == "fp8"
-    assert dataclasses.replace(found, published="bf16") == from_config(
+    assert found.published == FORMATS[weight_formats.FP8]
+    assert dataclasses.replace(found, published=UNQUANTISED) == from_config(
         V3 | {"quantization_config": None}, Path("v3.json")
     )
 
