@@ -27,40 +27,48 @@ def _add_tile(q_GX, key_KX, value_KX, live_k, top, total, acc, scale_log2, PRECI
 @triton.jit
 def _attend_tiles(
     q_GX,
-    key_x,
-    value_x,
+    kv,
+    value_at,
     table,
     t0,
     t1,
     length,
-    page_size,
     row_stride,
     scale_log2,
+    PAGE: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return top, total and acc of the tiles [t0, t1) of a request; see `_add_tile`."""
+    """Return top, total and acc of the tiles [t0, t1) of a request; see `_add_tile`.
+
+    `kv` is where the K head of the first row begins, and `value_at` the distance from there to its V head. If a tile lies
+    in one page, that of the next tile is loaded one tile ahead, and K rows behind the last one are read, but not used.
+    """
+    ONE_PAGE: tl.constexpr = PAGE % BLOCK_K == 0
     top = tl.full([q_GX.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_GX.shape[0]], tl.float32)
     acc = tl.zeros(q_GX.shape, tl.float32)
-    page = tl.load(table + t0 * BLOCK_K // page_size)
+    in_tile = tl.arange(0, BLOCK_K)
+    x = tl.arange(0, q_GX.shape[1])[None, :]
+    at_KX = in_tile[:, None] * row_stride + x
+    page = tl.load(table + t0 * BLOCK_K // PAGE)
     for t in range(t0, t1):
-        k = t * BLOCK_K + tl.arange(0, BLOCK_K)
-        live_k = k < length
+        live_k = t * BLOCK_K + in_tile < length
         if ONE_PAGE:
             ahead = (t + 1) * BLOCK_K
-            next_page = tl.load(table + ahead // page_size, mask=ahead < length, other=0)
-            row_k = page.to(tl.int64) * page_size + k % page_size
+            next_page = tl.load(table + ahead // PAGE, mask=ahead < length, other=0)
+            key_KX = kv + (page.to(tl.int64) * PAGE + t * BLOCK_K % PAGE) * row_stride + at_KX
             page = next_page
+            keys = tl.load(key_KX)
         else:
-            page_k = tl.load(table + k // page_size, mask=live_k, other=0)
-            row_k = page_k.to(tl.int64) * page_size + k % page_size
-        at_k = row_k[:, None] * row_stride
+            k = t * BLOCK_K + in_tile
+            page_k = tl.load(table + k // PAGE, mask=live_k, other=0)
+            key_KX = kv + (page_k.to(tl.int64) * PAGE + k % PAGE)[:, None] * row_stride + x
+            keys = tl.load(key_KX, mask=live_k[:, None], other=0.0)
+        values = tl.load(key_KX + value_at, mask=live_k[:, None], other=0.0)
         # e4m3 is converted to the dtype of the computation, which represents it exactly.
-        key_KX = tl.load(key_x[None, :] + at_k, mask=live_k[:, None], other=0.0).to(q_GX.dtype)
-        value_KX = tl.load(value_x[None, :] + at_k, mask=live_k[:, None], other=0.0).to(q_GX.dtype)
-        top, total, acc = _add_tile(q_GX, key_KX, value_KX, live_k, top, total, acc, scale_log2, PRECISION)
+        keys, values = keys.to(q_GX.dtype), values.to(q_GX.dtype)
+        top, total, acc = _add_tile(q_GX, keys, values, live_k, top, total, acc, scale_log2, PRECISION)
     return top, total, acc
 
 
@@ -82,20 +90,19 @@ def decode_kernel(
     kv_heads,
     batch,
     parts,
-    page_size,
     GROUP: tl.constexpr,
     X: tl.constexpr,
+    PAGE: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
     LEAST: tl.constexpr,
     SLACK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Run one program per share of the batch, KV head and block of its query heads; see partition.share and merge_kernel.
 
-    ONE_PAGE: a tile of BLOCK_K rows lies in one page. The page of the next tile is loaded one tile ahead.
+    Programs of the same share run side by side, and read the K and V heads of the same rows.
     """
     GROUP_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     part = tl.program_id(0) // (kv_heads * GROUP_BLOCKS)
@@ -111,8 +118,7 @@ def decode_kernel(
     x = tl.arange(0, X)
     live_h = g < GROUP
     row_stride = 2 * kv_heads * X
-    key_x = kv + kv_head * X + x
-    value_x = key_x + kv_heads * X
+    value_at = kv_heads * X
     b = first
     while start < end:
         length = tl.load(lengths + b)
@@ -125,19 +131,19 @@ def decode_kernel(
             table = tables + b.to(tl.int64) * table_stride
             top, total, acc = _attend_tiles(
                 q_GX,
-                key_x,
-                value_x,
+                kv + kv_head * X,
+                value_at,
                 table,
                 t0,
                 t1,
                 length,
-                page_size,
                 row_stride,
                 scale_log2,
+                PAGE,
                 BLOCK_K,
-                ONE_PAGE,
                 PRECISION,
             )
+
             acc = acc * (value_scale / total)[:, None]
             log2_sum = top + tl.log2(total)
             if (t0 == 0) & (t1 == tiles):

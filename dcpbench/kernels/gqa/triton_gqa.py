@@ -20,6 +20,12 @@ MAX_GROUP_BLOCK = 64
 """Maximum number of query heads of one program."""
 MIN_DOT_SIZE = 16
 """Side of the smallest product that the tensor cores take."""
+MAX_HEAD_DIM = 128
+"""Columns of a head up to which several programs fit on a multiprocessor."""
+ROWS = 64
+"""Rows of a tile in 16 bits."""
+REGISTERS, MAX_REGISTERS = 65536, 255
+"""Registers of a multiprocessor, and the most of a thread."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +37,20 @@ class Tiling:
     stages: int
     programs: int
 
+    @property
+    def registers(self) -> int:
+        """Return the registers of a thread with which all programs of a multiprocessor run at the same time."""
+        return min(REGISTERS // (32 * self.warps * self.programs) // 8 * 8, MAX_REGISTERS)
+
 
 def choose_tiling(spec: GqaSpec) -> Tiling:
-    """Return the tiling for these sizes: a multiprocessor holds all of its programs and their tiles at the same time."""
+    """Return the tiling for these sizes. A tile in several pages has a stage more, in which its page numbers are loaded."""
     if spec.dtype == torch.float32:
         return Tiling(rows=32, warps=4, stages=2, programs=1)
-    if spec.heads // spec.kv_heads > MAX_GROUP_BLOCK // 2:
-        return Tiling(rows=64, warps=4, stages=3, programs=1)
-    return Tiling(rows=64, warps=4, stages=3, programs=3)
+    more = 1 if spec.page_size % ROWS else 0
+    if spec.heads // spec.kv_heads > MAX_GROUP_BLOCK // 2 or spec.head_dim > MAX_HEAD_DIM:
+        return Tiling(rows=ROWS, warps=4, stages=4 + more, programs=1)
+    return Tiling(rows=ROWS, warps=4, stages=3 + more, programs=3)
 
 
 class TritonGqa:
@@ -96,18 +108,18 @@ class TritonGqa:
             spec.kv_heads,
             batch,
             self.parts,
-            spec.page_size,
             GROUP=heads // spec.kv_heads,
             X=width,
+            PAGE=spec.page_size,
             BLOCK_B=max(32, triton.next_power_of_2(spec.batch)),
             BLOCK_G=self.block_g,
             BLOCK_K=tiling.rows,
-            ONE_PAGE=spec.page_size % tiling.rows == 0,
             LEAST=2,
             SLACK=2,
             PRECISION="ieee" if q_BHX.dtype == torch.float32 else "tf32",
             num_warps=tiling.warps,
             num_stages=tiling.stages,
+            maxnreg=tiling.registers,
         )
         columns, step, warps = choose_merge_shape(self.parts // batch)
         columns = min(columns, width)
