@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 
+from dcpbench.engine import model
+from dcpbench.engine.attention import gqa
+from dcpbench.kernels.gqa import split_rows
 from dcpbench.launch.jobs import Check, Job
 from dcpbench.models import load_shape
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.workloads import verify as workload
-from tests.distributed.checkpoints import VOCAB, llama, qwen3, qwen3_moe
-from tests.distributed.verifying import verify_by_job
+from tests.distributed.checkpoints import VOCAB, llama, publish_in_fp8, qwen3, qwen3_moe
+from tests.distributed.verifying import compare_alone, verify_by_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,3 +182,64 @@ def test_so_are_those_of_the_triton_backend_and_of_symmetric_memory(tmp_path: Pa
         point(tmp_path / "checkpoint", Layout(2, dcp=2), PLAIN, SYMM | REPLICATED, "reference"),
     ]
     assert_verified(points, verify_by_job(points, prompts, new, tmp_path / "run"), len(prompts) * new)
+
+
+@pytest.mark.parametrize("published", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "stored", [{}, {"kv_dtype": "fp8"}, {"weights_dtype": "fp8"}], ids=["", "fp8-kv", "fp8-weights"]
+)
+def test_other_precisions_are_transformers_with_the_same_roundings(
+    published: bool, stored: dict[str, str], tmp_path: Path
+) -> None:
+    """An engine in bf16, on a checkpoint in bf16 and on one in blocks of fp8, which ends inside a block."""
+    qwen3_moe(tmp_path / "checkpoint", kv_heads=2, hidden_size=160, num_hidden_layers=2)
+    if published:
+        publish_in_fp8(tmp_path / "checkpoint")
+    asked = point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
+    asked = msgspec.structs.replace(asked, dtype="bf16", **stored)
+    assert {name for name, check in compare_alone(asked, PROMPTS, NEW).items() if not check.ok} == set()
+
+
+def _forget_norm(split: Any, *arguments: Any, **options: Any) -> None:
+    qkv, q_norm, _, *rest = arguments
+    split(qkv, q_norm, torch.ones_like(q_norm), *rest, **options)
+
+
+def _swap_kv_heads(split: Any, *arguments: Any, **options: Any) -> None:
+    split(*arguments, **options)
+    for part in split_rows(arguments[6], 2):
+        part.copy_(part.flip(1))
+
+
+def _rotate_values(split: Any, *arguments: Any, **options: Any) -> None:
+    split(*arguments, **options)
+    _, values = split_rows(arguments[6], 2)
+    values.copy_(values.roll(1, dims=-1))
+
+
+def _leave_positions_out(split: Any, *arguments: Any, **options: Any) -> None:
+    qkv, q_norm, k_norm, positions, *rest = arguments
+    split(qkv, q_norm, k_norm, torch.zeros_like(positions), *rest, **options)
+
+
+@pytest.mark.parametrize("defect", [_forget_norm, _swap_kv_heads, _rotate_values, _leave_positions_out])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_wrong_engine_is_found(defect: Any, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys without their norm or rope, KV heads in another order, and values whose columns are shifted."""
+    qwen3(tmp_path / "checkpoint", kv_heads=2, num_hidden_layers=1)
+    asked = msgspec.structs.replace(point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference"), dtype=dtype)
+    assert all(check.ok for check in compare_alone(asked, PROMPTS, NEW).values())
+    monkeypatch.setattr(gqa, "split_heads", functools.partial(defect, gqa.split_heads))
+    assert not compare_alone(asked, PROMPTS, NEW)["layers"].ok
+
+
+def test_another_scaling_of_rope_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama's frequencies without their scaling differ at the slow ones alone."""
+    llama(tmp_path / "checkpoint", kv_heads=2, num_hidden_layers=1)
+    asked = point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
+    assert all(check.ok for check in compare_alone(asked, PROMPTS, NEW).values())
+    table = model.make_rope_table
+    monkeypatch.setattr(
+        model, "make_rope_table", lambda shape, *rest: table(dataclasses.replace(shape, llama3_rope=None), *rest)
+    )
+    assert not compare_alone(asked, PROMPTS, NEW)["layers"].ok
