@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -168,6 +170,44 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(tp: int, tmp_path: P
     else:
         checks = verify_by_job(points, PROMPTS, NEW, tmp_path / "run")
     assert_verified(points, checks, len(PROMPTS) * NEW)
+
+
+def draw_point(draw: random.Random, tp: int, folder: Path) -> Point | None:
+    """Write a random checkpoint, and return a random point on it; None if its KV heads do not divide over the ranks."""
+    kv_heads, dp = draw.choice((1, 2, 4, 8)), draw.choice([dp for dp in (1, 1, 2, 4) if tp % dp == 0])
+    ranks = tp // dp
+    if max(kv_heads, ranks) % min(kv_heads, ranks):
+        return None
+    dcp = draw.choice([dcp for dcp in (1, 2, 4, 8) if max(1, ranks // kv_heads) % dcp == 0])
+    changed = {
+        "head_dim": draw.choice((64, 128)),
+        "tie_word_embeddings": draw.choice((False, True)),
+        "num_hidden_layers": draw.choice((1, 2, 3)),
+        "hidden_size": draw.choice((64, 96, 160)),
+        "seed": draw.randrange(1000),
+    }
+    path: dict[str, object] = dict(NONE)
+    if dcp > 1:
+        path = {"exchange": draw.choice(("ag_rs", "a2a", "symm")), "q_replicate": draw.choice((False, True))}
+    write: Any = draw.choice((qwen3, qwen3_moe, llama))
+    if write is qwen3_moe:
+        changed["norm_topk_prob"] = draw.choice((False, True))
+        path["ep"] = draw.choice(("1", "tp"))
+    write(folder, kv_heads, **changed)
+    page = draw.choice((1, 2, 4, 16))
+    storage = {"page_size": page, "interleave": draw.choice([n for n in (1, 2, 4, 16) if page % n == 0])}
+    return point(folder, Layout(tp, dp=dp, dcp=dcp), storage, path, "reference")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_so_they_are_for_random_models_and_layouts(tp: int, tmp_path: Path) -> None:
+    """Ten points of one job: sizes of models, layouts, pages, stripes and exchanges at random."""
+    draw = random.Random(tp)
+    drawn = (draw_point(draw, tp, tmp_path / f"checkpoint{number}") for number in range(1000))
+    points = list(itertools.islice((one for one in drawn if one is not None), 10))
+    assert len({str(p.layout) for p in points}) > 1
+    assert_verified(points, verify_by_job(points, PROMPTS, NEW, tmp_path / "run"), len(PROMPTS) * NEW)
 
 
 @pytest.mark.long
