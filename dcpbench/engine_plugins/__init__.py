@@ -29,7 +29,7 @@ def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a conf
     """Load synthetic weights into an engine's model through the model's own `load_weights`.
 
     `config` is the model's Hugging Face configuration. Raises ModelError if its config.json is not that of a model that
-    this package knows or its weights are neither in bf16 nor in fp8, and ValueError if the seed is not a whole number.
+    this package knows, if its weights are neither in bf16 nor in fp8, or if tensors are not described, and ValueError if the seed is not a whole number.
     """
     import torch
 
@@ -42,6 +42,10 @@ def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a conf
     if shape.published.name not in (BF16, FP8):
         raise ModelError(
             f"synthetic weights exist in bf16 and in fp8, and this model has others: {shape.published.name}."
+        )
+    if shape.indexer or shape.expert_bias or (shape.gqa and shape.gqa.qk_norm_over_heads):
+        raise ModelError(
+            f"synthetic weights lack tensors of {shape.name}: an indexer, biases of experts, or norms over all heads."
         )
     seed = int(os.environ.get(SEED_VARIABLE, "0"))
     device = next(model.parameters()).device

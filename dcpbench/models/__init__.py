@@ -11,11 +11,14 @@ from dcpbench.errors import ModelError
 from dcpbench.models import (
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     glm4_moe,
+    glm_moe_dsa,
     gpt_oss,
     kimi_k2,
     kimi_k25,
     llama,
+    minimax_m2,
     qwen3,
     qwen3_moe,
 )
@@ -28,14 +31,32 @@ if TYPE_CHECKING:
 FAMILIES: tuple[Family, ...] = (
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
+    deepseek_v32.FAMILY,
+    glm_moe_dsa.FAMILY,
     kimi_k2.FAMILY,
     kimi_k25.FAMILY,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
     llama.FAMILY,
     glm4_moe.FAMILY,
+    minimax_m2.FAMILY,
     gpt_oss.FAMILY,
 )
+_LINEAR = "linear attention, which keeps a state of fixed size for each request instead of KV rows"
+_COMPRESSED = "attention over compressed KV rows beside a sliding window, with hyper-connections between layers"
+NOT_PLANNED = {
+    "deepseek_v4": _COMPRESSED,
+    "kimi_k3": f"most layers have {_LINEAR} (Kimi Delta Attention)",
+    "kimi_linear": f"most layers have {_LINEAR} (Kimi Delta Attention)",
+    "minimax": f"most layers have {_LINEAR} (lightning attention)",
+    "minimax_m1": f"most layers have {_LINEAR} (lightning attention)",
+    "minimax_m3": "grouped-query attention over blocks of tokens that an indexer chooses",
+    "minimax_m3_vl": "grouped-query attention over blocks of tokens that an indexer chooses",
+    "qwen3_5": f"most layers have {_LINEAR} (Gated DeltaNet)",
+    "qwen3_5_moe": f"most layers have {_LINEAR} (Gated DeltaNet)",
+    "qwen3_next": f"most layers have {_LINEAR} (Gated DeltaNet)",
+}
+"""Values of `model_type` of known models whose memory and steps are not described, each with what they have."""
 
 _PRESETS = [(family, preset) for family in FAMILIES for preset in family.presets]
 SHAPES = {
@@ -138,10 +159,16 @@ def from_config(config: dict[str, Any], path: Path, quantization: object = None)
 
 def _parse_config(config: dict[str, Any], path: Path, quantization: object) -> ModelShape:
     family = find_family(config)
+    kind = config.get("model_type", "missing")
+    if isinstance(kind, str) and kind in NOT_PLANNED:
+        raise ModelError(
+            f"{path}: models with 'model_type' {format_value(kind)} are neither planned nor run: {NOT_PLANNED[kind]}. "
+            f"Give a configuration of {format_titles()}, or one of: {', '.join(SHAPES)}."
+        )
     if family is None:
         known = ", ".join(family.model_type for family in FAMILIES)
         raise ModelError(
-            f"{path}: 'model_type' is {format_value(config.get('model_type', 'missing'))}, which may compute otherwise; {known} are "
+            f"{path}: 'model_type' is {format_value(kind)}, which may compute otherwise; {known} are "
             f"supported. Give a configuration of {format_titles()}, or one of: {', '.join(SHAPES)}."
         )
     fields = get_text_fields(config)

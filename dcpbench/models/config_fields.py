@@ -10,6 +10,7 @@ from dcpbench.models.shapes import SIGMOID
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from dcpbench.models.family import Family
     from dcpbench.models.shapes import ModelShape
 
 MAX_INT = (1 << 31) - 1
@@ -137,6 +138,11 @@ def check_fields(config: dict[str, Any], read: Iterable[str], fixed: Mapping[str
             f"{format_value(field)} is {format_value(value)}, and dcpbench does not know what that changes; if it changes nothing "
             "that is computed, take it out of a copy of this file and give the copy"
         )
+
+
+def drop_ignored_fields(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the fields that have no effect in its family."""
+    return {name: value for name, value in config.items() if name not in family.ignored_fields}
 
 
 def check_architectures(config: dict[str, Any], known: Sequence[str]) -> None:

@@ -53,5 +53,9 @@ class Family:
     tensors: TensorNames = DEEPSEEK_NAMES
     transformers_config: str
     """Class of transformers for the family's configuration, with whose model checkpoints are compared."""
+    more_fields: frozenset[str] = frozenset()
+    """Fields of config.json that `parse_shape` reads in addition to those of its attention kind."""
+    ignored_fields: frozenset[str] = frozenset()
+    """Fields of config.json that have another meaning in this family, and no effect."""
     nested_in: str | None = None
     """Field of config.json that holds the fields of the language model; None: they are at the top."""

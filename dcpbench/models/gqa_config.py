@@ -13,6 +13,7 @@ from dcpbench.models.config_fields import (
     MAX_VOCAB,
     check_fields,
     check_routing,
+    drop_ignored_fields,
     format_value,
     parse_bool,
     parse_int,
@@ -50,8 +51,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def read_shape(family: Family, config: dict[str, Any], name: str) -> ModelShape:
     """Convert the fields of a family, and check them. Raise KeyError or ValueError, naming the field."""
-    config = {**family.defaults, **config}
-    check_fields(config, _READ, _FIXED)
+    config = {**family.defaults, **drop_ignored_fields(family, config)}
+    check_fields(config, _READ | family.more_fields, _FIXED)
     shape = dataclasses.replace(family.parse_shape(config, name), tensors=family.tensors)
     shape = dataclasses.replace(shape, published=find_published_format(config, shape))
     _check_heads(shape)

@@ -13,6 +13,7 @@ from dcpbench.models.config_fields import (
     MAX_VOCAB,
     check_fields,
     check_routing,
+    drop_ignored_fields,
     format_value,
     parse_bool,
     parse_int,
@@ -52,8 +53,8 @@ _READ = split_words(
 
 def read_shape(family: Family, config: dict[str, Any], name: str) -> ModelShape:
     """Convert the fields of a family's language model, and check them. Raise KeyError or ValueError, naming the field."""
-    config = _apply_defaults(family, config)
-    check_fields(config, _READ, _FIXED)
+    config = _apply_defaults(family, drop_ignored_fields(family, config))
+    check_fields(config, _READ | family.more_fields, _FIXED)
     shape = dataclasses.replace(family.parse_shape(config, name), tensors=family.tensors)
     shape = dataclasses.replace(shape, published=find_published_format(config, shape))
     _check_sizes(config, shape)

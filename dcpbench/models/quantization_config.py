@@ -42,6 +42,8 @@ FP8_BLOCKS = {
     "activation_scheme": "dynamic",
 }
 """`quantization_config` of DeepSeek-V3."""
+TORCH_E4M3 = "float8_e4m3fn"
+"""torch's name for e4m3, which some configurations have."""
 _QUANTISER = {"fmt": "e4m3", "activation_scheme": "dynamic"}
 """Defaults of transformers' fp8 quantiser for fields that it does not write."""
 _LISTS = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
@@ -70,7 +72,8 @@ def get_quantisation(config: dict[str, Any]) -> dict[str, object]:
         return {}
     if not isinstance(found, dict):
         return dict.fromkeys(FP8_BLOCKS, found)
-    return {name: found.get(name, _QUANTISER.get(name)) for name in FP8_BLOCKS}
+    fields = {name: found.get(name, _QUANTISER.get(name)) for name in FP8_BLOCKS}
+    return fields | ({"fmt": FP8_BLOCKS["fmt"]} if fields["fmt"] == TORCH_E4M3 else {})
 
 
 def _find_format(found: dict[str, Any]) -> WeightFormat | None:
@@ -89,6 +92,8 @@ def _find_format(found: dict[str, Any]) -> WeightFormat | None:
         return None
     if (kind["type"], kind["strategy"], kind["group_size"]) == ("float", "tensor_group", 16):
         return _hold_all(FORMATS[NVFP4])
+    if (kind["type"], kind["strategy"], kind["group_size"]) == ("float", "group", FORMATS[MXFP4].columns):
+        return _hold_all(FORMATS[MXFP4])
     size, zero = kind["group_size"], 0 if weights.get("symmetric", True) else FORMATS[INT4].bits
     if kind["type"] != "int" or kind["strategy"] not in ("group", None) or type(size) is not int or size < 1:
         return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from dcpbench.errors import ModelError
 from dcpbench.models.tensor_names import DEEPSEEK_NAMES
-from dcpbench.models.weight_formats import FORMATS, UNQUANTISED, UnknownFormat, WeightFormat
+from dcpbench.models.weight_formats import COMPUTE_DTYPES, FORMATS, UNQUANTISED, UnknownFormat, WeightFormat
 
 if TYPE_CHECKING:
     from dcpbench.models.tensor_names import TensorNames
@@ -44,6 +45,8 @@ class Gqa:
     kv_heads: int
     qk_norm: bool = False
     """True if each head of q and k is normalised over its numbers before rope."""
+    qk_norm_over_heads: bool = False
+    """True if all heads of q, and all of k, are normalised together instead of one by one."""
     qkv_bias: bool = False
     o_bias: bool = False
     window: int | None = None
@@ -52,6 +55,24 @@ class Gqa:
     """Number of layers with a sliding window."""
     sinks: bool = False
     """True if each query head has a learned logit in its softmax that stands for no token."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """Describe the indexer of sparse attention as DeepSeek-V3.2 has it: the tokens of its best scores are attended to."""
+
+    heads: int
+    width: int
+    """Numbers of a key, of which each token has one, and of a query head."""
+    top_k: int
+    """Maximum number of tokens to which a query attends."""
+    layers: int
+    """Number of layers with an indexer; others use the choice of one before them."""
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a stored key: e4m3 numbers and an fp32 scale."""
+        return self.width + 4
 
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
@@ -95,6 +116,8 @@ class ModelShape:
     """True if the router and the projections of experts have biases."""
     gqa: Gqa | None = None
     """Grouped-query attention; None for MLA."""
+    indexer: Indexer | None = None
+    """Indexer of sparse attention over MLA's rows; None if queries attend to all tokens."""
     latent: int = LATENT
     """Width of the compressed keys and values of MLA; 0 with grouped-query attention."""
     rope: int = ROPE
@@ -126,10 +149,14 @@ class ModelShape:
     def get_weight_format(self, name: str) -> WeightFormat:
         """Return the format of --weights-dtype: the published one if the model is published in a format of this name.
 
-        Names of dtypes stand for UNQUANTISED.
+        Names of dtypes stand for UNQUANTISED. Raise ModelError for a name of no format, whose size is unknown.
         """
         if isinstance(self.published, WeightFormat) and self.published.name == name:
             return self.published
+        if name not in FORMATS and name not in COMPUTE_DTYPES:
+            raise ModelError(
+                f"weights in {name} have no known size; known are {', '.join((*COMPUTE_DTYPES, *FORMATS))}."
+            )
         return FORMATS.get(name, UNQUANTISED)
 
     @property
@@ -172,5 +199,9 @@ class ModelShape:
         return self.count_kv_heads(ranks) * (self.head_width + self.value) if self.gqa else self.latent + self.rope
 
     def compute_kv_bytes_per_token(self, itemsize: int, ranks: int = 1) -> int:
-        """Return the bytes that one token takes in the KV cache of one of `ranks` tensor-parallel ranks, all layers."""
-        return self.layers * self.compute_kv_width(ranks) * itemsize
+        """Return the bytes that one token takes in the KV cache of one of `ranks` tensor-parallel ranks, all layers.
+
+        Keys of an indexer are e4m3 in every precision of the cache.
+        """
+        keys = self.indexer.layers * self.indexer.key_bytes if self.indexer else 0
+        return self.layers * self.compute_kv_width(ranks) * itemsize + keys

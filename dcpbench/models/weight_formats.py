@@ -16,6 +16,8 @@ QKV, Q_B, O, DENSE, SHARED, EXPERTS = PARTS = ("qkv", "q_b", "o", "dense", "shar
 that of attention's output, dense MLPs, shared experts, and routed experts."""
 MLPS = frozenset((DENSE, SHARED, EXPERTS))
 BF16, FP8, INT4, NVFP4, MXFP4 = "bf16", "fp8", "int4", "nvfp4", "mxfp4"
+COMPUTE_DTYPES = (BF16, "fp16", "fp32")
+"""Precisions of the computation, and of weights that are not quantised."""
 SCALE_BLOCK = 128
 """Numbers along each side of a block of fp8 weights that has a scale, and in a group of a row that has one."""
 

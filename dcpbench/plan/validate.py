@@ -143,12 +143,15 @@ def find_live_limit(shape: ModelShape, weights_dtype: str) -> str | None:
             f"the engine has no kernels for {weights_dtype} weights; with --weights-dtype fp8 or bf16 it measures the same layers in that "
             "precision"
         )
+    if shape.indexer:
+        return f"the engine attends to all tokens, and {shape.name} has sparse attention"
     if shape.gqa is None:
         return None
     parts = {
         "biases in attention": shape.gqa.qkv_bias or shape.gqa.o_bias,
         "sliding windows": shape.gqa.window_layers > 0,
         "attention sinks": shape.gqa.sinks,
+        "norms over all heads": shape.gqa.qk_norm_over_heads,
         "rope on a part of a head": shape.nope > 0,
         "biases of experts": shape.expert_bias,
     }

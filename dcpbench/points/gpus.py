@@ -35,6 +35,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Source of the rates and the power."""
     memory_source: str
     """Source of the memory size."""
+    fp4_flop_s: float | None = None
+    """Dense fp4 FLOP/s; None if the GPU has no fp4 products, which then widen weights to bf16."""
 
 
 GPUS = (
@@ -108,6 +110,7 @@ GPUS = (
         memory_bytes_s=7.672e12,
         bf16_flop_s=2250e12,
         fp8_flop_s=4500e12,
+        fp4_flop_s=9000e12,
         nvlink_bytes_s=900e9,
         watts=1000,
         source="https://www.nvidia.com/en-us/data-center/dgx-b200/ (an eighth; products without sparsity). Not its 8 TB/s: "

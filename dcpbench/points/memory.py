@@ -135,6 +135,32 @@ def compute_attention_bytes(
     return found
 
 
+def make_indexer_products(shape: ModelShape) -> dict[str, Product]:
+    """Return the linear layers of an indexer, which every rank holds: its queries from q-LoRA, keys, and weights of its heads."""
+    found = shape.indexer
+    if found is None:
+        return {}
+    return {
+        "wq_b": Product(shape.q_lora or shape.hidden, found.heads * found.width),
+        "wk": Product(shape.hidden, found.width),
+        "weights_proj": Product(shape.hidden, found.heads),
+    }
+
+
+def compute_indexer_bytes(shape: ModelShape, layers: int, itemsize: int, weights: WeightFormat = UNQUANTISED) -> int:
+    """Return the bytes of the indexers of `layers` distinct layers, with the norm of their keys; 0 without an indexer.
+
+    A part of the layers has an indexer: as many of those held, rounded up. Weights of its heads are not quantised.
+    """
+    if shape.indexer is None:
+        return 0
+    each = 2 * shape.indexer.width * itemsize
+    for name, product in make_indexer_products(shape).items():
+        stored = QKV in weights.parts and name != "weights_proj"
+        each += compute_stored_bytes(product, (product.outputs,), weights) if stored else product.elements * itemsize
+    return math.ceil(layers * shape.indexer.layers / shape.layers) * each
+
+
 def _list_heights(name: str, product: Product, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
     """Return the outputs of the projections that are stacked in a linear layer of attention."""
     if name == "qkv_a":
@@ -157,7 +183,9 @@ def count_attention_vectors(shape: ModelShape, layout: Layout, wide: GroupWide) 
     heads = shape.heads // layout.attn_tp * (layout.dcp if wide.query else 1)
     bias = heads * shape.head_width + shape.compute_kv_width(layout.attn_tp) if shape.gqa.qkv_bias else 0
     bias += shape.hidden if shape.gqa.o_bias else 0
-    return norms + bias + (2 * shape.head_width if shape.gqa.qk_norm else 0) + (heads if shape.gqa.sinks else 0)
+    normed = heads + shape.count_kv_heads(layout.attn_tp) if shape.gqa.qk_norm_over_heads else 2
+    head_norms = normed * shape.head_width if shape.gqa.qk_norm else 0
+    return norms + bias + head_norms + (heads if shape.gqa.sinks else 0)
 
 
 def make_mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
@@ -241,7 +269,8 @@ def compute_weight_bytes(
     mlp = dense * compute_dense_mlp_bytes(shape, layout, itemsize, weights) + moe * compute_moe_bytes(
         shape, layout, itemsize, weights, ep=ep
     )
-    return compute_outer_bytes(shape, layout, itemsize) + attention + mlp
+    indexers = compute_indexer_bytes(shape, dense + moe, itemsize, weights)
+    return compute_outer_bytes(shape, layout, itemsize) + attention + mlp + indexers
 
 
 def compute_checkpoint_bytes(shape: ModelShape) -> int:
@@ -255,6 +284,7 @@ def compute_checkpoint_bytes(shape: ModelShape) -> int:
     predicting = weights if weights.mtp else UNQUANTISED
     layer = compute_attention_bytes(shape, one, BF16_BYTES, OWN_HEADS, predicting)
     layer += compute_moe_bytes(shape, one, BF16_BYTES, predicting)
+    layer += compute_indexer_bytes(shape, 1, BF16_BYTES, predicting)
     layer += (2 * shape.hidden + 2 * shape.vocab + 3) * shape.hidden * BF16_BYTES
     return (
         compute_weight_bytes(shape, one, BF16_BYTES, *count_all_layers(shape), OWN_HEADS, weights)

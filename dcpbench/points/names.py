@@ -25,7 +25,7 @@ TIMED_BACKENDS = BACKENDS[1:]
 """Candidates of --backend auto; the reference is not for timing."""
 ALL_REDUCES = ("nccl", "symm")
 """Values of --collectives all-reduce."""
-DTYPES = ("bf16", "fp16", "fp32")
+DTYPES = weight_formats.COMPUTE_DTYPES
 """Precisions of the computation."""
 FP8 = weight_formats.FP8
 """Name of the fp8 storage of weights (e4m3, a scale for each block of 128 × 128) and KV (e4m3, a scale for a pool)."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.models.shapes import KV_WIDTH, LATENT
-from dcpbench.models.weight_formats import DENSE, EXPERTS, FP8, SCALE_BLOCK, SHARED, UNQUANTISED, O, WeightFormat
+from dcpbench.models.weight_formats import DENSE, EXPERTS, FP8, QKV, SCALE_BLOCK, SHARED, UNQUANTISED, O, WeightFormat
 from dcpbench.points import memory
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.layout import OWN_HEADS, compute_local_length
@@ -393,6 +393,8 @@ def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, 
     yield "norm", 1, Work(memory_bytes=2 * rows * hidden_bytes)
     for phase, work in _iter_projection_works(sharding, step):
         yield phase, s.layers, work
+    for phase, work in _iter_indexer_works(sharding, step):
+        yield phase, s.indexer.layers if s.indexer else 0, work
     for window, times in _count_window_layers(s):
         for phase, work in itertools.chain(
             _iter_attention_works(sharding, step, window), _iter_prefill_works(sharding, step, window)
@@ -441,7 +443,8 @@ def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None
         return
     if not wide.query:
         yield "q_gather", compute_query_work(decodes, heads, layout.dcp, s.query_width, itemsize)
-    seen = [n if window is None else min(n, window) for n in step.decodes]
+    most = window or (s.indexer.top_k if s.indexer else None)
+    seen = [n if most is None else min(n, most) for n in step.decodes]
     lengths = [compute_local_length(n, 0, layout.dcp, sharding.interleave) for n in seen]
     yield (
         "attention",
@@ -450,6 +453,35 @@ def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None
         ),
     )
     yield "merge", compute_merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.output_width, itemsize)
+
+
+def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
+    """Yield the work of one indexer: projections, and a score of each stored token and head, at the fp8 rate.
+
+    Over N ranks of DCP a rank has the keys of its own tokens, and scores those.
+    """
+    indexer = sharding.shape.indexer
+    if indexer is None:
+        return
+    for name, product in memory.make_indexer_products(sharding.shape).items():
+        yield "qkv_proj", sharding.get_linear_work(product, step.rows, QKV if name != "weights_proj" else "")
+    keys = sum(compute_local_length(n, 0, sharding.layout.dcp, sharding.interleave) for n in step.decodes)
+    pairs = sum(_count_pairs(n, p, None) for n, p in step.chunks)
+    for phase, read, scored in (
+        ("attention", keys, keys),
+        ("prefill", sum(n + p for n, p in step.chunks), pairs),
+    ):
+        if scored:
+            yield (
+                phase,
+                Work(
+                    memory_bytes=read * indexer.key_bytes,
+                    memory_limit="read",
+                    flops=2 * scored * indexer.heads * indexer.width,
+                    flops_limit="matmul_fp8",
+                    otherwise="matmul",
+                ),
+            )
 
 
 def _count_pairs(tokens: int, stored: int, window: int | None) -> int:
@@ -476,7 +508,7 @@ def _iter_prefill_works(sharding: Sharding, step: StepRows, window: int | None) 
     heads = s.heads // layout.attn_tp
     tokens = sum(n for n, _ in step.chunks)
     stored = sum(p if window is None else min(p, window) for _, p in step.chunks)
-    pairs = sum(_count_pairs(n, p, window) for n, p in step.chunks)
+    pairs = sum(_count_pairs(n, p, window or (s.indexer.top_k if s.indexer else None)) for n, p in step.chunks)
     weights = s.latent * heads * (s.nope + s.value)
     numbers = tokens * sharding.row_width + weights + tokens * heads * (s.nope + s.rope + s.value)
     decompressed, attended = (tokens + stored) * weights, pairs * heads * (s.nope + s.rope + s.value)

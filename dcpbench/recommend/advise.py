@@ -373,7 +373,12 @@ def _format_load(concurrency: int, context: int, load: Load | None) -> tuple[str
 
 
 def _list_valid_layouts(shape: ModelShape, tp: int) -> list[Layout]:
-    """Return the layouts of `tp` ranks that the model can take in one of the placements of experts that are compared."""
+    """Return the layouts of `tp` ranks that the model can take in one of the placements of experts that are compared.
+
+    Replicas of attention DP share experts; a model without experts is served by several servers instead.
+    """
+    if not shape.experts:
+        return [layout for layout in list_valid_layouts(shape, tp, CUT) if layout.dp == 1]
     found = [*list_valid_layouts(shape, tp, CUT), *(x for x in list_valid_layouts(shape, tp, WHOLE) if x.dp > 1)]
     return sorted(set(found), key=lambda x: (x.dp, x.dcp))
 

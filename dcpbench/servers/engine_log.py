@@ -43,7 +43,7 @@ RESOLVED = {
     "moe_backend": re.compile(r"Using (\w+) (?:\w+ )?MoE backend"),
     "max_batched_tokens": re.compile(r"max_num_batched_tokens=(\d+)"),
     "kv_dtype": re.compile(r"KV Cache is allocated\. dtype: torch\.(\w+)"),
-    "weights_dtype": re.compile(r"Load weight end\..* quant=(\w+)"),
+    "weights_dtype": re.compile(r"Load weight end\..* quant=([\w-]+)"),
 }  # lines in which an engine names a setting that it chose
 SGLANG_FIELDS = {
     "load_format": "load_format",

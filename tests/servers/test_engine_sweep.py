@@ -402,6 +402,17 @@ def test_a_floor_needs_all_that_it_depends_on(
     assert compute_engine_floor(own, settings, rates) is None
 
 
+def test_the_format_behind_a_quantisers_name_is_the_models() -> None:
+    """vLLM names `mxfp4` in the log of gpt-oss-120b, whose experts are published so; bf16 weights have a higher floor."""
+    own = msgspec.structs.replace(make_engine_point(2, 1), model="gpt-oss-120b", exchange="none")
+    floors = [
+        compute_engine_floor(own, EngineSettings(dtype="bfloat16", weights_dtype=name), {2: PEERS})
+        for name in ("gpt_oss_mxfp4", "mxfp4", None)
+    ]
+    named, same, wide = (found[1].floor_ms for found in floors if found is not None)
+    assert named == same < wide / 2
+
+
 def test_rates_come_from_a_run_of_the_same_gpu(tmp_path: Path) -> None:
     """A run on other GPUs, or without rates, is refused."""
     record_builder.write(tmp_path / "ours", [record_builder.ok(point(Layout(2)), rates=PEERS)])

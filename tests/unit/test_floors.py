@@ -8,7 +8,7 @@ import pytest
 from dcpbench.measuring.ranges import PHASES
 from dcpbench.models import SHAPES
 from dcpbench.models.shapes import ModelShape
-from dcpbench.models.weight_formats import FORMATS, FP8
+from dcpbench.models.weight_formats import FORMATS, FP8, UNQUANTISED
 from dcpbench.points import memory
 from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout
 from dcpbench.points.roofline import (
@@ -264,6 +264,8 @@ def test_weights_are_as_large_as_the_memory_plan_says(name: str, precision: str)
         vectors += layers.moe * shape.experts // 2 * (2 * shape.moe_inter + shape.hidden)
     if not shape.tied:
         vectors += memory.compute_vocab_rows(shape, layout) * shape.hidden
+    if shape.indexer:
+        vectors += 2 * shape.indexer.width * shape.indexer.layers
     others = (vectors + shape.hidden) * 2 + layers.moe * shape.experts * 4
     assert (
         2 * products(1) - products(2)
@@ -293,6 +295,37 @@ class TestWindows:
             flops for _, _, flops in self.attention(StepRows(chunks=((200, 50),), sampled=1, tokens=200), "prefill")
         ]
         assert flops == [2 * pairs * 64 * 128 for pairs in (200 * 50 + 200 * 201 // 2, inside)]
+
+
+class TestFormats:
+    """Weights of four bits, all else in bf16."""
+
+    @pytest.mark.parametrize(
+        ("name", "scales"), [("int4", 7168 // 128 * 2), ("nvfp4", 7168 // 16), ("mxfp4", 7168 // 32)]
+    )
+    def test_a_linear_layer_reads_half_a_byte_a_number_and_its_scales(self, name: str, scales: int):
+        """2,048 rows of 7,168 numbers, with 2 bytes a scale of int4 and one of the others. Tokens and results are in bf16."""
+        work = compute_linear_work(memory.Product(7168, 2048), 3, itemsize=2, weights=FORMATS[name])
+        assert work.memory_bytes == 2048 * (7168 // 2 + scales) + 3 * (7168 + 2048) * 2
+
+    def test_fp4_is_multiplied_at_its_rate_or_widened(self):
+        """int4 is widened everywhere. A GPU without the rate multiplies fp4 in bf16."""
+        product, rates = memory.Product(7168, 2048), {"read": 1e30, "matmul": 1e12, "matmul_fp8": 2e12}
+        flops = 2 * 2048 * 7168 * 2048
+        for name, with_fp4 in (("int4", 1), ("nvfp4", 4), ("mxfp4", 4)):
+            work = compute_linear_work(product, 2048, itemsize=2, weights=FORMATS[name])
+            assert compute_floor_us(work, rates) == pytest.approx(flops / 1e6)
+            assert compute_floor_us(work, rates | {"matmul_fp4": 4e12}) == pytest.approx(flops / 1e6 / with_fp4)
+
+    def test_parts_that_a_format_leaves_out_are_read_in_bf16(self):
+        """nvfp4's experts and MLPs alone: attention and the router are as large as without it."""
+        shape, step = SHAPES["qwen3-30b-a3b"], StepRows(decodes=(9,), sampled=1, tokens=1)
+        wide, narrow = (
+            compute_step_floors(Sharding(shape=shape, layout=Layout(1), itemsize=2, weights=one), step, RATES)
+            for one in (UNQUANTISED, FORMATS["nvfp4"])
+        )
+        assert {phase for phase in wide if wide[phase] != narrow[phase]} == {"moe"}
+        assert narrow["moe"] < wide["moe"] / 3
 
 
 class TestFp8:

@@ -26,7 +26,7 @@ from dcpbench.models.family import Family
 from dcpbench.models.quantization_config import FP8_BLOCKS
 from dcpbench.models.shapes import Gqa, ModelShape, Yarn
 from dcpbench.models.tensor_names import TensorNames
-from dcpbench.models.weight_formats import FP8, UnknownFormat, WeightFormat
+from dcpbench.models.weight_formats import FP8, UNQUANTISED, UnknownFormat, WeightFormat
 
 FIELDS = {
     "hidden_size": "hidden",
@@ -69,6 +69,12 @@ def make_config(family: Family, shape: ModelShape) -> dict[str, Any]:
         yarn = dataclasses.asdict(shape.yarn)
         yarn["original_max_position_embeddings"] = yarn.pop("original_max_position")
         fields["rope_scaling"] = {"type": "yarn"} | yarn
+    if shape.indexer:
+        fields |= {
+            "index_n_heads": shape.indexer.heads,
+            "index_head_dim": shape.indexer.width,
+            "index_topk": shape.indexer.top_k,
+        }
     if shape.published.name == FP8:
         fields["quantization_config"] = FP8_BLOCKS
     named = {"model_type": family.model_type, "architectures": list(family.architectures)}
@@ -90,6 +96,7 @@ GQA_FIELDS = {
         "routed_scaling_factor": "routed_scale",
     },
     "gpt_oss": {"num_local_experts": "experts"},
+    "minimax_m2": {"num_local_experts": "experts"},
 }
 
 
@@ -102,9 +109,13 @@ def make_gqa_config(family: Family, shape: ModelShape, gqa: Gqa) -> dict[str, An
     fields |= {"head_dim": shape.head_width, "num_key_value_heads": gqa.kv_heads, "attention_bias": gqa.qkv_bias}
     if shape.experts:
         fields |= {"num_experts_per_tok": shape.top_k}
-    if shape.experts and not gqa.window_layers:
+    if gqa.qk_norm_over_heads:
+        fields |= {"rotary_dim": shape.rope, "intermediate_size": shape.moe_inter, "use_qk_norm": gqa.qk_norm}
+        left_out = ["gate", "e_score_correction_bias", "lm_head"]
+        fields |= {"quantization_config": FP8_BLOCKS | {"fmt": "float8_e4m3fn", "modules_to_not_convert": left_out}}
+    elif shape.experts and not gqa.window_layers:
         fields |= {"moe_intermediate_size": shape.moe_inter, "norm_topk_prob": shape.normalise}
-    if shape.nope:
+    if shape.nope and not gqa.qk_norm_over_heads:
         fields |= {"partial_rotary_factor": shape.rope / shape.head_width, "use_qk_norm": gqa.qk_norm}
     if gqa.window_layers:
         kinds = ["sliding_attention", "full_attention"] * gqa.window_layers
@@ -136,7 +147,7 @@ def test_a_family_reads_its_published_sizes_from_its_own_configuration(family: F
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda x: x.model_type)
 def test_only_its_own_model_type_selects_a_family(family: Family) -> None:
     config = make_config(family, family.presets[0].shape if family.presets else kimi_k2.SHAPE) | {
-        "model_type": f"{family.model_type}_next"
+        "model_type": f"{family.model_type}_other"
     }
     supported = ", ".join(known.model_type for known in FAMILIES)
     with pytest.raises(ModelError, match=f"which may compute otherwise; {supported} are supported"):
@@ -243,6 +254,13 @@ def test_a_known_format_has_the_parts_that_its_configuration_does_not_leave_out(
 )
 def test_a_format_whose_size_is_unknown_is_described(found: object, described: str) -> None:
     assert read_format(found) == UnknownFormat(name=described)
+
+
+def test_weights_in_an_unknown_format_are_not_sized() -> None:
+    """A dtype of the computation is none; an unknown name is never taken for one."""
+    assert V3.get_weight_format("bf16") == UNQUANTISED
+    with pytest.raises(ModelError, match=r"weights in compressed-tensors have no known size; known are bf16, .* mxfp4"):
+        V3.get_weight_format("compressed-tensors")
 
 
 def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:

@@ -1244,3 +1244,20 @@ def test_a_call_between_ranks_is_modelled_once() -> None:
     """Fits of calls take longer than all else of an estimate, and every layout needs them."""
     first, again = load_machine("H200").wire, load_machine("H200").wire
     assert all(first.calls[name] is again.calls[name] for name in first.calls)
+
+
+def test_a_model_without_experts_has_no_attention_dp_and_dcp_needs_copies_of_kv_heads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Llama-3.1-70B has 8 KV heads, so 8 ranks have one copy of each; Qwen3-235B has 4, and 2 copies."""
+    for model, layouts in (
+        ("llama-3.1-70b", {"tp8"}),
+        ("qwen3-235b-a22b", {"tp8", "tp8·dcp2", "tp8·dp2", "tp8·dp4", "tp8·dp8"}),
+    ):
+        code, out, _ = run(capsys, *f"--model {model} --machine H200 --context 4000 --concurrency 8 --json".split())
+        [load] = json.loads(out)["loads"]
+        named = {
+            name.partition("·ep")[0].partition(" ")[0]
+            for name in re.findall(r"tp8[^\" ,]*", json.dumps(load, ensure_ascii=False))
+        }
+        assert (code, named) == (0, layouts)

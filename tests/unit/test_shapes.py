@@ -240,8 +240,8 @@ YARN = V3["rope_scaling"]
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (V3 | {"model_type": "deepseek_v32", "index_topk": 2048}, "'model_type' is 'deepseek_v32', which may compute"),
-        (V3 | {"model_type": "longcat_flash"}, "deepseek_v2, deepseek_v3, kimi_k2.* are supported"),
+        (V3 | {"model_type": "deepseek_v33", "index_topk": 2048}, "'model_type' is 'deepseek_v33', which may compute"),
+        (V3 | {"model_type": "longcat_flash"}, "deepseek_v2, deepseek_v3, .*kimi_k2.* are supported"),
         (V3 | {"model_type": None}, "'model_type' is None"),
         ({k: v for k, v in V3.items() if k != "model_type"}, "'model_type' is 'missing', which may compute"),
         (V3 | {"index_topk": 2048}, "'index_topk' is 2048, and dcpbench does not know what that changes"),
