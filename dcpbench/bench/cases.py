@@ -17,7 +17,7 @@ from dcpbench.plan.option_parsers import parse_bytes
 from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.layout import Layout, Prefix
 from dcpbench.points.memory import make_attention_products, make_mlp_products
-from dcpbench.points.names import BACKENDS, EXCHANGES, LIBRARIES, OVER_FP8
+from dcpbench.points.names import BACKENDS, EXCHANGES, GQA_BACKENDS, LIBRARIES, OVER_FP8
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -130,6 +130,32 @@ def list_attention_cases(options: BenchOptions) -> list[Case]:
     if not cases:
         raise UsageError(f"--backend {', '.join(backends)} does not read rows in fp8; use --backend triton.")
     return cases
+
+
+def list_gqa_cases(options: BenchOptions) -> list[Case]:
+    """Return every backend of grouped-query attention at every size, with those of one pool adjacent."""
+    libraries = ["flashinfer"] if importlib.util.find_spec("flashinfer") else []
+    usual = ("reference", "triton") if options.cpu else (*libraries, "triton")
+    heads, kv_heads = options.parse_counts("heads", (8,), (64,)), options.parse_counts("kv_heads", (2,), (4, 8))
+    for h, n in itertools.product(heads, kv_heads):
+        if h % n:
+            raise UsageError(f"--heads {h} cannot be divided among --kv-heads {n}; try --heads {-(-h // n) * n}.")
+    grid = itertools.product(
+        options.parse_names("kv_dtype", DTYPES, ("bf16",)),
+        options.parse_names("lengths", LENGTHS),
+        options.parse_counts("head_dim", (16,), (128,)),
+        options.parse_counts("page", (4,), (64,)),
+        options.parse_counts("context", (16,), (8192, 32768)),
+        options.parse_counts("requests", (1, 3), (8, 48)),
+        kv_heads,
+        heads,
+        options.parse_names("backend", GQA_BACKENDS, usual),
+    )
+    return [
+        options.make_case(name, heads=h, kv_heads=n, head_dim=x, requests=b, context=s, page=p, lengths=division, kv=kv)
+        for kv, division, x, p, s, b, n, h, name in grid
+        if kv == "bf16" or name in OVER_FP8
+    ]
 
 
 def list_exchange_cases(options: BenchOptions) -> list[Case]:
@@ -286,6 +312,7 @@ def list_kv_gather_cases(options: BenchOptions) -> list[Case]:
 
 CASES: dict[str, Callable[[BenchOptions], list[Case]]] = {
     "attention": list_attention_cases,
+    "gqa": list_gqa_cases,
     "exchange": list_exchange_cases,
     "collectives": list_collectives_cases,
     "merge": list_merge_cases,

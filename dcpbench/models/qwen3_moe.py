@@ -41,7 +41,7 @@ def _parse_shape(config: dict[str, Any], name: str) -> ModelShape:
         name,
         qwen3.parse_attention(config),
         first_dense=0,
-        experts=parse_int(config, "num_experts"),
+        experts=parse_int(config, "num_local_experts" if "num_local_experts" in config else "num_experts"),
         top_k=parse_int(config, "num_experts_per_tok"),
         moe_inter=parse_int(config, "moe_intermediate_size"),
         normalise=parse_bool(config, "norm_topk_prob", default=False),

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 SMALLEST_TILE = 16
 """Side of the smallest product that the tensor cores take."""
 FLASHMLA_PAGE = 64
+FLASHINFER_HEADS = (64, 128, 256)
+"""Columns of a head that FlashInfer's decode kernels of grouped-query attention take; its kernels of prompts take the first two."""
 SYMMETRIC = "symm"
 """Exchange and all-reduce that work inside one machine."""
 ROW_UNIT = 16
@@ -143,9 +145,18 @@ def find_live_limit(shape: ModelShape, weights_dtype: str) -> str | None:
         )
     if shape.indexer:
         return f"the engine attends to all tokens, and {shape.name} has sparse attention"
-    if shape.gqa:
-        return f"the engine computes MLA alone, and {shape.name} has grouped-query attention"
-    return None
+    if shape.gqa is None:
+        return None
+    parts = {
+        "biases in attention": shape.gqa.qkv_bias or shape.gqa.o_bias,
+        "sliding windows": shape.gqa.window_layers > 0,
+        "attention sinks": shape.gqa.sinks,
+        "norms over all heads": shape.gqa.qk_norm_over_heads,
+        "rope on a part of a head": shape.nope > 0,
+        "biases of experts": shape.expert_bias,
+    }
+    missing = [name for name, present in parts.items() if present]
+    return f"the engine does not compute {' and '.join(missing)}, which {shape.name} has" if missing else None
 
 
 @functools.cache
@@ -314,7 +325,7 @@ def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
 
 
 def _check_gqa_options(point: Point, shape: ModelShape) -> None:
-    """Raise an error for options that only MLA has."""
+    """Raise an error for options that only MLA has, and for heads that no kernel takes."""
     if point.backend == "flashmla":
         raise UsageError(
             f"--backend flashmla computes MLA, and {shape.name} has grouped-query attention; use --backend triton."
@@ -322,6 +333,16 @@ def _check_gqa_options(point: Point, shape: ModelShape) -> None:
     if point.project_first:
         raise UsageError(
             f"--collectives project-first: the attention of {shape.name} gives values, and nothing is projected; leave it out."
+        )
+    if point.backend in ("triton", AUTO) and not _is_power_of_two(shape.head_width):
+        raise UsageError(
+            f"--backend {point.backend} needs heads of a number of columns that is a power of two from {SMALLEST_TILE}, "
+            f"and {shape.name} has {shape.head_width}; {_CPU_VERIFY}."
+        )
+    if point.backend == "flashinfer" and shape.head_width not in FLASHINFER_HEADS:
+        raise UsageError(
+            f"--backend flashinfer takes heads of {', '.join(map(str, FLASHINFER_HEADS))} columns, and {shape.name} has "
+            f"{shape.head_width}; use --backend triton."
         )
 
 
@@ -391,6 +412,11 @@ def _check_exchange(point: Point, machine: Machine) -> None:
 def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
     """Raise an error if GPU kernels that no --backend replaces cannot take the model."""
     if shape.gqa:
+        if not _is_power_of_two(shape.head_width):
+            raise UsageError(
+                f"the rope kernel needs heads of a number of columns that is a power of two from {SMALLEST_TILE}, and "
+                f"{shape.name} has {shape.head_width}; {_CPU_VERIFY}."
+            )
         return
     if not _is_power_of_two(shape.rope):
         raise UsageError(
@@ -483,10 +509,8 @@ def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Prob
 
 
 def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
-    if shape.gqa:
-        return
     widths = shape.kv_width, shape.latent, shape.value
-    if probe.device == "cuda" and any(n * ITEMSIZE[point.dtype] % TENSOR_UNIT for n in widths):
+    if probe.device == "cuda" and not shape.gqa and any(n * ITEMSIZE[point.dtype] % TENSOR_UNIT for n in widths):
         raise UsageError(
             f"keys and values of prompts are made from rows that are multiples of {TENSOR_UNIT} bytes, and {shape.name} has "
             f"'kv_lora_rank' {shape.latent}, 'qk_rope_head_dim' {shape.rope} and 'v_head_dim' {shape.value} in {point.dtype}; use "
@@ -497,10 +521,12 @@ def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) ->
     if probe.device == "cpu":
         raise UsageError("--prefill flashinfer needs a GPU; use --prefill sdpa.")
     _check_installed("--prefill", "flashinfer", "sdpa", probe)
-    if (shape.nope + shape.rope, shape.value) != (NOPE + ROPE, VALUE) or point.dtype not in ("bf16", "fp16"):
+    known = [(head, head) for head in FLASHINFER_HEADS[:2]] if shape.gqa else [(NOPE + ROPE, VALUE)]
+    if (shape.head_width, shape.value) not in known or point.dtype not in ("bf16", "fp16"):
+        taken = " or ".join(f"keys of {key} and values of {value}" for key, value in known)
         raise UsageError(
-            f"--prefill flashinfer takes keys of {NOPE + ROPE} and values of {VALUE} numbers in bf16 or fp16, and "
-            f"{shape.name} has {shape.nope + shape.rope} and {shape.value} in {point.dtype}; use --prefill sdpa."
+            f"--prefill flashinfer takes {taken} numbers in bf16 or fp16, and "
+            f"{shape.name} has {shape.head_width} and {shape.value} in {point.dtype}; use --prefill sdpa."
         )
 
 

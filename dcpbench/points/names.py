@@ -7,6 +7,8 @@ from dcpbench.points.structured_options import KEYS
 
 BACKENDS = ("reference", "triton", "flashinfer", "flashmla")
 """Values of --backend; kernels/attention implements them."""
+GQA_BACKENDS = BACKENDS[:3]
+"""Values of --backend for grouped-query attention; kernels/gqa implements them."""
 REGISTERED = "ag_rs_registered"
 """The exchange ag_rs in memory that NCCL has registered."""
 EXCHANGES = ("ag_rs", "a2a", "symm", REGISTERED)

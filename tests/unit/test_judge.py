@@ -240,25 +240,38 @@ def test_calls_of_an_emulated_layout_must_be_known_with_those_of_stored_prefixes
 class TestGroupedQueries:
     QWEN = SHAPES["qwen3-235b-a22b"]
 
-    def test_a_point_is_planned_and_not_measured(self) -> None:
+    def test_a_model_with_parts_that_the_engine_lacks_is_planned_and_not_measured(self) -> None:
         """With given step times nothing is measured."""
+        point = Point(model="gpt-oss-120b", tp=2, concurrency=2, context=9, backend="triton", dtype="bf16")
+        lacking = "biases in attention and sliding windows and attention sinks and biases of experts"
+        with pytest.raises(UsageError, match=rf"does not compute {lacking}, which gpt-oss-120b has.* --dry-run"):
+            validate.check_live(point, Settings(), SHAPES["gpt-oss-120b"])
+        with pytest.raises(UsageError, match=r"rope on a part of a head, which glm-4.6"):
+            validate.check_live(point, Settings(), SHAPES["glm-4.6"])
+        validate.check_live(point, Settings(step_times="times.json"), SHAPES["gpt-oss-120b"])
+
+    @pytest.mark.parametrize("model", ["qwen3-235b-a22b", "qwen3-32b", "llama-3.1-70b", "tiny"])
+    def test_models_that_the_engine_computes_are_measured(self, model: str) -> None:
         check(self.QWEN, dcp=1, exchange="none")
-        point = Point(model="qwen3-235b-a22b", tp=2, concurrency=2, context=9, backend="triton", dtype="bf16")
-        with pytest.raises(UsageError, match=r"computes MLA alone, and qwen3-235b-a22b has grouped-query .* --dry-run"):
-            validate.check_live(point, Settings(), self.QWEN)
-        validate.check_live(point, Settings(step_times="times.json"), self.QWEN)
-        validate.check_live(point, Settings(), SHAPES["tiny"])
+        point = Point(model=model, tp=2, concurrency=2, context=9, backend="triton", dtype="bf16")
+        validate.check_live(point, Settings(), SHAPES[model])
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
             ({"backend": "flashmla", "page_size": 64}, "flashmla computes MLA, and .* use --backend triton"),
             ({"project_first": True}, "project-first: the attention of qwen3-235b-a22b gives values"),
+            ({"rope": 96, "value": 96}, "power of two from 16, and qwen3-235b-a22b has 96"),
+            ({"rope": 32, "value": 32, "backend": "flashinfer"}, "heads of 64, 128, 256 columns, .* has 32"),
         ],
     )
-    def test_options_of_mla_are_refused(self, options: dict[str, object], message: str) -> None:
+    def test_what_its_kernels_do_not_take_is_refused(self, options: dict[str, object], message: str) -> None:
+        sizes = {name: options[name] for name in ("rope", "value") if name in options}
         with pytest.raises(UsageError, match=message):
-            check(dataclasses.replace(self.QWEN, gqa=Gqa(kv_heads=1)), **options)
+            check(
+                dataclasses.replace(self.QWEN, gqa=Gqa(kv_heads=1), **sizes),
+                **{name: value for name, value in options.items() if name not in sizes},
+            )
 
 
 class TestFormats:
