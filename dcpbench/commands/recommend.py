@@ -173,7 +173,7 @@ def _make_query(wanted: Wanted) -> "Query":
     from dcpbench.models import get_published_precision, load_shape
     from dcpbench.plan import option_parsers as read
     from dcpbench.points.bounds import MAX_NUMBER
-    from dcpbench.points.cluster_specs import load_machine
+    from dcpbench.points.cluster_specs import GPUS_PER_HOST, load_machine
     from dcpbench.points.names import AS_PUBLISHED, AUTO_EXCHANGES, FP8
     from dcpbench.recommend.advise import Query
 
@@ -193,7 +193,7 @@ def _make_query(wanted: Wanted) -> "Query":
         raise UsageError(
             f"--price {wanted.price:g} is not a valid price of a GPU per hour; write for example --price 3.5."
         )
-    gpus = _parse_positive("gpus", wanted.gpus, "8") if wanted.gpus is not None else (here or machine.gpus_per_host,)
+    gpus = _parse_positive("gpus", wanted.gpus, "8") if wanted.gpus is not None else (here or min(GPUS_PER_HOST, machine.gpus_per_host),)
     return Query(
         model=wanted.model,
         machine=machine,

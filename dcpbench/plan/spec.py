@@ -337,7 +337,7 @@ def make_planned_probe(name: str, count: int) -> Probe:
         memory_bytes=found.memory_bytes,
         l2_bytes=found.l2_bytes,
         capability=found.capability,
-        packages=dict.fromkeys(LIBRARIES.values(), "planned"),
+        packages=dict.fromkeys(LIBRARIES.values(), "planned") if found.cuda else {},
         gpu=found,
     )
 
