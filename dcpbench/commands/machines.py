@@ -62,5 +62,7 @@ def machines(as_json: bool = opt.JSON) -> int:
         soft_wrap=True,
     )
     for gpu in GPUS:
-        terminal.print(f"{format_machine_label(gpu.name)}: {gpu.source}. Memory: {gpu.memory_source}.", soft_wrap=True, style="dim")
+        terminal.print(
+            f"{format_machine_label(gpu.name)}: {gpu.source}. Memory: {gpu.memory_source}.", soft_wrap=True, style="dim"
+        )
     return 0

@@ -367,6 +367,7 @@ PARSERS: dict[str, Callable[[str, object], object]] = {
     **dict.fromkeys((*DEGREES, "concurrency", "context"), read.parse_ints),
     **{axis.name: read.get_parser(axis) for axis in HOW if axis.name != COMPUTED},
     "ep": read.parse_degrees,
+    "routing": read.parse_routings,
     "kv_memory": read.parse_bytes,
     "seconds": read.parse_number,
     "repeats": read.parse_int,

@@ -43,7 +43,6 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """True if the GPU runs CUDA, and so dcpbench's engine; layouts are only planned and estimated for others."""
 
 
-
 GPUS = (
     Gpu(
         name="A100",

@@ -12,8 +12,8 @@ from dcpbench.errors import UsageError
 from dcpbench.launch.progress import format_plan_note
 from dcpbench.plan import grid
 from dcpbench.plan.spec import make_planned_probe, make_spec
-from dcpbench.points.device_probe import Probe
 from dcpbench.points.cluster_specs import load_machine
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.gpus import GPUS, Gpu, format_machine_label
 from dcpbench.points.sizes import format_size
 
@@ -90,7 +90,13 @@ def test_what_never_ran_is_marked_wherever_it_is_named() -> None:
 
 
 def test_a_rack_is_one_host_of_72_gpus() -> None:
-    assert [load_machine(name).gpus_per_host for name in ("H200", "B300", "GB200", "GB300", "MI355X")] == [8, 8, 72, 72, 8]
+    assert [load_machine(name).gpus_per_host for name in ("H200", "B300", "GB200", "GB300", "MI355X")] == [
+        8,
+        8,
+        72,
+        72,
+        8,
+    ]
     assert load_machine("GB300").wire.predict_seconds("all-reduce", 16, 1 << 20).mean > 0
 
 
@@ -110,8 +116,14 @@ def test_a_gpu_is_found_by_our_name_and_by_its_drivers(typed: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        ("h2000", "--gpu h2000 is unknown; did you mean H200? Known: A100, H20, H100, H200, B200, B300, GB200, GB300, MI355X."),
-        ("", "--gpu is empty; type one of A100, H20, H100, H200, B200, B300, GB200, GB300 or MI355X, as in --gpu H200."),
+        (
+            "h2000",
+            "--gpu h2000 is unknown; did you mean H200? Known: A100, H20, H100, H200, B200, B300, GB200, GB300, MI355X.",
+        ),
+        (
+            "",
+            "--gpu is empty; type one of A100, H20, H100, H200, B200, B300, GB200, GB300 or MI355X, as in --gpu H200.",
+        ),
         ("  ", "--gpu is empty; type one of A100"),
         ("nvidia nvidia h200", "is unknown. Known: A100"),
         ("mi300x" * 99, "Known: A100"),
