@@ -62,6 +62,9 @@ class Wanted(Group):
     )
     kv_dtype: str = opt.HOW("KV cache: bf16 or fp8.", default="bf16", metavar="NAME")
     exchange: str = opt.HOW("Exchanges to consider for layouts with DCP.", default="ag_rs,a2a", metavar="NAME,…")
+    routing: str = opt.HOW(
+        "Experts that tokens take: even, zipf:S or a file, as in sweep.", default="even", metavar="NAME"
+    )
     kv_memory: str | None = opt.HOW("KV pool of each GPU. Default: the memory that the weights leave.", metavar="SIZE")
     cycled: bool = opt.HOW(
         "Also layouts with weights that do not fit into memory; sweep measures these with part of the layers at a time.",
@@ -173,7 +176,8 @@ def _make_query(wanted: Wanted) -> "Query":
     from dcpbench.models import get_published_precision, load_shape
     from dcpbench.plan import option_parsers as read
     from dcpbench.points.bounds import MAX_NUMBER
-    from dcpbench.points.cluster_specs import load_machine
+    from dcpbench.points.cluster_specs import GPUS_PER_HOST, load_machine
+    from dcpbench.points.expert_distribution import parse_routing
     from dcpbench.points.names import AS_PUBLISHED, AUTO_EXCHANGES, FP8, WEIGHT_FORMATS
     from dcpbench.recommend.advise import Query
 
@@ -194,7 +198,11 @@ def _make_query(wanted: Wanted) -> "Query":
         raise UsageError(
             f"--price {wanted.price:g} is not a valid price of a GPU per hour; write for example --price 3.5."
         )
-    gpus = _parse_positive("gpus", wanted.gpus, "8") if wanted.gpus is not None else (here or machine.gpus_per_host,)
+    gpus = (
+        _parse_positive("gpus", wanted.gpus, "8")
+        if wanted.gpus is not None
+        else (here or min(GPUS_PER_HOST, machine.gpus_per_host),)
+    )
     return Query(
         model=wanted.model,
         machine=machine,
@@ -204,6 +212,7 @@ def _make_query(wanted: Wanted) -> "Query":
         weights_dtype=weights,
         kv_dtype=wanted.kv_dtype,
         exchanges=exchanges,
+        routing=parse_routing(wanted.routing),
         slo=_parse_objectives(wanted),
         price=wanted.price,
         kv_memory=wanted.kv_memory,

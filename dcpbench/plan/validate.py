@@ -114,6 +114,8 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
             f"--weights-dtype {point.dtype}: on GPUs the grouped product of the experts is bf16 only; use --weights-dtype bf16. "
             "fp16 and fp32 on a GPU are for dcpbench verify."
         )
+    if point.routing:
+        _check_routing(point, shape, machine)
     _check_auto(point, machine)
     _check_backend(point, shape, machine)
     if here:
@@ -243,6 +245,19 @@ def _find_machine_name(point: Point, probe: Probe) -> str:
     if name is None:
         return "MACHINE (see dcpbench machines)"
     return name if point.tp <= load_machine(name).gpus_per_host else f"{name}+{LINKS[0].name}"
+
+
+def _check_routing(point: Point, shape: ModelShape, machine: Machine) -> None:
+    """Raise an error unless a model with synthetic weights can route tokens like the point."""
+    from dcpbench.points.expert_choices import load_choices  # numpy, which most plans do without
+
+    option = f"--routing {point.routing}"
+    if not machine.timed or point.weights != SYNTHETIC:
+        why = "verify compares results" if not machine.timed else "a checkpoint's router decides"
+        raise UsageError(f"{option}: {why}; leave --routing out.")
+    if not shape.experts:
+        raise UsageError(f"{option}: {shape.name} has no experts; leave --routing out.")
+    load_choices(point.routing, shape)
 
 
 def _check_emulated(point: Point, machine: Machine) -> None:

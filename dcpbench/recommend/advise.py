@@ -21,6 +21,7 @@ from dcpbench.plan.option_parsers import parse_bytes
 from dcpbench.plan.spec import make_planned_probe
 from dcpbench.plan.validate import check_positions, find_batch_limit, find_shortage
 from dcpbench.points.budget import measure_whole_model, plan_engine
+from dcpbench.points.expert_distribution import EVEN, OWN
 from dcpbench.points.layout import DEGREES, Layout, list_valid_layouts, place_experts
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, UNKNOWN, WHOLE, format_flag
@@ -62,6 +63,7 @@ class Query:
     kv_dtype: str
     exchanges: tuple[str, ...]
     slo: Mapping[str, float]
+    routing: str = OWN  # distribution of the experts that tokens take
     price: float | None = None  # price of a GPU per hour
     kv_memory: str | None = None  # --kv-memory as given; None means the memory left next to the weights
     cycled: bool = False  # True if layouts count for which only some layers fit, as `sweep` measures them
@@ -428,6 +430,7 @@ def _make_point(
         weights_dtype=ask.weights_dtype if ask.weights_dtype != "bf16" else "",
         kv_dtype=ask.kv_dtype if ask.kv_dtype != "bf16" else "",
         page_size=64,
+        routing=ask.routing,
         load=load,
     )
 
@@ -579,6 +582,8 @@ def format_measure_command(ask: Query, points: Sequence[Point], axes: Sequence[s
         f"--weights-dtype {ask.weights_dtype}",
         f"--kv-dtype {ask.kv_dtype}",
     ]
+    if ask.routing:
+        words.append(f"--routing {shlex.quote(ask.routing)}")
     if ask.kv_memory is not None:
         words.append(f"--kv-memory {shlex.quote(ask.kv_memory)}")
     if loads and ask.slo:
@@ -607,6 +612,7 @@ def _describe_other_precision(point: Point, ask: Query, *, server: bool = False)
     pairs = (
         ("--weights-dtype", point.weights_precision, ask.weights_dtype),
         ("--kv-dtype", point.kv_precision, ask.kv_dtype),
+        ("--routing", point.routing or EVEN, ask.routing or EVEN),
     )
     return format_list(
         [

@@ -123,7 +123,7 @@ def _list_lock_step_loads(ask: Query) -> list[Load]:
 
 
 def _format_gpus(ask: Query) -> str:
-    return f"{format_list([f'{n}' for n in ask.gpus], 'or')} × {ask.machine.name}"
+    return f"{format_list([f'{n}' for n in ask.gpus], 'or')} × {ask.machine.label}"
 
 
 def _format_choice(choice: Choice) -> str:
@@ -189,6 +189,10 @@ def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) ->
         yield "None of them had bf16 weights with an fp8 cache."
     if ask.machine.gpu != steps.machine:
         yield f"No step was measured on {ask.machine.gpu}: shares are taken to be those of {steps.machine}."
+    if ask.machine.on_paper:
+        yield f"{ask.machine.gpu} is a machine on paper: its rates and memory are from data sheets and public logs."
+    if not ask.machine.card.cuda:
+        yield f"{ask.machine.gpu} does not run CUDA: a port of the kernels is assumed to reach these shares."
     if max(ask.gpus) > 4:  # noqa: PLR2004 - the published runs'
         yield "More than 4 ranks were never measured: calls among them are the wire's model, with its error in the band."
     if limit := find_live_limit(shape, ask.weights_dtype):
@@ -395,6 +399,7 @@ def convert_to_json(
         "answer": format_answer(ask, choices),
         "break_even": format_break_even(choices),
         "machine": ask.machine.name,
+        "on_paper": ask.machine.on_paper,
         "gpus": list(ask.gpus),
         "model": ask.model,
         "loads": [
