@@ -106,7 +106,11 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
         return 0
     there = run.caller.elsewhere
     candidates = grid.expand_grid(
-        spec, probe, there.nodes if there else run.machines.nnodes, submitted=there is not None
+        spec,
+        probe,
+        there.nodes if there else run.machines.nnodes,
+        submitted=there is not None,
+        typed=run.caller.typed,
     )
     print_defaults(spec, candidates)
     if finish_if_planned(candidates, probe, run):
