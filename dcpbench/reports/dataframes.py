@@ -239,6 +239,7 @@ def _add_load_columns(points: pd.DataFrame) -> pd.DataFrame:
         load_arrival=CLOSED,
         input_typical=points["context"].astype(float),
         rest=rest,
+        rest_parts=[(text,) for text in rest],
         arrival=arrival,
         load=arrival + " · " + rest,
         same_load=same,
@@ -251,7 +252,7 @@ def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
         return table
     # columns that may be unknown in every row, which pandas would not take for numbers
     table = table.assign(**{name: pd.to_numeric(table[name]) for name in METRIC if name in table})
-    parts = {"shape": table["shape"].tolist()}
+    parts: dict[str, list[str]] = {}
     for name, form in VARIES.items():
         shown = _find_printed(table, name).tolist()
         loads = table[f"load_{name}"].tolist()
@@ -265,9 +266,13 @@ def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
     def join(*columns: list[str]) -> list[str]:
         return [load_labels.SEPARATOR.join(filter(None, texts)) for texts in zip(*columns, strict=True)]
 
-    arrival, rest = table["arrival"].tolist(), join(*parts.values())
-    any_chunk = join(arrival, *(texts for name, texts in parts.items() if name != "chunk"))
-    table = table.assign(rest=rest, load=join(arrival, rest), load_with_any_chunk=any_chunk)
+    arrival, shape = table["arrival"].tolist(), table["shape"].tolist()
+    rest = join(shape, *parts.values())
+    rest_parts = [
+        (*own, *filter(None, varied)) for own, *varied in zip(table["shape_parts"], *parts.values(), strict=True)
+    ]
+    any_chunk = join(arrival, shape, *(texts for name, texts in parts.items() if name != "chunk"))
+    table = table.assign(rest=rest, rest_parts=rest_parts, load=join(arrival, rest), load_with_any_chunk=any_chunk)
     by = ("run", "model", "mode", "load_arrival", "input_typical", "rest", "load_request_rate", "concurrency")
     return _sort_table(table.copy(), *by)  # in one piece, as pandas wants wide tables
 
@@ -502,6 +507,7 @@ def _make_served_columns(records: list[Record]) -> dict[str, Any]:
         "mode": load.mode,
         "arrival": load_labels.format_arrival(point),
         "shape": load_labels.format_shape(load),
+        "shape_parts": tuple(load_labels.list_shape_parts(load)),
         "input_typical": load_labels.get_typical_length(load.input_tokens),
         "same_load": make_load_key(records[0]),
         "in_step": is_lock_step(load, point.concurrency) and not is_imported_origin(get_origin(records[0])),

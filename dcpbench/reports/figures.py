@@ -297,8 +297,8 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     sides = [side for side in itertools.product(dict.fromkeys(rows["model"]), style.runs) if side in there]
     several = len(set(rows["run"])) > 1
     run_labels = dict(zip(rows["run"], rows["run_label"], strict=True))
-    rests = list(dict.fromkeys(rows.sort_values(["input_typical", "rest"], kind="stable")["rest"]))
-    short = load_labels.make_short_shapes(rests)
+    short = load_labels.make_short_shapes(rows.sort_values(["input_typical", "rest"], kind="stable"))
+    rests = list(short)
     wide = max(2.7, 6.0 / len(rests))  # inches of a panel, at 12.6 letters of its title each
     figure = Figure(figsize=(len(rests) * wide + 0.6, len(sides) * 2.3 + 1.2), layout="constrained")
     set_headline(figure, title)
@@ -761,7 +761,7 @@ def draw_engines(rows: pd.DataFrame, style: Style, title: str) -> Figure:  # noq
 
 def _list_cell_names(rows: pd.DataFrame, cells: list[int]) -> list[str]:
     """Return `tp2, 8 clients` for each cell, with the part of the request lengths that differs between them."""
-    short = load_labels.make_short_shapes(rows["rest"])
+    short = load_labels.make_short_shapes(rows)
     first = rows.drop_duplicates("cell").set_index("cell")
     several = len(short) > 1
     names = []
