@@ -239,7 +239,7 @@ def _add_load_columns(points: pd.DataFrame) -> pd.DataFrame:
         load_arrival=CLOSED,
         input_typical=points["context"].astype(float),
         rest=rest,
-        rest_parts=[(text,) for text in rest],
+        rest_parts=rest.map(lambda text: (text,)),
         arrival=arrival,
         load=arrival + " · " + rest,
         same_load=same,
@@ -268,9 +268,8 @@ def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
 
     arrival, shape = table["arrival"].tolist(), table["shape"].tolist()
     rest = join(shape, *parts.values())
-    rest_parts = [
-        (*own, *filter(None, varied)) for own, *varied in zip(table["shape_parts"], *parts.values(), strict=True)
-    ]
+    texts_of_rows = zip(table["shape_parts"], *parts.values(), strict=True)
+    rest_parts = pd.Series([(*own, *filter(None, varied)) for own, *varied in texts_of_rows], index=table.index)
     any_chunk = join(arrival, shape, *(texts for name, texts in parts.items() if name != "chunk"))
     table = table.assign(rest=rest, rest_parts=rest_parts, load=join(arrival, rest), load_with_any_chunk=any_chunk)
     by = ("run", "model", "mode", "load_arrival", "input_typical", "rest", "load_request_rate", "concurrency")
