@@ -613,16 +613,16 @@ def draw_picture(ask: Query, choices: Sequence[Choice], path: Path) -> None:
 def _choose_styles(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
     """Return colour and marker of each name: those of its layout, with further markers for other names of the same layout."""
     from dcpbench.show.figure_style import get_marker
-    from dcpbench.show.layouts import find_marker_index, get_colours
+    from dcpbench.show.layouts import Degrees, find_marker_index, get_colours
 
     found: dict[str, dict[str, str]] = {}
-    places: dict[str, int] = {}
+    places: dict[Degrees, int] = {}
     for f in forecasts:
-        layout = str(f.point.layout)
+        degrees = Degrees(f.point.tp, f.point.dp, f.point.dcp)
         if f.who not in found:
-            place = places.setdefault(layout, find_marker_index(layout))
-            found[f.who] = {"color": get_colours(layout)[0], "marker": get_marker(place), "label": f.who}
-            places[layout] = place + 1
+            place = places.setdefault(degrees, find_marker_index(degrees))
+            found[f.who] = {"color": get_colours(degrees)[0], "marker": get_marker(place), "label": f.who}
+            places[degrees] = place + 1
     return found
 
 

@@ -47,6 +47,7 @@ from dcpbench.records.record import (
 from dcpbench.records.runs import Run, read_run
 from dcpbench.reports import findings, joined_runs, launch_bands, load_labels, model_names
 from dcpbench.reports import slo as objectives
+from dcpbench.reports.style import describe_layout
 from dcpbench.serving.load_words import is_lock_step
 from dcpbench.show.numbers import is_missing
 from dcpbench.show.text import (
@@ -379,6 +380,7 @@ def _make_other_row(run: str, record: Record) -> dict[str, Any]:
         "run": run,
         "model": point.model,
         "layout": point.layout_name,
+        "drawn_layout": describe_layout(point),
         "dcp": point.dcp,
         "context": point.context,
         "concurrency": point.concurrency,
@@ -422,6 +424,7 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
     row |= {
         "run": run,
         "layout": point.layout_name,
+        "drawn_layout": describe_layout(point),
         "instance": point.instance_name,
         "instances": instances.count if point.disaggregate else None,
         "gpus": point.gpus,

@@ -30,6 +30,7 @@ INNER = (  # columns that only distinguish points from each other and are not ex
     "slo_missed",
     "load_with_any_chunk",
     "rest_parts",
+    "drawn_layout",
     "shape_parts",
 )
 
