@@ -512,6 +512,8 @@ def show(
         for row in list_rows(choice):
             table.add_row(*format_row(ask, choice, row))
         terminal.print(table)
+        if len(choices) > 1:
+            print_lines(format_details(ask, choice))
     unknown = (f"- {text}" for text in (*notes, *list_unknowns(ask, choices, steps)))
     print_lines([LEGEND, *list_refused(choices), *_list_command_lines(starts, flags)])
     print_lines(["\nWhat this does not know:", *unknown])
@@ -548,6 +550,8 @@ def render_markdown(
                 *(f"`{c}`" if (c := commands.get(e)) else "" for e in (VLLM, SGLANG)),
             ]
             lines.append("| " + " | ".join(cells) + " |")
+        if len(choices) > 1:
+            lines += ["", *(f"- {text}" for text in format_details(ask, choice))]
     lines += ["", LEGEND, "", *(f"- {text}" for text in list_refused(choices))]
     for who, of in starts.items():
         lines += ["", f"## {who}"]

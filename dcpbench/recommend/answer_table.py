@@ -36,7 +36,7 @@ COLUMNS = (
 )
 LEGEND = (
     f"{RECOMMENDED.strip()} recommended, {LEVEL.strip()} not clearly behind the fastest: among these, the layout with more KV headroom comes "
-    "first, up to twice the load. KV requests: of the longest length, that fit at once."
+    "first, up to twice the load. KV requests: of the longest length, that fit at once. Evidence that names no engine is of dcpbench's kernels."
 )
 
 
