@@ -114,7 +114,7 @@ def build_table(frames: Frames, mode: str) -> Table:
         found,
         shown,
         text_columns=3,
-        optional=("SLO", "output over instances that do both", "of it waiting"),
+        optional=("SLO", "output over instances that do both", "transfer waiting p50 ms"),
         fold=len(found) > FOLD_ABOVE,
     )
 
