@@ -89,6 +89,7 @@ class Machine:
     timed: bool = True
     """True if points are measured (`sweep`; on a GPU with CUDA graphs), False if they are only compared (`verify`)."""
     submitted: bool = False  # True if `submit` checks the point for the machines of a job
+    typed: tuple[str, ...] = ()  # command and arguments that errors repeat with other options; empty without any
 
     @property
     def gpus(self) -> int:
@@ -210,7 +211,7 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {weights.name} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` says what is). "
-            f"To plan it for GPUs type: {format_retyped_command(_get_command(point), plan, ['--device'])}. "
+            f"To plan it for GPUs type: {format_retyped_command(machine.typed, _get_command(point), plan, ['--device'])}. "
             f"For a functional run on the CPU type: dcpbench {_get_command(point)} --model tiny --tp 8 --dcp 8"
         )
 
@@ -298,7 +299,8 @@ def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[
             given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
             given |= {"--dcp": str(best.dcp)}
             given |= {"--ep": point.ep} if point.ep != place_experts(CUT, point.tp) else {}
-            return retype_command(_get_command(point), given | _get_plan_options(machine.probe), ["--dp", "--ep"])
+            given |= _get_plan_options(machine.probe)
+            return retype_command(machine.typed, _get_command(point), given, ["--dp", "--ep"])
     return f"{_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8".split()
 
 

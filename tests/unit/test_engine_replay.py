@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dcpbench.errors import RecordsError, UsageError
+from dcpbench.errors import RecordsError, UsageError, WorkerError
 from dcpbench.points.engine_points import make_engine_load, make_engine_point
 from dcpbench.points.names import CLOSED, GAMMA, MIXED, REPLAY, SGLANG, VLLM
 from dcpbench.points.settings import Settings
@@ -523,6 +523,26 @@ def test_a_case_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(cases.measure_ms(whole)) == 9.0
     asyncio.run(cases.measure([whole]))
     assert (asked, [one.case for one in cases.found]) == ([whole], [whole])
+
+
+def test_a_case_behind_decodes_that_fails_does_not_end_the_measurement(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same case with its launch hidden is another measurement, and its samples stay."""
+
+    async def measure(_probe: object, case: Case, *, hide_launch: bool) -> CaseSamples:
+        if not hide_launch:
+            raise WorkerError("prompts never shared a step.")
+        return CaseSamples(case=case, samples_ms=[9.0], method=Method.MIXED, precise=True)
+
+    monkeypatch.setattr(engine_replay, "measure_case", measure)
+    probe = StepProbe(client=None, prompt_format=None, limits=ServerLimits(max_batched_tokens=2048))  # type: ignore[arg-type]
+    cases = engine_replay._Cases(probe, VLLM, lambda _: None)
+    mixed = Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 500, 0),))
+    asyncio.run(cases.measure([mixed]))
+    assert asyncio.run(cases.measure_exposed(mixed)) is None
+    assert [one.samples_ms for one in cases.found] == [[9.0]]
+    assert capsys.readouterr().err == "A step is not measured: prompts never shared a step.\n"
 
 
 @pytest.mark.parametrize(
