@@ -84,7 +84,7 @@ def compute_stored_bytes(
         side = math.gcd(side, height)
     blocks = sum(math.ceil(height / side) for height in heights)
     across = math.ceil(product.inputs / _compute_block_side(product.inputs, columns, weights.columns or product.inputs))
-    return weights.compute_bytes(product.inputs, product.elements // product.inputs, blocks * across)
+    return weights.compute_bytes(product.inputs, sum(heights), blocks * across)
 
 
 def make_attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_HEADS) -> dict[str, Product]:

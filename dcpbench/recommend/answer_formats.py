@@ -252,7 +252,10 @@ def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) ->
     elif ask.weights_dtype != FP8 and any(load for _, _, load in ask.loads):
         yield "Of those with prompts all had fp8 weights: that bf16 reaches the same shares there was not checked."
     if shape.indexer:
-        yield "None of them had sparse attention: it, and its indexer, are taken to reach the shares of MLA over all tokens."
+        yield (
+            "None of them had sparse attention: it, and its indexer, are taken to reach the shares of MLA over all tokens. The indexer's "
+            "keys are divided over DCP ranks; an engine that keeps them on every rank holds fewer tokens."
+        )
     if shape.gqa:
         yield "None of them had grouped-query attention: it is taken to reach the shares of MLA."
     if ask.weights_dtype != FP8 and ask.kv_dtype == FP8:
