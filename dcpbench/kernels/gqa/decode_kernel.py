@@ -25,6 +25,12 @@ def _add_tile(q_GX, key_KX, value_KX, live_k, top, total, acc, scale_log2, PRECI
 
 
 @triton.jit
+def _load_pages(table, k, length, PAGE: tl.constexpr):
+    """Return the pages of rows `k`."""
+    return tl.load(table + k // PAGE, mask=k < length, other=0)
+
+
+@triton.jit
 def _attend_tiles(
     q_GX,
     kv,
@@ -41,8 +47,8 @@ def _attend_tiles(
 ):
     """Return top, total and acc of the tiles [t0, t1) of a request; see `_add_tile`.
 
-    `kv` is where the K head of the first row begins, and `value_at` the distance from there to its V head. If a tile lies
-    in one page, that of the next tile is loaded one tile ahead, and K rows behind the last one are read, but not used.
+    `kv` is where the K head of the first row begins, and `value_at` the distance from there to its V head. Page numbers are
+    loaded one tile ahead. If a tile lies in one page, K rows behind the last one are read, but not used.
     """
     ONE_PAGE: tl.constexpr = PAGE % BLOCK_K == 0
     top = tl.full([q_GX.shape[0]], float("-inf"), tl.float32)
@@ -51,20 +57,22 @@ def _attend_tiles(
     in_tile = tl.arange(0, BLOCK_K)
     x = tl.arange(0, q_GX.shape[1])[None, :]
     at_KX = in_tile[:, None] * row_stride + x
-    page = tl.load(table + t0 * BLOCK_K // PAGE)
+    page = (
+        tl.load(table + t0 * BLOCK_K // PAGE) if ONE_PAGE else _load_pages(table, t0 * BLOCK_K + in_tile, length, PAGE)
+    )
     for t in range(t0, t1):
-        live_k = t * BLOCK_K + in_tile < length
+        k = t * BLOCK_K + in_tile
+        live_k = k < length
         if ONE_PAGE:
             ahead = (t + 1) * BLOCK_K
             next_page = tl.load(table + ahead // PAGE, mask=ahead < length, other=0)
             key_KX = kv + (page.to(tl.int64) * PAGE + t * BLOCK_K % PAGE) * row_stride + at_KX
-            page = next_page
             keys = tl.load(key_KX)
         else:
-            k = t * BLOCK_K + in_tile
-            page_k = tl.load(table + k // PAGE, mask=live_k, other=0)
-            key_KX = kv + (page_k.to(tl.int64) * PAGE + k % PAGE)[:, None] * row_stride + x
+            next_page = _load_pages(table, k + BLOCK_K, length, PAGE)
+            key_KX = kv + (page.to(tl.int64) * PAGE + k % PAGE)[:, None] * row_stride + x
             keys = tl.load(key_KX, mask=live_k[:, None], other=0.0)
+        page = next_page
         values = tl.load(key_KX + value_at, mask=live_k[:, None], other=0.0)
         # e4m3 is converted to the dtype of the computation, which represents it exactly.
         keys, values = keys.to(q_GX.dtype), values.to(q_GX.dtype)

@@ -44,13 +44,12 @@ class Tiling:
 
 
 def choose_tiling(spec: GqaSpec) -> Tiling:
-    """Return the tiling for these sizes. A tile in several pages has a stage more, in which its page numbers are loaded."""
+    """Return the tiling for these sizes; a multiprocessor holds the tiles of all stages of all its programs."""
     if spec.dtype == torch.float32:
         return Tiling(rows=32, warps=4, stages=2, programs=1)
-    more = 1 if spec.page_size % ROWS else 0
     if spec.heads // spec.kv_heads > MAX_GROUP_BLOCK // 2 or spec.head_dim > MAX_HEAD_DIM:
-        return Tiling(rows=ROWS, warps=4, stages=4 + more, programs=1)
-    return Tiling(rows=ROWS, warps=4, stages=3 + more, programs=3)
+        return Tiling(rows=ROWS, warps=4, stages=4, programs=1)
+    return Tiling(rows=ROWS, warps=4, stages=3, programs=3)
 
 
 class TritonGqa:
