@@ -114,7 +114,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """`fp8`: linear layers and experts as DeepSeek-V3's checkpoint has them; see `weights_precision`."""
     kv_dtype: Annotated[str, Axis(ENGINE | PATH, 27, "{} KV")] = names.AS_COMPUTED
     """`fp8`: the KV cache; see `kv_precision`."""
-    routing: Annotated[str, Axis(PATH, 29, "{} routing", title="routing", path=True)] = ""
+    routing: Annotated[str, Axis(LOAD | PATH, 29, "{} routing", title="routing", path=True)] = ""
     """Distribution of the experts that tokens take (points/expert_distribution.py): `zipf:1`, or a file with its hash; empty: the router's own."""
     emulate: Annotated[str, Axis(ENGINE | PATH, 28, "emulated on {}", path=True)] = ""
     """Machine for which calls between ranks are modelled (points/cluster_specs.py) if only one rank runs; empty if all ranks

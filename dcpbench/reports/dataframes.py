@@ -94,7 +94,7 @@ VARIES = {
 """Further fields of a load or of its serving settings that may distinguish two points of a report, with their print format."""
 SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
 """Fields of VARIES that only some points have; a missing value adds no information. Imports have only `requests`."""
-OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat")
+OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "routing", "mode", "load", "repeat")
 """Columns of points that did not run, before those of LOST."""
 LOST = ("outcome", "reason", "detail", "no_room", "message", "cause", "device", "cpu", "gpus", "shape")
 """Columns of points that did not run: outcome, the reason without job-specific or point-specific parts, memory, and hardware."""
@@ -232,9 +232,11 @@ def _add_load_columns(points: pd.DataFrame) -> pd.DataFrame:
     """Return points of `decode` with the columns that describe the load of served points."""
     if points.empty:
         return points
-    rest = "context " + points["context"].map("{:,}".format)
+    tokens = zip(points["context"], points["routing"], strict=True)
+    rest = [f"context {load_labels.format_context(context, routing)}" for context, routing in tokens]
     arrival = "concurrency " + points["concurrency"].map("{:,}".format)
     same = points["workload"] + " " + points["context"].astype(str) + " " + points["concurrency"].astype(str)
+    same += " " + points["routing"]
     return points.assign(
         mode="decode",
         load_arrival=CLOSED,
@@ -242,7 +244,7 @@ def _add_load_columns(points: pd.DataFrame) -> pd.DataFrame:
         rest=rest,
         rest_parts=rest.map(lambda text: (text,)),
         arrival=arrival,
-        load=arrival + " · " + rest,
+        load=[load_labels.SEPARATOR.join(parts) for parts in zip(arrival, rest, strict=True)],
         same_load=same,
     )
 
@@ -263,6 +265,8 @@ def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
         if len(set(values) - ({None} if name in SOME_HAVE else set())) > 1:
             printed = [("on" if v else "off") if isinstance(v, bool) else v for v in values]
             parts[name] = ["" if v is None else form.format(v) for v in printed]
+
+    parts["routing"] = list(map(load_labels.format_routing, table["routing"]))
 
     def join(*columns: list[str]) -> list[str]:
         return [load_labels.SEPARATOR.join(filter(None, texts)) for texts in zip(*columns, strict=True)]
@@ -384,6 +388,7 @@ def _make_other_row(run: str, record: Record) -> dict[str, Any]:
         "dcp": point.dcp,
         "context": point.context,
         "concurrency": point.concurrency,
+        "routing": point.routing,
         "mode": point.load.mode if point.load else None,
         "load": load_labels.format_served_load(point) if point.load else None,
         "repeat": point.repeat,
@@ -545,7 +550,7 @@ def make_load_key(record: Record) -> str:
         return ""
     sent = msgspec.json.encode(msgspec.structs.replace(record.point.load, mode="")).decode()
     settings = [record.measured_with.get(name) for name in ("limit_seconds", "kv_memory_bytes")]
-    return f"{record.point.concurrency} {sent} {settings}"
+    return f"{record.point.concurrency} {sent} {settings} {record.point.routing}".rstrip()
 
 
 def compute_median(values: Iterable[float | None]) -> float | None:
@@ -614,11 +619,7 @@ def _sort_table(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return table.sort_values(order, kind="stable", ignore_index=True, key=make_sort_key)
 
 
-DISTINCT_WHEN_ABSENT = (
-    "emulate",
-    "prefill_gpus",
-    "routing",
-)  # fields of which an empty value means something, not "unknown"
+DISTINCT_WHEN_ABSENT = ("emulate", "prefill_gpus")  # fields of which an empty value means something, not "unknown"
 
 
 def _format_varying(table: pd.DataFrame, axis: Axis) -> list[str]:
@@ -629,7 +630,7 @@ def _format_varying(table: pd.DataFrame, axis: Axis) -> list[str]:
         return _format_experts(table)
     if axis.name in STORED:
         return _format_stored(table, axis)
-    own = axis.label and Role.EXCHANGE not in axis.role
+    own = axis.label and Role.EXCHANGE not in axis.role and axis.name != "routing"  # the text of the load has it
     texts = [axis.format_value(value) for value in table[axis.name]] if own else []
     silent = set() if axis.name in DISTINCT_WHEN_ABSENT else {""}
     return texts if len({*texts} - silent) > 1 else []

@@ -591,7 +591,7 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
     """
     from matplotlib.patches import Patch
 
-    contexts = sorted(points["context"].unique())
+    contexts = sorted(set(zip(points["context"], points["routing"], strict=True)))
     loads = _select_some(sorted(points["concurrency"].unique()))
     labels = list(dict.fromkeys(points.sort_values([*DEGREES], kind="stable")["label"]))
     rows: list[tuple[int, str]] = [row for c in loads for row in ((c, ""), *((c, label) for label in labels))]
@@ -600,10 +600,10 @@ def draw_phases(points: pd.DataFrame, style: Style, title: str) -> Figure:  # no
     size = (max(2.9 * columns + 1.3, 6.0), row_inches * len(rows) + 0.9 + _get_height_below(points))
     figure, axes = make_grid(title, len(contexts), columns, size, 1.1)
     times, floors = compute_phases_ms(points), compute_floors_ms(points)
-    for ax, context in zip(axes, contexts, strict=True):
-        panel = points[points["context"] == context]
+    for ax, (context, routing) in zip(axes, contexts, strict=True):
+        panel = points[(points["context"] == context) & (points["routing"] == routing)]
         _draw_stack(ax, panel, rows, times, floors)
-        ax.set_title(f"context {format_integer(context)} tokens")
+        ax.set_title(f"context {load_labels.format_context(context, routing)}")
         ax.set_xlabel("profiled step (ms)")
         if bool(panel["cpu"].any()):
             draw_watermark_below(ax)

@@ -41,7 +41,7 @@ BASELINE_OF = [  # columns that a DCP point and its dcp=1 baseline share, in add
     *LOAD,
     *(a.name for a in select_point_axes(COMPUTES, but=Role.EXCHANGE) if a.name not in ("model", "dcp")),
 ]
-RIVAL_OF = [*LOAD, "gpus", "dtype", "weights_dtype", "kv_dtype", "weights", "emulate", "routing"]
+RIVAL_OF = [*LOAD, "gpus", "dtype", "weights_dtype", "kv_dtype", "weights", "emulate"]
 """Columns that layouts share of which one is to be chosen: the load, the GPUs, and what is computed."""
 SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in select_point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
 """Columns that points of `decode` share if they differ only in their exchange."""
@@ -421,6 +421,7 @@ def compare_repeats(frames: Frames) -> pd.DataFrame:
                     "layout": point.layout_name,
                     "context": point.context,
                     "concurrency": point.concurrency,
+                    "routing": point.routing,
                     "medians_ms": [interval.median for interval in steps],
                     "apart": apart,
                 }

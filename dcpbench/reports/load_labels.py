@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, REPLAY, TRACE_TIMES
+from dcpbench.points.point import AXES
 from dcpbench.records.formulas import GAPS_PER_MISS
 from dcpbench.records.metrics import LATENCIES
 from dcpbench.serving.load_words import format_drawn, format_sessions
@@ -23,6 +24,7 @@ SERVED = {LIVE: "Served live", REPLAY: "Replay: the scheduler in virtual time, o
 FEW_SAMPLES = "few_samples"  # warning that dashes already express, and percentile by which an SLO is judged
 OBJECTIVES = {name: latency.label for name, latency in LATENCIES.items()}
 SEPARATOR = " · "
+_ROUTING = next(axis for axis in AXES if axis.name == "routing")
 OF_SESSIONS = ("turns", "turn_tokens", "think_time")  # printed only if requests are turns of sessions
 
 
@@ -56,6 +58,16 @@ def list_shape_parts(load: Load) -> list[str]:
     if load.sessions:
         parts.append(f"sessions of {format_sessions(load)}")
     return parts
+
+
+def format_routing(routing: str) -> str:
+    """Return `zipf:1 routing`, or the name of the file; empty if the router decides."""
+    return _ROUTING.format_value(routing)
+
+
+def format_context(context: int, routing: str) -> str:
+    """Return the context of a point of `decode` with its routing: `4,000`; `4,000 · zipf:1 routing`."""
+    return SEPARATOR.join(filter(None, (f"{context:,}", format_routing(routing))))
 
 
 def format_served_load(point: Point) -> str:
