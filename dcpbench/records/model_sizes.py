@@ -28,11 +28,14 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     first_dense: Count
     latent: Count
     vocab: Count
+    kv_heads: Count = 0
+    """0 without grouped-query attention."""
 
     @classmethod
     def from_shape(cls, shape: ModelShape) -> ModelSizes:
         """Return the sizes of a model."""
-        return cls(**{name: getattr(shape, name) for name in cls.__struct_fields__})
+        own = {name: getattr(shape, name) for name in cls.__struct_fields__ if hasattr(shape, name)}
+        return cls(**own, kv_heads=shape.gqa.kv_heads if shape.gqa else 0)
 
 
 @dataclasses.dataclass(frozen=True)
