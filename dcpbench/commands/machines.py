@@ -16,7 +16,7 @@ def machines(as_json: bool = opt.JSON) -> int:
 
     from dcpbench.commands import point_runner
     from dcpbench.points.cluster_specs import GPUS_PER_HOST, LINKS, MEASURED_ON, load_built_in
-    from dcpbench.points.gpus import GPUS
+    from dcpbench.points.gpus import GPUS, format_machine_label
 
     if as_json:
         point_runner.print_json(
@@ -31,15 +31,16 @@ def machines(as_json: bool = opt.JSON) -> int:
 
     shown = Table(
         box=SIMPLE_HEAD,
-        title=f"GPUs, {GPUS_PER_HOST} to a host; rates from data sheets, dense, NVLink in one direction",
+        title="GPUs; rates from data sheets, dense, links in one direction. On paper: dcpbench has never run on one",
     )
-    for name in ("GPU", "memory", "memory TB/s", "bf16 TFLOP/s", "fp8 TFLOP/s", "NVLink GB/s", "W"):
+    for name in ("GPU", "a host", "memory", "memory TB/s", "bf16 TFLOP/s", "fp8 TFLOP/s", "NVLink GB/s", "W"):
         shown.add_column(name, justify="left" if name == "GPU" else "right")
     for gpu in GPUS:
         fp8 = "—" if gpu.fp8_flop_s is None else format_short_number(gpu.fp8_flop_s / 1e12)
         rates = [format_short_number(gpu.memory_bytes_s / 1e12), format_short_number(gpu.bf16_flop_s / 1e12), fp8]
         shown.add_row(
-            gpu.name,
+            format_machine_label(gpu.name),
+            str(gpu.gpus_per_host),
             format_size(gpu.memory_bytes),
             *rates,
             format_short_number(gpu.nvlink_bytes_s / 1e9),
@@ -61,5 +62,7 @@ def machines(as_json: bool = opt.JSON) -> int:
         soft_wrap=True,
     )
     for gpu in GPUS:
-        terminal.print(f"{gpu.name}: {gpu.source}. Memory: {gpu.memory_source}.", soft_wrap=True, style="dim")
+        terminal.print(
+            f"{format_machine_label(gpu.name)}: {gpu.source}. Memory: {gpu.memory_source}.", soft_wrap=True, style="dim"
+        )
     return 0

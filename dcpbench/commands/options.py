@@ -99,6 +99,11 @@ class How(Group):
         "else bf16 on GPUs, fp32 on the CPU.",
         metavar="NAME,…",
     )
+    routing: str | None = HOW(
+        "Experts that tokens take, with synthetic weights: even, zipf:S (the expert of rank r takes a share of rank^-S), or a JSON "
+        "file with counts of experts by layer, as SGLang's --init-expert-location takes it. Default: even.",
+        metavar="NAME,…",
+    )
     page_size: PageSize | None = make_structured(HOW, PageSize)
 
 

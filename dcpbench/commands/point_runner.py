@@ -106,7 +106,11 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
         return 0
     there = run.caller.elsewhere
     candidates = grid.expand_grid(
-        spec, probe, there.nodes if there else run.machines.nnodes, submitted=there is not None
+        spec,
+        probe,
+        there.nodes if there else run.machines.nnodes,
+        submitted=there is not None,
+        typed=run.caller.typed,
     )
     if not run.dry_run:
         grid.check_live(candidates, spec.settings)

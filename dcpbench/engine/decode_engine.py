@@ -24,6 +24,7 @@ from dcpbench.serving.allocator import DcpAllocator
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dcpbench.engine.synthetic import RouterInputs
     from dcpbench.exchange import Exchange
     from dcpbench.kernels.attention import Backend
     from dcpbench.serving.allocator import Allocation
@@ -62,7 +63,7 @@ class Batch:
         self.logits: torch.Tensor | None = None
         self.next_tokens: torch.Tensor | None = None
         """[B] int64, tokens sampled by the last step, which has also written them to the table of tokens."""
-        self.router_inputs: torch.Tensor | None = None
+        self.router_inputs: RouterInputs | None = None
         """See StepInput; set before the first step, as a graph holds its address."""
         self.captured: CapturedStep | None = None
 

@@ -38,11 +38,13 @@ if TYPE_CHECKING:
     from dcpbench.engine.kv_pool import KvPool
     from dcpbench.engine.piecewise_graph import StepBuffers
     from dcpbench.engine.prefill import PrefillPlan
+    from dcpbench.engine.synthetic import RouterInputs
     from dcpbench.engine.weights import Mlp, Weights
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
     from dcpbench.models.shapes import ModelShape
     from dcpbench.points.layout import GroupWide, Layout
 
+    RouterInput = tuple[torch.Tensor, torch.Tensor | None]
 
 QUERY, KV_ROW, VALUES, ATTENTION, MLP = "query", "KV row", "values", "attention", "MLP"
 OBSERVED = (QUERY, KV_ROW, VALUES, ATTENTION, MLP)
@@ -61,10 +63,8 @@ class StepInput:
     """int64: index of the new token in its request."""
     locs: torch.Tensor
     """int32: virtual KV location of the new token; padding rows have 0, or -1 for none."""
-    router_inputs: torch.Tensor | None = None
-    """[MoE layers or fewer, T or more, D]: input of the router instead of the hidden state, used by layers in turn; see
-    synthetic.py. None: the hidden state.
-    """
+    router_inputs: RouterInputs | None = None
+    """Input of the routers instead of the hidden state; see synthetic.py. None: the hidden state."""
     logit_rows: torch.Tensor | None = None
     """int64: rows that need logits; None: all."""
     live: torch.Tensor | None = None
@@ -283,16 +283,15 @@ class Model:
         """
         return self.attention.compute_partial(q_BHQ, w, self.kv.data[index], decodes)
 
-    def get_router_input(self, batch: StepInput, index: int) -> torch.Tensor | None:
-        """Return the synthetic router input of a layer, [T, D], if the batch has one."""
+    def get_router_input(self, batch: StepInput, index: int) -> RouterInput | None:
+        """Return the synthetic router input of a layer, if the batch has one."""
         moe_index = index - self.shape.first_dense
         if batch.router_inputs is None or moe_index < 0:
             return None
-        layers_LTD = batch.router_inputs
-        return layers_LTD[moe_index % len(layers_LTD), : len(batch.positions) * self.layout.dp]
+        return batch.router_inputs.select_layer(moe_index, len(batch.positions) * self.layout.dp)
 
     def run_mlp(
-        self, x_BD: torch.Tensor | Rows, w: Mlp | Moe, router_TD: torch.Tensor | None, live: torch.Tensor | None = None
+        self, x_BD: torch.Tensor | Rows, w: Mlp | Moe, router: RouterInput | None, live: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the dense MLP or experts over all tokens of the layout, summed over tp, for this replica's tokens."""
         x_TD = x_BD
@@ -300,7 +299,7 @@ class Model:
             assert isinstance(x_BD, torch.Tensor)
             with record_range("dp_gather"):
                 x_TD = self.groups.dp.all_gather(x_BD).flatten(0, 1)
-        y_TD = self.run_experts(x_TD, w, router_TD, live) if isinstance(w, Moe) else self.run_dense_mlp(x_TD, w)
+        y_TD = self.run_experts(x_TD, w, router, live) if isinstance(w, Moe) else self.run_dense_mlp(x_TD, w)
         with record_range("mlp_reduce"):
             # Without attention DP a replica is all ranks; with it, each replica keeps its own tokens first.
             return self.reduce_hidden(y_TD if self.layout.dp == 1 else self.groups.dp.reduce_scatter(y_TD))
@@ -311,7 +310,7 @@ class Model:
             return apply_linear(moe.silu_mul(apply_linear(x_TD, w.gate_up), w.down), w.down)
 
     def run_experts(
-        self, x_TD: torch.Tensor | Rows, w: Moe, router_TD: torch.Tensor | None, live: torch.Tensor | None
+        self, x_TD: torch.Tensor | Rows, w: Moe, router: RouterInput | None, live: torch.Tensor | None
     ) -> torch.Tensor:
         """Return this rank's experts, or its slice of all of them, and its slice of the shared expert, which processes
         all rows.
@@ -327,7 +326,10 @@ class Model:
                 shared_TD = apply_linear(
                     moe.silu_mul(apply_linear(x_TD, w.shared.gate_up), w.shared.down), w.shared.down
                 )
-            logits_TE = moe.compute_router_logits(plain_TD if router_TD is None else router_TD, w.router)
+            router_TD, routed_TE = router or (plain_TD, None)
+            logits_TE = moe.compute_router_logits(router_TD, w.router)
+            if routed_TE is not None:
+                logits_TE = routed_TE
             weights_Tk, ids_Tk = moe.select_experts(logits_TE, w.bias, self.shape, live)
             if self.chosen_experts is not None:
                 self.chosen_experts.append((logits_TE, ids_Tk))

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dcpbench.engine.decode_engine import Batch
     from dcpbench.engine.model import Model
     from dcpbench.engine.prefill import KeySet, Prefiller, PrefillPlan
+    from dcpbench.engine.synthetic import RouterInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +221,7 @@ class StepPieces:
 class Pieces:
     """The pieces of all steps with chunks of one rank."""
 
-    def __init__(self, prefiller: Prefiller, router_inputs: torch.Tensor | None) -> None:
+    def __init__(self, prefiller: Prefiller, router_inputs: RouterInputs | None) -> None:
         """Create the pieces for steps with as many rows as the prefiller can decompress."""
         self.prefiller, self.model, self.router_inputs = prefiller, prefiller.model, router_inputs
         self.room = StepBuffers.allocate(self.model, prefiller.rows)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from dcpbench.engine.decode_engine import Batch, DecodeEngine
     from dcpbench.engine.prefill import Prefiller
+    from dcpbench.engine.synthetic import RouterInputs
     from dcpbench.serving.requests import ReplicaStep, Step
 
 IN_FLIGHT = 2
@@ -68,8 +69,8 @@ class LaunchedStep:
 class ServeEngine:
     """The part of a DecodeEngine that serves. All ranks launch the same steps."""
 
-    def __init__(self, engine: DecodeEngine, prefiller: Prefiller, router_inputs: torch.Tensor | None) -> None:
-        """Create the server; `router_inputs` [1, rows of all replicas, D] replaces the router's input with synthetic
+    def __init__(self, engine: DecodeEngine, prefiller: Prefiller, router_inputs: RouterInputs | None) -> None:
+        """Create the server; `router_inputs`, for the rows of all replicas, replace the hidden state with synthetic
         weights, see StepInput.
         """
         self.engine, self.prefiller, self.router_inputs = engine, prefiller, router_inputs

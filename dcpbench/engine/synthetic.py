@@ -6,6 +6,7 @@ import dataclasses
 import zlib
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from dcpbench.engine.scaled_weights import ALL, slice_scaled
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 BLOCK = 2 * SCALE_BLOCK
 """Rows or columns that are drawn together in a sharded dimension; shards need not begin or end at a block."""
+REJECTED, CHOSEN = -8.0, (1.0, 2.0)
+"""Logits of experts that a token does not take, and of the first and the last that it takes: scores further apart than biases."""
 _PRIMES = (1_000_003, 7_368_787)
 
 
@@ -126,3 +129,26 @@ def make_router_inputs(
         generator.manual_seed((seed * _PRIMES[0] + number + 1) * _PRIMES[1])
         out[:, t] = torch.empty(layers, hidden, dtype=dtype, device=device).normal_(generator=generator)
     return out
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterInputs:
+    """Inputs of the routers of a step: of all layers, or of one."""
+
+    hidden: torch.Tensor
+    """[MoE layers or fewer, T or more, D]: what routers multiply instead of the hidden state; layers use it in turn."""
+    logits: torch.Tensor | None = None
+    """[MoE layers, T or more, E]: logits that take the place of the product's results, which are computed nevertheless; None: the results."""
+
+    def select_layer(self, index: int, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the input [T, D] and the logits [T, E] of one layer."""
+        hidden_TD = self.hidden[index % len(self.hidden), :rows]
+        return hidden_TD, None if self.logits is None else self.logits[index, :rows]
+
+
+def make_routed_logits(ids_LTk: np.ndarray, experts: int, device: torch.device) -> torch.Tensor:
+    """Return logits [layers, T, E] in fp32 for which every routing rule selects these experts, with different weights."""
+    ids = torch.from_numpy(ids_LTk.astype(np.int64)).to(device)
+    out = torch.full((*ids.shape[:2], experts), REJECTED, device=device)
+    chosen = torch.linspace(*CHOSEN, ids.shape[2], device=device)
+    return out.scatter_(2, ids, chosen.expand(ids.shape))

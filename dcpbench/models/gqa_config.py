@@ -69,11 +69,10 @@ def parse_shape(config: dict[str, Any], name: str, gqa: Gqa, *, rotated: float =
     position = parse_int(config, "max_position_embeddings")
     layers = parse_int(config, "num_hidden_layers", maximum=MAX_LAYERS)
     heads, hidden = parse_int(config, "num_attention_heads"), parse_int(config, "hidden_size")
-    head = (
-        parse_int(config, "head_dim", max(hidden // heads, 1))
-        if config.get("head_dim") is not None
-        else hidden // heads
-    )
+    head = parse_int(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
+    rotated_width = int(head * rotated)
+    if not rotated_width:
+        raise ValueError(f"a head has {head} numbers, of which rope rotates {rotated_width}")
     llama3 = parse_llama3_rope(rope)
     return ModelShape(
         name=name,
@@ -84,8 +83,8 @@ def parse_shape(config: dict[str, Any], name: str, gqa: Gqa, *, rotated: float =
         vocab=parse_int(config, "vocab_size", maximum=MAX_VOCAB),
         gqa=gqa,
         latent=0,
-        rope=int(head * rotated),
-        nope=head - int(head * rotated),
+        rope=rotated_width,
+        nope=head - rotated_width,
         value=head,
         rms_eps=parse_number(config, "rms_norm_eps", 1e-6, minimum=0),
         rope_theta=parse_number(rope if "rope_theta" in rope else config, "rope_theta", 10000.0),

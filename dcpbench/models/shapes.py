@@ -199,9 +199,10 @@ class ModelShape:
         return self.count_kv_heads(ranks) * (self.head_width + self.value) if self.gqa else self.latent + self.rope
 
     def compute_kv_bytes_per_token(self, itemsize: int, ranks: int = 1) -> int:
-        """Return the bytes that one token takes in the KV cache of one of `ranks` tensor-parallel ranks, all layers.
+        """Return the bytes that one token takes in the KV cache of one of `ranks` tensor-parallel ranks.
 
-        Keys of an indexer are e4m3 in every precision of the cache.
+        All layers count that attend to all tokens. Keys of an indexer are e4m3 in every precision of the cache.
         """
+        layers = self.layers - (self.gqa.window_layers if self.gqa else 0)
         keys = self.indexer.layers * self.indexer.key_bytes if self.indexer else 0
-        return self.layers * self.compute_kv_width(ranks) * itemsize + keys
+        return layers * self.compute_kv_width(ranks) * itemsize + keys

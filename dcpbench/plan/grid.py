@@ -70,9 +70,14 @@ class Candidate:
         return Record(point=self.point, outcome="rejected", reason=str(self.error), no_room=no_room)
 
 
-def expand_grid(spec: SweepSpec, probe: Probe, nnodes: int = 1, *, submitted: bool = False) -> list[Candidate]:
-    """Return every point of the grid with its baseline, in running order: neighbours share an engine."""
-    found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes, submitted=submitted))
+def expand_grid(
+    spec: SweepSpec, probe: Probe, nnodes: int = 1, *, submitted: bool = False, typed: Sequence[str] = ()
+) -> list[Candidate]:
+    """Return every point of the grid with its baseline, in running order: neighbours share an engine.
+
+    `typed`: command and arguments that errors repeat with other options.
+    """
+    found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes, submitted=submitted, typed=tuple(typed)))
     _check_used(spec, (c.point for c in found))
     return found
 

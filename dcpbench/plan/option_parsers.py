@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from dcpbench.errors import UsageError
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.counts import parse_count, suggest_counts
+from dcpbench.points.expert_distribution import parse_routing
 from dcpbench.points.names import BACKENDS, CUT, REPLAY, SYNTHETIC, WHOLE, format_flag, format_setting, join_value
 from dcpbench.points.point import AXES, LOAD_AXES
 
@@ -82,6 +83,7 @@ def format_example(name: str) -> str:
         "tp": "4,8",
         "dcp": "1,4",
         "ep": f"{CUT},{WHOLE}",
+        "routing": "even,zipf:1",
         "concurrency": "8,32",
         "context": "4000,32000",
         "request_rate": "0.5,2",
@@ -170,6 +172,11 @@ def parse_bools(name: str, value: object) -> tuple[bool, ...]:
     """Parse `true`, or `[false, true]` for an axis with both values."""
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(dict.fromkeys(parse_bool(name, item) for item in values))
+
+
+def parse_routings(name: str, value: object) -> tuple[str, ...]:
+    """Parse `even,zipf:1,counts.json`, each routing once."""
+    return tuple(dict.fromkeys(parse_routing(parse_name(name, item)) for item in split_items(name, value)))
 
 
 def get_parser(axis: Axis) -> Callable[[str, object], object]:

@@ -338,7 +338,7 @@ def make_planned_probe(name: str, count: int) -> Probe:
         memory_bytes=found.memory_bytes,
         l2_bytes=found.l2_bytes,
         capability=found.capability,
-        packages=dict.fromkeys(LIBRARIES.values(), "planned"),
+        packages=dict.fromkeys(LIBRARIES.values(), "planned") if found.cuda else {},
         gpu=found,
     )
 
@@ -368,6 +368,7 @@ PARSERS: dict[str, Callable[[str, object], object]] = {
     **dict.fromkeys((*DEGREES, "concurrency", "context"), read.parse_ints),
     **{axis.name: read.get_parser(axis) for axis in HOW if axis.name != COMPUTED},
     "ep": read.parse_degrees,
+    "routing": read.parse_routings,
     "kv_memory": read.parse_bytes,
     "seconds": read.parse_number,
     "repeats": read.parse_int,

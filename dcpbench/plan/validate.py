@@ -89,6 +89,7 @@ class Machine:
     timed: bool = True
     """True if points are measured (`sweep`; on a GPU with CUDA graphs), False if they are only compared (`verify`)."""
     submitted: bool = False  # True if `submit` checks the point for the machines of a job
+    typed: tuple[str, ...] = ()  # command and arguments that errors repeat with other options; empty without any
 
     @property
     def gpus(self) -> int:
@@ -114,6 +115,8 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
             f"--weights-dtype {point.dtype}: on GPUs the grouped product of the experts is bf16 only; use --weights-dtype bf16. "
             "fp16 and fp32 on a GPU are for dcpbench verify."
         )
+    if point.routing:
+        _check_routing(point, shape, machine)
     _check_auto(point, machine)
     _check_backend(point, shape, machine)
     if here:
@@ -208,7 +211,7 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {weights.name} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` says what is). "
-            f"To plan it for GPUs type: {format_retyped_command(_get_command(point), plan, ['--device'])}. "
+            f"To plan it for GPUs type: {format_retyped_command(machine.typed, _get_command(point), plan, ['--device'])}. "
             f"For a functional run on the CPU type: dcpbench {_get_command(point)} --model tiny --tp 8 --dcp 8"
         )
 
@@ -243,6 +246,19 @@ def _find_machine_name(point: Point, probe: Probe) -> str:
     if name is None:
         return "MACHINE (see dcpbench machines)"
     return name if point.tp <= load_machine(name).gpus_per_host else f"{name}+{LINKS[0].name}"
+
+
+def _check_routing(point: Point, shape: ModelShape, machine: Machine) -> None:
+    """Raise an error unless a model with synthetic weights can route tokens like the point."""
+    from dcpbench.points.expert_choices import load_choices  # numpy, which most plans do without
+
+    option = f"--routing {point.routing}"
+    if not machine.timed or point.weights != SYNTHETIC:
+        why = "verify compares results" if not machine.timed else "a checkpoint's router decides"
+        raise UsageError(f"{option}: {why}; leave --routing out.")
+    if not shape.experts:
+        raise UsageError(f"{option}: {shape.name} has no experts; leave --routing out.")
+    load_choices(point.routing, shape)
 
 
 def _check_emulated(point: Point, machine: Machine) -> None:
@@ -283,7 +299,8 @@ def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[
             given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
             given |= {"--dcp": str(best.dcp)}
             given |= {"--ep": point.ep} if point.ep != place_experts(CUT, point.tp) else {}
-            return retype_command(_get_command(point), given | _get_plan_options(machine.probe), ["--dp", "--ep"])
+            given |= _get_plan_options(machine.probe)
+            return retype_command(machine.typed, _get_command(point), given, ["--dp", "--ep"])
     return f"{_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8".split()
 
 

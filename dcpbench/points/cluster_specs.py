@@ -48,7 +48,7 @@ LINKS = (
     ),
 )
 GPUS_PER_HOST = 8
-"""Number of GPUs per host on HGX and DGX boards of all GPUs in the table."""
+"""Default number of GPUs: that of HGX and DGX boards."""
 MEASURED_ON = "H200"
 BORROWED_ERROR = 0.1
 """Relative error of calls taken from another machine: two hosts of the same GPU differed by up to 9 % in NCCL's small
@@ -92,6 +92,16 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def card(self) -> Gpu:
         """Return the GPU with its limits."""
         return next(gpu for gpu in GPUS if gpu.name == self.gpu)
+
+    @property
+    def on_paper(self) -> bool:
+        """Return True if no figure of the machine was measured on such a machine."""
+        return self.card.on_paper and not self.calls
+
+    @property
+    def label(self) -> str:
+        """Return the name, marked if the machine is described on paper only: `B300+rdma-800 (on paper)`."""
+        return f"{self.name} (on paper)" if self.on_paper else self.name
 
     @property
     def wire_measured(self) -> str:
@@ -151,7 +161,7 @@ def load_built_in(gpu: str) -> Machine:
     if gpu == MEASURED_ON:
         file = resources.files("dcpbench.points.measured") / f"{gpu.lower()}.toml"
         return parse_machine(file.read_bytes(), f"built-in {gpu}")
-    return Machine(name=gpu, gpu=gpu)
+    return Machine(name=gpu, gpu=gpu, gpus_per_host=next(known.gpus_per_host for known in GPUS if known.name == gpu))
 
 
 def read_machine(path: Path) -> Machine:

@@ -84,7 +84,7 @@ def compute_stored_bytes(
         side = math.gcd(side, height)
     blocks = sum(math.ceil(height / side) for height in heights)
     across = math.ceil(product.inputs / _compute_block_side(product.inputs, columns, weights.columns or product.inputs))
-    return weights.compute_bytes(product.inputs, product.elements // product.inputs, blocks * across)
+    return weights.compute_bytes(product.inputs, sum(heights), blocks * across)
 
 
 def make_attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_HEADS) -> dict[str, Product]:
@@ -306,11 +306,15 @@ def count_kv_pages(layout: Layout, concurrency: int, context: int, page_size: in
 
 
 def compute_page_bytes(shape: ModelShape, page_size: int, itemsize: int, layout: Layout | None = None) -> int:
-    """Return the bytes of one physical page of one rank, all layers; without a layout, with all KV heads.
-
-    Layers with a sliding window keep all tokens, as engines without separate pools for them store it.
-    """
+    """Return the bytes of one physical page of one rank, all layers without a sliding window; without a layout, with all KV heads."""
     return page_size * shape.compute_kv_bytes_per_token(itemsize, layout.attn_tp if layout else 1)
+
+
+def compute_sliding_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
+    """Return the bytes of a request's latest tokens in the layers with a sliding window on one rank, next to the pool."""
+    if shape.gqa is None or shape.gqa.window is None:
+        return 0
+    return shape.gqa.window_layers * shape.gqa.window * shape.compute_kv_width(layout.attn_tp) * itemsize
 
 
 def compute_window_bytes(

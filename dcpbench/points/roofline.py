@@ -28,6 +28,7 @@ from dcpbench.models.shapes import KV_WIDTH, LATENT
 from dcpbench.models.weight_formats import DENSE, EXPERTS, FP8, QKV, SCALE_BLOCK, SHARED, UNQUANTISED, O, WeightFormat
 from dcpbench.points import memory
 from dcpbench.points.budget import ITEMSIZE
+from dcpbench.points.expert_distribution import OWN
 from dcpbench.points.layout import OWN_HEADS, compute_local_length
 
 if TYPE_CHECKING:
@@ -252,6 +253,8 @@ class Sharding:
     """Format of the weights of linear layers and experts."""
     kv_itemsize: int | None = None
     """Bytes per number in the KV cache; None if they are those of all other tensors."""
+    routing: str = OWN
+    """Distribution of the experts that tokens take, as Point.routing."""
     ep: int | None = None
     """Expert parallel degree; each expert is split by width over the remaining ranks. None: the degree is the number of
     ranks.
@@ -268,6 +271,7 @@ class Sharding:
             wide=point.group_wide,
             ep=point.ep_degree,
             weights=shape.get_weight_format(point.weights_precision),
+            routing=point.routing,
             kv_itemsize=ITEMSIZE[point.kv_precision],
         )
 
@@ -308,9 +312,16 @@ class Sharding:
         return [Routed(hit=len(set(found)), rows=len(found)) for found in of_rank]
 
     def estimate_routed(self, tokens: int) -> Routed:
-        """Return the expected work of a rank if only the number of tokens is known: all experts are equally likely."""
-        hit = estimate_experts_hit(self.shape.experts, self.shape.top_k, tokens) / self.expert_ranks
-        return Routed(hit=round(hit), rows=round(tokens * self.shape.top_k / self.expert_ranks))
+        """Return the expected work of a rank if only the number of tokens is known, by the distribution of the routing, the mean of
+        all ranks and layers. Without one all experts are equally likely.
+        """
+        if self.routing == OWN:
+            hit = estimate_experts_hit(self.shape.experts, self.shape.top_k, tokens)
+        else:
+            from dcpbench.points.expert_choices import load_choices  # numpy, which most commands do without
+
+            hit = load_choices(self.routing, self.shape).estimate_hit(tokens)
+        return Routed(hit=round(hit / self.expert_ranks), rows=round(tokens * self.shape.top_k / self.expert_ranks))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

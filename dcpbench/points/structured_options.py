@@ -241,7 +241,9 @@ class Gpu(StructuredOption, frozen=True, kw_only=True):
     text = "With --dry-run: plan for a machine with other GPUs than this one has."
     bare = "name"
 
-    name: Annotated[str | None, Key("NAME", f"{_GPUS}, all SXM.", "this machine's")] = None
+    name: Annotated[str | None, Key("NAME", f"{_GPUS}; dcpbench machines marks those on paper.", "this machine's")] = (
+        None
+    )
     count: Annotated[int | None, Key("N", "GPUs of a machine.", "8")] = None
 
 

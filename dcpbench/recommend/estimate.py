@@ -126,21 +126,31 @@ def compute_terms(
 def compute_waiting_us(sharding: Sharding, tokens: int, rates: Mapping[str, float]) -> float:
     """Return the µs that ranks with undivided experts wait in a step for the rank that reads most of them.
 
-    Tokens are assumed to draw experts at random. An expert is hit with p = 1 − (1 − k / E)^T, so the largest of n ranks with
+    The busiest rank of a stated routing is that of points/expert_distribution.py. Otherwise all experts are equally likely: an expert is hit with p = 1 − (1 − k / E)^T, so the largest of n ranks with
     E / n each reads √(E / n · p (1 − p)) times the largest of n normal numbers more than the mean (Blom 1958: that of rank n
     is Φ⁻¹((n − 3/8) / (n + 1/4))).
     """
     s, ranks = sharding.shape, sharding.expert_ranks
     if ranks == 1 or not s.experts or "read" not in rates:
         return 0.0
-    hit = 1 - (1 - s.top_k / s.experts) ** tokens
-    spread = math.sqrt(s.experts / ranks * hit * (1 - hit))
-    largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
     products = memory.make_mlp_products(s, s.moe_inter)
     stored = EXPERTS in sharding.weights.parts
     bits = sharding.weights.bits if stored else 8 * sharding.itemsize
     expert_bytes = sum(product.elements for product in products) * bits / 8
-    return memory.count_all_layers(s).moe * largest * spread * expert_bytes / rates["read"] * 1e6
+    return memory.count_all_layers(s).moe * _estimate_excess(sharding, tokens) * expert_bytes / rates["read"] * 1e6
+
+
+def _estimate_excess(sharding: Sharding, tokens: int) -> float:
+    """Return how many more experts than the mean rank the busiest rank of a layer reads."""
+    s, ranks = sharding.shape, sharding.expert_ranks
+    if sharding.routing:
+        from dcpbench.points.expert_choices import load_choices
+
+        choices = load_choices(sharding.routing, s)
+        return choices.estimate_busiest(tokens, ranks) - choices.estimate_hit(tokens) / ranks
+    hit = 1 - (1 - s.top_k / s.experts) ** tokens
+    largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return largest * math.sqrt(s.experts / ranks * hit * (1 - hit))
 
 
 def get_call_term(what: str) -> str:

@@ -47,6 +47,7 @@ from dcpbench.records.record import (
 from dcpbench.records.runs import Run, read_run
 from dcpbench.reports import findings, joined_runs, launch_bands, load_labels, model_names
 from dcpbench.reports import slo as objectives
+from dcpbench.reports.style import describe_layout
 from dcpbench.serving.load_words import is_lock_step
 from dcpbench.show.numbers import is_missing
 from dcpbench.show.text import (
@@ -93,7 +94,7 @@ VARIES = {
 """Further fields of a load or of its serving settings that may distinguish two points of a report, with their print format."""
 SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
 """Fields of VARIES that only some points have; a missing value adds no information. Imports have only `requests`."""
-OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "mode", "load", "repeat")
+OTHERS = ("run", "model", "layout", "dcp", "context", "concurrency", "routing", "mode", "load", "repeat")
 """Columns of points that did not run, before those of LOST."""
 LOST = ("outcome", "reason", "detail", "no_room", "message", "cause", "device", "cpu", "gpus", "shape")
 """Columns of points that did not run: outcome, the reason without job-specific or point-specific parts, memory, and hardware."""
@@ -231,16 +232,19 @@ def _add_load_columns(points: pd.DataFrame) -> pd.DataFrame:
     """Return points of `decode` with the columns that describe the load of served points."""
     if points.empty:
         return points
-    rest = "context " + points["context"].map("{:,}".format)
+    tokens = zip(points["context"], points["routing"], strict=True)
+    rest = [f"context {load_labels.format_context(context, routing)}" for context, routing in tokens]
     arrival = "concurrency " + points["concurrency"].map("{:,}".format)
     same = points["workload"] + " " + points["context"].astype(str) + " " + points["concurrency"].astype(str)
+    same += " " + points["routing"]
     return points.assign(
         mode="decode",
         load_arrival=CLOSED,
         input_typical=points["context"].astype(float),
         rest=rest,
+        rest_parts=rest.map(lambda text: (text,)),
         arrival=arrival,
-        load=arrival + " · " + rest,
+        load=[load_labels.SEPARATOR.join(parts) for parts in zip(arrival, rest, strict=True)],
         same_load=same,
     )
 
@@ -251,7 +255,7 @@ def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
         return table
     # columns that may be unknown in every row, which pandas would not take for numbers
     table = table.assign(**{name: pd.to_numeric(table[name]) for name in METRIC if name in table})
-    parts = {"shape": table["shape"].tolist()}
+    parts: dict[str, list[str]] = {}
     for name, form in VARIES.items():
         shown = _find_printed(table, name).tolist()
         loads = table[f"load_{name}"].tolist()
@@ -262,12 +266,17 @@ def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
             printed = [("on" if v else "off") if isinstance(v, bool) else v for v in values]
             parts[name] = ["" if v is None else form.format(v) for v in printed]
 
+    parts["routing"] = list(map(load_labels.format_routing, table["routing"]))
+
     def join(*columns: list[str]) -> list[str]:
         return [load_labels.SEPARATOR.join(filter(None, texts)) for texts in zip(*columns, strict=True)]
 
-    arrival, rest = table["arrival"].tolist(), join(*parts.values())
-    any_chunk = join(arrival, *(texts for name, texts in parts.items() if name != "chunk"))
-    table = table.assign(rest=rest, load=join(arrival, rest), load_with_any_chunk=any_chunk)
+    arrival, shape = table["arrival"].tolist(), table["shape"].tolist()
+    rest = join(shape, *parts.values())
+    texts_of_rows = zip(table["shape_parts"], *parts.values(), strict=True)
+    rest_parts = pd.Series([(*own, *filter(None, varied)) for own, *varied in texts_of_rows], index=table.index)
+    any_chunk = join(arrival, shape, *(texts for name, texts in parts.items() if name != "chunk"))
+    table = table.assign(rest=rest, rest_parts=rest_parts, load=join(arrival, rest), load_with_any_chunk=any_chunk)
     by = ("run", "model", "mode", "load_arrival", "input_typical", "rest", "load_request_rate", "concurrency")
     return _sort_table(table.copy(), *by)  # in one piece, as pandas wants wide tables
 
@@ -375,9 +384,11 @@ def _make_other_row(run: str, record: Record) -> dict[str, Any]:
         "run": run,
         "model": point.model,
         "layout": point.layout_name,
+        "drawn_layout": describe_layout(point),
         "dcp": point.dcp,
         "context": point.context,
         "concurrency": point.concurrency,
+        "routing": point.routing,
         "mode": point.load.mode if point.load else None,
         "load": load_labels.format_served_load(point) if point.load else None,
         "repeat": point.repeat,
@@ -418,6 +429,7 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
     row |= {
         "run": run,
         "layout": point.layout_name,
+        "drawn_layout": describe_layout(point),
         "instance": point.instance_name,
         "instances": instances.count if point.disaggregate else None,
         "gpus": point.gpus,
@@ -502,6 +514,7 @@ def _make_served_columns(records: list[Record]) -> dict[str, Any]:
         "mode": load.mode,
         "arrival": load_labels.format_arrival(point),
         "shape": load_labels.format_shape(load),
+        "shape_parts": tuple(load_labels.list_shape_parts(load)),
         "input_typical": load_labels.get_typical_length(load.input_tokens),
         "same_load": make_load_key(records[0]),
         "in_step": is_lock_step(load, point.concurrency) and not is_imported_origin(get_origin(records[0])),
@@ -537,7 +550,7 @@ def make_load_key(record: Record) -> str:
         return ""
     sent = msgspec.json.encode(msgspec.structs.replace(record.point.load, mode="")).decode()
     settings = [record.measured_with.get(name) for name in ("limit_seconds", "kv_memory_bytes")]
-    return f"{record.point.concurrency} {sent} {settings}"
+    return f"{record.point.concurrency} {sent} {settings} {record.point.routing}".rstrip()
 
 
 def compute_median(values: Iterable[float | None]) -> float | None:
@@ -617,7 +630,7 @@ def _format_varying(table: pd.DataFrame, axis: Axis) -> list[str]:
         return _format_experts(table)
     if axis.name in STORED:
         return _format_stored(table, axis)
-    own = axis.label and Role.EXCHANGE not in axis.role
+    own = axis.label and Role.EXCHANGE not in axis.role and axis.name != "routing"  # the text of the load has it
     texts = [axis.format_value(value) for value in table[axis.name]] if own else []
     silent = set() if axis.name in DISTINCT_WHEN_ABSENT else {""}
     return texts if len({*texts} - silent) > 1 else []

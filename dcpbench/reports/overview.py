@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from dcpbench.models import get_title
+from dcpbench.points.gpus import format_machine_label
 from dcpbench.points.names import CLOSED, ENGINE_NAMES, PREFILLS, REPLAY, TOOLS, UNKNOWN
 from dcpbench.points.point import UNKNOWN_LAYOUT
 from dcpbench.records.record import CPU, DUMMY_WEIGHTS, is_imported_origin, parse_origin
@@ -147,7 +148,7 @@ def list_caveats(frames: Frames) -> list[str]:
     found += engines.list_unknown(frames)
     emulated = table["emulate"].fillna("") != ""
     if emulated.any():
-        on = ", ".join(sorted({PurePath(name).name for name in table["emulate"][emulated]}))
+        on = ", ".join(sorted({format_machine_label(PurePath(name).name) for name in table["emulate"][emulated]}))
         found.append(
             f"forecast: one rank ran, its wire modelled as of {on}{_format_some(emulated, ' ({})')}{_format_slow_end(frames)}"
         )

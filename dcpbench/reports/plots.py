@@ -12,7 +12,16 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED
-from dcpbench.reports import engine_steps, engine_steps_figure, engines, figures, findings, overview, style
+from dcpbench.reports import (
+    engine_steps,
+    engine_steps_figure,
+    engines,
+    figures,
+    findings,
+    overview,
+    routing_figure,
+    style,
+)
 from dcpbench.show.figure_style import apply_style, save_figure
 
 if TYPE_CHECKING:
@@ -37,6 +46,7 @@ SOME_LOADS = 24
 """Maximum number of panels and points if there are more than the limits above: fewer are as readable and drawn in half the time."""
 FORMATS = ("png", "svg")  # file formats of every figure
 OVERVIEW, BREAK_EVEN, KV, PHASES, ENGINES, STEPS = "overview", "break-even", "kv", "phases", "engines", "engine-steps"
+ROUTINGS = "routings"
 """Subjects of the figures that are not in figures.LINES; the first two show all models at once."""
 
 
@@ -79,6 +89,7 @@ def _draw_figures(read: Frames, studio: FigureWriter) -> list[Picture]:
     _draw_lines(read.points, studio)
     _draw_lines(read.served, studio)
     _draw_break_even(read, studio)
+    _draw_routings(read.points, studio)
     for points in _group_by_model(read.points):
         few, _ = sample_points(points)
         _draw_bars(few, studio, PHASES, "Where a step's time goes", figures.draw_phases, figures.has_phases)
@@ -176,6 +187,16 @@ def _draw_break_even(read: Frames, studio: FigureWriter) -> None:
         title = f"Output tok/s with DCP over the same layout without it, {mode}{findings.format_slo_aside(group)}{note}"
         studio.add_figure(
             BREAK_EVEN, title, group, figures.draw_break_even, figures.format_alt_break_even(title, group)
+        )
+
+
+def _draw_routings(points: pd.DataFrame, studio: FigureWriter) -> None:
+    """Draw steps against the distribution of experts: a figure for each model that ran with several."""
+    rows = routing_figure.select_skewed(points)
+    for model, own in list(rows.groupby("model", sort=False))[:MAX_MODELS] if len(rows) else ():
+        title = f"Step time by distribution of experts, {style.format_label(model)}"
+        studio.add_figure(
+            ROUTINGS, title, own, routing_figure.draw_routings, routing_figure.format_alt_routings(title, own)
         )
 
 

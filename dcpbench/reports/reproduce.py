@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
 
 LISTS = [axis.name for axis in AXES if axis.kind is str and not axis.one]  # options that take a list of names
-UNTYPED: dict[str, object] = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC, "emulate": ""}
+UNTYPED: dict[str, object] = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC, "emulate": "", "routing": ""}
 UNTYPED |= {axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)}
 """Values for which an option is left out."""
 

@@ -180,7 +180,7 @@ def _build_points(frames: Frames, pictures: list[Picture]) -> list[Section]:
             slug="time",
             title="Where a step's time goes",
             paragraphs=[*floors.format_decode_sentences(points), *explain.describe_phases(points)],
-            pictures=_select_pictures(pictures, "phases"),
+            pictures=[*_select_pictures(pictures, "phases"), *_select_pictures(pictures, "routings")],
             tables=[
                 tables.build_steps_table(points),
                 floors.build_table(points),

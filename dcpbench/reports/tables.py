@@ -165,10 +165,10 @@ def build_served_details(found: pd.DataFrame, mode: str) -> Table:
     rows = select_mode(found, mode)
     instead: dict[str, Column] = {
         "decode_steps": (
-            "without prefill",
+            "decode steps, of all",
             lambda r: format_percent(r["decode_steps"] / r["steps"] if r["steps"] else None),
         ),
-        "idle_fraction": ("GPU idle between", _format_idle),
+        "idle_fraction": ("GPU idle between steps", _format_idle),
         "host_syncs_per_step": make_column(METRIC["host_syncs_per_step"], "host syncs per step"),
     }
     return make_table(
@@ -176,7 +176,7 @@ def build_served_details(found: pd.DataFrame, mode: str) -> Table:
         rows,
         [*LOADED, *make_columns(metrics.SERVED_DETAILS, **instead)],
         text_columns=3,
-        optional=("GPU idle between", "host syncs per step", *(METRIC[name].heading for name in metrics.FLOORS)),
+        optional=("GPU idle between steps", "host syncs per step", *(METRIC[name].heading for name in metrics.FLOORS)),
         fold=len(rows) > FOLD_ABOVE // 4,
     )
 
@@ -239,7 +239,7 @@ def build_repeats_table(found: pd.DataFrame, *, served: bool = False) -> Table:
     apart = found[found["apart"] > REPEATS_AGREE_WITHIN].sort_values("apart", ascending=False) if len(found) else found
     shown: list[Column] = [
         *make_text_columns("model", "layout"),
-        ("context", lambda r: f"{r['context']:,}"),
+        ("context", lambda r: load_labels.format_context(r["context"], r["routing"])),
         *make_text_columns("concurrency"),
         ("step medians ms", lambda r: ", ".join(format_number(m) for m in r["medians_ms"])),
     ]
@@ -349,7 +349,10 @@ def make_table(
     first = _make_run_columns(found)
     if load:
         first += make_text_columns("model")
-        first += [("context", lambda r: f"{r['context']:,}"), ("concurrency", lambda r: f"{r['concurrency']:,}")]
+        first += [
+            ("context", lambda r: load_labels.format_context(r["context"], r["routing"])),
+            ("concurrency", lambda r: f"{r['concurrency']:,}"),
+        ]
     columns = [*first, *columns]
     if len(found) > MAX_ROWS:
         title = f"{title} (the first {MAX_ROWS:,} of {len(found):,}; points.csv has every point)"

@@ -17,7 +17,7 @@ from rich.text import Text
 from dcpbench.points.names import CLOSED, GAMMA, TRACE, TRACE_TIMES
 from dcpbench.records.metrics import DECODE
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.reports import answer, engine_steps, floors, point_warnings, recommendation
+from dcpbench.reports import answer, engine_steps, floors, load_labels, point_warnings, recommendation
 from dcpbench.reports.dataframes import sort_commonest_first
 from dcpbench.reports.step_parts import ATTENTION, COMMUNICATION, EXCHANGE, IDLE, MATRIX_PRODUCTS, NORMS, OTHERS
 from dcpbench.reports.tables import format_whole
@@ -161,7 +161,7 @@ def _make_number_column(
 
 def _make_decode_columns(points: pd.DataFrame) -> list[Column]:
     return [
-        Column("context", [f"{v:,}" for v in points["context"]]),
+        Column("context", list(map(load_labels.format_context, points["context"], points["routing"]))),
         Column("conc.", [f"{v:,}" for v in points["concurrency"]]),
         _make_number_column("tok/s", points["output_tok_s"], 4),
         Column(

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dcpbench.engine.decode_engine import Batch, DecodeEngine, Request
+    from dcpbench.engine.synthetic import RouterInputs
     from dcpbench.measuring.timing import Timing
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
@@ -177,7 +178,7 @@ def _add_request(engine: DecodeEngine, session: Session, point: Point, seed: int
     return request
 
 
-def _make_router_inputs(session: Session, batch: Batch, seed: int) -> torch.Tensor:
+def _make_router_inputs(session: Session, batch: Batch, seed: int) -> RouterInputs:
     """Return rows of all replicas, in the order in which their tokens are gathered; rows past a replica's share are
     padding.
 

@@ -14,13 +14,14 @@ from dcpbench.engine.decode_engine import DecodeEngine
 from dcpbench.engine.groups import make_emulated_groups, make_groups
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
-from dcpbench.engine.synthetic import SyntheticSource, make_router_inputs
+from dcpbench.engine.synthetic import RouterInputs, SyntheticSource, make_routed_logits, make_router_inputs
 from dcpbench.engine.weights import load_weights
 from dcpbench.exchange.emulated import Emulation
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
 from dcpbench.points.batches import compute_batch_rows
 from dcpbench.points.budget import plan_whole
 from dcpbench.points.cluster_specs import load_machine
+from dcpbench.points.expert_choices import load_choices
 from dcpbench.points.names import FP8, WHOLE
 from dcpbench.workloads import choice
 
@@ -64,12 +65,16 @@ class Session:
         self.engine.select_path(*choice.get_initial_candidate(point))
         self.point, self.serving = point, None
 
-    def make_router_inputs(self, numbers: list[int], layers: int, seed: int) -> torch.Tensor:
+    def make_router_inputs(self, numbers: list[int], layers: int, seed: int) -> RouterInputs:
         """Return the router inputs used with synthetic weights, a row for each number; see engine/synthetic.py."""
-        model, device = self.engine.model, self.engine.device
-        return make_router_inputs(
+        model, device, routing = self.engine.model, self.engine.device, self.point.routing
+        hidden = make_router_inputs(
             numbers, layers=layers, hidden=self.shape.hidden, seed=seed, dtype=model.dtype, device=device
         )
+        if not routing:
+            return RouterInputs(hidden)
+        ids_LTk = load_choices(routing, self.shape).draw(numbers, seed)
+        return RouterInputs(hidden, make_routed_logits(ids_LTk, self.shape.experts, device))
 
 
 def build_session(

@@ -339,6 +339,14 @@ def test_a_step_has_the_requests_of_all_replicas() -> None:
     assert read_limits(["--max-running-requests", "8"], 2).max_requests == 8
 
 
+def test_a_kv_cache_that_flags_limit_is_counted_over_all_ranks() -> None:
+    """vLLM: 10 blocks of 64 tokens on each of 2 · 4 ranks hold 5,120; without a block size they hold 10 · 128 at most."""
+    assert read_limits(["--num-gpu-blocks-override=10", "--block-size", "64"], 2, 4).kv_tokens == 5120
+    assert read_limits(["--num-gpu-blocks-override", "10", "-pcp", "2"]).kv_tokens == 2560
+    assert read_limits(["--max-total-tokens", "1000"], 2, 4).kv_tokens == 8000
+    assert read_limits(["--block-size", "64"]).kv_tokens is None
+
+
 def test_engines_profile_steps_without_python_stacks() -> None:
     """Stacks take the host longer than a short step takes. A file with the preset's profiler gets that without stacks, too."""
     without = PRESETS["vllm"].step_profiler

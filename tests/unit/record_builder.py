@@ -92,7 +92,9 @@ def ok(of: Point, *, median_ms: float | None = None, steps: int = 700, noise: fl
     """Return a finished record with steps that scatter around `median_ms`."""
     layout = of.layout
     median = step_ms(layout, of.context, of.concurrency) if median_ms is None else median_ms
-    rng = random.Random(of.get_key())
+    rng = random.Random(
+        "/".join(f"{f.name}={v}" for f in msgspec.structs.fields(of) if (v := getattr(of, f.name)) != f.default)
+    )
     samples = [max(median * rng.gauss(1, noise), 1e-3) for _ in range(steps)]
     replicas = layout.dp * layout.dcp
     pool = 20 << 30

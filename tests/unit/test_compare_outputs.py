@@ -471,10 +471,10 @@ def test_a_latency_of_zero_was_not_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("faster", "said"),
     [
-        ([1.25], "step time 9.992 → 7.994 ms, B/A 0.800"),
+        ([1.25], "step time 10 → 8.003 ms, B/A 0.800"),
         ([1.25, 0.5, 1.0], "step time B/A 0.800 to 2.000 in 3 points, median 1.000"),
-        ([1e-4], "step time 9.992 → 99,924 ms, B/A 1e+04"),
-        ([1.25, None], "step time 9.992 → 7.994 ms, B/A 0.800; 1 point did not run in B"),
+        ([1e-4], "step time 10 → 100,035 ms, B/A 1e+04"),
+        ([1.25, None], "step time 10 → 8.003 ms, B/A 0.800; 1 point did not run in B"),
         ([None], "nothing ran on both sides; 1 point did not run in B"),
     ],
 )

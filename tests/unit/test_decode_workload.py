@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from dcpbench.measuring.timing import Timer, Timing
 from dcpbench.models import load_shape
 from dcpbench.points import budget, memory
 from dcpbench.points.device_probe import Probe
+from dcpbench.points.expert_choices import load_choices
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.points.roofline import Routed, Sharding, StepRows, compute_step_floors
@@ -24,6 +26,7 @@ from tests.unit import engine_builder
 CPU = torch.device("cpu")
 TINY = engine_builder.TINY
 PROBE = Probe(device="cpu", count=0, name="CPU")
+SKEWED = "zipf:0.5"
 HERE = Environment(device="CPU", device_count=0)
 POINT = Point(model="tiny", tp=1, concurrency=3, context=9, backend="reference", dtype="fp32", page_size=4)
 
@@ -224,6 +227,59 @@ def test_the_busiest_rank_is_that_of_each_layer():
         "busiest_rank_rows": 1.5,
     }
     assert decode.summarize_busiest_rank(rows, 1) == {"busiest_rank_experts": 1, "busiest_rank_rows": 1}
+
+
+class TestRouting:
+    def test_the_engine_routes_as_stated(self, monkeypatch):
+        """Each of 3 requests and of the padding row takes the experts drawn for its number."""
+        point = msgspec.structs.replace(POINT, routing=SKEWED)
+        found = collect_chosen(monkeypatch, point)
+        drawn = load_choices(SKEWED, TINY).draw(range(4), seed=0)
+        assert [ids.sort(-1).values.tolist() for ids in found] == np.sort(drawn, axis=2).tolist()
+
+    def test_points_of_one_engine_may_differ_in_it(self, monkeypatch):
+        """The weights stay, and the inputs of routers are made anew."""
+        built = session()
+        even, skewed = (
+            collect_chosen(monkeypatch, msgspec.structs.replace(POINT, routing=routing), built)
+            for routing in ("", SKEWED)
+        )
+        assert [ids.tolist() for ids in even] != [ids.tolist() for ids in skewed]
+
+    @pytest.mark.parametrize("layout", [Layout(2), Layout(4, 2), Layout(4, 4)], ids=str)
+    def test_requests_are_routed_alike_in_every_layout(self, layout, monkeypatch):
+        """Replicas have requests 0, dp, 2·dp, … and 1, dp + 1, …, whose rows are gathered one replica after another."""
+        point = msgspec.structs.replace(POINT, routing=SKEWED, concurrency=8)
+        alone = collect_chosen(monkeypatch, point)
+        other = msgspec.structs.replace(point, tp=layout.tp, dp=layout.dp, emulate="H200")
+        order = [row * layout.dp + replica for replica in range(layout.dp) for row in range(8 // layout.dp)]
+        for ids, found in zip(alone, collect_chosen(monkeypatch, other), strict=True):
+            assert ids[order].tolist() == found.tolist()
+
+    def test_the_record_has_the_distinct_experts_and_the_busiest_ranks_share(self):
+        """8 rows, a graph of 8; experts 0–3 on the first of two ranks."""
+        point = msgspec.structs.replace(POINT, routing=SKEWED, concurrency=8, tp=2, ep="tp", emulate="H200")
+        record, _ = run(session(point), point, profile=False)
+        hit = [
+            [*map(set, (ids[ids < 4].tolist(), ids[ids >= 4].tolist()))]
+            for ids in load_choices(SKEWED, TINY).draw(range(8), 0)
+        ]
+        assert record.point.routing == SKEWED
+        assert record.honesty.experts_hit == pytest.approx(np.mean([len(a) + len(b) for a, b in hit]) / 8)
+        ratios = [max(len(a), len(b)) / ((len(a) + len(b)) / 2) for a, b in hit]
+        assert record.honesty.busiest_rank_experts == pytest.approx(np.mean(ratios))
+
+
+def collect_chosen(monkeypatch, point, built=None):
+    """Experts of each row and layer in a step of the point."""
+    kept = []
+    real = decode._collect_chosen_experts
+    monkeypatch.setattr(decode, "_collect_chosen_experts", lambda *given: kept.append(real(*given)) or kept[-1])
+    built = built or session(point)
+    built.apply_point(point)
+    run(built, point, profile=False)
+    monkeypatch.setattr(decode, "_collect_chosen_experts", real)
+    return kept[0]
 
 
 def test_a_point_that_fails_while_it_is_measured_gives_everything_back(monkeypatch):

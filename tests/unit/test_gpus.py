@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dcpbench.errors import UsageError
+from dcpbench.launch.progress import format_plan_note
 from dcpbench.plan import grid
 from dcpbench.plan.spec import make_planned_probe, make_spec
+from dcpbench.points.cluster_specs import load_machine
 from dcpbench.points.device_probe import Probe
-from dcpbench.points.gpus import GPUS, Gpu
+from dcpbench.points.gpus import GPUS, Gpu, format_machine_label
 from dcpbench.points.sizes import format_size
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "results").rglob("records.jsonl"))
-ON_PAPER_GIB = {"A100": 80, "H20": 96, "H100": 80, "H200": 141, "B200": 180}
+ON_PAPER_GIB = {"A100": 80, "H20": 96, "H100": 80, "H200": 141, "B200": 180} | {
+    "B300": 270,
+    "GB200": 186,
+    "GB300": 279,
+    "MI355X": 288,
+}
 """What sheets call GB."""
 by_name = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 
@@ -64,10 +72,39 @@ def test_the_h200_is_as_our_records_found_it() -> None:
 def test_the_documentation_has_the_same_figures(gpu: Gpu) -> None:
     fp8 = "none" if gpu.fp8_flop_s is None else f"{gpu.fp8_flop_s / 1e12:.0f} TFLOP/s"
     row = (
-        f"| `{gpu.name}` | {format_size(gpu.memory_bytes)} | {gpu.l2_bytes >> 20} MiB | {gpu.memory_bytes_s / 1e12:.3g} TB/s "
+        f"| `{gpu.name}`{', on paper' if gpu.on_paper else ''} | {format_size(gpu.memory_bytes)} | {gpu.l2_bytes >> 20} MiB | {gpu.memory_bytes_s / 1e12:.3g} TB/s "
         f"| {gpu.bf16_flop_s / 1e12:.0f} TFLOP/s | {fp8} | {gpu.nvlink_bytes_s / 1e9:.0f} GB/s | {gpu.watts} W |"
     )
     assert row in (ROOT / "docs" / "planning.md").read_text()
+
+
+def test_what_never_ran_is_marked_wherever_it_is_named() -> None:
+    """A machine's file with measured calls is not on paper, whatever its GPU."""
+    assert [gpu.name for gpu in GPUS if not gpu.on_paper] == ["H100", "H200"]
+    assert format_machine_label("GB300+rdma-800") == load_machine("GB300+rdma-800").label == "GB300+rdma-800 (on paper)"
+    assert format_machine_label("H200+rdma-400") == load_machine("H200+rdma-400").label == "H200+rdma-400"
+    ours = msgspec.structs.replace(load_machine("B300"), calls=load_machine("H200").calls)
+    assert (load_machine("B300").on_paper, ours.on_paper, ours.label) == (True, False, "B300")
+    (b300,) = (gpu for gpu in GPUS if gpu.name == "B300")
+    assert "a GPU on paper" in format_plan_note(b300, 8, 1)
+
+
+def test_a_rack_is_one_host_of_72_gpus() -> None:
+    assert [load_machine(name).gpus_per_host for name in ("H200", "B300", "GB200", "GB300", "MI355X")] == [
+        8,
+        8,
+        72,
+        72,
+        8,
+    ]
+    assert load_machine("GB300").wire.predict_seconds("all-reduce", 16, 1 << 20).mean > 0
+
+
+def test_an_amd_gpu_is_planned_without_cuda_libraries() -> None:
+    probe = make_planned_probe("MI355X", 8)
+    assert probe.packages == {}
+    assert probe.gpu is not None
+    assert "does not run CUDA" in format_plan_note(probe.gpu, 8, 1)
 
 
 @pytest.mark.parametrize("typed", ["H200", "h200", " h200 ", "NVIDIA H200"])
@@ -79,8 +116,14 @@ def test_a_gpu_is_found_by_our_name_and_by_its_drivers(typed: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        ("h2000", "--gpu h2000 is unknown; did you mean H200? Known: A100, H20, H100, H200, B200."),
-        ("", "--gpu is empty; type one of A100, H20, H100, H200 or B200, as in --gpu H200."),
+        (
+            "h2000",
+            "--gpu h2000 is unknown; did you mean H200? Known: A100, H20, H100, H200, B200, B300, GB200, GB300, MI355X.",
+        ),
+        (
+            "",
+            "--gpu is empty; type one of A100, H20, H100, H200, B200, B300, GB200, GB300 or MI355X, as in --gpu H200.",
+        ),
         ("  ", "--gpu is empty; type one of A100"),
         ("nvidia nvidia h200", "is unknown. Known: A100"),
         ("mi300x" * 99, "Known: A100"),

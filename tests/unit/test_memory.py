@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,6 +117,21 @@ class TestGroupedQueries:
             Layout(4, dcp=2).check_model(self.QWEN)
         with pytest.raises(LayoutError, match="4 KV heads, which tp6 would split over 6 ranks"):
             Layout(6).check_model(dataclasses.replace(self.QWEN, heads=66))
+
+    def test_layers_with_a_window_hold_it_for_each_request(self) -> None:
+        """gpt-oss-120b: 18 of 36 layers keep 128 rows of 1,024 numbers for each of 32 requests, next to the pool."""
+        oss = SHAPES["gpt-oss-120b"]
+        assert memory.compute_page_bytes(oss, 16, BF16, Layout(1)) == 16 * 18 * 1024 * BF16
+        assert memory.compute_sliding_bytes(oss, Layout(2), BF16) == 18 * 128 * 512 * BF16
+        assert memory.compute_sliding_bytes(self.QWEN, Layout(2), BF16) == 0
+        points = [
+            one_request(Layout(1), "gpt-oss-120b"),
+            msgspec.structs.replace(one_request(Layout(1), "gpt-oss-120b"), concurrency=32),
+        ]
+        one, many = (budget.plan_engine([p], Settings(), oss, gpu(300 * memory.GIB)).pages for p in points)
+        assert one - many == 31 * 128, (
+            "of as many layers with and without a window, a row of one is a page of the other"
+        )
 
     def test_a_window_is_not_divided(self) -> None:
         with pytest.raises(LayoutError, match=r"layers with a sliding window.*use --dcp 1"):

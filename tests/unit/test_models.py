@@ -285,6 +285,11 @@ def test_hf_quant_config_is_read_beside_config_json(tmp_path: Path) -> None:
     quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["*self_attn*", "lm_head"]}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": quantization}))
     assert load_shape(str(tmp_path)).published.name == "nvfp4"
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(
+        ModelError, match=r"has a hf_quant_config.json, and weights that modelopt quantised are not read"
+    ):
+        check_checkpoint(tmp_path, "--weights")
 
 
 class TestNestedFields:

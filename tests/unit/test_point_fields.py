@@ -53,6 +53,7 @@ OTHER: dict[str, Any] = {
     "weights_dtype": "fp8",
     "kv_dtype": "fp8",
     "emulate": "H200",
+    "routing": "zipf:1",
     "settings": "max_num_seqs=4",
     "disaggregate": "3",
     "transfer_gb_s": 50.0,

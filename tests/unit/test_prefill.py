@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dcpbench.engine.model import StepInput
 from dcpbench.engine.prefill import Prefiller, split_calls
+from dcpbench.engine.synthetic import RouterInputs
 from dcpbench.errors import CapacityError, UsageError
 from dcpbench.kernels import moe
 from dcpbench.points import memory
@@ -99,7 +100,7 @@ class TestLogits:
         router = torch.randn(1, 8, engine.model.shape.hidden, generator=torch.Generator().manual_seed(0))
         router[:, 5:] = float("nan")
         rows = torch.zeros(5, dtype=torch.int64)
-        engine.model.run_step(StepInput(rows, rows, rows, router), None)
+        engine.model.run_step(StepInput(rows, rows, rows, RouterInputs(router)), None)
         (_, first), (_, second) = engine.model.chosen_experts
         assert first.shape == (5, 2)
         weights = [engine.model.weights.get_layer(index).mlp for index in (1, 2)]

@@ -1,14 +1,17 @@
 """Published config.json files give the bytes of their checkpoints, and the models that are not planned are refused by name."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 
 from dcpbench import cli
-from dcpbench.errors import ModelError
+from dcpbench.errors import DcpbenchError, ModelError
 from dcpbench.models import NOT_PLANNED, from_config, load_shape
 from dcpbench.plan.validate import find_live_limit
 from dcpbench.points import memory
@@ -228,6 +231,30 @@ def test_kimi_k26_fits_on_8_h200_at_tp8_dcp8(
     mlps = 60 * (384 * 7168 + 3 * 7168 * 256) + 3 * 7168 * 2304
     assert others == 2 * (61 * attention + mlps + (2 * 20480 + 1) * 7168) + 60 * 384 * 4, "routers have biases in fp32"
     assert points[0]["weights_held_bytes"] / memory.GIB == pytest.approx(71.16, rel=0.005)
+
+
+NASTY: list[object] = [None, True, False, 0, 1, 3, -1, 2**31, 10**400, 0.5, math.inf, math.nan, "", "x", [], [1], {}, {"a": 1}, "a" * 9000]  # fmt: skip
+
+
+@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.given(data=st.data(), name=st.sampled_from(list(PUBLISHED)))
+def test_whatever_a_configuration_holds_is_sized_or_refused_in_a_sentence(data: st.DataObject, name: str) -> None:
+    """Huge, tiny and negative numbers, and no numbers at all, in any field: no other exception of shapes, plans and floors."""
+    config, quantization, _, _ = PUBLISHED[name]
+    message = ""
+    changes = data.draw(st.dictionaries(st.sampled_from(list(config)), st.sampled_from(NASTY), max_size=2))
+    try:
+        shape = from_config(config | changes, Path("config.json"), quantization)
+        Layout(2).check_model(shape)
+        sharding = Sharding(shape=shape, layout=Layout(2), itemsize=2, weights=shape.get_weight_format("int4"))
+        step = StepRows(decodes=(9,), chunks=((5, 3),), sampled=2, tokens=6)
+        assert all(work.memory_bytes >= 0 for _, _, work in iter_phase_works(sharding, step))
+        assert memory.compute_page_bytes(shape, 16, 2, Layout(2)) > 0
+        if shape.is_sized:
+            assert memory.compute_checkpoint_bytes(shape) > 0
+    except DcpbenchError as e:
+        message = str(e)
+    assert len(message) < 1200, "values of a file are cut where they are long"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

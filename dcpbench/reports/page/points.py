@@ -120,7 +120,7 @@ def _list_rejected(frames: Frames) -> list[dict[str, Any]]:
     rows = lost[lost["mode"] == "decode"].to_dict("records") if len(lost) else []
     return [
         {
-            "panel": f"{r['model']}, context {r['context']:,} tokens",
+            "panel": _format_decode_panel(r["model"], r["context"], r["routing"]),
             "run": r["run"],
             "layout": r["layout"],
             "concurrency": r["concurrency"],
@@ -232,10 +232,15 @@ def _fit_cell(value: Any) -> Any:  # noqa: ANN401 - whatever a table holds
 def _format_panels(table: pd.DataFrame, *, served: bool) -> list[str]:
     """Return the panel of each point; points of a panel differ only in layout, computation, and load."""
     if not served:
-        pairs = zip(table["model"], table["context"], strict=True)
-        return [f"{model}, context {context:,} tokens" for model, context in pairs]
+        return list(map(_format_decode_panel, table["model"], table["context"], table["routing"]))
     rows = zip(table["model"], table["load_arrival"], table["rest"], table["mode"], strict=True)
     return [f"{model}, {LOOPS.get(arrival, TRACE_TIMES)}, {rest}, {mode}" for model, arrival, rest, mode in rows]
+
+
+def _format_decode_panel(model: str, context: int, routing: str) -> str:
+    return load_labels.SEPARATOR.join(
+        filter(None, (f"{model}, context {context:,} tokens", load_labels.format_routing(routing)))
+    )
 
 
 def _to_json_numbers(values: list[Any], scale: float = 1.0) -> list[float | int | None]:
@@ -292,7 +297,9 @@ class _Series:
             name = format_brief(f"{label}{several}", MAX_NAME_CHARS)
             dash, symbol = look.find_places(layout, variant, run)
             self._places[key] = len(self.looks)
-            self.looks.append({"name": name, "colour": format_css_colours(layout), "dash": dash, "symbol": symbol})
+            self.looks.append(
+                {"name": name, "colour": format_css_colours(look.find_degrees(layout)), "dash": dash, "symbol": symbol}
+            )
         return [self._places[key] for key in keys]
 
 

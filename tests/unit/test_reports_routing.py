@@ -1,0 +1,89 @@
+"""Reports of records with several distributions of experts: what is compared, and the figure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench.points.layout import Layout
+from dcpbench.reports import dataframes, figures, plots, routing_figure, sections
+from dcpbench.reports.style import Style
+from tests.unit import record_builder as build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records.record import Record
+
+FILE = "runs/counts.json#0123abcd"
+STEPS = {"": (60.0, 54.0, 0.64), "zipf:1": (40.0, 41.0, 0.39), FILE: (48.0, 46.0, 0.5)}
+"""By routing: ms of a step of tp4 and of tp4·dp4·ep4, and the experts hit."""
+
+
+def step(layout: Layout, routing: str, ms: float, hit: float) -> Record:
+    record = build.ok(build.point(layout, concurrency=32, routing=routing), median_ms=ms, noise=0.001)
+    assert record.honesty is not None
+    return msgspec.structs.replace(record, honesty=msgspec.structs.replace(record.honesty, experts_hit=hit))
+
+
+@pytest.fixture
+def skewed(tmp_path: Path) -> dataframes.Frames:
+    """Two layouts under one load with three distributions, and a third layout with one."""
+    records = [
+        step(layout, routing, ms, hit)
+        for routing, (tp, dp, hit) in STEPS.items()
+        for layout, ms in ((Layout(4), tp), (Layout(4, 4), dp))
+    ]
+    return dataframes.load_frames([build.write(tmp_path / "run", [*records, step(Layout(4, 1, 4), "", 63.0, 0.64)])])
+
+
+def test_layouts_are_compared_under_the_same_routing_alone(skewed: dataframes.Frames) -> None:
+    """Each layout over the best other one: attention DP is ahead with even routing and with the file's, and behind with zipf:1."""
+    found = skewed.findings.against_others
+    ratios = {(r["routing"], r["layout"]): r["ratio"] for r in found.to_dict("records") if r["dp"] > 1}
+    assert {routing: ratio > 1 for (routing, _), ratio in ratios.items()} == {"": True, "zipf:1": False, FILE: True}
+    assert set(skewed.points["rest"]) == {
+        f"context 4,000{more}" for more in ("", " · zipf:1 routing", " · counts.json#0123abcd routing")
+    }
+    assert set(skewed.points["label"]) == {"tp4", "tp4·dcp4", "tp4·dp4·ep4"}
+
+
+def test_the_figure_orders_distributions_by_the_experts_that_steps_read(skewed: dataframes.Frames) -> None:
+    """From even routing by way of the file's to zipf:1; the layout that ran with one of them is not in it."""
+    rows = routing_figure.select_skewed(skewed.points)
+    figure = routing_figure.draw_routings(rows, Style.from_points(skewed.points), "title")
+    (ax,) = figure.axes
+    assert ax.get_title() == "32 × 4,000 tokens"
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["even", "counts.json", "zipf:1"]
+    *lines, fastest = [list(line.get_ydata()) for line in ax.get_lines()]  # type: ignore[arg-type]
+    assert lines == [pytest.approx(of, rel=0.01) for of in ([60, 48, 40], [54, 46, 41])]
+    assert fastest == pytest.approx([54, 46, 40], rel=0.01)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["tp4", "tp4·dp4·ep4", "fastest"]
+
+
+def test_its_text_names_the_fastest_layout_of_each(skewed: dataframes.Frames) -> None:
+    rows = routing_figure.select_skewed(skewed.points)
+    assert routing_figure.format_alt_routings("Steps", rows).startswith(
+        "Steps. Fastest at 32 × 4,000 tokens: tp4·dp4·ep4 with even (54"
+    )
+
+
+def test_a_report_has_the_figure_only_where_there_are_several(skewed: dataframes.Frames, tmp_path: Path) -> None:
+    pictures = plots.draw_all(skewed, tmp_path, drawn=False)
+    assert [p.png.name for p in pictures if p.subject == plots.ROUTINGS] == ["routings-kimi-k2.png"]
+    (time,) = [s for s in sections.build_sections(skewed, pictures) if s.slug == "time"]
+    assert "routings" in [picture.subject for picture in time.pictures]
+    alone = dataframes.load_frames([build.write(tmp_path / "even", [step(Layout(4), "", 60.0, 0.64)])])
+    assert plots.ROUTINGS not in {p.subject for p in plots.draw_all(alone, tmp_path, drawn=False)}
+    assert routing_figure.select_skewed(alone.others).empty
+
+
+def test_bars_of_phases_have_a_panel_for_each_routing(skewed: dataframes.Frames) -> None:
+    axes = figures.draw_phases(skewed.points, Style.from_points(skewed.points), "title").axes
+    assert [ax.get_title() for ax in axes] == [
+        "context 4,000",
+        "context 4,000 · counts.json#0123abcd routing",
+        "context 4,000 · zipf:1 routing",
+    ]

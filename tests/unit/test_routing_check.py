@@ -1,0 +1,69 @@
+"""tools/routing_check.py: what it computes of a run, and how it tells it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from dcpbench.points.layout import Layout
+from tests.unit import record_builder as build
+from tools import routing_check
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dcpbench.records.record import Record
+
+
+def measured(ms: float, routing: str, hit: float) -> Record:
+    """A step of V3 at tp2 with 32 requests of 4,000 tokens."""
+    point = build.point(
+        Layout(2),
+        model="deepseek-v3",
+        concurrency=32,
+        context=4000,
+        routing=routing,
+        ep="1",
+        dtype="bf16",
+        weights_dtype="fp8",
+    )
+    record = build.ok(point, median_ms=ms, noise=0.0)
+    assert record.honesty is not None
+    return msgspec.structs.replace(
+        record, honesty=msgspec.structs.replace(record.honesty, experts_hit=hit, graph_batch=32)
+    )
+
+
+def test_a_skewed_step_is_forecast_shorter_by_the_experts_that_it_does_not_read() -> None:
+    """163 of 256 experts with even routing, and 78 with zipf:1.25."""
+    even, skewed = (routing_check.compare_record(measured(30.0, *of)) for of in (("", 0.64), ("zipf:1.25", 0.3)))
+    assert even is not None
+    assert skewed is not None
+    assert (even.expected, skewed.expected) == (163, 78)
+    assert (even.experts, skewed.experts) == pytest.approx((163.8, 76.8), rel=0.01)
+    assert 0.5 < skewed.forecast_ms / even.forecast_ms < 0.8
+    assert even.ends[0] < even.forecast_ms < even.ends[1]
+
+
+@pytest.mark.parametrize(("ms", "code"), [(None, 0), (500.0, 1)], ids=["inside", "outside"])
+def test_the_exit_code_is_1_if_a_step_lies_outside_its_band(
+    ms: float | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = routing_check.compare_record(measured(30.0, "zipf:1", 0.4))
+    assert asked is not None
+    build.write(tmp_path / "run", [measured(ms or asked.forecast_ms, "zipf:1", 0.4)])
+    monkeypatch.setattr(sys, "argv", ["routing_check", str(tmp_path / "run")])
+    assert routing_check.main() == code
+    printed = capsys.readouterr().out
+    assert "| tp2·ep1 | 32 × 4,000 | zipf:1 | 102.4 | 100 |" in printed
+    assert ("missed" in printed) == bool(code)
+    assert f"{1 - code} of 1 steps lie inside" in printed
+
+
+def test_a_run_without_steps_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build.write(tmp_path / "run", [build.failed(build.point(Layout(2)))])
+    monkeypatch.setattr(sys, "argv", ["routing_check", str(tmp_path / "run")])
+    assert routing_check.main() == 1

@@ -1,0 +1,108 @@
+"""Compare measured decode steps with forecasts, by the distribution of experts that tokens took (--routing).
+
+    dcpbench sweep --model deepseek-v3 --tp 2 --dcp 1 --ep 1,tp --concurrency 8,32 --routing even,zipf:0.75,zipf:1.25 -o RUN
+    python -m tools.routing_check RUN…
+
+prints each step of a run with the experts that its layers read, measured and expected, and with its forecast and band. The forecast is that
+of `dcpbench recommend`, fitted to steps with even routing. Exit code 1: a step lies outside the band of its forecast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dcpbench.models import load_shape
+from dcpbench.plan.spec import make_planned_probe
+from dcpbench.points.budget import plan_engine
+from dcpbench.points.cluster_specs import load_machine
+from dcpbench.points.expert_distribution import EVEN
+from dcpbench.points.gpus import GPUS
+from dcpbench.points.roofline import Sharding
+from dcpbench.points.settings import Settings
+from dcpbench.recommend import forecast
+from dcpbench.recommend.estimate import load_published_steps
+from dcpbench.records.runs import read_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Hold a measured step and its forecast."""
+
+    point: Point
+    experts: float  # read by the mean rank in a layer, measured
+    expected: float  # the same as expected from the distribution
+    busiest: float  # experts of the busiest rank over those of the mean one, measured
+    ms: float
+    forecast_ms: float
+    ends: tuple[float, float]  # of the forecast, in ms
+
+    @property
+    def inside(self) -> bool:
+        """Return True if the step lies inside the band of its forecast."""
+        return self.ends[0] <= self.ms <= self.ends[1]
+
+
+def compare_record(record: Record) -> Compared | None:
+    """Return a decode record with its forecast; None if it has no step, or ran on a GPU that is unknown."""
+    device = record.environment.device if record.environment else ""
+    gpu = next((gpu.name for gpu in GPUS if gpu.device == device), None)
+    if record.metrics is None or record.honesty is None or record.honesty.experts_hit is None or gpu is None:
+        return None
+    point, shape = record.point, load_shape(record.point.model)
+    machine, steps, settings = load_machine(point.emulate or gpu), load_published_steps(), Settings()
+    plan = plan_engine([point], settings, shape, make_planned_probe(machine.gpu, machine.gpus_per_host))
+    found = forecast.estimate_point(point, plan, machine, settings, steps, steps.terms)
+    ms, ends = found.itl_ms.p50, found.itl_band
+    assert ms is not None
+    assert ends is not None
+    sharding = Sharding.from_point(point, shape)
+    rows = record.honesty.graph_batch or point.concurrency // point.dp
+    return Compared(
+        point=point,
+        experts=record.honesty.experts_hit * shape.experts / sharding.expert_ranks,
+        expected=sharding.estimate_routed(rows * point.dp).hit,
+        busiest=record.honesty.busiest_rank_experts or 1.0,
+        ms=record.metrics.step_ms.median,
+        forecast_ms=ms,
+        ends=ends,
+    )
+
+
+def format_table(found: Sequence[Compared]) -> Iterator[str]:
+    """Yield the lines of a Markdown table, and a sentence on the band."""
+    yield "| layout | requests × tokens | routing | experts a rank | expected | busiest / mean | step ms | forecast ms | error | band ms |"
+    yield "|---|--:|---|--:|--:|--:|--:|--:|--:|--:|"
+    for one in found:
+        point, (low, high) = one.point, one.ends
+        name = point.layout_name if point.dp > 1 else f"{point.layout_name}·ep{point.ep_degree}"
+        yield (
+            f"| {name} | {point.concurrency} × {point.context:,} | {point.routing or EVEN} | {one.experts:.1f} | {one.expected:.0f} "
+            f"| {one.busiest:.2f} | {one.ms:.2f} | {one.forecast_ms:.2f} | {one.forecast_ms / one.ms - 1:+.1%} "
+            f"| {low:.2f}–{high:.2f}{'' if one.inside else ', missed'} |"
+        )
+    yield f"\n{sum(one.inside for one in found)} of {len(found)} steps lie inside the bands of their forecasts."
+
+
+def main() -> int:
+    """Print the table of the given runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    records = [record for run in parser.parse_args().runs for record in read_run(run).records]
+    ran = [record for record in records if record.outcome == "ok" and record.point.workload == "decode"]
+    found = [one for record in ran if (one := compare_record(record)) is not None]
+    sys.stdout.write("\n".join(format_table(found)) + "\n")
+    return 0 if found and all(one.inside for one in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
