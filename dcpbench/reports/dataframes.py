@@ -242,7 +242,7 @@ def _add_load_columns(points: pd.DataFrame) -> pd.DataFrame:
         load_arrival=CLOSED,
         input_typical=points["context"].astype(float),
         rest=rest,
-        rest_parts=[(text,) for text in rest],
+        rest_parts=pd.Series([(text,) for text in rest], index=points.index, dtype=object),
         arrival=arrival,
         load=[load_labels.SEPARATOR.join(parts) for parts in zip(arrival, rest, strict=True)],
         same_load=same,
