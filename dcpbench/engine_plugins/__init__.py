@@ -13,7 +13,7 @@ import sys
 import zlib
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.servers.engine_log import format_weights_report
+from dcpbench.servers.engine_log import ROUTING_VARIABLE, format_weights_report
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,13 +28,14 @@ SAMPLED = 64  # elements of each parameter that enter the fingerprint
 def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a configuration of transformers
     """Load synthetic weights into an engine's model through the model's own `load_weights`.
 
-    `config` is the model's Hugging Face configuration. Raises ModelError if its config.json is not that of a model that
+    `config` is the model's Hugging Face configuration. DCPBENCH_ROUTING states which experts routers choose. Raises ModelError if its config.json is not that of a model that
     this package knows or its weights are neither in bf16 nor in fp8, and ValueError if the seed is not a whole number.
     """
     import torch
 
     from dcpbench.engine.checkpoint_tensors import iter_checkpoint_tensors
     from dcpbench.engine.synthetic import SyntheticSource
+    from dcpbench.engine_plugins.routed_weights import RoutedSource
     from dcpbench.errors import ModelError
     from dcpbench.points.names import FP8
 
@@ -43,7 +44,8 @@ def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a conf
         raise ModelError(f"synthetic weights exist in bf16 and in fp8, and this model has others: {shape.published}.")
     seed = int(os.environ.get(SEED_VARIABLE, "0"))
     device = next(model.parameters()).device
-    source = SyntheticSource(seed, torch.bfloat16, device)
+    routing = os.environ.get(ROUTING_VARIABLE, "")
+    source = RoutedSource(seed, device, shape, routing) if routing else SyntheticSource(seed, torch.bfloat16, device)
     with torch.no_grad():
         model.load_weights(iter_checkpoint_tensors(source, shape, fp8=shape.published == FP8))  # type: ignore[operator]
         sys.stderr.write(format_weights_report(seed, compute_fingerprint(model)) + "\n")
