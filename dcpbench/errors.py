@@ -3,7 +3,7 @@
     DcpbenchError            1  something failed that is not the user's input
     ├── UsageError           2  options or input that cannot work
     │   ├── LayoutError      2  degrees that do not divide, or a layout the model cannot take
-    │   ├── ModelError       2  a config.json or checkpoint that cannot be read as an MLA model
+    │   ├── ModelError       2  a config.json or checkpoint that cannot be used
     │   ├── OutputError      2  an output folder that cannot or must not be written
     │   ├── RecordsError     2  a record file that cannot be read
     │   └── TraceError       2  a profiler's trace that cannot be read

@@ -17,16 +17,20 @@ two files give the rounding. Each further file may differ from the first MAX_RAT
 from __future__ import annotations
 
 import argparse
-import json
+import asyncio
 import os
 import random
 import sys
-import urllib.request
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from dcpbench.points.names import NO_EXCHANGE, SYNTHETIC
+
+if TYPE_CHECKING:
+    from dcpbench.servers.answer_pairs import Answer
 
 MAX_RATIO = 1.5  # mean difference of log-probabilities between engines over that between layouts of one engine
 LISTED = 5  # most likely tokens that a position keeps
@@ -116,28 +120,40 @@ def ask(args: argparse.Namespace) -> Answers:
     port = find_free_port()
     words = engine.make_command(point, {}, args.model, port)
     log = Path(args.output).with_suffix(".log")
-    prompts = make_prompts(load_shape(args.model).vocab, args.prompts, args.length, args.seed)
+    vocab = load_shape(args.model).vocab
+    prompts = make_prompts(vocab, args.prompts, args.length, args.seed)
     with Server(words, log, make_environment(engine, point), port, engine.ready) as server:
         server.wait_until_ready(START_TIMEOUT_S)
-        answers = [_complete(port, args.model, prompt, args.new_tokens) for prompt in prompts]
+        answers = asyncio.run(_fetch_answers(server.url, args.model, vocab, prompts, args.new_tokens))
     return Answers(name=f"{engine.name} {point.layout}", answers=answers)
 
 
-def _complete(port: int, model: str, prompt: list[int], new_tokens: int) -> list[Position]:
-    """Return a server's greedy answer to one prompt."""
-    body = {
-        "model": model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "logprobs": LISTED, "ignore_eos": True,
-    }  # fmt: skip
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:  # noqa: S310
-        logprobs = json.load(response)["choices"][0]["logprobs"]
-    rows = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
-    return [
-        Position(_find_id(text), {_find_id(other): x for other, x in top.items()} | {_find_id(text): own})
-        for text, own, top in rows
-    ]
+async def _fetch_answers(
+    url: str, model: str, vocab: int, prompts: list[list[int]], new_tokens: int
+) -> list[list[Position]]:
+    """Return a server's greedy answers, one after another. Raise ValueError if it lists no likeliest tokens."""
+    from dcpbench.servers.ask import Side
+    from dcpbench.servers.client import Client, Target
+    from dcpbench.servers.prompt_format import COMPLETIONS, PromptFormat
+
+    form = PromptFormat(endpoint=COMPLETIONS, model=model, extras={"ignore_eos": True}, vocab=vocab)
+    async with Client(Target.from_url(url)) as client:
+        side = Side(client, form)
+        return [list_positions(await side.fetch_answer(np.array(prompt, np.int32), new_tokens)) for prompt in prompts]
+
+
+def list_positions(answer: Answer) -> list[Position]:
+    """Return the positions of a server's answer, with the likeliest tokens that LISTED keeps and the token itself.
+
+    Raise ValueError if the server lists no likeliest tokens.
+    """
+    if not answer.tops:
+        raise ValueError("the server lists no log-probabilities of its likeliest tokens")
+    found = []
+    for name, logprob, tops in zip(answer.names, answer.logprobs, answer.tops, strict=True):
+        top = sorted(tops.items(), key=lambda item: -item[1])[:LISTED]
+        found.append(Position(_find_id(name), {_find_id(text): p for text, p in top} | {_find_id(name): logprob}))
+    return found
 
 
 def _find_id(text: str) -> int:
@@ -169,7 +185,7 @@ def decode_own(args: argparse.Namespace) -> Answers | None:
     point = Point(
         model=args.model, tp=ranks, dcp=args.dcp, ep="1", concurrency=args.prompts, context=args.length + args.new_tokens + 1,
         backend="triton" if cuda else "reference", exchange="ag_rs" if args.dcp > 1 else NO_EXCHANGE,
-        dtype="bf16" if cuda else "fp32", page_size=64 if cuda else 1, weights_dtype=shape.published if cuda else "fp32",
+        dtype="bf16" if cuda else "fp32", page_size=64 if cuda else 1, weights_dtype=shape.published.name if cuda else "fp32",
     )  # fmt: skip
     with torch.inference_mode():
         lengths = [args.length + args.new_tokens + 1] * len(prompts)

@@ -22,7 +22,7 @@ from dcpbench.recommend import estimate
 from dcpbench.recommend.forecast import Estimator
 from dcpbench.recommend.score import Score, compute_score
 from dcpbench.records.runs import read_run
-from dcpbench.serving.step_times import read_step_times
+from dcpbench.serving.step_times import StepTimes
 from tools.results import unpack_all
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ def cases(timed: list[Path], stepped: list[Path], now: list[Path]) -> tuple[list
     found: list[Case] = []
     for run in timed:
         for file in sorted(run.glob("step-times/*.json")):
-            times = read_step_times(file)
+            # Files of older versions lack the cases of single replicas, which a replay needs and a fit does not.
+            times = msgspec.json.decode(file.read_bytes(), type=StepTimes)
             point = point_of(times.path, read_run(run).records)
             found += [case(point, measured.case.compute_rows(point.dp), measured.median_ms) for measured in times.cases]
     for run in stepped:

@@ -71,7 +71,9 @@ def layers(run: str, records: Iterable[Record]) -> Iterator[Row]:
         shape, ranks = load_shape(point.model), point.dcp
         batch = honesty.graph_batch or -(-point.concurrency // point.dp)
         heads = shape.heads // point.layout.attn_tp * ranks
-        received = compute_exchanged_bytes(point.exchange, batch, heads, ranks, shape.kv_width, shape.latent, ITEMSIZE)
+        received = compute_exchanged_bytes(
+            point.exchange, batch, heads, ranks, shape.query_width, shape.output_width, ITEMSIZE
+        )
         measured = sum(phases.phase_us[name] for name in EXCHANGED) / shape.layers
         modelled = wire.predict_seconds(point.exchange, ranks, sum(received), 2).mean * 1e6
         yield Row(run, point, measured, modelled)

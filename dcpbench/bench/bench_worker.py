@@ -26,6 +26,7 @@ from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.attention import Attention
 from dcpbench.bench.operators.collectives import Collectives
 from dcpbench.bench.operators.exchange import ExchangeBench
+from dcpbench.bench.operators.gqa_attention import Gqa
 from dcpbench.bench.operators.kv_gather import KvGather
 from dcpbench.bench.operators.linear import Linear
 from dcpbench.bench.operators.merge import Merge
@@ -67,6 +68,7 @@ class Bench:
 
 BENCHES = {
     "attention": Bench(workload=Attention, limits=("read", "matmul", "matmul_fp8"), turns=True),
+    "gqa": Bench(workload=Gqa, limits=("read", "matmul", "matmul_fp8"), turns=True),
     "exchange": Bench(workload=ExchangeBench, limits=("peer", "barrier"), fresh=True),
     "merge": Bench(workload=Merge, limits=("copy", "matmul"), turns=True),
     "linear": Bench(workload=Linear, limits=("read", "matmul", "matmul_fp8"), turns=True),

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.bench.bench_record import Case
 from dcpbench.errors import UsageError
 from dcpbench.models import load_shape
-from dcpbench.models.shapes import KV_WIDTH, LATENT, SCALE_BLOCK, VALUE
+from dcpbench.models.shapes import KV_WIDTH, LATENT, VALUE
+from dcpbench.models.weight_formats import SCALE_BLOCK
 from dcpbench.plan.option_parsers import parse_bytes
 from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.layout import Layout, Prefix
 from dcpbench.points.memory import make_attention_products, make_mlp_products
-from dcpbench.points.names import BACKENDS, EXCHANGES, LIBRARIES, OVER_FP8
+from dcpbench.points.names import BACKENDS, EXCHANGES, GQA_BACKENDS, LIBRARIES, OVER_FP8
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ DTYPES = ("bf16", "fp8")
 MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")
 LINEAR_VARIANTS = ("triton", "torch", "deepgemm", "flashinfer")
 LINEAR_PACKAGES = {"deepgemm": "deep_gemm", "flashinfer": "flashinfer"}
-LAYERS_BY_NAME = ("qkv_a", "q_b", "o", "shared-gate-up", "shared-down", "dense-gate-up", "dense-down")
+LAYERS_BY_NAME = ("qkv", "qkv_a", "q_b", "o", "shared-gate-up", "shared-down", "dense-gate-up", "dense-down")
 MOE_VARIANTS = ("triton", "torch", "deepgemm")
 MOE_PRODUCTS = ("gate-up", "down")
 MOE_ROWS = ("uniform", "skewed", "few")
@@ -131,6 +132,32 @@ def list_attention_cases(options: BenchOptions) -> list[Case]:
     return cases
 
 
+def list_gqa_cases(options: BenchOptions) -> list[Case]:
+    """Return every backend of grouped-query attention at every size, with those of one pool adjacent."""
+    libraries = ["flashinfer"] if importlib.util.find_spec("flashinfer") else []
+    usual = ("reference", "triton") if options.cpu else (*libraries, "triton")
+    heads, kv_heads = options.parse_counts("heads", (8,), (64,)), options.parse_counts("kv_heads", (2,), (4, 8))
+    for h, n in itertools.product(heads, kv_heads):
+        if h % n:
+            raise UsageError(f"--heads {h} cannot be divided among --kv-heads {n}; try --heads {-(-h // n) * n}.")
+    grid = itertools.product(
+        options.parse_names("kv_dtype", DTYPES, ("bf16",)),
+        options.parse_names("lengths", LENGTHS),
+        options.parse_counts("head_dim", (16,), (128,)),
+        options.parse_counts("page", (4,), (64,)),
+        options.parse_counts("context", (16,), (8192, 32768)),
+        options.parse_counts("requests", (1, 3), (8, 48)),
+        kv_heads,
+        heads,
+        options.parse_names("backend", GQA_BACKENDS, usual),
+    )
+    return [
+        options.make_case(name, heads=h, kv_heads=n, head_dim=x, requests=b, context=s, page=p, lengths=division, kv=kv)
+        for kv, division, x, p, s, b, n, h, name in grid
+        if kv == "bf16" or name in OVER_FP8
+    ]
+
+
 def list_exchange_cases(options: BenchOptions) -> list[Case]:
     """Return every exchange at every size."""
     value = VALUE if options.typed["project_first"] else LATENT
@@ -192,8 +219,11 @@ def list_linear_cases(options: BenchOptions) -> list[Case]:
 def list_linear_layers(shape: ModelShape, tp: int) -> dict[str, Product]:
     """Return the linear layers of one of tp ranks, by name, that are quantised in a published checkpoint."""
     attention = make_attention_products(shape, Layout(tp=tp))
-    found: dict[str, Product] = {name: attention[name] for name in ("qkv_a", "q_b", "o") if name in attention}
-    for name, width in ("shared", shape.shared_experts * shape.moe_inter), ("dense", shape.dense_inter):
+    found: dict[str, Product] = {name: attention[name] for name in ("qkv", "qkv_a", "q_b", "o") if name in attention}
+    dense = shape.dense_inter if shape.first_dense else 0
+    for name, width in ("shared", shape.shared_experts * shape.moe_inter), ("dense", dense):
+        if not width:
+            continue
         found |= dict(zip((f"{name}-gate-up", f"{name}-down"), make_mlp_products(shape, width // tp), strict=True))
     return found
 
@@ -204,6 +234,8 @@ def list_moe_cases(options: BenchOptions) -> list[Case]:
     DeepGEMM is included if it is installed.
     """
     shape = load_shape(options.typed["model"] or ("tiny" if options.cpu else "deepseek-v3"))
+    if not shape.experts:
+        raise UsageError(f"--model {shape.name} has no experts; try --model qwen3-30b-a3b.")
     usable = MOE_VARIANTS if importlib.util.find_spec("deep_gemm") and not options.cpu else MOE_VARIANTS[:-1]
     names = options.parse_names("variant", MOE_VARIANTS, usable)
     cases = []
@@ -280,6 +312,7 @@ def list_kv_gather_cases(options: BenchOptions) -> list[Case]:
 
 CASES: dict[str, Callable[[BenchOptions], list[Case]]] = {
     "attention": list_attention_cases,
+    "gqa": list_gqa_cases,
     "exchange": list_exchange_cases,
     "collectives": list_collectives_cases,
     "merge": list_merge_cases,

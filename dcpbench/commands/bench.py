@@ -87,6 +87,30 @@ class Attention(Group):
     layers: int | None = LAYERS
 
 
+class Gqa(Group):
+    """Measure paged decode attention with grouped query heads (GQA), as bench attention measures MLA.
+
+    For example:
+
+      dcpbench bench gqa --heads 64 --kv-heads 4,8 --requests 8,48 --context 8192,32768 -o results
+    """
+
+    heads: str | None = COUNTS("Query heads that one rank attends with. Default: 64 on a GPU; 8 on the CPU.")
+    kv_heads: str | None = COUNTS("KV heads of one rank, which divide --heads. Default: 4,8 on a GPU; 2 on the CPU.")
+    head_dim: str | None = COUNTS("Columns of a head. Default: 128 on a GPU; 16 on the CPU.")
+    requests: str | None = COUNTS("Requests of a decode step. Default: 8,48 on a GPU; 1,3 on the CPU.")
+    context: str | None = COUNTS("KV rows of a request on this rank. Default: 8192,32768 on a GPU; 16 on the CPU.")
+    page: str | None = COUNTS("Rows of a page. Default: 64 on a GPU; 4 on the CPU.")
+    kv_dtype: str | None = NAMES("bf16, fp8: e4m3 with a scale, read by triton. Default: bf16.")
+    lengths: str = NAMES(
+        "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, the same in all.", default="even"
+    )
+    backend: str | None = NAMES(
+        "reference, triton, flashinfer. Default: triton, and flashinfer if it is installed; reference,triton on the CPU."
+    )
+    layers: int | None = LAYERS
+
+
 class Exchange(Group):
     """Measure what a decode attention layer exchanges between the ranks of a DCP group: q, partial outputs and lse.
 
@@ -176,7 +200,7 @@ class Linear(Group):
     )
     rows: str | None = COUNTS("Tokens of a step. Default: 1,16,32,64,128 on a GPU; 1,5 on the CPU.")
     matrix: str | None = NAMES(
-        "qkv_a, q_b, o, shared-gate-up, shared-down, dense-gate-up, dense-down. Default: all that the model has."
+        "qkv, qkv_a, q_b, o, shared-gate-up, shared-down, dense-gate-up, dense-down. Default: all that the model has."
     )
     weights: str | None = NAMES("bf16, which torch multiplies, or fp8, which the others do. Default: fp8.")
     variant: str | None = NAMES("triton, torch, deepgemm, flashinfer. Default: all that are installed and can.")
@@ -257,6 +281,7 @@ def _register_bench(name: str, sizes: type[Group]) -> None:
 
 BENCHES: dict[str, type[Group]] = {
     "attention": Attention,
+    "gqa": Gqa,
     "exchange": Exchange,
     "collectives": Collectives,
     "merge": Merge,

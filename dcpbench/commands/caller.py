@@ -40,3 +40,5 @@ class Caller:
     """Set if this run is part of the caller's."""
     elsewhere: Elsewhere | None = None
     """Set if the command is only validated, for this machine."""
+    typed: tuple[str, ...] = ()
+    """Command and its arguments, without secrets; errors repeat them with other options."""

@@ -6,6 +6,7 @@ Options that several commands share are fields of one class (options.py), and ar
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -21,7 +22,7 @@ from dcpbench.commands import catalogue
 from dcpbench.commands.counterparts import make_counterpart_error
 from dcpbench.errors import UsageError
 from dcpbench.launch.stopping import INTERRUPTED
-from dcpbench.plan.command_line import hide_headers, line
+from dcpbench.plan.command_line import hide_headers
 from dcpbench.plan.option_parsers import format_value
 from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.structured_options import expand_structured
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     Does = TypeVar("Does", bound=Callable[..., int])
 
 CONTEXT = "ctx"
+TYPED = "dcpbench.typed"  # key of the command and its arguments in the context of Click
 STRUCTURED = "KEY=VALUE"  # placeholder of the value of a structured option
 PARSER_ERROR: Any = typer.BadParameter.__base__
 """Error class that the parser raises for an invalid option; its module differs between versions of Typer."""
@@ -133,8 +135,8 @@ def _make_flat(function: Callable[..., int]) -> Callable[..., None]:
     def run_flat(ctx: typer.Context, **given: object) -> None:
         made = {name: kind(**{option: given.pop(option) for option in names}) for name, (kind, names) in groups.items()}
         for group in made.values():
-            if ctx.obj is not None and hasattr(group, "caller"):
-                group.caller = ctx.obj
+            if hasattr(group, "caller"):
+                group.caller = dataclasses.replace(ctx.obj or group.caller, typed=ctx.meta[TYPED])
         raise typer.Exit(function(**given, **made))
 
     run_flat.__name__ = function.__name__
@@ -211,11 +213,8 @@ class Command(TyperCommand):
             once = option.param_type_name == "option" and not option.multiple
             if times > 1 and once and not getattr(option, "is_flag", False):
                 raise UsageError(f"{max(option.opts, key=len)} is given {times} times; give it once.")
-        words = (str(ctx.info_name), *hide_headers(args))
-        rest = super().parse_args(ctx, args)
-        before = line.set(words)
-        ctx.call_on_close(lambda: line.reset(before))
-        return rest
+        ctx.meta[TYPED] = (str(ctx.info_name), *hide_headers(args))
+        return super().parse_args(ctx, args)
 
 
 def _merge_structured(args: list[str], order: Sequence[Any]) -> list[str]:

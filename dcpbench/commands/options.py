@@ -90,7 +90,7 @@ class How(Group):
     collectives: Collectives | None = make_structured(HOW, Collectives)
     weights_dtype: str | None = HOW(
         "Weights of linear layers and experts: fp8 (e4m3, a scale for each 128 × 128, as DeepSeek-V3 and Kimi-K2 are "
-        "published) or bf16; fp16 and fp32 on GPUs for verify alone. Default on GPUs: as the model is published; on the "
+        "published) or bf16; int4, nvfp4 and mxfp4 to plan (--dry-run); fp16 and fp32 on GPUs for verify alone. Default on GPUs: as the model is published; on the "
         "CPU: as --kv-dtype, else fp32.",
         metavar="NAME,…",
     )

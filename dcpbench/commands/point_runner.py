@@ -106,8 +106,14 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
         return 0
     there = run.caller.elsewhere
     candidates = grid.expand_grid(
-        spec, probe, there.nodes if there else run.machines.nnodes, submitted=there is not None
+        spec,
+        probe,
+        there.nodes if there else run.machines.nnodes,
+        submitted=there is not None,
+        typed=run.caller.typed,
     )
+    if not run.dry_run:
+        grid.check_live(candidates, spec.settings)
     print_defaults(spec, candidates)
     if finish_if_planned(candidates, probe, run):
         return 0

@@ -12,20 +12,21 @@ from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group
 from dcpbench.models import REPOSITORIES
 from dcpbench.points.names import format_flag
-from dcpbench.serving.load_words import ANSWERS, CHUNK, PROMPTS
+from dcpbench.serving.load_words import CHUNK
 from dcpbench.show.terminal import ProgressLine, make_console
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Load
-    from dcpbench.recommend.advise import Choice, Evidence, Query
+    from dcpbench.recommend.advise import Evidence, Query
     from dcpbench.recommend.answer_formats import Start
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Forecast
+    from dcpbench.recommend.layout_choice import Choice
     from dcpbench.records.runs import Run
 
-CLIENTS = "1,8,16,32,64"
-"""Default of --concurrency."""
+CLIENTS, PROMPTS, ANSWERS = "32", "32000", "uniform:900-1100"
+"""Defaults of --concurrency, --input-tokens and --output-tokens: a long context, at which capacity matters."""
 REQUESTS = 200
 """Default of --num-requests, for loads with a request rate."""
 SERVED = ("input_tokens", "output_tokens", "request_rate", "num_requests", "chunk")
@@ -43,6 +44,8 @@ class Wanted(Group):
     machine: str | None = opt.MACHINES(
         "A GPU of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file of `dcpbench bench calibrate`. "
         "Default: this machine's GPUs.",
+        "--machine",
+        "--gpu",
         metavar="MACHINE",
     )
     gpus: str | None = opt.MACHINES(
@@ -58,7 +61,7 @@ class Wanted(Group):
     num_requests: int | None = opt.LOAD(f"With --request-rate: requests of a load. Default: {REQUESTS}.", metavar="N")
     chunk: int | None = opt.LOAD(f"Prompt tokens of a step, over all replicas. Default: {CHUNK}.", metavar="N")
     weights_dtype: str = opt.HOW(
-        "fp8, bf16, or published: as the model was published.", default="published", metavar="NAME"
+        "fp8, bf16, int4, nvfp4, mxfp4, or published: as the model was published.", default="published", metavar="NAME"
     )
     kv_dtype: str = opt.HOW("KV cache: bf16 or fp8.", default="bf16", metavar="NAME")
     exchange: str = opt.HOW("Exchanges to consider for layouts with DCP.", default="ag_rs,a2a", metavar="NAME,…")
@@ -113,7 +116,7 @@ def recommend(
       dcpbench recommend --machine H200 --gpus 4 --weights-dtype bf16 --cycled --context 4000 runs/measured
     """
     from dcpbench.commands.point_runner import print_json
-    from dcpbench.errors import ExitCode, OutputError
+    from dcpbench.errors import ExitCode, OutputError, UsageError
     from dcpbench.recommend import answer_formats
     from dcpbench.recommend.advise import choose_layouts
     from dcpbench.recommend.estimate import load_published_steps
@@ -122,7 +125,10 @@ def recommend(
 
     steps = load_published_steps()
     if score is not None:
+        _check_score_alone(wanted, [name for name, value in (("RUN", runs), ("-o", output)) if value])
         return _print_score(score, wanted, as_json=as_json)
+    if force and output is None:
+        raise UsageError("--force overwrites files in the folder of -o; add -o, or leave --force out.")
     ask, known = _make_query(wanted), _load_evidence(runs or [])
     names = ("recommendation.md", "recommendation.json", "recommendation.png")
     if output is not None and not force and (there := [n for n in names if (output / n).exists()]):
@@ -135,19 +141,23 @@ def recommend(
         best.who: [_make_start(name, ask, choice, best, steps) for name in answer_formats.STARTED_ENGINES]
         for choice, best in answer_formats.list_recommended(choices)
     }
-    found = answer_formats.convert_to_json(ask, choices, notes, steps, starts)
+    forecasts = {f.who: f for choice in choices for f in choice.ranked}
+    flags = {who: _make_commands(ask, f) for who, f in forecasts.items()}
+    found = answer_formats.convert_to_json(ask, choices, notes, steps, starts, flags)
     if output is not None:
         import json
 
         with convert_output_errors(output, "name another folder with -o"):
             output.mkdir(parents=True, exist_ok=True)
-            write_output_file(output / names[0], answer_formats.render_markdown(ask, choices, notes, steps, starts))
+            write_output_file(
+                output / names[0], answer_formats.render_markdown(ask, choices, notes, steps, starts, flags)
+            )
             write_output_file(output / names[1], json.dumps(found, indent=1) + "\n")
             answer_formats.draw_picture(ask, choices, output / names[2])
     if as_json:
         print_json(found)
     else:
-        answer_formats.show(ask, choices, notes, steps, starts, make_console())
+        answer_formats.show(ask, choices, notes, steps, starts, flags, make_console())
         if output is not None:
             sys.stdout.write("".join(f"Wrote {output / name}\n" for name in names))
     return ExitCode.OK if any(choice.best for choice in choices) else ExitCode.NO_ANSWER
@@ -171,6 +181,16 @@ def _make_start(name: str, ask: "Query", choice: "Choice", best: "Forecast", ste
     return Start(engine=name, command=command, lacking=lacking, nearest=nearest, load=choice.name)
 
 
+def _make_commands(ask: "Query", f: "Forecast") -> dict[str, str]:
+    """Return the commands that start the engines in a layout, without engines that cannot run it."""
+    from dcpbench.recommend import answer_formats
+    from dcpbench.servers.presets import PRESETS, format_command
+
+    nodes = -(-f.point.tp // ask.machine.gpus_per_host)
+    names = [name for name in answer_formats.STARTED_ENGINES if not PRESETS[name].find_lacking(f.point)]
+    return {name: format_command(name, f.point, nodes) for name in names}
+
+
 def _make_query(wanted: Wanted) -> "Query":
     from dcpbench.errors import UsageError
     from dcpbench.models import get_published_precision, load_shape
@@ -178,16 +198,17 @@ def _make_query(wanted: Wanted) -> "Query":
     from dcpbench.points.bounds import MAX_NUMBER
     from dcpbench.points.cluster_specs import GPUS_PER_HOST, load_machine
     from dcpbench.points.expert_distribution import parse_routing
-    from dcpbench.points.names import AS_PUBLISHED, AUTO_EXCHANGES, FP8
+    from dcpbench.points.names import AS_PUBLISHED, AUTO_EXCHANGES, FP8, WEIGHT_FORMATS
     from dcpbench.recommend.advise import Query
 
     named, here = (wanted.machine, 0) if wanted.machine is not None else _find_local_gpu()
     machine = load_machine(named)
     shape = load_shape(wanted.model)
     weights = get_published_precision(shape) if wanted.weights_dtype == AS_PUBLISHED else wanted.weights_dtype
-    for option, value in (("--weights-dtype", weights), ("--kv-dtype", wanted.kv_dtype)):
-        if value not in ("bf16", FP8):
-            raise UsageError(f"{option} {value} is neither bf16 nor fp8; write one of them.")
+    known = {"--weights-dtype": (weights, ("bf16", *WEIGHT_FORMATS)), "--kv-dtype": (wanted.kv_dtype, ("bf16", FP8))}
+    for option, (value, names) in known.items():
+        if value not in names:
+            raise UsageError(f"{option} {value} is none of {', '.join(names)}; write one of them.")
     exchanges = tuple(map(str, read.split_items("exchange", wanted.exchange)))
     if unknown := [name for name in exchanges if name not in AUTO_EXCHANGES]:
         raise UsageError(
@@ -372,6 +393,18 @@ def _read_run(path: Path) -> "Run":
     if not run.records:
         raise RecordsError(f"{path} holds no record yet; wait for its run, or leave it out.")
     return run
+
+
+def _check_score_alone(wanted: Wanted, others: list[str]) -> None:
+    """Raise UsageError for anything that --score does not use: it takes loads and layouts from its run."""
+    from dcpbench.errors import UsageError
+
+    defaults = vars(Wanted())
+    given = [format_flag(name) for name, value in vars(wanted).items() if value != defaults[name] and name != "machine"]
+    if unused := [*given, *others]:
+        raise UsageError(
+            f"--score takes loads and layouts from its run and does not use {format_list(unused, 'or')}; leave {'it' if len(unused) == 1 else 'them'} out."
+        )
 
 
 def _print_score(run: Path, wanted: Wanted, *, as_json: bool) -> int:

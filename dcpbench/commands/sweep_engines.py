@@ -171,7 +171,7 @@ def _find_error(engine: Engine, point: Point, model: str) -> DcpbenchError | Non
 
 def _read_limits(engine: Engine, point: Point, model: str) -> ServerLimits:
     """Return the limits that the command of a point's server states. Raise UsageError if the engine cannot run it."""
-    return read_limits(engine.make_command(point, engine.find_settings(point), model, 0), point.dp)
+    return read_limits(engine.make_command(point, engine.find_settings(point), model, 0), point.dp, point.dcp)
 
 
 def _make_grid(given: Mapping[str, object], model: str) -> Grid:

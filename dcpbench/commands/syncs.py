@@ -17,7 +17,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Find hidden CUDA synchronisation: where the host waits for the GPU, and what it costs."
-    "\n\nscan, serve and run report the function that waits, as traces do not have more; dry-run reports the line."
+    "\n\nTraces have the function that waits; scan, serve and run look up in its source which of its lines can. dry-run reports "
+    "the line."
     "\n\nStart with: dcpbench syncs scan trace.json.gz\n\nExit codes: 0 clean · 1 findings · 2 options or input that "
     "cannot be used · 3 the trace cannot answer (no GPU events, no runtime calls, no steps, a rank is missing, or it ends early); "
     "run and dry-run have further ones.",
@@ -45,6 +46,11 @@ class Gate(Group):
     root: Path | None = READ(
         "Root of the repository: paths are shown relative to it, and pyproject.toml and allow-sync comments are read "
         "there. Default: the folder with .git around this one.",
+        metavar="FOLDER",
+    )
+    source: Path | None = READ(
+        "Source of the program at the commit of the trace, to find the lines of a function that can wait. Default: --root, and the "
+        "paths in the trace.",
         metavar="FOLDER",
     )
     step_range: str | None = READ(
@@ -81,6 +87,7 @@ class GateWithoutTimes(Gate):
     """Hold the options of a gate for commands that measure no times."""
 
     max_bubble_us = None
+    source = None
 
 
 class GateToBe(GateWithoutTimes):
@@ -269,6 +276,47 @@ def baseline(traces: Traces, written: Written, gate: GateToBe) -> int:
     from dcpbench.syncs import commands
 
     return commands.create_baseline(traces, gate.make_options(), written.output, force=written.force)
+
+
+class Compared(Group):
+    """Hold the options for the comparison of two sides and its output."""
+
+    tolerance: float = GATE(
+        "Percent by which the bubble of a site per step, or its wait without bubbles, must differ.",
+        default=20.0,
+        metavar="PERCENT",
+    )
+    min_us: float = GATE("Microseconds per step by which they must differ.", default=10.0, metavar="MICROSECONDS")
+    form: str = OUTPUT("table, markdown (for a pull request) or json.", "--format", default="table", metavar="NAME")
+    as_json: bool = OUTPUT("The same as --format json.", "--json", default=False)
+    output: Path | None = OUTPUT("Write there. Default: stdout.", "-o", "--output", metavar="FILE")
+    force: bool = FORCE
+
+
+@register_command(app, rich_help_panel="Traces")
+def diff(
+    old: Annotated[str, typer.Argument(metavar="OLD", help="Traces as for scan, or a report of --format json.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The same, of the changed program.")],
+    compared: Compared,
+    gate: GateToBe,
+) -> int:
+    """Compare two recordings of a program: synchronisation that is new, gone, dearer or cheaper.
+
+    Sites are matched across moved lines and renamed files. A site is dearer if it synchronises more often per step; at equal
+    counts, if its bubble per step is larger beyond --tolerance and --min-us. Allowed sites, and those of the first step only,
+    never fail.
+
+    Exit codes: 0 nothing is new or dearer · 1 something is · 2 options or input that cannot be used · 3 a side cannot answer.
+
+    For example:
+
+      dcpbench syncs diff main/traces branch/traces
+
+      dcpbench syncs diff main.json branch.json --format markdown -o comment.md
+    """
+    from dcpbench.syncs import commands
+
+    return commands.run_diff(old, new, gate.make_options(), commands.DiffOptions(**vars(compared)))
 
 
 @register_command(app, rich_help_panel="Programs", context_settings={"allow_interspersed_args": False})

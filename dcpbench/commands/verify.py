@@ -201,6 +201,8 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     candidates = grid.expand_layouts(_list_layouts(spec, layouts, probe), spec, probe)
     if stored := grid.format_precision_note(spec, candidates):
         print_stderr(stored)
+    if not run.dry_run:
+        grid.check_live(candidates, spec.settings)
     if point_runner.finish_if_planned(candidates, probe, run):
         return 0
     texts = _load_prompts(spec, load)

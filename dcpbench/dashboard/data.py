@@ -24,7 +24,7 @@ from dcpbench.points.names import BACKENDS
 from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.metrics import DASHBOARD
 from dcpbench.reports import stop_garbage_collector
-from dcpbench.show.layouts import find_marker_index, format_css_colours
+from dcpbench.show.layouts import Degrees, find_marker_index, format_css_colours
 from dcpbench.show.web import encode_markup
 
 if TYPE_CHECKING:
@@ -150,6 +150,8 @@ def _build_run_columns(runs: Sequence[RunData], pages: set[str], records: set[st
 def _build_line_columns(histories: Sequence[History], shards: Sequence[tuple[int, str]]) -> dict[str, object]:
     shared = series.find_shared_settings([history.line for history in histories])
     distinct = [series.describe_line(history.line, history.layers_held, shared) for history in histories]
+    points = [history.line.example for history in histories]
+    degrees = {str(row["layout"]): Degrees(p.tp, p.dp, p.dcp) for row, p in zip(distinct, points, strict=True)}
     words: dict[str, list[str]] = {}
     columns: dict[str, list[int] | list[str]] = {"id": [history.line.id for history in histories]}
     for name in WORDS:
@@ -168,7 +170,9 @@ def _build_line_columns(histories: Sequence[History], shards: Sequence[tuple[int
     return {
         "shared": shared,
         "words": words | {"outcome": outcomes},
-        "looks": [[format_css_colours(layout), find_marker_index(layout)] for layout in words["layout"]],
+        "looks": [
+            [format_css_colours(degrees[layout]), find_marker_index(degrees[layout])] for layout in words["layout"]
+        ],
         "lines": columns,
         "starts": [start for start, _ in shards],
     }

@@ -13,8 +13,8 @@ from dcpbench.engine.scaled_weights import ALL, expand_to_blocks, slice_scaled
 from dcpbench.errors import ModelError
 from dcpbench.kernels.block_scaled import dequantize_weight, quantize_weight
 from dcpbench.models.checkpoint_folder import INDEX_FILE, WEIGHTS_FILE
-from dcpbench.models.shapes import SCALE_BLOCK
 from dcpbench.models.tensor_names import SCALE
+from dcpbench.models.weight_formats import SCALE_BLOCK
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -80,8 +80,21 @@ class _Tensors:
             yield from self.iter_mlp(prefix + names.shared, s.shared_experts * s.moe_inter)
 
     def iter_attention(self, prefix: str) -> Iterator[NamedTensor]:
+        yield from self.iter_grouped_attention(prefix) if self.shape.gqa else self.iter_latent_attention(prefix)
+
+    def iter_grouped_attention(self, prefix: str) -> Iterator[NamedTensor]:
         s, names = self.shape, self.names
-        queries = s.heads * (s.nope + s.rope)
+        assert s.gqa is not None
+        yield from self.iter_linear(prefix + names.q, s.heads * s.head_width, s.hidden, split="rows")
+        for name in (names.k, names.v):
+            yield from self.iter_linear(prefix + name, s.gqa.kv_heads * s.head_width, s.hidden, split="rows")
+        for name in (names.q_head_norm, names.k_head_norm) if s.gqa.qk_norm else ():
+            yield self.read_vector(prefix + name, s.head_width)
+        yield from self.iter_linear(prefix + names.o, s.hidden, s.heads * s.value, split="columns")
+
+    def iter_latent_attention(self, prefix: str) -> Iterator[NamedTensor]:
+        s, names = self.shape, self.names
+        queries = s.heads * s.head_width
         if s.q_lora is None:
             yield from self.iter_linear(prefix + names.q, queries, s.hidden, split="rows")
         else:

@@ -13,9 +13,8 @@ from dcpbench.engine.request_pool import RequestPool, copy_async
 from dcpbench.errors import CapacityError
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.hangs import heartbeats
-from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
+from dcpbench.kernels.attention import Shards
 from dcpbench.kernels.kv_indices import write_pages
-from dcpbench.kernels.rope import compute_softmax_scale
 from dcpbench.kernels.synthetic_kv import fill_request
 from dcpbench.measuring.timing import capture_graph
 from dcpbench.points import layout as arithmetic
@@ -146,33 +145,28 @@ class DecodeEngine:
         """Return the buffers for a replica with up to `requests` requests, created on first use."""
         size = compute_batch_rows(requests)
         if size not in self.batches:
-            backend = make_backend(self.backend_name, self._make_attention_spec(size))
-            self.batches[size] = Batch(size, backend, self.exchange, self.device)
+            self.batches[size] = Batch(size, self._make_backend(size), self.exchange, self.device)
         return self.batches[size]
 
-    def _make_attention_spec(self, batch: int) -> AttentionSpec:
-        model, shape = self.model, self.model.shape
-        return AttentionSpec(
-            batch=batch,
-            heads=model.heads * model.layout.dcp,
-            latent=shape.latent,
-            rope=shape.rope,
-            page_size=self.page_size,
-            max_pages=self.allocator.count_pages(self.max_context),
-            scale=compute_softmax_scale(shape),
-            dtype=model.dtype,
-            kv_dtype=model.kv.data.dtype,
-            kv_scale=model.kv.scale,
-            device=self.device,
-        )
+    def _make_backend(self, batch: int) -> Backend:
+        model = self.model
+        sizes = {
+            "batch": batch,
+            "page_size": self.page_size,
+            "max_pages": self.allocator.count_pages(self.max_context),
+            "device": self.device,
+            "kv_dtype": model.kv.data.dtype,
+            "kv_scale": model.kv.scale,
+        }
+        return model.attention.make_backend(self.backend_name, sizes)
 
     def _make_exchange_spec(self) -> ExchangeSpec:
-        model, shape = self.model, self.model.shape
+        model, kind = self.model, self.model.attention
         return ExchangeSpec(
             batch=self.largest,
             heads=model.heads * model.layout.dcp,
-            width=shape.kv_width,
-            value=shape.value if model.wide.value else shape.latent,
+            width=kind.query_width,
+            value=kind.exchanged_width,
             dtype=model.dtype,
             device=self.device,
             q_replicate=model.wide.query,

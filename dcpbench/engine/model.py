@@ -1,7 +1,7 @@
-"""A step of an MLA + MoE model on one rank, layer by layer.
+"""A step of a model on one rank, layer by layer.
 
-Rows of a step: decode rows, which attend in absorbed form over the DCP ranks' shards; then the tokens of prompt chunks,
-which attend without absorption (prefill.py); and padding rows, which do not attend.
+Rows of a step: decode rows, which attend over the DCP ranks' shards; then the tokens of prompt chunks, which attend to
+gathered rows (prefill.py); and padding rows, which do not attend. Kinds of attention are in attention/.
 
 Letters as in kernels/__init__.py. With attention DP, B is this replica's rows and T = dp·B all replicas'.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dcpbench.engine.attention import make_attention
 from dcpbench.engine.weights import Moe
 from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
 from dcpbench.hangs import heartbeats
@@ -24,34 +25,30 @@ from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.linear import apply_linear
 from dcpbench.kernels.moe.busiest import rotate_busiest_first
 from dcpbench.kernels.norm import Mark, add_rms_norm, normalize_for
-from dcpbench.kernels.qkv_norm_rope import split_latent
-from dcpbench.kernels.rope import apply_rope, make_rope_table
-from dcpbench.kernels.value_proj import project_values
+from dcpbench.kernels.rope import make_rope_table
 from dcpbench.measuring.ranges import record_range
 from dcpbench.points.layout import OWN_HEADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dcpbench.engine.attention import LayerWeights
     from dcpbench.engine.decode_engine import Batch
     from dcpbench.engine.groups import Groups
     from dcpbench.engine.kv_pool import KvPool
     from dcpbench.engine.piecewise_graph import StepBuffers
     from dcpbench.engine.prefill import PrefillPlan
     from dcpbench.engine.synthetic import RouterInputs
-    from dcpbench.engine.weights import Attention, Mlp, Weights
+    from dcpbench.engine.weights import Mlp, Weights
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
     from dcpbench.models.shapes import ModelShape
     from dcpbench.points.layout import GroupWide, Layout
 
     RouterInput = tuple[torch.Tensor, torch.Tensor | None]
 
-LATENT_EPS = 1e-6
-"""Epsilon of the norms inside attention, independent of `rms_norm_eps`: transformers and DeepSeek's own code fix it."""
-
 QUERY, KV_ROW, VALUES, ATTENTION, MLP = "query", "KV row", "values", "attention", "MLP"
 OBSERVED = (QUERY, KV_ROW, VALUES, ATTENTION, MLP)
-"""Names under which `Model.observed` collects a layer's intermediate results: q [B, h, nope + P] before rope, KV rows
+"""Names under which `Model.observed` collects a layer's intermediate results: q [B, h, X] as `compute_qkv` gives it, KV rows
 [B, Q] before they are stored, attention outputs [B, h, V], and the outputs [B, D] of o_proj and of the MLP, both summed
 over the ranks."""
 
@@ -100,7 +97,8 @@ class Model:
         self.all_reduce: AllReduce = groups.attn.all_reduce
         """Sums over the ranks of an attention replica."""
         self.heads = shape.heads // layout.attn_tp
-        self.rope_table = make_rope_table(shape, max_context, device)
+        table = make_rope_table(shape, max_context, device)
+        self.attention = make_attention(shape, layout, groups.dcp.rank, wide, self.dtype, table)
         self.stands_for = 1
         """Number of expert-parallel ranks that this one represents; it is the busiest of them in each layer."""
         self.marks: torch.Tensor | None = None
@@ -164,8 +162,7 @@ class Model:
         """Run the model between the attention of layer `index` - 1, with output values y, and the attention of layer
         `index`.
 
-        Return q [B, h, nope + P] of layer `index`, not yet absorbed, and its KV rows [B, Q], which are also written to
-        the pool. After the last layer, return the MLP's output and the residual, [B, D] each, not yet added. Results
+        Return q [B, h, X] of layer `index` and its KV rows [B, Q], which are also written to the pool. After the last layer, return the MLP's output and the residual, [B, D] each, not yet added. Results
         are written to `out` if given.
         """
         x_BD = None
@@ -185,10 +182,10 @@ class Model:
             if index == self.shape.layers:
                 return (x_BD if out is None else out.last.copy_(x_BD)), residual_BD
         w = self.weights.get_layer(index).attention
-        normed = self.apply_norm(x_BD, residual_BD, w.input_norm, 2 * index + 1, w.qkv_a, keep=False)
+        normed = self.apply_norm(x_BD, residual_BD, w.input_norm, 2 * index + 1, w.first, keep=False)
         with record_range("qkv_proj"):
-            q_Bh, row_BQ = self.compute_qkv(normed, w, batch.positions, out)
-        self.record_result(QUERY, self.select_own_heads(q_Bh))
+            q_Bh, row_BQ = self.attention.compute_qkv(normed, w, batch.positions, out)
+        self.record_result(QUERY, self.attention.select_own_heads(q_Bh))
         self.record_result(KV_ROW, row_BQ)
         with record_range("kv_write"):
             write_kv(self.kv.get_rows(index), row_BQ, batch.locs, self.share, self.kv.scale)
@@ -245,25 +242,22 @@ class Model:
         decodes: Batch | None,
         prefill: PrefillPlan | None,
     ) -> torch.Tensor:
-        """Return MLA of all rows: the values of this rank's heads, [B, h, V], for a layer with its KV rows in the pool.
-
-        Decode rows use the absorbed form: q attends to latent rows, and W_UV is applied to the result.
+        """Return the attention of all rows: the values of this rank's heads, [B, h, V], for a layer with its KV rows in
+        the pool.
         """
-        w = self.weights.get_layer(index).attention
+        w, kind = self.weights.get_layer(index).attention, self.attention
         values, rows = [], decodes.size if decodes else 0
         if prefill is not None:
             with record_range("qkv_proj"):
-                self.rotate_queries(q_Bh, positions_B)
+                kind.rotate_queries(q_Bh, positions_B)
         if decodes is not None:
             with record_range("qkv_proj"):
-                q_BhQ = self.compute_latent_queries(q_Bh[:rows], w, decodes, None if prefill else positions_B[:rows])
-            values.append(self.compute_values(self.run_decode_attention(q_BhQ, w, index, decodes), w))
+                q_BhQ = kind.compute_exchanged_queries(q_Bh[:rows], w, decodes, None if prefill else positions_B[:rows])
+            values.append(kind.compute_values(self.run_decode_attention(q_BhQ, w, index, decodes), w))
         if prefill is not None:
             assert prefill.rows.start == rows
-            q_ThX = self.select_own_heads(q_Bh[prefill.rows]).contiguous()
-            values.append(
-                prefill.run_attention(q_ThX, lambda seen: prefill.prefiller.decompress_latents(seen, row_BQ, index))
-            )
+            q_ThX = kind.select_own_heads(q_Bh[prefill.rows]).contiguous()
+            values.append(prefill.run_attention(q_ThX, lambda seen: prefill.prefiller.load_keys(seen, row_BQ, index)))
         with record_range("o_proj"):
             return self.append_padding(values, len(q_Bh))
 
@@ -274,7 +268,7 @@ class Model:
             values = [*values, self.weights.embed.new_zeros(rows - used, self.heads, self.shape.value)]
         return values[0] if len(values) == 1 else torch.cat(values)
 
-    def run_decode_attention(self, q_BhQ: torch.Tensor, w: Attention, index: int, decodes: Batch) -> torch.Tensor:
+    def run_decode_attention(self, q_BhQ: torch.Tensor, w: LayerWeights, index: int, decodes: Batch) -> torch.Tensor:
         """Return the merged output of this rank's heads, [h, B, R]; [h, B, V] if it is projected first. `q_BhQ` is the
         exchange's.
         """
@@ -282,79 +276,12 @@ class Model:
         return exchange.merge_partials(*self.compute_partial(exchange.gather_q(q_BhQ), w, index, decodes))
 
     def compute_partial(
-        self, q_BHQ: torch.Tensor, w: Attention, index: int, decodes: Batch
+        self, q_BHQ: torch.Tensor, w: LayerWeights, index: int, decodes: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the result of all heads of the group over this rank's rows, as input of the exchange: outputs and lse
         [B, H].
         """
-        out, lse_BH = decodes.exchange.get_partial_buffers(decodes.size)
-        with record_range("attention"):
-            o_BHR = q_BHQ.new_empty(*q_BHQ.shape[:2], self.shape.latent) if self.wide.value else out
-            decodes.backend.run(q_BHQ, self.kv.data[index], o_BHR, lse_BH)
-        if self.wide.value:
-            with record_range("o_proj"):
-                torch.bmm(o_BHR.transpose(0, 1), w.w_uv, out=out.transpose(0, 1))
-        return out, lse_BH
-
-    def compute_values(self, o_hBR: torch.Tensor, w: Attention) -> torch.Tensor:
-        """Return merged outputs of this rank's heads as the input of o_proj, [B, h, V]."""
-        with record_range("o_proj"):
-            if self.wide.value:
-                return o_hBR.transpose(0, 1).to(self.dtype, memory_format=torch.contiguous_format)
-            return project_values(o_hBR, w.w_uv, self.dtype)
-
-    def compute_qkv(
-        self, x_BD: torch.Tensor | Rows, w: Attention, positions_B: torch.Tensor, out: StepBuffers | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return q [B, h, nope + P] of the heads projected on this rank, not yet absorbed, and the new KV row [B, Q]."""
-        s = self.shape
-        q_out = None if out is None else out.q
-        qkv = apply_linear(x_BD, w.qkv_a, None if w.q_b is not None else q_out)
-        row_BQ = qkv.new_empty(len(qkv), s.kv_width) if out is None else out.kv
-        latent = split_latent(
-            qkv,
-            w.q_norm,
-            w.kv_norm,
-            positions_B,
-            self.rope_table,
-            row_BQ,
-            eps=LATENT_EPS,
-            interleaved=s.rope_interleaved,
-            feeds=w.q_b,
-        )
-        q = qkv if latent is None or w.q_b is None else apply_linear(latent, w.q_b, q_out)
-        return self.reshape_heads(q), row_BQ
-
-    def reshape_heads(self, q_BN: torch.Tensor) -> torch.Tensor:
-        """Return the output of the last projection before q as [B, h, nope + P]; columns of KV may follow q in it."""
-        heads, width = self.heads * (self.layout.dcp if self.wide.query else 1), self.shape.nope + self.shape.rope
-        return q_BN[:, : heads * width].unflatten(-1, (heads, width))
-
-    def compute_latent_queries(
-        self, q_Bh: torch.Tensor, w: Attention, decodes: Batch, positions_B: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return queries against latent rows, [B, h, Q], in the exchange's memory; without positions, rope is applied
-        already.
-        """
-        s = self.shape
-        q_nope, q_rope = q_Bh.split((s.nope, s.rope), dim=-1)
-        q_BhQ = decodes.exchange.get_query_buffer(decodes.size)
-        torch.bmm(q_nope.transpose(0, 1), w.w_uk, out=q_BhQ[..., : s.latent].transpose(0, 1))
-        if positions_B is None:
-            q_BhQ[..., s.latent :] = q_rope
-        else:
-            apply_rope(q_rope, positions_B, self.rope_table, q_BhQ[..., s.latent :], interleaved=s.rope_interleaved)
-        return q_BhQ
-
-    def rotate_queries(self, q_BhX: torch.Tensor, positions_B: torch.Tensor) -> None:
-        """Apply rope to q in place; X = nope + P."""
-        q_BhP = q_BhX[..., self.shape.nope :]
-        apply_rope(q_BhP, positions_B, self.rope_table, q_BhP, interleaved=self.shape.rope_interleaved)
-
-    def select_own_heads(self, q_BHX: torch.Tensor) -> torch.Tensor:
-        """Return the queries of this rank's heads, among those projected here."""
-        first = self.groups.dcp.rank * self.heads if self.wide.query else 0
-        return q_BHX[:, first : first + self.heads]
+        return self.attention.compute_partial(q_BHQ, w, self.kv.data[index], decodes)
 
     def get_router_input(self, batch: StepInput, index: int) -> RouterInput | None:
         """Return the synthetic router input of a layer, if the batch has one."""

@@ -46,7 +46,7 @@ class StepBuffers:
     residual: torch.Tensor
     """[B, D]"""
     q: torch.Tensor
-    """[B, …]: output of the last projection before q."""
+    """[B, …]: begins with q of the heads projected here."""
     kv: torch.Tensor
     """[B, Q]: rows of a layer on their way into the pool."""
     values: torch.Tensor
@@ -54,13 +54,13 @@ class StepBuffers:
     last: torch.Tensor
     """[B, D]: output of the last MLP."""
     own: torch.Tensor | None
-    """[B, h, nope + P]: q of this rank's heads, contiguous; None if `q` has them in this form."""
+    """[B, h, X]: q of this rank's heads, contiguous; None if `q` has them in this form."""
 
     @classmethod
     def allocate(cls, model: Model, rows: int) -> StepBuffers:
         """Return buffers for up to `rows` rows."""
         w, shape, device = model.weights.get_layer(0).attention, model.shape, model.kv.data.device
-        whole = w.q_b is not None and not model.wide.query
+        kind = model.attention
 
         def allocate_zeros(*size: int, dtype: torch.dtype = model.dtype) -> torch.Tensor:
             return torch.zeros(rows, *size, dtype=dtype, device=device)
@@ -69,9 +69,9 @@ class StepBuffers:
             positions=allocate_zeros(dtype=torch.int64),
             locs=allocate_zeros(dtype=torch.int32),
             residual=allocate_zeros(shape.hidden),
-            q=allocate_zeros(len((w.qkv_a if w.q_b is None else w.q_b).data)),
-            own=None if whole else allocate_zeros(model.heads, shape.nope + shape.rope),
-            kv=allocate_zeros(shape.kv_width),
+            q=allocate_zeros(kind.count_query_columns(w)),
+            own=None if kind.are_queries_contiguous(w) else allocate_zeros(model.heads, kind.head_width),
+            kv=allocate_zeros(model.kv.data.shape[-1]),
             values=allocate_zeros(model.heads, shape.value),
             last=allocate_zeros(shape.hidden),
         )
@@ -104,8 +104,9 @@ class Decodes:
     def _compute_layer(self, index: int) -> None:
         model, room, batch = self.model, self.room, self.batch
         w = model.weights.get_layer(index).attention
-        q_BhQ = model.compute_latent_queries(model.reshape_heads(room.q), w, batch)
-        room.values.copy_(model.compute_values(model.run_decode_attention(q_BhQ, w, index, batch), w))
+        kind = model.attention
+        q_BhQ = kind.compute_exchanged_queries(kind.reshape_heads(room.q), w, batch)
+        room.values.copy_(kind.compute_values(model.run_decode_attention(q_BhQ, w, index, batch), w))
 
     def capture_layers(self, pool: torch.cuda._POOL_HANDLE) -> None:
         """Capture every layer. One layer has run before on every rank, so that no module is loaded during capture."""
@@ -145,7 +146,8 @@ class StepPieces:
         first = decodes.batch.size if decodes else 0
         rows = prefill.rows if prefill else slice(first, first)
         assert rows.start == first
-        q_BhX = model.select_own_heads(model.reshape_heads(room.q)) if room.own is None else room.own
+        kind = model.attention
+        q_BhX = kind.select_own_heads(kind.reshape_heads(room.q)) if room.own is None else room.own
         q_ThX, out_ThV = q_BhX[rows], room.values[rows]
         first_seen = prefill.parts[0].seen if prefill else None
 
@@ -177,7 +179,7 @@ class StepPieces:
                 decodes.run_layer(index)
             if prefill is not None:
                 prefill.run_attention(
-                    q_ThX, lambda seen: None if seen is first_seen else pieces.decompress_latents(seen, index), out_ThV
+                    q_ThX, lambda seen: None if seen is first_seen else pieces.load_keys(seen, index), out_ThV
                 )
             return room.values
 
@@ -194,9 +196,9 @@ class StepPieces:
         model, room = self.model, self.room
         q_BHX, row_BQ = model.run_piece(index, y_BhV, batch=self.batch, residual_BD=room.residual, out=room)
         if index < model.shape.layers:
-            model.rotate_queries(q_BHX, room.positions)
+            model.attention.rotate_queries(q_BHX, room.positions)
             if room.own is not None:
-                room.own.copy_(model.select_own_heads(q_BHX))
+                room.own.copy_(model.attention.select_own_heads(q_BHX))
             self.pieces.prefiller.unpack_gathered(self.pieces.numbers, row_BQ, index)
         return q_BHX, row_BQ
 
@@ -229,7 +231,7 @@ class Pieces:
         self.live = torch.full((dp,), prefiller.rows, device=prefiller.device) if dp > 1 else None
         """StepInput.live of the running step; all rows during capture."""
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        """Graphs of `decompress_latents`, one per layer."""
+        """Graphs of `load_keys`, one per layer."""
         self.cuts: dict[int, StepPieces] = {}
         self.decodes: dict[int, Decodes] = {}
 
@@ -246,8 +248,8 @@ class Pieces:
             found = self.decodes[batch.size] = Decodes(self.model, self.room, batch)
         return found
 
-    def decompress_latents(self, seen: KeySet, index: int) -> None:
-        """Run Prefiller.decompress_latents on rows of a step in the shared buffers. Collective."""
+    def load_keys(self, seen: KeySet, index: int) -> None:
+        """Run Prefiller.load_keys on rows of a step in the shared buffers. Collective."""
         self.prefiller.gather_prefix(seen, index)
         self.more[: len(seen.numbers)].copy_(seen.numbers)
         if self.graphs:
@@ -256,7 +258,7 @@ class Pieces:
             self.prefiller.unpack_gathered(self.more, self.room.kv, index)
 
     def _capture_keys(self, pool: torch.cuda._POOL_HANDLE) -> None:
-        """Capture `decompress_latents` of every layer; pieces have loaded its kernels."""
+        """Capture `load_keys` of every layer; pieces have loaded its kernels."""
         graphs = []
         for index in range(self.model.shape.layers):
             with _capture_graph(pool) as graph:

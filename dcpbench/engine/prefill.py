@@ -1,7 +1,7 @@
 """Attention of a step's prompt chunks: over the prefix stored by the DCP ranks, and over their own rows after it.
 
 All ranks of a replica compute the KV rows of a chunk, so its own part needs no communication. The stored prefix is
-gathered layer by layer into token order. Both are placed in one buffer, decompressed for this rank's heads, and
+gathered layer by layer into token order. Both are placed in one buffer, decompressed for this rank's heads with MLA, and
 attended to in one call, with a mask that is causal from each request's end. A part of a step is as many chunks as the
 buffer holds with their prefixes:
 
@@ -29,10 +29,9 @@ from dcpbench.errors import CapacityError, UsageError
 from dcpbench.exchange.prefix import Gatherer, Task, allocate_symmetric
 from dcpbench.kernels.kv_gather import make_request_table
 from dcpbench.kernels.kv_indices import write_pages
-from dcpbench.kernels.kv_up_proj import decompress_latents, gather_rows
+from dcpbench.kernels.kv_up_proj import gather_rows
 from dcpbench.kernels.merge import merge_attn_states
-from dcpbench.kernels.prefill import PrefillSpec, make_prefill
-from dcpbench.kernels.rope import compute_softmax_scale
+from dcpbench.kernels.prefill import make_prefill
 from dcpbench.measuring.ranges import record_range
 from dcpbench.points import memory
 from dcpbench.points.batches import compute_chunk_rows
@@ -125,7 +124,7 @@ class PrefillPlan:
         """Return values of the chunks' tokens for this rank's heads, [T, h, V] in q's dtype, in `out` if given.
         Collective.
 
-        q_ThX [T, h, nope + P] has rope applied and is not absorbed; it is contiguous. `keys` is Prefiller.decompress_latents of
+        q_ThX [T, h, nope + P] has rope applied and is not absorbed; it is contiguous. `keys` is Prefiller.load_keys of
         a layer, or an equivalent function.
         """
         at = self.prefiller.keys, self.prefiller.values
@@ -173,7 +172,7 @@ class Prefiller:
         """
         if gather not in GATHERS:
             raise UsageError(f"a prefix cannot be gathered by {gather}; choose one of {', '.join(GATHERS)}.")
-        shape, data = model.shape, model.kv.data
+        data = model.kv.data
         self.model, self.group, self.way = model, model.groups.dcp, gather
         self.device, self.dtype = data.device, model.dtype
         self.stored = torch.uint8 if data.dtype.itemsize == 1 else data.dtype
@@ -182,17 +181,7 @@ class Prefiller:
         self.unit = data.shape[2] * model.layout.dcp
         self.tokens, self.rows = tokens, compute_chunk_rows(max(tokens, rows))
         self.window = self._compute_window(window_bytes)
-        self.backend = make_prefill(
-            backend,
-            PrefillSpec(
-                heads=model.heads,
-                width=shape.nope + shape.rope,
-                value=shape.value,
-                scale=compute_softmax_scale(shape),
-                dtype=self.dtype,
-                device=self.device,
-            ),
-        )
+        self.backend = make_prefill(backend, model.attention.make_prefill_spec(self.device))
         self._allocate_buffers()
 
     def _compute_window(self, window_bytes: int | None) -> int:
@@ -212,18 +201,16 @@ class Prefiller:
         """Allocate the buffers reused by every layer: keys, values, their source rows, gathered rows, and transferred
         data.
         """
-        shape, width = self.model.shape, self.model.shape.kv_width
+        width = self.model.kv.data.shape[-1]
         most = max(self.window, self.rows)
 
         def allocate_empty(*size: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=self.device)
 
-        self.keys = allocate_empty(most, self.model.heads, shape.nope + shape.rope)
-        self.values = allocate_empty(most, self.model.heads, self.backend.value_width)
-        self.values[..., shape.value :] = 0
         self.laid = allocate_empty(
             most, width
         ).zero_()  # rows behind the last one are multiplied, too, with unused results
+        self.keys, self.values = self.model.attention.allocate_keys(self.laid, self.backend.value_width)
         self.gatherer: Gatherer | None = None
         self.travels: torch.Tensor | Peers | None = None
         if self.group.size > 1:
@@ -238,7 +225,8 @@ class Prefiller:
     def warm_kernels(self) -> None:
         """Run the kernels that only windows need once, so that no step of a load waits for a compiler."""
         one = self.backend.plan([1], [1], causal=False)
-        o_ThV, lse_Th = one.run(self.keys[:1], self.keys, self.values)
+        q_ThX = self.keys.new_zeros(1, self.model.heads, self.keys.shape[-1])
+        o_ThV, lse_Th = one.run(q_ThX, self.keys, self.values)
         merge_attn_states(o_ThV.to(torch.float32, memory_format=torch.contiguous_format), lse_Th, o_ThV, lse_Th.clone())
 
     def plan_chunks(self, chunks: Sequence[Chunk], table_SC: torch.Tensor, first: int = 0) -> PrefillPlan:
@@ -306,7 +294,7 @@ class Prefiller:
         lengths = (*lengths, *[0] * (MIN_PREFIXES - len(lengths)))
         prefix = Prefix(lengths, self.group.size, self.share.interleave)
         table = make_request_table(prefix, self.device)
-        return Task(prefix=prefix, table=table, rows=rows, width=self.model.shape.kv_width, dtype=self.stored)
+        return Task(prefix=prefix, table=table, rows=rows, width=self.model.kv.data.shape[-1], dtype=self.stored)
 
     def gather_prefix(self, seen: KeySet, index: int) -> None:
         """Gather the stored rows of layer `index` in token order, unconverted, valid until the next call. Collective."""
@@ -318,7 +306,7 @@ class Prefiller:
         with record_range("prefix_gather"):
             self.gatherer.gather_layer(seen.task, kv_KQ, self.gathered[: seen.task.prefix.tokens], self.travels)
 
-    def decompress_latents(self, seen: KeySet, new_BQ: torch.Tensor, index: int) -> None:
+    def load_keys(self, seen: KeySet, new_BQ: torch.Tensor, index: int) -> None:
         """Write keys and values of this rank's heads in layer `index` to `keys` and `values`. Collective; see KeySet.
 
         New rows [B, Q] are contiguous, in the dtype of the computation, and attended to unrounded, in any storage
@@ -328,17 +316,14 @@ class Prefiller:
         self.unpack_gathered(seen.numbers, new_BQ, index)
 
     def unpack_gathered(self, numbers: torch.Tensor, new_BQ: torch.Tensor, index: int) -> None:
-        """Run `decompress_latents` on gathered rows. The count is read on the device, and may be smaller than the size of
+        """Run `load_keys` on gathered rows. The count is read on the device, and may be smaller than the size of
         `numbers`.
         """
         model, kv_KQ, w = self.model, self.model.kv.get_rows(index), self.model.weights.get_layer(index).attention
         stored_KQ = kv_KQ if self.group.size == 1 else self.gathered.view(kv_KQ.dtype)
-        own = slice(model.groups.dcp.rank * model.heads, (model.groups.dcp.rank + 1) * model.heads)
-        w_uk = w.w_uk[own] if model.wide.query else w.w_uk
-        w_uv = w.w_uv[own] if model.wide.value else w.w_uv
         with record_range("prefill"):
             gather_rows(self.laid, stored_KQ, new_BQ, numbers[:1], numbers[1:], model.kv.scale)
-            decompress_latents(self.laid, numbers[:1], w_uk, w_uv, self.keys, self.values)
+            model.attention.unpack_rows(self.laid, numbers[:1], w, self.keys, self.values)
 
 
 def _list_places(call: Call, lengths: list[int], rows: list[int]) -> np.ndarray:

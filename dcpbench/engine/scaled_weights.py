@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpbench.kernels.block_scaled import Scaled
-from dcpbench.models.shapes import SCALE_BLOCK
+from dcpbench.models.weight_formats import SCALE_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ import torch
 
 from dcpbench.engine.scaled_weights import ALL, slice_scaled
 from dcpbench.kernels.block_scaled import quantize_weight
-from dcpbench.models.shapes import SCALE_BLOCK
+from dcpbench.models.weight_formats import SCALE_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from dcpbench.engine.scaled_weights import ALL, join_rows
-from dcpbench.kernels.block_scaled import Scaled, dequantize_weight
+from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.models.shapes import SIGMOID
 from dcpbench.points import memory
 from dcpbench.points.layout import OWN_HEADS
@@ -29,6 +29,7 @@ from dcpbench.points.names import WHOLE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dcpbench.engine.attention import LayerWeights
     from dcpbench.models.shapes import ModelShape
     from dcpbench.points.layout import GroupWide, Layout
 
@@ -61,24 +62,6 @@ Linear = torch.Tensor | Scaled
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
-    """Attention weights of a layer; h heads of this rank. Linear weights are [out, in]."""
-
-    input_norm: torch.Tensor
-    qkv_a: Linear
-    """q_a ‖ kv_a, [q_lora + Q, D]; without q-LoRA q ‖ kv_a, [h·(nope + P) + Q, D]."""
-    q_norm: torch.Tensor | None
-    q_b: Linear | None
-    kv_norm: torch.Tensor
-    w_uk: torch.Tensor
-    """[h, nope, R]: absorbs k's decompression into q; all heads of the DCP group if requested, like q_b."""
-    w_uv: torch.Tensor
-    """[h, R, V]: decompresses the latent output; all heads of the DCP group if requested."""
-    o: Linear
-    post_norm: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
 class Mlp:
     """A dense MLP or a shared expert, split over its inner width."""
 
@@ -107,7 +90,7 @@ class Moe:
 class Layer:
     """Weights of a distinct layer."""
 
-    attention: Attention
+    attention: LayerWeights
     mlp: Mlp | Moe
 
 
@@ -131,7 +114,7 @@ class Weights:
 
     def count_bytes(self) -> int:
         """Return the bytes of all tensors."""
-        return sum(t.nbytes for t in _collect_tensors(self))
+        return sum(t.nbytes for t in {id(t): t for t in _collect_tensors(self)}.values())
 
 
 def _collect_tensors(node: object) -> list[torch.Tensor]:
@@ -162,10 +145,11 @@ def load_weights(
     group, `ep` the placement of experts, and `fp8` whether linear layers and experts are Scaled.
     """
     names = shape.tensors
-    loader = _Loader(source, shape, layout, rank, alive, wide, ep, fp8)
+    loader = Loader(source, shape, layout, rank, alive, wide, ep, fp8)
+    embed = loader.load_vocab(names.embedding)
     return Weights(
-        embed=loader.load_vocab(names.embedding),
-        lm_head=loader.load_vocab(names.embedding if shape.tied else names.lm_head),
+        embed=embed,
+        lm_head=embed if shape.tied else loader.load_vocab(names.lm_head),
         final_norm=source.get_tensor(names.final_norm, (shape.hidden,)),
         dense=[loader.load_layer(i) for i in range(held.dense)],
         moe=[loader.load_layer(shape.first_dense + i) for i in range(held.moe)],
@@ -173,7 +157,9 @@ def load_weights(
     )
 
 
-class _Loader:
+class Loader:
+    """Load the shards of a rank."""
+
     def __init__(
         self,
         source: Source,
@@ -192,10 +178,13 @@ class _Loader:
         heads = shape.heads // layout.attn_tp
         first = layout.get_attn_rank(rank) * heads
         self.own = range(first, first + heads)
+        """Query heads of this rank."""
         first -= layout.get_dcp_rank(rank) * heads
         self.group = range(first, first + layout.dcp * heads)
+        """Query heads of its DCP group."""
 
     def load_vocab(self, name: str) -> torch.Tensor:
+        """Return this rank's rows of the embedding or the LM head."""
         shape, per_rank = self.shape, memory.compute_vocab_rows(self.shape, self.layout)
         first = self.layout.get_attn_rank(self.rank) * per_rank
         last = min(first + per_rank, shape.vocab)
@@ -203,6 +192,7 @@ class _Loader:
         return torch.nn.functional.pad(part, (0, 0, 0, per_rank - part.shape[0])) if part.shape[0] < per_rank else part
 
     def load_layer(self, index: int) -> Layer:
+        """Return the weights of layer `index`."""
         self.alive()
         prefix = self.names.layer.format(index)
         mlp = (
@@ -210,50 +200,17 @@ class _Loader:
             if index < self.shape.first_dense
             else self.load_moe(prefix)
         )
-        return Layer(attention=self.load_attention(prefix), mlp=mlp)
+        return Layer(attention=load_attention(self, prefix), mlp=mlp)
 
     def select_heads(self, heads: range, width: int, columns: int) -> dict[str, Any]:
         """Return the shape and rows of a projection's part for some heads, with `width` outputs per head."""
         return {"shape": (self.shape.heads * width, columns), "rows": slice(heads.start * width, heads.stop * width)}
 
-    def load_attention(self, prefix: str) -> Attention:
-        """Return the attention weights of this rank's heads; tensors shared by all heads are held whole."""
-        s, names, get, linear = self.shape, self.names, self.source.get_tensor, self.linear
-        q_heads = self.group if self.wide.query else self.own
-        v_heads = self.group if self.wide.value else self.own
-        kv_a = linear(prefix + names.kv_a, (s.kv_width, s.hidden))
-        if s.q_lora is None:
-            q, q_norm, q_b = (
-                linear(prefix + names.q, **self.select_heads(q_heads, s.nope + s.rope, s.hidden)),
-                None,
-                None,
-            )
-        else:
-            q = linear(prefix + names.q_a, (s.q_lora, s.hidden))
-            q_norm = get(prefix + names.q_norm, (s.q_lora,))
-            q_b = linear(prefix + names.q_b, **self.select_heads(q_heads, s.nope + s.rope, s.q_lora))
-        loaded = self.group if self.wide.query or self.wide.value else self.own
-        kv_b = self.load_kv_up_projection(prefix + names.kv_b, loaded)
-        uk, uv = kv_b.unflatten(0, (len(loaded), s.nope + s.value)).split((s.nope, s.value), dim=1)
-        inner = slice(self.own.start * s.value, self.own.stop * s.value)
-        return Attention(
-            input_norm=get(prefix + names.input_norm, (s.hidden,)),
-            qkv_a=_join_rows((q, kv_a)),
-            q_norm=q_norm,
-            q_b=q_b,
-            kv_norm=get(prefix + names.kv_norm, (s.latent,)),
-            w_uk=_select_rows(q_heads, uk, loaded).contiguous(),
-            w_uv=_select_rows(v_heads, uv, loaded).transpose(1, 2).contiguous(),
-            o=linear(prefix + names.o, (s.hidden, s.heads * s.value), columns=inner),
-            post_norm=get(prefix + names.post_norm, (s.hidden,)),
-        )
-
-    def load_kv_up_projection(self, name: str, heads: range) -> torch.Tensor:
-        """Return the rows of some heads in the model's dtype; of fp8 weights as their e4m3 numbers and scales give them."""
-        rows = self.select_heads(heads, self.shape.nope + self.shape.value, self.shape.latent)
-        if not self.fp8:
-            return self.source.get_tensor(name, **rows)
-        return dequantize_weight(self.source.get_scaled(name, **rows)).to(self.source.dtype)
+    def load_output_projection(self, name: str) -> Linear:
+        """Return the columns of o_proj of this rank's heads."""
+        value = self.shape.value
+        inner = slice(self.own.start * value, self.own.stop * value)
+        return self.linear(name, (self.shape.hidden, self.shape.heads * value), columns=inner)
 
     def load_mlp(self, prefix: str, inner: int) -> Mlp:
         """Return a slice of the inner width over all tp ranks."""
@@ -266,7 +223,7 @@ class _Loader:
         gate = self.linear(prefix + names.gate, (inner, hidden), rows=mine)
         up = self.linear(prefix + names.up, (inner, hidden), rows=mine)
         down = self.linear(prefix + names.down, (hidden, inner), columns=mine)
-        return Mlp(gate_up=_join_rows((gate, up)), down=down)
+        return Mlp(gate_up=join_linears((gate, up)), down=down)
 
     def load_moe(self, prefix: str) -> Moe:
         """Return whole experts, assigned to the tp ranks in contiguous runs, or a slice of each; and a slice of the
@@ -307,7 +264,7 @@ def load_routing_bias(source: Source, shape: ModelShape, prefix: str) -> torch.T
     return source.get_tensor(prefix + shape.tensors.routing_bias, (shape.experts,), dtype=torch.float32)
 
 
-def _join_rows(parts: tuple[Linear, ...]) -> Linear:
+def join_linears(parts: tuple[Linear, ...]) -> Linear:
     """Return the weights stacked along the rows."""
     if isinstance(parts[0], Scaled):
         return join_rows(cast("tuple[Scaled, ...]", parts))
@@ -342,6 +299,9 @@ class _Stack:
         return self.found
 
 
-def _select_rows(heads: range, part: torch.Tensor, loaded: range) -> torch.Tensor:
-    """Return the rows of `heads` from a tensor of the rows of the heads `loaded`."""
-    return part[heads.start - loaded.start : heads.stop - loaded.start]
+def load_attention(loader: Loader, prefix: str) -> LayerWeights:
+    """Return the attention weights of a layer, of the model's kind of attention."""
+    from dcpbench.engine.attention.gqa import load_gqa
+    from dcpbench.engine.attention.mla import load_mla
+
+    return (load_gqa if loader.shape.gqa else load_mla)(loader, prefix)

@@ -28,8 +28,9 @@ SAMPLED = 64  # elements of each parameter that enter the fingerprint
 def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a configuration of transformers
     """Load synthetic weights into an engine's model through the model's own `load_weights`.
 
-    `config` is the model's Hugging Face configuration. DCPBENCH_ROUTING states which experts routers choose. Raises ModelError if its config.json is not that of a model that
-    this package knows or its weights are neither in bf16 nor in fp8, and ValueError if the seed is not a whole number.
+    `config` is the model's Hugging Face configuration; DCPBENCH_ROUTING states which experts routers choose. Raises ModelError if
+    its config.json is not that of a model that this package knows, if its weights are neither in bf16 nor in fp8, if tensors are not
+    described, or if the model has no correction bias for a stated routing; and ValueError if the seed is not a whole number.
     """
     import torch
 
@@ -37,17 +38,23 @@ def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a conf
     from dcpbench.engine.synthetic import SyntheticSource
     from dcpbench.engine_plugins.routed_weights import RoutedSource
     from dcpbench.errors import ModelError
-    from dcpbench.points.names import FP8
+    from dcpbench.models.weight_formats import BF16, FP8
 
     shape = _load_shape(config)
-    if not shape.is_sized:
-        raise ModelError(f"synthetic weights exist in bf16 and in fp8, and this model has others: {shape.published}.")
+    if shape.published.name not in (BF16, FP8):
+        raise ModelError(
+            f"synthetic weights exist in bf16 and in fp8, and this model has others: {shape.published.name}."
+        )
+    if shape.indexer or shape.expert_bias or (shape.gqa and shape.gqa.qk_norm_over_heads):
+        raise ModelError(
+            f"synthetic weights lack tensors of {shape.name}: an indexer, biases of experts, or norms over all heads."
+        )
     seed = int(os.environ.get(SEED_VARIABLE, "0"))
     device = next(model.parameters()).device
     routing = os.environ.get(ROUTING_VARIABLE, "")
     source = RoutedSource(seed, device, shape, routing) if routing else SyntheticSource(seed, torch.bfloat16, device)
     with torch.no_grad():
-        model.load_weights(iter_checkpoint_tensors(source, shape, fp8=shape.published == FP8))  # type: ignore[operator]
+        model.load_weights(iter_checkpoint_tensors(source, shape, fp8=shape.published.name == FP8))  # type: ignore[operator]
         sys.stderr.write(format_weights_report(seed, compute_fingerprint(model)) + "\n")
         sys.stderr.flush()
 

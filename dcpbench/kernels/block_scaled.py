@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, get_capability, has_cast
-from dcpbench.models.shapes import SCALE_BLOCK
+from dcpbench.models.weight_formats import SCALE_BLOCK
 
 FEW_ROWS = 128
 """Up to which a product is bound by the reading of its weights, and scales of a group lie side by side."""

@@ -31,7 +31,7 @@ from dcpbench.kernels.block_scaled import (
     quantize_rows_reference,
 )
 from dcpbench.kernels.e4m3 import get_capability
-from dcpbench.models.shapes import SCALE_BLOCK
+from dcpbench.models.weight_formats import SCALE_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

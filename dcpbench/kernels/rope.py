@@ -1,6 +1,6 @@
 """Rotary position embedding of the rope part of q and of the KV row.
 
-The table has YaRN (Peng et al. 2023, arXiv 2309.00071) as DeepSeek configures it.
+The table has YaRN (Peng et al. 2023, arXiv 2309.00071) as DeepSeek configures it, or the scaling of Llama 3.1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from dcpbench.models.shapes import ModelShape, Yarn
+    from dcpbench.models.shapes import Llama3Rope, ModelShape, Yarn
 
 
 def apply_rope(
@@ -121,11 +121,24 @@ def make_rope_table(shape: ModelShape, positions: int, device: torch.device) -> 
     exponents = torch.arange(0, shape.rope, 2, dtype=torch.float32, device=device) / shape.rope
     frequencies = 1.0 / shape.rope_theta**exponents
     factor = 1.0
+    if shape.llama3_rope:
+        frequencies = _scale_llama3_frequencies(frequencies, shape.llama3_rope)
     if shape.yarn:
         frequencies = _scale_frequencies(frequencies, shape, shape.yarn)
         factor = _compute_attention_factor(shape.yarn)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
+
+
+def _scale_llama3_frequencies(frequencies: torch.Tensor, rope: Llama3Rope) -> torch.Tensor:
+    """Divide slow frequencies by the factor, keep fast ones, and interpolate between, as Llama 3.1 does.
+
+    A frequency is slow if its wavelength is above original_max_position / low_freq_factor, and fast below
+    original_max_position / high_freq_factor.
+    """
+    turns = rope.original_max_position * frequencies / (2 * math.pi)
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return frequencies * kept + frequencies / rope.factor * (1 - kept)
 
 
 def _compute_mscale(factor: float, mscale: float) -> float:

@@ -8,14 +8,55 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.errors import ModelError
-from dcpbench.models import deepseek_v2, deepseek_v3, kimi_k2, kimi_k25, mla_config
-from dcpbench.models.config_fields import format_value
+from dcpbench.models import (
+    deepseek_v2,
+    deepseek_v3,
+    deepseek_v32,
+    glm4_moe,
+    glm_moe_dsa,
+    gpt_oss,
+    kimi_k2,
+    kimi_k25,
+    llama,
+    minimax_m2,
+    qwen3,
+    qwen3_moe,
+)
+from dcpbench.models.config_fields import check_architectures, format_value
 
 if TYPE_CHECKING:
     from dcpbench.models.family import Family
     from dcpbench.models.shapes import ModelShape
 
-FAMILIES: tuple[Family, ...] = (deepseek_v2.FAMILY, deepseek_v3.FAMILY, kimi_k2.FAMILY, kimi_k25.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
+    deepseek_v32.FAMILY,
+    glm_moe_dsa.FAMILY,
+    kimi_k2.FAMILY,
+    kimi_k25.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+    llama.FAMILY,
+    glm4_moe.FAMILY,
+    minimax_m2.FAMILY,
+    gpt_oss.FAMILY,
+)
+_LINEAR = "linear attention, which keeps a state of fixed size for each request instead of KV rows"
+_COMPRESSED = "attention over compressed KV rows beside a sliding window, with hyper-connections between layers"
+NOT_PLANNED = {
+    "deepseek_v4": _COMPRESSED,
+    "kimi_k3": f"most layers have {_LINEAR} (Kimi Delta Attention)",
+    "kimi_linear": f"most layers have {_LINEAR} (Kimi Delta Attention)",
+    "minimax": f"most layers have {_LINEAR} (lightning attention)",
+    "minimax_m1": f"most layers have {_LINEAR} (lightning attention)",
+    "minimax_m3": "grouped-query attention over blocks of tokens that an indexer chooses",
+    "minimax_m3_vl": "grouped-query attention over blocks of tokens that an indexer chooses",
+    "qwen3_5": f"most layers have {_LINEAR} (Gated DeltaNet)",
+    "qwen3_5_moe": f"most layers have {_LINEAR} (Gated DeltaNet)",
+    "qwen3_next": f"most layers have {_LINEAR} (Gated DeltaNet)",
+}
+"""Values of `model_type` of known models whose memory and steps are not described, each with what they have."""
 
 _PRESETS = [(family, preset) for family in FAMILIES for preset in family.presets]
 SHAPES = {
@@ -27,6 +68,8 @@ REPOSITORIES = {name: repository for _, preset in _PRESETS for name, repository 
 """Hugging Face repositories of the models that can be named on the command line."""
 OF_ALL = ("quantization_config",)
 """Fields that a config.json with a nested language model may have at the top instead."""
+QUANT_FILE = "hf_quant_config.json"
+"""File beside config.json in which modelopt describes the quantisation; it replaces that of config.json."""
 _TITLES = {preset.shape.name: preset.title for _, preset in _PRESETS if preset.title}
 
 
@@ -56,13 +99,13 @@ def get_text_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_published_precision(shape: ModelShape) -> str:
-    """Return `bf16` or `fp8`, as the weights are published; raise ModelError for a format whose size is unknown."""
+    """Return the name of the format in which weights are published, such as `fp8`; raise ModelError if its size is unknown."""
     if not shape.is_sized:
         raise ModelError(
-            f"the weights of {shape.name} are published in a format that dcpbench cannot size ({shape.published}); with "
+            f"the weights of {shape.name} are published in a format that dcpbench cannot size ({shape.published.name}); with "
             "--weights-dtype fp8 or bf16, the same layers are planned and measured in that precision instead."
         )
-    return shape.published
+    return shape.published.name
 
 
 def load_shape(model: str) -> ModelShape:
@@ -82,6 +125,13 @@ def load_shape(model: str) -> ModelShape:
             f"--model {model}: neither a known model nor a folder with a config.json; "
             f"known models: {', '.join([*SHAPES, *ALIASES])}."
         )
+    config = _read_json(path)
+    beside = path.with_name(QUANT_FILE)
+    quantization = _read_json(beside).get("quantization") if path.name == "config.json" and beside.is_file() else None
+    return from_config(config, path, quantization)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -90,43 +140,47 @@ def load_shape(model: str) -> ModelShape:
         raise ModelError(f"{path} is nested too deeply for a model configuration.") from e
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds {type(config).__name__}, not a model configuration.")
-    return from_config(config, path)
+    return config
 
 
-def from_config(config: dict[str, Any], path: Path) -> ModelShape:
-    """Convert a Hugging Face configuration of one of the families to a ModelShape.
+def from_config(config: dict[str, Any], path: Path, quantization: object = None) -> ModelShape:
+    """Convert a Hugging Face configuration of one of the families to a ModelShape; `quantization` is that of QUANT_FILE.
 
-    Raise ModelError, naming the field, if the model is not MLA with routed experts, if a field is missing or is no
-    usable number, or if a field requests a computation that the engine does not have.
+    Raise ModelError, naming the field, if the model is of no known family, if a field is missing or is no usable number, or
+    if a field requests a computation that is not described.
     """
     try:
-        return _parse_config(config, path)
+        return _parse_config(config, path, quantization)
     except KeyError as e:
-        raise ModelError(f"{path} lacks the field {e}; an MLA model with routed experts needs it.") from e
+        raise ModelError(f"{path} lacks the field {e}; models of this family need it.") from e
     except ValueError as e:
         raise ModelError(f"{path}: {e}.") from e
 
 
-def _parse_config(config: dict[str, Any], path: Path) -> ModelShape:
-    fields = get_text_fields(config)
-    if "kv_lora_rank" not in fields:
+def _parse_config(config: dict[str, Any], path: Path, quantization: object) -> ModelShape:
+    family = find_family(config)
+    kind = config.get("model_type", "missing")
+    if isinstance(kind, str) and kind in NOT_PLANNED:
         raise ModelError(
-            f"{path} is not an MLA model (model_type {format_value(config.get('model_type', 'missing'))}, no 'kv_lora_rank'); "
-            f"give a {_format_families()} configuration, or one of: {', '.join(SHAPES)}."
+            f"{path}: models with 'model_type' {format_value(kind)} are neither planned nor run: {NOT_PLANNED[kind]}. "
+            f"Give a configuration of {format_titles()}, or one of: {', '.join(SHAPES)}."
         )
-    kind, family = config["model_type"], find_family(config)
     if family is None:
         known = ", ".join(family.model_type for family in FAMILIES)
-        raise ValueError(f"'model_type' is {format_value(kind)}, which may compute otherwise; {known} are supported")
-    mla_config.check_architectures(fields, [name for family in FAMILIES for name in family.architectures])
+        raise ModelError(
+            f"{path}: 'model_type' is {format_value(kind)}, which may compute otherwise; {known} are "
+            f"supported. Give a configuration of {format_titles()}, or one of: {', '.join(SHAPES)}."
+        )
+    fields = get_text_fields(config)
+    if quantization:
+        found = {"quant_method": "modelopt", **quantization} if isinstance(quantization, dict) else quantization
+        fields = fields | {"quantization_config": found}
+    check_architectures(fields, [name for family in FAMILIES for name in family.architectures])
     name = path.parent.name if path.name == "config.json" else path.stem
-    return mla_config.read_shape(family, fields, name)
+    return family.read_shape(family, fields, name)
 
 
-def _format_families() -> str:
-    """Return `DeepSeek-V2/V3/R1 or Kimi-K2`: the maker of several families is named once."""
-    makers: dict[str, list[str]] = {}
-    for family in FAMILIES:
-        maker, _, version = family.title.partition("-")
-        makers.setdefault(maker, []).append(version)
-    return " or ".join(f"{maker}-{'/'.join(versions)}" for maker, versions in makers.items())
+def format_titles() -> str:
+    """Return the titles of all families: `DeepSeek-V2, DeepSeek-V3/R1 or Kimi-K2`."""
+    *first, last = (family.title for family in FAMILIES)
+    return f"{', '.join(first)} or {last}"

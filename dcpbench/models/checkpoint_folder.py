@@ -6,9 +6,9 @@ import json
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import ModelError
-from dcpbench.models import get_text_fields
+from dcpbench.models import QUANT_FILE, get_text_fields
 from dcpbench.models.config_fields import format_value
-from dcpbench.models.mla_config import FP8_BLOCKS, get_quantisation
+from dcpbench.models.quantization_config import FP8_BLOCKS, get_quantisation
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +27,10 @@ def check_checkpoint(folder: Path, option: str) -> None:
         raise ModelError(
             f"{option} {folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; give the folder of a Hugging Face "
             "checkpoint in safetensors."
+        )
+    if (folder / QUANT_FILE).is_file():
+        raise ModelError(
+            f"{option} {folder} has a {QUANT_FILE}, and weights that modelopt quantised are not read; give a checkpoint in bf16 or fp8."
         )
     _check_quantisation(folder / "config.json")
 

@@ -66,6 +66,7 @@ FAMILY = Family(
     routing=SOFTMAX,
     topk_methods=("greedy", GROUPED),
     defaults={"topk_method": "greedy", "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
+    read_shape=mla_config.read_shape,
     parse_shape=_parse_shape,
     presets=(
         Preset(shape=_V2_LITE, repositories={"deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite"}),

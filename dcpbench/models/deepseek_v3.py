@@ -7,7 +7,8 @@ from typing import Any
 from dcpbench.models import mla_config
 from dcpbench.models.config_fields import parse_bool
 from dcpbench.models.family import Family, Preset
-from dcpbench.models.shapes import FP8, SIGMOID, ModelShape, Yarn
+from dcpbench.models.shapes import SIGMOID, ModelShape, Yarn
+from dcpbench.models.weight_formats import FORMATS, FP8
 
 SHAPE = ModelShape(
     name="deepseek-v3",
@@ -28,7 +29,8 @@ SHAPE = ModelShape(
     normalise=True,
     routed_scale=2.5,
     yarn=Yarn(factor=40, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0),
-    published=FP8,
+    published=FORMATS[FP8],
+    mtp_layers=1,
 )
 TINY = ModelShape(
     name="tiny",
@@ -82,6 +84,7 @@ FAMILY = Family(
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     },
+    read_shape=mla_config.read_shape,
     parse_shape=parse_shape,
     presets=(
         Preset(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from dcpbench.models.shapes import SOFTMAX
 from dcpbench.models.tensor_names import DEEPSEEK_NAMES
 
 if TYPE_CHECKING:
@@ -33,22 +34,28 @@ class Family:
     """Hold the published models of a family, and how its config.json and checkpoints are read."""
 
     title: str
-    """`MAKER-VERSION`, for messages."""
+    """Name of the family in messages, such as `DeepSeek-V2`."""
     model_type: str
     """`model_type` of config.json."""
     architectures: tuple[str, ...]
     """Values of `architectures` in config.json."""
-    routing: str
-    """SIGMOID or SOFTMAX, which is also `scoring_func` in config.json."""
-    topk_methods: tuple[str | None, ...]
-    """Values of `topk_method`."""
+    routing: str = SOFTMAX
+    """SIGMOID or SOFTMAX, which is also `scoring_func` in config.json of an MLA model."""
+    topk_methods: tuple[str | None, ...] = ()
+    """Values of `topk_method` of an MLA model."""
     defaults: Mapping[str, Any]
     """Fields that a config.json may leave out, as transformers 5 takes them."""
+    read_shape: Callable[[Family, dict[str, Any], str], ModelShape]
+    """Check the fields of an attention kind, and convert them with `parse_shape`: mla_config.read_shape or gqa_config.read_shape."""
     parse_shape: Callable[[dict[str, Any], str], ModelShape]
     """Convert checked fields with defaults, and a name, to a shape. Raise ValueError or KeyError, naming the field."""
     presets: tuple[Preset, ...]
     tensors: TensorNames = DEEPSEEK_NAMES
     transformers_config: str
     """Class of transformers for the family's configuration, with whose model checkpoints are compared."""
+    more_fields: frozenset[str] = frozenset()
+    """Fields of config.json that `parse_shape` reads in addition to those of its attention kind."""
+    ignored_fields: frozenset[str] = frozenset()
+    """Fields of config.json that have another meaning in this family, and no effect."""
     nested_in: str | None = None
     """Field of config.json that holds the fields of the language model; None: they are at the top."""

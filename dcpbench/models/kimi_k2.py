@@ -21,6 +21,7 @@ SHAPE = dataclasses.replace(
     rope_theta=50000.0,
     yarn=Yarn(factor=64, original_max_position=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
     max_position=262144,
+    mtp_layers=0,
 )
 
 FAMILY = dataclasses.replace(

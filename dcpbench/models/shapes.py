@@ -1,11 +1,13 @@
-"""Define ModelShape: the sizes of an MLA + MoE model, its routing rule, and the names of its tensors. No torch."""
+"""Define ModelShape: the sizes of a model, its attention and routing rule, and the names of its tensors. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING
 
+from dcpbench.errors import ModelError
 from dcpbench.models.tensor_names import DEEPSEEK_NAMES
+from dcpbench.models.weight_formats import COMPUTE_DTYPES, FORMATS, UNQUANTISED, UnknownFormat, WeightFormat
 
 if TYPE_CHECKING:
     from dcpbench.models.tensor_names import TensorNames
@@ -26,71 +28,181 @@ class Yarn:
     """True if the ramp between kept and stretched dimensions begins and ends at integer dimensions."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Rope:
+    """Hold the parameters of Llama 3.1's rope scaling, as `rope_scaling` with `rope_type` `llama3` gives it."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gqa:
+    """Describe grouped-query attention; the numbers of a head are `nope`, `rope` and `value` of ModelShape."""
+
+    kv_heads: int
+    qk_norm: bool = False
+    """True if each head of q and k is normalised over its numbers before rope."""
+    qk_norm_over_heads: bool = False
+    """True if all heads of q, and all of k, are normalised together instead of one by one."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    window: int | None = None
+    """Number of latest tokens to which sliding-window layers attend; None if no layer has a window."""
+    window_layers: int = 0
+    """Number of layers with a sliding window."""
+    sinks: bool = False
+    """True if each query head has a learned logit in its softmax that stands for no token."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """Describe the indexer of sparse attention as DeepSeek-V3.2 has it: the tokens of its best scores are attended to."""
+
+    heads: int
+    width: int
+    """Numbers of a key, of which each token has one, and of a query head."""
+    top_k: int
+    """Maximum number of tokens to which a query attends."""
+    layers: int
+    """Number of layers with an indexer; others use the choice of one before them."""
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a stored key: e4m3 numbers and an fp32 scale."""
+        return self.width + 4
+
+
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
-"""R, P and the widths of a head's keys and values in all published models."""
+"""R, P and the widths of a head's keys and values in all published MLA models."""
 KV_WIDTH = LATENT + ROPE
 """Numbers in one of their KV rows."""
-BF16, FP8 = "bf16", "fp8"
-"""Precisions of published models: not quantised, or e4m3 with a scale for each block of SCALE_BLOCK × SCALE_BLOCK."""
-SCALE_BLOCK = 128
-"""Numbers along each side of a block of fp8 weights that has a scale, and in a group of a row that has one."""
 SIGMOID, SOFTMAX = "sigmoid", "softmax"
 """Routing rules, which kernels/moe/routing.py implements: scores plus correction bias (V3, K2), or scores alone (V2)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Hold the sizes and the routing rule of one model. Letters as in docs/methodology.md (D hidden, R latent, P rope, V value)."""
+    """Hold the sizes and the routing rule of one model. Letters as in docs/methodology.md (D hidden, R latent, P rope, V value).
+
+    Attention is MLA, or grouped-query attention if `gqa` is set. A model without experts has `first_dense` equal to `layers`.
+    """
 
     name: str
     hidden: int
     layers: int
     heads: int
-    q_lora: int | None
+    q_lora: int | None = None
     """Rank of the low-rank q projection, or None where q is projected directly."""
-    experts: int
-    top_k: int
-    shared_experts: int
-    moe_inter: int
+    experts: int = 0
+    top_k: int = 0
+    shared_experts: int = 0
+    moe_inter: int = 0
     dense_inter: int
     first_dense: int
     """The first layers with a dense MLP instead of experts."""
     vocab: int
-    routing: str
+    routing: str = SOFTMAX
     """SIGMOID or SOFTMAX."""
-    groups: int
+    groups: int = 1
     """Expert groups of group-limited routing; 1 = ungrouped."""
-    top_groups: int
-    normalise: bool
+    top_groups: int = 1
+    normalise: bool = True
     """True if the weights of the chosen experts are normalised to a sum of 1 before `routed_scale`."""
-    routed_scale: float
+    routed_scale: float = 1.0
+    expert_bias: bool = False
+    """True if the router and the projections of experts have biases."""
+    gqa: Gqa | None = None
+    """Grouped-query attention; None for MLA."""
+    indexer: Indexer | None = None
+    """Indexer of sparse attention over MLA's rows; None if queries attend to all tokens."""
     latent: int = LATENT
+    """Width of the compressed keys and values of MLA; 0 with grouped-query attention."""
     rope: int = ROPE
+    """Numbers of a query or key head that rope rotates."""
     nope: int = NOPE
+    """Numbers of a query or key head that rope leaves as they are."""
     value: int = VALUE
+    """Numbers of a value head."""
     rms_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_interleaved: bool = True
     yarn: Yarn | None = None
+    llama3_rope: Llama3Rope | None = None
     max_position: int = 163840
     tied: bool = False
     """True if the LM head is the embedding."""
     tensors: TensorNames = DEEPSEEK_NAMES
     """Names of the checkpoint's tensors."""
-    published: str = BF16
-    """Precision of the published checkpoint's linear layers: `bf16`, or `fp8` in blocks of 128 × 128 with scales; else a description of
-    the format, whose size is unknown."""
+    published: WeightFormat | UnknownFormat = UNQUANTISED
+    """Format of the published checkpoint's weights."""
+    mtp_layers: int = 0
+    """Further layers of the published checkpoint that predict several tokens, which are not run."""
 
     @property
     def is_sized(self) -> bool:
         """Return True if the bytes of the published weights are known."""
-        return self.published in (BF16, FP8)
+        return isinstance(self.published, WeightFormat)
+
+    def get_weight_format(self, name: str) -> WeightFormat:
+        """Return the format of --weights-dtype: the published one if the model is published in a format of this name.
+
+        Names of dtypes stand for UNQUANTISED. Raise ModelError for a name of no format, whose size is unknown.
+        """
+        if isinstance(self.published, WeightFormat) and self.published.name == name:
+            return self.published
+        if name not in FORMATS and name not in COMPUTE_DTYPES:
+            raise ModelError(
+                f"weights in {name} have no known size; known are {', '.join((*COMPUTE_DTYPES, *FORMATS))}."
+            )
+        return FORMATS.get(name, UNQUANTISED)
+
+    @property
+    def head_width(self) -> int:
+        """Numbers of a query head as it is projected, and of a key head of grouped-query attention."""
+        return self.nope + self.rope
+
+    @property
+    def query_width(self) -> int:
+        """Numbers of a query head against the rows of the KV cache: as wide as a row of MLA, else as projected."""
+        return self.head_width if self.gqa else self.latent + self.rope
+
+    @property
+    def output_width(self) -> int:
+        """Numbers of a head's attention output: of MLA before the projection to values."""
+        return self.value if self.gqa else self.latent
 
     @property
     def kv_width(self) -> int:
-        """Numbers in one KV row: latent ‖ rope key."""
-        return self.latent + self.rope
+        """Numbers in one row of a full KV cache: latent ‖ rope key, or keys and values of all KV heads."""
+        return self.compute_kv_width(1)
 
-    def compute_kv_bytes_per_token(self, itemsize: int) -> int:
-        """Return the bytes that one token takes in one full KV cache, all layers."""
-        return self.layers * self.kv_width * itemsize
+    def count_kv_heads(self, ranks: int) -> int:
+        """Return the number of KV heads that each of `ranks` tensor-parallel ranks holds: more ranks than heads hold copies."""
+        assert self.gqa is not None
+        return max(1, self.gqa.kv_heads // ranks)
+
+    def compute_max_dcp(self, ranks: int) -> int:
+        """Return the largest dcp of `ranks` tensor-parallel ranks, as vLLM and SGLang have it.
+
+        MLA's rows are copied on all ranks, which can share them. Of grouped-query attention ranks / KV heads hold copies of a
+        head. Sliding windows are not divided.
+        """
+        if self.gqa is None:
+            return ranks
+        return 1 if self.gqa.window_layers else max(1, ranks // self.gqa.kv_heads)
+
+    def compute_kv_width(self, ranks: int) -> int:
+        """Return the numbers in a KV row of one of `ranks` tensor-parallel ranks, all of which store the same rows of MLA."""
+        return self.count_kv_heads(ranks) * (self.head_width + self.value) if self.gqa else self.latent + self.rope
+
+    def compute_kv_bytes_per_token(self, itemsize: int, ranks: int = 1) -> int:
+        """Return the bytes that one token takes in the KV cache of one of `ranks` tensor-parallel ranks.
+
+        All layers count that attend to all tokens. Keys of an indexer are e4m3 in every precision of the cache.
+        """
+        layers = self.layers - (self.gqa.window_layers if self.gqa else 0)
+        keys = self.indexer.layers * self.indexer.key_bytes if self.indexer else 0
+        return layers * self.compute_kv_width(ranks) * itemsize + keys

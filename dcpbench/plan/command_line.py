@@ -1,8 +1,7 @@
-"""Provide the command line of this process, with some options replaced. No torch."""
+"""Edit command lines: replace options, and hide secrets. No torch."""
 
 from __future__ import annotations
 
-import contextvars
 import shlex
 import sys
 from typing import TYPE_CHECKING
@@ -14,22 +13,23 @@ if TYPE_CHECKING:
 
 HEADER = "--header"
 HIDDEN = "…"
-line: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("line", default=())
-"""Command and its arguments; empty without a command line."""
 
 
-def format_retyped_command(command: str, given: Mapping[str, str], others: Sequence[str] = ()) -> str:
+def format_retyped_command(
+    typed: Sequence[str], command: str, given: Mapping[str, str], others: Sequence[str] = ()
+) -> str:
     """Return the words of `retype_command` as a command line."""
-    return shlex.join(["dcpbench", *retype_command(command, given, others)])
+    return shlex.join(["dcpbench", *retype_command(typed, command, given, others)])
 
 
-def retype_command(command: str, given: Mapping[str, str], others: Sequence[str] = ()) -> list[str]:
-    """Return the words of this command line with the options in `given` (empty for a switch) and without `others`.
+def retype_command(
+    typed: Sequence[str], command: str, given: Mapping[str, str], others: Sequence[str] = ()
+) -> list[str]:
+    """Return the words of a command line with the options in `given` (empty for a switch) and without `others`.
 
-    Without a command line, or on that of another command, only the options in `given` are returned.
+    `typed` is the command and its arguments. If it is empty or of another command, only the options in `given` are returned.
     """
-    typed = line.get()
-    kept = remove_options(typed[1:], {*given, *others}) if typed[:1] == (command,) else []
+    kept = remove_options(typed[1:], {*given, *others}) if typed and typed[0] == command else []
     put = (word for option, value in given.items() for word in (option, value) if word)
     return [command, *put, *kept]
 

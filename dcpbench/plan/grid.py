@@ -11,12 +11,22 @@ import msgspec
 
 from dcpbench.errors import DcpbenchError, NoRoomError, UsageError
 from dcpbench.models import get_published_precision, load_shape
+from dcpbench.plan import validate
 from dcpbench.plan.spec import check_same_sizes, resolve_compute_dtype
 from dcpbench.plan.validate import Machine, check_runnable
 from dcpbench.points.axes import Role
 from dcpbench.points.budget import EnginePlan, find_engine_plan, plan_engines
 from dcpbench.points.layout import DEGREES, place_experts
-from dcpbench.points.names import ALL_REDUCES, AS_COMPUTED, AS_PUBLISHED, AUTO, BACKENDS, FP8, VLLM, format_flag
+from dcpbench.points.names import (
+    ALL_REDUCES,
+    AS_COMPUTED,
+    AS_PUBLISHED,
+    AUTO,
+    BACKENDS,
+    VLLM,
+    WEIGHT_FORMATS,
+    format_flag,
+)
 from dcpbench.points.point import AXES, LOAD_AXES, OPTIONS, Point, select_point_axes
 from dcpbench.records.record import Record
 from dcpbench.serving.load_words import format_load
@@ -30,6 +40,7 @@ if TYPE_CHECKING:
     from dcpbench.points.axes import Value
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.layout import Layout
+    from dcpbench.points.settings import Settings
 
 WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in select_point_axes(Role.EXCHANGE)}
 """Fields of a point with dcp 1."""
@@ -59,9 +70,14 @@ class Candidate:
         return Record(point=self.point, outcome="rejected", reason=str(self.error), no_room=no_room)
 
 
-def expand_grid(spec: SweepSpec, probe: Probe, nnodes: int = 1, *, submitted: bool = False) -> list[Candidate]:
-    """Return every point of the grid with its baseline, in running order: neighbours share an engine."""
-    found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes, submitted=submitted))
+def expand_grid(
+    spec: SweepSpec, probe: Probe, nnodes: int = 1, *, submitted: bool = False, typed: Sequence[str] = ()
+) -> list[Candidate]:
+    """Return every point of the grid with its baseline, in running order: neighbours share an engine.
+
+    `typed`: command and arguments that errors repeat with other options.
+    """
+    found = _expand_spec(spec, Machine(probe=probe, nnodes=nnodes, submitted=submitted, typed=tuple(typed)))
     _check_used(spec, (c.point for c in found))
     return found
 
@@ -94,6 +110,13 @@ def require_runnable(candidates: Sequence[Candidate], *, listed_above: bool = Fa
     raise type(typed[0].error)("\n".join(reasons[:MAX_REASONS]) + more)  # type: ignore[misc]
 
 
+def check_live(candidates: Iterable[Candidate], settings: Settings) -> None:
+    """Raise the error of `validate.check_live` for the first point that can be planned but not measured."""
+    for c in candidates:
+        if c.error is None:
+            validate.check_live(c.point, settings, load_shape(c.point.model))
+
+
 def format_dcp_note(candidates: Sequence[Candidate]) -> str:
     """Return a note that DCP is measured by default, for users who gave only --tp; empty if no layout that can run has
     DCP.
@@ -108,18 +131,17 @@ def format_dcp_note(candidates: Sequence[Candidate]) -> str:
 
 
 def format_precision_note(spec: SweepSpec, candidates: Sequence[Candidate]) -> str:
-    """Return a note that weights have the precision of the published model, if that is fp8 and no precision was given;
-    else empty.
-    """
+    """Return a note that weights have the format of the published model, if that is no dtype and none was given; else empty."""
     if AS_PUBLISHED not in spec.how["weights_dtype"]:
         return ""
-    points = [c.point for c in candidates if c.point.weights_dtype == FP8 and c.error is None]
+    points = [c.point for c in candidates if c.point.weights_dtype and c.error is None]
     if not points:
         return ""
+    formats = format_list(list(dict.fromkeys(point.weights_dtype for point in points)))
     models = list(dict.fromkeys(point.model for point in points))
     kept = format_list(list(dict.fromkeys(point.kv_precision for point in points)))
     published = f"as {format_list(models)} {'is' if len(models) == 1 else 'are'} published"
-    return f"Weights {FP8}, {published}; KV {kept}. For weights in bf16, add --weights-dtype bf16."
+    return f"Weights {formats}, {published}; KV {kept}. For weights in bf16, add --weights-dtype bf16."
 
 
 def format_point_name(point: Point, *, repeated: bool = True) -> str:
@@ -204,7 +226,9 @@ def _iter_points(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[
     axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, spec.model, hows)
     for repeat, tp, dp, model, how in axes:
         placed = {"ep": place_experts(str(how["ep"]), tp)}
-        for given, dcp in itertools.product(loads[model, dp], spec.dcp or (max(tp // dp, 1),)):
+        for given, dcp in itertools.product(
+            loads[model, dp], spec.dcp or (shapes[model].compute_max_dcp(max(tp // dp, 1)),)
+        ):
             yield Point(
                 model=model,
                 tp=tp,
@@ -232,7 +256,9 @@ def _resolve_precision(how: Mapping[str, Value], shape: ModelShape) -> dict[str,
     if weights == AS_PUBLISHED:
         weights = get_published_precision(shape) if dtype == "bf16" else dtype
     stored = {"weights_dtype": weights, "kv_dtype": kv}
-    return {"dtype": dtype} | {name: FP8 if typed == FP8 else AS_COMPUTED for name, typed in stored.items()}
+    return {"dtype": dtype} | {
+        name: typed if typed in WEIGHT_FORMATS else AS_COMPUTED for name, typed in stored.items()
+    }
 
 
 def _get_idle_fields(tp: int, dp: int, dcp: int) -> dict[str, object]:

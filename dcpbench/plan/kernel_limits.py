@@ -1,7 +1,7 @@
 """Find out whether the kernels can take the parts of a model that a layout gives to each rank. No torch.
 
-Engines with fp8 weights scale blocks of 128 × 128 numbers. A part that ends inside a block cannot be multiplied, by our
-kernels or by those of other engines, so `sweep` and `recommend` refuse the same layouts for the same reason.
+Engines scale blocks of quantised weights, of 128 × 128 numbers in fp8, or groups of a row. A part that ends inside a block cannot be
+multiplied, by our kernels or by those of other engines, so `sweep` and `recommend` refuse the same layouts for the same reason.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import LayoutError
-from dcpbench.models.shapes import SCALE_BLOCK
+from dcpbench.models.weight_formats import DENSE, EXPERTS, Q_B, QKV, SHARED, O
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.names import CUT, FP8, WHOLE
 
 if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
+    from dcpbench.models.weight_formats import WeightFormat
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Point
 
@@ -55,45 +56,62 @@ def find_kernel_limit(point: Point, shape: ModelShape, probe: Probe) -> KernelLi
 
 
 def find_split_block(point: Point, shape: ModelShape) -> KernelLimit | None:
-    """Return the part of the fp8 weights that ends inside a block of scales on a rank; None if all blocks are whole."""
-    if point.weights_precision != FP8:
+    """Return the part of the stored weights that ends inside a block of scales on a rank; None if all blocks are whole."""
+    weights = shape.get_weight_format(point.weights_precision)
+    found = _find_split_part(point, shape, weights)
+    if found is None:
         return None
-    parts = compute_part_sizes(point, shape)
-    split = next((f"{part} ({size} numbers)" for part, size in parts.items() if size % SCALE_BLOCK), None)
-    if split is None:
-        return None
-    fits = (tp for tp in range(point.tp - 1, 0, -1) if _takes_whole_blocks(point, shape, tp))
+    part, size, block = found
+    fits = (tp for tp in range(point.tp - 1, 0, -1) if _takes_whole_blocks(point, shape, weights, tp))
     return KernelLimit(
-        given=f"--weights-dtype fp8 with {point.instance_name}",
-        reason=f"{split} of {shape.name} on a rank ends inside a block of {SCALE_BLOCK}, and kernels take whole blocks",
+        given=f"--weights-dtype {weights.name} with {point.instance_name}",
+        reason=f"{part} ({size} numbers) of {shape.name} on a rank ends inside a block of {block}, and kernels take whole blocks",
         change="--weights-dtype bf16",
         max_tp=next(fits, None),
     )
 
 
-def compute_part_sizes(point: Point, shape: ModelShape) -> dict[str, int]:
-    """Return the sizes of the parts of fp8 layers that a rank holds or stacks: blocks begin and end with each part."""
+def _find_split_part(point: Point, shape: ModelShape, weights: WeightFormat) -> tuple[str, int, int] | None:
+    """Return the first part of quantised layers with a size that is no multiple of the block's side, its size and that side."""
+    if weights.padded:
+        return None
+    for name, (size, part, is_input) in compute_part_sizes(point, shape).items():
+        side = weights.columns or 1 if is_input else weights.rows
+        if part in weights.parts and size % side:
+            return name, size, side
+    return None
+
+
+def compute_part_sizes(point: Point, shape: ModelShape) -> dict[str, tuple[int, str, bool]]:
+    """Return the sizes of the parts of quantised layers that a rank holds or stacks: blocks begin and end with each part.
+
+    Each has its part of weight_formats.PARTS, and is True if it is the input of a layer, whose blocks a format may have along
+    inputs alone.
+    """
     heads = shape.heads // point.layout.attn_tp
     experts = shape.moe_inter // point.tp if point.ep == CUT else shape.moe_inter
-    return {
-        "'hidden_size'": shape.hidden,
-        "the queries": heads * (shape.nope + shape.rope) if shape.q_lora is None else shape.q_lora,
-        "q_b": heads * (shape.nope + shape.rope),
-        "o_proj": heads * shape.value,
-        "an expert": experts,
-        "the shared expert": shape.shared_experts * shape.moe_inter // point.tp,
-        "the dense MLP": shape.dense_inter // point.tp if shape.first_dense else 0,
+    found = {"'hidden_size'": (shape.hidden, QKV, True)}
+    if shape.gqa:
+        found["the keys"] = (shape.count_kv_heads(point.layout.attn_tp) * shape.head_width, QKV, False)
+    queries = heads * shape.head_width
+    return found | {
+        "the queries": (queries if shape.q_lora is None else shape.q_lora, QKV, shape.q_lora is not None),
+        "q_b": (queries, Q_B, False),
+        "o_proj": (heads * shape.value, O, True),
+        "an expert": (experts, EXPERTS, True),
+        "the shared expert": (shape.shared_experts * shape.moe_inter // point.tp, SHARED, True),
+        "the dense MLP": (shape.dense_inter // point.tp if shape.first_dense else 0, DENSE, True),
     }
 
 
-def _takes_whole_blocks(point: Point, shape: ModelShape, tp: int) -> bool:
+def _takes_whole_blocks(point: Point, shape: ModelShape, weights: WeightFormat, tp: int) -> bool:
     """Return True if a smaller layout of the same kind splits no block."""
     smaller = msgspec.structs.replace(point, tp=tp, dp=min(point.dp, tp), dcp=1)
     try:
         smaller.layout.check_model(shape, point.ep)
     except LayoutError:
         return False
-    return not any(size % SCALE_BLOCK for size in compute_part_sizes(smaller, shape).values())
+    return _find_split_part(smaller, shape, weights) is None
 
 
 def _find_missing_fp8(point: Point, probe: Probe) -> KernelLimit | None:
@@ -111,8 +129,9 @@ def _find_missing_fp8(point: Point, probe: Probe) -> KernelLimit | None:
 
 def _find_odd_rows(point: Point, shape: ModelShape) -> KernelLimit | None:
     """Return the limit of tensor-parallel experts with rows that a tensor descriptor cannot read; None without it."""
-    width = shape.moe_inter // point.tp
-    if point.ep != CUT or width * ITEMSIZE[point.weights_precision] % TENSOR_UNIT == 0:
+    width, weights = shape.moe_inter // point.tp, shape.get_weight_format(point.weights_precision)
+    bits = weights.bits if EXPERTS in weights.parts else 8 * ITEMSIZE[point.dtype]
+    if not weights.engine or point.ep != CUT or width * bits // 8 % TENSOR_UNIT == 0:
         return None
     return KernelLimit(
         given=f"--ep {CUT} with --tp {point.tp}",

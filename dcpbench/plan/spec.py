@@ -31,6 +31,7 @@ from dcpbench.points.names import (
     PRECISIONS,
     STORED,
     SYNTHETIC,
+    WEIGHT_FORMATS,
     format_flag,
 )
 from dcpbench.points.point import HOW
@@ -130,7 +131,7 @@ class SweepSpec:
         for name in STORED:
             for value in self.how[name]:
                 if value != AS_PUBLISHED:
-                    check_known(name, str(value), PRECISIONS)
+                    check_known(name, str(value), PRECISIONS if name == "kv_dtype" else (*DTYPES, *WEIGHT_FORMATS))
         for weights, kv in itertools.product(*(self.how[name] for name in STORED)):
             resolve_compute_dtype(str(weights), str(kv), "")
 
@@ -213,8 +214,8 @@ def _resolve_precisions(options: Mapping[str, object], base: Mapping[str, object
 
 
 def resolve_compute_dtype(weights: str, kv: str, usual: str) -> str:
-    """Return the dtype of activations: that of weights or KV if they are not fp8; raise UsageError if those differ."""
-    found = {name for name in (weights, kv) if name not in (FP8, AS_PUBLISHED)}
+    """Return the dtype of activations: that of weights or KV if they are not quantised; raise UsageError if those differ."""
+    found = {name for name in (weights, kv) if name not in (*WEIGHT_FORMATS, AS_PUBLISHED)}
     if len(found) > 1:
         raise UsageError(
             f"--weights-dtype {weights} with --kv-dtype {kv}: values other than fp8 must be one dtype; use "

@@ -19,6 +19,7 @@ from dcpbench.errors import (
     format_install_hint,
 )
 from dcpbench.models.shapes import NOPE, ROPE, VALUE
+from dcpbench.models.weight_formats import PAPER_FORMATS
 from dcpbench.plan.command_line import format_retyped_command, retype_command
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit
 from dcpbench.points import memory
@@ -70,6 +71,8 @@ if TYPE_CHECKING:
 SMALLEST_TILE = 16
 """Side of the smallest product that the tensor cores take."""
 FLASHMLA_PAGE = 64
+FLASHINFER_HEADS = (64, 128, 256)
+"""Columns of a head that FlashInfer's decode kernels of grouped-query attention take; its kernels of prompts take the first two."""
 SYMMETRIC = "symm"
 """Exchange and all-reduce that work inside one machine."""
 ROW_UNIT = 16
@@ -86,6 +89,7 @@ class Machine:
     timed: bool = True
     """True if points are measured (`sweep`; on a GPU with CUDA graphs), False if they are only compared (`verify`)."""
     submitted: bool = False  # True if `submit` checks the point for the machines of a job
+    typed: tuple[str, ...] = ()  # command and arguments that errors repeat with other options; empty without any
 
     @property
     def gpus(self) -> int:
@@ -126,6 +130,36 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
         check_decode_batch(point)
         check_positions(point.context, None, shape)
     _check_memory(point, settings, shape, probe)
+
+
+def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
+    """Raise UsageError unless the engine computes the model with its weights; replays with given step times need no engine."""
+    reason = None if settings.step_times else find_live_limit(shape, point.weights_dtype)
+    if reason is not None:
+        raise UsageError(f"{point.instance_name}: {reason}. To plan it, add --dry-run, or use dcpbench recommend.")
+
+
+def find_live_limit(shape: ModelShape, weights_dtype: str) -> str | None:
+    """Return why the engine does not compute a model with weights of a format; None if it does."""
+    if weights_dtype in PAPER_FORMATS:
+        return (
+            f"the engine has no kernels for {weights_dtype} weights; with --weights-dtype fp8 or bf16 it measures the same layers in that "
+            "precision"
+        )
+    if shape.indexer:
+        return f"the engine attends to all tokens, and {shape.name} has sparse attention"
+    if shape.gqa is None:
+        return None
+    parts = {
+        "biases in attention": shape.gqa.qkv_bias or shape.gqa.o_bias,
+        "sliding windows": shape.gqa.window_layers > 0,
+        "attention sinks": shape.gqa.sinks,
+        "norms over all heads": shape.gqa.qk_norm_over_heads,
+        "rope on a part of a head": shape.nope > 0,
+        "biases of experts": shape.expert_bias,
+    }
+    missing = [name for name, present in parts.items() if present]
+    return f"the engine does not compute {' and '.join(missing)}, which {shape.name} has" if missing else None
 
 
 @functools.cache
@@ -169,15 +203,15 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
     """Raise an error for a point that a CPU cannot run; a full-size model is reported first, because no other advice
     would help.
     """
-    layers, fp8 = memory.count_all_layers(shape), point.weights_precision == FP8
+    layers, weights = memory.count_all_layers(shape), shape.get_weight_format(point.weights_precision)
     if memory.compute_weight_bytes(shape, Layout(tp=1), ITEMSIZE[point.dtype], *layers) > CPU_BYTES:
-        on_gpus = memory.compute_weight_bytes(shape, Layout(tp=1), ITEMSIZE["bf16"], *layers, fp8=fp8)
+        on_gpus = memory.compute_weight_bytes(shape, Layout(tp=1), ITEMSIZE["bf16"], *layers, weights=weights)
         like = load_machine(point.emulate or "H200")
         plan = {"--model": point.model, "--dry-run": "", "--gpu": f"{like.gpu},count={like.gpus_per_host}"}
         raise CapacityError(
-            f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {FP8 if fp8 else 'bf16'} and needs GPUs; none are "
+            f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {weights.name} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` says what is). "
-            f"To plan it for GPUs type: {format_retyped_command(_get_command(point), plan, ['--device'])}. "
+            f"To plan it for GPUs type: {format_retyped_command(machine.typed, _get_command(point), plan, ['--device'])}. "
             f"For a functional run on the CPU type: dcpbench {_get_command(point)} --model tiny --tp 8 --dcp 8"
         )
 
@@ -265,7 +299,8 @@ def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[
             given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
             given |= {"--dcp": str(best.dcp)}
             given |= {"--ep": point.ep} if point.ep != place_experts(CUT, point.tp) else {}
-            return retype_command(_get_command(point), given | _get_plan_options(machine.probe), ["--dp", "--ep"])
+            given |= _get_plan_options(machine.probe)
+            return retype_command(machine.typed, _get_command(point), given, ["--dp", "--ep"])
     return f"{_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8".split()
 
 
@@ -294,7 +329,9 @@ def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
             "--backend reference plans with new tensors in every step, which a CUDA graph would not see; use --backend "
             "triton or --backend flashinfer. On a GPU the reference is for dcpbench verify."
         )
-    if point.backend in ("triton", AUTO) and not (_is_power_of_two(shape.latent) and _is_power_of_two(shape.rope)):
+    if shape.gqa:
+        _check_gqa_options(point, shape)
+    elif point.backend in ("triton", AUTO) and not (_is_power_of_two(shape.latent) and _is_power_of_two(shape.rope)):
         instead = "use --backend reference" if probe.device == "cpu" else _CPU_VERIFY
         raise UsageError(
             f"--backend {point.backend} needs a latent and a rope width that are powers of two from {SMALLEST_TILE}, "
@@ -304,11 +341,33 @@ def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
         _check_library(point, shape, probe)
 
 
+def _check_gqa_options(point: Point, shape: ModelShape) -> None:
+    """Raise an error for options that only MLA has, and for heads that no kernel takes."""
+    if point.backend == "flashmla":
+        raise UsageError(
+            f"--backend flashmla computes MLA, and {shape.name} has grouped-query attention; use --backend triton."
+        )
+    if point.project_first:
+        raise UsageError(
+            f"--collectives project-first: the attention of {shape.name} gives values, and nothing is projected; leave it out."
+        )
+    if point.backend in ("triton", AUTO) and not _is_power_of_two(shape.head_width):
+        raise UsageError(
+            f"--backend {point.backend} needs heads of a number of columns that is a power of two from {SMALLEST_TILE}, "
+            f"and {shape.name} has {shape.head_width}; {_CPU_VERIFY}."
+        )
+    if point.backend == "flashinfer" and shape.head_width not in FLASHINFER_HEADS:
+        raise UsageError(
+            f"--backend flashinfer takes heads of {', '.join(map(str, FLASHINFER_HEADS))} columns, and {shape.name} has "
+            f"{shape.head_width}; use --backend triton."
+        )
+
+
 def _check_library(point: Point, shape: ModelShape, probe: Probe) -> None:
     backend = f"--backend {point.backend}"
     if probe.device == "cpu":
         raise UsageError(f"{backend} needs a GPU; on the CPU use --backend reference or --backend triton.")
-    if (shape.latent, shape.rope) != (512, 64):
+    if shape.gqa is None and (shape.latent, shape.rope) != (512, 64):
         raise UsageError(
             f"{backend} reads KV rows of 512 + 64 numbers and {shape.name} has {shape.latent} + {shape.rope}; use "
             "--backend triton."
@@ -369,6 +428,13 @@ def _check_exchange(point: Point, machine: Machine) -> None:
 
 def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
     """Raise an error if GPU kernels that no --backend replaces cannot take the model."""
+    if shape.gqa:
+        if not _is_power_of_two(shape.head_width):
+            raise UsageError(
+                f"the rope kernel needs heads of a number of columns that is a power of two from {SMALLEST_TILE}, and "
+                f"{shape.name} has {shape.head_width}; {_CPU_VERIFY}."
+            )
+        return
     if not _is_power_of_two(shape.rope):
         raise UsageError(
             f"the rope kernel needs a width that is a power of two from {SMALLEST_TILE}, and {shape.name} has "
@@ -421,15 +487,15 @@ def _check_rows(point: Point, shape: ModelShape) -> None:
     """
 
     def compute_row_bytes(dtype: str) -> int:
-        return shape.kv_width * ITEMSIZE[dtype]
+        return width * ITEMSIZE[dtype]
 
-    kept = point.kv_precision
+    width, kept = shape.compute_kv_width(point.layout.attn_tp), point.kv_precision
     if point.dcp == 1 or compute_row_bytes(kept) % ROW_UNIT == 0:
         return
     fits = [f"--kv-dtype {dtype}, " for dtype in DTYPES if compute_row_bytes(dtype) % ROW_UNIT == 0]
     raise UsageError(
         f"--dcp {point.dcp}: the prefix of a prompt is gathered from the ranks in rows that are multiples of "
-        f"{ROW_UNIT} bytes, and {shape.name} has KV rows of {shape.kv_width} {kept} numbers, "
+        f"{ROW_UNIT} bytes, and {shape.name} has KV rows of {width} {kept} numbers, "
         f"{compute_row_bytes(kept)} bytes; use {''.join(fits)}--dcp 1, or dcpbench sweep for decode steps only."
     )
 
@@ -461,7 +527,7 @@ def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Prob
 
 def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) -> None:
     widths = shape.kv_width, shape.latent, shape.value
-    if probe.device == "cuda" and any(n * ITEMSIZE[point.dtype] % TENSOR_UNIT for n in widths):
+    if probe.device == "cuda" and not shape.gqa and any(n * ITEMSIZE[point.dtype] % TENSOR_UNIT for n in widths):
         raise UsageError(
             f"keys and values of prompts are made from rows that are multiples of {TENSOR_UNIT} bytes, and {shape.name} has "
             f"'kv_lora_rank' {shape.latent}, 'qk_rope_head_dim' {shape.rope} and 'v_head_dim' {shape.value} in {point.dtype}; use "
@@ -472,10 +538,12 @@ def _check_prefill(point: Point, load: Load, shape: ModelShape, probe: Probe) ->
     if probe.device == "cpu":
         raise UsageError("--prefill flashinfer needs a GPU; use --prefill sdpa.")
     _check_installed("--prefill", "flashinfer", "sdpa", probe)
-    if (shape.nope + shape.rope, shape.value) != (NOPE + ROPE, VALUE) or point.dtype not in ("bf16", "fp16"):
+    known = [(head, head) for head in FLASHINFER_HEADS[:2]] if shape.gqa else [(NOPE + ROPE, VALUE)]
+    if (shape.head_width, shape.value) not in known or point.dtype not in ("bf16", "fp16"):
+        taken = " or ".join(f"keys of {key} and values of {value}" for key, value in known)
         raise UsageError(
-            f"--prefill flashinfer takes keys of {NOPE + ROPE} and values of {VALUE} numbers in bf16 or fp16, and "
-            f"{shape.name} has {shape.nope + shape.rope} and {shape.value} in {point.dtype}; use --prefill sdpa."
+            f"--prefill flashinfer takes {taken} numbers in bf16 or fp16, and "
+            f"{shape.name} has {shape.head_width} and {shape.value} in {point.dtype}; use --prefill sdpa."
         )
 
 
@@ -495,7 +563,7 @@ def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Pr
     The pool must hold what a decode step needs, or the longest request that is served; with --kv-memory any request of
     a load is enough.
     """
-    one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
+    one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
     try:
         plan = plan_engine([point], settings, shape, probe)
     except NoRoomError as e:
@@ -531,7 +599,7 @@ def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Pro
     """
     pool = compute_max_pages(point, shape, probe)
     if settings.kv_memory_bytes is not None:
-        one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
+        one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
         pool = min(pool, settings.kv_memory_bytes // one)
     one = memory.count_pages(point.context + memory.HEADROOM_TOKENS, point.layout, point.page_size)
     max_requests = max((pool - memory.PAGES_OF_PADDING) // one, 0) * point.dp

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import bisect
+from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 GRAPH_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Requests of one replica in a graph; a batch is padded up to the next size."""
@@ -13,10 +17,16 @@ PADDING_SLOT, PADDING_POSITION = 0, 0
 """A padding row has one token, on slot 0: it attends to and writes the padding page."""
 
 
+def pad_to_size(requests: int, sizes: Sequence[int]) -> int:
+    """Return the smallest of the sorted `sizes` that holds `requests`; `requests` itself if none does, or without requests."""
+    index = bisect.bisect_left(sizes, requests)
+    return sizes[index] if requests and index < len(sizes) else requests
+
+
 def pad_batch(requests: int) -> int:
     """Return the number of rows of the graph that runs `requests` requests; raise UsageError above the largest size."""
     if requests <= GRAPH_BATCHES[-1]:
-        return GRAPH_BATCHES[bisect.bisect_left(GRAPH_BATCHES, requests)]
+        return pad_to_size(requests, GRAPH_BATCHES)
     raise UsageError(
         f"{requests} requests per replica are more than the largest graph, {GRAPH_BATCHES[-1]}; lower --concurrency."
     )

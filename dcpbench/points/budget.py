@@ -97,7 +97,8 @@ def plan_engine(points: Sequence[Point], settings: Settings, shape: ModelShape, 
     than fits.
     """
     chunk = max(p.load.chunk if p.load else 0 for p in points)
-    rank = _Rank(points[0], chunk, shape, probe)
+    max_requests = max(map(_count_requests, points))
+    rank = _Rank(points[0], chunk, shape, probe, max_requests)
     need, min_pages = max(map(count_needed_pages, points)), max(map(count_min_pages, points))
     pages_left = rank.compute_pages_left(rank.whole)
     if settings.kv_memory_bytes is not None:
@@ -109,7 +110,7 @@ def plan_engine(points: Sequence[Point], settings: Settings, shape: ModelShape, 
     return rank.make_plan(
         pages,
         rank.fit_layers(pages),
-        max_requests=max(-(-p.concurrency // p.dp) for p in points),
+        max_requests=max_requests,
         max_context=max(p.context for p in points) + memory.HEADROOM_TOKENS,
         chunk=chunk,
         bounded_by=bounded_by,
@@ -120,7 +121,7 @@ def plan_whole(point: Point, lengths: Sequence[int], shape: ModelShape) -> Engin
     """Return the plan of an engine with every layer, and KV for a request of each of these lengths, regardless of the
     memory available.
     """
-    rank = _Rank(point, 0, shape, Probe(device="cpu", count=0, name="CPU"))
+    rank = _Rank(point, 0, shape, Probe(device="cpu", count=0, name="CPU"), len(lengths))
     pages = sum(memory.count_pages(n, point.layout, point.page_size) for n in lengths) + memory.PAGES_OF_PADDING
     return rank.make_plan(pages, rank.whole, max_requests=len(lengths), max_context=max(lengths))
 
@@ -129,7 +130,7 @@ def compute_max_pages(point: Point, shape: ModelShape, probe: Probe) -> int:
     """Return the number of pages of the largest pool that fits next to the fewest weights that may be held; 0 if none
     fits.
     """
-    rank = _Rank(point, point.load.chunk if point.load else 0, shape, probe)
+    rank = _Rank(point, point.load.chunk if point.load else 0, shape, probe, _count_requests(point))
     return max(rank.compute_pages_left(rank.fewest), 0)
 
 
@@ -149,7 +150,7 @@ class WholeModel(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure_whole_model(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> WholeModel:
     """Return the memory that a point takes with all its layers held, even if that is more than a GPU has."""
-    rank = _Rank(point, point.load.chunk if point.load else 0, shape, probe)
+    rank = _Rank(point, point.load.chunk if point.load else 0, shape, probe, _count_requests(point))
     pages = count_min_pages(point)
     if settings.kv_memory_bytes is not None:
         pages = settings.kv_memory_bytes // rank.page_bytes
@@ -183,6 +184,11 @@ def count_min_pages(point: Point) -> int:
     return memory.count_pages(point.context, point.layout, point.page_size) + memory.PAGES_OF_PADDING
 
 
+def _count_requests(point: Point) -> int:
+    """Return the maximum number of requests of one replica in flight."""
+    return -(-point.concurrency // point.dp)
+
+
 def is_same_engine(a: Point, b: Point) -> bool:
     """Return True if two points can share weights, pools and process groups."""
     return engine_values(a) == engine_values(b)
@@ -199,20 +205,20 @@ class _Rank:
     On the CPU every layer is held, and all ranks share CPU_BYTES.
     """
 
-    def __init__(self, point: Point, chunk: int, shape: ModelShape, probe: Probe) -> None:
+    def __init__(self, point: Point, chunk: int, shape: ModelShape, probe: Probe, requests: int) -> None:
         """Compute the fixed sizes; `chunk` is the number of prompt tokens of a step, for which prefill buffers are
-        reserved.
+        reserved, and `requests` that of requests with their own sliding windows.
         """
         self.point, self.shape, self.itemsize = point, shape, ITEMSIZE[point.dtype]
-        self.fp8 = point.weights_precision == FP8
-        self.page_bytes = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision])
+        self.weights = shape.get_weight_format(point.weights_precision)
+        self.page_bytes = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
         self.l2_bytes = probe.l2_bytes or 0
         self.fewest = self.whole = memory.count_all_layers(shape)
         self.room, self.buffers = CPU_BYTES // point.world, 0
         self.gpu = probe.device == "cuda" and probe.memory_bytes is not None
         if self.gpu:
             self.fewest = memory.compute_min_layers(
-                shape, point.layout, self.itemsize, self.l2_bytes, point.group_wide, fp8=self.fp8
+                shape, point.layout, self.itemsize, self.l2_bytes, point.group_wide, self.weights
             )
             self.room = (probe.memory_bytes or 0) - memory.RESERVE_BYTES
             if chunk:
@@ -221,12 +227,13 @@ class _Rank:
                     shape, point.layout, chunk, self.itemsize, point.ep, kv_itemsize=kv_itemsize
                 )
                 self.room -= self.buffers
+        self.room -= requests * memory.compute_sliding_bytes(shape, point.layout, ITEMSIZE[point.kv_precision])
 
     def compute_weight_bytes(self, layers: Layers) -> int:
         """Return the bytes of this many distinct layers."""
         point = self.point
         return memory.compute_weight_bytes(
-            self.shape, point.layout, self.itemsize, *layers, point.group_wide, fp8=self.fp8, ep=point.ep
+            self.shape, point.layout, self.itemsize, *layers, point.group_wide, self.weights, ep=point.ep
         )
 
     def compute_pages_left(self, layers: Layers) -> int:
@@ -252,7 +259,7 @@ class _Rank:
     def make_plan(self, pages: int, held: Layers, **limits: Any) -> EnginePlan:  # noqa: ANN401 -- fields of several types
         """Return the plan with this pool, these layers, and `limits` on what points may request."""
         layout, wide = self.point.layout, self.point.group_wide
-        sure = sum(held) * memory.compute_certain_bytes(self.shape, layout, self.itemsize, wide, fp8=self.fp8)
+        sure = sum(held) * memory.compute_certain_bytes(self.shape, layout, self.itemsize, wide, self.weights)
         return EnginePlan(
             point=self.point,
             pages=pages,

@@ -61,6 +61,7 @@ RATES = {
     "copy": "memory_bytes_s",
     "matmul": "bf16_flop_s",
     "matmul_fp8": "fp8_flop_s",
+    "matmul_fp4": "fp4_flop_s",
     "peer": "nvlink_bytes_s",
 }
 """Limits by the names of points/roofline.py, each with the field of a GPU."""

@@ -35,6 +35,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Source of the rates and the power."""
     memory_source: str
     """Source of the memory size."""
+    fp4_flop_s: float | None = None
+    """Dense fp4 FLOP/s; None if the GPU has no fp4 products, which then widen weights to bf16."""
     gpus_per_host: int = 8
     """GPUs that read each other's memory: those of an HGX or DGX board, or of a rack."""
     on_paper: bool = True
@@ -116,6 +118,7 @@ GPUS = (
         memory_bytes_s=7.672e12,
         bf16_flop_s=2250e12,
         fp8_flop_s=4500e12,
+        fp4_flop_s=9000e12,
         nvlink_bytes_s=900e9,
         watts=1000,
         source="https://www.nvidia.com/en-us/data-center/dgx-b200/ (an eighth; products without sparsity). Not its 8 TB/s: "
@@ -133,9 +136,10 @@ GPUS = (
         memory_bytes_s=7.7e12,
         bf16_flop_s=2250e12,
         fp8_flop_s=4500e12,
+        fp4_flop_s=13500e12,
         nvlink_bytes_s=900e9,
         watts=1100,
-        source="https://www.nvidia.com/en-us/data-center/dgx-b300/ (an eighth; products without sparsity); memory and power: "
+        source="https://www.nvidia.com/en-us/data-center/dgx-b300/ (an eighth; products without sparsity, 108 PFLOP/s in fp4); memory and power: "
         "https://verda.com/blog/gb300-nvl72-architecture, and drivers report 1,100 W. NVIDIA's sheets state up to 8 TB/s for the family",
         memory_source="torch's errors of full GPUs in public logs: 267.69 GiB; nvidia-smi: 275040 MiB; L2 cache: cudaDeviceProp in "
         "public notes, 132644864 bytes",
@@ -149,11 +153,12 @@ GPUS = (
         memory_bytes_s=8.0e12,
         bf16_flop_s=2500e12,
         fp8_flop_s=5000e12,
+        fp4_flop_s=10000e12,
         nvlink_bytes_s=900e9,
         watts=1200,
         gpus_per_host=72,
-        source="https://www.nvidia.com/en-us/data-center/gb200-nvl72/ (a 72nd of 576 TB/s, 130 TB/s, 360 PFLOP/s in bf16 and 720 in fp8; "
-        "half of these products, which have sparsity); power: drivers' limit in public logs",
+        source="https://www.nvidia.com/en-us/data-center/gb200-nvl72/ (a 72nd of 576 TB/s, 130 TB/s, 360 PFLOP/s in bf16, 720 in fp8 and 1,440 in "
+        "fp4; half of these products, which have sparsity); power: drivers' limit in public logs",
         memory_source="torch's errors of full GPUs in public logs: 184.31 GiB; nvidia-smi: 189471 MiB; L2 cache: as B200",
     ),
     Gpu(
@@ -165,11 +170,12 @@ GPUS = (
         memory_bytes_s=8.0e12,
         bf16_flop_s=2500e12,
         fp8_flop_s=5000e12,
+        fp4_flop_s=15000e12,
         nvlink_bytes_s=900e9,
         watts=1400,
         gpus_per_host=72,
         source="https://www.nvidia.com/en-us/data-center/gb300-nvl72/ (a 72nd of up to 576 TB/s, 130 TB/s, 360 PFLOP/s in bf16 and 720 in "
-        "fp8; half of these products, which have sparsity); power: drivers' limit in public logs",
+        "fp8, half of which have no sparsity, and 1,080 in fp4 without); power: drivers' limit in public logs",
         memory_source="torch's errors of full GPUs in public logs: 276.50 GiB; nvidia-smi: 284208 MiB; L2 cache: as B300",
     ),
     Gpu(
@@ -181,6 +187,7 @@ GPUS = (
         memory_bytes_s=8.0e12,
         bf16_flop_s=2500e12,
         fp8_flop_s=5000e12,
+        fp4_flop_s=10000e12,
         nvlink_bytes_s=537.6e9,
         watts=1400,
         cuda=False,

@@ -135,6 +135,7 @@ class Layout:
                 f"{shape.name} has {shape.heads} heads, which {self} would split over {self.attn_tp} ranks; "
                 f"tp/dp can be {_format_divisors(shape.heads, 64)}."
             )
+        self._check_kv_heads(shape)
         shared = shape.shared_experts * shape.moe_inter
         experts = {
             WHOLE: (shape.experts, f"{shape.experts} experts, which do"),
@@ -158,6 +159,33 @@ class Layout:
                     f"{shape.name} has {text} not divide over --tp {self.tp}; --tp can be {possible}"
                     + ("." if instead else f", or add --ep {other}.")
                 )
+
+    def _check_kv_heads(self, shape: ModelShape) -> None:
+        """Raise LayoutError unless the ranks can hold a model's KV heads, and those with copies of a head share its cache.
+
+        Ranks beyond the number of KV heads hold copies, and DCP stores the tokens of one copy on several ranks, as in vLLM and
+        SGLang: dcp ≤ tp / KV heads.
+        """
+        if shape.gqa is None:
+            return
+        kv_heads, ranks = shape.gqa.kv_heads, self.attn_tp
+        if max(kv_heads, ranks) % min(kv_heads, ranks):
+            raise LayoutError(
+                f"{shape.name} has {kv_heads} KV heads, which {self} would split over {ranks} ranks; "
+                "tp/dp has to divide them or to be a multiple of them."
+            )
+        most = shape.compute_max_dcp(ranks)
+        if most % self.dcp == 0:
+            return
+        if shape.gqa.window_layers:
+            raise LayoutError(
+                f"{shape.name} has layers with a sliding window, and DCP does not divide the tokens of a window; use --dcp 1."
+            )
+        possible = f"--dcp can be {_format_divisors(most)}" if most > 1 else f"use --dcp 1, or --tp above {kv_heads}"
+        raise LayoutError(
+            f"{shape.name} has {kv_heads} KV heads, of which {self} has {most} {'copy' if most == 1 else 'copies'} each, and DCP "
+            f"divides the tokens over the ranks that hold copies; {possible}."
+        )
 
 
 def place_experts(ep: str, tp: int) -> str:

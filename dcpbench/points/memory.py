@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from dcpbench.models.shapes import SCALE_BLOCK
-from dcpbench.points.layout import OWN_HEADS
+from dcpbench.models.weight_formats import DENSE, EXPERTS, Q_B, QKV, SHARED, UNQUANTISED, O, WeightFormat
+from dcpbench.points.layout import OWN_HEADS, Layout
 from dcpbench.points.names import CUT, WHOLE
 
 if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
-    from dcpbench.points.layout import GroupWide, Layout
+    from dcpbench.points.layout import GroupWide
 
 GIB = 1 << 30
 RESERVE_BYTES = 8 * GIB
@@ -28,8 +28,9 @@ PREFILL_WINDOW = 16384
 many keys as rows (engine/prefill.py)."""
 FP32 = 4
 """Bytes of a number where partial results are added up."""
-ABSORBED = ("w_uk", "w_uv")
-"""Linear layers that are kept in the compute dtype, however weights are stored; see engine/weights.py."""
+BF16_BYTES = 2
+ATTENTION_PARTS = {"qkv": QKV, "qkv_a": QKV, "q_b": Q_B, "o": O}
+"""Linear layers of attention, each with its part of weight_formats.PARTS; W_UK and W_UV are in none (engine/weights.py)."""
 PAGES_OF_PADDING = 1
 HEADROOM_TOKENS = 1
 """A decode step writes one token beyond the context."""
@@ -60,35 +61,46 @@ class Product(NamedTuple):
         return self.inputs * self.outputs * self.heads
 
 
-def _compute_block_side(size: int, ranks: int) -> int:
-    """Return the numbers along a side of a block of fp8 weights, for a part of length `size` that is one of `ranks` parts.
+def _compute_block_side(size: int, ranks: int, block: int) -> int:
+    """Return the numbers along a side of a block of stored weights, for a part of length `size` that is one of `ranks` parts.
 
     The side is shorter than published if borders between ranks cut blocks. The result applies to all ranks but the
     first, which hold at least as many scales.
     """
-    whole = ranks == 1 or size % SCALE_BLOCK == 0 or SCALE_BLOCK % size == 0
-    return SCALE_BLOCK if whole else math.gcd(size, SCALE_BLOCK)
+    whole = ranks == 1 or size % block == 0 or block % size == 0
+    return block if whole else math.gcd(size, block)
 
 
-def compute_scaled_bytes(product: Product, heights: tuple[int, ...], *, rows: int = 1, columns: int = 1) -> int:
-    """Return the bytes of a linear layer in fp8, or of one expert's: e4m3, and an fp32 scale per block of 128 × 128.
+def compute_stored_bytes(
+    product: Product, heights: tuple[int, ...], weights: WeightFormat, *, rows: int = 1, columns: int = 1
+) -> int:
+    """Return the bytes of a linear layer that is stored in a quantised format, or of one expert's, with its scales.
 
     Ranks may cut the blocks. Parts of these `heights` are stacked, as gate and up are. `rows` and `columns` are the
     numbers of ranks over which the first part's rows, or all columns, are split.
     """
-    side = _compute_block_side(heights[0], rows)
+    side = _compute_block_side(heights[0], rows, weights.rows)
     for height in heights[:-1]:  # a block ends with a part
         side = math.gcd(side, height)
     blocks = sum(math.ceil(height / side) for height in heights)
-    return product.elements + blocks * math.ceil(product.inputs / _compute_block_side(product.inputs, columns)) * FP32
+    across = math.ceil(product.inputs / _compute_block_side(product.inputs, columns, weights.columns or product.inputs))
+    return weights.compute_bytes(product.inputs, sum(heights), blocks * across)
 
 
 def make_attention_products(shape: ModelShape, layout: Layout, wide: GroupWide = OWN_HEADS) -> dict[str, Product]:
-    """Return the linear layers of one layer's attention, by the names of engine/weights.py; no `q_b` without q-LoRA."""
+    """Return the linear layers of one layer's attention, by the names of engine/weights.py; no `q_b` without q-LoRA.
+
+    With grouped-query attention they are q ‖ k ‖ v and o: each rank holds the KV heads of its query heads.
+    """
     heads = shape.heads // layout.attn_tp
     q_heads = heads * layout.dcp if wide.query else heads
     v_heads = heads * layout.dcp if wide.value else heads
-    q_width = q_heads * (shape.nope + shape.rope)
+    q_width = q_heads * shape.head_width
+    if shape.gqa:
+        return {
+            "qkv": Product(shape.hidden, q_width + shape.compute_kv_width(layout.attn_tp)),
+            "o": Product(heads * shape.value, shape.hidden),
+        }
     found = {
         "qkv_a": Product(shape.hidden, (q_width if shape.q_lora is None else shape.q_lora) + shape.kv_width),
         "w_uk": Product(shape.nope, shape.latent, q_heads),
@@ -99,24 +111,81 @@ def make_attention_products(shape: ModelShape, layout: Layout, wide: GroupWide =
 
 
 def compute_attention_bytes(
-    shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    itemsize: int,
+    wide: GroupWide = OWN_HEADS,
+    weights: WeightFormat = UNQUANTISED,
 ) -> int:
-    """Return the bytes of one layer's attention weights on one rank, with its norms: of q, of latent rows, and two more.
+    """Return the bytes of one layer's attention weights on one rank, with the vectors of `count_attention_vectors`.
 
-    With `fp8` all weights are fp8 except the norms and the absorbed ones, W_UK and W_UV.
+    Vectors and the absorbed weights, W_UK and W_UV, have `itemsize` bytes a number in every format.
     """
     products = make_attention_products(shape, layout, wide)
-    norms = ((shape.q_lora or 0) + shape.latent + 2 * shape.hidden) * itemsize
-    if not fp8:
-        return sum(product.elements for product in products.values()) * itemsize + norms
     ranks = layout.attn_tp // layout.dcp if wide.query else layout.attn_tp
-    qkv_a, o = products["qkv_a"], products["o"]
-    above = (qkv_a.outputs - shape.kv_width, shape.kv_width)
-    found = compute_scaled_bytes(qkv_a, above, rows=ranks if shape.q_lora is None else 1)
-    found += compute_scaled_bytes(o, (o.outputs,), columns=layout.attn_tp)
-    if "q_b" in products:
-        found += compute_scaled_bytes(products["q_b"], (products["q_b"].outputs,), rows=ranks)
-    return found + sum(products[name].elements for name in ABSORBED) * itemsize + norms
+    found = count_attention_vectors(shape, layout, wide) * itemsize
+    for name, product in products.items():
+        if ATTENTION_PARTS.get(name) not in weights.parts:
+            found += product.elements * itemsize
+            continue
+        cut = {"columns": layout.attn_tp} if name == "o" else {"rows": ranks}
+        if name == "qkv_a" and shape.q_lora is not None:
+            cut = {}
+        found += compute_stored_bytes(product, _list_heights(name, product, shape, layout), weights, **cut)
+    return found
+
+
+def make_indexer_products(shape: ModelShape) -> dict[str, Product]:
+    """Return the linear layers of an indexer, which every rank holds: its queries from q-LoRA, keys, and weights of its heads."""
+    found = shape.indexer
+    if found is None:
+        return {}
+    return {
+        "wq_b": Product(shape.q_lora or shape.hidden, found.heads * found.width),
+        "wk": Product(shape.hidden, found.width),
+        "weights_proj": Product(shape.hidden, found.heads),
+    }
+
+
+def compute_indexer_bytes(shape: ModelShape, layers: int, itemsize: int, weights: WeightFormat = UNQUANTISED) -> int:
+    """Return the bytes of the indexers of `layers` distinct layers, with the norm of their keys; 0 without an indexer.
+
+    A part of the layers has an indexer: as many of those held, rounded up. Weights of its heads are not quantised.
+    """
+    if shape.indexer is None:
+        return 0
+    each = 2 * shape.indexer.width * itemsize
+    for name, product in make_indexer_products(shape).items():
+        stored = QKV in weights.parts and name != "weights_proj"
+        each += compute_stored_bytes(product, (product.outputs,), weights) if stored else product.elements * itemsize
+    return math.ceil(layers * shape.indexer.layers / shape.layers) * each
+
+
+def _list_heights(name: str, product: Product, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+    """Return the outputs of the projections that are stacked in a linear layer of attention."""
+    if name == "qkv_a":
+        return product.outputs - shape.kv_width, shape.kv_width
+    if name == "qkv":
+        kv_heads = shape.count_kv_heads(layout.attn_tp)
+        k, v = kv_heads * shape.head_width, kv_heads * shape.value
+        return product.outputs - k - v, k, v
+    return (product.outputs,)
+
+
+def count_attention_vectors(shape: ModelShape, layout: Layout, wide: GroupWide) -> int:
+    """Return the numbers in the vectors of one layer's attention on one rank.
+
+    These are the norms of q, of latent rows, of heads, and before attention and MLP; biases; and the sinks of its query heads.
+    """
+    norms = (shape.q_lora or 0) + shape.latent + 2 * shape.hidden
+    if shape.gqa is None:
+        return norms
+    heads = shape.heads // layout.attn_tp * (layout.dcp if wide.query else 1)
+    bias = heads * shape.head_width + shape.compute_kv_width(layout.attn_tp) if shape.gqa.qkv_bias else 0
+    bias += shape.hidden if shape.gqa.o_bias else 0
+    normed = heads + shape.count_kv_heads(layout.attn_tp) if shape.gqa.qk_norm_over_heads else 2
+    head_norms = normed * shape.head_width if shape.gqa.qk_norm else 0
+    return norms + bias + head_norms + (heads if shape.gqa.sinks else 0)
 
 
 def make_mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
@@ -124,18 +193,22 @@ def make_mlp_products(shape: ModelShape, width: int) -> tuple[Product, Product]:
     return Product(shape.hidden, 2 * width), Product(width, shape.hidden)
 
 
-def _compute_mlp_bytes(shape: ModelShape, inner: int, ranks: int, itemsize: int, *, fp8: bool) -> int:
+def _compute_mlp_bytes(
+    shape: ModelShape, inner: int, ranks: int, itemsize: int, weights: WeightFormat, part: str
+) -> int:
     """Return the bytes of a rank's part of an MLP or an expert that is `inner` wide, split over `ranks` ranks."""
     width = inner // ranks
     gate_up, down = make_mlp_products(shape, width)
-    if not fp8:
+    if part not in weights.parts:
         return (gate_up.elements + down.elements) * itemsize
-    return compute_scaled_bytes(gate_up, (width, width), rows=ranks) + compute_scaled_bytes(
-        down, (down.outputs,), columns=ranks
+    return compute_stored_bytes(gate_up, (width, width), weights, rows=ranks) + compute_stored_bytes(
+        down, (down.outputs,), weights, columns=ranks
     )
 
 
-def compute_moe_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False, ep: str = WHOLE) -> int:
+def compute_moe_bytes(
+    shape: ModelShape, layout: Layout, itemsize: int, weights: WeightFormat = UNQUANTISED, *, ep: str = WHOLE
+) -> int:
     """Return the bytes of one layer's router (its bias in fp32), this rank's experts, and its slice of the shared
     expert.
 
@@ -144,20 +217,25 @@ def compute_moe_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: 
     """
     router = shape.experts * shape.hidden * itemsize + shape.experts * FP32
     held, ranks = (shape.experts, layout.tp) if ep == CUT else (shape.experts // layout.tp, 1)
-    experts = held * _compute_mlp_bytes(shape, shape.moe_inter, ranks, itemsize, fp8=fp8)
-    return router + experts + compute_shared_expert_bytes(shape, layout, itemsize, fp8=fp8)
+    experts = held * _compute_mlp_bytes(shape, shape.moe_inter, ranks, itemsize, weights, EXPERTS) if held else 0
+    biases = held * (2 * shape.moe_inter // ranks + shape.hidden) * itemsize if shape.expert_bias else 0
+    return router + experts + biases + compute_shared_expert_bytes(shape, layout, itemsize, weights)
 
 
-def compute_shared_expert_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False) -> int:
+def compute_shared_expert_bytes(
+    shape: ModelShape, layout: Layout, itemsize: int, weights: WeightFormat = UNQUANTISED
+) -> int:
     """Return the bytes of this rank's slice of the shared expert of one layer."""
     if not shape.shared_experts:
         return 0
-    return _compute_mlp_bytes(shape, shape.shared_experts * shape.moe_inter, layout.tp, itemsize, fp8=fp8)
+    return _compute_mlp_bytes(shape, shape.shared_experts * shape.moe_inter, layout.tp, itemsize, weights, SHARED)
 
 
-def compute_dense_mlp_bytes(shape: ModelShape, layout: Layout, itemsize: int, *, fp8: bool = False) -> int:
+def compute_dense_mlp_bytes(
+    shape: ModelShape, layout: Layout, itemsize: int, weights: WeightFormat = UNQUANTISED
+) -> int:
     """Return the bytes of this rank's slice of one dense MLP."""
-    return _compute_mlp_bytes(shape, shape.dense_inter, layout.tp, itemsize, fp8=fp8)
+    return _compute_mlp_bytes(shape, shape.dense_inter, layout.tp, itemsize, weights, DENSE)
 
 
 def compute_vocab_rows(shape: ModelShape, layout: Layout) -> int:
@@ -166,8 +244,11 @@ def compute_vocab_rows(shape: ModelShape, layout: Layout) -> int:
 
 
 def compute_outer_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
-    """Return the bytes of the embedding, the LM head (both split over an attention replica) and the final norm."""
-    return (2 * compute_vocab_rows(shape, layout) + 1) * shape.hidden * itemsize
+    """Return the bytes of the embedding, the LM head (both split over an attention replica) and the final norm.
+
+    A tied LM head is the embedding.
+    """
+    return ((1 if shape.tied else 2) * compute_vocab_rows(shape, layout) + 1) * shape.hidden * itemsize
 
 
 def compute_weight_bytes(
@@ -177,18 +258,38 @@ def compute_weight_bytes(
     dense: int,
     moe: int,
     wide: GroupWide = OWN_HEADS,
+    weights: WeightFormat = UNQUANTISED,
     *,
-    fp8: bool = False,
     ep: str = WHOLE,
 ) -> int:
     """Return the bytes of weights on one rank if `dense` + `moe` distinct layers are held; `itemsize` applies to what
-    is not fp8.
+    is not quantised.
     """
-    attention = (dense + moe) * compute_attention_bytes(shape, layout, itemsize, wide, fp8=fp8)
-    mlp = dense * compute_dense_mlp_bytes(shape, layout, itemsize, fp8=fp8) + moe * compute_moe_bytes(
-        shape, layout, itemsize, fp8=fp8, ep=ep
+    attention = (dense + moe) * compute_attention_bytes(shape, layout, itemsize, wide, weights)
+    mlp = dense * compute_dense_mlp_bytes(shape, layout, itemsize, weights) + moe * compute_moe_bytes(
+        shape, layout, itemsize, weights, ep=ep
     )
-    return compute_outer_bytes(shape, layout, itemsize) + attention + mlp
+    indexers = compute_indexer_bytes(shape, dense + moe, itemsize, weights)
+    return compute_outer_bytes(shape, layout, itemsize) + attention + mlp + indexers
+
+
+def compute_checkpoint_bytes(shape: ModelShape) -> int:
+    """Return the bytes of a published checkpoint's weights; raise AssertionError for a format whose size is unknown.
+
+    A layer for multi-token prediction is a layer with experts, a projection of two hidden states to one, three norms, and copies of
+    embedding and head. Not counted: vision encoders.
+    """
+    weights, one = shape.published, Layout(tp=1)
+    assert isinstance(weights, WeightFormat)
+    predicting = weights if weights.mtp else UNQUANTISED
+    layer = compute_attention_bytes(shape, one, BF16_BYTES, OWN_HEADS, predicting)
+    layer += compute_moe_bytes(shape, one, BF16_BYTES, predicting)
+    layer += compute_indexer_bytes(shape, 1, BF16_BYTES, predicting)
+    layer += (2 * shape.hidden + 2 * shape.vocab + 3) * shape.hidden * BF16_BYTES
+    return (
+        compute_weight_bytes(shape, one, BF16_BYTES, *count_all_layers(shape), OWN_HEADS, weights)
+        + shape.mtp_layers * layer
+    )
 
 
 def count_pages(tokens: int, layout: Layout, page_size: int) -> int:
@@ -204,9 +305,16 @@ def count_kv_pages(layout: Layout, concurrency: int, context: int, page_size: in
     return per_replica * count_pages(context + HEADROOM_TOKENS, layout, page_size) + PAGES_OF_PADDING
 
 
-def compute_page_bytes(shape: ModelShape, page_size: int, itemsize: int) -> int:
-    """Return the bytes of one physical page of one rank, all layers."""
-    return page_size * shape.compute_kv_bytes_per_token(itemsize)
+def compute_page_bytes(shape: ModelShape, page_size: int, itemsize: int, layout: Layout | None = None) -> int:
+    """Return the bytes of one physical page of one rank, all layers without a sliding window; without a layout, with all KV heads."""
+    return page_size * shape.compute_kv_bytes_per_token(itemsize, layout.attn_tp if layout else 1)
+
+
+def compute_sliding_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
+    """Return the bytes of a request's latest tokens in the layers with a sliding window on one rank, next to the pool."""
+    if shape.gqa is None or shape.gqa.window is None:
+        return 0
+    return shape.gqa.window_layers * shape.gqa.window * shape.compute_kv_width(layout.attn_tp) * itemsize
 
 
 def compute_window_bytes(
@@ -216,11 +324,12 @@ def compute_window_bytes(
 
     Keys and values of its h heads take 2·h·(nope + P) numbers per token, because a backend may want values as wide as
     keys, and the rows that they are computed from Q numbers; with dcp N > 1, in the precision of the pool, Q / N are
-    sent, Q received, and Q stored in token order.
+    sent, Q received, and Q stored in token order. With grouped-query attention the rows are keys and values themselves.
     """
-    heads = shape.heads // layout.attn_tp
-    travels = 2 * shape.kv_width + -(-shape.kv_width // layout.dcp) if layout.dcp > 1 else 0
-    each = 2 * heads * (shape.nope + shape.rope) + shape.kv_width
+    heads = 0 if shape.gqa else shape.heads // layout.attn_tp
+    row = shape.compute_kv_width(layout.attn_tp)
+    travels = 2 * row + -(-row // layout.dcp) if layout.dcp > 1 else 0
+    each = 2 * heads * shape.head_width + row
     return tokens * (each * itemsize + travels * (kv_itemsize or itemsize))
 
 
@@ -234,7 +343,7 @@ def compute_prefill_bytes(
         window    a window of the stored prefix, or as many of the chunks' own tokens (window_bytes)
         experts   tokens · k · (D + 3·I): their input, replaced by their output, 2·I and I between. Every
                   rank has buffers for the experts of all its tokens, because shapes must not depend on routing;
-                  tensor-parallel experts are I / tp wide
+                  tensor-parallel experts are I / tp wide. Without experts: tokens · 3·dense_inter / tp
         hidden    tokens · 4·D, gathered, from the shared expert, from both, reduced; B · 3·D, residual, normed, output
         attention B · (q_lora + 2·Q + h·(3·(nope + P) + 2·V)), and h·V in fp32 where a prefix has windows
     """
@@ -242,30 +351,47 @@ def compute_prefill_bytes(
     window = compute_window_bytes(shape, layout, max(PREFILL_WINDOW, rows), itemsize, kv_itemsize)
     width = shape.moe_inter if ep == WHOLE else shape.moe_inter // layout.tp
     experts = tokens * shape.top_k * (shape.hidden + 3 * width)
+    if not shape.experts:
+        experts = tokens * 3 * shape.dense_inter // layout.tp
     hidden = (4 * tokens + 3 * rows) * shape.hidden
-    per_head = 3 * (shape.nope + shape.rope) + 2 * shape.value
-    attention = rows * ((shape.q_lora or 0) + 2 * shape.kv_width + heads * per_head)
+    per_head = 3 * shape.head_width + 2 * shape.value
+    attention = rows * ((shape.q_lora or 0) + 2 * shape.compute_kv_width(layout.attn_tp) + heads * per_head)
     return window + (experts + hidden + attention) * itemsize + rows * heads * shape.value * FP32
 
 
 def compute_min_layers(
-    shape: ModelShape, layout: Layout, itemsize: int, l2_bytes: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    itemsize: int,
+    l2_bytes: int,
+    wide: GroupWide = OWN_HEADS,
+    weights: WeightFormat = UNQUANTISED,
 ) -> Layers:
     """Return the fewest distinct layers with which weights cycle through CACHE_FACTOR × L2 between two uses.
 
-    Only weights that every step certainly reads count (attention and shared expert), not the experts that routing
-    selects.
+    Only weights that every step certainly reads count (attention and shared expert, or the MLP of a model without experts),
+    not the experts that routing selects.
     """
     whole = count_all_layers(shape)
+    sure = compute_certain_bytes(shape, layout, itemsize, wide, weights)
+    fewest = max(math.ceil(CACHE_FACTOR * l2_bytes / sure), 1)
     if not whole.moe:
-        return whole
-    sure = compute_certain_bytes(shape, layout, itemsize, wide, fp8=fp8)
-    return Layers(min(1, whole.dense), min(max(math.ceil(CACHE_FACTOR * l2_bytes / sure), 1), whole.moe))
+        return whole if shape.experts else Layers(min(fewest, whole.dense), 0)
+    return Layers(min(1, whole.dense), min(fewest, whole.moe))
 
 
 def compute_certain_bytes(
-    shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, *, fp8: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    itemsize: int,
+    wide: GroupWide = OWN_HEADS,
+    weights: WeightFormat = UNQUANTISED,
 ) -> int:
-    """Return the bytes of weights that one MoE layer certainly reads in every step: attention and shared expert."""
-    attention = compute_attention_bytes(shape, layout, itemsize, wide, fp8=fp8)
-    return attention + compute_shared_expert_bytes(shape, layout, itemsize, fp8=fp8)
+    """Return the bytes of weights that one layer certainly reads in every step: attention and shared expert.
+
+    Of a model without experts: attention and MLP.
+    """
+    attention = compute_attention_bytes(shape, layout, itemsize, wide, weights)
+    if not shape.experts:
+        return attention + compute_dense_mlp_bytes(shape, layout, itemsize, weights)
+    return attention + compute_shared_expert_bytes(shape, layout, itemsize, weights)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dcpbench.models import shapes
+from dcpbench.models import weight_formats
 from dcpbench.points.structured_options import KEYS
 
 BACKENDS = ("reference", "triton", "flashinfer", "flashmla")
 """Values of --backend; kernels/attention implements them."""
+GQA_BACKENDS = BACKENDS[:3]
+"""Values of --backend for grouped-query attention; kernels/gqa implements them."""
 REGISTERED = "ag_rs_registered"
 """The exchange ag_rs in memory that NCCL has registered."""
 EXCHANGES = ("ag_rs", "a2a", "symm", REGISTERED)
@@ -23,20 +25,22 @@ TIMED_BACKENDS = BACKENDS[1:]
 """Candidates of --backend auto; the reference is not for timing."""
 ALL_REDUCES = ("nccl", "symm")
 """Values of --collectives all-reduce."""
-DTYPES = ("bf16", "fp16", "fp32")
+DTYPES = weight_formats.COMPUTE_DTYPES
 """Precisions of the computation."""
-FP8 = shapes.FP8
+FP8 = weight_formats.FP8
 """Name of the fp8 storage of weights (e4m3, a scale for each block of 128 × 128) and KV (e4m3, a scale for a pool)."""
 AS_COMPUTED = ""
 """Value of a point for weights or KV in the dtype of the computation."""
 PRECISIONS = (*DTYPES, FP8)
-"""Values of --weights-dtype and --kv-dtype."""
+"""Values of --kv-dtype, and of --weights-dtype for points that are measured."""
+WEIGHT_FORMATS = tuple(weight_formats.FORMATS)
+"""Values of --weights-dtype that are no dtype of the computation."""
 COMPUTED = "dtype"
 """Field of a point for the dtype of the computation, which follows from the options in STORED."""
 STORED = ("weights_dtype", "kv_dtype")
 """Options, and fields of a point, for the precision of stored weights and KV."""
 AS_PUBLISHED = "published"
-"""Default of --weights-dtype on GPUs: fp8 for models published in fp8, else bf16."""
+"""Default of --weights-dtype on GPUs: the format in which a model is published."""
 CUT, WHOLE = "1", "tp"
 """Values of --ep, the expert parallel degree: 1 for tensor-parallel experts (each expert is split by width over all ranks of a
 layout), tp for expert parallel (EP: each rank holds some of the experts, undivided). The default is 1 in every layout, as in vLLM and

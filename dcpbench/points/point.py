@@ -201,6 +201,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         With dp > 1 it ends with the expert parallel degree, if that is known: `tp4`, `tp4·pp2`, `tp4·dp4·ep1`, `tp4·dp4·ep4`.
         For degrees that do not divide each other it names the degrees that were given.
         """
+        return format_layout_name(self.degrees_name, self.dp, self.ep_degree) if self.tp else UNKNOWN_LAYOUT
+
+    @property
+    def degrees_name(self) -> str:
+        """Return `instance_name` without the expert parallel degree."""
         if not self.tp:
             return UNKNOWN_LAYOUT
         outer = "".join(f"·{name}{degree}" for name, degree in (("pp", self.pp), ("pcp", self.pcp)) if degree > 1)
@@ -208,7 +213,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             degrees = str(self.layout)
         except LayoutError:
             degrees = f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}"
-        return format_layout_name(f"{degrees}{outer}", self.dp, self.ep_degree)
+        return f"{degrees}{outer}"
 
     @property
     def ep_degree(self) -> int | None:

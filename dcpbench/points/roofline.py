@@ -11,8 +11,8 @@ Benchmarks of single operators count their work with the same functions.
 
 Letters: D hidden, H heads of a DCP group of N ranks, h of one rank, R latent, P rope, Q = R + P, V value, E experts,
 k of them per token, I their width, B rows of a replica, T of all replicas. Bytes are those of the dtype of the
-computation unless stated otherwise. Weights in fp8 take a byte each and 4 for every block of 128 × 128; their products
-are compared with the fp8 rate.
+computation unless stated otherwise. Quantised weights take the bytes of their format (models/weight_formats.py); products of fp8
+weights are compared with the fp8 rate, of nvfp4 and mxfp4 with the fp4 rate if the GPU has one.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from dcpbench.models.shapes import KV_WIDTH, LATENT, SCALE_BLOCK
+from dcpbench.models.shapes import KV_WIDTH, LATENT
+from dcpbench.models.weight_formats import DENSE, EXPERTS, FP8, QKV, SCALE_BLOCK, SHARED, UNQUANTISED, O, WeightFormat
 from dcpbench.points import memory
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.expert_distribution import OWN
 from dcpbench.points.layout import OWN_HEADS, compute_local_length
-from dcpbench.points.names import FP8
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +42,8 @@ LSE_BYTES = 4
 """Bytes of a log-sum-exp, fp32."""
 SCALE_BYTES = 4
 """Bytes of a scale of fp8 values, fp32."""
+FP4_MATMUL = "matmul_fp4"
+"""Limit of products of fp4 weights."""
 CANDIDATE_BYTES = 8
 """Bytes of a rank's best logit and its token id, from which the ranks choose a token."""
 
@@ -56,7 +57,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Limit for these bytes: `read` if hardly anything is written."""
     flops: int = 0
     flops_limit: str = "matmul"
-    """Limit for the operations: `matmul_fp8` if both operands are fp8."""
+    """Limit for the operations: `matmul_fp8` if both operands are fp8, `matmul_fp4` for weights in a format of fp4."""
     otherwise: str = ""
     """Limit to use on a GPU without that one, because operands can be widened; empty if there is no other."""
     received_bytes: int = 0
@@ -100,18 +101,20 @@ def compute_attention_work(
     width: int = KV_WIDTH,
     latent: int = LATENT,
     kv_itemsize: int | None = None,
+    row_width: int | None = None,
 ) -> Work:
-    """Return the work of MLA decode over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R)
+    """Return the work of decode attention over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R)
     operations.
 
     Every KV row, q and o counts once; each row and head has Q multiplications for the score, R for the output, and as
-    many additions. Rows have `kv_itemsize` bytes per number, q and o `itemsize`. Over rows in fp8 the operations are
+    many additions. With grouped-query attention a query head has `width` numbers, an output `latent`, and a row the
+    `row_width` of all KV heads of the rank; with MLA a row is as wide as a query. Rows have `kv_itemsize` bytes per number, q and o `itemsize`. Over rows in fp8 the operations are
     compared with the fp8 rate, if the GPU has one: a kernel can quantise q and scores on its way, and one that widens
     rows takes longer.
     """
     rows, each = sum(lengths), heads * (width + latent)
     return Work(
-        memory_bytes=rows * width * (kv_itemsize or itemsize) + len(lengths) * each * itemsize,
+        memory_bytes=rows * (row_width or width) * (kv_itemsize or itemsize) + len(lengths) * each * itemsize,
         memory_limit="read",
         flops=2 * rows * each,
         flops_limit="matmul_fp8" if kv_itemsize == 1 else "matmul",
@@ -128,37 +131,52 @@ def compute_product_work(product: memory.Product, rows: int, itemsize: int) -> W
 
 
 def compute_expert_work(
-    product: memory.Product, *, gated: bool, rows_in: int, rows: int, hit: int, itemsize: int, scaled: bool = False
+    product: memory.Product,
+    *,
+    gated: bool,
+    rows_in: int,
+    rows: int,
+    hit: int,
+    itemsize: int,
+    weights: WeightFormat = UNQUANTISED,
 ) -> Work:
     """Return the work of a product of a rank's experts: weights of the `hit` experts that have a row, rows in and
     results out.
 
     `rows` counts pairs of a token and an expert of this rank. With `gated`, the two halves of the results become one.
-    With `scaled`, weights and the rows between both products are fp8 with fp32 scales, but the input tokens and the
+    With fp8 weights, the rows between both products are fp8 with fp32 scales, too, but the input tokens and the
     final results are not.
     """
-    elements = product.inputs * product.outputs
-    blocks = math.ceil(product.inputs / SCALE_BLOCK) * math.ceil(product.outputs / SCALE_BLOCK)
-    weight = elements + blocks * SCALE_BYTES if scaled else elements * itemsize
-    between = 1 + SCALE_BYTES / SCALE_BLOCK if scaled else itemsize
+    elements, stored = product.inputs * product.outputs, EXPERTS in weights.parts
+    weight = weights.compute_bytes(product.inputs, product.outputs) if stored else elements * itemsize
+    between = 1 + SCALE_BYTES / SCALE_BLOCK if stored and weights.name == FP8 else itemsize
     into, out = (itemsize, between) if gated else (between, itemsize)
+    limit, otherwise = _choose_limits(weights if stored else UNQUANTISED)
     through = rows_in * product.inputs * into + rows * (product.outputs // 2 if gated else product.outputs) * out
     return Work(
         memory_bytes=round(hit * weight + through),
         memory_limit="read",
         flops=2 * rows * elements,
-        flops_limit="matmul_fp8" if scaled else "matmul",
+        flops_limit=limit,
+        otherwise=otherwise,
     )
 
 
-def compute_linear_work(product: memory.Product, rows: int, *, itemsize: int, scaled: bool) -> Work:
-    """Return the work of a linear layer with unquantised rows and results, over weights that may be fp8 with scales."""
+def compute_linear_work(product: memory.Product, rows: int, *, itemsize: int, weights: WeightFormat) -> Work:
+    """Return the work of a linear layer with unquantised rows and results, over weights in a format."""
     found = compute_product_work(product, rows, itemsize)
-    if not scaled:
+    if not weights.is_quantised:
         return found
-    blocks = math.ceil(product.inputs / SCALE_BLOCK) * math.ceil(product.outputs / SCALE_BLOCK)
-    fewer = product.elements * (itemsize - 1) - blocks * SCALE_BYTES
-    return msgspec.structs.replace(found, memory_bytes=found.memory_bytes - fewer, flops_limit="matmul_fp8")
+    fewer = product.elements * itemsize - weights.compute_bytes(product.inputs, product.outputs)
+    limit, otherwise = _choose_limits(weights)
+    return msgspec.structs.replace(
+        found, memory_bytes=found.memory_bytes - fewer, flops_limit=limit, otherwise=otherwise
+    )
+
+
+def _choose_limits(weights: WeightFormat) -> tuple[str, str]:
+    """Return the limit for products of weights in a format, and the one of GPUs without it: those widen fp4 weights."""
+    return weights.matmul, "matmul" if weights.matmul == FP4_MATMUL else ""
 
 
 def compute_gather_work(message_bytes: int, ranks: int) -> Work:
@@ -231,8 +249,8 @@ class Sharding:
     itemsize: int
     interleave: int = 1
     wide: GroupWide = OWN_HEADS
-    scaled: bool = False
-    """True if linear layers and experts have fp8 weights with scales."""
+    weights: WeightFormat = UNQUANTISED
+    """Format of the weights of linear layers and experts."""
     kv_itemsize: int | None = None
     """Bytes per number in the KV cache; None if they are those of all other tensors."""
     routing: str = OWN
@@ -252,19 +270,30 @@ class Sharding:
             interleave=point.interleave,
             wide=point.group_wide,
             ep=point.ep_degree,
+            weights=shape.get_weight_format(point.weights_precision),
             routing=point.routing,
-            scaled=point.weights_precision == FP8,
             kv_itemsize=ITEMSIZE[point.kv_precision],
         )
 
     @property
+    def row_width(self) -> int:
+        """Numbers in a KV row of a rank."""
+        return self.shape.compute_kv_width(self.layout.attn_tp)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a KV row as it is stored."""
-        return self.shape.kv_width * (self.kv_itemsize or self.itemsize)
+        return self.row_width * (self.kv_itemsize or self.itemsize)
 
-    def get_linear_work(self, product: memory.Product, rows: int) -> Work:
-        """Return the work of a linear layer with weights stored like those of linear layers and experts."""
-        return compute_linear_work(product, rows, itemsize=self.itemsize, scaled=self.scaled)
+    @property
+    def in_fp8(self) -> bool:
+        """Return True if linear layers and experts multiply fp8 weights, for which rows are quantised."""
+        return self.weights.name == FP8
+
+    def get_linear_work(self, product: memory.Product, rows: int, part: str) -> Work:
+        """Return the work of a linear layer of one of weight_formats.PARTS."""
+        weights = self.weights if part in self.weights.parts else UNQUANTISED
+        return compute_linear_work(product, rows, itemsize=self.itemsize, weights=weights)
 
     @property
     def expert_ranks(self) -> int:
@@ -373,12 +402,19 @@ def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, 
     # The first reads the residual alone, the one behind the last layer belongs to the LM head.
     yield "norm", 2 * s.layers - 1, Work(memory_bytes=4 * rows * hidden_bytes)
     yield "norm", 1, Work(memory_bytes=2 * rows * hidden_bytes)
-    for phase, work in itertools.chain(_iter_attention_works(sharding, step), _iter_prefill_works(sharding, step)):
+    for phase, work in _iter_projection_works(sharding, step):
         yield phase, s.layers, work
+    for phase, work in _iter_indexer_works(sharding, step):
+        yield phase, s.indexer.layers if s.indexer else 0, work
+    for window, times in _count_window_layers(s):
+        for phase, work in itertools.chain(
+            _iter_attention_works(sharding, step, window), _iter_prefill_works(sharding, step, window)
+        ):
+            yield phase, times, work
     yield "attn_reduce", s.layers, reduced
     yield "dp_gather", s.layers, compute_gather_work(step.tokens * hidden_bytes, layout.dp)
     for product in memory.make_mlp_products(s, s.dense_inter // layout.tp):
-        yield "dense_mlp", layers.dense, sharding.get_linear_work(product, step.tokens)
+        yield "dense_mlp", layers.dense, sharding.get_linear_work(product, step.tokens, DENSE)
     yield from _iter_moe_works(sharding, step, layers.moe)
     yield "mlp_reduce", s.layers, compute_gather_work(step.tokens * hidden_bytes, layout.dp)
     yield "mlp_reduce", s.layers, reduced
@@ -387,33 +423,93 @@ def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, 
     yield "lm_head", 1, compute_gather_work(step.sampled * CANDIDATE_BYTES * layout.attn_tp, layout.attn_tp)
 
 
-def _iter_attention_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
-    """Yield the work of one layer's projections, of writing the new KV rows, and of decode attention."""
+def _count_window_layers(shape: ModelShape) -> list[tuple[int | None, int]]:
+    """Return the sliding windows of a model, None for layers without one, each with its number of layers."""
+    if shape.gqa is None or not shape.gqa.window_layers:
+        return [(None, shape.layers)]
+    return [(None, shape.layers - shape.gqa.window_layers), (shape.gqa.window, shape.gqa.window_layers)]
+
+
+def _iter_projection_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
+    """Yield the work of one layer's projections, and of writing the new KV rows."""
     s, layout, itemsize, wide = sharding.shape, sharding.layout, sharding.itemsize, sharding.wide
     products = memory.make_attention_products(s, layout, wide)
     absorbed = functools.partial(compute_product_work, itemsize=itemsize)
+    decodes = len(step.decodes)
+    for name in ("qkv", "qkv_a", "q_b"):
+        if name in products:
+            yield "qkv_proj", sharding.get_linear_work(products[name], step.rows, memory.ATTENTION_PARTS[name])
+    yield "kv_write", Work(memory_bytes=step.rows * (sharding.row_width * itemsize + sharding.row_bytes))
+    yield "o_proj", sharding.get_linear_work(products["o"], step.rows, O)
+    if decodes and "w_uk" in products:
+        yield "qkv_proj", absorbed(products["w_uk"], decodes)
+        yield "o_proj", absorbed(products["w_uv"], decodes)
+
+
+def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None) -> Iterator[tuple[str, Work]]:
+    """Yield the work of one layer's decode attention, with the exchange around it."""
+    s, layout, itemsize, wide = sharding.shape, sharding.layout, sharding.itemsize, sharding.wide
     decodes, heads = len(step.decodes), s.heads // layout.attn_tp * layout.dcp
-    yield "qkv_proj", sharding.get_linear_work(products["qkv_a"], step.rows)
-    if "q_b" in products:
-        yield "qkv_proj", sharding.get_linear_work(products["q_b"], step.rows)
-    yield "kv_write", Work(memory_bytes=step.rows * (s.kv_width * itemsize + sharding.row_bytes))
-    yield "o_proj", sharding.get_linear_work(products["o"], step.rows)
     if not decodes:
         return
-    yield "qkv_proj", absorbed(products["w_uk"], decodes)
     if not wide.query:
-        yield "q_gather", compute_query_work(decodes, heads, layout.dcp, s.kv_width, itemsize)
-    lengths = [compute_local_length(n, 0, layout.dcp, sharding.interleave) for n in step.decodes]
-    yield "attention", compute_attention_work(heads, lengths, itemsize, s.kv_width, s.latent, sharding.kv_itemsize)
-    yield "merge", compute_merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.latent, itemsize)
-    yield "o_proj", absorbed(products["w_uv"], decodes)
+        yield "q_gather", compute_query_work(decodes, heads, layout.dcp, s.query_width, itemsize)
+    most = window or (s.indexer.top_k if s.indexer else None)
+    seen = [n if most is None else min(n, most) for n in step.decodes]
+    lengths = [compute_local_length(n, 0, layout.dcp, sharding.interleave) for n in seen]
+    yield (
+        "attention",
+        compute_attention_work(
+            heads, lengths, itemsize, s.query_width, s.output_width, sharding.kv_itemsize, sharding.row_width
+        ),
+    )
+    yield "merge", compute_merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.output_width, itemsize)
 
 
-def _iter_prefill_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
+def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
+    """Yield the work of one indexer: projections, and a score of each stored token and head, at the fp8 rate.
+
+    Over N ranks of DCP a rank has the keys of its own tokens, and scores those.
+    """
+    indexer = sharding.shape.indexer
+    if indexer is None:
+        return
+    for name, product in memory.make_indexer_products(sharding.shape).items():
+        yield "qkv_proj", sharding.get_linear_work(product, step.rows, QKV if name != "weights_proj" else "")
+    keys = sum(compute_local_length(n, 0, sharding.layout.dcp, sharding.interleave) for n in step.decodes)
+    pairs = sum(_count_pairs(n, p, None) for n, p in step.chunks)
+    for phase, read, scored in (
+        ("attention", keys, keys),
+        ("prefill", sum(n + p for n, p in step.chunks), pairs),
+    ):
+        if scored:
+            yield (
+                phase,
+                Work(
+                    memory_bytes=read * indexer.key_bytes,
+                    memory_limit="read",
+                    flops=2 * scored * indexer.heads * indexer.width,
+                    flops_limit="matmul_fp8",
+                    otherwise="matmul",
+                ),
+            )
+
+
+def _count_pairs(tokens: int, stored: int, window: int | None) -> int:
+    """Return the number of pairs of a query of a chunk and a token that it attends to, itself included."""
+    pairs = tokens * stored + tokens * (tokens + 1) // 2
+    if window is None:
+        return pairs
+    beyond = min(max(tokens + stored - window, 0), tokens)  # queries with more tokens than the window
+    before = tokens - beyond
+    return beyond * window + before * stored + before * (before + 1) // 2
+
+
+def _iter_prefill_works(sharding: Sharding, step: StepRows, window: int | None) -> Iterator[tuple[str, Work]]:
     """Yield the work of one layer's attention of chunks: n tokens behind p stored ones, with keys and values of this
     rank's heads.
 
-    n + p rows are decompressed with 2·(n + p)·R·h·(nope + V) operations; n·p + n·(n + 1)/2 pairs are attended to, each
+    With MLA, n + p rows are decompressed with 2·(n + p)·R·h·(nope + V) operations; n·p + n·(n + 1)/2 pairs are attended to, each
     with 2·h·(nope + P + V) operations. Rows, weights, q and o count once; keys and values need not pass through memory.
     Stored rows are read, and sent, in their stored precision.
     """
@@ -421,10 +517,11 @@ def _iter_prefill_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[st
         return
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
     heads = s.heads // layout.attn_tp
-    tokens, stored = sum(n for n, _ in step.chunks), sum(p for _, p in step.chunks)
-    pairs = sum(n * p + n * (n + 1) // 2 for n, p in step.chunks)
+    tokens = sum(n for n, _ in step.chunks)
+    stored = sum(p if window is None else min(p, window) for _, p in step.chunks)
+    pairs = sum(_count_pairs(n, p, window or (s.indexer.top_k if s.indexer else None)) for n, p in step.chunks)
     weights = s.latent * heads * (s.nope + s.value)
-    numbers = tokens * s.kv_width + weights + tokens * heads * (s.nope + s.rope + s.value)
+    numbers = tokens * sharding.row_width + weights + tokens * heads * (s.nope + s.rope + s.value)
     decompressed, attended = (tokens + stored) * weights, pairs * heads * (s.nope + s.rope + s.value)
     yield "prefix_gather", compute_gather_work(stored * sharding.row_bytes, layout.dcp)
     yield (
@@ -439,11 +536,13 @@ def _iter_prefill_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[st
 
 def _iter_moe_works(sharding: Sharding, step: StepRows, layers: int) -> Iterator[tuple[str, int, Work]]:
     """Yield the work of the router, the shared expert and rank 0's experts, for all layers that have them."""
+    if not sharding.shape.experts:
+        return
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
     yield "moe", layers, compute_product_work(memory.Product(s.hidden, s.experts), step.tokens, itemsize)
     if s.shared_experts:
         for product in memory.make_mlp_products(s, s.shared_experts * s.moe_inter // layout.tp):
-            yield "moe", layers, sharding.get_linear_work(product, step.tokens)
+            yield "moe", layers, sharding.get_linear_work(product, step.tokens, SHARED)
     routing = [(1, layer[0]) for layer in step.routing] or [(layers, sharding.estimate_routed(step.live))]
     for times, routed in routing:
         for work in iter_expert_works(sharding, step, routed):
@@ -462,7 +561,7 @@ def iter_expert_works(sharding: Sharding, step: StepRows, routed: Routed) -> Ite
             rows=routed.rows,
             hit=routed.hit,
             itemsize=sharding.itemsize,
-            scaled=sharding.scaled,
+            weights=sharding.weights,
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 import re
 import shlex
 import statistics
@@ -28,10 +27,21 @@ from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, UNKNO
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.recommend import forecast, suggestions
+from dcpbench.recommend.capacity import Capacity, measure_capacity
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
-from dcpbench.records.launches import is_clearly_ahead, measure_bands
+from dcpbench.recommend.layout_choice import (
+    NO_ROOM,
+    NO_WHOLE_MODEL,
+    OTHER,
+    TOO_MANY,
+    Choice,
+    Refusal,
+    compute_tok_s_per_gpu,
+)
+from dcpbench.recommend.parallel import estimate_points
+from dcpbench.records.launches import measure_bands
 from dcpbench.records.record import CPU, get_origin, is_functional, is_server_origin
-from dcpbench.records.stats import find_lasting_start
+from dcpbench.reports.load_labels import format_lengths
 from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
@@ -87,126 +97,6 @@ class Evidence:
     times: Mapping[str, StepTimes] = dataclasses.field(default_factory=dict)  # step times by file
 
 
-NO_WHOLE_MODEL = "no whole model"  # all layers and the KV cache do not fit
-NO_ROOM = "no room"  # the KV pool is too small for the load
-TOO_MANY = "too many"  # more requests than a step takes
-OTHER = "other"  # the planner of `sweep` refuses the layout, or nothing is known about its steps
-
-
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """Hold the reason why a layout has no forecast under a load."""
-
-    kind: str  # NO_WHOLE_MODEL, NO_ROOM, TOO_MANY or OTHER
-    reason: str
-
-    @property
-    def for_memory(self) -> bool:
-        """Return True if the layout does not fit."""
-        return self.kind in (NO_WHOLE_MODEL, NO_ROOM)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Hold the best layout of one load, and the alternatives."""
-
-    requests: str  # in flight, or the rate at which they come: `32`, `2 req/s`
-    lengths: str  # `4000 → 1500 tokens`
-    concurrency: int
-    forecasts: list[Forecast]  # of each layout that fits: first those that meet the SLO, fastest first
-    misses: dict[str, list[str]]  # objectives that each layout misses
-    refused: dict[str, Refusal]  # layouts that do not fit, or for which nothing is known
-    short: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Layouts that are estimated because their step times do not cover the load, with the file and what it lacks."""
-    runs: list[Forecast] = dataclasses.field(default_factory=list)  # all records and replays of the load
-    instead: list[str] = dataclasses.field(default_factory=list)
-    """Options with each of which a layout fits, if none fits under any load."""
-
-    @property
-    def name(self) -> str:
-        """Return the name of the load, such as `32 × 4000 → 1500 tokens`."""
-        return f"{self.requests} × {self.lengths}"
-
-    @property
-    def best(self) -> Forecast | None:
-        """Return the best forecast; None if no layout fits."""
-        return self.forecasts[0] if self.forecasts else None
-
-    @property
-    def meets(self) -> bool:
-        """Return True if the best layout is within the SLO."""
-        return self.best is not None and not self.misses.get(self.best.who)
-
-    @property
-    def next(self) -> Forecast | None:
-        """Return the runner-up: among the layouts within the SLO, or among all if none is."""
-        return next(iter(self._rivals), None)
-
-    @property
-    def level(self) -> list[Forecast]:
-        """Return the best layout and all layouts that are not clearly slower."""
-        return [self.best, *(f for f in self._rivals if not is_ahead(self.best, f))] if self.best else []
-
-    @property
-    def _rivals(self) -> list[Forecast]:
-        return [f for f in self.forecasts[1:] if not self.meets or not self.misses.get(f.who)]
-
-    @property
-    def factor(self) -> float | None:
-        """Return the factor that corrects the estimates; None if there is none."""
-        return next((f.factor for f in self.forecasts if f.factor), None)
-
-    @property
-    def decided(self) -> bool:
-        """Return True if a single layout is best."""
-        return len(self.level) == 1
-
-
-def compute_tok_s_per_gpu(of: Forecast) -> float:
-    """Return output tok/s per GPU, by which layouts of different size are compared."""
-    return of.tok_s / of.point.tp
-
-
-def compute_margin(a: Forecast, b: Forecast) -> float:
-    """Return the minimum lead of a over b, as a share, for it to count; infinite if launches of one may not agree."""
-    return max(_compute_scatter(a, b), _get_launch_band(a, b))
-
-
-def _get_launch_band(a: Forecast, b: Forecast) -> float:
-    """Return by how much launches of either may differ, as a share; infinite if that is not known of one."""
-    return math.inf if a.launch_band is None or b.launch_band is None else max(a.launch_band, b.launch_band)
-
-
-def _compute_scatter(a: Forecast, b: Forecast) -> float:
-    """Return the relative error of a over b.
-
-    For two estimates, or if one is corrected by records, it is the error of ratios plus the error of calls between
-    ranks, in which the errors of one kind of call cancel between both layouts and different kinds are independent; else
-    it is the sum of both bands.
-    """
-    if all(f.source == ESTIMATED for f in (a, b)) or a.factor or b.factor:
-        kinds = a.wire_errors.keys() | b.wire_errors.keys()
-        wire = math.hypot(*(a.wire_errors.get(kind, 0.0) - b.wire_errors.get(kind, 0.0) for kind in kinds))
-        return max(a.ratio_error, b.ratio_error) + wire
-    return (a.tok_s / a.low) * (b.high / b.tok_s) - 1
-
-
-def is_ahead(a: Forecast, b: Forecast) -> bool:
-    """Return True if a is clearly faster than b, per GPU."""
-    ratio = compute_tok_s_per_gpu(a) / compute_tok_s_per_gpu(b)
-    return is_clearly_ahead(ratio, ratio / (1 + _compute_scatter(a, b)), _get_launch_band(a, b))
-
-
-def compute_price(price: float, of: Forecast) -> tuple[float, float, float]:
-    """Return (mean, low, high) of the price of a million output tokens: price per GPU hour · GPUs / (3600 · tok/s) · 10⁶."""
-
-    def compute_at(tok_s: float) -> float:
-        return price * of.point.tp / 3600 / tok_s * 1e6
-
-    low, high = of.band
-    return compute_at(of.tok_s), compute_at(high), compute_at(low)
-
-
 def choose_layouts(
     ask: Query, known: Evidence, steps: Steps, watch: Watch = lambda _: None
 ) -> tuple[list[Choice], list[str]]:
@@ -229,18 +119,33 @@ def choose_layouts(
                 f"{ask.model} cannot be placed on {format_count(tp, 'GPU')}; within a host it can on {format_list(able, 'or')}, as in --gpus {able[-1]}."
             )
         layouts += found
-    count = len(ask.loads)
-    watched = [lambda what, n=n: watch(f"load {n} of {count}, {what}") for n in range(1, count + 1)]
-    named = zip(ask.loads, watched, strict=True)
     bands = measure_bands(known.runs)
-    choices = [_choose_layout(ask, times, steps, records, bands, layouts, tell, *load) for load, tell in named]
+    drafts = [_start_choice(ask, times, steps, records, bands, layouts, watch, *load) for load in ask.loads]
+    _add_estimates(ask, drafts, steps, watch)
+    choices = [_finish_choice(ask, draft, steps) for draft in drafts]
     if not any(choice.best for choice in choices):
         instead = suggestions.suggest_options(ask, lambda other: _has_answer(other, steps))
         choices = [dataclasses.replace(choice, instead=instead) for choice in choices]
     return choices, [*notes, *unused, *_list_unused_runs(records, choices)]
 
 
-def _choose_layout(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Draft:
+    """Hold what is known of the layouts of one load, by layout, while it is collected."""
+
+    concurrency: int
+    context: int
+    load: Load | None
+    best: dict[str, Forecast] = dataclasses.field(default_factory=dict)
+    pending: dict[str, Point] = dataclasses.field(default_factory=dict)  # to be estimated
+    points: dict[str, Point] = dataclasses.field(default_factory=dict)  # an example of each layout
+    refused: dict[str, Refusal] = dataclasses.field(default_factory=dict)
+    short: dict[str, str] = dataclasses.field(default_factory=dict)
+    runs: list[Forecast] = dataclasses.field(default_factory=list)
+    capacities: dict[str, Capacity] = dataclasses.field(default_factory=dict)
+
+
+def _start_choice(
     ask: Query,
     times: Mapping[str, StepTimes],
     steps: Steps,
@@ -251,57 +156,90 @@ def _choose_layout(
     concurrency: int,
     context: int,
     load: Load | None,
-) -> Choice:
-    requests, lengths = _format_load(concurrency, context, load)
-    best: dict[str, Forecast] = {}
-    refused: dict[str, Refusal] = {}
-    short: dict[str, str] = {}
-    runs: list[Forecast] = []
-    for number, layout in enumerate(layouts, 1):
-        points = _make_points(ask, layout, concurrency, context, load)
-        who = _format_placements(points)
-        what = f"{requests} × {lengths}: {who}, layout {number} of {len(layouts)}"
-        watch(what)
+) -> _Draft:
+    """Return the records and replays of a load, and the layouts that are left to be estimated, one for each placement of experts."""
+    draft = _Draft(concurrency=concurrency, context=context, load=load)
+    shape, probe = load_shape(ask.model), _make_probe(ask)
+    placed = [(layout, ep) for layout in layouts for ep in _list_placements(ask, layout)]
+    for layout, ep in placed:
+        points = [p for p in _make_points(ask, layout, concurrency, context, load) if p.ep == ep]
+        who = points[0].instance_name
+        watch(f"{' × '.join(_format_load(concurrency, context, load))}: {who}")
 
-        def report_progress(served: str, what: str = what) -> None:
-            watch(f"{what}, {served}")
+        def report_progress(served: str, who: str = who) -> None:
+            watch(f"{who}, {served}")
 
-        refusals = {point.ep: find_refusal(ask, point) for point in points}
-        if all(refusals.values()):
-            refused[who] = _choose_refusal([one for one in refusals.values() if one])
+        draft.points[who] = points[0]
+        draft.capacities[who] = measure_capacity(points[0], ask.settings, shape, probe)
+        if refusal := find_refusal(ask, points[0]):
+            draft.refused[who] = refusal
             continue
-        points = [point for point in points if not refusals[point.ep]]
         found = [
             forecast.from_record(r, run, bands.get(get_origin(r)))
             for r, run in records
             if _is_same_load(r.point, points[0], server=is_server_origin(get_origin(r)))
+            and _is_placed_alike(r.point.ep, points[0])
         ]
         replays = [_replay_point(ask, points[0], *file, report_progress) for file in times.items()]
         found += [f for f in replays if isinstance(f, Forecast)]
-        runs += found
+        draft.runs.extend(found)
         if found:
             surest = min(SOURCES.index(f.source) for f in found)
-            best[who] = max((f for f in found if SOURCES.index(f.source) == surest), key=compute_tok_s_per_gpu)
+            draft.best[who] = max((f for f in found if SOURCES.index(f.source) == surest), key=compute_tok_s_per_gpu)
             continue
         if too_short := [reason for reason in replays if isinstance(reason, str)]:
-            short[who] = too_short[-1]
+            draft.short[who] = too_short[-1]
         try:
-            best[who] = _estimate_point(ask, _find_quickest(ask, points, steps), steps, report_progress)
+            draft.pending[who] = _find_quickest(ask, points, steps)
         except UsageError as e:
-            refused[who] = Refusal(OTHER, short.pop(who, str(e)))
-    best = {who: _drop_layers_held(ask, f) for who, f in _apply_records(ask, best, steps).items()}
+            draft.refused[who] = Refusal(OTHER, draft.short.pop(who, str(e)))
+    return draft
+
+
+def _add_estimates(ask: Query, drafts: Sequence[_Draft], steps: Steps, watch: Watch) -> None:
+    """Estimate the pending layouts of all loads."""
+
+    def estimate(point: Point, watch: Watch) -> Forecast | str:
+        try:
+            return _estimate_point(ask, point, steps, watch)
+        except UsageError as e:
+            return str(e)
+
+    pending = [(draft, who, point) for draft in drafts for who, point in draft.pending.items()]
+    results = estimate_points([point for _, _, point in pending], estimate, watch)
+    for (draft, who, _), found in zip(pending, results, strict=True):
+        if isinstance(found, str):
+            draft.refused[who] = Refusal(OTHER, draft.short.pop(who, found))
+        else:
+            draft.best[who] = found
+
+
+def _finish_choice(ask: Query, draft: _Draft, steps: Steps) -> Choice:
+    """Return the choice with estimates corrected by records, in order."""
+    best = {who: _drop_layers_held(ask, f) for who, f in _apply_records(ask, draft.best, steps).items()}
     misses = {f.who: missed for f in best.values() if (missed := f.list_missed(ask.slo))}
-    ordered = sorted(best.values(), key=lambda f: (bool(misses.get(f.who)), -compute_tok_s_per_gpu(f)))
+    requests, lengths = _format_load(draft.concurrency, draft.context, draft.load)
     return Choice(
         requests=requests,
         lengths=lengths,
-        concurrency=concurrency,
-        forecasts=ordered,
+        concurrency=draft.concurrency,
+        forecasts=sorted(best.values(), key=lambda f: (bool(misses.get(f.who)), -compute_tok_s_per_gpu(f))),
         misses=misses,
-        refused=refused,
-        short=short,
-        runs=runs,
+        refused=draft.refused,
+        refused_points={who: draft.points[who] for who in draft.refused},
+        capacities=draft.capacities | {f.who: draft.capacities[who] for who, f in best.items()},
+        short=draft.short,
+        runs=draft.runs,
     )
+
+
+def _is_placed_alike(ep: str, point: Point) -> bool:
+    """Return whether a record with this placement of experts stands for a point.
+
+    Without attention DP every placement does; with it, an unknown placement stands for tensor-parallel experts, the default of
+    engines.
+    """
+    return point.dp == 1 or (ep == point.ep if ep in (CUT, WHOLE) else point.ep == CUT)
 
 
 def find_nearest(
@@ -371,11 +309,16 @@ def _format_load(concurrency: int, context: int, load: Load | None) -> tuple[str
     if load is None:
         return str(concurrency), f"{context:,} tokens"
     requests = str(concurrency) if load.arrival == CLOSED else f"{load.request_rate:g} req/s"
-    return requests, f"{load.input_tokens} → {load.output_tokens} tokens"
+    return requests, f"{format_lengths(load.input_tokens)} → {format_lengths(load.output_tokens)} tokens"
 
 
 def _list_valid_layouts(shape: ModelShape, tp: int) -> list[Layout]:
-    """Return the layouts of `tp` ranks that the model can take in one of the placements of experts that are compared."""
+    """Return the layouts of `tp` ranks that the model can take in one of the placements of experts that are compared.
+
+    Replicas of attention DP share experts; a model without experts is served by several servers instead.
+    """
+    if not shape.experts:
+        return [layout for layout in list_valid_layouts(shape, tp, CUT) if layout.dp == 1]
     found = [*list_valid_layouts(shape, tp, CUT), *(x for x in list_valid_layouts(shape, tp, WHOLE) if x.dp > 1)]
     return sorted(set(found), key=lambda x: (x.dp, x.dcp))
 
@@ -388,13 +331,6 @@ def _list_placements(ask: Query, layout: Layout) -> list[str]:
             layout.check_model(load_shape(ask.model), place_experts(ep, layout.tp))
             found.append(place_experts(ep, layout.tp))
     return found
-
-
-def _format_placements(points: Sequence[Point]) -> str:
-    """Return the name of a layout with all placements of experts that `points` have: `tp8·dp8 (ep1 or ep8)`."""
-    names = list(dict.fromkeys(point.instance_name for point in points))
-    degrees = dict.fromkeys(f"ep{point.ep_degree}" for point in points)
-    return names[0] if len(names) == 1 else f"{points[0].layout} ({format_list(list(degrees), 'or')})"
 
 
 def _make_points(ask: Query, layout: Layout, concurrency: int, context: int, load: Load | None) -> list[Point]:
@@ -451,16 +387,6 @@ def find_refusal(ask: Query, point: Point) -> Refusal | None:
     return Refusal(NO_ROOM, shortage.problem) if shortage else None
 
 
-def _choose_refusal(found: Sequence[Refusal]) -> Refusal:
-    """Return the refusal of a layout by those of its placements of experts: the first for memory, or the first one.
-
-    Its kind is NO_WHOLE_MODEL or TOO_MANY only if all of them have it.
-    """
-    chosen = [one for one in found if one.for_memory] or found
-    same = all(one.kind == chosen[0].kind for one in chosen)
-    return chosen[0] if same else Refusal(NO_ROOM if chosen[0].for_memory else OTHER, chosen[0].reason)
-
-
 def _drop_layers_held(ask: Query, found: Forecast) -> Forecast:
     """Return the forecast without its number of held layers if the whole model fits the query: its run had less memory."""
     if found.layers_held is None:
@@ -472,10 +398,6 @@ def _drop_layers_held(ask: Query, found: Forecast) -> Forecast:
 def _format_missing(whole: WholeModel, *, one_request: bool) -> str:
     """Return the memory that a whole model takes of each GPU, and by how much that exceeds a GPU."""
     weights = f"its weights take {whole.weight_bytes / GIB:,.1f} GiB"
-    if whole.weight_bytes > whole.available_bytes + whole.buffer_bytes:
-        room = whole.available_bytes + whole.buffer_bytes
-        missing = (whole.weight_bytes - room) / GIB
-        return f"{weights} of each GPU, {missing:,.1f} GiB more than the {room / GIB:,.1f} GiB for weights and KV"
     kv = f"{'the KV of its longest request' if one_request else 'its KV'} {whole.kv_bytes / GIB:,.1f} GiB"
     buffers = (
         f" in addition to {whole.buffer_bytes / GIB:,.1f} GiB for the buffers of a step" if whole.buffer_bytes else ""
@@ -555,35 +477,59 @@ def _explain_cpu(ask: Query) -> str:
 
 def format_measure_command(ask: Query, points: Sequence[Point], axes: Sequence[str]) -> str:
     """Return the command that measures these points with all options of the query and the points' values of these layout axes."""
-    loads = [p.load for p in points if p.load is not None]
-
-    def format_values(name: str, of: Sequence[Point] | Sequence[Load] = points) -> str:
-        return f"{format_flag(name)} {','.join(dict.fromkeys(str(getattr(one, name)) for one in of))}"
-
-    names = [*axes] if loads else [*axes, "concurrency", "context"]
+    served = points[0].load is not None
     words = [
-        f"serve --mode {REPLAY}" if loads else "sweep",
+        f"serve --mode {REPLAY}" if served else "sweep",
         f"--model {shlex.quote(ask.model)}",
-        *map(format_values, names),
-    ]
-    if loads:
-        words.append(
-            format_values("request_rate", loads) if loads[0].arrival == GAMMA else format_values("concurrency")
-        )
-        words += [format_values(name, loads) for name in ("input_tokens", "output_tokens", "chunk")]
-        words.append(f"--num-requests {max(load.requests for load in loads)}")
-    words += [
+        *(_format_values(name, points) for name in axes),
+        *_list_load_words(points),
         f"--exchange {','.join(ask.exchanges)}",
-        f"--weights-dtype {ask.weights_dtype}",
-        f"--kv-dtype {ask.kv_dtype}",
+        *_list_condition_words(ask, served=served),
     ]
+    return f"dcpbench {' '.join(words)}"
+
+
+def format_ab_command(ask: Query, one: Point, other: Point) -> str:
+    """Return the command that measures two layouts in turn under the load that they share, on a machine with their GPUs."""
+    served = one.load is not None
+    both = [f"--model {shlex.quote(ask.model)}", *_list_load_words([one]), *_list_condition_words(ask, served=served)]
+    words = ["ab", *(["--workload", "serve"] if served else []), "--both", shlex.quote(" ".join(both))]
+    for side, point in (("--a", one), ("--b", other)):
+        names = [name for name in ("dp", "dcp") if getattr(point, name) > 1]
+        own = [_format_values(name, [point]) for name in ("tp", *names)]
+        own += [f"--ep {point.ep}"] if point.ep != place_experts(CUT, point.tp) else []
+        own += ["--dcp 1"] if point.dcp == 1 else [f"--exchange {point.exchange}"]
+        words += [side, shlex.quote(" ".join(own))]
+    return f"dcpbench {' '.join(words)}"
+
+
+def _format_values(name: str, of: Sequence[Point] | Sequence[Load]) -> str:
+    """Return an option with the values that these have: `--dcp 1,8`."""
+    return f"{format_flag(name)} {','.join(dict.fromkeys(str(getattr(one, name)) for one in of))}"
+
+
+def _list_load_words(points: Sequence[Point]) -> list[str]:
+    """Return the options of the loads of these points."""
+    loads = [p.load for p in points if p.load is not None]
+    if not loads:
+        return [_format_values(name, points) for name in ("concurrency", "context")]
+    arrival = (
+        _format_values("request_rate", loads) if loads[0].arrival == GAMMA else _format_values("concurrency", points)
+    )
+    lengths = [_format_values(name, loads) for name in ("input_tokens", "output_tokens", "chunk")]
+    return [arrival, *lengths, f"--num-requests {max(load.requests for load in loads)}"]
+
+
+def _list_condition_words(ask: Query, *, served: bool) -> list[str]:
+    """Return the options of precision, routing, KV memory and objectives."""
+    words = [f"--weights-dtype {ask.weights_dtype}", f"--kv-dtype {ask.kv_dtype}"]
     if ask.routing:
         words.append(f"--routing {shlex.quote(ask.routing)}")
     if ask.kv_memory is not None:
         words.append(f"--kv-memory {shlex.quote(ask.kv_memory)}")
-    if loads and ask.slo:
+    if served and ask.slo:
         words.append(f"--slo {','.join(f'{name}={ms:g}' for name, ms in ask.slo.items())}")
-    return f"dcpbench {' '.join(words)}"
+    return words
 
 
 def _describe_other_model(model: str, layers: int, ask: Query) -> str:
@@ -708,7 +654,9 @@ def _replay_point(
     ask: Query, point: Point, file: str, times: StepTimes, watch: Watch = lambda _: None
 ) -> Forecast | str | None:
     """Return the forecast by a file of step times, or why its times do not reach the load; None if it has another layout."""
-    if point.load is None or any(times.path[name] != getattr(point, name) for name in ("tp", "dp", "dcp")):
+    if point.load is None or any(times.path[name] != getattr(point, name) for name in DEGREES):
+        return None
+    if not _is_placed_alike(str(times.path.get("ep", WHOLE)), point):
         return None
     load = msgspec.structs.replace(point.load, mode=REPLAY, prefill=str(times.path["prefill"]))
     of = msgspec.structs.replace(_add_engine_settings(times, point), load=load)
@@ -718,16 +666,3 @@ def _replay_point(
         return forecast.replay_point(of, plan, times, ask.settings, file, watch)
     except UsageError as e:
         return f"{file}: {e}"
-
-
-def find_break_even(choices: Sequence[Choice]) -> tuple[int | None, bool]:
-    """Return (lowest concurrency from which DCP is clearly ahead of all without, whether both kinds were compared)."""
-    compared = []
-    for choice in sorted(choices, key=lambda c: c.concurrency):
-        with_dcp = [f for f in choice.forecasts if f.point.dcp > 1]
-        others = [f for f in choice.forecasts if f.point.dcp == 1]
-        if with_dcp and (others or choice.refused):
-            best = max(with_dcp, key=compute_tok_s_per_gpu)
-            compared.append((choice.concurrency, all(is_ahead(best, other) for other in others)))
-    start = find_lasting_start([ahead for _, ahead in compared])
-    return (None if start is None else compared[start][0]), bool(compared)

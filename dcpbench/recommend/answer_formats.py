@@ -11,44 +11,52 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dcpbench.models import load_shape
+from dcpbench.models.weight_formats import PAPER_FORMATS
+from dcpbench.plan.validate import find_live_limit
 from dcpbench.points import latency_bands
 from dcpbench.points.layout import place_experts
-from dcpbench.points.names import CLOSED, CUT, ENGINE_NAMES, FP8, OBJECTIVES, SGLANG, VLLM
-from dcpbench.recommend.advise import (
+from dcpbench.points.names import CLOSED, CUT, ENGINE_NAMES, FP8, OBJECTIVES, SGLANG, VLLM, WEIGHT_FORMATS, WHOLE
+from dcpbench.recommend.advise import format_ab_command, format_measure_command
+from dcpbench.recommend.answer_table import LEGEND, format_row, list_columns, list_rows
+from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
+from dcpbench.recommend.layout_choice import (
     NO_WHOLE_MODEL,
     OTHER,
     compute_margin,
     compute_price,
     compute_tok_s_per_gpu,
     find_break_even,
-    format_measure_command,
+    is_ahead,
 )
-from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
 from dcpbench.reports.recommendation import format_taken
 from dcpbench.serving.load_words import format_lock_step_warning, format_varied_option, is_lock_step
 from dcpbench.show import numbers
 from dcpbench.show.model_fit import NO_FIT, format_no_fit, format_range
 from dcpbench.show.numbers import format_number, format_percent, format_ratio
-from dcpbench.show.text import format_capitalized, format_list
+from dcpbench.show.text import format_capitalized, format_count, format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
     from rich.console import Console
 
     from dcpbench.points.point import Load
-    from dcpbench.recommend.advise import Choice, Query
+    from dcpbench.recommend.advise import Query
+    from dcpbench.recommend.answer_table import Row
     from dcpbench.recommend.estimate import Steps
     from dcpbench.recommend.forecast import Forecast
+    from dcpbench.recommend.layout_choice import Choice
 
     Starts = Mapping[str, Sequence["Start"]]  # by recommended layout, one for each engine
+    Flags = Mapping[str, Mapping[str, str]]  # command of each layout by engine; none if the engine cannot run it
 
 STARTED_ENGINES = (SGLANG, VLLM)  # engines for which a command that starts the layout is printed
 DASHED = "--"  # line style of estimates
 MAX_NAMED = 4  # maximum number of layouts in a clause of the sentence
-COLUMNS = ("load", "best", "tok/s", "tok/s\nper GPU", "ITL p50\nms", "TTFT p50\nms", "runner-up", "ahead by", "from")
+CUT_AHEAD, EP_AHEAD, EP_LEVEL = "behind", "ahead", "not distinguishable"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,8 +95,8 @@ def _format_unjudged(choices: Sequence[Choice]) -> str:
     return f" Not judged at every load: {_format_names(names)}; why, see below." if names else ""
 
 
-def _format_names(names: Sequence[str]) -> str:
-    return format_list(names) if len(names) <= MAX_NAMED else f"{len(names)} layouts"
+def _format_names(names: Sequence[str], word: str = "and") -> str:
+    return format_list(names, word) if len(names) <= MAX_NAMED else f"{len(names)} layouts"
 
 
 def _format_layers_held(choices: Sequence[Choice]) -> str:
@@ -124,15 +132,80 @@ def _format_gpus(ask: Query) -> str:
 
 
 def _format_choice(choice: Choice) -> str:
-    """Return `take tp8·dcp8 (a2a)`, `undecided between …`, or that no layout is within the SLO."""
-    level = [f.who for f in choice.level]
+    """Return `take tp8·dcp8 (a2a)`, with what decides it, or the two layouts between which a measurement decides."""
     if not choice.meets:
-        return f"none within the SLO, nearest {format_list(level[:MAX_NAMED], 'or')}"
-    if len(level) == 1:
-        return f"take {format_taken(level)}"
-    if len(level) > MAX_NAMED:
-        return f"undecided, {level[0]} first of {len(level)} layouts that nothing tells apart"
-    return f"undecided between {format_list(level)}"
+        return f"none within the SLO, nearest {format_list([f.who for f in choice.level[:MAX_NAMED]], 'or')}"
+    assert choice.best is not None
+    if not choice.decided:
+        first, second = choice.tied[:2]
+        more = len(choice.tied) - 2
+        rest = f" ({more} more {'is' if more == 1 else 'are'} level with both)" if more else ""
+        return f"{first.who} or {second.who}{rest}, between which only a measurement decides,"
+    text = f"take {format_taken([choice.best.who])}"
+    others = [f.who for f in choice.level if f is not choice.best]
+    if not others:
+        return text
+    return f"{text}, for its KV cache, as its output cannot be told from that of {_format_names(others, 'or')},"
+
+
+def format_details(ask: Query, choice: Choice) -> list[str]:
+    """Return sentences on the recommended layout of a load: its figures, its KV capacity, and what else may be taken."""
+    best, behind = choice.best, choice.next
+    if best is None:
+        return []
+    sentences = [f"{best.who}: {numbers.format_tok_s(best.tok_s, *best.band)}{_format_capacity(choice, best)}."]
+    if behind is not None:
+        lead = compute_tok_s_per_gpu(best) / compute_tok_s_per_gpu(behind) - 1
+        needed = compute_margin(best, behind)
+        known = f"± {format_percent(needed)}" if math.isfinite(needed) else "in one launch"
+        side = "more" if lead >= 0 else "less"
+        sentences.append(
+            f"That is {format_percent(abs(lead))} {known} {side} output per GPU than {behind.who}{_format_capacity(choice, behind)}."
+        )
+    if command := _format_deciding_command(ask, choice):
+        sentences.append(f"To decide, run on {best.point.tp} × {ask.machine.gpu}: {command}")
+    return sentences
+
+
+def _format_deciding_command(ask: Query, choice: Choice) -> str:
+    """Return the command that decides between the two first layouts; empty if one is recommended, or none is within the SLO."""
+    if choice.decided or not choice.meets:
+        return ""
+    first, second = (f.point for f in choice.tied[:2])
+    return format_ab_command(ask, first, second)
+
+
+def _format_capacity(choice: Choice, of: Forecast) -> str:
+    """Return how many requests of a load a layout's KV cache holds; empty if that is unknown."""
+    capacity = choice.capacities.get(of.who)
+    if capacity is None or capacity.requests is None:
+        return ""
+    return f", KV for {capacity.requests:,} requests of {of.point.context:,} tokens"
+
+
+def format_placements(choices: Sequence[Choice]) -> str:
+    """Return which placement of experts is ahead under attention data parallelism, and by how much; empty if none was compared."""
+    found: dict[str, list[float]] = {}
+    for choice in choices:
+        known = {(f.point.layout, f.point.ep): f for f in choice.forecasts if f.point.dp > 1}
+        for (layout, ep), cut in known.items():
+            whole = known.get((layout, WHOLE))
+            if ep != CUT or whole is None:
+                continue
+            verdict = EP_AHEAD if is_ahead(whole, cut) else CUT_AHEAD if is_ahead(cut, whole) else EP_LEVEL
+            found.setdefault(verdict, []).append(whole.tok_s / cut.tok_s)
+    count = sum(map(len, found.values()))
+    clauses = [
+        f"{text} in {len(ratios)} ({numbers.format_value_range(ratios)} the output)"
+        for text in (CUT_AHEAD, EP_AHEAD, EP_LEVEL)
+        if (ratios := found.get(text))
+    ]
+    if not clauses:
+        return ""
+    return (
+        "Expert parallel against tensor-parallel experts, the engines' default, under attention data parallelism, in "
+        f"{format_count(count, 'pair')} of rows: {format_list(clauses)}."
+    )
 
 
 def _format_basis(choices: Sequence[Choice]) -> str:
@@ -171,10 +244,31 @@ def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) ->
         f"Estimates: floors of steps on {ask.machine.gpu}, by the shares of them that {steps.steps} steps on {steps.machine} reached in "
         f"{format_list(folders)} of results/. They are not measured."
     )
-    if ask.weights_dtype != FP8 and any(load for _, _, load in ask.loads):
+    shape = load_shape(ask.model)
+    if ask.weights_dtype in PAPER_FORMATS:
+        yield (
+            f"None of them had {ask.weights_dtype} weights: floors are those of the smaller weights, and reach the shares of bf16 and fp8."
+        )
+    elif ask.weights_dtype != FP8 and any(load for _, _, load in ask.loads):
         yield "Of those with prompts all had fp8 weights: that bf16 reaches the same shares there was not checked."
+    if shape.indexer:
+        yield (
+            "None of them had sparse attention: it, and its indexer, are taken to reach the shares of MLA over all tokens. The indexer's "
+            "keys are divided over DCP ranks; an engine that keeps them on every rank holds fewer tokens."
+        )
+    if shape.gqa:
+        yield "None of them had grouped-query attention: it is taken to reach the shares of MLA."
     if ask.weights_dtype != FP8 and ask.kv_dtype == FP8:
         yield "None of them had bf16 weights with an fp8 cache."
+    yield from _iter_machine_notes(ask, steps)
+    if limit := find_live_limit(shape, ask.weights_dtype):
+        yield f"No measured step can replace the estimates: {limit}."
+    else:
+        yield f"Measured steps replace estimates: {format_emulate_command(ask, choices)}, then name its run here."
+
+
+def _iter_machine_notes(ask: Query, steps: Steps) -> Iterator[str]:
+    """Yield sentences on how the machine differs from that of the measured steps."""
     if ask.machine.gpu != steps.machine:
         yield f"No step was measured on {ask.machine.gpu}: shares are taken to be those of {steps.machine}."
     if ask.machine.on_paper:
@@ -183,7 +277,6 @@ def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) ->
         yield f"{ask.machine.gpu} does not run CUDA: a port of the kernels is assumed to reach these shares."
     if max(ask.gpus) > 4:  # noqa: PLR2004 - the published runs'
         yield "More than 4 ranks were never measured: calls among them are the wire's model, with its error in the band."
-    yield f"Measured steps replace estimates: {format_emulate_command(ask, choices)}, then name its run here."
 
 
 def list_unknowns(ask: Query, choices: Sequence[Choice], steps: Steps) -> list[str]:
@@ -215,6 +308,9 @@ def list_unknowns(ask: Query, choices: Sequence[Choice], steps: Steps) -> list[s
             "Emulated points model what ranks wait for each other; docs/emulation.md says what they do not know."
         )
     sentences.append(_format_energy(choices))
+    published = load_shape(ask.model).published.name
+    if used and ask.weights_dtype != published and ask.weights_dtype in WEIGHT_FORMATS:
+        sentences.append(f"The commands name a checkpoint in {published}; give one in {ask.weights_dtype} instead.")
     if ask.kv_memory is not None and used:
         sentences.append(
             "The commands of SGLang and vLLM say nothing of --kv-memory: their pools are as large as they make them."
@@ -283,11 +379,11 @@ def format_emulate_command(ask: Query, choices: Sequence[Choice]) -> str:
 
 
 def list_recommended(choices: Sequence[Choice]) -> list[tuple[Choice, Forecast]]:
-    """Return the best layouts, each once, with the first load that it is best for."""
+    """Return the best layouts, each once, with the first load that it is best for; both of a load that is undecided."""
     found: dict[str, tuple[Choice, Forecast]] = {}
     for choice in choices:
-        if choice.best:
-            found.setdefault(choice.best.who, (choice, choice.best))
+        for best in choice.tied[: 2 if choice.meets else 1]:
+            found.setdefault(best.who, (choice, best))
     return list(found.values())
 
 
@@ -303,82 +399,34 @@ def explain_start(start: Start) -> str:
     return f"{name} has no {parts}. The nearest that it can run is {of.who}, {rate} at {start.load} ({of.origin}):"
 
 
-def make_rows(ask: Query, choices: Sequence[Choice]) -> list[list[str]]:
-    """Return a table row per load, with the columns COLUMNS and, with a price, one more."""
-    found = []
-    for choice in choices:
-        best, behind = choice.best, choice.next
-        if best is None:
-            what = "none fits" if all(one.for_memory for one in choice.refused.values()) else "none judged"
-            found.append([choice.name, what, *[""] * (len(COLUMNS) - 2 + (ask.price is not None))])
-            continue
-        by = "alone"
-        if behind is not None:
-            lead, needed = compute_tok_s_per_gpu(best) / compute_tok_s_per_gpu(behind) - 1, compute_margin(best, behind)
-            known = f"± {format_percent(needed)}" if math.isfinite(needed) else "in one launch"
-            by = f"{format_percent(lead)} {known}{_format_undecided(choice)}"
-        row = [
-            choice.name,
-            best.who + _format_slo(ask, choice, best),
-            numbers.format_tok_s(best.tok_s, *best.band, unit=""),
-            format_number(compute_tok_s_per_gpu(best), 3),
-            format_p50(best.itl_ms.p50, best.itl_band),
-            format_p50(best.ttft_ms.p50, best.ttft_band),
-            behind.who if behind else "",
-            by,
-            best.origin,
-        ]
-        if ask.price is not None:
-            cost, low, high = compute_price(ask.price, best)
-            row.append(f"{cost:.2f} [{low:.2f}–{high:.2f}]")
-        found.append(row)
-    return found
-
-
-def _format_slo(ask: Query, choice: Choice, best: Forecast) -> str:
-    """Return the objectives that the best layout misses or meets, with the percentile that was judged; empty without an SLO."""
-    if not choice.meets:
-        return f", misses {', '.join(choice.misses[best.who])}"
-    return f", meets {format_list([judged.format() for judged in best.judge(ask.slo)])}" if ask.slo else ""
-
-
-def format_p50(ms: float | None, ends: tuple[float, float] | None) -> str:
-    """Return a median latency with the ends of its band, if it has one."""
-    return format_number(ms, 3) if ms is None or ends is None else numbers.format_tok_s(ms, *ends, unit="")
-
-
-def _format_undecided(choice: Choice) -> str:
-    """Return what is undecided: against the runner-up, or only against layouts behind it with larger uncertainty."""
-    rest = choice.level[1:]
-    if not rest:
-        return ""
-    return ", undecided" if choice.next in rest else f", undecided against {rest[0].who}"
-
-
-def list_columns(ask: Query) -> list[str]:
-    """Return the column headings of `make_rows` with their units, on two lines if a terminal has no space for one."""
-    return [*COLUMNS, *(["$/M output\ntokens"] if ask.price is not None else [])]
-
-
 def list_refused(choices: Sequence[Choice]) -> list[str]:
-    """Return a sentence for each reason for refusing layouts, with these: `Not tp4 at 48 × 32,000 tokens: …`."""
+    """Return a sentence for each reason for refusing layouts: `Not tp4 at 48 × 32,000 tokens: …`.
+
+    Layouts that miss memory for the whole model are left out: their rows state how much.
+    """
     found: dict[str, dict[str, list[str]]] = {}
     for choice in choices:
         for who, one in choice.refused.items():
-            found.setdefault(one.reason, {}).setdefault(who, []).append(choice.name)
+            if one.kind != NO_WHOLE_MODEL:
+                found.setdefault(one.reason, {}).setdefault(who, []).append(choice.name)
     sentences = []
     for reason, of in found.items():
-        those = [who if len(at) == len(choices) else f"{who} at {format_list(at)}" for who, at in of.items()]
-        sentences.append(f"Not {format_list(those)}: {reason.rstrip('.')}.")
+        names: dict[str, list[str]] = {}
+        for who, loads in of.items():
+            names.setdefault("" if len(loads) == len(choices) else f" at {format_list(loads)}", []).append(who)
+        those = [f"{format_list(group)}{at}" for at, group in names.items()]
+        sentences.append(f"Not {'; '.join(those)}: {reason.rstrip('.')}.")
     return sentences
 
 
 def convert_to_json(
-    ask: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts
+    ask: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts, flags: Flags
 ) -> dict[str, Any]:
-    """Return the complete answer for JSON; numbers in tok/s, ms and dollars."""
+    """Return the complete answer for JSON; numbers in tok/s, ms, bytes and dollars."""
     return {
         "answer": format_answer(ask, choices),
+        "details": [text for choice in choices for text in format_details(ask, choice)],
+        "experts": format_placements(choices),
         "break_even": format_break_even(choices),
         "machine": ask.machine.name,
         "on_paper": ask.machine.on_paper,
@@ -392,8 +440,9 @@ def convert_to_json(
                 "decided": choice.decided,
                 "level": [f.who for f in choice.level],
                 "meets_slo": choice.meets,
-                "layouts": [_make_layout_json(ask, choice, f) for f in choice.forecasts],
-                "refused": {who: one.reason for who, one in choice.refused.items()},
+                "undecided_between": [f.who for f in choice.tied[:2]] if not choice.decided else [],
+                "command_that_decides": _format_deciding_command(ask, choice),
+                "rows": [_make_row_json(ask, choice, row, flags) for row in list_rows(choice)],
             }
             for choice in choices
         ],
@@ -416,9 +465,26 @@ def _make_nearest_json(ask: Query, start: Start) -> dict[str, Any]:
     return found
 
 
-def _make_layout_json(ask: Query, choice: Choice, f: Forecast) -> dict[str, Any]:
+def _make_row_json(ask: Query, choice: Choice, row: Row, flags: Flags) -> dict[str, Any]:
+    """Return a row of the table; the figures of a layout without a forecast are absent."""
+    capacity, f = row.capacity, row.forecast
+    found: dict[str, Any] = {
+        "layout": row.layout,
+        "experts": row.experts,
+        "recommended": row.recommended,
+        "level": row.level,
+        "fits": row.refusal is None and not (capacity is not None and capacity.missing_bytes),
+        "reason": None if row.refusal is None else row.refusal.reason,
+        "missing_bytes_per_gpu": None if capacity is None else capacity.missing_bytes,
+        "weights_bytes_per_gpu": None if capacity is None else capacity.weight_bytes,
+        "kv_capacity_tokens": None if capacity is None else capacity.kv_tokens,
+        "kv_capacity_requests": None if capacity is None else capacity.requests,
+        "commands": dict(flags.get(row.layout, {})),
+    }
+    if f is None:
+        return found
     objectives = [dataclasses.asdict(judged) | {"met": judged.met} for judged in f.judge(ask.slo)]
-    return _make_forecast_json(ask, f) | {"misses": choice.misses.get(f.who, []), "objectives": objectives}
+    return found | _make_forecast_json(ask, f) | {"misses": choice.misses.get(f.who, []), "objectives": objectives}
 
 
 def _make_forecast_json(ask: Query, f: Forecast) -> dict[str, Any]:
@@ -442,49 +508,82 @@ def _make_forecast_json(ask: Query, f: Forecast) -> dict[str, Any]:
     }
 
 
+def list_sentences(ask: Query, choices: Sequence[Choice]) -> list[str]:
+    """Return the sentences above the tables."""
+    details = [text for choice in choices for text in format_details(ask, choice)] if len(choices) == 1 else []
+    return [
+        text
+        for text in (format_answer(ask, choices), *details, format_placements(choices), format_break_even(choices))
+        if text
+    ]
+
+
 def show(
-    ask: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts, terminal: Console
+    ask: Query,
+    choices: Sequence[Choice],
+    notes: Sequence[str],
+    steps: Steps,
+    starts: Starts,
+    flags: Flags,
+    terminal: Console,
 ) -> None:
     """Print the answer on a terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    terminal.print(format_answer(ask, choices), soft_wrap=True)
-    if break_even_text := format_break_even(choices):
-        terminal.print(break_even_text, soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD)
-    for name in list_columns(ask):
-        table.add_column(name, overflow="fold")
-    for row in make_rows(ask, choices):
-        table.add_row(*row)
-    terminal.print(table)
-    for text in list_refused(choices):
-        terminal.print(text, soft_wrap=True)
+    def print_lines(lines: Iterable[str]) -> None:
+        for line in lines:
+            terminal.print(line, soft_wrap=True)
+
+    print_lines(list_sentences(ask, choices))
+    for choice in choices:
+        table = Table(box=SIMPLE_HEAD, title=choice.name, title_justify="left", collapse_padding=True, pad_edge=False)
+        for n, name in enumerate(list_columns(ask)):
+            table.add_column(name, overflow="fold", no_wrap=n == 0)
+        for row in list_rows(choice):
+            table.add_row(*format_row(ask, choice, row))
+        terminal.print(table)
+        if len(choices) > 1:
+            print_lines(format_details(ask, choice))
+    unknown = (f"- {text}" for text in (*notes, *list_unknowns(ask, choices, steps)))
+    print_lines([LEGEND, *list_refused(choices), *_list_command_lines(starts, flags)])
+    print_lines(["\nWhat this does not know:", *unknown])
+
+
+def _list_command_lines(starts: Starts, flags: Flags) -> Iterator[str]:
+    """Yield the commands of the recommended layouts, and vLLM's of all others."""
     for who, of in starts.items():
-        terminal.print(f"\n{who}:", soft_wrap=True)
+        yield f"\n{who}:"
         for start in of:
-            for text in filter(None, (explain_start(start), start.command)):
-                terminal.print(f"  {text}", soft_wrap=True)
-    terminal.print("\nWhat this does not know:")
-    for text in (*notes, *list_unknowns(ask, choices, steps)):
-        terminal.print(f"- {text}", soft_wrap=True)
+            yield from (f"  {text}" for text in (explain_start(start), start.command) if text)
+    others = {who: commands[VLLM] for who, commands in flags.items() if who not in starts and VLLM in commands}
+    if others:
+        yield "\nvLLM in the other layouts:"
+    for who, command in others.items():
+        yield f"  {who}: {command}"
 
 
-def render_markdown(ask: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts) -> str:
+def render_markdown(
+    ask: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts, flags: Flags
+) -> str:
     """Return the answer as a Markdown page, with a link to the picture."""
-    names = [name.replace("\n", " ") for name in list_columns(ask)]
-    lines = [
-        f"# {ask.model} on {_format_gpus(ask)}",
-        "",
-        format_answer(ask, choices),
-        "",
-        format_break_even(choices),
-        "",
-    ]
-    lines += ["![Output tokens a second and GPU of each layout; hollow: not measured](recommendation.png)", ""]
-    lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    lines += ["| " + " | ".join(row) + " |" for row in make_rows(ask, choices)]
-    lines += ["", *(f"- {text}" for text in list_refused(choices))]
+    names = [*(name.replace("\n", " ") for name in list_columns(ask)), "vLLM", "SGLang"]
+    lines = [f"# {ask.model} on {_format_gpus(ask)}", ""]
+    for text in list_sentences(ask, choices):
+        lines += [text, ""]
+    lines += ["![Output tokens a second and GPU of each layout; hollow: not measured](recommendation.png)"]
+    for choice in choices:
+        lines += ["", f"## {choice.name}", "", "| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+        for row in list_rows(choice):
+            commands = flags.get(row.layout, {})
+            cells = [
+                *format_row(ask, choice, row),
+                *(f"`{c}`" if (c := commands.get(e)) else "" for e in (VLLM, SGLANG)),
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+        if len(choices) > 1:
+            lines += ["", *(f"- {text}" for text in format_details(ask, choice))]
+    lines += ["", LEGEND, "", *(f"- {text}" for text in list_refused(choices))]
     for who, of in starts.items():
         lines += ["", f"## {who}"]
         for start in of:
@@ -549,16 +648,16 @@ def draw_picture(ask: Query, choices: Sequence[Choice], path: Path) -> None:
 def _choose_styles(forecasts: Sequence[Forecast]) -> dict[str, dict[str, str]]:
     """Return colour and marker of each name: those of its layout, with further markers for other names of the same layout."""
     from dcpbench.show.figure_style import get_marker
-    from dcpbench.show.layouts import find_marker_index, get_colours
+    from dcpbench.show.layouts import Degrees, find_marker_index, get_colours
 
     found: dict[str, dict[str, str]] = {}
-    places: dict[str, int] = {}
+    places: dict[Degrees, int] = {}
     for f in forecasts:
-        layout = str(f.point.layout)
+        degrees = Degrees(f.point.tp, f.point.dp, f.point.dcp)
         if f.who not in found:
-            place = places.setdefault(layout, find_marker_index(layout))
-            found[f.who] = {"color": get_colours(layout)[0], "marker": get_marker(place), "label": f.who}
-            places[layout] = place + 1
+            place = places.setdefault(degrees, find_marker_index(degrees))
+            found[f.who] = {"color": get_colours(degrees)[0], "marker": get_marker(place), "label": f.who}
+            places[degrees] = place + 1
     return found
 
 

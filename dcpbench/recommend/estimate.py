@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.models.weight_formats import EXPERTS
 from dcpbench.points import memory, names
 from dcpbench.points.batches import compute_batch_rows
 from dcpbench.points.cluster_specs import MEASURED_ON, RATES
@@ -115,7 +116,7 @@ def compute_terms(
         multiplies = work.flops and work.flops / rates[get_flops_limit(work, rates)] * 1e6 >= us
         found[MULTIPLIED.get(part, part) if multiplies else part] += times * us
     found[LAUNCH] = float(sharding.shape.layers)
-    found[QUANTISING] = float(sharding.shape.layers if sharding.scaled else 0)
+    found[QUANTISING] = float(sharding.shape.layers if sharding.in_fp8 else 0)
     found[WAITING] = compute_waiting_us(sharding, rows.live, rates)
     for what, each in predict_calls(sharding, rows, known, exchange).items():
         found[get_call_term(what)] += each.mean * 1e6
@@ -132,7 +133,10 @@ def compute_waiting_us(sharding: Sharding, tokens: int, rates: Mapping[str, floa
     s, ranks = sharding.shape, sharding.expert_ranks
     if ranks == 1 or not s.experts or "read" not in rates:
         return 0.0
-    expert_bytes = 3 * s.hidden * s.moe_inter * (1 if sharding.scaled else sharding.itemsize)
+    products = memory.make_mlp_products(s, s.moe_inter)
+    stored = EXPERTS in sharding.weights.parts
+    bits = sharding.weights.bits if stored else 8 * sharding.itemsize
+    expert_bytes = sum(product.elements for product in products) * bits / 8
     return memory.count_all_layers(s).moe * _estimate_excess(sharding, tokens) * expert_bytes / rates["read"] * 1e6
 
 
@@ -173,7 +177,7 @@ def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str
     ]
     if layout.dcp > 1:
         ranks, heads = layout.dcp, s.heads // layout.attn_tp * layout.dcp
-        both = compute_exchanged_bytes(exchange, decodes, heads, ranks, s.kv_width, s.latent, itemsize)
+        both = compute_exchanged_bytes(exchange, decodes, heads, ranks, s.query_width, s.output_width, itemsize)
         made.append((exchange, ranks, sum(both), 2))
         stored = sum(prefix for _, prefix in rows.chunks)
         made.append(("all-gather", ranks, (ranks - 1) / ranks * stored * sharding.row_bytes, 1))

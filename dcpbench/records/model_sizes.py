@@ -53,7 +53,7 @@ def is_published_name(model: str) -> bool:
 def read_model_sizes(model: str) -> ModelSizes | msgspec.UnsetType:
     """Return the sizes in a model folder's config.json.
 
-    They are unset for a published name, and for a folder that this machine does not have or that is no MLA model.
+    They are unset for a published name, and for a folder that this machine does not have or of no known family.
     """
     if is_published_name(model):
         return msgspec.UNSET

@@ -584,6 +584,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     moe_backend: str | None = None
     exchange: str | None = None
     """How partial attention is merged over dcp ranks."""
+    graph_batches: list[Count] | None = None
+    """Batch sizes of captured decode graphs, to which batches of decodes are padded; empty without graphs."""
 
 
 class StartPhase(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,6 +52,7 @@ MAX_LENGTHS = 8  # request lengths that the break-even sentence names at most; e
 MAX_CLAUSES = 8  # changes along the concurrencies that a sentence names at most; else it counts loads
 MAX_WARNINGS = 4
 LOST = "no longer"  # text for a lead that exists at some concurrency but not at the highest one
+IMPOSSIBLE, NO_ROOM = "rejected before the start", "rejected for lack of memory"
 NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}  # outcomes, as a sentence states them
 
 
@@ -199,7 +200,7 @@ def describe_best(found: pd.DataFrame) -> str:
     changes = int((answers != answers.shift()).sum())  # from one load to the next
     if found["rest"].nunique() > MAX_SHAPES or changes > MAX_CLAUSES:
         return f"{what}: of {format_count(len(found), 'load')}, {count_winners(found)}."
-    short = make_short_shapes(found["rest"])
+    short = make_short_shapes(found)
     shapes = [f"{short[str(rest)]}: {_format_winners(loads)}" for rest, loads in found.groupby("rest", sort=False)]
     closed = found["load_arrival"].eq(CLOSED).all()
     return f"{what}{', at each concurrency' if closed else ''}. {format_capitalized('; '.join(shapes))}."
@@ -223,7 +224,7 @@ def describe_maximum(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
         return f"No point meets the SLO; nearest is {near['label']} at {near['load']} ({near['slo_result']})."
     if len(found) > MAX_SHAPES:
         return ""
-    short = make_short_shapes(found["rest"])
+    short = make_short_shapes(found)
     clauses = []
     for _, r in found.iterrows():
         kind = "without DCP" if r["dcp"] > 1 else "with DCP"
@@ -263,7 +264,7 @@ def describe_dcp_gain(against: pd.DataFrame) -> str:
         text = f"{many} over the best layout without DCP"
     if compared["rest"].nunique() > MAX_LENGTHS:
         return f"{text}."
-    short = make_short_shapes(compared["rest"])
+    short = make_short_shapes(compared)
     shapes: dict[str, list[str]] = {}
     for rest, rows in compared.groupby("rest", sort=False):
         shapes.setdefault(_format_paying_loads(rows), []).append(short[str(rest)])
@@ -292,7 +293,7 @@ def describe_break_even(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.Dat
         begins = "DCP starts to pay" if pays else f"{loosely}, DCP is ahead"
         found = f"{even['from'].notna().sum():,} of {len(even):,} combinations of layout and length"
         return f"{begins} at some concurrency in {found}; the tables below name them."
-    short = make_short_shapes(even["rest"])
+    short = make_short_shapes(even)
     shapes = []
     # a single layout with named variants, which then replace its name
     one = str(even["layout"].iloc[0]) if len(set(even["layout"])) == 1 and (even["variant"] != "").all() else ""
@@ -446,9 +447,12 @@ def describe_trust(frames: Frames, apart: list[float]) -> str:
 
 
 def format_outcomes(frames: Frames) -> str:
-    """Return the counts of points without numbers by outcome, such as `8 rejected and 1 hung`."""
-    counts = frames.others["outcome"].value_counts()
-    return format_list([f"{n} {outcome}" for outcome, n in counts.items()]) or "the record file holds no point"
+    """Return the counts of points without numbers by outcome, such as `8 rejected for lack of memory and 1 hung`."""
+    others = frames.others
+    if others.empty:
+        return "the record file holds no point"
+    outcomes = others["outcome"].mask(others["no_room"].astype(bool), NO_ROOM).replace({"rejected": IMPOSSIBLE})
+    return format_list([f"{n} {outcome}" for outcome, n in outcomes.value_counts().items()])
 
 
 def format_commonest_reason(frames: Frames) -> str:

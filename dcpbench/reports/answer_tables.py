@@ -104,7 +104,7 @@ def _build_maximum_grid(points: pd.DataFrame, where: str) -> Table:
     tops = {(row["rest"], row["label"]): row for _, row in find_most_per_layout(judged).iterrows()}
     labels = list(dict.fromkeys(judged["label"]))[:MAX_LAYOUTS]
     ran = set(list_keys(judged, ["rest", "label"]))
-    short, shared = make_short_shapes(judged["rest"]), find_shared_shape(judged["rest"])
+    short, shared = make_short_shapes(judged), find_shared_shape(judged)
 
     def format_cell(rest: str, label: str) -> str:
         best = tops.get((rest, label))
@@ -134,7 +134,7 @@ def _build_grid(
     """Build a grid with a row for each value of `keys`, the first of which is the request length, and a column per concurrency."""
     if found.empty:
         return Table(title, [], [])
-    short, shared = make_short_shapes(found["rest"]), find_shared_shape(found["rest"])
+    short, shared = make_short_shapes(found), find_shared_shape(found)
     loads = sample_evenly(sorted(set(map(int, found["concurrency"]))), MAX_COLUMNS)
     rows = []
     for key, group in list(found.groupby(keys, sort=False))[:MAX_ROWS]:

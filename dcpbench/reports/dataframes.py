@@ -47,6 +47,7 @@ from dcpbench.records.record import (
 from dcpbench.records.runs import Run, read_run
 from dcpbench.reports import findings, joined_runs, launch_bands, load_labels, model_names
 from dcpbench.reports import slo as objectives
+from dcpbench.reports.style import describe_layout
 from dcpbench.serving.load_words import is_lock_step
 from dcpbench.show.numbers import is_missing
 from dcpbench.show.text import (
@@ -231,8 +232,9 @@ def _add_load_columns(points: pd.DataFrame) -> pd.DataFrame:
     """Return points of `decode` with the columns that describe the load of served points."""
     if points.empty:
         return points
-    tokens = zip(points["context"], points["routing"], strict=True)
-    rest = [f"context {load_labels.format_context(context, routing)}" for context, routing in tokens]
+    tokens = zip(points["context"], map(load_labels.format_routing, points["routing"]), strict=True)
+    parts = [tuple(filter(None, (f"context {context:,}", routing))) for context, routing in tokens]
+    rest = list(map(load_labels.SEPARATOR.join, parts))
     arrival = "concurrency " + points["concurrency"].map("{:,}".format)
     same = points["workload"] + " " + points["context"].astype(str) + " " + points["concurrency"].astype(str)
     same += " " + points["routing"]
@@ -241,8 +243,9 @@ def _add_load_columns(points: pd.DataFrame) -> pd.DataFrame:
         load_arrival=CLOSED,
         input_typical=points["context"].astype(float),
         rest=rest,
+        rest_parts=pd.Series(parts, index=points.index),
         arrival=arrival,
-        load=[load_labels.SEPARATOR.join(parts) for parts in zip(arrival, rest, strict=True)],
+        load=list(map(load_labels.SEPARATOR.join, zip(arrival, rest, strict=True))),
         same_load=same,
     )
 
@@ -253,7 +256,7 @@ def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
         return table
     # columns that may be unknown in every row, which pandas would not take for numbers
     table = table.assign(**{name: pd.to_numeric(table[name]) for name in METRIC if name in table})
-    parts = {"shape": table["shape"].tolist()}
+    parts: dict[str, list[str]] = {}
     for name, form in VARIES.items():
         shown = _find_printed(table, name).tolist()
         loads = table[f"load_{name}"].tolist()
@@ -269,9 +272,12 @@ def _add_served_columns(table: pd.DataFrame) -> pd.DataFrame:
     def join(*columns: list[str]) -> list[str]:
         return [load_labels.SEPARATOR.join(filter(None, texts)) for texts in zip(*columns, strict=True)]
 
-    arrival, rest = table["arrival"].tolist(), join(*parts.values())
-    any_chunk = join(arrival, *(texts for name, texts in parts.items() if name != "chunk"))
-    table = table.assign(rest=rest, load=join(arrival, rest), load_with_any_chunk=any_chunk)
+    arrival, shape = table["arrival"].tolist(), table["shape"].tolist()
+    rest = join(shape, *parts.values())
+    texts_of_rows = zip(table["shape_parts"], *parts.values(), strict=True)
+    rest_parts = pd.Series([(*own, *filter(None, varied)) for own, *varied in texts_of_rows], index=table.index)
+    any_chunk = join(arrival, shape, *(texts for name, texts in parts.items() if name != "chunk"))
+    table = table.assign(rest=rest, rest_parts=rest_parts, load=join(arrival, rest), load_with_any_chunk=any_chunk)
     by = ("run", "model", "mode", "load_arrival", "input_typical", "rest", "load_request_rate", "concurrency")
     return _sort_table(table.copy(), *by)  # in one piece, as pandas wants wide tables
 
@@ -379,6 +385,7 @@ def _make_other_row(run: str, record: Record) -> dict[str, Any]:
         "run": run,
         "model": point.model,
         "layout": point.layout_name,
+        "drawn_layout": describe_layout(point),
         "dcp": point.dcp,
         "context": point.context,
         "concurrency": point.concurrency,
@@ -423,6 +430,7 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
     row |= {
         "run": run,
         "layout": point.layout_name,
+        "drawn_layout": describe_layout(point),
         "instance": point.instance_name,
         "instances": instances.count if point.disaggregate else None,
         "gpus": point.gpus,
@@ -507,6 +515,7 @@ def _make_served_columns(records: list[Record]) -> dict[str, Any]:
         "mode": load.mode,
         "arrival": load_labels.format_arrival(point),
         "shape": load_labels.format_shape(load),
+        "shape_parts": tuple(load_labels.list_shape_parts(load)),
         "input_typical": load_labels.get_typical_length(load.input_tokens),
         "same_load": make_load_key(records[0]),
         "in_step": is_lock_step(load, point.concurrency) and not is_imported_origin(get_origin(records[0])),

@@ -37,7 +37,6 @@ from dcpbench.reports.step_parts import (
 from dcpbench.reports.tables import FOLD_ABOVE, Table, make_column, make_table, make_text_columns
 from dcpbench.show.numbers import (
     ABSENT,
-    format_integer,
     format_number,
     format_percent,
     format_ratio,
@@ -435,16 +434,14 @@ def _format_sums(rows: pd.DataFrame) -> str:
 
 
 def build_table(frames: Frames) -> Table:
-    """Build the table with a row per engine at each layout, concurrency and context: the step, and each part with its ratio."""
+    """Build the table with a row per engine at each load and layout: the step, and each part with its ratio."""
     found = compare_steps(frames)
     if found.rows.empty:
         return Table("", [], [])
     parts = list_shown_parts(found)
     several = ["model"] if len(set(found.rows["model"])) > 1 else []
     columns: list[Column] = [
-        *make_text_columns(*several, "layout"),
-        ("requests", lambda r: format_integer(r["concurrency"])),
-        ("context", lambda r: format_integer(r["context"])),
+        *make_text_columns(*several, "load", "layout"),
         ("engine", "measured_engine"),
         make_column(METRIC["step_ms"], "step ms"),
         ("× step", lambda r: format_ratio(r["step_times"], 2)),
@@ -455,7 +452,7 @@ def build_table(frames: Frames) -> Table:
     ]
     title = f"{TITLE}: ms, and × over {found.reference}"
     table = found.rows.rename(columns={"run": "measured_engine"})
-    return make_table(title, table, columns, text_columns=len(several) + 4, fold=len(table) > FOLD_ABOVE)
+    return make_table(title, table, columns, text_columns=len(several) + 3, fold=len(table) > FOLD_ABOVE)
 
 
 def list_shown_parts(found: StepComparison) -> list[str]:

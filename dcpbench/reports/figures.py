@@ -40,7 +40,7 @@ from dcpbench.show.figure_style import (
     set_measured_ticks,
     set_value_axis,
 )
-from dcpbench.show.layouts import compute_shade, get_colours
+from dcpbench.show.layouts import UNKNOWN_DEGREES, compute_shade, get_colours
 from dcpbench.show.numbers import format_integer, format_number
 from dcpbench.show.text import format_count
 
@@ -238,7 +238,7 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
             look = style.get_look(str(layout), str(variant), str(run))
             look |= {} if one else _make_curve_look(others.index(value))
             if split:
-                look["color"] = compute_shade(str(layout), _compute_share(others, value))
+                look["color"] = compute_shade(style.find_degrees(str(layout)), _compute_share(others, value))
             look["markersize"] = 5
             _draw_intervals(ax, line, x, "ratio", "low", "high", capsize=3, **look, **_get_marker_look(panel, look))
         ax.axhline(1, color=GREY, linewidth=1)
@@ -251,7 +251,7 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
     named = [format_label(f"concurrency {v}" if other == "concurrency" else v) for v in others]
     curves = []
     for i, (value, name) in enumerate(zip(others, named, strict=True)):
-        colour = compute_shade("", _compute_share(others, value)) if split else GREY
+        colour = compute_shade(UNKNOWN_DEGREES, _compute_share(others, value)) if split else GREY
         curves.append(_make_entry(name, color=colour, **_make_curve_look(i)))
     pairs = order.drop_duplicates("label")[["layout", "variant"]].astype(str)
     looks = [style.get_look(layout, variant, style.runs[0]) for layout, variant in pairs.itertuples(index=False)]
@@ -297,8 +297,8 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     sides = [side for side in itertools.product(dict.fromkeys(rows["model"]), style.runs) if side in there]
     several = len(set(rows["run"])) > 1
     run_labels = dict(zip(rows["run"], rows["run_label"], strict=True))
-    rests = list(dict.fromkeys(rows.sort_values(["input_typical", "rest"], kind="stable")["rest"]))
-    short = load_labels.make_short_shapes(rests)
+    short = load_labels.make_short_shapes(rows.sort_values(["input_typical", "rest"], kind="stable"))
+    rests = list(short)
     wide = max(2.7, 6.0 / len(rests))  # inches of a panel, at 12.6 letters of its title each
     figure = Figure(figsize=(len(rests) * wide + 0.6, len(sides) * 2.3 + 1.2), layout="constrained")
     set_headline(figure, title)
@@ -337,7 +337,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
             )
         gone = _select_panel(lost, panel)
         for place, (layout, own) in enumerate(gone.groupby("layout", sort=False) if len(gone) else ()):
-            color = get_colours(str(layout))[0]
+            color = get_colours(own["drawn_layout"].iloc[0].degrees)[0]
             text = f"{layout!s}: does not fit from {format_integer(own['concurrency'].min())}"
             ax.text(
                 0.98, 0.03 + LINE_OF_WORDS * place, text, transform=ax.transAxes, ha="right", fontsize=8, color=color
@@ -682,7 +682,7 @@ def _draw_bars(ax: Axes, parts: list[tuple[int, float, float]], **look: Any) -> 
         ax.barh(places, widths, left=lefts, **look)
 
 
-def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:  # noqa: ARG001 - same call for all
+def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:
     """Draw the tokens that each GiB of KV memory on each GPU holds and, where it is meaningful, tokens in all."""
     best = points.dropna(subset=["kv_tokens_per_gib"]).sort_values("kv_tokens_per_gib", ascending=False)
     best = best.assign(layout=best["instance"])
@@ -697,7 +697,12 @@ def draw_capacity(points: pd.DataFrame, style: Style, title: str) -> Figure:  # 
     )
     for ax, (column, label, table) in zip(axes, panels, strict=True):
         values = table[column].astype(float).tolist()
-        ax.barh(range(len(values)), values, color=[get_colours(name)[0] for name in table["layout"]], height=0.7)
+        ax.barh(
+            range(len(values)),
+            values,
+            color=[get_colours(style.find_degrees(name))[0] for name in table["layout"]],
+            height=0.7,
+        )
         for y, value in enumerate(values):
             ax.text(value, y, f" {format_integer(value)}  ({value / values[0]:.3g}×)", va="center", fontsize=9)
         ax.set_yticks(range(len(values)), [format_label(layout, 30) for layout in table["layout"]])
@@ -761,7 +766,7 @@ def draw_engines(rows: pd.DataFrame, style: Style, title: str) -> Figure:  # noq
 
 def _list_cell_names(rows: pd.DataFrame, cells: list[int]) -> list[str]:
     """Return `tp2, 8 clients` for each cell, with the part of the request lengths that differs between them."""
-    short = load_labels.make_short_shapes(rows["rest"])
+    short = load_labels.make_short_shapes(rows)
     first = rows.drop_duplicates("cell").set_index("cell")
     several = len(short) > 1
     names = []

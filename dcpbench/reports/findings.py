@@ -302,7 +302,7 @@ def find_break_even(ratios: pd.DataFrame) -> pd.DataFrame:
         at = {} if first is None else ordered.iloc[first].to_dict()
         rows.append(
             dict(zip(kept, key, strict=True))
-            | {name: ordered[name].iloc[0] for name in ("input_typical", "baseline", "layout", "variant")}
+            | {name: ordered[name].iloc[0] for name in ("input_typical", "rest_parts", "baseline", "layout", "variant")}
             | {name: at.get(name) for name in ("ratio", "low", "high")}
             | {
                 "from": at.get("concurrency"),

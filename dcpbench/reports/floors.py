@@ -32,12 +32,17 @@ class Loss(NamedTuple):
     """Hold a phase with the time above its floor."""
 
     phase: str
-    share: float  # floor divided by time
     lost_us: float
 
-    def __str__(self) -> str:
-        """Return `moe 0.63`; only the name for a phase without a floor, such as `idle`."""
-        return f"{self.phase.replace('_', ' ')}{f' {self.share:.2f}' if self.share else ''}"
+    @property
+    def name(self) -> str:
+        """Name of the phase in sentences."""
+        return self.phase.replace("_", " ")
+
+    @property
+    def lost_ms(self) -> str:
+        """Time above the floor in ms, as text."""
+        return format_number(self.lost_us / 1e3, 3)
 
 
 def list_losses(row: dict[str, Any]) -> list[Loss]:
@@ -46,9 +51,9 @@ def list_losses(row: dict[str, Any]) -> list[Loss]:
     for phase, column in find_phases(row).items():
         us, floor = row[column], row.get(f"floor_{phase}_us")
         if not is_missing(us) and not is_missing(floor) and us > 0:
-            found.append(Loss(phase, floor / us, us - floor))
+            found.append(Loss(phase, us - floor))
     if found and not is_missing(row["idle_us"]) and row["idle_us"] > 0:
-        found.append(Loss("idle", 0.0, row["idle_us"]))
+        found.append(Loss("idle", row["idle_us"]))
     return sorted(found, key=lambda loss: -loss.lost_us)
 
 
@@ -68,13 +73,7 @@ def format_short_sentence(points: pd.DataFrame) -> str:
     if held.empty:
         return ""
     far = {str(k): v for k, v in held.sort_values("floor_share", kind="stable").iloc[0].items()}
-    lost = format_list(
-        [
-            f"{loss.phase.replace('_', ' ')} ({loss.share:.2f} of its limit)"
-            for loss in list_named_losses(far, 2)
-            if loss.share
-        ]
-    )
+    lost = format_list([f"{loss.name} ({loss.lost_ms} ms)" for loss in list_named_losses(far, 2)])
     over = format_value_range(1 / held["floor_share"])
     where = (
         f"at the worst point, {far['label']} with {far['concurrency']} × {format_integer(far['context'])} tokens, "
@@ -97,8 +96,8 @@ def format_decode_sentences(points: pd.DataFrame) -> list[str]:
         over, least = (format_ratio(1 / row["floor_share"], 2) for row in (far, near))
         where = f"{far['label']} at {far['load']}"
         took = f"{format_number(far['step_ms'], 3)} ms where {format_number(far['floor_ms'], 3)} would do"
-        lost = ", ".join(map(str, list_named_losses(far, MAX_SENTENCE_PHASES)))
-        lost = f". Largest losses, as shares of their own limits: {lost}" if lost else ""
+        lost = ", ".join(f"{loss.name} {loss.lost_ms} ms" for loss in list_named_losses(far, MAX_SENTENCE_PHASES))
+        lost = f". Time above the limit: {lost}" if lost else ""
         if len(rows) == 1 or over == least:
             texts.append(f"{subject}: a step takes {over} what this machine allows ({where}: {took}){lost}.")
         else:
@@ -143,7 +142,7 @@ def build_table(points: pd.DataFrame) -> Table:
         held,
         [
             ("layout", "label"),
-            ("largest losses: share of its limit, ms lost", _format_losses),
+            ("most time above the limit, ms", _format_losses),
             make_column(METRIC["step_ms"], "step ms"),
             make_column(METRIC["floor_ms"]),
             ("step / floor", lambda r: format_ratio(1 / r["floor_share"], 2)),
@@ -155,7 +154,5 @@ def build_table(points: pd.DataFrame) -> Table:
 
 
 def _format_losses(row: dict[str, Any]) -> str:
-    """Format losses, such as `moe 0.63 (51.8), attention 0.60 (7.59)`."""
-    return ", ".join(
-        f"{loss} ({format_number(loss.lost_us / 1e3, 3)})" for loss in list_named_losses(row, MAX_ROW_PHASES)
-    )
+    """Format losses, such as `moe 51.8, attention 7.59`."""
+    return ", ".join(f"{loss.name} {loss.lost_ms}" for loss in list_named_losses(row, MAX_ROW_PHASES))

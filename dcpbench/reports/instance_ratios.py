@@ -78,7 +78,7 @@ def build_grids(frames: Frames) -> list[Table]:
     tables = []
     for scope, own in found.groupby(findings.SCOPE, sort=False) if len(found) else ():
         labels = list(dict.fromkeys(own.sort_values(["split", "gpus"], kind="stable")["label"]))[:MAX_COLUMNS]
-        short = make_short_shapes(own["rest"])
+        short = make_short_shapes(own)
         rows = []
         for _, load in own.groupby("load", sort=False):
             best = _find_best(load)
@@ -114,7 +114,7 @@ def build_table(frames: Frames, mode: str) -> Table:
         found,
         shown,
         text_columns=3,
-        optional=("SLO", "output over instances that do both", "of it waiting"),
+        optional=("SLO", "output over instances that do both", "transfer waiting p50 ms"),
         fold=len(found) > FOLD_ABOVE,
     )
 

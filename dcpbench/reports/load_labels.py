@@ -14,6 +14,8 @@ from dcpbench.show.model_fit import format_no_fit
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    import pandas as pd
+
     from dcpbench.points.point import Load, Point
     from dcpbench.records.record import Record
 
@@ -42,6 +44,11 @@ def format_arrival(point: Point) -> str:
 
 def format_shape(load: Load) -> str:
     """Return the shape of requests: `4,000 in · 1,500 out · 50 % shared by 4 groups` or `requests of chat.jsonl`."""
+    return SEPARATOR.join(list_shape_parts(load))
+
+
+def list_shape_parts(load: Load) -> list[str]:
+    """Return the parts of format_shape: lengths, shared prefix and sessions."""
     parts = [f"{format_lengths(load.input_tokens)} in", f"{format_lengths(load.output_tokens)} out"]
     if load.trace:
         parts = [f"requests of {load.trace}"]
@@ -50,7 +57,7 @@ def format_shape(load: Load) -> str:
         parts.append(f"{load.prefix_share * 100:g} % shared{groups}")
     if load.sessions:
         parts.append(f"sessions of {format_sessions(load)}")
-    return SEPARATOR.join(parts)
+    return parts
 
 
 def format_routing(routing: str) -> str:
@@ -108,21 +115,29 @@ def format_objectives(slo_ms: Mapping[str, float]) -> str:
     )
 
 
-def make_short_shapes(rests: Iterable[str]) -> dict[str, str]:
-    """Return the part that distinguishes request lengths: `4,000 in` of `4,000 in · 500 out` if all have 500 out."""
-    known = list(dict.fromkeys(rests))
-    parts = {rest: rest.split(SEPARATOR) for rest in known}
-    shared = set.intersection(*(set(p) for p in parts.values())) if len(known) > 1 else set()
-    return {rest: SEPARATOR.join(p for p in parts[rest] if p not in shared) or rest for rest in known}
+def make_short_shapes(rows: pd.DataFrame) -> dict[str, str]:
+    """Return the part that distinguishes request lengths: `4,000 in` of `4,000 in · 500 out` if all have 500 out.
+
+    The keys are the texts in the column `rest`, in order; their parts are in the column `rest_parts`.
+    """
+    parts = _collect_parts(rows)
+    shared = _find_shared(parts)
+    return {rest: SEPARATOR.join(p for p in own if p not in shared) or rest for rest, own in parts.items()}
 
 
-def find_shared_shape(rests: Iterable[str]) -> str:
+def find_shared_shape(rows: pd.DataFrame) -> str:
     """Return the part that all request lengths share, such as `500 out`; empty for a single one, or if they share nothing."""
-    known = list(dict.fromkeys(rests))
-    if len(known) < 2:  # noqa: PLR2004 - one shares everything with itself
-        return ""
-    parts = [rest.split(SEPARATOR) for rest in known]
-    return SEPARATOR.join(p for p in parts[0] if all(p in other for other in parts))
+    return SEPARATOR.join(_find_shared(_collect_parts(rows)))
+
+
+def _collect_parts(rows: pd.DataFrame) -> dict[str, tuple[str, ...]]:
+    return dict(zip(rows["rest"], rows["rest_parts"], strict=True))
+
+
+def _find_shared(parts: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return the parts that all have, in order; none for a single one, which shares everything with itself."""
+    first, *others = parts.values()
+    return [p for p in first if all(p in other for other in others)] if others else []
 
 
 def describe_layers_held(records: Iterable[Record]) -> str:

@@ -9,7 +9,6 @@ from dcpbench.models import SHAPES, get_title
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.layout import Layout
 from dcpbench.points.memory import compute_weight_bytes, count_all_layers
-from dcpbench.points.names import FP8
 from dcpbench.records.model_sizes import (
     ModelSizes,
     ShortenedModel,
@@ -73,7 +72,7 @@ def _identify_by_weights(record: Record) -> ShortenedModel | None:
             ITEMSIZE[point.dtype],
             *count_all_layers(short),
             point.group_wide,
-            fp8=point.weights_precision == FP8,
+            shape.get_weight_format(point.weights_precision),
             ep=point.ep,
         ):
             return ShortenedModel(name, conditions.layers, shape.layers)

@@ -29,6 +29,9 @@ INNER = (  # columns that only distinguish points from each other and are not ex
     "phase_sum_error",
     "slo_missed",
     "load_with_any_chunk",
+    "rest_parts",
+    "drawn_layout",
+    "shape_parts",
 )
 
 

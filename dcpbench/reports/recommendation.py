@@ -349,16 +349,16 @@ def _find_lead(loads: pd.DataFrame, who: str) -> _Lead | None:
     if clear.empty:
         return None
     rivals = list_unique(clear["over_who"])
-    over = rivals[0] if len(rivals) == 1 else "the next best"
+    over = rivals[0] if len(rivals) == 1 else "the next best layout"
     return _Lead(over, clear["ratio"].max() - 1, len(set(loads["place"])) > 1)
 
 
 def _format_lead(lead: _Lead | None, before: _Lead | None = None) -> str:
-    """Return `, for up to 10 % more output than tp4·dp4`, without what the lead `before` states already."""
+    """Return `, which gives at most 10 % more output than tp4·dp4`, without what the lead `before` states already."""
     if lead is None:
         return ""
     if not lead.over:
         return ", which alone meets the SLO there"
     than = "" if before and before.over == lead.over else f" than {lead.over}"
     more = "more" if before else "more output"
-    return f", for {'up to ' if lead.several else ''}{format_percent(lead.share)} {more}{than}"
+    return f", which gives {'at most ' if lead.several else ''}{format_percent(lead.share)} {more}{than}"

@@ -13,12 +13,12 @@ from dcpbench.points.memory import GIB
 from dcpbench.points.names import (
     COMPUTED,
     CUT,
-    FP8,
     GAMMA,
     NO_EXCHANGE,
     STORED,
     SYNTHETIC,
     TRACE,
+    WEIGHT_FORMATS,
     format_flag,
     format_setting,
 )
@@ -48,9 +48,9 @@ def build_command(point: Point, settings: Mapping[str, object], *, cpu: bool = F
     untyped = dict(UNTYPED)
     if not settings.get("step_times"):  # a file of step times has its own defaults
         untyped["ep"] = place_experts(CUT, point.tp)
-    how |= {name: FP8 if how[name] == FP8 else point.dtype for name in STORED}
+    how |= {name: how[name] or point.dtype for name in STORED}
     dtype = how.pop(COMPUTED)
-    if all(how[name] == FP8 for name in STORED) and dtype != ("fp32" if cpu else "bf16"):
+    if all(how[name] in WEIGHT_FORMATS for name in STORED) and dtype != ("fp32" if cpu else "bf16"):
         raise UsageError(f"no option selects {dtype} for the computation if weights and KV are fp8.")
     how = {name: value for name, value in how.items() if untyped.get(name) != value}
     layout = {name: how.pop(name) for name in ("model", *DEGREES, "ep", "weights") if name in how}

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import EXCHANGES
 from dcpbench.reports.load_labels import list_unique
 from dcpbench.show.figure_style import LINES, MARKERS, get_line_style, get_marker
-from dcpbench.show.layouts import find_marker_index, get_colours, split_experts, split_instances
+from dcpbench.show.layouts import UNKNOWN_DEGREES, Degrees, find_marker_index, get_colours
 from dcpbench.show.text import fit_line
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pandas as pd
+
+    from dcpbench.points.point import Point
 
 PHASE_COLOURS = {
     "attention": "#332288",
@@ -46,6 +50,26 @@ FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "l
 UNLIKE = 3  # distance in figures.MARKERS between consecutive variants: neighbours are hard to distinguish
 
 
+class DrawnLayout(NamedTuple):
+    """Hold what determines the look of a layout's lines."""
+
+    degrees: Degrees = UNKNOWN_DEGREES
+    name: str = ""  # name of the degrees
+    ep: str = ""  # `ep8` if the layout's name has the expert parallel degree
+    instances: str = ""  # `1P2D` or `×3` if there are several instances
+
+
+def describe_layout(point: Point) -> DrawnLayout:
+    """Return what determines the look of a point's layout."""
+    named = point.dp > 1 and point.ep_degree is not None and point.tp
+    return DrawnLayout(
+        degrees=Degrees(point.tp, point.dp, point.dcp),
+        name=point.degrees_name,
+        ep=f"ep{point.ep_degree}" if named else "",
+        instances=point.instances.label if point.disaggregate else "",
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Style:
     """Assign a colour to each layout, a dash and a marker to each variant; of several runs, markers to runs.
@@ -56,6 +80,7 @@ class Style:
 
     lines: list[tuple[str, str]]  # layout and variant of each that was run, in the order of legends
     runs: list[str]
+    layouts: Mapping[str, DrawnLayout] = dataclasses.field(default_factory=dict)  # by name
 
     @classmethod
     def from_points(cls, points: pd.DataFrame) -> Style:
@@ -64,7 +89,15 @@ class Style:
         pairs = zip(ordered["layout"].astype(str), ordered["variant"].astype(str), strict=True)
         layouts = list_unique(ordered["layout"])
         lines = sorted(dict.fromkeys(pairs), key=lambda line: layouts.index(line[0]))
-        return cls(lines, list_unique(points["run"]))
+        drawn = dict(zip(ordered["layout"].astype(str), ordered["drawn_layout"], strict=True))
+        return cls(lines, list_unique(points["run"]), drawn)
+
+    def find_degrees(self, layout: str) -> Degrees:
+        """Return the degrees of a layout by its name."""
+        return self._find_layout(layout).degrees
+
+    def _find_layout(self, layout: str) -> DrawnLayout:
+        return self.layouts.get(layout, DrawnLayout(name=layout))
 
     @cached_property
     def _turns(self) -> dict[str, int]:
@@ -79,27 +112,30 @@ class Style:
         """Return the indices of a line's dash in figures.LINES and of its marker in figures.MARKERS."""
         turn, of_run = self._turns.get(self._split_layout(layout, variant)[1], 0), self.runs.index(run)
         turns = max(self._turns.values()) + 1
-        sign = of_run if len(self.runs) > 1 else find_marker_index(layout) + UNLIKE * turn
+        sign = of_run if len(self.runs) > 1 else find_marker_index(self.find_degrees(layout)) + UNLIKE * turn
         return (turn + turns * of_run) % len(LINES), sign % len(MARKERS)
 
     @cached_property
     def _several(self) -> set[str]:
         """Return the degrees that are drawn with several expert parallel degrees."""
-        drawn = Counter(
-            degrees for degrees, _ in {split_experts(split_instances(layout)[0]) for layout, _ in self.lines}
-        )
+        found = {self._find_layout(layout)[:3] for layout, _ in self.lines}
+        drawn = Counter(name for _, name, _ in found)
         return {degrees for degrees, count in drawn.items() if count > 1}
 
     def _split_layout(self, layout: str, variant: str) -> tuple[str, str]:
         """Return the degrees of an instance, which have one colour, and the name that distinguishes its lines."""
-        alone, instances = split_instances(layout)
-        degrees, ep = split_experts(alone)
-        return degrees, " ".join(filter(None, (instances, ep if degrees in self._several else "", variant)))
+        drawn = self._find_layout(layout)
+        ep = drawn.ep if drawn.name in self._several else ""
+        return drawn.name, " ".join(filter(None, (drawn.instances, ep, variant)))
 
     def get_look(self, layout: str, variant: str, run: str) -> dict[str, Any]:
         """Return the keyword arguments with which matplotlib draws a line."""
         dash, sign = self.find_places(layout, variant, run)
-        return {"color": get_colours(layout)[0], "linestyle": get_line_style(dash), "marker": get_marker(sign)}
+        return {
+            "color": get_colours(self.find_degrees(layout))[0],
+            "linestyle": get_line_style(dash),
+            "marker": get_marker(sign),
+        }
 
 
 def format_label(text: object, most: int = 48) -> str:

@@ -165,10 +165,10 @@ def build_served_details(found: pd.DataFrame, mode: str) -> Table:
     rows = select_mode(found, mode)
     instead: dict[str, Column] = {
         "decode_steps": (
-            "without prefill",
+            "decode steps, of all",
             lambda r: format_percent(r["decode_steps"] / r["steps"] if r["steps"] else None),
         ),
-        "idle_fraction": ("GPU idle between", _format_idle),
+        "idle_fraction": ("GPU idle between steps", _format_idle),
         "host_syncs_per_step": make_column(METRIC["host_syncs_per_step"], "host syncs per step"),
     }
     return make_table(
@@ -176,7 +176,7 @@ def build_served_details(found: pd.DataFrame, mode: str) -> Table:
         rows,
         [*LOADED, *make_columns(metrics.SERVED_DETAILS, **instead)],
         text_columns=3,
-        optional=("GPU idle between", "host syncs per step", *(METRIC[name].heading for name in metrics.FLOORS)),
+        optional=("GPU idle between steps", "host syncs per step", *(METRIC[name].heading for name in metrics.FLOORS)),
         fold=len(rows) > FOLD_ABOVE // 4,
     )
 

@@ -19,6 +19,9 @@ MAX_LENGTH_FLAGS = ("--max-model-len", "--context-length")
 PCP_FLAGS = ("--prefill-context-parallel-size", "-pcp")  # vLLM's prefill context parallelism
 MAX_CHUNK_FLAGS = ("--long-prefill-token-threshold",)
 OF_A_REPLICA = "--max-num-seqs"  # limits each data-parallel replica by itself
+KV_BLOCKS_FLAGS, BLOCK_FLAGS = ("--num-gpu-blocks-override",), ("--block-size",)  # vLLM's KV cache of a rank
+KV_TOKENS_FLAGS = ("--max-total-tokens",)  # SGLang's KV cache of a rank
+MAX_DEFAULT_BLOCK = 128  # tokens of a KV block that an attention backend of vLLM chooses at most
 
 
 def find_count(words: Sequence[str], flags: Sequence[str]) -> int | None:
@@ -37,12 +40,22 @@ def find_token_budget(words: Sequence[str], settings: EngineSettings | None) -> 
     return find_count(words, TOKEN_BUDGET_FLAGS) or logged or None
 
 
-def read_limits(words: Sequence[str], dp: int = 1) -> ServerLimits:
-    """Return the limits that the command line of a server with `dp` replicas states."""
+def read_limits(words: Sequence[str], dp: int = 1, dcp: int = 1) -> ServerLimits:
+    """Return the limits that the command line of a server with `dp` replicas states; `dcp`: its decode context parallel degree."""
     requests = find_count(words, MAX_REQUESTS_FLAGS)
     each = any(word.partition("=")[0] == OF_A_REPLICA for word in words)
     return ServerLimits(
         max_batched_tokens=find_count(words, TOKEN_BUDGET_FLAGS),
         max_requests=requests * (dp if each else 1) if requests else None,
         max_model_len=find_count(words, MAX_LENGTH_FLAGS),
+        kv_tokens=_compute_max_kv_tokens(words, dp, dcp),
     )
+
+
+def _compute_max_kv_tokens(words: Sequence[str], dp: int, dcp: int) -> int | None:
+    """Return the tokens that a server's KV cache holds at most in all, as its flags limit it; None if they do not."""
+    blocks, of_rank = find_count(words, KV_BLOCKS_FLAGS), find_count(words, KV_TOKENS_FLAGS)
+    if blocks is not None:
+        block_tokens = find_count(words, BLOCK_FLAGS) or MAX_DEFAULT_BLOCK
+        return blocks * block_tokens * dp * dcp * (find_count(words, PCP_FLAGS) or 1)
+    return None if of_rank is None else of_rank * dp * dcp

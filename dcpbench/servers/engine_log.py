@@ -44,7 +44,7 @@ RESOLVED = {
     "moe_backend": re.compile(r"Using (\w+) (?:\w+ )?MoE backend"),
     "max_batched_tokens": re.compile(r"max_num_batched_tokens=(\d+)"),
     "kv_dtype": re.compile(r"KV Cache is allocated\. dtype: torch\.(\w+)"),
-    "weights_dtype": re.compile(r"Load weight end\..* quant=(\w+)"),
+    "weights_dtype": re.compile(r"Load weight end\..* quant=([\w-]+)"),
 }  # lines in which an engine names a setting that it chose
 SGLANG_FIELDS = {
     "load_format": "load_format",
@@ -60,6 +60,10 @@ SGLANG_FIELDS = {
 VLLM_FIELDS = {name: SGLANG_FIELDS[name] for name in ("load_format", "dtype", "weights_dtype", "kv_dtype", "exchange")}
 VLLM_GIVEN_FIELDS = {"page_size": "block_size", "moe_backend": "moe_backend"}
 NUMBERS = ("page_size", "max_batched_tokens")
+GRAPH_BATCHES = re.compile(
+    r"(?:'cudagraph_capture_sizes': |Capture .*decode CUDA graph begin\..* bs=|Capture cuda graph bs )\[([\d, ]*)\]"
+)
+"""Batch sizes of captured graphs. vLLM writes the given ones first, if any, and then the resolved ones."""
 UNRESOLVED = ("", "auto", "None")  # values that only state that the engine chooses
 
 
@@ -92,8 +96,12 @@ def read_settings(log: str) -> EngineSettings | None:
             found[name] = match[1]
     known = {name: value.removeprefix("torch.") for name, value in found.items() if value not in UNRESOLVED}
     numbers = {name: int(value) if value.isdecimal() else None for name, value in known.items() if name in NUMBERS}
+    graph_batches = [
+        sorted({int(size) for size in sizes.split(",") if size.strip()}) for sizes in GRAPH_BATCHES.findall(log)
+    ]
     return EngineSettings(
         **{**known, **numbers},  # type: ignore[arg-type]
+        graph_batches=graph_batches[-1] if graph_batches else None,
         prefix_caching=cache,
         async_scheduling=asynchronous,
         weights_fingerprints=sorted(set(WEIGHTS_REPORT.findall(log))),

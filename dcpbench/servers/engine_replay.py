@@ -143,6 +143,7 @@ def describe_engine(point: Point, server: MeasuredServer, options: ReplayOptions
         kv_tokens=info.kv_capacity_tokens,
         max_model_len=max((card.max_model_len for card in info.models if card.max_model_len), default=None),
         prefix_cache=_has_prefix_cache(settings, info),
+        graph_batches=tuple((settings.graph_batches if settings is not None else None) or ()),
         settings=point.settings,
     )
 
@@ -234,7 +235,7 @@ async def _measure_cases(
         unaligned = make_unaligned_cases(extent) if multiple > 1 else []
         await cases.measure([*make_engine_cases(extent), *unaligned])
         mixed = _find_longest_mixed(cases.found)
-        exposed = None if mixed is None or engine.policy != VLLM else await measure_case(probe, mixed.case)
+        exposed = None if mixed is None or engine.policy != VLLM else await cases.measure_exposed(mixed.case)
         times = await measure_request_times(probe)
         return _Measured(found=cases.found, row_multiple=multiple, times=times, exposed=exposed)
 
@@ -245,7 +246,7 @@ class _Cases:
     def __init__(self, probe: StepProbe, policy: str, tell: Callable[[str], None]) -> None:
         self.probe, self.policy, self.tell = probe, policy, tell
         self.found: list[CaseSamples] = []
-        self._taken: dict[Case, CaseSamples] = {}
+        self._taken: dict[tuple[Case, bool], CaseSamples] = {}  # by case, and whether its launch was hidden
         self._failures = 0  # in succession
 
     async def measure(self, cases: Sequence[Case]) -> None:
@@ -253,7 +254,7 @@ class _Cases:
         fitting = list(_iter_possible_cases(cases, self.probe.limits))
         for number, case in enumerate(fitting, 1):
             self.tell(f"step times: {number} of {format_count(len(fitting), 'case')}, {case}")
-            if (one := await self._take(case)) is not None:
+            if (one := await self._take(case, hide_launch=self.policy == VLLM)) is not None:
                 self.found.append(one)
 
     async def measure_ms(self, case: Case) -> float | None:
@@ -261,15 +262,21 @@ class _Cases:
         if not list(_iter_possible_cases([case], self.probe.limits)):
             return None
         self.tell(f"step times: {case}")
-        one = await self._take(case)
+        one = await self._take(case, hide_launch=self.policy == VLLM)
         return None if one is None else statistics.median(one.samples_ms)
 
-    async def _take(self, case: Case) -> CaseSamples | None:
+    async def measure_exposed(self, case: Case) -> CaseSamples | None:
+        """Return the samples of decodes and a chunk that run behind decode steps; None if the server fails."""
+        self.tell(f"step times: {case} behind decodes")
+        return await self._take(case, hide_launch=False)
+
+    async def _take(self, case: Case, *, hide_launch: bool) -> CaseSamples | None:
         """Return the samples of a case, which is measured once; None if the server fails."""
-        if case in self._taken:
-            return self._taken[case]
+        key = case, hide_launch
+        if key in self._taken:
+            return self._taken[key]
         try:
-            one = await measure_case(self.probe, case, hide_launch=self.policy == VLLM)
+            one = await measure_case(self.probe, case, hide_launch=hide_launch)
         except WorkerError as e:  # such as prompts that never shared a step
             self._failures += 1
             if self._failures == MAX_FAILURES:
@@ -282,7 +289,7 @@ class _Cases:
                 f"{case}: its prompt and its decodes ran in different steps, which vLLM's policy does not do; add "
                 f"--policy {SGLANG} if the engine schedules like SGLang, or use --mode live."
             )
-        self._taken[case] = one
+        self._taken[key] = one
         return one
 
 

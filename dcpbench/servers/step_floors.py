@@ -8,9 +8,10 @@ import msgspec
 
 from dcpbench.errors import ModelError, UsageError
 from dcpbench.models import load_shape
+from dcpbench.models.weight_formats import PAPER_FORMATS
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.memory import HEADROOM_TOKENS
-from dcpbench.points.names import CUT, UNKNOWN
+from dcpbench.points.names import CUT, UNKNOWN, WEIGHT_FORMATS
 from dcpbench.points.roofline import Sharding, StepRows, compute_step_floors
 from dcpbench.records.record import ENGINE_DTYPES, Floor
 from dcpbench.records.runs import read_run
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.point import Point
     from dcpbench.records.record import EngineSettings, Rates
 
 PHASES_OF_PARTS = {"attention": ("attention",), "KV cache write": ("kv_write",)}
 """Phases of our own step that have the work of exactly one part of an engine's step (syncs.kernel_time.PARTS)."""
+QUANTISERS = ("compressed-tensors", "modelopt", "modelopt_fp4", "mxfp4", "gpt_oss_mxfp4")
+"""Names of engines for quantisations of several formats, of which a model's configuration states one."""
 REDUCE, REDUCE_PHASES = "all-reduce", ("attn_reduce", "mlp_reduce")  # the same without attention data parallelism
 
 
@@ -53,12 +57,14 @@ def compute_engine_floor(
     None without rates of as many GPUs, for a model of unknown sizes, and for a data type that the engine's log does not state or
     that has no floor. Only parts with the same work as phases of our own step have a floor of their own.
     """
-    stored = _find_precisions(settings)
-    if point.tp not in rates or stored is None:
+    if point.tp not in rates:
         return None
     try:
         shape = load_shape(point.model)
     except ModelError:
+        return None
+    stored = _find_precisions(settings, shape)
+    if stored is None:
         return None
     known = msgspec.structs.replace(point, **stored, ep=CUT if point.ep == UNKNOWN else point.ep)
     rows = -(-point.concurrency // point.dp)
@@ -76,14 +82,21 @@ def compute_engine_floor(
     return rates[point.tp], floor
 
 
-def _find_precisions(settings: EngineSettings | None) -> dict[str, str] | None:
-    """Return the precisions of an engine as a point has them, None if one is unknown; a cache without its own has that of activations."""
+def _find_precisions(settings: EngineSettings | None, shape: ModelShape) -> dict[str, str] | None:
+    """Return the precisions of an engine as a point has them, None if one is unknown; a cache without its own has that of activations.
+
+    Engines name the library of a quantisation (`compressed-tensors`, `modelopt`): the weights then have the format of the model.
+    """
     if settings is None or settings.dtype is None:
         return None
     dtype = ENGINE_DTYPES.get(settings.dtype, settings.dtype)
+    weights = ENGINE_DTYPES.get(settings.weights_dtype or settings.dtype, settings.weights_dtype or dtype)
+    if weights in QUANTISERS and shape.published.name in PAPER_FORMATS:
+        weights = shape.published.name
     found = {
         "dtype": dtype,
-        "weights_dtype": ENGINE_DTYPES.get(settings.weights_dtype or settings.dtype, settings.weights_dtype or dtype),
+        "weights_dtype": weights,
         "kv_dtype": ENGINE_DTYPES.get(settings.kv_dtype or settings.dtype, settings.kv_dtype or dtype),
     }
-    return found if all(name in ITEMSIZE for name in found.values()) else None
+    known = {*ITEMSIZE, *WEIGHT_FORMATS}
+    return found if known.issuperset(found.values()) and found["kv_dtype"] in ITEMSIZE else None

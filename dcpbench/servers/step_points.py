@@ -183,7 +183,7 @@ def _complete_limits(stated: ServerLimits, server: MeasuredServer) -> ServerLimi
         stated,
         max_batched_tokens=logged or stated.max_batched_tokens,
         max_model_len=server.info.find_model(server.prompt_format.model).max_model_len or stated.max_model_len,
-        kv_tokens=server.info.kv_capacity_tokens,
+        kv_tokens=server.info.kv_capacity_tokens or stated.kv_tokens,
     )
 
 

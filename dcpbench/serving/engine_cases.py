@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.points.batches import GRAPH_BATCHES
+from dcpbench.points.batches import GRAPH_BATCHES, pad_to_size
 from dcpbench.points.names import CLOSED, SGLANG
-from dcpbench.serving.step_cases import Extent, select_chunk_sizes, select_row_sizes
+from dcpbench.serving.step_cases import GROWTH, Extent, select_chunk_sizes, select_row_sizes, select_sizes
 from dcpbench.serving.step_times import CHECK, UNALIGNED, Case, Chunks, Decodes
 
 if TYPE_CHECKING:
@@ -114,13 +114,24 @@ def _align(tokens: int) -> int:
 
 def _iter_decode_cases(extent: EngineExtent) -> Iterator[Case]:
     """Yield few and most KV tokens for each number of rows, and a check with uneven requests."""
-    for rows in select_row_sizes(extent.requests, extent.targets, open_loop=extent.open_loop):
+    for rows in _list_row_sizes(extent):
         requests = min(rows, extent.requests)
         for context in _list_contexts(extent, requests):
             yield Case(decodes=(Decodes(requests, context),))
     half, most = extent.requests // 2, extent.compute_max_context(extent.requests)
     if half and most > SEVERAL * FEW_CONTEXT:
         yield Case(decodes=(Decodes(half, most), Decodes(half, most // SEVERAL)), use=CHECK)
+
+
+def _list_row_sizes(extent: EngineExtent) -> list[int]:
+    """Return the decode rows to measure: those of captured graphs if they are known, and the fewest and most of eager steps."""
+    batches, requests = extent.engine.graph_batches, extent.requests
+    if not batches:
+        return select_row_sizes(requests, extent.targets, open_loop=extent.open_loop)
+    graphs = [size for size in batches if size <= pad_to_size(requests, batches)]
+    wanted = {pad_to_size(n, batches) for n in extent.targets}
+    eager = {batches[-1] + 1, requests} if requests > batches[-1] else set()
+    return [*select_sizes(graphs, wanted, GROWTH), *sorted(eager)]
 
 
 def _list_contexts(extent: EngineExtent, requests: int) -> list[int]:

@@ -27,6 +27,7 @@ from dcpbench.points import latency_bands
 from dcpbench.records.formulas import compute_forecast_error, summarize_latencies
 from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import InstanceMetrics, Kv, Record, Server
+from dcpbench.serving.delivery import list_delays_s, scatter_tokens
 from dcpbench.serving.deployment import Deployment, Disaggregated, Link
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, find_warnings, make_rows
@@ -274,6 +275,8 @@ def replay_point(
         )
 
     found = replay_load(times)
+    if times.engine is not None:
+        scatter_tokens(found.traffic.samples, list_delays_s(times))
     metrics = compute_metrics(found, write_samples(folder, point, make_rows(found.traffic.samples)))
     emulated = times.emulated
     if emulated is not None:

@@ -192,9 +192,8 @@ def select_row_sizes(requests: int, targets: Iterable[int] = (), *, open_loop: b
     wanted = {compute_batch_rows(min(n, requests)) for n in targets}
     graphs = [s for s in GRAPH_BATCHES if s <= compute_batch_rows(requests)]
     eager = sorted({compute_batch_rows(n) for n in range(GRAPH_BATCHES[-1] + 1, requests + 1)})
-    return [
-        size for kind in (graphs, eager) for size in _select_sizes(kind, wanted, GROWTH if open_loop else FAR_GROWTH)
-    ]
+    far = GROWTH if open_loop else FAR_GROWTH
+    return [size for kind in (graphs, eager) for size in select_sizes(kind, wanted, far)]
 
 
 def select_chunk_sizes(extent: Extent) -> list[int]:
@@ -213,7 +212,7 @@ def _iter_change_sizes(changes: Iterable[int]) -> Iterator[int]:
         yield compute_chunk_rows(rows + 1)
 
 
-def _select_sizes(sizes: SequenceOf[int], wanted: Iterable[int], far: float) -> list[int]:
+def select_sizes(sizes: SequenceOf[int], wanted: Iterable[int], far: float) -> list[int]:
     """Return sizes from the largest down, each smaller by a factor, with the smallest and the wanted ones."""
     kept: list[int] = []
     for size in reversed(sizes):

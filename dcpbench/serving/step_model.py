@@ -21,7 +21,7 @@ import statistics
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.errors import RecordsError, UsageError
-from dcpbench.points.batches import CHUNK_TILE, GRAPH_BATCHES, compute_batch_rows, compute_chunk_rows
+from dcpbench.points.batches import CHUNK_TILE, GRAPH_BATCHES, compute_batch_rows, compute_chunk_rows, pad_to_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -487,7 +487,7 @@ class StepModel:
         uneven: Sequence[Sample] = (),
         unaligned: Sequence[Sample] = (),
         *,
-        exact: bool = False,
+        graph_batches: Sequence[int] | None = None,
         row_multiple: int = 1,
     ) -> None:
         """Fit the model.
@@ -497,30 +497,31 @@ class StepModel:
             gather: Cases that determine the cost of more stored tokens.
             uneven: Cases of a single busy replica; without them, all replicas are assumed to be as full as the fullest.
             unaligned: Cases of prompts whose number of tokens is no multiple of `row_multiple`.
-            exact: True if the time of a step follows from its rows alone, as in vLLM and SGLang: padding of their graphs reads no
-                further experts. False if they are padded as in batches.py.
+            graph_batches: Batch sizes of the captured graphs of another engine, sorted, to which it pads steps of decodes alone; empty
+                if it pads none. None for dcpbench's engine, which pads as in batches.py.
             row_multiple: See `unaligned`.
         """
-        self.exact = exact
-        if exact:
-            line, gather, uneven, unaligned = (
-                [(_drop_padding(w), ms) for w, ms in cases] for cases in (line, gather, uneven, unaligned)
-            )
+        self.graph_batches = graph_batches
+        line, gather, uneven, unaligned = (
+            [(self._pad(w), ms) for w, ms in cases] for cases in (line, gather, uneven, unaligned)
+        )
         decode = [(w, ms) for w, ms in line if w.rows and not w.tokens]
         mixed = [(w, ms) for w, ms in line if w.rows and w.tokens]
         chunks = [(w, ms) for w, ms in line if w.tokens and not w.rows]
-        most = GRAPH_BATCHES[-1]
-        graphs, eager = [s for s in decode if s[0].rows <= most], [s for s in decode if s[0].rows > most]
+        self.most_graph_rows = (graph_batches or GRAPH_BATCHES)[-1]
+        graphs = [s for s in decode if s[0].rows <= self.most_graph_rows]
+        eager = [s for s in decode if s[0].rows > self.most_graph_rows]
         if not graphs or not chunks:
             raise RecordsError(
                 "step times need steps that only decode and steps that only prefill; measure them again."
             )
         self.graphs = DecodeTimes(graphs)
         self.eager = DecodeTimes(eager) if eager else None
-        decode_rows = max((compute_batch_rows(w.rows + 1) for w, _ in mixed), default=0)
-        if exact:
+        decode_rows, pad_rows = max((compute_batch_rows(w.rows + 1) for w, _ in mixed), default=0), compute_chunk_rows
+        if graph_batches is not None:
             decode_rows = max(decode_rows, CHUNK_TILE)  # the longest chunk is measured at a multiple of 16 tokens
-        self.prefill = PrefillTimes(chunks, gather, decode_rows, pad_rows=_raise_rows if exact else compute_chunk_rows)
+            pad_rows = _raise_rows
+        self.prefill = PrefillTimes(chunks, gather, decode_rows, pad_rows=pad_rows)
         self.mixed = MixedTimes(mixed, self.prefill)
         self.unaligned = UnalignedTimes(unaligned, self.prefill, row_multiple) if unaligned else None
         self.spared = SparedTimes(uneven, self.prefill) if uneven else None
@@ -531,15 +532,20 @@ class StepModel:
 
         The slowest replica decides, and all run as many rows as the fullest; with chunks, experts are excepted.
         """
-        if self.exact:
-            works = [_drop_padding(w) for w in works]
+        works = [self._pad(w) for w in works]
         if any(w.tokens for w in works):
             return self._predict_with_chunks(works)
         rows = max(w.rows for w in works)
-        times = self.graphs if rows <= GRAPH_BATCHES[-1] else self.eager
+        times = self.graphs if rows <= self.most_graph_rows else self.eager
         if times is None:
-            raise _make_outside_error(f"{rows} decode rows", f"those of captured graphs, up to {GRAPH_BATCHES[-1]}")
+            raise _make_outside_error(f"{rows} decode rows", f"those of captured graphs, up to {self.most_graph_rows}")
         return times(rows, max(w.kv_tokens for w in works))
+
+    def _pad(self, work: Work) -> Work:
+        """Return work with the decode rows that the engine runs: steps with chunks of another engine run no graphs."""
+        if self.graph_batches is None:
+            return work
+        return work._replace(rows=work.decodes if work.tokens else pad_to_size(work.decodes, self.graph_batches))
 
     def _predict_with_chunks(self, works: Sequence[Work]) -> float:
         """Return the time of a step with chunks, at least that of the fastest measured one: less would be noise, as of
@@ -561,10 +567,6 @@ class StepModel:
         # Replicas of one request each: next to one with a chunk, another decodes. The remaining part of G is the read
         # of its KV.
         return alone + self.graphs(work.rows, work.kv_tokens) - self.graphs(work.rows, 0)
-
-
-def _drop_padding(work: Work) -> Work:
-    return work._replace(rows=work.decodes)
 
 
 def _make_outside_error(what: str, measured: str, less: str = "a smaller load") -> UsageError:

@@ -193,6 +193,9 @@ class EngineServer(msgspec.Struct, frozen=True, kw_only=True):
     """True if the engine decides a step while the one before it runs."""
     row_multiple: int = 1
     """Steps with prompts take longer if their number of tokens is no multiple of it; 1: all take the same."""
+    graph_batches: tuple[int, ...] = ()
+    """Batch sizes of captured decode graphs, sorted: a step of decodes alone runs as many rows as the next larger size. Empty if it is
+    unknown, or if the engine captures none."""
     request_ms: float = 0.0
     """Time of a request outside of steps: HTTP, tokenizing, scheduling on an idle engine, and the way back."""
     begin_ms: float = 0.0
@@ -294,7 +297,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         samples = ([(m.case.compute_work(), ms(m)) for m in self.select_cases(use)] for use in MODELLED)
         if self.engine is None:
             return StepModel(*samples)
-        return StepModel(*samples, exact=True, row_multiple=self.engine.row_multiple)
+        engine = self.engine
+        return StepModel(*samples, graph_batches=engine.graph_batches, row_multiple=engine.row_multiple)
 
     @functools.cached_property
     def slowdown(self) -> Slowdown:

@@ -9,8 +9,8 @@ and marker.
 from __future__ import annotations
 
 import math
-import re
 from functools import cache
+from typing import NamedTuple
 
 Lch = tuple[float, float, float]  # lightness, chroma and hue of Björn Ottosson's OKLCH, where equal steps look equal
 PLAIN: Lch = (0.53, 0.14, 245)
@@ -32,63 +32,54 @@ DARKEST_ON_DARK, LIGHTEST = 0.53, 0.92
 PALEST, DARKEST = 0.78, 0.36
 PLAIN_MARKER, DCP_MARKERS, DP_MARKERS, BOTH_MARKERS = 0, (1, 2, 4, 5), (5, 3, 4, 6), (6, 5, 4, 1, 2, 3)
 """Places in figures.MARKERS: different ones for layouts of as many GPUs with colours that some readers cannot distinguish."""
-DEGREE = re.compile(r"(?<![a-z0-9])(tp|dp|dcp)(\d+)")
-INSTANCES = re.compile(r" (\d+P\d+D|×\d+)$")
 UNKNOWN: Lch = (0.45, 0.0, 0.0)
 
 
-def get_colours(name: str) -> tuple[str, str]:
-    """Return the colours of a layout such as `tp8·dp2·dcp4` on light and on dark; grey for a name without degrees."""
-    lightness, chroma, hue = _compute_lch(name)
+class Degrees(NamedTuple):
+    """Hold the degrees of a layout by which it is drawn; they need not divide each other, as in imports."""
+
+    tp: int  # 0: unknown
+    dp: int = 1
+    dcp: int = 1
+
+
+UNKNOWN_DEGREES = Degrees(0)
+
+
+def get_colours(degrees: Degrees) -> tuple[str, str]:
+    """Return the colours of a layout on light and on dark; grey for unknown degrees."""
+    lightness, chroma, hue = _compute_lch(degrees)
     return _encode_hex(lightness, chroma, hue), _encode_hex(
         min(max(lightness + ON_DARK, DARKEST_ON_DARK), LIGHTEST), chroma, hue
     )
 
 
-def format_css_colours(name: str) -> str:
+def format_css_colours(degrees: Degrees) -> str:
     """Return both colours as a CSS value: `light-dark(#…, #…)`."""
-    return f"light-dark({', '.join(get_colours(name))})"
+    return f"light-dark({', '.join(get_colours(degrees))})"
 
 
-def compute_shade(name: str, share: float) -> str:
+def compute_shade(degrees: Degrees, share: float) -> str:
     """Return the layout's hue on light, from pale at 0 to dark at 1, for measurements of one layout alone."""
-    _, chroma, hue = _compute_lch(name)
+    _, chroma, hue = _compute_lch(degrees)
     return _encode_hex(PALEST + share * (DARKEST - PALEST), chroma, hue)
 
 
-def split_instances(name: str) -> tuple[str, str]:
-    """Split `tp4·dcp4 1P2D` into `tp4·dcp4` and `1P2D`; the latter is empty for a single instance."""
-    layout, *instances = INSTANCES.split(name)
-    return layout, instances[0] if instances else ""
-
-
-def split_experts(name: str) -> tuple[str, str]:
-    """Return the degrees of a layout and its expert parallel degree: `tp4·dp4` and `ep4` for `tp4·dp4·ep4`, else an empty text."""
-    degrees, _, ep = name.partition("·ep")
-    return degrees, f"ep{ep}" if ep else ""
-
-
-def find_marker_index(name: str) -> int:
+def find_marker_index(degrees: Degrees) -> int:
     """Return the layout's place in figures.MARKERS."""
-    found = _parse_degrees(name)
-    if found is None:
+    _, dp, dcp = degrees
+    if not degrees.tp:
         return 0
-    _, dp, dcp = found
     if dp == 1 and dcp == 1:
         return PLAIN_MARKER
     markers = BOTH_MARKERS if dp > 1 and dcp > 1 else DCP_MARKERS if dcp > 1 else DP_MARKERS
     return markers[_find_family_index(dp, dcp)]
 
 
-def _parse_degrees(name: str) -> tuple[int, int, int] | None:
-    found = {degree: int(number) for degree, number in DEGREE.findall(name)}
-    return (found["tp"], found.get("dp", 1), found.get("dcp", 1)) if found.get("tp") else None
-
-
-def _compute_lch(name: str) -> Lch:
-    if (found := _parse_degrees(name)) is None:
+def _compute_lch(degrees: Degrees) -> Lch:
+    tp, dp, dcp = degrees
+    if not tp:
         return UNKNOWN
-    tp, dp, dcp = found
     family = BOTH if dp > 1 and dcp > 1 else DCP if dcp > 1 else DP if dp > 1 else (PLAIN,)
     lightness, chroma, hue = family[_find_family_index(dp, dcp) if family[1:] else 0]
     return lightness + (ALONE if tp == 1 else SHADES[(round(math.log2(tp)) - 2) % 3]), chroma, hue

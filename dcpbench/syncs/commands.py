@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dcpbench.errors import ExitCode, UsageError
 from dcpbench.records.disks import make_output_error
 from dcpbench.show import ci, streams
 from dcpbench.show.terminal import ProgressLine
 from dcpbench.show.text import format_count, make_printable
+from dcpbench.syncs.call_lines import add_call_lines
 from dcpbench.syncs.files import check_output, drop_copies, expand_names, write_output
-from dcpbench.syncs.formats import PLAIN_WIDTH, check_format, github, markdown, render_report
+from dcpbench.syncs.formats import PLAIN_WIDTH, changes_text, check_format, github, markdown, render_report
 from dcpbench.syncs.gating import baseline as baselines
 from dcpbench.syncs.gating.config import Allow, find_config, find_root
 from dcpbench.syncs.gating.gate import Gate, can_be_finding, check_limits, compute_verdict
+from dcpbench.syncs.site_changes import Thresholds, compare_reports
 from dcpbench.syncs.site_text import make_report_printable
-from dcpbench.syncs.sync_report import encode_json
+from dcpbench.syncs.sync_report import SCHEMA_VERSION, Report, encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.syncs.gating.config import Config
-    from dcpbench.syncs.sync_report import Report
+    from dcpbench.syncs.site_changes import ReportChanges
 
 BASELINE = "syncs-baseline.json"
 NO_STEPS = (
     "warning: not every trace marks steps, so whole counts are compared there: record the same number of steps each "
     "time, or name the range around a step with --step-range '^NAME'.\n"
+)
+OTHER_SOURCE = (
+    " is of another version than in the trace: its functions begin on other lines, so that the lines that wait stay unknown. "
+    "Give the source of the trace's commit with --source FOLDER.\n"
 )
 MAX_FINDINGS = 10
 """Findings that are repeated on stderr where the report went elsewhere."""
@@ -46,7 +55,21 @@ class GateOptions:
     max_bubble_us: float | None = None
     allow: Sequence[str] = ()
     root: Path | None = None
+    source: Path | None = None
     step_range: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    """Options of `diff`."""
+
+    form: str = "table"
+    as_json: bool = False
+    output: Path | None = None
+    force: bool = False
+    tolerance: float = 20.0
+    """Percent."""
+    min_us: float = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,8 +105,9 @@ def _load_gate(options: GateOptions) -> tuple[Gate, Config]:
     """Return a gate with permissions and the range of steps but no limits, and the settings of pyproject.toml."""
     if any(not pattern.strip() for pattern in options.allow):
         raise UsageError("--allow is empty; give a function, such as --allow 'engine.sampler.*'.")
-    if options.root is not None and not options.root.is_dir():
-        raise UsageError(f"--root {options.root} is not a folder; give the root of the repository.")
+    for name, folder in (("--root", options.root), ("--source", options.source)):
+        if folder is not None and not folder.is_dir():
+            raise UsageError(f"{name} {folder} is not a folder; give the root of the repository.")
     try:
         here = (options.root or Path.cwd()).resolve()
     except FileNotFoundError as e:
@@ -91,7 +115,8 @@ def _load_gate(options: GateOptions) -> tuple[Gate, Config]:
     root = here if options.root else find_root(here)
     config = find_config(here, root)
     typed = [Allow(function=g, or_range=True, reason=f"--allow {g}", source="--allow") for g in options.allow]
-    return Gate(root=root, allow=(*typed, *config.allow), step_range=options.step_range or config.step_range), config
+    step_range = options.step_range or config.step_range
+    return Gate(root=root, source=options.source, allow=(*typed, *config.allow), step_range=step_range), config
 
 
 def finish_report(report: Report, gate: Gate, out: OutputOptions) -> int:
@@ -100,6 +125,8 @@ def finish_report(report: Report, gate: Gate, out: OutputOptions) -> int:
     Every command that makes a report ends here; the verdict is set in place. With the format github the step summary is
     written too, where GITHUB_STEP_SUMMARY names its file.
     """
+    for file in add_call_lines(report, [folder for folder in (gate.source, gate.root) if folder is not None]):
+        sys.stderr.write(f"note: {make_printable(file)}{OTHER_SOURCE}")
     report.verdict = compute_verdict(report, gate)
     terminal = out.output is None and sys.stdout.isatty()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if terminal else PLAIN_WIDTH
@@ -125,6 +152,82 @@ def run_scan(traces: Sequence[str], options: GateOptions, out: OutputOptions, *,
     """Scan traces, write the report and return the exit code; with `all_ranks` no rank's trace may be missing."""
     gate = dataclasses.replace(prepare_gate(options, out), all_ranks=all_ranks)
     return finish_report(_scan_files(traces, gate), gate, out)
+
+
+DIFF_FORMATS = ("table", "markdown", "json")
+
+
+def run_diff(old: str, new: str, gate_options: GateOptions, options: DiffOptions) -> int:
+    """Compare two sides, write the result, and return 0 if nothing is new or dearer, 1 if something is, and 3 if a side cannot answer.
+
+    A side is what `scan` takes, or the JSON of a report.
+    """
+    if options.form not in DIFF_FORMATS:
+        raise UsageError(f"There is no format {options.form!r}; give one of {', '.join(DIFF_FORMATS)}.")
+    for name, value in (("--tolerance", options.tolerance), ("--min-us", options.min_us)):
+        if not 0 <= value < math.inf:
+            raise UsageError(f"{name} {value} is no threshold; give a number from 0.")
+    check_output(options.output, force=options.force)
+    gate, _ = _load_gate(gate_options)
+    reports = [_read_side(side, gate) for side in (old, new)]
+    detectors = [{trace.coverage.detector for trace in report.traces} for report in reports]
+    if all(detectors) and detectors[0] != detectors[1]:
+        names = [" and ".join(sorted(found)) for found in detectors]
+        raise UsageError(
+            f"{old} is of {names[0]} and {new} of {names[1]}, which name operators differently; compare reports of one detector."
+        )
+    reasons = [
+        f"{name} side: {reason}"
+        for name, report in zip(("Old", "New"), reports, strict=True)
+        for reason in compute_verdict(report, gate).reasons
+    ]
+    thresholds = Thresholds(share=options.tolerance / 100, microseconds=options.min_us)
+    changes = compare_reports(reports[0], reports[1], thresholds, reasons)
+    form = "json" if options.as_json else options.form
+    text = _render_changes(changes, form, plain=options.output is not None)
+    if options.output is None:
+        _print_text(text, as_json=form == "json")
+    else:
+        write_output(options.output, text, force=options.force)
+        _print_text(f"{changes_text.format_summary(changes)}\nWrote {make_printable(str(options.output))}\n")
+    if changes.reasons:
+        return ExitCode.NO_ANSWER
+    return ExitCode.WRONG if changes.failing else ExitCode.OK
+
+
+def _render_changes(changes: ReportChanges, form: str, *, plain: bool) -> str:
+    if form == "json":
+        return encode_json(changes)
+    if form == "markdown":
+        return changes_text.render_markdown(changes)
+    terminal = not plain and sys.stdout.isatty()
+    width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if terminal else PLAIN_WIDTH
+    return changes_text.render_table(changes, width=width, terminal=terminal and "NO_COLOR" not in os.environ)
+
+
+def _read_side(side: str, gate: Gate) -> Report:
+    """Return the report of a side of `diff`: that in a JSON file of `--format json`, or of the traces."""
+    path = Path(side)
+    if path.suffix == ".json" and path.is_file():
+        with path.open("rb") as file:
+            begins = file.read(64)
+        if b'"schema_version"' in begins:
+            return _read_report(path)
+    return _scan_files([side], gate)
+
+
+def _read_report(path: Path) -> Report:
+    try:
+        report = msgspec.json.decode(path.read_bytes(), type=Report)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as e:
+        raise UsageError(
+            f"{path} is no report of dcpbench syncs ({e}); write one with `dcpbench syncs scan TRACE --format json -o {path}`."
+        ) from e
+    if report.schema_version != SCHEMA_VERSION:
+        raise UsageError(
+            f"{path} is a report of version {report.schema_version}, this program reads version {SCHEMA_VERSION}; scan the trace again."
+        )
+    return report
 
 
 def create_baseline(traces: Sequence[str], options: GateOptions, output: Path | None, *, force: bool) -> int:

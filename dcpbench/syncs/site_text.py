@@ -24,6 +24,7 @@ SiteStatus = Literal["finding", "counted", "known", "allowed", "warm-up", "may b
 LEVELS = {"finding": "error", "counted": "warning"}
 """Levels of code scanning and annotations by how a site stands; all others are the lowest."""
 NOTHING = "–"
+MAX_CALL_LINES = 5
 MAX_NAMES = 5  # processes or operators that a sentence names
 BOUND_NOTE = (
     "Bubble is an upper bound of the GPU idle time that removing a wait, and no other, would win: idle time from its "
@@ -152,7 +153,20 @@ def format_place(site: Site) -> str:
     """Format `file:line` as far as both are known."""
     if not site.file:
         return ""
-    return f"{site.file}:{site.line}" if site.line is not None else site.file
+    line = get_best_line(site)
+    return site.file if line is None else f"{site.file}:{line}"
+
+
+def get_best_line(site: Site) -> int | None:
+    """Return the line of the call if only one is possible, else that of the function; None if both are unknown."""
+    return site.call_lines[0].line if len(site.call_lines) == 1 else site.line
+
+
+def format_call_lines(site: Site) -> list[str]:
+    """Return the source lines that can make the call, such as `57: rows[mask]`; the first ones if there are many."""
+    lines = [f"{line.line}: {line.text}" for line in site.call_lines[:MAX_CALL_LINES]]
+    left = len(site.call_lines) - len(lines)
+    return [*lines, *([f"and {left} more lines"] if left else [])]
 
 
 def get_site_name(site: Site) -> str:
@@ -170,6 +184,8 @@ def format_sentence(site: Site) -> str:
     timed = site.wait_us is not None or site.bubble_us is not None
     cost = f", {format_bubble(site.bubble_us)}" if timed else ""
     called = f", called from {site.called_from}" if site.called_from else ""
+    if len(site.call_lines) > 1:
+        called += f", at one of the lines {', '.join(str(line.line) for line in site.call_lines)}"
     return f"{site.kind}: {f'{what} in ' if what else ''}{get_site_name(site)}{where}{called}, {much}{cost}"
 
 

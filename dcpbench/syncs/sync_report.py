@@ -103,6 +103,13 @@ class Example(msgspec.Struct, kw_only=True):
     """Last GPU work to end before the host went on."""
 
 
+class CallLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of a function that can make a blocking call."""
+
+    line: int
+    text: str
+
+
 class Site(msgspec.Struct, kw_only=True):
     """A place in code that synchronises, whatever number of times."""
 
@@ -122,6 +129,9 @@ class Site(msgspec.Struct, kw_only=True):
     line: int | None = None
     """Line of the call if `line_is` marks it so, else the function's first line."""
     line_is: Literal["call", "function", ""] = ""
+    call_lines: list[CallLine] = []
+    """Lines of the function that can make the call, by the syntax of its source; empty if `line` is that of the call, if the source
+    is not at hand, or if it shows none."""
     stack: list[str] = []
     """Python frames, `file(line): function`, outermost first."""
     called_from: str = ""

@@ -9,7 +9,6 @@ import torch
 
 from dcpbench.exchange.torch_collectives import reduce_max_error
 from dcpbench.kernels.attention import compute_rounding_error
-from dcpbench.kernels.attention.reference import compute_mla_decode
 from dcpbench.kernels.rope import compute_softmax_scale
 from dcpbench.points import layout as arithmetic
 
@@ -28,7 +27,7 @@ def get_limit(engine: DecodeEngine) -> float:
     """
     rounds = {what for batch in engine.batches.values() for what in batch.backend.rounds}
     shape = engine.model.shape
-    deviation = shape.kv_width**0.5 * compute_softmax_scale(shape)  # of scores of normal rows and queries
+    deviation = shape.query_width**0.5 * compute_softmax_scale(shape)  # of scores of normal rows and queries
     return max(compute_rounding_error(rounds, deviation), LIMIT[DTYPE_NAMES[engine.model.dtype]])
 
 
@@ -44,9 +43,9 @@ def compute_attention_error(
     """
     model = engine.model
     w = model.weights.get_layer(LAYER).attention
-    dcp, rank = model.groups.dcp.size, model.groups.dcp.rank
+    dcp = model.groups.dcp.size
     q_BHQ = _make_queries(engine, batch, seed + 1 + model.groups.attn.rank // dcp)
-    mine = slice(rank * model.heads, (rank + 1) * model.heads)
+    mine = model.attention.own_heads
     heads = slice(None) if model.wide.query else mine
     o_hBR = model.run_decode_attention(
         batch.exchange.get_query_buffer(batch.size).copy_(q_BHQ[:, heads]), w, LAYER, batch
@@ -57,9 +56,7 @@ def compute_attention_error(
     chosen = range(len(requests))
     for b in chosen if all_requests else sorted({*chosen[:1], *chosen[-1:]}):
         rows_KQ = _gather_rows(engine, requests[b])
-        truth_hR, _ = compute_mla_decode(q_BHQ[b, mine].double(), rows_KQ, model.shape.latent, scale)
-        if model.wide.value:
-            truth_hR = torch.bmm(truth_hR.unsqueeze(1), w.w_uv[mine].double()).squeeze(1)
+        truth_hR, _ = model.attention.compute_truth(q_BHQ[b, mine].double(), rows_KQ, w, scale)
         wrong += float((o_hBR[:, b].double() - truth_hR).pow(2).sum())
         size_of_truth += float(truth_hR.pow(2).sum())
     error = (wrong / size_of_truth) ** 0.5 if size_of_truth else 0.0
@@ -69,7 +66,7 @@ def compute_attention_error(
 def _make_queries(engine: DecodeEngine, batch: Batch, seed: int) -> torch.Tensor:
     """Return random q [B, H, Q] of all heads of the DCP group, the same on all of its ranks."""
     model = engine.model
-    size = (batch.size, model.heads * model.groups.dcp.size, model.shape.kv_width)
+    size = (batch.size, model.heads * model.groups.dcp.size, model.attention.query_width)
     generator = torch.Generator(engine.device).manual_seed(seed)
     return torch.empty(size, dtype=model.dtype, device=engine.device).normal_(generator=generator)
 

@@ -22,7 +22,7 @@ from dcpbench.show.text import format_count
 from dcpbench.workloads import oracle
 from dcpbench.workloads.rounding import Roundings
 from dcpbench.workloads.session import DTYPES, build_whole_session
-from dcpbench.workloads.teacher_forcing import ATTENTION, EXPERT, LATENT, LOGITS, MLP, QUERY, ROPE_KEY
+from dcpbench.workloads.teacher_forcing import ATTENTION, EXPERT, KEY, LATENT, LOGITS, MLP, QUERY, ROPE_KEY, VALUE
 from dcpbench.workloads.trace import EXPERTS, DecodeResult, Trace, decode_prompts
 from dcpbench.workloads.verify_checks import make_check
 
@@ -41,7 +41,7 @@ of roundings of 6e-8."""
 MAX_MEDIAN, MAX_POSITION = 2, 4
 """Roundings by which the result of an operation may differ: at the median position, and at any position. Engines round
 some intermediate results that transformers never computes: absorbed queries, and each rank's part of a sum."""
-ROUNDED_INSIDE = (QUERY, LATENT, ROPE_KEY, MLP, EXPERT)
+ROUNDED_INSIDE = (QUERY, LATENT, ROPE_KEY, KEY, VALUE, MLP, EXPERT)
 """Operations that round their own results to e4m3. An error of the last bit decides whether a number between two e4m3
 numbers is rounded up or down.
 """

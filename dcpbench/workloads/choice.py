@@ -107,6 +107,6 @@ def _make_pass(engine: DecodeEngine, batch: Batch) -> Callable[[], None]:
         for index in range(model.shape.layers):
             w = model.weights.get_layer(index).attention
             q_BhQ = batch.exchange.get_query_buffer(batch.size).copy_(shown_BhQ)
-            model.compute_values(model.run_decode_attention(q_BhQ, w, index, batch), w)
+            model.attention.compute_values(model.run_decode_attention(q_BhQ, w, index, batch), w)
 
     return run_layers

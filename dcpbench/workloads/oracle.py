@@ -139,7 +139,9 @@ def _load_config(folder: str) -> PreTrainedConfig:
     family = find_family(given)
     assert family is not None  # its shape has been loaded
     given = get_text_fields(given)
-    absent = {"n_shared_experts": 0, "q_lora_rank": None, "num_key_value_heads": given["num_attention_heads"]}
+    absent: dict[str, Any] = {"num_key_value_heads": given["num_attention_heads"]}
+    if "kv_lora_rank" in given:
+        absent |= {"n_shared_experts": 0, "q_lora_rank": None}
     left_out = ("model_type", "quantization_config")
     fields = {name: value for name, value in given.items() if value is not None and name not in left_out}
     return getattr(transformers, family.transformers_config).from_dict(

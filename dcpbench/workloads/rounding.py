@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from dcpbench.engine.scaled_weights import compute_block_size
 from dcpbench.kernels.e4m3 import LARGEST
-from dcpbench.models.shapes import SCALE_BLOCK
+from dcpbench.models.weight_formats import SCALE_BLOCK
 from dcpbench.points.names import CUT, FP8
 
 if TYPE_CHECKING:

@@ -97,7 +97,7 @@ def build_session(
     fp8 = point.weights_precision == FP8
     weights = load_weights(source, shape, layout, rank, plan.held, alive, point.group_wide, point.ep, fp8=fp8)
     stored = torch.float8_e4m3fn if point.kv_precision == FP8 else dtype
-    kv = KvPool(shape.layers, plan.pages, point.page_size, shape.kv_width, stored, device)
+    kv = KvPool(shape.layers, plan.pages, point.page_size, shape.compute_kv_width(layout.attn_tp), stored, device)
     model = Model(
         shape,
         layout,

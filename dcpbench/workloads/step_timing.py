@@ -78,8 +78,8 @@ def get_extent(serving: Serving, points: Sequence[Point]) -> Extent:
 def list_kernel_changes(sharding: Sharding) -> list[int]:
     """Return the maximum rows of a replica up to which linear layers and experts use the same kernels on a GPU."""
     shape, layout = sharding.shape, sharding.layout
-    experts = moe.list_kernel_changes(shape.experts // sharding.expert_ranks, shape.top_k, in_fp8=sharding.scaled)
-    return [tokens // layout.dp for tokens in experts] + ([block_scaled.FEW_ROWS] if sharding.scaled else [])
+    experts = moe.list_kernel_changes(shape.experts // sharding.expert_ranks, shape.top_k, in_fp8=sharding.in_fp8)
+    return [tokens // layout.dp for tokens in experts] + ([block_scaled.FEW_ROWS] if sharding.in_fp8 else [])
 
 
 def measure_step_times(

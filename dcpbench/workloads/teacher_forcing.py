@@ -5,9 +5,11 @@ engine rounds (rounding.py). Hooks compare the result of each operation with the
 that the next operation has the same input in both. Errors do not accumulate: limits are the same at any depth, and an
 error is found at its origin.
 
-    query      q of all heads before rope                from the layer's input: norm, projections
-    KV latent  columns [0, R) of KV rows                 likewise
-    rope key   columns [R, R + P) of KV rows             likewise, with rope
+    query      q of all heads, of MLA before rope        from the layer's input: norm, projections
+    KV latent  columns [0, R) of KV rows of MLA          likewise
+    rope key   columns [R, R + P) of KV rows of MLA      likewise, with rope
+    key        K heads of grouped-query attention        likewise, with rope
+    value      V heads of grouped-query attention        likewise
     attention  attention outputs of all heads            from q, and KV rows as the cache stores them
     o_proj     the output projection                     from attention outputs
     router     router logits                             from the residual: norm, router
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from dcpbench.workloads.trace import Trace
 
 QUERY, LATENT, ROPE_KEY, ATTENTION = "query", "KV latent", "rope key", "attention"
+KEY, VALUE = "key", "value"
 O_PROJ, MLP, EXPERT, LOGITS = "o_proj", "MLP", "expert", "logits"
 SCORE_STEP = 0.05
 """Change of the softmax scale by which the derivative of attention outputs is taken."""
@@ -187,10 +190,13 @@ class TeacherForcing:
         return x.copy_(self.roundings.round_activation(x))
 
     def _attach_attention(self, attention: Any, index: int) -> None:  # noqa: ANN401
-        query = attention.q_proj if attention.q_b_proj is None else attention.q_b_proj
-        _attach_after(query, functools.partial(self._compare_result, QUERY, engine_model.QUERY, index))
-        _attach_after(attention.kv_a_layernorm, functools.partial(self._compare_latent, index))
-        attention.attend = functools.partial(self._run_attention, index)
+        if hasattr(attention, "kv_a_layernorm"):
+            query = attention.q_proj if attention.q_b_proj is None else attention.q_b_proj
+            _attach_after(query, functools.partial(self._compare_result, QUERY, engine_model.QUERY, index))
+            _attach_after(attention.kv_a_layernorm, functools.partial(self._compare_latent, index))
+            attention.attend = functools.partial(self._run_latent_attention, index)
+        else:
+            attention.attend = functools.partial(self._run_grouped_attention, index)
         _attach_after(attention.o_proj, functools.partial(self._compare_result, O_PROJ, engine_model.ATTENTION, index))
 
     def _compare_latent(self, layer: int, found: torch.Tensor) -> torch.Tensor:
@@ -206,6 +212,47 @@ class TeacherForcing:
         self._record_difference(ROPE_KEY, layer, engine_PR, self.roundings.round_activation(found_PR))
         return self.roundings.round_kv_row(engine_PR)
 
+    def _run_latent_attention(
+        self,
+        layer: int,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *arguments: Any,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401
+    ) -> tuple[torch.Tensor, None]:
+        """Attend as transformers does, with rope rounded and KV rows as they are stored; [1, heads, P, width] each."""
+        nope = self.config.qk_nope_head_dim
+        query = torch.cat((query[..., :nope], self.roundings.round_activation(query[..., nope:])), dim=-1)
+        rope_key = self._compare_rope_key(layer, key[0, 0, :, nope:])
+        key = torch.cat((key[..., :nope], rope_key.expand(*key.shape[:-1], -1)), dim=-1)
+        return self._run_attention(layer, module, query, key, value, *arguments, **options)
+
+    def _run_grouped_attention(
+        self,
+        layer: int,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *arguments: Any,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401
+    ) -> tuple[torch.Tensor, None]:
+        """Attend with the engine's queries, keys and values, [1, heads, P, width] each, as they are stored."""
+        engine_rows = self._get_result(engine_model.KV_ROW, layer).unflatten(-1, (2, key.shape[1], -1))
+        found = {QUERY: query, KEY: key, VALUE: value}
+        for name, part_PHX in (
+            (QUERY, self._get_result(engine_model.QUERY, layer)),
+            (KEY, engine_rows[:, 0]),
+            (VALUE, engine_rows[:, 1]),
+        ):
+            model_PHX = self.roundings.round_activation(found[name][0].transpose(0, 1))
+            self._record_difference(name, layer, part_PHX.flatten(1), model_PHX.flatten(1))
+            stored = part_PHX if name == QUERY else self.roundings.round_kv_row(part_PHX)
+            found[name] = stored.transpose(0, 1).unsqueeze(0)
+        return self._run_attention(layer, module, *found.values(), *arguments, **options)
+
     def _run_attention(
         self,
         layer: int,
@@ -217,16 +264,13 @@ class TeacherForcing:
         scaling: float,
         **options: Any,  # noqa: ANN401
     ) -> tuple[torch.Tensor, None]:
-        """Attend as transformers does, with rope rounded and KV rows as they are stored; [1, heads, P, width] each."""
-        nope = self.config.qk_nope_head_dim
-        query = torch.cat((query[..., :nope], self.roundings.round_activation(query[..., nope:])), dim=-1)
-        rope_key = self._compare_rope_key(layer, key[0, 0, :, nope:])
-        key = torch.cat((key[..., :nope], rope_key.expand(*key.shape[:-1], -1)), dim=-1)
+        """Compare the engine's attention outputs with those of transformers' function, and return the engine's."""
         eager = sys.modules[type(module).__module__].eager_attention_forward
         found, _ = eager(module, query, key, value, *arguments, scaling=scaling, **options)
         flatter, _ = eager(module, query, key, value, *arguments, scaling=scaling * (1 - SCORE_STEP), **options)
         engine = self._get_result(engine_model.VALUES, layer).reshape(found.shape)
         self._record_score_scale(engine - found, (found - flatter) / SCORE_STEP)
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         scores = (query @ key.transpose(-1, -2) * scaling).tril().pow(2).sum((-1, -2)) / _count_pairs(key.shape[-2])
         found = self.roundings.round_activation(found)
         self._record_difference(
@@ -244,7 +288,7 @@ class TeacherForcing:
     def _attach_router(self, mlp: Any, index: int) -> None:  # noqa: ANN401
         """Have the MLP take the experts that the engine chose, and its routed experts round as the engine does."""
         route = make_logits_router(mlp.gate)
-        at = index - self.config.first_k_dense_replace
+        at = index - getattr(self.config, "first_k_dense_replace", 0)
 
         def apply_engine_choice(_: torch.nn.Module, __: tuple[torch.Tensor], output: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
             engine_PE = self._get_result(ROUTER, at)
@@ -257,7 +301,10 @@ class TeacherForcing:
         mlp.experts.forward = functools.partial(apply_experts, mlp.experts, self.roundings)
 
 
-ROUNDED_INPUTS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
+ROUNDED_INPUTS = (
+    *("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
 """Linear layers with e4m3 weights and inputs rounded to e4m3."""
 QUANTISED = (*ROUNDED_INPUTS, "kv_b_proj")
 """Linear layers that DeepSeek publishes in fp8. The engine computes with kv_b_proj's e4m3 numbers in its own dtype."""

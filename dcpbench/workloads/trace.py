@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.engine.model import OBSERVED, QUERY, VALUES
+from dcpbench.engine.model import KV_ROW, OBSERVED, QUERY, VALUES
 from dcpbench.engine.weights import Moe
 from dcpbench.kernels import moe
 from dcpbench.kernels.block_scaled import Rows, needs_quantized_input, quantize_rows
+from dcpbench.kernels.gqa import split_rows
 
 if TYPE_CHECKING:
     from dcpbench.engine.decode_engine import Batch, DecodeEngine, Request
@@ -115,6 +116,8 @@ def _run_step(engine: DecodeEngine, batch: Batch) -> tuple[dict[str, torch.Tenso
     assert batch.next_tokens is not None
     results = {name: _collect_layers(found, model.shape.layers) for name, found in observed.items()}
     results |= {name: _gather_heads(model, results[name]) for name in SPLIT}
+    if model.shape.gqa:
+        results[KV_ROW] = _gather_kv_heads(model, results[KV_ROW], model.shape.gqa.kv_heads)
     mine = slice(model.groups.dp.rank * batch.size, (model.groups.dp.rank + 1) * batch.size)
     if model.shape.layers > model.shape.first_dense:
         moe_layers = model.shape.layers - model.shape.first_dense
@@ -160,3 +163,11 @@ def _collect_layers(found: list[torch.Tensor], layers: int) -> torch.Tensor:
 def _gather_heads(model: Model, result: torch.Tensor) -> torch.Tensor:
     """Return [layers, B, H, …] of the heads of all ranks of a replica. Collective."""
     return torch.cat(list(model.groups.attn.all_gather(result.contiguous())), dim=2)
+
+
+def _gather_kv_heads(model: Model, rows_LBW: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Return rows with the K heads and then the V heads of all ranks of a replica; one copy of each head. Collective."""
+    ranks = model.layout.attn_tp
+    parts = model.groups.attn.all_gather(rows_LBW.contiguous())[:: max(1, ranks // kv_heads)]
+    both = [split_rows(part, model.shape.count_kv_heads(ranks)) for part in parts]
+    return torch.stack([torch.cat(heads, dim=2) for heads in zip(*both, strict=True)], dim=2).flatten(2)

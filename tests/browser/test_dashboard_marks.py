@@ -10,7 +10,7 @@ import pytest
 
 from dcpbench.dashboard import discovery, site
 from dcpbench.records.metrics import DASHBOARD
-from dcpbench.show.layouts import get_colours
+from dcpbench.show.layouts import Degrees, get_colours
 
 if TYPE_CHECKING:
     from tests.browser.conftest import Visit
@@ -50,7 +50,7 @@ def test_each_chart_has_a_mark_for_each_value_in_the_colour_of_its_layout(
     assert len(picked) == MOST_PICKED
     due = {
         metric.shown_name: collections.Counter(
-            rgb(get_colours(line.example.layout_name)[scheme == "dark"])
+            rgb(get_colours(Degrees(line.example.tp, line.example.dp, line.example.dcp))[scheme == "dark"])
             for line in picked
             for entry in entries[line]
             if metric.shown_name in entry.values

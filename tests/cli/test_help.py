@@ -14,7 +14,7 @@ import pytest
 from typer.models import OptionInfo
 
 from dcpbench import cli
-from dcpbench.commands import catalogue
+from dcpbench.commands import catalogue, recommend
 from dcpbench.compare.effects import MIN_LAUNCHES
 from dcpbench.plan.serve_spec import SERVE_PARSERS
 from dcpbench.plan.server_spec import SERVER_PARSERS
@@ -386,7 +386,7 @@ def test_help_states_groups_units_and_defaults() -> None:
 def test_the_help_of_served_loads_has_the_lengths_that_are_taken() -> None:
     """Those of GPUs in both commands, on the CPU others in serve."""
     assert f"Default: {ANSWERS} on GPUs; {CPU_ANSWERS} on the CPU." in help_of("serve")
-    assert f"Default: {ANSWERS}." in help_of("recommend")
+    assert f"Default: {recommend.ANSWERS}." in help_of("recommend")
 
 
 def test_the_help_says_what_vllm_and_sglang_call_an_option() -> None:

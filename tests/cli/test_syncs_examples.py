@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.unit.test_syncs_diff import record
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TRACE = ROOT / "tests" / "data" / "h200_stacks.trace.json.gz"
@@ -27,6 +29,7 @@ RECORD = "python benchmark.py --profile-to traces"
     [
         ("vendor.github-workflows", "github-actions.yml"),
         ("vendor.github-workflows", "compare.yml"),
+        ("vendor.github-workflows", "syncs-diff.yml"),
         ("vendor.gitlab-ci", "gitlab-ci.yml"),
     ],
 )
@@ -41,8 +44,8 @@ def load(file: str) -> dict[str, Any]:
     return yaml.safe_load((EXAMPLES / file).read_text())
 
 
-def github_commands(job: str) -> list[str]:
-    return [step["run"] for step in load("github-actions.yml")["jobs"][job]["steps"] if "run" in step]
+def github_commands(job: str, file: str = "github-actions.yml") -> list[str]:
+    return [step["run"] for step in load(file)["jobs"][job]["steps"] if "run" in step]
 
 
 def gitlab_commands(job: str) -> list[str]:
@@ -129,6 +132,31 @@ def gitlab(checkout: Checkout) -> subprocess.CompletedProcess[str]:
     install, *commands = gitlab_commands("hidden-syncs")
     assert (install, gitlab_commands("record-trace")) == (INSTALL, [RECORD])
     return checkout.run("\n".join(commands), ("bash", "-eo", "pipefail", "-c"), **env)
+
+
+@pytest.mark.parametrize(("changed", "code"), [(False, 0), (True, 1)])
+def test_the_comparison_is_posted_before_the_check_fails(checkout: Checkout, *, changed: bool, code: int) -> None:
+    """The commands after the two recordings; `gh` keeps the comment that it would post."""
+    runner = checkout.folder.parent / "runner"
+    for branch in ("base", "branch"):
+        (runner / branch).mkdir(parents=True)
+        shutil.copy(TRACE, runner / branch)
+    if changed:
+        (runner / "base" / TRACE.name).unlink()
+        (runner / "base" / "clean.json").write_text(record().text())
+    posted = runner / "posted.md"
+    gh = checkout.folder.parent / "bin" / "gh"
+    gh.write_text(f'#!/bin/sh\nfor word; do file="$word"; done\ncp "$file" "{posted}"\n')
+    gh.chmod(0o755)
+    base, branch, install, *commands = github_commands("compare", "syncs-diff.yml")
+    assert (base, branch) == tuple(
+        f'python benchmark.py --profile-to "$RUNNER_TEMP/{name}"' for name in ("base", "branch")
+    )
+    assert install == INSTALL
+    env = {"NUMBER": "7", "RUNNER_TEMP": str(runner)}
+    done = [checkout.run(command, ("bash", "-e", "-c"), **env) for command in commands]
+    assert [one.returncode for one in done] == [0, 0, code], [one.stderr for one in done]
+    assert ("new or dearer site" in posted.read_text()) is changed
 
 
 class TestGithub:

@@ -1,4 +1,4 @@
-"""Small random DeepSeek checkpoints, written by transformers itself; every number that could be 0 or 1 is neither.
+"""Small random checkpoints, written by transformers itself; every number that could be 0 or 1 is neither.
 
 transformers takes seconds to import, so only who writes a checkpoint does.
 """
@@ -95,6 +95,46 @@ def deepseek_v2_greedy(folder: Path) -> None:
     """Low-rank q, softmax routing without groups, plain rope, and an epsilon that the latent norms do not share."""
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     _write("DeepseekV2", V2_GREEDY | {"rms_norm_eps": 0.1, "rope_parameters": rope}, folder)
+
+
+GROUPED = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""8 query heads of 64 columns, which together are wider than the hidden state."""
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""Rope scaling of Llama 3.1: of 32 frequencies some are kept, some are divided by 8, and some lie in between."""
+
+
+def qwen3(folder: Path, kv_heads: int, **changed: object) -> None:
+    """Write a dense Qwen3: norms of heads, and an epsilon that is not the default."""
+    _write("Qwen3", GROUPED | {"num_key_value_heads": kv_heads, "rms_norm_eps": 1e-3} | changed, folder)
+
+
+def qwen3_moe(folder: Path, kv_heads: int, **changed: object) -> None:
+    """Write a Qwen3-MoE: experts in every layer, softmax routing with normalised weights."""
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    _write("Qwen3Moe", GROUPED | experts | {"num_key_value_heads": kv_heads} | changed, folder)
+
+
+def llama(folder: Path, kv_heads: int, **changed: object) -> None:
+    """Write a Llama 3.1: its scaling of rope, no norms of heads."""
+    _write("Llama", GROUPED | {"num_key_value_heads": kv_heads, "rope_parameters": LLAMA3} | changed, folder)
 
 
 def deepseek_v3_of(folder: Path, changed: Mapping[str, object], written: Mapping[str, object]) -> None:

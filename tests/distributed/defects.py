@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcpbench.engine import decode_engine, model
+from dcpbench.engine import attention, model
+from dcpbench.engine.attention import mla
 from dcpbench.engine.decode_engine import DecodeEngine
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
@@ -83,7 +84,7 @@ def no_yarn(patch: Patch) -> None:
 
 def no_mscale(patch: Patch) -> None:
     """The softmax scale without mscale_all_dim's factor."""
-    patch(decode_engine, "compute_softmax_scale", lambda shape: (shape.nope + shape.rope) ** -0.5)
+    patch(attention, "compute_softmax_scale", lambda shape: (shape.nope + shape.rope) ** -0.5)
 
 
 def routed_scale_of_1(patch: Patch) -> None:
@@ -152,9 +153,9 @@ def weights_not_normalised(patch: Patch) -> None:
 def kv_scale_twice(patch: Patch) -> None:
     """A KV cache with a scale that attention multiplies with twice."""
     patch(KvPool, "scale", 0.25)
-    make = decode_engine.make_backend
+    make = mla.make_backend
     patch(
-        decode_engine,
+        mla,
         "make_backend",
         lambda name, spec: make(name, dataclasses.replace(spec, kv_scale=spec.kv_scale**2)),
     )
@@ -239,13 +240,13 @@ def layer_skipped(patch: Patch) -> None:
 
 def no_query_norm(patch: Patch) -> None:
     """The query latent is not normalised."""
-    split = model.split_latent
+    split = mla.split_latent
 
     def plain(qkv: torch.Tensor, q_norm: Any, kv_norm: torch.Tensor, *rest: Any, **options: Any) -> Any:
         split(qkv, q_norm, kv_norm, *rest, **options)
         return qkv[:, : len(q_norm)]
 
-    patch(model, "split_latent", plain)
+    patch(mla, "split_latent", plain)
 
 
 def gate_for_up(patch: Patch) -> None:
@@ -272,12 +273,12 @@ def residual_of_before(patch: Patch) -> None:
 
 def key_of_last_position(patch: Patch) -> None:
     """Rope keys are rotated by one position too few."""
-    split = model.split_latent
+    split = mla.split_latent
 
     def shifted(qkv: Any, q_norm: Any, kv_norm: Any, positions: torch.Tensor, *rest: Any, **options: Any) -> Any:
         return split(qkv, q_norm, kv_norm, (positions - 1).clamp(min=0), *rest, **options)
 
-    patch(model, "split_latent", shifted)
+    patch(mla, "split_latent", shifted)
 
 
 def second_best_token(patch: Patch) -> None:

@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck python -m tests.kernels.small_shapes [FAMILY…]
     compute-sanitizer --tool racecheck python -m tests.kernels.small_shapes [FAMILY…]
 
-Families: attention, exchange, kv, moe, peers. Results are compared elsewhere; this only has to reach every kernel.
+Families: attention, exchange, gqa, kv, moe, peers, rows. Results are compared elsewhere; this only has to reach every kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
+from dcpbench.kernels.gqa import GqaSpec, make_gqa_backend
 from dcpbench.kernels.head_order import to_head_order
 from dcpbench.kernels.kv_gather import gather_in_token_order, make_request_table, pack_rows
 from dcpbench.kernels.kv_indices import Share, write_pages
@@ -25,6 +26,7 @@ from dcpbench.kernels.moe import apply_experts
 from dcpbench.kernels.moe.prefill_experts import silu_mul_rows
 from dcpbench.kernels.norm import normalize_rows
 from dcpbench.kernels.pack import Message, merge_messages, pack_messages
+from dcpbench.kernels.qk_norm_rope import split_heads
 from dcpbench.kernels.qkv_norm_rope import split_latent_fused
 from dcpbench.kernels.symm_mem.all_reduce import reduce_one_shot, reduce_two_shot
 from dcpbench.kernels.symm_mem.gather import gather_queries
@@ -62,6 +64,36 @@ def attention() -> None:
         backend.plan(Shards(pages=pages, lengths=lengths))
         o = torch.empty(len(lengths), heads, 512, dtype=rows.dtype, device=kv.device)
         backend.run(_normal(len(lengths), heads, 576), kv, o, torch.empty(len(lengths), heads, device=kv.device))
+
+
+def gqa() -> None:
+    """A request that is cut, an empty one and one of a single row; groups of 2, 16 and 64 heads; pages of 16 and 64 rows."""
+    lengths = [700, 0, 70, 1]
+    for page, (heads, kv_heads), dtype in itertools.product(
+        (16, 64), ((16, 8), (64, 4), (64, 1)), (torch.bfloat16, torch.float8_e4m3fn)
+    ):
+        used = [-(-n // page) for n in lengths]
+        pages = np.split(np.arange(sum(used), dtype=np.int32), np.cumsum(used)[:-1])
+        kv = _normal(sum(used), page, 2 * kv_heads * 128).to(dtype)
+        spec = GqaSpec(
+            batch=len(lengths),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=128,
+            page_size=page,
+            max_pages=max(used),
+            scale=128**-0.5,
+            dtype=torch.bfloat16,
+            device=kv.device,
+            kv_dtype=dtype,
+        )
+        backend = make_gqa_backend("triton", spec)
+        backend.plan(Shards(pages=pages, lengths=lengths))
+        q = _normal(len(lengths), heads, 128)
+        backend.run(q, kv, torch.empty_like(q), torch.empty(len(lengths), heads, device=kv.device))
+        qkv, positions = _normal(5, (heads + 2 * kv_heads) * 128), torch.arange(5, device="cuda")
+        q, row, table = _normal(5, heads, 128), _normal(5, 2 * kv_heads * 128), torch.rand(8, 128, device="cuda")
+        split_heads(qkv, _normal(128), _normal(128), positions, table, q, row, eps=1e-6)
 
 
 def exchange() -> None:
@@ -152,7 +184,15 @@ def rows() -> None:
     silu_mul_rows(_normal(5, 2 * 1408))
 
 
-FAMILIES = {"attention": attention, "exchange": exchange, "kv": kv, "moe": moe, "peers": peers, "rows": rows}
+FAMILIES = {
+    "attention": attention,
+    "exchange": exchange,
+    "gqa": gqa,
+    "kv": kv,
+    "moe": moe,
+    "peers": peers,
+    "rows": rows,
+}
 
 
 def _normal(*shape: int) -> torch.Tensor:

@@ -17,7 +17,8 @@ from dcpbench.engine.weights import Moe, Weights, load_weights
 from dcpbench.engine_plugins import fill_model
 from dcpbench.engine_plugins.vllm import LOAD_FORMAT
 from dcpbench.errors import ModelError
-from dcpbench.models import load_shape
+from dcpbench.models import FAMILIES, load_shape
+from dcpbench.models.shapes import Gqa
 from dcpbench.models.tensor_names import TensorNames
 from dcpbench.points.layout import Layout
 from dcpbench.points.memory import Layers
@@ -35,6 +36,11 @@ SHAPE = dataclasses.replace(
     moe_inter=256, dense_inter=512, vocab=203, latent=128, nope=64, value=64, rope=16,
 )  # fmt: skip
 """Parts of two ranks end inside blocks of 128 × 128 numbers and inside the blocks of 256 that are drawn together."""
+GROUPED = dataclasses.replace(
+    load_shape("qwen3-30b-a3b"),
+    layers=2, hidden=256, heads=4, gqa=Gqa(kv_heads=2, qk_norm=True), experts=4, top_k=2, moe_inter=256, vocab=203, rope=96, value=96,
+)  # fmt: skip
+"""The same with grouped-query attention."""
 
 
 def source(device: str = "cpu") -> SyntheticSource:
@@ -48,17 +54,21 @@ def flat(weights: Weights) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize(("tp", "ep"), [(1, WHOLE), (2, CUT), (2, WHOLE)])
+@pytest.mark.parametrize(("tp", "ep"), [(1, WHOLE), (2, CUT), (2, WHOLE), (4, CUT)])
+@pytest.mark.parametrize("shape", [SHAPE, GROUPED], ids=["mla", "gqa"])
 def test_a_checkpoint_of_these_tensors_gives_each_rank_the_weights_that_it_draws(
-    tmp_path: Path, tp: int, ep: str, *, fp8: bool
+    tmp_path: Path, shape: ModelShape, tp: int, ep: str, *, fp8: bool
 ) -> None:
-    """All tensors are written as one file; a rank's shard of the file equals the shard that it draws, bit for bit."""
-    tensors = dict(iter_checkpoint_tensors(source(), SHAPE, fp8=fp8))
+    """All tensors are written as one file; a rank's shard of the file equals the shard that it draws, bit for bit.
+
+    Of 4 ranks two each hold a copy of a KV head.
+    """
+    tensors = dict(iter_checkpoint_tensors(source(), shape, fp8=fp8))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    layers = Layers(SHAPE.first_dense, SHAPE.layers - SHAPE.first_dense)
+    layers = Layers(shape.first_dense, shape.layers - shape.first_dense)
     for rank in range(tp):
         drawn, read = (
-            load_weights(s, SHAPE, Layout(tp=tp), rank, layers, ep=ep, fp8=fp8)
+            load_weights(s, shape, Layout(tp=tp), rank, layers, ep=ep, fp8=fp8)
             for s in (source(), CheckpointSource(tmp_path, torch.bfloat16, torch.device("cpu")))
         )
         pairs = list(zip(flat(drawn), flat(read), strict=True))
@@ -123,6 +133,31 @@ def test_names_and_shapes_are_those_that_transformers_loads(model: str) -> None:
     }
     routed = (small.layers - small.first_dense) * small.experts * 3
     assert sum(".experts." in name for name in found) == routed
+
+
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-8b", "llama-3.1-8b"])
+def test_so_they_are_for_grouped_query_attention(model: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    published = load_shape(model)
+    layers = {"layers": 2, "first_dense": 0 if published.experts else 2}
+    small = dataclasses.replace(published, hidden=64, heads=4, dense_inter=64, vocab=203, rope=16, value=16, **layers)
+    if published.experts:
+        small = dataclasses.replace(small, experts=4, top_k=2, moe_inter=32)
+    assert small.gqa is not None
+    small = dataclasses.replace(small, gqa=dataclasses.replace(small.gqa, kv_heads=2))
+    family = next(f for f in FAMILIES if any(model in preset.repositories for preset in f.presets))
+    config = getattr(transformers, family.transformers_config)(
+        vocab_size=small.vocab, hidden_size=small.hidden, intermediate_size=small.dense_inter, head_dim=16,
+        moe_intermediate_size=small.moe_inter, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_experts=small.experts, num_experts_per_tok=small.top_k,
+    )  # fmt: skip
+    with torch.device("meta"):
+        theirs = getattr(transformers, family.architectures[0])(config).state_dict()
+    found = {name: tuple(t.shape) for name, t in iter_checkpoint_tensors(source(), small, fp8=False)}
+    assert {n: s for n, s in found.items() if ".experts." not in n} == {
+        n: tuple(t.shape) for n, t in theirs.items() if ".experts." not in n
+    }
+    assert sum(".experts." in name for name in found) == 2 * small.experts * 3
 
 
 def test_a_plugin_loads_what_the_config_describes(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dcpbench.errors import MissingPackageError, UsageError
+from dcpbench.kernels.gqa import split_rows
 from dcpbench.kernels.merge import merge_attn_states, merge_attn_states_fused, merge_attn_states_reference
 from dcpbench.kernels.prefill import PrefillSpec, make_prefill
 from dcpbench.kernels.prefill.reference import compute_attention
@@ -36,19 +37,30 @@ def inputs(q_lengths, kv_lengths, *, heads, width, value, padded, dtype, device,
     return made
 
 
+def grouped_inputs(q_lengths, kv_lengths, spec):
+    """The same with grouped query heads: k and v are views of KV rows, K heads and then V heads."""
+    sizes = {"width": spec.width, "value": spec.width, "padded": spec.width, "dtype": spec.dtype, "device": spec.device}
+    q = inputs(q_lengths, kv_lengths, heads=spec.heads, **sizes)[0]
+    rows = inputs(kv_lengths, kv_lengths, heads=2 * spec.kv_heads, **sizes)[0].flatten(1)
+    return q, *split_rows(rows, spec.kv_heads)
+
+
 def check(backend, spec, shape, o_limit, lse_limit):
     """Compare one plan, run twice, and say whether rows without keys have no weight."""
     q_lengths, kv_lengths, causal = SHAPES[shape]
-    q, k, v = inputs(
-        q_lengths,
-        kv_lengths,
-        heads=spec.heads,
-        width=spec.width,
-        value=spec.value,
-        padded=backend.value_width,
-        dtype=spec.dtype,
-        device=spec.device,
-    )
+    if spec.kv_heads is None:
+        q, k, v = inputs(
+            q_lengths,
+            kv_lengths,
+            heads=spec.heads,
+            width=spec.width,
+            value=spec.value,
+            padded=backend.value_width,
+            dtype=spec.dtype,
+            device=spec.device,
+        )
+    else:
+        q, k, v = grouped_inputs(q_lengths, kv_lengths, spec)
     plan = backend.plan(q_lengths, kv_lengths, causal=causal)
     backend.plan([2], [3], causal=False)  # which changes nothing
     wanted_o, wanted_lse = compute_attention(
@@ -70,9 +82,43 @@ def check(backend, spec, shape, o_limit, lse_limit):
             assert torch.equal(alone[~empty], o[~empty]), "o of the same call, without lse"
 
 
-def spec(dtype, device, *, heads=4, width=192, value=128):
+def spec(dtype, device, *, heads=4, width=192, value=128, kv_heads=None):
     """Sizes of the published models."""
-    return PrefillSpec(heads=heads, width=width, value=value, scale=SCALE, dtype=dtype, device=torch.device(device))
+    return PrefillSpec(
+        heads=heads,
+        kv_heads=kv_heads,
+        width=width,
+        value=value,
+        scale=SCALE,
+        dtype=dtype,
+        device=torch.device(device),
+    )
+
+
+GROUPS = pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (8, 1)])
+HEAD_DIMS = pytest.mark.parametrize("width", [64, 128])
+
+
+class TestGroupedQueries:
+    """Keys and values of KV rows in place, without a copy."""
+
+    @GROUPS
+    @pytest.mark.parametrize("device", ["cpu", GPU])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_sdpa_in_fp32_is_fp64_to_its_rounding(self, shape, device, heads, kv_heads):
+        made = spec(torch.float32, device, heads=heads, width=16, value=16, kv_heads=kv_heads)
+        check(make_prefill("sdpa", made), made, shape, 1e-4, 1e-4)
+
+    @pytest.mark.gpu
+    @GROUPS
+    @HEAD_DIMS
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("name", ["sdpa", "flashinfer"])
+    def test_bf16_is_fp64_to_the_rounding_of_its_output(self, name, shape, width, heads, kv_heads):
+        if name == "flashinfer":
+            pytest.importorskip("flashinfer")
+        made = spec(torch.bfloat16, "cuda", heads=heads, width=width, value=width, kv_heads=kv_heads)
+        check(make_prefill(name, made), made, shape, 0.03, 2e-3)
 
 
 class TestSdpa:

@@ -33,6 +33,7 @@ def test_settings_of_vllm() -> None:
         attention_backend="FLASH_ATTN_MLA",
         moe_backend="TRITON",
         exchange="ag_rs",
+        graph_batches=[1, 2, 4, 8, 16, 32],
     )
 
 
@@ -60,6 +61,7 @@ def test_settings_of_sglang() -> None:
         async_scheduling=True,
         attention_backend="flashinfer",
         exchange="ag_rs",
+        graph_batches=[1, 2, 4, 8, 12, 16, 24, 32],
     )
 
 

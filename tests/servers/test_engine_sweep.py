@@ -339,6 +339,14 @@ def test_a_step_has_the_requests_of_all_replicas() -> None:
     assert read_limits(["--max-running-requests", "8"], 2).max_requests == 8
 
 
+def test_a_kv_cache_that_flags_limit_is_counted_over_all_ranks() -> None:
+    """vLLM: 10 blocks of 64 tokens on each of 2 · 4 ranks hold 5,120; without a block size they hold 10 · 128 at most."""
+    assert read_limits(["--num-gpu-blocks-override=10", "--block-size", "64"], 2, 4).kv_tokens == 5120
+    assert read_limits(["--num-gpu-blocks-override", "10", "-pcp", "2"]).kv_tokens == 2560
+    assert read_limits(["--max-total-tokens", "1000"], 2, 4).kv_tokens == 8000
+    assert read_limits(["--block-size", "64"]).kv_tokens is None
+
+
 def test_engines_profile_steps_without_python_stacks() -> None:
     """Stacks take the host longer than a short step takes. A file with the preset's profiler gets that without stacks, too."""
     without = PRESETS["vllm"].step_profiler
@@ -400,6 +408,17 @@ def test_a_floor_needs_all_that_it_depends_on(
 ) -> None:
     own = msgspec.structs.replace(make_engine_point(2, 2), **changes)
     assert compute_engine_floor(own, settings, rates) is None
+
+
+def test_the_format_behind_a_quantisers_name_is_the_models() -> None:
+    """vLLM names `mxfp4` in the log of gpt-oss-120b, whose experts are published so; bf16 weights have a higher floor."""
+    own = msgspec.structs.replace(make_engine_point(2, 1), model="gpt-oss-120b", exchange="none")
+    floors = [
+        compute_engine_floor(own, EngineSettings(dtype="bfloat16", weights_dtype=name), {2: PEERS})
+        for name in ("gpt_oss_mxfp4", "mxfp4", None)
+    ]
+    named, same, wide = (found[1].floor_ms for found in floors if found is not None)
+    assert named == same < wide / 2
 
 
 def test_rates_come_from_a_run_of_the_same_gpu(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def engine(
 ) -> DecodeEngine:
     """The engine of one rank in fp32 with synthetic weights; it can run steps where the layout has one rank."""
     weights = load_weights(SyntheticSource(seed, torch.float32, CPU), shape, layout, rank, layers(shape))
-    kv = KvPool(shape.layers, pages, page_size, shape.kv_width, torch.float32, CPU)
+    kv = KvPool(shape.layers, pages, page_size, shape.compute_kv_width(layout.attn_tp), torch.float32, CPU)
     groups = alone(layout, rank)
     model = Model(shape, layout, groups, weights, kv, interleave=interleave, max_context=context, device=CPU)
     return DecodeEngine(

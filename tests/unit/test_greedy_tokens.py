@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from dcpbench.servers.answer_pairs import Answer
 from tools import greedy_tokens
-from tools.greedy_tokens import Answers, Position, compare_answers, make_prompts
+from tools.greedy_tokens import Answers, Position, compare_answers, list_positions, make_prompts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,3 +59,12 @@ def test_prompts_are_the_same_for_every_engine() -> None:
     assert prompts == make_prompts(100, 9, 20, seed=3)
     assert [len(prompt) for prompt in prompts] == [20, 19, 18, 17, 16, 15, 14, 20, 19]
     assert min(min(prompt) for prompt in prompts) >= 2
+
+
+def test_a_servers_answer_keeps_its_likeliest_tokens_and_its_own() -> None:
+    """Of 7 listed tokens the 5 likeliest stay; the answer's own is added if it is none of them."""
+    tops = {f"t{n}": -float(n) for n in range(7)}
+    answer = Answer(tokens=["9"], names=["t9"], logprobs=[-9.0], tops=[tops])
+    assert list_positions(answer) == [Position(9, {n: -float(n) for n in range(5)} | {9: -9.0})]
+    with pytest.raises(ValueError, match="no log-probabilities"):
+        list_positions(Answer(tokens=["9"]))

@@ -32,7 +32,7 @@ SHARED_FILE_NAMES = {
     "kv_gather.py": {"bench/operators", "kernels"},
     "linear.py": {"bench/operators", "kernels"},
     "merge.py": {"bench/operators", "kernels"},
-    "reference.py": {"kernels/attention", "kernels/prefill"},
+    "reference.py": {"kernels/attention", "kernels/gqa", "kernels/prefill"},
     "serve.py": {"commands", "workloads"},
     "verify.py": {"commands", "workloads"},
 }

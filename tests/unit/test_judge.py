@@ -12,8 +12,9 @@ import pytest
 from dcpbench.errors import UsageError
 from dcpbench.kernels import kv_gather, kv_up_proj
 from dcpbench.models import SHAPES
+from dcpbench.models.shapes import Gqa
 from dcpbench.plan import grid, validate
-from dcpbench.plan.kernel_limits import TENSOR_UNIT, compute_part_sizes
+from dcpbench.plan.kernel_limits import TENSOR_UNIT, compute_part_sizes, find_split_block
 from dcpbench.plan.spec import make_spec
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
@@ -86,7 +87,8 @@ def test_blocks_of_fp8_end_where_a_ranks_part_does() -> None:
         SHAPES["deepseek-v3"],
         Point(model="deepseek-v3", tp=4, dp=2, ep="1", concurrency=2, context=9, backend="triton", dtype="bf16"),
     )
-    assert compute_part_sizes(point, shape) == {
+    sizes = {name: size for name, (size, *_) in compute_part_sizes(point, shape).items()}
+    assert sizes == {
         "'hidden_size'": 7168,
         "the queries": 1536,
         "q_b": 64 * 192,
@@ -96,9 +98,9 @@ def test_blocks_of_fp8_end_where_a_ranks_part_does() -> None:
         "the dense MLP": 4608,
     }
     whole = msgspec.structs.replace(point, ep="tp")
-    assert compute_part_sizes(whole, shape)["an expert"] == 2048
+    assert compute_part_sizes(whole, shape)["an expert"][0] == 2048
     lite = compute_part_sizes(whole, dataclasses.replace(SHAPES["deepseek-v2-lite"], first_dense=0))
-    assert (lite["the queries"], lite["the shared expert"], lite["the dense MLP"]) == (8 * 192, 704, 0)
+    assert [lite[name][0] for name in ("the queries", "the shared expert", "the dense MLP")] == [8 * 192, 704, 0]
 
 
 @pytest.mark.parametrize(("dp", "most"), [(1, 512), (2, 1024)])
@@ -233,3 +235,81 @@ def test_calls_of_an_emulated_layout_must_be_known_with_those_of_stored_prefixes
     validate._check_emulated(point, validate.Machine(probe=H200X4, timed=True))
     assert asked[:3] == [("symm", 2), ("symm", 2), ("all-reduce", 4)]
     assert sorted(ranks for name, ranks in asked if name == "all-gather") == sorted(gathers)
+
+
+class TestGroupedQueries:
+    QWEN = SHAPES["qwen3-235b-a22b"]
+
+    def test_a_model_with_parts_that_the_engine_lacks_is_planned_and_not_measured(self) -> None:
+        """With given step times nothing is measured."""
+        point = Point(model="gpt-oss-120b", tp=2, concurrency=2, context=9, backend="triton", dtype="bf16")
+        lacking = "biases in attention and sliding windows and attention sinks and biases of experts"
+        with pytest.raises(UsageError, match=rf"does not compute {lacking}, which gpt-oss-120b has.* --dry-run"):
+            validate.check_live(point, Settings(), SHAPES["gpt-oss-120b"])
+        with pytest.raises(UsageError, match=r"rope on a part of a head, which glm-4.6"):
+            validate.check_live(point, Settings(), SHAPES["glm-4.6"])
+        validate.check_live(point, Settings(step_times="times.json"), SHAPES["gpt-oss-120b"])
+
+    @pytest.mark.parametrize("model", ["qwen3-235b-a22b", "qwen3-32b", "llama-3.1-70b", "tiny"])
+    def test_models_that_the_engine_computes_are_measured(self, model: str) -> None:
+        check(self.QWEN, dcp=1, exchange="none")
+        point = Point(model=model, tp=2, concurrency=2, context=9, backend="triton", dtype="bf16")
+        validate.check_live(point, Settings(), SHAPES[model])
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"backend": "flashmla", "page_size": 64}, "flashmla computes MLA, and .* use --backend triton"),
+            ({"project_first": True}, "project-first: the attention of qwen3-235b-a22b gives values"),
+            ({"rope": 96, "value": 96}, "power of two from 16, and qwen3-235b-a22b has 96"),
+            ({"rope": 32, "value": 32, "backend": "flashinfer"}, "heads of 64, 128, 256 columns, .* has 32"),
+        ],
+    )
+    def test_what_its_kernels_do_not_take_is_refused(self, options: dict[str, object], message: str) -> None:
+        sizes = {name: options[name] for name in ("rope", "value") if name in options}
+        with pytest.raises(UsageError, match=message):
+            check(
+                dataclasses.replace(self.QWEN, gqa=Gqa(kv_heads=1), **sizes),
+                **{name: value for name, value in options.items() if name not in sizes},
+            )
+
+
+class TestFormats:
+    """Weights in fewer bits than fp8 are planned."""
+
+    @pytest.mark.parametrize("weights", ["int4", "nvfp4", "mxfp4"])
+    def test_a_format_without_kernels_is_planned_and_not_measured(self, weights: str) -> None:
+        """Replays of given step times need no kernels."""
+        point = Point(
+            model="deepseek-v3", tp=4, concurrency=2, context=9, backend="triton", dtype="bf16", weights_dtype=weights
+        )
+        with pytest.raises(UsageError, match=f"no kernels for {weights} weights; .* fp8 or bf16 .* --dry-run"):
+            validate.check_live(point, Settings(), SHAPES["deepseek-v3"])
+        validate.check_live(point, Settings(step_times="times.json"), SHAPES["deepseek-v3"])
+        validate.check_live(msgspec.structs.replace(point, weights_dtype="fp8"), Settings(), SHAPES["deepseek-v3"])
+
+    @pytest.mark.parametrize(
+        ("weights", "tp", "split"),
+        [
+            ("int4", 8, "an expert (96 numbers)"),
+            ("int4", 4, "an expert (192 numbers)"),
+            ("int4", 2, None),
+            ("nvfp4", 8, None),
+            ("mxfp4", 32, None),
+        ],
+    )
+    def test_groups_end_where_a_ranks_part_of_an_expert_does(self, weights: str, tp: int, split: str | None) -> None:
+        """Experts of Qwen3-30B are 768 wide; int4 has groups of 128, nvfp4 of 16. Engines pad parts in mxfp4."""
+        point = Point(
+            model="qwen3-30b-a3b",
+            tp=tp,
+            ep="1",
+            concurrency=2,
+            context=9,
+            backend="triton",
+            dtype="bf16",
+            weights_dtype=weights,
+        )
+        limit = find_split_block(point, SHAPES["qwen3-30b-a3b"])
+        assert (limit.reason.partition(" of ")[0] if limit else None) == split
+        assert limit is None or limit.max_tp == 2

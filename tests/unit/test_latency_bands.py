@@ -11,10 +11,10 @@ import pytest
 
 from dcpbench.points import latency_bands
 from dcpbench.points.latency_bands import EMULATED, ESTIMATED, TOGETHER, Case, find_band
-from dcpbench.recommend import answer_formats, estimate, forecast
+from dcpbench.recommend import answer_table, estimate, forecast
 from dcpbench.records.record import Emulated, Record
 from dcpbench.serving import replay
-from tests.unit.test_recommend import ask, choice, run
+from tests.unit.test_recommend import choice, run
 from tools import latency_check
 
 PUBLISHED = latency_bands.load_published()
@@ -144,7 +144,7 @@ class TestForecasts:
         words = "--machine H200 --gpus 8 --concurrency 8 --input-tokens 4000 --output-tokens uniform:300-400 --json"
         code, out, _ = run(capsys, *words.split())
         assert code == 0
-        for layout in json.loads(out)["loads"][0]["layouts"]:
+        for layout in json.loads(out)["loads"][0]["rows"]:
             for name in ("ttft", "itl"):
                 low, high = layout[f"{name}_p50_ms_band"]
                 assert low < layout[f"{name}_ms"]["p50"] < high
@@ -155,7 +155,7 @@ class TestForecasts:
         words = "--machine H200 --gpus 8 --concurrency 16 --input-tokens 2000 --output-tokens 4 --slo itl=10000 --json"
         _, out, _ = run(capsys, *words.split())
         found = json.loads(out)
-        layouts = found["loads"][0]["layouts"]
+        layouts = found["loads"][0]["rows"]
         assert [layout["itl_ms"]["p50"] for layout in layouts] == [None] * len(layouts)
         assert [layout["itl_p50_ms_band"] for layout in layouts] == [None] * len(layouts)
         assert all(layout["ttft_p50_ms_band"] for layout in layouts)
@@ -166,7 +166,7 @@ class TestForecasts:
         _, out, _ = run(
             capsys, *["--machine", "H200", "--gpus", "8", "--context", "4000", "--concurrency", "8", "--json"]
         )
-        layout = json.loads(out)["loads"][0]["layouts"][0]
+        layout = json.loads(out)["loads"][0]["rows"][0]
         low, high = layout["itl_p50_ms_band"]
         assert high / layout["itl_ms"]["p50"] == pytest.approx(layout["itl_ms"]["p50"] / low)
         assert high / layout["itl_ms"]["p50"] - 1 >= estimate.load_published_steps().band
@@ -177,11 +177,9 @@ class TestForecasts:
         assert (right.ttft_band, right.itl_band) == ((160.0, 240.0), None)
 
     def test_a_cell_has_the_ends(self) -> None:
-        assert answer_formats.format_p50(20.0, (18.0, 25.0)) == "20.0 [18.0–25.0]"
-        assert answer_formats.format_p50(20.0, None) == "20.0"
-        assert answer_formats.format_p50(None, None) == "—"
-        row = answer_formats.make_rows(ask("H200"), [choice(100.0)])[0]
-        assert len(row) == len(answer_formats.COLUMNS)
+        assert answer_table.format_p50(20.0, (18.0, 25.0)) == "20.0 [18.0–25.0]"
+        assert answer_table.format_p50(20.0, None) == "20.0"
+        assert answer_table.format_p50(None, None) == "—"
 
 
 def test_ends_of_emulated_loads_are_as_wide_as_published_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from dcpbench.reports import dataframes, figures, plots
 from dcpbench.reports.page.points import build_page_data
 from dcpbench.reports.style import Style
 from dcpbench.show import figure_style as show_figures
-from dcpbench.show.layouts import compute_shade, find_marker_index, get_colours
+from dcpbench.show.layouts import UNKNOWN_DEGREES, Degrees, compute_shade, find_marker_index, get_colours
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -82,8 +82,12 @@ def test_a_layout_has_its_colour_in_each_figure_and_page(made: object, tmp_path:
     points = read.points if len(read.points) else read.served
     style, names = Style.from_points(points), set(points["layout"])
     for draw in (figures.draw_throughput, figures.draw_itl, figures.draw_frontier):
-        assert in_figure(draw(points, style, "title")) == {name: {get_colours(name)[0]} for name in names}
-    assert in_page(read) == {name: {"light-dark({}, {})".format(*get_colours(name))} for name in names}
+        assert in_figure(draw(points, style, "title")) == {
+            name: {get_colours(style.find_degrees(name))[0]} for name in names
+        }
+    assert in_page(read) == {
+        name: {"light-dark({}, {})".format(*get_colours(style.find_degrees(name)))} for name in names
+    }
     looks = [(one["colour"], one["dash"], one["symbol"]) for one in build_page_data(read)["series"]]
     assert len(set(looks)) == len(looks) == len(style.lines), "no two lines look alike"
 
@@ -93,7 +97,7 @@ def test_dcp_over_its_baseline_has_the_colour_of_the_layout(tmp_path: Path) -> N
     read = decode(tmp_path / "run")
     style, ratios = Style.from_points(read.points), read.findings.ratios
     figure = figures.draw_break_even(ratios, style, "title")
-    assert in_figure(figure) == {name: {get_colours(name)[0]} for name in ("tp4·dcp2", "tp4·dcp4")}
+    assert in_figure(figure) == {str(layout): {get_colours(degrees_of(layout))[0]} for layout in (DCP2, DCP4)}
     grid = [{"context": context, "concurrency": n} for context in (4000, 64000) for n in (8, 32)]
     asked = [{"exchange": name} | load for name in ("ag_rs", "symm") for load in grid]
     points = [*(build.point(TP, **load) for load in grid), *(build.point(DCP4, **changes) for changes in asked)]
@@ -102,33 +106,39 @@ def test_dcp_over_its_baseline_has_the_colour_of_the_layout(tmp_path: Path) -> N
     assert [ax.get_title() for ax in split.axes] == [f"kimi-k2: tp4·dcp4 ({name})" for name in ("ag_rs", "symm")]
     for ax in split.axes:
         drawn = {line.get_color() for line in ax.get_lines() if line.get_marker() not in ("_", "|")}
-        assert {compute_shade("tp4·dcp4", 0), compute_shade("tp4·dcp4", 1)} <= drawn
+        assert {compute_shade(degrees_of(DCP4), 0), compute_shade(degrees_of(DCP4), 1)} <= drawn
 
 
 def test_kv_capacity_has_bars_in_the_same_colours(tmp_path: Path) -> None:
     read = decode(tmp_path / "run")
-    ax = figures.draw_capacity(read.points, Style.from_points(read.points), "title").axes[0]
+    style = Style.from_points(read.points)
+    ax = figures.draw_capacity(read.points, style, "title").axes[0]
     names = [label.get_text() for label in ax.get_yticklabels()]
     shown = [tuple(round(255 * part) for part in bar.get_facecolor()[:3]) for bar in ax.patches]  # type: ignore[attr-defined]
-    assert shown == [tuple(bytes.fromhex(get_colours(name)[0][1:])) for name in names]
+    assert shown == [tuple(bytes.fromhex(get_colours(style.find_degrees(name))[0][1:])) for name in names]
 
 
 @pytest.mark.parametrize("gpus", [(4,), (8,), (16,), (2, 4, 8), (4, 8, 16)], ids=str)
 def test_layouts_that_meet_in_a_report_are_told_apart(gpus: tuple[int, ...]) -> None:
     """By colour on light and on dark, and where colours are alike by the marker, too."""
-    names = [str(layout) for tp in gpus for layout in list_valid_layouts(load_shape("deepseek-v3"), tp)]
-    for one, other in itertools.combinations(names, 2):
+    layouts = [degrees_of(layout) for tp in gpus for layout in list_valid_layouts(load_shape("deepseek-v3"), tp)]
+    for one, other in itertools.combinations(layouts, 2):
         signs = find_marker_index(one) != find_marker_index(other)
         for theme in (0, 1):
             far = math.dist(lab(get_colours(one)[theme]), lab(get_colours(other)[theme]))
             assert far > (APART if signs else ALONE), (one, other)
 
 
-def test_a_name_without_degrees_is_grey_and_any_degrees_have_a_colour() -> None:
-    assert len({get_colours("unknown")[0][i : i + 2] for i in (1, 3, 5)}) == 1
-    for layout in (Layout(1), Layout(3, 3), Layout(6, 2, 3), Layout(256, 64, 4), Layout(128, 1, 128)):
-        assert all(len(colour) == 7 for colour in (*get_colours(str(layout)), compute_shade(str(layout), 0)))
-    assert get_colours("server tp4·dcp4 (fast)") == get_colours("tp4·dcp4") != get_colours("tp4")
+def test_unknown_degrees_are_grey_and_any_degrees_have_a_colour() -> None:
+    assert len({get_colours(UNKNOWN_DEGREES)[0][i : i + 2] for i in (1, 3, 5)}) == 1
+    for degrees in (Degrees(1), Degrees(3, 3), Degrees(6, 2, 3), Degrees(256, 64, 4), Degrees(128, 1, 128)):
+        assert all(len(colour) == 7 for colour in (*get_colours(degrees), compute_shade(degrees, 0)))
+    assert get_colours(degrees_of(DCP4)) != get_colours(degrees_of(TP))
+
+
+def degrees_of(layout: Layout) -> Degrees:
+    """Return the degrees by which a layout is drawn."""
+    return Degrees(layout.tp, layout.dp, layout.dcp)
 
 
 def lab(colour: str) -> tuple[float, float, float]:

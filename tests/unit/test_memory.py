@@ -3,12 +3,14 @@
 import dataclasses
 import re
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpbench.errors import CapacityError
+from dcpbench.errors import CapacityError, LayoutError
 from dcpbench.models import SHAPES
+from dcpbench.models.weight_formats import FORMATS, FP8
 from dcpbench.points import budget, memory
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout, compute_local_length
@@ -23,7 +25,21 @@ BF16 = 2
 
 @pytest.mark.parametrize(
     ("model", "billions"),
-    [("deepseek-v2-lite", 15.7), ("deepseek-v2", 235.7), ("deepseek-v3", 671.0), ("kimi-k2", 1026.4)],
+    [
+        ("deepseek-v2-lite", 15.7),
+        ("deepseek-v2", 235.7),
+        ("deepseek-v3", 671.0),
+        ("kimi-k2", 1026.4),
+        ("qwen3-8b", 8.2),
+        ("qwen3-32b", 32.8),
+        ("qwen3-30b-a3b", 30.5),
+        ("qwen3-235b-a22b", 235.1),
+        ("llama-3.1-8b", 8.0),
+        ("llama-3.1-70b", 70.6),
+        ("glm-4.6", 352.8),
+        ("gpt-oss-20b", 20.9),
+        ("gpt-oss-120b", 116.8),
+    ],
 )
 def test_all_weights_are_as_many_as_the_model_cards_say(model: str, billions: float) -> None:
     """In fp32 every element takes 4 B, the router's as well."""
@@ -70,6 +86,77 @@ def test_replicating_the_q_projection_of_v3_at_dcp8_costs_4_6_gib() -> None:
         for w in (OWN_HEADS, GroupWide(query=True))
     ]
     assert whole[1] - whole[0] == 61 * (query - own)
+
+
+class TestGroupedQueries:
+    """Qwen3-235B: 64 query heads and 4 KV heads of 128 numbers, 94 layers, hidden 4096."""
+
+    QWEN = SHAPES["qwen3-235b-a22b"]
+
+    @pytest.mark.parametrize(
+        ("layout", "kv_heads"),
+        [(Layout(1), 4), (Layout(2), 2), (Layout(4), 1), (Layout(8), 1), (Layout(8, dcp=2), 1), (Layout(8, dp=8), 4)],
+        ids=str,
+    )
+    def test_a_rank_has_the_kv_heads_of_its_queries(self, layout: Layout, kv_heads: int) -> None:
+        """8 ranks hold 2 copies of each KV head; dcp stores a half of the tokens of a copy, in rows as wide."""
+        heads = 64 // layout.attn_tp
+        qkv = 4096 * (heads + 2 * kv_heads) * 128
+        norms = 2 * 4096 + 2 * 128
+        assert memory.compute_attention_bytes(self.QWEN, layout, BF16) == (qkv + heads * 128 * 4096 + norms) * BF16
+        assert memory.compute_page_bytes(self.QWEN, 16, BF16, layout) == 16 * 94 * 2 * kv_heads * 128 * BF16
+
+    def test_a_layout_of_dcp_needs_copies_of_kv_heads(self) -> None:
+        """tp8 has 2 copies of each of 4 KV heads: as vLLM has it, dcp ≤ tp / KV heads."""
+        Layout(8, dcp=2).check_model(self.QWEN)
+        with pytest.raises(
+            LayoutError, match=r"has 4 KV heads, of which tp8·dcp4 has 2 copies each.*--dcp can be 1, 2"
+        ):
+            Layout(8, dcp=4).check_model(self.QWEN)
+        with pytest.raises(LayoutError, match=r"tp4·dcp2 has 1 copy each.*use --dcp 1, or --tp above 4"):
+            Layout(4, dcp=2).check_model(self.QWEN)
+        with pytest.raises(LayoutError, match="4 KV heads, which tp6 would split over 6 ranks"):
+            Layout(6).check_model(dataclasses.replace(self.QWEN, heads=66))
+
+    def test_layers_with_a_window_hold_it_for_each_request(self) -> None:
+        """gpt-oss-120b: 18 of 36 layers keep 128 rows of 1,024 numbers for each of 32 requests, next to the pool."""
+        oss = SHAPES["gpt-oss-120b"]
+        assert memory.compute_page_bytes(oss, 16, BF16, Layout(1)) == 16 * 18 * 1024 * BF16
+        assert memory.compute_sliding_bytes(oss, Layout(2), BF16) == 18 * 128 * 512 * BF16
+        assert memory.compute_sliding_bytes(self.QWEN, Layout(2), BF16) == 0
+        points = [
+            one_request(Layout(1), "gpt-oss-120b"),
+            msgspec.structs.replace(one_request(Layout(1), "gpt-oss-120b"), concurrency=32),
+        ]
+        one, many = (budget.plan_engine([p], Settings(), oss, gpu(300 * memory.GIB)).pages for p in points)
+        assert one - many == 31 * 128, (
+            "of as many layers with and without a window, a row of one is a page of the other"
+        )
+
+    def test_a_window_is_not_divided(self) -> None:
+        with pytest.raises(LayoutError, match=r"layers with a sliding window.*use --dcp 1"):
+            Layout(16, dcp=2).check_model(SHAPES["gpt-oss-120b"])
+
+    def test_a_model_without_experts_holds_mlps(self) -> None:
+        """Llama-3.1-8B: 3 · 4096 · 14336 numbers in each of 32 layers; the fewest layers outlast the cache by themselves.
+
+        A layer on one rank takes 2 · (3 · 4096 · 14336 + 4096 · 128 · (32 + 16) + 4096² + 2 · 4096) B, 436 MB, which is more
+        than four times the cache.
+        """
+        llama = SHAPES["llama-3.1-8b"]
+        assert memory.compute_dense_mlp_bytes(llama, Layout(1), BF16) == 3 * 4096 * 14336 * BF16
+        assert memory.compute_moe_bytes(llama, Layout(1), BF16) == 0
+        assert memory.compute_min_layers(llama, Layout(1), BF16, L2) == (1, 0)
+        assert memory.compute_min_layers(llama, Layout(8), BF16, L2) == (5, 0), (
+            "an eighth of 436 MB, 4.6 times in 252 MB"
+        )
+
+    def test_a_tied_head_is_the_embedding(self) -> None:
+        tied = dataclasses.replace(self.QWEN, tied=True)
+        once = memory.compute_outer_bytes(self.QWEN, Layout(1), BF16) - memory.compute_outer_bytes(
+            tied, Layout(1), BF16
+        )
+        assert once == 151936 * 4096 * BF16
 
 
 def test_dense_mlp_and_vocabulary_of_v3_on_one_of_eight_ranks() -> None:
@@ -228,6 +315,6 @@ def test_with_attention_dp_a_rank_has_all_tokens_in_its_experts_and_its_replicas
 def test_a_block_of_scales_ends_with_each_part_of_a_layer() -> None:
     """Parts of 128, 64 and 128 rows: blocks of 64, 2 + 1 + 2 of them over 128 columns; a last part may end in one."""
     product = memory.Product(128, 320)
-    assert memory.compute_scaled_bytes(product, (128, 64, 128)) == 320 * 128 + 5 * 4
-    assert memory.compute_scaled_bytes(memory.Product(128, 192), (128, 64)) == 192 * 128 + 2 * 4
-    assert memory.compute_scaled_bytes(memory.Product(256, 256), (128, 128)) == 256 * 256 + 4 * 4
+    assert memory.compute_stored_bytes(product, (128, 64, 128), FORMATS[FP8]) == 320 * 128 + 5 * 4
+    assert memory.compute_stored_bytes(memory.Product(128, 192), (128, 64), FORMATS[FP8]) == 192 * 128 + 2 * 4
+    assert memory.compute_stored_bytes(memory.Product(256, 256), (128, 128), FORMATS[FP8]) == 256 * 256 + 4 * 4

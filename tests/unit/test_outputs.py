@@ -22,6 +22,7 @@ from dcpbench.commands import doctor as doctor_command
 from dcpbench.dashboard import data as dashboard_data
 from dcpbench.dashboard import discovery
 from dcpbench.models import SHAPES
+from dcpbench.models.weight_formats import FORMATS, FP8, UNQUANTISED
 from dcpbench.points import memory
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.reports import dataframes, points_export, report_markdown, sections
@@ -346,17 +347,17 @@ def test_memory_of_layouts(tmp_path: Path) -> None:
     for name, shape in SHAPES.items():
         for layout in LAYOUTS:
             parts = {
-                f"{size}{'s' if fp8 else ''}": [
-                    memory.compute_attention_bytes(shape, layout, size, fp8=fp8),
-                    memory.compute_moe_bytes(shape, layout, size, fp8=fp8, ep="tp"),
-                    memory.compute_moe_bytes(shape, layout, size, fp8=fp8, ep="1"),
-                    memory.compute_shared_expert_bytes(shape, layout, size, fp8=fp8),
-                    memory.compute_dense_mlp_bytes(shape, layout, size, fp8=fp8),
-                    memory.compute_certain_bytes(shape, layout, size, GroupWide(query=True, value=True), fp8=fp8),
-                    memory.compute_weight_bytes(shape, layout, size, *memory.count_all_layers(shape), fp8=fp8),
-                    [*memory.compute_min_layers(shape, layout, size, 60 << 20, fp8=fp8)],
+                f"{size}{'s' if weights.is_quantised else ''}": [
+                    memory.compute_attention_bytes(shape, layout, size, weights=weights),
+                    memory.compute_moe_bytes(shape, layout, size, weights, ep="tp"),
+                    memory.compute_moe_bytes(shape, layout, size, weights, ep="1"),
+                    memory.compute_shared_expert_bytes(shape, layout, size, weights=weights),
+                    memory.compute_dense_mlp_bytes(shape, layout, size, weights=weights),
+                    memory.compute_certain_bytes(shape, layout, size, GroupWide(query=True, value=True), weights),
+                    memory.compute_weight_bytes(shape, layout, size, *memory.count_all_layers(shape), weights=weights),
+                    [*memory.compute_min_layers(shape, layout, size, 60 << 20, weights=weights)],
                 ]
-                for size, fp8 in ((2, False), (4, False), (2, True))
+                for size, weights in ((2, UNQUANTISED), (4, UNQUANTISED), (2, FORMATS[FP8]))
             }
             steps = [
                 memory.compute_prefill_bytes(shape, layout, n, 2, ep, kv_itemsize=kv)
@@ -380,6 +381,6 @@ def test_memory_of_layouts(tmp_path: Path) -> None:
         (1000, 96, (96,), {"columns": 8}),
     ):
         lines.append(
-            f"{inputs} × {outputs} {heights} {cut}: {memory.compute_scaled_bytes(memory.Product(inputs, outputs), heights, **cut)}"
+            f"{inputs} × {outputs} {heights} {cut}: {memory.compute_stored_bytes(memory.Product(inputs, outputs), heights, FORMATS[FP8], **cut)}"
         )
     check_output("memory.txt", "\n".join(lines), tmp_path)

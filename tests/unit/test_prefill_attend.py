@@ -60,7 +60,7 @@ def truth(prefiller, q, rows):
 
 def attended(prefiller, planned, q, rows):
     """What a layer does for the chunks of a step."""
-    return planned.run_attention(q, lambda seen: prefiller.decompress_latents(seen, rows, 0))
+    return planned.run_attention(q, lambda seen: prefiller.load_keys(seen, rows, 0))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dcpbench.engine import model as walked
+from dcpbench.engine.attention import mla
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model, StepInput
 from dcpbench.engine.synthetic import SyntheticSource
@@ -70,7 +71,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in (block_scaled, norm, moe):
         monkeypatch.setattr(module, "needs_quantized_input", lambda weight: isinstance(weight, Scaled))
     monkeypatch.setattr(walked, "apply_linear", linear)
-    monkeypatch.setattr(walked, "split_latent", split_latent)
+    monkeypatch.setattr(mla, "apply_linear", linear)
+    monkeypatch.setattr(mla, "split_latent", split_latent)
     return seen
 
 

@@ -6,11 +6,14 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import re
+import shlex
+import signal
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -18,8 +21,10 @@ import pytest
 
 from dcpbench.cli import main
 from dcpbench.commands import recommend as command
+from dcpbench.commands.recommend import ANSWERS
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.models import load_shape
+from dcpbench.models.weight_formats import FORMATS
 from dcpbench.plan import validate
 from dcpbench.plan.serve_spec import get_serve_defaults
 from dcpbench.plan.spec import make_planned_probe
@@ -32,14 +37,16 @@ from dcpbench.points.point import Load as PointLoad
 from dcpbench.points.point import Point
 from dcpbench.points.roofline import Sharding, StepRows
 from dcpbench.points.settings import Settings
-from dcpbench.recommend import advise, answer_formats, estimate
+from dcpbench.recommend import advise, answer_formats, answer_table, estimate, parallel
+from dcpbench.recommend import layout_choice as choosing
+from dcpbench.recommend.capacity import Capacity
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, Estimator, Forecast, apply_factor, from_record
 from dcpbench.recommend.score import Load, Score, compute_score
 from dcpbench.records.record import Percentiles
 from dcpbench.records.runs import read_run
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.servers.presets import PRESETS
-from dcpbench.serving.load_words import ANSWERS, is_lock_step
+from dcpbench.serving.load_words import is_lock_step
 from dcpbench.serving.loads import compute_extent, make_point_requests
 from dcpbench.show import terminal
 from tests.unit import record_builder, serve_record_builder, step_times_builder
@@ -47,6 +54,8 @@ from tools import recommend_check
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from dcpbench.serving.step_times import StepTimes
 
 ROOT = Path(__file__).parents[2]
 DECODED = ROOT / "results" / "decode_4xH200/decode-deepseek-v3-kimi-k2_4xH200_2026-11-20" / "run1"
@@ -199,7 +208,7 @@ def test_ranks_with_whole_experts_wait_for_the_one_that_reads_most_of_them() -> 
     shape, rates = load_shape("deepseek-v3"), {"read": 4.8e12}
     whole = Sharding(shape=shape, layout=Layout(4), itemsize=2)
     assert estimate.compute_waiting_us(whole, 8, rates) == pytest.approx(58 * 3.5 * 18.35, rel=0.01)
-    assert estimate.compute_waiting_us(dataclasses.replace(whole, scaled=True), 8, rates) == pytest.approx(
+    assert estimate.compute_waiting_us(dataclasses.replace(whole, weights=FORMATS["fp8"]), 8, rates) == pytest.approx(
         29 * 3.5 * 18.35, rel=0.01
     )
     assert estimate.compute_waiting_us(whole, 1024, rates) < 1
@@ -223,16 +232,18 @@ def test_a_gpu_that_does_not_multiply_fp8_attends_to_it_at_the_rate_of_bf16() ->
     assert estimate.compute_terms(fp8.sharding, rows, fp8.rates, fp8.wire, "none") is None
 
 
-def test_attention_dp_is_forecast_with_the_placement_of_experts_that_has_the_shorter_step(
+def test_attention_dp_is_forecast_with_both_placements_of_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At 8 requests expert parallel waits for the busiest rank; a width that does not divide leaves no choice."""
+    """Each is a row; a width that does not divide leaves no choice."""
     asked = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 4000, None),))
     (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
-    names = [f.who for f in choice.forecasts]
-    assert "tp4·dp4·ep1" in names
-    assert not {"tp4·dp4", "tp4·dp4·ep4"} & set(names)
-    assert "tp4" in names
+    rows = {row.layout: row.experts for row in answer_table.list_rows(choice)}
+    assert (rows["tp4·dp4·ep1"], rows["tp4·dp4·ep4"]) == ("tensor parallel", "expert parallel")
+    assert rows["tp4"] == "tensor parallel"
+    assert answer_formats.format_placements([choice]).startswith(
+        "Expert parallel against tensor-parallel experts, the engines' default, under attention data parallelism, in 3 pairs of rows: "
+    )
     assert advise._list_placements(asked, Layout(4, 4)) == ["1", "tp"]
     assert advise._list_placements(asked, Layout(4)) == ["1"]
     odd = dataclasses.replace(load_shape("deepseek-v3"), moe_inter=2056, shared_experts=2)
@@ -378,8 +389,8 @@ def test_a_prefix_is_gathered_from_the_ranks_that_share_it() -> None:
 def test_a_kind_of_call_errs_the_same_way_in_both_layouts() -> None:
     """4 % of ratios, and what is left where both have 5 and 8 % of the same calls: 3 %; of different ones √(25 + 64)."""
     a = forecast(100, wire={"all-reduce": 0.05})
-    assert advise.compute_margin(a, forecast(90, wire={"all-reduce": 0.08})) == pytest.approx(0.07)
-    assert advise.compute_margin(a, forecast(90, wire={"a2a": 0.08})) == pytest.approx(
+    assert choosing.compute_margin(a, forecast(90, wire={"all-reduce": 0.08})) == pytest.approx(0.07)
+    assert choosing.compute_margin(a, forecast(90, wire={"a2a": 0.08})) == pytest.approx(
         0.04 + (0.05**2 + 0.08**2) ** 0.5
     )
 
@@ -387,13 +398,13 @@ def test_a_kind_of_call_errs_the_same_way_in_both_layouts() -> None:
 def test_an_estimate_is_undecided_against_a_record_within_both_bands() -> None:
     """A lead of 15 % is less than 1.1 · 1.1 − 1 = 21 %; set right by the record, the 4 % of ratios count."""
     seen, guess = forecast(115, MEASURED), forecast(100)
-    assert not advise.is_ahead(seen, guess)
-    assert advise.is_ahead(dataclasses.replace(seen, low=115, high=115), apply_factor(guess, 1.0))
+    assert not choosing.is_ahead(seen, guess)
+    assert choosing.is_ahead(dataclasses.replace(seen, low=115, high=115), apply_factor(guess, 1.0))
 
 
 def test_a_price_is_of_all_gpus_of_a_layout() -> None:
     """3.6 $ · 4 GPUs an hour at 1,000 tok/s: 14.4 / 3.6 million tokens, 4 $ a million."""
-    mean, low, high = advise.compute_price(3.6, forecast(1000))
+    mean, low, high = choosing.compute_price(3.6, forecast(1000))
     assert (round(mean, 6), low < mean < high) == (4.0, True)
 
 
@@ -491,14 +502,14 @@ def test_an_exchange_that_an_engine_lacks_is_answered_with_the_nearest_and_its_o
     code, out, _ = run(capsys, *words, "symm")
     found = json.loads(out)
     best = found["loads"][0]["best"]
-    assert (code, best) == (0, "tp8·dp4·dcp2·ep1 (symm)")
+    assert (code, best) == (0, "tp8·dp2·dcp4·ep1 (symm)")
     assert found["commands"][best] == {}
     _, out, _ = run(capsys, *words, "ag_rs,a2a")
-    theirs = {layout["layout"]: layout for layout in json.loads(out)["loads"][0]["layouts"]}
+    theirs = {row["layout"]: row for row in json.loads(out)["loads"][0]["rows"]}
     for nearest in found["nearest"][best].values():
         assert nearest["lacks"] == ["--exchange symm"]
         assert nearest["layout"]["output_tok_s"] == theirs[nearest["layout"]["layout"]]["output_tok_s"]
-        assert nearest["layout"]["layout"] == "tp8·dp4·dcp2·ep1 (a2a)"
+        assert nearest["layout"]["layout"] == "tp8·dp2·dcp4·ep1 (a2a)"
         assert "--dcp-comm-backend a2a" in nearest["command"]
 
 
@@ -543,12 +554,14 @@ def test_the_command_answers_with_a_band_costs_and_commands(tmp_path: Path, caps
     found = json.loads(out)
     assert code == 0
     light, heavy = found["loads"]
-    assert {layout["source"] for layout in light["layouts"]} == {"estimated"}
-    for layout in light["layouts"]:
+    assert {layout["source"] for layout in light["rows"]} == {"estimated"}
+    for layout in light["rows"]:
         tok_s, cost = layout["output_tok_s"], layout["dollars_per_million_output_tokens"]
         assert tok_s["low"] < tok_s["mean"] < tok_s["high"]
         assert cost["mean"] == pytest.approx(3.6 * 8 / 3600 / tok_s["mean"] * 1e6)
-    assert "KV" in heavy["refused"]["tp8"]
+    refused = {row["layout"]: row for row in heavy["rows"] if not row["fits"]}
+    assert "KV" in refused["tp8"]["reason"]
+    assert refused["tp8"]["missing_bytes_per_gpu"] > 0
     assert "--tp-size 8" in found["commands"][light["best"]]["sglang"]
     assert any("Joules" in text for text in found["unknown"])
     assert {path.name for path in tmp_path.iterdir()} == {f"recommendation.{kind}" for kind in ("md", "json", "png")}
@@ -560,8 +573,7 @@ def test_records_stand_before_estimates_and_set_them_right(capsys: pytest.Captur
     asked = ["--gpus", "4", "--weights-dtype", "bf16", "--cycled", "--context", "4000", "--concurrency", "32", "--json"]
     code, out, _ = run(capsys, "--machine", "H200", *asked, str(DECODED))
     layouts = {
-        layout["layout"].partition(" ")[0].partition("·ep")[0]: layout
-        for layout in json.loads(out)["loads"][0]["layouts"]
+        layout["layout"].partition(" ")[0].partition("·ep")[0]: layout for layout in json.loads(out)["loads"][0]["rows"]
     }
     assert layouts["tp4"]["layout"] == "tp4 (ep4)", "those records are of expert parallel"
     tp4 = next(
@@ -576,7 +588,7 @@ def test_records_stand_before_estimates_and_set_them_right(capsys: pytest.Captur
     assert "set right by records" in layouts["tp4·dp2"]["whence"]
     _, out, _ = run(capsys, "--machine", "H20", *asked, str(DECODED))
     found = json.loads(out)
-    assert {layout["source"] for layout in found["loads"][0]["layouts"]} == {"estimated"}
+    assert {layout["source"] for layout in found["loads"][0]["rows"]} == {"estimated"}
     assert any("not on NVIDIA H20" in text for text in found["unknown"])
     asked[asked.index("4000")] = "777"
     _, out, _ = run(capsys, "--machine", "H200", *asked, str(DECODED))
@@ -627,14 +639,16 @@ def test_what_is_at_work_is_told_and_said_on_stderr(
     advise.choose_layouts(
         dataclasses.replace(ask("H200"), loads=loads), advise.Evidence(), estimate.load_published_steps(), told.append
     )
-    assert told[0] == "load 1 of 2, 8 × 4,000 tokens: tp4, layout 1 of 6"
-    assert [text.split(",")[0] for text in told] == ["load 1 of 2"] * 6 + ["load 2 of 2"] * 6
+    assert told[0] == "8 × 4,000 tokens: tp4"
+    assert [text.partition(" tokens")[0] for text in told if " tokens: " in text] == ["8 × 4,000"] * 9 + [
+        "32 × 4,000"
+    ] * 9
     hours = itertools.count(step=3600)
     monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(hours)))
     asked = "--machine H200 --gpus 4 --weights-dtype bf16 --cycled --context 4000"
     _, out, err = run(capsys, *asked.split())
-    assert "load 1 of 5, 1 × 4,000 tokens: tp4, layout 1 of 6" in err
-    assert "layout 1 of 6" not in out
+    assert "32 × 4,000 tokens: tp4" in err
+    assert "32 × 4,000 tokens: tp4" not in out
     _, _, err = run(capsys, "--score", str(DECODED))
     assert "load 18 of 18, kimi-k2" in err
 
@@ -672,7 +686,7 @@ def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixt
     load = json.loads(out)["loads"][0]
     assert code == 0
     assert not load["meets_slo"]
-    assert all(layout["ttft_ms"]["p50"] > layout["itl_ms"]["p50"] > 0 for layout in load["layouts"])
+    assert all(layout["ttft_ms"]["p50"] > layout["itl_ms"]["p50"] > 0 for layout in load["rows"])
 
 
 @pytest.mark.parametrize(
@@ -708,7 +722,12 @@ def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixt
             "--machine H200 --input-tokens 163840 --output-tokens 1",
             "163,841 tokens together, pass deepseek-v3's 163,840 positions",
         ),
-        ("--machine H200 --weights-dtype int4", "--weights-dtype int4 is neither"),
+        ("--machine H200 --weights-dtype int3", "--weights-dtype int3 is none of bf16, fp8, int4, nvfp4, mxfp4"),
+        ("--machine H200 --force", "--force overwrites files in the folder of -o; add -o, or leave --force out."),
+        (
+            "--machine H200 --score x --concurrency 8 --price 2 run",
+            "does not use --concurrency, --price or RUN; leave them out.",
+        ),
     ],
 )
 def test_mistakes_are_sentences(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -731,8 +750,9 @@ def test_a_machine_file_that_lacks_a_field_or_a_call_names_it(
     code, out, _ = run(capsys, "--machine", str(partial), *asked)
     load = json.loads(out)["loads"][0]
     assert code == 0
-    assert [layout["layout"] for layout in load["layouts"]] == ["tp8"]
-    assert "all-gather was not measured" in load["refused"]["tp8·dp8 (ep1 or ep8)"]
+    reasons = {row["layout"]: row["reason"] for row in load["rows"]}
+    assert [layout for layout, reason in reasons.items() if reason is None] == ["tp8"]
+    assert "all-gather was not measured" in reasons["tp8·dp8·ep1"]
 
 
 @pytest.mark.parametrize(
@@ -802,31 +822,29 @@ def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
     found = json.loads(out)
     assert code == 0
     (load,) = found["loads"]
-    fits = {layout["layout"].partition(" ")[0].partition("·ep")[0] for layout in load["layouts"]}
+    refused = {row["layout"]: row["reason"] for row in load["rows"] if not row["fits"]}
+    fits = {row["layout"].partition(" ")[0].partition("·ep")[0] for row in load["rows"] if row["fits"]}
     settings = dataclasses.replace(ask("H200"), kv_memory="8.6GiB").settings
     for layout in list_valid_layouts(load_shape("deepseek-v3"), 8):
         of = point(tp=8, dp=layout.dp, dcp=layout.dcp, context=32000, weights_dtype="fp8")
         shortage = find_shortage(of, settings, load_shape("deepseek-v3"), make_planned_probe("H200", 8))
         assert (str(layout) in fits) == (shortage is None)
-        who = f"{layout} (ep1 or ep8)" if layout.dp > 1 else str(layout)
-        assert load["refused"].get(who) == (shortage.problem if shortage else None)
+        for who in [f"{layout}·ep1", f"{layout}·ep8"] if layout.dp > 1 else [str(layout)]:
+            assert refused.get(who) == (shortage.problem if shortage else None)
     assert len(fits) > 1
-    assert load["refused"]["tp8"].startswith("--kv-memory holds 8.5 GiB")
+    assert refused["tp8"].startswith("--kv-memory holds 8.5 GiB")
     assert any("--kv-memory 8.6GiB --emulate H200" in text for text in found["unknown"])
     assert any("SGLang and vLLM say nothing of --kv-memory" in text for text in found["unknown"])
 
 
-def test_loads_that_nobody_types_are_those_of_serve() -> None:
-    """In lengths and chunks; their clients do not run in lock-step."""
+def test_the_default_load_has_a_long_context() -> None:
+    """32 clients of 32,000 tokens, at which capacity matters; steps as in serve, and clients that do not run in lock-step."""
     of_serve = get_serve_defaults(Probe(device="cuda", count=8, name="NVIDIA H200"))
-    found = command._make_loads(command.Wanted(), load_shape("deepseek-v3").max_position)
-    for requests, context, served in found:
-        assert served is not None
-        assert {name: (getattr(served, name),) for name in ("input_tokens", "output_tokens", "chunk")} == {
-            name: of_serve[name] for name in ("input_tokens", "output_tokens", "chunk")
-        }
-        assert not is_lock_step(served, requests)
-        assert context == compute_extent(served).longest
+    ((requests, context, served),) = command._make_loads(command.Wanted(), load_shape("deepseek-v3").max_position)
+    assert served is not None
+    assert (requests, served.input_tokens, served.chunk) == (32, "32000", *of_serve["chunk"])
+    assert not is_lock_step(served, requests)
+    assert context == compute_extent(served).longest
 
 
 def test_decode_steps_take_no_option_of_served_loads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -860,16 +878,14 @@ def test_no_figure_is_told_closer_than_launches_differ() -> None:
     assert forecast(1000).band == (forecast(1000).low, forecast(1000).high)
     priced = dataclasses.replace(ask("H200"), price=3.6)
     one = dataclasses.replace(choice(1000), forecasts=[seen])
-    assert advise.compute_price(3.6, seen) == pytest.approx(
+    assert choosing.compute_price(3.6, seen) == pytest.approx(
         (4.0, 4.0 / (1 + REPEATS_AGREE_WITHIN), 4.0 * (1 + REPEATS_AGREE_WITHIN))
     )
-    (row,) = answer_formats.make_rows(priced, [one])
-    assert row[2] == "1,000 [980–1,020]"
-    told = answer_formats.convert_to_json(priced, [one], [], estimate.load_published_steps(), {})["loads"][0][
-        "layouts"
-    ][0]["output_tok_s"]
+    assert format_rows(priced, one)[0]["tok/s"] == "1,000 [980–1,020]"
+    found = answer_formats.convert_to_json(priced, [one], [], estimate.load_published_steps(), {}, {})
+    told = found["loads"][0]["rows"][0]["output_tok_s"]
     assert told == {"mean": 1000, "low": low, "high": high}
-    assert advise.compute_margin(seen, seen) == REPEATS_AGREE_WITHIN
+    assert choosing.compute_margin(seen, seen) == REPEATS_AGREE_WITHIN
 
 
 def test_the_picture_names_layouts_as_the_table_does_and_marks_what_was_not_measured(
@@ -917,8 +933,9 @@ def test_layouts_that_would_fit_and_are_not_judged_stand_beside_the_answer() -> 
     )
     fits = dataclasses.replace(known, refused={"tp8": large, "tp2": large})
     assert "judged" not in answer_formats.format_answer(ask("H200"), [fits])
-    nothing = [dataclasses.replace(one, forecasts=[]) for one in (known, fits)]
-    assert [row[1] for row in answer_formats.make_rows(ask("H200"), nothing)] == ["none judged", "none fits"]
+    points = {"tp8": point(tp=8), "tp2": point(tp=2)}
+    rows = format_rows(ask("H200"), dataclasses.replace(known, refused_points=points))
+    assert [row["fits"] for row in rows] == ["yes", "not judged", "no"]
 
 
 def test_layouts_over_hosts_need_a_link(capsys: pytest.CaptureFixture[str]) -> None:
@@ -926,10 +943,10 @@ def test_layouts_over_hosts_need_a_link(capsys: pytest.CaptureFixture[str]) -> N
     code, out, _ = run(
         capsys, *["--machine", "H200", "--gpus", "16", "--context", "4000", "--concurrency", "8", "--json"]
     )
-    refused = json.loads(out)["loads"][0]["refused"]
+    reasons = {row["layout"]: row["reason"] for row in json.loads(out)["loads"][0]["rows"]}
     assert code == 3
-    assert "no link between hosts" in refused["tp16"]
-    assert "H200+rdma-400" in refused["tp16"]
+    assert "no link between hosts" in reasons["tp16"]
+    assert "H200+rdma-400" in reasons["tp16"]
 
 
 def test_the_shares_in_the_package_say_what_they_are_of() -> None:
@@ -979,9 +996,20 @@ def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advis
     steps = estimate.load_published_steps()
     tp4 = [Layout(4)]
     served = load(**given)
-    return advise._choose_layout(
-        asked, {"times.json": times}, steps, [], {}, tp4, lambda _: None, concurrency, context, served
-    )
+    return choose_one(asked, {"times.json": times}, steps, tp4, concurrency, context, served)
+
+
+def choose_one(
+    asked: advise.Query,
+    times: dict[str, StepTimes],
+    steps: estimate.Steps,
+    layouts: list[Layout],
+    *load: Any,
+) -> choosing.Choice:
+    """Choose among layouts under one load, without records."""
+    draft = advise._start_choice(asked, times, steps, [], {}, layouts, lambda _: None, *load)
+    advise._add_estimates(asked, [draft], steps, lambda _: None)
+    return advise._finish_choice(asked, draft, steps)
 
 
 def test_a_load_is_replayed_by_step_times_of_its_layout() -> None:
@@ -1102,7 +1130,7 @@ def test_an_estimate_is_set_right_in_all_that_it_says() -> None:
 def test_what_is_set_right_is_said_with_its_factor() -> None:
     """In the table's last column and in a sentence, for who does not read the JSON."""
     right = dataclasses.replace(choice(200, 320), forecasts=[apply_factor(forecast(200, tp=2), 0.5)])
-    assert answer_formats.make_rows(ask("H200"), [right])[0][-1] == "estimated, set right"
+    assert format_rows(ask("H200"), right)[0]["evidence"] == "estimated, set right"
     (text,) = [
         t
         for t in answer_formats.list_unknowns(ask("H200"), [right], estimate.load_published_steps())
@@ -1113,10 +1141,8 @@ def test_what_is_set_right_is_said_with_its_factor() -> None:
 
 def test_columns_of_numbers_name_their_units() -> None:
     """Whoever sees the table alone must not guess."""
-    named = [
-        name.replace("\n", " ") for name in answer_formats.list_columns(dataclasses.replace(ask("H200"), price=1.0))
-    ]
-    assert {"tok/s", "tok/s per GPU", "ITL p50 ms", "TTFT p50 ms", "$/M output tokens"} <= set(named)
+    named = [name.replace("\n", " ") for name in answer_table.list_columns(dataclasses.replace(ask("H200"), price=1.0))]
+    assert {"tok/s", "tok/s per GPU", "ITL p50 ms", "TTFT p50 s", "weights GiB/GPU", "$/M output tokens"} <= set(named)
 
 
 def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
@@ -1130,23 +1156,110 @@ def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
     ("of", "said"),
     [
         (choice(200), "take tp2"),
-        (choice(200, 399), "undecided between tp2 and tp4"),
-        (choice(200, 400, 600, 800), "undecided between tp2, tp4, tp6 and tp8"),
-        (choice(200, 400, 600, 800, 1000), "undecided, tp2 first of 5 layouts that nothing tells apart"),
+        (choice(200, 399), "tp2 or tp4, between which only a measurement decides,"),
+        (choice(200, 400, 600), "tp2 or tp4 (1 more is level with both), between which only a measurement decides,"),
+        (
+            choice(200, 400, 600, 800),
+            "tp2 or tp4 (2 more are level with both), between which only a measurement decides,",
+        ),
         (choice(200, slo=False), "none within the SLO, nearest tp2"),
         (choice(200, 400, 600, 800, 1000, slo=False), "none within the SLO, nearest tp2, tp4, tp6 or tp8"),
     ],
-    ids=["one", "two", "four", "five", "missed", "five missed"],
+    ids=["one", "two", "three", "four", "missed", "five missed"],
 )
-def test_up_to_four_layouts_that_nothing_tells_apart_are_named(of: advise.Choice, said: str) -> None:
+def test_two_layouts_that_nothing_tells_apart_are_named(of: advise.Choice, said: str) -> None:
     assert answer_formats.format_answer(ask("H200"), [of]).startswith(f"4 × H200: {said} at 8 × 4,000 (")
 
 
-def test_a_row_says_by_how_much_the_best_is_ahead_and_by_how_much_it_must_be() -> None:
+def format_rows(asked: advise.Query, of: advise.Choice) -> list[dict[str, str]]:
+    """The cells of a load's table by heading."""
+    columns = [name.replace("\n", " ") for name in answer_table.list_columns(asked)]
+    rows = [answer_table.format_row(asked, of, row) for row in answer_table.list_rows(of)]
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def test_a_sentence_says_by_how_much_the_best_is_ahead_and_by_how_much_it_must_be() -> None:
     """100 tok/s a GPU against 80: 25 % more, where 4 % are needed."""
-    (row,) = answer_formats.make_rows(ask("H200"), [choice(200, 320)])
-    told = dict(zip(answer_formats.COLUMNS, row, strict=True))
-    assert (told["best"], told["runner-up"], told["ahead by"]) == ("tp2", "tp4", "25 % ± 4 %")
+    found = choice(200, 320)
+    assert [row["layout"] for row in format_rows(ask("H200"), found)] == ["→ tp2", "tp4"]
+    assert answer_formats.format_details(ask("H200"), found)[1] == "That is 25 % ± 4 % more output per GPU than tp4."
+
+
+def capacity(requests: int) -> Capacity:
+    """Of a layout that holds so many requests."""
+    return Capacity(weight_bytes=1, kv_tokens=4000 * requests, requests=requests)
+
+
+@pytest.mark.parametrize(
+    ("held", "order", "said"),
+    [
+        (
+            (9, 15, 99),
+            ["→ tp4", "= tp2", "tp6"],
+            "take tp4, for its KV cache, as its output cannot be told from that of tp2,",
+        ),
+        (
+            (15, 9, 99),
+            ["→ tp2", "= tp4", "tp6"],
+            "take tp2, for its KV cache, as its output cannot be told from that of tp4,",
+        ),
+        ((16, 99, 99), ["→ tp2", "→ tp4", "tp6"], "tp2 or tp4, between which only a measurement decides,"),
+        ((100, 103, 1), ["→ tp2", "→ tp4", "tp6"], "tp2 or tp4, between which only a measurement decides,"),
+    ],
+    ids=["more", "fewer", "both hold twice the load", "as many"],
+)
+def test_kv_headroom_breaks_ties(held: tuple[int, ...], order: list[str], said: str) -> None:
+    """tp2 and tp4 are level, tp6 is clearly behind; with 8 clients, room for more than 16 requests breaks no tie."""
+    found = choice(200, 399, 450)
+    capacities = {f.who: capacity(n) for f, n in zip(found.forecasts, held, strict=True)}
+    found = dataclasses.replace(found, capacities=capacities)
+    assert [row["layout"] for row in format_rows(ask("H200"), found)] == order
+    assert answer_formats.format_answer(ask("H200"), [found]).startswith(f"4 × H200: {said} at 8 × 4,000 (")
+    assert found.decided == ("take" in said)
+    command = answer_formats.format_details(ask("H200"), found)[-1]
+    assert command.startswith("To decide, run on 2 × H200: dcpbench ab --both ") != found.decided
+
+
+def test_a_pool_that_holds_fewer_requests_than_the_load_says_so() -> None:
+    found = dataclasses.replace(choice(200), capacities={"tp2": capacity(5)})
+    assert format_rows(ask("H200"), found)[0]["fits"] == "5 of 8 at once"
+    short = Capacity(weight_bytes=1, missing_bytes=3 << 30)
+    refused = {"tp8": advise.Refusal(advise.NO_WHOLE_MODEL, "large")}
+    found = dataclasses.replace(found, refused=refused, refused_points={"tp8": point(tp=8)}, capacities={"tp8": short})
+    assert format_rows(ask("H200"), found)[1]["fits"] == "no, 3.0 GiB short"
+
+
+def test_the_command_that_decides_is_one_that_ab_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """For decode steps and for served loads, planned for the machine."""
+    served = msgspec.structs.replace(load(requests=64), chunk=8192)
+    for more in ({"context": 4000}, {"context": 1020, "load": served, "workload": "serve"}):
+        one, other = (
+            point(tp=8, weights_dtype="fp8", **more, **of) for of in ({"dcp": 8, "exchange": "a2a"}, {"dp": 8})
+        )
+        typed = advise.format_ab_command(dataclasses.replace(ask("H200"), weights_dtype="fp8"), one, other)
+        words = shlex.split(typed)[1:]
+        words[words.index("--both") + 1] += " --gpu H200,count=8"
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--dry-run"])
+        out, err = capsys.readouterr()
+        assert (ended.value.code, "tp8·dcp8" in out, "tp8·dp8·ep1" in out) == (0, True, True), err
+
+
+@pytest.mark.parametrize("deadly", [0, 4], ids=["all live", "one is killed"])
+def test_estimates_of_several_processes_are_those_of_one(deadly: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the points; where a process dies, this one takes over."""
+    told: list[str] = []
+    points = [point(tp=tp) for tp in (1, 2, 4, 8)]
+    own = os.getpid()
+
+    def run(of: Point, _: object) -> str:
+        if os.getpid() != own and of.tp == deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return f"tp{of.tp}"
+
+    monkeypatch.setattr(parallel, "_count_cores", lambda: 2)
+    assert parallel.estimate_points(points, run, told.append) == ["tp1", "tp2", "tp4", "tp8"]  # type: ignore[arg-type]
+    assert told[0] == "estimate 1 of 4: tp1"
 
 
 def test_one_launch_of_a_server_decides_nothing() -> None:
@@ -1156,15 +1269,15 @@ def test_one_launch_of_a_server_decides_nothing() -> None:
         for tok_s, dcp in ((1100, 4), (1000, 1))
     ]
     undecided = dataclasses.replace(choice(1), forecasts=single)
-    assert math.isinf(advise.compute_margin(*single))
+    assert math.isinf(choosing.compute_margin(*single))
     assert len(undecided.level) == 2
-    assert answer_formats.make_rows(ask("H200"), [undecided])[0][7] == "10 % in one launch, undecided"
+    assert not undecided.decided
+    assert "That is 10 % in one launch more" in answer_formats.format_details(ask("H200"), undecided)[1]
     assert single[0].band == (1100, 1100)
     known = [dataclasses.replace(f, launch_band=0.03) for f in single]
     assert dataclasses.replace(undecided, forecasts=known).decided
-    assert (
-        answer_formats.make_rows(ask("H200"), [dataclasses.replace(undecided, forecasts=known)])[0][7] == "10 % ± 3 %"
-    )
+    decided = dataclasses.replace(undecided, forecasts=known)
+    assert "That is 10 % ± 3 % more" in answer_formats.format_details(ask("H200"), decided)[1]
 
 
 def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() -> None:
@@ -1192,9 +1305,9 @@ def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() ->
 def test_a_record_and_an_estimate_are_told_apart_by_both_of_their_bands() -> None:
     """10 % below one and 10 % above the other: 21 %; two records by no less than repeats differ."""
     seen, expected = forecast(100, "measured"), forecast(90)
-    assert advise.compute_margin(seen, expected) == pytest.approx(0.21)
+    assert choosing.compute_margin(seen, expected) == pytest.approx(0.21)
     exact = dataclasses.replace(seen, low=100.0, high=100.0)
-    assert advise.compute_margin(exact, exact) == REPEATS_AGREE_WITHIN
+    assert choosing.compute_margin(exact, exact) == REPEATS_AGREE_WITHIN
 
 
 def test_a_folder_of_runs_is_read_as_its_runs(tmp_path: Path) -> None:
@@ -1219,14 +1332,13 @@ def test_objectives_that_are_met_are_named_with_the_percentile_that_was_judged()
     choice = advise.Choice(
         requests="32", lengths="4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={}
     )
-    ((_, who, *_),) = answer_formats.make_rows(asked, [choice])
-    assert who == "tp4, meets TTFT p50 900 ms and ITL p90 25 ms"
-    assert answer_formats._make_layout_json(asked, choice, best)["objectives"] == [
+    (row,) = answer_table.list_rows(choice)
+    assert format_rows(asked, choice)[0]["SLO"] == "meets TTFT p50 900 ms and ITL p90 25 ms"
+    assert answer_formats._make_row_json(asked, choice, row, {})["objectives"] == [
         {"name": "ttft", "limit_ms": 2000.0, "percentile": "p50", "ms": 900.0, "met": True},
         {"name": "itl", "limit_ms": 30.0, "percentile": "p90", "ms": 25.0, "met": True},
     ]
-    ((_, who, *_),) = answer_formats.make_rows(dataclasses.replace(asked, slo={}), [choice])
-    assert who == "tp4"
+    assert "SLO" not in format_rows(dataclasses.replace(asked, slo={}), choice)[0]
 
 
 def test_forecasts_of_several_layouts_share_their_requests() -> None:
@@ -1243,3 +1355,20 @@ def test_a_call_between_ranks_is_modelled_once() -> None:
     """Fits of calls take longer than all else of an estimate, and every layout needs them."""
     first, again = load_machine("H200").wire, load_machine("H200").wire
     assert all(first.calls[name] is again.calls[name] for name in first.calls)
+
+
+def test_a_model_without_experts_has_no_attention_dp_and_dcp_needs_copies_of_kv_heads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Llama-3.1-70B has 8 KV heads, so 8 ranks have one copy of each; Qwen3-235B has 4, and 2 copies."""
+    for model, layouts in (
+        ("llama-3.1-70b", {"tp8"}),
+        ("qwen3-235b-a22b", {"tp8", "tp8·dcp2", "tp8·dp2", "tp8·dp4", "tp8·dp8"}),
+    ):
+        code, out, _ = run(capsys, *f"--model {model} --machine H200 --context 4000 --concurrency 8 --json".split())
+        [load] = json.loads(out)["loads"]
+        named = {
+            name.partition("·ep")[0].partition(" ")[0]
+            for name in re.findall(r"tp8[^\" ,]*", json.dumps(load, ensure_ascii=False))
+        }
+        assert (code, named) == (0, layouts)

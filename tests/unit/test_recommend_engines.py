@@ -18,7 +18,7 @@ from dcpbench.serving.engine_cases import EngineExtent, make_engine_cases
 from dcpbench.serving.step_times import EngineServer, MeasuredCase, StepTimes, get_engine_path
 from tests.unit import serve_record_builder
 from tests.unit.step_times_builder import HONESTY, true_ms
-from tests.unit.test_recommend import ask, load
+from tests.unit.test_recommend import ask, choose_one, load
 
 if TYPE_CHECKING:
     from dcpbench.recommend.forecast import Forecast
@@ -63,7 +63,7 @@ def choose(times: StepTimes) -> tuple[advise.Choice, list[str]]:
     asked = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 1020, load()),))
     kept, notes = advise._select_step_times(asked, advise.Evidence(times={"vllm.json": times}))
     steps = estimate.load_published_steps()
-    return advise._choose_layout(asked, kept, steps, [], {}, [Layout(4)], lambda _: None, 8, 1020, load()), notes
+    return choose_one(asked, kept, steps, [Layout(4)], 8, 1020, load()), notes
 
 
 @pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-ai/DeepSeek-V3", "/models/DeepSeek-V3"])

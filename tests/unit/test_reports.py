@@ -221,7 +221,7 @@ def report_of(folder: Path, out: Path) -> tuple[Page, Path]:
 def test_a_run_in_which_everything_was_rejected_still_gives_a_report(tmp_path: Path) -> None:
     """It says that no point finished, why, and draws nothing."""
     page, out = report(tmp_path, [build.rejected(build.point(Layout(4), concurrency=load)) for load in (8, 32)])
-    assert "No point finished: 2 rejected." in page.text
+    assert "No point finished: 2 rejected for lack of memory." in page.text
     assert "31.0 GiB more per GPU" in page.text
     assert not page.alts
     assert list(pd.read_csv(out / "points.csv")["outcome"]) == ["rejected", "rejected"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pandas as pd
 import pytest
 
 from dcpbench.commands import point_runner
@@ -545,10 +546,12 @@ class TestTables:
 
 class TestShapes:
     def test_lengths_are_told_apart_by_what_differs(self) -> None:
-        rests = ["4,000 in · 500 out", "8,000 in · 500 out"]
-        assert list(make_short_shapes(rests).values()) == ["4,000 in", "8,000 in"]
-        assert find_shared_shape(rests) == "500 out"
-        assert make_short_shapes(rests[:1]) == {rests[0]: rests[0]}
+        parts = [("4,000 in", "500 out"), ("8,000 in", "500 out")]
+        rows = pd.DataFrame({"rest": [" · ".join(texts) for texts in parts], "rest_parts": parts})
+        assert list(make_short_shapes(rows).values()) == ["4,000 in", "8,000 in"]
+        assert find_shared_shape(rows) == "500 out"
+        assert make_short_shapes(rows[:1]) == {"4,000 in · 500 out": "4,000 in · 500 out"}
+        assert find_shared_shape(rows[:1]) == ""
 
 
 @pytest.mark.parametrize(("inside", "fence"), [("no ticks", 3), ("a ```` b", 5), ("`", 3), ("a ``` b", 4)])

@@ -215,7 +215,7 @@ class TestTable:
     def test_a_point_that_dcpbench_did_not_run_has_no_ratio(self, tmp_path: Path) -> None:
         theirs = [[measure_server(o, context=c) for c in (4000, 8000)] for o in (VLLM, SGLANG)]
         rows = read_table(read(tmp_path, [measure_ours()], *theirs))
-        assert [(row["context"], row["× step"]) for row in rows[3:]] == [("8,000", "—"), ("8,000", "—")]
+        assert [(row["load"], row["× step"]) for row in rows[3:]] == [("concurrency 8 · context 8,000", "—")] * 2
 
     def test_without_a_profile_there_is_no_comparison_of_parts(self, tmp_path: Path) -> None:
         report = read(tmp_path, [measure_ours(phases=None)], [measure_server(phases=None)])

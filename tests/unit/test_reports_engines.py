@@ -61,7 +61,7 @@ def measure_ours(layout: Layout, rate: float, concurrency: int = 8, **changes: A
     of = serving.point(layout, concurrency, model=FOLDER, dtype="bf16", weights_dtype="fp8", ep="1", exchange="none")
     serve = msgspec.structs.replace(serving.metrics(of), output_tok_s=rate)
     v3 = shorten_shape(SHAPES["deepseek-v3"], 8)
-    weights = compute_weight_bytes(v3, layout, 2, *count_all_layers(v3), fp8=True, ep="1")
+    weights = compute_weight_bytes(v3, layout, 2, *count_all_layers(v3), weights=v3.published, ep="1")
     record = serving.served(of, serve=serve, started_at=f"{layout} {concurrency} {rate}")
     assert record.honesty is not None
     honesty = msgspec.structs.replace(record.honesty, layers=8, layers_held=8, full_weights_bytes_per_gpu=weights)

@@ -58,12 +58,12 @@ def read(tmp_path: Path, *records: Record) -> dataframes.Frames:
 
 def test_the_largest_loss_comes_first_and_what_is_not_worth_naming_does_not(tmp_path):
     row = read(tmp_path, FAR).points.to_dict("records")[0]
-    assert [(loss.phase, loss.share, loss.lost_us) for loss in floors.list_named_losses(row, 9)] == [
-        ("moe", pytest.approx(0.7), pytest.approx(18_000)),
-        ("attention", pytest.approx(0.6), pytest.approx(12_000)),
-        ("idle", 0.0, pytest.approx(4_000)),
-        ("mlp_reduce", pytest.approx(0.5), pytest.approx(2_000)),
-        ("other", 0.0, pytest.approx(1_000)),
+    assert [(loss.phase, loss.lost_us) for loss in floors.list_named_losses(row, 9)] == [
+        ("moe", pytest.approx(18_000)),
+        ("attention", pytest.approx(12_000)),
+        ("idle", pytest.approx(4_000)),
+        ("mlp_reduce", pytest.approx(2_000)),
+        ("other", pytest.approx(1_000)),
     ]
 
 
@@ -72,7 +72,7 @@ def test_one_point_is_told_by_its_ratio_and_its_largest_losses(tmp_path):
     assert floors.format_decode_sentences(read(tmp_path, FAR).points) == [
         (
             "kimi-k2: a step takes 1.60× what this machine allows (tp4 at concurrency 8 · context 4,000: 100 ms where 62.5 "
-            "would do). Largest losses, as shares of their own limits: moe 0.70, attention 0.60, idle."
+            "would do). Time above the limit: moe 18.0 ms, attention 12.0 ms, idle 4.00 ms."
         )
     ]
 
@@ -88,7 +88,7 @@ def test_of_several_the_reach_is_told_and_the_furthest_named(tmp_path):
 def test_one_bullet_of_the_first_screen_says_it(tmp_path):
     """Of one point, of the furthest of several, and of none."""
     one = read(tmp_path / "one", FAR)
-    said = "A step takes 1.60× what the hardware allows; most is lost in moe (0.70 of its limit) and attention (0.60 of its limit)."
+    said = "A step takes 1.60× what the hardware allows; most is lost in moe (18.0 ms) and attention (12.0 ms)."
     assert said in overview.format_bullets(one)
     both = read(tmp_path / "both", FAR, NEAR)
     [bullet] = [bullet for bullet in overview.format_bullets(both) if "hardware allows" in bullet]
@@ -104,8 +104,8 @@ def test_the_table_has_every_point_with_a_floor(tmp_path):
     table = floors.build_table(read(tmp_path, FAR, NEAR, build.ok(build.point(concurrency=16))).points)
     assert [row[3] for row in table.rows] == ["tp4", "tp4·dcp4"]
     assert [row[4] for row in table.rows] == [
-        "moe 0.70 (18.0), attention 0.60 (12.0), idle (4.00), mlp reduce 0.50 (2.00), other (1.00)",
-        "moe 0.85 (9.00), idle (4.00), attention 0.90 (3.00), mlp reduce 0.50 (2.00), other (1.00)",
+        "moe 18.0, attention 12.0, idle 4.00, mlp reduce 2.00, other 1.00",
+        "moe 9.00, idle 4.00, attention 3.00, mlp reduce 2.00, other 1.00",
     ]
     assert [row[5:] for row in table.rows] == [["100.0", "62.50", "1.60×"], ["100.0", "80.00", "1.25×"]]
 

@@ -365,7 +365,13 @@ def test_lengths_and_loads_are_thinned_where_there_are_more_than_a_figure_takes(
 ) -> None:
     pairs = [(length, load) for length in range(lengths) for load in range(1, loads + 1)]
     table = pd.DataFrame(pairs, columns=["input_typical", "concurrency"])
-    table = table.assign(rest=table["input_typical"].astype(str), run="r", label="tp4", output_tok_s=1.0)
+    table = table.assign(
+        rest=table["input_typical"].astype(str),
+        rest_parts=[(str(n),) for n in table["input_typical"]],
+        run="r",
+        label="tp4",
+        output_tok_s=1.0,
+    )
     few, said = plots.sample_points(table)
     assert ((few["rest"].nunique(), few["concurrency"].nunique()), said) == (shown, note)
 

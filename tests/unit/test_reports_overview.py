@@ -66,8 +66,8 @@ class TestWhichLayoutToTake:
     def test_from_which_load_on_and_by_how_much_over_what(self, crossing: dataframes.Frames) -> None:
         """Of one length, loads go by their requests."""
         assert overview.format_answer(crossing) == (
-            f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, for 25 % more output than tp4·dcp4, and tp4·dcp4 "
-            "from 32 on, for 25 % more than tp4: best or level in both loads."
+            f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, which gives 25 % more output than tp4·dcp4, and tp4·dcp4 "
+            "from 32 on, which gives 25 % more than tp4: best or level in both loads."
         )
 
     def test_each_of_two_layouts_is_taken_up_to_its_last_load_and_from_its_first(self, tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ class TestWhichLayoutToTake:
         loads = [(n, *((40, 50) if n < 20 else (50, 40))) for n in (4, 8, 16, 24, 32, 64)]
         records = [steps(layout, n, ms) for n, *both in loads for layout, ms in zip((TP, DCP), both, strict=True)]
         assert said(tmp_path, *records) == (
-            f"{HELD}take tp4 up to 16 requests of 4,000 tokens in flight, for up to 25 % more output than tp4·dcp4, and "
-            "tp4·dcp4 from 24 on, for up to 25 % more than tp4: best or level in all 6 loads."
+            f"{HELD}take tp4 up to 16 requests of 4,000 tokens in flight, which gives at most 25 % more output than tp4·dcp4, and "
+            "tp4·dcp4 from 24 on, which gives at most 25 % more than tp4: best or level in all 6 loads."
         )
 
     def test_of_several_lengths_loads_go_by_their_tokens_and_those_with_as_many_are_named_together(
@@ -89,8 +89,8 @@ class TestWhichLayoutToTake:
             for layout, ms in ((TP, 120), (DCP, 100))
         ]
         assert (
-            "take tp4 up to 32,000 tokens in flight, for 25 % more output than tp4·dcp4, and tp4·dcp4 from 1.02 million on "
-            "(32 requests of 32,000 or 8 of 128,000), for up to 20 % more than tp4: best or level in all 3 loads."
+            "take tp4 up to 32,000 tokens in flight, which gives 25 % more output than tp4·dcp4, and tp4·dcp4 from 1.02 million on "
+            "(32 requests of 32,000 or 8 of 128,000), which gives at most 20 % more than tp4: best or level in all 3 loads."
         ) in said(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *heavy)
 
     def test_one_layout_for_all_says_what_was_tried(self, tmp_path: Path) -> None:
@@ -102,14 +102,14 @@ class TestWhichLayoutToTake:
             steps(DCP, 32, 44, context=9000),
         ]
         assert said(tmp_path, *records) == (
-            f"{HELD}take tp4 at every load tried (8–32 requests of 4,000–9,000 tokens), for up to 25 % more output than "
+            f"{HELD}take tp4 at every load tried (8–32 requests of 4,000–9,000 tokens), which gives at most 25 % more output than "
             "tp4·dcp4: best or level in both loads."
         )
 
     def test_layouts_that_are_level_are_all_named_with_their_lead_over_the_others(self, tmp_path: Path) -> None:
         """tp4 and tp4·dcp4 give 200 tok/s, tp4·dp4·ep4 160."""
         assert said(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 40), steps(DP, 8, 50)) == (
-            f"{HELD}take tp4 or tp4·dcp4, which are level, at 8 requests of 4,000 tokens, for 25 % more output than "
+            f"{HELD}take tp4 or tp4·dcp4, which are level, at 8 requests of 4,000 tokens, which gives 25 % more output than "
             "tp4·dp4·ep4: the one load compared."
         )
 
@@ -120,7 +120,7 @@ class TestWhichLayoutToTake:
 
     def test_a_variant_is_named_where_its_layout_ran_in_several(self, tmp_path: Path) -> None:
         records = [steps(TP, 8, 50), steps(DCP, 8, 45), steps(DCP, 8, 40, exchange="symm")]
-        assert "take tp4·dcp4 (symm) at 8 requests of 4,000 tokens, for 25 % more output than tp4:" in said(
+        assert "take tp4·dcp4 (symm) at 8 requests of 4,000 tokens, which gives 25 % more output than tp4:" in said(
             tmp_path, *records
         )
 
@@ -177,7 +177,9 @@ class TestWhichLayoutToTake:
         four = [steps(TP, 8, 40), steps(DCP, 8, 50)]
         eight = [steps(Layout(8), 8, 30), steps(Layout(8, 1, 8), 8, 20)]
         text = said(tmp_path, *four, *eight)
-        assert text.startswith(f"{HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more output than tp4·dcp4: ")
+        assert text.startswith(
+            f"{HELD}take tp4 at 8 requests of 4,000 tokens, which gives 25 % more output than tp4·dcp4: "
+        )
         assert (
             "; on 8 × H200 (whole model and KV cache do not fit: 19 of 61 layers held and reused), take tp8·dcp8 at 8 requests"
             in text
@@ -223,7 +225,7 @@ class TestSlo:
         records = [steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 16, 70), steps(DCP, 16, 50)]
         records += [steps(TP, 32, 80), steps(DCP, 32, 55), steps(TP, 48, 90), steps(DCP, 48, 70)]
         assert said(tmp_path, *records, itl=60) == (
-            f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, for 25 % more output than tp4·dcp4, and tp4·dcp4 "
+            f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, which gives 25 % more output than tp4·dcp4, and tp4·dcp4 "
             "from 16 to 32, which alone meets the SLO there: best or level in all 3 loads within the SLO (ITL ≤ 60 ms); at "
             "1 more load no layout meets it."
         )
@@ -297,7 +299,7 @@ class TestNoAnswer:
     def test_no_point_that_finished(self, tmp_path: Path) -> None:
         text = said(tmp_path, build.failed(build.point(TP)), build.rejected(build.point(DCP)))
         assert text == (
-            "No point finished (1 failed and 1 rejected), so nothing here says which layout to take. "
+            "No point finished (1 failed and 1 rejected for lack of memory), so nothing here says which layout to take. "
             "The reason at 1 of 2 points: rank 3 exited with code 1; read logs/rank-3.txt."
         )
 
@@ -380,7 +382,7 @@ class TestImports:
             ", in addition to 2 points of dcpbench. They are of one layout, so nothing here says which to take. "
             in text
         )
-        assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens, for 25 % more" in text
+        assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens, which gives 25 % more" in text
 
     def test_the_title_says_what_was_imported(self, tmp_path: Path) -> None:
         import_files(

@@ -13,8 +13,9 @@ import torch
 
 from dcpbench.errors import DcpbenchError, ModelError
 from dcpbench.kernels.rope import compute_softmax_scale, make_rope_table
-from dcpbench.models import SHAPES, from_config, get_published_precision, load_shape
+from dcpbench.models import SHAPES, from_config, get_published_precision, load_shape, weight_formats
 from dcpbench.models.checkpoint_folder import check_checkpoint
+from dcpbench.models.weight_formats import FORMATS, UNQUANTISED
 from dcpbench.plan import validate
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.device_probe import Probe
@@ -29,6 +30,7 @@ FP8: dict[str, Any] = {
 }
 V3: dict[str, Any] = {
     "quantization_config": FP8,
+    "num_nextn_predict_layers": 1,
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
     "num_hidden_layers": 61,
@@ -66,6 +68,7 @@ V3: dict[str, Any] = {
 }
 V2 = V3 | {
     "quantization_config": None,
+    "num_nextn_predict_layers": 0,
     "model_type": "deepseek_v2",
     "hidden_size": 5120,
     "num_hidden_layers": 60,
@@ -97,6 +100,7 @@ LITE = V2 | {
     "routed_scaling_factor": 1.0,
 }
 K2 = V3 | {
+    "num_nextn_predict_layers": 0,
     "model_type": "kimi_k2",
     "num_attention_heads": 64,
     "n_routed_experts": 384,
@@ -159,9 +163,9 @@ def test_more_dense_layers_than_layers_means_all_dense() -> None:
     assert from_config(V3 | {"num_hidden_layers": 2}, Path("config.json")).first_dense == 2
 
 
-def test_a_model_without_mla_is_told_apart_by_name() -> None:
-    with pytest.raises(ModelError, match=r"not an MLA model \(model_type 'llama', no 'kv_lora_rank'\).*deepseek-v3"):
-        from_config({"model_type": "llama", "hidden_size": 4096}, Path("config.json"))
+def test_a_model_of_no_family_is_told_apart_by_name() -> None:
+    with pytest.raises(ModelError, match=r"'model_type' is 'mistral', which may compute otherwise.*deepseek-v3"):
+        from_config({"model_type": "mistral", "hidden_size": 4096}, Path("config.json"))
 
 
 REQUIRED = (
@@ -236,10 +240,10 @@ YARN = V3["rope_scaling"]
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (V3 | {"model_type": "deepseek_v32", "index_topk": 2048}, "'model_type' is 'deepseek_v32', which may compute"),
-        (V3 | {"model_type": "longcat_flash"}, "deepseek_v2, deepseek_v3, kimi_k2.* are supported"),
+        (V3 | {"model_type": "deepseek_v33", "index_topk": 2048}, "'model_type' is 'deepseek_v33', which may compute"),
+        (V3 | {"model_type": "longcat_flash"}, "deepseek_v2, deepseek_v3, .*kimi_k2.* are supported"),
         (V3 | {"model_type": None}, "'model_type' is None"),
-        ({k: v for k, v in V3.items() if k != "model_type"}, "lacks the field 'model_type'"),
+        ({k: v for k, v in V3.items() if k != "model_type"}, "'model_type' is 'missing', which may compute"),
         (V3 | {"index_topk": 2048}, "'index_topk' is 2048, and dcpbench does not know what that changes"),
         (V3 | {"mlp_only_layers": [5]}, r"'mlp_only_layers' is \[5\], .*take it out of a copy of this file"),
         (V3 | {"zero_expert_num": 128}, "'zero_expert_num' is 128"),
@@ -362,8 +366,8 @@ def test_what_changes_nothing_is_accepted(field: str) -> None:
 def test_a_quantisation_in_fp8_blocks_is_how_a_model_is_published(left_out: str) -> None:
     """And nothing else of its shape differs; transformers' own quantiser writes no `fmt`."""
     found = from_config(V3 | {"quantization_config": {k: v for k, v in FP8.items() if k != left_out}}, Path("v3.json"))
-    assert found.published == "fp8"
-    assert dataclasses.replace(found, published="bf16") == from_config(
+    assert found.published == FORMATS[weight_formats.FP8]
+    assert dataclasses.replace(found, published=UNQUANTISED) == from_config(
         V3 | {"quantization_config": None}, Path("v3.json")
     )
 

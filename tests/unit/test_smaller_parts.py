@@ -38,7 +38,7 @@ from dcpbench.plan.serve_spec import ServeLoads
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.budget import WholeModel
 from dcpbench.points.cluster_specs import format_machine, load_machine
-from dcpbench.recommend import advise
+from dcpbench.recommend import advise, layout_choice
 from dcpbench.recommend.forecast import apply_factor
 from dcpbench.records.checks import MAX_ENTRIES
 from dcpbench.records.lines import Tail
@@ -231,12 +231,20 @@ class TestAdvice:
         one, other = (
             dataclasses.replace(advised.forecast(100, "measured"), factor=1.1 if of else None) for of in (a, b)
         )
-        assert advise.compute_margin(one, other) == pytest.approx(0.04 if ratios else 0.21)
+        assert layout_choice.compute_margin(one, other) == pytest.approx(0.04 if ratios else 0.21)
 
     @pytest.mark.parametrize(
         ("weights", "kv", "buffers", "said"),
         [
-            (200, 1, 3, "its weights take 200.0 GiB of each GPU, 100.0 GiB more than the 100.0 GiB for weights and KV"),
+            (
+                200,
+                1,
+                3,
+                (
+                    "its weights take 200.0 GiB and its KV 1.0 GiB of each GPU, 104.0 GiB more than the 97.0 GiB for both in "
+                    "addition to 3.0 GiB for the buffers of a step"
+                ),
+            ),
             (
                 100,
                 7,

@@ -10,6 +10,7 @@ import pytest
 from dcpbench.kernels import moe
 from dcpbench.kernels.moe import decode_experts, prefill_experts, scaled
 from dcpbench.models import SHAPES
+from dcpbench.models.weight_formats import FORMATS, FP8, UNQUANTISED
 from dcpbench.points.layout import Layout
 from dcpbench.points.roofline import Sharding, StepRows, compute_step_floors
 from dcpbench.records.record import Rates
@@ -77,7 +78,12 @@ class TestKernelChanges:
 
 
 def sharding(layout: Layout | None = None, *, scaled: bool = False) -> Sharding:
-    return Sharding(shape=SHAPES["deepseek-v3"], layout=layout or Layout(1), itemsize=2, scaled=scaled)
+    return Sharding(
+        shape=SHAPES["deepseek-v3"],
+        layout=layout or Layout(1),
+        itemsize=2,
+        weights=FORMATS[FP8] if scaled else UNQUANTISED,
+    )
 
 
 class TestEnough:

@@ -10,7 +10,7 @@ from dcpbench.engine.scaled_weights import ALL, slice_scaled
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import Mlp, Moe, load_weights
 from dcpbench.models import SHAPES
-from dcpbench.models.shapes import SCALE_BLOCK
+from dcpbench.models.weight_formats import FORMATS, FP8, SCALE_BLOCK
 from dcpbench.points import memory
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.points.names import CUT, WHOLE
@@ -96,7 +96,7 @@ class TestBytes:
         Where the rank with most scales of one tensor is not that with most of another, the sum of both is an upper bound.
         """
         dense, moe = shape.first_dense, shape.layers - shape.first_dense
-        expected = memory.compute_weight_bytes(shape, layout, 2, dense, moe, wide, fp8=True, ep=ep)
+        expected = memory.compute_weight_bytes(shape, layout, 2, dense, moe, wide, FORMATS[FP8], ep=ep)
         ranks = {0, layout.tp // 2, layout.tp - 1, min(1, layout.tp - 1)}
         held = [
             load_weights(Meta(), shape, layout, rank, build.layers(shape), wide=wide, ep=ep, fp8=True) for rank in ranks
@@ -110,7 +110,7 @@ class TestBytes:
         """Beside a byte of each number, W_UK, W_UV, norms, router, embedding and head are in bf16."""
         shape = SHAPES[model]
         held = load_weights(Meta(), shape, layout, layout.tp - 1, build.layers(shape, dense=1, moe=1), ep=CUT, fp8=True)
-        assert held.count_bytes() == memory.compute_weight_bytes(shape, layout, 2, 1, 1, fp8=True, ep=CUT)
+        assert held.count_bytes() == memory.compute_weight_bytes(shape, layout, 2, 1, 1, weights=FORMATS[FP8], ep=CUT)
         assert {held.embed.dtype, held.moe[0].mlp.router.dtype, held.moe[0].attention.w_uk.dtype} == {torch.bfloat16}
 
     def test_real_tensors_are_counted_as_those_without_memory(self):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dcpbench.bench.bench_record import Case
+    from dcpbench.kernels.attention import Backend
+    from dcpbench.points.roofline import Work
 
 SCALE = (NOPE + ROPE) ** -0.5
 LIMIT = 1e-2
@@ -37,6 +39,8 @@ KV_SCALE = {"bf16": 1.0, FP8: 0.25}
 """Scale of the KV cache; not 1 for fp8, so that a kernel that ignores it gives wrong results."""
 SPREAD = 7 / 8
 """Uneven lengths lie between 1/8 and 15/8 of their mean."""
+UNRELATED = ("heads",)
+"""Sizes of a case that its pools do not depend on."""
 
 
 def make_lengths(case: Case, seed: int) -> list[int]:
@@ -62,11 +66,11 @@ class Pools:
 
     shards: Shards
     data: torch.Tensor
-    """[pools, pages, page, 576]"""
+    """[pools, pages, page, numbers of a row]"""
 
 
 class Attention:
-    """Build cases; pools are reused if only heads or backend change between cases."""
+    """Build cases with sizes heads, requests, context, page, lengths and kv. Pools are reused if only heads or backend change."""
 
     def __init__(self, device: torch.device, seed: int, mean: float = 0.0) -> None:
         """Create the workload; `mean` is that of values with a standard deviation of 1."""
@@ -77,42 +81,35 @@ class Attention:
         self._pools: Pools | None = None
 
     def build_calls(self, case: Case) -> Calls:
-        """Return calls of a case with sizes heads, requests, context, page and lengths, one for each pool."""
-        key = (*(case.sizes[n] for n in ("kv", "requests", "context", "page", "lengths")), case.calls)
+        """Return calls of a case, one for each pool."""
+        key = (*(size for name, size in case.sizes.items() if name not in UNRELATED), case.calls)
         if key != self._key or self._pools is None:
             self._pools = None  # frees the old pools before new ones are made
             self._pools, self._key = self._make_pools(case), key
         pools = self._pools
         requests, heads = int(case.sizes["requests"]), int(case.sizes["heads"])
-        spec = AttentionSpec(
-            batch=requests,
-            heads=heads,
-            latent=LATENT,
-            rope=ROPE,
-            page_size=pools.data.shape[2],
-            max_pages=max(map(len, pools.shards.pages)),
-            scale=SCALE,
-            dtype=self.dtype,
-            device=self.device,
-            kv_dtype=pools.data.dtype,
-            kv_scale=KV_SCALE[str(case.sizes["kv"])],
-        )
-        backend = make_backend(case.variant, spec)
+        spec = self.make_spec(case, pools)
+        backend = self.make_backend(case.variant, spec)
         backend.plan(pools.shards)
         generator = torch.Generator(self.device).manual_seed(self.seed + 1)
-        q_BHQ = torch.randn(requests, heads, KV_WIDTH, generator=generator, device=self.device).to(self.dtype)
-        o_LBHR = torch.empty(len(pools.data), requests, heads, LATENT, dtype=self.dtype, device=self.device)
+        query, output = self.get_widths(case)
+        q_BHQ = torch.randn(requests, heads, query, generator=generator, device=self.device).to(self.dtype)
+        o_LBHR = torch.empty(len(pools.data), requests, heads, output, dtype=self.dtype, device=self.device)
         lse_LBH = torch.empty(len(pools.data), requests, heads, device=self.device)
-        calls = [functools.partial(backend.run, q_BHQ, *each) for each in zip(pools.data, o_LBHR, lse_LBH, strict=True)]
+        run, lse_unit = self.get_run(backend)
+        calls = [functools.partial(run, q_BHQ, *each) for each in zip(pools.data, o_LBHR, lse_LBH, strict=True)]
         truths = [
-            (layer, b, *_compute_truth(spec, q_BHQ[b], pools, layer, b))
+            (layer, b, *self._compute_truth(spec, q_BHQ[b], pools, layer, b))
             for layer in sorted({0, len(pools.data) - 1})
             for b in sorted({0, requests // 2, requests - 1})
         ]
 
         def compute_error() -> float:
             return max(
-                max(compute_relative_error(o_LBHR[layer, b], o_HR), compute_relative_error(lse_LBH[layer, b], lse_H))
+                max(
+                    compute_relative_error(o_LBHR[layer, b], o_HR),
+                    compute_relative_error(lse_LBH[layer, b] * lse_unit, lse_H),
+                )
                 for layer, b, o_HR, lse_H in truths
             )
 
@@ -123,9 +120,7 @@ class Attention:
                 return "NaN: rows were read that are no request's, or results were not written"
             return describe_error(compute_error(), max(LIMIT, compute_rounding_error(backend.rounds, DEVIATION)))
 
-        work = compute_attention_work(
-            heads, pools.shards.lengths, self.dtype.itemsize, kv_itemsize=pools.data.dtype.itemsize
-        )
+        work = self.compute_work(case, pools)
         return Calls(
             calls=calls,
             check=check_results,
@@ -134,21 +129,78 @@ class Attention:
             written_bytes=work.memory_bytes * len(pools.data),
         )
 
+    def get_row_width(self, case: Case) -> int:  # noqa: ARG002 - other kinds of attention use it
+        """Return the numbers of a KV row."""
+        return KV_WIDTH
+
+    def get_widths(self, case: Case) -> tuple[int, int]:  # noqa: ARG002 - other kinds of attention use it
+        """Return the columns of a head's query and output."""
+        return KV_WIDTH, LATENT
+
+    def make_spec(self, case: Case, pools: Pools) -> Any:  # noqa: ANN401 - of the kind of attention
+        """Return what a backend is built for."""
+        return AttentionSpec(latent=LATENT, rope=ROPE, scale=SCALE, **self.make_common_sizes(case, pools))
+
+    def make_common_sizes(self, case: Case, pools: Pools) -> dict[str, Any]:
+        """Return the fields of DecodeSpec, without the scale of scores."""
+        return {
+            "batch": int(case.sizes["requests"]),
+            "heads": int(case.sizes["heads"]),
+            "page_size": pools.data.shape[2],
+            "max_pages": max(map(len, pools.shards.pages)),
+            "dtype": self.dtype,
+            "device": self.device,
+            "kv_dtype": pools.data.dtype,
+            "kv_scale": KV_SCALE[str(case.sizes["kv"])],
+        }
+
+    def make_backend(self, name: str, spec: Any) -> Backend:  # noqa: ANN401 - of the kind of attention
+        """Return a backend."""
+        return make_backend(name, spec)
+
+    def get_run(self, backend: Backend) -> tuple[Callable[..., None], float]:
+        """Return the timed function, and the factor that makes its log-sum-exp a natural logarithm."""
+        return backend.run, 1.0
+
+    def compute_truth(
+        self,
+        spec: Any,  # noqa: ANN401 - of the kind of attention
+        q_HQ: torch.Tensor,
+        rows_KQ: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (o_HR, lse_H) of a request in the dtype of its rows."""
+        return compute_mla_decode(q_HQ, rows_KQ, spec.latent, spec.scale)
+
+    def compute_work(self, case: Case, pools: Pools) -> Work:
+        """Return the minimum work of a call."""
+        return compute_attention_work(
+            int(case.sizes["heads"]),
+            pools.shards.lengths,
+            self.dtype.itemsize,
+            kv_itemsize=pools.data.dtype.itemsize,
+        )
+
+    def shift_rows(self, rows: torch.Tensor) -> None:
+        """Add the mean of values, in place."""
+        rows[..., :LATENT].add_(self.mean)
+
     def _make_pools(self, case: Case) -> Pools:
         page = int(case.sizes["page"])
         shards = make_shards(make_lengths(case, self.seed), page, self.seed)
-        shape = (1 + sum(map(len, shards.pages)), page, KV_WIDTH)
+        width = self.get_row_width(case)
+        shape = (1 + sum(map(len, shards.pages)), page, width)
         kv_dtype = torch.float8_e4m3fn if case.sizes["kv"] == FP8 else self.dtype
-        count = case.calls or count_cold_sets(sum(shards.lengths) * KV_WIDTH * kv_dtype.itemsize, self.device)
+        count = case.calls or count_cold_sets(sum(shards.lengths) * width * kv_dtype.itemsize, self.device)
         try:
             data = torch.empty(count, *shape, dtype=kv_dtype, device=self.device)
             made = torch.empty(shape, dtype=self.dtype, device=self.device)
         except torch.OutOfMemoryError as e:
-            need = count * shape[0] * page * KV_WIDTH * kv_dtype.itemsize / GIB
+            need = count * shape[0] * page * width * kv_dtype.itemsize / GIB
             raise CapacityError(f"pools of {need:.1f} GiB do not fit; lower --requests or --context.") from e
         generator = torch.Generator(self.device).manual_seed(self.seed)
         for pool in data:
-            made.normal_(generator=generator)[..., :LATENT].add_(self.mean)
+            made.normal_(generator=generator)
+            self.shift_rows(made)
             made.div_(KV_SCALE[str(case.sizes["kv"])])
             made[0] = float("nan")
             for pages, length in zip(shards.pages, shards.lengths, strict=True):
@@ -157,11 +209,15 @@ class Attention:
             pool.copy_(made)
         return Pools(shards=shards, data=data)
 
-
-def _compute_truth(
-    spec: AttentionSpec, q_HQ: torch.Tensor, pools: Pools, layer: int, b: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (o_HR, lse_H) of request b in fp64, over the stored values."""
-    pages = torch.from_numpy(pools.shards.pages[b]).long().to(spec.device)
-    rows_KQ = pools.data[layer][pages].flatten(0, 1)[: pools.shards.lengths[b]]
-    return compute_mla_decode(q_HQ.double(), rows_KQ.double() * spec.kv_scale, LATENT, SCALE)
+    def _compute_truth(
+        self,
+        spec: Any,  # noqa: ANN401 - of the kind of attention
+        q_HQ: torch.Tensor,
+        pools: Pools,
+        layer: int,
+        b: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (o_HR, lse_H) of request b in fp64, over the stored values."""
+        pages = torch.from_numpy(pools.shards.pages[b]).long().to(spec.device)
+        rows_KQ = pools.data[layer][pages].flatten(0, 1)[: pools.shards.lengths[b]]
+        return self.compute_truth(spec, q_HQ.double(), rows_KQ.double() * spec.kv_scale)

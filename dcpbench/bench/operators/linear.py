@@ -20,6 +20,7 @@ from dcpbench.bench.operators.moe import make_exact, make_weights
 from dcpbench.errors import MissingPackageError, UsageError
 from dcpbench.kernels import linear as kernels
 from dcpbench.kernels.block_scaled import Scaled, dequantize_weight, quantize_rows
+from dcpbench.models.weight_formats import FORMATS, FP8, UNQUANTISED
 from dcpbench.points.memory import Product
 from dcpbench.points.roofline import compute_linear_work
 
@@ -117,8 +118,9 @@ class Linear:
         sizes = Sizes(**case.sizes)  # type: ignore[arg-type]
         random = torch.Generator(self.device).manual_seed(self.seed)
         product = Product(sizes.inputs, sizes.outputs)
-        scaled = sizes.weights == "fp8"
-        work = compute_linear_work(product, sizes.rows, itemsize=self.dtype.itemsize, scaled=scaled)
+        scaled = sizes.weights == FP8
+        stored = FORMATS[FP8] if scaled else UNQUANTISED
+        work = compute_linear_work(product, sizes.rows, itemsize=self.dtype.itemsize, weights=stored)
         x = torch.randn(sizes.rows, sizes.inputs, generator=random, device=self.device).to(self.dtype)
         if scaled:
             x = make_exact(x)

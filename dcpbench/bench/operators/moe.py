@@ -25,7 +25,7 @@ from dcpbench.kernels import block_scaled
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.kernels.e4m3 import LARGEST
 from dcpbench.kernels.moe import decode_experts, prefill_experts, scaled
-from dcpbench.models.shapes import SCALE_BLOCK
+from dcpbench.models.weight_formats import FORMATS, FP8, SCALE_BLOCK, UNQUANTISED
 from dcpbench.points.memory import Product
 from dcpbench.points.roofline import compute_expert_work
 
@@ -129,7 +129,7 @@ class Inputs:
             rows=self.ids.numel(),
             hit=sum(count > 0 for count in self.counts),
             itemsize=self.x.itemsize,
-            scaled=isinstance(self.weight, Scaled),
+            weights=FORMATS[FP8] if isinstance(self.weight, Scaled) else UNQUANTISED,
         )
 
 

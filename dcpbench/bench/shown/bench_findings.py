@@ -24,6 +24,7 @@ MARKS = {
 
 BASELINES = {
     "attention": ("flashinfer", "flashmla"),
+    "gqa": ("flashinfer",),
     "exchange": ("ag_rs", "ag_rs-bf16"),
     "collectives": ("all-reduce",),
     "linear": ("deepgemm", "flashinfer"),

@@ -63,14 +63,12 @@ class Backend(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
-    """Sizes that a backend is built for."""
+class DecodeSpec:
+    """Sizes that a backend of any kind of attention is built for."""
 
     batch: int
     heads: int
     """H: query heads of the whole DCP group."""
-    latent: int
-    rope: int
     page_size: int
     max_pages: int
     """Most pages of one request in one rank's pool."""
@@ -87,6 +85,14 @@ class AttentionSpec:
     def fp8(self) -> bool:
         """Return True if KV rows are e4m3."""
         return self.kv_dtype is not None and self.kv_dtype.itemsize == 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpec(DecodeSpec):
+    """Sizes that a backend of MLA is built for."""
+
+    latent: int
+    rope: int
 
 
 def compute_rounding_error(rounds: Collection[str], deviation: float) -> float:

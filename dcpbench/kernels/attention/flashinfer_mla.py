@@ -18,18 +18,21 @@ WORKSPACE_BYTES = 128 << 20
 _workspaces: dict[torch.device, torch.Tensor] = {}
 
 
-def _get_workspace(device: torch.device) -> torch.Tensor:
+def get_workspace(device: torch.device) -> torch.Tensor:
+    """Return the workspace of a device, which calls in one stream share."""
     # One per device, never freed: a workspace freed under a captured graph is an illegal access (vLLM #45487).
     if device not in _workspaces:
         _workspaces[device] = torch.empty(WORKSPACE_BYTES, dtype=torch.int8, device=device)
     return _workspaces[device]
 
 
-def _allocate_ints(count: int, device: torch.device) -> torch.Tensor:
+def allocate_ints(count: int, device: torch.device) -> torch.Tensor:
+    """Return `count` int32 zeros on the device."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def _copy_to_pinned(values: np.ndarray) -> torch.Tensor:
+def copy_to_pinned(values: np.ndarray) -> torch.Tensor:
+    """Return the values as int32 in pinned memory."""
     return torch.from_numpy(values.astype(np.int32)).pin_memory()
 
 
@@ -47,12 +50,12 @@ class FlashInferBackend:
             )
         self.spec = spec
         self.wrapper = BatchMLAPagedAttentionWrapper(
-            _get_workspace(spec.device),
+            get_workspace(spec.device),
             use_cuda_graph=True,
-            qo_indptr=_allocate_ints(spec.batch + 1, spec.device),
-            kv_indptr=_allocate_ints(spec.batch + 1, spec.device),
-            kv_indices=_allocate_ints(spec.batch * spec.max_pages, spec.device),
-            kv_len_arr=_allocate_ints(spec.batch, spec.device),
+            qo_indptr=allocate_ints(spec.batch + 1, spec.device),
+            kv_indptr=allocate_ints(spec.batch + 1, spec.device),
+            kv_indices=allocate_ints(spec.batch * spec.max_pages, spec.device),
+            kv_len_arr=allocate_ints(spec.batch, spec.device),
             backend="auto",
         )
         # A plan is copied to the device from the wrapper's pinned buffer, behind the step that may still run; the next
@@ -72,10 +75,10 @@ class FlashInferBackend:
         self.wrapper._pin_memory_int_workspace_buffer = self.staging[self.plans % 2]  # noqa: SLF001 - see __init__
         self.plans += 1
         self.wrapper.plan(
-            _copy_to_pinned(np.arange(spec.batch + 1)),
-            _copy_to_pinned(np.cumsum([0, *used])),
-            _copy_to_pinned(pages),
-            _copy_to_pinned(np.asarray(shards.lengths)),
+            copy_to_pinned(np.arange(spec.batch + 1)),
+            copy_to_pinned(np.cumsum([0, *used])),
+            copy_to_pinned(pages),
+            copy_to_pinned(np.asarray(shards.lengths)),
             spec.heads,
             spec.latent,
             spec.rope,

@@ -14,7 +14,7 @@ from dcpbench.kernels.attention.partition import merge_kernel
 from dcpbench.kernels.attention.plain_mla import plain_kernel
 
 if TYPE_CHECKING:
-    from dcpbench.kernels.attention import AttentionSpec, Shards
+    from dcpbench.kernels.attention import AttentionSpec, DecodeSpec, Shards
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
@@ -75,7 +75,7 @@ class PageTables:
     `pages` [B, max_pages] int32 and `lengths` [B] int32 on the device.
     """
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: DecodeSpec) -> None:
         self.pages = torch.zeros(spec.batch, spec.max_pages, dtype=torch.int32, device=spec.device)
         self.lengths = torch.zeros(spec.batch, dtype=torch.int32, device=spec.device)
 

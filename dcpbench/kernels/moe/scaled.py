@@ -15,7 +15,7 @@ from dcpbench.kernels.block_scaled import Rows, Scaled, quantize_rows
 from dcpbench.kernels.e4m3 import get_capability
 from dcpbench.kernels.moe import decode_experts
 from dcpbench.kernels.moe.prefill_experts import merge_expert_outputs, sort_by_expert, split_tiles
-from dcpbench.models.shapes import SCALE_BLOCK
+from dcpbench.models.weight_formats import SCALE_BLOCK
 
 if TYPE_CHECKING:
     from dcpbench.kernels.moe.decode_experts import Plan, Shape

@@ -1,4 +1,4 @@
-"""Multi-head attention of prompts, not absorbed: ragged requests, with log-sum-exp, behind one small protocol.
+"""Attention of prompts, not absorbed: ragged requests, with log-sum-exp, behind one small protocol.
 
 Partial results over disjoint keys of the same queries merge by their log-sum-exp (kernels/merge): so may a prompt's
 own chunk, and each piece of the prefix that is stored, be attended to by a call of its own.
@@ -25,7 +25,9 @@ class PrefillSpec:
     """Sizes that a backend is built for."""
 
     heads: int
-    """h: of one rank; keys have as many as queries."""
+    """h: query heads of one rank."""
+    kv_heads: int | None = None
+    """Heads of keys and values, each for a group of as many consecutive query heads; None: as many as queries have."""
     width: int
     """X = nope + rope: columns of q and k."""
     value: int
@@ -33,6 +35,11 @@ class PrefillSpec:
     scale: float
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def group(self) -> int:
+        """Return the number of query heads that share a KV head."""
+        return self.heads // (self.kv_heads or self.heads)
 
 
 class Ragged(Protocol):
@@ -42,7 +49,7 @@ class Ragged(Protocol):
         """Return (o [T, h, V] in q's dtype, lse [T, h] in fp32, natural logarithm).
 
         q, k and v have the rows of the planned requests, one request after the other, and possibly more, which are not
-        read; all are contiguous. v_ShW has the backend's value_width columns, which are zero from V on. If a query sees
+        read; all are contiguous, or k and v have strided rows. v_ShW has the backend's value_width columns, which are zero from V on. If a query sees
         no key, lse = -inf and o is any number, or NaN. o's rows may be strided.
         """
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from dcpbench.kernels.prefill import PrefillSpec, Ragged
 
-WIDTH = NOPE + ROPE
-"""Columns of keys; values have VALUE."""
+WIDTHS = ((NOPE + ROPE, VALUE), (128, 128), (64, 64))
+"""Columns of keys and of values that the kernels are built for: of MLA, and of grouped-query attention."""
 WORKSPACE_BYTES = 128 << 20
 """FlashInfer's recommended size for split-KV partials; calls in one stream may share it."""
 WRAPPERS_AT_START = 8
@@ -37,17 +37,16 @@ WRAPPERS_AT_START = 8
 class FlashInferPrefill:
     """PrefillBackend of FlashInfer."""
 
-    value_width = VALUE
-
     def __init__(self, spec: PrefillSpec) -> None:
-        if (spec.width, spec.value) != (WIDTH, VALUE) or spec.dtype not in (torch.bfloat16, torch.float16):
+        if (spec.width, spec.value) not in WIDTHS or spec.dtype not in (torch.bfloat16, torch.float16):
+            known = " or ".join(f"{key} and values of {value}" for key, value in WIDTHS)
             raise UsageError(
-                f"--prefill flashinfer takes keys of {WIDTH} and values of {VALUE} columns in bf16 or fp16, not "
+                f"--prefill flashinfer takes keys of {known} columns in bf16 or fp16, not "
                 f"{spec.width} and {spec.value} in {str(spec.dtype).removeprefix('torch.')}; use --prefill sdpa."
             )
         if spec.device.type != "cuda":
             raise UsageError("--prefill flashinfer needs a GPU; use --prefill sdpa.")
-        self.spec = spec
+        self.spec, self.value_width = spec, spec.value
         self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
         self.slots = [_Slot(self.workspace) for _ in range(WRAPPERS_AT_START)]
         self.planned: weakref.WeakValueDictionary[object, FlashInferRagged] = weakref.WeakValueDictionary()
@@ -63,9 +62,9 @@ class FlashInferPrefill:
             _compute_ends(q_lengths),
             _compute_ends(kv_lengths),
             spec.heads,
-            spec.heads,
-            WIDTH,
-            head_dim_vo=VALUE,
+            spec.heads // spec.group,
+            spec.width,
+            head_dim_vo=spec.value,
             causal=causal,
             sm_scale=spec.scale,
             q_data_type=spec.dtype,
@@ -74,7 +73,7 @@ class FlashInferPrefill:
         slot.sent.record()
         ends = list(itertools.accumulate(q_lengths, initial=0))
         empty = [slice(*rows) for rows, keys in zip(itertools.pairwise(ends), kv_lengths, strict=True) if not keys]
-        planned = FlashInferRagged(slot.wrapper, sum(q_lengths), sum(kv_lengths), tuple(empty))
+        planned = FlashInferRagged(slot.wrapper, sum(q_lengths), sum(kv_lengths), tuple(empty), spec.value)
         slot.user = weakref.ref(planned)
         self.planned[same] = planned
         return planned
@@ -112,12 +111,13 @@ class FlashInferRagged:
     keys: int
     empty: tuple[slice, ...]
     """Rows of requests without keys, for which fa3 returns no valid result."""
+    value: int
 
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Implement Ragged.run. A tile of values may extend past a request, so no row after the last one is passed."""
         q_ThX = q_ThX[: self.rows]
         if not self.keys:  # fa3 cannot describe an empty tile
-            return q_ThX[..., :VALUE], q_ThX.new_full(q_ThX.shape[:2], float("-inf"), dtype=torch.float32)
+            return q_ThX[..., : self.value], q_ThX.new_full(q_ThX.shape[:2], float("-inf"), dtype=torch.float32)
         o_ThV, lse_Th = self.wrapper.run(q_ThX, k_ShX[: self.keys], v_ShW[: self.keys], return_lse=True)
         lse_Th.mul_(math.log(2))
         for rows in self.empty:
@@ -130,7 +130,7 @@ class FlashInferRagged:
         """Implement Ragged.compute_output."""
         q_ThX = q_ThX[: self.rows]
         if not self.keys:
-            return q_ThX[..., :VALUE] if out_ThV is None else out_ThV
+            return q_ThX[..., : self.value] if out_ThV is None else out_ThV
         o_ThV: torch.Tensor = self.wrapper.run(q_ThX, k_ShX[: self.keys], v_ShW[: self.keys], out=out_ThV)
         return o_ThV
 

@@ -20,8 +20,12 @@ def compute_attention(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (o [T, h, V], lse [T, h]) in fp64; see PrefillBackend.plan. Zeros and -inf if a query sees no key."""
+    """Return (o [T, h, V], lse [T, h]) in fp64; see PrefillBackend.plan. Zeros and -inf if a query sees no key.
+
+    Fewer heads of k and v than of q are repeated for groups of consecutive query heads.
+    """
     rows = sum(q_lengths)
+    k_ShX, v_ShV = (x.repeat_interleave(q_ThX.shape[1] // x.shape[1], dim=1) for x in (k_ShX, v_ShV))
     o_ThV = torch.zeros(rows, v_ShV.shape[1], v_ShV.shape[2], dtype=torch.float64, device=q_ThX.device)
     lse_Th = torch.full(o_ThV.shape[:2], float("-inf"), dtype=torch.float64, device=q_ThX.device)
     row = first = 0

@@ -43,7 +43,7 @@ class SdpaPrefill:
         """Implement PrefillBackend.plan."""
         spec = self.spec
         if not self.flash:
-            return PlainRagged(tuple(q_lengths), tuple(kv_lengths), causal, spec.scale, spec.value)
+            return PlainRagged(tuple(q_lengths), tuple(kv_lengths), causal, spec.scale, spec.value, spec.group)
         lengths = zip(q_lengths, kv_lengths, strict=True)
         return FlashRagged(
             q_ends=_compute_ends(q_lengths, spec.device),
@@ -124,6 +124,8 @@ class PlainRagged(_Values):
     causal: bool
     scale: float
     value: int
+    group: int
+    """Query heads that share a KV head."""
 
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Implement Ragged.run."""
@@ -145,7 +147,8 @@ class PlainRagged(_Values):
         queries, heads = q_ThX.shape[:2]
         keys = len(k_ShX)
         wide = torch.promote_types(q_ThX.dtype, torch.float32)
-        k_hXS, v_hSV = k_ShX.to(wide).permute(1, 2, 0), v_ShV.to(wide).transpose(0, 1)
+        k_ShX, v_ShV = (x.to(wide).repeat_interleave(self.group, dim=1) for x in (k_ShX, v_ShV))
+        k_hXS, v_hSV = k_ShX.permute(1, 2, 0), v_ShV.transpose(0, 1)
         block = max(1, SCORES // (heads * keys))
         for start in range(0, queries, block):
             stop = min(start + block, queries)

@@ -297,7 +297,9 @@ class _Series:
             name = format_brief(f"{label}{several}", MAX_NAME_CHARS)
             dash, symbol = look.find_places(layout, variant, run)
             self._places[key] = len(self.looks)
-            self.looks.append({"name": name, "colour": format_css_colours(layout), "dash": dash, "symbol": symbol})
+            self.looks.append(
+                {"name": name, "colour": format_css_colours(look.find_degrees(layout)), "dash": dash, "symbol": symbol}
+            )
         return [self._places[key] for key in keys]
 
 

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 from dcpbench.show.ci import MAX_ANNOTATIONS, format_annotation, format_annotation_lines
 from dcpbench.syncs.rules import BY_ID
-from dcpbench.syncs.site_text import LEVELS, count_notes, format_advice, format_message, get_status, list_labels
+from dcpbench.syncs.site_text import (
+    LEVELS,
+    count_notes,
+    format_advice,
+    format_message,
+    get_best_line,
+    get_status,
+    list_labels,
+)
 
 if TYPE_CHECKING:
     from dcpbench.syncs.sync_report import Report, Site
@@ -64,4 +72,4 @@ def _format_site(level: str, site: Site, report: Report) -> str:
     title = f"{site.rule} {site.kind}" + "".join(f", {word}" for word in list_labels(site, report.verdict))
     if not site.file or site.file.startswith(("/", "<")):
         return format_annotation(level, message, title)
-    return format_annotation(level, message, title, file=site.file, line=site.line)
+    return format_annotation(level, message, title, file=site.file, line=get_best_line(site))

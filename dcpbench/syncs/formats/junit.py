@@ -12,6 +12,7 @@ from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.site_text import (
     format_message,
     format_sentence,
+    get_best_line,
     get_site_name,
     get_status,
     list_dotted_names,
@@ -51,7 +52,7 @@ def _build_case(site: Site, report: Report) -> Element:
     dotted = list_dotted_names(site)[0] if site.file and site.function else PurePosixPath(site.file).stem
     parts = (site.rule, site.kind, site.op or site.call, site.direction, f"in {get_site_name(site)}", site.fingerprint)
     classname = dotted.rpartition(".")[0] or dotted or site.range or site.kind
-    case = make_junit_case(classname, " ".join(p for p in parts if p), file=site.file, line=site.line)
+    case = make_junit_case(classname, " ".join(p for p in parts if p), file=site.file, line=get_best_line(site))
     rule, stands = BY_ID.get(site.rule), get_status(site, report.verdict)
     text = format_sentence(site) + "".join(f"\nat {frame}" for frame in site.stack)
     if rule:

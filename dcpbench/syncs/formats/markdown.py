@@ -12,6 +12,7 @@ from dcpbench.syncs.site_text import (
     NOTHING,
     count_notes,
     format_bubble,
+    format_call_lines,
     format_copy,
     format_exception,
     format_microseconds,
@@ -86,6 +87,7 @@ def _build_row(site: Site, report: Report) -> tuple[str, ...]:
     where = format_markdown_code(get_site_name(site)) + (
         f"<br>{format_markdown_code(format_place(site))}" if format_place(site) else ""
     )
+    where += "".join(f"<br>{format_markdown_code(line)}" for line in format_call_lines(site))
     where += f"<br>called from {format_markdown_code(site.called_from)}" if site.called_from else ""
     count = str(site.count) + (f"<br>{site.waited:,} waited" if format_waited_share(site) else "")
     words = list_labels(site, report.verdict)

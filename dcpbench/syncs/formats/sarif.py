@@ -17,6 +17,7 @@ from dcpbench.syncs.site_text import (
     format_advice,
     format_message,
     format_place,
+    get_best_line,
     get_status,
     list_dotted_names,
 )
@@ -96,7 +97,8 @@ def _build_location(site: Site) -> Json:
     location: Json = {}
     artifact = _build_artifact(site.file or (site.example.trace if site.example else ""))
     if artifact:
-        region = {"region": {"startLine": site.line}} if site.file and site.line is not None and site.line > 0 else {}
+        line = get_best_line(site)
+        region = {"region": {"startLine": line}} if site.file and line is not None and line > 0 else {}
         location["physicalLocation"] = {"artifactLocation": artifact, **region}
     if site.function:
         names = {"name": site.function, "fullyQualifiedName": list_dotted_names(site)[0], "kind": "function"}

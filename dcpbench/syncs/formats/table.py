@@ -12,12 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from dcpbench.show.terminal import render_to_text
-from dcpbench.show.text import format_count, get_path_end
+from dcpbench.show.text import fit_text, format_count, get_path_end
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.site_text import (
     BOUND_NOTE,
     count_notes,
     format_bubble,
+    format_call_lines,
     format_copy,
     format_exception,
     format_microseconds,
@@ -25,6 +26,7 @@ from dcpbench.syncs.site_text import (
     format_times,
     format_trace,
     format_waited_share,
+    get_best_line,
     get_site_name,
     get_status,
     list_labels,
@@ -112,6 +114,8 @@ def _format_where(site: Site, root: Path, width: int) -> Text:
     if format_place(site):
         text.append("\n")
         text.append_text(_format_link(site, root, width))
+    for line in format_call_lines(site):
+        text.append(f"\n{fit_text(line, width)}", style=Style(bold=False, dim=True))
     if site.called_from:
         text.append(f"\ncalled from {site.called_from}", style=Style(bold=False))
     return text
@@ -121,7 +125,7 @@ def _format_link(site: Site, root: Path, width: int) -> Text:
     path, link = root / site.file, None
     with contextlib.suppress(OSError, ValueError):
         if path.is_absolute() and path.is_file():  # the program may have run on another machine
-            link = f"{path.as_uri()}#{site.line or 1}"
+            link = f"{path.as_uri()}#{get_best_line(site) or 1}"
     return Text(get_path_end(format_place(site), width), style=Style(bold=False, link=link))
 
 

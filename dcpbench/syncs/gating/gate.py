@@ -56,6 +56,8 @@ class Gate:
 
     root: Path
     """Repository in which comments are looked for."""
+    source: Path | None = None
+    """Source of the program that was recorded, if it is not `root`. The gate does not use it."""
     allow: tuple[Allow, ...] = ()
     baseline: Baseline | None = None
     max_per_step: float | None = None

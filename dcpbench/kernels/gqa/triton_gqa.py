@@ -1,0 +1,139 @@
+"""The backend `triton` of grouped-query attention: our own kernel, its workspace, and its tile sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from dcpbench.kernels.attention.partition import merge_kernel
+from dcpbench.kernels.attention.triton_mla import INTERPRETED_PARTS, LN_2, LOG2_E, PageTables, choose_merge_shape
+from dcpbench.kernels.gqa.decode_kernel import decode_kernel
+
+if TYPE_CHECKING:
+    from dcpbench.kernels.attention import Shards
+    from dcpbench.kernels.gqa import GqaSpec
+
+MAX_GROUP_BLOCK = 64
+"""Maximum number of query heads of one program."""
+MIN_DOT_SIZE = 16
+"""Side of the smallest product that the tensor cores take."""
+MAX_HEAD_DIM = 128
+"""Columns of a head up to which several programs fit on a multiprocessor."""
+ROWS = 64
+"""Rows of a tile in 16 bits."""
+REGISTERS, MAX_REGISTERS = 65536, 255
+"""Registers of a multiprocessor, and the most of a thread."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Sizes of a program's tiles, and the number of programs for each multiprocessor."""
+
+    rows: int
+    warps: int
+    stages: int
+    programs: int
+
+    @property
+    def registers(self) -> int:
+        """Return the registers of a thread with which all programs of a multiprocessor run at the same time."""
+        return min(REGISTERS // (32 * self.warps * self.programs) // 8 * 8, MAX_REGISTERS)
+
+
+def choose_tiling(spec: GqaSpec) -> Tiling:
+    """Return the tiling for these sizes; a multiprocessor holds the tiles of all stages of all its programs."""
+    if spec.dtype == torch.float32:
+        return Tiling(rows=32, warps=4, stages=2, programs=1)
+    if spec.heads // spec.kv_heads > MAX_GROUP_BLOCK // 2 or spec.head_dim > MAX_HEAD_DIM:
+        return Tiling(rows=ROWS, warps=4, stages=4, programs=1)
+    return Tiling(rows=ROWS, warps=4, stages=3, programs=3)
+
+
+class TritonGqa:
+    """Triton backend; X must be a power of two from 16.
+
+    Work is divided on the device in each run, from the lengths there, so lengths and tables may change in place at any
+    time. A run is two kernels: the attention, and the merge of requests that were cut.
+    """
+
+    rounds: tuple[str, ...] = ()
+
+    def __init__(self, spec: GqaSpec, tiling: Tiling | None = None) -> None:
+        self.spec = spec
+        self.tiling = tiling or choose_tiling(spec)
+        group = spec.heads // spec.kv_heads
+        self.block_g = min(MAX_GROUP_BLOCK, max(MIN_DOT_SIZE, triton.next_power_of_2(group)))
+        self.head_blocks = spec.kv_heads * triton.cdiv(group, self.block_g)
+        programs = (
+            self.tiling.programs * torch.cuda.get_device_properties(spec.device).multi_processor_count
+            if spec.device.type == "cuda"
+            else INTERPRETED_PARTS * self.head_blocks
+        )
+        self.parts = max(1, programs // self.head_blocks)
+        self.tables = PageTables(spec)
+        slots = 2 * self.parts * spec.heads
+        self.part_o = torch.empty(slots, spec.head_dim, dtype=torch.float32, device=spec.device)
+        self.part_lse = torch.empty(slots, dtype=torch.float32, device=spec.device)
+        self.pieces_of = torch.zeros(spec.batch, 2, dtype=torch.int32, device=spec.device)
+
+    def plan(self, shards: Shards) -> None:
+        """Implement Backend.plan."""
+        self.tables.copy_tables(shards)
+
+    def plan_on_device(self) -> None:
+        """Do nothing, see Backend: each run divides its own work."""
+
+    def run(self, q_BHX: torch.Tensor, kv: torch.Tensor, o_BHX: torch.Tensor, lse_BH: torch.Tensor) -> None:
+        """Implement Backend.run."""
+        spec, tiling, tables = self.spec, self.tiling, self.tables
+        batch, heads, width = q_BHX.shape
+        decode_kernel[(self.parts * self.head_blocks,)](
+            q_BHX,
+            kv,
+            tables.pages,
+            tables.lengths,
+            self.part_o,
+            self.part_lse,
+            self.pieces_of,
+            o_BHX,
+            lse_BH,
+            spec.scale * spec.kv_scale * LOG2_E,
+            spec.kv_scale,
+            LN_2,
+            tables.pages.stride(0),
+            spec.kv_heads,
+            batch,
+            self.parts,
+            GROUP=heads // spec.kv_heads,
+            X=width,
+            PAGE=spec.page_size,
+            BLOCK_B=max(32, triton.next_power_of_2(spec.batch)),
+            BLOCK_G=self.block_g,
+            BLOCK_K=tiling.rows,
+            LEAST=2,
+            SLACK=2,
+            PRECISION="ieee" if q_BHX.dtype == torch.float32 else "tf32",
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+            maxnreg=tiling.registers,
+        )
+        columns, step, warps = choose_merge_shape(self.parts // batch)
+        columns = min(columns, width)
+        programs = max(1, min(heads * width // columns, 4096 // batch))
+        merge_kernel[(batch, programs)](
+            self.part_o,
+            self.part_lse,
+            self.pieces_of,
+            tables.lengths,
+            o_BHX,
+            lse_BH,
+            heads,
+            LN_2,
+            R=width,
+            COLUMNS=columns,
+            STEP=step,
+            num_warps=warps,
+        )

@@ -1,0 +1,96 @@
+"""Declare the formats of stored weights: bits of a number, scales, and the linear layers that have them. No torch.
+
+    bytes of a linear layer = inputs · outputs · bits / 8 + ⌈outputs / rows⌉ · ⌈inputs / columns⌉ · scale bits / 8
+
+Scalars of a whole tensor, such as nvfp4's second scale, are not counted. Embedding, LM head, norms, biases, the router, and MLA's
+W_UK and W_UV have the dtype of the computation in every format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+QKV, Q_B, O, DENSE, SHARED, EXPERTS = PARTS = ("qkv", "q_b", "o", "dense", "shared", "experts")
+"""Parts of a model whose linear layers have one format: projections of q, k and v (of MLA q_a and kv_a), MLA's second one of q,
+that of attention's output, dense MLPs, shared experts, and routed experts."""
+MLPS = frozenset((DENSE, SHARED, EXPERTS))
+BF16, FP8, INT4, NVFP4, MXFP4 = "bf16", "fp8", "int4", "nvfp4", "mxfp4"
+COMPUTE_DTYPES = (BF16, "fp16", "fp32")
+"""Precisions of the computation, and of weights that are not quantised."""
+SCALE_BLOCK = 128
+"""Numbers along each side of a block of fp8 weights that has a scale, and in a group of a row that has one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightFormat:
+    """Describe how the linear layers of some parts of a model are stored; all others have the dtype of the computation."""
+
+    name: str
+    """Value of --weights-dtype."""
+    bits: int = 16
+    """Bits of a number."""
+    scale_bits: int = 0
+    """Bits of a block's scale, and of its zero point if it has one."""
+    rows: int = 1
+    """Outputs in a block that has a scale."""
+    columns: int | None = None
+    """Inputs in a block that has a scale; None for all inputs."""
+    parts: frozenset[str] = frozenset()
+    """PARTS that are stored in this format."""
+    mtp: bool = True
+    """True if the parts of layers for multi-token prediction are stored so, too."""
+    matmul: str = "matmul"
+    """Limit of products, by the names of points/roofline.py."""
+    padded: bool = False
+    """True if engines pad parts of a rank to whole blocks."""
+    engine: bool = False
+    """True if the engine computes with this format, False if it is planned alone."""
+
+    @property
+    def is_quantised(self) -> bool:
+        """Return True if any part is stored in fewer bits."""
+        return bool(self.parts)
+
+    def count_blocks(self, inputs: int, outputs: int) -> int:
+        """Return the number of scales of a linear layer."""
+        return math.ceil(outputs / self.rows) * math.ceil(inputs / (self.columns or inputs))
+
+    def compute_bytes(self, inputs: int, outputs: int, blocks: int | None = None) -> int:
+        """Return the bytes of a linear layer that is stored in this format, with its scales or a given number of them."""
+        scales = self.count_blocks(inputs, outputs) if blocks is None else blocks
+        return math.ceil((inputs * outputs * self.bits + scales * self.scale_bits) / 8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnknownFormat:
+    """Describe a published format whose size is unknown."""
+
+    name: str
+    """The format in words, such as `gptq, 4 bits, groups of 128`."""
+
+
+UNQUANTISED = WeightFormat(name=BF16, engine=True)
+"""Weights in the dtype of the computation."""
+FORMATS = {
+    one.name: one
+    for one in (
+        WeightFormat(
+            name=FP8,
+            bits=8,
+            scale_bits=32,
+            rows=SCALE_BLOCK,
+            columns=SCALE_BLOCK,
+            parts=frozenset(PARTS),
+            matmul="matmul_fp8",
+            engine=True,
+        ),
+        WeightFormat(name=INT4, bits=4, scale_bits=16, columns=128, parts=frozenset(PARTS)),
+        WeightFormat(name=NVFP4, bits=4, scale_bits=8, columns=16, parts=MLPS, matmul="matmul_fp4"),
+        WeightFormat(name=MXFP4, bits=4, scale_bits=8, columns=32, parts=MLPS, matmul="matmul_fp4", padded=True),
+    )
+}
+"""Formats by name, as models have them that are not published so: fp8 in DeepSeek-V3's blocks; int4 as compressed-tensors' W4A16, by
+default in groups of 128; NVIDIA's nvfp4 and OCP's mxfp4 in the MLPs and experts."""
+PAPER_FORMATS = tuple(name for name, one in FORMATS.items() if not one.engine)
+"""Names of formats that are planned, and not measured."""

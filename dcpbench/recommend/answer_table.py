@@ -1,0 +1,155 @@
+"""List every layout that was considered for a load, in order, as rows of facts and as cells of a table. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from dcpbench.points.memory import GIB
+from dcpbench.points.names import CLOSED, UNKNOWN
+from dcpbench.recommend.layout_choice import OTHER, TOO_MANY, compute_price, compute_tok_s_per_gpu
+from dcpbench.show import numbers
+from dcpbench.show.numbers import ABSENT, format_number
+from dcpbench.show.text import format_list
+
+if TYPE_CHECKING:
+    from dcpbench.points.point import Point
+    from dcpbench.recommend.advise import Query
+    from dcpbench.recommend.capacity import Capacity
+    from dcpbench.recommend.forecast import Forecast
+    from dcpbench.recommend.layout_choice import Choice, Refusal
+
+TENSOR_PARALLEL, EXPERT_PARALLEL = "tensor parallel", "expert parallel"
+RECOMMENDED, LEVEL = "→ ", "= "  # before the name of a layout
+COLUMNS = (
+    "layout",
+    "experts",
+    "tok/s",
+    "tok/s\nper GPU",
+    "TTFT p50\ns",
+    "ITL p50\nms",
+    "KV tokens",
+    "KV\nrequests",
+    "weights\nGiB/GPU",
+    "fits",
+    "evidence",
+)
+LEGEND = (
+    f"{RECOMMENDED.strip()} recommended, {LEVEL.strip()} not clearly behind the fastest: among these, the layout with more KV headroom comes "
+    "first, up to twice the load. KV requests: of the longest length, that fit at once. Evidence that names no engine is of dcpbench's kernels."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """Hold a layout under a load: its forecast, or the reason why it has none."""
+
+    layout: str
+    point: Point
+    forecast: Forecast | None = None
+    refusal: Refusal | None = None
+    capacity: Capacity | None = None
+    recommended: bool = False
+    level: bool = False  # not clearly behind the fastest
+
+    @property
+    def experts(self) -> str:
+        """Placement of the experts."""
+        return name_experts(self.point)
+
+
+def name_experts(point: Point) -> str:
+    """Return the placement of a point's experts in words."""
+    return {None: UNKNOWN, 1: TENSOR_PARALLEL}.get(point.ep_degree, EXPERT_PARALLEL)
+
+
+def list_rows(choice: Choice) -> list[Row]:
+    """Return the layouts with a forecast in the order of Choice.ranked, then those without."""
+    recommended = choice.tied if choice.meets else []
+    level = choice.level
+    rows = [
+        Row(
+            layout=f.who,
+            point=f.point,
+            forecast=f,
+            capacity=choice.capacities.get(f.who),
+            recommended=f in recommended[:2],
+            level=len(level) > 1 and f in level,
+        )
+        for f in choice.ranked
+    ]
+    return rows + [
+        Row(layout=who, point=choice.refused_points[who], refusal=one, capacity=choice.capacities.get(who))
+        for who, one in choice.refused.items()
+        if who in choice.refused_points
+    ]
+
+
+def list_columns(ask: Query) -> list[str]:
+    """Return the column headings of `format_row` with their units, on two lines if a terminal has no space for one."""
+    return [*COLUMNS, *(["SLO"] if ask.slo else []), *(["$/M output\ntokens"] if ask.price is not None else [])]
+
+
+def format_row(ask: Query, choice: Choice, row: Row) -> list[str]:
+    """Return the cells of a row, with the columns of `list_columns`."""
+    mark = RECOMMENDED if row.recommended else LEVEL if row.level else ""
+    f, capacity = row.forecast, row.capacity
+    cells = [f"{mark}{row.layout}", row.experts]
+    if f is None:
+        cells += [""] * 4
+    else:
+        cells += [
+            numbers.format_tok_s(f.tok_s, *f.band, unit=""),
+            format_number(compute_tok_s_per_gpu(f), 3),
+            _format_seconds(f.ttft_ms.p50, f.ttft_band),
+            format_p50(f.itl_ms.p50, f.itl_band),
+        ]
+    cells += [
+        ABSENT if capacity is None or capacity.kv_tokens is None else f"{capacity.kv_tokens:,}",
+        ABSENT if capacity is None or capacity.requests is None else f"{capacity.requests:,}",
+        ABSENT if capacity is None else f"{capacity.weight_bytes / GIB:.1f}",
+        _format_fit(choice, row),
+        f.origin if f is not None else "",
+    ]
+    if ask.slo:
+        cells.append("" if f is None else _format_objectives(ask, choice, f))
+    if ask.price is not None:
+        cells.append("" if f is None else _format_price(ask.price, f))
+    return cells
+
+
+def format_p50(ms: float | None, ends: tuple[float, float] | None) -> str:
+    """Return a median latency with the ends of its band, if it has one."""
+    return format_number(ms, 3) if ms is None or ends is None else numbers.format_tok_s(ms, *ends, unit="")
+
+
+def _format_seconds(ms: float | None, ends: tuple[float, float] | None) -> str:
+    """Return a median latency in s, with the ends of its band, if it has one."""
+    seconds = None if ms is None else ms / 1e3
+    return format_p50(seconds, None if ends is None else (ends[0] / 1e3, ends[1] / 1e3))
+
+
+def _format_fit(choice: Choice, row: Row) -> str:
+    """Return whether the whole model and its load fit, or what is missing on each GPU."""
+    capacity = row.capacity
+    if capacity is not None and capacity.missing_bytes:
+        return f"no, {capacity.missing_bytes / GIB:,.1f} GiB short"
+    if row.refusal is not None:
+        return {OTHER: "not judged", TOO_MANY: "no, too many"}.get(row.refusal.kind, "no")
+    load = row.point.load
+    waits = load is None or load.arrival == CLOSED
+    if capacity is None or capacity.requests is None or not waits or capacity.requests >= choice.concurrency:
+        return "yes"
+    return f"{capacity.requests:,} of {choice.concurrency:,} at once"
+
+
+def _format_objectives(ask: Query, choice: Choice, f: Forecast) -> str:
+    """Return the objectives that a layout misses or meets, with the percentile that was judged."""
+    if missed := choice.misses.get(f.who):
+        return f"misses {', '.join(missed)}"
+    return f"meets {format_list([judged.format() for judged in f.judge(ask.slo)])}"
+
+
+def _format_price(price: float, f: Forecast) -> str:
+    cost, low, high = compute_price(price, f)
+    return f"{cost:.2f} [{low:.2f}–{high:.2f}]"

@@ -1,0 +1,184 @@
+"""Choose among the layouts of one load: by output per GPU, and by KV capacity where errors leave that open. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from dcpbench.points.names import CLOSED
+from dcpbench.recommend.forecast import ESTIMATED
+from dcpbench.records.launches import is_clearly_ahead
+from dcpbench.records.stats import find_lasting_start
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dcpbench.points.point import Point
+    from dcpbench.recommend.capacity import Capacity
+    from dcpbench.recommend.forecast import Forecast
+
+NO_WHOLE_MODEL = "no whole model"  # all layers and the KV cache do not fit
+NO_ROOM = "no room"  # the KV pool is too small for the load
+TOO_MANY = "too many"  # more requests than a step takes
+OTHER = "other"  # the planner of `sweep` refuses the layout, or nothing is known about its steps
+AMPLE_HEADROOM = 2.0  # requests that fit over those in flight: more than that breaks no tie
+MIN_MORE_HEADROOM = 1.05  # ratio of the headrooms of two layouts below which they count as equal
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Hold the reason why a layout has no forecast under a load."""
+
+    kind: str  # NO_WHOLE_MODEL, NO_ROOM, TOO_MANY or OTHER
+    reason: str
+
+    @property
+    def for_memory(self) -> bool:
+        """Return True if the layout does not fit."""
+        return self.kind in (NO_WHOLE_MODEL, NO_ROOM)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Hold the best layout of one load, and the alternatives."""
+
+    requests: str  # in flight, or the rate at which they come: `32`, `2 req/s`
+    lengths: str  # `4,000 → 1,500 tokens`
+    concurrency: int
+    forecasts: list[Forecast]  # of each layout that fits: first those that meet the SLO, fastest first
+    misses: dict[str, list[str]]  # objectives that each layout misses
+    refused: dict[str, Refusal]  # layouts that do not fit, or for which nothing is known
+    refused_points: Mapping[str, Point] = dataclasses.field(default_factory=dict)  # the same layouts' points
+    capacities: Mapping[str, Capacity] = dataclasses.field(default_factory=dict)
+    """What weights and KV take of each GPU, by layout; of those that do not fit as well."""
+    short: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Layouts that are estimated because their step times do not cover the load, with the file and what it lacks."""
+    runs: list[Forecast] = dataclasses.field(default_factory=list)  # all records and replays of the load
+    instead: list[str] = dataclasses.field(default_factory=list)
+    """Options with each of which a layout fits, if none fits under any load."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the load, such as `32 × 4,000 → 1,500 tokens`."""
+        return f"{self.requests} × {self.lengths}"
+
+    @property
+    def fastest(self) -> Forecast | None:
+        """Return the layout with most output per GPU: of those within the SLO, or of all if none is; None if no layout fits."""
+        return self.forecasts[0] if self.forecasts else None
+
+    @property
+    def best(self) -> Forecast | None:
+        """Return the recommended layout: the first of `tied`; None if no layout fits."""
+        return next(iter(self.tied), None)
+
+    @property
+    def meets(self) -> bool:
+        """Return True if the fastest layout is within the SLO."""
+        return self.fastest is not None and not self.misses.get(self.fastest.who)
+
+    @property
+    def level(self) -> list[Forecast]:
+        """Return the fastest layout and all layouts that are not clearly slower, fastest first."""
+        fastest = self.fastest
+        return [fastest, *(f for f in self._rivals if not is_ahead(fastest, f))] if fastest else []
+
+    @property
+    def tied(self) -> list[Forecast]:
+        """Return those of `level` of which none has less KV headroom than another, fastest first."""
+        headrooms = [self._compute_headroom(f) for f in self.level]
+        least = max(headrooms, default=0.0) / MIN_MORE_HEADROOM
+        return [f for f, headroom in zip(self.level, headrooms, strict=True) if headroom >= least]
+
+    @property
+    def ranked(self) -> list[Forecast]:
+        """Return all layouts in the order of the table: `tied`, the rest of `level`, then the others."""
+        first = self.tied
+        level = [f for f in self.level if f not in first]
+        return [*first, *level, *(f for f in self.forecasts if f not in first and f not in level)]
+
+    @property
+    def next(self) -> Forecast | None:
+        """Return the runner-up: the layout behind the best one, among those within the SLO if any is."""
+        best, ahead = self.best, [*self.tied, *self.level, *self._rivals]
+        return next((f for f in ahead if f is not best), None)
+
+    @property
+    def _rivals(self) -> list[Forecast]:
+        return [f for f in self.forecasts[1:] if not self.meets or not self.misses.get(f.who)]
+
+    @property
+    def factor(self) -> float | None:
+        """Return the factor that corrects the estimates; None if there is none."""
+        return next((f.factor for f in self.forecasts if f.factor), None)
+
+    @property
+    def decided(self) -> bool:
+        """Return True if a single layout is best, if need be by its KV headroom."""
+        return len(self.tied) == 1
+
+    def _compute_headroom(self, of: Forecast) -> float:
+        """Return how many times the requests in flight fit, at most AMPLE_HEADROOM; 1 if that is unknown, as in open loops."""
+        capacity, load = self.capacities.get(of.who), of.point.load
+        if capacity is None or capacity.requests is None or (load is not None and load.arrival != CLOSED):
+            return 1.0
+        return min(capacity.requests / self.concurrency, AMPLE_HEADROOM)
+
+
+def compute_tok_s_per_gpu(of: Forecast) -> float:
+    """Return output tok/s per GPU, by which layouts of different size are compared."""
+    return of.tok_s / of.point.tp
+
+
+def compute_margin(a: Forecast, b: Forecast) -> float:
+    """Return the minimum lead of a over b, as a share, for it to count; infinite if launches of one may not agree."""
+    return max(_compute_scatter(a, b), _get_launch_band(a, b))
+
+
+def _get_launch_band(a: Forecast, b: Forecast) -> float:
+    """Return by how much launches of either may differ, as a share; infinite if that is not known of one."""
+    return math.inf if a.launch_band is None or b.launch_band is None else max(a.launch_band, b.launch_band)
+
+
+def _compute_scatter(a: Forecast, b: Forecast) -> float:
+    """Return the relative error of a over b.
+
+    For two estimates, or if one is corrected by records, it is the error of ratios plus the error of calls between
+    ranks, in which the errors of one kind of call cancel between both layouts and different kinds are independent; else
+    it is the sum of both bands.
+    """
+    if all(f.source == ESTIMATED for f in (a, b)) or a.factor or b.factor:
+        kinds = a.wire_errors.keys() | b.wire_errors.keys()
+        wire = math.hypot(*(a.wire_errors.get(kind, 0.0) - b.wire_errors.get(kind, 0.0) for kind in kinds))
+        return max(a.ratio_error, b.ratio_error) + wire
+    return (a.tok_s / a.low) * (b.high / b.tok_s) - 1
+
+
+def is_ahead(a: Forecast, b: Forecast) -> bool:
+    """Return True if a is clearly faster than b, per GPU."""
+    ratio = compute_tok_s_per_gpu(a) / compute_tok_s_per_gpu(b)
+    return is_clearly_ahead(ratio, ratio / (1 + _compute_scatter(a, b)), _get_launch_band(a, b))
+
+
+def compute_price(price: float, of: Forecast) -> tuple[float, float, float]:
+    """Return (mean, low, high) of the price of a million output tokens: price per GPU hour · GPUs / (3600 · tok/s) · 10⁶."""
+
+    def compute_at(tok_s: float) -> float:
+        return price * of.point.tp / 3600 / tok_s * 1e6
+
+    low, high = of.band
+    return compute_at(of.tok_s), compute_at(high), compute_at(low)
+
+
+def find_break_even(choices: Sequence[Choice]) -> tuple[int | None, bool]:
+    """Return (lowest concurrency from which DCP is clearly ahead of all without, whether both kinds were compared)."""
+    compared = []
+    for choice in sorted(choices, key=lambda c: c.concurrency):
+        with_dcp = [f for f in choice.forecasts if f.point.dcp > 1]
+        others = [f for f in choice.forecasts if f.point.dcp == 1]
+        if with_dcp and (others or choice.refused):
+            best = max(with_dcp, key=compute_tok_s_per_gpu)
+            compared.append((choice.concurrency, all(is_ahead(best, other) for other in others)))
+    start = find_lasting_start([ahead for _, ahead in compared])
+    return (None if start is None else compared[start][0]), bool(compared)

@@ -1,0 +1,148 @@
+"""Format a comparison of two reports: a table for terminals, Markdown for a pull request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from dcpbench.show.ci import format_bullet_list, format_markdown_row
+from dcpbench.show.terminal import render_to_text
+from dcpbench.show.text import format_count, format_markdown_code, format_markdown_text, make_printable
+from dcpbench.syncs.site_changes import ChangeKind, Reason
+from dcpbench.syncs.site_text import NOTHING, format_count_per_step, format_microseconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dcpbench.syncs.site_changes import ReportChanges, SiteChange, SiteCost
+
+STYLES = {ChangeKind.NEW: "red", ChangeKind.DEARER: "red", ChangeKind.CHEAPER: "green", ChangeKind.GONE: "green"}
+SIGNS = {ChangeKind.NEW: "❌", ChangeKind.DEARER: "❌", ChangeKind.CHEAPER: "✅", ChangeKind.GONE: "✅"}
+ARROW = " → "
+MAX_SITES = 200  # rows of the Markdown table; a comment may have 65,536 characters
+MEASURED_ONCE = (
+    "Counts are exact. Times are those of one recording each; a site is dearer or cheaper by them only beyond --tolerance and "
+    "--min-us."
+)
+
+
+def render_table(changes: ReportChanges, *, width: int, terminal: bool) -> str:
+    """Render the changed sites and the summary as lines of at most `width` columns."""
+
+    def draw(console: Console) -> None:
+        shown = [change for change in changes.changes if change.kind is not ChangeKind.SAME]
+        if shown:
+            console.print(_build_table(shown, _get_unit(changes)))
+            console.print(MEASURED_ONCE, style="dim")
+        for reason in changes.reasons:
+            console.print(make_printable(reason), style="yellow")
+        console.print(format_summary(changes))
+
+    return render_to_text(draw, max(width, 20), colour=terminal)
+
+
+def _build_table(shown: list[SiteChange], unit: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("change")
+    table.add_column("rule")
+    table.add_column("function (file:line)", overflow="fold", ratio=1)
+    for name in (f"count\nper {unit}", f"bubble\nper {unit}", f"wait\nper {unit}"):
+        table.add_column(name, justify="right")
+    for change in shown:
+        site, style = change.latest, "" if change.allowed else STYLES.get(change.kind, "")
+        where = "\n".join(map(make_printable, [site.name, *_list_places(change)]))
+        cells = (f"{site.rule}\n{site.kind}", where, *_format_costs(change, "\n→ "))
+        table.add_row(Text("\n".join(map(make_printable, _list_kinds(change))), style=style), *map(Text, cells))
+    return table
+
+
+def render_markdown(changes: ReportChanges) -> str:
+    """Render a heading with the verdict, the changed sites as a table, and why reports cannot be compared."""
+    failing, unit = changes.failing, _get_unit(changes)
+    if changes.reasons:
+        head = "❔ The traces cannot be compared"
+    elif failing:
+        head = f"❌ Hidden synchronisation: {format_count(len(failing), 'new or dearer site')}"
+    else:
+        head = "✅ No new or dearer synchronisation"
+    shown = [change for change in changes.changes if change.kind is not ChangeKind.SAME]
+    titles = ("", "Change", "Rule", "Where", f"Count per {unit}", f"Bubble ≤ per {unit}", f"Wait per {unit}")
+    rows = [titles, ("---", "---", "---", "---", "---:", "---:", "---:"), *map(_build_row, shown[:MAX_SITES])]
+    table = "\n".join(map(format_markdown_row, rows)) if shown else ""
+    left = len(shown) - MAX_SITES
+    more = f"{format_count(left, 'more site')} left out here; `--json` has them." if left > 0 else ""
+    note = MEASURED_ONCE if shown else ""
+    reasons = format_bullet_list(map(format_markdown_text, changes.reasons))
+    parts = [f"## {head}", reasons, table, more, format_markdown_text(format_summary(changes)), note]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _build_row(change: SiteChange) -> tuple[str, ...]:
+    site = change.latest
+    where = "<br>".join(map(format_markdown_code, [site.name, *_list_places(change)]))
+    sign = "✅" if change.allowed else SIGNS[change.kind]
+    kinds = "<br>".join(map(format_markdown_text, _list_kinds(change)))
+    return (sign, kinds, f"{format_markdown_text(site.rule)}<br>{site.kind}", where, *_format_costs(change))
+
+
+def format_summary(changes: ReportChanges) -> str:
+    """Return the numbers of sites by what happened to them, and the bubble of a step on both sides."""
+    words = {kind: f"{changes.count(kind)} {'unchanged' if kind is ChangeKind.SAME else kind}" for kind in ChangeKind}
+    parts = [words[kind] for kind in ChangeKind if changes.count(kind)]
+    text = f"Sites: {', '.join(parts)}." if parts else "Neither side has a site that synchronises."
+    allowed = sum(bool(change.allowed) and change.kind is not ChangeKind.SAME for change in changes.changes)
+    if allowed:
+        text += f" {allowed} of the changed ones {'is' if allowed == 1 else 'are'} allowed."
+    bubbles = (changes.old_bubble_us, changes.new_bubble_us)
+    if any(bubble is not None for bubble in bubbles):
+        text += (
+            f" Bubble per {_get_unit(changes)} of all sites, at most: {ARROW.join(map(format_microseconds, bubbles))}."
+        )
+    if changes.old_steps and changes.new_steps:
+        text += f" Steps: {changes.old_steps:,}{ARROW}{changes.new_steps:,}."
+    return text
+
+
+def _get_unit(changes: ReportChanges) -> str:
+    return "step" if changes.old_steps and changes.new_steps else "trace"
+
+
+def _list_kinds(change: SiteChange) -> list[str]:
+    """Return what happened to a site, such as `dearer by count`, whether it moved, and why it is allowed."""
+    by = {Reason.COUNT: " by count", Reason.BUBBLE: " by bubble", Reason.WAIT: " by wait", None: ""}[change.reason]
+    allowed = [f"allowed: {change.allowed}"] if change.allowed else []
+    return [f"{change.kind}{by}", *["moved"] * change.moved, *allowed]
+
+
+def _list_places(change: SiteChange) -> list[str]:
+    """Return the place of a site, and where it was if its file has another name."""
+    places = [_format_place(change.latest)]
+    if change.moved and change.old is not None:
+        places.append(f"before: {_format_place(change.old)}")
+    return [place for place in places if place]
+
+
+def _format_place(site: SiteCost) -> str:
+    return site.file if site.line is None or not site.file else f"{site.file}:{site.line}"
+
+
+def _format_costs(change: SiteChange, between: str = ARROW) -> list[str]:
+    """Return count, bubble and wait as `old → new`, or as one value where both are the same."""
+    sides = [side for side in (change.old, change.new) if side is not None]
+    columns = (
+        [_format_counts(side) for side in sides],
+        [format_microseconds(side.bubble_us) for side in sides],
+        [format_microseconds(side.wait_us) for side in sides],
+    )
+    return [between.join(dict.fromkeys(column)) or NOTHING for column in columns]
+
+
+def _format_counts(side: SiteCost) -> str:
+    phases = [f"{format_count_per_step(count)} {phase}" for phase, count in side.count_per_phase.items() if count]
+    if not phases and side.count_per_step is None:
+        return f"{side.count:,} in all"
+    text = ", ".join(phases) or format_count_per_step(side.count_per_step)
+    return f"{text} (+{side.outside:,} outside)" if side.outside else text
