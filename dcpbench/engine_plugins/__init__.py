@@ -38,17 +38,11 @@ def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a conf
     from dcpbench.engine.synthetic import SyntheticSource
     from dcpbench.engine_plugins.routed_weights import RoutedSource
     from dcpbench.errors import ModelError
-    from dcpbench.models.weight_formats import BF16, FP8
+    from dcpbench.models.weight_formats import FP8
 
     shape = _load_shape(config)
-    if shape.published.name not in (BF16, FP8):
-        raise ModelError(
-            f"synthetic weights exist in bf16 and in fp8, and this model has others: {shape.published.name}."
-        )
-    if shape.indexer or shape.expert_bias or (shape.gqa and shape.gqa.qk_norm_over_heads):
-        raise ModelError(
-            f"synthetic weights lack tensors of {shape.name}: an indexer, biases of experts, or norms over all heads."
-        )
+    if lack := find_lack(shape, shape.published.name):
+        raise ModelError(lack)
     seed = int(os.environ.get(SEED_VARIABLE, "0"))
     device = next(model.parameters()).device
     routing = os.environ.get(ROUTING_VARIABLE, "")
@@ -57,6 +51,19 @@ def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a conf
         model.load_weights(iter_checkpoint_tensors(source, shape, fp8=shape.published.name == FP8))  # type: ignore[operator]
         sys.stderr.write(format_weights_report(seed, compute_fingerprint(model)) + "\n")
         sys.stderr.flush()
+
+
+def find_lack(shape: ModelShape, weights_format: str) -> str | None:
+    """Return why there are no synthetic weights of a model in a format; None if there are."""
+    from dcpbench.models.weight_formats import BF16, FP8
+
+    if weights_format not in (BF16, FP8):
+        return f"synthetic weights exist in bf16 and in fp8, and this model has others: {weights_format}."
+    if shape.indexer or shape.expert_bias or (shape.gqa and shape.gqa.qk_norm_over_heads):
+        return (
+            f"synthetic weights lack tensors of {shape.name}: an indexer, biases of experts, or norms over all heads."
+        )
+    return None
 
 
 def compute_fingerprint(model: nn.Module) -> str:
