@@ -23,6 +23,7 @@ from dcpbench.plan.command_line import get_typed_command
 from dcpbench.plan.grid import Candidate
 from dcpbench.plan.spec import PARSERS, get_defaults
 from dcpbench.points.device_probe import Probe
+from dcpbench.points.expert_distribution import EVEN
 from dcpbench.points.names import FP8, UNKNOWN, format_flag
 from dcpbench.points.settings import Settings
 from dcpbench.records.record import CPU
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.presets import Engine
     from dcpbench.servers.step_probe import ServerLimits
 
-TAKEN = (*ENGINE_OPTIONS, "weights", "seconds", "repeats", "profile", "baseline")
+TAKEN = (*ENGINE_OPTIONS, "weights", "routing", "seconds", "repeats", "profile", "baseline")
 """Options of `sweep` that another engine has as well."""
 
 
@@ -186,6 +187,9 @@ def _make_grid(given: Mapping[str, object], model: str) -> Grid:
     eps = read.parse_degrees("ep", given["ep"]) if "ep" in given else (UNKNOWN,)
     if len(eps) > 1:
         raise UsageError(f"--ep {','.join(eps)}: with --engine it has one value; measure the other by another command.")
+    routings = read.parse_routings("routing", given.get("routing", EVEN))
+    if len(routings) > 1:
+        raise UsageError("--routing: with --engine it has one value; measure the others by further commands.")
     weights = given.get("weights")
     layouts = parse_layouts(given)
     if given.get("baseline") is False and "dcp" not in given:
@@ -199,6 +203,7 @@ def _make_grid(given: Mapping[str, object], model: str) -> Grid:
         kv_dtype=kv_dtypes[0],
         q_replicate=parse_q_replicate(given),
         interleave=interleave,
+        routing=routings[0],
     )
 
 

@@ -13,7 +13,7 @@ import sys
 import zlib
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.servers.engine_log import format_weights_report
+from dcpbench.servers.engine_log import ROUTING_VARIABLE, format_weights_report
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,32 +28,42 @@ SAMPLED = 64  # elements of each parameter that enter the fingerprint
 def fill_model(model: nn.Module, config: Any) -> None:  # noqa: ANN401 -- a configuration of transformers
     """Load synthetic weights into an engine's model through the model's own `load_weights`.
 
-    `config` is the model's Hugging Face configuration. Raises ModelError if its config.json is not that of a model that
-    this package knows, if its weights are neither in bf16 nor in fp8, or if tensors are not described, and ValueError if the seed is not a whole number.
+    `config` is the model's Hugging Face configuration; DCPBENCH_ROUTING states which experts routers choose. Raises ModelError if
+    its config.json is not that of a model that this package knows, if its weights are neither in bf16 nor in fp8, if tensors are not
+    described, or if the model has no correction bias for a stated routing; and ValueError if the seed is not a whole number.
     """
     import torch
 
     from dcpbench.engine.checkpoint_tensors import iter_checkpoint_tensors
     from dcpbench.engine.synthetic import SyntheticSource
+    from dcpbench.engine_plugins.routed_weights import RoutedSource
     from dcpbench.errors import ModelError
-    from dcpbench.models.weight_formats import BF16, FP8
+    from dcpbench.models.weight_formats import FP8
 
     shape = _load_shape(config)
-    if shape.published.name not in (BF16, FP8):
-        raise ModelError(
-            f"synthetic weights exist in bf16 and in fp8, and this model has others: {shape.published.name}."
-        )
-    if shape.indexer or shape.expert_bias or (shape.gqa and shape.gqa.qk_norm_over_heads):
-        raise ModelError(
-            f"synthetic weights lack tensors of {shape.name}: an indexer, biases of experts, or norms over all heads."
-        )
+    if lack := find_lack(shape, shape.published.name):
+        raise ModelError(lack)
     seed = int(os.environ.get(SEED_VARIABLE, "0"))
     device = next(model.parameters()).device
-    source = SyntheticSource(seed, torch.bfloat16, device)
+    routing = os.environ.get(ROUTING_VARIABLE, "")
+    source = RoutedSource(seed, device, shape, routing) if routing else SyntheticSource(seed, torch.bfloat16, device)
     with torch.no_grad():
         model.load_weights(iter_checkpoint_tensors(source, shape, fp8=shape.published.name == FP8))  # type: ignore[operator]
         sys.stderr.write(format_weights_report(seed, compute_fingerprint(model)) + "\n")
         sys.stderr.flush()
+
+
+def find_lack(shape: ModelShape, weights_format: str) -> str | None:
+    """Return why there are no synthetic weights of a model in a format; None if there are."""
+    from dcpbench.models.weight_formats import BF16, FP8
+
+    if weights_format not in (BF16, FP8):
+        return f"synthetic weights exist in bf16 and in fp8, and this model has others: {weights_format}."
+    if shape.indexer or shape.expert_bias or (shape.gqa and shape.gqa.qk_norm_over_heads):
+        return (
+            f"synthetic weights lack tensors of {shape.name}: an indexer, biases of experts, or norms over all heads."
+        )
+    return None
 
 
 def compute_fingerprint(model: nn.Module) -> str:

@@ -232,8 +232,9 @@ def _add_load_columns(points: pd.DataFrame) -> pd.DataFrame:
     """Return points of `decode` with the columns that describe the load of served points."""
     if points.empty:
         return points
-    tokens = zip(points["context"], points["routing"], strict=True)
-    rest = [f"context {load_labels.format_context(context, routing)}" for context, routing in tokens]
+    tokens = zip(points["context"], map(load_labels.format_routing, points["routing"]), strict=True)
+    parts = [tuple(filter(None, (f"context {context:,}", routing))) for context, routing in tokens]
+    rest = list(map(load_labels.SEPARATOR.join, parts))
     arrival = "concurrency " + points["concurrency"].map("{:,}".format)
     same = points["workload"] + " " + points["context"].astype(str) + " " + points["concurrency"].astype(str)
     same += " " + points["routing"]
@@ -242,9 +243,9 @@ def _add_load_columns(points: pd.DataFrame) -> pd.DataFrame:
         load_arrival=CLOSED,
         input_typical=points["context"].astype(float),
         rest=rest,
-        rest_parts=pd.Series([(text,) for text in rest], index=points.index, dtype=object),
+        rest_parts=pd.Series(parts, index=points.index),
         arrival=arrival,
-        load=[load_labels.SEPARATOR.join(parts) for parts in zip(arrival, rest, strict=True)],
+        load=list(map(load_labels.SEPARATOR.join, zip(arrival, rest, strict=True))),
         same_load=same,
     )
 

@@ -19,6 +19,7 @@ from dcpbench.servers.kv_capacity import find_page_size
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+ROUTING_VARIABLE = "DCPBENCH_ROUTING"  # distribution of experts of dcpbench's plugins, as Point.routing
 SYNTHETIC_VARIABLE = "DCPBENCH_SYNTHETIC_WEIGHTS"  # turns on dcpbench's plugin for SGLang
 UNIFORM_ROUTING: Mapping[str, tuple[str, ...]] = {
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": ("uniform_random", "normal_routing"),

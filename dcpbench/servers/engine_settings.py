@@ -14,7 +14,7 @@ from dcpbench.errors import UsageError
 from dcpbench.plan import option_parsers as read
 from dcpbench.points.engine_points import format_settings, make_engine_load, make_engine_point
 from dcpbench.points.layout import Layout
-from dcpbench.points.names import UNKNOWN, WHOLE
+from dcpbench.points.names import SYNTHETIC, UNKNOWN, WHOLE
 from dcpbench.points.redaction import register_command_line
 from dcpbench.servers.presets import choose_ep, choose_weights, make_environment
 from dcpbench.show.text import format_list
@@ -79,6 +79,7 @@ class Grid:
     kv_dtype: str = ""
     q_replicate: bool = False
     interleave: int = 1
+    routing: str = ""  # distribution of experts, with synthetic weights
 
 
 def list_all_settings(engines: Sequence[Engine], grid: Grid, variants: Sequence[str]) -> list[Setting]:
@@ -117,7 +118,13 @@ def _list_points(engine: Engine, layout: Layout, grid: Grid) -> list[Point]:
         precision={"kv_dtype": grid.kv_dtype} if grid.kv_dtype else {},
         weights=choose_weights(engine, grid.model, grid.weights),
     )
-    point = msgspec.structs.replace(point, q_replicate=grid.q_replicate, interleave=grid.interleave)
+    if grid.routing and point.weights != SYNTHETIC:
+        raise UsageError(
+            f"--routing {grid.routing} with --engine needs --weights {SYNTHETIC}: other weights have routers of their own."
+        )
+    point = msgspec.structs.replace(
+        point, q_replicate=grid.q_replicate, interleave=grid.interleave, routing=grid.routing
+    )
     if layout.dcp <= 1 or not grid.exchanges:
         return [point]
     return [msgspec.structs.replace(point, exchange=exchange) for exchange in grid.exchanges]

@@ -50,7 +50,7 @@ from dcpbench.points.names import (
 )
 from dcpbench.points.point import SETTING
 from dcpbench.points.redaction import redact, register_command_line
-from dcpbench.servers.engine_log import SYNTHETIC_VARIABLE
+from dcpbench.servers.engine_log import ROUTING_VARIABLE, SYNTHETIC_VARIABLE
 from dcpbench.show.text import format_list
 
 if TYPE_CHECKING:
@@ -261,8 +261,10 @@ def _has_ep_flag(engine: Engine) -> bool:
 
 
 def make_environment(engine: Engine, point: Point, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that a server of a point gets: `more`, the switch for synthetic weights, and the engine's own."""
-    return {**(more or {}), **({SYNTHETIC_VARIABLE: "1"} if point.weights == SYNTHETIC else {}), **engine.env}
+    """Return the variables that a server of a point gets: `more`, those of dcpbench's plugins, and the engine's own."""
+    plugin = {SYNTHETIC_VARIABLE: "1"} if point.weights == SYNTHETIC else {}
+    plugin |= {ROUTING_VARIABLE: point.routing} if point.routing else {}
+    return {**(more or {}), **plugin, **engine.env}
 
 
 def _make_labels(values: list[str]) -> list[str]:

@@ -1,0 +1,88 @@
+"""Correction biases by which the routers of other engines choose experts as stated."""
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from dcpbench.engine.checkpoint_tensors import iter_checkpoint_tensors
+from dcpbench.engine.synthetic import SyntheticSource
+from dcpbench.engine_plugins.routed_weights import RoutedSource, find_bias
+from dcpbench.errors import ModelError
+from dcpbench.kernels.moe.routing import select_experts_reference
+from dcpbench.models import load_shape
+from dcpbench.points.expert_choices import load_choices
+from dcpbench.points.point import Point
+from dcpbench.servers.engine_log import ROUTING_VARIABLE
+from dcpbench.servers.presets import PRESETS, make_environment
+
+SMALL = dataclasses.replace(
+    load_shape("deepseek-v3"), name="small", layers=4, first_dense=1, hidden=128, heads=2, q_lora=64, experts=32, top_k=4, groups=4,
+    top_groups=2, moe_inter=32, dense_inter=64, vocab=101, latent=32, nope=16, value=16, rope=16,
+)  # fmt: skip
+ROUTING, CPU = "zipf:0.75", torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def source():
+    return RoutedSource(3, CPU, SMALL, ROUTING)
+
+
+def count_shares(bias, rule):
+    """Share of standard normal tokens that take each expert, and the experts that steps of 8 of them read."""
+    logits = torch.randn(32768, rule.experts, generator=torch.Generator().manual_seed(7))
+    _, ids = select_experts_reference(logits, bias.float(), rule)
+    steps = ids.view(-1, 8 * rule.top_k)
+    return np.bincount(ids.flatten(), minlength=rule.experts) / len(ids), np.mean(
+        [len(step.unique()) for step in steps]
+    )
+
+
+def test_a_router_with_the_bias_chooses_experts_as_often_as_stated(source):
+    """In every layer, within 2 % of all rows, with groups; and a step reads as many experts as expected."""
+    choices = load_choices(ROUTING, SMALL)
+    for index, stated in enumerate(choices.shares_LE, 1):
+        bias = source.get_tensor(f"model.layers.{index}.mlp.gate.e_score_correction_bias", (32,), dtype=torch.float32)
+        found, read = count_shares(bias, SMALL)
+        assert np.abs(found - stated).sum() / 2 / SMALL.top_k < 0.02
+    assert read == pytest.approx(choices.estimate_hit(8), rel=0.03)
+    assert np.abs(count_shares(torch.zeros(32), SMALL)[0] - stated).sum() / 2 / SMALL.top_k > 0.1
+
+
+def test_layers_of_one_law_share_one_search(source):
+    """They differ in the order of their experts; each rank of an engine finds the same bias."""
+    assert len(source.known) == 1
+    names = [f"model.layers.{index}.mlp.gate.e_score_correction_bias" for index in (1, 2)]
+    first, second = (source.get_tensor(name, (32,), dtype=torch.float32) for name in names)
+    assert torch.equal(first.sort().values, second.sort().values)
+    assert not torch.equal(first, second)
+    assert torch.equal(RoutedSource(3, CPU, SMALL, ROUTING).get_tensor(names[0], (32,), dtype=torch.float32), first)
+
+
+def test_other_tensors_are_those_of_the_synthetic_weights(source):
+    routed = dict(iter_checkpoint_tensors(source, SMALL, fp8=False))
+    plain = dict(iter_checkpoint_tensors(SyntheticSource(3, torch.bfloat16, CPU), SMALL, fp8=False))
+    differ = [name for name, tensor in plain.items() if not torch.equal(tensor, routed[name])]
+    assert differ == [f"model.layers.{index}.mlp.gate.e_score_correction_bias" for index in (1, 2, 3)]
+
+
+def test_a_share_of_one_is_an_expert_that_every_token_takes():
+    shares = torch.full((32,), 3 / 31, dtype=torch.float64)
+    shares[5] = 1.0
+    found, _ = count_shares(find_bias(shares, SMALL), SMALL)
+    assert found[5] == pytest.approx(1, abs=0.02)
+
+
+def test_models_without_a_correction_bias_are_refused():
+    with pytest.raises(ModelError, match="deepseek-v2-lite adds no correction bias"):
+        RoutedSource(0, CPU, load_shape("deepseek-v2-lite"), ROUTING)
+
+
+def test_a_server_gets_the_routing_of_its_point():
+    point = Point(
+        model="m", tp=2, concurrency=1, context=1, backend="vllm", dtype="bf16", weights="synthetic", routing=ROUTING
+    )
+    assert make_environment(PRESETS["vllm"], point)[ROUTING_VARIABLE] == ROUTING
+    assert ROUTING_VARIABLE not in make_environment(PRESETS["vllm"], msgspec.structs.replace(point, routing=""))
