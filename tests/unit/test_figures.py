@@ -14,6 +14,7 @@ from dcpbench.records.formulas import compute_decode_metrics
 from dcpbench.records.metrics import PERCENTILES
 from dcpbench.reports import dataframes, figures, overview, plots
 from dcpbench.reports.style import Style
+from dcpbench.show.layouts import Degrees, get_colours
 from tests.unit import engine_files_builder as files
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
@@ -106,6 +107,17 @@ def test_ratios_of_several_runs_have_panels_of_their_own(tmp_path: Path) -> None
     for ax in compared.axes:
         lines = [line for line in ax.get_lines() if line.get_linestyle() != "None" and len(line.get_xdata()) > 2]  # type: ignore[arg-type]
         assert all(list(line.get_xdata()) == sorted(set(line.get_xdata())) for line in lines)  # type: ignore[arg-type]
+
+
+def test_a_layout_that_fits_nowhere_is_named_in_its_colour(tmp_path: Path) -> None:
+    """tp4·dp4 was rejected for memory at every load, so that no line of it is drawn."""
+    ran = [build.ok(build.point(layout, concurrency=n)) for layout in (TP, DCP) for n in (8, 32)]
+    read = dataframes.load_frames([build.write(tmp_path / "run", [*ran, build.rejected(build.point(Layout(4, 4)))])])
+    rejected = overview.select_rejected_for_memory(read)
+    figure = figures.draw_overview(read.findings.against_others, Style.from_points(read.points), "title", rejected)
+    (named,) = (text for ax in figure.axes for text in ax.texts if "does not fit from" in text.get_text())
+    assert named.get_text() == "tp4·dp4·ep4: does not fit from 8"
+    assert named.get_color() == get_colours(Degrees(4, 4))[0]
 
 
 def test_of_many_runs_the_ratios_of_some_are_drawn(tmp_path: Path) -> None:
