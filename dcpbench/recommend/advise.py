@@ -503,20 +503,41 @@ def format_ab_command(ask: Query, one: Point, other: Point) -> str:
     return f"dcpbench {' '.join(words)}"
 
 
+def format_server_command(one: Point, other: Point) -> str:
+    """Return the command that measures two layouts of vLLM under the load that they share, for models that only engines run.
+
+    CHECKPOINT stands for the model: quantised weights are published under names of their own.
+    """
+    both = [one, other]
+    command = "sweep" if one.load is None else "server"
+    words = [
+        f"{command} --engine vllm --model CHECKPOINT",
+        *(_format_values(name, both) for name in ("tp", "dp", "dcp")),
+    ]
+    if len({point.ep for point in both}) > 1 or one.ep != place_experts(CUT, one.tp):
+        words.append("--ep " + ",".join(dict.fromkeys(point.ep for point in both)))
+    exchanges = list(dict.fromkeys(point.exchange for point in both if point.dcp > 1))
+    if exchanges:
+        words.append(f"--exchange {','.join(exchanges)}")
+    return f"dcpbench {' '.join([*words, *_list_load_words(both, of_server=True)])}"
+
+
 def _format_values(name: str, of: Sequence[Point] | Sequence[Load]) -> str:
     """Return an option with the values that these have: `--dcp 1,8`."""
     return f"{format_flag(name)} {','.join(dict.fromkeys(str(getattr(one, name)) for one in of))}"
 
 
-def _list_load_words(points: Sequence[Point]) -> list[str]:
-    """Return the options of the loads of these points."""
+def _list_load_words(points: Sequence[Point], *, of_server: bool = False) -> list[str]:
+    """Return the options of the loads of these points; a server's chunks are its own."""
     loads = [p.load for p in points if p.load is not None]
     if not loads:
         return [_format_values(name, points) for name in ("concurrency", "context")]
     arrival = (
         _format_values("request_rate", loads) if loads[0].arrival == GAMMA else _format_values("concurrency", points)
     )
-    lengths = [_format_values(name, loads) for name in ("input_tokens", "output_tokens", "chunk")]
+    lengths = [
+        _format_values(name, loads) for name in ("input_tokens", "output_tokens", *(() if of_server else ("chunk",)))
+    ]
     return [arrival, *lengths, f"--num-requests {max(load.requests for load in loads)}"]
 
 

@@ -17,7 +17,7 @@ from dcpbench.plan.validate import find_live_limit
 from dcpbench.points import latency_bands
 from dcpbench.points.layout import place_experts
 from dcpbench.points.names import CLOSED, CUT, ENGINE_NAMES, FP8, OBJECTIVES, SGLANG, VLLM, WEIGHT_FORMATS, WHOLE
-from dcpbench.recommend.advise import format_ab_command, format_measure_command
+from dcpbench.recommend.advise import format_ab_command, format_measure_command, format_server_command
 from dcpbench.recommend.answer_table import LEGEND, format_row, list_columns, list_rows
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
 from dcpbench.recommend.layout_choice import (
@@ -172,6 +172,8 @@ def _format_deciding_command(ask: Query, choice: Choice) -> str:
     if choice.decided or not choice.meets:
         return ""
     first, second = (f.point for f in choice.tied[:2])
+    if find_live_limit(load_shape(ask.model), ask.weights_dtype):
+        return format_server_command(first, second)
     return format_ab_command(ask, first, second)
 
 

@@ -1245,6 +1245,20 @@ def test_the_command_that_decides_is_one_that_ab_takes(capsys: pytest.CaptureFix
         assert (ended.value.code, "tp8·dcp8" in out, "tp8·dp8·ep1" in out) == (0, True, True), err
 
 
+def test_engines_decide_where_ours_has_no_kernels(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The command is one that `server` or `sweep --engine` takes."""
+    (tmp_path / "config.json").write_text("{}")
+    served = msgspec.structs.replace(load(requests=64), chunk=8192)
+    for more in ({"context": 4000}, {"context": 1020, "load": served, "workload": "serve"}):
+        one, other = (point(tp=8, weights_dtype="nvfp4", **more, dcp=dcp, exchange="a2a") for dcp in (4, 8))
+        typed = advise.format_server_command(one, other).replace("CHECKPOINT", str(tmp_path))
+        with pytest.raises(SystemExit) as ended:
+            main([*shlex.split(typed)[1:], "--dry-run"])
+        out, err = capsys.readouterr()
+        assert ended.value.code == 0, err
+        assert all(f"--decode-context-parallel-size {dcp}" in out + err for dcp in (4, 8))
+
+
 @pytest.mark.parametrize("deadly", [0, 4], ids=["all live", "one is killed"])
 def test_estimates_of_several_processes_are_those_of_one(deadly: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the points; where a process dies, this one takes over."""
