@@ -185,7 +185,7 @@ def _format_capacity(choice: Choice, of: Forecast) -> str:
 
 def format_placements(choices: Sequence[Choice]) -> str:
     """Return which placement of experts is ahead under attention data parallelism, and by how much; empty if none was compared."""
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[tuple[str, float]]] = {}  # load and ratio, by verdict
     for choice in choices:
         known = {(f.point.layout, f.point.ep): f for f in choice.forecasts if f.point.dp > 1}
         for (layout, ep), cut in known.items():
@@ -193,12 +193,13 @@ def format_placements(choices: Sequence[Choice]) -> str:
             if ep != CUT or whole is None:
                 continue
             verdict = EP_AHEAD if is_ahead(whole, cut) else CUT_AHEAD if is_ahead(cut, whole) else EP_LEVEL
-            found.setdefault(verdict, []).append(whole.tok_s / cut.tok_s)
+            found.setdefault(verdict, []).append((choice.name, whole.tok_s / cut.tok_s))
     count = sum(map(len, found.values()))
     clauses = [
-        f"{text} in {len(ratios)} ({numbers.format_value_range(ratios)} the output)"
+        f"{text} in {len(pairs)} ({numbers.format_value_range(ratio for _, ratio in pairs)} the output"
+        f"{_format_loads([load for load, _ in pairs], choices)})"
         for text in (CUT_AHEAD, EP_AHEAD, EP_LEVEL)
-        if (ratios := found.get(text))
+        if (pairs := found.get(text))
     ]
     if not clauses:
         return ""
@@ -206,6 +207,14 @@ def format_placements(choices: Sequence[Choice]) -> str:
         "Expert parallel against tensor-parallel experts, the engines' default, under attention data parallelism, in "
         f"{format_count(count, 'pair')} of rows: {format_list(clauses)}."
     )
+
+
+def _format_loads(names: Sequence[str], choices: Sequence[Choice]) -> str:
+    """Return `, at 8 × 4,000 tokens` for some of the loads; empty for all of them."""
+    some = list(dict.fromkeys(names))
+    if len(some) == len(choices):
+        return ""
+    return f", at {format_list(some)}" if len(some) <= MAX_NAMED else f", at {len(some)} of {len(choices)} loads"
 
 
 def _format_basis(choices: Sequence[Choice]) -> str:

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 TENSOR_PARALLEL, EXPERT_PARALLEL = "tensor parallel", "expert parallel"
 RECOMMENDED, LEVEL = "→ ", "= "  # before the name of a layout
+TTFT = "TTFT p50\ns"
 COLUMNS = (
     "layout",
     "experts",
     "tok/s",
     "tok/s\nper GPU",
-    "TTFT p50\ns",
+    TTFT,
     "ITL p50\nms",
     "KV tokens",
     "KV\nrequests",
@@ -87,7 +88,8 @@ def list_rows(choice: Choice) -> list[Row]:
 
 def list_columns(ask: Query) -> list[str]:
     """Return the column headings of `format_row` with their units, on two lines if a terminal has no space for one."""
-    return [*COLUMNS, *(["SLO"] if ask.slo else []), *(["$/M output\ntokens"] if ask.price is not None else [])]
+    names = [name for name in COLUMNS if name != TTFT or not _is_decode_only(ask)]
+    return [*names, *(["SLO"] if ask.slo else []), *(["$/M output\ntokens"] if ask.price is not None else [])]
 
 
 def format_row(ask: Query, choice: Choice, row: Row) -> list[str]:
@@ -95,16 +97,14 @@ def format_row(ask: Query, choice: Choice, row: Row) -> list[str]:
     mark = RECOMMENDED if row.recommended else LEVEL if row.level else ""
     f, capacity = row.forecast, row.capacity
     cells = [f"{mark}{row.layout}", row.experts]
-    if f is None:
-        cells += [""] * 4
-    else:
-        cells += [
-            numbers.format_tok_s(f.tok_s, *f.band, unit=""),
-            format_number(compute_tok_s_per_gpu(f), 3),
-            _format_seconds(f.ttft_ms.p50, f.ttft_band),
-            format_p50(f.itl_ms.p50, f.itl_band),
-        ]
     cells += [
+        "" if f is None else numbers.format_tok_s(f.tok_s, *f.band, unit=""),
+        "" if f is None else format_number(compute_tok_s_per_gpu(f), 3),
+    ]
+    if not _is_decode_only(ask):
+        cells.append("" if f is None else _format_seconds(f.ttft_ms.p50, f.ttft_band))
+    cells += [
+        "" if f is None else format_p50(f.itl_ms.p50, f.itl_band),
         ABSENT if capacity is None or capacity.kv_tokens is None else f"{capacity.kv_tokens:,}",
         ABSENT if capacity is None or capacity.requests is None else f"{capacity.requests:,}",
         ABSENT if capacity is None else f"{capacity.weight_bytes / GIB:.1f}",
@@ -116,6 +116,11 @@ def format_row(ask: Query, choice: Choice, row: Row) -> list[str]:
     if ask.price is not None:
         cells.append("" if f is None else _format_price(ask.price, f))
     return cells
+
+
+def _is_decode_only(ask: Query) -> bool:
+    """Return True if all loads are decode steps, which have no TTFT."""
+    return bool(ask.loads) and all(load is None for _, _, load in ask.loads)
 
 
 def format_p50(ms: float | None, ends: tuple[float, float] | None) -> str:

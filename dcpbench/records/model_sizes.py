@@ -28,11 +28,17 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     first_dense: Count
     latent: Count
     vocab: Count
+    kv_heads: Count = 0
+    """0 without grouped-query attention."""
+    indexer_heads: Count = 0
+    """0 without sparse attention."""
 
     @classmethod
     def from_shape(cls, shape: ModelShape) -> ModelSizes:
         """Return the sizes of a model."""
-        return cls(**{name: getattr(shape, name) for name in cls.__struct_fields__})
+        own = {name: getattr(shape, name) for name in cls.__struct_fields__ if hasattr(shape, name)}
+        kv_heads, indexer_heads = shape.gqa.kv_heads if shape.gqa else 0, shape.indexer.heads if shape.indexer else 0
+        return cls(**own, kv_heads=kv_heads, indexer_heads=indexer_heads)
 
 
 @dataclasses.dataclass(frozen=True)

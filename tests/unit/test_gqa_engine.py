@@ -13,11 +13,19 @@ from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.kernels.gqa import split_rows
 from dcpbench.kernels.prefill.reference import compute_attention
+from dcpbench.measuring.timing import Timer
 from dcpbench.models.shapes import Gqa, ModelShape
 from dcpbench.models.weight_formats import FORMATS, FP8, UNQUANTISED
 from dcpbench.points import memory
+from dcpbench.points.budget import plan_engine
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import GroupWide, Layout
+from dcpbench.points.point import Point
+from dcpbench.points.settings import Settings
+from dcpbench.records.record import Environment
 from dcpbench.serving.requests import Chunk
+from dcpbench.workloads import decode
+from dcpbench.workloads.session import build_session
 from tests.unit.engine_builder import CPU, alone, engine, layers
 
 DENSE = ModelShape(
@@ -88,6 +96,24 @@ def test_a_step_of_a_dense_model_needs_no_router():
     assert batch.logits.isfinite().all()
     changed = (built.model.kv.data != before).any(-1)[:, 1:].sum((1, 2))
     assert changed.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("shape", [DENSE, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("kv_dtype", ["", "fp8"])
+def test_a_decode_point_is_measured(shape, kv_dtype, monkeypatch):
+    """Its attention is that of fp64, and a token takes the K and V heads of the rank: 2 heads of 16 columns, in 2 layers."""
+    monkeypatch.setattr(Timer, "measure_chunk", lambda timer, steps: (timer.step(), ([2.0] * steps, 0.1))[1])
+    point = Point(
+        model="tiny", tp=1, concurrency=3, context=9, backend="reference", dtype="fp32", page_size=4, kv_dtype=kv_dtype
+    )
+    probe = Probe(device="cpu", count=0, name="CPU")
+    built = build_session(point, shape, plan_engine([point], Settings(), shape, probe), rank=0, device=CPU, seed=0)
+    with torch.inference_mode():
+        record = decode.run(built, point, Settings(profile=False), Environment(device="CPU", device_count=0), tell=id)
+    assert record.metrics.step_ms.median == 2
+    assert 0 < record.honesty.attention_error < 1e-5
+    assert record.kv.bytes_per_token_per_gpu == 2 * 2 * 2 * 16 * (1 if kv_dtype else 4)
+    assert built.engine.model.weights.count_bytes() == built.plan.weight_bytes
 
 
 PAGE, TABLE = 8, 64

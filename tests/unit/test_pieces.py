@@ -15,6 +15,7 @@ from dcpbench.engine.weights import load_weights
 from dcpbench.exchange.torch_collectives import Group
 from dcpbench.hangs import heartbeats
 from dcpbench.kernels.prefill.sdpa import PlainRagged
+from dcpbench.models.shapes import Gqa
 from dcpbench.points import memory
 from dcpbench.points.batches import compute_chunk_rows, list_chunk_rows
 from dcpbench.points.layout import Layout
@@ -23,21 +24,32 @@ from tests.unit.prefill_builder import Prompt, prompt_tokens, step
 
 ONE = Layout(1)
 PAGE, TOKENS, REQUESTS = 2, 40, 4
+GROUPED = {
+    "gqa": Gqa(kv_heads=2, qk_norm=True), "q_lora": None, "latent": 0, "nope": 0, "rope": 16, "value": 16,
+    "rope_interleaved": False,
+}  # fmt: skip
+"""Fields of grouped-query attention."""
 MODELS = {
     "q_low_rank": shape_like_tiny(),
     "q_whole": shape_like_tiny(q_lora=None),
     "dense_only": shape_like_tiny(layers=2, first_dense=2),
     "one_layer": shape_like_tiny(layers=1, first_dense=0),
+    "grouped": shape_like_tiny(**GROUPED),
+    "grouped_dense_only": shape_like_tiny(layers=2, first_dense=2, tied=True, **GROUPED),
 }
 BIG = shape_like_tiny(
     hidden=512, heads=16, q_lora=256, experts=16, top_k=4, moe_inter=256, latent=512, rope=64, nope=128, value=128
+)
+
+BIG_GROUPED = shape_like_tiny(
+    hidden=512, heads=16, experts=16, top_k=4, moe_inter=256, **GROUPED | {"rope": 128, "value": 128}
 )
 
 
 def engine(shape, device=CPU, dtype=torch.float32, attention="reference", prefill="sdpa", window=None, layout=ONE):
     """One rank, and what attends for its prompts, over stored ones in windows of so many tokens."""
     weights = load_weights(SyntheticSource(0, dtype, device), shape, layout, 0, layers(shape))
-    kv = KvPool(shape.layers, 64, PAGE, shape.kv_width, dtype, device)
+    kv = KvPool(shape.layers, 64, PAGE, shape.compute_kv_width(layout.attn_tp), dtype, device)
     groups = dataclasses.replace(alone(layout, 0), dp=Same(layout.dp, 0, None))
     model = Model(shape, layout, groups, weights, kv, interleave=1, max_context=32, device=device)
     of = DecodeEngine(model, backend=attention, exchange="none", max_requests=REQUESTS, max_context=32)
@@ -92,12 +104,13 @@ class TestLogits:
     @pytest.mark.gpu
     @pytest.mark.parametrize("window", [4, None], ids=["windows", "one-call"])
     @pytest.mark.parametrize("prefill", ["sdpa", "flashinfer"])
-    def test_captured_pieces_give_those_of_the_plain_walk(self, prefill, window):
+    @pytest.mark.parametrize("big", [BIG, BIG_GROUPED], ids=["mla", "gqa"])
+    def test_captured_pieces_give_those_of_the_plain_walk(self, big, prefill, window):
         """In bf16, over experts; the same kernels on the same rows, but for padding and windows."""
         if prefill == "flashinfer":
             pytest.importorskip("flashinfer")
         device = torch.device("cuda")
-        made = [engine(BIG, device, torch.bfloat16, "triton", prefill, size) for size in (None, window)]
+        made = [engine(big, device, torch.bfloat16, "triton", prefill, size) for size in (None, window)]
         plain = logits(*made[0], None)
         of, prefiller = made[1]
         pieces = Pieces(prefiller, None)
@@ -106,9 +119,9 @@ class TestLogits:
         cut = logits(of, prefiller, pieces)
         scale = max(float(x.abs().max()) for x in plain)
         assert all((a - b).abs().max() < 0.02 * scale for a, b in zip(cut, plain, strict=True))
-        assert {len(sized.graphs) for sized in pieces.cuts.values()} == {BIG.layers + 1}
-        assert {size: len(sized.graphs) for size, sized in pieces.decodes.items()} == {1: BIG.layers, 2: BIG.layers}
-        assert len(pieces.graphs) == BIG.layers
+        assert {len(sized.graphs) for sized in pieces.cuts.values()} == {big.layers + 1}
+        assert {size: len(sized.graphs) for size, sized in pieces.decodes.items()} == {1: big.layers, 2: big.layers}
+        assert len(pieces.graphs) == big.layers
 
 
 @dataclasses.dataclass(frozen=True)

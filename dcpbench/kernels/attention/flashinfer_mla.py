@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 WORKSPACE_BYTES = 128 << 20
 """FlashInfer's recommended size for split-KV partials."""
-_workspaces: dict[torch.device, torch.Tensor] = {}
+_workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-def get_workspace(device: torch.device) -> torch.Tensor:
-    """Return the workspace of a device, which calls in one stream share."""
-    # One per device, never freed: a workspace freed under a captured graph is an illegal access (vLLM #45487).
-    if device not in _workspaces:
-        _workspaces[device] = torch.empty(WORKSPACE_BYTES, dtype=torch.int8, device=device)
-    return _workspaces[device]
+def get_workspace(device: torch.device, nbytes: int = WORKSPACE_BYTES) -> torch.Tensor:
+    """Return the workspace of a device of so many bytes, which calls in one stream share."""
+    # One per device and size, never freed: a workspace freed under a captured graph is an illegal access (vLLM #45487).
+    if (device, nbytes) not in _workspaces:
+        _workspaces[device, nbytes] = torch.empty(nbytes, dtype=torch.int8, device=device)
+    return _workspaces[device, nbytes]
 
 
 def allocate_ints(count: int, device: torch.device) -> torch.Tensor:

@@ -58,13 +58,27 @@ def pieces(tiles, t1, size):
 
 @triton.jit
 def merge_kernel(
-    part_o, part_lse, pieces_of, lengths, o, lse, heads, ln2, R: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr
+    part_o,
+    part_lse,
+    pieces_of,
+    lengths,
+    o,
+    lse,
+    heads,
+    ln2,
+    R: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """Merge cut requests: programs (request, i) take every num_programs(1)-th range of COLUMNS of the request's heads.
 
     `pieces_of` [B, 2] int32 holds the first share and the number of pieces of each request that has rows; a request in
-    one piece is in `o` already. Partial outputs are normalised, and their log-sum-exps have base 2.
+    one piece is in `o` already. Partial outputs are normalised, and their log-sum-exps have base 2. EARLY: see
+    block_scaled.get_launch_options.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)
     first = tl.load(pieces_of + 2 * b)
     count = tl.where(tl.load(lengths + b) == 0, 0, tl.load(pieces_of + 2 * b + 1))

@@ -107,11 +107,16 @@ def decode_kernel(
     LEAST: tl.constexpr,
     SLACK: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Run one program per share of the batch, KV head and block of its query heads; see partition.share and merge_kernel.
 
-    Programs of the same share run side by side, and read the K and V heads of the same rows.
+    Programs of the same share run side by side, and read the K and V heads of the same rows. EARLY: see
+    block_scaled.get_launch_options.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     GROUP_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     part = tl.program_id(0) // (kv_heads * GROUP_BLOCKS)
     block = tl.program_id(0) % (kv_heads * GROUP_BLOCKS)

@@ -10,13 +10,20 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
 from dcpbench.errors import UsageError
-from dcpbench.kernels.attention.flashinfer_mla import allocate_ints, copy_to_pinned, get_workspace
+from dcpbench.kernels.attention.flashinfer_mla import (
+    WORKSPACE_BYTES,
+    allocate_ints,
+    copy_to_pinned,
+    get_workspace,
+)
 from dcpbench.kernels.gqa import split_rows
 
 if TYPE_CHECKING:
     from dcpbench.kernels.attention import Shards
     from dcpbench.kernels.gqa import GqaSpec
 
+PROGRAMS = 2
+"""Programs for each multiprocessor that a plan divides the work among."""
 HEAD_DIMS = (64, 128, 256)
 """Columns of a head that the kernels are built for."""
 
@@ -38,7 +45,7 @@ class FlashInferGqa:
         self.empty_B1 = torch.zeros(spec.batch, 1, dtype=torch.bool, device=spec.device)
         """True for requests without rows on this rank."""
         self.wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            get_workspace(spec.device),
+            get_workspace(spec.device, compute_workspace_bytes(spec)),
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=True,
@@ -85,3 +92,17 @@ class FlashInferGqa:
         """Implement Backend.run."""
         self.run_kernel(q_BHX, kv, o_BHX, lse_BH)
         lse_BH.mul_(math.log(2)).masked_fill_(self.empty_B1, float("-inf"))
+
+
+def compute_workspace_bytes(spec: GqaSpec) -> int:
+    """Return the bytes of the partial results of a plan in CUDA-graph mode, as FlashInfer 0.6 counts them.
+
+    A plan has as many tiles of 16, 64 or 128 rows as the queries of all groups may take, or as a KV head has programs. Each
+    takes its rows for every query head in fp32; another sixteenth is for log-sum-exps and alignment.
+    """
+    group = spec.heads // spec.kv_heads
+    rows = next((rows for rows in (16, 64) if group <= rows), 128)
+    programs = PROGRAMS * torch.cuda.get_device_properties(spec.device).multi_processor_count // spec.kv_heads
+    tiles = max(programs, spec.batch - 1 + -(-spec.batch * group // rows))
+    partial = spec.heads * tiles * rows * spec.head_dim * torch.float32.itemsize
+    return max(WORKSPACE_BYTES, partial + partial // 16)

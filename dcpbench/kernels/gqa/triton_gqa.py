@@ -10,6 +10,7 @@ import triton
 
 from dcpbench.kernels.attention.partition import merge_kernel
 from dcpbench.kernels.attention.triton_mla import INTERPRETED_PARTS, LN_2, LOG2_E, PageTables, choose_merge_shape
+from dcpbench.kernels.block_scaled import get_launch_options
 from dcpbench.kernels.gqa.decode_kernel import decode_kernel
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class TritonGqa:
             else INTERPRETED_PARTS * self.head_blocks
         )
         self.parts = max(1, programs // self.head_blocks)
+        self.launch_options = get_launch_options(spec.device)
         self.tables = PageTables(spec)
         slots = 2 * self.parts * spec.heads
         self.part_o = torch.empty(slots, spec.head_dim, dtype=torch.float32, device=spec.device)
@@ -119,6 +121,7 @@ class TritonGqa:
             num_warps=tiling.warps,
             num_stages=tiling.stages,
             maxnreg=tiling.registers,
+            **self.launch_options,
         )
         columns, step, warps = choose_merge_shape(self.parts // batch)
         columns = min(columns, width)
@@ -136,4 +139,5 @@ class TritonGqa:
             COLUMNS=columns,
             STEP=step,
             num_warps=warps,
+            **self.launch_options,
         )
