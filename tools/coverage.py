@@ -66,7 +66,7 @@ Written by `python -m tools.coverage -o docs/coverage.md`; do not edit. The plan
 - **S**: {engines} with dcpbench's synthetic weights. Servers with weights of their own are measured over HTTP, whatever the model.
 - {none}: not at all. {unknown}: as its config.json says; dcpbench has no published sizes of the family.
 
-`ep`: whole experts on each rank; `dp`: attention DP.
+`ep`: expert parallel; `dp`: attention DP.
 """
 
 

@@ -1,4 +1,4 @@
-"""Synthetic weights whose routers choose experts by a stated distribution, in an engine that routes hidden states.
+"""Synthetic weights with routers that choose experts by a stated distribution, in an engine that routes hidden states.
 
 An engine computes a router's scores from its own hidden states, so the choice cannot be given to it, as in dcpbench's engine. It can be
 biased: models that add a correction bias to scores for the selection (DeepSeek-V3, Kimi-K2) get the bias with which standard normal logits

@@ -43,7 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     gpt_oss.FAMILY,
 )
 _LINEAR = "linear attention, which keeps a state of fixed size for each request instead of KV rows"
-_COMPRESSED = "attention over compressed KV rows beside a sliding window, with hyper-connections between layers"
+_COMPRESSED = "attention over compressed KV rows and a sliding window, with hyper-connections between layers"
 NOT_PLANNED = {
     "deepseek_v4": _COMPRESSED,
     "kimi_k3": f"most layers have {_LINEAR} (Kimi Delta Attention)",
@@ -56,7 +56,7 @@ NOT_PLANNED = {
     "qwen3_5_moe": f"most layers have {_LINEAR} (Gated DeltaNet)",
     "qwen3_next": f"most layers have {_LINEAR} (Gated DeltaNet)",
 }
-"""Values of `model_type` of known models whose memory and steps are not described, each with what they have."""
+"""Values of `model_type` of known models without a description of memory and steps, each with what they have."""
 
 _PRESETS = [(family, preset) for family in FAMILIES for preset in family.presets]
 SHAPES = {
@@ -69,7 +69,7 @@ REPOSITORIES = {name: repository for _, preset in _PRESETS for name, repository 
 OF_ALL = ("quantization_config",)
 """Fields that a config.json with a nested language model may have at the top instead."""
 QUANT_FILE = "hf_quant_config.json"
-"""File beside config.json in which modelopt describes the quantisation; it replaces that of config.json."""
+"""File next to config.json in which modelopt describes the quantisation; it replaces that of config.json."""
 _TITLES = {preset.shape.name: preset.title for _, preset in _PRESETS if preset.title}
 
 
@@ -126,8 +126,10 @@ def load_shape(model: str) -> ModelShape:
             f"known models: {', '.join([*SHAPES, *ALIASES])}."
         )
     config = _read_json(path)
-    beside = path.with_name(QUANT_FILE)
-    quantization = _read_json(beside).get("quantization") if path.name == "config.json" and beside.is_file() else None
+    described = path.with_name(QUANT_FILE)
+    quantization = (
+        _read_json(described).get("quantization") if path.name == "config.json" and described.is_file() else None
+    )
     return from_config(config, path, quantization)
 
 

@@ -77,7 +77,7 @@ def get_quantisation(config: dict[str, Any]) -> dict[str, object]:
 
 
 def _find_format(found: dict[str, Any]) -> WeightFormat | None:
-    """Return the format of quantised layers, with all parts; None for one whose size is unknown."""
+    """Return the format of quantised layers, with all parts; None for one of unknown size."""
     if get_quantisation({"quantization_config": found}) == FP8_BLOCKS:
         return FORMATS[FP8]
     method, algorithm = found.get("quant_method"), found.get("quant_algo")

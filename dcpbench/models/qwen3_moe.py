@@ -1,4 +1,4 @@
-"""Qwen3 with experts (arXiv 2505.09388): softmax routing whose weights are normalised, without shared experts. No torch."""
+"""Qwen3 with experts (arXiv 2505.09388): softmax routing with normalised weights, without shared experts. No torch."""
 
 from __future__ import annotations
 

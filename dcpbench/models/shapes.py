@@ -149,7 +149,7 @@ class ModelShape:
     def get_weight_format(self, name: str) -> WeightFormat:
         """Return the format of --weights-dtype: the published one if the model is published in a format of this name.
 
-        Names of dtypes stand for UNQUANTISED. Raise ModelError for a name of no format, whose size is unknown.
+        Names of dtypes stand for UNQUANTISED. Raise ModelError for a name of no format.
         """
         if isinstance(self.published, WeightFormat) and self.published.name == name:
             return self.published

@@ -12,7 +12,7 @@ import dataclasses
 import math
 
 QKV, Q_B, O, DENSE, SHARED, EXPERTS = PARTS = ("qkv", "q_b", "o", "dense", "shared", "experts")
-"""Parts of a model whose linear layers have one format: projections of q, k and v (of MLA q_a and kv_a), MLA's second one of q,
+"""Parts of a model in which all linear layers have one format: projections of q, k and v (of MLA q_a and kv_a), MLA's second one of q,
 that of attention's output, dense MLPs, shared experts, and routed experts."""
 MLPS = frozenset((DENSE, SHARED, EXPERTS))
 BF16, FP8, INT4, NVFP4, MXFP4 = "bf16", "fp8", "int4", "nvfp4", "mxfp4"
@@ -64,7 +64,7 @@ class WeightFormat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnknownFormat:
-    """Describe a published format whose size is unknown."""
+    """Describe a published format of unknown size."""
 
     name: str
     """The format in words, such as `gptq, 4 bits, groups of 128`."""

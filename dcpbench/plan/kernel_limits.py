@@ -85,7 +85,7 @@ def _find_split_part(point: Point, shape: ModelShape, weights: WeightFormat) -> 
 def compute_part_sizes(point: Point, shape: ModelShape) -> dict[str, tuple[int, str, bool]]:
     """Return the sizes of the parts of quantised layers that a rank holds or stacks: blocks begin and end with each part.
 
-    Each has its part of weight_formats.PARTS, and is True if it is the input of a layer, whose blocks a format may have along
+    Each has its part of weight_formats.PARTS, and is True if it is the input of a layer, where blocks of a format may have along
     inputs alone.
     """
     heads = shape.heads // point.layout.attn_tp

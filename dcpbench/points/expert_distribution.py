@@ -13,7 +13,7 @@ from pathlib import Path
 from dcpbench.errors import UsageError
 
 OWN = ""
-"""Routing of a point whose router decides: nearly even with synthetic weights."""
+"""Routing of a point in which the router decides: nearly even with synthetic weights."""
 EVEN, ZIPF = "even", "zipf:"
 MAX_EXPONENT = 4.0
 HASH_MARK, HASH_DIGITS = "#", 8

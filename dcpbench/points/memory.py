@@ -274,7 +274,7 @@ def compute_weight_bytes(
 
 
 def compute_checkpoint_bytes(shape: ModelShape) -> int:
-    """Return the bytes of a published checkpoint's weights; raise AssertionError for a format whose size is unknown.
+    """Return the bytes of a published checkpoint's weights; raise AssertionError for a format of unknown size.
 
     A layer for multi-token prediction is a layer with experts, a projection of two hidden states to one, three norms, and copies of
     embedding and head. Not counted: vision encoders.

@@ -145,7 +145,7 @@ def _format_choice(choice: Choice) -> str:
     others = [f.who for f in choice.level if f is not choice.best]
     if not others:
         return text
-    return f"{text}, for its KV cache, as its output cannot be told from that of {_format_names(others, 'or')},"
+    return f"{text} for its KV capacity (its output is level with that of {_format_names(others, 'or')}),"
 
 
 def format_details(ask: Query, choice: Choice) -> list[str]:

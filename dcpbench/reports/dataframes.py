@@ -94,7 +94,19 @@ VARIES = {
 """Further fields of a load or of its serving settings that may distinguish two points of a report, with their print format."""
 SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
 """Fields of VARIES that only some points have; a missing value adds no information. Imports have only `requests`."""
-OTHERS = ("run", "model", "layout", "drawn_layout", "dcp", "context", "concurrency", "routing", "mode", "load", "repeat")
+OTHERS = (
+    "run",
+    "model",
+    "layout",
+    "drawn_layout",
+    "dcp",
+    "context",
+    "concurrency",
+    "routing",
+    "mode",
+    "load",
+    "repeat",
+)
 """Columns of points that did not run, before those of LOST."""
 LOST = ("outcome", "reason", "detail", "no_room", "message", "cause", "device", "cpu", "gpus", "shape")
 """Columns of points that did not run: outcome, the reason without job-specific or point-specific parts, memory, and hardware."""

@@ -75,9 +75,9 @@ class SourceText(NamedTuple):
 
 
 def add_call_lines(report: Report, folders: Sequence[Path]) -> list[str]:
-    """Set `call_lines` of all sites whose source is found in one of the folders, or at the path that the trace has.
+    """Set `call_lines` of all sites if their source is found in one of the folders, or at the path that the trace has.
 
-    Return the files whose functions begin on other lines than in the trace: their source is of another version.
+    Return the files with functions that begin on other lines than in the trace: their source is of another version.
     """
     known: dict[str, SourceText | None] = {}
     other: list[str] = []
@@ -306,7 +306,7 @@ def _find_conditions(node: ast.AST) -> Iterable[int]:
 
 
 def _may_be_tensor(test: ast.expr) -> bool:
-    """Return False for tests whose result is no tensor, such as `x is None`, and for those that are tested part by part."""
+    """Return False for tests with a result that is no tensor, such as `x is None`, and for those that are tested part by part."""
     if isinstance(test, ast.BoolOp | ast.Constant | ast.JoinedStr | ast.List | ast.Tuple | ast.Dict):
         return False
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):

@@ -118,7 +118,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_reports(old: Report, new: Report, thresholds: Thresholds, reasons: Iterable[str] = ()) -> ReportChanges:
-    """Compare two reports whose sites have their permissions.
+    """Compare two reports after permissions of their sites were set.
 
     Sites of the profiler itself, of warm-up only and those that only may block are left out. `reasons` state why one of the
     reports cannot answer.

@@ -1196,12 +1196,12 @@ def capacity(requests: int) -> Capacity:
         (
             (9, 15, 99),
             ["→ tp4", "= tp2", "tp6"],
-            "take tp4, for its KV cache, as its output cannot be told from that of tp2,",
+            "take tp4 for its KV capacity (its output is level with that of tp2),",
         ),
         (
             (15, 9, 99),
             ["→ tp2", "= tp4", "tp6"],
-            "take tp2, for its KV cache, as its output cannot be told from that of tp4,",
+            "take tp2 for its KV capacity (its output is level with that of tp4),",
         ),
         ((16, 99, 99), ["→ tp2", "→ tp4", "tp6"], "tp2 or tp4, between which only a measurement decides,"),
         ((100, 103, 1), ["→ tp2", "→ tp4", "tp6"], "tp2 or tp4, between which only a measurement decides,"),

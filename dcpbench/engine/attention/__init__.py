@@ -65,7 +65,7 @@ class AttentionKind(abc.ABC):
 
     @abc.abstractmethod
     def count_query_columns(self, w: LayerWeights) -> int:
-        """Return the columns of StepBuffers.q, and whose first are `reshape_heads`'s."""
+        """Return the columns of StepBuffers.q; the first ones are those of `reshape_heads`."""
 
     @abc.abstractmethod
     def are_queries_contiguous(self, w: LayerWeights) -> bool:

@@ -1,4 +1,4 @@
-"""Grouped-query attention: query heads share KV heads, whose K and V are the rows of the pool.
+"""Grouped-query attention: query heads share KV heads, and the pool's rows hold K and V of the latter.
 
 A rank holds the KV heads of its query heads. More ranks than KV heads hold copies of one head, and the ranks of a DCP
 group, which all hold the same head, store different tokens of it.
