@@ -90,6 +90,7 @@ def build_choice_table(frames: Frames) -> Table:
                 "model": frames.format_model(point.model),
                 "context": point.context,
                 "concurrency": point.concurrency,
+                "routing": point.routing,
                 "layout": point.layout_name,
                 "asked for": f"{point.backend} {point.format_exchange_label()}".rstrip(),
                 "chosen": str(record.choice),

@@ -506,7 +506,14 @@ def test_scatter_is_the_wider_side_of_an_interval(median: float, low: float, hig
 
 def test_columns_go_in_this_order_where_a_terminal_is_narrow() -> None:
     """Those with the lowest number first; those without stay."""
-    decoded = {"context": 1, "concurrency": 2, "output_tok_s": 3.0, "output_tok_s_low": 3.0, "output_tok_s_high": 3.0}
+    decoded = {
+        "context": 1,
+        "routing": "",
+        "concurrency": 2,
+        "output_tok_s": 3.0,
+        "output_tok_s_low": 3.0,
+        "output_tok_s_high": 3.0,
+    }
     decoded |= {"output_tok_s_per_gpu": 1.0, "tok_s_per_user": 1.0, "itl_p50_ms": 1.0, "itl_p99_ms": 1.0}
     found = [(c.name, c.drop) for c in terminal_tables._make_decode_columns(pd.DataFrame([decoded]))]
     assert found == [
