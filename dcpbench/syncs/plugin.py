@@ -85,10 +85,15 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
     """Set up fixtures inside the dry run, because they create tensors on the GPU; their waits do not count."""
     if _needs_check(item) and get_mode(item.config) != "off":
+        from dcpbench.errors import UsageError
         from dcpbench.syncs.live.checked import SyncCheck
 
         _, allow, threads = _parse_limit(item)
-        item.stash[CHECKED] = SyncCheck(get_mode(item.config), threads=threads, allow=allow)
+        try:
+            checked = SyncCheck(get_mode(item.config), threads=threads, allow=allow, root=item.config.rootpath)
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from None
+        item.stash[CHECKED] = checked
         item.stash[CHECKED].start()
     return (yield)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import CapacityError
-from dcpbench.syncs.gating.config import Allow
+from dcpbench.syncs.gating.config import Allow, find_config, find_root
+from dcpbench.syncs.gating.gate import Gate, apply_permissions
 from dcpbench.syncs.sites import format_syncs, group_into_sites
 from dcpbench.syncs.sync_report import Report
 
@@ -36,12 +39,19 @@ def resolve_mode(mode: str) -> tuple[str, str]:
 class SyncCheck:
     """Hold what synchronises in a test function, without its fixtures."""
 
-    def __init__(self, mode: str, *, threads: str, allow: Sequence[str]) -> None:
-        """Resolve the mode; `allow` are globs over `module.function`, as for `dcpbench syncs scan --allow`."""
+    def __init__(self, mode: str, *, threads: str, allow: Sequence[str], root: Path | None = None) -> None:
+        """Resolve the mode; `allow` are globs over `module.function`, as for `dcpbench syncs scan --allow`.
+
+        What pyproject.toml and comments in the repository around `root` allow is allowed here, too. Raise UsageError if that
+        pyproject.toml cannot be used.
+        """
         self.mode, self.words = resolve_mode(mode)
         """`live`, `dry-run` or `off`, and the reason."""
         self._threads = threads
-        self._allow = [Allow(function=glob, or_range=True, reason="the test's mark", source="allow") for glob in allow]
+        here = (root or Path.cwd()).resolve()
+        repository = find_root(here)
+        marked = [Allow(function=glob, or_range=True, reason="the test's mark", source="allow") for glob in allow]
+        self._gate = Gate(root=repository, allow=(*marked, *find_config(here, repository).allow))
         self._stack = contextlib.ExitStack()
         self._watch: Watch | None = None
         self._run: DryRun | None = None
@@ -61,9 +71,9 @@ class SyncCheck:
         else:
             seen = []
         seen = [s for s in seen if not (s.may_block or s.allowed)]
-        if self._allow:
-            seen = [s for s in seen if not any(e.matches(site) for site in group_into_sites([s]) for e in self._allow)]
-        return seen
+        sites = [site for s in seen for site in group_into_sites([s], root=self._gate.root)]
+        apply_permissions(Report(sites=sites), self._gate, dt.datetime.now(tz=dt.UTC).date())
+        return [s for s, site in zip(seen, sites, strict=True) if not site.allowed]
 
     @property
     def count(self) -> int:
