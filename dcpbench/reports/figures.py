@@ -439,8 +439,7 @@ def format_cpu_aside(points: pd.DataFrame) -> str:
 def _start_figure(points: pd.DataFrame, title: str) -> tuple[Figure, Panels, LoadAxis]:
     """Create a figure with a panel for each request shape, and return it with the panels and the quantity of the x axis."""
     load = get_load_axis(points)
-    form = "{} tokens" if load is DECODE else "{}"
-    return *_make_panels(points, title, by="rest", form=form, order="input_typical"), load
+    return *_make_panels(points, title, by="rest", order="input_typical"), load
 
 
 def get_load_axis(points: pd.DataFrame) -> LoadAxis:
@@ -448,12 +447,12 @@ def get_load_axis(points: pd.DataFrame) -> LoadAxis:
     return DECODE if points["mode"].iloc[0] == "decode" else AXIS_OF_ARRIVAL[points["load_arrival"].iloc[0]]
 
 
-def _make_panels(points: pd.DataFrame, title: str, *, by: str, order: str, form: str = "{}") -> tuple[Figure, Panels]:
+def _make_panels(points: pd.DataFrame, title: str, *, by: str, order: str) -> tuple[Figure, Panels]:
     """Create a figure with one panel per value of the column `by`, ordered by the column `order`, on a shared y axis.
 
-    `form` formats a value as the panel's title; a replay's title names the replay.
+    The value is the panel's title; a replay's title names the replay.
     """
-    form += " (replay)" if points["mode"].iloc[0] == REPLAY else ""
+    replayed = " (replay)" if points["mode"].iloc[0] == REPLAY else ""
     values = list(dict.fromkeys(points.sort_values(order, kind="stable")[by]))
     columns = choose_columns(len(values))
     width, height = SINGLE_PANEL if columns == 1 else WIDE_PANEL
@@ -461,7 +460,7 @@ def _make_panels(points: pd.DataFrame, title: str, *, by: str, order: str, form:
     found = []
     for ax, value in zip(axes, values, strict=True):
         panel = points[points[by] == value]
-        ax.set_title(textwrap.fill(format_label(form.format(value), 2 * TITLE_WIDTH), TITLE_WIDTH))
+        ax.set_title(textwrap.fill(format_label(f"{value}{replayed}", 2 * TITLE_WIDTH), TITLE_WIDTH))
         ax.tick_params(labelleft=True)
         if bool(panel["cpu"].any()):
             draw_watermark(ax)
