@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,7 @@ NO_STEPS = (
 )
 OTHER_SOURCE = (
     " is of another version than in the trace: its functions begin on other lines, so that the lines that wait stay unknown. "
-    "Give the source of the trace's commit with --source FOLDER.\n"
+    "Give the source of the trace's commit with --source FOLDER."
 )
 MAX_FINDINGS = 10
 """Findings that are repeated on stderr where the report went elsewhere."""
@@ -126,7 +127,7 @@ def finish_report(report: Report, gate: Gate, out: OutputOptions) -> int:
     written too, where GITHUB_STEP_SUMMARY names its file.
     """
     for file in add_call_lines(report, [folder for folder in (gate.source, gate.root) if folder is not None]):
-        sys.stderr.write(f"note: {make_printable(file)}{OTHER_SOURCE}")
+        _write_note(f"note: {make_printable(file)}{OTHER_SOURCE}")
     report.verdict = compute_verdict(report, gate)
     terminal = out.output is None and sys.stdout.isatty()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if terminal else PLAIN_WIDTH
@@ -294,6 +295,13 @@ def _report_repeated(path: Path, first: Path) -> None:
     """Report a trace that is there twice: a count over two ranks is expected to be that of two."""
     this, that = make_printable(str(path)), make_printable(str(first))
     sys.stderr.write(f"note: {this} holds the same trace as {that} and is counted once.\n")
+
+
+def _write_note(text: str) -> None:
+    """Write a sentence to stderr, in lines of a terminal's width."""
+    if sys.stderr.isatty():
+        text = textwrap.fill(text, shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns)
+    sys.stderr.write(f"{text}\n")
 
 
 def _write_verdict(report: Report) -> None:

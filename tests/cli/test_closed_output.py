@@ -94,7 +94,7 @@ def commands(group: object = None, path: tuple[str, ...] = ()) -> Iterator[tuple
 SAID = {
     "show RUN": "* No SLO was given",
     "doctor": "* no GPU",
-    "compare RUN RUN": "8 x 4,000 tokens: 746.6 -> 746.6 tok/s",
+    "compare RUN RUN": "8 x 4,000 tokens: 746.8 -> 746.8 tok/s",
     "top RUN --once": "8 x 4,000 tokens",
     "sweep --dry-run --device cpu --tp 2 --dcp 2": "tp2.dcp2",
     "report RUN -o OUT": "Report: OUT/report.html",
