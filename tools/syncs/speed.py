@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from dcpbench.errors import TraceError, UsageError
-from dcpbench.syncs.traces.reading import GZIP_MAGIC
+from dcpbench.syncs.traces.other_formats import GZIP_MAGIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

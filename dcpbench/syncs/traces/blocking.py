@@ -95,6 +95,8 @@ class BlockingCall(NamedTuple):
     may_block: bool = False
     timed: bool = False
     """The next call of the thread reads the time between two events."""
+    stack: int = -1
+    """Call stack of the call, a number in `Columns.stacks`; -1 without one."""
 
 
 class BlockingCalls:
@@ -211,11 +213,17 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
                 may_block=kind[i] == "pin"
                 or (kind[i] == "async copy" and direction[i] == "HtoD pageable" and not held[i]),
                 timed=bool(timed[i]),
+                stack=_find_stack(calls, i, first),
             )
         )
     explains = harmless[columns.tables["calls"].name]
     explains[rows[list(counted)]] = True
     return BlockingCalls(found + _find_in_sync_events(columns, explains))
+
+
+def _find_stack(calls: Table, *rows: int) -> int:
+    """Return the call stack of the first of these calls that has one, or -1."""
+    return next((int(calls.stack[i]) for i in rows if calls.stack[i] >= 0), -1) if len(calls.stack) else -1
 
 
 def _match_copies(calls: Table, gpu: Table, is_copy: Bools) -> Ints:
