@@ -39,7 +39,13 @@ COLUMNS = {
     "META_DATA_EXPORT": "name value",
 }
 """Columns of each table, in the order of the documentation; some that are not read are left out."""
-TEXTS = {"value", "text", "jsonText", "name"}
+TEXTS = {
+    ("StringIds", "value"),
+    ("META_DATA_EXPORT", "name"),
+    ("META_DATA_EXPORT", "value"),
+    ("NVTX_EVENTS", "text"),
+    ("NVTX_EVENTS", "jsonText"),
+}
 SYNC_TYPES = {"Event Sync": 1, "Stream Wait Event": 2, "Stream Sync": 3, "Context Sync": 4}
 SYNC_NAMES = ("UNKNOWN", "EVENT_SYNCHRONIZE", "STREAM_WAIT_EVENT", "STREAM_SYNCHRONIZE", "CONTEXT_SYNCHRONIZE")
 PYTHON_FRAME = re.compile(r"^(.+\.py)\((\d+)\): (.+)$")
@@ -231,7 +237,7 @@ class Export:
             for table, rows in self._rows().items():
                 names = COLUMNS[table].split()
                 key = " PRIMARY KEY" if table == "StringIds" else ""
-                types = [f'"{n}" {"TEXT" if n in TEXTS or n == "binaryData" else "INTEGER"}' for n in names]
+                types = [f'"{n}" {"TEXT" if (table, n) in TEXTS or n == "binaryData" else "INTEGER"}' for n in names]
                 types[0] += key
                 db.execute(f"CREATE TABLE {table} ({', '.join(types)})")
                 marks = ", ".join("?" * len(names))
@@ -246,7 +252,9 @@ class Export:
         for table, rows in self._rows().items():
             columns = {}
             for column in COLUMNS[table].split():
-                kind = pa.binary() if column == "binaryData" else pa.string() if column in TEXTS else pa.int64()
+                kind = (
+                    pa.binary() if column == "binaryData" else pa.string() if (table, column) in TEXTS else pa.int64()
+                )
                 columns[column] = pa.array([row.get(column) for row in rows], kind)
             pq.write_table(pa.table(columns), path / f"{table}.parquet", write_page_checksum=True)
         return path

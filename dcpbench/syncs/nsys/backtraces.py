@@ -59,17 +59,21 @@ def _format_frame(symbol: str, module: str) -> str:
 
 def read_sample(payload: object) -> list[tuple[int, int, int]]:
     """Return (id of the function, id of the file, line) of the frames of a sample; empty for another payload."""
-    if isinstance(payload, str):
-        try:
-            payload = base64.b64decode(payload, validate=True)
-        except (binascii.Error, ValueError):
-            return []
-    if not isinstance(payload, bytes) or len(payload) < _HEAD.size:
+    data = payload.encode() if isinstance(payload, str) else payload
+    if not isinstance(data, bytes):
         return []
-    _, _, count = _HEAD.unpack_from(payload)
-    if len(payload) != _HEAD.size + count * _FRAME.size:
-        return []
-    return [(int(f), int(m), int(n)) for f, m, n in _FRAME.iter_unpack(payload[_HEAD.size :])]
+    for blob in (data, _decode_text(data)):
+        if len(blob) >= _HEAD.size and len(blob) == _HEAD.size + _HEAD.unpack_from(blob)[2] * _FRAME.size:
+            return [(int(f), int(m), int(n)) for f, m, n in _FRAME.iter_unpack(blob[_HEAD.size :])]
+    return []
+
+
+def _decode_text(data: bytes) -> bytes:
+    """Return the payload of a text in base64, the form in which exports without blobs have it; empty for another one."""
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        return b""
 
 
 def format_samples(export: Export, samples: Mapping[int, list[tuple[int, int, int]]]) -> dict[int, str]:

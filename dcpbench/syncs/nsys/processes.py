@@ -19,7 +19,7 @@ from dcpbench.syncs.nsys.parquet_export import ParquetExport
 from dcpbench.syncs.nsys.schema import ABSENT
 from dcpbench.syncs.nsys.sqlite_export import SqliteExport
 from dcpbench.syncs.traces.blocking import SYNCHRONISE, get_wait_kind
-from dcpbench.syncs.traces.columns import NONE, Columns
+from dcpbench.syncs.traces.columns import NONE, Columns, pause_garbage_collector
 from dcpbench.syncs.traces.intervals import find_containing, match_keys
 from dcpbench.syncs.traces.other_formats import GZIP_MAGIC, explain_database
 from dcpbench.syncs.traces.reading import ReadProblems, read_chunks
@@ -36,6 +36,9 @@ _HEAD_BYTES = 1 << 12
 _LAUNCHES = ("Launch", "Memcpy", "Memset")
 _NO_KERNEL = re.compile("Memcpy|Memset|Migration")
 _NS_PER_US = 1000.0
+_MAX_TABLE = 1 << 16
+"""Range of ids up to which a table of all numbers is faster than sorting."""
+_STREAM_BITS = 32
 
 
 def is_export(path: Path) -> bool:
@@ -61,10 +64,10 @@ def read_export(path: Path, progress: Callable[[int], None] | None = None) -> li
     """
     trouble = ReadProblems()
     try:
-        reader = _Reader(_open(path, trouble, progress), trouble, progress)
+        with pause_garbage_collector():
+            found = _Reader(_open(path, trouble, progress), trouble, progress).read()
     except OSError as e:
         raise TraceError(f"{path} cannot be read: {e.strerror or e}") from None
-    found = reader.read()
     if not found:
         raise TraceError(f"{path} holds no event of an nsys export; record with nsys profile --trace=cuda,nvtx")
     return found
@@ -96,6 +99,15 @@ class _Process:
         """End of the last call or work, where ranges end that nothing closed."""
         self.names: dict[int, int] = {}
         """Number in `columns` of each id of a string."""
+        self._ranges: dict[str | bytes | None, tuple[int, bool]] = {}
+
+    def number_range(self, text: str | bytes | None) -> tuple[int, bool]:
+        """Return the number of an NVTX range's name, and whether the range is an operator."""
+        found = self._ranges.get(text)
+        if found is None:
+            name, kind = schema.parse_range(_decode(text))
+            found = self._ranges[text] = self.columns.number_name(name or "(no name)"), kind == "ops"
+        return found
 
 
 class _Sample(NamedTuple):
@@ -161,15 +173,18 @@ class _Reader:
 
     def _number_names(self, process: _Process, ids: Ints, convert: Callable[[str], str]) -> NDArray[np.int32]:
         """Return the numbers of names by the ids of their strings; an event without its string is unreadable."""
-        unique, inverse = np.unique(ids, return_inverse=True)
         known = process.names
-        new = np.array([i for i in unique.tolist() if i not in known], np.int64)
-        missing = new[[i not in self.strings for i in new.tolist()]] if len(new) else new
-        if len(missing):
-            self.strings |= self.export.read_strings(missing)
-        for i in new.tolist():
-            known[i] = process.columns.number_name(convert(self.strings.get(i, "")))
-        return np.array([known[i] for i in unique.tolist()], np.int32)[inverse]
+
+        def number(unique: list[int]) -> list[int]:
+            new = [i for i in unique if i not in known]
+            missing = np.array([i for i in new if i not in self.strings], np.int64)
+            if len(missing):
+                self.strings |= self.export.read_strings(missing)
+            for i in new:
+                known[i] = process.columns.number_name(convert(self.strings.get(i, "")))
+            return [known[i] for i in unique]
+
+        return _map_ids(ids, number)
 
     def _add_calls(self, block: Block) -> None:
         block = self._take_timed(block)
@@ -211,9 +226,8 @@ class _Reader:
         return plain
 
     def _number_threads(self, process: _Process, ids: Ints) -> NDArray[np.int32]:
-        unique, inverse = np.unique(ids, return_inverse=True)
-        numbers = [process.columns.number_thread(*_parse_thread(i)) for i in unique.tolist()]
-        return np.array(numbers, np.int32)[inverse]
+        columns = process.columns
+        return _map_ids(ids, lambda unique: [columns.number_thread(*_parse_thread(i)) for i in unique])
 
     def _add_work(self, table: str, block: Block) -> None:
         block = self._take_timed(block)
@@ -225,10 +239,7 @@ class _Reader:
             else:
                 name = _number_rows(process.columns, [n.tolist() for n in _get_name_columns(table, rows)], table)
             columns = process.columns
-            places = np.stack([rows["deviceId"], rows["streamId"]], 1)
-            unique, inverse = np.unique(places, axis=0, return_inverse=True)
-            streams = [columns.number_thread(f"GPU {device}", stream) for device, stream in unique.tolist()]
-            columns.devices |= set(unique[:, 0].tolist()) - {ABSENT}
+            columns.devices |= set(np.unique(rows["deviceId"]).tolist()) - {ABSENT}
             process.end = max(process.end, float(rows["end"].max()) / _NS_PER_US)
             count = len(rows["start"])
             columns.add_rows(
@@ -236,7 +247,7 @@ class _Reader:
                 rows["start"] / _NS_PER_US,
                 _end(rows),
                 name=name,
-                thread=np.array(streams, np.int32)[inverse.ravel()],
+                thread=_number_streams(columns, rows["deviceId"], rows["streamId"]),
                 correlation=_clean_ids(rows["correlationId"]),
                 bytes=np.where(rows["bytes"] < 0, NONE, rows["bytes"]) if "bytes" in rows else np.full(count, NONE),
             )
@@ -291,7 +302,7 @@ class _Reader:
                 number = int(block["textId"][row])
                 text = self.export.read_strings(np.array([number])).get(number)
             process = int(schema.get_process(block["globalTid"][row : row + 1])[0])
-            domains[process, int(block["domainId"][row])] = str(text)
+            domains[process, int(block["domainId"][row])] = _decode(text)
 
     def _make_ranges(self, process: _Process, rows: Block) -> Block:
         """Return the columns of some ranges, their names still as texts, as only their domain tells whether they count."""
@@ -305,14 +316,14 @@ class _Reader:
         ]
         nameless = sum(i != ABSENT and i not in self.strings for i in lacking)
         self.trouble.unreadable_events += nameless
-        parsed = [schema.parse_range(str(text or "")) for text in texts]
+        numbers = [process.number_range(text) for text in texts]
         return {
             "start": rows["start"] / _NS_PER_US,
             "end": np.where(rows["end"] == ABSENT, np.nan, rows["end"] / _NS_PER_US),
-            "name": np.array([process.columns.number_name(name or "(no name)") for name, _ in parsed], np.int32),
+            "name": np.array([number for number, _ in numbers], np.int32),
             "thread": self._number_threads(process, rows["globalTid"]),
             "domain": rows["domainId"],
-            "is_op": np.array([kind == "ops" for _, kind in parsed], bool),
+            "is_op": np.array([is_op for _, is_op in numbers], bool),
         }
 
     def _read_samples(self, domains: set[tuple[int, int]]) -> list[_Sample]:
@@ -450,6 +461,31 @@ def _list_lost_work(columns: Columns) -> list[str]:
                 "exported: export all tables"
             )
     return clauses
+
+
+def _map_ids(ids: Ints, number: Callable[[list[int]], list[int]]) -> NDArray[np.int32]:
+    """Return the numbers of ids, of which each is numbered once."""
+    low, high = int(ids.min()), int(ids.max())
+    if high - low < _MAX_TABLE:
+        unique = np.flatnonzero(np.bincount(ids - low))
+        table = np.zeros(high - low + 1, np.int32)
+        table[unique] = number((unique + low).tolist())
+        return table[ids - low]
+    unique, inverse = np.unique(ids, return_inverse=True)
+    return np.array(number(unique.tolist()), np.int32)[inverse]
+
+
+def _number_streams(columns: Columns, devices: Ints, streams: Ints) -> NDArray[np.int32]:
+    """Return the numbers of streams; ids of streams have 32 bits."""
+
+    def number(unique: list[int]) -> list[int]:
+        return [columns.number_thread(f"GPU {key >> _STREAM_BITS}", key & (1 << _STREAM_BITS) - 1) for key in unique]
+
+    return _map_ids((devices << _STREAM_BITS) | (streams & (1 << _STREAM_BITS) - 1), number)
+
+
+def _decode(text: str | bytes | None) -> str:
+    return text.decode("utf-8", "replace") if isinstance(text, bytes) else text or ""
 
 
 def _take(column: Any, rows: Ints) -> Any:  # noqa: ANN401 - an array or a list

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 Block = dict[str, Any]
-"""Columns of some rows: int64 arrays, and lists for texts and payloads."""
+"""Columns of some rows: int64 arrays, and lists for texts, which may be UTF-8, and for payloads."""
 ABSENT = int(np.iinfo(np.int64).min)
 """Integer in a column that a row or the whole table lacks."""
-BLOCK_ROWS = 1 << 14
+BLOCK_ROWS = 1 << 15
 
 CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"

@@ -179,8 +179,10 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
     calls = calls.take(rows)
     directions = [parse_direction(name) for name in columns.names]
     copied = _match_copies(calls, gpu, columns.match_names(parse_direction))
-    direction = [directions[gpu.name[c]] if c >= 0 else "" for c in copied.tolist()]
-    at = [i for i, name in enumerate(calls.name.tolist()) if kinds[name] is not None]
+    direction = [""] * len(calls)
+    for i in np.flatnonzero(copied >= 0).tolist():
+        direction[i] = directions[gpu.name[copied[i]]]
+    at = np.flatnonzero(columns.match_names(get_wait_kind)[calls.name]).tolist() if len(calls) else []
     kind = {i: kinds[calls.name[i]] for i in at}
     partner = _match_previous_copies(columns, calls, kind, direction)
     counted = set(partner.values())

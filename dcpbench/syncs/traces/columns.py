@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -15,7 +16,7 @@ from dcpbench.syncs.traces.coverage import STEP, is_one_bit_off
 from dcpbench.syncs.traces.reading import Args, Event, ReadProblems
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -326,19 +327,26 @@ def _find_repeats(table: Table) -> NDArray[Any]:
     return repeats
 
 
-def read_columns(
-    blocks: Iterable[list[Event]], trouble: ReadProblems, progress: Callable[[int], None] | None = None
-) -> Columns:
-    """Read all blocks, with the garbage collector off: events hold no cycles, and it would visit each of them again."""
-    columns = Columns(trouble)
+@contextlib.contextmanager
+def pause_garbage_collector() -> Iterator[None]:
+    """Turn the garbage collector off while rows are read: they hold no cycles, and it would visit each of them again."""
     on = gc.isenabled()
     gc.disable()
     try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def read_columns(
+    blocks: Iterable[list[Event]], trouble: ReadProblems, progress: Callable[[int], None] | None = None
+) -> Columns:
+    """Read all blocks."""
+    columns = Columns(trouble)
+    with pause_garbage_collector():
         for events in blocks:
             columns.add_events(events)
             if progress:
                 progress(len(events))
-    finally:
-        if on:
-            gc.enable()
     return columns.close()

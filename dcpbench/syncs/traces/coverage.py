@@ -222,9 +222,17 @@ def is_one_bit_off(word: str, known: Iterable[str]) -> bool:
     """Return whether a word differs from one of the known words in exactly one bit."""
     bits = word.encode("utf-8", "surrogatepass")
     number = int.from_bytes(bits)
-    return any(
-        len(other) == len(bits) and (number ^ int.from_bytes(other.encode())).bit_count() == 1 for other in known
-    )
+    return any((number ^ other).bit_count() == 1 for other in _group_by_length(frozenset(known)).get(len(bits), ()))
+
+
+@functools.lru_cache(maxsize=16)
+def _group_by_length(words: frozenset[str]) -> dict[int, list[int]]:
+    """Return the bits of words by their number of bytes."""
+    groups: dict[int, list[int]] = {}
+    for word in words:
+        bits = word.encode()
+        groups.setdefault(len(bits), []).append(int.from_bytes(bits))
+    return groups
 
 
 def has_known_bubbles(columns: Columns) -> bool:

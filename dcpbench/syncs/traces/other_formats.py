@@ -53,7 +53,7 @@ _FORMATS = (
     ("one Parquet table of an export", rb"PAR1", _FOLDER),
     ("a result of rocprofv3", rb'\s*\{\s*"rocprofiler-sdk-tool"', _TORCH),
     ("a table of rocprof", rb'"?(?:Index"?,"?KernelName|Domain"?,"?Function"?,"?Process_Id|Kind"?,"?Agent_Id)', _TORCH),
-    ("a protobuf, such as a Perfetto trace", rb"\n[^\[{\s].*[\x00-\x08]", _PERFETTO),
+    ("a protobuf, such as a Perfetto trace", rb"\n.{1,64}?[\x00-\x08]", _PERFETTO),
     (
         "a pointer of Git LFS and not the trace",
         rb"version https://git-lfs",
