@@ -13,7 +13,7 @@ from dcpbench.records.disks import convert_output_errors
 from dcpbench.show.text import make_natural_key
 from dcpbench.show.whole_files import write_output_file
 from dcpbench.syncs.nsys.parquet_export import is_folder as is_export_folder
-from dcpbench.syncs.nsys.processes import is_export
+from dcpbench.syncs.nsys.per_process import is_export
 from dcpbench.syncs.nsys.schema import EVENTS, STRINGS
 from dcpbench.syncs.nsys.sqlite_export import find_tables
 from dcpbench.syncs.traces.other_formats import GZIP_MAGIC, OTHER_SUFFIXES, REPORT_SUFFIXES

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dcpbench.errors import UsageError
-from dcpbench.syncs.nsys.processes import is_export, read_export
+from dcpbench.syncs.nsys.per_process import is_export, read_export
 from dcpbench.syncs.sites import Sync, group_trace_sites, merge_sites
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, Work, find_steps
 from dcpbench.syncs.sync_report import Report, Site, TraceSummary, build_report
@@ -236,11 +236,14 @@ def _build_syncs(columns: Columns, blocking: BlockingCalls, placed: _CallPlaces,
     directions = [parse_direction(name) for name in names]
     frees = explain_frees(columns)
     allowed = find_allowed_reasons(columns, blocking)
+    chains: dict[bytes, tuple[str, ...]] = {}
     found = []
     for i, blocked in enumerate(blocking.calls):
         own, where = bool(placed.own[i]), placed.lines[i]
-        in_ops = (names[ops.name[row]] for row in placed.op_chains[i])
-        chain = tuple(name for name in in_ops if not PROFILER_STEP.match(name))
+        in_ops = ops.name[placed.op_chains[i]] if len(ops) else np.zeros(0, np.int32)
+        chain = chains.get(key := in_ops.tobytes())
+        if chain is None:
+            chain = chains[key] = tuple(names[n] for n in in_ops if not PROFILER_STEP.match(names[n]))
         copied = blocked.copied
         direction = directions[gpu.name[copied]] if copied >= 0 else ""
         size = int(gpu.bytes[copied]) if copied >= 0 else -1

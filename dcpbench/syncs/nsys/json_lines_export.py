@@ -42,7 +42,7 @@ _TYPES = {
 """Types of lines that must hold an event of their kind."""
 
 
-class _Call(msgspec.Struct, gc=False):
+class _Call(msgspec.Struct, frozen=True, gc=False):
     start: int | None = msgspec.field(name="startNs", default=None)
     end: int | None = msgspec.field(name="endNs", default=None)
     correlation: int | None = msgspec.field(name="correlationId", default=None)
@@ -51,28 +51,28 @@ class _Call(msgspec.Struct, gc=False):
     thread: int | None = msgspec.field(name="globalTid", default=None)
 
 
-class _Kernel(msgspec.Struct, gc=False):
+class _Kernel(msgspec.Struct, frozen=True, gc=False):
     name: int | None = msgspec.field(name="demangledName", default=None)
 
 
-class _Copy(msgspec.Struct, gc=False):
+class _Copy(msgspec.Struct, frozen=True, gc=False):
     bytes: int | None = msgspec.field(name="sizebytes", default=None)
     kind: int | None = msgspec.field(name="copyKind", default=None)
     source: int | None = msgspec.field(name="srcKind", default=None)
     target: int | None = msgspec.field(name="dstKind", default=None)
 
 
-class _Fill(msgspec.Struct, gc=False):
+class _Fill(msgspec.Struct, frozen=True, gc=False):
     bytes: int | None = msgspec.field(name="sizebytes", default=None)
     kind: int | None = msgspec.field(name="memKind", default=None)
 
 
-class _Sync(msgspec.Struct, gc=False):
+class _Sync(msgspec.Struct, frozen=True, gc=False):
     kind: int | str | None = msgspec.field(name="syncType", default=None)
     event: int | None = msgspec.field(name="eventId", default=None)
 
 
-class _Work(msgspec.Struct, gc=False):
+class _Work(msgspec.Struct, frozen=True, gc=False):
     start: int | None = msgspec.field(name="startNs", default=None)
     end: int | None = msgspec.field(name="endNs", default=None)
     correlation: int | None = msgspec.field(name="correlationId", default=None)
@@ -86,15 +86,15 @@ class _Work(msgspec.Struct, gc=False):
     graph: dict[str, msgspec.Raw] | None = None
 
 
-class _Blob(msgspec.Struct, gc=False):
+class _Blob(msgspec.Struct, frozen=True, gc=False):
     data: str | None = msgspec.field(name="Data", default=None)
 
 
-class _Payload(msgspec.Struct, gc=False):
+class _Payload(msgspec.Struct, frozen=True, gc=False):
     blobs: list[_Blob] = msgspec.field(name="BinaryData", default_factory=list)
 
 
-class _Range(msgspec.Struct, gc=False):
+class _Range(msgspec.Struct, frozen=True, gc=False):
     kind: int | None = msgspec.field(name="Type", default=None)
     start: int | None = msgspec.field(name="Timestamp", default=None)
     end: int | None = msgspec.field(name="EndTimestamp", default=None)
@@ -105,7 +105,7 @@ class _Range(msgspec.Struct, gc=False):
     payload: _Payload | None = msgspec.field(name="Payload", default=None)
 
 
-class _Line(msgspec.Struct, gc=False):
+class _Line(msgspec.Struct, frozen=True, gc=False):
     type: int | str | None = msgspec.field(name="Type", default=None)
     call: _Call | None = msgspec.field(name="TraceProcessEvent", default=None)
     work: _Work | None = msgspec.field(name="CudaEvent", default=None)

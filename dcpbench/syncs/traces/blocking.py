@@ -188,6 +188,7 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
     counted = set(partner.values())
     held = _find_held_calls(gpu, calls, copied, direction)
     links, timed = _get_external_ids(calls), _find_timed_calls(columns, calls)
+    stacks: list[int] = calls.stack.tolist()
     found: list[BlockingCall] = []
     for i in at:
         first = copy = i
@@ -215,7 +216,7 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
                 may_block=kind[i] == "pin"
                 or (kind[i] == "async copy" and direction[i] == "HtoD pageable" and not held[i]),
                 timed=bool(timed[i]),
-                stack=_find_stack(calls, i, first),
+                stack=_find_stack(stacks, i, first),
             )
         )
     explains = harmless[columns.tables["calls"].name]
@@ -223,9 +224,11 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
     return BlockingCalls(found + _find_in_sync_events(columns, explains))
 
 
-def _find_stack(calls: Table, *rows: int) -> int:
-    """Return the call stack of the first of these calls that has one, or -1."""
-    return next((int(calls.stack[i]) for i in rows if calls.stack[i] >= 0), -1) if len(calls.stack) else -1
+def _find_stack(stacks: Sequence[int], call: int, first: int) -> int:
+    """Return the call stack of a call, or of the copy that it waits for, or -1."""
+    if not stacks:
+        return -1
+    return stacks[call] if stacks[call] >= 0 else stacks[first]
 
 
 def _match_copies(calls: Table, gpu: Table, is_copy: Bools) -> Ints:
