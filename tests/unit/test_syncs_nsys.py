@@ -232,6 +232,25 @@ class TestNsysItself:
         site = only(scan_traces([export.write(tmp_path, form)], root=tmp_path))
         assert (site.waited, site.example.waited_for, site.wait_us) == (1, "CUDA graph", 390.0)
 
+    @pytest.mark.parametrize("form", FORMATS)
+    def test_migrations_of_unified_memory_are_no_work_of_a_call(self, form: str, tmp_path: Path) -> None:
+        """They have no call, so that many of them would look like calls that were lost."""
+        export = Export().add_trace(copies().events)
+        expected = scan_traces([export.write(tmp_path, form, "plain")], root=tmp_path)
+        ids = {"deviceId": 0, "streamId": 9, "correlationId": 0, "globalPid": global_tid(100)}
+        for n in range(100):
+            kinds = {"copyKind": 11, "srcKind": 4, "dstKind": 4, "bytes": 4096}
+            export.add(schema.COPIES, start=100_000 + n, end=100_500 + n, **ids, **kinds)
+        report = scan_traces([export.write(tmp_path, form)], root=tmp_path)
+        assert describe(report) == describe(expected)
+        assert report.traces[0].coverage.complete
+
+    def test_every_format_shows_several_processes(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = Export().add_trace(loop().events, pid=41).add_trace(loop().events, pid=42).write(tmp_path, "sqlite")
+        for form in ("table", "json", "sarif", "junit", "github", "markdown"):
+            assert command("scan", path, "--step-range", "^step ", "--format", form) == 1
+            assert "_local_scalar_dense" in capsys.readouterr().out
+
     def test_ranges_of_nsys_are_not_those_of_the_program(self, tmp_path: Path) -> None:
         """It marks who holds the GIL; a wait would lie in such a range."""
         export = Export().add_trace(copies().events)

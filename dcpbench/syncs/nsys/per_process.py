@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _HEAD_BYTES = 1 << 12
 _LAUNCHES = ("Launch", "Memcpy", "Memset")
-_NO_KERNEL = re.compile("Memcpy|Memset|Migration")
+_NO_KERNEL = re.compile("Memcpy|Memset")
 _NS_PER_US = 1000.0
 _MAX_TABLE = 1 << 16
 """Range of ids up to which a table of all numbers is faster than sorting."""
@@ -231,6 +231,9 @@ class _Reader:
 
     def _add_work(self, table: str, block: Block) -> None:
         block = self._take_timed(block)
+        if table == schema.COPIES:
+            called = np.flatnonzero(~np.isin(block["copyKind"], schema.MIGRATIONS))
+            block = {name: _take(column, called) for name, column in block.items()}
         if not len(block["start"]):
             return
         for process, rows in self._split(block, block["globalPid"]):

@@ -60,9 +60,10 @@ OTHER_NVTX = (32, 33, 35, 36, 37, 38, 39, 76)
 SAMPLING_DOMAIN = "Python Periodic Sampling"
 OWN_DOMAINS = (SAMPLING_DOMAIN, "GIL Trace")
 """NVTX domains of nsys itself."""
-HTOD, DTOH = 1, 2
 COPY_KINDS = ("Unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
-"""Directions of copies, by their number and as Kineto writes them; 11 to 13 are migrations of unified memory."""
+"""Directions of copies, by their number and as Kineto writes them."""
+MIGRATIONS = (11, 12, 13)
+"""Directions of migrations of unified memory, which no call makes."""
 MEMORY_KINDS = ("Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static", "Unknown")
 SYNC_TYPES = ("Unknown", "Event Sync", "Stream Wait Event", "Stream Sync", "Context Sync")
 """Types of synchronisation by their number, as Kineto writes them."""
@@ -79,7 +80,6 @@ _TORCH_SUFFIX = re.compile(
     r"(?:, (?:seq|op_id) = -?\d+)+(?:, sizes = .*|, input_op_ids = .*)?$|, (?:sizes|input_op_ids) = .*$", re.DOTALL
 )
 _OPERATOR = re.compile(r"^[A-Za-z_]\w*::\w")
-_UNIFIED = range(11, 14)
 
 
 class Export(Protocol):
@@ -113,8 +113,6 @@ def parse_range(text: str) -> tuple[str, Literal["ops", "ranges"]]:
 
 def format_copy(kind: int, source: int, target: int) -> str:
     """Return the name of a copy as Kineto writes it; empty for numbers that mean nothing."""
-    if kind in _UNIFIED:
-        return "Migration of unified memory"
     known = len(MEMORY_KINDS)
     source, target = (known - 1 if k == ABSENT else k for k in (source, target))
     if not (0 <= kind < len(COPY_KINDS) and 0 <= source < known and 0 <= target < known):
