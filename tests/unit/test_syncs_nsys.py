@@ -249,7 +249,7 @@ class TestNsysItself:
         path = Export().add_trace(loop().events, pid=41).add_trace(loop().events, pid=42).write(tmp_path, "sqlite")
         for form in ("table", "json", "sarif", "junit", "github", "markdown"):
             assert command("scan", path, "--step-range", "^step ", "--format", form) == 1
-            assert "_local_scalar_dense" in capsys.readouterr().out
+            assert "scalar-read" in capsys.readouterr().out
 
     def test_ranges_of_nsys_are_not_those_of_the_program(self, tmp_path: Path) -> None:
         """It marks who holds the GIL; a wait would lie in such a range."""

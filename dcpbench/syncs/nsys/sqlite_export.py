@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import numpy as np
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from dcpbench.syncs.nsys.schema import Block, Ints
     from dcpbench.syncs.traces.reading import ReadProblems
 
@@ -24,6 +26,7 @@ MAGIC = b"SQLite format 3\0"
 AGAIN = "export it again with `nsys export --type sqlite`"
 _AT_ONCE = 500  # strings that one query asks for
 _HEADER_BYTES = 100
+_FETCHED_ROWS = 1 << 11
 
 
 _PACKED: dict[str, tuple[tuple[tuple[str, int], ...], ...]] = {
@@ -111,11 +114,8 @@ class SqliteExport:
         row_type = np.dtype(
             [*((name, np.int64) for name in (*plain, *numbers)), *((name, np.object_) for name in texts)]
         )
-        while rows := cursor.fetchmany(BLOCK_ROWS):
-            try:
-                block = np.array(rows, row_type)
-            except (TypeError, ValueError, OverflowError):
-                raise _NotPackedError from None
+        while parts := _fetch_block(cursor, row_type):
+            block = np.concatenate(parts)
             found: Block = {name: block[name] for name in plain} | {name: block[name].tolist() for name in texts}
             for number, group in zip(numbers, groups, strict=True):
                 found |= _unpack(block[number], group)
@@ -155,6 +155,17 @@ class SqliteExport:
         except sqlite3.Error as e:
             self.trouble.lost.append(f"has strings that cannot be read ({e}): {AGAIN}")
         return found
+
+
+def _fetch_block(cursor: sqlite3.Cursor, row_type: np.dtype[Any]) -> list[NDArray[Any]]:
+    """Return the next rows in small parts: tuples are the faster to make and to convert the fewer of them there are at once."""
+    parts: list[NDArray[Any]] = []
+    try:
+        while len(parts) < BLOCK_ROWS // _FETCHED_ROWS and (rows := cursor.fetchmany(_FETCHED_ROWS)):
+            parts.append(np.array(rows, row_type))
+    except (TypeError, ValueError, OverflowError):
+        raise _NotPackedError from None
+    return parts
 
 
 def _format_group(group: Sequence[tuple[str, int]]) -> str:
