@@ -36,6 +36,7 @@ COLUMNS = {
     "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": f"{GPU_COLUMNS} syncType eventId",
     "NVTX_EVENTS": "start end eventType rangeId category color text globalTid endGlobalTid textId domainId jsonText binaryData",
     "CUDA_CALLCHAINS": "id symbol module unresolved originalIP stackDepth",
+    "DIAGNOSTIC_EVENT": "timestamp timestampType source severity text globalPid",
     "META_DATA_EXPORT": "name value",
 }
 """Columns of each table, in the order of the documentation; some that are not read are left out."""
@@ -44,6 +45,7 @@ TEXTS = {
     ("META_DATA_EXPORT", "name"),
     ("META_DATA_EXPORT", "value"),
     ("NVTX_EVENTS", "text"),
+    ("DIAGNOSTIC_EVENT", "text"),
     ("NVTX_EVENTS", "jsonText"),
 }
 SYNC_TYPES = {"Event Sync": 1, "Stream Wait Event": 2, "Stream Sync": 3, "Context Sync": 4}

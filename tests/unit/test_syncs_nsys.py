@@ -245,6 +245,16 @@ class TestNsysItself:
         assert describe(report) == describe(expected)
         assert report.traces[0].coverage.complete
 
+    @pytest.mark.parametrize("form", ["sqlite", "parquetdir"])
+    def test_a_warning_of_nsys_is_a_note_on_its_process(self, form: str, tmp_path: Path) -> None:
+        """It stands in recordings that lack nothing, too, and so is no damage."""
+        export = Export().add_trace(loop().events, pid=41).add_trace(loop().events, pid=42)
+        text = "Not all CUDA events might have been collected."
+        export.add("DIAGNOSTIC_EVENT", timestamp=1, source=3, severity=2, text=text, globalPid=global_tid(42))
+        traces = scan_traces([export.write(tmp_path, form)], root=tmp_path).traces
+        assert [any(text in note for note in trace.coverage.notes) for trace in traces] == [False, True]
+        assert all(trace.coverage.complete for trace in traces)
+
     def test_every_format_shows_several_processes(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = Export().add_trace(loop().events, pid=41).add_trace(loop().events, pid=42).write(tmp_path, "sqlite")
         for form in ("table", "json", "sarif", "junit", "github", "markdown"):

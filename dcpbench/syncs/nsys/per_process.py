@@ -5,6 +5,7 @@ Ids of calls and work are those of a process, so that processes must not be mixe
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -64,8 +65,8 @@ def read_export(path: Path, progress: Callable[[int], None] | None = None) -> li
     """
     trouble = ReadProblems()
     try:
-        with pause_garbage_collector():
-            found = _Reader(_open(path, trouble, progress), trouble, progress).read()
+        with pause_garbage_collector(), contextlib.closing(_open(path, trouble, progress)) as export:
+            found = _Reader(export, trouble, progress).read()
     except OSError as e:
         raise TraceError(f"{path} cannot be read: {e.strerror or e}") from None
     if not found:
@@ -82,6 +83,7 @@ def _open(path: Path, trouble: ReadProblems, progress: Callable[[int], None] | N
         return JsonLinesExport(path, trouble, progress)
     export = SqliteExport(path, trouble)
     if not export.tables & {*schema.EVENTS, schema.STRINGS}:
+        export.close()
         raise TraceError(explain_database(path, export.tables))
     return export
 
@@ -133,6 +135,7 @@ class _Reader:
             self._add_syncs(block)
         samples = self._read_ranges()
         self._label_threads()
+        self._note_warnings()
         self._add_stacks(samples)
         kept = {key: p for key, p in self.processes.items() if _uses_gpu(p)} or self._take_first()
         named = len(kept) > 1
@@ -338,6 +341,13 @@ class _Reader:
                 if is_mark and key in domains and (frames := read_sample(block["binaryData"][row])):
                     found.append(_Sample(int(block["start"][row]), int(block["globalTid"][row]), frames))
         return found
+
+    def _note_warnings(self) -> None:
+        for block in self.export.read_blocks(schema.DIAGNOSTICS, ("text",)):
+            for key, text in zip(schema.get_process(block["globalPid"]).tolist(), block["text"], strict=True):
+                process = self.processes.get(key)
+                if process and schema.INCOMPLETE in _decode(text):
+                    process.columns.warnings = [f"nsys warns of this recording: {schema.INCOMPLETE}."]
 
     def _label_threads(self) -> None:
         for block in self.export.read_blocks(schema.THREAD_NAMES):

@@ -33,7 +33,9 @@ RANGES = "NVTX_EVENTS"
 STRINGS = "StringIds"
 THREAD_NAMES = "ThreadNames"
 CHAINS = "CUDA_CALLCHAINS"
-META = "META_DATA_EXPORT"
+DIAGNOSTICS = "DIAGNOSTIC_EVENT"
+INCOMPLETE = "Not all CUDA events might have been collected"
+"""Diagnostic of nsys, also of recordings that lack nothing."""
 _OF_GPU = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
 COLUMNS: dict[str, tuple[str, ...]] = {
     CALLS: ("start", "end", "eventClass", "globalTid", "correlationId", "nameId", "callchainId"),
@@ -45,6 +47,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     RANGES: ("start", "end", "eventType", "globalTid", "domainId", "textId"),
     THREAD_NAMES: ("globalTid", "nameId"),
     CHAINS: ("id", "symbol", "module", "stackDepth"),
+    DIAGNOSTICS: ("globalPid",),
 }
 """Integer columns that are read of each table."""
 EVENTS = (CALLS, KERNELS, COPIES, FILLS, GRAPHS, SYNCS, RANGES)
@@ -91,6 +94,10 @@ class Export(Protocol):
 
     def read_strings(self, ids: Ints) -> dict[int, str]:
         """Return the strings with these ids, as far as they are there."""
+        ...
+
+    def close(self) -> None:
+        """Close the files."""
         ...
 
 

@@ -61,13 +61,18 @@ class SqliteExport:
             with contextlib.suppress(OSError):
                 if rest.stat().st_size:
                     trouble.lost.append(f"was not written to its end, as {rest.name} beside it shows: {AGAIN}")
+        self._db = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
+        self._db.text_factory = bytes
         try:
-            self._db = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
-            self._db.text_factory = bytes
             rows = self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         except sqlite3.Error as e:
+            self.close()
             raise TraceError(f"{path} is an SQLite database that is damaged or ends early ({e}): {AGAIN}") from None
         self.tables = {name.decode("utf-8", "replace") for (name,) in rows}
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
 
     def read_blocks(self, table: str, texts: Sequence[str] = ()) -> Iterator[Block]:
         """Yield the rows of a table, its COLUMNS and columns of texts or bytes; nothing if it is not there."""

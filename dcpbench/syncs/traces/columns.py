@@ -131,6 +131,8 @@ class Columns:
     def __init__(self, trouble: ReadProblems, recorder: Recorder = "torch.profiler") -> None:
         self.trouble, self.recorder = trouble, recorder
         self.driver_calls = 0
+        self.warnings: list[str] = []
+        """Sentences of the recorder about the recording."""
         self._begun = False
         self.devices: set[object] = set()
         """GPUs that had work."""

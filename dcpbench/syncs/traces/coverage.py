@@ -95,6 +95,7 @@ def compute_coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage
         foreign=foreign,
         notes=[
             *(f"The file {clause}." for clause in lost),
+            *columns.warnings,
             *_list_repairs(columns),
             *_list_missing(columns, steps, stacks),
         ],
@@ -196,7 +197,7 @@ def list_damage(columns: Columns) -> list[str]:
             f"holds names that are one bit away from names that would be read ({_format_names(wrong)}): it was damaged, so "
             "record or copy it again"
         )
-    return [*lost, *trouble.lost, *_explain_unlinked(columns)]
+    return [*lost, *dict.fromkeys(trouble.lost), *_explain_unlinked(columns)]
 
 
 def _format_names(names: Iterable[str]) -> str:
