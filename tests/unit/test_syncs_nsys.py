@@ -391,7 +391,7 @@ class TestDamage:
         assert command("scan", folder) != 0
 
     def test_an_export_that_was_interrupted_is_never_clean(self, tmp_path: Path) -> None:
-        """SQLite leaves a journal beside the file."""
+        """SQLite leaves a journal in the same folder."""
         path = Export().add_trace(EVENTS).write(tmp_path, "sqlite")
         path.with_name("report1.sqlite-journal").write_bytes(b"\xd9\xd5\x05\xf9")
         assert "report1.sqlite-journal" in scan_traces([path], root=tmp_path).traces[0].coverage.damage[0]
@@ -526,7 +526,7 @@ class TestFiles:
             scan_traces([tmp_path / "results.db"], root=tmp_path)
 
     def test_an_export_is_not_changed(self, tmp_path: Path) -> None:
-        """Not even a journal is made beside it."""
+        """Not even a journal is made."""
         path = write_export(tmp_path, EVENTS, "sqlite")
         before = path.read_bytes()
         scan_traces([path], root=tmp_path)

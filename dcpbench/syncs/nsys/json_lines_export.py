@@ -1,7 +1,7 @@
 """Read the JSON lines of nsys: `nsys export --type jsonlines`, an event or a list of strings on each line.
 
 Its keys are not documented. They are those that public readers use: `TraceProcessEvent` for calls, `CudaEvent` with `kernel`,
-`memcpy`, `memset` or `sync`, `NvtxEvent`, and `data` for the strings, whose places in the list are their ids.
+`memcpy`, `memset` or `sync`, `NvtxEvent`, and `data` for the strings, which have their places in the list as ids.
 """
 
 from __future__ import annotations

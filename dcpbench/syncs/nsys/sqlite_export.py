@@ -48,7 +48,7 @@ class _NotPackedError(Exception):
 
 
 class SqliteExport:
-    """Give the tables of an SQLite export. The file is not changed, and no file is made beside it."""
+    """Give the tables of an SQLite export. The file is not changed, and no other file is made."""
 
     def __init__(self, path: Path, trouble: ReadProblems) -> None:
         self.path, self.trouble = path, trouble
@@ -60,7 +60,7 @@ class SqliteExport:
             rest = path.with_name(path.name + suffix)
             with contextlib.suppress(OSError):
                 if rest.stat().st_size:
-                    trouble.lost.append(f"was not written to its end, as {rest.name} beside it shows: {AGAIN}")
+                    trouble.lost.append(f"was not written to its end, as {rest.name} in the same folder shows: {AGAIN}")
         self._db = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
         self._db.text_factory = bytes
         try:
