@@ -33,8 +33,8 @@ Traces = Annotated[
     list[str],
     typer.Argument(
         metavar="TRACE",
-        help="Kineto traces (.json, .json.gz): files, folders, or globs in quotes; several ranks at once. A "
-        "folder stands for the traces directly in it.",
+        help="Kineto traces (.json, .json.gz) and exports of nsys (sqlite, jsonlines, parquetdir): files, folders, or globs "
+        "in quotes; several ranks at once. A folder stands for the traces directly in it.",
     ),
 ]
 FORCE = OUTPUT("Write over a file that is there. Default: no.", default=False)
@@ -132,7 +132,7 @@ class Recorded(Group):
 
 @register_command(app, rich_help_panel="Traces")
 def scan(traces: Traces, gate: Gate, report: Report) -> int:
-    r"""Find every place in traces of torch.profiler where the host waits for the GPU.
+    r"""Find every place in traces of torch.profiler, or exports of nsys, where the host waits for the GPU.
 
     Without --baseline, --max-per-step and --max-bubble-us each site is a finding, unless it is allowed, is the profiler's
     own, lies before the first step or in it alone, or is a call that need not wait. A call that found the GPU idle is a
@@ -150,6 +150,8 @@ def scan(traces: Traces, gate: Gate, report: Report) -> int:
       dcpbench syncs scan 'runs/*.pt.trace.json.gz' --baseline syncs-baseline.json --format sarif -o syncs.sarif
 
       dcpbench syncs scan traces/ --max-per-step 2 --allow 'engine.sampler.*' --format github
+
+      dcpbench syncs scan report1.sqlite --step-range '^step '
     """
     from dcpbench.syncs import commands
 

@@ -12,14 +12,22 @@ from dcpbench.errors import OutputError, TraceError, UsageError
 from dcpbench.records.disks import convert_output_errors
 from dcpbench.show.text import make_natural_key
 from dcpbench.show.whole_files import write_output_file
-from dcpbench.syncs.traces.reading import GZIP_MAGIC, ReadProblems, is_other_json, read_chunks
+from dcpbench.syncs.nsys.parquet_export import is_folder as is_export_folder
+from dcpbench.syncs.nsys.per_process import is_export
+from dcpbench.syncs.nsys.schema import EVENTS, STRINGS
+from dcpbench.syncs.nsys.sqlite_export import find_tables
+from dcpbench.syncs.traces.other_formats import GZIP_MAGIC, OTHER_SUFFIXES, REPORT_SUFFIXES
+from dcpbench.syncs.traces.reading import ReadProblems, is_other_json, read_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+EXPORT_TABLES = frozenset({*EVENTS, STRINGS})
 GZIP_LENGTH = 4
 """Bytes at the end of a gzip file that hold the length of its text."""
 SUFFIXES = (".json", ".json.gz")
+NSYS_SUFFIXES = (".sqlite", ".jsonl", ".jsonl.gz")
+"""Suffixes of exports of nsys; what it writes as Parquet is a folder."""
 PACKED = tuple(f".json{end}" for end in (".xz", ".bz2", ".zst", ".zip", ".tar", ".tar.gz", ".tgz"))
 """Suffixes that the reader refuses with a hint on unpacking: files in a folder must not be skipped silently."""
 
@@ -27,7 +35,7 @@ PACKED = tuple(f".json{end}" for end in (".xz", ".bz2", ".zst", ".zip", ".tar", 
 def expand_names(names: Sequence[str], skipped: Callable[[Path], None] = lambda _: None) -> list[Path]:
     """Return the files named by files, folders and globs, each once, rank 2 before rank 10.
 
-    A folder contributes the traces directly in it. Other JSON in folders and among a glob's matches, such as reports,
+    A folder contributes the traces directly in it, or is itself an export of nsys. Other JSON in folders and among a glob's matches, such as reports,
     is left out, and `skipped` is called for each; a file that may be a damaged trace stays. Raise UsageError for a name
     that matches nothing, TraceError if its matches hold no events at all.
     """
@@ -36,7 +44,9 @@ def expand_names(names: Sequence[str], skipped: Callable[[Path], None] = lambda 
         if not name:
             raise UsageError("The name of a trace is empty; give a file, a folder or a glob of Kineto traces.")
         path = Path(name)
-        if path.is_dir():
+        if is_export_folder(path):
+            files, missing = [path], ""
+        elif path.is_dir():
             files = _filter_by_suffix(path.iterdir())
             deeper = shlex.quote(str(path / "**/*.json*"))
             missing = f"{name} holds no {' or '.join('*' + s for s in SUFFIXES)}; give a trace, or {deeper}."
@@ -45,7 +55,8 @@ def expand_names(names: Sequence[str], skipped: Callable[[Path], None] = lambda 
         elif glob.has_magic(name):
             matched = [Path(match) for match in glob.glob(name, recursive=True)]  # noqa: PTH207 -- absolute ones, too
             files = _filter_by_suffix(matched)
-            files += [p for folder in matched if folder.is_dir() for p in _filter_by_suffix(folder.iterdir())]
+            folders = [p for p in matched if p.is_dir() and not is_export_folder(p)]
+            files += [p for folder in folders for p in _filter_by_suffix(folder.iterdir())]
             missing = f"{name!r} matches no {' or '.join('*' + s for s in SUFFIXES)} file below {Path.cwd()}."
         else:
             raise UsageError(f"There is no trace {name}; give a file, a folder or a glob of Kineto traces.")
@@ -108,10 +119,10 @@ def _compute_text_id(path: Path) -> object:
 def _select_traces(files: Iterable[Path], name: str, skipped: Callable[[Path], None]) -> list[Path]:
     """Return the files without those that are something else."""
     files = sorted(files, key=make_natural_key)
-    others = [path for path in files if is_other_json(path)]
+    others = [path for path in files if _is_other(path)]
     if len(others) == len(files):
         raise TraceError(
-            f"{name} holds no Kineto trace, but {len(files)} other JSON such as {files[0].name}. "
+            f"{name} holds no Kineto trace and no export of nsys, but {len(files)} other files such as {files[0].name}. "
             'Export one with torch.profiler\'s export_chrome_trace("trace.json")'
         )
     for path in others:
@@ -119,9 +130,31 @@ def _select_traces(files: Iterable[Path], name: str, skipped: Callable[[Path], N
     return [path for path in files if path not in others]
 
 
+def _is_other(path: Path) -> bool:
+    """Return whether a file has the suffix of a trace and is something else."""
+    if path.name.endswith(".sqlite"):
+        tables = find_tables(path)
+        return tables is not None and not tables & EXPORT_TABLES
+    if path.name.endswith(NSYS_SUFFIXES):
+        return not is_export(path) and path.stat().st_size > 0
+    return path.name.endswith(SUFFIXES) and is_other_json(path)
+
+
 def _filter_by_suffix(paths: Iterable[Path]) -> list[Path]:
-    """Return the files with the name of a trace, or of a packed one."""
-    return [path for path in paths if path.is_file() and path.name.endswith(SUFFIXES + PACKED)]
+    """Return what has the name of a trace, a packed one, or a recording that is refused, and folders that nsys wrote.
+
+    The report of nsys next to its export is left out.
+    """
+    known = SUFFIXES + PACKED + NSYS_SUFFIXES + OTHER_SUFFIXES
+    found = [path for path in paths if (path.is_file() and path.name.endswith(known)) or is_export_folder(path)]
+    exported = {_strip_export(path) for path in found} - {None}
+    return [p for p in found if not p.name.endswith(REPORT_SUFFIXES) or p.with_suffix("").name not in exported]
+
+
+def _strip_export(path: Path) -> str | None:
+    """Return the name of the report of which a file or folder is an export."""
+    suffix = next((s for s in (*NSYS_SUFFIXES, "_pqtdir") if path.name.endswith(s)), None)
+    return path.name.removesuffix(suffix) if suffix else None
 
 
 def check_output(path: Path | None, *, force: bool) -> None:

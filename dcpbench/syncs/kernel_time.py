@@ -10,7 +10,7 @@ import numpy as np
 
 from dcpbench.errors import TraceError
 from dcpbench.records.record import MAX_DISTURBANCE
-from dcpbench.syncs.scan import find_trace_steps, read_trace
+from dcpbench.syncs.scan import Trace, find_trace_steps, read_traces
 from dcpbench.syncs.traces.intervals import match_keys, merge_intervals
 
 if TYPE_CHECKING:
@@ -186,15 +186,19 @@ def measure_steps(
 
     Raises TraceError if the file is no trace, or has no GPU work or no steps.
     """
-    _, columns = read_trace(path, progress)
+    return [time for trace in read_traces(path, progress) for time in _measure_trace(trace, step_range)]
+
+
+def _measure_trace(trace: Trace, step_range: str | None) -> list[StepTime]:
+    name, columns = trace.name, trace.columns
     if not len(columns.tables["gpu"]):
-        raise TraceError(f"{path} has no GPU work; give the trace of a rank that ran on a GPU.")
+        raise TraceError(f"{name} has no GPU work; give the trace of a rank that ran on a GPU.")
     steps = find_trace_steps(columns, step_range)
     if len(steps) < 2:  # noqa: PLR2004 - a step ends where the next one begins
         raise TraceError(
-            f"{path} has {len(steps)} steps, and at least 2 are needed; record several steps of an engine, or give --step-range."
+            f"{name} has {len(steps)} steps, and at least 2 are needed; record several steps of an engine, or give --step-range."
         )
-    return _compute_times(str(path), columns, steps)
+    return _compute_times(name, columns, steps)
 
 
 def _compute_times(path: str, columns: Columns, steps: Steps) -> list[StepTime]:

@@ -6,6 +6,7 @@ An id is never reused for another kind, because baselines, suppressions and code
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -146,6 +147,11 @@ def get_op_name(op: str) -> str:
 
 def find_op_rule(op_chain: Sequence[str]) -> Rule | None:
     """Return the rule implied by the operators around a blocking call, outermost first; None if they imply none."""
+    return _find_op_rule(tuple(op_chain))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _find_op_rule(op_chain: tuple[str, ...]) -> Rule | None:
     names = [get_op_name(op) for op in op_chain]
     if any(name in SHAPE_OPS for name in names):
         return SHAPE

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dcpbench.errors import UsageError
+from dcpbench.syncs.nsys.per_process import is_export, read_export
 from dcpbench.syncs.sites import Sync, group_trace_sites, merge_sites
 from dcpbench.syncs.steps import PROFILER_STEP, Range, Steps, Work, find_steps
 from dcpbench.syncs.sync_report import Report, Site, TraceSummary, build_report
@@ -30,7 +31,7 @@ from dcpbench.syncs.traces.python_lines import Attribution, Repository
 from dcpbench.syncs.traces.reading import TraceReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -69,7 +70,7 @@ def scan_traces(
             f"--step-range {step_range!r} is no regular expression ({e}); give one such as '^decode_step'"
         ) from None
     repository = Repository(root)
-    scanned = [_scan_file(path, repository, step_range, progress) for path in paths]
+    scanned = [of_trace for path in paths for of_trace in _scan_file(path, repository, step_range, progress)]
     summaries = [summary for summary, _, _ in scanned]
     if step_range is not None and not any(s.steps for s in summaries):
         ranges = next((ranges for _, _, ranges in scanned), "")
@@ -79,21 +80,40 @@ def scan_traces(
 
 def _scan_file(
     path: Path, repository: Repository, step_range: str | None, progress: Callable[[str], None] | None
-) -> tuple[TraceSummary, list[Site], str]:
-    """Return the summary and the sites of one trace and, if it has no steps, a sentence about its ranges."""
-    reader, columns = read_trace(path, progress)
-    summary, sites = scan_columns(columns, str(path), repository, step_range=step_range)
-    summary.rank, summary.world_size = reader.rank, reader.world_size
-    summary.dp_rank, summary.pp_rank = parse_file_name(path.name).group
-    summary.front_end = is_front_end(path.name) and not (summary.coverage.gpu_events or summary.coverage.runtime_events)
-    if summary.front_end:
-        summary.coverage.notes = []
-    return summary, sites, "" if summary.steps else format_ranges(columns)
+) -> Iterator[tuple[TraceSummary, list[Site], str]]:
+    """Yield the summary and the sites of each trace in a file and, if it has no steps, a sentence about its ranges."""
+    for trace in read_traces(path, progress):
+        columns = trace.columns
+        summary, sites = scan_columns(columns, trace.name, repository, step_range=step_range)
+        summary.rank, summary.world_size = trace.rank, trace.world_size
+        summary.dp_rank, summary.pp_rank = parse_file_name(path.name).group
+        seen = summary.coverage
+        summary.front_end = is_front_end(path.name) and not (seen.gpu_events or seen.runtime_events)
+        if summary.front_end:
+            seen.notes = []
+        yield summary, sites, "" if summary.steps else format_ranges(columns)
 
 
-def read_trace(path: Path, progress: Callable[[str], None] | None = None) -> tuple[TraceReader, Columns]:
-    """Read a trace file; `progress` is called with the number of events so far. Raises TraceError if it is no trace."""
-    reader = TraceReader(path)
+class Trace(NamedTuple):
+    """Hold what was read of one process."""
+
+    name: str
+    """Name of the file, and of the process if the file holds several."""
+    columns: Columns
+    rank: int | None = None
+    world_size: int | None = None
+
+
+def read_traces(path: Path, progress: Callable[[str], None] | None = None) -> list[Trace]:
+    """Read a trace of torch.profiler, or an nsys export, which may hold several processes.
+
+    Args:
+        path: File, or folder of an export.
+        progress: Called with the number of events so far.
+
+    Raises:
+        TraceError: It is none of them.
+    """
     events = 0
 
     def count_events(more: int) -> None:
@@ -102,7 +122,13 @@ def read_trace(path: Path, progress: Callable[[str], None] | None = None) -> tup
         if progress:
             progress(f"{path.name}: {events:,} events")
 
-    return reader, read_columns(reader.read_blocks(), reader.trouble, count_events)
+    if is_export(path):
+        processes = read_export(path, count_events)
+        rank = parse_file_name(path.name).rank if len(processes) == 1 else None
+        return [Trace(f"{path} ({name})" if name else str(path), columns, rank) for name, columns in processes]
+    reader = TraceReader(path)
+    columns = read_columns(reader.read_blocks(), reader.trouble, count_events)
+    return [Trace(str(path), columns, reader.rank, reader.world_size)]
 
 
 def scan_columns(
@@ -189,7 +215,8 @@ def _find_places(columns: Columns, blocking: BlockingCalls, repository: Reposito
     op_chains = _add_linked_ops(columns, blocking, find_chains(columns.tables["ops"], blocking.start, blocking.thread))
     frames = find_chains(columns.tables["python"], blocking.start, blocking.thread)
     attribute = Attribution(columns, repository, stacks)
-    lines = [attribute.find_line(*of_call) for of_call in zip(frames, op_chains, strict=True)]
+    stacks_of_calls = [call.stack for call in blocking.calls]
+    lines = [attribute.find_line(*of_call) for of_call in zip(frames, op_chains, stacks_of_calls, strict=True)]
     edges = _find_window_edges(columns, blocking, op_chains)
     own = [line.profiler or (edge and not line.stack) for line, edge in zip(lines, edges, strict=True)]
     return _CallPlaces(op_chains, lines, np.array(own, bool))
@@ -209,11 +236,14 @@ def _build_syncs(columns: Columns, blocking: BlockingCalls, placed: _CallPlaces,
     directions = [parse_direction(name) for name in names]
     frees = explain_frees(columns)
     allowed = find_allowed_reasons(columns, blocking)
+    chains: dict[bytes, tuple[str, ...]] = {}
     found = []
     for i, blocked in enumerate(blocking.calls):
         own, where = bool(placed.own[i]), placed.lines[i]
-        in_ops = (names[ops.name[row]] for row in placed.op_chains[i])
-        chain = tuple(name for name in in_ops if not PROFILER_STEP.match(name))
+        in_ops = ops.name[placed.op_chains[i]] if len(ops) else np.zeros(0, np.int32)
+        chain = chains.get(key := in_ops.tobytes())
+        if chain is None:
+            chain = chains[key] = tuple(names[n] for n in in_ops if not PROFILER_STEP.match(names[n]))
         copied = blocked.copied
         direction = directions[gpu.name[copied]] if copied >= 0 else ""
         size = int(gpu.bytes[copied]) if copied >= 0 else -1

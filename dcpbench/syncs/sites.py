@@ -90,8 +90,8 @@ class Sync:
 
     @property
     def line(self) -> int | None:
-        """Line of the call in the user's frame."""
-        return self.user.line if self.user else None
+        """Line of the call in the user's frame, if the detector knows it."""
+        return self.user.line or None if self.user else None
 
     @property
     def function(self) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dcpbench.syncs.gating.gate import Gate, compute_verdict
-from dcpbench.syncs.scan import read_trace, scan_traces
+from dcpbench.syncs.scan import read_traces, scan_traces
 from dcpbench.syncs.traces.allowed_regions import REASON, find_regions
 from tests.unit.trace_builder import Trace, exit_code, mine
 
@@ -173,7 +173,7 @@ def test_regions_of_a_recorded_program_hold_its_reads_of_the_maximum_and_no_othe
     with profile(with_stack=True) as recorded:
         program.step(ones(8))
     recorded.export_chrome_trace(str(tmp_path / "trace.json"))
-    _, columns = read_trace(tmp_path / "trace.json")
+    columns = read_traces(tmp_path / "trace.json")[0].columns
     regions, ops = find_regions(columns), columns.tables["ops"]
     assert len(regions) == 4
     starts = {

@@ -60,7 +60,10 @@ def corpus(
 @app.command()
 def speed(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", show_default=False, help="A real trace, which is repeated.")
+        Path,
+        typer.Argument(
+            metavar="TRACE", show_default=False, help="A real trace, or an SQLite export of nsys, which is repeated."
+        ),
     ],
     size: Annotated[
         str,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -13,10 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from dcpbench.errors import TraceError, UsageError
-from dcpbench.syncs.traces.reading import GZIP_MAGIC
+from dcpbench.syncs.nsys.schema import EVENTS
+from dcpbench.syncs.nsys.sqlite_export import MAGIC
+from dcpbench.syncs.traces.other_formats import GZIP_MAGIC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 SHIFTED = ("correlation", "External id", "external id", "Python id", "Python parent id", "Ev Idx", "Record function id")
 """Numbers within `args` that identify an event."""
@@ -114,6 +118,56 @@ def repeat_trace(source: Path, target: Path, size: int) -> tuple[int, int]:
     return copies * len(events), copies
 
 
+def repeat_export(source: Path, target: Path, size: int) -> tuple[int, int]:
+    """Write an SQLite export of nsys of about `size` bytes that has the events of `source` again and again; (events, copies).
+
+    Raises:
+        TraceError: The source is not an SQLite export of nsys.
+    """
+    shutil.copyfile(source, target)
+    try:
+        with contextlib.closing(sqlite3.connect(target)) as db:
+            names = {str(name) for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            tables = {t: [str(row[1]) for row in db.execute(f"PRAGMA table_info({t})")] for t in EVENTS if t in names}
+            bounds = [db.execute(f'SELECT min(start), max("end") FROM {t}').fetchone() for t in tables]  # noqa: S608
+            span = max(end for _, end in bounds) - min(start for start, _ in bounds) + round(PAUSE_US * 1000)
+            of_ids = [f"SELECT max(correlationId) FROM {t}" for t, c in tables.items() if "correlationId" in c]  # noqa: S608
+            ids = 1 + max(found for query in of_ids if (found := db.execute(query).fetchone()[0]) is not None)
+            shifts, rows = {"start": span, "end": span, "correlationId": ids}, _count_rows(db, tables)
+            before = target.stat().st_size
+            _repeat_rows(db, tables, rows, shifts, 1, 1)
+            grown = max(target.stat().st_size - before, 1)
+            copies = max(2, 1 - (before - size) // grown)
+            _repeat_rows(db, tables, rows, shifts, 2, copies - 1)
+            events = sum(_count_rows(db, tables).values())
+    except (sqlite3.Error, ValueError, TypeError) as e:
+        raise TraceError(
+            f"{source} is not an export that can be repeated ({e}); name one of nsys export --type sqlite"
+        ) from None
+    return events, copies
+
+
+def _count_rows(db: sqlite3.Connection, tables: Iterable[str]) -> dict[str, int]:
+    return {table: db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables}  # noqa: S608
+
+
+def _repeat_rows(
+    db: sqlite3.Connection,
+    tables: dict[str, list[str]],
+    rows: dict[str, int],
+    shifts: dict[str, int],
+    first: int,
+    last: int,
+) -> None:
+    """Add copies with these numbers of the first rows of each table."""
+    numbers = "WITH RECURSIVE n(copy) AS (SELECT ? UNION ALL SELECT copy + 1 FROM n WHERE copy < ?)"
+    for table, columns in tables.items() if first <= last else ():
+        values = [f'"{name}" + copy * {shifts[name]}' if name in shifts else f'"{name}"' for name in columns]
+        rest = f"SELECT {', '.join(values)} FROM n CROSS JOIN {table} WHERE {table}.rowid <= ?"  # noqa: S608
+        db.execute(f"INSERT INTO {table} {numbers} {rest}", [first, last, rows[table]])
+    db.commit()
+
+
 def _missing(error: Exception) -> str:
     return f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
 
@@ -148,7 +202,7 @@ def measure(
     """Time `scan`, and HTA's loader where a Python that has it is given, in turns on the same trace.
 
     Args:
-        source: A real trace.
+        source: A real trace, or an SQLite export of nsys.
         size: Bytes of the trace that is made of it.
         hta: A Python interpreter with HolisticTraceAnalysis installed.
         runs: Runs of each; the fastest counts.
@@ -169,7 +223,7 @@ def measure(
                 "smaller --size, or a file on another disk with --keep"
             )
         tell(f"writing {size / 1e6:.0f} MB")
-        events, copies = repeat_trace(source, target, size)
+        events, copies = (repeat_export if _is_database(source) else repeat_trace)(source, target, size)
         programs = [(SCAN, sys.executable, _SCAN)] + ([("HTA loader", str(hta), _HTA)] if hta else [])
         results: dict[str, list[dict[str, Any]]] = {name: [] for name, _, _ in programs}
         for run in range(runs):
@@ -183,6 +237,12 @@ def measure(
             copies=copies,
             timings=[_timing(name, each) for name, each in results.items()],
         )
+
+
+def _is_database(path: Path) -> bool:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+    return False
 
 
 def _one_core() -> list[str]:

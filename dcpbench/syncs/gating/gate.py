@@ -159,9 +159,9 @@ def explain_no_answer(trace: TraceSummary) -> str:
             "one of these."
         )
     if not seen.gpu_events:
-        return f"{trace.path} holds no GPU events: record with profile(activities=[CPU, CUDA]) on a machine with a GPU."
+        return f"{trace.path} holds no GPU events: record with profile(activities=[CPU, CUDA]), or nsys profile --trace=cuda, on a machine with a GPU."
     if not seen.runtime_events:
-        return f"{trace.path} holds no calls of the CUDA runtime: record with profile(activities=[CPU, CUDA])."
+        return f"{trace.path} holds no calls of the CUDA runtime: record with profile(activities=[CPU, CUDA]), or nsys profile --trace=cuda."
     return ""
 
 

@@ -95,6 +95,8 @@ class BlockingCall(NamedTuple):
     may_block: bool = False
     timed: bool = False
     """The next call of the thread reads the time between two events."""
+    stack: int = -1
+    """Call stack of the call, a number in `Columns.stacks`; -1 without one."""
 
 
 class BlockingCalls:
@@ -177,13 +179,16 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
     calls = calls.take(rows)
     directions = [parse_direction(name) for name in columns.names]
     copied = _match_copies(calls, gpu, columns.match_names(parse_direction))
-    direction = [directions[gpu.name[c]] if c >= 0 else "" for c in copied.tolist()]
-    at = [i for i, name in enumerate(calls.name.tolist()) if kinds[name] is not None]
+    direction = [""] * len(calls)
+    for i in np.flatnonzero(copied >= 0).tolist():
+        direction[i] = directions[gpu.name[copied[i]]]
+    at = np.flatnonzero(columns.match_names(get_wait_kind)[calls.name]).tolist() if len(calls) else []
     kind = {i: kinds[calls.name[i]] for i in at}
     partner = _match_previous_copies(columns, calls, kind, direction)
     counted = set(partner.values())
     held = _find_held_calls(gpu, calls, copied, direction)
     links, timed = _get_external_ids(calls), _find_timed_calls(columns, calls)
+    stacks: list[int] = calls.stack.tolist()
     found: list[BlockingCall] = []
     for i in at:
         first = copy = i
@@ -211,11 +216,19 @@ def find_blocking_calls(columns: Columns) -> BlockingCalls:
                 may_block=kind[i] == "pin"
                 or (kind[i] == "async copy" and direction[i] == "HtoD pageable" and not held[i]),
                 timed=bool(timed[i]),
+                stack=_find_stack(stacks, i, first),
             )
         )
     explains = harmless[columns.tables["calls"].name]
     explains[rows[list(counted)]] = True
     return BlockingCalls(found + _find_in_sync_events(columns, explains))
+
+
+def _find_stack(stacks: Sequence[int], call: int, first: int) -> int:
+    """Return the call stack of a call, or of the copy that it waits for, or -1."""
+    if not stacks:
+        return -1
+    return stacks[call] if stacks[call] >= 0 else stacks[first]
 
 
 def _match_copies(calls: Table, gpu: Table, is_copy: Bools) -> Ints:

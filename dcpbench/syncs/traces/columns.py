@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from dcpbench.syncs.traces.coverage import STEP, is_one_bit_off
 from dcpbench.syncs.traces.reading import Args, Event, ReadProblems
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -45,6 +46,7 @@ ACCELERATORS = re.compile(
 )
 """Categories of other accelerators' events."""
 DRIVER = frozenset({"cuda_driver", "xpu_driver"})
+Recorder = Literal["torch.profiler", "nsys"]
 _NO_ARGS = Args()
 
 
@@ -91,7 +93,7 @@ class Table:
     correlation: Ints
     bytes: Ints
     stack: Ints
-    """Call stack of an op, a number in `Columns.stacks`."""
+    """Call stack of an op, and of a call where the recorder has it: a number in `Columns.stacks`."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -120,15 +122,17 @@ class Columns:
     names: list[str]
     """Names of events by number."""
     stacks: list[str]
-    """Call stacks of ops by number, innermost frame first, parted by `;`."""
+    """Call stacks of ops and calls by number, innermost frame first, parted by `;`."""
     thread_names: list[str]
     """Names of threads and streams by number."""
     repeated: int
     """Events that stood in the file once more, and are left out."""
 
-    def __init__(self, trouble: ReadProblems) -> None:
-        self.trouble = trouble
+    def __init__(self, trouble: ReadProblems, recorder: Recorder = "torch.profiler") -> None:
+        self.trouble, self.recorder = trouble, recorder
         self.driver_calls = 0
+        self.warnings: list[str] = []
+        """Sentences of the recorder about the recording."""
         self._begun = False
         self.devices: set[object] = set()
         """GPUs that had work."""
@@ -179,17 +183,42 @@ class Columns:
             events = [e for e, is_fine in zip(events, fine, strict=True) if is_fine]
             start, length = start[fine], length[fine]
         args = [e.args or _NO_ARGS for e in events]
+        fields = {field: self._build_column(field, events, args) for field in FIELDS[kind]}
+        self._add_part(kind, start, length, fields)
+        if kind == "gpu":
+            self.devices |= {a.device for a in args} - {None}
+
+    def add_rows(self, kind: str, start: Floats, end: Floats, **fields: NDArray[Any]) -> None:
+        """Take events that another reader has as columns: times in microseconds, the columns of FIELDS, names by number."""
+        self._add_part(kind, start, end - start, fields)
+
+    def _add_part(self, kind: str, start: Floats, length: Floats, fields: dict[str, NDArray[Any]]) -> None:
         if kind in TIMED:
             self.trouble.untimed_events += int((~((length >= 0) & (length < MAX_TIME_US))).sum())
         length = np.where(np.abs(length) < MAX_TIME_US, length, 0.0).clip(min=0)
-        part: dict[str, NDArray[Any]] = {"start": start, "end": start + length}
-        for field in FIELDS[kind]:
-            part[field] = self._build_column(field, events, args)
         if kind in CAUSES and "" in self._name:
-            self.trouble.unreadable_events += int((part["name"] == self._name[""]).sum())
-        self._parts[kind].append(part)
-        if kind == "gpu":
-            self.devices |= {a.device for a in args} - {None}
+            self.trouble.unreadable_events += int((fields["name"] == self._name[""]).sum())
+        self._parts[kind].append({"start": start, "end": start + length, **fields})
+
+    def number_name(self, name: str) -> int:
+        """Return the number of a name for `add_rows`."""
+        return self._name[name]
+
+    def number_stack(self, stack: str) -> int:
+        """Return the number of a call stack for `add_rows`, NONE for one without frames."""
+        return self._stack[stack]
+
+    def number_thread(self, process: object, thread: object) -> int:
+        """Return the number of a thread or stream for `add_rows`."""
+        return self._thread[process, thread]
+
+    def label_thread(self, process: object, thread: object, label: str) -> None:
+        """Set the name of a thread."""
+        self._labels[self._thread[process, thread]] = label
+
+    def has_rows(self, kind: str) -> bool:
+        """Return whether events of a kind were taken; before `close` alone."""
+        return bool(self._parts[kind])
 
     def _build_column(self, field: str, events: list[Event], args: list[Args]) -> NDArray[Any]:
         name, thread, stack = self._name, self._thread, self._stack
@@ -220,7 +249,7 @@ class Columns:
 
     def match_names(self, test: Callable[[str], object]) -> NDArray[np.bool_]:
         """Return for each name, by its number, whether it passes the test."""
-        return np.array([bool(test(name)) for name in self.names], bool)
+        return np.array([bool(test(name)) for name in self._name], bool)
 
     def close(self) -> Columns:
         """Return these columns after all blocks were added."""
@@ -300,19 +329,26 @@ def _find_repeats(table: Table) -> NDArray[Any]:
     return repeats
 
 
-def read_columns(
-    blocks: Iterable[list[Event]], trouble: ReadProblems, progress: Callable[[int], None] | None = None
-) -> Columns:
-    """Read all blocks, with the garbage collector off: events hold no cycles, and it would visit each of them again."""
-    columns = Columns(trouble)
+@contextlib.contextmanager
+def pause_garbage_collector() -> Iterator[None]:
+    """Turn the garbage collector off while rows are read: they hold no cycles, and it would visit each of them again."""
     on = gc.isenabled()
     gc.disable()
     try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def read_columns(
+    blocks: Iterable[list[Event]], trouble: ReadProblems, progress: Callable[[int], None] | None = None
+) -> Columns:
+    """Read all blocks."""
+    columns = Columns(trouble)
+    with pause_garbage_collector():
         for events in blocks:
             columns.add_events(events)
             if progress:
                 progress(len(events))
-    finally:
-        if on:
-            gc.enable()
     return columns.close()

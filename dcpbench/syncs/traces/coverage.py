@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dcpbench.syncs.steps import Steps
-    from dcpbench.syncs.traces.columns import Columns
+    from dcpbench.syncs.traces.columns import Columns, Recorder
     from dcpbench.syncs.traces.python_lines import Stacks
 
 MAX_CALLS = 3
@@ -38,6 +38,36 @@ _COPIES = tuple(
     for host in ("Pageable", "Pinned")
     for to, a, b in (("DtoH", "Device", host), ("HtoD", host, "Device"))
 )
+
+
+class _Advice(NamedTuple):
+    """Hold how a recorder records what a trace lacks."""
+
+    gpu: str
+    syncs: str
+    stacks: str
+    ops: str
+    steps: str
+
+
+_ADVICE: dict[Recorder, _Advice] = {
+    "torch.profiler": _Advice(
+        gpu="Profile with ProfilerActivity.CUDA.",
+        syncs="No cuda_sync events: waits through the driver API and inside libraries are not seen. Record them with "
+        "experimental_config=torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True).",
+        stacks="Record them with with_stack=True.",
+        ops="No operators (cpu_op): kinds of synchronisation are known by their runtime call alone.",
+        steps=HOW_TO_MARK,
+    ),
+    "nsys": _Advice(
+        gpu="Profile with nsys profile --trace=cuda,nvtx, and export all tables.",
+        syncs="No synchronisation activities: waits inside libraries are not seen unless their calls are recorded.",
+        stacks="Record them with nsys profile --python-backtrace=cuda or --python-sampling=true.",
+        ops="No operators: kinds of synchronisation are known by their call alone. Record them with nsys profile "
+        "--pytorch=autograd-nvtx, or in the program with torch.autograd.profiler.emit_nvtx().",
+        steps="Wrap each step in torch.cuda.nvtx.range(f\"step {n}\") and give --step-range '^step '.",
+    ),
+}
 STEP = "ProfilerStep#"
 _STEP = re.compile(r"(.*\D)\d+", re.DOTALL)
 
@@ -65,6 +95,7 @@ def compute_coverage(columns: Columns, steps: Steps, stacks: Stacks) -> Coverage
         foreign=foreign,
         notes=[
             *(f"The file {clause}." for clause in lost),
+            *columns.warnings,
             *_list_repairs(columns),
             *_list_missing(columns, steps, stacks),
         ],
@@ -93,34 +124,29 @@ def _list_repairs(columns: Columns) -> list[str]:
 
 
 def _list_missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
-    tables = columns.tables
+    tables, advice = columns.tables, _ADVICE[columns.recorder]
     notes = []
     if columns.foreign:
         notes.append(
             f"Work of another accelerator ({', '.join(sorted(columns.foreign))}): its waits are not known to scan."
         )
     elif not len(tables["gpu"]):
-        notes.append("No GPU events: without them there is no answer. Profile with ProfilerActivity.CUDA.")
+        notes.append(f"No GPU events: without them there is no answer. {advice.gpu}")
     if not len(tables["calls"]) and not columns.foreign:
-        notes.append(
-            "No calls of the CUDA or HIP runtime: without them there is no answer. Profile with ProfilerActivity.CUDA."
-        )
+        notes.append(f"No calls of the CUDA or HIP runtime: without them there is no answer. {advice.gpu}")
     if not len(tables["syncs"]):
-        notes.append(
-            "No cuda_sync events: waits through the driver API and inside libraries are not seen. Record them with "
-            "experimental_config=torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)."
-        )
+        notes.append(advice.syncs)
     if stacks == "none":
-        notes.append("No Python stacks: sites are named by operator. Record them with with_stack=True.")
+        notes.append(f"No Python stacks: sites are named by operator. {advice.stacks}")
     if stacks == "python_function":
         notes.append("Line numbers are those where a function begins; the trace does not hold the line of a call.")
     if not len(tables["ops"]):
-        notes.append("No operators (cpu_op): kinds of synchronisation are known by their runtime call alone.")
+        notes.append(advice.ops)
     if not len(steps):
         rejected = f"{explain_rejected(steps)} " if steps.rejected else ""
         notes.append(
             "No steps are marked: counts per step and warm-up are unknown. Name the range around a step with "
-            f"--step-range. {rejected}{HOW_TO_MARK} {format_ranges(columns)}"
+            f"--step-range. {rejected}{advice.steps} {format_ranges(columns)}"
         )
     if len(columns.devices) > 1:
         notes.append("Several GPUs have work in this trace: a bubble is time in which none of them had.")
@@ -171,7 +197,7 @@ def list_damage(columns: Columns) -> list[str]:
             f"holds names that are one bit away from names that would be read ({_format_names(wrong)}): it was damaged, so "
             "record or copy it again"
         )
-    return [*lost, *_explain_unlinked(columns)]
+    return [*lost, *dict.fromkeys(trouble.lost), *_explain_unlinked(columns)]
 
 
 def _format_names(names: Iterable[str]) -> str:
@@ -197,9 +223,17 @@ def is_one_bit_off(word: str, known: Iterable[str]) -> bool:
     """Return whether a word differs from one of the known words in exactly one bit."""
     bits = word.encode("utf-8", "surrogatepass")
     number = int.from_bytes(bits)
-    return any(
-        len(other) == len(bits) and (number ^ int.from_bytes(other.encode())).bit_count() == 1 for other in known
-    )
+    return any((number ^ other).bit_count() == 1 for other in _group_by_length(frozenset(known)).get(len(bits), ()))
+
+
+@functools.lru_cache(maxsize=16)
+def _group_by_length(words: frozenset[str]) -> dict[int, list[int]]:
+    """Return the bits of words by their number of bytes."""
+    groups: dict[int, list[int]] = {}
+    for word in words:
+        bits = word.encode()
+        groups.setdefault(len(bits), []).append(int.from_bytes(bits))
+    return groups
 
 
 def has_known_bubbles(columns: Columns) -> bool:

@@ -170,6 +170,11 @@ class Repository:
 Stacks = Literal["python_function", "call stack", "none"]
 
 
+def _split_stack(stack: str) -> tuple[str, ...]:
+    """Return the frames of a call stack, outermost first."""
+    return tuple(reversed([name for name in stack.split(";") if name]))
+
+
 class Line(NamedTuple):
     """Describe where a call was made."""
 
@@ -193,9 +198,14 @@ class Attribution:
         self.columns, self.repository, self.stacks = columns, repository, stacks
         self._known: dict[tuple[str, ...], Line] = {}
 
-    def find_line(self, frames: Ints, ops: Ints) -> Line:
-        """Return the line of a call within these rows of the Python table, or of the ops table; outermost first."""
+    def find_line(self, frames: Ints, ops: Ints, own: int = -1) -> Line:
+        """Return the line of a call: by its own call stack, within these rows of the Python table, or of the ops table.
+
+        Rows are outermost first.
+        """
         columns = self.columns
+        if own >= 0:
+            return self._find_cached(_split_stack(columns.stacks[own]), "call")
         if len(frames):
             return self._find_cached(
                 tuple(columns.names[columns.tables["python"].name[row]] for row in frames), "function"
@@ -203,8 +213,8 @@ class Attribution:
         for row in ops[::-1]:
             stack = columns.tables["ops"].stack[row]
             if stack >= 0:
-                names = [name for name in columns.stacks[stack].split(";") if name]
-                return self._find_cached(tuple(reversed(names)), "call" if self.stacks == "call stack" else "function")
+                names = _split_stack(columns.stacks[stack])
+                return self._find_cached(names, "call" if self.stacks == "call stack" else "function")
         return Line()
 
     def _find_cached(self, names: tuple[str, ...], line_is: Literal["call", "function"]) -> Line:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import re
-import shlex
 import zlib
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -16,6 +15,7 @@ import msgspec
 
 from dcpbench.errors import TraceError
 from dcpbench.syncs.trace_ranks import parse_file_name
+from dcpbench.syncs.traces.other_formats import GZIP_MAGIC, HEAD_BYTES, explain_other_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -30,7 +30,6 @@ MIN_RATIO_BYTES = 256 << 20
 """Text from which the ratio is looked at."""
 MAX_EVENT_PIECES = 8
 """Places that look like the end of an event, and are within one, before it is given up."""
-GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Args(msgspec.Struct, gc=False):
@@ -72,6 +71,8 @@ class ReadProblems(msgspec.Struct):
     """Calls and GPU work without a duration that can be; read as 0."""
     behind: str = ""
     """Description of the text behind the end of the trace, which was not read."""
+    lost: list[str] = []
+    """Clauses on other parts that are damaged or missing, each with what to type."""
 
 
 _DECODER = msgspec.json.Decoder(list[Event])
@@ -153,47 +154,6 @@ def read_chunks(path: Path, file: BinaryIO, trouble: ReadProblems) -> Iterator[b
                 raw = inflater.unused_data.lstrip(b"\0")
                 inflater, inside = zlib.decompressobj(wbits=31), False
     trouble.truncated |= inside
-
-
-HEAD_BYTES = 1 << 10
-_UTF16 = "`iconv -f {code} -t UTF-8 < {{file}} > unpacked.json`, and scan that"
-_FORMATS = (
-    ("a zip archive", rb"PK(?-i:\x03\x04|\x05\x06)", "`unzip {file}`, and scan the traces that were in it"),
-    ("a tar archive", rb".{257}ustar", "`tar -xf {file}`, and scan the traces that were in it"),
-    ("packed with xz", rb"\xfd7zXZ\0", "`xz -dc < {file} > unpacked.json`, and scan that"),
-    ("packed with bzip2", rb"BZh[1-9]1AY&SY", "`bzip2 -dc < {file} > unpacked.json`, and scan that"),
-    ("packed with Zstandard", rb"\x28\xb5\x2f\xfd", "`zstd -dc < {file} > unpacked.json`, and scan that"),
-    ("packed with gzip", GZIP_MAGIC, "`gzip -dc < {file} > unpacked.json`, and scan that"),
-    ("UTF-32 text", rb"\xff\xfe\0\0|\0\0\xfe\xff", _UTF16.format(code="UTF-32")),
-    ("UTF-16 text", rb"\xff\xfe|\xfe\xff", _UTF16.format(code="UTF-16")),
-    ("UTF-16 text", rb"[\[{]\0", _UTF16.format(code="UTF-16LE")),
-    ("UTF-16 text", rb"\0[\[{]", _UTF16.format(code="UTF-16BE")),
-    (
-        "a pointer of Git LFS and not the trace",
-        rb"version https://git-lfs",
-        "`git lfs pull` in its repository, and scan it then",
-    ),
-    (
-        "a web page (HTML) and not the trace",
-        rb"\s*<(?:!doctype\s+html|html|head|!--)",
-        "`curl -L -o trace.json.gz URL` with the address of the file itself, on GitHub that of its button Raw",
-    ),
-)
-"""Formats that may hold a trace but are not one: name, first bytes, and the command to use; `{file}` is replaced by the path."""
-
-
-def explain_other_format(path: Path, head: bytes, *, packed: bool) -> str:
-    """Return what a file is by its first bytes and what to type to get a trace; empty if they are unknown."""
-    head, file = head.removeprefix(b"\xef\xbb\xbf"), shlex.quote(str(path))
-    for name, start, advice in _FORMATS:
-        if re.match(start, head, re.DOTALL | re.IGNORECASE):
-            if packed and name != "a tar archive":  # tar sees to it itself
-                return (
-                    f"{path} is packed with gzip, and what is in it is {name}: "
-                    f"type `gzip -dc < {file} > unpacked`, then {advice.format(file='unpacked')}"
-                )
-            return f"{path} is {name}: type {advice.format(file=file)}"
-    return ""
 
 
 def _find_array_end(text: bytearray) -> int:
