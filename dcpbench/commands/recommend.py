@@ -106,7 +106,7 @@ def recommend(
 ) -> int:
     """Recommend a layout, with its confidence and cost, and print how to start SGLang and vLLM in it.
 
-    Layouts without a record are estimated: a roofline of their steps, corrected by how close published steps came to theirs.
+    Layouts without a record are estimated: a roofline of their steps, scaled by the ratio of measured steps to theirs.
     Exit codes: 0 success · 2 options or records that cannot be used · 3 no layout has an answer.
 
     For example:

@@ -308,7 +308,8 @@ def diff(
     counts, if its bubble per step is larger beyond --tolerance and --min-us. Allowed sites, and those of the first step only,
     never fail.
 
-    Exit codes: 0 nothing is new or dearer · 1 something is · 2 options or input that cannot be used · 3 a side cannot answer.
+    Exit codes: 0 nothing is new or dearer · 1 something is · 2 options or input that cannot be used · 3 a recording cannot answer (see scan), or
+    only one marks steps.
 
     For example:
 

@@ -158,9 +158,10 @@ def format_details(ask: Query, choice: Choice) -> list[str]:
         lead = compute_tok_s_per_gpu(best) / compute_tok_s_per_gpu(behind) - 1
         needed = compute_margin(best, behind)
         known = f"± {format_percent(needed)}" if math.isfinite(needed) else "in one launch"
-        side = "more" if lead >= 0 else "less"
+        sign = "−" if lead < 0 else "+"
+        level = "" if is_ahead(best, behind) or is_ahead(behind, best) else ", which is level"
         sentences.append(
-            f"That is {format_percent(abs(lead))} {known} {side} output per GPU than {behind.who}{_format_capacity(choice, behind)}."
+            f"Its output per GPU over that of {behind.who}{_format_capacity(choice, behind)}: {sign}{format_percent(abs(lead))} {known}{level}."
         )
     if command := _format_deciding_command(ask, choice):
         sentences.append(f"To decide, run on {best.point.tp} × {ask.machine.gpu}: {command}")
@@ -206,8 +207,8 @@ def format_placements(choices: Sequence[Choice]) -> str:
     if not clauses:
         return ""
     return (
-        "Expert parallel against tensor-parallel experts, the engines' default, under attention data parallelism, in "
-        f"{format_count(count, 'pair')} of rows: {format_list(clauses)}."
+        f"Expert parallel (ep above 1) against tensor-parallel experts (ep1, the engines' default) in {format_count(count, 'layout')} with "
+        f"attention data parallelism: {format_list(clauses)}."
     )
 
 
@@ -223,7 +224,7 @@ def _format_basis(choices: Sequence[Choice]) -> str:
     used = dict.fromkeys(f.source for choice in choices for f in choice.forecasts)
     sources = [name for name in SOURCES if name in used]
     estimates = [f for choice in choices for f in choice.forecasts if f.source == ESTIMATED]
-    band = f", with bands of up to {format_percent(max(f.high / f.tok_s - 1 for f in estimates))}" if estimates else ""
+    band = f", output within up to ±{format_percent(max(f.high / f.tok_s - 1 for f in estimates))}" if estimates else ""
     return f"{format_list(sources)}{band}"
 
 
@@ -243,8 +244,11 @@ def format_break_even(choices: Sequence[Choice]) -> str:
             continue
         ends = dict.fromkeys((min(c.concurrency for c in group), max(c.concurrency for c in group)))
         tried = " to ".join(map(str, ends))
-        where = "at no concurrency" if least is None else f"from concurrency {least} on"
-        clauses.append(f"{of}: {where} (tried: {tried})")
+        if len(ends) == 1:
+            clauses.append(f"{of}: {'not ' if least is None else ''}at concurrency {tried}, the only one tried")
+        else:
+            where = "at no concurrency" if least is None else f"from concurrency {least} on"
+            clauses.append(f"{of}: {where} (tried: {tried})")
     return f"A layout with DCP is clearly ahead of all without, {'; '.join(clauses)}." if clauses else ""
 
 
@@ -252,8 +256,8 @@ def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) ->
     """Yield sentences on the basis of the estimates, and on conditions for which they were not checked."""
     folders = list(dict.fromkeys(Path(source).parts[1] for source in steps.sources))
     yield (
-        f"Estimates: floors of steps on {ask.machine.gpu}, by the shares of them that {steps.steps} steps on {steps.machine} reached in "
-        f"{format_list(folders)} of results/. They are not measured."
+        f"Estimates: the least time that {ask.machine.gpu} allows for a step (its floor), scaled by how far {steps.steps:,} measured steps on "
+        f"{steps.machine} were above theirs ({format_list(folders)} of results/). They are not measured."
     )
     shape = load_shape(ask.model)
     if ask.weights_dtype in PAPER_FORMATS:
@@ -355,15 +359,15 @@ def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
     count = sum(band.cases for band in bands if band)
     sentences = [
         (
-            f"The ends of TTFT and ITL p50 are the largest errors of estimates of {count} published loads, by steps of "
-            "another model. Other percentiles, TPOT and E2EL have no ends, also where objectives are held against them."
+            f"The bands of TTFT and ITL p50 are the largest errors of such estimates of {count} measured loads, by steps of another model. Other percentiles, TPOT and "
+            "E2EL have no bands, even where an objective limits them."
         )
     ]
     if without := list(dict.fromkeys(f.who for f in estimates if f.itl_band is None)):
         limit = latency_bands.compute_max_sure_share(cases)
         sentences.append(
-            f"{_format_names(without)}: no ITL, as prompts are in the steps of {format_percent(limit)} or more of the gaps between tokens. The median may be a "
-            "decode step or a step with a prompt there, which takes several times as long."
+            f"{_format_names(without)}: no ITL. At least {format_percent(limit)} of the gaps between tokens contain a step with prompts, which takes "
+            "several times as long as a decode step, and the median may be of either kind."
         )
     return sentences
 

@@ -36,8 +36,9 @@ COLUMNS = (
     "evidence",
 )
 LEGEND = (
-    f"{RECOMMENDED.strip()} recommended, {LEVEL.strip()} not clearly behind the fastest: among these, the layout with more KV headroom comes "
-    "first, up to twice the load. KV requests: of the longest length, that fit at once. Evidence that names no engine is of dcpbench's kernels."
+    f"{RECOMMENDED.strip()} recommended, {LEVEL.strip()} not clearly behind the fastest. Among these, the layout with more KV capacity comes "
+    "first; capacity beyond twice the load does not count. KV requests: requests of the longest length that fit at once, in whole pages. dpN: N "
+    "attention replicas inside tp. Evidence without the name of an engine is of dcpbench's kernels."
 )
 
 

@@ -159,7 +159,7 @@ class TestForecasts:
         assert [layout["itl_ms"]["p50"] for layout in layouts] == [None] * len(layouts)
         assert [layout["itl_p50_ms_band"] for layout in layouts] == [None] * len(layouts)
         assert all(layout["ttft_p50_ms_band"] for layout in layouts)
-        assert any("no ITL, as prompts are in the steps" in text for text in found["unknown"])
+        assert any("no ITL. At least" in text for text in found["unknown"])
         assert {"ITL, which is not known"} == {missed for layout in layouts for missed in layout["misses"]}
 
     def test_a_decode_step_is_as_far_off_as_its_output(self, capsys: pytest.CaptureFixture[str]) -> None:
