@@ -46,6 +46,8 @@ def is_export(path: Path) -> bool:
     """Return whether a file or folder is an nsys export, whole or damaged, or another SQLite database."""
     if path.is_dir():
         return parquet_export.is_folder(path)
+    if not path.is_file():  # a pipe would be waited for
+        return False
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
