@@ -31,8 +31,8 @@ MAX_LOADS = 12  # that a search measures
 FACTOR = 4  # between the loads that are measured until one holds and one does not
 GAPS = (2.01, 1.4)  # ratio of neighbouring loads from which a live and a replayed load between them is checked
 KNEE_SHARE = 0.1  # by which output grows at most from the knee to the highest measured load
-FALLS_BY = 0.05  # share by which a latency is lower under a higher load if it does not rise with the load
-NEAR = 0.5  # share of a limit from which a latency that falls is reported
+FALLS_BY = 0.1  # share by which a latency is lower under a higher load if it does not rise with the load
+NEAR = 0.7  # share of a limit from which a latency that falls is reported
 DEFAULT_BOUNDS = {CONCURRENCY: (1.0, 256.0), RATE: (0.01, 100.0)}
 STARTS = {CONCURRENCY: 8.0, RATE: 1.0}
 LIVE_REPEATS = 3  # default number of runs of a live load
@@ -308,8 +308,8 @@ class FoundLoad:
 
     @property
     def falling(self) -> tuple[MeasuredLoad, MeasuredLoad, int] | None:
-        """Return two neighbouring loads and the number of an objective whose latency is near its limit and falls between them."""
-        for below, above in itertools.pairwise(self.measured):
+        """Return two neighbouring loads that hold and the number of an objective whose latency is near its limit and falls."""
+        for below, above in itertools.pairwise(one for one in self.measured if one.holds):
             for number, (first, second) in enumerate(zip(below.objectives, above.objectives, strict=False)):
                 near = first.ms is not None and first.ms > first.limit_ms * NEAR
                 if near and first.ms and second.ms and second.ms < first.ms * (1 - FALLS_BY):
@@ -405,9 +405,7 @@ class FoundLoad:
         if self.falling:
             below, above, number = self.falling
             values = [f"{one.objectives[number].format()} at {self.bounds.format(one.load)}" for one in (below, above)]
-            return (
-                f"Latency does not rise with the load: {' and '.join(values)}, so that loads between may hold or not."
-            )
+            return f"Latency does not rise with the load: {' and '.join(values)}, so that loads between them may miss the SLO."
         return ""
 
     def _format_knee(self) -> str:
