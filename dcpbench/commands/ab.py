@@ -109,7 +109,7 @@ def ab(variants: Variants, judged: JudgedInRounds, launches: Launches, shown: Sh
 
       dcpbench ab --both "--tp 4 --dcp 4 --context 32000" --a "--exchange ag_rs" --b "--exchange symm"
 
-      dcpbench ab --workload serve --both "--tp 4 --concurrency 32" --a "--policy mixed" --b "--policy prefill-first"
+      dcpbench ab --workload serve --both "--tp 4 --concurrency 32" --a "--prefill policy=mixed" --b "--prefill policy=prefill-first"
 
       dcpbench ab --workload server --both "--concurrency 32" --a "--url http://a:8000 --tp 8" --b "--url http://b:8000 --tp 8 --dcp 8"
 

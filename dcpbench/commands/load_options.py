@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, make_panel, make_structured
-from dcpbench.points.structured_options import PrefixShare, Sessions
+from dcpbench.points.structured_options import Find, PrefixShare, Sessions
 from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS, CPU_PROMPTS, PROMPTS, USUAL_REQUESTS
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
+    from dcpbench.plan.load_search import LoadRange
     from dcpbench.plan.serve_spec import ServeLoads
     from dcpbench.points.settings import Settings
 
@@ -22,6 +23,7 @@ SLO = opt.MEASURE(
     "of them. Default: none.",
     metavar="NAME=MS,…",
 )
+FIND = make_structured(opt.MEASURE, Find)
 
 
 class Requests(Group):
@@ -81,3 +83,20 @@ def print_load_notes(loads: "ServeLoads", settings: "Settings", *, cpu: bool) ->
     if not cpu:
         for short in find_short_slos(loads, settings.slo, settings.trace_path):
             print_stderr(short.describe())
+
+
+def take_bounds(find: Find | None, given: dict[str, object], run: opt.Run) -> "LoadRange | None":
+    """Return the bounds of --find, and set the lowest load in `given`; None without --find. Raise UsageError."""
+    from dcpbench.errors import UsageError
+    from dcpbench.plan.load_search import check_search, make_load_range
+
+    if find is None:
+        return None
+    bounds = make_load_range(find)
+    check_search(bounds, given)
+    if run.machines.nnodes > 1:
+        raise UsageError("--find runs on one machine; leave out --nodes, or search with --mode replay.")
+    if run.caller.part is not None:
+        raise UsageError("--find ends with another load for each variant; compare given loads, or search without ab.")
+    given[bounds.field] = f"{bounds.low:g}"
+    return bounds

@@ -6,11 +6,12 @@ This module does not import torch. Rich and reports are imported where they are 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import shlex
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -38,8 +39,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from dcpbench.commands.find_loads import LoadSearch
     from dcpbench.commands.options import Run
     from dcpbench.launch.progress import ProgressBar
+    from dcpbench.plan.load_search import FoundLoad, LoadRange
+    from dcpbench.plan.serve_spec import ServeLoads
     from dcpbench.plan.spec import SweepSpec
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Point
@@ -95,8 +99,18 @@ def get_probe(run: Run) -> Probe:
     return select_device(found, run.device)
 
 
-def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = None, *, given: Options = None) -> int:
+def measure(
+    spec: SweepSpec,
+    probe: Probe,
+    run: Run,
+    work_off: WorkOff | None = None,
+    *,
+    given: Options = None,
+    bounds: LoadRange | None = None,
+) -> int:
     """Expand a grid, then list it (--dry-run), or run it and write the report. Return the exit code.
+
+    With `bounds`, the loads of the grid are searched between them.
 
     `work_off` runs the points and writes a record of each; by default torchrun jobs do. `given`: the options that describe
     the grid, by which --resume detects another grid; with None, --resume does not compare them.
@@ -105,13 +119,17 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
     if is_values_only(run, spec.tp, spec.dp, spec.dcp):
         return 0
     there = run.caller.elsewhere
-    candidates = grid.expand_grid(
-        spec,
-        probe,
-        there.nodes if there else run.machines.nnodes,
-        submitted=there is not None,
-        typed=run.caller.typed,
-    )
+
+    def expand(spec: SweepSpec) -> list[grid.Candidate]:
+        return grid.expand_grid(
+            spec,
+            probe,
+            there.nodes if there else run.machines.nnodes,
+            submitted=there is not None,
+            typed=run.caller.typed,
+        )
+
+    candidates = expand(spec)
     if not run.dry_run:
         grid.check_live(candidates, spec.settings)
     print_defaults(spec, candidates)
@@ -127,7 +145,8 @@ def measure(spec: SweepSpec, probe: Probe, run: Run, work_off: WorkOff | None = 
         with handle_stop(run, work):
             launcher.run_points([], work, run.machines, lambda _: None)
         return 0
-    return run_candidates(candidates, folder, work, probe, run, work_off, given=given)
+    search = make_search(bounds, spec, expand)
+    return run_candidates(candidates, folder, work, probe, run, work_off, given=given, search=search)
 
 
 def run_candidates(
@@ -139,11 +158,17 @@ def run_candidates(
     work_off: WorkOff | None = None,
     *,
     given: Options = None,
+    search: LoadSearch | None = None,
 ) -> int:
-    """Run the runnable points into a folder, write the report, and return the exit code. `given`: see measure."""
+    """Run the runnable points into a folder, write the report, and return the exit code. `given`: see measure.
+
+    With `search`, the points are those of the loads that it chooses; `candidates` have its lowest load.
+    """
+    if search is not None:
+        return search.run(candidates, folder, work, probe, run, work_off or run_points)
     with folders.lock_folder(folder) as lock:
         with folders.convert_write_errors(folder):
-            left = _prepare_folder(candidates, folder, work, run, given)
+            left = prepare_folder(candidates, folder, work, run, given)
             points = _drop_set_aside(left, folder, work.retries)
             pool_points = tuple(c.point for c in candidates if c.error is None)
             engines = tuple(dict.fromkeys(c.plan for c in candidates if c.plan))
@@ -154,7 +179,25 @@ def run_candidates(
             (work_off or run_points)(
                 points, msgspec.structs.replace(work, pool_points=pool_points, engines=engines, lock=lock), run
             )
-        return _finish_run(candidates, folder, probe, run)
+        return finish_run(candidates, folder, probe, run)
+
+
+def make_search(
+    bounds: LoadRange | None, spec: SweepSpec, expand: Callable[[SweepSpec], list[grid.Candidate]]
+) -> LoadSearch | None:
+    """Return the search for the highest load of a grid; None without bounds."""
+    from dcpbench.commands.find_loads import LoadSearch
+    from dcpbench.plan.load_search import limit_clients, set_load
+
+    if bounds is None:
+        return None
+    bounds = limit_clients(bounds, cast("ServeLoads", spec.serve))
+
+    def expand_load(load: float) -> list[grid.Candidate]:
+        loads = set_load(cast("ServeLoads", spec.serve), bounds, load)
+        return expand(dataclasses.replace(spec, serve=loads, repeats=bounds.repeats))
+
+    return LoadSearch(bounds=bounds, slo=spec.settings.slo, expand=expand_load)
 
 
 def print_defaults(spec: SweepSpec, candidates: Sequence[grid.Candidate]) -> None:
@@ -240,10 +283,19 @@ def _get_planned_count(run: Run) -> int:
     return USUAL_GPUS if run.gpu_count is None else run.gpu_count
 
 
-def _prepare_folder(
-    candidates: Sequence[grid.Candidate], folder: Path, work: launcher.Work, run: Run, given: Options
+def prepare_folder(
+    candidates: Sequence[grid.Candidate],
+    folder: Path,
+    work: launcher.Work,
+    run: Run,
+    given: Options,
+    *,
+    searched: bool = False,
 ) -> list[Point]:
-    """Make the folder, record the rejected points once, and return the points that are still to be measured."""
+    """Make the folder, record the rejected points once, and return the points that are still to be measured.
+
+    With `searched`, the points stand for those that a search chooses later.
+    """
     for c in candidates:
         check_point(c.point)
     folders.prepare_sweep(folder, resume=run.resume, force=run.force)
@@ -256,7 +308,7 @@ def _prepare_folder(
             folders.check_default_grid(folder, [c.point for c in candidates], list(known.values()), given)
     if run.resume and not known and not bad:
         print_stderr(f"{folder} holds no run yet; starting one.")
-    elif run.resume and known and not any(c.point.get_key() in known for c in candidates):
+    elif run.resume and known and not searched and not any(c.point.get_key() in known for c in candidates):
         print_stderr(f"None of these points is in {folder}; to go on with its run, repeat the command of that run.")
     if run.resume:
         now = folders.list_settings(candidates[0].point, work.settings, work.device)
@@ -318,8 +370,17 @@ def handle_stop(run: Run, work: launcher.Work) -> Iterator[None]:
         yield
 
 
-def _finish_run(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe, run: Run) -> int:
-    """Write the report, print its path, and return an exit code: FAILED if a runnable point failed."""
+def finish_run(
+    candidates: Sequence[grid.Candidate],
+    folder: Path,
+    probe: Probe,
+    run: Run,
+    found: Sequence[FoundLoad] | None = None,
+) -> int:
+    """Write the report, print its path, and return an exit code: FAILED if a runnable point failed.
+
+    `found` are the results of a search, whose exit code is NO_ANSWER if no load holds the SLO.
+    """
     from dcpbench.reports import render_terminal_table, write_report
 
     last = read_last_records(folder, bad=[])
@@ -330,11 +391,16 @@ def _finish_run(candidates: Sequence[grid.Candidate], folder: Path, probe: Probe
     with print_when_stopped(format_no_report([folder])), ProgressLine() as line:
         paths = write_report([folder], folder / "report", watch=line)
     if run.as_json:
-        print_json(_make_summary(records, folder, paths, probe))
+        summary = _make_summary(records, folder, paths, probe)
+        print_json(summary if found is None else summary | {"find": [one.to_json() for one in found]})
     else:
         make_console().print(render_terminal_table([folder]))
+        for one in found or ():
+            make_console().print(one.format(), soft_wrap=True, markup=False, highlight=False)
     print_paths(paths, sys.stderr if run.as_json else sys.stdout)
-    return ExitCode.FAILED if failed else 0
+    if failed:
+        return ExitCode.FAILED
+    return ExitCode.NO_ANSWER if found is not None and not any(one.limit for one in found) else 0
 
 
 def format_no_report(folders: Sequence[Path]) -> str:

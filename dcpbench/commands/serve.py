@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed, make_panel, make_structured
-from dcpbench.commands.load_options import SLO, Requests, print_load_notes
-from dcpbench.points.structured_options import Disaggregate, Prefill, Timeout
+from dcpbench.commands.load_options import FIND, SLO, Requests, print_load_notes, take_bounds
+from dcpbench.points.structured_options import Disaggregate, Find, Prefill, Timeout
 from dcpbench.serving.load_words import CHUNK, CPU_CHUNK
 from dcpbench.show.terminal import print_stderr
 
@@ -44,12 +44,6 @@ class Load(Group):
 class Scheduler(Group):
     """Hold the options for the scheduler and the memory of dcpbench's engine."""
 
-    policy: str | None = SERVED(
-        "mixed: a step holds chunks of prompts and tokens of running requests; prefill-first: running requests wait while "
-        "there are chunks. vllm, sglang, with --mode replay: the policies of these engines (docs/replay.md). Default: mixed, or "
-        "with step times of another engine its own.",
-        metavar="NAME",
-    )
     chunk: str | None = SERVED(
         "Prompt tokens of a step at most, over the whole layout: SGLang's --chunked-prefill-size; vLLM's "
         "--max-num-batched-tokens, which bounds each replica and counts decode tokens, too. Page size × dcp × dp at "
@@ -107,6 +101,7 @@ class Measured(Group):
         metavar="FILE",
     )
     slo: str | None = SLO
+    find: Find | None = FIND
     repeats: int | None = opt.REPEATS
     baseline: bool | None = opt.BASELINE
     profile: bool | None = opt.MEASURE(
@@ -139,6 +134,8 @@ def serve(
       dcpbench serve --tp 4 --input-tokens lognormal:8000:0.7 --mode replay
 
       dcpbench serve --mode replay --step-times FILE --concurrency 64
+
+      dcpbench serve --tp 4 --mode replay --find concurrency --slo ttft=2000,itl=60
     """
     import msgspec
 
@@ -153,17 +150,18 @@ def serve(
     point_runner.check_run(run)
     given = read_options(run.config, SERVE_PARSERS) if run.config else {}
     given |= collect_typed(layouts, load, requests, scheduler, how, measured, opt.Limits(timeout=run.timeout))
+    bounds = take_bounds(measured.find, given, run)
     path = resolve_step_times(given)
     if path is None:
         probe = point_runner.get_probe(run)
         spec = make_serve_spec(given, probe)
         _print_notes(spec, probe, run)
-        return point_runner.measure(spec, probe, run, given=given)
+        return point_runner.measure(spec, probe, run, given=given, bounds=bounds)
     if run.gpu_name is not None:
         raise UsageError(f"--step-times {path} records the GPUs of its steps; leave --gpu out.")
     times = load_step_times(path)
     if times.engine is not None:
-        return replay_step_times(Path(path), given, run, str(given.pop("policy", None) or ""))
+        return replay_step_times(Path(path), given, run, str(given.pop("policy", None) or ""), bounds)
     probe = msgspec.structs.replace(
         times.make_probe(),
         count=max(times.make_probe().count, int(times.path["tp"])),
@@ -174,7 +172,7 @@ def serve(
     own = {name: value for name, value in times.path.items() if name not in unsaid}
     spec = make_serve_spec({"baseline": "disaggregate" in given, **own, **given}, probe)
     _print_notes(spec, probe, run)
-    return point_runner.measure(spec, probe, run, _replay_points, given={**own, **given})
+    return point_runner.measure(spec, probe, run, _replay_points, given={**own, **given}, bounds=bounds)
 
 
 def _replay_points(points: Sequence["Point"], work: "Work", run: opt.Run) -> None:

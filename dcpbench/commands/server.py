@@ -6,17 +6,19 @@ from typing import TYPE_CHECKING
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed, make_panel, make_structured
-from dcpbench.commands.load_options import SLO, Requests, print_load_notes
+from dcpbench.commands.load_options import FIND, SLO, Requests, print_load_notes, take_bounds
 from dcpbench.points.layout import DEGREES
 from dcpbench.points.names import ENGINE_POLICIES, LIVE, MODES, REPLAY, format_flag
-from dcpbench.points.structured_options import Client, Gpu, Timeout
+from dcpbench.points.structured_options import Client, Find, Gpu, Prefill, Timeout
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from dcpbench.commands.find_loads import LoadSearch
     from dcpbench.launch.launcher import Work
     from dcpbench.plan.grid import Candidate
+    from dcpbench.plan.load_search import LoadRange
     from dcpbench.plan.server_spec import ServerSpec
     from dcpbench.points.point import Point
     from dcpbench.servers.measure import ClientConfig
@@ -68,6 +70,7 @@ class Measured(Group):
         metavar="NAME,…",
     )
     slo: str | None = SLO
+    find: Find | None = FIND
     repeats: int | None = opt.REPEATS
 
 
@@ -79,15 +82,23 @@ class Replays(Group):
         "them.",
         metavar="FILE",
     )
-    policy: str | None = opt.MEASURE(
-        f"With --mode replay: scheduling policy, {' or '.join(ENGINE_POLICIES)}. Default: that of the server's engine.",
-        metavar="NAME",
+    prefill: Prefill | None = make_structured(
+        opt.MEASURE,
+        Prefill,
+        "policy",
+        about="How a replay schedules prompts.",
+        policy=f"with --mode replay: scheduling policy, {' or '.join(ENGINE_POLICIES)}. Default: that of the server's engine.",
     )
     token_budget: int | None = opt.MEASURE(
         "With --mode replay and --url: maximum number of tokens in a step of the server, the value of vLLM's "
         "--max-num-batched-tokens or SGLang's --chunked-prefill-size. Default: as the server reports it.",
         metavar="N",
     )
+
+    @property
+    def policy(self) -> str | None:
+        """Return the policy of --prefill."""
+        return None if self.prefill is None else self.prefill.policy
 
 
 class Run(opt.Run):
@@ -203,6 +214,8 @@ def server(
 
       dcpbench server --mode replay --step-times runs/NAME/step-times/FILE.json --request-rate 0.5,1,2
 
+      dcpbench server --url http://127.0.0.1:8000 --find rate=0.5-20 --slo ttft=2000,itl=60
+
       dcpbench server --serve-cmd 'our-engine {model} --port {port} --tp {tp}' --model /models/v3 --tp 4,8
     """
     from dcpbench.commands import point_runner
@@ -212,14 +225,15 @@ def server(
     point_runner.check_server_run(run)
     given = read_options(run.config, SERVER_PARSERS) if run.config else {}
     given |= collect_typed(layouts, model, requests, measured, opt.Limits(timeout=run.timeout))
+    bounds = take_bounds(measured.find, given, run)
     _check_replay(replays, given)
     if replays.step_times is not None:
         _check_no_source(options, replays.step_times)
-        return replay_step_times(replays.step_times, given, run, replays.policy or "")
+        return replay_step_times(replays.step_times, given, run, replays.policy or "", bounds)
     _check_one_source(options)
     if options.url is not None:
-        return _measure_running(options.url, options, given, run, replays)
-    return _measure_started(options, given, run, replays)
+        return _measure_running(options.url, options, given, run, replays, bounds)
+    return _measure_started(options, given, run, replays, bounds)
 
 
 def _check_replay(replays: Replays, given: dict[str, object]) -> None:
@@ -232,7 +246,7 @@ def _check_replay(replays: Replays, given: dict[str, object]) -> None:
         check_known("mode", name, MODES)
     typed = {
         "--step-times": replays.step_times,
-        "--policy": replays.policy,
+        "--prefill policy": replays.policy,
         "--token-budget": replays.token_budget,
     }
     named = [name for name, value in typed.items() if value is not None]
@@ -259,8 +273,10 @@ def _check_no_source(options: Options, path: Path) -> None:
         )
 
 
-def replay_step_times(path: Path, given: dict[str, object], run: opt.Run, policy: str = "") -> int:
-    """Replay loads with the step times of another engine's server, in this process.
+def replay_step_times(
+    path: Path, given: dict[str, object], run: opt.Run, policy: str = "", bounds: "LoadRange | None" = None
+) -> int:
+    """Replay loads with the step times of another engine's server, in this process; with `bounds`, search the load.
 
     Raise UsageError for an option that the step times determine, or for a file of dcpbench's own engine.
     """
@@ -301,7 +317,11 @@ def replay_step_times(path: Path, given: dict[str, object], run: opt.Run, policy
     point_runner.record_device(run, probe)
     if run.dry_run or run.caller.part is None:
         print_load_notes(spec.loads, settings, cpu=cpu)
-    candidates = [Candidate(point=point) for point in make_step_time_points(spec, times)]
+
+    def expand(spec: "ServerSpec") -> "list[Candidate]":
+        return [Candidate(point=point) for point in make_step_time_points(spec, times)]
+
+    candidates = expand(spec)
     if point_runner.finish_if_planned(candidates, probe, run):
         return 0
     folder = run.output or folders.choose_folder(
@@ -321,7 +341,31 @@ def replay_step_times(path: Path, given: dict[str, object], run: opt.Run, policy
                 place.show_record(RecordFile(work.folder).append(record))
 
     work = point_runner.make_work(folder, settings, probe, run)
-    return point_runner.run_candidates(candidates, folder, work, probe, run, run_all)
+    search = _make_search(bounds, spec, expand)
+    return point_runner.run_candidates(candidates, folder, work, probe, run, run_all, search=search)
+
+
+def _make_search(
+    bounds: "LoadRange | None",
+    spec: "ServerSpec",
+    expand: "Callable[[ServerSpec], list[Candidate]]",
+    *,
+    one_by_one: bool = False,
+) -> "LoadSearch | None":
+    """Return the search for the highest load of servers, for several layouts `one_by_one` or in turn; None without bounds."""
+    import dataclasses
+
+    from dcpbench.commands.find_loads import LoadSearch
+    from dcpbench.plan.load_search import limit_clients, set_load
+
+    if bounds is None:
+        return None
+    limited = limit_clients(bounds, spec.loads)
+
+    def expand_load(load: float) -> "list[Candidate]":
+        return expand(dataclasses.replace(spec, loads=set_load(spec.loads, limited, load), repeats=limited.repeats))
+
+    return LoadSearch(bounds=limited, slo=spec.settings.slo, expand=expand_load, one_by_one=one_by_one)
 
 
 def _check_one_source(options: Options) -> None:
@@ -345,8 +389,15 @@ def _check_one_source(options: Options) -> None:
         raise UsageError(f"{alone[0]} is for servers that dcpbench starts; leave it out with --url.")
 
 
-def _measure_running(url: str, options: Options, given: dict[str, object], run: opt.Run, replays: Replays) -> int:
-    """Measure a server that runs already."""
+def _measure_running(
+    url: str,
+    options: Options,
+    given: dict[str, object],
+    run: opt.Run,
+    replays: Replays,
+    bounds: "LoadRange | None",
+) -> int:
+    """Measure a server that runs already; with `bounds`, search the load."""
     from dcpbench.commands import point_runner
     from dcpbench.launch import folders
     from dcpbench.plan.server_spec import make_server_spec
@@ -377,7 +428,11 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
     point_runner.record_device(run, probe)
     if run.dry_run or run.caller.part is None:
         print_load_notes(spec.loads, spec.settings, cpu=run.device == "cpu")
-    candidates = _reject_replays(make_candidates(spec.make_points(info.engine, card.id), card.max_model_len))
+
+    def expand(spec: "ServerSpec") -> "list[Candidate]":
+        return _reject_replays(make_candidates(spec.make_points(info.engine, card.id), card.max_model_len))
+
+    candidates = expand(spec)
     if point_runner.finish_if_planned(candidates, probe, run):
         return 0
     if options.traces is not None:
@@ -394,13 +449,15 @@ def _measure_running(url: str, options: Options, given: dict[str, object], run: 
             replay = functools.partial(replay_on_server, options=options_of_replays)
             measure_points(list_places(points, bar), server, replay=replay)
 
-    return point_runner.run_candidates(
-        candidates, folder, point_runner.make_work(folder, spec.settings, probe, run), probe, run, run_all
-    )
+    work = point_runner.make_work(folder, spec.settings, probe, run)
+    search = _make_search(bounds, spec, expand)
+    return point_runner.run_candidates(candidates, folder, work, probe, run, run_all, search=search)
 
 
-def _measure_started(options: Options, given: dict[str, object], run: opt.Run, replays: Replays) -> int:
-    """Start a server for each layout and each combination of flags, and measure all loads on it."""
+def _measure_started(
+    options: Options, given: dict[str, object], run: opt.Run, replays: Replays, bounds: "LoadRange | None"
+) -> int:
+    """Start a server for each layout and each combination of flags, and measure all loads on it; with `bounds`, search the load."""
     from dcpbench.commands import point_runner
     from dcpbench.commands.started_servers import check_program, get_start_s, print_commands
     from dcpbench.errors import UsageError
@@ -410,7 +467,7 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
     from dcpbench.servers.engine_replay import ReplayOptions
     from dcpbench.servers.presets import choose_weights, resolve_engine
     from dcpbench.servers.profile import make_traces_folder
-    from dcpbench.servers.server_sweep import ServerSweep
+    from dcpbench.servers.server_sweep import KeptServer, ServerSweep
 
     if not given.get("model"):
         raise UsageError("--engine needs --model: a folder, or a name that the engine knows.")
@@ -424,7 +481,14 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
         return 0
 
     tps = tuple(dict.fromkeys(one.layout["tp"] for one in specs))
-    candidates = _list_candidates(specs, preset, model)
+
+    def expand(changed: "ServerSpec") -> "list[Candidate]":
+        import dataclasses
+
+        same = [dataclasses.replace(one, loads=changed.loads, repeats=changed.repeats) for one in specs]
+        return _list_candidates(same, preset, model)
+
+    candidates = expand(spec)
     probe = Probe(device="cpu" if run.device == "cpu" else "cuda", count=max(tps), name=run.gpu_name or "")
     point_runner.record_device(run, probe)
     if run.dry_run or run.caller.part is None:
@@ -448,11 +512,14 @@ def _measure_started(options: Options, given: dict[str, object], run: opt.Run, r
                 folder=work.folder,
                 limit_s=get_start_s(run.timeout),
                 replay=ReplayOptions(policy=replays.policy or "", token_budget=replays.token_budget),
+                kept=kept if bounds else None,
             )
             servers.measure(points, bar)
 
     work = point_runner.make_work(folder, spec.settings, probe, run)
-    return point_runner.run_candidates(candidates, folder, work, probe, run, run_all, given=given)
+    search = _make_search(bounds, spec, expand, one_by_one=True)
+    with KeptServer() as kept:
+        return point_runner.run_candidates(candidates, folder, work, probe, run, run_all, given=given, search=search)
 
 
 def _list_candidates(specs: "Sequence[ServerSpec]", preset: "Engine", model: str) -> "list[Candidate]":

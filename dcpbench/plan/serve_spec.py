@@ -132,12 +132,12 @@ class ServeLoads:
             return
         if LIVE in self.mode:
             raise UsageError(
-                f"--policy {self.policy}: only replays follow the policies of other engines; add --mode replay, or use --policy "
+                f"--prefill policy={self.policy}: only replays follow the policies of other engines; add --mode replay, or use policy="
                 f"{MIXED}."
             )
         if any(parse_instances(text).disaggregated for text in self.disaggregate):
             raise UsageError(
-                f"--policy {self.policy} has no instances that only prefill; leave out --disaggregate, or use --policy {MIXED}."
+                f"--prefill policy={self.policy} has no instances that only prefill; leave out --disaggregate, or use policy={MIXED}."
             )
 
     def _check_arrivals(self) -> None:

@@ -468,7 +468,7 @@ def _check_load(point: Point, load: Load, shape: ModelShape, probe: Probe) -> No
         )
     if load.policy in ENGINE_POLICIES and point.dp > 1:
         raise UsageError(
-            f"--policy {load.policy} is modelled for one attention replica; use --dp 1, or a policy of dcpbench's engine."
+            f"--prefill policy={load.policy} is modelled for one attention replica; use --dp 1, or a policy of dcpbench's engine."
         )
     if open_ := _list_auto_options(point):
         raise UsageError(

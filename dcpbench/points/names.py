@@ -65,7 +65,7 @@ chunks."""
 ENGINE_POLICIES = (VLLM, SGLANG)
 """Scheduling policies of other engines, with their default settings, which only replays follow."""
 POLICIES = (*OWN_POLICIES, *ENGINE_POLICIES)
-"""Values of --policy."""
+"""Values of --prefill policy."""
 OPENAI = "openai"
 """A real server of unknown kind that speaks OpenAI's API."""
 ENGINE_NAMES = {SGLANG: "SGLang", VLLM: "vLLM", OPENAI: "OpenAI API server"}

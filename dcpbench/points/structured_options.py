@@ -108,6 +108,16 @@ class Prefill(StructuredOption, frozen=True, kw_only=True):
             "prefix_cache",
         ),
     ] = None
+    policy: Annotated[
+        str | None,
+        Key(
+            "NAME",
+            "mixed: a step holds chunks of prompts and tokens of running requests; prefill-first: running requests wait while there "
+            "are chunks. vllm, sglang, with --mode replay: the policies of these engines (docs/replay.md).",
+            "mixed, or with step times of another engine its own",
+            "policy",
+        ),
+    ] = None
 
 
 class PageSize(StructuredOption, frozen=True, kw_only=True):
@@ -280,7 +290,37 @@ class Client(StructuredOption, frozen=True, kw_only=True):
     ] = True
 
 
-STRUCTURED = (Sessions, PrefixShare, Disaggregate, Prefill, PageSize, Collectives, Timeout, Nodes, Gpu, Client)
+class Find(StructuredOption, frozen=True, kw_only=True):
+    """Describe the search for the highest load that holds the SLO."""
+
+    option = "--find"
+    text = (
+        "Search each layout for the highest load that holds --slo, by bisection, instead of measuring given loads. For example: "
+        "--find rate=0.5-20 --slo ttft=2000,itl=60."
+    )
+    bare = "load"
+
+    load: Annotated[
+        str | None,
+        Key(
+            "NAME", "concurrency (clients of a closed loop) or rate (requests per second), between its default bounds."
+        ),
+    ] = None
+    concurrency: Annotated[
+        str | None, Key("LOW-HIGH", "clients between these bounds.", "1-256, as far as there are requests")
+    ] = None
+    rate: Annotated[str | None, Key("LOW-HIGH", "requests per second between these bounds.", "0.01-100")] = None
+    repeats: Annotated[
+        int | None,
+        Key(
+            "N",
+            "runs of each live load, which holds if more than half of them do; a replay is deterministic and runs once.",
+            "3",
+        ),
+    ] = None
+
+
+STRUCTURED = (Sessions, PrefixShare, Disaggregate, Prefill, PageSize, Collectives, Timeout, Nodes, Gpu, Client, Find)
 """All structured options."""
 BY_NAME = {declared.option: declared for declared in STRUCTURED}
 KEYS = {

@@ -16,6 +16,7 @@ from dcpbench.points.names import OBJECTIVES
 from dcpbench.points.roofline import Sharding, StepRows
 from dcpbench.recommend import estimate
 from dcpbench.records.metrics import METRIC
+from dcpbench.records.objectives import JudgedObjective, judge_latencies
 from dcpbench.records.record import Percentiles, get_origin, parse_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.serving import step_cases
@@ -51,27 +52,6 @@ PERCENTILES = ("p50", "p90", "p95", "p99")
 
 NONE = Percentiles()  # of a latency that is not known
 Ends = tuple[float, float]  # low and high, in ms
-
-
-@dataclasses.dataclass(frozen=True)
-class JudgedObjective:
-    """Hold an objective of the SLO and the latency that it was compared with."""
-
-    name: str  # one of OBJECTIVES
-    limit_ms: float
-    percentile: str | None  # the highest one with enough samples; None if the latency is not known
-    ms: float | None
-
-    @property
-    def met(self) -> bool:
-        """Return True if the latency is known and within the limit."""
-        return self.ms is not None and self.ms <= self.limit_ms
-
-    def format(self) -> str:
-        """Return the latency with its percentile, such as `ITL p99 41 ms`."""
-        if self.ms is None:
-            return f"{self.name.upper()}, which is not known"
-        return f"{self.name.upper()} {self.percentile} {self.ms:,.0f} ms"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,21 +99,9 @@ class Forecast:
         """Return the name of the point, as format_point formats it."""
         return format_point(self.point)
 
-    def get_judged_value(self, name: str) -> tuple[str, float] | None:
-        """Return (percentile, ms) by which an objective is judged: p99 if there are enough samples, else the next lower one."""
-        latencies: Percentiles = getattr(self, f"{name}_ms")
-        for percentile in reversed(PERCENTILES):
-            value = getattr(latencies, percentile)
-            if value is not None:
-                return percentile, value
-        return None
-
     def judge(self, slo: Mapping[str, float]) -> list[JudgedObjective]:
         """Return each objective with the latency that it was compared with."""
-        return [
-            JudgedObjective(name, limit_ms, *(self.get_judged_value(name) or (None, None)))
-            for name, limit_ms in slo.items()
-        ]
+        return judge_latencies(self, slo)
 
     def list_missed(self, slo: Mapping[str, float]) -> list[str]:
         """Return each objective that is not met, such as `ITL p99 414 ms`, or `ITL, which is not known`."""

@@ -96,7 +96,7 @@ TOKEN_BUDGETS = {VLLM: vllm_scheduler.TOKEN_BUDGET, SGLANG: sglang_scheduler.TOK
 class ReplayOptions:
     """Options for replays of servers."""
 
-    policy: str = ""  # --policy: policy that replaces the engine's own; empty: none
+    policy: str = ""  # --prefill policy: policy that replaces the engine's own; empty: none
     token_budget: int | None = None
     """--token-budget: maximum number of tokens of a step, if the server does not report it."""
 
@@ -121,7 +121,7 @@ def describe_engine(point: Point, server: MeasuredServer, options: ReplayOptions
     if policy not in ENGINE_POLICIES:
         raise UsageError(
             f"{config.target.url} does not report that it is vLLM or SGLang, so that it is not known how it schedules "
-            "requests; add --policy with the engine that it schedules like, or use --mode live."
+            "requests; add --prefill policy= with the engine that it schedules like, or use --mode live."
         )
     settings, facts = config.engine_settings, info.facts
     budget = options.token_budget or find_token_budget(command, settings)
@@ -287,7 +287,7 @@ class _Cases:
         if one.separate_prefill and self.policy == VLLM:
             raise UsageError(
                 f"{case}: its prompt and its decodes ran in different steps, which vLLM's policy does not do; add "
-                f"--policy {SGLANG} if the engine schedules like SGLang, or use --mode live."
+                f"--prefill policy={SGLANG} if the engine schedules like SGLang, or use --mode live."
             )
         self._taken[key] = one
         return one

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -47,6 +48,36 @@ def make_server_key(point: Point) -> tuple[object, ...]:
     return *layout, point.kv_dtype, point.weights, point.settings
 
 
+class KeptServer:
+    """Keep the last server of a sweep between its calls, for loads that a search chooses one after the other."""
+
+    def __init__(self) -> None:
+        """Begin without a server."""
+        self._stack = contextlib.ExitStack()
+        self._key: tuple[object, ...] = ()
+        self._running: MeasuredServer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def get(self, point: Point) -> MeasuredServer | None:
+        """Return the server if it runs and can serve the point."""
+        alive = self._running is not None and not self._running.exit_reason
+        return self._running if alive and self._key == make_server_key(point) else None
+
+    def keep(self, point: Point, running: MeasuredServer, stack: contextlib.ExitStack) -> None:
+        """Take over a server, which ends with `stack`."""
+        self._key, self._running, self._stack = make_server_key(point), running, stack
+
+    def end(self) -> None:
+        """End the server."""
+        self._running = None
+        self._stack.close()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSweep:
     """Measure points on the servers of an engine, each of which is started for the points that it can serve."""
@@ -59,6 +90,7 @@ class ServerSweep:
     limit_s: float  # for the start of a server
     measure_point: MeasurePoint | None = None  # None: as measure.measure_point
     replay: ReplayOptions = dataclasses.field(default_factory=ReplayOptions)
+    kept: KeptServer | None = None  # None: a server ends with its points
 
     def measure(self, points: Sequence[Point], watch: Callable[[Progress], None]) -> None:
         """Measure all points; each leaves a record in the folder. A server that refuses or dies fails only its own points.
@@ -71,7 +103,22 @@ class ServerSweep:
             self.measure_group(list(group))
 
     def measure_group(self, group: Sequence[Place]) -> None:
-        """Start the server of these points, measure them, and end it."""
+        """Start the server of these points, measure them, and end it, unless it is kept."""
+        first = group[0].point
+        with contextlib.ExitStack() as stack:
+            running = self.kept.get(first) if self.kept else None
+            if running is None:
+                if self.kept:
+                    self.kept.end()
+                running = self._start_server(group, stack)
+                if running is None:
+                    return
+                if self.kept:
+                    self.kept.keep(first, running, stack.pop_all())
+            measure_points(group, running, self.measure_point, functools.partial(replay_on_server, options=self.replay))
+
+    def _start_server(self, group: Sequence[Place], stack: contextlib.ExitStack) -> MeasuredServer | None:
+        """Return the server of these points once it takes requests; `stack` ends it. If it fails, the points fail."""
         first, port = group[0].point, find_free_port()
         traces = str(self.config.traces.absolute()) if self.config.traces else ""
         words = self.engine.make_command(first, self.engine.find_settings(first), self.model, port, traces=traces)
@@ -84,13 +131,12 @@ class ServerSweep:
             facts={"command": redaction.format_command_line(words), "log": str(log.relative_to(self.folder))},
         )
         env = make_environment(self.engine, first, dict.fromkeys(FOLDERS, traces) if traces else None)
-        with Server(words, log, env, port, self.engine.ready) as server:
-            try:
-                running = self._wait_until_running(server, config, group[0], env)
-            except DcpbenchError as e:
-                fail_points(group, f"{str(e).rstrip('.')}{server.find_cause(str(e))}", config, self.folder)
-                return
-            measure_points(group, running, self.measure_point, functools.partial(replay_on_server, options=self.replay))
+        server = stack.enter_context(Server(words, log, env, port, self.engine.ready))
+        try:
+            return self._wait_until_running(server, config, group[0], env)
+        except DcpbenchError as e:
+            fail_points(group, f"{str(e).rstrip('.')}{server.find_cause(str(e))}", config, self.folder)
+            return None
 
     def _wait_until_running(
         self, server: Server, config: ClientConfig, place: Place, env: Mapping[str, str]

@@ -73,6 +73,7 @@ SWEEP_OPTIONS = {
 
 
 SERVE_OPTIONS = {
+    "--find",
     "--tp",
     "--dp",
     "--dcp",
@@ -89,7 +90,6 @@ SERVE_OPTIONS = {
     "--prefix-share",
     "--sessions",
     "--seed",
-    "--policy",
     "--chunk",
     "--prefill",
     "--disaggregate",
@@ -127,9 +127,10 @@ SERVE_OPTIONS = {
 
 
 SERVER_OPTIONS = {
+    "--find",
     "--mode",
     "--step-times",
-    "--policy",
+    "--prefill",
     "--token-budget",
     "--tp",
     "--dp",
@@ -286,7 +287,13 @@ def test_no_command_has_more_options_than_a_reader_can_survey() -> None:
 
 
 COMMANDS = ("sweep", "serve", "server", "ab", "compare", "verify", "report", "show", "machines")
-VALUES = {"--new-tokens": "8", "--seconds": "3", "--collectives": "all-reduce=nccl", "--client": "retries=1"}
+VALUES = {
+    "--new-tokens": "8",
+    "--seconds": "3",
+    "--collectives": "all-reduce=nccl",
+    "--client": "retries=1",
+    "--prefill": "policy=vllm",
+}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -215,7 +215,11 @@ def test_a_replay_takes_its_engine_from_the_step_times(call, step_times: Path, t
     """No GPU, no job: --tp, --dcp, --backend, … are those of the file. A closed loop of 4 clients, 16 × 8 tokens."""
     run = ["--mode", "replay", "--step-times", str(step_times), "-o", str(tmp_path / "run")]
     code, out, err = call(
-        *run, "--policy", "prefill-first", "--json", machine=msgspec.structs.replace(CPU, name="asked for nothing")
+        *run,
+        "--prefill",
+        "policy=prefill-first",
+        "--json",
+        machine=msgspec.structs.replace(CPU, name="asked for nothing"),
     )
     assert code == 0, err
     (record,) = read_records(tmp_path / "run")
@@ -232,8 +236,8 @@ def test_instances_are_replayed_by_the_step_times_of_one(call, step_times: Path,
         "replay",
         "--step-times",
         str(step_times),
-        "--policy",
-        "prefill-first",
+        "--prefill",
+        "policy=prefill-first",
         "-o",
         str(tmp_path / "run"),
     ]

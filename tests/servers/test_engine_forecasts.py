@@ -112,7 +112,7 @@ def test_a_replay_needs_no_server_once_steps_are_measured(capsys: pytest.Capture
     assert [one.point.get_key() for one in found] == [record.point.get_key()] * 3
     for words, problem in (
         (["--tp", "2"], "--tp cannot be changed"),
-        (["--policy", "mixed"], "--policy mixed is unknown"),
+        (["--prefill", "policy=mixed"], "--prefill policy=mixed is unknown"),
     ):
         code, _, err = dcpbench(capsys, "serve", "--mode", "replay", "--step-times", str(file), *words)
         assert (code, problem in err) == (2, True), err
@@ -123,8 +123,8 @@ def test_a_replay_needs_no_server_once_steps_are_measured(capsys: pytest.Capture
         "replay",
         "--step-times",
         str(file),
-        "--policy",
-        SGLANG,
+        "--prefill",
+        f"policy={SGLANG}",
         *load,
         "-o",
         str(tmp_path / "p"),
@@ -145,15 +145,20 @@ def test_an_engine_that_runs_prompts_apart_is_not_replayed_with_vllms_policy(
     assert code == 4
     (record,) = read_run(tmp_path / "run").records
     assert record.outcome == "failed"
-    assert "add --policy sglang if the engine schedules like SGLang" in str(record.reason)
-    (record,) = measure(capsys, tmp_path / "other", "--separate", "--mode", "replay", "--policy", SGLANG, *load)
+    assert "add --prefill policy=sglang if the engine schedules like SGLang" in str(record.reason)
+    (record,) = measure(
+        capsys, tmp_path / "other", "--separate", "--mode", "replay", "--prefill", f"policy={SGLANG}", *load
+    )
     assert record.outcome == "ok"
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--url", "http://127.0.0.1:1", "--policy", "vllm"], "--policy is for replays; add --mode replay"),
+        (
+            ["--url", "http://127.0.0.1:1", "--prefill", "policy=vllm"],
+            "--prefill policy is for replays; add --mode replay",
+        ),
         (["--url", "http://127.0.0.1:1", "--token-budget", "512"], "--token-budget is for replays; add --mode replay"),
         (["--url", "http://127.0.0.1:1", "--mode", "replays"], "--mode replays is unknown"),
         (["--mode", "replay", "--step-times", "none.json"], "no such file"),

@@ -336,7 +336,7 @@ class TestDescription:
 
     def test_an_unknown_engine_needs_a_policy(self) -> None:
         info = dataclasses.replace(self.INFO, engine="openai")
-        with pytest.raises(UsageError, match="add --policy"):
+        with pytest.raises(UsageError, match="add --prefill policy"):
             describe_engine(engine_point(), serve(info), ReplayOptions(token_budget=8192))
         options = ReplayOptions(token_budget=8192, policy=SGLANG)
         assert describe_engine(engine_point(), serve(info), options).policy == SGLANG

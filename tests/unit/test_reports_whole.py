@@ -249,7 +249,7 @@ class TestCommand:
         ends(monkeypatch, KeyboardInterrupt())
         probe = Probe(device="cuda", count=4, name="NVIDIA H200")
         with pytest.raises(SystemExit) as end:
-            point_runner._finish_run([], one, probe, options.Run())
+            point_runner.finish_run([], one, probe, options.Run())
         assert end.value.code == 130
         said = capsys.readouterr().err
         assert (

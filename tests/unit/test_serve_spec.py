@@ -313,7 +313,7 @@ def test_a_folder_of_step_times_is_no_file_of_them(tmp_path: Path) -> None:
         ({"concurrency": "17"}, "--concurrency 17 is more than the 16 requests"),
         ({"seed": -1}, "--seed -1 is negative"),
         ({"chunk": 0}, "--chunk 0 is not positive"),
-        ({"policy": "fair"}, "--policy fair is unknown. Known: mixed, prefill-first"),
+        ({"policy": "fair"}, "--prefill policy=fair is unknown. Known: mixed, prefill-first"),
         ({"prefill": "flashinfr"}, "did you mean flashinfer?"),
         ({"mode": "reply"}, "--mode reply is unknown; did you mean replay?"),
         ({"step_times": "x.json"}, "--step-times x.json is for replays alone; add --mode replay"),
@@ -668,5 +668,5 @@ class TestPolicies:
 
     def test_they_are_modelled_for_one_attention_replica(self) -> None:
         assert reason(policy="vllm", mode="replay", model="tiny", tp="2", dp="2").startswith(
-            "--policy vllm is modelled for one"
+            "--prefill policy=vllm is modelled for one"
         )

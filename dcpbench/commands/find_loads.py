@@ -1,0 +1,175 @@
+"""Search for the highest load that holds the SLO (`serve|server --find`): each measured load is a point of the run."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcpbench.commands import point_runner
+from dcpbench.launch import folders
+from dcpbench.plan import grid
+from dcpbench.plan.load_search import FoundLoad, MeasuredLoad, choose_next_load, get_load, make_layout_key
+from dcpbench.points.names import REPLAY
+from dcpbench.records.file import RecordFile
+from dcpbench.records.runs import read_last_records
+from dcpbench.show.terminal import print_stderr
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from dcpbench.commands.options import Run
+    from dcpbench.commands.point_runner import WorkOff
+    from dcpbench.launch.launcher import Work
+    from dcpbench.plan.load_search import LoadRange
+    from dcpbench.points.device_probe import Probe
+    from dcpbench.points.point import Point
+    from dcpbench.records.record import Record
+
+
+def is_replayed(point: Point) -> bool:
+    """Return True for a point that is replayed, which is deterministic."""
+    return point.load is not None and point.load.mode == REPLAY
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadSearch:
+    """Search the load of each layout of a run."""
+
+    bounds: LoadRange
+    slo: Mapping[str, float]
+    expand: Callable[[float], Sequence[grid.Candidate]]  # points of all layouts at a load, with their repeats
+    one_by_one: bool = (
+        False  # True if the search of a layout ends before the next one begins, for servers that are kept
+    )
+    _expanded: dict[float, list[grid.Candidate]] = dataclasses.field(default_factory=dict)
+    _tried: set[str] = dataclasses.field(default_factory=set)  # keys of the points that this command has run
+    _new: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Number of loads that this command has measured, by layout."""
+
+    def run(
+        self,
+        candidates: Sequence[grid.Candidate],
+        folder: Path,
+        work: Work,
+        probe: Probe,
+        run: Run,
+        work_off: WorkOff,
+    ) -> int:
+        """Measure loads until the limit of each layout is known, write the report, and return the exit code.
+
+        `candidates` are the layouts at the lowest load. Loads that the folder has already are not measured again.
+        """
+        layouts = {make_layout_key(c.point, self.bounds): c.point for c in candidates}
+        with folders.lock_folder(folder) as lock:
+            with folders.convert_write_errors(folder):
+                point_runner.prepare_folder(
+                    [c for c in candidates if c.error is None], folder, work, run, None, searched=True
+                )
+                self._print_start(folder, probe)
+                while chosen := self._choose_points(layouts, folder):
+                    points = self._reject(chosen, folder)
+                    engines = tuple(dict.fromkeys(c.plan for c in chosen if c.plan))
+                    if points:
+                        now = msgspec.structs.replace(work, pool_points=tuple(points), engines=engines, lock=lock)
+                        work_off(points, now, run)
+            found = self._collect_results(layouts, folder)
+            measured = [c for load in sorted(self._expanded) for c in self._expanded[load]]
+            return point_runner.finish_run(measured, folder, probe, run, found)
+
+    def _expand(self, load: float) -> list[grid.Candidate]:
+        """Return the points of all layouts at a load; a replay has no repeats."""
+        if load not in self._expanded:
+            found = self.expand(load)
+            self._expanded[load] = [c for c in found if not (is_replayed(c.point) and c.point.repeat)]
+        return self._expanded[load]
+
+    def _choose_points(self, layouts: Mapping[str, Point], folder: Path) -> list[grid.Candidate]:
+        """Return the points to run next, of each layout whose search goes on."""
+        chosen: list[grid.Candidate] = []
+        known = read_last_records(folder, bad=[])
+        for key, loads in self._group_records(layouts, known.values()).items():
+            holds = {load: one.holds for load, one in loads.items()}
+            load = choose_next_load(holds, self.bounds, self._new[key], replayed=is_replayed(layouts[key]))
+            if load is None:
+                continue
+            at = [c for c in self._expand(load) if make_layout_key(c.point, self.bounds) == key]
+            chosen += [c for c in at if not self._is_done(c.point, known)]
+            self._new[key] += 1
+            if chosen and self.one_by_one:
+                break
+        return chosen
+
+    def _is_done(self, point: Point, known: Mapping[str, Record]) -> bool:
+        record = known.get(point.get_key())
+        return record is not None and (record.outcome == "ok" or point.get_key() in self._tried)
+
+    def _reject(self, chosen: Sequence[grid.Candidate], folder: Path) -> list[Point]:
+        """Record the points that cannot run, and return the others."""
+        self._tried.update(c.point.get_key() for c in chosen)
+        for c in chosen:
+            if c.error is not None:
+                RecordFile(folder).append(c.make_rejected_record())
+        return [c.point for c in chosen if c.error is None]
+
+    def _group_records(
+        self, layouts: Mapping[str, Point], records: Iterable[Record]
+    ) -> dict[str, dict[float, MeasuredLoad]]:
+        """Return the completely measured loads of each layout within the bounds."""
+        found: dict[str, dict[float, list[Record]]] = {key: {} for key in layouts}
+        for record in records:
+            point = record.point
+            counts = record.outcome == "ok" or point.get_key() in self._tried
+            if point.load is None or not counts or (key := make_layout_key(point, self.bounds)) not in found:
+                continue
+            load = get_load(point, self.bounds)
+            if self.bounds.low <= load <= self.bounds.high:
+                found[key].setdefault(load, []).append(record)
+        return {
+            key: {
+                load: MeasuredLoad(load=load, records=tuple(of), slo=self.slo)
+                for load, of in sorted(loads.items())
+                if len(of) >= (1 if is_replayed(layouts[key]) else self.bounds.repeats)
+            }
+            for key, loads in found.items()
+        }
+
+    def _collect_results(self, layouts: Mapping[str, Point], folder: Path) -> list[FoundLoad]:
+        grouped = self._group_records(layouts, read_last_records(folder, bad=[]).values())
+        names = _name_layouts(layouts)
+        return [
+            FoundLoad(
+                who=names[key],
+                replayed=is_replayed(layouts[key]),
+                bounds=self.bounds,
+                measured=tuple(loads.values()),
+            )
+            for key, loads in grouped.items()
+            if loads
+        ]
+
+    def _print_start(self, folder: Path, probe: Probe) -> None:
+        from dcpbench.launch.progress import CPU_NOTE
+
+        if probe.device == "cpu":
+            print_stderr(CPU_NOTE)
+        bounds = f"{self.bounds.low:g} to {self.bounds.format(self.bounds.high)}"
+        print_stderr(f"Searching from {bounds} for the highest load that holds the SLO. Output: {folder}")
+
+
+def _name_layouts(layouts: Mapping[str, Point]) -> dict[str, str]:
+    """Return the name of each layout, with its mode and lengths where others have the same name."""
+    short = {
+        key: " ".join(filter(None, (p.model, p.layout_name, p.ep_label, grid.format_path(p))))
+        for key, p in layouts.items()
+    }
+    varied = grid.format_varied_parts([*layouts.values()])
+    names = {}
+    for key, point in layouts.items():
+        load, alone = point.load, list(short.values()).count(short[key]) == 1
+        more = f", {load.mode}, {load.input_tokens} + {load.output_tokens} tokens" if load and not alone else ""
+        names[key] = short[key] + more + (varied[point.get_key()] if not alone else "")
+    return names

@@ -1,0 +1,163 @@
+"""`serve --find` and `server --find`: the highest load that holds an SLO, in replay, in jobs and against a server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcpbench import cli
+from dcpbench.points.device_probe import Probe
+from dcpbench.records.file import read_records
+from dcpbench.records.folder import get_record_file
+from dcpbench.serving.step_cases import Extent
+from dcpbench.serving.step_times import write_step_times
+from tests.cli.typed import Typed
+from tests.unit.step_times_builder import path_of, step_times
+
+CPU = Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9", "flashinfer": None})
+LOAD = ["--num-requests", "96", "--input-tokens", "uniform:40-80", "--output-tokens", "uniform:10-30"]
+SLOTS = 8
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run a command in this process, on a machine without GPUs."""
+    monkeypatch.setattr("dcpbench.launch.launcher.run_probe", lambda _: CPU)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(*args: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main([*args])
+        return int(end.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def replay(tmp_path: Path) -> list[str]:
+    """Return the command of replays of a tp2·dcp2 engine of the tiny model with up to 64 requests."""
+    path = path_of(model="tiny", tp=2, dcp=2, dtype="fp32", backend="reference", exchange="ag_rs")
+    extent = Extent(requests=64, context=128, pages=4200, virtual_page=2, chunk=96, targets=(8, 64), prompts=(60,))
+    write_step_times(tmp_path / "times.json", step_times(extent, path=path, device="CPU"))
+    return ["serve", "--mode", "replay", "--step-times", str(tmp_path / "times.json"), *LOAD]
+
+
+def test_a_search_finds_the_limit_of_a_grid_and_its_points_are_a_run(call, replay: list[str], tmp_path: Path) -> None:
+    """The SLO is the latency of 20 clients; the grid has all numbers of clients around it."""
+    grid = ",".join(map(str, range(14, 30)))
+    assert call(*replay, "--concurrency", grid, "-o", str(tmp_path / "grid"))[0] == 0
+    itl = {r.point.concurrency: r.serve.itl_ms.p99 for r in read_records(tmp_path / "grid")}
+    slo = f"itl={itl[20] * 1.0001:.6f}"
+    limit = next(n for n in range(14, 29) if itl[n + 1] > itl[20] * 1.0001)
+
+    folder = tmp_path / "run"
+    code, out, err = call(*replay, "--find", "concurrency=1-64", "--slo", slo, "-o", str(folder), "--json")
+    assert code == 0, err
+    assert "Searching from 1 to 64 clients for the highest load that holds the SLO" in err
+    (found,) = json.loads(out)["find"]
+    assert found["limit"]["load"] == limit
+    assert found["limit"]["objectives"][0]["met"]
+    assert not found["fails"]["objectives"][0]["met"]
+    assert (found["within_tolerance"], found["deterministic"]) == (True, True)
+    records = read_records(folder)
+    assert found["runs"] == len(records) <= 12
+    assert {r.point.repeat for r in records} == {0}
+    assert call("report", str(folder))[0] == 0
+    assert call("show", str(folder))[0] == 0
+
+    file = get_record_file(folder)
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:3]))
+    code, out, err = call(*replay, "--find", "concurrency=1-64", "--slo", slo, "-o", str(folder), "--resume")
+    assert code == 0, err
+    assert f"the highest load that holds the SLO is {limit} clients (ITL p99 " in out
+    assert [r.point.concurrency for r in read_records(folder)] == [r.point.concurrency for r in records]
+    assert err.count("[1/1]") == len(records) - 3
+
+
+def test_a_search_that_no_load_satisfies_ends_with_3(call, replay: list[str], tmp_path: Path) -> None:
+    code, out, _ = call(*replay, "--find", "rate=0.1-4", "--slo", "ttft=1", "-o", str(tmp_path / "run"))
+    assert code == 3
+    assert "no load holds the SLO; 0.1 requests/s (TTFT p90 " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--find", "rate"], "add --slo"),
+        (["--find", "rate", "--slo", "ttft=9", "--request-rate", "2"], "--find rate and --request-rate contradict"),
+        (["--find", "concurrency=1-500", "--slo", "ttft=9"], "--concurrency 500 is more than the 96 requests"),
+        (["--find", "users", "--slo", "ttft=9"], "searches for one of concurrency and rate"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused(call, replay: list[str], words: list[str], message: str) -> None:
+    code, _, err = call(*replay, *words)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.distributed
+def test_live_loads_run_several_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fake worker has the same latencies under any load."""
+    dcpbench = Typed(tmp_path, monkeypatch, capsys)
+    serve = ["serve", "--tp", "2", "--dcp", "2", "--no-baseline", "--num-requests", "16", "-o", "run"]
+    found = dcpbench(*serve, "--find", "concurrency=2-8,repeats=2", "--slo", "ttft=100000", "--json")
+    assert found.returncode == 0, found.stderr
+    (result,) = json.loads(found.stdout)["find"]
+    assert result["limit"]["load"] == 8
+    assert (result["limit"]["runs"], result["limit"]["runs_held"]) == (2, 2)
+    assert not result["deterministic"]
+    records = read_records(tmp_path / "run")
+    assert {r.point.concurrency for r in records if r.outcome == "ok"} >= {8}
+    assert {r.point.repeat for r in records} == {0, 1}
+
+
+def find_on_server(call, folder: Path, find: str, *words: str) -> dict[str, Any]:
+    """Return the result of a search on the stand-in engine with SLOTS slots, which is started once."""
+    engine = f"{sys.executable} -m tests.servers.step_engine --port {{port}} --model {{model}} --max-num-seqs {SLOTS}"
+    engine += " --max-num-batched-tokens 512 --time-factor 0.4"
+    server = [
+        "server",
+        "--serve-cmd",
+        engine,
+        "--model",
+        "m",
+        "--device",
+        "cpu",
+        "--input-tokens",
+        "10",
+        "--find",
+        find,
+    ]
+    code, out, err = call(*server, *words, "-o", str(folder), "--json")
+    assert code == 0, err
+    assert len(list(folder.glob("**/*.log"))) == 1
+    (found,) = json.loads(out)["find"]
+    assert not found["deterministic"]
+    return found
+
+
+def test_one_server_serves_all_loads_of_a_search(call, tmp_path: Path) -> None:
+    words = ["--num-requests", "16", "--output-tokens", "4", "--slo", "ttft=60000"]
+    found = find_on_server(call, tmp_path / "run", "concurrency=2-6,repeats=2", *words)
+    assert [one["load"] for one in found["loads"]] == [6.0]
+    assert (found["limit"]["runs"], found["limit"]["runs_held"], found["fails"]) == (2, 2, None)
+
+
+@pytest.mark.long
+def test_the_limit_of_a_server_is_its_number_of_slots(call, tmp_path: Path) -> None:
+    """
+    The stand-in engine has 8 slots, and a step of 10 ms. With up to 8 clients a request waits for the step that runs and for its
+    own, 20 ms. With 9 there is always one that waits, so that a request waits for 1/9 of the 41 steps of another, 45 ms, on
+    average.
+    """
+    words = ["--num-requests", "150", "--output-tokens", "40", "--slo", "ttft=35"]
+    found = find_on_server(call, tmp_path / "run", "concurrency=6-12,repeats=1", *words)
+    assert (found["limit"]["load"], found["fails"]["load"]) == (SLOTS, SLOTS + 1)

@@ -1,0 +1,352 @@
+"""The search for the highest load that holds an SLO: its bounds, the loads that it chooses, and how far its limit is from a grid's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+
+from dcpbench.errors import UsageError
+from dcpbench.plan.load_search import (
+    MAX_LOADS,
+    TOLERANCE,
+    FoundLoad,
+    LoadRange,
+    MeasuredLoad,
+    check_search,
+    choose_next_load,
+    does_hold,
+    find_limit,
+    make_load_range,
+)
+from dcpbench.points.point import Load, Point
+from dcpbench.points.settings import Settings
+from dcpbench.points.structured_options import Find
+from dcpbench.records.objectives import judge_latencies
+from dcpbench.records.record import Latencies, Record
+from dcpbench.serving.loads import make_point_requests
+from dcpbench.serving.outcome import compute_serve_metrics
+from dcpbench.serving.replay import replay_requests
+from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
+from dcpbench.serving.step_model import Slowdown, compute_step_works
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dcpbench.serving.requests import Step
+
+REQUESTS = 600  # p95 then has 30 of them above it
+RATES, CLIENTS = LoadRange(name="rate", low=0.01, high=100), LoadRange(name="concurrency", low=1, high=256)
+
+
+@dataclasses.dataclass
+class Engine:
+    """Hold the times of steps that are linear in their work."""
+
+    row_ms: float
+    token_ms: float
+    kv_ms: float = 1e-4
+    base_ms: float = 20.0
+    is_blocking: bool = False
+    slowdown: Slowdown = dataclasses.field(default_factory=lambda: Slowdown([]))
+
+    def predict_host_ms(self, _step: Step) -> float:
+        return 0.0
+
+    def get_begin_ms(self, _step: Step) -> float:
+        return 2.0
+
+    def predict_duration_ms(self, step: Step, _heat: float = 0.0) -> float:
+        works = compute_step_works(step)
+        return self.base_ms + max(
+            self.row_ms * w.rows + self.token_ms * w.tokens + self.kv_ms * w.kv_tokens for w in works
+        )
+
+
+@dataclasses.dataclass
+class RandomLoad:
+    """Replay a random load on a random engine, at any concurrency or rate, with a random SLO that some load just holds."""
+
+    seed: int
+    runs: int = 0
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        inputs, outputs = int(rng.integers(100, 4000)), int(rng.integers(8, 60))
+        sigma = float(rng.choice([0.2, 0.5, 0.8]))
+        self.load = Load(
+            requests=REQUESTS,
+            input_tokens=str(
+                rng.choice([f"{inputs}", f"lognormal:{inputs}:{sigma}", f"uniform:{inputs // 2}-{inputs * 2}"])
+            ),
+            output_tokens=str(rng.choice([f"{outputs}", f"uniform:{outputs // 2}-{outputs * 2}"])),
+            prefix_share=float(rng.choice([0.0, 0.5])),
+            burstiness=float(rng.choice([1.0, 0.5, 4.0])),
+            paced=True,
+            chunk=int(rng.choice([512, 2048, 8192])),
+            seed=self.seed,
+        )
+        self.engine = Engine(row_ms=float(rng.uniform(0.05, 2)), token_ms=float(rng.uniform(0.005, 0.05)))
+        self.policy = str(rng.choice(["mixed", "prefill-first"]))
+        self.pages = int(rng.choice([2500, 10_000]))
+        name = str(rng.choice(["concurrency", "rate"]))
+        self.bounds = (
+            LoadRange(name=name, low=1, high=256) if name == "concurrency" else LoadRange(name=name, low=0.01, high=100)
+        )
+        at = (
+            float(np.exp(rng.uniform(np.log(2), np.log(100))))
+            if name == "concurrency"
+            else float(np.exp(rng.uniform(np.log(0.2), np.log(20))))
+        )
+        names = [["ttft"], ["itl"], ["ttft", "itl"], ["e2el"], ["tpot", "ttft"]][int(rng.integers(5))]
+        serve = self.replay(float(round(at)) if name == "concurrency" else at).serve
+        found = judge_latencies(serve, dict.fromkeys(names, 1.0))
+        self.slo = {one.name: float(one.ms or 0) * float(rng.uniform(1, 1.1)) for one in found}
+        self.runs = 0
+
+    def replay(self, load: float) -> Record:
+        """Return the record of one load."""
+        self.runs += 1
+        closed = self.bounds.name == "concurrency"
+        changed = msgspec.structs.replace(
+            self.load, arrival="closed" if closed else "gamma", request_rate=None if closed else load
+        )
+        point = Point(
+            model="deepseek-v3", tp=4, dcp=4, workload="serve", concurrency=int(load) if closed else REQUESTS, context=60_000,
+            load=changed, backend="triton", dtype="bf16",
+        )  # fmt: skip
+        config = SchedulerConfig(
+            replicas=1, pages=self.pages, page_size=16, dcp=4, max_requests=REQUESTS, chunk=self.load.chunk, policy=self.policy,
+            max_context=60_000,
+        )  # fmt: skip
+        requests = make_point_requests(point, Settings(), 1000)
+        found = replay_requests(requests, Scheduler(config), point.clients, self.engine)  # type: ignore[arg-type]
+        serve = compute_serve_metrics(found.traffic, gpus=4, concurrency=point.clients, slo={}, steps=found.counts)
+        return Record(point=point, outcome="ok", serve=serve)
+
+    def holds(self, load: float) -> bool:
+        """Return True if the load holds the SLO."""
+        return does_hold(self.replay(load), self.slo)
+
+
+def search(holds: Callable[[float], bool], bounds: LoadRange) -> dict[float, bool]:
+    """Return which of the loads that a search measures hold."""
+    found: dict[float, bool] = {}
+    while (load := choose_next_load(found, bounds, len(found), replayed=True)) is not None:
+        assert load not in found
+        found[load] = holds(load)
+    return found
+
+
+def find_grid_limit(load: RandomLoad, near: float) -> float | None:
+    """Return the highest load up to which all loads of a fine grid hold: each number of clients, or rates 2.5 % apart, around `near`."""
+    if load.bounds.name == "concurrency":
+        grid = [float(n) for n in range(max(1, int(near / 2)), min(256, int(near * 2)) + 1)]
+    else:
+        grid = [float(rate) for rate in np.geomspace(near / 2, near * 2, 56)]
+    return max(itertools.takewhile(load.holds, grid), default=None)
+
+
+@functools.cache
+def get_record() -> Record:
+    """Return the record of a replay, to change."""
+    return RandomLoad(1).replay(1.0)
+
+
+def make_found(bounds: LoadRange, latency_ms: Callable[[float], float], *, replayed: bool = True) -> FoundLoad:
+    """Return the result of a search where each load has this TTFT, with a limit of 100 ms."""
+    slo = {"ttft": 100.0}
+    measured: dict[float, MeasuredLoad] = {}
+    while (
+        load := choose_next_load(
+            {n: one.holds for n, one in measured.items()}, bounds, len(measured), replayed=replayed
+        )
+    ) is not None:
+        record = msgspec.structs.replace(
+            get_record(),
+            serve=msgspec.structs.replace(get_record().serve, ttft_ms=Latencies(p99=latency_ms(load), samples=999)),
+        )
+        measured[load] = MeasuredLoad(load=load, records=[record], slo=slo)
+    ordered = [measured[load] for load in sorted(measured)]
+    return FoundLoad(who="tp4", replayed=replayed, bounds=bounds, measured=ordered)
+
+
+@pytest.mark.parametrize(
+    ("find", "wanted"),
+    [
+        (Find(load="concurrency"), LoadRange(name="concurrency", low=1, high=256)),
+        (Find(load="rate", repeats=5), LoadRange(name="rate", low=0.01, high=100, repeats=5)),
+        (Find(concurrency="2-1k"), LoadRange(name="concurrency", low=2, high=1000, given=True)),
+        (Find(rate="0.5-20"), LoadRange(name="rate", low=0.5, high=20, given=True)),
+    ],
+    ids=str,
+)
+def test_bounds_are_those_of_the_option(find: Find, wanted: LoadRange) -> None:
+    assert make_load_range(find) == wanted
+
+
+@pytest.mark.parametrize(
+    ("find", "message"),
+    [
+        (Find(), "--find searches for one of concurrency and rate"),
+        (Find(load="qps"), "--find qps searches for one of"),
+        (Find(load="rate", concurrency="1-2"), "--find searches for one of"),
+        (Find(rate="1-2", repeats=0), "repeats=0 is not positive"),
+        (Find(rate="20-0.5"), "rate=20-0.5: not two loads, the lower one first; write for example rate=0.01-100"),
+        (Find(rate="nan-2"), "rate=nan-2: not two loads"),
+        (Find(concurrency="0-4"), "concurrency=0-4: not two loads"),
+        (Find(concurrency="1.5-4"), "concurrency=1.5-4: not two loads"),
+        (Find(concurrency="8"), "concurrency=8: not two loads"),
+    ],
+    ids=str,
+)
+def test_other_bounds_are_refused(find: Find, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_load_range(find)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "given", "message"),
+    [
+        (RATES, {}, "add --slo ttft=2000,itl=60"),
+        (RATES, {"slo": "ttft=9", "request_rate": "2"}, "--find rate and --request-rate contradict"),
+        (CLIENTS, {"slo": "ttft=9", "request_rate": "2"}, "--find concurrency and --request-rate contradict"),
+        (CLIENTS, {"slo": "ttft=9", "concurrency": "2"}, "--find concurrency and --concurrency contradict"),
+        (CLIENTS, {"slo": "ttft=9", "repeats": "2"}, "write --find repeats=N"),
+    ],
+)
+def test_options_that_a_search_contradicts_are_refused(
+    bounds: LoadRange, given: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_search(bounds, given)
+
+
+def test_requests_in_flight_can_be_limited_while_a_rate_is_searched() -> None:
+    check_search(RATES, {"slo": "ttft=9", "concurrency": "64"})
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("bounds", [RATES, CLIENTS], ids=lambda bounds: bounds.name)
+def test_any_limit_is_found_within_the_tolerance_by_a_dozen_loads(bounds: LoadRange, replayed: bool) -> None:
+    """Latency in proportion to the load: the limit is the load whose latency is 100 ms."""
+    for limit in np.geomspace(bounds.low * 1.001, bounds.high * 0.999, 200):
+        found = make_found(bounds, lambda load, limit=limit: 100 * load / limit, replayed=replayed)
+        assert len(found.measured) <= MAX_LOADS
+        assert found.within_tolerance
+        assert found.limit is not None
+        assert found.failed is not None
+        assert found.limit.load <= limit < found.failed.load
+        assert found.failed.load <= max(found.limit.load * (1 + TOLERANCE), found.limit.load + (bounds is CLIENTS))
+        assert found.higher is None
+        assert found.falling is None
+
+
+def test_where_no_load_holds_the_lowest_is_measured() -> None:
+    found = make_found(RATES, lambda _: 200.0)
+    assert found.limit is None
+    assert found.failed is not None
+    assert found.failed.load == RATES.low
+    assert "no load holds the SLO; 0.01 requests/s (TTFT p99 200 ms; " in found.format()
+
+
+def test_where_every_load_holds_the_limit_is_the_upper_bound() -> None:
+    found = make_found(CLIENTS, lambda _: 50.0)
+    assert found.failed is None
+    assert found.limit is not None
+    assert found.limit.load == CLIENTS.high
+    assert "the upper bound of the search; the limit may be higher" in found.format()
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_latency_that_falls_with_the_load_is_named(replayed: bool) -> None:
+    """
+    Loads of 12 to 20 clients do not hold, and those from 21 to 60 do. Starting from 8, which holds, 32 and 128 are measured;
+    bisection alone would end at 60 without any word of the loads from 12 on.
+    """
+    found = make_found(CLIENTS, lambda n: 150.0 if 12 <= n <= 20 else 100 * n / 60, replayed=replayed)
+    assert found.limit is not None
+    assert found.limit.load == 11
+    assert found.higher is not None
+    assert found.higher.load >= 32
+    assert "Latency does not rise with the load: " in found.format()
+    assert "hold although 12 clients do not" in found.format()
+
+
+def test_a_latency_near_its_limit_that_falls_without_crossing_it_is_named() -> None:
+    found = make_found(CLIENTS, lambda n: 90.0 if n <= 8 else 100 * n / 60)
+    assert found.higher is None
+    assert found.falling is not None
+    assert "TTFT p99 90 ms at 8 clients and TTFT p99" in found.format()
+
+
+def test_a_load_holds_if_most_of_its_runs_do() -> None:
+    def run(ms: float, **changes: object) -> Record:
+        return msgspec.structs.replace(
+            get_record(),
+            serve=msgspec.structs.replace(get_record().serve, ttft_ms=Latencies(p99=ms, samples=999), **changes),
+        )
+
+    def judge(*runs: Record) -> MeasuredLoad:
+        return MeasuredLoad(load=4.0, records=runs, slo={"ttft": 100.0})
+
+    one = judge(run(90), run(95), run(300))
+    assert (one.holds, one.held, one.objectives[0].ms) == (True, 2, 95)
+    assert not judge(run(90), run(110)).holds
+    assert not judge(run(90, failed=1)).holds
+    assert judge(run(90, failed=1)).reason == "1 of 600 requests failed or were rejected"
+    lost = msgspec.structs.replace(get_record(), outcome="failed", reason="the server died", serve=None)
+    assert (judge(lost).holds, judge(lost).reason) == (False, "the server died")
+
+
+def test_a_limit_above_which_nothing_could_be_measured_is_no_limit_of_the_slo() -> None:
+    found = make_found(CLIENTS, lambda n: 10.0 if n <= 40 else 500.0)
+    failed = msgspec.structs.replace(get_record(), outcome="failed", reason="out of memory.", serve=None)
+    measured = [one if one.holds else dataclasses.replace(one, records=[failed]) for one in found.measured]
+    text = dataclasses.replace(found, measured=measured).format()
+    assert "could not be measured, so the limit may be higher: out of memory." in text
+    assert dataclasses.replace(found, measured=measured).to_json()["limit_measured"] is False
+
+
+def test_the_knee_is_where_output_stops_to_grow() -> None:
+    """Output is 100 tok/s a client up to 16 clients. Of 8, 16 and 32, 16 is the lowest with 90 % of the most."""
+    found = make_found(CLIENTS, lambda n: 100 * n / 40)
+    measured = []
+    for one in found.measured:
+        serve = one.metrics
+        assert serve is not None
+        serve = msgspec.structs.replace(serve, output_tok_s=100.0 * min(one.load, 16))
+        measured.append(dataclasses.replace(one, records=[msgspec.structs.replace(get_record(), serve=serve)]))
+    knee = dataclasses.replace(found, measured=measured).knee
+    assert knee is not None
+    assert knee.load == min(one.load for one in found.measured if one.load >= 16 / 1.1)
+
+
+@pytest.mark.parametrize("seed", [1, 6, 8])
+def test_the_limit_of_a_random_load_is_that_of_a_fine_grid(seed: int) -> None:
+    load = RandomLoad(seed)
+    found = search(load.holds, load.bounds)
+    assert load.runs == len(found) <= MAX_LOADS
+    limit, _ = find_limit(found)
+    assert limit is not None
+    assert find_grid_limit(load, limit) == pytest.approx(limit, rel=TOLERANCE)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_limits_of_random_loads_are_those_of_fine_grids() -> None:
+    """Of 100 random loads on random engines, at least 95 within 5 %."""
+    near = 0
+    for seed in range(100):
+        load = RandomLoad(seed)
+        found = search(load.holds, load.bounds)
+        assert len(found) <= MAX_LOADS
+        limit, _ = find_limit(found)
+        grid = find_grid_limit(load, limit or load.bounds.low)
+        near += limit == grid or (limit is not None and grid is not None and abs(limit / grid - 1) <= TOLERANCE)
+    assert near >= 95
