@@ -161,7 +161,7 @@ def format_details(ask: Query, choice: Choice) -> list[str]:
         sign = "−" if lead < 0 else "+"
         level = "" if is_ahead(best, behind) or is_ahead(behind, best) else ", which is level"
         sentences.append(
-            f"Its output per GPU over that of {behind.who}{_format_capacity(choice, behind)}: {sign}{format_percent(abs(lead))} {known}{level}."
+            f"Output per GPU against {behind.who}{_format_capacity(choice, behind)}: {sign}{format_percent(abs(lead))} {known}{level}."
         )
     if command := _format_deciding_command(ask, choice):
         sentences.append(f"To decide, run on {best.point.tp} × {ask.machine.gpu}: {command}")

@@ -51,7 +51,7 @@ class Choice:
     refused: dict[str, Refusal]  # layouts that do not fit, or for which nothing is known
     refused_points: Mapping[str, Point] = dataclasses.field(default_factory=dict)  # the same layouts' points
     capacities: Mapping[str, Capacity] = dataclasses.field(default_factory=dict)
-    """What weights and KV take of each GPU, by layout; of those that do not fit as well."""
+    """Memory of weights and KV on each GPU, by layout, also for layouts that do not fit."""
     short: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layouts that are estimated because their step times do not cover the load, with the file and what it lacks."""
     runs: list[Forecast] = dataclasses.field(default_factory=list)  # all records and replays of the load

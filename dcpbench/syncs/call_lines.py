@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.show.text import fit_text
+from dcpbench.syncs.gating.comments import MAX_SOURCE_BYTES, Function, get_first_line
 from dcpbench.syncs.sync_report import CallLine
 
 if TYPE_CHECKING:
@@ -21,19 +22,16 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.sync_report import Report, Site
 
-MAX_SOURCE_BYTES = 4 << 20
-"""Maximum bytes of a source file; a larger one was made by a program."""
 MAX_TEXT_CHARS = 200  # of a line that is kept
 MODULE = "<module>"
 BUILT_IN = re.compile(r"<built-in (?:method|function) (\w+)")
 FRAME = re.compile(r"\(\d+\): (.+)$")
-ANSWERED_BY_SYNTAX = ("bool", "int", "float", "complex", "range", "round")
-"""Types and functions that a call of leaves no frame in a trace."""
+NUMBERS = ("int", "float", "complex", "range", "round")
+"""Types and functions that take a tensor's value; calling them leaves no frame in a trace."""
 NAMESPACES = ("linalg_", "fft_", "special_")
 SHOWING = ("print", "str", "repr", "format")
 ITERATING = ("list", "tuple", "set", "sorted", "zip", "enumerate", "sum", "max", "min", "any", "all", "map", "reversed")
 CONVERTING = ("asarray", "array", "ascontiguousarray", "stack", "concatenate")
-Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 OPERATORS: dict[str, tuple[type[ast.AST], ...]] = {
     "add": (ast.Add,),
     "sub": (ast.Sub,),
@@ -134,10 +132,12 @@ def find_function(tree: ast.Module, name: str, line: int) -> ast.Module | Functi
         if isinstance(node, ast.Lambda):
             if name == "<lambda>" and node.lineno == line:
                 return node
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            begins = {node.lineno, *(decorator.lineno for decorator in node.decorator_list)}
-            if line in begins:
-                return node
+        elif (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.name == name
+            and line in (get_first_line(node), node.lineno)
+        ):
+            return node
     return None
 
 
@@ -323,7 +323,7 @@ def _may_be_tensor(test: ast.expr) -> bool:
 
 def _find_numbers(node: ast.AST) -> Iterable[int]:
     """Yield the lines that need a tensor's value as a number: conversions, and ends of slices."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ANSWERED_BY_SYNTAX[1:]:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NUMBERS:
         if any(not isinstance(argument, ast.Constant) for argument in node.args):
             yield node.lineno
     elif isinstance(node, ast.Slice):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.syncs.gating.baseline import build_entry, group_by_fingerprint
-from dcpbench.syncs.gating.gate import SLACK, can_be_finding
+from dcpbench.syncs.gating.gate import SLACK, can_be_finding, list_shared_phases
+from dcpbench.syncs.site_text import get_site_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ChangeKind(enum.StrEnum):
-    """What happened to a site, worst first."""
+    """Name what happened to a site, worst first."""
 
     NEW = "new"
     DEARER = "dearer"
@@ -34,7 +35,7 @@ class ChangeKind(enum.StrEnum):
 
 
 class Reason(enum.StrEnum):
-    """By what a site is dearer or cheaper."""
+    """Name the quantity by which a site is dearer or cheaper."""
 
     COUNT = "count"
     BUBBLE = "bubble"
@@ -113,7 +114,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """By how much the time of a step must differ to count."""
 
     share: float = 0.2
-    """Of the smaller time."""
+    """Relative difference, as a share of the smaller time."""
     microseconds: float = 10.0
 
 
@@ -237,7 +238,7 @@ def _compute_cost(sites: Sites, steps: int) -> SiteCost:
     return SiteCost(
         rule=first.rule,
         kind=first.kind,
-        name=first.function or first.range or first.op or first.call or first.kind,
+        name=get_site_name(first),
         file=first.file,
         line=first.line,
         op=first.op or first.call,
@@ -271,6 +272,5 @@ def _list_count_changes(old: SiteCost, new: SiteCost) -> Iterable[float]:
     """Return by how much each count grew: per step of the phases that both have, and outside of steps; else in all."""
     if old.count_per_step is None or new.count_per_step is None:
         return [float(new.count - old.count)]
-    both = [phase for phase in new.count_per_phase if phase in old.count_per_phase]
-    phases = [new.count_per_phase[phase] - old.count_per_phase[phase] for phase in both]
-    return [*(phases or [new.count_per_step - old.count_per_step]), float(new.outside - old.outside)]
+    phases = [after - before for _, after, before in list_shared_phases(new, old)]
+    return [*phases, float(new.outside - old.outside)]

@@ -1,4 +1,4 @@
-"""What differs between kinds of attention on one rank: weights, projections, decode and prompt attention. A file for each kind.
+"""Define the parts in which kinds of attention differ on one rank: weights, projections, decode and prompt attention. A file for each kind.
 
 The engine walks layers in the same way for every kind (model.py). Rows of the KV pool, page tables, exchanges and the
 gathering of prefixes see rows of some width, and heads with queries and outputs of some width.

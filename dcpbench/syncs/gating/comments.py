@@ -94,14 +94,12 @@ def _list_lines(source: _Source, line: int, *, call: bool) -> list[int]:
     functions = [node for node in ast.walk(source.tree) if isinstance(node, Function)]
     if not call:
         # Lambdas and functions may share a line; the trace does not show which of them it was.
-        begin = [f for f in functions if line in (_get_first_line(f), f.lineno)]
+        begin = [f for f in functions if line in (get_first_line(f), f.lineno)]
         return [
-            n
-            for f in begin
-            for n in (*_list_comments_above(source, _get_first_line(f)), *_list_own_lines(f, functions))
+            n for f in begin for n in (*_list_comments_above(source, get_first_line(f)), *_list_own_lines(f, functions))
         ]
-    around = [f for f in functions if _get_first_line(f) <= line <= _get_last_line(f)]
-    headers = [n for f in around for n in (*_list_comments_above(source, _get_first_line(f)), *_get_header_lines(f))]
+    around = [f for f in functions if get_first_line(f) <= line <= _get_last_line(f)]
+    headers = [n for f in around for n in (*_list_comments_above(source, get_first_line(f)), *_get_header_lines(f))]
     first, last = _find_statement(source.tree, line)
     return [*range(first, last + 1), *_list_comments_above(source, first), *headers]
 
@@ -134,20 +132,20 @@ def _get_header_lines(function: Function) -> range:
     """Return the lines of decorators and signature; for a lambda all of it."""
     if isinstance(function, ast.Lambda):
         return range(function.lineno, _get_last_line(function) + 1)
-    return range(_get_first_line(function), function.body[0].lineno)
+    return range(get_first_line(function), function.body[0].lineno)
 
 
 def _list_own_lines(function: Function, functions: list[Function]) -> list[int]:
     """Return the lines of a function without those of the functions defined in it."""
-    first, last = _get_first_line(function), _get_last_line(function)
-    inner = [f for f in functions if f is not function and first < _get_first_line(f) and _get_last_line(f) <= last]
+    first, last = get_first_line(function), _get_last_line(function)
+    inner = [f for f in functions if f is not function and first < get_first_line(f) and _get_last_line(f) <= last]
     nested = {
-        n for f in inner if not isinstance(f, ast.Lambda) for n in range(_get_first_line(f), _get_last_line(f) + 1)
+        n for f in inner if not isinstance(f, ast.Lambda) for n in range(get_first_line(f), _get_last_line(f) + 1)
     }
     return [n for n in range(first, last + 1) if n not in nested]
 
 
-def _get_first_line(function: Function) -> int:
+def get_first_line(function: Function) -> int:
     """Return Python's `co_firstlineno`: the first decorator's line, if there is one."""
     decorators = [] if isinstance(function, ast.Lambda) else function.decorator_list
     return min([function.lineno, *(d.lineno for d in decorators)])

@@ -11,7 +11,7 @@ import datetime as dt
 import re
 import shlex
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dcpbench.errors import ExitCode, UsageError
 from dcpbench.show import text
@@ -222,7 +222,7 @@ def _describe_growth(now: Entry, entry: Entry, count: int) -> str:
     if entry.count_per_step is not None and now.count_per_step is not None:
         grown = [
             f"{format_count_per_step(count)} per {phase}step here, {format_count_per_step(before)} in the baseline"
-            for phase, count, before in _list_shared_phases(now, entry)
+            for phase, count, before in list_shared_phases(now, entry)
             if count > before + SLACK
         ]
         if now.outside > entry.outside:
@@ -232,8 +232,20 @@ def _describe_growth(now: Entry, entry: Entry, count: int) -> str:
     return f"{count} in all here, {before} in the baseline" if count > before else ""
 
 
-def _list_shared_phases(now: Entry, entry: Entry) -> list[tuple[str, float, float]]:
-    """Return (phase and a blank, count per step here, count per step in the baseline) of each phase that both know."""
+class StepCounts(Protocol):
+    """Describe what has counts per step, such as an entry of a baseline."""
+
+    @property
+    def count_per_step(self) -> float | None:
+        """Return the mean over all steps; None without steps."""
+
+    @property
+    def count_per_phase(self) -> dict[str, float]:
+        """Return the mean over the steps of each phase; empty if there is one phase."""
+
+
+def list_shared_phases(now: StepCounts, entry: StepCounts) -> list[tuple[str, float, float]]:
+    """Return (phase and a blank, count per step here, count per step before) of each phase that both know."""
     both = [phase for phase in now.count_per_phase if phase in entry.count_per_phase]
     if not both:
         return [("", now.count_per_step or 0.0, entry.count_per_step or 0.0)]
