@@ -102,19 +102,21 @@ def compute_attention_work(
     latent: int = LATENT,
     kv_itemsize: int | None = None,
     row_width: int | None = None,
+    query_length: int = 1,
 ) -> Work:
     """Return the work of decode attention over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R)
     operations.
 
-    Every KV row, q and o counts once; each row and head has Q multiplications for the score, R for the output, and as
+    `lengths` has the KV rows that each query row sees; `query_length` adjacent query rows of a request share those of the
+    last one. Every KV row, q and o counts once; each row and head has Q multiplications for the score, R for the output, and as
     many additions. With grouped-query attention a query head has `width` numbers, an output `latent`, and a row the
     `row_width` of all KV heads of the rank; with MLA a row is as wide as a query. Rows have `kv_itemsize` bytes per number, q and o `itemsize`. Over rows in fp8 the operations are
     compared with the fp8 rate, if the GPU has one: a kernel can quantise q and scores on its way, and one that widens
     rows takes longer.
     """
-    rows, each = sum(lengths), heads * (width + latent)
+    rows, stored, each = sum(lengths), sum(lengths[query_length - 1 :: query_length]), heads * (width + latent)
     return Work(
-        memory_bytes=rows * (row_width or width) * (kv_itemsize or itemsize) + len(lengths) * each * itemsize,
+        memory_bytes=stored * (row_width or width) * (kv_itemsize or itemsize) + len(lengths) * each * itemsize,
         memory_limit="read",
         flops=2 * rows * each,
         flops_limit="matmul_fp8" if kv_itemsize == 1 else "matmul",
