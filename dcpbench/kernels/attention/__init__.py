@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from dcpbench.errors import MissingPackageError, UsageError, format_install_hint
 from dcpbench.kernels.e4m3 import ROUNDING
-from dcpbench.points.names import BACKENDS
+from dcpbench.points.names import BACKENDS, LIBRARIES
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -108,9 +108,9 @@ class AttentionSpec(DecodeSpec):
     rope: int
 
 
-def require_single_rows(name: str, spec: DecodeSpec) -> None:
-    """Raise UsageError if requests have several query rows, for a backend that does not take them together."""
-    if spec.query_length > 1:
+def check_query_length(name: str, spec: DecodeSpec) -> None:
+    """Raise UsageError if requests have several query rows and the backend does not take them together."""
+    if spec.query_length > 1 and name in LIBRARIES:
         raise UsageError(
             f"--backend {name} does not take the {spec.query_length} query rows of a request together; use --backend triton."
         )
@@ -127,6 +127,7 @@ def compute_rounding_error(rounds: Collection[str], deviation: float) -> float:
 
 def make_backend(name: str, spec: AttentionSpec) -> Backend:
     """Return the backend called `name`. Raise MissingPackageError or UsageError if it cannot run."""
+    check_query_length(name, spec)
     if name == "reference":
         from dcpbench.kernels.attention.reference import ReferenceBackend
 

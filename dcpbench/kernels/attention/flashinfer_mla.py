@@ -9,7 +9,6 @@ import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
 from dcpbench.errors import UsageError
-from dcpbench.kernels.attention import require_single_rows
 
 if TYPE_CHECKING:
     from dcpbench.kernels.attention import AttentionSpec, Shards
@@ -44,7 +43,6 @@ class FlashInferBackend:
     rounds: tuple[str, ...] = ()
 
     def __init__(self, spec: AttentionSpec) -> None:
-        require_single_rows("flashinfer", spec)
         if (spec.latent, spec.rope) != (512, 64) or spec.dtype not in (torch.bfloat16, torch.float16):
             raise UsageError(
                 f"--backend flashinfer takes latent 512, rope 64 in bf16 or fp16, not {spec.latent}, {spec.rope} in "

@@ -15,7 +15,7 @@ from flash_mla import get_mla_decoding_metadata
 from flash_mla.flash_mla_interface import FlashMLASchedMeta, flash_mla_with_kvcache
 
 from dcpbench.errors import UsageError
-from dcpbench.kernels.attention import QUERIES, WEIGHTS, require_single_rows
+from dcpbench.kernels.attention import QUERIES, WEIGHTS
 from dcpbench.kernels.attention.triton_mla import PageTables
 from dcpbench.kernels.e4m3 import e4m3_byte, has_cast
 
@@ -71,7 +71,6 @@ class FlashMlaBackend:
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
-        require_single_rows("flashmla", spec)
         if (spec.latent, spec.rope) != (512, 64) or spec.dtype not in (torch.bfloat16, torch.float16):
             raise UsageError(
                 f"--backend flashmla takes latent 512, rope 64 in bf16 or fp16, not {spec.latent}, {spec.rope} in "

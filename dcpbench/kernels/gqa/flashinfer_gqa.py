@@ -10,7 +10,6 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
 from dcpbench.errors import UsageError
-from dcpbench.kernels.attention import require_single_rows
 from dcpbench.kernels.attention.flashinfer_mla import (
     WORKSPACE_BYTES,
     allocate_ints,
@@ -36,7 +35,6 @@ class FlashInferGqa:
     rounds: tuple[str, ...] = ()
 
     def __init__(self, spec: GqaSpec) -> None:
-        require_single_rows("flashinfer", spec)
         if spec.head_dim not in HEAD_DIMS or spec.dtype not in (torch.bfloat16, torch.float16) or spec.fp8:
             raise UsageError(
                 f"--backend flashinfer takes heads of {', '.join(map(str, HEAD_DIMS))} columns in bf16 or fp16, not "
