@@ -168,7 +168,7 @@ def serve(
         packages={"flashinfer": times.environment.flashinfer, "flash_mla": times.environment.flash_mla},
     )
     unsaid = OTHERS + (("exchange",) if times.path["exchange"] == NO_EXCHANGE else ())
-    unsaid += tuple(name for name in (*STORED, "emulate", "routing") if not times.path[name])
+    unsaid += tuple(name for name in (*STORED, "emulate", "routing", "mtp") if not times.path[name])
     own = {name: value for name, value in times.path.items() if name not in unsaid}
     spec = make_serve_spec({"baseline": "disaggregate" in given, **own, **given}, probe)
     _print_notes(spec, probe, run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -28,6 +28,7 @@ from dcpbench.points.names import (
     format_flag,
 )
 from dcpbench.points.point import AXES, LOAD_AXES, OPTIONS, Point, select_point_axes
+from dcpbench.points.speculation import limit_acceptance
 from dcpbench.records.record import Record
 from dcpbench.serving.load_words import format_load
 from dcpbench.show.text import format_list
@@ -225,7 +226,10 @@ def _iter_points(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[
     hows = [dict(zip(spec.how, values, strict=True)) for values in itertools.product(*spec.how.values())]
     axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, spec.model, hows)
     for repeat, tp, dp, model, how in axes:
-        placed = {"ep": place_experts(str(how["ep"]), tp)}
+        placed = {
+            "ep": place_experts(str(how["ep"]), tp),
+            "acceptance": limit_acceptance(cast("int", how["mtp"]), spec.acceptance),
+        }
         for given, dcp in itertools.product(
             loads[model, dp], spec.dcp or (shapes[model].compute_max_dcp(max(tp // dp, 1)),)
         ):

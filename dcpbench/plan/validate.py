@@ -134,6 +134,11 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
 
 def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
     """Raise UsageError unless the engine computes the model with its weights; replays with given step times need no engine."""
+    if point.mtp and not settings.step_times:
+        raise UsageError(
+            f"--mtp {point.mtp}: dcpbench's engine does not run steps of several tokens; leave --mtp out, or forecast them with dcpbench "
+            "recommend."
+        )
     reason = None if settings.step_times else find_live_limit(shape, point.weights_dtype)
     if reason is not None:
         raise UsageError(f"{point.instance_name}: {reason}. To plan it, add --dry-run, or use dcpbench recommend.")

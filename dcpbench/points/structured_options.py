@@ -120,6 +120,29 @@ class Prefill(StructuredOption, frozen=True, kw_only=True):
     ] = None
 
 
+class Mtp(StructuredOption, frozen=True, kw_only=True):
+    """Describe steps of several tokens."""
+
+    option = "--mtp"
+    text = "Steps of several tokens (multi-token prediction): a step verifies drafts and yields those that are accepted, and one more token."
+    bare = "tokens"
+
+    tokens: Annotated[
+        tuple[int, ...] | None,
+        Key("N/…", "drafts of a request and step, 1 to 7; 0 for none. Values separated by / are points.", "0", "mtp"),
+    ] = None
+    acceptance: Annotated[
+        str | None,
+        Key(
+            "A/B/…",
+            "probability that each draft is accepted if those before it were, or a JSON file with a list of these. The expected tokens "
+            "of a step are 1 + A + A·B + ….",
+            "",
+            "acceptance",
+        ),
+    ] = None
+
+
 class PageSize(StructuredOption, frozen=True, kw_only=True):
     """Describe pages of the KV cache."""
 
@@ -320,7 +343,20 @@ class Find(StructuredOption, frozen=True, kw_only=True):
     ] = None
 
 
-STRUCTURED = (Sessions, PrefixShare, Disaggregate, Prefill, PageSize, Collectives, Timeout, Nodes, Gpu, Client, Find)
+STRUCTURED = (
+    Sessions,
+    PrefixShare,
+    Disaggregate,
+    Prefill,
+    Mtp,
+    PageSize,
+    Collectives,
+    Timeout,
+    Nodes,
+    Gpu,
+    Client,
+    Find,
+)
 """All structured options."""
 BY_NAME = {declared.option: declared for declared in STRUCTURED}
 KEYS = {
