@@ -47,6 +47,7 @@ from dcpbench.points.names import (
     EXCHANGES,
     FP8,
     LIBRARIES,
+    LIVE,
     NO_EXCHANGE,
     OVER_FP8,
     REGISTERED,
@@ -134,10 +135,10 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
 
 def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
     """Raise UsageError unless the engine computes the model with its weights; replays with given step times need no engine."""
-    if point.mtp and not settings.step_times:
+    if point.mtp and (point.load is None or point.load.mode == LIVE):
         raise UsageError(
-            f"--mtp {point.mtp}: dcpbench's engine does not run steps of several tokens; leave --mtp out, or forecast them with dcpbench "
-            "recommend."
+            f"--mtp {point.mtp}: dcpbench's engine does not run steps of several tokens; leave --mtp out, replay them (dcpbench serve --mode "
+            "replay), or forecast them (dcpbench recommend)."
         )
     reason = None if settings.step_times else find_live_limit(shape, point.weights_dtype)
     if reason is not None:
@@ -510,8 +511,8 @@ def _check_chunk(point: Point, load: Load) -> None:
     if load.chunk // point.dp < page:
         of = f" for each of {point.dp} replicas" if point.dp > 1 else ""
         raise UsageError(
-            f"--chunk {load.chunk} leaves {load.chunk // point.dp} tokens{of}, and {point.instance_name} cuts prompts at "
-            f"multiples of page size × dcp = {page}; use --chunk {page * point.dp} or more, or a smaller --page-size."
+            f"--prefill chunk={load.chunk} leaves {load.chunk // point.dp} tokens{of}, and {point.instance_name} cuts prompts at "
+            f"multiples of page size × dcp = {page}; use --prefill chunk={page * point.dp} or more, or a smaller --page-size."
         )
 
 
@@ -525,8 +526,8 @@ def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Prob
     )
     if total is not None and need > total:
         raise CapacityError(
-            f"--chunk {load.chunk}: a step of so many prompt tokens needs {format_size(need)} on a GPU of "
-            f"{format_size(total)}; use a smaller one, such as --chunk 8192."
+            f"--prefill chunk={load.chunk}: a step of so many prompt tokens needs {format_size(need)} on a GPU of "
+            f"{format_size(total)}; use a smaller one, such as --prefill chunk=8192."
         )
 
 

@@ -111,7 +111,7 @@ def plan_engine(points: Sequence[Point], settings: Settings, shape: ModelShape, 
         pages,
         rank.fit_layers(pages),
         max_requests=max_requests,
-        max_context=max(p.context for p in points) + memory.HEADROOM_TOKENS,
+        max_context=max(p.context + p.mtp for p in points) + memory.HEADROOM_TOKENS,
         chunk=chunk,
         bounded_by=bounded_by,
     )
@@ -171,7 +171,7 @@ def count_needed_pages(point: Point) -> int:
     if point.load is None:
         return memory.count_kv_pages(point.layout, point.concurrency, point.context, point.page_size)
     requests = -(-min(point.concurrency, point.load.requests) // point.dp)
-    one = memory.count_pages(point.context, point.layout, point.page_size)
+    one = memory.count_pages(point.context + point.mtp, point.layout, point.page_size)
     return requests * (one + 1) + memory.PAGES_OF_PADDING
 
 
@@ -181,7 +181,7 @@ def count_min_pages(point: Point) -> int:
     """
     if point.load is None:
         return count_needed_pages(point)
-    return memory.count_pages(point.context, point.layout, point.page_size) + memory.PAGES_OF_PADDING
+    return memory.count_pages(point.context + point.mtp, point.layout, point.page_size) + memory.PAGES_OF_PADDING
 
 
 def _count_requests(point: Point) -> int:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LISTS = [axis.name for axis in AXES if axis.kind is str and not axis.one]  # options that take a list of names
 UNTYPED: dict[str, object] = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC, "emulate": "", "routing": "", "mtp": 0}
-UNTYPED |= {axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)}
+UNTYPED |= {axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED | Role.ASSUMED)}
 """Values for which an option is left out."""
 
 
@@ -44,7 +44,8 @@ def build_command(point: Point, settings: Mapping[str, object], *, cpu: bool = F
     that no option can express: a name with a comma, or an empty one.
     """
     words = ["dcpbench", "serve" if point.load else "sweep"]
-    how = {axis.name: getattr(point, axis.name) for axis in select_point_axes(Role.ENGINE | Role.PATH | Role.DEPLOYED)}
+    roles = Role.ENGINE | Role.PATH | Role.DEPLOYED | Role.ASSUMED
+    how = {axis.name: getattr(point, axis.name) for axis in select_point_axes(roles)}
     untyped = dict(UNTYPED)
     if not settings.get("step_times"):  # a file of step times has its own defaults
         untyped["ep"] = place_experts(CUT, point.tp)
@@ -54,7 +55,6 @@ def build_command(point: Point, settings: Mapping[str, object], *, cpu: bool = F
         raise UsageError(f"no option selects {dtype} for the computation if weights and KV are fp8.")
     how = {name: value for name, value in how.items() if untyped.get(name) != value}
     layout = {name: how.pop(name) for name in ("model", *DEGREES, "ep", "weights") if name in how}
-    how |= {"acceptance": point.acceptance} if point.acceptance else {}
     options = layout | _collect_load_options(point, settings) | how | _collect_measure_options(point, settings)
     for name, value in _join_keys(options).items():
         words += _format_option(name, value)

@@ -75,7 +75,7 @@ class TestChunks:
         assert not scheduler.unfinished
 
     def test_a_step_smaller_than_a_page_is_refused(self) -> None:
-        with pytest.raises(UsageError, match=re.escape("use --chunk 8 or more, or a smaller --page-size")):
+        with pytest.raises(UsageError, match=re.escape("use --prefill chunk=8 or more, or a smaller --page-size")):
             config(chunk=3, replicas=2)
 
 

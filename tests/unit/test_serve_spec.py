@@ -300,8 +300,11 @@ def test_a_folder_of_step_times_is_no_file_of_them(tmp_path: Path) -> None:
         ({"num_requests": 10**11}, "which would not fit in memory"),
         ({"num_requests": "9" * 5000}, "not a whole number; write for example --num-requests 1000"),
         ({"prefix_share": "50%"}, "--prefix-share 50%: not a number; write for example --prefix-share 0.5"),
-        ({"chunk": "2x"}, "--chunk 2x: not a whole number; write for example --chunk 8192"),
-        ({"chunk": "2K"}, "--chunk 2K: K is 1,000 in some tools and 1,024 in others; write 2000 (or 2k), or 2048."),
+        ({"chunk": "2x"}, "--prefill chunk=2x: not a whole number; write for example --prefill chunk=8192"),
+        (
+            {"chunk": "2K"},
+            "--prefill chunk=2K: K is 1,000 in some tools and 1,024 in others; write 2000 (or 2k), or 2048.",
+        ),
         ({"input_tokens": "64K"}, "--input-tokens 64K: K is 1,000 in some tools and 1,024 in others; write 64000"),
         ({"mode": ""}, "--mode is empty; write for example --mode replay"),
         ({"slo": ""}, "--slo is empty"),
@@ -312,7 +315,7 @@ def test_a_folder_of_step_times_is_no_file_of_them(tmp_path: Path) -> None:
         ({"concurrency": "0"}, "--concurrency 0 is not positive"),
         ({"concurrency": "17"}, "--concurrency 17 is more than the 16 requests"),
         ({"seed": -1}, "--seed -1 is negative"),
-        ({"chunk": 0}, "--chunk 0 is not positive"),
+        ({"chunk": 0}, "--prefill chunk=0 is not positive"),
         ({"policy": "fair"}, "--prefill policy=fair is unknown. Known: mixed, prefill-first"),
         ({"prefill": "flashinfr"}, "did you mean flashinfer?"),
         ({"mode": "reply"}, "--mode reply is unknown; did you mean replay?"),
@@ -364,13 +367,15 @@ class TestRejections:
 
     def test_a_chunk_holds_a_page_of_every_rank_of_every_replica(self) -> None:
         """tp8·dp2·dcp4 with pages of 8: 8 × 4 = 32 tokens for each of 2 replicas."""
-        assert "use --chunk 64 or more, or a smaller --page-size" in reason(tp=8, dp=2, dcp=4, page_size=8, chunk=63)
+        assert "use --prefill chunk=64 or more, or a smaller --page-size" in reason(
+            tp=8, dp=2, dcp=4, page_size=8, chunk=63
+        )
         assert expand(tp=8, dp=2, dcp=4, page_size=8, chunk=64)[0].error is None
 
     def test_a_chunk_larger_than_a_gpu_is_refused_with_what_it_would_need(self) -> None:
         found = reason(H200X4, concurrency=8, chunk=10**8)
-        assert found.startswith("--chunk 100000000: a step of so many prompt tokens needs")
-        assert found.endswith("on a GPU of 139.0 GiB; use a smaller one, such as --chunk 8192.")
+        assert found.startswith("--prefill chunk=100000000: a step of so many prompt tokens needs")
+        assert found.endswith("on a GPU of 139.0 GiB; use a smaller one, such as --prefill chunk=8192.")
 
     def test_flashinfer_prefills_on_gpus_that_have_it_with_its_widths(self) -> None:
         assert "needs a GPU" in reason(prefill="flashinfer")
