@@ -134,8 +134,7 @@ class SweepSpec:
     def _check_acceptance(self) -> None:
         drafts = cast("tuple[int, ...]", self.how["mtp"])
         check_acceptance(drafts, self.acceptance)
-        if self.serve:
-            require_acceptance(drafts, self.acceptance)
+        require_acceptance(drafts, self.acceptance)
 
     def _check_precisions(self) -> None:
         for name in STORED:

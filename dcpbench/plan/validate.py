@@ -129,16 +129,16 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
         _check_load(point, point.load, shape, probe)
     else:
         check_decode_batch(point)
-        check_positions(point.context, None, shape)
+        check_positions(point.context + point.mtp, None, shape)
     _check_memory(point, settings, shape, probe)
 
 
 def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
     """Raise UsageError unless the engine computes the model with its weights; replays with given step times need no engine."""
-    if point.mtp and (point.load is None or point.load.mode == LIVE):
+    if point.mtp and point.load and point.load.mode == LIVE:
         raise UsageError(
-            f"--mtp {point.mtp}: dcpbench's engine does not run steps of several tokens; leave --mtp out, replay them (dcpbench serve --mode "
-            "replay), or forecast them (dcpbench recommend)."
+            f"--mtp {point.mtp}: dcpbench's scheduler does not serve steps of several tokens live; leave --mtp out, replay them (dcpbench "
+            "serve --mode replay), measure a step (dcpbench sweep), or forecast them (dcpbench recommend)."
         )
     reason = None if settings.step_times else find_live_limit(shape, point.weights_dtype)
     if reason is not None:
@@ -330,6 +330,11 @@ def _check_auto(point: Point, machine: Machine) -> None:
 
 def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
     probe = machine.probe
+    if point.mtp and point.backend in LIBRARIES and point.load is None:
+        raise UsageError(
+            f"--backend {point.backend} does not take the {point.mtp + 1} query rows of a request together (--mtp {point.mtp}); use --backend "
+            "triton."
+        )
     if point.backend == "reference" and probe.device == "cuda" and machine.timed:
         raise UsageError(
             "--backend reference plans with new tensors in every step, which a CUDA graph would not see; use --backend "
@@ -607,7 +612,7 @@ def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Pro
     if settings.kv_memory_bytes is not None:
         one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
         pool = min(pool, settings.kv_memory_bytes // one)
-    one = memory.count_pages(point.context + memory.HEADROOM_TOKENS, point.layout, point.page_size)
+    one = memory.count_pages(point.context + point.mtp + memory.HEADROOM_TOKENS, point.layout, point.page_size)
     max_requests = max((pool - memory.PAGES_OF_PADDING) // one, 0) * point.dp
     advice = (
         f"At --context {point.context} the largest --concurrency that fits is {max_requests}."

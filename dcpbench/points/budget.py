@@ -169,7 +169,7 @@ def count_needed_pages(point: Point) -> int:
     scheduler reserves one page for each request in addition to those that it holds.
     """
     if point.load is None:
-        return memory.count_kv_pages(point.layout, point.concurrency, point.context, point.page_size)
+        return memory.count_kv_pages(point.layout, point.concurrency, point.context + point.mtp, point.page_size)
     requests = -(-min(point.concurrency, point.load.requests) // point.dp)
     one = memory.count_pages(point.context + point.mtp, point.layout, point.page_size)
     return requests * (one + 1) + memory.PAGES_OF_PADDING

@@ -75,7 +75,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: Interval
     """Slowest rank's time from graph launch to the step's end."""
     itl_ms: Percentiles
-    """Gap between two tokens of a request: one step. Samples are steps."""
+    """Gap between two tokens of a request: one step, or 0 between tokens of the same step. Samples are steps."""
     output_tok_s: Interval
     output_tok_s_per_gpu: Number
     tok_s_per_user: Number

@@ -118,8 +118,10 @@ def build_session(
         exchange=exchange,
         max_requests=plan.max_requests,
         max_context=plan.max_context,
+        query_length=point.mtp + 1,
     )
-    spec = ReduceSpec(rows=compute_batch_rows(plan.max_requests), columns=shape.hidden, dtype=dtype, device=device)
+    rows = compute_batch_rows(plan.max_requests) * (point.mtp + 1)
+    spec = ReduceSpec(rows=rows, columns=shape.hidden, dtype=dtype, device=device)
     session = Session(point=point, shape=shape, plan=plan, engine=engine, reduce_spec=spec, emulation=emulation)
     session.apply_point(point)
     return session

@@ -302,7 +302,7 @@ def test_steps_do_not_change_what_the_next_sample_measures(monkeypatch):
     def five_steps(step, _device, _settings, _alive):
         for _ in range(5):
             step()
-            logits.append(built.engine.batches[4].logits.clone())
+            logits.append(built.engine.batches[4, 1].logits.clone())
         return Timing(samples_ms=[1.0] * 20, noisy=False, unsettled=False)
 
     monkeypatch.setattr(decode, "measure_steps", five_steps)
