@@ -481,6 +481,10 @@ def _check_load(point: Point, load: Load, shape: ModelShape, probe: Probe) -> No
         raise UsageError(
             f"--prefill policy={load.policy} is modelled for one attention replica; use --dp 1, or a policy of dcpbench's engine."
         )
+    if load.policy in ENGINE_POLICIES and point.mtp:
+        raise UsageError(
+            f"--prefill policy={load.policy} is not modelled with drafts; leave out --mtp, or use a policy of dcpbench's engine."
+        )
     if open_ := _list_auto_options(point):
         raise UsageError(
             f"{' and '.join(open_)}: serve needs a named kernel; dcpbench sweep {' '.join(open_)} finds the fastest."

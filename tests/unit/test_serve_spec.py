@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -675,3 +676,36 @@ class TestPolicies:
         assert reason(policy="vllm", mode="replay", model="tiny", tp="2", dp="2").startswith(
             "--prefill policy=vllm is modelled for one"
         )
+
+
+class TestDrafts:
+    def test_numbers_of_drafts_are_points_with_the_acceptance_of_as_many(self) -> None:
+        found = expand(
+            H200X4, tp=4, dcp=4, concurrency=8, mode="replay", mtp="0,1,3", acceptance="0.85/0.6/0.4", baseline=False
+        )
+        assert [(c.point.mtp, c.point.acceptance) for c in found] == [(0, ""), (1, "0.85"), (3, "0.85/0.6/0.4")]
+        assert [grid.format_path(c.point).partition("ag_rs ")[2].rpartition("fp8")[0].strip() for c in found] == [
+            "",
+            "mtp1 acceptance 0.85",
+            "mtp3 acceptance 0.85/0.6/0.4",
+        ]
+
+    @pytest.mark.parametrize(
+        ("changes", "says"),
+        [
+            (
+                {"mtp": 3},
+                "Add the probability that each draft is accepted if those before it were, as in --mtp 3,acceptance=",
+            ),
+            ({"mtp": 8, "acceptance": "1"}, "a step verifies 1 to 7 drafts (0: none); write for example --mtp 3"),
+            ({"mtp": 2, "acceptance": "0.5"}, "state one for each draft, such as acceptance=0.8/0.6"),
+        ],
+    )
+    def test_acceptance_is_stated_and_never_assumed(self, changes: dict[str, object], says: str) -> None:
+        with pytest.raises(UsageError, match=re.escape(says)):
+            expand(H200X4, concurrency=8, mode="replay", **changes)
+
+    def test_policies_of_other_engines_are_refused_with_drafts(self) -> None:
+        drafts = {"mtp": 1, "acceptance": "0.85"}
+        found = reason(H200X4, concurrency=8, mode="replay", policy="vllm", **drafts)
+        assert found.startswith("--prefill policy=vllm is not modelled with drafts; leave out --mtp")
