@@ -632,7 +632,11 @@ def _sort_table(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return table.sort_values(order, kind="stable", ignore_index=True, key=make_sort_key)
 
 
-DISTINCT_WHEN_ABSENT = ("emulate", "prefill_gpus", "mtp")  # fields of which an empty value means something, not "unknown"
+DISTINCT_WHEN_ABSENT = (
+    "emulate",
+    "prefill_gpus",
+    "mtp",
+)  # fields of which an empty value means something, not "unknown"
 
 
 def _format_varying(table: pd.DataFrame, axis: Axis) -> list[str]:
