@@ -43,7 +43,7 @@ def estimate_draft_steps(times: StepTimes, point: Point) -> tuple[StepTimes, str
             "dcpbench's engine that was measured with --mtp 0, or with these drafts."
         )
     gpu = _find_gpu(times, point)
-    ratios = _Ratios(point, get_limits(load_machine(gpu)))
+    ratios = DraftRatios(point, get_limits(load_machine(gpu)))
     cases = [
         msgspec.structs.replace(
             m,
@@ -65,7 +65,7 @@ def _find_gpu(times: StepTimes, point: Point) -> str:
     return next((gpu.name for gpu in GPUS if gpu.device == times.environment.device), MEASURED_ON)
 
 
-class _Ratios:
+class DraftRatios:
     """Ratios of the floors of a case with drafts and without."""
 
     def __init__(self, point: Point, limits: Mapping[str, float]) -> None:
