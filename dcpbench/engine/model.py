@@ -158,8 +158,8 @@ class Model:
         """Return the hidden states [B, D] from which the tokens after those of `batch` are drafted, behind the norm before
         the LM head. Collective.
 
-        `hidden_BD` are the hidden states of the tokens before those of `batch`, whose positions are `batch.positions`: of
-        the model, or of the pass of this layer for the draft before. Both are behind a final norm, as SGLang has them;
+        `hidden_BD` are the hidden states of the tokens before those of `batch`, at `batch.positions`: of the model, or of
+        the pass of this layer for the draft before. Both are behind a final norm, as SGLang has them;
         DeepSeek-V3's report (arXiv 2412.19437) does not state it.
         """
         draft, index = self.weights.draft, self.shape.layers
