@@ -77,6 +77,12 @@ class Batch:
         """[requests] int64, drafts that the last step accepted; None without drafts."""
         self.router_inputs: RouterInputs | None = None
         """See StepInput; set before the first step, as a graph holds its address."""
+        self.later: list[Batch] | None = None
+        """Batches of one row of each request, for the passes that draft tokens after the first; None if no step drafts. Set
+        by `plan_drafts`.
+        """
+        self.drafts: torch.Tensor | None = None
+        """[requests, N] int64, tokens that the last step drafted; None if it did not."""
         self.captured: CapturedStep | None = None
 
 
@@ -200,6 +206,39 @@ class DecodeEngine:
         }
         return model.attention.make_backend(self.backend_name, sizes)
 
+    def plan_drafts(self, batch: Batch, requests: Sequence[Request], starts: Sequence[int]) -> None:
+        """Have steps of `batch`, planned for `requests`, draft as many tokens as it verifies, with the model's layer for it.
+
+        The first pass of that layer has all rows of the step; each further pass one row of each request, at the positions
+        behind `starts`: those of the last tokens that the step has accepted. They have KV locations.
+        """
+        if batch.later is None:
+            batch.later = [
+                Batch(batch.requests, 1, self._make_backend(batch.requests, 1), self.exchange, self.device)
+                for _ in range(batch.query_length - 2)
+            ]
+        for number, later in enumerate(batch.later, 1):
+            self._fill_batch(later, [r.slot for r in requests], [start + number for start in starts])
+
+    def run_drafts(self, batch: Batch) -> None:
+        """Draft tokens from the hidden states and sampled tokens of the last step of `batch`: `batch.drafts`."""
+        model, hidden = self.model, self.model.final_hidden
+        assert batch.accepted is not None
+        assert batch.next_tokens is not None
+        assert batch.later is not None
+        assert hidden is not None
+        last_R = torch.arange(batch.requests, device=self.device) * batch.query_length + batch.accepted
+        hidden = model.run_draft_layer(self._make_input(batch, batch.next_tokens), hidden, batch)[last_R]
+        drafts = [model.sample_greedy(model.compute_logits(hidden))]
+        for later in batch.later:
+            hidden = model.run_draft_layer(self._make_input(later, drafts[-1]), hidden, later)
+            drafts.append(model.sample_greedy(model.compute_logits(hidden)))
+        batch.drafts = torch.stack(drafts, dim=1)
+
+    def _make_input(self, batch: Batch, tokens_B: torch.Tensor) -> StepInput:
+        locs = self.requests.table[batch.slots, batch.positions]
+        return StepInput(tokens_B, batch.positions, locs, batch.router_inputs)
+
     def _make_exchange_spec(self) -> ExchangeSpec:
         model, kind = self.model, self.model.attention
         return ExchangeSpec(
@@ -229,6 +268,11 @@ class DecodeEngine:
         the maximum number of requests of any replica.
         """
         batch = self.get_batch(padded or len(slots) // query_length, query_length)
+        self._fill_batch(batch, slots, positions)
+        return batch
+
+    def _fill_batch(self, batch: Batch, slots: Sequence[int], positions: Sequence[int]) -> None:
+        query_length = batch.query_length
         padding = batch.size - len(slots)
         slots = [*slots, *[PADDING_SLOT] * padding]
         positions = [*positions, *[PADDING_POSITION] * padding]
@@ -243,7 +287,6 @@ class DecodeEngine:
             if query_length > 1:
                 tables.row_lengths.copy_(compute_local_lengths(batch.positions + 1, self.model.share))
             batch.backend.plan_on_device()
-        return batch
 
     def _make_shards(self, slots: Sequence[int], positions: Sequence[int], query_length: int) -> Shards:
         """Return the pages and lengths that this rank attends to, for backends that plan on the host."""
@@ -256,17 +299,18 @@ class DecodeEngine:
     def run_eager(self, batch: Batch) -> None:
         """Run one eager step: logits and next tokens of the planned batch, which become the requests' tokens.
 
-        With drafts, the table of tokens stays as it is, so that a step can be repeated; see `accept_drafts`.
+        With drafts, the table of tokens stays as it is, so that a step can be repeated; see `accept_drafts`. The step then
+        drafts the next tokens, too, if `plan_drafts` has planned it.
         """
-        locs = self.requests.table[batch.slots, batch.positions]
         tokens = self.requests.tokens[batch.slots, batch.positions]
-        inputs = StepInput(tokens, batch.positions, locs, batch.router_inputs)
-        batch.logits = self.model.run_step(inputs, batch)
+        batch.logits = self.model.run_step(self._make_input(batch, tokens), batch)
         batch.next_tokens = self.model.sample_greedy(batch.logits)
         if batch.query_length == 1:
             self.requests.tokens[batch.slots, batch.positions + 1] = batch.next_tokens
         else:
             batch.accepted = count_accepted(tokens, batch.next_tokens, batch.query_length)
+            if batch.later is not None:
+                self.run_drafts(batch)
 
     def capture_step(self, batch: Batch) -> None:
         """Capture the step as a CUDA graph, once per batch.

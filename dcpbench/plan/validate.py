@@ -614,7 +614,8 @@ def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Pro
     """
     pool = compute_max_pages(point, shape, probe)
     if settings.kv_memory_bytes is not None:
-        one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
+        drafting = shape.add_drafts(point.mtp)
+        one = memory.compute_page_bytes(drafting, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
         pool = min(pool, settings.kv_memory_bytes // one)
     one = memory.count_pages(point.context + point.mtp + memory.HEADROOM_TOKENS, point.layout, point.page_size)
     max_requests = max((pool - memory.PAGES_OF_PADDING) // one, 0) * point.dp

@@ -209,7 +209,8 @@ class _Rank:
         """Compute the fixed sizes; `chunk` is the number of prompt tokens of a step, for which prefill buffers are
         reserved, and `requests` that of requests with their own sliding windows.
         """
-        self.point, self.shape, self.itemsize = point, shape, ITEMSIZE[point.dtype]
+        self.point, self.itemsize = point, ITEMSIZE[point.dtype]
+        self.shape = shape = shape.add_drafts(point.mtp)
         self.weights = shape.get_weight_format(point.weights_precision)
         self.page_bytes = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
         self.l2_bytes = probe.l2_bytes or 0

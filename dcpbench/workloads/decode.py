@@ -91,13 +91,17 @@ def run(
     requests = [_add_request(engine, session, point, settings.seed, i) for i in mine]
 
     def plan() -> Batch:
-        return engine.plan_step(requests, padded, point.mtp + 1)
+        batch = engine.plan_step(requests, padded, point.mtp + 1)
+        if session.shape.drafts:
+            engine.plan_drafts(batch, requests, [point.context] * len(requests))
+        return batch
 
     try:
         choice = choose_fastest(engine, point, plan, lambda: tell("choose"))
         batch = plan()
         if point.weights == "synthetic" and batch.router_inputs is None:
-            batch.router_inputs = _make_router_inputs(session, batch, settings.seed)
+            for own in (batch, *(batch.later or ())):
+                own.router_inputs = _make_router_inputs(session, own, settings.seed)
         plans_us = _measure_plan_times_us(engine, plan)
         tell("check")
         # a rank without the others merges no valid attention output
@@ -333,7 +337,7 @@ def compute_step_floor(
     session: Session, point: Point, rows: int, chosen: list[torch.Tensor], rates: Rates | None
 ) -> Floor | None:
     """Return the floor of a point's step, in a graph with `rows` rows per replica: the work of its requests, without
-    padding.
+    padding, and of the passes that draft tokens.
 
     None without rates, or without a required one.
     """
@@ -348,9 +352,15 @@ def compute_step_floor(
         tokens=point.concurrency * queries,
         routing=tuple(tuple(sharding.count_routed(ids_Tk[live].flatten().tolist())) for ids_Tk in chosen),
     )
-    phase_us = roofline.compute_step_floors(sharding, step, rates.limits)
-    if phase_us is None:
-        return None
+    parts = [(sharding, step)]
+    if session.shape.drafts and (layer := sharding.make_draft_layer()) is not None:
+        parts += [(layer, each) for each in step.make_draft_passes()]
+    phase_us: dict[str, float] = {}
+    for part in parts:
+        found = roofline.compute_step_floors(*part, rates.limits)
+        if found is None:
+            return None
+        phase_us = {name: phase_us.get(name, 0.0) + found.get(name, 0.0) for name in {**phase_us, **found}}
     return Floor(floor_ms=sum(phase_us.values()) / 1e3, phase_floor_us=phase_us, experts="routed")
 
 

@@ -88,7 +88,7 @@ def build_session(
     alive: Callable[[], None] = lambda: None,
 ) -> Session:
     """Build weights, an empty KV pool and an engine as planned, on the path of `point`. Collective."""
-    layout, dtype = point.layout, DTYPES[point.dtype]
+    layout, dtype, shape = point.layout, DTYPES[point.dtype], shape.add_drafts(point.mtp)
     source: Source = SyntheticSource(seed, dtype, device)
     if point.weights != source.kind:
         source = CheckpointSource(Path(point.weights), dtype, device)
@@ -97,7 +97,9 @@ def build_session(
     fp8 = point.weights_precision == FP8
     weights = load_weights(source, shape, layout, rank, plan.held, alive, point.group_wide, point.ep, fp8=fp8)
     stored = torch.float8_e4m3fn if point.kv_precision == FP8 else dtype
-    kv = KvPool(shape.layers, plan.pages, point.page_size, shape.compute_kv_width(layout.attn_tp), stored, device)
+    kv = KvPool(
+        shape.stored_layers, plan.pages, point.page_size, shape.compute_kv_width(layout.attn_tp), stored, device
+    )
     model = Model(
         shape,
         layout,

@@ -66,6 +66,13 @@ class Case:
     fp8: bool = False
 
 
+DRAFTING = {
+    1: Case(Layout(1)),
+    2: Case(Layout(2, dcp=2), page_size=2, exchange="a2a"),
+    3: Case(Layout(3, dcp=3), page_size=4),
+    4: Case(Layout(4, dp=2, dcp=2), page_size=4, interleave=2),
+}
+"""Layouts in which the model's own layer drafts tokens."""
 CASES = {
     1: [
         Case(Layout(1)),
@@ -100,13 +107,17 @@ CASES = {
 
 def make_engine(case: Case, rank: int) -> DecodeEngine:
     """The engine of a rank in fp32."""
-    shape, layout, context = SHAPES[case.kind], case.layout, max(CONTEXTS) + 2 * (NEW + case.drafts)
+    shape, layout, context = (
+        SHAPES[case.kind].add_drafts(case.drafts),
+        case.layout,
+        max(CONTEXTS) + 2 * (NEW + case.drafts),
+    )
     weights = load_weights(
         SyntheticSource(0, torch.float32, CPU), shape, layout, rank, layers(shape), wide=case.wide, ep="1"
     )
     pages = 1 + len(CONTEXTS) * -(-context // (case.page_size * layout.dcp))
     stored = torch.float8_e4m3fn if case.fp8 else torch.float32
-    kv = KvPool(shape.layers, pages, case.page_size, shape.compute_kv_width(layout.attn_tp), stored, CPU)
+    kv = KvPool(shape.stored_layers, pages, case.page_size, shape.compute_kv_width(layout.attn_tp), stored, CPU)
     model = Model(
         shape,
         layout,
@@ -203,6 +214,39 @@ def verify_drafts(case: Case, rank: int, truth: list[list[int]], logits: torch.T
     return {"error": worst, "tokens": [own[:NEW] for own in tokens], "accepted": accepted}
 
 
+def draft_tokens(case: Case, rank: int, truth: list[list[int]], right: bool) -> list[dict[int, list[int]]]:
+    """For each request, the tokens that the model's layer drafts behind so many decoded ones.
+
+    Steps verify other drafts: all right, so that a step yields `drafts` + 1 tokens, or all wrong, so that it yields one.
+    """
+    engine = make_engine(case, rank)
+    first, vocab = len(CONTEXTS) * case.layout.get_dp_rank(rank), engine.model.shape.vocab
+    requests = [admit(engine, first + i, context) for i, context in enumerate(CONTEXTS)]
+    found: list[dict[int, list[int]]] = [{} for _ in requests]
+    for request in requests:
+        engine.append_drafts(request, [0] * case.drafts)
+    at = 0
+    while at + case.drafts < NEW:
+        for request, own in zip(requests, truth, strict=True):
+            known = own[at : at + case.drafts]
+            verified = known if right else [(token + 1) % vocab for token in known]
+            engine.requests.set_tokens(request.slot, request.length - case.drafts, verified)
+        batch = engine.plan_step(requests, query_length=case.drafts + 1)
+        engine.run_eager(batch)
+        yielded = {len(own) for own in engine.accept_drafts(batch, requests)}
+        assert yielded == {case.drafts + 1 if right else 1}
+        at += yielded.pop()
+        starts = [request.length - 1 for request in requests]
+        for request in requests:
+            engine.append_drafts(request, [0] * case.drafts)
+        engine.plan_drafts(batch, requests, starts)
+        engine.run_drafts(batch)
+        batch.later = None  # the next step only verifies
+        for own, drafts in zip(found, batch.drafts.tolist(), strict=False):
+            own[at] = drafts
+    return found
+
+
 def main(rank: int, world: int, folder: Path) -> None:
     """Run every case and save what this rank found."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
@@ -211,6 +255,10 @@ def main(rank: int, world: int, folder: Path) -> None:
         truth, logits = decode_one_by_one(case, rank)
         found.append(verify_drafts(case, rank, truth, logits) | {"truth": truth})
     (folder / f"{world}-{rank}.json").write_text(json.dumps(found))
+    case = DRAFTING[world]
+    truth, _ = decode_one_by_one(case, rank)
+    drafted = {name: draft_tokens(case, rank, truth, right=name == "right") for name in ("right", "wrong")}
+    (folder / f"drafted-{world}-{rank}.json").write_text(json.dumps(drafted))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -123,7 +123,7 @@ def decode_kernel(
 ):
     """Run one program per share of the batch, KV head and block of its queries; see partition.share and merge_kernel.
 
-    `batch` counts requests, whose QUERY_LENGTH query rows with GROUP heads each are the queries of a KV head; see
+    `batch` counts requests. Queries of a KV head are GROUP heads of each of QUERY_LENGTH query rows; see
     plain_mla.plain_kernel.
 
     Programs of the same share run side by side, and read the K and V heads of the same rows. EARLY: see
