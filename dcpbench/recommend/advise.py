@@ -625,14 +625,14 @@ def _format_gib(size: int | None) -> str:
 
 
 def _is_same_load(seen: Point, wanted: Point, *, server: bool = False) -> bool:
-    """Return whether a record has these degrees under this load; placement of experts, exchange and kernels may differ.
+    """Return whether a record has these degrees under this load; placement of experts, exchange and kernels may differ, and of decode
+    steps the acceptance, which does not change their times.
 
     Records of a server of another engine have its own chunk size, which is unknown.
     """
-    if any(
-        getattr(seen, name) != getattr(wanted, name)
-        for name in (*DEGREES, "disaggregate", "concurrency", "mtp", "acceptance")
-    ):
+    if any(getattr(seen, name) != getattr(wanted, name) for name in (*DEGREES, "disaggregate", "concurrency", "mtp")):
+        return False
+    if seen.load is not None and seen.acceptance != wanted.acceptance:
         return False
     if seen.load is None or wanted.load is None:
         return seen.load is wanted.load and seen.context == wanted.context

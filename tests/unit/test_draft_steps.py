@@ -12,17 +12,20 @@ from dcpbench.errors import UsageError
 from dcpbench.models import SHAPES
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.cluster_specs import get_limits, load_machine
+from dcpbench.points.layout import Layout
 from dcpbench.points.point import Load, Point
 from dcpbench.points.roofline import Sharding, StepRows, compute_attention_work, iter_phase_works
 from dcpbench.points.settings import Settings
 from dcpbench.points.speculation import Speculation
 from dcpbench.recommend.estimate import load_published_steps
-from dcpbench.recommend.forecast import Estimator, estimate_point
+from dcpbench.recommend.forecast import Estimator, estimate_point, from_record
+from dcpbench.records.record import Interval
 from dcpbench.serving.draft_steps import DraftRatios, estimate_draft_steps
 from dcpbench.serving.outcome import compute_serve_metrics
 from dcpbench.serving.replay import replay_from_file, replay_requests
 from dcpbench.serving.scheduler import Scheduler
 from dcpbench.serving.step_times import Case, Chunks, Decodes, get_engine_path, write_step_times
+from tests.unit import record_builder
 from tests.unit.serving_builder import config, request
 from tests.unit.step_times_builder import step_times
 from tests.unit.test_replay import Fixed
@@ -188,3 +191,16 @@ class TestForecasts:
         drafted = estimate(dcp=1, exchange="none")
         with_dcp, drafted_dcp = estimate(mtp=0, acceptance=""), estimate()
         assert 1 < drafted / plain < drafted_dcp / with_dcp
+
+    def test_a_measured_step_yields_the_tokens_of_the_acceptance_that_is_asked_for(self) -> None:
+        """Of 8 requests in 20 ms, measured without a stated acceptance, which counts one token a step: 400 tok/s, and 2.564 times that."""
+        point = record_builder.point(Layout(4, 1, 4), concurrency=8, mtp=3)
+        step = Interval(median=20.0, low=19.0, high=21.0, samples=9)
+        record = record_builder.ok(point)
+        assert record.metrics is not None
+        metrics = msgspec.structs.replace(
+            record.metrics, step_ms=step, output_tok_s=Interval(median=400.0, low=380.0, high=420.0, samples=9)
+        )
+        found = from_record(msgspec.structs.replace(record, metrics=metrics), "run", None, 2.564)
+        assert (found.tok_s, found.low, found.high) == pytest.approx((1025.6, 974.32, 1076.88))
+        assert (found.itl_ms.p50, found.itl_ms.p99, found.tpot_ms.p50) == (0, 20, pytest.approx(20 / 2.564))
