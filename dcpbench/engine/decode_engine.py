@@ -8,7 +8,7 @@ others. Rows of a request are adjacent; the exchange and the layers see one row 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     from dcpbench.exchange import Exchange
     from dcpbench.kernels.attention import Backend
     from dcpbench.serving.allocator import Allocation
+
+
+class HasSlot(Protocol):
+    """A request, of this engine or of a scheduler."""
+
+    slot: int
 
 
 @dataclasses.dataclass
@@ -206,7 +212,7 @@ class DecodeEngine:
         }
         return model.attention.make_backend(self.backend_name, sizes)
 
-    def plan_drafts(self, batch: Batch, requests: Sequence[Request], starts: Sequence[int]) -> None:
+    def plan_drafts(self, batch: Batch, requests: Sequence[HasSlot], starts: Sequence[int]) -> None:
         """Have steps of `batch`, planned for `requests`, draft as many tokens as it verifies, with the model's layer for it.
 
         The first pass of that layer has all rows of the step; each further pass one row of each request, at the positions

@@ -9,6 +9,7 @@ No value from the device is needed to launch a step: the tokens that it reads ar
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,6 +67,19 @@ class LaunchedStep:
         return self.tokens.tolist()
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenPlaces:
+    """Places of the tokens of a step with drafts, on the device."""
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    """Index of the next known token of each request."""
+    rows: torch.Tensor
+    """Row that samples it."""
+    emitted: torch.Tensor
+    """Rows whose sampled tokens the step yields."""
+
+
 class ServeEngine:
     """The part of a DecodeEngine that serves. All ranks launch the same steps."""
 
@@ -82,7 +96,8 @@ class ServeEngine:
         while self.requests.available:  # the scheduler hands out slots
             self.requests.allocate_slot()
         cuda = self.device.type == "cuda"
-        self.host = [torch.zeros(engine.largest, dtype=torch.int64, pin_memory=cuda) for _ in range(IN_FLIGHT)]
+        most = engine.largest * engine.query_length
+        self.host = [torch.zeros(most, dtype=torch.int64, pin_memory=cuda) for _ in range(IN_FLIGHT)]
         self.launches = 0
 
     def capture_steps(self, alive: Callable[[], None] = lambda: None) -> None:
@@ -94,7 +109,9 @@ class ServeEngine:
         for size in reversed(GRAPH_BATCHES):
             if size > self.engine.largest:
                 continue
-            batch = self._get_batch([], [], size)
+            batch = self._get_batch([], [], size, self.engine.query_length)
+            if self.model.weights.draft is not None:
+                self.engine.plan_drafts(batch, [], [])
             batches.append(batch)
             if self.device.type == "cuda":
                 self.engine.capture_step(batch)
@@ -121,7 +138,7 @@ class ServeEngine:
         _record_event(started)
         sampled = kernels()
         _record_event(ended)
-        count = len(mine.sampled_sequences)
+        count = len(mine.emitting_sequences)
         tokens = self.host[self.launches % IN_FLIGHT][:count]
         self.launches += 1
         tokens.copy_(sampled[:count], non_blocking=True)
@@ -138,21 +155,21 @@ class ServeEngine:
                 self.numbers[chunk.slot] = request.number
                 self.requests.set_tokens(chunk.slot, 0, request.ids)
 
-    def _get_batch(self, slots: list[int], positions: list[int], rows: int) -> Batch:
-        batch = self.engine.get_batch(rows)
+    def _get_batch(self, slots: list[int], positions: list[int], padded: int, queries: int) -> Batch:
+        batch = self.engine.get_batch(padded, queries)
         batch.router_inputs = self.router_inputs
-        return self.engine.plan_rows(slots, positions, rows)
+        return self.engine.plan_rows(*_list_decode_rows(slots, positions, queries), padded, queries)
 
     def _count_decode_rows(self, replica: ReplicaStep) -> int:
         """Return the rows of a replica's decodes in a step with chunks, padded as in a graph."""
-        return compute_batch_rows(len(replica.decodes)) if replica.decodes else 0
+        return compute_batch_rows(len(replica.decodes)) * replica.queries if replica.decodes else 0
 
     def _list_rows(self, mine: ReplicaStep, count: int) -> tuple[np.ndarray, list[int]]:
         """Return slot and position of each of `count` rows, int64 [2, count], and the rows with a sampled next token."""
         rows = np.empty((2, count), dtype=np.int64)
         rows[0], rows[1] = PADDING_SLOT, PADDING_POSITION
-        decodes = len(mine.decodes)
-        rows[:, :decodes] = mine.slots, mine.positions
+        decodes = len(mine.decodes) * mine.queries
+        rows[:, :decodes] = _list_decode_rows(mine.slots, mine.positions, mine.queries)
         sampled = list(range(decodes))
         at = self._count_decode_rows(mine)
         for chunk in mine.chunks:
@@ -164,12 +181,16 @@ class ServeEngine:
         return rows, sampled
 
     def _prepare_decode(self, step: Step, mine: ReplicaStep) -> Callable[[], torch.Tensor]:
-        batch = self._get_batch(mine.slots, mine.positions, max(len(r.decodes) for r in step.replicas))
+        padded = max(len(r.decodes) for r in step.replicas)
+        batch = self._get_batch(mine.slots, mine.positions, padded, mine.queries)
+        if batch.later is not None:
+            self.engine.plan_drafts(batch, mine.decodes, mine.positions)
+        places = self._place_tokens(mine) if mine.queries > 1 else None
 
         def run_kernels() -> torch.Tensor:
             self.engine.run_step(batch)
             assert batch.next_tokens is not None
-            return batch.next_tokens
+            return self._write_tokens(places, batch.next_tokens, batch.drafts) if places else batch.next_tokens
 
         return run_kernels
 
@@ -181,7 +202,10 @@ class ServeEngine:
 
         Rows in excess of those of the replica alone go to no expert.
         """
-        batch = self._get_batch(mine.slots, mine.positions, len(mine.decodes)) if mine.decodes else None
+        batch = None
+        if mine.decodes:
+            batch = self._get_batch(mine.slots, mine.positions, len(mine.decodes), mine.queries)
+        places = self._place_tokens(mine) if mine.queries > 1 else None
         each = [compute_chunk_rows(self._count_decode_rows(r) + sum(c.tokens for c in r.chunks)) for r in step.replicas]
         count = max(each)
         rows, sampled = self._list_rows(mine, count)
@@ -211,15 +235,54 @@ class ServeEngine:
             if not sampled:
                 return last[:0]
             tokens = self.model.sample_greedy(logits)
+            if places:
+                return self._write_tokens(places, tokens, None)
             requests.tokens[slots[last], positions[last] + 1] = tokens
             return tokens
 
         return run_kernels
 
+    def _place_tokens(self, mine: ReplicaStep) -> TokenPlaces:
+        """Return where the tokens of a step with drafts go: of a request the one behind its accepted drafts, as the scheduler has
+        counted them.
+        """
+        delivered = mine.delivered or [1] * len(mine.decodes)
+        firsts = [n * mine.queries for n in range(len(mine.decodes))]
+        sampled = [chunk for chunk in mine.chunks if chunk.samples]
+        more = range(len(mine.decodes) * mine.queries, len(mine.decodes) * mine.queries + len(sampled))
+        targets = [
+            [*mine.slots, *(chunk.slot for chunk in sampled)],
+            [*map(operator.add, mine.positions, delivered), *(chunk.stop for chunk in sampled)],
+            [*(first + tokens - 1 for first, tokens in zip(firsts, delivered, strict=True)), *more],
+        ]
+        rows = [row for first, tokens in zip(firsts, delivered, strict=True) for row in range(first, first + tokens)]
+        (emitted,) = self._to_device(np.asarray([[*rows, *more]]))
+        slots, at, sampling = self._to_device(np.asarray(targets))
+        return TokenPlaces(slots, at, sampling, emitted)
+
+    def _write_tokens(
+        self, places: TokenPlaces, tokens_B: torch.Tensor, drafts_BN: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Write the next known token of each request, and its drafts if the step has any; return the tokens that the step yields."""
+        table, slots, positions = self.requests.tokens, places.slots, places.positions
+        table[slots, positions] = tokens_B[places.rows]
+        if drafts_BN is not None:
+            behind = positions[:, None] + torch.arange(1, 1 + drafts_BN.shape[1], device=self.device)
+            table[slots[:, None], behind.clamp(max=table.shape[1] - 1)] = drafts_BN[: len(slots)]
+        return tokens_B[places.emitted]
+
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         on_device = torch.empty(values.shape, dtype=torch.int64, device=self.device)
         copy_async(values.astype(np.int64, copy=False), on_device)
         return on_device
+
+
+def _list_decode_rows(slots: list[int], positions: list[int], queries: int) -> tuple[list[int], list[int]]:
+    """Return slot and position of the adjacent rows of each request."""
+    return (
+        [slot for slot in slots for _ in range(queries)],
+        [position + n for position in positions for n in range(queries)],
+    )
 
 
 def _make_events(count: int, device: torch.device, *, timing: bool) -> list[torch.cuda.Event | None]:

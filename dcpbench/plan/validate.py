@@ -47,7 +47,6 @@ from dcpbench.points.names import (
     EXCHANGES,
     FP8,
     LIBRARIES,
-    LIVE,
     NO_EXCHANGE,
     OVER_FP8,
     REGISTERED,
@@ -122,6 +121,7 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     _check_backend(point, shape, machine)
     if here:
         _check_exchange(point, machine)
+        _check_query_rows(point)
     if probe.device == "cuda":
         _check_gpu_kernels(point, shape)
         _check_kernel_limits(point, shape, probe)
@@ -135,11 +135,6 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
 
 def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
     """Raise UsageError unless the engine computes the model with its weights; replays with given step times need no engine."""
-    if point.mtp and point.load and point.load.mode == LIVE:
-        raise UsageError(
-            f"--mtp {point.mtp}: dcpbench's scheduler does not serve steps of several tokens live; leave --mtp out, replay them (dcpbench "
-            "serve --mode replay), measure a step (dcpbench sweep), or forecast them (dcpbench recommend)."
-        )
     reason = None if settings.step_times else find_live_limit(shape, point.weights_dtype)
     if reason is not None:
         raise UsageError(f"{point.instance_name}: {reason}. To plan it, add --dry-run, or use dcpbench recommend.")
@@ -328,13 +323,16 @@ def _check_auto(point: Point, machine: Machine) -> None:
         raise UsageError(f"{asked}, which needs GPU times; use --backend reference --exchange {EXCHANGES[0]}.")
 
 
-def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
-    probe = machine.probe
-    if point.mtp and point.backend in LIBRARIES and point.load is None:
+def _check_query_rows(point: Point) -> None:
+    if point.mtp and point.backend in LIBRARIES:
         raise UsageError(
             f"--backend {point.backend} does not take the {point.mtp + 1} query rows of a request together (--mtp {point.mtp}); use --backend "
             "triton."
         )
+
+
+def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
+    probe = machine.probe
     if point.backend == "reference" and probe.device == "cuda" and machine.timed:
         raise UsageError(
             "--backend reference plans with new tensors in every step, which a CUDA graph would not see; use --backend "

@@ -419,7 +419,7 @@ class SpeculationMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_step: Number
     """Mean tokens of a request's step: 1 + accepted drafts / steps, those beyond the end of an answer included."""
     step_times: str = ""
-    """How the times of such steps were estimated; empty if they were measured."""
+    """How the times of such steps were estimated, or what they leave out; empty if they were measured."""
 
 
 class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):

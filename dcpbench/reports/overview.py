@@ -186,7 +186,7 @@ def _list_draft_caveats(frames: Frames) -> list[str]:
         elif drafts is not None:
             found[f"the server verifies drafts: {drafts.tokens_per_step:.2f} tokens a step by its own metrics"] = None
         if drafts is not None and drafts.step_times:
-            found[f"times of steps with drafts are estimated: {drafts.step_times}"] = None
+            found[f"times of steps with drafts {drafts.step_times}"] = None
     return list(found)
 
 

@@ -25,18 +25,24 @@ from dcpbench.points.roofline import Sharding, compute_floor_us, iter_phase_work
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.point import Point
     from dcpbench.points.roofline import StepRows
     from dcpbench.serving.step_times import Case, StepTimes
 
 
+def describe_measured_steps(shape: ModelShape) -> str:
+    """Return what measured steps with drafts leave out; empty if they are complete."""
+    return "measured, but steps with prompts do not run the layer that drafts" if shape.mtp_layers else ""
+
+
 def estimate_draft_steps(times: StepTimes, point: Point) -> tuple[StepTimes, str]:
-    """Return the step times of a point with drafts, and how they were estimated; empty if its own steps were measured.
+    """Return the step times of a point with drafts, and how they were obtained; empty if its own steps were measured.
 
     Raise UsageError for step times of another engine, or of steps with other drafts.
     """
     if times.path["mtp"] == point.mtp:
-        return times, ""
+        return times, describe_measured_steps(load_shape(point.model)) if point.mtp else ""
     if times.engine is not None or times.path["mtp"]:
         raise UsageError(
             f"--mtp {point.mtp}: these step times are of {'another engine' if times.engine else 'steps with other drafts'}; name a file of "
@@ -54,7 +60,7 @@ def estimate_draft_steps(times: StepTimes, point: Point) -> tuple[StepTimes, str
         for ratio in [ratios.compute(m.case)]
     ]
     path = {**times.path, "mtp": point.mtp}
-    how = f"measured steps of one token times the ratio of floors at the rates of {gpu}"
+    how = f"estimated: measured steps of one token times the ratio of floors at the rates of {gpu}"
     return msgspec.structs.replace(times, path=path, cases=cases), how
 
 

@@ -220,6 +220,17 @@ class ReplicaStep:
             return self.decodes.copy()
         return [*self.decodes, *(c.sequence for c in self.chunks if c.samples)]
 
+    @property
+    def emitting_sequences(self) -> list[Sequence]:
+        """Return the sequence of each token that the step yields, in the order of rows."""
+        if not self.delivered:
+            return self.sampled_sequences
+        decodes = zip(self.decodes, self.delivered, strict=True)
+        return [
+            *(sequence for sequence, tokens in decodes for _ in range(tokens)),
+            *self.sampled_sequences[len(self.decodes) :],
+        ]
+
 
 @dataclasses.dataclass(slots=True)
 class Step:

@@ -406,17 +406,18 @@ class CaseMaker:
 
     def make_steps(self, case: Case) -> CaseSteps:
         """Return the steps of a case, identical on all replicas that have work."""
-        self.next_page = 0
-        todo, writes = ReplicaStep(), []
+        self.next_page, queries = 0, self.config.queries
+        todo, writes = ReplicaStep(queries=queries), []
         slots = itertools.count(1)
         for decodes in case.decodes:
             for _ in range(decodes.requests):
                 sequence = self._make_sequence(next(slots), decodes.context)
-                writes.append(self._make_table_write(sequence, decodes.context))
+                stored = max(decodes.context, queries)
+                writes.append(self._make_table_write(sequence, stored))
                 sequence.computed = decodes.context
                 todo.decodes.append(sequence)
                 todo.slots.append(sequence.slot)
-                todo.positions.append(decodes.context - 1)
+                todo.positions.append(stored - queries)
         for chunks in case.chunks:
             for _ in range(chunks.chunks):
                 stop = chunks.prefix + chunks.tokens
@@ -430,7 +431,12 @@ class CaseMaker:
         """Return a decode step of `rows` padding rows."""
         sequences = [self._make_sequence(PADDING_SLOT, 1) for _ in range(rows)]
         return self._make_step(
-            ReplicaStep(decodes=sequences, slots=[PADDING_SLOT] * rows, positions=[PADDING_POSITION] * rows)
+            ReplicaStep(
+                decodes=sequences,
+                slots=[PADDING_SLOT] * rows,
+                positions=[PADDING_POSITION] * rows,
+                queries=self.config.queries,
+            )
         )
 
     def _make_sequence(self, slot: int, tokens: int) -> Sequence:

@@ -20,6 +20,7 @@ from dcpbench.points.roofline import Sharding
 from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import Kv, Record
 from dcpbench.serving import outcome
+from dcpbench.serving.draft_steps import describe_measured_steps
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import write_samples
@@ -68,7 +69,7 @@ class Serving:
         replica_chunk = session.plan.chunk // layout.dp
         direct = session.point.exchange == "symm" and session.emulation is None
         gather = "direct" if direct else "nccl"
-        rows = replica_chunk + engine.largest
+        rows = replica_chunk + engine.largest * engine.query_length
         prefiller = Prefiller(engine.model, backend=prefill, tokens=replica_chunk, rows=rows, gather=gather)
         inputs = None
         if session.point.weights == "synthetic":
@@ -218,6 +219,9 @@ def _compute_metrics(
         steps=loop.counts,
         idle_fraction=max(idle, default=None),
         floor_shares=dataclasses.asdict(found),
+        speculation=loop.counts.summarize_speculation(
+            point.speculation, describe_measured_steps(loop.engine.model.shape)
+        ),
         samples_file=name,
         interrupted=interrupted,
         limit_s=settings.limit_seconds,

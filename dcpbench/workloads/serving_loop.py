@@ -95,6 +95,8 @@ class TimedStep(NamedTuple):
     ms: float
     """Time from its first kernel to its last one."""
     decodes: int
+    queries: int
+    """Rows of each of these."""
     context: int
     """Mean number of KV rows that each of these attends to."""
     chunks: tuple[tuple[int, int], ...]
@@ -115,16 +117,19 @@ class TimedStep(NamedTuple):
         return cls(
             ms=read.started.elapsed_time(read.ended),
             decodes=decodes,
-            context=round(sum(busiest.positions) / decodes) + 1 if decodes else 0,
+            queries=busiest.queries,
+            context=round(sum(busiest.positions) / decodes) + busiest.queries if decodes else 0,
             chunks=tuple((chunk.tokens, chunk.start) for chunk in busiest.chunks),
-            sampled=len(busiest.sampled_sequences),
+            sampled=len(busiest.sampled_sequences) + decodes * (busiest.queries - 1),
             tokens=sum(replica.tokens for replica in replicas),
         )
 
     def to_step_rows(self) -> StepRows:
         """Return the rows from which a floor can be computed."""
         decodes = (self.context,) * self.decodes
-        return StepRows(decodes=decodes, chunks=self.chunks, sampled=self.sampled, tokens=self.tokens)
+        return StepRows(
+            decodes=decodes, queries=self.queries, chunks=self.chunks, sampled=self.sampled, tokens=self.tokens
+        )
 
 
 class Loop:
@@ -192,7 +197,7 @@ class Loop:
             return
         tokens = pending.wait_tokens()
         self.traffic.record_tokens(pending.step, self.now_s)
-        emits = pending.step.replicas[self.engine.replica].sampled_sequences
+        emits = pending.step.replicas[self.engine.replica].emitting_sequences
         for sequence, token in zip(emits, tokens, strict=True):
             self.traffic.sample_of[sequence.request.number].tokens.append(token)
         self.counts.add_step(pending.step)

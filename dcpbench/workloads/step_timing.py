@@ -141,7 +141,12 @@ def measure_step_times(
     return StepTimes(
         path=get_engine_path(points[0]),
         cases=[
-            MeasuredCase(case=case, samples_ms=samples, host_ms=host, floor_ms=compute_floor_ms(sharding, case, rates))
+            MeasuredCase(
+                case=case,
+                samples_ms=samples,
+                host_ms=host,
+                floor_ms=compute_floor_ms(sharding, case, rates, engine.query_length),
+            )
             for case, samples, host in zip(
                 cases,
                 gather_slowest([m.samples_ms for m in mine]),
@@ -160,9 +165,9 @@ def measure_step_times(
     )
 
 
-def compute_floor_ms(sharding: Sharding, case: Case, rates: Rates | None) -> float | None:
-    """Return the floor of a case's step; None without rates, or without a required one."""
-    floors = rates and compute_step_floors(sharding, case.compute_rows(sharding.layout.dp), rates.limits)
+def compute_floor_ms(sharding: Sharding, case: Case, rates: Rates | None, queries: int = 1) -> float | None:
+    """Return the floor of a case's step with so many rows of each decode; None without rates, or without a required one."""
+    floors = rates and compute_step_floors(sharding, case.compute_rows(sharding.layout.dp, queries), rates.limits)
     return sum(floors.values()) / 1e3 if floors else None
 
 

@@ -44,7 +44,7 @@ EXCHANGES = {True: "ag_rs", False: "none"}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("checkpoint") / "v3"
-    deepseek_v3_of(folder, {"num_hidden_layers": LAYERS}, {})
+    deepseek_v3_of(folder, {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 0}, {})
     return str(folder)
 
 
@@ -112,8 +112,12 @@ CASES: dict[str, tuple[Layout, dict[str, object], dict[str, object]]] = {
     ),
     "tp4-dp2-dcp2-a2a": (Layout(4, dp=2, dcp=2), A2A_WIDE, {}),
     "tp4-dcp4-tight": (Layout(4, dcp=4), {"page_size": 1}, TIGHT),
+    "tp2-dcp2-drafts": (Layout(2, dcp=2), {"mtp": 3, "acceptance": "0/0/0"}, {}),
+    "tp4-dp2-dcp2-drafts": (Layout(4, dp=2, dcp=2), {"mtp": 1, "acceptance": "0"}, {"policy": "prefill-first"}),
 }
-"""Layout, fields of the point and changes of LOAD. Experts are cut over the ranks in two, and whole in the others."""
+"""Layout, fields of the point and changes of LOAD. Experts are cut over the ranks in two, and whole in the others. With drafts that
+are all rejected, a step yields the token that it yields without them.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +155,19 @@ def test_every_kind_of_layout_answers_as_transformers(case, served, truth):
     """Replicas with unequal rows, stripes, both policies, each exchange and its options."""
     load, record, folder = served(case)
     assert streams(record, folder) == truth(load)
+
+
+@pytest.mark.long
+def test_accepted_drafts_come_with_the_token_behind_them(checkpoint, tmp_path):
+    """With acceptance 1 a step of two drafts yields three tokens. Of an answer of 8 tokens the prompt yields one, so that the others
+    take three steps.
+    """
+    load = msgspec.structs.replace(LOAD, output_tokens="8")
+    (record,) = serve([point(checkpoint, Layout(2, dcp=2), load, mtp=2, acceptance="1/1")], tmp_path)
+    assert [len(tokens) for tokens in streams(record, tmp_path)] == [8] * 12
+    assert record.serve.speculation.steps == 3 * 12
+    assert record.serve.speculation.accepted == [36, 36]
+    assert record.serve.speculation.tokens_per_step == 3
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from dcpbench.points.speculation import Speculation
 from dcpbench.recommend.estimate import load_published_steps
 from dcpbench.recommend.forecast import Estimator, estimate_point, from_record
 from dcpbench.records.record import Interval
-from dcpbench.serving.draft_steps import DraftRatios, estimate_draft_steps
+from dcpbench.serving.draft_steps import DraftRatios, describe_measured_steps, estimate_draft_steps
 from dcpbench.serving.outcome import compute_serve_metrics
 from dcpbench.serving.replay import replay_from_file, replay_requests
 from dcpbench.serving.scheduler import Scheduler
@@ -98,7 +98,7 @@ class TestReplay:
         assert drafted.speculation is not None
         assert (
             drafted.speculation.step_times
-            == "measured steps of one token times the ratio of floors at the rates of H200"
+            == "estimated: measured steps of one token times the ratio of floors at the rates of H200"
         )
         assert drafted.steps < plain.steps
 
@@ -124,8 +124,12 @@ class TestStepTimes:
         assert 1 + 1 / 61 < ratio < 1.03
 
     def test_measured_steps_with_drafts_are_taken_as_they_are(self) -> None:
+        """And what they leave out is named, for a model with a layer that drafts."""
         own = step_times(path=get_engine_path(DRAFTED))
-        assert estimate_draft_steps(own, DRAFTED) == (own, "")
+        found, how = estimate_draft_steps(own, DRAFTED)
+        assert (found is own, how) == (True, "measured, but steps with prompts do not run the layer that drafts")
+        assert describe_measured_steps(SHAPES["kimi-k2"]) == ""
+        assert estimate_draft_steps(TIMES, POINT) == (TIMES, "")
 
     def test_steps_with_other_drafts_are_refused(self) -> None:
         own = step_times(path=get_engine_path(msgspec.structs.replace(DRAFTED, mtp=1, acceptance="0.9")))
