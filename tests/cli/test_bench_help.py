@@ -19,7 +19,17 @@ ROOT = Path(cli.__file__).parents[1]
 SHARED = {"--seconds", "--timeout", "--device", "-o", "--output", "--force", "--json"}
 OPTIONS = {
     "attention": SHARED
-    | {"--heads", "--requests", "--context", "--page", "--kv-dtype", "--lengths", "--backend", "--layers"},
+    | {
+        "--heads",
+        "--requests",
+        "--context",
+        "--page",
+        "--kv-dtype",
+        "--lengths",
+        "--query-length",
+        "--backend",
+        "--layers",
+    },
     "exchange": SHARED
     | {"--heads", "--requests", "--ranks", "--variant", "--layers"}
     | {"--q-replicate", "--no-q-replicate", "--project-first", "--no-project-first"},

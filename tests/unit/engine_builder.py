@@ -52,11 +52,12 @@ def engine(
     requests: int = 4,
     context: int = 32,
     padding: bool = True,
+    query_length: int = 1,
     seed: int = 0,
 ) -> DecodeEngine:
     """The engine of one rank in fp32 with synthetic weights; it can run steps where the layout has one rank."""
     weights = load_weights(SyntheticSource(seed, torch.float32, CPU), shape, layout, rank, layers(shape))
-    kv = KvPool(shape.layers, pages, page_size, shape.compute_kv_width(layout.attn_tp), torch.float32, CPU)
+    kv = KvPool(shape.stored_layers, pages, page_size, shape.compute_kv_width(layout.attn_tp), torch.float32, CPU)
     groups = alone(layout, rank)
     model = Model(shape, layout, groups, weights, kv, interleave=interleave, max_context=context, device=CPU)
     return DecodeEngine(
@@ -65,6 +66,7 @@ def engine(
         exchange="none",
         max_requests=requests,
         max_context=context,
+        query_length=query_length,
         padding=padding,
     )
 

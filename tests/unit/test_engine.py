@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dcpbench.engine.decode_engine import DecodeEngine, Request
+from dcpbench.engine.decode_engine import Batch, DecodeEngine, Request, count_accepted
+from dcpbench.engine.model import StepInput
 from dcpbench.errors import UsageError
 from dcpbench.hangs.evidence import Device
 from dcpbench.points import layout as arithmetic
@@ -252,3 +253,84 @@ class TestGreedy:
         """Tokens 1, 2 and 3 have the same logit: the first of rank 0 wins, and on rank 1 the first of its two."""
         assert greedy(4, Layout(2), [[0.0, 2.0], [2.0, 2.0]]) == [[1], [1]]
         assert greedy(4, Layout(2), [[0.0, 1.0], [2.0, 2.0]]) == [[2], [2]]
+
+
+class TestDraftLayer:
+    """The layer that drafts tokens, on two requests with a known token and a draft each."""
+
+    SHAPE = build.TINY.add_drafts(1)
+
+    def engine(self) -> DecodeEngine:
+        """With norms of random weights, so that each of them matters."""
+        engine = build.engine(shape=self.SHAPE, query_length=2)
+        draft = engine.model.weights.draft
+        generator = torch.Generator().manual_seed(1)
+        names = ("embedding_norm", "hidden_norm", "final_norm")
+        drawn = {name: torch.rand(self.SHAPE.hidden, generator=generator) + 0.5 for name in names}
+        engine.model.weights = dataclasses.replace(engine.model.weights, draft=dataclasses.replace(draft, **drawn))
+        return engine
+
+    def verify(self, engine: DecodeEngine) -> tuple[list[Request], Batch]:
+        """A step over both requests."""
+        requests = [start(engine, number) for number in range(2)]
+        for request in requests:
+            engine.append_drafts(request, [7])
+        return requests, engine.plan_step(requests, query_length=2)
+
+    def test_it_is_a_model_of_one_layer_over_joined_embeddings_and_hidden_states(self):
+        """That model has the layer's weights, the same KV rows, and projections of both norms, computed here, as embeddings."""
+        engine = self.engine()
+        _, batch = self.verify(engine)
+        stored = engine.model.kv.data[-1:].clone()
+        engine.run_eager(batch)
+        weights, hidden = engine.model.weights, engine.model.final_hidden
+        draft = weights.draft
+        locs = engine.requests.table[batch.slots, batch.positions]
+        inputs = StepInput(batch.next_tokens, batch.positions, locs)
+        found = engine.model.compute_logits(engine.model.run_draft_layer(inputs, hidden, batch))
+
+        def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x / (x.pow(2).mean(-1, keepdim=True) + self.SHAPE.rms_eps).sqrt() * weight
+
+        embedded = norm(weights.embed[batch.next_tokens], draft.embedding_norm)
+        joined = torch.cat((embedded, norm(hidden, draft.hidden_norm)), dim=-1) @ draft.join.T
+        alone = build.engine(shape=dataclasses.replace(build.TINY, layers=1, first_dense=0), query_length=2)
+        _, other = self.verify(alone)
+        alone.model.weights = dataclasses.replace(
+            weights, final_norm=draft.final_norm, dense=[], moe=[draft.layer], first_dense=0, layers=1, draft=None
+        )
+        alone.model.kv.data.copy_(stored)
+        alone.model.embed_tokens = lambda _: joined.clone()
+        alone.run_eager(other)
+        assert torch.allclose(found[:4], other.logits[:4], atol=1e-5)
+        assert found[:4].abs().max() > 0.1
+
+    def test_drafts_are_the_tokens_of_its_largest_logits_pass_by_pass(self):
+        """With 3 rows of each request: the first pass yields a draft behind the accepted tokens, the second one behind that."""
+        engine = build.engine(shape=self.SHAPE, query_length=3)
+        requests = [start(engine, number) for number in range(2)]
+        for request in requests:
+            engine.append_drafts(request, [7, 8])
+        batch = engine.plan_step(requests, query_length=3)
+        engine.run_eager(batch)
+        kept = [len(tokens) for tokens in engine.accept_drafts(batch, requests)]
+        starts = [request.length - 1 for request in requests]
+        for request in requests:
+            engine.append_drafts(request, [0, 0])
+        outputs = []
+        run = engine.model.run_draft_layer
+        engine.model.run_draft_layer = lambda *args: (outputs.append(run(*args)), outputs[-1])[1]
+        engine.plan_drafts(batch, requests, starts)
+        engine.run_drafts(batch)
+        assert [len(out) for out in outputs] == [6, 2]
+        last = [3 * number + count - 1 for number, count in enumerate(kept)]
+        best = [engine.model.compute_logits(out).argmax(-1) for out in (outputs[0][last], outputs[1])]
+        assert batch.drafts.tolist() == torch.stack(best, dim=1).tolist()
+        assert [later.positions.tolist() for later in batch.later] == [[at + 1 for at in starts]]
+
+
+def test_accepted_drafts_end_at_the_first_that_differs():
+    """Rows of 4 tokens: the known one, then drafts. Sampled behind them: all equal; the second differs; the first differs."""
+    tokens = torch.tensor([[9, 1, 2, 3], [9, 1, 5, 3], [9, 4, 2, 3]]).flatten()
+    sampled = torch.tensor([[1, 2, 3, 8], [1, 2, 3, 8], [1, 2, 3, 8]]).flatten()
+    assert count_accepted(tokens, sampled, 4).tolist() == [3, 1, 0]
