@@ -77,7 +77,7 @@ class TokenPlaces:
     rows: torch.Tensor
     """Row that samples it."""
     emitted: torch.Tensor
-    """Rows whose sampled tokens the step yields."""
+    """Rows from which the step yields a token."""
 
 
 class ServeEngine:

@@ -110,6 +110,7 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     here = not settings.step_times  # else the point has run, on ranks and by a wire that need not be here
     if here:
         _check_ranks(point, shape, machine)
+        _check_query_rows(point)
     if probe.device == "cuda" and machine.timed and point.dtype != "bf16":  # others run the reference's experts
         raise UsageError(
             f"--weights-dtype {point.dtype}: on GPUs the grouped product of the experts is bf16 only; use --weights-dtype bf16. "
@@ -121,7 +122,6 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     _check_backend(point, shape, machine)
     if here:
         _check_exchange(point, machine)
-        _check_query_rows(point)
     if probe.device == "cuda":
         _check_gpu_kernels(point, shape)
         _check_kernel_limits(point, shape, probe)

@@ -247,14 +247,6 @@ def test_backends_that_do_not_take_query_rows_together_are_refused_for_steps_wit
     check(mtp=3, acceptance="0.8/0.6/0.4")
 
 
-def test_steps_with_drafts_are_measured_and_not_served_live() -> None:
-    point = Point(model="tiny", tp=2, concurrency=2, context=9, backend="triton", dtype="bf16", mtp=3)
-    validate.check_live(point, Settings(), SHAPES["tiny"])
-    load = Load(requests=2, input_tokens="8", output_tokens="8", chunk=64)
-    with pytest.raises(UsageError, match=r"does not serve steps of several tokens live; .* serve --mode replay"):
-        validate.check_live(msgspec.structs.replace(point, load=load), Settings(), SHAPES["tiny"])
-
-
 def test_drafts_have_positions_of_the_model() -> None:
     """Of 65,536 positions a context of 65,533 leaves 3: one token and 2 drafts."""
     check(context=65533, mtp=2)
