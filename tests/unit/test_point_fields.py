@@ -16,7 +16,7 @@ from dcpbench.points import budget, names
 from dcpbench.points.axes import COMPUTES, Axis, Role, format_changed_values
 from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.names import UNKNOWN, format_field
-from dcpbench.points.point import AXES, HOW, LOAD_AXES, OPTIONS, Load, Point, select_point_axes
+from dcpbench.points.point import AXES, HOW, LOAD_AXES, OPTIONS, Load, Point, TraceFacts, select_point_axes
 from dcpbench.points.settings import Settings
 from dcpbench.reports import dataframes, exchanges, findings
 from dcpbench.reports.page.points import build_page_data
@@ -78,8 +78,12 @@ OTHER_LOAD: dict[str, Any] = {
     "turns": "4",
     "turn_tokens": "70",
     "think_time": 2.5,
+    "system_tokens": 80,
+    "branch": 0.25,
     "trace": "chat.jsonl",
     "trace_sha256": "abc",
+    "trace_reading": "format=qwen",
+    "trace_facts": TraceFacts(sessions=3),
     "chunk": 1024,
     "policy": "prefill-first",
     "prefix_cache": False,
@@ -130,7 +134,7 @@ def test_every_field_has_another_value_here() -> None:
 
 
 class TestAxes:
-    @pytest.mark.parametrize(("of", "axes", "left_out"), [(Point, AXES, ["load"]), (Load, LOAD_AXES, [])])
+    @pytest.mark.parametrize(("of", "axes", "left_out"), [(Point, AXES, ["load"]), (Load, LOAD_AXES, ["trace_facts"])])
     def test_every_field_says_what_it_is(self, of: type[msgspec.Struct], axes: list[Axis], left_out: list[str]) -> None:
         """And no two have the same place, so that the order of lists is not left to chance."""
         assert {axis.name for axis in axes} == set(fields(of, *left_out))
@@ -192,7 +196,7 @@ class TestComparisons:
         other = msgspec.structs.replace(alone, point=changed(alone.point, name))
         assert self.verdict(as_repeats(tmp_path, other, split)) == "no baseline"
 
-    @pytest.mark.parametrize("name", fields(Load))
+    @pytest.mark.parametrize("name", fields(Load, "trace_facts"))
     def test_served_dcp_has_no_baseline_under_another_load(self, name: str, tmp_path: Path) -> None:
         alone, split = self.loaded()
         other = msgspec.structs.replace(alone, point=changed(alone.point, name))
@@ -235,12 +239,12 @@ class TestWords:
     def test_exchanges_that_differ_have_different_words(self, name: str, tmp_path: Path) -> None:
         self.check(build.ok(build.point(DCP)), name, tmp_path)
 
-    @pytest.mark.parametrize("name", fields(Load))
+    @pytest.mark.parametrize("name", fields(Load, "trace_facts"))
     def test_loads_that_differ_have_different_words(self, name: str, tmp_path: Path) -> None:
         """An open loop has a rate and a burstiness, and half of each prompt in common with others."""
         loop = {"arrival": "gamma", "request_rate": 2.0, "prefix_share": 0.25, "prefix_groups": 2, "turns": "3"}
-        if name in ("trace", "trace_sha256"):
-            loop |= {"trace": "a.jsonl", "trace_sha256": "def"}
+        if name.startswith("trace"):
+            loop |= {"trace": "a.jsonl", "trace_sha256": "def", "trace_reading": "format=mooncake"}
         self.check(served(serve.point(DCP, changed=loop)), name, tmp_path)
 
     @pytest.mark.parametrize("name", fields(Point, "load"))
@@ -355,7 +359,7 @@ class TestCommands:
         point = build.point(DCP)
         assert self.command(point) != self.command(changed(point, name))
 
-    @pytest.mark.parametrize("name", fields(Load, "trace_sha256", "paced"))
+    @pytest.mark.parametrize("name", fields(Load, "trace_sha256", "trace_facts", "paced"))
     def test_the_command_of_a_load_says_every_field(self, name: str) -> None:
         """A file is named; its hash only tells whether it is still the same. Whatever is typed today is paced."""
         loop: Mapping[str, Any] = {
@@ -364,6 +368,7 @@ class TestCommands:
             "prefix_share": 0.25,
             "prefix_groups": 2,
             "turns": "3",
+            **({"trace": "a.jsonl"} if name == "trace_reading" else {}),
         }
         point = serve.point(DCP, changed=dict(loop))
         assert self.command(point) != self.command(changed(point, name))

@@ -37,10 +37,11 @@ def sizes(trace: Trace) -> list[tuple[float | None, int, int]]:
 
 class TestFormats:
     def test_times_in_seconds_are_not_read_as_milliseconds(self, read) -> None:
-        """Qwen traces have Mooncake's fields, and times in seconds."""
-        line = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 61.5, "input_length": 12, "output_length": 5}
-        with pytest.raises(UsageError, match=r"line 1: 'chat_id', a field of Qwen traces.*'arrival_s' in s"):
-            read(json.dumps(line))
+        """Qwen traces have Mooncake's fields, times in seconds, and blocks of 16 tokens."""
+        line = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 1.0, "input_length": 20, "output_length": 5}
+        trace = read("\n".join(json.dumps(line | more) for more in ({"hash_ids": [1, 2]}, {"timestamp": 62.5})))
+        assert sizes(trace) == [(0.0, 20, 5), (61.5, 20, 5)]
+        assert str(trace.reading) == "format=qwen,time-unit=s,block-size=16"
 
     def test_mooncake_counts_ms_from_anywhere(self, read) -> None:
         """27,482 ms is when the trace begins; other tools' fields are left alone."""

@@ -92,7 +92,7 @@ class TestLoads:
 def run(load: Load, clients: int | None, **changes: object) -> Traffic:
     """The load replayed on made-up times, one virtual page being PAGE tokens."""
     scheduler = Scheduler(config(page_size=PAGE, **changes))
-    return replay_requests(make_requests(load, VOCAB), scheduler, clients, Fixed(), think_s=load.think_time).traffic
+    return replay_requests(make_requests(load, VOCAB), scheduler, clients, Fixed()).traffic
 
 
 def cached(traffic: Traffic) -> dict[int, int]:
@@ -177,11 +177,11 @@ class TestTimes:
         setup, clock = config(page_size=PAGE, pages=41 if clients else 121), Clock()
         monkeypatch.setattr(serving_loop, "time", clock)
         scheduler = Scheduler(setup)
-        traffic = Traffic(make_requests(load, VOCAB), scheduler, clients, think_time)
+        traffic = Traffic(make_requests(load, VOCAB), scheduler, clients)
         loop = Loop(Device(Fixed(4.0), clock), scheduler, traffic, Agreement())
         while loop.iterate():
             pass
-        found = replay_requests(make_requests(load, VOCAB), Scheduler(setup), clients, Fixed(4.0), think_s=think_time)
+        found = replay_requests(make_requests(load, VOCAB), Scheduler(setup), clients, Fixed(4.0))
         seen, replayed = (
             [(r.number, r.cached_tokens, r.token_s) for r in make_rows(t.samples)] for t in (traffic, found.traffic)
         )
@@ -210,7 +210,7 @@ class TestTimes:
     [
         ({"think_time": 3.0}, "--sessions think without turns: no request has a next turn; add turns=4"),
         ({"turn_tokens": "7"}, "--sessions tokens without turns"),
-        ({"turns": "4", "think_time": -1.0}, "--sessions think=-1: not 0 to 86,400 seconds"),
+        ({"turns": "4", "think_time": -1.0}, "--sessions think=-1.0: not 0 to 86,400 seconds"),
         ({"turns": "4", "think_time": math.nan}, "--sessions think=nan: not 0 to 86,400 seconds"),
         ({"turns": "20000"}, "--sessions turns=20000: a session has at most 10,000 turns"),
     ],
