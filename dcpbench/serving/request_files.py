@@ -61,6 +61,7 @@ MAX_DELAY_S = 1e8
 MAX_BLOCK = 1 << 20
 MAX_REASON_LENGTH = 500
 MAX_SHOWN_COLUMNS = 8
+CLOSE = 0.85  # similarity of a misspelt column of our own format
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # that are suggested if hash ids do not fit the lengths
 _FORMATS = (
     'lines such as {"timestamp": 0, "input_length": 1200, "output_length": 52, "hash_ids": [0, 1, 2]} (Mooncake), '
@@ -298,7 +299,7 @@ def _make_reader(path: Path, number: int, fields: Mapping[str, object], asked: R
 def _guess_own(path: Path, number: int, fields: Mapping[str, object]) -> str:
     """Return our own format for fields that resemble its columns, and so may be misspelt; raise UsageError for others."""
     ours = list(DECLARED[OWN].columns.values())
-    if not fields or any(difflib.get_close_matches(name, ours, n=1) for name in fields):
+    if not fields or any(difflib.get_close_matches(name, ours, n=1, cutoff=CLOSE) for name in fields):
         return OWN
     names = ", ".join(list(fields)[:MAX_SHOWN_COLUMNS])
     return _raise_error(
