@@ -144,7 +144,7 @@ def _get_number(document: Document, name: str, statistic: str = "avg") -> float 
 def _convert(where: str, name: str, value: object, unit: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_NUMBER:
         raise RecordsError(f"{where}: {name} is {str(value)[:40]}, which is no number of a measurement. Run it again.")
-    if name in (*NAMES.values(), "benchmark_duration") and unit not in MS:
+    if name in (*NAMES.values(), "benchmark_duration") and str(unit) not in MS:
         raise RecordsError(f"{where}: {name} is in {str(unit)[:40]}, and a time is in one of {', '.join(MS)}.")
     return float(value) * MS.get(str(unit), 1.0)
 
@@ -178,7 +178,7 @@ def _summarize(document: Document, ours: str, theirs: str, completed: int) -> La
 def _read_details(document: Document) -> Details | None:
     """Return the lists with an entry per measured request; None without records of requests."""
     records = document.fields.get(RECORDS)
-    if not isinstance(records, list):
+    if not isinstance(records, list) or not all(isinstance(r, dict) and _is_request(r) for r in records):
         return None
     measured = [r for r in records if r["metadata"].get("benchmark_phase", PROFILING) == PROFILING]
     starts = [r["metadata"]["request_start_ns"] for r in measured]
@@ -206,7 +206,8 @@ def _read_value(document: Document, record: Mapping[str, Any], name: str) -> flo
 
 
 def _read_values(document: Document, record: Mapping[str, Any], name: str) -> list[float]:
-    metric = (record.get("metrics") or {}).get(name)
+    metrics = record.get("metrics")
+    metric = metrics.get(name) if isinstance(metrics, dict) else None
     if not isinstance(metric, dict):
         return []
     value = metric.get("value")

@@ -474,7 +474,7 @@ class _Reader:
         if value is None:
             return 0.0
         name = self.declared.columns[DELAY]
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_TIME:
             _raise_error(self.path, number, f"'{name}' is {reprlib.repr(value)}, not a time")
         delay_s = value / (1 if self.reading.unit == DATE else self.per_second)
         if not 0 <= delay_s <= MAX_DELAY_S:

@@ -11,6 +11,7 @@ from dcpbench.errors import RecordsError, UsageError
 from dcpbench.imports import Overrides, import_files
 from dcpbench.records.file import read_records
 from dcpbench.serving.samples import read_samples
+from tests.unit.tool_files_builder import aiperf, forward_case, guidellm, line, one_batch, spread, stat
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,54 +29,6 @@ def write(path: Path, *values: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(map(json.dumps, values)) + "\n")
     return path
-
-
-def spread(mean: float, median: float, total: float = 0.0, **ends: float) -> dict[str, Any]:
-    """GuideLLM's summary of a distribution."""
-    names = ("p001", "p01", "p05", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p999")
-    found = {"mean": mean, "median": median, "mode": median, "variance": 0.0, "std_dev": 0.0, "count": 3, "pdf": None}
-    found |= {"min": ends.get("min", median), "max": ends.get("max", 2 * median), "total_sum": total}
-    found["percentiles"] = {name: median * (1 + i / 20) for i, name in enumerate(names)} | {"p50": median}
-    return {"successful": found, "errored": found, "incomplete": found, "total": found}
-
-
-def guidellm(strategy: dict[str, Any], *, listed: int = 3, **metrics: Any) -> dict[str, Any]:
-    """A benchmark of 3 requests of 100 tokens: TTFT 200 ms, 40, 50 and 60 ms a token of 5, 3 and 2 tokens."""
-    request = {"type_": "generative_request_stats", "time_to_first_token_ms": 200.0, "output_tokens": 5}
-    return {
-        "type_": "generative_benchmark",
-        "config": {
-            "id_": "a",
-            "run_id": "b",
-            "run_index": 0,
-            "strategy": strategy,
-            "constraints": {},
-            "backend": {"kind": "openai_http", "target": "http://localhost:8000", "model": "org/model"},
-            "requests": {},
-            "profile": {},
-            "environment": {},
-        },
-        "scheduler_state": {},
-        "scheduler_metrics": {},
-        "metrics": {
-            "request_totals": {"successful": 3, "incomplete": 1, "errored": 2, "total": 6},
-            "request_latency": spread(0.3, 0.32),
-            "prompt_token_count": spread(100, 100, 300.0, min=100, max=100),
-            "output_token_count": spread(10 / 3, 3, 10.0),
-            "time_to_first_token_ms": spread(200.0, 190.0),
-            "inter_token_latency_ms": spread(46.0, 40.0),
-            "iter_tokens_per_iteration": spread(1.0, 1.0),
-        }
-        | metrics,
-        "requests": {
-            "successful": [request | {"inter_token_latency_ms": ms} for ms in (40.0, 50.0, 60.0)][:listed],
-            "incomplete": [],
-            "errored": [],
-        },
-        "start_time": 1000.0,
-        "end_time": 1002.0,
-        "duration": 2.0,
-    }
 
 
 def report(tmp_path: Path, *benchmarks: dict[str, Any]) -> Path:
@@ -159,47 +112,6 @@ class TestGuidellm:
         old = {name: v for name, v in guidellm({"type_": "synchronous"}).items() if name != "config"}
         with pytest.raises(RecordsError, match="is not what GuideLLM writes: Object missing required field `config`"):
             imported(tmp_path, "guidellm", report(tmp_path, old))
-
-
-def stat(unit: str, avg: float, **more: float) -> dict[str, Any]:
-    return {"unit": unit, "avg": avg, **more}
-
-
-def aiperf(load: dict[str, Any] | None = None, given: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """A summary of AIPerf, as exported without the fields that are not set."""
-    return {
-        "request_throughput": stat("requests/sec", 1.5),
-        "request_latency": stat("ms", 314.0, p50=310.0, p90=320.0, p95=330.0, p99=340.0, min=280.0, max=350.0, std=5.0),
-        "request_count": stat("requests", 3),
-        "time_to_first_token": stat("ms", 200.0, p50=190.0, p90=210.0, p95=220.0, p99=230.0),
-        "inter_token_latency": stat("ms", 50.0, p50=48.0, p90=55.0, p95=57.0, p99=59.0),
-        "inter_chunk_latency": stat("ms", 49.0, p50=47.0, p90=56.0, p95=58.0, p99=60.0),
-        "output_sequence_length": stat("tokens", 10 / 3, min=2, max=5),
-        "input_sequence_length": stat("tokens", 100.0, min=100, max=100),
-        "total_osl": stat("tokens", 10),
-        "benchmark_duration": stat("sec", 2.0),
-        "error_request_count": stat("requests", 1),
-        "input_config": {
-            "endpoint": {"model_names": ["org/model"], "url": "http://localhost:8000", "streaming": True},
-            "loadgen": {"concurrency": 2} if load is None else load,
-            "input": given or {},
-        },
-        "was_cancelled": False,
-        "start_time": "2026-11-01T10:00:00",
-    } | changes
-
-
-def line(start_ns: int, gaps: list[float], phase: str = "profiling", **changes: Any) -> dict[str, Any]:
-    """A record of a request: TTFT 500 ms, then these gaps in ms."""
-    value = {
-        "input_sequence_length": {"value": 100, "unit": "tokens"},
-        "output_sequence_length": {"value": len(gaps) + 1, "unit": "tokens"},
-        "time_to_first_token": {"value": 500.0, "unit": "ms"},
-        "request_latency": {"value": 500.0 + sum(gaps), "unit": "ms"},
-        "inter_chunk_latency": {"value": gaps, "unit": "ms"},
-    }
-    metadata = {"session_num": 0, "request_start_ns": start_ns, "benchmark_phase": phase, "was_cancelled": False}
-    return {"metadata": metadata, "metrics": value, "error": None} | changes
 
 
 BEGIN_NS = 1_759_813_207_532_900_363
@@ -286,22 +198,8 @@ class TestAiperf:
 class TestOneBatch:
     """Four requests of 1,000 tokens: 0.5 s of prefill, then 10 steps that take 0.3 s, with a median of 29 ms."""
 
-    def result(self, **changes: Any) -> dict[str, Any]:
-        return {
-            "run_name": "default",
-            "batch_size": 4,
-            "input_len": 1000,
-            "output_len": 11,
-            "prefill_latency": 0.5,
-            "prefill_throughput": 8000.0,
-            "median_decode_latency": 0.029,
-            "median_decode_throughput": 4 / 0.029,
-            "total_latency": 0.8,
-            "overall_throughput": 4 * 1011 / 0.8,
-        } | changes
-
     def test_all_requests_wait_for_the_prefill_of_the_batch(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "result.jsonl", self.result())
+        path = write(tmp_path / "result.jsonl", one_batch())
         (record,) = imported(tmp_path, "sglang-one-batch", path, model="m", tp=2)
         found = record.serve
         assert found is not None
@@ -318,7 +216,7 @@ class TestOneBatch:
         assert (point.load.input_tokens, point.load.output_tokens, point.load.requests) == ("1000", "11", 4)
 
     def test_a_batch_with_one_token_each_has_no_gaps(self, tmp_path: Path) -> None:
-        alone = self.result(output_len=1, total_latency=0.5)
+        alone = one_batch(output_len=1, total_latency=0.5)
         del alone["median_decode_latency"]
         (record,) = imported(tmp_path, "sglang-one-batch", write(tmp_path / "r.jsonl", alone), model="m")
         assert record.serve is not None
@@ -326,7 +224,7 @@ class TestOneBatch:
         assert record.serve.tok_s_per_user is None
 
     def test_each_line_is_a_point(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "r.jsonl", self.result(), self.result(batch_size=8), self.result(input_len=2000))
+        path = write(tmp_path / "r.jsonl", one_batch(), one_batch(batch_size=8), one_batch(input_len=2000))
         found = imported(tmp_path, "sglang-one-batch", path, model="m")
         assert [(r.point.concurrency, r.point.load.input_tokens) for r in found if r.point.load] == [
             (4, "1000"),
@@ -336,20 +234,13 @@ class TestOneBatch:
 
     def test_an_impossible_batch_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match="a batch has at least 1 request"):
-            imported(tmp_path, "sglang-one-batch", write(tmp_path / "r.jsonl", self.result(batch_size=0)), model="m")
+            imported(tmp_path, "sglang-one-batch", write(tmp_path / "r.jsonl", one_batch(batch_size=0)), model="m")
 
 
 class TestForward:
-    def case(self, name: str, kv_lens: list[int], ranks: int = 1, query: int = 1, drafts: int = 0) -> dict[str, Any]:
-        times = {"timer": "graph_events", "median": 5000.0, "samples_us": [4900.0, 5000.0, 5100.0, 5000.0, 5000.0]}
-        rank = {"num_tokens": len(kv_lens), "kv_blocks": 9, "routing": "real", "latency_us": times, "finite": True}
-        one = {"query_len": query, "num_draft_tokens": drafts, "chunked": False}
-        requests = [one | {"kv_len": n} for n in kv_lens]
-        return {"case": name, "requests": requests, "median_us": 5000.0, "ranks": [rank] * ranks}
-
     def test_a_decode_step_is_a_point_of_sweep_in_ms(self, tmp_path: Path) -> None:
         """Eight requests of which a step of 5 ms reads 4,096 rows, its own included: 1,600 tok/s, 800 a GPU."""
-        path = write(tmp_path / "f.json", [self.case("a", [4096] * 8, ranks=2)])
+        path = write(tmp_path / "f.json", [forward_case("a", [4096] * 8, ranks=2)])
         (record,) = imported(tmp_path, "vllm-forward", path, model="m", tp=2, dcp=2)
         found, point = record.metrics, record.point
         assert found is not None
@@ -361,13 +252,13 @@ class TestForward:
         assert (point.layout_name, point.backend, point.settings) == ("tp2·dcp2", "vllm", "bench=forward")
 
     def test_lengths_that_vary_are_named_and_replicas_have_a_batch_each(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "f.json", [self.case("a", [3000, 5001], ranks=2)])
+        path = write(tmp_path / "f.json", [forward_case("a", [3000, 5001], ranks=2)])
         (record,) = imported(tmp_path, "vllm-forward", path, model="m", tp=2, dp=2)
         assert (record.point.concurrency, record.point.context) == (4, 3999)
         assert record.point.settings == "bench=forward, kv_lens=3000-5001"
 
     def test_other_steps_are_left_out_by_name(self, tmp_path: Path) -> None:
-        cases = [self.case("a", [9]), self.case("p", [9], query=9), self.case("v", [9], query=3, drafts=2)]
+        cases = [forward_case("a", [9]), forward_case("p", [9], query=9), forward_case("v", [9], query=3, drafts=2)]
         done = import_files(
             [write(tmp_path / "f.json", cases)], "vllm-forward", tmp_path / "run", Overrides(model="m"), force=True
         )
@@ -376,7 +267,7 @@ class TestForward:
         assert any("Left out, steps that verify draft tokens: " in note for note in done.notes)
 
     def test_the_layout_of_several_ranks_has_to_be_given(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "f.json", [self.case("a", [9], ranks=4)])
+        path = write(tmp_path / "f.json", [forward_case("a", [9], ranks=4)])
         with pytest.raises(UsageError, match=r"has 4 ranks, and no layout; add --tp 4, with --dp and --dcp"):
             imported(tmp_path, "vllm-forward", path, model="m")
         with pytest.raises(UsageError, match="has 4 ranks, and the options state 2"):
@@ -388,8 +279,8 @@ class TestForward:
     [
         ("guidellm", guidellm({"type_": "synchronous"})),
         ("aiperf", aiperf()),
-        ("sglang-one-batch", TestOneBatch().result()),
-        ("vllm-forward", TestForward().case("a", [9])),
+        ("sglang-one-batch", one_batch()),
+        ("vllm-forward", forward_case("a", [9])),
     ],
 )
 def test_a_result_of_one_tool_is_not_read_as_anothers(engine: str, value: dict[str, Any], tmp_path: Path) -> None:
