@@ -24,7 +24,7 @@ US_PER_MS = 1e3
 REAL = "real"  # routing by the model's own routers
 
 
-class Request(msgspec.Struct):
+class Request(msgspec.Struct, frozen=True):
     """Describe a request of the batch: the tokens that the step computes, and the KV rows with them."""
 
     query_len: int
@@ -32,13 +32,13 @@ class Request(msgspec.Struct):
     num_draft_tokens: int = 0
 
 
-class Times(msgspec.Struct):
+class Times(msgspec.Struct, frozen=True):
     """Hold the times of a case in µs."""
 
     samples_us: list[float]
 
 
-class Rank(msgspec.Struct):
+class Rank(msgspec.Struct, frozen=True):
     """Hold the result of one rank."""
 
     latency_us: Times
@@ -46,7 +46,7 @@ class Rank(msgspec.Struct):
     pipeline_timeline: dict[str, Any] | None = None
 
 
-class File(msgspec.Struct):
+class File(msgspec.Struct, frozen=True):
     """Hold the fields of a case that are read; others are ignored."""
 
     case: str

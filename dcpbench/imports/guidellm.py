@@ -33,7 +33,7 @@ ARRIVALS = {
 S_TO_MS = 1e3
 
 
-class Distribution(msgspec.Struct):
+class Distribution(msgspec.Struct, frozen=True):
     """Hold the statistics of one metric."""
 
     mean: float
@@ -44,13 +44,13 @@ class Distribution(msgspec.Struct):
     percentiles: dict[str, float]
 
 
-class Status(msgspec.Struct):
+class Status(msgspec.Struct, frozen=True):
     """Hold a distribution for the requests that succeeded."""
 
     successful: Distribution | None = None
 
 
-class Totals(msgspec.Struct):
+class Totals(msgspec.Struct, frozen=True):
     """Count requests by their end."""
 
     successful: int
@@ -59,7 +59,7 @@ class Totals(msgspec.Struct):
     incomplete: int = 0
 
 
-class Metrics(msgspec.Struct):
+class Metrics(msgspec.Struct, frozen=True):
     """Hold the metrics that are read."""
 
     request_totals: Totals
@@ -71,7 +71,7 @@ class Metrics(msgspec.Struct):
     iter_tokens_per_iteration: Status | None = None
 
 
-class Strategy(msgspec.Struct):
+class Strategy(msgspec.Struct, frozen=True):
     """Describe when requests are sent."""
 
     type_: str
@@ -80,14 +80,14 @@ class Strategy(msgspec.Struct):
     max_concurrency: int | None = None
 
 
-class Config(msgspec.Struct):
+class Config(msgspec.Struct, frozen=True):
     """Hold the configuration of a benchmark."""
 
     strategy: Strategy
     backend: dict[str, Any] = {}
 
 
-class File(msgspec.Struct):
+class File(msgspec.Struct, frozen=True):
     """Hold the fields of a benchmark that are read; others are ignored."""
 
     config: Config

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 S_TO_MS = 1e3
 
 
-class File(msgspec.Struct, kw_only=True):
+class File(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the fields of a result, which are all that it has but rates that follow from them."""
 
     batch_size: int
