@@ -1,6 +1,6 @@
 """Read cases of `vllm bench forward --output-json`, with the fields of vllm/benchmarks/forward/main.py in vLLM 0.33.0.
 
-A case is one batch, whose forward is timed as a CUDA graph, the slowest rank for each replay, in µs. Sampling and the host are not
+A case is one batch. Its forward is timed as a CUDA graph, in µs, by the slowest rank of each replay. Sampling and the host are not
 in it. The file has neither the model nor the layout, but a result of each rank.
 """
 
@@ -77,7 +77,7 @@ def read(document: Document) -> Result:
     stages = {rank.pipeline_timeline.get("stage") for rank in found.ranks if rank.pipeline_timeline}
     if len(stages) > 1:
         raise RecordsError(
-            f"{document.where} has {len(stages)} pipeline stages, whose batches overlap; a decode point has one."
+            f"{document.where} has {len(stages)} pipeline stages, in which batches overlap; a decode point has one."
         )
     lens = [r.kv_len for r in found.requests]
     samples = found.ranks[0].latency_us.samples_us

@@ -86,7 +86,7 @@ class Row:
     """int32 token ids."""
     prefix_group: int | None = None
     turn: int = 0
-    """Number of the turn in its session, whose turns follow each other in the file."""
+    """Number of the turn in its session; turns follow the first one."""
     delay_s: float = 0.0
     """Time in s from the answer of the turn before."""
 
