@@ -94,8 +94,6 @@ VARIES = {
 """Further fields of a load or of its serving settings that may distinguish two points of a report, with their print format."""
 SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
 """Fields of VARIES that only some points have; a missing value adds no information. Imports have only `requests`."""
-NOT_SHOWN = ("mode", "trace_facts")
-"""Fields of a load that are not columns of their own."""
 OTHERS = (
     "run",
     "model",
@@ -518,9 +516,7 @@ def _make_served_columns(records: list[Record]) -> dict[str, Any]:
     assert load is not None
     measured = [r.serve for r in records if r.serve]
     rates = [m.output_tok_s for m in measured]
-    row: dict[str, Any] = {
-        f"load_{name}": getattr(load, name) for name in load.__struct_fields__ if name not in NOT_SHOWN
-    }
+    row: dict[str, Any] = {f"load_{name}": getattr(load, name) for name in load.__struct_fields__ if name != "mode"}
     settings = records[0].measured_with
     limit, kv_memory = settings.get("limit_seconds"), settings.get("kv_memory_bytes")
     slos = list({load_labels.format_objectives(m.slo_ms) for m in measured})

@@ -62,7 +62,7 @@ def list_shape_parts(load: Load) -> list[str]:
         groups = f" by {load.prefix_groups:,} groups" if load.prefix_groups > 1 else ""
         parts.append(f"{load.prefix_share * 100:g} % shared{groups}")
     if load.sessions:
-        parts.append(f"sessions of {format_sessions(load)}")
+        parts.append(format_sessions(load))
     return parts
 
 

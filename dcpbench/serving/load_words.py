@@ -171,7 +171,7 @@ def format_load(load: Load, concurrency: int) -> str:
     else:
         who = TRACE_TIMES
     what = f"of {load.trace}" if load.trace else f"× {load.input_tokens}→{load.output_tokens} tokens"
-    sessions = f" in sessions of {format_sessions(load)}" if load.sessions else ""
+    sessions = f" in {format_sessions(load)}" if load.sessions else ""
     shared = f", {load.prefix_share:.0%} shared by {load.prefix_groups}" if load.prefix_share else ""
     bound = f", {concurrency} at once" if load.arrival != CLOSED and concurrency < load.requests else ""
     return f"{who}, {load.requests:,} {what}{sessions}{shared}{bound}{', replay' if load.mode == REPLAY else ''}"
@@ -212,10 +212,10 @@ def format_drawn(load: Load) -> str:
 
 
 def format_sessions(load: Load) -> str:
-    """Return `4 turns`, `uniform:2-8 turns, 200 tokens each later one, 5 s between them`; of a file `3 sessions`."""
+    """Return `sessions of 4 turns`, `sessions of uniform:2-8 turns, 200 tokens each later one, 5 s between them`; `3 sessions` of a file."""
     if load.trace_facts is not None:
-        return f"{load.trace_facts.sessions:,} of the file"
-    parts = [f"{load.turns} turns"]
+        return f"{load.trace_facts.sessions:,} sessions"
+    parts = [f"sessions of {load.turns} turns"]
     parts += [f"{load.turn_tokens} tokens each later one"] if load.turn_tokens else []
     parts += [f"{parse_delays('--sessions think', load.think_time)} s between them"] if load.think_time else []
     parts += [f"{load.system_tokens:,} tokens that all begin with"] if load.system_tokens else []

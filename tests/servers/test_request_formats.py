@@ -255,3 +255,39 @@ class TestSessions:
         sent, run = send(read(tmp_path, SESSIONS, concurrency="1"), clients=1)
         assert [o.call.number for o in run.outcomes] == [0, 1, 2, 3, 4]
         assert [len(s.body["prompt"]) for s in sent] == [40, 53, 64, 30, 37]
+
+
+class TestAgents:
+    """Sessions as agents make them: 90 of 100 tokens of a first prompt are the same for all, and turns branch."""
+
+    def spec(self, **changes: Any) -> ServerSpec:
+        given = {"turns": "6", "input_tokens": "10", "turn_tokens": "5", "output_tokens": "3", "system_tokens": 90}
+        return make_server_spec(given | {"num_requests": 24, "concurrency": "2", "branch": 0.5} | changes, cpu=True)
+
+    def test_prompts_are_a_tree_of_the_servers_own_answers(self) -> None:
+        spec = self.spec()
+        sent, run = send(spec, clients=2)
+        plain = {r.number: r for r in make_requests(get_load(spec), 10_000)}
+        asked = {o.call.number: s.body["prompt"] for o, s in zip(run.outcomes, sent, strict=True)}
+        answers = {o.call.number: o.answer.tokens for o in run.outcomes}
+        assert sorted(asked) == list(range(24))
+        branches = [r for r in plain.values() if r.turn and r.parent != r.number - 1]
+        assert branches
+        for number, request in plain.items():
+            assert len(asked[number]) == request.prompt_tokens
+            if request.turn:
+                whole = [*asked[request.parent], *answers[request.parent]]
+                assert asked[number][: len(whole)] == whole
+                assert len(asked[number]) == len(whole) + 5
+        firsts = [asked[number] for number in plain if not plain[number].turn]
+        assert {len(first) for first in firsts} == {100}
+        assert {count_common(firsts[0], first) for first in firsts[1:]} == {90}
+
+    def test_gaps_of_tools_pass_between_an_answer_and_the_next_turn(self) -> None:
+        spec = self.spec(num_requests=12, think_time="uniform:0.01-0.06")
+        _, run = send(spec, clients=2)
+        delays = {r.number: r.delay_s for r in make_requests(get_load(spec), 10_000)}
+        outcomes = {o.call.number: o for o in run.outcomes}
+        for number in (n for n in outcomes if n % 6):
+            assert 0.01 <= delays[number] <= 0.06
+            assert outcomes[number].submitted_s >= outcomes[number - 1].answer.chunk_s[-1] + delays[number]

@@ -18,7 +18,8 @@ from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.names import UNKNOWN, format_field
 from dcpbench.points.point import AXES, HOW, LOAD_AXES, OPTIONS, Load, Point, TraceFacts, select_point_axes
 from dcpbench.points.settings import Settings
-from dcpbench.reports import dataframes, exchanges, findings
+from dcpbench.reports import dataframes, exchanges, findings, points_export
+from dcpbench.reports.page import points as page_points
 from dcpbench.reports.page.points import build_page_data
 from dcpbench.reports.reproduce import build_command
 from dcpbench.serving.step_times import get_engine_path
@@ -375,3 +376,25 @@ class TestCommands:
 
     def command(self, point: Point) -> str:
         return build_command(point, {})
+
+
+def test_a_report_holds_the_loads_of_files_and_of_agents(tmp_path: Path) -> None:
+    """Its points are those of the records again, with the facts of the file and gaps that are text; its tables have no such object."""
+    facts = TraceFacts(sessions=3, span_s=2.5, prefix_share=0.9)
+    agents = {"turns": "4", "think_time": "lognormal:1.2:0.8", "system_tokens": 80, "branch": 0.25}
+    points = [
+        serve.point(DCP, changed={"trace": "a.jsonl", "arrival": "trace", "trace_facts": facts}),
+        serve.point(DCP, changed=agents),
+    ]
+    frames = as_repeats(tmp_path, *(served(point) for point in points))
+    assert {point.load for point in page_points.build_points(frames.served)} == {point.load for point in points}
+    points_export.write_csv(frames, tmp_path / "points.csv")
+    header, *rows = (tmp_path / "points.csv").read_text().splitlines()
+    assert "load_trace_facts" not in header.split(",")
+    assert any("lognormal:1.2:0.8" in row for row in rows)
+    assert "TraceFacts" not in points_export.format_json(frames)
+    shapes = set(frames.served["shape"])
+    assert any("requests of a.jsonl · 3 sessions" in shape for shape in shapes)
+    assert any(
+        "lognormal:1.2:0.8 s between them, 80 tokens that all begin with, 25% from an earlier" in s for s in shapes
+    )
