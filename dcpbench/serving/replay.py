@@ -87,7 +87,6 @@ def replay_requests(
     concurrency: int | None,
     times: StepTimes,
     limit_s: float = math.inf,
-    think_s: float = 0.0,
     loop: LoopTiming = OWN_LOOP,
 ) -> ReplayResult:
     """Serve `requests` from second 0 until `limit_s`, with one instance or several; other arguments as in Traffic.
@@ -95,7 +94,7 @@ def replay_requests(
     Raise UsageError for a step outside the measured times.
     """
     deployed = scheduler if isinstance(scheduler, Deployment) else Deployment([scheduler])
-    traffic = Traffic(requests, deployed, concurrency, think_s, loop.request_s)
+    traffic = Traffic(requests, deployed, concurrency, loop.request_s)
     return _Clock(traffic, deployed, times, limit_s, asynchronous=loop.asynchronous).run()
 
 
@@ -262,7 +261,7 @@ def replay_point(
         assert point.load is not None
         deployment = _make_deployment(point, plan, times.engine, policy)
         loop = get_loop_timing(times.engine)
-        return replay_requests(requests, deployment, point.clients, times, limit_s, point.load.think_time, loop)
+        return replay_requests(requests, deployment, point.clients, times, limit_s, loop)
 
     def compute_metrics(found: ReplayResult, file: str) -> ServeMetrics:
         return compute_serve_metrics(
