@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from dcpbench.commands.syncs import app
 from dcpbench.errors import UsageError
 from dcpbench.syncs import run
-from dcpbench.syncs.dry_run_program import build_environment, parse_command, suggest_dry_run
+from dcpbench.syncs.dry_run_program import Settings, build_environment, parse_command, suggest_dry_run
 from tests import forks
 
 PROGRAM = """
@@ -113,7 +113,7 @@ class TestParse:
             parse_command(["pytest", "tests", "-k", "a b"])
 
     def test_the_program_sees_no_gpu_and_interprets_triton(self, tmp_path: Path) -> None:
-        env = build_environment(tmp_path)
+        env = build_environment(Settings(folder=str(tmp_path)))
         assert (env["CUDA_VISIBLE_DEVICES"], env["TRITON_INTERPRET"]) == ("", "1")
 
 

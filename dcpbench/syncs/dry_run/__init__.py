@@ -61,8 +61,9 @@ NOTES = (
     "Device memory is not limited here, so waits of a caching allocator that runs out of it are not seen.",
     "Waits of operators were measured with torch 2.11 on an H200; other versions and GPUs may differ in detail.",
     "torch.compile is left out: compiled functions ran eagerly.",
-    "Child processes are not followed. Of threads that ran before, only operators on device tensors are seen.",
+    "Of threads that ran before, only operators on device tensors are seen.",
 )
+NOT_FOLLOWED = "Child processes are followed by the command `dcpbench syncs dry-run` only."
 ASSUMED = "Tensors made without a device were taken to be on the GPU; making them counts as no copy."
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
 HOST_NAME = re.compile(r"_cpu(_[A-Z]+)?$")
@@ -85,6 +86,13 @@ class DryRun:
         """Names of operators on device tensors for which it was never measured whether they wait."""
         self.local = _Local()
         self.children = Children()
+        self.follows = False
+        """True if child processes report what they do."""
+
+    def forget(self) -> None:
+        """Forget what happened so far, because this is now a forked child."""
+        self.syncs, self.ranges, self.ops = [], [], 0
+        self.unmeasured, self.children = set(), Children()
 
     def report(self, *, program: str = "", step_range: str | None = None, root: Path | None = None) -> Report:
         """Return sites, coverage and totals of a program of that name; the gate adds the verdict.
@@ -104,7 +112,7 @@ class DryRun:
             steps_guessed=steps.is_guessed,
             unmeasured=sorted(self.unmeasured),
             children=self.children.list_processes(),
-            notes=[*NOTES, ASSUMED] if self.assume_device else list(NOTES),
+            notes=[*NOTES, *[NOT_FOLLOWED] * (not self.follows), *[ASSUMED] * self.assume_device],
         )
         summary = TraceSummary(path=program, steps=len(steps) or None, coverage=coverage)
         return build_report([summary], group_into_sites(placed, steps=steps, trace=program, root=root))
@@ -361,7 +369,7 @@ def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
         install_libraries(patches, run)
         install_subclasses(patches)
         install_torchscript(patches)
-        install_children(patches, run.children)
+        install_children(patches, run)
         if torch.distributed.is_available():
             install_distributed(patches, run)
         bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]

@@ -22,7 +22,6 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -361,60 +360,9 @@ def _kill_process() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def install(settings: dict[str, Any]) -> None:
+def install(settings: dict[str, Any], run_after_import: Callable[[str, Callable[[ModuleType], None]], None]) -> None:
     """Install the recorder, which is inactive before the program imports torch."""
     recorder = Recorder(settings)
     if settings["step"]:
         run_after_import(settings["step"].partition(":")[0], lambda _: recorder.find_step_function())
     run_after_import("torch", recorder.handle_torch_import)
-
-
-def run_after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call `then(module)` when the module `name` has run to its end, or at once if it already has.
-
-    Exceptions of `then` are dropped, because they are not the program's.
-    """
-    if name in sys.modules:
-        _run_callback(then, sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Finder(name, then))
-
-
-def _run_callback(then: Callable[[ModuleType], None], module: ModuleType) -> None:
-    with contextlib.suppress(Exception):
-        then(module)
-
-
-class _Finder:
-    """Find one module as the other finders do, and call a function after its execution; nothing is left behind."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self.name = name
-        self.then = then
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ANN401
-        """Implement Python's protocol for finders."""
-        if name != self.name:
-            return None
-        others = (f for f in sys.meta_path if not isinstance(f, _Finder) and hasattr(f, "find_spec"))
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is not None:
-            self._attach_to_loader(spec.loader)
-        return spec
-
-    def _attach_to_loader(self, loader: Any) -> None:  # noqa: ANN401  (any loader)
-        execute = getattr(loader, "exec_module", None)
-        if execute is None:
-            return
-
-        def exec_module(module: ModuleType) -> None:
-            with contextlib.suppress(AttributeError):
-                del loader.exec_module
-            execute(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-                _run_callback(self.then, module)
-
-        # A loader that takes no attributes is left alone, and its module goes unseen.
-        with contextlib.suppress(AttributeError):
-            loader.exec_module = exec_module
