@@ -66,6 +66,8 @@ class ProcessAnswer(msgspec.Struct, kw_only=True):
     report: Report
     expected: dict[int, str] = {}
     """Child process -> event that it notes unless something prevents it from leaving notes."""
+    workers: list[int] = []
+    """Workers of a multiprocessing.Pool."""
 
 
 def run_without_gpu(

@@ -21,7 +21,7 @@ import msgspec
 
 from dcpbench.syncs.dry_run_program import ANSWER, ProcessAnswer
 from dcpbench.syncs.programs import is_python, may_use_gpu
-from dcpbench.syncs.recorder.child import BEGAN, ENTERED, EXECUTED, FAILED, STARTED, SUFFIX, TORCH
+from dcpbench.syncs.recorder.child import BEGAN, ENDED, ENTERED, EXECUTED, FAILED, STARTED, SUFFIX, TERMINATED, TORCH
 from dcpbench.syncs.sites import merge_sites
 from dcpbench.syncs.sync_report import ChildProcess, Report, build_report
 
@@ -70,18 +70,31 @@ class Notes:
                 found.append(words)
         return found
 
-    def explain_state(self, folder: Path) -> str:
-        """Return why the process is not followed; empty if it is, or if it is harmless."""
-        reports = [line["report"] for line in self.lines if line["event"] == ENTERED]
-        failed: list[str] = [line["reason"] for line in self.lines if line["event"] == FAILED]
-        if failed:
-            return failed[-1]
-        if is_running(self.pid):
-            return RUNNING
-        if not all((folder / name).is_file() for name in reports):
-            return KILLED
-        torch = sum(line["event"] == TORCH for line in self.lines)
-        return "" if reports or not torch else NOT_SEEN
+    def explain_state(self, folder: Path, *, is_worker: bool = False) -> str:
+        """Return why the process is not followed; empty if it is, or if it is harmless.
+
+        A worker of a pool may be terminated before the dry run is on in it, and so before its first task.
+        """
+        programs: list[list[dict[str, Any]]] = [[]]
+        for line in self.lines:
+            programs += [[]] * (line["event"] == BEGAN)
+            programs[-1] = [*programs[-1], line]
+        reasons = (_explain_program(lines, folder, is_worker=is_worker) for lines in programs if lines)
+        return RUNNING if is_running(self.pid) else next(filter(None, reasons), "")
+
+
+def _explain_program(lines: Sequence[dict[str, Any]], folder: Path, *, is_worker: bool) -> str:
+    """Return why one Python program that was run in a process is not followed; empty if it is, or if it is harmless."""
+    facts = {line["event"]: line for line in lines}
+    if FAILED in facts:
+        return str(facts[FAILED]["reason"])
+    if ENTERED in facts:
+        return "" if (folder / facts[ENTERED]["report"]).is_file() else KILLED
+    if is_worker and TERMINATED in facts:
+        return ""
+    if not facts.keys() & {ENDED, EXECUTED}:
+        return KILLED
+    return NOT_SEEN if TORCH in facts else ""
 
 
 def wait_for_processes(folder: Path) -> None:
@@ -126,7 +139,7 @@ def join_reports(first: ProcessAnswer, folder: Path) -> Report:
     known: set[int] = set()
     for answer in answers:
         coverage = answer.report.traces[0].coverage
-        coverage.children, pids = _resolve_children(coverage.children, answer.expected, notes, folder)
+        coverage.children, pids = _resolve_children(answer, notes, folder)
         known |= pids
     known |= {note.pid for note in notes.values() for line in note.lines if line.get("report") == ANSWER}
     answers[0].report.traces[0].coverage.children += _list_descendants(notes, known, folder)
@@ -142,18 +155,18 @@ def _read_answers(folder: Path) -> list[ProcessAnswer]:
 
 
 def _resolve_children(
-    children: Iterable[ChildProcess], expected: dict[int, str], notes: dict[int, Notes], folder: Path
+    answer: ProcessAnswer, notes: dict[int, Notes], folder: Path
 ) -> tuple[list[ChildProcess], set[int]]:
-    """Return the processes that were not followed, and all numbers of processes."""
+    """Return the child processes that were not followed, and the numbers of all of them."""
     left, pids = [], set()
-    for child in children:
+    for child in answer.report.traces[0].coverage.children:
         pid = child.pid or 0
         pids.add(pid)
         if not child.may_use_gpu:
             left.append(child)
-        elif pid not in notes or expected.get(pid, "") not in notes[pid].events:
+        elif pid not in notes or answer.expected.get(pid, "") not in notes[pid].events:
             left.append(msgspec.structs.replace(child, reason=NOT_SEEN))
-        elif reason := notes[pid].explain_state(folder):
+        elif reason := notes[pid].explain_state(folder, is_worker=pid in answer.workers):
             left.append(msgspec.structs.replace(child, reason=reason))
         elif ENTERED not in notes[pid].events:
             left.append(msgspec.structs.replace(child, may_use_gpu=False))

@@ -79,6 +79,8 @@ class Note(msgspec.Struct):
 
     pid: int
     rank: str = ""
+    role: str = ""
+    """Name that multiprocessing gives to the process."""
     program: str = ""
     trace: str = ""
     cuda: bool = False
@@ -91,7 +93,9 @@ class Note(msgspec.Struct):
     @property
     def name(self) -> str:
         """Return the name of the process for messages."""
-        return f"rank {self.rank} (process {self.pid})" if self.rank else f"process {self.pid} ({self.program})"
+        if self.rank:
+            return f"rank {self.rank} (process {self.pid})"
+        return f"process {self.pid} ({self.role or self.program})"
 
 
 def run_program(command: Sequence[str], recording: Recording, options: GateOptions, out: OutputOptions) -> int:

@@ -171,7 +171,7 @@ def test_a_shell_that_was_not_seen_is_named_with_exit_code_3(tmp_path: Path) -> 
     )
     [child] = [c for c in report["traces"][0]["coverage"]["children"] if c["may_use_gpu"]]
     assert (code, report["verdict"]["status"]) == (3, "cannot answer")
-    assert f"{child['command']}, os.system)" in report["verdict"]["reasons"][0]
+    assert f"{child['command']}, os.system: the dry run was not on in it)" in report["verdict"]["reasons"][0]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ class Children:
         self._started: list[ChildProcess] = []
         self.expected: dict[int, str] = {}
         """Python process -> event that it notes unless something prevents it from leaving notes."""
+        self.workers: list[int] = []
+        """Workers of a multiprocessing.Pool."""
 
     def add(self, pid: int | None, command: str, start_method: str, *, may_use_gpu: bool, expected: str = "") -> None:
         """Add a process; for a process that is already listed, the newer facts replace the older."""
@@ -56,7 +58,10 @@ def install_children(patches: Patches, run: DryRun) -> None:
     @functools.wraps(start)
     def start_and_add(self: Any) -> None:
         target = getattr(self._target, "__name__", "") or type(self).__name__
+        works_for_pool = getattr(self._target, "__module__", "") == "multiprocessing.pool"
         start(self)
+        if works_for_pool:
+            run.children.workers.append(self.pid)
         method = getattr(self._popen, "method", "") or type(self._popen).__module__
         expected = {"fork": ENTERED, "forkserver": FORKED}.get(method, BEGAN)
         name = f"{self.name} ({target})"

@@ -25,14 +25,15 @@ import torch
 
 from dcpbench.syncs.dry_run import dry_run
 from dcpbench.syncs.dry_run_program import ProcessAnswer, Settings
-from dcpbench.syncs.recorder.child import ENTERED, leave_note
+from dcpbench.syncs.recorder.child import ENTERED, is_program_start, leave_note
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from dcpbench.syncs.dry_run import DryRun
 
-_POOL_WORKER, _POOL_QUEUE = "multiprocessing.pool", "multiprocessing.queues"
+_WORKERS = {("multiprocessing.pool", "worker"), ("torch.utils.data._utils.worker", "_worker_loop")}
+"""Modules and names of functions that wait for tasks from a queue."""
 
 
 def follow_process(settings: dict[str, Any]) -> None:
@@ -88,9 +89,10 @@ class ProcessReport:
         folder = Path(self._settings.folder)
         self._file = folder / (file or f"{self._pid}-{time.monotonic_ns()}.report")
         leave_note(folder, ENTERED, sys.orig_argv, report=self._file.name)
-        main = threading.current_thread() is threading.main_thread()
-        if main and not file and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._handle_sigterm)
+        if not file and threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGTERM)
+            if handler == signal.SIG_DFL or getattr(handler, "__module__", "") == "_dcpbench_child":
+                signal.signal(signal.SIGTERM, self._handle_sigterm)
 
     def write(self, code: int, *, complete: bool = True) -> None:
         """Write the report."""
@@ -98,7 +100,9 @@ class ProcessReport:
         report = self._run.report(program=self._describe(), step_range=settings.step_range, root=Path(settings.root))
         report.traces[0].coverage.complete = complete and not code
         report.traces[0].rank, report.traces[0].world_size = _get_rank()
-        answer = ProcessAnswer(code=code, report=report, expected=self._run.children.expected)
+        answer = ProcessAnswer(
+            code=code, report=report, expected=self._run.children.expected, workers=self._run.children.workers
+        )
         part = self._file.with_suffix(".part")
         part.write_bytes(msgspec.json.encode(answer))
         part.replace(self._file)
@@ -120,7 +124,7 @@ class ProcessReport:
 
     def _handle_fork(self) -> None:
         """Begin the report of a forked child; one that only becomes another program has none."""
-        if _is_program_start():
+        if is_program_start():
             return
         self._run.forget()
         self._name = f"{self._name.removesuffix(', forked')}, forked"
@@ -152,7 +156,7 @@ class ProcessReport:
     def _handle_sigterm(self, number: int, frame: FrameType | None) -> None:
         """Write the report, and end as without this handler.
 
-        Pools of multiprocessing end their workers so, which wait for their next task then; any other work was cut off.
+        Pools end their workers so, which wait for their next task then; any other work was cut off.
         """
         self.try_to_write(0, complete=_waits_for_task(frame))
         signal.signal(number, signal.SIG_DFL)
@@ -167,21 +171,11 @@ def _get_rank() -> tuple[int | None, int | None]:
     return int(rank), int(size)
 
 
-def _is_program_start() -> bool:
-    """Return True if this fork is that of subprocess.Popen, which calls functions for forks if it has a preexec_fn."""
-    frame: FrameType | None = sys._getframe(2)  # behind the handler
-    return (
-        frame is not None
-        and frame.f_globals.get("__name__") == "subprocess"
-        and frame.f_code.co_name == "_execute_child"
-    )
-
-
 def _waits_for_task(frame: FrameType | None) -> bool:
-    """Return True if a worker of a multiprocessing.Pool is between two tasks."""
+    """Return True if a worker of a multiprocessing.Pool or of a DataLoader is between two tasks."""
     inner = None
     while frame is not None:
-        if frame.f_globals.get("__name__") == _POOL_WORKER and frame.f_code.co_name == "worker":
-            return inner is None or inner.f_globals.get("__name__") == _POOL_QUEUE
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _WORKERS:
+            return inner is None or inner.f_globals.get("__name__") == "multiprocessing.queues"
         inner, frame = frame, frame.f_back
     return False

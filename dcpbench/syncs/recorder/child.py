@@ -8,9 +8,12 @@ it starts, and with its parent process:
 - torch: torch is about to be imported;
 - entered: the dry run is on in this process, which writes the file `report` at its end;
 - failed: torch was imported, and the dry run could not begin for the reason `reason`;
-- started, executed: the process is about to start, or to become, the program in `command`.
+- started, executed: the process is about to start, or to become, the program in `command`;
+- ended, terminated: the process is about to end, by itself or by SIGTERM.
 """
 
+import _signal  # of which the module signal makes enumerations, which takes longer
+import atexit
 import contextlib
 import importlib
 import importlib.abc
@@ -25,7 +28,7 @@ from typing import Any
 VARIABLE = "DCPBENCH_SYNCS_CHILDREN"
 SUFFIX = ".child"
 BEGAN, FORKED, TORCH, ENTERED, FAILED = "began", "forked", "torch", "entered", "failed"
-STARTED, EXECUTED = "started", "executed"
+STARTED, EXECUTED, ENDED, TERMINATED = "started", "executed", "ended", "terminated"
 STARTS = {"os.exec": EXECUTED, **dict.fromkeys(("os.posix_spawn", "os.system", "subprocess.Popen"), STARTED)}
 """Audit event of Python -> event of the note. It has the program and its arguments, except for `os.system`, which has a
 shell's command."""
@@ -69,6 +72,12 @@ def _list_words(event: str, arguments: tuple[Any, ...]) -> list[str]:
     return [os.fsdecode(word) for word in (program or words[0], *words[1:])]
 
 
+def is_program_start() -> bool:
+    """Return True in a function for forks that subprocess.Popen calls, because it has a preexec_fn, before a program."""
+    frame = sys._getframe(2)  # noqa: SLF001  (behind the function)
+    return frame.f_globals.get("__name__") == "subprocess" and frame.f_code.co_name == "_execute_child"
+
+
 def install(settings: dict[str, Any], run_after_import: Callable[[str, Callable[[ModuleType], None]], None]) -> None:
     """Note that this process began, watch what it imports, forks and starts, and begin a dry run once it has torch.
 
@@ -77,12 +86,37 @@ def install(settings: dict[str, Any], run_after_import: Callable[[str, Callable[
     watch = Watch(Path(settings["folder"]))
     leave_note(watch.folder, BEGAN, sys.orig_argv)
     sys.meta_path.insert(0, watch)
-    os.register_at_fork(after_in_child=lambda: leave_note(watch.folder, FORKED, sys.orig_argv))
     sys.addaudithook(watch.handle_audit_event)
+
+    def handle_fork() -> None:
+        if not is_program_start():
+            leave_note(watch.folder, FORKED, sys.orig_argv)
+
+    os.register_at_fork(after_in_child=handle_fork)
     if settings.pop("first", False):
         os.environ[VARIABLE] = json.dumps(settings)
     else:
+        _note_end(watch.folder)
         run_after_import("torch", lambda _: _begin_dry_run(settings))
+
+
+def _note_end(folder: Path) -> None:
+    """Leave a note when this process ends, also by os._exit, as children of multiprocessing do, or by SIGTERM."""
+    leave = os._exit
+
+    def note_and_exit(status: int) -> Any:  # noqa: ANN401  (never)
+        leave_note(folder, ENDED, sys.orig_argv)
+        leave(status)
+
+    def note_and_die(number: int, _frame: object) -> None:
+        leave_note(folder, TERMINATED, sys.orig_argv)
+        _signal.signal(number, _signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    os._exit = note_and_exit
+    atexit.register(leave_note, folder, ENDED, sys.orig_argv)
+    if _signal.getsignal(_signal.SIGTERM) == _signal.SIG_DFL:
+        _signal.signal(_signal.SIGTERM, note_and_die)
 
 
 def _begin_dry_run(settings: dict[str, Any]) -> None:
