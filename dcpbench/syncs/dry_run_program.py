@@ -61,6 +61,7 @@ class Job(msgspec.Struct, kw_only=True):
 class ProcessAnswer(msgspec.Struct, kw_only=True):
     """Hold the result of a process."""
 
+    pid: int = 0
     code: int
     """The exit code, as far as it is known; 1 after an exception."""
     report: Report

@@ -73,7 +73,7 @@ class Notes:
     def explain_state(self, folder: Path, *, is_worker: bool = False) -> str:
         """Return why the process is not followed; empty if it is, or if it is harmless.
 
-        A worker of a pool may be terminated before the dry run is on in it, and so before its first task.
+        A worker of a pool may be terminated outside of its tasks.
         """
         programs: list[list[dict[str, Any]]] = [[]]
         for line in self.lines:
@@ -88,10 +88,10 @@ def _explain_program(lines: Sequence[dict[str, Any]], folder: Path, *, is_worker
     facts = {line["event"]: line for line in lines}
     if FAILED in facts:
         return str(facts[FAILED]["reason"])
-    if ENTERED in facts:
-        return "" if (folder / facts[ENTERED]["report"]).is_file() else KILLED
     if is_worker and TERMINATED in facts:
         return ""
+    if ENTERED in facts:
+        return "" if (folder / facts[ENTERED]["report"]).is_file() else KILLED
     if not facts.keys() & {ENDED, EXECUTED}:
         return KILLED
     return NOT_SEEN if TORCH in facts else ""
@@ -137,8 +137,10 @@ def join_reports(first: ProcessAnswer, folder: Path) -> Report:
     notes = read_notes(folder)
     answers = [first, *_read_answers(folder)]
     known: set[int] = set()
+    workers = {pid for answer in answers for pid in answer.workers}
     for answer in answers:
         coverage = answer.report.traces[0].coverage
+        coverage.complete |= answer.pid in workers and TERMINATED in notes[answer.pid].events
         coverage.children, pids = _resolve_children(answer, notes, folder)
         known |= pids
     known |= {note.pid for note in notes.values() for line in note.lines if line.get("report") == ANSWER}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,7 +43,7 @@ def main() -> None:
     """Start the core, and request its steps."""
     method, wait = sys.argv[1], sys.argv[2] == "wait"
     ours, its = multiprocessing.Pipe()
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     core = context.Process(target=run_engine_core, args=(its,), kwargs={"wait": wait}, name=NAME)
     core.start()
     for number in range(STEPS):

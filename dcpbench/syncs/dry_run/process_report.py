@@ -25,7 +25,7 @@ import torch
 
 from dcpbench.syncs.dry_run import dry_run
 from dcpbench.syncs.dry_run_program import ProcessAnswer, Settings
-from dcpbench.syncs.recorder.child import ENTERED, is_program_start, leave_note
+from dcpbench.syncs.recorder.child import ENTERED, TERMINATED, is_program_start, leave_note
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -158,7 +158,10 @@ class ProcessReport:
 
         Pools end their workers so, which wait for their next task then; any other work was cut off.
         """
-        self.try_to_write(0, complete=_waits_for_task(frame))
+        calls = _list_calls(frame)
+        if ("multiprocessing.process", "run") not in calls[:-1]:
+            leave_note(Path(self._settings.folder), TERMINATED, sys.orig_argv)
+        self.try_to_write(0, complete=_waits_for_task(calls))
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -171,11 +174,16 @@ def _get_rank() -> tuple[int | None, int | None]:
     return int(rank), int(size)
 
 
-def _waits_for_task(frame: FrameType | None) -> bool:
-    """Return True if a worker of a multiprocessing.Pool or of a DataLoader is between two tasks."""
-    inner = None
+def _list_calls(frame: FrameType | None) -> list[tuple[str, str]]:
+    """Return module and name of the functions that run, outermost first."""
+    calls = []
     while frame is not None:
-        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _WORKERS:
-            return inner is None or inner.f_globals.get("__name__") == "multiprocessing.queues"
-        inner, frame = frame, frame.f_back
-    return False
+        calls.append((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+        frame = frame.f_back
+    return calls[::-1]
+
+
+def _waits_for_task(calls: list[tuple[str, str]]) -> bool:
+    """Return True if a worker of a multiprocessing.Pool or of a DataLoader is between two tasks."""
+    inner = next((calls[n + 1 :] for n, call in enumerate(calls) if call in _WORKERS), None)
+    return inner is not None and (not inner or inner[0][0] == "multiprocessing.queues")

@@ -12,7 +12,6 @@ it starts, and with its parent process:
 - ended, terminated: the process is about to end, by itself or by SIGTERM.
 """
 
-import _signal  # of which the module signal makes enumerations, which takes longer
 import atexit
 import contextlib
 import importlib
@@ -25,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_signal: Any = importlib.import_module("_signal")  # without the enumerations of signal, which take time
 VARIABLE = "DCPBENCH_SYNCS_CHILDREN"
 SUFFIX = ".child"
 BEGAN, FORKED, TORCH, ENTERED, FAILED = "began", "forked", "torch", "entered", "failed"
