@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.commands import GateOptions, OutputOptions
 
 PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
-LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed", "mpirun", "srun"})
+LAUNCHERS = frozenset({"accelerate", "deepspeed", "mpirun", "srun"})
 CANNOT_ANSWER, INTERRUPTED = ExitCode.NO_ANSWER, ExitCode.INTERRUPTED
 MAIN = "dcpbench.syncs.dry_run.main"
 RECORDER = Path(__file__).parent / "recorder"
@@ -128,7 +128,9 @@ def parse_command(command: Sequence[str]) -> tuple[str, list[str], Job]:
     words, name = list(command), make_printable(shlex.join(command))
     first = Path(words[0]).name
     if first in LAUNCHERS:
-        raise UsageError(f"{first} starts processes that a dry run does not see; give one rank's own: {EXAMPLE}")
+        raise UsageError(f"{first} is no Python program of torch's; use torchrun, or give one rank's own: {EXAMPLE}")
+    if first == "torchrun":
+        return sys.executable, [], Job(kind="module", target="torch.distributed.run", arguments=words[1:], name=name)
     if PYTHON.fullmatch(first):
         python = sys.executable if words[0] == first else words[0]
         if shutil.which(python) is None:

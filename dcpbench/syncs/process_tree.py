@@ -186,22 +186,37 @@ def _list_descendants(notes: dict[int, Notes], known: set[int], folder: Path) ->
     return found
 
 
+def list_unseen_programs(folder: Path) -> list[str]:
+    """Return the command lines of Python programs that Python processes started and that left no notes."""
+    notes = read_notes(folder)
+    unseen = [w for pid, note in notes.items() for w in _drop_begun(note.list_started(), pid, notes.values())]
+    return [shlex.join(words) for words in unseen if is_python(words[0])]
+
+
 def _drop_begun(started: Sequence[list[str]], pid: int, notes: Iterable[Notes]) -> list[list[str]]:
     """Return the commands of a process without the Python programs that have left notes of their own."""
-    begun = Counter(
-        tuple(line["command"][1:])
+    begun = [
+        line["command"]
         for note in notes
         for line in note.lines
         if line["event"] == BEGAN and pid in (note.pid, line["parent"])
-    )
+    ]
     left = []
     for words in started:
-        key = tuple(words[1:])
-        if begun[key] and is_python(words[0]):
-            begun[key] -= 1
+        found = next((command for command in begun if _is_command_of(command, words)), None)
+        if found is not None and is_python(words[0]):
+            begun.remove(found)
         else:
             left.append(words)
     return left
+
+
+def _is_command_of(command: Sequence[str], words: Sequence[str]) -> bool:
+    """Return True if Python's own command line can be that of a command: `python3 /bin/torchrun x.py` of `torchrun x.py`."""
+    if command[1:] == words[1:]:
+        return True
+    script = command[-len(words)] if len(command) > len(words) else ""
+    return command[len(command) - len(words) + 1 :] == words[1:] and Path(script).name == Path(words[0]).name
 
 
 def _merge(reports: Sequence[Report]) -> Report:

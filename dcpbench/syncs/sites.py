@@ -53,6 +53,9 @@ class Sync:
     called_from: str = ""
     """Known here for a trace only."""
     thread: str = ""
+    """Name of the thread, with that of its asyncio task if it ran one."""
+    thread_id: int = 0
+    """`threading.get_ident()` in a dry run."""
     explicit: bool = False
     direction: str = ""
     call: str = ""

@@ -56,7 +56,10 @@ def program(tmp_path: Path) -> Path:
 
 def test_a_command_is_advised_only_where_a_dry_run_takes_it(program: Path) -> None:
     assert f"dry-run -- python {program} 0`" in suggest_dry_run(["python", str(program), "0"])
-    for command in (["torchrun", "--nproc-per-node", "8", str(program)], ["env", "A=1", "python", str(program)]):
+    assert "dry-run -- torchrun --nproc-per-node 8 x.py`" in suggest_dry_run(
+        ["torchrun", "--nproc-per-node", "8", "x.py"]
+    )
+    for command in (["mpirun", "-n", "8", str(program)], ["env", "A=1", "python", str(program)]):
         assert suggest_dry_run(command).endswith(": dcpbench syncs dry-run -- python script.py")
 
 
@@ -96,7 +99,7 @@ class TestParse:
         ("command", "message"),
         [
             ([], "There is no program"),
-            (["torchrun", "x.py"], "torchrun starts processes"),
+            (["mpirun", "x.py"], "mpirun is no Python program of torch's; use torchrun"),
             (["ls"], "ls is no Python program"),
             (["python"], "no script"),
             (["python", "-m"], "-m needs what to run"),

@@ -44,6 +44,7 @@ from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
 from dcpbench.syncs.dry_run.virtual_runtime import install_runtime
 from dcpbench.syncs.dry_run.virtual_torchscript import install_torchscript
 from dcpbench.syncs.dry_run.waits import make_wait
+from dcpbench.syncs.owner import name_current_work
 from dcpbench.syncs.python_frames import walk_stack
 from dcpbench.syncs.sites import Sync, group_into_sites
 from dcpbench.syncs.steps import Work, find_steps
@@ -150,7 +151,8 @@ class DryRun:
             sync,
             frames=frames,
             user=user,
-            thread=threading.current_thread().name,
+            thread=name_current_work(),
+            thread_id=threading.get_ident(),
             allowed=allowed.get_reason(),
             at=time.perf_counter(),
             ranges=tuple(self.local.ranges),

@@ -81,7 +81,7 @@ def is_program_start() -> bool:
 def install(settings: dict[str, Any], run_after_import: Callable[[str, Callable[[ModuleType], None]], None]) -> None:
     """Note that this process began, watch what it imports, forks and starts, and begin a dry run once it has torch.
 
-    The first process of the program begins its dry run itself.
+    The first process of the program begins its dry run itself. Without a `package` there is none.
     """
     watch = Watch(Path(settings["folder"]))
     leave_note(watch.folder, BEGAN, sys.orig_argv)
@@ -95,7 +95,7 @@ def install(settings: dict[str, Any], run_after_import: Callable[[str, Callable[
     os.register_at_fork(after_in_child=handle_fork)
     if settings.pop("first", False):
         os.environ[VARIABLE] = json.dumps(settings)
-    else:
+    elif "package" in settings:
         _note_end(watch.folder)
         run_after_import("torch", lambda _: _begin_dry_run(settings))
 
