@@ -16,6 +16,8 @@ MIN_WAIT_SHARE = 0.65  # share of the queued work for which a call that waits ho
 SYNCHRONISING = frozenset(
     {"cudaStreamSynchronize", "Stream Sync", "cudaEventSynchronize", "cudaMemcpy", "cudaFree", "Event Sync"}
 )
+OF_THE_MEASUREMENT = frozenset({"cudaDeviceSynchronize", "Context Sync"})
+"""Synchronising calls that a record without margins does not tell from those between the measured calls."""
 COPIES = ("Memcpy DtoH", "Memcpy HtoD (Pageable")
 
 
@@ -30,7 +32,8 @@ class Measurement:
         """Return whether the call held the host up and made a synchronising call; loading a kernel does only the first."""
         events = call.get("events", {})
         slow = call["ms"] > MIN_WAIT_SHARE * self.head["queued_ms"]
-        return slow and any(name in SYNCHRONISING or name.startswith(COPIES) for name in events)
+        known = SYNCHRONISING | OF_THE_MEASUREMENT if "margin_ms" in self.head else SYNCHRONISING
+        return slow and any(name in known or name.startswith(COPIES) for name in events)
 
     def cases(self) -> dict[str, bool]:
         """Return for each case whether it waited."""
