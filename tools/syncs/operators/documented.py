@@ -415,7 +415,7 @@ def _add_copies() -> None:
     _add("torch.Tensor.to", "cpu, non_blocking=True", DOCSTRING, lambda a: a.to("cpu", non_blocking=True), there)
     _add("torch.Tensor.to", "dtype", RELATED, lambda a: a.to(torch.float16), there)
     _add("torch.Tensor.cpu", "", GUIDE, lambda a: a.cpu(), there)
-    _add("torch.Tensor.type", "on the GPU", RELATED, lambda a: a.type(torch.cuda.HalfTensor), there)
+    _add("torch.Tensor.type", "on the GPU", RELATED, lambda a: a.type("torch.cuda.HalfTensor"), there)
     _add("torch.Tensor.pin_memory", "", DOCSTRING, lambda a: a.pin_memory(), _host(64, 16))
     _add("torch.UntypedStorage.cuda", "", DOCSTRING, lambda a: a.untyped_storage().cuda(), _host(64, 16))
     _add("torch.UntypedStorage.cpu", "", RELATED, lambda a: a.untyped_storage().cpu(), there)
@@ -524,6 +524,8 @@ def _add_training() -> None:
     _add("torch.nn.functional.embedding", "max_norm=", RELATED, _embed, _ints(8), _floats(8, 4))
     _add("torch.nn.AdaptiveLogSoftmaxWithLoss", "", RELATED, _adaptive, _floats(8, 16), _ints(8, high=20))
     _add("torch.nn.TransformerEncoder", "src_key_padding_mask=", RELATED, _encode, _device)
+    for name in ("LSTM", "GRU"):
+        _add(f"torch.nn.{name}", "gradient", RELATED, _run_recurrent(name), _floats(5, 2, 8, grad=True))
     _add("torch.optim.LBFGS", "", RELATED, _lbfgs, _device)
     _add("torch.nested.nested_tensor_from_jagged", "", DOCSTRING, _jagged, _floats(12, 5), _device)
     _add(
@@ -570,6 +572,14 @@ def _encode(device: str) -> torch.Tensor:
     padding[1, 3:] = True
     with torch.inference_mode():
         return encoder(torch.ones(2, 4, 16, device=device), src_key_padding_mask=padding)
+
+
+def _run_recurrent(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        layer = getattr(torch.nn, name)(8, 8, device=x.device)
+        return layer(x)[0]
+
+    return run
 
 
 def _lbfgs(device: str) -> Any:
@@ -723,17 +733,16 @@ def find_named() -> Iterator[str]:
     for module in MODULES:
         holder = _find(module)
         for name in sorted(vars(holder) if inspect.isclass(holder) else dir(holder)):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                value = getattr(holder, name, None)
-            text = getattr(value, "__doc__", None)
-            if (
-                not name.startswith("_")
-                and not inspect.ismodule(value)
-                and isinstance(text, str)
-                and NAMED.search(text)
-            ):
+            if not name.startswith("_") and NAMED.search(_get_docstring(holder, name)):
                 yield f"{module}.{name}"
+
+
+def _get_docstring(holder: Any, name: str) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value = getattr(holder, name, None)
+        text = None if inspect.ismodule(value) else getattr(value, "__doc__", None)
+        return text if isinstance(text, str) else ""
 
 
 def _find(module: str) -> Any:
