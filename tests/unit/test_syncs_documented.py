@@ -69,6 +69,8 @@ def test_groups_of_documented_calls_need_no_test_database_of_torch() -> None:
         ("torch._assert_async", False),
         ("torch.Stream.synchronize", True),
         ("torch.distributed.barrier", True),
+        ("torch.distributed.Work.block_current_stream", False),
+        ("torch.Tensor.record_stream", False),
     ],
 )
 def test_a_dry_run_predicts_what_the_documentation_says(name: str, waits: bool) -> None:
