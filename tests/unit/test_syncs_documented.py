@@ -11,7 +11,8 @@ import pytest
 from tools.results import unpack
 from tools.syncs.operators.cases import cases, groups
 from tools.syncs.operators.compare import Measurement
-from tools.syncs.operators.documented import DOCSTRING, SGLANG, UNMEASURED, VLLM, documented, find_named
+from tools.syncs.operators.documentation import UNMEASURED, find_named
+from tools.syncs.operators.documented import DOCSTRING, SGLANG, VLLM, documented
 from tools.syncs.operators.predict import predict
 from tools.syncs.operators.table import format_calls, format_operators, name_waits
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.syncs.operators.compare import Measurement, read_measurement
-from tools.syncs.operators.documented import UNMEASURED, documented
+from tools.syncs.operators.documentation import UNMEASURED
+from tools.syncs.operators.documented import documented
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
