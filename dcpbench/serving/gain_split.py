@@ -22,12 +22,14 @@ other end: they switch factors on, starting with none.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcpbench.errors import UsageError
 from dcpbench.points.bounds import Number, SignedNumber
 from dcpbench.points.names import CLOSED, NO_EXCHANGE
 from dcpbench.serving.outcome import compute_serve_metrics
@@ -71,7 +73,11 @@ class GainPart(msgspec.Struct, frozen=True, kw_only=True):
 
     def format_causes(self) -> str:
         """Return `KV capacity`, or `shared by KV capacity and step time`."""
-        return self.causes[0] if len(self.causes) == 1 else f"shared by {format_list(list(self.causes))}"
+        return self.causes[0] if len(self.causes) == 1 else f"shared by {self.format_shared()}"
+
+    def format_shared(self) -> str:
+        """Return `KV capacity and step time`."""
+        return format_list(list(self.causes))
 
 
 class SideResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,10 +113,10 @@ class GainSplit(msgspec.Struct, frozen=True, kw_only=True):
 
     def format(self) -> str:
         """Return the gain with its parts in a sentence, as shares of the baseline's value."""
-        parts = [f"{part.format_causes()} {_format_share(self.compute_share(part))}" for part in self.list_shown()]
+        parts = [f"{part.format_causes()} {format_share(self.compute_share(part))}" for part in self.list_shown()]
         return (
             f"{self.layout.layout} against {self.baseline.layout}, {METRIC_NAMES[self.metric]} in replay: "
-            f"{_format_share(self.share)}, of which {format_list(parts)}."
+            f"{format_share(self.share)}, of which {format_list(parts)}."
         )
 
     def list_shown(self) -> list[GainPart]:
@@ -129,8 +135,14 @@ def make_baseline_key(point: Point) -> str:
     return msgspec.structs.replace(point, **plain).get_key()
 
 
-def split_gain(point: Point, baseline: Point, requests: Sequence[ServeRequest], of: Mapping[str, Side]) -> GainSplit:
-    """Return the gain of a point over its baseline by cause, from up to eight replays.
+def split_gain(
+    point: Point,
+    baseline: Point,
+    requests: Sequence[ServeRequest],
+    of: Mapping[str, Side],
+    limit_s: float = math.inf,
+) -> GainSplit:
+    """Return the gain of a point over its baseline by cause, from up to eight replays that end after `limit_s`.
 
     `of` has the Side of both points, by their layout names.
 
@@ -139,7 +151,8 @@ def split_gain(point: Point, baseline: Point, requests: Sequence[ServeRequest], 
     sides = {True: of[point.layout_name], False: of[baseline.layout_name]}
     for side in sides.values():
         _extrapolate(side.times)
-    ends = {on: _replay(point, requests, sides, dict.fromkeys(CAUSES, on), None) for on in (False, True)}
+    replay = functools.partial(_replay, point, requests, sides, limit_s)
+    ends = {on: replay(dict.fromkeys(CAUSES, on), None) for on in (False, True)}
     replays: dict[Causes, _Replayed] = {CAUSES: ends[False], (): ends[True]}  # by the causes that are off
     same_hits = ends[False].hits == ends[True].hits
     for off in _list_subsets(CAUSES):
@@ -148,7 +161,7 @@ def split_gain(point: Point, baseline: Point, requests: Sequence[ServeRequest], 
             replays[off] = replays[with_hits]
         elif off not in replays:
             on = {cause: cause not in off for cause in CAUSES}
-            replays[off] = _replay(point, requests, sides, on, ends[on[HITS]].hits)
+            replays[off] = replay(on, ends[on[HITS]].hits)
     metric = OUTPUT if point.load is not None and point.load.arrival == CLOSED else LATENCY
     results = {off: replays[off].get_value(metric) for off in _list_subsets(CAUSES)}
     return GainSplit(
@@ -185,7 +198,8 @@ class _Replayed:
 
     def get_value(self, metric: str) -> float:
         value = self.serve.output_tok_s if metric == OUTPUT else self.serve.e2el_ms.mean
-        assert value is not None, "a request that got its first token in a replay finishes"
+        if value is None:
+            raise UsageError("no request finished in a replay, so that it has no latency.")
         return value
 
     def summarize(self, point: Point, metric: str) -> SideResult:
@@ -201,6 +215,7 @@ def _replay(
     point: Point,
     requests: Sequence[ServeRequest],
     sides: Mapping[bool, Side],
+    limit_s: float,
     on: Mapping[str, bool],
     hits: Mapping[int, int] | None,
 ) -> _Replayed:
@@ -209,14 +224,12 @@ def _replay(
     timed = sides[on[STEP_TIME]]
     scheduler = make_scheduler(sides[on[CAPACITY]].config)
     scheduler.fixed_hits = hits
-    found = replay_requests(
-        requests, scheduler, point.clients, timed.times, think_s=point.load.think_time, loop=timed.loop
-    )
+    found = replay_requests(requests, scheduler, point.clients, timed.times, limit_s, point.load.think_time, timed.loop)
     serve = compute_serve_metrics(found.traffic, gpus=point.gpus, concurrency=point.clients, slo={}, steps=found.counts)
     return _Replayed(serve, {s.request.number: s.cached or 0 for s in found.traffic.samples})
 
 
-def _format_share(share: float) -> str:
+def format_share(share: float) -> str:
     """Return `+12 %`, `−0.31 %` or `0 %`."""
     if abs(share) < MIN_SHOWN:
         return "0 %"

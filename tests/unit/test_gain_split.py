@@ -184,3 +184,21 @@ def test_only_served_points_of_one_instance_with_dcp_are_split() -> None:
     assert gain_split.make_baseline_key(DCP) == gain_split.make_baseline_key(PLAIN)
     other = msgspec.structs.replace(PLAIN, concurrency=9)
     assert gain_split.make_baseline_key(DCP) != gain_split.make_baseline_key(other)
+
+
+def test_the_sentence_names_all_parts_and_what_they_share() -> None:
+    """Shares of the baseline's 200 tok/s; parts that are shared and 0 are left out."""
+    a, b, c = CAUSES
+    lost = {(a,): 60.0, (b,): 0.0, (c,): 20.0, (a, b): 60.0, (a, c): 74.0, (b, c): 20.0, CAUSES: 74.0}
+    results = {(): 274.0} | {off: 274.0 - value for off, value in lost.items()}
+    ends = [
+        gain_split.SideResult(layout=name, value=value, preemptions=0, hit_share=0.0)
+        for name, value in (("tp8", 200.0), ("tp8·dcp8", 274.0))
+    ]
+    found = GainSplit(
+        metric=gain_split.OUTPUT, baseline=ends[0], layout=ends[1], parts=gain_split.separate_parts(results)
+    )
+    assert found.format() == (
+        "tp8·dcp8 against tp8, output tok/s in replay: +37 %, of which KV capacity +30 %, prefix-cache hits 0 %, step time +10 % and "
+        "shared by KV capacity and step time −3 %."
+    )
