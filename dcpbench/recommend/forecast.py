@@ -239,7 +239,7 @@ def split_gain(
 ) -> GainSplit:
     """Split the gain of a served point with DCP over its baseline by cause, with estimated step times.
 
-    `plans` by layout name, `fitted` as in `estimate_point`, whose errors it raises.
+    `plans` by layout name, `fitted` as in `estimate_point`. Raise its errors.
     """
     point, baseline = limit_requests(point), limit_requests(baseline)
     sides = {}

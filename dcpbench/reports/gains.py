@@ -29,7 +29,7 @@ SHARED = "shared"  # heading of the column of all parts that several causes shar
 
 
 def build_rows(frames: Frames) -> pd.DataFrame:
-    """Return a row for each load whose gain was split, with its GainSplit in the column `split`."""
+    """Return a row for each split load, with its GainSplit in the column `split`."""
     rows = [
         {
             "run": run,

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 CAPACITY, HITS, STEP_TIME = CAUSES = ("KV capacity", "prefix-cache hits", "step time")
 OUTPUT, LATENCY = "output_tok_s", "e2el_mean_ms"
-"""Results that are split: the output of a closed loop; the latency of an open one, whose output follows the arrivals."""
+"""Results that are split: the output of a closed loop; the latency of an open loop, in which output follows the arrivals."""
 METRIC_NAMES = {OUTPUT: "output tok/s", LATENCY: "mean end-to-end latency"}
 MIN_SHOWN = 0.0005  # share of the baseline's value below which a shared part is not printed
 Causes = tuple[str, ...]

@@ -83,7 +83,7 @@ def read_run_gains(folder: Path) -> list[RunGain]:
 
 
 def _iter_pairs(records: list[Record]) -> Iterator[_Pair]:
-    """Yield for each load the layout with DCP that has most output per GPU, of those whose baseline ran."""
+    """Yield for each load the layout with DCP that has most output per GPU, of those with a baseline that ran."""
     ran = [r for r in records if r.outcome == "ok" and r.serve is not None and not is_functional(r)]
     replayed = [r for r in ran if r.point.load is not None and r.point.load.mode == REPLAY and not r.point.repeat]
     plain = {gain_split.make_baseline_key(r.point): r for r in replayed if r.point.dcp == 1}
