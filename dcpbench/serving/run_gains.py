@@ -1,7 +1,7 @@
 """Split the gains of a replayed run by cause: of each load, of the leading layout with DCP over the same one without it.
 
-A split needs the records and the step times of both layouts, which are in the run's folder. It is stored there in FILE,
-so that reports do not replay anything.
+A split needs the records and the step times of both layouts, which are in the run's folder. It is stored there in
+GAINS_FILE, so that reports do not replay anything.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dcpbench.models import load_shape
 from dcpbench.points.memory import PAGES_OF_PADDING
 from dcpbench.points.names import REPLAY
 from dcpbench.points.settings import Settings
+from dcpbench.records.folder import GAINS_FILE
 from dcpbench.records.record import is_functional
 from dcpbench.serving import gain_split
 from dcpbench.serving.gain_split import GainSplit, Side
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
     from dcpbench.records.record import Record
 
-FILE = "gain-splits.json"
 MAX_LOADS = 6  # loads of a run that are split: those with the largest differences
+MAX_STEPS = 2_000_000  # of all replays of a run's splits, which are minutes
 MAX_DEVIATION = 0.02  # share by which a replay may differ from the record that it repeats
 
 
@@ -59,21 +60,30 @@ class _Pair:
         """Return the difference of both outputs, as the logarithm of their ratio."""
         return math.log(_get_output(self.record) / _get_output(self.baseline))
 
+    @property
+    def steps(self) -> int:
+        """Return the number of steps of eight replays, half of which are like each layout's own."""
+        own = [record.serve.steps for record in (self.record, self.baseline) if record.serve is not None]
+        return 4 * sum(steps or 0 for steps in own)
+
 
 def store_run_gains(folder: Path, records: Iterable[Record], watch: Callable[[str], None] = lambda _: None) -> None:
-    """Split the gains of a run and write them to its folder; nothing is written if no load has both layouts."""
+    """Split the gains of a run and write them to its folder; without a load that has both layouts it has no such file."""
     pairs = sorted(_iter_pairs(list(records)), key=lambda pair: -abs(pair.ratio))[:MAX_LOADS]
-    found = []
+    found, steps = [], 0
     for n, pair in enumerate(pairs):
         watch(f"gain {n + 1} of {len(pairs)} by cause: {pair.record.point.layout_name}")
-        found.append(_split_pair(folder, pair))
-    if found:
-        write_file(folder / FILE, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        steps += pair.steps
+        found.append(_split_pair(folder, pair) if steps <= MAX_STEPS else _leave_out(pair))
+    if not found:
+        (folder / GAINS_FILE).unlink(missing_ok=True)
+    else:
+        write_file(folder / GAINS_FILE, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
 
 def read_run_gains(folder: Path) -> list[RunGain]:
     """Return the gains of a run by cause; none if it has no file of them. Raise RecordsError for a damaged file."""
-    path = folder / FILE
+    path = folder / GAINS_FILE
     if not path.is_file():
         return []
     try:
@@ -103,6 +113,11 @@ def _iter_pairs(records: list[Record]) -> Iterator[_Pair]:
 def _get_output(record: Record) -> float:
     assert record.serve is not None
     return record.serve.output_tok_s
+
+
+def _leave_out(pair: _Pair) -> RunGain:
+    reason = f"its replays have about {pair.steps:,} steps, and those of all splits of a run at most {MAX_STEPS:,}."
+    return RunGain(key=pair.record.point.get_key(), baseline_key=pair.baseline.point.get_key(), reason=reason)
 
 
 def _split_pair(folder: Path, pair: _Pair) -> RunGain:

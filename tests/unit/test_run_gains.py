@@ -14,15 +14,18 @@ from dcpbench.points import memory
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import RecordFile
+from dcpbench.records.folder import GAINS_FILE
 from dcpbench.records.runs import read_last_records
 from dcpbench.reports import dataframes, gains, gains_figure, write_report
 from dcpbench.reports.style import Style
+from dcpbench.servers.engine_replay import replay_server_point
 from dcpbench.serving import gain_split, run_gains
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.replay import make_step_times_name, replay_point
 from dcpbench.serving.step_cases import Extent
 from dcpbench.serving.step_times import get_engine_path, write_step_times
 from tests.unit.step_times_builder import step_times, true_ms
+from tests.unit.test_engine_replay import ENGINE, engine_point, measure_exactly
 from tests.unit.test_replay_point import POINT
 
 if TYPE_CHECKING:
@@ -42,16 +45,16 @@ def quicker_ms(work: Work) -> float:
     return true_ms(work) + 2 - 0.75e-4 * work.kv_tokens
 
 
-def make_points(concurrency: int) -> Iterator[Point]:
+def make_points(of: Point, concurrency: int) -> Iterator[Point]:
     for dcp in (1, 4):
         exchange = "none" if dcp == 1 else "ag_rs"
-        yield msgspec.structs.replace(POINT, concurrency=concurrency, dcp=dcp, exchange=exchange)
+        yield msgspec.structs.replace(of, concurrency=concurrency, dcp=dcp, exchange=exchange)
 
 
-def write_run(folder: Path, *concurrencies: int, device: str = "NVIDIA H200") -> Path:
+def write_run(folder: Path, *concurrencies: int, device: str = "NVIDIA H200", of: Point = POINT) -> Path:
     """Replay tp4 and tp4·dcp4 into a run's folder."""
     for concurrency in concurrencies:
-        for point in make_points(concurrency):
+        for point in make_points(of, concurrency):
             plan = plan_engine([point], SETTINGS, SHAPES[point.model], step_times(device=device).make_probe())
             extent = Extent.from_points([point], pages=plan.pages, max_context=plan.max_context)
             path = get_engine_path(point)
@@ -103,6 +106,40 @@ def test_capacity_counts_only_where_it_is_short(run: Path) -> None:
     parts = {n: {part.causes: part.difference for part in get_split(run, n).parts} for n in (2, 8)}
     assert parts[2][gain_split.CAPACITY,] == pytest.approx(0, abs=1e-9)
     assert parts[8][gain_split.CAPACITY,] > 0.5 * get_split(run, 8).difference > 0
+
+
+def test_prefixes_that_only_a_larger_pool_keeps_are_hits(tmp_path: Path) -> None:
+    """Sessions of 5 turns by three clients: without DCP the pool of 15,936 tokens loses some of their earlier turns."""
+    load = msgspec.structs.replace(POINT.load, requests=60, turns="5", turn_tokens="900")
+    of = msgspec.structs.replace(POINT, load=load, context=8000)
+    (found,) = store(write_run(tmp_path, 3, of=of))
+    assert found.split is not None, found.reason
+    parts = {part.causes: part.difference for part in found.split.parts}
+    assert found.split.layout.hit_share > found.split.baseline.hit_share + 0.1
+    assert parts[gain_split.HITS,] > 0
+    assert sum(parts.values()) == pytest.approx(found.split.difference)
+
+
+@pytest.mark.parametrize("policy", ["vllm", "sglang"])
+def test_servers_of_other_engines_are_split_by_their_policy(policy: str, tmp_path: Path) -> None:
+    """Equal steps, and twice the KV: the gain is capacity."""
+    for dcp in (1, 2):
+        engine = msgspec.structs.replace(ENGINE, engine=policy, policy=policy, kv_tokens=28_800 * dcp)
+        exchange = "none" if dcp == 1 else "ag_rs"
+        point = msgspec.structs.replace(
+            engine_point(8, inputs="4000", outputs="200"), dcp=dcp, exchange=exchange, backend=policy
+        )
+        name = make_step_times_name(get_engine_path(point))
+        times = measure_exactly([point], engine)
+        write_step_times(tmp_path / name, times)
+        record = replay_server_point(point, times, name, Settings(), tmp_path)
+        assert record.outcome == "ok", record.reason
+        RecordFile(tmp_path).append(record)
+    (found,) = store(tmp_path)
+    assert found.split is not None, found.reason
+    parts = {part.causes: part.difference for part in found.split.parts}
+    assert parts[gain_split.CAPACITY,] == pytest.approx(found.split.difference, rel=0.1)
+    assert found.split.difference > 0.02 * found.split.baseline.value
 
 
 def test_a_report_has_the_table_and_the_figure(run: Path, tmp_path: Path) -> None:
@@ -161,7 +198,14 @@ def test_cpu_times_are_not_split(run: Path, tmp_path: Path) -> None:
     assert run_gains.read_run_gains(tmp_path) == []
 
 
+def test_long_runs_are_left_out(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replays of a million requests would take hours."""
+    monkeypatch.setattr(run_gains, "MAX_STEPS", 10)
+    run_gains.store_run_gains(tmp_path, read_last_records(run).values())
+    assert ["steps" in found.reason for found in run_gains.read_run_gains(tmp_path)] == [True, True]
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / run_gains.FILE).write_text("[{", encoding="utf-8")
-    with pytest.raises(RecordsError, match=run_gains.FILE):
+    (tmp_path / GAINS_FILE).write_text("[{", encoding="utf-8")
+    with pytest.raises(RecordsError, match=GAINS_FILE):
         run_gains.read_run_gains(tmp_path)
