@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import EnginePath, EngineServer, StepTimes
 
 
+ENGINE_VOCAB = 1 << 30  # token ids of prompts that another engine's server does not read: they are only compared
 FOLDER = "step-times"
 """Below the run's folder."""
 
