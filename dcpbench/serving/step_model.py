@@ -3,6 +3,7 @@
     decode only    T(rows, KV)         read the weights that the rows need, and their KV
     prefill only   F(tokens, x) + …    weights and products for all tokens, and attention of each to x others
     mixed          F(all rows, x) + G(rows, KV)     decode rows are rows like others, but attend in their own way
+                   … + P(rows)                      another engine that runs chunks with a prefix more slowly next to decode rows
     uneven         … - S(rows) · share              some replicas have fewer rows than the fullest for the experts
     unaligned      … + U(rows)                      another engine whose kernels are slower for numbers of rows that are no
                                                     multiple of some number
@@ -135,6 +136,7 @@ class Surface:
             by_rows[rows].append((x, ms))
         self.sizes = sorted(by_rows)
         self.lines = [Line(by_rows[rows]) for rows in self.sizes]
+        self.beyond = BEYOND
         self._nearest: dict[float, tuple[Line, Line, float, float]] = {}
 
     def __call__(self, rows: float, x: float) -> float:
@@ -155,7 +157,7 @@ class Surface:
         if found is None:
             a, b, share = _find_bracket(self.sizes, rows)
             below, above = self.lines[a], self.lines[b]
-            found = self._nearest[rows] = below, above, share, BEYOND * max(below.max_x, above.max_x)
+            found = self._nearest[rows] = below, above, share, self.beyond * max(below.max_x, above.max_x)
         return found
 
 
@@ -338,6 +340,7 @@ class MixedTimes:
 
     def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes) -> None:
         """Build lines over KV tokens per row for each number of rows and of tokens."""
+        self.beyond = BEYOND
         found: dict[int, dict[int, list[tuple[float, float]]]] = collections.defaultdict(
             lambda: collections.defaultdict(list)
         )
@@ -353,7 +356,7 @@ class MixedTimes:
         rows, each = work.rows, work.kv_tokens / work.rows
         low, high, share = _find_bracket(self.sizes, rows)
         near = [self._find_lines(self.sizes[index], work.tokens) for index in (low, high)]
-        max_x = BEYOND * max(line.max_x for *lines, _ in near for line in lines)
+        max_x = self.beyond * max(line.max_x for *lines, _ in near for line in lines)
         # With attention DP, a replica without chunks has a request more.
         most = compute_batch_rows(self.sizes[-1] + 1)
         if not self.sizes[0] <= rows <= most or each > max_x:
@@ -369,6 +372,22 @@ class MixedTimes:
         lines = self.lines[rows]
         low, high, share = _find_bracket(self.tokens[rows], tokens)
         return lines[low], lines[high], min(max(share, 0.0), 1.0)
+
+
+class PrefixedTimes:
+    """Additional time of a step with decode rows and a chunk that has a prefix: P(rows).
+
+    vLLM's steps of this kind take longer on an H200 than their parts. Beyond the measured rows, the nearest value is used.
+    """
+
+    def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes, mixed: MixedTimes) -> None:
+        self.ms = Line(
+            (w.rows + w.tokens, ms - prefill(w.rows + w.tokens, w.pairs, w.prefix) - mixed(w)) for w, ms in cases
+        )
+
+    def __call__(self, rows: int) -> float:
+        """Return the time in ms to add to PrefillTimes and MixedTimes."""
+        return self.ms.predict_clamped(rows)
 
 
 class UnalignedTimes:
@@ -512,7 +531,8 @@ class StepModel:
             [(self._pad(w), ms) for w, ms in cases] for cases in (line, gather, uneven, unaligned)
         )
         decode = [(w, ms) for w, ms in line if w.rows and not w.tokens]
-        mixed = [(w, ms) for w, ms in line if w.rows and w.tokens]
+        mixed = [(w, ms) for w, ms in line if w.rows and w.tokens and not w.prefix]
+        prefixed = [(w, ms) for w, ms in line if w.rows and w.tokens and w.prefix]
         chunks = [(w, ms) for w, ms in line if w.tokens and not w.rows]
         self.most_graph_rows = (graph_batches or GRAPH_BATCHES)[-1]
         graphs = [s for s in decode if s[0].rows <= self.most_graph_rows]
@@ -532,9 +552,16 @@ class StepModel:
             pad_rows = _raise_rows
         self.prefill = PrefillTimes(chunks, gather, decode_rows, pad_rows=pad_rows)
         self.mixed = MixedTimes(mixed, self.prefill)
+        self.prefixed = PrefixedTimes(prefixed, self.prefill, self.mixed) if prefixed else None
         self.unaligned = UnalignedTimes(unaligned, self.prefill, row_multiple) if unaligned else None
         self.spared = SparedTimes(uneven, self.prefill) if uneven else None
         self.least = min(ms for _, ms in [*chunks, *uneven])
+
+    def extrapolate(self) -> None:
+        """Continue all lines in KV tokens and pairs without limit, for a layout with a KV cache that it does not have."""
+        for surface in (self.graphs.surface, self.prefill.ms, *([self.eager.surface] if self.eager else [])):
+            surface.beyond = math.inf
+        self.mixed.beyond = math.inf
 
     def predict_step_ms(self, works: Sequence[Work]) -> float:
         """Return the time of a step of these replicas in ms.
@@ -570,7 +597,8 @@ class StepModel:
         if not work.rows:
             return alone
         if self.mixed.sizes:
-            return alone + self.mixed(work)
+            prefixed = self.prefixed(rows) if self.prefixed and work.prefix else 0.0
+            return alone + self.mixed(work) + prefixed
         if work.tokens:
             raise _make_outside_error(f"{work.rows} decode rows in a step with chunks", "steps with only one of both")
         # Replicas of one request each: next to one with a chunk, another decodes. The remaining part of G is the read
