@@ -73,7 +73,7 @@ class PointResult(msgspec.Struct, kw_only=True):
     marks_a: list[str] = []
     marks_b: list[str] = []
     output_tok_s: tuple[float, float] | None = None
-    """Output tok/s of A and B in `decode`: concurrency / step time. Null in `serve`, which has rows for its throughput."""
+    """Output tok/s of A and B in `decode`: concurrency · tokens of a step / step time. Null in `serve`, which has rows for its throughput."""
     rows: list[Row] = []
     not_compared: list[Uncompared] = []
 

@@ -148,7 +148,8 @@ def _compare_point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[R
         test = _make_test(metric, sides, options, [x.name for x in a], [x.name for x in b])
         found.rows.append(test.row)
         if metric.name == "step_ms":
-            found.output_tok_s = (point.concurrency * 1e3 / test.row.a, point.concurrency * 1e3 / test.row.b)
+            tokens_a, tokens_b = (p.concurrency * p.tokens_per_step for p in (point, other))
+            found.output_tok_s = (tokens_a * 1e3 / test.row.a, tokens_b * 1e3 / test.row.b)
         unsure = _compute_forecast_error(metric, pair)
         if found.cpu and not options.allow_cpu:
             test.row.reason = CPU_REASON

@@ -243,7 +243,7 @@ OF_STEPS = ("ttft", "itl")
 """Latencies that `decode` has as well."""
 _OF_TTFT = "t1 - t0: first output token - submitted (open loop: due), queueing included"
 _OF_ITL = {
-    DECODE: "gap between two output tokens of a request: one step, one sample per step",
+    DECODE: "gap between two output tokens of a request: one step, one sample per step; 0 between tokens of a step with drafts",
     SERVE: "each gap between consecutive output tokens of a request, pooled over requests",
 }
 _OF_TPOT = "(tn - t1) / (n - 1), one per request, none if n < 2"
@@ -269,10 +269,11 @@ def _compute_per_gpu_interval(record: Record) -> tuple[float, float] | None:
 
 
 def _compute_per_user_interval(record: Record) -> tuple[float, float] | None:
-    """Return the inverted interval of the step time: the gaps between tokens of `decode` are its steps. Unit:
-    tok/s/user.
-    """
-    return None if record.metrics is None else (1000 / record.metrics.step_ms.high, 1000 / record.metrics.step_ms.low)
+    """Return the inverted interval of the step time, times the tokens of a step. Unit: tok/s/user."""
+    if record.metrics is None:
+        return None
+    tokens, step = record.point.tokens_per_step, record.metrics.step_ms
+    return 1000 * tokens / step.high, 1000 * tokens / step.low
 
 
 def _compute_kv_tokens_per_gib(record: Record) -> float | None:
@@ -329,7 +330,7 @@ METRICS: tuple[Metric, ...] = (
         brief="output tok/s",
         term="output throughput",
         defined={
-            DECODE: "concurrency / step time, of the whole layout",
+            DECODE: "concurrency / step time, of the whole layout; times the tokens of a step with drafts",
             SERVE: "output tokens / wall time (first submission to last token), ramp and drain included",
         },
         option="tok_s",
@@ -360,7 +361,10 @@ METRICS: tuple[Metric, ...] = (
         heading="tok/s/user",
         digits=3,
         term="per user",
-        defined=_make_definitions("1000 / median ITL in ms"),
+        defined={
+            DECODE: "1000 / step time in ms; times the tokens of a step with drafts",
+            SERVE: "1000 / median ITL in ms",
+        },
     ),
     Metric(
         "total_tok_s",

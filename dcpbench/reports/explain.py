@@ -57,15 +57,15 @@ METHOD = (
     then at least two samples lie beyond the true percentile with 99 % probability. With fewer they are not reported.
 
     ITL (inter-token latency): the gap between two output tokens of a request. In the workload decode every request
-    gets one token a step, so its samples are steps, not tokens.
+    gets one token a step, so its samples are steps, not tokens. Further tokens of a step with drafts have gaps of 0.
 
     TTFT (time to first token): from submission to the first output token, queueing included. The workload decode has
     none.
 
-    Output throughput: concurrency / step time, in tok/s, of the whole layout. Per GPU: divided by tp; DCP and
-    attention DP add no GPUs.
+    Output throughput: concurrency / step time, in tok/s, of the whole layout, times the tokens of a step with drafts.
+    Per GPU: divided by tp; DCP and attention DP add no GPUs.
 
-    tok/s/user: 1000 / median ITL in ms.
+    tok/s/user: 1000 / median ITL in ms; with drafts 1000 / time of a token in ms.
 
     KV tokens per GiB: tokens that the layout's pools hold, each counted once, over the GiB of one GPU's pool. It
     compares layouts whatever the pools' sizes.

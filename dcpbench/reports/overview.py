@@ -178,9 +178,9 @@ def _list_draft_caveats(frames: Frames) -> list[str]:
     for record in frames.records:
         drafts = record.serve.speculation if record.serve else None
         point = record.point
-        if drafts is not None and drafts.assumed:
+        if (drafts is not None and drafts.assumed) or (point.mtp and record.metrics is not None):
             found[
-                f"{format_count(drafts.draft_tokens, 'draft')} a step, of which acceptance was assumed: {point.acceptance}, "
+                f"{format_count(point.mtp, 'draft')} a step, of which acceptance was assumed: {point.acceptance}, "
                 f"{point.tokens_per_step:.2f} tokens a step"
             ] = None
         elif drafts is not None:
