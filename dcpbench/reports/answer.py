@@ -101,6 +101,7 @@ def _collect_ranked(frames: Frames) -> list[tuple[float, str]]:
         (0.0, describe_functional(frames)),
         (0.05, slo.explain_unjudged(frames.everything, frames.slo)),
         (0.15, describe_imports(frames)),
+        *((0.07, f"{format_capitalized(text)}.") for text in list_draft_conditions(frames)),
     ]
     if len(frames.findings.points):
         notes += [
@@ -130,6 +131,26 @@ def describe_functional(frames: Frames) -> str:
     return (
         f"CPU: {int(slow.sum()):,} of {format_count(len(slow), 'point')} are a functional run. {nothing} their times."
     )
+
+
+def list_draft_conditions(frames: Frames) -> list[str]:
+    """Return how many drafts steps verify, what acceptance was assumed, and how step times were obtained, each once."""
+    found: dict[str, None] = {}
+    for record in frames.records:
+        stated, seen = record.point.speculation, record.serve.speculation if record.serve else None
+        if stated is not None and (record.serve or record.metrics):
+            drafts, tokens = format_count(stated.draft_tokens, "draft"), stated.expected_tokens
+            assumed = (
+                "of which no acceptance is stated: rates count one token a step"
+                if tokens is None
+                else f"of which acceptance was assumed: {record.point.acceptance}, {tokens:.2f} tokens a step"
+            )
+            found[f"{drafts} a step, {assumed}"] = None
+        elif seen is not None:
+            found[f"the server verifies drafts: {seen.tokens_per_step:.2f} tokens a step by its own metrics"] = None
+        if seen is not None and seen.step_times:
+            found[f"times of steps with drafts are {seen.step_times}"] = None
+    return list(found)
 
 
 def _iterate_scopes(frames: Frames) -> Iterable[tuple[float, str]]:

@@ -19,13 +19,15 @@ from dcpbench.points.settings import Settings
 from dcpbench.points.speculation import Speculation
 from dcpbench.recommend.estimate import load_published_steps
 from dcpbench.recommend.forecast import Estimator, estimate_point, from_record
-from dcpbench.records.record import Interval
+from dcpbench.records.record import Interval, SpeculationMetrics
+from dcpbench.reports import answer
+from dcpbench.reports.dataframes import load_frames
 from dcpbench.serving.draft_steps import DraftRatios, describe_measured_steps, estimate_draft_steps
 from dcpbench.serving.outcome import compute_serve_metrics
 from dcpbench.serving.replay import replay_from_file, replay_requests
 from dcpbench.serving.scheduler import Scheduler
 from dcpbench.serving.step_times import Case, Chunks, Decodes, get_engine_path, write_step_times
-from tests.unit import record_builder
+from tests.unit import record_builder, serve_record_builder
 from tests.unit.serving_builder import config, request
 from tests.unit.step_times_builder import step_times
 from tests.unit.test_replay import Fixed
@@ -208,3 +210,30 @@ class TestForecasts:
         found = from_record(msgspec.structs.replace(record, metrics=metrics), "run", None, 2.564)
         assert (found.tok_s, found.low, found.high) == pytest.approx((1025.6, 974.32, 1076.88))
         assert (found.itl_ms.p50, found.itl_ms.p99, found.tpot_ms.p50) == (0, 20, pytest.approx(20 / 2.564))
+
+
+class TestReports:
+    def test_the_first_sentences_name_the_assumed_acceptance_and_how_times_were_obtained(self, tmp_path: Path) -> None:
+        found = SpeculationMetrics(
+            draft_tokens=2,
+            assumed=[0.9, 0.5],
+            steps=10,
+            accepted=[9, 5],
+            tokens_per_step=2.4,
+            step_times="estimated: x",
+        )
+        record = serve_record_builder.served(serve_record_builder.point(Layout(8, dcp=2)))
+        assert record.serve is not None
+        drafted = msgspec.structs.replace(
+            record,
+            point=msgspec.structs.replace(record.point, mtp=2, acceptance="0.9/0.5"),
+            serve=msgspec.structs.replace(record.serve, speculation=found),
+        )
+        folders = [record_builder.write(tmp_path / name, [one]) for name, one in (("a", drafted), ("b", record))]
+        sentences = answer.list_draft_conditions(load_frames(folders))
+        assert sentences == [
+            "2 drafts a step, of which acceptance was assumed: 0.9/0.5, 2.35 tokens a step",
+            "times of steps with drafts are estimated: x",
+        ]
+        first = answer.format_top_sentences(load_frames([folders[0]]))
+        assert any(text.startswith("2 drafts a step, of which acceptance was assumed") for text in first)

@@ -707,5 +707,5 @@ class TestDrafts:
 
     def test_policies_of_other_engines_are_refused_with_drafts(self) -> None:
         drafts = {"mtp": 1, "acceptance": "0.85"}
-        found = reason(H200X4, concurrency=8, mode="replay", policy="vllm", **drafts)
+        found = reason(H200X4, concurrency=8, mode="replay", policy="vllm", backend="triton", **drafts)
         assert found.startswith("--prefill policy=vllm is not modelled with drafts; leave out --mtp")
