@@ -59,7 +59,7 @@ from dcpbench.points.point import OPTIONS
 from dcpbench.points.sizes import format_size, format_size_up
 from dcpbench.serving.loads import compute_extent
 from dcpbench.serving.step_times import read_step_times
-from dcpbench.show.text import format_count
+from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 SMALLEST_TILE = 16
 """Side of the smallest product that the tensor cores take."""
 FLASHMLA_PAGE = 64
+WHOLE_PAGES = (16, 32)
+"""Further page sizes of the attention kernels in CUDA C++, as in kernels/attention/hopper_pairs.py."""
 FLASHINFER_HEADS = (64, 128, 256)
 """Columns of a head that FlashInfer's decode kernels of grouped-query attention take; its kernels of prompts take the first two."""
 SYMMETRIC = "symm"
@@ -337,6 +339,12 @@ def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
         raise UsageError(
             "--backend reference plans with new tensors in every step, which a CUDA graph would not see; use --backend "
             "triton or --backend flashinfer. On a GPU the reference is for dcpbench verify."
+        )
+    hopper_mla = probe.capability == HOPPER and shape.gqa is None
+    if point.mtp and hopper_mla and point.page_size not in WHOLE_PAGES and point.page_size % FLASHMLA_PAGE:
+        raise UsageError(
+            f"--mtp {point.mtp}: kernels that take the query rows of a request together read pages of {format_list([*map(str, WHOLE_PAGES)])} rows and "
+            f"multiples of {FLASHMLA_PAGE}, not {point.page_size}; use --page-size {FLASHMLA_PAGE}."
         )
     if shape.gqa:
         _check_gqa_options(point, shape)

@@ -247,6 +247,26 @@ def test_backends_that_do_not_take_query_rows_together_are_refused_for_steps_wit
     check(mtp=3, acceptance="0.8/0.6/0.4")
 
 
+def test_steps_with_drafts_need_pages_that_hopper_kernels_copy_whole() -> None:
+    """Kernels of grouped-query attention take any page, and so do other GPUs; the sizes are those of the kernels."""
+    from dcpbench.kernels.attention import hopper_pairs  # with torch
+
+    drafts = {"mtp": 3, "acceptance": "0.8/0.6/0.4"}
+    hopper = msgspec.structs.replace(H200X4, capability=validate.HOPPER)
+    with pytest.raises(
+        UsageError, match=r"read pages of 16 and 32 rows and multiples of 64, not 1; use --page-size 64"
+    ):
+        check(probe=hopper, **drafts)
+    for page in range(1, 200):
+        if hopper_pairs.supports_pages(page):
+            check(probe=hopper, page_size=page, **drafts)
+        else:
+            with pytest.raises(UsageError, match="--page-size 64"):
+                check(probe=hopper, page_size=page, **drafts)
+    check(probe=hopper)
+    check(SHAPES["qwen3-235b-a22b"], hopper, dcp=1, exchange="none", **drafts)
+
+
 def test_drafts_have_positions_of_the_model() -> None:
     """Of 65,536 positions a context of 65,533 leaves 3: one token and 2 drafts."""
     check(context=65533, mtp=2)
