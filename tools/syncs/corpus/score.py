@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class Seen(msgspec.Struct, kw_only=True):
@@ -56,7 +60,7 @@ class Score(msgspec.Struct, kw_only=True):
     programs_found: int
     """Number of these with at least one reported wait."""
     wrong: list[str]
-    """Programs with missed or false reports."""
+    """Programs with waits of which none is found, or with false reports."""
 
     @property
     def recall(self) -> float:
@@ -92,8 +96,11 @@ def _score(detector: str, seen: dict[str, Seen], programs: list[Truth]) -> Score
         result.hazards_found += min(len(got.hazards), len(program.hazards))
         result.programs += bool(program.expected)
         result.programs_found += bool(found)
-        if len(got.syncs) != len(program.expected):
-            result.wrong.append(f"{program.name}: {len(got.syncs)} of {len(program.expected)}")
+        if (program.expected and not found) or len(got.syncs) > found:
+            false = len(got.syncs) > found
+            result.wrong.append(
+                f"{program.name} ({len(got.syncs)} of {len(program.expected)})" if false else program.name
+            )
     return result
 
 
@@ -123,21 +130,31 @@ def _format_run(run: CorpusRun) -> str:
     waits, hazards = sum(len(p.expected) for p in run.programs), sum(len(p.hazards) for p in run.programs)
     lines = [
         (
-            f"{run.device}, torch {run.torch}: {len(run.programs)} programs, of which {waiting} wait, {waits} times; "
+            f"{run.device}, torch {run.torch}: {waiting} of {len(run.programs)} programs wait, {waits} times; "
             f"{hazards} calls may block."
         ),
         "",
         "| detector | waits found | false | right kind | may block | programs found |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    lines += [
-        f"| {s.detector} | {s.found} | {s.false} | {s.named} | {s.hazards_found} | {s.programs_found} |" for s in scores
-    ]
-    notes = [f"- {s.detector}: {'; '.join(s.wrong)}" for s in scores if s.wrong]
+    rows = _group(
+        (s.detector, f"{s.found} | {s.false} | {s.named} | {s.hazards_found} | {s.programs_found}") for s in scores
+    )
+    lines += [f"| {detectors} | {numbers} |" for numbers, detectors in rows.items()]
+    wrong = _group((s.detector, ", ".join(s.wrong)) for s in scores if s.wrong)
+    notes = [f"- {detectors}: {names}" for names, detectors in wrong.items()]
     notes += [f"- **the clock disagrees**: {text}" for text in contradictions(run)]
     if notes:
-        lines += ["", "Where a detector is wrong (seen of expected):", "", *notes]
+        lines += ["", "Nothing, or too much, is found in:", "", *notes]
     return "\n".join(lines) + "\n"
+
+
+def _group(found: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the detectors of each finding, in the order of the first."""
+    detectors: dict[str, list[str]] = {}
+    for detector, finding in found:
+        detectors.setdefault(finding, []).append(detector)
+    return {finding: "; ".join(names) for finding, names in detectors.items()}
 
 
 def format_programs(run: CorpusRun) -> str:
