@@ -144,6 +144,11 @@ class TestPublishedRecord:
         for run in (published(), checked_by_vllm()):
             assert markdown([run]).strip() in page, "write it again: python -m tools.syncs corpus RECORD"
 
+    def test_the_table_of_who_finds_what_is_the_records(self) -> None:
+        table = RECORD.parents[2] / "who-finds-what.md"
+        hint = "write it again: python -m tools.syncs corpus RECORD tests/data/vllm-check.json --programs -o FILE"
+        assert table.read_text() == format_programs([published(), checked_by_vllm()]), hint
+
 
 class TestRecordOfVllmsCheck:
     """Two releases of vLLM's check, run in a dry run."""
@@ -217,7 +222,19 @@ class TestScore:
             Truth(name="a", expected=["X"] * 2, held_up_ms=9.0),
             Truth(name="b"),
         )
-        assert format_programs(run).splitlines()[2:] == ["| a | 9.00 | 2 | 1 (1) |", "| b |  | 0 | 0 |"]
+        assert format_programs([run]).splitlines() == [
+            "| program | held up ms | waits | d |",
+            "|---|--:|--:|--:|",
+            "| a | 9.00 | 2 | 1 (1) |",
+            "| b |  | 0 | 0 |",
+        ]
+
+    def test_detectors_of_two_machines_that_find_the_same_share_a_column(self) -> None:
+        truth = Truth(name="a", expected=["X"])
+        same, other = corpus_run({"a": Seen(syncs=["X"])}, truth), corpus_run({"a": Seen(syncs=["Y"])}, truth)
+        other.device, other.detectors["e"] = "H", {"a": Seen()}
+        head, _, row = format_programs([same, other]).splitlines()
+        assert (head, row) == ("| program | held up ms | waits | d (G); d (H) | e (H) |", "| a |  | 1 | 1 | 0 |")
 
 
 CHECK_OF_VLLM = """

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+
+T = TypeVar("T")
 
 
 class Seen(msgspec.Struct, kw_only=True):
@@ -149,26 +152,35 @@ def _format_run(run: CorpusRun) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _group(found: Iterable[tuple[str, str]]) -> dict[str, str]:
+def _group(found: Iterable[tuple[str, T]]) -> dict[T, str]:
     """Return the detectors of each finding, in the order of the first."""
-    detectors: dict[str, list[str]] = {}
+    detectors: dict[T, list[str]] = {}
     for detector, finding in found:
         detectors.setdefault(finding, []).append(detector)
     return {finding: "; ".join(names) for finding, names in detectors.items()}
 
 
-def format_programs(run: CorpusRun) -> str:
-    """Return a table of the waits that each detector finds in each program; `(n)` are calls that may block."""
-    heads = ["program", "held up ms", "waits", *run.detectors]
+def format_programs(runs: Sequence[CorpusRun]) -> str:
+    """Return a table of the waits that each detector of the runs finds in each program; `(n)` are calls that may block.
+
+    Detectors that find the same everywhere share a column. The clock is that of the first run.
+    """
+    first = runs[0]
+    devices = {run.device for run in runs}
+    columns = {
+        f"{detector} ({run.device})" if len(devices) > 1 else detector: tuple(
+            _format_counts(seen.get(p.name, Seen()).syncs, seen.get(p.name, Seen()).hazards) for p in first.programs
+        )
+        for run in runs
+        for detector, seen in run.detectors.items()
+    }
+    grouped = {names: column for column, names in _group((name, column) for name, column in columns.items()).items()}
+    heads = ["program", "held up ms", "waits", *grouped]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
-    for program in run.programs:
+    for program, *counts in zip(first.programs, *grouped.values(), strict=True):
         held = "" if program.held_up_ms is None else f"{program.held_up_ms:.2f}"
-        seen = [detector.get(program.name, Seen()) for detector in run.detectors.values()]
-        counts = [
-            _format_counts(program.expected, program.hazards),
-            *(_format_counts(s.syncs, s.hazards) for s in seen),
-        ]
-        lines.append(f"| {program.name} | {held} | {' | '.join(counts)} |")
+        expected = _format_counts(program.expected, program.hazards)
+        lines.append(f"| {' | '.join([program.name, held, expected, *counts])} |")
     return "\n".join(lines) + "\n"
 
 
