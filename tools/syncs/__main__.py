@@ -1,4 +1,4 @@
-"""`python -m tools.syncs corpus` and `speed`: options alone. What the commands do lies in checks.py."""
+"""`python -m tools.syncs corpus`, `speed` and `processes`: options alone. What the commands do lies in checks.py and processes.py."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dcpbench.errors import DcpbenchError
-from tools.syncs import checks
+from tools.syncs import checks, processes
 
 app = typer.Typer(
     name="python -m tools.syncs",
@@ -114,6 +114,33 @@ def speed(
     For example: python -m tools.syncs speed trace.json.gz --size 1GB --hta ~/hta/bin/python
     """
     raise typer.Exit(checks.speed(trace, size, hta=hta, runs=runs, keep=keep, as_json=as_json))
+
+
+@app.command("processes")
+def check_processes(
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine", metavar="small|vllm", help="Engine: the small one of tools.syncs.engine_core, or vLLM."
+        ),
+    ] = "small",
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method", metavar="METHOD", help="How its core is started: fork, spawn or forkserver (not vllm)."
+        ),
+    ] = "fork",
+) -> None:
+    """Check on a GPU that `dcpbench syncs run` finds a wait in the child process of an engine.
+
+    Exit codes: 0 found, and nothing else · 1 not found.
+
+    For example: python -m tools.syncs processes --engine vllm --method spawn
+    """
+    check = processes.check_vllm if engine == "vllm" else processes.check_small_engine
+    wrong = check(method)
+    typer.echo("\n".join(wrong) or "The wait was found.")
+    raise typer.Exit(bool(wrong))
 
 
 def main(args: list[str] | None = None) -> None:
