@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 T = TypeVar("T")
@@ -122,34 +122,44 @@ def contradictions(run: CorpusRun) -> list[str]:
     ]
 
 
-def markdown(runs: list[CorpusRun]) -> str:
-    """Return the table of docs/syncs-detectors.md, one for each run."""
-    return "\n".join(map(_format_run, runs))
+def markdown(runs: Sequence[CorpusRun]) -> str:
+    """Return the table of docs/syncs-detectors.md; runs with the same expectations share one."""
+    tables: dict[bytes, list[CorpusRun]] = {}
+    for run in runs:
+        expected = [(p.name, p.expected, p.hazards) for p in run.programs]
+        tables.setdefault(msgspec.json.encode(expected), []).append(run)
+    return "\n".join(map(_format_runs, tables.values()))
 
 
-def _format_run(run: CorpusRun) -> str:
-    scores = score(run)
-    waiting = sum(bool(p.expected) for p in run.programs)
-    waits, hazards = sum(len(p.expected) for p in run.programs), sum(len(p.hazards) for p in run.programs)
+def _format_runs(runs: Sequence[CorpusRun]) -> str:
+    programs = runs[0].programs
+    waiting = sum(bool(p.expected) for p in programs)
+    waits, hazards = sum(len(p.expected) for p in programs), sum(len(p.hazards) for p in programs)
+    machines = "; ".join(dict.fromkeys(f"{run.device}, torch {run.torch}" for run in runs))
     lines = [
-        (
-            f"{run.device}, torch {run.torch}: {waiting} of {len(run.programs)} programs wait, {waits} times; "
-            f"{hazards} calls may block."
-        ),
+        f"{machines}: {waiting} of {len(programs)} programs wait, {waits} times; {hazards} calls may block.",
         "",
         "| detector | waits found | false | right kind | may block | programs found |",
         "|---|--:|--:|--:|--:|--:|",
     ]
+    scores = [(name, s) for run, names in _name_detectors(runs) for name, s in zip(names, score(run), strict=True)]
     rows = _group(
-        (s.detector, f"{s.found} | {s.false} | {s.named} | {s.hazards_found} | {s.programs_found}") for s in scores
+        (name, f"{s.found} | {s.false} | {s.named} | {s.hazards_found} | {s.programs_found}") for name, s in scores
     )
     lines += [f"| {detectors} | {numbers} |" for numbers, detectors in rows.items()]
-    wrong = _group((s.detector, ", ".join(s.wrong)) for s in scores if s.wrong)
+    wrong = _group((name, ", ".join(s.wrong)) for name, s in scores if s.wrong)
     notes = [f"- {detectors}: {names}" for names, detectors in wrong.items()]
-    notes += [f"- **the clock disagrees**: {text}" for text in contradictions(run)]
+    notes += [f"- **the clock disagrees** on {run.device}: {text}" for run in runs for text in contradictions(run)]
     if notes:
         lines += ["", "Nothing, or too much, is found in:", "", *notes]
     return "\n".join(lines) + "\n"
+
+
+def _name_detectors(runs: Sequence[CorpusRun]) -> Iterator[tuple[CorpusRun, list[str]]]:
+    """Yield each run with the names of its detectors, with the machine for runs on another than the first one's."""
+    for run in runs:
+        suffix = "" if run.device == runs[0].device else f" ({run.device})"
+        yield run, [f"{name}{suffix}" for name in run.detectors]
 
 
 def _group(found: Iterable[tuple[str, T]]) -> dict[T, str]:
@@ -157,7 +167,7 @@ def _group(found: Iterable[tuple[str, T]]) -> dict[T, str]:
     detectors: dict[T, list[str]] = {}
     for detector, finding in found:
         detectors.setdefault(finding, []).append(detector)
-    return {finding: "; ".join(names) for finding, names in detectors.items()}
+    return {finding: "; ".join(dict.fromkeys(names)) for finding, names in detectors.items()}
 
 
 def format_programs(runs: Sequence[CorpusRun]) -> str:
@@ -166,13 +176,12 @@ def format_programs(runs: Sequence[CorpusRun]) -> str:
     Detectors that find the same everywhere share a column. The clock is that of the first run.
     """
     first = runs[0]
-    devices = {run.device for run in runs}
     columns = {
-        f"{detector} ({run.device})" if len(devices) > 1 else detector: tuple(
+        name: tuple(
             _format_counts(seen.get(p.name, Seen()).syncs, seen.get(p.name, Seen()).hazards) for p in first.programs
         )
-        for run in runs
-        for detector, seen in run.detectors.items()
+        for run, names in _name_detectors(runs)
+        for name, seen in zip(names, run.detectors.values(), strict=True)
     }
     grouped = {names: column for column, names in _group((name, column) for name, column in columns.items()).items()}
     heads = ["program", "held up ms", "waits", *grouped]
