@@ -290,7 +290,7 @@ if __name__ == "__main__":
     threads = [threading.Thread(target=loop) for _ in range(3)]
     for thread in threads:
         thread.start()
-    for _ in range(20):
+    for _ in range(8):
         process = multiprocessing.get_context("fork").Process(target=work)
         process.start()
         process.join(60)
@@ -302,7 +302,7 @@ if __name__ == "__main__":
 def test_a_fork_among_threads_that_work_does_not_hang(tmp_path: Path) -> None:
     code, report = check(tmp_path, THREADS)
     assert (code, unseen(report)) == (1, [])
-    assert len(report["traces"]) == 1 + 20
+    assert len(report["traces"]) == 1 + 8
 
 
 LEFT = """
