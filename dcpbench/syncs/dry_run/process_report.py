@@ -186,4 +186,7 @@ def _list_calls(frame: FrameType | None) -> list[tuple[str, str]]:
 def _waits_for_task(calls: list[tuple[str, str]]) -> bool:
     """Return True if a worker of a multiprocessing.Pool or of a DataLoader is between two tasks."""
     inner = next((calls[n + 1 :] for n, call in enumerate(calls) if call in _WORKERS), None)
-    return inner is not None and (not inner or inner[0][0] == "multiprocessing.queues")
+    if not inner:  # no worker, or one that calls nothing
+        return inner is not None
+    package, _, module = inner[0][0].partition(".")
+    return package == "multiprocessing" and module != "pool"  # a queue, or what the worker does around its tasks
