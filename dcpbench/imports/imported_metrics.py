@@ -13,7 +13,7 @@ from dcpbench.imports.result import MIN_CHUNK_TOKENS
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.names import CLOSED
 from dcpbench.records import formulas
-from dcpbench.records.record import ServeMetrics
+from dcpbench.records.record import FROM_TPOT, ServeMetrics
 from dcpbench.serving.outcome import FINISHED, REQUESTS_FAILED, Row, find_warnings
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 SUMMARY_ONLY, CHUNK_GAPS = "summary_only", "chunk_gaps"
 NOMINAL = "nominal_lengths"
 """Marks of imports; reports/explain.py has a sentence for each."""
-FROM_TPOT = "tpot"
-"""Value of `ServeMetrics.tok_s_per_user_from` for 1000 / median TPOT in ms."""
 
 
 def compute_metrics(result: Result, gpus: int) -> tuple[ServeMetrics, list[str]]:
@@ -115,7 +113,9 @@ def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
     else:
         assert wall_s is not None
         rate, total = result.output_tokens / wall_s, (result.input_tokens + result.output_tokens) / wall_s
-    per_token = times["tpot" if chunked else "itl"].p50
+    gaps = times["itl"]
+    from_tpot = chunked or (gaps.mean is not None and gaps.p50 is None)  # of a tool that keeps only their mean
+    per_token = times["tpot" if from_tpot else "itl"].p50
     steady_tok_s, steady_s = _compute_steady(result)
     found = ServeMetrics(
         ttft_ms=times["ttft"],
@@ -127,7 +127,7 @@ def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
         total_tok_s=total,
         request_s=None if wall_s is None or result.completed is None else result.completed / wall_s,
         tok_s_per_user=formulas.compute_tok_s_per_user(per_token) if per_token else None,
-        tok_s_per_user_from=FROM_TPOT if per_token and chunked else msgspec.UNSET,
+        tok_s_per_user_from=FROM_TPOT if per_token and from_tpot else msgspec.UNSET,
         steady_tok_s=steady_tok_s,
         steady_s=steady_s,
         slo_ms=dict(result.slo_ms) if result.goodput_s is not None else {},

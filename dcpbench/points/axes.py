@@ -38,10 +38,12 @@ class Role(enum.Flag):
     """An imported server's own options."""
     DEPLOYED = enum.auto()
     """Fields of the instances of the engine: their number, their roles, and the transfers between them."""
+    ASSUMED = enum.auto()
+    """Assumptions on which the results of a step depend, but not its time."""
 
 
 NOTHING = Role(0)
-COMPUTES = Role.ENGINE | Role.PATH | Role.SERVER | Role.DEPLOYED
+COMPUTES = Role.ENGINE | Role.PATH | Role.SERVER | Role.DEPLOYED | Role.ASSUMED
 """Roles of all fields that determine how a point is run, whatever its load."""
 
 
@@ -75,6 +77,8 @@ class Axis:
             return ""
         if self.path:
             value = PurePath(str(value)).name
+        if self.kind is str and isinstance(value, float):  # of a field that may also be text
+            value = f"{value:g}"
         return self.label.format(("off", "on")[bool(value)] if self.kind is bool else value)
 
 
@@ -85,7 +89,8 @@ def read_axes(struct: type[msgspec.Struct]) -> tuple[Axis, ...]:
         axis = next((extra for extra in getattr(field.type, "__metadata__", ()) if isinstance(extra, Axis)), None)
         if axis is not None:
             annotated = typing.get_args(field.type)[0]
-            kind = next(kind for kind in (*typing.get_args(annotated), annotated) if kind is not type(None))
+            kinds = typing.get_args(annotated)
+            kind = str if str in kinds else next(kind for kind in (*kinds, annotated) if kind is not type(None))
             if typing.get_origin(kind) is typing.Annotated:  # a number with its bounds
                 kind = typing.get_args(kind)[0]
             found.append(dataclasses.replace(axis, name=field.name, kind=kind, default=field.default))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -13,14 +14,29 @@ from dcpbench.points.axes import Axis, Role
 from dcpbench.points.bounds import Count, Number
 from dcpbench.points.instances import Instances, count_gpus, parse_instances
 from dcpbench.points.layout import GroupWide, Layout, find_ep_degree, format_layout_name
+from dcpbench.points.speculation import make_speculation
 
 if TYPE_CHECKING:
     from dcpbench.points.axes import Value
+    from dcpbench.points.speculation import Speculation
 
-ENGINE, PATH, EXCHANGE, LOAD, REPEAT, SERVER, DEPLOYED = Role
+ENGINE, PATH, EXCHANGE, LOAD, REPEAT, SERVER, DEPLOYED, ASSUMED = Role
 UNKNOWN_LAYOUT = "layout unknown"
 SETTING = ", "
 """Separator between the settings of a point."""
+
+
+class TraceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Describe the requests of a file that a load sends."""
+
+    sessions: Count = 0
+    """Sessions that the requests are turns of; 0 if each request is independent."""
+    span_s: Number | None = None
+    """Time from the first to the last arrival in the file, in s; null without times."""
+    prefix_share: Number | None = None
+    """Share of prompt tokens that were in earlier prompts, which a prefix cache that forgets nothing has; null if unknown."""
+    failures: Count = 0
+    """Requests of the file without output tokens, which are not sent."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,11 +73,19 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
     turn_tokens: Annotated[str, Axis(LOAD, 62, "{} a turn", one=True)] = ""
     """Length of a client's additions from the second turn on; if empty, `input_tokens` applies to all turns."""
-    think_time: Annotated[Number, Axis(LOAD, 63, "think {:g} s", one=True)] = 0.0
-    """Seconds from an answer's last token to the next turn."""
+    think_time: Annotated[Number | str, Axis(LOAD, 63, "think {} s", one=True)] = 0.0
+    """Seconds from an answer's last token to the next turn, or their distribution: `uniform:0.5-3`, `lognormal:1.2:0.8`."""
+    system_tokens: Annotated[Count, Axis(LOAD, 64, "{:,} system tokens", one=True)] = 0
+    """Tokens with which every session begins: the same system prompt and tools."""
+    branch: Annotated[Number, Axis(LOAD, 65, "branch {:g}", one=True)] = 0.0
+    """Probability with which a turn, from the third on, continues an earlier answer of its session than the last one."""
     trace: Annotated[str, Axis(LOAD, 58)] = ""
     """Name of the file of requests, without its folder."""
     trace_sha256: Annotated[str, Axis(LOAD, 76, "file {:.8}")] = ""
+    trace_reading: Annotated[str, Axis(LOAD, 77, "read as {}")] = ""
+    """How that file was read, given or found by its columns: `format=mooncake,time-unit=ms,block-size=512`."""
+    trace_facts: TraceFacts | None = None
+    """What its requests are; null without a file."""
     chunk: Annotated[Count, Axis(LOAD, 71, "chunk {:,}")]
     """Maximum number of prompt tokens that a step prefills, over the whole layout."""
     policy: Annotated[str, Axis(LOAD, 72, "{}", values=names.POLICIES, one=True)] = names.MIXED
@@ -73,7 +97,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def sessions(self) -> bool:
         """Return True if requests are turns of sessions."""
-        return self.turns != names.ONE_TURN
+        return self.turns != names.ONE_TURN or (self.trace_facts is not None and self.trace_facts.sessions > 0)
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,6 +144,10 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Machine for which calls between ranks are modelled (points/cluster_specs.py) if only one rank runs; empty if all ranks
     run.
     """
+    mtp: Annotated[Count, Axis(ENGINE | PATH, 14, "mtp{}", title="draft tokens (mtp)")] = 0
+    """Drafts of a request that a step verifies; the step has mtp + 1 query rows of each request."""
+    acceptance: Annotated[str, Axis(ASSUMED, 15, "acceptance {}")] = ""
+    """Probability that each draft is accepted if those before it were (points/speculation.py), such as `0.85/0.6/0.4`; empty if not stated."""
     page_size: Annotated[Count, Axis(ENGINE, 22, "page {}", one=True)] = 1
     interleave: Annotated[Count, Axis(ENGINE, 23, "interleave {}", one=True)] = 1
     weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = names.SYNTHETIC
@@ -190,6 +218,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return weights if weights == self.dtype else f"{weights} weights and KV"
 
     @property
+    def model_label(self) -> str:
+        """Return the model's name, or the name of its folder without the path."""
+        if not self.model.startswith(("/", ".", "~")):
+            return self.model
+        path = PurePath(self.model)
+        return (path.parent if path.name == "config.json" else path).name or self.model
+
+    @property
     def layout_name(self) -> str:
         """Return the layout's name as printed, with the instances if there are several: `tp4·dcp4 1P2D`."""
         return f"{self.instance_name} {self.instances.label}" if self.disaggregate else self.instance_name
@@ -229,6 +265,17 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def group_wide(self) -> GroupWide:
         """Return the projections that each rank holds for all heads of its DCP group."""
         return GroupWide(query=self.q_replicate, value=self.project_first)
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """Return the drafts of a step and their acceptance; None for steps of one token."""
+        return make_speculation(self.mtp, self.acceptance)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Return the expected tokens of a request and step by the stated acceptance; 1 for steps of one token."""
+        found = self.speculation
+        return 1.0 if found is None else found.expected_tokens or 1.0
 
     @property
     def clients(self) -> int | None:

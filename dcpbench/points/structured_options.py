@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from dcpbench.points.batches import CHUNK, CPU_CHUNK
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.key_values import Key, StructuredOption
 
@@ -29,7 +30,77 @@ class Sessions(StructuredOption, frozen=True, kw_only=True):
         str | None,
         Key("LEN", "tokens that each turn after the first adds to the prompt.", "as --input-tokens", "turn_tokens"),
     ] = None
-    think: Annotated[float | None, Key("S", "seconds from an answer to the next turn.", "0", "think_time")] = None
+    think: Annotated[
+        str | None,
+        Key(
+            "S",
+            "seconds from an answer to the next turn, such as a tool takes: 2, uniform:0.5-3 or lognormal:1.2:0.8 (median and sigma).",
+            "0",
+            "think_time",
+        ),
+    ] = None
+    system: Annotated[
+        int | None,
+        Key(
+            "N",
+            "tokens that all sessions begin with, before their own: a system prompt with tools.",
+            "0",
+            "system_tokens",
+        ),
+    ] = None
+    branch: Annotated[
+        float | None,
+        Key(
+            "P",
+            "probability from 0 to 1 with which a turn continues an earlier turn of its session than the last one.",
+            "0",
+            "branch",
+        ),
+    ] = None
+    preset: Annotated[
+        str | None,
+        Key(
+            "NAME",
+            "coding-agent: lengths, turns and gaps of published traces, where no option sets them (docs/serving.md).",
+            "none",
+            "session_preset",
+        ),
+    ] = None
+
+
+class RequestFile(StructuredOption, frozen=True, kw_only=True):
+    """Describe a file of requests, and how it is read if its columns do not tell."""
+
+    option = "--requests"
+    text = (
+        "Requests of a file: Mooncake, Qwen, AIPerf, BurstGPT, Azure or our own JSONL or CSV. They come at the file's times; with "
+        "--concurrency in a closed loop, with --request-rate at that rate. For example: --requests trace.jsonl."
+    )
+    bare = "file"
+
+    file: Annotated[str | None, Key("PATH", "the file.", "none, requests are made up", "requests")] = None
+    format: Annotated[
+        str | None,
+        Key(
+            "NAME",
+            "own, mooncake, qwen, aiperf, burstgpt or azure.",
+            "found by its columns, and printed",
+            "trace_format",
+        ),
+    ] = None
+    columns: Annotated[
+        str | None,
+        Key(
+            "OURS:THEIRS/…",
+            "names of columns in another file, such as arrival:ts/input_tokens:prompt/output_tokens:gen; also hash_ids, session, delay.",
+            "those of the format",
+            "trace_columns",
+        ),
+    ] = None
+    time_unit: Annotated[
+        str | None, Key("UNIT", "unit of times: s, ms, us, ns or date.", "that of the format", "trace_time_unit")
+    ] = None
+    block_size: Annotated[int | None, Key("N", "tokens of a hash id.", "that of the format", "trace_block_size")] = None
 
 
 class PrefixShare(StructuredOption, frozen=True, kw_only=True):
@@ -116,6 +187,39 @@ class Prefill(StructuredOption, frozen=True, kw_only=True):
             "are chunks. vllm, sglang, with --mode replay: the policies of these engines (docs/replay.md).",
             "mixed, or with step times of another engine its own",
             "policy",
+        ),
+    ] = None
+    chunk: Annotated[
+        tuple[int, ...] | None,
+        Key(
+            "TOKENS/…",
+            "prompt tokens of a step at most, over the whole layout: SGLang's --chunked-prefill-size; vLLM's --max-num-batched-tokens, "
+            "which bounds each replica and counts decode tokens, too. Page size × dcp × dp at least. Values separated by / are points.",
+            f"{CHUNK} on GPUs; {CPU_CHUNK} on the CPU",
+            "chunk",
+        ),
+    ] = None
+
+
+class Mtp(StructuredOption, frozen=True, kw_only=True):
+    """Describe steps of several tokens."""
+
+    option = "--mtp"
+    text = "Steps of several tokens (multi-token prediction): a step verifies drafts and yields those that are accepted, and one more token."
+    bare = "tokens"
+
+    tokens: Annotated[
+        tuple[int, ...] | None,
+        Key("N/…", "drafts of a request and step, 1 to 7; 0 for none. Values separated by / are points.", "0", "mtp"),
+    ] = None
+    acceptance: Annotated[
+        str | None,
+        Key(
+            "A/B/…",
+            "probability that each draft is accepted if those before it were, or a JSON file with a list of these. The expected tokens "
+            "of a step are 1 + A + A·B + ….",
+            "",
+            "acceptance",
         ),
     ] = None
 
@@ -320,7 +424,21 @@ class Find(StructuredOption, frozen=True, kw_only=True):
     ] = None
 
 
-STRUCTURED = (Sessions, PrefixShare, Disaggregate, Prefill, PageSize, Collectives, Timeout, Nodes, Gpu, Client, Find)
+STRUCTURED = (
+    RequestFile,
+    Sessions,
+    PrefixShare,
+    Disaggregate,
+    Prefill,
+    Mtp,
+    PageSize,
+    Collectives,
+    Timeout,
+    Nodes,
+    Gpu,
+    Client,
+    Find,
+)
 """All structured options."""
 BY_NAME = {declared.option: declared for declared in STRUCTURED}
 KEYS = {

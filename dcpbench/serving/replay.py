@@ -29,6 +29,7 @@ from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import InstanceMetrics, Kv, Record, Server
 from dcpbench.serving.delivery import list_delays_s, scatter_tokens
 from dcpbench.serving.deployment import Deployment, Disaggregated, Link
+from dcpbench.serving.draft_steps import estimate_draft_steps
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, find_warnings, make_rows
 from dcpbench.serving.policies import make_scheduler
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import EnginePath, EngineServer, StepTimes
 
 
+ENGINE_VOCAB = 1 << 30  # token ids of prompts that another engine's server does not read: they are only compared
 FOLDER = "step-times"
 """Below the run's folder."""
 
@@ -86,7 +88,6 @@ def replay_requests(
     concurrency: int | None,
     times: StepTimes,
     limit_s: float = math.inf,
-    think_s: float = 0.0,
     loop: LoopTiming = OWN_LOOP,
 ) -> ReplayResult:
     """Serve `requests` from second 0 until `limit_s`, with one instance or several; other arguments as in Traffic.
@@ -94,7 +95,7 @@ def replay_requests(
     Raise UsageError for a step outside the measured times.
     """
     deployed = scheduler if isinstance(scheduler, Deployment) else Deployment([scheduler])
-    traffic = Traffic(requests, deployed, concurrency, think_s, loop.request_s)
+    traffic = Traffic(requests, deployed, concurrency, loop.request_s)
     return _Clock(traffic, deployed, times, limit_s, asynchronous=loop.asynchronous).run()
 
 
@@ -252,6 +253,7 @@ def replay_point(
 
     Raise UsageError if the times belong to another engine than the point's, or do not cover its load.
     """
+    times, estimated = estimate_draft_steps(times, point)
     times.check_point(point, file or "the step times")
     policy = (policy or times.engine.policy) if times.engine is not None else ""
     limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
@@ -260,7 +262,7 @@ def replay_point(
         assert point.load is not None
         deployment = _make_deployment(point, plan, times.engine, policy)
         loop = get_loop_timing(times.engine)
-        return replay_requests(requests, deployment, point.clients, times, limit_s, point.load.think_time, loop)
+        return replay_requests(requests, deployment, point.clients, times, limit_s, loop)
 
     def compute_metrics(found: ReplayResult, file: str) -> ServeMetrics:
         return compute_serve_metrics(
@@ -269,6 +271,7 @@ def replay_point(
             concurrency=point.clients,
             slo=settings.slo,
             steps=found.counts,
+            speculation=found.counts.summarize_speculation(point.speculation, estimated),
             instances=_compute_instance_metrics(found) if point.disaggregate else None,
             samples_file=file,
             limit_s=settings.limit_seconds,

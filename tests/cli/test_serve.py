@@ -57,7 +57,7 @@ def test_points_are_served_reported_and_skipped_when_they_are_there(
     dcpbench = Typed(tmp_path, monkeypatch, capsys)
     first = dcpbench(*serve, "--json")
     assert first.returncode == 0, first.stderr
-    assert "t.csv: its times were out of order; the requests are sent by time." in first.stderr
+    assert "its times were out of order; the requests are sent by time." in first.stderr
     assert "[2/2] tiny tp2·dcp2 reference ag_rs, trace times, 3 of t.csv  10 tok/s" in first.stderr
     summary = json.loads(first.stdout)
     assert summary["ok"] == 2
@@ -164,8 +164,8 @@ def test_a_rate_of_inf_is_explained(call) -> None:
         (["--request-rate", "0"], "--request-rate 0 is not a positive number"),
         (["--input-tokens", "-5"], "--input-tokens -5: -5 tokens"),
         (["--output-tokens", "999999"], "lower --input-tokens or --output-tokens"),
-        (["--chunk", "3"], "use --chunk 4 or more"),
-        (["--chunk", "2x"], "--chunk 2x: not a whole number; write for example --chunk 8192"),
+        (["--prefill", "chunk=3"], "use --prefill chunk=4 or more"),
+        (["--prefill", "chunk=2x"], "--prefill chunk=2x: not a whole number; write --prefill [attention=]NAME"),
         (["--prefix-share", "50%"], "--prefix-share share=50%: not a number; write --prefix-share [share=]S,groups=N."),
         (
             ["--timeout", "load=soon"],

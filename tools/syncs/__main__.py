@@ -38,6 +38,18 @@ def corpus(
             help="Leave the record and the traces there. Default: they are removed.",
         ),
     ] = None,
+    vllm_check: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vllm-check",
+            metavar="VERSION=FILE",
+            help="Also run the check of this release of vLLM; FILE is its vllm/utils/gpu_sync_debug.py. Repeatable. "
+            "Default: none.",
+        ),
+    ] = None,
+    programs: Annotated[
+        bool, typer.Option("--programs", help="Print what each detector finds in each program. Default: no.")
+    ] = False,
     as_json: AsJson = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write there. Default: stdout.")
@@ -47,14 +59,16 @@ def corpus(
     """Run small programs with a known number of synchronisations, and print each detector's precision and recall.
 
     With a GPU: the clock, behind 20 ms of queued work, which decides what is true; the live detector; torch's own
-    set_sync_debug_mode; scan, with and without Python stacks and cuda_sync events. Everywhere: the dry run.
+    set_sync_debug_mode; scan, with and without Python stacks and cuda_sync events; vLLM's VLLM_GPU_SYNC_CHECK, if
+    --vllm-check names its file. Everywhere: the dry run.
 
     Exit codes: 0 as documented · 1 a detector is worse than that, or the clock disagrees · 2 options that cannot be
     used.
 
     For example: python -m tools.syncs corpus --keep corpus-here
     """
-    raise typer.Exit(checks.corpus(records or [], keep=keep, as_json=as_json, output=output, force=force))
+    shown = checks.Shown(as_json=as_json, programs=programs, output=output, force=force)
+    raise typer.Exit(checks.corpus(records or [], keep=keep, vllm_checks=vllm_check or [], shown=shown))
 
 
 @app.command()

@@ -453,7 +453,6 @@ def _check_devices(func: Any, args: Sequence[Any]) -> None:
 _ANSWERS = {
     "aten::_fused_sdp_choice": 0,  # the mathematical one is made of operators that the CPU has
     "aten::is_pinned": False,
-    "aten::record_stream": None,
     "aten::_use_cudnn_ctc_loss": False,
     "aten::_use_miopen_ctc_loss": False,
 }
