@@ -34,6 +34,7 @@ from dcpbench.syncs.dry_run.device_tensor import (
     set_data,
     to_device,
 )
+from dcpbench.syncs.dry_run.fork_gate import gate
 from dcpbench.syncs.dry_run.measured_operators import is_measured
 from dcpbench.syncs.dry_run.operators import convert_to_host, find_device_tensors, run_operator
 from dcpbench.syncs.dry_run.subclasses import install_subclasses
@@ -198,7 +199,8 @@ class DryRun:
         if func.namespace == "c10d":  # the result of a collective's Work refers to its tensors
             for tensor in find_device_tensors((*args, *kwargs.values())):
                 mark_device_memory(tensor)
-        result = run_operator(func, args, kwargs)
+        with gate.run_operator():
+            result = run_operator(func, args, kwargs)
         to_host = name in {"aten::_to_copy", "aten::empty"} and isinstance(result, torch.Tensor) and result.is_cpu
         if to_host and (kwargs.get("non_blocking") or kwargs.get("pin_memory")):
             mark_pinned(result)
