@@ -17,6 +17,7 @@ from dcpbench.plan.validate import find_live_limit
 from dcpbench.points import latency_bands
 from dcpbench.points.layout import place_experts
 from dcpbench.points.names import CLOSED, CUT, ENGINE_NAMES, FP8, OBJECTIVES, SGLANG, VLLM, WEIGHT_FORMATS, WHOLE
+from dcpbench.points.speculation import make_speculation
 from dcpbench.recommend.advise import format_ab_command, format_measure_command, format_server_command
 from dcpbench.recommend.answer_table import LEGEND, format_row, list_columns, list_rows
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
@@ -86,7 +87,15 @@ def format_answer(ask: Query, choices: Sequence[Choice]) -> str:
         first, last = loads[0], loads[-1]
         begin = first.requests if first.lengths == last.lengths else first.name
         runs.append(f"{text} at {last.name if first is last else f'{begin} to {last.name}'}")
-    return f"{format_capitalized(_format_gpus(ask))}{_format_layers_held(able)}: {'; '.join(runs)} ({_format_basis(able)}).{_format_unjudged(choices)}{_format_lock_step(ask, able)}"
+    return f"{format_capitalized(_format_gpus(ask))}{_format_layers_held(able)}{_format_drafts(ask)}: {'; '.join(runs)} ({_format_basis(able)}).{_format_unjudged(choices)}{_format_lock_step(ask, able)}"
+
+
+def _format_drafts(ask: Query) -> str:
+    """Return how many drafts steps verify and what acceptance was assumed; empty for steps of one token."""
+    drafts = make_speculation(ask.mtp, ask.acceptance)
+    if drafts is None or drafts.expected_tokens is None:
+        return ""
+    return f" with {format_count(ask.mtp, 'draft')} a step (acceptance assumed: {ask.acceptance}, {drafts.expected_tokens:.2f} tokens a step)"
 
 
 def _format_unjudged(choices: Sequence[Choice]) -> str:
@@ -163,6 +172,8 @@ def format_details(ask: Query, choice: Choice) -> list[str]:
         sentences.append(
             f"Output per GPU against {behind.who}{_format_capacity(choice, behind)}: {sign}{format_percent(abs(lead))} {known}{level}."
         )
+    if choice.gain is not None:
+        sentences.append(choice.gain.format())
     if command := _format_deciding_command(ask, choice):
         sentences.append(f"To decide, run on {best.point.tp} × {ask.machine.gpu}: {command}")
     return sentences
@@ -275,6 +286,13 @@ def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) ->
         yield "None of them had grouped-query attention: it is taken to reach the shares of MLA."
     if ask.weights_dtype != FP8 and ask.kv_dtype == FP8:
         yield "None of them had bf16 weights with an fp8 cache."
+    if ask.mtp:
+        drafting = (
+            "its MTP layer runs once a draft, estimated as one layer with embedding and head"
+            if shape.mtp_layers
+            else "it has no MTP layer, and drafting takes no time here"
+        )
+        yield f"No measured step had drafts: attention reads KV once for all rows of a request, other parts see more rows; {drafting}."
     yield from _iter_machine_notes(ask, steps)
     if limit := find_live_limit(shape, ask.weights_dtype):
         yield f"No measured step can replace the estimates: {limit}."
@@ -447,6 +465,8 @@ def convert_to_json(
         "on_paper": ask.machine.on_paper,
         "gpus": list(ask.gpus),
         "model": ask.model,
+        "mtp": ask.mtp,
+        "acceptance": ask.acceptance,
         "loads": [
             {
                 "load": choice.name,
@@ -457,6 +477,7 @@ def convert_to_json(
                 "meets_slo": choice.meets,
                 "undecided_between": [f.who for f in choice.tied[:2]] if not choice.decided else [],
                 "command_that_decides": _format_deciding_command(ask, choice),
+                "gain_by_cause": msgspec.to_builtins(choice.gain),
                 "rows": [_make_row_json(ask, choice, row, flags) for row in list_rows(choice)],
             }
             for choice in choices

@@ -11,6 +11,7 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.models import load_shape
 from dcpbench.points import latency_bands
+from dcpbench.points.cluster_specs import get_limits
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.names import OBJECTIVES
 from dcpbench.points.roofline import Sharding, StepRows
@@ -19,7 +20,9 @@ from dcpbench.records.metrics import METRIC
 from dcpbench.records.objectives import JudgedObjective, judge_latencies
 from dcpbench.records.record import Percentiles, get_origin, parse_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.serving import step_cases
+from dcpbench.serving import gain_split, step_cases
+from dcpbench.serving.draft_steps import estimate_draft_steps
+from dcpbench.serving.gain_split import Side
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.outcome import compute_serve_metrics
 from dcpbench.serving.policies import make_scheduler
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
     from dcpbench.recommend.estimate import Steps
     from dcpbench.records.record import Conditions, Record, ServeMetrics
+    from dcpbench.serving.gain_split import GainSplit
     from dcpbench.serving.replay import ReplayResult
     from dcpbench.serving.requests import Step
     from dcpbench.serving.step_times import EngineServer, StepTimes
@@ -115,8 +119,13 @@ def format_point(point: Point) -> str:
     return point.layout_name + (f" ({details})" if details else "")
 
 
-def from_record(record: Record, run: str, launch_band: float | None = REPEATS_AGREE_WITHIN) -> Forecast:
-    """Return the forecast of a point that ran; raise UsageError for one without an output rate."""
+def from_record(
+    record: Record, run: str, launch_band: float | None = REPEATS_AGREE_WITHIN, tokens_per_step: float | None = None
+) -> Forecast:
+    """Return the forecast of a point that ran; raise UsageError for one without an output rate.
+
+    `tokens_per_step` replaces the tokens that a measured decode step yields by the acceptance that the record states.
+    """
     point = record.point
     ends = {f"{name}_band": _find_emulated_ends(record, name) for name in ("ttft", "itl")}
     common: dict[str, Any] = {
@@ -130,7 +139,13 @@ def from_record(record: Record, run: str, launch_band: float | None = REPEATS_AG
     }
     if record.metrics is not None:
         rate = record.metrics.output_tok_s
-        return Forecast(tok_s=rate.median, low=rate.low, high=rate.high, itl_ms=record.metrics.itl_ms, **common)
+        latencies: dict[str, Any] = {"itl_ms": record.metrics.itl_ms}
+        times = 1.0
+        if point.mtp:
+            tokens = tokens_per_step or point.tokens_per_step
+            times = tokens / point.tokens_per_step
+            latencies = _make_step_latencies(record.metrics.step_ms.median, tokens)
+        return Forecast(tok_s=rate.median * times, low=rate.low * times, high=rate.high * times, **latencies, **common)
     if record.serve is None:
         raise UsageError(f"{run}: a point of {point.layout_name} has no figures.")
     return _make_served_forecast(record.serve, **common, **ends)
@@ -194,8 +209,8 @@ def estimate_point(
     own = of.compute_wire_errors(rows)
     make = functools.partial(_make_estimate, point, whence, error=error, own=own, steps=steps, layers_held=held)
     if point.load is None:
-        ms = of.estimate_ms(rows)
-        return make(tok_s=point.concurrency / ms * 1e3, itl_ms=Percentiles(p50=ms))
+        ms, tokens = of.estimate_ms(rows), point.tokens_per_step
+        return make(tok_s=tokens * point.concurrency / ms * 1e3, **_make_step_latencies(ms, tokens))
     found = replay_estimated(of, point, plan, settings, watch)
     beyond = _compute_scale_error(machine, steps) + sum(own.values())
     ttft_band, itl_band = _find_ends("ttft", point, found, beyond), _find_ends("itl", point, found, beyond)
@@ -224,7 +239,30 @@ def replay_estimated(
     scheduler = Scheduler(SchedulerConfig.from_point(point, pages=plan.pages, max_context=plan.max_context))
     found, serve = _serve_load(point, scheduler, Watched(EstimatedTimes(of, point, plan), watch), settings)
     gaps = sum(max(len(sample.token_s) - 1, 0) for sample in found.traffic.samples)
-    return ServedEstimate(serve=serve, mixed_share=1 - found.counts.decode_rows / gaps if gaps else 0.0)
+    return ServedEstimate(serve=serve, mixed_share=1 - found.counts.decoded_tokens / gaps if gaps else 0.0)
+
+
+def split_gain(
+    point: Point,
+    baseline: Point,
+    plans: Mapping[str, EnginePlan],
+    machine: Machine,
+    settings: Settings,
+    fitted: Mapping[str, float],
+) -> GainSplit:
+    """Split the gain of a served point with DCP over its baseline by cause, with estimated step times.
+
+    `plans` by layout name, `fitted` as in `estimate_point`. Raise its errors.
+    """
+    point, baseline = limit_requests(point), limit_requests(baseline)
+    sides = {}
+    for one in (point, baseline):
+        plan = plans[one.layout_name]
+        config = SchedulerConfig.from_point(one, pages=plan.pages, max_context=plan.max_context)
+        times = EstimatedTimes(Estimator(one, machine, fitted), one, plan)
+        sides[one.layout_name] = Side(config=config, times=times)  # type: ignore[arg-type]
+    requests = make_point_requests(point, settings, load_shape(point.model).vocab)
+    return gain_split.split_gain(point, baseline, requests, sides)
 
 
 def _serve_load(
@@ -234,8 +272,24 @@ def _serve_load(
     requests = make_point_requests(point, settings, load_shape(point.model).vocab)
     found = replay_requests(requests, scheduler, point.clients, times, loop=get_loop_timing(engine))  # type: ignore[arg-type]
     return found, compute_serve_metrics(
-        found.traffic, gpus=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts
+        found.traffic,
+        gpus=point.tp,
+        concurrency=point.clients,
+        slo=settings.slo,
+        steps=found.counts,
+        speculation=found.counts.summarize_speculation(point.speculation),
     )
+
+
+def _make_step_latencies(ms: float, tokens: float) -> dict[str, Any]:
+    """Return the latencies of equal steps that yield so many tokens of a request: a gap of `ms`, and gaps of 0 between the others."""
+    if tokens == 1:
+        return {"itl_ms": Percentiles(p50=ms)}
+    median = ms if tokens <= 2 else 0.0  # noqa: PLR2004 - half of the gaps
+    return {
+        "itl_ms": Percentiles(p50=median, p90=ms, p95=ms, p99=ms),
+        "tpot_ms": Percentiles(p50=ms / tokens),
+    }
 
 
 def _find_ends(metric: Metric, point: Point, found: ServedEstimate, beyond: float) -> Ends | None:
@@ -284,6 +338,7 @@ def replay_point(
     `plan` is that of dcpbench's engine; None for step times of another engine. Raise UsageError if the step times do not cover
     the load.
     """
+    times, _ = estimate_draft_steps(times, point)
     if times.engine is not None:
         scheduler = make_scheduler(make_engine_config(point, times.engine, times.engine.policy))
     else:
@@ -311,8 +366,8 @@ def _make_estimate(
     **more: Any,  # noqa: ANN401 - fields of a forecast
 ) -> Forecast:
     high = 1 + error + sum(own.values())
-    if point.load is None:  # ITL is the time of a step and has the error of the output
-        ms = point.concurrency / tok_s * 1e3
+    if point.load is None:  # gaps are times of steps and have the error of the output
+        ms = more["itl_ms"].p50
         more["itl_band"] = ms / high, ms * high
     return Forecast(
         point=point,
@@ -340,7 +395,7 @@ def _compute_scale_error(machine: Machine, steps: Steps) -> float:
     there = next(gpu for gpu in GPUS if gpu.name == steps.machine)
     if machine.gpu == there.name:
         return 0.0
-    known = estimate.get_limits(machine)
+    known = get_limits(machine)
     return max(machine.compute_scale(rate, there)[1] for rate in ("read", "matmul", "matmul_fp8") if rate in known)
 
 
@@ -349,7 +404,7 @@ class Estimator:
 
     def __init__(self, point: Point, machine: Machine, fitted: Mapping[str, float]) -> None:
         self.point, self.machine, self.fitted = point, machine, fitted
-        self.rates, self.wire = estimate.get_limits(machine), machine.wire
+        self.rates, self.wire = get_limits(machine), machine.wire
         layout, host = point.layout, machine.gpus_per_host
         if layout.tp > host and machine.link is None:
             raise UsageError(
@@ -361,20 +416,37 @@ class Estimator:
                 "its attention replicas lie on several hosts, and what calls between a few ranks of different hosts take is not known"
             )
         self.sharding = Sharding.from_point(point, load_shape(point.model))
+        self.draft_layer = self.sharding.make_draft_layer() if point.mtp else None
 
     def make_decode_rows(self, requests: int, context: int) -> StepRows:
         """Return a step of requests with this many tokens each, for the fullest replica."""
-        each = -(-requests // self.point.dp)
-        return StepRows(decodes=(context,) * each, sampled=each, tokens=requests)
+        each, queries = -(-requests // self.point.dp), self.point.mtp + 1
+        return StepRows(
+            decodes=(context + self.point.mtp,) * each,
+            sampled=each * queries,
+            tokens=requests * queries,
+            queries=queries,
+        )
 
     def compute_terms(self, rows: StepRows) -> dict[str, float] | None:
         """Return the terms of a padded step, as estimate.compute_terms does."""
+        return self._compute_terms(self.sharding, rows)
+
+    def _compute_terms(self, sharding: Sharding, rows: StepRows) -> dict[str, float] | None:
         padded = estimate.pad_step(rows, self.point.dp)
-        return estimate.compute_terms(self.sharding, padded, self.rates, self.wire, self.point.exchange)
+        return estimate.compute_terms(sharding, padded, self.rates, self.wire, self.point.exchange)
+
+    def _list_passes(self, rows: StepRows) -> list[tuple[Sharding, StepRows]]:
+        """Return the step itself, and the passes that draft the tokens of the next one."""
+        drafts = [(self.draft_layer, of) for of in rows.make_draft_passes()] if self.draft_layer else []
+        return [(self.sharding, rows), *drafts]
 
     def estimate_ms(self, rows: StepRows) -> float:
-        """Return the time of a padded step in ms; raise UsageError if it is unknown."""
-        found = self.compute_terms(rows)
+        """Return the time of a padded step in ms, with the passes that draft tokens; raise UsageError if it is unknown."""
+        return sum(self._estimate_pass_ms(*one) for one in self._list_passes(rows))
+
+    def _estimate_pass_ms(self, sharding: Sharding, rows: StepRows) -> float:
+        found = self._compute_terms(sharding, rows)
         if found is None:
             precision = self.point.precision
             raise UsageError(
@@ -385,13 +457,13 @@ class Estimator:
 
     def compute_wire_errors(self, rows: StepRows) -> dict[str, float]:
         """Return the error of the step for each kind of call between ranks, as a share of the step."""
-        padded = estimate.pad_step(rows, self.point.dp)
-        calls = estimate.predict_calls(self.sharding, padded, self.wire, self.point.exchange)
-        step_us = self.estimate_ms(rows) * 1e3
-        return {
-            what: (each.high - each.mean) * 1e6 * self.fitted[estimate.get_call_term(what)] / step_us
-            for what, each in calls.items()
-        }
+        step_us, found = self.estimate_ms(rows) * 1e3, dict[str, float]()
+        for sharding, of in self._list_passes(rows):
+            padded = estimate.pad_step(of, self.point.dp)
+            for what, each in estimate.predict_calls(sharding, padded, self.wire, self.point.exchange).items():
+                error = (each.high - each.mean) * 1e6 * self.fitted[estimate.get_call_term(what)] / step_us
+                found[what] = found.get(what, 0.0) + error
+        return found
 
 
 class Watched:
@@ -418,11 +490,13 @@ class EstimatedTimes:
 
     def __init__(self, of: Estimator, point: Point, plan: EnginePlan) -> None:
         extent = step_cases.Extent.from_points([point], pages=plan.pages, max_context=plan.max_context)
-        cases = step_cases.make_cases(extent)
+        cases, queries = step_cases.make_cases(extent), point.mtp + 1
 
         def samples(use: str) -> list[tuple[object, float]]:
             return [
-                (case.compute_work(), of.estimate_ms(case.compute_rows(point.dp))) for case in cases if case.use == use
+                (case.compute_work(queries), of.estimate_ms(case.compute_rows(point.dp, queries)))
+                for case in cases
+                if case.use == use
             ]
 
         self.model = StepModel(*map(samples, MODELLED))  # type: ignore[arg-type]

@@ -689,6 +689,30 @@ def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixt
     assert all(layout["ttft_ms"]["p50"] > layout["itl_ms"]["p50"] > 0 for layout in load["rows"])
 
 
+@pytest.mark.parametrize(("kv_memory", "by_capacity"), [("1GiB", True), ("40GiB", False)])
+def test_the_gain_of_dcp_is_split_by_cause(
+    capsys: pytest.CaptureFixture[str], kv_memory: str, by_capacity: bool
+) -> None:
+    """1 GiB of KV per GPU holds three requests of 4,200 tokens without DCP; 40 GiB hold all. The output has the sentence, too."""
+    asked = f"--machine H200 --gpus 8 --concurrency 8 --input-tokens 4000 --output-tokens 200 --kv-memory {kv_memory} --json"
+    code, out, _ = run(capsys, *asked.split())
+    found = json.loads(out)
+    gain = found["loads"][0]["gain_by_cause"]
+    parts = {tuple(part["causes"]): part["difference"] for part in gain["parts"]}
+    assert code == 0
+    assert sum(parts.values()) == pytest.approx(gain["layout"]["value"] - gain["baseline"]["value"])
+    assert (abs(parts["KV capacity",]) > 0.01 * gain["baseline"]["value"]) == by_capacity
+    assert parts["prefix-cache hits",] == 0
+    assert any(text.startswith(f"{gain['layout']['layout']} against ") for text in found["details"])
+
+
+def test_no_gain_is_split_without_a_baseline_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """Kimi-K2 on H20 does not fit; decode steps alone are not served."""
+    for asked in ("--model kimi-k2 --machine H20 --gpus 8", "--machine H200 --gpus 8 --context 4000"):
+        _, out, _ = run(capsys, *asked.split(), "--concurrency", "8", "--json")
+        assert json.loads(out)["loads"][0]["gain_by_cause"] is None
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -700,7 +724,7 @@ def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixt
         ("--machine H200 --exchange foo", "--exchange foo is none of"),
         ("--machine H200 --price -1", "--price -1 is not a valid price"),
         ("--machine H200 --price 1e308", "--price 1e+308 is not a valid price"),
-        ("--machine H200 --chunk 0", "--chunk 0 is not positive; try --chunk 8192."),
+        ("--machine H200 --prefill chunk=0", "--prefill chunk=0 is not positive; try --prefill chunk=8192."),
         ("--machine H200 --request-rate 1 --num-requests -7", "--num-requests -7 is not positive"),
         (
             "--machine H200 --num-requests 9",
@@ -765,7 +789,7 @@ def test_a_machine_file_that_lacks_a_field_or_a_call_names_it(
         "--machine H200 --gpus 4 --cycled --context 128000 --concurrency 8 --kv-memory 1000GB",
         "--machine H200 --gpus 2 --cycled --context 32000 --concurrency 32 --kv-memory 1GiB",
         "--machine H200 --gpus 1 --weights-dtype bf16 --context 4000 --concurrency 1 --kv-memory 1000GB",
-        "--machine H200 --concurrency 2 --output-tokens 8 --chunk 100000000",
+        "--machine H200 --concurrency 2 --output-tokens 8 --prefill chunk=100000000",
         "--machine H200 --gpus 1 --cycled --concurrency 2 --input-tokens 100000 --output-tokens 8 --kv-memory 1GiB",
     ],
 )
@@ -854,13 +878,13 @@ def test_decode_steps_take_no_option_of_served_loads(capsys: pytest.CaptureFixtu
         ("--output-tokens", ANSWERS),
         ("--request-rate", "1"),
         ("--num-requests", "200"),
-        ("--chunk", "8192"),
+        ("--prefill", "chunk=8192"),
     ):
         code, _, err = run(capsys, "--machine", "H200", "--context", "4000", option, value)
         assert (code, f"which have no {option}; leave out --context, or {option}." in err) == (2, True)
-    both = "--machine H200 --context 4000 --chunk -9 --input-tokens banana"
+    both = "--machine H200 --context 4000 --prefill chunk=-9 --input-tokens banana"
     code, _, err = run(capsys, *both.split())
-    assert (code, "leave out --context, or --input-tokens and --chunk." in err) == (2, True)
+    assert (code, "leave out --context, or --input-tokens and --prefill." in err) == (2, True)
 
 
 def test_what_is_not_known_meets_no_objective() -> None:
