@@ -1,4 +1,4 @@
-"""Tell whose work runs: that of a thread, and within it that of an asyncio task, such as a request of a server. No torch here."""
+"""Identify the owner of running work: a thread, and within it an asyncio task, such as a request of a server. No torch here."""
 
 from __future__ import annotations
 
