@@ -34,7 +34,7 @@ from dcpbench.points.layout import OWN_HEADS, compute_local_length
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from dcpbench.models.shapes import ModelShape
+    from dcpbench.models.shapes import Indexer, ModelShape
     from dcpbench.points.layout import GroupWide, Layout
     from dcpbench.points.point import Point
 
@@ -101,24 +101,37 @@ def compute_attention_work(
     width: int = KV_WIDTH,
     latent: int = LATENT,
     kv_itemsize: int | None = None,
-    row_width: int | None = None,
+    row_bytes: int | None = None,
 ) -> Work:
     """Return the work of decode attention over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R)
     operations.
 
     Every KV row, q and o counts once; each row and head has Q multiplications for the score, R for the output, and as
-    many additions. With grouped-query attention a query head has `width` numbers, an output `latent`, and a row the
-    `row_width` of all KV heads of the rank; with MLA a row is as wide as a query. Rows have `kv_itemsize` bytes per number, q and o `itemsize`. Over rows in fp8 the operations are
-    compared with the fp8 rate, if the GPU has one: a kernel can quantise q and scores on its way, and one that widens
+    many additions. With grouped-query attention a query head has `width` numbers, an output `latent`, and a row those of all KV
+    heads of the rank; with MLA a row is as wide as a query. Rows have `kv_itemsize` bytes per number, or `row_bytes` in all, q and
+    o `itemsize`. Over rows in fp8 the operations are compared with the fp8 rate, if the GPU has one: a kernel can quantise q and scores on its way, and one that widens
     rows takes longer.
     """
     rows, each = sum(lengths), heads * (width + latent)
     return Work(
-        memory_bytes=rows * (row_width or width) * (kv_itemsize or itemsize) + len(lengths) * each * itemsize,
+        memory_bytes=rows * (row_bytes or width * (kv_itemsize or itemsize)) + len(lengths) * each * itemsize,
         memory_limit="read",
         flops=2 * rows * each,
         flops_limit="matmul_fp8" if kv_itemsize == 1 else "matmul",
         otherwise="matmul" if kv_itemsize == 1 else "",
+    )
+
+
+def compute_indexer_work(indexer: Indexer, keys: int, scored: int) -> Work:
+    """Return the work of an indexer's scores: `keys` stored keys once, and 2 operations for each number and head of `scored` pairs
+    of a query and a key.
+    """
+    return Work(
+        memory_bytes=keys * indexer.key_bytes,
+        memory_limit="read",
+        flops=2 * scored * indexer.heads * indexer.width,
+        flops_limit="matmul_fp8",
+        otherwise="matmul",
     )
 
 
@@ -283,7 +296,7 @@ class Sharding:
     @property
     def row_bytes(self) -> int:
         """Bytes of a KV row as it is stored."""
-        return self.row_width * (self.kv_itemsize or self.itemsize)
+        return self.shape.compute_kv_row_bytes(self.kv_itemsize or self.itemsize, self.layout.attn_tp)
 
     @property
     def in_fp8(self) -> bool:
@@ -460,7 +473,7 @@ def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None
     yield (
         "attention",
         compute_attention_work(
-            heads, lengths, itemsize, s.query_width, s.output_width, sharding.kv_itemsize, sharding.row_width
+            heads, lengths, itemsize, s.query_width, s.output_width, sharding.kv_itemsize, sharding.row_bytes
         ),
     )
     yield "merge", compute_merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.output_width, itemsize)
@@ -483,16 +496,7 @@ def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[st
         ("prefill", sum(n + p for n, p in step.chunks), pairs),
     ):
         if scored:
-            yield (
-                phase,
-                Work(
-                    memory_bytes=read * indexer.key_bytes,
-                    memory_limit="read",
-                    flops=2 * scored * indexer.heads * indexer.width,
-                    flops_limit="matmul_fp8",
-                    otherwise="matmul",
-                ),
-            )
+            yield phase, compute_indexer_work(indexer, read, scored)
 
 
 def _count_pairs(tokens: int, stored: int, window: int | None) -> int:

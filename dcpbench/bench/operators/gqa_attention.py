@@ -73,7 +73,7 @@ class Gqa(Attention):
             width,
             width,
             pools.data.dtype.itemsize,
-            self.get_row_width(case),
+            self.get_row_width(case) * pools.data.dtype.itemsize,
         )
 
     def shift_rows(self, rows: torch.Tensor) -> None:
