@@ -149,6 +149,10 @@ class ModelShape:
     """Names of the checkpoint's tensors."""
     published: WeightFormat | UnknownFormat = UNQUANTISED
     """Format of the published checkpoint's weights."""
+    has_embedding: bool = True
+    has_head: bool = True
+    """True for a whole model; a pipeline stage other than the last has no final norm and LM head, one other than the first no
+    embedding."""
     mtp_layers: int = 0
     """Further layers of the published checkpoint that predict several tokens, which are not run."""
 

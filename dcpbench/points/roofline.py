@@ -32,7 +32,7 @@ from dcpbench.points.expert_distribution import OWN
 from dcpbench.points.layout import OWN_HEADS, compute_local_length
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from dcpbench.models.shapes import Indexer, ModelShape
     from dcpbench.points.layout import GroupWide, Layout
@@ -45,7 +45,7 @@ SCALE_BYTES = 4
 FP4_MATMUL = "matmul_fp4"
 """Limit of products of fp4 weights."""
 CANDIDATE_BYTES = 8
-"""Bytes of a rank's best logit and its token id, from which the ranks choose a token."""
+"""Bytes of a logit of a rank and its token id, or of an indexer's score and its token's number, from which the ranks choose."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,6 +220,15 @@ def compute_merge_work(batch: int, heads: int, ranks: int, value: int, itemsize:
     return compute_gather_work(batch * heads * (value * itemsize + LSE_BYTES), ranks)
 
 
+def compute_candidate_bytes(indexer: Indexer, local_keys: Iterable[int], ranks: int) -> int:
+    """Return the bytes that a rank receives so that all ranks of a DCP group choose the same tokens: (N − 1)·Σ min(k, keys)·8.
+
+    Each rank holds the indexer's keys of its own tokens and sends the score and the number of its best k of each request, as
+    vLLM's `_merge_dcp_topk_global` does: a token among the best k of all is among the best k of its rank.
+    """
+    return (ranks - 1) * sum(min(indexer.top_k, keys) for keys in local_keys) * CANDIDATE_BYTES
+
+
 def compute_exchanged_bytes(
     exchange: str, batch: int, heads: int, ranks: int, width: int, value: int, itemsize: int
 ) -> tuple[int, int]:
@@ -266,6 +275,8 @@ class Sharding:
     """Format of the weights of linear layers and experts."""
     kv_itemsize: int | None = None
     """Bytes per number in the KV cache; None if they are those of all other tensors."""
+    pcp: int = 1
+    """Ranks among which the tokens of prompts are divided; `layout` has them as attention replicas (Layout.spread)."""
     routing: str = OWN
     """Distribution of the experts that tokens take, as Point.routing."""
     ep: int | None = None
@@ -278,7 +289,7 @@ class Sharding:
         """Return the sharding of a point."""
         return cls(
             shape=shape,
-            layout=point.layout,
+            layout=point.layout.spread,
             itemsize=ITEMSIZE[point.dtype],
             interleave=point.interleave,
             wide=point.group_wide,
@@ -286,6 +297,7 @@ class Sharding:
             weights=shape.get_weight_format(point.weights_precision),
             routing=point.routing,
             kv_itemsize=ITEMSIZE[point.kv_precision],
+            pcp=point.pcp,
         )
 
     @property
@@ -410,8 +422,9 @@ def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, 
     layers = memory.count_all_layers(s)
     rows = step.rows
     reduced = compute_all_reduce_work(rows * hidden_bytes, layout.attn_tp)
-    yield "embed", 1, Work(memory_bytes=2 * rows * hidden_bytes)
-    yield "embed", 1, reduced
+    if s.has_embedding:
+        yield "embed", 1, Work(memory_bytes=2 * rows * hidden_bytes)
+        yield "embed", 1, reduced
     # The first reads the residual alone, the one behind the last layer belongs to the LM head.
     yield "norm", 2 * s.layers - 1, Work(memory_bytes=4 * rows * hidden_bytes)
     yield "norm", 1, Work(memory_bytes=2 * rows * hidden_bytes)
@@ -431,6 +444,8 @@ def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, 
     yield from _iter_moe_works(sharding, step, layers.moe)
     yield "mlp_reduce", s.layers, compute_gather_work(step.tokens * hidden_bytes, layout.dp)
     yield "mlp_reduce", s.layers, reduced
+    if not s.has_head:
+        return
     head = memory.Product(s.hidden, memory.compute_vocab_rows(s, layout))
     yield "lm_head", 1, compute_product_work(head, step.sampled, itemsize)
     yield "lm_head", 1, compute_gather_work(step.sampled * CANDIDATE_BYTES * layout.attn_tp, layout.attn_tp)
@@ -482,14 +497,20 @@ def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None
 def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
     """Yield the work of one indexer: projections, and a score of each stored token and head, at the fp8 rate.
 
-    Over N ranks of DCP a rank has the keys of its own tokens, and scores those.
+    Over N ranks of DCP a rank has the keys of its own tokens. Of decodes it scores those, and the ranks exchange their best; for
+    prompts the stored keys are gathered.
     """
     indexer = sharding.shape.indexer
     if indexer is None:
         return
     for name, product in memory.make_indexer_products(sharding.shape).items():
         yield "qkv_proj", sharding.get_linear_work(product, step.rows, QKV if name != "weights_proj" else "")
-    keys = sum(compute_local_length(n, 0, sharding.layout.dcp, sharding.interleave) for n in step.decodes)
+    ranks = sharding.layout.dcp
+    local_keys = [compute_local_length(n, 0, ranks, sharding.interleave) for n in step.decodes]
+    keys = sum(local_keys)
+    received = compute_candidate_bytes(indexer, local_keys, ranks)
+    yield "q_gather", Work(received_bytes=received, barriers=1) if received else Work()
+    yield "prefix_gather", compute_gather_work(sum(p for _, p in step.chunks) * indexer.key_bytes, ranks)
     pairs = sum(_count_pairs(n, p, None) for n, p in step.chunks)
     for phase, read, scored in (
         ("attention", keys, keys),
@@ -528,6 +549,7 @@ def _iter_prefill_works(sharding: Sharding, step: StepRows, window: int | None) 
     numbers = tokens * sharding.row_width + weights + tokens * heads * (s.nope + s.rope + s.value)
     decompressed, attended = (tokens + stored) * weights, pairs * heads * (s.nope + s.rope + s.value)
     yield "prefix_gather", compute_gather_work(stored * sharding.row_bytes, layout.dcp)
+    yield "prefix_gather", compute_gather_work(sharding.pcp * tokens * sharding.row_width * itemsize, sharding.pcp)
     yield (
         "prefill",
         Work(

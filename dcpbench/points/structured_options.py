@@ -177,6 +177,28 @@ class Collectives(StructuredOption, frozen=True, kw_only=True):
     ] = None
 
 
+class Stages(StructuredOption, frozen=True, kw_only=True):
+    """Describe pipeline stages and prefill context parallelism, which are planned and not run by the engine."""
+
+    option = "--stages"
+    text = "Pipeline stages and prefill context parallelism, on paper. Values separated by / are compared."
+    bare = "pp"
+
+    pp: Annotated[tuple[int, ...] | None, Key("N/…", "pipeline stages, each with tp · pcp GPUs.", "1", "pp")] = None
+    pcp: Annotated[
+        tuple[int, ...] | None,
+        Key(
+            "N/…",
+            "groups of tp GPUs that divide the tokens of prompts, vLLM's --prefill-context-parallel-size.",
+            "1",
+            "pcp",
+        ),
+    ] = None
+    micro_batches: Annotated[int | None, Key("N", "micro-batches in flight over the stages.", "as many as stages")] = (
+        None
+    )
+
+
 class Timeout(StructuredOption, frozen=True, kw_only=True):
     """Hold time limits in seconds, and the number of retries of points that exceed them."""
 
@@ -320,7 +342,20 @@ class Find(StructuredOption, frozen=True, kw_only=True):
     ] = None
 
 
-STRUCTURED = (Sessions, PrefixShare, Disaggregate, Prefill, PageSize, Collectives, Timeout, Nodes, Gpu, Client, Find)
+STRUCTURED = (
+    Sessions,
+    PrefixShare,
+    Disaggregate,
+    Prefill,
+    PageSize,
+    Collectives,
+    Stages,
+    Timeout,
+    Nodes,
+    Gpu,
+    Client,
+    Find,
+)
 """All structured options."""
 BY_NAME = {declared.option: declared for declared in STRUCTURED}
 KEYS = {

@@ -13,6 +13,7 @@ from dcpbench.models import load_shape
 from dcpbench.points import latency_bands
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.names import OBJECTIVES
+from dcpbench.points.pipeline import Round, compute_hop_bytes, compute_round, make_stages, split_chunks
 from dcpbench.points.roofline import Sharding, StepRows
 from dcpbench.recommend import estimate
 from dcpbench.records.metrics import METRIC
@@ -78,6 +79,7 @@ class Forecast:
     launch_band: float | None = REPEATS_AGREE_WITHIN  # share by which another launch may differ; None if not known
     ttft_band: Ends | None = None  # ends of the TTFT p50, in ms; None if it was measured, or if its error is unknown
     itl_band: Ends | None = None  # the same for the ITL p50
+    bubble_share: float | None = None  # of a decode round, in which the mean pipeline stage waits; None without stages
     mixed_share: float | None = None  # of an estimate's gaps between tokens, how many have prompts in their step
     layers_held: tuple[int, int] | None = (
         None  # (layers in memory, layers of the model) if the whole model does not fit
@@ -179,20 +181,25 @@ def estimate_point(
     steps: Steps,
     fitted: Mapping[str, float],
     watch: Watch = lambda _: None,
+    *,
+    micro_batches: int = 0,
 ) -> Forecast:
     """Estimate a point from the floors of its steps.
 
-    `fitted` are terms of `steps`; `watch` is called with the number of steps served. Raise UsageError if a rate or a
+    `fitted` are terms of `steps`; `watch` is called with the number of steps served; `micro_batches` as of Estimator. Raise UsageError if a rate or a
     call of the machine is unknown.
     """
     point = limit_requests(point)
-    of = Estimator(point, machine, fitted)
+    of = Estimator(point, machine, fitted, micro_batches)
     error = steps.band + _compute_scale_error(machine, steps)
     whence = f"floors of {machine.gpu}, shares of {len(steps.sources)} published runs on {steps.machine}"
     held = (plan.layers_held, plan.layers) if plan.layers_held < plan.layers else None
     rows = of.make_decode_rows(point.concurrency, point.context)
     own = of.compute_wire_errors(rows)
-    make = functools.partial(_make_estimate, point, whence, error=error, own=own, steps=steps, layers_held=held)
+    bubble = of.estimate_round(rows).bubble_share if point.pp > 1 else None
+    make = functools.partial(
+        _make_estimate, point, whence, error=error, own=own, steps=steps, layers_held=held, bubble_share=bubble
+    )
     if point.load is None:
         ms = of.estimate_ms(rows)
         return make(tok_s=point.concurrency / ms * 1e3, itl_ms=Percentiles(p50=ms))
@@ -234,7 +241,7 @@ def _serve_load(
     requests = make_point_requests(point, settings, load_shape(point.model).vocab)
     found = replay_requests(requests, scheduler, point.clients, times, loop=get_loop_timing(engine))  # type: ignore[arg-type]
     return found, compute_serve_metrics(
-        found.traffic, gpus=point.tp, concurrency=point.clients, slo=settings.slo, steps=found.counts
+        found.traffic, gpus=point.gpus, concurrency=point.clients, slo=settings.slo, steps=found.counts
     )
 
 
@@ -347,47 +354,85 @@ def _compute_scale_error(machine: Machine, steps: Steps) -> float:
 class Estimator:
     """Estimate steps of one layout on one machine."""
 
-    def __init__(self, point: Point, machine: Machine, fitted: Mapping[str, float]) -> None:
+    def __init__(self, point: Point, machine: Machine, fitted: Mapping[str, float], micro_batches: int = 0) -> None:
+        """Create the estimator; `micro_batches` are in flight over pipeline stages, 0: as many as there are stages."""
         self.point, self.machine, self.fitted = point, machine, fitted
         self.rates, self.wire = estimate.get_limits(machine), machine.wire
         layout, host = point.layout, machine.gpus_per_host
-        if layout.tp > host and machine.link is None:
+        if layout.gpus > host and machine.link is None:
             raise UsageError(
-                f"{layout.tp} GPUs are more than the {host} of a host, and no link between hosts is described; name a machine with "
+                f"{layout.gpus} GPUs are more than the {host} of a host, and no link between hosts is described; name a machine with "
                 f"+LINK, such as {machine.gpu}+rdma-400, or a file with link"
             )
-        if layout.tp > host and 1 < layout.dp <= host:
+        if layout.spread.tp > host and 1 < layout.spread.dp <= host:
             raise UsageError(
-                "its attention replicas lie on several hosts, and what calls between a few ranks of different hosts take is not known"
+                "its attention replicas, or ranks of prefill context parallelism, lie on several hosts, and what calls between a few ranks of different hosts take is not known"
             )
-        self.sharding = Sharding.from_point(point, load_shape(point.model))
+        shape = load_shape(point.model)
+        self.sharding = Sharding.from_point(point, shape)
+        self.stages = [dataclasses.replace(self.sharding, shape=stage) for stage in make_stages(shape, point.pp)]
+        self.micro_batches = (micro_batches or point.pp) if point.pp > 1 else 1
 
     def make_decode_rows(self, requests: int, context: int) -> StepRows:
         """Return a step of requests with this many tokens each, for the fullest replica."""
         each = -(-requests // self.point.dp)
         return StepRows(decodes=(context,) * each, sampled=each, tokens=requests)
 
+    def make_rank_rows(self, rows: StepRows) -> StepRows:
+        """Return the padded step of a rank: of one micro-batch, with the rank's part of the prompts."""
+        point, parts = self.point, self.micro_batches
+        if parts > 1:
+            decodes = rows.decodes[: -(-len(rows.decodes) // parts)]
+            chunks = split_chunks(rows.chunks, parts)
+            sampled, tokens = -(-rows.sampled // parts), -(-rows.tokens // parts)
+            rows = StepRows(decodes=decodes, chunks=chunks, sampled=sampled, tokens=tokens)
+        padded = estimate.pad_step(rows, point.dp)
+        return dataclasses.replace(padded, chunks=split_chunks(padded.chunks, point.pcp))
+
     def compute_terms(self, rows: StepRows) -> dict[str, float] | None:
-        """Return the terms of a padded step, as estimate.compute_terms does."""
-        padded = estimate.pad_step(rows, self.point.dp)
+        """Return the terms of a padded step, as estimate.compute_terms does; of a micro-batch in all stages together."""
+        padded = self.make_rank_rows(rows)
         return estimate.compute_terms(self.sharding, padded, self.rates, self.wire, self.point.exchange)
 
     def estimate_ms(self, rows: StepRows) -> float:
-        """Return the time of a padded step in ms; raise UsageError if it is unknown."""
-        found = self.compute_terms(rows)
+        """Return the time of a padded step in ms, or of a round of micro-batches; raise UsageError if it is unknown."""
+        return self.estimate_round(rows).us / 1e3
+
+    def estimate_round(self, rows: StepRows) -> Round:
+        """Return the round of a padded step, which without pipeline stages has one micro-batch and no bubble."""
+        padded = self.make_rank_rows(rows)
+        times = [self._estimate_stage_us(stage, padded) for stage in self.stages]
+        return compute_round(times, self.estimate_hops_us(padded), self.micro_batches)
+
+    def _estimate_stage_us(self, stage: Sharding, padded: StepRows) -> float:
+        found = estimate.compute_terms(stage, padded, self.rates, self.wire, self.point.exchange)
         if found is None:
             precision = self.point.precision
             raise UsageError(
                 f"{self.machine.gpu} has no rate for {precision} in the table of GPUs, so nothing says how long a step takes there; "
                 "use --weights-dtype bf16, or another machine."
             )
-        return estimate.compute_us(found, self.fitted) / 1e3
+        return estimate.compute_us(found, self.fitted)
+
+    def estimate_hops_us(self, padded: StepRows) -> list[float]:
+        """Return the time that a micro-batch takes from each stage to the next."""
+        layout, host = self.sharding.layout, self.machine.gpus_per_host
+        sent, gathered = compute_hop_bytes(
+            padded.rows, self.sharding.shape.hidden, self.sharding.itemsize, layout.attn_tp
+        )
+        hops = []
+        for stage in range(1, self.point.pp):
+            seconds = self.wire.predict_hop_seconds(sent, across=stage * layout.tp % host == 0).mean
+            if gathered:
+                seconds += self.wire.predict_seconds("all-gather", layout.attn_tp, gathered).mean
+            hops.append(1e6 * seconds * self.fitted[estimate.COLLECTIVES])
+        return hops
 
     def compute_wire_errors(self, rows: StepRows) -> dict[str, float]:
         """Return the error of the step for each kind of call between ranks, as a share of the step."""
-        padded = estimate.pad_step(rows, self.point.dp)
+        padded = self.make_rank_rows(rows)
         calls = estimate.predict_calls(self.sharding, padded, self.wire, self.point.exchange)
-        step_us = self.estimate_ms(rows) * 1e3
+        step_us = sum(self._estimate_stage_us(stage, padded) for stage in self.stages)
         return {
             what: (each.high - each.mean) * 1e6 * self.fitted[estimate.get_call_term(what)] / step_us
             for what, each in calls.items()

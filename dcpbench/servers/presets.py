@@ -36,6 +36,7 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.models import REPOSITORIES
 from dcpbench.points.engine_points import format_settings
+from dcpbench.points.layout import OUTER_DEGREES
 from dcpbench.points.names import (
     CUT,
     DUMMY,
@@ -58,10 +59,34 @@ if TYPE_CHECKING:
 
     from dcpbench.points.point import Point
 
-PLACEHOLDER_NAMES = ("model", "host", "port", "tp", "dp", "dcp", "attn_tp", "exchange", "interleave", "nnodes")
+PLACEHOLDER_NAMES = (
+    "model",
+    "host",
+    "port",
+    "tp",
+    "dp",
+    "dcp",
+    "pp",
+    "pcp",
+    "attn_tp",
+    "exchange",
+    "interleave",
+    "nnodes",
+)
 TRACES = "traces"  # further name in the profiler's flags: the folder of --traces
 EXAMPLE = "--serve-cmd 'vllm serve {model} --host {host} --port {port} --tensor-parallel-size {tp}'"
-LAYOUT = ("tp", "dp", "dcp", "ep", "exchange", "q_replicate", "interleave", "kv", "nodes")  # parts that have flags
+LAYOUT = (
+    "tp",
+    "dp",
+    "dcp",
+    *OUTER_DEGREES,
+    "ep",
+    "exchange",
+    "q_replicate",
+    "interleave",
+    "kv",
+    "nodes",
+)  # parts that have flags
 Value = str | int | float | bool
 
 
@@ -110,9 +135,12 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
         Nothing is known of an engine that does not list its exchanges.
         """
-        if not self.exchanges or point.dcp <= 1:
+        if not self.exchanges:
             return []
-        lacking = []
+        outer = {name: getattr(point, name) for name in OUTER_DEGREES}
+        lacking = [format_setting(name, n) for name, n in outer.items() if n > 1 and name not in self.layout]
+        if point.dcp <= 1:
+            return lacking
         if point.exchange not in (*self.exchanges, NO_EXCHANGE, UNKNOWN):
             lacking.append(format_setting("exchange", point.exchange))
         if point.project_first:
@@ -163,6 +191,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "tp": point.tp or 1,
             "dp": point.dp or 1,
             "dcp": point.dcp or 1,
+            **{name: getattr(point, name) for name in OUTER_DEGREES},
             "attn_tp": max(point.tp, 1) // max(point.dp, 1),
             "exchange": exchange,
             "interleave": point.interleave,
@@ -173,6 +202,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "tp": max(point.tp, 1) > 1,
             "dp": point.dp > 1,
             "dcp": point.dcp > 1,
+            **{name: getattr(point, name) > 1 for name in OUTER_DEGREES},
             "ep": point.ep not in (CUT, UNKNOWN),
             "exchange": bool(exchange) and point.dcp > 1,
             "q_replicate": point.q_replicate and point.dcp > 1,
@@ -285,6 +315,8 @@ PRESETS = {
             "tp": "--tensor-parallel-size {attn_tp}",
             "dp": "--data-parallel-size {dp}",
             "dcp": "--decode-context-parallel-size {dcp}",
+            "pp": "--pipeline-parallel-size {pp}",
+            "pcp": "--prefill-context-parallel-size {pcp}",
             "ep": "--enable-expert-parallel",
             "exchange": "--dcp-comm-backend {exchange}",
             "interleave": "--cp-kv-cache-interleave-size {interleave}",
@@ -308,6 +340,7 @@ PRESETS = {
             "tp": "--tp-size {tp}",
             "dp": "--dp-size {dp} --enable-dp-attention",
             "dcp": "--dcp-size {dcp}",
+            "pp": "--pp-size {pp}",
             "ep": "--ep-size {tp}",
             "exchange": "--dcp-comm-backend {exchange}",
             "q_replicate": "--dcp-replicate-q-proj",
