@@ -59,6 +59,9 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import StepTimes
 
 
+NO_STAGES = ((1, 1),)  # default of Query.stages
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Query:
     """Describe the query."""
@@ -76,7 +79,7 @@ class Query:
     routing: str = OWN  # distribution of the experts that tokens take
     price: float | None = None  # price of a GPU per hour
     kv_memory: str | None = None  # --kv-memory as given; None means the memory left next to the weights
-    stages: tuple[tuple[int, int], ...] = ((1, 1),)  # (pp, pcp) that are compared
+    stages: tuple[tuple[int, int], ...] = NO_STAGES  # (pp, pcp) that are compared
     micro_batches: int = 0  # in flight over pipeline stages; 0: as many as stages
     cycled: bool = False  # True if layouts count for which only some layers fit, as `sweep` measures them
 
@@ -333,17 +336,13 @@ def _list_stage_layouts(shape: ModelShape, tp: int, pp: int, pcp: int) -> list[L
 
 
 def _explain_no_layout(ask: Query, gpus: int) -> str:
+    degrees = format_list([f"pp={pp},pcp={pcp}" for pp, pcp in ask.stages], "or")
+    staged = f" with --stages {degrees} (--gpus counts tp · pp · pcp)" if ask.stages != NO_STAGES else ""
+    problem = f"{ask.model} cannot be placed on {format_count(gpus, 'GPU')}{staged}"
     able = [str(n) for n in range(1, ask.machine.gpus_per_host + 1) if _list_valid_layouts(ask, n)]
-    if able:
-        return (
-            f"{ask.model} cannot be placed on {format_count(gpus, 'GPU')}; within a host it can on {format_list(able, 'or')}, as in "
-            f"--gpus {able[-1]}."
-        )
-    named = format_list([f"pp={pp},pcp={pcp}" for pp, pcp in ask.stages], "or")
-    return (
-        f"{ask.model} cannot be placed on {format_count(gpus, 'GPU')} with --stages {named}: --gpus counts tp · pp · pcp; use other "
-        "degrees."
-    )
+    if not able:
+        return f"{problem}; use other degrees."
+    return f"{problem}; within a host it can on {format_list(able, 'or')}, as in --gpus {able[-1]}."
 
 
 def _list_placements(ask: Query, layout: Layout) -> list[str]:

@@ -365,8 +365,9 @@ class Estimator:
                 f"+LINK, such as {machine.gpu}+rdma-400, or a file with link"
             )
         if layout.spread.tp > host and 1 < layout.spread.dp <= host:
+            ranks = "ranks of prefill context parallelism" if layout.pcp > 1 else "attention replicas"
             raise UsageError(
-                "its attention replicas, or ranks of prefill context parallelism, lie on several hosts, and what calls between a few ranks of different hosts take is not known"
+                f"its {ranks} lie on several hosts, and what calls between a few ranks of different hosts take is not known"
             )
         shape = load_shape(point.model)
         self.sharding = Sharding.from_point(point, shape)
