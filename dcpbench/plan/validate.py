@@ -277,6 +277,10 @@ def _check_emulated(point: Point, machine: Machine) -> None:
     """Raise an error unless the rank that emulates a layout has a known wire model and its results are not compared."""
     if machine.nnodes > 1:
         raise UsageError("--emulate runs one rank on this machine alone; leave --nodes out.")
+    if point.layout.gpus > point.tp:
+        raise UsageError(
+            f"--emulate {point.emulate}: a stage of {point.instance_name} is not emulated; leave --stages out."
+        )
     if not machine.timed or point.weights != SYNTHETIC:
         raise UsageError(
             f"--emulate {point.emulate}: one rank's results mean nothing without the others'; "

@@ -188,14 +188,14 @@ class Layout:
                 )
 
     def _check_outer(self, shape: ModelShape) -> None:
-        """Raise LayoutError for more stages than layers, or for PCP with degrees that are not planned beside it."""
+        """Raise LayoutError for more stages than layers, or for PCP with degrees that are not planned with it."""
         if self.pp > shape.layers:
             raise LayoutError(
                 f"{shape.name} has {shape.layers} layers, fewer than --stages pp={self.pp}; use fewer stages."
             )
         if self.pcp > 1 and (self.dp > 1 or self.dcp > 1):
             raise LayoutError(
-                f"--stages pcp={self.pcp} is planned without attention DP, which vLLM refuses beside it, and without DCP; "
+                f"--stages pcp={self.pcp} is planned without attention DP, which vLLM does not combine with it, and without DCP; "
                 f"use --dp 1 and --dcp 1, or pcp=1."
             )
 
