@@ -168,17 +168,18 @@ def recommend(
 
 def _make_start(name: str, ask: "Query", choice: "Choice", best: "Forecast", steps: "Steps") -> "Start":
     """Return the command that starts an engine in a recommended layout, or in the nearest one that it supports."""
+    from dcpbench.models import load_shape
     from dcpbench.recommend.advise import find_nearest
     from dcpbench.recommend.answer_formats import Start
     from dcpbench.servers.presets import PRESETS, format_command
 
     nodes = -(-best.point.gpus // ask.machine.gpus_per_host)
-    engine = PRESETS[name]
-    lacking = engine.find_lacking(best.point)
+    engine, shape = PRESETS[name], load_shape(ask.model)
+    lacking = engine.find_lacking(best.point, shape)
     if not lacking:
         return Start(engine=name, command=format_command(name, best.point, nodes))
     nearest = find_nearest(ask, choice, best, engine.exchanges, steps)
-    if nearest is None:
+    if nearest is None or engine.find_lacking(nearest.point, shape):
         return Start(engine=name, lacking=lacking)
     command = format_command(name, nearest.point, nodes)
     return Start(engine=name, command=command, lacking=lacking, nearest=nearest, load=choice.name)
@@ -186,11 +187,13 @@ def _make_start(name: str, ask: "Query", choice: "Choice", best: "Forecast", ste
 
 def _make_commands(ask: "Query", f: "Forecast") -> dict[str, str]:
     """Return the commands that start the engines in a layout, without engines that cannot run it."""
+    from dcpbench.models import load_shape
     from dcpbench.recommend import answer_formats
     from dcpbench.servers.presets import PRESETS, format_command
 
     nodes = -(-f.point.gpus // ask.machine.gpus_per_host)
-    names = [name for name in answer_formats.STARTED_ENGINES if not PRESETS[name].find_lacking(f.point)]
+    shape = load_shape(ask.model)
+    names = [name for name in answer_formats.STARTED_ENGINES if not PRESETS[name].find_lacking(f.point, shape)]
     return {name: format_command(name, f.point, nodes) for name in names}
 
 

@@ -57,6 +57,7 @@ from dcpbench.show.text import format_list
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.point import Point
 
 PLACEHOLDER_NAMES = (
@@ -98,6 +99,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ready: str = "/health"  # path that answers 200 once requests are taken
     layout: dict[str, str] = {}  # flags by the names in LAYOUT
     exchanges: list[str] = []  # exchanges that the engine has, by its names; empty: unknown
+    sparse_dcp: bool = True  # False if it has no DCP for models with sparse attention
     flags: dict[str, Value | list[Value]] = {}  # further flags, without their dashes; a list is an axis
     weights: dict[str, str] = {}  # flags by the values of --weights, SYNTHETIC and DUMMY
     variants: dict[str, str] = {}  # flags of a server that `verify --variant NAME` adds, by name
@@ -130,10 +132,10 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         pairs = (text.partition("=") for text in point.settings.split(SETTING) if text)
         return {name: value for name, _, value in pairs}
 
-    def find_lacking(self, point: Point) -> list[str]:
+    def find_lacking(self, point: Point, shape: ModelShape | None = None) -> list[str]:
         """Return the parts of a point that this engine cannot run, by their options: `--exchange symm`.
 
-        Nothing is known of an engine that does not list its exchanges.
+        Nothing is known of an engine that does not list its exchanges. `shape` is that of the point's model, if it is known.
         """
         if not self.exchanges:
             return []
@@ -141,6 +143,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         lacking = [format_setting(name, n) for name, n in outer.items() if n > 1 and name not in self.layout]
         if point.dcp <= 1:
             return lacking
+        if shape is not None and shape.indexer and not self.sparse_dcp:
+            lacking.append(f"{format_setting('dcp', point.dcp)} with sparse attention")
         if point.exchange not in (*self.exchanges, NO_EXCHANGE, UNKNOWN):
             lacking.append(format_setting("exchange", point.exchange))
         if point.project_first:
@@ -348,6 +352,7 @@ PRESETS = {
             "nodes": "--nnodes {nnodes} --node-rank 0 --dist-init-addr NODE0:29500",
         },
         exchanges=["ag_rs", "a2a", "fi_a2a"],
+        sparse_dcp=False,
         weights={SYNTHETIC: "--load-format dummy", DUMMY: "--load-format dummy"},
         variants={"eager": "--disable-cuda-graph"},
     ),
