@@ -300,8 +300,8 @@ def _iter_stage_notes(ask: Query, choices: Sequence[Choice]) -> Iterator[str]:
         waits = format_range([round(100 * (f.bubble_share or 0.0)) for f in found])
         yield (
             f"pp{pp}: stages of {format_list([str(n) for n in split_layers(load_shape(ask.model).layers, pp)])} layers, "
-            f"{ask.micro_batches or pp} micro-batches in flight; a stage waits for {waits} % of a decode step on average. No "
-            "such step was measured."
+            f"{ask.micro_batches or pp} micro-batches in flight; a stage waits for {waits} % of a decode step on average. "
+            "Weights are of the stage with most of them. No such step was measured."
         )
     if any(f.point.pcp > 1 for choice in choices for f in choice.forecasts):
         yield (

@@ -381,7 +381,7 @@ class Estimator:
 
     def make_rank_rows(self, rows: StepRows) -> StepRows:
         """Return the padded step of a rank: of one micro-batch, with the rank's part of the prompts."""
-        point, parts = self.point, self.micro_batches
+        point, parts = self.point, self.count_micro_batches(rows)
         if parts > 1:
             decodes = rows.decodes[: -(-len(rows.decodes) // parts)]
             chunks = split_chunks(rows.chunks, parts)
@@ -403,7 +403,11 @@ class Estimator:
         """Return the round of a padded step, which without pipeline stages has one micro-batch and no bubble."""
         padded = self.make_rank_rows(rows)
         times = [self._estimate_stage_us(stage, padded) for stage in self.stages]
-        return compute_round(times, self.estimate_hops_us(padded), self.micro_batches)
+        return compute_round(times, self.estimate_hops_us(padded), self.count_micro_batches(rows))
+
+    def count_micro_batches(self, rows: StepRows) -> int:
+        """Return the number of micro-batches of a step; no more than decodes, unless chunks fill the others."""
+        return self.micro_batches if rows.chunks else max(min(self.micro_batches, len(rows.decodes)), 1)
 
     def _estimate_stage_us(self, stage: Sharding, padded: StepRows) -> float:
         found = estimate.compute_terms(stage, padded, self.rates, self.wire, self.point.exchange)

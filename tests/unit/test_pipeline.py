@@ -170,6 +170,14 @@ class TestRounds:
         rows = of.make_rank_rows(StepRows(decodes=(4000,) * 32, chunks=((400, 0),), sampled=33, tokens=432))
         assert (len(rows.decodes), rows.chunks, rows.tokens) == (8, ((100, 150),), 108)
 
+    def test_one_request_is_one_micro_batch(self):
+        """The stages take turns on its step, which has the time of one micro-batch; a chunk is divided all the same."""
+        machine, fitted = load_machine("H200"), estimate.load_published_steps().terms
+        one, four = (Estimator(make_point(tp=4, pp=2), machine, fitted, micro_batches=n) for n in (1, 4))
+        rows = one.make_decode_rows(1, 4000)
+        assert four.estimate_ms(rows) == one.estimate_ms(rows)
+        assert four.make_rank_rows(dataclasses.replace(rows, chunks=((400, 0),), tokens=401)).chunks == ((100, 150),)
+
     def test_a_hop_to_another_host_takes_its_link(self):
         """10⁸ bytes at LINK_SHARE of the nominal rate, and the latency of a message."""
         wire = load_machine("H200+rdma-400").wire
