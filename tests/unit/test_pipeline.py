@@ -4,6 +4,8 @@ import dataclasses
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dcpbench import cli
 from dcpbench.errors import CapacityError, LayoutError, UsageError
@@ -140,6 +142,25 @@ class TestRounds:
         assert two.bubble_share == pytest.approx(1 - 2 * 9 / 20)
         assert one.bubble_share == pytest.approx(1 - 9 / 19)
         assert four.bubble_share == two.bubble_share
+
+    @given(
+        stages=st.lists(st.integers(1, 50), min_size=1, max_size=6),
+        hop=st.integers(0, 20),
+        micro_batches=st.integers(1, 8),
+    )
+    def test_a_round_is_that_of_stages_simulated_one_by_one(self, stages, hop, micro_batches):
+        """Micro-batches circulate; a stage takes them one at a time, in order. After enough rounds each takes as long."""
+        free, ready = [0] * len(stages), [0] * micro_batches
+        ends = []
+        for _ in range(40 * len(stages) * micro_batches):
+            for job in range(micro_batches):
+                for index, us in enumerate(stages):
+                    free[index] = ready[job] = max(ready[job], free[index]) + us
+                    ready[job] += hop if index + 1 < len(stages) else 0
+            ends.append(ready[-1])
+        rounds = len(ends) // 2
+        us = (ends[-1] - ends[-1 - rounds]) / rounds
+        assert compute_round(stages, [hop] * (len(stages) - 1), micro_batches).us == pytest.approx(us, rel=0.02)
 
     def test_one_stage_has_no_bubble(self):
         assert compute_round([7.0], [], 1).bubble_share == 0
