@@ -100,7 +100,7 @@ def words(model: str, job: str, rates: tuple[float, ...] = ()) -> list[str]:
         SESSIONS: ["--concurrency", str(size.clients[1]), "--sessions", f"turns=4,tokens={size.turn}"],
     }[job]
     lengths = ["--num-requests", str(size.requests), "--input-tokens", prompt, "--output-tokens", output]
-    return [*when, *lengths, "--chunk", str(size.chunk), "--kv-memory", size.kv]
+    return [*when, *lengths, "--prefill", f"chunk={size.chunk}", "--kv-memory", size.kv]
 
 
 def serve(there: Path, *asked: str) -> None:

@@ -17,7 +17,7 @@ from dcpbench.plan.option_parsers import parse_bytes
 from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.layout import Layout, Prefix
 from dcpbench.points.memory import make_attention_products, make_mlp_products
-from dcpbench.points.names import BACKENDS, EXCHANGES, GQA_BACKENDS, LIBRARIES, OVER_FP8
+from dcpbench.points.names import AS_REQUESTS, BACKENDS, EXCHANGES, GQA_BACKENDS, LIBRARIES, OVER_FP8
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +50,9 @@ ROW_BYTES = 2 * KV_WIDTH
 """Bytes of a KV row in bf16."""
 LENGTHS = ("even", "uneven")
 MAX_COUNT = 999_999_999
+MAX_QUERY_LENGTH = 8
+TOGETHER = ("reference", "triton")
+"""Backends that take the query rows of a request together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,12 +105,26 @@ class BenchOptions:
                 )
         return counts
 
+    def parse_query_lengths(self) -> tuple[dict[str, int], ...]:
+        """Return the size of a case that each of --query-length adds; one query row of a request adds none."""
+        counts = self.parse_counts("query_length", (1,), (1,))
+        if most := next((n for n in counts if n > MAX_QUERY_LENGTH), 0):
+            raise UsageError(f"--query-length {most} is above {MAX_QUERY_LENGTH}, the most query rows of a request.")
+        return tuple({"query_length": n} if n > 1 else {} for n in counts)
+
     def make_case(self, variant: str, **sizes: float | str) -> Case:
         """Return a case with --layers calls; without --layers the bench chooses their number."""
         layers: int | None = self.typed["layers"]
         if layers is not None and layers < 1:
             raise UsageError(f"--layers {layers} is not a positive number; try --layers 16.")
         return Case(variant=variant, calls=layers or 0, sizes=sizes)
+
+
+def list_row_variants(backend: str, query: Mapping[str, int]) -> list[str]:
+    """Return the variants of a backend for a number of query rows of a request: together if it can, and as requests."""
+    if not query:
+        return [backend]
+    return [*([backend] if backend in TOGETHER else []), backend + AS_REQUESTS]
 
 
 def list_attention_cases(options: BenchOptions) -> list[Case]:
@@ -122,12 +139,14 @@ def list_attention_cases(options: BenchOptions) -> list[Case]:
         options.parse_counts("context", (16,), (8192, 131072)),
         options.parse_counts("requests", (1, 3), (1, 8, 64)),
         options.parse_counts("heads", (16,), (16, 64, 128)),
+        options.parse_query_lengths(),
         backends,
     )
     cases = [
-        options.make_case(name, heads=h, requests=b, context=s, page=p, lengths=division, kv=kv)
-        for kv, division, p, s, b, h, name in grid
+        options.make_case(variant, heads=h, requests=b, context=s, page=p, lengths=division, kv=kv, **query)
+        for kv, division, p, s, b, h, query, name in grid
         if kv == "bf16" or name in OVER_FP8
+        for variant in list_row_variants(name, query)
     ]
     if not cases:
         raise UsageError(f"--backend {', '.join(backends)} does not read rows in fp8; use --backend triton.")
@@ -151,12 +170,16 @@ def list_gqa_cases(options: BenchOptions) -> list[Case]:
         options.parse_counts("requests", (1, 3), (8, 48)),
         kv_heads,
         heads,
+        options.parse_query_lengths(),
         options.parse_names("backend", GQA_BACKENDS, usual),
     )
     return [
-        options.make_case(name, heads=h, kv_heads=n, head_dim=x, requests=b, context=s, page=p, lengths=division, kv=kv)
-        for kv, division, x, p, s, b, n, h, name in grid
+        options.make_case(
+            variant, heads=h, kv_heads=n, head_dim=x, requests=b, context=s, page=p, lengths=division, kv=kv, **query
+        )
+        for kv, division, x, p, s, b, n, h, query, name in grid
         if kv == "bf16" or name in OVER_FP8
+        for variant in list_row_variants(name, query)
     ]
 
 

@@ -29,6 +29,10 @@ LAYERS = WHAT(
     "in an engine, too; 2 on the CPU.",
     metavar="N",
 )
+QUERY_LENGTH = COUNTS(
+    "Query rows of a request, from 1 to 8, of which each sees one KV row more than the one before it: 1 + the drafts that a step "
+    "verifies. Above 1 each backend also takes the rows as separate requests (NAME-rows). Default: 1."
+)
 RANKS = WHAT("Processes, one for each GPU. Default: all visible GPUs; 2 on the CPU.", metavar="N")
 
 
@@ -81,6 +85,7 @@ class Attention(Group):
     lengths: str = NAMES(
         "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, the same in all.", default="even"
     )
+    query_length: str | None = QUERY_LENGTH
     backend: str | None = NAMES(
         "reference, triton, flashinfer, flashmla. Default: triton and those that are installed; reference,triton on the CPU."
     )
@@ -105,6 +110,7 @@ class Gqa(Group):
     lengths: str = NAMES(
         "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, the same in all.", default="even"
     )
+    query_length: str | None = QUERY_LENGTH
     backend: str | None = NAMES(
         "reference, triton, flashinfer. Default: triton, and flashinfer if it is installed; reference,triton on the CPU."
     )

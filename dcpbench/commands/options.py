@@ -12,7 +12,7 @@ import typer
 from dcpbench.commands.caller import Caller
 from dcpbench.commands.command import Group, make_panel, make_structured
 from dcpbench.models import ALIASES, SHAPES
-from dcpbench.points.structured_options import Collectives, Gpu, Nodes, PageSize, Timeout
+from dcpbench.points.structured_options import Collectives, Gpu, Mtp, Nodes, PageSize, Timeout
 
 if TYPE_CHECKING:
     from dcpbench.launch.torchrun import Machines
@@ -58,6 +58,7 @@ EP_DEGREE = (
 )
 
 
+MTP = make_structured(HOW, Mtp)
 STALL_S = 300.0  # default time without progress after which a point is treated as hung
 
 

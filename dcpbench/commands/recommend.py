@@ -13,8 +13,7 @@ from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, make_structured
 from dcpbench.models import REPOSITORIES
 from dcpbench.points.names import format_flag
-from dcpbench.points.structured_options import Stages
-from dcpbench.serving.load_words import CHUNK
+from dcpbench.points.structured_options import Mtp, Prefill, Stages
 from dcpbench.show.terminal import ProgressLine, make_console
 from dcpbench.show.text import format_list
 
@@ -31,7 +30,7 @@ CLIENTS, PROMPTS, ANSWERS = "32", "32000", "uniform:900-1100"
 """Defaults of --concurrency, --input-tokens and --output-tokens: a long context, at which capacity matters."""
 REQUESTS = 200
 """Default of --num-requests, for loads with a request rate."""
-SERVED = ("input_tokens", "output_tokens", "request_rate", "num_requests", "chunk")
+SERVED = ("input_tokens", "output_tokens", "request_rate", "num_requests", "prefill")
 """Options that do not apply to --context, which measures decode steps only."""
 
 
@@ -62,7 +61,8 @@ class Wanted(Group):
     output_tokens: str | None = opt.LOAD(f"Length of outputs, in the same notation. Default: {ANSWERS}.", metavar="LEN")
     request_rate: str | None = opt.LOAD("Requests a second, in place of concurrency; inf: all at once.", metavar="R,…")
     num_requests: int | None = opt.LOAD(f"With --request-rate: requests of a load. Default: {REQUESTS}.", metavar="N")
-    chunk: int | None = opt.LOAD(f"Prompt tokens of a step, over all replicas. Default: {CHUNK}.", metavar="N")
+    prefill: Prefill | None = make_structured(opt.LOAD, Prefill, "chunk")
+    mtp: Mtp | None = opt.MTP
     weights_dtype: str = opt.HOW(
         "fp8, bf16, int4, nvfp4, mxfp4, or published: as the model was published.", default="published", metavar="NAME"
     )
@@ -230,6 +230,7 @@ def _make_query(wanted: Wanted) -> "Query":
         else (here or min(GPUS_PER_HOST, machine.gpus_per_host),)
     )
     stages = _read_stages(wanted.stages or Stages())
+    drafts, acceptance = _parse_drafts(wanted.mtp)
     return Query(
         model=wanted.model,
         stages=tuple(itertools.product(stages.pp or (1,), stages.pcp or (1,))),
@@ -241,6 +242,8 @@ def _make_query(wanted: Wanted) -> "Query":
         weights_dtype=weights,
         kv_dtype=wanted.kv_dtype,
         exchanges=exchanges,
+        mtp=drafts,
+        acceptance=acceptance,
         routing=parse_routing(wanted.routing),
         slo=_parse_objectives(wanted),
         price=wanted.price,
@@ -260,6 +263,22 @@ def _read_stages(stages: Stages) -> Stages:
                 key = name.replace("_", "-")
                 raise UsageError(f"--stages {key}={n} is not a positive number; write for example --stages {key}=2.")
     return stages
+
+
+def _parse_drafts(mtp: Mtp | None) -> tuple[int, str]:
+    """Return the drafts of a step and their acceptance, which has to be stated."""
+    from dcpbench.errors import UsageError
+    from dcpbench.points import speculation
+
+    tokens = tuple(map(speculation.check_draft_tokens, (mtp.tokens if mtp else None) or (0,)))
+    if len(tokens) > 1:
+        raise UsageError(
+            f"--mtp tokens={tokens[0]}/{tokens[1]}: recommend takes one number of drafts, as in --mtp {max(tokens)}."
+        )
+    acceptance = "" if mtp is None or mtp.acceptance is None else speculation.parse_acceptance(mtp.acceptance)
+    speculation.check_acceptance(tokens, acceptance)
+    speculation.require_acceptance(tokens, acceptance)
+    return tokens[0], acceptance
 
 
 def _find_local_gpu() -> tuple[str, int]:
@@ -293,6 +312,7 @@ def _make_loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | 
     """Return (concurrency, context, load) of each load, as Query holds them. `positions`: the model's maximum length."""
     from dcpbench.errors import UsageError
     from dcpbench.plan.option_parsers import check_positive
+    from dcpbench.points.batches import CHUNK
     from dcpbench.points.names import CLOSED, GAMMA
     from dcpbench.points.point import Load
     from dcpbench.recommend.forecast import ROUNDS
@@ -312,7 +332,9 @@ def _make_loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | 
     prompt = PROMPTS if wanted.input_tokens is None else wanted.input_tokens
     answer = ANSWERS if wanted.output_tokens is None else wanted.output_tokens
     requests = REQUESTS if wanted.num_requests is None else wanted.num_requests
-    chunk = CHUNK if wanted.chunk is None else wanted.chunk
+    chunk, *others = wanted.prefill.chunk if wanted.prefill and wanted.prefill.chunk else (CHUNK,)
+    if others:
+        raise UsageError(f"--prefill chunk={chunk}/{others[0]}: recommend takes one; write --prefill chunk={chunk}.")
     for option, value in (("--input-tokens", prompt), ("--output-tokens", answer)):
         parse_lengths(option, value)
     check_positive("chunk", chunk)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, cast
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed, make_panel, make_structured
 from dcpbench.commands.load_options import FIND, SLO, Requests, print_load_notes, take_bounds
-from dcpbench.points.structured_options import Disaggregate, Find, Prefill, Timeout
-from dcpbench.serving.load_words import CHUNK, CPU_CHUNK
+from dcpbench.points.structured_options import Disaggregate, Find, Mtp, Prefill, Timeout
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
@@ -44,12 +43,7 @@ class Load(Group):
 class Scheduler(Group):
     """Hold the options for the scheduler and the memory of dcpbench's engine."""
 
-    chunk: str | None = SERVED(
-        "Prompt tokens of a step at most, over the whole layout: SGLang's --chunked-prefill-size; vLLM's "
-        "--max-num-batched-tokens, which bounds each replica and counts decode tokens, too. Page size × dcp × dp at "
-        f"least. Each of the list is a point. Default: {CHUNK} on GPUs; {CPU_CHUNK} on the CPU.",
-        metavar="TOKENS,…",
-    )
+    mtp: Mtp | None = opt.MTP
     prefill: Prefill | None = make_structured(SERVED, Prefill)
     disaggregate: Disaggregate | None = make_structured(SERVED, Disaggregate)
     kv_memory: str | None = SERVED(
@@ -168,7 +162,7 @@ def serve(
         packages={"flashinfer": times.environment.flashinfer, "flash_mla": times.environment.flash_mla},
     )
     unsaid = OTHERS + (("exchange",) if times.path["exchange"] == NO_EXCHANGE else ())
-    unsaid += tuple(name for name in (*STORED, "emulate", "routing") if not times.path[name])
+    unsaid += tuple(name for name in (*STORED, "emulate", "routing", "mtp") if not times.path[name])
     own = {name: value for name, value in times.path.items() if name not in unsaid}
     spec = make_serve_spec({"baseline": "disaggregate" in given, **own, **given}, probe)
     _print_notes(spec, probe, run)

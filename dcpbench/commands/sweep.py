@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed, make_panel, make_structured
-from dcpbench.points.structured_options import Stages, Timeout
+from dcpbench.points.structured_options import Mtp, Stages, Timeout
 
 ENGINE = make_panel("Another engine")
 
@@ -54,6 +54,7 @@ class Engines(Group):
 class How(opt.How):
     """Hold the options of how a layer is computed, with the size of the KV pool."""
 
+    mtp: Mtp | None = opt.MTP
     kv_memory: str | None = opt.HOW(
         "KV pool per GPU, such as 100GiB or 40GB. Default: all memory that the weights leave; if the model does not fit, "
         "what the largest point of the layout needs.",

@@ -1,4 +1,9 @@
-"""The decode engine of one rank: pools, requests, padded batches, and steps run eagerly or from a CUDA graph."""
+"""The decode engine of one rank: pools, requests, padded batches, and steps run eagerly or from a CUDA graph.
+
+A step writes and reads the last `query_length` tokens of each request. Above 1 all but the first of them are drafts, which
+the step verifies: `accept_drafts` then keeps those that are equal to the tokens sampled before them, and rolls back the
+others. Rows of a request are adjacent; the exchange and the layers see one row of each token.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from dcpbench.errors import CapacityError
 from dcpbench.exchange import ExchangeSpec, make_exchange
 from dcpbench.hangs import heartbeats
 from dcpbench.kernels.attention import Shards
-from dcpbench.kernels.kv_indices import write_pages
+from dcpbench.kernels.kv_indices import compute_local_lengths, write_pages
 from dcpbench.kernels.synthetic_kv import fill_request
 from dcpbench.measuring.timing import capture_graph
 from dcpbench.points import layout as arithmetic
@@ -50,21 +55,34 @@ class CapturedStep:
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
     next_tokens: torch.Tensor
+    accepted: torch.Tensor | None
 
 
 class Batch:
-    """Fixed buffers, attention plan and graph of one padded batch size."""
+    """Fixed buffers, attention plan and graph of one padded number of requests and one query length."""
 
-    def __init__(self, size: int, backend: Backend, exchange: Exchange, device: torch.device) -> None:
-        self.size, self.backend, self.exchange = size, backend, exchange
-        self.rows = torch.zeros(2, size, dtype=torch.int64, device=device)
+    def __init__(
+        self, requests: int, query_length: int, backend: Backend, exchange: Exchange, device: torch.device
+    ) -> None:
+        self.requests, self.query_length, self.backend, self.exchange = requests, query_length, backend, exchange
+        self.size = requests * query_length
+        """Rows of a step."""
+        self.rows = torch.zeros(2, self.size, dtype=torch.int64, device=device)
         """Request slot and token index of each row: the only values that differ between steps."""
         self.slots, self.positions = self.rows
         self.logits: torch.Tensor | None = None
         self.next_tokens: torch.Tensor | None = None
-        """[B] int64, tokens sampled by the last step, which has also written them to the table of tokens."""
+        """[B] int64, tokens sampled by the last step. Without drafts it has also written them to the table of tokens."""
+        self.accepted: torch.Tensor | None = None
+        """[requests] int64, drafts that the last step accepted; None without drafts."""
         self.router_inputs: RouterInputs | None = None
         """See StepInput; set before the first step, as a graph holds its address."""
+        self.later: list[Batch] | None = None
+        """Batches of one row of each request, for the passes that draft tokens after the first; None if no step drafts. Set
+        by `plan_drafts`.
+        """
+        self.drafts: torch.Tensor | None = None
+        """[requests, N] int64, tokens that the last step drafted; None if it did not."""
         self.captured: CapturedStep | None = None
 
 
@@ -79,16 +97,20 @@ class DecodeEngine:
         exchange: str,
         max_requests: int,
         max_context: int,
+        query_length: int = 1,
         padding: bool = True,
     ) -> None:
-        """Create the engine; `padding=False` only serves to test what the padding slot and page prevent, see
+        """Create the engine for steps of up to `query_length` tokens of a request; `padding=False` only serves to test what the padding slot and page prevent, see
         RequestPool.
         """
         self.model = model
         self.device = model.kv.data.device
         self.largest = compute_batch_rows(max_requests)
+        """Most requests of a step, with padding."""
+        self.query_length = query_length
         self.made: dict[str, Exchange] = {}
-        self.batches: dict[int, Batch] = {}
+        self.batches: dict[tuple[int, int], Batch] = {}
+        """Batches by their padded number of requests and their query length."""
         self.select_path(backend, exchange)
         _, pages, self.page_size, _ = model.kv.data.shape
         self.max_context = max_context
@@ -136,22 +158,46 @@ class DecodeEngine:
             request.slot, request.length - 1, request.allocation.compute_locs(request.length - 1, request.length)
         )
 
+    def append_drafts(self, request: Request, drafts: Sequence[int]) -> None:
+        """Allocate one more token, and the drafts after it, which the next step verifies."""
+        start = request.length
+        self.allocator.extend(request.allocation, 1 + len(drafts))
+        self.requests.set_locs(request.slot, start, request.allocation.compute_locs(start, request.length))
+        self.requests.set_tokens(request.slot, start + 1, list(drafts))
+
+    def accept_drafts(self, batch: Batch, requests: Sequence[Request]) -> list[list[int]]:
+        """Return the tokens that the last step of `requests` yields, of each the accepted drafts and one more.
+
+        Rejected drafts lose their KV locations, and the token after the accepted ones is the next that a step reads. Waits
+        for the device.
+        """
+        assert batch.accepted is not None
+        assert batch.next_tokens is not None
+        sampled = batch.next_tokens.view(batch.requests, batch.query_length).tolist()
+        found = []
+        for request, tokens, accepted in zip(requests, sampled, batch.accepted.tolist(), strict=False):
+            self.allocator.trim(request.allocation, batch.query_length - 1 - accepted)
+            self.requests.set_tokens(request.slot, request.length, tokens[accepted : accepted + 1])
+            found.append(tokens[: accepted + 1])
+        return found
+
     def remove_request(self, request: Request) -> None:
         """End a request."""
         self.allocator.free(request.allocation)
         self.requests.free_slot(request.slot)
 
-    def get_batch(self, requests: int) -> Batch:
+    def get_batch(self, requests: int, query_length: int = 1) -> Batch:
         """Return the buffers for a replica with up to `requests` requests, created on first use."""
-        size = compute_batch_rows(requests)
-        if size not in self.batches:
-            self.batches[size] = Batch(size, self._make_backend(size), self.exchange, self.device)
-        return self.batches[size]
+        key = (compute_batch_rows(requests), query_length)
+        if key not in self.batches:
+            self.batches[key] = Batch(*key, self._make_backend(*key), self.exchange, self.device)
+        return self.batches[key]
 
-    def _make_backend(self, batch: int) -> Backend:
+    def _make_backend(self, requests: int, query_length: int) -> Backend:
         model = self.model
         sizes = {
-            "batch": batch,
+            "batch": requests * query_length,
+            "query_length": query_length,
             "page_size": self.page_size,
             "max_pages": self.allocator.count_pages(self.max_context),
             "device": self.device,
@@ -160,10 +206,43 @@ class DecodeEngine:
         }
         return model.attention.make_backend(self.backend_name, sizes)
 
+    def plan_drafts(self, batch: Batch, requests: Sequence[Request], starts: Sequence[int]) -> None:
+        """Have steps of `batch`, planned for `requests`, draft as many tokens as it verifies, with the model's layer for it.
+
+        The first pass of that layer has all rows of the step; each further pass one row of each request, at the positions
+        behind `starts`: those of the last tokens that the step has accepted. They have KV locations.
+        """
+        if batch.later is None:
+            batch.later = [
+                Batch(batch.requests, 1, self._make_backend(batch.requests, 1), self.exchange, self.device)
+                for _ in range(batch.query_length - 2)
+            ]
+        for number, later in enumerate(batch.later, 1):
+            self._fill_batch(later, [r.slot for r in requests], [start + number for start in starts])
+
+    def run_drafts(self, batch: Batch) -> None:
+        """Draft tokens from the hidden states and sampled tokens of the last step of `batch`: `batch.drafts`."""
+        model, hidden = self.model, self.model.final_hidden
+        assert batch.accepted is not None
+        assert batch.next_tokens is not None
+        assert batch.later is not None
+        assert hidden is not None
+        last_R = torch.arange(batch.requests, device=self.device) * batch.query_length + batch.accepted
+        hidden = model.run_draft_layer(self._make_input(batch, batch.next_tokens), hidden, batch)[last_R]
+        drafts = [model.sample_greedy(model.compute_logits(hidden))]
+        for later in batch.later:
+            hidden = model.run_draft_layer(self._make_input(later, drafts[-1]), hidden, later)
+            drafts.append(model.sample_greedy(model.compute_logits(hidden)))
+        batch.drafts = torch.stack(drafts, dim=1)
+
+    def _make_input(self, batch: Batch, tokens_B: torch.Tensor) -> StepInput:
+        locs = self.requests.table[batch.slots, batch.positions]
+        return StepInput(tokens_B, batch.positions, locs, batch.router_inputs)
+
     def _make_exchange_spec(self) -> ExchangeSpec:
         model, kind = self.model, self.model.attention
         return ExchangeSpec(
-            batch=self.largest,
+            batch=self.largest * self.query_length,
             heads=model.heads * model.layout.dcp,
             width=kind.query_width,
             value=kind.exchanged_width,
@@ -173,50 +252,68 @@ class DecodeEngine:
             project_first=model.wide.value,
         )
 
-    def plan_step(self, requests: list[Request], rows: int | None = None) -> Batch:
-        """Prepare the next step of `requests`, which writes the last token of each. See `plan_rows`."""
-        return self.plan_rows([r.slot for r in requests], [r.length - 1 for r in requests], rows)
+    def plan_step(self, requests: list[Request], padded: int | None = None, query_length: int = 1) -> Batch:
+        """Prepare the next step of `requests`, which writes the last `query_length` tokens of each. See `plan_rows`."""
+        slots = [r.slot for r in requests for _ in range(query_length)]
+        positions = [p for r in requests for p in range(r.length - query_length, r.length)]
+        return self.plan_rows(slots, positions, padded, query_length)
 
-    def plan_rows(self, slots: Sequence[int], positions: Sequence[int], rows: int | None = None) -> Batch:
+    def plan_rows(
+        self, slots: Sequence[int], positions: Sequence[int], padded: int | None = None, query_length: int = 1
+    ) -> Batch:
         """Prepare the next step from host-side integers only; rows past the given ones are padding.
 
-        A row reads token `positions[b]` of the request in `slots[b]` and writes its KV row. With attention DP all
-        replicas must run the same number of rows: `rows` is the maximum number of requests of any replica.
+        A row reads token `positions[b]` of the request in `slots[b]` and writes its KV row. A request has `query_length`
+        adjacent rows, of successive tokens. With attention DP all replicas must run the same number of rows: `padded` is
+        the maximum number of requests of any replica.
         """
-        batch = self.get_batch(rows or len(slots))
+        batch = self.get_batch(padded or len(slots) // query_length, query_length)
+        self._fill_batch(batch, slots, positions)
+        return batch
+
+    def _fill_batch(self, batch: Batch, slots: Sequence[int], positions: Sequence[int]) -> None:
+        query_length = batch.query_length
         padding = batch.size - len(slots)
         slots = [*slots, *[PADDING_SLOT] * padding]
         positions = [*positions, *[PADDING_POSITION] * padding]
         copy_async(np.asarray((slots, positions), dtype=np.int64), batch.rows)
         tables = batch.backend.tables
         if tables is None:
-            batch.backend.plan(self._make_shards(slots, positions))
+            batch.backend.plan(self._make_shards(slots, positions, query_length))
         else:
-            lengths_B = batch.positions + 1
-            write_pages(
-                tables.pages, None, tables.lengths, self.requests.table, batch.slots, lengths_B, self.model.share
-            )
+            last = slice(query_length - 1, None, query_length)  # of each request
+            slots_B, lengths_B = batch.slots[last].contiguous(), batch.positions[last] + 1
+            write_pages(tables.pages, None, tables.lengths, self.requests.table, slots_B, lengths_B, self.model.share)
+            if query_length > 1:
+                tables.row_lengths.copy_(compute_local_lengths(batch.positions + 1, self.model.share))
             batch.backend.plan_on_device()
-        return batch
 
-    def _make_shards(self, slots: Sequence[int], positions: Sequence[int]) -> Shards:
+    def _make_shards(self, slots: Sequence[int], positions: Sequence[int], query_length: int) -> Shards:
         """Return the pages and lengths that this rank attends to, for backends that plan on the host."""
         share, page = self.model.share, self.allocator.virtual_page
         lengths = [arithmetic.compute_local_length(p + 1, share.rank, share.dcp, share.interleave) for p in positions]
-        tables = [self.requests.host[s, : p + 1 : page] // page for s, p in zip(slots, positions, strict=True)]
-        return Shards(pages=tables, lengths=lengths)
+        last = slice(query_length - 1, None, query_length)  # of each request
+        ends = zip(slots[last], positions[last], strict=True)
+        return Shards(pages=[self.requests.host[s, : p + 1 : page] // page for s, p in ends], lengths=lengths)
 
     def run_eager(self, batch: Batch) -> None:
-        """Run one eager step: logits and next tokens of the planned batch, which become the requests' tokens."""
-        locs = self.requests.table[batch.slots, batch.positions]
+        """Run one eager step: logits and next tokens of the planned batch, which become the requests' tokens.
+
+        With drafts, the table of tokens stays as it is, so that a step can be repeated; see `accept_drafts`. The step then
+        drafts the next tokens, too, if `plan_drafts` has planned it.
+        """
         tokens = self.requests.tokens[batch.slots, batch.positions]
-        inputs = StepInput(tokens, batch.positions, locs, batch.router_inputs)
-        batch.logits = self.model.run_step(inputs, batch)
+        batch.logits = self.model.run_step(self._make_input(batch, tokens), batch)
         batch.next_tokens = self.model.sample_greedy(batch.logits)
-        self.requests.tokens[batch.slots, batch.positions + 1] = batch.next_tokens
+        if batch.query_length == 1:
+            self.requests.tokens[batch.slots, batch.positions + 1] = batch.next_tokens
+        else:
+            batch.accepted = count_accepted(tokens, batch.next_tokens, batch.query_length)
+            if batch.later is not None:
+                self.run_drafts(batch)
 
     def capture_step(self, batch: Batch) -> None:
-        """Capture the step as a CUDA graph, once per batch size.
+        """Capture the step as a CUDA graph, once per batch.
 
         Every kernel has run on every rank before: a rank that loads modules while others wait in a captured collective
         causes a hang (vLLM #46145).
@@ -229,7 +326,7 @@ class DecodeEngine:
         graph = capture_graph(lambda: self.run_eager(batch))
         assert batch.logits is not None
         assert batch.next_tokens is not None
-        batch.captured = CapturedStep(graph, batch.logits, batch.next_tokens)
+        batch.captured = CapturedStep(graph, batch.logits, batch.next_tokens, batch.accepted)
 
     def run_step(self, batch: Batch) -> None:
         """Run one planned step, with the captured graph if there is one."""
@@ -239,3 +336,10 @@ class DecodeEngine:
         heartbeats.record_step(heartbeats.REPLAY)
         batch.captured.graph.replay()
         batch.logits, batch.next_tokens = batch.captured.logits, batch.captured.next_tokens
+        batch.accepted = batch.captured.accepted
+
+
+def count_accepted(tokens_B: torch.Tensor, next_B: torch.Tensor, query_length: int) -> torch.Tensor:
+    """Return the accepted drafts of each request: those before the first one that differs from the token sampled before it."""
+    drafts, sampled = (rows.view(-1, query_length) for rows in (tokens_B, next_B))
+    return (drafts[:, 1:] == sampled[:, :-1]).long().cumprod(dim=1).sum(dim=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -105,6 +105,8 @@ class Model:
         """int32 [1]: number of the last norm that the device began; None if it is not recorded."""
         self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Set to a list to collect each MoE layer's routing (logits_TE, ids_Tk) during an eager step."""
+        self.final_hidden: torch.Tensor | None = None
+        """[B, D] of the last step behind the final norm, kept if a layer drafts tokens from it."""
         self.observed: dict[str, list[torch.Tensor]] | None = None
         """Set to lists under the names in OBSERVED to collect these tensors of each layer during an eager step."""
 
@@ -148,7 +150,38 @@ class Model:
                 x_BD, residual_BD = x_BD[batch.logit_rows], residual_BD[batch.logit_rows]
             last = self.make_mark(2 * self.shape.layers + 1)
             final = add_rms_norm(x_BD, residual_BD, self.weights.final_norm, self.shape.rms_eps, last)
+            if self.weights.draft is not None:
+                self.final_hidden = final
             return apply_linear(final, self.weights.lm_head)
+
+    def run_draft_layer(self, batch: StepInput, hidden_BD: torch.Tensor, decodes: Batch) -> torch.Tensor:
+        """Return the hidden states [B, D] from which the tokens after those of `batch` are drafted, behind the norm before
+        the LM head. Collective.
+
+        `hidden_BD` are the hidden states of the tokens before those of `batch`, at `batch.positions`: of the model, or of
+        the pass of this layer for the draft before. Both are behind a final norm, as SGLang has them;
+        DeepSeek-V3's report (arXiv 2412.19437) does not state it.
+        """
+        draft, index = self.weights.draft, self.shape.layers
+        assert draft is not None
+        token_BD, eps = self.embed_tokens(batch.tokens), self.shape.rms_eps
+        with record_range("norm"):
+            parts = (
+                normalize_for(None, token_BD, None, draft.embedding_norm, eps),
+                normalize_for(None, hidden_BD, None, draft.hidden_norm, eps),
+            )
+        with record_range("qkv_proj"):
+            residual_BD = apply_linear(torch.cat(cast("tuple[torch.Tensor, ...]", parts), dim=-1), draft.join)
+        q_Bh, row_BQ = self.begin_layer(index, None, batch, residual_BD)
+        y_BhV = self.run_attention(q_Bh, row_BQ, index, batch.positions, decodes, None)
+        x_BD = self.finish_layer(index, y_BhV, batch, residual_BD)
+        with record_range("norm"):
+            return add_rms_norm(x_BD, residual_BD, draft.final_norm, eps)
+
+    def compute_logits(self, final_BD: torch.Tensor) -> torch.Tensor:
+        """Return the logits of this rank's vocabulary rows."""
+        with record_range("lm_head"):
+            return apply_linear(final_BD, self.weights.lm_head)
 
     def run_piece(
         self,
@@ -167,20 +200,38 @@ class Model:
         """
         x_BD = None
         if y_BhV is not None:
-            before = self.weights.get_layer(index - 1)
-            self.record_result(VALUES, y_BhV)
-            with record_range("o_proj"):
-                x_BD = apply_linear(y_BhV.flatten(1), before.attention.o)
-            with record_range("attn_reduce"):
-                x_BD = self.reduce_hidden(x_BD)
-            self.record_result(ATTENTION, x_BD)
-            feeds, routed = None if self.layout.dp > 1 else before.mlp.gate_up, isinstance(before.mlp, Moe)
-            normed = self.apply_norm(x_BD, residual_BD, before.attention.post_norm, 2 * index, feeds, keep=routed)
-            del x_BD  # its memory is the MLP's
-            x_BD = self.run_mlp(normed, before.mlp, self.get_router_input(batch, index - 1), batch.live)
-            self.record_result(MLP, x_BD)
+            x_BD = self.finish_layer(index - 1, y_BhV, batch, residual_BD)
             if index == self.shape.layers:
                 return (x_BD if out is None else out.last.copy_(x_BD)), residual_BD
+        return self.begin_layer(index, x_BD, batch, residual_BD, out)
+
+    def finish_layer(
+        self, index: int, y_BhV: torch.Tensor, batch: StepInput, residual_BD: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the output [B, D] of a layer's MLP from the output of its attention; the residual gets the latter."""
+        w = self.weights.get_layer(index)
+        self.record_result(VALUES, y_BhV)
+        with record_range("o_proj"):
+            x_BD = apply_linear(y_BhV.flatten(1), w.attention.o)
+        with record_range("attn_reduce"):
+            x_BD = self.reduce_hidden(x_BD)
+        self.record_result(ATTENTION, x_BD)
+        feeds, routed = None if self.layout.dp > 1 else w.mlp.gate_up, isinstance(w.mlp, Moe)
+        normed = self.apply_norm(x_BD, residual_BD, w.attention.post_norm, 2 * index + 2, feeds, keep=routed)
+        del x_BD  # its memory is the MLP's
+        x_BD = self.run_mlp(normed, w.mlp, self.get_router_input(batch, index), batch.live)
+        self.record_result(MLP, x_BD)
+        return x_BD
+
+    def begin_layer(
+        self,
+        index: int,
+        x_BD: torch.Tensor | None,
+        batch: StepInput,
+        residual_BD: torch.Tensor,
+        out: StepBuffers | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return q and KV rows of a layer, see `run_piece`; x is the output of the MLP before, None without one."""
         w = self.weights.get_layer(index).attention
         normed = self.apply_norm(x_BD, residual_BD, w.input_norm, 2 * index + 1, w.first, keep=False)
         with record_range("qkv_proj"):
@@ -230,8 +281,8 @@ class Model:
             return normalize_for(feeds, x_BD, added_to, weight_D, self.shape.rms_eps, self.make_mark(number), keep=keep)
 
     def make_mark(self, number: int) -> Mark | None:
-        """Return the marker that norm `number` of a step writes; see hangs/evidence.py."""
-        return None if self.marks is None else Mark(self.marks, number)
+        """Return the marker that norm `number` of a step writes; see hangs/evidence.py. Norms of drafts write none."""
+        return None if self.marks is None or number > 2 * self.shape.layers + 1 else Mark(self.marks, number)
 
     def run_attention(
         self,

@@ -233,7 +233,7 @@ class Pieces:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         """Graphs of `load_keys`, one per layer."""
         self.cuts: dict[int, StepPieces] = {}
-        self.decodes: dict[int, Decodes] = {}
+        self.decodes: dict[tuple[int, int], Decodes] = {}
 
     def get_pieces(self, rows: int) -> StepPieces:
         """Return the pieces of steps with `rows` rows, one of `list_chunk_rows`."""
@@ -243,9 +243,9 @@ class Pieces:
 
     def get_decodes(self, batch: Batch) -> Decodes:
         """Return the attention of a batch of decodes in such steps."""
-        found = self.decodes.get(batch.size)
+        found = self.decodes.get((batch.requests, batch.query_length))
         if found is None or found.batch is not batch:
-            found = self.decodes[batch.size] = Decodes(self.model, self.room, batch)
+            found = self.decodes[batch.requests, batch.query_length] = Decodes(self.model, self.room, batch)
         return found
 
     def load_keys(self, seen: KeySet, index: int) -> None:

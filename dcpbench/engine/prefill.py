@@ -238,7 +238,9 @@ class Prefiller:
         """
         lengths, starts, stops = ([getattr(chunk, of) for chunk in chunks] for of in ("tokens", "start", "stop"))
         if sum(lengths) > self.tokens:
-            raise UsageError(f"a step of {sum(lengths)} prompt tokens is larger than --chunk allows, {self.tokens}.")
+            raise UsageError(
+                f"a step of {sum(lengths)} prompt tokens is larger than --prefill chunk allows, {self.tokens}."
+            )
         assert all(start % self.unit == 0 for start in starts)
         rows = list(itertools.accumulate(lengths, initial=first))
         cut = split_calls(starts, stops, self.window, len(self.keys))

@@ -143,7 +143,7 @@ class RouterInputs:
     def select_layer(self, index: int, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the input [T, D] and the logits [T, E] of one layer."""
         hidden_TD = self.hidden[index % len(self.hidden), :rows]
-        return hidden_TD, None if self.logits is None else self.logits[index, :rows]
+        return hidden_TD, None if self.logits is None else self.logits[index % len(self.logits), :rows]
 
 
 def make_routed_logits(ids_LTk: np.ndarray, experts: int, device: torch.device) -> torch.Tensor:

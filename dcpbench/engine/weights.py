@@ -95,6 +95,18 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True)
+class DraftLayer:
+    """Weights of the layer that drafts tokens."""
+
+    layer: Layer
+    embedding_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    join: torch.Tensor
+    """[D, 2·D]: projects the normed embedding of a token ‖ the normed hidden state before it; whole on each rank."""
+    final_norm: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
 class Weights:
     """All weights of a rank."""
 
@@ -105,9 +117,14 @@ class Weights:
     dense: list[Layer]
     moe: list[Layer]
     first_dense: int
+    layers: int
+    """Layers of the model; the layer that drafts tokens has this index."""
+    draft: DraftLayer | None = None
 
     def get_layer(self, index: int) -> Layer:
         """Return the weights used by layer `index`: its own, or those of a distinct layer of its kind, used in turn."""
+        if self.draft is not None and index == self.layers:
+            return self.draft.layer
         if index < self.first_dense:
             return self.dense[index % len(self.dense)]
         return self.moe[(index - self.first_dense) % len(self.moe)]
@@ -154,6 +171,8 @@ def load_weights(
         dense=[loader.load_layer(i) for i in range(held.dense)],
         moe=[loader.load_layer(shape.first_dense + i) for i in range(held.moe)],
         first_dense=shape.first_dense,
+        layers=shape.layers,
+        draft=loader.load_draft_layer() if shape.drafts else None,
     )
 
 
@@ -201,6 +220,18 @@ class Loader:
             else self.load_moe(prefix)
         )
         return Layer(attention=load_attention(self, prefix), mlp=mlp)
+
+    def load_draft_layer(self) -> DraftLayer:
+        """Return the layer that drafts tokens, which a checkpoint has behind the others."""
+        names, hidden, get = self.names, self.shape.hidden, self.source.get_tensor
+        prefix = names.layer.format(self.shape.layers)
+        return DraftLayer(
+            layer=self.load_layer(self.shape.layers),
+            embedding_norm=get(prefix + names.embedding_norm, (hidden,)),
+            hidden_norm=get(prefix + names.hidden_norm, (hidden,)),
+            join=get(prefix + names.join, (hidden, 2 * hidden)),
+            final_norm=get(prefix + names.draft_norm, (hidden,)),
+        )
 
     def select_heads(self, heads: range, width: int, columns: int) -> dict[str, Any]:
         """Return the shape and rows of a projection's part for some heads, with `width` outputs per head."""

@@ -13,7 +13,7 @@ from dcpbench.imports.result import MIN_CHUNK_TOKENS
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.names import CLOSED
 from dcpbench.records import formulas
-from dcpbench.records.record import ServeMetrics
+from dcpbench.records.record import FROM_TPOT, ServeMetrics
 from dcpbench.serving.outcome import FINISHED, REQUESTS_FAILED, Row, find_warnings
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 SUMMARY_ONLY, CHUNK_GAPS = "summary_only", "chunk_gaps"
 NOMINAL = "nominal_lengths"
 """Marks of imports; reports/explain.py has a sentence for each."""
-FROM_TPOT = "tpot"
-"""Value of `ServeMetrics.tok_s_per_user_from` for 1000 / median TPOT in ms."""
 
 
 def compute_metrics(result: Result, gpus: int) -> tuple[ServeMetrics, list[str]]:

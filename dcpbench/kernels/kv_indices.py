@@ -56,6 +56,13 @@ def write_pages(
     fill(pages, indptr, local_lengths_B, table_SC, slots_B, lengths_B, share)
 
 
+def compute_local_lengths(lengths_B: torch.Tensor, share: Share) -> torch.Tensor:
+    """Return layout.compute_local_length of each number of tokens, on their device."""
+    stripe = share.dcp * share.interleave
+    rest = (lengths_B % stripe - share.rank * share.interleave).clamp(0, share.interleave)
+    return lengths_B // stripe * share.interleave + rest
+
+
 def list_pages(locs: list[int], share: Share) -> list[int]:
     """Return the pages of a request's share, in token order; `locs` are the virtual locations of all its tokens."""
     mine = layout.list_local_tokens(len(locs), share.rank, share.dcp, share.interleave)

@@ -55,6 +55,7 @@ TINY = ModelShape(
     nope=16,
     value=16,
     max_position=65536,
+    mtp_layers=1,
 )
 """V3 in small sizes, for CPUs; it has no checkpoint."""
 

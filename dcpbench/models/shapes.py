@@ -154,12 +154,23 @@ class ModelShape:
     """True for a whole model; a pipeline stage other than the last has no final norm and LM head, one other than the first no
     embedding."""
     mtp_layers: int = 0
-    """Further layers of the published checkpoint that predict several tokens, which are not run."""
+    """Further layers of the published checkpoint that predict several tokens; `--mtp` runs the first of them."""
+    drafts: bool = False
+    """True if the layer that drafts tokens is held and run."""
 
     @property
     def is_sized(self) -> bool:
         """Return True if the bytes of the published weights are known."""
         return isinstance(self.published, WeightFormat)
+
+    def add_drafts(self, mtp: int) -> ModelShape:
+        """Return the shape with the layer that drafts tokens, if steps verify drafts and the model has one."""
+        return dataclasses.replace(self, drafts=mtp > 0 and self.mtp_layers > 0)
+
+    @property
+    def stored_layers(self) -> int:
+        """Number of layers in the KV cache, with that of drafts."""
+        return self.layers + self.drafts
 
     def get_weight_format(self, name: str) -> WeightFormat:
         """Return the format of --weights-dtype: the published one if the model is published in a format of this name.
@@ -228,6 +239,6 @@ class ModelShape:
 
         All layers count that attend to all tokens. Keys of an indexer are e4m3 in every precision of the cache.
         """
-        layers = self.layers - (self.gqa.window_layers if self.gqa else 0)
+        layers = self.stored_layers - (self.gqa.window_layers if self.gqa else 0)
         keys = self.indexer.layers * self.indexer.key_bytes if self.indexer else 0
         return layers * self.compute_kv_row_bytes(itemsize, ranks) + keys

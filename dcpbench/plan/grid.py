@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -28,6 +28,7 @@ from dcpbench.points.names import (
     format_flag,
 )
 from dcpbench.points.point import AXES, LOAD_AXES, OPTIONS, Point, select_point_axes
+from dcpbench.points.speculation import limit_acceptance
 from dcpbench.records.record import Record
 from dcpbench.serving.load_words import format_load
 from dcpbench.show.text import format_list
@@ -46,7 +47,11 @@ WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in selec
 """Fields of a point with dcp 1."""
 WITHOUT_TRANSFERS: dict[str, object] = {axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)}
 """Fields of a point without transfers of KV between instances."""
-LISTED = [axis for axis in AXES if axis.name in (*DEGREES, *OUTER_DEGREES) or axis.role & (Role.PATH | Role.DEPLOYED)]
+LISTED = [
+    axis
+    for axis in AXES
+    if axis.name in (*DEGREES, *OUTER_DEGREES) or axis.role & (Role.PATH | Role.DEPLOYED | Role.ASSUMED)
+]
 """Fields that have their own keys in the JSON of --dry-run."""
 MAX_POINTS = 100_000
 """Maximum number of points of one run, which is also what its report reads."""
@@ -170,7 +175,9 @@ def format_varied_parts(points: Sequence[Point]) -> dict[str, str]:
 def format_path(point: Point) -> str:
     """Return how a point is computed, without defaults such as the all-reduce: `triton a2a +q-replicate`."""
     return " ".join(
-        word for word in point.format_changed_fields(Role.PATH | Role.SERVER | Role.DEPLOYED) if word != point.ep_label
+        word
+        for word in point.format_changed_fields(Role.PATH | Role.SERVER | Role.DEPLOYED | Role.ASSUMED)
+        if word != point.ep_label
     )
 
 
@@ -225,7 +232,12 @@ def _iter_points(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[
     hows = [dict(zip(spec.how, values, strict=True)) for values in itertools.product(*spec.how.values())]
     axes = itertools.product(range(spec.repeats), spec.tp, spec.pp, spec.pcp, spec.dp, spec.model, hows)
     for repeat, tp, pp, pcp, dp, model, how in axes:
-        placed = {"ep": place_experts(str(how["ep"]), tp * pcp), "pp": pp, "pcp": pcp}
+        placed = {
+            "ep": place_experts(str(how["ep"]), tp * pcp),
+            "acceptance": limit_acceptance(cast("int", how["mtp"]), spec.acceptance),
+            "pp": pp,
+            "pcp": pcp,
+        }
         for given, dcp in itertools.product(
             loads[model, dp], spec.dcp or (shapes[model].compute_max_dcp(max(tp // dp, 1)) if pcp == 1 else 1,)
         ):
@@ -329,7 +341,9 @@ def _make_baseline(point: Point) -> Point:
 def _get_sort_key(point: Point, spec: SweepSpec) -> tuple[object, ...]:
     """Return the sort key: by pass, then job (tp), engine and path; models in the given order."""
     engine = point.get_values(Role.ENGINE) | {"model": spec.model.index(point.model)}
-    rest = (point.get_values(role, but=Role.ENGINE).values() for role in (Role.PATH, Role.LOAD, Role.DEPLOYED))
+    rest = (
+        point.get_values(role, but=Role.ENGINE).values() for role in (Role.PATH, Role.LOAD, Role.DEPLOYED, Role.ASSUMED)
+    )
     load = ((value is not None, value) for value in itertools.chain(*rest))
     return (point.repeat, point.tp, *engine.values(), *load)
 

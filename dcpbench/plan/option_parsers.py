@@ -84,6 +84,8 @@ def format_example(name: str) -> str:
         "dcp": "1,4",
         "ep": f"{CUT},{WHOLE}",
         "routing": "even,zipf:1",
+        "mtp": "3",
+        "acceptance": "0.85/0.6/0.4",
         "concurrency": "8,32",
         "context": "4000,32000",
         "request_rate": "0.5,2",

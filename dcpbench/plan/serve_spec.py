@@ -12,7 +12,7 @@ from dcpbench.errors import UsageError
 from dcpbench.plan import option_parsers as read
 from dcpbench.plan.option_parsers import check_known, check_positive, check_seconds
 from dcpbench.plan.spec import PARSERS, SPEC_PARSERS, PointLoad, build_spec, get_defaults
-from dcpbench.points.batches import GRAPH_BATCHES
+from dcpbench.points.batches import CHUNK, CPU_CHUNK, GRAPH_BATCHES
 from dcpbench.points.instances import parse_instances
 from dcpbench.points.layout import OUTER_DEGREES
 from dcpbench.points.names import (
@@ -33,9 +33,7 @@ from dcpbench.points.point import LOAD_AXES, Load
 from dcpbench.records.stats import OBJECTIVE, compute_min_samples, find_highest_percentile
 from dcpbench.serving.load_words import (
     ANSWERS,
-    CHUNK,
     CPU_ANSWERS,
-    CPU_CHUNK,
     CPU_PROMPTS,
     PROMPTS,
     TRACE_LENGTHS,

@@ -36,6 +36,7 @@ from dcpbench.points.names import (
 )
 from dcpbench.points.point import HOW
 from dcpbench.points.settings import Settings
+from dcpbench.points.speculation import check_acceptance, check_draft_tokens, parse_acceptance, require_acceptance
 from dcpbench.points.structured_options import BY_NAME, KEYS
 from dcpbench.show.text import fit_line, format_list
 
@@ -95,6 +96,8 @@ class SweepSpec:
     """Loads of `serve`, which replace concurrency and context."""
     how: Mapping[str, tuple[Value, ...]]
     """Values of each axis of point.HOW; those of an exchange are used if dcp > 1."""
+    acceptance: str = ""
+    """Probability that each draft is accepted, for points with drafts; empty if not stated."""
     repeats: int = 1
     baseline: bool = True
     """True if each layout is added without dcp, and tp alone for dp without dcp, for each model, backend and load."""
@@ -113,9 +116,10 @@ class SweepSpec:
             for value in self.how[axis.name]:
                 if axis.values:
                     check_known(axis.name, str(value), axis.values)
-                elif axis.kind is int:
+                elif axis.kind is int and value != axis.default:
                     check_positive(axis.name, cast("int", value))
         self._check_precisions()
+        self._check_acceptance()
         check_positive("repeats", self.repeats)
         self._check_sizes()
 
@@ -129,6 +133,11 @@ class SweepSpec:
         if self.serve:
             return self.serve.make_loads(dp, shape)
         return [PointLoad(*pair) for pair in itertools.product(self.concurrency, self.context)]
+
+    def _check_acceptance(self) -> None:
+        drafts = cast("tuple[int, ...]", self.how["mtp"])
+        check_acceptance(drafts, self.acceptance)
+        require_acceptance(drafts, self.acceptance)
 
     def _check_precisions(self) -> None:
         for name in STORED:
@@ -372,6 +381,8 @@ PARSERS: dict[str, Callable[[str, object], object]] = {
     **{axis.name: read.get_parser(axis) for axis in HOW if axis.name != COMPUTED},
     "ep": read.parse_degrees,
     "routing": read.parse_routings,
+    "mtp": lambda name, value: tuple(map(check_draft_tokens, read.parse_ints(name, value))),
+    "acceptance": lambda name, value: parse_acceptance(read.parse_name(name, value)),
     "kv_memory": read.parse_bytes,
     "seconds": read.parse_number,
     "repeats": read.parse_int,

@@ -48,6 +48,7 @@ from dcpbench.points.names import (
     EXCHANGES,
     FP8,
     LIBRARIES,
+    LIVE,
     NO_EXCHANGE,
     OVER_FP8,
     REGISTERED,
@@ -129,7 +130,7 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
         _check_load(point, point.load, shape, probe)
     else:
         check_decode_batch(point)
-        check_positions(point.context, None, shape)
+        check_positions(point.context + point.mtp, None, shape)
     _check_memory(point, settings, shape, probe)
 
 
@@ -139,6 +140,11 @@ def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
         raise UsageError(
             f"{point.instance_name}: the engine runs no pipeline stages and no prefill context parallelism. To plan them, add --dry-run, "
             "or use dcpbench recommend; to measure them, start an engine in this layout and use dcpbench server --url."
+        )
+    if point.mtp and point.load and point.load.mode == LIVE:
+        raise UsageError(
+            f"--mtp {point.mtp}: dcpbench's scheduler does not serve steps of several tokens live; leave --mtp out, replay them (dcpbench "
+            "serve --mode replay), measure a step (dcpbench sweep), or forecast them (dcpbench recommend)."
         )
     reason = None if settings.step_times else find_live_limit(shape, point.weights_dtype)
     if reason is not None:
@@ -340,6 +346,11 @@ def _check_auto(point: Point, machine: Machine) -> None:
 
 def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
     probe = machine.probe
+    if point.mtp and point.backend in LIBRARIES and point.load is None:
+        raise UsageError(
+            f"--backend {point.backend} does not take the {point.mtp + 1} query rows of a request together (--mtp {point.mtp}); use --backend "
+            "triton."
+        )
     if point.backend == "reference" and probe.device == "cuda" and machine.timed:
         raise UsageError(
             "--backend reference plans with new tensors in every step, which a CUDA graph would not see; use --backend "
@@ -486,6 +497,10 @@ def _check_load(point: Point, load: Load, shape: ModelShape, probe: Probe) -> No
         raise UsageError(
             f"--prefill policy={load.policy} is modelled for one attention replica; use --dp 1, or a policy of dcpbench's engine."
         )
+    if load.policy in ENGINE_POLICIES and point.mtp:
+        raise UsageError(
+            f"--prefill policy={load.policy} is not modelled with drafts; leave out --mtp, or use a policy of dcpbench's engine."
+        )
     if open_ := _list_auto_options(point):
         raise UsageError(
             f"{' and '.join(open_)}: serve needs a named kernel; dcpbench sweep {' '.join(open_)} finds the fastest."
@@ -521,8 +536,8 @@ def _check_chunk(point: Point, load: Load) -> None:
     if load.chunk // point.dp < page:
         of = f" for each of {point.dp} replicas" if point.dp > 1 else ""
         raise UsageError(
-            f"--chunk {load.chunk} leaves {load.chunk // point.dp} tokens{of}, and {point.instance_name} cuts prompts at "
-            f"multiples of page size × dcp = {page}; use --chunk {page * point.dp} or more, or a smaller --page-size."
+            f"--prefill chunk={load.chunk} leaves {load.chunk // point.dp} tokens{of}, and {point.instance_name} cuts prompts at "
+            f"multiples of page size × dcp = {page}; use --prefill chunk={page * point.dp} or more, or a smaller --page-size."
         )
 
 
@@ -536,8 +551,8 @@ def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Prob
     )
     if total is not None and need > total:
         raise CapacityError(
-            f"--chunk {load.chunk}: a step of so many prompt tokens needs {format_size(need)} on a GPU of "
-            f"{format_size(total)}; use a smaller one, such as --chunk 8192."
+            f"--prefill chunk={load.chunk}: a step of so many prompt tokens needs {format_size(need)} on a GPU of "
+            f"{format_size(total)}; use a smaller one, such as --prefill chunk=8192."
         )
 
 
@@ -617,7 +632,7 @@ def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Pro
     if settings.kv_memory_bytes is not None:
         one = compute_page_bytes(point, shape)
         pool = min(pool, settings.kv_memory_bytes // one)
-    one = memory.count_pages(point.context + memory.HEADROOM_TOKENS, point.layout, point.page_size)
+    one = memory.count_pages(point.context + point.mtp + memory.HEADROOM_TOKENS, point.layout, point.page_size)
     max_requests = max((pool - memory.PAGES_OF_PADDING) // one, 0) * point.dp
     advice = (
         f"At --context {point.context} the largest --concurrency that fits is {max_requests}."

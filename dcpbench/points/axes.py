@@ -38,10 +38,12 @@ class Role(enum.Flag):
     """An imported server's own options."""
     DEPLOYED = enum.auto()
     """Fields of the instances of the engine: their number, their roles, and the transfers between them."""
+    ASSUMED = enum.auto()
+    """Assumptions on which the results of a step depend, but not its time."""
 
 
 NOTHING = Role(0)
-COMPUTES = Role.ENGINE | Role.PATH | Role.SERVER | Role.DEPLOYED
+COMPUTES = Role.ENGINE | Role.PATH | Role.SERVER | Role.DEPLOYED | Role.ASSUMED
 """Roles of all fields that determine how a point is run, whatever its load."""
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 GRAPH_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Requests of one replica in a graph; a batch is padded up to the next size."""
+CHUNK, CPU_CHUNK = 8192, 64  # default prompt tokens of a step on GPUs, and on the CPU
 EAGER_STEP = 64
 PADDING_SLOT, PADDING_POSITION = 0, 0
 """A padding row has one token, on slot 0: it attends to and writes the padding page."""

@@ -118,7 +118,7 @@ def _plan_stage(points: Sequence[Point], settings: Settings, shape: ModelShape, 
         pages,
         rank.fit_layers(pages),
         max_requests=max_requests,
-        max_context=max(p.context for p in points) + memory.HEADROOM_TOKENS,
+        max_context=max(p.context + p.mtp for p in points) + memory.HEADROOM_TOKENS,
         chunk=chunk,
         bounded_by=bounded_by,
     )
@@ -181,7 +181,7 @@ def _measure_stage(point: Point, settings: Settings, shape: ModelShape, probe: P
 def compute_page_bytes(point: Point, shape: ModelShape) -> int:
     """Return the bytes of a page on a rank, of the pipeline stage in which it is largest."""
     kv_itemsize = ITEMSIZE[point.kv_precision]
-    stages = make_stages(shape, point.pp)
+    stages = make_stages(shape.add_drafts(point.mtp), point.pp)
     return max(memory.compute_page_bytes(stage, point.page_size, kv_itemsize, point.layout) for stage in stages)
 
 
@@ -192,9 +192,9 @@ def count_needed_pages(point: Point) -> int:
     scheduler reserves one page for each request in addition to those that it holds.
     """
     if point.load is None:
-        return memory.count_kv_pages(point.layout, point.concurrency, point.context, point.page_size)
+        return memory.count_kv_pages(point.layout, point.concurrency, point.context + point.mtp, point.page_size)
     requests = -(-min(point.concurrency, point.load.requests) // point.dp)
-    one = memory.count_pages(point.context, point.layout, point.page_size)
+    one = memory.count_pages(point.context + point.mtp, point.layout, point.page_size)
     return requests * (one + 1) + memory.PAGES_OF_PADDING
 
 
@@ -204,7 +204,7 @@ def count_min_pages(point: Point) -> int:
     """
     if point.load is None:
         return count_needed_pages(point)
-    return memory.count_pages(point.context, point.layout, point.page_size) + memory.PAGES_OF_PADDING
+    return memory.count_pages(point.context + point.mtp, point.layout, point.page_size) + memory.PAGES_OF_PADDING
 
 
 def _count_requests(point: Point) -> int:
@@ -232,7 +232,8 @@ class _Rank:
         """Compute the fixed sizes; `chunk` is the number of prompt tokens of a step, for which prefill buffers are
         reserved, and `requests` that of requests with their own sliding windows.
         """
-        self.point, self.shape, self.itemsize = point, shape, ITEMSIZE[point.dtype]
+        self.point, self.itemsize = point, ITEMSIZE[point.dtype]
+        self.shape = shape = shape.add_drafts(point.mtp)
         self.weights = shape.get_weight_format(point.weights_precision)
         self.page_bytes = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
         self.l2_bytes = probe.l2_bytes or 0

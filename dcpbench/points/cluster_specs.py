@@ -136,6 +136,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return ratio, 0.0 if ratio == 1 else SCALE_ERROR * (1 + abs(math.log2(ratio)))
 
 
+def get_limits(machine: Machine) -> dict[str, float]:
+    """Return the nominal rates of the machine's GPU, by the names of points/roofline.py."""
+    found = {name: getattr(machine.card, field) for name, field in RATES.items()}
+    return {name: rate for name, rate in found.items() if rate is not None}
+
+
 def load_machine(name_or_file: str) -> Machine:
     """Return a machine by its name, such as `H200` or `H100+rdma-400`, or by its file; raise UsageError if there is
     none.

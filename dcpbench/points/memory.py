@@ -273,22 +273,40 @@ def compute_weight_bytes(
         shape, layout, itemsize, weights, ep=ep
     )
     indexers = compute_indexer_bytes(shape, dense + moe, itemsize, weights)
-    return compute_outer_bytes(shape, layout, itemsize) + attention + mlp + indexers
+    drafts = compute_draft_bytes(shape, layout, itemsize, wide, weights, ep=ep) if shape.drafts else 0
+    return compute_outer_bytes(shape, layout, itemsize) + attention + mlp + indexers + drafts
+
+
+def compute_draft_bytes(
+    shape: ModelShape,
+    layout: Layout,
+    itemsize: int,
+    wide: GroupWide = OWN_HEADS,
+    weights: WeightFormat = UNQUANTISED,
+    *,
+    ep: str = WHOLE,
+) -> int:
+    """Return the bytes of the layer that drafts tokens on one rank: a layer with experts, a projection of two hidden states
+    to one, which each rank holds whole, and three norms. Embedding and LM head are the model's.
+    """
+    return (
+        compute_attention_bytes(shape, layout, itemsize, wide, weights)
+        + compute_moe_bytes(shape, layout, itemsize, weights, ep=ep)
+        + compute_indexer_bytes(shape, 1, itemsize, weights)
+        + (2 * shape.hidden + 3) * shape.hidden * itemsize
+    )
 
 
 def compute_checkpoint_bytes(shape: ModelShape) -> int:
     """Return the bytes of a published checkpoint's weights; raise AssertionError for a format of unknown size.
 
-    A layer for multi-token prediction is a layer with experts, a projection of two hidden states to one, three norms, and copies of
-    embedding and head. Not counted: vision encoders.
+    A layer for multi-token prediction has copies of embedding and head. Not counted: vision encoders.
     """
     weights, one = shape.published, Layout(tp=1)
     assert isinstance(weights, WeightFormat)
     predicting = weights if weights.mtp else UNQUANTISED
-    layer = compute_attention_bytes(shape, one, BF16_BYTES, OWN_HEADS, predicting)
-    layer += compute_moe_bytes(shape, one, BF16_BYTES, predicting)
-    layer += compute_indexer_bytes(shape, 1, BF16_BYTES, predicting)
-    layer += (2 * shape.hidden + 2 * shape.vocab + 3) * shape.hidden * BF16_BYTES
+    layer = compute_draft_bytes(shape, one, BF16_BYTES, OWN_HEADS, predicting)
+    layer += 2 * shape.vocab * shape.hidden * BF16_BYTES
     return (
         compute_weight_bytes(shape, one, BF16_BYTES, *count_all_layers(shape), OWN_HEADS, weights)
         + shape.mtp_layers * layer

@@ -17,6 +17,8 @@ AUTO_EXCHANGES = EXCHANGES[:-1]
 """Candidates of --exchange auto; the last exchange runs only if it is named."""
 OVER_FP8 = ("reference", "triton", "flashmla")
 """Backends that read KV rows in fp8."""
+AS_REQUESTS = "-rows"
+"""End of the name of a bench's variant that takes the query rows of a request as separate requests."""
 LIBRARIES = {"flashinfer": "flashinfer", "flashmla": "flash_mla"}
 """Values of options that need a library, which are also the names of our extras, with the module to import."""
 AUTO = "auto"

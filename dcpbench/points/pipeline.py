@@ -32,7 +32,7 @@ def split_layers(layers: int, stages: int) -> list[int]:
 def make_stages(shape: ModelShape, stages: int) -> list[ModelShape]:
     """Return the part of a model that each stage holds.
 
-    Layers with an indexer, or with a sliding window, are taken to be spread evenly.
+    Layers with an indexer, or with a sliding window, are taken to be spread evenly; the last stage drafts tokens.
     """
     if stages == 1:
         return [shape]
@@ -52,6 +52,8 @@ def make_stages(shape: ModelShape, stages: int) -> list[ModelShape]:
                 indexer=shape.indexer and dataclasses.replace(shape.indexer, layers=share(shape.indexer.layers)),
                 has_embedding=begin == 0,
                 has_head=end == shape.layers,
+                mtp_layers=shape.mtp_layers if end == shape.layers else 0,
+                drafts=shape.drafts and end == shape.layers,
             )
         )
         begin = end

@@ -13,11 +13,13 @@ from dcpbench.points.axes import Axis, Role
 from dcpbench.points.bounds import Count, Number
 from dcpbench.points.instances import Instances, count_gpus, parse_instances
 from dcpbench.points.layout import GroupWide, Layout, find_ep_degree, format_layout_name
+from dcpbench.points.speculation import make_speculation
 
 if TYPE_CHECKING:
     from dcpbench.points.axes import Value
+    from dcpbench.points.speculation import Speculation
 
-ENGINE, PATH, EXCHANGE, LOAD, REPEAT, SERVER, DEPLOYED = Role
+ENGINE, PATH, EXCHANGE, LOAD, REPEAT, SERVER, DEPLOYED, ASSUMED = Role
 UNKNOWN_LAYOUT = "layout unknown"
 SETTING = ", "
 """Separator between the settings of a point."""
@@ -120,6 +122,10 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Machine for which calls between ranks are modelled (points/cluster_specs.py) if only one rank runs; empty if all ranks
     run.
     """
+    mtp: Annotated[Count, Axis(ENGINE | PATH, 14, "mtp{}", title="draft tokens (mtp)")] = 0
+    """Drafts of a request that a step verifies; the step has mtp + 1 query rows of each request."""
+    acceptance: Annotated[str, Axis(ASSUMED, 15, "acceptance {}")] = ""
+    """Probability that each draft is accepted if those before it were (points/speculation.py), such as `0.85/0.6/0.4`; empty if not stated."""
     page_size: Annotated[Count, Axis(ENGINE, 22, "page {}", one=True)] = 1
     interleave: Annotated[Count, Axis(ENGINE, 23, "interleave {}", one=True)] = 1
     weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = names.SYNTHETIC
@@ -228,6 +234,17 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def group_wide(self) -> GroupWide:
         """Return the projections that each rank holds for all heads of its DCP group."""
         return GroupWide(query=self.q_replicate, value=self.project_first)
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """Return the drafts of a step and their acceptance; None for steps of one token."""
+        return make_speculation(self.mtp, self.acceptance)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Return the expected tokens of a request and step by the stated acceptance; 1 for steps of one token."""
+        found = self.speculation
+        return 1.0 if found is None else found.expected_tokens or 1.0
 
     @property
     def clients(self) -> int | None:

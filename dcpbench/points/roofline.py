@@ -102,19 +102,21 @@ def compute_attention_work(
     latent: int = LATENT,
     kv_itemsize: int | None = None,
     row_bytes: int | None = None,
+    query_length: int = 1,
 ) -> Work:
     """Return the work of decode attention over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R)
     operations.
 
-    Every KV row, q and o counts once; each row and head has Q multiplications for the score, R for the output, and as
+    `lengths` has the KV rows that each query row sees; `query_length` adjacent query rows of a request share those of the
+    last one. Every KV row, q and o counts once; each row and head has Q multiplications for the score, R for the output, and as
     many additions. With grouped-query attention a query head has `width` numbers, an output `latent`, and a row those of all KV
     heads of the rank; with MLA a row is as wide as a query. Rows have `kv_itemsize` bytes per number, or `row_bytes` in all, q and
     o `itemsize`. Over rows in fp8 the operations are compared with the fp8 rate, if the GPU has one: a kernel can quantise q and scores on its way, and one that widens
     rows takes longer.
     """
-    rows, each = sum(lengths), heads * (width + latent)
+    rows, stored, each = sum(lengths), sum(lengths[query_length - 1 :: query_length]), heads * (width + latent)
     return Work(
-        memory_bytes=rows * (row_bytes or width * (kv_itemsize or itemsize)) + len(lengths) * each * itemsize,
+        memory_bytes=stored * (row_bytes or width * (kv_itemsize or itemsize)) + len(lengths) * each * itemsize,
         memory_limit="read",
         flops=2 * rows * each,
         flops_limit="matmul_fp8" if kv_itemsize == 1 else "matmul",
@@ -283,6 +285,8 @@ class Sharding:
     """Expert parallel degree; each expert is split by width over the remaining ranks. None: the degree is the number of
     ranks.
     """
+    drafts: bool = False
+    """True for the layer that drafts tokens (MTP), which projects two hidden states to one, with whole bf16 weights on each rank."""
 
     @classmethod
     def from_point(cls, point: Point, shape: ModelShape) -> Sharding:
@@ -348,6 +352,16 @@ class Sharding:
             hit = load_choices(self.routing, self.shape).estimate_hit(tokens)
         return Routed(hit=round(hit / self.expert_ranks), rows=round(tokens * self.shape.top_k / self.expert_ranks))
 
+    def make_draft_layer(self) -> Sharding | None:
+        """Return the sharding of the layer that drafts tokens, with embedding and head; None if the model has no such layer."""
+        s = self.shape
+        if not s.mtp_layers:
+            return None
+        indexer = s.indexer and dataclasses.replace(s.indexer, layers=1)
+        gqa = s.gqa and dataclasses.replace(s.gqa, window_layers=0)
+        layer = dataclasses.replace(s, layers=1, first_dense=0, mtp_layers=0, indexer=indexer, gqa=gqa)
+        return dataclasses.replace(self, shape=layer, drafts=True)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRows:
@@ -357,6 +371,8 @@ class StepRows:
     """Number of KV rows that each decoding request attends to, over all ranks, its own included."""
     chunks: tuple[tuple[int, int], ...] = ()
     """(tokens, stored tokens before them) of each prompt chunk."""
+    queries: int = 1
+    """Query rows of each decoding request, of which the last attends to all of its KV rows: a known token, and drafts behind it."""
     sampled: int = 0
     """Number of rows for which logits are needed."""
     tokens: int = 0
@@ -369,7 +385,24 @@ class StepRows:
     @property
     def rows(self) -> int:
         """Number of rows of a replica."""
-        return len(self.decodes) + sum(tokens for tokens, _ in self.chunks)
+        return self.decode_rows + sum(tokens for tokens, _ in self.chunks)
+
+    @property
+    def decode_rows(self) -> int:
+        """Number of query rows of decoding requests."""
+        return len(self.decodes) * self.queries
+
+    def make_draft_passes(self) -> list[StepRows]:
+        """Return the passes of the layer that drafts tokens behind this step: one over all of its rows, whose KV it stores, and for each
+        further draft one over a row of each request.
+        """
+        requests = len(self.decodes)
+        first = dataclasses.replace(self, sampled=requests + len(self.chunks), routing=())
+        if self.queries == 1 or not requests:
+            return [first]
+        replicas = -(-self.tokens // self.rows)
+        other = StepRows(decodes=self.decodes, sampled=requests, tokens=replicas * requests)
+        return [first] + [other] * (self.queries - 2)
 
     @property
     def live(self) -> int:
@@ -428,6 +461,8 @@ def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, 
     # The first reads the residual alone, the one behind the last layer belongs to the LM head.
     yield "norm", 2 * s.layers - 1, Work(memory_bytes=4 * rows * hidden_bytes)
     yield "norm", 1, Work(memory_bytes=2 * rows * hidden_bytes)
+    if sharding.drafts:
+        yield "qkv_proj", 1, compute_product_work(memory.Product(2 * s.hidden, s.hidden), rows, itemsize)
     for phase, work in _iter_projection_works(sharding, step):
         yield phase, s.layers, work
     for phase, work in _iter_indexer_works(sharding, step):
@@ -463,7 +498,7 @@ def _iter_projection_works(sharding: Sharding, step: StepRows) -> Iterator[tuple
     s, layout, itemsize, wide = sharding.shape, sharding.layout, sharding.itemsize, sharding.wide
     products = memory.make_attention_products(s, layout, wide)
     absorbed = functools.partial(compute_product_work, itemsize=itemsize)
-    decodes = len(step.decodes)
+    decodes = step.decode_rows
     for name in ("qkv", "qkv_a", "q_b"):
         if name in products:
             yield "qkv_proj", sharding.get_linear_work(products[name], step.rows, memory.ATTENTION_PARTS[name])
@@ -477,18 +512,26 @@ def _iter_projection_works(sharding: Sharding, step: StepRows) -> Iterator[tuple
 def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None) -> Iterator[tuple[str, Work]]:
     """Yield the work of one layer's decode attention, with the exchange around it."""
     s, layout, itemsize, wide = sharding.shape, sharding.layout, sharding.itemsize, sharding.wide
-    decodes, heads = len(step.decodes), s.heads // layout.attn_tp * layout.dcp
+    decodes, heads = step.decode_rows, s.heads // layout.attn_tp * layout.dcp
     if not decodes:
         return
     if not wide.query:
         yield "q_gather", compute_query_work(decodes, heads, layout.dcp, s.query_width, itemsize)
     most = window or (s.indexer.top_k if s.indexer else None)
-    seen = [n if most is None else min(n, most) for n in step.decodes]
+    rows = (max(n - back, 1) for n in step.decodes for back in range(step.queries)[::-1])
+    seen = [n if most is None else min(n, most) for n in rows]
     lengths = [compute_local_length(n, 0, layout.dcp, sharding.interleave) for n in seen]
     yield (
         "attention",
         compute_attention_work(
-            heads, lengths, itemsize, s.query_width, s.output_width, sharding.kv_itemsize, sharding.row_bytes
+            heads,
+            lengths,
+            itemsize,
+            s.query_width,
+            s.output_width,
+            sharding.kv_itemsize,
+            sharding.row_bytes,
+            step.queries,
         ),
     )
     yield "merge", compute_merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.output_width, itemsize)
@@ -508,12 +551,12 @@ def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[st
     ranks = sharding.layout.dcp
     local_keys = [compute_local_length(n, 0, ranks, sharding.interleave) for n in step.decodes]
     keys = sum(local_keys)
-    received = compute_candidate_bytes(indexer, local_keys, ranks)
+    received = compute_candidate_bytes(indexer, local_keys * step.queries, ranks)
     yield "q_gather", Work(received_bytes=received, barriers=1) if received else Work()
     yield "prefix_gather", compute_gather_work(sum(p for _, p in step.chunks) * indexer.key_bytes, ranks)
     pairs = sum(_count_pairs(n, p, None) for n, p in step.chunks)
     for phase, read, scored in (
-        ("attention", keys, keys),
+        ("attention", keys, keys * step.queries),
         ("prefill", sum(n + p for n, p in step.chunks), pairs),
     ):
         if scored:

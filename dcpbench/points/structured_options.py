@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from dcpbench.points.batches import CHUNK, CPU_CHUNK
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.key_values import Key, StructuredOption
 
@@ -116,6 +117,39 @@ class Prefill(StructuredOption, frozen=True, kw_only=True):
             "are chunks. vllm, sglang, with --mode replay: the policies of these engines (docs/replay.md).",
             "mixed, or with step times of another engine its own",
             "policy",
+        ),
+    ] = None
+    chunk: Annotated[
+        tuple[int, ...] | None,
+        Key(
+            "TOKENS/…",
+            "prompt tokens of a step at most, over the whole layout: SGLang's --chunked-prefill-size; vLLM's --max-num-batched-tokens, "
+            "which bounds each replica and counts decode tokens, too. Page size × dcp × dp at least. Values separated by / are points.",
+            f"{CHUNK} on GPUs; {CPU_CHUNK} on the CPU",
+            "chunk",
+        ),
+    ] = None
+
+
+class Mtp(StructuredOption, frozen=True, kw_only=True):
+    """Describe steps of several tokens."""
+
+    option = "--mtp"
+    text = "Steps of several tokens (multi-token prediction): a step verifies drafts and yields those that are accepted, and one more token."
+    bare = "tokens"
+
+    tokens: Annotated[
+        tuple[int, ...] | None,
+        Key("N/…", "drafts of a request and step, 1 to 7; 0 for none. Values separated by / are points.", "0", "mtp"),
+    ] = None
+    acceptance: Annotated[
+        str | None,
+        Key(
+            "A/B/…",
+            "probability that each draft is accepted if those before it were, or a JSON file with a list of these. The expected tokens "
+            "of a step are 1 + A + A·B + ….",
+            "",
+            "acceptance",
         ),
     ] = None
 
@@ -347,6 +381,7 @@ STRUCTURED = (
     PrefixShare,
     Disaggregate,
     Prefill,
+    Mtp,
     PageSize,
     Collectives,
     Stages,

@@ -21,11 +21,13 @@ from dcpbench.plan.spec import make_planned_probe
 from dcpbench.plan.validate import check_positions, find_batch_limit, find_shortage
 from dcpbench.points.budget import measure_whole_model, plan_engine
 from dcpbench.points.expert_distribution import EVEN, OWN
+from dcpbench.points.key_values import LIST
 from dcpbench.points.layout import DEGREES, OUTER_DEGREES, Layout, list_valid_layouts, place_experts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, UNKNOWN, WHOLE, format_flag
+from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, UNKNOWN, WHOLE, format_setting
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
+from dcpbench.points.structured_options import KEYS
 from dcpbench.recommend import forecast, suggestions
 from dcpbench.recommend.capacity import Capacity, measure_capacity
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
@@ -76,6 +78,8 @@ class Query:
     kv_dtype: str
     exchanges: tuple[str, ...]
     slo: Mapping[str, float]
+    mtp: int = 0  # drafts of a request and step
+    acceptance: str = ""  # probability that each is accepted, as Point.acceptance
     routing: str = OWN  # distribution of the experts that tokens take
     price: float | None = None  # price of a GPU per hour
     kv_memory: str | None = None  # --kv-memory as given; None means the memory left next to the weights
@@ -387,6 +391,8 @@ def _make_point(
         kv_dtype=ask.kv_dtype if ask.kv_dtype != "bf16" else "",
         page_size=64,
         routing=ask.routing,
+        mtp=ask.mtp,
+        acceptance=ask.acceptance,
         load=load,
     )
 
@@ -552,8 +558,9 @@ def format_server_command(one: Point, other: Point) -> str:
 
 
 def _format_values(name: str, of: Sequence[Point] | Sequence[Load]) -> str:
-    """Return an option with the values that these have: `--dcp 1,8`."""
-    return f"{format_flag(name)} {','.join(dict.fromkeys(str(getattr(one, name)) for one in of))}"
+    """Return an option with the values that these have: `--dcp 1,8`, `--prefill chunk=8192`."""
+    values = dict.fromkeys(str(getattr(one, name)) for one in of)
+    return format_setting(name, (LIST if name in KEYS else ",").join(values))
 
 
 def _list_load_words(points: Sequence[Point], *, of_server: bool = False) -> list[str]:
@@ -575,6 +582,8 @@ def _list_condition_words(ask: Query, *, served: bool) -> list[str]:
     words = [f"--weights-dtype {ask.weights_dtype}", f"--kv-dtype {ask.kv_dtype}"]
     if ask.routing:
         words.append(f"--routing {shlex.quote(ask.routing)}")
+    if ask.mtp:
+        words.append(f"--mtp {ask.mtp},acceptance={ask.acceptance}")
     if ask.kv_memory is not None:
         words.append(f"--kv-memory {shlex.quote(ask.kv_memory)}")
     if served and ask.slo:
@@ -645,14 +654,15 @@ def _format_gib(size: int | None) -> str:
 
 
 def _is_same_load(seen: Point, wanted: Point, *, server: bool = False) -> bool:
-    """Return whether a record has these degrees under this load; placement of experts, exchange and kernels may differ.
+    """Return whether a record has these degrees under this load; placement of experts, exchange and kernels may differ, and of decode
+    steps the acceptance, which does not change their times.
 
     Records of a server of another engine have its own chunk size, which is unknown.
     """
-    if any(
-        getattr(seen, name) != getattr(wanted, name)
-        for name in (*DEGREES, *OUTER_DEGREES, "disaggregate", "concurrency")
-    ):
+    same = (*DEGREES, *OUTER_DEGREES, "disaggregate", "concurrency", "mtp")
+    if any(getattr(seen, name) != getattr(wanted, name) for name in same):
+        return False
+    if seen.load is not None and seen.acceptance != wanted.acceptance:
         return False
     if seen.load is None or wanted.load is None:
         return seen.load is wanted.load and seen.context == wanted.context

@@ -18,6 +18,7 @@ from dcpbench.points import latency_bands
 from dcpbench.points.layout import place_experts
 from dcpbench.points.names import CLOSED, CUT, ENGINE_NAMES, FP8, OBJECTIVES, SGLANG, VLLM, WEIGHT_FORMATS, WHOLE
 from dcpbench.points.pipeline import split_layers
+from dcpbench.points.speculation import make_speculation
 from dcpbench.recommend.advise import (
     format_ab_command,
     format_measure_command,
@@ -92,7 +93,15 @@ def format_answer(ask: Query, choices: Sequence[Choice]) -> str:
         first, last = loads[0], loads[-1]
         begin = first.requests if first.lengths == last.lengths else first.name
         runs.append(f"{text} at {last.name if first is last else f'{begin} to {last.name}'}")
-    return f"{format_capitalized(_format_gpus(ask))}{_format_layers_held(able)}: {'; '.join(runs)} ({_format_basis(able)}).{_format_unjudged(choices)}{_format_lock_step(ask, able)}"
+    return f"{format_capitalized(_format_gpus(ask))}{_format_layers_held(able)}{_format_drafts(ask)}: {'; '.join(runs)} ({_format_basis(able)}).{_format_unjudged(choices)}{_format_lock_step(ask, able)}"
+
+
+def _format_drafts(ask: Query) -> str:
+    """Return how many drafts steps verify and what acceptance was assumed; empty for steps of one token."""
+    drafts = make_speculation(ask.mtp, ask.acceptance)
+    if drafts is None or drafts.expected_tokens is None:
+        return ""
+    return f" with {format_count(ask.mtp, 'draft')} a step (acceptance assumed: {ask.acceptance}, {drafts.expected_tokens:.2f} tokens a step)"
 
 
 def _format_unjudged(choices: Sequence[Choice]) -> str:
@@ -283,6 +292,13 @@ def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) ->
         yield "None of them had grouped-query attention: it is taken to reach the shares of MLA."
     if ask.weights_dtype != FP8 and ask.kv_dtype == FP8:
         yield "None of them had bf16 weights with an fp8 cache."
+    if ask.mtp:
+        drafting = (
+            "its MTP layer runs once a draft, estimated as one layer with embedding and head"
+            if shape.mtp_layers
+            else "it has no MTP layer, and drafting takes no time here"
+        )
+        yield f"No measured step had drafts: attention reads KV once for all rows of a request, other parts see more rows; {drafting}."
     yield from _iter_machine_notes(ask, steps)
     yield from _iter_stage_notes(ask, choices)
     if limit := find_live_limit(shape, ask.weights_dtype):
@@ -475,6 +491,8 @@ def convert_to_json(
         "on_paper": ask.machine.on_paper,
         "gpus": list(ask.gpus),
         "model": ask.model,
+        "mtp": ask.mtp,
+        "acceptance": ask.acceptance,
         "loads": [
             {
                 "load": choice.name,

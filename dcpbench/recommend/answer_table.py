@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 TENSOR_PARALLEL, EXPERT_PARALLEL = "tensor parallel", "expert parallel"
 RECOMMENDED, LEVEL = "→ ", "= "  # before the name of a layout
-TTFT = "TTFT p50\ns"
+TTFT, ITL = "TTFT p50\ns", "ITL p50\nms"
+DRAFTED = ("TPOT p50\nms", "tok/s\nper user")
 COLUMNS = (
     "layout",
     "experts",
     "tok/s",
     "tok/s\nper GPU",
     TTFT,
-    "ITL p50\nms",
+    ITL,
     "KV tokens",
     "KV\nrequests",
     "weights\nGiB/GPU",
@@ -90,6 +91,8 @@ def list_rows(choice: Choice) -> list[Row]:
 def list_columns(ask: Query) -> list[str]:
     """Return the column headings of `format_row` with their units, on two lines if a terminal has no space for one."""
     names = [name for name in COLUMNS if name != TTFT or not _is_decode_only(ask)]
+    if ask.mtp:  # most gaps between tokens are 0
+        names[names.index(ITL) + 1 : names.index(ITL) + 1] = DRAFTED
     return [*names, *(["SLO"] if ask.slo else []), *(["$/M output\ntokens"] if ask.price is not None else [])]
 
 
@@ -106,6 +109,7 @@ def format_row(ask: Query, choice: Choice, row: Row) -> list[str]:
         cells.append("" if f is None else _format_seconds(f.ttft_ms.p50, f.ttft_band))
     cells += [
         "" if f is None else format_p50(f.itl_ms.p50, f.itl_band),
+        *(_format_drafted(f) if ask.mtp else ()),
         ABSENT if capacity is None or capacity.kv_tokens is None else f"{capacity.kv_tokens:,}",
         ABSENT if capacity is None or capacity.requests is None else f"{capacity.requests:,}",
         ABSENT if capacity is None else f"{capacity.weight_bytes / GIB:.1f}",
@@ -117,6 +121,13 @@ def format_row(ask: Query, choice: Choice, row: Row) -> list[str]:
     if ask.price is not None:
         cells.append("" if f is None else _format_price(ask.price, f))
     return cells
+
+
+def _format_drafted(f: Forecast | None) -> tuple[str, str]:
+    """Return the cells of the median TPOT, and of the speed for a user that follows from it."""
+    if f is None or not f.tpot_ms.p50:
+        return "", ""
+    return format_number(f.tpot_ms.p50, 3), format_number(1e3 / f.tpot_ms.p50, 3)
 
 
 def _is_decode_only(ask: Query) -> bool:

@@ -26,7 +26,7 @@ import msgspec
 from dcpbench.models.weight_formats import EXPERTS
 from dcpbench.points import memory, names
 from dcpbench.points.batches import compute_batch_rows
-from dcpbench.points.cluster_specs import MEASURED_ON, RATES
+from dcpbench.points.cluster_specs import MEASURED_ON
 from dcpbench.points.comm_model import Seconds
 from dcpbench.points.layout import compute_local_length
 from dcpbench.points.roofline import (
@@ -40,7 +40,6 @@ from dcpbench.points.roofline import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dcpbench.points.cluster_specs import Machine
     from dcpbench.points.comm_model import Wire
     from dcpbench.points.roofline import Sharding, StepRows
 
@@ -85,12 +84,6 @@ def load_published_steps() -> Steps:
     return msgspec.json.decode(file.read_bytes(), type=Steps)
 
 
-def get_limits(machine: Machine) -> dict[str, float]:
-    """Return the nominal rates of the machine's GPU, by the names of points/roofline.py."""
-    found = {name: getattr(machine.card, field) for name, field in RATES.items()}
-    return {name: rate for name, rate in found.items() if rate is not None}
-
-
 def pad_step(rows: StepRows, replicas: int) -> StepRows:
     """Return the step as it runs.
 
@@ -102,7 +95,7 @@ def pad_step(rows: StepRows, replicas: int) -> StepRows:
     return dataclasses.replace(
         rows,
         decodes=rows.decodes + (1,) * more,
-        tokens=replicas * (rows.rows + more),
+        tokens=replicas * (rows.rows + more * rows.queries),
         idle=replicas * rows.rows - rows.tokens if rows.chunks else 0,
     )
 
@@ -173,7 +166,7 @@ def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str
     s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
     known = known.in_step
     hidden = s.hidden * itemsize
-    decodes = len(rows.decodes)
+    decodes = rows.decode_rows
     n, dp = layout.attn_tp, layout.dp
     reduced = ("all-reduce", n, 2 * (n - 1) / n * rows.rows * hidden, 1)
     made = [
@@ -191,7 +184,7 @@ def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str
     layers = [s.layers] * len(made)
     if s.indexer and layout.dcp > 1:
         keys = [compute_local_length(length, 0, layout.dcp, sharding.interleave) for length in rows.decodes]
-        made.append(("all-gather", layout.dcp, compute_candidate_bytes(s.indexer, keys, layout.dcp), 1))
+        made.append(("all-gather", layout.dcp, compute_candidate_bytes(s.indexer, keys * rows.queries, layout.dcp), 1))
         made.append(("all-gather", layout.dcp, (layout.dcp - 1) / layout.dcp * stored * s.indexer.key_bytes, 1))
         layers += [s.indexer.layers] * 2
     new = sum(tokens for tokens, _ in rows.chunks)

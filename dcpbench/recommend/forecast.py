@@ -11,6 +11,7 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.models import load_shape
 from dcpbench.points import latency_bands
+from dcpbench.points.cluster_specs import get_limits
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.names import OBJECTIVES
 from dcpbench.points.pipeline import Round, compute_hop_bytes, compute_round, make_stages, split_chunks
@@ -21,6 +22,7 @@ from dcpbench.records.objectives import JudgedObjective, judge_latencies
 from dcpbench.records.record import Percentiles, get_origin, parse_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
 from dcpbench.serving import step_cases
+from dcpbench.serving.draft_steps import estimate_draft_steps
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.outcome import compute_serve_metrics
 from dcpbench.serving.policies import make_scheduler
@@ -117,8 +119,13 @@ def format_point(point: Point) -> str:
     return point.layout_name + (f" ({details})" if details else "")
 
 
-def from_record(record: Record, run: str, launch_band: float | None = REPEATS_AGREE_WITHIN) -> Forecast:
-    """Return the forecast of a point that ran; raise UsageError for one without an output rate."""
+def from_record(
+    record: Record, run: str, launch_band: float | None = REPEATS_AGREE_WITHIN, tokens_per_step: float | None = None
+) -> Forecast:
+    """Return the forecast of a point that ran; raise UsageError for one without an output rate.
+
+    `tokens_per_step` replaces the tokens that a measured decode step yields by the acceptance that the record states.
+    """
     point = record.point
     ends = {f"{name}_band": _find_emulated_ends(record, name) for name in ("ttft", "itl")}
     common: dict[str, Any] = {
@@ -132,7 +139,13 @@ def from_record(record: Record, run: str, launch_band: float | None = REPEATS_AG
     }
     if record.metrics is not None:
         rate = record.metrics.output_tok_s
-        return Forecast(tok_s=rate.median, low=rate.low, high=rate.high, itl_ms=record.metrics.itl_ms, **common)
+        latencies: dict[str, Any] = {"itl_ms": record.metrics.itl_ms}
+        times = 1.0
+        if point.mtp:
+            tokens = tokens_per_step or point.tokens_per_step
+            times = tokens / point.tokens_per_step
+            latencies = _make_step_latencies(record.metrics.step_ms.median, tokens)
+        return Forecast(tok_s=rate.median * times, low=rate.low * times, high=rate.high * times, **latencies, **common)
     if record.serve is None:
         raise UsageError(f"{run}: a point of {point.layout_name} has no figures.")
     return _make_served_forecast(record.serve, **common, **ends)
@@ -201,8 +214,8 @@ def estimate_point(
         _make_estimate, point, whence, error=error, own=own, steps=steps, layers_held=held, bubble_share=bubble
     )
     if point.load is None:
-        ms = of.estimate_ms(rows)
-        return make(tok_s=point.concurrency / ms * 1e3, itl_ms=Percentiles(p50=ms))
+        ms, tokens = of.estimate_ms(rows), point.tokens_per_step
+        return make(tok_s=tokens * point.concurrency / ms * 1e3, **_make_step_latencies(ms, tokens))
     found = replay_estimated(of, point, plan, settings, watch)
     beyond = _compute_scale_error(machine, steps) + sum(own.values())
     ttft_band, itl_band = _find_ends("ttft", point, found, beyond), _find_ends("itl", point, found, beyond)
@@ -231,7 +244,7 @@ def replay_estimated(
     scheduler = Scheduler(SchedulerConfig.from_point(point, pages=plan.pages, max_context=plan.max_context))
     found, serve = _serve_load(point, scheduler, Watched(EstimatedTimes(of, point, plan), watch), settings)
     gaps = sum(max(len(sample.token_s) - 1, 0) for sample in found.traffic.samples)
-    return ServedEstimate(serve=serve, mixed_share=1 - found.counts.decode_rows / gaps if gaps else 0.0)
+    return ServedEstimate(serve=serve, mixed_share=1 - found.counts.decoded_tokens / gaps if gaps else 0.0)
 
 
 def _serve_load(
@@ -241,8 +254,24 @@ def _serve_load(
     requests = make_point_requests(point, settings, load_shape(point.model).vocab)
     found = replay_requests(requests, scheduler, point.clients, times, loop=get_loop_timing(engine))  # type: ignore[arg-type]
     return found, compute_serve_metrics(
-        found.traffic, gpus=point.gpus, concurrency=point.clients, slo=settings.slo, steps=found.counts
+        found.traffic,
+        gpus=point.gpus,
+        concurrency=point.clients,
+        slo=settings.slo,
+        steps=found.counts,
+        speculation=found.counts.summarize_speculation(point.speculation),
     )
+
+
+def _make_step_latencies(ms: float, tokens: float) -> dict[str, Any]:
+    """Return the latencies of equal steps that yield so many tokens of a request: a gap of `ms`, and gaps of 0 between the others."""
+    if tokens == 1:
+        return {"itl_ms": Percentiles(p50=ms)}
+    median = ms if tokens <= 2 else 0.0  # noqa: PLR2004 - half of the gaps
+    return {
+        "itl_ms": Percentiles(p50=median, p90=ms, p95=ms, p99=ms),
+        "tpot_ms": Percentiles(p50=ms / tokens),
+    }
 
 
 def _find_ends(metric: Metric, point: Point, found: ServedEstimate, beyond: float) -> Ends | None:
@@ -291,6 +320,7 @@ def replay_point(
     `plan` is that of dcpbench's engine; None for step times of another engine. Raise UsageError if the step times do not cover
     the load.
     """
+    times, _ = estimate_draft_steps(times, point)
     if times.engine is not None:
         scheduler = make_scheduler(make_engine_config(point, times.engine, times.engine.policy))
     else:
@@ -318,8 +348,8 @@ def _make_estimate(
     **more: Any,  # noqa: ANN401 - fields of a forecast
 ) -> Forecast:
     high = 1 + error + sum(own.values())
-    if point.load is None:  # ITL is the time of a step and has the error of the output
-        ms = point.concurrency / tok_s * 1e3
+    if point.load is None:  # gaps are times of steps and have the error of the output
+        ms = more["itl_ms"].p50
         more["itl_band"] = ms / high, ms * high
     return Forecast(
         point=point,
@@ -347,7 +377,7 @@ def _compute_scale_error(machine: Machine, steps: Steps) -> float:
     there = next(gpu for gpu in GPUS if gpu.name == steps.machine)
     if machine.gpu == there.name:
         return 0.0
-    known = estimate.get_limits(machine)
+    known = get_limits(machine)
     return max(machine.compute_scale(rate, there)[1] for rate in ("read", "matmul", "matmul_fp8") if rate in known)
 
 
@@ -357,7 +387,7 @@ class Estimator:
     def __init__(self, point: Point, machine: Machine, fitted: Mapping[str, float], micro_batches: int = 0) -> None:
         """Create the estimator; `micro_batches` are in flight over pipeline stages, 0: as many as there are stages."""
         self.point, self.machine, self.fitted = point, machine, fitted
-        self.rates, self.wire = estimate.get_limits(machine), machine.wire
+        self.rates, self.wire = get_limits(machine), machine.wire
         layout, host = point.layout, machine.gpus_per_host
         if layout.gpus > host and machine.link is None:
             raise UsageError(
@@ -373,44 +403,76 @@ class Estimator:
         self.sharding = Sharding.from_point(point, shape)
         self.stages = [dataclasses.replace(self.sharding, shape=stage) for stage in make_stages(shape, point.pp)]
         self.micro_batches = (micro_batches or point.pp) if point.pp > 1 else 1
+        self.draft_layer = self.sharding.make_draft_layer() if point.mtp else None
 
     def make_decode_rows(self, requests: int, context: int) -> StepRows:
         """Return a step of requests with this many tokens each, for the fullest replica."""
-        each = -(-requests // self.point.dp)
-        return StepRows(decodes=(context,) * each, sampled=each, tokens=requests)
+        each, queries = -(-requests // self.point.dp), self.point.mtp + 1
+        return StepRows(
+            decodes=(context + self.point.mtp,) * each,
+            sampled=each * queries,
+            tokens=requests * queries,
+            queries=queries,
+        )
 
     def make_rank_rows(self, rows: StepRows) -> StepRows:
         """Return the padded step of a rank: of one micro-batch, with the rank's part of the prompts."""
-        point, parts = self.point, self.count_micro_batches(rows)
-        if parts > 1:
-            decodes = rows.decodes[: -(-len(rows.decodes) // parts)]
-            chunks = split_chunks(rows.chunks, parts)
-            sampled, tokens = -(-rows.sampled // parts), -(-rows.tokens // parts)
-            rows = StepRows(decodes=decodes, chunks=chunks, sampled=sampled, tokens=tokens)
-        padded = estimate.pad_step(rows, point.dp)
-        return dataclasses.replace(padded, chunks=split_chunks(padded.chunks, point.pcp))
+        return self._pad_rows(self._make_micro_batch(rows))
+
+    def _make_micro_batch(self, rows: StepRows) -> StepRows:
+        parts = self.count_micro_batches(rows)
+        if parts == 1:
+            return rows
+        return dataclasses.replace(
+            rows,
+            decodes=rows.decodes[: -(-len(rows.decodes) // parts)],
+            chunks=split_chunks(rows.chunks, parts),
+            sampled=-(-rows.sampled // parts),
+            tokens=-(-rows.tokens // parts),
+        )
+
+    def _pad_rows(self, rows: StepRows) -> StepRows:
+        padded = estimate.pad_step(rows, self.point.dp)
+        return dataclasses.replace(padded, chunks=split_chunks(padded.chunks, self.point.pcp))
 
     def compute_terms(self, rows: StepRows) -> dict[str, float] | None:
         """Return the terms of a padded step, as estimate.compute_terms does; of a micro-batch in all stages together."""
-        padded = self.make_rank_rows(rows)
-        return estimate.compute_terms(self.sharding, padded, self.rates, self.wire, self.point.exchange)
+        return self._compute_terms(self.sharding, self._make_micro_batch(rows))
+
+    def _compute_terms(self, sharding: Sharding, rows: StepRows) -> dict[str, float] | None:
+        return estimate.compute_terms(sharding, self._pad_rows(rows), self.rates, self.wire, self.point.exchange)
 
     def estimate_ms(self, rows: StepRows) -> float:
-        """Return the time of a padded step in ms, or of a round of micro-batches; raise UsageError if it is unknown."""
+        """Return the time of a padded step in ms, or of a round of micro-batches, with the passes that draft tokens.
+
+        Raise UsageError if it is unknown.
+        """
         return self.estimate_round(rows).us / 1e3
 
     def estimate_round(self, rows: StepRows) -> Round:
         """Return the round of a padded step, which without pipeline stages has one micro-batch and no bubble."""
-        padded = self.make_rank_rows(rows)
-        times = [self._estimate_stage_us(stage, padded) for stage in self.stages]
-        return compute_round(times, self.estimate_hops_us(padded), self.count_micro_batches(rows))
+        part = self._make_micro_batch(rows)
+        return compute_round(
+            self._estimate_stages_us(part),
+            self.estimate_hops_us(self._pad_rows(part)),
+            self.count_micro_batches(rows),
+        )
 
     def count_micro_batches(self, rows: StepRows) -> int:
         """Return the number of micro-batches of a step; no more than decodes, unless chunks fill the others."""
         return self.micro_batches if rows.chunks else max(min(self.micro_batches, len(rows.decodes)), 1)
 
-    def _estimate_stage_us(self, stage: Sharding, padded: StepRows) -> float:
-        found = estimate.compute_terms(stage, padded, self.rates, self.wire, self.point.exchange)
+    def _list_draft_passes(self, rows: StepRows) -> list[tuple[Sharding, StepRows]]:
+        """Return the passes that draft the tokens of the next step, in the last stage."""
+        return [(self.draft_layer, of) for of in rows.make_draft_passes()] if self.draft_layer else []
+
+    def _estimate_stages_us(self, part: StepRows) -> list[float]:
+        """Return the time of a micro-batch in each stage."""
+        *others, last = [self._estimate_pass_us(stage, part) for stage in self.stages]
+        return [*others, last + sum(self._estimate_pass_us(*one) for one in self._list_draft_passes(part))]
+
+    def _estimate_pass_us(self, sharding: Sharding, rows: StepRows) -> float:
+        found = self._compute_terms(sharding, rows)
         if found is None:
             precision = self.point.precision
             raise UsageError(
@@ -435,13 +497,14 @@ class Estimator:
 
     def compute_wire_errors(self, rows: StepRows) -> dict[str, float]:
         """Return the error of the step for each kind of call between ranks, as a share of the step."""
-        padded = self.make_rank_rows(rows)
-        calls = estimate.predict_calls(self.sharding, padded, self.wire, self.point.exchange)
-        step_us = sum(self._estimate_stage_us(stage, padded) for stage in self.stages)
-        return {
-            what: (each.high - each.mean) * 1e6 * self.fitted[estimate.get_call_term(what)] / step_us
-            for what, each in calls.items()
-        }
+        part, found = self._make_micro_batch(rows), dict[str, float]()
+        step_us = sum(self._estimate_stages_us(part))
+        for sharding, of in [(self.sharding, part), *self._list_draft_passes(part)]:
+            calls = estimate.predict_calls(sharding, self._pad_rows(of), self.wire, self.point.exchange)
+            for what, each in calls.items():
+                error = (each.high - each.mean) * 1e6 * self.fitted[estimate.get_call_term(what)] / step_us
+                found[what] = found.get(what, 0.0) + error
+        return found
 
 
 class Watched:
@@ -468,11 +531,13 @@ class EstimatedTimes:
 
     def __init__(self, of: Estimator, point: Point, plan: EnginePlan) -> None:
         extent = step_cases.Extent.from_points([point], pages=plan.pages, max_context=plan.max_context)
-        cases = step_cases.make_cases(extent)
+        cases, queries = step_cases.make_cases(extent), point.mtp + 1
 
         def samples(use: str) -> list[tuple[object, float]]:
             return [
-                (case.compute_work(), of.estimate_ms(case.compute_rows(point.dp))) for case in cases if case.use == use
+                (case.compute_work(queries), of.estimate_ms(case.compute_rows(point.dp, queries)))
+                for case in cases
+                if case.use == use
             ]
 
         self.model = StepModel(*map(samples, MODELLED))  # type: ignore[arg-type]

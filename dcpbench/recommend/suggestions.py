@@ -65,7 +65,7 @@ def _iter_switches(ask: Query) -> Iterator[tuple[str, Query]]:
         *((f"--weights-dtype {name}", dataclasses.replace(ask, weights_dtype=name)) for name in (FP8, "bf16")),
         ("--kv-dtype fp8", dataclasses.replace(ask, kv_dtype=FP8)),
         ("no --kv-memory", dataclasses.replace(ask, kv_memory=None)),
-        (f"--chunk {SMALLER_CHUNK}", dataclasses.replace(ask, loads=smaller)),
+        (f"--prefill chunk={SMALLER_CHUNK}", dataclasses.replace(ask, loads=smaller)),
         ("--cycled to compare layouts of which only some layers are held", dataclasses.replace(ask, cycled=True)),
     ):
         if other != ask:

@@ -259,12 +259,17 @@ def compute_forecast_error(emulated: Emulated, step_us: float) -> tuple[float, f
 
 
 def compute_decode_metrics(
-    step_samples_ms: list[float], concurrency: int, tp: int, unsure: tuple[float, float] = (0.0, 0.0)
+    step_samples_ms: list[float],
+    concurrency: int,
+    tp: int,
+    unsure: tuple[float, float] = (0.0, 0.0),
+    tokens: float = 1.0,
 ) -> Metrics:
-    """Return the metrics of the workload `decode`, in which every request gets one token from every step.
+    """Return the metrics of the workload `decode`, in which every request gets `tokens` tokens on average from every step.
 
-    ITL = step time, with one sample per STEP, because the tokens of one step are not independent. Output throughput =
-    concurrency / step time, and its interval is that of the step time inverted. `unsure` holds the shares by which the
+    ITL = step time, with one sample per STEP, because the tokens of one step are not independent; further tokens of a step
+    come with gaps of 0. Output throughput = concurrency · tokens / step time, and its interval is that of the step time
+    inverted. `unsure` holds the shares by which the
     step may be shorter and longer than the timed one, in addition to scatter, if part of it was modelled. Raise
     UsageError for no samples, for samples that are not positive and finite, and for a concurrency or tp below 1.
     """
@@ -277,15 +282,15 @@ def compute_decode_metrics(
     step = msgspec.structs.replace(step, low=step.low - shorter, high=step.high + longer)
     tok_s = msgspec.structs.replace(
         step,
-        median=concurrency * 1e3 / step.median,
-        low=concurrency * 1e3 / step.high,
-        high=concurrency * 1e3 / step.low,
+        median=concurrency * tokens * 1e3 / step.median,
+        low=concurrency * tokens * 1e3 / step.high,
+        high=concurrency * tokens * 1e3 / step.low,
     )
     return Metrics(
         step_ms=step,
-        itl_ms=compute_percentiles(step_samples_ms),
+        itl_ms=compute_percentiles(step_samples_ms + [0.0] * round(len(step_samples_ms) * (tokens - 1))),
         output_tok_s=tok_s,
         output_tok_s_per_gpu=compute_tok_s_per_gpu(tok_s.median, tp),
-        tok_s_per_user=compute_tok_s_per_user(step.median),
+        tok_s_per_user=compute_tok_s_per_user(step.median / tokens),
         step_samples_ms=list(step_samples_ms),
     )

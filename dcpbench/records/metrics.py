@@ -287,6 +287,10 @@ def _compute_cached_share(record: Record) -> float | None:
     return serve.cached_tokens / serve.input_tokens
 
 
+def _get_tokens_per_step(record: Record) -> float | None:
+    return record.serve.speculation.tokens_per_step if record.serve and record.serve.speculation else None
+
+
 def _make_busy_share(kind: str) -> Callable[[Record], float | None]:
     """Return a function for the share of the run in which instances of a kind ran steps."""
 
@@ -597,6 +601,15 @@ METRICS: tuple[Metric, ...] = (
         digits=3,
     ),
     Metric(
+        "tokens_per_step",
+        "tokens/step",
+        "mean tokens of a request and step that verifies drafts, the sampled one included",
+        of=_get_tokens_per_step,
+        label="tokens per step",
+        shown_unit="",
+        digits=3,
+    ),
+    Metric(
         "cached_share",
         "share",
         "prompt tokens that the prefix cache had, as a share of all",
@@ -717,7 +730,7 @@ PAGE = _list_metrics(
     output_tok_s output_tok_s_per_gpu tok_s_per_user dcp_ratio steady_tok_s
     step_ms floor_ms floor_share itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms ttft_p90_ms ttft_p95_ms ttft_p99_ms
     tpot_p50_ms tpot_p99_ms e2el_p50_ms e2el_p99_ms
-    request_s goodput_s preemptions cached_share decode_batch
+    request_s goodput_s preemptions cached_share decode_batch tokens_per_step
     prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms
     kv_capacity_tokens kv_tokens_per_gib kv_pool_bytes_per_gpu memory_peak_bytes joules_per_token
     prefill_floor_share prefill_matmul_share decode_floor_share
@@ -759,6 +772,8 @@ SERVED_DETAILS = _list_metrics(
 """Columns of its second table of served points."""
 INSTANCES = _list_metrics("prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms")
 """Metrics of the division of work between instances that serve together, and of the transfers between them."""
+DRAFTED = _list_metrics("tpot_p50_ms tokens_per_step")
+"""Further columns of its table of served points if steps verify drafts, with which most gaps between tokens are 0."""
 FLOORS = ("floor_ms", "floor_share", "prefill_floor_share", "prefill_matmul_share", "decode_floor_share")
 """Metrics derived from measured rates of the machine; tables leave them out if no point has them."""
 REPLAYED = _list_metrics("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms")

@@ -75,7 +75,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: Interval
     """Slowest rank's time from graph launch to the step's end."""
     itl_ms: Percentiles
-    """Gap between two tokens of a request: one step. Samples are steps."""
+    """Gap between two tokens of a request: one step, or 0 between tokens of the same step. Samples are steps."""
     output_tok_s: Interval
     output_tok_s_per_gpu: Number
     tok_s_per_user: Number
@@ -401,6 +401,27 @@ class InstanceMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Time waited for both links and for a free decode instance, in ms."""
 
 
+FROM_TPOT = "tpot"
+"""Value of `ServeMetrics.tok_s_per_user_from` for 1000 / median TPOT in ms."""
+
+
+class SpeculationMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold how many drafts were accepted, as stated or as a server reports it."""
+
+    draft_tokens: Count
+    """Drafts of a request and step."""
+    assumed: list[Number] = []
+    """Stated probability that each draft is accepted if those before it were; empty if a server's own drafts were verified."""
+    steps: Count | None = None
+    """Steps of a request that verified drafts, summed over requests; null if a server does not report it."""
+    accepted: list[Count] = []
+    """Steps of a request that accepted a draft and all before it, by draft; empty if unknown."""
+    tokens_per_step: Number
+    """Mean tokens of a request's step: 1 + accepted drafts / steps, those beyond the end of an answer included."""
+    step_times: str = ""
+    """How the times of such steps were estimated; empty if they were measured."""
+
+
 class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the measured or replayed results of the workload `serve`; definitions in formulas.py."""
 
@@ -472,9 +493,11 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     samples_file: str = ""
     """Parquet file in the folder of the records, with one row per request."""
     tok_s_per_user_from: str | msgspec.UnsetType = msgspec.UNSET
-    """`tpot` if `tok_s_per_user` is 1000 / median TPOT, because the stream chunks of an import hold several tokens.
+    """`tpot` if `tok_s_per_user` is 1000 / median TPOT, because steps or the stream chunks of an import yield several tokens.
     Unset in other records, in which it is 1000 / median ITL.
     """
+    speculation: SpeculationMetrics | None = None
+    """Drafts and their acceptance; null for steps of one token."""
 
 
 class _Kernels(msgspec.Struct, frozen=True, kw_only=True):

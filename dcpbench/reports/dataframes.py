@@ -540,7 +540,7 @@ def _make_served_columns(records: list[Record]) -> dict[str, Any]:
     for name in LATENCIES:
         row |= merge_metrics(records, *(f"{name}_{statistic}_ms" for statistic in STATISTICS))
         row[f"{name}_samples"] = max((getattr(m, f"{name}_ms").samples for m in measured), default=0)
-    row |= merge_metrics(records, "cached_share", *(metric.name for metric in metrics.INSTANCES))
+    row |= merge_metrics(records, "cached_share", "tokens_per_step", *(metric.name for metric in metrics.INSTANCES))
     # repeats with different objectives have none in common
     same_objectives = len(slos) == 1
     return row | {
@@ -632,7 +632,12 @@ def _sort_table(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return table.sort_values(order, kind="stable", ignore_index=True, key=make_sort_key)
 
 
-DISTINCT_WHEN_ABSENT = ("emulate", "prefill_gpus")  # fields of which an empty value means something, not "unknown"
+DISTINCT_WHEN_ABSENT = (
+    "emulate",
+    "prefill_gpus",
+    "mtp",
+    "acceptance",
+)  # fields of which an empty value means something, not "unknown"
 
 
 def _format_varying(table: pd.DataFrame, axis: Axis) -> list[str]:

@@ -141,6 +141,7 @@ def list_caveats(frames: Frames) -> list[str]:
         found.append(
             f"replayed in virtual time over measured step times, not served live{some}{_format_policies(frames)}"
         )
+    found += _list_draft_caveats(frames)
     origins = [parse_origin(name) for name in load_labels.list_unique(table["origin"])]
     if servers := [origin.label for origin in origins if origin.engine]:
         every = "" if len(servers) == len(origins) else " (those points)"
@@ -169,6 +170,24 @@ def list_caveats(frames: Frames) -> list[str]:
         every = f" at {int(limited.sum()):,} of {len(table):,} points" if both else _format_some(limited)
         found.append(f"clocks limited{'' if (limited & ~power).any() else ' by power'}{every}{steps}")
     return found
+
+
+def _list_draft_caveats(frames: Frames) -> list[str]:
+    """Return how many drafts the steps verify, what acceptance was assumed, and how step times were estimated, once each."""
+    found: dict[str, None] = {}
+    for record in frames.records:
+        drafts = record.serve.speculation if record.serve else None
+        point = record.point
+        if drafts is not None and drafts.assumed:
+            found[
+                f"{format_count(drafts.draft_tokens, 'draft')} a step, of which acceptance was assumed: {point.acceptance}, "
+                f"{point.tokens_per_step:.2f} tokens a step"
+            ] = None
+        elif drafts is not None:
+            found[f"the server verifies drafts: {drafts.tokens_per_step:.2f} tokens a step by its own metrics"] = None
+        if drafts is not None and drafts.step_times:
+            found[f"times of steps with drafts are estimated: {drafts.step_times}"] = None
+    return list(found)
 
 
 def _format_some(mask: pd.Series[bool], form: str = " at {}") -> str:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
 
 LISTS = [axis.name for axis in AXES if axis.kind is str and not axis.one]  # options that take a list of names
-UNTYPED: dict[str, object] = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC, "emulate": "", "routing": ""}
-UNTYPED |= {axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)}
+UNTYPED: dict[str, object] = {"exchange": NO_EXCHANGE, "weights": SYNTHETIC, "emulate": "", "routing": "", "mtp": 0}
+UNTYPED |= {axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED | Role.ASSUMED)}
 """Values for which an option is left out."""
 
 
@@ -44,7 +44,8 @@ def build_command(point: Point, settings: Mapping[str, object], *, cpu: bool = F
     that no option can express: a name with a comma, or an empty one.
     """
     words = ["dcpbench", "serve" if point.load else "sweep"]
-    how = {axis.name: getattr(point, axis.name) for axis in select_point_axes(Role.ENGINE | Role.PATH | Role.DEPLOYED)}
+    roles = Role.ENGINE | Role.PATH | Role.DEPLOYED | Role.ASSUMED
+    how = {axis.name: getattr(point, axis.name) for axis in select_point_axes(roles)}
     untyped = dict(UNTYPED)
     if not settings.get("step_times"):  # a file of step times has its own defaults
         untyped["ep"] = place_experts(CUT, point.tp)

@@ -1,6 +1,6 @@
 """Report how prompt chunks delay concurrent decodes: which layout meets the ITL objective under which load, and with which chunk.
 
-Here a load is the same for every value of `--chunk` that it was served with.
+Here a load is the same for every value of `--prefill chunk` that it was served with.
 """
 
 from __future__ import annotations

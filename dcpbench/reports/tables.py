@@ -140,6 +140,7 @@ def build_steps_table(found: pd.DataFrame) -> Table:
 def build_served_table(found: pd.DataFrame, mode: str) -> Table:
     """Build the table of rates and latencies of every served point of a mode."""
     rows, others = select_mode(found, mode), bool((found["origin"] != OURS).any()) and _names_runs(found)
+    drafted = metrics.DRAFTED if len(rows) and rows["tokens_per_step"].notna().any() else ()
     kv = METRIC["kv_capacity_tokens"]
     held: Column = (kv.heading, lambda r: format_metric(kv, r["kv_tokens_of_all"]))
     return make_table(
@@ -150,6 +151,7 @@ def build_served_table(found: pd.DataFrame, mode: str) -> Table:
             *[("origin", "engine")][:others],
             ("marks", "telling"),
             *make_columns(metrics.SERVED_TABLE, kv_capacity_tokens=held),
+            *make_columns(drafted),
             ("SLO", "slo_result"),
             *make_columns(metrics.SERVED_COUNTS, finished=("finished", _format_finished)),
             APART,

@@ -186,6 +186,14 @@ def _format_half_width(point: pd.Series[Any]) -> str:
     return "<0.1%" if share == "0.0%" else share
 
 
+def _make_draft_columns(points: pd.DataFrame) -> list[Column]:
+    """Return what tells more than ITL if steps verify drafts, with which most gaps between tokens are 0."""
+    return [
+        _make_number_column("TPOT ms", points["tpot_p50_ms"]),
+        _make_number_column("/user", points["tok_s_per_user"], drop=0, full_name="tok/s per user"),
+    ]
+
+
 def _make_served_columns(arrival: str, points: pd.DataFrame) -> list[Column]:
     load = [Column(LOADS[arrival], [_format_load(p) for _, p in points.iterrows()])] if arrival in LOADS else []
     goodput, kv = points["goodput_s"], points["kv_tokens_of_all"]
@@ -197,6 +205,7 @@ def _make_served_columns(arrival: str, points: pd.DataFrame) -> list[Column]:
         _make_number_column("p99", points["ttft_p99_ms"], drop=1, full_name="TTFT p99"),
         _make_number_column("ITL ms", points["itl_p50_ms"]),
         _make_number_column("p99", points["itl_p99_ms"], drop=2, full_name="ITL p99"),
+        *(_make_draft_columns(points) if points["tokens_per_step"].notna().any() else []),
         *([_make_number_column("good/s", goodput, 2, drop=4)] if goodput.notna().any() else []),
         *([Column("KV tokens", _format_capacities(points), drop=3)] if kv.notna().any() else []),
     ]

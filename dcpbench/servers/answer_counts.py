@@ -3,8 +3,8 @@
     repeat    two answers of a server under the same conditions
     cache     its first answer to a prompt against later ones, for which a prefix cache may hold the prompt
     batch     its answers in a batch against answers alone
-    servers   its answers against those of the first server under the same conditions
-    scores    its log-probabilities of the tokens of a prompt against those of the first server
+    servers   its answers against those of the reference under the same conditions
+    scores    its log-probabilities of the tokens of a prompt against those of the reference
 
 Pairs of answers are classified as answer_pairs.py describes, by the limits of answer_noise.py.
 """

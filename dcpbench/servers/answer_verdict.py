@@ -1,7 +1,7 @@
 """Judge whether a server gives the same greedy answers as another one, from the counts of answer_counts.py. No I/O.
 
 Each server is judged by itself first: repeated requests, prefix-cache hits against misses, and answers in a batch against answers alone.
-Then its answers are compared with those of the first server under the same conditions. Each effect is tested over all prompts, over those
+Then its answers are compared with those of its reference under the same conditions. Each effect is tested over all prompts, over those
 of each length, each size of batch and each state of the prefix cache, and for each combination: a fault that depends on such a condition
 shows there. The number of differing prompts is tested (exact binomial, one-sided) against the share that chance may cause: the upper 95 %
 bound (Clopper-Pearson) of the share among repeats, doubled, since by Markov's inequality at least half of a prompt's pairs are real with at
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 AGREE, CONSISTENT, DIFFER, UNDECIDED = "AGREE", "CONSISTENT", "DIFFER", "UNDECIDED"
 RARE, UNATTRIBUTED, FEW_TOKENS = "rare", "unattributed", "few tokens"  # reasons for no verdict
 TOO_WIDE, UNMEASURED, MANY_OUTLIERS = "too wide", "unmeasured", "many outliers"  # further ones, about rounding
-BASE_DIFFERS = "base differs"  # further one: the first server has no clean verdict
+BASE_DIFFERS = "base differs"  # further one: the reference has no clean verdict on its own answers
 MIN_COVERAGE = 0.5  # share of tokens that have to be compared before answers part at near-ties, or
 MIN_COMPARED = 3.0  # tokens of an answer: of the prefill, of a decode step, and of one that reads the cache of another
 MAX_OUTLIER_SHARE = 0.05  # of pairs
@@ -116,6 +116,12 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits  # what rounding explains
     logprobs: bool  # whether log-probabilities were compared
 
+    @property
+    def repeats_itself(self) -> bool:
+        """Return whether the server's own answers agree, so that those of others can be compared with them."""
+        own = all(finding.effect not in OWN_PAIRS for finding in self.findings)
+        return own and self.verdict != UNDECIDED
+
 
 def judge_counts(
     own: Sequence[Count],
@@ -123,10 +129,10 @@ def judge_counts(
     base: Sequence[Count],
     *,
     limits: Limits,
-    base_verdict: str = CONSISTENT,
+    base_repeats: bool = True,
     level: float = LEVEL,
 ) -> Judgement:
-    """Test all effects of a server together, and decide. `between` is None for the first server, `base` are its own counts."""
+    """Test all effects of a server together, and decide. `between` is None without a reference; `base` are the counts of the reference."""
     judged = [*own, *(between or ())]
     tests = _compute_p_values(judged, _compute_chance([*own, *base]), limits)
     wrong = sorted({number for c in between or () for number in c.wrong})
@@ -141,7 +147,7 @@ def judge_counts(
     compared = [c for c in judged if c.effect == SERVERS or between is None]
     coverage = sum(c.compared for c in compared) / max(sum(c.tokens for c in compared), 1)
     mean_compared = sum(c.compared for c in compared) / max(sum(c.pairs for c in compared), 1)
-    undecided = [] if findings else _list_doubts(judged, coverage, mean_compared, base_verdict, limits)
+    undecided = [] if findings else _list_doubts(judged, coverage, mean_compared, base_repeats, limits)
     agreed = CONSISTENT if between is None else AGREE
     return Judgement(
         verdict=DIFFER if findings else UNDECIDED if undecided else agreed,
@@ -299,12 +305,12 @@ def _select_conditions(counts: Sequence[Count], rejected: Mapping[Test, float]) 
 
 
 def _list_doubts(
-    counts: Sequence[Count], coverage: float, mean_compared: float, base_verdict: str, limits: Limits
+    counts: Sequence[Count], coverage: float, mean_compared: float, base_repeats: bool, limits: Limits
 ) -> list[str]:
     """Return why AGREE or CONSISTENT would claim more than was seen."""
     outliers, pairs = sum(c.outliers for c in counts), sum(c.pairs for c in counts)
     found = {
-        BASE_DIFFERS: base_verdict != CONSISTENT,
+        BASE_DIFFERS: not base_repeats,
         RARE: any(c.real for c in counts),
         TOO_WIDE: limits.is_too_wide,
         UNMEASURED: outliers > 0 and not limits.is_measured,

@@ -40,13 +40,13 @@ TITLES = {
     REPEAT: "repeated",
     CACHE: "cache hit",
     BATCH: "in a batch",
-    SERVERS: "from the first",
+    SERVERS: "from the reference",
     SCORES: "prompt tokens",
 }
 CACHE_NAMES = {NEW: "prefix-cache misses", SHARED: "shared prefixes", AGAIN: "prefix-cache hits"}
 CELL_CACHES = {NEW: "prefix-cache miss", SHARED: "shared prefix", AGAIN: "prefix-cache hit"}
 DOUBTS = {
-    BASE_DIFFERS: "the first setting has no clean verdict, so agreement with it proves nothing",
+    BASE_DIFFERS: "the setting that it is compared with has no clean verdict, so agreement with it proves nothing",
     RARE: "some answers differ beyond rounding, too few to be distinguished from chance; ask more with --num-prompts",
     TOO_WIDE: "the rounding is so large that a fault could look like it; use a model without quantized activations, or trained weights",
     UNMEASURED: "some answers differ, and the rounding is unknown, as the answers of each server to the same prompt are almost always "
@@ -64,9 +64,10 @@ MAX_LISTED = 6  # values that are listed one by one
 
 def make_table(report: Report) -> Table:
     """Return a table with a row for each setting, and a column for each effect."""
+    references = list(dict.fromkeys(result.reference for result in report.results if result.reference))
     table = Table(
         box=SIMPLE_HEAD,
-        title=f"Greedy answers, compared with {report.results[0].name}",
+        title=f"Greedy answers, compared with {format_list(references)}" if references else "Greedy answers",
         caption="Prompts that differ beyond rounding, of all prompts; near-ties in parentheses; ? unknown.",
     )
     table.add_column("setting")
@@ -82,10 +83,9 @@ def make_table(report: Report) -> Table:
 
 def format_report(report: Report) -> list[str]:
     """Return the sentences below the table: one verdict for each setting, then what was covered."""
-    base = report.results[0]
     lines = []
     for result in report.results:
-        lines += _format_setting(result, base)
+        lines += _format_setting(result)
     if report.not_run:
         lines.append(
             f"Not compared, as the command was interrupted: {format_list(report.not_run)}."
@@ -130,19 +130,19 @@ def _format_outcome(result: SettingResult) -> str:
     return {START: "did not start", PROMPTS: "prompts refused"}.get(result.failure.stage, "failed")
 
 
-def _format_setting(result: SettingResult, base: SettingResult) -> list[str]:
+def _format_setting(result: SettingResult) -> list[str]:
     if result.failure is not None:
         return _format_failure(result, result.failure)
     judgement = result.judgement
     assert judgement is not None
     if judgement.findings:
         first, *others = judgement.findings
-        text = [_format_finding(first, judgement, base), *_format_further(others, base)]
+        text = [_format_finding(first, judgement, result), *_format_further(others, result)]
     elif judgement.undecided:
         text = [f"{'; '.join(DOUBTS[doubt] for doubt in judgement.undecided)}."]
-        text += [_format_rare(judgement, base)] if RARE in judgement.undecided else []
+        text += [_format_rare(judgement, result)] if RARE in judgement.undecided else []
     else:
-        text = [_format_agreement(result, judgement, base)]
+        text = [_format_agreement(result, judgement)]
     if not judgement.findings:
         text.append(_format_detectable(judgement.detectable, judgement.mean_compared))
     text.append(
@@ -154,10 +154,10 @@ def _format_setting(result: SettingResult, base: SettingResult) -> list[str]:
     return [f"{result.name}: {judgement.verdict}{':' if judgement.undecided else '.'} {' '.join(text)}"]
 
 
-def _format_agreement(result: SettingResult, judgement: Judgement, base: SettingResult) -> str:
+def _format_agreement(result: SettingResult, judgement: Judgement) -> str:
     """Return what was compared without a difference."""
     batches = _format_values([str(n) for n in sorted({c.cell.batch for c in judgement.counts})])
-    what = "Its answers repeat" if result is base else f"It answers as {base.name} does"
+    what = f"It answers as {result.reference} does" if result.reference else "Its answers repeat"
     ties, outliers = (sum(getattr(c, name) for c in judgement.counts) for name in ("near_ties", "outliers"))
     further = f" and {format_count(outliers, 'outlier')}" if outliers else ""
     lengths = f"{format_count(len(result.lengths), 'length')} of prompts from {result.lengths[0]:,} to {result.lengths[-1]:,} tokens"
@@ -174,14 +174,14 @@ def _format_hits(result: SettingResult) -> str:
     return "It reports no prefix-cache hit: its cache was not tested."
 
 
-def _format_finding(finding: Finding, judgement: Judgement, base: SettingResult) -> str:
+def _format_finding(finding: Finding, judgement: Judgement, result: SettingResult) -> str:
     """Return the smallest conditions that show a difference, what differs there, and where else it shows."""
     limit = "" if finding.test == REAL else f" {_format_limit(finding.test, judgement.limits)}"
     count = f"{finding.differing:,} of {format_count(finding.prompts, 'prompt')}{limit}"
     smallest = (
         f"Smallest setting that shows it: {_format_cell(finding.smallest)}; {_format_example(finding, judgement)}."
     )
-    text = [f"It {_format_effect_name(finding.effect, base)}: {count}."]
+    text = [f"It {_format_effect_name(finding.effect, result)}: {count}."]
     if finding.lengths:
         text += [smallest, f"It shows at {_format_shown(finding)}."]
     elif finding.period:
@@ -191,32 +191,32 @@ def _format_finding(finding: Finding, judgement: Judgement, base: SettingResult)
     return " ".join(text)
 
 
-def _format_further(findings: Sequence[Finding], base: SettingResult) -> list[str]:
+def _format_further(findings: Sequence[Finding], result: SettingResult) -> list[str]:
     """Return a sentence about findings other than the first."""
     parts = [
-        f"{_format_effect_name(one.effect, base)} ({one.differing:,} of {format_count(one.prompts, 'prompt')})"
+        f"{_format_effect_name(one.effect, result)} ({one.differing:,} of {format_count(one.prompts, 'prompt')})"
         for one in findings
     ]
     return [f"It also {format_list(parts)}."] if parts else []
 
 
-def _format_effect_name(effect: str, base: SettingResult) -> str:
+def _format_effect_name(effect: str, result: SettingResult) -> str:
     return {
-        SERVERS: f"answers differently from {base.name}",
-        SCORES: f"gives the tokens of prompts other log-probabilities than {base.name}",
+        SERVERS: f"answers differently from {result.reference}",
+        SCORES: f"gives the tokens of prompts other log-probabilities than {result.reference}",
         REPEAT: "differs from itself when a request is repeated",
         CACHE: "differs from itself when a prompt is asked again (prefix cache)",
         BATCH: "differs from itself between answers in a batch and alone",
     }[effect]
 
 
-def _format_rare(judgement: Judgement, base: SettingResult) -> str:
+def _format_rare(judgement: Judgement, result: SettingResult) -> str:
     """Return how many pairs of answers differ beyond rounding, and the smallest conditions of one."""
     smallest = find_smallest(judgement.counts, REAL, judgement.limits)
     assert smallest is not None
     real, pairs = sum(c.real for c in judgement.counts), sum(c.pairs for c in judgement.counts)
     return (
-        f"{real:,} of {format_count(pairs, 'pair')} of answers differ so. Smallest setting that shows one: it {_format_effect_name(smallest.effect, base)} "
+        f"{real:,} of {format_count(pairs, 'pair')} of answers differ so. Smallest setting that shows one: it {_format_effect_name(smallest.effect, result)} "
         f"with {_format_cell(smallest.cell)}."
     )
 
@@ -282,7 +282,7 @@ def _format_failure(result: SettingResult, failure: Failure) -> list[str]:
         return [head, "The last lines of its log:", *log, f"Its log: {result.log}."]
     advice = (
         f"Read {result.log}; then try flags that avoid it in an engine's file or as a variant, for example --variant "
-        "'other=--attention-backend triton', or leave this setting out."
+        "'other=--attention-backend NAME', or leave this setting out."
     )
     return [head, "The last lines of its log:", *log, advice]
 

@@ -351,8 +351,12 @@ def _decides_ahead(found: Sequence[CaseSamples], request_ms: float, settings: En
 
 
 def _find_longest_mixed(found: Sequence[CaseSamples]) -> CaseSamples | None:
-    """Return the case with most tokens of a chunk, and of those with fewest decodes; None without decodes and chunks in a step."""
-    mixed = [one for one in found if one.case.decodes and one.case.chunks and not one.separate_prefill]
+    """Return the case of a whole prompt with most tokens, and of those with fewest decodes; None without decodes and chunks in a step."""
+    mixed = [
+        one
+        for one in found
+        if one.case.decodes and one.case.chunks and not one.case.chunks[0].prefix and not one.separate_prefill
+    ]
     return max(mixed, key=lambda one: (one.case.chunks[0].tokens, -one.case.decodes[0].requests), default=None)
 
 

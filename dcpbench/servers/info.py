@@ -13,7 +13,9 @@ import msgspec
 from dcpbench.errors import UsageError, WorkerError
 from dcpbench.points.names import OPENAI, SGLANG, VLLM
 from dcpbench.records.record import format_server_origin
+from dcpbench.servers import draft_counters
 from dcpbench.servers.client import KEY_ERRORS, KEY_HINT, MAX_BODY, NO_ENDPOINT, OK, RequestError, make_status_error
+from dcpbench.servers.draft_counters import DraftCounters
 from dcpbench.servers.kv_capacity import KvReport, compute_capacity, describe_conflicts, read_sglang, read_vllm
 from dcpbench.servers.load import retry_while_busy
 from dcpbench.show.text import fit_line, fit_name, format_count, format_list
@@ -37,14 +39,19 @@ MAX_LISTED = 10  # models named in a message
 PREEMPTIONS = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total", "sglang:num_retractions_total")
 CACHED = ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
 CACHE_CONFIG = "vllm:cache_config_info"
-READ = {*PREEMPTIONS, *CACHED, CACHE_CONFIG}  # metrics with series to keep; for all others only the names are kept
+READ = {
+    *PREEMPTIONS,
+    *CACHED,
+    CACHE_CONFIG,
+    *draft_counters.NAMES,
+}  # metrics with series to keep; for all others only the names are kept
 SGLANG_INFO = ("/server_info", "/get_server_info")
 METRICS_FLAGS = {SGLANG: "with --enable-metrics", VLLM: "without --disable-log-stats"}  # for counters at /metrics
 MAX_FACT_LENGTH = 200
 KEPT = """
     tp_size dp_size dcp_size ep_size enable_dp_attention attention_backend kv_cache_dtype quantization dtype
     chunked_prefill_size max_running_requests mem_fraction_static schedule_policy disable_radix_cache page_size
-    speculative_algorithm model_path
+    speculative_algorithm speculative_num_steps speculative_num_draft_tokens model_path
 """  # arguments of SGLang that affect performance
 
 
@@ -133,16 +140,17 @@ class Counters:
 
     preemptions: float | None = None
     cached_tokens: float | None = None
+    drafts: DraftCounters = dataclasses.field(default_factory=DraftCounters)
 
     def compute_increase(self, before: Counters) -> dict[str, int | None]:
         """Return the increases since `before`, by the names of record.ServeMetrics; None for a server that was
         restarted.
         """
         found: dict[str, int | None] = {}
-        for field in dataclasses.fields(self):
-            now, then = getattr(self, field.name), getattr(before, field.name)
+        for name in ("preemptions", "cached_tokens"):
+            now, then = getattr(self, name), getattr(before, name)
             known = now is not None and then is not None and 0 <= then <= now <= MAX_COUNT
-            found[field.name] = round(now - then) if known else None
+            found[name] = round(now - then) if known else None
         return found
 
 
@@ -217,8 +225,15 @@ async def fetch_metrics(client: Client, until_s: float) -> dict[str, list[tuple[
 
 async def fetch_counters(client: Client) -> Counters:
     """Return the current counters of a server."""
-    found = await fetch_metrics(client, time.monotonic() + TIMEOUT_S) or {}
-    return Counters(preemptions=_sum_values(found, PREEMPTIONS), cached_tokens=_sum_values(found, CACHED))
+    until_s = time.monotonic() + TIMEOUT_S
+    found, reply = await fetch_metrics(client, until_s) or {}, dict[str, Any]()
+    if any(name.startswith(f"{SGLANG}:") for name in found):
+        reply = await _fetch_json(client, SGLANG_INFO[0], until_s) or await _fetch_json(client, SGLANG_INFO[1], until_s)
+    return Counters(
+        preemptions=_sum_values(found, PREEMPTIONS),
+        cached_tokens=_sum_values(found, CACHED),
+        drafts=draft_counters.read_draft_counters(found, reply),
+    )
 
 
 def read_metrics(text: str, names: Collection[str] = READ) -> dict[str, list[tuple[dict[str, str], float]]]:

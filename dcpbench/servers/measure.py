@@ -42,6 +42,7 @@ from dcpbench.servers.answers import BY_CHUNKS
 from dcpbench.servers.client import Client, Target
 from dcpbench.servers.client_pool import open_load
 from dcpbench.servers.descriptors import OPEN_FILES, raise_open_file_limit
+from dcpbench.servers.draft_counters import summarize_drafts
 from dcpbench.servers.load import Call, LoadOptions, Run
 from dcpbench.servers.profile import find_waits, record_traces
 from dcpbench.servers.prompt_format import COMPLETIONS, PromptFormat, find_prompt_format
@@ -502,7 +503,8 @@ def _make_record(point: Point, server: MeasuredServer, sent: _LoadState, *, fail
     failed = failed or (shortage.sentence if shortage is not None else "")
     if sent.run is None or (stopped and not outcomes):
         return msgspec.structs.replace(record, reason=failed or "interrupted before any request was sent.")
-    samples = [_make_sample(o, sent) for o in outcomes]
+    drafts = summarize_drafts(sent.before.drafts, sent.after.drafts) if sent.before and sent.after else None
+    samples = [_make_sample(o, sent, together=drafts is not None) for o in outcomes]
     try:
         name = write_samples(server.folder, point, make_rows(samples))
         metrics = compute_serve_metrics(
@@ -511,6 +513,7 @@ def _make_record(point: Point, server: MeasuredServer, sent: _LoadState, *, fail
             concurrency=point.clients,
             slo=server.settings.slo,
             steps=StepCounts(),
+            speculation=drafts,
             samples_file=name,
             interrupted=stopped,
             limit_s=server.settings.limit_seconds,
@@ -532,7 +535,7 @@ def _make_record(point: Point, server: MeasuredServer, sent: _LoadState, *, fail
     assert isinstance(record.server, Server)
     found_warnings = {
         CLIENT_BOUND: is_client_bound(record.server.client, metrics.itl_ms.p50),
-        GAPS_DIVIDED: any(s.chunk_tokens for s in samples),
+        GAPS_DIVIDED: drafts is None and any(s.chunk_tokens for s in samples),
         NOMINAL: _has_other_lengths(samples, sent.requests),
     }
     reason = failed or _describe_none_finished(metrics, outcomes)
@@ -562,8 +565,11 @@ def _describe_none_finished(metrics: ServeMetrics, outcomes: Sequence[Outcome]) 
     return f"no request finished: {metrics.failed:,} failed{cut_off}; the first one: {first.sentence}"
 
 
-def _make_sample(outcome: Outcome, sent: _LoadState) -> Sample:
-    """Return a request as a Sample; times after the start of the run."""
+def _make_sample(outcome: Outcome, sent: _LoadState, *, together: bool) -> Sample:
+    """Return a request as a Sample; times after the start of the run.
+
+    The gap before a chunk is divided over its tokens. With `together` they come at once, as those of a step with drafts do.
+    """
     assert sent.run is not None
     start, answer = sent.run.start_s, outcome.answer
     request = sent.requests[outcome.call.number]
@@ -573,7 +579,10 @@ def _make_sample(outcome: Outcome, sent: _LoadState) -> Sample:
     if answer is None or not answer.chunk_s:
         return sample
     counts = answer.list_chunk_tokens()
-    sample.token_s = [t - start for t in formulas.compute_token_times(answer.chunk_s, counts)]
+    times = formulas.compute_token_times(answer.chunk_s, counts)
+    if together:
+        times = [t for t, count in zip(answer.chunk_s, counts, strict=True) for _ in range(count)]
+    sample.token_s = [t - start for t in times]
     sample.tokens = answer.tokens if len(answer.tokens) == len(sample.token_s) else []
     sample.chunk_tokens = counts if max(counts) > 1 else []
     length = answer.usage.prompt_tokens if answer.usage and answer.usage.prompt_tokens else request.prompt_tokens

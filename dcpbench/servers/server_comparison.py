@@ -1,4 +1,8 @@
-"""Collect the answers of running servers, or of a server that is started for each setting, and compare them with the first. No torch."""
+"""Collect the answers of running servers, or of a server that is started for each setting, and compare them. No torch.
+
+A setting is compared with the first one of its engine, and the first one of each further engine with that of the first engine: so a
+difference between layouts is seen without the one between the kernels of two engines.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +69,7 @@ class SettingResult(msgspec.Struct, frozen=True, kw_only=True):
     """A setting, and what became of it."""
 
     name: str
+    reference: str = ""  # name of the setting that it is compared with; empty: it is compared with itself alone
     url: str = ""  # of a server that runs already
     command: str = ""  # of a server that is started
     log: str = ""
@@ -87,7 +92,7 @@ class SettingResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings, the first of which the others are compared with."""
+    """All settings, in the order in which they ran."""
 
     results: list[SettingResult]
     not_run: list[str] = []  # settings without a result
@@ -122,25 +127,26 @@ class EngineCheck:
 class Judged:
     """Hold the answers of a server and the verdict on them."""
 
+    name: str
     answers: CollectedAnswers
     judgement: Judgement
+    sizes: Sizes  # of its own answers
 
 
 class EngineComparison:
-    """Start and question settings, one after another, and judge them; keep the answers of the first."""
+    """Start and question settings, one after another, and judge them; keep the answers of the first of each engine."""
 
     def __init__(self, check: EngineCheck, tell: Callable[[str], None]) -> None:
         self.check, self.tell = check, tell
         self.results: list[SettingResult] = []
-        self._first: Judged | None = None
-        self._first_sizes: list[Sizes] = []
+        self._first: dict[str, Judged] = {}  # by engine, in the order in which they ran
         self._prompts: SharedPrompts | None = None
 
     def run(self) -> None:
         """Question all settings. After a failure of the first, no other is started; an interruption leaves the rest out."""
         for number, setting in enumerate(self.check.settings):
             self.question_setting(number, setting)
-            if self._first is None:
+            if not self._first:
                 break
 
     def make_report(self) -> Report:
@@ -149,7 +155,7 @@ class EngineComparison:
         return Report(
             results=self.results,
             not_run=left,
-            interrupted=bool(left) and (not self.results or self._first is not None),
+            interrupted=bool(left) and (not self.results or bool(self._first)),
             seed=self.check.questions.seed,
             new_tokens=self.check.questions.tokens,
         )
@@ -176,14 +182,12 @@ class EngineComparison:
                 self.results.append(_complete_result(result, collector, failure=failure))
                 return
         self.tell(f"{setting.name}: comparing")
-        sizes = _measure_all_sizes(answers)
+        engine = setting.engine.name
+        reference = self._first.get(engine) or next(iter(self._first.values()), None)
         level = LEVEL / len(self.check.settings)
-        judged = judge_answers(answers, self._first, [*self._first_sizes, sizes], self.check.tolerance, level)
-        if self._first is None:
-            self._first, self._first_sizes = judged, [sizes]
-        self.results.append(
-            _complete_result(result, collector, hit_tokens=answers.hit_tokens, judgement=judged.judgement)
-        )
+        judged = judge_answers(setting.name, answers, reference, self.check.tolerance, level)
+        self._first.setdefault(engine, judged)
+        self.results.append(_complete_result(result, collector, judged=judged, reference=reference))
 
 
 def compare_running(
@@ -198,11 +202,10 @@ def compare_running(
         found, prompts = asyncio.run(collectors[-1].collect(prompts, lambda _: DOUBLED))
         answers.append(found)
     while True:
-        sizes = [_measure_all_sizes(one) for one in answers]
         judged: list[Judged] = []
-        for one in answers:
-            first = judged[0] if judged else None
-            judged.append(judge_answers(one, first, sizes, tolerance, LEVEL / len(answers)))
+        for name, one in zip("AB", answers, strict=False):
+            reference = judged[0] if judged else None
+            judged.append(judge_answers(name, one, reference, tolerance, LEVEL / len(answers)))
         length = find_next_length([one.judgement for one in judged], questions.tokens)
         if length is None:
             break
@@ -214,12 +217,12 @@ def compare_running(
             answers[i] += found
     results = [
         _complete_result(
-            SettingResult(name=name, url=collector.target.url),
+            SettingResult(name=one.name, url=collector.target.url),
             collector,
-            hit_tokens=one.answers.hit_tokens,
-            judgement=one.judgement,
+            judged=one,
+            reference=None if one is judged[0] else judged[0],
         )
-        for name, collector, one in zip("AB", collectors, judged, strict=False)
+        for collector, one in zip(collectors, judged, strict=True)
     ]
     return Report(results=results, seed=questions.seed, new_tokens=questions.tokens)
 
@@ -229,25 +232,34 @@ def _tell_named(tell: Callable[[str], None], name: str, note: str) -> None:
 
 
 def judge_answers(
-    answers: CollectedAnswers, first: Judged | None, sizes: Sequence[Sizes], tolerance: float, level: float
+    name: str, answers: CollectedAnswers, reference: Judged | None, tolerance: float, level: float
 ) -> Judged:
-    """Compare the answers of a server with each other and with those of the first; rounding follows from the first of `sizes` that shows it."""
-    limits = compute_limits(tolerance, sizes, (first.answers if first else answers).scored, answers.scored)
+    """Compare the answers of a server with each other and with those of the reference.
+
+    The rounding is that of the reference, or of the server itself where the reference shows none.
+    """
+    sizes = _measure_all_sizes(answers)
+    limits = compute_limits(
+        tolerance,
+        [*([reference.sizes] if reference else []), sizes],
+        (reference.answers if reference else answers).scored,
+        answers.scored,
+    )
     own, between = [], []
     for length, data in answers.lengths.items():
         found = decode_answers(data)
         own += count_own(found, limits)
-        if first is not None:
-            between += count_between(decode_answers(first.answers.lengths[length]), found, limits)
+        if reference is not None:
+            between += count_between(decode_answers(reference.answers.lengths[length]), found, limits)
     judgement = judge_counts(
         own,
-        None if first is None else between,
-        [] if first is None else first.judgement.counts,
+        None if reference is None else between,
+        [] if reference is None else reference.judgement.counts,
         limits=limits,
-        base_verdict=CONSISTENT if first is None else first.judgement.verdict,
+        base_repeats=reference is None or reference.judgement.repeats_itself,
         level=level,
     )
-    return Judged(answers=answers, judgement=judgement)
+    return Judged(name=name, answers=answers, judgement=judgement, sizes=sizes)
 
 
 def _measure_all_sizes(answers: CollectedAnswers) -> Sizes:
@@ -276,20 +288,21 @@ def _complete_result(
     result: SettingResult,
     collector: Collector,
     *,
-    hit_tokens: int | None = None,
     failure: Failure | None = None,
-    judgement: Judgement | None = None,
+    judged: Judged | None = None,
+    reference: Judged | None = None,
 ) -> SettingResult:
     """Return the result with what was asked, and what came of it."""
     return msgspec.structs.replace(
         result,
+        reference=reference.name if reference else "",
         requests=collector.sent,
-        hit_tokens=hit_tokens,
+        hit_tokens=judged.answers.hit_tokens if judged else None,
         lengths=collector.lengths,
         left_out=collector.left_out,
         max_model_len=collector.max_model_len,
         failure=failure,
-        judgement=judgement,
+        judgement=judged.judgement if judged else None,
     )
 
 

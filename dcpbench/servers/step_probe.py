@@ -4,9 +4,11 @@
     behind   prompts that share a step wait behind a prompt that fills the steps before; a sample is the time from its first token to
              theirs; a prefix shorter than a step shares the last of these steps
     prefill  a prompt on an idle server that takes no prompt of two steps; a sample is its time to first token
-    prefix   the time to first token of a long prompt minus that of a prompt without its last chunk
+    prefix   the time of a long prompt minus that of the prompt without its last chunk, each behind a prompt that fills the steps before,
+             so that the GPU is as warm as under load; or their times to first token on a server that takes no such prompt
     mixed    a prompt arrives while requests decode; a sample is the gap of their tokens in which its first token comes. It waits behind a
-             prompt that fills the steps before, which hide how long the host takes to begin a step, unless hide_launch is False
+             prompt that fills the steps before, which hide how long the host takes to begin a step, unless hide_launch is False; the
+             steps between hold the prefix of its last chunk
 
 Samples contain what a user sees: HTTP, the scheduler and the detokeniser.
 """
@@ -73,7 +75,7 @@ class Refusal(enum.Enum):
         "several prompts that arrive while others decode need not share a step; measure one prompt with decodes."
     )
     PREFIX_CHUNKS = "chunks of several prompts with a prefix cannot be made to share a step; measure one such chunk."
-    PREFIX_MIXED = "a chunk with a prefix cannot be placed in a given step of decodes; measure it without decodes."
+    PREFIX_MIXED = "a chunk that runs with decodes begins at {needed:,} tokens only if that is a multiple of the {limit:,} prompt tokens of such a step; choose such a prefix."
     BUDGET_UNKNOWN = "the maximum number of tokens in a step of the server is unknown; state it (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size)."
     PREFIX_MULTIPLE = "a chunk begins at {needed:,} tokens only if that is a multiple of the {limit:,} tokens that the server takes in a step, or fewer if it takes prompts of three steps; choose such a prefix."
     TOKENS = "it has {needed:,} tokens, and the server takes {limit:,} in a step; choose fewer, or start the server with more (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size)."
@@ -115,7 +117,7 @@ class Method(enum.StrEnum):
     DECODE = "decode gaps"
     PREFILL = "time to first token"
     BEHIND = "time after a full step"
-    PREFIX = "difference of times to first token"
+    PREFIX = "difference between prompts with and without the chunk"
     MIXED = "gap of decodes"
 
 
@@ -221,16 +223,17 @@ def _check_chunks(limits: ServerLimits, case: Case) -> None:
     count, prefix = sum(c.chunks for c in case.chunks), max(c.prefix for c in case.chunks)
     for refusal, holds in (
         (Refusal.MIXED_CHUNKS, case.decodes and count > 1),
-        (Refusal.PREFIX_MIXED, case.decodes and prefix),
         (Refusal.PREFIX_CHUNKS, prefix and count > 1),
         (Refusal.BUDGET_UNKNOWN, limits.max_batched_tokens is None),
     ):
         if holds:
             raise UnsupportedCaseError(case, refusal)
-    budget = limits.max_batched_tokens or 0
-    if prefix % budget and not (prefix < budget and _takes_filler(limits, PREFIX_FILLED_STEPS)):
+    budget, requests = limits.max_batched_tokens or 0, sum(d.requests for d in case.decodes)
+    if requests and prefix % max(budget - requests, 1):
+        raise UnsupportedCaseError(case, Refusal.PREFIX_MIXED, needed=prefix, limit=max(budget - requests, 1))
+    if not requests and prefix % budget and not (prefix < budget and _takes_filler(limits, PREFIX_FILLED_STEPS)):
         raise UnsupportedCaseError(case, Refusal.PREFIX_MULTIPLE, needed=prefix, limit=budget)
-    tokens = sum(c.chunks * c.tokens for c in case.chunks) + sum(d.requests for d in case.decodes)
+    tokens = sum(c.chunks * c.tokens for c in case.chunks) + requests
     if tokens > budget:
         raise UnsupportedCaseError(case, Refusal.TOKENS, needed=tokens, limit=budget)
 
@@ -538,16 +541,27 @@ async def _measure_several_ms(probe: StepProbe, chunks: Sequence[Chunks]) -> flo
 
 
 async def _measure_difference_ms(probe: StepProbe, chunk: Chunks) -> float | None:
-    """Return the time of a prompt's last chunk, by a prompt without it; None if noise makes it negative."""
-    prefix = await _measure_ttft_ms(probe, chunk.prefix)
-    whole = await _measure_ttft_ms(probe, chunk.prefix + chunk.tokens)
-    return whole - prefix if whole > prefix else None
+    """Return the time of a prompt's last chunk, by a prompt without it; None if noise makes it negative, or a prompt came late.
+
+    Both wait behind a prompt that fills steps: a GPU that rests between prompts runs at higher clocks than under load.
+    """
+    measure = _measure_behind_ms if _takes_filler(probe.limits) else _measure_ttft_ms
+    prefix, whole = await measure(probe, chunk.prefix), await measure(probe, chunk.prefix + chunk.tokens)
+    return whole - prefix if prefix is not None and whole is not None and whole > prefix else None
+
+
+async def _measure_behind_ms(probe: StepProbe, tokens: int) -> float | None:
+    """Return the time from the first token of a prompt that fills steps to that of a prompt behind it; None if that came late."""
+    found = await _send_behind(probe, [tokens], FILLED_STEPS * (probe.limits.max_batched_tokens or 0))
+    [came] = found.came_s
+    return (came - found.before_s) * 1e3 if found.in_time else None
 
 
 async def _measure_mixed(probe: StepProbe, case: Case, *, hide_launch: bool) -> CaseSamples:
     """Measure the gap of decodes in which a prompt arrives, behind a prompt that fills the steps before if `hide_launch`."""
     overhead = await measure_overhead_ms(probe)
     plan, [chunk] = plan_decodes(probe.limits, case), case.chunks
+    prompt = chunk.prefix + chunk.tokens
     filler = FILLED_STEPS * ((probe.limits.max_batched_tokens or 0) - sum(d.requests for d in case.decodes))
     together: list[bool] = []
     queued: list[float] = []
@@ -558,10 +572,10 @@ async def _measure_mixed(probe: StepProbe, case: Case, *, hide_launch: bool) -> 
 
         async def take() -> float | None:
             if hide_launch:
-                found = await _send_behind(probe, [chunk.tokens], filler)
+                found = await _send_behind(probe, [prompt], filler)
                 [came], in_time = found.came_s, found.in_time
             else:
-                [(sent, came)] = await _send_prompts(probe, [chunk.tokens])
+                [(sent, came)] = await _send_prompts(probe, [prompt])
                 in_time = True
             await streams.wait_for_chunks(STEPS_BETWEEN)
             if not in_time:

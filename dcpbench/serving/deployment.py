@@ -219,8 +219,8 @@ class DecodeScheduler(Scheduler):
         """Do nothing: this instance does not prefill."""
 
     def _count_reserved_pages(self, replica: Replica) -> int:
-        """Return one page for each running or arriving request."""
-        return self.count_requests(replica)
+        """Return the pages of a step of each running or arriving request."""
+        return self.count_requests(replica) * self._pages_of_step
 
     def _preempt_sequence(self, replica: Replica, sequence: Sequence) -> None:
         """Give up a request, which has to be prefilled again elsewhere."""

@@ -186,7 +186,20 @@ def _iter_mixed_cases(extent: EngineExtent) -> Iterator[Case]:
         for size in (size - rows for size in sizes if size > rows):
             for context in _list_contexts(extent, extent.requests):
                 yield Case(decodes=(Decodes(rows, context),), chunks=(Chunks(1, size, 0),))
+    yield from _iter_prefixed_mixed_cases(extent, most_rows)
     half = max(most_rows // 2, 1)
     if (size := _align(budget // 2) - half) > 0:
         context = max(extent.compute_max_context(extent.requests) // 2, min(FEW_CONTEXT, extent.context))
         yield Case(decodes=(Decodes(half, context),), chunks=(Chunks(1, size, 0),), use=CHECK)
+
+
+def _iter_prefixed_mixed_cases(extent: EngineExtent, most_rows: int) -> Iterator[Case]:
+    """Yield decode rows next to the last chunk of a prompt of two steps: most rows and a short chunk, one row and the longest chunk.
+
+    Each of both steps has the same decode rows.
+    """
+    budget, sizes = extent.engine.token_budget, _list_prefixed_sizes(extent)
+    for rows, size in {most_rows: sizes[0], 1: sizes[-1]}.items():
+        if extent.context > budget > rows and size > rows:
+            decodes = Decodes(rows, extent.compute_max_context(extent.requests))
+            yield Case(decodes=(decodes,), chunks=(Chunks(1, size - rows, budget - rows),))

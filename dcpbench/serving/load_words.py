@@ -53,11 +53,11 @@ def format_varied_lengths(tokens: int) -> str:
     return str(Lengths(UNIFORM, max(9 * tokens // 10, 1), -(-11 * tokens // 10)))
 
 
-PROMPTS, ANSWERS, CHUNK = "4000", format_varied_lengths(1500), 8192
-"""Defaults on GPUs: prompt length, answer length, prompt tokens of a step. With answers of identical length, clients
+PROMPTS, ANSWERS = "4000", format_varied_lengths(1500)
+"""Defaults on GPUs: prompt length, answer length. With answers of identical length, clients
 would run in lock-step, which changes which layout is called best: docs/serving.md.
 """
-CPU_PROMPTS, CPU_ANSWERS, CPU_CHUNK = "32", format_varied_lengths(8), 64
+CPU_PROMPTS, CPU_ANSWERS = "32", format_varied_lengths(8)
 USUAL_CLIENTS = (8, 32, 48)  # default of --concurrency on GPUs
 SPARE_REQUESTS = 0.1  # share by which the default exceeds what p99 of TTFT needs, as some may fail or be cut off
 

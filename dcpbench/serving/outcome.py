@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from dcpbench.errors import UsageError
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.records import formulas
-from dcpbench.records.record import ServeMetrics, TurnMetrics
+from dcpbench.records.record import FROM_TPOT, ServeMetrics, SpeculationMetrics, TurnMetrics
 from dcpbench.show.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from dcpbench.points.speculation import Speculation
     from dcpbench.records.record import InstanceMetrics
     from dcpbench.serving.requests import Step
     from dcpbench.serving.traffic import Sample
@@ -44,6 +47,10 @@ class StepCounts:
     """Decode steps larger than the largest captured graph."""
     decode_rows: int = 0
     """Requests in steps without prefill, over the layout, summed over these steps."""
+    decoded_tokens: int = 0
+    """Tokens that requests got in these steps."""
+    accepted: list[int] = dataclasses.field(default_factory=list)
+    """Steps of a request by their accepted drafts, from none on; empty without drafts."""
 
     def add_step(self, step: Step) -> None:
         """Count a step that ran."""
@@ -53,6 +60,26 @@ class StepCounts:
             self.decode_steps += 1
             self.eager_decode_steps += max(rows) > GRAPH_BATCHES[-1]
             self.decode_rows += sum(rows)
+            self.decoded_tokens += sum(r.decoded_tokens for r in step.replicas)
+        for replica in step.replicas:
+            self.accepted += [0] * (replica.queries - len(self.accepted) if replica.accepted else 0)
+            for count in replica.accepted:
+                self.accepted[count] += 1
+
+    def summarize_speculation(self, stated: Speculation | None, step_times: str = "") -> SpeculationMetrics | None:
+        """Return what the steps accepted, next to what was stated; None without drafts."""
+        steps = sum(self.accepted)
+        if stated is None or not steps:
+            return None
+        reached = [sum(self.accepted[n:]) for n in range(1, len(self.accepted))]
+        return SpeculationMetrics(
+            draft_tokens=stated.draft_tokens,
+            assumed=list(stated.acceptance),
+            steps=steps,
+            accepted=reached,
+            tokens_per_step=1 + sum(reached) / steps,
+            step_times=step_times,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,6 +164,7 @@ def compute_serve_metrics(
     idle_fraction: float | None = None,
     floor_shares: Mapping[str, float | None] = NO_SHARES,
     instances: InstanceMetrics | None = None,
+    speculation: SpeculationMetrics | None = None,
     samples_file: str = "",
     interrupted: bool = False,
     limit_s: float | None = None,
@@ -166,18 +194,22 @@ def compute_serve_metrics(
         window = formulas.find_steady_window(times, concurrency, waiting)
     input_tokens, output_tokens = (sum(s.request.prompt_tokens for s in served), sum(len(s.token_s) for s in served))
     done = [t for t in times if t.finished]
+    tpot_ms = formulas.summarize_latencies([v for t in done if (v := formulas.compute_tpot_ms(t)) is not None])
     itl_ms = formulas.summarize_latencies(np.concatenate([np.empty(0), *map(formulas.compute_itl_ms, done)]))
+    gap_ms = tpot_ms.p50 if speculation else itl_ms.p50  # most gaps between tokens of one step are 0
     sequences = [s.sequence for s in traffic.samples if s.sequence is not None]
     return ServeMetrics(
         ttft_ms=formulas.summarize_latencies([formulas.compute_ttft_ms(t) for t in done]),
         itl_ms=itl_ms,
-        tpot_ms=formulas.summarize_latencies([v for t in done if (v := formulas.compute_tpot_ms(t)) is not None]),
+        tpot_ms=tpot_ms,
         e2el_ms=formulas.summarize_latencies([formulas.compute_e2el_ms(t) for t in done]),
         output_tok_s=output_tokens / wall,
         output_tok_s_per_gpu=formulas.compute_tok_s_per_gpu(output_tokens / wall, gpus) if gpus else None,
         total_tok_s=(input_tokens + output_tokens) / wall,
         request_s=len(done) / wall,
-        tok_s_per_user=formulas.compute_tok_s_per_user(itl_ms.p50) if itl_ms.p50 else None,
+        tok_s_per_user=formulas.compute_tok_s_per_user(gap_ms) if gap_ms else None,
+        tok_s_per_user_from=FROM_TPOT if speculation else msgspec.UNSET,
+        speculation=speculation,
         steady_tok_s=None if window is None else formulas.compute_tok_s_within(times, window),
         steady_s=None if window is None else window[1] - window[0],
         slo_ms=objectives,

@@ -29,6 +29,7 @@ from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import InstanceMetrics, Kv, Record, Server
 from dcpbench.serving.delivery import list_delays_s, scatter_tokens
 from dcpbench.serving.deployment import Deployment, Disaggregated, Link
+from dcpbench.serving.draft_steps import estimate_draft_steps
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, find_warnings, make_rows
 from dcpbench.serving.policies import make_scheduler
@@ -252,6 +253,7 @@ def replay_point(
 
     Raise UsageError if the times belong to another engine than the point's, or do not cover its load.
     """
+    times, estimated = estimate_draft_steps(times, point)
     times.check_point(point, file or "the step times")
     policy = (policy or times.engine.policy) if times.engine is not None else ""
     limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
@@ -269,6 +271,7 @@ def replay_point(
             concurrency=point.clients,
             slo=settings.slo,
             steps=found.counts,
+            speculation=found.counts.summarize_speculation(point.speculation, estimated),
             instances=_compute_instance_metrics(found) if point.disaggregate else None,
             samples_file=file,
             limit_s=settings.limit_seconds,

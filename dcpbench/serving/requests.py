@@ -130,6 +130,8 @@ class Sequence:
     cached: int = 0
     """Prompt tokens that the prefix cache had when it was admitted first."""
     preemptions: int = 0
+    verified: int = 0
+    """Steps that verified drafts of it, including those decided so far."""
     instance: int | None = None
     """Instance that the request is on or was last on, if several serve."""
     transfer: Transfer | None = None
@@ -188,17 +190,28 @@ class ReplicaStep:
     slots: list[int] = dataclasses.field(default_factory=list)
     """Slots of the decodes."""
     positions: list[int] = dataclasses.field(default_factory=list)
-    """Index per decode of the token that is read and of the KV row that is written."""
+    """Index per decode of the first token that is read and of the KV row that is written; those of its drafts follow."""
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     table: list[TableWrite] = dataclasses.field(default_factory=list)
     """Writes to the request table that are due before the step runs."""
     discarded: list[int] = dataclasses.field(default_factory=list)
     """KV tokens of each decode row that produces no token, because its request has finished in the step before."""
+    queries: int = 1
+    """Rows of each decode: a known token, and its drafts behind it."""
+    accepted: list[int] = dataclasses.field(default_factory=list)
+    """Accepted drafts of each decode, with those beyond the end of an answer; empty without drafts."""
+    delivered: list[int] = dataclasses.field(default_factory=list)
+    """Tokens that each decode yields; empty without drafts, as each yields one."""
 
     @property
     def tokens(self) -> int:
         """Return the number of rows of the step."""
-        return len(self.decodes) + len(self.discarded) + sum(c.tokens for c in self.chunks)
+        return (len(self.decodes) + len(self.discarded)) * self.queries + sum(c.tokens for c in self.chunks)
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Return the number of tokens that decodes yield."""
+        return sum(self.delivered) if self.delivered else len(self.decodes)
 
     @property
     def sampled_sequences(self) -> list[Sequence]:

@@ -9,7 +9,7 @@ requests, because steps run in order on the device. So step k + 1 can be decided
 The policy is first come, first served. A new request goes to the replica with the fewest requests among those with
 enough free KV capacity; a later turn of a session goes to the replica of the earlier turns. If that one has too little
 capacity, the turn waits there, and later arrivals for the same replica wait behind it. The required capacity is the
-prompt plus one page for each request that runs there. When a running request finds no page for its next token, the
+prompt plus one page for each request that runs there. When a running request finds no page for its next tokens, the
 prefix cache first evicts unlocked pages; then the latest request loses its KV, waits in front of all others of its
 replica, and recomputes prompt and generated tokens. The earliest request is never preempted by another, and fits alone
 (`submit` rejects requests that do not), so every request finishes.
@@ -32,6 +32,7 @@ from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Point
+    from dcpbench.points.speculation import Speculation
     from dcpbench.serving.radix import Node
 
 
@@ -53,6 +54,10 @@ class SchedulerConfig:
     prefix_cache: bool = True
     max_context: int
     """Tokens of a request that can be stored; all but the last one that is sampled are."""
+    speculation: Speculation | None = None
+    """Drafts of a step and their acceptance; None for steps of one token."""
+    seed: int = 0
+    """Seed of the draws of accepted drafts."""
     max_chunk: int = 0
     """Maximum number of prompt tokens of one request in a step, with the policy of another engine; 0: no limit."""
 
@@ -72,14 +77,21 @@ class SchedulerConfig:
             policy=load.policy,
             prefix_cache=bool(load.prefix_cache),
             max_context=max_context,
+            speculation=point.speculation,
+            seed=load.seed or 0,
         )
 
     def __post_init__(self) -> None:
         if self.policy in OWN_POLICIES and self.chunk < self.virtual_page:
             raise UsageError(
-                f"--chunk leaves {self.chunk} tokens per replica, fewer than the {self.virtual_page} of a page on all "
-                f"dcp ranks; use --chunk {self.virtual_page * self.replicas} or more, or a smaller --page-size."
+                f"--prefill chunk leaves {self.chunk} tokens per replica, fewer than the {self.virtual_page} of a page on all "
+                f"dcp ranks; use --prefill chunk={self.virtual_page * self.replicas} or more, or a smaller --page-size."
             )
+
+    @property
+    def queries(self) -> int:
+        """Return the rows of a running request in a step."""
+        return 1 if self.speculation is None else self.speculation.query_length
 
     @property
     def virtual_page(self) -> int:
@@ -136,6 +148,7 @@ class Scheduler:
         self.homes: dict[int, int] = {}
         """Replica of each session, which holds its earlier turns."""
         self.steps = 0
+        self._pages_of_step = self.replicas[0].allocator.count_pages(config.queries)
         self.orders = itertools.count()
         """Counter of submissions, shared by instances that serve together."""
 
@@ -157,7 +170,7 @@ class Scheduler:
 
     def plan_step(self) -> Step | None:
         """Decide the next step; None if there is no work."""
-        step = Step(self.steps, [ReplicaStep(table=r.moved) for r in self.replicas])
+        step = Step(self.steps, [ReplicaStep(table=r.moved, queries=self.config.queries) for r in self.replicas])
         if self.config.policy == MIXED:
             self._add_decodes(step)
             self._add_prefills(step)
@@ -188,12 +201,13 @@ class Scheduler:
         config, one = self.config, self.replicas[0].allocator
         size = f"{request.prompt_tokens:,} prompt and {request.output_tokens:,} output tokens"
         most = (one.pages - 1) * one.virtual_page
-        if request.kv_tokens > most:
+        stored = request.kv_tokens + config.queries - 1  # with the drafts behind the last token
+        if stored > most:
             return (
                 f"request {request.number} has {size} and the KV cache of a replica holds {most:,} tokens; "
                 "give more with --kv-memory or --dcp"
             )
-        if request.kv_tokens > config.max_context:
+        if stored > config.max_context:
             return f"request {request.number} has {size} and the engine was built for {config.max_context + 1:,} in all"
         return ""
 
@@ -205,36 +219,61 @@ class Scheduler:
             todo.decodes = decodes
             todo.slots = [s.slot for s in decodes]
             todo.positions = [s.computed for s in decodes]
+            if self.config.speculation is not None:
+                self._verify_drafts(todo, self.config.speculation)
+                continue
             for sequence in decodes:
                 sequence.computed += 1
                 sequence.generated += 1
 
+    def _verify_drafts(self, todo: ReplicaStep, speculation: Speculation) -> None:
+        """Count the accepted drafts of each decode, and its tokens, at most those that its answer still lacks.
+
+        KV rows of rejected drafts lie behind the computed tokens, and the next step overwrites them.
+        """
+        for sequence in todo.decodes:
+            accepted = speculation.count_accepted(self.config.seed, sequence.request.number, sequence.verified)
+            delivered = min(accepted + 1, sequence.output_tokens - sequence.generated)
+            todo.accepted.append(accepted)
+            todo.delivered.append(delivered)
+            sequence.verified += 1
+            sequence.computed += delivered
+            sequence.generated += delivered
+
     def _allocate_next_tokens(self, replica: Replica, todo: ReplicaStep, step: Step) -> None:
-        """Allocate the next token of every decoding sequence, preempting the latest ones if necessary.
+        """Allocate the next token of every decoding sequence, and its drafts, preempting the latest ones if necessary.
 
         A sequence in prefill has allocated pages, and its allocation has more tokens than are computed.
         """
         page, running = replica.allocator.virtual_page, replica.running
+        if self.config.queries > 1:
+            for sequence in [s for s in running if s.computed == s.target - 1]:
+                if sequence.allocation is not None:  # else it was preempted
+                    self._add_tokens(replica, sequence, todo, step)
+            return
         growing = [s for s in running if s.allocation is not None and s.computed >= s.allocation.tokens]
         for sequence in [s for s in growing if s.computed % page == 0]:
             if sequence.allocation is not None:  # else it was preempted
-                self._add_page(replica, sequence, todo, step)
+                self._add_tokens(replica, sequence, todo, step)
         replica.allocator.fill([s.allocation for s in growing if s.computed % page and s.allocation is not None])
 
-    def _add_page(self, replica: Replica, sequence: Sequence, todo: ReplicaStep, step: Step) -> None:
-        """Allocate the next page of a sequence, unless it is itself the latest one and has to be preempted."""
-        allocator = replica.allocator
-        replica.make_free_pages(1)
-        while not allocator.free_pages:
+    def _add_tokens(self, replica: Replica, sequence: Sequence, todo: ReplicaStep, step: Step) -> None:
+        """Allocate the rows of a sequence's next step, unless it is itself the latest one and has to be preempted."""
+        allocator, allocation = replica.allocator, sequence.allocation
+        assert allocation is not None
+        held, stored = len(allocation.pages), sequence.computed + self.config.queries
+        missing = allocator.count_pages(stored) - held
+        replica.make_free_pages(missing)
+        while allocator.free_pages < missing:
             latest = replica.running[-1]
             self._preempt_sequence(replica, latest)
             step.preempted += 1
             if latest is sequence:
                 return
-            replica.make_free_pages(1)
-        assert sequence.allocation is not None
-        allocator.extend(sequence.allocation, 1)
-        todo.table.append(self._make_table_write(sequence, sequence.computed))
+            replica.make_free_pages(missing)
+        allocator.extend(allocation, max(stored - allocation.tokens, 0))
+        if missing > 0:
+            todo.table.append(self._make_table_write(sequence, held * allocator.virtual_page))
 
     def _preempt_sequence(self, replica: Replica, sequence: Sequence) -> None:
         replica.running.remove(sequence)
@@ -299,8 +338,8 @@ class Scheduler:
         return need + self._count_reserved_pages(replica) <= available
 
     def _count_reserved_pages(self, replica: Replica) -> int:
-        """Return the number of pages that an admission leaves free: one for each running sequence."""
-        return len(replica.running)
+        """Return the number of pages that an admission leaves free: those of a step of each running sequence."""
+        return len(replica.running) * self._pages_of_step
 
     def _match_prefix(self, replica: Replica, sequence: Sequence) -> tuple[np.ndarray, Node]:
         """Return the cached pages of its prompt and their node, such that at least one token is left to compute."""

@@ -3,6 +3,7 @@
     decode only    T(rows, KV)         read the weights that the rows need, and their KV
     prefill only   F(tokens, x) + …    weights and products for all tokens, and attention of each to x others
     mixed          F(all rows, x) + G(rows, KV)     decode rows are rows like others, but attend in their own way
+                   … + P(rows)                      another engine that runs chunks with a prefix more slowly next to decode rows
     uneven         … - S(rows) · share              some replicas have fewer rows than the fullest for the experts
     unaligned      … + U(rows)                      another engine whose kernels are slower for numbers of rows that are no
                                                     multiple of some number
@@ -51,21 +52,29 @@ class Work(NamedTuple):
     """Σ prefix over chunks: stored tokens that are gathered and decompressed."""
     decodes: int = 0
     """Decode rows without padding."""
+    queries: int = 1
+    """Query rows of each decode row: a known token, and its drafts."""
 
     @classmethod
-    def from_requests(cls, requests: int, kv_tokens: int, chunks: Iterable[tuple[int, int]]) -> Work:
+    def from_requests(cls, requests: int, kv_tokens: int, chunks: Iterable[tuple[int, int]], queries: int = 1) -> Work:
         """Return the work of decoding `requests` requests and of chunks, each (tokens, prefix)."""
         tokens, pairs, prefix = 0, 0.0, 0
         for count, before in chunks:
             tokens += count
             pairs += count * (before + count / 2)
             prefix += before
-        return cls(compute_batch_rows(requests) if requests else 0, kv_tokens, tokens, pairs, prefix, requests)
+        rows = compute_batch_rows(requests) if requests else 0
+        return cls(rows, kv_tokens, tokens, pairs, prefix, requests, queries)
+
+    @property
+    def all_rows(self) -> int:
+        """Return the rows of decodes, padded, and of chunks."""
+        return self.rows * self.queries + self.tokens
 
     @property
     def rows_with_chunks(self) -> int:
         """Return the rows in a step with chunks that go to experts, without padding to the fullest replica."""
-        return compute_chunk_rows(self.rows + self.tokens)
+        return compute_chunk_rows(self.all_rows)
 
 
 Sample = tuple[Work, float]
@@ -77,8 +86,8 @@ def compute_step_works(step: Step) -> list[Work]:
     found = []
     for replica in step.replicas:
         requests, chunks = len(replica.decodes), [(c.tokens, c.start) for c in replica.chunks]
-        kv_tokens = sum(replica.positions) + requests + sum(replica.discarded)
-        found.append(Work.from_requests(requests + len(replica.discarded), kv_tokens, chunks))
+        kv_tokens = sum(replica.positions) + requests * replica.queries + sum(replica.discarded)
+        found.append(Work.from_requests(requests + len(replica.discarded), kv_tokens, chunks, replica.queries))
     return found
 
 
@@ -277,7 +286,7 @@ class PrefillTimes:
             raise _make_outside_error(
                 f"{rows:,} rows whose chunks' tokens attend to {x:,.0f} tokens on average",
                 f"{surface.sizes[0]:,} to {self.most:,} rows, there with {surface.compute_max_x(rows):,.0f} tokens",
-                "a smaller --chunk or load" if rows > self.most else "a smaller load",
+                "a smaller --prefill chunk or load" if rows > self.most else "a smaller load",
             )
         return surface(rows, x) + (self.begin.predict_clamped(rows) + self.gather_ms * prefix if prefix else 0.0)
 
@@ -334,7 +343,7 @@ class MixedTimes:
             lambda: collections.defaultdict(list)
         )
         for w, ms in cases:
-            more = ms - prefill(w.rows + w.tokens, w.pairs, w.prefix)
+            more = ms - prefill(w.all_rows, w.pairs, w.prefix)
             found[w.rows][w.tokens].append((w.kv_tokens / w.rows, more))
         self.sizes = sorted(found)
         self.tokens = {rows: sorted(found[rows]) for rows in self.sizes}
@@ -361,6 +370,22 @@ class MixedTimes:
         lines = self.lines[rows]
         low, high, share = _find_bracket(self.tokens[rows], tokens)
         return lines[low], lines[high], min(max(share, 0.0), 1.0)
+
+
+class PrefixedTimes:
+    """Additional time of a step with decode rows and a chunk that has a prefix: P(rows).
+
+    vLLM's steps of this kind take longer on an H200 than their parts. Beyond the measured rows, the nearest value is used.
+    """
+
+    def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes, mixed: MixedTimes) -> None:
+        self.ms = Line(
+            (w.rows + w.tokens, ms - prefill(w.rows + w.tokens, w.pairs, w.prefix) - mixed(w)) for w, ms in cases
+        )
+
+    def __call__(self, rows: int) -> float:
+        """Return the time in ms to add to PrefillTimes and MixedTimes."""
+        return self.ms.predict_clamped(rows)
 
 
 class UnalignedTimes:
@@ -424,9 +449,7 @@ class Slowdown:
         found = [case._replace(times=max(case.times, 1.0)) for case in cases]  # below 1 is noise
         first = [case for case in found if not case.before and not case.since_s]
         self.decodes = [(case.work.rows, case.times) for case in first if not case.work.tokens]
-        self.chunks = [
-            (compute_chunk_rows(case.work.rows + case.work.tokens), case.times) for case in first if case.work.tokens
-        ]
+        self.chunks = [(compute_chunk_rows(case.work.all_rows), case.times) for case in first if case.work.tokens]
         of = {case.work: case.times - 1 for case in first if case.times > 1 + TELLS}
         shares = [(case, (case.times - 1) / of[case.work]) for case in found if case.work in of]
         largest = max((case.work.tokens for case in first), default=0)
@@ -436,7 +459,7 @@ class Slowdown:
 
     def __call__(self, works: Sequence[Work]) -> float:
         """Return the slowdown factor of a step of these replicas."""
-        rows = max(work.rows + work.tokens for work in works)
+        rows = max(work.all_rows for work in works)
         points = self.chunks if any(work.tokens for work in works) else self.decodes
         return Line(points).predict_clamped(rows) if points else 1.0
 
@@ -444,7 +467,7 @@ class Slowdown:
         """Return the final heat of such steps relative to that of the largest chunks: 0 for decodes."""
         if not any(work.tokens for work in works):
             return 0.0
-        return self.left.predict_clamped(max(work.rows + work.tokens for work in works))
+        return self.left.predict_clamped(max(work.all_rows for work in works))
 
 
 def _fit_settle_s(left: Sequence[tuple[float, float]]) -> float:
@@ -506,7 +529,8 @@ class StepModel:
             [(self._pad(w), ms) for w, ms in cases] for cases in (line, gather, uneven, unaligned)
         )
         decode = [(w, ms) for w, ms in line if w.rows and not w.tokens]
-        mixed = [(w, ms) for w, ms in line if w.rows and w.tokens]
+        mixed = [(w, ms) for w, ms in line if w.rows and w.tokens and not w.prefix]
+        prefixed = [(w, ms) for w, ms in line if w.rows and w.tokens and w.prefix]
         chunks = [(w, ms) for w, ms in line if w.tokens and not w.rows]
         self.most_graph_rows = (graph_batches or GRAPH_BATCHES)[-1]
         graphs = [s for s in decode if s[0].rows <= self.most_graph_rows]
@@ -517,12 +541,16 @@ class StepModel:
             )
         self.graphs = DecodeTimes(graphs)
         self.eager = DecodeTimes(eager) if eager else None
-        decode_rows, pad_rows = max((compute_batch_rows(w.rows + 1) for w, _ in mixed), default=0), compute_chunk_rows
+        decode_rows, pad_rows = (
+            max((compute_batch_rows(w.rows + 1) * w.queries for w, _ in mixed), default=0),
+            compute_chunk_rows,
+        )
         if graph_batches is not None:
             decode_rows = max(decode_rows, CHUNK_TILE)  # the longest chunk is measured at a multiple of 16 tokens
             pad_rows = _raise_rows
         self.prefill = PrefillTimes(chunks, gather, decode_rows, pad_rows=pad_rows)
         self.mixed = MixedTimes(mixed, self.prefill)
+        self.prefixed = PrefixedTimes(prefixed, self.prefill, self.mixed) if prefixed else None
         self.unaligned = UnalignedTimes(unaligned, self.prefill, row_multiple) if unaligned else None
         self.spared = SparedTimes(uneven, self.prefill) if uneven else None
         self.least = min(ms for _, ms in [*chunks, *uneven])
@@ -551,7 +579,7 @@ class StepModel:
         """Return the time of a step with chunks, at least that of the fastest measured one: less would be noise, as of
         a busy CPU.
         """
-        rows = max(w.rows + w.tokens for w in works)
+        rows = max(w.all_rows for w in works)
         spared = self.spared(works) if self.spared else 0.0
         added = self.unaligned(rows) if self.unaligned else 0.0
         return max(max(self._predict_replica_ms(rows, w) for w in works) - spared, self.least) + added
@@ -561,7 +589,8 @@ class StepModel:
         if not work.rows:
             return alone
         if self.mixed.sizes:
-            return alone + self.mixed(work)
+            prefixed = self.prefixed(rows) if self.prefixed and work.prefix else 0.0
+            return alone + self.mixed(work) + prefixed
         if work.tokens:
             raise _make_outside_error(f"{work.rows} decode rows in a step with chunks", "steps with only one of both")
         # Replicas of one request each: next to one with a chunk, another decodes. The remaining part of G is the read

@@ -85,24 +85,26 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of requests of one replica."""
         return sum(d.requests for d in self.decodes) + sum(c.chunks for c in self.chunks)
 
-    def compute_work(self) -> Work:
-        """Return the work in the form used by the prediction."""
+    def compute_work(self, queries: int = 1) -> Work:
+        """Return the work in the form used by the prediction, with so many query rows of each decode."""
         return Work.from_requests(
             sum(d.requests for d in self.decodes),
             sum(d.requests * d.context for d in self.decodes),
             [(c.tokens, c.prefix) for c in self.chunks for _ in range(c.chunks)],
+            queries,
         )
 
-    def compute_works(self, replicas: int) -> list[Work]:
+    def compute_works(self, replicas: int, queries: int = 1) -> list[Work]:
         """Return the work of each of `replicas` replicas."""
         busy = self.replicas or replicas
-        return [self.compute_work()] * busy + [Work.from_requests(0, 0, [])] * (replicas - busy)
+        return [self.compute_work(queries)] * busy + [Work.from_requests(0, 0, [])] * (replicas - busy)
 
-    def compute_rows(self, replicas: int) -> StepRows:
+    def compute_rows(self, replicas: int, queries: int = 1) -> StepRows:
         """Return the rows in the form used by floors, on this number of attention replicas; every chunk ends a prompt."""
         decodes = tuple(d.context for d in self.decodes for _ in range(d.requests))
         chunks = tuple((c.tokens, c.prefix) for c in self.chunks for _ in range(c.chunks))
-        rows = StepRows(decodes=decodes, chunks=chunks, sampled=self.requests)
+        sampled = self.requests + len(decodes) * (queries - 1)
+        rows = StepRows(decodes=decodes, chunks=chunks, sampled=sampled, queries=queries)
         return dataclasses.replace(rows, tokens=(self.replicas or replicas) * rows.rows)
 
     def __str__(self) -> str:
@@ -274,6 +276,11 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return the number of attention replicas of the path."""
         return int(self.path["dp"])
 
+    @property
+    def queries(self) -> int:
+        """Return the query rows of a decoding request in the measured steps."""
+        return int(self.path["mtp"]) + 1
+
     @functools.cached_property
     def model(self) -> StepModel:
         """Return the prediction made from the cases. Raise RecordsError if they are too few."""
@@ -294,7 +301,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self._make_model(get_ms)
 
     def _make_model(self, ms: Callable[[MeasuredCase], float]) -> StepModel:
-        samples = ([(m.case.compute_work(), ms(m)) for m in self.select_cases(use)] for use in MODELLED)
+        samples = ([(m.case.compute_work(self.queries), ms(m)) for m in self.select_cases(use)] for use in MODELLED)
         if self.engine is None:
             return StepModel(*samples)
         engine = self.engine
@@ -305,7 +312,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return the slowdown model of a hot GPU."""
         found = []
         for m in self.select_cases(HOT):
-            work, before = m.case.compute_work(), sum(c.chunks * c.tokens for c in m.case.after)
+            work, before = m.case.compute_work(self.queries), sum(c.chunks * c.tokens for c in m.case.after)
             cool_ms = self.model.predict_step_ms([work])
             found.append(HotStep(work, m.median_ms / cool_ms, before, m.case.since * cool_ms / 1e3))
         return Slowdown(found)
@@ -331,7 +338,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return the cases that predictions do not use, each with (predicted - measured) / measured."""
         found = self.select_cases(CHECK)
         return [
-            (m.case, self.model.predict_step_ms(m.case.compute_works(self.replicas)) / m.median_ms - 1) for m in found
+            (m.case, self.model.predict_step_ms(m.case.compute_works(self.replicas, self.queries)) / m.median_ms - 1)
+            for m in found
         ]
 
     def select_cases(self, use: str) -> list[MeasuredCase]:
@@ -344,7 +352,10 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def check_point(self, point: Point, name: str = "the step times") -> None:
         """Raise UsageError with the differences unless these are the times of the point's engine."""
-        found = find_differences(self.path, get_engine_path(point))
+        wanted = get_engine_path(point)
+        if self.engine is None and not self.path["mtp"]:
+            wanted["mtp"] = 0  # draft_steps.py estimates steps with drafts from those without
+        found = find_differences(self.path, wanted)
         if self.engine is not None and self.engine.settings != point.settings:
             found.append(f"{self.engine.settings or 'no varied flags'} instead of {point.settings or 'none'}")
         if found:

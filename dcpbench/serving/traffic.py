@@ -158,7 +158,10 @@ class Traffic:
         """Record the tokens of a step that has been read."""
         sample_of = self.sample_of
         for replica in step.replicas:
-            for sequence in replica.sampled_sequences:
+            if replica.delivered:
+                for sequence, tokens in zip(replica.decodes, replica.delivered, strict=True):
+                    sample_of[sequence.request.number].token_s.extend([now_s] * tokens)
+            for sequence in replica.sampled_sequences[len(replica.delivered) :]:
                 sample_of[sequence.request.number].token_s.append(now_s)
         for sequence in step.finished:
             self.sample_of[sequence.request.number].sequence = sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,8 +35,8 @@ def get_limit(engine: DecodeEngine) -> float:
 def compute_attention_error(
     engine: DecodeEngine, batch: Batch, requests: list[Request], seed: int, *, all_requests: bool = False
 ) -> float:
-    """Return ‖o − o₆₄‖ / ‖o₆₄‖ over the first and the last request (or all) and this rank's heads; the largest of all
-    ranks.
+    """Return ‖o − o₆₄‖ / ‖o₆₄‖ over the rows of the first and the last request (or all) and this rank's heads; the largest
+    of all ranks.
 
     o is the merged output, latent or, with projection before the merge, projected. The reference finds a request's rows
     by the arithmetic of layout.py from its locations, not by the page tables that the backend reads, and takes them
@@ -54,8 +55,11 @@ def compute_attention_error(
     scale = compute_softmax_scale(model.shape)
     wrong, size_of_truth = 0.0, 0.0
     chosen = range(len(requests))
-    for b in chosen if all_requests else sorted({*chosen[:1], *chosen[-1:]}):
-        rows_KQ = _gather_rows(engine, requests[b])
+    checked = chosen if all_requests else sorted({*chosen[:1], *chosen[-1:]})
+    length = batch.query_length
+    for r, i in itertools.product(checked, range(length)):
+        b = r * length + i
+        rows_KQ = _gather_rows(engine, requests[r], requests[r].length - length + 1 + i)
         truth_hR, _ = model.attention.compute_truth(q_BHQ[b, mine].double(), rows_KQ, w, scale)
         wrong += float((o_hBR[:, b].double() - truth_hR).pow(2).sum())
         size_of_truth += float(truth_hR.pow(2).sum())
@@ -71,16 +75,16 @@ def _make_queries(engine: DecodeEngine, batch: Batch, seed: int) -> torch.Tensor
     return torch.empty(size, dtype=model.dtype, device=engine.device).normal_(generator=generator)
 
 
-def _gather_rows(engine: DecodeEngine, request: Request) -> torch.Tensor:
-    """Return the request's KV rows of all ranks, fp64 [S, Q], in any order. Collective over the DCP group."""
+def _gather_rows(engine: DecodeEngine, request: Request, tokens: int) -> torch.Tensor:
+    """Return the KV rows of a request's first tokens of all ranks, fp64 [S, Q], in any order. Collective over the DCP group."""
     model = engine.model
     dcp, rank, interleave = model.layout.dcp, model.groups.dcp.rank, model.interleave
-    locs = request.allocation.compute_locs(0, request.length)
+    locs = request.allocation.compute_locs(0, tokens)
     mine = locs[arithmetic.get_owner(locs, dcp, interleave) == rank]
-    most = arithmetic.compute_local_length(request.length, 0, dcp, interleave)
+    most = arithmetic.compute_local_length(tokens, 0, dcp, interleave)
     rows = np.zeros(most, dtype=np.int64)
     rows[: len(mine)] = arithmetic.get_row(mine, dcp, interleave)
     part = model.kv.get_rows(LAYER)[torch.from_numpy(rows).to(engine.device)].to(torch.float32) * model.kv.scale
     everyone = model.groups.dcp.all_gather(part)
-    lengths = [arithmetic.compute_local_length(request.length, n, dcp, interleave) for n in range(dcp)]
+    lengths = [arithmetic.compute_local_length(tokens, n, dcp, interleave) for n in range(dcp)]
     return torch.cat([everyone[n, :length] for n, length in enumerate(lengths)]).double()

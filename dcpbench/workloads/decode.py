@@ -1,7 +1,8 @@
 """Workload `decode`: `concurrency` requests of a given context, one token each per step, measured in steady state.
 
 Tokens and lengths are frozen while steps are timed: every sample is the same step, which writes and reads token number
-`context` + 1 of each request and is routed to the same experts, in every layout and repeat. The plan is made once, its
+`context` + 1 of each request, with `--mtp N` also the N drafts behind it, and is routed to the same experts, in every layout
+and repeat. The plan is made once, its
 host time is recorded apart.
 """
 
@@ -85,15 +86,23 @@ def run(
     """
     engine = session.engine
     device = engine.device
-    rows = -(-point.concurrency // point.dp)
+    padded = -(-point.concurrency // point.dp)
     mine = range(_split_requests(point, engine.model.groups.dp.rank))
     requests = [_add_request(engine, session, point, settings.seed, i) for i in mine]
+
+    def plan() -> Batch:
+        batch = engine.plan_step(requests, padded, point.mtp + 1)
+        if session.shape.drafts:
+            engine.plan_drafts(batch, requests, [point.context] * len(requests))
+        return batch
+
     try:
-        choice = choose_fastest(engine, point, lambda: engine.plan_step(requests, rows), lambda: tell("choose"))
-        batch = engine.plan_step(requests, rows)
+        choice = choose_fastest(engine, point, plan, lambda: tell("choose"))
+        batch = plan()
         if point.weights == "synthetic" and batch.router_inputs is None:
-            batch.router_inputs = _make_router_inputs(session, batch, settings.seed)
-        plans_us = _measure_plan_times_us(engine, requests, rows)
+            for own in (batch, *(batch.later or ())):
+                own.router_inputs = _make_router_inputs(session, own, settings.seed)
+        plans_us = _measure_plan_times_us(engine, plan)
         tell("check")
         # a rank without the others merges no valid attention output
         error = None if session.emulation else compute_attention_error(engine, batch, requests, settings.seed)
@@ -116,9 +125,7 @@ def run(
         if settings.profile:
             tell("profile")
             profile = _run_profile(engine, batch)
-        kv = Kv.from_plan(
-            session.plan, point.context + memory.HEADROOM_TOKENS, engine.allocator.compute_fragmentation()
-        )
+        kv = Kv.from_plan(session.plan, _count_tokens(point), engine.allocator.compute_fragmentation())
     finally:
         for request in requests:
             engine.remove_request(request)
@@ -137,6 +144,7 @@ def run(
             point.concurrency,
             point.tp,
             _estimate_uncertainty(emulated, device, statistics.median(timing.samples_ms)),
+            point.tokens_per_step,
         ),
         phases=profile.phases,
         emulated=emulated,
@@ -169,12 +177,19 @@ def _split_requests(point: Point, dp_rank: int) -> int:
     return point.concurrency // point.dp + (dp_rank < point.concurrency % point.dp)
 
 
+def _count_tokens(point: Point) -> int:
+    """Return the tokens of a request, with those that the step writes."""
+    return point.context + point.mtp + memory.HEADROOM_TOKENS
+
+
 def _add_request(engine: DecodeEngine, session: Session, point: Point, seed: int, index: int) -> Request:
-    """Admit this replica's request number `index`; its token and KV are those of the same request in any other layout."""
+    """Admit this replica's request number `index`; its tokens and KV are those of the same request in any other layout."""
     number = index * point.dp + engine.model.groups.dp.rank
-    request = engine.add_request(point.context + memory.HEADROOM_TOKENS)
+    request = engine.add_request(_count_tokens(point))
     engine.write_random_kv(request, number, seed)
-    engine.requests.set_tokens(request.slot, point.context, [(TOKEN_STEP * number) % session.shape.vocab])
+    first = number * (point.mtp + 1)
+    tokens = [TOKEN_STEP * (first + i) % session.shape.vocab for i in range(point.mtp + 1)]
+    engine.requests.set_tokens(request.slot, point.context, tokens)
     return request
 
 
@@ -182,11 +197,12 @@ def _make_router_inputs(session: Session, batch: Batch, seed: int) -> RouterInpu
     """Return rows of all replicas, in the order in which their tokens are gathered; rows past a replica's share are
     padding.
 
-    They are made once per batch size, for every row of it: a smaller concurrency that is padded to the same size leaves
+    They are made once per batch, for every row of it: a smaller concurrency that is padded to the same size leaves
     rows at the end unused.
     """
-    dp = session.point.dp
-    numbers = [row * dp + replica for replica in range(dp) for row in range(batch.size)]
+    dp, length = session.point.dp, batch.query_length
+    requests = [row * dp + replica for replica in range(dp) for row in range(batch.requests)]
+    numbers = [request * length + i for request in requests for i in range(length)]
     return session.make_router_inputs(numbers, memory.count_all_layers(session.shape).moe, seed)
 
 
@@ -223,13 +239,13 @@ def _find_slowest(
     return Straggler(rank=rank, phase=phase, share=share, value=value, others=others)
 
 
-def _measure_plan_times_us(engine: DecodeEngine, requests: list[Request], rows: int) -> list[float]:
+def _measure_plan_times_us(engine: DecodeEngine, plan: Callable[[], Batch]) -> list[float]:
     """Return the median plan time of each rank."""
     times = []
     for _ in range(PLANS):
         _sync_device(engine.device)
         start = time.perf_counter()
-        engine.plan_step(requests, rows)
+        plan()
         _sync_device(engine.device)
         times.append((time.perf_counter() - start) * 1e6)
     return gather_objects(statistics.median(times))
@@ -321,23 +337,30 @@ def compute_step_floor(
     session: Session, point: Point, rows: int, chosen: list[torch.Tensor], rates: Rates | None
 ) -> Floor | None:
     """Return the floor of a point's step, in a graph with `rows` rows per replica: the work of its requests, without
-    padding.
+    padding, and of the passes that draft tokens.
 
     None without rates, or without a required one.
     """
     if rates is None:
         return None
-    sharding = roofline.Sharding.from_point(point, session.shape)
-    live = [replica * rows + i for replica in range(point.dp) for i in range(_split_requests(point, replica))]
+    sharding, queries = roofline.Sharding.from_point(point, session.shape), point.mtp + 1
+    live = [replica * rows + i for replica in range(point.dp) for i in range(_split_requests(point, replica) * queries)]
     step = roofline.StepRows(
-        decodes=(point.context + memory.HEADROOM_TOKENS,) * _split_requests(point, 0),
-        sampled=_split_requests(point, 0),
-        tokens=point.concurrency,
+        decodes=(_count_tokens(point),) * _split_requests(point, 0),
+        queries=queries,
+        sampled=_split_requests(point, 0) * queries,
+        tokens=point.concurrency * queries,
         routing=tuple(tuple(sharding.count_routed(ids_Tk[live].flatten().tolist())) for ids_Tk in chosen),
     )
-    phase_us = roofline.compute_step_floors(sharding, step, rates.limits)
-    if phase_us is None:
-        return None
+    parts = [(sharding, step)]
+    if session.shape.drafts and (layer := sharding.make_draft_layer()) is not None:
+        parts += [(layer, each) for each in step.make_draft_passes()]
+    phase_us: dict[str, float] = {}
+    for part in parts:
+        found = roofline.compute_step_floors(*part, rates.limits)
+        if found is None:
+            return None
+        phase_us = {name: phase_us.get(name, 0.0) + found.get(name, 0.0) for name in {**phase_us, **found}}
     return Floor(floor_ms=sum(phase_us.values()) / 1e3, phase_floor_us=phase_us, experts="routed")
 
 

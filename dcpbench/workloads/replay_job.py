@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dcpbench.errors import RecordsError
 from dcpbench.exchange.torch_collectives import gather_objects, is_first
 from dcpbench.points.names import REPLAY
@@ -43,10 +45,11 @@ def run(
 
     Every rank returns the record. The step times are then stored below the run's folder, with their floors at `rates`.
     """
-    path, session = get_engine_path(point), serving.session
+    path, session = get_engine_path(_drop_drafts(point)), serving.session
     name = make_step_times_name(path)
     if name not in known:
-        sharing = [p for p in points if p.load and p.load.mode == REPLAY and get_engine_path(p) == path]
+        replayed = [_drop_drafts(p) for p in points if p.load and p.load.mode == REPLAY]
+        sharing = [p for p in replayed if get_engine_path(p) == path]
         old = _load_earlier_times(serving, sharing, environment, folder / name)
         if old is None:
             tell("capture")
@@ -65,6 +68,11 @@ def run(
     found = gather_objects(record)[0]
     assert found is not None
     return found
+
+
+def _drop_drafts(point: Point) -> Point:
+    """Return the point with steps of one token, which are measured; serving/draft_steps.py estimates those with drafts from them."""
+    return msgspec.structs.replace(point, mtp=0, acceptance="")
 
 
 def _load_earlier_times(

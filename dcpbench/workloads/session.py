@@ -88,7 +88,7 @@ def build_session(
     alive: Callable[[], None] = lambda: None,
 ) -> Session:
     """Build weights, an empty KV pool and an engine as planned, on the path of `point`. Collective."""
-    layout, dtype = point.layout, DTYPES[point.dtype]
+    layout, dtype, shape = point.layout, DTYPES[point.dtype], shape.add_drafts(point.mtp)
     source: Source = SyntheticSource(seed, dtype, device)
     if point.weights != source.kind:
         source = CheckpointSource(Path(point.weights), dtype, device)
@@ -97,7 +97,9 @@ def build_session(
     fp8 = point.weights_precision == FP8
     weights = load_weights(source, shape, layout, rank, plan.held, alive, point.group_wide, point.ep, fp8=fp8)
     stored = torch.float8_e4m3fn if point.kv_precision == FP8 else dtype
-    kv = KvPool(shape.layers, plan.pages, point.page_size, shape.compute_kv_width(layout.attn_tp), stored, device)
+    kv = KvPool(
+        shape.stored_layers, plan.pages, point.page_size, shape.compute_kv_width(layout.attn_tp), stored, device
+    )
     model = Model(
         shape,
         layout,
@@ -118,8 +120,10 @@ def build_session(
         exchange=exchange,
         max_requests=plan.max_requests,
         max_context=plan.max_context,
+        query_length=point.mtp + 1,
     )
-    spec = ReduceSpec(rows=compute_batch_rows(plan.max_requests), columns=shape.hidden, dtype=dtype, device=device)
+    rows = compute_batch_rows(plan.max_requests) * (point.mtp + 1)
+    spec = ReduceSpec(rows=rows, columns=shape.hidden, dtype=dtype, device=device)
     session = Session(point=point, shape=shape, plan=plan, engine=engine, reduce_spec=spec, emulation=emulation)
     session.apply_point(point)
     return session

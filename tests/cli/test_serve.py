@@ -164,8 +164,8 @@ def test_a_rate_of_inf_is_explained(call) -> None:
         (["--request-rate", "0"], "--request-rate 0 is not a positive number"),
         (["--input-tokens", "-5"], "--input-tokens -5: -5 tokens"),
         (["--output-tokens", "999999"], "lower --input-tokens or --output-tokens"),
-        (["--chunk", "3"], "use --chunk 4 or more"),
-        (["--chunk", "2x"], "--chunk 2x: not a whole number; write for example --chunk 8192"),
+        (["--prefill", "chunk=3"], "use --prefill chunk=4 or more"),
+        (["--prefill", "chunk=2x"], "--prefill chunk=2x: not a whole number; write --prefill [attention=]NAME"),
         (["--prefix-share", "50%"], "--prefix-share share=50%: not a number; write --prefix-share [share=]S,groups=N."),
         (
             ["--timeout", "load=soon"],

@@ -574,7 +574,7 @@ AWAY = [
     (("sweep", "--config", "/x.toml"), ("--tp", "eight")),
     (("sweep", "--emulate", "/x.toml"), ("--context", "0")),
     (("serve", "--requests", "/x.jsonl", "--concurrency", "5000"), ("--slo", "foo")),
-    (("serve", "--step-times", "/x.json", "--mode", "replay"), ("--chunk", "0")),
+    (("serve", "--step-times", "/x.json", "--mode", "replay"), ("--prefill", "chunk=0")),
     (("server", "--engine", "/x.toml", "--model", "a/b"), ("--tp", "eight")),
     (
         ("server", "--engine", "vllm", "--model", "a/b", "--requests", "/x.jsonl", "--concurrency", "5000"),

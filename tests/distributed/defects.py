@@ -177,8 +177,8 @@ def token_not_attended(patch: Patch) -> None:
     shards = DecodeEngine._make_shards
     position = 5
 
-    def fewer(self: DecodeEngine, slots: Any, positions: Any) -> Any:
-        return shards(self, slots, [p - (p == position) for p in positions])
+    def fewer(self: DecodeEngine, slots: Any, positions: Any, query_length: int) -> Any:
+        return shards(self, slots, [p - (p == position) for p in positions], query_length)
 
     patch(DecodeEngine, "_make_shards", fewer)
 

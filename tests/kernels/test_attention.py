@@ -21,6 +21,7 @@ from dcpbench.kernels.attention import (
 )
 from dcpbench.kernels.attention.reference import compute_mla_decode
 from dcpbench.kernels.attention.triton_mla import PageTables, choose_kernel
+from dcpbench.points import layout
 
 NAN = float("nan")
 CUDA = torch.device("cuda")
@@ -57,6 +58,19 @@ def problem(device, dtype, lengths, *, heads, latent, rope, page_size, seed=0):
     return spec, q, kv, Shards(pages=tables, lengths=list(lengths))
 
 
+def with_query_rows(case, tokens, query_length, rank=0, dcp=1):
+    """The same with several query rows of a request: row i of a request of n tokens sees this rank's share of the first
+    n - query_length + 1 + i.
+    """
+    spec, q, kv, shards = case
+    seen = [n - back for n in tokens for back in range(query_length - 1, -1, -1)]
+    lengths = [layout.compute_local_length(n, rank, dcp, 1) if n > 0 else 0 for n in seen]
+    spec = dataclasses.replace(spec, batch=len(lengths), query_length=query_length)
+    generator = torch.Generator(q.device).manual_seed(1)
+    q = torch.empty(len(lengths), *q.shape[1:], dtype=q.dtype, device=q.device).normal_(generator=generator)
+    return spec, q, kv, Shards(pages=shards.pages, lengths=lengths)
+
+
 def in_fp8(spec, q, kv, shards, kv_scale=1.0):
     """The same over rows in e4m3, which times `kv_scale` are the values."""
     spec = dataclasses.replace(spec, kv_dtype=torch.float8_e4m3fn, kv_scale=kv_scale)
@@ -74,7 +88,7 @@ def run(backend, spec, q, kv):
 def truth(spec, q, kv, shards):
     """o and lse of every request in fp64."""
     o, lse = [], []
-    for b, (pages, length) in enumerate(zip(shards.pages, shards.lengths, strict=True)):
+    for b, (pages, length) in enumerate(zip(shards.repeat_pages(), shards.lengths, strict=True)):
         rows = (
             kv[torch.from_numpy(pages.astype(np.int64)).to(kv.device)].flatten(0, 1)[:length].double() * spec.kv_scale
         )
@@ -122,6 +136,53 @@ def test_rows_in_fp8_are_what_they_stand_for(name, lengths, kv_scale, page_size,
     backend = make_backend(name, case[0])
     backend.plan(case[3])
     assert_agrees(*case, run(backend, *case[:3]), limit=2e-5)
+
+
+@pytest.mark.parametrize(("rank", "dcp"), [(0, 1), (0, 2), (1, 2), (2, 3), (3, 4)])
+@pytest.mark.parametrize("heads", [1, 8, 20])
+@pytest.mark.parametrize("query_length", [2, 4, 8])
+@pytest.mark.parametrize("name", ["reference", "triton"])
+@pytest.mark.sample(8)
+def test_query_rows_of_a_request_see_the_tokens_up_to_their_own(name, query_length, heads, rank, dcp, device):
+    """Requests of 8 tokens, of which early rows see none or one; of a tile and 1 to 4 tokens, whose last tile early rows do
+    not see; and cut ones. NaN in every row that nobody owns, so also in those behind the last token.
+    """
+    tokens = (8, 32 * dcp + 1, 32 * dcp + 4, 330, 70)
+    local = [layout.compute_local_length(n, rank, dcp, 1) for n in tokens]
+    case = problem(device, torch.float32, local, heads=heads, latent=32, rope=16, page_size=4)
+    case = with_query_rows(case, tokens, query_length, rank, dcp)
+    backend = make_backend(name, case[0])
+    backend.plan(case[3])
+    assert_agrees(*case, run(backend, *case[:3]), limit=2e-5)
+
+
+@pytest.mark.parametrize("kv_scale", [1.0, 0.25])
+def test_query_rows_of_a_request_over_fp8_agree_with_fp64(kv_scale, device):
+    case = problem(device, torch.float32, (33, 130, 5), heads=8, latent=32, rope=16, page_size=4)
+    case = in_fp8(*with_query_rows(case, (33, 130, 5), 4), kv_scale)
+    backend = make_backend("triton", case[0])
+    backend.plan(case[3])
+    assert_agrees(*case, run(backend, *case[:3]), limit=2e-5)
+
+
+def test_rows_past_a_querys_token_do_not_change_its_output(device):
+    """Row 0 of 3 sees 6 of 8 rows: other values in rows 6 and 7 change rows 1 and 2 alone, bit for bit."""
+    case = problem(device, torch.float32, (8,), heads=2, latent=32, rope=16, page_size=8)
+    spec, q, kv, shards = with_query_rows(case, (8,), 3)
+    backend = make_backend("triton", spec)
+    backend.plan(shards)
+    before, _ = run(backend, spec, q, kv)
+    kv[int(shards.pages[0][0]), 6:] += 1
+    after, _ = run(backend, spec, q, kv)
+    assert [torch.equal(before[i], after[i]) for i in range(3)] == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flashmla"])
+def test_a_backend_that_does_not_take_query_rows_together_is_refused(name, device):
+    """Before its library is loaded."""
+    case = problem(device, torch.float32, (8,), heads=2, latent=32, rope=16, page_size=8)
+    with pytest.raises(UsageError, match=f"--backend {name} does not take the 3 query rows.*use --backend triton"):
+        make_backend(name, with_query_rows(case, (8,), 3)[0])
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -391,6 +452,41 @@ def test_the_hopper_kernel_agrees_with_fp64_on_uneven_batches(dtype, heads, page
     assert backend.kernel == ("hopper" if page_size == 1 else "hopper-few" if heads <= 16 else "hopper-pairs")
     backend.plan(case[3])
     assert_agrees(*case, run(backend, *case[:3]), limit=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("query_length", [2, 4, 8])
+@pytest.mark.parametrize("heads", [1, 2, 4, 16, 20, 128])
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_hopper_kernels_take_the_query_rows_of_a_request_together(kv, heads, query_length, page_size):
+    """Requests cut and whole, more than multiprocessors, and tokens around the edges of tiles, where early rows do not see
+    the last tile or have no row at all.
+    """
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    tokens = (3000, 63, 64, 65, 66, 71, 8, 128, 129, *(131,) * 150)
+    case = problem(CUDA, torch.bfloat16, tokens, heads=heads, page_size=page_size, **FULL)
+    for rank, dcp in ((0, 1), (1, 2)):
+        local = [layout.compute_local_length(n, rank, dcp, 1) for n in tokens]
+        rows = with_query_rows(case, tokens, query_length, rank, dcp)
+        rows = in_fp8(*rows, 0.25) if kv == "fp8" else rows
+        backend = make_backend("triton", rows[0])
+        few = query_length * heads <= 16
+        assert backend.kernel == ("hopper-apart-fp8" if kv == "fp8" else "hopper-few" if few else "hopper-pairs")
+        backend.plan(rows[3])
+        assert backend.tables.lengths.tolist() == local
+        limit = max(1e-2, compute_rounding_error(backend.rounds, 1.0))
+        assert_agrees(*rows, run(backend, *rows[:3]), limit, of_lse=5 * limit if backend.rounds else limit)
+
+
+@pytest.mark.gpu
+def test_hopper_kernels_of_single_rows_are_refused_for_several():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    case = problem(CUDA, torch.bfloat16, (70,), heads=16, page_size=1, **FULL)
+    with pytest.raises(UsageError, match="Use --page-size 64"):
+        make_backend("triton", with_query_rows(case, (70,), 4)[0])
 
 
 @pytest.mark.gpu

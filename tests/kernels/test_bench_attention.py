@@ -26,6 +26,22 @@ def test_a_right_backend_passes(lengths, backend, device):
     assert len(calls.calls) == 2
 
 
+@pytest.mark.parametrize("variant", ["triton", "triton-rows"])
+def test_query_rows_of_a_request_pass_together_and_as_requests(variant, device):
+    """3 requests of 10 rows with 4 query rows, which see 7, 8, 9 and 10."""
+    calls = Attention(device, 0).build_calls(Case(variant=variant, calls=2, sizes=case(query_length=4).sizes))
+    assert calls.check(calls.run) == ""
+
+
+def test_query_rows_share_the_kv_rows_of_their_request_in_the_work():
+    """Lengths 7 to 10 of one request: 10 rows are read, and 34 pairs of rows multiplied; one head of 3 and 2 columns, 1 byte.
+
+    10·3 + 4·(3 + 2) bytes, 2·34·(3 + 2) operations.
+    """
+    work = compute_attention_work(1, [7, 8, 9, 10], 1, 3, 2, query_length=4)
+    assert (work.memory_bytes, work.flops) == (50, 340)
+
+
 class Wrong(ReferenceBackend):
     """Right but for what `reset_to_nan` does to it."""
 

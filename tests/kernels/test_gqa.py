@@ -56,7 +56,7 @@ def run(name, spec, q, kv, shards):
 def assert_agrees(spec, q, kv, shards, found, limit):
     """Infinities in the same places, then errors; an empty request's o may be any finite number."""
     assert torch.isfinite(found[0]).all()
-    for b, (pages, length) in enumerate(zip(shards.pages, shards.lengths, strict=True)):
+    for b, (pages, length) in enumerate(zip(shards.repeat_pages(), shards.lengths, strict=True)):
         o, lse = (part[b].double() for part in found)
         rows = kv[torch.from_numpy(pages.astype(np.int64)).to(kv.device)].flatten(0, 1)[:length].double()
         true_o, true_lse = compute_gqa_decode(q[b].double(), rows * spec.kv_scale, spec.kv_heads, spec.scale)
@@ -105,6 +105,31 @@ def test_fp32_backends_agree_with_fp64(name, lengths, heads, kv_heads, page_size
     """
     case = problem(device, torch.float32, lengths, heads=heads, kv_heads=kv_heads, head_dim=16, page_size=page_size)
     assert_agrees(*case, run(name, *case), limit=2e-5)
+
+
+@pytest.mark.parametrize(("rank", "dcp"), [(0, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (12, 4), (20, 1)], ids=lambda n: f"{n}")
+@pytest.mark.parametrize("query_length", [2, 4, 8])
+@pytest.mark.parametrize("name", ["reference", "triton"])
+@pytest.mark.sample(8)
+def test_query_rows_of_a_request_see_the_tokens_up_to_their_own(name, query_length, heads, kv_heads, rank, dcp, device):
+    """Requests of 8 tokens, of which early rows see none or one; of a tile and some tokens; and cut ones."""
+    tokens = (8, 32 * dcp + 1, 64 * dcp + 4, 330)
+    local = [layout.compute_local_length(n, rank, dcp, 1) for n in tokens]
+    spec, _, kv, shards = problem(
+        device, torch.float32, local, heads=heads, kv_heads=kv_heads, head_dim=16, page_size=32
+    )
+    seen = [max(n - back, 0) for n in tokens for back in range(query_length - 1, -1, -1)]
+    rows = Shards(pages=shards.pages, lengths=[layout.compute_local_length(n, rank, dcp, 1) for n in seen])
+    spec = dataclasses.replace(spec, batch=len(seen), query_length=query_length)
+    q = torch.randn(len(seen), heads, 16, generator=torch.Generator(device).manual_seed(1), device=device)
+    assert_agrees(spec, q, kv, rows, run(name, spec, q, kv, rows), limit=2e-5)
+
+
+def test_flashinfer_is_refused_for_query_rows_of_a_request(device):
+    spec = problem(device, torch.float32, (8, 8), heads=2, kv_heads=1, head_dim=64, page_size=8)[0]
+    with pytest.raises(UsageError, match=r"--backend flashinfer does not take the 2 query rows.*use --backend triton"):
+        make_gqa_backend("flashinfer", dataclasses.replace(spec, query_length=2))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -129,6 +129,8 @@ class Model:
     """KV cache size in the log; 0: the true one."""
     offer_metrics: bool = True
     """True if /metrics exists: SGLang has it with --enable-metrics only."""
+    draft_tokens: int = 0
+    """Drafts of a step: each chunk after the first is a step, whose other tokens than the last are accepted drafts."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """As /get_server_info has them."""
     trace: str = ""
@@ -238,6 +240,9 @@ class FakeServer:
         self.refused = 0
         self.gaps = 0
         self.prompt_tokens = self.generated = self.running = self.hits = 0
+        self.steps = 0
+        self.accepted: list[int] = [0] * self.model.draft_tokens
+        """Steps that accepted a draft, by position."""
         self.profiles: list[str] = []
         self._seen: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -299,6 +304,12 @@ class FakeServer:
             return await _json(writer, 200, {"version": model.version})
         if path in ("/get_server_info", "/server_info") and model.engine == "sglang":
             said = {"version": model.version, "model_path": model.name, **model.args}
+            if self.steps:
+                mean = 1 + sum(self.accepted) / self.steps
+                said |= {
+                    "speculative_num_steps": model.draft_tokens,
+                    "internal_states": [{"avg_spec_accept_length": mean}],
+                }
             return await _json(writer, 200, said | {"max_total_num_tokens": model.kv_blocks * model.block_size})
         if path == "/metrics" and model.engine in ("vllm", "sglang") and model.offer_metrics:
             return await _text(writer, 200, self._metrics(), "text/plain; version=0.0.4")
@@ -329,6 +340,7 @@ class FakeServer:
             return (
                 f"# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{{{labels}}} {self.running}\n"
                 f"# TYPE sglang:prompt_tokens_total counter\nsglang:prompt_tokens_total{{{labels}}} {self.prompt_tokens}\n"
+                f"sglang:generation_tokens_total{{{labels}}} {self.generated}\n"
                 f"sglang:cached_tokens_total{{{labels}}} {self.hits}\n"
                 f"sglang:num_retracted_requests_total{{{labels}}} 0\n"
                 f"sglang:max_total_num_tokens{{{labels}}} {model.kv_blocks * model.block_size}\n"
@@ -343,7 +355,18 @@ class FakeServer:
             f'vllm:num_preemptions_total{{engine="0",{labels}}} 0.0\n'
             f'vllm:prefix_cache_queries_total{{engine="0",{labels}}} {float(self.prompt_tokens)}\n'
             f'vllm:prefix_cache_hits_total{{engine="0",{labels}}} {float(self.hits)}\n'
-        ) + "".join(self._cache_config(engine) for engine in range(self._degree("dp_size")))
+        ) + "".join(
+            [self._draft_counters(labels), *(self._cache_config(engine) for engine in range(self._degree("dp_size")))]
+        )
+
+    def _draft_counters(self, labels: str) -> str:
+        """As vLLM has them with --speculative-config."""
+        if not self.model.draft_tokens:
+            return ""
+        return f'vllm:spec_decode_num_drafts_total{{engine="0",{labels}}} {float(self.steps)}\n' + "".join(
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",{labels},position="{n}"}} {float(count)}\n'
+            for n, count in enumerate(self.accepted)
+        )
 
     def _degree(self, name: str) -> int:
         return int(self.model.args.get(name, 1) or 1)
@@ -577,6 +600,7 @@ class FakeServer:
             sent.token_s += [time.perf_counter()] * len(piece)
             await _write_event(writer, text, end, slowly=fault == "slow-bytes")
             self.generated += len(piece)
+            self._count_step(number, len(piece))
         if fault == "endless":
             return await _pour(writer, b"data: " + text + end, chunked=True)
         if script.usage == "always" or asked_for.get("include_usage"):
@@ -585,6 +609,13 @@ class FakeServer:
         writer.write(b"0\r\n\r\n")
         await writer.drain()
         return True
+
+    def _count_step(self, number: int, tokens: int) -> None:
+        """Count the chunk of a step that verifies drafts."""
+        if number and self.model.draft_tokens:
+            self.steps += 1
+            for position in range(tokens - 1):
+                self.accepted[position] += 1
 
     async def _faulty_middle(self, writer: asyncio.StreamWriter, fault: str, text: bytes) -> bool:
         if fault in ("500-mid", "error-event"):

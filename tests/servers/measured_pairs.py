@@ -72,8 +72,8 @@ def judge_rows(settings: list[list[dict[str, Any]]], spread: float) -> list[Judg
         counts = [make_count(row, limits) for row in rows]
         own = [c for c in counts if c.effect in OWN_PAIRS]
         between = [c for c in counts if c.effect not in OWN_PAIRS]
-        verdict = found[0].verdict if found else "CONSISTENT"
-        found.append(judge_counts(own, between or None, base, limits=limits, base_verdict=verdict, level=0.0005))
+        repeats = not found or found[0].repeats_itself
+        found.append(judge_counts(own, between or None, base, limits=limits, base_repeats=repeats, level=0.0005))
         base = base or own
     return found
 

@@ -6,7 +6,7 @@ A step takes compute_step_ms(). Its flags are vLLM's. With --separate a step has
 --asynchronous each step is planned while the one before runs. With --row-multiple N, tokens of prompts take twice as long in a step
 whose number of tokens is no multiple of N. With --launch-ms, the host takes as long to launch a step with prompts, from when it is
 planned, which steps of that length hide behind the one before; with --begin-ms, such a step begins that long after it is planned at the
-earliest. /start_profile and /stop_profile write a trace of the steps
+earliest. With --prefixed-ms, a step with decodes and a chunk that has a prefix takes so much longer. /start_profile and /stop_profile write a trace of the steps
 between them for each rank, with the kernels of KERNELS, and one of the front end.
 """
 
@@ -136,6 +136,8 @@ class StepEngine:
         )
         if tokens and (tokens + len(decodes)) % self.given.row_multiple:
             ms += MS_PER_TOKEN * tokens
+        if decodes and any(prefix for _, _, prefix in chunks):
+            ms += self.given.prefixed_ms
         now = time.perf_counter()
         begin_s, launched_s = (
             now + (of_host / 1e3 if chunks else 0.0) for of_host in (self.given.begin_ms, self.given.launch_ms)
@@ -253,6 +255,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--time-factor", type=float, default=1.0, help="by which steps are longer")
     parser.add_argument("--row-multiple", type=int, default=1)
+    parser.add_argument("--prefixed-ms", type=float, default=0.0)
     parser.add_argument("--launch-ms", type=float, default=0.0)
     parser.add_argument("--begin-ms", type=float, default=0.0)
     parser.add_argument("--dies-after", type=int, default=-1, help="steps")

@@ -113,11 +113,14 @@ def judge(servers: list[list[LengthAnswers]], hits: tuple[int | None, ...] = (0,
             [c for a, b in both for c in count_between(a, b, limits)] if results else None,
             base if results else [],
             limits=limits,
-            base_verdict=results[0].verdict if results else CONSISTENT,
+            base_repeats=not results or results[0].verdict == CONSISTENT,
             level=LEVEL / len(servers),
         )
         contexts = [of.length for of in lengths]
-        results.append(SettingResult(name=name, hit_tokens=hit_tokens, lengths=contexts, judgement=judgement))
+        reference = results[0].name if results else ""
+        results.append(
+            SettingResult(name=name, reference=reference, hit_tokens=hit_tokens, lengths=contexts, judgement=judgement)
+        )
     return Report(results=results, seed=1, new_tokens=N)
 
 
@@ -366,7 +369,7 @@ class TestVerdicts:
             "repeated",
             "cache hit",
             "in a batch",
-            "from the first",
+            "from the reference",
             "prompt tokens",
             "verdict",
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,9 +13,10 @@ from dcpbench import cli
 from dcpbench.points import redaction
 from dcpbench.points.engine_points import make_engine_load, make_engine_point
 from dcpbench.records.file import RecordFile
-from dcpbench.records.record import Server
+from dcpbench.records.record import Server, SpeculationMetrics
 from dcpbench.records.runs import read_run
 from dcpbench.servers.client import Target
+from dcpbench.servers.draft_counters import DraftCounters, summarize_drafts
 from dcpbench.servers.measure import make_candidates
 from dcpbench.serving.samples import read_samples
 from tools.client_accuracy import QUICK, check, served, truth
@@ -22,7 +24,7 @@ from tools.client_accuracy import QUICK, check, served, truth
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dcpbench.records.record import Record
+    from dcpbench.records.record import Record, ServeMetrics
 
 REQUESTS = QUICK[0].requests
 
@@ -205,6 +207,70 @@ def test_sglang_without_metrics_is_named_with_the_flag_that_turns_them_on(
     assert record.server.kv_capacity_tokens == 16_000
     assert record.serve is not None
     assert record.serve.preemptions is None
+
+
+def serve_drafts(flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> ServeMetrics:
+    """Six answers of 13 tokens in chunks of 3, 3, 3, 3 and 1 token, by a server that verifies three drafts a step."""
+    words = ["--device", "cpu", "--num-requests", "6", "--concurrency", "2", "--input-tokens", "20"]
+    words += ["--output-tokens", "13", "--client", "warm-up=2", "-o", str(tmp_path / "run")]
+    with served(f"--burst 3 --gap-ms 4 --draft-tokens 3 {flags}", tmp_path / "log") as url:
+        code, _, err = dcpbench(capsys, "server", "--url", url, *words)
+    assert code == 0, err
+    (record,) = read_run(tmp_path / "run").records
+    assert record.serve is not None
+    assert "gaps_divided" not in record.marks
+    return record.serve
+
+
+def test_accepted_drafts_are_the_increase_of_vllms_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each answer has 4 steps behind its first chunk, which accept 2, 2, 2 and 0 drafts: 1 + 6/4 tokens a step. Tokens of a step
+    come at once, so that 8 of 12 gaps are 0, and the speed for a user follows from TPOT.
+    """
+    found = serve_drafts("", tmp_path, capsys)
+    assert found.speculation == SpeculationMetrics(
+        draft_tokens=3, steps=24, accepted=[18, 18, 0], tokens_per_step=pytest.approx(2.5)
+    )
+    assert found.itl_ms.p50 == 0
+    assert found.tpot_ms.p50 is not None
+    assert found.tok_s_per_user == pytest.approx(1000 / found.tpot_ms.p50)
+    assert found.tok_s_per_user_from == "tpot"
+    report = (tmp_path / "run/report/report.md").read_text()
+    assert "the server verifies drafts: 2.50 tokens a step by its own metrics" in report.lower()
+
+
+def test_accepted_drafts_follow_from_the_accept_length_of_sglang(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its mean and its generated tokens before and after the load: first chunks count as tokens of steps."""
+    found = serve_drafts("--engine sglang", tmp_path, capsys).speculation
+    assert found is not None
+    assert (found.draft_tokens, found.steps, found.accepted) == (3, None, [])
+    assert found.tokens_per_step == pytest.approx(2.5, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tokens"),
+    [
+        (DraftCounters(steps=10, accepted=(8, 4)), DraftCounters(steps=30, accepted=(24, 14)), 1 + (16 + 10) / 20),
+        (DraftCounters(), DraftCounters(steps=4, accepted=(4, 2)), 2.5),
+        (DraftCounters(steps=30, accepted=(24, 14)), DraftCounters(steps=10, accepted=(8, 4)), None),
+        (DraftCounters(), DraftCounters(steps=4, accepted=(9, 2)), None),
+        (DraftCounters(steps=0, accepted=(0, 0)), DraftCounters(steps=0, accepted=(0, 0)), None),
+        (DraftCounters(), DraftCounters(tokens_per_step=1.8, draft_tokens=1), 1.8),
+        (
+            DraftCounters(generated=100, tokens_per_step=2.0, draft_tokens=3),
+            DraftCounters(generated=400, tokens_per_step=2.5, draft_tokens=3),
+            300 / (400 / 2.5 - 100 / 2.0),
+        ),
+        (DraftCounters(), DraftCounters(tokens_per_step=math.inf), None),
+    ],
+)
+def test_tokens_of_a_step_are_those_of_the_load_alone(
+    before: DraftCounters, after: DraftCounters, tokens: float | None
+) -> None:
+    """Counters of a server that was started anew, or that cannot be, say nothing."""
+    found = summarize_drafts(before, after)
+    assert (found and found.tokens_per_step) == (tokens and pytest.approx(tokens))
 
 
 def test_the_plan_is_shown_without_sending_a_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -228,6 +228,15 @@ def test_a_prompt_lengthens_the_gap_of_decodes(flags: tuple[str, ...], separate:
         assert np.median(found.samples_ms) == pytest.approx(np.median(gaps), rel=0.05)
 
 
+@pytest.mark.parametrize("hide_launch", [False, True])
+def test_a_chunk_with_a_prefix_is_timed_next_to_decodes(hide_launch: bool) -> None:
+    """The step before it holds 509 tokens of its prompt and 3 decodes. The engine takes 30 ms more for such a step."""
+    case = Case(decodes=(Decodes(3, 700),), chunks=(Chunks(1, 400, BUDGET - 3),))
+    with run_engine("--asynchronous", "--prefixed-ms", "30") as url:
+        [found] = measure(url, case, hide_launch=hide_launch)
+    check_median(found, expect_ms(case) + 30)
+
+
 def test_a_function_is_called_while_all_requests_decode() -> None:
     running: list[int] = []
 
@@ -269,7 +278,7 @@ def test_an_engine_that_dies_is_reported() -> None:
         (Case(decodes=(Decodes(4, 900),), use=HOT, after=(Chunks(1, 512, 0),)), LIMITS, Refusal.HOT),
         (Case(chunks=(Chunks(1, 500, 0),), use=UNEVEN, replicas=1), LIMITS, Refusal.REPLICAS),
         (Case(decodes=(Decodes(1, 90),), chunks=(Chunks(2, 50, 0),)), LIMITS, Refusal.MIXED_CHUNKS),
-        (Case(decodes=(Decodes(1, 90),), chunks=(Chunks(1, 50, BUDGET),)), LIMITS, Refusal.PREFIX_MIXED),
+        (Case(decodes=(Decodes(1, 90),), chunks=(Chunks(1, 50, BUDGET),)), LIMITS, Refusal.PREFIX_MIXED),  # of 511
         (Case(chunks=(Chunks(2, 50, BUDGET),)), LIMITS, Refusal.PREFIX_CHUNKS),
         (CHUNK, ServerLimits(), Refusal.BUDGET_UNKNOWN),
         (Case(chunks=(Chunks(1, 50, BUDGET + 100),)), LIMITS, Refusal.PREFIX_MULTIPLE),

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 NOTHING = 0
 """Value of a row that was never written."""
+WRONG = -1
+"""Value of the row of a rejected draft, which must not be read."""
 
 
 def request(number: int, prompt: list[int] | int, output: int = 1, arrival_s: float | None = None) -> ServeRequest:
@@ -108,7 +110,11 @@ class Device:
         """One step: table, then all KV rows are written, then all are read, then tokens are sampled."""
         for write in todo.table:
             self.table[write.slot, write.start : write.start + len(write.locs)] = write.locs
-        spans = [(self.at[slot], p, p + 1) for slot, p in zip(todo.slots, todo.positions, strict=True)]
+        delivered = todo.delivered or [1] * len(todo.decodes)
+        spans = [
+            (self.accept(self.at[slot], tokens - 1), p, p + tokens)
+            for slot, p, tokens in zip(todo.slots, todo.positions, delivered, strict=True)
+        ]
         spans += [(self.met(chunk), chunk.start, chunk.stop) for chunk in todo.chunks]
         slots = [known.sequence.slot for known, _, _ in spans]
         assert len(set(slots)) == len(slots), "a request has one place in a step"
@@ -117,6 +123,9 @@ class Device:
         for (known, start, stop), right in zip(spans, rows, strict=True):
             for token in range(start, stop):
                 written.add(self.write(known, token, right[token], written))
+        for known, start, stop in spans[: len(todo.decodes)]:  # rejected drafts
+            for token in range(stop, start + todo.queries):
+                written.add(self.write(known, token, WRONG, written))
         for (known, start, stop), right in zip(spans, rows, strict=True):
             locs = self.table[known.sequence.slot, :stop].tolist()
             assert min(locs) >= 0, "a token without location"
@@ -127,6 +136,12 @@ class Device:
             known.computed = stop
             if stop == len(known.tokens):
                 known.tokens.append(sampled(right[-1]))
+
+    def accept(self, known: Known, drafts: int) -> Known:
+        """Add accepted drafts, which are the tokens that one step after the other would sample."""
+        for _ in range(drafts):
+            known.tokens.append(sampled(known.rows()[-1]))
+        return known
 
     def write(self, known: Known, token: int, value: int, written: set[int]) -> int:
         """Write a KV row where the table points, on the rank that owns the token; return its location."""

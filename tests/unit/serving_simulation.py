@@ -39,7 +39,8 @@ class Simulation:
         served.
         """
         config = self.config
-        fits = request.kv_tokens <= min((config.pages - 1) * config.virtual_page, config.max_context)
+        stored = request.kv_tokens + config.queries - 1
+        fits = stored <= min((config.pages - 1) * config.virtual_page, config.max_context)
         reason = self.scheduler.submit(request)
         self.twin.submit(request)
         assert (not reason) == fits

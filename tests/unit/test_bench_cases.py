@@ -31,14 +31,37 @@ def test_what_is_typed_twice_is_run_once():
     assert len(collectives(requests="16,16", width="64", variant="all-reduce,all-reduce")) == 1
 
 
+ONE_ROW = {"kv_dtype": None, "query_length": None}
+
+
+def test_query_rows_of_a_request_are_taken_together_and_as_requests():
+    """FlashInfer takes them as requests alone; all variants of a number of rows have the same sizes, so that they take turns."""
+    typed = {"heads": "16", "requests": "8", "context": "100", "page": "64", "lengths": "even", "kv_dtype": None}
+    typed |= {"backend": "flashinfer,triton", "layers": 2, "query_length": "1,4"}
+    cases = list_attention_cases(BenchOptions(cpu=False, typed=typed))
+    assert [(c.sizes.get("query_length"), c.variant) for c in cases] == [
+        (None, "triton"),
+        (None, "flashinfer"),
+        (4, "triton"),
+        (4, "triton-rows"),
+        (4, "flashinfer-rows"),
+    ]
+    with pytest.raises(UsageError, match="--query-length 9 is above 8"):
+        list_attention_cases(BenchOptions(cpu=False, typed=typed | {"query_length": "9"}))
+
+
 def test_each_way_to_divide_the_lengths_of_requests_is_a_case_of_its_own():
-    typed = {"heads": "16", "requests": "8", "context": "100", "page": "1", "lengths": "uneven,even", "kv_dtype": None}
+    typed = {"heads": "16", "requests": "8", "context": "100", "page": "1", "lengths": "uneven,even"} | ONE_ROW
     cases = list_attention_cases(BenchOptions(cpu=False, typed=typed | {"backend": "triton", "layers": 2}))
     assert [c.sizes["lengths"] for c in cases] == ["even", "uneven"]
 
 
 def test_rows_in_fp8_are_read_by_backends_that_can():
-    typed = {"heads": "16", "requests": "8", "context": "100", "page": "64", "lengths": "even", "kv_dtype": "fp8,bf16"}
+    typed = (
+        {"heads": "16", "requests": "8", "context": "100", "page": "64", "lengths": "even"}
+        | ONE_ROW
+        | {"kv_dtype": "fp8,bf16"}
+    )
     cases = list_attention_cases(BenchOptions(cpu=False, typed=typed | {"backend": "flashinfer,triton", "layers": 2}))
     assert [(c.sizes["kv"], c.variant) for c in cases] == [
         ("bf16", "triton"),
@@ -58,7 +81,7 @@ def test_rows_in_fp8_are_read_by_backends_that_can():
 def test_on_a_gpu_the_backends_that_are_installed_are_measured(packages, backends, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in packages else None)
     names = ("heads", "requests", "context", "page")
-    typed = dict.fromkeys((*names, "kv_dtype", "lengths", "backend", "layers")) | dict.fromkeys(names, "1")
+    typed = dict.fromkeys((*names, *ONE_ROW, "lengths", "backend", "layers")) | dict.fromkeys(names, "1")
     cases = list_attention_cases(BenchOptions(cpu=False, typed=typed))
     assert sorted({c.variant for c in cases}) == sorted(backends)
 

@@ -59,6 +59,49 @@ def measured():
     patch.undo()
 
 
+DRAFTING = msgspec.structs.replace(POINT, mtp=2, acceptance="0.5/0.5")
+
+
+class TestDrafts:
+    """A step of 3 requests with 3 tokens each, of which two are drafts, and two passes of the layer that drafts."""
+
+    def test_a_step_verifies_and_drafts_and_can_be_repeated(self, monkeypatch):
+        """Rows are 4 padded requests times 3. 1 + 0.5 + 0.25 tokens a step; frozen tokens give the same logits in each run."""
+        monkeypatch.setattr(Timer, "measure_chunk", lambda timer, steps: (timer.step(), ([2.0] * steps, 0.1))[1])
+        built = session(DRAFTING)
+        passes = []
+        drafts = built.engine.model.run_draft_layer
+        monkeypatch.setattr(
+            built.engine.model, "run_draft_layer", lambda *args: (passes.append(len(args[1])), drafts(*args))[1]
+        )
+        record, _ = run(built, DRAFTING, profile=False)
+        (batch,) = built.engine.batches.values()
+        assert (batch.requests, batch.size, record.honesty.graph_batch) == (4, 12, 12)
+        assert set(zip(passes[::2], passes[1::2], strict=True)) == {(12, 4)}
+        assert batch.drafts.shape == (4, 2)
+        assert record.metrics.output_tok_s.median == pytest.approx(3 * 1.75 / 2e-3)
+        assert 0 < record.honesty.attention_error < 1e-5
+        before = batch.logits.clone()
+        built.engine.run_eager(batch)
+        assert torch.equal(batch.logits, before)
+
+    def test_the_plan_is_what_the_engine_allocates(self):
+        """Requests of 9 + 3 tokens take 3 pages of 4, in 4 layers of rows instead of 3."""
+        built = session(DRAFTING)
+        plan, engine = built.plan, built.engine
+        assert engine.model.kv.data.shape[0] == TINY.layers + 1
+        assert engine.model.kv.data.nbytes == plan.kv_bytes
+        assert engine.model.weights.count_bytes() == plan.weight_bytes
+        assert engine.max_context == 12
+        assert engine.allocator.pages == 3 * 3 + 1
+
+    def test_rows_of_a_request_are_routed_by_its_number_in_every_layout(self):
+        """Two replicas: rows of request 0 and 2 on the first, of 1 and a padding one on the second, 3 of each."""
+        two = SimpleNamespace(point=SimpleNamespace(dp=2), shape=TINY, make_router_inputs=lambda numbers, *_: numbers)
+        batch = SimpleNamespace(requests=2, query_length=3)
+        assert decode._make_router_inputs(two, batch, 0) == [0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11]
+
+
 WAIT = SyncSite(found_in="replay", rule="SYNC003", kind="copy-to-host", call="cudaMemcpy", per_step=1, wait_us=9)
 
 
@@ -302,7 +345,7 @@ def test_steps_do_not_change_what_the_next_sample_measures(monkeypatch):
     def five_steps(step, _device, _settings, _alive):
         for _ in range(5):
             step()
-            logits.append(built.engine.batches[4].logits.clone())
+            logits.append(built.engine.batches[4, 1].logits.clone())
         return Timing(samples_ms=[1.0] * 20, noisy=False, unsettled=False)
 
     monkeypatch.setattr(decode, "measure_steps", five_steps)

@@ -237,6 +237,31 @@ def test_calls_of_an_emulated_layout_must_be_known_with_those_of_stored_prefixes
     assert sorted(ranks for name, ranks in asked if name == "all-gather") == sorted(gathers)
 
 
+@pytest.mark.parametrize("backend", ["flashinfer", "flashmla"])
+def test_backends_that_do_not_take_query_rows_together_are_refused_for_steps_with_drafts(backend: str) -> None:
+    refusal = (
+        rf"--backend {backend} does not take the 4 query rows of a request together \(--mtp 3\); use --backend triton"
+    )
+    with pytest.raises(UsageError, match=refusal):
+        check(backend=backend, mtp=3, acceptance="0.8/0.6/0.4")
+    check(mtp=3, acceptance="0.8/0.6/0.4")
+
+
+def test_steps_with_drafts_are_measured_and_not_served_live() -> None:
+    point = Point(model="tiny", tp=2, concurrency=2, context=9, backend="triton", dtype="bf16", mtp=3)
+    validate.check_live(point, Settings(), SHAPES["tiny"])
+    load = Load(requests=2, input_tokens="8", output_tokens="8", chunk=64)
+    with pytest.raises(UsageError, match=r"does not serve steps of several tokens live; .* serve --mode replay"):
+        validate.check_live(msgspec.structs.replace(point, load=load), Settings(), SHAPES["tiny"])
+
+
+def test_drafts_have_positions_of_the_model() -> None:
+    """Of 65,536 positions a context of 65,533 leaves 3: one token and 2 drafts."""
+    check(context=65533, mtp=2)
+    with pytest.raises(UsageError, match="65536 positions"):
+        check(context=65533, mtp=3)
+
+
 class TestGroupedQueries:
     QWEN = SHAPES["qwen3-235b-a22b"]
 

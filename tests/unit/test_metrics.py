@@ -5,6 +5,7 @@ import math
 import pytest
 
 from dcpbench.errors import UsageError
+from dcpbench.points.speculation import Speculation
 from dcpbench.records import formulas
 from dcpbench.records.formulas import RequestTimes, compute_decode_metrics
 from dcpbench.records.record import Latencies
@@ -220,6 +221,21 @@ def test_decode_itl_samples_are_steps_not_tokens() -> None:
     assert m.itl_ms.p50 == 10
     assert m.itl_ms.p90 is None
     assert compute_decode_metrics([10.0] * 64, concurrency=128, tp=8).itl_ms.p90 == 10
+
+
+def test_steps_that_verify_drafts_yield_several_tokens():
+    """Acceptance 0.85, 0.6, 0.4: 1 + 0.85 + 0.85·0.6 + 0.85·0.6·0.4 = 2.564 tokens a step.
+
+    8 requests in 20 ms: 8·2.564/0.02 = 1025.6 tok/s, of one user 128.2, of each of 4 GPUs 256.4. Of 100 steps there are 100
+    gaps of 20 ms and 156 of 0, so that the median gap is 0 and the 90th percentile 20.
+    """
+    tokens = Speculation(3, (0.85, 0.6, 0.4)).expected_tokens
+    m = compute_decode_metrics([20.0] * 100, concurrency=8, tp=4, tokens=tokens)
+    assert m.step_ms.median == 20
+    assert m.output_tok_s.median == pytest.approx(1025.6)
+    assert m.tok_s_per_user == pytest.approx(128.2)
+    assert m.output_tok_s_per_gpu == pytest.approx(256.4)
+    assert (m.itl_ms.p50, m.itl_ms.p90) == (0, 20)
 
 
 @pytest.mark.parametrize(

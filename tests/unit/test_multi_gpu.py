@@ -1,5 +1,6 @@
 """tools/multi_gpu: what it would run is what dcpbench takes, and a second call goes on."""
 
+import json
 import re
 import shlex
 import shutil
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from dcpbench.cli import main as dcpbench
+from tests.unit.test_published_checkpoints import V3
 from tools.multi_gpu import __main__ as tool
 from tools.multi_gpu import running
+from tools.multi_gpu.engine_parts import OURS, EnginePlan
 from tools.multi_gpu.parts import Command, Part, Plan, rehearsed
 from tools.multi_gpu.running import CUT, DONE, FAILED, SKIPPED, Runner
 
@@ -42,6 +45,62 @@ def test_every_sweep_and_serve_is_accepted_by_a_dry_run(
         if command.words[0] in ("sweep", "serve") and "--step-times" not in command.words:
             code = _typed([*command.words, "--dry-run", "--gpu", f"{MACHINES[gpus]},count={gpus}"])
             assert code == 0, f"{command.said()}\n{capsys.readouterr().err}"
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Path:
+    """A folder with the files of two engines, and of a model of four layers in `model`."""
+    for name in ("vllm", "sglang"):
+        text = f'name = "{name}"\ncommand = "{name} {{model}} --host {{host}} --port {{port}}"\nexchanges = ["ag_rs", "a2a"]\n[layout]\n'
+        text += "".join(f'{degree} = "--{degree} {{{degree}}}"\n' for degree in ("tp", "dp", "dcp", "exchange"))
+        (tmp_path / f"{name}.toml").write_text(text)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps(V3 | {"num_hidden_layers": 4, "num_nextn_predict_layers": 0})
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_every_command_that_compares_engines_is_accepted_by_a_dry_run(
+    gpus: int, engines: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = EnginePlan(gpus, engines / "run", engines, engines / "model", 4).parts()
+    commands = [command for part in parts for command in part.commands]
+    assert len({command.words[command.words.index("-o") + 1] for command in commands}) == len(commands)
+    for command in commands:
+        code = _typed([*command.words, "--dry-run", *([] if command.name != OURS else ["--gpu", f"H200,count={gpus}"])])
+        err = capsys.readouterr().err
+        assert code == 0, f"{command.said()}\n{err}"
+        assert "cannot run" not in err, f"{command.said()}\n{err}"
+
+
+def test_the_first_parts_that_compare_engines_take_25_minutes(
+    engines: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is most valuable fits into one call; a capped pool holds 1,000,000 tokens of 576 bf16 values in 4 layers."""
+    words = ["-o", str(engines / "run"), "--gpus", "4", "--engines", str(engines), "--model", str(engines / "model")]
+    assert tool.main([*words, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert f"--kv-cache-memory-bytes {1_000_000 * 576 * 2 * 4}" in printed
+    first = EnginePlan(4, engines / "run", engines, engines / "model", 4).parts()[:3]
+    assert sum(part.minutes for part in first) < 25
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--engines", "none"], "has no vllm.toml and no sglang.toml"),
+        (["--engines", "."], "--engines needs --model"),
+        (["--engines", ".", "--model", "model", "--rehearse"], "try --dry-run"),
+    ],
+)
+def test_engines_that_cannot_be_compared_are_refused(
+    words: list[str], message: str, engines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(engines)
+    with pytest.raises(SystemExit, match=message):
+        tool.main(["-o", "run", "--gpus", "2", *words, "--dry-run"])
 
 
 def _typed(words: list[str]) -> int:

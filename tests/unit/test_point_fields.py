@@ -54,6 +54,8 @@ OTHER: dict[str, Any] = {
     "kv_dtype": "fp8",
     "emulate": "H200",
     "routing": "zipf:1",
+    "mtp": 2,
+    "acceptance": "0.9/0.5",
     "settings": "max_num_seqs=4",
     "disaggregate": "3",
     "transfer_gb_s": 50.0,
@@ -90,6 +92,7 @@ OTHER_LOAD: dict[str, Any] = {
 WHAT_IS_RUN = ("workload", "concurrency", "context", "load", "repeat")
 """Of a point, what is run; the rest is what runs it."""
 DEPLOYED = tuple(axis.name for axis in select_point_axes(Role.DEPLOYED))
+ASSUMED = tuple(axis.name for axis in select_point_axes(Role.ASSUMED))
 """Which instances of an engine there are."""
 SENDS = {"transfer_gb_s": 25.0, "transfer_ms": 1.0}
 """Of points whose KV crosses; others say nothing of it."""
@@ -299,13 +302,13 @@ class TestWords:
 class TestSharing:
     """What was built or measured for one point serves another only where both are computed the same way."""
 
-    @pytest.mark.parametrize("name", fields(Point, *WHAT_IS_RUN, *DEPLOYED, *IMPORTED))
+    @pytest.mark.parametrize("name", fields(Point, *WHAT_IS_RUN, *DEPLOYED, *ASSUMED, *IMPORTED))
     def test_an_engine_and_its_path_are_all_that_computes_a_point(self, name: str) -> None:
         point = build.point(DCP)
         other = changed(point, name)
         assert not (budget.is_same_engine(point, other) and budget.is_same_path(point, other))
 
-    @pytest.mark.parametrize("name", [*fields(Point, *WHAT_IS_RUN, *DEPLOYED, *IMPORTED), "prefill"])
+    @pytest.mark.parametrize("name", [*fields(Point, *WHAT_IS_RUN, *DEPLOYED, *ASSUMED, *IMPORTED), "prefill"])
     def test_step_times_are_those_of_one_engine_path(self, name: str) -> None:
         point = serve.point(DCP)
         assert get_engine_path(point) != get_engine_path(changed(point, name))

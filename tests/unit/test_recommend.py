@@ -700,7 +700,7 @@ def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixt
         ("--machine H200 --exchange foo", "--exchange foo is none of"),
         ("--machine H200 --price -1", "--price -1 is not a valid price"),
         ("--machine H200 --price 1e308", "--price 1e+308 is not a valid price"),
-        ("--machine H200 --chunk 0", "--chunk 0 is not positive; try --chunk 8192."),
+        ("--machine H200 --prefill chunk=0", "--prefill chunk=0 is not positive; try --prefill chunk=8192."),
         ("--machine H200 --request-rate 1 --num-requests -7", "--num-requests -7 is not positive"),
         (
             "--machine H200 --num-requests 9",
@@ -765,7 +765,7 @@ def test_a_machine_file_that_lacks_a_field_or_a_call_names_it(
         "--machine H200 --gpus 4 --cycled --context 128000 --concurrency 8 --kv-memory 1000GB",
         "--machine H200 --gpus 2 --cycled --context 32000 --concurrency 32 --kv-memory 1GiB",
         "--machine H200 --gpus 1 --weights-dtype bf16 --context 4000 --concurrency 1 --kv-memory 1000GB",
-        "--machine H200 --concurrency 2 --output-tokens 8 --chunk 100000000",
+        "--machine H200 --concurrency 2 --output-tokens 8 --prefill chunk=100000000",
         "--machine H200 --gpus 1 --cycled --concurrency 2 --input-tokens 100000 --output-tokens 8 --kv-memory 1GiB",
     ],
 )
@@ -854,13 +854,13 @@ def test_decode_steps_take_no_option_of_served_loads(capsys: pytest.CaptureFixtu
         ("--output-tokens", ANSWERS),
         ("--request-rate", "1"),
         ("--num-requests", "200"),
-        ("--chunk", "8192"),
+        ("--prefill", "chunk=8192"),
     ):
         code, _, err = run(capsys, "--machine", "H200", "--context", "4000", option, value)
         assert (code, f"which have no {option}; leave out --context, or {option}." in err) == (2, True)
-    both = "--machine H200 --context 4000 --chunk -9 --input-tokens banana"
+    both = "--machine H200 --context 4000 --prefill chunk=-9 --input-tokens banana"
     code, _, err = run(capsys, *both.split())
-    assert (code, "leave out --context, or --input-tokens and --chunk." in err) == (2, True)
+    assert (code, "leave out --context, or --input-tokens and --prefill." in err) == (2, True)
 
 
 def test_what_is_not_known_meets_no_objective() -> None:

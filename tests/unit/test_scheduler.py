@@ -14,6 +14,7 @@ import pytest
 from dcpbench.errors import UsageError
 from dcpbench.points.names import PREFILL_FIRST
 from dcpbench.points.point import Load, Point
+from dcpbench.points.speculation import Speculation
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from tests.unit.serving_builder import config, request
 from tests.unit.serving_simulation import signature
@@ -75,7 +76,7 @@ class TestChunks:
         assert not scheduler.unfinished
 
     def test_a_step_smaller_than_a_page_is_refused(self) -> None:
-        with pytest.raises(UsageError, match=re.escape("use --chunk 8 or more, or a smaller --page-size")):
+        with pytest.raises(UsageError, match=re.escape("use --prefill chunk=8 or more, or a smaller --page-size")):
             config(chunk=3, replicas=2)
 
 
@@ -374,3 +375,65 @@ class TestRanksAgree:
             for seed in ("1", "2")
         ]
         assert said[0] == said[1] == f"{all_steps(0)}\n"
+
+
+class TestDrafts:
+    """Steps that verify three drafts, of which u < 0.85, 0.51 and 0.204 accept one, two and three."""
+
+    DRAFTS = Speculation(3, (0.85, 0.6, 0.4))
+
+    def draw(self, number: int, steps: int) -> list[int]:
+        """The accepted drafts of the first steps of a request."""
+        return [self.DRAFTS.count_accepted(0, number, step) for step in range(steps)]
+
+    def test_a_request_gets_its_accepted_drafts_and_one_more_token(self) -> None:
+        """The prompt's step yields the first token, and the last step no more than the answer lacks."""
+        scheduler = serve((3, 12), speculation=self.DRAFTS)
+        assert decide(scheduler) == ([], [(0, 0, 3)])
+        stored, positions, left = 3, [], 11
+        for accepted in self.draw(0, 11):
+            step = scheduler.plan_step()
+            assert step is not None
+            (todo,) = step.replicas
+            assert (todo.positions, todo.accepted, todo.delivered) == ([stored], [accepted], [min(accepted + 1, left)])
+            assert (todo.tokens, todo.queries) == (4, 4)
+            stored, left = stored + todo.delivered[0], left - todo.delivered[0]
+            positions += todo.positions
+            if not left:
+                break
+        assert [s.request.number for s in step.finished] == [0]
+        assert len(positions) < 11, "fewer steps than tokens"
+
+    def test_drafts_have_pages_before_they_are_verified(self) -> None:
+        """Five tokens lie on two pages of four; four rows from token 5 on reach into a third page, whatever is accepted."""
+        scheduler = serve((5, 9), speculation=self.DRAFTS)
+        decide(scheduler)
+        step = scheduler.plan_step()
+        assert step is not None
+        (sequence,) = step.replicas[0].decodes
+        assert sequence.allocation is not None
+        assert len(sequence.allocation.pages) == 3
+        assert [(w.start, len(w.locs)) for w in step.replicas[0].table] == [(8, 4)]
+
+    def test_a_request_that_leaves_no_room_for_drafts_is_rejected(self) -> None:
+        """Eight pages hold 32 tokens: 20 in and 10 out are 29 rows, and 3 of drafts behind them. One token more does not fit."""
+        scheduler = serve(speculation=self.DRAFTS)
+        assert scheduler.submit(request(0, 20, 10)) == ""
+        assert "the KV cache of a replica holds 32 tokens" in scheduler.submit(request(1, 20, 11))
+
+    def test_accepted_drafts_of_a_request_do_not_depend_on_others(self) -> None:
+        """Alone, and after two others that take all slots but one."""
+
+        def collect(*before: tuple[int, int]) -> list[int]:
+            scheduler = Scheduler(config(speculation=self.DRAFTS, max_requests=3))
+            for number, (prompt, output) in enumerate(before):
+                scheduler.submit(request(number, prompt, output))
+            scheduler.submit(request(7, 2, 9))
+            found = []
+            while step := scheduler.plan_step():
+                todo = step.replicas[0]
+                found += [n for s, n in zip(todo.decodes, todo.accepted, strict=True) if s.request.number == 7]
+            return found
+
+        alone = collect()
+        assert alone == collect((2, 5), (3, 6)) == self.draw(7, len(alone))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dcpbench.points.names import MIXED, OWN_POLICIES
+from dcpbench.points.speculation import Speculation
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.scheduler import SchedulerConfig
 from tests.unit.serving_builder import check_books, request
@@ -40,6 +41,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         policy=draw(st.sampled_from(OWN_POLICIES)),
         prefix_cache=draw(st.booleans()),
         max_context=draw(st.sampled_from([LONGEST, 20])),
+        speculation=draw(st.sampled_from([None, Speculation(1, (0.7,)), Speculation(3, (0.85, 0.6, 0.4))])),
     )
 
 

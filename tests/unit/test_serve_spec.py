@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -300,8 +301,11 @@ def test_a_folder_of_step_times_is_no_file_of_them(tmp_path: Path) -> None:
         ({"num_requests": 10**11}, "which would not fit in memory"),
         ({"num_requests": "9" * 5000}, "not a whole number; write for example --num-requests 1000"),
         ({"prefix_share": "50%"}, "--prefix-share 50%: not a number; write for example --prefix-share 0.5"),
-        ({"chunk": "2x"}, "--chunk 2x: not a whole number; write for example --chunk 8192"),
-        ({"chunk": "2K"}, "--chunk 2K: K is 1,000 in some tools and 1,024 in others; write 2000 (or 2k), or 2048."),
+        ({"chunk": "2x"}, "--prefill chunk=2x: not a whole number; write for example --prefill chunk=8192"),
+        (
+            {"chunk": "2K"},
+            "--prefill chunk=2K: K is 1,000 in some tools and 1,024 in others; write 2000 (or 2k), or 2048.",
+        ),
         ({"input_tokens": "64K"}, "--input-tokens 64K: K is 1,000 in some tools and 1,024 in others; write 64000"),
         ({"mode": ""}, "--mode is empty; write for example --mode replay"),
         ({"slo": ""}, "--slo is empty"),
@@ -312,7 +316,7 @@ def test_a_folder_of_step_times_is_no_file_of_them(tmp_path: Path) -> None:
         ({"concurrency": "0"}, "--concurrency 0 is not positive"),
         ({"concurrency": "17"}, "--concurrency 17 is more than the 16 requests"),
         ({"seed": -1}, "--seed -1 is negative"),
-        ({"chunk": 0}, "--chunk 0 is not positive"),
+        ({"chunk": 0}, "--prefill chunk=0 is not positive"),
         ({"policy": "fair"}, "--prefill policy=fair is unknown. Known: mixed, prefill-first"),
         ({"prefill": "flashinfr"}, "did you mean flashinfer?"),
         ({"mode": "reply"}, "--mode reply is unknown; did you mean replay?"),
@@ -364,13 +368,15 @@ class TestRejections:
 
     def test_a_chunk_holds_a_page_of_every_rank_of_every_replica(self) -> None:
         """tp8·dp2·dcp4 with pages of 8: 8 × 4 = 32 tokens for each of 2 replicas."""
-        assert "use --chunk 64 or more, or a smaller --page-size" in reason(tp=8, dp=2, dcp=4, page_size=8, chunk=63)
+        assert "use --prefill chunk=64 or more, or a smaller --page-size" in reason(
+            tp=8, dp=2, dcp=4, page_size=8, chunk=63
+        )
         assert expand(tp=8, dp=2, dcp=4, page_size=8, chunk=64)[0].error is None
 
     def test_a_chunk_larger_than_a_gpu_is_refused_with_what_it_would_need(self) -> None:
         found = reason(H200X4, concurrency=8, chunk=10**8)
-        assert found.startswith("--chunk 100000000: a step of so many prompt tokens needs")
-        assert found.endswith("on a GPU of 139.0 GiB; use a smaller one, such as --chunk 8192.")
+        assert found.startswith("--prefill chunk=100000000: a step of so many prompt tokens needs")
+        assert found.endswith("on a GPU of 139.0 GiB; use a smaller one, such as --prefill chunk=8192.")
 
     def test_flashinfer_prefills_on_gpus_that_have_it_with_its_widths(self) -> None:
         assert "needs a GPU" in reason(prefill="flashinfer")
@@ -670,3 +676,36 @@ class TestPolicies:
         assert reason(policy="vllm", mode="replay", model="tiny", tp="2", dp="2").startswith(
             "--prefill policy=vllm is modelled for one"
         )
+
+
+class TestDrafts:
+    def test_numbers_of_drafts_are_points_with_the_acceptance_of_as_many(self) -> None:
+        found = expand(
+            H200X4, tp=4, dcp=4, concurrency=8, mode="replay", mtp="0,1,3", acceptance="0.85/0.6/0.4", baseline=False
+        )
+        assert [(c.point.mtp, c.point.acceptance) for c in found] == [(0, ""), (1, "0.85"), (3, "0.85/0.6/0.4")]
+        assert [grid.format_path(c.point).partition("ag_rs ")[2].rpartition("fp8")[0].strip() for c in found] == [
+            "",
+            "mtp1 acceptance 0.85",
+            "mtp3 acceptance 0.85/0.6/0.4",
+        ]
+
+    @pytest.mark.parametrize(
+        ("changes", "says"),
+        [
+            (
+                {"mtp": 3},
+                "Add the probability that each draft is accepted if those before it were, as in --mtp 3,acceptance=",
+            ),
+            ({"mtp": 8, "acceptance": "1"}, "a step verifies 1 to 7 drafts (0: none); write for example --mtp 3"),
+            ({"mtp": 2, "acceptance": "0.5"}, "state one for each draft, such as acceptance=0.8/0.6"),
+        ],
+    )
+    def test_acceptance_is_stated_and_never_assumed(self, changes: dict[str, object], says: str) -> None:
+        with pytest.raises(UsageError, match=re.escape(says)):
+            expand(H200X4, concurrency=8, mode="replay", **changes)
+
+    def test_policies_of_other_engines_are_refused_with_drafts(self) -> None:
+        drafts = {"mtp": 1, "acceptance": "0.85"}
+        found = reason(H200X4, concurrency=8, mode="replay", policy="vllm", **drafts)
+        assert found.startswith("--prefill policy=vllm is not modelled with drafts; leave out --mtp")

@@ -213,7 +213,7 @@ class TestRefusal:
             (replica([99] * 49), "56 decode rows|64 decode rows"),
             (replica([99] * 600), "captured graphs"),
             (replica([7000]), "1 decode rows with 7,001 KV tokens"),
-            (replica([], [(9000, 0)]), r"9,216 rows.*give a smaller --chunk or load\."),
+            (replica([], [(9000, 0)]), r"9,216 rows.*give a smaller --prefill chunk or load\."),
             (replica([], [(64, 9 * 1024)]), r"64 rows whose chunks' tokens attend to 9,248.*give a smaller load\."),
             (replica([9000], [(64, 0)]), "in a step with chunks"),
         ],

@@ -10,7 +10,7 @@ from dcpbench.engine.scaled_weights import ALL, slice_scaled
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import Mlp, Moe, load_weights
 from dcpbench.models import SHAPES
-from dcpbench.models.weight_formats import FORMATS, FP8, SCALE_BLOCK
+from dcpbench.models.weight_formats import FORMATS, FP8, SCALE_BLOCK, UNQUANTISED
 from dcpbench.points import memory
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.points.names import CUT, WHOLE
@@ -112,6 +112,21 @@ class TestBytes:
         held = load_weights(Meta(), shape, layout, layout.tp - 1, build.layers(shape, dense=1, moe=1), ep=CUT, fp8=True)
         assert held.count_bytes() == memory.compute_weight_bytes(shape, layout, 2, 1, 1, weights=FORMATS[FP8], ep=CUT)
         assert {held.embed.dtype, held.moe[0].mlp.router.dtype, held.moe[0].attention.w_uk.dtype} == {torch.bfloat16}
+
+    @pytest.mark.parametrize("layout", [Layout(1), Layout(8, dcp=8), Layout(16)], ids=str)
+    @pytest.mark.parametrize("fp8", [False, True])
+    def test_the_layer_that_drafts_tokens_is_held_and_counted(self, layout, fp8):
+        """V3 with one layer of each kind: a third layer with experts, 2 · 7168² numbers of its projection and 3 · 7168 of norms."""
+        shape = SHAPES["deepseek-v3"]
+        drafting, weights = shape.add_drafts(1), FORMATS[FP8] if fp8 else UNQUANTISED
+        held = load_weights(Meta(), drafting, layout, 0, build.layers(shape, dense=1, moe=1), fp8=fp8)
+        expected = memory.compute_weight_bytes(drafting, layout, 2, 1, 1, weights=weights)
+        assert held.count_bytes() == expected
+        one_more = memory.compute_weight_bytes(shape, layout, 2, 1, 2, weights=weights)
+        assert expected == one_more + 2 * (2 * 7168**2 + 3 * 7168)
+        assert held.get_layer(shape.layers) is held.draft.layer
+        assert drafting.compute_kv_bytes_per_token(2) == 62 * 576 * 2
+        assert (shape.add_drafts(0), SHAPES["kimi-k2"].add_drafts(3).drafts) == (shape, False)
 
     def test_real_tensors_are_counted_as_those_without_memory(self):
         """The bytes above are of tensors without memory; here are some with, and their storage is not larger."""

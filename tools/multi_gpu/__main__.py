@@ -4,7 +4,10 @@
     python -m tools.multi_gpu -o FOLDER --gpus 2 --minutes 9     # what fits; the same again goes on
     python -m tools.multi_gpu -o FOLDER --gpus 2 --only hangs,wire
     python -m tools.multi_gpu -o FOLDER --gpus 2 --report        # README.md alone, from what lies there
-    python -m tools.multi_gpu -o FOLDER --gpus 2 --rehearse      # a tiny model on the CPU; times say nothing
+    python -m tools.multi_gpu -o FOLDER --gpus 2 --rehearse      # a tiny model on the CPU; its times are no measure
+    python -m tools.multi_gpu -o FOLDER --gpus 4 --engines FILES --model MODEL     # vLLM and SGLang beside dcpbench's engine
+
+FILES is a folder with vllm.toml and sglang.toml (docs/servers.md), MODEL a folder of DeepSeek-V3 with fewer layers.
 
 FOLDER gets a folder for each part with raw records and logs, state.json, and README.md. A command that is done is not
 run again; one that failed twice is passed over, and one that ran out of time goes on at the next call.
@@ -20,7 +23,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dcpbench.records.model_sizes import ModelSizes, read_model_sizes
 from tools.multi_gpu import report
+from tools.multi_gpu.engine_parts import EnginePlan
 from tools.multi_gpu.parts import Part, Plan, rehearsed
 from tools.multi_gpu.running import Runner, say
 
@@ -51,6 +56,22 @@ def chosen(parts: list[Part], only: str) -> list[Part]:
     return [part for part in parts if not names or part.name in names]
 
 
+def make_parts(asked: argparse.Namespace, gpu: str) -> list[Part]:
+    """Return the parts that the options describe; exit with a message for options that do not fit together."""
+    if asked.engines is None:
+        return Plan(asked.gpus, asked.output, gpu, asked.backend).parts()
+    if missing := [name for name in ("vllm.toml", "sglang.toml") if not (asked.engines / name).is_file()]:
+        sys.exit(
+            f"--engines {asked.engines} has no {' and no '.join(missing)}; write the engines' files as in docs/servers.md."
+        )
+    sizes = read_model_sizes(str(asked.model)) if asked.model else None
+    if not isinstance(sizes, ModelSizes) or not sizes.layers:
+        sys.exit("--engines needs --model: a folder with the config.json of the model that all engines serve.")
+    if asked.rehearse:
+        sys.exit("--rehearse is for dcpbench's own engine; with --engines, try --dry-run.")
+    return EnginePlan(asked.gpus, asked.output, asked.engines, asked.model, sizes.layers).parts()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the selected parts, and write README.md."""
     parser = argparse.ArgumentParser(
@@ -62,6 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="parts, as a comma list; default: all")
     parser.add_argument("--gpu", default="", help="H100 or H200; default: the one that is here")
     parser.add_argument("--backend", default="", help="attention kernel; default: dcpbench's own choice")
+    parser.add_argument("--engines", type=Path, help="compare engines: folder with vllm.toml and sglang.toml")
+    parser.add_argument("--model", type=Path, help="with --engines: folder of the model that all of them serve")
     parser.add_argument("--dry-run", action="store_true", help="only print the commands")
     parser.add_argument("--report", action="store_true", help="only write README.md")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
@@ -69,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.minutes <= 0:
         sys.exit("--minutes must be above 0, such as --minutes 25.")
     gpu = asked.gpu or gpu_here(asked.gpus)
-    everything = Plan(asked.gpus, asked.output, gpu, asked.backend).parts()
+    everything = make_parts(asked, gpu)
     if asked.rehearse:
         everything = [
             dataclasses.replace(part, commands=tuple(filter(None, (rehearsed(c, gpu) for c in part.commands))))

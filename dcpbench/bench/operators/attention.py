@@ -1,7 +1,8 @@
 """Bench attention: paged MLA decode over one rank's KV rows, backend by backend.
 
 A pass loops over several pools, as a step loops over layers, so that rows are not read from the L2 cache. Pages are in
-random order; unused rows are NaN. The work of a call is the theoretical work of MLA: every KV row, q and o once, two
+random order; unused rows are NaN. With several query rows of a request, as in steps that verify drafts, each sees one KV
+row more than the one before it. The work of a call is the theoretical work of MLA: every KV row, q and o once, two
 products with every head.
 """
 
@@ -20,7 +21,7 @@ from dcpbench.kernels.attention import AttentionSpec, Shards, compute_rounding_e
 from dcpbench.kernels.attention.reference import compute_mla_decode
 from dcpbench.models.shapes import KV_WIDTH, LATENT, NOPE, ROPE
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import FP8
+from dcpbench.points.names import AS_REQUESTS, FP8
 from dcpbench.points.roofline import compute_attention_work
 
 if TYPE_CHECKING:
@@ -39,8 +40,19 @@ KV_SCALE = {"bf16": 1.0, FP8: 0.25}
 """Scale of the KV cache; not 1 for fp8, so that a kernel that ignores it gives wrong results."""
 SPREAD = 7 / 8
 """Uneven lengths lie between 1/8 and 15/8 of their mean."""
-UNRELATED = ("heads",)
+UNRELATED = ("heads", "query_length")
 """Sizes of a case that its pools do not depend on."""
+
+
+def get_query_length(case: Case) -> int:
+    """Return the query rows of a request."""
+    return int(case.sizes.get("query_length", 1))
+
+
+def make_row_shards(shards: Shards, query_length: int) -> Shards:
+    """Return shards with `query_length` query rows of each request; the last of them sees all of its KV rows."""
+    lengths = [max(n - back, 0) for n in shards.lengths for back in range(query_length - 1, -1, -1)]
+    return Shards(pages=shards.pages, lengths=lengths)
 
 
 def make_lengths(case: Case, seed: int) -> list[int]:
@@ -86,22 +98,26 @@ class Attention:
         if key != self._key or self._pools is None:
             self._pools = None  # frees the old pools before new ones are made
             self._pools, self._key = self._make_pools(case), key
-        pools = self._pools
-        requests, heads = int(case.sizes["requests"]), int(case.sizes["heads"])
+        pools, query_length = self._pools, get_query_length(case)
+        rows, heads = int(case.sizes["requests"]) * query_length, int(case.sizes["heads"])
         spec = self.make_spec(case, pools)
-        backend = self.make_backend(case.variant, spec)
-        backend.plan(pools.shards)
+        shards = make_row_shards(pools.shards, query_length)
+        if case.variant.endswith(AS_REQUESTS):
+            spec = dataclasses.replace(spec, query_length=1)
+            shards = Shards(pages=shards.repeat_pages(), lengths=shards.lengths)
+        backend = self.make_backend(case.variant.removesuffix(AS_REQUESTS), spec)
+        backend.plan(shards)
         generator = torch.Generator(self.device).manual_seed(self.seed + 1)
         query, output = self.get_widths(case)
-        q_BHQ = torch.randn(requests, heads, query, generator=generator, device=self.device).to(self.dtype)
-        o_LBHR = torch.empty(len(pools.data), requests, heads, output, dtype=self.dtype, device=self.device)
-        lse_LBH = torch.empty(len(pools.data), requests, heads, device=self.device)
+        q_BHQ = torch.randn(rows, heads, query, generator=generator, device=self.device).to(self.dtype)
+        o_LBHR = torch.empty(len(pools.data), rows, heads, output, dtype=self.dtype, device=self.device)
+        lse_LBH = torch.empty(len(pools.data), rows, heads, device=self.device)
         run, lse_unit = self.get_run(backend)
         calls = [functools.partial(run, q_BHQ, *each) for each in zip(pools.data, o_LBHR, lse_LBH, strict=True)]
         truths = [
-            (layer, b, *self._compute_truth(spec, q_BHQ[b], pools, layer, b))
+            (layer, b, *self._compute_truth(spec, q_BHQ[b], pools.data[layer], shards, b))
             for layer in sorted({0, len(pools.data) - 1})
-            for b in sorted({0, requests // 2, requests - 1})
+            for b in sorted({*range(query_length), rows // 2, rows - 1})
         ]
 
         def compute_error() -> float:
@@ -144,7 +160,8 @@ class Attention:
     def make_common_sizes(self, case: Case, pools: Pools) -> dict[str, Any]:
         """Return the fields of DecodeSpec, without the scale of scores."""
         return {
-            "batch": int(case.sizes["requests"]),
+            "batch": int(case.sizes["requests"]) * get_query_length(case),
+            "query_length": get_query_length(case),
             "heads": int(case.sizes["heads"]),
             "page_size": pools.data.shape[2],
             "max_pages": max(map(len, pools.shards.pages)),
@@ -175,9 +192,10 @@ class Attention:
         """Return the minimum work of a call."""
         return compute_attention_work(
             int(case.sizes["heads"]),
-            pools.shards.lengths,
+            make_row_shards(pools.shards, get_query_length(case)).lengths,
             self.dtype.itemsize,
             kv_itemsize=pools.data.dtype.itemsize,
+            query_length=get_query_length(case),
         )
 
     def shift_rows(self, rows: torch.Tensor) -> None:
@@ -213,11 +231,11 @@ class Attention:
         self,
         spec: Any,  # noqa: ANN401 - of the kind of attention
         q_HQ: torch.Tensor,
-        pools: Pools,
-        layer: int,
+        pool: torch.Tensor,
+        shards: Shards,
         b: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (o_HR, lse_H) of request b in fp64, over the stored values."""
-        pages = torch.from_numpy(pools.shards.pages[b]).long().to(spec.device)
-        rows_KQ = pools.data[layer][pages].flatten(0, 1)[: pools.shards.lengths[b]]
+        """Return (o_HR, lse_H) of query row b in fp64, over the stored values."""
+        pages = torch.from_numpy(shards.repeat_pages()[b]).long().to(spec.device)
+        rows_KQ = pool[pages].flatten(0, 1)[: shards.lengths[b]]
         return self.compute_truth(spec, q_HQ.double(), rows_KQ.double() * spec.kv_scale)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.bench.operators.attention import Attention, Pools
+from dcpbench.bench.operators.attention import Attention, Pools, get_query_length, make_row_shards
 from dcpbench.kernels.gqa import GqaSpec, make_gqa_backend
 from dcpbench.kernels.gqa.reference import compute_gqa_decode
 from dcpbench.points.roofline import compute_attention_work
@@ -68,12 +68,13 @@ class Gqa(Attention):
         width = int(case.sizes["head_dim"])
         return compute_attention_work(
             int(case.sizes["heads"]),
-            pools.shards.lengths,
+            make_row_shards(pools.shards, get_query_length(case)).lengths,
             self.dtype.itemsize,
             width,
             width,
             pools.data.dtype.itemsize,
             self.get_row_width(case) * pools.data.dtype.itemsize,
+            get_query_length(case),
         )
 
     def shift_rows(self, rows: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcpbench.points.memory import GIB
+from dcpbench.points.names import AS_REQUESTS
 from dcpbench.show.numbers import format_with_unit
 from dcpbench.show.text import format_count
 
@@ -107,6 +108,7 @@ def _describe_rates(record: BenchRecord) -> list[str]:
         for name in of
         if name not in usual[: place + 1] and (sentence := _describe_speed(name, baseline, of[name], right))
     ]
+    notes += [sentence for name in of if (sentence := _describe_rows_together(name, of[name], right))]
     notes += [sentence for name in of if (sentence := _describe_share(name, of[name], right))]
     return notes + [sentence for r in right if (sentence := _describe_outgrown(r))]
 
@@ -125,6 +127,22 @@ def _describe_speed(variant: str, baseline: str, mine: Sequence[Result], results
         return f"{', '.join(parts)}."
     faster = sum(ratio > 1 for _, ratio in ratios)
     return f"{' to '.join(parts)}; faster in {faster} of {format_count(len(ratios), 'case')}."
+
+
+def _describe_rows_together(variant: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
+    """Return a sentence on the speed of taking the query rows of a request together, against the fastest variant that takes
+    them as separate requests.
+    """
+    ratios = []
+    for r in mine:
+        same = [o for o in results if o.case.variant.endswith(AS_REQUESTS) and o.case.sizes == r.case.sizes]
+        times = [(time.median_us, o.case.variant) for o in same if (time := get_gpu_time(o))]
+        if times and not variant.endswith(AS_REQUESTS) and (own := get_gpu_time(r)):
+            fastest_us, name = min(times)
+            ratios.append(f"{fastest_us / own.median_us:.2f}× of {name}{_format_sizes(r, mine)}")
+    if not ratios:
+        return ""
+    return f"{variant} takes the query rows of a request together, at the speed of the fastest variant that takes them as requests: {', '.join(ratios)}."
 
 
 def _describe_share(variant: str, mine: Sequence[Result], results: Sequence[Result]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from dcpbench.errors import MissingPackageError, UsageError, format_install_hint
 from dcpbench.kernels.e4m3 import ROUNDING
-from dcpbench.points.names import BACKENDS
+from dcpbench.points.names import BACKENDS, LIBRARIES
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -25,7 +25,12 @@ class Shards:
     pages: list[np.ndarray]
     """Per request, the page ids of its rows in this rank's pool, in token order, int32; at least ceil(length/page)."""
     lengths: list[int]
-    """Per request, how many rows this rank holds; 0 for an empty shard."""
+    """Per query row, how many KV rows of this rank it sees; 0 for an empty shard. Query rows of a request are adjacent."""
+
+    def repeat_pages(self) -> list[np.ndarray]:
+        """Return the pages of each query row's request."""
+        query_length = len(self.lengths) // len(self.pages) if self.pages else 1
+        return [pages for pages in self.pages for _ in range(query_length)]
 
 
 QUERIES, WEIGHTS = "queries", "weights"
@@ -52,7 +57,7 @@ class Backend(Protocol):
         """
 
     def plan(self, shards: Shards) -> None:
-        """Fill the index buffers in place for the next `run`s. len(shards.lengths) is the padded batch size B."""
+        """Fill the index buffers in place for the next `run`s. len(shards.lengths) is the padded number of rows B."""
 
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """Attend to one layer's rows `kv` [pages, page_size, Q] in the spec's KV dtype; all tensors are contiguous.
@@ -67,6 +72,7 @@ class DecodeSpec:
     """Sizes that a backend of any kind of attention is built for."""
 
     batch: int
+    """B: query rows, of which each request has `query_length`."""
     heads: int
     """H: query heads of the whole DCP group."""
     page_size: int
@@ -80,6 +86,13 @@ class DecodeSpec:
     """Dtype of KV rows if it differs: e4m3."""
     kv_scale: float = 1.0
     """Factor by which stored e4m3 numbers are multiplied."""
+    query_length: int = 1
+    """Adjacent query rows of a request, of its last tokens in order; each sees the tokens up to its own."""
+
+    @property
+    def requests(self) -> int:
+        """Return the number of requests."""
+        return self.batch // self.query_length
 
     @property
     def fp8(self) -> bool:
@@ -95,6 +108,14 @@ class AttentionSpec(DecodeSpec):
     rope: int
 
 
+def check_query_length(name: str, spec: DecodeSpec) -> None:
+    """Raise UsageError if requests have several query rows and the backend does not take them together."""
+    if spec.query_length > 1 and name in LIBRARIES:
+        raise UsageError(
+            f"--backend {name} does not take the {spec.query_length} query rows of a request together; use --backend triton."
+        )
+
+
 def compute_rounding_error(rounds: Collection[str], deviation: float) -> float:
     """Return the relative mean square error of o caused by these roundings, for rows and queries of normal numbers.
 
@@ -106,6 +127,7 @@ def compute_rounding_error(rounds: Collection[str], deviation: float) -> float:
 
 def make_backend(name: str, spec: AttentionSpec) -> Backend:
     """Return the backend called `name`. Raise MissingPackageError or UsageError if it cannot run."""
+    check_query_length(name, spec)
     if name == "reference":
         from dcpbench.kernels.attention.reference import ReferenceBackend
 

@@ -261,10 +261,11 @@ struct Scored {
 // Waits for a tile's scores, and stores its weights and by what sums so far shrink. Only of a piece's first tile, and where a weight is more
 // than e4m3 holds, is the largest score sought.
 __device__ __forceinline__ void store_tile(
-    Shared& sh, Scored& scored, float (&s)[32], const float (&scale)[2], u32 to, int live, bool moved) {
+    Shared& sh, Scored& scored, float (&s)[32], const Arguments8& a, const Piece& piece, int t, const float (&scale)[2], u32 to, bool last) {
+    bool moved = t == piece.t0;
     mma_wait<0>();
     scored.turn.next();
-    if (live < TILE) mask(s, live);
+    if ((last || UNSEEN) && piece.length - t * TILE < TILE + UNSEEN) mask(s, a, piece, t);
     float by[2] = {1, 1}, sum[2];
     u32 p[8];
     if (!moved) {
@@ -277,7 +278,7 @@ __device__ __forceinline__ void store_tile(
         largest(s, scale, here);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            here[i] = fmaxf(scored.top[i], here[i]);
+            here[i] = finite(fmaxf(scored.top[i], here[i]));
             by[i] = power(scored.top[i] - here[i]);
             scored.top[i] = here[i];
         }
@@ -307,17 +308,17 @@ __device__ __forceinline__ void hand_over(Shared& sh, Scored& scored) {
 // A piece's tiles, each begun before weights of the one before are handed over. The last is by itself, as products that a branch may begin
 // are serialised.
 __device__ __forceinline__ void take_tiles(
-    Shared& sh, const Piece& piece, const u32 (&kept)[4 * KEPT + 1], const float (&scale)[2], Scored& scored) {
+    Shared& sh, const Arguments8& a, const Piece& piece, const u32 (&kept)[4 * KEPT + 1], const float (&scale)[2], Scored& scored) {
     const u32 to = weights_of(sh);
     float s[32];
     begin_scores(sh, scored.turn, kept, s);
     int t = piece.t0;
     for (; t + 1 < piece.t1; ++t) {
-        store_tile(sh, scored, s, scale, to, TILE, t == piece.t0);
+        store_tile(sh, scored, s, a, piece, t, scale, to, false);
         begin_scores(sh, scored.turn, kept, s);
         hand_over(sh, scored);
     }
-    store_tile(sh, scored, s, scale, to, piece.length - t * TILE, t == piece.t0);
+    store_tile(sh, scored, s, a, piece, t, scale, to, true);
     hand_over(sh, scored);
 }
 
@@ -343,7 +344,7 @@ __device__ __forceinline__ void score(Shared& sh, const Arguments8& a, const Sha
         u32 kept[4 * KEPT + 1];
         keep(sh.q, kept);
         meet(SCORERS, GROUP); // before weights come there
-        take_tiles(sh, piece, kept, scale, scored);
+        take_tiles(sh, a, piece, kept, scale, scored);
 
         const int slot = scored.hand.slot();
         wait_for(&sh.added[slot], scored.hand.phase() ^ 1);
@@ -353,7 +354,7 @@ __device__ __forceinline__ void score(Shared& sh, const Arguments8& a, const Sha
             const float sum = quad_sum(scored.total[i]);
             const int head = row + 8 * i, h = head_block * HEADS + head;
             if (threadIdx.x % 4) continue;
-            sh.shrink[slot][head] = a.value_scale / sum;
+            sh.shrink[slot][head] = a.value_scale * inverse(sum);
             if (h < a.heads) store_lse(a, whole, b, 2 * part + (piece.t1 < tiles), h, scored.top[i] - RAISED + log2f(sum));
         }
         __syncwarp();

@@ -146,7 +146,8 @@ template <int N> __device__ __forceinline__ void let_go_from(Shared& sh, const T
     if constexpr (N > 0) let_go_from<N - 1>(sh, turn);
 }
 
-__device__ __forceinline__ void take_tile(Shared& sh, const Turn& turn, int live, float scale, Sums& sums) {
+__device__ __forceinline__ void take_tile(Shared& sh, const Turn& turn, const Arguments& a, const Piece& piece, int t, Sums& sums) {
+    const int live = piece.length - t * TILE;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = 16 * warp + lane / 4;
     float s[EACH];
 #pragma unroll
@@ -161,10 +162,12 @@ __device__ __forceinline__ void take_tile(Shared& sh, const Turn& turn, int live
     mma_commit();
     mma_wait<0>();
     let_go(sh, turn.after(ROPE).slot);
-    if (live < TILE) {
+    if (live < TILE + UNSEEN) {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            if (row + i / 2 % 2 * 8 >= live) s[i] = -INFINITY;
+        for (int i = 0; i < EACH; ++i) {
+            const int seen = QUERY_LENGTH == 1 ? live : seen_by(piece, 8 * (i / 4) + lane % 4 * 2 + i % 2, a.heads) - t * TILE;
+            if (row + i / 2 % 2 * 8 >= seen) s[i] = -INFINITY;
+        }
     }
     float largest[PAIRS][2], shrink[PAIRS][2];
 #pragma unroll
@@ -187,13 +190,13 @@ __device__ __forceinline__ void take_tile(Shared& sh, const Turn& turn, int live
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             float& top = sums.top[j][e];
-            const float here = fmaxf(top, ceilf(largest[j][e] * scale));
+            const float here = finite(fmaxf(top, ceilf(largest[j][e] * a.scale_log2)));
             shrink[j][e] = power(top - here);
             same = same && top == here;
             top = here;
             sums.total[j][e] *= shrink[j][e];
-            s[4 * j + e] = power(s[4 * j + e] * scale - here);
-            s[4 * j + 2 + e] = power(s[4 * j + 2 + e] * scale - here);
+            s[4 * j + e] = power(s[4 * j + e] * a.scale_log2 - here);
+            s[4 * j + 2 + e] = power(s[4 * j + 2 + e] * a.scale_log2 - here);
             sums.total[j][e] += s[4 * j + e] + s[4 * j + 2 + e];
         }
     }
@@ -239,7 +242,7 @@ __device__ __forceinline__ void add_up(Shared& sh, const Arguments& a, const Sha
             for (int e = 0; e < 2; ++e) sums.top[j][e] = -INFINITY, sums.total[j][e] = 0;
         wait_for(&sh.q_full, q_phase);
         q_phase ^= 1;
-        for (int t = piece.t0; t < piece.t1; ++t, turn = turn.after(BLOCKS)) take_tile(sh, turn, piece.length - t * TILE, a.scale_log2, sums);
+        for (int t = piece.t0; t < piece.t1; ++t, turn = turn.after(BLOCKS)) take_tile(sh, turn, a, piece, t, sums);
         if (lane == 0) arrive_at(&sh.q_empty);
 
 #pragma unroll
@@ -259,7 +262,7 @@ __device__ __forceinline__ void add_up(Shared& sh, const Arguments& a, const Sha
                 float sum = 0;
 #pragma unroll
                 for (int w = 0; w < WARPS; ++w) sum += sh.total[w][h];
-                const float by = 1 / sum;
+                const float by = inverse(sum);
                 const long long at = ((long long)(whole ? b : slot) * a.heads + h) * LATENT + column;
 #pragma unroll
                 for (int i = 0; i < 2 * ROPE; ++i) {

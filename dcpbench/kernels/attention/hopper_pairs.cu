@@ -207,7 +207,7 @@ __device__ __forceinline__ void weigh_tile(
         const int row = row_of(thread());
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            here[i] = fmaxf(top[i], ceilf(here[i] * scale));
+            here[i] = finite(fmaxf(top[i], ceilf(here[i] * scale)));
             by[i] = power(top[i] - here[i]);
             total[i] *= by[i];
             top[i] = here[i];
@@ -289,7 +289,8 @@ __device__ __forceinline__ void follow(Shared& sh, int tile, int pair, bool firs
 
 // The first tiles of a piece's pairs, and the left half of the values of all.
 __device__ __forceinline__ void take_first(
-    Shared& sh, const u32 (&q_rope)[16], const Piece& piece, float scale, Fills& fills, float (&o)[128], float (&top)[2], float (&total)[2]) {
+    Shared& sh, const u32 (&q_rope)[16], const Arguments& a, const Piece& piece, Fills& fills, float (&o)[128], float (&top)[2], float (&total)[2]) {
+    const float scale = a.scale_log2;
     float s[32];
     u32 p[16];
     for (int t = piece.t0; t < piece.t1; t += 2) {
@@ -299,9 +300,9 @@ __device__ __forceinline__ void take_first(
         mma_commit();
         mma_wait<0>();
         fills.phase[0] ^= 1;
-        if (live < TILE) {
-            mask(s, live);
-            clear(sh.kv[0][0], live, CLEARED);
+        if (live < TILE + UNSEEN) {
+            mask(s, a, piece, t);
+            if (live < TILE) clear(sh.kv[0][0], live, CLEARED);
         }
         weigh_tile<0>(sh, t, t == piece.t0, s, scale, o, top, total, p);
         store_weights(sh.weights, p);
@@ -326,8 +327,9 @@ __device__ __forceinline__ void take_first(
 
 // The second tile of a pair, and the right half of the values of both.
 __device__ __forceinline__ void second_of_pair(
-    Shared& sh, const u32 (&q_rope)[16], const Piece& piece, int t, float scale, Fills& fills, float (&o)[128], float (&top)[2], float (&total)[2]) {
+    Shared& sh, const u32 (&q_rope)[16], const Arguments& a, const Piece& piece, int t, Fills& fills, float (&o)[128], float (&top)[2], float (&total)[2]) {
     const int live = piece.length - t * TILE;
+    const float scale = a.scale_log2;
     float s[32];
     u32 p[16];
     const bool both = t + 1 < piece.t1, first = t == piece.t0;
@@ -348,9 +350,9 @@ __device__ __forceinline__ void second_of_pair(
     mma_commit();
     mma_wait<0>();
     fills.phase[1] ^= 1;
-    if (live < 2 * TILE) {
-        mask(s, live - TILE);
-        clear(sh.kv[1][4], live - TILE, CLEARED + 1);
+    if (live < 2 * TILE + UNSEEN) {
+        mask(s, a, piece, t + 1);
+        if (live < 2 * TILE) clear(sh.kv[1][4], live - TILE, CLEARED + 1);
     }
     meet(FIRST_READY, 2 * GROUP); // all have read the rope block of q, too
     follow(sh, 0, t, first, o, top, total);
@@ -403,9 +405,9 @@ template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Ar
         u32 q_rope[16];
         load_rows(sh.q[ROPE], q_rope);
         if (group == 0)
-            take_first(sh, q_rope, piece, a.scale_log2, fills, o, top, total);
+            take_first(sh, q_rope, a, piece, fills, o, top, total);
         else
-            for (int t = piece.t0; t < piece.t1; t += 2) second_of_pair(sh, q_rope, piece, t, a.scale_log2, fills, o, top, total);
+            for (int t = piece.t0; t < piece.t1; t += 2) second_of_pair(sh, q_rope, a, piece, t, fills, o, top, total);
         if (lane == 0) arrive_at(&sh.q_empty);
 
         const int row = row_of(threadIdx.x);
@@ -421,7 +423,7 @@ template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Ar
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int h = head_block * HEADS + row + 8 * i;
-            const float sum = sh.total[0][row + 8 * i] + sh.total[1][row + 8 * i], by = 1 / sum;
+            const float sum = sh.total[0][row + 8 * i] + sh.total[1][row + 8 * i], by = inverse(sum);
             const bool live = h < a.heads;
             if (whole)
                 store<true>((char*)a.o + (((long long)b * a.heads + h) * LATENT + 256 * group) * 2, o, i, by, live);

@@ -41,7 +41,7 @@ def supports_pages(page_size: int) -> bool:
 
 def has_few_heads(spec: AttentionSpec) -> bool:
     """Return True if the kernel for few heads is used, for products with the number of heads as the smaller side."""
-    return not spec.fp8 and spec.heads <= FEW_HEADS[-1]
+    return not spec.fp8 and spec.query_length * spec.heads <= FEW_HEADS[-1]
 
 
 @functools.cache
@@ -66,7 +66,7 @@ def _check_answer(answer: tuple[Any, ...]) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _load_kernel(name: str, element: str, page: int, heads: int, device: int) -> Any:
+def _load_kernel(name: str, element: str, page: int, heads: int, query_length: int, device: int) -> Any:
     from cuda.bindings import driver, nvrtc
 
     source = b"".join((HERE / file).read_bytes() for file in (SHARED, f"{name}.cu"))
@@ -79,6 +79,7 @@ def _load_kernel(name: str, element: str, page: int, heads: int, device: int) ->
         f"-DLEAST={MIN_TILES}",
         f"-DSLACK={SLACK}",
         f"-DFEW={heads}",
+        f"-DQUERY_LENGTH={query_length}",
         "-DINFINITY=__int_as_float(0x7f800000)",
     )
     (error,) = nvrtc.nvrtcCompileProgram(program, len(words), [word.encode() for word in words])
@@ -135,7 +136,10 @@ def _encode_tensor_map(pointer: int, rows: int, box: int, dtype: torch.dtype, li
 
 class _Arguments(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("tables", "lengths", "part_o", "part_lse", "pieces_of", "o", "lse")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("tables", "lengths", "row_lengths", "part_o", "part_lse", "pieces_of", "o", "lse")
+        ),
         *((name, ctypes.c_float) for name in ("scale_log2", "ln2")),
         *((name, ctypes.c_int) for name in ("table_stride", "heads", "batch", "parts")),
         ("pool", ctypes.c_void_p),
@@ -159,7 +163,7 @@ def launch_kernel(
 
     rows, box = kv.numel() // WIDTH, min(BOX, spec.page_size)
     own = (*(tensor.data_ptr() for tensor in tensors), *numbers, kv.data_ptr())
-    heads = next(few for few in FEW_HEADS if spec.heads <= few) if has_few_heads(spec) else BOX
+    heads = next(few for few in FEW_HEADS if spec.query_length * spec.heads <= few) if has_few_heads(spec) else BOX
     arguments: ctypes.Structure
     if spec.fp8:
         name, maps = APART_FP8, [_encode_tensor_map(kv.data_ptr(), rows, box, kv.dtype, line) for line in (128, 64)]
@@ -169,7 +173,9 @@ def launch_kernel(
         name = FEW if has_few_heads(spec) else MANY
         maps = [q_map, _encode_tensor_map(kv.data_ptr(), rows, box, spec.dtype)]
         arguments = _Arguments(*own)
-    function = _load_kernel(name, ELEMENTS[spec.dtype], spec.page_size, heads, q_BHQ.device.index or 0)
+    function = _load_kernel(
+        name, ELEMENTS[spec.dtype], spec.page_size, heads, spec.query_length, q_BHQ.device.index or 0
+    )
     map_buffers = [ctypes.create_string_buffer(one, 128) for one in maps]
     places = (ctypes.c_void_p * 3)(*(ctypes.addressof(part) for part in (*map_buffers, arguments)))
     stream = torch.cuda.current_stream(q_BHQ.device).cuda_stream

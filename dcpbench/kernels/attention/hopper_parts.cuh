@@ -1,7 +1,9 @@
 // What the kernels of hopper_*.cu share: barriers, copies and products of Hopper, the division of work,
 // and what threads of a warpgroup hold of scores and sums. Put before the source of each (hopper_pairs.py).
 //
-// Defined from outside: ELEMENT (bf16 or f16), PAGE (a multiple of 16), LEAST and SLACK (partition.py).
+// Defined from outside: ELEMENT (bf16 or f16), PAGE (a multiple of 16), LEAST and SLACK (partition.py), and QUERY_LENGTH, the number of
+// query rows of a request. Their heads lie one behind the other and share the request's tiles; query row i sees its own number of KV rows,
+// which differ by less than QUERY_LENGTH.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -14,6 +16,8 @@ static constexpr int HEADS = 64, TILE = 64, LATENT = 512, WIDTH = 576;
 static constexpr int GROUP = 128;                     // threads of a warpgroup
 static constexpr int BOX = PAGE < TILE ? PAGE : TILE; // rows that one copy takes
 static constexpr int BOXES = TILE / BOX;
+static constexpr int UNSEEN = QUERY_LENGTH - 1;       // most rows that a query row sees less than the last one of its request
+static constexpr float MIN_TOP = -0x1p100f;           // largest score of a query row that sees no row of a tile: -inf has no differences
 
 // Read anew wherever it is asked for: what follows from it is not kept in registers from tile to tile.
 __device__ __forceinline__ u32 thread() {
@@ -166,7 +170,8 @@ __device__ __forceinline__ Share share(const int* lengths, int first_tiles, int 
 
 struct Piece {
     const int* pages;
-    int length, t0, t1;
+    const int* row_lengths; // KV rows that each query row sees
+    int length, t0, t1;     // the last query row's, and the tiles of the piece
 };
 
 // First row in the pool of this lane's box of tile t. Boxes past the end are read from page 0, and made zeros later.
@@ -183,6 +188,17 @@ __device__ __forceinline__ void mask(float (&s)[32], int live) {
         if (i / 4 * 8 + column + i % 2 >= live) s[i] = -INFINITY;
 }
 
+// The number of KV rows that head h of a request sees, of all heads of its query rows; heads past the last see as many as the last row.
+__device__ __forceinline__ int seen_by(const Piece& piece, int h, int heads) {
+    return __ldg(piece.row_lengths + min(h / (heads / QUERY_LENGTH), QUERY_LENGTH - 1));
+}
+
+// A score to which others are held, of a query row that may see nothing.
+__device__ __forceinline__ float finite(float top) { return QUERY_LENGTH > 1 ? fmaxf(top, MIN_TOP) : top; }
+
+// What makes sums of weights averages.
+__device__ __forceinline__ float inverse(float sum) { return QUERY_LENGTH > 1 && sum == 0 ? 0 : 1 / sum; }
+
 __device__ __forceinline__ void largest(const float (&s)[32], float (&top)[2]) {
     top[0] = s[0], top[1] = s[2];
 #pragma unroll
@@ -196,6 +212,7 @@ __device__ __forceinline__ int row_of(u32 x) { return x % GROUP / 32 * 16 + x % 
 struct Arguments {
     const int* tables;
     const int* lengths;
+    const int* row_lengths;
     float* part_o;
     float* part_lse;
     int* pieces_of;
@@ -206,11 +223,25 @@ struct Arguments {
     const char* pool;
 };
 
+// Sets scores of tile t that a thread's two heads do not see to -inf.
+__device__ __forceinline__ void mask(float (&s)[32], const Arguments& a, const Piece& piece, int t) {
+    if constexpr (QUERY_LENGTH == 1) {
+        mask(s, piece.length - t * TILE);
+    } else {
+        const int head_blocks = (a.heads + HEADS - 1) / HEADS, h = blockIdx.x % head_blocks * HEADS + row_of(thread());
+        const int live[2] = {seen_by(piece, h, a.heads) - t * TILE, seen_by(piece, h + 8, a.heads) - t * TILE};
+        const int column = thread() % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 32; ++i)
+            if (i / 4 * 8 + column + i % 2 >= live[i / 2 % 2]) s[i] = -INFINITY;
+    }
+}
+
 // Calls `work` with each request of which this program has tiles, and which those are.
 template <class Work> __device__ __forceinline__ void for_each_piece(const Arguments& a, const Share& own, Work work) {
     for (int b = own.first, start = own.start; start < own.end; ++b) {
         const int length = a.lengths[b], tiles = (length + TILE - 1) / TILE;
-        const Piece piece = {a.tables + (long long)b * a.table_stride, length, max(own.begin - start, 0), min(tiles, own.end - start)};
+        const Piece piece = {a.tables + (long long)b * a.table_stride, a.row_lengths + b * QUERY_LENGTH, length, max(own.begin - start, 0), min(tiles, own.end - start)};
         if (piece.t0 < piece.t1) work(b, tiles, piece);
         start += tiles;
     }

@@ -7,6 +7,9 @@ import triton.language as tl
 
 from dcpbench.kernels.attention.partition import pieces, share, slot_of
 
+MIN_TOP = tl.constexpr(-1e30)
+"""Smallest maximum of scores: a query row that sees no row of a tile would have -inf, and -inf - -inf is NaN."""
+
 
 @triton.jit
 def _add_tile(
@@ -14,6 +17,7 @@ def _add_tile(
     q_rope,
     row_k,
     live_k,
+    seen_hk,
     top,
     total,
     acc,
@@ -21,8 +25,11 @@ def _add_tile(
     R: tl.constexpr,
     P: tl.constexpr,
     PRECISION: tl.constexpr,
+    QUERY_LENGTH: tl.constexpr,
 ):
-    """Advance the running softmax by the rows at `row_k`. `top` is the maximum of the scores times log2(e)."""
+    """Advance the running softmax by the rows at `row_k`, of which query row h sees those in `seen_hk`. `top` is the
+    maximum of the scores times log2(e).
+    """
     r = tl.arange(0, R)
     p = tl.arange(0, P)
     # e4m3 is converted to the dtype of the computation, which represents it exactly.
@@ -30,8 +37,10 @@ def _add_tile(
     rope = tl.load(row_k[:, None] + R + p[None, :], mask=live_k[:, None], other=0.0).to(q_latent.dtype)
     score = tl.dot(q_latent, tl.trans(latent), input_precision=PRECISION)
     score += tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)
-    score = tl.where(live_k[None, :], score * scale_log2, float("-inf"))
-    new_top = tl.maximum(top, tl.max(score, 1))  # finite: each tile of a request has a live row
+    score = tl.where(seen_hk, score * scale_log2, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))  # of one query row finite: each tile of a request has a live row
+    if QUERY_LENGTH > 1:
+        new_top = tl.maximum(new_top, MIN_TOP)
     weight = tl.exp2(score - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weight, 1)
@@ -45,6 +54,7 @@ def plain_kernel(
     kv,
     tables,
     lengths,
+    row_lengths,
     part_o,
     part_lse,
     pieces_of,
@@ -66,8 +76,14 @@ def plain_kernel(
     LEAST: tl.constexpr,
     SLACK: tl.constexpr,
     PRECISION: tl.constexpr,
+    QUERY_LENGTH: tl.constexpr,
 ):
-    """Run one program per share of the batch and block of heads; see partition.share and merge_kernel."""
+    """Run one program per share of the batch and block of heads; see partition.share and merge_kernel.
+
+    `batch` counts requests, and `heads` the heads of all QUERY_LENGTH query rows of a request, row after row, so that
+    each tile of KV rows is loaded once for all of them. Row i sees the first `row_lengths[b, i]` KV rows, and `lengths`
+    holds the number that the last one sees.
+    """
     head_blocks = tl.cdiv(heads, BLOCK_H)
     part = tl.program_id(0) // head_blocks
     Q: tl.constexpr = R + P
@@ -89,6 +105,7 @@ def plain_kernel(
             row_h = b.to(tl.int64) * heads + h
             q_latent = tl.load(q + row_h[:, None] * Q + r[None, :], mask=live_h[:, None], other=0.0)
             q_rope = tl.load(q + row_h[:, None] * Q + R + p[None, :], mask=live_h[:, None], other=0.0)
+            length_h = tl.load(row_lengths + b * QUERY_LENGTH + h // (heads // QUERY_LENGTH), mask=live_h, other=0)
             top = tl.full([BLOCK_H], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_H], tl.float32)
             acc = tl.zeros([BLOCK_H, R], tl.float32)
@@ -96,12 +113,26 @@ def plain_kernel(
                 k = t * BLOCK_K + tl.arange(0, BLOCK_K)
                 page = tl.load(tables + b.to(tl.int64) * table_stride + k // page_size, mask=k < length, other=0)
                 row_k = kv + (page.to(tl.int64) * page_size + k % page_size) * Q
+                seen_hk = k[None, :] < (length_h[:, None] if QUERY_LENGTH > 1 else length)
                 top, total, acc = _add_tile(
-                    q_latent, q_rope, row_k, k < length, top, total, acc, scale_log2, R, P, PRECISION
+                    q_latent,
+                    q_rope,
+                    row_k,
+                    k < length,
+                    seen_hk,
+                    top,
+                    total,
+                    acc,
+                    scale_log2,
+                    R,
+                    P,
+                    PRECISION,
+                    QUERY_LENGTH,
                 )
 
-            acc = acc * (value_scale / total)[:, None]
-            log2_sum = top + tl.log2(total)
+            safe = tl.where(total == 0.0, 1.0, total) if QUERY_LENGTH > 1 else total
+            log2_sum = tl.where(total == 0.0, float("-inf"), top + tl.log2(safe))
+            acc = acc * (value_scale / safe)[:, None]
             if (t0 == 0) & (t1 == tiles):
                 tl.store(o + row_h[:, None] * R + r[None, :], acc.to(o.dtype.element_ty), mask=live_h[:, None])
                 tl.store(lse + row_h, log2_sum * ln2, mask=live_h)

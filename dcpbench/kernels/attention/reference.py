@@ -41,7 +41,7 @@ class ReferenceBackend:
         """Implement Backend.plan."""
         self.shards = [
             (torch.as_tensor(pages, dtype=torch.int64).to(self.spec.device), length)
-            for pages, length in zip(shards.pages, shards.lengths, strict=True)
+            for pages, length in zip(shards.repeat_pages(), shards.lengths, strict=True)
         ]
 
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:

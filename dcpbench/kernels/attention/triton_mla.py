@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import triton
 
+from dcpbench.errors import UsageError
 from dcpbench.kernels.attention import QUERIES, WEIGHTS, hopper_pairs
 from dcpbench.kernels.attention.partition import merge_kernel
 from dcpbench.kernels.attention.plain_mla import plain_kernel
@@ -56,6 +57,11 @@ def choose_kernel(spec: AttentionSpec) -> str:
         return "hopper-few"
     if compiled:
         return "hopper-apart-fp8" if spec.fp8 else "hopper-pairs"
+    if spec.query_length > 1:
+        raise UsageError(
+            f"--backend triton takes {spec.query_length} query rows of a request with pages of 16 or 32 rows or multiples "
+            f"of 64, and with cuda-bindings; page size {spec.page_size} has no such kernel here. Use --page-size 64."
+        )
     return "hopper-fp8" if spec.fp8 else "hopper"
 
 
@@ -72,12 +78,15 @@ def choose_merge_shape(pieces: int) -> tuple[int, int, int]:
 class PageTables:
     """Page tables and local lengths of a batch in fixed buffers, written in place as captured graphs need it.
 
-    `pages` [B, max_pages] int32 and `lengths` [B] int32 on the device.
+    Of each request: `pages` [requests, max_pages] int32 and `lengths` [requests] int32, those of its last query row. Of
+    each query row: `row_lengths` [B] int32, which is `lengths` if requests have one row.
     """
 
     def __init__(self, spec: DecodeSpec) -> None:
-        self.pages = torch.zeros(spec.batch, spec.max_pages, dtype=torch.int32, device=spec.device)
-        self.lengths = torch.zeros(spec.batch, dtype=torch.int32, device=spec.device)
+        self.query_length = spec.query_length
+        self.pages = torch.zeros(spec.requests, spec.max_pages, dtype=torch.int32, device=spec.device)
+        self.lengths = torch.zeros(spec.requests, dtype=torch.int32, device=spec.device)
+        self.row_lengths = self.lengths if spec.query_length == 1 else self.lengths.new_zeros(spec.batch)
 
     def copy_tables(self, shards: Shards) -> None:
         """Copy one step's tables to the device."""
@@ -85,7 +94,8 @@ class PageTables:
         for b, pages in enumerate(shards.pages):
             host[b, : len(pages)] = pages
         self.pages.copy_(torch.from_numpy(host))
-        self.lengths.copy_(torch.tensor(shards.lengths, dtype=torch.int32))
+        self.row_lengths.copy_(torch.tensor(shards.lengths, dtype=torch.int32))
+        self.lengths.copy_(self.row_lengths[self.query_length - 1 :: self.query_length])
 
 
 class TritonBackend:
@@ -100,19 +110,21 @@ class TritonBackend:
         self.spec = spec
         self.kernel = choose_kernel(spec)
         self.rounds = ROUNDS.get(self.kernel, ())
-        self.block_h = HOPPER_HEADS if self.kernel != "plain" else min(64, max(16, triton.next_power_of_2(spec.heads)))
+        self.heads = spec.query_length * spec.heads
+        """Heads of all query rows of a request, which lie one behind the other and share its KV rows."""
+        self.block_h = HOPPER_HEADS if self.kernel != "plain" else min(64, max(16, triton.next_power_of_2(self.heads)))
         programs = (
             torch.cuda.get_device_properties(spec.device).multi_processor_count
             if spec.device.type == "cuda"
             else INTERPRETED_PARTS
         )
-        self.head_blocks = triton.cdiv(spec.heads, self.block_h)
+        self.head_blocks = triton.cdiv(self.heads, self.block_h)
         self.parts = max(1, programs // self.head_blocks)
         self.tables = PageTables(spec)
-        slots = 2 * self.parts * spec.heads
+        slots = 2 * self.parts * self.heads
         self.part_o = torch.empty(slots, spec.latent, dtype=torch.float32, device=spec.device)
         self.part_lse = torch.empty(slots, dtype=torch.float32, device=spec.device)
-        self.pieces_of = torch.zeros(spec.batch, 2, dtype=torch.int32, device=spec.device)
+        self.pieces_of = torch.zeros(spec.requests, 2, dtype=torch.int32, device=spec.device)
 
     def plan(self, shards: Shards) -> None:
         """Implement Backend.plan."""
@@ -124,21 +136,23 @@ class TritonBackend:
     def run(self, q_BHQ: torch.Tensor, kv: torch.Tensor, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """Implement Backend.run."""
         spec = self.spec
-        batch, heads, _ = q_BHQ.shape
+        batch, heads = spec.requests, self.heads
         grid = (self.parts * self.head_blocks,)
         arguments = (
             q_BHQ,
             kv,
             self.tables.pages,
             self.tables.lengths,
+            self.tables.row_lengths,
             self.part_o,
             self.part_lse,
             self.pieces_of,
             o_BHR,
             lse_BH,
         )
+        single = (*arguments[:4], *arguments[5:])  # kernels of one query row a request
         numbers = (LN_2, self.tables.pages.stride(0), heads, batch, self.parts)
-        block_b = max(32, triton.next_power_of_2(spec.batch))
+        block_b = max(32, triton.next_power_of_2(batch))
         # Hopper kernels are imported only where they run: Triton before 3.6 and its interpreter cannot import them.
         if self.kernel in ("hopper-pairs", "hopper-apart-fp8", "hopper-few"):
             scale = spec.scale * spec.kv_scale * LOG2_E
@@ -147,14 +161,14 @@ class TritonBackend:
             from dcpbench.kernels.attention.hopper_mla import hopper_kernel
 
             hopper_kernel[grid](
-                *arguments, spec.scale * LOG2_E, *numbers, PAGE=spec.page_size, BLOCK_B=block_b, **HOPPER, num_warps=4
+                *single, spec.scale * LOG2_E, *numbers, PAGE=spec.page_size, BLOCK_B=block_b, **HOPPER, num_warps=4
             )
         elif self.kernel == "hopper-fp8":
             from dcpbench.kernels.attention.hopper_mla_fp8 import hopper_fp8_kernel
 
             scales = (spec.scale * spec.kv_scale * LOG2_E, spec.kv_scale)
             hopper_fp8_kernel[grid](
-                *arguments, *scales, *numbers, PAGE=spec.page_size, BLOCK_B=block_b, **HOPPER_FP8, num_warps=4
+                *single, *scales, *numbers, PAGE=spec.page_size, BLOCK_B=block_b, **HOPPER_FP8, num_warps=4
             )
         else:
             plain_kernel[grid](
@@ -165,12 +179,13 @@ class TritonBackend:
                 spec.page_size,
                 R=spec.latent,
                 P=spec.rope,
-                BLOCK_B=triton.next_power_of_2(spec.batch),
+                BLOCK_B=triton.next_power_of_2(batch),
                 BLOCK_H=self.block_h,
                 BLOCK_K=32,
                 LEAST=4,
                 SLACK=4,
                 PRECISION="ieee" if q_BHQ.dtype == torch.float32 else "tf32",
+                QUERY_LENGTH=spec.query_length,
                 num_warps=8 if self.block_h == 64 else 4,
                 num_stages=2,
             )

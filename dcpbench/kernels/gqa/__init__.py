@@ -13,7 +13,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dcpbench.errors import MissingPackageError, UsageError, format_install_hint
-from dcpbench.kernels.attention import DecodeSpec
+from dcpbench.kernels.attention import DecodeSpec, check_query_length
 from dcpbench.points.names import GQA_BACKENDS
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def split_rows(rows: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.T
 
 def make_gqa_backend(name: str, spec: GqaSpec) -> Backend:
     """Return the backend called `name`. Raise MissingPackageError or UsageError if it cannot run."""
+    check_query_length(name, spec)
     if name == "reference":
         from dcpbench.kernels.gqa.reference import ReferenceGqa
 

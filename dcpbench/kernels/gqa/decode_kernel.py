@@ -9,14 +9,21 @@ import triton
 import triton.language as tl
 
 from dcpbench.kernels.attention.partition import pieces, share, slot_of
+from dcpbench.kernels.attention.plain_mla import MIN_TOP
 
 
 @triton.jit
-def _add_tile(q_GX, key_KX, value_KX, live_k, top, total, acc, scale_log2, PRECISION: tl.constexpr):
-    """Advance the running softmax by a tile of rows. `top` is the maximum of the scores times log2(e)."""
+def _add_tile(
+    q_GX, key_KX, value_KX, seen_GK, top, total, acc, scale_log2, PRECISION: tl.constexpr, QUERY_LENGTH: tl.constexpr
+):
+    """Advance the running softmax by a tile of rows, of which each query sees those in `seen_GK`. `top` is the maximum of
+    the scores times log2(e).
+    """
     score = tl.dot(q_GX, tl.trans(key_KX), input_precision=PRECISION)
-    score = tl.where(live_k[None, :], score * scale_log2, float("-inf"))
-    new_top = tl.maximum(top, tl.max(score, 1))  # finite: each tile of a request has a live row
+    score = tl.where(seen_GK, score * scale_log2, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))  # of one query row finite: each tile of a request has a live row
+    if QUERY_LENGTH > 1:
+        new_top = tl.maximum(new_top, MIN_TOP)
     weight = tl.exp2(score - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weight, 1)
@@ -39,11 +46,13 @@ def _attend_tiles(
     t0,
     t1,
     length,
+    length_G,
     row_stride,
     scale_log2,
     PAGE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    QUERY_LENGTH: tl.constexpr,
 ):
     """Return top, total and acc of the tiles [t0, t1) of a request; see `_add_tile`.
 
@@ -76,7 +85,8 @@ def _attend_tiles(
         values = tl.load(key_KX + value_at, mask=live_k[:, None], other=0.0)
         # e4m3 is converted to the dtype of the computation, which represents it exactly.
         keys, values = keys.to(q_GX.dtype), values.to(q_GX.dtype)
-        top, total, acc = _add_tile(q_GX, keys, values, live_k, top, total, acc, scale_log2, PRECISION)
+        seen_GK = k[None, :] < (length_G[:, None] if QUERY_LENGTH > 1 else length)
+        top, total, acc = _add_tile(q_GX, keys, values, seen_GK, top, total, acc, scale_log2, PRECISION, QUERY_LENGTH)
     return top, total, acc
 
 
@@ -86,6 +96,7 @@ def decode_kernel(
     kv,
     tables,
     lengths,
+    row_lengths,
     part_o,
     part_lse,
     pieces_of,
@@ -107,9 +118,13 @@ def decode_kernel(
     LEAST: tl.constexpr,
     SLACK: tl.constexpr,
     PRECISION: tl.constexpr,
+    QUERY_LENGTH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Run one program per share of the batch, KV head and block of its query heads; see partition.share and merge_kernel.
+    """Run one program per share of the batch, KV head and block of its queries; see partition.share and merge_kernel.
+
+    `batch` counts requests. Queries of a KV head are GROUP heads of each of QUERY_LENGTH query rows; see
+    plain_mla.plain_kernel.
 
     Programs of the same share run side by side, and read the K and V heads of the same rows. EARLY: see
     block_scaled.get_launch_options.
@@ -117,19 +132,20 @@ def decode_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    GROUP_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
+    QUERIES: tl.constexpr = QUERY_LENGTH * GROUP
+    GROUP_BLOCKS: tl.constexpr = (QUERIES + BLOCK_G - 1) // BLOCK_G
     part = tl.program_id(0) // (kv_heads * GROUP_BLOCKS)
     block = tl.program_id(0) % (kv_heads * GROUP_BLOCKS)
     kv_head = block // GROUP_BLOCKS
-    heads = kv_heads * GROUP
+    heads = kv_heads * QUERIES
     b_B = tl.arange(0, BLOCK_B)
     lengths_B = tl.load(lengths + b_B, mask=b_B < batch, other=0)
     first, start, begin, end, size = share(lengths_B, b_B, part, parts, batch, BLOCK_K, LEAST, SLACK)
 
     g = block % GROUP_BLOCKS * BLOCK_G + tl.arange(0, BLOCK_G)
-    h = kv_head * GROUP + g
+    h = g // GROUP * kv_heads * GROUP + kv_head * GROUP + g % GROUP
     x = tl.arange(0, X)
-    live_h = g < GROUP
+    live_h = g < QUERIES
     row_stride = 2 * kv_heads * X
     value_at = kv_heads * X
     b = first
@@ -141,6 +157,7 @@ def decode_kernel(
         if t0 < t1:
             row_h = b.to(tl.int64) * heads + h
             q_GX = tl.load(q + row_h[:, None] * X + x[None, :], mask=live_h[:, None], other=0.0)
+            length_G = tl.load(row_lengths + b * QUERY_LENGTH + g // GROUP, mask=live_h, other=0)
             table = tables + b.to(tl.int64) * table_stride
             top, total, acc = _attend_tiles(
                 q_GX,
@@ -150,15 +167,18 @@ def decode_kernel(
                 t0,
                 t1,
                 length,
+                length_G,
                 row_stride,
                 scale_log2,
                 PAGE,
                 BLOCK_K,
                 PRECISION,
+                QUERY_LENGTH,
             )
 
-            acc = acc * (value_scale / total)[:, None]
-            log2_sum = top + tl.log2(total)
+            safe = tl.where(total == 0.0, 1.0, total) if QUERY_LENGTH > 1 else total
+            log2_sum = tl.where(total == 0.0, float("-inf"), top + tl.log2(safe))
+            acc = acc * (value_scale / safe)[:, None]
             if (t0 == 0) & (t1 == tiles):
                 tl.store(o + row_h[:, None] * X + x[None, :], acc.to(o.dtype.element_ty), mask=live_h[:, None])
                 tl.store(lse + row_h, log2_sum * ln2, mask=live_h)

@@ -48,7 +48,7 @@ def choose_tiling(spec: GqaSpec) -> Tiling:
     """Return the tiling for these sizes; a multiprocessor holds the tiles of all stages of all its programs."""
     if spec.dtype == torch.float32:
         return Tiling(rows=32, warps=4, stages=2, programs=1)
-    if spec.heads // spec.kv_heads > MAX_GROUP_BLOCK // 2 or spec.head_dim > MAX_HEAD_DIM:
+    if spec.query_length * spec.heads // spec.kv_heads > MAX_GROUP_BLOCK // 2 or spec.head_dim > MAX_HEAD_DIM:
         return Tiling(rows=ROWS, warps=4, stages=4, programs=1)
     return Tiling(rows=ROWS, warps=4, stages=3, programs=3)
 
@@ -65,7 +65,7 @@ class TritonGqa:
     def __init__(self, spec: GqaSpec, tiling: Tiling | None = None) -> None:
         self.spec = spec
         self.tiling = tiling or choose_tiling(spec)
-        group = spec.heads // spec.kv_heads
+        group = spec.query_length * (spec.heads // spec.kv_heads)
         self.block_g = min(MAX_GROUP_BLOCK, max(MIN_DOT_SIZE, triton.next_power_of_2(group)))
         self.head_blocks = spec.kv_heads * triton.cdiv(group, self.block_g)
         programs = (
@@ -76,10 +76,10 @@ class TritonGqa:
         self.parts = max(1, programs // self.head_blocks)
         self.launch_options = get_launch_options(spec.device)
         self.tables = PageTables(spec)
-        slots = 2 * self.parts * spec.heads
+        slots = 2 * self.parts * spec.query_length * spec.heads
         self.part_o = torch.empty(slots, spec.head_dim, dtype=torch.float32, device=spec.device)
         self.part_lse = torch.empty(slots, dtype=torch.float32, device=spec.device)
-        self.pieces_of = torch.zeros(spec.batch, 2, dtype=torch.int32, device=spec.device)
+        self.pieces_of = torch.zeros(spec.requests, 2, dtype=torch.int32, device=spec.device)
 
     def plan(self, shards: Shards) -> None:
         """Implement Backend.plan."""
@@ -91,12 +91,13 @@ class TritonGqa:
     def run(self, q_BHX: torch.Tensor, kv: torch.Tensor, o_BHX: torch.Tensor, lse_BH: torch.Tensor) -> None:
         """Implement Backend.run."""
         spec, tiling, tables = self.spec, self.tiling, self.tables
-        batch, heads, width = q_BHX.shape
+        batch, heads, width = spec.requests, spec.query_length * spec.heads, spec.head_dim
         decode_kernel[(self.parts * self.head_blocks,)](
             q_BHX,
             kv,
             tables.pages,
             tables.lengths,
+            tables.row_lengths,
             self.part_o,
             self.part_lse,
             self.pieces_of,
@@ -109,15 +110,16 @@ class TritonGqa:
             spec.kv_heads,
             batch,
             self.parts,
-            GROUP=heads // spec.kv_heads,
+            GROUP=spec.heads // spec.kv_heads,
             X=width,
             PAGE=spec.page_size,
-            BLOCK_B=max(32, triton.next_power_of_2(spec.batch)),
+            BLOCK_B=max(32, triton.next_power_of_2(batch)),
             BLOCK_G=self.block_g,
             BLOCK_K=tiling.rows,
             LEAST=2,
             SLACK=2,
             PRECISION="ieee" if q_BHX.dtype == torch.float32 else "tf32",
+            QUERY_LENGTH=spec.query_length,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
             maxnreg=tiling.registers,

@@ -1,0 +1,270 @@
+"""Run the ranks of test_mtp.py: decode requests one token at a time, and in steps that verify drafts.
+
+Started as `python -m tests.distributed.mtp_ranks WORLD FOLDER`; ranks are forks of that process, so that torch is
+imported once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dcpbench.engine.decode_engine import DecodeEngine
+from dcpbench.engine.groups import make_groups
+from dcpbench.engine.kv_pool import KvPool
+from dcpbench.engine.model import Model
+from dcpbench.engine.synthetic import SyntheticSource
+from dcpbench.engine.weights import load_weights
+from dcpbench.models.shapes import Gqa
+from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout
+from dcpbench.serving.allocator import PADDING_PAGE
+from tests.unit.engine_builder import CPU, TINY, layers
+
+if TYPE_CHECKING:
+    from dcpbench.engine.decode_engine import Request
+
+TWELVE = dataclasses.replace(TINY, heads=12, experts=12, groups=3, dense_inter=96, moe_inter=48)
+"""Sizes that 1, 2, 3 and 4 ranks divide."""
+GROUPED = dataclasses.replace(
+    TWELVE,
+    name="grouped",
+    gqa=Gqa(kv_heads=1, qk_norm=True),
+    q_lora=None,
+    latent=0,
+    nope=0,
+    rope_interleaved=False,
+)
+SHAPES = {"mla": TWELVE, "gqa": GROUPED}
+CONTEXTS = (1, 5, 18)
+"""Stored tokens of three requests of a replica; most ranks hold no token of the first."""
+NEW = 8
+"""Tokens that each request decodes."""
+WRONG_AT = ((1, 2, 5), (), (2, 3, 4))
+"""For each request, tokens whose draft is wrong: none, single ones between right ones, and several in a row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layout with its storage and path."""
+
+    layout: Layout
+    kind: str = "mla"
+    drafts: int = 3
+    page_size: int = 1
+    interleave: int = 1
+    exchange: str = "ag_rs"
+    wide: GroupWide = OWN_HEADS
+    backend: str = "reference"
+    fp8: bool = False
+
+
+DRAFTING = {
+    1: Case(Layout(1)),
+    2: Case(Layout(2, dcp=2), page_size=2, exchange="a2a"),
+    3: Case(Layout(3, dcp=3), page_size=4),
+    4: Case(Layout(4, dp=2, dcp=2), page_size=4, interleave=2),
+}
+"""Layouts in which the model's own layer drafts tokens."""
+CASES = {
+    1: [
+        Case(Layout(1)),
+        Case(Layout(1), drafts=1, page_size=4),
+        Case(Layout(1), drafts=7, page_size=4),
+        Case(Layout(1), "gqa", page_size=4),
+        Case(Layout(1), fp8=True),
+    ],
+    2: [
+        Case(Layout(2)),
+        Case(Layout(2, dcp=2)),
+        Case(Layout(2, dcp=2), drafts=7, page_size=4, interleave=2, exchange="a2a"),
+        Case(Layout(2, dcp=2), page_size=4, wide=GroupWide(query=True, value=True), exchange="a2a"),
+        Case(Layout(2, dcp=2), page_size=2, backend="triton", drafts=2),
+        Case(Layout(2, dcp=2), fp8=True, exchange="a2a"),
+        Case(Layout(2, dcp=2), "gqa", page_size=4),
+        Case(Layout(2, dp=2), page_size=4),
+    ],
+    3: [
+        Case(Layout(3, dcp=3)),
+        Case(Layout(3, dcp=3), drafts=7, page_size=2, exchange="a2a"),
+        Case(Layout(3, dcp=3), "gqa", drafts=2, page_size=4, exchange="a2a"),
+    ],
+    4: [
+        Case(Layout(4, dcp=4)),
+        Case(Layout(4, dcp=4), drafts=5, page_size=4, interleave=4, exchange="a2a"),
+        Case(Layout(4, dp=2, dcp=2), page_size=2),
+        Case(Layout(4, dcp=2), "gqa", page_size=4, wide=GroupWide(query=True)),
+    ],
+}
+
+
+def make_engine(case: Case, rank: int) -> DecodeEngine:
+    """The engine of a rank in fp32."""
+    shape, layout, context = (
+        SHAPES[case.kind].add_drafts(case.drafts),
+        case.layout,
+        max(CONTEXTS) + 2 * (NEW + case.drafts),
+    )
+    weights = load_weights(
+        SyntheticSource(0, torch.float32, CPU), shape, layout, rank, layers(shape), wide=case.wide, ep="1"
+    )
+    pages = 1 + len(CONTEXTS) * -(-context // (case.page_size * layout.dcp))
+    stored = torch.float8_e4m3fn if case.fp8 else torch.float32
+    kv = KvPool(shape.stored_layers, pages, case.page_size, shape.compute_kv_width(layout.attn_tp), stored, CPU)
+    model = Model(
+        shape,
+        layout,
+        make_groups(layout, rank),
+        weights,
+        kv,
+        interleave=case.interleave,
+        max_context=context,
+        device=CPU,
+        wide=case.wide,
+    )
+    return DecodeEngine(
+        model,
+        backend=case.backend,
+        exchange=case.exchange if layout.dcp > 1 else "none",
+        max_requests=len(CONTEXTS),
+        max_context=context,
+        query_length=case.drafts + 1,
+    )
+
+
+def admit(engine: DecodeEngine, number: int, context: int) -> Request:
+    """Request `number` with synthetic KV, and a token to read behind it, without a KV location."""
+    request = engine.add_request(context)
+    engine.write_random_kv(request, number, seed=0)
+    engine.requests.set_tokens(request.slot, context, [100 + number])
+    return request
+
+
+def decode_one_by_one(case: Case, rank: int) -> tuple[list[list[int]], torch.Tensor]:
+    """Tokens of each request of this rank's replica, and logits [requests, NEW, vocab]."""
+    engine = make_engine(case, rank)
+    first = len(CONTEXTS) * case.layout.get_dp_rank(rank)
+    requests = [admit(engine, first + i, context) for i, context in enumerate(CONTEXTS)]
+    tokens: list[list[int]] = [[] for _ in requests]
+    logits = []
+    for _ in range(NEW):
+        for request in requests:
+            engine.append_token(request)
+        batch = engine.plan_step(requests)
+        engine.run_eager(batch)
+        assert batch.accepted is None
+        logits.append(engine.model.gather_logits(batch.logits)[: len(requests)])
+        for i in range(len(requests)):
+            tokens[i].append(int(batch.next_tokens[i]))
+    return tokens, torch.stack(logits, dim=1)
+
+
+def poison(engine: DecodeEngine, requests: list[Request]) -> None:
+    """Make every KV row NaN that is no token's of a request and not in the padding page, so also those rolled back."""
+    share = engine.model.share
+    owned = {PADDING_PAGE * share.page_size + i for i in range(share.page_size)}
+    for request in requests:
+        for loc in request.allocation.compute_locs(0, request.length).tolist():
+            if loc // share.interleave % share.dcp == share.rank:
+                owned.add(loc // (share.interleave * share.dcp) * share.interleave + loc % share.interleave)
+    rows = engine.model.kv.get_all_rows()
+    free = [row for row in range(rows.shape[1]) if row not in owned]
+    if rows.itemsize == 1:
+        rows.view(torch.uint8)[:, free] = 0x7F  # e4m3's NaN
+    else:
+        rows[:, free] = float("nan")
+
+
+def verify_drafts(case: Case, rank: int, truth: list[list[int]], logits: torch.Tensor) -> dict[str, object]:
+    """Errors of the logits of all accepted rows, the tokens, and how many drafts each step of each request accepted."""
+    engine = make_engine(case, rank)
+    first, length = len(CONTEXTS) * case.layout.get_dp_rank(rank), case.drafts + 1
+    requests = [admit(engine, first + i, context) for i, context in enumerate(CONTEXTS)]
+    vocab = engine.model.shape.vocab
+    tokens: list[list[int]] = [[] for _ in requests]
+    accepted: list[list[int]] = [[] for _ in requests]
+    worst = 0.0
+    while any(len(own) < NEW for own in tokens):
+        for i, request in enumerate(requests):
+            at = len(tokens[i])
+            known = (truth[i] + [0] * case.drafts)[at : at + case.drafts]
+            drafts = [(token + (at + k in WRONG_AT[i])) % vocab for k, token in enumerate(known)]
+            engine.append_drafts(request, drafts)
+        poison(engine, requests)
+        batch = engine.plan_step(requests, query_length=length)
+        engine.run_eager(batch)
+        found = engine.model.gather_logits(batch.logits)
+        for i, own in enumerate(engine.accept_drafts(batch, requests)):
+            at = len(tokens[i])
+            rows = found[i * length : i * length + len(own)][: max(NEW - at, 0)]
+            expected = logits[i, at : at + len(rows)]
+            if len(rows):
+                worst = max(worst, float((rows - expected).abs().max() / expected.abs().max()))
+                assert bool(rows.isfinite().all())
+            tokens[i] += own
+            accepted[i].append(len(own) - 1)
+        poison(engine, requests)
+    return {"error": worst, "tokens": [own[:NEW] for own in tokens], "accepted": accepted}
+
+
+def draft_tokens(case: Case, rank: int, truth: list[list[int]], right: bool) -> list[dict[int, list[int]]]:
+    """For each request, the tokens that the model's layer drafts behind so many decoded ones.
+
+    Steps verify other drafts: all right, so that a step yields `drafts` + 1 tokens, or all wrong, so that it yields one.
+    """
+    engine = make_engine(case, rank)
+    first, vocab = len(CONTEXTS) * case.layout.get_dp_rank(rank), engine.model.shape.vocab
+    requests = [admit(engine, first + i, context) for i, context in enumerate(CONTEXTS)]
+    found: list[dict[int, list[int]]] = [{} for _ in requests]
+    for request in requests:
+        engine.append_drafts(request, [0] * case.drafts)
+    at = 0
+    while at + case.drafts < NEW:
+        for request, own in zip(requests, truth, strict=True):
+            known = own[at : at + case.drafts]
+            verified = known if right else [(token + 1) % vocab for token in known]
+            engine.requests.set_tokens(request.slot, request.length - case.drafts, verified)
+        batch = engine.plan_step(requests, query_length=case.drafts + 1)
+        engine.run_eager(batch)
+        yielded = {len(own) for own in engine.accept_drafts(batch, requests)}
+        assert yielded == {case.drafts + 1 if right else 1}
+        at += yielded.pop()
+        starts = [request.length - 1 for request in requests]
+        for request in requests:
+            engine.append_drafts(request, [0] * case.drafts)
+        engine.plan_drafts(batch, requests, starts)
+        engine.run_drafts(batch)
+        batch.later = None  # the next step only verifies
+        for own, drafts in zip(found, batch.drafts.tolist(), strict=False):
+            own[at] = drafts
+    return found
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    """Run every case and save what this rank found."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
+    found = []
+    for case in CASES[world]:
+        truth, logits = decode_one_by_one(case, rank)
+        found.append(verify_drafts(case, rank, truth, logits) | {"truth": truth})
+    (folder / f"{world}-{rank}.json").write_text(json.dumps(found))
+    case = DRAFTING[world]
+    truth, _ = decode_one_by_one(case, rank)
+    drafted = {name: draft_tokens(case, rank, truth, right=name == "right") for name in ("right", "wrong")}
+    (folder / f"drafted-{world}-{rank}.json").write_text(json.dumps(drafted))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    ranks = int(sys.argv[1])
+    mp.start_processes(main, args=(ranks, Path(sys.argv[2])), nprocs=ranks, start_method="fork")
