@@ -68,7 +68,9 @@ def import_(
             "--from",
             metavar="ENGINE",
             help="vllm: of `vllm bench serve --save-result`, with --save-detailed if possible; sglang: of "
-            "`sglang.bench_serving`, with --output-details if possible; inferencex: rows of InferenceX.",
+            "`sglang.bench_serving`, with --output-details if possible; inferencex: rows of InferenceX; guidellm: its JSON report; "
+            "aiperf: its artifact folder; vllm-forward: decode steps of `vllm bench forward --output-json`; sglang-one-batch: the "
+            "result file of `sglang.bench_one_batch`.",
         ),
     ],
     output: Annotated[
@@ -98,6 +100,8 @@ def import_(
       dcpbench import results/1k1k --from vllm --tp 8 --gpu H200 --input-len 1024 --output-len 1024
 
       dcpbench import agg_*.json --from inferencex -o runs/inferencex
+
+      dcpbench import benchmarks.json --from guidellm --tp 8 --gpu H200 -o runs/guidellm
 
       dcpbench report runs/monday runs/vllm -o both
     """

@@ -1,12 +1,11 @@
 """Define the options for requests, which `serve` and `server` share."""
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, make_panel, make_structured
-from dcpbench.points.structured_options import Find, PrefixShare, Sessions
+from dcpbench.points.structured_options import Find, PrefixShare, RequestFile, Sessions
 from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS, CPU_PROMPTS, PROMPTS, USUAL_REQUESTS
 from dcpbench.show.terminal import print_stderr
 
@@ -45,11 +44,7 @@ class Requests(Group):
         "ones even gaps. Default: 1.",
         metavar="B",
     )
-    requests: Path | None = WHEN(
-        "Requests of a file: Mooncake JSONL, our JSONL or CSV. They come at the file's times; with --concurrency in a "
-        "closed loop, with --request-rate at that rate. Default: none, requests are made up.",
-        metavar="FILE",
-    )
+    requests: RequestFile | None = make_structured(WHEN, RequestFile)
     num_requests: str | None = WHAT(
         f"Requests of each point: --num-prompts of vLLM's and SGLang's benches; of a file, the first. Default: {USUAL_REQUESTS} on GPUs; 16 on the CPU; all of a file.",
         metavar="N",
@@ -73,9 +68,13 @@ class Requests(Group):
 
 
 def print_load_notes(loads: "ServeLoads", settings: "Settings", *, cpu: bool) -> None:
-    """Print how --request-rate inf is served and, unless on a CPU, which objectives have too few samples for p99."""
+    """Print how a file of requests was read, how --request-rate inf is served and, unless on a CPU, which objectives have too few
+    samples for p99.
+    """
     from dcpbench.plan.serve_spec import find_short_slos
 
+    if loads.trace is not None:
+        print_stderr(loads.trace.describe(loads.count))
     if math.inf in loads.request_rate and not loads.concurrency:
         print_stderr(
             "--request-rate inf: all requests are sent at once, as a closed loop with one client for each of them."

@@ -382,6 +382,7 @@ def finish_run(
     `found` are the results of a search, whose exit code is NO_ANSWER if no load holds the SLO.
     """
     from dcpbench.reports import render_terminal_table, write_report
+    from dcpbench.serving.run_gains import store_run_gains
 
     last = read_last_records(folder, bad=[])
     records = [last[c.point.get_key()] for c in candidates if c.point.get_key() in last]
@@ -389,6 +390,8 @@ def finish_run(
     if run.caller.part is not None:
         return ExitCode.FAILED if failed else 0
     with print_when_stopped(format_no_report([folder])), ProgressLine() as line:
+        with folders.convert_write_errors(folder):
+            store_run_gains(folder, last.values(), line)
         paths = write_report([folder], folder / "report", watch=line)
     if run.as_json:
         summary = _make_summary(records, folder, paths, probe)
@@ -439,6 +442,8 @@ def print_if_unjudged(folders: Sequence[Path], slo: str) -> None:
 
 
 def _make_summary(records: Sequence[Record], folder: Path, paths: Sequence[Path], probe: Probe) -> dict[str, object]:
+    from dcpbench.serving.run_gains import read_run_gains
+
     counts = {o: sum(r.outcome == o for r in records) for o in OUTCOMES}
     results = []
     for r in records:
@@ -448,6 +453,7 @@ def _make_summary(records: Sequence[Record], folder: Path, paths: Sequence[Path]
         if r.serve:
             row |= {"serve": msgspec.to_builtins(r.serve)}
         results.append(row | {"reason": r.reason, "marks": r.marks})
+    gains = read_run_gains(folder)
     return {
         "folder": str(folder),
         "device": probe.device,
@@ -455,6 +461,7 @@ def _make_summary(records: Sequence[Record], folder: Path, paths: Sequence[Path]
         **counts,
         "report": [str(p) for p in paths],
         "results": results,
+        **({"gains_by_cause": msgspec.to_builtins(gains)} if gains else {}),
     }
 
 

@@ -210,8 +210,6 @@ def _print_notes(spec: "SweepSpec", probe: "Probe", run: opt.Run) -> None:
     if run.caller.elsewhere is not None or (run.caller.part is not None and not run.dry_run):
         return
     loads = cast("ServeLoads", spec.serve)
-    if loads.trace and loads.trace.sorted:
-        print_stderr(f"{loads.trace.path}: its times were out of order; the requests are sent by time.")
     print_load_notes(loads, spec.settings, cpu=probe.device == "cpu")
     if LIVE not in loads.mode or probe.device == "cpu":
         return

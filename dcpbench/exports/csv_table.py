@@ -50,6 +50,8 @@ def _convert_cell(column: Column, m: MeasuredPoint) -> Cell:
     value = column.read_value(m)
     if value is None or value == "":
         return None
+    if column.kind is str and isinstance(value, float):  # of a field that may also be text, as the think time
+        return f"{value:g}"
     if column.kind is int:
         return int(value) if abs(float(value)) <= LARGEST and float(value).is_integer() else None
     return value

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import LayoutError, OutputError, RecordsError, UsageError
-from dcpbench.imports import documents, field_names, identity, imported_metrics, notes, vllm
+from dcpbench.imports import aiperf, documents, field_names, identity, imported_metrics, notes, vllm
 from dcpbench.imports.result import make_shapes
 from dcpbench.imports.selection import read_result, select_measurements
 from dcpbench.launch.folders import lock_folder
@@ -23,10 +23,11 @@ from dcpbench.plan.option_parsers import suggest_known
 from dcpbench.points.engine_points import make_engine_load, make_engine_point
 from dcpbench.points.instances import count_gpus
 from dcpbench.points.layout import DEGREES, MAX_RANKS, OUTER_DEGREES, Layout
-from dcpbench.points.names import ENGINES, GAMMA, SGLANG, UNKNOWN, WHOLE, format_flag
+from dcpbench.points.names import AIPERF, ENGINES, GAMMA, SGLANG, SGLANG_ONE_BATCH, UNKNOWN, WHOLE, format_flag
 from dcpbench.records.disks import convert_output_errors
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import RECORDS_FILE
+from dcpbench.records.formulas import compute_decode_metrics
 from dcpbench.records.record import CPU, Environment, Record, ServeMetrics
 from dcpbench.serving.load_words import MAX_TOKENS
 from dcpbench.serving.samples import FOLDER, make_samples_name, write_samples
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from dcpbench.imports.documents import Document
-    from dcpbench.imports.result import Result, Shape
+    from dcpbench.imports.result import Result, Shape, Steps
     from dcpbench.points.point import Point
 
 ALL_DEGREES = (*DEGREES, *OUTER_DEGREES)
@@ -98,6 +99,8 @@ def import_files(
     gathered = documents.gather_documents(dict.fromkeys(files))
     if not gathered.documents:
         raise gathered.errors[0]
+    if engine == AIPERF:
+        gathered = dataclasses.replace(gathered, documents=aiperf.join_requests(gathered.documents))
     kept, left_out = select_measurements(gathered.documents, engine)
     readings, errors = _read_all(kept, engine, overrides)
     results = identity.add_name_hints([reading.file for reading in readings], [reading.result for reading in readings])
@@ -144,10 +147,24 @@ def _read_document(document: Document, engine: str, overrides: Overrides) -> Rea
     """Read a document, complete it from the options and its name, and compute its metrics."""
     result, from_name = _add_missing(read_result(document, engine), document.file, engine, overrides)
     result = dataclasses.replace(result, layout=_choose_layout(result, overrides))
+    if result.steps is not None:
+        return Reading(_count_replicas(result, result.steps), document.file, None, [], from_name)
     if not (result.rates.output if result.rates else result.completed and result.output_tokens):
         return Reading(result, document.file, None, [], from_name)
     serve, marks = imported_metrics.compute_metrics(result, _count_all_gpus(result))
     return Reading(result, document.file, serve, marks, from_name)
+
+
+def _count_replicas(result: Result, steps: Steps) -> Result:
+    """Return timed steps with the requests of all replicas, as a batch is that of one. Raise UsageError if the layout is unknown, or
+    has another number of ranks than the file.
+    """
+    if _count_all_gpus(result) != steps.ranks:
+        given = f"and the options state {result.gpus}" if result.layout else "and no layout"
+        raise UsageError(
+            f"{result.where} has {steps.ranks} ranks, {given}; add --tp {steps.ranks}, with --dp and --dcp where they are not 1."
+        )
+    return dataclasses.replace(result, concurrency=(result.concurrency or 0) * result.layout["dp"])
 
 
 def _count_all_gpus(result: Result) -> int:
@@ -220,7 +237,9 @@ def read_named_layout(name: field_names.Name, engine: str) -> dict[str, int]:
     multiplies it; a name does not tell which, unless tp is 1.
     """
     degrees = name.degrees
-    if name.several_instances or (engine == SGLANG and degrees.get("dp", 1) > 1 and degrees.get("tp") != 1):
+    if name.several_instances or (
+        engine in (SGLANG, SGLANG_ONE_BATCH) and degrees.get("dp", 1) > 1 and degrees.get("tp") != 1
+    ):
         return {}
     layout = vllm.read_layout(degrees)
     return layout if layout and _is_valid_layout(layout) else {}
@@ -302,12 +321,12 @@ def _make_point(result: Result, shape: Shape, engine: str, overrides: Overrides)
     if not model:
         raise UsageError(f"{result.where} names no model; add --model NAME.")
     requests = result.submitted if result.submitted is not None else result.completed or 0
-    return make_engine_point(
+    point = make_engine_point(
         model=model,
         layout=result.layout or dict.fromkeys(DEGREES, 0),
         ep=_format_experts(result),
         concurrency=result.concurrency or max(requests, 1),
-        context=shape.longest,
+        context=result.steps.context if result.steps else shape.longest,
         backend=result.backend or engine,
         precision=result.precision,
         load=make_engine_load(
@@ -326,6 +345,7 @@ def _make_point(result: Result, shape: Shape, engine: str, overrides: Overrides)
         disaggregate=result.disaggregate,
         prefill_gpus=result.prefill_gpus if result.layout else 0,
     )
+    return msgspec.structs.replace(point, workload="decode", load=None) if result.steps else point
 
 
 def _make_record(reading: Reading, point: Point, shape: Shape, engine: str, overrides: Overrides) -> Record:
@@ -335,6 +355,10 @@ def _make_record(reading: Reading, point: Point, shape: Shape, engine: str, over
         detail["tokens_per_chunk"] = f"{tokens:.3g}"
     environment = Environment(device=result.device, device_count=point.gpus) if result.device else None
     record = Record(point=point, outcome="failed", detail=detail, origin=engine, environment=environment)
+    if result.steps is not None:
+        marks = ["cpu"] if overrides.gpu == CPU else []
+        metrics = compute_decode_metrics(list(result.steps.samples_ms), point.concurrency, result.steps.ranks)
+        return msgspec.structs.replace(record, outcome="ok", marks=marks, metrics=metrics)
     if serve is None:
         reason = f"no output token came; see {result.where} and the server's log."
         return msgspec.structs.replace(record, reason=reason)

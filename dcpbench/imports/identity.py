@@ -56,7 +56,8 @@ def identify_server(result: Result) -> tuple[object, ...]:
 
 def identify_load(result: Result) -> tuple[object, ...]:
     """Return how heavy the load was."""
-    return (result.arrival, result.trace, result.request_rate, result.burstiness, result.concurrency)
+    context = result.steps.context if result.steps else None
+    return (result.arrival, result.trace, result.request_rate, result.burstiness, result.concurrency, context)
 
 
 def add_name_hints(files: Sequence[str], results: Sequence[Result]) -> list[Result]:

@@ -113,7 +113,9 @@ def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
     else:
         assert wall_s is not None
         rate, total = result.output_tokens / wall_s, (result.input_tokens + result.output_tokens) / wall_s
-    per_token = times["tpot" if chunked else "itl"].p50
+    gaps = times["itl"]
+    from_tpot = chunked or (gaps.mean is not None and gaps.p50 is None)  # of a tool that keeps only their mean
+    per_token = times["tpot" if from_tpot else "itl"].p50
     steady_tok_s, steady_s = _compute_steady(result)
     found = ServeMetrics(
         ttft_ms=times["ttft"],
@@ -125,7 +127,7 @@ def _fill_metrics(result: Result, gpus: int, *, chunked: bool) -> ServeMetrics:
         total_tok_s=total,
         request_s=None if wall_s is None or result.completed is None else result.completed / wall_s,
         tok_s_per_user=formulas.compute_tok_s_per_user(per_token) if per_token else None,
-        tok_s_per_user_from=FROM_TPOT if per_token and chunked else msgspec.UNSET,
+        tok_s_per_user_from=FROM_TPOT if per_token and from_tpot else msgspec.UNSET,
         steady_tok_s=steady_tok_s,
         steady_s=steady_s,
         slo_ms=dict(result.slo_ms) if result.goodput_s is not None else {},

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.imports import identity, imported_metrics
 from dcpbench.imports.selection import MAX_NAMED, format_first
-from dcpbench.points.names import CLOSED, SGLANG, TOOLS, VLLM
+from dcpbench.points.names import AIPERF, CLOSED, SGLANG, TOOLS, VLLM
 from dcpbench.show.text import fit_line, format_count
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dcpbench.imports.result import Result
     from dcpbench.records.record import Record
 
-DETAILED = {VLLM: "--save-detailed", SGLANG: "--output-details"}
+DETAILED = {VLLM: "--save-detailed", SGLANG: "--output-details", AIPERF: "profile_export.jsonl in the same folder"}
 """The option that keeps the times of each request."""
 
 

@@ -81,6 +81,22 @@ class Details:
         return sum(a == b for a, b in gaps) > (1 - PER_TOKEN) * len(gaps)
 
 
+EVEN = 1e6
+"""Burstiness of a load that a tool sends at even gaps: the largest that a load has."""
+ONE_TOKEN = 1.05
+"""Maximum number of tokens per step or chunk with which a chunk counts as one token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """Hold the timed steps of a batch that only decodes."""
+
+    samples_ms: Sequence[float]
+    context: int
+    """KV rows of a request before the step, on average."""
+    ranks: int
+
+
 LISTS = tuple(field.name for field in dataclasses.fields(Details))
 LENS = ("input_lens", "output_lens")
 """Lists that InferenceX's copy of the benchmark saves without --save-detailed, too."""
@@ -148,6 +164,8 @@ class Result:
     unread: Sequence[str] = ()
     """Fields of the file that are not read and may matter to the reader."""
     details: Details | None = None
+    steps: Steps | None = None
+    """Timed decode steps, of a tool that serves no requests."""
 
     @property
     def gpus(self) -> int:
@@ -309,6 +327,13 @@ def convert(document: Document, into: type[Any], tool: str) -> Any:  # noqa: ANN
         limit = MAX_TOKENS if name.endswith("_len") else MAX_NUMBER
         _check_values(getattr(found, name), f"{document.where}: {name}", limit=limit)
     return found
+
+
+def choose(where: str, field: str, value: str, known: Mapping[str, str]) -> str:
+    """Return what a value of a field means. Raise RecordsError for a value that is not known."""
+    if value not in known:
+        raise RecordsError(f"{where}: {field} is {value[:MAX_NAME]!r}, and known are {', '.join(known)}.")
+    return known[value]
 
 
 def read_details(document: Document, completed: int) -> Details | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.errors import RecordsError
-from dcpbench.imports import inferencex, sglang, vllm
-from dcpbench.points.names import INFERENCEX, SGLANG, TOOLS, VLLM
+from dcpbench.imports import aiperf, forward, guidellm, inferencex, one_batch, sglang, vllm
+from dcpbench.points.names import AIPERF, GUIDELLM, INFERENCEX, SGLANG, SGLANG_ONE_BATCH, TOOLS, VLLM, VLLM_FORWARD
 from dcpbench.records.record import OURS
 from dcpbench.show.text import fit_name
 
@@ -16,12 +16,24 @@ if TYPE_CHECKING:
     from dcpbench.imports.documents import Document
     from dcpbench.imports.result import Result
 
-READERS = {VLLM: vllm.read, SGLANG: sglang.read, INFERENCEX: inferencex.read}
+READERS = {
+    VLLM: vllm.read,
+    SGLANG: sglang.read,
+    INFERENCEX: inferencex.read,
+    GUIDELLM: guidellm.read,
+    AIPERF: aiperf.read,
+    VLLM_FORWARD: forward.read,
+    SGLANG_ONE_BATCH: one_batch.read,
+}
 """Functions that read one document, by --from."""
 RECOGNISED_BY = {
     VLLM: ("model_id", "num_prompts"),
     SGLANG: ("median_e2e_latency_ms", "dataset_name"),
     INFERENCEX: ("tput_per_gpu", "infmax_model_prefix"),
+    GUIDELLM: ("scheduler_metrics", "scheduler_state"),
+    AIPERF: ("inter_token_latency", "output_sequence_length", "benchmark_duration", "records"),
+    VLLM_FORWARD: ("median_us",),
+    SGLANG_ONE_BATCH: ("prefill_latency", "overall_throughput"),
 }
 """Fields that the files of the other tools do not have."""
 WARM_UP = -1
@@ -60,6 +72,8 @@ def _classify(document: Document, engine: str, alone: Collection[frozenset[tuple
     if fields.get("run_number") == WARM_UP:
         return "warm-ups"
     if engine == INFERENCEX and _find_tool(fields) == INFERENCEX and (why := inferencex.explain_unsupported(fields)):
+        return why
+    if engine == VLLM_FORWARD and (why := forward.explain_unsupported(fields)):
         return why
     if document.listed and _collect_numbers(fields) in alone:
         return "summaries of results that have files of their own"

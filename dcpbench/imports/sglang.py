@@ -12,7 +12,7 @@ import msgspec
 
 from dcpbench.errors import RecordsError
 from dcpbench.imports import field_names, result
-from dcpbench.imports.result import Result
+from dcpbench.imports.result import ONE_TOKEN, Result
 from dcpbench.imports.vllm import read_experts, read_summary
 from dcpbench.points.instances import MAX_INSTANCES, Instances
 from dcpbench.points.layout import DEGREES
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 NAMES = {"ttft": "ttft", "itl": "itl", "tpot": "tpot", "e2el": "e2e_latency"}
 RANDOM = ("random", "random-ids")
-ONE_TOKEN = 1.05
-"""Maximum number of accepted tokens per step with which a chunk counts as one token."""
 PREFILL, DECODE = "prefill", "decode"
 ALONE = "disaggregation_mode"
 """Field of one server of several; its value is `prefill` or `decode`."""

@@ -25,6 +25,7 @@ from dcpbench.records import disks
 from dcpbench.records.folder import (
     CHECKS_FILE,
     FAILED_FILE,
+    GAINS_FILE,
     HANGS_FOLDER,
     JOB_FILES,
     LOCK_FILE,
@@ -188,7 +189,7 @@ def prepare_sweep(folder: Path, *, resume: bool, force: bool) -> None:
     check_free(folder, goes_on=resume or force)
     make_folder(folder)
     if force:
-        _remove_results(folder, RECORDS_FILE)
+        _remove_results(folder, RECORDS_FILE, GAINS_FILE)
 
 
 def prepare_checks(folder: Path, *, force: bool) -> None:

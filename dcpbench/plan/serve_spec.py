@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dcpbench.errors import UsageError
 from dcpbench.plan import option_parsers as read
@@ -35,15 +35,20 @@ from dcpbench.serving.load_words import (
     ANSWERS,
     CPU_ANSWERS,
     CPU_PROMPTS,
+    FIXED,
+    MAX_TOKENS,
+    PRESETS,
     PROMPTS,
     TRACE_LENGTHS,
     USUAL_CLIENTS,
     USUAL_REQUESTS,
+    parse_delays,
     parse_lengths,
     parse_slo,
 )
 from dcpbench.serving.loads import compute_extent, count_sessions
-from dcpbench.serving.request_files import read_requests
+from dcpbench.serving.request_files import check_reading, read_requests
+from dcpbench.serving.trace_formats import Reading
 from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
@@ -62,7 +67,6 @@ SHARED_AXES = [axis for axis in LOAD_AXES if axis.one]
 MAX_REQUESTS = 10_000_000
 """Maximum number of generated requests: their prompts, of even 100 tokens, are 4 GB on every rank."""
 MAX_TURNS = 10_000
-MAX_THINK_S = 86_400
 YAML_BASE = 60
 MIN_GB_S, MAX_GB_S, MAX_TRANSFER_MS = 1e-3, 1e6, 60_000
 MIN_BURSTINESS = 1e-3
@@ -86,7 +90,9 @@ class ServeLoads:
     prefix_groups: int = 1
     turns: str = ONE_TURN
     turn_tokens: str = ""
-    think_time: float = 0.0
+    think_time: float | str = 0.0
+    system_tokens: int = 0
+    branch: float = 0.0
     policy: str = MIXED
     chunk: tuple[int, ...]
     prefix_cache: bool = True
@@ -168,12 +174,15 @@ class ServeLoads:
             self._check_trace(self.trace)
 
     def _check_sessions(self) -> None:
-        if not 0 <= self.think_time <= MAX_THINK_S:
+        parse_delays("--sessions think", self.think_time)
+        if not 0 <= self.branch <= 1:
+            raise UsageError(f"--sessions branch={self.branch:g}: not a probability; write for example branch=0.1.")
+        if not 0 <= self.system_tokens <= MAX_TOKENS:
             raise UsageError(
-                f"--sessions think={self.think_time:g}: not 0 to {MAX_THINK_S:,} seconds; write for example think=5."
+                f"--sessions system={self.system_tokens}: not 0 to {MAX_TOKENS:,} tokens; write for example system=8000."
             )
         if self.turns == ONE_TURN:
-            for name in ("turn_tokens", "think_time"):
+            for name in ("turn_tokens", "think_time", "system_tokens", "branch"):
                 if getattr(self, name):
                     raise UsageError(
                         f"{format_flag(name)} without turns: no request has a next turn; add turns=4, say."
@@ -249,6 +258,7 @@ class ServeLoads:
     def iter_loads(self) -> Iterator[tuple[int | None, Load]]:
         """Yield (concurrency, load); concurrency is None if nothing limits an open loop."""
         count = self.count
+        file = self._describe_file(count)
         lengths = [(TRACE_LENGTHS, TRACE_LENGTHS)] if self.trace else itertools.product(*self._parse_lengths())
         for (inputs, outputs), rate, concurrency, chunk, mode in itertools.product(
             lengths, self.request_rate or (None,), self.concurrency or (None,), self.chunk, self.mode
@@ -269,16 +279,27 @@ class ServeLoads:
                 input_tokens=inputs,
                 output_tokens=outputs,
                 chunk=chunk,
-                trace=self.trace.path.name if self.trace else "",
-                trace_sha256=self.trace.sha256 if self.trace else "",
+                **file,
                 **{axis.name: getattr(self, axis.name) for axis in SHARED_AXES},
             )
             if arrival == CLOSED and concurrency and concurrency > (held := count_sessions(load)):
+                of = f"of {self.trace.path}" if self.trace else f"of --sessions turns={self.turns}"
                 raise UsageError(
-                    f"--concurrency {concurrency} is more than the {held} sessions of --sessions turns={self.turns} that {count} "
+                    f"--concurrency {concurrency} is more than the {held} sessions {of} that {count} "
                     f"requests are; use {self._suggest_more_requests(concurrency)}, or a smaller --concurrency."
                 )
             yield concurrency or (count_sessions(load) if arrival == CLOSED else None), load
+
+    def _describe_file(self, count: int) -> dict[str, Any]:
+        """Return the fields of a load about the file of its first `count` requests; none without a file."""
+        if self.trace is None:
+            return {}
+        return {
+            "trace": self.trace.path.name,
+            "trace_sha256": self.trace.sha256,
+            "trace_reading": str(self.trace.reading),
+            "trace_facts": self.trace.describe_requests(count),
+        }
 
     def _suggest_more_requests(self, concurrency: int) -> str:
         """Return the option for ten times as many requests as clients."""
@@ -306,7 +327,9 @@ class ServeLoads:
         return [[str(parse_lengths(format_flag(name), text)) for text in getattr(self, name)] for name in axes]
 
 
-SERVED = {field.name for field in dataclasses.fields(ServeLoads)} - {"trace", "limit"} | {"requests"}
+FILE = ("requests", "trace_format", "trace_columns", "trace_time_unit", "trace_block_size")
+"""Fields of --requests."""
+SERVED = {field.name for field in dataclasses.fields(ServeLoads)} - {"trace", "limit"} | {*FILE, "session_preset"}
 """Options that define the loads."""
 
 
@@ -332,6 +355,7 @@ def read_loads(options: dict[str, object], usual: Mapping[str, object]) -> tuple
     seconds = cast("float | None", options.pop("limit_seconds", None))
     if seconds is not None:
         check_seconds("--timeout load", seconds, 60)
+    _apply_preset(typed)
     trace = _load_trace(typed)
     limit = cast("int | None", typed.pop("num_requests", None)) if trace else None
     if limit is not None:
@@ -416,13 +440,38 @@ def find_short_slos(loads: ServeLoads, slo: Mapping[str, float], trace_path: str
 
 def _load_trace(typed: dict[str, object]) -> Trace | None:
     """Return the file of --requests; raise UsageError for options that set what the file defines."""
-    path = typed.pop("requests", None)
+    path, form, columns, unit, block = (typed.pop(name, None) for name in FILE)
+    reading = Reading(
+        format=str(form or ""), columns=str(columns or ""), unit=str(unit or ""), block_size=_to_int(block)
+    )
+    if block is not None:
+        check_positive("trace_block_size", reading.block_size)
+    check_reading(reading)
     if path is None:
+        if reading != Reading():
+            raise UsageError(
+                "--requests names no file; write --requests file=trace.jsonl, with the other keys after it."
+            )
         return None
     for name in ("input_tokens", "output_tokens"):
         if name in typed:
             raise UsageError(f"{format_flag(name)} and --requests {path} contradict each other; the file says them.")
-    return read_requests(Path(str(path)))
+    return read_requests(Path(str(path)), reading)
+
+
+def _to_int(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _apply_preset(typed: dict[str, object]) -> None:
+    """Set the options of --sessions preset that were not given. Raise UsageError for an unknown preset."""
+    name = typed.pop("session_preset", None)
+    if name is None:
+        return
+    if name not in PRESETS:
+        raise UsageError(f"--sessions preset={name}: not one of {', '.join(PRESETS)}.")
+    for option, value in PRESETS[str(name)].items():
+        typed.setdefault(option, SERVE_PARSERS[option](option, value))
 
 
 def resolve_step_times(given: Mapping[str, object]) -> str | None:
@@ -448,6 +497,12 @@ def _parse_turns(name: str, value: object) -> str:
         raise UsageError(
             f"{format_setting(name, value)}: no number of turns; write 4, uniform:2-8 or lognormal:4:0.5."
         ) from e
+
+
+def _parse_think(_: str, value: object) -> float | str:
+    """Return a constant number of seconds, or the text of a distribution."""
+    delays = parse_delays("--sessions think", value)
+    return delays.low if delays.kind == FIXED else str(delays)
 
 
 def compute_max_turns(turns: str) -> int:
@@ -488,6 +543,12 @@ SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     **{name: parser for name, parser in PARSERS.items() if name not in OTHERS},
     **{axis.name: _parse_real if axis.kind is float else read.get_parser(axis) for axis in SHARED_AXES},
     "turns": _parse_turns,
+    "think_time": _parse_think,
+    "session_preset": read.parse_name,
+    "trace_format": read.parse_name,
+    "trace_columns": read.parse_name,
+    "trace_time_unit": read.parse_name,
+    "trace_block_size": read.parse_int,
     "turn_tokens": lambda name, value: str(parse_lengths(format_flag(name), value)),
     "request_rate": _parse_rates,
     "requests": read.parse_name,

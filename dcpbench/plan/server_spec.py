@@ -12,7 +12,7 @@ from dcpbench.errors import LayoutError, UsageError
 from dcpbench.plan import option_parsers as read
 from dcpbench.plan.grid import Candidate
 from dcpbench.plan.option_parsers import check_positive
-from dcpbench.plan.serve_spec import SERVE_SPEC_PARSERS, get_default_clients, get_serve_defaults, read_loads
+from dcpbench.plan.serve_spec import FILE, SERVE_SPEC_PARSERS, get_default_clients, get_serve_defaults, read_loads
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.engine_points import UNKNOWN_FIELDS, make_engine_load, make_engine_point
 from dcpbench.points.layout import DEGREES, Layout
@@ -39,7 +39,7 @@ OPTIONS = [
     "concurrency",
     "request_rate",
     "burstiness",
-    "requests",
+    *FILE,
     "limit_seconds",
     "num_requests",
     "input_tokens",
@@ -49,6 +49,9 @@ OPTIONS = [
     "turns",
     "turn_tokens",
     "think_time",
+    "system_tokens",
+    "branch",
+    "session_preset",
     "seed",
     "mode",
     "slo",

@@ -77,6 +77,8 @@ class Axis:
             return ""
         if self.path:
             value = PurePath(str(value)).name
+        if self.kind is str and isinstance(value, float):  # of a field that may also be text
+            value = f"{value:g}"
         return self.label.format(("off", "on")[bool(value)] if self.kind is bool else value)
 
 
@@ -87,7 +89,8 @@ def read_axes(struct: type[msgspec.Struct]) -> tuple[Axis, ...]:
         axis = next((extra for extra in getattr(field.type, "__metadata__", ()) if isinstance(extra, Axis)), None)
         if axis is not None:
             annotated = typing.get_args(field.type)[0]
-            kind = next(kind for kind in (*typing.get_args(annotated), annotated) if kind is not type(None))
+            kinds = typing.get_args(annotated)
+            kind = str if str in kinds else next(kind for kind in (*kinds, annotated) if kind is not type(None))
             if typing.get_origin(kind) is typing.Annotated:  # a number with its bounds
                 kind = typing.get_args(kind)[0]
             found.append(dataclasses.replace(axis, name=field.name, kind=kind, default=field.default))

@@ -59,7 +59,15 @@ PREFILLS = ("sdpa", "flashinfer")
 """Values of --prefill; kernels/prefill implements them."""
 OBJECTIVES = ("ttft", "itl", "tpot", "e2el")
 """Objectives of --slo, in ms; formulas.py defines them."""
-VLLM, SGLANG, INFERENCEX = ENGINES = ("vllm", "sglang", "inferencex")
+VLLM, SGLANG, INFERENCEX, GUIDELLM, AIPERF, VLLM_FORWARD, SGLANG_ONE_BATCH = ENGINES = (
+    "vllm",
+    "sglang",
+    "inferencex",
+    "guidellm",
+    "aiperf",
+    "vllm-forward",
+    "sglang-one-batch",
+)
 """Values of `dcpbench import --from`, and therefore possible origins of a record."""
 MIXED, PREFILL_FIRST = OWN_POLICIES = ("mixed", "prefill-first")
 """Scheduling policies of dcpbench's engine: chunks of prompts share steps with decodes, or decodes wait while there are
@@ -72,7 +80,15 @@ OPENAI = "openai"
 """A real server of unknown kind that speaks OpenAI's API."""
 ENGINE_NAMES = {SGLANG: "SGLang", VLLM: "vLLM", OPENAI: "OpenAI API server"}
 """Names of engines as their makers write them."""
-TOOLS = {VLLM: "vllm bench serve", SGLANG: "SGLang's bench_serving", INFERENCEX: "InferenceX"}
+TOOLS = {
+    VLLM: "vllm bench serve",
+    SGLANG: "SGLang's bench_serving",
+    INFERENCEX: "InferenceX",
+    GUIDELLM: "GuideLLM",
+    AIPERF: "AIPerf",
+    VLLM_FORWARD: "vllm bench forward",
+    SGLANG_ONE_BATCH: "SGLang's bench_one_batch",
+}
 """Tools that write the results that are imported."""
 UNKNOWN = "unknown"
 """Value of a field that an import does not have."""

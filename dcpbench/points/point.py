@@ -25,6 +25,19 @@ SETTING = ", "
 """Separator between the settings of a point."""
 
 
+class TraceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Describe the requests of a file that a load sends."""
+
+    sessions: Count = 0
+    """Sessions that the requests are turns of; 0 if each request is independent."""
+    span_s: Number | None = None
+    """Time from the first to the last arrival in the file, in s; null without times."""
+    prefix_share: Number | None = None
+    """Share of prompt tokens that were in earlier prompts, which a prefix cache that forgets nothing has; null if unknown."""
+    failures: Count = 0
+    """Requests of the file without output tokens, which are not sent."""
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Describe what the workload `serve` has to serve, and how; docs/serving.md describes each option."""
 
@@ -59,11 +72,19 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
     turn_tokens: Annotated[str, Axis(LOAD, 62, "{} a turn", one=True)] = ""
     """Length of a client's additions from the second turn on; if empty, `input_tokens` applies to all turns."""
-    think_time: Annotated[Number, Axis(LOAD, 63, "think {:g} s", one=True)] = 0.0
-    """Seconds from an answer's last token to the next turn."""
+    think_time: Annotated[Number | str, Axis(LOAD, 63, "think {} s", one=True)] = 0.0
+    """Seconds from an answer's last token to the next turn, or their distribution: `uniform:0.5-3`, `lognormal:1.2:0.8`."""
+    system_tokens: Annotated[Count, Axis(LOAD, 64, "{:,} system tokens", one=True)] = 0
+    """Tokens with which every session begins: the same system prompt and tools."""
+    branch: Annotated[Number, Axis(LOAD, 65, "branch {:g}", one=True)] = 0.0
+    """Probability with which a turn, from the third on, continues an earlier answer of its session than the last one."""
     trace: Annotated[str, Axis(LOAD, 58)] = ""
     """Name of the file of requests, without its folder."""
     trace_sha256: Annotated[str, Axis(LOAD, 76, "file {:.8}")] = ""
+    trace_reading: Annotated[str, Axis(LOAD, 77, "read as {}")] = ""
+    """How that file was read, given or found by its columns: `format=mooncake,time-unit=ms,block-size=512`."""
+    trace_facts: TraceFacts | None = None
+    """What its requests are; null without a file."""
     chunk: Annotated[Count, Axis(LOAD, 71, "chunk {:,}")]
     """Maximum number of prompt tokens that a step prefills, over the whole layout."""
     policy: Annotated[str, Axis(LOAD, 72, "{}", values=names.POLICIES, one=True)] = names.MIXED
@@ -75,7 +96,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def sessions(self) -> bool:
         """Return True if requests are turns of sessions."""
-        return self.turns != names.ONE_TURN
+        return self.turns != names.ONE_TURN or (self.trace_facts is not None and self.trace_facts.sessions > 0)
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -393,7 +393,7 @@ class StepRows:
         return len(self.decodes) * self.queries
 
     def make_draft_passes(self) -> list[StepRows]:
-        """Return the passes of the layer that drafts tokens behind this step: one over all of its rows, whose KV it stores, and for each
+        """Return the passes of the layer that drafts tokens behind this step: one over all of its rows, of which it stores the KV, and for each
         further draft one over a row of each request.
         """
         requests = len(self.decodes)

@@ -30,7 +30,77 @@ class Sessions(StructuredOption, frozen=True, kw_only=True):
         str | None,
         Key("LEN", "tokens that each turn after the first adds to the prompt.", "as --input-tokens", "turn_tokens"),
     ] = None
-    think: Annotated[float | None, Key("S", "seconds from an answer to the next turn.", "0", "think_time")] = None
+    think: Annotated[
+        str | None,
+        Key(
+            "S",
+            "seconds from an answer to the next turn, such as a tool takes: 2, uniform:0.5-3 or lognormal:1.2:0.8 (median and sigma).",
+            "0",
+            "think_time",
+        ),
+    ] = None
+    system: Annotated[
+        int | None,
+        Key(
+            "N",
+            "tokens that all sessions begin with, before their own: a system prompt with tools.",
+            "0",
+            "system_tokens",
+        ),
+    ] = None
+    branch: Annotated[
+        float | None,
+        Key(
+            "P",
+            "probability from 0 to 1 with which a turn continues an earlier turn of its session than the last one.",
+            "0",
+            "branch",
+        ),
+    ] = None
+    preset: Annotated[
+        str | None,
+        Key(
+            "NAME",
+            "coding-agent: lengths, turns and gaps of published traces, where no option sets them (docs/serving.md).",
+            "none",
+            "session_preset",
+        ),
+    ] = None
+
+
+class RequestFile(StructuredOption, frozen=True, kw_only=True):
+    """Describe a file of requests, and how it is read if its columns do not tell."""
+
+    option = "--requests"
+    text = (
+        "Requests of a file: Mooncake, Qwen, AIPerf, BurstGPT, Azure or our own JSONL or CSV. They come at the file's times; with "
+        "--concurrency in a closed loop, with --request-rate at that rate. For example: --requests trace.jsonl."
+    )
+    bare = "file"
+
+    file: Annotated[str | None, Key("PATH", "the file.", "none, requests are made up", "requests")] = None
+    format: Annotated[
+        str | None,
+        Key(
+            "NAME",
+            "own, mooncake, qwen, aiperf, burstgpt or azure.",
+            "found by its columns, and printed",
+            "trace_format",
+        ),
+    ] = None
+    columns: Annotated[
+        str | None,
+        Key(
+            "OURS:THEIRS/…",
+            "names of columns in another file, such as arrival:ts/input_tokens:prompt/output_tokens:gen; also hash_ids, session, delay.",
+            "those of the format",
+            "trace_columns",
+        ),
+    ] = None
+    time_unit: Annotated[
+        str | None, Key("UNIT", "unit of times: s, ms, us, ns or date.", "that of the format", "trace_time_unit")
+    ] = None
+    block_size: Annotated[int | None, Key("N", "tokens of a hash id.", "that of the format", "trace_block_size")] = None
 
 
 class PrefixShare(StructuredOption, frozen=True, kw_only=True):
@@ -377,6 +447,7 @@ class Find(StructuredOption, frozen=True, kw_only=True):
 
 
 STRUCTURED = (
+    RequestFile,
     Sessions,
     PrefixShare,
     Disaggregate,

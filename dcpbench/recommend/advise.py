@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from dcpbench.recommend.forecast import Watch
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run
+    from dcpbench.serving.gain_split import GainSplit
     from dcpbench.serving.step_times import StepTimes
 
 
@@ -128,7 +129,7 @@ def choose_layouts(
     bands = measure_bands(known.runs)
     drafts = [_start_choice(ask, times, steps, records, bands, layouts, watch, *load) for load in ask.loads]
     _add_estimates(ask, drafts, steps, watch)
-    choices = [_finish_choice(ask, draft, steps) for draft in drafts]
+    choices = _split_gains(ask, [_finish_choice(ask, draft, steps) for draft in drafts], steps, watch)
     if not any(choice.best for choice in choices):
         instead = suggestions.suggest_options(ask, lambda other: _has_answer(other, steps))
         choices = [dataclasses.replace(choice, instead=instead) for choice in choices]
@@ -237,6 +238,24 @@ def _finish_choice(ask: Query, draft: _Draft, steps: Steps) -> Choice:
         short=draft.short,
         runs=draft.runs,
     )
+
+
+def _split_gains(ask: Query, choices: Sequence[Choice], steps: Steps, watch: Watch) -> list[Choice]:
+    """Return the choices, each with the gain of its leading layout with DCP by cause, if the same layout without DCP fits."""
+    pairs = {n: pair for n, choice in enumerate(choices) if (pair := choice.dcp_pair)}
+    baselines = {f.point.get_key(): baseline.point for f, baseline in pairs.values()}
+
+    def split(point: Point, _watch: Watch) -> GainSplit | None:
+        both = (point, baselines[point.get_key()])
+        plans = {p.layout_name: plan_engine([p], ask.settings, load_shape(ask.model), _make_probe(ask)) for p in both}
+        try:
+            return forecast.split_gain(*both, plans, ask.machine, ask.settings, steps.terms)
+        except UsageError:
+            return None
+
+    gains = estimate_points([f.point for f, _ in pairs.values()], split, watch)
+    of = dict(zip(pairs, gains, strict=True))
+    return [dataclasses.replace(choice, gain=of.get(n)) for n, choice in enumerate(choices)]
 
 
 def _is_placed_alike(ep: str, point: Point) -> bool:

@@ -178,6 +178,8 @@ def format_details(ask: Query, choice: Choice) -> list[str]:
         sentences.append(
             f"Output per GPU against {behind.who}{_format_capacity(choice, behind)}: {sign}{format_percent(abs(lead))} {known}{level}."
         )
+    if choice.gain is not None:
+        sentences.append(choice.gain.format())
     if command := _format_deciding_command(ask, choice):
         sentences.append(f"To decide, run on {best.point.gpus} × {ask.machine.gpu}: {command}")
     return sentences
@@ -503,6 +505,7 @@ def convert_to_json(
                 "meets_slo": choice.meets,
                 "undecided_between": [f.who for f in choice.tied[:2]] if not choice.decided else [],
                 "command_that_decides": _format_deciding_command(ask, choice),
+                "gain_by_cause": msgspec.to_builtins(choice.gain),
                 "rows": [_make_row_json(ask, choice, row, flags) for row in list_rows(choice)],
             }
             for choice in choices

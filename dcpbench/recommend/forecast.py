@@ -21,8 +21,9 @@ from dcpbench.records.metrics import METRIC
 from dcpbench.records.objectives import JudgedObjective, judge_latencies
 from dcpbench.records.record import Percentiles, get_origin, parse_origin
 from dcpbench.records.stats import REPEATS_AGREE_WITHIN
-from dcpbench.serving import step_cases
+from dcpbench.serving import gain_split, step_cases
 from dcpbench.serving.draft_steps import estimate_draft_steps
+from dcpbench.serving.gain_split import Side
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.outcome import compute_serve_metrics
 from dcpbench.serving.policies import make_scheduler
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
     from dcpbench.recommend.estimate import Steps
     from dcpbench.records.record import Conditions, Record, ServeMetrics
+    from dcpbench.serving.gain_split import GainSplit
     from dcpbench.serving.replay import ReplayResult
     from dcpbench.serving.requests import Step
     from dcpbench.serving.step_times import EngineServer, StepTimes
@@ -245,6 +247,29 @@ def replay_estimated(
     found, serve = _serve_load(point, scheduler, Watched(EstimatedTimes(of, point, plan), watch), settings)
     gaps = sum(max(len(sample.token_s) - 1, 0) for sample in found.traffic.samples)
     return ServedEstimate(serve=serve, mixed_share=1 - found.counts.decoded_tokens / gaps if gaps else 0.0)
+
+
+def split_gain(
+    point: Point,
+    baseline: Point,
+    plans: Mapping[str, EnginePlan],
+    machine: Machine,
+    settings: Settings,
+    fitted: Mapping[str, float],
+) -> GainSplit:
+    """Split the gain of a served point with DCP over its baseline by cause, with estimated step times.
+
+    `plans` by layout name, `fitted` as in `estimate_point`. Raise its errors.
+    """
+    point, baseline = limit_requests(point), limit_requests(baseline)
+    sides = {}
+    for one in (point, baseline):
+        plan = plans[one.layout_name]
+        config = SchedulerConfig.from_point(one, pages=plan.pages, max_context=plan.max_context)
+        times = EstimatedTimes(Estimator(one, machine, fitted), one, plan)
+        sides[one.layout_name] = Side(config=config, times=times)  # type: ignore[arg-type]
+    requests = make_point_requests(point, settings, load_shape(point.model).vocab)
+    return gain_split.split_gain(point, baseline, requests, sides)
 
 
 def _serve_load(

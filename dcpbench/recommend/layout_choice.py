@@ -10,6 +10,7 @@ from dcpbench.points.names import CLOSED
 from dcpbench.recommend.forecast import ESTIMATED
 from dcpbench.records.launches import is_clearly_ahead
 from dcpbench.records.stats import find_lasting_start
+from dcpbench.serving.gain_split import is_splittable, make_baseline_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.recommend.capacity import Capacity
     from dcpbench.recommend.forecast import Forecast
+    from dcpbench.serving.gain_split import GainSplit
 
 NO_WHOLE_MODEL = "no whole model"  # all layers and the KV cache do not fit
 NO_ROOM = "no room"  # the KV pool is too small for the load
@@ -55,6 +57,9 @@ class Choice:
     short: dict[str, str] = dataclasses.field(default_factory=dict)
     """Layouts that are estimated because their step times do not cover the load, with the file and what it lacks."""
     runs: list[Forecast] = dataclasses.field(default_factory=list)  # all records and replays of the load
+    gain: GainSplit | None = (
+        None  # of the leading layout with DCP over the same one without, by cause; None if not split
+    )
     instead: list[str] = dataclasses.field(default_factory=list)
     """Options with each of which a layout fits, if none fits under any load."""
 
@@ -103,6 +108,14 @@ class Choice:
         """Return the runner-up: the layout behind the best one, among those within the SLO if any is."""
         best, ahead = self.best, [*self.tied, *self.level, *self._rivals]
         return next((f for f in ahead if f is not best), None)
+
+    @property
+    def dcp_pair(self) -> tuple[Forecast, Forecast] | None:
+        """Return the estimates of the leading layout with DCP and of the same one without; None if there is no such pair."""
+        served = [f for f in self.ranked if f.source == ESTIMATED and f.point.load is not None]
+        plain = {make_baseline_key(f.point): f for f in served if f.point.dcp == 1}
+        pairs = ((f, plain.get(make_baseline_key(f.point))) for f in served if is_splittable(f.point))
+        return next(((f, baseline) for f, baseline in pairs if baseline is not None), None)
 
     @property
     def _rivals(self) -> list[Forecast]:

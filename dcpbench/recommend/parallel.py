@@ -9,23 +9,22 @@ import signal
 import warnings
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dcpbench.points.point import Point
-    from dcpbench.recommend.forecast import Forecast
 
-    Result = Forecast | str  # a forecast, or the reason why there is none
-    Estimate = Callable[[Point, Callable[[str], None]], Result]
+    Watch = Callable[[str], None]
 
+Result = TypeVar("Result")
 FORK = "fork"
-_estimate: Callable[[Point], Result]  # of a worker process
+_estimate: Callable[[Point], Any]  # of a worker process
 
 
 def estimate_points(
-    points: Sequence[Point], estimate: Estimate, watch: Callable[[str], None] = lambda _: None
+    points: Sequence[Point], estimate: Callable[[Point, Watch], Result], watch: Watch = lambda _: None
 ) -> list[Result]:
     """Return the result of `estimate` for each point, over all cores; `watch` is called with the work in progress."""
     if len(points) > 1 and _count_cores() > 1 and FORK in multiprocessing.get_all_start_methods():
@@ -45,7 +44,9 @@ def _watch_step(watch: Callable[[str], None], what: str, step: str) -> None:
     watch(f"{what}, {step}")
 
 
-def _estimate_in_processes(points: Sequence[Point], estimate: Estimate, watch: Callable[[str], None]) -> list[Result]:
+def _estimate_in_processes(
+    points: Sequence[Point], estimate: Callable[[Point, Watch], Result], watch: Watch
+) -> list[Result]:
     """Fork processes, which inherit `estimate`, and return its result for each point."""
     watch(_describe(points, 0))
 
@@ -76,13 +77,13 @@ def _describe(points: Sequence[Point], n: int) -> str:
     return f"estimate {n + 1} of {len(points)}: {points[n].instance_name}"
 
 
-def _start_worker(estimate: Callable[[Point], Result]) -> None:
+def _start_worker(estimate: Callable[[Point], object]) -> None:
     global _estimate  # noqa: PLW0603 - a worker has one task
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends its workers
     _estimate = estimate
 
 
-def _run(point: Point) -> Result:
+def _run(point: Point) -> Any:  # noqa: ANN401 - a Result
     return _estimate(point)
 
 

@@ -25,7 +25,13 @@ FEW_SAMPLES = "few_samples"  # warning that dashes already express, and percenti
 OBJECTIVES = {name: latency.label for name, latency in LATENCIES.items()}
 SEPARATOR = " · "
 _ROUTING = next(axis for axis in AXES if axis.name == "routing")
-OF_SESSIONS = ("turns", "turn_tokens", "think_time")  # printed only if requests are turns of sessions
+OF_SESSIONS = (
+    "turns",
+    "turn_tokens",
+    "think_time",
+    "system_tokens",
+    "branch",
+)  # printed only if requests are turns of sessions
 
 
 def format_arrival(point: Point) -> str:
@@ -56,7 +62,7 @@ def list_shape_parts(load: Load) -> list[str]:
         groups = f" by {load.prefix_groups:,} groups" if load.prefix_groups > 1 else ""
         parts.append(f"{load.prefix_share * 100:g} % shared{groups}")
     if load.sessions:
-        parts.append(f"sessions of {format_sessions(load)}")
+        parts.append(format_sessions(load))
     return parts
 
 

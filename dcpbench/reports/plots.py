@@ -18,6 +18,8 @@ from dcpbench.reports import (
     engines,
     figures,
     findings,
+    gains,
+    gains_figure,
     overview,
     routing_figure,
     style,
@@ -46,7 +48,7 @@ SOME_LOADS = 24
 """Maximum number of panels and points if there are more than the limits above: fewer are as readable and drawn in half the time."""
 FORMATS = ("png", "svg")  # file formats of every figure
 OVERVIEW, BREAK_EVEN, KV, PHASES, ENGINES, STEPS = "overview", "break-even", "kv", "phases", "engines", "engine-steps"
-ROUTINGS = "routings"
+ROUTINGS, GAINS = "routings", "gains"
 """Subjects of the figures that are not in figures.LINES; the first two show all models at once."""
 
 
@@ -89,6 +91,7 @@ def _draw_figures(read: Frames, studio: FigureWriter) -> list[Picture]:
     _draw_lines(read.points, studio)
     _draw_lines(read.served, studio)
     _draw_break_even(read, studio)
+    _draw_gains(read, studio)
     _draw_routings(read.points, studio)
     for points in _group_by_model(read.points):
         few, _ = sample_points(points)
@@ -188,6 +191,17 @@ def _draw_break_even(read: Frames, studio: FigureWriter) -> None:
         studio.add_figure(
             BREAK_EVEN, title, group, figures.draw_break_even, figures.format_alt_break_even(title, group)
         )
+
+
+def _draw_gains(read: Frames, studio: FigureWriter) -> None:
+    """Draw the gain of DCP by cause: a figure for each model."""
+    rows = gains.build_rows(read)
+    for model, own in list(rows.groupby("model", sort=False))[:MAX_MODELS] if len(rows) else ():
+        some = (
+            "" if len(own) <= gains_figure.MAX_PANELS else f" (the first {gains_figure.MAX_PANELS} of {len(own)} loads)"
+        )
+        title = f"{gains.TITLE}, {style.format_label(model)}, replay{some}"
+        studio.add_figure(GAINS, title, own, gains_figure.draw_gains, gains_figure.format_alt_gains(title, own))
 
 
 def _draw_routings(points: pd.DataFrame, studio: FigureWriter) -> None:

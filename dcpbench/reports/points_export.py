@@ -32,6 +32,7 @@ INNER = (  # columns that only distinguish points from each other and are not ex
     "rest_parts",
     "drawn_layout",
     "shape_parts",
+    "load_trace_facts",
 )
 
 

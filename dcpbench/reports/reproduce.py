@@ -23,7 +23,7 @@ from dcpbench.points.names import (
     format_setting,
 )
 from dcpbench.points.point import AXES, select_point_axes
-from dcpbench.points.structured_options import KEYS
+from dcpbench.points.structured_options import KEYS, RequestFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,14 +76,16 @@ def _collect_load_options(point: Point, settings: Mapping[str, object]) -> dict[
     found |= {"num_requests": load.requests}
     if load.trace:
         found |= {"requests": settings.get("trace_path") or load.trace}
+        found |= RequestFile.parse(load.trace_reading).collect_fields() if load.trace_reading else {}
     else:
         found |= {name: getattr(load, name) for name in ("input_tokens", "output_tokens")}
     found |= {} if seconds is None else {"limit_seconds": f"{Decimal(str(seconds)):f}"}
     if load.prefix_share:
         found |= {"prefix_share": load.prefix_share, "prefix_groups": load.prefix_groups}
-    if load.sessions:
+    if load.sessions and not load.trace:
         found |= {"turns": load.turns, "think_time": load.think_time}
-        found |= {"turn_tokens": load.turn_tokens} if load.turn_tokens else {}
+        more = {name: getattr(load, name) for name in ("turn_tokens", "system_tokens", "branch")}
+        found |= {name: value for name, value in more.items() if value}
     found |= {name: getattr(load, name) for name in ("chunk", "policy", "prefill", "seed")}
     return found | ({} if load.prefix_cache else {"prefix_cache": False})
 

@@ -16,6 +16,7 @@ from dcpbench.reports import (
     figures,
     findings,
     floors,
+    gains,
     instance_ratios,
     load_labels,
     overview,
@@ -152,6 +153,13 @@ def _build_performance(frames: Frames, pictures: list[Picture]) -> list[Section]
             paragraphs=figures.explain_not_drawn(frames.served, "frontier"),
             pictures=_select_pictures(pictures, "frontier"),
             tables=[build_definitions(frames, "per GPU", "per user")],
+        ),
+        Section(
+            slug="gains",
+            title=gains.TITLE,
+            paragraphs=gains.describe_gains(frames),
+            pictures=_select_pictures(pictures, "gains"),
+            tables=[gains.build_table(frames)],
         ),
         Section(
             slug="instances",

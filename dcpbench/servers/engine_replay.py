@@ -54,7 +54,7 @@ from dcpbench.serving.engine_cases import (
     make_whole_case,
 )
 from dcpbench.serving.loads import make_point_requests
-from dcpbench.serving.replay import make_step_times_name, replay_point
+from dcpbench.serving.replay import ENGINE_VOCAB, make_step_times_name, replay_point
 from dcpbench.serving.step_model import Work
 from dcpbench.serving.step_times import (
     Decodes,
@@ -85,7 +85,6 @@ MIN_BEGIN_SHARE = 0.08  # of a step by which it is longer behind decode steps if
 MAX_FAILURES = 3  # cases in succession that a server may fail
 CASE_S = 2.0  # time limit of a case, once its requests run
 MAX_ROW_EFFECT = 0.1  # by which noise changes the time of a prompt, relative to one that is a few tokens longer
-VOCAB = 1 << 30  # token ids of prompts that are only compared with each other
 DEFAULT_BLOCK = {VLLM: 16, SGLANG: 1}  # tokens of a KV block where the server does not report them
 MAX_REQUESTS = {VLLM: vllm_scheduler.MAX_REQUESTS, SGLANG: sglang_scheduler.MAX_REQUESTS}
 BUDGET_FLAG = dict(zip((VLLM, SGLANG), TOKEN_BUDGET_FLAGS, strict=True))
@@ -430,7 +429,7 @@ def replay_server_point(
     `file` names the step times, `policy` the policy of another engine than the server's.
     """
     started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
-    requests = make_point_requests(point, settings, VOCAB)
+    requests = make_point_requests(point, settings, ENGINE_VOCAB)
     try:
         record = replay_point(point, None, requests, times, settings, folder, file=file, command=command, policy=policy)
     except (UsageError, RecordsError) as e:

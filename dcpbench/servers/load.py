@@ -195,8 +195,8 @@ class Run:
         """Send a request, and then the later turns of its session."""
         while (outcome := await self._send_call(call, submitted_s)).error is None and call.session is not None:
             assert outcome.answer is not None
-            think_s = call.session.think_s
-            submitted_s = time.perf_counter() + think_s
+            due_s = call.session.left[0].compute_due_s(time.perf_counter() - self.start_s)
+            submitted_s = self.start_s + due_s
             call = call.session.make_next_call(outcome.answer)
             await _wait_until(submitted_s)
 

@@ -51,6 +51,7 @@ from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, find_war
 from dcpbench.serving.request_files import read_requests
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import write_samples
+from dcpbench.serving.trace_formats import Reading
 from dcpbench.serving.traffic import Sample
 from dcpbench.show.terminal import print_stderr
 from dcpbench.show.text import format_count
@@ -320,7 +321,7 @@ async def _send_load(point: Point, server: MeasuredServer, sent: _LoadState, tel
     assert load is not None
     async with Client(config.target) as client:
         warm = await _warm_up(client, config, prompt_format, sent.requests)
-        calls = sessions.make_calls(client.target, prompt_format, sent.requests, load.think_time)
+        calls = sessions.make_calls(client.target, prompt_format, sent.requests)
         processes = config.processes or choose_processes(point, sent.requests, warm)
         bound = point.concurrency if load.arrival != CLOSED and point.concurrency < load.requests else None
         with raise_open_file_limit(
@@ -432,7 +433,9 @@ def _make_requests(point: Point, settings: Settings, vocab: int) -> list[ServeRe
 
     All ids are shifted by the same amount, so that shared prefixes stay shared. Prompts from a file are sent unchanged.
     """
-    largest = read_requests(Path(settings.trace_path)).largest_id if settings.trace_path else -1
+    largest = -1
+    if settings.trace_path and point.load is not None:
+        largest = read_requests(Path(settings.trace_path), Reading.of_load(point.load)).largest_id
     found = make_point_requests(point, settings, max(vocab, largest + 1))
     if largest >= 0:
         return found

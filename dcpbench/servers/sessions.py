@@ -9,7 +9,7 @@ from dcpbench.servers.load import Call
 from dcpbench.servers.prompt_format import PATHS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from dcpbench.servers.answers import StreamReply
     from dcpbench.servers.client import Target
@@ -23,10 +23,12 @@ class Session:
 
     target: Target
     prompt_format: PromptFormat
-    before: ServeRequest  # the turn that is being answered
+    request: ServeRequest  # the turn that is being answered
     prompt: Prompt  # of that turn
     left: tuple[ServeRequest, ...]
-    think_s: float
+    earlier: Mapping[
+        int, tuple[ServeRequest, Prompt, StreamReply]
+    ]  # answered turns that later ones continue, by number
 
     @property
     def needs_text(self) -> bool:
@@ -36,20 +38,27 @@ class Session:
     def make_next_call(self, answer: StreamReply) -> Call:
         """Return the next turn, after this answer to the turn before it."""
         request, *later = self.left
-        new = request.prompt[self.before.prompt_tokens + self.before.output_tokens :]
-        prompt = self.prompt_format.make_next_prompt(self.prompt, answer, self.before.answer, new)
-        session = dataclasses.replace(self, before=request, prompt=prompt, left=tuple(later)) if later else None
+        answered = {**self.earlier, self.request.number: (self.request, self.prompt, answer)}
+        assert request.parent is not None
+        parent, asked, reply = answered[request.parent]
+        new = request.prompt[parent.prompt_tokens + parent.output_tokens :]
+        prompt = self.prompt_format.make_next_prompt(asked, reply, parent.answer, new)
+        needed = {turn.parent for turn in later}
+        earlier = {number: turn for number, turn in answered.items() if number in needed}
+        session = (
+            dataclasses.replace(self, request=request, prompt=prompt, left=tuple(later), earlier=earlier)
+            if later
+            else None
+        )
         return _make_call(self.target, self.prompt_format, request, prompt, session)
 
 
-def make_calls(
-    target: Target, prompt_format: PromptFormat, requests: Sequence[ServeRequest], think_s: float
-) -> list[Call]:
+def make_calls(target: Target, prompt_format: PromptFormat, requests: Sequence[ServeRequest]) -> list[Call]:
     """Return the first request of each session, which holds the session's other turns."""
     found = []
     for first, *later in _group_by_session(requests):
         prompt = prompt_format.make_prompt(first.prompt)
-        session = Session(target, prompt_format, first, prompt, tuple(later), think_s) if later else None
+        session = Session(target, prompt_format, first, prompt, tuple(later), {}) if later else None
         found.append(_make_call(target, prompt_format, first, prompt, session))
     return found
 

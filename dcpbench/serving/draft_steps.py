@@ -59,7 +59,7 @@ def estimate_draft_steps(times: StepTimes, point: Point) -> tuple[StepTimes, str
 
 
 def _find_gpu(times: StepTimes, point: Point) -> str:
-    """Return the GPU of the step times; on the CPU, whose times do not reflect performance, the one with published steps."""
+    """Return the GPU of the step times; on the CPU, where times do not reflect performance, the one with published steps."""
     if point.emulate:
         return load_machine(point.emulate).gpu
     return next((gpu.name for gpu in GPUS if gpu.device == times.environment.device), MEASURED_ON)

@@ -84,11 +84,12 @@ class EngineScheduler(Scheduler):
 
     def start_request(self, sequence: Sequence, pages: np.ndarray, node: Node, tokens: int) -> None:
         """Start a sequence with its cached prefix, and allocate its next `tokens` tokens."""
-        replica, cached = self.replica, len(pages) * self.config.virtual_page
+        replica, cached = self.replica, self.count_hits(sequence, pages)
+        stored = max(cached + tokens, len(pages) * self.config.virtual_page + 1)
         replica.cache.lock(node)
         sequence.node = node
-        replica.make_free_pages(self.count_missing_pages(sequence, cached + tokens, len(pages)))
-        sequence.allocation = replica.allocator.allocate(cached + tokens, pages)
+        replica.make_free_pages(self.count_missing_pages(sequence, stored, len(pages)))
+        sequence.allocation = replica.allocator.allocate(stored, pages)
         sequence.computed = cached
         if not sequence.preemptions:
             sequence.cached = cached
@@ -102,7 +103,8 @@ class EngineScheduler(Scheduler):
         if missing > replica.available_pages:
             return False
         replica.make_free_pages(missing)
-        replica.allocator.extend(allocation, sequence.computed + tokens - allocation.tokens)
+        if (more := sequence.computed + tokens - allocation.tokens) > 0:
+            replica.allocator.extend(allocation, more)
         return True
 
     def release_request(self, sequence: Sequence) -> None:

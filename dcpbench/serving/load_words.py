@@ -20,6 +20,8 @@ FIXED, UNIFORM, LOGNORMAL = "fixed", "uniform", "lognormal"
 TRACE_LENGTHS = "trace"
 """Value of Load.input_tokens and output_tokens if a file holds the lengths."""
 MAX_TOKENS = 1_000_000_000
+MAX_DELAY_S = 86_400
+"""Longest time between an answer and the next turn, as typed."""
 MAX_SIGMA = 3.0
 """One prompt in forty is then 400 times the median, and the median 400 times another's: more is a mistake."""
 _LENGTHS = "write a number such as 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma)"
@@ -44,6 +46,22 @@ class Lengths:
         if self.kind == UNIFORM:
             return f"uniform:{self.low}-{self.high}"
         return f"lognormal:{self.low}:{self.sigma:g}" if self.kind == LOGNORMAL else str(self.low)
+
+
+@dataclasses.dataclass(frozen=True)
+class Delays:
+    """Distribution of times in s, in the notation of lengths."""
+
+    kind: str
+    low: float
+    high: float = 0.0
+    sigma: float = 0.0
+
+    def __str__(self) -> str:
+        """Return the canonical form of the option."""
+        if self.kind == UNIFORM:
+            return f"uniform:{self.low:g}-{self.high:g}"
+        return f"lognormal:{self.low:g}:{self.sigma:g}" if self.kind == LOGNORMAL else f"{self.low:g}"
 
 
 def format_varied_lengths(tokens: int) -> str:
@@ -71,6 +89,26 @@ def _count_usual_requests() -> int:
 USUAL_REQUESTS = _count_usual_requests()  # default of --num-requests on GPUs
 
 
+PRESETS: dict[str, dict[str, object]] = {
+    "coding-agent": {
+        "turns": "lognormal:30:0.5",
+        "system_tokens": 12_000,
+        "input_tokens": "lognormal:278:0.84",
+        "turn_tokens": format_varied_lengths(1732),
+        "output_tokens": format_varied_lengths(522),
+        "think_time": 1.9,
+    }
+}
+"""Options of --sessions preset.
+
+coding-agent: README of the data set Inferact/codex_swebenchpro_traces (610 runs of Codex on SWE-bench Pro). Calls of a run: p50 30, p90
+57, mean 33. Prompt of the first call: p50 12,278, p90 12,813, of which 12,000 are taken as the same in all runs. Output tokens:
+17,239 / 33 = 522 a call. Prompts grow from 12,367 to 84,482 tokens in 32 calls, so that a call adds 2,254 - 522 = 1,732 of its own. Of
+all prompt tokens 2,133,687 / 2,266,055 = 94 % were cached; here a cache that forgets nothing has 97 %. The time of a tool is the mean of `exec_command` in TraceLab
+(arXiv:2606.30560, 184k calls in 97.8 h). Where only a mean is published, lengths vary by a tenth around it.
+"""
+
+
 def parse_lengths(option: str, value: object) -> Lengths:
     """Return the lengths of `4000`, `64k`, `uniform:1000-7000` or `lognormal:4000:0.5`. Raises UsageError."""
     text = "" if isinstance(value, bool) else str(value).strip()
@@ -84,6 +122,23 @@ def parse_lengths(option: str, value: object) -> Lengths:
     if found := _LOGNORMAL.fullmatch(text):
         return Lengths(LOGNORMAL, _parse_tokens(option, text, found[1]), sigma=_parse_sigma(option, text, found[2]))
     raise UsageError(f"{join_value(option, value)}: not a length; {_LENGTHS}.")
+
+
+def parse_delays(option: str, value: object) -> Delays:
+    """Return the times of `2`, `uniform:0.5-3` or `lognormal:1.2:0.8` (median and sigma), in s. Raise UsageError."""
+    text = str(value).strip()
+    kind, *rest = text.split(":")
+    numbers = [_parse_float(word) for part in rest for word in (part.split("-") if kind == UNIFORM else [part])]
+    if kind == UNIFORM and len(numbers) == 2 and 0 <= numbers[0] <= numbers[1] <= MAX_DELAY_S:  # noqa: PLR2004 - its ends
+        return Delays(UNIFORM, numbers[0], numbers[1])
+    if kind == LOGNORMAL and len(numbers) == 2 and 0 < numbers[0] <= MAX_DELAY_S:  # noqa: PLR2004 - median and sigma
+        return Delays(LOGNORMAL, numbers[0], sigma=_parse_sigma(option, text, rest[1]))
+    if not rest and not isinstance(value, bool) and 0 <= (seconds := _parse_float(text)) <= MAX_DELAY_S:
+        return Delays(FIXED, seconds)
+    raise UsageError(
+        f"{join_value(option, text)}: not 0 to {MAX_DELAY_S:,} seconds; write for example think=5, think=uniform:0.5-3 or "
+        "think=lognormal:1.2:0.8 (median and sigma)."
+    )
 
 
 def parse_slo(value: object) -> dict[str, float]:
@@ -116,7 +171,7 @@ def format_load(load: Load, concurrency: int) -> str:
     else:
         who = TRACE_TIMES
     what = f"of {load.trace}" if load.trace else f"× {load.input_tokens}→{load.output_tokens} tokens"
-    sessions = f" in sessions of {format_sessions(load)}" if load.sessions else ""
+    sessions = f" in {format_sessions(load)}" if load.sessions else ""
     shared = f", {load.prefix_share:.0%} shared by {load.prefix_groups}" if load.prefix_share else ""
     bound = f", {concurrency} at once" if load.arrival != CLOSED and concurrency < load.requests else ""
     return f"{who}, {load.requests:,} {what}{sessions}{shared}{bound}{', replay' if load.mode == REPLAY else ''}"
@@ -157,9 +212,15 @@ def format_drawn(load: Load) -> str:
 
 
 def format_sessions(load: Load) -> str:
-    """Return `4 turns`, `uniform:2-8 turns, 200 tokens each later one, 5 s between them`."""
-    later = f", {load.turn_tokens} tokens each later one" if load.turn_tokens else ""
-    return f"{load.turns} turns{later}{f', {load.think_time:g} s between them' if load.think_time else ''}"
+    """Return `sessions of 4 turns`, `sessions of uniform:2-8 turns, 200 tokens each later one, 5 s between them`; `3 sessions` of a file."""
+    if load.trace_facts is not None:
+        return f"{load.trace_facts.sessions:,} sessions"
+    parts = [f"sessions of {load.turns} turns"]
+    parts += [f"{load.turn_tokens} tokens each later one"] if load.turn_tokens else []
+    parts += [f"{parse_delays('--sessions think', load.think_time)} s between them"] if load.think_time else []
+    parts += [f"{load.system_tokens:,} tokens that all begin with"] if load.system_tokens else []
+    parts += [f"{load.branch:.0%} from an earlier turn"] if load.branch else []
+    return ", ".join(parts)
 
 
 def _parse_tokens(option: str, text: str, number: str) -> int:

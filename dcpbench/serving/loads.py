@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,22 +17,23 @@ import numpy as np
 
 from dcpbench.errors import UsageError
 from dcpbench.points.names import CLOSED, REPLAY, TRACE
-from dcpbench.serving.load_words import LOGNORMAL, UNIFORM, parse_lengths
-from dcpbench.serving.request_files import BLOCK, read_requests
+from dcpbench.serving.load_words import LOGNORMAL, UNIFORM, parse_delays, parse_lengths
+from dcpbench.serving.request_files import compute_lengths, read_requests
 from dcpbench.serving.requests import LazyPrompt, ServeRequest
+from dcpbench.serving.trace_formats import Reading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from dcpbench.points.point import Load, Point
     from dcpbench.points.settings import Settings
     from dcpbench.serving.request_files import Row
 
-INPUTS, OUTPUTS, GAPS, TURNS, MESSAGES = range(5)
+INPUTS, OUTPUTS, GAPS, TURNS, MESSAGES, BRANCHES, DELAYS = range(7)
 """Streams of numpy's generator."""
-OWN, GROUP, HASH, ANSWER = range(4)
-"""Kinds of token streams: of one request, of a group that shares a prefix, of a block with one hash, and of the
-substitute for an answer in later turns.
+OWN, GROUP, HASH, ANSWER, SYSTEM = range(5)
+"""Kinds of token streams: of one request, of a group that shares a prefix, of a block with one hash, of the
+substitute for an answer in later turns, and of the system prompt of all sessions.
 """
 MAX_SECONDS = 1e8
 """Three years: an open loop that takes longer is a mistake in its rate."""
@@ -49,16 +49,19 @@ def make_requests(load: Load, vocab: int, trace: Path | None = None) -> list[Ser
     if load.trace:
         if trace is None:
             raise UsageError(f"the load comes from {load.trace}, which is not there; give it with --requests FILE.")
-        found = read_requests(trace)
+        found = read_requests(trace, Reading.of_load(load))
         if load.trace_sha256 and load.trace_sha256 != found.sha256:
             raise UsageError(f"{trace} is not the file that it was when the run began; start another run, with -o.")
         rows = found.rows[: load.requests]
+        if load.sessions:
+            return _make_trace_sessions(load, vocab, rows, found.reading.block_size)
+        block = found.reading.block_size
         answers = [row.output_tokens for row in rows]
         times = [row.arrival_s for row in rows] if load.arrival == TRACE else draw_arrival_times(load)
         prompts = [
-            _make_row_prompt(load, vocab, i, row)
+            _make_row_prompt(load, vocab, i, row, block)
             if row.prompt is not None
-            else _make_lazy_prompt(load, row.input_tokens, _make_row_prompt, load, vocab, i, row)
+            else _make_lazy_prompt(load, row.input_tokens, _make_row_prompt, load, vocab, i, row, block)
             for i, row in enumerate(rows)
         ]
     else:
@@ -112,9 +115,9 @@ class Extent:
 def compute_extent(load: Load, trace: str = "") -> Extent:
     """Return the extent of a load without making its prompts; `trace` is the path of the file that it names."""
     if load.trace:
-        rows = read_requests(Path(trace)).rows[: load.requests]
-        inputs, outputs = np.array([row.input_tokens for row in rows]), np.array([row.output_tokens for row in rows])
-        times = [row.arrival_s for row in rows] if load.arrival == TRACE else draw_arrival_times(load)
+        rows = read_requests(Path(trace), Reading.of_load(load)).rows[: load.requests]
+        inputs, outputs = compute_lengths(rows)
+        times = [row.arrival_s for row in rows if not row.turn] if load.arrival == TRACE else draw_arrival_times(load)
     else:
         inputs, outputs = draw_lengths(load)
         times = draw_arrival_times(load)
@@ -134,6 +137,11 @@ def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:
     turns = compute_turn_numbers(load)
     if load.turn_tokens:
         inputs = np.where(turns == 0, inputs, _draw_numbers(load, "--sessions tokens", load.turn_tokens, MESSAGES))
+    inputs = np.where(turns == 0, inputs + load.system_tokens, inputs)
+    if load.branch:
+        for number, parent in enumerate(draw_parents(load).tolist()):
+            inputs[number] += inputs[parent] + outputs[parent] if parent >= 0 else 0
+        return inputs, outputs
     before = np.cumsum(inputs + outputs) - inputs - outputs
     first = np.flatnonzero(turns == 0)[np.cumsum(turns == 0) - 1]
     return inputs + before - before[first], outputs
@@ -150,8 +158,38 @@ def compute_turn_numbers(load: Load) -> np.ndarray:
     return turns
 
 
+def draw_parents(load: Load) -> np.ndarray:
+    """Return the number of the request that each turn continues, int64; -1 for first turns.
+
+    It is the turn before or, with the probability of `branch`, one of the earlier turns, each equally likely: the prefixes of a
+    session's prompts are then a tree, as where an agent retries, or leaves a sub-task behind.
+    """
+    turns = compute_turn_numbers(load)
+    before = turns - 1
+    if load.branch:
+        chance, choice = _make_generator(_get_seed(load), BRANCHES).random((2, load.requests))
+        earlier = np.floor(choice * np.maximum(before, 0)).astype(np.int64)
+        before = np.where((turns > 1) & (chance < load.branch), earlier, before)
+    parents: np.ndarray = np.where(turns == 0, -1, np.arange(len(turns)) - turns + before)
+    return parents
+
+
+def draw_delays(load: Load) -> np.ndarray:
+    """Return the time in s from the answer before to each turn, which first turns ignore."""
+    delays, count = parse_delays("--sessions think", load.think_time), load.requests
+    generator = _make_generator(_get_seed(load), DELAYS)
+    if delays.kind == UNIFORM:
+        return generator.uniform(delays.low, delays.high, size=count)
+    if delays.kind == LOGNORMAL:
+        drawn: np.ndarray = delays.low * np.exp(delays.sigma * generator.standard_normal(count))
+        return drawn
+    return np.full(count, delays.low)
+
+
 def count_sessions(load: Load) -> int:
     """Return the number of sessions of a load, or of its requests if it has no sessions."""
+    if load.trace:
+        return (load.trace_facts.sessions if load.trace_facts else 0) or load.requests
     return int((compute_turn_numbers(load) == 0).sum()) if load.sessions else load.requests
 
 
@@ -187,9 +225,28 @@ def make_token_ids(seed: int, kind: int, stream: int, count: int, vocab: int) ->
     """
     start = _apply_splitmix64(_apply_splitmix64(_apply_splitmix64(seed) + kind) + stream)
     x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(start)
+    ids: np.ndarray = (_finish_splitmix64(x) % np.uint64(vocab)).astype(np.int32)
+    return ids
+
+
+def _finish_splitmix64(x: np.ndarray) -> np.ndarray:
+    """Apply SplitMix64's finaliser to counters that have been incremented, uint64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    ids: np.ndarray = ((x ^ (x >> np.uint64(31))) % np.uint64(vocab)).astype(np.int32)
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+def make_block_ids(seed: int, kind: int, streams: Sequence[int], count: int, vocab: int) -> np.ndarray:
+    """Return the first `count` ids of each of several streams, one after the other, as make_token_ids makes them."""
+    if not streams:
+        return np.empty(0, dtype=np.int32)
+    start = _apply_splitmix64(_apply_splitmix64(seed) + kind)
+    x = np.array([(start + stream) & _MASK for stream in streams], dtype=np.uint64) + np.uint64(_GOLDEN)
+    starts = _finish_splitmix64(x)
+    offsets = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    mixed = _finish_splitmix64(starts[:, None] + offsets[None, :])
+    ids: np.ndarray = (mixed % np.uint64(vocab)).astype(np.int32).reshape(-1)
     return ids
 
 
@@ -222,58 +279,134 @@ def _make_prompt(load: Load, vocab: int, number: int, length: int, group: int) -
     return np.concatenate([make_token_ids(_get_seed(load), GROUP, group, shared, vocab), own]) if shared else own
 
 
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """A turn of a session: what it adds to the conversation, and when it is sent."""
+
+    message: np.ndarray  # int32 ids
+    output_tokens: int
+    session: int
+    turn: int
+    parent: int | None  # number of the request that it continues
+    arrival_s: float | None
+    delay_s: float
+
+
 def _make_session_requests(load: Load, vocab: int, inputs: np.ndarray, outputs: np.ndarray) -> list[ServeRequest]:
-    """Return the requests of sessions, one session after the other; prompts of a session are prefixes of the same
-    tokens.
-    """
-    turns, times = compute_turn_numbers(load), draw_arrival_times(load)
-    starts = [*np.flatnonzero(turns == 0).tolist(), load.requests]
-    found: list[ServeRequest] = []
-    for session, (start, stop) in enumerate(itertools.pairwise(starts)):
-        parts: list[np.ndarray] = []
-        tokens_before = 0
-        for number in range(start, stop):
-            new = int(inputs[number]) - tokens_before
-            group = session % load.prefix_groups
-            message = (
-                _make_prompt(load, vocab, number, new, group)
-                if number == start
-                else _make_own_tokens(load, vocab, number, new)
+    """Return the requests of generated sessions, one session after the other."""
+    turns, times, parents = compute_turn_numbers(load), draw_arrival_times(load), draw_parents(load)
+    delays, system = draw_delays(load), make_token_ids(_get_seed(load), SYSTEM, 0, load.system_tokens, vocab)
+    found: list[_Turn] = []
+    session = -1
+    for number, (turn, parent) in enumerate(zip(turns.tolist(), parents.tolist(), strict=True)):
+        if turn == 0:
+            session += 1
+            own = int(inputs[number]) - load.system_tokens
+            message = np.concatenate([system, _make_prompt(load, vocab, number, own, session % load.prefix_groups)])
+        else:
+            message = _make_own_tokens(load, vocab, number, int(inputs[number] - inputs[parent] - outputs[parent]))
+        found.append(
+            _Turn(
+                message,
+                int(outputs[number]),
+                session,
+                turn,
+                parent if turn else None,
+                None if turn else times[session],
+                float(delays[number]) if turn else 0.0,
             )
-            answer = make_token_ids(_get_seed(load), ANSWER, number, int(outputs[number]), vocab)
-            parts += [message, answer]
-            tokens_before = int(inputs[number] + outputs[number])
-        whole = np.concatenate(parts)
-        for turn, number in enumerate(range(start, stop)):
-            prompt, count = int(inputs[number]), int(outputs[number])
+        )
+    return _link_turns(load, vocab, found)
+
+
+def _make_trace_sessions(load: Load, vocab: int, rows: Sequence[Row], block_size: int) -> list[ServeRequest]:
+    """Return the requests of a file's sessions, one session after the other."""
+    timed = load.arrival == TRACE
+    times = [] if timed else draw_arrival_times(load)
+    found: list[_Turn] = []
+    session = -1
+    for number, row in enumerate(rows):
+        session += row.turn == 0
+        first = None if row.turn or timed else times[session]
+        found.append(
+            _Turn(
+                _make_row_prompt(load, vocab, number, row, block_size),
+                row.output_tokens,
+                session,
+                row.turn,
+                number - 1 if row.turn else None,
+                row.arrival_s if timed else first,
+                row.delay_s if row.turn else 0.0,
+            )
+        )
+    return _link_turns(load, vocab, found)
+
+
+def _link_turns(load: Load, vocab: int, turns: Sequence[_Turn]) -> list[ServeRequest]:
+    """Return the requests of turns: each prompt is the prompt and the answer of its parent, then its message.
+
+    Prompts of turns that continue one another are prefixes of the same array.
+    """
+    continued = {turn.parent for turn in turns}
+    found: list[ServeRequest] = []
+    for run in _split_runs(turns):
+        first = turns[run[0]]
+        before: list[np.ndarray] = []
+        if first.parent is not None:
+            parent = found[first.parent]
+            assert parent.answer is not None
+            before = [parent.prompt, parent.answer]
+        parts = list(before)
+        for number in run:
+            answer = make_token_ids(_get_seed(load), ANSWER, number, turns[number].output_tokens, vocab)
+            parts += [turns[number].message, answer]
+        whole, end = np.concatenate(parts), sum(map(len, before))
+        for number in run:
+            turn = turns[number]
+            end += len(turn.message)
             found.append(
                 ServeRequest(
                     number=number,
-                    prompt=whole[:prompt],
-                    output_tokens=count,
-                    arrival_s=times[session] if turn == 0 else None,
-                    session=session,
-                    turn=turn,
-                    answer=whole[prompt : prompt + count] if number + 1 < stop else None,
+                    prompt=whole[:end],
+                    output_tokens=turn.output_tokens,
+                    arrival_s=turn.arrival_s,
+                    session=turn.session,
+                    turn=turn.turn,
+                    parent=turn.parent,
+                    delay_s=turn.delay_s,
+                    answer=whole[end : end + turn.output_tokens] if number in continued else None,
                 )
             )
+            end += turn.output_tokens
     return found
+
+
+def _split_runs(turns: Sequence[_Turn]) -> list[list[int]]:
+    """Return the numbers of turns in runs, in which each turn continues the one before."""
+    runs: list[list[int]] = []
+    for number, turn in enumerate(turns):
+        if turn.parent is not None and turn.parent == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 def _make_own_tokens(load: Load, vocab: int, number: int, length: int) -> np.ndarray:
     return make_token_ids(_get_seed(load), OWN, number, length, vocab)
 
 
-def _make_row_prompt(load: Load, vocab: int, number: int, row: Row) -> np.ndarray:
+def _make_row_prompt(load: Load, vocab: int, number: int, row: Row, block_size: int) -> np.ndarray:
+    """Return the prompt of a row: its ids, blocks that follow from its hash ids, or a prompt that shares a prefix with its group."""
     if row.prompt is not None:
         if int(row.prompt.max()) >= vocab:
             raise UsageError(f"token id {row.prompt.max()} in {load.trace}, and the model has {vocab:,} of them.")
         return row.prompt
     if row.hash_ids is not None:
-        blocks = [make_token_ids(_get_seed(load), HASH, block, BLOCK, vocab) for block in row.hash_ids]
-        rest = row.input_tokens - BLOCK * len(blocks)  # positive where the last block is too short to have a hash
+        blocks = make_block_ids(_get_seed(load), HASH, row.hash_ids, block_size, vocab)
+        rest = row.input_tokens - len(blocks)  # positive where the last block is too short to have a hash
         tail = [make_token_ids(_get_seed(load), OWN, number, rest, vocab)] if rest > 0 else []
-        whole: np.ndarray = np.concatenate([*blocks, *tail])
+        whole: np.ndarray = np.concatenate([blocks, *tail])
         return whole[: row.input_tokens]
     group = number % load.prefix_groups if row.prefix_group is None else row.prefix_group
     return _make_prompt(load, vocab, number, row.input_tokens, group)

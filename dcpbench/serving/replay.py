@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import EnginePath, EngineServer, StepTimes
 
 
+ENGINE_VOCAB = 1 << 30  # token ids of prompts that another engine's server does not read: they are only compared
 FOLDER = "step-times"
 """Below the run's folder."""
 
@@ -87,7 +88,6 @@ def replay_requests(
     concurrency: int | None,
     times: StepTimes,
     limit_s: float = math.inf,
-    think_s: float = 0.0,
     loop: LoopTiming = OWN_LOOP,
 ) -> ReplayResult:
     """Serve `requests` from second 0 until `limit_s`, with one instance or several; other arguments as in Traffic.
@@ -95,7 +95,7 @@ def replay_requests(
     Raise UsageError for a step outside the measured times.
     """
     deployed = scheduler if isinstance(scheduler, Deployment) else Deployment([scheduler])
-    traffic = Traffic(requests, deployed, concurrency, think_s, loop.request_s)
+    traffic = Traffic(requests, deployed, concurrency, loop.request_s)
     return _Clock(traffic, deployed, times, limit_s, asynchronous=loop.asynchronous).run()
 
 
@@ -262,7 +262,7 @@ def replay_point(
         assert point.load is not None
         deployment = _make_deployment(point, plan, times.engine, policy)
         loop = get_loop_timing(times.engine)
-        return replay_requests(requests, deployment, point.clients, times, limit_s, point.load.think_time, loop)
+        return replay_requests(requests, deployment, point.clients, times, limit_s, loop)
 
     def compute_metrics(found: ReplayResult, file: str) -> ServeMetrics:
         return compute_serve_metrics(

@@ -1,4 +1,4 @@
-"""Read files of requests: Mooncake's traces, our own JSONL, and CSV, distinguished by their content.
+"""Read files of requests: those of trace_formats.py, recognised by their columns, and files of which the user names the columns.
 
     {"timestamp": 105, "input_length": 1800, "output_length": 26, "hash_ids": [0, 3, 4, 5]}     Mooncake; time in ms
     {"arrival_s": 0.1, "input_tokens": 1800, "output_tokens": 26, "prefix_group": 2}            ours
@@ -10,10 +10,13 @@ Every error names the file and the line.
 
 from __future__ import annotations
 
+import collections
 import csv
 import dataclasses
 import difflib
+import functools
 import hashlib
+import itertools
 import json
 import math
 import reprlib
@@ -22,25 +25,50 @@ from typing import TYPE_CHECKING, NoReturn, TypeGuard
 import numpy as np
 
 from dcpbench.errors import UsageError
+from dcpbench.points.point import TraceFacts
+from dcpbench.serving import trace_formats as formats
 from dcpbench.serving.load_words import MAX_TOKENS
+from dcpbench.serving.trace_formats import (
+    ARRIVAL,
+    DATE,
+    DECLARED,
+    DELAY,
+    FORMATS,
+    GROUP,
+    HASHES,
+    INPUT,
+    NS,
+    OUTPUT,
+    OWN,
+    PROMPT,
+    SESSION,
+    TABLE,
+    TIME_UNITS,
+    UNITS,
+    Reading,
+    TraceFormat,
+)
+from dcpbench.show.text import format_count, format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-BLOCK = 512
-"""Tokens per hash id in Mooncake's traces."""
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_TIME = 1e15
 """Maximum time stamp in its own unit, far beyond the current date in ms; larger numbers are not times."""
+MAX_DELAY_S = 1e8
+MAX_BLOCK = 1 << 20
 MAX_REASON_LENGTH = 500
-CSV_FIELDS = ("arrival_s", "input_tokens", "output_tokens", "prefix_group")
-JSON_FIELDS = (*CSV_FIELDS, "prompt")
+MAX_SHOWN_COLUMNS = 8
+CLOSE = 0.85  # similarity of a misspelt column of our own format
+BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # that are suggested if hash ids do not fit the lengths
 _FORMATS = (
     'lines such as {"timestamp": 0, "input_length": 1200, "output_length": 52, "hash_ids": [0, 1, 2]} (Mooncake), '
     '{"arrival_s": 0.0, "input_tokens": 1200, "output_tokens": 52}, or CSV that begins with '
     "arrival_s,input_tokens,output_tokens"
 )
+_NAME_THEM = "columns=arrival:NAME/input_tokens:NAME/output_tokens:NAME,time-unit=s"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,13 +76,19 @@ class Row:
     """A request of a file."""
 
     arrival_s: float | None
-    """Arrival time in s after the first request; None if the file has no times."""
+    """Arrival time in s after the first request; None if the file has no times. Of a later turn, the time before which it is
+    not sent."""
     input_tokens: int
+    """Tokens of the prompt; of a later turn, those that it adds."""
     output_tokens: int
     hash_ids: tuple[int, ...] | None = None
     prompt: np.ndarray | None = None
     """int32 token ids."""
     prefix_group: int | None = None
+    turn: int = 0
+    """Number of the turn in its session; turns follow the first one."""
+    delay_s: float = 0.0
+    """Time in s from the answer of the turn before."""
 
     @property
     def tokens(self) -> int:
@@ -64,13 +98,17 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
-    """A file of requests, by arrival."""
+    """A file of requests, by arrival; turns of a session follow the first one."""
 
     path: Path
     sha256: str
     rows: list[Row]
     sorted: bool
     """True if the requests had to be sorted by arrival."""
+    reading: Reading = dataclasses.field(default_factory=Reading)
+    """How it was read: its format, and what that implies."""
+    failures: int = 0
+    """Requests without output tokens, which were left out."""
 
     @property
     def has_times(self) -> bool:
@@ -92,8 +130,80 @@ class Trace:
         """Return the largest token id in the file; -1 without any."""
         return max((int(row.prompt.max()) for row in self.rows if row.prompt is not None), default=-1)
 
+    def count_sessions(self, requests: int) -> int:
+        """Return the sessions among the first requests; 0 for a file without later turns."""
+        turns = [row.turn for row in self.rows[:requests]]
+        return turns.count(0) if any(turns) else 0
 
-def read_requests(path: Path) -> Trace:
+    def compute_span_s(self, requests: int) -> float | None:
+        """Return the time in s from the first to the last arrival among the first requests; None without times."""
+        if not self.has_times:
+            return None
+        return max(row.arrival_s or 0.0 for row in self.rows[:requests])
+
+    def compute_prefix_share(self, requests: int) -> float | None:
+        """Return the share of prompt tokens that earlier prompts of the first requests begin with: the hit rate of a prefix cache
+        that forgets nothing. None for a file that does not tell what prompts have in common.
+
+        Blocks of hash ids count up to the first one that no earlier prompt had; of a later turn all that its session has so far.
+        """
+        rows = self.rows[:requests]
+        if any(row.prompt is not None for row in rows) or not any(row.turn or row.hash_ids for row in rows):
+            return None
+        seen: set[int] = set()
+        total = shared = before = 0
+        for row in rows:
+            before = before if row.turn else 0
+            known = list(itertools.takewhile(seen.__contains__, row.hash_ids or ())) if not row.turn else []
+            seen.update(row.hash_ids or ())
+            shared += before + min(len(known) * self.reading.block_size, row.input_tokens)
+            total += before + row.input_tokens
+            before += row.tokens
+        return shared / total
+
+    def describe_requests(self, requests: int) -> TraceFacts:
+        """Return what the first requests of the file are."""
+        return TraceFacts(
+            sessions=self.count_sessions(requests),
+            span_s=self.compute_span_s(requests),
+            prefix_share=self.compute_prefix_share(requests),
+            failures=self.failures,
+        )
+
+    def describe(self, requests: int) -> str:
+        """Return a sentence about how the file was read and what its first requests are."""
+        facts = self.describe_requests(requests)
+        how, reading = [], self.reading
+        if reading.unit and self.has_times:
+            how.append("times are dates" if reading.unit == DATE else f"times in {reading.unit}")
+        if any(row.hash_ids is not None for row in self.rows):
+            how.append(f"{reading.block_size} tokens a hash id")
+        found = [format_count(min(requests, len(self.rows)), "request")]
+        if facts.sessions:
+            found[0] += f" in {format_count(facts.sessions, 'session')}"
+        if facts.span_s is not None:
+            found[0] += f" over {facts.span_s:,.3f} s"
+        if facts.prefix_share is not None:
+            found.append(f"{facts.prefix_share:.1%} of the prompt tokens were in earlier prompts")
+        if self.failures:
+            found.append(f"{format_count(self.failures, 'request')} without output left out")
+        if self.sorted:
+            found.append("its times were out of order; the requests are sent by time")
+        name = "named columns" if reading.format == TABLE else reading.format
+        return f"{self.path}: read as {name}{f' ({format_list(how)})' if how else ''}: {'; '.join(found)}."
+
+
+def compute_lengths(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of each prompt, with all earlier turns of its session, and of each answer, int64."""
+    inputs, before = [], 0
+    for row in rows:
+        before = before if row.turn else 0
+        inputs.append(before + row.input_tokens)
+        before += row.tokens
+    return np.array(inputs, dtype=np.int64), np.array([row.output_tokens for row in rows], dtype=np.int64)
+
+
+def read_requests(path: Path, reading: Reading | None = None) -> Trace:
     """Read a file of requests. Raise UsageError with the line and the problem in it."""
     if path.exists() and not path.is_file():
         raise UsageError(f"--requests {path} is not a file, and every rank reads it again; name a file of requests.")
@@ -107,34 +217,274 @@ def read_requests(path: Path) -> Trace:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise UsageError(f"--requests {path} is empty; it should hold {_FORMATS}.")
-    found = list(_read_json_rows(path, lines) if lines[0][1].lstrip()[0] in "{[" else _read_csv_rows(path, lines))
-    _check_times(path, found)
-    rows, moved = _sort_by_arrival([row for _, row in found])
-    return Trace(path=path, sha256=hashlib.sha256(data).hexdigest(), rows=rows, sorted=moved)
+    is_json = lines[0][1].lstrip()[0] in "{["
+    given = _list_json_objects(path, lines) if is_json else _list_csv_rows(path, lines, reading or Reading())
+    reader, found, failures = None, [], 0
+    for number, fields in given:
+        reader = reader or _make_reader(path, number, fields, reading or Reading())
+        if (row := reader.parse_row(number, fields)) is None:
+            failures += 1
+        else:
+            found.append((number, row))
+    if reader is None or not found:
+        raise UsageError(f"--requests {path} holds no request that succeeded; name a file with some.")
+    rows, moved = reader.arrange_rows(found)
+    return Trace(
+        path=path,
+        sha256=hashlib.sha256(data).hexdigest(),
+        rows=rows,
+        sorted=moved,
+        reading=reader.reading,
+        failures=failures,
+    )
 
 
-def _check_times(path: Path, found: list[tuple[int, Row]]) -> None:
-    timed = found[0][1].arrival_s is not None
-    for number, row in found:
-        if (row.arrival_s is not None) != timed:
-            has, first = ("no", "has one") if timed else ("an", "has none")
-            _raise_error(
-                path, number, f"{has} arrival time, and the first request {first}; give all of them one, or none"
+def parse_columns(text: str) -> dict[str, str]:
+    """Return the names of columns in a file by ours, of `arrival:ts/input_tokens:prompt`. Raise UsageError."""
+    found: dict[str, str] = {}
+    for part in text.split("/"):
+        ours, colon, theirs = (word.strip() for word in part.partition(":"))
+        if not colon or not theirs or "," in theirs:
+            raise UsageError(f"--requests columns={part}: not OURS:THEIRS; write {_NAME_THEM}.")
+        if ours not in formats.COLUMNS:
+            near = difflib.get_close_matches(ours, formats.COLUMNS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"ours are {', '.join(formats.COLUMNS)}."
+            raise UsageError(f"--requests columns={part}: {ours!r} is not known; {hint}")
+        if ours in found:
+            raise UsageError(f"--requests columns names {ours} twice; give it once.")
+        found[ours] = theirs
+    return found
+
+
+def check_reading(reading: Reading) -> None:
+    """Raise UsageError for a format, a time unit or a block size that does not exist."""
+    for key, value, known in (("format", reading.format, (*FORMATS, TABLE)), ("time-unit", reading.unit, TIME_UNITS)):
+        if value and value not in known:
+            raise UsageError(f"--requests {key}={value}: not one of {', '.join(known)}.")
+    if reading.format == TABLE and not reading.columns:
+        raise UsageError(f"--requests format={TABLE} needs the names of the columns; add {_NAME_THEM}.")
+    if reading.columns:
+        parse_columns(reading.columns)
+    if not 0 <= reading.block_size <= MAX_BLOCK:
+        raise UsageError(
+            f"--requests block-size={reading.block_size}: not 1 to {MAX_BLOCK:,} tokens of a hash id; write for example "
+            "block-size=16."
+        )
+
+
+def _make_reader(path: Path, number: int, fields: Mapping[str, object], asked: Reading) -> _Reader:
+    """Return the reader for a file that begins with these fields. Raise UsageError if no format is known by them."""
+    check_reading(asked)
+    if asked.columns:
+        name = asked.format or TABLE
+        declared = DECLARED.get(name, TraceFormat(columns={}, marks=frozenset(), unit=""))
+        own = parse_columns(asked.columns)
+        declared = dataclasses.replace(declared, columns={**declared.columns, **own}, known_only=False, refused={})
+    else:
+        name = asked.format or formats.find_format(fields) or _guess_own(path, number, fields)
+        declared = DECLARED[name]
+    unit, timed = asked.unit or declared.unit, declared.columns.get(ARRIVAL) in fields
+    if timed and not unit and formats.parse_date(fields[declared.columns[ARRIVAL]]) is None:
+        _raise_error(
+            path,
+            number,
+            f"the unit of '{declared.columns[ARRIVAL]}' is not known; add time-unit=s, time-unit=ms, time-unit=us or time-unit=ns",
+        )
+    unit = unit or (DATE if timed else "")
+    block = asked.block_size or declared.block_size
+    reading = Reading(format=name, columns=asked.columns, unit=unit, block_size=block)
+    return _Reader(path, declared, reading, whole_times=declared.whole_times and not asked.unit)
+
+
+def _guess_own(path: Path, number: int, fields: Mapping[str, object]) -> str:
+    """Return our own format for fields that resemble its columns, and so may be misspelt; raise UsageError for others."""
+    ours = list(DECLARED[OWN].columns.values())
+    if not fields or any(difflib.get_close_matches(name, ours, n=1, cutoff=CLOSE) for name in fields):
+        return OWN
+    names = ", ".join(list(fields)[:MAX_SHOWN_COLUMNS])
+    return _raise_error(
+        path,
+        number,
+        f"its columns ({names}) are of no known format, so that neither lengths nor the unit of times are known; name them: "
+        f"--requests file={path},{_NAME_THEM}",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A row as it is in the file: its time in the file's unit, and its session."""
+
+    row: Row
+    arrival: int | float | None
+    session: object | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Parse the rows of one file."""
+
+    path: Path
+    declared: TraceFormat
+    reading: Reading
+    whole_times: bool
+
+    @functools.cached_property
+    def per_second(self) -> int:
+        """Return the parts of a second that times count."""
+        return NS if self.reading.unit == DATE else UNITS.get(self.reading.unit, 1)
+
+    def parse_row(self, number: int, fields: Mapping[str, object]) -> _Row | None:
+        """Return a row; None for a request that failed in the recorded service."""
+        self._check_names(number, fields)
+        given = {ours: fields[theirs] for ours, theirs in self.declared.columns.items() if theirs in fields}
+        if self.declared.keeps_failures and given.get(OUTPUT) == 0:
+            return None
+        prompt, inputs = self._parse_prompt(number, given)
+        group = given.get(GROUP)
+        if group is not None and (not _is_int(group) or group < 0):
+            _raise_error(self.path, number, f"'prefix_group' is {group!r}, not a whole number from 0")
+        if group is not None and prompt is not None:
+            _raise_error(self.path, number, "both 'prompt' and 'prefix_group'; the prompt itself says what it shares")
+        row = Row(
+            arrival_s=None,
+            input_tokens=inputs,
+            output_tokens=self._parse_tokens(number, given, OUTPUT),
+            hash_ids=self._parse_hashes(number, given.get(HASHES), inputs),
+            prompt=prompt,
+            prefix_group=group,
+            delay_s=self._parse_delay(number, given),
+        )
+        return _Row(row, self._parse_arrival(number, given), given.get(SESSION))
+
+    def arrange_rows(self, found: list[tuple[int, _Row]]) -> tuple[list[Row], bool]:
+        """Return the rows by the time of their session's first turn, relative to the first one's, and whether that changed their
+        order; the sort is stable.
+        """
+        sessions: dict[object, list[_Row]] = collections.defaultdict(list)
+        for number, item in found:
+            sessions[("row", number) if item.session is None else ("session", str(item.session))].append(item)
+        self._check_times(found, [turns[0] for turns in sessions.values()])
+        ordered = list(sessions.values())
+        first: int | float = 0
+        if ordered[0][0].arrival is not None:
+            ordered.sort(key=lambda turns: turns[0].arrival or 0)
+            first = ordered[0][0].arrival or 0
+        arranged = list(itertools.chain.from_iterable(ordered))
+        moved = any(a is not b for (_, a), b in zip(found, arranged, strict=True))
+        rows = [
+            dataclasses.replace(
+                item.row,
+                arrival_s=None if item.arrival is None else (item.arrival - first) / self.per_second,
+                turn=turn,
             )
+            for turns in ordered
+            for turn, item in enumerate(turns)
+        ]
+        return rows, moved and ordered[0][0].arrival is not None
+
+    def _check_times(self, found: list[tuple[int, _Row]], firsts: list[_Row]) -> None:
+        timed, begins = found[0][1].arrival is not None, {id(item) for item in firsts}
+        for number, item in found:
+            if id(item) in begins and (item.arrival is not None) != timed:
+                has, first = ("no", "has one") if timed else ("an", "has none")
+                _raise_error(
+                    self.path,
+                    number,
+                    f"{has} arrival time, and the first request {first}; give all of them one, or none",
+                )
+
+    def _check_names(self, number: int, fields: Mapping[str, object]) -> None:
+        """Raise UsageError for columns that change the load: misspelt ones of our format, and refused ones of others."""
+        for name in fields:
+            if name in self.declared.refused:
+                _raise_error(self.path, number, f"'{name}' {self.declared.refused[name]}")
+        if self.declared.known_only:
+            _check_fields(self.path, number, list(fields), tuple(self.declared.columns.values()))
+
+    def _parse_prompt(self, number: int, given: Mapping[str, object]) -> tuple[np.ndarray | None, int]:
+        """Return the token ids of a prompt if the file has them, and their number."""
+        if PROMPT in self.declared.columns and (PROMPT in given) == (INPUT in given):
+            both = "both 'prompt' and 'input_tokens'" if PROMPT in given else "neither 'prompt' nor 'input_tokens'"
+            _raise_error(self.path, number, f"{both}; give the token ids, or how many there are")
+        if PROMPT not in given:
+            return None, self._parse_tokens(number, given, INPUT)
+        value = given[PROMPT]
+        if not isinstance(value, list) or not value or not all(_is_int(t) and 0 <= t <= MAX_TOKEN_ID for t in value):
+            _raise_error(self.path, number, "'prompt' is not a list of token ids, whole numbers from 0")
+        return np.array(value, dtype=np.int32), len(value)
+
+    def _parse_tokens(self, number: int, given: Mapping[str, object], ours: str) -> int:
+        name = self.declared.columns.get(ours, ours)
+        if ours not in given:
+            _raise_error(self.path, number, f"no '{name}'")
+        value = given[ours]
+        if not _is_int(value):
+            _raise_error(self.path, number, f"'{name}' is {value!r}, not a whole number")
+        if value < 1:
+            _raise_error(
+                self.path, number, f"'{name}' is {reprlib.repr(value)}; a request has at least 1 token in and 1 out"
+            )
+        if value > MAX_TOKENS:
+            _raise_error(self.path, number, f"'{name}' is {reprlib.repr(value)}, more than any model takes")
+        return value
+
+    def _parse_hashes(self, number: int, hashes: object, inputs: int) -> tuple[int, ...] | None:
+        if hashes is None:
+            return None
+        if not isinstance(hashes, list) or not all(_is_int(h) and h >= 0 for h in hashes):
+            _raise_error(self.path, number, "'hash_ids' is not a list of whole numbers from 0")
+        size = self.reading.block_size
+        if not size:
+            _raise_error(self.path, number, "'hash_ids', and the tokens of one are not known; add block-size=16, say")
+        if len(hashes) not in (inputs // size, math.ceil(inputs / size)):
+            fit = [b for b in BLOCK_SIZES if len(hashes) in (inputs // b, math.ceil(inputs / b))]
+            add = f"; blocks of {fit[0]} would fit: add block-size={fit[0]}" if fit else ""
+            _raise_error(
+                self.path,
+                number,
+                f"{len(hashes)} 'hash_ids' for {inputs} tokens, which are {math.ceil(inputs / size)} blocks of {size}{add}",
+            )
+        return tuple(hashes)
+
+    def _parse_arrival(self, number: int, given: Mapping[str, object]) -> int | float | None:
+        """Return a time in the unit of the file, a date in ns; None without one."""
+        name = self.declared.columns.get(ARRIVAL, ARRIVAL)
+        value = given.get(ARRIVAL)
+        if value is None:
+            if self.whole_times:  # of a format in which every request has a time
+                _raise_error(self.path, number, f"no '{name}'")
+            return None
+        if self.reading.unit == DATE:
+            if (moment := formats.parse_date(value)) is None:
+                _raise_error(self.path, number, f"'{name}' is {reprlib.repr(value)}, not a date")
+            return moment
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_TIME:
+            _raise_error(self.path, number, f"'{name}' is {reprlib.repr(value)}, not a time")
+        if self.whole_times and value != int(value):
+            _raise_error(
+                self.path,
+                number,
+                f"'{name}' is {value!r}, and times of {self.reading.format} are whole ms; add time-unit=s if it counts seconds, "
+                "or time-unit=ms",
+            )
+        return value
+
+    def _parse_delay(self, number: int, given: Mapping[str, object]) -> float:
+        value = given.get(DELAY)
+        if value is None:
+            return 0.0
+        name = self.declared.columns[DELAY]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_TIME:
+            _raise_error(self.path, number, f"'{name}' is {reprlib.repr(value)}, not a time")
+        delay_s = value / (1 if self.reading.unit == DATE else self.per_second)
+        if not 0 <= delay_s <= MAX_DELAY_S:
+            _raise_error(
+                self.path, number, f"'{name}' is {reprlib.repr(value)}, not a time from an answer to the next turn"
+            )
+        return delay_s
 
 
-def _sort_by_arrival(rows: list[Row]) -> tuple[list[Row], bool]:
-    """Return the rows sorted by time, relative to the first one's, and whether their order changed; the sort is stable."""
-    if rows[0].arrival_s is None:
-        return rows, False
-    ordered = sorted(rows, key=lambda row: row.arrival_s or 0.0)
-    first = ordered[0].arrival_s or 0.0
-    moved = any(a is not b for a, b in zip(rows, ordered, strict=True))
-    return [dataclasses.replace(row, arrival_s=(row.arrival_s or 0.0) - first) for row in ordered], moved
-
-
-def _read_json_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int, Row]]:
-    read: Callable[[Path, int, Mapping[str, object]], Row] | None = None
+def _list_json_objects(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int, Mapping[str, object]]]:
     for number, line in lines:
         try:
             value = json.loads(line)
@@ -144,21 +494,26 @@ def _read_json_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[
             _raise_error(
                 path, number, f"{type(value).__name__}, not a JSON object; each line is one request, as {_FORMATS}"
             )
-        if read is None:
-            read = _parse_mooncake if {"timestamp", "input_length", "hash_ids"} & value.keys() else _parse_own
-        yield number, read(path, number, value)
+        yield number, value
 
 
-def _read_csv_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int, Row]]:
+def _list_csv_rows(
+    path: Path, lines: list[tuple[int, str]], asked: Reading
+) -> Iterator[tuple[int, Mapping[str, object]]]:
+    """Yield the cells of each row by the names of their columns; empty cells are left out."""
     (first, header), *rest = lines
     names = _split_cells(path, first, header)
-    if not set(CSV_FIELDS) & set(names):
-        apart = "; columns are separated by commas" if any(name in header for name in CSV_FIELDS) else ""
+    known = asked.columns or asked.format or formats.find_format(names)
+    if not known and not (len(names) > 1 and not any(isinstance(_convert_cell(name), int | float) for name in names)):
+        apart = "; columns are separated by commas" if any(n in header for n in DECLARED[OWN].columns.values()) else ""
         _raise_error(path, first, f"neither JSON nor the names of CSV columns{apart}; the file should hold {_FORMATS}")
-    _check_fields(path, first, names, CSV_FIELDS)
-    for needed in ("input_tokens", "output_tokens"):
-        if needed not in names:
-            _raise_error(path, first, f"no column '{needed}'")
+    if not known:
+        _ = _guess_own(path, first, dict.fromkeys(names))
+    if known in ("", OWN):
+        _check_fields(path, first, names, tuple(DECLARED[OWN].columns.values()))
+        for needed in (INPUT, OUTPUT):
+            if needed not in names:
+                _raise_error(path, first, f"no column '{needed}'")
     if len(set(names)) < len(names):
         _raise_error(path, first, "a column is named twice")
     if not rest:
@@ -167,8 +522,7 @@ def _read_csv_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[i
         cells = _split_cells(path, number, line)
         if len(cells) != len(names):
             _raise_error(path, number, f"{len(cells)} cells, and {len(names)} columns have names")
-        given = {name: _convert_cell(cell) for name, cell in zip(names, cells, strict=True) if cell}
-        yield number, _parse_own(path, number, given)
+        yield number, {name: _convert_cell(cell) for name, cell in zip(names, cells, strict=True) if cell}
 
 
 def _split_cells(path: Path, number: int, line: str) -> list[str]:
@@ -176,81 +530,6 @@ def _split_cells(path: Path, number: int, line: str) -> list[str]:
         return [cell.strip() for cell in next(csv.reader([line]))]
     except csv.Error as e:
         _raise_error(path, number, f"not CSV ({e})")
-
-
-def _parse_mooncake(path: Path, number: int, given: Mapping[str, object]) -> Row:
-    """Parse a row of Mooncake's format; unknown fields are ignored, because other tools add theirs."""
-    if "chat_id" in given:
-        _raise_error(
-            path,
-            number,
-            "'chat_id', a field of Qwen traces, whose timestamps are in seconds while Mooncake's are in ms; write the times "
-            "as 'arrival_s' in s, with 'input_tokens' and 'output_tokens', instead of 'timestamp' and its lengths",
-        )
-    inputs = _parse_tokens(path, number, given, "input_length")
-    hashes = given.get("hash_ids")
-    if hashes is not None:
-        if not isinstance(hashes, list) or not all(_is_int(h) and h >= 0 for h in hashes):
-            _raise_error(path, number, "'hash_ids' is not a list of whole numbers from 0")
-        full, blocks = inputs // BLOCK, math.ceil(inputs / BLOCK)
-        if len(hashes) not in (full, blocks):
-            _raise_error(
-                path, number, f"{len(hashes)} 'hash_ids' for {inputs} tokens, which are {blocks} blocks of {BLOCK}"
-            )
-    return Row(
-        arrival_s=_parse_time(path, number, given, "timestamp") / 1000,
-        input_tokens=inputs,
-        output_tokens=_parse_tokens(path, number, given, "output_length"),
-        hash_ids=None if hashes is None else tuple(hashes),
-    )
-
-
-def _parse_own(path: Path, number: int, given: Mapping[str, object]) -> Row:
-    _check_fields(path, number, given, JSON_FIELDS)
-    if ("prompt" in given) == ("input_tokens" in given):
-        both = "both 'prompt' and 'input_tokens'" if "prompt" in given else "neither 'prompt' nor 'input_tokens'"
-        _raise_error(path, number, f"{both}; give the token ids, or how many there are")
-    prompt = _parse_prompt(path, number, given["prompt"]) if "prompt" in given else None
-    group = given.get("prefix_group")
-    if group is not None and (not _is_int(group) or group < 0):
-        _raise_error(path, number, f"'prefix_group' is {group!r}, not a whole number from 0")
-    if group is not None and prompt is not None:
-        _raise_error(path, number, "both 'prompt' and 'prefix_group'; the prompt itself says what it shares")
-    return Row(
-        arrival_s=_parse_time(path, number, given, "arrival_s") if given.get("arrival_s") is not None else None,
-        input_tokens=len(prompt) if prompt is not None else _parse_tokens(path, number, given, "input_tokens"),
-        output_tokens=_parse_tokens(path, number, given, "output_tokens"),
-        prompt=prompt,
-        prefix_group=group,
-    )
-
-
-def _parse_prompt(path: Path, number: int, value: object) -> np.ndarray:
-    if not isinstance(value, list) or not value or not all(_is_int(t) and 0 <= t <= MAX_TOKEN_ID for t in value):
-        _raise_error(path, number, "'prompt' is not a list of token ids, whole numbers from 0")
-    return np.array(value, dtype=np.int32)
-
-
-def _parse_tokens(path: Path, number: int, given: Mapping[str, object], name: str) -> int:
-    if name not in given:
-        _raise_error(path, number, f"no '{name}'")
-    value = given[name]
-    if not _is_int(value):
-        _raise_error(path, number, f"'{name}' is {value!r}, not a whole number")
-    if value < 1:
-        _raise_error(path, number, f"'{name}' is {reprlib.repr(value)}; a request has at least 1 token in and 1 out")
-    if value > MAX_TOKENS:
-        _raise_error(path, number, f"'{name}' is {reprlib.repr(value)}, more than any model takes")
-    return value
-
-
-def _parse_time(path: Path, number: int, given: Mapping[str, object], name: str) -> float:
-    if name not in given:
-        _raise_error(path, number, f"no '{name}'")
-    value = given[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_TIME:
-        _raise_error(path, number, f"'{name}' is {reprlib.repr(value)}, not a time")
-    return float(value)
 
 
 def _check_fields(path: Path, number: int, given: Mapping[str, object] | list[str], known: tuple[str, ...]) -> None:

@@ -65,6 +65,10 @@ class ServeRequest:
     """Session that the request is a turn of; None for a single-turn request."""
     turn: int = 0
     """Turn number in the session; earlier prompts and answers are the beginning of the turn's own prompt."""
+    parent: int | None = None
+    """Number of the request that a later turn continues: its prompt and answer are the beginning of the turn's own prompt."""
+    delay_s: float = 0.0
+    """Time in s from the answer before to this turn. A later turn is not sent before its arrival_s either."""
     answer: np.ndarray | None = None
     """int32 [output_tokens]: substitute for the answer in the prompts of later turns, independent of the sampled
     tokens. None without a later turn.
@@ -86,6 +90,10 @@ class ServeRequest:
         prefix cache.
         """
         return self.prompt if self.sampled_prompt is None else self.sampled_prompt
+
+    def compute_due_s(self, answered_s: float) -> float:
+        """Return when a later turn is due, if the answer before it ended at `answered_s` after the start."""
+        return max(answered_s + self.delay_s, self.arrival_s or 0.0)
 
     @property
     def kv_tokens(self) -> int:

@@ -31,6 +31,8 @@ from dcpbench.serving.radix import PrefixCache
 from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence, ServeRequest, Step, TableWrite
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dcpbench.points.point import Point
     from dcpbench.points.speculation import Speculation
     from dcpbench.serving.radix import Node
@@ -151,6 +153,10 @@ class Scheduler:
         self._pages_of_step = self.replicas[0].allocator.count_pages(config.queries)
         self.orders = itertools.count()
         """Counter of submissions, shared by instances that serve together."""
+        self.fixed_hits: Mapping[int, int] | None = None
+        """Prompt tokens that each request does not compute, by its number, whatever the prefix cache holds; None except in
+        the replays of serving/gain_split.py.
+        """
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -348,6 +354,14 @@ class Scheduler:
         most = min(sequence.request.prompt_tokens, sequence.target - 1)
         return replica.cache.match_prefix(sequence.request.prompt[:most])
 
+    def count_hits(self, sequence: Sequence, pages: np.ndarray) -> int:
+        """Return the tokens that a sequence starts with instead of computing them: those of its cached pages, or a fixed
+        number unless it was preempted.
+        """
+        if self.fixed_hits is None or sequence.preemptions:
+            return len(pages) * self.config.virtual_page
+        return min(self.fixed_hits.get(sequence.request.number, 0), sequence.prompt_tokens, sequence.target - 1)
+
     def _start_sequence(self, replica: Replica, sequence: Sequence, todo: ReplicaStep, budget: int) -> int:
         """Start a sequence, or start it anew; returns the tokens of its first chunk."""
         pages, node = self._match_prefix(replica, sequence)
@@ -355,7 +369,7 @@ class Scheduler:
         sequence.node = node
         replica.make_free_pages(replica.allocator.count_pages(sequence.target) - len(pages))
         sequence.allocation = replica.allocator.allocate(sequence.target, pages)
-        sequence.computed = len(pages) * self.config.virtual_page
+        sequence.computed = self.count_hits(sequence, pages)
         if not sequence.preemptions:
             sequence.cached = sequence.computed
         replica.running.append(sequence)

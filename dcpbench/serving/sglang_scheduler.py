@@ -179,6 +179,7 @@ class _PrefillBatch:
         if left + _count_new_tokens(sequence) + self.page >= free:
             scheduler.full = True
             return False
+        left = sequence.target - scheduler.count_hits(sequence, pages)
         tokens = left if _round_up(left, self.page) <= self.chunk else self.chunk // self.page * self.page
         if tokens <= 0:
             return False

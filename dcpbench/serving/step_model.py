@@ -136,6 +136,7 @@ class Surface:
             by_rows[rows].append((x, ms))
         self.sizes = sorted(by_rows)
         self.lines = [Line(by_rows[rows]) for rows in self.sizes]
+        self.beyond = BEYOND
         self._nearest: dict[float, tuple[Line, Line, float, float]] = {}
 
     def __call__(self, rows: float, x: float) -> float:
@@ -156,7 +157,7 @@ class Surface:
         if found is None:
             a, b, share = _find_bracket(self.sizes, rows)
             below, above = self.lines[a], self.lines[b]
-            found = self._nearest[rows] = below, above, share, BEYOND * max(below.max_x, above.max_x)
+            found = self._nearest[rows] = below, above, share, self.beyond * max(below.max_x, above.max_x)
         return found
 
 
@@ -339,6 +340,7 @@ class MixedTimes:
 
     def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes) -> None:
         """Build lines over KV tokens per row for each number of rows and of tokens."""
+        self.beyond = BEYOND
         found: dict[int, dict[int, list[tuple[float, float]]]] = collections.defaultdict(
             lambda: collections.defaultdict(list)
         )
@@ -354,7 +356,7 @@ class MixedTimes:
         rows, each = work.rows, work.kv_tokens / work.rows
         low, high, share = _find_bracket(self.sizes, rows)
         near = [self._find_lines(self.sizes[index], work.tokens) for index in (low, high)]
-        max_x = BEYOND * max(line.max_x for *lines, _ in near for line in lines)
+        max_x = self.beyond * max(line.max_x for *lines, _ in near for line in lines)
         # With attention DP, a replica without chunks has a request more.
         most = compute_batch_rows(self.sizes[-1] + 1)
         if not self.sizes[0] <= rows <= most or each > max_x:
@@ -554,6 +556,12 @@ class StepModel:
         self.unaligned = UnalignedTimes(unaligned, self.prefill, row_multiple) if unaligned else None
         self.spared = SparedTimes(uneven, self.prefill) if uneven else None
         self.least = min(ms for _, ms in [*chunks, *uneven])
+
+    def extrapolate(self) -> None:
+        """Continue all lines in KV tokens and pairs without limit, for a layout with a KV cache that it does not have."""
+        for surface in (self.graphs.surface, self.prefill.ms, *([self.eager.surface] if self.eager else [])):
+            surface.beyond = math.inf
+        self.mixed.beyond = math.inf
 
     def predict_step_ms(self, works: Sequence[Work]) -> float:
         """Return the time of a step of these replicas in ms.

@@ -4,11 +4,10 @@ In a closed loop, each of `concurrency` clients sends its next request when it h
 before, however late the server checks. In an open loop, requests are sent when they are due, regardless of pending
 ones.
 
-Turns of a session follow each other in both modes: the next turn is due `think_s` after the last token of the one
-before. A client of a closed loop has one session at a time. As the think time is constant, turns become due in the
-order in which steps answered their predecessors, the same on every rank.
+Turns of a session follow each other in both modes: the next turn is due `delay_s` of its request after the last token of
+the one before. A client of a closed loop has one session at a time.
 
-In a live run, one rank's clock decides how many turns and sessions are due, and all ranks submit that many. A
+In a live run, one rank's clock decides which turns and how many sessions are due, and all ranks submit these. A
 single-turn request is a session of one turn.
 """
 
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import heapq
 import itertools
 import math
 from typing import TYPE_CHECKING
@@ -76,7 +76,6 @@ class Traffic:
         requests: SequenceOf[ServeRequest],
         scheduler: Scheduler | Deployment,
         concurrency: int | None,
-        think_s: float = 0.0,
         delay_s: float = 0.0,
     ) -> None:
         """Create the traffic; `requests` are sorted by arrival, with the turns of a session one after the other.
@@ -88,7 +87,7 @@ class Traffic:
             raise UsageError("there is no request to serve; give --num-requests 1 or more.")
         if concurrency is not None and concurrency < 1:
             raise UsageError(f"--concurrency {concurrency}: no client would send anything; try --concurrency 1.")
-        self.requests, self.scheduler, self.concurrency, self.think_s = requests, scheduler, concurrency, think_s
+        self.requests, self.scheduler, self.concurrency = requests, scheduler, concurrency
         self.delay_s = delay_s
         self.sessions = [request for request in requests if not request.turn]
         """First turns of the sessions."""
@@ -102,8 +101,8 @@ class Traffic:
         """Requests."""
         self.begun = self.ended = 0
         """Sessions."""
-        self.turns: collections.deque[tuple[float, ServeRequest]] = collections.deque()
-        """Pending turns of running sessions with their due times, in this order."""
+        self.turns: list[tuple[float, int, ServeRequest]] = []
+        """Heap of the pending turns of running sessions: when each is due, and its number."""
         self.free_s: collections.deque[float] = collections.deque()
         """Since when each client of a closed loop that has no session has had none, in this order."""
         self.stopped = False
@@ -118,7 +117,8 @@ class Traffic:
         """Return the number of later turns and of new sessions that are due."""
         if self.stopped:
             return 0, 0
-        turns = self._count_seen((due_s for due_s, _ in self.turns), now_s)
+        due = self.turns and self.turns[0][0] <= now_s
+        turns = self._count_seen(sorted(due_s for due_s, *_ in self.turns), now_s) if due else 0
         left = len(self.sessions) - self.begun
         if self.concurrency is not None:
             return turns, min(self._count_free_clients(now_s), left)
@@ -142,12 +142,25 @@ class Traffic:
                 known += [self.free_s[0]] if self.free_s else [] if self.begun else [0.0]
         return min(known) + self.delay_s if known else None
 
-    def submit(self, turns: int, sessions: int, now_s: float) -> None:
-        """Submit the next requests. Their latency counts from their due time, or from when their client was free."""
+    def list_next_turns(self, count: int) -> list[int]:
+        """Return the numbers of the next turns, in the order in which they are due."""
+        return [number for _, number, _ in sorted(self.turns, key=_get_place)[:count]]
+
+    def submit(self, turns: int, sessions: int, now_s: float, order: SequenceOf[int] | None = None) -> None:
+        """Submit the next requests. Their latency counts from their due time, or from when their client was free.
+
+        `order` has the numbers of the turns if another rank decided which they are.
+        """
         if self.concurrency is not None and not self.begun and sessions:
             self.free_s.extend([max(now_s - self.delay_s, 0.0)] * self.concurrency)
-        for _ in range(turns):
-            due_s, request = self.turns.popleft()
+        if order is not None:
+            pending = {number: (due_s, request) for due_s, number, request in self.turns}
+            chosen = [pending.pop(number) for number in order]
+            self.turns = [(due_s, number, request) for number, (due_s, request) in pending.items()]
+            heapq.heapify(self.turns)
+        else:
+            chosen = [(due_s, request) for due_s, _, request in (heapq.heappop(self.turns) for _ in range(turns))]
+        for due_s, request in chosen:
             self._submit_request(self._add_sampled_answers(request), due_s)
         for _ in range(sessions):
             came_s = self._get_arrival_s(self.begun) if self.concurrency is None else self.free_s.popleft()
@@ -166,7 +179,7 @@ class Traffic:
         for sequence in step.finished:
             self.sample_of[sequence.request.number].sequence = sequence
             if (later := self.next_turn.get(sequence.request.number)) is not None:
-                self.turns.append((now_s + self.think_s, later))
+                heapq.heappush(self.turns, (later.compute_due_s(now_s), later.number, later))
             else:
                 self._finish_session(now_s)
         self.in_flight -= len(step.finished)
@@ -191,7 +204,8 @@ class Traffic:
 
     def _add_sampled_answers(self, request: ServeRequest) -> ServeRequest:
         """Return a later turn with the sampled answers before it, on a rank that has them."""
-        before = self.sample_of[request.number - 1]
+        assert request.parent is not None
+        before = self.sample_of[request.parent]
         if len(before.tokens) != before.request.output_tokens:
             return request
         own = request.prompt[before.request.prompt_tokens + before.request.output_tokens :]
@@ -228,3 +242,7 @@ class Traffic:
         arrival = self.sessions[index].arrival_s
         assert arrival is not None
         return arrival
+
+
+def _get_place(turn: tuple[float, int, ServeRequest]) -> tuple[float, int]:
+    return turn[0], turn[1]

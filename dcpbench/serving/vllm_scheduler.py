@@ -83,7 +83,7 @@ class VllmScheduler(EngineScheduler):
             missing = self.count_missing_pages(sequence, sequence.target, len(pages))
             if missing > self.count_admission_pages(node):
                 return
-            tokens = self._limit_tokens(sequence.target - len(pages) * self.config.virtual_page, budget)
+            tokens = self._limit_tokens(sequence.target - self.count_hits(sequence, pages), budget)
             self.waiting.popleft()
             self.start_request(sequence, pages, node, tokens)
             replica.running.append(sequence)

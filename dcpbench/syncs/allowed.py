@@ -3,21 +3,30 @@
     with dcpbench.syncs.allow("the batch is over"):
         tokens = tokens.cpu()
 
-A region applies to the thread that entered it, and to the autograd threads that work for it. No torch here.
+A region applies to the thread and the asyncio task that entered it, to tasks that this one starts inside, and to the
+autograd threads that work for it. No torch here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.errors import UsageError
+from dcpbench.syncs.owner import Owner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_reasons: dict[int, list[str]] = {}
+
+class _Region(NamedTuple):
+    owner: Owner
+    reason: str
+
+
+_regions: dict[int, list[_Region]] = {}
+"""Thread -> regions that are open, in the order in which they were entered."""
 
 
 @contextlib.contextmanager
@@ -29,18 +38,22 @@ def allow(reason: str) -> Iterator[None]:
     given: object = reason
     if not isinstance(given, str) or not given.strip():
         raise UsageError('An allowed region needs its reason: with dcpbench.syncs.allow("the batch is over"): …')
-    thread = threading.get_ident()
-    reasons = _reasons.setdefault(thread, [])
-    reasons.append(reason.strip())
+    region = _Region(Owner(), reason.strip())
+    _regions.setdefault(region.owner.thread, []).append(region)
     try:
         yield
     finally:
-        reasons.pop()
-        if not reasons:
-            _reasons.pop(thread, None)
+        left = [other for other in _regions[region.owner.thread] if other is not region]
+        if left:
+            _regions[region.owner.thread] = left
+        else:
+            del _regions[region.owner.thread]
+        region.owner.close()
 
 
 def get_reason(thread: int | None = None) -> str:
-    """Return the reason of a thread's innermost region, by default the calling thread's; empty outside of one."""
-    reasons = _reasons.get(threading.get_ident() if thread is None else thread)
-    return reasons[-1] if reasons else ""
+    """Return the reason of the innermost region of a thread, by default of the calling thread and its task; empty outside of one."""
+    if thread is not None and thread != threading.get_ident():
+        return _regions[thread][-1].reason if _regions.get(thread) else ""
+    mine = [region for region in _regions.get(threading.get_ident(), ()) if region.owner.owns_current_work()]
+    return mine[-1].reason if mine else ""

@@ -18,6 +18,7 @@ import msgspec
 
 from dcpbench.errors import ExitCode, UsageError
 from dcpbench.show.text import make_printable
+from dcpbench.syncs.recorder.child import VARIABLE
 from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary
 
 if TYPE_CHECKING:
@@ -26,16 +27,27 @@ if TYPE_CHECKING:
     from dcpbench.syncs.commands import GateOptions, OutputOptions
 
 PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
-LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed", "mpirun", "srun"})
+LAUNCHERS = frozenset({"accelerate", "deepspeed", "mpirun", "srun"})
 CANNOT_ANSWER, INTERRUPTED = ExitCode.NO_ANSWER, ExitCode.INTERRUPTED
 MAIN = "dcpbench.syncs.dry_run.main"
 RECORDER = Path(__file__).parent / "recorder"
-CHILDREN = "DCPBENCH_SYNCS_CHILDREN"  # environment variable: folder in which child processes leave notes, as JSON
+ANSWER = "answer.json"  # file of the first process's answer
 EXAMPLE = "dcpbench syncs dry-run -- python script.py"
 
 
+class Settings(msgspec.Struct, kw_only=True):
+    """Define how each process of the program runs, and where it leaves its notes and its report."""
+
+    folder: str = ""
+    package: str = str(Path(__file__).parents[2])
+    """Folder from which a child process imports dcpbench."""
+    root: str = ""
+    assume_device: bool = False
+    step_range: str | None = None
+
+
 class Job(msgspec.Struct, kw_only=True):
-    """Define what the process runs, and where it writes its answer."""
+    """Define what the first process runs."""
 
     kind: Literal["script", "module", "code"]
     target: str
@@ -43,18 +55,20 @@ class Job(msgspec.Struct, kw_only=True):
     arguments: list[str] = []
     name: str = ""
     """Name of the program for messages."""
-    answer: str = ""
-    root: str = ""
-    assume_device: bool = False
-    step_range: str | None = None
+    settings: Settings = msgspec.field(default_factory=Settings)
 
 
-class Answer(msgspec.Struct, kw_only=True):
-    """Hold the result of the process."""
+class ProcessAnswer(msgspec.Struct, kw_only=True):
+    """Hold the result of a process."""
 
+    pid: int = 0
     code: int
-    """The program's exit code; 1 after an exception."""
+    """The exit code, as far as it is known; 1 after an exception."""
     report: Report
+    expected: dict[int, str] = {}
+    """Child process -> event that it notes unless something prevents it from leaving notes."""
+    workers: list[int] = []
+    """Workers of a multiprocessing.Pool."""
 
 
 def run_without_gpu(
@@ -73,20 +87,21 @@ def run_without_gpu(
 
     Raises UsageError for a command that is no Python program, or options that cannot work; nothing was started then.
     """
+    from dcpbench.syncs import process_tree
     from dcpbench.syncs.commands import finish_report, prepare_baseline_gate, prepare_gate, write_baseline
     from dcpbench.syncs.run import run_process
 
     python, flags, job = parse_command(command)
     gate = prepare_gate(options, out, "dry-run") if baseline is None else prepare_baseline_gate(options, out, baseline)
     with tempfile.TemporaryDirectory(prefix="dcpbench-syncs-") as folder:
-        job.answer, job.root = str(Path(folder) / "answer.json"), str(gate.root)
-        job.assume_device, job.step_range = assume_device, gate.step_range
+        job.settings.folder, job.settings.root = folder, str(gate.root)
+        job.settings.assume_device, job.settings.step_range = assume_device, gate.step_range
         file = Path(folder) / "job.json"
         file.write_bytes(msgspec.json.encode(job))
-        answer = _read_answer(
-            job,
-            run_process([python, *flags, *["-P"] * safe_path, "-m", MAIN, str(file)], build_environment(Path(folder))),
-        )
+        command = [python, *flags, *["-P"] * safe_path, "-m", MAIN, str(file)]
+        answer = _read_answer(job, run_process(command, build_environment(job.settings)))
+        process_tree.wait_for_processes(Path(folder))
+        answer.report = process_tree.join_reports(answer, Path(folder))
     if answer.code:
         sys.stderr.write(
             f"{make_printable(job.name)} ended with exit code {answer.code}; what it did before is known, the rest is not.\n"
@@ -113,7 +128,9 @@ def parse_command(command: Sequence[str]) -> tuple[str, list[str], Job]:
     words, name = list(command), make_printable(shlex.join(command))
     first = Path(words[0]).name
     if first in LAUNCHERS:
-        raise UsageError(f"{first} starts processes that a dry run does not see; give one rank's own: {EXAMPLE}")
+        raise UsageError(f"{first} is no Python program of torch's; use torchrun, or give one rank's own: {EXAMPLE}")
+    if first == "torchrun":
+        return sys.executable, [], Job(kind="module", target="torch.distributed.run", arguments=words[1:], name=name)
     if PYTHON.fullmatch(first):
         python = sys.executable if words[0] == first else words[0]
         if shutil.which(python) is None:
@@ -162,20 +179,20 @@ def _build_job(words: list[str], name: str) -> Job:
     return Job(kind="script", target=words[0], arguments=words[1:], name=name)
 
 
-def build_environment(folder: Path) -> dict[str, str]:
+def build_environment(settings: Settings) -> dict[str, str]:
     """Return the program's environment: ours, without GPUs, with Triton's interpreter, which must be on before kernels are
-    defined, and with a place where child processes leave notes.
+    defined, and with what child processes need to be followed.
     """
     path = os.pathsep.join(part for part in (str(RECORDER), os.environ.get("PYTHONPATH", "")) if part)
-    notes = {"PYTHONPATH": path, CHILDREN: json.dumps(str(folder))}
+    notes = {"PYTHONPATH": path, VARIABLE: json.dumps({**msgspec.to_builtins(settings), "first": True})}
     hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
     return {**os.environ, **hidden, **notes, "TRITON_INTERPRET": "1"}
 
 
-def _read_answer(job: Job, code: int) -> Answer:
+def _read_answer(job: Job, code: int) -> ProcessAnswer:
     """Return the process's answer; if it died without one, an empty report that states this."""
     try:
-        return msgspec.json.decode(Path(job.answer).read_bytes(), type=Answer)
+        return msgspec.json.decode(Path(job.settings.folder, ANSWER).read_bytes(), type=ProcessAnswer)
     except (OSError, msgspec.MsgspecError):
         coverage = Coverage(detector="dry-run", complete=False, notes=["The process ended before it could report."])
-        return Answer(code=code or 1, report=Report(traces=[TraceSummary(path=job.name, coverage=coverage)]))
+        return ProcessAnswer(code=code or 1, report=Report(traces=[TraceSummary(path=job.name, coverage=coverage)]))

@@ -25,6 +25,8 @@ import msgspec
 from dcpbench.errors import CapacityError, ExitCode, OutputError, UsageError
 from dcpbench.show.text import format_count, make_printable
 from dcpbench.syncs.dry_run_program import RECORDER, suggest_dry_run
+from dcpbench.syncs.process_tree import list_unseen_programs
+from dcpbench.syncs.recorder import child
 from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary
 
 if TYPE_CHECKING:
@@ -41,6 +43,9 @@ synchronisation.
 NOTHING_RECORDED = (
     "No Python process of the program imported torch, or it ignored PYTHONPATH (python -E and -I do, and programs that "
     "start others with a new environment): nothing was recorded."
+)
+NOT_LOADED = (
+    "it ignores or lacks our PYTHONPATH; let the program start it with its own environment, without -E, -I and -S"
 )
 PROGRAM_FAILED, INTERRUPTED = ExitCode.FAILED, ExitCode.INTERRUPTED
 
@@ -79,6 +84,8 @@ class Note(msgspec.Struct):
 
     pid: int
     rank: str = ""
+    role: str = ""
+    """Name that multiprocessing gives to the process."""
     program: str = ""
     trace: str = ""
     cuda: bool = False
@@ -91,7 +98,9 @@ class Note(msgspec.Struct):
     @property
     def name(self) -> str:
         """Return the name of the process for messages."""
-        return f"rank {self.rank} (process {self.pid})" if self.rank else f"process {self.pid} ({self.program})"
+        if self.rank:
+            return f"rank {self.rank} (process {self.pid})"
+        return f"process {self.pid} ({self.role or self.program})"
 
 
 def run_program(command: Sequence[str], recording: Recording, options: GateOptions, out: OutputOptions) -> int:
@@ -164,8 +173,9 @@ def build_environment(folder: Path, recording: Recording) -> dict[str, str]:
         "step": recording.step,
         "cpu": bool(env.get(CPU_VARIABLE)),
     }
+    notes = json.dumps({"folder": settings["folder"]})
     # Some versions of torch's profiler print to stderr when they start and stop.
-    return {"KINETO_LOG_LEVEL": "99"} | env | {VARIABLE: json.dumps(settings)}
+    return {"KINETO_LOG_LEVEL": "99"} | env | {VARIABLE: json.dumps(settings), child.VARIABLE: notes}
 
 
 def has_gpu() -> bool:
@@ -249,7 +259,7 @@ def _open_folder(keep: Path | None) -> Iterator[Path]:
 
 
 def _remove_notes(folder: Path) -> None:
-    for left in [*folder.glob("*.note"), *folder.glob("*.part")]:
+    for left in (path for ending in (".note", ".part", child.SUFFIX) for path in folder.glob(f"*{ending}")):
         left.unlink(missing_ok=True)
 
 
@@ -269,6 +279,7 @@ def _scan_folder(folder: Path, recording: Recording, gate: Gate) -> Report:
                 expand_names([str(folder)]), root=gate.root, step_range=gate.step_range, progress=progress
             )
     add_notes(report, notes, recording)
+    add_unseen_programs(report, list_unseen_programs(folder))
     return report if recording.keep is not None else remove_folder_names(report, folder)
 
 
@@ -284,6 +295,13 @@ def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> No
             coverage = Coverage(detector="scan", complete=False, notes=[_explain_no_trace(note, recording)])
             rank = int(note.rank) if note.rank.isdecimal() else None
             report.traces.append(TraceSummary(path=note.name, rank=rank, coverage=coverage))
+
+
+def add_unseen_programs(report: Report, commands: Sequence[str]) -> None:
+    """Add the Python programs that did not load the recorder, so that the report is not `clean`."""
+    for command in commands:
+        coverage = Coverage(detector="scan", complete=False, damage=["did not load the recorder: " + NOT_LOADED])
+        report.traces.append(TraceSummary(path=command, coverage=coverage))
 
 
 def remove_folder_names(report: Report, folder: Path) -> Report:

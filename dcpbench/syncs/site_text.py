@@ -92,7 +92,8 @@ def format_trace(trace: TraceSummary) -> str:
     """Return one line about a trace: what was seen in it, and which ranges are its steps."""
     seen = trace.coverage
     if trace.front_end:
-        return f"Left out {trace.path}: the trace of vLLM's front end, which uses no GPU."
+        name = "vLLM's front end" if seen.detector == "scan" else "a process"
+        return f"Left out {trace.path}: the trace of {name}, which uses no GPU."
     facts = [] if trace.rank is None else [f"rank {trace.rank}{f' of {trace.world_size}' if trace.world_size else ''}"]
     facts += [seen.detector] if seen.detector != "scan" else []
     facts += [format_steps(trace)] if trace.steps or seen.detector == "scan" else []

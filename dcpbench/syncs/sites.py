@@ -53,6 +53,9 @@ class Sync:
     called_from: str = ""
     """Known here for a trace only."""
     thread: str = ""
+    """Name of the thread, with that of its asyncio task if it ran one."""
+    thread_id: int = 0
+    """`threading.get_ident()` in a dry run."""
     explicit: bool = False
     direction: str = ""
     call: str = ""
@@ -242,17 +245,17 @@ def find_worst_phase(sites: Sequence[Site]) -> tuple[str, float]:
     return max(totals.items(), key=lambda total: total[1])
 
 
-def merge_sites(per_trace: Sequence[Sequence[Site]]) -> list[Site]:
-    """Merge the sites of several traces: the same place on several ranks is one site.
+def merge_sites(per_trace: Sequence[Sequence[Site]], *, by_line: bool = False) -> list[Site]:
+    """Merge the sites of several traces: the same place on several ranks is one site; with `by_line` lines stay apart.
 
     Counts, waits and bubbles add up. Count per step is that of the worst trace, as is the median wait: a step is as
     slow as its slowest rank. A p99 needs the samples, which several traces no longer have together, so it is the worst
     one's. If it is unknown for one trace what waited, it is unknown for both.
     """
-    merged: dict[tuple[str, bool, bool, str], Site] = {}
+    merged: dict[tuple[str, int | None, bool, bool, str], Site] = {}
     for sites in per_trace:
         for site in sites:
-            key = (site.fingerprint, site.may_block, site.own, site.allowed)
+            key = (site.fingerprint, site.line if by_line else None, site.may_block, site.own, site.allowed)
             merged[key] = _add_site(merged[key], site) if key in merged else site
     return list(merged.values())
 

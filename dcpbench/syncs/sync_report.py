@@ -16,7 +16,7 @@ SCHEMA_VERSION = 1
 
 
 class ChildProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that the program started, and that the detector does not follow."""
+    """A process that the program started, and that was not followed."""
 
     pid: int | None = None
     command: str = ""
@@ -26,6 +26,8 @@ class ChildProcess(msgspec.Struct, frozen=True, kw_only=True):
     may_use_gpu: bool = True
     """False for a program that is known to be harmless, such as git, and for a Python process that reported that it runs
     under the dry run and that ended without importing torch."""
+    reason: str = ""
+    """Why it was not followed."""
 
 
 class Coverage(msgspec.Struct, kw_only=True):
@@ -62,7 +64,7 @@ class Coverage(msgspec.Struct, kw_only=True):
     unmeasured: list[str] = []
     """Operators in a dry run for which it was never measured whether they wait, such as `mylib::sample`."""
     children: list[ChildProcess] = []
-    """Processes that a dry run did not follow."""
+    """Processes of which a dry run has no report; the others are traces."""
     notes: list[str] = []
     """Limits of this detector, or of this trace; one sentence each."""
 
@@ -79,7 +81,8 @@ class TraceSummary(msgspec.Struct, kw_only=True):
     pp_rank: int | None = None
     """Pipeline-parallel rank that the file's name gives."""
     front_end: bool = False
-    """True for the trace of a server's front end, which uses no GPU: it is listed and excluded from the verdict."""
+    """True for the trace of a process that uses no GPU while others do, such as a server's front end: it is listed and
+    excluded from the verdict."""
     steps: int | None = None
     span_us: float | None = None
     """First to last event on host or GPU."""

@@ -90,7 +90,7 @@ class Serving:
         scheduler = Scheduler(make_scheduler_config(point, self.session))
         self.engine.reset_slots()
         assert point.load is not None
-        traffic = Traffic(requests, scheduler, concurrency, point.load.think_time)
+        traffic = Traffic(requests, scheduler, concurrency)
         return Loop(self.engine, scheduler, traffic, self.agree, ends=ends)
 
     def warm_up(self, point: Point, requests: Sequence[ServeRequest], alive: Callable[[], None]) -> None:

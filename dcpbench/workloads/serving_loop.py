@@ -164,7 +164,8 @@ class Loop:
         if cut:
             self.stop_early()
             return False
-        self.traffic.submit(turns, sessions, now)
+        order = self.agree(*self.traffic.list_next_turns(turns)) if turns else None
+        self.traffic.submit(turns, sessions, now, order)
         step = self.scheduler.plan_step()
         launched = self.engine.launch_step(step, self._read_arrived) if step else None
         if self.pending is not None:

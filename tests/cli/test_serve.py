@@ -57,7 +57,7 @@ def test_points_are_served_reported_and_skipped_when_they_are_there(
     dcpbench = Typed(tmp_path, monkeypatch, capsys)
     first = dcpbench(*serve, "--json")
     assert first.returncode == 0, first.stderr
-    assert "t.csv: its times were out of order; the requests are sent by time." in first.stderr
+    assert "its times were out of order; the requests are sent by time." in first.stderr
     assert "[2/2] tiny tp2·dcp2 reference ag_rs, trace times, 3 of t.csv  10 tok/s" in first.stderr
     summary = json.loads(first.stdout)
     assert summary["ok"] == 2

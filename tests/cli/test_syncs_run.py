@@ -211,6 +211,29 @@ class TestProcesses:
         assert [steps_of(trace) for trace in traces.values()] == [[0, 1]]
         assert [note.cuda for note in notes] == [True]
 
+    @pytest.mark.parametrize("end", ["", "os._exit(0)"], ids=["returns", "_exit"])
+    def test_a_core_that_is_forked_before_the_first_step_is_recorded_with_its_name(
+        self, tmp_path: Path, program: Path, end: str
+    ) -> None:
+        name = script(
+            program,
+            f"""
+            import multiprocessing, os, training
+
+            def core():
+                training.loop(4)
+                {end}
+
+            child = multiprocessing.get_context("fork").Process(target=core, name="EngineCore DP0")
+            child.start(); child.join(); assert child.exitcode == 0
+        """,
+        )
+        code, traces, notes = record(tmp_path, name, warmup=1)
+        [(trace, events)] = traces.items()
+        assert (code, steps_of(events)) == (0, [1, 2, 3])
+        assert trace in {f"EngineCore_DP0-pid{note.pid}.json" for note in notes}
+        assert sorted(note.role for note in notes) == ["", "EngineCore DP0"]
+
     def test_sigterm_writes_the_trace_and_still_ends_the_process(self, tmp_path: Path, program: Path) -> None:
         """As torchrun does with the other ranks when one has failed."""
         text = "import os, signal, training\ntraining.loop(2)\nos.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()"
@@ -386,6 +409,15 @@ class TestWhole:
         text = "import torch, training\ntraining.loop(2)\nwith torch.profiler.profile(): pass"
         assert self.code_of(script(program, text)) == 3
         assert scanned
+
+    @pytest.mark.usefixtures("scanned")
+    def test_a_python_program_without_the_recorder_is_named_and_cannot_be_clean(
+        self, program: Path, replayed: str, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        start = "import subprocess, sys\nsubprocess.run([sys.executable, {}'-c', 'pass'], check=True)"
+        assert self.code_of(script(program, replayed + start.format(""))) == 0
+        assert self.code_of(script(program, replayed + start.format("'-I', "))) == 3
+        assert f"{sys.executable} -I -c pass did not load the recorder" in " ".join(capfd.readouterr().out.split())
 
     def test_kept_traces_stay_without_notes(
         self, tmp_path: Path, program: Path, replayed: str, scanned: list[Path]

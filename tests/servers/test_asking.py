@@ -166,7 +166,7 @@ def test_a_turn_whose_answer_the_next_one_repeats_asks_for_its_ids() -> None:
         for n in range(3)
     ]
     target = Target.from_url("http://127.0.0.1:9")
-    (call,) = sessions.make_calls(target, of, turn, 0.0)
+    (call,) = sessions.make_calls(target, of, turn)
     answer: Any = SimpleNamespace(tokens=[7, 8], list_chunk_tokens=lambda: [1, 1])
     sent = [call]
     while sent[-1].session is not None:
@@ -174,7 +174,7 @@ def test_a_turn_whose_answer_the_next_one_repeats_asks_for_its_ids() -> None:
     assert [b"return_token_ids" in call.data for call in sent] == [True, True, False]
     assert [call.prompt_tokens for call in sent] == [4, 8, 12]
     alone = ServeRequest(number=0, prompt=np.arange(4), output_tokens=2)
-    assert b"return_token_ids" not in sessions.make_calls(target, of, [alone], 0.0)[0].data
+    assert b"return_token_ids" not in sessions.make_calls(target, of, [alone])[0].data
 
 
 @pytest.mark.parametrize("status", [400, 415, 422, 500, 502])

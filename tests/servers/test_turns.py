@@ -7,6 +7,7 @@ import itertools
 import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from dcpbench.points.point import Load
@@ -43,7 +44,11 @@ def sent(
                 server.sent.clear()
                 run = Run(
                     client,
-                    sessions.make_calls(target, manner, make_requests(LOAD, manner.vocab), think_s),
+                    sessions.make_calls(
+                        target,
+                        manner,
+                        make_requests(msgspec.structs.replace(LOAD, think_time=think_s), manner.vocab),
+                    ),
                     LoadOptions(clients=clients),
                 )
                 await run.send_load(time.perf_counter())

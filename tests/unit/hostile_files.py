@@ -36,6 +36,7 @@ from tests.unit import engine_files_builder as engines
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
 from tests.unit import step_times_builder as times
+from tests.unit import tool_files_builder as tools
 from tests.unit import trace_builder as traces
 from tests.unit.test_hangs import IN_REDUCE, SPY, Job, merges, recorded
 from tests.unit.test_records import CHECK
@@ -199,6 +200,15 @@ YAML = b"model: tiny\ntp: [4, 8]\ndcp: [1, 4]\nconcurrency: [2, 8]\ncontext: 100
 SERVE = b'tp = 4\ninput-tokens = ["32", "uniform:10-20"]\nrequest-rate = [0.5, 2]\nprefix-share = 0.5\nslo = "ttft=5"\n'
 REQUESTS = b'{"arrival_s": 0.5, "input_tokens": 9, "output_tokens": 3}\n' * 3
 MOONCAKE = b'{"timestamp": 500, "input_length": 700, "output_length": 3, "hash_ids": [1, 2]}\n' * 3
+QWEN = (
+    b'{"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.5, "input_length": 30, "output_length": 3, "hash_ids": [1, 2]}\n'
+    * 3
+)
+AIPERF = (
+    b'{"session_id": "a", "timestamp": 5, "input_length": 30, "output_length": 3}\n'
+    b'{"session_id": "a", "delay": 5, "input_length": 30, "output_length": 3}\n'
+)
+AZURE = b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:01:51.1,9,3\n2023-11-16 18:01:52.2,9,3\n"
 CSV = b"arrival_s,input_tokens,output_tokens,prefix_group\n0.5,9,3,1\n0.7,9,3,\n"
 SYNCS = (
     b"[tool.dcpbench.syncs]\nmax-per-step = 2\nmax-bubble-us = 1.5\n"
@@ -261,9 +271,14 @@ def explain(path: Path) -> None:
     hang_format.render_page([hang])
 
 
-def imported(engine: str) -> Callable[[Path], object]:
+def imported(engine: str, model: str | None = None) -> Callable[[Path], object]:
     """Return a function that reads results of an engine."""
-    return lambda path: import_files([path], engine, path.parent / "run", Overrides(), force=True)
+    return lambda path: import_files([path], engine, path.parent / "run", Overrides(model=model), force=True)
+
+
+def describe_requests(path: Path) -> None:
+    """Read a file of requests and describe it, as the commands do."""
+    read_requests(path).describe(2)
 
 
 def a_trace() -> bytes:
@@ -300,10 +315,20 @@ KINDS = {
     "requests": Kind("x.jsonl", REQUESTS, read_requests),
     "requests of Mooncake": Kind("x.jsonl", MOONCAKE, read_requests),
     "requests in CSV": Kind("x.csv", CSV, read_requests),
+    "requests of Qwen": Kind("x.jsonl", QWEN, describe_requests),
+    "requests of AIPerf": Kind("x.jsonl", AIPERF, describe_requests),
+    "requests of Azure": Kind("x.csv", AZURE, describe_requests),
     "prompts": Kind("x.json", b"[[1, 5, 7], [2]]", lambda path: prompts.read_prompts(path, TINY, 8)),
     "results of vLLM": Kind("x.json", text(engines.vllm()), imported("vllm")),
     "results of SGLang": Kind("x.json", text(engines.sglang()), imported("sglang")),
     "results of InferenceX": Kind("x.json", text(engines.inferencex()), imported("inferencex")),
+    "results of GuideLLM": Kind(
+        "x.json", text(tools.guidellm({"type_": "concurrent", "streams": 2})), imported("guidellm")
+    ),
+    "results of AIPerf": Kind("x.json", text(tools.aiperf()), imported("aiperf")),
+    "requests that AIPerf measured": Kind("x.jsonl", text(tools.line(7, [30.0, 31.0])), imported("aiperf", model="m")),
+    "steps of vLLM": Kind("x.json", text(tools.forward_case("a", [9, 9])), imported("vllm-forward", model="m")),
+    "batches of SGLang": Kind("x.json", text(tools.one_batch()), imported("sglang-one-batch", model="m")),
     "trace": Kind("trace.json", a_trace(), lambda path: scan_traces([path], root=path.parent)),
     "beats": Kind("beats-0.bin", beats_of, explain),
     "dump of py-spy": Kind("stacks-0.txt", SPY_DUMP, explain),

@@ -48,7 +48,8 @@ def compared(**options: float) -> None:
 def row(**fields: object) -> object:
     """A line of a file of requests."""
     length = {} if "prompt" in fields else {"input_tokens": 1}
-    return request_files._parse_own(Path("f"), 1, length | {"output_tokens": 1} | fields)
+    given = length | {"output_tokens": 1} | fields
+    return request_files._make_reader(Path("f"), 1, given, request_files.Reading()).parse_row(1, given)
 
 
 def measured(requests: int = 1, context: int = 1, prefix: int = 0, tokens: int = 1) -> None:

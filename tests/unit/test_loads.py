@@ -15,11 +15,12 @@ from dcpbench.points.point import Load
 from dcpbench.serving import loads, requests
 from dcpbench.serving.load_words import Lengths, format_load, parse_lengths, parse_slo
 from dcpbench.serving.loads import OWN, compute_extent, draw_arrival_times, draw_lengths, make_requests, make_token_ids
-from dcpbench.serving.request_files import BLOCK, Row, read_requests
+from dcpbench.serving.request_files import Row, read_requests
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+BLOCK = 512
 VOCAB = 1000
 
 
@@ -324,7 +325,7 @@ def test_rows_of_a_file_that_name_no_group_take_them_in_turn() -> None:
 
     def begins(number: int, group: int | None = None) -> list[int]:
         row = Row(arrival_s=None, input_tokens=10, output_tokens=1, prefix_group=group)
-        return [int(token) for token in loads._make_row_prompt(shared, VOCAB, number, row)[:5]]
+        return [int(token) for token in loads._make_row_prompt(shared, VOCAB, number, row, 0)[:5]]
 
     assert begins(0) == begins(3) == begins(1, 0)
     assert begins(1) == begins(4) == begins(0, 1)

@@ -16,9 +16,10 @@ from dcpbench.points import budget, names
 from dcpbench.points.axes import COMPUTES, Axis, Role, format_changed_values
 from dcpbench.points.layout import DEGREES, Layout
 from dcpbench.points.names import UNKNOWN, format_field
-from dcpbench.points.point import AXES, HOW, LOAD_AXES, OPTIONS, Load, Point, select_point_axes
+from dcpbench.points.point import AXES, HOW, LOAD_AXES, OPTIONS, Load, Point, TraceFacts, select_point_axes
 from dcpbench.points.settings import Settings
-from dcpbench.reports import dataframes, exchanges, findings
+from dcpbench.reports import dataframes, exchanges, findings, points_export
+from dcpbench.reports.page import points as page_points
 from dcpbench.reports.page.points import build_page_data
 from dcpbench.reports.reproduce import build_command
 from dcpbench.serving.step_times import get_engine_path
@@ -80,8 +81,12 @@ OTHER_LOAD: dict[str, Any] = {
     "turns": "4",
     "turn_tokens": "70",
     "think_time": 2.5,
+    "system_tokens": 80,
+    "branch": 0.25,
     "trace": "chat.jsonl",
     "trace_sha256": "abc",
+    "trace_reading": "format=qwen",
+    "trace_facts": TraceFacts(sessions=3),
     "chunk": 1024,
     "policy": "prefill-first",
     "prefix_cache": False,
@@ -133,7 +138,7 @@ def test_every_field_has_another_value_here() -> None:
 
 
 class TestAxes:
-    @pytest.mark.parametrize(("of", "axes", "left_out"), [(Point, AXES, ["load"]), (Load, LOAD_AXES, [])])
+    @pytest.mark.parametrize(("of", "axes", "left_out"), [(Point, AXES, ["load"]), (Load, LOAD_AXES, ["trace_facts"])])
     def test_every_field_says_what_it_is(self, of: type[msgspec.Struct], axes: list[Axis], left_out: list[str]) -> None:
         """And no two have the same place, so that the order of lists is not left to chance."""
         assert {axis.name for axis in axes} == set(fields(of, *left_out))
@@ -195,7 +200,7 @@ class TestComparisons:
         other = msgspec.structs.replace(alone, point=changed(alone.point, name))
         assert self.verdict(as_repeats(tmp_path, other, split)) == "no baseline"
 
-    @pytest.mark.parametrize("name", fields(Load))
+    @pytest.mark.parametrize("name", fields(Load, "trace_facts"))
     def test_served_dcp_has_no_baseline_under_another_load(self, name: str, tmp_path: Path) -> None:
         alone, split = self.loaded()
         other = msgspec.structs.replace(alone, point=changed(alone.point, name))
@@ -238,12 +243,12 @@ class TestWords:
     def test_exchanges_that_differ_have_different_words(self, name: str, tmp_path: Path) -> None:
         self.check(build.ok(build.point(DCP)), name, tmp_path)
 
-    @pytest.mark.parametrize("name", fields(Load))
+    @pytest.mark.parametrize("name", fields(Load, "trace_facts"))
     def test_loads_that_differ_have_different_words(self, name: str, tmp_path: Path) -> None:
         """An open loop has a rate and a burstiness, and half of each prompt in common with others."""
         loop = {"arrival": "gamma", "request_rate": 2.0, "prefix_share": 0.25, "prefix_groups": 2, "turns": "3"}
-        if name in ("trace", "trace_sha256"):
-            loop |= {"trace": "a.jsonl", "trace_sha256": "def"}
+        if name.startswith("trace"):
+            loop |= {"trace": "a.jsonl", "trace_sha256": "def", "trace_reading": "format=mooncake"}
         self.check(served(serve.point(DCP, changed=loop)), name, tmp_path)
 
     @pytest.mark.parametrize("name", fields(Point, "load"))
@@ -358,7 +363,7 @@ class TestCommands:
         point = build.point(DCP)
         assert self.command(point) != self.command(changed(point, name))
 
-    @pytest.mark.parametrize("name", fields(Load, "trace_sha256", "paced"))
+    @pytest.mark.parametrize("name", fields(Load, "trace_sha256", "trace_facts", "paced"))
     def test_the_command_of_a_load_says_every_field(self, name: str) -> None:
         """A file is named; its hash only tells whether it is still the same. Whatever is typed today is paced."""
         loop: Mapping[str, Any] = {
@@ -367,9 +372,32 @@ class TestCommands:
             "prefix_share": 0.25,
             "prefix_groups": 2,
             "turns": "3",
+            **({"trace": "a.jsonl"} if name == "trace_reading" else {}),
         }
         point = serve.point(DCP, changed=dict(loop))
         assert self.command(point) != self.command(changed(point, name))
 
     def command(self, point: Point) -> str:
         return build_command(point, {})
+
+
+def test_a_report_holds_the_loads_of_files_and_of_agents(tmp_path: Path) -> None:
+    """Its points are those of the records again, with the facts of the file and gaps that are text; its tables have no such object."""
+    facts = TraceFacts(sessions=3, span_s=2.5, prefix_share=0.9)
+    agents = {"turns": "4", "think_time": "lognormal:1.2:0.8", "system_tokens": 80, "branch": 0.25}
+    points = [
+        serve.point(DCP, changed={"trace": "a.jsonl", "arrival": "trace", "trace_facts": facts}),
+        serve.point(DCP, changed=agents),
+    ]
+    frames = as_repeats(tmp_path, *(served(point) for point in points))
+    assert {point.load for point in page_points.build_points(frames.served)} == {point.load for point in points}
+    points_export.write_csv(frames, tmp_path / "points.csv")
+    header, *rows = (tmp_path / "points.csv").read_text().splitlines()
+    assert "load_trace_facts" not in header.split(",")
+    assert any("lognormal:1.2:0.8" in row for row in rows)
+    assert "TraceFacts" not in points_export.format_json(frames)
+    shapes = set(frames.served["shape"])
+    assert any("requests of a.jsonl · 3 sessions" in shape for shape in shapes)
+    assert any(
+        "lognormal:1.2:0.8 s between them, 80 tokens that all begin with, 25% from an earlier" in s for s in shapes
+    )

@@ -689,6 +689,30 @@ def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixt
     assert all(layout["ttft_ms"]["p50"] > layout["itl_ms"]["p50"] > 0 for layout in load["rows"])
 
 
+@pytest.mark.parametrize(("kv_memory", "by_capacity"), [("1GiB", True), ("40GiB", False)])
+def test_the_gain_of_dcp_is_split_by_cause(
+    capsys: pytest.CaptureFixture[str], kv_memory: str, by_capacity: bool
+) -> None:
+    """1 GiB of KV per GPU holds three requests of 4,200 tokens without DCP; 40 GiB hold all. The output has the sentence, too."""
+    asked = f"--machine H200 --gpus 8 --concurrency 8 --input-tokens 4000 --output-tokens 200 --kv-memory {kv_memory} --json"
+    code, out, _ = run(capsys, *asked.split())
+    found = json.loads(out)
+    gain = found["loads"][0]["gain_by_cause"]
+    parts = {tuple(part["causes"]): part["difference"] for part in gain["parts"]}
+    assert code == 0
+    assert sum(parts.values()) == pytest.approx(gain["layout"]["value"] - gain["baseline"]["value"])
+    assert (abs(parts["KV capacity",]) > 0.01 * gain["baseline"]["value"]) == by_capacity
+    assert parts["prefix-cache hits",] == 0
+    assert any(text.startswith(f"{gain['layout']['layout']} against ") for text in found["details"])
+
+
+def test_no_gain_is_split_without_a_baseline_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """Kimi-K2 on H20 does not fit; decode steps alone are not served."""
+    for asked in ("--model kimi-k2 --machine H20 --gpus 8", "--machine H200 --gpus 8 --context 4000"):
+        _, out, _ = run(capsys, *asked.split(), "--concurrency", "8", "--json")
+        assert json.loads(out)["loads"][0]["gain_by_cause"] is None
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dcpbench.errors import UsageError
+from dcpbench.serving.loads import HASH, make_block_ids, make_token_ids
 from dcpbench.serving.request_files import Row, Trace, read_requests
+from dcpbench.serving.trace_formats import Reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,10 +42,11 @@ def sizes(trace: Trace) -> list[tuple[float | None, int, int]]:
 
 class TestFormats:
     def test_times_in_seconds_are_not_read_as_milliseconds(self, read) -> None:
-        """Qwen traces have Mooncake's fields, and times in seconds."""
-        line = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 61.5, "input_length": 12, "output_length": 5}
-        with pytest.raises(UsageError, match=r"line 1: 'chat_id', a field of Qwen traces.*'arrival_s' in s"):
-            read(json.dumps(line))
+        """Qwen traces have Mooncake's fields, times in seconds, and blocks of 16 tokens."""
+        line = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 1.0, "input_length": 20, "output_length": 5}
+        trace = read("\n".join(json.dumps(line | more) for more in ({"hash_ids": [1, 2]}, {"timestamp": 62.5})))
+        assert sizes(trace) == [(0.0, 20, 5), (61.5, 20, 5)]
+        assert str(trace.reading) == "format=qwen,time-unit=s,block-size=16"
 
     def test_mooncake_counts_ms_from_anywhere(self, read) -> None:
         """27,482 ms is when the trace begins; other tools' fields are left alone."""
@@ -170,3 +176,121 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
 
 def test_a_request_counts_prompt_and_output() -> None:
     assert Row(arrival_s=None, input_tokens=3, output_tokens=4).tokens == 7
+
+
+class TestReadings:
+    """How a file is read: found by its columns, or stated."""
+
+    def refused(self, tmp_path: Path, text: str, **how: Any) -> str:
+        path = tmp_path / "x.data"
+        path.write_text(text)
+        with pytest.raises(UsageError) as error:
+            read_requests(path, Reading(**how))
+        return str(error.value)
+
+    @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+    def test_the_unit_of_named_columns_has_to_be_stated(self, tmp_path: Path, unit: str) -> None:
+        text = '{"when": 5, "in": 3, "out": 4}\n{"when": 7, "in": 3, "out": 4}\n'
+        names = "arrival:when/input_tokens:in/output_tokens:out"
+        assert "the unit of 'when' is not known; add time-unit=s, time-unit=ms" in self.refused(
+            tmp_path, text, columns=names
+        )
+        trace = read_requests(tmp_path / "x.data", Reading(columns=names, unit=unit))
+        assert trace.rows[1].arrival_s == {"s": 2.0, "ms": 2e-3, "us": 2e-6, "ns": 2e-9}[unit]
+
+    def test_dates_state_their_unit(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.csv"
+        path.write_text("when,in,out\n2024-05-10T00:00:00Z,3,4\n2024-05-10T02:00:01+02:00,3,4\n")
+        trace = read_requests(path, Reading(columns="arrival:when/input_tokens:in/output_tokens:out"))
+        assert (trace.reading.unit, trace.rows[1].arrival_s) == ("date", 1.0)
+
+    def test_columns_of_no_known_format_have_to_be_named(self, tmp_path: Path) -> None:
+        found = self.refused(tmp_path, '{"ts": 1, "prompt_len": 3, "gen": 4}\n')
+        assert "its columns (ts, prompt_len, gen) are of no known format" in found
+        assert "--requests file=" in found
+        assert "columns=arrival:NAME/input_tokens:NAME/output_tokens:NAME,time-unit=s" in found
+        assert "its columns (ts, in) are of no known format" in self.refused(tmp_path, "ts,in\n1,2\n")
+
+    def test_mooncake_with_fractions_may_count_seconds(self, tmp_path: Path) -> None:
+        text = MOONCAKE.replace("5", "61.5") + "\n" + MOONCAKE.replace("5", "62.75") + "\n"
+        assert "'timestamp' is 61.5, and times of mooncake are whole ms; add time-unit=s" in self.refused(
+            tmp_path, text
+        )
+        for unit, seconds in (("s", 1.25), ("ms", 0.00125)):
+            assert read_requests(tmp_path / "x.data", Reading(unit=unit)).rows[1].arrival_s == pytest.approx(seconds)
+
+    def test_hash_ids_of_another_block_are_refused_with_the_one_that_fits(self, tmp_path: Path) -> None:
+        text = '{"timestamp": 0, "input_length": 60, "output_length": 4, "hash_ids": [1, 2, 3, 4]}\n'
+        assert "blocks of 16 would fit: add block-size=16" in self.refused(tmp_path, text)
+        assert read_requests(tmp_path / "x.data", Reading(block_size=16)).reading.block_size == 16
+
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            ({"session_id": "a", "text_input": "hi", "output_length": 3}, "'text_input' holds text"),
+            ({"session_id": "a", "turns": [{"text": "hi"}]}, "'turns' holds text"),
+            ({"session_id": "a", "input_length": 3, "output_length": 3, "delay": -1}, "'delay' is -1, not a time from"),
+            (
+                {"session_id": "a", "input_length": 3, "output_length": 3, "context_mode": "x"},
+                "'context_mode' is a way",
+            ),
+        ],
+    )
+    def test_what_a_session_cannot_be(self, tmp_path: Path, line: dict[str, Any], words: str) -> None:
+        assert words in self.refused(tmp_path, json.dumps(line) + "\n")
+
+    def test_columns_of_another_format_in_later_lines_are_not_ignored(self, tmp_path: Path) -> None:
+        later = MOONCAKE[:-1] + ', "session_id": "a"}'
+        assert "line 2: 'session_id' is a column of AIPerf, with sessions; add format=aiperf" in self.refused(
+            tmp_path, f"{MOONCAKE}\n{later}\n"
+        )
+        trace = read_requests(tmp_path / "x.data", Reading(format="aiperf"))
+        assert [row.turn for row in trace.rows] == [0, 0]
+
+    @pytest.mark.parametrize(
+        ("how", "words"),
+        [
+            ({"format": "mooncacke"}, "--requests format=mooncacke: not one of own, mooncake"),
+            ({"unit": "min"}, "--requests time-unit=min: not one of s, ms, us, ns, date"),
+            ({"block_size": -1}, "--requests block-size=-1: not 1 to"),
+            ({"columns": "arrival"}, "columns=arrival: not OURS:THEIRS"),
+            ({"columns": "arival:x"}, "'arival' is not known; did you mean arrival?"),
+            ({"columns": "arrival:x/arrival:y"}, "names arrival twice"),
+            ({"format": "columns"}, "format=columns needs the names of the columns"),
+        ],
+    )
+    def test_a_reading_that_does_not_exist(self, tmp_path: Path, how: dict[str, Any], words: str) -> None:
+        assert words in self.refused(tmp_path, MOONCAKE, **how)
+
+    def test_what_was_found_is_described(self, tmp_path: Path) -> None:
+        """Two of three blocks were in the prompt before: 1,024 of 2,700 tokens."""
+        path = tmp_path / "x.jsonl"
+        rows = [(100, 1200, [1, 2, 3]), (3600, 1500, [1, 2, 4])]
+        names = ("timestamp", "input_length", "hash_ids")
+        path.write_text(
+            "".join(json.dumps(dict(zip(names, row, strict=True)) | {"output_length": 3}) + "\n" for row in rows)
+        )
+        assert read_requests(path).describe(2) == (
+            f"{path}: read as mooncake (times in ms and 512 tokens a hash id): 2 requests over 3.500 s; 37.9% of the prompt tokens "
+            "were in earlier prompts."
+        )
+
+    def test_rows_that_failed_are_left_out_and_counted(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.csv"
+        path.write_text("Timestamp,Request tokens,Response tokens\n5,3,0\n6,3,1\n8,4,2\n")
+        trace = read_requests(path)
+        assert (sizes(trace), trace.failures) == ([(0.0, 3, 1), (2.0, 4, 2)], 1)
+        assert trace.describe(2).endswith("2 requests over 2.000 s; 1 request without output left out.")
+        path.write_text("Timestamp,Request tokens,Response tokens\n5,3,0\n")
+        assert "holds no request that succeeded" in self.refused_again(path)
+
+    def refused_again(self, path: Path) -> str:
+        with pytest.raises(UsageError) as error:
+            read_requests(path)
+        return str(error.value)
+
+    @given(st.integers(0, 10**6), st.lists(st.integers(0, 2**40), min_size=1, max_size=5), st.integers(1, 70))
+    def test_blocks_are_the_beginnings_of_their_streams(self, seed: int, hashes: list[int], size: int) -> None:
+        """The fast way for many blocks gives what each stream alone gives."""
+        slow = np.concatenate([make_token_ids(seed, HASH, one, size, 1000) for one in hashes])
+        assert make_block_ids(seed, HASH, hashes, size, 1000).tolist() == slow.tolist()

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from dcpbench.errors import UsageError
-from dcpbench.plan.serve_spec import ServeLoads, read_loads
+from dcpbench.plan.serve_spec import ServeLoads, get_serve_defaults, read_loads
+from dcpbench.points.device_probe import Probe
 from dcpbench.points.point import Load, Point
 from dcpbench.reports.record_tables import build_turns_table as build_table
 from dcpbench.serving.load_words import format_load
-from dcpbench.serving.loads import compute_extent, make_requests
+from dcpbench.serving.loads import compute_extent, compute_turn_numbers, draw_lengths, make_requests
 from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, make_rows
 from dcpbench.serving.replay import replay_requests
 from dcpbench.serving.scheduler import Scheduler
@@ -27,6 +28,7 @@ from tests.unit.virtual_serving import config, request
 from tests.unit.virtual_serving import serve as virtually
 
 VOCAB = 1000
+GPUS = Probe(device="cuda", count=1, name="")
 PAGE = 16
 
 
@@ -92,7 +94,7 @@ class TestLoads:
 def run(load: Load, clients: int | None, **changes: object) -> Traffic:
     """The load replayed on made-up times, one virtual page being PAGE tokens."""
     scheduler = Scheduler(config(page_size=PAGE, **changes))
-    return replay_requests(make_requests(load, VOCAB), scheduler, clients, Fixed(), think_s=load.think_time).traffic
+    return replay_requests(make_requests(load, VOCAB), scheduler, clients, Fixed()).traffic
 
 
 def cached(traffic: Traffic) -> dict[int, int]:
@@ -177,11 +179,11 @@ class TestTimes:
         setup, clock = config(page_size=PAGE, pages=41 if clients else 121), Clock()
         monkeypatch.setattr(serving_loop, "time", clock)
         scheduler = Scheduler(setup)
-        traffic = Traffic(make_requests(load, VOCAB), scheduler, clients, think_time)
+        traffic = Traffic(make_requests(load, VOCAB), scheduler, clients)
         loop = Loop(Device(Fixed(4.0), clock), scheduler, traffic, Agreement())
         while loop.iterate():
             pass
-        found = replay_requests(make_requests(load, VOCAB), Scheduler(setup), clients, Fixed(4.0), think_s=think_time)
+        found = replay_requests(make_requests(load, VOCAB), Scheduler(setup), clients, Fixed(4.0))
         seen, replayed = (
             [(r.number, r.cached_tokens, r.token_s) for r in make_rows(t.samples)] for t in (traffic, found.traffic)
         )
@@ -210,7 +212,7 @@ class TestTimes:
     [
         ({"think_time": 3.0}, "--sessions think without turns: no request has a next turn; add turns=4"),
         ({"turn_tokens": "7"}, "--sessions tokens without turns"),
-        ({"turns": "4", "think_time": -1.0}, "--sessions think=-1: not 0 to 86,400 seconds"),
+        ({"turns": "4", "think_time": -1.0}, "--sessions think=-1.0: not 0 to 86,400 seconds"),
         ({"turns": "4", "think_time": math.nan}, "--sessions think=nan: not 0 to 86,400 seconds"),
         ({"turns": "20000"}, "--sessions turns=20000: a session has at most 10,000 turns"),
     ],
@@ -283,3 +285,119 @@ def test_more_clients_than_sessions_are_refused_and_by_default_there_are_no_more
     assert [c for c, _ in ServeLoads(**plain, concurrency=(2,), turns="8").iter_loads()] == [2]
     assert read_loads({"turns": "8"}, plain | {"concurrency": (4,)})[0].concurrency == (2,)
     assert read_loads({}, plain | {"concurrency": (4,)})[0].concurrency == (4,)
+
+
+class TestAgents:
+    """What agents send: a system prompt that all begin with, gaps of tools, and turns that leave others behind."""
+
+    def test_all_sessions_begin_with_the_same_system_prompt(self) -> None:
+        """90 tokens of 100 are the system prompt: nine tenths of each first prompt."""
+        load = sessions(turns="3", input_tokens="10", turn_tokens="5", output_tokens="4", system_tokens=90)
+        found = make_requests(load, VOCAB)
+        firsts = [r.prompt for r in found if not r.turn]
+        assert [len(prompt) for prompt in firsts] == [100] * 4
+        assert all((prompt[:90] == firsts[0][:90]).all() for prompt in firsts)
+        assert not any((a[90:] == b[90:]).all() for a, b in itertools.combinations(firsts, 2))
+        assert [r.prompt_tokens for r in found[:3]] == [100, 109, 118]
+        assert compute_extent(load).longest == 122
+
+    def test_a_branch_continues_an_earlier_answer(self) -> None:
+        """Every prompt is that of its parent, the parent's answer, and 5 tokens; a branch's parent is not the turn before."""
+        load = sessions(requests=400, turns="20", turn_tokens="5", input_tokens="10", output_tokens="4", branch=0.5)
+        found = make_requests(load, VOCAB)
+        later = [r for r in found if r.turn > 1]
+        branches = [r for r in later if r.parent != r.number - 1]
+        assert 0.4 < len(branches) / len(later) < 0.6
+        for r in (r for r in found if r.turn):
+            parent = found[r.parent]
+            assert parent.session == r.session
+            assert parent.turn < r.turn
+            assert parent.answer is not None
+            assert r.prompt[: len(r.prompt) - 5].tolist() == [*parent.prompt.tolist(), *parent.answer.tolist()]
+        assert compute_extent(load).longest == max(r.prompt_tokens + r.output_tokens for r in found)
+
+    @pytest.mark.parametrize("branch", [0.0, 0.6])
+    def test_answers_that_no_turn_continues_are_not_made_up(self, branch: float) -> None:
+        found = make_requests(sessions(requests=60, branch=branch), VOCAB)
+        continued = {r.parent for r in found}
+        assert all((r.answer is not None) == (r.number in continued) for r in found)
+
+    def test_a_cache_has_what_a_branch_continues(self) -> None:
+        """With branches the cache holds all but the new tokens of a turn, to the page."""
+        load = sessions(requests=40, turns="8", turn_tokens="32", input_tokens="64", output_tokens="16", branch=0.5)
+        traffic = run(load, 1)
+        requests = make_requests(load, VOCAB)
+        for number, tokens in cached(traffic).items():
+            r = requests[number]
+            if r.turn:
+                parent = requests[r.parent]
+                # The last token of an answer is never read, so that its row is not stored.
+                assert tokens >= (parent.prompt_tokens + parent.output_tokens - 1) // PAGE * PAGE
+
+    @pytest.mark.parametrize(
+        ("think", "mean"), [("uniform:1-3", 2.0), ("lognormal:2:0.5", 2 * math.exp(0.125)), (2.0, 2.0)]
+    )
+    def test_gaps_have_their_distribution(self, think: float | str, mean: float) -> None:
+        found = make_requests(sessions(requests=4000, turns="20", think_time=think, input_tokens="1"), VOCAB)
+        delays = [r.delay_s for r in found if r.turn]
+        assert np.mean(delays) == pytest.approx(mean, rel=0.05)
+        assert all(r.delay_s == 0 for r in found if not r.turn)
+
+    @pytest.mark.parametrize("clients", [1, 3, None])
+    def test_turns_come_in_the_order_of_their_gaps(self, clients: int | None) -> None:
+        """In virtual time each turn is sent exactly its own gap after the last token of the one before."""
+        open_loop = {} if clients else {"arrival": "gamma", "request_rate": 20.0}
+        load = sessions(requests=40, think_time="uniform:0.01-0.5", branch=0.3, **open_loop)
+        requests, traffic = make_requests(load, VOCAB), run(load, clients)
+        ends = {number: sample.token_s[-1] for number, sample in traffic.sample_of.items()}
+        assert len(ends) == 40
+        for number, sample in traffic.sample_of.items():
+            if requests[number].turn:
+                assert sample.submitted_s == pytest.approx(ends[number - 1] + requests[number].delay_s)
+
+    def test_the_preset_has_the_published_sizes(self) -> None:
+        """Calls of a run: p50 30, p90 57. First prompts: p50 12,278, p90 12,813. Outputs of a call: 522.
+
+        A cache that forgets nothing has 97 % of the prompt tokens; the server of the published runs had 94 %.
+        """
+        loads, _ = read_loads(
+            {"session_preset": "coding-agent", "num_requests": 20_000, "concurrency": (1,)}, get_serve_defaults(GPUS)
+        )
+        ((_, load),) = loads.iter_loads()
+        inputs, outputs = draw_lengths(load)
+        turns = compute_turn_numbers(load)
+        starts = np.flatnonzero(turns == 0)
+        calls = np.diff(starts)
+        assert np.percentile(calls, [50, 90]) == pytest.approx([30, 57], rel=0.08)
+        assert np.percentile(inputs[starts], [50, 90]) == pytest.approx([12_278, 12_813], rel=0.01)
+        assert outputs.mean() == pytest.approx(522, rel=0.01)
+        new = inputs - np.where(turns == 0, 12_000, np.roll(inputs + outputs, 1))
+        assert 1 - new.sum() / inputs.sum() == pytest.approx(0.97, abs=0.01)
+        assert load.think_time == 1.9
+
+    def test_options_win_over_the_preset(self) -> None:
+        typed = {"session_preset": "coding-agent", "turns": "4", "think_time": 0.5, "concurrency": (1,)}
+        loads, _ = read_loads(typed, get_serve_defaults(GPUS))
+        assert (loads.turns, loads.think_time, loads.system_tokens) == ("4", 0.5, 12_000)
+
+    def test_an_unknown_preset_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="--sessions preset=chat: not one of coding-agent"):
+            read_loads({"session_preset": "chat"}, get_serve_defaults(GPUS))
+
+    def test_ranks_submit_the_turns_that_one_of_them_chose(self) -> None:
+        """Two ranks read the answers of two sessions at other times, so that the turns are due in another order on each."""
+        load = sessions(requests=4, turns="2", input_tokens="20", output_tokens="4", think_time="uniform:0.1-0.11")
+        requests = make_requests(load, VOCAB)
+        submitted = []
+        chosen: list[int] | None = None
+        for answered in ((1.0, 1.5), (1.5, 1.0)):
+            traffic = Traffic(requests, Scheduler(config(page_size=PAGE)), 2)
+            traffic.submit(0, 2, 0.0)
+            for number, now in zip((0, 2), answered, strict=True):
+                sequence = SimpleNamespace(request=requests[number])
+                traffic.record_tokens(SimpleNamespace(replicas=[], finished=[sequence]), now)  # type: ignore[arg-type]
+            own = traffic.list_next_turns(2)
+            chosen = chosen or own
+            traffic.submit(2, 0, 2.0, chosen)
+            submitted.append(([sample.request.number for sample in traffic.samples], own))
+        assert submitted == [([0, 2, 1, 3], [1, 3]), ([0, 2, 1, 3], [3, 1])]

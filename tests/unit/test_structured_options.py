@@ -43,7 +43,7 @@ SERVE_FIELDS = {*SERVE_PARSERS, *SPEC_PARSERS}
 @pytest.mark.parametrize(
     ("declared", "typed", "wanted"),
     [
-        (Sessions, "turns=4,think=2", Sessions(turns="4", think=2.0)),
+        (Sessions, "turns=4,think=2", Sessions(turns="4", think="2")),
         (Sessions, "uniform:2-8, tokens = 500", Sessions(turns="uniform:2-8", tokens="500")),
         (PrefixShare, "0.5,groups=4", PrefixShare(share=0.5, groups=4)),
         (
@@ -78,14 +78,18 @@ def test_an_option_is_parsed_by_its_declaration(
         assert declared.parse(typed) == wanted
 
 
-SESSIONS = "--sessions [turns=]LEN,tokens=LEN,think=S"
+SESSIONS = "--sessions [turns=]LEN,tokens=LEN,think=S,system=N,branch=P,preset=NAME"
 
 
 @pytest.mark.parametrize(
     ("declared", "typed", "message"),
     [
-        (Sessions, "turn=4", "--sessions has no key 'turn'; its keys are turns=LEN, tokens=LEN, think=S."),
-        (Sessions, "think=soon", f"--sessions think=soon: not a number; write {SESSIONS}."),
+        (
+            Sessions,
+            "turn=4",
+            "--sessions has no key 'turn'; its keys are turns=LEN, tokens=LEN, think=S, system=N, branch=P, preset=NAME.",
+        ),
+        (Sessions, "branch=soon", f"--sessions branch=soon: not a number; write {SESSIONS}."),
         (Sessions, "4,think=", f"--sessions think= has no value; write {SESSIONS}."),
         (Sessions, "4,5", f"--sessions 5: not KEY=VALUE; write {SESSIONS}."),
         (Sessions, "", f"--sessions (empty): not KEY=VALUE; write {SESSIONS}."),
@@ -228,7 +232,7 @@ class TestFiles:
         ['sessions = "turns=4,think=2"', "sessions = {turns = 4, think = 2}", "[sessions]\nturns = 4\nthink = 2"],
     )
     def test_they_are_text_or_a_table(self, text: str, tmp_path: Path) -> None:
-        assert self.read(tmp_path, text) == {"turns": "4", "think_time": 2.0}
+        assert self.read(tmp_path, text) == {"turns": "4", "think_time": "2"}
 
     def test_a_key_alone_is_no_option(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="unknown option 'turns'"):

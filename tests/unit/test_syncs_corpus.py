@@ -1,17 +1,22 @@
 """The corpus: that it holds every measured operator, and that each detector finds what it should on recorded runs."""
 
 import json
+import sys
+import threading
+import warnings
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.scan import scan_traces
 from tools.syncs import checks
-from tools.syncs.corpus.measure import seen_in
+from tools.syncs.corpus.measure import attribute, seen_in
 from tools.syncs.corpus.programs import PROGRAMS
-from tools.syncs.corpus.score import CorpusRun, Seen, Truth, contradictions, markdown, score
+from tools.syncs.corpus.score import CorpusRun, Seen, Truth, contradictions, format_programs, markdown, score
+from tools.syncs.corpus.vllm_check import Reports, load_check
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
@@ -150,7 +155,7 @@ class TestScore:
         )
         (s,) = score(run)
         assert (s.true, s.found, s.false, s.named) == (5, 3, 1, 2)
-        assert (s.recall, s.precision) == (0.6, 0.75)
+        assert (s.recall, s.precision, s.programs, s.programs_found) == (0.6, 0.75, 2, 2)
         assert s.wrong == ["b: 1 of 3", "c: 1 of 0"]
 
     def test_hazards_are_counted_apart(self) -> None:
@@ -169,20 +174,109 @@ class TestScore:
             run = CorpusRun(device="G", torch="2", programs=truth, detectors={detector: {"a": Seen()}})
             assert len(checks.failed(run)) == failures
 
+    def test_a_program_is_a_row_with_the_findings_of_each_detector(self) -> None:
+        run = corpus_run(
+            {"a": Seen(syncs=["X"], hazards=["P"])},
+            Truth(name="a", expected=["X"] * 2, held_up_ms=9.0),
+            Truth(name="b"),
+        )
+        assert format_programs(run).splitlines()[2:] == ["| a | 9.00 | 2 | 1 (1) |", "| b |  | 0 | 0 |"]
+
+
+CHECK_OF_VLLM = """
+import functools, warnings
+import torch
+import vllm.envs as envs
+from vllm.platforms import current_platform
+
+def enable_gpu_sync_check():
+    assert current_platform.is_cuda_alike()
+    torch.Tensor.to = torch.Tensor.copy_
+
+def with_gpu_sync_check(fn):
+    mode = envs.VLLM_GPU_SYNC_CHECK
+
+    @functools.wraps(fn)
+    def wrapper():
+        assert mode in ("warn", "error")
+        return fn()
+
+    return wrapper
+"""
+"""The two functions that a release's gpu_sync_debug.py has for its server, around nothing."""
+
+
+class TestVllmCheck:
+    """vLLM's own file runs on a GPU only; here a small one stands for it, and programs report as torch and vLLM do."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        (tmp_path / "gpu_sync_debug.py").write_text(CHECK_OF_VLLM)
+        return tmp_path / "gpu_sync_debug.py"
+
+    def test_warnings_count_once_a_line_as_in_a_server(self, file: Path) -> None:
+        def wait() -> None:
+            for _ in range(3):
+                warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+            warnings.warn("something else", stacklevel=1)
+            warnings.warn("Tensor.to: a copy. Implicit GPU<->CPU sync detected - use pinned memory", stacklevel=1)
+
+        with load_check(file, "warn") as check:
+            assert check(wait) == Reports(syncs=2, copies=1)
+            assert check(wait) == Reports(syncs=2, copies=1), "the second call starts anew"
+            assert check(int) == Reports()
+
+    def test_an_error_counts_once_also_on_a_thread(self, file: Path) -> None:
+        def wait() -> None:
+            raise RuntimeError("GPU<->CPU sync detected - avoid it or wrap with gpu_sync_allowed()")
+
+        def wait_on_a_thread() -> None:
+            thread = threading.Thread(target=wait)
+            thread.start()
+            thread.join()
+
+        with load_check(file, "error") as check:
+            assert check(wait) == check(wait_on_a_thread) == Reports(syncs=1)
+
+    def test_other_errors_of_a_program_end_the_measurement(self, file: Path) -> None:
+        def fail() -> None:
+            raise RuntimeError("out of memory")
+
+        with load_check(file, "error") as check, pytest.raises(RuntimeError, match="out of memory"):
+            check(fail)
+
+    def test_methods_of_tensors_and_modules_are_restored(self, file: Path) -> None:
+        before = torch.Tensor.to
+        with load_check(file, "warn"):
+            assert torch.Tensor.to is not before
+        assert torch.Tensor.to is before
+        assert "vllm.envs" not in sys.modules
+
+    def test_a_report_of_a_copy_is_a_hazard_only_where_nothing_else_is_expected_of_the_copy(self) -> None:
+        """vLLM calls a copy that waits and one that may wait the same."""
+        small, large = BY_NAME["h2d_pageable_nonblocking"], BY_NAME["h2d_pageable_nonblocking_large"]
+        found = [attribute(Reports(copies=1), p) for p in (small, large)]
+        assert [(len(s.syncs), len(s.hazards)) for s in found] == [(0, 1), (1, 0)]
+
 
 class TestCommand:
+    def test_a_check_that_is_no_file_is_refused(self) -> None:
+        with pytest.raises(checks.UsageError, match=r"0\.33\.0=gpu_sync_debug\.py"):
+            checks.corpus([], vllm_checks=["0.33.0=nowhere.py"], shown=checks.Shown())
+
     def test_a_record_is_printed_again(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert checks.corpus([RECORD], keep=None, as_json=False, output=None, force=False) == 0
-        assert "| live | NVIDIA H200, torch 2.11.0+cu130 | 94 | 93 | 1 | 0 |" in capsys.readouterr().out
+        assert checks.corpus([RECORD], shown=checks.Shown()) == 0
+        assert "| live | 93 | 0 | 93 | 5 | 56 |" in capsys.readouterr().out
 
     def test_what_is_no_record_is_refused_with_what_to_type(self, tmp_path: Path) -> None:
         for text in ("{}", "nonsense", "[1]"):
             (tmp_path / "x.json").write_text(text)
             with pytest.raises(checks.UsageError, match=r"python -m tools\.syncs corpus --keep"):
-                checks.corpus([tmp_path / "x.json"], keep=None, as_json=False, output=None, force=False)
+                checks.corpus([tmp_path / "x.json"], shown=checks.Shown())
 
     def test_json_of_one_run_can_be_read_by_the_next(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         out = tmp_path / "all.json"
-        assert checks.corpus([RECORD], keep=None, as_json=True, output=out, force=False) == 0
-        assert checks.corpus([out, RECORD], keep=None, as_json=False, output=None, force=False) == 0
+        assert checks.corpus([RECORD], shown=checks.Shown(as_json=True, output=out)) == 0
+        assert checks.corpus([out, RECORD], shown=checks.Shown()) == 0
         assert capsys.readouterr().out.count("| dry run |") == 2

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from dcpbench.commands.syncs import app
 from dcpbench.errors import UsageError
 from dcpbench.syncs import run
-from dcpbench.syncs.dry_run_program import build_environment, parse_command, suggest_dry_run
+from dcpbench.syncs.dry_run_program import Settings, build_environment, parse_command, suggest_dry_run
 from tests import forks
 
 PROGRAM = """
@@ -56,7 +56,10 @@ def program(tmp_path: Path) -> Path:
 
 def test_a_command_is_advised_only_where_a_dry_run_takes_it(program: Path) -> None:
     assert f"dry-run -- python {program} 0`" in suggest_dry_run(["python", str(program), "0"])
-    for command in (["torchrun", "--nproc-per-node", "8", str(program)], ["env", "A=1", "python", str(program)]):
+    assert "dry-run -- torchrun --nproc-per-node 8 x.py`" in suggest_dry_run(
+        ["torchrun", "--nproc-per-node", "8", "x.py"]
+    )
+    for command in (["mpirun", "-n", "8", str(program)], ["env", "A=1", "python", str(program)]):
         assert suggest_dry_run(command).endswith(": dcpbench syncs dry-run -- python script.py")
 
 
@@ -96,7 +99,7 @@ class TestParse:
         ("command", "message"),
         [
             ([], "There is no program"),
-            (["torchrun", "x.py"], "torchrun starts processes"),
+            (["mpirun", "x.py"], "mpirun is no Python program of torch's; use torchrun"),
             (["ls"], "ls is no Python program"),
             (["python"], "no script"),
             (["python", "-m"], "-m needs what to run"),
@@ -113,7 +116,7 @@ class TestParse:
             parse_command(["pytest", "tests", "-k", "a b"])
 
     def test_the_program_sees_no_gpu_and_interprets_triton(self, tmp_path: Path) -> None:
-        env = build_environment(tmp_path)
+        env = build_environment(Settings(folder=str(tmp_path)))
         assert (env["CUDA_VISIBLE_DEVICES"], env["TRITON_INTERPRET"]) == ("", "1")
 
 

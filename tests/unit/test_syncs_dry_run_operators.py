@@ -20,7 +20,7 @@ from tools.syncs.corpus.programs import PROGRAMS
 from tools.syncs.operators.cases import _databases
 from tools.syncs.operators.compare import read_measurement
 from tools.syncs.operators.predict import predict
-from tools.syncs.operators.table import format_table
+from tools.syncs.operators.table import format_operators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from dcpbench.syncs.sync_report import Report
 
 ROOT = Path(__file__).parents[2]
-RECORD = ROOT / "results" / "syncs-graphs_H200/hidden-syncs-operators_H200_2026-11-28"
+RESULTS = ROOT / "results" / "syncs-graphs_H200"
+RECORDS = [RESULTS / "hidden-syncs-operators_H200_2026-11-28/ops.jsonl"]
 READ, TO_HOST, FROM_HOST, COUNT, STREAM = "SYNC001", "SYNC003", "SYNC004", "SYNC002", "SYNC006"
 COMPARED = (
     "cholesky",
@@ -118,6 +119,15 @@ class TestMatrices:
         assert waits(run, lambda: torch.cholesky_solve(lower[0], lower)) == {STREAM: 1}
         assert waits(run, lambda: torch.cholesky_solve(lower[0], lower[0])) == {}
 
+    @pytest.mark.parametrize("name", ["cholesky_ex", "inv_ex", "lu_factor_ex", "ldl_factor_ex", "solve_ex"])
+    def test_a_requested_check_of_errors_reads_a_flag(self, run: DryRun, name: str) -> None:
+        """torch's documentation: "this function synchronizes only when check_errors = True"."""
+        matrix, function = matrices(5, 5), getattr(torch.linalg, name)
+        given = (matrix, matrix) if name == "solve_ex" else (matrix,)
+        unchecked = waits(run, lambda: function(*given))
+        checked = waits(run, lambda: function(*given, check_errors=True))
+        assert checked == {**unchecked, READ: 1}
+
     def test_lu_waits_only_for_matrices_that_are_not_square(self, run: DryRun) -> None:
         square, wide = matrices(3, 5, 5), matrices(5, 3)
         assert waits(run, lambda: torch.linalg.lu_factor_ex(wide)) == {STREAM: 1}
@@ -190,6 +200,10 @@ class TestOtherOperators:
         assert waits(run, lambda: x.index_fill(0, index, 2.0)) == {}
         assert waits(run, lambda: x.index_fill(0, index, value)) == {READ: 1}
 
+    def test_a_stream_that_uses_a_tensor_is_recorded_without_a_wait(self, run: DryRun) -> None:
+        x = torch.ones(4, device="cuda")
+        assert waits(run, lambda: x.record_stream(torch.cuda.Stream())) == {}
+
     def test_ctc_loss_copies_lengths_both_ways(self, run: DryRun) -> None:
         """Measured: four copies to the host and three from it; three from it in the backward pass."""
         logits = torch.randn(10, 2, 5, device="cuda", requires_grad=True)
@@ -228,14 +242,14 @@ class TestOtherOperators:
 class TestAgainstTheMeasurement:
     def test_the_list_of_operators_is_made_of_the_record(self) -> None:
         """Otherwise: see the second line of the list."""
-        assert FILE.read_text(encoding="utf-8") == format_table(
-            read_measurement(unpack(RECORD.parent) / RECORD.name / "ops.jsonl")
-        )
+        unpack(RESULTS)
+        assert FILE.read_text(encoding="utf-8") == format_operators([read_measurement(path) for path in RECORDS])
 
     @pytest.mark.parametrize("name", COMPARED)
     def test_the_same_cases_wait(self, name: str) -> None:
         """The samples of these operators are the same in several versions of torch."""
-        measured = read_measurement(unpack(RECORD.parent) / RECORD.name / "ops.jsonl").cases()
+        unpack(RESULTS)
+        measured = read_measurement(RECORDS[0]).cases()
         infos, _ = _databases()
         groups = [f"op:{n}" for n, info in enumerate(infos) if info.name == name]
         calls = [call for group in groups for call in predict(group)["calls"] if call["what"] in measured]
@@ -296,5 +310,5 @@ class TestUnmeasured:
         assert not is_measured(torch.ops.aten.binomial.default)
 
     def test_operators_made_of_measured_ones_are_known(self) -> None:
-        assert set(EQUIVALENT.values()) <= set(FILE.read_text(encoding="utf-8").splitlines())
+        assert set(EQUIVALENT.values()) <= {line.split()[0] for line in FILE.read_text(encoding="utf-8").splitlines()}
         assert is_measured(torch.ops.aten.rand_like.default)

@@ -1,4 +1,4 @@
-"""`python -m tools.syncs corpus` and `speed`: options alone. What the commands do lies in checks.py."""
+"""`python -m tools.syncs corpus`, `speed` and `processes`: options alone. What the commands do lies in checks.py and processes.py."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dcpbench.errors import DcpbenchError
-from tools.syncs import checks
+from tools.syncs import checks, processes
 
 app = typer.Typer(
     name="python -m tools.syncs",
@@ -38,6 +38,18 @@ def corpus(
             help="Leave the record and the traces there. Default: they are removed.",
         ),
     ] = None,
+    vllm_check: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vllm-check",
+            metavar="VERSION=FILE",
+            help="Also run the check of this release of vLLM; FILE is its vllm/utils/gpu_sync_debug.py. Repeatable. "
+            "Default: none.",
+        ),
+    ] = None,
+    programs: Annotated[
+        bool, typer.Option("--programs", help="Print what each detector finds in each program. Default: no.")
+    ] = False,
     as_json: AsJson = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write there. Default: stdout.")
@@ -47,14 +59,16 @@ def corpus(
     """Run small programs with a known number of synchronisations, and print each detector's precision and recall.
 
     With a GPU: the clock, behind 20 ms of queued work, which decides what is true; the live detector; torch's own
-    set_sync_debug_mode; scan, with and without Python stacks and cuda_sync events. Everywhere: the dry run.
+    set_sync_debug_mode; scan, with and without Python stacks and cuda_sync events; vLLM's VLLM_GPU_SYNC_CHECK, if
+    --vllm-check names its file. Everywhere: the dry run.
 
     Exit codes: 0 as documented · 1 a detector is worse than that, or the clock disagrees · 2 options that cannot be
     used.
 
     For example: python -m tools.syncs corpus --keep corpus-here
     """
-    raise typer.Exit(checks.corpus(records or [], keep=keep, as_json=as_json, output=output, force=force))
+    shown = checks.Shown(as_json=as_json, programs=programs, output=output, force=force)
+    raise typer.Exit(checks.corpus(records or [], keep=keep, vllm_checks=vllm_check or [], shown=shown))
 
 
 @app.command()
@@ -100,6 +114,33 @@ def speed(
     For example: python -m tools.syncs speed trace.json.gz --size 1GB --hta ~/hta/bin/python
     """
     raise typer.Exit(checks.speed(trace, size, hta=hta, runs=runs, keep=keep, as_json=as_json))
+
+
+@app.command("processes")
+def check_processes(
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine", metavar="small|vllm", help="Engine: the small one of tools.syncs.engine_core, or vLLM."
+        ),
+    ] = "small",
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method", metavar="METHOD", help="How its core is started: fork, spawn or forkserver (not vllm)."
+        ),
+    ] = "fork",
+) -> None:
+    """Check on a GPU that `dcpbench syncs run` finds a wait in the child process of an engine.
+
+    Exit codes: 0 found, and nothing else · 1 not found.
+
+    For example: python -m tools.syncs processes --engine vllm --method spawn
+    """
+    check = processes.check_vllm if engine == "vllm" else processes.check_small_engine
+    wrong = check(method)
+    typer.echo("\n".join(wrong) or "The wait was found.")
+    raise typer.Exit(bool(wrong))
 
 
 def main(args: list[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from dcpbench.errors import DcpbenchError, OutputError, UsageError
 from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import ProgressLine
 from dcpbench.syncs.files import check_output, write_output
-from tools.syncs.corpus.score import CorpusRun, contradictions, markdown, score
+from tools.syncs.corpus.score import CorpusRun, contradictions, format_programs, markdown, score
 from tools.syncs.speed import Speed, measure
 
 if TYPE_CHECKING:
@@ -28,21 +29,47 @@ WRITTEN_BY = "name a corpus.json that `python -m tools.syncs corpus --keep FOLDE
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
-def corpus(read: Sequence[Path], *, keep: Path | None, as_json: bool, output: Path | None, force: bool) -> int:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shown:
+    """Hold how and where the result of the corpus is written."""
+
+    as_json: bool = False
+    programs: bool = False  # a table with a row for each program
+    output: Path | None = None  # None: stdout
+    force: bool = False
+
+
+def corpus(read: Sequence[Path], *, keep: Path | None = None, vllm_checks: Sequence[str] = (), shown: Shown) -> int:
     """Run the corpus here, or read records of earlier runs, and print how well each detector did.
 
     Returns 1 if scan with `cuda_sync` events misses something or is wrong, if the dry run finds less than 95 %, or if
     the clock contradicts the corpus.
     """
-    check_output(output, force=force)
-    runs = [run for path in read for run in _read(path)] if read else _run(keep)
-    text = msgspec.json.format(msgspec.json.encode(runs), indent=1).decode() if as_json else markdown(runs)
-    if output is None:
-        (write_json if as_json else sys.stdout.write)(text)
+    check_output(shown.output, force=shown.force)
+    for text in vllm_checks:
+        _validate_check(text)
+    runs = [run for path in read for run in _read(path)] if read else _run(keep, vllm_checks)
+    text = _format(runs, shown)
+    if shown.output is None:
+        (write_json if shown.as_json else sys.stdout.write)(text)
     else:
-        write_output(output, text, force=force)
-        sys.stderr.write(f"Wrote {output}\n")
+        write_output(shown.output, text, force=shown.force)
+        sys.stderr.write(f"Wrote {shown.output}\n")
     return WRONG if any(failed(run) for run in runs) else 0
+
+
+def _validate_check(text: str) -> None:
+    version, _, file = text.partition("=")
+    if not version or not Path(file).is_file():
+        raise UsageError(
+            f"--vllm-check {text!r}: name a release and its vllm/utils/gpu_sync_debug.py, as 0.33.0=gpu_sync_debug.py"
+        )
+
+
+def _format(runs: list[CorpusRun], shown: Shown) -> str:
+    if shown.as_json:
+        return msgspec.json.format(msgspec.json.encode(runs), indent=1).decode()
+    return "\n".join(map(format_programs, runs)) if shown.programs else markdown(runs)
 
 
 def failed(run: CorpusRun) -> list[str]:
@@ -60,7 +87,7 @@ DRY_RUN_RECALL = 0.95
 """Minimum share of the corpus that the dry run must find."""
 
 
-def _run(keep: Path | None) -> list[CorpusRun]:
+def _run(keep: Path | None, vllm_checks: Sequence[str]) -> list[CorpusRun]:
     """Run the corpus in a process of its own: it imports torch, and its detectors leave traces in the process."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = keep or Path(scratch)
@@ -68,7 +95,9 @@ def _run(keep: Path | None) -> list[CorpusRun]:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise OutputError(f"{folder} cannot be made: {e.strerror}; name another folder with --keep") from None
-        done = subprocess.run([sys.executable, "-m", MEASURE, str(folder)], check=False, stdout=sys.stderr)
+        done = subprocess.run(
+            [sys.executable, "-m", MEASURE, str(folder), *vllm_checks], check=False, stdout=sys.stderr
+        )
         if done.returncode:
             raise DcpbenchError("the corpus did not run to its end; what it printed is above")
         return _read(folder / RESULT)

@@ -44,6 +44,7 @@ from dcpbench.syncs.dry_run.virtual_libraries import install_libraries
 from dcpbench.syncs.dry_run.virtual_runtime import install_runtime
 from dcpbench.syncs.dry_run.virtual_torchscript import install_torchscript
 from dcpbench.syncs.dry_run.waits import make_wait
+from dcpbench.syncs.owner import name_current_work
 from dcpbench.syncs.python_frames import walk_stack
 from dcpbench.syncs.sites import Sync, group_into_sites
 from dcpbench.syncs.steps import Work, find_steps
@@ -61,8 +62,9 @@ NOTES = (
     "Device memory is not limited here, so waits of a caching allocator that runs out of it are not seen.",
     "Waits of operators were measured with torch 2.11 on an H200; other versions and GPUs may differ in detail.",
     "torch.compile is left out: compiled functions ran eagerly.",
-    "Child processes are not followed. Of threads that ran before, only operators on device tensors are seen.",
+    "Of threads that ran before, only operators on device tensors are seen.",
 )
+NOT_FOLLOWED = "Child processes are followed by the command `dcpbench syncs dry-run` only."
 ASSUMED = "Tensors made without a device were taken to be on the GPU; making them counts as no copy."
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
 HOST_NAME = re.compile(r"_cpu(_[A-Z]+)?$")
@@ -85,6 +87,13 @@ class DryRun:
         """Names of operators on device tensors for which it was never measured whether they wait."""
         self.local = _Local()
         self.children = Children()
+        self.follows = False
+        """True if child processes report what they do."""
+
+    def forget(self) -> None:
+        """Forget what happened so far, because this is now a forked child."""
+        self.syncs, self.ranges, self.ops = [], [], 0
+        self.unmeasured, self.children = set(), Children()
 
     def report(self, *, program: str = "", step_range: str | None = None, root: Path | None = None) -> Report:
         """Return sites, coverage and totals of a program of that name; the gate adds the verdict.
@@ -104,7 +113,7 @@ class DryRun:
             steps_guessed=steps.is_guessed,
             unmeasured=sorted(self.unmeasured),
             children=self.children.list_processes(),
-            notes=[*NOTES, ASSUMED] if self.assume_device else list(NOTES),
+            notes=[*NOTES, *[NOT_FOLLOWED] * (not self.follows), *[ASSUMED] * self.assume_device],
         )
         summary = TraceSummary(path=program, steps=len(steps) or None, coverage=coverage)
         return build_report([summary], group_into_sites(placed, steps=steps, trace=program, root=root))
@@ -142,7 +151,8 @@ class DryRun:
             sync,
             frames=frames,
             user=user,
-            thread=threading.current_thread().name,
+            thread=name_current_work(),
+            thread_id=threading.get_ident(),
             allowed=allowed.get_reason(),
             at=time.perf_counter(),
             ranges=tuple(self.local.ranges),
@@ -361,7 +371,7 @@ def dry_run(*, assume_device: bool = False) -> Iterator[DryRun]:
         install_libraries(patches, run)
         install_subclasses(patches)
         install_torchscript(patches)
-        install_children(patches, run.children)
+        install_children(patches, run)
         if torch.distributed.is_available():
             install_distributed(patches, run)
         bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
@@ -441,7 +451,6 @@ def _check_devices(func: Any, args: Sequence[Any]) -> None:
 _ANSWERS = {
     "aten::_fused_sdp_choice": 0,  # the mathematical one is made of operators that the CPU has
     "aten::is_pinned": False,
-    "aten::record_stream": None,
     "aten::_use_cudnn_ctc_loss": False,
     "aten::_use_miopen_ctc_loss": False,
 }

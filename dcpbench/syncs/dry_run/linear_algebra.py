@@ -42,12 +42,14 @@ class Call:
 
 def find_waits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Sync]:
     """Return the waits of an `aten` operator on matrices; none for any other operator."""
-    if name not in _WAITS or not isinstance(args[0], torch.Tensor) or args[0].dim() < MIN_DIM:
+    checked = bool(kwargs.get("check_errors"))  # of the functions of torch.linalg that end in _ex
+    if (name not in _WAITS and not checked) or not isinstance(args[0], torch.Tensor) or args[0].dim() < MIN_DIM:
         return []
     call = Call(f"aten::{name}", args, kwargs)
     if not call.matrix.numel() and name not in _WAIT_WITHOUT_ELEMENTS:
         return []
-    return _WAITS[name](call)
+    waits = _WAITS[name](call) if name in _WAITS else []
+    return [*waits, read_value(call.op)] if checked else waits
 
 
 def _find_svd_waits(call: Call) -> list[Sync]:

@@ -5,7 +5,6 @@ JOB is a file that dry_run_program.py writes; the answer goes to the path in it,
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 import threading
@@ -19,7 +18,8 @@ import msgspec
 import dcpbench
 from dcpbench.errors import ExitCode
 from dcpbench.syncs.dry_run import dry_run
-from dcpbench.syncs.dry_run_program import Answer, Job
+from dcpbench.syncs.dry_run.process_report import ProcessReport
+from dcpbench.syncs.dry_run_program import ANSWER, Job
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -30,17 +30,16 @@ INTERRUPTED = ExitCode.INTERRUPTED
 def main() -> int:
     """Run the job's program to its end, and return the program's exit code."""
     job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
-    process = os.getpid()
     # Else pytest warns that it cannot rewrite the assertions of a plugin's package that is loaded already.
     dcpbench.__doc__ = f"{dcpbench.__doc__}\n\nPYTEST_DONT_REWRITE"
-    with dry_run(assume_device=job.assume_device) as run:
+    with dry_run(assume_device=job.settings.assume_device) as run:
+        report = ProcessReport(run, job.settings, job.name)
+        report.begin(ANSWER)
         code = _run_to_exit_code(job)
         for thread in threading.enumerate():  # Python waits for them at its end, too
             if not thread.daemon and thread is not threading.main_thread():
                 thread.join()
-    if os.getpid() == process:  # not a child that the program forked and let run on
-        report = run.report(program=job.name, step_range=job.step_range, root=Path(job.root))
-        Path(job.answer).write_bytes(msgspec.json.encode(Answer(code=code, report=report)))
+        report.write(code)
     sys.stdout.flush()
     sys.stderr.flush()
     return code

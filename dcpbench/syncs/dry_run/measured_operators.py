@@ -52,4 +52,4 @@ def _is_view(func: Any) -> bool:
 @functools.cache
 def _read_names() -> frozenset[str]:
     lines = FILE.read_text(encoding="utf-8").splitlines()
-    return frozenset(line for line in lines if line and not line.startswith("#"))
+    return frozenset(line.split()[0] for line in lines if line and not line.startswith("#"))

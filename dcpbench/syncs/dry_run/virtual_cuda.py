@@ -365,6 +365,7 @@ def _apply_stream_patches(patches: Patches) -> None:
     patches.set_attributes(torch.cuda.graph, default_capture_stream=None)
     patches.set_attributes(torch.cuda.streams, Stream=VirtualStream, Event=VirtualEvent)
     patches.set_attributes(torch, Stream=VirtualStream, Event=VirtualEvent)
+    patches.set_attributes(torch.Tensor, record_stream=_nothing)  # torch's own accepts no other stream than its own
 
 
 def _apply_accelerator_patches(patches: Patches) -> None:

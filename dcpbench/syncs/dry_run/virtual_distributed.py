@@ -84,6 +84,8 @@ def _apply_group_patches(patches: Patches, run: DryRun) -> None:
         patches.set_attributes(
             module, init_process_group=init_process_group, new_group=new_group, barrier=wait_at_barrier
         )
+    if hasattr(dist, "Work"):  # gloo's own waits for the GPU's memory
+        patches.set_existing(dist.Work, block_current_stream=lambda work: work.wait())
     patches.set_existing(c10d, _get_object_coll_device=lambda group=None: "cuda" if is_on_gpu(group) else "cpu")
 
 

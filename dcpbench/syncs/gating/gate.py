@@ -143,7 +143,7 @@ def explain_no_answer(trace: TraceSummary) -> str:
     seen = trace.coverage
     if seen.detector == "dry-run" and not seen.complete:
         return f"{trace.path} did not run to its end, so what would come after it is unknown: see its error above."
-    if seen.detector == "dry-run" and not seen.ops and not explain_unseen_parts(trace):
+    if seen.detector == "dry-run" and not (seen.ops or trace.front_end or explain_unseen_parts(trace)):
         return (
             f"{trace.path} put nothing on the virtual GPU: let it use device='cuda', or give --assume-device where it "
             "names no device."

@@ -23,10 +23,10 @@ def _explain_children(trace: TraceSummary) -> list[str]:
         return []
     named = format_names([format_child(child) for child in children])
     sentence = (
-        f"{trace.path} started processes that a dry run does not follow, so their waits are not known: {named}. They "
-        "have no virtual GPU unless they were forked. Python processes that do not import torch and well-known programs, "
-        "such as git, are harmless; a shell script or another program may start anything. Let the program do their work in its own process (a "
-        "DataLoader with num_workers=0, an engine without worker processes), or use `dcpbench syncs run` on a GPU."
+        f"{trace.path} started processes that could not be followed, so their waits are not known: {named}. Python "
+        "processes are followed if they inherit PYTHONPATH and end by themselves. Well-known programs, such as git, are "
+        "harmless; a shell script or another program may start anything. Let the program do their work in its own "
+        "process, or use `dcpbench syncs run` on a GPU."
     )
     return [sentence]
 
@@ -44,6 +44,7 @@ def _explain_operators(trace: TraceSummary, known: Collection[str]) -> list[str]
 
 
 def format_child(child: ChildProcess) -> str:
-    """Return the process in words: `process 71 (python worker.py, subprocess)`."""
+    """Return the process in words: `process 71 (python worker.py, subprocess: it still runs)`."""
     pid = "" if child.pid is None else f" {child.pid}"
-    return f"process{pid} ({child.command}, {child.start_method})"
+    reason = f": {child.reason}" if child.reason else ""
+    return f"process{pid} ({child.command}, {child.start_method}{reason})"

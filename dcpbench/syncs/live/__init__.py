@@ -18,11 +18,12 @@ import threading
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overload
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from dcpbench.errors import CapacityError, SyncError, UsageError
 from dcpbench.syncs import allowed
 from dcpbench.syncs.live import callbacks, sighting
+from dcpbench.syncs.owner import Owner
 from dcpbench.syncs.sites import format_syncs, group_into_sites
 from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary, build_report
 
@@ -71,9 +72,13 @@ class Watch:
         """Operations that may have waited without need: small copies from pageable memory, and pinning."""
         self.allowed: list[Sync] = []
         """Synchronisations of allowed regions; `Sync.allowed` is the reason."""
-        self.thread = 0
-        """`threading.get_ident()` of the thread that watches."""
+        self._owner: Owner | None = None
         self._mode = _Operators(self)
+
+    @property
+    def thread(self) -> int:
+        """Return `threading.get_ident()` of the thread that watches; 0 before it does."""
+        return self._owner.thread if self._owner else 0
 
     @property
     def count(self) -> int:
@@ -105,7 +110,7 @@ class Watch:
                 "`from dcpbench.syncs.dry_run import dry_run` and `with dry_run() as run:`, which says what would."
             )
         callbacks.set_listener(_handle_wait)
-        self.thread = threading.get_ident()
+        self._owner = Owner()
         self._mode.__enter__()
         _set_watches((*_watches, self))
         return self
@@ -114,21 +119,29 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         _set_watches(tuple(w for w in _watches if w is not self))
+        if self._owner is not None:
+            self._owner.close()
+        self._mode.take_top()
         self._mode.__exit__(kind, error, where)
         if error is None and self.at_most is not None and self.count > self.at_most:
             limit = f"at most {self.at_most}" if self.at_most else "none"
             raise SyncError(f"{self.count} CUDA synchronisations where {limit} may be.\n\n{self.text()}")
 
     def is_concerned(self, calls: Sequence[sighting.Call]) -> bool:
-        """Return True if the calling thread's activity belongs to this watch: its own thread's, or work of autograd for
-        it.
+        """Return True if the current activity belongs to this watch: that of its own thread and task, or work of autograd
+        for it.
         """
-        mine = self.threads == "all" or threading.get_ident() == self.thread
-        return mine or any(call.watch is self for call in calls)
+        if self.threads == "all" or self._owner is None:
+            return self.threads == "all"
+        return self._owner.owns_current_work() or self._is_helped_by(calls)
 
-    def add_sync(self, sync: Sync) -> None:
-        """Count a synchronisation of the calling thread, or record why it is allowed."""
-        reason = allowed.get_reason() or (allowed.get_reason(self.thread) if self.threads == "current" else "")
+    def _is_helped_by(self, calls: Sequence[sighting.Call]) -> bool:
+        """Return True on a thread of autograd that works for the watching one."""
+        return threading.get_ident() != self.thread and any(call.watch is self for call in calls)
+
+    def add_sync(self, sync: Sync, calls: Sequence[sighting.Call]) -> None:
+        """Count a synchronisation within these operators of the calling thread, or record why it is allowed."""
+        reason = allowed.get_reason() or (allowed.get_reason(self.thread) if self._is_helped_by(calls) else "")
         if reason:
             self.allowed.append(dataclasses.replace(sync, allowed=reason))
         elif sync.may_block:
@@ -192,7 +205,13 @@ class _Operators(TorchDispatchMode):
 
     def __init__(self, owner: Watch) -> None:
         super().__init__()
-        self._owner = owner
+        self.owner = owner
+
+    def take_top(self) -> None:
+        """Exchange owners with the innermost mode: leaving a mode removes that one, which may be of another asyncio task."""
+        top = _get_current_dispatch_mode()
+        if isinstance(top, _Operators):
+            self.owner, top.owner = top.owner, self.owner
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -206,19 +225,21 @@ class _Operators(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401  (operators return anything)
-        call = sighting.Call(func, args, kwargs or {}, self._owner)
+        call = sighting.Call(func, args, kwargs or {}, self.owner)
         calls = _get_calls()
         calls.append(call)
         try:
             result = func(*args, **call.kwargs)
         except RuntimeError as error:
             if callbacks.is_sync_error(error) and not call.seen:
-                self._owner.add_sync(sighting.make_wait_sync(callbacks.STREAM, calls, self._owner.thread))
+                self.owner.add_sync(sighting.make_wait_sync(callbacks.STREAM, calls, self.owner.thread), calls)
             raise
         finally:
             calls.pop()
-        if not call.seen and (sync := sighting.find_hazard(call, result, self._owner.thread)):
-            self._owner.add_sync(sync)
+        if not call.seen and (sync := sighting.find_hazard(call, result, self.owner.thread)):
+            concerned = [*calls, call]
+            if self.owner.is_concerned(concerned):
+                self.owner.add_sync(sync, concerned)
         return result
 
 
@@ -237,7 +258,7 @@ def _handle_wait(kind: str) -> None:
     for call in calls:
         call.seen = True
     for each in watches:
-        each.add_sync(sighting.make_wait_sync(kind, calls, each.thread))
+        each.add_sync(sighting.make_wait_sync(kind, calls, each.thread), calls)
 
 
 def _set_watches(watches: tuple[Watch, ...]) -> None:

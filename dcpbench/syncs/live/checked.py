@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,8 @@ class SyncCheck:
         self.mode, self.words = resolve_mode(mode)
         """`live`, `dry-run` or `off`, and the reason."""
         self._threads = threads
+        self._thread = 0
+        """`threading.get_ident()` of the thread that runs the test."""
         here = (root or Path.cwd()).resolve()
         repository = find_root(here)
         marked = [Allow(function=glob, or_range=True, reason="the test's mark", source="allow") for glob in allow]
@@ -68,6 +71,7 @@ class SyncCheck:
             seen = self._watch.syncs
         elif self._run is not None:
             seen = self._run.syncs[self._first : self._last]
+            seen = [s for s in seen if self._threads == "all" or s.thread_id == self._thread]
         else:
             seen = []
         seen = [s for s in seen if not (s.may_block or s.allowed)]
@@ -111,6 +115,7 @@ class SyncCheck:
     @contextlib.contextmanager
     def record_call(self) -> Iterator[None]:
         """Watch while the test function runs."""
+        self._thread = threading.get_ident()
         if self.mode == "live":
             from dcpbench.syncs.live import Watch
 

@@ -12,6 +12,7 @@ import torch
 from dcpbench.syncs import rules
 from dcpbench.syncs.live import callbacks
 from dcpbench.syncs.live.pageable import find_copy
+from dcpbench.syncs.owner import name_current_work
 from dcpbench.syncs.python_frames import (
     SUBSCRIPT,
     UNKNOWN,
@@ -196,8 +197,7 @@ def _find_place(thread: int) -> _Place:
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  (inspect.stack reads every source file)
     while frame is not None and (is_detector(frame.f_code.co_filename) or frame.f_code.co_name == "fire_callbacks"):
         frame = frame.f_back
-    ident = threading.get_ident()
-    mine = ident == thread
+    mine = threading.get_ident() == thread
     frames, user = walk_stack_from(frame)
     if not frames and not mine:
         frame = sys._current_frames().get(thread)  # noqa: SLF001  (documented, despite its name)
@@ -205,9 +205,8 @@ def _find_place(thread: int) -> _Place:
     inner = frames[len(frames) - frames[::-1].index(user) :] if user else frames
     calls = (find_call_name(frame), _find_user_call(frame)) if user and frame else (UNKNOWN, UNKNOWN)
     by_name = calls[1] == SYNCHRONIZE or (bool(inner) and all(f.function == SYNCHRONIZE for f in inner))
-    names = (t.name for t in threading.enumerate() if t.ident == ident)
     watched = mine and torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001  (there is no public name)
-    return _Place(frames, user, calls, by_name, next(names, "autograd"), watched)
+    return _Place(frames, user, calls, by_name, name_current_work(), watched)
 
 
 def _find_user_call(frame: FrameType | None) -> str:

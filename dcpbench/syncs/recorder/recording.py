@@ -1,6 +1,6 @@
 """Record one process with torch's profiler, step by step, and write its trace where `dcpbench syncs run` looks for it.
 
-    FOLDER/rank0-pid123.json    the trace
+    FOLDER/rank0-pid123.json    the trace, with the name that multiprocessing gives to the process, if any
     FOLDER/123.note             outcome for the process, even if it was not recorded
 
 Without steps, recording begins as soon as the process uses CUDA: no sooner, as a process that has touched CUDA may no
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import json
+import multiprocessing.process
 import multiprocessing.util
 import os
 import re
@@ -22,13 +23,13 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 WAITING, RECORDING, DONE = "waiting", "recording", "done"
 _SECRET = re.compile(r"((?:api[-_]?key|token|secret|password)[=\s]\s*)\S+", re.IGNORECASE)  # in a command line
+_UNSAFE = re.compile(r"[^\w.]+")  # in the name of a file
 STEP = "ProfilerStep#"
 SHELL = """
 def _wrapped_call_impl(self, *args, **kwargs):
@@ -90,6 +91,7 @@ class Recorder:
         self._torch = torch
         atexit.register(self.finish_at_exit)
         os.register_at_fork(after_in_child=self._handle_fork)
+        self._finish_before_exit()
         self._handle_program_profiler()
         torch.cuda._lazy_call(self._handle_cuda_init)  # noqa: SLF001  (the only way to be told)
         if self.steps is None and not self.warmup:
@@ -154,6 +156,7 @@ class Recorder:
             about = {
                 "pid": os.getpid(),
                 "rank": os.environ.get("RANK", ""),
+                "role": _get_role(),
                 "program": _SECRET.sub(r"\1(API key)", " ".join(sys.argv))[:200],
                 "trace": self._trace,
                 "cuda": self._cuda,
@@ -182,6 +185,7 @@ class Recorder:
         """Handle that torch is about to initialise CUDA, or has."""
         with self._lock, self._record_problems("starting with CUDA"):
             self._cuda = True
+            self.write_note()  # a process that is killed from now on is known
             self.find_step_function()  # a script has mostly defined its functions before it uses CUDA
             if self._wanted:
                 self._start_recording()
@@ -235,7 +239,9 @@ class Recorder:
     def _write_trace(self) -> None:
         """Write the trace; the profiler is stopped first, whether or not that succeeds."""
         rank = os.environ.get("RANK", "")
-        name = f"rank{rank}-pid{os.getpid()}" if rank.isdecimal() else f"pid{os.getpid()}"
+        role = _UNSAFE.sub("_", _get_role())
+        parts = [role, f"rank{rank}" if rank.isdecimal() else "", f"pid{os.getpid()}"]
+        name = "-".join(filter(None, parts))
         with self._apply_own_mark():
             info = self._get_distributed_info()
             if info:
@@ -283,6 +289,18 @@ class Recorder:
             return original(*args, **kwargs)
 
         return call_original
+
+    def _finish_before_exit(self) -> None:
+        """Finish before os._exit, too, by which forked children end."""
+        leave = os._exit
+
+        @functools.wraps(leave)
+        def finish_and_exit(status: int) -> Any:  # noqa: ANN401  (never)
+            if self.state == RECORDING:
+                self.finish_at_exit()
+            leave(status)
+
+        os._exit = finish_and_exit
 
     def _handle_sigterm(self, _number: int, _frame: object) -> None:
         self._terminated = True
@@ -356,65 +374,20 @@ class Recorder:
             self.end_step()
 
 
+def _get_role() -> str:
+    """Return the name that multiprocessing gives to this process; empty for the main one."""
+    name = multiprocessing.process.current_process().name
+    return "" if name == "MainProcess" else name
+
+
 def _kill_process() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def install(settings: dict[str, Any]) -> None:
+def install(settings: dict[str, Any], run_after_import: Callable[[str, Callable[[ModuleType], None]], None]) -> None:
     """Install the recorder, which is inactive before the program imports torch."""
     recorder = Recorder(settings)
     if settings["step"]:
         run_after_import(settings["step"].partition(":")[0], lambda _: recorder.find_step_function())
     run_after_import("torch", recorder.handle_torch_import)
-
-
-def run_after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call `then(module)` when the module `name` has run to its end, or at once if it already has.
-
-    Exceptions of `then` are dropped, because they are not the program's.
-    """
-    if name in sys.modules:
-        _run_callback(then, sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Finder(name, then))
-
-
-def _run_callback(then: Callable[[ModuleType], None], module: ModuleType) -> None:
-    with contextlib.suppress(Exception):
-        then(module)
-
-
-class _Finder:
-    """Find one module as the other finders do, and call a function after its execution; nothing is left behind."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self.name = name
-        self.then = then
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ANN401
-        """Implement Python's protocol for finders."""
-        if name != self.name:
-            return None
-        others = (f for f in sys.meta_path if not isinstance(f, _Finder) and hasattr(f, "find_spec"))
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is not None:
-            self._attach_to_loader(spec.loader)
-        return spec
-
-    def _attach_to_loader(self, loader: Any) -> None:  # noqa: ANN401  (any loader)
-        execute = getattr(loader, "exec_module", None)
-        if execute is None:
-            return
-
-        def exec_module(module: ModuleType) -> None:
-            with contextlib.suppress(AttributeError):
-                del loader.exec_module
-            execute(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-                _run_callback(self.then, module)
-
-        # A loader that takes no attributes is left alone, and its module goes unseen.
-        with contextlib.suppress(AttributeError):
-            loader.exec_module = exec_module

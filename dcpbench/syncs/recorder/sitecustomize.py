@@ -13,14 +13,14 @@ PARTS = {"DCPBENCH_SYNCS_RECORD": "recording", "DCPBENCH_SYNCS_CHILDREN": "child
 """Environment variable with settings as JSON -> module of this folder that takes them."""
 
 
-def load_part(part: str, settings: Any) -> None:  # noqa: ANN401 - JSON
-    """Load a module of this folder, under a name that no program uses, and give it its settings."""
+def load_module(part: str) -> Any:  # noqa: ANN401  (a module)
+    """Load a module of this folder, under a name that no program uses."""
     spec = importlib.util.spec_from_file_location(f"_dcpbench_{part}", HERE / f"{part}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.install(settings)
+    return module
 
 
 def find_next_sitecustomize() -> Any:  # noqa: ANN401  (a module, or None)
@@ -37,7 +37,8 @@ if any(name in os.environ for name in PARTS) and __name__ == "sitecustomize":
     for name, part in PARTS.items():
         try:
             if name in os.environ:
-                load_part(part, json.loads(os.environ[name]))
+                hook = load_module("import_hook").run_after_import
+                load_module(part).install(json.loads(os.environ[name]), hook)
         except Exception as error:  # noqa: BLE001  (whatever fails here must not fail the program)
             sys.stderr.write(f"dcpbench syncs: this process is not recorded: {error!r}\n")
     following = find_next_sitecustomize()

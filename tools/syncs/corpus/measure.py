@@ -1,15 +1,18 @@
-"""Runs the corpus under every detector that this machine allows: `python -m tools.syncs.corpus.measure FOLDER`.
+"""Run the corpus under every detector that this machine allows: `python -m tools.syncs.corpus.measure FOLDER [VERSION=FILE] …`.
 
-On a GPU: the clock, behind queued work; the live detector; torch's own debug mode; and traces, with and without Python
-stacks and `cuda_sync` events. Everywhere: the dry run.
+On a GPU: the clock, behind queued work; the live detector; torch's own debug mode; traces, with and without Python
+stacks and `cuda_sync` events; and the checks of the named releases of vLLM. Everywhere: the dry run.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 import time
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -19,6 +22,12 @@ from dcpbench.syncs.scan import scan_traces
 from tools.syncs.corpus.inputs import make_inputs
 from tools.syncs.corpus.programs import PROGRAMS, Program
 from tools.syncs.corpus.score import CorpusRun, Seen, Truth
+from tools.syncs.corpus.vllm_check import MODES, load_check
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tools.syncs.corpus.vllm_check import Reports
 
 RANGE = "corpus:"
 TRACES = {"sync_stacks": (True, True), "sync": (True, False), "stacks": (False, True), "plain": (False, False)}
@@ -31,18 +40,18 @@ WARM_UPS = 2
 """Runs before, in which kernels are loaded and caches filled."""
 
 
-def measure(folder: Path) -> CorpusRun:
-    """The corpus on this machine; traces go to `folder`."""
+def measure(folder: Path, checks: Sequence[str] = ()) -> CorpusRun:
+    """Measure the corpus on this machine; traces go to `folder`, `checks` name releases of vLLM and their files."""
     run = CorpusRun(
         device="CPU",
         torch=str(torch.__version__),
         programs=[Truth(name=p.name, expected=_ids(p.expected), hazards=_ids(p.hazards)) for p in PROGRAMS],
         detectors={"dry run": {p.name: _dry(p) for p in PROGRAMS}},
     )
-    return _measure_gpu(run, folder) if torch.cuda.is_available() else run
+    return _measure_gpu(run, folder, checks) if torch.cuda.is_available() else run
 
 
-def _measure_gpu(run: CorpusRun, folder: Path) -> CorpusRun:
+def _measure_gpu(run: CorpusRun, folder: Path, checks: Sequence[str]) -> CorpusRun:
     device = torch.device("cuda")
     run.device, run.cuda = torch.cuda.get_device_name(device), torch.version.cuda
     for p in PROGRAMS:
@@ -58,6 +67,9 @@ def _measure_gpu(run: CorpusRun, folder: Path) -> CorpusRun:
         _record(path, device, sync=sync, stacks=stacks)
         run.detectors[f"scan, {_words(sync=sync, stacks=stacks)}"] = seen_in(path)
     run.detectors["live"] = {p.name: _live(p, device) for p in PROGRAMS}
+    for check, mode in itertools.product(checks, MODES):
+        version, _, file = check.partition("=")
+        run.detectors[f"vLLM {version}, {mode}"] = _vllm(Path(file), mode, device)
     return run
 
 
@@ -112,6 +124,23 @@ def _debug_mode(p: Program, device: torch.device) -> Seen:
     return Seen(syncs=["" for w in said if "called a synchronizing CUDA operation" in str(w.message)])
 
 
+def _vllm(file: Path, mode: str, device: torch.device) -> dict[str, Seen]:
+    """Return what vLLM's check reports for each program."""
+    seen: dict[str, Seen] = {}
+    with load_check(file, mode) as check:
+        for p in PROGRAMS:
+            inputs = make_inputs(device)
+            torch.cuda.synchronize()
+            seen[p.name] = attribute(check(functools.partial(p.run, inputs)), p)
+    return seen
+
+
+def attribute(reports: Reports, p: Program) -> Seen:
+    """Return the reports as findings: those of copies are hazards in a program that has hazards, else waits."""
+    syncs, hazards = ([], [""] * reports.copies) if p.hazards else ([""] * reports.copies, [])
+    return Seen(syncs=[""] * reports.syncs + syncs, hazards=hazards)
+
+
 def _held_up(p: Program | None, device: torch.device) -> float:
     """Milliseconds until the host comes back from a program behind queued work; without a program, from the work."""
     inputs = make_inputs(device)
@@ -146,4 +175,6 @@ def _record(path: Path, device: torch.device, *, sync: bool, stacks: bool) -> No
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    (target / "corpus.json").write_bytes(msgspec.json.format(msgspec.json.encode(measure(target)), indent=1))
+    (target / "corpus.json").write_bytes(
+        msgspec.json.format(msgspec.json.encode(measure(target, sys.argv[2:])), indent=1)
+    )

@@ -51,6 +51,10 @@ class Score(msgspec.Struct, kw_only=True):
     """Number found under the right rule."""
     hazards: int
     hazards_found: int
+    programs: int
+    """Number of programs that wait."""
+    programs_found: int
+    """Number of these with at least one reported wait."""
     wrong: list[str]
     """Programs with missed or false reports."""
 
@@ -71,7 +75,10 @@ def score(run: CorpusRun) -> list[Score]:
 
 
 def _score(detector: str, seen: dict[str, Seen], programs: list[Truth]) -> Score:
-    result = Score(detector=detector, true=0, found=0, false=0, named=0, hazards=0, hazards_found=0, wrong=[])
+    counts = dict.fromkeys(
+        ("true", "found", "false", "named", "hazards", "hazards_found", "programs", "programs_found"), 0
+    )
+    result = Score(detector=detector, wrong=[], **counts)
     for program in programs:
         if program.name not in seen:
             continue
@@ -83,6 +90,8 @@ def _score(detector: str, seen: dict[str, Seen], programs: list[Truth]) -> Score
         result.named += (Counter(got.syncs) & Counter(program.expected)).total()
         result.hazards += len(program.hazards)
         result.hazards_found += min(len(got.hazards), len(program.hazards))
+        result.programs += bool(program.expected)
+        result.programs_found += bool(found)
         if len(got.syncs) != len(program.expected):
             result.wrong.append(f"{program.name}: {len(got.syncs)} of {len(program.expected)}")
     return result
@@ -104,22 +113,47 @@ def contradictions(run: CorpusRun) -> list[str]:
 
 
 def markdown(runs: list[CorpusRun]) -> str:
-    """Return the table of docs/syncs-detectors.md."""
+    """Return the table of docs/syncs-detectors.md, one for each run."""
+    return "\n".join(map(_format_run, runs))
+
+
+def _format_run(run: CorpusRun) -> str:
+    scores = score(run)
+    waiting = sum(bool(p.expected) for p in run.programs)
+    waits, hazards = sum(len(p.expected) for p in run.programs), sum(len(p.hazards) for p in run.programs)
     lines = [
-        "| detector | machine | waits | found | missed | false | recall | precision | right kind | may block |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        (
+            f"{run.device}, torch {run.torch}: {len(run.programs)} programs, of which {waiting} wait, {waits} times; "
+            f"{hazards} calls may block."
+        ),
+        "",
+        "| detector | waits found | false | right kind | may block | programs found |",
+        "|---|--:|--:|--:|--:|--:|",
     ]
-    notes = []
-    for run in runs:
-        for s in score(run):
-            lines.append(
-                f"| {s.detector} | {run.device}, torch {run.torch} | {s.true} | {s.found} | {s.true - s.found} "
-                f"| {s.false} | {s.recall:.1%} | {s.precision:.1%} | {s.named} | {s.hazards_found} of {s.hazards} |"
-            )
-            if s.wrong:
-                notes.append(f"- {s.detector} on {run.device}: {'; '.join(s.wrong)}")
-        notes += [f"- **the clock disagrees** on {run.device}: {text}" for text in contradictions(run)]
-    return (
-        "\n".join([*lines, "", *(["Where a detector is wrong (seen of expected):", "", *notes] if notes else [])])
-        + "\n"
-    )
+    lines += [
+        f"| {s.detector} | {s.found} | {s.false} | {s.named} | {s.hazards_found} | {s.programs_found} |" for s in scores
+    ]
+    notes = [f"- {s.detector}: {'; '.join(s.wrong)}" for s in scores if s.wrong]
+    notes += [f"- **the clock disagrees**: {text}" for text in contradictions(run)]
+    if notes:
+        lines += ["", "Where a detector is wrong (seen of expected):", "", *notes]
+    return "\n".join(lines) + "\n"
+
+
+def format_programs(run: CorpusRun) -> str:
+    """Return a table of the waits that each detector finds in each program; `(n)` are calls that may block."""
+    heads = ["program", "held up ms", "waits", *run.detectors]
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
+    for program in run.programs:
+        held = "" if program.held_up_ms is None else f"{program.held_up_ms:.2f}"
+        seen = [detector.get(program.name, Seen()) for detector in run.detectors.values()]
+        counts = [
+            _format_counts(program.expected, program.hazards),
+            *(_format_counts(s.syncs, s.hazards) for s in seen),
+        ]
+        lines.append(f"| {program.name} | {held} | {' | '.join(counts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _format_counts(syncs: list[str], hazards: list[str]) -> str:
+    return f"{len(syncs)} ({len(hazards)})" if hazards else str(len(syncs))

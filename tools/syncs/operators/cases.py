@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tools.syncs.operators.documented import documented
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
 MAX_SAMPLES = 16  # calls of one operator for each dtype
 DTYPES = (torch.float32, torch.int64, torch.complex64, torch.bool)
@@ -42,12 +44,19 @@ class Case:
         return lambda: torch.autograd.backward(tensors, grads, retain_graph=True)
 
 
-def groups() -> list[str]:
-    """Return the name of each group of cases: one operator, module or program."""
-    db, modules = _databases()
-    names = [f"op:{n}" for n, info in enumerate(db) if info.name not in SKIPPED]
-    names += [f"module:{n}" for n in range(len(modules))]
-    return names + [f"own:{name}" for name in OWN]
+KINDS = ("op", "module", "own", "documented")
+"""What the groups of cases are of: torch's two databases, programs of ours, calls that documentation or profiles name."""
+
+
+def groups(kinds: Collection[str] = KINDS) -> list[str]:
+    """Return the name of each group of cases of these kinds."""
+    names = [f"documented:{name}" for name in documented()] if "documented" in kinds else []
+    names += [f"own:{name}" for name in OWN] if "own" in kinds else []
+    if not {"op", "module"}.isdisjoint(kinds):
+        db, modules = _databases()
+        names += [f"op:{n}" for n, info in enumerate(db) if info.name not in SKIPPED and "op" in kinds]
+        names += [f"module:{n}" for n in range(len(modules)) if "module" in kinds]
+    return names
 
 
 def cases(group: str, device: str) -> Iterator[Case]:
@@ -55,6 +64,9 @@ def cases(group: str, device: str) -> Iterator[Case]:
     kind, _, which = group.partition(":")
     if kind == "own":
         yield Case(which, OWN[which](device))
+        return
+    if kind == "documented":
+        yield Case(which, documented()[which].make(device))
         return
     db, modules = _databases()
     yield from _of_operator(db[int(which)], device) if kind == "op" else _of_module(modules[int(which)], device)
@@ -224,7 +236,8 @@ def _empty_cache() -> None:
     torch.cuda.empty_cache()
 
 
-def _distributed() -> Any:
+def connect() -> Any:
+    """Return torch.distributed with a process group of one rank."""
     import tempfile
 
     from torch import distributed as dist
@@ -237,7 +250,7 @@ def _distributed() -> Any:
 
 def _collective(name: str) -> Callable[[str], Callable[[], Any]]:
     def make(device: str) -> Callable[[], Any]:
-        dist, x = _distributed(), torch.ones(4, device=device)
+        dist, x = connect(), torch.ones(4, device=device)
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda: dist.all_reduce(x),
             "all_reduce async": lambda: dist.all_reduce(x, async_op=True).wait(),
@@ -260,7 +273,7 @@ def _collective(name: str) -> Callable[[str], Callable[[], Any]]:
 
 def _ddp(what: str) -> Callable[[str], Callable[[], Any]]:
     def make(device: str) -> Callable[[], Any]:
-        _distributed()
+        connect()
         kind = torch.nn.parallel.DistributedDataParallel
         x = torch.ones(2, 8, device=device)
         if what == "construct":

@@ -10,12 +10,17 @@ import gzip
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MIN_WAIT_SHARE = 0.65  # share of the queued work for which a call that waits holds the host up
 SYNCHRONISING = frozenset(
     {"cudaStreamSynchronize", "Stream Sync", "cudaEventSynchronize", "cudaMemcpy", "cudaFree", "Event Sync"}
 )
+OF_THE_MEASUREMENT = frozenset({"cudaDeviceSynchronize", "Context Sync"})
+"""Synchronising calls that a record without margins does not tell from those between the measured calls."""
 COPIES = ("Memcpy DtoH", "Memcpy HtoD (Pageable")
 
 
@@ -26,11 +31,17 @@ class Measurement:
     head: dict[str, Any]
     groups: list[dict[str, Any]]
 
+    @property
+    def has_margins(self) -> bool:
+        """True if events of a call cannot be those of the calls before and after it."""
+        return "margin_ms" in self.head
+
     def waited(self, call: dict[str, Any]) -> bool:
         """Return whether the call held the host up and made a synchronising call; loading a kernel does only the first."""
         events = call.get("events", {})
         slow = call["ms"] > MIN_WAIT_SHARE * self.head["queued_ms"]
-        return slow and any(name in SYNCHRONISING or name.startswith(COPIES) for name in events)
+        known = SYNCHRONISING | OF_THE_MEASUREMENT if self.has_margins else SYNCHRONISING
+        return slow and any(name in known or name.startswith(COPIES) for name in events)
 
     def cases(self) -> dict[str, bool]:
         """Return for each case whether it waited."""
@@ -40,11 +51,14 @@ class Measurement:
     def operators(self) -> dict[str, bool]:
         """Return for each measured overload, such as `aten.add.Tensor`, whether it ever waited."""
         found: dict[str, bool] = {}
-        for group in self.groups:
-            for call in group["calls"]:
-                if call["leaf"]:
-                    found[call["what"]] = found.get(call["what"], False) or self.waited(call)
+        for call in self.operator_calls():
+            found[call["what"]] = found.get(call["what"], False) or self.waited(call)
         return found
+
+    def operator_calls(self) -> Iterator[dict[str, Any]]:
+        """Yield the calls of single overloads."""
+        for group in self.groups:
+            yield from (call for call in group["calls"] if call["leaf"])
 
 
 def read_measurement(path: Path) -> Measurement:

@@ -1,8 +1,9 @@
-"""Measure on a GPU which operators make the host wait: `python -m tools.syncs.operators.measure FILE [WORKERS]`.
+"""Measure on a GPU which operators make the host wait: `python -m tools.syncs.operators.measure FILE WORKERS LIMIT_S [KIND …]`.
 
-Each case runs three times: once to load kernels; once plainly, behind queued GPU work, forward and backward; and once
-with every operator that reaches a kernel behind queued work of its own. An operator waits if the host comes back only
-after the queued work. torch's profiler counts the synchronising calls of the CUDA runtime and driver.
+A KIND is one of `KINDS` of cases.py; without one, all are measured. Each case runs three times: once to load kernels; once plainly,
+behind queued GPU work, forward and backward; and once with every operator that reaches a kernel behind queued work of its own. An
+operator waits if the host comes back only after the queued work. torch's profiler counts the synchronising calls of the CUDA runtime
+and driver, and torch.cuda.set_sync_debug_mode its warnings.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tools.syncs.operators.cases import Case, cases, groups
+from tools.syncs.operators.cases import KINDS, Case, cases, groups
 
-QUEUED_CYCLES = 6_000_000  # about 3 ms on an H200
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+QUEUED_CYCLES = 20_000_000  # about 10 ms on an H200
+MARGIN_S = 0.002  # before and after a call: clocks of the profiler's CUDA and host events differ by some 0.1 ms
+WARNING = "called a synchronizing CUDA operation"
 MAX_CALLS = 12  # measured calls of one overload in one group
 MAX_CALLS_IN_ALL = 60  # and in one process
 MAX_GROUP_S = 20.0
@@ -52,14 +58,23 @@ class Meter:
     def time(self, what: str, call: Any, **facts: Any) -> Any:
         """Run the call behind queued work; its record gets the synchronising calls from the profiler later."""
         torch.cuda.synchronize()
-        with torch.profiler.record_function(f"{RANGE}{len(self.calls)}"):
-            torch.cuda._sleep(QUEUED_CYCLES)
+        torch.cuda._sleep(QUEUED_CYCLES)
+        with (
+            torch.profiler.record_function(f"{RANGE}{len(self.calls)}"),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            time.sleep(MARGIN_S)
+            torch.cuda.set_sync_debug_mode("warn")
             start = time.perf_counter()
             try:
                 result = call()
             finally:
                 held = time.perf_counter() - start
-        self.calls.append({"what": what, "ms": round(held * 1e3, 3), **facts})
+                torch.cuda.set_sync_debug_mode("default")
+                time.sleep(MARGIN_S)
+        warned = sum(WARNING in str(w.message) for w in caught)
+        self.calls.append({"what": what, "ms": round(held * 1e3, 3), "warned": warned, **facts})
         return result
 
 
@@ -76,7 +91,7 @@ class Leaves(TorchDispatchMode):
         on_gpu = any(isinstance(v, torch.Tensor) and v.is_cuda for v in given) or any(
             isinstance(v, torch.device) and v.type == "cuda" for v in given
         )
-        if not on_gpu or not isinstance(func, torch._ops.OpOverload):
+        if not on_gpu or not isinstance(func, torch._ops.OpOverload) or torch.cuda.is_current_stream_capturing():
             return func(*args, **kwargs)
         self.seen[str(func)] += 1
         IN_ALL[str(func)] += 1
@@ -156,7 +171,8 @@ def _synchronises(name: str) -> bool:
 def work(names: list[str], output: Path) -> None:
     """Measure these groups one after another; each is a line of the output as soon as it is done."""
     warnings.simplefilter("ignore")
-    groups()  # reads torch's database, which takes seconds
+    if any(name.startswith(("op:", "module:")) for name in names):
+        groups()  # reads torch's database, which takes seconds
     with output.open("a") as file:
         for name in names:
             file.write(json.dumps({"begin": name}) + "\n")
@@ -165,9 +181,9 @@ def work(names: list[str], output: Path) -> None:
             file.flush()
 
 
-def supervise(output: Path, workers: int, limit_s: float) -> None:
+def supervise(output: Path, workers: int, limit_s: float, kinds: Sequence[str] = KINDS) -> None:
     """Split the groups among processes and start a process again behind the group that ended it."""
-    todo, deadline, queued = groups(), time.monotonic() + limit_s, queued_ms()
+    todo, deadline, queued = groups(kinds), time.monotonic() + limit_s, queued_ms()
     shares = {output.with_suffix(f".{n}.jsonl"): todo[n::workers] for n in range(workers)}
     running: dict[Path, subprocess.Popen[bytes]] = {}
     while time.monotonic() < deadline:
@@ -188,7 +204,7 @@ def supervise(output: Path, workers: int, limit_s: float) -> None:
     for process in running.values():
         process.kill()
     head = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__), "cuda": torch.version.cuda}
-    _join(output, list(shares), head | {"queued_ms": round(queued, 3)})
+    _join(output, list(shares), head | {"queued_ms": round(queued - MARGIN_S * 1e3, 3), "margin_ms": MARGIN_S * 1e3})
 
 
 def _begun(path: Path, share: list[str]) -> int:
@@ -211,4 +227,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "--work":
         work(json.loads(sys.argv[3]), Path(sys.argv[2]))
     else:
-        supervise(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+        supervise(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:] or KINDS)

@@ -8,6 +8,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dcpbench.syncs.dry_run import dry_run
 from tools.syncs.operators.cases import cases, groups
 
@@ -35,7 +37,14 @@ def predict(group: str) -> dict[str, Any]:
                     calls.append({"what": f"{case.name} backward", "waits": waits, "unmeasured": unmeasured})
             except Exception as error:  # noqa: BLE001 - whatever one operator raises must not end the others
                 failed.append(f"{case.name if case else group}: {type(error).__name__}: {str(error)[:200]}")
+        _leave_groups()
     return {"group": group, "calls": calls, "failed": failed}
+
+
+def _leave_groups() -> None:
+    """Destroy the process group of a case: a later dry run would not know its backend."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _watch(run: DryRun, call: Any) -> tuple[Any, list[str], list[str]]:

@@ -1,0 +1,216 @@
+"""Read what AIPerf writes into its artifact folder: profile_export_aiperf.json, and profile_export.jsonl with a record per request.
+
+Fields are those of ai-dynamo/aiperf, docs/tutorials/working-with-profile-exports.md and src/aiperf/common/models. Its
+`inter_token_latency` is (request latency - TTFT) / (output tokens - 1) of a request, which is TPOT; its `inter_chunk_latency` are the
+gaps. Each value names its unit.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dcpbench.errors import RecordsError
+from dcpbench.imports import result
+from dcpbench.imports.documents import Document
+from dcpbench.imports.result import EVEN, Details, Result
+from dcpbench.imports.vllm import read_summary
+from dcpbench.points.bounds import MAX_NUMBER
+from dcpbench.points.names import AIPERF, CLOSED, GAMMA, OPENAI, TOOLS, TRACE, UNKNOWN
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dcpbench.records.record import Latencies
+
+RECORDS = "records"
+"""Field into which the lines of profile_export.jsonl are joined."""
+PROFILING = "profiling"
+"""Phase of the requests that are measured; others warm the server up."""
+NAMES = {
+    "ttft": "time_to_first_token",
+    "itl": "inter_chunk_latency",
+    "tpot": "inter_token_latency",
+    "e2el": "request_latency",
+}
+MS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3, "seconds": 1e3}
+"""Milliseconds of a unit."""
+CONSTANT = "constant"
+
+
+def join_requests(documents: Sequence[Document]) -> list[Document]:
+    """Return the documents with the records of requests in one folder joined into one, with the folder's summary if it is there."""
+    requests: dict[str, list[Document]] = collections.defaultdict(list)
+    found: list[Document] = []
+    for document in documents:
+        if _is_request(document.fields):
+            requests[_get_folder(document)].append(document)
+        else:
+            found.append(document)
+    for folder, lines in requests.items():
+        records = [line.fields for line in lines]
+        summaries = [i for i, d in enumerate(found) if _get_folder(d) == folder and is_summary(d.fields)]
+        if len(summaries) == 1:
+            summary = found[summaries[0]]
+            found[summaries[0]] = dataclasses.replace(summary, fields={**summary.fields, RECORDS: records})
+        else:
+            where = lines[0].file or lines[0].where
+            found.append(dataclasses.replace(lines[0], where=where, fields={RECORDS: records}))
+    return found
+
+
+def is_summary(fields: Mapping[str, Any]) -> bool:
+    """Return whether a document is a summary of AIPerf."""
+    return isinstance(fields.get("request_latency"), dict) and isinstance(fields.get("request_count"), dict)
+
+
+def _is_request(fields: Mapping[str, Any]) -> bool:
+    metadata = fields.get("metadata")
+    return isinstance(metadata, dict) and "request_start_ns" in metadata and "metrics" in fields
+
+
+def _get_folder(document: Document) -> str:
+    return str(Path(document.file or document.where).parent)
+
+
+def read(document: Document) -> Result:
+    """Read one run. Raise RecordsError for a document of another tool."""
+    fields = document.fields
+    details = _read_details(document)
+    if not is_summary(fields) and details is None:
+        raise RecordsError(
+            f"{document.where} is not what {TOOLS[AIPERF]} writes: no request_latency and request_count."
+        )
+    config = fields.get("input_config")
+    config = config if isinstance(config, dict) else {}
+    completed = _get_number(document, "request_count") if is_summary(fields) else None
+    failed = _get_number(document, "error_request_count")
+    if details is not None:
+        completed, failed = len(details.list_finished()), sum(map(bool, details.errors))
+    done = round(completed or 0)
+    arrival, rate, burstiness, concurrency, trace = _read_load(config)
+    endpoint = _get_table(config, "endpoint")
+    names = endpoint.get("model_names")
+    return Result(
+        where=document.where,
+        model=result.read_model(names[0] if isinstance(names, list) and names else None, document.where),
+        backend=OPENAI,
+        arrival=arrival,
+        request_rate=rate,
+        burstiness=burstiness,
+        concurrency=concurrency,
+        trace=trace,
+        submitted=None if failed is None else done + round(failed),
+        completed=done,
+        failed=None if failed is None else round(failed),
+        duration_s=_read_duration(document, done),
+        input_tokens=_sum_tokens(document, "total_isl", "input_sequence_length", done),
+        output_tokens=_sum_tokens(document, "total_osl", "output_sequence_length", done),
+        lengths=(_find_length(document, "input_sequence_length"), _find_length(document, "output_sequence_length")),
+        summary={ours: _summarize(document, ours, theirs, done) for ours, theirs in NAMES.items()},
+        settings={} if concurrency or rate or trace else {"load": UNKNOWN},
+        facts={"url": str(endpoint.get("url") or ""), "start": str(fields.get("start_time") or "")},
+        details=details,
+    )
+
+
+def _get_table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _read_load(config: Mapping[str, Any]) -> tuple[str, float | None, float, int | None, str]:
+    """Return the arrival, rate, burstiness, concurrency and file of a load; a closed loop without clients if it is unknown."""
+    sent, given = _get_table(config, "loadgen"), _get_table(config, "input")
+    clients = result.read_integer(sent.get("concurrency"))
+    rate = sent.get("request_rate")
+    if given.get("fixed_schedule"):
+        return TRACE, None, 1.0, clients, Path(str(given.get("file") or "trace")).name
+    if isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate <= MAX_NUMBER:
+        return GAMMA, float(rate), EVEN if sent.get("request_rate_mode") == CONSTANT else 1.0, clients, ""
+    return CLOSED, None, 1.0, clients, ""
+
+
+def _get_number(document: Document, name: str, statistic: str = "avg") -> float | None:
+    """Return a statistic of a metric, times in ms; None if the file does not have it. Raise RecordsError for another value."""
+    metric = document.fields.get(name)
+    if not isinstance(metric, dict) or metric.get(statistic) is None:
+        return None
+    return _convert(document.where, name, metric[statistic], metric.get("unit"))
+
+
+def _convert(where: str, name: str, value: object, unit: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_NUMBER:
+        raise RecordsError(f"{where}: {name} is {str(value)[:40]}, which is no number of a measurement. Run it again.")
+    if name in (*NAMES.values(), "benchmark_duration") and str(unit) not in MS:
+        raise RecordsError(f"{where}: {name} is in {str(unit)[:40]}, and a time is in one of {', '.join(MS)}.")
+    return float(value) * MS.get(str(unit), 1.0)
+
+
+def _read_duration(document: Document, completed: int) -> float | None:
+    """Return the duration in s, or what follows from the rate of requests."""
+    duration_ms, rate = _get_number(document, "benchmark_duration"), _get_number(document, "request_throughput")
+    if duration_ms is not None:
+        return duration_ms / 1e3
+    return completed / rate if rate else None
+
+
+def _sum_tokens(document: Document, total: str, mean: str, completed: int) -> int:
+    found = _get_number(document, total)
+    return round(found if found is not None else (_get_number(document, mean) or 0.0) * completed)
+
+
+def _find_length(document: Document, name: str) -> str | None:
+    """Return the length of all prompts or answers if they have the same one."""
+    low, high = (_get_number(document, name, statistic) for statistic in ("min", "max"))
+    return str(round(low)) if low is not None and low == high and low >= 1 else None
+
+
+def _summarize(document: Document, ours: str, theirs: str, completed: int) -> Latencies:
+    words = {"mean": "avg", "median": "p50", "p90": "p90", "p95": "p95", "p99": "p99"}
+    numbers = {word: _get_number(document, theirs, statistic) for word, statistic in words.items()}
+    times = {f"{word}_{ours}_ms": value for word, value in numbers.items() if value is not None}
+    return read_summary(Document(document.where, times), ours, completed)
+
+
+def _read_details(document: Document) -> Details | None:
+    """Return the lists with an entry per measured request; None without records of requests."""
+    records = document.fields.get(RECORDS)
+    if not isinstance(records, list) or not all(isinstance(r, dict) and _is_request(r) for r in records):
+        return None
+    measured = [r for r in records if r["metadata"].get("benchmark_phase", PROFILING) == PROFILING]
+    starts = [r["metadata"]["request_start_ns"] for r in measured]
+    if not measured or not all(isinstance(ns, int) for ns in starts):
+        raise RecordsError(f"{document.where} holds no request that was measured, or one without its start.")
+    return Details(
+        input_lens=[round(_read_value(document, r, "input_sequence_length")) for r in measured],
+        output_lens=[round(_read_value(document, r, "output_sequence_length")) for r in measured],
+        ttfts=[_read_value(document, r, NAMES["ttft"]) / 1e3 for r in measured],
+        itls=[[gap / 1e3 for gap in _read_values(document, r, NAMES["itl"])] for r in measured],
+        errors=[_read_error(r) for r in measured],
+        latencies=[_read_value(document, r, NAMES["e2el"]) / 1e3 for r in measured],
+        start_times=[(ns - min(starts)) / 1e9 for ns in starts],
+    )
+
+
+def _read_error(record: Mapping[str, Any]) -> str:
+    error = record.get("error")
+    return "" if error is None else str(error.get("type") or "error") if isinstance(error, dict) else str(error)
+
+
+def _read_value(document: Document, record: Mapping[str, Any], name: str) -> float:
+    """Return a value of a request, times in ms; 0 if it has none, as after a failure."""
+    return next(iter(_read_values(document, record, name)), 0.0)
+
+
+def _read_values(document: Document, record: Mapping[str, Any], name: str) -> list[float]:
+    metrics = record.get("metrics")
+    metric = metrics.get(name) if isinstance(metrics, dict) else None
+    if not isinstance(metric, dict):
+        return []
+    value = metric.get("value")
+    return [
+        _convert(document.where, name, v, metric.get("unit")) for v in (value if isinstance(value, list) else [value])
+    ]
