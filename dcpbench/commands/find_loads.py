@@ -163,7 +163,7 @@ class LoadSearch:
 def _name_layouts(layouts: Mapping[str, Point]) -> dict[str, str]:
     """Return the name of each layout, with its mode and lengths where others have the same name."""
     short = {
-        key: " ".join(filter(None, (p.model, p.layout_name, p.ep_label, grid.format_path(p))))
+        key: " ".join(filter(None, (p.model_label, p.layout_name, p.ep_label, grid.format_path(p))))
         for key, p in layouts.items()
     }
     varied = grid.format_varied_parts([*layouts.values()])

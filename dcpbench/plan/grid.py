@@ -153,7 +153,7 @@ def format_point_name(point: Point, *, repeated: bool = True) -> str:
     """Return a point in a line: `tiny tp8·dcp8 reference ag_rs, 8 × 100 tokens`; with expert parallel `tp8·dcp8 ep8`."""
     repeat = f", repeat {point.repeat}" if repeated and point.repeat else ""
     load = format_point_load(point) + ("" if point.load else " tokens")
-    who = (point.model, point.layout_name, point.ep_label, format_path(point))
+    who = (point.model_label, point.layout_name, point.ep_label, format_path(point))
     return f"{' '.join(filter(None, who))}, {load}{repeat}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -215,6 +216,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if weights == names.UNKNOWN:
             return f"computed in {self.dtype}" if self.dtype != names.UNKNOWN else names.UNKNOWN
         return weights if weights == self.dtype else f"{weights} weights and KV"
+
+    @property
+    def model_label(self) -> str:
+        """Return the model's name, or the name of its folder without the path."""
+        if not self.model.startswith(("/", ".", "~")):
+            return self.model
+        path = PurePath(self.model)
+        return (path.parent if path.name == "config.json" else path).name or self.model
 
     @property
     def layout_name(self) -> str:

@@ -8,7 +8,7 @@ import pandas as pd
 
 from dcpbench.reports import load_labels
 from dcpbench.reports.tables import Column, Table, make_table, make_text_columns
-from dcpbench.serving.gain_split import CAUSES, METRIC_NAMES, GainPart, format_share
+from dcpbench.serving.gain_split import CAUSES, HEADINGS, GainPart, format_share
 from dcpbench.serving.run_gains import read_run_gains
 from dcpbench.show.numbers import format_number, format_percent
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 TITLE = "Where DCP's gain comes from"
 READING = (
     "Each load has the layout with DCP that has most output per GPU. The part of a cause is what replays lose if it alone is switched "
-    "off, that is, set to the value of the same layout without DCP. A shared part is positive if one of its causes alone brings it, and "
-    "negative if it needs them together. All parts sum to the gain."
+    "off, that is, set to the value of the same layout without DCP. A shared part has the sign of the gain if one of its causes alone "
+    "brings it, and the other sign if it needs them together. All parts sum to the gain."
 )
 SHARED = "shared"  # heading of the column of all parts that several causes share
 
@@ -53,7 +53,7 @@ def build_table(frames: Frames) -> Table:
         *make_text_columns("model", "load"),
         ("layout", lambda r: r["split"].layout.layout),
         ("against", lambda r: r["split"].baseline.layout),
-        ("of", lambda r: METRIC_NAMES[r["split"].metric]),
+        ("of", lambda r: HEADINGS[r["split"].metric]),
         ("without", lambda r: format_number(r["split"].baseline.value, 3)),
         ("with", lambda r: format_number(r["split"].layout.value, 3)),
         ("gain", lambda r: format_share(r["split"].share)),

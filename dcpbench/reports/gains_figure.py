@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from dcpbench.reports.figures import make_grid
-from dcpbench.serving.gain_split import METRIC_NAMES, OUTPUT, format_share
+from dcpbench.serving.gain_split import HEADINGS, OUTPUT, format_share
 from dcpbench.show.figure_style import choose_columns, draw_legend_below
 from dcpbench.show.numbers import format_number
 
@@ -73,7 +73,7 @@ def _draw_panel(ax: Axes, split: GainSplit, causes: list[Causes], *, named: bool
     ax.set_yticks(range(last + 1), names if named else [""] * (last + 1), fontsize=9)
     ax.invert_yaxis()
     ax.set_xlim(0, longest * HEADROOM)
-    ax.set_xlabel(METRIC_NAMES[split.metric])
+    ax.set_xlabel(HEADINGS[split.metric])
     ax.grid(visible=False, axis="y")
     ax.tick_params(axis="y", length=0)
 

@@ -12,8 +12,8 @@ part that belongs to exactly A, and to no smaller set, is
     part(A) = Σ over B ⊆ A of (-1)^(|A| - |B|) · g(B)
 
 so that all parts together are g(all) = f(all) - f(none), the gain. The part of one cause is what switching it off by
-itself loses; the parts of several causes are what they share: positive if one of them alone would bring that gain,
-negative if it needs all of them, because then each switch alone loses it.
+itself loses; the parts of several causes are what they share. A shared part has the sign of the gain if one of its causes
+alone would bring it, and the other sign if it needs all of them, because then each switch alone loses it.
 
 The formula is the factor separation of Stein and Alpert (Journal of the Atmospheric Sciences 50, 1993, 2107-2115), from the
 other end: they switch factors on, starting with none.
@@ -52,6 +52,7 @@ CAPACITY, HITS, STEP_TIME = CAUSES = ("KV capacity", "prefix-cache hits", "step 
 OUTPUT, LATENCY = "output_tok_s", "e2el_mean_ms"
 """Results that are split: the output of a closed loop; the latency of an open loop, in which output follows the arrivals."""
 METRIC_NAMES = {OUTPUT: "output tok/s", LATENCY: "mean end-to-end latency"}
+HEADINGS = {OUTPUT: "output tok/s", LATENCY: "mean end-to-end latency (ms)"}  # of axes and columns
 MIN_SHOWN = 0.0005  # share of the baseline's value below which a shared part is not printed
 Causes = tuple[str, ...]
 

@@ -21,6 +21,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.records.folder import GAINS_FILE
 from dcpbench.records.record import is_functional
 from dcpbench.serving import gain_split
+from dcpbench.serving.draft_steps import estimate_draft_steps
 from dcpbench.serving.gain_split import GainSplit, Side
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.replay import ENGINE_VOCAB, get_loop_timing, make_engine_config
@@ -141,7 +142,7 @@ def _make_side(folder: Path, record: Record) -> Side:
     point, honesty, kv = record.point, record.honesty, record.kv
     if honesty is None or not honesty.step_times:
         raise RecordsError(f"the record of {point.layout_name} names no step times.")
-    times = read_step_times(folder / honesty.step_times)
+    times, _ = estimate_draft_steps(read_step_times(folder / honesty.step_times), point)
     if times.engine is not None:
         config = make_engine_config(point, times.engine, honesty.policy or times.engine.policy)
     elif kv is not None:

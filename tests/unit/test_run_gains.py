@@ -57,7 +57,7 @@ def write_run(folder: Path, *concurrencies: int, device: str = "NVIDIA H200", of
         for point in make_points(of, concurrency):
             plan = plan_engine([point], SETTINGS, SHAPES[point.model], step_times(device=device).make_probe())
             extent = Extent.from_points([point], pages=plan.pages, max_context=plan.max_context)
-            path = get_engine_path(point)
+            path = get_engine_path(point) | {"mtp": 0}
             times = step_times(extent, true_ms if point.dcp == 1 else quicker_ms, path=path, device=device)
             name = make_step_times_name(path, str(concurrency))
             write_step_times(folder / name, times)
@@ -118,6 +118,14 @@ def test_prefixes_that_only_a_larger_pool_keeps_are_hits(tmp_path: Path) -> None
     assert found.split.layout.hit_share > found.split.baseline.hit_share + 0.1
     assert parts[gain_split.HITS,] > 0
     assert sum(parts.values()) == pytest.approx(found.split.difference)
+
+
+def test_steps_with_drafts_are_estimated_as_for_the_record(tmp_path: Path) -> None:
+    """From measured steps of one token; else the replays would not have the output of the records."""
+    of = msgspec.structs.replace(POINT, mtp=1, acceptance="0.5")
+    (found,) = store(write_run(tmp_path, 8, of=of))
+    assert found.split is not None, found.reason
+    assert found.split.difference > 0
 
 
 @pytest.mark.parametrize("policy", ["vllm", "sglang"])
