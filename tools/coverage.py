@@ -23,6 +23,7 @@ from dcpbench.plan.grid import Candidate, expand_grid
 from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_planned_probe, make_spec
 from dcpbench.plan.validate import find_live_limit
+from dcpbench.points.layout import OUTER_DEGREES
 from dcpbench.points.names import CUT, ENGINE_NAMES, REPLAY, SYNTHETIC, WEIGHT_FORMATS, WHOLE
 from dcpbench.servers.presets import PRESETS
 from dcpbench.show.text import format_list
@@ -44,6 +45,8 @@ PARALLEL: dict[str, list[dict[str, Any]]] = {
     "dp": [{"tp": tp, "dp": tp, "dcp": 1, "ep": CUT} for tp in (8, 4, 2)],
     "dp, ep": [{"tp": tp, "dp": tp, "dcp": 1, "ep": WHOLE} for tp in (8, 4, 2)],
     "dp, dcp": [{"tp": tp, "dp": 2, "dcp": tp // 2} for tp in (8, 4)],
+    "pp": [{"tp": tp, "dcp": 1, "pp": 2} for tp in (4, 2)],
+    "pcp": [{"tp": tp, "dcp": 1, "pcp": 2} for tp in (4, 2)],
 }
 """Options of the layouts of each kind that are tried."""
 LOADS: dict[str, dict[str, Any]] = {
@@ -66,7 +69,7 @@ Written by `python -m tools.coverage -o docs/coverage.md`; do not edit. The plan
 - **S**: {engines} with dcpbench's synthetic weights. Servers with weights of their own are measured over HTTP, whatever the model.
 - {none}: not at all. {unknown}: as its config.json says; dcpbench has no published sizes of the family.
 
-`ep`: expert parallel; `dp`: attention DP.
+`ep`: expert parallel; `dp`: attention DP; `pp`, `pcp`: `--stages`.
 """
 
 
@@ -92,13 +95,17 @@ def list_letters(model: str, options: Mapping[str, Any]) -> str:
     weights = options.get("weights_dtype", "published")
     shape = load_shape(model)
     name = shape.published.name if weights == "published" else weights
-    engine = find_live_limit(shape, "" if name == BF16 else name) is None
+    staged = any(options.get(degree, 1) > 1 for degree in OUTER_DEGREES)
+    engine = not staged and find_live_limit(shape, "" if name == BF16 else name) is None
     found = {
         LIVE: engine and is_planned(model, **options),
         REPLAYED: engine and is_planned(model, served=True, mode=REPLAY, concurrency=8, **options),
         EMULATED: engine and is_planned(model, gpus=1, emulate=MACHINE, **options),
         PLANNED: is_planned(model, **options),
-        SERVED: name == shape.published.name and find_lack(shape, name) is None and is_planned(model, **options),
+        SERVED: not staged
+        and name == shape.published.name
+        and find_lack(shape, name) is None
+        and is_planned(model, **options),
     }
     return "".join(letter for letter, covered in found.items() if covered)
 
@@ -140,7 +147,6 @@ def iter_layouts() -> Iterator[str]:
         cells = tuple(find_best(list_models(family), tried) for tried in PARALLEL.values())
         rows.setdefault(cells, []).append(family.title)
     yield from (f"| {', '.join(titles)} | {' | '.join(cells)} |" for cells, titles in rows.items())
-    yield "\nPipeline stages and prefill context parallelism exist in imported records alone."
 
 
 def iter_loads() -> Iterator[str]:

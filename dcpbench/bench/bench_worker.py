@@ -27,11 +27,13 @@ from dcpbench.bench.operators.attention import Attention
 from dcpbench.bench.operators.collectives import Collectives
 from dcpbench.bench.operators.exchange import ExchangeBench
 from dcpbench.bench.operators.gqa_attention import Gqa
+from dcpbench.bench.operators.indexer import IndexerBench
 from dcpbench.bench.operators.kv_gather import KvGather
 from dcpbench.bench.operators.linear import Linear
 from dcpbench.bench.operators.merge import Merge
 from dcpbench.bench.operators.moe import Moe
 from dcpbench.bench.operators.rendezvous import RankError, gather_first_text, run_together, start_distributed
+from dcpbench.bench.operators.sparse_attention import SparseAttentionBench
 from dcpbench.exchange.torch_collectives import gather_objects, reduce_max_error
 from dcpbench.launch import version_check
 from dcpbench.measuring.environment import collect_environment
@@ -69,6 +71,8 @@ class Bench:
 BENCHES = {
     "attention": Bench(workload=Attention, limits=("read", "matmul", "matmul_fp8"), turns=True),
     "gqa": Bench(workload=Gqa, limits=("read", "matmul", "matmul_fp8"), turns=True),
+    "indexer": Bench(workload=IndexerBench, limits=("read", "matmul", "matmul_fp8"), turns=True),
+    "sparse-attention": Bench(workload=SparseAttentionBench, limits=("read", "matmul", "matmul_fp8"), turns=True),
     "exchange": Bench(workload=ExchangeBench, limits=("peer", "barrier"), fresh=True),
     "merge": Bench(workload=Merge, limits=("copy", "matmul"), turns=True),
     "linear": Bench(workload=Linear, limits=("read", "matmul", "matmul_fp8"), turns=True),

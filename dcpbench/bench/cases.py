@@ -30,6 +30,8 @@ MERGE_VARIANTS = ("head-order", "correct", "pack", "combine", "value-proj")
 LINEAR_VARIANTS = ("triton", "torch", "deepgemm", "flashinfer")
 LINEAR_PACKAGES = {"deepgemm": "deep_gemm", "flashinfer": "flashinfer"}
 LAYERS_BY_NAME = ("qkv", "qkv_a", "q_b", "o", "shared-gate-up", "shared-down", "dense-gate-up", "dense-down")
+INDEXER_VARIANTS = ("reference", "deepgemm")
+SPARSE_VARIANTS = ("reference", "flashmla")
 MOE_VARIANTS = ("triton", "torch", "deepgemm")
 MOE_PRODUCTS = ("gate-up", "down")
 MOE_ROWS = ("uniform", "skewed", "few")
@@ -178,6 +180,40 @@ def list_gqa_cases(options: BenchOptions) -> list[Case]:
         for kv, division, x, p, s, b, n, h, query, name in grid
         if kv == "bf16" or name in OVER_FP8
         for variant in list_row_variants(name, query)
+    ]
+
+
+def list_indexer_cases(options: BenchOptions) -> list[Case]:
+    """Return every variant of an indexer's scores at every size; DeepGEMM's is there on a GPU even if it is not installed."""
+    grid = itertools.product(
+        options.parse_names("lengths", LENGTHS),
+        options.parse_counts("width", (16,), (128,)),
+        options.parse_counts("page", (4,), (64,)),
+        options.parse_counts("context", (16,), (8192, 131072)),
+        options.parse_counts("requests", (1, 3), (1, 8, 64)),
+        options.parse_counts("heads", (8,), (64,)),
+        options.parse_names("variant", INDEXER_VARIANTS, INDEXER_VARIANTS[:1] if options.cpu else INDEXER_VARIANTS[1:]),
+    )
+    return [
+        options.make_case(name, heads=h, width=x, requests=b, context=s, page=p, lengths=division)
+        for division, x, p, s, b, h, name in grid
+    ]
+
+
+def list_sparse_attention_cases(options: BenchOptions) -> list[Case]:
+    """Return every variant of sparse MLA decode at every size; FlashMLA's is there on a GPU even if it is not installed."""
+    grid = itertools.product(
+        options.parse_names("lengths", LENGTHS),
+        options.parse_counts("page", (4,), (64,)),
+        options.parse_counts("top_k", (8,), (2048,)),
+        options.parse_counts("context", (16,), (8192, 131072)),
+        options.parse_counts("requests", (1, 3), (1, 8, 64)),
+        options.parse_counts("heads", (16,), (64, 128)),
+        options.parse_names("variant", SPARSE_VARIANTS, SPARSE_VARIANTS[:1] if options.cpu else SPARSE_VARIANTS[1:]),
+    )
+    return [
+        options.make_case(name, heads=h, requests=b, context=s, top_k=k, page=p, lengths=division)
+        for division, p, k, s, b, h, name in grid
     ]
 
 
@@ -336,6 +372,8 @@ def list_kv_gather_cases(options: BenchOptions) -> list[Case]:
 CASES: dict[str, Callable[[BenchOptions], list[Case]]] = {
     "attention": list_attention_cases,
     "gqa": list_gqa_cases,
+    "indexer": list_indexer_cases,
+    "sparse-attention": list_sparse_attention_cases,
     "exchange": list_exchange_cases,
     "collectives": list_collectives_cases,
     "merge": list_merge_cases,

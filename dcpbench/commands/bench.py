@@ -117,6 +117,50 @@ class Gqa(Group):
     layers: int | None = LAYERS
 
 
+class Indexer(Group):
+    """Measure the scores of an indexer of sparse attention (DeepSeek-V3.2, GLM-5) over one rank's stored keys.
+
+    DeepGEMM's kernel is compared with fp64 and with this GPU's limits. docs/sparse-attention.md explains the operator.
+
+    For example:
+
+      dcpbench bench indexer --heads 64 --requests 1,64 --context 131072 -o results
+    """
+
+    heads: str | None = COUNTS("Query heads of the indexer. Default: 64 on a GPU; 8 on the CPU.")
+    width: str | None = COUNTS("Columns of a head and of a key. Default: 128 on a GPU; 16 on the CPU.")
+    requests: str | None = COUNTS("Requests of a decode step. Default: 1,8,64 on a GPU; 1,3 on the CPU.")
+    context: str | None = COUNTS("Keys of a request on this rank. Default: 8192,131072 on a GPU; 16 on the CPU.")
+    page: str | None = COUNTS("Keys of a page. Default: 64 on a GPU; 4 on the CPU.")
+    lengths: str = NAMES(
+        "even: all requests have --context keys. uneven: from 1/8 to 15/8 of it, the same in all.", default="even"
+    )
+    variant: str | None = NAMES("reference, deepgemm. Default: deepgemm on a GPU; reference on the CPU.")
+    layers: int | None = LAYERS
+
+
+class SparseAttention(Group):
+    """Measure MLA decode over the tokens that an indexer chose (DeepSeek-V3.2, GLM-5).
+
+    FlashMLA's kernel over its fp8 rows is compared with fp64 and with this GPU's limits.
+
+    For example:
+
+      dcpbench bench sparse-attention --heads 64,128 --requests 8,64 --context 131072 -o results
+    """
+
+    heads: str | None = COUNTS("Query heads that one rank attends with. Default: 64,128 on a GPU; 16 on the CPU.")
+    requests: str | None = COUNTS("Requests of a decode step. Default: 1,8,64 on a GPU; 1,3 on the CPU.")
+    context: str | None = COUNTS("KV rows of a request on this rank. Default: 8192,131072 on a GPU; 16 on the CPU.")
+    top_k: str | None = COUNTS("Rows that a request attends to. Default: 2048 on a GPU; 8 on the CPU.")
+    page: str | None = COUNTS("Rows of a page. Default: 64 on a GPU; 4 on the CPU.")
+    lengths: str = NAMES(
+        "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, the same in all.", default="even"
+    )
+    variant: str | None = NAMES("reference, flashmla. Default: flashmla on a GPU; reference on the CPU.")
+    layers: int | None = LAYERS
+
+
 class Exchange(Group):
     """Measure what a decode attention layer exchanges between the ranks of a DCP group: q, partial outputs and lse.
 
@@ -288,6 +332,8 @@ def _register_bench(name: str, sizes: type[Group]) -> None:
 BENCHES: dict[str, type[Group]] = {
     "attention": Attention,
     "gqa": Gqa,
+    "indexer": Indexer,
+    "sparse-attention": SparseAttention,
     "exchange": Exchange,
     "collectives": Collectives,
     "merge": Merge,

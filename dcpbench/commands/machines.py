@@ -33,7 +33,7 @@ def machines(as_json: bool = opt.JSON) -> int:
         box=SIMPLE_HEAD,
         title="GPUs; rates from data sheets, dense, links in one direction. On paper: dcpbench has never run on one",
     )
-    for name in ("GPU", "a host", "memory", "memory TB/s", "bf16 TFLOP/s", "fp8 TFLOP/s", "NVLink GB/s", "W"):
+    for name in ("GPU", "a host", "memory", "L2", "memory TB/s", "bf16 TFLOP/s", "fp8 TFLOP/s", "NVLink GB/s", "W"):
         shown.add_column(name, justify="left" if name == "GPU" else "right")
     for gpu in GPUS:
         fp8 = "—" if gpu.fp8_flop_s is None else format_short_number(gpu.fp8_flop_s / 1e12)
@@ -42,6 +42,7 @@ def machines(as_json: bool = opt.JSON) -> int:
             format_machine_label(gpu.name),
             str(gpu.gpus_per_host),
             format_size(gpu.memory_bytes),
+            format_size(gpu.l2_bytes),
             *rates,
             format_short_number(gpu.nvlink_bytes_s / 1e9),
             str(gpu.watts),

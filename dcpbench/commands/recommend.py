@@ -1,5 +1,6 @@
 """Implement `dcpbench recommend`: choose a layout for a machine, which may be another one than this."""
 
+import itertools
 import math
 import re
 import sys
@@ -12,7 +13,7 @@ from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, make_structured
 from dcpbench.models import REPOSITORIES
 from dcpbench.points.names import format_flag
-from dcpbench.points.structured_options import Mtp, Prefill
+from dcpbench.points.structured_options import Mtp, Prefill, Stages
 from dcpbench.show.terminal import ProgressLine, make_console
 from dcpbench.show.text import format_list
 
@@ -51,6 +52,7 @@ class Wanted(Group):
     gpus: str | None = opt.MACHINES(
         "GPUs of a layout; several are compared by throughput per GPU. Default: those of one host.", metavar="N,…"
     )
+    stages: Stages | None = make_structured(opt.MACHINES, Stages)
     concurrency: str | None = opt.LOAD(f"Requests in flight. Default: {CLIENTS}.", metavar="N,…")
     context: str | None = opt.LOAD("Decode steps only, with this number of tokens for each request.", metavar="N,…")
     input_tokens: str | None = opt.LOAD(
@@ -166,17 +168,18 @@ def recommend(
 
 def _make_start(name: str, ask: "Query", choice: "Choice", best: "Forecast", steps: "Steps") -> "Start":
     """Return the command that starts an engine in a recommended layout, or in the nearest one that it supports."""
+    from dcpbench.models import load_shape
     from dcpbench.recommend.advise import find_nearest
     from dcpbench.recommend.answer_formats import Start
     from dcpbench.servers.presets import PRESETS, format_command
 
-    nodes = -(-best.point.tp // ask.machine.gpus_per_host)
-    engine = PRESETS[name]
-    lacking = engine.find_lacking(best.point)
+    nodes = -(-best.point.gpus // ask.machine.gpus_per_host)
+    engine, shape = PRESETS[name], load_shape(ask.model)
+    lacking = engine.find_lacking(best.point, shape)
     if not lacking:
         return Start(engine=name, command=format_command(name, best.point, nodes))
     nearest = find_nearest(ask, choice, best, engine.exchanges, steps)
-    if nearest is None:
+    if nearest is None or engine.find_lacking(nearest.point, shape):
         return Start(engine=name, lacking=lacking)
     command = format_command(name, nearest.point, nodes)
     return Start(engine=name, command=command, lacking=lacking, nearest=nearest, load=choice.name)
@@ -184,11 +187,13 @@ def _make_start(name: str, ask: "Query", choice: "Choice", best: "Forecast", ste
 
 def _make_commands(ask: "Query", f: "Forecast") -> dict[str, str]:
     """Return the commands that start the engines in a layout, without engines that cannot run it."""
+    from dcpbench.models import load_shape
     from dcpbench.recommend import answer_formats
     from dcpbench.servers.presets import PRESETS, format_command
 
-    nodes = -(-f.point.tp // ask.machine.gpus_per_host)
-    names = [name for name in answer_formats.STARTED_ENGINES if not PRESETS[name].find_lacking(f.point)]
+    nodes = -(-f.point.gpus // ask.machine.gpus_per_host)
+    shape = load_shape(ask.model)
+    names = [name for name in answer_formats.STARTED_ENGINES if not PRESETS[name].find_lacking(f.point, shape)]
     return {name: format_command(name, f.point, nodes) for name in names}
 
 
@@ -224,9 +229,12 @@ def _make_query(wanted: Wanted) -> "Query":
         if wanted.gpus is not None
         else (here or min(GPUS_PER_HOST, machine.gpus_per_host),)
     )
+    stages = _read_stages(wanted.stages or Stages())
     drafts, acceptance = _parse_drafts(wanted.mtp)
     return Query(
         model=wanted.model,
+        stages=tuple(itertools.product(stages.pp or (1,), stages.pcp or (1,))),
+        micro_batches=stages.micro_batches or 0,
         machine=machine,
         named=named,
         gpus=gpus,
@@ -242,6 +250,19 @@ def _make_query(wanted: Wanted) -> "Query":
         kv_memory=wanted.kv_memory,
         cycled=wanted.cycled,
     )
+
+
+def _read_stages(stages: Stages) -> Stages:
+    """Return --stages. Raise UsageError for a degree or a number of micro-batches below 1."""
+    from dcpbench.errors import UsageError
+
+    for name in ("pp", "pcp", "micro_batches"):
+        given = getattr(stages, name)
+        for n in given if isinstance(given, tuple) else () if given is None else (given,):
+            if n < 1:
+                key = name.replace("_", "-")
+                raise UsageError(f"--stages {key}={n} is not a positive number; write for example --stages {key}=2.")
+    return stages
 
 
 def _parse_drafts(mtp: Mtp | None) -> tuple[int, str]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed, make_panel, make_structured
-from dcpbench.points.structured_options import Mtp, Timeout
+from dcpbench.points.structured_options import Mtp, Stages, Timeout
 
 ENGINE = make_panel("Another engine")
 
@@ -76,9 +76,16 @@ class Run(opt.RunOnMachines):
 
 
 class Emulation(Group):
-    """Hold the option that emulates the other ranks."""
+    """Hold the options for layouts that this machine does not run."""
 
     emulate: str | None = opt.EMULATE
+    stages: Stages | None = make_structured(
+        opt.HOW,
+        Stages,
+        "pp",
+        "pcp",
+        about="With --dry-run: pipeline stages and prefill context parallelism. Values separated by / are points of their own.",
+    )
 
 
 class Measured(Group):

@@ -72,8 +72,9 @@ def _build_metadata(p: ServedPoint) -> dict[str, str]:
     if point.tp:
         found = {TP: str(point.tp // max(point.dp, 1)), DP: str(point.dp), DCP: str(point.dcp)}
         found |= {theirs: str(degree) for ours, theirs in OUTER.items() if (degree := getattr(point, ours)) > 1}
-    if point.tp > 1 and point.ep_degree in (1, point.tp):
-        found[EP] = str(point.ep_degree == point.tp)
+    ranks = point.tp * point.pcp
+    if ranks > 1 and point.ep_degree in (1, ranks):
+        found[EP] = str(point.ep_degree == ranks)
     if goodput := _format_goodput(p):
         found["goodput"] = goodput
     if held := load_labels.describe_layers_held([p.m.record]):

@@ -207,8 +207,7 @@ def _add_missing(result: Result, file: str, engine: str, overrides: Overrides) -
 
 
 def _format_layout(layout: Mapping[str, int]) -> str:
-    outer = "".join(f"·{name}{layout[name]}" for name in OUTER_DEGREES if layout[name] > 1)
-    return f"{Layout(**{name: layout[name] for name in DEGREES})}{outer}"
+    return str(Layout(**{name: layout[name] for name in ALL_DEGREES}))
 
 
 def _complete_layout(name: field_names.Name, engine: str, overrides: Overrides) -> dict[str, int]:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import ModelError
 from dcpbench.models.tensor_names import DEEPSEEK_NAMES
-from dcpbench.models.weight_formats import COMPUTE_DTYPES, FORMATS, UNQUANTISED, UnknownFormat, WeightFormat
+from dcpbench.models.weight_formats import (
+    COMPUTE_DTYPES,
+    FORMATS,
+    SCALE_BLOCK,
+    UNQUANTISED,
+    UnknownFormat,
+    WeightFormat,
+)
 
 if TYPE_CHECKING:
     from dcpbench.models.tensor_names import TensorNames
@@ -57,6 +64,10 @@ class Gqa:
     """True if each query head has a learned logit in its softmax that stands for no token."""
 
 
+SCALE_BYTES, ROPE_BYTES = 4, 2
+"""Bytes of a scale of a stored key or row (fp32), and of a number of a rope key in fp8 rows of sparse attention (bf16)."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Indexer:
     """Describe the indexer of sparse attention as DeepSeek-V3.2 has it: the tokens of its best scores are attended to."""
@@ -72,7 +83,7 @@ class Indexer:
     @property
     def key_bytes(self) -> int:
         """Bytes of a stored key: e4m3 numbers and an fp32 scale."""
-        return self.width + 4
+        return self.width + SCALE_BYTES
 
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
@@ -138,6 +149,10 @@ class ModelShape:
     """Names of the checkpoint's tensors."""
     published: WeightFormat | UnknownFormat = UNQUANTISED
     """Format of the published checkpoint's weights."""
+    has_embedding: bool = True
+    has_head: bool = True
+    """True for a whole model; a pipeline stage other than the last has no final norm and LM head, one other than the first no
+    embedding."""
     mtp_layers: int = 0
     """Further layers of the published checkpoint that predict several tokens; `--mtp` runs the first of them."""
     drafts: bool = False
@@ -209,6 +224,16 @@ class ModelShape:
         """Return the numbers in a KV row of one of `ranks` tensor-parallel ranks, all of which store the same rows of MLA."""
         return self.count_kv_heads(ranks) * (self.head_width + self.value) if self.gqa else self.latent + self.rope
 
+    def compute_kv_row_bytes(self, itemsize: int, ranks: int = 1) -> int:
+        """Return the bytes of a stored KV row of one of `ranks` tensor-parallel ranks.
+
+        Rows in fp8 of a model with sparse attention keep the rope key in bf16 and have an fp32 scale for each 128 latent numbers
+        (FlashMLA's format, `fp8_ds_mla` in vLLM).
+        """
+        if self.indexer and itemsize == 1:
+            return self.latent + SCALE_BYTES * -(-self.latent // SCALE_BLOCK) + ROPE_BYTES * self.rope
+        return self.compute_kv_width(ranks) * itemsize
+
     def compute_kv_bytes_per_token(self, itemsize: int, ranks: int = 1) -> int:
         """Return the bytes that one token takes in the KV cache of one of `ranks` tensor-parallel ranks.
 
@@ -216,4 +241,4 @@ class ModelShape:
         """
         layers = self.stored_layers - (self.gqa.window_layers if self.gqa else 0)
         keys = self.indexer.layers * self.indexer.key_bytes if self.indexer else 0
-        return layers * self.compute_kv_width(ranks) * itemsize + keys
+        return layers * self.compute_kv_row_bytes(itemsize, ranks) + keys

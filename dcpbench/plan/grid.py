@@ -16,7 +16,7 @@ from dcpbench.plan.spec import check_same_sizes, resolve_compute_dtype
 from dcpbench.plan.validate import Machine, check_runnable
 from dcpbench.points.axes import Role
 from dcpbench.points.budget import EnginePlan, find_engine_plan, plan_engines
-from dcpbench.points.layout import DEGREES, place_experts
+from dcpbench.points.layout import DEGREES, OUTER_DEGREES, place_experts
 from dcpbench.points.names import (
     ALL_REDUCES,
     AS_COMPUTED,
@@ -47,7 +47,11 @@ WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in selec
 """Fields of a point with dcp 1."""
 WITHOUT_TRANSFERS: dict[str, object] = {axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)}
 """Fields of a point without transfers of KV between instances."""
-LISTED = [axis for axis in AXES if axis.name in DEGREES or axis.role & (Role.PATH | Role.DEPLOYED | Role.ASSUMED)]
+LISTED = [
+    axis
+    for axis in AXES
+    if axis.name in (*DEGREES, *OUTER_DEGREES) or axis.role & (Role.PATH | Role.DEPLOYED | Role.ASSUMED)
+]
 """Fields that have their own keys in the JSON of --dry-run."""
 MAX_POINTS = 100_000
 """Maximum number of points of one run, which is also what its report reads."""
@@ -226,14 +230,16 @@ def _iter_points(spec: SweepSpec, shapes: Mapping[str, ModelShape]) -> Iterable[
     loads = {(model, dp): spec.make_loads(dp, shapes[model]) for model in spec.model for dp in spec.dp}
     _check_count(spec, sum(map(len, loads.values())) * math.prod(map(len, spec.how.values())))
     hows = [dict(zip(spec.how, values, strict=True)) for values in itertools.product(*spec.how.values())]
-    axes = itertools.product(range(spec.repeats), spec.tp, spec.dp, spec.model, hows)
-    for repeat, tp, dp, model, how in axes:
+    axes = itertools.product(range(spec.repeats), spec.tp, spec.pp, spec.pcp, spec.dp, spec.model, hows)
+    for repeat, tp, pp, pcp, dp, model, how in axes:
         placed = {
-            "ep": place_experts(str(how["ep"]), tp),
+            "ep": place_experts(str(how["ep"]), tp * pcp),
             "acceptance": limit_acceptance(cast("int", how["mtp"]), spec.acceptance),
+            "pp": pp,
+            "pcp": pcp,
         }
         for given, dcp in itertools.product(
-            loads[model, dp], spec.dcp or (shapes[model].compute_max_dcp(max(tp // dp, 1)),)
+            loads[model, dp], spec.dcp or (shapes[model].compute_max_dcp(max(tp // dp, 1)) if pcp == 1 else 1,)
         ):
             yield Point(
                 model=model,
@@ -277,7 +283,8 @@ def _check_count(spec: SweepSpec, each: int) -> None:
     """Raise UsageError for a grid with more points than a report reads; `each` is their number per
     repeat, tp and dcp.
     """
-    count = spec.repeats * len(spec.tp) * len(spec.dcp or (1,)) * each
+    stages = len(spec.pp) * len(spec.pcp)
+    count = spec.repeats * len(spec.tp) * stages * len(spec.dcp or (1,)) * each
     if count > MAX_POINTS:
         raise UsageError(
             f"{count:,} points are asked for, more than the {MAX_POINTS:,} that a run can have; lower --repeats, or "

@@ -14,6 +14,7 @@ from dcpbench.plan.option_parsers import check_known, check_positive, check_seco
 from dcpbench.plan.spec import PARSERS, SPEC_PARSERS, PointLoad, build_spec, get_defaults
 from dcpbench.points.batches import CHUNK, CPU_CHUNK, GRAPH_BATCHES
 from dcpbench.points.instances import parse_instances
+from dcpbench.points.layout import OUTER_DEGREES
 from dcpbench.points.names import (
     CLOSED,
     COMPUTED,
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from dcpbench.points.device_probe import Probe
     from dcpbench.serving.request_files import Trace
 
-OTHERS = ("context", "seconds")
+OTHERS = ("context", "seconds", *OUTER_DEGREES)
 """Options that only `sweep` has."""
 SHARED_AXES = [axis for axis in LOAD_AXES if axis.one]
 """Fields that are equal for all loads of a run, and options with the same names."""

@@ -20,7 +20,7 @@ from dcpbench.plan.option_parsers import check_known, check_positive, check_seco
 from dcpbench.plan.yaml_text import load_yaml
 from dcpbench.points.device_probe import HOPPER, Probe
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.layout import DEGREES
+from dcpbench.points.layout import DEGREES, OUTER_DEGREES
 from dcpbench.points.names import (
     AS_PUBLISHED,
     COMPUTED,
@@ -87,6 +87,9 @@ class SweepSpec:
     dp: tuple[int, ...] = (1,)
     dcp: tuple[int, ...] = ()
     """Values of dcp; if empty, the largest for each tp and dp, which is tp / dp."""
+    pp: tuple[int, ...] = (1,)
+    pcp: tuple[int, ...] = (1,)
+    """Values of the degrees of --stages, which are planned and not run."""
     concurrency: tuple[int, ...] = ()
     context: tuple[int, ...] = ()
     serve: Served | None = None
@@ -106,7 +109,7 @@ class SweepSpec:
         for name, values in (needed | dict(self.how)).items():
             if not values:
                 raise UsageError(f"{format_flag(name)} is empty; give at least one value or leave the option out.")
-        for name in (*DEGREES, "concurrency", "context"):
+        for name in (*DEGREES, *OUTER_DEGREES, "concurrency", "context"):
             for value in getattr(self, name):
                 check_positive(name, value)
         for axis in HOW:
@@ -374,7 +377,7 @@ def _format_error(error: Exception) -> str:
 
 PARSERS: dict[str, Callable[[str, object], object]] = {
     "model": read.parse_names,
-    **dict.fromkeys((*DEGREES, "concurrency", "context"), read.parse_ints),
+    **dict.fromkeys((*DEGREES, *OUTER_DEGREES, "concurrency", "context"), read.parse_ints),
     **{axis.name: read.get_parser(axis) for axis in HOW if axis.name != COMPUTED},
     "ep": read.parse_degrees,
     "routing": read.parse_routings,

@@ -28,6 +28,7 @@ from dcpbench.points.budget import (
     CPU_BYTES,
     ITEMSIZE,
     compute_max_pages,
+    compute_page_bytes,
     count_min_pages,
     count_needed_pages,
     plan_engine,
@@ -137,6 +138,11 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
 
 def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
     """Raise UsageError unless the engine computes the model with its weights; replays with given step times need no engine."""
+    if point.layout.gpus > point.tp:
+        raise UsageError(
+            f"{point.instance_name}: the engine runs no pipeline stages and no prefill context parallelism. To plan them, add --dry-run, "
+            "or use dcpbench recommend; to measure them, start an engine in this layout and use dcpbench server --url."
+        )
     reason = None if settings.step_times else find_live_limit(shape, point.weights_dtype)
     if reason is not None:
         raise UsageError(f"{point.instance_name}: {reason}. To plan it, add --dry-run, or use dcpbench recommend.")
@@ -225,8 +231,14 @@ def _check_ranks(point: Point, shape: ModelShape, machine: Machine) -> None:
     if point.emulate:
         _check_emulated(point, machine)
         return
-    if machine.probe.device == "cpu" or point.tp <= machine.gpus:
+    gpus = point.layout.gpus
+    if machine.probe.device == "cpu" or gpus <= machine.gpus:
         return
+    if gpus > point.tp:
+        raise CapacityError(
+            f"{point.instance_name} needs {gpus} GPUs, tp · pp · pcp, and there are {machine.gpus} ({machine.probe.name}); add --nodes "
+            f"{-(-gpus // machine.probe.count)} to the plan, or use smaller degrees."
+        )
     nodes = -(-point.tp // machine.probe.count)
     instead = shlex.join(_suggest_smaller(point, shape, machine))
     raise CapacityError(
@@ -268,6 +280,10 @@ def _check_emulated(point: Point, machine: Machine) -> None:
     """Raise an error unless the rank that emulates a layout has a known wire model and its results are not compared."""
     if machine.nnodes > 1:
         raise UsageError("--emulate runs one rank on this machine alone; leave --nodes out.")
+    if point.layout.gpus > point.tp:
+        raise UsageError(
+            f"--emulate {point.emulate}: a stage of {point.instance_name} is not emulated; leave --stages out."
+        )
     if not machine.timed or point.weights != SYNTHETIC:
         raise UsageError(
             f"--emulate {point.emulate}: one rank's results mean nothing without the others'; "
@@ -584,7 +600,7 @@ def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Pr
     The pool must hold what a decode step needs, or the longest request that is served; with --kv-memory any request of
     a load is enough.
     """
-    one = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
+    one = compute_page_bytes(point, shape)
     try:
         plan = plan_engine([point], settings, shape, probe)
     except NoRoomError as e:
@@ -620,8 +636,7 @@ def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Pro
     """
     pool = compute_max_pages(point, shape, probe)
     if settings.kv_memory_bytes is not None:
-        drafting = shape.add_drafts(point.mtp)
-        one = memory.compute_page_bytes(drafting, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
+        one = compute_page_bytes(point, shape)
         pool = min(pool, settings.kv_memory_bytes // one)
     one = memory.count_pages(point.context + point.mtp + memory.HEADROOM_TOKENS, point.layout, point.page_size)
     max_requests = max((pool - memory.PAGES_OF_PADDING) // one, 0) * point.dp

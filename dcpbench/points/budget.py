@@ -15,8 +15,10 @@ from dcpbench.models import load_shape
 from dcpbench.points import memory
 from dcpbench.points.axes import Role
 from dcpbench.points.device_probe import Probe
+from dcpbench.points.layout import OUTER_DEGREES
 from dcpbench.points.memory import GIB, Layers
 from dcpbench.points.names import FP8
+from dcpbench.points.pipeline import make_stages
 from dcpbench.points.point import Point, select_point_axes
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1}
 """Bytes of a number, by precision."""
-engine_values = operator.attrgetter(*(axis.name for axis in select_point_axes(Role.ENGINE)))
+engine_values = operator.attrgetter(*(axis.name for axis in select_point_axes(Role.ENGINE)), *OUTER_DEGREES)
 """Values that points must share to use the same weights, pools and process groups; compared for every two points of a
 sweep.
 """
@@ -94,8 +96,13 @@ def plan_engine(points: Sequence[Point], settings: Settings, shape: ModelShape, 
     The pool has the size of --kv-memory if that is given; else the memory left next to all weights, if every point can
     run in that; else the size that the largest point needs. `bounded_by` names which of the three. Points of `serve`
     run with less than they need, because their requests wait: next to all weights they get what is left, and never more
-    than fits.
+    than fits. With pipeline stages it is the plan of the stage with the fewest pages, which all stages use.
     """
+    stages = make_stages(shape, points[0].pp)
+    return min((_plan_stage(points, settings, stage, probe) for stage in stages), key=lambda plan: plan.pages)
+
+
+def _plan_stage(points: Sequence[Point], settings: Settings, shape: ModelShape, probe: Probe) -> EnginePlan:
     chunk = max(p.load.chunk if p.load else 0 for p in points)
     max_requests = max(map(_count_requests, points))
     rank = _Rank(points[0], chunk, shape, probe, max_requests)
@@ -130,8 +137,9 @@ def compute_max_pages(point: Point, shape: ModelShape, probe: Probe) -> int:
     """Return the number of pages of the largest pool that fits next to the fewest weights that may be held; 0 if none
     fits.
     """
-    rank = _Rank(point, point.load.chunk if point.load else 0, shape, probe, _count_requests(point))
-    return max(rank.compute_pages_left(rank.fewest), 0)
+    chunk, requests = point.load.chunk if point.load else 0, _count_requests(point)
+    ranks = [_Rank(point, chunk, stage, probe, requests) for stage in make_stages(shape, point.pp)]
+    return max(min(rank.compute_pages_left(rank.fewest) for rank in ranks), 0)
 
 
 class WholeModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +157,15 @@ class WholeModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_whole_model(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> WholeModel:
-    """Return the memory that a point takes with all its layers held, even if that is more than a GPU has."""
+    """Return the memory that a point takes with all its layers held, even if that is more than a GPU has.
+
+    With pipeline stages it is that of the stage that takes most.
+    """
+    found = [_measure_stage(point, settings, stage, probe) for stage in make_stages(shape, point.pp)]
+    return max(found, key=lambda stage: (stage.missing_bytes, stage.weight_bytes))
+
+
+def _measure_stage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> WholeModel:
     rank = _Rank(point, point.load.chunk if point.load else 0, shape, probe, _count_requests(point))
     pages = count_min_pages(point)
     if settings.kv_memory_bytes is not None:
@@ -160,6 +176,13 @@ def measure_whole_model(point: Point, settings: Settings, shape: ModelShape, pro
         available_bytes=rank.room,
         buffer_bytes=rank.buffers,
     )
+
+
+def compute_page_bytes(point: Point, shape: ModelShape) -> int:
+    """Return the bytes of a page on a rank, of the pipeline stage in which it is largest."""
+    kv_itemsize = ITEMSIZE[point.kv_precision]
+    stages = make_stages(shape.add_drafts(point.mtp), point.pp)
+    return max(memory.compute_page_bytes(stage, point.page_size, kv_itemsize, point.layout) for stage in stages)
 
 
 def count_needed_pages(point: Point) -> int:
@@ -219,13 +242,13 @@ class _Rank:
         self.gpu = probe.device == "cuda" and probe.memory_bytes is not None
         if self.gpu:
             self.fewest = memory.compute_min_layers(
-                shape, point.layout, self.itemsize, self.l2_bytes, point.group_wide, self.weights
+                shape, point.layout.spread, self.itemsize, self.l2_bytes, point.group_wide, self.weights
             )
             self.room = (probe.memory_bytes or 0) - memory.RESERVE_BYTES
             if chunk:
                 kv_itemsize = ITEMSIZE[point.kv_precision]
                 self.buffers = memory.compute_prefill_bytes(
-                    shape, point.layout, chunk, self.itemsize, point.ep, kv_itemsize=kv_itemsize
+                    shape, point.layout.spread, chunk, self.itemsize, point.ep, kv_itemsize=kv_itemsize
                 )
                 self.room -= self.buffers
         self.room -= requests * memory.compute_sliding_bytes(shape, point.layout, ITEMSIZE[point.kv_precision])
@@ -234,7 +257,7 @@ class _Rank:
         """Return the bytes of this many distinct layers."""
         point = self.point
         return memory.compute_weight_bytes(
-            self.shape, point.layout, self.itemsize, *layers, point.group_wide, self.weights, ep=point.ep
+            self.shape, point.layout.spread, self.itemsize, *layers, point.group_wide, self.weights, ep=point.ep
         )
 
     def compute_pages_left(self, layers: Layers) -> int:
@@ -259,7 +282,7 @@ class _Rank:
 
     def make_plan(self, pages: int, held: Layers, **limits: Any) -> EnginePlan:  # noqa: ANN401 -- fields of several types
         """Return the plan with this pool, these layers, and `limits` on what points may request."""
-        layout, wide = self.point.layout, self.point.group_wide
+        layout, wide = self.point.layout.spread, self.point.group_wide
         sure = sum(held) * memory.compute_certain_bytes(self.shape, layout, self.itemsize, wide, self.weights)
         return EnginePlan(
             point=self.point,

@@ -316,6 +316,19 @@ class Wire:
             return self._predict_across_hosts(what, ranks, received_bytes, meetings, mean)
         return Seconds.from_mean(mean * 1e-6, error)
 
+    def predict_hop_seconds(self, received_bytes: int, *, across: bool) -> Seconds:
+        """Return the time of a message from one GPU to another, `across` hosts or inside one.
+
+        Inside a host it is an all-gather over two ranks, each of which receives as many bytes; no message alone was measured.
+        """
+        inside = self.predict_seconds("all-gather", 2, received_bytes)
+        if not across:
+            return inside
+        if self.link is None:
+            raise UsageError("a pipeline stage on another host needs a link between hosts; use a machine with +LINK.")
+        us = max(inside.mean * 1e6, received_bytes / (self.link.bytes_s * LINK_SHARE) * 1e6) + self.link.latency_us
+        return Seconds.from_mean(us * 1e-6, LINK_BAND)
+
     def _predict_across_hosts(
         self, what: str, ranks: int, received_bytes: int, meetings: int, inside_us: float
     ) -> Seconds:

@@ -48,9 +48,9 @@ Ints = TypeVar("Ints", int, "np.ndarray[Any, np.dtype[np.int32]]")
 
 
 DEGREES = ("tp", "dp", "dcp")
-"""Fields of a Layout, which a point has under the same names."""
+"""Fields of a Layout that divide the GPUs of a stage, which a point has under the same names."""
 OUTER_DEGREES = ("pp", "pcp")
-"""Fields of a point that multiply the GPUs of an imported server: pipeline and prefill context parallel degree."""
+"""Further fields of a Layout, which multiply its GPUs: pipeline and prefill context parallel degree."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +63,13 @@ class Layout:
     """Number of attention data parallel replicas inside `tp`."""
     dcp: int = 1
     """Number of ranks that share the KV cache of one request, inside one attention replica."""
+    pp: int = 1
+    """Number of pipeline stages, each on `tp` · `pcp` GPUs of its own."""
+    pcp: int = 1
+    """Number of groups of `tp` GPUs among which the tokens of prompts are divided (prefill context parallelism)."""
 
     def __post_init__(self) -> None:
-        for name in DEGREES:
+        for name in (*DEGREES, *OUTER_DEGREES):
             if getattr(self, name) < 1:
                 raise LayoutError(f"--{name} {getattr(self, name)} is not a positive number; try --{name} 1.")
             if getattr(self, name) > MAX_RANKS:
@@ -82,24 +86,43 @@ class Layout:
             raise LayoutError(f"--dcp {self.dcp} does not divide {of}; these do: {_format_divisors(self.attn_tp)}.")
 
     @property
+    def gpus(self) -> int:
+        """Number of GPUs, as vLLM counts them: tp · pp · pcp."""
+        return self.tp * self.pp * self.pcp
+
+    @property
+    def spread(self) -> Layout:
+        """Return the layout of a stage's weights: experts and dense MLPs are divided over the PCP ranks too, attention is not.
+
+        So are they over replicas of attention DP, as which the PCP ranks appear. Unlike these they have copies of the KV cache.
+        """
+        return Layout(tp=self.tp * self.pcp, dp=self.dp * self.pcp, dcp=self.dcp)
+
+    @property
     def attn_tp(self) -> int:
         """Number of ranks that share the heads of one attention replica."""
         return self.tp // self.dp
 
     def __str__(self) -> str:
         """Return `tp8`, `tp8·dcp8` or `tp8·dp2·dcp4`."""
-        return f"tp{self.tp}" + (f"·dp{self.dp}" if self.dp > 1 else "") + (f"·dcp{self.dcp}" if self.dcp > 1 else "")
+        inner = f"tp{self.tp}" + (f"·dp{self.dp}" if self.dp > 1 else "") + (f"·dcp{self.dcp}" if self.dcp > 1 else "")
+        return f"{inner}{self._outer_name}"
 
     def format_vllm_name(self) -> str:
         """Return the layout in vLLM's terms, in which tp counts the ranks of one attention replica."""
-        return f"dp{self.dp}·tp{self.attn_tp}·dcp{self.dcp}"
+        return f"dp{self.dp}·tp{self.attn_tp}·dcp{self.dcp}{self._outer_name}"
+
+    @property
+    def _outer_name(self) -> str:
+        """Pipeline stages and PCP ranks, where there are several."""
+        return "".join(f"·{name}{getattr(self, name)}" for name in OUTER_DEGREES if getattr(self, name) > 1)
 
     def format_engine_name(self, engine: str) -> str:
         """Return the layout by the degrees of an engine's own flags; empty for an engine with unknown flags.
 
         SGLang's --tp-size counts all ranks of its attention replicas, as --tp does.
         """
-        names = {VLLM: self.format_vllm_name(), SGLANG: f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}"}
+        names = {VLLM: self.format_vllm_name(), SGLANG: f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}{self._outer_name}"}
         return names.get(engine, "")
 
     def get_dp_rank(self, rank: int) -> int:
@@ -130,6 +153,10 @@ class Layout:
 
     def check_model(self, shape: ModelShape, ep: str = WHOLE) -> None:
         """Raise LayoutError, with degrees that work, unless heads and the experts placed by `ep` divide evenly."""
+        self._check_outer(shape)
+        if self.pcp > 1:
+            self.spread.check_model(shape, ep)
+            return
         if shape.heads % self.attn_tp:
             raise LayoutError(
                 f"{shape.name} has {shape.heads} heads, which {self} would split over {self.attn_tp} ranks; "
@@ -159,6 +186,18 @@ class Layout:
                     f"{shape.name} has {text} not divide over --tp {self.tp}; --tp can be {possible}"
                     + ("." if instead else f", or add --ep {other}.")
                 )
+
+    def _check_outer(self, shape: ModelShape) -> None:
+        """Raise LayoutError for more stages than layers, or for PCP with degrees that are not planned with it."""
+        if self.pp > shape.layers:
+            raise LayoutError(
+                f"{shape.name} has {shape.layers} layers, fewer than --stages pp={self.pp}; use fewer stages."
+            )
+        if self.pcp > 1 and (self.dp > 1 or self.dcp > 1):
+            raise LayoutError(
+                f"--stages pcp={self.pcp} is planned without attention DP, which vLLM does not combine with it, and without DCP; "
+                f"use --dp 1 and --dcp 1, or pcp=1."
+            )
 
     def _check_kv_heads(self, shape: ModelShape) -> None:
         """Raise LayoutError unless the ranks can hold a model's KV heads, and those with copies of a head share its cache.
@@ -209,8 +248,8 @@ def format_layout_name(degrees: object, dp: int, ep_degree: int | None) -> str:
     return str(degrees) if dp <= 1 or ep_degree is None else f"{degrees}·ep{ep_degree}"
 
 
-def list_valid_layouts(shape: ModelShape, tp: int, ep: str = CUT) -> list[Layout]:
-    """Return every layout of `tp` ranks that the model can take with experts placed by `ep`, smallest degrees first.
+def list_valid_layouts(shape: ModelShape, tp: int, ep: str = CUT, pp: int = 1, pcp: int = 1) -> list[Layout]:
+    """Return every layout of `tp` ranks a stage that the model can take with experts placed by `ep`, smallest degrees first.
 
     Raise LayoutError for a `tp` that no layout has.
     """
@@ -218,9 +257,9 @@ def list_valid_layouts(shape: ModelShape, tp: int, ep: str = CUT) -> list[Layout
     found = []
     for dp in _list_divisors(tp):
         for dcp in _list_divisors(tp // dp):
-            layout = Layout(tp=tp, dp=dp, dcp=dcp)
+            layout = Layout(tp=tp, dp=dp, dcp=dcp, pp=pp, pcp=pcp)
             try:
-                layout.check_model(shape, place_experts(ep, tp))
+                layout.check_model(shape, place_experts(ep, tp * pcp))
             except LayoutError:
                 continue
             found.append(layout)

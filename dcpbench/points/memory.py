@@ -246,9 +246,12 @@ def compute_vocab_rows(shape: ModelShape, layout: Layout) -> int:
 def compute_outer_bytes(shape: ModelShape, layout: Layout, itemsize: int) -> int:
     """Return the bytes of the embedding, the LM head (both split over an attention replica) and the final norm.
 
-    A tied LM head is the embedding.
+    A tied LM head is the embedding, of which the first and the last pipeline stage have one each.
     """
-    return ((1 if shape.tied else 2) * compute_vocab_rows(shape, layout) + 1) * shape.hidden * itemsize
+    matrices = shape.has_embedding + shape.has_head
+    if shape.tied:
+        matrices = min(matrices, 1)
+    return (matrices * compute_vocab_rows(shape, layout) + shape.has_head) * shape.hidden * itemsize
 
 
 def compute_weight_bytes(

@@ -167,16 +167,16 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     transfer_ms: Annotated[Number, Axis(DEPLOYED, 33, "{:g} ms a transfer")] = 0.0
     """Additional time of each request's transfer, in ms."""
     pp: Annotated[Count, Axis(SERVER, 34)] = 1
-    """Pipeline-parallel stages of an imported server. Each stage has `tp` GPUs of its own."""
+    """Pipeline stages, each with `tp` · `pcp` GPUs of its own: of an import, or planned."""
     pcp: Annotated[Count, Axis(SERVER, 35)] = 1
-    """Prefill-context-parallel ranks of an imported server, each with GPUs of its own. SGLang's lie inside tp and count as 1."""
+    """Prefill context parallel degree: groups of `tp` GPUs, of an import or planned. SGLang's lie inside tp and count as 1."""
     prefill_gpus: Annotated[Count, Axis(SERVER, 36, "{} GPUs per prefill instance")] = 0
     """GPUs of each prefill instance of an imported server if they have another layout than the decode instances, else 0."""
 
     @property
     def layout(self) -> Layout:
         """Return the point's layout; raise LayoutError if degrees do not divide each other."""
-        return Layout(tp=self.tp, dp=self.dp, dcp=self.dcp)
+        return Layout(tp=self.tp, dp=self.dp, dcp=self.dcp, pp=self.pp, pcp=self.pcp)
 
     @property
     def instances(self) -> Instances:
@@ -244,17 +244,16 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Return `instance_name` without the expert parallel degree."""
         if not self.tp:
             return UNKNOWN_LAYOUT
-        outer = "".join(f"·{name}{degree}" for name, degree in (("pp", self.pp), ("pcp", self.pcp)) if degree > 1)
         try:
-            degrees = str(self.layout)
+            return str(self.layout)
         except LayoutError:
-            degrees = f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}"
-        return f"{degrees}{outer}"
+            outer = "".join(f"·{name}{degree}" for name, degree in (("pp", self.pp), ("pcp", self.pcp)) if degree > 1)
+            return f"tp{self.tp}·dp{self.dp}·dcp{self.dcp}{outer}"
 
     @property
     def ep_degree(self) -> int | None:
         """Return the expert parallel degree: 1 for tensor-parallel experts, None if it is unknown."""
-        return find_ep_degree(self.ep, self.tp)
+        return find_ep_degree(self.ep, self.tp * self.pcp)
 
     @property
     def ep_label(self) -> str:

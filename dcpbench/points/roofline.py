@@ -32,9 +32,9 @@ from dcpbench.points.expert_distribution import OWN
 from dcpbench.points.layout import OWN_HEADS, compute_local_length
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from dcpbench.models.shapes import ModelShape
+    from dcpbench.models.shapes import Indexer, ModelShape
     from dcpbench.points.layout import GroupWide, Layout
     from dcpbench.points.point import Point
 
@@ -45,7 +45,7 @@ SCALE_BYTES = 4
 FP4_MATMUL = "matmul_fp4"
 """Limit of products of fp4 weights."""
 CANDIDATE_BYTES = 8
-"""Bytes of a rank's best logit and its token id, from which the ranks choose a token."""
+"""Bytes of a logit of a rank and its token id, or of an indexer's score and its token's number, from which the ranks choose."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ def compute_attention_work(
     width: int = KV_WIDTH,
     latent: int = LATENT,
     kv_itemsize: int | None = None,
-    row_width: int | None = None,
+    row_bytes: int | None = None,
     query_length: int = 1,
 ) -> Work:
     """Return the work of decode attention over one rank's KV rows of requests: rows·Q + B·H·(Q + R) numbers, 2·rows·H·(Q + R)
@@ -109,18 +109,31 @@ def compute_attention_work(
 
     `lengths` has the KV rows that each query row sees; `query_length` adjacent query rows of a request share those of the
     last one. Every KV row, q and o counts once; each row and head has Q multiplications for the score, R for the output, and as
-    many additions. With grouped-query attention a query head has `width` numbers, an output `latent`, and a row the
-    `row_width` of all KV heads of the rank; with MLA a row is as wide as a query. Rows have `kv_itemsize` bytes per number, q and o `itemsize`. Over rows in fp8 the operations are
-    compared with the fp8 rate, if the GPU has one: a kernel can quantise q and scores on its way, and one that widens
+    many additions. With grouped-query attention a query head has `width` numbers, an output `latent`, and a row those of all KV
+    heads of the rank; with MLA a row is as wide as a query. Rows have `kv_itemsize` bytes per number, or `row_bytes` in all, q and
+    o `itemsize`. Over rows in fp8 the operations are compared with the fp8 rate, if the GPU has one: a kernel can quantise q and scores on its way, and one that widens
     rows takes longer.
     """
     rows, stored, each = sum(lengths), sum(lengths[query_length - 1 :: query_length]), heads * (width + latent)
     return Work(
-        memory_bytes=stored * (row_width or width) * (kv_itemsize or itemsize) + len(lengths) * each * itemsize,
+        memory_bytes=stored * (row_bytes or width * (kv_itemsize or itemsize)) + len(lengths) * each * itemsize,
         memory_limit="read",
         flops=2 * rows * each,
         flops_limit="matmul_fp8" if kv_itemsize == 1 else "matmul",
         otherwise="matmul" if kv_itemsize == 1 else "",
+    )
+
+
+def compute_indexer_work(indexer: Indexer, keys: int, scored: int) -> Work:
+    """Return the work of an indexer's scores: `keys` stored keys once, and 2 operations for each number and head of `scored` pairs
+    of a query and a key.
+    """
+    return Work(
+        memory_bytes=keys * indexer.key_bytes,
+        memory_limit="read",
+        flops=2 * scored * indexer.heads * indexer.width,
+        flops_limit="matmul_fp8",
+        otherwise="matmul",
     )
 
 
@@ -209,6 +222,15 @@ def compute_merge_work(batch: int, heads: int, ranks: int, value: int, itemsize:
     return compute_gather_work(batch * heads * (value * itemsize + LSE_BYTES), ranks)
 
 
+def compute_candidate_bytes(indexer: Indexer, local_keys: Iterable[int], ranks: int) -> int:
+    """Return the bytes that a rank receives so that all ranks of a DCP group choose the same tokens: (N − 1)·Σ min(k, keys)·8.
+
+    Each rank holds the indexer's keys of its own tokens and sends the score and the number of its best k of each request, as
+    vLLM's `_merge_dcp_topk_global` does: a token among the best k of all is among the best k of its rank.
+    """
+    return (ranks - 1) * sum(min(indexer.top_k, keys) for keys in local_keys) * CANDIDATE_BYTES
+
+
 def compute_exchanged_bytes(
     exchange: str, batch: int, heads: int, ranks: int, width: int, value: int, itemsize: int
 ) -> tuple[int, int]:
@@ -255,6 +277,8 @@ class Sharding:
     """Format of the weights of linear layers and experts."""
     kv_itemsize: int | None = None
     """Bytes per number in the KV cache; None if they are those of all other tensors."""
+    pcp: int = 1
+    """Ranks among which the tokens of prompts are divided; `layout` has them as attention replicas (Layout.spread)."""
     routing: str = OWN
     """Distribution of the experts that tokens take, as Point.routing."""
     ep: int | None = None
@@ -269,7 +293,7 @@ class Sharding:
         """Return the sharding of a point."""
         return cls(
             shape=shape,
-            layout=point.layout,
+            layout=point.layout.spread,
             itemsize=ITEMSIZE[point.dtype],
             interleave=point.interleave,
             wide=point.group_wide,
@@ -277,6 +301,7 @@ class Sharding:
             weights=shape.get_weight_format(point.weights_precision),
             routing=point.routing,
             kv_itemsize=ITEMSIZE[point.kv_precision],
+            pcp=point.pcp,
         )
 
     @property
@@ -287,7 +312,7 @@ class Sharding:
     @property
     def row_bytes(self) -> int:
         """Bytes of a KV row as it is stored."""
-        return self.row_width * (self.kv_itemsize or self.itemsize)
+        return self.shape.compute_kv_row_bytes(self.kv_itemsize or self.itemsize, self.layout.attn_tp)
 
     @property
     def in_fp8(self) -> bool:
@@ -430,8 +455,9 @@ def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, 
     layers = memory.count_all_layers(s)
     rows = step.rows
     reduced = compute_all_reduce_work(rows * hidden_bytes, layout.attn_tp)
-    yield "embed", 1, Work(memory_bytes=2 * rows * hidden_bytes)
-    yield "embed", 1, reduced
+    if s.has_embedding:
+        yield "embed", 1, Work(memory_bytes=2 * rows * hidden_bytes)
+        yield "embed", 1, reduced
     # The first reads the residual alone, the one behind the last layer belongs to the LM head.
     yield "norm", 2 * s.layers - 1, Work(memory_bytes=4 * rows * hidden_bytes)
     yield "norm", 1, Work(memory_bytes=2 * rows * hidden_bytes)
@@ -453,6 +479,8 @@ def iter_phase_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, 
     yield from _iter_moe_works(sharding, step, layers.moe)
     yield "mlp_reduce", s.layers, compute_gather_work(step.tokens * hidden_bytes, layout.dp)
     yield "mlp_reduce", s.layers, reduced
+    if not s.has_head:
+        return
     head = memory.Product(s.hidden, memory.compute_vocab_rows(s, layout))
     yield "lm_head", 1, compute_product_work(head, step.sampled, itemsize)
     yield "lm_head", 1, compute_gather_work(step.sampled * CANDIDATE_BYTES * layout.attn_tp, layout.attn_tp)
@@ -502,7 +530,7 @@ def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None
             s.query_width,
             s.output_width,
             sharding.kv_itemsize,
-            sharding.row_width,
+            sharding.row_bytes,
             step.queries,
         ),
     )
@@ -512,30 +540,27 @@ def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None
 def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
     """Yield the work of one indexer: projections, and a score of each stored token and head, at the fp8 rate.
 
-    Over N ranks of DCP a rank has the keys of its own tokens, and scores those.
+    Over N ranks of DCP a rank has the keys of its own tokens. Of decodes it scores those, and the ranks exchange their best; for
+    prompts the stored keys are gathered.
     """
     indexer = sharding.shape.indexer
     if indexer is None:
         return
     for name, product in memory.make_indexer_products(sharding.shape).items():
         yield "qkv_proj", sharding.get_linear_work(product, step.rows, QKV if name != "weights_proj" else "")
-    keys = sum(compute_local_length(n, 0, sharding.layout.dcp, sharding.interleave) for n in step.decodes)
+    ranks = sharding.layout.dcp
+    local_keys = [compute_local_length(n, 0, ranks, sharding.interleave) for n in step.decodes]
+    keys = sum(local_keys)
+    received = compute_candidate_bytes(indexer, local_keys * step.queries, ranks)
+    yield "q_gather", Work(received_bytes=received, barriers=1) if received else Work()
+    yield "prefix_gather", compute_gather_work(sum(p for _, p in step.chunks) * indexer.key_bytes, ranks)
     pairs = sum(_count_pairs(n, p, None) for n, p in step.chunks)
     for phase, read, scored in (
         ("attention", keys, keys * step.queries),
         ("prefill", sum(n + p for n, p in step.chunks), pairs),
     ):
         if scored:
-            yield (
-                phase,
-                Work(
-                    memory_bytes=read * indexer.key_bytes,
-                    memory_limit="read",
-                    flops=2 * scored * indexer.heads * indexer.width,
-                    flops_limit="matmul_fp8",
-                    otherwise="matmul",
-                ),
-            )
+            yield phase, compute_indexer_work(indexer, read, scored)
 
 
 def _count_pairs(tokens: int, stored: int, window: int | None) -> int:
@@ -567,6 +592,7 @@ def _iter_prefill_works(sharding: Sharding, step: StepRows, window: int | None) 
     numbers = tokens * sharding.row_width + weights + tokens * heads * (s.nope + s.rope + s.value)
     decompressed, attended = (tokens + stored) * weights, pairs * heads * (s.nope + s.rope + s.value)
     yield "prefix_gather", compute_gather_work(stored * sharding.row_bytes, layout.dcp)
+    yield "prefix_gather", compute_gather_work(sharding.pcp * tokens * sharding.row_width * itemsize, sharding.pcp)
     yield (
         "prefill",
         Work(

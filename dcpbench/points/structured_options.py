@@ -281,6 +281,28 @@ class Collectives(StructuredOption, frozen=True, kw_only=True):
     ] = None
 
 
+class Stages(StructuredOption, frozen=True, kw_only=True):
+    """Describe pipeline stages and prefill context parallelism, which are planned and not run by the engine."""
+
+    option = "--stages"
+    text = "Pipeline stages and prefill context parallelism, on paper. Values separated by / are compared."
+    bare = "pp"
+
+    pp: Annotated[tuple[int, ...] | None, Key("N/…", "pipeline stages, each with tp · pcp GPUs.", "1", "pp")] = None
+    pcp: Annotated[
+        tuple[int, ...] | None,
+        Key(
+            "N/…",
+            "groups of tp GPUs that divide the tokens of prompts, vLLM's --prefill-context-parallel-size.",
+            "1",
+            "pcp",
+        ),
+    ] = None
+    micro_batches: Annotated[int | None, Key("N", "micro-batches in flight over the stages.", "as many as stages")] = (
+        None
+    )
+
+
 class Timeout(StructuredOption, frozen=True, kw_only=True):
     """Hold time limits in seconds, and the number of retries of points that exceed them."""
 
@@ -433,6 +455,7 @@ STRUCTURED = (
     Mtp,
     PageSize,
     Collectives,
+    Stages,
     Timeout,
     Nodes,
     Gpu,

@@ -22,7 +22,7 @@ from dcpbench.plan.validate import check_positions, find_batch_limit, find_short
 from dcpbench.points.budget import measure_whole_model, plan_engine
 from dcpbench.points.expert_distribution import EVEN, OWN
 from dcpbench.points.key_values import LIST
-from dcpbench.points.layout import DEGREES, Layout, list_valid_layouts, place_experts
+from dcpbench.points.layout import DEGREES, OUTER_DEGREES, Layout, list_valid_layouts, place_experts
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, UNKNOWN, WHOLE, format_setting
 from dcpbench.points.point import Point
@@ -62,6 +62,9 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import StepTimes
 
 
+NO_STAGES = ((1, 1),)  # default of Query.stages
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Query:
     """Describe the query."""
@@ -69,7 +72,7 @@ class Query:
     model: str
     machine: Machine
     named: str  # machine as given on the command line: a name, or a file
-    gpus: tuple[int, ...]  # numbers of GPUs of a layout; several are compared
+    gpus: tuple[int, ...]  # numbers of GPUs of a layout, all stages together; several are compared
     loads: tuple[tuple[int, int, Load | None], ...]
     """(requests in flight, maximum tokens of each, load or None for decode steps only) of each load."""
     weights_dtype: str
@@ -81,6 +84,8 @@ class Query:
     routing: str = OWN  # distribution of the experts that tokens take
     price: float | None = None  # price of a GPU per hour
     kv_memory: str | None = None  # --kv-memory as given; None means the memory left next to the weights
+    stages: tuple[tuple[int, int], ...] = NO_STAGES  # (pp, pcp) that are compared
+    micro_batches: int = 0  # in flight over pipeline stages; 0: as many as stages
     cycled: bool = False  # True if layouts count for which only some layers fit, as `sweep` measures them
 
     @property
@@ -116,13 +121,10 @@ def choose_layouts(
     records, notes = _select_records(ask, known)
     times, unused = _select_step_times(ask, known)
     layouts: list[Layout] = []
-    for tp in ask.gpus:
-        found = _list_valid_layouts(shape, tp)
+    for gpus in ask.gpus:
+        found = _list_valid_layouts(ask, gpus)
         if not found:
-            able = [str(n) for n in range(1, ask.machine.gpus_per_host + 1) if _list_valid_layouts(shape, n)]
-            raise UsageError(
-                f"{ask.model} cannot be placed on {format_count(tp, 'GPU')}; within a host it can on {format_list(able, 'or')}, as in --gpus {able[-1]}."
-            )
+            raise UsageError(_explain_no_layout(ask, gpus))
         layouts += found
     bands = measure_bands(known.runs)
     drafts = [_start_choice(ask, times, steps, records, bands, layouts, watch, *load) for load in ask.loads]
@@ -289,7 +291,9 @@ def find_nearest(
 
 def _estimate_point(ask: Query, point: Point, steps: Steps, watch: Watch = lambda _: None) -> Forecast:
     plan = plan_engine([point], ask.settings, load_shape(ask.model), _make_probe(ask))
-    return forecast.estimate_point(point, plan, ask.machine, ask.settings, steps, steps.terms, watch)
+    return forecast.estimate_point(
+        point, plan, ask.machine, ask.settings, steps, steps.terms, watch, micro_batches=ask.micro_batches
+    )
 
 
 def _find_quickest(ask: Query, points: Sequence[Point], steps: Steps) -> Point:
@@ -301,7 +305,7 @@ def _find_quickest(ask: Query, points: Sequence[Point], steps: Steps) -> Point:
     reason = ""
     for point in points:
         try:
-            of = forecast.Estimator(point, ask.machine, steps.terms)
+            of = forecast.Estimator(point, ask.machine, steps.terms, ask.micro_batches)
             known[of.estimate_ms(of.make_decode_rows(point.concurrency, point.context))] = point
         except UsageError as e:
             reason = str(e)
@@ -335,15 +339,33 @@ def _format_load(concurrency: int, context: int, load: Load | None) -> tuple[str
     return requests, f"{format_lengths(load.input_tokens)} → {format_lengths(load.output_tokens)} tokens"
 
 
-def _list_valid_layouts(shape: ModelShape, tp: int) -> list[Layout]:
-    """Return the layouts of `tp` ranks that the model can take in one of the placements of experts that are compared.
+def _list_valid_layouts(ask: Query, gpus: int) -> list[Layout]:
+    """Return the layouts of this many GPUs that the model can take, in all stages that are compared."""
+    shape = load_shape(ask.model)
+    stages = [(pp, pcp) for pp, pcp in ask.stages if gpus % (pp * pcp) == 0]
+    return [layout for pp, pcp in stages for layout in _list_stage_layouts(shape, gpus // (pp * pcp), pp, pcp)]
+
+
+def _list_stage_layouts(shape: ModelShape, tp: int, pp: int, pcp: int) -> list[Layout]:
+    """Return the layouts of `tp` ranks a stage that the model can take in one of the placements of experts that are compared.
 
     Replicas of attention DP share experts; a model without experts is served by several servers instead.
     """
+    cut = list_valid_layouts(shape, tp, CUT, pp, pcp)
     if not shape.experts:
-        return [layout for layout in list_valid_layouts(shape, tp, CUT) if layout.dp == 1]
-    found = [*list_valid_layouts(shape, tp, CUT), *(x for x in list_valid_layouts(shape, tp, WHOLE) if x.dp > 1)]
+        return [layout for layout in cut if layout.dp == 1]
+    found = [*cut, *(x for x in list_valid_layouts(shape, tp, WHOLE, pp, pcp) if x.dp > 1)]
     return sorted(set(found), key=lambda x: (x.dp, x.dcp))
+
+
+def _explain_no_layout(ask: Query, gpus: int) -> str:
+    degrees = format_list([f"pp={pp},pcp={pcp}" for pp, pcp in ask.stages], "or")
+    staged = f" with --stages {degrees} (--gpus counts tp · pp · pcp)" if ask.stages != NO_STAGES else ""
+    problem = f"{ask.model} cannot be placed on {format_count(gpus, 'GPU')}{staged}"
+    able = [str(n) for n in range(1, ask.machine.gpus_per_host + 1) if _list_valid_layouts(ask, n)]
+    if not able:
+        return f"{problem}; use other degrees."
+    return f"{problem}; within a host it can on {format_list(able, 'or')}, as in --gpus {able[-1]}."
 
 
 def _list_placements(ask: Query, layout: Layout) -> list[str]:
@@ -351,8 +373,9 @@ def _list_placements(ask: Query, layout: Layout) -> list[str]:
     found = []
     for ep in (CUT, WHOLE)[: 2 if layout.dp > 1 else 1]:
         with contextlib.suppress(LayoutError):
-            layout.check_model(load_shape(ask.model), place_experts(ep, layout.tp))
-            found.append(place_experts(ep, layout.tp))
+            placed = place_experts(ep, layout.spread.tp)
+            layout.check_model(load_shape(ask.model), placed)
+            found.append(placed)
     return found
 
 
@@ -374,6 +397,8 @@ def _make_point(
         tp=layout.tp,
         dp=layout.dp,
         dcp=layout.dcp,
+        pp=layout.pp,
+        pcp=layout.pcp,
         ep=ep,
         workload="decode" if load is None else "serve",
         concurrency=concurrency,
@@ -435,9 +460,8 @@ def _format_missing(whole: WholeModel, *, one_request: bool) -> str:
 
 def _has_answer(ask: Query, steps: Steps) -> bool:
     """Return True if a layout fits under a load, and something is known about its steps."""
-    shape = load_shape(ask.model)
-    for load, tp in itertools.product(ask.loads, ask.gpus):
-        for layout in _list_valid_layouts(shape, tp):
+    for load, gpus in itertools.product(ask.loads, ask.gpus):
+        for layout in _list_valid_layouts(ask, gpus):
             for point in _make_points(ask, layout, *load):
                 if find_refusal(ask, point):
                     continue
@@ -526,6 +550,11 @@ def format_ab_command(ask: Query, one: Point, other: Point) -> str:
         own += ["--dcp 1"] if point.dcp == 1 else [f"--exchange {point.exchange}"]
         words += [side, shlex.quote(" ".join(own))]
     return f"dcpbench {' '.join(words)}"
+
+
+def format_url_command(one: Point, other: Point) -> str:
+    """Return the command that measures each of two servers under the load that both points share."""
+    return f"dcpbench {'sweep' if one.load is None else 'server'} --url URL {' '.join(_list_load_words([one, other], of_server=True))}"
 
 
 def format_server_command(one: Point, other: Point) -> str:
@@ -629,7 +658,7 @@ def _list_unused_runs(records: Sequence[tuple[Record, str]], choices: Sequence[C
 
 def _is_emulated_for(point: Point, ask: Query) -> bool:
     """Return True if an emulated point is for this machine; within a host, for its GPU."""
-    inside = point.tp <= ask.machine.gpus_per_host
+    inside = point.gpus <= ask.machine.gpus_per_host
     return point.emulate in (ask.machine.name, ask.named) or (inside and point.emulate == ask.machine.gpu)
 
 
@@ -649,7 +678,8 @@ def _is_same_load(seen: Point, wanted: Point, *, server: bool = False) -> bool:
 
     Records of a server of another engine have its own chunk size, which is unknown.
     """
-    if any(getattr(seen, name) != getattr(wanted, name) for name in (*DEGREES, "disaggregate", "concurrency", "mtp")):
+    same = (*DEGREES, *OUTER_DEGREES, "disaggregate", "concurrency", "mtp")
+    if any(getattr(seen, name) != getattr(wanted, name) for name in same):
         return False
     if seen.load is not None and seen.acceptance != wanted.acceptance:
         return False
@@ -707,6 +737,8 @@ def _replay_point(
 ) -> Forecast | str | None:
     """Return the forecast by a file of step times, or why its times do not reach the load; None if it has another layout."""
     if point.load is None or any(times.path[name] != getattr(point, name) for name in DEGREES):
+        return None
+    if any(times.path.get(name, 1) != getattr(point, name) for name in OUTER_DEGREES):
         return None
     if not _is_placed_alike(str(times.path.get("ep", WHOLE)), point):
         return None

@@ -17,8 +17,14 @@ from dcpbench.plan.validate import find_live_limit
 from dcpbench.points import latency_bands
 from dcpbench.points.layout import place_experts
 from dcpbench.points.names import CLOSED, CUT, ENGINE_NAMES, FP8, OBJECTIVES, SGLANG, VLLM, WEIGHT_FORMATS, WHOLE
+from dcpbench.points.pipeline import split_layers
 from dcpbench.points.speculation import make_speculation
-from dcpbench.recommend.advise import format_ab_command, format_measure_command, format_server_command
+from dcpbench.recommend.advise import (
+    format_ab_command,
+    format_measure_command,
+    format_server_command,
+    format_url_command,
+)
 from dcpbench.recommend.answer_table import LEGEND, format_row, list_columns, list_rows
 from dcpbench.recommend.forecast import EMULATED, ESTIMATED, MEASURED, SOURCES
 from dcpbench.recommend.layout_choice import (
@@ -175,7 +181,7 @@ def format_details(ask: Query, choice: Choice) -> list[str]:
     if choice.gain is not None:
         sentences.append(choice.gain.format())
     if command := _format_deciding_command(ask, choice):
-        sentences.append(f"To decide, run on {best.point.tp} × {ask.machine.gpu}: {command}")
+        sentences.append(f"To decide, run on {best.point.gpus} × {ask.machine.gpu}: {command}")
     return sentences
 
 
@@ -184,6 +190,8 @@ def _format_deciding_command(ask: Query, choice: Choice) -> str:
     if choice.decided or not choice.meets:
         return ""
     first, second = (f.point for f in choice.tied[:2])
+    if any(point.gpus > point.tp for point in (first, second)):
+        return f"{format_url_command(first, second)}, once for each server as started below"
     if find_live_limit(load_shape(ask.model), ask.weights_dtype):
         return format_server_command(first, second)
     return format_ab_command(ask, first, second)
@@ -294,10 +302,30 @@ def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) ->
         )
         yield f"No measured step had drafts: attention reads KV once for all rows of a request, other parts see more rows; {drafting}."
     yield from _iter_machine_notes(ask, steps)
+    yield from _iter_stage_notes(ask, choices)
     if limit := find_live_limit(shape, ask.weights_dtype):
         yield f"No measured step can replace the estimates: {limit}."
-    else:
+    elif any(f.point.gpus == f.point.tp for choice in choices for f in choice.forecasts):
         yield f"Measured steps replace estimates: {format_emulate_command(ask, choices)}, then name its run here."
+
+
+def _iter_stage_notes(ask: Query, choices: Sequence[Choice]) -> Iterator[str]:
+    """Yield sentences on pipeline stages and prefill context parallelism, of which no step was measured."""
+    staged: dict[int, list[Forecast]] = {}
+    for f in (f for choice in choices for f in choice.forecasts if f.point.pp > 1):
+        staged.setdefault(f.point.pp, []).append(f)
+    for pp, found in staged.items():
+        waits = format_range([round(100 * (f.bubble_share or 0.0)) for f in found])
+        yield (
+            f"pp{pp}: stages of {format_list([str(n) for n in split_layers(load_shape(ask.model).layers, pp)])} layers, "
+            f"{ask.micro_batches or pp} micro-batches in flight; a stage waits for {waits} % of a decode step on average. "
+            "Weights are of the stage with most of them. No such step was measured."
+        )
+    if any(f.point.pcp > 1 for choice in choices for f in choice.forecasts):
+        yield (
+            "Prefill context parallelism (pcp): prompts are divided, decodes and the KV cache are copies on each of the pcp groups of "
+            "GPUs, experts are divided over all GPUs of a stage. No such step was measured."
+        )
 
 
 def _iter_machine_notes(ask: Query, steps: Steps) -> Iterator[str]:
@@ -405,7 +433,7 @@ def _format_energy(choices: Sequence[Choice]) -> str:
 
 def format_emulate_command(ask: Query, choices: Sequence[Choice]) -> str:
     """Return the command that measures one rank of each layout, on a machine with a GPU."""
-    points = [f.point for choice in choices for f in choice.forecasts]
+    points = [f.point for choice in choices for f in choice.forecasts if f.point.gpus == f.point.tp]
     by_default = all(point.ep == place_experts(CUT, point.tp) for point in points)
     axes = ["tp", "dp", "dcp", *([] if by_default else ["ep"])]
     return f"{format_measure_command(ask, points, axes)} --emulate {shlex.quote(ask.named)} -o runs/emulated"
@@ -527,7 +555,7 @@ def _make_forecast_json(ask: Query, f: Forecast) -> dict[str, Any]:
     cost = compute_price(ask.price, f) if ask.price is not None else None
     return {
         "layout": f.who,
-        "gpus": f.point.tp,
+        "gpus": f.point.gpus,
         "source": f.source,
         "set_right_by": f.factor,
         "whence": f.whence,
@@ -537,6 +565,7 @@ def _make_forecast_json(ask: Query, f: Forecast) -> dict[str, Any]:
         **{f"{name}_ms": msgspec.to_builtins(getattr(f, f"{name}_ms")) for name in OBJECTIVES},
         "ttft_p50_ms_band": f.ttft_band,
         "itl_p50_ms_band": f.itl_band,
+        "bubble_share": f.bubble_share,
         "joules_per_token": f.joules_per_token,
         "dollars_per_million_output_tokens": None
         if cost is None
@@ -711,7 +740,7 @@ def _draw_line(ax: Axes, seen: Sequence[tuple[int, Forecast]], look: Mapping[str
             [x], [compute_tok_s_per_gpu(f)], color=colour, marker=look["marker"], markerfacecolor=face, linestyle=""
         )
     low, high = zip(*(f.band for _, f in seen), strict=True)
-    gpus = seen[0][1].point.tp
+    gpus = seen[0][1].point.gpus
     ax.fill_between(
         [x for x, _ in seen], [n / gpus for n in low], [n / gpus for n in high], color=colour, alpha=0.08, linewidth=0
     )

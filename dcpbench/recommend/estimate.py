@@ -28,7 +28,14 @@ from dcpbench.points import memory, names
 from dcpbench.points.batches import compute_batch_rows
 from dcpbench.points.cluster_specs import MEASURED_ON
 from dcpbench.points.comm_model import Seconds
-from dcpbench.points.roofline import compute_exchanged_bytes, compute_floor_us, get_flops_limit, iter_phase_works
+from dcpbench.points.layout import compute_local_length
+from dcpbench.points.roofline import (
+    compute_candidate_bytes,
+    compute_exchanged_bytes,
+    compute_floor_us,
+    get_flops_limit,
+    iter_phase_works,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -174,15 +181,24 @@ def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str
         made.append((exchange, ranks, sum(both), 2))
         stored = sum(prefix for _, prefix in rows.chunks)
         made.append(("all-gather", ranks, (ranks - 1) / ranks * stored * sharding.row_bytes, 1))
+    layers = [s.layers] * len(made)
+    if s.indexer and layout.dcp > 1:
+        keys = [compute_local_length(length, 0, layout.dcp, sharding.interleave) for length in rows.decodes]
+        made.append(("all-gather", layout.dcp, compute_candidate_bytes(s.indexer, keys * rows.queries, layout.dcp), 1))
+        made.append(("all-gather", layout.dcp, (layout.dcp - 1) / layout.dcp * stored * s.indexer.key_bytes, 1))
+        layers += [s.indexer.layers] * 2
+    new = sum(tokens for tokens, _ in rows.chunks)
+    made.append(("all-gather", sharding.pcp, (sharding.pcp - 1) * new * sharding.row_width * itemsize, 1))
+    layers.append(s.layers)
     found: dict[str, Seconds] = {}
-    for what, over, received, meetings in made:
+    for times, (what, over, received, meetings) in zip(layers, made, strict=True):
         if over > 1 and received:
             each = known.predict_seconds(what, over, math.ceil(received), meetings)
             before = found.get(what, Seconds(mean=0.0, low=0.0, high=0.0))
             found[what] = Seconds(
-                mean=before.mean + s.layers * each.mean,
-                low=before.low + s.layers * each.low,
-                high=before.high + s.layers * each.high,
+                mean=before.mean + times * each.mean,
+                low=before.low + times * each.low,
+                high=before.high + times * each.high,
             )
     return found
 

@@ -14,6 +14,7 @@ from dcpbench.points import latency_bands
 from dcpbench.points.cluster_specs import get_limits
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.names import OBJECTIVES
+from dcpbench.points.pipeline import Round, compute_hop_bytes, compute_round, make_stages, split_chunks
 from dcpbench.points.roofline import Sharding, StepRows
 from dcpbench.recommend import estimate
 from dcpbench.records.metrics import METRIC
@@ -82,6 +83,7 @@ class Forecast:
     launch_band: float | None = REPEATS_AGREE_WITHIN  # share by which another launch may differ; None if not known
     ttft_band: Ends | None = None  # ends of the TTFT p50, in ms; None if it was measured, or if its error is unknown
     itl_band: Ends | None = None  # the same for the ITL p50
+    bubble_share: float | None = None  # of a decode round, in which the mean pipeline stage waits; None without stages
     mixed_share: float | None = None  # of an estimate's gaps between tokens, how many have prompts in their step
     layers_held: tuple[int, int] | None = (
         None  # (layers in memory, layers of the model) if the whole model does not fit
@@ -194,20 +196,25 @@ def estimate_point(
     steps: Steps,
     fitted: Mapping[str, float],
     watch: Watch = lambda _: None,
+    *,
+    micro_batches: int = 0,
 ) -> Forecast:
     """Estimate a point from the floors of its steps.
 
-    `fitted` are terms of `steps`; `watch` is called with the number of steps served. Raise UsageError if a rate or a
+    `fitted` are terms of `steps`; `watch` is called with the number of steps served; `micro_batches` as of Estimator. Raise UsageError if a rate or a
     call of the machine is unknown.
     """
     point = limit_requests(point)
-    of = Estimator(point, machine, fitted)
+    of = Estimator(point, machine, fitted, micro_batches)
     error = steps.band + _compute_scale_error(machine, steps)
     whence = f"floors of {machine.gpu}, shares of {len(steps.sources)} published runs on {steps.machine}"
     held = (plan.layers_held, plan.layers) if plan.layers_held < plan.layers else None
     rows = of.make_decode_rows(point.concurrency, point.context)
     own = of.compute_wire_errors(rows)
-    make = functools.partial(_make_estimate, point, whence, error=error, own=own, steps=steps, layers_held=held)
+    bubble = of.estimate_round(rows).bubble_share if point.pp > 1 else None
+    make = functools.partial(
+        _make_estimate, point, whence, error=error, own=own, steps=steps, layers_held=held, bubble_share=bubble
+    )
     if point.load is None:
         ms, tokens = of.estimate_ms(rows), point.tokens_per_step
         return make(tok_s=tokens * point.concurrency / ms * 1e3, **_make_step_latencies(ms, tokens))
@@ -273,7 +280,7 @@ def _serve_load(
     found = replay_requests(requests, scheduler, point.clients, times, loop=get_loop_timing(engine))  # type: ignore[arg-type]
     return found, compute_serve_metrics(
         found.traffic,
-        gpus=point.tp,
+        gpus=point.gpus,
         concurrency=point.clients,
         slo=settings.slo,
         steps=found.counts,
@@ -402,20 +409,25 @@ def _compute_scale_error(machine: Machine, steps: Steps) -> float:
 class Estimator:
     """Estimate steps of one layout on one machine."""
 
-    def __init__(self, point: Point, machine: Machine, fitted: Mapping[str, float]) -> None:
+    def __init__(self, point: Point, machine: Machine, fitted: Mapping[str, float], micro_batches: int = 0) -> None:
+        """Create the estimator; `micro_batches` are in flight over pipeline stages, 0: as many as there are stages."""
         self.point, self.machine, self.fitted = point, machine, fitted
         self.rates, self.wire = get_limits(machine), machine.wire
         layout, host = point.layout, machine.gpus_per_host
-        if layout.tp > host and machine.link is None:
+        if layout.gpus > host and machine.link is None:
             raise UsageError(
-                f"{layout.tp} GPUs are more than the {host} of a host, and no link between hosts is described; name a machine with "
+                f"{layout.gpus} GPUs are more than the {host} of a host, and no link between hosts is described; name a machine with "
                 f"+LINK, such as {machine.gpu}+rdma-400, or a file with link"
             )
-        if layout.tp > host and 1 < layout.dp <= host:
+        if layout.spread.tp > host and 1 < layout.spread.dp <= host:
+            ranks = "ranks of prefill context parallelism" if layout.pcp > 1 else "attention replicas"
             raise UsageError(
-                "its attention replicas lie on several hosts, and what calls between a few ranks of different hosts take is not known"
+                f"its {ranks} lie on several hosts, and what calls between a few ranks of different hosts take is not known"
             )
-        self.sharding = Sharding.from_point(point, load_shape(point.model))
+        shape = load_shape(point.model)
+        self.sharding = Sharding.from_point(point, shape)
+        self.stages = [dataclasses.replace(self.sharding, shape=stage) for stage in make_stages(shape, point.pp)]
+        self.micro_batches = (micro_batches or point.pp) if point.pp > 1 else 1
         self.draft_layer = self.sharding.make_draft_layer() if point.mtp else None
 
     def make_decode_rows(self, requests: int, context: int) -> StepRows:
@@ -428,24 +440,63 @@ class Estimator:
             queries=queries,
         )
 
+    def make_rank_rows(self, rows: StepRows) -> StepRows:
+        """Return the padded step of a rank: of one micro-batch, with the rank's part of the prompts."""
+        return self._pad_rows(self._make_micro_batch(rows))
+
+    def _make_micro_batch(self, rows: StepRows) -> StepRows:
+        parts = self.count_micro_batches(rows)
+        if parts == 1:
+            return rows
+        return dataclasses.replace(
+            rows,
+            decodes=rows.decodes[: -(-len(rows.decodes) // parts)],
+            chunks=split_chunks(rows.chunks, parts),
+            sampled=-(-rows.sampled // parts),
+            tokens=-(-rows.tokens // parts),
+        )
+
+    def _pad_rows(self, rows: StepRows) -> StepRows:
+        padded = estimate.pad_step(rows, self.point.dp)
+        return dataclasses.replace(padded, chunks=split_chunks(padded.chunks, self.point.pcp))
+
     def compute_terms(self, rows: StepRows) -> dict[str, float] | None:
-        """Return the terms of a padded step, as estimate.compute_terms does."""
-        return self._compute_terms(self.sharding, rows)
+        """Return the terms of a padded step, as estimate.compute_terms does; of a micro-batch in all stages together."""
+        return self._compute_terms(self.sharding, self._make_micro_batch(rows))
 
     def _compute_terms(self, sharding: Sharding, rows: StepRows) -> dict[str, float] | None:
-        padded = estimate.pad_step(rows, self.point.dp)
-        return estimate.compute_terms(sharding, padded, self.rates, self.wire, self.point.exchange)
-
-    def _list_passes(self, rows: StepRows) -> list[tuple[Sharding, StepRows]]:
-        """Return the step itself, and the passes that draft the tokens of the next one."""
-        drafts = [(self.draft_layer, of) for of in rows.make_draft_passes()] if self.draft_layer else []
-        return [(self.sharding, rows), *drafts]
+        return estimate.compute_terms(sharding, self._pad_rows(rows), self.rates, self.wire, self.point.exchange)
 
     def estimate_ms(self, rows: StepRows) -> float:
-        """Return the time of a padded step in ms, with the passes that draft tokens; raise UsageError if it is unknown."""
-        return sum(self._estimate_pass_ms(*one) for one in self._list_passes(rows))
+        """Return the time of a padded step in ms, or of a round of micro-batches, with the passes that draft tokens.
 
-    def _estimate_pass_ms(self, sharding: Sharding, rows: StepRows) -> float:
+        Raise UsageError if it is unknown.
+        """
+        return self.estimate_round(rows).us / 1e3
+
+    def estimate_round(self, rows: StepRows) -> Round:
+        """Return the round of a padded step, which without pipeline stages has one micro-batch and no bubble."""
+        part = self._make_micro_batch(rows)
+        return compute_round(
+            self._estimate_stages_us(part),
+            self.estimate_hops_us(self._pad_rows(part)),
+            self.count_micro_batches(rows),
+        )
+
+    def count_micro_batches(self, rows: StepRows) -> int:
+        """Return the number of micro-batches of a step; no more than decodes, unless chunks fill the others."""
+        return self.micro_batches if rows.chunks else max(min(self.micro_batches, len(rows.decodes)), 1)
+
+    def _list_draft_passes(self, rows: StepRows) -> list[tuple[Sharding, StepRows]]:
+        """Return the passes that draft the tokens of the next step, in the last stage."""
+        return [(self.draft_layer, of) for of in rows.make_draft_passes()] if self.draft_layer else []
+
+    def _estimate_stages_us(self, part: StepRows) -> list[float]:
+        """Return the time of a micro-batch in each stage."""
+        *others, last = [self._estimate_pass_us(stage, part) for stage in self.stages]
+        return [*others, last + sum(self._estimate_pass_us(*one) for one in self._list_draft_passes(part))]
+
+    def _estimate_pass_us(self, sharding: Sharding, rows: StepRows) -> float:
         found = self._compute_terms(sharding, rows)
         if found is None:
             precision = self.point.precision
@@ -453,14 +504,29 @@ class Estimator:
                 f"{self.machine.gpu} has no rate for {precision} in the table of GPUs, so nothing says how long a step takes there; "
                 "use --weights-dtype bf16, or another machine."
             )
-        return estimate.compute_us(found, self.fitted) / 1e3
+        return estimate.compute_us(found, self.fitted)
+
+    def estimate_hops_us(self, padded: StepRows) -> list[float]:
+        """Return the time that a micro-batch takes from each stage to the next."""
+        layout, host = self.sharding.layout, self.machine.gpus_per_host
+        sent, gathered = compute_hop_bytes(
+            padded.rows, self.sharding.shape.hidden, self.sharding.itemsize, layout.attn_tp
+        )
+        hops = []
+        for stage in range(1, self.point.pp):
+            seconds = self.wire.predict_hop_seconds(sent, across=stage * layout.tp % host == 0).mean
+            if gathered:
+                seconds += self.wire.predict_seconds("all-gather", layout.attn_tp, gathered).mean
+            hops.append(1e6 * seconds * self.fitted[estimate.COLLECTIVES])
+        return hops
 
     def compute_wire_errors(self, rows: StepRows) -> dict[str, float]:
         """Return the error of the step for each kind of call between ranks, as a share of the step."""
-        step_us, found = self.estimate_ms(rows) * 1e3, dict[str, float]()
-        for sharding, of in self._list_passes(rows):
-            padded = estimate.pad_step(of, self.point.dp)
-            for what, each in estimate.predict_calls(sharding, padded, self.wire, self.point.exchange).items():
+        part, found = self._make_micro_batch(rows), dict[str, float]()
+        step_us = sum(self._estimate_stages_us(part))
+        for sharding, of in [(self.sharding, part), *self._list_draft_passes(part)]:
+            calls = estimate.predict_calls(sharding, self._pad_rows(of), self.wire, self.point.exchange)
+            for what, each in calls.items():
                 error = (each.high - each.mean) * 1e6 * self.fitted[estimate.get_call_term(what)] / step_us
                 found[what] = found.get(what, 0.0) + error
         return found

@@ -141,7 +141,7 @@ class Choice:
 
 def compute_tok_s_per_gpu(of: Forecast) -> float:
     """Return output tok/s per GPU, by which layouts of different size are compared."""
-    return of.tok_s / of.point.tp
+    return of.tok_s / of.point.gpus
 
 
 def compute_margin(a: Forecast, b: Forecast) -> float:
@@ -178,7 +178,7 @@ def compute_price(price: float, of: Forecast) -> tuple[float, float, float]:
     """Return (mean, low, high) of the price of a million output tokens: price per GPU hour · GPUs / (3600 · tok/s) · 10⁶."""
 
     def compute_at(tok_s: float) -> float:
-        return price * of.point.tp / 3600 / tok_s * 1e6
+        return price * of.point.gpus / 3600 / tok_s * 1e6
 
     low, high = of.band
     return compute_at(of.tok_s), compute_at(high), compute_at(low)

@@ -36,6 +36,7 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.models import REPOSITORIES
 from dcpbench.points.engine_points import format_settings
+from dcpbench.points.layout import OUTER_DEGREES
 from dcpbench.points.names import (
     CUT,
     DUMMY,
@@ -56,12 +57,37 @@ from dcpbench.show.text import format_list
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.point import Point
 
-PLACEHOLDER_NAMES = ("model", "host", "port", "tp", "dp", "dcp", "attn_tp", "exchange", "interleave", "nnodes")
+PLACEHOLDER_NAMES = (
+    "model",
+    "host",
+    "port",
+    "tp",
+    "dp",
+    "dcp",
+    "pp",
+    "pcp",
+    "attn_tp",
+    "exchange",
+    "interleave",
+    "nnodes",
+)
 TRACES = "traces"  # further name in the profiler's flags: the folder of --traces
 EXAMPLE = "--serve-cmd 'vllm serve {model} --host {host} --port {port} --tensor-parallel-size {tp}'"
-LAYOUT = ("tp", "dp", "dcp", "ep", "exchange", "q_replicate", "interleave", "kv", "nodes")  # parts that have flags
+LAYOUT = (
+    "tp",
+    "dp",
+    "dcp",
+    *OUTER_DEGREES,
+    "ep",
+    "exchange",
+    "q_replicate",
+    "interleave",
+    "kv",
+    "nodes",
+)  # parts that have flags
 Value = str | int | float | bool
 
 
@@ -73,6 +99,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ready: str = "/health"  # path that answers 200 once requests are taken
     layout: dict[str, str] = {}  # flags by the names in LAYOUT
     exchanges: list[str] = []  # exchanges that the engine has, by its names; empty: unknown
+    sparse_dcp: bool = True  # False if it has no DCP for models with sparse attention
     flags: dict[str, Value | list[Value]] = {}  # further flags, without their dashes; a list is an axis
     weights: dict[str, str] = {}  # flags by the values of --weights, SYNTHETIC and DUMMY
     variants: dict[str, str] = {}  # flags of a server that `verify --variant NAME` adds, by name
@@ -105,14 +132,19 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         pairs = (text.partition("=") for text in point.settings.split(SETTING) if text)
         return {name: value for name, _, value in pairs}
 
-    def find_lacking(self, point: Point) -> list[str]:
+    def find_lacking(self, point: Point, shape: ModelShape | None = None) -> list[str]:
         """Return the parts of a point that this engine cannot run, by their options: `--exchange symm`.
 
-        Nothing is known of an engine that does not list its exchanges.
+        Nothing is known of an engine that does not list its exchanges. `shape` is that of the point's model, if it is known.
         """
-        if not self.exchanges or point.dcp <= 1:
+        if not self.exchanges:
             return []
-        lacking = []
+        outer = {name: getattr(point, name) for name in OUTER_DEGREES}
+        lacking = [format_setting(name, n) for name, n in outer.items() if n > 1 and name not in self.layout]
+        if point.dcp <= 1:
+            return lacking
+        if shape is not None and shape.indexer and not self.sparse_dcp:
+            lacking.append(f"{format_setting('dcp', point.dcp)} with sparse attention")
         if point.exchange not in (*self.exchanges, NO_EXCHANGE, UNKNOWN):
             lacking.append(format_setting("exchange", point.exchange))
         if point.project_first:
@@ -163,6 +195,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "tp": point.tp or 1,
             "dp": point.dp or 1,
             "dcp": point.dcp or 1,
+            **{name: getattr(point, name) for name in OUTER_DEGREES},
             "attn_tp": max(point.tp, 1) // max(point.dp, 1),
             "exchange": exchange,
             "interleave": point.interleave,
@@ -173,6 +206,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "tp": max(point.tp, 1) > 1,
             "dp": point.dp > 1,
             "dcp": point.dcp > 1,
+            **{name: getattr(point, name) > 1 for name in OUTER_DEGREES},
             "ep": point.ep not in (CUT, UNKNOWN),
             "exchange": bool(exchange) and point.dcp > 1,
             "q_replicate": point.q_replicate and point.dcp > 1,
@@ -285,6 +319,8 @@ PRESETS = {
             "tp": "--tensor-parallel-size {attn_tp}",
             "dp": "--data-parallel-size {dp}",
             "dcp": "--decode-context-parallel-size {dcp}",
+            "pp": "--pipeline-parallel-size {pp}",
+            "pcp": "--prefill-context-parallel-size {pcp}",
             "ep": "--enable-expert-parallel",
             "exchange": "--dcp-comm-backend {exchange}",
             "interleave": "--cp-kv-cache-interleave-size {interleave}",
@@ -308,6 +344,7 @@ PRESETS = {
             "tp": "--tp-size {tp}",
             "dp": "--dp-size {dp} --enable-dp-attention",
             "dcp": "--dcp-size {dcp}",
+            "pp": "--pp-size {pp}",
             "ep": "--ep-size {tp}",
             "exchange": "--dcp-comm-backend {exchange}",
             "q_replicate": "--dcp-replicate-q-proj",
@@ -315,6 +352,7 @@ PRESETS = {
             "nodes": "--nnodes {nnodes} --node-rank 0 --dist-init-addr NODE0:29500",
         },
         exchanges=["ag_rs", "a2a", "fi_a2a"],
+        sparse_dcp=False,
         weights={SYNTHETIC: "--load-format dummy", DUMMY: "--load-format dummy"},
         variants={"eager": "--disable-cuda-graph"},
     ),

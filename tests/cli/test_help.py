@@ -29,6 +29,7 @@ MAX_OPTIONS = 45  # of a command; --x/--no-x is one, --help is not counted
 ROOT = Path(cli.__file__).parents[1]
 HEAVY = ("torch", "triton", "pandas", "matplotlib", "numpy", "jinja2", "dcpbench.reports", "rich.progress")
 SWEEP_OPTIONS = {
+    "--stages",
     "--engine",
     "--engine-args",
     "--traces",

@@ -430,7 +430,7 @@ def test_a_server_whose_traces_are_wanted_is_started_so_that_it_can_profile() ->
         ('name = "x"\ncommand = "x {port"', "cannot be read"),
         ('name = "x"\ncommand = "x {port}"\nready = "health"', "is no path"),
         ('name = "x"\ncommand = "x {port}"\n[flags]\na = []', "flags.a is empty"),
-        ('name = "x"\ncommand = "x {port}"\n[layout]\npp = "-pp 2"', "layout.pp is none of"),
+        ('name = "x"\ncommand = "x {port}"\n[layout]\ntpp = "-tpp 2"', "layout.tpp is none of"),
         ("name = ", "is not valid TOML"),
         ("name = " + "[" * 3000, "is not valid TOML: it is nested too deep"),
     ],

@@ -16,6 +16,7 @@ from dcpbench.points.roofline import (
     Sharding,
     StepRows,
     Work,
+    compute_candidate_bytes,
     compute_floor_us,
     compute_linear_work,
     compute_step_floors,
@@ -404,3 +405,38 @@ def test_a_floor_is_the_largest_term():
         1000
     )
     assert compute_floor_us(Work(received_bytes=10, barriers=2), RATES) == pytest.approx(40)
+
+
+class TestSparseAttention:
+    """DeepSeek-V3.2 over 8 ranks of DCP: 2,048 tokens of 32 requests with 64,000 each."""
+
+    SHARDING = Sharding(shape=SHAPES["deepseek-v3.2"], layout=Layout(8, 1, 8), itemsize=2, kv_itemsize=1)
+    STEP = StepRows(decodes=(64_000,) * 32, sampled=32, tokens=32)
+
+    def list_works(self, phase: str, step: StepRows = STEP) -> list[Work]:
+        """All works of a phase, each once."""
+        return [work for name, _, work in iter_phase_works(self.SHARDING, step) if name == phase and not work.is_empty]
+
+    def test_ranks_exchange_the_scores_and_numbers_of_their_best_tokens(self):
+        """7 ranks send 2,048 pairs of 4 + 4 bytes for each of 32 requests: 3.67 MB; queries are 7/8 of 32 · 128 · 1,152 bytes."""
+        queries, candidates = sorted((work.received_bytes for work in self.list_works("q_gather")), reverse=True)
+        assert candidates == 7 * 32 * 2048 * 8 == 3_670_016
+        assert queries == 7 * 32 * 128 * 1152 // 8 == 4_128_768
+
+    def test_no_more_candidates_are_sent_than_a_rank_has_tokens(self):
+        """8,000 tokens are 1,000 on each rank, fewer than 2,048."""
+        indexer = self.SHARDING.shape.indexer
+        assert compute_candidate_bytes(indexer, [1000] * 32, 8) == 7 * 32 * 1000 * 8
+        assert compute_candidate_bytes(indexer, [8000] * 32, 1) == 0
+
+    def test_a_rank_reads_its_keys_and_its_part_of_the_chosen_rows(self):
+        """8,000 keys of 132 bytes and 256 rows of 656 for each request, with q and o of 128 heads in bf16."""
+        attention, indexer = self.list_works("attention")[::-1]
+        assert indexer.memory_bytes == 32 * 8000 * 132
+        assert indexer.flops == 2 * 32 * 8000 * 64 * 128
+        assert attention.memory_bytes == 32 * (256 * 656 + 128 * (576 + 512) * 2)
+
+    def test_stored_keys_of_a_prompt_are_gathered(self):
+        """7/8 of 1,000 tokens' keys of 132 bytes, and of their rows of 656."""
+        works = self.list_works("prefix_gather", StepRows(chunks=((100, 1000),), sampled=1, tokens=100))
+        assert sorted(work.received_bytes for work in works) == [7 * 1000 * 132 // 8, 7 * 1000 * 656 // 8]

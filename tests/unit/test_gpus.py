@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dcpbench import cli
 from dcpbench.errors import UsageError
 from dcpbench.launch.progress import format_plan_note
 from dcpbench.plan import grid
@@ -69,13 +70,17 @@ def test_the_h200_is_as_our_records_found_it() -> None:
 
 
 @by_name
-def test_the_documentation_has_the_same_figures(gpu: Gpu) -> None:
-    fp8 = "none" if gpu.fp8_flop_s is None else f"{gpu.fp8_flop_s / 1e12:.0f} TFLOP/s"
-    row = (
-        f"| `{gpu.name}`{', on paper' if gpu.on_paper else ''} | {format_size(gpu.memory_bytes)} | {gpu.l2_bytes >> 20} MiB | {gpu.memory_bytes_s / 1e12:.3g} TB/s "
-        f"| {gpu.bf16_flop_s / 1e12:.0f} TFLOP/s | {fp8} | {gpu.nvlink_bytes_s / 1e9:.0f} GB/s | {gpu.watts} W |"
-    )
-    assert row in (ROOT / "docs" / "planning.md").read_text()
+def test_the_table_of_machines_has_the_same_figures(
+    gpu: Gpu, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(SystemExit):
+        cli.main(["machines"])
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    fp8 = "—" if gpu.fp8_flop_s is None else f"{gpu.fp8_flop_s / 1e12:,.0f}"
+    rates = f"{gpu.memory_bytes_s / 1e12:.3g} {gpu.bf16_flop_s / 1e12:,.0f} {fp8} {gpu.nvlink_bytes_s / 1e9:.0f}"
+    memory = f"{format_size(gpu.memory_bytes)} {gpu.l2_bytes / 2**20:.1f} MiB"
+    assert f"{format_machine_label(gpu.name)} {gpu.gpus_per_host} {memory} {rates} {gpu.watts}" in rows
 
 
 def test_what_never_ran_is_marked_wherever_it_is_named() -> None:

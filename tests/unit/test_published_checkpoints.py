@@ -287,9 +287,9 @@ class TestSparseAttention:
     V32 = load_shape("deepseek-v3.2")
 
     def test_a_token_has_a_key_of_the_indexer_in_every_layer(self) -> None:
-        """576 numbers of 2 or 1 bytes, and 128 bytes with a scale of 4 in every precision of the cache."""
+        """A row has 576 numbers of 2 bytes, or in fp8 512 + 4 scales · 4 + 64 · 2 bytes; a key 128 bytes and a scale of 4 in both."""
         assert self.V32.compute_kv_bytes_per_token(2) == 61 * (1152 + 132)
-        assert self.V32.compute_kv_bytes_per_token(1) == 61 * (576 + 132)
+        assert self.V32.compute_kv_bytes_per_token(1) == 61 * (656 + 132)
 
     def test_layers_may_share_an_indexer(self) -> None:
         """Of GLM-5.2's 78 layers the first 3 have one, and then every fourth."""

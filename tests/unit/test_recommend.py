@@ -249,8 +249,8 @@ def test_attention_dp_is_forecast_with_both_placements_of_experts(
     odd = dataclasses.replace(load_shape("deepseek-v3"), moe_inter=2056, shared_experts=2)
     monkeypatch.setattr(advise, "load_shape", lambda _: odd)
     assert advise._list_placements(asked, Layout(16, 16)) == ["tp"], "2,056 / 16 leaves 8"
-    assert Layout(16, 16) in advise._list_valid_layouts(odd, 16)
-    assert Layout(16) not in advise._list_valid_layouts(odd, 16)
+    assert Layout(16, 16) in advise._list_valid_layouts(asked, 16)
+    assert Layout(16) not in advise._list_valid_layouts(asked, 16)
 
 
 def test_layouts_that_split_a_block_of_scales_are_refused_with_the_largest_that_does_not() -> None:
@@ -286,7 +286,7 @@ def test_recommend_refuses_the_layouts_that_sweep_refuses(model: str, weights: s
     refused, accepted = 0, 0
     for tp in range(1, 33):
         probe = msgspec.structs.replace(make_planned_probe("H200", 8), count=tp, memory_bytes=1 << 44)
-        for layout in advise._list_valid_layouts(load_shape(model), tp):
+        for layout in advise._list_valid_layouts(asked, tp):
             for one in advise._make_points(asked, layout, 8, 4000, None):
                 found = advise.find_refusal(asked, one)
                 reason = "" if found is None or found.for_memory else found.reason.partition("; give ")[0]

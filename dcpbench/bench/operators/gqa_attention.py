@@ -73,7 +73,7 @@ class Gqa(Attention):
             width,
             width,
             pools.data.dtype.itemsize,
-            self.get_row_width(case),
+            self.get_row_width(case) * pools.data.dtype.itemsize,
             get_query_length(case),
         )
 

@@ -1,0 +1,95 @@
+"""Divide a model into pipeline stages, and compute the time of a round of micro-batches. No torch.
+
+Layers are divided as vLLM's `get_pp_indices` divides them: evenly, with one layer more for stages before the last. The first
+stage has the embedding, the last one the final norm and the LM head. As many micro-batches are in flight as there are stages
+(vLLM's batch queue), unless stated otherwise, and a micro-batch enters the first stage again once it has left the last:
+
+    round = max(Σ stages + hops, micro-batches · slowest stage)
+
+Each request of a round gets a token. A stage waits for the rest of the round: that share is the bubble.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dcpbench.models.shapes import ModelShape
+
+SENT_TENSORS = 2
+"""Tensors of a row that a stage sends to the next one: hidden state and residual."""
+
+
+def split_layers(layers: int, stages: int) -> list[int]:
+    """Return the number of layers of each stage; those that remain go to stages from the second last one backwards."""
+    each, more = divmod(layers, stages)
+    return [each + (stages - 1 - more <= stage < stages - 1) for stage in range(stages)]
+
+
+def make_stages(shape: ModelShape, stages: int) -> list[ModelShape]:
+    """Return the part of a model that each stage holds.
+
+    Layers with an indexer, or with a sliding window, are taken to be spread evenly; the last stage drafts tokens.
+    """
+    if stages == 1:
+        return [shape]
+    found, begin = [], 0
+    for count in split_layers(shape.layers, stages):
+        end = begin + count
+
+        def share(number: int, begin: int = begin, end: int = end) -> int:
+            return end * number // shape.layers - begin * number // shape.layers
+
+        found.append(
+            dataclasses.replace(
+                shape,
+                layers=count,
+                first_dense=min(max(shape.first_dense - begin, 0), count),
+                gqa=shape.gqa and dataclasses.replace(shape.gqa, window_layers=share(shape.gqa.window_layers)),
+                indexer=shape.indexer and dataclasses.replace(shape.indexer, layers=share(shape.indexer.layers)),
+                has_embedding=begin == 0,
+                has_head=end == shape.layers,
+                mtp_layers=shape.mtp_layers if end == shape.layers else 0,
+                drafts=shape.drafts and end == shape.layers,
+            )
+        )
+        begin = end
+    return found
+
+
+def split_chunks(chunks: Sequence[tuple[int, int]], parts: int) -> tuple[tuple[int, int], ...]:
+    """Return the share of one of `parts` equal parts of prompt chunks, (tokens, stored tokens before them).
+
+    The share has 1/parts of the tokens and of the pairs of a query and a key, as ranks of prefill context parallelism have, which
+    take a piece from the beginning and one from the end. Micro-batches have it on average.
+    """
+    return tuple((-(-n // parts), stored + (n - -(-n // parts)) // 2) for n, stored in chunks)
+
+
+def compute_hop_bytes(rows: int, hidden: int, itemsize: int, ranks: int) -> tuple[int, int]:
+    """Return the bytes that a rank of a stage receives for a micro-batch: from the stage before it, and from its own stage.
+
+    Each of `ranks` tensor-parallel ranks is sent its share of the rows' tensors, and gathers the others (vLLM's
+    `send_tensor_dict` with `all_gather_group`).
+    """
+    whole = SENT_TENSORS * rows * hidden * itemsize
+    return whole // ranks, whole - whole // ranks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Round:
+    """Hold the time of a round of micro-batches."""
+
+    us: float
+    bubble_share: float
+    """Share of the round in which the mean stage has no work."""
+
+
+def compute_round(stages_us: Sequence[float], hops_us: Sequence[float], micro_batches: int) -> Round:
+    """Return a round of `micro_batches`, each of which takes these times in the stages and between them."""
+    through = sum(stages_us) + sum(hops_us)
+    us = max(through, micro_batches * max(stages_us))
+    return Round(us=us, bubble_share=1 - micro_batches * sum(stages_us) / len(stages_us) / us)

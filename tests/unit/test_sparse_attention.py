@@ -1,0 +1,72 @@
+"""Sparse attention in plans and forecasts: its page's figures, calls between ranks, and engines that lack DCP for it."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from dcpbench.models import SHAPES
+from dcpbench.points.cluster_specs import load_machine
+from dcpbench.points.layout import Layout
+from dcpbench.points.point import Point
+from dcpbench.points.roofline import Sharding, StepRows, compute_candidate_bytes, compute_exchanged_bytes
+from dcpbench.recommend import estimate
+from dcpbench.servers.presets import PRESETS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "sparse-attention.md").read_text()
+V32 = SHAPES["deepseek-v3.2"]
+REQUESTS, TOKENS = 32, 64_000
+
+
+@pytest.mark.parametrize("dcp", [2, 4, 8])
+def test_the_page_has_the_bytes_of_the_formulas(dcp):
+    """At tp8 a DCP group has dcp / 8 of 128 heads; MB are 10⁶ bytes."""
+    candidates = compute_candidate_bytes(V32.indexer, [TOKENS // dcp] * REQUESTS, dcp)
+    exchanged = compute_exchanged_bytes("a2a", REQUESTS, 128 * dcp // 8, dcp, V32.query_width, V32.output_width, 2)
+    cells = " | ".join(f"{size / 1e6:.2f} MB" for size in (candidates, *exchanged))
+    assert f"| {dcp} | {cells} |" in PAGE
+
+
+def test_the_page_has_the_share_of_tokens_with_all_keys_on_each_rank():
+    """dcp 8: a row and a key are divided by 8, or the row alone; and what a layer reads of a request without DCP."""
+    row, key = V32.compute_kv_row_bytes(2), V32.indexer.key_bytes
+    shares = [(r + key) / 8 / (r / 8 + key) for r in (row, V32.compute_kv_row_bytes(1))]
+    assert f"holds {shares[0]:.2f} of the tokens with bf16 KV, {shares[1]:.2f} with fp8" in PAGE
+    read = TOKENS * key / 1e6, V32.indexer.top_k * V32.compute_kv_row_bytes(1) / 1e6
+    assert f"{read[0]:.1f} MB of keys and {read[1]:.1f} MB of chosen fp8 rows" in PAGE
+    assert f"{row:,} bytes of KV in bf16, or 656 in fp8" in PAGE
+
+
+def test_a_forecast_has_a_gather_of_candidates_for_each_indexer():
+    """20 indexers of 61 layers: 20 all-gathers of 7 · 32 · 2,048 · 8 bytes, which a model without an indexer lacks."""
+    wire = load_machine("H200").wire
+    shape = dataclasses.replace(V32, indexer=dataclasses.replace(V32.indexer, layers=20))
+    rows = StepRows(decodes=(TOKENS,) * REQUESTS, sampled=REQUESTS, tokens=REQUESTS)
+    sharding = Sharding(shape=shape, layout=Layout(8, 1, 8), itemsize=2)
+    calls = estimate.predict_calls(sharding, rows, wire, "a2a")
+    one = wire.in_step.predict_seconds("all-gather", 8, 7 * REQUESTS * 2048 * 8)
+    assert calls["all-gather"].mean == pytest.approx(20 * one.mean)
+    dense = dataclasses.replace(sharding, shape=dataclasses.replace(shape, indexer=None))
+    assert "all-gather" not in estimate.predict_calls(dense, rows, wire, "a2a")
+
+
+def test_dcp_with_sparse_attention_is_lacking_in_sglang():
+    """Its pull requests are open; without DCP, or with attention to all tokens, it lacks nothing."""
+    point = Point(
+        model="deepseek-v3.2", tp=8, dcp=8, exchange="a2a", concurrency=8, context=4000, backend="triton", dtype="bf16"
+    )
+    assert PRESETS["sglang"].find_lacking(point, V32) == ["--dcp 8 with sparse attention"]
+    assert PRESETS["vllm"].find_lacking(point, V32) == []
+    assert PRESETS["sglang"].find_lacking(point, SHAPES["deepseek-v3"]) == []
+    assert PRESETS["sglang"].find_lacking(point) == []
+
+
+def test_prefill_context_parallelism_is_lacking_in_sglang():
+    """Its context parallel ranks lie inside tp, so that no flag of its own has these GPUs."""
+    point = Point(model="deepseek-v3", tp=4, pp=2, pcp=2, concurrency=8, context=4000, backend="triton", dtype="bf16")
+    assert PRESETS["sglang"].find_lacking(point) == ["--stages pcp=2"]
+    command = PRESETS["vllm"].make_command(point, {}, "m", 8000)
+    assert [command[command.index(f"--{name}-parallel-size") + 1] for name in ("pipeline", "prefill-context")] == [
+        "2",
+        "2",
+    ]
