@@ -61,6 +61,7 @@ MAX_DELAY_S = 1e8
 MAX_BLOCK = 1 << 20
 MAX_REASON_LENGTH = 500
 MAX_SHOWN_COLUMNS = 8
+NUMBER_LETTERS = "iInN"  # first letters of inf and nan, which are numbers
 CLOSE = 0.85  # similarity of a misspelt column of our own format
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # that are suggested if hash ids do not fit the lengths
 _FORMATS = (
@@ -203,8 +204,13 @@ def compute_lengths(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(inputs, dtype=np.int64), np.array([row.output_tokens for row in rows], dtype=np.int64)
 
 
+_LAST_READ: dict[tuple[Path, str, Reading], Trace] = {}
+"""The file that was parsed last, by its hash and how it was read: each point of a run reads the same file."""
+
+
 def read_requests(path: Path, reading: Reading | None = None) -> Trace:
     """Read a file of requests. Raise UsageError with the line and the problem in it."""
+    reading = reading or Reading()
     if path.exists() and not path.is_file():
         raise UsageError(f"--requests {path} is not a file, and every rank reads it again; name a file of requests.")
     try:
@@ -214,14 +220,24 @@ def read_requests(path: Path, reading: Reading | None = None) -> Trace:
         raise UsageError(f"--requests {path} cannot be read ({e.strerror}); name a file that holds {_FORMATS}.") from e
     except UnicodeDecodeError as e:
         raise UsageError(f"--requests {path} is not text; it should hold {_FORMATS}.") from e
+    sha256 = hashlib.sha256(data).hexdigest()
+    if (known := _LAST_READ.get((path, sha256, reading))) is not None:
+        return known
+    found = _parse_file(path, text, sha256, reading)
+    _LAST_READ.clear()
+    _LAST_READ.update({(path, sha256, how): found for how in (reading, found.reading)})
+    return found
+
+
+def _parse_file(path: Path, text: str, sha256: str, reading: Reading) -> Trace:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise UsageError(f"--requests {path} is empty; it should hold {_FORMATS}.")
     is_json = lines[0][1].lstrip()[0] in "{["
-    given = _list_json_objects(path, lines) if is_json else _list_csv_rows(path, lines, reading or Reading())
+    given = _list_json_objects(path, lines) if is_json else _list_csv_rows(path, lines, reading)
     reader, found, failures = None, [], 0
     for number, fields in given:
-        reader = reader or _make_reader(path, number, fields, reading or Reading())
+        reader = reader or _make_reader(path, number, fields, reading)
         if (row := reader.parse_row(number, fields)) is None:
             failures += 1
         else:
@@ -231,7 +247,7 @@ def read_requests(path: Path, reading: Reading | None = None) -> Trace:
     rows, moved = reader.arrange_rows(found)
     return Trace(
         path=path,
-        sha256=hashlib.sha256(data).hexdigest(),
+        sha256=sha256,
         rows=rows,
         sorted=moved,
         reading=reader.reading,
@@ -543,6 +559,8 @@ def _check_fields(path: Path, number: int, given: Mapping[str, object] | list[st
 
 def _convert_cell(cell: str) -> object:
     """Return a CSV cell as its JSON value; other text stays text, which the error shows."""
+    if cell[:1].isalpha() and cell[0] not in NUMBER_LETTERS:
+        return cell
     for kind in (int, float):
         try:
             return kind(cell)

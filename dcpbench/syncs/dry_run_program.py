@@ -61,7 +61,7 @@ class Job(msgspec.Struct, kw_only=True):
 class ProcessAnswer(msgspec.Struct, kw_only=True):
     """Hold the result of a process."""
 
-    pid: int = 0
+    pid: int
     code: int
     """The exit code, as far as it is known; 1 after an exception."""
     report: Report
@@ -195,4 +195,6 @@ def _read_answer(job: Job, code: int) -> ProcessAnswer:
         return msgspec.json.decode(Path(job.settings.folder, ANSWER).read_bytes(), type=ProcessAnswer)
     except (OSError, msgspec.MsgspecError):
         coverage = Coverage(detector="dry-run", complete=False, notes=["The process ended before it could report."])
-        return ProcessAnswer(code=code or 1, report=Report(traces=[TraceSummary(path=job.name, coverage=coverage)]))
+        return ProcessAnswer(
+            pid=0, code=code or 1, report=Report(traces=[TraceSummary(path=job.name, coverage=coverage)])
+        )

@@ -1,4 +1,4 @@
-"""Identify the owner of running work: a thread, and within it an asyncio task, such as a request of a server. No torch here."""
+"""Attribute work to the thread that does it, and to its asyncio task, such as a request of a server. No torch here."""
 
 from __future__ import annotations
 

@@ -162,7 +162,15 @@ def test_a_turn_whose_answer_the_next_one_repeats_asks_for_its_ids() -> None:
     """Of three turns the first two; a request without a session does not."""
     of = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9, id_extras={"return_token_ids": True})
     turn = [
-        ServeRequest(number=n, prompt=np.arange(4 * (n + 1)), output_tokens=2, session=0, turn=n, answer=np.arange(2))
+        ServeRequest(
+            number=n,
+            prompt=np.arange(4 * (n + 1)),
+            output_tokens=2,
+            session=0,
+            turn=n,
+            parent=n - 1 if n else None,
+            answer=np.arange(2),
+        )
         for n in range(3)
     ]
     target = Target.from_url("http://127.0.0.1:9")

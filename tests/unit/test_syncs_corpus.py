@@ -13,7 +13,9 @@ import torch
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.scan import scan_traces
 from tools.syncs import checks
-from tools.syncs.corpus.measure import attribute, seen_in
+from tools.syncs.corpus.debug_mode import emulate_debug_mode
+from tools.syncs.corpus.inputs import make_inputs
+from tools.syncs.corpus.measure import _debug_mode, attribute, seen_in
 from tools.syncs.corpus.programs import PROGRAMS
 from tools.syncs.corpus.score import CorpusRun, Seen, Truth, contradictions, format_programs, markdown, score
 from tools.syncs.corpus.vllm_check import Reports, load_check
@@ -116,6 +118,11 @@ def published() -> CorpusRun:
     return msgspec.json.decode(RECORD.read_bytes(), type=CorpusRun)
 
 
+def checked_by_vllm() -> CorpusRun:
+    """The record of a run without a GPU, with the files of two releases of vLLM."""
+    return msgspec.json.decode((DATA / "vllm-check.json").read_bytes(), type=CorpusRun)
+
+
 class TestPublishedRecord:
     def test_the_clock_agrees_with_every_expectation(self) -> None:
         """20 ms of work were queued before each program: it comes back late if, and only if, it waits."""
@@ -134,7 +141,41 @@ class TestPublishedRecord:
 
     def test_the_table_in_the_docs_is_the_records(self) -> None:
         page = (ROOT / "docs" / "syncs-detectors.md").read_text()
-        assert markdown([published()]).strip() in page, "write it again: python -m tools.syncs corpus RECORD"
+        hint = "write it again: python -m tools.syncs corpus RECORD tests/data/vllm-check.json"
+        assert markdown([published(), checked_by_vllm()]).strip() in page, hint
+
+    def test_the_table_of_who_finds_what_is_the_records(self) -> None:
+        table = RECORD.parents[2] / "who-finds-what.md"
+        hint = "write it again: python -m tools.syncs corpus RECORD tests/data/vllm-check.json --programs -o FILE"
+        assert table.read_text() == format_programs([published(), checked_by_vllm()]), hint
+
+
+class TestRecordOfVllmsCheck:
+    """Two releases of vLLM's check, run in a dry run."""
+
+    def test_torchs_debug_mode_is_emulated_as_it_was_measured_on_an_h200(self) -> None:
+        """88 of 94 waits, in each program as many as on the GPU."""
+        with emulate_debug_mode():
+            emulated = {p.name: len(_debug_mode(p, torch.device("cuda")).syncs) for p in PROGRAMS}
+        measured = published().detectors["set_sync_debug_mode"]
+        assert emulated == {name: len(seen.syncs) for name, seen in measured.items()}
+        assert sum(emulated.values()) == 88
+
+    def test_a_line_warns_once_unless_the_filter_says_always(self) -> None:
+        """As in Python; `error` raises at the first of eight waits."""
+        program = BY_NAME["item_per_request"]
+        for mode, action, expected in (("warn", "default", 1), ("warn", "always", 8)):
+            with emulate_debug_mode(), warnings.catch_warnings(record=True) as caught:
+                inputs = make_inputs(torch.device("cuda"))
+                warnings.simplefilter(action)
+                torch.cuda.set_sync_debug_mode(mode)
+                program.run(inputs)
+            assert len(caught) == expected
+        with emulate_debug_mode():
+            inputs = make_inputs(torch.device("cuda"))
+            torch.cuda.set_sync_debug_mode("error")
+            with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+                program.run(inputs)
 
 
 def corpus_run(seen: dict[str, Seen], *truths: Truth, queued: float | None = None) -> CorpusRun:
@@ -143,20 +184,21 @@ def corpus_run(seen: dict[str, Seen], *truths: Truth, queued: float | None = Non
 
 class TestScore:
     def test_it_counts_found_missed_false_and_rightly_named(self) -> None:
-        """a: 2 of 2, one under another name. b: 1 of 3. c: 1 where nothing is.
+        """a: 2 of 2, one under another name. b: 1 of 2. c: 1 where nothing is. d: 0 of 1.
 
         Found 3 of 5, recall 0.6; 3 of 4 reported are there, precision 0.75.
         """
         run = corpus_run(
-            {"a": Seen(syncs=["X", "Y"]), "b": Seen(syncs=["X"]), "c": Seen(syncs=["Z"])},
+            {"a": Seen(syncs=["X", "Y"]), "b": Seen(syncs=["X"]), "c": Seen(syncs=["Z"]), "d": Seen()},
             Truth(name="a", expected=["X", "X"]),
-            Truth(name="b", expected=["X"] * 3),
+            Truth(name="b", expected=["X"] * 2),
             Truth(name="c"),
+            Truth(name="d", expected=["X"]),
         )
         (s,) = score(run)
         assert (s.true, s.found, s.false, s.named) == (5, 3, 1, 2)
-        assert (s.recall, s.precision, s.programs, s.programs_found) == (0.6, 0.75, 2, 2)
-        assert s.wrong == ["b: 1 of 3", "c: 1 of 0"]
+        assert (s.recall, s.precision, s.programs, s.programs_found) == (0.6, 0.75, 3, 2)
+        assert s.wrong == ["c (1 of 0)", "d"]
 
     def test_hazards_are_counted_apart(self) -> None:
         (s,) = score(corpus_run({"a": Seen(hazards=["P"])}, Truth(name="a", hazards=["P", "P"])))
@@ -180,7 +222,22 @@ class TestScore:
             Truth(name="a", expected=["X"] * 2, held_up_ms=9.0),
             Truth(name="b"),
         )
-        assert format_programs(run).splitlines()[2:] == ["| a | 9.00 | 2 | 1 (1) |", "| b |  | 0 | 0 |"]
+        assert format_programs([run]).splitlines() == [
+            "| program | held up ms | waits | d |",
+            "|---|--:|--:|--:|",
+            "| a | 9.00 | 2 | 1 (1) |",
+            "| b |  | 0 | 0 |",
+        ]
+
+    def test_detectors_of_two_machines_that_find_the_same_share_a_column(self) -> None:
+        truth = Truth(name="a", expected=["X"])
+        same, other = corpus_run({"a": Seen(syncs=["X"])}, truth), corpus_run({"a": Seen(syncs=["Y"])}, truth)
+        other.device, other.detectors["e"] = "H", {"a": Seen()}
+        head, _, row = format_programs([same, other]).splitlines()
+        assert (head, row) == ("| program | held up ms | waits | d; d (H) | e (H) |", "| a |  | 1 | 1 | 0 |")
+        text = markdown([same, corpus_run({}, Truth(name="b")), other])
+        assert text.count("programs wait") == 2, "the programs of one run are others"
+        assert "| d | 1 | 0 | 1 | 0 | 1 |\n| d (H) | 1 | 0 | 0 | 0 | 1 |" in text, "another kind was found"
 
 
 CHECK_OF_VLLM = """
@@ -279,4 +336,4 @@ class TestCommand:
         out = tmp_path / "all.json"
         assert checks.corpus([RECORD], shown=checks.Shown(as_json=True, output=out)) == 0
         assert checks.corpus([out, RECORD], shown=checks.Shown()) == 0
-        assert capsys.readouterr().out.count("| dry run |") == 2
+        assert capsys.readouterr().out.count("| dry run |") == 1, "the same run twice"

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results" / "syncs-graphs_H200"
-RECORDS = [RESULTS / "hidden-syncs-operators_H200_2026-11-28/ops.jsonl"]
+RECORDS = [
+    RESULTS / "hidden-syncs-operators_H200_2026-11-28/ops.jsonl",
+    RESULTS / "documented-calls_H200_2026-11-30/documented.jsonl",
+]
 READ, TO_HOST, FROM_HOST, COUNT, STREAM = "SYNC001", "SYNC003", "SYNC004", "SYNC002", "SYNC006"
 COMPARED = (
     "cholesky",

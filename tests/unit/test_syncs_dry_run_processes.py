@@ -1,10 +1,14 @@
 """`dcpbench syncs dry-run` follows the Python processes of a program: one report over all of them."""
 
+import threading
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from dcpbench.commands.syncs import app
 from dcpbench.syncs import process_tree, run
+from dcpbench.syncs.dry_run.fork_gate import ForkGate
 from tests import forks
 from tests.unit.dry_run_check import check
 
@@ -82,6 +86,22 @@ def test_an_engine_core_without_a_wait_is_clean(tmp_path: Path) -> None:
     code, report = check(tmp_path, engine(planted="pass"))
     assert (code, report["verdict"]["status"], report["sites"]) == (0, "clean", [])
     assert report["traces"][1]["coverage"]["ops"] == 2 + 4 * 2
+
+
+def test_a_baseline_and_diff_hold_the_sites_of_the_core(tmp_path: Path) -> None:
+    """The names of the sites hold no number of a process, so another run has the same ones."""
+    baseline, before, after = (tmp_path / name for name in ("baseline.json", "before.json", "after.json"))
+    program = tmp_path / "program.py"
+    program.write_text(engine())
+    command = ["--root", str(tmp_path), "--", "python", str(program)]
+    assert CliRunner().invoke(app, ["dry-run", "--write-baseline", str(baseline), *command]).exit_code == 0
+    run = ["dry-run", "--baseline", str(baseline), "--format", "json", "-o"]
+    assert CliRunner().invoke(app, [*run, str(before), *command]).exit_code == 0
+    program.write_text(engine(planted=f"{PLANTED}; hidden.sum().item()"))
+    program.write_text(program.read_text().replace("  # the planted wait;", ";"))
+    assert CliRunner().invoke(app, [*run, str(after), *command]).exit_code == 1
+    assert CliRunner().invoke(app, ["diff", str(before), str(before)]).exit_code == 0
+    assert CliRunner().invoke(app, ["diff", str(before), str(after)]).exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -290,7 +310,7 @@ if __name__ == "__main__":
     threads = [threading.Thread(target=loop) for _ in range(3)]
     for thread in threads:
         thread.start()
-    for _ in range(20):
+    for _ in range(8):
         process = multiprocessing.get_context("fork").Process(target=work)
         process.start()
         process.join(60)
@@ -302,7 +322,29 @@ if __name__ == "__main__":
 def test_a_fork_among_threads_that_work_does_not_hang(tmp_path: Path) -> None:
     code, report = check(tmp_path, THREADS)
     assert (code, unseen(report)) == (1, [])
-    assert len(report["traces"]) == 1 + 20
+    assert len(report["traces"]) == 1 + 8
+
+
+def test_a_fork_waits_for_the_operators_of_other_threads_and_holds_back_new_ones() -> None:
+    gate, inside, order = ForkGate(), threading.Event(), []
+
+    def fork() -> None:
+        inside.wait()
+        gate.close()
+        order.append("fork")
+        gate.open()
+
+    forking = threading.Thread(target=fork)
+    forking.start()
+    with gate.run_operator(), gate.run_operator():
+        inside.set()
+        while not gate.is_closed():
+            pass
+        order.append("operator")
+    with gate.run_operator():
+        order.append("next operator")
+    forking.join()
+    assert order == ["operator", "fork", "next operator"]
 
 
 LEFT = """

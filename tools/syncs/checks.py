@@ -69,7 +69,7 @@ def _validate_check(text: str) -> None:
 def _format(runs: list[CorpusRun], shown: Shown) -> str:
     if shown.as_json:
         return msgspec.json.format(msgspec.json.encode(runs), indent=1).decode()
-    return "\n".join(map(format_programs, runs)) if shown.programs else markdown(runs)
+    return format_programs(runs) if shown.programs else markdown(runs)
 
 
 def failed(run: CorpusRun) -> list[str]:

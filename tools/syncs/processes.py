@@ -70,7 +70,7 @@ class Replacement:
         if name == {module!r}:
             return importlib.util.spec_from_file_location(name, {file!r})
 
-sys.meta_path.insert(0, Replacement)
+sys.meta_path.insert(len(sys.meta_path) - 1, Replacement)  # before the finder of files
 """
 
 
@@ -90,10 +90,11 @@ def check_vllm(method: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         env = {"PYTHONPATH": _replace_model_runner(home), "VLLM_WORKER_MULTIPROC_METHOD": method}
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         (home / "model").mkdir()
         (home / "model" / "config.json").write_text(json.dumps(CONFIG))
         (home / "offline.py").write_text(OFFLINE)
-        step = ["--step", f"{RUNNER}:GPUModelRunner.execute_model"]
+        step = ["--step", f"{RUNNER}:GPUModelRunner.sample_tokens"]
         report = _record([sys.executable, str(home / "offline.py"), str(home / "model")], step, env)
     return _check_site(report, "_sample", "SYNC001")
 

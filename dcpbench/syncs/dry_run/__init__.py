@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from dcpbench.errors import UsageError
 from dcpbench.syncs import allowed, rules
 from dcpbench.syncs.dry_run import device_tensor
-from dcpbench.syncs.dry_run.backward import find_backward_waits
+from dcpbench.syncs.dry_run.backward import find_backward_waits, find_gradient_check
 from dcpbench.syncs.dry_run.children import Children, install_children
 from dcpbench.syncs.dry_run.cpp_hooks import apply_cuda_hooks, apply_device_guard
 from dcpbench.syncs.dry_run.device_tensor import (
@@ -34,6 +34,7 @@ from dcpbench.syncs.dry_run.device_tensor import (
     set_data,
     to_device,
 )
+from dcpbench.syncs.dry_run.fork_gate import gate
 from dcpbench.syncs.dry_run.measured_operators import is_measured
 from dcpbench.syncs.dry_run.operators import convert_to_host, find_device_tensors, run_operator
 from dcpbench.syncs.dry_run.subclasses import install_subclasses
@@ -191,14 +192,15 @@ class DryRun:
         self.ops += 1
         if not is_measured(func):
             self.unmeasured.add(name)
-        self._record_node_waits(args)
+        self._record_node_waits(func, args)
         for sync in find_operator_waits(func, args, kwargs):
             self._record_wait(sync)
         gpu.touched = True
         if func.namespace == "c10d":  # the result of a collective's Work refers to its tensors
             for tensor in find_device_tensors((*args, *kwargs.values())):
                 mark_device_memory(tensor)
-        result = run_operator(func, args, kwargs)
+        with gate.run_operator():
+            result = run_operator(func, args, kwargs)
         to_host = name in {"aten::_to_copy", "aten::empty"} and isinstance(result, torch.Tensor) and result.is_cpu
         if to_host and (kwargs.get("non_blocking") or kwargs.get("pin_memory")):
             mark_pinned(result)
@@ -206,13 +208,17 @@ class DryRun:
             gpu.graph.work.append((func, convert_to_host(args), convert_to_host(dict(kwargs)), convert_to_host(result)))
         return result
 
-    def _record_node_waits(self, args: Sequence[Any]) -> None:
-        """Note the waits of the node of autograd that runs; `args` are those of its first operator."""
+    def _record_node_waits(self, func: Any, args: Sequence[Any]) -> None:
+        """Note the waits of the node of autograd that runs, of which this is an operator."""
         node: Any = torch._C._current_autograd_node()  # None outside of a backward pass
-        if node is not None and node is not self.local.node:
-            for sync in find_backward_waits(node, args):
+        if node is not self.local.node:
+            self.local.node, self.local.checked = node, False
+            for sync in find_backward_waits(node, args) if node is not None else ():
                 self._record_wait(sync)
-        self.local.node = node
+        if node is not None and not self.local.checked:
+            for sync in find_gradient_check(node, func, args):
+                self.local.checked = True
+                self._record_wait(sync)
 
     def _run_on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator between host tensors: it never waits, but it may create or request pinned memory."""
@@ -344,6 +350,8 @@ class _Local(threading.local):
         self.caller: Any = None
         self.node: Any = None
         """Node of autograd that ran at the last operator."""
+        self.checked = False
+        """True if that node has checked a gradient."""
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Find waits of backward passes that take another branch for tensor subclasses, and so for the tensors of a dry run.
 
 torch computes some gradients without a wait for tensor subclasses and with one for tensors of a GPU
-(torch/csrc/autograd/FunctionsManual.cpp: `prod_backward`, `cumprod_backward`, `masked_fill_backward`). The operators that
-arrive here are those of the first branch, so the waits are found by the name of the node that runs.
+(torch/csrc/autograd/FunctionsManual.cpp: `prod_backward`, `cumprod_backward`, `masked_fill_backward`, `linalg_eig_backward`). The
+operators that arrive here are those of the first branch, so the waits are found by the name of the node that runs.
 """
 
 from __future__ import annotations
@@ -32,6 +32,20 @@ def find_backward_waits(node: Any, args: Sequence[Any]) -> list[Sync]:
         return _find_cumprod_waits(node, args)
     if name == "MaskedFillBackward1" and node.next_functions[1][0] is not None:
         return [make_wait(rules.SHAPE, "aten::masked_fill_backward", "aten::masked_select", direction="DtoH")]
+    return []
+
+
+EIGENVECTORS = frozenset({"LinalgEigBackward0", "LinalgEighBackward0"})
+"""Nodes that check the gradient of complex eigenvectors."""
+
+
+def find_gradient_check(node: Any, func: Any, args: Sequence[Any]) -> list[Sync]:
+    """Return the wait of a node that checks the gradient of eigenvectors, at its first `diagonal` of a complex matrix.
+
+    Without a gradient of the eigenvectors there is no such operator, and no check.
+    """
+    if node.name() in EIGENVECTORS and func is torch.ops.aten.diagonal.default and args[0].is_complex():
+        return [make_wait(rules.SCALAR, "aten::allclose", READ, direction="DtoH")]
     return []
 
 

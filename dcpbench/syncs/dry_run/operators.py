@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 HOST = torch.device("cpu")
+SPARSE_SUMS = frozenset({"aten::add", "aten::add_", "aten::sub", "aten::sub_"})
+"""Operators that coalesce sparse tensors on the CPU, and not on a GPU."""
 
 
 def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -30,6 +32,8 @@ def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     )
     if not tensors and index is None:
         return result
+    if func._schema.name in SPARSE_SUMS and isinstance(result, torch.Tensor) and result.is_sparse:
+        result._coalesced_(False)  # noqa: FBT003 - a GPU only joins the indices
     known = {id(t.host_values): t for t in tensors}
     if func._schema.is_mutable:
         for tensor in tensors:

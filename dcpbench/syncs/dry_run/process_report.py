@@ -51,7 +51,7 @@ def follow_process(settings: dict[str, Any]) -> None:
     @atexit.register
     def finish() -> None:
         failed = getattr(sys, "last_value", None) is not None
-        report.try_to_write(report.code or int(failed))
+        report.finish(report.code or int(failed))
         stack.close()
 
 
@@ -79,6 +79,7 @@ class ProcessReport:
         self._settings = settings
         self._name = name
         self._pid = 0
+        self._finishing = self._terminated = False
         self._file = Path()
         os.register_at_fork(after_in_child=self._handle_fork)
         self._apply_patches()
@@ -100,12 +101,20 @@ class ProcessReport:
         report = self._run.report(program=self._describe(), step_range=settings.step_range, root=Path(settings.root))
         report.traces[0].coverage.complete = complete and not code
         report.traces[0].rank, report.traces[0].world_size = _get_rank()
+        started = self._run.children
         answer = ProcessAnswer(
-            code=code, report=report, expected=self._run.children.expected, workers=self._run.children.workers
+            pid=self._pid, code=code, report=report, expected=started.expected, workers=started.workers
         )
         part = self._file.with_suffix(".part")
         part.write_bytes(msgspec.json.encode(answer))
         part.replace(self._file)
+
+    def finish(self, code: int) -> None:
+        """Write the report at the end of the process; a SIGTERM in between ends it afterwards."""
+        self._finishing = os.getpid() == self._pid
+        self.try_to_write(code)
+        if self._terminated:
+            _end_by_signal(signal.SIGTERM)
 
     def try_to_write(self, code: int, *, complete: bool = True) -> None:
         """Write the report; without one this process counts as missing, so that an error must not fail the program."""
@@ -126,6 +135,7 @@ class ProcessReport:
         """Begin the report of a forked child; one that only becomes another program has none."""
         if is_program_start():
             return
+        self._finishing = self._terminated = False
         self._run.forget()
         self._name = f"{self._name.removesuffix(', forked')}, forked"
         self.code = 0
@@ -138,7 +148,7 @@ class ProcessReport:
 
         @functools.wraps(leave)
         def write_and_exit(status: int) -> Any:
-            self.try_to_write(status)
+            self.finish(status)
             leave(status)
 
         os._exit = write_and_exit
@@ -158,12 +168,19 @@ class ProcessReport:
 
         Pools end their workers so, which wait for their next task then; any other work was cut off.
         """
+        if self._finishing:
+            self._terminated = True
+            return
         calls = _list_calls(frame)
         if ("multiprocessing.process", "run") not in calls[:-1]:
             leave_note(Path(self._settings.folder), TERMINATED, sys.orig_argv)
         self.try_to_write(0, complete=_waits_for_task(calls))
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        _end_by_signal(number)
+
+
+def _end_by_signal(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _get_rank() -> tuple[int | None, int | None]:
@@ -186,4 +203,7 @@ def _list_calls(frame: FrameType | None) -> list[tuple[str, str]]:
 def _waits_for_task(calls: list[tuple[str, str]]) -> bool:
     """Return True if a worker of a multiprocessing.Pool or of a DataLoader is between two tasks."""
     inner = next((calls[n + 1 :] for n, call in enumerate(calls) if call in _WORKERS), None)
-    return inner is not None and (not inner or inner[0][0] == "multiprocessing.queues")
+    if not inner:  # no worker, or one that calls nothing
+        return inner is not None
+    package, _, module = inner[0][0].partition(".")
+    return package == "multiprocessing" and module != "pool"  # a queue, or what the worker does around its tasks

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from dcpbench.syncs import rules
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dcpbench.syncs.dry_run import DryRun
     from dcpbench.syncs.dry_run.virtual_cuda import Patches
 
@@ -84,9 +86,24 @@ def _apply_group_patches(patches: Patches, run: DryRun) -> None:
         patches.set_attributes(
             module, init_process_group=init_process_group, new_group=new_group, barrier=wait_at_barrier
         )
-    if hasattr(dist, "Work"):  # gloo's own waits for the GPU's memory
-        patches.set_existing(dist.Work, block_current_stream=lambda work: work.wait())
+    if hasattr(dist, "Work"):
+        _apply_work_patches(patches, run, lambda: NCCL in backends.values())
     patches.set_existing(c10d, _get_object_coll_device=lambda group=None: "cuda" if is_on_gpu(group) else "cpu")
+
+
+def _apply_work_patches(patches: Patches, run: DryRun, has_nccl: Callable[[], bool]) -> None:
+    """Report a wait for NCCL's work with a time limit, for which torch polls the work on the host."""
+    from torch import distributed as dist
+
+    wait = dist.Work.wait
+
+    def wait_for_work(work: Any, *limit: Any, **named: Any) -> Any:
+        if any((*limit, *named.values())) and has_nccl():  # a limit of 0 is none
+            run.record_named_wait(rules.EVENT, "torch.distributed.Work.wait", "cudaEventQuery")
+        return wait(work, *limit, **named)
+
+    # gloo's own blocking of a stream needs the memory of a GPU.
+    patches.set_existing(dist.Work, wait=wait_for_work, block_current_stream=lambda work: work.wait())
 
 
 def _choose_backend(backend: Any) -> str | None:

@@ -1,7 +1,8 @@
 """Run the corpus under every detector that this machine allows: `python -m tools.syncs.corpus.measure FOLDER [VERSION=FILE] …`.
 
 On a GPU: the clock, behind queued work; the live detector; torch's own debug mode; traces, with and without Python
-stacks and `cuda_sync` events; and the checks of the named releases of vLLM. Everywhere: the dry run.
+stacks and `cuda_sync` events; and the checks of the named releases of vLLM. Everywhere: the dry run. Without a GPU the debug mode,
+on which vLLM's check builds, is emulated in a dry run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from dcpbench.syncs.dry_run import dry_run
 from dcpbench.syncs.scan import scan_traces
+from tools.syncs.corpus.debug_mode import emulate_debug_mode
 from tools.syncs.corpus.inputs import make_inputs
 from tools.syncs.corpus.programs import PROGRAMS, Program
 from tools.syncs.corpus.score import CorpusRun, Seen, Truth
@@ -48,10 +50,16 @@ def measure(folder: Path, checks: Sequence[str] = ()) -> CorpusRun:
         programs=[Truth(name=p.name, expected=_ids(p.expected), hazards=_ids(p.hazards)) for p in PROGRAMS],
         detectors={"dry run": {p.name: _dry(p) for p in PROGRAMS}},
     )
-    return _measure_gpu(run, folder, checks) if torch.cuda.is_available() else run
+    if torch.cuda.is_available():
+        _measure_gpu(run, folder, checks)
+    else:
+        with emulate_debug_mode():
+            run.detectors["set_sync_debug_mode"] = _debug_mode_of_all(torch.device("cuda"))
+            _check_all(run, checks, torch.device("cuda"))
+    return run
 
 
-def _measure_gpu(run: CorpusRun, folder: Path, checks: Sequence[str]) -> CorpusRun:
+def _measure_gpu(run: CorpusRun, folder: Path, checks: Sequence[str]) -> None:
     device = torch.device("cuda")
     run.device, run.cuda = torch.cuda.get_device_name(device), torch.version.cuda
     for p in PROGRAMS:
@@ -61,16 +69,24 @@ def _measure_gpu(run: CorpusRun, folder: Path, checks: Sequence[str]) -> CorpusR
     run.queued_ms = _held_up(None, device)
     for truth, p in zip(run.programs, PROGRAMS, strict=True):
         truth.held_up_ms = min(_held_up(p, device) for _ in range(3))
-    run.detectors["set_sync_debug_mode"] = {p.name: _debug_mode(p, device) for p in PROGRAMS}
+    run.detectors["set_sync_debug_mode"] = _debug_mode_of_all(device)
+    # Before live detection: torch's callbacks, which stay, lose an exception that is under way when memory is freed.
+    _check_all(run, checks, device)
     for name, (sync, stacks) in TRACES.items():
         path = folder / f"corpus-{name}.json"
         _record(path, device, sync=sync, stacks=stacks)
         run.detectors[f"scan, {_words(sync=sync, stacks=stacks)}"] = seen_in(path)
     run.detectors["live"] = {p.name: _live(p, device) for p in PROGRAMS}
+
+
+def _debug_mode_of_all(device: torch.device) -> dict[str, Seen]:
+    return {p.name: _debug_mode(p, device) for p in PROGRAMS}
+
+
+def _check_all(run: CorpusRun, checks: Sequence[str], device: torch.device) -> None:
     for check, mode in itertools.product(checks, MODES):
         version, _, file = check.partition("=")
         run.detectors[f"vLLM {version}, {mode}"] = _vllm(Path(file), mode, device)
-    return run
 
 
 def seen_in(trace: Path) -> dict[str, Seen]:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+T = TypeVar("T")
 
 
 class Seen(msgspec.Struct, kw_only=True):
@@ -56,7 +63,7 @@ class Score(msgspec.Struct, kw_only=True):
     programs_found: int
     """Number of these with at least one reported wait."""
     wrong: list[str]
-    """Programs with missed or false reports."""
+    """Programs with waits of which none is found, or with false reports."""
 
     @property
     def recall(self) -> float:
@@ -92,8 +99,11 @@ def _score(detector: str, seen: dict[str, Seen], programs: list[Truth]) -> Score
         result.hazards_found += min(len(got.hazards), len(program.hazards))
         result.programs += bool(program.expected)
         result.programs_found += bool(found)
-        if len(got.syncs) != len(program.expected):
-            result.wrong.append(f"{program.name}: {len(got.syncs)} of {len(program.expected)}")
+        if (program.expected and not found) or len(got.syncs) > found:
+            false = len(got.syncs) > found
+            result.wrong.append(
+                f"{program.name} ({len(got.syncs)} of {len(program.expected)})" if false else program.name
+            )
     return result
 
 
@@ -112,46 +122,74 @@ def contradictions(run: CorpusRun) -> list[str]:
     ]
 
 
-def markdown(runs: list[CorpusRun]) -> str:
-    """Return the table of docs/syncs-detectors.md, one for each run."""
-    return "\n".join(map(_format_run, runs))
+def markdown(runs: Sequence[CorpusRun]) -> str:
+    """Return the table of docs/syncs-detectors.md; runs with the same expectations share one."""
+    tables: dict[bytes, list[CorpusRun]] = {}
+    for run in runs:
+        expected = [(p.name, p.expected, p.hazards) for p in run.programs]
+        tables.setdefault(msgspec.json.encode(expected), []).append(run)
+    return "\n".join(map(_format_runs, tables.values()))
 
 
-def _format_run(run: CorpusRun) -> str:
-    scores = score(run)
-    waiting = sum(bool(p.expected) for p in run.programs)
-    waits, hazards = sum(len(p.expected) for p in run.programs), sum(len(p.hazards) for p in run.programs)
+def _format_runs(runs: Sequence[CorpusRun]) -> str:
+    programs = runs[0].programs
+    waiting = sum(bool(p.expected) for p in programs)
+    waits, hazards = sum(len(p.expected) for p in programs), sum(len(p.hazards) for p in programs)
+    machines = "; ".join(dict.fromkeys(f"{run.device}, torch {run.torch}" for run in runs))
     lines = [
-        (
-            f"{run.device}, torch {run.torch}: {len(run.programs)} programs, of which {waiting} wait, {waits} times; "
-            f"{hazards} calls may block."
-        ),
+        f"{machines}: {waiting} of {len(programs)} programs wait, {waits} times; {hazards} calls may block.",
         "",
         "| detector | waits found | false | right kind | may block | programs found |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    lines += [
-        f"| {s.detector} | {s.found} | {s.false} | {s.named} | {s.hazards_found} | {s.programs_found} |" for s in scores
-    ]
-    notes = [f"- {s.detector}: {'; '.join(s.wrong)}" for s in scores if s.wrong]
-    notes += [f"- **the clock disagrees**: {text}" for text in contradictions(run)]
+    scores = [(name, s) for run, names in _name_detectors(runs) for name, s in zip(names, score(run), strict=True)]
+    rows = _group(
+        (name, f"{s.found} | {s.false} | {s.named} | {s.hazards_found} | {s.programs_found}") for name, s in scores
+    )
+    lines += [f"| {detectors} | {numbers} |" for numbers, detectors in rows.items()]
+    wrong = _group((name, ", ".join(s.wrong)) for name, s in scores if s.wrong)
+    notes = [f"- {detectors}: {names}" for names, detectors in wrong.items()]
+    notes += [f"- **the clock disagrees** on {run.device}: {text}" for run in runs for text in contradictions(run)]
     if notes:
-        lines += ["", "Where a detector is wrong (seen of expected):", "", *notes]
+        lines += ["", "Nothing, or too much, is found in:", "", *notes]
     return "\n".join(lines) + "\n"
 
 
-def format_programs(run: CorpusRun) -> str:
-    """Return a table of the waits that each detector finds in each program; `(n)` are calls that may block."""
-    heads = ["program", "held up ms", "waits", *run.detectors]
+def _name_detectors(runs: Sequence[CorpusRun]) -> Iterator[tuple[CorpusRun, list[str]]]:
+    """Yield each run with the names of its detectors, with the machine for runs on another than the first one's."""
+    for run in runs:
+        suffix = "" if run.device == runs[0].device else f" ({run.device})"
+        yield run, [f"{name}{suffix}" for name in run.detectors]
+
+
+def _group(found: Iterable[tuple[str, T]]) -> dict[T, str]:
+    """Return the detectors of each finding, in the order of the first."""
+    detectors: dict[T, list[str]] = {}
+    for detector, finding in found:
+        detectors.setdefault(finding, []).append(detector)
+    return {finding: "; ".join(dict.fromkeys(names)) for finding, names in detectors.items()}
+
+
+def format_programs(runs: Sequence[CorpusRun]) -> str:
+    """Return a table of the waits that each detector of the runs finds in each program; `(n)` are calls that may block.
+
+    Detectors that find the same everywhere share a column. The clock is that of the first run.
+    """
+    first = runs[0]
+    columns = {
+        name: tuple(
+            _format_counts(seen.get(p.name, Seen()).syncs, seen.get(p.name, Seen()).hazards) for p in first.programs
+        )
+        for run, names in _name_detectors(runs)
+        for name, seen in zip(names, run.detectors.values(), strict=True)
+    }
+    grouped = {names: column for column, names in _group((name, column) for name, column in columns.items()).items()}
+    heads = ["program", "held up ms", "waits", *grouped]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
-    for program in run.programs:
+    for program, *counts in zip(first.programs, *grouped.values(), strict=True):
         held = "" if program.held_up_ms is None else f"{program.held_up_ms:.2f}"
-        seen = [detector.get(program.name, Seen()) for detector in run.detectors.values()]
-        counts = [
-            _format_counts(program.expected, program.hazards),
-            *(_format_counts(s.syncs, s.hazards) for s in seen),
-        ]
-        lines.append(f"| {program.name} | {held} | {' | '.join(counts)} |")
+        expected = _format_counts(program.expected, program.hazards)
+        lines.append(f"| {' | '.join([program.name, held, expected, *counts])} |")
     return "\n".join(lines) + "\n"
 
 

@@ -19,8 +19,6 @@ MIN_WAIT_SHARE = 0.65  # share of the queued work for which a call that waits ho
 SYNCHRONISING = frozenset(
     {"cudaStreamSynchronize", "Stream Sync", "cudaEventSynchronize", "cudaMemcpy", "cudaFree", "Event Sync"}
 )
-OF_THE_MEASUREMENT = frozenset({"cudaDeviceSynchronize", "Context Sync"})
-"""Synchronising calls that a record without margins does not tell from those between the measured calls."""
 COPIES = ("Memcpy DtoH", "Memcpy HtoD (Pageable")
 
 
@@ -31,17 +29,14 @@ class Measurement:
     head: dict[str, Any]
     groups: list[dict[str, Any]]
 
-    @property
-    def has_margins(self) -> bool:
-        """True if events of a call cannot be those of the calls before and after it."""
-        return "margin_ms" in self.head
+    def held_up(self, call: dict[str, Any]) -> bool:
+        """Return whether the host came back only after most of the queued work."""
+        return bool(call["ms"] > MIN_WAIT_SHARE * self.head["queued_ms"])
 
     def waited(self, call: dict[str, Any]) -> bool:
         """Return whether the call held the host up and made a synchronising call; loading a kernel does only the first."""
-        events = call.get("events", {})
-        slow = call["ms"] > MIN_WAIT_SHARE * self.head["queued_ms"]
-        known = SYNCHRONISING | OF_THE_MEASUREMENT if self.has_margins else SYNCHRONISING
-        return slow and any(name in known or name.startswith(COPIES) for name in events)
+        known = any(name in SYNCHRONISING or name.startswith(COPIES) for name in call.get("events", {}))
+        return self.held_up(call) and (known or bool(call.get("warned")))
 
     def cases(self) -> dict[str, bool]:
         """Return for each case whether it waited."""

@@ -8,6 +8,7 @@ and driver, and torch.cuda.set_sync_debug_mode its warnings.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import json
 import subprocess
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 QUEUED_CYCLES = 20_000_000  # about 10 ms on an H200
-MARGIN_S = 0.002  # before and after a call: clocks of the profiler's CUDA and host events differ by some 0.1 ms
+MARGIN_S = 0.002  # before and after a call, for events without a link to an operator
 WARNING = "called a synchronizing CUDA operation"
 MAX_CALLS = 12  # measured calls of one overload in one group
 MAX_CALLS_IN_ALL = 60  # and in one process
@@ -141,24 +142,43 @@ def _measure(case: Case, meter: Meter, seen: collections.Counter[str]) -> None:
 
 def _count(profiler: Any, meter: Meter) -> None:
     """Give each call the names of synchronising events inside its range."""
-    events = [
-        (e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in profiler.profiler.kineto_results.events()
-    ]
-    ranges = sorted((s, e, int(n.removeprefix(RANGE))) for s, e, n in events if n.startswith(RANGE))
-    syncs = sorted((s, n) for s, _, n in events if _synchronises(n))
-    at = 0
-    for start, end, index in ranges:
-        if index >= len(meter.calls):
-            continue
-        while at < len(syncs) and syncs[at][0] < start:
-            at += 1
-        found: collections.Counter[str] = collections.Counter()
-        n = at
-        while n < len(syncs) and syncs[n][0] <= end:
-            found[syncs[n][1]] += 1
-            n += 1
-        if found:
-            meter.calls[index]["events"] = dict(found)
+    for index, names in count_events(profiler.profiler.kineto_results.events()).items():
+        if index < len(meter.calls):
+            meter.calls[index]["events"] = dict(names)
+
+
+def count_events(events: Sequence[Any]) -> dict[int, collections.Counter[str]]:
+    """Return for each range the names of its synchronising events.
+
+    An event of CUDA belongs to the operator or range that it is linked to, as CUDA's clock can differ from the host's by some
+    milliseconds. An event without a link belongs to the range around its time.
+    """
+    ranges = sorted((_span(e), int(e.name().removeprefix(RANGE))) for e in events if e.name().startswith(RANGE))
+    starts = [start for (start, _), _ in ranges]
+
+    def find_range(event: Any) -> int | None:
+        at = bisect.bisect_right(starts, event.start_ns()) - 1
+        return ranges[at][1] if at >= 0 and event.start_ns() <= ranges[at][0][1] else None
+
+    linked = {e.linked_correlation_id() for e in events if _synchronises(e.name())} - {0}
+    owners = {e.correlation_id(): find_range(e) for e in events if e.correlation_id() in linked and not _is_cuda(e)}
+    found: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for event in events:
+        if _synchronises(event.name()):
+            link = event.linked_correlation_id()
+            index = owners[link] if link in owners else find_range(event)
+            if index is not None:
+                found[index][event.name()] += 1
+    return found
+
+
+def _span(event: Any) -> tuple[int, int]:
+    return event.start_ns(), event.start_ns() + event.duration_ns()
+
+
+def _is_cuda(event: Any) -> bool:
+    """Return True for an event of CUDA's runtime or driver, or of the GPU, whose number is not that of an operator."""
+    return event.linked_correlation_id() != 0 or event.name().startswith("cu")
 
 
 def _synchronises(name: str) -> bool:
@@ -204,7 +224,11 @@ def supervise(output: Path, workers: int, limit_s: float, kinds: Sequence[str] =
     for process in running.values():
         process.kill()
     head = {"device": torch.cuda.get_device_name(), "torch": str(torch.__version__), "cuda": torch.version.cuda}
-    _join(output, list(shares), head | {"queued_ms": round(queued - MARGIN_S * 1e3, 3), "margin_ms": MARGIN_S * 1e3})
+    _join(
+        output,
+        list(shares),
+        head | {"queued_ms": round(queued - MARGIN_S * 1e3, 3), "margin_ms": MARGIN_S * 1e3, "linked": True},
+    )
 
 
 def _begun(path: Path, share: list[str]) -> int:

@@ -7,6 +7,7 @@ of calls that torch's documentation or profiles of engines name, with those that
 from __future__ import annotations
 
 import collections
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,31 +17,49 @@ from tools.syncs.operators.documentation import UNMEASURED
 from tools.syncs.operators.documented import documented
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterator, Sequence
 
+SLOW_ON_HOST = frozenset({"aten::_cudnn_rnn_backward"})
+"""Operators that take milliseconds on the host, and do not wait."""
 IN_CORPUS = (
     "aten::_assert_async",
     "aten::randperm",
 )  # used by programs of tools/syncs/corpus, with measured waits
 HEAD = (
-    "# Operators whose waits were measured: {device}, torch {torch}. Of those that wait: calls that waited, of all; how they waited.",
+    "# Operators whose waits were measured: {device}, torch {torch}. Of those that wait: calls that waited, of all; the copies and runtime calls recorded.",
     "# Written by `python -m tools.syncs.operators.table operators` of the records of results/syncs-graphs_H200, which `make unpack` unpacks.",
     "# Some operators are in programs of tools/syncs/corpus alone.",
 )
-WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaFree")
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaFree")
 """Runtime calls that wait, as named in a table."""
-LIBRARY = {"Stream Sync": "cuStreamSynchronize", "Event Sync": "cuEventSynchronize", "Context Sync": "cuCtxSynchronize"}
-"""Events of synchronisation without a runtime call, from libraries that call the driver."""
 
 
-def name_waits(events: Iterable[str]) -> list[str]:
-    """Return the CUDA calls by which a call waited, from the names of its events."""
-    events = set(events)
-    named = [name for name in WAITS if name in events]
+COPY = re.compile(r"Memcpy (?P<way>DtoH|HtoD) \((?:Device -> )?(?P<memory>Pageable|Pinned)(?: -> Device)?\)")
+
+
+def name_waits(call: dict[str, Any]) -> list[str]:
+    """Return the CUDA calls by which a call waited.
+
+    torch's debug mode warns at cudaStreamSynchronize. A device synchronisation counts where nothing else was recorded, as it may be
+    that between two calls unless the record links events to operators.
+    """
+    events = call.get("events", {})
+    named = [name for name in WAITS if name in events or (name == WAITS[0] and call["warned"])]
     if named:
         return named
-    driver = [call for event, call in LIBRARY.items() if event in events]
-    return driver or (["cudaMemcpyAsync"] if any(name.startswith("Memcpy") for name in events) else [])
+    if "Event Sync" in events:
+        return ["cudaEventQuery"]
+    if any(name.startswith("Memcpy") and "Pageable" in name for name in events):
+        return ["cudaMemcpyAsync"]
+    return ["cudaDeviceSynchronize"] if "cudaDeviceSynchronize" in events else []
+
+
+def _name_copies(call: dict[str, Any]) -> Iterator[str]:
+    """Yield the copies between host and GPU, such as `DtoH-pinned`, which the recorded calls waited for."""
+    for name in call["events"]:
+        found = COPY.fullmatch(name)
+        if found:
+            yield f"{found['way']}-{found['memory'].lower()}"
 
 
 def format_operators(records: Sequence[Measurement]) -> str:
@@ -52,10 +71,13 @@ def format_operators(records: Sequence[Measurement]) -> str:
         for call in record.operator_calls():
             name = "::".join(call["what"].split(".")[:2])
             calls[name] += 1
-            if record.waited(call):
+            if record.waited(call) and name not in SLOW_ON_HOST:
                 waited[name] += 1
-                # Without margins an event may belong to the call before or after it.
-                named[name].update(name_waits(call["events"]) if record.has_margins else ())
+                named[name].update(_name_copies(call))
+                # Without margins a synchronisation may be that of the calls before and after.
+                named[name].update(
+                    call_name for call_name in WAITS if "margin_ms" in record.head and call_name in call["events"]
+                )
     lines = [
         f"{name} {waited[name]}/{calls[name]} {','.join(sorted(named[name]))}".rstrip() if waited[name] else name
         for name in sorted({*calls, *IN_CORPUS})
@@ -83,9 +105,8 @@ def format_calls(records: Sequence[Measurement]) -> str:
 
 
 def _format_measured(record: Measurement, call: dict[str, Any]) -> str:
-    waited = record.waited(call)
-    by = ", ".join(name_waits(call.get("events", ()))) if waited else ""
-    return f"{'yes' if waited else 'no'} | {by} | {call['warned']}"
+    by = ", ".join(name_waits(call)) or "not recorded"
+    return f"yes | {by} | {call['warned']}" if record.held_up(call) else f"no | | {call['warned']}"
 
 
 FORMATS = {"operators": format_operators, "calls": format_calls}

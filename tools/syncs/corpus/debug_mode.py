@@ -1,0 +1,82 @@
+"""Emulate `torch.cuda.set_sync_debug_mode` in a dry run: it warns, or raises, at the waits at which it does on a GPU.
+
+On a GPU the mode sees the streams for which torch itself waits: neither events, the device and cudaFree nor copies through pageable
+memory that are non-blocking. The published record of the corpus has its counts on an H200, and a test compares them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import torch
+
+from dcpbench.syncs.dry_run import dry_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dcpbench.syncs.sites import Sync
+
+TEXT = "called a synchronizing CUDA operation"
+MODES = {"default": 0, "warn": 1, "error": 2}
+SEEN = "cudaStreamSynchronize"
+DISPATCH = ("_ops.py", "_python_dispatch.py", "overrides.py")
+"""Files of torch with frames that only a dry run has."""
+
+
+class DebugMode:
+    """Hold the mode, and the places at which it has warned."""
+
+    def __init__(self) -> None:
+        self.mode = 0
+        self.shown: set[tuple[str, int]] = set()
+
+    def set_mode(self, mode: int | str) -> None:
+        """Replace torch.cuda.set_sync_debug_mode."""
+        self.mode = MODES[mode] if isinstance(mode, str) else mode
+        self.shown.clear()
+
+    def get_mode(self) -> int:
+        """Replace torch.cuda.get_sync_debug_mode."""
+        return self.mode
+
+    def report(self, sync: Sync) -> None:
+        """Warn at the line that waits, or raise RuntimeError, if the mode sees this wait."""
+        if not self.mode or sync.call != SEEN or sync.may_block:
+            return
+        if self.mode == MODES["error"]:
+            raise RuntimeError(TEXT)
+        at = next(f for f in reversed(sync.frames) if Path(f.file).name not in DISPATCH)
+        # Python's own memory of warnings is lost in a dry run, where torch changes the filters again and again.
+        if warnings.filters[0][0] == "always" or (at.file, at.line) not in self.shown:
+            self.shown.add((at.file, at.line))
+            warnings.warn_explicit(TEXT, UserWarning, at.file, at.line)
+
+
+class _Reported(list["Sync"]):
+    """Report each wait as it is recorded."""
+
+    def __init__(self, mode: DebugMode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def append(self, sync: Sync) -> None:
+        super().append(sync)
+        self.mode.report(sync)
+
+
+@contextlib.contextmanager
+def emulate_debug_mode() -> Iterator[None]:
+    """Run the body in a dry run in which the mode can be set."""
+    mode = DebugMode()
+    with (
+        dry_run() as run,
+        patch.object(torch.cuda, "set_sync_debug_mode", mode.set_mode),
+        patch.object(torch.cuda, "get_sync_debug_mode", mode.get_mode),
+    ):
+        run.syncs = _Reported(mode)
+        yield
