@@ -175,8 +175,10 @@ def format_details(ask: Query, choice: Choice) -> list[str]:
         known = f"± {format_percent(needed)}" if math.isfinite(needed) else "in one launch"
         sign = "−" if lead < 0 else "+"
         level = "" if is_ahead(best, behind) or is_ahead(behind, best) else ", which is level"
+        holds = capacity.removeprefix(", ") if (capacity := _format_capacity(choice, behind)) else ""
         sentences.append(
-            f"Output per GPU against {behind.who}{_format_capacity(choice, behind)}: {sign}{format_percent(abs(lead))} {known}{level}."
+            f"Its output per GPU against the next, {behind.who}: {sign}{format_percent(abs(lead))} {known}{level}."
+            + (f" {behind.who} has {holds}." if holds else "")
         )
     if choice.gain is not None:
         sentences.append(choice.gain.format())
@@ -226,8 +228,8 @@ def format_placements(choices: Sequence[Choice]) -> str:
     if not clauses:
         return ""
     return (
-        f"Expert parallel (ep above 1) against tensor-parallel experts (ep1, the engines' default) in {format_count(count, 'layout')} with "
-        f"attention data parallelism: {format_list(clauses)}."
+        f"Expert parallel (ep above 1) against tensor-parallel experts (ep1, the engines' default) in {format_count(count, 'pair')} of "
+        f"layouts with attention data parallelism: {format_list(clauses)}."
     )
 
 
@@ -264,19 +266,21 @@ def format_break_even(choices: Sequence[Choice]) -> str:
         ends = dict.fromkeys((min(c.concurrency for c in group), max(c.concurrency for c in group)))
         tried = " to ".join(map(str, ends))
         if len(ends) == 1:
-            clauses.append(f"{of}: {'not ' if least is None else ''}at concurrency {tried}, the only one tried")
+            clauses.append(
+                f"{of}: {'no' if least is None else 'yes'}, at concurrency {tried}, the only one that was asked for"
+            )
         else:
             where = "at no concurrency" if least is None else f"from concurrency {least} on"
-            clauses.append(f"{of}: {where} (tried: {tried})")
-    return f"A layout with DCP is clearly ahead of all without, {'; '.join(clauses)}." if clauses else ""
+            clauses.append(f"{of}: {where} (asked for: {tried})")
+    return f"Is the best layout with DCP clearly ahead of all without DCP? {'; '.join(clauses)}." if clauses else ""
 
 
 def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) -> Iterator[str]:
     """Yield sentences on the basis of the estimates, and on conditions for which they were not checked."""
     folders = list(dict.fromkeys(Path(source).parts[1] for source in steps.sources))
     yield (
-        f"Estimates: the least time that {ask.machine.gpu} allows for a step (its floor), scaled by how far {steps.steps:,} measured steps on "
-        f"{steps.machine} were above theirs ({format_list(folders)} of results/). They are not measured."
+        f"Estimates: the floor of a step, which is the least time that {ask.machine.gpu} allows for it, times the ratio of {steps.steps:,} "
+        f"measured steps on {steps.machine} to their floors ({format_list(folders)} of results/). They are not measured."
     )
     shape = load_shape(ask.model)
     if ask.weights_dtype in PAPER_FORMATS:
@@ -306,7 +310,10 @@ def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) ->
     if limit := find_live_limit(shape, ask.weights_dtype):
         yield f"No measured step can replace the estimates: {limit}."
     elif any(f.point.gpus == f.point.tp for choice in choices for f in choice.forecasts):
-        yield f"Measured steps replace estimates: {format_emulate_command(ask, choices)}, then name its run here."
+        yield (
+            f"Steps of one rank that are measured on one {ask.machine.gpu} replace the estimates: {format_emulate_command(ask, choices)}, then "
+            "add that folder to this command."
+        )
 
 
 def _iter_stage_notes(ask: Query, choices: Sequence[Choice]) -> Iterator[str]:
@@ -405,7 +412,7 @@ def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
     count = sum(band.cases for band in bands if band)
     sentences = [
         (
-            f"The bands of TTFT and ITL p50 are the largest errors of such estimates of {count} measured loads, by steps of another model. Other percentiles, TPOT and "
+            f"The bands of TTFT and ITL p50 are the largest errors of such estimates of {count} measured loads, each estimated from steps of another model. Other percentiles, TPOT and "
             "E2EL have no bands, even where an objective limits them."
         )
     ]
@@ -413,7 +420,7 @@ def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
         limit = latency_bands.compute_max_sure_share(cases)
         sentences.append(
             f"{_format_names(without)}: no ITL. At least {format_percent(limit)} of the gaps between tokens contain a step with prompts, which takes "
-            "several times as long as a decode step, and the median may be of either kind."
+            "several times as long as a decode step, so that it is unknown of which kind the median gap is."
         )
     return sentences
 

@@ -73,8 +73,8 @@ class GainPart(msgspec.Struct, frozen=True, kw_only=True):
     difference: SignedNumber  # in the unit of the metric
 
     def format_causes(self) -> str:
-        """Return `KV capacity`, or `shared by KV capacity and step time`."""
-        return self.causes[0] if len(self.causes) == 1 else f"shared by {self.format_shared()}"
+        """Return `KV capacity`, or `the overlap of KV capacity and step time`."""
+        return self.causes[0] if len(self.causes) == 1 else f"the overlap of {self.format_shared()}"
 
     def format_shared(self) -> str:
         """Return `KV capacity and step time`."""
@@ -114,10 +114,10 @@ class GainSplit(msgspec.Struct, frozen=True, kw_only=True):
 
     def format(self) -> str:
         """Return the gain with its parts in a sentence, as shares of the baseline's value."""
-        parts = [f"{part.format_causes()} {format_share(self.compute_share(part))}" for part in self.list_shown()]
+        parts = [f"{format_share(self.compute_share(part))} by {part.format_causes()}" for part in self.list_shown()]
         return (
-            f"{self.layout.layout} against {self.baseline.layout}, {METRIC_NAMES[self.metric]} in replay: "
-            f"{format_share(self.share)}, of which {format_list(parts)}."
+            f"{self.layout.layout} against {self.baseline.layout}, {METRIC_NAMES[self.metric]} in replay: {format_share(self.share)}, the sum of "
+            f"{format_list(parts)} (step time: of equal requests)."
         )
 
     def list_shown(self) -> list[GainPart]:

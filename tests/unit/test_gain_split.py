@@ -199,6 +199,6 @@ def test_the_sentence_names_all_parts_and_what_they_share() -> None:
         metric=gain_split.OUTPUT, baseline=ends[0], layout=ends[1], parts=gain_split.separate_parts(results)
     )
     assert found.format() == (
-        "tp8·dcp8 against tp8, output tok/s in replay: +37 %, of which KV capacity +30 %, prefix-cache hits 0 %, step time +10 % and "
-        "shared by KV capacity and step time −3 %."
+        "tp8·dcp8 against tp8, output tok/s in replay: +37 %, the sum of +30 % by KV capacity, 0 % by prefix-cache hits, +10 % by step "
+        "time and −3 % by the overlap of KV capacity and step time (step time: of equal requests)."
     )

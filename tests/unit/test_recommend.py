@@ -242,7 +242,7 @@ def test_attention_dp_is_forecast_with_both_placements_of_experts(
     assert (rows["tp4·dp4·ep1"], rows["tp4·dp4·ep4"]) == ("tensor parallel", "expert parallel")
     assert rows["tp4"] == "tensor parallel"
     assert answer_formats.format_placements([choice]).startswith(
-        "Expert parallel (ep above 1) against tensor-parallel experts (ep1, the engines' default) in 3 layouts with attention data parallelism: "
+        "Expert parallel (ep above 1) against tensor-parallel experts (ep1, the engines' default) in 3 pairs of layouts with attention data parallelism: "
     )
     assert advise._list_placements(asked, Layout(4, 4)) == ["1", "tp"]
     assert advise._list_placements(asked, Layout(4)) == ["1"]
@@ -1206,7 +1206,9 @@ def test_a_sentence_says_by_how_much_the_best_is_ahead_and_by_how_much_it_must_b
     """100 tok/s a GPU against 80: 25 % more, where 4 % are needed."""
     found = choice(200, 320)
     assert [row["layout"] for row in format_rows(ask("H200"), found)] == ["→ tp2", "tp4"]
-    assert answer_formats.format_details(ask("H200"), found)[1] == "Output per GPU against tp4: +25 % ± 4 %."
+    assert (
+        answer_formats.format_details(ask("H200"), found)[1] == "Its output per GPU against the next, tp4: +25 % ± 4 %."
+    )
 
 
 def capacity(requests: int) -> Capacity:
@@ -1311,14 +1313,17 @@ def test_one_launch_of_a_server_decides_nothing() -> None:
     assert len(undecided.level) == 2
     assert not undecided.decided
     assert (
-        "Output per GPU against tp4: +10 % in one launch, which is level"
+        "Its output per GPU against the next, tp4: +10 % in one launch, which is level"
         in answer_formats.format_details(ask("H200"), undecided)[1]
     )
     assert single[0].band == (1100, 1100)
     known = [dataclasses.replace(f, launch_band=0.03) for f in single]
     assert dataclasses.replace(undecided, forecasts=known).decided
     decided = dataclasses.replace(undecided, forecasts=known)
-    assert "Output per GPU against tp4: +10 % ± 3 %." in answer_formats.format_details(ask("H200"), decided)[1]
+    assert (
+        "Its output per GPU against the next, tp4: +10 % ± 3 %."
+        in answer_formats.format_details(ask("H200"), decided)[1]
+    )
 
 
 def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() -> None:
