@@ -12,7 +12,7 @@ from dcpbench.commands.caller import Caller, Elsewhere
 from dcpbench.commands.command import run_command
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points.names import LIBRARIES, SYNTHETIC
-from dcpbench.points.structured_options import expand_structured
+from dcpbench.points.structured_options import RequestFile, expand_structured
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 REAL_SERVERS = ("url", "engine", "serve_cmd")
 """Options of `server` that name the server, or the command that starts it."""
+LOADS = ("serve", "server")
+"""Commands that take a file of requests."""
 SAYS_ALL = ("config", "engine")
 """Options for files without which only single options can be checked, not their combination."""
 DECIDES = {"weights", "model", "requests", "step_times", "emulate", "checkpoint"}
@@ -79,6 +81,9 @@ def find_absent_options(command: Any, typed: Mapping[str, Any], *, shared: bool)
 
     files = [p.name for p in command.params if getattr(p, "metavar", None) in ("FILE", "FOLDER")]
     found = [name for name in files if typed.get(name) is not None and is_away(typed[name])]
+    given = typed.get("requests") if command.name in LOADS else None  # a bench has counts of that name
+    if given is not None and (file := RequestFile.parse(given).file) is not None and is_away(file):
+        found.append("requests")
     others = any(typed.get(name) for name in REAL_SERVERS)
     for name in ("emulate", "engine", *(() if others else ("model",))):
         value = typed.get(name) or ""

@@ -357,7 +357,7 @@ def test_a_request_that_was_cut_off_had_more_to_say_than_it_said(ended: bool, as
     sent = SimpleNamespace(run=SimpleNamespace(start_s=10.0), requests=[request])
     answer = SimpleNamespace(chunk_s=[11.0, 12.0, 13.0], list_chunk_tokens=lambda: [1, 1, 1], tokens=[], usage=None)
     outcome = Outcome(Call(0, b"", asked), 10.5, answer=answer, ended=ended)  # type: ignore[arg-type]
-    sample = measure._make_sample(outcome, sent)  # type: ignore[arg-type]
+    sample = measure._make_sample(outcome, sent, together=False)  # type: ignore[arg-type]
     assert (sample.request.output_tokens, sample.token_s) == (counted, [1.0, 2.0, 3.0])
 
 
@@ -369,7 +369,7 @@ def test_ids_of_tokens_are_kept_where_all_are_told(ids: list[int], kept: list[in
     usage = SimpleNamespace(prompt_tokens=6, cached_tokens=2)
     answer = SimpleNamespace(chunk_s=[11.0, 13.0], list_chunk_tokens=lambda: [1, 2], tokens=ids, usage=usage)
     outcome = Outcome(Call(0, b"", 3), 10.5, answer=answer, ended=True, error=RequestError("closed", "gone."))  # type: ignore[arg-type]
-    sample = measure._make_sample(outcome, sent)  # type: ignore[arg-type]
+    sample = measure._make_sample(outcome, sent, together=False)  # type: ignore[arg-type]
     assert (sample.tokens, sample.chunk_tokens, sample.token_s) == (kept, [1, 2], [1.0, 2.0, 3.0])
     assert (sample.submitted_s, sample.failed, sample.cached_tokens) == (0.5, "gone.", 2)
     of = sample.request

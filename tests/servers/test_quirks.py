@@ -120,7 +120,7 @@ def measure(
             ]
             run = Run(
                 client,
-                sessions.make_calls(client.target, manner, requests, 0.0),
+                sessions.make_calls(client.target, manner, requests),
                 LoadOptions(clients=clients, retries=retries),
             )
             await asyncio.wait_for(run.send_load(), 60)

@@ -140,5 +140,9 @@ def test_a_turn_has_the_cached_tokens_that_the_server_says(details: PromptDetail
     answer.tokens = [7]
     answer.usage = Usage(prompt_tokens=40, completion_tokens=1, prompt_tokens_details=details)
     outcome = Outcome(Call(0, b"", 1), 1.0, answer=answer, ended=True)
-    sample = _make_sample(outcome, SimpleNamespace(run=SimpleNamespace(start_s=0.0), requests=[request]))
+    sample = _make_sample(
+        outcome,
+        SimpleNamespace(run=SimpleNamespace(start_s=0.0), requests=[request]),
+        together=False,
+    )
     assert (sample.cached_tokens, make_rows([sample])[0].cached_tokens, sample.request.turn) == (cached, cached, 1)
