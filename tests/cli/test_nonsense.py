@@ -88,9 +88,9 @@ def test_it_is_refused_with_what_to_type_instead(
             ),
         ),
         (
-            "serve --chunk 4096 --engine=vllm --model m",
+            "serve --kv-memory 4GiB --engine=vllm --model m",
             (
-                "That command has no --chunk. Type: dcpbench server --engine=vllm --model m\n"
+                "That command has no --kv-memory. Type: dcpbench server --engine=vllm --model m\n"
                 "Or leave out --engine to stay with `dcpbench serve`.\n"
             ),
         ),
