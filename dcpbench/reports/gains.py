@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 TITLE = "Where DCP's gain comes from"
 READING = (
     "Each load has the layout with DCP that has most output per GPU. The part of a cause is what replays lose if it alone is switched "
-    "off, that is, set to the value of the same layout without DCP. A shared part has the sign of the gain if one of its causes alone "
+    "off, that is, set to the value of the same layout without DCP. An overlap has the sign of the gain if one of its causes alone "
     "brings it, and the other sign if it needs them together. All parts sum to the gain."
 )
-SHARED = "shared"  # heading of the column of all parts that several causes share
+OVERLAP = "overlap"  # heading of the column of all parts of several causes together
 
 
 def build_rows(frames: Frames) -> pd.DataFrame:
@@ -58,7 +58,7 @@ def build_table(frames: Frames) -> Table:
         ("with", lambda r: format_number(r["split"].layout.value, 3)),
         ("gain", lambda r: format_share(r["split"].share)),
         *((cause, _make_cause_formatter(cause)) for cause in CAUSES),
-        (SHARED, _format_shared),
+        (OVERLAP, _format_overlaps),
         ("preemptions", lambda r: f"{r['split'].baseline.preemptions:,} → {r['split'].layout.preemptions:,}"),
         ("prompt tokens cached", _format_hits),
     ]
@@ -95,11 +95,11 @@ def _make_cause_formatter(cause: str) -> Any:  # noqa: ANN401 - the formatter of
     return format_cause
 
 
-def _format_shared(row: Any) -> str:  # noqa: ANN401 - a row
-    """Return `−3 % (KV capacity and step time)` for each shared part."""
+def _format_overlaps(row: Any) -> str:  # noqa: ANN401 - a row
+    """Return `−3 % (KV capacity and step time)` for each overlap."""
     split = row["split"]
-    shared: list[GainPart] = [part for part in split.list_shown() if len(part.causes) > 1]
-    texts = [f"{format_share(split.compute_share(part))} ({part.format_shared()})" for part in shared]
+    overlaps: list[GainPart] = [part for part in split.list_shown() if len(part.causes) > 1]
+    texts = [f"{format_share(split.compute_share(part))} ({part.format_overlap()})" for part in overlaps]
     return "; ".join(texts) or format_share(0.0)
 
 

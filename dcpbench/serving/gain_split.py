@@ -12,7 +12,7 @@ part that belongs to exactly A, and to no smaller set, is
     part(A) = Σ over B ⊆ A of (-1)^(|A| - |B|) · g(B)
 
 so that all parts together are g(all) = f(all) - f(none), the gain. The part of one cause is what switching it off by
-itself loses; the parts of several causes are what they share. A shared part has the sign of the gain if one of its causes
+itself loses; the parts of several causes are their overlaps. An overlap has the sign of the gain if one of its causes
 alone would bring it, and the other sign if it needs all of them, because then each switch alone loses it.
 
 The formula is the factor separation of Stein and Alpert (Journal of the Atmospheric Sciences 50, 1993, 2107-2115), from the
@@ -53,7 +53,7 @@ OUTPUT, LATENCY = "output_tok_s", "e2el_mean_ms"
 """Results that are split: the output of a closed loop; the latency of an open loop, in which output follows the arrivals."""
 METRIC_NAMES = {OUTPUT: "output tok/s", LATENCY: "mean end-to-end latency"}
 HEADINGS = {OUTPUT: "output tok/s", LATENCY: "mean end-to-end latency (ms)"}  # of axes and columns
-MIN_SHOWN = 0.0005  # share of the baseline's value below which a shared part is not printed
+MIN_SHOWN = 0.0005  # share of the baseline's value below which an overlap is not printed
 Causes = tuple[str, ...]
 
 
@@ -74,9 +74,9 @@ class GainPart(msgspec.Struct, frozen=True, kw_only=True):
 
     def format_causes(self) -> str:
         """Return `KV capacity`, or `the overlap of KV capacity and step time`."""
-        return self.causes[0] if len(self.causes) == 1 else f"the overlap of {self.format_shared()}"
+        return self.causes[0] if len(self.causes) == 1 else f"the overlap of {self.format_overlap()}"
 
-    def format_shared(self) -> str:
+    def format_overlap(self) -> str:
         """Return `KV capacity and step time`."""
         return format_list(list(self.causes))
 
@@ -121,7 +121,7 @@ class GainSplit(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def list_shown(self) -> list[GainPart]:
-        """Return the part of each cause, and those that are shared and not 0."""
+        """Return the part of each cause, and the overlaps that are not 0."""
         return [part for part in self.parts if len(part.causes) == 1 or abs(self.compute_share(part)) >= MIN_SHOWN]
 
 
