@@ -1,3 +1,3 @@
-"""Benchmark parallel layouts for serving long-context MLA models: tensor, decode-context and attention-data parallelism."""
+"""Benchmark parallel layouts for serving long-context models: tensor, decode-context and attention-data parallelism."""
 
 __version__ = "0.1.0"

@@ -61,7 +61,7 @@ def _make_app(entries: Iterable[Entry], *, load: bool = True) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
-        help="Benchmark parallel layouts for serving long-context MLA models: tensor (tp), decode-context (dcp) and attention-data (dp) "
+        help="Benchmark parallel layouts for serving long-context models: tensor (tp), decode-context (dcp) and attention-data (dp) "
         "parallelism.\n\nStart with: dcpbench sweep --tp 8 --dcp 8\n\n"
         f"Exit codes: {' · '.join(f'{code:d} {meaning}' for code, meaning in EXIT_CODES.items())}.",
     )

@@ -36,7 +36,7 @@ MAX_NAMED_LOADS = 8  # maximum number of loads named per layout that misses the 
 KINDS = {CLOSED: "closed loop", GAMMA: "open loop", TRACE: TRACE_TIMES}
 LOADS = {CLOSED: "conc.", GAMMA: "req/s"}
 SCATTER = (
-    "scatter: 95 % interval of the median within one launch. Another launch differs by more, with dcpbench's own engine by up "
+    "scatter: half of the 95 % interval of the median within one launch. Another launch differs by more, with dcpbench's own engine by up "
     f"to {REPEATS_AGREE_WITHIN * 100:g} %; `dcpbench compare` measures it from four launches of each side."
 )
 IMPLIED = ("cpu", "oversubscribed")  # warnings that the title and the layout already express
@@ -183,7 +183,7 @@ def _format_half_width(point: pd.Series[Any]) -> str:
     if is_missing(median):
         return ABSENT
     share = f"{max(high - median, median - low) / median * 100:.1f}%"
-    return "<0.1%" if share == "0.0%" else share
+    return "<±0.1%" if share == "0.0%" else f"±{share}"
 
 
 def _make_draft_columns(points: pd.DataFrame) -> list[Column]:

@@ -188,7 +188,7 @@ def test_the_scatter_within_a_launch_is_named_apart_from_that_between_launches(t
     record = build.ok(build.point(Layout(4)), median_ms=25, noise=0.0)
     text = shown(render_terminal_table([build.write(tmp_path / "run", [record])]), 300)
     assert "scatter" in text[2]
-    assert [line for line in text if line.startswith("tp4 ") and "<0.1%" in line]
+    assert [line for line in text if line.startswith("tp4 ") and "<±0.1%" in line]
     assert [line for line in text if line.startswith("scatter: ") and "Another launch differs by more" in line]
 
 
