@@ -224,8 +224,9 @@ def test_a_prompt_lengthens_the_gap_of_decodes(flags: tuple[str, ...], separate:
     assert found.method is Method.MIXED
     assert found.separate_prefill is separate
     check_median(found, expect_ms(MIXED, separate=separate))
-    if not separate:
-        assert np.median(found.samples_ms) == pytest.approx(np.median(gaps), rel=0.05)
+    if not separate:  # each sample is one of the engine's steps; on a busy machine these differ
+        apart = [min(abs(gap / sample - 1) for gap in gaps) for sample in found.samples_ms]
+        assert np.median(apart) <= 0.05, (found.samples_ms, gaps)
 
 
 @pytest.mark.parametrize("hide_launch", [False, True])

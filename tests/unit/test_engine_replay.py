@@ -437,7 +437,10 @@ class TestLoop:
     def test_the_next_turn_of_a_session_is_delayed_as_well(self) -> None:
         """As above: the turn after request 0 is sent at 17 and misses the decisions of 17."""
         requests = [request(0, 3, 1), request(1, 3, 1), request(2, 3, 4)]
-        requests[:2] = [dataclasses.replace(r, session=0, turn=turn) for turn, r in enumerate(requests[:2])]
+        requests[:2] = [
+            dataclasses.replace(r, session=0, turn=turn, parent=turn - 1 if turn else None)
+            for turn, r in enumerate(requests[:2])
+        ]
         found = replay_requests(
             requests,
             make_scheduler(config(pages=60, policy=VLLM)),

@@ -37,7 +37,7 @@ class TestTimed:
         )
         other = ReplicaStep(decodes=[sequence], slots=[1], positions=[3])
         timed = TimedStep.from_launched(launched(other, busy))
-        assert timed == TimedStep(ms=7.0, decodes=2, context=15, chunks=((4, 8),), sampled=3, tokens=7)
+        assert timed == TimedStep(ms=7.0, decodes=2, queries=1, context=15, chunks=((4, 8),), sampled=3, tokens=7)
         assert timed.to_step_rows() == StepRows(decodes=(15, 15), chunks=((4, 8),), sampled=3, tokens=7)
 
     def test_on_the_cpu_nothing_is_noted(self):
@@ -50,9 +50,11 @@ class TestShares:
         short, long = StepRows(chunks=((64, 0),), sampled=1, tokens=64), StepRows(chunks=((512, 64),), tokens=512)
         decode = StepRows(decodes=(100,) * 3, sampled=3, tokens=3)
         steps = [
-            TimedStep(ms=2 * floor_ms(short), decodes=0, context=0, chunks=((64, 0),), sampled=1, tokens=64),
-            TimedStep(ms=5 * floor_ms(long), decodes=0, context=0, chunks=((512, 64),), sampled=0, tokens=512),
-            TimedStep(ms=4 * floor_ms(decode), decodes=3, context=100, chunks=(), sampled=3, tokens=3),
+            TimedStep(ms=2 * floor_ms(short), decodes=0, queries=1, context=0, chunks=((64, 0),), sampled=1, tokens=64),
+            TimedStep(
+                ms=5 * floor_ms(long), decodes=0, queries=1, context=0, chunks=((512, 64),), sampled=0, tokens=512
+            ),
+            TimedStep(ms=4 * floor_ms(decode), decodes=3, queries=1, context=100, chunks=(), sampled=3, tokens=3),
         ]
         found = compute_shares(SHARDING, steps, RATES)
         spent_ms = 2 * floor_ms(short) + 5 * floor_ms(long)
@@ -62,11 +64,13 @@ class TestShares:
         assert found.prefill_matmul_share == pytest.approx(flops / (spent_ms / 1e3 * 1e12))
 
     def test_a_kind_of_step_that_did_not_run_has_no_share(self):
-        found = compute_shares(SHARDING, [TimedStep(ms=1, decodes=1, context=4, chunks=(), sampled=1, tokens=1)], RATES)
+        found = compute_shares(
+            SHARDING, [TimedStep(ms=1, decodes=1, queries=1, context=4, chunks=(), sampled=1, tokens=1)], RATES
+        )
         assert (found.prefill_floor_share, found.prefill_matmul_share) == (None, None)
         assert found.decode_floor_share is not None
 
     @pytest.mark.parametrize("rates", [None, Rates(read_bytes_s=1e9)])
     def test_without_rates_there_are_none(self, rates):
-        step = TimedStep(ms=1, decodes=1, context=4, chunks=((8, 0),), sampled=1, tokens=9)
+        step = TimedStep(ms=1, decodes=1, queries=1, context=4, chunks=((8, 0),), sampled=1, tokens=9)
         assert compute_shares(SHARDING, [step], rates) == Shares()

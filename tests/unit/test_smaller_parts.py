@@ -492,10 +492,10 @@ def test_what_bounds_an_open_loop_is_the_least_of_what_is_asked_held_and_sent(
 @pytest.mark.parametrize(
     ("median", "low", "high", "said"),
     [
-        (100.0, 99.0, 100.5, "1.0%"),
-        (100.0, 99.9, 102.0, "2.0%"),
-        (100.0, 99.96, 100.04, "<0.1%"),
-        (100.0, 99.94, 100, "0.1%"),
+        (100.0, 99.0, 100.5, "±1.0%"),
+        (100.0, 99.9, 102.0, "±2.0%"),
+        (100.0, 99.96, 100.04, "<±0.1%"),
+        (100.0, 99.94, 100, "±0.1%"),
         (float("nan"), 1, 1, "—"),
     ],
 )
@@ -527,7 +527,7 @@ def test_columns_go_in_this_order_where_a_terminal_is_narrow() -> None:
         ("p99", 1),
     ]
     served = decoded | {"ttft_p50_ms": 1.0, "ttft_p99_ms": 1.0, "goodput_s": 0.5, "load_arrival": "closed"}
-    served |= {"kv_tokens_of_all": 655_360.0}
+    served |= {"kv_tokens_of_all": 655_360.0, "tokens_per_step": math.nan}
     found = [(c.name, c.drop) for c in terminal_tables._make_served_columns("closed", pd.DataFrame([served]))]
     assert found[-8:] == [
         ("tok/s", None),
