@@ -157,7 +157,7 @@ def read(tmp_path: Path, text: str, option: str = "{path}", **given: Any) -> Ser
 
 
 def send(spec: ServerSpec, clients: int | None = None, gap_ms: float = 1.0) -> tuple[list[Sent], Run]:
-    """What a server was sent for the first load, in order, and the run."""
+    """What a server was sent for the first load, and the run, both by the number of the request: on a busy machine requests may come in another order."""
 
     async def main() -> tuple[list[Sent], Run]:
         async with Running(Script(gap_ms=gap_ms)) as running:
@@ -169,7 +169,9 @@ def send(spec: ServerSpec, clients: int | None = None, gap_ms: float = 1.0) -> t
                 requests = measure._make_requests(point, spec.settings, manner.vocab)
                 run = Run(client, sessions.make_calls(target, manner, requests), LoadOptions(clients=clients))
                 await run.send_load(time.perf_counter() + 0.05)
-                return running.server.sent, run
+                run.outcomes.sort(key=lambda outcome: outcome.call.number)
+                bodies = [json.loads(outcome.call.data.partition(b"\r\n\r\n")[2]) for outcome in run.outcomes]
+                return sorted(running.server.sent, key=lambda one: bodies.index(one.body)), run
 
     return asyncio.run(main())
 
