@@ -110,7 +110,7 @@ def test_a_baseline_and_diff_hold_the_sites_of_the_core(tmp_path: Path) -> None:
         ("fork", "process.kill()", -9),
         ("spawn", "process.kill()", -9),
         ("fork", "os.kill(process.pid, 6)", -6),
-        pytest.param("forkserver", "process.kill()", 255, marks=long),
+        pytest.param("forkserver", "process.kill()", -9, marks=long),
     ],
 )
 def test_a_core_that_was_killed_is_named_and_never_clean(tmp_path: Path, method: str, end: str, code: int) -> None:
