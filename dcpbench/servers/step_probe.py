@@ -4,8 +4,7 @@
     behind   prompts that share a step wait behind a prompt that fills the steps before; a sample is the time from its first token to
              theirs; a prefix shorter than a step shares the last of these steps
     prefill  a prompt on an idle server that takes no prompt of two steps; a sample is its time to first token
-    prefix   the time of a long prompt minus that of the prompt without its last chunk, each behind a prompt that fills the steps before,
-             so that the GPU is as warm as under load; or their times to first token on a server that takes no such prompt
+    prefix   the time to first token of a long prompt minus that of a prompt without its last chunk
     mixed    a prompt arrives while requests decode; a sample is the gap of their tokens in which its first token comes. It waits behind a
              prompt that fills the steps before, which hide how long the host takes to begin a step, unless hide_launch is False; the
              steps between hold the prefix of its last chunk
@@ -117,7 +116,7 @@ class Method(enum.StrEnum):
     DECODE = "decode gaps"
     PREFILL = "time to first token"
     BEHIND = "time after a full step"
-    PREFIX = "difference between prompts with and without the chunk"
+    PREFIX = "difference of times to first token"
     MIXED = "gap of decodes"
 
 
@@ -541,20 +540,10 @@ async def _measure_several_ms(probe: StepProbe, chunks: Sequence[Chunks]) -> flo
 
 
 async def _measure_difference_ms(probe: StepProbe, chunk: Chunks) -> float | None:
-    """Return the time of a prompt's last chunk, by a prompt without it; None if noise makes it negative, or a prompt came late.
-
-    Both wait behind a prompt that fills steps: a GPU that rests between prompts runs at higher clocks than under load.
-    """
-    measure = _measure_behind_ms if _takes_filler(probe.limits) else _measure_ttft_ms
-    prefix, whole = await measure(probe, chunk.prefix), await measure(probe, chunk.prefix + chunk.tokens)
-    return whole - prefix if prefix is not None and whole is not None and whole > prefix else None
-
-
-async def _measure_behind_ms(probe: StepProbe, tokens: int) -> float | None:
-    """Return the time from the first token of a prompt that fills steps to that of a prompt behind it; None if that came late."""
-    found = await _send_behind(probe, [tokens], FILLED_STEPS * (probe.limits.max_batched_tokens or 0))
-    [came] = found.came_s
-    return (came - found.before_s) * 1e3 if found.in_time else None
+    """Return the time of a prompt's last chunk, by a prompt without it; None if noise makes it negative."""
+    prefix = await _measure_ttft_ms(probe, chunk.prefix)
+    whole = await _measure_ttft_ms(probe, chunk.prefix + chunk.tokens)
+    return whole - prefix if whole > prefix else None
 
 
 async def _measure_mixed(probe: StepProbe, case: Case, *, hide_launch: bool) -> CaseSamples:
