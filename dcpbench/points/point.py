@@ -85,7 +85,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     trace_reading: Annotated[str, Axis(LOAD, 77, "read as {}")] = ""
     """How that file was read, given or found by its columns: `format=mooncake,time-unit=ms,block-size=512`."""
     trace_facts: TraceFacts | None = None
-    """What its requests are; null without a file."""
+    """Facts of the requests in the file; null without a file."""
     chunk: Annotated[Count, Axis(LOAD, 71, "chunk {:,}")]
     """Maximum number of prompt tokens that a step prefills, over the whole layout."""
     policy: Annotated[str, Axis(LOAD, 72, "{}", values=names.POLICIES, one=True)] = names.MIXED

@@ -43,9 +43,7 @@ class Lengths:
 
     def __str__(self) -> str:
         """Return the canonical form of the option."""
-        if self.kind == UNIFORM:
-            return f"uniform:{self.low}-{self.high}"
-        return f"lognormal:{self.low}:{self.sigma:g}" if self.kind == LOGNORMAL else str(self.low)
+        return _format_distribution(self.kind, str(self.low), str(self.high), self.sigma)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +57,13 @@ class Delays:
 
     def __str__(self) -> str:
         """Return the canonical form of the option."""
-        if self.kind == UNIFORM:
-            return f"uniform:{self.low:g}-{self.high:g}"
-        return f"lognormal:{self.low:g}:{self.sigma:g}" if self.kind == LOGNORMAL else f"{self.low:g}"
+        return _format_distribution(self.kind, f"{self.low:g}", f"{self.high:g}", self.sigma)
+
+
+def _format_distribution(kind: str, low: str, high: str, sigma: float) -> str:
+    if kind == UNIFORM:
+        return f"uniform:{low}-{high}"
+    return f"lognormal:{low}:{sigma:g}" if kind == LOGNORMAL else low
 
 
 def format_varied_lengths(tokens: int) -> str:

@@ -13,7 +13,6 @@ from dcpbench.models import SHAPES
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.cluster_specs import get_limits, load_machine
 from dcpbench.points.layout import Layout
-from dcpbench.points.point import Load, Point
 from dcpbench.points.roofline import Sharding, StepRows, compute_attention_work, iter_phase_works
 from dcpbench.points.settings import Settings
 from dcpbench.points.speculation import Speculation
@@ -27,7 +26,7 @@ from dcpbench.serving.outcome import compute_serve_metrics
 from dcpbench.serving.replay import replay_from_file, replay_requests
 from dcpbench.serving.scheduler import Scheduler
 from dcpbench.serving.step_times import Case, Chunks, Decodes, get_engine_path, write_step_times
-from tests.unit import record_builder, serve_record_builder
+from tests.unit import record_builder, serve_record_builder, test_replay_point
 from tests.unit.serving_builder import config, request
 from tests.unit.step_times_builder import step_times
 from tests.unit.test_replay import Fixed
@@ -36,20 +35,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DRAFTS = Speculation(3, (0.85, 0.6, 0.4))
-LOAD = Load(mode="replay", requests=24, input_tokens="4000", output_tokens="30", chunk=8192)
-POINT = Point(
-    model="deepseek-v3",
-    tp=4,
-    dcp=4,
-    workload="serve",
-    concurrency=8,
-    context=4030,
-    load=LOAD,
-    exchange="ag_rs",
-    backend="flashinfer",
-    dtype="bf16",
-    page_size=64,
-)
+LOAD = msgspec.structs.replace(test_replay_point.LOAD, requests=24)
+POINT = msgspec.structs.replace(test_replay_point.POINT, load=LOAD)
 DRAFTED = msgspec.structs.replace(POINT, mtp=3, acceptance="0.85/0.6/0.4")
 TIMES = step_times(path=get_engine_path(POINT))
 
