@@ -74,7 +74,7 @@ class Refusal(enum.Enum):
         "several prompts that arrive while others decode need not share a step; measure one prompt with decodes."
     )
     PREFIX_CHUNKS = "chunks of several prompts with a prefix cannot be made to share a step; measure one such chunk."
-    PREFIX_MIXED = "a chunk that runs with decodes begins at {needed:,} tokens only if that is a multiple of the {limit:,} prompt tokens of such a step; choose such a prefix."
+    PREFIX_MIXED = "a chunk that runs with decodes cannot begin at {needed:,} tokens, which is no multiple of the {limit:,} prompt tokens of such a step; choose a multiple, such as {limit:,}."
     BUDGET_UNKNOWN = "the maximum number of tokens in a step of the server is unknown; state it (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size)."
     PREFIX_MULTIPLE = "a chunk begins at {needed:,} tokens only if that is a multiple of the {limit:,} tokens that the server takes in a step, or fewer if it takes prompts of three steps; choose such a prefix."
     TOKENS = "it has {needed:,} tokens, and the server takes {limit:,} in a step; choose fewer, or start the server with more (vLLM: --max-num-batched-tokens, SGLang: --chunked-prefill-size)."

@@ -117,7 +117,7 @@ class GainSplit(msgspec.Struct, frozen=True, kw_only=True):
         parts = [f"{format_share(self.compute_share(part))} by {part.format_causes()}" for part in self.list_shown()]
         return (
             f"{self.layout.layout} against {self.baseline.layout}, {METRIC_NAMES[self.metric]} in replay: {format_share(self.share)}, the sum of "
-            f"{format_list(parts)} (step time: of equal requests)."
+            f"{format_list(parts)} (step time: shorter steps for the same requests)."
         )
 
     def list_shown(self) -> list[GainPart]:

@@ -200,5 +200,5 @@ def test_the_sentence_names_all_parts_and_what_they_share() -> None:
     )
     assert found.format() == (
         "tp8·dcp8 against tp8, output tok/s in replay: +37 %, the sum of +30 % by KV capacity, 0 % by prefix-cache hits, +10 % by step "
-        "time and −3 % by the overlap of KV capacity and step time (step time: of equal requests)."
+        "time and −3 % by the overlap of KV capacity and step time (step time: shorter steps for the same requests)."
     )
