@@ -27,7 +27,7 @@ from dcpbench.show.text import format_count, make_printable
 from dcpbench.syncs.dry_run_program import RECORDER, suggest_dry_run
 from dcpbench.syncs.process_tree import list_unseen_programs
 from dcpbench.syncs.recorder import child
-from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary
+from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary, rename_traces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -279,8 +279,12 @@ def _scan_folder(folder: Path, recording: Recording, gate: Gate) -> Report:
                 expand_names([str(folder)]), root=gate.root, step_range=gate.step_range, progress=progress
             )
     add_notes(report, notes, recording)
-    add_unseen_programs(report, list_unseen_programs(folder))
-    return report if recording.keep is not None else remove_folder_names(report, folder)
+    for command in list_unseen_programs(folder):
+        coverage = Coverage(detector="scan", complete=False, damage=["did not load the recorder: " + NOT_LOADED])
+        report.traces.append(TraceSummary(path=command, coverage=coverage))
+    if recording.keep is None:
+        remove_folder_names(report, folder)
+    return report
 
 
 def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> None:
@@ -297,23 +301,10 @@ def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> No
             report.traces.append(TraceSummary(path=note.name, rank=rank, coverage=coverage))
 
 
-def add_unseen_programs(report: Report, commands: Sequence[str]) -> None:
-    """Add the Python programs that did not load the recorder, so that the report is not `clean`."""
-    for command in commands:
-        coverage = Coverage(detector="scan", complete=False, damage=["did not load the recorder: " + NOT_LOADED])
-        report.traces.append(TraceSummary(path=command, coverage=coverage))
-
-
-def remove_folder_names(report: Report, folder: Path) -> Report:
-    """Return the report with the names of traces instead of their paths, because their folder is temporary."""
-    names = {trace.path: Path(trace.path).name for trace in report.traces if Path(trace.path).parent == folder}
-    for trace in report.traces:
-        trace.path = names.get(trace.path, trace.path)
-    for site in report.sites:
-        site.traces = [names.get(path, path) for path in site.traces]
-        for example in filter(None, (site.example, site.worst)):
-            example.trace = names.get(example.trace, example.trace)
-    return report
+def remove_folder_names(report: Report, folder: Path) -> None:
+    """Give traces in a temporary folder their names instead of their paths."""
+    paths = [Path(trace.path) for trace in report.traces]
+    rename_traces(report, {str(path): path.name for path in paths if path.parent == folder})
 
 
 def _format_signal(number: int) -> str:
