@@ -40,6 +40,11 @@ class State:
     """True if it ended because it lost a machine, so that it may continue elsewhere."""
 
 
+def make_end_state(message: str, code: int = FAILED, *, lost: bool = False) -> State:
+    """Return the state of a job that has ended without success."""
+    return State(message=message, ended=True, code=code, lost=lost)
+
+
 class NoAnswerError(Exception):
     """The cluster did not answer, which may pass."""
 
