@@ -43,31 +43,12 @@ REDUCES = {"attention": "attn_reduce", "mlp": "mlp_reduce"}
 MAX_NORM_GAP = 2
 """Norms between ranks of one step: they meet in each half of a layer."""
 OURS = "dcpbench/"
-WAITS = frozenset(
-    (
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_gather_single",
-        "all_reduce",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "monitored_barrier",
-        "recv",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_tensor",
-        "scatter",
-        "send",
-        "synchronize",
-    )
+_WAITS = (
+    "all_gather all_gather_into_tensor all_gather_object all_gather_single all_reduce all_to_all all_to_all_single barrier "
+    "broadcast broadcast_object_list gather gather_object monitored_barrier recv reduce reduce_scatter "
+    "reduce_scatter_single reduce_scatter_tensor scatter send synchronize"
 )
+WAITS = frozenset(_WAITS.split())
 """Functions of torch in which a rank waits for others, or for its device."""
 NAME_THEM = (
     "Flight recorders are compared by rank, and their names tell none: name them flight-0.json, flight-1.json, …"

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TEMPLATE, SCRIPT = "slurm.sh.j2", "job.sh"
-INTERRUPTED = ExitCode.INTERRUPTED
 WAITING, UNKNOWN = "PENDING", "Invalid job id"
 HOW_IT_ENDED = {
     "COMPLETED": "",
@@ -165,7 +164,7 @@ class Queue:
             return make_end_state(f"{self._job.description} has ended {how}{log}", by or FAILED)
         again = f"; to go on, submit it again with -o {shlex.quote(str(self._folder))} --resume"
         message = f"{self._job.description} {HOW_IT_ENDED[state]}{again if state in MAY_GO_ON else log}"
-        return make_end_state(message, INTERRUPTED if state == "CANCELLED" else FAILED)
+        return make_end_state(message, ExitCode.INTERRUPTED if state == "CANCELLED" else FAILED)
 
     def _read_end_state(self) -> State:
         """Return the state of a job that Slurm no longer knows, minutes after its end, from the exit code that the

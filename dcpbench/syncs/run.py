@@ -47,7 +47,6 @@ NOTHING_RECORDED = (
 NOT_LOADED = (
     "it ignores or lacks our PYTHONPATH; let the program start it with its own environment, without -E, -I and -S"
 )
-PROGRAM_FAILED, INTERRUPTED = ExitCode.FAILED, ExitCode.INTERRUPTED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,9 +127,9 @@ def run_program(command: Sequence[str], recording: Recording, options: GateOptio
         verdict = finish_report(report, gate, out)
         if recording.keep is not None:
             sys.stderr.write(f"Traces are in {make_printable(str(recording.keep))}\n")
-    if code in {-signal.SIGINT, INTERRUPTED}:
-        return INTERRUPTED
-    return PROGRAM_FAILED if code else verdict
+    if code in {-signal.SIGINT, ExitCode.INTERRUPTED}:
+        return ExitCode.INTERRUPTED
+    return ExitCode.FAILED if code else verdict
 
 
 def run_process(command: Sequence[str], env: Mapping[str, str]) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.dry_run.device_tensor import register_pinned, unregister_pinned
+from dcpbench.syncs.dry_run.device_tensor import registered
 from dcpbench.syncs.dry_run.virtual_cuda import MEMORY_BYTES, gpu, make_constant
 
 if TYPE_CHECKING:
@@ -114,12 +114,12 @@ class VirtualRuntime:
 
     def cudaHostRegister(self, address: int, size: int, flags: int = 0) -> CudaError:
         """Pin host memory that exists already."""
-        register_pinned(address, size)
+        registered[address] = size
         return CudaError.success
 
     def cudaHostUnregister(self, address: int) -> CudaError:
         """Make such memory pageable again."""
-        unregister_pinned(address)
+        registered.pop(address, None)
         return CudaError.success
 
     def cudaGetErrorString(self, error: int) -> str:
