@@ -164,13 +164,12 @@ def _group_collectives(evidence: Evidence) -> Mapping[str, Lines]:
     for rank in evidence.ranks:
         for one in get_collectives(rank):
             if one.call is not None:
-                lines[one.call.group][rank.rank][one.number] = one
+                lines[one.known_call.group][rank.rank][one.number] = one
     return lines
 
 
 def _get_place(one: CollectiveEvent) -> tuple[object, ...]:
-    assert one.call is not None
-    return one.call.signature, one.phase, one.layer, one.call.at
+    return one.known_call.signature, one.phase, one.layer, one.known_call.at
 
 
 def _find_first_mismatch(evidence: Evidence, groups: Mapping[str, Lines]) -> Finding | None:
@@ -211,9 +210,8 @@ def _get_signature(one: CollectiveEvent) -> tuple[str, str, tuple[int, ...]]:
 
     The shape is left empty for collectives of other programs that accept parts of different sizes.
     """
-    assert one.call is not None
-    op, dtype, shape = one.call.signature
-    return op, dtype, () if op in UNEVEN and not one.call.at else shape
+    op, dtype, shape = one.known_call.signature
+    return op, dtype, () if op in UNEVEN and not one.known_call.at else shape
 
 
 def _describe_mismatch(
@@ -222,15 +220,13 @@ def _describe_mismatch(
     odd, sure, why = _find_odd_ranks(lines, at, number)
     others = sorted(set(at) - odd)
     theirs, mine = at[others[0]], at[min(odd)]
-    assert theirs.call is not None
-    assert mine.call is not None
-    kind = "dtype" if theirs.call.dtype != mine.call.dtype else "shape"
-    if (theirs.call.op, *_get_place(theirs)[1:]) != (mine.call.op, *_get_place(mine)[1:]):
+    kind = "dtype" if theirs.known_call.dtype != mine.known_call.dtype else "shape"
+    if (theirs.known_call.op, *_get_place(theirs)[1:]) != (mine.known_call.op, *_get_place(mine)[1:]):
         kind = "order"
     who, them = _describe_ranks(odd), _describe_ranks(others)
     sentence = (
-        f"{who} began {mine.call.description}{_format_context(mine)} as collective {number} of the group, and {them} "
-        f"{theirs.call.description}{_format_context(theirs)}"
+        f"{who} began {mine.known_call.description}{_format_context(mine)} as collective {number} of the group, and {them} "
+        f"{theirs.known_call.description}{_format_context(theirs)}"
     )
     if kind == "order":
         why += _explain_order(lines, at, odd, number)
@@ -245,10 +241,10 @@ def _describe_mismatch(
         waiting=[r for r in others if get_open_collective(next(e for e in evidence.ranks if e.rank == r))],
         phase=mine.phase,
         layer=mine.layer,
-        collective=theirs.call.description,
+        collective=theirs.known_call.description,
         number=number,
-        line=mine.call.at,
-        waiting_at=theirs.call.at,
+        line=mine.known_call.at,
+        waiting_at=theirs.known_call.at,
         why=why,
     )
 
@@ -324,9 +320,8 @@ def _find_meeting_wait(evidence: Evidence, groups: Mapping[str, Lines]) -> Findi
 
 def _find_late_ranks(groups: Mapping[str, Lines], one: CollectiveEvent) -> set[int]:
     """Return the ranks that have not begun a collective."""
-    assert one.call is not None
-    lines = groups[one.call.group]
-    expected = set(parse_ranks(one.call.ranks)) or set(lines)
+    lines = groups[one.known_call.group]
+    expected = set(parse_ranks(one.known_call.ranks)) or set(lines)
     return {r for r in expected if r not in lines or max(lines[r]) < one.number}
 
 
@@ -453,7 +448,6 @@ def _find_behind(evidence: Evidence, groups: Mapping[str, Lines]) -> Finding | N
         return _report_unread_ranks(waits, unread) if unread else _report_crossed_groups(waits, for_whom, late)
     waiting = sorted(r for r, whom in for_whom.items() if whom & roots)
     one = waits[waiting[0]]
-    assert one.call is not None
     known = [by_rank[r] for r in sorted(roots)]
     ended = {rank.rank: rank.seen.ended for rank in known if rank.seen and rank.seen.ended}
     first = next((rank for rank in known if rank.rank not in ended), known[0])
@@ -461,7 +455,7 @@ def _find_behind(evidence: Evidence, groups: Mapping[str, Lines]) -> Finding | N
     doing = "has ended" if ended and len(ended) == len(roots) else _describe_state(first)
     sentence = (
         f"{_describe_ranks(roots)} {doing}{_format_place(phase, layer, line)}; {_describe_ranks(waiting, 'waits', 'wait')} for it in "
-        f"{one.call.description}, collective {one.number} of the group{_format_context(one)}"
+        f"{one.known_call.description}, collective {one.number} of the group{_format_context(one)}"
     )
     why = [f"rank {r} ended: {how}." for r, how in ended.items()]
     why += [f"Of {_describe_ranks(unread)} no collectives were read."] if unread else []
@@ -472,10 +466,10 @@ def _find_behind(evidence: Evidence, groups: Mapping[str, Lines]) -> Finding | N
         waiting=waiting,
         phase=phase or one.phase,
         layer=layer if layer is not None else one.layer,
-        collective=one.call.description,
+        collective=one.known_call.description,
         number=one.number,
         line=line,
-        waiting_at=one.call.at,
+        waiting_at=one.known_call.at,
         why=why + [_describe_process(rank) for rank in known if rank.seen and rank.rank not in ended],
     )
 
@@ -488,15 +482,14 @@ def _has_progress(rank: Rank) -> bool:
 def _report_unread_ranks(waits: Mapping[int, CollectiveEvent], unread: set[int]) -> Finding:
     """Return the finding for ranks that wait for ranks without any evidence of their collectives."""
     rank, one = next(iter(waits.items()))
-    assert one.call is not None
     return Finding(
         kind="unknown",
-        message=f"unknown: {_describe_ranks(waits, 'waits', 'wait')}, rank {rank} in {one.call.description}{_format_context(one)}, and of "
+        message=f"unknown: {_describe_ranks(waits, 'waits', 'wait')}, rank {rank} in {one.known_call.description}{_format_context(one)}, and of "
         f"{_describe_ranks(unread)} no collectives were read",
         waiting=sorted(waits),
-        collective=one.call.description,
+        collective=one.known_call.description,
         number=one.number,
-        waiting_at=one.call.at,
+        waiting_at=one.known_call.at,
     )
 
 
@@ -508,12 +501,10 @@ def _report_crossed_groups(
     parts = []
     for rank in ranks:
         one = waits[rank]
-        assert one.call is not None
         parts.append(
-            f"rank {rank} is in {one.call.description}{_format_context(one)} and waits for {_describe_ranks(for_whom[rank])}"
+            f"rank {rank} is in {one.known_call.description}{_format_context(one)} and waits for {_describe_ranks(for_whom[rank])}"
         )
     one = waits[ranks[0]]
-    assert one.call is not None
     return Finding(
         kind="apart",
         message="; ".join(parts),
@@ -521,9 +512,9 @@ def _report_crossed_groups(
         waiting=ranks,
         phase=one.phase,
         layer=one.layer,
-        collective=one.call.description,
+        collective=one.known_call.description,
         number=one.number,
-        line=one.call.at,
+        line=one.known_call.at,
         why=["They began collectives of different groups in different orders."],
     )
 
@@ -557,20 +548,19 @@ def _find_stalled_collective(evidence: Evidence, groups: Mapping[str, Lines]) ->
     if not waits:
         return None
     one = next(iter(waits.values()))
-    assert one.call is not None
-    expected = set(parse_ranks(one.call.ranks)) or set(groups[one.call.group])
-    same = {r for r, m in waits.items() if m.call and (m.call.group, m.number) == (one.call.group, one.number)}
+    expected = set(parse_ranks(one.known_call.ranks)) or set(groups[one.known_call.group])
+    same = {r for r, m in waits.items() if m.call and (m.call.group, m.number) == (one.known_call.group, one.number)}
     if same != expected:
         return None
     return Finding(
         kind="together",
-        message=f"{_describe_ranks(same)} are all in {one.call.description}, collective {one.number} of the group{_format_context(one)}, and none is behind",
+        message=f"{_describe_ranks(same)} are all in {one.known_call.description}, collective {one.number} of the group{_format_context(one)}, and none is behind",
         waiting=sorted(same),
         phase=one.phase,
         layer=one.layer,
-        collective=one.call.description,
+        collective=one.known_call.description,
         number=one.number,
-        waiting_at=one.call.at,
+        waiting_at=one.known_call.at,
         why=[
             "What carries it stands still: the network, a peer's memory, or on GPUs a kernel that was launched before it."
         ],
@@ -733,8 +723,7 @@ def _format_place(phase: str, layer: int | None, line: str) -> str:
 
 
 def _format_context(one: CollectiveEvent) -> str:
-    assert one.call is not None
-    return _format_step_place(one.phase, one.layer, one.call.at, one.call.above)
+    return _format_step_place(one.phase, one.layer, one.known_call.at, one.known_call.above)
 
 
 def _describe_ranks(ranks: Iterable[int], of_one: str = "", of_many: str = "") -> str:

@@ -98,6 +98,12 @@ class CollectiveEvent:
     ended_ns: int = 0
     """Unix time in ns at which the collective returned; 0 if it has not returned or the source does not record it."""
 
+    @property
+    def known_call(self) -> Call:
+        """Return the description, which the file must hold."""
+        assert self.call is not None
+        return self.call
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankBeats:

@@ -169,7 +169,7 @@ class Queue:
         self._fetched = not job.fetched
 
     def fetch_state(self) -> State:
-        """Return the current state. Raise Silent if kubectl fails."""
+        """Return the current state. Raise NoAnswerError if kubectl fails."""
         try:
             output = run_command([*self._job.kubectl, "get", "job,pods", "-l", f"{LABEL}={self._job.id}", "-o", "json"])
             found = json.loads(output)["items"]

@@ -119,7 +119,7 @@ class Queue:
         return False
 
     def fetch_state(self) -> State:
-        """Return the current state. Raise Silent if Slurm does not answer."""
+        """Return the current state. Raise NoAnswerError if Slurm does not answer."""
         try:
             output = run_command(["scontrol", "--oneliner", "show", "job", self._job.id])
         except RefusedError as e:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+Number = TypeVar("Number", int, float)
 SCHEMA_VERSION = 1
 
 
@@ -259,7 +260,7 @@ def sum_totals(sites: list[Site]) -> Totals:
     )
 
 
-def sum_known(values: Iterable[float | None]) -> float | None:
+def sum_known(values: Iterable[Number | None]) -> Number | None:
     """Return the sum of the known values; None if none is known."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
