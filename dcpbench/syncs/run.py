@@ -123,14 +123,14 @@ def run_program(command: Sequence[str], recording: Recording, options: GateOptio
         code = run_process(command, build_environment(folder, recording))
         report = _scan_folder(folder, recording, gate)
         if code:
-            ending = f"ended with exit code {code}" if code > 0 else f"was ended by {_format_signal(-code)}"
-            sys.stderr.write(f"{make_printable(shlex.join(command))} {ending}.\n")
+            add_failed_program(report, shlex.join(command), code)
         verdict = finish_report(report, gate, out)
+        if code:
+            verdict = INTERRUPTED if code in {-signal.SIGINT, INTERRUPTED} else PROGRAM_FAILED
+            sys.stderr.write(f"The program {_format_ending(code)}, so the exit code is {verdict:d}.\n")
         if recording.keep is not None:
             sys.stderr.write(f"Traces are in {make_printable(str(recording.keep))}\n")
-    if code in {-signal.SIGINT, INTERRUPTED}:
-        return INTERRUPTED
-    return PROGRAM_FAILED if code else verdict
+    return verdict
 
 
 def run_process(command: Sequence[str], env: Mapping[str, str]) -> int:
@@ -304,6 +304,13 @@ def add_unseen_programs(report: Report, commands: Sequence[str]) -> None:
         report.traces.append(TraceSummary(path=command, coverage=coverage))
 
 
+def add_failed_program(report: Report, command: str, code: int) -> None:
+    """Add a program that failed, so that the report is not `clean`: the calls after its end are not known."""
+    damage = [f"{_format_ending(code)}, so the rest of its run is not known"]
+    coverage = Coverage(detector="scan", complete=False, damage=damage)
+    report.traces.append(TraceSummary(path=command, coverage=coverage))
+
+
 def remove_folder_names(report: Report, folder: Path) -> Report:
     """Return the report with the names of traces instead of their paths, because their folder is temporary."""
     names = {trace.path: Path(trace.path).name for trace in report.traces if Path(trace.path).parent == folder}
@@ -316,8 +323,11 @@ def remove_folder_names(report: Report, folder: Path) -> Report:
     return report
 
 
-def _format_signal(number: int) -> str:
+def _format_ending(code: int) -> str:
+    """Return how a process ended: with an exit code, or by a signal if the code is negative."""
+    if code > 0:
+        return f"ended with exit code {code}"
     try:
-        return signal.Signals(number).name
+        return f"was ended by {signal.Signals(-code).name}"
     except ValueError:
-        return f"signal {number}"
+        return f"was ended by signal {-code}"
