@@ -122,14 +122,16 @@ def run_program(command: Sequence[str], recording: Recording, options: GateOptio
         code = run_process(command, build_environment(folder, recording))
         report = _scan_folder(folder, recording, gate)
         if code:
-            ending = f"ended with exit code {code}" if code > 0 else f"was ended by {_format_signal(-code)}"
-            sys.stderr.write(f"{make_printable(shlex.join(command))} {ending}.\n")
+            damage = f"{_format_ending(code)}, so the rest of its run is not known"
+            add_incomplete_program(report, shlex.join(command), damage)
         verdict = finish_report(report, gate, out)
+        if code:
+            stopped = code in {-signal.SIGINT, ExitCode.INTERRUPTED}
+            verdict = ExitCode.INTERRUPTED if stopped else ExitCode.FAILED
+            sys.stderr.write(f"The program {_format_ending(code)}, so the exit code is {verdict:d}.\n")
         if recording.keep is not None:
             sys.stderr.write(f"Traces are in {make_printable(str(recording.keep))}\n")
-    if code in {-signal.SIGINT, ExitCode.INTERRUPTED}:
-        return ExitCode.INTERRUPTED
-    return ExitCode.FAILED if code else verdict
+    return verdict
 
 
 def run_process(command: Sequence[str], env: Mapping[str, str]) -> int:
@@ -279,8 +281,7 @@ def _scan_folder(folder: Path, recording: Recording, gate: Gate) -> Report:
             )
     add_notes(report, notes, recording)
     for command in list_unseen_programs(folder):
-        coverage = Coverage(detector="scan", complete=False, damage=["did not load the recorder: " + NOT_LOADED])
-        report.traces.append(TraceSummary(path=command, coverage=coverage))
+        add_incomplete_program(report, command, f"did not load the recorder: {NOT_LOADED}")
     if recording.keep is None:
         remove_folder_names(report, folder)
     return report
@@ -300,14 +301,23 @@ def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> No
             report.traces.append(TraceSummary(path=note.name, rank=rank, coverage=coverage))
 
 
+def add_incomplete_program(report: Report, command: str, damage: str) -> None:
+    """Add a program of which no or not all calls were recorded, so that the report is not `clean`."""
+    coverage = Coverage(detector="scan", complete=False, damage=[damage])
+    report.traces.append(TraceSummary(path=command, coverage=coverage))
+
+
 def remove_folder_names(report: Report, folder: Path) -> None:
     """Give traces in a temporary folder their names instead of their paths."""
     paths = [Path(trace.path) for trace in report.traces]
     rename_traces(report, {str(path): path.name for path in paths if path.parent == folder})
 
 
-def _format_signal(number: int) -> str:
+def _format_ending(code: int) -> str:
+    """Return how a process ended: with an exit code, or by a signal if the code is negative."""
+    if code > 0:
+        return f"ended with exit code {code}"
     try:
-        return signal.Signals(number).name
+        return f"was ended by {signal.Signals(-code).name}"
     except ValueError:
-        return f"signal {number}"
+        return f"was ended by signal {-code}"
