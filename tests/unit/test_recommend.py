@@ -396,7 +396,7 @@ def test_a_kind_of_call_errs_the_same_way_in_both_layouts() -> None:
 
 
 def test_an_estimate_is_undecided_against_a_record_within_both_bands() -> None:
-    """A lead of 15 % is less than 1.1 · 1.1 − 1 = 21 %; set right by the record, the 4 % of ratios count."""
+    """A lead of 15 % is less than 1.1 · 1.1 − 1 = 21 %; corrected by the record, the 4 % of ratios count."""
     seen, guess = forecast(115, MEASURED), forecast(100)
     assert not choosing.is_ahead(seen, guess)
     assert choosing.is_ahead(dataclasses.replace(seen, low=115, high=115), apply_factor(guess, 1.0))
@@ -536,7 +536,7 @@ def test_the_nearest_that_an_engine_can_run_is_a_record_before_an_estimate() -> 
     said = answer_formats.explain_start(start)
     assert said.startswith("vLLM has no --exchange symm. The nearest that it can run is tp4·dcp4 (a2a), 450 tok/s")
     unknown = answer_formats.Start(engine="vllm", lacking=["--exchange symm"])
-    assert answer_formats.explain_start(unknown).endswith("no command.")
+    assert answer_formats.explain_start(unknown).endswith("there is no command for it.")
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -563,7 +563,7 @@ def test_the_command_answers_with_a_band_costs_and_commands(tmp_path: Path, caps
     assert "KV" in refused["tp8"]["reason"]
     assert refused["tp8"]["missing_bytes_per_gpu"] > 0
     assert "--tp-size 8" in found["commands"][light["best"]]["sglang"]
-    assert any("Joules" in text for text in found["unknown"])
+    assert any("Energy per token" in text for text in found["unknown"])
     assert {path.name for path in tmp_path.iterdir()} == {f"recommendation.{kind}" for kind in ("md", "json", "png")}
     assert run(capsys, *words.split(), str(tmp_path))[0] == 2
 
@@ -585,7 +585,7 @@ def test_records_stand_before_estimates_and_set_them_right(capsys: pytest.Captur
     assert tp4.metrics is not None
     assert (code, layouts["tp4"]["source"]) == (0, "measured")
     assert layouts["tp4"]["output_tok_s"]["mean"] == tp4.metrics.output_tok_s.median
-    assert "set right by records" in layouts["tp4·dp2"]["whence"]
+    assert "corrected by records" in layouts["tp4·dp2"]["whence"]
     _, out, _ = run(capsys, "--machine", "H20", *asked, str(DECODED))
     found = json.loads(out)
     assert {layout["source"] for layout in found["loads"][0]["rows"]} == {"estimated"}
@@ -858,7 +858,7 @@ def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
     assert len(fits) > 1
     assert refused["tp8"].startswith("--kv-memory holds 8.5 GiB")
     assert any("--kv-memory 8.6GiB --emulate H200" in text for text in found["unknown"])
-    assert any("SGLang and vLLM say nothing of --kv-memory" in text for text in found["unknown"])
+    assert any("SGLang and vLLM do not include --kv-memory" in text for text in found["unknown"])
 
 
 def test_the_default_load_has_a_long_context() -> None:
@@ -949,11 +949,11 @@ def test_layouts_that_would_fit_and_are_not_judged_stand_beside_the_answer() -> 
     unknown, large = advise.Refusal(advise.OTHER, "no call was measured."), advise.Refusal(advise.NO_ROOM, "large")
     known = dataclasses.replace(choice(100.0), refused={"tp8": unknown, "tp2": large})
     assert answer_formats.format_answer(ask("H200"), [known]).endswith(
-        " Not judged at every load: tp8; why, see below."
+        " tp8 could not be judged at every load (reasons below)."
     )
     many = dataclasses.replace(known, refused={f"tp{n}": unknown for n in range(8)})
     assert answer_formats.format_answer(ask("H200"), [many]).endswith(
-        " Not judged at every load: 8 layouts; why, see below."
+        " 8 layouts could not be judged at every load (reasons below)."
     )
     fits = dataclasses.replace(known, refused={"tp8": large, "tp2": large})
     assert "judged" not in answer_formats.format_answer(ask("H200"), [fits])
@@ -1142,23 +1142,23 @@ def test_a_file_of_step_times_that_says_nothing_of_what_is_asked_is_left_out_wit
     assert [note.startswith("Left out: times.json, ") and said in note for note in notes] == [True] * bool(said)
 
 
-def test_an_estimate_is_set_right_in_all_that_it_says() -> None:
+def test_an_estimate_is_corrected_in_all_that_it_says() -> None:
     """Steps that ran twice as fast: twice the output, half of every latency, and percentiles that are not known stay so."""
     known = {f"{name}_ms": Percentiles(p50=80.0, p99=100.0) for name in ("ttft", "itl", "tpot", "e2el")}
     found = apply_factor(dataclasses.replace(forecast(100), **known), 2.0)  # type: ignore[arg-type]
-    assert (found.tok_s, found.factor, found.origin) == (200, 2.0, "estimated, set right")
+    assert (found.tok_s, found.factor, found.origin) == (200, 2.0, "estimated, corrected")
     for name in known:
         assert getattr(found, name) == Percentiles(p50=40.0, p99=50.0)
 
 
-def test_what_is_set_right_is_said_with_its_factor() -> None:
+def test_what_is_corrected_is_said_with_its_factor() -> None:
     """In the table's last column and in a sentence, for who does not read the JSON."""
     right = dataclasses.replace(choice(200, 320), forecasts=[apply_factor(forecast(200, tp=2), 0.5)])
-    assert format_rows(ask("H200"), right)[0]["evidence"] == "estimated, set right"
+    assert format_rows(ask("H200"), right)[0]["evidence"] == "estimated, corrected"
     (text,) = [
         t
         for t in answer_formats.list_unknowns(ask("H200"), [right], estimate.load_published_steps())
-        if "set right" in t
+        if "corrected" in t
     ]
     assert "(0.500× at 8 × 4,000)" in text
 

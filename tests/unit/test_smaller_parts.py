@@ -226,7 +226,7 @@ def test_a_time_of_an_import_is_a_number_of_ms(value: object, wrong: bool) -> No
 
 class TestAdvice:
     @pytest.mark.parametrize(("a", "b", "ratios"), [(True, False, True), (False, True, True), (False, False, False)])
-    def test_what_was_set_right_on_either_side_is_told_apart_by_ratios(self, a: bool, b: bool, ratios: bool) -> None:
+    def test_what_was_corrected_on_either_side_is_told_apart_by_ratios(self, a: bool, b: bool, ratios: bool) -> None:
         """4 % of ratios, else both bands: 21 %."""
         one, other = (
             dataclasses.replace(advised.forecast(100, "measured"), factor=1.1 if of else None) for of in (a, b)
@@ -577,7 +577,7 @@ def test_a_forest_has_round_ratios_denser_the_closer_it_looks(reach: float, tick
     assert picture._choose_ticks(reach) == ticks
 
 
-def test_an_estimate_that_is_set_right_has_the_band_of_ratios() -> None:
+def test_an_estimate_that_is_corrected_has_the_band_of_ratios() -> None:
     """1.25 times 100 tok/s; 4 % of ratios and 3 and 2 % of two kinds of calls: from a 1.09th to 1.09 times."""
     found = apply_factor(advised.forecast(100.0, wire={"all-reduce": 0.03, "a2a": 0.02}), 1.25)
     assert (found.tok_s, found.low, found.high) == (125.0, pytest.approx(125 / 1.09), pytest.approx(125 * 1.09))
