@@ -140,7 +140,7 @@ class TestReport:
         text = (written / "report" / "report.md").read_text(encoding="utf-8")
         for title in ("Every point", "Where a step's time goes"):
             assert f"## {title}" not in text
-        for title in ("KV capacity and what bounded it", "Before you believe a number", "How it was measured"):
+        for title in ("KV capacity and its limit", "Before you use a number", "How it was measured"):
             assert f"## {title}" in text
         assert "CUDA graph, timed by CUDA events" not in text
         assert "A replay runs the same scheduler" in text
