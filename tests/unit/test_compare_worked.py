@@ -210,7 +210,7 @@ class TestVerdicts:
         assert row.high == pytest.approx(math.exp(0.001 * t(0.05, 8)))
 
     def test_many_tests_are_each_asked_for_more(self) -> None:
-        """Of four, of which one is clear, the level of each is 5 % / 4."""
+        """One of four tests is clear, so that the level of each is 5 % / 4."""
         clear, *others = (effects.Effect(log, 1e-4, 8.0, 0.01, (5, 5)) for log in (0.1, 0.0, 0.0, 0.0))
         row, *rest = decided(clear, *others)
         assert row.confidence == pytest.approx(1 - 0.0125)

@@ -137,7 +137,7 @@ class TestFollow:
 
 
 def test_an_engine_allocates_what_its_plan_says():
-    """Which is what --dry-run prints: the pool, the weights of all layers that are held, and room for the requests."""
+    """The engine allocates what --dry-run prints: the pool, the weights of all held layers, and the buffers of requests."""
     built = session()
     plan, engine = built.plan, built.engine
     assert engine.model.kv.data.nbytes == plan.kv_bytes
@@ -221,7 +221,7 @@ class TestRecord:
         assert decode.compute_step_floor(session(), POINT, 4, [], Rates(read_bytes_s=1e6, copy_bytes_s=1e6)) is None
 
     def test_one_rank_is_the_busiest_and_the_mean(self, measured):
-        """Of as many experts and rows."""
+        """With one rank, the busiest and the mean have equally many experts and rows."""
         honesty = measured[1].honesty
         assert (honesty.busiest_rank_experts, honesty.busiest_rank_rows) == (1, 1)
 
@@ -555,7 +555,7 @@ def test_all_ranks_profile_with_stacks_where_one_of_them_waited(monkeypatch):
 
 @pytest.mark.parametrize(("device", "unsure"), [("cuda", (0.03, 0.06)), ("cpu", (0.0, 0.0))])
 def test_a_forecast_is_as_unsure_as_its_wire_and_its_ranks(device, unsure):
-    """Of 10 ms: 0.2 and 0.4 for the wire, and 1 and 2 % of the step; a CPU waits for no wire."""
+    """The band of 10 ms is 0.2 and 0.4 ms for communication and 1 and 2 % of the step; a CPU waits for no communication."""
     emulated = Emulated(
         machine="H200", calls=1, wire_us=1000.0, wire_low_us=800.0, wire_high_us=1400.0, ranks_low=0.01, ranks_high=0.02
     )

@@ -299,7 +299,7 @@ HOST_FAULTS = {
 
 @pytest.mark.parametrize("below", ["", "run"])
 def test_a_file_where_a_run_would_write_is_told(below: str, tmp_path: Path) -> None:
-    """Also above the folder: the run could not make it."""
+    """A file above the folder is reported as well, as the run could not create the folder."""
     (tmp_path / "file").write_text("")
     report = looked(tmp_path / "file" / below)
     assert [(f.check, f.what, f.where) for f in report.findings if f.level == BAD] == [
@@ -537,7 +537,7 @@ def test_of_packages_of_several_names_the_first_that_is_installed_counts(monkeyp
 
 
 def test_a_torch_without_cuda_uses_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no NCCL is missed."""
+    """No missing NCCL is reported either."""
     monkeypatch.setattr(software, "read_torch_cuda", lambda: None)
     report = looked(tmp_path)
     assert found(NOTE, report) == ["CUDA of torch : this torch is built without CUDA: it uses no GPU."]

@@ -232,7 +232,7 @@ class TestChunks:
 
 
 def test_every_phase_that_has_a_floor_is_one_that_is_profiled():
-    """And only these have none: all that a step does in a range has its limit."""
+    """Only the phases named here have none: every other range of a step has its limit."""
     mixed = StepRows(decodes=(5,), chunks=((3, 2),), sampled=2, tokens=8)
     for layout in (Layout(4, 2, 2), Layout(4, 1, 4)):
         found = {phase for phase, _, work in iter_phase_works(Sharding(shape=SHAPE, layout=layout, itemsize=2), mixed)}
@@ -290,7 +290,7 @@ class TestWindows:
         assert self.attention(StepRows(decodes=(1000,), sampled=1, tokens=1), "attention") == rows
 
     def test_a_prompt_attends_to_pairs_inside_the_window(self):
-        """Of 200 tokens behind 50 stored ones: 200·50 + 200·201/2 pairs; queries 79 to 200 of them reach 128 tokens."""
+        """A prompt of 200 tokens behind 50 stored ones has 200·50 + 200·201/2 pairs; its queries 79 to 200 reach 128 tokens."""
         inside = sum(min(50 + n, 128) for n in range(1, 201))
         flops = [
             flops for _, _, flops in self.attention(StepRows(chunks=((200, 50),), sampled=1, tokens=200), "prefill")

@@ -91,7 +91,7 @@ def test_joules_a_token_are_the_power_of_all_over_the_output() -> None:
 
 
 def test_an_answer_says_joules_where_records_have_them() -> None:
-    """Of each load the least first; of what was not measured nothing."""
+    """The lowest of each load comes first; layouts without a measurement are left out."""
     record = build.ok(build.point(Layout(4)), median_ms=80.0)
     thrifty, plain, silent = (
         from_record(msgspec.structs.replace(record, gpu=gpu), "run")

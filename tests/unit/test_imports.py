@@ -556,7 +556,7 @@ class TestSweeps:
         assert points == {"tp4": "max_num_seqs=4", "tp8": "max_num_seqs=4"}
 
     def test_a_folder_says_what_its_files_do_not(self, tmp_path: Path) -> None:
-        """Of a tree that another tool made, or an older version."""
+        """The folder belongs to a tree of another tool, or of an older version."""
         for seqs in (4, 8):
             folder = tmp_path / "sweep" / f"max_num_seqs={seqs}"
             folder.mkdir(parents=True)

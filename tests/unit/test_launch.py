@@ -596,7 +596,7 @@ def test_what_keeps_a_run_from_writing_is_named_where_it_is_known(
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EISDIR])
 def test_a_file_of_the_run_that_may_not_be_written_is_named(tmp_path: Path, number: int) -> None:
-    """Of another file nobody but its command knows what to do."""
+    """For another file, only its own command knows what to do."""
     said = r"records\.jsonl cannot be written \(no\)\. Let this user write there"
     with pytest.raises(OutputError, match=said), folders.convert_write_errors(tmp_path):
         raise OSError(number, "no", str(tmp_path / "records.jsonl"))

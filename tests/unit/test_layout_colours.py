@@ -188,7 +188,7 @@ def test_a_phase_has_a_bar_however_short_it_is() -> None:
 
 @pytest.mark.parametrize(("count", "shown"), [(7, 7), (8, 5), (20, 8)])
 def test_up_to_seven_ticks_stand_where_something_was_measured(count: int, shown: int) -> None:
-    """Of more every second or third, and the last."""
+    """With more values, every second or third has a tick, and the last."""
     ax = Figure().add_subplot()
     show_figures.set_measured_ticks(ax, [float(n) for n in range(1, count + 1)])
     assert (len(ax.get_xticks()), ax.get_xticks()[-1]) == (shown, count)

@@ -51,7 +51,7 @@ def write_run(folder: Path, held: int) -> Path:
 
 
 def test_report_show_compare_and_dashboard_begin_with_the_same_words(tmp_path: Path) -> None:
-    """And with none of them where all layers were held."""
+    """None of them begins so if all layers were held."""
     for held, expected in ((14, True), (61, False)):
         write_run(tmp_path / f"a{held}", held)
         write_run(tmp_path / f"b{held}", held)

@@ -127,7 +127,7 @@ def test_no_two_commands_share_a_folder(gpus: int, tmp_path: Path) -> None:
 def test_a_dry_run_prints_every_command_with_its_minutes(
     gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And runs none: no folder is made."""
+    """A dry run runs no command and makes no folder."""
     there = tmp_path / "run"
     assert tool.main(["-o", str(there), "--gpus", str(gpus), "--gpu", MACHINES[gpus], "--dry-run"]) == 0
     printed = capsys.readouterr().out

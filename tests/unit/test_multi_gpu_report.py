@@ -90,7 +90,7 @@ def test_replay_is_held_against_the_live_run_of_its_own_rate(tmp_path: Path) -> 
 
 
 def test_a_load_is_held_against_its_own_replay_alone(tmp_path: Path) -> None:
-    """Of two loads of different size under as many clients."""
+    """There are two loads of different size under as many clients."""
     small, large = (
         [
             serving.served(serving.point(DCP2, changed={"mode": mode, "requests": requests}))

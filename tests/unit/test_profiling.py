@@ -225,7 +225,7 @@ class TestWhatBelongsToAStep:
         assert [[e.name for e in step] for step in trace.kernels().steps] == [["mine"]]
 
     def test_copies_and_memsets_are_gpu_work_too(self):
-        """Not only kernels keep a GPU busy."""
+        """Copies and memsets keep a GPU busy as kernels do."""
         trace = TraceBuilder().step(0, 100)
         trace.gpu("Memset (Device)", 1, 10, 20, cat="gpu_memset", call="cudaMemsetAsync")
         trace.gpu("Memcpy DtoD (Device -> Device)", 3, 20, 30, cat="gpu_memcpy", call="cudaMemcpyAsync")

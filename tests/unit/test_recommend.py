@@ -377,7 +377,7 @@ def test_calls_receive_what_the_other_ranks_send_and_are_made_once_a_layer() -> 
 
 
 def test_a_prefix_is_gathered_from_the_ranks_that_share_it() -> None:
-    """Of 1,000 stored tokens, 1,152 bytes each, half lie on the other of two ranks."""
+    """Half of 1,000 stored tokens, 1,152 bytes each, lie on the other of two ranks."""
     of = Estimator(point(tp=2, dcp=2, exchange="a2a"), load_machine("H200"), estimate.load_published_steps().terms)
     asked: list[tuple[object, ...]] = []
     alone = SimpleNamespace(predict_seconds=lambda *call: asked.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
@@ -514,7 +514,7 @@ def test_an_exchange_that_an_engine_lacks_is_answered_with_the_nearest_and_its_o
 
 
 def test_the_nearest_that_an_engine_can_run_is_a_record_before_an_estimate() -> None:
-    """Of two exchanges that ran the faster one, though the estimate of neither is asked for."""
+    """The faster of two exchanges that ran is chosen, although no estimate of either was requested."""
     best, slower, faster = (
         forecast(tok_s, MEASURED, tp=4, dcp=4, exchange=exchange)
         for tok_s, exchange in ((500, "symm"), (400, "ag_rs"), (450, "a2a"))
@@ -824,7 +824,7 @@ def retyped(words: str, advice: str) -> list[str]:
 
 
 def test_where_nothing_fits_a_label_is_said_once() -> None:
-    """And nothing is advised for layouts that fit and of which nothing is known."""
+    """Nothing is suggested for layouts that fit and have no forecast."""
     large = advise.Refusal(advise.NO_ROOM, "its weights are large")
     small = dataclasses.replace(choice(), refused={"tp8": large}, instead=["--x"])
     assert answer_formats.format_answer(ask("H200"), [small]).endswith(
@@ -888,7 +888,7 @@ def test_decode_steps_take_no_option_of_served_loads(capsys: pytest.CaptureFixtu
 
 
 def test_what_is_not_known_meets_no_objective() -> None:
-    """Nor is it given a figure that it lacks."""
+    """An unknown latency is given no figure."""
     known = dataclasses.replace(forecast(100), itl_ms=Percentiles(p50=20.0))
     assert known.list_missed({"itl": 30.0}) == []
     assert known.list_missed({"itl": 10.0, "ttft": 1e9}) == ["ITL p50 20 ms", "TTFT, which is not known"]
@@ -945,7 +945,7 @@ def test_the_picture_names_layouts_as_the_table_does_and_marks_what_was_not_meas
 
 
 def test_layouts_that_would_fit_and_are_not_judged_stand_beside_the_answer() -> None:
-    """Not behind it alone: a reader of the first sentence took them for worse."""
+    """They stand in the answer itself, as a reader of the first sentence alone took them for worse."""
     unknown, large = advise.Refusal(advise.OTHER, "no call was measured."), advise.Refusal(advise.NO_ROOM, "large")
     known = dataclasses.replace(choice(100.0), refused={"tp8": unknown, "tp2": large})
     assert answer_formats.format_answer(ask("H200"), [known]).endswith(
@@ -963,7 +963,7 @@ def test_layouts_that_would_fit_and_are_not_judged_stand_beside_the_answer() -> 
 
 
 def test_layouts_over_hosts_need_a_link(capsys: pytest.CaptureFixture[str]) -> None:
-    """And nothing that fits nothing ends well."""
+    """If nothing fits, the command does not succeed."""
     code, out, _ = run(
         capsys, *["--machine", "H200", "--gpus", "16", "--context", "4000", "--concurrency", "8", "--json"]
     )
@@ -1011,7 +1011,7 @@ def test_a_record_counts_for_the_same_layout_under_the_same_load(
 
 
 def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advise.Choice:
-    """Of a served load on four GPUs, where step times of tp4 are known and nothing else is."""
+    """Return the answer for a served load on four GPUs, where only step times of tp4 are known."""
     path = step_times_builder.path_of(
         model="deepseek-v3", tp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="none"
     )
@@ -1037,7 +1037,7 @@ def choose_one(
 
 
 def test_a_load_is_replayed_by_step_times_of_its_layout() -> None:
-    """Of tp4, which has no exchange, and from a file: no floors."""
+    """The layout is tp4, which has no exchange, and its steps come from a file, without floors."""
     (found,) = stepped().forecasts
     assert (found.source, found.whence, found.point.layout_name) == ("replayed", "times.json", "tp4")
     assert found.point.load is not None
@@ -1097,7 +1097,7 @@ def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
 
 @pytest.mark.parametrize("other", [{"tp": 8}, {"dcp": 4}, {"load": None}])
 def test_step_times_of_another_layout_say_nothing(other: dict[str, object]) -> None:
-    """Nor do any of a decode point, whose step is what is asked."""
+    """They do not forecast a decode point either."""
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(**({"load": load(), "context": 1020} | other))
     assert advise._replay_point(ask("H200"), served, "times.json", times) is None
@@ -1212,7 +1212,7 @@ def test_a_sentence_says_by_how_much_the_best_is_ahead_and_by_how_much_it_must_b
 
 
 def capacity(requests: int) -> Capacity:
-    """Of a layout that holds so many requests."""
+    """Make the capacity of a layout that holds so many requests."""
     return Capacity(weight_bytes=1, kv_tokens=4000 * requests, requests=requests)
 
 
@@ -1327,7 +1327,7 @@ def test_one_launch_of_a_server_decides_nothing() -> None:
 
 
 def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() -> None:
-    """Of two layouts that ran it; KV memory and times of arrival are of its name."""
+    """Two layouts ran the load; KV memory and arrival times are part of its name."""
     run = read_run(ROOT / "results" / "serving_4xH200/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
     from dcpbench.points.device_probe import Probe
 

@@ -168,7 +168,7 @@ class TestAgainstEvents:
 def token_times(
     requests: list[ServeRequest], clients: int | None, times: Fixed, **changes: object
 ) -> list[list[float]]:
-    """Of each request, in ms."""
+    """Return the token times of each request, in ms."""
     found = replay_requests(requests, Scheduler(config(pages=60, **changes)), clients, times)
     return [[round(t * 1e3, 6) for t in s.token_s] for s in found.traffic.samples]
 

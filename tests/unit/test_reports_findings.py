@@ -194,7 +194,7 @@ def test_dcp_verdicts_need_more_than_noise(tmp_path: Path, steps: tuple[float, .
 
 
 def test_a_dcp_point_whose_baseline_was_rejected_is_told_not_compared(tmp_path: Path) -> None:
-    """That only DCP ran is a finding, not a ratio of infinity."""
+    """A layout with DCP that ran alone is a finding, not a ratio of infinity."""
     read = loaded(tmp_path, build.rejected(build.point(TP)), exact(build.point(DCP), 10))
     (row,) = findings.compare_dcp_with_baseline(findings.select_rivals(read)).to_dict("records")
     assert row["verdict"] == "no baseline"

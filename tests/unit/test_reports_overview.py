@@ -64,14 +64,14 @@ class TestWhichLayoutToTake:
     """The rule, and its words."""
 
     def test_from_which_load_on_and_by_how_much_over_what(self, crossing: dataframes.Frames) -> None:
-        """Of one length, loads go by their requests."""
+        """Loads of one length are ordered by their requests."""
         assert overview.format_answer(crossing) == (
             f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, which gives 25 % more output than tp4·dcp4, and tp4·dcp4 "
             "from 32 on, which gives 25 % more than tp4: best or level in both loads."
         )
 
     def test_each_of_two_layouts_is_taken_up_to_its_last_load_and_from_its_first(self, tmp_path: Path) -> None:
-        """Of three loads each, a quarter ahead in all."""
+        """Each layout is a quarter ahead in three loads."""
         loads = [(n, *((40, 50) if n < 20 else (50, 40))) for n in (4, 8, 16, 24, 32, 64)]
         records = [steps(layout, n, ms) for n, *both in loads for layout, ms in zip((TP, DCP), both, strict=True)]
         assert said(tmp_path, *records) == (
@@ -199,7 +199,7 @@ class TestWhichLayoutToTake:
     def test_layers_that_are_cycled_are_said_of_the_models_that_hold_so_many(
         self, tmp_path: Path, held: tuple[int, int], words: str
     ) -> None:
-        """And not again in the line below, which says what changes how the numbers are to be read."""
+        """The line below, on how to read the numbers, does not repeat them."""
         records = [
             msgspec.structs.replace(record, honesty=msgspec.structs.replace(record.honesty, layers_held=layers))
             for model, layers in zip(("deepseek-v3", "kimi-k2"), held, strict=True)

@@ -549,7 +549,7 @@ class TestInstances:
         assert found.point.get_key() == usual.point.get_key()
 
     def test_a_ratio_has_as_many_instances_that_do_both_beside_it(self) -> None:
-        """And both have the same without DCP."""
+        """Both have the same without DCP."""
         asked = {"mode": "replay", "tp": 4, "disaggregate": "1:2", "transfer_gb_s": 50}
         found = grid.expand_grid(make_serve_spec(asked, CPU), CPU)
         assert {(c.point.layout_name, c.added) for c in found} == {

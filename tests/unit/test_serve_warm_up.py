@@ -56,7 +56,7 @@ def steps(setup: SchedulerConfig, requests: list[ServeRequest], clients: int | N
 
 
 def step_tokens(setup: SchedulerConfig, requests: list[ServeRequest]) -> list[int]:
-    """Of each step, in the fullest replica."""
+    """Return the tokens of each step in the fullest replica."""
     return [max(replica.tokens for replica in step.replicas) for step in steps(setup, requests)]
 
 

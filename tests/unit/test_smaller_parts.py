@@ -75,7 +75,7 @@ class TestAllocator:
     """Pages of 4 tokens, of which page 0 is padding."""
 
     def test_a_prefix_is_shared_in_full_pages_that_are_there(self) -> None:
-        """Of 10 tokens two pages are full; none, or as many as are shared already, changes nothing."""
+        """10 tokens fill two pages; none, or as many as are shared already, changes nothing."""
         allocator = DcpAllocator(9, 4, 1)
         allocation = allocator.allocate(10, np.zeros(0, np.int32))
         allocator.share_pages(allocation, allocation.pages[:0])
@@ -321,7 +321,7 @@ class TestMarkdown:
 
 
 def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor one of too many points."""
+    """A run of too many points costs no other page either."""
     run: Any = SimpleNamespace(name="monday", entries=range(pages.MAX_POINTS))
     reasons: list[Exception] = [UsageError("no."), ValueError("x" * 300)]
 

@@ -205,7 +205,7 @@ def test_an_extent_is_that_of_the_largest_of_all_points() -> None:
     ],
 )
 def test_prompts_share_what_a_prefix_cache_finds(changed: dict[str, object], shared: bool) -> None:
-    """Of requests with a common prefix, of a file, and of sessions; one load of several is enough."""
+    """Requests with a common prefix, of a file, and of sessions share prefixes; one load of several is enough."""
     one = serve_record_builder.point(changed={"prefix_cache": True} | changed)
     plain = serve_record_builder.point(changed={"prefix_cache": True})
     assert [Extent.from_points(points, pages=9, max_context=440).shared for points in ([one], [plain, one])] == [

@@ -266,7 +266,7 @@ class TestPrograms:
 
     @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
     def test_flex_attention_runs_its_eager_version(self, run: DryRun) -> None:
-        """That makes a scalar on the host and copies it; the comparison below reads one value."""
+        """The eager version makes a scalar on the host and copies it; the comparison below reads one value."""
         q = torch.randn(1, 2, 16, 16, device="cuda")
         mine = flex_attention(q, q, q)
         torch.testing.assert_close(mine, functional.scaled_dot_product_attention(q, q, q))

@@ -416,7 +416,7 @@ class TestLinks:
     def test_work_without_its_call_is_a_reason_where_it_is_more_than_a_quarter(
         self, alone: int, code: int, tmp_path: Path
     ) -> None:
-        """Of eight kernels: two are a quarter, three are more."""
+        """Two of eight kernels are a quarter, three are more."""
         trace = Trace()
         for n in range(8):
             trace.kernel(100 * n, 100 * n + 10, 100 * n + 20)

@@ -106,7 +106,7 @@ class TestView:
         assert next(format_changes(None, build.state(tmp_path, 3))).startswith(f"run in {tmp_path}: ")
 
     def test_a_low_terminal_keeps_what_is_newest(self, busy: State) -> None:
-        """Of 12 lines three are left for points."""
+        """Three of 12 lines are left for points."""
         told = shown(busy, 100, height=12)
         assert [n for n in range(100, 120) if f"2 × {n} tokens" in told] == [117, 118, 119]
 

@@ -87,7 +87,7 @@ class TestOpenLoop:
 
 class TestStop:
     def test_finished_requests_keep_their_samples_and_the_others_are_given_up(self) -> None:
-        """Of three requests one is answered, one is running and one was never sent."""
+        """One of three requests is answered, one is running and one was never sent."""
         flow = traffic([request(0, 4, 1), request(1, 4, 9), request(2, 4, 1)], 2)
         flow.submit(0, 2, 0.0)
         flow.record_tokens(flow.scheduler.plan_step(), 1.0)

@@ -179,7 +179,7 @@ class TestGrid:
 
     @pytest.mark.parametrize("tokens", BETWEEN_TOKENS)
     def test_the_largest_chunks_and_those_of_whole_prompts_are_among_its_sizes(self, tokens: int) -> None:
-        """Also where others of their size lie between those that are measured so."""
+        """They are included even if others of their size lie between those that are measured so."""
         for changed in ({"chunk": tokens}, {"chunk": 2 * tokens, "prompts": (tokens,)}):
             sizes = [case.compute_work().tokens for case in make_cases(extent(**changed)) if case.use == UNEVEN]
             assert tokens in sizes
@@ -300,7 +300,7 @@ class TestFile:
 
 class TestEstimate:
     def test_rows_of_padding_cost_all_but_experts(self) -> None:
-        """Of four replicas one has 2,048 rows: 8,192 are sent, and 2,048 go to experts. A decode step has no such rows."""
+        """One of four replicas has 2,048 rows: 8,192 are sent, and 2,048 go to experts. A decode step has no such rows."""
         alone = Case(chunks=(Chunks(1, 2048, 0),), replicas=1).compute_rows(4)
         found = estimate.pad_step(alone, 4)
         assert (found.tokens, found.live) == (4 * 2048, 2048)

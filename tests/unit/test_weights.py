@@ -271,7 +271,7 @@ class TestSynthetic:
         assert torch.equal(source.get_tensor("x.weight", (400, 400), rows=slice(0, 8)), self.part(rows=slice(0, 8)))
 
     def test_other_names_seeds_rows_and_columns_have_other_numbers(self):
-        """Of [400, 400] the first eight rows of four sources, and the first eight columns turned to be rows."""
+        """The first eight rows of four sources of [400, 400] are compared, and the first eight columns, transposed to rows."""
         first = slice(0, 8)
         parts = [
             self.part(rows=first),

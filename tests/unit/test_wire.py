@@ -73,7 +73,7 @@ def test_a_number_that_would_be_negative_is_none() -> None:
 
 
 def test_what_was_measured_is_returned_and_what_lies_between_follows() -> None:
-    """Also where the model misses: the residual is kept."""
+    """Measured values are returned even if the model misses them: the residual is kept."""
     call = made(wrong=0.1)
     for s in call.samples:
         assert call.predict_us(s.ranks, s.received_bytes, s.meetings) == pytest.approx(s.us, rel=1e-9)
@@ -189,7 +189,7 @@ def test_another_machines_rate_and_error_are_reckoned_with() -> None:
 
 
 def test_faster_links_shorten_bytes_alone_and_the_band_reaches_to_the_measured_time() -> None:
-    """Of B200, whose wire nobody has measured."""
+    """The machine is B200, which has no measurement of its links."""
     here, there = (
         cluster_specs.load_machine(name).wire.predict_seconds("symm", 4, 20_000_000, 2) for name in ("H200", "B200")
     )
@@ -235,7 +235,7 @@ def test_the_built_in_wire_is_that_of_the_records() -> None:
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Also with a link of one's own; a name may hold anything."""
+    """The file may have a link of its own; a name may hold any character."""
     link = Link(name="our fabric", bytes_s=25e9, latency_us=6.0, source="ib_write_bw")
     made_up = cluster_specs.Machine(
         name='a "b" ü',
@@ -288,7 +288,7 @@ GOOD = 'name = "x"\ngpu = "H200"\n'
     ],
 )
 def test_a_wrong_file_gets_a_sentence_that_names_the_field(content: str, said: str, tmp_path: Path) -> None:
-    """And the file."""
+    """The sentence also names the file."""
     path = tmp_path / "m.toml"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(UsageError) as error:
@@ -299,7 +299,7 @@ def test_a_wrong_file_gets_a_sentence_that_names_the_field(content: str, said: s
 
 @pytest.mark.parametrize("name", ["H2000", "", "H200+sneakernet", "nowhere.toml"])
 def test_an_unknown_machine_gets_a_sentence(name: str) -> None:
-    """That says what there is."""
+    """The sentence lists the known machines."""
     with pytest.raises(UsageError, match=r"rdma-400|dcpbench bench calibrate writes such a file"):
         cluster_specs.load_machine(name)
 
