@@ -350,7 +350,7 @@ class TestBuildingAgain:
         assert copy.read_bytes() == (runs / "run-001" / "records.jsonl").read_bytes()
 
     def test_the_same_runs_make_the_same_files(self, tmp_path: Path) -> None:
-        """From another folder, with other file times, and over an older site."""
+        """The second site is made from another folder, with other file times, and over an older site."""
         one = dashboard_builder.history(tmp_path / "one" / "runs", runs=4, count=3)
         site.build(one, tmp_path / "a")
         shutil.copytree(one, tmp_path / "two" / "runs", copy_function=shutil.copyfile)
@@ -445,7 +445,7 @@ class TestBuildingAgain:
     def test_the_index_is_written_before_the_first_page_and_again_while_pages_are_made(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """At 9 s a page and an index every 10 s, the third page begins with the first two in the index."""
+        """A page takes 9 s and an index is written every 10 s, so that the third page begins with the first two in the index."""
         seen: list[list[int]] = []
         now = [0.0]
 
@@ -498,7 +498,7 @@ class TestBuildingAgain:
 
 
 def change(ratio: float | None) -> Change:
-    """From 100, or from 0 where there is no ratio."""
+    """Make a change from 100, or from 0 if there is no ratio."""
     if ratio is None:
         return Change(0, 0.0, 5.0, None, None, None)
     return Change(0, 100.0, 100.0 * ratio, ratio, ratio - 0.01, ratio + 0.01)

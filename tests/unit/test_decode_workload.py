@@ -107,7 +107,7 @@ WAIT = SyncSite(found_in="replay", rule="SYNC003", kind="copy-to-host", call="cu
 
 class TestFollow:
     def test_points_of_one_engine_share_its_weights_whatever_they_are_computed_with(self):
-        """From the reference to Triton with another exchange and back: the weights and the pool stay, what was planned goes."""
+        """The points go from the reference to Triton with another exchange and back: the weights and the pool stay, and what was planned goes."""
         built = session()
         engine = built.engine
         weights, pool, plain = engine.model.weights, engine.model.kv.data, engine.exchange
@@ -184,7 +184,7 @@ class TestRecord:
         assert 2 / 8 <= measured[1].honesty.experts_hit <= 1
 
     def test_without_rates_no_step_has_a_floor(self, measured):
-        """On the CPU none are measured."""
+        """No rates are measured on the CPU."""
         assert (measured[1].rates, measured[1].floor) == (None, None)
 
     def test_a_floor_is_that_of_the_requests_and_not_of_padding(self):
@@ -253,7 +253,7 @@ class TestRecord:
         assert (engine.requests.available, engine.allocator.free_pages) == (3, 9)
 
     def test_profiling_can_be_left_out(self, measured):
-        """On the same session, with fewer requests."""
+        """The second point runs in the same session, with fewer requests."""
         record, stages = run(measured[0], msgspec.structs.replace(POINT, concurrency=2), profile=False)
         assert record.phases is None
         assert stages == ["check", "measure"]
@@ -452,7 +452,7 @@ class TestMarks:
 
 
 class TestGraphError:
-    """On the CPU there is no graph: a replay is played by a function that changes what the eager step left."""
+    """There is no graph on the CPU: a function that changes what the eager step left stands in for the replay."""
 
     @pytest.fixture
     def batch(self):
@@ -476,7 +476,7 @@ class TestGraphError:
         return decode._compute_graph_error(engine, planned)
 
     def test_a_graph_that_does_the_same_has_none(self, batch, monkeypatch):
-        """Though -inf stands in both, whose difference would be NaN."""
+        """Both outputs contain -inf, of which the difference would be NaN."""
         assert self.error(batch, lambda logits: logits, monkeypatch) == 0
 
     def test_a_graph_that_computes_something_else_is_seen(self, batch, monkeypatch):

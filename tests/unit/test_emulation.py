@@ -126,9 +126,7 @@ def test_a_step_of_any_layout_runs_on_one_rank_and_is_marked(layout: Layout, exc
 @pytest.mark.parametrize("exchange", ["ag_rs", "a2a", "symm"])
 @pytest.mark.parametrize(("project_first", "q_replicate"), [(False, False), (True, False), (False, True)])
 def test_an_exchange_takes_as_long_as_benches_of_it_did(exchange: str, project_first: bool, q_replicate: bool) -> None:
-    """By the bytes of its own formula: q (N−1)/N·H·Q, o (N−1)/N·H·R, lse. What it leaves has the shape that layers behind it
-    take, and is finite.
-    """
+    """The exchange sends the bytes of its own formula: q (N−1)/N·H·Q, o (N−1)/N·H·R, lse. What it leaves has the shape that the next layers take, and is finite."""
     ranks, batch, heads, width, value = 4, 3, 16, 24, 128
     wire = Counting()
     emulation = Emulation(wire)  # type: ignore[arg-type]
@@ -164,7 +162,7 @@ def test_an_exchange_takes_as_long_as_benches_of_it_did(exchange: str, project_f
 
 
 def test_an_exchange_that_nobody_measured_is_refused_where_it_is_made() -> None:
-    """So that `--exchange auto` passes over it."""
+    """The refusal lets `--exchange auto` pass over it."""
     spec = ExchangeSpec(batch=1, heads=4, width=8, value=8, dtype=torch.bfloat16, device=CPU)
     groups = make_emulated_groups(Layout(2, dcp=2), 0, Emulation(Wire({}, host=8)))
     with pytest.raises(UsageError, match="symm was not measured"):

@@ -108,7 +108,7 @@ class TestDraws:
         assert found.min() > V3.experts * MAX_CHI_SQUARED
 
     def test_a_token_is_routed_alike_among_any_others(self) -> None:
-        """By its number, the seed and the layer: whatever ranks there are, and in whatever order they have tokens."""
+        """Its number, the seed and the layer determine its experts, whatever ranks there are and in whatever order they have tokens."""
         choices = load_choices("zipf:1", V3)
         some = choices.draw([7, 0, 12], seed=3)
         assert (choices.draw(range(13), seed=3)[:, [7, 0, 12]] == some).all()

@@ -147,7 +147,7 @@ def test_a_page_stays_that_was_made_before_and_is_there(
 
 
 def test_a_replay_says_how_long_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a millisecond, whatever the clock began at."""
+    """The duration is exact to a millisecond, whatever the clock began at."""
     clock = iter([100.0, 102.34567])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     for name in ("read_step_times", "make_point_requests"):

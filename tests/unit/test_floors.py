@@ -125,7 +125,7 @@ class TestDecode:
         assert floors["moe"] == pytest.approx(2 * (router + shared) + 448 + 288 + second)
 
     def test_operations_count_where_they_take_longer_than_bytes(self):
-        """At 1,000 operations a second attention takes 3 layers · 400 operations = 1.2 s on 2·4 heads."""
+        """Attention on 2·4 heads takes 3 layers · 400 operations = 1.2 s at 1,000 operations per second."""
         floors = compute_step_floors(TP2_DCP2, two_requests(TP2_DCP2), RATES | {"matmul": 1e3})
         assert floors["attention"] == pytest.approx(3 * 400 * 1e3)
 

@@ -176,7 +176,7 @@ RUNS = make_hot_runs(EXTENT, find_fullest(make_cases(EXTENT)))
 
 class TestCases:
     def test_hot_cases_are_cases_of_the_lines(self):
-        """So that only heat tells the two times of one from each other."""
+        """Only heat tells the two times of a case from each other."""
         lines = {msgspec.structs.replace(case, use=HOT) for case in make_cases(EXTENT)}
         assert {msgspec.structs.replace(run.case, after=()) for run in RUNS} <= lines
 

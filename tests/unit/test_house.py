@@ -82,7 +82,7 @@ class TestWheel:
 
 
 def imported_by(modules: list[str], *suspects: str) -> list[str]:
-    """Which of `suspects` a fresh interpreter has loaded after importing `modules`."""
+    """Return which of `suspects` a fresh interpreter has loaded after importing `modules`."""
     code = f"import sys, {', '.join(modules)}; print(*[name for name in {suspects!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     return done.stdout.split()

@@ -332,7 +332,7 @@ class TestPoint:
 
 @pytest.mark.parametrize(("typed", "device"), [("h200", "NVIDIA H200"), ("Gaudi 3", "Gaudi 3"), ("CPU", "CPU")])
 def test_a_gpu_that_is_typed_is_named_as_one_of_a_file(typed: str, device: str, tmp_path: Path) -> None:
-    """So that it stands beside points of ours."""
+    """The point is then listed next to points of dcpbench."""
     record, _ = one(tmp_path, "vllm", files.vllm(), gpu=typed)
     assert record.environment
     assert record.environment.device == device

@@ -210,7 +210,7 @@ def test_a_job_that_ended_leaves_no_file_of_stacks_that_is_empty(tmp_path: Path)
 
 
 def test_torchrun_knows_of_one_machine_and_meets_in_a_file(tmp_path: Path) -> None:
-    """By TCP it would listen on all interfaces. Node 1 of two has ranks 2 and 3 of 4."""
+    """A TCP rendezvous would listen on all interfaces. Node 1 of two has ranks 2 and 3 of 4."""
     command = torchrun._make_command(job(tmp_path), "dcpbench.worker", range(2, 4))
     pairs = dict(itertools.pairwise(command))
     assert pairs["--nnodes"] == "1"

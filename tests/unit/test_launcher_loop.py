@@ -671,7 +671,7 @@ def test_what_is_no_job_is_a_sentence_on_another_node(launched: Launched, monkey
 def test_others_have_five_seconds_once_one_has_failed_and_silence_counts_from_what_was_heard_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At five seconds they still have them; who has failed is not silent."""
+    """The others still run at five seconds; the rank that has failed does not count as silent."""
     clock = Clock()
     monkeypatch.setattr(launcher, "time", clock)
     dog = launcher.Watchdog()

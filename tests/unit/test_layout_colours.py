@@ -120,7 +120,7 @@ def test_kv_capacity_has_bars_in_the_same_colours(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gpus", [(4,), (8,), (16,), (2, 4, 8), (4, 8, 16)], ids=str)
 def test_layouts_that_meet_in_a_report_are_told_apart(gpus: tuple[int, ...]) -> None:
-    """By colour on light and on dark, and where colours are alike by the marker, too."""
+    """They differ in colour on light and on dark, and if colours are similar in the marker, too."""
     layouts = [degrees_of(layout) for tp in gpus for layout in list_valid_layouts(load_shape("deepseek-v3"), tp)]
     for one, other in itertools.combinations(layouts, 2):
         signs = find_marker_index(one) != find_marker_index(other)

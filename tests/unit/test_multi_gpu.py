@@ -240,7 +240,7 @@ def test_what_waits_for_files_is_no_attempt_where_there_are_none(tmp_path: Path)
 def test_gpus_are_those_that_this_process_may_see(
     visible: str, found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So many of them at most."""
+    """No more GPUs are used than this process may see."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert tool.devices(2) == found
 

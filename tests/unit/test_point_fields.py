@@ -227,7 +227,7 @@ class TestComparisons:
         assert as_repeats(tmp_path / "repeat", split, again).served["repeats"].tolist() == [1, 1]
 
     def verdict(self, read: dataframes.Frames) -> str:
-        """On the one point with DCP."""
+        """Return the verdict on the one point with DCP."""
         (found,) = findings.compare_dcp_with_baseline(read.everything)["verdict"]
         return str(found)
 
@@ -320,7 +320,7 @@ class TestSharing:
 
     @pytest.mark.parametrize("name", DEPLOYED)
     def test_all_instances_are_of_one_engine(self, name: str) -> None:
-        """So that step times of one serve any number."""
+        """Step times of one instance therefore serve any number."""
         point = serve.point(DCP)
         other = changed(point, name)
         assert budget.is_same_engine(point, other)

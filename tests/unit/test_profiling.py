@@ -280,9 +280,7 @@ class TestHostSyncs:
         assert build_sync_sites(trace.read().sites, "replay") == []
 
     def test_the_worst_site_comes_first(self):
-        """By what it cost the GPU: behind the first wait are 10 µs without work, behind the second 300, of which it can
-        have caused its own 80.
-        """
+        """Sites are ordered by what they cost the GPU: behind the first wait are 10 µs without work, behind the second 300, of which it can have caused its own 80."""
         trace = TraceBuilder().step(0, 2000)
         trace.gpu("a", 5, 10, 100).host("cudaStreamSynchronize", 20, 100, "cuda_runtime")
         trace.gpu("b", 101, 110, 200).host("cudaEventSynchronize", 120, 200, "cuda_runtime").gpu("c", 490, 500, 600)

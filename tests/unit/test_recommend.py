@@ -281,7 +281,7 @@ def why_sweep_refuses(one: Point, probe: Probe) -> str:
 @pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2", "kimi-k2", "deepseek-v2-lite"])
 @pytest.mark.parametrize("weights", ["fp8", "bf16"])
 def test_recommend_refuses_the_layouts_that_sweep_refuses(model: str, weights: str) -> None:
-    """For every layout of up to 32 ranks, with the same reason; memory is not limited here."""
+    """Every layout of up to 32 ranks is refused for the same reason; memory is not limited here."""
     asked = dataclasses.replace(ask("H200+rdma-400"), model=model, weights_dtype=weights)
     refused, accepted = 0, 0
     for tp in range(1, 33):
@@ -421,7 +421,7 @@ def test_a_score_counts_picks_within_three_percent_and_the_best_constant() -> No
 
 
 def test_published_decode_steps_are_picked_right_by_shares_of_the_other_model() -> None:
-    """At least nine of ten loads on 4 × H200, and more than the best constant answer."""
+    """The picks are right for at least nine of ten loads on 4 × H200, and for more than the best constant answer."""
     found = compute_score(
         read_run(DECODED).records, load_machine("H200"), make_planned_probe("H200", 4), estimate.load_published_steps()
     )
@@ -596,7 +596,7 @@ def test_records_stand_before_estimates_and_set_them_right(capsys: pytest.Captur
 
 
 def test_a_run_on_a_cpu_is_left_out_with_what_to_type_instead() -> None:
-    """Though its model is none that anybody asks for; a run that all failed is named, too."""
+    """It is left out although its model is not the one of the query; a run in which all points failed is named, too."""
     run = read_run(DECODED)
     first = next(r for r in run.records if r.outcome == "ok")
     tiny = msgspec.structs.replace(first, marks=["cpu"], point=msgspec.structs.replace(first.point, model="tiny"))
@@ -616,7 +616,7 @@ def test_a_run_on_a_cpu_is_left_out_with_what_to_type_instead() -> None:
 
 
 def ask(machine: str) -> advise.Query:
-    """For DeepSeek-V3 in bf16 on four GPUs, without a load."""
+    """Make a query for DeepSeek-V3 in bf16 on four GPUs, without a load."""
     return advise.Query(
         model="deepseek-v3",
         machine=load_machine(machine),
@@ -1256,7 +1256,7 @@ def test_a_pool_that_holds_fewer_requests_than_the_load_says_so() -> None:
 
 
 def test_the_command_that_decides_is_one_that_ab_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    """For decode steps and for served loads, planned for the machine."""
+    """The command is for decode steps and for served loads, planned for the machine."""
     served = msgspec.structs.replace(load(requests=64), chunk=8192)
     for more in ({"context": 4000}, {"context": 1020, "load": served, "workload": "serve"}):
         one, other = (

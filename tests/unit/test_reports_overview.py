@@ -221,7 +221,7 @@ class TestSlo:
     """Loads under which some layout meets it, and others."""
 
     def test_a_rule_ends_where_no_layout_meets_it(self, tmp_path: Path) -> None:
-        """At 48 both take more than 60 ms; from 16 on tp4 does."""
+        """Both layouts take more than 60 ms at 48; from 16 on tp4 does."""
         records = [steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 16, 70), steps(DCP, 16, 50)]
         records += [steps(TP, 32, 80), steps(DCP, 32, 55), steps(TP, 48, 90), steps(DCP, 48, 70)]
         assert said(tmp_path, *records, itl=60) == (
@@ -464,7 +464,7 @@ class TestDcpAhead:
 def test_a_layout_without_dcp_that_holds_as_much_within_2_percent_is_named_beside_it(
     share: float, too: bool, tmp_path: Path
 ) -> None:
-    """By what it holds per GiB of KV: with DCP four times what tp4 does, of replicas a share of that."""
+    """Layouts are compared by the KV tokens per GiB: with DCP four times those of tp4, with replicas a share of that."""
     plain, *split = (steps(layout, 8, 40) for layout in (TP, DCP, DP))
     assert plain.kv
     held = plain.kv.capacity_tokens
@@ -478,7 +478,7 @@ def test_a_layout_without_dcp_that_holds_as_much_within_2_percent_is_named_besid
 
 
 class TestNoRoom:
-    """Only what the plan rejected for memory."""
+    """Test points that the plan rejected for memory."""
 
     def test_the_plan_says_so_in_the_record(self) -> None:
         """tp4 lacks memory for 48 requests of 128,000 tokens; tp8 lacks GPUs, and --dcp 3 is no layout."""

@@ -57,7 +57,7 @@ def trace(tmp_path: Path) -> Path:
 
 class TestPoints:
     def test_loads_run_from_the_smallest_to_the_largest_however_they_were_typed(self) -> None:
-        """By length of prompts, then by rate."""
+        """Loads are ordered by length of prompts, then by rate."""
         found = loads(request_rate="2,0.5,1", input_tokens="300,20")
         assert [(load.input_tokens, load.request_rate) for load in found] == [
             ("20", 0.5),
@@ -635,7 +635,7 @@ class TestObjectives:
         return [(short.objectives, short.percentile, short.samples) for short in found]
 
     def test_the_default_load_can_show_p99_of_ttft(self) -> None:
-        """At least 662 completed requests; a tenth of them may fail, and 8, 32 and 48 clients share them evenly."""
+        """The load has at least 662 completed requests; a tenth of them may fail, and 8, 32 and 48 clients share them evenly."""
         spec = make_serve_spec({"tp": "4"}, H200X4)
         assert isinstance(spec.serve, ServeLoads)
         requests = spec.serve.num_requests

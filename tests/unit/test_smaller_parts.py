@@ -460,7 +460,7 @@ def test_the_few_differ_from_the_many_and_of_two_halves_nobody_knows(
     ("places", "few"), [("aab", [2]), ("aabb", None), ("ab", None), ("aaabb", [3, 4]), ("abc", None)]
 )
 def test_of_ranks_that_all_wait_the_few_at_another_line_are_named(places: str, few: list[int] | None) -> None:
-    """By stacks alone; where as many wait at either line nobody knows who is wrong."""
+    """Stacks alone decide; if as many ranks wait at either line, none is named."""
     ranks = {1000 + n: Rank(n, f"rank {n}") for n in range(len(places))}
     calls = {
         r: (Frame("wait", "torch/x.py", 1), Frame(place, "own.py", 2)) for r, place in zip(ranks, places, strict=True)

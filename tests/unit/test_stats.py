@@ -88,7 +88,7 @@ class TestCorrelatedSamples:
     @pytest.mark.parametrize("rho", [0.0, 0.3, 0.6])
     @pytest.mark.parametrize("samples", [20, 60])
     def test_the_interval_covers_up_to_an_autocorrelation_of_0_6(self, samples: int, rho: float) -> None:
-        """At least 92 of 100; intervals for independent samples cover 75 to 81 of 100 at 0.6."""
+        """At least 92 of 100 intervals cover; intervals for independent samples cover 75 to 81 of 100 at 0.6."""
         assert count_covered(rho, samples, 400).value >= MIN_COVERAGE
 
     def test_the_interval_covers_when_the_stop_rule_decides(self) -> None:

@@ -66,7 +66,7 @@ class TestGrid:
         assert all(EXTENT.supports_case(case) for case in make_cases(EXTENT))
 
     def test_it_takes_less_than_40_seconds(self) -> None:
-        """At the true times of DeepSeek-V3 on four GPUs, a case with one step to settle and two or three to measure."""
+        """The times are those of DeepSeek-V3 on four GPUs, for cases with one step to settle and two or three to measure."""
         times = [true_ms(case.compute_work()) for case in make_cases(EXTENT)]
         assert sum(t * (3 if t > 150 else 4) for t in times) < 40_000
 

@@ -415,7 +415,7 @@ def test_flashmla_says_where_it_cannot_run(changed: dict[str, object], options: 
 
 
 def test_flashinfer_needs_a_gpu() -> None:
-    """On the CPU the error names the other backends."""
+    """The error on the CPU names the other backends."""
     with pytest.raises(UsageError, match="use --backend reference"):
         grid.require_runnable(expand(CPU, backend="flashinfer"))
 
@@ -741,7 +741,7 @@ def test_where_no_backend_is_typed_it_is_the_fastest_that_was_measured_on_such_a
 
 
 def test_where_points_cannot_run_for_several_reasons_the_error_is_of_the_first_kind() -> None:
-    """So is the exit code; all reasons are told."""
+    """The exit code is of the first kind, too; all reasons are listed."""
     points = [
         grid.Candidate(
             point=Point(model="tiny", tp=1, concurrency=1, context=n, backend="reference", dtype="fp32"), error=error

@@ -443,7 +443,7 @@ class TestIntervals:
         assert intervals.match_keys(keys[:0], np.array([5])).tolist() == [-1]
 
     def test_intervals_contain_their_start_and_not_their_end(self) -> None:
-        """From the outermost to the innermost: of two that start together the longer one first."""
+        """Intervals go from the outermost to the innermost: of two that start together the longer one is first."""
         start, end = np.array([0.0, 0.0, 2.0, 5.0]), np.array([4.0, 9.0, 4.0, 5.0])
         moment, interval = intervals.find_containing(start, end, np.array([4.0, 2.0, 9.0, 0.0, 5.0]))
         assert list(zip(moment.tolist(), interval.tolist(), strict=True)) == [

@@ -180,7 +180,7 @@ class TestTensors:
         assert rules(run) == ["SYNC001", "SYNC001"]
 
     def test_inference_mode_is_no_different(self, run: DryRun) -> None:
-        """There composed operators arrive whole, and views of ordinary tensors stay ordinary."""
+        """Composed operators arrive whole in inference mode, and views of ordinary tensors stay ordinary."""
         x, layer = torch.randn(3, 3, device="cuda"), nn.Linear(3, 3, device="cuda")
         with torch.inference_mode():
             y = layer(x).t().reshape(-1)[1:]

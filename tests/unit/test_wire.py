@@ -134,7 +134,7 @@ def test_errors_that_nothing_was_measured_for_are_assumed() -> None:
 
 
 def test_what_another_number_of_ranks_errs_by_is_shared_by_its_doublings() -> None:
-    """From 2 ranks to 8 are two doublings: 15 µs were measured where 10 were expected."""
+    """Two doublings lead from 2 ranks to 8: 15 µs were measured where 10 were expected."""
     far = tuple(Sample(n, 1, size, us) for n, us in ((2, 10.0), (8, 15.0)) for size in (1000, 2000, 4000))
     assert Call("far", far).ranks_error == pytest.approx((1 - 10 / 15) / 2)
 
@@ -305,7 +305,7 @@ def test_an_unknown_machine_gets_a_sentence(name: str) -> None:
 
 
 def test_calibrate_writes_a_file_a_picture_and_its_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From folders of benches; JSON for scripts; nothing is written over."""
+    """The input is folders of benches, and --json is for scripts; nothing is overwritten."""
     out = tmp_path / "m.toml"
     code, printed, _ = run(
         capsys, "bench", "calibrate", *map(str, BENCHES), "-o", str(out), "--link", "rdma-400", "--json"
@@ -500,7 +500,7 @@ def test_benches_of_different_gpus_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_machines_lists_what_is_built_in(capsys: pytest.CaptureFixture[str]) -> None:
-    """For people and for scripts."""
+    """The list has a form for people and one for scripts."""
     code, printed, _ = run(capsys, "machines")
     assert code == 0
     assert all(word in printed for word in ("B200", "rdma-800", "Nothing was measured between hosts"))
@@ -509,7 +509,7 @@ def test_machines_lists_what_is_built_in(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_in_steps_collectives_wait_for_who_is_late():
-    """By one factor over any ranks; exchanges by none."""
+    """Collectives wait by one factor over any number of ranks; exchanges do not."""
     wire = Wire({"made": made(), "symm": dataclasses.replace(made(), name="symm")}, host=8)
     alone, late = (of.predict_seconds("made", 2, 10**6) for of in (wire, wire.in_step))
     assert (late.mean / alone.mean, late.high / alone.high) == pytest.approx((LATE, LATE))
