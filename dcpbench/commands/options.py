@@ -135,8 +135,7 @@ class Run(Group):
     )
     as_json: bool = JSON
     device: str = MACHINES(
-        "auto, cuda or cpu. auto takes GPUs where there are any. On the CPU everything runs, but the timings do not "
-        "reflect GPU performance.",
+        "auto, cuda or cpu. auto uses the GPUs if there are any. On the CPU everything runs, but the timings do not reflect GPU performance.",
         default="auto",
         metavar="NAME",
     )

@@ -246,7 +246,7 @@ class TestVerdicts:
             "A: CONSISTENT. Its answers repeat, apart from rounding, at 2 lengths of prompts from 64 to 512"
         )
         assert b.startswith(
-            "B: AGREE. It answers as A does, apart from rounding, at 2 lengths of prompts from 64 to 512 tokens and batch sizes 1 and 12; "
+            "B: AGREE. Its answers equal those of A, apart from rounding, at 2 lengths of prompts from 64 to 512 tokens and batch sizes 1 and 12; "
             "0 near-ties. A fault in 2.47% of prompts (5% of those of one length), or in 0.056% of tokens, would have been seen with 95% "
             "confidence, if it chooses tokens more than 0.2 apart in log-probability, or replaces all likely tokens."
         )
@@ -287,7 +287,7 @@ class TestVerdicts:
         assert (report.verdict, server, finding.effect, finding.lengths) == (DIFFER, "B", SERVERS, [512])
         assert (finding.differing, finding.prompts, finding.first) == (60, 120, 5)
         assert format_report(report)[1].startswith(
-            "B: DIFFER. It answers differently from A: 60 of 120 prompts. Smallest setting that shows it: a prompt of 512 tokens, batch "
+            "B: DIFFER. Its answers differ from those of A: 60 of 120 prompts. Smallest setting that shows it: a prompt of 512 tokens, batch "
             "size 1, prefix-cache miss; token 5 of the answer (after 516 tokens of context) is another one, 2 apart in log-probability; "
             "rounding explains up to 1.2. It shows at prompts of 512 tokens (not 64)"
         )

@@ -219,8 +219,8 @@ class TestReports:
         folders = [record_builder.write(tmp_path / name, [one]) for name, one in (("a", drafted), ("b", record))]
         sentences = answer.list_draft_conditions(load_frames(folders))
         assert sentences == [
-            "2 drafts a step, of which acceptance was assumed: 0.9/0.5, 2.35 tokens a step",
+            "2 drafts a step, accepted with assumed probabilities (0.9/0.5 for successive drafts): 2.35 tokens a step on average",
             "times of steps with drafts are estimated: x",
         ]
         first = answer.format_top_sentences(load_frames([folders[0]]))
-        assert any(text.startswith("2 drafts a step, of which acceptance was assumed") for text in first)
+        assert any(text.startswith("2 drafts a step, accepted with assumed probabilities") for text in first)

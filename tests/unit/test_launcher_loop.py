@@ -469,7 +469,7 @@ def test_a_torchrun_that_was_stopped_is_let_go_on(launched: Launched) -> None:
 
     assert [r.outcome for r in launched([A], script)] == ["ok"]
     (told,) = [e.note for e in launched.seen if e.stage == "stopped"]
-    assert told == "torchrun had been stopped (SIGSTOP); dcpbench lets it go on"
+    assert told == "torchrun had been stopped (SIGSTOP); dcpbench lets it continue"
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])

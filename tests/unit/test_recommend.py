@@ -801,7 +801,7 @@ def test_where_nothing_fits_each_advice_works_when_it_is_typed(words: str, capsy
     _, given, advice = out.partition("\n")[0].partition("; give ")
     assert given
     for one in (
-        advice.removesuffix(".").replace(" to compare layouts of which only some layers are held", "").split(", ")
+        advice.removesuffix(".").replace(" to compare layouts that hold only part of the layers", "").split(", ")
     ):
         for option in one.split(" or "):
             code, out, _ = run(capsys, *retyped(words, option))

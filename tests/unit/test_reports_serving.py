@@ -245,7 +245,7 @@ class TestReport:
         text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
         assert "4 req/s Poisson · 400 in · 40 out" in text
         assert "trace times · requests of chat.jsonl" in text
-        assert "No steady throughput: nothing is targeted in an open loop" in text
+        assert "No steady throughput: an open loop has no target" in text
 
 
 class TestFindings:

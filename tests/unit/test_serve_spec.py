@@ -375,7 +375,7 @@ class TestRejections:
 
     def test_a_chunk_larger_than_a_gpu_is_refused_with_what_it_would_need(self) -> None:
         found = reason(H200X4, concurrency=8, chunk=10**8)
-        assert found.startswith("--prefill chunk=100000000: a step of so many prompt tokens needs")
+        assert found.startswith("--prefill chunk=100000000: a step with this many prompt tokens needs")
         assert found.endswith("on a GPU of 139.0 GiB; use a smaller one, such as --prefill chunk=8192.")
 
     def test_flashinfer_prefills_on_gpus_that_have_it_with_its_widths(self) -> None:

@@ -342,7 +342,7 @@ def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monk
     [
         (2, 0, 0, {}, "no output token came: 2 requests failed; the first one: f0"),
         (2, 1, 0, {}, "no output token came: 2 requests failed, 1 other cut off; the first one: f0"),
-        (0, 0, 0, {}, "no request was submitted, so there is nothing to report; give --num-requests 1 or more."),
+        (0, 0, 0, {}, "no request was submitted; give --num-requests 1 or more."),
         (
             0,
             3,

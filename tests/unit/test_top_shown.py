@@ -120,8 +120,8 @@ class TestView:
     def test_a_cpu_run_says_so(self, tmp_path: Path) -> None:
         build.job(tmp_path, POINTS, device="cpu")
         found = build.state(tmp_path, 1)
-        assert "say nothing about performance" in " ".join(shown(found, 80).split())
-        assert "say nothing about performance" in "\n".join(format_changes(None, found))
+        assert "do not reflect performance" in " ".join(shown(found, 80).split())
+        assert "do not reflect performance" in "\n".join(format_changes(None, found))
 
     def test_markup_in_a_name_stays_text(self, tmp_path: Path) -> None:
         job = build.job(tmp_path, [build.point(1, model="[bold red]x[/]")])
