@@ -55,8 +55,12 @@ class Card:
         """Return the result of an NVML function that not all GPUs support; if unsupported, add the finding `without`
         and return None.
         """
+        return self.query_if_supported(check, lambda: getattr(self.nvml, function)(self.handle, *args), without)
+
+    def query_if_supported(self, check: str, query: Callable[[], Any], without: str) -> Any:  # noqa: ANN401 -- as above
+        """Return the result of a query that not all GPUs support; see fetch_if_supported."""
         try:
-            return getattr(self.nvml, function)(self.handle, *args)
+            return query()
         except Exception as e:  # noqa: BLE001 - as Report.read
             if getattr(e, "value", None) == self.nvml.NVML_ERROR_NOT_SUPPORTED:
                 self.add_verdict(check, "", "", without)
@@ -139,11 +143,8 @@ def _check_utilisation(card: Card) -> None:
         "utilisation", "nvmlDeviceGetUtilizationRates", without="NVML has none of this GPU."
     )
     if found is not None:
-        wrong = (
-            f"it is busy {found.gpu} % of the time before dcpbench runs anything."
-            if found.gpu > MAX_BUSY_PERCENT
-            else ""
-        )
+        busy = found.gpu > MAX_BUSY_PERCENT
+        wrong = f"it is busy {found.gpu} % of the time before dcpbench runs anything." if busy else ""
         card.add_verdict(
             "utilisation", wrong, "end the program that uses it, possibly in another container.", f"{found.gpu} %."
         )
@@ -203,14 +204,9 @@ def _check_ecc(card: Card) -> None:
     )
     rows = card.fetch_if_supported("memory rows", "nvmlDeviceGetRemappedRows", without="none can be remapped.")
     if errors is not None:
-        wrong = (
-            f"{format_count(errors, 'error')} of its memory since the last restart that could not be corrected."
-            if errors
-            else ""
-        )
-        card.add_verdict(
-            "ECC", wrong, "restart the machine; if the errors recur, have the GPU replaced.", "on, no errors."
-        )
+        what = f"{format_count(errors, 'error')} of its memory since the last restart that could not be corrected."
+        remedy = "restart the machine; if the errors recur, have the GPU replaced."
+        card.add_verdict("ECC", what if errors else "", remedy, "on, no errors.")
     if rows is not None:
         _, _, pending, failed = rows
         wrong = "a row could not be remapped." if failed else "rows wait to be remapped." if pending else ""
@@ -286,19 +282,11 @@ def _check_fabric(card: Card) -> None:
         card.nvml.nvmlDeviceGetGpuFabricInfo(card.handle, ctypes.byref(found))
         return int(found.state)
 
-    try:
-        found = read_state()
-    except Exception as e:  # noqa: BLE001 - as Report.read
-        without = getattr(e, "value", None) == card.nvml.NVML_ERROR_NOT_SUPPORTED
-        card.report.add(
-            "fabric",
-            OK if without else UNREAD,
-            "it has none." if without else f"not known: {format_error(e)}.",
-            where=card.name,
-        )
-        return
-    wrong = f"what joins the GPUs {FABRIC[found]}." if found in FABRIC else ""
-    card.add_verdict("fabric", wrong, "sudo systemctl restart nvidia-fabricmanager", "up." if found else "it has none.")
+    found = card.query_if_supported("fabric", read_state, "it has none.")
+    if found is not None:
+        wrong = f"what joins the GPUs {FABRIC[found]}." if found in FABRIC else ""
+        right = "up." if found else "it has none."
+        card.add_verdict("fabric", wrong, "sudo systemctl restart nvidia-fabricmanager", right)
 
 
 QUICK: tuple[Callable[[Card], None], ...] = (
@@ -357,9 +345,6 @@ def _check_same_kind(report: Report, cards: list[Card]) -> None:
     names = [card.fetch("kind of GPU", "nvmlDeviceGetName") for card in cards]
     if None in names:
         return
-    wrong = (
-        f"they differ: {', '.join(sorted(set(map(str, names))))}; the slowest decides each step."
-        if len(set(names)) > 1
-        else ""
-    )
+    kinds = sorted(set(map(str, names)))
+    wrong = f"they differ: {', '.join(kinds)}; the slowest decides each step." if len(kinds) > 1 else ""
     report.add_verdict("kind of GPU", wrong, "choose GPUs of one kind with CUDA_VISIBLE_DEVICES.", f"all {names[0]}.")

@@ -109,21 +109,14 @@ def check_host(
 
 def check_essentials(report: Report, host: Host, folder: Path) -> None:
     """Check the conditions that end a run early."""
-    _check_free_space(
-        report, host, "shared memory", SHARED, SHARED_BYTES, SHARED_BYTES, "start the container with --shm-size=8g"
-    )
-    place = _find_existing_folder(folder)
-    _check_free_space(
-        report, host, "disk", place, DISK_BYTES, DISK_ROOM_BYTES, "make room, or give a folder on another disk with -o"
-    )
-    _check_free_space(
-        report, host, "disk", Path(tempfile.gettempdir()), DISK_BYTES, DISK_BYTES, "make room, or set TMPDIR"
-    )
-
-
-def _find_existing_folder(folder: Path) -> Path:
-    """Return the folder or its nearest existing parent."""
-    return next((place for place in (folder, *folder.absolute().parents) if place.is_dir()), Path("/"))
+    place = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+    temporary = Path(tempfile.gettempdir())
+    for check, where, min_bytes, usual, remedy in (
+        ("shared memory", SHARED, SHARED_BYTES, SHARED_BYTES, "start the container with --shm-size=8g"),
+        ("disk", place, DISK_BYTES, DISK_ROOM_BYTES, "make room, or give a folder on another disk with -o"),
+        ("disk", temporary, DISK_BYTES, DISK_BYTES, "make room, or set TMPDIR"),
+    ):
+        _check_free_space(report, host, check, where, min_bytes, usual, remedy)
 
 
 def _check_free_space(

@@ -129,19 +129,15 @@ def _check_driver(report: Report, nvml: Any, built_for: str | None) -> None:  # 
     except Exception:  # noqa: BLE001 - a driver that does not answer fails in many ways
         report.add("driver", UNREAD, "its version is not known: it does not answer.")
         return
-    if built_for is None:
-        report.add(
-            "driver", UNREAD, f"{driver}; nothing says for which CUDA torch is built, so nothing about both together."
-        )
-        return
-    min_version = MIN_DRIVER.get(parse_version(built_for)[0])
+    min_version = MIN_DRIVER.get(parse_version(built_for)[0]) if built_for else None
     if min_version is None:
-        report.add("driver", UNREAD, f"{driver}; what CUDA {built_for} needs is not known here.")
+        unknown = f"what CUDA {built_for} needs is not known here."
+        if built_for is None:
+            unknown = "nothing says for which CUDA torch is built, so nothing about both together."
+        report.add("driver", UNREAD, f"{driver}; {unknown}")
         return
-    wrong = (
-        ""
-        if now >= min_version
-        else f"{driver} is too old for CUDA {built_for} of torch, which needs {'.'.join(map(str, min_version))}."
-    )
+    what = f"{driver} is too old for CUDA {built_for} of torch, which needs {'.'.join(map(str, min_version))}."
     remedy = "update the driver, or install a torch for an older CUDA: https://pytorch.org."
-    report.add_verdict("driver", wrong, remedy, f"{driver}, new enough for CUDA {built_for}.")
+    report.add_verdict(
+        "driver", what if now < min_version else "", remedy, f"{driver}, new enough for CUDA {built_for}."
+    )

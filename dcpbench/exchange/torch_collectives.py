@@ -85,7 +85,10 @@ def gather_heads(group: Group, q_BhQ: torch.Tensor, out: torch.Tensor | None = N
 
 def start_rank_heartbeats(path: Path, rank: int, ranks: int, device: torch.device) -> None:
     """Start writing this rank's heartbeats to a file: see hangs/heartbeats.py."""
-    heartbeats.start_heartbeats(path, rank, ranks, waits=device.type == "cpu", members=_get_members, through=[__file__])
+    waits = device.type == "cpu"
+    heartbeats.start_heartbeats(
+        heartbeats.Beats(path, rank, ranks, waits=waits, members=_get_members, through=[__file__])
+    )
 
 
 def _get_members(handle: dist.ProcessGroup) -> tuple[str, list[int]]:

@@ -30,16 +30,7 @@ PICKLE = (b"\x80", b"PK\x03\x04")
 NAMED = re.compile(r"rank[-_ ]?(\d+)|[-_.](\d+)(?:\.[a-z]+)*$", re.IGNORECASE)
 LIKE_A_DUMP = re.compile(r"rank[-_ ]?\d|^(?:dump|flight|nccl[-_]trace|py-spy|stacks?)[-_.]", re.IGNORECASE)
 """Patterns of file names that are meant to be dumps."""
-NO_DUMP = (
-    msgspec.DecodeError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    OverflowError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+NO_DUMP = (msgspec.DecodeError, AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 """Exceptions raised while decoding JSON that has another structure."""
 NO_RANK = -1
 """Rank of a process for which no rank number is known."""
@@ -115,16 +106,13 @@ def parse_threads(text: str, rank: int = NO_RANK) -> list[Thread]:
         elif thread:
             name, active = "", None
         elif spied:
-            name, active = spied[3] or "", _parse_active(spied[2] or "")
+            status = spied[2] or ""
+            name, active = spied[3] or "", True if "active" in status else False if "idle" in status else None
         elif headed and (frame := FAULT_FRAME.match(line)):
             frames.append(Frame(frame[3], frame[1], int(frame[2])))
         elif headed and (frame := SPY_FRAME.match(line)):
             frames.append(Frame(frame[1], frame[2], int(frame[3]) if frame[3] else None))
     return found
-
-
-def _parse_active(status: str) -> bool | None:
-    return True if "active" in status else False if "idle" in status else None
 
 
 def parse_flight(text: str, path: Path, named: int = NO_RANK) -> tuple[int, list[CollectiveEvent]]:

@@ -35,37 +35,20 @@ if TYPE_CHECKING:
     from dcpbench.hangs.evidence import Evidence, Rank
     from dcpbench.hangs.signal_waits import Wait
 
+    Lines = Mapping[int, Mapping[int, CollectiveEvent]]  # collectives of a group, by rank and number
+
 UNEVEN = ("all_gather", "all_to_all", "alltoall", "gather", "reduce_scatter", "scatter")
 REDUCES = {"attention": "attn_reduce", "mlp": "mlp_reduce"}
 """The phase of a reduction by the half of a layer that it ends."""
 MAX_NORM_GAP = 2
 """Norms between ranks of one step: they meet in each half of a layer."""
 OURS = "dcpbench/"
-WAITS = frozenset(
-    (
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_gather_single",
-        "all_reduce",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "monitored_barrier",
-        "recv",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_tensor",
-        "scatter",
-        "send",
-        "synchronize",
-    )
+_WAITS = (
+    "all_gather all_gather_into_tensor all_gather_object all_gather_single all_reduce all_to_all all_to_all_single barrier "
+    "broadcast broadcast_object_list gather gather_object monitored_barrier recv reduce reduce_scatter "
+    "reduce_scatter_single reduce_scatter_tensor scatter send synchronize"
 )
+WAITS = frozenset(_WAITS.split())
 """Functions of torch in which a rank waits for others, or for its device."""
 NAME_THEM = (
     "Flight recorders are compared by rank, and their names tell none: name them flight-0.json, flight-1.json, …"
@@ -111,17 +94,6 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     unread: list[str] = []
 
 
-@dataclasses.dataclass(frozen=True)
-class _Line:
-    """Collectives that one rank began in one group, by number."""
-
-    by_number: Mapping[int, CollectiveEvent]
-
-    @property
-    def front(self) -> int:
-        return max(self.by_number)
-
-
 def find_cause(evidence: Evidence) -> Finding:
     """Return the finding that the evidence supports."""
     groups = _group_collectives(evidence)
@@ -130,11 +102,11 @@ def find_cause(evidence: Evidence) -> Finding:
     )
     found = _find_blocked(evidence, found) or found or _find_stalled_collective(evidence, groups)
     found = found or _find_device_stall(evidence) or _find_by_stacks(evidence) or _report_outside(evidence)
-    numbers = format_list(format_ranks(evidence.unknown).split(","))
-    unknown = (
-        [f"Of rank{'s' if len(evidence.unknown) > 1 else ''} {numbers} nothing is known."] if evidence.unknown else []
-    )
-    return msgspec.structs.replace(found, why=[*found.why, *unknown], read=evidence.read, unread=evidence.unread)
+    why = found.why
+    if evidence.unknown:
+        numbers = format_list(format_ranks(evidence.unknown).split(","))
+        why = [*why, f"Of rank{'s' if len(evidence.unknown) > 1 else ''} {numbers} nothing is known."]
+    return msgspec.structs.replace(found, why=why, read=evidence.read, unread=evidence.unread)
 
 
 def find_mismatch(evidence: Evidence) -> Finding | None:
@@ -184,7 +156,7 @@ def find_signal_waits(evidence: Evidence) -> list[Wait]:
     return signal_waits.find_waits({rank.rank: rank.signals for rank in evidence.ranks if rank.signals is not None})
 
 
-def _group_collectives(evidence: Evidence) -> dict[str, dict[int, _Line]]:
+def _group_collectives(evidence: Evidence) -> Mapping[str, Lines]:
     """Return the collectives that each rank began, by group and rank."""
     lines: dict[str, dict[int, dict[int, CollectiveEvent]]] = collections.defaultdict(
         lambda: collections.defaultdict(dict)
@@ -192,29 +164,22 @@ def _group_collectives(evidence: Evidence) -> dict[str, dict[int, _Line]]:
     for rank in evidence.ranks:
         for one in get_collectives(rank):
             if one.call is not None:
-                lines[one.call.group][rank.rank][one.number] = one
-    return {group: {rank: _Line(by) for rank, by in ranks.items()} for group, ranks in lines.items()}
+                lines[one.known_call.group][rank.rank][one.number] = one
+    return lines
 
 
 def _get_place(one: CollectiveEvent) -> tuple[object, ...]:
-    assert one.call is not None
-    return one.call.signature, one.phase, one.layer, one.call.at
+    return one.known_call.signature, one.phase, one.layer, one.known_call.at
 
 
-def _find_first_mismatch(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
+def _find_first_mismatch(evidence: Evidence, groups: Mapping[str, Lines]) -> Finding | None:
     """Return the finding of case 1, the earliest over all groups."""
     found = []
     for lines in groups.values():
-        numbers = sorted({n for line in lines.values() for n in line.by_number})
-        by_number = {n: {r: line.by_number[n] for r, line in lines.items() if n in line.by_number} for n in numbers}
-        split = next(
-            (
-                n
-                for n, of in by_number.items()
-                if not _is_same_collective(of) and not _is_harmless(of, by_number.get(n + 1))
-            ),
-            None,
-        )
+        numbers = sorted({n for line in lines.values() for n in line})
+        by_number = {n: {r: line[n] for r, line in lines.items() if n in line} for n in numbers}
+        different = (n for n, of in by_number.items() if not _is_same_collective(of))
+        split = next((n for n in different if not _is_harmless(by_number[n], by_number.get(n + 1))), None)
         if split is None:
             continue
         strayed = next((n for n, of in by_number.items() if len({_get_place(m) for m in of.values()}) > 1), split)
@@ -245,31 +210,23 @@ def _get_signature(one: CollectiveEvent) -> tuple[str, str, tuple[int, ...]]:
 
     The shape is left empty for collectives of other programs that accept parts of different sizes.
     """
-    assert one.call is not None
-    op, dtype, shape = one.call.signature
-    return op, dtype, () if op in UNEVEN and not one.call.at else shape
+    op, dtype, shape = one.known_call.signature
+    return op, dtype, () if op in UNEVEN and not one.known_call.at else shape
 
 
 def _describe_mismatch(
-    evidence: Evidence, lines: Mapping[int, _Line], at: Mapping[int, CollectiveEvent], number: int, split: int
+    evidence: Evidence, lines: Lines, at: Mapping[int, CollectiveEvent], number: int, split: int
 ) -> Finding:
     odd, sure, why = _find_odd_ranks(lines, at, number)
     others = sorted(set(at) - odd)
     theirs, mine = at[others[0]], at[min(odd)]
-    assert theirs.call is not None
-    assert mine.call is not None
-    kind = "order"
-    if (theirs.call.at, theirs.phase, theirs.layer, theirs.call.op) == (
-        mine.call.at,
-        mine.phase,
-        mine.layer,
-        mine.call.op,
-    ):
-        kind = "dtype" if theirs.call.dtype != mine.call.dtype else "shape"
+    kind = "dtype" if theirs.known_call.dtype != mine.known_call.dtype else "shape"
+    if (theirs.known_call.op, *_get_place(theirs)[1:]) != (mine.known_call.op, *_get_place(mine)[1:]):
+        kind = "order"
     who, them = _describe_ranks(odd), _describe_ranks(others)
     sentence = (
-        f"{who} began {mine.call.description}{_format_context(mine)} as collective {number} of the group, and {them} "
-        f"{theirs.call.description}{_format_context(theirs)}"
+        f"{who} began {mine.known_call.description}{_format_context(mine)} as collective {number} of the group, and {them} "
+        f"{theirs.known_call.description}{_format_context(theirs)}"
     )
     if kind == "order":
         why += _explain_order(lines, at, odd, number)
@@ -281,24 +238,18 @@ def _describe_mismatch(
         kind=kind,
         message=sentence,
         ranks=sorted(odd),
-        waiting=[
-            r
-            for r in others
-            if (of := next((e for e in evidence.ranks if e.rank == r), None)) and get_open_collective(of)
-        ],
+        waiting=[r for r in others if get_open_collective(next(e for e in evidence.ranks if e.rank == r))],
         phase=mine.phase,
         layer=mine.layer,
-        collective=theirs.call.description,
+        collective=theirs.known_call.description,
         number=number,
-        line=mine.call.at,
-        waiting_at=theirs.call.at,
+        line=mine.known_call.at,
+        waiting_at=theirs.known_call.at,
         why=why,
     )
 
 
-def _find_odd_ranks(
-    lines: Mapping[int, _Line], at: Mapping[int, CollectiveEvent], number: int
-) -> tuple[set[int], bool, list[str]]:
+def _find_odd_ranks(lines: Lines, at: Mapping[int, CollectiveEvent], number: int) -> tuple[set[int], bool, list[str]]:
     """Return (ranks that differ, True if that is certain, reasons).
 
     The minority differs from the majority; in a tie, the ranks that left the order of earlier steps differ.
@@ -315,28 +266,26 @@ def _find_odd_ranks(
     return by_size[0], False, []
 
 
-def _is_usual_successor(lines: Mapping[int, _Line], at: Mapping[int, CollectiveEvent], rank: int, number: int) -> bool:
+def _is_usual_successor(lines: Lines, at: Mapping[int, CollectiveEvent], rank: int, number: int) -> bool:
     """Return True if the collective that the rank began followed the one before it in an earlier step, too."""
-    before = lines[rank].by_number.get(number - 1)
+    before = lines[rank].get(number - 1)
     return before is not None and _get_place(at[rank]) in _list_successors(lines, before, number)
 
 
-def _list_successors(lines: Mapping[int, _Line], one: CollectiveEvent, number: int) -> list[tuple[object, ...]]:
+def _list_successors(lines: Lines, one: CollectiveEvent, number: int) -> list[tuple[object, ...]]:
     """Return the collectives that followed `one` each time any rank began it at the same place before."""
     return [
-        _get_place(line.by_number[n + 1])
+        _get_place(line[n + 1])
         for line in lines.values()
-        for n, m in line.by_number.items()
-        if n + 1 < number and n + 1 in line.by_number and _get_place(m) == _get_place(one)
+        for n, m in line.items()
+        if n + 1 < number and n + 1 in line and _get_place(m) == _get_place(one)
     ]
 
 
-def _explain_order(
-    lines: Mapping[int, _Line], at: Mapping[int, CollectiveEvent], odd: set[int], number: int
-) -> list[str]:
+def _explain_order(lines: Lines, at: Mapping[int, CollectiveEvent], odd: set[int], number: int) -> list[str]:
     """Return further facts about an order that differs: swapped, additional or missing collectives."""
     one, other = min(odd), min(set(at) - odd)
-    mine, theirs = lines[one].by_number, lines[other].by_number
+    mine, theirs = lines[one], lines[other]
     places = {
         n: (_get_place(mine[n]) if n in mine else None, _get_place(theirs[n]) if n in theirs else None)
         for n in (number, number + 1)
@@ -353,7 +302,7 @@ def _explain_order(
     return []
 
 
-def _find_meeting_wait(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
+def _find_meeting_wait(evidence: Evidence, groups: Mapping[str, Lines]) -> Finding | None:
     """Return the finding of case 2; None if the absent rank waits in another collective."""
     by_rank = {rank.rank: rank for rank in evidence.ranks}
     waiting = find_signal_waits(evidence)
@@ -369,30 +318,25 @@ def _find_meeting_wait(evidence: Evidence, groups: Mapping[str, Mapping[int, _Li
     return _report_absent_ranks(by_rank, roots, [wait for wait in waiting if roots & {*wait.absent}])
 
 
-def _find_late_ranks(groups: Mapping[str, Mapping[int, _Line]], one: CollectiveEvent) -> set[int]:
+def _find_late_ranks(groups: Mapping[str, Lines], one: CollectiveEvent) -> set[int]:
     """Return the ranks that have not begun a collective."""
-    assert one.call is not None
-    lines = groups[one.call.group]
-    expected = set(parse_ranks(one.call.ranks)) or set(lines)
-    return {r for r in expected if r not in lines or lines[r].front < one.number}
+    lines = groups[one.known_call.group]
+    expected = set(parse_ranks(one.known_call.ranks)) or set(lines)
+    return {r for r in expected if r not in lines or max(lines[r]) < one.number}
 
 
 def _report_lost_signal(by_rank: Mapping[int, Rank], lost: Sequence[Wait]) -> Finding:
     """Return the finding for missing signals of ranks that have passed the meeting."""
     one = lost[0]
-    same = [
-        w
-        for w in lost
-        if (w.description, w.passed, w.meeting.ranks) == (one.description, one.passed, one.meeting.ranks)
-    ]
-    waiting = sorted({w.rank for w in same})
+    place = (one.description, one.passed, one.meeting.ranks)
+    waiting = sorted({w.rank for w in lost if (w.description, w.passed, w.meeting.ranks) == place})
     who = sorted(one.passed)
     phase, layer = _get_meeting_place(by_rank[one.rank], one)
     culprit = by_rank[who[0]]
     return Finding(
         kind="signal",
-        message=f"{_describe_ranks(who)} {_choose_verb(who, 'has', 'have')} passed {one.description}, and no signal of it has come to {_describe_ranks(waiting)}, "
-        f"where a kernel waits for it{_format_step_place(phase, layer)}; {_describe_ranks(who)} {_choose_verb(who, 'is', 'are')} {_format_position(culprit)}",
+        message=f"{_describe_ranks(who, 'has', 'have')} passed {one.description}, and no signal of it has come to {_describe_ranks(waiting)}, "
+        f"where a kernel waits for it{_format_step_place(phase, layer)}; {_describe_ranks(who, 'is', 'are')} {_format_position(culprit)}",
         ranks=who,
         waiting=waiting,
         phase=phase,
@@ -401,9 +345,7 @@ def _report_lost_signal(by_rank: Mapping[int, Rank], lost: Sequence[Wait]) -> Fi
         number=one.number,
         line=get_position(culprit)[2],
         waiting_at=get_position(by_rank[one.rank])[2],
-        why=[
-            f"{_describe_ranks(waiting)} {_choose_verb(waiting, 'has', 'have')} ended {one.number - 1} such meetings, by its counters."
-        ],
+        why=[f"{_describe_ranks(waiting, 'has', 'have')} ended {one.number - 1} such meetings, by its counters."],
     )
 
 
@@ -421,7 +363,7 @@ def _report_absent_ranks(by_rank: Mapping[int, Rank], roots: set[int], waiting: 
     on_device = None if first is None or _is_host_position(first) else first.device
     return Finding(
         kind="gone" if gone else "behind",
-        message=f"{_describe_ranks(roots)} {at}; {_describe_ranks(ranks)} {_choose_verb(ranks, 'waits', 'wait')} for its signal in a kernel, "
+        message=f"{_describe_ranks(roots)} {at}; {_describe_ranks(ranks, 'waits', 'wait')} for its signal in a kernel, "
         f"in {one.description}{_format_step_place(phase, layer)}",
         ranks=sorted(roots),
         waiting=ranks,
@@ -481,12 +423,14 @@ def _format_position(rank: Rank) -> str:
     return _format_place(*get_position(rank)).strip()
 
 
-def _format_step_place(phase: str, layer: int | None) -> str:
-    parts = [f"phase {phase}" if phase else "", f"layer {layer}" if layer is not None else ""]
+def _format_step_place(phase: str, layer: int | None, *lines: str) -> str:
+    """Return a place in brackets; `lines` are those of the source, innermost first."""
+    source = " ← ".join(filter(None, lines))
+    parts = [f"phase {phase}" if phase else "", f"layer {layer}" if layer is not None else "", source]
     return f" ({', '.join(filter(None, parts))})" if any(parts) else ""
 
 
-def _find_behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
+def _find_behind(evidence: Evidence, groups: Mapping[str, Lines]) -> Finding | None:
     """Return the finding of case 3, from the ranks that each waiting rank waits for, or for groups that wait for each
     other.
     """
@@ -504,15 +448,14 @@ def _find_behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) 
         return _report_unread_ranks(waits, unread) if unread else _report_crossed_groups(waits, for_whom, late)
     waiting = sorted(r for r, whom in for_whom.items() if whom & roots)
     one = waits[waiting[0]]
-    assert one.call is not None
     known = [by_rank[r] for r in sorted(roots)]
     ended = {rank.rank: rank.seen.ended for rank in known if rank.seen and rank.seen.ended}
     first = next((rank for rank in known if rank.rank not in ended), known[0])
     phase, layer, line = get_position(first)
     doing = "has ended" if ended and len(ended) == len(roots) else _describe_state(first)
     sentence = (
-        f"{_describe_ranks(roots)} {doing}{_format_place(phase, layer, line)}; {_describe_ranks(waiting)} {_choose_verb(waiting, 'waits', 'wait')} for it in "
-        f"{one.call.description}, collective {one.number} of the group{_format_context(one)}"
+        f"{_describe_ranks(roots)} {doing}{_format_place(phase, layer, line)}; {_describe_ranks(waiting, 'waits', 'wait')} for it in "
+        f"{one.known_call.description}, collective {one.number} of the group{_format_context(one)}"
     )
     why = [f"rank {r} ended: {how}." for r, how in ended.items()]
     why += [f"Of {_describe_ranks(unread)} no collectives were read."] if unread else []
@@ -523,10 +466,10 @@ def _find_behind(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) 
         waiting=waiting,
         phase=phase or one.phase,
         layer=layer if layer is not None else one.layer,
-        collective=one.call.description,
+        collective=one.known_call.description,
         number=one.number,
         line=line,
-        waiting_at=one.call.at,
+        waiting_at=one.known_call.at,
         why=why + [_describe_process(rank) for rank in known if rank.seen and rank.rank not in ended],
     )
 
@@ -539,15 +482,14 @@ def _has_progress(rank: Rank) -> bool:
 def _report_unread_ranks(waits: Mapping[int, CollectiveEvent], unread: set[int]) -> Finding:
     """Return the finding for ranks that wait for ranks without any evidence of their collectives."""
     rank, one = next(iter(waits.items()))
-    assert one.call is not None
     return Finding(
         kind="unknown",
-        message=f"unknown: {_describe_ranks(waits)} {_choose_verb([*waits], 'waits', 'wait')}, rank {rank} in {one.call.description}{_format_context(one)}, and of "
+        message=f"unknown: {_describe_ranks(waits, 'waits', 'wait')}, rank {rank} in {one.known_call.description}{_format_context(one)}, and of "
         f"{_describe_ranks(unread)} no collectives were read",
         waiting=sorted(waits),
-        collective=one.call.description,
+        collective=one.known_call.description,
         number=one.number,
-        waiting_at=one.call.at,
+        waiting_at=one.known_call.at,
     )
 
 
@@ -559,12 +501,10 @@ def _report_crossed_groups(
     parts = []
     for rank in ranks:
         one = waits[rank]
-        assert one.call is not None
         parts.append(
-            f"rank {rank} is in {one.call.description}{_format_context(one)} and waits for {_describe_ranks(for_whom[rank])}"
+            f"rank {rank} is in {one.known_call.description}{_format_context(one)} and waits for {_describe_ranks(for_whom[rank])}"
         )
     one = waits[ranks[0]]
-    assert one.call is not None
     return Finding(
         kind="apart",
         message="; ".join(parts),
@@ -572,9 +512,9 @@ def _report_crossed_groups(
         waiting=ranks,
         phase=one.phase,
         layer=one.layer,
-        collective=one.call.description,
+        collective=one.known_call.description,
         number=one.number,
-        line=one.call.at,
+        line=one.known_call.at,
         why=["They began collectives of different groups in different orders."],
     )
 
@@ -602,26 +542,25 @@ def _find_blocked(evidence: Evidence, found: Finding | None) -> Finding | None:
     )
 
 
-def _find_stalled_collective(evidence: Evidence, groups: Mapping[str, Mapping[int, _Line]]) -> Finding | None:
+def _find_stalled_collective(evidence: Evidence, groups: Mapping[str, Lines]) -> Finding | None:
     """Return the finding of case 5."""
     waits = {rank.rank: one for rank in evidence.ranks if (one := get_open_collective(rank)) and one.call}
     if not waits:
         return None
     one = next(iter(waits.values()))
-    assert one.call is not None
-    expected = set(parse_ranks(one.call.ranks)) or set(groups[one.call.group])
-    same = {r for r, m in waits.items() if m.call and (m.call.group, m.number) == (one.call.group, one.number)}
+    expected = set(parse_ranks(one.known_call.ranks)) or set(groups[one.known_call.group])
+    same = {r for r, m in waits.items() if m.call and (m.call.group, m.number) == (one.known_call.group, one.number)}
     if same != expected:
         return None
     return Finding(
         kind="together",
-        message=f"{_describe_ranks(same)} are all in {one.call.description}, collective {one.number} of the group{_format_context(one)}, and none is behind",
+        message=f"{_describe_ranks(same)} are all in {one.known_call.description}, collective {one.number} of the group{_format_context(one)}, and none is behind",
         waiting=sorted(same),
         phase=one.phase,
         layer=one.layer,
-        collective=one.call.description,
+        collective=one.known_call.description,
         number=one.number,
-        waiting_at=one.call.at,
+        waiting_at=one.known_call.at,
         why=[
             "What carries it stands still: the network, a peer's memory, or on GPUs a kernel that was launched before it."
         ],
@@ -641,8 +580,10 @@ def _find_device_stall(evidence: Evidence) -> Finding | None:
     late = [] if same_norm or far else by_norm[0]
     at = None if far else known[by_norm[0][0]]
     why = ["A position is the norm that a device began last. Kernels between two norms cannot be distinguished."]
-    why += ["None is behind the others."] if same_norm and len(known) > 1 else []
-    why += ["They are too far apart to be in one step: who is behind is not known."] if far else []
+    if same_norm and len(known) > 1:
+        why.append("None is behind the others.")
+    if far:
+        why.append("They are too far apart to be in one step: who is behind is not known.")
     return Finding(
         kind="device",
         message=f"devices stand still in a step launched as {handed[0].step or 'nothing'}: {places}",
@@ -658,8 +599,8 @@ def _find_by_stacks(evidence: Evidence) -> Finding | None:
     """Return the finding of case 3 from stacks alone: some ranks are in a waiting function of torch, and others are
     not.
     """
-    stacks = {rank: frames for rank in map(id, evidence.ranks) if (frames := _get_frames(evidence, rank))}
-    ranks = {id(rank): rank for rank in evidence.ranks}
+    ranks = dict(enumerate(evidence.ranks))
+    stacks = {r: rank.frames for r, rank in ranks.items() if rank.frames}
     waits = {r: call for r, frames in stacks.items() if (call := _find_waiting_call(frames)) is not None}
     out = [r for r in stacks if r not in waits]
     if (
@@ -697,12 +638,11 @@ def _find_odd_line(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, F
     lines: dict[str, list[int]] = collections.defaultdict(list)
     for r, (call, own) in waits.items():
         lines[f"{call.function}, at {own.location}"].append(r)
-    most = max(lines.values(), key=len)
+    common, most = max(lines.items(), key=lambda line: len(line[1]))
     few = [r for r in waits if r not in most]
     if not few or len(few) * 2 >= len(waits):
         return None
     at = next(line for line, of in lines.items() if few[0] in of)
-    common = next(line for line, of in lines.items() if of is most)
     return Finding(
         kind="order",
         message=f"{', '.join(ranks[r].name for r in few)} waits in {at}, and the other {len(most)} in {common}",
@@ -735,10 +675,6 @@ def _report_outside(evidence: Evidence) -> Finding:
     return Finding(kind="unknown", message=". ".join(filter(None, (summary, "; ".join(parts)))), why=why)
 
 
-def _get_frames(evidence: Evidence, key: int) -> tuple[Frame, ...]:
-    return next(rank.frames for rank in evidence.ranks if id(rank) == key)
-
-
 def _find_waiting_call(frames: Sequence[Frame]) -> tuple[Frame, Frame] | None:
     """Return (the outermost waiting function of torch, its caller)."""
     for call, above in reversed([*itertools.pairwise(frames)]):
@@ -766,7 +702,7 @@ def get_position(rank: Rank) -> tuple[str, int | None, str]:
 def _describe_state(rank: Rank) -> str:
     if rank.beats is not None and rank.beats.last is not None and rank.beats.last.state == RAISED:
         return "has left a collective with an error and is"
-    return {"sleeps": "sleeps", "spins": "spins"}.get(rank.pace, "is")
+    return rank.pace or "is"
 
 
 def _describe_process(rank: Rank) -> str:
@@ -787,19 +723,11 @@ def _format_place(phase: str, layer: int | None, line: str) -> str:
 
 
 def _format_context(one: CollectiveEvent) -> str:
-    assert one.call is not None
-    parts = [
-        f"phase {one.phase}" if one.phase else "",
-        f"layer {one.layer}" if one.layer is not None else "",
-        " ← ".join(filter(None, (one.call.at, one.call.above))),
-    ]
-    return f" ({', '.join(filter(None, parts))})" if any(parts) else ""
+    return _format_step_place(one.phase, one.layer, one.known_call.at, one.known_call.above)
 
 
-def _describe_ranks(ranks: Iterable[int]) -> str:
+def _describe_ranks(ranks: Iterable[int], of_one: str = "", of_many: str = "") -> str:
+    """Return `rank 3` or `ranks 0-3,6`, followed by the verb of one rank or of many if they are given."""
     known = sorted(ranks)
-    return f"rank {known[0]}" if len(known) == 1 else f"ranks {format_ranks(known)}"
-
-
-def _choose_verb(ranks: Sequence[int], of_one: str, of_many: str) -> str:
-    return of_one if len(ranks) == 1 else of_many
+    text, verb = (f"rank {known[0]}", of_one) if len(known) == 1 else (f"ranks {format_ranks(known)}", of_many)
+    return f"{text} {verb}".rstrip()

@@ -98,6 +98,12 @@ class CollectiveEvent:
     ended_ns: int = 0
     """Unix time in ns at which the collective returned; 0 if it has not returned or the source does not record it."""
 
+    @property
+    def known_call(self) -> Call:
+        """Return the description, which the file must hold."""
+        assert self.call is not None
+        return self.call
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankBeats:
@@ -122,11 +128,6 @@ class RankBeats:
     def last(self) -> CollectiveEvent | None:
         """Return the last collective that the rank began."""
         return self.met[-1] if self.met else None
-
-    @property
-    def inside(self) -> CollectiveEvent | None:
-        """Return the collective that the host has not returned from."""
-        return self.last if self.last is not None and self.last.state == INSIDE else None
 
 
 class Beats:
@@ -239,18 +240,10 @@ class Beats:
 _here: Beats | None = None
 
 
-def start_heartbeats(
-    path: Path,
-    rank: int,
-    ranks: int,
-    *,
-    waits: bool,
-    members: Callable[[Any], tuple[str, Iterable[int]]],
-    through: Iterable[str] = (),
-) -> None:
-    """Have this process beat into `path` from now on; see Beats."""
+def start_heartbeats(beats: Beats) -> None:
+    """Have this process beat into this file from now on."""
     global _here  # noqa: PLW0603 -- one rank a process
-    _here = Beats(path, rank, ranks, waits=waits, members=members, through=through)
+    _here = beats
 
 
 def record_phase(name: str) -> None:

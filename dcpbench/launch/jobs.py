@@ -11,11 +11,12 @@ failed.jsonl          records of points that could not be checked (kind `verify`
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -32,6 +33,7 @@ from dcpbench.records.lines import UNREADABLE
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+T = TypeVar("T")
 SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- the name of the variable
 """Environment variable with the secret that the machines of a sweep share."""
 
@@ -199,6 +201,15 @@ def open_listener(host: str, port: int) -> socket.socket:
     """Return a socket that listens only at this address of this machine; port 0 selects a free one."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(found[4][:2], family=found[0])
+
+
+def read_files(paths: Iterable[Path], kind: type[T]) -> list[T]:
+    """Return the contents of JSON files that ranks write; files that are missing or incomplete are left out."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError, *UNREADABLE):
+            found.append(msgspec.json.decode(path.read_bytes(), type=kind))
+    return found
 
 
 def read_job(path: Path) -> Job:

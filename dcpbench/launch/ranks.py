@@ -14,10 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import msgspec
-
 from dcpbench.launch import subprocess_guard, version_check
-from dcpbench.launch.jobs import SECRET, Exit, Failure
+from dcpbench.launch.jobs import SECRET, Exit, Failure, read_files
 from dcpbench.records.lines import Tail
 
 if TYPE_CHECKING:
@@ -37,18 +35,11 @@ class Ranks:
 
     def read_failures(self) -> list[Failure]:
         """Return the exceptions recorded by ranks of this machine, by rank."""
-        found = []
-        for path in self.list_files("error-{}.json"):
-            with contextlib.suppress(OSError, msgspec.DecodeError):
-                found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
-        return found
+        return read_files(self.list_files("error-{}.json"), Failure)
 
     def read_exits(self) -> list[Exit]:
         """Return the exits of the ranks of this machine that have ended, in order of time."""
-        found = []
-        for rank in self.ranks:
-            with contextlib.suppress(OSError, msgspec.DecodeError):
-                found.append(msgspec.json.decode((self.logs / f"rank-{rank}.exit").read_bytes(), type=Exit))
+        found = read_files([self.logs / f"rank-{rank}.exit" for rank in self.ranks], Exit)
         return sorted(found, key=lambda e: e.at)
 
     def read_last_lines(self, first: Sequence[int] = ()) -> tuple[str, list[str]]:

@@ -375,19 +375,21 @@ class MixedTimes:
 
 
 class PrefixedTimes:
-    """Additional time of a step with decode rows and a chunk that has a prefix: P(rows).
+    """Additional time of a step with decode rows and a chunk that has a prefix: P(rows, prefix).
 
-    vLLM's steps of this kind take longer on an H200 than their parts. Beyond the measured rows, the nearest value is used.
+    vLLM's steps of this kind take longer on an H200 than their parts. P grows in proportion to the prefix up to the measured
+    one, and is constant from there on. Beyond the measured rows, the nearest value is used.
     """
 
     def __init__(self, cases: Sequence[Sample], prefill: PrefillTimes, mixed: MixedTimes) -> None:
         self.ms = Line(
             (w.rows + w.tokens, ms - prefill(w.rows + w.tokens, w.pairs, w.prefix) - mixed(w)) for w, ms in cases
         )
+        self.prefix = max(w.prefix for w, _ in cases)
 
-    def __call__(self, rows: int) -> float:
+    def __call__(self, rows: int, prefix: int) -> float:
         """Return the time in ms to add to PrefillTimes and MixedTimes."""
-        return self.ms.predict_clamped(rows)
+        return self.ms.predict_clamped(rows) * min(prefix / self.prefix, 1.0)
 
 
 class UnalignedTimes:
@@ -597,7 +599,7 @@ class StepModel:
         if not work.rows:
             return alone
         if self.mixed.sizes:
-            prefixed = self.prefixed(rows) if self.prefixed and work.prefix else 0.0
+            prefixed = self.prefixed(rows, work.prefix) if self.prefixed else 0.0
             return alone + self.mixed(work) + prefixed
         if work.tokens:
             raise _make_outside_error(f"{work.rows} decode rows in a step with chunks", "steps with only one of both")

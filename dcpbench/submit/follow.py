@@ -40,6 +40,11 @@ class State:
     """True if it ended because it lost a machine, so that it may continue elsewhere."""
 
 
+def make_end_state(message: str, code: int = FAILED, *, lost: bool = False) -> State:
+    """Return the state of a job that has ended without success."""
+    return State(message=message, ended=True, code=code, lost=lost)
+
+
 class NoAnswerError(Exception):
     """The cluster did not answer, which may pass."""
 
@@ -51,7 +56,7 @@ class Queue(Protocol):
     """Time in s during which output may arrive after the end."""
 
     def fetch_state(self) -> State:
-        """Return the current state. Raise Silent if the cluster does not answer."""
+        """Return the current state. Raise NoAnswerError if the cluster does not answer."""
 
     def read_output(self) -> Iterable[str]:
         """Return the lines printed by node 0 since the last call."""
@@ -127,7 +132,7 @@ def print_output(lines: Iterable[str]) -> None:
 def run_command(
     command: Sequence[str], *, sent: str = "", env: dict[str, str] | None = None, seconds: float = ANSWER_S
 ) -> str:
-    """Return the output of a cluster command. Raise UsageError if it is missing, RefusedError if it fails, Silent on a
+    """Return the output of a cluster command. Raise UsageError if it is missing, RefusedError if it fails, NoAnswerError on a
     time-out.
     """
     try:

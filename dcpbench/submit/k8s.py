@@ -30,7 +30,7 @@ from dcpbench.plan.yaml_text import load_yaml
 from dcpbench.show.terminal import print_stderr
 from dcpbench.show.text import LINES, fit_line, make_printable
 from dcpbench.submit.asked import JobSpec, SubmittedJob, save_job, write_script
-from dcpbench.submit.follow import FAILED, NoAnswerError, RefusedError, State, run_command
+from dcpbench.submit.follow import FAILED, NoAnswerError, RefusedError, State, make_end_state, run_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -169,7 +169,7 @@ class Queue:
         self._fetched = not job.fetched
 
     def fetch_state(self) -> State:
-        """Return the current state. Raise Silent if kubectl fails."""
+        """Return the current state. Raise NoAnswerError if kubectl fails."""
         try:
             output = run_command([*self._job.kubectl, "get", "job,pods", "-l", f"{LABEL}={self._job.id}", "-o", "json"])
             found = json.loads(output)["items"]
@@ -181,7 +181,7 @@ class Queue:
         states = _get_container_status(pods.get(0, {})).get("state", {}).keys()
         self._began, self._over = bool(states & {"running", "terminated"}), "running" not in states
         if not jobs:
-            return State(message=f"{self._job.description} is gone", ended=True, code=FAILED)
+            return make_end_state(f"{self._job.description} is gone")
         return self._make_state(jobs[0], pods)
 
     def read_output(self) -> Iterator[str]:
@@ -226,9 +226,8 @@ class Queue:
             return State(message=f"{description} has ended well", ended=True)
         running = sum("running" in _get_container_status(pod).get("state", {}) for pod in pods.values())
         if "Failed" in ended and running:
-            return State(
-                message=f"{description} has failed, and {running} of its pods {'is' if running == 1 else 'are'} ending"
-            )
+            ending = f"{running} of its pods {'is' if running == 1 else 'are'} ending"
+            return State(message=f"{description} has failed, and {ending}")
         if "Failed" in ended:
             return self._make_failed_state(str(ended["Failed"].get("reason", "")), pods)
         waits = [f"node {i}: {why}" for i in sorted(pods) if (why := _find_wait_reason(pods[i]))]
@@ -241,19 +240,13 @@ class Queue:
         """
         description = self._job.description
         if reason == "DeadlineExceeded":
-            return State(
-                message=f"{description} ran into its time limit; give it more with --time", ended=True, code=FAILED
-            )
+            return make_end_state(f"{description} ran into its time limit; give it more with --time")
         if lost := sorted(index for index, pod in pods.items() if _find_disruption(pod)):
             why = _find_disruption(pods[lost[0]])
-            return State(
-                message=f"{description} lost the pod of node {lost[0]} ({why})", ended=True, code=FAILED, lost=True
-            )
+            return make_end_state(f"{description} lost the pod of node {lost[0]} ({why})", lost=True)
         codes = sorted((*end, index) for index, pod in pods.items() if (end := _get_exit(pod)) and end[1])
         if not codes:
-            return State(
-                message=f"{description} has failed ({reason}), and no command of it has ended", ended=True, code=FAILED
-            )
+            return make_end_state(f"{description} has failed ({reason}), and no command of it has ended")
         _, code, index = codes[0]
         if index and not self._has_shown_log:
             self._has_shown_log = True
@@ -261,9 +254,7 @@ class Queue:
                 name = pods[index]["metadata"]["name"]
                 output = run_command([*self._job.kubectl, "logs", f"--tail={LAST_LINES}", "-c", CONTAINER, name])
                 print_stderr(f"The last lines of node {index}:\n{make_printable(output.rstrip(), LINES)}")
-        return State(
-            message=f"{description} has failed with exit code {code}, that of node {index}", ended=True, code=code
-        )
+        return make_end_state(f"{description} has failed with exit code {code}, that of node {index}", code)
 
     def _read_lines(self) -> Iterator[str]:
         """Yield complete lines with their times. A reader that ended is restarted, without repeating lines."""
@@ -279,12 +270,9 @@ class Queue:
             assert self._logs.stdout is not None
             os.set_blocking(self._logs.stdout.fileno(), False)
         assert self._logs.stdout is not None
-        closed = False
-        while (data := self._read_available()) is not None:
-            closed = not data
-            if closed:
-                break
+        while data := self._read_available():
             self._pending += data
+        closed = data is not None
         lines = self._pending.split(b"\n")
         self._pending = lines.pop()
         for line in lines:

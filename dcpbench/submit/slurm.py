@@ -15,13 +15,12 @@ from dcpbench.errors import ExitCode, UsageError
 from dcpbench.launch.jobs import SECRET
 from dcpbench.records.lines import Tail
 from dcpbench.submit.asked import SUBMIT_FOLDER, TERM_CODE, JobSpec, SubmittedJob, save_job, write_script
-from dcpbench.submit.follow import FAILED, NoAnswerError, RefusedError, State, run_command
+from dcpbench.submit.follow import FAILED, NoAnswerError, RefusedError, State, make_end_state, run_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TEMPLATE, SCRIPT = "slurm.sh.j2", "job.sh"
-INTERRUPTED = ExitCode.INTERRUPTED
 WAITING, UNKNOWN = "PENDING", "Invalid job id"
 HOW_IT_ENDED = {
     "COMPLETED": "",
@@ -120,7 +119,7 @@ class Queue:
         return False
 
     def fetch_state(self) -> State:
-        """Return the current state. Raise Silent if Slurm does not answer."""
+        """Return the current state. Raise NoAnswerError if Slurm does not answer."""
         try:
             output = run_command(["scontrol", "--oneliner", "show", "job", self._job.id])
         except RefusedError as e:
@@ -162,14 +161,10 @@ class Queue:
             return State(message=f"{self._job.description} has ended well", ended=True)
         if state == "FAILED":
             how = f"by signal {killed}" if killed else f"with exit code {status}"
-            return State(message=f"{self._job.description} has ended {how}{log}", ended=True, code=by or FAILED)
-        go_on = (
-            f"; to go on, submit it again with -o {shlex.quote(str(self._folder))} --resume"
-            if state in MAY_GO_ON
-            else log
-        )
-        code_of = INTERRUPTED if state == "CANCELLED" else FAILED
-        return State(message=f"{self._job.description} {HOW_IT_ENDED[state]}{go_on}", ended=True, code=code_of)
+            return make_end_state(f"{self._job.description} has ended {how}{log}", by or FAILED)
+        again = f"; to go on, submit it again with -o {shlex.quote(str(self._folder))} --resume"
+        message = f"{self._job.description} {HOW_IT_ENDED[state]}{again if state in MAY_GO_ON else log}"
+        return make_end_state(message, ExitCode.INTERRUPTED if state == "CANCELLED" else FAILED)
 
     def _read_end_state(self) -> State:
         """Return the state of a job that Slurm no longer knows, minutes after its end, from the exit code that the
@@ -179,11 +174,9 @@ class Queue:
         try:
             code = int(path.read_text())
         except (OSError, ValueError):
-            return State(
-                message=f"Slurm knows {self._job.description} no more, and how it ended was not left behind; `sacct -j {self._job.id}` "
-                f"may say, or {get_log_path(self._folder, self._job)}",
-                ended=True,
-                code=FAILED,
+            return make_end_state(
+                f"Slurm knows {self._job.description} no more, and how it ended was not left behind; `sacct -j {self._job.id}` "
+                f"may say, or {get_log_path(self._folder, self._job)}"
             )
         return State(message=f"{self._job.description} has ended with exit code {code}", ended=True, code=code)
 

@@ -171,29 +171,18 @@ def _list_rules(site: Site) -> list[Callable[[ast.AST], Iterable[int]]]:
     """Return the ways to find lines, the most specific first; the first one that finds any decides."""
     below = _list_names_below(site)
     operators = [_get_operator_name(op) for op in site.op_chain]
-    rules: list[Callable[[ast.AST], Iterable[int]]] = []
-    for name in below or []:
-        rules += _make_call_rules(name, site)
+    calls = [rule for name in (*operators, *RUNTIME_CALLS.get(site.call, ())) for rule in _make_call_rules(name, site)]
+    syntax = [rule for name in operators for rule in _make_syntax_rules(name, site)]
     if not below:  # without a frame below the function, its syntax makes the call
-        for name in operators:
-            rules += _make_syntax_rules(name, site)
-    for name in [*operators, *RUNTIME_CALLS.get(site.call, ())]:
-        rules += _make_call_rules(name, site)
-    if below:
-        for name in operators:
-            rules += _make_syntax_rules(name, site)
-    return rules
+        return [*syntax, *calls]
+    return [*(rule for name in below for rule in _make_call_rules(name, site)), *calls, *syntax]
 
 
 def _list_names_below(site: Site) -> list[str]:
     """Return the names of the frames below the site's function, outermost first; empty if there is none."""
     at = [i for i, frame in enumerate(site.stack) if _is_frame_of(frame, site)]
-    names = []
-    for frame in site.stack[at[-1] + 1 :] if at else []:
-        match = BUILT_IN.match(frame) or FRAME.search(frame)
-        if match:
-            names.append(match[1])
-    return names
+    below = site.stack[at[-1] + 1 :] if at else []
+    return [match[1] for frame in below if (match := BUILT_IN.match(frame) or FRAME.search(frame))]
 
 
 def _is_frame_of(frame: str, site: Site) -> bool:
@@ -259,22 +248,22 @@ def _find_calls(names: Sequence[str]) -> Callable[[ast.AST], Iterable[int]]:
 
 def _make_syntax_rules(name: str, site: Site) -> list[Callable[[ast.AST], Iterable[int]]]:
     """Return rules for syntax that calls an operator of torch without a frame of its own."""
-    to_gpu = site.direction.startswith("HtoD")
     if name in OPERATORS:
         return [_find_operators(OPERATORS[name])]
-    if name == "is_nonzero":
-        return [_find_conditions]
-    if name in ("item", "local_scalar_dense"):
-        return [_find_numbers, _find_conditions, _find_subscripts(store=False)]
-    if name in ("index", "index_put"):
-        return [_find_subscripts(store=name == "index_put")]
-    if name in ("to", "to_copy") and to_gpu:
-        return [_find_list_indices, _find_subscripts(store=True)]
-    if name == "copy":
-        return [_find_subscripts(store=True)]
-    if name in ("unbind", "select"):
-        return [_find_iteration]
-    return []
+    load, store = _find_subscripts(store=False), _find_subscripts(store=True)
+    rules: dict[str, list[Callable[[ast.AST], Iterable[int]]]] = {
+        "is_nonzero": [_find_conditions],
+        "item": [_find_numbers, _find_conditions, load],
+        "local_scalar_dense": [_find_numbers, _find_conditions, load],
+        "index": [load],
+        "index_put": [store],
+        "copy": [store],
+        "unbind": [_find_iteration],
+        "select": [_find_iteration],
+    }
+    if site.direction.startswith("HtoD"):
+        rules |= {"to": [_find_list_indices, store], "to_copy": [_find_list_indices, store]}
+    return rules.get(name, [])
 
 
 def _find_operators(kinds: tuple[type[ast.AST], ...]) -> Callable[[ast.AST], Iterable[int]]:
@@ -340,7 +329,7 @@ def _find_subscripts(*, store: bool) -> Callable[[ast.AST], Iterable[int]]:
         targets: list[ast.AST] = []
         if store and isinstance(node, ast.Assign):
             targets = list(node.targets)
-        elif (store and isinstance(node, ast.AugAssign)) or (not store and isinstance(node, ast.AugAssign)):
+        elif isinstance(node, ast.AugAssign):
             targets = [node.target]
         elif not store and isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
             targets = [node]

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.syncs.gating.config import Config
-    from dcpbench.syncs.site_changes import ReportChanges
 
 BASELINE = "syncs-baseline.json"
 NO_STEPS = (
@@ -129,11 +128,8 @@ def finish_report(report: Report, gate: Gate, out: OutputOptions) -> int:
     for file in add_call_lines(report, [folder for folder in (gate.source, gate.root) if folder is not None]):
         _write_note(f"note: {make_printable(file)}{OTHER_SOURCE}")
     report.verdict = compute_verdict(report, gate)
-    terminal = out.output is None and sys.stdout.isatty()
-    width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if terminal else PLAIN_WIDTH
-    text = render_report(
-        report, out.form, root=gate.root, width=width, terminal=terminal and "NO_COLOR" not in os.environ
-    )
+    width, terminal = _measure_terminal(out.output)
+    text = render_report(report, out.form, root=gate.root, width=width, terminal=terminal)
     if out.form == "github":
         left = github.count_left_out(report)
         more = f"\n{left} of these sites have no annotation.\n" if left else ""
@@ -177,15 +173,18 @@ def run_diff(old: str, new: str, gate_options: GateOptions, options: DiffOptions
         raise UsageError(
             f"{old} is of {names[0]} and {new} of {names[1]}, which name operators differently; compare reports of one detector."
         )
-    reasons = [
-        f"{name} side: {reason}"
-        for name, report in zip(("Old", "New"), reports, strict=True)
-        for reason in compute_verdict(report, gate).reasons
-    ]
+    sides = zip(("Old", "New"), reports, strict=True)
+    reasons = [f"{name} side: {reason}" for name, report in sides for reason in compute_verdict(report, gate).reasons]
     thresholds = Thresholds(share=options.tolerance / 100, microseconds=options.min_us)
     changes = compare_reports(reports[0], reports[1], thresholds, reasons)
     form = "json" if options.as_json else options.form
-    text = _render_changes(changes, form, plain=options.output is not None)
+    width, terminal = _measure_terminal(options.output)
+    if form == "json":
+        text = encode_json(changes)
+    elif form == "markdown":
+        text = changes_text.render_markdown(changes)
+    else:
+        text = changes_text.render_table(changes, width=width, terminal=terminal)
     if options.output is None:
         _print_text(text, as_json=form == "json")
     else:
@@ -196,14 +195,11 @@ def run_diff(old: str, new: str, gate_options: GateOptions, options: DiffOptions
     return ExitCode.WRONG if changes.failing else ExitCode.OK
 
 
-def _render_changes(changes: ReportChanges, form: str, *, plain: bool) -> str:
-    if form == "json":
-        return encode_json(changes)
-    if form == "markdown":
-        return changes_text.render_markdown(changes)
-    terminal = not plain and sys.stdout.isatty()
-    width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if terminal else PLAIN_WIDTH
-    return changes_text.render_table(changes, width=width, terminal=terminal and "NO_COLOR" not in os.environ)
+def _measure_terminal(output: Path | None) -> tuple[int, bool]:
+    """Return the columns of a table, and True if it may hold colours and hyperlinks."""
+    if output is not None or not sys.stdout.isatty():
+        return PLAIN_WIDTH, False
+    return shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns, "NO_COLOR" not in os.environ
 
 
 def _read_side(side: str, gate: Gate) -> Report:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 LAUNCHERS = frozenset({"accelerate", "deepspeed", "mpirun", "srun"})
-CANNOT_ANSWER, INTERRUPTED = ExitCode.NO_ANSWER, ExitCode.INTERRUPTED
 MAIN = "dcpbench.syncs.dry_run.main"
 RECORDER = Path(__file__).parent / "recorder"
 ANSWER = "answer.json"  # file of the first process's answer
@@ -111,11 +110,11 @@ def run_without_gpu(
         verdict = finish_report(answer.report, gate, out)
     else:
         verdict = write_baseline(answer.report, gate, baseline, force=out.force, detector="dry-run")
-    if answer.code in {-signal.SIGINT, INTERRUPTED}:
-        return INTERRUPTED
+    if answer.code in {-signal.SIGINT, ExitCode.INTERRUPTED}:
+        return ExitCode.INTERRUPTED
     if answer.code:
         sys.stderr.write("The program failed: exit code 3.\n")
-    return CANNOT_ANSWER if answer.code else verdict
+    return ExitCode.NO_ANSWER if answer.code else verdict
 
 
 def parse_command(command: Sequence[str]) -> tuple[str, list[str], Job]:

@@ -21,7 +21,7 @@ class Owner:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         task = _find_task()
-        self._task: Callable[[], Any] = weakref.ref(task) if task is not None else _get_nothing
+        self._task: Callable[[], Any] = weakref.ref(task) if task is not None else lambda: None
         if task is not None:
             _owners.set((*_owners.get(), self))
 
@@ -39,10 +39,6 @@ class Owner:
     def close(self) -> None:
         """End the ownership, so that tasks that are started from now on do not belong to it."""
         _owners.set(tuple(owner for owner in _owners.get() if owner is not self))
-
-
-def _get_nothing() -> None:
-    """Return None, as a dead weak reference does."""
 
 
 def _find_task() -> Any:  # noqa: ANN401  (a task, or None)

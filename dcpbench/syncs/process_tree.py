@@ -23,7 +23,7 @@ from dcpbench.syncs.dry_run_program import ANSWER, ProcessAnswer
 from dcpbench.syncs.programs import is_python, may_use_gpu
 from dcpbench.syncs.recorder.child import BEGAN, ENDED, ENTERED, EXECUTED, FAILED, STARTED, SUFFIX, TERMINATED, TORCH
 from dcpbench.syncs.sites import merge_sites
-from dcpbench.syncs.sync_report import ChildProcess, Report, build_report
+from dcpbench.syncs.sync_report import ChildProcess, Report, build_report, rename_traces
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -227,7 +227,7 @@ def _merge(reports: Sequence[Report]) -> Report:
         (trace,) = report.traces
         names[trace.path] += 1
         if names[trace.path] > 1:
-            _rename(report, f"{trace.path} #{names[trace.path]}")
+            rename_traces(report, {trace.path: f"{trace.path} #{names[trace.path]}"})
     traces = [report.traces[0] for report in active]
     if any(trace.coverage.ops for trace in traces):
         for trace in traces:
@@ -238,11 +238,3 @@ def _merge(reports: Sequence[Report]) -> Report:
 def _has_content(report: Report) -> bool:
     coverage = report.traces[0].coverage
     return bool(coverage.ops or report.sites or coverage.children or not coverage.complete)
-
-
-def _rename(report: Report, name: str) -> None:
-    report.traces[0].path = name
-    for site in report.sites:
-        site.traces = [name]
-        for example in filter(None, (site.example, site.worst)):
-            example.trace = name

@@ -27,7 +27,7 @@ from dcpbench.show.text import format_count, make_printable
 from dcpbench.syncs.dry_run_program import RECORDER, suggest_dry_run
 from dcpbench.syncs.process_tree import list_unseen_programs
 from dcpbench.syncs.recorder import child
-from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary
+from dcpbench.syncs.sync_report import Coverage, Report, TraceSummary, rename_traces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +47,6 @@ NOTHING_RECORDED = (
 NOT_LOADED = (
     "it ignores or lacks our PYTHONPATH; let the program start it with its own environment, without -E, -I and -S"
 )
-PROGRAM_FAILED, INTERRUPTED = ExitCode.FAILED, ExitCode.INTERRUPTED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,14 +122,16 @@ def run_program(command: Sequence[str], recording: Recording, options: GateOptio
         code = run_process(command, build_environment(folder, recording))
         report = _scan_folder(folder, recording, gate)
         if code:
-            ending = f"ended with exit code {code}" if code > 0 else f"was ended by {_format_signal(-code)}"
-            sys.stderr.write(f"{make_printable(shlex.join(command))} {ending}.\n")
+            damage = f"{_format_ending(code)}, so the rest of its run is not known"
+            add_incomplete_program(report, shlex.join(command), damage)
         verdict = finish_report(report, gate, out)
+        if code:
+            stopped = code in {-signal.SIGINT, ExitCode.INTERRUPTED}
+            verdict = ExitCode.INTERRUPTED if stopped else ExitCode.FAILED
+            sys.stderr.write(f"The program {_format_ending(code)}, so the exit code is {verdict:d}.\n")
         if recording.keep is not None:
             sys.stderr.write(f"Traces are in {make_printable(str(recording.keep))}\n")
-    if code in {-signal.SIGINT, INTERRUPTED}:
-        return INTERRUPTED
-    return PROGRAM_FAILED if code else verdict
+    return verdict
 
 
 def run_process(command: Sequence[str], env: Mapping[str, str]) -> int:
@@ -279,8 +280,11 @@ def _scan_folder(folder: Path, recording: Recording, gate: Gate) -> Report:
                 expand_names([str(folder)]), root=gate.root, step_range=gate.step_range, progress=progress
             )
     add_notes(report, notes, recording)
-    add_unseen_programs(report, list_unseen_programs(folder))
-    return report if recording.keep is not None else remove_folder_names(report, folder)
+    for command in list_unseen_programs(folder):
+        add_incomplete_program(report, command, f"did not load the recorder: {NOT_LOADED}")
+    if recording.keep is None:
+        remove_folder_names(report, folder)
+    return report
 
 
 def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> None:
@@ -297,27 +301,23 @@ def add_notes(report: Report, notes: Sequence[Note], recording: Recording) -> No
             report.traces.append(TraceSummary(path=note.name, rank=rank, coverage=coverage))
 
 
-def add_unseen_programs(report: Report, commands: Sequence[str]) -> None:
-    """Add the Python programs that did not load the recorder, so that the report is not `clean`."""
-    for command in commands:
-        coverage = Coverage(detector="scan", complete=False, damage=["did not load the recorder: " + NOT_LOADED])
-        report.traces.append(TraceSummary(path=command, coverage=coverage))
+def add_incomplete_program(report: Report, command: str, damage: str) -> None:
+    """Add a program of which no or not all calls were recorded, so that the report is not `clean`."""
+    coverage = Coverage(detector="scan", complete=False, damage=[damage])
+    report.traces.append(TraceSummary(path=command, coverage=coverage))
 
 
-def remove_folder_names(report: Report, folder: Path) -> Report:
-    """Return the report with the names of traces instead of their paths, because their folder is temporary."""
-    names = {trace.path: Path(trace.path).name for trace in report.traces if Path(trace.path).parent == folder}
-    for trace in report.traces:
-        trace.path = names.get(trace.path, trace.path)
-    for site in report.sites:
-        site.traces = [names.get(path, path) for path in site.traces]
-        for example in filter(None, (site.example, site.worst)):
-            example.trace = names.get(example.trace, example.trace)
-    return report
+def remove_folder_names(report: Report, folder: Path) -> None:
+    """Give traces in a temporary folder their names instead of their paths."""
+    paths = [Path(trace.path) for trace in report.traces]
+    rename_traces(report, {str(path): path.name for path in paths if path.parent == folder})
 
 
-def _format_signal(number: int) -> str:
+def _format_ending(code: int) -> str:
+    """Return how a process ended: with an exit code, or by a signal if the code is negative."""
+    if code > 0:
+        return f"ended with exit code {code}"
     try:
-        return signal.Signals(number).name
+        return f"was ended by {signal.Signals(-code).name}"
     except ValueError:
-        return f"signal {number}"
+        return f"was ended by signal {-code}"

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import collections
 import enum
+import itertools
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from dcpbench.syncs.gating.baseline import build_entry, group_by_fingerprint
-from dcpbench.syncs.gating.gate import SLACK, can_be_finding, list_shared_phases
+from dcpbench.syncs.gating.gate import SLACK, list_shared_phases
 from dcpbench.syncs.site_text import get_site_name
+from dcpbench.syncs.sync_report import sum_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -133,8 +135,8 @@ def compare_reports(old: Report, new: Report, thresholds: Thresholds, reasons: I
     return ReportChanges(
         old_steps=sides[0] if marked[0] else 0,
         new_steps=sides[1] if marked[1] else 0,
-        old_bubble_us=_sum_bubbles(change.old for change in changes),
-        new_bubble_us=_sum_bubbles(change.new for change in changes),
+        old_bubble_us=sum_known(change.old.bubble_us for change in changes if change.old),
+        new_bubble_us=sum_known(change.new.bubble_us for change in changes if change.new),
         changes=changes,
         reasons=list(dict.fromkeys([*reasons, *_explain_uneven_steps(marked)])),
     )
@@ -154,21 +156,12 @@ def _count_steps(report: Report) -> int:
     return sum(trace.steps or 0 for trace in traces) or len(traces) or 1
 
 
-def _sum_bubbles(costs: Iterable[SiteCost | None]) -> float | None:
-    known = [cost.bubble_us for cost in costs if cost is not None and cost.bubble_us is not None]
-    return sum(known) if known else None
-
-
 Sites = list["Site"]
 
 
 def _group_sites(report: Report) -> dict[str, Sites]:
     """Group the sites that can count, and allowed ones, by fingerprint."""
-    return group_by_fingerprint(s for s in report.sites if can_be_finding(s) or _is_allowed(s))
-
-
-def _is_allowed(site: Site) -> bool:
-    return bool(site.allowed) and not (site.own or site.may_block or site.warmup_only)
+    return group_by_fingerprint(s for s in report.sites if not (s.own or s.may_block or s.warmup_only))
 
 
 def _match_sites(old: dict[str, Sites], new: dict[str, Sites]) -> list[tuple[Sites, Sites]]:
@@ -209,11 +202,7 @@ def _pair_files(old: list[Sites], new: list[Sites]) -> list[tuple[Sites, Sites]]
 def _rate_likeness(a: Site, b: Site) -> tuple[int, int]:
     """Return how many last parts of their paths, and how many functions of their stacks are the same."""
     ends = zip(reversed(PurePosixPath(a.file).parts), reversed(PurePosixPath(b.file).parts), strict=False)
-    same = 0
-    for one, other in ends:
-        if one != other:
-            break
-        same += 1
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
     functions = [{frame.rpartition(": ")[2] for frame in site.stack} for site in (a, b)]
     return same, len(functions[0] & functions[1])
 
@@ -222,7 +211,7 @@ def _judge(old: Sites, new: Sites, steps: Sequence[int], thresholds: Thresholds)
     before = _compute_cost(old, steps[0]) if old else None
     after = _compute_cost(new, steps[1]) if new else None
     allowed = next((site.allowed for site in new or old if site.allowed), "")
-    if new and not all(site.allowed for site in new):
+    if not all(site.allowed for site in new):
         allowed = ""
     if before is None or after is None:
         kind = ChangeKind.NEW if before is None else ChangeKind.GONE

@@ -17,6 +17,7 @@ from dcpbench.syncs.sync_report import Report, get_sort_key
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dcpbench.syncs.site_changes import SiteCost
     from dcpbench.syncs.sync_report import Site, TraceSummary, Verdict
 
 SiteStatus = Literal["finding", "counted", "known", "allowed", "warm-up", "may block", "own"]
@@ -68,18 +69,14 @@ def format_count_per_step(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.4g}"
 
 
-def format_per_step(site: Site, between: str = ", ") -> str:
-    """Return the count per step, by phase where phases are known: `1 decode, 0.25 mixed`."""
-    phases = [f"{format_count_per_step(count)} {phase}" for phase, count in site.count_per_phase.items() if count]
-    return between.join(phases) or format_count_per_step(site.count_per_step)
+def format_per_step(site: Site | SiteCost, between: str = ", ", form: str = "{} {}", form_alone: str = "{}") -> str:
+    """Return the count per step, by phase where phases are known: `1 decode, 0.25 mixed`.
 
-
-def _format_rate(site: Site) -> str:
-    """Return the count per step as part of a sentence: `1 per decode step, 0.25 per mixed step`."""
-    phases = [
-        f"{format_count_per_step(count)} per {phase} step" for phase, count in site.count_per_phase.items() if count
-    ]
-    return ", ".join(phases) or f"{format_count_per_step(site.count_per_step)} per step"
+    `form` is the form of a count and its phase, `form_alone` that of a count without phases.
+    """
+    counts = {phase: format_count_per_step(count) for phase, count in site.count_per_phase.items() if count}
+    phases = between.join(form.format(count, phase) for phase, count in counts.items())
+    return phases or form_alone.format(format_count_per_step(site.count_per_step))
 
 
 def format_times(site: Site, between: str = ", ") -> list[str]:
@@ -179,7 +176,8 @@ def format_sentence(site: Site) -> str:
     """Format one line about a site, for annotations, alerts and logs."""
     where = f" ({format_place(site)})" if format_place(site) else ""
     what = site.op or site.call
-    much = f"{_format_rate(site)}, " if site.count_per_step is not None else ""
+    rate = format_per_step(site, form="{} per {} step", form_alone="{} per step")
+    much = f"{rate}, " if site.count_per_step is not None else ""
     much += f"{site.count:,} in all" + (f" ({format_waited_share(site)})" if format_waited_share(site) else "")
     much += f", {site.outside:,} of them in no step" if site.outside else ""
     timed = site.wait_us is not None or site.bubble_us is not None

@@ -14,7 +14,7 @@ from dcpbench.records.stats import compute_percentile
 from dcpbench.syncs.python_frames import find_caller, get_relative_path
 from dcpbench.syncs.rules import BY_ID
 from dcpbench.syncs.steps import Steps, count_occurrences
-from dcpbench.syncs.sync_report import Example, Site
+from dcpbench.syncs.sync_report import Example, Site, sum_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -197,8 +197,6 @@ def _build_site(group: Sequence[Sync], file: str, steps: Steps, trace: str) -> S
     occurrences = count_occurrences([s.step for s in group], steps)
     waits = [s.wait for s in group if s.wait is not None]
     bubbles = [s.bubble for s in group if s.bubble is not None]
-    waited = [s.waited for s in group if s.waited is not None]
-    sizes = [s.bytes for s in group if s.bytes is not None]
     worst = max(group, key=lambda s: (s.bubble or 0.0, s.wait or 0.0))
     return Site(
         **{name: getattr(first, name) for name in _SHARED.split()},
@@ -210,7 +208,7 @@ def _build_site(group: Sequence[Sync], file: str, steps: Steps, trace: str) -> S
         stack=[*first.stack, *map(str, first.frames)],
         threads=sorted({s.thread for s in group if s.thread}),
         count=len(group),
-        waited=sum(waited) if waited else None,
+        waited=sum_known(s.waited for s in group),
         count_per_step=occurrences.per_step,
         count_per_phase=occurrences.per_phase,
         outside=occurrences.outside,
@@ -219,7 +217,7 @@ def _build_site(group: Sequence[Sync], file: str, steps: Steps, trace: str) -> S
         wait_median_us=float(np.median(waits)) if waits else None,
         wait_p99_us=compute_percentile(waits, 99) if waits else None,
         bubble_us=float(np.sum(bubbles)) if bubbles else None,
-        bytes=sum(sizes) if sizes else None,
+        bytes=sum_known(s.bytes for s in group),
         explicit=all(s.explicit for s in group),
         example=_build_example(trace, first, steps),
         worst=_build_example(trace, worst, steps) if waits else None,

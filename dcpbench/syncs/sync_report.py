@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+Number = TypeVar("Number", int, float)
 SCHEMA_VERSION = 1
 
 
@@ -248,14 +252,28 @@ def get_sort_key(site: Site) -> tuple[int, float, float, int, str, int, str]:
 def sum_totals(sites: list[Site]) -> Totals:
     """Return the sums over the program's own sites, without those that only may block."""
     mine = [s for s in sites if not (s.own or s.may_block)]
-    waits = [s.wait_us for s in mine if s.wait_us is not None]
-    bubbles = [s.bubble_us for s in mine if s.bubble_us is not None]
     return Totals(
         syncs=sum(s.count for s in mine),
         sites=len(mine),
-        wait_us=sum(waits) if waits else None,
-        bubble_us=sum(bubbles) if bubbles else None,
+        wait_us=sum_known(s.wait_us for s in mine),
+        bubble_us=sum_known(s.bubble_us for s in mine),
     )
+
+
+def sum_known(values: Iterable[Number | None]) -> Number | None:
+    """Return the sum of the known values; None if none is known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def rename_traces(report: Report, names: Mapping[str, str]) -> None:
+    """Rename traces in place, by their names so far; other traces keep their names."""
+    for trace in report.traces:
+        trace.path = names.get(trace.path, trace.path)
+    for site in report.sites:
+        site.traces = [names.get(path, path) for path in site.traces]
+        for example in filter(None, (site.example, site.worst)):
+            example.trace = names.get(example.trace, example.trace)
 
 
 def build_report(traces: list[TraceSummary], sites: list[Site]) -> Report:

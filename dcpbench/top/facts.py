@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from dcpbench.errors import DcpbenchError
-from dcpbench.launch.jobs import Failure, Job, Progress, decode_check, decode_progress, read_job
+from dcpbench.launch.jobs import Failure, Job, Progress, decode_check, decode_progress, read_files, read_job
 from dcpbench.launch.launcher import find_cause
 from dcpbench.plan.grid import format_point_name
 from dcpbench.records.file import decode_record
 from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, JOB_FILES, RECORDS_FILE, get_job_tag, get_progress_file
-from dcpbench.records.lines import UNREADABLE, Tail
+from dcpbench.records.lines import Tail
 from dcpbench.records.metrics import TOP
 from dcpbench.show.text import fit_line
 
@@ -133,11 +133,7 @@ class Facts:
 
     def find_failure(self) -> str:
         """Return the cause of death of a rank of the newest job, or an empty string."""
-        found = []
-        for path in sorted(self.folder.glob("error-*.json")):
-            with contextlib.suppress(OSError, *UNREADABLE):
-                found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
-        cause = find_cause(found)
+        cause = find_cause(read_files(sorted(self.folder.glob("error-*.json")), Failure))
         return fit_line(f"rank {cause.rank}: {cause.kind}: {cause.message}") if cause else ""
 
     def has_running_ranks(self) -> bool:

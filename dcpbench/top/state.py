@@ -91,11 +91,6 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     gpus: list[GpuState] = []
     at: float  # Unix time of this state
 
-    @property
-    def is_over(self) -> bool:
-        """Return True if the status is final."""
-        return self.status in OVER
-
 
 def compute_state(
     facts: Facts, now: float, *, alive: str = NONE, began: float | None = None, known_here: bool = False

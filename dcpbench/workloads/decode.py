@@ -268,12 +268,16 @@ def _get_live_logits(batch: Batch) -> torch.Tensor:
 
 
 def _collect_chosen_experts(engine: DecodeEngine, batch: Batch) -> list[torch.Tensor]:
-    """Return ids_Tk of each layer with experts, over the rows of all replicas, from one eager step; on the host."""
+    """Return ids_Tk of each layer with experts, over the rows of all replicas, from one eager step; on the host.
+
+    The layer that drafts tokens, which runs behind the others over other rows, is left out.
+    """
     model = engine.model
+    layers = model.shape.layers - model.shape.first_dense
     model.chosen_experts = []
     engine.run_eager(batch)
     chosen, model.chosen_experts = model.chosen_experts, None
-    return [ids_Tk.cpu() for _, ids_Tk in chosen]
+    return [ids_Tk.cpu() for _, ids_Tk in chosen[:layers]]
 
 
 def count_emulated_calls(session: Session, point: Point, batch: Batch) -> Emulated | None:

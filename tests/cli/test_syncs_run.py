@@ -398,7 +398,10 @@ class TestWhole:
     ) -> None:
         assert self.code_of(script(program, f"{replayed}raise SystemExit(9)")) == 4
         assert len(scanned) == 1
-        assert "ended with exit code 9" in capfd.readouterr().err
+        shown = capfd.readouterr()
+        assert "ended with exit code 9, so the exit code is 4" in shown.err
+        assert "ended with exit code 9, so the rest of its run is not known" in shown.out
+        assert "Clean" not in shown.out
 
     def test_a_program_that_recorded_nothing_cannot_be_clean(self, program: Path, scanned: list[Path]) -> None:
         assert self.code_of(script(program, "pass")) == 3

@@ -6,8 +6,9 @@ A step takes compute_step_ms(). Its flags are vLLM's. With --separate a step has
 --asynchronous each step is planned while the one before runs. With --row-multiple N, tokens of prompts take twice as long in a step
 whose number of tokens is no multiple of N. With --launch-ms, the host takes as long to launch a step with prompts, from when it is
 planned, which steps of that length hide behind the one before; with --begin-ms, such a step begins that long after it is planned at the
-earliest. With --prefixed-ms, a step with decodes and a chunk that has a prefix takes so much longer. /start_profile and /stop_profile write a trace of the steps
-between them for each rank, with the kernels of KERNELS, and one of the front end.
+earliest. With --prefixed-ms, a step with decodes and a chunk that has a prefix of LONG_PREFIX tokens or more takes that much
+longer, and one with a shorter prefix in proportion less. /start_profile and /stop_profile write a trace of the steps between them for
+each rank, with the kernels of KERNELS, and one of the front end.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ KERNELS = {
     "some_kernel_of_its_own": 0.05,
 }
 """Kernels of a traced step, each with its share of the step's time; the rest of the step is idle."""
+LONG_PREFIX = 500  # tokens of a prefix from which --prefixed-ms applies in full
 MAX_LATE_S = 5e-3  # by which a busy machine may delay a step without delaying those after it
 BASE_MS, MS_PER_REQUEST, MS_PER_KV_TOKEN, MS_PER_TOKEN, MS_PER_PAIR = 20.0, 0.5, 1e-3, 0.02, 1e-5
 
@@ -136,8 +138,8 @@ class StepEngine:
         )
         if tokens and (tokens + len(decodes)) % self.given.row_multiple:
             ms += MS_PER_TOKEN * tokens
-        if decodes and any(prefix for _, _, prefix in chunks):
-            ms += self.given.prefixed_ms
+        if decodes:
+            ms += self.given.prefixed_ms * min(sum(prefix for _, _, prefix in chunks) / LONG_PREFIX, 1.0)
         now = time.perf_counter()
         begin_s, launched_s = (
             now + (of_host / 1e3 if chunks else 0.0) for of_host in (self.given.begin_ms, self.given.launch_ms)

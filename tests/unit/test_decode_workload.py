@@ -280,6 +280,16 @@ class TestRouting:
         drawn = load_choices(SKEWED, TINY).draw(range(4), seed=0)
         assert [ids.sort(-1).values.tolist() for ids in found] == np.sort(drawn, axis=2).tolist()
 
+    def test_the_layer_that_drafts_tokens_is_left_out(self, monkeypatch):
+        """Its second pass has one row of a request; the layers of the model have three."""
+        built = session(DRAFTING)
+        found = collect_chosen(monkeypatch, DRAFTING, built)
+        shape = built.engine.model.shape
+        assert len(found) == shape.layers - shape.first_dense
+        assert {len(ids) for ids in found} == {4 * 3}
+        rates = Rates(read_bytes_s=1e6, copy_bytes_s=1e6, matmul_flop_s=1e9)
+        assert decode.compute_step_floor(built, DRAFTING, 4 * 3, found, rates).experts == "routed"
+
     def test_points_of_one_engine_may_differ_in_it(self, monkeypatch):
         """The weights stay, and the inputs of routers are made anew."""
         built = session()

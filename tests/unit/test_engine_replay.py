@@ -96,14 +96,15 @@ def true_ms(works: list[tuple[int, int]], chunks: list[tuple[int, int]], engine:
     """Duration of a step with decodes (requests, KV tokens) and chunks (tokens, prefix): weights, rows, KV and pairs.
 
     Chunks take 0.01 ms more for each token if the rows of the step are no multiple of the engine's `row_multiple`. With
-    SLOW_PREFIXES a step with decodes and a chunk with a prefix takes 12 ms more.
+    SLOW_PREFIXES a step with decodes and a chunk behind a full step takes 12 ms more, and one with a shorter prefix less.
     """
     multiple = engine.row_multiple
-    slow = engine.version == SLOW_PREFIXES.version and any(n for n, _ in works) and any(before for _, before in chunks)
+    slow = engine.version == SLOW_PREFIXES.version and any(n for n, _ in works)
+    full_steps = sum(before for _, before in chunks) / engine.token_budget
     rows, kv = sum(n for n, _ in works), sum(tokens for _, tokens in works)
     per_token = 0.015 + (0.01 if (rows + sum(n for n, _ in chunks)) % multiple else 0.0)
     return (
-        (12 if slow else 0)
+        (12 * min(full_steps, 1.0) if slow else 0)
         + 8
         + 0.4 * rows
         + 2e-5 * kv
@@ -184,7 +185,8 @@ SLOW_ROWS = msgspec.structs.replace(ENGINE, row_multiple=4)
 GRAPHS = msgspec.structs.replace(ENGINE, graph_batches=(1, 2, 4, 8, 16, 32))
 """vLLM 0.26.0 with --compilation-config on an H200: steps of 5 decodes take 99 % of the time of 8."""
 SLOW_PREFIXES = msgspec.structs.replace(ENGINE, version="0.26.0 with slow prefixes")
-"""vLLM 0.26.0 with DCP on an H200: a chunk behind a full step takes 8 to 11 % longer next to decodes than alone."""
+"""vLLM 0.26.0 with DCP on an H200: a chunk behind a full step takes 8 to 11 % longer next to decodes than alone, and one behind
+384 tokens no longer."""
 FEW_GRAPHS = msgspec.structs.replace(ENGINE, graph_batches=(1, 8))
 """Most steps have more decodes than the largest graph, so that they run without one."""
 

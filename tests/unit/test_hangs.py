@@ -81,8 +81,9 @@ def test_beats_say_where_a_rank_is_and_what_it_waits_in(tmp_path: Path) -> None:
     job.does(0, "all_gather", "merge", 1, x=HALF, hangs=True)
     read = heartbeats.read_heartbeats(tmp_path / "beats-0.bin")
     assert (read.rank, read.ranks, read.steps, read.step, read.phase, read.layer) == (0, 1, 1, "replay", "merge", 1)
-    one = read.inside
+    one = read.last
     assert one is not None
+    assert one.state == heartbeats.INSIDE
     assert one.call is not None
     assert (one.number, one.call.description) == (5, "all_gather of float32 [64]")
     assert "test_hangs.py" in one.call.at

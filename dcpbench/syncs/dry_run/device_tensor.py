@@ -34,7 +34,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     """Return True if the memory of a host tensor is marked or registered as pinned."""
     if getattr(tensor.untyped_storage(), _MARK, False):
         return True
-    return any(start <= tensor.data_ptr() < start + size for start, size in _registered.items())
+    return any(start <= tensor.data_ptr() < start + size for start, size in registered.items())
 
 
 def mark_device_memory(tensor: DeviceTensor) -> None:
@@ -48,17 +48,7 @@ def is_device_memory(tensor: torch.Tensor) -> bool:
     return is_host and getattr(tensor.untyped_storage(), _DEVICE_MARK, False)
 
 
-_registered: dict[int, int] = {}  # address -> bytes of memory that cudaHostRegister has pinned
-
-
-def register_pinned(address: int, size: int) -> None:
-    """Register host memory as pinned until it is unregistered."""
-    _registered[address] = size
-
-
-def unregister_pinned(address: int) -> None:
-    """Forget memory that was registered."""
-    _registered.pop(address, None)
+registered: dict[int, int] = {}  # address -> bytes of memory that cudaHostRegister has pinned
 
 
 class _Attributes(dict[str, Any]):

@@ -52,12 +52,17 @@ def find_waits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return [*waits, read_value(call.op)] if checked else waits
 
 
+def _find_check_waits(call: Call) -> list[Sync]:
+    """Return the wait for an error flag."""
+    return [read_value(call.op)]
+
+
 def _find_svd_waits(call: Call) -> list[Sync]:
     return [copy_to_host(call.op), read_value(call.op)]
 
 
 def _find_eigh_waits(call: Call) -> list[Sync]:
-    return _find_svd_waits(call) if call.batch == 1 else [read_value(call.op)]
+    return _find_svd_waits(call) if call.batch == 1 else _find_check_waits(call)
 
 
 def _find_eig_waits(call: Call) -> list[Sync]:
@@ -67,10 +72,6 @@ def _find_eig_waits(call: Call) -> list[Sync]:
 
 def _find_pinv_waits(call: Call) -> list[Sync]:
     return _find_eigh_waits(call) if call.kwargs.get("hermitian") else _find_svd_waits(call)
-
-
-def _find_lstsq_waits(call: Call) -> list[Sync]:
-    return [read_value(call.op)]
 
 
 def _find_ldl_factor_waits(call: Call) -> list[Sync]:
@@ -100,10 +101,6 @@ def _find_matrix_exp_waits(call: Call) -> list[Sync]:
     return [read_value(call.op), copy_to_host(call.op), copy_from_host(call.op)]
 
 
-def _find_cholesky_waits(call: Call) -> list[Sync]:
-    return [read_value(call.op)]
-
-
 def _find_batched_solve_waits(call: Call) -> list[Sync]:
     return [wait_in_library(call.op)] if call.batch > 1 else []
 
@@ -115,13 +112,13 @@ _WAITS: dict[str, Callable[[Call], list[Sync]]] = {
     "linalg_eigvals": _find_eig_waits,
     "_linalg_eigvals": _find_eig_waits,
     "linalg_pinv": _find_pinv_waits,
-    "linalg_lstsq": _find_lstsq_waits,
+    "linalg_lstsq": _find_check_waits,
     "linalg_ldl_factor_ex": _find_ldl_factor_waits,
     "linalg_ldl_solve": _find_ldl_solve_waits,
     "linalg_lu": _find_lu_waits,
     "linalg_lu_factor_ex": _find_lu_factor_waits,
     "linalg_matrix_exp": _find_matrix_exp_waits,
-    "cholesky": _find_cholesky_waits,
+    "cholesky": _find_check_waits,
     "cholesky_inverse": _find_batched_solve_waits,
     "cholesky_solve": _find_batched_solve_waits,
     "_cholesky_solve_helper": _find_batched_solve_waits,

@@ -24,8 +24,6 @@ from dcpbench.syncs.dry_run_program import ANSWER, Job
 if TYPE_CHECKING:
     from types import TracebackType
 
-INTERRUPTED = ExitCode.INTERRUPTED
-
 
 def main() -> int:
     """Run the job's program to its end, and return the program's exit code."""
@@ -55,7 +53,7 @@ def _run_to_exit_code(job: Job) -> int:
         sys.stderr.write(f"{end.code}\n")
         return 1
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     except BaseException as error:  # noqa: BLE001  (whatever it is, it is the program's)
         traceback.print_exception(error.with_traceback(_drop_own_frames(error.__traceback__)))
         return 1

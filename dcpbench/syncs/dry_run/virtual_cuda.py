@@ -341,10 +341,12 @@ def _apply_device_patches(patches: Patches) -> None:
 
 
 def _apply_stream_patches(patches: Patches) -> None:
+    kinds: dict[str, Any] = {"Stream": VirtualStream, "Event": VirtualEvent}
+    graphs = {"CUDAGraph": VirtualGraph, "is_current_stream_capturing": gpu.is_capturing, "graph_pool_handle": _pool}
     patches.set_attributes(
         torch.cuda,
-        Stream=VirtualStream,
-        Event=VirtualEvent,
+        **kinds,
+        **graphs,
         ExternalStream=VirtualStream,
         get_stream_from_external=lambda _pointer, device=None: VirtualStream(device),
         stream=stream_context,
@@ -352,19 +354,11 @@ def _apply_stream_patches(patches: Patches) -> None:
         current_stream=current_stream,
         default_stream=make_constant(DEFAULT),
         set_stream=set_stream,
-        CUDAGraph=VirtualGraph,
-        is_current_stream_capturing=gpu.is_capturing,
-        graph_pool_handle=_pool,
     )
-    patches.set_attributes(
-        torch.cuda.graphs,
-        CUDAGraph=VirtualGraph,
-        is_current_stream_capturing=gpu.is_capturing,
-        graph_pool_handle=_pool,
-    )
+    patches.set_attributes(torch.cuda.graphs, **graphs)
     patches.set_attributes(torch.cuda.graph, default_capture_stream=None)
-    patches.set_attributes(torch.cuda.streams, Stream=VirtualStream, Event=VirtualEvent)
-    patches.set_attributes(torch, Stream=VirtualStream, Event=VirtualEvent)
+    patches.set_attributes(torch.cuda.streams, **kinds)
+    patches.set_attributes(torch, **kinds)
     patches.set_attributes(torch.Tensor, record_stream=_nothing)  # torch's own accepts no other stream than its own
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcpbench.syncs import rules
-from dcpbench.syncs.dry_run.device_tensor import register_pinned, unregister_pinned
+from dcpbench.syncs.dry_run.device_tensor import registered
 from dcpbench.syncs.dry_run.virtual_cuda import MEMORY_BYTES, gpu, make_constant
 
 if TYPE_CHECKING:
@@ -51,18 +51,9 @@ _ANSWERS: tuple[tuple[Any, str], ...] = (
 """Functions of torch's C++ module by the constant that they return, regardless of their arguments; a build for the CPU
 has none.
 """
-_LEGACY = {
-    "Float": torch.float32,
-    "Double": torch.float64,
-    "Half": torch.float16,
-    "BFloat16": torch.bfloat16,
-    "Long": torch.int64,
-    "Int": torch.int32,
-    "Short": torch.int16,
-    "Char": torch.int8,
-    "Byte": torch.uint8,
-    "Bool": torch.bool,
-}
+_LEGACY_TYPES = "Float Double Half BFloat16 Long Int Short Char Byte Bool"
+_LEGACY = {f"{name}Tensor": getattr(torch, f"{name}Tensor").dtype for name in _LEGACY_TYPES.split()}
+"""Names of classes of tensors of one dtype."""
 _addresses = itertools.count(1 << 40, 1 << 20)
 _pools = itertools.count(1)
 
@@ -85,9 +76,7 @@ def install_runtime(patches: Patches) -> None:
             "_cuda_beginAllocateToPool": _use_pool,
             "_accelerator_emptyCache": gpu.empty_cache,
             "_broadcast": _broadcast,
-            "_broadcast_coalesced": lambda tensors, devices, _=0: [
-                _move_to_device(tensors, device) for device in devices
-            ],
+            "_broadcast_coalesced": lambda tensors, devices, _=0: [_move_to_device(tensors, d) for d in devices],
             "_scatter": _scatter,
             "_gather": _gather,
         },
@@ -125,12 +114,12 @@ class VirtualRuntime:
 
     def cudaHostRegister(self, address: int, size: int, flags: int = 0) -> CudaError:
         """Pin host memory that exists already."""
-        register_pinned(address, size)
+        registered[address] = size
         return CudaError.success
 
     def cudaHostUnregister(self, address: int) -> CudaError:
         """Make such memory pageable again."""
-        unregister_pinned(address)
+        registered.pop(address, None)
         return CudaError.success
 
     def cudaGetErrorString(self, error: int) -> str:
@@ -216,18 +205,11 @@ def _apply_profiler_patches(patches: Patches) -> None:
 
     @functools.wraps(begin)
     def init_on_host(self: Any, enabled: bool = True, **options: Any) -> None:
-        begin(
-            self,
-            enabled,
-            **{**options, "use_device": None, "use_cpu": True} | _get_disabled_option(options, "use_cuda"),
-        )
+        off = {"use_cuda": False} if "use_cuda" in options else {}
+        begin(self, enabled, **{**options, "use_device": None, "use_cpu": True, **off})
 
     patches.set_attributes(profile, __init__=init_on_host)
     patches.set_attributes(nvtx, __enter__=lambda self: self, __exit__=make_constant(None))
-
-
-def _get_disabled_option(options: dict[str, Any], name: str) -> dict[str, Any]:
-    return {name: False} if name in options else {}
 
 
 class _LegacyType(type):
@@ -240,21 +222,18 @@ class _LegacyType(type):
             data = args[0]
             if isinstance(data, torch.Size):
                 return torch.empty(data, dtype=cls.dtype, device="cuda")
-            return data.to("cuda", cls.dtype) if isinstance(data, torch.Tensor) else _from_numbers(data, cls.dtype)
+            if isinstance(data, torch.Tensor):
+                return data.to("cuda", cls.dtype)
+            return torch.tensor(data, dtype=cls.dtype, device="cuda")
         return torch.empty(args or (0,), dtype=cls.dtype, device="cuda")
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, torch.Tensor) and value.is_cuda and value.dtype == cls.dtype
 
 
-def _from_numbers(data: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(data, dtype=dtype, device="cuda")
-
-
 def _apply_legacy_type_patches(patches: Patches) -> None:
     entries = {"__module__": "torch.cuda"}
-    types = {f"{n}Tensor": _LegacyType(f"{n}Tensor", (), {**entries, "dtype": d}) for n, d in _LEGACY.items()}
-    patches.set_attributes(torch.cuda, **types)
+    patches.set_attributes(torch.cuda, **{n: _LegacyType(n, (), {**entries, "dtype": d}) for n, d in _LEGACY.items()})
     set_type: Callable[[Any], None] = torch.set_default_tensor_type
 
     @functools.wraps(set_type)
@@ -264,7 +243,7 @@ def _apply_legacy_type_patches(patches: Patches) -> None:
         torch.set_default_device("cuda" if on_gpu else None)
         if not on_gpu:
             set_type(kind)
-        elif _LEGACY[name.removesuffix("Tensor")].is_floating_point:
-            torch.set_default_dtype(_LEGACY[name.removesuffix("Tensor")])
+        elif _LEGACY[name].is_floating_point:
+            torch.set_default_dtype(_LEGACY[name])
 
     patches.set_attributes(torch, set_default_tensor_type=set_default_tensor_type)

@@ -11,8 +11,8 @@ from rich.text import Text
 from dcpbench.show.ci import format_bullet_list, format_markdown_row
 from dcpbench.show.terminal import render_to_text
 from dcpbench.show.text import format_count, format_markdown_code, format_markdown_text, make_printable
-from dcpbench.syncs.site_changes import ChangeKind, Reason
-from dcpbench.syncs.site_text import NOTHING, format_count_per_step, format_microseconds
+from dcpbench.syncs.site_changes import ChangeKind
+from dcpbench.syncs.site_text import NOTHING, format_microseconds, format_per_step
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,8 +33,7 @@ def render_table(changes: ReportChanges, *, width: int, terminal: bool) -> str:
     """Render the changed sites and the summary as lines of at most `width` columns."""
 
     def draw(console: Console) -> None:
-        shown = [change for change in changes.changes if change.kind is not ChangeKind.SAME]
-        if shown:
+        if shown := _list_changed(changes):
             console.print(_build_table(shown, _get_unit(changes)))
             console.print(MEASURED_ONCE, style="dim")
         for reason in changes.reasons:
@@ -61,14 +60,11 @@ def _build_table(shown: list[SiteChange], unit: str) -> Table:
 
 def render_markdown(changes: ReportChanges) -> str:
     """Render a heading with the verdict, the changed sites as a table, and why reports cannot be compared."""
-    failing, unit = changes.failing, _get_unit(changes)
+    unit, shown, head = _get_unit(changes), _list_changed(changes), "✅ No new or dearer synchronisation"
     if changes.reasons:
         head = "❔ The traces cannot be compared"
-    elif failing:
-        head = f"❌ Hidden synchronisation: {format_count(len(failing), 'new or dearer site')}"
-    else:
-        head = "✅ No new or dearer synchronisation"
-    shown = [change for change in changes.changes if change.kind is not ChangeKind.SAME]
+    elif changes.failing:
+        head = f"❌ Hidden synchronisation: {format_count(len(changes.failing), 'new or dearer site')}"
     titles = ("", "Change", "Rule", "Where", f"Count per {unit}", f"Bubble ≤ per {unit}", f"Wait per {unit}")
     rows = [titles, ("---", "---", "---", "---", "---:", "---:", "---:"), *map(_build_row, shown[:MAX_SITES])]
     table = "\n".join(map(format_markdown_row, rows)) if shown else ""
@@ -93,7 +89,7 @@ def format_summary(changes: ReportChanges) -> str:
     words = {kind: f"{changes.count(kind)} {'unchanged' if kind is ChangeKind.SAME else kind}" for kind in ChangeKind}
     parts = [words[kind] for kind in ChangeKind if changes.count(kind)]
     text = f"Sites: {', '.join(parts)}." if parts else "Neither side has a site that synchronises."
-    allowed = sum(bool(change.allowed) and change.kind is not ChangeKind.SAME for change in changes.changes)
+    allowed = sum(bool(change.allowed) for change in _list_changed(changes))
     if allowed:
         text += f" {allowed} of the changed ones {'is' if allowed == 1 else 'are'} allowed."
     bubbles = (changes.old_bubble_us, changes.new_bubble_us)
@@ -106,13 +102,17 @@ def format_summary(changes: ReportChanges) -> str:
     return text
 
 
+def _list_changed(changes: ReportChanges) -> list[SiteChange]:
+    return [change for change in changes.changes if change.kind is not ChangeKind.SAME]
+
+
 def _get_unit(changes: ReportChanges) -> str:
     return "step" if changes.old_steps and changes.new_steps else "trace"
 
 
 def _list_kinds(change: SiteChange) -> list[str]:
     """Return what happened to a site, such as `dearer by count`, whether it moved, and why it is allowed."""
-    by = {Reason.COUNT: " by count", Reason.BUBBLE: " by bubble", Reason.WAIT: " by wait", None: ""}[change.reason]
+    by = f" by {change.reason}" if change.reason else ""
     allowed = [f"allowed: {change.allowed}"] if change.allowed else []
     return [f"{change.kind}{by}", *["moved"] * change.moved, *allowed]
 
@@ -141,8 +141,7 @@ def _format_costs(change: SiteChange, between: str = ARROW) -> list[str]:
 
 
 def _format_counts(side: SiteCost) -> str:
-    phases = [f"{format_count_per_step(count)} {phase}" for phase, count in side.count_per_phase.items() if count]
-    if not phases and side.count_per_step is None:
+    if side.count_per_step is None:
         return f"{side.count:,} in all"
-    text = ", ".join(phases) or format_count_per_step(side.count_per_step)
+    text = format_per_step(side)
     return f"{text} (+{side.outside:,} outside)" if side.outside else text

@@ -11,7 +11,7 @@ import datetime as dt
 import re
 import shlex
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dcpbench.errors import ExitCode, UsageError
 from dcpbench.show import text
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.gating.baseline import Baseline, Entry
     from dcpbench.syncs.gating.config import Allow
+    from dcpbench.syncs.site_changes import SiteCost
     from dcpbench.syncs.sync_report import Report, Site, TraceSummary
     from dcpbench.syncs.trace_ranks import MissingRanks
 
@@ -232,19 +233,7 @@ def _describe_growth(now: Entry, entry: Entry, count: int) -> str:
     return f"{count} in all here, {before} in the baseline" if count > before else ""
 
 
-class StepCounts(Protocol):
-    """Describe what has counts per step, such as an entry of a baseline."""
-
-    @property
-    def count_per_step(self) -> float | None:
-        """Return the mean over all steps; None without steps."""
-
-    @property
-    def count_per_phase(self) -> dict[str, float]:
-        """Return the mean over the steps of each phase; empty if there is one phase."""
-
-
-def list_shared_phases(now: StepCounts, entry: StepCounts) -> list[tuple[str, float, float]]:
+def list_shared_phases(now: Entry | SiteCost, entry: Entry | SiteCost) -> list[tuple[str, float, float]]:
     """Return (phase and a blank, count per step here, count per step before) of each phase that both know."""
     both = [phase for phase in now.count_per_phase if phase in entry.count_per_phase]
     if not both:

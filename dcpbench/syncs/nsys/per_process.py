@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -164,8 +164,7 @@ class _Reader:
             if key not in self.processes:
                 self.processes[key] = _Process(self.trouble)
             rows = np.flatnonzero(keys == key)
-            whole = len(rows) == len(keys)
-            yield self.processes[key], block if whole else {name: _take(column, rows) for name, column in block.items()}
+            yield self.processes[key], block if len(rows) == len(keys) else _take_rows(block, rows)
 
     def _take_timed(self, block: Block) -> Block:
         """Return the rows with a start; others are counted as unreadable."""
@@ -173,8 +172,7 @@ class _Reader:
         if not missing.any():
             return block
         self.trouble.unreadable_events += int(missing.sum())
-        rows = np.flatnonzero(~missing)
-        return {name: _take(column, rows) for name, column in block.items()}
+        return _take_rows(block, np.flatnonzero(~missing))
 
     def _number_names(self, process: _Process, ids: Ints, convert: Callable[[str], str]) -> NDArray[np.int32]:
         """Return the numbers of names by the ids of their strings; an event without its string is unreadable."""
@@ -237,8 +235,7 @@ class _Reader:
     def _add_work(self, table: str, block: Block) -> None:
         block = self._take_timed(block)
         if table == schema.COPIES:
-            called = np.flatnonzero(~np.isin(block["copyKind"], schema.MIGRATIONS))
-            block = {name: _take(column, called) for name, column in block.items()}
+            block = _take_rows(block, np.flatnonzero(~np.isin(block["copyKind"], schema.MIGRATIONS)))
         if not len(block["start"]):
             return
         for process, rows in self._split(block, block["globalPid"]):
@@ -286,15 +283,13 @@ class _Reader:
             timed = self._take_timed(block)
             kinds = timed["eventType"]
             ranges = np.isin(kinds, (schema.PUSH_POP, schema.START_END))
-            near = [schema.PUSH_POP ^ (1 << bit) for bit in range(7)] + [
-                schema.START_END ^ (1 << bit) for bit in range(7)
-            ]
+            near = [kind ^ (1 << bit) for kind in (schema.PUSH_POP, schema.START_END) for bit in range(7)]
             damaged = ~ranges & np.isin(kinds, near) & ~np.isin(kinds, (schema.MARK, schema.DOMAIN, *schema.OTHER_NVTX))
             self.trouble.unreadable_events += int(damaged.sum())
             rows = np.flatnonzero(ranges)
             if not len(rows):
                 continue
-            of_ranges = {name: _take(column, rows) for name, column in timed.items()}
+            of_ranges = _take_rows(timed, rows)
             for process, part in self._split(of_ranges, of_ranges["globalTid"]):
                 process.ranges.append(self._make_ranges(process, part))
         own = {key for key, name in domains.items() if name in schema.OWN_DOMAINS}
@@ -503,8 +498,12 @@ def _decode(text: str | bytes | None) -> str:
     return text.decode("utf-8", "replace") if isinstance(text, bytes) else text or ""
 
 
-def _take(column: Any, rows: Ints) -> Any:  # noqa: ANN401 - an array or a list
-    return [column[i] for i in rows.tolist()] if isinstance(column, list) else column[rows]
+def _take_rows(block: Block, rows: Ints) -> Block:
+    """Return these rows of columns, which are arrays or lists."""
+    return {
+        name: [column[i] for i in rows.tolist()] if isinstance(column, list) else column[rows]
+        for name, column in block.items()
+    }
 
 
 def _end(rows: Block) -> NDArray[np.float64]:

@@ -143,20 +143,15 @@ def _list_missing(columns: Columns, steps: Steps, stacks: Stacks) -> list[str]:
     if not len(tables["ops"]):
         notes.append(advice.ops)
     if not len(steps):
-        rejected = f"{explain_rejected(steps)} " if steps.rejected else ""
+        names = ", ".join(f"'{name}N'" for name in steps.rejected[:MAX_NAMES])
+        rejected = f"Numbered ranges ({names}) cover less than half of the work and are not taken for steps. "
         notes.append(
             "No steps are marked: counts per step and warm-up are unknown. Name the range around a step with "
-            f"--step-range. {rejected}{advice.steps} {format_ranges(columns)}"
+            f"--step-range. {rejected if names else ''}{advice.steps} {format_ranges(columns)}"
         )
     if len(columns.devices) > 1:
         notes.append("Several GPUs have work in this trace: a bubble is time in which none of them had.")
     return notes
-
-
-def explain_rejected(steps: Steps) -> str:
-    """Return a sentence about numbered ranges that are not taken for steps."""
-    names = ", ".join(f"'{name}N'" for name in steps.rejected[:MAX_NAMES])
-    return f"Numbered ranges ({names}) cover less than half of the work and are not taken for steps."
 
 
 def format_ranges(columns: Columns) -> str:

@@ -1,0 +1,59 @@
+"""Weights that vLLM logs are compared with the plan; a script stands in for `vllm serve`."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_published_checkpoints import QWEN_30B
+from tools import loaded_weights
+
+PLANNED_GIB = 61_064_245_248 / 2**30
+SCRIPT = """#!/bin/sh
+echo "$@"
+{line}
+{end}
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The folder of Qwen3-30B-A3B, whose checkpoint has PLANNED_GIB."""
+    folder = tmp_path / "qwen3-30b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN_30B))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("logged", "tp", "code"),
+    [
+        (f"{PLANNED_GIB * 1.01:.2f}", 1, 0),
+        (f"{PLANNED_GIB * 0.9:.2f}", 1, 1),
+        (f"{PLANNED_GIB / 2:.2f}", 2, 0),
+        ("", 1, 4),
+    ],
+    ids=["within 2 %", "too small", "one of two ranks logs", "vLLM ends"],
+)
+def test_a_plan_is_compared_with_the_line_of_the_log(
+    logged: str, tp: int, code: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in stays after the line, as a server does, and is ended."""
+    line = (
+        f'echo "(Worker pid=7) INFO Model loading took {logged} GiB memory and 3.1 seconds"'
+        if logged
+        else "echo no weights"
+    )
+    vllm = tmp_path / "vllm"
+    vllm.write_text(SCRIPT.format(line=line, end="sleep 60" if logged else "exit 3"))
+    vllm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    out = tmp_path / "out" / "loaded.json"
+    monkeypatch.setattr(sys, "argv", ["loaded_weights", str(model), "--tp", str(tp), "-o", str(out)])
+    assert loaded_weights.main() == code
+    (record,) = json.loads(out.read_text())
+    assert record["loaded_gib"] == ([float(logged)] if logged else [])
+    assert record["planned_gib"] == pytest.approx(PLANNED_GIB / tp, rel=0.02)
+    assert ("no weights" in record["log_tail"]) is not bool(logged)
+    assert record["seconds"] < 40
