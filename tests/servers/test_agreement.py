@@ -287,7 +287,7 @@ class TestVerdicts:
         assert (report.verdict, server, finding.effect, finding.lengths) == (DIFFER, "B", SERVERS, [512])
         assert (finding.differing, finding.prompts, finding.first) == (60, 120, 5)
         assert format_report(report)[1].startswith(
-            "B: DIFFER. Its answers differ from those of A: 60 of 120 prompts. Smallest setting that shows it: a prompt of 512 tokens, batch "
+            "B: DIFFER. It answers differently from A: 60 of 120 prompts. Smallest setting that shows it: a prompt of 512 tokens, batch "
             "size 1, prefix-cache miss; token 5 of the answer (after 516 tokens of context) is another one, 2 apart in log-probability; "
             "rounding explains up to 1.2. It shows at prompts of 512 tokens (not 64)"
         )

@@ -731,7 +731,7 @@ def test_two_engines_are_compared_in_the_same_layouts(tmp_path: Path) -> None:
         "other tp2·dcp2": DIFFER,
     }
     assert [one["reference"] for one in found["results"]] == ["", "engine tp2", "engine tp2", "other tp2"]
-    assert "other tp2·dcp2: DIFFER. Its answers differ from those of other tp2: " in "\n".join(found["text"])
+    assert "other tp2·dcp2: DIFFER. It answers differently from other tp2: " in "\n".join(found["text"])
 
 
 def test_layouts_of_an_engine_agree_although_it_differs_from_another(tmp_path: Path) -> None:
