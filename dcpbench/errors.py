@@ -34,7 +34,7 @@ class ExitCode(IntEnum):
 
 
 EXIT_CODES = {
-    ExitCode.OK: "all well",
+    ExitCode.OK: "success",
     ExitCode.WRONG: "wrong result, or a finding of a gate (verify, compare, syncs, doctor, records)",
     ExitCode.USAGE: "options or input that cannot be used",
     ExitCode.NO_ANSWER: "no answer: not enough GPUs, memory or disk, undecided (verify, compare, syncs, recommend), or no load holds the SLO (--find)",

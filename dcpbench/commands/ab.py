@@ -99,7 +99,7 @@ class State:
 
 
 def ab(variants: Variants, judged: JudgedInRounds, launches: Launches, shown: ShownInRounds) -> int:
-    """Run two variants in turn on this machine, so that drift cancels, and compare them round by round.
+    """Alternate between two variants on this machine, so that drift affects both equally, and compare them round by round.
 
     Every round is a launch of its own on each side, and their order alternates (A B, B A, …), which takes out whatever
     drifts evenly. Ctrl-C keeps what was measured; --resume goes on. Exit codes: those of compare, and 4 if points
@@ -217,9 +217,9 @@ def _check_options(variants: Variants, launches: Launches) -> None:
     if not 1 <= variants.rounds <= MAX_ROUNDS:
         raise UsageError(f"--rounds {variants.rounds} cannot be; give 1 to {MAX_ROUNDS}, such as --rounds 8.")
     if launches.resume and launches.force:
-        raise UsageError("--resume and --force contradict each other; --resume goes on, --force starts over.")
+        raise UsageError("--resume and --force contradict each other; --resume continues a run, --force starts over.")
     if launches.resume and launches.output is None:
-        raise UsageError("--resume needs the run to go on with; add for example -o runs/NAME.")
+        raise UsageError("--resume needs the run to continue; add for example -o runs/NAME.")
 
 
 def _check_given(variants: Variants) -> None:
@@ -282,7 +282,7 @@ def _load_state(folder: Path, launches: Launches, new: State) -> State:
     if path.exists() and not launches.force:
         if not launches.resume:
             raise OutputError(
-                f"{folder} already holds launches of ab; add --resume to go on, --force to start over, or give another "
+                f"{folder} already holds launches of ab; add --resume to continue, --force to start over, or give another "
                 "folder with -o."
             )
         try:

@@ -11,8 +11,7 @@ app = typer.Typer(
     name="bench",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Measure single operators in several variants: time, share of what this machine can do, and correctness "
-    "of each.\n\nStart with: dcpbench bench attention",
+    help="Measure single operators: time, share of this machine's limit, and correctness of each variant.\n\nStart with: dcpbench bench attention",
 )
 
 TITLE = "What is run (comma lists)"
@@ -30,8 +29,7 @@ LAYERS = WHAT(
     metavar="N",
 )
 QUERY_LENGTH = COUNTS(
-    "Query rows of a request, from 1 to 8, of which each sees one KV row more than the one before it: 1 + the drafts that a step "
-    "verifies. Above 1 each backend also takes the rows as separate requests (NAME-rows). Default: 1."
+    "Query rows of a request, from 1 to 8: 1 + the drafts that a step verifies. Each row sees one KV row more than the row before it. Above 1 each backend also takes the rows as separate requests (NAME-rows). Default: 1."
 )
 RANKS = WHAT("Processes, one for each GPU. Default: all visible GPUs; 2 on the CPU.", metavar="N")
 
@@ -52,13 +50,12 @@ class Run(Group):
         metavar="SECONDS",
     )
     device: str = MEASURE(
-        "auto, cuda or cpu. auto takes the GPU where there is one. On the CPU results are checked and nothing is timed.",
+        "auto, cuda or cpu. auto uses the GPU if there is one. On the CPU results are checked but not timed.",
         default="auto",
         metavar="NAME",
     )
     output: Path | None = OUTPUT(
-        "Folder for the raw record (bench-NAME.json, every sample in it), a picture (bench-NAME.png) and the log. There "
-        "is no picture on the CPU, where nothing is timed. Default: only print.",
+        "Folder for the raw record (bench-NAME.json, every sample in it), a picture (bench-NAME.png) and the log. On the CPU there is no picture. Default: only print.",
         "-o",
         "--output",
         metavar="DIR",

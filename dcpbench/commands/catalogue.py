@@ -23,21 +23,21 @@ class Entry:
 
 
 ENTRIES = (
-    Entry("sweep", MEASURE, "Measure decode over layouts and loads, then write a report."),
+    Entry("sweep", MEASURE, "Measure decode steps, without prefill, over layouts and loads, then write a report."),
     Entry(
         "serve",
         MEASURE,
-        "Serve requests over layouts and loads: TTFT, ITL, throughput and goodput, with prefill and a real scheduler.",
+        "Serve requests with dcpbench's own engine, including prefill and scheduling: TTFT, ITL, throughput and goodput.",
     ),
     Entry(
         "server",
         MEASURE,
-        "Measure vLLM, SGLang or another server over layouts and loads: TTFT, ITL, throughput and goodput.",
+        "Send requests to a server of vLLM, SGLang or another engine: TTFT, ITL, throughput and goodput.",
     ),
     Entry(
         "ab",
         MEASURE,
-        "Run two variants in turn on this machine, so that drift cancels, and compare them round by round.",
+        "Alternate between two variants on this machine, so that drift affects both equally, and compare them round by round.",
     ),
     Entry(
         "recommend",
@@ -47,17 +47,19 @@ ENTRIES = (
     Entry(
         "compare",
         READ,
-        "Judge for every point that two sides share whether B is FASTER, SLOWER, the SAME or UNDECIDED.",
+        "Compare each point of two sides, A and B: B is FASTER, SLOWER, the SAME or UNDECIDED.",
     ),
     Entry(
         "report",
         READ,
         "Write the answer, tables, figures and one self-contained HTML page from the records of one or several runs.",
     ),
-    Entry("show", READ, "Print the table of one or several runs, in the width of the terminal."),
-    Entry("top", READ, "Watch a sweep, serve, server or verify that is running, from another terminal."),
+    Entry("show", READ, "Print the results of one or several runs as a table."),
+    Entry("top", READ, "Watch a running sweep, serve, server or verify from another terminal."),
     Entry("export", READ, "Write the points of runs in another tool's format."),
-    Entry("import", READ, "Make a run from the results of another engine's benchmark, to show them with ours."),
+    Entry(
+        "import", READ, "Convert the results of another benchmark tool to a run, to show them with those of dcpbench."
+    ),
     Entry("verify", CHECK, "Check layouts, backends and exchanges against a slow fp64 reference on one rank."),
     Entry(
         "doctor",
@@ -67,18 +69,18 @@ ENTRIES = (
     Entry(
         "machines",
         CHECK,
-        "Show the GPUs and links that --gpu, --emulate and recommend know, with where each figure comes from.",
+        "Show the GPUs and links that --gpu, --emulate and recommend accept, with the source of each figure.",
     ),
     Entry(
         "bench",
         MEASURE,
-        "Measure single operators in several variants: time, share of what this machine can do, and correctness of each.",
+        "Measure single operators: time, share of this machine's limit, and correctness of each variant.",
         is_group=True,
     ),
     Entry(
         "submit",
         MEASURE,
-        "Run sweep, serve, server or verify as a job of Slurm or Kubernetes, on as many machines as it takes.",
+        "Run sweep, serve, server or verify as a job of Slurm or Kubernetes, on one or several machines.",
         is_group=True,
     ),
     Entry(
@@ -96,7 +98,7 @@ ENTRIES = (
     Entry(
         "dashboard",
         READ,
-        "Show many runs together: the history of every point with its changes, and a page per run.",
+        "Show many runs together: the history of each point with its changes, and a page for each run.",
         is_group=True,
     ),
     Entry("records", CHECK, "Check the records of runs line by line, and remove damaged lines.", is_group=True),

@@ -25,13 +25,15 @@ class Judged(Group):
         "only in B always count. Default: none.",
         metavar="RULE,…",
     )
-    margin: str = JUDGE("Ratios within it count as the same.", default="1%", metavar="PERCENT")
+    margin: str = JUDGE("Ratios within this margin count as the same.", default="1%", metavar="PERCENT")
     launch_noise: str | None = JUDGE(
         "Standard deviation of the difference between two launches of the same variant, if known: then fewer than 4 launches "
         "of each side can be judged. Default: none; it is measured if there are at least 4 launches.",
         metavar="PERCENT",
     )
-    alpha: float = JUDGE("Chance of any FASTER or SLOWER if nothing differs, over all rows.", default=0.05, metavar="P")
+    alpha: float = JUDGE(
+        "Probability of any FASTER or SLOWER over all rows if nothing differs.", default=0.05, metavar="P"
+    )
     metric: str | None = JUDGE(
         "Compare only these metrics: with fewer tests, smaller differences are found. Default: all.", metavar="NAME,…"
     )
@@ -56,9 +58,9 @@ class Shown(Group):
     """Hold the options for files and formats of a comparison."""
 
     folder: Path | None = opt.OUTPUT(
-        "Write compare.md, compare.json and the forest plot (PNG, SVG) there.", "-o", "--output", metavar="DIR"
+        "Write compare.md, compare.json and the forest plot (PNG, SVG) to this folder.", "-o", "--output", metavar="DIR"
     )
-    junit: Path | None = opt.OUTPUT("Write JUnit XML there.", metavar="FILE")
+    junit: Path | None = opt.OUTPUT("Write JUnit XML to this file.", metavar="FILE")
     github: bool = opt.OUTPUT("Print annotations of GitHub Actions, and append to the step summary.", default=False)
     every: bool = opt.OUTPUT("Show every point, not the first 40.", "--all", default=False)
     as_json: bool = opt.JSON
@@ -71,7 +73,7 @@ class Matched(Group):
     with_b: list[Path] | None = opt.OPTION("One more launch of B; may be repeated.", metavar="RUN")
     paired: bool = JUDGE("The n-th launches of A and B belong together, as `ab` makes them.", default=False)
     across: str | None = JUDGE(
-        "Match points without regard to these, such as exchange or backend, to compare variants. Default: none.",
+        "Ignore these fields when points are matched, such as exchange or backend, to compare variants. Default: none.",
         metavar="FIELD,…",
     )
 
@@ -88,7 +90,7 @@ def compare(
     judged: Judged,
     shown: Shown,
 ) -> int:
-    """Judge for every point that two sides share whether B is FASTER, SLOWER, the SAME or UNDECIDED.
+    """Compare each point of two sides, A and B: B is FASTER, SLOWER, the SAME or UNDECIDED.
 
     A side is a folder with at least 4 launches: with fewer the variation between launches is unknown, and times stay
     UNDECIDED. `dcpbench ab` runs launches of both sides in turn. Exit codes: 0 success · 1 a rule of --fail-on fails · 2 options

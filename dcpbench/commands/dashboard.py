@@ -32,7 +32,7 @@ INSTALL = format_install_hint("dashboard")
 app = typer.Typer(
     name="dashboard",
     no_args_is_help=True,
-    help="Show many runs together: the history of every point with its changes, and a page per run.\n\n"
+    help="Show many runs together: the history of each point with its changes, and a page for each run.\n\n"
     "Start with: dcpbench dashboard serve runs",
 )
 Runs = Annotated[

@@ -83,7 +83,7 @@ def import_(
     *,
     engine: Engine,
 ) -> int:
-    """Make a run from the results of another engine's benchmark, to show them with ours.
+    """Convert the results of another benchmark tool to a run, to show them with those of dcpbench.
 
     If a file has the times of each request, metrics are computed from them with our definitions; else the tool's own
     summary is used and marked. Missing facts stay unknown, and fields that are not read are listed. In a sweep, server

@@ -29,14 +29,12 @@ class Requests(Group):
     """Hold the options for requests: when they come, and how long their prompts and answers are."""
 
     concurrency: str | None = WHEN(
-        "Closed loop: number of clients over the whole layout (--max-concurrency of vLLM's and SGLang's benches), each of "
-        "which sends its next request when its last one is answered. With --request-rate: requests in flight at most, by default 512 for each dp replica. Default: "
+        "Closed loop: number of clients over the whole layout (--max-concurrency of vLLM's and SGLang's benches), each of which sends its next request when its last one is answered. With --request-rate: maximum number of requests in flight, by default 512 for each dp replica. Default: "
         "8,32,48 on GPUs; 4 on the CPU.",
         metavar="N,…",
     )
     request_rate: str | None = WHEN(
-        "Open loop: requests per second on average, sent whether or not earlier ones are answered. inf sends all at once or, "
-        "with --concurrency, as a closed loop of so many, as vLLM's bench does. Default: a closed loop.",
+        "Open loop: requests per second on average, sent whether or not earlier ones are answered. inf sends all at once or, with --concurrency, as a closed loop of that many clients, as vLLM's bench does. Default: a closed loop.",
         metavar="R,…",
     )
     burstiness: str | None = WHEN(
@@ -51,7 +49,7 @@ class Requests(Group):
     )
     input_tokens: str | None = WHAT(
         "Length of prompts: 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma; at least 1, no upper "
-        f"bound). Each of the list is a point. Default: {PROMPTS} on GPUs; {CPU_PROMPTS} on the CPU.",
+        f"bound). Each value is a point. Default: {PROMPTS} on GPUs; {CPU_PROMPTS} on the CPU.",
         metavar="LEN,…",
     )
     output_tokens: str | None = WHAT(

@@ -5,7 +5,7 @@ from dcpbench.show.terminal import make_console
 
 
 def machines(as_json: bool = opt.JSON) -> int:
-    """Show the GPUs and links that --gpu, --emulate and recommend know, with where each figure comes from.
+    """Show the GPUs and links that --gpu, --emulate and recommend accept, with the source of each figure.
 
     A machine is a GPU's name, with +LINK where there is more than one host, such as H200+rdma-400; or a file that
     dcpbench bench calibrate writes.

@@ -25,11 +25,8 @@ MEASURE = make_panel("How it is measured")
 OUTPUT = make_panel("Output")
 MACHINES = make_panel("Machines")
 
-TP_DEGREE = (
-    "GPUs that share one copy of the model, all of a layout: dp and dcp are inside, as in SGLang's --tp-size; vLLM's "
-    "--data-parallel-size × --tensor-parallel-size."
-)
-TP = f"{TP_DEGREE} Each is one torchrun job."
+TP_DEGREE = "All GPUs of a layout, which share one copy of the model; dp and dcp divide these GPUs. SGLang's --tp-size; vLLM's --data-parallel-size × --tensor-parallel-size."
+TP = f"{TP_DEGREE} Each value is one torchrun job."
 DCP_DEGREE = "Ranks that share the KV cache of one request, vLLM's --decode-context-parallel-size; divides tp / dp. Adds no GPUs."
 """Help texts of --tp and --dcp, without their defaults."""
 MODEL = LOAD(
@@ -43,9 +40,9 @@ WEIGHTS = LOAD(
 )
 REPEATS = MEASURE("Passes over the whole grid. Default: 1.", metavar="N")
 BASELINE = MEASURE(
-    "Also measure each dcp layout with dcp 1, and, for dp without dcp, tp alone, under the same load. Default: yes."
+    "Also measure the baseline of each layout under the same load: the same layout with dcp 1, or plain tp for dp without dcp. Default: yes."
 )
-RESUME = OUTPUT("Go on with the run in --output: measured points are skipped, failed ones retried.", default=False)
+RESUME = OUTPUT("Continue the run in --output: measured points are skipped, failed points are retried.", default=False)
 FORCE = OUTPUT("Start over in a folder that already holds records.", default=False)
 JSON = OUTPUT("Print the result as JSON on stdout.", "--json", default=False)
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or records.jsonl files.")]
@@ -67,8 +64,7 @@ class Layouts(Group):
 
     tp: str | None = LAYOUT(f"{TP} Default: all GPUs of this machine; 8 on the CPU.")
     dp: str | None = LAYOUT(
-        "Attention data parallel replicas inside tp: SGLang's --dp-size with --enable-dp-attention, vLLM's "
-        "--data-parallel-size, with which its --tensor-parallel-size is our tp / dp. Default: 1."
+        "Attention data parallel replicas inside tp: SGLang's --dp-size with --enable-dp-attention, vLLM's --data-parallel-size, where vLLM's --tensor-parallel-size is tp / dp. Default: 1."
     )
     dcp: str | None = LAYOUT(f"{DCP_DEGREE} Default: tp / dp, with dcp 1 as baseline; --dcp 1 measures plain TP alone.")
     ep: str | None = EXPERTS(f"{EP_DEGREE} Default: 1.")
@@ -78,7 +74,7 @@ class How(Group):
     """Hold the options of how a layer is computed."""
 
     backend: str | None = HOW(
-        "Attention kernel: triton, flashinfer, flashmla (Hopper GPUs, pages of 64), reference (on GPUs for verify alone), "
+        "Attention kernel: triton, flashinfer, flashmla (Hopper GPUs, pages of 64), reference (on GPUs only for verify), "
         "or auto: each point takes the fastest. Default: triton on Hopper GPUs and over an fp8 KV cache, elsewhere flashinfer where it is installed, else triton; "
         "reference on the CPU.",
         metavar="NAME,…",
@@ -91,7 +87,7 @@ class How(Group):
     collectives: Collectives | None = make_structured(HOW, Collectives)
     weights_dtype: str | None = HOW(
         "Weights of linear layers and experts: fp8 (e4m3, a scale for each 128 × 128, as DeepSeek-V3 and Kimi-K2 are "
-        "published) or bf16; int4, nvfp4 and mxfp4 to plan (--dry-run); fp16 and fp32 on GPUs for verify alone. Default on GPUs: as the model is published; on the "
+        "published) or bf16; int4, nvfp4 and mxfp4 only with --dry-run; fp16 and fp32 on GPUs only for verify. Default on GPUs: as the model is published; on the "
         "CPU: as --kv-dtype, else fp32.",
         metavar="NAME,…",
     )
@@ -110,8 +106,7 @@ class How(Group):
 
 EMULATE = HOW(
     "Run one rank's work on one GPU and model its communication: layouts of any size. MACHINE is a GPU "
-    "of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file of `dcpbench bench calibrate`. Such "
-    "points are forecasts, and marked.",
+    "of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file of `dcpbench bench calibrate`. Such points are forecasts and are marked.",
     metavar="MACHINE,…",
 )
 
@@ -135,14 +130,12 @@ class Run(Group):
     resume: bool = RESUME
     force: bool = FORCE
     dry_run: bool = OUTPUT(
-        "Only print the points, with memory per GPU, and those that cannot run, each with its reason. With --gpu, for a "
-        "machine that is not this one.",
+        "Only print the points with their memory per GPU, and the points that cannot run with the reason. With --gpu, for another machine.",
         default=False,
     )
     as_json: bool = JSON
     device: str = MACHINES(
-        "auto, cuda or cpu. auto takes GPUs where there are any. On the CPU everything runs, but the timings do not "
-        "reflect GPU performance.",
+        "auto, cuda or cpu. auto uses the GPUs if there are any. On the CPU everything runs, but the timings do not reflect GPU performance.",
         default="auto",
         metavar="NAME",
     )

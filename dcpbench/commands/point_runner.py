@@ -242,9 +242,9 @@ def _check_gpu_device(run: Run) -> None:
 
 def _check_folder_options(run: Run) -> None:
     if run.resume and run.force:
-        raise UsageError("--resume and --force contradict each other; --resume goes on, --force starts over.")
+        raise UsageError("--resume and --force contradict each other; --resume continues a run, --force starts over.")
     if run.resume and run.output is None:
-        raise UsageError("--resume needs the run to go on with; add for example -o runs/NAME.")
+        raise UsageError("--resume needs the run to continue; add for example -o runs/NAME.")
 
 
 def _check_isolation(run: Run) -> None:
@@ -272,7 +272,7 @@ def _check_planned(run: Run) -> None:
         make_planned_probe(run.gpu_name, _get_planned_count(run))
     if run.gpu_name is not None and not run.dry_run:
         raise UsageError(
-            f"--gpu {run.gpu_name} plans for a machine that is not this one, and nothing can be measured on it; add "
+            f"--gpu {run.gpu_name} plans for another machine, on which nothing can be measured from here; add "
             "--dry-run, or leave --gpu out."
         )
     _check_gpu_device(run)
@@ -309,7 +309,7 @@ def prepare_folder(
     if run.resume and not known and not bad:
         print_stderr(f"{folder} holds no run yet; starting one.")
     elif run.resume and known and not searched and not any(c.point.get_key() in known for c in candidates):
-        print_stderr(f"None of these points is in {folder}; to go on with its run, repeat the command of that run.")
+        print_stderr(f"None of these points is in {folder}; to continue its run, repeat the command of that run.")
     if run.resume:
         now = folders.list_settings(candidates[0].point, work.settings, work.device)
         if changed := folders.check_resumed(folder, now):

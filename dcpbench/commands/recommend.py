@@ -59,7 +59,9 @@ class Wanted(Group):
         f"Length of prompts, such as 4000 or uniform:1000-7000, as in serve. Default: {PROMPTS}.", metavar="LEN"
     )
     output_tokens: str | None = opt.LOAD(f"Length of outputs, in the same notation. Default: {ANSWERS}.", metavar="LEN")
-    request_rate: str | None = opt.LOAD("Requests a second, in place of concurrency; inf: all at once.", metavar="R,…")
+    request_rate: str | None = opt.LOAD(
+        "Requests per second, instead of --concurrency; inf sends all at once.", metavar="R,…"
+    )
     num_requests: int | None = opt.LOAD(f"With --request-rate: requests of a load. Default: {REQUESTS}.", metavar="N")
     prefill: Prefill | None = make_structured(opt.LOAD, Prefill, "chunk")
     mtp: Mtp | None = opt.MTP
@@ -73,7 +75,7 @@ class Wanted(Group):
     )
     kv_memory: str | None = opt.HOW("KV pool of each GPU. Default: the memory that the weights leave.", metavar="SIZE")
     cycled: bool = opt.HOW(
-        "Also layouts with weights that do not fit into memory; sweep measures these with part of the layers at a time.",
+        "Also consider layouts with weights that do not fit into memory; sweep measures them by holding part of the layers and running these repeatedly.",
         default=False,
     )
     slo: str | None = opt.OPTION(
@@ -109,7 +111,7 @@ def recommend(
 ) -> int:
     """Recommend a layout, with its confidence and cost, and print how to start SGLang and vLLM in it.
 
-    Layouts without a record are estimated: a roofline of their steps, scaled by the ratio of measured steps to theirs.
+    Layouts without a record are estimated: the roofline of each step is multiplied by the ratio of measured steps to their rooflines.
     Exit codes: 0 success · 2 options or records that cannot be used · 3 no layout has an answer.
 
     For example:

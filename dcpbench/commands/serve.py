@@ -47,9 +47,7 @@ class Scheduler(Group):
     prefill: Prefill | None = make_structured(SERVED, Prefill)
     disaggregate: Disaggregate | None = make_structured(SERVED, Disaggregate)
     kv_memory: str | None = SERVED(
-        "KV pool per GPU, such as 20GiB. Where it is less than the requests in flight need, they wait and are "
-        "preempted. Default: all memory that the weights leave; if the model does not fit, what the requests in flight need, "
-        "as far as there is room.",
+        "KV pool per GPU, such as 20GiB. If it is less than the requests in flight need, some of them wait or are preempted. Default: all memory that the weights leave; if the model does not fit, what the requests in flight need, as far as memory allows.",
         metavar="SIZE",
     )
 
@@ -71,7 +69,7 @@ class How(opt.How):
     )
     emulate: str | None = opt.HOW(
         "With --mode replay: step times of one rank on one GPU, with modelled communication, for layouts of "
-        "any size. MACHINE as for dcpbench sweep. Such points are forecasts, and marked.",
+        "any size. MACHINE as for dcpbench sweep. Such points are forecasts and are marked.",
         metavar="MACHINE,…",
     )
 
@@ -91,7 +89,7 @@ class Measured(Group):
         metavar="NAME,…",
     )
     step_times: Path | None = opt.MEASURE(
-        "With --mode replay: step times that were measured before; no GPU is needed then. Default: measure them.",
+        "With --mode replay: file with step times from an earlier run; no GPU is needed then. Default: measure them.",
         metavar="FILE",
     )
     slo: str | None = SLO
@@ -112,10 +110,9 @@ def serve(
     measured: Measured,
     run: Run,
 ) -> int:
-    """Serve requests over layouts and loads: TTFT, ITL, throughput and goodput, with prefill and a real scheduler.
+    """Serve requests with dcpbench's own engine, including prefill and scheduling: TTFT, ITL, throughput and goodput.
 
-    This measures dcpbench's own engine; `dcpbench server` measures vLLM, SGLang and other servers. Every combination of the comma lists is a point; those that cannot run are listed with the reason. The times of every
-    request are kept as Parquet next to the records; after Ctrl-C, those of finished requests.
+    To measure a server of another engine, such as vLLM or SGLang, use `dcpbench server`. Every combination of the comma lists is a point; points that cannot run are listed with the reason. The times of every request are kept as Parquet next to the records; after Ctrl-C, only those of finished requests.
 
     For example:
 

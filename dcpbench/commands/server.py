@@ -43,8 +43,7 @@ class Layouts(opt.Layouts):
         "else unknown."
     )
     exchange: str | None = make_panel("Layouts (comma lists)")(
-        "How partial attention is merged over dcp ranks, by the engine's name: ag_rs or a2a, with SGLang also fi_a2a. Each of the "
-        "list is a server. Default: the engine's; unknown with --url.",
+        "How partial attention is merged over dcp ranks, by the engine's name: ag_rs or a2a, with SGLang also fi_a2a. A server is started for each value. Default: the engine's; unknown with --url.",
         metavar="NAME,…",
     )
 
@@ -78,8 +77,7 @@ class Replays(Group):
     """Hold the options for replays."""
 
     step_times: Path | None = opt.MEASURE(
-        "With --mode replay: step times of a server that were measured before; no server is needed then. Default: measure "
-        "them.",
+        "With --mode replay: file with step times of a server from an earlier run; no server is needed then. Default: measure them.",
         metavar="FILE",
     )
     prefill: Prefill | None = make_structured(
@@ -125,7 +123,7 @@ class Run(opt.Run):
         metavar="NAME",
     )
     dry_run: bool = opt.OUTPUT(
-        "Only print the points, those that cannot run, each with its reason, and the commands of the servers.",
+        "Only print the points, the points that cannot run with the reason, and the commands of the servers.",
         default=False,
     )
 
@@ -134,7 +132,7 @@ class Options(Group):
     """Hold the options for the server and for the client that sends its load."""
 
     url: str | None = SERVER(
-        "Measure the running server at this address, by OpenAI's API: vLLM, SGLang or another. "
+        "Measure the running server at this address, through OpenAI's API: vLLM, SGLang or another. "
         "--tp, --dp and --dcp then describe its layout, --model selects one of its models.",
         metavar="URL",
     )
@@ -144,7 +142,7 @@ class Options(Group):
         metavar="NAME",
     )
     serve_cmd: str | None = SERVER(
-        "The same with a command of your own, in which {port}, {model}, {tp}, {dp}, {dcp} and {attn_tp} (tp / dp) are filled in.",
+        "As --engine, but with this command to start the server; {port}, {model}, {tp}, {dp}, {dcp} and {attn_tp} (tp / dp) are replaced by their values.",
         metavar="COMMAND",
     )
     engine_args: str | None = SERVER(
@@ -174,15 +172,13 @@ class Options(Group):
         metavar="JSON",
     )
     tokenizer: Path | None = CLIENT(
-        "Folder with the model's tokenizer.json, for servers that accept no token ids. Default: words; the server counts "
-        "their tokens.",
+        "Folder with the model's tokenizer.json, for servers that accept no token ids. Default: prompts are words, and the server counts their tokens.",
         metavar="FOLDER",
     )
     client: Client | None = make_structured(CLIENT, Client)
     traces: Path | None = SERVER(
         "Folder into which the server's profiler writes its traces, on this machine; it is created if it does not exist. After each load a few of its requests "
-        "are served again under the profiler, and the record has where the host waits. Default: no "
-        "profile.",
+        "are served again under the profiler, and the record states where the host waits. Default: no profile.",
         metavar="FOLDER",
     )
 
@@ -196,11 +192,9 @@ def server(
     replays: Replays,
     run: Run,
 ) -> int:
-    """Measure vLLM, SGLang or another server over layouts and loads: TTFT, ITL, throughput and goodput.
+    """Send requests to a server of vLLM, SGLang or another engine: TTFT, ITL, throughput and goodput.
 
-    --url measures a server that runs already. --engine and --serve-cmd start a server for each layout, send all loads to
-    it and end it. The loads are those of `dcpbench serve`, and the records are comparable with those of dcpbench's own
-    engine.
+    --url measures a running server. --engine and --serve-cmd start a server for each layout, send all loads to it and stop it. `dcpbench serve` sends the same loads to dcpbench's own engine, so that the records are comparable.
 
     For example:
 

@@ -16,7 +16,7 @@ def show(
         bool, typer.Option("--json", help="Print rows and findings as one JSON object, for scripts.")
     ] = False,
 ) -> int:
-    """Print the table of one or several runs, in the width of the terminal.
+    """Print the results of one or several runs as a table.
 
     Example: dcpbench show runs/monday
     """

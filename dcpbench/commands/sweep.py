@@ -40,8 +40,7 @@ class Engines(Group):
         metavar="ARGS",
     )
     rates: Path | None = ENGINE(
-        "With --engine: folder of a run of dcpbench's own engine on this machine. From the rates that it measured, the floor of each "
-        "step is computed. Default: no floors.",
+        "With --engine: folder of a run of dcpbench's own engine on this machine; its measured rates give the floor of each step. Default: no floors.",
         metavar="RUN",
     )
     traces: Path | None = ENGINE(
@@ -84,7 +83,7 @@ class Emulation(Group):
         Stages,
         "pp",
         "pcp",
-        about="With --dry-run: pipeline stages and prefill context parallelism. Values separated by / are points of their own.",
+        about="With --dry-run: pipeline stages and prefill context parallelism. Values separated by / are separate points.",
     )
 
 
@@ -98,7 +97,7 @@ class Measured(Group):
     )
     repeats: int | None = opt.REPEATS
     baseline: bool | None = opt.MEASURE(
-        "Also measure each dcp layout with dcp 1, and, for dp without dcp, tp alone, under the same load. Default: yes. With --engine "
+        "Also measure the baseline of each layout under the same load: the same layout with dcp 1, or plain tp for dp without dcp. Default: yes. With --engine "
         "only dcp 1 is added, where --dcp is not given."
     )
     profile: bool | None = opt.MEASURE(
@@ -116,10 +115,9 @@ def sweep(
     measured: Measured,
     run: Run,
 ) -> int:
-    """Measure decode over layouts and loads, then write a report.
+    """Measure decode steps, without prefill, over layouts and loads, then write a report.
 
-    Every combination of the comma lists is a point; those that cannot run are listed with the reason. One torchrun job
-    per tp runs them; a point that dies or hangs is recorded and the others go on.
+    Every combination of the comma lists is a point; points that cannot run are listed with the reason. One torchrun job per tp runs them; if a point crashes or hangs, this is recorded and the other points are measured.
 
     With --engine, dcpbench starts a server of vLLM, SGLang or another engine and measures its decode steps at the same layouts,
     concurrencies and contexts. The server prefills all prompts of a point first; a step's time is the gap between two

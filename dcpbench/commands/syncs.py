@@ -17,8 +17,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Find hidden CUDA synchronisation: where the host waits for the GPU, and what it costs."
-    "\n\nTraces have the function that waits; scan, serve and run look up in its source which of its lines can. dry-run reports "
-    "the line."
+    "\n\nA trace names the function that waits; scan, serve and run find in its source the lines that can wait. dry-run reports the exact line."
     "\n\nStart with: dcpbench syncs scan trace.json.gz\n\nExit codes: 0 clean · 1 findings · 2 options or input that "
     "cannot be used · 3 the trace cannot answer (no GPU events, no runtime calls, no steps, a rank is missing, or it ends early); "
     "run and dry-run have further ones.",
@@ -37,7 +36,7 @@ Traces = Annotated[
         "in quotes; several ranks at once. A folder stands for the traces directly in it.",
     ),
 ]
-FORCE = OUTPUT("Write over a file that is there. Default: no.", default=False)
+FORCE = OUTPUT("Overwrite an existing file. Default: no.", default=False)
 
 
 class Gate(Group):
@@ -72,7 +71,7 @@ class Gate(Group):
         metavar="MICROSECONDS",
     )
     allow: list[str] | None = GATE(
-        "May synchronise: 'module.function', 'function' or the name of a range; repeat for several. Default: none.",
+        "Site that may synchronise: 'module.function', 'function' or the name of a range; repeat for several. Default: none.",
         metavar="GLOB",
     )
 
@@ -106,7 +105,7 @@ class Report(Group):
         default="table",
         metavar="NAME",
     )
-    output: Path | None = OUTPUT("Write there. Default: stdout.", "-o", "--output", metavar="FILE")
+    output: Path | None = OUTPUT("Write to this file. Default: stdout.", "-o", "--output", metavar="FILE")
     force: bool = FORCE
 
 
@@ -115,8 +114,7 @@ class Recorded(Group):
 
     warmup: int = RECORD("Steps of each process that are not recorded.", default=0, metavar="STEPS")
     steps: int | None = RECORD(
-        "Steps that are recorded then; after them the program continues unprofiled. Default: all until its end, which "
-        "makes large traces.",
+        "Steps that are recorded after the warm-up; the program then continues unprofiled. Default: all steps, which makes large traces.",
         metavar="STEPS",
     )
     step: str = RECORD(
@@ -126,7 +124,9 @@ class Recorded(Group):
         metavar="MODULE:FUNCTION",
     )
     keep: Path | None = RECORD(
-        "Keep the traces there. Default: they are removed once they have been read.", "--keep-traces", metavar="FOLDER"
+        "Keep the traces in this folder. Default: they are deleted after they have been read.",
+        "--keep-traces",
+        metavar="FOLDER",
     )
 
 
@@ -134,12 +134,9 @@ class Recorded(Group):
 def scan(traces: Traces, gate: Gate, report: Report) -> int:
     r"""Find every place in traces of torch.profiler, or exports of nsys, where the host waits for the GPU.
 
-    Without --baseline, --max-per-step and --max-bubble-us each site is a finding, unless it is allowed, is the profiler's
-    own, lies before the first step or in it alone, or is a call that need not wait. A call that found the GPU idle is a
-    finding too: "0 of 1 waited" means that there was nothing to wait for this time.
+    Without --baseline, --max-per-step and --max-bubble-us each site is a finding. Exceptions are sites that are allowed, sites of the profiler, sites that occur only before or in the first step, and calls that need not wait. A call that found the GPU idle is a finding, too: "0 of 1 waited" means that there was nothing to wait for this time.
 
-    Defaults of these options, and a list of what is allowed, may stand in pyproject.toml under
-    \[tool.dcpbench.syncs]; a comment `# dcpbench: allow-sync(reason)` allows its line or function.
+    The table \[tool.dcpbench.syncs] of pyproject.toml can hold defaults of these options and a list of allowed sites; a comment `# dcpbench: allow-sync(reason)` allows its line or function.
 
     Exit codes: 0 clean · 1 findings · 2 options or input that cannot be used · 3 the trace cannot answer.
 
@@ -291,7 +288,7 @@ class Compared(Group):
     min_us: float = GATE("Microseconds per step by which they must differ.", default=10.0, metavar="MICROSECONDS")
     form: str = OUTPUT("table, markdown (for a pull request) or json.", "--format", default="table", metavar="NAME")
     as_json: bool = OUTPUT("The same as --format json.", "--json", default=False)
-    output: Path | None = OUTPUT("Write there. Default: stdout.", "-o", "--output", metavar="FILE")
+    output: Path | None = OUTPUT("Write to this file. Default: stdout.", "-o", "--output", metavar="FILE")
     force: bool = FORCE
 
 
@@ -395,9 +392,7 @@ def dry_run(
 ) -> int:
     """Run a program without a GPU, and find where the host would wait for one.
 
-    Tensors on `cuda` are stand-ins with real values in host memory, so the program takes the branches that it would
-    take; each operator that would wait is reported with its line. Times, kernels and what libraries do by themselves
-    stay unknown. A GPU that is there is not used.
+    Tensors on `cuda` are stand-ins with real values in host memory, so the program takes the same branches as on a GPU; each operator that would wait is reported with its line. Times, kernels and waits inside libraries stay unknown. No GPU is used, even if the machine has one.
 
     The waits of torch's operators were measured on a GPU. Operators that were not measured are named, and the exit code is
     3, unless the baseline accepts them. A baseline of traces does not fit a dry run: write one with --write-baseline.

@@ -12,17 +12,16 @@ def top(
         typer.Argument(metavar="RUN", help="A run's folder. Default: the newest below runs/ that is running."),
     ] = None,
     every: Annotated[
-        float, typer.Option("--every", metavar="SECONDS", help="Between two looks. Default: 1.", show_default=False)
+        float,
+        typer.Option("--every", metavar="SECONDS", help="Time between two updates. Default: 1.", show_default=False),
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print how far it is, and end.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object for each look, one a line; with --once a single one.")
-    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the progress once, and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per update, each on a line.")] = False,
 ) -> int:
-    """Watch a sweep, serve, server or verify that is running, from another terminal.
+    """Watch a running sweep, serve, server or verify from another terminal.
 
     Shows points, rates, the time left, the current point, and clocks, power and temperature of this machine's GPUs. It
-    only reads the run's files and does not disturb it. It waits for a run that has not begun. Without a terminal it prints
+    only reads the run's files and does not disturb it. It waits if the run has not begun. Without a terminal it prints
     a line for each change. It ends when the run ends, with the run's exit code if the files determine it (docs/top.md),
     and with 130 on Ctrl-C.
 

@@ -26,7 +26,7 @@ MAX_BUSY_PERCENT = 5
 HOT_BELOW_SLOWDOWN_C = 10
 HURTING = ("hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake")
 """Reasons to throttle that have no place on a GPU at rest."""
-NO_GPU = "so nothing is known of clocks, power, other processes, MIG, ECC and peer access"
+NO_GPU = "so clocks, power, other processes, MIG, ECC and peer access are unknown"
 READ, WRITE, NVLINK = 0, 1, 2
 """NVML_P2P_CAPS_INDEX_* of nvml.h, which pynvml 13 defines as tuples."""
 FABRIC = {1: "has not been started", 2: "is still at work"}
@@ -144,8 +144,10 @@ def _check_utilisation(card: Card) -> None:
     )
     if found is not None:
         busy = found.gpu > MAX_BUSY_PERCENT
-        wrong = f"it is busy {found.gpu} % of the time before anything of ours runs." if busy else ""
-        card.add_verdict("utilisation", wrong, "end what keeps it busy, maybe in another container.", f"{found.gpu} %.")
+        wrong = f"it is busy {found.gpu} % of the time before dcpbench runs anything." if busy else ""
+        card.add_verdict(
+            "utilisation", wrong, "end the program that uses it, possibly in another container.", f"{found.gpu} %."
+        )
 
 
 def _read_command(pid: int) -> str:
@@ -162,7 +164,7 @@ def _format_gib(size: int | None) -> str:
 def _check_mig(card: Card) -> None:
     mode = card.fetch_if_supported("MIG", "nvmlDeviceGetMigMode", without="it has none.")
     if mode is not None:
-        wrong = "it is divided into instances (MIG), of which none is the whole GPU." if mode[0] else ""
+        wrong = "it is divided into MIG instances, none of which is the whole GPU." if mode[0] else ""
         card.add_verdict("MIG", wrong, f"sudo nvidia-smi -i {card.index} -mig 0", "off.")
 
 
@@ -172,8 +174,8 @@ def _check_throttling(card: Card) -> None:
         return
     reasons = decode_throttle_reasons(bits)
     hurts = [reason for reason in reasons if reason in HURTING]
-    remedy = "look after its cooling and its power supply before a measurement; nvidia-smi -q -d PERFORMANCE says more."
-    wrong = f"slowed down while it rests: {', '.join(reasons)}." if hurts else ""
+    remedy = "check its cooling and its power supply before a measurement; nvidia-smi -q -d PERFORMANCE shows details."
+    wrong = f"slowed down while idle: {', '.join(reasons)}." if hurts else ""
     card.add_verdict("throttling", wrong, remedy, f"none{', but sw_power_cap' if reasons else ''}.")
 
 
@@ -182,7 +184,7 @@ def _check_power(card: Card) -> None:
     usual = card.fetch("power", "nvmlDeviceGetPowerManagementDefaultLimit")
     if limit is None or usual is None:
         return
-    wrong = f"capped at {limit / 1e3:,.0f} W, below its own {usual / 1e3:,.0f} W." if limit < usual else ""
+    wrong = f"capped at {limit / 1e3:,.0f} W, below its default of {usual / 1e3:,.0f} W." if limit < usual else ""
     card.add_verdict(
         "power", wrong, f"sudo nvidia-smi -i {card.index} -pl {usual / 1e3:.0f}", f"limit of {limit / 1e3:,.0f} W."
     )
@@ -203,7 +205,7 @@ def _check_ecc(card: Card) -> None:
     rows = card.fetch_if_supported("memory rows", "nvmlDeviceGetRemappedRows", without="none can be remapped.")
     if errors is not None:
         what = f"{format_count(errors, 'error')} of its memory since the last restart that could not be corrected."
-        remedy = "restart the machine; where they come again, have the GPU replaced."
+        remedy = "restart the machine; if the errors recur, have the GPU replaced."
         card.add_verdict("ECC", what if errors else "", remedy, "on, no errors.")
     if rows is not None:
         _, _, pending, failed = rows
@@ -232,7 +234,7 @@ def _check_temperature(card: Card) -> None:
     if now is None or slow is None:
         return
     wrong = f"{now} °C, and it slows down at {slow} °C." if now > slow - HOT_BELOW_SLOWDOWN_C else ""
-    card.add_verdict(check, wrong, "look after its cooling, or wait.", f"{now} °C.")
+    card.add_verdict(check, wrong, "check its cooling, or wait.", f"{now} °C.")
 
 
 def _check_persistence(card: Card) -> None:
@@ -267,7 +269,7 @@ def _check_numa(card: Card) -> None:
         return
     near = {64 * i + bit for i, word in enumerate(words) for bit in range(64) if int(word) >> bit & 1}
     mine = os.sched_getaffinity(0)
-    wrong = "" if near & mine else "none of the cores that this process may use is near it."
+    wrong = "" if near & mine else "this process may not use any of the cores near it."
     remedy = "start without taskset or numactl, or let the container have cores of both sockets."
     card.add_verdict("NUMA", wrong, remedy, f"{len(near & mine)} cores near it.", level=NOTE)
 

@@ -180,7 +180,7 @@ def _check_ports(report: Report, host: Host, endpoint: tuple[str, int] | None) -
         low, high = int(span[0]), int(span[-1])
         wrong = f"the system gives away {high - low + 1:,} ports." if high - low + 1 < PORTS else ""
         remedy = "sudo sysctl net.ipv4.ip_local_port_range='32768 60999'"
-        report.add_verdict("ports", wrong, remedy, f"{high - low + 1:,} to give away.")
+        report.add_verdict("ports", wrong, remedy, f"{high - low + 1:,} free to assign.")
     if endpoint is not None:
         _check_endpoint(report, host, *endpoint)
 
@@ -209,11 +209,11 @@ def _check_clock(report: Report, host: Host, nnodes: int) -> None:
     level = BAD if nnodes > 1 else NOTE
     wrong = ""
     if not kept:
-        wrong = "nothing keeps it right: times of several machines cannot be set side by side."
+        wrong = "no service synchronises it, so that times of several machines cannot be compared."
     elif error_us > APART_US:
         wrong = f"kept, but it may be {error_us / 1e3:,.0f} ms wrong."
     remedy = "start chronyd or systemd-timesyncd, on every machine."
-    report.add_verdict("clock", wrong, remedy, f"kept, wrong by {error_us / 1e3:,.3g} ms at most.", level=level)
+    report.add_verdict("clock", wrong, remedy, f"synchronised, wrong by {error_us / 1e3:,.3g} ms at most.", level=level)
 
 
 def _check_cores(report: Report, host: Host) -> None:
@@ -221,7 +221,7 @@ def _check_cores(report: Report, host: Host) -> None:
     load = report.read("cores", host.get_load)
     if cores is not None and load is not None:
         wrong = f"{load:.1f} processes keep {cores} cores busy." if load > SHARE_BUSY * cores else ""
-        remedy = "end what else runs: top shows it. Steps wait for the host where it is busy."
+        remedy = "end other programs (`top` lists them). Steps wait for a busy host."
         report.add_verdict("cores", wrong, remedy, f"{cores}, at rest.", level=NOTE)
     _check_setting(
         report, host, "NUMA balancing", "/proc/sys/kernel/numa_balancing", "0",
@@ -261,8 +261,8 @@ HURTFUL: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("NCCL_P2P_DISABLE", SET, BAD, "GPUs do not reach each other's memory"),
     ("NCCL_SHM_DISABLE", SET, NOTE, "ranks of one machine talk over the network"),
     ("NCCL_DEBUG", ("INFO", "TRACE"), NOTE, "NCCL writes many lines"),
-    ("NCCL_ALGO", (), NOTE, "NCCL is not left to choose, and results say nothing of its choice"),
-    ("NCCL_PROTO", (), NOTE, "NCCL is not left to choose, and results say nothing of its choice"),
+    ("NCCL_ALGO", (), NOTE, "NCCL does not choose by itself, and results do not show its own choice"),
+    ("NCCL_PROTO", (), NOTE, "NCCL does not choose by itself, and results do not show its own choice"),
     ("CUDA_DEVICE_MAX_CONNECTIONS", ("1",), NOTE, "streams wait for each other"),
 )
 """Variable, values (empty: any), level, and effect."""

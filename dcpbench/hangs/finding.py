@@ -357,7 +357,7 @@ def _report_absent_ranks(by_rank: Mapping[int, Rank], roots: set[int], waiting: 
     phase, layer = _get_meeting_place(by_rank[one.rank], one)
     gone = len(ended) == len(roots)
     first = next((rank for rank in known if rank.rank not in ended), known[0] if known else None)
-    at = "has ended" if gone else f"is {_format_position(first)}" if first else "is at a place that is not known"
+    at = "has ended" if gone else f"is {_format_position(first)}" if first else "is at an unknown position"
     ranks = sorted({w.rank for w in waiting})
     own = get_position(first) if first else ("", None, "")
     on_device = None if first is None or _is_host_position(first) else first.device
@@ -719,7 +719,7 @@ def _format_place(phase: str, layer: int | None, line: str) -> str:
         f"of layer {layer}" if layer is not None else "",
         f"at {line}" if line else "",
     ]
-    return "".join(f" {part}" for part in parts if part) if any(parts) else " at a place that is not known"
+    return "".join(f" {part}" for part in parts if part) if any(parts) else " at an unknown position"
 
 
 def _format_context(one: CollectiveEvent) -> str:

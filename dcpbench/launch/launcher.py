@@ -352,7 +352,7 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
             end.code = code
             break
         if running.is_stopped():
-            watch(Progress(stage=STOPPED, note="torchrun had been stopped (SIGSTOP); dcpbench lets it go on"))
+            watch(Progress(stage=STOPPED, note="torchrun had been stopped (SIGSTOP); dcpbench lets it continue"))
             running.resume()
         if watchdog.is_past_grace(has_failed_rank):
             end.code = 1

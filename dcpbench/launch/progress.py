@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 FINISHED = ("done", "failed", "hung")
 QUIET_S = 60.0
 """Interval in s at which a long point reports its progress without a terminal."""
-CPU_NOTE = "CPU: functional run — these timings say nothing about performance"
+CPU_NOTE = "CPU: functional run — these timings do not reflect performance"
 
 
 class ProgressBar:
@@ -155,15 +155,15 @@ def format_point_names(points: Sequence[Point]) -> dict[str, str]:
 def format_plan_note(gpu: Gpu, count: int, nnodes: int) -> str:
     """Return the note that --dry-run --gpu plans for other hardware than this machine."""
     machine = f"{count} × {gpu.device}" + (f" on each of {nnodes} machines" if nnodes > 1 else "")
-    known = ", a GPU on paper: dcpbench has never run on one" if gpu.on_paper else ""
+    known = ", known only from data sheets as dcpbench has never run on one" if gpu.on_paper else ""
     taken = (
-        "FlashInfer and FlashMLA are taken to be installed"
+        "FlashInfer and FlashMLA are assumed to be installed"
         if gpu.cuda
         else "it does not run CUDA, so dcpbench cannot run there"
     )
     return (
-        f"A plan for {machine}{known}, not for this machine; nothing is measured. A GPU has {format_size(gpu.memory_bytes)} as "
-        f"drivers report them, and {gpu.memory_bytes_s / 1e12:.3g} TB/s on paper; {taken}."
+        f"A plan for {machine}{known}; not for this machine, and nothing is measured. A GPU has {format_size(gpu.memory_bytes)} as "
+        f"drivers report them, and nominally {gpu.memory_bytes_s / 1e12:.3g} TB/s; {taken}."
     )
 
 

@@ -169,7 +169,7 @@ class ServeLoads:
                 "0.5, less than 1."
             )
         if self.prefix_groups > 1 and not self.prefix_share:
-            raise UsageError("--prefix-share groups without a share: nothing is shared; add share=0.5, say.")
+            raise UsageError("--prefix-share groups without a share have no common prefix; add for example share=0.5.")
         if self.trace:
             self._check_trace(self.trace)
 

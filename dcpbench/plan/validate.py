@@ -557,7 +557,7 @@ def _check_chunk_memory(point: Point, load: Load, shape: ModelShape, probe: Prob
     )
     if total is not None and need > total:
         raise CapacityError(
-            f"--prefill chunk={load.chunk}: a step of so many prompt tokens needs {format_size(need)} on a GPU of "
+            f"--prefill chunk={load.chunk}: a step with this many prompt tokens needs {format_size(need)} on a GPU of "
             f"{format_size(total)}; use a smaller one, such as --prefill chunk=8192."
         )
 

@@ -129,7 +129,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if here is None or there is None:
             lacks = self.card if here is None else measured_on
             raise UsageError(
-                f"{lacks.name} has no {rate} rate in the table of GPUs, so nothing says how long that takes on {self.gpu}; "
+                f"{lacks.name} has no {rate} rate in the table of GPUs, so the time on it is unknown: {self.gpu}; "
                 "use --weights-dtype bf16, or another GPU."
             )
         ratio = there / here

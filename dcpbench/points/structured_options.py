@@ -34,7 +34,7 @@ class Sessions(StructuredOption, frozen=True, kw_only=True):
         str | None,
         Key(
             "S",
-            "seconds from an answer to the next turn, such as a tool takes: 2, uniform:0.5-3 or lognormal:1.2:0.8 (median and sigma).",
+            "seconds from an answer to the next turn, such as the run time of a tool: 2, uniform:0.5-3 or lognormal:1.2:0.8 (median and sigma).",
             "0",
             "think_time",
         ),
@@ -43,7 +43,7 @@ class Sessions(StructuredOption, frozen=True, kw_only=True):
         int | None,
         Key(
             "N",
-            "tokens that all sessions begin with, before their own: a system prompt with tools.",
+            "tokens of a prefix that all sessions share, such as a system prompt with tools.",
             "0",
             "system_tokens",
         ),
@@ -52,7 +52,7 @@ class Sessions(StructuredOption, frozen=True, kw_only=True):
         float | None,
         Key(
             "P",
-            "probability from 0 to 1 with which a turn continues an earlier turn of its session than the last one.",
+            "probability, from 0 to 1, that a turn continues an earlier turn of its session instead of the last one.",
             "0",
             "branch",
         ),
@@ -61,7 +61,7 @@ class Sessions(StructuredOption, frozen=True, kw_only=True):
         str | None,
         Key(
             "NAME",
-            "coding-agent: lengths, turns and gaps of published traces, where no option sets them (docs/serving.md).",
+            "coding-agent: lengths, turns and gaps of published traces, unless an option sets them (docs/serving.md).",
             "none",
             "session_preset",
         ),
@@ -72,13 +72,10 @@ class RequestFile(StructuredOption, frozen=True, kw_only=True):
     """Describe a file of requests, and how it is read if its columns do not tell."""
 
     option = "--requests"
-    text = (
-        "Requests of a file: Mooncake, Qwen, AIPerf, BurstGPT, Azure or our own JSONL or CSV. They come at the file's times; with "
-        "--concurrency in a closed loop, with --request-rate at that rate. For example: --requests trace.jsonl."
-    )
+    text = "Requests of a file: Mooncake, Qwen, AIPerf, BurstGPT, Azure or dcpbench's own JSONL or CSV. They arrive at the times of the file, with --request-rate at that rate, or with --concurrency in a closed loop. For example: --requests trace.jsonl."
     bare = "file"
 
-    file: Annotated[str | None, Key("PATH", "the file.", "none, requests are made up", "requests")] = None
+    file: Annotated[str | None, Key("PATH", "the file.", "none; requests are generated", "requests")] = None
     format: Annotated[
         str | None,
         Key(
@@ -107,34 +104,35 @@ class PrefixShare(StructuredOption, frozen=True, kw_only=True):
     """Describe common beginnings of prompts."""
 
     option = "--prefix-share"
-    text = "Prompts that begin alike."
+    text = "Prompts with a common prefix."
     bare = "share"
 
     share: Annotated[
         float | None,
         Key(
             "S",
-            "share of each prompt, from 0 to less than 1, that begins like the prompts of its group.",
+            "share of each prompt, from 0 to less than 1, that is the common prefix of its group.",
             "0",
             "prefix_share",
         ),
     ] = None
-    groups: Annotated[int | None, Key("N", "groups, which take requests in turn.", "1", "prefix_groups")] = None
+    groups: Annotated[
+        int | None, Key("N", "number of groups; requests are assigned to them in turn.", "1", "prefix_groups")
+    ] = None
 
 
 class Disaggregate(StructuredOption, frozen=True, kw_only=True):
     """Describe several instances of a layout, and the transfers between them."""
 
     option = "--disaggregate"
-    text = "With --mode replay: several instances of the layout, each on tp GPUs of its own. Values separated by / are points of their own."
+    text = "With --mode replay: several instances of the layout, each on tp GPUs of its own. Values separated by / are separate points."
     bare = "instances"
 
     instances: Annotated[
         tuple[str, ...] | None,
         Key(
             "P:D/…",
-            "P instances that only prefill and D that only decode, also written 1P2D: disaggregated prefill of vLLM, PD "
-            "disaggregation of SGLang. A number such as 3: as many that do both, which a P:D has as its baseline.",
+            "P prefill instances and D decode instances, also written 1P2D: disaggregated prefill of vLLM, PD disaggregation of SGLang. A single number, such as 3, is a number of instances that do both. The baseline of P:D is P + D such instances.",
             "one instance that does both",
             "disaggregate",
         ),
@@ -143,8 +141,7 @@ class Disaggregate(StructuredOption, frozen=True, kw_only=True):
         tuple[str, ...] | None,
         Key(
             "RATE/…",
-            "rate at which a GPU sends KV, in 10⁹ bytes per second, such as 50 for 400 Gb/s; each GPU sends what it holds of a "
-            "request to the one in its place, requests one after another.",
+            "rate at which a GPU sends KV, in 10⁹ bytes per second, such as 50 for 400 Gb/s; each GPU sends its part of a request's KV to the GPU with the same rank, one request after another.",
             "",
             "transfer_gb_s",
         ),
@@ -185,7 +182,7 @@ class Prefill(StructuredOption, frozen=True, kw_only=True):
             "NAME",
             "mixed: a step holds chunks of prompts and tokens of running requests; prefill-first: running requests wait while there "
             "are chunks. vllm, sglang, with --mode replay: the policies of these engines (docs/replay.md).",
-            "mixed, or with step times of another engine its own",
+            "mixed; with step times of another engine, that engine's policy",
             "policy",
         ),
     ] = None
@@ -193,8 +190,8 @@ class Prefill(StructuredOption, frozen=True, kw_only=True):
         tuple[int, ...] | None,
         Key(
             "TOKENS/…",
-            "prompt tokens of a step at most, over the whole layout: SGLang's --chunked-prefill-size; vLLM's --max-num-batched-tokens, "
-            "which bounds each replica and counts decode tokens, too. Page size × dcp × dp at least. Values separated by / are points.",
+            "maximum number of prompt tokens in a step, over the whole layout: SGLang's --chunked-prefill-size; vLLM's --max-num-batched-tokens, "
+            "which bounds each replica and also counts decode tokens. At least page size × dcp × dp. Values separated by / are separate points.",
             f"{CHUNK} on GPUs; {CPU_CHUNK} on the CPU",
             "chunk",
         ),
@@ -205,12 +202,17 @@ class Mtp(StructuredOption, frozen=True, kw_only=True):
     """Describe steps of several tokens."""
 
     option = "--mtp"
-    text = "Steps of several tokens (multi-token prediction): a step verifies drafts and yields those that are accepted, and one more token."
+    text = "Multi-token prediction: a step verifies draft tokens and yields the accepted ones and one more token."
     bare = "tokens"
 
     tokens: Annotated[
         tuple[int, ...] | None,
-        Key("N/…", "drafts of a request and step, 1 to 7; 0 for none. Values separated by / are points.", "0", "mtp"),
+        Key(
+            "N/…",
+            "drafts per request and step, 1 to 7, or 0 for none. Values separated by / are separate points.",
+            "0",
+            "mtp",
+        ),
     ] = None
     acceptance: Annotated[
         str | None,
@@ -250,7 +252,7 @@ class Collectives(StructuredOption, frozen=True, kw_only=True):
     """Describe variants of the communication of a layer."""
 
     option = "--collectives"
-    text = "Communication of a layer, next to --exchange. Values separated by / are points of their own."
+    text = "Communication of a layer apart from --exchange. Values separated by / are separate points."
 
     all_reduce: Annotated[
         tuple[str, ...] | None,
@@ -265,7 +267,7 @@ class Collectives(StructuredOption, frozen=True, kw_only=True):
         tuple[bool, ...] | None,
         Key(
             "yes|no",
-            "every dcp rank computes all heads' queries, from more weights, and none are gathered.",
+            "every dcp rank computes the queries of all heads, which takes more weights but no gather.",
             "no",
             "q_replicate",
         ),
@@ -274,7 +276,7 @@ class Collectives(StructuredOption, frozen=True, kw_only=True):
         tuple[bool, ...] | None,
         Key(
             "yes|no",
-            "project partial outputs to values, with more weights, before they are exchanged: fewer bytes.",
+            "project partial outputs to values before the exchange, which takes more weights but sends fewer bytes.",
             "no",
             "project_first",
         ),
@@ -285,7 +287,9 @@ class Stages(StructuredOption, frozen=True, kw_only=True):
     """Describe pipeline stages and prefill context parallelism, which are planned and not run by the engine."""
 
     option = "--stages"
-    text = "Pipeline stages and prefill context parallelism, on paper. Values separated by / are compared."
+    text = (
+        "Pipeline stages and prefill context parallelism, which are only estimated. Values separated by / are compared."
+    )
     bare = "pp"
 
     pp: Annotated[tuple[int, ...] | None, Key("N/…", "pipeline stages, each with tp · pcp GPUs.", "1", "pp")] = None
@@ -335,13 +339,13 @@ class Timeout(StructuredOption, frozen=True, kw_only=True):
         float | None,
         Key(
             "S",
-            "a load ends after this long, and requests that have not finished are counted as cancelled.",
+            "a load ends after this time, and requests that have not finished are counted as cancelled.",
             "none",
             "limit_seconds",
         ),
     ] = None
     start: Annotated[
-        float | None, Key("S", "a server that is started and accepts no requests for this long has failed.", "1800")
+        float | None, Key("S", "a started server that accepts no requests within this time has failed.", "1800")
     ] = None
 
 
@@ -356,7 +360,7 @@ class Nodes(StructuredOption, frozen=True, kw_only=True):
     bare = "count"
 
     count: Annotated[int, Key("N", "machines.")] = 1
-    rank: Annotated[int, Key("N", "this machine's number; 0 keeps the records.")] = 0
+    rank: Annotated[int, Key("N", "rank of this machine; rank 0 keeps the records.")] = 0
     endpoint: Annotated[
         str,
         Key(
@@ -377,9 +381,10 @@ class Gpu(StructuredOption, frozen=True, kw_only=True):
     text = "With --dry-run: plan for a machine with other GPUs than this one has."
     bare = "name"
 
-    name: Annotated[str | None, Key("NAME", f"{_GPUS}; dcpbench machines marks those on paper.", "this machine's")] = (
-        None
-    )
+    name: Annotated[
+        str | None,
+        Key("NAME", f"{_GPUS}; `dcpbench machines` marks those known only from data sheets.", "this machine's"),
+    ] = None
     count: Annotated[int | None, Key("N", "GPUs of a machine.", "8")] = None
 
 
@@ -389,13 +394,12 @@ class Client(StructuredOption, frozen=True, kw_only=True):
     option = "--client"
     text = "The client that sends the requests."
 
-    warm_up: Annotated[int, Key("N", "requests before the clock starts, with short answers.")] = 8
+    warm_up: Annotated[int, Key("N", "short requests before the measurement.")] = 8
     retries: Annotated[
         int,
         Key(
             "N",
-            "how often a request is sent again while the server is busy (429, 503, connection refused), also the short ones before "
-            "the load. Each is counted, and the wait is in its latency.",
+            "how often a request, also one of the warm-up, is sent again while the server is busy (429, 503, connection refused). Retries are counted, and their wait is part of the latency.",
         ),
     ] = 0
     processes: Annotated[
@@ -410,8 +414,7 @@ class Client(StructuredOption, frozen=True, kw_only=True):
         bool,
         Key(
             "yes|no",
-            "run before everything else on its cores (SCHED_RR) while a load is sent, where the kernel allows it: to root, "
-            "CAP_SYS_NICE or an RLIMIT_RTPRIO. The record says whether it did.",
+            "give the client real-time priority on its cores (SCHED_RR) while a load is sent, if the kernel allows it (root, CAP_SYS_NICE or RLIMIT_RTPRIO). The record states whether it had it.",
         ),
     ] = True
 
@@ -440,7 +443,7 @@ class Find(StructuredOption, frozen=True, kw_only=True):
         int | None,
         Key(
             "N",
-            "runs of each live load, which holds if more than half of them do; a replay is deterministic and runs once.",
+            "runs of each live load; the load holds the SLO if more than half of its runs do. A replay is deterministic and runs once.",
             "3",
         ),
     ] = None

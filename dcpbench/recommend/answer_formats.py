@@ -18,7 +18,7 @@ from dcpbench.points import latency_bands
 from dcpbench.points.layout import place_experts
 from dcpbench.points.names import CLOSED, CUT, ENGINE_NAMES, FP8, OBJECTIVES, SGLANG, VLLM, WEIGHT_FORMATS, WHOLE
 from dcpbench.points.pipeline import split_layers
-from dcpbench.points.speculation import make_speculation
+from dcpbench.points.speculation import SEPARATOR, make_speculation
 from dcpbench.recommend.advise import (
     format_ab_command,
     format_measure_command,
@@ -101,13 +101,13 @@ def _format_drafts(ask: Query) -> str:
     drafts = make_speculation(ask.mtp, ask.acceptance)
     if drafts is None or drafts.expected_tokens is None:
         return ""
-    return f" with {format_count(ask.mtp, 'draft')} a step (acceptance assumed: {ask.acceptance}, {drafts.expected_tokens:.2f} tokens a step)"
+    return f" with {format_count(ask.mtp, 'draft')} a step (assumed: successive drafts are accepted with probability {format_list(ask.acceptance.split(SEPARATOR))}, so that a step yields {drafts.expected_tokens:.2f} tokens on average)"
 
 
 def _format_unjudged(choices: Sequence[Choice]) -> str:
     """Return a sentence on the layouts that may fit but could not be judged; empty without any."""
     names = list(dict.fromkeys(who for c in choices for who, one in c.refused.items() if not one.for_memory))
-    return f" Not judged at every load: {_format_names(names)}; why, see below." if names else ""
+    return f" {_format_names(names)} could not be judged at every load (reasons below)." if names else ""
 
 
 def _format_names(names: Sequence[str], word: str = "and") -> str:
@@ -250,12 +250,12 @@ def _format_basis(choices: Sequence[Choice]) -> str:
 
 
 def format_break_even(choices: Sequence[Choice]) -> str:
-    """Return where the break-even of DCP is."""
+    """Return from which concurrency on a layout with DCP is clearly ahead of all without; empty if the loads do not compare them."""
     closed = [
         c for c in choices if c.forecasts and (f := c.forecasts[0].point.load) is not None and f.arrival == CLOSED
     ]
     steps = [c for c in choices if c.forecasts and c.forecasts[0].point.load is None]
-    clauses: list[str] = []
+    sentences: list[str] = []
     groups: dict[str, list[Choice]] = {}
     for choice in (*steps, *closed):
         groups.setdefault(choice.lengths, []).append(choice)
@@ -266,52 +266,55 @@ def format_break_even(choices: Sequence[Choice]) -> str:
         ends = dict.fromkeys((min(c.concurrency for c in group), max(c.concurrency for c in group)))
         tried = " to ".join(map(str, ends))
         if len(ends) == 1:
-            clauses.append(
-                f"{of}: {'no' if least is None else 'yes'}, at concurrency {tried}, the only one that was asked for"
-            )
+            where = f"at concurrency {tried}, the only one compared"
         else:
-            where = "at no concurrency" if least is None else f"from concurrency {least} on"
-            clauses.append(f"{of}: {where} (asked for: {tried})")
-    return f"Is the best layout with DCP clearly ahead of all without DCP? {'; '.join(clauses)}." if clauses else ""
+            where = f"{'at any concurrency' if least is None else f'from concurrency {least} on'} (compared: {tried})"
+        sentences.append(
+            f"With {of}, the best layout with DCP is {'not ' if least is None else ''}clearly ahead of all layouts without DCP {where}."
+        )
+    return " ".join(sentences)
 
 
 def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) -> Iterator[str]:
     """Yield sentences on the basis of the estimates, and on conditions for which they were not checked."""
     folders = list(dict.fromkeys(Path(source).parts[1] for source in steps.sources))
     yield (
-        f"Estimates: the floor of a step, which is the least time that {ask.machine.gpu} allows for it, times the ratio of {steps.steps:,} "
-        f"measured steps on {steps.machine} to their floors ({format_list(folders)} of results/). They are not measured."
+        f"An estimate is the floor of a step, the least time that {ask.machine.gpu} allows for it, times the ratio of {steps.steps:,} "
+        f"measured steps on {steps.machine} to their floors ({format_list(folders)} of results/)."
     )
     shape = load_shape(ask.model)
     if ask.weights_dtype in PAPER_FORMATS:
         yield (
-            f"None of them had {ask.weights_dtype} weights: floors are those of the smaller weights, and reach the shares of bf16 and fp8."
+            f"No measured step had {ask.weights_dtype} weights: the floors are those of the smaller weights, and the ratios those of bf16 and fp8."
         )
     elif ask.weights_dtype != FP8 and any(load for _, _, load in ask.loads):
-        yield "Of those with prompts all had fp8 weights: that bf16 reaches the same shares there was not checked."
+        yield "All measured steps with prompts had fp8 weights: whether bf16 has the same ratios there was not checked."
     if shape.indexer:
         yield (
-            "None of them had sparse attention: it, and its indexer, are taken to reach the shares of MLA over all tokens. The indexer's "
+            "No measured step had sparse attention: it and its indexer are assumed to have the ratios of MLA over all tokens. The indexer's "
             "keys are divided over DCP ranks; an engine that keeps them on every rank holds fewer tokens."
         )
     if shape.gqa:
-        yield "None of them had grouped-query attention: it is taken to reach the shares of MLA."
+        yield "No measured step had grouped-query attention: it is assumed to have the ratios of MLA."
     if ask.weights_dtype != FP8 and ask.kv_dtype == FP8:
-        yield "None of them had bf16 weights with an fp8 cache."
+        yield "No measured step had bf16 weights with an fp8 cache."
     if ask.mtp:
         drafting = (
-            "its MTP layer runs once a draft, estimated as one layer with embedding and head"
+            "The MTP layer runs once per draft and is estimated as one layer with embedding and head"
             if shape.mtp_layers
-            else "it has no MTP layer, and drafting takes no time here"
+            else "The model has no MTP layer, and drafting takes no time in the estimate"
         )
-        yield f"No measured step had drafts: attention reads KV once for all rows of a request, other parts see more rows; {drafting}."
+        yield (
+            "No measured step had drafts. In the estimate attention reads the KV cache once for all rows of a request, and other parts compute "
+            f"more rows. {drafting}."
+        )
     yield from _iter_machine_notes(ask, steps)
     yield from _iter_stage_notes(ask, choices)
     if limit := find_live_limit(shape, ask.weights_dtype):
         yield f"No measured step can replace the estimates: {limit}."
     elif any(f.point.gpus == f.point.tp for choice in choices for f in choice.forecasts):
         yield (
-            f"Steps of one rank that are measured on one {ask.machine.gpu} replace the estimates: {format_emulate_command(ask, choices)}, then "
+            f"To replace the estimates, measure the steps of one rank on one {ask.machine.gpu}: {format_emulate_command(ask, choices)}, then "
             "add that folder to this command."
         )
 
@@ -338,13 +341,13 @@ def _iter_stage_notes(ask: Query, choices: Sequence[Choice]) -> Iterator[str]:
 def _iter_machine_notes(ask: Query, steps: Steps) -> Iterator[str]:
     """Yield sentences on how the machine differs from that of the measured steps."""
     if ask.machine.gpu != steps.machine:
-        yield f"No step was measured on {ask.machine.gpu}: shares are taken to be those of {steps.machine}."
+        yield f"No step was measured on {ask.machine.gpu}: its ratios are assumed to be those of {steps.machine}."
     if ask.machine.on_paper:
         yield f"{ask.machine.gpu} is a machine on paper: its rates and memory are from data sheets and public logs."
     if not ask.machine.card.cuda:
-        yield f"{ask.machine.gpu} does not run CUDA: a port of the kernels is assumed to reach these shares."
+        yield f"{ask.machine.gpu} does not run CUDA: a port of the kernels is assumed to have these ratios."
     if max(ask.gpus) > 4:  # noqa: PLR2004 - the published runs'
-        yield "More than 4 ranks were never measured: calls among them are the wire's model, with its error in the band."
+        yield "No step of more than 4 ranks was measured: the communication model estimates their collectives, and its error is part of the band."
 
 
 def list_unknowns(ask: Query, choices: Sequence[Choice], steps: Steps) -> list[str]:
@@ -355,8 +358,8 @@ def list_unknowns(ask: Query, choices: Sequence[Choice], steps: Steps) -> list[s
         sentences += _iter_estimate_notes(ask, choices, steps)
     if right := [f"{format_ratio(c.factor)} at {c.name}" for c in choices if c.factor]:
         sentences.append(
-            "Estimates of loads of which there are records are set right by them, tok/s by what the records are of their own estimates "
-            f"({format_list(right)}), ITL, TTFT and other latencies by one over that."
+            f"Estimates of loads that have records are corrected by the ratio of recorded to estimated output ({format_list(right)}): tok/s are "
+            "multiplied by it, latencies are divided by it."
         )
     sentences += describe_latencies(used)
     waves = _list_lock_step_loads(ask)
@@ -372,16 +375,14 @@ def list_unknowns(ask: Query, choices: Sequence[Choice], steps: Steps) -> list[s
             "With --cycled, weights need not fit: servers of these layouts may not start on this many GPUs."
         )
     if any(f.source == EMULATED for f in used):
-        sentences.append(
-            "Emulated points model what ranks wait for each other; docs/emulation.md says what they do not know."
-        )
+        sentences.append("Emulated points model the time that ranks wait for each other (limits: docs/emulation.md).")
     sentences.append(_format_energy(choices))
     published = load_shape(ask.model).published.name
     if used and ask.weights_dtype != published and ask.weights_dtype in WEIGHT_FORMATS:
         sentences.append(f"The commands name a checkpoint in {published}; give one in {ask.weights_dtype} instead.")
     if ask.kv_memory is not None and used:
         sentences.append(
-            "The commands of SGLang and vLLM say nothing of --kv-memory: their pools are as large as they make them."
+            "The commands of SGLang and vLLM do not include --kv-memory: these engines choose the sizes of their own KV pools."
         )
     sentences.append(describe_engines(used))
     return sentences
@@ -391,13 +392,13 @@ def describe_engines(forecasts: Sequence[Forecast]) -> str:
     """Return a sentence that names the engines (kernels and schedulers) of the forecasts."""
     names = [*dict.fromkeys(f.engine for f in forecasts)]
     if not any(names):
-        return "SGLang and vLLM have kernels and schedulers of their own: the forecasts are of dcpbench's engine."
+        return "The forecasts are of dcpbench's engine; SGLang and vLLM have kernels and schedulers of their own."
     engines = format_list([name or "dcpbench's engine" for name in names])
     if len(names) == 1:
         return f"The forecasts are of the kernels and the scheduling policy of {engines}."
     return (
-        f"The forecasts are of the kernels and the scheduling policies of {engines}: layouts of different engines differ by "
-        "their engine, too. Name evidence of one engine to compare layouts."
+        f"The forecasts are of the kernels and the scheduling policies of {engines}, so that differences between layouts are "
+        "also differences between engines. Give evidence of one engine to compare layouts."
     )
 
 
@@ -412,15 +413,15 @@ def describe_latencies(forecasts: Sequence[Forecast]) -> list[str]:
     count = sum(band.cases for band in bands if band)
     sentences = [
         (
-            f"The bands of TTFT and ITL p50 are the largest errors of such estimates of {count} measured loads, each estimated from steps of another model. Other percentiles, TPOT and "
+            f"The bands of TTFT and ITL p50 are the largest errors of such estimates for {count} measured loads. Each load was estimated from the steps of another model. Other percentiles, TPOT and "
             "E2EL have no bands, even where an objective limits them."
         )
     ]
     if without := list(dict.fromkeys(f.who for f in estimates if f.itl_band is None)):
         limit = latency_bands.compute_max_sure_share(cases)
         sentences.append(
-            f"{_format_names(without)}: no ITL. At least {format_percent(limit)} of the gaps between tokens contain a step with prompts, which takes "
-            "several times as long as a decode step, so that it is unknown of which kind the median gap is."
+            f"No ITL is estimated for {format_list(without)}: at least {format_percent(limit)} of the gaps between their tokens contain a step with "
+            "prompts. Such a step takes several times as long as a decode step, and whether the median gap contains one is unknown."
         )
     return sentences
 
@@ -434,8 +435,8 @@ def _format_energy(choices: Sequence[Choice]) -> str:
         if f.joules_per_token
     ]
     if not known:
-        return "Joules a token: no record that was given has energy from NVML."
-    return f"Joules a token, of all GPUs, where records have energy from NVML: {'; '.join(known)}. Of the others it is not known."
+        return "Energy per token is unknown: none of the given records has it from NVML."
+    return f"Energy per token of all GPUs, in J, by NVML: {'; '.join(known)}. That of the other layouts is unknown."
 
 
 def format_emulate_command(ask: Query, choices: Sequence[Choice]) -> str:
@@ -461,7 +462,7 @@ def explain_start(start: Start) -> str:
         return ""
     name, parts = ENGINE_NAMES[start.engine], format_list(list(start.lacking), "or")
     if start.nearest is None:
-        return f"{name} has no {parts}, and nothing is known of a configuration near to it that {name} can run: no command."
+        return f"{name} has no {parts}, and no similar configuration that {name} can run was forecast, so there is no command for it."
     of = start.nearest
     rate = numbers.format_tok_s(of.tok_s, *of.band)
     return f"{name} has no {parts}. The nearest that it can run is {of.who}, {rate} at {start.load} ({of.origin}):"
@@ -564,7 +565,7 @@ def _make_forecast_json(ask: Query, f: Forecast) -> dict[str, Any]:
         "layout": f.who,
         "gpus": f.point.gpus,
         "source": f.source,
-        "set_right_by": f.factor,
+        "corrected_by": f.factor,
         "whence": f.whence,
         "engine": f.engine,
         "output_tok_s": dict(zip(("mean", "low", "high"), (f.tok_s, *f.band), strict=True)),
@@ -619,7 +620,7 @@ def show(
             print_lines(format_details(ask, choice))
     unknown = (f"- {text}" for text in (*notes, *list_unknowns(ask, choices, steps)))
     print_lines([LEGEND, *list_refused(choices), *_list_command_lines(starts, flags)])
-    print_lines(["\nWhat this does not know:", *unknown])
+    print_lines(["\nLimits of this answer:", *unknown])
 
 
 def _list_command_lines(starts: Starts, flags: Flags) -> Iterator[str]:
@@ -662,7 +663,7 @@ def render_markdown(
             lines += ["", text] if (text := explain_start(start)) else []
             lines += ["", "```", start.command, "```"] if start.command else []
     unknown = [f"- {text}" for text in (*notes, *list_unknowns(ask, choices, steps))]
-    lines += ["", "## What this does not know", "", *unknown]
+    lines += ["", "## Limits of this answer", "", *unknown]
     return "\n".join(lines) + "\n"
 
 

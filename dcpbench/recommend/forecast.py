@@ -97,8 +97,8 @@ class Forecast:
 
     @property
     def origin(self) -> str:
-        """Return `replayed`, `estimated, set right`, or `replayed, vLLM 0.26.0` for another engine."""
-        return ", ".join(filter(None, (self.source, "" if self.factor is None else "set right", self.engine)))
+        """Return `replayed`, `estimated, corrected`, or `replayed, vLLM 0.26.0` for another engine."""
+        return ", ".join(filter(None, (self.source, "" if self.factor is None else "corrected", self.engine)))
 
     @property
     def who(self) -> str:
@@ -321,7 +321,7 @@ def apply_factor(found: Forecast, factor: float) -> Forecast:
         low=tok_s / high,
         high=tok_s * high,
         factor=factor,
-        whence=f"{found.whence}, set right by records of other layouts",
+        whence=f"{found.whence}, corrected by records of other layouts",
         ttft_band=_divide(found.ttft_band, factor),
         itl_band=_divide(found.itl_band, factor),
         **_make_latencies(found, 1 / factor),

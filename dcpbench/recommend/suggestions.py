@@ -66,7 +66,7 @@ def _iter_switches(ask: Query) -> Iterator[tuple[str, Query]]:
         ("--kv-dtype fp8", dataclasses.replace(ask, kv_dtype=FP8)),
         ("no --kv-memory", dataclasses.replace(ask, kv_memory=None)),
         (f"--prefill chunk={SMALLER_CHUNK}", dataclasses.replace(ask, loads=smaller)),
-        ("--cycled to compare layouts of which only some layers are held", dataclasses.replace(ask, cycled=True)),
+        ("--cycled to compare layouts that hold only part of the layers", dataclasses.replace(ask, cycled=True)),
     ):
         if other != ask:
             yield words, other

@@ -141,9 +141,9 @@ def list_draft_conditions(frames: Frames) -> list[str]:
         if stated is not None and (record.serve or record.metrics):
             drafts, tokens = format_count(stated.draft_tokens, "draft"), stated.expected_tokens
             assumed = (
-                "of which no acceptance is stated: rates count one token a step"
+                "without a stated acceptance: rates count one token per step"
                 if tokens is None
-                else f"of which acceptance was assumed: {record.point.acceptance}, {tokens:.2f} tokens a step"
+                else f"accepted with assumed probabilities ({record.point.acceptance} for successive drafts): {tokens:.2f} tokens a step on average"
             )
             found[f"{drafts} a step, {assumed}"] = None
         elif seen is not None:

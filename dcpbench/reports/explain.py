@@ -46,7 +46,7 @@ METHOD = (
     On a CPU it is wall time.
 
     Warm-up lasts until two successive medians agree within 1 %. Measuring stops when the 95 % interval of the median
-    is within the precision asked for, ±1 % by default. A time limit ends both: a point whose warm-up it ended is
+    is within the requested precision, ±1 % by default. A time limit ends both: a point whose warm-up it ended is
     marked unsettled, one whose measuring it ended is marked noisy.
 
     Intervals are distribution-free: two order statistics of the samples that hold the median with 95 % confidence
@@ -57,7 +57,7 @@ METHOD = (
     then at least two samples lie beyond the true percentile with 99 % probability. With fewer they are not reported.
 
     ITL (inter-token latency): the gap between two output tokens of a request. In the workload decode every request
-    gets one token a step, so its samples are steps, not tokens. Further tokens of a step with drafts have gaps of 0.
+    gets one token a step, so its samples are steps, not tokens. With drafts, further tokens of a step have gaps of 0.
 
     TTFT (time to first token): from submission to the first output token, queueing included. The workload decode has
     none.
@@ -74,7 +74,7 @@ METHOD = (
     Calls to CUDA's allocator are counted over the timed steps.
 
     Every sample of a point is the same step: tokens, lengths and, with synthetic weights, the experts that tokens are
-    routed to are drawn once, the same in all layouts. Intervals cover the measuring, not another draw.
+    routed to are drawn once, the same in all layouts. Intervals cover the measurement, not another random choice of these.
 
     A difference counts as clear if the intervals do not overlap and it is more than launches may differ: 2 % for
     dcpbench's own engine, and for another server as much as its launches in this report do. Without several launches of a
@@ -117,13 +117,13 @@ SERVED = _split_paragraphs(
 
 MARKS = {
     "values_omitted": "a value that no reader would accept was left out; `omitted` in the record names it.",
-    "noisy": "measuring ended, at the time limit or at the longest context of the point, while the interval of the median was wider than asked for.",
+    "noisy": "measuring ended, at the time limit or at the longest context of the point, while the interval of the median was wider than requested.",
     "unsettled": "warm-up ended by time, before two successive medians agreed within 1 %.",
     "drift": "the medians of the first and second half of the samples differ by more than 1 %.",
     "throttled": "the GPU lowered its clocks for heat or power while the point was measured.",
     "straggler": "one rank's GPU had a lower clock than the others, which wait for it, or its host took longer to plan a step; `straggler` in "
     "the record names it. A timed decode step contains no planning, so that only a lower clock makes it longer.",
-    "emulated": "a forecast: one rank ran, and what it would have waited for was modelled (docs/emulation.md).",
+    "emulated": "a forecast: one rank ran, and its waits for other ranks were modelled (docs/emulation.md).",
     "cpu": "functional run on a CPU; not a performance number.",
     "l2_warm": "weights or KV cache are so small that they may stay in the L2 cache, which flatters the time.",
     "host_sync": "the host waited for the GPU inside the step; `Where the host waited` names the lines.",
@@ -134,19 +134,18 @@ MARKS = {
     "inaccurate": "the attention output is further from fp64 than rounding explains: do not use this point.",
     "few_samples": "too few requests finished for every percentile of TTFT and ITL.",
     "cut_off": "the run ended before all of its requests did.",
-    "rejections": "some requests can never fit and were rejected; all figures are of the others.",
+    "rejections": "some requests can never fit and were rejected; all figures are for the others.",
     "summary_only": "another tool's own means and percentiles, without our floors: no times of requests are known.",
     "chunk_gaps": "stream chunks hold several tokens: ITL is the gap between chunks, and tok/s/user is 1000 / median TPOT.",
-    "nominal_lengths": "requests were on average more than 5 % shorter or longer than the lengths asked for, by which they are "
-    "shown: answers ended early, or lengths were drawn.",
-    "requests_failed": "some requests failed; all figures are of the others.",
+    "nominal_lengths": "requests were on average more than 5 % shorter or longer than the requested lengths, by which they are listed: answers ended early, or lengths were random.",
+    "requests_failed": "some requests failed; all figures are for the others.",
     "gaps_divided": "some tokens of a request were read several at a time: the gap before them is divided over them, so that single gaps are means "
     "of a few. `divided_tokens` of `server.facts` in the record has their share at decode points.",
     "client_bound": "the client that sent the requests was itself too slow, or other programs had its cores: it sent late, so that latencies are "
     "upper bounds and the output of clients that wait for answers is a lower one; give it cores of its own, or send less.",
     "dummy_weights": "the server has its engine's dummy weights, with which every token takes the same few experts: the speed of "
     "mixture-of-experts layers is not that of a real model (docs/servers.md).",
-    "kv_sources_differ": "the server's endpoints, its log and the degrees given do not agree on its KV capacity; `server.kv_sources` in the record "
+    "kv_sources_differ": "the server's endpoints, its log and the stated degrees do not agree on its KV capacity; `server.kv_sources` in the record "
     "holds each number and names those that differ.",
     "compiled": "a kernel was compiled or loaded while requests waited; `compiled` in the record names it.",
     "oversubscribed": "more ranks than CPU cores shared the machine.",
@@ -170,7 +169,10 @@ WORDS = "What the words mean"  # title of tables of definitions
 KV = METRIC["kv_tokens_per_gib"]
 FLOOR = METRIC["floor_ms"]
 EVERYWHERE = {
-    "p50, p90, p95, p99": ("null below 1, 64, 130, 662 samples: fewer bound no percentile at 99 %", ""),
+    "p50, p90, p95, p99": (
+        "null below 1, 64, 130, 662 samples: fewer do not bound the percentile with 99 % confidence",
+        "",
+    ),
     "SLO": ("held against p99; where that lacks samples, against the highest percentile all points of a load have", ""),
 }
 OTHERS = {
@@ -317,7 +319,7 @@ def explain_absent_served(points: pd.DataFrame) -> list[str]:
     if points["origin"].map(is_server_origin).any():
         sentences.append("For servers a dash is also a value that they do not report.")
     if (given["steady_tok_s"].isna() & given["output_tok_s"].notna()).any():
-        sentences.append("No steady throughput: nothing is targeted in an open loop, or the target was never reached.")
+        sentences.append("No steady throughput: an open loop has no target, or the target was never reached.")
     if (points["cancelled"] > 0).any():
         sentences.append(
             "Some runs ended before their requests did: tokens of requests that were cut off count as output, and "

@@ -144,8 +144,8 @@ def list_caveats(frames: Frames) -> list[str]:
     found += answer.list_draft_conditions(frames)
     origins = [parse_origin(name) for name in load_labels.list_unique(table["origin"])]
     if servers := [origin.label for origin in origins if origin.engine]:
-        every = "" if len(servers) == len(origins) else " (those points)"
-        found.append(f"measured through HTTP on {format_list(servers)} as it runs{every}")
+        some = "" if len(servers) == len(origins) else "points of "
+        found.append(f"{some}{format_list(servers)} measured at a server over HTTP")
     found += engines.list_unknown(frames)
     emulated = table["emulate"].fillna("") != ""
     if emulated.any():
@@ -168,7 +168,9 @@ def list_caveats(frames: Frames) -> list[str]:
         both = by_steps.any() and (limited & ~by_steps).any()
         steps = f" ({f'{int(by_steps.sum()):,} ' if both else ''}by their step times)" if by_steps.any() else ""
         every = f" at {int(limited.sum()):,} of {len(table):,} points" if both else _format_some(limited)
-        found.append(f"clocks limited{'' if (limited & ~power).any() else ' by power'}{every}{steps}")
+        found.append(
+            f"clocks limited{'' if (limited & ~power).any() else ' by power'}{every}{steps}, marked throttled in the tables"
+        )
     return found
 
 

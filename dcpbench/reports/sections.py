@@ -179,7 +179,7 @@ def _build_points(frames: Frames, pictures: list[Picture]) -> list[Section]:
     return [
         Section(
             slug="kv",
-            title="KV capacity and what bounded it",
+            title="KV capacity and its limit",
             pictures=_select_pictures(pictures, "kv"),
             tables=[tables.build_kv_table(frames.kv), build_definitions(frames, "KV tokens per GiB")],
             bullets=explain.explain_bounds(everything),
@@ -266,7 +266,7 @@ def _build_trust(frames: Frames) -> list[Section]:
     return [
         Section(
             slug="repeats",
-            title="Whether repeats agree",
+            title="Agreement of repeats",
             paragraphs=[]
             if everything.empty
             else [findings.format_repeats_sentence(answer.collect_repeat_differences(frames))],
@@ -277,13 +277,13 @@ def _build_trust(frames: Frames) -> list[Section]:
         ),
         Section(
             slug="honesty",
-            title="Before you believe a number",
+            title="Before you use a number",
             paragraphs=explain.describe_conditions(everything),
             tables=[tables.build_conditions_table(everything)],
         ),
         Section(
             slug="run",
-            title="What was run",
+            title="Commands and layouts",
             commands=list(dict.fromkeys(e.command for r in frames.records if (e := r.environment) and e.command)),
             tables=[tables.build_runs_table(frames)],
             paragraphs=explain.list_file_notes(frames),

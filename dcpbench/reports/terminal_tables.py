@@ -39,6 +39,10 @@ SCATTER = (
     "scatter: half of the 95 % interval of the median within one launch. Another launch differs by more, with dcpbench's own engine by up "
     f"to {REPEATS_AGREE_WITHIN * 100:g} %; `dcpbench compare` measures it from four launches of each side."
 )
+SERVED_OUTPUT = (
+    "tok/s: output of all requests over the whole load, with prefills. ITL ms: median gap between two tokens of one request. Gaps with prefills "
+    "are longer, so that tok/s is below concurrency × 1000 / ITL."
+)
 IMPLIED = ("cpu", "oversubscribed")  # warnings that the title and the layout already express
 TOKENS = ((1e6, "M"), (1e3, "k"), (1.0, ""))  # units of KV capacities, largest first
 MAX_WORD_WIDTH = 24  # maximum width of a word of a label, in terminal columns
@@ -77,6 +81,7 @@ def render(frames: Frames) -> Group:
         parts.append(FittedTable(title, list(group["label"]), _make_served_columns(arrival, group), gap=1))
         parts += [make_plain_text(sentence) for sentence in _format_notes(group)]
     parts += [make_plain_text(SCATTER, "dim")] if len(points) else []
+    parts += [make_plain_text(SERVED_OUTPUT, "dim")] if len(served) else []
     parts += _render_engine_steps(frames)
     more = sum(map(len, tables)) - len(points) - len(served) - len(others)
     if more:

@@ -46,7 +46,7 @@ TITLES = {
 CACHE_NAMES = {NEW: "prefix-cache misses", SHARED: "shared prefixes", AGAIN: "prefix-cache hits"}
 CELL_CACHES = {NEW: "prefix-cache miss", SHARED: "shared prefix", AGAIN: "prefix-cache hit"}
 DOUBTS = {
-    BASE_DIFFERS: "the setting that it is compared with has no clean verdict, so agreement with it proves nothing",
+    BASE_DIFFERS: "the setting that it is compared with has no clean verdict, so agreement with it would not prove correctness",
     RARE: "some answers differ beyond rounding, too few to be distinguished from chance; ask more with --num-prompts",
     TOO_WIDE: "the rounding is so large that a fault could look like it; use a model without quantized activations, or trained weights",
     UNMEASURED: "some answers differ, and the rounding is unknown, as the answers of each server to the same prompt are almost always "
@@ -157,10 +157,15 @@ def _format_setting(result: SettingResult) -> list[str]:
 def _format_agreement(result: SettingResult, judgement: Judgement) -> str:
     """Return what was compared without a difference."""
     batches = _format_values([str(n) for n in sorted({c.cell.batch for c in judgement.counts})])
-    what = f"It answers as {result.reference} does" if result.reference else "Its answers repeat"
+    what = f"Its answers equal those of {result.reference}" if result.reference else "Its answers repeat"
     ties, outliers = (sum(getattr(c, name) for c in judgement.counts) for name in ("near_ties", "outliers"))
     further = f" and {format_count(outliers, 'outlier')}" if outliers else ""
-    lengths = f"{format_count(len(result.lengths), 'length')} of prompts from {result.lengths[0]:,} to {result.lengths[-1]:,} tokens"
+    first, last = result.lengths[0], result.lengths[-1]
+    lengths = (
+        f"prompts of {first:,} tokens"
+        if first == last
+        else f"{len(result.lengths):,} lengths of prompts from {first:,} to {last:,} tokens"
+    )
     return f"{what}, apart from rounding, at {lengths} and batch sizes {batches}; {format_count(ties, 'near-tie')}{further}."
 
 

@@ -648,7 +648,7 @@ class Client:
                 raise RequestError(OPEN_FILES, format_shortage()) from e
             why = e.strerror or str(e)
             raise RequestError(
-                "refused", f"nothing answers at {target.url} ({why}); is the server running, and at that port?"
+                "refused", f"no server answers at {target.url} ({why}); is the server running, and at that port?"
             ) from e
         self._all.add(connection)
         return connection

@@ -120,7 +120,7 @@ def _list_points(engine: Engine, layout: Layout, grid: Grid) -> list[Point]:
     )
     if grid.routing and point.weights != SYNTHETIC:
         raise UsageError(
-            f"--routing {grid.routing} with --engine needs --weights {SYNTHETIC}: other weights have routers of their own."
+            f"--routing {grid.routing} with --engine needs --weights {SYNTHETIC}: other weights have their own routers."
         )
     point = msgspec.structs.replace(
         point, q_replicate=grid.q_replicate, interleave=grid.interleave, routing=grid.routing
@@ -148,7 +148,7 @@ def _read_variants(engine: Engine, variants: Sequence[str], engines: int) -> dic
             )
         if not name or name in found:
             raise UsageError(
-                f"--variant {text}: each variant needs a name of its own, as in --variant eager=--enforce-eager."
+                f"--variant {text}: each variant needs its own name, as in --variant eager=--enforce-eager."
             )
         try:
             found[name] = shlex.split(flags if equals else engine.variants[name])

@@ -295,7 +295,7 @@ def _explain_no_tokens(
         others = f", {format_count(len(cancelled), 'other')} cut off" if cancelled else ""
         return f"no output token came: {format_count(len(failed), 'request')} failed{others}; the first one: {failed[0].failed}"
     if not rejected and not cancelled:
-        return "no request was submitted, so there is nothing to report; give --num-requests 1 or more."
+        return "no request was submitted; give --num-requests 1 or more."
     counts = f"no output token came: {format_count(len(rejected), 'request')} rejected and {len(cancelled):,} cut off"
     if rejected:
         return f"{counts}; the first one rejected: {rejected[0].rejected}"

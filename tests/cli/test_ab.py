@@ -87,7 +87,7 @@ def test_it_says_what_cpus_are_worth_and_what_runs_then_a_line_a_round_and_one_r
     )
     assert done.returncode == 0, done.stderr
     first, a, refused, *_ = said = done.stderr.splitlines()
-    assert first.startswith("CPU: functional run — these timings say nothing about performance; all of them will be")
+    assert first.startswith("CPU: functional run — these timings do not reflect performance; all of them will be")
     assert a == "A: dcpbench sweep --tp 2 --dcp 2,4 --concurrency 2 --context 100 --no-baseline  (1 point)"
     assert refused.startswith("   cannot run: tp2·dp1·dcp4 at 2 × 100: ")
     assert "2 rounds of A and B in turn. Output: out" in said
@@ -190,7 +190,7 @@ def test_more_rounds_are_added_to_those_that_are_there(ab, tmp_path: Path) -> No
     assert "ran on a CPU" in first.stdout
     refused = ab(*SAME, "--rounds", "2", "-o", "out")
     assert refused.returncode == 2
-    assert "--resume to go on, --force to start over" in refused.stderr
+    assert "--resume to continue, --force to start over" in refused.stderr
     more = ab(*SAME, "--rounds", "2", "-o", "out", "--resume", "--allow-cpu", "--fail-on", "slower:2%,undecided")
     assert more.returncode == 1, more.stdout  # two launches of each side decide nothing
     assert "Round 2 of 2: step time " in more.stderr
@@ -223,7 +223,7 @@ def test_a_point_that_fails_in_b_alone_fails_the_gate_and_not_the_comparison(ab)
         (["--b", "--tp 1"], 'such as --a "--tp 1 --concurrency 8"'),
         (["--workload", "bench"], "give sweep or serve"),
         (["--rounds", "0"], "such as --rounds 8"),
-        (["--resume"], "--resume needs the run to go on with"),
+        (["--resume"], "--resume needs the run to continue"),
         (["--fail-on", "slow:2%"], "--fail-on slow:2%: give one of"),
     ],
 )

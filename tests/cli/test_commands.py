@@ -94,7 +94,7 @@ def test_a_sweep_measures_reports_and_goes_on_where_it_failed(dcpbench: Typed, t
     first = dcpbench(*sweep)
     assert first.returncode == 4
     assert "Report: run/report/report.html" in first.stdout
-    assert "CPU: functional run — these timings say nothing about performance" in first.stderr
+    assert "CPU: functional run — these timings do not reflect performance" in first.stderr
     assert "[1/2] tiny tp2·dcp2 reference ag_rs, 2 × 13 tokens  FAILED: rank 1: ValueError" in first.stderr
     assert "[2/2] tiny tp2·dcp2 reference ag_rs, 2 × 100 tokens  step 10.0 ms" in first.stderr
     failed, ok = read_records(tmp_path / "run")
@@ -230,7 +230,7 @@ class TestPlansForAnotherMachine:
         assert code == 0
         assert "tp8·dcp8" in out
         assert "deepseek-v3" in out
-        assert "A plan for 8 × NVIDIA H200, not for this machine; nothing is measured." in err
+        assert "A plan for 8 × NVIDIA H200; not for this machine, and nothing is measured." in err
         assert "139.7 GiB" in err or "139.8 GiB" in err
 
     def test_nothing_is_asked_of_this_machine(self, call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +344,7 @@ def test_the_command_line_overrides_the_file(call, tmp_path: Path) -> None:
         (["sweep", "--dcp", "3"], 2, "--dcp 3 does not divide --tp 4"),
         (["sweep", "--model", "gpt-2"], 2, "known models: "),
         (["sweep", "--tp", "x"], 2, "--tp x: not a whole number"),
-        (["sweep", "--resume"], 2, "--resume needs the run to go on with"),
+        (["sweep", "--resume"], 2, "--resume needs the run to continue"),
         (["sweep", "--resume", "--force", "-o", "x"], 2, "contradict each other"),
         (["sweep", "--timeout", "0"], 2, "--timeout 0 is not a positive number of seconds; try --timeout 300"),
         (["sweep", "--timeout", "nan"], 2, "--timeout nan is not"),

@@ -466,7 +466,7 @@ def test_paragraphs_use_the_width_there_is(command: list[str], monkeypatch, caps
 def test_only_a_dry_run_promises_the_line_that_waits() -> None:
     """torch.profiler records the first line of a function only."""
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert "dry-run reports the line." in help_of("syncs")
+    assert "dry-run reports the exact line." in help_of("syncs")
     assert "`dcpbench syncs dry-run -- python serve.py` prints the line that waits" in readme
     for command in ("scan", "run", "serve"):
         assert not re.search(r"(which|the) lines? that wait", help_of("syncs", command))

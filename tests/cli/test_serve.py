@@ -177,7 +177,7 @@ def test_a_rate_of_inf_is_explained(call) -> None:
         (["--step-times", "x"], "add --mode replay"),
         (["--mode", "replay", "--step-times", "x"], "no such file"),
         (["--kv-memory", "1KiB"], "all requests here need"),
-        (["--resume"], "--resume needs the run to go on with"),
+        (["--resume"], "--resume needs the run to continue"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

@@ -188,7 +188,7 @@ class TestInAPipe:
         assert done.returncode == 130
         assert done.stdout.splitlines() == [
             f"sweep in {ended}: stopped with 1 left; go on with --resume",
-            "CPU: functional run — these timings say nothing about performance",
+            "CPU: functional run — these timings do not reflect performance",
             "tiny tp2 reference, 2 × 100 tokens: 200 tok/s, ITL 10 ms",
             "1 of 2 points · 1 left · 6 points/min · 10 s so far",
         ]

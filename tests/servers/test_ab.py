@@ -104,4 +104,4 @@ def test_a_server_that_is_not_there_names_its_side(tmp_path: Path, capsys: pytes
         code, _, err = ab(capsys, *words, "--a", f"--url {a}", "--b", "--url http://127.0.0.1:9")
     assert code
     assert "--b " in err
-    assert "nothing answers at http://127.0.0.1:9" in err
+    assert "no server answers at http://127.0.0.1:9" in err

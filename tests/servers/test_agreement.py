@@ -246,7 +246,7 @@ class TestVerdicts:
             "A: CONSISTENT. Its answers repeat, apart from rounding, at 2 lengths of prompts from 64 to 512"
         )
         assert b.startswith(
-            "B: AGREE. It answers as A does, apart from rounding, at 2 lengths of prompts from 64 to 512 tokens and batch sizes 1 and 12; "
+            "B: AGREE. Its answers equal those of A, apart from rounding, at 2 lengths of prompts from 64 to 512 tokens and batch sizes 1 and 12; "
             "0 near-ties. A fault in 2.47% of prompts (5% of those of one length), or in 0.056% of tokens, would have been seen with 95% "
             "confidence, if it chooses tokens more than 0.2 apart in log-probability, or replaces all likely tokens."
         )

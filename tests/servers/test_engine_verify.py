@@ -192,8 +192,8 @@ class TestSettings:
         ("engines", "variants", "message"),
         [
             (["vllm"], ["graphs"], "vllm has no such variant (it has eager)"),
-            (["vllm"], ["a=--x", "a=--y"], "each variant needs a name of its own"),
-            (["vllm"], ["=--x"], "each variant needs a name of its own"),
+            (["vllm"], ["a=--x", "a=--y"], "each variant needs its own name"),
+            (["vllm"], ["=--x"], "each variant needs its own name"),
             (["vllm"], ["a='--x"], "close its quotes"),
             (["vllm", "sglang"], ["a=--x"], "write them into [variants] of its file"),
             (["vllm", "vllm"], [], "vllm tp2 is listed twice"),

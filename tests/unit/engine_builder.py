@@ -26,7 +26,7 @@ TINY = SHAPES["tiny"]
 
 
 def layers(shape: ModelShape, dense: int | None = None, moe: int | None = None) -> memory.Layers:
-    """So many distinct layers to hold, by default all of them."""
+    """Return so many distinct layers to hold, by default all of them."""
     whole = memory.count_all_layers(shape)
     return memory.Layers(whole.dense if dense is None else dense, whole.moe if moe is None else moe)
 

@@ -55,7 +55,7 @@ class Run:
 
     @property
     def length(self) -> int:
-        """From the first work to the end of the last."""
+        """Return the time from the first work to the end of the last."""
         return max(end for _, end in self.work) - min(start for start, _ in self.work) if self.work else 0
 
 

@@ -263,6 +263,6 @@ def test_an_amount_has_the_unit_that_fits():
 
 
 def test_labels_of_bytes_are_an_eighth_of_the_axis_apart_at_least():
-    """From 1 to 256 that is a factor of 2; where all are one size it has its label."""
+    """An eighth of an axis from 1 to 256 is a factor of 2; where all are one size it has its label."""
     assert select_spaced([1, 2, 3, 4, 8, 16, 32, 64, 127, 128, 200, 256, 256]) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     assert select_spaced([5, 5]) == [5]

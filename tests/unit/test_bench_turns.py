@@ -37,7 +37,7 @@ class Workload:
 
 @pytest.fixture
 def groups(monkeypatch):
-    """Which graphs were timed together, each as the calls of a pass; the first takes 1 µs, the next 2, and so on."""
+    """Return which graphs were timed together, each as the calls of a pass; the first takes 1 µs, the next 2, and so on."""
     found = []
 
     def gpu_times(passes, **_):

@@ -111,7 +111,7 @@ class TestFindings:
         ]
 
     def test_few_positions_have_no_median(self):
-        """Of seven positions the median is that of few roundings that fell the other way."""
+        """Seven positions give no reliable median: it would be that of a few roundings that fell the other way."""
         found = find_errors(BF16, {0: comparison(difference(*[1.0] * 7))})
         assert [finding.position for finding in found] == [0]
 

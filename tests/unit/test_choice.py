@@ -75,7 +75,7 @@ class TestChoose:
 
     @pytest.mark.usefixtures("ran")
     def test_a_named_exchange_and_an_open_backend(self, engine):
-        """Whether FlashInfer is missing or cannot take these widths, it is noted and passed over."""
+        """FlashInfer is noted and passed over if it is missing or cannot take these widths."""
         found = chosen_by(engine, msgspec.structs.replace(POINT, backend="auto", exchange="a2a"))
         assert str(found) == "reference a2a"
         first, second = found.candidates

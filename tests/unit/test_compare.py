@@ -360,7 +360,7 @@ class TestVerdicts:
         return point
 
     def test_what_a_forecast_has_no_ends_for_is_not_judged(self, tmp_path: Path) -> None:
-        """Of served loads these are all but output, TTFT p50 and ITL p50; that the other side was measured helps nothing."""
+        """Only output, TTFT p50 and ITL p50 of served loads have ends; other metrics stay unjudged, even if the other side was measured."""
         point = self.served_launches(tmp_path, 0.01)
         assert point.forecast == ["a"]
         judged = {row.metric for row in point.rows if row.low is not None}

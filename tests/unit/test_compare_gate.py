@@ -29,7 +29,7 @@ def test_a_rule_that_guards_nothing_is_not_judged_and_never_passes(tmp_path: Pat
 
 @pytest.mark.parametrize("rules", ["undecided", "missing,undecided"])
 def test_undecided_alone_fails_where_a_verdict_is_undecided_and_nowhere_else(tmp_path: Path, rules: str) -> None:
-    """Of one launch each, how launches scatter leaves times undecided; memory is counted, and the same."""
+    """With one launch on each side, scatter between launches leaves times undecided; memory is counted, and it is the same."""
     p = build.point()
     found = compared(tmp_path / "level", [build.ok(p)], [build.ok(p)])
     fail_on.apply_rules(found, fail_on.read_rules(rules))

@@ -72,7 +72,7 @@ def test_only_what_is_decided_and_not_worse_gets_a_tick(tmp_path: Path) -> None:
 
 
 def test_every_form_says_which_sides_are_forecasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of which of two points; nothing where all was measured."""
+    """Every form also names which of two points is a forecast, and nothing if all was measured."""
     of = build.point(Layout(4), concurrency=16)
     a, b = ([forecast_steps(ms, (0.1, 0.1)), build.ok(of)] for ms in (10, 8))
     found = compared(tmp_path, a, b, launch_noise=0.02)
@@ -255,7 +255,7 @@ class TestOutputs:
         assert len(found.fails) == 4
 
     def test_a_gate_that_could_not_have_failed_ends_with_3(self, tmp_path: Path, call) -> None:
-        """And with 0 as soon as four launches of each side are there."""
+        """The exit code is 0 as soon as each side has four launches."""
         for n in (1, 4):
             write_launches(tmp_path / f"a{n}", n, seed=1, cv=0.002)
             write_launches(tmp_path / f"b{n}", n, seed=2, cv=0.002)

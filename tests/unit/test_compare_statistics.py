@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def stats() -> ModuleType:
-    """Of scipy, which takes more than a second to import: who only collects tests does not."""
+    """Return scipy.stats, which takes more than a second to import, so that collecting the tests does not import it."""
     from scipy import stats
 
     return stats
@@ -209,7 +209,7 @@ class TestEffects:
     def test_several_launches_on_both_sides_are_welchs_t_with_the_freedom_of_the_smaller_side(
         self, stats: ModuleType
     ) -> None:
-        """And never more certain than with the variance that launches have if they correlate by 0.5."""
+        """The test is never more certain than with the variance of launches that correlate by 0.5."""
         a, b = [0.01, 0.03, 0.02, 0.05], [0.08, 0.02, 0.09, 0.04, 0.06]
         welch = stats.ttest_ind(b, a, equal_var=False)
         found = effects.compare_sides(estimates(*a), estimates(*b))

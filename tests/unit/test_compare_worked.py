@@ -58,7 +58,7 @@ class TestEffects:
     def test_the_variance_of_a_mean_of_correlated_launches_is_that_of_an_ar1_process(
         self, launches: int, correlation: float
     ) -> None:
-        """From the matrix of covariances ρ^|i - j|: the variance of the mean, over what S² / n says on average."""
+        """The variance of the mean follows from the matrix of covariances ρ^|i - j|, and is divided by the mean of S² / n."""
         n = launches
         covariances = [[correlation ** abs(i - j) for j in range(n)] for i in range(n)]
         of_mean = sum(map(sum, covariances)) / n**2
@@ -204,13 +204,13 @@ class TestVerdicts:
         assert row.verdict == verdict
 
     def test_the_same_is_shown_with_the_interval_of_two_one_sided_tests(self) -> None:
-        """At 5 % each end is missed by 5 %, so that 90 % are within."""
+        """Each end is missed by 5 %, so that 90 % are within."""
         (row,) = decided(effects.Effect(0.0, 1e-6, 8.0, 0.001, (5, 5)))
         assert (row.verdict, row.differs, row.confidence) == ("SAME", False, pytest.approx(0.9))
         assert row.high == pytest.approx(math.exp(0.001 * t(0.05, 8)))
 
     def test_many_tests_are_each_asked_for_more(self) -> None:
-        """Of four, of which one is clear, the level of each is 5 % / 4."""
+        """One of four tests is clear, so that the level of each is 5 % / 4."""
         clear, *others = (effects.Effect(log, 1e-4, 8.0, 0.01, (5, 5)) for log in (0.1, 0.0, 0.0, 0.0))
         row, *rest = decided(clear, *others)
         assert row.confidence == pytest.approx(1 - 0.0125)

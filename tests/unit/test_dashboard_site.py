@@ -350,7 +350,7 @@ class TestBuildingAgain:
         assert copy.read_bytes() == (runs / "run-001" / "records.jsonl").read_bytes()
 
     def test_the_same_runs_make_the_same_files(self, tmp_path: Path) -> None:
-        """From another folder, with other file times, and over an older site."""
+        """The second site is made from another folder, with other file times, and over an older site."""
         one = dashboard_builder.history(tmp_path / "one" / "runs", runs=4, count=3)
         site.build(one, tmp_path / "a")
         shutil.copytree(one, tmp_path / "two" / "runs", copy_function=shutil.copyfile)
@@ -379,7 +379,7 @@ class TestBuildingAgain:
     def test_without_ruptures_it_says_so_before_it_makes_a_page(
         self, tmp_path: Path, quick_pages: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """And leaves no half of a site behind."""
+        """No half of a site is left behind."""
         runs = dashboard_builder.history(tmp_path / "runs", runs=8, count=1)
         monkeypatch.setitem(sys.modules, "ruptures", None)
         with pytest.raises(MissingPackageError, match=r"pip install '\.\[dashboard\]'"):
@@ -445,7 +445,7 @@ class TestBuildingAgain:
     def test_the_index_is_written_before_the_first_page_and_again_while_pages_are_made(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """At 9 s a page and an index every 10 s, the third page begins with the first two in the index."""
+        """A page takes 9 s and an index is written every 10 s, so that the third page begins with the first two in the index."""
         seen: list[list[int]] = []
         now = [0.0]
 
@@ -498,7 +498,7 @@ class TestBuildingAgain:
 
 
 def change(ratio: float | None) -> Change:
-    """From 100, or from 0 where there is no ratio."""
+    """Make a change from 100, or from 0 if there is no ratio."""
     if ratio is None:
         return Change(0, 0.0, 5.0, None, None, None)
     return Change(0, 100.0, 100.0 * ratio, ratio, ratio - 0.01, ratio + 0.01)
@@ -530,7 +530,7 @@ class TestLatestChanges:
         assert step["same_code"] == 1
 
     def test_points_of_a_layout_that_changed_alike_are_one_line(self, tmp_path: Path) -> None:
-        """Of 16 points in four layouts one halves its speed and the others lose 10 %: five lines, the largest first."""
+        """One of 16 points in four layouts halves its speed and the others lose 10 %: five lines, the largest first."""
         for run in range(12):
             found = [
                 dashboard_builder.record(of, run, faster=0.5 if i == 3 and run >= 6 else 0.9 if run >= 6 else 1)
@@ -645,7 +645,7 @@ def test_runs_as_large_as_a_site_takes_are_read(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_page_that_is_made_later_is_noted_beside_all_that_a_build_left(tmp_path: Path) -> None:
-    """And where nothing was built yet it is noted alone."""
+    """If nothing was built yet, the page is noted alone."""
     (run,) = discovery.load_runs(dashboard_builder.history(tmp_path / "runs", runs=1), {}, lambda _: None).runs
     site._write_state(tmp_path, {site.OURS: site.FORMAT, "index": "data/index.json", "pages": {"other": "key"}})
     site.record_page(tmp_path, run)

@@ -107,7 +107,7 @@ WAIT = SyncSite(found_in="replay", rule="SYNC003", kind="copy-to-host", call="cu
 
 class TestFollow:
     def test_points_of_one_engine_share_its_weights_whatever_they_are_computed_with(self):
-        """From the reference to Triton with another exchange and back: the weights and the pool stay, what was planned goes."""
+        """The points go from the reference to Triton with another exchange and back: the weights and the pool stay, and what was planned goes."""
         built = session()
         engine = built.engine
         weights, pool, plain = engine.model.weights, engine.model.kv.data, engine.exchange
@@ -137,7 +137,7 @@ class TestFollow:
 
 
 def test_an_engine_allocates_what_its_plan_says():
-    """Which is what --dry-run prints: the pool, the weights of all layers that are held, and room for the requests."""
+    """The engine allocates what --dry-run prints: the pool, the weights of all held layers, and the buffers of requests."""
     built = session()
     plan, engine = built.plan, built.engine
     assert engine.model.kv.data.nbytes == plan.kv_bytes
@@ -184,7 +184,7 @@ class TestRecord:
         assert 2 / 8 <= measured[1].honesty.experts_hit <= 1
 
     def test_without_rates_no_step_has_a_floor(self, measured):
-        """On the CPU none are measured."""
+        """No rates are measured on the CPU."""
         assert (measured[1].rates, measured[1].floor) == (None, None)
 
     def test_a_floor_is_that_of_the_requests_and_not_of_padding(self):
@@ -221,7 +221,7 @@ class TestRecord:
         assert decode.compute_step_floor(session(), POINT, 4, [], Rates(read_bytes_s=1e6, copy_bytes_s=1e6)) is None
 
     def test_one_rank_is_the_busiest_and_the_mean(self, measured):
-        """Of as many experts and rows."""
+        """With one rank, the busiest and the mean have equally many experts and rows."""
         honesty = measured[1].honesty
         assert (honesty.busiest_rank_experts, honesty.busiest_rank_rows) == (1, 1)
 
@@ -253,7 +253,7 @@ class TestRecord:
         assert (engine.requests.available, engine.allocator.free_pages) == (3, 9)
 
     def test_profiling_can_be_left_out(self, measured):
-        """On the same session, with fewer requests."""
+        """The second point runs in the same session, with fewer requests."""
         record, stages = run(measured[0], msgspec.structs.replace(POINT, concurrency=2), profile=False)
         assert record.phases is None
         assert stages == ["check", "measure"]
@@ -462,7 +462,7 @@ class TestMarks:
 
 
 class TestGraphError:
-    """On the CPU there is no graph: a replay is played by a function that changes what the eager step left."""
+    """There is no graph on the CPU: a function that changes what the eager step left stands in for the replay."""
 
     @pytest.fixture
     def batch(self):
@@ -486,7 +486,7 @@ class TestGraphError:
         return decode._compute_graph_error(engine, planned)
 
     def test_a_graph_that_does_the_same_has_none(self, batch, monkeypatch):
-        """Though -inf stands in both, whose difference would be NaN."""
+        """Both outputs contain -inf, of which the difference would be NaN."""
         assert self.error(batch, lambda logits: logits, monkeypatch) == 0
 
     def test_a_graph_that_computes_something_else_is_seen(self, batch, monkeypatch):
@@ -565,7 +565,7 @@ def test_all_ranks_profile_with_stacks_where_one_of_them_waited(monkeypatch):
 
 @pytest.mark.parametrize(("device", "unsure"), [("cuda", (0.03, 0.06)), ("cpu", (0.0, 0.0))])
 def test_a_forecast_is_as_unsure_as_its_wire_and_its_ranks(device, unsure):
-    """Of 10 ms: 0.2 and 0.4 for the wire, and 1 and 2 % of the step; a CPU waits for no wire."""
+    """The band of 10 ms is 0.2 and 0.4 ms for communication and 1 and 2 % of the step; a CPU waits for no communication."""
     emulated = Emulated(
         machine="H200", calls=1, wire_us=1000.0, wire_low_us=800.0, wire_high_us=1400.0, ranks_low=0.01, ranks_high=0.02
     )

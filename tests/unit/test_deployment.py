@@ -211,7 +211,7 @@ class TestOneAlone:
         assert [ms[0] for ms in token_ms(found)] == [42, 42]
 
     def test_who_arrives_or_runs_on_an_instance_that_decodes_keeps_a_page_free(self) -> None:
-        """Of 8 pages: each that is there has its own and one to grow by."""
+        """Each request in a pool of 8 pages has its own page and one to grow by."""
         decodes = DecodeScheduler(config())
         (replica,) = decodes.replicas
         assert (decodes.find_able_replicas(32), decodes.find_able_replicas(33)) == ([replica], [])
@@ -354,7 +354,7 @@ class TestConservation:
 
     @pytest.mark.parametrize("seed", RANDOM)
     def test_links_are_never_shared(self, seed: int) -> None:
-        """Of each sender, and of each receiver, one transfer at a time, each as long as its bytes take."""
+        """Each sender and each receiver has one transfer at a time, as long as its bytes take."""
         found, deployed = random_split(seed, Fixed())
         ends = collections.defaultdict(list)
         for t in found.deployed.transfers:

@@ -172,7 +172,7 @@ GPU_FAULTS = {
     "utilisation": (
         {"nvmlDeviceGetUtilizationRates": of(1, SimpleNamespace(gpu=97), SimpleNamespace(gpu=0))},
         "busy 97 %",
-        "end what",
+        "end the program",
     ),
     "other processes": (
         {"nvmlDeviceGetComputeRunningProcesses": of(1, [SimpleNamespace(pid=1, usedGpuMemory=3 * GIB)], [])},
@@ -219,7 +219,7 @@ def test_without_a_driver_everything_about_gpus_is_unread(tmp_path: Path) -> Non
     report = looked(tmp_path, nvmlInit=missing, nvmlSystemGetDriverVersion=missing)
     said = found(UNREAD, report)
     assert len(said) == 2
-    assert "nothing is known of clocks, power, other processes, MIG, ECC and peer access" in said[0]
+    assert "clocks, power, other processes, MIG, ECC and peer access are unknown" in said[0]
     assert not {"clocks", "power", "MIG", "ECC", "peer access"} & {f.check for f in report.findings}
     assert report.exit_code == 4
 
@@ -291,7 +291,7 @@ HOST_FAULTS = {
     ),
     "locks": (System(check_lock=OSError(errno.ENOLCK, "No locks available")), 1, BAD, "No locks available"),
     "ports": (System(bind=OSError(errno.EADDRNOTAVAIL, "Cannot assign")), 1, BAD, "where ranks meet"),
-    "clock": (System(read_clock=(False, 0)), 2, BAD, "nothing keeps it right"),
+    "clock": (System(read_clock=(False, 0)), 2, BAD, "no service synchronises it"),
     "cores": (System(get_load=40.0), 1, NOTE, "40.0 processes keep 64 cores busy"),
     "NUMA balancing": (System(files={"/proc/sys/kernel/numa_balancing": "1"}), 1, NOTE, "numa_balancing"),
 }
@@ -299,7 +299,7 @@ HOST_FAULTS = {
 
 @pytest.mark.parametrize("below", ["", "run"])
 def test_a_file_where_a_run_would_write_is_told(below: str, tmp_path: Path) -> None:
-    """Also above the folder: the run could not make it."""
+    """A file above the folder is reported as well, as the run could not create the folder."""
     (tmp_path / "file").write_text("")
     report = looked(tmp_path / "file" / below)
     assert [(f.check, f.what, f.where) for f in report.findings if f.level == BAD] == [
@@ -451,10 +451,10 @@ def test_cores_near_a_gpu_are_counted_from_words_of_64_bits(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("kept", "error_us", "nnodes", "level", "said"),
     [
-        (True, 900, 1, OK, "kept, wrong by 0.9 ms at most."),
-        (False, 0, 1, NOTE, "nothing keeps it right"),
-        (False, 0, 2, BAD, "nothing keeps it right"),
-        (True, host.APART_US, 2, OK, "kept, wrong by"),
+        (True, 900, 1, OK, "synchronised, wrong by 0.9 ms at most."),
+        (False, 0, 1, NOTE, "no service synchronises it"),
+        (False, 0, 2, BAD, "no service synchronises it"),
+        (True, host.APART_US, 2, OK, "synchronised, wrong by"),
         (True, host.APART_US + 1_000_000, 2, BAD, f"kept, but it may be {host.APART_US / 1e3 + 1000:,.0f} ms wrong."),
     ],
 )
@@ -537,7 +537,7 @@ def test_of_packages_of_several_names_the_first_that_is_installed_counts(monkeyp
 
 
 def test_a_torch_without_cuda_uses_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no NCCL is missed."""
+    """No missing NCCL is reported either."""
     monkeypatch.setattr(software, "read_torch_cuda", lambda: None)
     report = looked(tmp_path)
     assert found(NOTE, report) == ["CUDA of torch : this torch is built without CUDA: it uses no GPU."]

@@ -94,7 +94,7 @@ class TestReplay:
 
 class TestStepTimes:
     def test_a_step_is_longer_by_the_ratio_of_its_floors(self) -> None:
-        """Of 8 requests with 4,096 KV tokens: the floor of 4 rows each, with three passes of the layer that drafts, over that of one."""
+        """For 8 requests with 4,096 KV tokens, the ratio is the floor of 4 rows each, with three passes of the draft layer, over the floor of one row."""
         times, how = estimate_draft_steps(TIMES, DRAFTED)
         assert how
         case = Case(decodes=(Decodes(8, 4000),))
@@ -113,7 +113,7 @@ class TestStepTimes:
         assert 1 + 1 / 61 < ratio < 1.03
 
     def test_measured_steps_with_drafts_are_taken_as_they_are(self) -> None:
-        """And what they leave out is named, for a model with a layer that drafts."""
+        """What the measured steps leave out is named, for a model with a draft layer."""
         own = step_times(path=get_engine_path(DRAFTED))
         found, how = estimate_draft_steps(own, DRAFTED)
         assert (found is own, how) == (True, "measured, but steps with prompts do not run the layer that drafts")
@@ -186,7 +186,7 @@ class TestForecasts:
         assert 1 < drafted / plain < drafted_dcp / with_dcp
 
     def test_a_measured_step_yields_the_tokens_of_the_acceptance_that_is_asked_for(self) -> None:
-        """Of 8 requests in 20 ms, measured without a stated acceptance, which counts one token a step: 400 tok/s, and 2.564 times that."""
+        """A step of 8 requests takes 20 ms and was measured without a stated acceptance, which counts one token a step: 400 tok/s, and 2.564 times that."""
         point = record_builder.point(Layout(4, 1, 4), concurrency=8, mtp=3)
         step = Interval(median=20.0, low=19.0, high=21.0, samples=9)
         record = record_builder.ok(point)
@@ -219,8 +219,8 @@ class TestReports:
         folders = [record_builder.write(tmp_path / name, [one]) for name, one in (("a", drafted), ("b", record))]
         sentences = answer.list_draft_conditions(load_frames(folders))
         assert sentences == [
-            "2 drafts a step, of which acceptance was assumed: 0.9/0.5, 2.35 tokens a step",
+            "2 drafts a step, accepted with assumed probabilities (0.9/0.5 for successive drafts): 2.35 tokens a step on average",
             "times of steps with drafts are estimated: x",
         ]
         first = answer.format_top_sentences(load_frames([folders[0]]))
-        assert any(text.startswith("2 drafts a step, of which acceptance was assumed") for text in first)
+        assert any(text.startswith("2 drafts a step, accepted with assumed probabilities") for text in first)

@@ -60,7 +60,7 @@ class Counting:
 
 
 def point(layout: Layout, exchange: str = "none", **changes: object) -> Point:
-    """Of the tiny model, emulated."""
+    """Make an emulated point of the tiny model."""
     same = {
         "model": "tiny",
         "backend": "reference",
@@ -126,9 +126,7 @@ def test_a_step_of_any_layout_runs_on_one_rank_and_is_marked(layout: Layout, exc
 @pytest.mark.parametrize("exchange", ["ag_rs", "a2a", "symm"])
 @pytest.mark.parametrize(("project_first", "q_replicate"), [(False, False), (True, False), (False, True)])
 def test_an_exchange_takes_as_long_as_benches_of_it_did(exchange: str, project_first: bool, q_replicate: bool) -> None:
-    """By the bytes of its own formula: q (N−1)/N·H·Q, o (N−1)/N·H·R, lse. What it leaves has the shape that layers behind it
-    take, and is finite.
-    """
+    """The exchange sends the bytes of its own formula: q (N−1)/N·H·Q, o (N−1)/N·H·R, lse. What it leaves has the shape that the next layers take, and is finite."""
     ranks, batch, heads, width, value = 4, 3, 16, 24, 128
     wire = Counting()
     emulation = Emulation(wire)  # type: ignore[arg-type]
@@ -164,7 +162,7 @@ def test_an_exchange_takes_as_long_as_benches_of_it_did(exchange: str, project_f
 
 
 def test_an_exchange_that_nobody_measured_is_refused_where_it_is_made() -> None:
-    """So that `--exchange auto` passes over it."""
+    """The refusal lets `--exchange auto` pass over it."""
     spec = ExchangeSpec(batch=1, heads=4, width=8, value=8, dtype=torch.bfloat16, device=CPU)
     groups = make_emulated_groups(Layout(2, dcp=2), 0, Emulation(Wire({}, host=8)))
     with pytest.raises(UsageError, match="symm was not measured"):
@@ -223,7 +221,7 @@ def test_tokens_that_go_to_nobody_make_no_rank_busy(device: torch.device) -> Non
 
 
 def test_a_layout_with_whole_experts_computes_those_of_the_busiest_rank() -> None:
-    """Of each layer as many experts as the most that any rank of the real layout has."""
+    """Each layer has as many experts as the busiest rank of the real layout."""
     asked = point(Layout(4, dp=4), ep="tp", concurrency=8)
     settings = Settings(seconds=0.05, profile=False)
     plan = plan_engine([asked], settings, TINY, PROBE)
@@ -249,7 +247,7 @@ def refused(**options: object) -> str:
 
 
 def test_one_gpu_takes_layouts_of_many_once_it_is_asked_to() -> None:
-    """And the sentence that refuses them otherwise ends with the option."""
+    """Without the option, the message that refuses them names it at its end."""
     said = refused(tp="8", dcp="8")
     assert "needs 8 GPUs and there are 1" in said
     assert said.endswith("To forecast tp8·dcp8 from one GPU, add --emulate H200.")
@@ -295,7 +293,7 @@ def test_what_cannot_be_emulated_gets_a_sentence(options: dict[str, object], sai
 def test_a_machine_needs_the_exchange_itself_and_what_brings_queries(
     left_out: str, exchange: str, said: str, tmp_path: Path
 ) -> None:
-    """And none of the other collectives that it is made of. It is refused before anything is built."""
+    """The other collectives of which the exchange consists are not needed. A lacking one is refused before anything is built."""
     calls = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "ag_rs", "a2a")
     rows = "".join(f"    [{ranks}, 1, 100000, 20.0],\n" for ranks in (2, 8))
     file = tmp_path / "m.toml"
@@ -383,7 +381,7 @@ def test_two_hosts_with_a_link_can_be_emulated() -> None:
 
 
 def test_what_one_rank_computes_is_not_verified() -> None:
-    """Nor are a checkpoint's weights of use."""
+    """A checkpoint's weights are refused as well, as they would be of no use."""
     asked = point(Layout(8), backend="triton", dtype="bf16")
     for machine, changed, said in (
         (validate.Machine(probe=ONE_GPU, timed=False), asked, "verify compares results"),

@@ -67,7 +67,7 @@ class Loop:
 
 class TestVllm:
     def test_decodes_and_chunks_share_the_token_budget(self) -> None:
-        """Of 8 tokens, running requests take theirs first; a chunk may end inside a block."""
+        """Running requests take their part of 8 tokens first; a chunk may end inside a block."""
         loop = Loop(VLLM, (3, 4), (9, 2))
         assert loop.run_all() == [
             ([], [(0, 0, 3), (1, 0, 5)]),  # 8 = 3 + 5
@@ -177,9 +177,7 @@ class TestSglang:
         assert found[14] == ([], [(1, 0, 4)])
 
     def test_running_requests_reserve_a_share_of_what_they_may_generate(self) -> None:
-        """Of 128 tokens, request 0 holds 40; it may generate 79 more, of which 0.7 are reserved: 55.3. Left are 32.7.
-        Request 1 needs 24 + 4 + 4 = 32 and is admitted; with 5 tokens to generate it would need 33 and wait.
-        """
+        """Request 0 holds 40 of 128 tokens; it may generate 79 more, of which 0.7 are reserved: 55.3. Left are 32.7. Request 1 needs 24 + 4 + 4 = 32 and is admitted; with 5 tokens to generate it would need 33 and wait."""
         for output, expected in ((4, ([], [(1, 0, 24)])), (5, ([0], []))):
             loop = Loop(SGLANG, (40, 80), pages=33, chunk=64, prefix_cache=False, max_context=200)
             assert loop.run() == ([], [(0, 0, 40)])

@@ -482,7 +482,7 @@ def test_rows_whose_tokens_are_discarded_take_time() -> None:
 @pytest.mark.parametrize("multiple", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("budget", [512, 8192, 2047])
 def test_the_multiple_of_tokens_that_makes_steps_fast_is_found(budget: int, multiple: int) -> None:
-    """By the times of prompts alone; other lengths take 1.5 times as long, and noise is 4 %."""
+    """The times of prompts alone determine it; other lengths take 1.5 times as long, and noise is 4 %."""
     engine = msgspec.structs.replace(ENGINE, token_budget=budget)
     noise = itertools.cycle([1.0, 1.04, 0.98])
 

@@ -63,7 +63,7 @@ class TestShares:
         assert compute_zipf_shares(8, 1, 1.0) == pytest.approx([1 / r / 2.717857 for r in range(1, 9)])
 
     def test_a_token_takes_an_expert_at_most_once(self) -> None:
-        """Of two rows over 1, 1/4, 1/9, 1/16 the first expert would take 1.4: it takes 1, and the others share the second row."""
+        """With shares 1, 1/4, 1/9, 1/16 the first expert would take 1.4 of two rows: it takes 1, and the others share the second row."""
         rest = 1 / 4 + 1 / 9 + 1 / 16
         assert compute_zipf_shares(4, 2, 2.0) == pytest.approx([1, 1 / 4 / rest, 1 / 9 / rest, 1 / 16 / rest])
 
@@ -89,7 +89,7 @@ class TestShares:
 class TestDraws:
     @by_model
     def test_counts_equal_the_distribution(self, model: str, exponent: float) -> None:
-        """Of T tokens share · T take an expert, with variance T · share · (1 − share), so that χ² is the experts less k on average.
+        """An expert is taken by share · T of T tokens, with variance T · share · (1 − share), so that χ² is the number of experts less k on average.
 
         The mean of 58 or more layers is within 5 % of that; no layer is above the 99.99th percentile of χ², 1.36 times the experts.
         """
@@ -108,7 +108,7 @@ class TestDraws:
         assert found.min() > V3.experts * MAX_CHI_SQUARED
 
     def test_a_token_is_routed_alike_among_any_others(self) -> None:
-        """By its number, the seed and the layer: whatever ranks there are, and in whatever order they have tokens."""
+        """Its number, the seed and the layer determine its experts, whatever ranks there are and in whatever order they have tokens."""
         choices = load_choices("zipf:1", V3)
         some = choices.draw([7, 0, 12], seed=3)
         assert (choices.draw(range(13), seed=3)[:, [7, 0, 12]] == some).all()

@@ -194,7 +194,7 @@ class TestVllm:
     def test_how_experts_are_placed_is_said_in_each_tools_words(
         self, ep: str, in_vllm: str | None, ranks: int | None
     ) -> None:
-        """On 4 ranks; where an import does not say it, neither does its export."""
+        """The layout has 4 ranks; if an import does not state the placement, neither does its export."""
         m = files.served()
         record = msgspec.structs.replace(m.record, point=msgspec.structs.replace(m.record.point, ep=ep))
         placed = MeasuredPoint("run", m.folder, record)

@@ -129,7 +129,7 @@ def test_of_many_runs_the_ratios_of_some_are_drawn(tmp_path: Path) -> None:
 
 
 def test_layouts_that_differ_in_their_experts_alone_have_one_colour_and_other_dashes(tmp_path: Path) -> None:
-    """Of a layout that is drawn with one expert parallel degree the line is solid, as one without attention DP."""
+    """A layout drawn with a single expert parallel degree has a solid line, as a layout without attention DP has."""
     points = [build.point(TP), *(build.point(Layout(4, dp=4), ep=ep) for ep in ("1", "tp"))]
     both = Style.from_points(dataframes.load_frames([build.write(tmp_path / "both", map(build.ok, points))]).points)
     one = Style.from_points(dataframes.load_frames([build.write(tmp_path / "one", map(build.ok, points[:2]))]).points)
@@ -153,7 +153,7 @@ def test_variants_of_a_layout_have_markers_that_are_unlike(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("least", "most"), [(38, 42), (10, 130)])
 def test_bars_of_error_end_where_the_interval_does(least: float, most: float, tmp_path: Path) -> None:
-    """Of seven steps the interval goes from the least to the most, on one side of the median further than on the other."""
+    """With seven steps the interval goes from the smallest to the largest, further on one side of the median than on the other."""
     metrics = compute_decode_metrics([least, 39, 39.5, 40, 40.5, 41, most], 8, 4)
     record = msgspec.structs.replace(build.ok(build.point(TP, concurrency=8), steps=1), metrics=metrics)
     points = dataframes.load_frames([build.write(tmp_path / "run", [record])]).points
@@ -207,7 +207,7 @@ def test_the_watermark_of_a_cpu_run_covers_no_mark_and_is_covered_by_no_bar(tmp_
 def test_where_marks_are_hollow_as_points_are_replayed_the_legend_says_so(
     draw: Callable[..., Figure], mode: str, tmp_path: Path
 ) -> None:
-    """And nowhere else."""
+    """Other legends do not mention hollow marks."""
     served = dataframes.load_frames([build.write(tmp_path / "run", serve.run())]).served
     points = served[served["mode"] == mode]
     figure = draw(points, Style.from_points(points), "title")

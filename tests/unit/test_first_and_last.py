@@ -95,7 +95,7 @@ def test_a_size_is_known_without_a_sample_where_it_lies_between_two_others(sizes
 
 @pytest.mark.parametrize("pages_back", [[0], [0, 1], [3], [1, 1]])
 def test_padding_is_nobodys_and_no_page_is_given_back_twice(pages_back: list[int]) -> None:
-    """Of pages 1 and 2 that a request holds, of 5."""
+    """A request holds pages 1 and 2 of 5."""
     allocator = DcpAllocator(5, 4, 1)
     allocation = allocator.allocate(8)
     assert sorted(allocation.pages) == [1, 2]
@@ -107,7 +107,7 @@ def test_padding_is_nobodys_and_no_page_is_given_back_twice(pages_back: list[int
 
 
 def test_columns_of_an_environment_are_numbered_where_a_run_has_several() -> None:
-    """And as many as differ; the first has the run's name alone."""
+    """There are as many columns as different environments; the first has the run's name alone."""
     first = record_builder.ok(record_builder.point())
     assert first.environment is not None
     records = [
@@ -147,7 +147,7 @@ def test_a_page_stays_that_was_made_before_and_is_there(
 
 
 def test_a_replay_says_how_long_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a millisecond, whatever the clock began at."""
+    """The duration is exact to a millisecond, whatever the clock began at."""
     clock = iter([100.0, 102.34567])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     for name in ("read_step_times", "make_point_requests"):
@@ -248,7 +248,7 @@ def test_ids_of_a_trace_that_are_no_numbers_get_numbers_of_their_own() -> None:
     ],
 )
 def test_of_a_byte_that_is_no_json_its_string_is_shown(before: str, behind: str, shown: str, tmp_path: Path) -> None:
-    """And three of them."""
+    """Three such bytes are shown in the same way."""
     reader = TraceReader(tmp_path / "trace.json")
     reader._record_repair(f"{before}X{behind}".encode(), len(before))
     assert reader.trouble.repaired == [shown]
@@ -286,7 +286,7 @@ def test_how_busy_a_rank_was_is_known_by_two_looks(
 
 
 def test_collectives_that_were_being_written_are_passed_over(tmp_path: Path) -> None:
-    """Of three the second has a phase, then a state, that none can have."""
+    """The second of three has a phase, then a state, that no collective can have."""
     path = tmp_path / "beats-0"
     beat = heartbeats.Beats(path, 0, 2, waits=True, members=lambda _: ("all", [0, 1]))
     for _ in range(3):
@@ -407,7 +407,7 @@ def test_a_time_that_is_longer_and_a_rate_that_is_lower_are_worse(
 def test_how_much_worse_a_rule_allows(
     higher_is_better: bool, share: float | None, more: float | None, limit: float
 ) -> None:
-    """Of 10 units."""
+    """The reference is 10 units."""
     row: Any = SimpleNamespace(higher_is_better=higher_is_better, a=10.0)
     assert fail_on._compute_limit(row, SimpleNamespace(share=share, more=more)) == pytest.approx(limit)  # type: ignore[arg-type]
 
@@ -457,6 +457,6 @@ def test_no_number_is_above_what_can_be_measured(sign: int) -> None:
 
 
 def test_what_a_machine_does_is_known_in_bytes_operations_and_seconds() -> None:
-    """And what is not known, or is 0, is left out."""
+    """Values that are unknown or 0 are left out."""
     known = Rates(read_bytes_s=3e12, matmul_flop_s=0.0, barrier_us=2.5)
     assert known.limits == {"read": 3e12, "barrier": pytest.approx(2.5e-6)}

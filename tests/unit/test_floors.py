@@ -125,7 +125,7 @@ class TestDecode:
         assert floors["moe"] == pytest.approx(2 * (router + shared) + 448 + 288 + second)
 
     def test_operations_count_where_they_take_longer_than_bytes(self):
-        """At 1,000 operations a second attention takes 3 layers · 400 operations = 1.2 s on 2·4 heads."""
+        """Attention on 2·4 heads takes 3 layers · 400 operations = 1.2 s at 1,000 operations per second."""
         floors = compute_step_floors(TP2_DCP2, two_requests(TP2_DCP2), RATES | {"matmul": 1e3})
         assert floors["attention"] == pytest.approx(3 * 400 * 1e3)
 
@@ -232,7 +232,7 @@ class TestChunks:
 
 
 def test_every_phase_that_has_a_floor_is_one_that_is_profiled():
-    """And only these have none: all that a step does in a range has its limit."""
+    """Only the phases named here have none: every other range of a step has its limit."""
     mixed = StepRows(decodes=(5,), chunks=((3, 2),), sampled=2, tokens=8)
     for layout in (Layout(4, 2, 2), Layout(4, 1, 4)):
         found = {phase for phase, _, work in iter_phase_works(Sharding(shape=SHAPE, layout=layout, itemsize=2), mixed)}
@@ -290,7 +290,7 @@ class TestWindows:
         assert self.attention(StepRows(decodes=(1000,), sampled=1, tokens=1), "attention") == rows
 
     def test_a_prompt_attends_to_pairs_inside_the_window(self):
-        """Of 200 tokens behind 50 stored ones: 200·50 + 200·201/2 pairs; queries 79 to 200 of them reach 128 tokens."""
+        """A prompt of 200 tokens behind 50 stored ones has 200·50 + 200·201/2 pairs; its queries 79 to 200 reach 128 tokens."""
         inside = sum(min(50 + n, 128) for n in range(1, 201))
         flops = [
             flops for _, _, flops in self.attention(StepRows(chunks=((200, 50),), sampled=1, tokens=200), "prefill")

@@ -91,7 +91,7 @@ def test_joules_a_token_are_the_power_of_all_over_the_output() -> None:
 
 
 def test_an_answer_says_joules_where_records_have_them() -> None:
-    """Of each load the least first; of what was not measured nothing."""
+    """The lowest of each load comes first; layouts without a measurement are left out."""
     record = build.ok(build.point(Layout(4)), median_ms=80.0)
     thrifty, plain, silent = (
         from_record(msgspec.structs.replace(record, gpu=gpu), "run")
@@ -100,8 +100,8 @@ def test_an_answer_says_joules_where_records_have_them() -> None:
     said = _format_energy([SimpleNamespace(name="8 × 4,000 tokens", forecasts=[plain, silent, thrifty])])  # type: ignore[list-item]
     assert said.index(format_number(thrifty.joules_per_token)) < said.index(format_number(plain.joules_per_token))
     assert said.count("tp4") == 2
-    assert said.endswith("at 8 × 4,000 tokens. Of the others it is not known.")
-    assert _format_energy([]) == "Joules a token: no record that was given has energy from NVML."
+    assert said.endswith("at 8 × 4,000 tokens. That of the other layouts is unknown.")
+    assert _format_energy([]) == "Energy per token is unknown: none of the given records has it from NVML."
 
 
 class FakeNvml:

@@ -62,7 +62,7 @@ def test_prompts_are_the_same_for_every_engine() -> None:
 
 
 def test_a_servers_answer_keeps_its_likeliest_tokens_and_its_own() -> None:
-    """Of 7 listed tokens the 5 likeliest stay; the answer's own is added if it is none of them."""
+    """The 5 likeliest of 7 listed tokens stay; the answer's own is added if it is none of them."""
     tops = {f"t{n}": -float(n) for n in range(7)}
     answer = Answer(tokens=["9"], names=["t9"], logprobs=[-9.0], tops=[tops])
     assert list_positions(answer) == [Position(9, {n: -float(n) for n in range(5)} | {9: -9.0})]

@@ -127,7 +127,7 @@ def test_of_a_group_all_members_are_told_or_none(tmp_path: Path) -> None:
 
 
 def test_what_is_too_long_to_be_told_of_a_collective_is_told_by_its_end_and_its_beginning(tmp_path: Path) -> None:
-    """Of the group's name its first 40 letters, of the place its last 100, and nothing of what is above that."""
+    """The first 40 letters of the group's name and the last 100 of the place are kept, and nothing of what is above that."""
     job = Job(tmp_path, 1, {(name := "g" * 50 + "h" * 300): [0]})
     at = f"{'d' * 300}/file.py:12 in function"
     with pytest.MonkeyPatch.context() as patch:
@@ -590,7 +590,7 @@ def merges(rank: int, ranks: int, ended: int, heard: dict[int, int], number: int
 
 
 def replayed(folder: Path, signals: Sequence[Signals], norms: Sequence[int]) -> Finding:
-    """Of ranks whose devices replay a step, each with its last norm and its signals."""
+    """Make ranks whose devices replay a step, each with its last norm and its signals."""
     ranks = range(len(signals))
     for rank, told, norm in zip(ranks, signals, norms, strict=True):
         own = Beats(folder / f"beats-{rank}.bin", rank, len(ranks), waits=False, members=lambda _: ("0", ranks))

@@ -160,7 +160,7 @@ class TestDurations:
         assert more[-1] == pytest.approx(0, abs=1e-4)
 
     def test_a_file_tells_what_chunks_leave_and_how_soon_it_goes(self):
-        """Of cases: 8 rows take 51 ms, 10 % more behind the largest chunks, half of it a step later, and half behind 512 tokens."""
+        """A case of 8 rows takes 51 ms, 10 % more behind the largest chunks, half of it a step later, and half behind 512 tokens."""
         probe = Case(decodes=(Decodes(8, 256),), use=HOT)
         later, behind = (
             msgspec.structs.replace(probe, **more) for more in ({"since": 1}, {"after": (Chunks(1, 512, 0),)})
@@ -176,7 +176,7 @@ RUNS = make_hot_runs(EXTENT, find_fullest(make_cases(EXTENT)))
 
 class TestCases:
     def test_hot_cases_are_cases_of_the_lines(self):
-        """So that only heat tells the two times of one from each other."""
+        """Only heat tells the two times of a case from each other."""
         lines = {msgspec.structs.replace(case, use=HOT) for case in make_cases(EXTENT)}
         assert {msgspec.structs.replace(run.case, after=()) for run in RUNS} <= lines
 

@@ -82,7 +82,7 @@ class TestWheel:
 
 
 def imported_by(modules: list[str], *suspects: str) -> list[str]:
-    """Which of `suspects` a fresh interpreter has loaded after importing `modules`."""
+    """Return which of `suspects` a fresh interpreter has loaded after importing `modules`."""
     code = f"import sys, {', '.join(modules)}; print(*[name for name in {suspects!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     return done.stdout.split()
@@ -299,7 +299,7 @@ ROOMS = sorted({name.split(".")[1] for name in TORCH_FREE if name.count(".")} | 
 
 
 def modules_without_torch(room: str) -> list[str]:
-    """Of a room, those that can be imported here."""
+    """Return the modules of a subpackage that can be imported here."""
     paths = sorted((PACKAGE / room).rglob("*.py")) if (PACKAGE / room).is_dir() else [PACKAGE / f"{room}.py"]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
     return [n for n in names if not (n.startswith(WITH_TORCH) or "recorder" in n or n.endswith("__main__"))]

@@ -332,7 +332,7 @@ class TestPoint:
 
 @pytest.mark.parametrize(("typed", "device"), [("h200", "NVIDIA H200"), ("Gaudi 3", "Gaudi 3"), ("CPU", "CPU")])
 def test_a_gpu_that_is_typed_is_named_as_one_of_a_file(typed: str, device: str, tmp_path: Path) -> None:
-    """So that it stands beside points of ours."""
+    """The point is then listed next to points of dcpbench."""
     record, _ = one(tmp_path, "vllm", files.vllm(), gpu=typed)
     assert record.environment
     assert record.environment.device == device
@@ -556,7 +556,7 @@ class TestSweeps:
         assert points == {"tp4": "max_num_seqs=4", "tp8": "max_num_seqs=4"}
 
     def test_a_folder_says_what_its_files_do_not(self, tmp_path: Path) -> None:
-        """Of a tree that another tool made, or an older version."""
+        """The folder belongs to a tree of another tool, or of an older version."""
         for seqs in (4, 8):
             folder = tmp_path / "sweep" / f"max_num_seqs={seqs}"
             folder.mkdir(parents=True)

@@ -82,7 +82,7 @@ def test_experts_are_cut_into_what_the_kernels_read() -> None:
 
 
 def test_blocks_of_fp8_end_where_a_ranks_part_does() -> None:
-    """Of V3 over 4 ranks, 2 of them in each replica: 64 heads of 192 and 128 numbers, a fourth of what is cut by width."""
+    """V3 over 4 ranks, 2 of them in each replica, has 64 heads of 192 and 128 numbers, a fourth of what is cut by width."""
     shape, point = (
         SHAPES["deepseek-v3"],
         Point(model="deepseek-v3", tp=4, dp=2, ep="1", concurrency=2, context=9, backend="triton", dtype="bf16"),
@@ -268,7 +268,7 @@ def test_steps_with_drafts_need_pages_that_hopper_kernels_copy_whole() -> None:
 
 
 def test_drafts_have_positions_of_the_model() -> None:
-    """Of 65,536 positions a context of 65,533 leaves 3: one token and 2 drafts."""
+    """A context of 65,533 leaves 3 of 65,536 positions: one token and 2 drafts."""
     check(context=65533, mtp=2)
     with pytest.raises(UsageError, match="65536 positions"):
         check(context=65533, mtp=3)

@@ -15,7 +15,7 @@ def kv_gather(ranks: int = 4, **typed) -> list[Case]:
 
 
 def buffers(cases: list[Case]) -> set[tuple[str, object, object]]:
-    """Which way has which buffer at how many tokens."""
+    """Return which way has which buffer at how many tokens."""
     return {(case.variant, case.sizes["tokens"], case.sizes["buffer"]) for case in cases}
 
 

@@ -210,7 +210,7 @@ def test_a_job_that_ended_leaves_no_file_of_stacks_that_is_empty(tmp_path: Path)
 
 
 def test_torchrun_knows_of_one_machine_and_meets_in_a_file(tmp_path: Path) -> None:
-    """By TCP it would listen on all interfaces. Node 1 of two has ranks 2 and 3 of 4."""
+    """A TCP rendezvous would listen on all interfaces. Node 1 of two has ranks 2 and 3 of 4."""
     command = torchrun._make_command(job(tmp_path), "dcpbench.worker", range(2, 4))
     pairs = dict(itertools.pairwise(command))
     assert pairs["--nnodes"] == "1"
@@ -596,7 +596,7 @@ def test_what_keeps_a_run_from_writing_is_named_where_it_is_known(
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EISDIR])
 def test_a_file_of_the_run_that_may_not_be_written_is_named(tmp_path: Path, number: int) -> None:
-    """Of another file nobody but its command knows what to do."""
+    """For another file, only its own command knows what to do."""
     said = r"records\.jsonl cannot be written \(no\)\. Let this user write there"
     with pytest.raises(OutputError, match=said), folders.convert_write_errors(tmp_path):
         raise OSError(number, "no", str(tmp_path / "records.jsonl"))

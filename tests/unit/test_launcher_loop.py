@@ -231,7 +231,7 @@ def test_sizes_have_jobs_of_their_own_in_the_order_of_their_first_points(launche
 
 
 def test_a_point_of_which_nothing_is_heard_is_hung_after_its_timeout(launched: Launched) -> None:
-    """Of 60 s; building and starting have 300 at least."""
+    """The timeout is 60 s; building and starting have at least 300 s."""
     records = launched([A, B], silent(A), measuring(B), timeout=60)
     hung = records[0]
     assert (hung.outcome, records[1].outcome) == ("hung", "ok")
@@ -340,7 +340,7 @@ def test_a_job_that_never_says_anything_is_given_up_after_five_minutes_twice(lau
 
 
 def test_a_job_that_ends_well_with_points_undone_is_an_error(launched: Launched) -> None:
-    """Of a worker that is not ours."""
+    """The worker is not dcpbench's own."""
     with pytest.raises(WorkerError, match=r"ended with 1 of its points undone; read .*agent\.log"):
         launched([A, B], measuring(A))
 
@@ -469,7 +469,7 @@ def test_a_torchrun_that_was_stopped_is_let_go_on(launched: Launched) -> None:
 
     assert [r.outcome for r in launched([A], script)] == ["ok"]
     (told,) = [e.note for e in launched.seen if e.stage == "stopped"]
-    assert told == "torchrun had been stopped (SIGSTOP); dcpbench lets it go on"
+    assert told == "torchrun had been stopped (SIGSTOP); dcpbench lets it continue"
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
@@ -485,7 +485,7 @@ def test_a_torchrun_that_was_stopped_is_let_go_on(launched: Launched) -> None:
 def test_a_disk_that_cannot_be_written_ends_the_run_and_no_point_is_blamed(
     launched: Launched, number: int, what: str, elsewhere: bool
 ) -> None:
-    """Also one of another folder, such as a cache: every point would meet it. The file is named then."""
+    """The disk may be that of another folder, such as a cache: every point would meet the error, and the file is named."""
     where = "/cache/x" if elsewhere else f"{launched.folder}/records.jsonl"
 
     def script(job: Scripted) -> Acts:
@@ -554,7 +554,7 @@ def _full(*_: Any, **__: Any) -> Any:
 
 
 def test_a_point_that_verify_cannot_check_is_in_no_sweeps_records(launched: Launched) -> None:
-    """And there is nothing to resume."""
+    """There is nothing to resume."""
     with pytest.raises(RecordsError, match="holds no record"):
         launched([A], raising(A, stage="check"), kind="verify")
     (line,) = (launched.folder / FAILED_FILE).read_bytes().splitlines()
@@ -671,7 +671,7 @@ def test_what_is_no_job_is_a_sentence_on_another_node(launched: Launched, monkey
 def test_others_have_five_seconds_once_one_has_failed_and_silence_counts_from_what_was_heard_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At five seconds they still have them; who has failed is not silent."""
+    """The others still run at five seconds; the rank that has failed does not count as silent."""
     clock = Clock()
     monkeypatch.setattr(launcher, "time", clock)
     dog = launcher.Watchdog()

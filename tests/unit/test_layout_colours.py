@@ -120,7 +120,7 @@ def test_kv_capacity_has_bars_in_the_same_colours(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gpus", [(4,), (8,), (16,), (2, 4, 8), (4, 8, 16)], ids=str)
 def test_layouts_that_meet_in_a_report_are_told_apart(gpus: tuple[int, ...]) -> None:
-    """By colour on light and on dark, and where colours are alike by the marker, too."""
+    """They differ in colour on light and on dark, and if colours are similar in the marker, too."""
     layouts = [degrees_of(layout) for tp in gpus for layout in list_valid_layouts(load_shape("deepseek-v3"), tp)]
     for one, other in itertools.combinations(layouts, 2):
         signs = find_marker_index(one) != find_marker_index(other)
@@ -188,7 +188,7 @@ def test_a_phase_has_a_bar_however_short_it_is() -> None:
 
 @pytest.mark.parametrize(("count", "shown"), [(7, 7), (8, 5), (20, 8)])
 def test_up_to_seven_ticks_stand_where_something_was_measured(count: int, shown: int) -> None:
-    """Of more every second or third, and the last."""
+    """With more values, every second or third has a tick, and the last."""
     ax = Figure().add_subplot()
     show_figures.set_measured_ticks(ax, [float(n) for n in range(1, count + 1)])
     assert (len(ax.get_xticks()), ax.get_xticks()[-1]) == (shown, count)

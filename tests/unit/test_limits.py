@@ -32,7 +32,7 @@ RECORD = build.ok(build.point())
 
 
 def refuse(problem: str) -> None:
-    """For what is told and not raised."""
+    """Return a fault that is reported and not raised."""
     if problem:
         raise UsageError(problem)
 

@@ -340,7 +340,7 @@ def test_the_limit_of_a_random_load_is_that_of_a_fine_grid(seed: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_limits_of_random_loads_are_those_of_fine_grids() -> None:
-    """Of 100 random loads on random engines, at least 95 within 5 %."""
+    """At least 95 of 100 random loads on random engines are within 5 %."""
     near = 0
     for seed in range(100):
         load = RandomLoad(seed)

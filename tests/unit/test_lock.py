@@ -29,7 +29,7 @@ def test_no_package_comes_from_a_place_that_the_lock_names() -> None:
 
 
 def test_what_a_locked_package_asks_for_is_locked_too() -> None:
-    """By what is installed here in the version of the lock; else pip would refuse in CI."""
+    """The requirements are those of the packages installed here in the version of the lock; else pip would refuse in CI."""
     pins = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin, _ in lock.locked(TEXT)}
     missing = []
     for dist in importlib.metadata.distributions():

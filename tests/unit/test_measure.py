@@ -67,7 +67,7 @@ class TestStopRule:
         assert [(end.low, end.high) for end in ends] == [(39, 41), (40, 40)]
 
     def test_never_on_fewer_than_20_samples(self, chunks):
-        """Even when 5 samples of a 1 s step take 5 s of a limit of 2 s and all agree."""
+        """Measuring continues even when 5 samples of a 1 s step take 5 s of a limit of 2 s and all agree."""
         timing, sizes = chunks([1000], seconds=5.0, settings=Settings(seconds=2.0))
         assert sizes == [5] * 7, "one to size, two medians of warm-up however slow, and 4 · 5 = 20 measured"
         assert len(timing.samples_ms) == 20

@@ -37,7 +37,7 @@ def test_e2el_runs_from_submission_to_the_last_token() -> None:
 
 
 def test_the_wall_time_counts_ramp_and_drain() -> None:
-    """From 0.0 s (first submission) to 2.0 s (last token)."""
+    """The wall time runs from 0.0 s (first submission) to 2.0 s (last token)."""
     assert formulas.compute_wall_s([ONE, RequestTimes(0.0, (2.0,))]) == 2
 
 
@@ -63,7 +63,7 @@ def test_a_request_that_starts_when_another_ends_does_not_break_the_window() -> 
 
 
 def test_a_target_that_is_reached_for_no_time_at_all_is_not_reached() -> None:
-    """At 1 s one of two requests ends and the other one starts: two for a moment of 0 s, in which no rate is."""
+    """One of two requests ends at 1 s and the other one starts: two for a moment of 0 s, which has no rate."""
     assert formulas.find_steady_window([RequestTimes(0.0, (1.0,)), RequestTimes(1.0, (3.0,))], 2) is None
 
 

@@ -140,7 +140,7 @@ class TestWhereTheyLie:
         assert METRIC["finished"].get_value(decoded) is None, "absent, and no 0"
 
     def test_an_interval_that_follows_from_another_is_that_of_decode(self) -> None:
-        """Of a layout of 4 GPUs: a quarter of the throughput's; the time of a step turned over for one user."""
+        """The layout has 4 GPUs: output per GPU is a quarter of the throughput, and the speed of a user is the inverse of the step time."""
         record = record_builder.ok(record_builder.point(build.DCP))
         assert record.metrics
         per_gpu, per_user = metrics.merge_values(

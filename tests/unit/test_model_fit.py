@@ -51,7 +51,7 @@ def write_run(folder: Path, held: int) -> Path:
 
 
 def test_report_show_compare_and_dashboard_begin_with_the_same_words(tmp_path: Path) -> None:
-    """And with none of them where all layers were held."""
+    """None of them begins so if all layers were held."""
     for held, expected in ((14, True), (61, False)):
         write_run(tmp_path / f"a{held}", held)
         write_run(tmp_path / f"b{held}", held)
@@ -127,7 +127,7 @@ class TestRecommend:
 
 
 def test_the_memory_of_a_whole_model_is_that_of_its_plan() -> None:
-    """On 8 × H200 V3 in fp8 fits with the KV of 8 × 4,000 tokens; with a pool of 100 GiB 47.6 GiB are missing."""
+    """V3 in fp8 fits on 8 × H200 with the KV of 8 × 4,000 tokens; with a pool of 100 GiB 47.6 GiB are missing."""
     shape, probe = load_shape("deepseek-v3"), make_planned_probe("H200", 8)
     one = point(tp=8, weights_dtype="fp8", kv_dtype="fp8", context=4000, concurrency=8)
     assert measure_whole_model(one, Settings(), shape, probe).missing_bytes == 0

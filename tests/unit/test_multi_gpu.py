@@ -127,7 +127,7 @@ def test_no_two_commands_share_a_folder(gpus: int, tmp_path: Path) -> None:
 def test_a_dry_run_prints_every_command_with_its_minutes(
     gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And runs none: no folder is made."""
+    """A dry run runs no command and makes no folder."""
     there = tmp_path / "run"
     assert tool.main(["-o", str(there), "--gpus", str(gpus), "--gpu", MACHINES[gpus], "--dry-run"]) == 0
     printed = capsys.readouterr().out
@@ -240,7 +240,7 @@ def test_what_waits_for_files_is_no_attempt_where_there_are_none(tmp_path: Path)
 def test_gpus_are_those_that_this_process_may_see(
     visible: str, found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So many of them at most."""
+    """No more GPUs are used than this process may see."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert tool.devices(2) == found
 

@@ -79,7 +79,7 @@ def served(rate: float, mode: str, faster: float) -> Record:
 
 
 def test_replay_is_held_against_the_live_run_of_its_own_rate(tmp_path: Path) -> None:
-    """At 2 requests/s replay has 4 % more output than live, at 4 it has 8 %: past the bar of 5."""
+    """Replay has 4 % more output than live at 2 requests/s, and 8 % at 4: past the limit of 5 %."""
     build.write(tmp_path / "served" / "live-open", [served(2.0, "live", 1.0), served(4.0, "live", 2.0)])
     build.write(tmp_path / "replays" / "replay-open", [served(2.0, "replay", 1.04), served(4.0, "replay", 2.16)])
     rows = [row for row in report.served(tmp_path) if "| replay |" in row]
@@ -90,7 +90,7 @@ def test_replay_is_held_against_the_live_run_of_its_own_rate(tmp_path: Path) -> 
 
 
 def test_a_load_is_held_against_its_own_replay_alone(tmp_path: Path) -> None:
-    """Of two loads of different size under as many clients."""
+    """There are two loads of different size under as many clients."""
     small, large = (
         [
             serving.served(serving.point(DCP2, changed={"mode": mode, "requests": requests}))

@@ -58,7 +58,7 @@ def engine(shape, device=CPU, dtype=torch.float32, attention="reference", prefil
 
 
 def logits(of, prefiller, pieces):
-    """Of five steps: a large one, one with less of all, decodes beside chunks behind 2 and 4 stored tokens, then behind 14, 20."""
+    """Return the logits of five steps: a large one, one with less of all, decodes with chunks behind 2 and 4 stored tokens, then behind 14, 20."""
     first, second, third, fourth = (Prompt.admit(of, prompt_tokens(number, 24)) for number in range(4))
     steps = [
         ([], [(first, 16), (second, 18)]),
@@ -85,9 +85,7 @@ class TestLogits:
     @pytest.mark.parametrize("window", [4, None], ids=["windows", "one-call"])
     @pytest.mark.parametrize("name", MODELS)
     def test_they_are_those_of_the_plain_walk(self, name, window):
-        """Also where a small step follows a large one in the same room, and rows of padding lie behind. With room for 4
-        stored tokens the first prefixes have a call each, and later ones windows.
-        """
+        """They are also equal if a small step follows a large one in the same buffers, with rows of padding behind it. With capacity for 4 stored tokens the first prefixes have a call each, and later ones windows."""
         plain = logits(*engine(MODELS[name]), None)
         of, prefiller = engine(MODELS[name], window=window)
         cut = logits(of, prefiller, Pieces(prefiller, None))
@@ -139,8 +137,8 @@ class TestReplicas:
     @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
     def test_rows_past_those_that_a_replica_has_go_to_no_expert(self, where):
         """
-        Of two replicas whose pieces, on a GPU captured, have 16 rows each: in whatever steps they ran before, tokens of the
-        prompt are told as by the plain walk where they count, and only later ones change where they do not.
+            Two replicas have pieces of 16 rows each, captured on a GPU. Whatever steps they ran before, tokens that count are those of the plain
+        walk, and only tokens that do not count may change.
         """
         on_gpu = where == "cuda"
         kind = (torch.device(where), torch.bfloat16, "triton") if on_gpu else ()
@@ -169,7 +167,7 @@ class TestReplicas:
 class TestBeats:
     @pytest.mark.parametrize("window", [4, None], ids=["windows", "one-call"])
     def test_a_prefix_is_gathered_in_the_layer_that_attends_to_it(self, window, monkeypatch):
-        """Of a rank that waits in an all-gather of prefixes `hang` says the layer by its last beat."""
+        """If a rank waits in an all-gather of prefixes, `hang` names the layer by its last heartbeat."""
         said, gathered = [], []
         monkeypatch.setattr(heartbeats, "record_layer", said.append)
         monkeypatch.setattr(Prefiller, "gather_prefix", lambda _, _seen, index: gathered.append((index, said[-1])))
@@ -202,7 +200,7 @@ class TestLaunches:
 
     @pytest.mark.gpu
     def test_a_prefix_that_fits_brings_no_launch(self, monkeypatch):
-        """Of a graph, kernel or copy, from the embedding to the logits of a step that is planned."""
+        """Launches are graphs, kernels and copies, from the embedding to the logits of a planned step."""
         of, prefiller = engine(BIG, torch.device("cuda"), torch.bfloat16, "triton")
         pieces, prompt = Pieces(prefiller, None), Prompt.admit(of, prompt_tokens(0, 24))
         pieces.capture_all([], lambda: None)

@@ -140,7 +140,7 @@ def test_every_field_has_another_value_here() -> None:
 class TestAxes:
     @pytest.mark.parametrize(("of", "axes", "left_out"), [(Point, AXES, ["load"]), (Load, LOAD_AXES, ["trace_facts"])])
     def test_every_field_says_what_it_is(self, of: type[msgspec.Struct], axes: list[Axis], left_out: list[str]) -> None:
-        """And no two have the same place, so that the order of lists is not left to chance."""
+        """No two fields have the same place, so that the order of lists is not left to chance."""
         assert {axis.name for axis in axes} == set(fields(of, *left_out))
         assert len({axis.order for axis in (*AXES, *LOAD_AXES)}) == len(AXES) + len(LOAD_AXES)
 
@@ -169,7 +169,7 @@ class TestComparisons:
     """Runs that are read as repeats of each other may differ in anything; what does is never compared."""
 
     def test_where_nothing_else_differs_there_is_a_comparison(self, tmp_path: Path) -> None:
-        """Of each of the pairs below, which are not compared once one more field differs."""
+        """Each of the pairs below is compared, and is not compared once one more field differs."""
         assert len(exchanges.compare_exchanges(as_repeats(tmp_path / "exchanges", *self.exchanged()).points)) == 1
         assert self.verdict(as_repeats(tmp_path / "decode", *self.decoded())) != "no baseline"
         assert self.verdict(as_repeats(tmp_path / "serve", *self.loaded())) != "no baseline"
@@ -227,7 +227,7 @@ class TestComparisons:
         assert as_repeats(tmp_path / "repeat", split, again).served["repeats"].tolist() == [1, 1]
 
     def verdict(self, read: dataframes.Frames) -> str:
-        """On the one point with DCP."""
+        """Return the verdict on the one point with DCP."""
         (found,) = findings.compare_dcp_with_baseline(read.everything)["verdict"]
         return str(found)
 
@@ -320,7 +320,7 @@ class TestSharing:
 
     @pytest.mark.parametrize("name", DEPLOYED)
     def test_all_instances_are_of_one_engine(self, name: str) -> None:
-        """So that step times of one serve any number."""
+        """Step times of one instance therefore serve any number."""
         point = serve.point(DCP)
         other = changed(point, name)
         assert budget.is_same_engine(point, other)
@@ -343,7 +343,7 @@ class TestTables:
         assert {*DEGREES, *(axis.name for axis in select_point_axes(Role.PATH))} <= set(row)
 
     def test_a_page_filters_by_what_has_a_title(self, tmp_path: Path) -> None:
-        """And its data has a column for it."""
+        """The data of the page has a column for each filter."""
         read = as_repeats(tmp_path, served(changed(serve.point(DCP), "settings")))
         titled = {axis.name for axis in (*AXES, *LOAD_AXES) if axis.title}
         assert titled <= set(build_page_data(read)["columns"])

@@ -87,7 +87,7 @@ def no_waiting(device):
     ],
 )
 def test_parts_and_windows_are_attention_over_all_keys(place, dtype, backend, limit, window, windows):
-    """Of 512 keys, or 4,096, a part holds the first three chunks, or all; 448 and 128 stored tokens are more than one of 64.
+    """A part of 512 keys holds the first three chunks, one of 4,096 holds all; 448 and 128 stored tokens are more than one of 64.
 
     The error is relative, by norms; in bf16 keys, values and weights are rounded. The second time nothing waits.
     """

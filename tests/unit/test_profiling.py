@@ -225,7 +225,7 @@ class TestWhatBelongsToAStep:
         assert [[e.name for e in step] for step in trace.kernels().steps] == [["mine"]]
 
     def test_copies_and_memsets_are_gpu_work_too(self):
-        """Not only kernels keep a GPU busy."""
+        """Copies and memsets keep a GPU busy as kernels do."""
         trace = TraceBuilder().step(0, 100)
         trace.gpu("Memset (Device)", 1, 10, 20, cat="gpu_memset", call="cudaMemsetAsync")
         trace.gpu("Memcpy DtoD (Device -> Device)", 3, 20, 30, cat="gpu_memcpy", call="cudaMemcpyAsync")
@@ -280,9 +280,7 @@ class TestHostSyncs:
         assert build_sync_sites(trace.read().sites, "replay") == []
 
     def test_the_worst_site_comes_first(self):
-        """By what it cost the GPU: behind the first wait are 10 µs without work, behind the second 300, of which it can
-        have caused its own 80.
-        """
+        """Sites are ordered by what they cost the GPU: behind the first wait are 10 µs without work, behind the second 300, of which it can have caused its own 80."""
         trace = TraceBuilder().step(0, 2000)
         trace.gpu("a", 5, 10, 100).host("cudaStreamSynchronize", 20, 100, "cuda_runtime")
         trace.gpu("b", 101, 110, 200).host("cudaEventSynchronize", 120, 200, "cuda_runtime").gpu("c", 490, 500, 600)

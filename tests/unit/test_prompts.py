@@ -47,7 +47,7 @@ def test_a_file_of_lists_is_read_as_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_model_cannot_read_is_refused_with_the_prompt_named(text: str, words: str, tmp_path: Path) -> None:
-    """Otherwise it is an index error on some rank, or a comparison of nothing."""
+    """A rank would otherwise raise an index error, or compare nothing."""
     path = tmp_path / "prompts.json"
     path.write_text(text)
     with pytest.raises(UsageError) as caught:

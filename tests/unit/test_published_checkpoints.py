@@ -292,7 +292,7 @@ class TestSparseAttention:
         assert self.V32.compute_kv_bytes_per_token(1) == 61 * (656 + 132)
 
     def test_layers_may_share_an_indexer(self) -> None:
-        """Of GLM-5.2's 78 layers the first 3 have one, and then every fourth."""
+        """The first 3 of GLM-5.2's 78 layers have an indexer, and then every fourth."""
         shape = from_config(GLM_52, Path("glm.json"))
         assert shape.indexer is not None
         assert shape.indexer.layers == 3 + 19
@@ -312,7 +312,7 @@ class TestSparseAttention:
         )
 
     def test_a_decode_scores_all_keys_and_attends_to_the_best(self) -> None:
-        """Of 10,000 tokens: 132 bytes of each, 64 heads of 128 numbers; then 2,048 rows of 576 numbers and 128 heads of q and o."""
+        """A decode over 10,000 tokens reads 132 bytes of each for 64 heads of 128 numbers, then 2,048 rows of 576 numbers for 128 heads of q and o."""
         step = StepRows(decodes=(10_000,), sampled=1, tokens=1)
         works = iter_phase_works(Sharding(shape=self.V32, layout=Layout(1), itemsize=2), step)
         found = [(times, work.memory_bytes, work.flops) for phase, times, work in works if phase == "attention"]

@@ -68,7 +68,7 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_stored_forecasts_are_those_of_recommend() -> None:
-    """Of one crossover, which has steps of decodes alone, and of the load that is served fastest; the tool computes all of them."""
+    """One crossover, which has steps of decodes alone, and the load that is served fastest are computed here; the tool computes all of them."""
     crossover = next(entry for entry in ENTRIES if entry.crossover is not None)
     served = min((e for e in ENTRIES if e.gain is not None), key=lambda e: e.concurrency or 0)
     for entry in (crossover, served):

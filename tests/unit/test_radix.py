@@ -103,7 +103,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def candidates_for_eviction_are_nodes_of_the_tree_each_once(self) -> None:
-        """So the queue cannot grow for ever; and no page that could go is forgotten."""
+        """The queue cannot grow for ever, and no page that could be evicted is forgotten."""
         nodes = [node for node, _, _ in pages_of(self.cache.root)]
         queued = [node for _, _, node in self.cache._queue]
         assert len(set(map(id, queued))) == len(queued)

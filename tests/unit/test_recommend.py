@@ -281,7 +281,7 @@ def why_sweep_refuses(one: Point, probe: Probe) -> str:
 @pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2", "kimi-k2", "deepseek-v2-lite"])
 @pytest.mark.parametrize("weights", ["fp8", "bf16"])
 def test_recommend_refuses_the_layouts_that_sweep_refuses(model: str, weights: str) -> None:
-    """For every layout of up to 32 ranks, with the same reason; memory is not limited here."""
+    """Every layout of up to 32 ranks is refused for the same reason; memory is not limited here."""
     asked = dataclasses.replace(ask("H200+rdma-400"), model=model, weights_dtype=weights)
     refused, accepted = 0, 0
     for tp in range(1, 33):
@@ -377,7 +377,7 @@ def test_calls_receive_what_the_other_ranks_send_and_are_made_once_a_layer() -> 
 
 
 def test_a_prefix_is_gathered_from_the_ranks_that_share_it() -> None:
-    """Of 1,000 stored tokens, 1,152 bytes each, half lie on the other of two ranks."""
+    """Half of 1,000 stored tokens, 1,152 bytes each, lie on the other of two ranks."""
     of = Estimator(point(tp=2, dcp=2, exchange="a2a"), load_machine("H200"), estimate.load_published_steps().terms)
     asked: list[tuple[object, ...]] = []
     alone = SimpleNamespace(predict_seconds=lambda *call: asked.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
@@ -396,7 +396,7 @@ def test_a_kind_of_call_errs_the_same_way_in_both_layouts() -> None:
 
 
 def test_an_estimate_is_undecided_against_a_record_within_both_bands() -> None:
-    """A lead of 15 % is less than 1.1 · 1.1 − 1 = 21 %; set right by the record, the 4 % of ratios count."""
+    """A lead of 15 % is less than 1.1 · 1.1 − 1 = 21 %; corrected by the record, the 4 % of ratios count."""
     seen, guess = forecast(115, MEASURED), forecast(100)
     assert not choosing.is_ahead(seen, guess)
     assert choosing.is_ahead(dataclasses.replace(seen, low=115, high=115), apply_factor(guess, 1.0))
@@ -421,7 +421,7 @@ def test_a_score_counts_picks_within_three_percent_and_the_best_constant() -> No
 
 
 def test_published_decode_steps_are_picked_right_by_shares_of_the_other_model() -> None:
-    """At least nine of ten loads on 4 × H200, and more than the best constant answer."""
+    """The picks are right for at least nine of ten loads on 4 × H200, and for more than the best constant answer."""
     found = compute_score(
         read_run(DECODED).records, load_machine("H200"), make_planned_probe("H200", 4), estimate.load_published_steps()
     )
@@ -514,7 +514,7 @@ def test_an_exchange_that_an_engine_lacks_is_answered_with_the_nearest_and_its_o
 
 
 def test_the_nearest_that_an_engine_can_run_is_a_record_before_an_estimate() -> None:
-    """Of two exchanges that ran the faster one, though the estimate of neither is asked for."""
+    """The faster of two exchanges that ran is chosen, although no estimate of either was requested."""
     best, slower, faster = (
         forecast(tok_s, MEASURED, tp=4, dcp=4, exchange=exchange)
         for tok_s, exchange in ((500, "symm"), (400, "ag_rs"), (450, "a2a"))
@@ -536,7 +536,7 @@ def test_the_nearest_that_an_engine_can_run_is_a_record_before_an_estimate() -> 
     said = answer_formats.explain_start(start)
     assert said.startswith("vLLM has no --exchange symm. The nearest that it can run is tp4·dcp4 (a2a), 450 tok/s")
     unknown = answer_formats.Start(engine="vllm", lacking=["--exchange symm"])
-    assert answer_formats.explain_start(unknown).endswith("no command.")
+    assert answer_formats.explain_start(unknown).endswith("there is no command for it.")
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -563,7 +563,7 @@ def test_the_command_answers_with_a_band_costs_and_commands(tmp_path: Path, caps
     assert "KV" in refused["tp8"]["reason"]
     assert refused["tp8"]["missing_bytes_per_gpu"] > 0
     assert "--tp-size 8" in found["commands"][light["best"]]["sglang"]
-    assert any("Joules" in text for text in found["unknown"])
+    assert any("Energy per token" in text for text in found["unknown"])
     assert {path.name for path in tmp_path.iterdir()} == {f"recommendation.{kind}" for kind in ("md", "json", "png")}
     assert run(capsys, *words.split(), str(tmp_path))[0] == 2
 
@@ -585,7 +585,7 @@ def test_records_stand_before_estimates_and_set_them_right(capsys: pytest.Captur
     assert tp4.metrics is not None
     assert (code, layouts["tp4"]["source"]) == (0, "measured")
     assert layouts["tp4"]["output_tok_s"]["mean"] == tp4.metrics.output_tok_s.median
-    assert "set right by records" in layouts["tp4·dp2"]["whence"]
+    assert "corrected by records" in layouts["tp4·dp2"]["whence"]
     _, out, _ = run(capsys, "--machine", "H20", *asked, str(DECODED))
     found = json.loads(out)
     assert {layout["source"] for layout in found["loads"][0]["rows"]} == {"estimated"}
@@ -596,7 +596,7 @@ def test_records_stand_before_estimates_and_set_them_right(capsys: pytest.Captur
 
 
 def test_a_run_on_a_cpu_is_left_out_with_what_to_type_instead() -> None:
-    """Though its model is none that anybody asks for; a run that all failed is named, too."""
+    """It is left out although its model is not the one of the query; a run in which all points failed is named, too."""
     run = read_run(DECODED)
     first = next(r for r in run.records if r.outcome == "ok")
     tiny = msgspec.structs.replace(first, marks=["cpu"], point=msgspec.structs.replace(first.point, model="tiny"))
@@ -616,7 +616,7 @@ def test_a_run_on_a_cpu_is_left_out_with_what_to_type_instead() -> None:
 
 
 def ask(machine: str) -> advise.Query:
-    """For DeepSeek-V3 in bf16 on four GPUs, without a load."""
+    """Make a query for DeepSeek-V3 in bf16 on four GPUs, without a load."""
     return advise.Query(
         model="deepseek-v3",
         machine=load_machine(machine),
@@ -801,7 +801,7 @@ def test_where_nothing_fits_each_advice_works_when_it_is_typed(words: str, capsy
     _, given, advice = out.partition("\n")[0].partition("; give ")
     assert given
     for one in (
-        advice.removesuffix(".").replace(" to compare layouts of which only some layers are held", "").split(", ")
+        advice.removesuffix(".").replace(" to compare layouts that hold only part of the layers", "").split(", ")
     ):
         for option in one.split(" or "):
             code, out, _ = run(capsys, *retyped(words, option))
@@ -824,7 +824,7 @@ def retyped(words: str, advice: str) -> list[str]:
 
 
 def test_where_nothing_fits_a_label_is_said_once() -> None:
-    """And nothing is advised for layouts that fit and of which nothing is known."""
+    """Nothing is suggested for layouts that fit and have no forecast."""
     large = advise.Refusal(advise.NO_ROOM, "its weights are large")
     small = dataclasses.replace(choice(), refused={"tp8": large}, instead=["--x"])
     assert answer_formats.format_answer(ask("H200"), [small]).endswith(
@@ -858,7 +858,7 @@ def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
     assert len(fits) > 1
     assert refused["tp8"].startswith("--kv-memory holds 8.5 GiB")
     assert any("--kv-memory 8.6GiB --emulate H200" in text for text in found["unknown"])
-    assert any("SGLang and vLLM say nothing of --kv-memory" in text for text in found["unknown"])
+    assert any("SGLang and vLLM do not include --kv-memory" in text for text in found["unknown"])
 
 
 def test_the_default_load_has_a_long_context() -> None:
@@ -888,7 +888,7 @@ def test_decode_steps_take_no_option_of_served_loads(capsys: pytest.CaptureFixtu
 
 
 def test_what_is_not_known_meets_no_objective() -> None:
-    """Nor is it given a figure that it lacks."""
+    """An unknown latency is given no figure."""
     known = dataclasses.replace(forecast(100), itl_ms=Percentiles(p50=20.0))
     assert known.list_missed({"itl": 30.0}) == []
     assert known.list_missed({"itl": 10.0, "ttft": 1e9}) == ["ITL p50 20 ms", "TTFT, which is not known"]
@@ -945,15 +945,15 @@ def test_the_picture_names_layouts_as_the_table_does_and_marks_what_was_not_meas
 
 
 def test_layouts_that_would_fit_and_are_not_judged_stand_beside_the_answer() -> None:
-    """Not behind it alone: a reader of the first sentence took them for worse."""
+    """They stand in the answer itself, as a reader of the first sentence alone took them for worse."""
     unknown, large = advise.Refusal(advise.OTHER, "no call was measured."), advise.Refusal(advise.NO_ROOM, "large")
     known = dataclasses.replace(choice(100.0), refused={"tp8": unknown, "tp2": large})
     assert answer_formats.format_answer(ask("H200"), [known]).endswith(
-        " Not judged at every load: tp8; why, see below."
+        " tp8 could not be judged at every load (reasons below)."
     )
     many = dataclasses.replace(known, refused={f"tp{n}": unknown for n in range(8)})
     assert answer_formats.format_answer(ask("H200"), [many]).endswith(
-        " Not judged at every load: 8 layouts; why, see below."
+        " 8 layouts could not be judged at every load (reasons below)."
     )
     fits = dataclasses.replace(known, refused={"tp8": large, "tp2": large})
     assert "judged" not in answer_formats.format_answer(ask("H200"), [fits])
@@ -963,7 +963,7 @@ def test_layouts_that_would_fit_and_are_not_judged_stand_beside_the_answer() -> 
 
 
 def test_layouts_over_hosts_need_a_link(capsys: pytest.CaptureFixture[str]) -> None:
-    """And nothing that fits nothing ends well."""
+    """If nothing fits, the command does not succeed."""
     code, out, _ = run(
         capsys, *["--machine", "H200", "--gpus", "16", "--context", "4000", "--concurrency", "8", "--json"]
     )
@@ -1011,7 +1011,7 @@ def test_a_record_counts_for_the_same_layout_under_the_same_load(
 
 
 def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advise.Choice:
-    """Of a served load on four GPUs, where step times of tp4 are known and nothing else is."""
+    """Return the answer for a served load on four GPUs, where only step times of tp4 are known."""
     path = step_times_builder.path_of(
         model="deepseek-v3", tp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="none"
     )
@@ -1037,7 +1037,7 @@ def choose_one(
 
 
 def test_a_load_is_replayed_by_step_times_of_its_layout() -> None:
-    """Of tp4, which has no exchange, and from a file: no floors."""
+    """The layout is tp4, which has no exchange, and its steps come from a file, without floors."""
     (found,) = stepped().forecasts
     assert (found.source, found.whence, found.point.layout_name) == ("replayed", "times.json", "tp4")
     assert found.point.load is not None
@@ -1097,7 +1097,7 @@ def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
 
 @pytest.mark.parametrize("other", [{"tp": 8}, {"dcp": 4}, {"load": None}])
 def test_step_times_of_another_layout_say_nothing(other: dict[str, object]) -> None:
-    """Nor do any of a decode point, whose step is what is asked."""
+    """They do not forecast a decode point either."""
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(**({"load": load(), "context": 1020} | other))
     assert advise._replay_point(ask("H200"), served, "times.json", times) is None
@@ -1142,23 +1142,23 @@ def test_a_file_of_step_times_that_says_nothing_of_what_is_asked_is_left_out_wit
     assert [note.startswith("Left out: times.json, ") and said in note for note in notes] == [True] * bool(said)
 
 
-def test_an_estimate_is_set_right_in_all_that_it_says() -> None:
+def test_an_estimate_is_corrected_in_all_that_it_says() -> None:
     """Steps that ran twice as fast: twice the output, half of every latency, and percentiles that are not known stay so."""
     known = {f"{name}_ms": Percentiles(p50=80.0, p99=100.0) for name in ("ttft", "itl", "tpot", "e2el")}
     found = apply_factor(dataclasses.replace(forecast(100), **known), 2.0)  # type: ignore[arg-type]
-    assert (found.tok_s, found.factor, found.origin) == (200, 2.0, "estimated, set right")
+    assert (found.tok_s, found.factor, found.origin) == (200, 2.0, "estimated, corrected")
     for name in known:
         assert getattr(found, name) == Percentiles(p50=40.0, p99=50.0)
 
 
-def test_what_is_set_right_is_said_with_its_factor() -> None:
+def test_what_is_corrected_is_said_with_its_factor() -> None:
     """In the table's last column and in a sentence, for who does not read the JSON."""
     right = dataclasses.replace(choice(200, 320), forecasts=[apply_factor(forecast(200, tp=2), 0.5)])
-    assert format_rows(ask("H200"), right)[0]["evidence"] == "estimated, set right"
+    assert format_rows(ask("H200"), right)[0]["evidence"] == "estimated, corrected"
     (text,) = [
         t
         for t in answer_formats.list_unknowns(ask("H200"), [right], estimate.load_published_steps())
-        if "set right" in t
+        if "corrected" in t
     ]
     assert "(0.500× at 8 × 4,000)" in text
 
@@ -1212,7 +1212,7 @@ def test_a_sentence_says_by_how_much_the_best_is_ahead_and_by_how_much_it_must_b
 
 
 def capacity(requests: int) -> Capacity:
-    """Of a layout that holds so many requests."""
+    """Make the capacity of a layout that holds so many requests."""
     return Capacity(weight_bytes=1, kv_tokens=4000 * requests, requests=requests)
 
 
@@ -1256,7 +1256,7 @@ def test_a_pool_that_holds_fewer_requests_than_the_load_says_so() -> None:
 
 
 def test_the_command_that_decides_is_one_that_ab_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    """For decode steps and for served loads, planned for the machine."""
+    """The command is for decode steps and for served loads, planned for the machine."""
     served = msgspec.structs.replace(load(requests=64), chunk=8192)
     for more in ({"context": 4000}, {"context": 1020, "load": served, "workload": "serve"}):
         one, other = (
@@ -1327,7 +1327,7 @@ def test_one_launch_of_a_server_decides_nothing() -> None:
 
 
 def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() -> None:
-    """Of two layouts that ran it; KV memory and times of arrival are of its name."""
+    """Two layouts ran the load; KV memory and arrival times are part of its name."""
     run = read_run(ROOT / "results" / "serving_4xH200/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
     from dcpbench.points.device_probe import Probe
 

@@ -125,7 +125,7 @@ def test_several_engines_in_one_answer_are_told_apart() -> None:
     own: Forecast = dataclasses.replace(vllm, engine="")
     text = answer_formats.describe_engines([vllm, own])
     assert "vLLM 0.26.0 and dcpbench's engine" in text
-    assert "layouts of different engines differ by their engine, too" in text
+    assert "differences between layouts are also differences between engines" in text
     assert "forecasts are of dcpbench's engine" in answer_formats.describe_engines([own])
     assert own.point.load is not None
     assert own.point.load.arrival == CLOSED

@@ -190,7 +190,7 @@ class TestChecksum:
     @pytest.mark.parametrize("behind", [b"", msgspec.json.encode(FULL) + b"\n"], ids=["last", "a line behind"])
     @pytest.mark.sample(2)
     def test_every_single_flipped_bit_is_noticed(self, behind: bytes, tmp_path: Path) -> None:
-        """Of the line of a full record, its keys, checksum and newline too: refused, with the file and the line."""
+        """Each flipped bit of the line of a full record, in keys, checksum or newline, is refused with the file and the line."""
         path = written(tmp_path, EVERYTHING)
         line = path.read_bytes()
         unnoticed = []
@@ -353,7 +353,7 @@ CHECK = Check(
 
 
 class TestChecks:
-    """Of `verify`, which leaves them line by line as records are."""
+    """Test the checks of `verify`, which are lines of a file as records are."""
 
     def test_what_is_written_is_read_back(self, tmp_path: Path) -> None:
         assert read_checks(tmp_path) == []

@@ -268,7 +268,7 @@ class TestCommand:
     def test_what_is_no_file_of_records_is_called_that_and_no_repair_is_offered(
         self, data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Whether it is JSON or not: repair would find nothing in it, and says so."""
+        """The file may be JSON or not: repair would find nothing in it, and reports that."""
         path = tmp_path / "file"
         path.write_bytes(data)
         with pytest.raises(RecordsError, match=r"is no file of records.*; name the folder of a run") as raised:

@@ -63,7 +63,7 @@ class Events:
         self.tick = itertools.count()
 
     def run(self) -> Events:
-        """To the end of all requests."""
+        """Run a replay to the end of all requests."""
         self.wake(0.0)
         while self.heap:
             now, _, ended = heapq.heappop(self.heap)
@@ -168,7 +168,7 @@ class TestAgainstEvents:
 def token_times(
     requests: list[ServeRequest], clients: int | None, times: Fixed, **changes: object
 ) -> list[list[float]]:
-    """Of each request, in ms."""
+    """Return the token times of each request, in ms."""
     found = replay_requests(requests, Scheduler(config(pages=60, **changes)), clients, times)
     return [[round(t * 1e3, 6) for t in s.token_s] for s in found.traffic.samples]
 
@@ -227,7 +227,7 @@ class TestPipeline:
         assert (found.submitted_s, round(found.token_s[0], 6)) == (0.017, 0.053)
 
     def test_where_to_launch_is_to_run_tokens_are_read_after_the_next_step(self) -> None:
-        """On the CPU: step 0 ends at 16 ms, but the host is in step 1 until 27 ms, and only then reads step 0."""
+        """Step 0 ends at 16 ms on the CPU, but the host is in step 1 until 27 ms, and only then reads step 0."""
         assert token_times([request(0, 3, 3)], 1, Fixed(is_blocking=True)) == [[27, 38, 38]]
 
     def test_requests_that_never_fit_do_not_end_the_run(self) -> None:

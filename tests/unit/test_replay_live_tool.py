@@ -24,7 +24,7 @@ def test_no_load_is_the_one_that_the_step_times_come_from(job: str) -> None:
 
 
 def test_each_model_has_as_many_requests_as_the_bars_ask_for() -> None:
-    """At least 200, but for the tiny model of rehearsals."""
+    """Each model has at least 200 requests, except the tiny model of rehearsals."""
     assert all(size.requests >= tool.ENOUGH for name, size in tool.SIZES.items() if name != "tiny")
 
 

@@ -14,7 +14,7 @@ from tests.unit.step_times_builder import step_times, true_ms
 
 
 def prompts(rng: np.random.Generator, count: int, context: int, share: float, rate: float | None) -> list[ServeRequest]:
-    """Of any lengths that fit, the beginning of each the same."""
+    """Make prompts of any lengths that fit, with a common beginning."""
     common, found, at = rng.integers(0, 1000, context, dtype=np.int32), [], 0.0
     for number in range(count):
         output = int(rng.integers(1, max(2, min(60, context // 3))))

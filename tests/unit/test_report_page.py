@@ -36,7 +36,7 @@ def mixed() -> list[Record]:
 
 
 def test_every_point_comes_back_out_of_its_row(tmp_path: Path) -> None:
-    """So that the command of a row is that of its record, whatever pandas made of the columns."""
+    """The command of a row is that of its record, whatever pandas made of the columns."""
     records = mixed()
     read = dataframes.load_frames([record_builder.write(tmp_path / "run", records)])
     found = [*build_points(read.points), *build_points(read.served)]

@@ -434,7 +434,7 @@ class TestPays:
         assert (row["rival"], row["ratio"], row["verdict"]) == ("tp4 (bfloat16)", 1.5, "higher")
 
     def test_points_whose_rivals_did_not_run_are_not_counted(self, tmp_path: Path) -> None:
-        """At 8 there is no layout without DCP, at 32 there is, and it is slower."""
+        """There is no layout without DCP at 8; at 32 there is, and it is slower."""
         points = [(serve.point(DCP, 8), 100), (serve.point(DCP, 32), 150), (serve.point(DP, 32), 100)]
         found = read(tmp_path, *(served(p, rate, {}, {}) for p, rate in points))
         assert "DCP pays in 1 of 1 load, in" in said(found, "DCP pays")
@@ -442,7 +442,7 @@ class TestPays:
         assert not [s for s in answer.format_top_sentences(alone) if "pays" in s]
 
     def test_loads_in_a_row_are_one_clause_and_lengths_with_one_answer_another(self, tmp_path: Path) -> None:
-        """At 400 tokens in 1.2 and 1.5 times at 8 and 16, 0.8 at 32; at 800 and 1,600 it is 0.5 times."""
+        """The ratios at 400 tokens are 1.2 and 1.5 at 8 and 16, 0.8 at 32; at 800 and 1,600 tokens it is 0.5."""
         rates = {("400", 8): 120, ("400", 16): 150, ("400", 32): 80, ("800", 8): 50, ("1600", 8): 50}
         records = [
             served(serve.point(lay, n, {"input_tokens": tokens}), rate, {}, {})
@@ -522,7 +522,7 @@ class TestTables:
         assert over.rows == [["context 4,000", "tp4·dcp4", "▼ 0.80×", "≈ 1.00×"]]
 
     def test_where_the_same_layout_without_dcp_did_not_run_others_may_have(self, tmp_path: Path) -> None:
-        """At 8 tp4·dcp4 has 50 over 40 ms of tp4; at 32 tp4 was rejected, and tp4·dp4·ep4 needs 40 ms, too; at 48 none ran."""
+        """tp4·dcp4 has 50 over 40 ms of tp4 at 8; at 32 tp4 was rejected, and tp4·dp4·ep4 needs 40 ms, too; at 48 none ran."""
         ran = [(TP, 8, 50), (DCP, 8, 40), (DCP, 32, 50), (DP, 32, 40), (DCP, 48, 50)]
         records = [step(build.point(lay, concurrency=n), ms) for lay, n, ms in ran]
         _, over = answer_tables.build_grids(read(tmp_path, *records))

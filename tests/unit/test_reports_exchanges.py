@@ -79,7 +79,7 @@ def test_several_loads_are_one_sentence_with_the_least_and_the_most(tmp_path: Pa
 
 
 def test_variants_of_one_layout_have_markers_of_their_own(tmp_path: Path) -> None:
-    """Otherwise points at one concurrency, where no line is drawn, would all look the same."""
+    """Points at one concurrency, where no line is drawn, would otherwise all look the same."""
     read = loaded(tmp_path, exact(PLAIN, 10), exact(A2A, 9), exact(SYMM, 8))
     style = Style.from_points(read.points)
     figure = draw_itl(read.points, style, "title")

@@ -141,7 +141,7 @@ def test_labels_name_the_options_of_an_exchange_only_where_they_differ(tmp_path:
 
 
 def test_runs_with_the_same_name_are_told_apart_by_their_path(tmp_path: Path) -> None:
-    """By as many folders as it takes; one that has its name alone keeps it."""
+    """Names have as many folders as it takes; a run with a unique name keeps it."""
     places = ("a/run", "b/run", "alone", "x/c/same", "y/c/same")
     folders = [build.write(tmp_path / place, [exact(build.point(TP), 1)]) for place in places]
     assert set(dataframes.load_frames(folders).points["run"]) == set(places)
@@ -194,7 +194,7 @@ def test_dcp_verdicts_need_more_than_noise(tmp_path: Path, steps: tuple[float, .
 
 
 def test_a_dcp_point_whose_baseline_was_rejected_is_told_not_compared(tmp_path: Path) -> None:
-    """That only DCP ran is a finding, not a ratio of infinity."""
+    """A layout with DCP that ran alone is a finding, not a ratio of infinity."""
     read = loaded(tmp_path, build.rejected(build.point(TP)), exact(build.point(DCP), 10))
     (row,) = findings.compare_dcp_with_baseline(findings.select_rivals(read)).to_dict("records")
     assert row["verdict"] == "no baseline"
@@ -244,7 +244,7 @@ def test_repeats_that_agree_say_within_what(tmp_path: Path) -> None:
 
 
 def test_a_copied_run_beside_its_original_is_no_repeat(tmp_path: Path) -> None:
-    """Otherwise every point of it would agree within 0 %."""
+    """Every point of a copy would agree with its original within 0 %."""
     record = exact(build.point(TP), 10)
     a, b = (build.write(tmp_path / name, [record]) for name in "ab")
     assert findings.compare_repeats(dataframes.load_frames([a, b])).empty
@@ -258,7 +258,7 @@ def test_runs_on_different_hardware_are_not_repeats_of_each_other(tmp_path: Path
 
 
 def test_cpu_points_are_left_out_of_every_comparison_of_speed(tmp_path: Path) -> None:
-    """By their mark, and by their device where the mark is missing."""
+    """They are recognised by their mark, and by their device if the mark is missing."""
     read = loaded(tmp_path, build.on_cpu(build.point(TP)), exact(build.point(DCP), 10, environment=build.CPU))
     assert read.cpu
     assert findings.select_rivals(read).empty

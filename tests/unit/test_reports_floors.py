@@ -86,7 +86,7 @@ def test_of_several_the_reach_is_told_and_the_furthest_named(tmp_path):
 
 
 def test_one_bullet_of_the_first_screen_says_it(tmp_path):
-    """Of one point, of the furthest of several, and of none."""
+    """The bullet describes one point, the furthest of several, or is absent without any."""
     one = read(tmp_path / "one", FAR)
     said = "A step takes 1.60× what the hardware allows; most is lost in moe (18.0 ms) and attention (12.0 ms)."
     assert said in overview.format_bullets(one)

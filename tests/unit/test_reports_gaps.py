@@ -59,7 +59,7 @@ def test_the_load_where_gaps_set_layouts_apart_most_is_named(tmp_path: Path) -> 
     ],
 )
 def test_what_is_no_such_difference_is_not_spoken_of(tmp_path: Path, idle_us: float, kernels: int) -> None:
-    """Of two steps of 20 ms, the other with gaps of 0.07 µs."""
+    """Two steps take 20 ms, the other with gaps of 0.07 µs."""
     found = loaded(tmp_path, step(TP4, 20.0, 140.0), step(DCP4, 20.0, idle_us, kernels))
     assert kernel_gaps.describe_unequal_gaps(found.findings.points) == ""
 

@@ -344,7 +344,7 @@ def test_thousands_of_reasons_are_as_many_rows_as_a_table_holds(tmp_path: Path) 
 
 
 def test_more_points_than_are_read_of_a_run_are_refused_with_what_to_do(tmp_path: Path, monkeypatch) -> None:
-    """At 100,000, which is three here; the same point again is no more of them."""
+    """The limit is 100,000 points, three here; a repeated point counts once."""
     monkeypatch.setattr(dataframes, "MAX_POINTS", 3)
     points = [line(build.ok(build.point(context=1000 + n))) for n in range(4)]
     assert len(dataframes.load_frames([run(tmp_path / "three", *points[:3], points[0])]).points) == 3

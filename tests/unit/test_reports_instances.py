@@ -90,7 +90,7 @@ class TestComparisons:
 
 class TestSentences:
     def test_the_ratio_with_most_for_each_gpu_is_said_of_each_load(self, tmp_path: Path) -> None:
-        """And which side bounds it: 20 points more or less of the run."""
+        """The sentence names which side limits the ratio: 20 points more or less of the run."""
         read = loaded(
             tmp_path,
             served("1:1", 30, busy={"prefill": 0.2, "decode": 0.95}, **RATE),

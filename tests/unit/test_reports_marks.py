@@ -112,11 +112,25 @@ def test_the_headline_counts_replays_whose_step_times_were_throttled_beside_poin
     def headline(name: str, shown: list[Record]) -> list[str]:
         return overview.list_caveats(dataframes.load_frames([build.write(tmp_path / name, shown)]))
 
-    assert headline("all", records)[-1] == "clocks limited at 2 of 3 points (1 by their step times)"
-    assert headline("live", [records[0], records[2]])[-1] == "clocks limited by power at 1 of 2 points"
-    assert headline("marked", records[:2])[-1] == "clocks limited at 2 of 2 points (1 by their step times)"
-    assert headline("replays", [records[1]])[-1] == "clocks limited (by their step times)"
-    assert headline("one", records[1:])[-1] == "clocks limited at 1 of 2 points (by their step times)"
+    assert (
+        headline("all", records)[-1]
+        == "clocks limited at 2 of 3 points (1 by their step times), marked throttled in the tables"
+    )
+    assert (
+        headline("live", [records[0], records[2]])[-1]
+        == "clocks limited by power at 1 of 2 points, marked throttled in the tables"
+    )
+    assert (
+        headline("marked", records[:2])[-1]
+        == "clocks limited at 2 of 2 points (1 by their step times), marked throttled in the tables"
+    )
+    assert (
+        headline("replays", [records[1]])[-1] == "clocks limited (by their step times), marked throttled in the tables"
+    )
+    assert (
+        headline("one", records[1:])[-1]
+        == "clocks limited at 1 of 2 points (by their step times), marked throttled in the tables"
+    )
 
 
 def test_caveats_name_dummy_weights_and_slow_attention_of_prompts(tmp_path: Path) -> None:

@@ -64,14 +64,14 @@ class TestWhichLayoutToTake:
     """The rule, and its words."""
 
     def test_from_which_load_on_and_by_how_much_over_what(self, crossing: dataframes.Frames) -> None:
-        """Of one length, loads go by their requests."""
+        """Loads of one length are ordered by their requests."""
         assert overview.format_answer(crossing) == (
             f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, which gives 25 % more output than tp4·dcp4, and tp4·dcp4 "
             "from 32 on, which gives 25 % more than tp4: best or level in both loads."
         )
 
     def test_each_of_two_layouts_is_taken_up_to_its_last_load_and_from_its_first(self, tmp_path: Path) -> None:
-        """Of three loads each, a quarter ahead in all."""
+        """Each layout is a quarter ahead in three loads."""
         loads = [(n, *((40, 50) if n < 20 else (50, 40))) for n in (4, 8, 16, 24, 32, 64)]
         records = [steps(layout, n, ms) for n, *both in loads for layout, ms in zip((TP, DCP), both, strict=True)]
         assert said(tmp_path, *records) == (
@@ -199,7 +199,7 @@ class TestWhichLayoutToTake:
     def test_layers_that_are_cycled_are_said_of_the_models_that_hold_so_many(
         self, tmp_path: Path, held: tuple[int, int], words: str
     ) -> None:
-        """And not again in the line below, which says what changes how the numbers are to be read."""
+        """The line below, on how to read the numbers, does not repeat them."""
         records = [
             msgspec.structs.replace(record, honesty=msgspec.structs.replace(record.honesty, layers_held=layers))
             for model, layers in zip(("deepseek-v3", "kimi-k2"), held, strict=True)
@@ -221,7 +221,7 @@ class TestSlo:
     """Loads under which some layout meets it, and others."""
 
     def test_a_rule_ends_where_no_layout_meets_it(self, tmp_path: Path) -> None:
-        """At 48 both take more than 60 ms; from 16 on tp4 does."""
+        """Both layouts take more than 60 ms at 48; from 16 on tp4 does."""
         records = [steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 16, 70), steps(DCP, 16, 50)]
         records += [steps(TP, 32, 80), steps(DCP, 32, 55), steps(TP, 48, 90), steps(DCP, 48, 70)]
         assert said(tmp_path, *records, itl=60) == (
@@ -464,7 +464,7 @@ class TestDcpAhead:
 def test_a_layout_without_dcp_that_holds_as_much_within_2_percent_is_named_beside_it(
     share: float, too: bool, tmp_path: Path
 ) -> None:
-    """By what it holds per GiB of KV: with DCP four times what tp4 does, of replicas a share of that."""
+    """Layouts are compared by the KV tokens per GiB: with DCP four times those of tp4, with replicas a share of that."""
     plain, *split = (steps(layout, 8, 40) for layout in (TP, DCP, DP))
     assert plain.kv
     held = plain.kv.capacity_tokens
@@ -478,7 +478,7 @@ def test_a_layout_without_dcp_that_holds_as_much_within_2_percent_is_named_besid
 
 
 class TestNoRoom:
-    """Only what the plan rejected for memory."""
+    """Test points that the plan rejected for memory."""
 
     def test_the_plan_says_so_in_the_record(self) -> None:
         """tp4 lacks memory for 48 requests of 128,000 tokens; tp8 lacks GPUs, and --dcp 3 is no layout."""

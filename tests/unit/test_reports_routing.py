@@ -51,7 +51,7 @@ def test_layouts_are_compared_under_the_same_routing_alone(skewed: dataframes.Fr
 
 
 def test_the_figure_orders_distributions_by_the_experts_that_steps_read(skewed: dataframes.Frames) -> None:
-    """From even routing by way of the file's to zipf:1; the layout that ran with one of them is not in it."""
+    """The order is even routing, the file's, then zipf:1; the layout that ran with only one of them is not drawn."""
     rows = routing_figure.select_skewed(skewed.points)
     figure = routing_figure.draw_routings(rows, Style.from_points(skewed.points), "title")
     (ax,) = figure.axes

@@ -140,7 +140,7 @@ class TestReport:
         text = (written / "report" / "report.md").read_text(encoding="utf-8")
         for title in ("Every point", "Where a step's time goes"):
             assert f"## {title}" not in text
-        for title in ("KV capacity and what bounded it", "Before you believe a number", "How it was measured"):
+        for title in ("KV capacity and its limit", "Before you use a number", "How it was measured"):
             assert f"## {title}" in text
         assert "CUDA graph, timed by CUDA events" not in text
         assert "A replay runs the same scheduler" in text
@@ -245,7 +245,7 @@ class TestReport:
         text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
         assert "4 req/s Poisson · 400 in · 40 out" in text
         assert "trace times · requests of chat.jsonl" in text
-        assert "No steady throughput: nothing is targeted in an open loop" in text
+        assert "No steady throughput: an open loop has no target" in text
 
 
 class TestFindings:

@@ -100,7 +100,7 @@ class TestWords:
         ids=["few-chunks", "median-misses", "preempted", "apart"],
     )
     def test_chunks_are_blamed_only_where_it_is_they(self, other: dict[str, Any], tmp_path: Path) -> None:
-        """Not where fewer steps than one in 100 have any, gaps without any are too long, or something else makes them wait."""
+        """Chunks are not blamed if fewer steps than one in 100 have any, if gaps without any are too long, or if something else makes them wait."""
         found = said(tmp_path, served(**({"itl": (70, 480)} | other)))
         assert "no layout keeps it; nearest is" in found
 

@@ -107,7 +107,7 @@ class TestWhole:
     def test_whoever_looks_meanwhile_sees_the_old_one(
         self, one: Path, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """At each step of the way, and at the last moment before the new one is there."""
+        """Readers see it at each step, and at the last moment before the new one is there."""
         old = contents(out)
         seen: list[bool] = []
 

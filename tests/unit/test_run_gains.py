@@ -121,7 +121,7 @@ def test_prefixes_that_only_a_larger_pool_keeps_are_hits(tmp_path: Path) -> None
 
 
 def test_steps_with_drafts_are_estimated_as_for_the_record(tmp_path: Path) -> None:
-    """From measured steps of one token; else the replays would not have the output of the records."""
+    """The estimates are from measured steps of one token; else the replays would not have the output of the records."""
     of = msgspec.structs.replace(POINT, mtp=1, acceptance="0.5")
     (found,) = store(write_run(tmp_path, 8, of=of))
     assert found.split is not None, found.reason

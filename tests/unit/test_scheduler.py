@@ -61,7 +61,7 @@ class TestChunks:
         assert decide(scheduler) == ([], [(1, 0, 5)])
 
     def test_a_prompts_last_token_alone_is_computed_as_a_decode_row_and_the_prompt_is_cached(self) -> None:
-        """Of 9 tokens 8 are a chunk. The second request finds both full pages."""
+        """A prompt of 9 tokens has a chunk of 8. The second request finds both full pages."""
         scheduler = serve((list(range(9)), 2))
         assert [decide(scheduler) for _ in range(3)] == [([], [(0, 0, 8)]), ([0], []), ([0], [])]
         scheduler.submit(request(1, [*range(9), 9], 1))
@@ -134,7 +134,7 @@ class TestAdmission:
         assert [[c.sequence.request.number for c in r.chunks] for r in step.replicas] == [[0, 3], [1], [2]]
 
     def test_replicas_share_the_chunk_and_the_requests_of_a_point(self) -> None:
-        """Of 64 chunk tokens each of two replicas prefills 32; five clients are three at one of them."""
+        """Each of two replicas prefills 32 of 64 chunk tokens; three of five clients are at one of them."""
         load = Load(requests=9, input_tokens="4", output_tokens="2", chunk=64)
         of = Point(
             model="tiny",
@@ -206,7 +206,7 @@ class TestTable:
         assert (write.slot, write.start, write.locs.tolist()) == (1, 0, [4, 5, 6, 7, 8, 9])
 
     def test_nor_does_the_last_page_of_an_answer_that_fills_the_row(self) -> None:
-        """Of the second page of four tokens the row of six columns has two."""
+        """The row of six columns has two of the second page of four tokens."""
         scheduler = serve((4, 3), max_context=6)
         writes = []
         while step := scheduler.plan_step():
@@ -227,9 +227,7 @@ class TestPreemption:
     """Two requests of 12 prompt tokens, three pages, that store 20 tokens each in the end, five pages."""
 
     def test_who_came_last_gives_up_its_kv_and_computes_all_tokens_anew(self) -> None:
-        """Of 9 pages each gets three and then a fourth for tokens 12 … 15. For token 16 request 0 takes the last one,
-        request 1 finds none and gives up four; it comes back once request 0 has finished, with 12 + 5 tokens.
-        """
+        """Each request gets three of 9 pages and then a fourth for tokens 12 … 15. For token 16 request 0 takes the last one, request 1 finds none and gives up four; it comes back once request 0 has finished, with 12 + 5 tokens."""
         scheduler = serve(*self.LOAD, pages=10, chunk=24, prefix_cache=False)
         assert decide(scheduler) == ([], [(0, 0, 12), (1, 0, 12)])
         assert [decide(scheduler) for _ in range(4)] == [([0, 1], [])] * 4

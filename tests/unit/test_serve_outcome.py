@@ -45,7 +45,7 @@ POINT = Point(
 
 
 def metrics(of: tuple[Traffic, StepCounts], **changes: object) -> ServeMetrics:
-    """Of a run on tp4 without objectives."""
+    """Return the metrics of a run on tp4 without objectives."""
     traffic, steps = of
     plain = {"gpus": 4, "concurrency": traffic.concurrency, "slo": {}, "steps": steps}
     return compute_serve_metrics(traffic, **(plain | changes))  # type: ignore[arg-type]

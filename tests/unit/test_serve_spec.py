@@ -57,7 +57,7 @@ def trace(tmp_path: Path) -> Path:
 
 class TestPoints:
     def test_loads_run_from_the_smallest_to_the_largest_however_they_were_typed(self) -> None:
-        """By length of prompts, then by rate."""
+        """Loads are ordered by length of prompts, then by rate."""
         found = loads(request_rate="2,0.5,1", input_tokens="300,20")
         assert [(load.input_tokens, load.request_rate) for load in found] == [
             ("20", 0.5),
@@ -375,7 +375,7 @@ class TestRejections:
 
     def test_a_chunk_larger_than_a_gpu_is_refused_with_what_it_would_need(self) -> None:
         found = reason(H200X4, concurrency=8, chunk=10**8)
-        assert found.startswith("--prefill chunk=100000000: a step of so many prompt tokens needs")
+        assert found.startswith("--prefill chunk=100000000: a step with this many prompt tokens needs")
         assert found.endswith("on a GPU of 139.0 GiB; use a smaller one, such as --prefill chunk=8192.")
 
     def test_flashinfer_prefills_on_gpus_that_have_it_with_its_widths(self) -> None:
@@ -549,7 +549,7 @@ class TestInstances:
         assert found.point.get_key() == usual.point.get_key()
 
     def test_a_ratio_has_as_many_instances_that_do_both_beside_it(self) -> None:
-        """And both have the same without DCP."""
+        """Both have the same without DCP."""
         asked = {"mode": "replay", "tp": 4, "disaggregate": "1:2", "transfer_gb_s": 50}
         found = grid.expand_grid(make_serve_spec(asked, CPU), CPU)
         assert {(c.point.layout_name, c.added) for c in found} == {
@@ -635,7 +635,7 @@ class TestObjectives:
         return [(short.objectives, short.percentile, short.samples) for short in found]
 
     def test_the_default_load_can_show_p99_of_ttft(self) -> None:
-        """At least 662 completed requests; a tenth of them may fail, and 8, 32 and 48 clients share them evenly."""
+        """The load has at least 662 completed requests; a tenth of them may fail, and 8, 32 and 48 clients share them evenly."""
         spec = make_serve_spec({"tp": "4"}, H200X4)
         assert isinstance(spec.serve, ServeLoads)
         requests = spec.serve.num_requests

@@ -56,7 +56,7 @@ def steps(setup: SchedulerConfig, requests: list[ServeRequest], clients: int | N
 
 
 def step_tokens(setup: SchedulerConfig, requests: list[ServeRequest]) -> list[int]:
-    """Of each step, in the fullest replica."""
+    """Return the tokens of each step in the fullest replica."""
     return [max(replica.tokens for replica in step.replicas) for step in steps(setup, requests)]
 
 
@@ -111,7 +111,7 @@ def test_each_replica_cuts_a_prompt() -> None:
 
 
 def test_a_prompt_that_comes_again_is_behind_what_the_cache_has_of_it() -> None:
-    """Even if too few come at once to cut one: 903 tokens are 14 pages of 64, and 7 more."""
+    """The prefix counts even if too few come at once to cut one: 903 tokens are 14 pages of 64, and 7 more."""
     setup = config(dcp=1, max_context=904)
     assert prefixes(steps(setup, _make_repeated_requests(setup, 100), clients=1)) == [0, 896]
 

@@ -357,14 +357,14 @@ HARMLESS: dict[str, Any] = {
 
 @pytest.mark.parametrize("field", HARMLESS)
 def test_what_changes_nothing_is_accepted(field: str) -> None:
-    """And the shape is V3's, whatever the field says."""
+    """The shape is V3's, whatever the field holds."""
     plain = from_config(V3, Path("v3.json"))
     assert from_config(V3 | {field: HARMLESS[field]}, Path("v3.json")) == plain
 
 
 @pytest.mark.parametrize("left_out", ["", "fmt", "activation_scheme"])
 def test_a_quantisation_in_fp8_blocks_is_how_a_model_is_published(left_out: str) -> None:
-    """And nothing else of its shape differs; transformers' own quantiser writes no `fmt`."""
+    """Nothing else of its shape differs; transformers' own quantiser writes no `fmt`."""
     found = from_config(V3 | {"quantization_config": {k: v for k, v in FP8.items() if k != left_out}}, Path("v3.json"))
     assert found.published == FORMATS[weight_formats.FP8]
     assert dataclasses.replace(found, published=UNQUANTISED) == from_config(

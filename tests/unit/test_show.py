@@ -271,7 +271,7 @@ def test_a_line_of_progress_is_wiped_off_a_terminal_if_there_was_any(
 
 
 def test_a_line_of_progress_is_cut_to_the_terminal_of_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 9 columns 8 are used, whatever stdout is: a line that wraps cannot be overwritten."""
+    """The line takes 8 of 9 columns, whatever stdout is: a line that wraps cannot be overwritten."""
     monkeypatch.setattr("sys.stderr", err := Tty())
     monkeypatch.setattr(err, "fileno", lambda: 2)
     monkeypatch.setattr(

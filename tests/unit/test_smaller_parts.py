@@ -75,7 +75,7 @@ class TestAllocator:
     """Pages of 4 tokens, of which page 0 is padding."""
 
     def test_a_prefix_is_shared_in_full_pages_that_are_there(self) -> None:
-        """Of 10 tokens two pages are full; none, or as many as are shared already, changes nothing."""
+        """10 tokens fill two pages; none, or as many as are shared already, changes nothing."""
         allocator = DcpAllocator(9, 4, 1)
         allocation = allocator.allocate(10, np.zeros(0, np.int32))
         allocator.share_pages(allocation, allocation.pages[:0])
@@ -226,7 +226,7 @@ def test_a_time_of_an_import_is_a_number_of_ms(value: object, wrong: bool) -> No
 
 class TestAdvice:
     @pytest.mark.parametrize(("a", "b", "ratios"), [(True, False, True), (False, True, True), (False, False, False)])
-    def test_what_was_set_right_on_either_side_is_told_apart_by_ratios(self, a: bool, b: bool, ratios: bool) -> None:
+    def test_what_was_corrected_on_either_side_is_told_apart_by_ratios(self, a: bool, b: bool, ratios: bool) -> None:
         """4 % of ratios, else both bands: 21 %."""
         one, other = (
             dataclasses.replace(advised.forecast(100, "measured"), factor=1.1 if of else None) for of in (a, b)
@@ -321,7 +321,7 @@ class TestMarkdown:
 
 
 def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor one of too many points."""
+    """A run of too many points costs no other page either."""
     run: Any = SimpleNamespace(name="monday", entries=range(pages.MAX_POINTS))
     reasons: list[Exception] = [UsageError("no."), ValueError("x" * 300)]
 
@@ -342,7 +342,7 @@ def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monk
     [
         (2, 0, 0, {}, "no output token came: 2 requests failed; the first one: f0"),
         (2, 1, 0, {}, "no output token came: 2 requests failed, 1 other cut off; the first one: f0"),
-        (0, 0, 0, {}, "no request was submitted, so there is nothing to report; give --num-requests 1 or more."),
+        (0, 0, 0, {}, "no request was submitted; give --num-requests 1 or more."),
         (
             0,
             3,
@@ -460,7 +460,7 @@ def test_the_few_differ_from_the_many_and_of_two_halves_nobody_knows(
     ("places", "few"), [("aab", [2]), ("aabb", None), ("ab", None), ("aaabb", [3, 4]), ("abc", None)]
 )
 def test_of_ranks_that_all_wait_the_few_at_another_line_are_named(places: str, few: list[int] | None) -> None:
-    """By stacks alone; where as many wait at either line nobody knows who is wrong."""
+    """Stacks alone decide; if as many ranks wait at either line, none is named."""
     ranks = {1000 + n: Rank(n, f"rank {n}") for n in range(len(places))}
     calls = {
         r: (Frame("wait", "torch/x.py", 1), Frame(place, "own.py", 2)) for r, place in zip(ranks, places, strict=True)
@@ -577,7 +577,7 @@ def test_a_forest_has_round_ratios_denser_the_closer_it_looks(reach: float, tick
     assert picture._choose_ticks(reach) == ticks
 
 
-def test_an_estimate_that_is_set_right_has_the_band_of_ratios() -> None:
+def test_an_estimate_that_is_corrected_has_the_band_of_ratios() -> None:
     """1.25 times 100 tok/s; 4 % of ratios and 3 and 2 % of two kinds of calls: from a 1.09th to 1.09 times."""
     found = apply_factor(advised.forecast(100.0, wire={"all-reduce": 0.03, "a2a": 0.02}), 1.25)
     assert (found.tok_s, found.low, found.high) == (125.0, pytest.approx(125 / 1.09), pytest.approx(125 * 1.09))

@@ -20,7 +20,7 @@ REQUESTS, TOKENS = 32, 64_000
 
 @pytest.mark.parametrize("dcp", [2, 4, 8])
 def test_the_page_has_the_bytes_of_the_formulas(dcp):
-    """At tp8 a DCP group has dcp / 8 of 128 heads; MB are 10⁶ bytes."""
+    """A DCP group has dcp / 8 of 128 heads at tp8; MB are 10⁶ bytes."""
     candidates = compute_candidate_bytes(V32.indexer, [TOKENS // dcp] * REQUESTS, dcp)
     exchanged = compute_exchanged_bytes("a2a", REQUESTS, 128 * dcp // 8, dcp, V32.query_width, V32.output_width, 2)
     cells = " | ".join(f"{size / 1e6:.2f} MB" for size in (candidates, *exchanged))

@@ -30,7 +30,7 @@ def test_no_acceptance_means_no_expected_tokens():
 
 
 def test_drawn_drafts_follow_the_stated_probabilities():
-    """Of 40,000 steps, shares reach each draft as stated; the deviation of a share is below 0.0025, of which 5 are allowed."""
+    """In 40,000 steps, shares reach each draft as stated; the deviation of a share is below 0.0025, of which 5 are allowed."""
     drawn = [THREE.count_accepted(0, request, step) for request in range(200) for step in range(200)]
     for number, share in enumerate(THREE.reached, 1):
         assert sum(count >= number for count in drawn) / len(drawn) == pytest.approx(share, abs=0.0125)

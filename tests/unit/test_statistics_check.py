@@ -60,7 +60,7 @@ def test_a_slowdown_of_5_percent_is_found_by_four_launches_that_scatter_by_1_per
 
 
 def test_a_share_has_an_upper_bound() -> None:
-    """Of none in 100, 1 - 0.05^(1/100) = 3 %; a share holds if it is as documented and its bound below twice that."""
+    """The bound of none in 100 is 1 - 0.05^(1/100) = 3 %; a share holds if it is as documented and its bound below twice that."""
     none = check.Share(0, 100, at_most=0.02)
     assert none.bound == pytest.approx(1 - 0.05 ** (1 / 100))
     assert none.holds
@@ -96,7 +96,7 @@ class TestPage:
         assert "%!" not in text.replace(" ", "")
 
     def test_its_rates_are_those_that_the_code_documents(self) -> None:
-        """Of unchanged histories and equal sides, read from the page: a changed constant needs the page made again."""
+        """The rates of unchanged histories and equal sides are read from the page: after a change of a constant the page has to be written again."""
         text = PAGE.read_text(encoding="utf-8")
         tables = text.split("\n## ")[1:]
         marks, verdicts = (

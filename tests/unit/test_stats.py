@@ -88,7 +88,7 @@ class TestCorrelatedSamples:
     @pytest.mark.parametrize("rho", [0.0, 0.3, 0.6])
     @pytest.mark.parametrize("samples", [20, 60])
     def test_the_interval_covers_up_to_an_autocorrelation_of_0_6(self, samples: int, rho: float) -> None:
-        """At least 92 of 100; intervals for independent samples cover 75 to 81 of 100 at 0.6."""
+        """At least 92 of 100 intervals cover; intervals for independent samples cover 75 to 81 of 100 at 0.6."""
         assert count_covered(rho, samples, 400).value >= MIN_COVERAGE
 
     def test_the_interval_covers_when_the_stop_rule_decides(self) -> None:
@@ -96,7 +96,7 @@ class TestCorrelatedSamples:
 
     @pytest.mark.parametrize(("rho", "low", "high"), [(0.0, 800, 1000), (0.6, 250, 420), (0.9, 30, 110)])
     def test_a_thousand_correlated_samples_are_worth_fewer(self, rho: float, low: float, high: float) -> None:
-        """Of the signs of an AR(1) process: 1 + 2·Σ 2/π·asin(0.6ᵏ) = 2.9, so that 1,000 are worth 345; 12.4 and 81 at 0.9."""
+        """For the signs of an AR(1) process the divisor is 1 + 2·Σ 2/π·asin(0.6ᵏ) = 2.9, so that 1,000 are worth 345; 12.4 and 81 at 0.9."""
         series = draw_ar1(rho, 20, 1000, np.random.default_rng(1)).tolist()
         found = [compute_median_interval(row) for row in series]
         assert low < statistics.fmean(i.effective_samples for i in found) < high

@@ -59,7 +59,7 @@ def test_chunks_begin_with_a_page_and_sample() -> None:
 
 
 def test_no_position_moves_when_a_step_is_repeated() -> None:
-    """So a case can be repeated past any number of tokens."""
+    """A case can therefore be repeated past any number of tokens."""
     made = steps(Case(decodes=(Decodes(2, 40),)))
     assert made.first.replicas[0].positions == made.again.replicas[0].positions == [39, 39]
     assert not made.again.replicas[0].table
@@ -127,7 +127,7 @@ def test_the_fewest_chunks_are_those_of_the_first_number_that_fits(tokens: int, 
 def test_as_many_chunks_attend_to_most_as_have_a_prefix_and_a_quarter_of_the_context_or_more(
     tokens: int, extent: Extent
 ) -> None:
-    """To a prefix, and half of their own tokens in the mean; None where none of these numbers leaves room for a prefix."""
+    """They attend to a prefix, and to half of their own tokens on average; None if these numbers leave no tokens for a prefix."""
     fewest = extent.compute_min_chunks(tokens) or 1
     numbers = [
         n for n in range(fewest, extent.max_running + 1) if n == fewest or tokens / (n - 1) > extent.context / LATE
@@ -205,7 +205,7 @@ def test_an_extent_is_that_of_the_largest_of_all_points() -> None:
     ],
 )
 def test_prompts_share_what_a_prefix_cache_finds(changed: dict[str, object], shared: bool) -> None:
-    """Of requests with a common prefix, of a file, and of sessions; one load of several is enough."""
+    """Requests with a common prefix, of a file, and of sessions share prefixes; one load of several is enough."""
     one = serve_record_builder.point(changed={"prefix_cache": True} | changed)
     plain = serve_record_builder.point(changed={"prefix_cache": True})
     assert [Extent.from_points(points, pages=9, max_context=440).shared for points in ([one], [plain, one])] == [

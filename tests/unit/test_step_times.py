@@ -66,7 +66,7 @@ class TestGrid:
         assert all(EXTENT.supports_case(case) for case in make_cases(EXTENT))
 
     def test_it_takes_less_than_40_seconds(self) -> None:
-        """At the true times of DeepSeek-V3 on four GPUs, a case with one step to settle and two or three to measure."""
+        """The times are those of DeepSeek-V3 on four GPUs, for cases with one step to settle and two or three to measure."""
         times = [true_ms(case.compute_work()) for case in make_cases(EXTENT)]
         assert sum(t * (3 if t > 150 else 4) for t in times) < 40_000
 
@@ -439,7 +439,7 @@ def test_beside_few_chunks_rows_add_what_they_did_beside_the_fewest_measured() -
 
 
 def stands(prompts: tuple[Prompts, ...]) -> StepTimes:
-    """Of a rank that stood for others, by a machine's file that says how much longer steps with prompts take."""
+    """Make the step times of an emulated rank, with a machine's file that states how much longer steps with prompts take."""
     told = Emulated(machine="H200", calls=3, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0, prompts=prompts)
     return msgspec.structs.replace(step_times(EXTENT), emulated=told)
 

@@ -63,7 +63,7 @@ class TestKernelChanges:
     @pytest.mark.parametrize("in_fp8", [False, True])
     @pytest.mark.parametrize("local", [32, 256])
     def test_they_are_where_kernels_choose(self, local: int, in_fp8: bool) -> None:
-        """Of no number of tokens between two changes is the plan cut otherwise, and right past each it is."""
+        """No number of tokens between two changes has another plan, and each number just past a change has one."""
 
         def chosen(tokens: int) -> object:
             count = 8 * tokens
@@ -140,7 +140,7 @@ class Engine:
 
 
 def agreed(*said: int) -> list[int]:
-    """Of one rank."""
+    """Return the agreement of one rank."""
     return list(said)
 
 

@@ -101,7 +101,7 @@ def test_the_baseline_of_dcp_inside_dp_is_the_same_dp_without_dcp() -> None:
 
 
 def placed(found: list[grid.Candidate]) -> list[tuple[str, str, bool]]:
-    """Of each point its layout, how it places experts, and whether it was added."""
+    """Return for each point its layout, its placement of experts, and whether it was added."""
     return [(str(c.point.layout), c.point.ep, c.added) for c in found]
 
 
@@ -294,7 +294,7 @@ def test_what_to_type_instead_is_of_the_same_kind(options: dict[str, object], in
 
 
 def test_what_to_type_instead_stays_a_plan_for_the_same_gpus() -> None:
-    """Of who plans for four H200 that are not here: the shorter command must not run on this machine."""
+    """The user plans for four H200 that are not here: the shorter command must not run on this machine."""
     text = reason(expand(make_planned_probe("H200", 4), tp="8", dcp="8", concurrency=8))
     assert "--tp 4 --dcp 4 --dry-run --gpu H200,count=4 (or" in text
 
@@ -308,7 +308,7 @@ def test_reasons_that_differ_in_advice_alone_are_one() -> None:
 
 
 def test_points_of_several_models_that_cannot_run_are_named_with_their_model() -> None:
-    """And each layout once, however many loads share a reason."""
+    """Each layout is named once, however many loads share a reason."""
     rows = grid.make_table(expand(model="deepseek-v3,kimi-k2", tp="8", dcp="8", concurrency="8,16"))
     assert [line.partition(": ")[0] for line in format_rejected(rows)] == [
         f"{model} tp8·dcp8 at 8 × 4,000 and 16 × 4,000" for model in ("deepseek-v3", "kimi-k2")
@@ -316,7 +316,7 @@ def test_points_of_several_models_that_cannot_run_are_named_with_their_model() -
 
 
 def test_a_reason_that_begins_with_its_layout_does_not_name_it_again() -> None:
-    """Of the record it is the whole reason; beside the points it would read `tp4 at 32 × 128,000: tp4: …`."""
+    """The record holds the whole reason; next to the points it would read `tp4 at 32 × 128,000: tp4: …`."""
     probe, options = (
         make_planned_probe("H200", 8),
         {"tp": "4,8", "dp": "1", "dcp": "1", "kv_memory": "1MiB", "model": "kimi-k2"},
@@ -406,7 +406,7 @@ def test_flashinfer_that_was_typed_but_is_missing_is_rejected_with_how_to_instal
     ],
 )
 def test_flashmla_says_where_it_cannot_run(changed: dict[str, object], options: dict[str, object], said: str) -> None:
-    """And runs where it can."""
+    """It runs on the other GPUs."""
     able = msgspec.structs.replace(H200X4, capability="9.0", packages={"flash_mla": "1.0.0"})
     assert [c.error for c in expand(able, backend="flashmla", concurrency=8)] == [None] * 2
     found = expand(msgspec.structs.replace(able, **changed), backend="flashmla", concurrency=8, **options)
@@ -415,7 +415,7 @@ def test_flashmla_says_where_it_cannot_run(changed: dict[str, object], options: 
 
 
 def test_flashinfer_needs_a_gpu() -> None:
-    """On the CPU the error names the other backends."""
+    """The error on the CPU names the other backends."""
     with pytest.raises(UsageError, match="use --backend reference"):
         grid.require_runnable(expand(CPU, backend="flashinfer"))
 
@@ -596,7 +596,7 @@ def test_points_of_other_engines_have_their_own_pool() -> None:
 def test_an_engine_is_shared_by_points_of_the_same_weights_pools_and_groups(
     changed: dict[str, object], engine: bool, path: bool
 ) -> None:
-    """And a path by those of the same kernels and collectives; loads and repeats are neither."""
+    """A path is shared by points of the same kernels and collectives; loads and repeats belong to neither."""
     of = record_builder.point(Layout(4, dcp=2), exchange="ag_rs", backend="triton")
     other = msgspec.structs.replace(of, **changed)
     assert (budget.is_same_engine(of, other), budget.is_same_path(of, other)) == (engine, path)
@@ -741,7 +741,7 @@ def test_where_no_backend_is_typed_it_is_the_fastest_that_was_measured_on_such_a
 
 
 def test_where_points_cannot_run_for_several_reasons_the_error_is_of_the_first_kind() -> None:
-    """So is the exit code; all reasons are told."""
+    """The exit code is of the first kind, too; all reasons are listed."""
     points = [
         grid.Candidate(
             point=Point(model="tiny", tp=1, concurrency=1, context=n, backend="reference", dtype="fp32"), error=error

@@ -118,7 +118,7 @@ FORMATS = ("table", "json", "sarif", "junit", "github", "markdown")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For property tests, whose examples share it."""
+    """Make a folder for property tests, whose examples share it."""
     return tmp_path_factory.mktemp("traces")
 
 
@@ -337,7 +337,7 @@ class TestBombs:
     def test_what_expands_as_a_trace_may_is_read(
         self, fold: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """From 64 KiB on here: blanks in no order, which gzip makes an eighth of, and then spaces, of which it leaves nothing."""
+        """The trace has 64 KiB or more: blanks in no order, which gzip makes an eighth of, and then spaces, of which it leaves nothing."""
         monkeypatch.setattr(reading, "MIN_RATIO_BYTES", 64 << 10)
         head = Trace().work().text().encode() + bytes(random.Random(0).choices(b" \t", k=16 << 10))
         data = head
@@ -385,7 +385,7 @@ class TestHostileNames:
     def test_no_name_gets_through_unescaped(
         self, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """From the trace to the terminal, the page and the log; what each format escapes how is tested with it."""
+        """Names go from the trace to the terminal, the page and the log; what each format escapes is tested with it."""
         monkeypatch.chdir(tmp_path)
         monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
         trace = Trace().work()

@@ -64,7 +64,7 @@ class TestUnknown:
 
     @pytest.mark.parametrize("category", ["cuda_runtime", "kernel"])
     def test_without_durations(self, trace: Trace, category: str, tmp_path: Path) -> None:
-        """Of calls, no wait is known either; of kernels, the wait is, and not what ended meanwhile."""
+        """Without durations of calls, no wait is known; without those of kernels, the wait is known, but not what ended meanwhile."""
         for event in trace.events:
             if event["cat"] == category:
                 del event["dur"]
@@ -431,19 +431,19 @@ class TestIntervals:
         assert list(zip(*(ends.tolist() for ends in found), strict=True)) == disjoint
 
     def test_time_is_covered_up_to_a_moment(self) -> None:
-        """Of 1–3 and 5–6."""
+        """The intervals are 1–3 and 5–6."""
         start, end, moments = np.array([1.0, 5.0]), np.array([3.0, 6.0]), np.array([0, 1, 2, 3, 4, 5, 5.5, 6, 9.0])
         assert intervals.sum_covered_time(start, end, moments).tolist() == [0, 0, 1, 2, 2, 2, 2.5, 3, 3]
         assert intervals.sum_covered_time(np.zeros(0), np.zeros(0), moments).tolist() == [0] * 9
 
     def test_the_first_of_equal_keys_is_found(self) -> None:
-        """And none of a key that stands for none."""
+        """No position is found for a key that is absent."""
         keys = np.array([7, 5, -1, 5, 0])
         assert intervals.match_keys(keys, np.array([5, 0, 7, -1, 6, 8])).tolist() == [1, 4, 0, -1, -1, -1]
         assert intervals.match_keys(keys[:0], np.array([5])).tolist() == [-1]
 
     def test_intervals_contain_their_start_and_not_their_end(self) -> None:
-        """From the outermost to the innermost: of two that start together the longer one first."""
+        """Intervals go from the outermost to the innermost: of two that start together the longer one is first."""
         start, end = np.array([0.0, 0.0, 2.0, 5.0]), np.array([4.0, 9.0, 4.0, 5.0])
         moment, interval = intervals.find_containing(start, end, np.array([4.0, 2.0, 9.0, 0.0, 5.0]))
         assert list(zip(moment.tolist(), interval.tolist(), strict=True)) == [

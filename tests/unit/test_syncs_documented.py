@@ -190,7 +190,7 @@ def published() -> Measurement:
 
 class TestPublishedRecord:
     def test_its_table_is_the_published_one(self, published: Measurement) -> None:
-        """Otherwise: python -m tools.syncs.operators.table calls RECORD > FILE."""
+        """To write it again: python -m tools.syncs.operators.table calls RECORD > FILE."""
         assert (SYNCS / "documented-calls.md").read_text() == format_calls([published])
 
     def test_all_cases_were_measured_and_none_failed(self, published: Measurement) -> None:

@@ -244,7 +244,7 @@ class TestOtherOperators:
 
 class TestAgainstTheMeasurement:
     def test_the_list_of_operators_is_made_of_the_record(self) -> None:
-        """Otherwise: see the second line of the list."""
+        """To write it again, see the second line of the list."""
         unpack(RESULTS)
         assert FILE.read_text(encoding="utf-8") == format_operators([read_measurement(path) for path in RECORDS])
 

@@ -180,7 +180,7 @@ class TestTensors:
         assert rules(run) == ["SYNC001", "SYNC001"]
 
     def test_inference_mode_is_no_different(self, run: DryRun) -> None:
-        """There composed operators arrive whole, and views of ordinary tensors stay ordinary."""
+        """Composed operators arrive whole in inference mode, and views of ordinary tensors stay ordinary."""
         x, layer = torch.randn(3, 3, device="cuda"), nn.Linear(3, 3, device="cuda")
         with torch.inference_mode():
             y = layer(x).t().reshape(-1)[1:]
@@ -266,7 +266,7 @@ class TestPrograms:
 
     @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
     def test_flex_attention_runs_its_eager_version(self, run: DryRun) -> None:
-        """That makes a scalar on the host and copies it; the comparison below reads one value."""
+        """The eager version makes a scalar on the host and copies it; the comparison below reads one value."""
         q = torch.randn(1, 2, 16, 16, device="cuda")
         mine = flex_attention(q, q, q)
         torch.testing.assert_close(mine, functional.scaled_dot_product_attention(q, q, q))

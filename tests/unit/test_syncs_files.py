@@ -70,7 +70,7 @@ def test_reports_beside_the_traces_of_a_folder_or_glob_are_left_out_and_told(tmp
 
 
 def test_a_file_that_is_named_is_never_left_out(tmp_path: Path) -> None:
-    """Not by itself and not beside its folder: reading it says what is wrong."""
+    """It is read by itself and next to its folder, so that an error in it is reported."""
     (tmp_path / "r0.json").write_bytes(TRACE)
     (tmp_path / "report.json").write_text("{}")
     named = str(tmp_path / "report.json")

@@ -231,7 +231,7 @@ class TestJson:
                 jsonschema.validate({**report, **breakage}, sync_report.build_json_schema())
 
     def test_the_schema_in_docs_is_of_today(self) -> None:
-        """Otherwise: python -m dcpbench.syncs.sync_report > docs/syncs.schema.json."""
+        """To write it again: python -m dcpbench.syncs.sync_report > docs/syncs.schema.json."""
         assert (ROOT / "docs/syncs.schema.json").read_text() == json.dumps(
             sync_report.build_json_schema(), indent=2, ensure_ascii=False
         ) + "\n"

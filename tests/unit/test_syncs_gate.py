@@ -195,7 +195,7 @@ class TestBaseline:
         assert [e.fingerprint for e in baseline_of(build.report(*sites)).sites] == ["a"]
 
     def test_its_text_depends_neither_on_order_nor_on_times(self) -> None:
-        """So that a diff shows what has changed in the code."""
+        """A diff therefore shows what has changed in the code."""
         sites = [build.site("a", file="z.py"), build.site("b", file="a.py")]
         again = [
             build.site("b", file="a.py", wait_us=1.0, count=99),

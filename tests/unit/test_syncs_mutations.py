@@ -72,7 +72,7 @@ def answer(folder: Path, data: bytes) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For property tests, whose examples share it."""
+    """Make a folder for property tests, whose examples share it."""
     return tmp_path_factory.mktemp("traces")
 
 

@@ -526,7 +526,7 @@ class TestFiles:
             scan_traces([tmp_path / "results.db"], root=tmp_path)
 
     def test_an_export_is_not_changed(self, tmp_path: Path) -> None:
-        """Not even a journal is made."""
+        """No journal is written either."""
         path = write_export(tmp_path, EVENTS, "sqlite")
         before = path.read_bytes()
         scan_traces([path], root=tmp_path)

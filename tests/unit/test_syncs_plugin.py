@@ -88,7 +88,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 class TestDryRun:
-    """On every machine."""
+    """Test dry runs, which work on every machine."""
 
     def test_a_sync_fails_the_test_and_shows_its_line(self, dry: Ran) -> None:
         dry.shows(
@@ -197,7 +197,7 @@ class TestLive:
 
 
 class TestUsage:
-    """Here nothing waits for a GPU, so that the tests need no torch and run in this process."""
+    """Test programs in which nothing waits for a GPU, so that the tests need no torch and run in this process."""
 
     @pytest.fixture
     def run(self, pytester: pytest.Pytester):

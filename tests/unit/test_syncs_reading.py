@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For property tests, whose examples share it."""
+    """Make a folder for property tests, whose examples share it."""
     return tmp_path_factory.mktemp("traces")
 
 
@@ -416,7 +416,7 @@ class TestLinks:
     def test_work_without_its_call_is_a_reason_where_it_is_more_than_a_quarter(
         self, alone: int, code: int, tmp_path: Path
     ) -> None:
-        """Of eight kernels: two are a quarter, three are more."""
+        """Two of eight kernels are a quarter, three are more."""
         trace = Trace()
         for n in range(8):
             trace.kernel(100 * n, 100 * n + 10, 100 * n + 20)

@@ -285,7 +285,7 @@ class TestCudaSyncEvents:
         assert (site.count, site.function) == (19, "solve")
 
     def test_an_event_that_is_only_asked_is_no_wait(self, trace: Trace, tmp_path: Path) -> None:
-        """For cudaEventQuery and cudaStreamQuery CUPTI writes what it writes for a synchronisation."""
+        """CUPTI writes for cudaEventQuery and cudaStreamQuery what it writes for a synchronisation."""
         for name, kind in (("cudaEventQuery", "Event Sync"), ("cudaStreamQuery", "Stream Sync")):
             self.event(trace, kind, 11, 12, trace.call(name, 10, 13), -1)
         assert trace.scan(tmp_path).sites == []

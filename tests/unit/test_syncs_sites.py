@@ -208,7 +208,7 @@ class TestWaited:
 
 class TestWaitedFor:
     def test_it_is_the_last_kernel_that_ended_meanwhile(self, tmp_path: Path) -> None:
-        """Not one that ended before the call or behind it, nor a copy where there is a kernel."""
+        """A kernel that ended before or after the call does not count, nor a copy if there is a kernel."""
         trace = Trace()
         for n, (name, end) in enumerate({"before": 9, "first": 50, "last": 80, "after": 95}.items()):
             trace.gpu(name, end - 1, end, trace.call("cudaLaunchKernel", n, n + 1))
@@ -357,7 +357,7 @@ class TestFrees:
 
 @pytest.mark.parametrize(("line", "shown"), [(1, [1, 2, 3]), (4, [2, 3, 4, 5, 6]), (7, [5, 6, 7])])
 def test_a_line_is_shown_with_two_on_either_side(line: int, shown: list[int], tmp_path: Path) -> None:
-    """Of a file of seven."""
+    """The file has seven lines."""
     file = tmp_path / "seven.py"
     file.write_text("".join(f"line_{n}()\n" for n in range(1, 8)))
     sync = SimpleNamespace(line=line, file=str(file))

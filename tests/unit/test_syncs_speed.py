@@ -28,7 +28,7 @@ def repeated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
 
 
 def test_it_is_about_as_large_as_asked_for(repeated) -> None:
-    """At most one copy, of 0.36 MB, more."""
+    """The file is larger by at most one copy, of 0.36 MB."""
     assert 2_000_000 <= repeated[0].stat().st_size < 2_400_000
 
 

@@ -39,7 +39,7 @@ class TestFindSteps:
         assert (steps.marked_by, len(steps)) == ("ProfilerStep#", 2)
 
     def test_a_profiler_step_that_is_written_twice_is_one(self) -> None:
-        """On two threads, or once as an operator and once as an annotation a microsecond later."""
+        """The step is on two threads, or once an operator and once an annotation a microsecond later."""
         steps = find_steps(
             [Range("ProfilerStep#4", 0, 10), Range("ProfilerStep#4", 1, 10), Range("ProfilerStep#5", 20, 30)]
         )

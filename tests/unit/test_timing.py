@@ -52,7 +52,7 @@ def test_a_way_alone_is_measured_until_it_is_precise():
 
 
 def test_warm_up_that_never_settles_ends_after_half_of_the_time():
-    """And the timing says so."""
+    """The timing is marked unsettled."""
     log = []
     growing = (2.0 ** (i // 100) for i in itertools.count())
     found = measure_chunks(way("one", log, growing), RULE)

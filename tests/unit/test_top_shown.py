@@ -106,7 +106,7 @@ class TestView:
         assert next(format_changes(None, build.state(tmp_path, 3))).startswith(f"run in {tmp_path}: ")
 
     def test_a_low_terminal_keeps_what_is_newest(self, busy: State) -> None:
-        """Of 12 lines three are left for points."""
+        """Three of 12 lines are left for points."""
         told = shown(busy, 100, height=12)
         assert [n for n in range(100, 120) if f"2 × {n} tokens" in told] == [117, 118, 119]
 
@@ -120,8 +120,8 @@ class TestView:
     def test_a_cpu_run_says_so(self, tmp_path: Path) -> None:
         build.job(tmp_path, POINTS, device="cpu")
         found = build.state(tmp_path, 1)
-        assert "say nothing about performance" in " ".join(shown(found, 80).split())
-        assert "say nothing about performance" in "\n".join(format_changes(None, found))
+        assert "do not reflect performance" in " ".join(shown(found, 80).split())
+        assert "do not reflect performance" in "\n".join(format_changes(None, found))
 
     def test_markup_in_a_name_stays_text(self, tmp_path: Path) -> None:
         job = build.job(tmp_path, [build.point(1, model="[bold red]x[/]")])

@@ -71,7 +71,7 @@ class TestPoints:
         assert (found.kind, found.ok, found.total, found.left, found.eta) == ("", 1, None, None, None)
 
     def test_a_replay_without_jobs_ended_with_its_last_point(self, tmp_path: Path) -> None:
-        """Also where that is its only one: 2 s, however long ago."""
+        """A replay with a single point ends with it as well: 2 s, however long ago."""
         build.record(tmp_path, FOUR[0], start=0, seconds=2)
         found = build.state(tmp_path, 99, alive=NONE)
         assert (found.status, found.elapsed_s) == ("ended", 2)
@@ -122,7 +122,7 @@ class TestTime:
 
     @pytest.mark.parametrize("n", range(3, 16))
     def test_ranges_are_as_wide_as_students_t_says(self, n: int) -> None:
-        """Of n points at 9 and 11 s alternately, one left: ± t(n - 1) · s · √(1 + 1/n); beyond the table ± 2.2."""
+        """For n points at 9 and 11 s alternately, with one left, the range is ± t(n - 1) · s · √(1 + 1/n); beyond the table ± 2.2."""
         durations = [9.0 + 2 * (i % 2) for i in range(n)]
         found = estimate_time_left(durations, 1)
         assert found

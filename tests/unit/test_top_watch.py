@@ -209,7 +209,7 @@ class Writing(io.StringIO):
 def test_a_live_view_that_is_stopped_while_it_writes_gives_way_behind_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where Ctrl-Z is typed once more while the screen comes back."""
+    """It also gives way if Ctrl-Z is typed once more while the screen comes back."""
     build.job(tmp_path, TWO)
     out, stopped = Writing(), []
 

@@ -66,7 +66,7 @@ class TestClosedLoop:
 
 class TestOpenLoop:
     def test_requests_come_when_they_are_due_whatever_is_unanswered(self) -> None:
-        """At 0, 0.5 and 2.5 s; prompts of 8 fill a step each, so the second one is answered at 2 s."""
+        """Requests are due at 0, 0.5 and 2.5 s; prompts of 8 fill a step each, so the second one is answered at 2 s."""
         flow = traffic([request(n, 8, 1, arrival_s=at) for n, at in enumerate((0.0, 0.5, 2.5))], None)
         assert [flow.count_due(at) for at in (0.0, 0.49, 0.5, 9.0)] == [(0, 1), (0, 1), (0, 2), (0, 3)]
         serve(flow)
@@ -87,7 +87,7 @@ class TestOpenLoop:
 
 class TestStop:
     def test_finished_requests_keep_their_samples_and_the_others_are_given_up(self) -> None:
-        """Of three requests one is answered, one is running and one was never sent."""
+        """One of three requests is answered, one is running and one was never sent."""
         flow = traffic([request(0, 4, 1), request(1, 4, 9), request(2, 4, 1)], 2)
         flow.submit(0, 2, 0.0)
         flow.record_tokens(flow.scheduler.plan_step(), 1.0)

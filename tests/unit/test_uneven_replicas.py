@@ -169,7 +169,7 @@ class TestEngine:
 
 class TestGrid:
     def test_one_replica_alone_has_each_size_of_chunks_that_all_have(self) -> None:
-        """So that the difference is the experts'; without a prefix, and where there are replicas."""
+        """The difference is then that of the experts; cases have no prefix, and exist only with replicas."""
         cases = make_cases(EXTENT)
         alone = [case for case in cases if case.use == UNEVEN]
         assert [case.compute_work().tokens for case in alone] == [n for n in CHUNK_TOKENS if n <= EXTENT.chunk]
@@ -179,7 +179,7 @@ class TestGrid:
 
     @pytest.mark.parametrize("tokens", BETWEEN_TOKENS)
     def test_the_largest_chunks_and_those_of_whole_prompts_are_among_its_sizes(self, tokens: int) -> None:
-        """Also where others of their size lie between those that are measured so."""
+        """They are included even if others of their size lie between those that are measured so."""
         for changed in ({"chunk": tokens}, {"chunk": 2 * tokens, "prompts": (tokens,)}):
             sizes = [case.compute_work().tokens for case in make_cases(extent(**changed)) if case.use == UNEVEN]
             assert tokens in sizes
@@ -231,7 +231,7 @@ class TestPrediction:
         assert TIMES.model.predict_step_ms(works) == pytest.approx(truth(works))
 
     def test_the_more_the_others_have_the_longer_it_takes(self) -> None:
-        """From nothing to as much as the fullest."""
+        """The other replicas have from no rows to as many as the fullest."""
         chunk, empty = Work.from_requests(0, 0, [(4096, 0)]), Work.from_requests(0, 0, [])
         others = [empty, Work.from_requests(12, 12 * 4000, []), Work.from_requests(0, 0, [(2048, 0)]), chunk]
         times = [TIMES.model.predict_step_ms([chunk, other, empty, empty]) for other in others]
@@ -300,7 +300,7 @@ class TestFile:
 
 class TestEstimate:
     def test_rows_of_padding_cost_all_but_experts(self) -> None:
-        """Of four replicas one has 2,048 rows: 8,192 are sent, and 2,048 go to experts. A decode step has no such rows."""
+        """One of four replicas has 2,048 rows: 8,192 are sent, and 2,048 go to experts. A decode step has no such rows."""
         alone = Case(chunks=(Chunks(1, 2048, 0),), replicas=1).compute_rows(4)
         found = estimate.pad_step(alone, 4)
         assert (found.tokens, found.live) == (4 * 2048, 2048)
@@ -326,7 +326,7 @@ class TestEstimate:
         ]
 
     def test_a_step_of_one_replica_is_estimated_shorter(self) -> None:
-        """By itself, and in a load that is served by estimates."""
+        """The step is shorter by itself, and in a load that is served by estimates."""
         of = Estimator(POINT, load_machine("H200"), estimate.load_published_steps().terms)
         chunks = (Chunks(1, 2048, 0),)
         alone, alike = (of.estimate_ms(Case(chunks=chunks, replicas=n).compute_rows(DP)) for n in (1, 0))

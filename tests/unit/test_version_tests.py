@@ -54,7 +54,7 @@ def test_every_pattern_finds_test_files() -> None:
 def test_an_environment_prefers_its_own_packages_and_shares_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here pip is replaced by what writes a `pandas` of one line; packaging comes from the present environment."""
+    """A stand-in for pip writes a `pandas` of one line; packaging comes from the present environment."""
     run = subprocess.run
 
     def install(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:

@@ -51,7 +51,7 @@ def test_plotly_is_what_npm_has() -> None:
 
 
 def test_charts_of_pages_have_the_colours_and_marks_of_figures() -> None:
-    """On light; a place of the palette means the same in both, and so does a phase of a step."""
+    """The light theme is compared; a place of the palette means the same in both, and so does a phase of a step."""
     theme, chart = web.read_asset(web.STYLE), web.read_asset("chart.js")
     light = dict(re.findall(r"--((?:series|phase)-[\w-]+): (?:light-dark\()?(#[0-9a-f]{6})", theme))
     assert [light[f"series-{i}"] for i in range(1, len(figure_style.COLOURS) + 1)] == [
@@ -66,7 +66,7 @@ def test_charts_of_pages_have_the_colours_and_marks_of_figures() -> None:
 
 
 def test_equal_figures_are_equal_files(tmp_path: Path) -> None:
-    """So that a report made again is the same; SVG and PDF would hold the time, and random names."""
+    """A report that is made again is the same; SVG and PDF would hold the time, and random names."""
     made = []
     for name in ("one", "other"):
         with figure_style.apply_style():

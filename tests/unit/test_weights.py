@@ -67,7 +67,7 @@ class TestBytes:
     @pytest.mark.parametrize("shape", TINY_SHAPES.values(), ids=TINY_SHAPES)
     @pytest.mark.parametrize("wide", WIDE.values(), ids=WIDE)
     def test_every_rank_holds_as_many_as_the_arithmetic_says(self, shape, layout, dtype, wide):
-        """On first, last and a middle rank: a vocabulary of 9 leaves some of 8 ranks nothing but padding.
+        """The ranks are the first, the last and a middle one: a vocabulary of 9 leaves some of 8 ranks nothing but padding.
 
         As many of experts that are cut over the ranks as of whole ones.
         """
@@ -212,7 +212,7 @@ class TestShards:
             assert torch.equal(one.shared.gate_up, other.get_layer(2).mlp.shared.gate_up)
 
     def test_projections_held_for_a_whole_dcp_group_are_those_of_its_ranks_side_by_side(self, ranks):
-        """On both ranks of each group; what was not asked for stays this rank's own, and so does o_proj."""
+        """Both ranks of each group hold them; other tensors stay this rank's own, and so does o_proj."""
         source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
         for rank in range(4):
             own = [w.get_layer(1).attention for w in ranks[rank // 2 * 2 :][:2]]
@@ -271,7 +271,7 @@ class TestSynthetic:
         assert torch.equal(source.get_tensor("x.weight", (400, 400), rows=slice(0, 8)), self.part(rows=slice(0, 8)))
 
     def test_other_names_seeds_rows_and_columns_have_other_numbers(self):
-        """Of [400, 400] the first eight rows of four sources, and the first eight columns turned to be rows."""
+        """The first eight rows of four sources of [400, 400] are compared, and the first eight columns, transposed to rows."""
         first = slice(0, 8)
         parts = [
             self.part(rows=first),

@@ -73,7 +73,7 @@ def test_a_number_that_would_be_negative_is_none() -> None:
 
 
 def test_what_was_measured_is_returned_and_what_lies_between_follows() -> None:
-    """Also where the model misses: the residual is kept."""
+    """Measured values are returned even if the model misses them: the residual is kept."""
     call = made(wrong=0.1)
     for s in call.samples:
         assert call.predict_us(s.ranks, s.received_bytes, s.meetings) == pytest.approx(s.us, rel=1e-9)
@@ -134,7 +134,7 @@ def test_errors_that_nothing_was_measured_for_are_assumed() -> None:
 
 
 def test_what_another_number_of_ranks_errs_by_is_shared_by_its_doublings() -> None:
-    """From 2 ranks to 8 are two doublings: 15 µs were measured where 10 were expected."""
+    """Two doublings lead from 2 ranks to 8: 15 µs were measured where 10 were expected."""
     far = tuple(Sample(n, 1, size, us) for n, us in ((2, 10.0), (8, 15.0)) for size in (1000, 2000, 4000))
     assert Call("far", far).ranks_error == pytest.approx((1 - 10 / 15) / 2)
 
@@ -189,7 +189,7 @@ def test_another_machines_rate_and_error_are_reckoned_with() -> None:
 
 
 def test_faster_links_shorten_bytes_alone_and_the_band_reaches_to_the_measured_time() -> None:
-    """Of B200, whose wire nobody has measured."""
+    """The machine is B200, which has no measurement of its links."""
     here, there = (
         cluster_specs.load_machine(name).wire.predict_seconds("symm", 4, 20_000_000, 2) for name in ("H200", "B200")
     )
@@ -235,7 +235,7 @@ def test_the_built_in_wire_is_that_of_the_records() -> None:
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Also with a link of one's own; a name may hold anything."""
+    """The file may have a link of its own; a name may hold any character."""
     link = Link(name="our fabric", bytes_s=25e9, latency_us=6.0, source="ib_write_bw")
     made_up = cluster_specs.Machine(
         name='a "b" ü',
@@ -288,7 +288,7 @@ GOOD = 'name = "x"\ngpu = "H200"\n'
     ],
 )
 def test_a_wrong_file_gets_a_sentence_that_names_the_field(content: str, said: str, tmp_path: Path) -> None:
-    """And the file."""
+    """The sentence also names the file."""
     path = tmp_path / "m.toml"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(UsageError) as error:
@@ -299,13 +299,13 @@ def test_a_wrong_file_gets_a_sentence_that_names_the_field(content: str, said: s
 
 @pytest.mark.parametrize("name", ["H2000", "", "H200+sneakernet", "nowhere.toml"])
 def test_an_unknown_machine_gets_a_sentence(name: str) -> None:
-    """That says what there is."""
+    """The sentence lists the known machines."""
     with pytest.raises(UsageError, match=r"rdma-400|dcpbench bench calibrate writes such a file"):
         cluster_specs.load_machine(name)
 
 
 def test_calibrate_writes_a_file_a_picture_and_its_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From folders of benches; JSON for scripts; nothing is written over."""
+    """The input is folders of benches, and --json is for scripts; nothing is overwritten."""
     out = tmp_path / "m.toml"
     code, printed, _ = run(
         capsys, "bench", "calibrate", *map(str, BENCHES), "-o", str(out), "--link", "rdma-400", "--json"
@@ -500,7 +500,7 @@ def test_benches_of_different_gpus_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_machines_lists_what_is_built_in(capsys: pytest.CaptureFixture[str]) -> None:
-    """For people and for scripts."""
+    """The list has a form for people and one for scripts."""
     code, printed, _ = run(capsys, "machines")
     assert code == 0
     assert all(word in printed for word in ("B200", "rdma-800", "Nothing was measured between hosts"))
@@ -509,7 +509,7 @@ def test_machines_lists_what_is_built_in(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_in_steps_collectives_wait_for_who_is_late():
-    """By one factor over any ranks; exchanges by none."""
+    """Collectives wait by one factor over any number of ranks; exchanges do not."""
     wire = Wire({"made": made(), "symm": dataclasses.replace(made(), name="symm")}, host=8)
     alone, late = (of.predict_seconds("made", 2, 10**6) for of in (wire, wire.in_step))
     assert (late.mean / alone.mean, late.high / alone.high) == pytest.approx((LATE, LATE))

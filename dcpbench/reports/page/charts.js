@@ -9,7 +9,7 @@ dcp.charts = (() => {
   const MOST_LOADS = 3;
   const FLOOR = "floor";
   const ROW_PIXELS = 24;
-  const AHEAD = "Above 1 DCP is ahead of the same layout without it. Whether it pays is judged against the best other layout, within the SLO: the answer says so.";
+  const AHEAD = "Above 1, DCP has more output than the same layout without DCP. The answer at the top of the page compares it with the best other layout instead, within the SLO.";
   const LONG_LABEL = 20; // characters next to a bar that fit on a phone
   const LABEL_PIXELS = 16; // from one line of small print to the next
   const LABEL_SHARE = 0.09; // of a panel's height that such a line takes, so that no mark lies below it
@@ -164,14 +164,14 @@ dcp.charts = (() => {
       };
     });
     const traced = points.some((p) => p.arrival === "trace") ? "Requests of a file have one load: they are in the table of points and under Explore. " : "";
-    const missing = stats.length > 1 && present.length < stats.length ? "No point has a p99: it takes 662 samples, or a file that says one." : "";
+    const missing = stats.length > 1 && present.length < stats.length ? "No point has a p99, which needs 662 samples, or a result file that states it." : "";
     const [few, left] = limited(arranged(panels));
     return { panels: few, items, note: [traced, missing, left].join(" ").trim() };
   }
 
   /** Each run, or engine, has panels of its own: a ratio is to another point of the same run. */
   const several = (points) => new Set(points.map((p) => p.run)).size > 1;
-  const panelIn = (of, apart) => (apart ? `${of.panel}, ${data.filters.run === "run" ? "run " : ""}${of.run}` : of.panel);
+  const panelIn = (of, apart) => (apart && of.run !== of.model ? `${of.panel}, ${data.filters.run === "run" ? "run " : ""}${of.run}` : of.panel);
   const byRun = (points) => (several(points) ? points.map((p) => ({ ...p, panel: panelIn(p, true) })) : points);
 
   /** Ratios to 1, where DCP is level with the same layout without it. */
@@ -198,7 +198,8 @@ dcp.charts = (() => {
     const margin = (Math.max(...ratios) - Math.min(...ratios)) * 0.08 || 0.05;
     const lostIn = (panel) => [...grouped(data.no_room.filter((lost) => panelIn(lost, several(kept)) === panel.key), (lost) => lost.layout)];
     const below = Math.max(0, ...panels.map((panel) => lostIn(panel).length)) * LABEL_SHARE * (Math.max(...ratios) - Math.min(...ratios) + 2 * margin);
-    const yaxis = { type: "linear", range: [Math.min(...ratios) - margin - below, Math.max(...ratios) + margin], nticks: 6, ticksuffix: "×", title: { text: axis } };
+    const above = on.some((p) => p.pays) ? LABEL_SHARE * (Math.max(...ratios) - Math.min(...ratios) + 2 * margin) : 0;
+    const yaxis = { type: "linear", range: [Math.min(...ratios) - margin - below, Math.max(...ratios) + margin + above], nticks: 6, ticksuffix: "×", title: { text: axis } };
     const label = (words, more) => ({ text: dcp.text(words), xref: "paper", yref: "paper", showarrow: false, font: { size: 12, color: "var(--soft)" }, ...more });
     const drawn = panels.map((panel) => {
       const inside = on.filter((p) => p.panel === panel.key);
@@ -211,12 +212,17 @@ dcp.charts = (() => {
         ...(from === undefined ? [] : [{ type: "line", yref: "paper", x0: from, x1: from, y0: 0, y1: 1, line: { color: "var(--soft)", width: 1.5, dash: "dot" } }]),
       ];
       const said = lostIn(panel).map(([layout, lost], i) => label(`${layout}: does not fit from ${plain(Math.min(...lost.map((l) => l.concurrency)))}`, { x: 1, y: 0.01, yshift: LABEL_PIXELS * i, xanchor: "right", yanchor: "bottom" }));
-      if (from !== undefined) said.push(label(`DCP ahead from ${plain(from)}`, { x: 0.02, y: 1, xanchor: "left", yanchor: "top" }));
+      if (from !== undefined) {
+        const { type, range } = panel.layout.xaxis;
+        const x = type === "log" ? Math.log10(from) : from;
+        const onLeft = x < (range[0] + range[1]) / 2;
+        said.push(label(`DCP ahead from ${plain(from)}`, { xref: "x", x, xshift: onLeft ? 4 : -4, y: 1, xanchor: onLeft ? "left" : "right", yanchor: "top" }));
+      }
       const traces = panel.traces.map((trace) => ({ ...trace, marker: { ...trace.marker, symbol: trace.own.map((p) => shape(series[p.series], p.misses ? "replay" : "")) } }));
       return { ...panel, traces, layout: { ...panel.layout, yaxis, shapes, annotations: said } };
     });
     const hollow = on.some((p) => p.misses) ? "Hollow marks miss the SLO. " : "";
-    return { items, panels: drawn, note: `${data.single ? "In one launch each: above 1 a layout is ahead of the fastest other one; whether another launch agrees is not known." : `Above 1 a layout is ahead of the best other one; in the band (± ${plain(100 * data.level)} %) they are level.`} ${hollow}${note}`.trim() };
+    return { items, panels: drawn, note: `${data.single ? "Above 1, a layout is faster than the fastest other one. Each layout ran in one launch, and another launch may differ." : `Above 1, a layout is ahead of the best other one; in the band (± ${plain(100 * data.level)} %) they are level.`} ${hollow}${note}`.trim() };
   }
 
   /** Points that no other beats in both, fastest user first. */
@@ -262,7 +268,7 @@ dcp.charts = (() => {
       };
     });
     const [few, left] = limited(arranged(panels));
-    return { panels: few, items, note: `Up and right is better. The wide line joins the points that no other beats in both; the numbers next to them are their load. ${left}`.trim() };
+    return { panels: few, items, note: `Up and right is better. The wide line joins the points that no other point exceeds in both; the numbers next to these points are their loads. ${left}`.trim() };
   }
 
   function kv(figure, points) {
@@ -351,7 +357,8 @@ dcp.charts = (() => {
     });
     const [few, left] = limited(panels);
     const fewer = some.length < all.length ? `Concurrencies ${some.map(dcp.number).join(", ")} of ${all.length}; filters bring others.` : "";
-    return { panels: few, items, note: [fewer, left].join(" ").trim() };
+    const floors = floored ? "A white bar inside a part is its floor, the least time that this machine needs for it." : "";
+    return { panels: few, items, note: [floors, fewer, left].filter(Boolean).join(" ") };
   }
 
   /** Any number against any other; a thin line joins points that differ in their load alone. */

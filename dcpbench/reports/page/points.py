@@ -122,6 +122,7 @@ def _list_rejected(frames: Frames) -> list[dict[str, Any]]:
         {
             "panel": _format_decode_panel(r["model"], r["context"], r["routing"]),
             "run": r["run"],
+            "model": r["model"],
             "layout": r["layout"],
             "concurrency": r["concurrency"],
         }
