@@ -175,7 +175,9 @@ def _parse_config(config: dict[str, Any], path: Path, quantization: object) -> M
         )
     fields = get_text_fields(config)
     if quantization:
-        found = {"quant_method": "modelopt", **quantization} if isinstance(quantization, dict) else quantization
+        found = quantization
+        if isinstance(quantization, dict):
+            found = {"quant_method": "modelopt", **quantization, "ignore": quantization.get("exclude_modules")}
         fields = fields | {"quantization_config": found}
     check_architectures(fields, [name for family in FAMILIES for name in family.architectures])
     name = path.parent.name if path.name == "config.json" else path.stem

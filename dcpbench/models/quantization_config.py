@@ -1,7 +1,8 @@
 """Read the `quantization_config` of a Hugging Face config.json: the format, and which linear layers have it. No torch.
 
 Layers are listed by the names of their modules: compressed-tensors' `ignore` with regular expressions behind `re:`, modelopt's
-`exclude_modules` with wildcards, and transformers' `modules_to_not_convert`. All layers of a kind must have one format.
+`ignore` with wildcards, and transformers' `modules_to_not_convert`. All layers of a kind must have one format. modelopt's list is named
+`exclude_modules` in hf_quant_config.json alone: in config.json engines read no list of that name, and quantise all layers.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TORCH_E4M3 = "float8_e4m3fn"
 """torch's name for e4m3, which some configurations have."""
 _QUANTISER = {"fmt": "e4m3", "activation_scheme": "dynamic"}
 """Defaults of transformers' fp8 quantiser for fields that it does not write."""
-_LISTS = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
+_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers")
 """Fields that list the modules which are not quantised."""
 
 

@@ -224,7 +224,8 @@ def read_format(
         (FP8_BLOCKS | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]}, "fp8", 128, 32, ALL),
         (make_int4(KIMI_BF16), "int4", 32, 16, {"experts"}),
         (make_int4(["lm_head"], group_size=128, symmetric=False), "int4", 128, 20, ALL),
-        (NVFP4 | {"exclude_modules": ["lm_head", "model.layers.*.self_attn*", "model.embed_tokens"]}, "nvfp4", 16, 8, ALL - {"qkv", "q_b", "o"}),
+        (NVFP4 | {"ignore": ["lm_head", "model.layers.*.self_attn*", "model.embed_tokens"]}, "nvfp4", 16, 8, ALL - {"qkv", "q_b", "o"}),
+        (NVFP4 | {"exclude_modules": ["model.layers.*.self_attn*"]}, "nvfp4", 16, 8, ALL),
         (NVFP4 | {"ignore": [f"model.layers.{i}.self_attn.{name}*" for i in range(61) for name in ("q_", "kv_")]}, "nvfp4", 16, 8, ALL - {"qkv", "q_b"}),
         (make_int4([], num_bits=4, type="float", strategy="tensor_group", group_size=16), "nvfp4", 16, 8, ALL),
         ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}, "mxfp4", 32, 8, ALL - {"qkv", "q_b", "o"}),
@@ -234,7 +235,10 @@ def read_format(
 def test_a_known_format_has_the_parts_that_its_configuration_does_not_leave_out(
     found: object, name: str, columns: int, scale_bits: int, parts: set[str], nested: bool
 ) -> None:
-    """Kimi-K2.5's config.json nests the language model; its quantisation may be at either place."""
+    """Kimi-K2.5's config.json nests the language model; its quantisation may be at either place.
+
+    vLLM and SGLang read `exclude_modules` in hf_quant_config.json alone.
+    """
     one = read_format(found, nested=nested)
     assert isinstance(one, WeightFormat)
     assert (one.name, one.columns, one.scale_bits, one.parts) == (name, columns, scale_bits, parts)
@@ -270,7 +274,7 @@ def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
 
 def test_layers_for_several_tokens_may_have_another_format() -> None:
     """NVIDIA leaves DeepSeek-R1's layer 61 out, which is behind the last of 61."""
-    found = NVFP4 | {"exclude_modules": ["model.layers.61*"]}
+    found = NVFP4 | {"ignore": ["model.layers.61*"]}
     one = from_config(make_config(deepseek_v3.FAMILY, V3) | {"quantization_config": found}, Path("r1.json")).published
     assert isinstance(one, WeightFormat)
     assert not one.mtp
@@ -284,7 +288,9 @@ def test_hf_quant_config_is_read_beside_config_json(tmp_path: Path) -> None:
     assert load_shape(str(tmp_path)).published.name == "int4"
     quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["*self_attn*", "lm_head"]}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": quantization}))
-    assert load_shape(str(tmp_path)).published.name == "nvfp4"
+    found = load_shape(str(tmp_path)).published
+    assert isinstance(found, WeightFormat)
+    assert (found.name, found.parts) == ("nvfp4", ALL - {"qkv", "q_b", "o"})
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(
         ModelError, match=r"has a hf_quant_config.json, and weights that modelopt quantised are not read"
