@@ -12,7 +12,7 @@ import typer
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, make_structured
 from dcpbench.models import REPOSITORIES
-from dcpbench.points.names import format_flag
+from dcpbench.points.names import UNKNOWN, format_flag
 from dcpbench.points.structured_options import Mtp, Prefill, Stages
 from dcpbench.show.terminal import ProgressLine, make_console
 from dcpbench.show.text import format_list
@@ -465,10 +465,16 @@ def _print_score(run: Path, wanted: Wanted, *, as_json: bool) -> int:
 
     steps = load_published_steps()
     machine = load_machine(wanted.machine or steps.machine)
-    records = [r for r in read_run(run).records if r.outcome == "ok" and not is_functional(r)]
+    measured = [r for r in read_run(run).records if r.outcome == "ok" and not is_functional(r)]
+    records = [r for r in measured if r.point.dtype != UNKNOWN]
     with ProgressLine() as line:
         found = compute_score(
             records, machine, make_planned_probe(machine.gpu, machine.gpus_per_host), steps, watch=line
+        )
+    if not found.loads and len(records) < len(measured):
+        raise UsageError(
+            f"{run} was measured through a server, whose data types and pages are not known, so that it has no estimates to score; name a "
+            "run of `dcpbench sweep` or `serve`."
         )
     if not found.loads:
         raise UsageError(f"{run} has no load that two layouts ran on a GPU; name a run with several layouts.")

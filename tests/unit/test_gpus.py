@@ -91,7 +91,7 @@ def test_what_never_ran_is_marked_wherever_it_is_named() -> None:
     ours = msgspec.structs.replace(load_machine("B300"), calls=load_machine("H200").calls)
     assert (load_machine("B300").on_paper, ours.on_paper, ours.label) == (True, False, "B300")
     (b300,) = (gpu for gpu in GPUS if gpu.name == "B300")
-    assert "a GPU on paper" in format_plan_note(b300, 8, 1)
+    assert "known only from data sheets" in format_plan_note(b300, 8, 1)
 
 
 def test_a_rack_is_one_host_of_72_gpus() -> None:

@@ -442,6 +442,15 @@ def test_a_score_in_json_has_every_load(capsys: pytest.CaptureFixture[str]) -> N
     assert found["fitted_without"] == ["deepseek-v3", "kimi-k2"]
 
 
+def test_a_run_of_a_server_has_no_estimates_to_score(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its data types and page size are not known."""
+    served = ROOT / "results" / "engines_H200" / "engines-vllm_2xH200_2026-11-28" / "run"
+    code, _, err = run(capsys, "--score", str(served))
+    assert code == 2
+    assert "was measured through a server" in err
+    assert "dcpbench sweep" in err
+
+
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 @pytest.mark.parametrize("nnodes", [1, 2])
 def test_presets_use_documented_flags_alone(name: str, nnodes: int) -> None:
