@@ -4,7 +4,8 @@
 
 Each model is started with dummy weights, which have the sizes of real ones, until vLLM logs `Model loading took … GiB`, and is ended then.
 The plan is that of `dcpbench sweep --dry-run`. It needs `vllm` on PATH, as many GPUs as --tp, and the model's tokenizer is not read.
-Exit code 0 if all plans are within --limit of the log, 1 if one is not, 4 if vLLM ended without that line.
+Exit code 0 if all plans are within --limit of the log, 1 if one is not, 2 for options that cannot work, 4 if vLLM ended or met
+--timeout without that line.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,7 +42,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     weights_dtype: str
     planned_gib: float
     loaded_gib: list[float]
-    """Of each rank that logged it; empty if vLLM ended before."""
+    """Weights of each rank that logged them; empty if vLLM ended before."""
     seconds: float
     command: str
     log_tail: list[str] = []
@@ -112,6 +114,8 @@ def main() -> int:
     parser.add_argument("--flags", default="", help="further flags of vllm serve")
     parser.add_argument("-o", "--output", type=Path, required=True, help="JSON file; logs are written next to it")
     given = parser.parse_args()
+    if shutil.which("vllm") is None:
+        parser.error("there is no program `vllm` on PATH; install vLLM, or add its folder to PATH")
     given.output.parent.mkdir(parents=True, exist_ok=True)
     found = []
     for folder in given.folders:
@@ -121,6 +125,8 @@ def main() -> int:
         begin = time.monotonic()
         loaded = load_model(command, log, given.tp, given.timeout)
         tail = [] if loaded else log.read_text(errors="replace").splitlines()[-20:]
+        if not loaded:
+            sys.stderr.write(f"vLLM did not load {folder.name}; the reason is in {log}\n")
         result = Comparison(
             model=folder.name,
             tp=given.tp,

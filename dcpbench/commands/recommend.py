@@ -473,8 +473,8 @@ def _print_score(run: Path, wanted: Wanted, *, as_json: bool) -> int:
         )
     if not found.loads and len(records) < len(measured):
         raise UsageError(
-            f"{run} was measured through a server, whose data types and pages are not known, so that it has no estimates to score; name a "
-            "run of `dcpbench sweep` or `serve`."
+            f"{run} was measured through a server, which does not report its data types and page size, so there are no estimates to score; give "
+            "a run of dcpbench's own engine, from `dcpbench sweep` or `dcpbench serve`."
         )
     if not found.loads:
         raise UsageError(f"{run} has no load that two layouts ran on a GPU; name a run with several layouts.")

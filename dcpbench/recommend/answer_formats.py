@@ -269,9 +269,12 @@ def format_break_even(choices: Sequence[Choice]) -> str:
             where = f"at concurrency {tried}, the only one compared"
         else:
             where = f"{'at any concurrency' if least is None else f'from concurrency {least} on'} (compared: {tried})"
-        sentences.append(
-            f"With {of}, the best layout with DCP is {'not ' if least is None else ''}clearly ahead of all layouts without DCP {where}."
+        ahead = (
+            "no layout with DCP is clearly ahead of the best layout without DCP"
+            if least is None
+            else "the best layout with DCP is clearly ahead of every layout without DCP"
         )
+        sentences.append(f"With {of}, {ahead} {where}.")
     return " ".join(sentences)
 
 

@@ -128,7 +128,9 @@ def run_program(command: Sequence[str], recording: Recording, options: GateOptio
         if code:
             stopped = code in {-signal.SIGINT, ExitCode.INTERRUPTED}
             verdict = ExitCode.INTERRUPTED if stopped else ExitCode.FAILED
-            sys.stderr.write(f"The program {_format_ending(code)}, so the exit code is {verdict:d}.\n")
+            sys.stderr.write(
+                f"The recorded program {_format_ending(code)}, so this command ends with exit code {verdict:d}.\n"
+            )
         if recording.keep is not None:
             sys.stderr.write(f"Traces are in {make_printable(str(recording.keep))}\n")
     return verdict

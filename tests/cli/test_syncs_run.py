@@ -399,7 +399,7 @@ class TestWhole:
         assert self.code_of(script(program, f"{replayed}raise SystemExit(9)")) == 4
         assert len(scanned) == 1
         shown = capfd.readouterr()
-        assert "ended with exit code 9, so the exit code is 4" in shown.err
+        assert "ended with exit code 9, so this command ends with exit code 4" in shown.err
         assert "ended with exit code 9, so the rest of its run is not known" in shown.out
         assert "Clean" not in shown.out
 

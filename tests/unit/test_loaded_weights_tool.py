@@ -37,7 +37,13 @@ def model(tmp_path: Path) -> Path:
     ids=["within 2 %", "too small", "one of two ranks logs", "vLLM ends"],
 )
 def test_a_plan_is_compared_with_the_line_of_the_log(
-    logged: str, tp: int, code: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    logged: str,
+    tp: int,
+    code: int,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The stand-in stays after the line, as a server does, and is ended."""
     line = (
@@ -57,3 +63,15 @@ def test_a_plan_is_compared_with_the_line_of_the_log(
     assert record["planned_gib"] == pytest.approx(PLANNED_GIB / tp, rel=0.02)
     assert ("no weights" in record["log_tail"]) is not bool(logged)
     assert record["seconds"] < 40
+    assert ("did not load qwen3-30b" in capsys.readouterr().err) is not bool(logged)
+
+
+def test_without_vllm_the_message_says_what_is_missing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["loaded_weights", str(model), "-o", str(tmp_path / "loaded.json")])
+    with pytest.raises(SystemExit) as end:
+        loaded_weights.main()
+    assert end.value.code == 2
+    assert "no program `vllm` on PATH" in capsys.readouterr().err
