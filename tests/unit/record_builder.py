@@ -1,4 +1,4 @@
-"""Made-up records for tests of the reports. None of these numbers was measured."""
+"""Synthetic records for tests of the reports. None of these numbers was measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KV_ROW_BYTES = 70272
-"""One token of DeepSeek-V3: 61 layers of 576 bf16 numbers."""
+"""Bytes of one token of DeepSeek-V3: 61 layers of 576 bf16 numbers."""
 GPU = Environment(
     device="NVIDIA H200",
     device_count=4,
@@ -47,14 +47,14 @@ CPU = Environment(
 
 
 def step_ms(layout: Layout, context: int, concurrency: int) -> float:
-    """A made-up step time with the shape of a real one: fixed cost, weights, KV reading over ranks, exchange."""
+    """Return a synthetic step time with realistic terms: fixed cost, weights, KV reading over ranks, exchange."""
     kv = concurrency * context / (layout.dp * layout.dcp) * KV_ROW_BYTES / 2.7e9
     exchange = (1.2 + 0.06 * concurrency) * (layout.dcp > 1) * (1 + 0.1 * layout.dcp)
     return 9.0 + 0.11 * concurrency + kv + exchange + (1.5 if layout.dp > 1 else 0.0)
 
 
 def phases(total_ms: float, layout: Layout) -> Phases:
-    """A made-up division of a step."""
+    """Return a synthetic division of a step into phases."""
     shares = {"attention": 0.34, "moe": 0.31, "mlp_reduce": 0.09, "o_proj": 0.07, "qkv_proj": 0.06, "lm_head": 0.03}
     if layout.dcp > 1:
         shares |= {"q_gather": 0.03, "merge": 0.05}
@@ -72,7 +72,7 @@ def phases(total_ms: float, layout: Layout) -> Phases:
 
 
 def point(layout: Layout = Layout(1), **changes: Any) -> Point:  # noqa: B008 - frozen
-    """A point of kimi-k2 on the triton backend."""
+    """Return a point of kimi-k2 on the flashinfer backend."""
     fields: dict[str, Any] = {
         "model": "kimi-k2",
         "tp": layout.tp,
@@ -134,7 +134,7 @@ def ok(of: Point, *, median_ms: float | None = None, steps: int = 700, noise: fl
 
 
 def on_cpu(of: Point, **changes: Any) -> Record:
-    """A finished record of a functional run."""
+    """Return a finished record of a functional run."""
     return ok(
         of,
         steps=40,
@@ -150,17 +150,17 @@ def on_cpu(of: Point, **changes: Any) -> Record:
 
 
 def rejected(of: Point, reason: str = "the KV cache needs 31.0 GiB more per GPU than there is; try --dcp 4.") -> Record:
-    """A point that could not run."""
+    """Return a point that could not run."""
     return Record(point=of, outcome="rejected", reason=reason, no_room=True)
 
 
 def failed(of: Point, reason: str = "rank 3 exited with code 1; read logs/rank-3.txt.") -> Record:
-    """A point that died."""
+    """Return a point that failed."""
     return Record(point=of, outcome="failed", reason=reason, detail={"exit code": "1", "log": "last lines\nof the log"})
 
 
 def gpu_sweep() -> list[Record]:
-    """2 models × 4 layouts × 3 contexts × 3 loads × 2 repeats, with some points that did not run."""
+    """Return records of 2 models × 4 layouts × 3 contexts × 3 loads × 2 repeats, with some points that did not run."""
     found = []
     for model, slower in (("kimi-k2", 1.0), ("deepseek-v3", 1.13)):
         for repeat in range(2):
@@ -182,7 +182,7 @@ def gpu_sweep() -> list[Record]:
 
 
 def cpu_sweep() -> list[Record]:
-    """tp8 and tp8·dcp8 of the tiny model at two loads."""
+    """Return records of tp8 and tp8·dcp8 of the tiny model at two loads."""
     return [
         on_cpu(
             point(

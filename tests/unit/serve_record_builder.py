@@ -1,4 +1,4 @@
-"""Records of served loads, made by the real scheduler in virtual time with made-up step times. Nothing is measured."""
+"""Records of served loads, made by the real scheduler in virtual time with synthetic step times. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ SLO = {"ttft": 2000.0, "itl": 30.0}
 
 
 def load(**changes: Any) -> Load:
-    """96 requests of a closed loop, 400 tokens in and 40 out."""
+    """Return a closed loop of 96 requests, 400 tokens in and 40 out."""
     plain = {"requests": 96, "input_tokens": "400", "output_tokens": "40", "chunk": 2048}
     return Load(**(plain | changes))
 
 
 def point(layout: Layout = TP, concurrency: int = 8, changed: dict[str, Any] | None = None, **changes: Any) -> Point:
-    """A served point of kimi-k2; `changed` are fields of its load."""
+    """Return a served point of kimi-k2; `changed` are fields of its load."""
     served = load(**(changed or {}))
     plain = {"workload": "serve", "concurrency": concurrency, "context": 440, "load": served}
     return record_builder.point(layout, **(plain | changes))
 
 
 def step_s(step: Step, layout: Layout, exchange: str) -> float:
-    """A made-up step time: a floor, weights, 25 ns for each KV row that a rank reads, an exchange, and prefill."""
+    """Return a synthetic step time: a floor, weights, 25 ns for each KV row that a rank reads, an exchange, and
+    prefill.
+    """
     rows = max(len(r.decodes) for r in step.replicas)
     kv = max(sum(r.positions) for r in step.replicas)
     prefill = max(sum(c.tokens for c in r.chunks) for r in step.replicas)
@@ -72,7 +74,7 @@ def metrics(of: Point, pages: int = 1000, until_s: float = float("inf"), faster:
 
 
 def served(of: Point, pages: int = 1000, **changes: Any) -> Record:
-    """A finished record of a served point; `until_s` and `faster` as in `metrics`."""
+    """Return a finished record of a served point; `until_s` and `faster` are those of `metrics`."""
     how = {name: changes.pop(name) for name in ("until_s", "faster") if name in changes}
     tokens = pages * 16 * of.layout.dcp * of.layout.dp
     kv = Kv(
@@ -90,7 +92,7 @@ def served(of: Point, pages: int = 1000, **changes: Any) -> Record:
 
 
 def run() -> list[Record]:
-    """tp4, tp4·dcp4 with two exchanges and tp4·dp4 at three concurrencies live, and replayed at one more length."""
+    """Return tp4, tp4·dcp4 with two exchanges and tp4·dp4 at three concurrencies live, and replayed at one more length."""
     found = []
     for layout, exchange in ((TP, "none"), (DCP, "ag_rs"), (DCP, "symm"), (DP, "none")):
         for concurrency in (8, 32, 48):
