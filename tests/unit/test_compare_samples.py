@@ -67,7 +67,7 @@ def test_tokens_of_cut_off_requests_count_as_output() -> None:
 
 
 def test_cut_off_request_meets_no_objective() -> None:
-    """Of 40 requests, 20 finished within the objective and 20 were cut off: the share has the uncertainty of a coin."""
+    """20 of 40 requests finished within the objective, and 20 were cut off: the share has the uncertainty of a coin."""
     record = msgspec.structs.replace(RECORD, serve=msgspec.structs.replace(RECORD.serve, slo_ms={"ttft": 1e9}))
     requests = Requests([t for pair in zip(make_finished(20), make_cut_off(20), strict=True) for t in pair], [])
     found = estimate_error(get_metric("goodput_s"), "objectives", record, requests, 1)

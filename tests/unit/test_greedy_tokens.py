@@ -1,4 +1,4 @@
-"""Likeliest tokens of two engines are compared up to the first that differs, and judged by two layouts of one engine."""
+"""Greedy tokens of two engines are compared up to the first difference, and judged by two layouts of one engine."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def answers(name: str, *rows: list[tuple[int, float]], shift: float = 0.0) -> Answers:
-    """Return answers whose positions list their token and token 9, each `shift` more likely."""
+def make_answers(name: str, *rows: list[tuple[int, float]], shift: float = 0.0) -> Answers:
+    """Return answers with positions that list their token and token 9, each `shift` more likely."""
     return Answers(
         name=name,
         answers=[[Position(token, {token: lp + shift, 9: -5.0 + shift}) for token, lp in row] for row in rows],
     )
 
 
-BASE = answers("one", [(3, -1.0), (4, -1.0)], [(5, -2.0), (6, -2.0)])
+BASE = make_answers("one", [(3, -1.0), (4, -1.0)], [(5, -2.0), (6, -2.0)])
 
 
 def test_positions_after_the_first_difference_are_left_out() -> None:
-    """The second answer differs at its first position: token 9 alone is in both lists there."""
-    other = answers("two", [(3, -1.0), (4, -1.0)], [(7, -2.0), (8, -9.0)], shift=0.1)
+    """The second answer differs at its first position, where both lists have only token 9."""
+    other = make_answers("two", [(3, -1.0), (4, -1.0)], [(7, -2.0), (8, -9.0)], shift=0.1)
     found = compare_answers(BASE, other)
     assert (found.prompts, found.positions, found.same_first, found.same, found.logprobs) == (2, 3, 1, 2, 5)
     assert (found.mean, found.largest) == (pytest.approx(0.1), pytest.approx(0.1))
@@ -41,12 +41,14 @@ def test_engines_without_a_common_token_cannot_be_compared() -> None:
 
 
 @pytest.mark.parametrize(("shift", "code"), [(0.14, 0), (0.16, 1)])
-def test_an_engine_may_differ_half_as_much_again_as_the_layouts(
+def test_engine_may_differ_up_to_1_5_times_as_much_as_layouts(
     shift: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [(3, -1.0), (4, -1.0)], [(5, -2.0), (6, -2.0)]
     files = []
-    for number, one in enumerate((BASE, answers("again", *rows, shift=0.1), answers("other", *rows, shift=shift))):
+    for number, one in enumerate(
+        (BASE, make_answers("again", *rows, shift=0.1), make_answers("other", *rows, shift=shift))
+    ):
         files.append(tmp_path / f"{number}.json")
         files[-1].write_bytes(msgspec.json.encode(one))
     monkeypatch.setattr("sys.argv", ["greedy_tokens", "compare", *map(str, files)])
@@ -61,8 +63,8 @@ def test_prompts_are_the_same_for_every_engine() -> None:
     assert min(min(prompt) for prompt in prompts) >= 2
 
 
-def test_a_servers_answer_keeps_its_likeliest_tokens_and_its_own() -> None:
-    """The 5 likeliest of 7 listed tokens stay; the answer's own is added if it is none of them."""
+def test_position_keeps_the_likeliest_tokens_and_the_sampled_one() -> None:
+    """The 5 likeliest of 7 listed tokens stay; the answer's own token is added if it is not among them."""
     tops = {f"t{n}": -float(n) for n in range(7)}
     answer = Answer(tokens=["9"], names=["t9"], logprobs=[-9.0], tops=[tops])
     assert list_positions(answer) == [Position(9, {n: -float(n) for n in range(5)} | {9: -9.0})]

@@ -428,7 +428,7 @@ def test_flight_recorders_without_ranks_are_answered_with_file_names_to_use(
 def test_html_page_overwrites_an_existing_file_only_with_force(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In `--html rank-*.txt`, without a name for the page, the first dump is taken for it."""
+    """The options `--html rank-*.txt` have no name for the page, so that the first dump is taken for it."""
     dumps = [tmp_path / f"rank-{rank}.txt" for rank in range(3)]
     for rank, path in enumerate(dumps):
         path.write_text(SPY.format(pid=rank + 100, frames=IN_REDUCE))
@@ -515,7 +515,7 @@ STEP = [
 
 @pytest.mark.parametrize("flight", [False, True], ids=["beats alone", "with flight recorders"])
 def test_skipped_gather_is_named_though_hosts_launch_more_steps(tmp_path: Path, flight: bool) -> None:
-    """With NCCL, whose recorder has other names, hosts launch two more steps after the fault in layer 1."""
+    """With NCCL, hosts launch two more steps after the fault in layer 1; its recorder has other names of collectives."""
     job = Job(tmp_path, 2, waits=False)
     for step in range(5):
         for rank, (number, call) in itertools.product(range(2), enumerate(STEP)):
@@ -608,7 +608,7 @@ def make_merge_signals(
 
 
 def write_replaying_ranks(folder: Path, signals: Sequence[Signals], norms: Sequence[int]) -> Finding:
-    """Write the files of ranks whose devices replay a step, each with its last norm and its signals."""
+    """Write the files of ranks that replay a step on their devices, each with its last norm and its signals."""
     ranks = range(len(signals))
     for rank, own_signals, norm in zip(ranks, signals, norms, strict=True):
         own = Beats(folder / f"beats-{rank}.bin", rank, len(ranks), waits=False, members=lambda _: ("0", ranks))
