@@ -33,7 +33,7 @@ from dcpbench.points.device_probe import Probe
 from dcpbench.records import disks
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import FAILED_FILE, RECORDS_FILE, get_job_file
-from dcpbench.records.record import READ_LOG, Record
+from dcpbench.records.record import Record, format_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -229,7 +229,7 @@ def _record_failure(record: Record, work: Work, watch: Callable[[Progress], None
     """Record a point that failed, and say so; `again`: that it will be begun once more."""
     record = RecordFile(work.folder, work.records).append(record)
     stage = AGAIN if again else record.outcome
-    watch(Progress(stage=stage, key=record.point.get_key(), note=record.reason or "", at=time.time()))
+    watch(Progress(stage=stage, key=record.point.get_key(), note=format_reason(record), at=time.time()))
 
 
 def _record_doomed(points: list[Point], record: Record, work: Work, watch: Callable[[Progress], None]) -> list[Point]:
@@ -463,6 +463,7 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
     tail = running.log_tail([gone.rank] if gone else [])
     detail = {"device": work.hardware} if work.hardware else {}
     detail |= {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
+    shared = None
     if end.hung:
         reason = f"no sign of life for {end.hung_s:g} s in stage '{end.stage}'"
         if end.over_s:
@@ -470,7 +471,7 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
         detail |= {f"stacks_rank_{rank}": text for rank, text in end.stacks.items()}
         if end.evidence is not None:
             found = hang_capture.explain_hang(end.evidence, end.stacks)
-            reason += f": {found.message}" if found else ""
+            shared, reason = reason, f"{reason}: {found.message}" if found else reason
             detail |= {
                 "hang": found.kind if found else "unknown",
                 "evidence": str(end.evidence.relative_to(work.folder)),
@@ -490,16 +491,18 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
             detail |= {"error": cause.kind, "traceback": cause.traceback}
         else:
             reason = f"torchrun itself {format_exit_code(end.code)}, and its ranks with it"
+    advice = None
     if detail.get("error") not in retry.OURS:
         how = retry.format_retry_options(before + 1, work.retries)
         again = f", then try again with {how}" if work.kind == "sweep" else ""
-        log = detail["log"].removeprefix("logs/")
-        reason = f"{reason.rstrip('.')}{READ_LOG}{log} in the run's folder{again}"
+        advice = f"Read {detail['log']} in the run's folder{again}"
     marks = ["cpu"] if work.device == "cpu" else []
     return Record(
         point=point,
         outcome="hung" if end.hung else "failed",
         reason=reason,
+        cause=shared or msgspec.UNSET,
+        advice=advice or msgspec.UNSET,
         detail=detail,
         marks=marks,
         started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(running.started)),

@@ -134,4 +134,4 @@ def _add_omitted(now: Record, lost: list[str], omitted: list[OmittedValue]) -> R
 
 def _make_bare_record(record: Record) -> Record:
     """Return a record of the same point without anything that was measured or noted."""
-    return Record(point=record.point, outcome="failed", reason=record.reason)
+    return Record(point=record.point, outcome="failed", reason=record.reason, advice=record.advice)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -51,12 +50,6 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     samples: Count
     autocorrelation: SignedNumber | None = None  # between neighbouring samples; None for fewer than 4
     effective_samples: Number | None = None  # independent samples of the same precision; None in the same cases
-
-
-READ_LOG = ". Read logs/"
-"""Beginning of the last part of a failure's reason, which names the logs."""
-IN_STAGE = re.compile(r"[^:]* in stage '\w+'")
-"""Matches the beginning of the reason of a point that hung."""
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -667,7 +660,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     """`ok`, `failed`, `hung`, `rejected`."""
     reason: str | None = None
-    """Why the outcome is not `ok`, with the next thing to try."""
+    """Why the outcome is not `ok`. For a rejected point it ends with the option to change."""
+    cause: str | msgspec.UnsetType = msgspec.UNSET
+    """The part of `reason` that points which fail for the same cause have in common; unset if that is all of it."""
+    advice: str | msgspec.UnsetType = msgspec.UNSET
+    """Logs to read and options to try again with; unset if there are none."""
     no_room: bool | msgspec.UnsetType = msgspec.UNSET
     """True for a point that was rejected because memory is too small. Unset if the point was not rejected."""
     detail: dict[str, str] = {}
@@ -818,16 +815,19 @@ def get_precisions(record: Record) -> tuple[str, str]:
 
 
 def get_reason(record: Record) -> str:
-    """Return why a point is not `ok`, without the parts that differ between jobs: the logs to read and how to try
-    again.
-    """
-    return (record.reason or "no reason was recorded").partition(READ_LOG)[0]
+    """Return why a point is not `ok`."""
+    return record.reason or "no reason was recorded"
 
 
 def get_cause(record: Record) -> str:
-    """Return the reason without the positions of the ranks, which differ between points that hung."""
-    found = IN_STAGE.match(get_reason(record)) if record.outcome == "hung" else None
-    return found[0] if found else get_reason(record)
+    """Return the cause of a failure, without the positions of the ranks, which differ between points that hung."""
+    return record.cause or get_reason(record)
+
+
+def format_reason(record: Record) -> str:
+    """Return why a point is not `ok`, and what to read and try next; empty for a point that is `ok`."""
+    reason = record.reason or ""
+    return f"{reason.rstrip('.')}. {record.advice}" if record.advice else reason
 
 
 def get_device(record: Record) -> str | None:

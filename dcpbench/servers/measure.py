@@ -35,6 +35,7 @@ from dcpbench.records.record import (
     Record,
     Server,
     format_omitted_note,
+    format_reason,
 )
 from dcpbench.servers import info as server_info
 from dcpbench.servers import sessions
@@ -213,7 +214,8 @@ def fail_points(places: Sequence[Place], reason: str, config: ClientConfig, fold
         record = Record(
             point=place.point,
             outcome="failed",
-            reason=f"{reason.rstrip('.')}. Read {config.facts['log']} in the run's folder",
+            reason=reason,
+            advice=f"Read {config.facts['log']} in the run's folder",
             detail=dict(config.facts),
             marks=["cpu"] if config.device == CPU else [],
             started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -255,7 +257,7 @@ class Place:
         if record.metrics:
             numbers = f"step {record.metrics.step_ms.median:.2f} ms, {record.metrics.output_tok_s.median:,.0f} tok/s"
         stage = "done" if record.outcome == "ok" else record.outcome
-        self.show((record.reason or numbers) + format_omitted_note(record), stage)
+        self.show((format_reason(record) or numbers) + format_omitted_note(record), stage)
 
 
 def list_places(points: Sequence[Point], watch: Callable[[Progress], None]) -> list[Place]:

@@ -305,11 +305,12 @@ class TestNoAnswer:
 
     def test_a_run_that_all_failed_says_on_what_and_the_commonest_reason_first(self, tmp_path: Path) -> None:
         """Two of three died alike, each with a log of its own, and behind the one that died otherwise."""
-        died = [f"rank 1 ended with exit code 7. Read logs/tp4-{n} in the run's folder" for n in range(2)]
-        reasons = ["rank 0: ValueError: no", *died]
+        reasons = ["rank 0: ValueError: no", *(2 * ["rank 1 ended with exit code 7"])]
         records = [
             msgspec.structs.replace(
-                build.failed(build.point(DCP, concurrency=n), reason), detail={"device": "NVIDIA H200"}
+                build.failed(build.point(DCP, concurrency=n), reason),
+                advice=f"Read logs/tp4-{n} in the run's folder",
+                detail={"device": "NVIDIA H200"},
             )
             for n, reason in enumerate(reasons, 1)
         ]
@@ -324,10 +325,13 @@ class TestNoAnswer:
 
     def test_points_that_hung_alike_share_a_reason_wherever_their_ranks_were(self, tmp_path: Path) -> None:
         """The sentence has what they share, the table what each was found at."""
-        hung = "no sign of life for 300 s in stage 'measure': rank {} is behind. Read logs/tp4-{} in the run's folder"
+        cause = "no sign of life for 300 s in stage 'measure'"
         records = [
             msgspec.structs.replace(
-                build.failed(build.point(DCP, concurrency=n), hung.format(n, n)), outcome="hung", detail={}
+                build.failed(build.point(DCP, concurrency=n), f"{cause}: rank {n} is behind"),
+                cause=cause,
+                outcome="hung",
+                detail={},
             )
             for n in (1, 2)
         ]
