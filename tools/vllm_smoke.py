@@ -133,7 +133,7 @@ def check_run(output: Path, count: int) -> str:
         where = f"{record['point']['workload']} point of {record['point']['concurrency']} requests"
         if record["outcome"] != "ok":
             return f"a {where} is {record['outcome']}: {record.get('reason')}"
-        if "dummy_weights" in record["marks"]:
+        if "dummy_weights" in record["warnings"]:
             return f"a {where} has dummy weights"
         if not (record.get("server") or {}).get("settings", {}).get("weights_fingerprints"):
             return f"a {where} has no fingerprint of its weights"

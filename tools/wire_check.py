@@ -65,11 +65,11 @@ def layers(run: str, records: Iterable[Record]) -> Iterator[Row]:
     """Yield the exchanges of all steps that have one."""
     wire = load_built_in(MEASURED_ON).wire.in_step
     for record in records:
-        point, phases, honesty = record.point, record.phases, record.honesty
-        if phases is None or honesty is None or point.dcp == 1:
+        point, phases, conditions = record.point, record.phases, record.conditions
+        if phases is None or conditions is None or point.dcp == 1:
             continue
         shape, ranks = load_shape(point.model), point.dcp
-        batch = honesty.graph_batch or -(-point.concurrency // point.dp)
+        batch = conditions.graph_batch or -(-point.concurrency // point.dp)
         heads = shape.heads // point.layout.attn_tp * ranks
         received = compute_exchanged_bytes(
             point.exchange, batch, heads, ranks, shape.query_width, shape.output_width, ITEMSIZE

@@ -121,7 +121,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Eager calls back to back, from one pass's start on the GPU to the next one's; null if they were not timed."""
     graph: Graph | None = None
     """Null on the CPU."""
-    marks: list[str] = []
+    warnings: list[str] = []
     """`noisy`, `unsettled`, `throttled`, `l2_warm`, as in records.jsonl."""
     gpu: Gpu | None = None
 

@@ -452,7 +452,7 @@ def _make_summary(records: Sequence[Record], folder: Path, paths: Sequence[Path]
             row |= {metric.name: metric.get_value(r) for metric in SWEPT}
         if r.serve:
             row |= {"serve": msgspec.to_builtins(r.serve)}
-        results.append(row | {"reason": format_reason(r) or None, "marks": r.marks})
+        results.append(row | {"reason": format_reason(r) or None, "warnings": r.warnings})
     gains = read_run_gains(folder)
     return {
         "folder": str(folder),

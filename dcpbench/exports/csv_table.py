@@ -98,7 +98,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("standing", str, lambda m: m.standing or "measured"),
     Column("outcome", str, lambda m: m.record.outcome),
     Column("reason", str, lambda m: format_reason(m.record) or None),
-    Column("marks", str, lambda m: ", ".join(m.record.marks)),
+    Column("warnings", str, lambda m: ", ".join(m.record.warnings)),
     Column("started_at_utc", str, lambda m: m.record.started_at),
     Column("layout", str, lambda m: m.record.point.layout_name),
     Column("precision", str, lambda m: m.record.point.precision),

@@ -496,7 +496,7 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
         how = retry.format_retry_options(before + 1, work.retries)
         again = f", then try again with {how}" if work.kind == "sweep" else ""
         advice = f"Read {detail['log']} in the run's folder{again}"
-    marks = ["cpu"] if work.device == "cpu" else []
+    warnings = ["cpu"] if work.device == "cpu" else []
     return Record(
         point=point,
         outcome="hung" if end.hung else "failed",
@@ -504,7 +504,7 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
         cause=shared or msgspec.UNSET,
         advice=advice or msgspec.UNSET,
         detail=detail,
-        marks=marks,
+        warnings=warnings,
         started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(running.started)),
         seconds=time.monotonic() - running.begun,
     )

@@ -71,8 +71,8 @@ class Candidate:
 
     def make_rejected_record(self) -> Record:
         """Return the record of a point that cannot run."""
-        no_room = isinstance(self.error, NoRoomError)
-        return Record(point=self.point, outcome="rejected", reason=str(self.error), no_room=no_room)
+        lacks_memory = isinstance(self.error, NoRoomError)
+        return Record(point=self.point, outcome="rejected", reason=str(self.error), lacks_memory=lacks_memory)
 
 
 def expand_grid(

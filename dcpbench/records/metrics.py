@@ -39,7 +39,7 @@ PARTS = {
     "phases": Phases,
     "floor": Floor,
     "kv": Kv,
-    "honesty": Conditions,
+    "conditions": Conditions,
     "gpu": Gpu,
     "": Record,
 }

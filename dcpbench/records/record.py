@@ -128,7 +128,7 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
 MAX_DISTURBANCE = 0.03
 """Share by which a profiled step may be longer than the typical or the timed one; a longer one is disturbed by the profiler."""
 MAX_SUM_ERROR = 0.03
-"""Maximum deviation of the sum of phases from their step; a record with a larger one has the mark PHASES_DIFFER."""
+"""Maximum deviation of the sum of phases from their step; a record with a larger one has the warning PHASES_DIFFER."""
 PHASES_DIFFER = "phases_differ"
 """Mark of a point with phases that do not add up to its profiled step."""
 
@@ -665,11 +665,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The part of `reason` that points which fail for the same cause have in common; unset if that is all of it."""
     advice: str | msgspec.UnsetType = msgspec.UNSET
     """Logs to read and options to try again with; unset if there are none."""
-    no_room: bool | msgspec.UnsetType = msgspec.UNSET
+    lacks_memory: bool | msgspec.UnsetType = msgspec.UNSET
     """True for a point that was rejected because memory is too small. Unset if the point was not rejected."""
     detail: dict[str, str] = {}
     """Details of a failure: the device, exit code, last log lines, stacks."""
-    marks: list[str] = []
+    warnings: list[str] = []
     """Warnings about the point; reports/explain.py lists them, with a sentence for each."""
     metrics: Metrics | None = None
     """Results of the workload `decode`."""
@@ -692,7 +692,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Host time to plan one step (index building, copies, backend plan), slowest rank; not in `step_ms`."""
     kv: Kv | None = None
     memory_peak_bytes: Count | None = None
-    honesty: Conditions | None = None
+    conditions: Conditions | None = None
     choice: Choice | None = None
     """Choice of `auto`; null if the point names its backend and its exchange."""
     gpu: Gpu | None = None
@@ -780,7 +780,7 @@ def format_hardware(environment: Environment) -> str:
 
 def is_rejected_for_memory(record: Record) -> bool:
     """Return True if a point was rejected because memory was too small."""
-    return record.outcome == "rejected" and record.no_room is True
+    return record.outcome == "rejected" and record.lacks_memory is True
 
 
 KV_LIMIT_FLAGS = ("--num-gpu-blocks-override", "--max-total-tokens")
@@ -837,7 +837,7 @@ def get_device(record: Record) -> str | None:
 
 def is_functional(record: Record) -> bool:
     """Return True if the point ran on a CPU, so that its times have no meaning for performance."""
-    return "cpu" in record.marks or (record.environment is not None and record.environment.device == CPU)
+    return "cpu" in record.warnings or (record.environment is not None and record.environment.device == CPU)
 
 
 def is_forecast(record: Record) -> bool:

@@ -275,7 +275,7 @@ def find_warnings(found: ServeMetrics) -> list[str]:
     lacking = any(None in (times.p90, times.p95, times.p99) for times in (found.ttft_ms, found.itl_ms))
     found_warnings = {"cut_off": bool(found.cancelled), "few_samples": lacking, "rejections": bool(found.rejected)}
     found_warnings |= {REQUESTS_FAILED: bool(found.failed)}
-    return [mark for mark, holds in found_warnings.items() if holds]
+    return [warning for warning, holds in found_warnings.items() if holds]
 
 
 def format_summary(found: ServeMetrics) -> str:

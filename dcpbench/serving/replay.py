@@ -295,14 +295,14 @@ def replay_point(
     return Record(
         point=point,
         outcome="ok",
-        marks=[*times.marks, *find_warnings(metrics)],
+        warnings=[*times.warnings, *find_warnings(metrics)],
         serve=metrics,
         emulated=emulated,
         kv=Kv.from_plan(plan, point.context) if plan is not None else None,
         origin=times.engine.origin if times.engine is not None else msgspec.UNSET,
         server=_make_server(times.engine) if times.engine is not None else msgspec.UNSET,
-        honesty=msgspec.structs.replace(
-            times.honesty,
+        conditions=msgspec.structs.replace(
+            times.conditions,
             step_times=file,
             step_error=error,
             policy=policy,

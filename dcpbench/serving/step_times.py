@@ -231,10 +231,10 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Additional time of a step that is launched while the device is idle: planning and launching it."""
     measuring_s: float
     """Duration of the whole measurement."""
-    honesty: Conditions
+    conditions: Conditions
     environment: Environment
     """Git commit and command included."""
-    marks: list[str] = []
+    warnings: list[str] = []
     """Warnings in the form of records: `cpu`, `throttled`, …"""
     emulated: Emulated | None = None
     """Communication model of the largest decode step of an emulated layout."""

@@ -133,7 +133,7 @@ def run(
     return Record(
         point=point,
         outcome="ok",
-        marks=list_device_warnings(point, device)
+        warnings=list_device_warnings(point, device)
         + _list_timing_warnings(timing, gpu)
         + _list_step_warnings(profile, allocated, graph_error)
         + list_warnings(l2_warm=session.plan.l2_warm)
@@ -157,7 +157,7 @@ def run(
         straggler=slow or msgspec.UNSET,
         kv=kv,
         memory_peak_bytes=get_memory_in_use(device),
-        honesty=describe_weights(
+        conditions=describe_weights(
             session,
             graph_error=graph_error,
             attention_error=error,

@@ -181,7 +181,7 @@ def run(
         outcome="failed" if cut else "ok",
         reason=cut_reason if cut else None,
         detail={"compiled": ", ".join(late)} if late else {},
-        marks=list_device_warnings(point, device)
+        warnings=list_device_warnings(point, device)
         + list_warnings(
             compiled=bool(late),
             throttled=is_throttled(gpu),
@@ -196,7 +196,7 @@ def run(
         allocations_per_step=allocated / loop.counts.steps if device.type == "cuda" else None,
         kv=Kv.from_plan(session.plan, point.context, session.engine.allocator.compute_fragmentation()),
         memory_peak_bytes=get_memory_in_use(device),
-        honesty=describe_weights(session, kv="served", cuda_graph=device.type == "cuda"),
+        conditions=describe_weights(session, kv="served", cuda_graph=device.type == "cuda"),
         gpu=gpu,
         environment=environment,
         model_sizes=read_model_sizes(point.model),

@@ -156,9 +156,9 @@ def measure_step_times(
         ],
         launch_ms=launch_ms,
         measuring_s=time.perf_counter() - started,
-        honesty=describe_weights(session, cuda_graph=engine.device.type == "cuda"),
+        conditions=describe_weights(session, cuda_graph=engine.device.type == "cuda"),
         environment=environment,
-        marks=list_device_warnings(points[0], engine.device)
+        warnings=list_device_warnings(points[0], engine.device)
         + list_warnings(throttled=is_throttled(gpu), emulated=emulated is not None),
         emulated=emulated,
         gpu=gpu,

@@ -53,7 +53,7 @@ def record(point: Point) -> Record:
         tok_s_per_user=100.0,
         step_samples_ms=[10.0] * 100,
     )
-    return Record(point=point, outcome="ok", metrics=metrics, marks=["cpu"])
+    return Record(point=point, outcome="ok", metrics=metrics, warnings=["cpu"])
 
 
 def served(point: Point, finished: int = 3) -> Record:

@@ -87,7 +87,7 @@ def forecast_steps(median_ms: float, unsure: tuple[float, float]) -> Record:
     """A forecast of decode steps, which may be by these shares shorter and longer."""
     of = build.point(Layout(4), emulate="H200")
     metrics = compute_decode_metrics([median_ms] * 200, of.concurrency, of.tp, unsure)
-    return msgspec.structs.replace(build.ok(of), metrics=metrics, marks=["emulated"], emulated=emulated())
+    return msgspec.structs.replace(build.ok(of), metrics=metrics, warnings=["emulated"], emulated=emulated())
 
 
 def compared(tmp_path: Path, a: list[Record], b: list[Record], **options: Any) -> Comparison:

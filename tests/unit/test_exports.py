@@ -301,7 +301,7 @@ class TestInferencex:
         assert rendered.left_out.total() == 1
 
     def test_points_that_computed_something_wrong_stay_out(self) -> None:
-        assert not inferencex.render([files.served(marks=["graph_differs"])]).files
+        assert not inferencex.render([files.served(warnings=["graph_differs"])]).files
 
     @pytest.mark.parametrize(
         ("options", "reason"),

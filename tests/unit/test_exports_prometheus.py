@@ -100,7 +100,7 @@ class TestText:
 
     def test_marks_are_series_of_their_own_so_that_none_splits_another(self) -> None:
         """A point that throttled keeps its series, and one more says so, with the same labels and its mark."""
-        clean, marked = files.decoded(), files.decoded(marks=["throttled", "noisy"])
+        clean, marked = files.decoded(), files.decoded(warnings=["throttled", "noisy"])
         before, after = families(clean), families(marked)
         name = "dcpbench_step_seconds"
         (was,), (now,) = before[name].samples, after[name].samples

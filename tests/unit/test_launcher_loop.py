@@ -206,7 +206,7 @@ def test_a_point_that_raises_is_recorded_with_its_error_and_the_others_are_measu
     records = launched([A, B, C], raising(B, "ValueError", "measure", A), measuring(C))
     assert [(r.point, r.outcome) for r in records] == [(A, "ok"), (B, "failed"), (C, "ok")]
     failed = records[1]
-    assert (failed.reason, failed.marks, failed.started_at) == (
+    assert (failed.reason, failed.warnings, failed.started_at) == (
         "rank 1: ValueError: no such row",
         ["cpu"],
         "2025-11-25T12:00:00Z",

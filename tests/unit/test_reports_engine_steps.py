@@ -81,9 +81,9 @@ def measure_ours(
     )
     environment = msgspec.structs.replace(build.GPU, device_count=2)
     record = build.ok(of, median_ms=ms, noise=0.0, environment=environment, started_at=f"{layout} {context} {ms}")
-    assert record.honesty is not None
-    honesty = msgspec.structs.replace(record.honesty, layers_held=61)
-    return msgspec.structs.replace(record, **({"phases": profile(us or OURS, 50), "honesty": honesty} | changes))
+    assert record.conditions is not None
+    conditions = msgspec.structs.replace(record.conditions, layers_held=61)
+    return msgspec.structs.replace(record, **({"phases": profile(us or OURS, 50), "conditions": conditions} | changes))
 
 
 def measure_server(
@@ -106,7 +106,7 @@ def measure_server(
         "origin": origin,
         "phases": profile(us or THEIRS, idle_us),
         "kv": None,
-        "honesty": None,
+        "conditions": None,
         "server": Server(
             engine=name,
             kv_capacity_tokens=9_000_000 * layout.dcp,
@@ -308,7 +308,7 @@ class TestSums:
         off = measure_server(phases=profile(THEIRS, 360.0, step_us=4400.0))
         report = read(tmp_path, [measure_ours()], [off])
         assert [row["sum / profiled step"] for row in read_table(report)] == ["100.0 %", "90.9 %*"]
-        assert dict(zip(report.points["run"], report.points["marks"], strict=True)) == {
+        assert dict(zip(report.points["run"], report.points["warnings"], strict=True)) == {
             "dcpbench": (),
             "vLLM 0.26.0": ("phases_differ",),
         }

@@ -201,10 +201,10 @@ class TestWhichLayoutToTake:
     ) -> None:
         """The line below, on how to read the numbers, does not repeat them."""
         records = [
-            msgspec.structs.replace(record, honesty=msgspec.structs.replace(record.honesty, layers_held=layers))
+            msgspec.structs.replace(record, conditions=msgspec.structs.replace(record.conditions, layers_held=layers))
             for model, layers in zip(("deepseek-v3", "kimi-k2"), held, strict=True)
             for layout in (TP, DCP)
-            if (record := steps(layout, 8, 40, model=model)).honesty
+            if (record := steps(layout, 8, 40, model=model)).conditions
         ]
         read_ = read(tmp_path, *records)
         assert overview.format_answer(read_).startswith(f"On 4 × H200 ({words}), take ")
@@ -340,7 +340,7 @@ class TestNoAnswer:
         assert [row[3] for row in tables.build_others_table(found.others).rows] == ["4,000 × 1", "4,000 × 2"]
 
     def test_a_run_that_all_failed_on_a_cpu_is_marked_as_one(self, tmp_path: Path) -> None:
-        record = msgspec.structs.replace(build.failed(build.point(DCP)), marks=["cpu"])
+        record = msgspec.structs.replace(build.failed(build.point(DCP)), warnings=["cpu"])
         found = read(tmp_path, record)
         assert overview.format_answer(found).startswith("No point finished on a CPU (1 failed)")
         assert found.cpu

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     Groups = dict[str, list[Result]]
 
-MARKS = {
+WARNINGS = {
     "noisy": "the time limit came before a median was known within ±1 %; give more --seconds",
     "unsettled": "the warm-up had not settled when half the time limit was over; give more --seconds",
     "throttled": "the GPU slowed its clocks down meanwhile",
@@ -93,8 +93,8 @@ def format_amount(limit: Limit) -> str:
 
 def format_warnings(results: Sequence[Result]) -> list[str]:
     """Return a sentence for each warning of any result."""
-    counts = {name: sum(name in r.marks for r in results) for name in MARKS}
-    return [f"{name} ({count} of {len(results)}): {MARKS[name]}." for name, count in counts.items() if count]
+    counts = {name: sum(name in r.warnings for r in results) for name in WARNINGS}
+    return [f"{name} ({count} of {len(results)}): {WARNINGS[name]}." for name, count in counts.items() if count]
 
 
 def _describe_rates(record: BenchRecord) -> list[str]:

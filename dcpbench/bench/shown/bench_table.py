@@ -57,13 +57,13 @@ def make_table(record: BenchRecord, width: int = WIDE) -> Table:
         out.add_column(name, justify="right", no_wrap=True)
     out.add_column("correct")
     if record.performance and wide:
-        out.add_column("marks")
+        out.add_column("warnings")
     shown_reasons: set[str] = set()
     for r in record.results:
         cells: list[str | Text] = [r.case.variant, *(_format_size(r.case.sizes.get(name, "")) for name in sizes)]
         cells += [*(cell(r) for cell in columns.values()), _format_verdict(r, shown_reasons)]
         shown_reasons.add(r.reason)
-        out.add_row(*cells, *([" ".join(r.marks)] if record.performance and wide else []))
+        out.add_row(*cells, *([" ".join(r.warnings)] if record.performance and wide else []))
     return out
 
 
@@ -75,7 +75,7 @@ def format_legend(record: BenchRecord, width: int = WIDE) -> list[str]:
     lines += format_limits(record)
     if record.performance and width < WIDE:
         what, least = (
-            ("Intervals and marks", WIDE) if width >= MEDIUM else ("Intervals, marks, rates and errors", MEDIUM)
+            ("Intervals and warnings", WIDE) if width >= MEDIUM else ("Intervals, warnings, rates and errors", MEDIUM)
         )
         lines.append(NARROW.format(what=what, columns=least))
     return lines
