@@ -37,8 +37,7 @@ FOLDERS = [
 ]
 RUNS = [*(run for folder in FOLDERS for run in sorted(folder.iterdir())), *PUBLISHED]
 BAR = 0.1
-ITEMSIZE = 2
-"""Bytes per number of queries and partial outputs, also over e4m3."""
+ITEMSIZE = 2  # bytes per number of queries and partial outputs, also over e4m3
 INSIDE = (
     "One layer's exchange (phases `q_gather` and `merge` of a profiled step, divided by the layers), of runs on two and four "
     "H200, against the model. **{within} of {all} are within {bar:.0%}**; no step took part in it: benches alone were fitted to, "
@@ -49,8 +48,7 @@ INSIDE = (
 class Row(NamedTuple):
     """Hold one layer's exchange inside a step."""
 
-    run: str
-    """Name of the run's folder below results."""
+    run: str  # name of the run's folder below results
     point: Point
     measured_us: float
     modelled_us: float

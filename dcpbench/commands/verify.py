@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from dcpbench.points.prompts import Prompts
 
 NEW_TOKENS = 8
-USUAL = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2))
-"""Default layouts, as (tp, dp, dcp)."""
+USUAL = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2))  # default layouts, as (tp, dp, dcp)
 SERVERS = make_panel("Servers")
 STALL = f"{Timeout.list_keys()['stall'].text} With --url or --engine: time without an answer after which a request has failed. Default: 300."
 USUAL_LOAD = {"concurrency": "4", "context": "37"}

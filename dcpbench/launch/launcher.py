@@ -41,39 +41,31 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
 
 WORKER = "dcpbench.worker"
-COLLECTIVE = re.compile(
+COLLECTIVE = re.compile(  # errors that a rank raises because another one is gone; the other's error is the cause
     r"nccl|gloo|process ?group|connection (reset|closed|refused)|broken pipe|timed? ?out|DistBackend", re.IGNORECASE
 )
-"""Errors that a rank raises because another one is gone; the other's error is the cause."""
 CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
 ENDED, STOPPED, AGAIN = "end", "stopped", "again"
-AT_A_POINT, AT_A_CHECK = ("measure", "profile"), ("check",)
-"""Stages that --timeout is about."""
-PATIENCE_S = 300.0
-"""The least limit of all other stages: starting, building and warming up take as long as they take."""
+AT_A_POINT, AT_A_CHECK = ("measure", "profile"), ("check",)  # stages that --timeout is about
+PATIENCE_S = 300.0  # the least limit of all other stages: starting, building and warming up take as long as they take
 ENDING_S = 60.0
 """Time limit for ranks that have measured all of their points to end, after which they are killed without loss of data.
 """
 POLL_S = 0.1
-GRACE_S = 5.0
-"""Time that the remaining ranks have to end by themselves after one has failed."""
+GRACE_S = 5.0  # time that the remaining ranks have to end by themselves after one has failed
 
 
 class Work(jobs.Command, frozen=True, kw_only=True):
     """Hold the settings and the supervision of the jobs of a command."""
 
     folder: Path
-    timeout: float = 300.0
-    """Seconds without a sign of life after which a point counts as hung."""
+    timeout: float = 300.0  # seconds without a sign of life after which a point counts as hung
     point_limit: float | None = None
     """Seconds after which an unfinished point counts as hung, regardless of signs of life."""
-    retries: int = 0
-    """Number of retries of a point that hung or failed."""
+    retries: int = 0  # number of retries of a point that hung or failed
     worker: str = WORKER
-    hardware: str = ""
-    """Hardware of the machine, as named by probes."""
-    lock: int | None = None
-    """Descriptor of the folder's lock (folders.lock_folder)."""
+    hardware: str = ""  # hardware of the machine, as named by probes
+    lock: int | None = None  # descriptor of the folder's lock (folders.lock_folder)
 
     def get_limit_s(self, stage: str) -> float:
         """Return the seconds without a sign of life after which a job in this stage counts as hung."""
@@ -258,24 +250,17 @@ class _JobEnd:
     """End of a job."""
 
     done: set[str] = dataclasses.field(default_factory=set)
-    key: str = ""
-    """Current point when it ended."""
+    key: str = ""  # current point when it ended
     stage: str = ""
-    started: bool = False
-    """True if any point was started."""
-    hung_s: float = 0.0
-    """Duration of its silence in s when it was considered hung; 0 if it was not."""
-    over_s: float = 0.0
-    """Exceeded time limit of a point in s; 0 if it was not exceeded."""
-    begun: float = math.inf
-    """Start of the current point, by the monotonic clock."""
-    code: int = 0
-    """Exit code of torchrun, or 1 if its ranks were ended with it; negative: the signal that killed it."""
+    started: bool = False  # True if any point was started
+    hung_s: float = 0.0  # duration of its silence in s when it was considered hung; 0 if it was not
+    over_s: float = 0.0  # exceeded time limit of a point in s; 0 if it was not exceeded
+    begun: float = math.inf  # start of the current point, by the monotonic clock
+    code: int = 0  # exit code of torchrun, or 1 if its ranks were ended with it; negative: the signal that killed it
     failures: list[Failure] = dataclasses.field(default_factory=list)
     exits: list[Exit] = dataclasses.field(default_factory=list)
     stacks: dict[str, str] = dataclasses.field(default_factory=dict)
-    evidence: Path | None = None
-    """Folder with the captured evidence of a job that hung."""
+    evidence: Path | None = None  # folder with the captured evidence of a job that hung
 
     @property
     def failed(self) -> bool:

@@ -95,7 +95,7 @@ VARIES = {
 """Further fields of a load or of its serving settings that may distinguish two points of a report, with their print format."""
 SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
 """Fields of VARIES that only some points have; a missing value adds no information. Imports have only `requests`."""
-OTHERS = (
+OTHERS = (  # columns of points that did not run, before those of LOST
     "run",
     "model",
     "layout",
@@ -108,7 +108,6 @@ OTHERS = (
     "load",
     "repeat",
 )
-"""Columns of points that did not run, before those of LOST."""
 LOST = ("outcome", "reason", "detail", "lacks_memory", "message", "cause", "device", "cpu", "gpus", "shape")
 """Columns of points that did not run: outcome, the reason without job-specific or point-specific parts, memory, and hardware."""
 

@@ -35,8 +35,7 @@ SAME_LAYOUT_AND_LOAD = ["model", "mode", "device", "gpus", "emulate", *DEGREES, 
 SCOPE = ["model", "mode", "device", "gpus"]  # columns that points of one sentence share
 LATENCIES = ("ttft_p50_ms", "itl_p50_ms")
 MAX_SCOPES = 3
-MAX_LAYOUTS = 4
-"""Maximum number of models and modes that have a sentence each, and of layouts that a sentence names."""
+MAX_LAYOUTS = 4  # maximum number of models and modes that have a sentence each, and of layouts that a sentence names
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

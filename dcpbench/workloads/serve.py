@@ -49,14 +49,11 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Environment, Rates, ServeMetrics, SyncSite
     from dcpbench.workloads.session import Session
 
-REPORT_INTERVAL_S = 1.0
-"""Seconds between two signs of life."""
+REPORT_INTERVAL_S = 1.0  # seconds between two signs of life
 PROFILED_STEPS = 8
-SHORT_PROMPT = 16
-"""Tokens of the prompts of a profiled pass, which looks at decode steps."""
+SHORT_PROMPT = 16  # tokens of the prompts of a profiled pass, which looks at decode steps
 WARM_UP_OUTPUT = 4
-WARM_UP_REQUESTS = 8
-"""Number of warm-up requests per replica, from the beginning of the load."""
+WARM_UP_REQUESTS = 8  # number of warm-up requests per replica, from the beginning of the load
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.distributed
 
-LAYERS = 2
-"""One dense, one of experts; of more, test_oracle.py has the arithmetic."""
+LAYERS = 2  # one dense, one of experts; of more, test_oracle.py has the arithmetic
 LONGEST, OUTPUT = 40, 20
 LOAD = Load(
     requests=12,

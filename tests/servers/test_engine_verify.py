@@ -261,8 +261,7 @@ def answers(
 
 
 LENGTHS = (17, 64, 300, 4096)
-SIZE = 12 * 3 + 16 * 3 + 4
-"""Requests of a length."""
+SIZE = 12 * 3 + 16 * 3 + 4  # requests of a length
 
 
 def judge(lengths=LENGTHS, **of_other) -> Judgement:

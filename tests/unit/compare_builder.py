@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from dcpbench.compare.comparison import Comparison
     from dcpbench.records.record import Record
 
-STEPS = 24
-"""Samples of a step that a real point has."""
+STEPS = 24  # samples of a step that a real point has
 LOADS = (8, 16, 32, 48)
 
 

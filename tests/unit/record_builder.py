@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-KV_ROW_BYTES = 70272
-"""One token of DeepSeek-V3: 61 layers of 576 bf16 numbers."""
+KV_ROW_BYTES = 70272  # one token of DeepSeek-V3: 61 layers of 576 bf16 numbers
 GPU = Environment(
     device="NVIDIA H200",
     device_count=4,

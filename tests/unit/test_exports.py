@@ -117,7 +117,7 @@ INFERENCEX = {
     "median_intvty": float,
 }
 
-BMF_SCHEMA = {
+BMF_SCHEMA = {  # as Bencher documents its format
     "type": "object",
     "additionalProperties": {
         "type": "object",
@@ -129,7 +129,6 @@ BMF_SCHEMA = {
         },
     },
 }
-"""As Bencher documents its format."""
 
 
 def has_types(found: dict[str, Any], fields: dict[str, type]) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "examples" / "grafana-dashboard.json").read_text())
-UNITS = (
+UNITS = (  # words that end a gauge's name, so that nobody has to guess
     "seconds",
     "bytes",
     "tokens",
@@ -45,7 +45,6 @@ UNITS = (
     "layers",
     "mark",
 )
-"""Words that end a gauge's name, so that nobody has to guess."""
 
 
 def text(*points: MeasuredPoint) -> str:

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 HOSTILE = "<script>alert(1)</script>\"' onload=x $\\frac{1}{ | `a` \x1b[31m [red]r[/red] \N{RIGHT-TO-LEFT OVERRIDE}"
-NAMESPACE = re.compile(r"http://www\.w3\.org/[\w./]+")
-"""Names in SVG, which nobody asks for."""
+NAMESPACE = re.compile(r"http://www\.w3\.org/[\w./]+")  # names in SVG, which nobody asks for
 
 
 class Page(HTMLParser):
@@ -106,12 +105,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
     return report(tmp_path_factory.mktemp("small"), small())
 
 
-FIGURES = [
+FIGURES = [  # of a report about `small`, without their endings
     *(f"{kind}-kimi-k2" for kind in ("throughput", "itl", "frontier", "phases", "kv")),
     "break-even-all",
     "overview-all",
 ]
-"""Of a report about `small`, without their endings."""
 
 
 def test_a_report_holds_page_markdown_table_and_every_figure_in_two_formats(written: tuple[Page, Path]) -> None:

@@ -42,7 +42,7 @@ TP, DCP, DP = Layout(2), Layout(2, 1, 2), Layout(2, 2)
 VLLM, SGLANG = "engine vllm 0.26.0", "engine sglang 0.5.17"
 OURS = {"attention": 1000.0, "qkv_proj": 300.0, "o_proj": 200.0, "moe": 1500.0, "norm": 100.0, "attn_reduce": 250.0}
 """Phases of a step of dcpbench in µs; 3,350 together, and 50 without a kernel."""
-THEIRS = {
+THEIRS = {  # parts of a step of vLLM in µs; 3,640 together, and 360 without a kernel
     "attention": 800.0,
     "projections": 1000.0,
     "experts": 1400.0,
@@ -51,7 +51,6 @@ THEIRS = {
     "all-reduce": 200.0,
     "unknown": 40.0,
 }
-"""Parts of a step of vLLM in µs; 3,640 together, and 360 without a kernel."""
 
 
 def profile(us: dict[str, float], idle_us: float, step_us: float | None = None) -> Phases:

@@ -23,7 +23,7 @@ WARNINGS = {
     "l2_warm": "a pass goes through less than 4 times the L2 cache, so that its rows may still lie there",
 }
 
-BASELINES = {
+BASELINES = {  # variants that the others of a bench are compared with
     "attention": ("flashinfer", "flashmla"),
     "gqa": ("flashinfer",),
     "exchange": ("ag_rs", "ag_rs-bf16"),
@@ -31,7 +31,6 @@ BASELINES = {
     "linear": ("deepgemm", "flashinfer"),
     "moe": ("torch", "deepgemm"),
 }
-"""Variants that the others of a bench are compared with."""
 COMPARABLE = {"all-reduce": ("all-reduce", "all-reduce-symm", "all-reduce-registered")}
 """Variants that can be compared with a baseline, if not all variants of its bench compute the same."""
 UNITS = {"B/s": ((1e12, "TB/s"), (1e9, "GB/s")), "FLOP/s": ((1e12, "TFLOP/s"),), "s": ((1e-6, "µs"),)}
