@@ -39,22 +39,14 @@ if TYPE_CHECKING:
 class StepBuffers:
     """Buffers for the inputs and outputs of pieces; rows as in model.py."""
 
-    positions: torch.Tensor
-    """int64 [B]"""
-    locs: torch.Tensor
-    """int32 [B]"""
-    residual: torch.Tensor
-    """[B, D]"""
-    q: torch.Tensor
-    """[B, …]: begins with q of the heads projected here."""
-    kv: torch.Tensor
-    """[B, Q]: rows of a layer on their way into the pool."""
-    values: torch.Tensor
-    """[B, h, V]: of a layer's attention."""
-    last: torch.Tensor
-    """[B, D]: output of the last MLP."""
-    own: torch.Tensor | None
-    """[B, h, X]: q of this rank's heads, contiguous; None if `q` has them in this form."""
+    positions: torch.Tensor  # int64 [B]
+    locs: torch.Tensor  # int32 [B]
+    residual: torch.Tensor  # [B, D]
+    q: torch.Tensor  # [B, …]: begins with q of the heads projected here
+    kv: torch.Tensor  # [B, Q]: rows of a layer on their way into the pool
+    values: torch.Tensor  # [B, h, V]: of a layer's attention
+    last: torch.Tensor  # [B, D]: output of the last MLP
+    own: torch.Tensor | None  # [B, h, X]: q of this rank's heads, contiguous; None if `q` has them in this form
 
     @classmethod
     def allocate(cls, model: Model, rows: int) -> StepBuffers:

@@ -69,17 +69,14 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
     from dcpbench.serving.step_times import StepTimes
 
-SMALLEST_TILE = 16
-"""Side of the smallest product that the tensor cores take."""
+SMALLEST_TILE = 16  # side of the smallest product that the tensor cores take
 FLASHMLA_PAGE = 64
 WHOLE_PAGES = (16, 32)
 """Further page sizes of the attention kernels in CUDA C++, as in kernels/attention/hopper_pairs.py."""
 FLASHINFER_HEADS = (64, 128, 256)
 """Columns of a head that FlashInfer's decode kernels of grouped-query attention take; its kernels of prompts take the first two."""
-SYMMETRIC = "symm"
-"""Exchange and all-reduce that work inside one machine."""
-ROW_UNIT = 16
-"""Bytes that a thread of kernels/kv_gather reads at once; a test compares the two."""
+SYMMETRIC = "symm"  # exchange and all-reduce that work inside one machine
+ROW_UNIT = 16  # bytes that a thread of kernels/kv_gather reads at once; a test compares the two
 _CPU_VERIFY = "dcpbench verify --device cpu --backend reference can take it"
 
 

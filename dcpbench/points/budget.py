@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
     from dcpbench.points.settings import Settings
 
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1}
-"""Bytes of a number, by precision."""
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1}  # bytes of a number, by precision
 engine_values = operator.attrgetter(*(axis.name for axis in select_point_axes(Role.ENGINE)), *OUTER_DEGREES)
 """Values that points must share to use the same weights, pools and process groups; compared for every two points of a
 sweep.
@@ -42,26 +41,16 @@ laptop.
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Describe what an engine holds on each rank, for all points that share it; sizes are bytes per GPU."""
 
-    point: Point
-    """Example of the points that share the engine."""
-    pages: int
-    """Number of pages of the KV pool, including the padding page."""
-    max_requests: int
-    """Maximum number of requests of one replica in flight."""
-    max_context: int
-    """Maximum number of tokens of a request that can be stored."""
-    chunk: int = 0
-    """Maximum number of prompt tokens that a step prefills, over the whole layout; 0 if no point serves."""
-    bounded_by: str = "sweep"
-    """Limit that determined the size of the KV pool; see record.Kv."""
-    kv_bytes: int
-    """Bytes of the KV pool, for all layers of the model."""
-    weight_bytes: int
-    """Bytes of the weights held in memory."""
-    full_weight_bytes: int
-    """Bytes of the weights if every layer were held."""
-    held: Layers
-    """Number of distinct layers in memory; the other layers reuse their weights in turn."""
+    point: Point  # example of the points that share the engine
+    pages: int  # number of pages of the KV pool, including the padding page
+    max_requests: int  # maximum number of requests of one replica in flight
+    max_context: int  # maximum number of tokens of a request that can be stored
+    chunk: int = 0  # maximum number of prompt tokens that a step prefills, over the whole layout; 0 if no point serves
+    bounded_by: str = "sweep"  # limit that determined the size of the KV pool; see record.Kv
+    kv_bytes: int  # bytes of the KV pool, for all layers of the model
+    weight_bytes: int  # bytes of the weights held in memory
+    full_weight_bytes: int  # bytes of the weights if every layer were held
+    held: Layers  # number of distinct layers in memory; the other layers reuse their weights in turn
     layers: int
     l2_warm: bool = False
     """True if the held weights are so few that some may still be in the L2 cache when they are used again."""

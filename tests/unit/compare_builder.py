@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from dcpbench.compare.comparison import Comparison
     from dcpbench.records.record import Record
 
-SAMPLES_PER_POINT = 24
-"""Number of step samples of a real point."""
+SAMPLES_PER_POINT = 24  # number of step samples of a real point
 LOADS = (8, 16, 32, 48)
 
 
@@ -93,7 +92,7 @@ def make_forecast(median_ms: float, uncertainty: tuple[float, float]) -> Record:
     """Return a forecast of decode steps, which may be shorter and longer by these shares."""
     point = build.point(Layout(4), emulate="H200")
     metrics = compute_decode_metrics([median_ms] * 200, point.concurrency, point.tp, uncertainty)
-    return msgspec.structs.replace(build.ok(point), metrics=metrics, marks=["emulated"], emulated=make_emulated())
+    return msgspec.structs.replace(build.ok(point), metrics=metrics, warnings=["emulated"], emulated=make_emulated())
 
 
 def compare_records(tmp_path: Path, a: list[Record], b: list[Record], **options: Any) -> Comparison:

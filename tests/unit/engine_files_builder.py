@@ -250,7 +250,7 @@ def measured(
     record: Record = msgspec.structs.replace(
         plain,
         **(
-            {"point": served_point, "metrics": None, "phases": None, "serve": found, "marks": find_warnings(found)}
+            {"point": served_point, "metrics": None, "phases": None, "serve": found, "warnings": find_warnings(found)}
             | changes
         ),
     )
@@ -279,4 +279,4 @@ def replayed() -> MeasuredPoint:
 
 def functional() -> MeasuredPoint:
     """Return the served point on a CPU."""
-    return served(environment=record_builder.CPU, marks=["cpu"])
+    return served(environment=record_builder.CPU, warnings=["cpu"])

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence
     from dcpbench.serving.scheduler import Replica
 
-NOTHING = 0
-"""Value of a row that was never written."""
-WRONG = -1
-"""Value of the row of a rejected draft, which must not be read."""
+NOTHING = 0  # value of a row that was never written
+WRONG = -1  # value of the row of a rejected draft, which must not be read
 
 
 def request(number: int, prompt: list[int] | int, output: int = 1, arrival_s: float | None = None) -> ServeRequest:
@@ -65,8 +63,7 @@ class RequestState:
     """The device's state of a request that was prefilled, at least in part."""
 
     sequence: Sequence
-    tokens: list[int]
-    """Prompt and sampled tokens, as in the token table of the slot."""
+    tokens: list[int]  # prompt and sampled tokens, as in the token table of the slot
     computed: int = 0
     preemptions: int = 0
     right: list[int] = dataclasses.field(default_factory=list)
@@ -87,12 +84,9 @@ class Device:
         shape = (config.max_requests + 1, config.max_context)
         self.table = np.full(shape, -1, dtype=np.int64)
         self.rows = config.pages * config.page_size
-        self.pools = [NOTHING] * (self.rows * config.dcp)
-        """Rows of all ranks, one rank after another."""
-        self.places = [self.get_place(loc) for loc in range(self.rows * config.dcp)]
-        """Places in the pools by location."""
-        self.at: dict[int, RequestState] = {}
-        """States of requests by slot."""
+        self.pools = [NOTHING] * (self.rows * config.dcp)  # rows of all ranks, one rank after another
+        self.places = [self.get_place(loc) for loc in range(self.rows * config.dcp)]  # places in the pools by location
+        self.at: dict[int, RequestState] = {}  # states of requests by slot
 
     def get_place(self, loc: int) -> int:
         """Return the place in all pools of a location."""

@@ -22,14 +22,11 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.memory import count_all_layers
 from tests.unit.test_shapes import CONFIGS
 
-SHARD = 4_300_000_000
-"""Approximate size of a published file in bytes."""
+SHARD = 4_300_000_000  # approximate size of a published file in bytes
 BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 LAYOUT, RANK = Layout(8), 3
-EXPERTS = 16
-"""Experts of a layer, instead of 256; all are read in the same way."""
-KNOWN = 500_000_000
-"""Bytes of a tensor that the watch must detect."""
+EXPERTS = 16  # experts of a layer, instead of 256; all are read in the same way
+KNOWN = 500_000_000  # bytes of a tensor that the watch must detect
 
 
 def list_tensors() -> dict[str, tuple[str, tuple[int, ...]]]:

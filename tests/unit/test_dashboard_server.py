@@ -267,7 +267,7 @@ class TestCommand:
                 before = json.load(answer)["index"]
             host, port = address.split(":")
             assert host == "127.0.0.1"
-            with pytest.raises(ConnectionRefusedError):  # loopback, too, but not the address that was bound
+            with pytest.raises(ConnectionRefusedError):  # another loopback address than the bound one
                 socket.create_connection(("127.0.0.2", int(port)))
             dashboard_builder.history(runs / "new", runs=1, count=2)
             now = before

@@ -80,11 +80,11 @@ class TestDrafts:
         )
         record, _ = run_point(built, DRAFTING, profile=False)
         (batch,) = built.engine.batches.values()
-        assert (batch.requests, batch.size, record.honesty.graph_batch) == (4, 12, 12)
+        assert (batch.requests, batch.size, record.conditions.graph_batch) == (4, 12, 12)
         assert set(zip(passes[::2], passes[1::2], strict=True)) == {(12, 4)}
         assert batch.drafts.shape == (4, 2)
         assert record.metrics.output_tok_s.median == pytest.approx(3 * 1.75 / 2e-3)
-        assert 0 < record.honesty.attention_error < 1e-5
+        assert 0 < record.conditions.attention_error < 1e-5
         before = batch.logits.clone()
         built.engine.run_eager(batch)
         assert torch.equal(batch.logits, before)
@@ -181,15 +181,15 @@ class TestRecord:
         """The record has three layers, all held, 3 requests in a graph of 4 rows run eagerly, and attention in fp32
         against fp64.
         """
-        honesty = measured[1].honesty
-        assert (honesty.layers, honesty.layers_held, honesty.weights) == (3, 3, "synthetic")
-        assert honesty.full_weights_bytes_per_gpu == memory.compute_weight_bytes(TINY, POINT.layout, 4, 1, 2)
-        assert (honesty.graph_batch, honesty.cuda_graph) == (4, False)
-        assert 0 < honesty.attention_error < 1e-5
+        conditions = measured[1].conditions
+        assert (conditions.layers, conditions.layers_held, conditions.weights) == (3, 3, "synthetic")
+        assert conditions.full_weights_bytes_per_gpu == memory.compute_weight_bytes(TINY, POINT.layout, 4, 1, 2)
+        assert (conditions.graph_batch, conditions.cuda_graph) == (4, False)
+        assert 0 < conditions.attention_error < 1e-5
 
     def test_active_experts_are_at_least_top_k(self, measured):
         """One token activates 2 of 8 experts; four rows activate at most all."""
-        assert 2 / 8 <= measured[1].honesty.experts_hit <= 1
+        assert 2 / 8 <= measured[1].conditions.experts_hit <= 1
 
     def test_record_of_a_cpu_has_no_rates_and_no_floor(self, measured):
         assert (measured[1].rates, measured[1].floor) == (None, None)
@@ -231,8 +231,8 @@ class TestRecord:
 
     def test_busiest_share_of_a_single_rank_is_one(self, measured):
         """With one rank, the busiest and the mean have equally many experts and rows."""
-        honesty = measured[1].honesty
-        assert (honesty.busiest_rank_experts, honesty.busiest_rank_rows) == (1, 1)
+        conditions = measured[1].conditions
+        assert (conditions.busiest_rank_experts, conditions.busiest_rank_rows) == (1, 1)
 
     def test_phases_and_idle_time_add_up_to_the_step(self, measured):
         """A single rank exchanges and gathers nothing."""
@@ -246,7 +246,7 @@ class TestRecord:
         assert record.outcome == "ok"
         assert record.host_syncs_per_step is record.allocations_per_step is record.memory_peak_bytes is None
         assert record.host_plan_us > 0
-        assert "cpu" in record.marks
+        assert "cpu" in record.warnings
 
     def test_record_is_read_back_from_json_unchanged(self, measured):
         assert msgspec.json.decode(msgspec.json.encode(measured[1]), type=Record) == measured[1]
@@ -264,7 +264,7 @@ class TestRecord:
         record, stages = run_point(measured[0], msgspec.structs.replace(POINT, concurrency=2), profile=False)
         assert record.phases is None
         assert stages == ["check", "measure"]
-        assert record.honesty.graph_batch == 2
+        assert record.conditions.graph_batch == 2
 
 
 def test_busiest_rank_is_determined_in_each_layer():
@@ -328,9 +328,9 @@ class TestRouting:
             for ids in load_choices(SKEWED, TINY).draw(range(8), 0)
         ]
         assert record.point.routing == SKEWED
-        assert record.honesty.experts_hit == pytest.approx(np.mean([len(a) + len(b) for a, b in hit]) / 8)
+        assert record.conditions.experts_hit == pytest.approx(np.mean([len(a) + len(b) for a, b in hit]) / 8)
         ratios = [max(len(a), len(b)) / ((len(a) + len(b)) / 2) for a, b in hit]
-        assert record.honesty.busiest_rank_experts == pytest.approx(np.mean(ratios))
+        assert record.conditions.busiest_rank_experts == pytest.approx(np.mean(ratios))
 
 
 def collect_chosen(monkeypatch, point, built=None):
@@ -393,22 +393,26 @@ class TestWarnings:
 
     def test_each_fault_of_a_timing_has_its_warning(self):
         """In the drift case the second half is 2 % slower than the first."""
-        marks = decode._list_timing_warnings
-        assert marks(self.make_timing(noisy=True), None) == ["noisy"]
-        assert marks(self.make_timing(unsettled=True), None) == ["unsettled"]
-        assert marks(self.make_timing([100.0] * 10 + [102.0] * 10), None) == ["drift"]
-        assert marks(self.make_timing(), Gpu(throttle_reasons=["sw_power_cap"])) == ["throttled"]
-        assert marks(self.make_timing(noisy=True, unsettled=True), None) == ["noisy", "unsettled"]
+        list_warnings = decode._list_timing_warnings
+        assert list_warnings(self.make_timing(noisy=True), None) == ["noisy"]
+        assert list_warnings(self.make_timing(unsettled=True), None) == ["unsettled"]
+        assert list_warnings(self.make_timing([100.0] * 10 + [102.0] * 10), None) == ["drift"]
+        assert list_warnings(self.make_timing(), Gpu(throttle_reasons=["sw_power_cap"])) == ["throttled"]
+        assert list_warnings(self.make_timing(noisy=True, unsettled=True), None) == ["noisy", "unsettled"]
 
     def test_each_fault_of_a_step_has_its_warning(self):
         """A graph with NaN logits differs: NaN is not within any limit."""
         idle = Phases(step_us=100, phase_us={"moe": 96}, idle_us=4, idle_fraction=0.04, kernels=1, steps=1)
-        marks = decode._list_step_warnings
-        assert marks(decode.Profile(sync_sites=[WAIT]), 0, None) == ["host_sync"]
-        assert marks(decode.Profile(), 1, None) == ["allocates"]
-        assert marks(decode.Profile(phases=idle, sync_sites=[]), 0, None) == ["gpu_idle"]
-        assert marks(decode.Profile(phases=idle), 0, None) == [], "idle time of a CPU is not judged"
-        assert marks(decode.Profile(), 0, 2e-3) == marks(decode.Profile(), 0, float("nan")) == ["graph_differs"]
+        list_warnings = decode._list_step_warnings
+        assert list_warnings(decode.Profile(sync_sites=[WAIT]), 0, None) == ["host_sync"]
+        assert list_warnings(decode.Profile(), 1, None) == ["allocates"]
+        assert list_warnings(decode.Profile(phases=idle, sync_sites=[]), 0, None) == ["gpu_idle"]
+        assert list_warnings(decode.Profile(phases=idle), 0, None) == [], "idle time of a CPU is not judged"
+        assert (
+            list_warnings(decode.Profile(), 0, 2e-3)
+            == list_warnings(decode.Profile(), 0, float("nan"))
+            == ["graph_differs"]
+        )
 
     @pytest.mark.parametrize(
         ("plans_us", "clocks", "rank", "phase", "share"),
@@ -438,7 +442,7 @@ class TestWarnings:
             built.plan = budget.plan_engine([POINT], Settings(kv_memory_bytes=1 << 20), TINY, gpu)
             built.plan = msgspec.structs.replace(built.plan, pages=built.engine.allocator.pages)
             assert built.plan.layers_held == 3
-            assert ("l2_warm" in run_point(built, profile=False)[0].marks) is warm
+            assert ("l2_warm" in run_point(built, profile=False)[0].warnings) is warm
 
     @pytest.mark.parametrize(
         ("error", "computed", "rounds", "wrong"),
@@ -477,7 +481,7 @@ class TestGraphError:
         """Return an engine and a planned batch of a model; the last rank has one row past the vocabulary of 511."""
         engine = engine_builder.engine(Layout(2), rank=1, shape=engine_builder.shape_like_tiny(vocab=511))
         request = engine.add_request(3)
-        engine.requests.set_tokens(request.slot, 2, [300])  # of the 256 to 510 that rank 1 embeds
+        engine.requests.set_tokens(request.slot, 2, [300])  # one of ids 256 to 510, which rank 1 embeds
         batch = engine.plan_step([request])
         engine.run_eager(batch)
         assert batch.logits[0, -1] == float("-inf")

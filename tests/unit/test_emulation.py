@@ -109,8 +109,8 @@ def test_step_of_any_layout_runs_on_one_rank_and_is_marked_emulated(layout: Layo
     emulated_point = point(layout, exchange)
     record = measure(emulated_point)
     assert record.outcome == "ok"
-    assert "emulated" in record.marks
-    assert not {"inaccurate", "graph_differs", "oversubscribed"} & {*record.marks}
+    assert "emulated" in record.warnings
+    assert not {"inaccurate", "graph_differs", "oversubscribed"} & {*record.warnings}
     emulated = record.emulated
     assert emulated is not None
     assert emulated.calls == count_calls(layout, exchange)
@@ -245,8 +245,8 @@ def test_expert_parallel_layout_computes_experts_of_the_busiest_rank() -> None:
     most = max(routed.hit for routed in sharding.count_routed(ids.flatten().tolist()))
     first = TINY.experts // 4
     assert len({int(i) for i in rotate_busiest_first(ids, TINY.experts, 4).flatten() if i < first}) == most
-    assert record.honesty is not None
-    assert record.honesty.busiest_rank_experts is not None
+    assert record.conditions is not None
+    assert record.conditions.busiest_rank_experts is not None
 
 
 def get_refusal(**options: object) -> str:
@@ -348,7 +348,7 @@ def test_served_load_is_replayed_with_step_times_of_an_emulated_rank(
             serving, emulated_point, [emulated_point], settings, here, tmp_path, known, tell=lambda *_, **__: None
         )
     (times,) = known.values()
-    assert "emulated" in record.marks
+    assert "emulated" in record.warnings
     assert record.emulated is not None
     assert record.emulated.calls == count_calls(layout, exchange)
     assert record.emulated.output_tok_s_low == record.emulated.output_tok_s_high

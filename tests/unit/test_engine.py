@@ -20,8 +20,7 @@ from dcpbench.serving.allocator import OutOfKvError
 from dcpbench.workloads import decode
 from tests.unit import engine_builder as build
 
-LENGTHS = (2, 3, 4)
-"""Lengths of three requests; their smallest graph has four rows, so that one row is padding."""
+LENGTHS = (2, 3, 4)  # lengths of three requests; their smallest graph has four rows, so that one row is padding
 STEPS = 4
 
 
@@ -30,8 +29,7 @@ class Continuation:
     """The results of decoding one request."""
 
     tokens: list[int]
-    first_row: torch.Tensor
-    """KV of its token 0, all layers."""
+    first_row: torch.Tensor  # KV of its token 0, all layers
     logits: torch.Tensor
 
 

@@ -117,7 +117,7 @@ INFERENCEX = {
     "median_intvty": float,
 }
 
-BMF_SCHEMA = {
+BMF_SCHEMA = {  # schema of the format that Bencher documents
     "type": "object",
     "additionalProperties": {
         "type": "object",
@@ -129,7 +129,6 @@ BMF_SCHEMA = {
         },
     },
 }
-"""Schema of the format that Bencher documents."""
 
 
 def check_types(found: dict[str, Any], fields: dict[str, type]) -> None:
@@ -301,7 +300,7 @@ class TestInferencex:
         assert rendered.left_out.total() == 1
 
     def test_points_with_wrong_results_are_left_out(self) -> None:
-        assert not inferencex.render([files.served(marks=["graph_differs"])]).files
+        assert not inferencex.render([files.served(warnings=["graph_differs"])]).files
 
     @pytest.mark.parametrize(
         ("options", "reason"),

@@ -66,8 +66,8 @@ class TestLayersHeld:
     """
 
     def with_layers_held(self, m: MeasuredPoint, held: int) -> MeasuredPoint:
-        honesty = msgspec.structs.replace(m.record.honesty, layers=61, layers_held=held)
-        return MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, honesty=honesty))
+        conditions = msgspec.structs.replace(m.record.conditions, layers=61, layers_held=held)
+        return MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, conditions=conditions))
 
     @pytest.mark.parametrize("to", ["vllm", "sglang", "gha", "hud"])
     def test_formats_with_texts_state_the_layers_held(self, to: str) -> None:

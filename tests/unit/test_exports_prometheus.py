@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "examples" / "grafana-dashboard.json").read_text())
-UNITS = (
+UNITS = (  # allowed last words of a gauge's name
     "seconds",
     "bytes",
     "tokens",
@@ -47,7 +47,6 @@ UNITS = (
     "layers",
     "mark",
 )
-"""Allowed last words of a gauge's name."""
 
 
 def render_text(*points: MeasuredPoint) -> str:
@@ -104,7 +103,7 @@ class TestText:
 
     def test_warnings_are_separate_series_and_split_no_other_series(self) -> None:
         """A throttled point keeps its series, and has one more with the same labels and its warning."""
-        clean, marked = files.decoded(), files.decoded(marks=["throttled", "noisy"])
+        clean, marked = files.decoded(), files.decoded(warnings=["throttled", "noisy"])
         before, after = parse_families(clean), parse_families(marked)
         name = "dcpbench_step_seconds"
         (was,), (now,) = before[name].samples, after[name].samples

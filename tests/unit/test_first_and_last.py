@@ -308,8 +308,7 @@ def test_incompletely_written_collectives_are_skipped(tmp_path: Path) -> None:
         assert [one.order for one in heartbeats.read_heartbeats(path).met] == [1, 3]
 
 
-CLIENTS_OF_TWO = 1 / measure.CHUNKS_EACH
-"""ITL at which one client occupies one process."""
+CLIENTS_OF_TWO = 1 / measure.CHUNKS_EACH  # ITL at which one client occupies one process
 
 
 @pytest.mark.parametrize(

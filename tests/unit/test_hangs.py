@@ -761,10 +761,9 @@ def test_unreachable_nccl_ras_leaves_no_file(tmp_path: Path, monkeypatch: pytest
     assert [*tmp_path.iterdir()] == []
 
 
-COLLECTIVES = st.tuples(
+COLLECTIVES = st.tuples(  # a collective: its rank, its operation, its group, and whether it hangs
     st.integers(0, 2), st.sampled_from(["all_reduce", "all_gather"]), st.sampled_from(["a", "b"]), st.booleans()
 )
-"""A collective: its rank, its operation, its group, and whether it hangs."""
 MEMORY = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)), min_size=3, max_size=3)
 """For each rank, the number of completed meetings and of its peers' signals."""
 

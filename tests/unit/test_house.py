@@ -264,7 +264,7 @@ class TestMake:
         assert installs[0].endswith("--no-deps --no-build-isolation -e .")
 
 
-MUTABLE = {
+MUTABLE = {  # dataclasses and structs that are built step by step, or so often that freezing them would take long
     "dashboard.site": "_Publisher",
     "bench.operators.attention": "Pools",
     "bench.bench_record": "BenchRecord",
@@ -297,7 +297,6 @@ MUTABLE = {
     "syncs.traces.reading": "Args Event ReadProblems",
     "top.facts": "JobFacts",
 }
-"""Dataclasses and structs that are built step by step, or so often that freezing them would take long."""
 
 
 SUBPACKAGES = sorted(
