@@ -26,12 +26,12 @@ def environment(run: int, **changes: Any) -> Environment:
     return msgspec.structs.replace(record_builder.GPU, **({"git_commit": f"{run:07d}abcdef"} | changes))
 
 
-def record(of: Point, run: int, faster: float = 1.0, steps: int = 12, **changes: Any) -> Record:
+def record(point: Point, run: int, faster: float = 1.0, steps: int = 12, **changes: Any) -> Record:
     """Return a finished record of the run-th day, `faster` times as fast as the plain one."""
-    plain = record_builder.step_ms(of.layout, of.context, of.concurrency)
+    plain = record_builder.step_ms(point.layout, point.context, point.concurrency)
     at = (BEGAN + timedelta(days=run)).strftime("%Y-%m-%dT%H:%M:%SZ")
     fields: dict[str, Any] = {"environment": environment(run), "started_at": at}
-    return record_builder.ok(of, median_ms=plain / faster, steps=steps, **(fields | changes))
+    return record_builder.ok(point, median_ms=plain / faster, steps=steps, **(fields | changes))
 
 
 def points(count: int) -> list[Point]:
@@ -54,9 +54,9 @@ def history(folder: Path, runs: int = 40, count: int = 8, *, step_at: int | None
     rng = random.Random(count)
     for run in range(runs):
         found = []
-        for i, of in enumerate(points(count)):
+        for i, point in enumerate(points(count)):
             step = 0.95 if i == 0 and step_at is not None and run >= step_at else 1.0
-            found.append(record(of, run, faster=step * rng.gauss(1, cv)))
+            found.append(record(point, run, faster=step * rng.gauss(1, cv)))
         record_builder.write(folder / f"run-{run:03d}", found)
     return folder
 
@@ -64,7 +64,7 @@ def history(folder: Path, runs: int = 40, count: int = 8, *, step_at: int | None
 def write_many_runs(folder: Path, runs: int, count: int) -> Path:
     """Write `runs` × `count` records quickly: each run repeats the figures of the first with other dates and noise."""
     rng = random.Random(7)
-    first = [record(of, 0, steps=8) for of in points(count)]
+    first = [record(point, 0, steps=8) for point in points(count)]
     for run in range(runs):
         at = (BEGAN + timedelta(days=run)).strftime("%Y-%m-%dT%H:%M:%SZ")
         where = environment(run)

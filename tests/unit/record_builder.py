@@ -87,20 +87,22 @@ def point(layout: Layout = Layout(1), **changes: Any) -> Point:  # noqa: B008 - 
     return Point(**(fields | changes))
 
 
-def ok(of: Point, *, median_ms: float | None = None, steps: int = 700, noise: float = 0.01, **changes: Any) -> Record:
+def ok(
+    point: Point, *, median_ms: float | None = None, steps: int = 700, noise: float = 0.01, **changes: Any
+) -> Record:
     """Return a finished record with steps that scatter around `median_ms`."""
-    layout = of.layout
-    median = step_ms(layout, of.context, of.concurrency) if median_ms is None else median_ms
+    layout = point.layout
+    median = step_ms(layout, point.context, point.concurrency) if median_ms is None else median_ms
     rng = random.Random(
-        "/".join(f"{f.name}={v}" for f in msgspec.structs.fields(of) if (v := getattr(of, f.name)) != f.default)
+        "/".join(f"{f.name}={v}" for f in msgspec.structs.fields(point) if (v := getattr(point, f.name)) != f.default)
     )
     samples = [max(median * rng.gauss(1, noise), 1e-3) for _ in range(steps)]
     replicas = layout.dp * layout.dcp
     pool = 20 << 30
     fields: dict[str, Any] = {
-        "point": of,
+        "point": point,
         "outcome": "ok",
-        "metrics": compute_decode_metrics(samples, of.concurrency, of.tp),
+        "metrics": compute_decode_metrics(samples, point.concurrency, point.tp),
         "phases": phases(median, layout),
         "host_syncs_per_step": 0.0,
         "allocations_per_step": 0.0,
@@ -109,7 +111,7 @@ def ok(of: Point, *, median_ms: float | None = None, steps: int = 700, noise: fl
             pool_bytes_per_gpu=pool,
             bytes_per_token_per_gpu=KV_ROW_BYTES / layout.dcp,
             capacity_tokens=pool // KV_ROW_BYTES * replicas,
-            capacity_requests=pool // KV_ROW_BYTES * replicas // of.context,
+            capacity_requests=pool // KV_ROW_BYTES * replicas // point.context,
             bounded_by="kv_memory",
             fragmentation=0.004,
         ),
@@ -121,7 +123,7 @@ def ok(of: Point, *, median_ms: float | None = None, steps: int = 700, noise: fl
             full_weights_bytes_per_gpu=560 << 30,
             attention_error=2.4e-3,
             experts_hit=0.63,
-            graph_batch=of.concurrency,
+            graph_batch=point.concurrency,
             cuda_graph=True,
         ),
         "gpu": Gpu(sm_clock_mhz_min=1830, sm_clock_mhz_max=1980, power_w_max=612.0, temperature_c_max=61),
@@ -132,10 +134,10 @@ def ok(of: Point, *, median_ms: float | None = None, steps: int = 700, noise: fl
     return Record(**(fields | changes))
 
 
-def on_cpu(of: Point, **changes: Any) -> Record:
+def on_cpu(point: Point, **changes: Any) -> Record:
     """Return a finished record of a functional run."""
     return ok(
-        of,
+        point,
         steps=40,
         noise=0.05,
         warnings=["cpu", "noisy"],
@@ -148,14 +150,18 @@ def on_cpu(of: Point, **changes: Any) -> Record:
     )
 
 
-def rejected(of: Point, reason: str = "the KV cache needs 31.0 GiB more per GPU than there is; try --dcp 4.") -> Record:
+def rejected(
+    point: Point, reason: str = "the KV cache needs 31.0 GiB more per GPU than there is; try --dcp 4."
+) -> Record:
     """Return a point that could not run."""
-    return Record(point=of, outcome="rejected", reason=reason, lacks_memory=True)
+    return Record(point=point, outcome="rejected", reason=reason, lacks_memory=True)
 
 
-def failed(of: Point, reason: str = "rank 3 exited with code 1; read logs/rank-3.txt.") -> Record:
+def failed(point: Point, reason: str = "rank 3 exited with code 1; read logs/rank-3.txt.") -> Record:
     """Return a point that failed."""
-    return Record(point=of, outcome="failed", reason=reason, detail={"exit code": "1", "log": "last lines\nof the log"})
+    return Record(
+        point=point, outcome="failed", reason=reason, detail={"exit code": "1", "log": "last lines\nof the log"}
+    )
 
 
 def gpu_sweep() -> list[Record]:
@@ -166,9 +172,9 @@ def gpu_sweep() -> list[Record]:
             for context in (4000, 32000, 128000):
                 for load in (8, 32, 48):
                     for layout in (Layout(4), Layout(4, 1, 2), Layout(4, 1, 4), Layout(4, 4)):
-                        of = point(layout, model=model, context=context, concurrency=load, repeat=repeat)
+                        swept_point = point(layout, model=model, context=context, concurrency=load, repeat=repeat)
                         if context == 128000 and load > 8 and layout.dp * layout.dcp == 1:
-                            found.append(rejected(of))
+                            found.append(rejected(swept_point))
                         else:
                             ms = slower * step_ms(layout, context, load)
                             drift = (
@@ -176,7 +182,7 @@ def gpu_sweep() -> list[Record]:
                                 if (repeat, context, load, layout.dcp) == (1, 32000, 48, 4)
                                 else 1 + 0.002 * repeat
                             )
-                            found.append(ok(of, median_ms=ms * drift))
+                            found.append(ok(swept_point, median_ms=ms * drift))
     return found
 
 

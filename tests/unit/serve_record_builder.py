@@ -46,11 +46,11 @@ def step_s(step: Step, layout: Layout, exchange: str) -> float:
 
 
 @functools.cache
-def metrics(of: Point, pages: int = 1000, until_s: float = float("inf"), faster: float = 1.0) -> ServeMetrics:
+def metrics(point: Point, pages: int = 1000, until_s: float = float("inf"), faster: float = 1.0) -> ServeMetrics:
     """Return the metrics of a run of a point with `pages` of 16 tokens for each rank, with steps `faster` times as
     fast.
     """
-    layout, served = of.layout, of.load
+    layout, served = point.layout, point.load
     assert served is not None
     inputs, outputs = int(served.input_tokens), int(served.output_tokens)
     rate = served.request_rate
@@ -60,8 +60,8 @@ def metrics(of: Point, pages: int = 1000, until_s: float = float("inf"), faster:
     ]
     traffic, steps = virtual_serving.serve(
         requests,
-        concurrency=None if rate else of.concurrency,
-        seconds=lambda step: step_s(step, layout, of.exchange) / faster,
+        concurrency=None if rate else point.concurrency,
+        seconds=lambda step: step_s(step, layout, point.exchange) / faster,
         until_s=until_s,
         pages=pages,
         dcp=layout.dcp,
@@ -69,25 +69,32 @@ def metrics(of: Point, pages: int = 1000, until_s: float = float("inf"), faster:
         chunk=served.chunk // layout.dp,
     )
     return compute_serve_metrics(
-        traffic, gpus=of.tp, concurrency=traffic.concurrency, slo=SLO, steps=steps, idle_fraction=0.012
+        traffic, gpus=point.tp, concurrency=traffic.concurrency, slo=SLO, steps=steps, idle_fraction=0.012
     )
 
 
-def served(of: Point, pages: int = 1000, **changes: Any) -> Record:
+def served(point: Point, pages: int = 1000, **changes: Any) -> Record:
     """Return a finished record of a served point; `until_s` and `faster` are those of `metrics`."""
     how = {name: changes.pop(name) for name in ("until_s", "faster") if name in changes}
-    tokens = pages * 16 * of.layout.dcp * of.layout.dp
+    tokens = pages * 16 * point.layout.dcp * point.layout.dp
     kv = Kv(
         pool_bytes_per_gpu=pages * 16 * record_builder.KV_ROW_BYTES,
-        bytes_per_token_per_gpu=record_builder.KV_ROW_BYTES / of.layout.dcp / of.layout.dp,
+        bytes_per_token_per_gpu=record_builder.KV_ROW_BYTES / point.layout.dcp / point.layout.dp,
         capacity_tokens=tokens,
-        capacity_requests=tokens // of.context,
+        capacity_requests=tokens // point.context,
         bounded_by="kv_memory",
         fragmentation=0.0,
     )
-    found = metrics(of, pages, **how)
-    plain = record_builder.ok(msgspec.structs.replace(of, load=None), steps=20)
-    fields = {"point": of, "metrics": None, "phases": None, "serve": found, "kv": kv, "warnings": find_warnings(found)}
+    found = metrics(point, pages, **how)
+    plain = record_builder.ok(msgspec.structs.replace(point, load=None), steps=20)
+    fields = {
+        "point": point,
+        "metrics": None,
+        "phases": None,
+        "serve": found,
+        "kv": kv,
+        "warnings": find_warnings(found),
+    }
     return msgspec.structs.replace(plain, **(fields | changes))
 
 
@@ -96,9 +103,9 @@ def run() -> list[Record]:
     found = []
     for layout, exchange in ((TP, "none"), (DCP, "ag_rs"), (DCP, "symm"), (DP, "none")):
         for concurrency in (8, 32, 48):
-            of = point(layout, concurrency, exchange=exchange)
-            found.append(served(of))
-            replayed = msgspec.structs.replace(of, load=load(mode="replay"))
+            live_point = point(layout, concurrency, exchange=exchange)
+            found.append(served(live_point))
+            replayed = msgspec.structs.replace(live_point, load=load(mode="replay"))
             found.append(served(replayed, faster=1.03))
             long = point(
                 layout, concurrency, {"mode": "replay", "input_tokens": "1600"}, exchange=exchange, context=1640

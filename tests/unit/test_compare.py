@@ -333,7 +333,7 @@ class TestVerdicts:
 
     def test_equal_forecasts_with_wide_ends_are_not_same(self, tmp_path: Path) -> None:
         """The sides are equal to the digit, and each may be off by 5 %."""
-        sure, unsure = (
+        certain, uncertain = (
             compare_records(
                 tmp_path / f"{share}",
                 *[[make_forecast(10, (share, share))]] * 2,
@@ -342,8 +342,8 @@ class TestVerdicts:
             )
             for share in (0.0, 0.05)
         )
-        assert get_verdicts(sure) == {"step_time": "SAME"}
-        assert [(r.verdict, r.reason) for r in unsure.points[0].rows] == [("UNDECIDED", WITHIN_ENDS)]
+        assert get_verdicts(certain) == {"step_time": "SAME"}
+        assert [(r.verdict, r.reason) for r in uncertain.points[0].rows] == [("UNDECIDED", WITHIN_ENDS)]
 
     def make_served_launches(self, folder: Path, ends: float | None) -> PointResult:
         """Write four launches of a forecast with these ends, and four measured ones that are 1.5 times as fast."""

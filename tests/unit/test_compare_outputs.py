@@ -73,8 +73,8 @@ def test_markdown_has_a_tick_only_if_all_is_decided_and_not_worse(tmp_path: Path
 
 def test_every_output_names_forecast_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The note is empty if all points were measured."""
-    of = build.point(Layout(4), concurrency=16)
-    a, b = ([make_forecast(ms, (0.1, 0.1)), build.ok(of)] for ms in (10, 8))
+    own_point = build.point(Layout(4), concurrency=16)
+    a, b = ([make_forecast(ms, (0.1, 0.1)), build.ok(own_point)] for ms in (10, 8))
     found = compare_records(tmp_path, a, b, launch_noise=0.02)
     note = comparison_text.format_forecast_note(found)
     assert note.startswith("Forecast: one rank ran for all of A and B in 1 of 2 points, and the wire was modelled; ")

@@ -210,13 +210,13 @@ def test_memory_in_use_without_visible_processes_is_reported_as_other_processes(
 )
 def test_failed_driver_query_makes_its_check_unread_and_never_ok(function: str, tmp_path: Path) -> None:
     """Each query alone fails as for a GPU that is no longer on its bus."""
-    whole = {f.check for f in run_checks(tmp_path).findings}
+    all_checks = {f.check for f in run_checks(tmp_path).findings}
     report = run_checks(tmp_path, **{function: LOST})
     unread = {f.check for f in report.findings if f.level == UNREAD}
     assert unread
     assert not list_findings(BAD, report)
     assert report.exit_code == 4
-    assert unread <= whole
+    assert unread <= all_checks
     assert not unread & {f.check for f in report.findings if f.level == OK}
 
 

@@ -116,8 +116,8 @@ def test_step_of_any_layout_runs_on_one_rank_and_is_marked_emulated(layout: Layo
     assert emulated.calls == count_calls(layout, exchange)
     assert 0 < emulated.wire_low_us < emulated.wire_us < emulated.wire_high_us
     assert "NVIDIA H200" in emulated.measured
-    there = msgspec.structs.replace(emulated_point, emulate="")
-    plan = plan_engine([there], Settings(), TINY, PROBE)
+    real_point = msgspec.structs.replace(emulated_point, emulate="")
+    plan = plan_engine([real_point], Settings(), TINY, PROBE)
     own = Kv.from_plan(plan, 41)
     assert record.kv is not None
     assert record.kv.bytes_per_token_per_gpu == own.bytes_per_token_per_gpu
@@ -136,8 +136,8 @@ def test_emulated_exchange_takes_the_modelled_time_of_its_bytes(
     shape that the next layers take.
     """
     ranks, batch, heads, width, value = 4, 3, 16, 24, 128
-    wire = CountingNetwork()
-    emulation = Emulation(wire)  # type: ignore[arg-type]
+    network = CountingNetwork()
+    emulation = Emulation(network)  # type: ignore[arg-type]
     groups = make_emulated_groups(Layout(8, dcp=ranks), 0, emulation)
     spec = ExchangeSpec(
         batch=batch,
@@ -158,15 +158,15 @@ def test_emulated_exchange_takes_the_modelled_time_of_its_bytes(
     o, lse = made.get_partial_buffers(batch)
     merged = made.merge_partials(o.normal_(), lse.normal_())
     tally = emulation.tally
-    whole = o_bytes / 1e3 + (0.0 if q_replicate else q_bytes / 1e3)
-    assert (tally.us, tally.low_us, tally.high_us) == pytest.approx((whole, whole / 2, whole * 2))
+    expected_us = o_bytes / 1e3 + (0.0 if q_replicate else q_bytes / 1e3)
+    assert (tally.us, tally.low_us, tally.high_us) == pytest.approx((expected_us, expected_us / 2, expected_us * 2))
     assert q.shape == (batch, heads, width)
     assert merged.shape == (heads // ranks, batch, value)
     assert torch.isfinite(q.float()).all()
     assert torch.isfinite(merged.float()).all()
     gather = "symm" if exchange == "symm" else "all-gather"
     both = [(exchange, ranks, q_bytes + o_bytes, 2), (gather, ranks, q_bytes, 1)]
-    assert wire.requested == (2 * [(exchange, ranks, o_bytes, 1)] if q_replicate else 3 * both)
+    assert network.requested == (2 * [(exchange, ranks, o_bytes, 1)] if q_replicate else 3 * both)
 
 
 def test_exchange_without_measured_times_is_refused() -> None:
@@ -195,13 +195,13 @@ def test_gathering_queries_takes_at_most_the_whole_exchange() -> None:
 
 def test_emulated_collectives_use_the_groups_of_the_layout() -> None:
     """A sum leaves x unchanged, and all gathered parts are those of this rank."""
-    wire = CountingNetwork()
-    groups = make_emulated_groups(Layout(8, dp=2), 0, Emulation(wire))  # type: ignore[arg-type]
+    network = CountingNetwork()
+    groups = make_emulated_groups(Layout(8, dp=2), 0, Emulation(network))  # type: ignore[arg-type]
     x = torch.arange(24.0).view(4, 6)
     assert torch.equal(groups.attn.all_reduce(x.clone()), x)
     assert torch.equal(groups.dp.all_gather(x), torch.stack([x, x]))
     assert torch.equal(groups.dp.reduce_scatter(x), x[:2])
-    assert wire.requested == [
+    assert network.requested == [
         ("all-reduce", 4, 2 * 3 * x.nbytes // 4, 1),
         ("all-gather", 2, x.nbytes, 1),
         ("reduce-scatter", 2, x.nbytes // 2, 1),
@@ -407,9 +407,9 @@ def test_emulated_point_is_refused_for_verify_weights_and_nodes() -> None:
 
 def test_emulated_point_has_another_key_than_the_measured_one() -> None:
     emulated_point = point(Layout(8))
-    there = msgspec.structs.replace(emulated_point, emulate="")
-    assert emulated_point.get_key() != there.get_key()
-    assert there.world == 8
+    real_point = msgspec.structs.replace(emulated_point, emulate="")
+    assert emulated_point.get_key() != real_point.get_key()
+    assert real_point.world == 8
 
 
 @pytest.mark.long

@@ -552,10 +552,10 @@ def test_each_case_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(engine_replay, "measure_case", measure)
     probe = StepProbe(client=None, prompt_format=None, limits=ServerLimits(max_batched_tokens=2048))  # type: ignore[arg-type]
-    cases, whole = engine_replay._Cases(probe, VLLM, lambda _: None), Case(chunks=(Chunks(1, 2048, 0),))
-    assert asyncio.run(cases.measure_ms(whole)) == 9.0
-    asyncio.run(cases.measure([whole]))
-    assert (measured, [one.case for one in cases.found]) == ([whole], [whole])
+    cases, longest = engine_replay._Cases(probe, VLLM, lambda _: None), Case(chunks=(Chunks(1, 2048, 0),))
+    assert asyncio.run(cases.measure_ms(longest)) == 9.0
+    asyncio.run(cases.measure([longest]))
+    assert (measured, [one.case for one in cases.found]) == ([longest], [longest])
 
 
 def test_failed_case_behind_decodes_does_not_end_the_measurement(

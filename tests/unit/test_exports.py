@@ -363,8 +363,8 @@ class TestGha:
         point = record_builder.point(DCP)
         again = msgspec.structs.replace(point, repeat=1)
         two = [
-            MeasuredPoint("run", NOWHERE, record_builder.ok(of, median_ms=ms, noise=0.0))
-            for of, ms in ((point, 10.0), (again, 12.0))
+            MeasuredPoint("run", NOWHERE, record_builder.ok(repeat, median_ms=ms, noise=0.0))
+            for repeat, ms in ((point, 10.0), (again, 12.0))
         ]
         entries = json.loads(gha.render(two).files[gha.FILES["lower"]])
         (step,) = [e for e in entries if e["name"].endswith(": step_ms")]

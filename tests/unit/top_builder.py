@@ -58,13 +58,15 @@ def job(
     return written
 
 
-def add_event(of: Job, at: float, stage: str, about: Point | None = None, note: str = "") -> None:
+def add_event(job: Job, at: float, stage: str, point: Point | None = None, note: str = "") -> None:
     """Add one event."""
-    event = Progress(stage=stage, key=about.get_key() if about else "", note=note, at=BEGAN + at)
-    add(of.get_progress_path(), msgspec.json.encode(event) + b"\n")
+    event = Progress(stage=stage, key=point.get_key() if point else "", note=note, at=BEGAN + at)
+    add(job.get_progress_path(), msgspec.json.encode(event) + b"\n")
 
 
-def record(folder: Path, of: Point, *, start: float, seconds: float = 10, outcome: str = "ok", **changes: Any) -> None:
+def record(
+    folder: Path, point: Point, *, start: float, seconds: float = 10, outcome: str = "ok", **changes: Any
+) -> None:
     """Add a record; an ok one has 200 tok/s and 10 ms."""
     started = dt.datetime.fromtimestamp(BEGAN + start, dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     metrics = Metrics(
@@ -75,7 +77,7 @@ def record(folder: Path, of: Point, *, start: float, seconds: float = 10, outcom
         tok_s_per_user=100,
     )
     written = Record(
-        point=of,
+        point=point,
         outcome=outcome,
         started_at=started,
         seconds=seconds,
@@ -85,11 +87,11 @@ def record(folder: Path, of: Point, *, start: float, seconds: float = 10, outcom
     add(folder / "records.jsonl", msgspec.json.encode(written) + b"\n")
 
 
-def add_finished_point(of: Job, folder: Path, about: Point, start: float, end: float) -> None:
+def add_finished_point(job: Job, folder: Path, point: Point, start: float, end: float) -> None:
     """Add a point from its first event to its last one, with its record."""
-    add_event(of, start, "measure", about)
-    record(folder, about, start=start, seconds=end - start)
-    add_event(of, end, "done", about, "10.00 ms/step")
+    add_event(job, start, "measure", point)
+    record(folder, point, start=start, seconds=end - start)
+    add_event(job, end, "done", point, "10.00 ms/step")
 
 
 def add(path: Path, data: bytes) -> None:
