@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from dcpbench.errors import DcpbenchError, NoRoomError, UsageError
+from dcpbench.errors import DcpbenchError, InsufficientMemoryError, UsageError
 from dcpbench.models import get_published_precision, load_shape
 from dcpbench.plan import validate
 from dcpbench.plan.spec import check_same_sizes, resolve_compute_dtype
@@ -68,7 +68,7 @@ class Candidate:
 
     def make_rejected_record(self) -> Record:
         """Return the record of a point that cannot run."""
-        lacks_memory = isinstance(self.error, NoRoomError)
+        lacks_memory = isinstance(self.error, InsufficientMemoryError)
         return Record(point=self.point, outcome="rejected", reason=str(self.error), lacks_memory=lacks_memory)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.gain_split import GainSplit
 
 NO_WHOLE_MODEL = "no whole model"  # all layers and the KV cache do not fit
-LACKS_MEMORY = "no room"  # the KV pool is too small for the load
+LACKS_MEMORY = "too little memory"  # the KV pool is too small for the load
 TOO_MANY = "too many"  # more requests than a step takes
 OTHER = "other"  # the planner of `sweep` refuses the layout, or nothing is known about its steps
 AMPLE_HEADROOM = 2.0  # requests that fit over those in flight: more than that breaks no tie

@@ -262,7 +262,7 @@ def _describe_single(frames: Frames, timed: pd.DataFrame) -> str:
         rejected = select_rejected_for_memory(frames)
         lost = [n for n in load_labels.list_unique(rejected["layout"]) if n not in names] if len(rejected) else []
         if lost:
-            why = f"as {format_list(lost)} {'has' if len(lost) == 1 else 'have'} no room in memory"
+            why = f"as {format_list(lost)} {'has' if len(lost) == 1 else 'have'} too little memory"
             return f"{format_capitalized(where)}only {names[0]} ran, {why}: {most}."
         return f"{format_capitalized(where)}only {names[0]} ran, so nothing here says which layout to take: {most}."
     loads = format_count(len(best), "load")

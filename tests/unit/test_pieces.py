@@ -94,7 +94,7 @@ class TestLogits:
         """A replica that has nothing to do while another prefills."""
         of, prefiller = engine(TINY)
         pieces = Pieces(prefiller, None)
-        pieces.room.values.fill_(torch.nan)  # as an unlucky step left it
+        pieces.buffers.values.fill_(torch.nan)  # as an unlucky step left it
         found = step(of, prefiller, [], [], padding=3, pieces=pieces)
         assert found.isfinite().all()
 

@@ -284,7 +284,7 @@ class TestNoAnswer:
 
     def test_a_layout_that_alone_fits_is_named_with_what_does_not(self, tmp_path: Path) -> None:
         text = said(tmp_path, steps(DCP, 8, 40), build.rejected(build.point(TP)))
-        assert "only tp4·dcp4 ran, as tp4 has no room in memory: at most 200 output tok/s" in text
+        assert "only tp4·dcp4 ran, as tp4 has too little memory: at most 200 output tok/s" in text
 
     def test_one_that_lacks_room_at_another_load_did_not_run_alone_for_that(self, tmp_path: Path) -> None:
         text = said(tmp_path, steps(TP, 8, 40), build.rejected(build.point(TP, concurrency=4096)))
