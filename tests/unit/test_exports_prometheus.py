@@ -45,7 +45,7 @@ UNITS = (  # allowed last words of a gauge's name
     "steps",
     "preemptions",
     "layers",
-    "mark",
+    "warning",
 )
 
 
@@ -108,10 +108,10 @@ class TestText:
         name = "dcpbench_step_seconds"
         (was,), (now,) = before[name].samples, after[name].samples
         assert was.labels == now.labels
-        assert [(s.labels, s.value) for s in after[prometheus.MARK].samples] == [
-            (now.labels | {"mark": mark}, 1) for mark in ("noisy", "throttled")
+        assert [(s.labels, s.value) for s in after[prometheus.WARNING].samples] == [
+            (now.labels | {"warning": warning}, 1) for warning in ("noisy", "throttled")
         ]
-        assert before[prometheus.MARK].samples == []
+        assert before[prometheus.WARNING].samples == []
 
     def test_precision_label_covers_weights_and_kv(self) -> None:
         """The `dtype` of records and tables is the compute type."""
