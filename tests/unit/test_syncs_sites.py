@@ -320,9 +320,7 @@ class TestCalledFrom:
             [Sync(rule="SYNC001", frames=(own_frame, torch, library), user=library)], root=Path("/srv"), trace="t"
         )
         assert site.called_from == "app/serve.py(41): step"
-        (site,) = group_into_sites(
-            [Sync(rule="SYNC001", frames=(select_counted, torch), user=select_counted)], root=Path("/srv")
-        )
+        (site,) = group_into_sites([Sync(rule="SYNC001", frames=(own_frame, torch), user=own_frame)], root=Path("/srv"))
         assert site.called_from == ""
 
 
