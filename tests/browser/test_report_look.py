@@ -193,7 +193,7 @@ def test_what_would_hold_a_reader_up_is_drawn_once_it_is_in_sight_and_says_so(
     page.wait_for_selector("html[data-drawn]")
     explore = page.locator("#chart-explore .chart")
     said = "getComputedStyle(document.querySelector('#chart-explore .chart'), '::before').content"
-    assert page.evaluate(said) == '"16 marks, drawn once they are in sight."'
+    assert page.evaluate(said) == '"16 markers, drawn when they are scrolled into view."'
     explore.scroll_into_view_if_needed()
     explore.locator(".main-svg").first.wait_for()
     assert page.evaluate(said) == "none"

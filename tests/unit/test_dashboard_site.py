@@ -519,7 +519,7 @@ class TestLatestChanges:
         assert [index["runs"]["name"][step[k]] for k in ("before", "after")] == ["run-024", "run-025"]
         assert (step["points"], index["latest"]["more"]) == (1, 0)
         assert step["same_code"] == 0
-        assert (step["worse"], step["better"], step["untold"]) == (1, 0, 0)
+        assert (step["worse"], step["better"], step["omitted"]) == (1, 0, 0)
         (group,) = step["groups"]
         ratios = {index["measures"][row[0]]["id"]: row[4:7] for row in group["changes"]}
         assert len(ratios) == len(group["changes"]) > 1
@@ -548,7 +548,7 @@ class TestLatestChanges:
         site.build(tmp_path / "runs", tmp_path / "site")
         index = data(tmp_path / "site", "index")
         (step,) = index["latest"]["steps"]
-        assert (step["points"], step["worse"], step["better"], step["untold"]) == (16, 16, 0, 0)
+        assert (step["points"], step["worse"], step["better"], step["omitted"]) == (16, 16, 0, 0)
         assert [group["points"] for group in step["groups"]] == [1, 4, 4, 4, 3]
         assert {group["verdict"] for group in step["groups"]} == {"worse"}
         shown = sum(row[1] for group in step["groups"] for row in group["changes"])
@@ -583,7 +583,7 @@ class TestLatestChanges:
         (step,) = data(tmp_path / "site", "index")["latest"]["steps"]
         assert (step["worse"], step["better"]) == (8, 8)
         assert [group["points"] for group in step["groups"]] == [1] * data_files.MAX_GROUPS
-        assert step["untold"] == 16 - data_files.MAX_GROUPS
+        assert step["omitted"] == 16 - data_files.MAX_GROUPS
 
     def test_group_has_range_and_number_of_points_of_each_metric(self) -> None:
         """Three points are worse by 10 to 20 %; one of them has one more metric, and two have a value that is not
