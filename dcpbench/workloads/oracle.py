@@ -76,7 +76,7 @@ def _load_pretrained(folder: str, files: str | None, attention: str, **more: Any
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = _load_config(folder)
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # The grouped experts take only rows that are multiples of 16 bytes.
     return kind.from_pretrained(
         files,

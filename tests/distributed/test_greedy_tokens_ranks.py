@@ -171,10 +171,10 @@ def test_answers_of_another_model_or_device_are_not_judged(
     other, path = tmp_path / "other", tmp_path / "one.json"
     assert run("model", other, "--set", "vocab_size=300") == 0
     path.write_bytes(msgspec.json.encode(in_bf16[0]))
-    with pytest.raises(UsageError, match="are of different weights .sizes"):
+    with pytest.raises(UsageError, match="are of different weights"):
         run("compare", "--model", other, path)
     on_gpu = msgspec.structs.replace(in_bf16[0].weights, device="Another GPU")
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(in_bf16[0], weights=on_gpu)))
-    with pytest.raises(UsageError, match="drawn on Another GPU, and this machine has .*; run `judge` where they ran"):
+    with pytest.raises(UsageError, match="drawn on Another GPU, and this machine has"):
         run("compare", "--model", folder, path)
     assert decide([in_bf16[0]], in_bf16[1]).verdict == SAME
