@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from dcpbench.errors import UsageError
+from dcpbench.errors import UsageError, WorkerError
 from dcpbench.models import load_shape
 from dcpbench.servers.answer_noise import MIN_NOISE
 from dcpbench.servers.answer_pairs import Answer
@@ -255,7 +255,15 @@ def test_prompts_are_the_same_for_every_engine() -> None:
 def test_a_servers_answer_keeps_its_likeliest_tokens_and_its_own() -> None:
     """The 5 likeliest of 7 listed tokens stay; the answer's own is added if it is none of them."""
     tops = {f"t{n}": -float(n) for n in range(7)}
-    answer = Answer(tokens=["9"], names=["t9"], logprobs=[-9.0], tops=[tops])
+    answer = Answer(tokens=["t9"], names=["t9"], logprobs=[-9.0], tops=[tops])
     assert list_positions(answer) == [Position(9, {n: -float(n) for n in range(5)} | {9: -9.0})]
-    with pytest.raises(ValueError, match="no log-probabilities"):
+    with pytest.raises(WorkerError, match="lists no log-probabilities"):
         list_positions(Answer(tokens=["9"]))
+
+
+def test_a_special_token_without_text_is_known_by_its_id_alone() -> None:
+    tops = {"": -0.5, " t8": -1.0}
+    answer = Answer(tokens=["1"], names=[""], logprobs=[-0.5], tops=[tops])
+    assert list_positions(answer) == [Position(1, {1: -0.5, 8: -1.0})]
+    with pytest.raises(WorkerError, match="answered '', which is no word"):
+        list_positions(msgspec.structs.replace(answer, tokens=[""]))

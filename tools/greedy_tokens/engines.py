@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcpbench.engine_plugins import SEED_VARIABLE, find_lack
-from dcpbench.errors import ModelError
+from dcpbench.errors import ModelError, WorkerError
 from dcpbench.models import load_shape
 from dcpbench.models.weight_formats import FP8
 from dcpbench.points.names import NO_EXCHANGE, SYNTHETIC
@@ -77,7 +77,7 @@ def ask(args: argparse.Namespace) -> Answers:
 async def _fetch_answers(
     url: str, model: str, vocab: int, prompts: list[list[int]], new_tokens: int
 ) -> list[list[Position]]:
-    """Return a server's greedy answers, one after another. Raise ValueError if it lists no likeliest tokens."""
+    """Return a server's greedy answers, one after another. Errors as in `list_positions`."""
     from dcpbench.servers.ask import Side
     from dcpbench.servers.client import Client, Target
     from dcpbench.servers.prompt_format import COMPLETIONS, PromptFormat
@@ -91,20 +91,30 @@ async def _fetch_answers(
 def list_positions(answer: Answer) -> list[Position]:
     """Return the positions of a server's answer, with the likeliest tokens that LISTED keeps and the token itself.
 
-    Raise ValueError if the server lists no likeliest tokens.
+    Likeliest tokens without a word are left out: servers list special tokens as an empty text. Raise WorkerError if a position
+    has no log-probabilities, or if a token of the answer has neither an id nor a word.
     """
     if not answer.tops:
-        raise ValueError("the server lists no log-probabilities of its likeliest tokens")
+        raise WorkerError(
+            "the server lists no log-probabilities of its likeliest tokens; start it with a flag that allows 5 of them, such as --max-logprobs 20."
+        )
     found = []
-    for name, logprob, tops in zip(answer.names, answer.logprobs, answer.tops, strict=True):
+    for token, name, logprob, tops in zip(answer.tokens, answer.names, answer.logprobs, answer.tops, strict=True):
+        own = int(token) if answer.has_ids else find_id(name)
+        if own is None:
+            raise WorkerError(
+                f"the server answered {name!r}, which is no word t0, t1, …; write the model folder with `model FOLDER`."
+            )
         top = sorted(tops.items(), key=lambda item: -item[1])[:LISTED]
-        found.append(Position(_find_id(name), {_find_id(text): p for text, p in top} | {_find_id(name): logprob}))
+        listed = {number: p for text, p in top if (number := find_id(text)) is not None}
+        found.append(Position(own, listed | {own: logprob}))
     return found
 
 
-def _find_id(text: str) -> int:
-    """Return the id of a word of the tokenizer, "t17"."""
-    return int(text.strip().removeprefix("t"))
+def find_id(text: str) -> int | None:
+    """Return the id of a word of the tokenizer, 17 for "t17"; None for another text."""
+    word = text.strip()
+    return int(word[1:]) if word[:1] == "t" and word[1:].isdecimal() else None
 
 
 def decode_own(args: argparse.Namespace) -> Answers | None:
