@@ -172,6 +172,7 @@ def test_files_of_other_prompts_or_weights_are_refused(tmp_path: Path) -> None:
         "different weights .sizes: 1 and 0.* same --model folder": {"weights": msgspec.structs.replace(KEY, sizes="1")},
         "seed: 7 and 0.*DCPBENCH_WEIGHTS_SEED": {"weights": msgspec.structs.replace(KEY, seed=7)},
         "device: GPU and cpu.*same kind of GPU": {"weights": msgspec.structs.replace(KEY, device="GPU")},
+        "answers of different lengths; .* same --new-tokens": {"answers": [base.answers[0][:1], *base.answers[1:]]},
         "has 29 answers to 30 prompts": {"answers": [[], *base.answers[1:]]},
     }
     for message, change in others.items():

@@ -70,6 +70,11 @@ def read_answers(paths: Sequence[Path]) -> list[Answers]:
                 f"{path} and {paths[0]} answer different prompts ({_describe_prompts(one)}; {_describe_prompts(files[0])}); "
                 "give all commands the same --prompts, --length and --seed."
             )
+        if list(map(len, one.answers)) != list(map(len, files[0].answers)):
+            raise UsageError(
+                f"{path} and {paths[0]} have answers of different lengths; give all commands the same --new-tokens, and see in the server's "
+                "log why an answer ended early."
+            )
     return _rename_same(paths, files)
 
 

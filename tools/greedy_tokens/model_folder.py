@@ -28,7 +28,9 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 """Published widths, so that engines run the kernels that they have for DeepSeek-V3. Few experts, because rounding seldom moves a token to
-another expert if scores are far apart; few layers and words, because two likeliest tokens are then further apart than rounding."""
+another expert if scores are far apart; experts in the last layer alone, so that such a token changes no later one; and few layers and words,
+because two likeliest tokens are then further apart than rounding.
+"""
 FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 

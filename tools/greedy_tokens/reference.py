@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 BEST = 5  # most likely tokens of fp32 that a position keeps
 ROUTING_FACTOR = (
-    3.0  # limit of a router logit's change: the difference of two moves by twice as much, 4 standard deviations
+    3.0  # change of router logits that rounding could have, in root mean squares: 4.2 deviations of a difference
 )
 
 
@@ -63,6 +63,7 @@ def draw_weights(shape: ModelShape, key: WeightsKey) -> dict[str, torch.Tensor]:
 
 def judge_answers(files: Sequence[Answers], folder: str, shape: ModelShape) -> Judgement:
     """Score all distinct answers of files of the same weights and prompts."""
+    torch.set_float32_matmul_precision("highest")
     key, prompts = files[0].weights, files[0].prompts
     device = torch.device("cuda" if key.device != "cpu" else "cpu")
     judge = Judge(load_with_weights(folder, draw_weights(shape, key)).to(device), shape.groups)
@@ -72,10 +73,9 @@ def judge_answers(files: Sequence[Answers], folder: str, shape: ModelShape) -> J
         for number in range(len(prompts))
         for tokens in sorted({tuple(one.list_tokens(number)) for one in files})
     ]
-    inputs = [torch.tensor([[*prompts[number], *tokens[:-1]]], device=device) for number, tokens in texts]
-    exact = [judge.score(text) for text in inputs]
+    exact = [judge.score(prompts[number], tokens) for number, tokens in texts]
     with round_as_engine(judge.model, roundings):
-        rounded = [judge.score(text) for text in inputs]
+        rounded = [judge.score(prompts[number], tokens) for number, tokens in texts]
     limit = ROUTING_FACTOR * measure_logit_change(exact, rounded, roundings)
     scored = []
     for (number, tokens), one, other in zip(texts, exact, rounded, strict=True):
@@ -88,10 +88,10 @@ def judge_answers(files: Sequence[Answers], folder: str, shape: ModelShape) -> J
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """Results of one pass over a text, on the CPU."""
+    """Results of one pass over a text, at the P positions of the answer, on the CPU."""
 
     logprobs_PV: torch.Tensor  # noqa: N815
-    """Log-probabilities of the token after each token."""
+    """Log-probabilities of the answer's tokens."""
     routing: list[tuple[torch.Tensor, torch.Tensor]]
     """Router logits [P, E] and chosen experts [P, k] of each layer with experts."""
 
@@ -110,11 +110,13 @@ class Judge:
         self._routing.append((output[0].float().cpu(), output[2].cpu()))
 
     @torch.no_grad()
-    def score(self, text: torch.Tensor) -> Pass:
-        """Run over a text [1, P]."""
+    def score(self, prompt: Sequence[int], tokens: Sequence[int]) -> Pass:
+        """Run over a prompt and the answer to it; return the P positions at which the answer's tokens are chosen."""
+        text = torch.tensor([[*prompt, *tokens[:-1]]], device=self.model.device)
         self._routing = []
-        logprobs_PV = self.model(text, use_cache=False).logits[0].log_softmax(-1).cpu()
-        return Pass(logprobs_PV, self._routing)
+        logits_PV = self.model(text, use_cache=False).logits[0, -len(tokens) :]
+        routing = [(logits_PE[-len(tokens) :], ids_Pk[-len(tokens) :]) for logits_PE, ids_Pk in self._routing]
+        return Pass(logits_PV.log_softmax(-1).cpu(), routing)
 
     @torch.no_grad()
     def find_routing_ties(self, found: Pass, limit: float) -> torch.Tensor:
@@ -178,7 +180,7 @@ def _select_positions(
 ) -> list[ScoredPosition]:
     """Return the answer's positions with the log-probabilities of the listed tokens and of the BEST likeliest."""
     rerouted_P, found = find_rerouted(exact, rounded), []
-    for at, tokens in enumerate(listed, len(ties_P) - len(listed)):
+    for at, tokens in enumerate(listed):
         exact_V, rounded_V = exact.logprobs_PV[at], rounded.logprobs_PV[at]
         ids = sorted(tokens | set(exact_V.topk(BEST).indices.tolist()))
         fp32, moved = (dict(zip(ids, row_V[ids].tolist(), strict=True)) for row_V in (exact_V, rounded_V))

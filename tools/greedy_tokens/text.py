@@ -91,13 +91,22 @@ def _list_differences(left: str, right: str, differences: Iterable[Difference]) 
     lines = []
     for d in sorted(differences, key=lambda d: -abs(d.ahead)):
         first, second = ((left, d.left), (right, d.right))[:: 1 if d.ahead >= 0 else -1]
-        other = "" if d.best in (d.left, d.right) else f"; its likeliest is t{d.best}"
-        kind = "near-tie of experts" if d.routing else "near-tie" if d.near_tie else "beyond a near-tie"
+        other = "" if d.best in {d.left, d.right} else f"; its likeliest is t{d.best}"
         lines.append(
-            f"prompt {d.prompt + 1}, token {d.position + 1}: fp32 has t{first[1]} of {first[0]} ahead of t{second[1]} of "
-            f"{second[0]} by {abs(d.ahead):.4f} ({kind}){other}\n"
+            f"prompt {d.prompt + 1}, token {d.position + 1}: fp32 has {_format_token(*first)} ahead of {_format_token(*second)} by "
+            f"{abs(d.ahead):.4f} ({_get_kind(d)}){other}\n"
         )
     return lines
+
+
+def _format_token(engine: str, token: int) -> str:
+    return f"its own t{token}" if engine == FP32 else f"t{token} of {engine}"
+
+
+def _get_kind(difference: Difference) -> str:
+    if difference.routing:
+        return "near-tie of experts"
+    return "near-tie" if difference.near_tie else "beyond a near-tie"
 
 
 def _format_reason(reason: Reason) -> str:
