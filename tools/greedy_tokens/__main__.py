@@ -13,9 +13,9 @@ A machine with two GPUs, with `vllm` and `sglang-server` in the path and vllm.to
     python -m tools.greedy_tokens compare --judge judge.json own-*.json vllm-*.json sglang-*.json
 
 `model` writes a folder without weights: two of DeepSeek-V3's layers with published widths, 16 experts and 4,096 words, as rounding would
-decide between the two likeliest of 129,280 random tokens. `--fp8` gives fp8 weights, and `--set FIELD=VALUE` changes config.json. `own`
-decodes seeded random prompts with dcpbench's engine, on CPUs without a GPU; `ask` starts a server and sends it the same prompts, one
-after another.
+decide between the two likeliest of 129,280 random tokens. `--set FIELD=VALUE` changes config.json; with `--fp8`, or with more layers,
+near-ties are soon more than 5 % of the positions. `own` decodes seeded random prompts with dcpbench's engine, on CPUs without a GPU; `ask`
+starts a server and sends it the same prompts, one after another.
 
 `judge` computes the same model by transformers in fp32, on prompts and answers, where the engines ran: kinds of GPUs draw different random
 numbers. It needs host memory for twice the weights in fp32 (13 GB with the folder above). `compare --model FOLDER` does both at once.

@@ -57,8 +57,8 @@ def draw_weights(shape: ModelShape, key: WeightsKey) -> dict[str, torch.Tensor]:
             weight = name.removesuffix(SCALE)
             found[weight] = dequantize_blocks(found[weight], tensor.cpu())
         else:
-            found[name] = tensor.cpu()
-    return {name: tensor.float() for name, tensor in found.items()}
+            found[name] = tensor.cpu().float()
+    return found
 
 
 def judge_answers(files: Sequence[Answers], folder: str, shape: ModelShape) -> Judgement:
@@ -129,7 +129,7 @@ class Judge:
         for router, (logits_PE, ids_Pk) in zip(self.routers, found.routing, strict=True):
             route = make_logits_router(router).cpu()
             chosen_PE = torch.zeros_like(logits_PE).scatter_(1, ids_Pk, 1.0)
-            inside_PGe = chosen_PE.unflatten(1, (self.groups, -1)).amax(2, keepdim=True)
+            inside_PGe = chosen_PE.view(len(ids_Pk), self.groups, -1).amax(2, keepdim=True)
             inside_PE = inside_PGe.expand(-1, -1, logits_PE.shape[1] // self.groups).flatten(1)
             for against_PE in (chosen_PE, inside_PE):
                 _, _, others_Pk = route(logits_PE + limit * (1 - 2 * against_PE))
