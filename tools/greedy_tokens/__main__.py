@@ -3,8 +3,8 @@
 A machine with two GPUs, with `vllm` and `sglang-server` in the path and vllm.toml and sglang.toml of docs/servers.md:
 
     python -m tools.greedy_tokens model FOLDER
-    torchrun --nproc-per-node 2 -m tools.greedy_tokens own --model FOLDER -o own-tp2.json
-    torchrun --nproc-per-node 2 -m tools.greedy_tokens own --model FOLDER --dcp 2 -o own-tp2-dcp2.json
+    torchrun --standalone --nproc-per-node 2 -m tools.greedy_tokens own --model FOLDER -o own-tp2.json
+    torchrun --standalone --nproc-per-node 2 -m tools.greedy_tokens own --model FOLDER --dcp 2 -o own-tp2-dcp2.json
     python -m tools.greedy_tokens ask --engine vllm.toml --model FOLDER --tp 2 -o vllm-tp2.json
     python -m tools.greedy_tokens ask --engine vllm.toml --model FOLDER --tp 2 --dcp 2 -o vllm-tp2-dcp2.json
     python -m tools.greedy_tokens ask --engine sglang.toml --model FOLDER --tp 2 -o sglang-tp2.json
