@@ -74,12 +74,19 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def parse_count(word: str) -> int:
+    """Return a positive whole number. Raise ArgumentTypeError for another word."""
+    if not word.isdecimal() or int(word) == 0:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 1")
+    return int(word)
+
+
 def _add_engine_options(part: argparse.ArgumentParser, *, own: bool) -> None:
     part.add_argument("--model", required=True, help="model folder without a checkpoint")
-    part.add_argument("--dcp", type=int, default=1)
-    part.add_argument("--prompts", type=int, default=64)
-    part.add_argument("--length", type=int, default=64, help="tokens of the longest prompt")
-    part.add_argument("--new-tokens", type=int, default=16)
+    part.add_argument("--dcp", type=parse_count, default=1)
+    part.add_argument("--prompts", type=parse_count, default=64)
+    part.add_argument("--length", type=parse_count, default=64, help="tokens of the longest prompt")
+    part.add_argument("--new-tokens", type=parse_count, default=16)
     part.add_argument(
         "--seed", type=int, default=0, help="seed of the prompts; DCPBENCH_WEIGHTS_SEED is that of the weights"
     )
@@ -88,7 +95,7 @@ def _add_engine_options(part: argparse.ArgumentParser, *, own: bool) -> None:
         part.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="dtype of the computation")
     else:
         part.add_argument("--engine", required=True, help="vllm, sglang or an engine's file")
-        part.add_argument("--tp", type=int, default=1)
+        part.add_argument("--tp", type=parse_count, default=1)
         part.add_argument("--exchange", default="", help="ag_rs or a2a; by default the engine's own")
 
 
@@ -119,6 +126,8 @@ def score(files: Sequence[Answers], path: Path, folder: str) -> Judgement:
     from tools.greedy_tokens.reference import judge_answers
 
     shape = load_checked_shape(folder)
+    if not (Path(folder) / "config.json").is_file():
+        raise UsageError(f"--model {folder} is no folder with a config.json; name that of the answers.")
     key = files[0].weights
     check_same_weights(path, key, Path(folder), msgspec.structs.replace(key, sizes=compute_sizes_key(shape)))
     return judge_answers(files, folder, shape)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcpbench.engine_plugins import SEED_VARIABLE, find_lack
-from dcpbench.errors import ModelError, WorkerError
+from dcpbench.errors import ModelError, UsageError, WorkerError
 from dcpbench.models import load_shape
 from dcpbench.models.weight_formats import FP8
 from dcpbench.points.names import NO_EXCHANGE, SYNTHETIC
@@ -39,12 +39,15 @@ def load_checked_shape(folder: str) -> ModelShape:
 
 
 def make_weights_key(shape: ModelShape, dtype: str) -> WeightsKey:
-    """Return the key of the weights that an engine draws on this machine."""
+    """Return the key of the weights that an engine draws on this machine. Raise UsageError for a bad seed in the environment."""
     import torch
 
+    seed = os.environ.get(SEED_VARIABLE, "0")
+    if not seed.isdecimal():
+        raise UsageError(f"{SEED_VARIABLE}={seed!r} is not a whole number; set it to one, or unset it for 0.")
     return WeightsKey(
         sizes=compute_sizes_key(shape),
-        seed=int(os.environ.get(SEED_VARIABLE, "0")),
+        seed=int(seed),
         dtype=dtype,
         format=FP8 if shape.published.name == FP8 else dtype,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
