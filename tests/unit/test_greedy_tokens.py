@@ -51,7 +51,7 @@ def make_fp32(prompt: int, gap: float) -> dict[int, float]:
 def answers(
     name: str, changes: dict[tuple[int, int], int] | None = None, shift: float = MOVE, gap: float = 2.0
 ) -> Answers:
-    """Answers whose tokens are BEST but at changed (prompt, place); listed log-probabilities are off by `shift`."""
+    """Answers with the token BEST but at changed (prompt, place); listed log-probabilities are off by `shift`."""
     rows = [
         [
             Position(

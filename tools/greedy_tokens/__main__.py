@@ -12,7 +12,7 @@ A machine with two GPUs, with `vllm` and `sglang-server` in the path and vllm.to
     python -m tools.greedy_tokens judge --model FOLDER own-*.json vllm-*.json sglang-*.json -o judge.json
     python -m tools.greedy_tokens compare --judge judge.json own-*.json vllm-*.json sglang-*.json
 
-`model` writes a folder without weights: two of DeepSeek-V3's layers with published widths, 16 experts and 4,096 words, as rounding would
+`model` writes a folder without weights: two of DeepSeek-V3's layers with published widths, 16 experts and 1,024 words, as rounding would
 decide between the two likeliest of 129,280 random tokens. `--set FIELD=VALUE` changes config.json; with `--fp8`, or with more layers,
 near-ties are soon more than 5 % of the positions. `own` decodes seeded random prompts with dcpbench's engine, on CPUs without a GPU; `ask`
 starts a server and sends it the same prompts, one after another.

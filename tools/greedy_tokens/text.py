@@ -87,7 +87,7 @@ def _format_table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _list_differences(left: str, right: str, differences: Iterable[Difference]) -> list[str]:
-    """Return a line for each differing position: whose token fp32 ranks first, and by how much."""
+    """Return a line for each differing position: which token fp32 ranks first, of which engine, and by how much."""
     lines = []
     for d in sorted(differences, key=lambda d: -abs(d.ahead)):
         first, second = ((left, d.left), (right, d.right))[:: 1 if d.ahead >= 0 else -1]
