@@ -18,7 +18,7 @@ near-ties are soon more than 5 % of the positions. `own` decodes seeded random p
 starts a server and sends it the same prompts, one after another.
 
 `judge` computes the same model by transformers in fp32, on prompts and answers, where the engines ran: kinds of GPUs draw different random
-numbers. It needs host memory for twice the weights in fp32 (13 GB with the folder above). `compare --model FOLDER` does both at once.
+numbers. It needs host memory for twice the weights in fp32 (12 GB with the folder above). `compare --model FOLDER` does both at once.
 
 `compare` ends with
 
