@@ -35,8 +35,7 @@ FORMATS = {
     "parquet": "parquet_table",
 }
 """Values of --to, and the module that renders each."""
-FOLDER = "exports"
-"""Default folder below the first run's folder, without -o."""
+FOLDER = "exports"  # default folder below the first run's folder, without -o
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +67,7 @@ class ExportResult:
     """Hold which files were written, and which points were not."""
 
     paths: list[Path]
-    note: str
-    """Sentence about points that were left out; empty if none was."""
+    note: str  # sentence about points that were left out; empty if none was
     runs: list[Run]
 
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 FUNCTIONAL, REPLAYED, EMULATED = "functional", "replay", "emulated"
 """Values of `standing` for points that do not measure speed."""
-WRONG = ("graph_differs", "inaccurate")
-"""Warnings of points with wrong results."""
+WRONG = ("graph_differs", "inaccurate")  # warnings of points with wrong results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +30,7 @@ class MeasuredPoint:
     """Hold one record of a run."""
 
     run: str
-    folder: Path
-    """Folder of the record's files."""
+    folder: Path  # folder of the record's files
     record: Record
 
     @property
@@ -72,8 +70,7 @@ def collect_points(runs: Sequence[Run]) -> list[MeasuredPoint]:
 class Rule:
     """Describe a kind of point that a format cannot or must not carry."""
 
-    reason: str
-    """Reason that completes `3 points left out: …`."""
+    reason: str  # reason that completes `3 points left out: …`
     holds: Callable[[MeasuredPoint], bool]
 
 

@@ -24,8 +24,7 @@ MARK = "dcpbench_point_mark"
 fires.
 """
 MARK_HELP = "1 for each mark of a point, by the label mark; a point without marks has no series"
-SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-"""Units of time in seconds."""
+SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}  # units of time in seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +34,7 @@ class Gauge:
     name: str
     help: str
     scale: float = 1.0
-    statistic: str = ""
-    """Label that distinguishes the statistics of one latency."""
+    statistic: str = ""  # label that distinguishes the statistics of one latency
 
 
 def make_gauge(metric: Metric) -> Gauge:

@@ -26,8 +26,7 @@ replicas.
 """
 OUTER = {"pp": "pipeline_parallel_size", "pcp": "prefill_context_parallel_size"}
 """Metadata of imported servers with more than one pipeline stage or prefill-context-parallel rank."""
-GOODPUT_OF = ("ttft", "tpot", "e2el")
-"""Latencies that vLLM's --goodput can bound; it has no objective for ITL."""
+GOODPUT_OF = ("ttft", "tpot", "e2el")  # latencies that vLLM's --goodput can bound; it has no objective for ITL
 
 
 def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:

@@ -62,12 +62,9 @@ class Overrides:
 class Imported:
     """Describe the run that was made."""
 
-    path: Path
-    """Path of its record file."""
-    notes: list[str]
-    """Sentences about the import that a reader must know."""
-    errors: list[RecordsError]
-    """Results below a folder that could not be read, and were left out."""
+    path: Path  # path of its record file
+    notes: list[str]  # sentences about the import that a reader must know
+    errors: list[RecordsError]  # results below a folder that could not be read, and were left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +73,9 @@ class Reading:
 
     result: Result
     file: str
-    serve: ServeMetrics | None
-    """None if no output token came."""
+    serve: ServeMetrics | None  # none if no output token came
     marks: list[str]
-    from_name: list[str]
-    """Texts of the facts that were read from the name of the file."""
+    from_name: list[str]  # texts of the facts that were read from the name of the file
 
 
 def import_files(

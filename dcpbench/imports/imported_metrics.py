@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from dcpbench.imports.result import Details, Result
 
 SUMMARY_ONLY, CHUNK_GAPS = "summary_only", "chunk_gaps"
-NOMINAL = "nominal_lengths"
-"""Marks of imports; reports/explain.py has a sentence for each."""
+NOMINAL = "nominal_lengths"  # marks of imports; reports/explain.py has a sentence for each
 
 
 def compute_metrics(result: Result, gpus: int) -> tuple[ServeMetrics, list[str]]:

@@ -36,8 +36,7 @@ RECOGNISED_BY = {
     SGLANG_ONE_BATCH: ("prefill_latency", "overall_throughput"),
 }
 """Fields that the files of the other tools do not have."""
-WARM_UP = -1
-"""Number of a sweep's run that only warms the server up."""
+WARM_UP = -1  # number of a sweep's run that only warms the server up
 MAX_NAMED = 5  # names in a sentence
 
 

@@ -41,10 +41,8 @@ NOT_RUN = "rejected"
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """Describe a field of a record that holds an impossible value."""
 
-    field: str
-    """Dotted name, such as `serve.cached_tokens`."""
-    what: str
-    """Problem with the value, worded to follow the name: ` is -99, below 0`."""
+    field: str  # dotted name, such as `serve.cached_tokens`
+    what: str  # problem with the value, worded to follow the name: ` is -99, below 0`
 
     def __str__(self) -> str:
         """Return the name of the field and the problem with its value."""

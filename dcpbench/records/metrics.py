@@ -63,12 +63,9 @@ PLACES = _collect_places()
 class Metric:
     """Define one metric of a point."""
 
-    name: str
-    """Name including the unit, as in a record."""
-    unit: str
-    """Unit in words."""
-    help: str
-    """Description in one line, which exports carry."""
+    name: str  # name including the unit, as in a record
+    unit: str  # unit in words
+    help: str  # description in one line, which exports carry
     better: Direction | Literal["by unit"] = "by unit"
     """Direction in which the metric is better: by default, rates are better higher and times lower; empty if a change
     is neither.
@@ -89,50 +86,32 @@ class Metric:
     """Method by which a report merges repeats; by default the median. Repeats share a KV cache, so the first is used.
     Exports and the dashboard show medians.
     """
-    ranged: bool = False
-    """True if tables also show both ends of the interval, as `…_low` and `…_high`."""
-    positive: bool = False
-    """True if no record can hold 0 for this metric."""
-    whole: bool | None = None
-    """True if the metric is shown without decimals; by default if records hold an integer."""
+    ranged: bool = False  # true if tables also show both ends of the interval, as `…_low` and `…_high`
+    positive: bool = False  # true if no record can hold 0 for this metric
+    whole: bool | None = None  # true if the metric is shown without decimals; by default if records hold an integer
     exported: bool = True
-    gauge: str = ""
-    """Prometheus name without `dcpbench_`, if it cannot be derived from the unit."""
+    gauge: str = ""  # Prometheus name without `dcpbench_`, if it cannot be derived from the unit
 
-    label: str = ""
-    """Label shown next to the unit."""
-    title: str = ""
-    """Longer label."""
-    brief: str = ""
-    """Shorter label."""
-    heading: str = ""
-    """Heading of the column in the tables of a report."""
+    label: str = ""  # label shown next to the unit
+    title: str = ""  # longer label
+    brief: str = ""  # shorter label
+    heading: str = ""  # heading of the column in the tables of a report
     shown_unit: str | None = None
     """Unit for display, if it differs from the recorded unit or the label already contains it."""
-    brief_unit: str | None = None
-    """Unit shown with `brief`."""
-    scale: float = 1.0
-    """Factor from the unit to the one that is shown."""
-    digits: int = 4
-    """Significant ones in a report's tables."""
-    term: str = ""
-    """The word that a report explains."""
-    defined: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The explanation, by workload."""
+    brief_unit: str | None = None  # unit shown with `brief`
+    scale: float = 1.0  # factor from the unit to the one that is shown
+    digits: int = 4  # significant ones in a report's tables
+    term: str = ""  # the word that a report explains
+    defined: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the explanation, by workload
 
-    latency: str = ""
-    """`ttft` of `ttft_p99_ms`."""
-    statistic: str = ""
-    """Statistic of the metric, such as `p99`."""
+    latency: str = ""  # `ttft` of `ttft_p99_ms`
+    statistic: str = ""  # statistic of the metric, such as `p99`
 
-    option: str = ""
-    """Name of the metric in the options and the output of `compare`."""
-    aliases: tuple[str, ...] = ()
-    """Other names that options of `compare` take for it."""
+    option: str = ""  # name of the metric in the options and the output of `compare`
+    aliases: tuple[str, ...] = ()  # other names that options of `compare` take for it
     errors: Mapping[str, Error] = dataclasses.field(default_factory=dict)
     """Observations that `compare` resamples, by workload; empty for counts, where every difference is significant."""
-    absolute: bool = False
-    """True for small integers, for which a ratio is not informative."""
+    absolute: bool = False  # true for small integers, for which a ratio is not informative
 
     def __post_init__(self) -> None:
         """Derive all fields that were not given."""
@@ -239,8 +218,7 @@ class Latency:
         )
 
 
-OF_STEPS = ("ttft", "itl")
-"""Latencies that `decode` has as well."""
+OF_STEPS = ("ttft", "itl")  # latencies that `decode` has as well
 _OF_TTFT = "t1 - t0: first output token - submitted (open loop: due), queueing included"
 _OF_ITL = {
     DECODE: "gap between two output tokens of a request: one step, one sample per step; 0 between tokens of a step with drafts",
@@ -858,10 +836,8 @@ class Value:
     metric: Metric
     median: float
     low: float | None
-    high: float | None
-    """95 % interval of a single measurement, or the envelope of several; None for a single number."""
-    each: tuple[float, ...]
-    """Value of each repeat that has one."""
+    high: float | None  # 95 % interval of a single measurement, or the envelope of several; None for a single number
+    each: tuple[float, ...]  # value of each repeat that has one
 
     def convert_to_shown_unit(self) -> Value:
         """Return the value in the displayed unit."""

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 NARROW = "{what} are left out: this terminal has fewer than {columns} columns. --json and -o have them."
 NUMBERS = (int, float)
-WIDE, MEDIUM = 140, 100
-"""Minimum terminal widths in columns for intervals and warnings, and for rates and errors."""
+WIDE, MEDIUM = 140, 100  # minimum terminal widths in columns for intervals and warnings, and for rates and errors
 DETAILS = ("TB/s", "TFLOP/s", "GB/s", "wire KB", "error")
 MEDIANS = "Per call: medians, 95 % intervals in parentheses."
 LEGEND = {
@@ -34,8 +33,7 @@ LEGEND = {
     "error": "error is ‖x − ref‖ / ‖ref‖ against fp64, of the worst rank.",
 }
 """Explanations of the columns, by the name of a column."""
-FRESH = ("exchange", "collectives")
-"""Benches with inputs that an engine would also have just written."""
+FRESH = ("exchange", "collectives")  # benches with inputs that an engine would also have just written
 L2 = {
     True: "L2 cache: inputs lie in it, where an engine's step before them leaves them.",
     False: "L2 cache: cold, where a case is not marked l2_warm.",

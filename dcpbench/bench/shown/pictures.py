@@ -47,10 +47,8 @@ WHAT = {
     "moe": "bytes of experts that have a row, and of rows",
 }
 """Label of the axis of each bench that is drawn over bytes."""
-BYTES_PANEL, ROOFLINE = (7.2, 4.4), (7.2, 4.3)
-"""Inches of a panel."""
-ASIDE = 0.06
-"""Horizontal offset between backends, as a share of their common intensity."""
+BYTES_PANEL, ROOFLINE = (7.2, 4.4), (7.2, 4.3)  # inches of a panel
+ASIDE = 0.06  # horizontal offset between backends, as a share of their common intensity
 
 
 def write_picture(record: BenchRecord, path: Path) -> None:
