@@ -143,11 +143,11 @@ def _read_document(document: Document, engine: str, overrides: Overrides) -> Rea
     result, from_name = _add_missing(read_result(document, engine), document.file, engine, overrides)
     result = dataclasses.replace(result, layout=_choose_layout(result, overrides))
     if result.steps is not None:
-        return Reading(_count_replicas(result, result.steps), document.file, None, [], from_name)
-    if not (result.rates.output if result.rates else result.completed and result.output_tokens):
-        return Reading(result, document.file, None, [], from_name)
-    serve, marks = imported_metrics.compute_metrics(result, _count_all_gpus(result))
-    return Reading(result, document.file, serve, marks, from_name)
+        result = _count_replicas(result, result.steps)
+    elif result.rates.output if result.rates else result.completed and result.output_tokens:
+        serve, marks = imported_metrics.compute_metrics(result, _count_all_gpus(result))
+        return Reading(result, document.file, serve, marks, from_name)
+    return Reading(result, document.file, None, [], from_name)
 
 
 def _count_replicas(result: Result, steps: Steps) -> Result:
@@ -191,7 +191,7 @@ def _add_missing(result: Result, file: str, engine: str, overrides: Overrides) -
         from_name.append(" in, ".join(str(n or UNKNOWN) for n in nominal) + " out")
     layout = result.layout
     if not layout and not result.disaggregate and (layout := _complete_layout(name, engine, overrides)):
-        from_name.append(_format_layout(layout))
+        from_name.append(str(Layout(**layout)))
     ep = result.ep
     if not ep and (ranks := name.degrees.get("ep")) and not name.several_instances:
         ep = str(ranks)
@@ -199,10 +199,6 @@ def _add_missing(result: Result, file: str, engine: str, overrides: Overrides) -
     return dataclasses.replace(
         result, device=device, precision=precision, nominal=nominal, layout=layout, ep=ep
     ), from_name
-
-
-def _format_layout(layout: Mapping[str, int]) -> str:
-    return str(Layout(**{name: layout[name] for name in ALL_DEGREES}))
 
 
 def _complete_layout(name: field_names.Name, engine: str, overrides: Overrides) -> dict[str, int]:

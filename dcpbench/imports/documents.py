@@ -122,9 +122,14 @@ def _collect(entries: Iterable[tuple[str, Any, bool]], *, parse_lines: bool) -> 
     for where, entry, listed in entries:
         try:
             value = _parse_line(where, entry) if parse_lines else entry
-            contents.documents.append(dataclasses.replace(_make_document(where, value), listed=listed))
         except RecordsError as e:
             contents.errors.append(e)
+            continue
+        if isinstance(value, dict):
+            contents.documents.append(Document(where, value, listed))
+        else:
+            kind = type(value).__name__
+            contents.errors.append(RecordsError(f"{where} holds a {kind}, not a JSON object with results."))
     return contents
 
 
@@ -177,9 +182,3 @@ def _describe(error: ValueError) -> str:
         place = "is cut short" if at_end else f"is no JSON at character {error.pos + 1:,}"
         return f"{place} ({error.msg.lower()})."
     return f"is no JSON ({str(error)[:100]})."
-
-
-def _make_document(where: str, found: object) -> Document:
-    if not isinstance(found, dict):
-        raise RecordsError(f"{where} holds a {type(found).__name__}, not a JSON object with results.")
-    return Document(where, found)

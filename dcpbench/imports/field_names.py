@@ -15,7 +15,7 @@ from dcpbench.points.names import UNKNOWN
 from dcpbench.show.text import fit_line, summarize_long_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 HARDWARE = ("hardware", "hw", "gpu", "gpu_name", "gpu_type", "gpu_model", "device_name", "accelerator")
 PRECISION = {
@@ -90,8 +90,7 @@ def parse_name(file: str) -> Name:
     return Name(_parse_degrees(parts), _parse_lengths(parts), several)
 
 
-def _parse_degrees(parts: Iterable[str]) -> dict[str, int]:
-    parts = tuple(parts)
+def _parse_degrees(parts: Sequence[str]) -> dict[str, int]:
     degrees = {name: int(found) for name, form in _DEGREE.items() if (found := _find_number(form, parts))}
     experts = next((match for part in parts if (match := _ALL_EXPERTS.search(part)) and int(match[2])), None)
     if experts and "tp" not in degrees:
@@ -105,8 +104,7 @@ def _parse_degrees(parts: Iterable[str]) -> dict[str, int]:
     return degrees
 
 
-def _parse_lengths(parts: Iterable[str]) -> tuple[int | None, int | None]:
-    parts = tuple(parts)
+def _parse_lengths(parts: Sequence[str]) -> tuple[int | None, int | None]:
     both = next((m for part in parts for m in _BOTH.finditer(part) if (m[2] and m[4]) or "out" in m[0].lower()), None)
     if both:
         return _count_tokens(both[1], both[2]), _count_tokens(both[3], both[4])

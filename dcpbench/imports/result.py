@@ -110,17 +110,17 @@ class Result:
     """Hold one run of an engine's benchmark; None for facts that the file does not contain."""
 
     where: str
-    model: str | None
+    model: str | None = None
     backend: str = ""  # the engine that served, if it is not the one that wrote the benchmark
     arrival: str  # arrival process, in the names of a load
-    request_rate: float | None
+    request_rate: float | None = None
     burstiness: float = 1.0
     concurrency: int | None  # clients of a closed loop, or the maximum number of requests in flight
     trace: str = ""
-    submitted: int | None
-    completed: int | None
-    failed: int | None
-    duration_s: float | None
+    submitted: int | None = None
+    completed: int | None = None
+    failed: int | None = None
+    duration_s: float | None = None
     input_tokens: int = 0
     output_tokens: int = 0
     rates: Rates | None = None
@@ -131,7 +131,8 @@ class Result:
     device: str | None = None
     precision: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Precisions by the name of a point's field; `unknown` or absent if the file has none."""
-    summary: Mapping[str, Latencies]  # `ttft`, `itl`, `tpot`, `e2el` in ms, as the tool computed them
+    summary: Mapping[str, Latencies] = dataclasses.field(default_factory=dict)
+    """Statistics of `ttft`, `itl`, `tpot` and `e2el` in ms, as the tool computed them."""
     several_tokens: bool = False
     """True if a field of the file shows that chunks hold several tokens, as with speculative decoding."""
     goodput_s: float | None = None
@@ -414,10 +415,21 @@ def _parse_number(value: object) -> float | None:
         return None
 
 
+def get_table(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a field that holds an object; an empty one if it is absent or of another type."""
+    found = fields.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def read_integer(value: object) -> int | None:
     """Return a whole number above 0, also from a text; None for anything else."""
     text = str(value)
     return int(text) if text.isdecimal() and len(text) < 7 and int(text) else None  # noqa: PLR2004 - a degree
+
+
+def read_first_integer(fields: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    """Return the number of the first of these fields that has one (`read_integer`); None if none has."""
+    return next((number for name in names if (number := read_integer(fields.get(name)))), None)
 
 
 def _check_values(value: object, what: str, *, signed: bool = False, limit: float = MAX_NUMBER) -> None:
