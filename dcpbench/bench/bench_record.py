@@ -96,15 +96,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     calls: int = 0  # calls of a pass
     correct: bool | None = None
     difference: str = ""  # position of the first difference from the reference
-    error: float | None = None
-    """‖x − ref‖ / ‖ref‖ against fp64, of the worst rank; null if results must be bitwise equal."""
+    error: float | None = None  # ‖x − ref‖ / ‖ref‖ against fp64, worst rank; null if results must be bitwise equal
     work: Work | None = None
     floor_us: float | None = None  # lower bound by points.roofline; null on the CPU, and if a limit is unknown
     bytes_s: float | None = None  # `work` over the time in a graph
     flop_s: float | None = None
     received_bytes_s: float | None = None
-    time: Timing | None = None
-    """Eager calls back to back, from one pass's start on the GPU to the next one's; null if they were not timed."""
+    time: Timing | None = None  # eager calls back to back, from the start of one pass to the next; null if not timed
     graph: Graph | None = None  # null on the CPU
     marks: list[str] = []  # `noisy`, `unsettled`, `throttled`, `l2_warm`, as in records.jsonl
     gpu: Gpu | None = None

@@ -96,8 +96,7 @@ class Metric:
     title: str = ""  # longer label
     brief: str = ""  # shorter label
     heading: str = ""  # heading of the column in the tables of a report
-    shown_unit: str | None = None
-    """Unit for display, if it differs from the recorded unit or the label already contains it."""
+    shown_unit: str | None = None  # unit for display, if it differs from the recorded one or the label has it already
     brief_unit: str | None = None  # unit shown with `brief`
     scale: float = 1.0  # factor from the unit to the one that is shown
     digits: int = 4  # significant ones in a report's tables
@@ -733,8 +732,7 @@ DECODE_TABLE = _list_metrics(
 """Columns of a report's table of points of `decode`, between the throughput with its interval and the objectives."""
 PROFILE_TABLE = _list_metrics("idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us")
 """Columns of its table of steps, after the step time."""
-KV_TABLE = _list_metrics("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")
-"""Leading columns of the table of KV caches."""
+KV_TABLE = _list_metrics("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")  # first columns of the table of KV caches
 SERVED_TABLE = _list_metrics(
     """
     output_tok_s steady_tok_s output_tok_s_per_gpu tok_s_per_user ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms
@@ -805,9 +803,7 @@ def get_definitions(workload: str) -> dict[str, tuple[str, str]]:
 
 
 def list_compared_metrics(workload: str, options: Sequence[str] = ()) -> list[Metric]:
-    """Return the metrics that `compare` tests for a point of this workload; only the named ones if `options` is not
-    empty.
-    """
+    """Return the metrics that `compare` tests for a point of this workload, of `options` only the named ones."""
     wanted = {find_compared_metric(option, workload) for option in options}
     return [metric for metric in COMPARED[workload] if not wanted or metric in wanted]
 

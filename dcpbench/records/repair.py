@@ -44,8 +44,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     kind: str  # `cut short`, `damaged` or `strange`
     why: str  # problem with the line, without a full stop
     length_bytes: int
-    held: int = 0
-    """Number of whole records found inside it, between the damage; 1 for a record with an invalid value left out."""
+    held: int = 0  # whole records found inside it; 1 for a record with an invalid value left out
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,9 +198,7 @@ def _find_json_error(line: bytes) -> Exception | None:
 
 
 def _find_inner_records(line: bytes) -> Iterator[tuple[Record, bytes]]:
-    """Yield whole records inside a damaged line, with their bytes: sealed ones, and those without a checksum between
-    them.
-    """
+    """Yield whole records inside a damaged line, with their bytes: sealed ones, and unsealed ones between them."""
     for text in _split_damaged_line(line):
         try:
             yield decode_record(text), text

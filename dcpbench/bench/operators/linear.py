@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from dcpbench.bench.bench_record import Case
     from dcpbench.bench.operators.calls import Calls
 
-LIMIT = 4e-3
-"""Relative error past which a result is wrong: rounding it to bf16 is off by 2⁻⁸ at most, by 2⁻⁸/√3 on average."""
+LIMIT = 4e-3  # relative error past which a result is wrong: rounding to bf16 is off by 2⁻⁸ at most
 CHECKED = 64  # rows that are compared with fp64, spread over all
 
 
