@@ -194,14 +194,8 @@ def _format_cells(rows: pd.DataFrame) -> str:
     named = format_list(layouts) if len(layouts) <= MAX_LAYOUTS else f"{len(layouts)} layouts"
     if (rows["load_arrival"] != CLOSED).any():
         return f"{named}, {format_count(rows['sent'].nunique(), 'load')}"
-    clients, lengths = rows["concurrency"], rows["input_typical"]
-    of = f" of {_format_range(lengths)} tokens" if lengths.notna().all() else ""
     steps = "decode steps of " if rows["mode"].eq(DECODE).all() else ""
-    return f"{named}, {steps}{_format_range(clients)} {'request' if clients.max() == 1 else 'requests'}{of}"
-
-
-def _format_range(values: pd.Series[Any]) -> str:
-    return "–".join(dict.fromkeys(f"{end:,.0f}" for end in (values.min(), values.max())))
+    return f"{named}, {steps}{load_labels.format_clients(rows)}"
 
 
 def format_launches(rows: pd.DataFrame) -> str:

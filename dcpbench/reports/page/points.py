@@ -141,8 +141,8 @@ def _collect_ratios(frames: Frames) -> ExtraValues:
         return {}
     found = found[found["ratio"].notna()].drop_duplicates(SAME, keep=False)
     names = {"ratio": "dcp_ratio", "low": "dcp_ratio_low", "high": "dcp_ratio_high"}
-    kept = found.rename(columns=names)[[*SAME, *names.values(), "baseline", "verdict"]].to_dict("records")
-    return {tuple(row[name] for name in SAME): {str(k): v for k, v in row.items()} for row in kept}
+    kept = load_labels.list_rows(found.rename(columns=names)[[*SAME, *names.values(), "baseline", "verdict"]])
+    return {tuple(row[name] for name in SAME): row for row in kept}
 
 
 def _collect_other_ratios(frames: Frames) -> ExtraValues:
