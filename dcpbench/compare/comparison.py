@@ -34,9 +34,7 @@ class Row(msgspec.Struct, kw_only=True):
     verdict: Verdict
     least_visible: float | None = None  # smallest ratio above 1 that is found in 4 of 5 cases; null if not judged
     reason: str = ""  # why it is undecided
-    more_launches: int | None = (
-        None  # launches of each side that would decide it, if the ratio is as it seems; null if none would
-    )
+    more_launches: int | None = None  # launches of each side that would decide it, if it is as it seems; else null
     missing_launches: tuple[int, int] = (0, 0)  # launches of A and B without which it is not judged
     launches: tuple[int, int] = (1, 1)
     repeats: tuple[int, int] = (1, 1)
@@ -67,8 +65,7 @@ class PointResult(msgspec.Struct, kw_only=True):
     workload: Workload
     mode: str = ""  # `live` or `replay`, for served points
     cpu: bool = False
-    forecast: list[Literal["a", "b"]] = []
-    """Sides that are forecasts, of which one rank ran: intervals reach to their ends."""
+    forecast: list[Literal["a", "b"]] = []  # sides that are forecasts of one rank: intervals reach to their ends
     without_ends: list[str] = []  # metrics that are not judged because a forecast has no ends for them
     marks_a: list[str] = []
     marks_b: list[str] = []
@@ -138,8 +135,7 @@ class Comparison(msgspec.Struct, kw_only=True):
     tests: int  # judged rows that were sampled: the family that verdicts are corrected for
     counts: dict[str, int]  # number of rows by verdict
     cpu: bool  # True if any point ran on a CPU, so that its times allow no conclusion about performance
-    forecast: bool
-    """True if any point is a forecast on either side; the points state which, and which metrics were not judged for them."""
+    forecast: bool  # true if any point is a forecast; the points state on which side, and what was not judged
     performance: bool  # True if times of CPU points were judged nevertheless (--allow-cpu), or if there are none
     differences: list[Difference]
     points: list[PointResult]

@@ -151,9 +151,7 @@ def _read_document(document: Document, engine: str, overrides: Overrides) -> Rea
 
 
 def _count_replicas(result: Result, steps: Steps) -> Result:
-    """Return timed steps with the requests of all replicas, as a batch is that of one. Raise UsageError if the layout is unknown, or
-    has another number of ranks than the file.
-    """
+    """Return timed steps with the requests of all replicas. Raise UsageError if file and layout differ in ranks."""
     if _count_all_gpus(result) != steps.ranks:
         given = f"and the options state {result.gpus}" if result.layout else "and no layout"
         raise UsageError(

@@ -28,8 +28,7 @@ class Document:
     where: str  # `results/a.json`, or `results/a.jsonl, line 3`
     fields: dict[str, Any]
     listed: bool = False  # true if the file is a list, as summaries of several results are
-    folders: tuple[str, ...] = ()
-    """Names of the folders around the file that may hold parameters, such as `SERVE--max_num_seqs=4`."""
+    folders: tuple[str, ...] = ()  # names of folders around the file that may hold parameters: `SERVE--max_num_seqs=4`
     file: str = ""
     found: bool = False  # true if a folder was given and not the file itself, so that the file may be something else
 

@@ -76,11 +76,9 @@ _BOTH = re.compile(rf"{_START}(?:in)?(\d{{1,7}})(k?)[_x-]?(?:out)?(\d{{1,7}})(k?
 class Name:
     """Hold the contents of the name of a file, or of the folders around it."""
 
-    degrees: Mapping[str, int]
-    """Names of the degrees by our names, and `ep`. tp counts the GPUs of one dp replica, as in vLLM."""
+    degrees: Mapping[str, int]  # degrees by our names, and `ep`; tp counts the GPUs of one dp replica, as in vLLM
     lengths: tuple[int | None, int | None]
-    several_instances: bool = False
-    """True for names such as `1p2d`, in which degrees are those of one of several instances."""
+    several_instances: bool = False  # true for names such as `1p2d`, in which degrees are those of one instance
 
 
 def parse_name(file: str) -> Name:

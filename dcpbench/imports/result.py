@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Latencies
 
 MAX_NAME = 1000  # characters of a model's name and similar texts
-NEAR = 0.05
-"""Maximum difference between means of one load, as a share of the smaller one: a tokenizer adds tokens, and draws differ."""
-SAME_CURVE = 0.25
-"""Maximum difference between means along a curve of points with different loads: ten drawn lengths have a wide mean."""
+NEAR = 0.05  # maximum difference between means of one load, of the smaller: a tokenizer adds tokens, and draws differ
+SAME_CURVE = 0.25  # maximum difference between means along a curve of loads: ten drawn lengths have a wide mean
 PLAUSIBLE = (0.1, 1.3)  # range of the mean over a length from a name, outside which the name means something else
 PER_TOKEN = 0.98  # minimum number of gaps per token after the first with which a gap counts as the gap of one token
 MIN_CHUNK_TOKENS = 1.1
@@ -44,8 +42,7 @@ class Details:
     input_lens: list[int]
     output_lens: list[int]
     ttfts: list[float]
-    itls: list[list[float]]
-    """Gaps between the chunks of each stream. A chunk may hold several tokens."""
+    itls: list[list[float]]  # gaps between the chunks of each stream, which may hold several tokens
     errors: list[str]
     latencies: list[float] | None = None
     start_times: list[float] | None = None
@@ -126,21 +123,18 @@ class Result:
     rates: Rates | None = None
     lengths: tuple[str | None, str | None] = (None, None)
     """Lengths of all prompts and of all answers as a load has them, if the file has them: `1024`, `uniform:256-1024`."""
-    nominal: tuple[int | None, int | None] = (None, None)
-    """Requested length of prompts and of answers, if it is unknown whether all have it."""
+    nominal: tuple[int | None, int | None] = (None, None)  # requested lengths, if it is unknown whether all have them
     device: str | None = None
     precision: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Precisions by the name of a point's field; `unknown` or absent if the file has none."""
     summary: Mapping[str, Latencies] = dataclasses.field(default_factory=dict)
     """Statistics of `ttft`, `itl`, `tpot` and `e2el` in ms, as the tool computed them."""
-    several_tokens: bool = False
-    """True if a field of the file shows that chunks hold several tokens, as with speculative decoding."""
+    several_tokens: bool = False  # true if the file shows that chunks hold several tokens, as with speculative decoding
     goodput_s: float | None = None
     slo_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     layout: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """tp, dp, dcp, pp and pcp as a point has them; of a decode instance, if prefill runs on other GPUs."""
-    disaggregate: str = ""
-    """Number of prefill and decode instances as a point has them: `1:2`; empty for one instance that does both."""
+    disaggregate: str = ""  # prefill and decode instances as a point has them: `1:2`; empty for one that does both
     prefill_gpus: int = 0  # GPUs of each prefill instance if its layout is another one; else 0
     ep: str = ""  # expert parallelism as a point has it, or the number of expert-parallel ranks
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
