@@ -58,9 +58,7 @@ class Bench:
     eager_calls: int = 0  # calls of an eager pass that is timed, too, if they do work that a graph cannot; else 0
     fresh: bool = False  # true if an engine would also have just written its inputs: the L2 cache is not kept cold
     turns: bool = False
-    """True if all variants of a case are timed in turns, as far as memory allows: a variant after a hot one would be
-    measured at lower clocks.
-    """
+    """True if variants of a case are timed in turns: a variant after a hot one would be measured at lower clocks."""
 
 
 BENCHES = {

@@ -67,25 +67,17 @@ class Metric:
     unit: str  # unit in words
     help: str  # description in one line, which exports carry
     better: Direction | Literal["by unit"] = "by unit"
-    """Direction in which the metric is better: by default, rates are better higher and times lower; empty if a change
-    is neither.
-    """
+    """Direction in which it is better: by default higher for rates and lower for times; empty if neither is."""
     _: dataclasses.KW_ONLY
 
     at: tuple[str, ...] = ()
-    """Paths in a record that hold the metric as a number or an Interval; the first one with an existing outermost part
-    is used. The default is derived from the name.
-    """
+    """Paths in a record that hold it, of which the first with an existing outermost part counts; by default by name."""
     of: Callable[[Record], float | None] | None = None
-    """Function that computes the metric from a record. A metric with neither `at` nor `of` compares points, and no
-    record has it.
-    """
+    """Function that computes it from a record; without `at` and `of` a metric compares points, and no record has it."""
     derived: Callable[[Record], tuple[float, float] | None] | None = None
     """Function that derives the ends of the interval from another metric, if no record holds them."""
     merged: Literal["median", "max", "min", "first", ""] = ""
-    """Method by which a report merges repeats; by default the median. Repeats share a KV cache, so the first is used.
-    Exports and the dashboard show medians.
-    """
+    """Method by which a report merges repeats: by default the median, and the first for a KV cache, which they share."""
     ranged: bool = False  # true if tables also show both ends of the interval, as `…_low` and `…_high`
     positive: bool = False  # true if no record can hold 0 for this metric
     whole: bool | None = None  # true if the metric is shown without decimals; by default if records hold an integer

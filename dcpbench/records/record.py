@@ -122,7 +122,7 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MAX_DISTURBANCE = 0.03
-"""Share by which a profiled step may be longer than the typical or the timed one; a longer one is disturbed by the profiler."""
+"""Share by which a profiled step may exceed the typical or the timed one; the profiler disturbs a longer one."""
 MAX_SUM_ERROR = 0.03  # maximum deviation of the sum of phases from their step without the mark PHASES_DIFFER
 PHASES_DIFFER = "phases_differ"  # mark of a point with phases that do not add up to its profiled step
 
@@ -162,9 +162,7 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
     phase_floor_us: dict[str, Number]
     """Lower bounds by range name, as in `phases.phase_us`; an absent phase has no work that is strictly necessary."""
     experts: str
-    """Weights that count: `routed`, of the experts that this step's tokens were sent to, or `expected`, of the mean
-    number of experts hit by as many tokens with uniform routing.
-    """
+    """Weights that count: of the experts that tokens were sent to (`routed`), or of as many as expected (`expected`)."""
 
 
 class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,22 +191,16 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str = ""  # SHA-256 of the machine's file; empty for a machine that only a table describes
     measured: str = ""  # origin of the measurements of the wire, or of those of the machine that it was scaled from
     rank: Count = 0
-    """The rank that was computed: rank 0, which has the most tokens and requests, and in each layer the experts of the
-    busiest rank.
-    """
+    """The rank that was computed: 0, with the most tokens and requests, and in each layer the busiest experts."""
     calls: Count  # number of modelled exchanges between ranks in a step
     wire_us: Number  # modelled duration of these exchanges; included in `step_ms`
     wire_low_us: Number
     wire_high_us: Number  # bounds of `wire_us` by the error of the model
     ranks_low: Number = 0.0
     ranks_high: Number = 0.0
-    """Shares of a step by which that of all ranks may be shorter and longer besides. The ends of the step's
-    interval have both errors.
-    """
+    """Shares of a step by which that of all ranks may be shorter and longer besides; its interval has both errors."""
     prompts: tuple[Prompts, ...] = ()
-    """Amounts by which steps with prompts are predicted longer than this rank measured, from the machine's file; the
-    recorded step times are as measured.
-    """
+    """By how much steps with prompts are predicted longer than measured on this rank, from the machine's file."""
     chunks_low: Number = 0.0
     chunks_high: Number = 0.0
     """Shares by which a step with prompts may be shorter and longer, if they exceed both errors together."""
@@ -352,7 +344,7 @@ class SpeculationMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     draft_tokens: Count  # drafts of a request and step
     assumed: list[Number] = []
-    """Stated probability that each draft is accepted if those before it were; empty if a server's own drafts were verified."""
+    """Stated probability that each draft is accepted if those before it were; empty for a server's own drafts."""
     steps: Count | None = None  # steps that verified drafts, summed over requests; null if a server does not report it
     accepted: list[Count] = []  # steps of a request that accepted a draft and all before it, by draft; empty if unknown
     tokens_per_step: Number  # mean tokens of a step: 1 + accepted drafts / steps, those beyond an answer's end included
@@ -370,14 +362,10 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     output_tok_s_per_gpu: Number | None  # null if the number of GPUs is unknown, as for an import without it
     total_tok_s: Number  # throughput of prompt and output tokens; cached prompt tokens count
     request_s: Number | None
-    """Finished requests per second; null if an import has only token rates, in which case `wall_s` and the sums of
-    requests and tokens are null as well.
-    """
+    """Finished requests per second; null, as `wall_s` and all sums, if an import has only rates of tokens."""
     tok_s_per_user: Number | None
     steady_tok_s: Number | None
-    """Output throughput over the longest interval at 95 % of the target concurrency; null if that is never reached or
-    there is no target.
-    """
+    """Output throughput over the longest time at 95 % of the target concurrency; null if there is none."""
     steady_s: Number | None  # length of that interval in s
     slo_ms: dict[str, Number] = {}  # objectives as given, in ms: `ttft`, `itl`, `tpot`, `e2el`
     goodput_s: Number | None = None  # requests per second that meet all objectives; null without objectives
@@ -396,9 +384,7 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     eager_decode_steps: Count | None = 0  # decode steps larger than the largest captured graph
     decode_batch: Number | None  # mean requests in a step without prefill, over the layout
     idle_fraction: SignedNumber | None = None
-    """Idle GPU time between two steps without prefill, as a share of that time and of the steps, for the worst rank.
-    Null in replay and on the CPU.
-    """
+    """Share of idle GPU time between two steps without prefill, worst rank; null in replay and on the CPU."""
     prefill_floor_share: Number | None = None
     """Sum of the floors (points/roofline.py) of all steps with chunks of prompts over the sum of their times on rank 0's
     GPU, with as many experts hit as expected. Null in replay and on the CPU, like the next two."""
@@ -409,9 +395,7 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     instances: InstanceMetrics | None = None  # metrics of several instances; null for a single one
     samples_file: str = ""  # parquet file in the folder of the records, with one row per request
     tok_s_per_user_from: str | msgspec.UnsetType = msgspec.UNSET
-    """`tpot` if `tok_s_per_user` is 1000 / median TPOT, because steps or the stream chunks of an import yield several tokens.
-    Unset in other records, in which it is 1000 / median ITL.
-    """
+    """`tpot` if `tok_s_per_user` is 1000 / median TPOT, as steps or chunks yield several tokens; unset for ITL."""
     speculation: SpeculationMetrics | None = None  # drafts and their acceptance; null for steps of one token
 
 
@@ -459,13 +443,9 @@ class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
     latencies do not contain it. Null without such timestamps; latencies may then contain up to `lag_p99_ms`.
     """
     starved_share: Number | None = None
-    """Share of the run during which a client process was runnable while other processes had its cores; of the worst
-    process.
-    """
+    """Share of the run in which other processes had the cores of a client that was runnable, worst process."""
     realtime: bool | None = None
-    """True if the client had real-time priority on its cores (SCHED_RR), which the kernel grants to root and
-    CAP_SYS_NICE.
-    """
+    """True if the client had real-time priority on its cores (SCHED_RR), as root and CAP_SYS_NICE may have."""
 
 
 class KvSources(msgspec.Struct, frozen=True, kw_only=True):
@@ -495,7 +475,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     load_format: str | None = None  # `safetensors`, `dummy` for the engine's own dummy weights, …
     weights_fingerprints: list[str] = []
-    """Checksums of dcpbench's synthetic weights, one for each different part that a rank holds; empty for other weights."""
+    """Checksums of dcpbench's synthetic weights, one for each part that differs; empty for other weights."""
     dtype: str | None = None  # data type of activations
     weights_dtype: str | None = None  # quantisation of the weights, such as `fp8`
     kv_dtype: str | None = None
@@ -568,9 +548,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     sync_sites: list[SyncSite] = []  # source lines of the host synchronisations, worst first; at most 8
     allocations_per_step: Number | None = None
     """Calls to the CUDA allocator (cudaMalloc and its like) while the steps were timed, divided by the steps."""
-    host_plan_us: Number | None = (
-        None  # host time to plan a step (indices, copies, backend), slowest rank; not in a step
-    )
+    host_plan_us: Number | None = None  # host time to plan a step, slowest rank; not in `step_ms`
     kv: Kv | None = None
     memory_peak_bytes: Count | None = None
     honesty: Conditions | None = None
@@ -582,9 +560,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     started_at: str = ""  # UTC, ISO 8601
     seconds: Number = 0.0  # wall time the point took, set-up included
     origin: str | msgspec.UnsetType = msgspec.UNSET
-    """Tool that measured an imported point (points.names.ENGINES), or `engine`, name and version of a real server.
-    Absent from records of this package.
-    """
+    """Tool that measured an imported point, or `engine`, name and version of a real server; unset for dcpbench."""
     straggler: Straggler | msgspec.UnsetType = msgspec.UNSET  # the slowest rank, if one is a straggler; unset otherwise
     model_sizes: ModelSizes | msgspec.UnsetType = msgspec.UNSET
     """Sizes of the model if `point.model` is a folder with a readable config.json; unset otherwise."""

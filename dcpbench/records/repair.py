@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SEALED, UNSEALED, CUT_SHORT, DAMAGED, STRANGE = "sealed", "unsealed", "cut short", "damaged", "strange"
 MAX_BROKEN_OBJECTS = 64
-"""Objects within a damaged line that are tried and have no end: a record has some 20, and each costs a look at the line."""
+"""Objects without an end that are tried in a damaged line: a record has some 20, and each costs a look at the line."""
 _BEGIN, _VALUE = re.compile(r'\{\s*"'), json.JSONDecoder()
 COPY_FIRST = "copy the folder to another disk and repair the copy"  # remedy if the disk of the file cannot be written
 BACKUP = ".before-repair"  # suffix of the copy of a file of records made before the repair
@@ -56,9 +56,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     points: int
     faults: list[Fault]
     advice: list[str]
-    """Remedies for the faults, each once. For a file without any record, only for lines that were records or are of
-    another version.
-    """
+    """Remedies, each once; for a file without any record only those of lines that were records."""
     samples_missing: list[str]  # files of requests that records name and that are missing from the folder
 
 

@@ -33,8 +33,7 @@ class Run:
     replaced: int = 0  # records that a later one of the same point replaced
     truncated: bool = False  # true if the last line was incomplete and therefore not counted
     bad_lines: tuple[BadLine, ...] = ()
-    """Lines that cannot be read and are not counted; always empty unless `read_run` was called with `skip_bad_lines`.
-    """
+    """Lines that cannot be read; always empty unless `read_run` was called with `skip_bad_lines`."""
     path: Path | None = None  # file of the records; None if `records` is all there is
     places: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
     """Byte offset of each record's line in that file, by the point's key."""

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 CHUNK_SECONDS = 0.04  # passes between two looks at the stop rule; short, as a bench has many cases
 COLD = 4  # minimum size of a pass's data relative to the L2 cache; a smaller one is marked `l2_warm`
 FRESH_CALLS = 16
-"""Default calls of a pass for inputs that an engine has just written; a multiple of every number of buffers that an
-exchange alternates.
-"""
+"""Default calls of a pass for inputs that were just written; a multiple of the buffers that any exchange alternates."""
 MAX_SETS = 256
 CPU_SETS = 2
 

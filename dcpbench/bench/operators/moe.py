@@ -54,9 +54,7 @@ class Sizes:
     requests: int
     weights: str = "bf16"  # format of the weights: `bf16` or `fp8`
     rows: str
-    """`uniform`: all experts have the same chance; `skewed`: expert i has a chance ∝ 1 / (i + 1); `few`: one in four is
-    drawn, the others have no row.
-    """
+    """`uniform`: equal chances; `skewed`: expert i has a chance ∝ 1 / (i + 1); `few`: only one in four is drawn."""
 
     @property
     def gated(self) -> bool:
