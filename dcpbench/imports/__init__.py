@@ -57,6 +57,11 @@ class Overrides:
     input_len: int | None = None
     output_len: int | None = None
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Return the parallel degrees that were given, by name."""
+        return {name: degree for name in ALL_DEGREES if (degree := getattr(self, name)) is not None}
+
 
 @dataclasses.dataclass(frozen=True)
 class Imported:
@@ -209,7 +214,7 @@ def _complete_layout(name: field_names.Name, engine: str, overrides: Overrides) 
         return named
     if named and named["tp"] != overrides.tp:
         return {}
-    given = {degree: getattr(overrides, degree) for degree in ALL_DEGREES if getattr(overrides, degree) is not None}
+    given = overrides.degrees
     more = {degree: n for degree, n in name.degrees.items() if degree in ALL_DEGREES and degree not in given and n > 1}
     if engine == SGLANG or name.several_instances:
         more.pop("dp", None)
@@ -247,20 +252,10 @@ def check_overrides(overrides: Overrides) -> None:
     for name in ("input_len", "output_len"):
         if (length := getattr(overrides, name)) is not None and not 1 <= length <= MAX_TOKENS:
             raise UsageError(f"{format_flag(name)} {length} is no length; try {format_flag(name)} 1024.")
-    if overrides.tp is None:
-        if given := [f"--{name}" for name in ALL_DEGREES if getattr(overrides, name) is not None]:
-            raise UsageError(f"{', '.join(given)} without --tp: say how many GPUs there were, for example --tp 8.")
-        return
-    for name in ALL_DEGREES:
-        degree = getattr(overrides, name)
-        if (1 if degree is None else degree) < 1:
-            raise UsageError(f"--{name} {degree} is not positive; try --{name} 1.")
-        if name in OUTER_DEGREES and (degree or 1) > MAX_RANKS:
-            raise UsageError(f"--{name} {degree} is more than the {MAX_RANKS:,} ranks that a layout can have.")
-    try:
-        Layout(tp=overrides.tp, dp=overrides.dp or 1, dcp=overrides.dcp or 1)
-    except LayoutError as e:
-        raise UsageError(str(e)) from e
+    if overrides.tp is not None:
+        Layout(**overrides.degrees)  # raises LayoutError, which is a UsageError
+    elif given := [f"--{name}" for name in overrides.degrees]:
+        raise UsageError(f"{', '.join(given)} without --tp: say how many GPUs there were, for example --tp 8.")
 
 
 def _choose_layout(result: Result, overrides: Overrides) -> dict[str, int]:
@@ -270,7 +265,7 @@ def _choose_layout(result: Result, overrides: Overrides) -> dict[str, int]:
     """
     if overrides.tp is None and not result.layout:
         return {}
-    typed = {name: n for name in ALL_DEGREES if (n := getattr(overrides, name)) is not None}
+    typed = overrides.degrees
     if any(_does_contradict(name, n, result) for name, n in typed.items()):
         listed = ", ".join(f"{name} {n}" for name, n in result.layout.items() if n > 1 or name in DEGREES)
         options = ", ".join(f"--{name}" for name in typed)
