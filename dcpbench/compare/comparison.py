@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 Workload = Literal["decode", "serve"]
+SideName = Literal["a", "b"]
+SIDES: tuple[SideName, ...] = ("a", "b")
 Verdict = Literal["FASTER", "SLOWER", "MORE", "FEWER", "SAME", "UNDECIDED"]
 """Verdicts on B against A; MORE and FEWER are for counted metrics: syncs, memory, KV capacity."""
 WORST_FIRST: tuple[Verdict, ...] = ("SLOWER", "MORE", "FEWER", "FASTER", "UNDECIDED", "SAME")
@@ -51,7 +53,7 @@ class Uncompared(msgspec.Struct, frozen=True, kw_only=True):
     """Hold a metric of a point that only one side has."""
 
     metric: str
-    absent_in: Literal["a", "b"]
+    absent_in: SideName
 
     def __str__(self) -> str:
         return f"{self.metric} (absent in {self.absent_in.upper()})"
@@ -65,7 +67,7 @@ class PointResult(msgspec.Struct, kw_only=True):
     workload: Workload
     mode: str = ""  # `live` or `replay`, for served points
     cpu: bool = False
-    forecast: list[Literal["a", "b"]] = []  # sides that are forecasts of one rank: intervals reach to their ends
+    forecast: list[SideName] = []  # sides that are forecasts of one rank: intervals reach to their ends
     without_ends: list[str] = []  # metrics that are not judged because a forecast has no ends for them
     marks_a: list[str] = []
     marks_b: list[str] = []
@@ -91,7 +93,7 @@ class Difference(msgspec.Struct, kw_only=True):
 class LayersHeld(msgspec.Struct, frozen=True, kw_only=True):
     """Hold a model that did not fit on a side: the number of its layers that were in memory, and were cycled through."""
 
-    side: Literal["a", "b"]
+    side: SideName
     model: str
     fewest: int  # over the points of the side that did not hold all layers
     most: int
@@ -102,7 +104,7 @@ class Broken(msgspec.Struct, kw_only=True):
     """Hold a point that ran on one side only."""
 
     name: str
-    side: Literal["a", "b"]  # side on which it did not run
+    side: SideName  # side on which it did not run
     outcome: str
     reason: str
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from dcpbench.compare.comparison import Difference, LayersHeld
+from dcpbench.compare.comparison import SIDES, Difference, LayersHeld
 from dcpbench.records.record import get_origin
 from dcpbench.show.text import fit_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from dcpbench.compare.comparison import SideName
     from dcpbench.compare.sides import Pair
     from dcpbench.records.record import Record
 
@@ -66,9 +67,8 @@ def find_differences(pairs: Sequence[Pair]) -> list[Difference]:
 
 def count_layers_held(pairs: Sequence[Pair]) -> list[LayersHeld]:
     """Return for each side and model how many layers were held where the whole model did not fit."""
-    counts: dict[tuple[Literal["a", "b"], str, int], list[int]] = {}
-    names: tuple[Literal["a", "b"], ...] = ("a", "b")
-    for side, records in zip(names, _collect_sides(pairs), strict=True):
+    counts: dict[tuple[SideName, str, int], list[int]] = {}
+    for side, records in zip(SIDES, _collect_sides(pairs), strict=True):
         for r in records:
             if (held := r.honesty) and held.layers_held < held.layers:
                 key = (side, fit_name(r.point.model, MAX_TEXT_CHARS), held.layers)

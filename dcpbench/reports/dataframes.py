@@ -438,6 +438,7 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
     condition_names = ("layers", "layers_held", "attention_error", "experts_hit", "graph_batch", "cuda_graph")
     busiest = {name: v for name in BUSIEST if honesty and (v := getattr(honesty, name)) is not None}
     row |= {
+        "record": records[0],
         "run": run,
         "layout": point.layout_name,
         "drawn_layout": describe_layout(point),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dcpbench.reports.dataframes import Frames
 
 INNER = (  # columns that only distinguish points from each other and are not exported
+    "record",
     "same_load",
     "slo_recorded",
     "in_step",
