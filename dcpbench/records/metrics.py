@@ -817,8 +817,8 @@ class Value:
 
     metric: Metric
     median: float
-    low: float | None
-    high: float | None  # 95 % interval of a single measurement, or the envelope of several; None for a single number
+    low: float | None  # lower end of the 95 % interval, or of the envelope of several; None for a single number
+    high: float | None  # upper end
     each: tuple[float, ...]  # value of each repeat that has one
 
     def convert_to_shown_unit(self) -> Value:

@@ -84,9 +84,8 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
     rank: Count
     phase: str  # `plan`: its host planned a step more slowly · `step`: its GPU ran at a lower clock
     share: Number  # relative slowdown against the median of the other ranks: 0.1 is 10 %
-    value: Number
-    others: Number
-    """Host time to plan (µs) or lowest GPU clock (MHz) of this rank, and the median of the other ranks."""
+    value: Number  # host time to plan (µs) or lowest GPU clock (MHz) of this rank
+    others: Number  # median of the other ranks
 
 
 class Phases(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,8 +193,8 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """The rank that was computed: 0, with the most tokens and requests, and in each layer the busiest experts."""
     calls: Count  # number of modelled exchanges between ranks in a step
     wire_us: Number  # modelled duration of these exchanges; included in `step_ms`
-    wire_low_us: Number
-    wire_high_us: Number  # bounds of `wire_us` by the error of the model
+    wire_low_us: Number  # lower bound of `wire_us` by the error of the model
+    wire_high_us: Number  # upper bound
     ranks_low: Number = 0.0
     ranks_high: Number = 0.0
     """Shares of a step by which that of all ranks may be shorter and longer besides; its interval has both errors."""

@@ -34,9 +34,8 @@ SAME_LAYOUT_AND_LOAD = ["model", "mode", "device", "gpus", "emulate", *DEGREES, 
 """Columns that points of different engines share if they are compared."""
 SCOPE = ["model", "mode", "device", "gpus"]  # columns that points of one sentence share
 LATENCIES = ("ttft_p50_ms", "itl_p50_ms")
-MAX_SCOPES = 3
-MAX_LAYOUTS = 4
-"""Maximum number of models and modes that have a sentence each, and of layouts that a sentence names."""
+MAX_SCOPES = 3  # maximum number of models and modes that have a sentence each
+MAX_LAYOUTS = 4  # maximum number of layouts that a sentence names
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -64,8 +64,8 @@ IDLE = "idle"  # name of the part of a step that belongs to no phase, drawn at t
 LABEL_WIDTH = 30  # maximum number of characters per line of a bar's label; a longer label takes two lines
 ASIDE = 0.05  # horizontal offset between points of the same load, as a share of the load
 LINE_OF_WORDS = 0.1  # height of a line of small text, as a share of the panel's height
-LEGEND_WIDTH, MAX_NAME_CHARS = 64, 160
-"""Maximum number of characters of a legend entry per line, and in all; names of a server's settings differ at their ends."""
+LEGEND_WIDTH = 64  # maximum number of characters per line of a legend entry
+MAX_NAME_CHARS = 160  # maximum number of characters of a name; names of a server's settings differ at their ends
 
 
 @dataclasses.dataclass(frozen=True)
