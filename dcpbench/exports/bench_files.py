@@ -37,7 +37,7 @@ NO_TIME = Rule(
 )
 SEVERAL = Rule("ran on several instances, of which a file has no number", lambda m: bool(m.record.point.disaggregate))
 CARRIES = (DID_NOT_RUN, DECODE_STEPS, SEVERAL, NO_TIME, NOT_KNOWN)  # rules for points that neither file can represent
-SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}  # for a tool with dcpbench's names
+SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}  # latencies by dcpbench's own names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run
 
-FUNCTIONAL, REPLAYED, EMULATED = "functional", "replay", "emulated"  # of points that do not measure speed
+FUNCTIONAL, REPLAYED, EMULATED = "functional", "replay", "emulated"  # `standing` of points without a measured speed
 WRONG = ("graph_differs", "inaccurate")  # warnings of points with wrong results
 
 

@@ -77,7 +77,7 @@ class Metric:
     derived: Callable[[Record], tuple[float, float] | None] | None = None
     """Function that derives the ends of the interval from another metric, if no record holds them."""
     merged: Literal["median", "max", "min", "first", ""] = ""
-    """Method by which a report merges repeats: by default the median, and the first for a KV cache, which they share."""
+    """Method by which a report merges repeats: by default the median, of a KV cache the first; exports show medians."""
     ranged: bool = False  # true if tables also show both ends of the interval, as `…_low` and `…_high`
     positive: bool = False  # true if no record can hold 0 for this metric
     whole: bool | None = None  # true if the metric is shown without decimals; by default if records hold an integer

@@ -56,7 +56,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     points: int
     faults: list[Fault]
     advice: list[str]
-    """Remedies, each once; for a file without any record only those of lines that were records."""
+    """Remedies, each once; without any record only for lines that were records, or are of another version."""
     samples_missing: list[str]  # files of requests that records name and that are missing from the folder
 
 
