@@ -451,7 +451,6 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "marks": tuple(sorted({mark for r in records for mark in _list_marks(r)})),
         "cpu": any(map(is_functional, records)),
         "device": next(filter(None, map(get_device, records)), None),
-        "slo_recorded": objectives.get_recorded_slo(records[0]),
         **{f"kv_{name}": getattr(kv, name, None) for name in Kv.__struct_fields__},
         **({"kv_bounded_by": SERVER_FLAG} if any(map(is_kv_limited, records)) else {}),
         "room_for": kv.capacity_requests * instances.serving if kv else None,

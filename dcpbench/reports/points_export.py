@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 INNER = (  # columns that only distinguish points from each other and are not exported
     "record",
     "same_load",
-    "slo_recorded",
     "in_step",
     "engine",
     "precisions",

@@ -32,6 +32,10 @@ DIGITS = 7  # number of significant digits in a page; points.csv has all
 MAX_CELL_CHARS = 4000  # maximum number of characters of a sentence or a cell; records.jsonl has all
 MAX_NAME_CHARS = 200  # maximum number of characters of a name in the page's data, where each point repeats it
 MAX_COMMAND_CHARS = 2000  # a longer command contains a name that reports cut, and would select another point
+PLAIN = (  # columns that the page takes from the tables and comparisons unchanged
+    *("run", "layout", "label", "backend", "device", "kv_bounded_by"),
+    *("baseline", "verdict", "rival", "who", "misses", "pays"),
+)
 UNMARKED = "unmarked"  # filter value for points without a warning
 LOADS = {  # label and unit of the numbers of a load and layout
     "concurrency": ("concurrency", "requests"),
@@ -173,7 +177,7 @@ def _build_columns(table: pd.DataFrame, extras: list[ExtraValues], series: _Seri
     served = bool((table["mode"] != "decode").any())
     asked = build_points(table)
     found: Columns = {axis.name: get_column(axis.name) for axis in AXES if axis.title}
-    found |= {name: get_column(name) for name in ("run", "layout", "label", "backend", "device")}
+    found |= {name: get_column(name) for name in PLAIN}
     found |= {
         "origin": get_column("engine"),
         "settings": [text or None for text in get_column("settings")],
@@ -183,14 +187,7 @@ def _build_columns(table: pd.DataFrame, extras: list[ExtraValues], series: _Seri
         "panel": _format_panels(table, served=served),
         "arrival": get_column("load_arrival"),
         "marks": [[mark for mark in marks if mark] or [UNMARKED] for marks in get_column("marks")],
-        "kv_bounded_by": get_column("kv_bounded_by"),
-        "baseline": get_column("baseline"),
-        "verdict": get_column("verdict"),
         "other_ratio": _to_json_numbers(get_column("other_ratio")),
-        "rival": get_column("rival"),
-        "who": get_column("who"),
-        "misses": get_column("misses"),
-        "pays": get_column("pays"),
         "samples": [
             steps or tokens for steps, tokens in zip(get_column("samples"), get_column("itl_samples"), strict=True)
         ],
