@@ -58,7 +58,10 @@ def find_differences(pairs: Sequence[Pair]) -> list[Difference]:
     conditions = [[_list_conditions(record, settings, asked) for record in side] for side in (a, b)]
     found = []
     for i, (what, _) in enumerate(conditions[0][0]):
-        x, y = ({_format_value(value) for record in side for value in record[i][1]} for side in conditions)
+        x, y = (
+            {"none" if value is None else str(value) for record in side for value in record[i][1]}
+            for side in conditions
+        )
         if x != y:
             shown = ("one", "another") if what.endswith(WITHHELD) else (_format_set(x), _format_set(y))
             found.append(Difference(what=fit_name(what, MAX_TEXT_CHARS), a=shown[0], b=shown[1]))
@@ -119,7 +122,3 @@ def _format_set(values: set[str]) -> str:
     ordered = sorted(values)
     more = f" and {len(ordered) - MAX_SHOWN} more" if len(ordered) > MAX_SHOWN else ""
     return (", ".join(fit_name(v, MAX_TEXT_CHARS) for v in ordered[:MAX_SHOWN]) or "none") + more
-
-
-def _format_value(value: object) -> str:
-    return "none" if value is None else str(value)

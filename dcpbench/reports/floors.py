@@ -143,7 +143,10 @@ def build_table(points: pd.DataFrame) -> Table:
         held,
         [
             ("layout", "label"),
-            ("most time above the limit, ms", _format_losses),
+            (
+                "most time above the limit, ms",
+                lambda r: ", ".join(f"{loss.name} {loss.lost_ms}" for loss in list_named_losses(r, MAX_ROW_PHASES)),
+            ),
             make_column(METRIC["step_ms"], "step ms"),
             make_column(METRIC["floor_ms"]),
             ("step / floor", lambda r: format_ratio(1 / r["floor_share"], 2)),
@@ -152,8 +155,3 @@ def build_table(points: pd.DataFrame) -> Table:
         text_columns=2,
         fold=len(held) > FOLD_ABOVE,
     )
-
-
-def _format_losses(row: dict[str, Any]) -> str:
-    """Format losses, such as `moe 51.8, attention 7.59`."""
-    return ", ".join(f"{loss.name} {loss.lost_ms}" for loss in list_named_losses(row, MAX_ROW_PHASES))
