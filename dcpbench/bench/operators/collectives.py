@@ -76,7 +76,7 @@ class Borrower:
 
 
 class Collectives:
-    """Builds cases."""
+    """Build cases."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.group = device, seed, get_world_group()

@@ -93,7 +93,7 @@ def make_variant(variant: str, group: Group, spec: ExchangeSpec) -> Exchange:
 
 
 class ExchangeBench:
-    """Builds cases."""
+    """Build cases."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.group = device, seed, get_world_group()

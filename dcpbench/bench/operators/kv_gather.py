@@ -83,7 +83,7 @@ class Inputs:
 
 
 class KvGather:
-    """Builds cases; the reserve and the last size's tensors are kept."""
+    """Build cases; the reserve and the last size's tensors are kept."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.group = device, seed, get_world_group()

@@ -103,7 +103,7 @@ VARIANTS: dict[str, Callable[[torch.Tensor, torch.Tensor | Scaled], Callable[[],
 
 
 class Linear:
-    """Builds cases."""
+    """Build cases."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed = device, seed
