@@ -23,8 +23,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     variant: str
     sizes: dict[str, int | float | str]  # sizes by the name of the column, in the table's order
-    calls: int
-    """Calls in one pass over all layers or steps, by which its time is divided; 0: chosen by the bench."""
+    calls: int  # calls of one pass over all layers or steps, by which its time is divided; 0: chosen by the bench
 
     def name(self) -> str:
         """Return `filter, 16 tokens, dcp 8, …`, for progress and messages."""

@@ -62,8 +62,7 @@ OTHERS = """
     total_throughput total_throughput_retokenized concurrency sharegpt_output_len fixed_output_len generated_texts
     max_output_tokens_per_s max_concurrent_requests
 """
-KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())
-"""Fields that are read, follow from those, or do not matter to performance."""
+KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())  # fields that are read or do not matter
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,8 +56,7 @@ OTHERS = """
     spec_decode_num_drafts spec_decode_draft_tokens spec_decode_accepted_tokens
     spec_decode_per_position_acceptance_rates
 """
-KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())
-"""Fields that are read, follow from those, or do not matter to performance."""
+KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())  # fields that are read or do not matter
 LABEL = "label"
 IN_A_NAME = re.compile(r"([A-Za-z_][\w.]*)=(.*?)(?=-[A-Za-z_][\w.]*=|-(?:BENCH|WL)-|$)")
 """A parameter in the name of a folder: `SERVE--max_num_seqs=4-max_model_len=8192-BENCH--request_rate=2`."""

@@ -160,8 +160,7 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
     floor_ms: Number  # lower bound of the whole step: the sum over its phases
     phase_floor_us: dict[str, Number]
     """Lower bounds by range name, as in `phases.phase_us`; an absent phase has no work that is strictly necessary."""
-    experts: str
-    """Weights that count: of the experts that tokens were sent to (`routed`), or of as many as expected (`expected`)."""
+    experts: str  # `routed` if the experts that tokens were sent to count, `expected` if as many as expected
 
 
 class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,8 +188,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     machine: str  # machine that the wire model describes (points/cluster_specs.py)
     sha256: str = ""  # SHA-256 of the machine's file; empty for a machine that only a table describes
     measured: str = ""  # origin of the measurements of the wire, or of those of the machine that it was scaled from
-    rank: Count = 0
-    """The rank that was computed: 0, with the most tokens and requests, and in each layer the busiest experts."""
+    rank: Count = 0  # rank that was computed: 0, with the most tokens, and in each layer the busiest experts
     calls: Count  # number of modelled exchanges between ranks in a step
     wire_us: Number  # modelled duration of these exchanges; included in `step_ms`
     wire_low_us: Number  # lower bound of `wire_us` by the error of the model
@@ -360,11 +358,9 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     output_tok_s: Number  # output throughput over the whole run, ramp-up and drain included
     output_tok_s_per_gpu: Number | None  # null if the number of GPUs is unknown, as for an import without it
     total_tok_s: Number  # throughput of prompt and output tokens; cached prompt tokens count
-    request_s: Number | None
-    """Finished requests per second; null, as `wall_s` and all sums, if an import has only rates of tokens."""
+    request_s: Number | None  # finished requests per second; null, as all sums, if an import has only token rates
     tok_s_per_user: Number | None
-    steady_tok_s: Number | None
-    """Output throughput over the longest time at 95 % of the target concurrency; null if there is none."""
+    steady_tok_s: Number | None  # output throughput over the longest time at 95 % of the target concurrency
     steady_s: Number | None  # length of that interval in s
     slo_ms: dict[str, Number] = {}  # objectives as given, in ms: `ttft`, `itl`, `tpot`, `e2el`
     goodput_s: Number | None = None  # requests per second that meet all objectives; null without objectives
@@ -533,8 +529,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     point: Point
     outcome: str  # `ok`, `failed`, `hung`, `rejected`
     reason: str | None = None  # why the outcome is not `ok`, with the next thing to try
-    no_room: bool | msgspec.UnsetType = msgspec.UNSET
-    """True for a point that was rejected because memory is too small. Unset if the point was not rejected."""
+    no_room: bool | msgspec.UnsetType = msgspec.UNSET  # true if it was rejected because memory is too small
     detail: dict[str, str] = {}  # details of a failure: the device, exit code, last log lines, stacks
     marks: list[str] = []  # warnings about the point; reports/explain.py lists them, with a sentence for each
     metrics: Metrics | None = None  # results of the workload `decode`

@@ -32,8 +32,7 @@ class Run:
     records: list[Record]  # last record of each point and repeat, which replaces earlier ones, as after --resume
     replaced: int = 0  # records that a later one of the same point replaced
     truncated: bool = False  # true if the last line was incomplete and therefore not counted
-    bad_lines: tuple[BadLine, ...] = ()
-    """Lines that cannot be read; always empty unless `read_run` was called with `skip_bad_lines`."""
+    bad_lines: tuple[BadLine, ...] = ()  # lines that cannot be read; none unless `read_run` skips them
     path: Path | None = None  # file of the records; None if `records` is all there is
     places: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
     """Byte offset of each record's line in that file, by the point's key."""
