@@ -101,7 +101,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     received_bytes_s: float | None = None
     time: Timing | None = None  # eager calls back to back, from the start of one pass to the next; null if not timed
     graph: Graph | None = None  # null on the CPU
-    marks: list[str] = []  # `noisy`, `unsettled`, `throttled`, `l2_warm`, as in records.jsonl
+    warnings: list[str] = []  # `noisy`, `unsettled`, `throttled`, `l2_warm`, as in records.jsonl
     gpu: Gpu | None = None
 
 

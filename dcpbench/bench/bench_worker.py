@@ -192,7 +192,7 @@ class BenchWorker:
         return msgspec.structs.replace(
             result,
             gpu=gpu,
-            marks=self.list_warnings(ready.calls, gpu, result),
+            warnings=self.list_warnings(ready.calls, gpu, result),
             **self.compute_rates(ready.calls, result),
         )
 

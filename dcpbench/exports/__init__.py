@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from dcpbench.records.runs import Run
 
-FORMATS = {
+FORMATS = {  # values of --to, and the module that renders each
     "vllm": "vllm",
     "sglang": "sglang",
     "inferencex": "inferencex",
@@ -34,7 +34,6 @@ FORMATS = {
     "csv": "csv_table",
     "parquet": "parquet_table",
 }
-"""Values of --to, and the module that renders each."""
 FOLDER = "exports"  # default folder below the first run's folder, without -o
 
 

@@ -83,7 +83,7 @@ def _collect_facts(m: MeasuredPoint) -> dict[str, object]:
         **{axis.name: getattr(point, axis.name) for axis in PATH if axis.name != "backend"},
         "concurrency": point.concurrency,
         "context": point.context or "",
-        "marks": ", ".join(m.record.marks),
+        "warnings": ", ".join(m.record.warnings),
         "point": m.point_id,
     }
     if point.load is not None:

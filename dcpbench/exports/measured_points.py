@@ -78,7 +78,9 @@ DECODE_STEPS = Rule(
 ON_CPU = Rule("functional runs on a CPU, which do not measure performance", lambda m: m.standing == FUNCTIONAL)
 IN_REPLAY = Rule("replays, which are computed and not measured", lambda m: m.standing == REPLAYED)
 IN_EMULATION = Rule("forecasts, of which one rank ran and its wire was modelled", lambda m: m.standing == EMULATED)
-COMPUTED_WRONG = Rule("computed something wrong (see their marks)", lambda m: bool(set(WRONG) & set(m.record.marks)))
+COMPUTED_WRONG = Rule(
+    "computed something wrong (see their warnings)", lambda m: bool(set(WRONG) & set(m.record.warnings))
+)
 PUBLIC = (DID_NOT_RUN, ON_CPU, IN_REPLAY, IN_EMULATION, COMPUTED_WRONG)  # points never published next to others
 
 

@@ -76,8 +76,8 @@ def _build_metadata(p: ServedPoint) -> dict[str, str]:
         found["goodput"] = goodput
     if held := load_labels.describe_layers_held([p.m.record]):
         found["layers"] = held
-    if marks := p.m.record.marks:
-        found["marks"] = ",".join(marks)
+    if warnings := p.m.record.warnings:
+        found["warnings"] = ",".join(warnings)
     return found
 
 

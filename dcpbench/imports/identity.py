@@ -34,10 +34,9 @@ _LOAD_WORDS = (
     r"(?:max[_-]?)?conc(?:urrency)?|mc|c|con|clients?|users?|bs|batch(?:[_-]?size)?|qps|rps|(?:request[_-]?)?rate|rr|r|n|np"
     r"|(?:num[_-]?)?prompts|requests|reqs?"
 )
-_LOAD = re.compile(
+_LOAD = re.compile(  # a load in a name: `conc64`, `c=8`, `2.5qps`, `infqps`
     rf"{_START}(?:(?:{_LOAD_WORDS})[=_-]?{_NUMBER}|{_NUMBER}[_-]?(?:{_LOAD_WORDS})){_END}", re.IGNORECASE
 )
-"""A load in a name: `conc64`, `c=8`, `2.5qps`, `infqps`."""
 _REPEAT = re.compile(
     rf"{_START}(?:run|rep|repeat|trial|iter|seed|pass|try|attempt|round)[=_-]?\d+{_END}", re.IGNORECASE
 )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
 
-MAX_ENTRIES = 4096  # phases, marks, sites, candidates and settings of one record
+MAX_ENTRIES = 4096  # phases, warnings, sites, candidates and settings of one record
 WITHOUT_SUM = (
     "take the checksums out, in its folder: "
     "jq -c 'del(.checked, .crc32)' records.jsonl > new.jsonl && mv new.jsonl records.jsonl"
@@ -191,7 +191,7 @@ def _check_metrics(record: Record) -> OmittedValue | None:
 
 def _check_entry_counts(record: Record) -> OmittedValue | None:
     many: dict[str, Sized] = {
-        "marks": record.marks,
+        "warnings": record.warnings,
         "sync_sites": record.sync_sites,
         "detail": record.detail,
         "phases.phase_us": record.phases.phase_us if record.phases else (),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,14 +25,13 @@ OURS = "dcpbench"  # origin of points measured by this package
 CPU = "CPU"  # environment.device of a run without GPUs
 SCHEMA_VERSION = 1
 
-THROTTLE_BITS = {
+THROTTLE_BITS = {  # bits of nvmlDeviceGetCurrentClocksEventReasons; idle and application clocks are not among them
     0x04: "sw_power_cap",
     0x08: "hw_slowdown",
     0x20: "sw_thermal",
     0x40: "hw_thermal",
     0x80: "hw_power_brake",
 }
-"""Bits of nvmlDeviceGetCurrentClocksEventReasons; idle and application clocks are not among them."""
 
 
 def decode_throttle_reasons(bits: int) -> list[str]:
@@ -50,10 +48,6 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     samples: Count
     autocorrelation: SignedNumber | None = None  # between neighbouring samples; None for fewer than 4
     effective_samples: Number | None = None  # independent samples of the same precision; None in the same cases
-
-
-READ_LOG = ". Read logs/"  # beginning of the last part of a failure's reason, which names the logs
-IN_STAGE = re.compile(r"[^:]* in stage '\w+'")  # matches the beginning of the reason of a point that hung
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,8 +116,8 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
 
 MAX_DISTURBANCE = 0.03
 """Share by which a profiled step may exceed the typical or the timed one; the profiler disturbs a longer one."""
-MAX_SUM_ERROR = 0.03  # maximum deviation of the sum of phases from their step without the mark PHASES_DIFFER
-PHASES_DIFFER = "phases_differ"  # mark of a point with phases that do not add up to its profiled step
+MAX_SUM_ERROR = 0.03  # maximum deviation of the sum of phases from their step without the warning PHASES_DIFFER
+PHASES_DIFFER = "phases_differ"  # warning of a point with phases that do not add up to its profiled step
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -454,15 +448,14 @@ class KvSources(msgspec.Struct, frozen=True, kw_only=True):
     conflicts: list[str] = []  # sources that disagree: `log`, `replicas`, `context_parallel`
 
 
-ENGINE_DTYPES = {
+ENGINE_DTYPES = {  # names of precisions in logs of engines, with those of a point
     "bfloat16": "bf16",
     "float16": "fp16",
     "float32": "fp32",
     "fp8_e4m3": FP8,
     "float8_e4m3fn": FP8,
 }
-"""Names of precisions in logs of engines, with those of a point."""
-DUMMY_WEIGHTS = "dummy_weights"  # mark of a point whose server has dummy weights: all tokens take the same experts
+DUMMY_WEIGHTS = "dummy_weights"  # warning of a point whose server has dummy weights: all tokens take the same experts
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -528,10 +521,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     point: Point
     outcome: str  # `ok`, `failed`, `hung`, `rejected`
-    reason: str | None = None  # why the outcome is not `ok`, with the next thing to try
-    no_room: bool | msgspec.UnsetType = msgspec.UNSET  # true if it was rejected because memory is too small
+    reason: str | None = None  # why the outcome is not `ok`; for a rejected point it ends with the option to change
+    cause: str | msgspec.UnsetType = msgspec.UNSET  # the part of `reason` that other points may share; unset: all of it
+    advice: str | msgspec.UnsetType = msgspec.UNSET  # logs to read and options to try again with
+    lacks_memory: bool | msgspec.UnsetType = msgspec.UNSET  # true if it was rejected because memory is too small
     detail: dict[str, str] = {}  # details of a failure: the device, exit code, last log lines, stacks
-    marks: list[str] = []  # warnings about the point; reports/explain.py lists them, with a sentence for each
+    warnings: list[str] = []  # warnings about the point; reports/explain.py lists them, with a sentence for each
     metrics: Metrics | None = None  # results of the workload `decode`
     serve: ServeMetrics | None = None  # results of the workload `serve`
     phases: Phases | None = None
@@ -545,7 +540,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     host_plan_us: Number | None = None  # host time to plan a step, slowest rank; not in `step_ms`
     kv: Kv | None = None
     memory_peak_bytes: Count | None = None
-    honesty: Conditions | None = None
+    conditions: Conditions | None = None
     choice: Choice | None = None  # choice of `auto`; null if the point names its backend and its exchange
     gpu: Gpu | None = None
     environment: Environment | None = None
@@ -624,7 +619,7 @@ def format_hardware(environment: Environment) -> str:
 
 def is_rejected_for_memory(record: Record) -> bool:
     """Return True if a point was rejected because memory was too small."""
-    return record.outcome == "rejected" and record.no_room is True
+    return record.outcome == "rejected" and record.lacks_memory is True
 
 
 KV_LIMIT_FLAGS = ("--num-gpu-blocks-override", "--max-total-tokens")
@@ -658,14 +653,19 @@ def get_precisions(record: Record) -> tuple[str, str]:
 
 
 def get_reason(record: Record) -> str:
-    """Return why a point is not `ok`, without the logs to read and how to try again, which differ between jobs."""
-    return (record.reason or "no reason was recorded").partition(READ_LOG)[0]
+    """Return why a point is not `ok`."""
+    return record.reason or "no reason was recorded"
 
 
 def get_cause(record: Record) -> str:
-    """Return the reason without the positions of the ranks, which differ between points that hung."""
-    found = IN_STAGE.match(get_reason(record)) if record.outcome == "hung" else None
-    return found[0] if found else get_reason(record)
+    """Return the cause of a failure, without the positions of the ranks, which differ between points that hung."""
+    return record.cause or get_reason(record)
+
+
+def format_reason(record: Record) -> str:
+    """Return why a point is not `ok`, and what to read and try next; empty for a point that is `ok`."""
+    reason = record.reason or ""
+    return f"{reason.rstrip('.')}. {record.advice}" if record.advice else reason
 
 
 def get_device(record: Record) -> str | None:
@@ -675,7 +675,7 @@ def get_device(record: Record) -> str | None:
 
 def is_functional(record: Record) -> bool:
     """Return True if the point ran on a CPU, so that its times have no meaning for performance."""
-    return "cpu" in record.marks or (record.environment is not None and record.environment.device == CPU)
+    return "cpu" in record.warnings or (record.environment is not None and record.environment.device == CPU)
 
 
 def is_forecast(record: Record) -> bool:

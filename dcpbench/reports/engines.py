@@ -55,8 +55,8 @@ def compare_engines(frames: Frames) -> EngineComparison:
     names = _list_names(frames)
     points = points[points["run"].isin(names)] if len(points) else points
     left_out: dict[str, str] = {}
-    for mark, reason in NOT_COMPARED.items() if len(points) else ():
-        marked = point_warnings.find_marked(points, mark)
+    for warning, reason in NOT_COMPARED.items() if len(points) else ():
+        marked = point_warnings.has_warning(points, warning)
         left_out |= dict.fromkeys(load_labels.list_unique(points["run"][marked]), reason)
         points = points[~marked]
     if points.empty:

@@ -23,7 +23,7 @@ NUMBERS = (int, float)
 WIDE, MEDIUM = 140, 100  # minimum terminal widths in columns for intervals and warnings, and for rates and errors
 DETAILS = ("TB/s", "TFLOP/s", "GB/s", "wire KB", "error")
 MEDIANS = "Per call: medians, 95 % intervals in parentheses."
-LEGEND = {
+LEGEND = {  # explanations of the columns, by the name of a column
     "eager µs": "eager: calls back to back, GPU clock, the host's waiting in it.",
     "graph µs": "graph: replayed from a CUDA graph, GPU time only.",
     "TB/s": "TB/s, TFLOP/s: what a call must read, write and compute on paper, over its time.",
@@ -32,7 +32,6 @@ LEGEND = {
     "of limit": "of limit: the least time that this machine allows for that (docs/benches.md), over the time taken.",
     "error": "error is ‖x − ref‖ / ‖ref‖ against fp64, of the worst rank.",
 }
-"""Explanations of the columns, by the name of a column."""
 FRESH = ("exchange", "collectives")  # benches with inputs that an engine would also have just written
 L2 = {
     True: "L2 cache: inputs lie in it, where an engine's step before them leaves them.",
@@ -55,13 +54,13 @@ def make_table(record: BenchRecord, width: int = WIDE) -> Table:
         out.add_column(name, justify="right", no_wrap=True)
     out.add_column("correct")
     if record.performance and wide:
-        out.add_column("marks")
+        out.add_column("warnings")
     shown_reasons: set[str] = set()
     for r in record.results:
         cells: list[str | Text] = [r.case.variant, *(_format_size(r.case.sizes.get(name, "")) for name in sizes)]
         cells += [*(cell(r) for cell in columns.values()), _format_verdict(r, shown_reasons)]
         shown_reasons.add(r.reason)
-        out.add_row(*cells, *([" ".join(r.marks)] if record.performance and wide else []))
+        out.add_row(*cells, *([" ".join(r.warnings)] if record.performance and wide else []))
     return out
 
 
@@ -73,7 +72,7 @@ def format_legend(record: BenchRecord, width: int = WIDE) -> list[str]:
     lines += format_limits(record)
     if record.performance and width < WIDE:
         what, least = (
-            ("Intervals and marks", WIDE) if width >= MEDIUM else ("Intervals, marks, rates and errors", MEDIUM)
+            ("Intervals and warnings", WIDE) if width >= MEDIUM else ("Intervals, warnings, rates and errors", MEDIUM)
         )
         lines.append(NARROW.format(what=what, columns=least))
     return lines

@@ -36,7 +36,7 @@ PLAIN = (  # columns that the page takes from the tables and comparisons unchang
     *("run", "layout", "label", "backend", "device", "kv_bounded_by"),
     *("baseline", "verdict", "rival", "who", "misses", "pays"),
 )
-UNMARKED = "unmarked"  # filter value for points without a warning
+NO_WARNING = "no warning"  # filter value for points without a warning
 LOADS = {  # label and unit of the numbers of a load and layout
     "concurrency": ("concurrency", "requests"),
     "load_request_rate": ("request rate", "requests/s"),
@@ -52,9 +52,9 @@ FILTERS = {  # names in the page's data, with the label that the page shows
     "load": "load",
     "origin": "measured by",
     "run": "run",
-    "marks": "marks",
+    "warnings": "warnings",
 }
-COLOURS = (*(name for name in FILTERS if name not in ("load", "marks")), "backend", "device")
+COLOURS = (*(name for name in FILTERS if name not in ("load", "warnings")), "backend", "device")
 """Names by which the reader's own chart can be coloured."""
 PHASE = "phase:"
 IDLE = f"{PHASE}idle"
@@ -111,7 +111,7 @@ def build_page_data(frames: Frames, most: int = MAX_POINTS) -> dict[str, Any]:
         "log_range": figure_style.LOG_RANGE,
         "level": launch_bands.find_largest(frames.everything),
         "single": launch_bands.has_single_launches(frames.everything),
-        "no_room": _list_rejected(frames),
+        "lacks_memory": _list_rejected(frames),
         "filters": FILTERS | ({"run": "engine"} if frames.engines else {}),
         "colours": COLOURS,
     }
@@ -186,7 +186,9 @@ def _build_columns(table: pd.DataFrame, extras: list[ExtraValues], series: _Seri
         "load": get_column("rest") if served else ["decode"] * len(table),
         "panel": _format_panels(table, served=served),
         "arrival": get_column("load_arrival"),
-        "marks": [[mark for mark in marks if mark] or [UNMARKED] for marks in get_column("marks")],
+        "warnings": [
+            [warning for warning in warnings if warning] or [NO_WARNING] for warnings in get_column("warnings")
+        ],
         "other_ratio": _to_json_numbers(get_column("other_ratio")),
         "samples": [
             steps or tokens for steps, tokens in zip(get_column("samples"), get_column("itl_samples"), strict=True)
