@@ -20,17 +20,20 @@ import torch
 import triton
 import triton.language as tl
 
+from dcpbench.models.weight_formats import INT4_GROUPS
+
 BLOCK = 128
 """Columns of a block: four parts, of which each word has one number."""
 WORDS = BLOCK // 4
 """Words of a row in a block, and columns of a part."""
-SPANS = {32: BLOCK, 128: 2 * BLOCK}
+SPANS = dict(zip(INT4_GROUPS, (BLOCK, 2 * BLOCK), strict=True))
 """Columns of a word of scales, by the columns of a group. A part of a block has a single scale in both."""
-GROUP_SIZES = tuple(SPANS)
 ZERO = 8
 """Stored number of q = 0."""
 STEPS = 7.5
 """Largest |weight| of a group over its scale, as compressed-tensors computes scales of 16 symmetric steps."""
+DEVIATION = (21.5 * 13 / 12) ** 0.5
+"""Root mean square of uniform integers from −8 to 7, times uniform scales from 0.5 to 1.5."""
 MIN_SCALE = 2.0**-100
 """Lower bound of a scale, so that a group of zeros has one that does not underflow."""
 
@@ -42,7 +45,7 @@ class Int4:
     data: torch.Tensor
     scale: torch.Tensor
     group: int
-    """Columns per scale: one of GROUP_SIZES."""
+    """Columns per scale: one of INT4_GROUPS."""
     depth: int
     """K, a multiple of `group`."""
 
@@ -63,7 +66,7 @@ class Int4:
 
 
 def quantize(weight: torch.Tensor, group: int) -> Int4:
-    """Quantise weights [E, N, K] to the nearest steps. `group` must be one of GROUP_SIZES and divide K."""
+    """Quantise weights [E, N, K] to the nearest steps. `group` must be one of INT4_GROUPS and divide K."""
     groups = weight.float().unflatten(-1, (-1, group))
     scale = (groups.abs().amax(-1) / STEPS).clamp(min=MIN_SCALE).to(torch.bfloat16)
     q = (groups / scale.float().unsqueeze(-1)).round().clamp(-ZERO, ZERO - 1)
@@ -86,6 +89,17 @@ def pack_scales(scale: torch.Tensor, group: int) -> torch.Tensor:
     together = SPANS[group] // group
     padded = torch.nn.functional.pad(scale, (0, -scale.shape[-1] % together)).contiguous()
     return padded.view(torch.int64 if together == 4 else torch.int32).transpose(1, 2).contiguous()
+
+
+def draw_random(shape: tuple[int, int, int], group: int, deviation: float, random: torch.Generator) -> Int4:
+    """Return uniform numbers from −8 to 7, with scales near those that give the weights [E, N, K] this standard deviation."""
+    experts, height, depth = shape
+    blocks = -(-depth // SPANS[group]) * (SPANS[group] // BLOCK)
+    data = torch.empty(experts, blocks, height, WORDS, dtype=torch.int16, device=random.device)
+    data.random_(-(2**15), 2**15, generator=random)
+    scale = 0.5 + torch.rand(experts, height, depth // group, generator=random, device=random.device)
+    words = pack_scales((scale * (deviation / DEVIATION)).to(torch.bfloat16), group)
+    return Int4(data=data, scale=words, group=group, depth=depth)
 
 
 def unpack(weight: Int4) -> tuple[torch.Tensor, torch.Tensor]:

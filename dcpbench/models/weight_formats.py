@@ -18,6 +18,8 @@ MLPS = frozenset((DENSE, SHARED, EXPERTS))
 BF16, FP8, INT4, NVFP4, MXFP4 = "bf16", "fp8", "int4", "nvfp4", "mxfp4"
 COMPUTE_DTYPES = (BF16, "fp16", "fp32")
 """Precisions of the computation, and of weights that are not quantised."""
+INT4_GROUPS = (32, 128)
+"""Inputs per scale that kernels over int4 weights support."""
 SCALE_BLOCK = 128
 """Numbers along each side of a block of fp8 weights that has a scale, and in a group of a row that has one."""
 

@@ -11,7 +11,7 @@ from dcpbench.kernels import int4
 from dcpbench.kernels.moe import int4_experts
 from dcpbench.kernels.moe.int4_experts import Tiling
 from dcpbench.kernels.moe.routing import NO_EXPERT
-from dcpbench.models.weight_formats import FORMATS, INT4
+from dcpbench.models.weight_formats import FORMATS, INT4, INT4_GROUPS
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """Relative errors that rounding explains, by the dtype of rows: in bf16 that of weights, hidden rows and results."""
@@ -88,7 +88,7 @@ def compute_error(found, truth):
 @given(
     experts=st.integers(1, 3),
     height=st.integers(1, 5),
-    group=st.sampled_from(int4.GROUP_SIZES),
+    group=st.sampled_from(INT4_GROUPS),
     groups=st.integers(1, 9),
     seed=st.integers(0, 2**31),
 )
@@ -106,7 +106,7 @@ def test_packed_numbers_and_scales_come_back(experts, height, group, groups, see
     assert torch.equal(int4.dequantize(weight), wanted.flatten(2))
 
 
-@given(group=st.sampled_from(int4.GROUP_SIZES), seed=st.integers(0, 2**31), size=st.floats(1e-20, 1e20))
+@given(group=st.sampled_from(INT4_GROUPS), seed=st.integers(0, 2**31), size=st.floats(1e-20, 1e20))
 @settings(max_examples=60)
 def test_quantised_numbers_are_within_half_a_step(group, seed, size):
     """The largest number of a group is 7.5 steps, of which 7 are stored if it is positive; a scale is rounded by 2⁻⁸ at most."""
@@ -127,7 +127,7 @@ def test_a_word_has_a_number_of_each_part_of_a_block():
     assert int(weight.data[0, 1, 2, 5]) & 0xFFFF == 0 | 15 << 4 | 9 << 8 | 7 << 12
 
 
-@pytest.mark.parametrize("group", int4.GROUP_SIZES)
+@pytest.mark.parametrize("group", INT4_GROUPS)
 def test_bytes_are_those_of_the_format(group):
     """Half a byte a number and two bytes for each group."""
     weight = int4.quantize(torch.ones(3, 10, 512), group)
@@ -163,7 +163,7 @@ def test_tokens_without_an_expert_have_the_shared_row_alone(device):
     assert compute_error(found, layer.run(int4_experts.apply_experts_reference)) < 1
 
 
-@pytest.mark.parametrize("group", int4.GROUP_SIZES)
+@pytest.mark.parametrize("group", INT4_GROUPS)
 def test_a_wrong_scale_or_a_swapped_number_is_an_error(group, device):
     """Another group's scale, and the numbers of two parts exchanged."""
     layer = Layer.make(device, tokens=5, hidden=256, width=128, group=group)
@@ -212,7 +212,7 @@ def test_each_order_of_operands_is_the_dequantised_product(product, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("requests", [8, 32, 300])
-@pytest.mark.parametrize("group", int4.GROUP_SIZES)
+@pytest.mark.parametrize("group", INT4_GROUPS)
 @pytest.mark.parametrize("product", ["gate-up", "down"])
 def test_every_tiling_is_the_dequantised_product_on_a_gpu(product, group, requests, device):
     """Experts of DeepSeek-V3's width, divided by 8: rows in bf16, and tiles of 16 and 32 rows."""
