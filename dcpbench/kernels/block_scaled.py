@@ -56,7 +56,7 @@ class Rows:
     """Numbers before quantisation, if requested."""
 
 
-def needs_quantized_input(weight: torch.Tensor | Scaled | None) -> bool:
+def needs_quantized_input(weight: object) -> bool:
     """Return True if kernels that make activations for a product with this weight also quantise them."""
     return isinstance(weight, Scaled) and weight.data.is_cuda
 

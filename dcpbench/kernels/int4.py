@@ -87,8 +87,13 @@ def pack(q_ENK: torch.Tensor, scale: torch.Tensor) -> Int4:
 def pack_scales(scale: torch.Tensor, group: int) -> torch.Tensor:
     """Return bf16 scales [E, N, K / group] in the layout of kernels."""
     together = SPANS[group] // group
-    padded = torch.nn.functional.pad(scale, (0, -scale.shape[-1] % together)).contiguous()
-    return padded.view(torch.int64 if together == 4 else torch.int32).transpose(1, 2).contiguous()
+    padded = _copy(torch.nn.functional.pad(scale, (0, -scale.shape[-1] % together)))
+    return _copy(padded.view(torch.int64 if together == 4 else torch.int32).transpose(1, 2))
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the strides of its shape: `contiguous` keeps others where a dimension has one element."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def draw_random(shape: tuple[int, int, int], group: int, deviation: float, random: torch.Generator) -> Int4:
@@ -106,7 +111,7 @@ def unpack(weight: Int4) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the numbers from −8 to 7, int8 [E, N, K], and their bf16 scales [E, N, K / group]."""
     words = weight.data.transpose(1, 2).to(torch.int32)
     parts = torch.stack([(words >> 4 * i & 15) - ZERO for i in range(4)], -2)
-    scale = weight.scale.transpose(1, 2).contiguous().view(torch.bfloat16)
+    scale = _copy(weight.scale.transpose(1, 2)).view(torch.bfloat16)
     return parts.flatten(2)[..., : weight.depth].to(torch.int8), scale[..., : weight.depth // weight.group]
 
 
