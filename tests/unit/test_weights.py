@@ -321,10 +321,8 @@ class TestInt4:
     @pytest.mark.parametrize(("layout", "ep"), [(Layout(1), WHOLE), (Layout(8, dcp=8), WHOLE), (Layout(8, dcp=8), CUT)])
     def test_a_published_model_holds_as_many_bytes_as_planned(self, layout, ep, group):
         """An expert of a rank has 4 bits a number and 16 a group; 2,048 and 256 inputs are whole blocks of the layout."""
-        shape, weights = (
-            SHAPES["kimi-k2"],
-            dataclasses.replace(FORMATS[INT4], columns=group, parts=frozenset({EXPERTS})),
-        )
+        shape = dataclasses.replace(SHAPES["kimi-k2"], experts=16)
+        weights = dataclasses.replace(FORMATS[INT4], columns=group, parts=frozenset({EXPERTS}))
         layers = build.layers(shape, dense=1, moe=1)
         held = load_weights(Meta(), shape, layout, layout.tp - 1, layers, ep=ep, int4_group=group)
         assert held.count_bytes() == memory.compute_weight_bytes(shape, layout, 2, 1, 1, weights=weights, ep=ep)
