@@ -1,6 +1,10 @@
 """int4 weights: their layout, and experts over them against the dequantised product."""
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from dcpbench.kernels.moe import int4_experts
 from dcpbench.kernels.moe.int4_experts import Tiling
 from dcpbench.kernels.moe.routing import NO_EXPERT
 from dcpbench.models.weight_formats import FORMATS, INT4, INT4_GROUPS
+from tools import int4_tilings
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """Relative errors that rounding explains, by the dtype of rows: in bf16 that of weights, hidden rows and results."""
@@ -208,6 +213,78 @@ def check_tilings(product, group, requests, experts, sizes, tilings, device):
 def test_each_order_of_operands_is_the_dequantised_product(product, device):
     tilings = [(32, 2, 4, True), (32, 2, 4, False)]
     check_tilings(product, 32, 9, 3, (128, 48), tilings, device)
+
+
+def test_tilings_are_checked_beside_each_other(tmp_path, capsys, monkeypatch):
+    """One of each product; then gate-up's is wrong, and says so."""
+    words = ["--model", "tiny", "--tp", "1", "--requests", "2", "--gate-up", "32x2x4xw", "--down", "64x2x4xr"]
+    words += ["-o", str(tmp_path / "tilings.jsonl")]
+    assert int4_tilings.main(words) == 0
+    gate_up, down = capsys.readouterr().out.splitlines()
+    assert "32x2x4xw is right" in gate_up
+    assert "64x2x4xr is right" in down
+    right = int4_experts.compute_product
+
+    def compute_wrong(*given, gated, **more):
+        assert int4_experts.choose_tiling(16, gated=gated).weight_first == gated
+        return right(*given, gated=gated, **more) * (1.1 if gated else 1)
+
+    monkeypatch.setattr(int4_experts, "compute_product", compute_wrong)
+    assert int4_tilings.main(words) == 1
+    gate_up, down = capsys.readouterr().out.splitlines()
+    assert "32x2x4xw WRONG" in gate_up
+    assert "64x2x4xr is right" in down
+    with pytest.raises(SystemExit):
+        int4_tilings.main([*words, "--down", "64x2x4"])
+    assert "a tiling is COLUMNSxSTAGESxWARPSxFIRST" in capsys.readouterr().err
+
+
+COMPILE = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dcpbench.kernels.moe.int4_experts import _product_kernel as kernel
+
+asked = json.load(sys.stdin)
+names = kernel.arg_names
+types = {name: asked["types"].get(name, "constexpr" if name.isupper() else "i32") for name in names}
+constants = {(names.index(name),): value for name, value in asked["constants"].items()}
+aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*asked["types"], "columns", "depth")}
+source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
+found = triton.compile(source, target=GPUTarget("cuda", asked["target"], 32), options={"num_warps": asked["warps"]})
+json.dump({"shared": found.metadata.shared, "text": found.asm["ttgir"]}, sys.stdout)
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "shared_kib", "rows", "group"),
+    [(90, 227, 16, 32), (90, 227, 32, 32), (90, 227, 64, 32), (90, 227, 16, 128), (80, 163, 16, 32)],
+)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.long
+def test_it_compiles_for_gpus_and_unpacks_in_registers(group, gated, rows, target, shared_kib, tmp_path):
+    """Needs no GPU, but Triton's compiler. Shared memory only holds what is loaded: nothing is moved there from registers."""
+    tiling = int4_experts.choose_tiling(rows, gated=gated)
+    types = {"x": "*bf16", "weight": "*i16", "scale": "*i64" if group == 32 else "*i32", "out": "*bf16"}
+    constants = {
+        "GATED": gated, "TOP_K": 8, "ROWS": rows, "WEIGHT_FIRST": tiling.weight_first, "BLOCK_N": tiling.columns, "GROUP": group,
+        "TOGETHER": int4.SPANS[group] // int4.BLOCK, "STAGES": tiling.stages, "EVEN": True, "NATIVE": True,
+    }  # fmt: skip
+    asked = {"types": types | {"source": "*i32", "tiles": "*i32"}, "constants": constants, "target": target}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        input=json.dumps(asked | {"warps": tiling.warps}),
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["shared"] <= shared_kib * 1024
+    assert "local_alloc %" not in found["text"]
 
 
 @pytest.mark.gpu

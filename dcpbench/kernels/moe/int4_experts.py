@@ -1,8 +1,8 @@
 """Experts of one rank over int4 weights and bf16 rows (W4A16), for decode batches and for prompts.
 
 The steps are those of decode_experts.py; a program unpacks a block of weights (kernels/int4.py) in registers and multiplies it. Hidden rows
-are in bf16, and so are unpacked weights: their product with the scale is rounded once. The kernel has not run on a GPU yet; tilings are those
-of the bf16 kernel or smaller ones.
+are in bf16, and so are unpacked weights: their product with the scale is rounded once. The kernel has been compiled for Hopper, and has not
+run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dcpbench.kernels.int4 import BLOCK, SPANS, Int4, dequantize, unpack_block
 from dcpbench.kernels.moe.decode_experts import MAX_ASSIGNMENTS, Plan, plan_product
 from dcpbench.kernels.moe.prefill_experts import merge_expert_outputs, sort_by_expert, split_tiles
 
+FEW_ROWS = 16
+"""Rows of a tile up to which they are the first operand, of an mma.sync that has no rows of padding."""
 PROMPT_ROWS = 64
 """Rows of a tile with more than MAX_ASSIGNMENTS assignments."""
 
@@ -92,9 +94,9 @@ def _product_kernel(
     columns,
     depth,
     spans,
+    most_tiles,
     GATED: tl.constexpr,
     TOP_K: tl.constexpr,
-    TILES: tl.constexpr,
     ROWS: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -110,7 +112,7 @@ def _product_kernel(
     expert = tl.load(tiles + tile)
     if (expert < 0) | (expert >= experts):
         return
-    begin, end = tl.load(tiles + TILES + tile), tl.load(tiles + 2 * TILES + tile)
+    begin, end = tl.load(tiles + most_tiles + tile), tl.load(tiles + 2 * most_tiles + tile)
     row = begin + tl.arange(0, ROWS)
     live = row < end
     read = tl.load(source + row, mask=live, other=0) // TOP_K if GATED else tl.where(live, row, begin)
@@ -153,10 +155,14 @@ def plan_products(ids_Tk: torch.Tensor, first: int, local: int) -> Plan:
 
 
 def choose_tiling(rows: int, *, gated: bool) -> Tiling:
-    """Return the tiling of a product for tiles of `rows` rows: a guess from the bf16 kernel's, not measured."""
+    """Return the tiling of a product for tiles of `rows` rows: among those near the bf16 kernel's that with the fewest instructions
+    per number in code compiled for Hopper. It has not been measured; `python -m tools.int4_tilings` compares tilings.
+    """
     if rows >= PROMPT_ROWS:
         return Tiling(columns=128, stages=3, warps=8)
-    return Tiling(columns=64, stages=4, warps=4) if gated else Tiling(columns=128, stages=3, warps=4)
+    few = rows <= FEW_ROWS
+    columns, stages = (64, 4) if gated else (128, 3)
+    return Tiling(columns=columns, stages=stages, warps=4, weight_first=not few)
 
 
 def compute_product(
@@ -178,9 +184,9 @@ def compute_product(
         columns,
         depth,
         weight.scale.shape[1],
+        plan.tiles.stride(0),
         GATED=gated,
         TOP_K=top_k,
-        TILES=plan.tiles.stride(0),
         ROWS=plan.rows,
         WEIGHT_FIRST=chosen.weight_first,
         BLOCK_N=chosen.columns,
