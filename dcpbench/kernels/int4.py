@@ -22,20 +22,16 @@ import triton.language as tl
 
 from dcpbench.models.weight_formats import INT4_GROUPS
 
-BLOCK = 128
-"""Columns of a block: four parts, of which each word has one number."""
-WORDS = BLOCK // 4
-"""Words of a row in a block, and columns of a part."""
+BLOCK = 128  # columns of a block: four parts, of which each word has one number
+WORDS = BLOCK // 4  # words of a row in a block, and columns of a part
 SPANS = dict(zip(INT4_GROUPS, (BLOCK, 2 * BLOCK), strict=True))
 """Columns of a word of scales, by the columns of a group. A part of a block has a single scale in both."""
-ZERO = 8
-"""Stored number of q = 0."""
-STEPS = 7.5
-"""Largest |weight| of a group over its scale, as compressed-tensors computes scales of 16 symmetric steps."""
-DEVIATION = (21.5 * 13 / 12) ** 0.5
-"""Root mean square of uniform integers from −8 to 7, times uniform scales from 0.5 to 1.5."""
-MIN_SCALE = 2.0**-100
-"""Lower bound of a scale, so that a group of zeros has one that does not underflow."""
+ZERO = 8  # stored number of q = 0
+STEPS = 7.5  # largest |weight| of a group over its scale, as compressed-tensors computes scales of 16 symmetric steps
+DEVIATION = (
+    21.5 * 13 / 12
+) ** 0.5  # root mean square of uniform integers from −8 to 7, times uniform scales from 0.5 to 1.5
+MIN_SCALE = 2.0**-100  # lower bound of a scale, so that a group of zeros has one that does not underflow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,10 +40,8 @@ class Int4:
 
     data: torch.Tensor
     scale: torch.Tensor
-    group: int
-    """Columns per scale: one of INT4_GROUPS."""
-    depth: int
-    """K, a multiple of `group`."""
+    group: int  # columns per scale: one of INT4_GROUPS
+    depth: int  # K, a multiple of `group`
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 class Mark(NamedTuple):
     """Marker that a norm writes when it begins, which shows the host the progress of a step, also within a graph."""
 
-    at: torch.Tensor
-    """int32 [1], in pinned host memory if there is a GPU."""
+    at: torch.Tensor  # int32 [1], in pinned host memory if there is a GPU
     number: int
 
 

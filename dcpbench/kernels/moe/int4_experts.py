@@ -19,10 +19,8 @@ from dcpbench.kernels.int4 import BLOCK, SPANS, Int4, dequantize, unpack_block
 from dcpbench.kernels.moe.decode_experts import MAX_ASSIGNMENTS, Plan, plan_product
 from dcpbench.kernels.moe.prefill_experts import merge_expert_outputs, sort_by_expert, split_tiles
 
-FEW_ROWS = 16
-"""Rows of a tile up to which they are the first operand, of an mma.sync that has no rows of padding."""
-PROMPT_ROWS = 64
-"""Rows of a tile with more than MAX_ASSIGNMENTS assignments."""
+FEW_ROWS = 16  # rows of a tile up to which they are the first operand, of an mma.sync that has no rows of padding
+PROMPT_ROWS = 64  # rows of a tile with more than MAX_ASSIGNMENTS assignments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +30,7 @@ class Tiling:
     columns: int
     stages: int
     warps: int
-    weight_first: bool = True
-    """True if weights are the first operand, so that the rows are the narrow side of a wgmma."""
+    weight_first: bool = True  # True if weights are the first operand, so that the rows are the narrow side of a wgmma
 
 
 @triton.jit
