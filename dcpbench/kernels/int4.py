@@ -28,9 +28,7 @@ SPANS = dict(zip(INT4_GROUPS, (BLOCK, 2 * BLOCK), strict=True))
 """Columns of a word of scales, by the columns of a group. A part of a block has a single scale in both."""
 ZERO = 8  # stored number of q = 0
 STEPS = 7.5  # largest |weight| of a group over its scale, as compressed-tensors computes scales of 16 symmetric steps
-DEVIATION = (
-    21.5 * 13 / 12
-) ** 0.5  # root mean square of uniform integers from −8 to 7, times uniform scales from 0.5 to 1.5
+DEVIATION = (21.5 * 13 / 12) ** 0.5  # root mean square of integers from −8 to 7, times scales from 0.5 to 1.5
 MIN_SCALE = 2.0**-100  # lower bound of a scale, so that a group of zeros has one that does not underflow
 
 
