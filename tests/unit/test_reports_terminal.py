@@ -48,7 +48,7 @@ class TestFitting:
     def test_where_there_is_room_marks_are_words(self) -> None:
         """17 + (5 + 3) + (4 + 3) + (4 + 3) + (12 + 3): two spaces more than one between columns."""
         assert shown(TABLE, 54)[1:4:2] == [
-            "layout              tok/s    p99   /GPU   marks",
+            "layout              tok/s    p99   /GPU   warnings",
             "tp4                 1,234   12.5    308   noisy, drift",
         ]
 
