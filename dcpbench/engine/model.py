@@ -19,7 +19,7 @@ from dcpbench.engine.weights import Moe
 from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
 from dcpbench.hangs import heartbeats
 from dcpbench.kernels import moe
-from dcpbench.kernels.block_scaled import Rows, Scaled, needs_quantized_input, quantize_rows
+from dcpbench.kernels.block_scaled import Rows, needs_quantized_input, quantize_rows
 from dcpbench.kernels.kv_indices import Share
 from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.linear import apply_linear
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dcpbench.engine.piecewise_graph import StepBuffers
     from dcpbench.engine.prefill import PrefillPlan
     from dcpbench.engine.synthetic import RouterInputs
-    from dcpbench.engine.weights import Mlp, Weights
+    from dcpbench.engine.weights import ExpertLinear, Mlp, Weights
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
     from dcpbench.models.shapes import ModelShape
     from dcpbench.points.layout import GroupWide, Layout
@@ -264,7 +264,7 @@ class Model:
         residual_BD: torch.Tensor,
         weight_D: torch.Tensor,
         number: int,
-        feeds: torch.Tensor | Scaled | None,
+        feeds: ExpertLinear | None,
         *,
         keep: bool,
     ) -> torch.Tensor | Rows:

@@ -19,9 +19,9 @@ from dcpbench.errors import (
     format_install_hint,
 )
 from dcpbench.models.shapes import NOPE, ROPE, VALUE
-from dcpbench.models.weight_formats import PAPER_FORMATS
+from dcpbench.models.weight_formats import FORMATS, INT4, INT4_GROUPS
 from dcpbench.plan.command_line import format_retyped_command, retype_command
-from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit
+from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit, find_split_block
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.budget import (
@@ -124,7 +124,7 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
         _check_exchange(point, machine)
     if probe.device == "cuda":
         _check_gpu_kernels(point, shape)
-        _check_kernel_limits(point, shape, probe)
+    _check_kernel_limits(point, shape, probe)
     if point.load:
         _check_load(point, point.load, shape, probe)
     else:
@@ -147,9 +147,11 @@ def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
 
 def find_live_limit(shape: ModelShape, weights_dtype: str) -> str | None:
     """Return why the engine does not compute a model with weights of a format; None if it does."""
-    if weights_dtype in PAPER_FORMATS:
+    if weights_dtype in FORMATS and not shape.get_weight_format(weights_dtype).engine:
+        groups = " or ".join(map(str, INT4_GROUPS))
+        but = f" but experts alone, symmetric in groups of {groups}" if weights_dtype == INT4 else ""
         return (
-            f"the engine has no kernels for {weights_dtype} weights; with --weights-dtype fp8 or bf16 it measures the same layers in that "
+            f"the engine has no kernels for {weights_dtype} weights{but}; with --weights-dtype fp8 or bf16 it measures the same layers in that "
             "precision"
         )
     if shape.indexer:
@@ -480,7 +482,10 @@ def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
 
 
 def _check_kernel_limits(point: Point, shape: ModelShape, probe: Probe) -> None:
-    limit = find_kernel_limit(point, shape, probe)
+    if probe.device == "cuda":
+        limit = find_kernel_limit(point, shape, probe)
+    else:  # the CPU splits blocks of fp8, and no groups of int4
+        limit = find_split_block(point, shape) if point.weights_precision == INT4 else None
     if limit is not None:
         raise UsageError(limit.format_for_sweep())
 
