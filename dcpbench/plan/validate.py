@@ -59,6 +59,7 @@ from dcpbench.points.names import (
 from dcpbench.points.point import OPTIONS
 from dcpbench.points.sizes import format_size, format_size_up
 from dcpbench.serving.loads import compute_extent
+from dcpbench.serving.stage_steps import check_stages
 from dcpbench.serving.step_times import read_step_times
 from dcpbench.show.text import format_count, format_list
 
@@ -104,7 +105,9 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     """Raise an error that names the options to use instead, unless the point can run."""
     probe = machine.probe
     if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
-        load_step_times(settings.step_times).check_point(point, settings.step_times)
+        times = load_step_times(settings.step_times)
+        times.check_point(point, settings.step_times)
+        check_stages(times, point)
         if machine.nnodes > 1:
             raise UsageError("--step-times are replayed by one process on one machine; leave --nodes out.")
     if probe.device == "cpu":
@@ -138,10 +141,16 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
 
 def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
     """Raise UsageError unless the engine computes the model with its weights; replays with given step times need no engine."""
-    if point.layout.gpus > point.tp:
+    if point.layout.gpus > point.tp and not (point.load and point.load.mode == REPLAY):
         raise UsageError(
             f"{point.instance_name}: the engine runs no pipeline stages and no prefill context parallelism. To plan them, add --dry-run, "
-            "or use dcpbench recommend; to measure them, start an engine in this layout and use dcpbench server --url."
+            "or use dcpbench recommend; to replay requests, use dcpbench serve --mode replay; to measure them, start an engine in this "
+            "layout and use dcpbench server --url."
+        )
+    if point.layout.gpus > point.tp and not settings.step_times:
+        raise UsageError(
+            f"{point.instance_name}: steps over stages are estimated from measured steps of the layout without them; measure these with "
+            "--mode replay and without --stages, and add --step-times with the file below step-times/ of that run."
         )
     reason = None if settings.step_times else find_live_limit(shape, point.weights_dtype)
     if reason is not None:

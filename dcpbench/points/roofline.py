@@ -432,6 +432,12 @@ def compute_step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str,
     return found
 
 
+def compute_local_us(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> float:
+    """Return the floor of a step in µs without calls between ranks; work with an unknown limit takes no time."""
+    works = ((times, work) for _, times, work in iter_phase_works(sharding, step) if not work.barriers)
+    return sum(times * (compute_floor_us(work, limits) or 0.0) for times, work in works)
+
+
 def compute_step_matmul_s(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> float | None:
     """Return the seconds that operations of a step take on rank 0 at the matrix rates, each at the rate of its
     operands.

@@ -25,5 +25,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Load.requests."""
     trace_path: str = ""
     """--requests: absolute path of the file that Load.trace names."""
+    micro_batches: int = 0
+    """--stages micro-batches: number in flight over pipeline stages; 0: as many as there are stages."""
     step_times: str = ""
     """--step-times: absolute path of the file with the step times of a replay; empty if the replay measures them."""

@@ -401,6 +401,17 @@ class InstanceMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Time waited for both links and for a free decode instance, in ms."""
 
 
+class StageMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold the metrics of pipeline stages and prefill context parallelism, in replay."""
+
+    micro_batches: Count
+    """Maximum number of micro-batches in flight; 1 without pipeline stages."""
+    bubble_share: Number
+    """Share of the steps' time in which the mean stage has no work."""
+    step_times: str
+    """How the times of steps over stages were estimated."""
+
+
 FROM_TPOT = "tpot"
 """Value of `ServeMetrics.tok_s_per_user_from` for 1000 / median TPOT in ms."""
 
@@ -489,6 +500,7 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     turns: list[TurnMetrics] = []
     """Metrics by turn; empty for single-turn requests."""
     instances: InstanceMetrics | None = None
+    stages: StageMetrics | None = None
     """Metrics of several instances; null for a single one."""
     samples_file: str = ""
     """Parquet file in the folder of the records, with one row per request."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -39,6 +40,20 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as end:
         cli.main([*words])
     return int(end.value.code or 0), *capsys.readouterr()
+
+
+def simulate_round(stages: Sequence[float], hop: float, micro_batches: int) -> float:
+    """Duration of a round: micro-batches circulate, and a stage takes them one at a time, in order, until each round takes as long."""
+    free, ready = [0.0] * len(stages), [0.0] * micro_batches
+    ends = []
+    for _ in range(40 * len(stages) * micro_batches):
+        for job in range(micro_batches):
+            for index, us in enumerate(stages):
+                free[index] = ready[job] = max(ready[job], free[index]) + us
+                ready[job] += hop if index + 1 < len(stages) else 0
+        ends.append(ready[-1])
+    rounds = len(ends) // 2
+    return (ends[-1] - ends[-1 - rounds]) / rounds
 
 
 class TestLayers:
@@ -149,17 +164,7 @@ class TestRounds:
         micro_batches=st.integers(1, 8),
     )
     def test_a_round_is_that_of_stages_simulated_one_by_one(self, stages, hop, micro_batches):
-        """Micro-batches circulate; a stage takes them one at a time, in order. After enough rounds each takes as long."""
-        free, ready = [0] * len(stages), [0] * micro_batches
-        ends = []
-        for _ in range(40 * len(stages) * micro_batches):
-            for job in range(micro_batches):
-                for index, us in enumerate(stages):
-                    free[index] = ready[job] = max(ready[job], free[index]) + us
-                    ready[job] += hop if index + 1 < len(stages) else 0
-            ends.append(ready[-1])
-        rounds = len(ends) // 2
-        us = (ends[-1] - ends[-1 - rounds]) / rounds
+        us = simulate_round(stages, hop, micro_batches)
         assert compute_round(stages, [hop] * (len(stages) - 1), micro_batches).us == pytest.approx(us, rel=0.02)
 
     def test_one_stage_has_no_bubble(self):
