@@ -50,6 +50,7 @@ from dcpbench.points.names import (
     LIBRARIES,
     NO_EXCHANGE,
     OVER_FP8,
+    PCP_EXCHANGE,
     REGISTERED,
     REPLAY,
     SYNTHETIC,
@@ -59,7 +60,7 @@ from dcpbench.points.names import (
 from dcpbench.points.point import OPTIONS
 from dcpbench.points.sizes import format_size, format_size_up
 from dcpbench.serving.loads import compute_extent
-from dcpbench.serving.stage_steps import check_stages
+from dcpbench.serving.stage_steps import check_stages, make_measured_point
 from dcpbench.serving.step_times import read_step_times
 from dcpbench.show.text import format_count, format_list
 
@@ -106,13 +107,13 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     probe = machine.probe
     if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
         times = load_step_times(settings.step_times)
-        times.check_point(point, settings.step_times)
+        times.check_point(make_measured_point(point), settings.step_times)
         check_stages(times, point)
         if machine.nnodes > 1:
             raise UsageError("--step-times are replayed by one process on one machine; leave --nodes out.")
     if probe.device == "cpu":
         _check_cpu(point, shape, machine)
-    point.layout.check_model(shape, point.ep)
+    _check_layout(point, shape)
     here = not settings.step_times  # else the point has run, on ranks and by a wire that need not be here
     if here:
         _check_ranks(point, shape, machine)
@@ -137,6 +138,16 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
         check_decode_batch(point)
         check_positions(point.context + point.mtp, None, shape)
     _check_memory(point, settings, shape, probe)
+
+
+def _check_layout(point: Point, shape: ModelShape) -> None:
+    """Raise an error unless the model can take the layout, and the layout the exchange."""
+    point.layout.check_model(shape, point.ep)
+    if point.layout.spread.shared_kv > 1 and point.exchange != PCP_EXCHANGE:
+        raise UsageError(
+            f"--exchange {point.exchange} with --dcp over --stages pcp={point.pcp}: outputs are summed on all of these ranks, as in vLLM; "
+            f"use --exchange {PCP_EXCHANGE}."
+        )
 
 
 def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:

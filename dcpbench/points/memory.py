@@ -349,7 +349,7 @@ def compute_window_bytes(
     """
     heads = 0 if shape.gqa else shape.heads // layout.attn_tp
     row = shape.compute_kv_width(layout.attn_tp)
-    travels = 2 * row + -(-row // layout.dcp) if layout.dcp > 1 else 0
+    travels = 2 * row + -(-row // layout.kv_ranks) if layout.kv_ranks > 1 else 0
     each = 2 * heads * shape.head_width + row
     return tokens * (each * itemsize + travels * (kv_itemsize or itemsize))
 

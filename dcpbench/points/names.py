@@ -13,6 +13,8 @@ REGISTERED = "ag_rs_registered"
 """The exchange ag_rs in memory that NCCL has registered."""
 EXCHANGES = ("ag_rs", "a2a", "symm", REGISTERED)
 """Values of --exchange; exchange/ implements them."""
+PCP_EXCHANGE = EXCHANGES[0]
+"""Exchange of DCP over PCP ranks, which sums outputs on all of them: vLLM's `cp_lse_ag_out_ar`."""
 AUTO_EXCHANGES = EXCHANGES[:-1]
 """Candidates of --exchange auto; the last exchange runs only if it is named."""
 OVER_FP8 = ("reference", "triton", "flashmla")

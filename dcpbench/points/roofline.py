@@ -526,7 +526,7 @@ def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None
     most = window or (s.indexer.top_k if s.indexer else None)
     rows = (max(n - back, 1) for n in step.decodes for back in range(step.queries)[::-1])
     seen = [n if most is None else min(n, most) for n in rows]
-    lengths = [compute_local_length(n, 0, layout.dcp, sharding.interleave) for n in seen]
+    lengths = [compute_local_length(n, 0, layout.kv_ranks, sharding.interleave) for n in seen]
     yield (
         "attention",
         compute_attention_work(
@@ -540,7 +540,12 @@ def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None
             step.queries,
         ),
     )
-    yield "merge", compute_merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.output_width, itemsize)
+    value = s.value if wide.value else s.output_width
+    if layout.shared_kv > 1:
+        yield "merge", compute_all_reduce_work(decodes * heads * value * itemsize, layout.kv_ranks)
+        yield "merge", compute_gather_work(layout.kv_ranks * decodes * heads * LSE_BYTES, layout.kv_ranks)
+    else:
+        yield "merge", compute_merge_work(decodes, heads, layout.dcp, value, itemsize)
 
 
 def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
@@ -554,7 +559,7 @@ def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[st
         return
     for name, product in memory.make_indexer_products(sharding.shape).items():
         yield "qkv_proj", sharding.get_linear_work(product, step.rows, QKV if name != "weights_proj" else "")
-    ranks = sharding.layout.dcp
+    ranks = sharding.layout.kv_ranks
     local_keys = [compute_local_length(n, 0, ranks, sharding.interleave) for n in step.decodes]
     keys = sum(local_keys)
     received = compute_candidate_bytes(indexer, local_keys * step.queries, ranks)
@@ -597,7 +602,7 @@ def _iter_prefill_works(sharding: Sharding, step: StepRows, window: int | None) 
     weights = s.latent * heads * (s.nope + s.value)
     numbers = tokens * sharding.row_width + weights + tokens * heads * (s.nope + s.rope + s.value)
     decompressed, attended = (tokens + stored) * weights, pairs * heads * (s.nope + s.rope + s.value)
-    yield "prefix_gather", compute_gather_work(stored * sharding.row_bytes, layout.dcp)
+    yield "prefix_gather", compute_gather_work(stored * sharding.row_bytes, layout.kv_ranks)
     yield "prefix_gather", compute_gather_work(sharding.pcp * tokens * sharding.row_width * itemsize, sharding.pcp)
     yield (
         "prefill",

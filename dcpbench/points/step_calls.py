@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 from dcpbench.points.comm_model import Seconds
 from dcpbench.points.layout import compute_local_length
-from dcpbench.points.roofline import compute_candidate_bytes, compute_exchanged_bytes
+from dcpbench.points.roofline import (
+    LSE_BYTES,
+    compute_candidate_bytes,
+    compute_exchanged_bytes,
+    compute_query_work,
+)
 
 if TYPE_CHECKING:
     from dcpbench.points.comm_model import Wire
@@ -31,17 +36,15 @@ def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str
         ("all-gather", dp, (dp - 1) / dp * rows.tokens * hidden, 1),
         ("reduce-scatter", dp, (dp - 1) / dp * rows.tokens * hidden, 1),
     ]
-    if layout.dcp > 1:
-        ranks, heads = layout.dcp, s.heads // layout.attn_tp * layout.dcp
-        both = compute_exchanged_bytes(exchange, decodes, heads, ranks, s.query_width, s.output_width, itemsize)
-        made.append((exchange, ranks, sum(both), 2))
-        stored = sum(prefix for _, prefix in rows.chunks)
+    ranks, stored = layout.kv_ranks, sum(prefix for _, prefix in rows.chunks)
+    if ranks > 1:
+        made += _list_exchange_calls(sharding, decodes, exchange)
         made.append(("all-gather", ranks, (ranks - 1) / ranks * stored * sharding.row_bytes, 1))
     layers = [s.layers] * len(made)
-    if s.indexer and layout.dcp > 1:
-        keys = [compute_local_length(length, 0, layout.dcp, sharding.interleave) for length in rows.decodes]
-        made.append(("all-gather", layout.dcp, compute_candidate_bytes(s.indexer, keys * rows.queries, layout.dcp), 1))
-        made.append(("all-gather", layout.dcp, (layout.dcp - 1) / layout.dcp * stored * s.indexer.key_bytes, 1))
+    if s.indexer and ranks > 1:
+        keys = [compute_local_length(length, 0, ranks, sharding.interleave) for length in rows.decodes]
+        made.append(("all-gather", ranks, compute_candidate_bytes(s.indexer, keys * rows.queries, ranks), 1))
+        made.append(("all-gather", ranks, (ranks - 1) / ranks * stored * s.indexer.key_bytes, 1))
         layers += [s.indexer.layers] * 2
     new = sum(tokens for tokens, _ in rows.chunks)
     made.append(("all-gather", sharding.pcp, (sharding.pcp - 1) * new * sharding.row_width * itemsize, 1))
@@ -57,3 +60,22 @@ def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str
                 high=before.high + times * each.high,
             )
     return found
+
+
+def _list_exchange_calls(sharding: Sharding, decodes: int, exchange: str) -> list[tuple[str, int, float, int]]:
+    """Return the calls around decode attention of a layer: (kind, ranks, received bytes, meetings).
+
+    DCP ranks in different PCP ranks hold the same heads, so that queries are gathered inside a PCP rank alone. As in vLLM, the
+    log-sum-exps of all DCP ranks are then gathered, and their scaled outputs summed on all of them.
+    """
+    s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
+    inner, ranks, heads = layout.dcp, layout.kv_ranks, s.heads // layout.attn_tp * layout.dcp
+    if layout.shared_kv == 1:
+        both = compute_exchanged_bytes(exchange, decodes, heads, ranks, s.query_width, s.output_width, itemsize)
+        return [(exchange, ranks, sum(both), 2)]
+    queries = compute_query_work(decodes, heads, inner, s.query_width, itemsize).received_bytes
+    return [
+        ("all-gather", inner, queries, 1),
+        ("all-gather", ranks, (ranks - 1) * decodes * heads * LSE_BYTES, 1),
+        ("all-reduce", ranks, 2 * (ranks - 1) / ranks * decodes * heads * s.output_width * itemsize, 1),
+    ]

@@ -48,8 +48,7 @@ def estimate_draft_steps(times: StepTimes, point: Point) -> tuple[StepTimes, str
             "dcpbench's engine that was measured with --mtp 0, or with these drafts."
         )
     gpu = find_gpu(times, point)
-    measured = msgspec.structs.replace(point, pp=1, pcp=1)  # stage_steps.py divides it into stages
-    ratios = DraftRatios(measured, get_limits(load_machine(gpu)))
+    ratios = DraftRatios(point, get_limits(load_machine(gpu)))
     cases = [
         msgspec.structs.replace(
             m,

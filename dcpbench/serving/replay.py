@@ -35,7 +35,7 @@ from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, find_war
 from dcpbench.serving.policies import make_scheduler
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import SchedulerConfig
-from dcpbench.serving.stage_steps import StagedTimes
+from dcpbench.serving.stage_steps import StagedTimes, make_measured_point
 from dcpbench.serving.step_model import Heat, compute_step_works
 from dcpbench.serving.step_times import PATH_AXES, read_step_times
 from dcpbench.serving.traffic import Traffic
@@ -260,8 +260,9 @@ def replay_point(
 
     Raise UsageError if the times belong to another engine than the point's, or do not cover its load.
     """
-    times, estimated = estimate_draft_steps(times, point)
-    times.check_point(point, file or "the step times")
+    measured = make_measured_point(point)
+    times, estimated = estimate_draft_steps(times, measured)
+    times.check_point(measured, file or "the step times")
     policy = (policy or times.engine.policy) if times.engine is not None else ""
     limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
 

@@ -22,6 +22,7 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.models import load_shape
 from dcpbench.points.cluster_specs import get_limits, load_machine
+from dcpbench.points.names import NO_EXCHANGE
 from dcpbench.points.pipeline import (
     Round,
     check_hosts,
@@ -44,6 +45,13 @@ if TYPE_CHECKING:
     from dcpbench.points.roofline import StepRows
     from dcpbench.serving.requests import Step
     from dcpbench.serving.step_times import Case, StepTimes
+
+
+def make_measured_point(point: Point) -> Point:
+    """Return the point with the layout whose steps are measured: without stages and PCP, and with DCP inside a PCP rank alone."""
+    inner = point.layout.spread.dcp
+    plain = {"dcp": inner} | ({"exchange": NO_EXCHANGE} if inner == 1 else {})
+    return msgspec.structs.replace(point, pp=1, pcp=1, **plain)
 
 
 def check_stages(times: StepTimes, point: Point) -> None:
@@ -121,7 +129,7 @@ class StagedTimes:
         found = []
         for replica, whole in zip(step.replicas, compute_step_works(step), strict=True):
             decodes = -(-whole.decodes // parts)
-            kv_tokens = round(whole.kv_tokens * decodes / whole.decodes) if decodes else 0
+            kv_tokens = round(whole.kv_tokens * decodes / whole.decodes / self.stages.shared_kv) if decodes else 0
             chunks = split_chunks([(c.tokens, c.start) for c in replica.chunks], parts * self.point.pcp)
             found.append(Work.from_requests(decodes, kv_tokens, chunks, whole.queries))
         return found
@@ -150,13 +158,18 @@ class _Stages:
         self.point, self.limits, self.wire = point, get_limits(machine), machine.wire.in_step
         self.shapes = make_stages(shape, point.pp)
         self.spread = Sharding.from_point(point, shape)
-        self.measured = Sharding.from_point(msgspec.structs.replace(point, pp=1, pcp=1), shape)
+        self.shared_kv = self.spread.layout.shared_kv
+        self.measured = Sharding.from_point(make_measured_point(point), shape)
 
     def estimate_ms(self, stage: int, case: Case, ms: float) -> float:
         """Return the time of a stage for a case that takes a measured step `ms`."""
         rows = case.compute_rows(self.point.dp, self.point.mtp + 1)
         prompts = sum(tokens for tokens, _ in rows.chunks)
-        gathered = dataclasses.replace(rows, tokens=rows.tokens + (self.point.pcp - 1) * prompts)
+        gathered = dataclasses.replace(
+            rows,
+            decodes=tuple(self.shared_kv * tokens for tokens in rows.decodes),
+            tokens=rows.tokens + (self.point.pcp - 1) * prompts,
+        )
         part = dataclasses.replace(self.spread, shape=self.shapes[stage])
         own = compute_local_us(part, gathered, self.limits)
         if stage == len(self.shapes) - 1:

@@ -14,7 +14,8 @@ from dcpbench.points.cluster_specs import load_machine
 from dcpbench.points.pipeline import compute_hop_bytes, make_stages
 from dcpbench.points.settings import Settings
 from dcpbench.serving.replay import replay_from_file
-from dcpbench.serving.stage_steps import StagedTimes, check_stages
+from dcpbench.serving.requests import ReplicaStep, Step
+from dcpbench.serving.stage_steps import StagedTimes, check_stages, make_measured_point
 from dcpbench.serving.step_model import Work
 from dcpbench.serving.step_times import get_engine_path, write_step_times
 from tests.unit import test_replay_point
@@ -136,6 +137,34 @@ class TestPrefillContextParallelism:
     def test_prompts_are_answered_earlier(self, tmp_path: Path) -> None:
         first = [replay(tmp_path, msgspec.structs.replace(PLAIN, pcp=pcp)).serve.ttft_ms.p50 for pcp in (2, 1)]
         assert first[0] < first[1]
+
+
+class TestDcpOverPcpRanks:
+    @pytest.mark.parametrize(("dcp", "inner"), [(2, 1), (8, 4)])
+    def test_the_measured_layout_has_dcp_inside_a_pcp_rank(self, dcp: int, inner: int) -> None:
+        """tp4·pcp2: over the 2 PCP ranks alone the measured layout is tp4, over all 8 ranks tp4·dcp4."""
+        measured = make_measured_point(msgspec.structs.replace(POINT, dcp=dcp, pcp=2))
+        assert (measured.tp, measured.dcp, measured.pcp) == (4, inner, 1)
+        assert measured.exchange == ("none" if inner == 1 else "ag_rs")
+
+    def test_a_rank_attends_to_its_half_of_the_tokens(self) -> None:
+        """8 requests of 4,000 tokens are measured steps of 2,000 tokens, with half of the experts and more calls."""
+        shared = StagedTimes(
+            step_times(path=get_engine_path(PLAIN)), msgspec.structs.replace(POINT, dcp=2, pcp=2, exchange="ag_rs")
+        )
+        step = Step(0, [ReplicaStep(decodes=[None] * 8, positions=[3999] * 8)])  # type: ignore[list-item]
+        assert shared._make_parts(step, 1) == [decode(8, 2000)]
+        assert stage(PLAIN, pcp=2)._make_parts(step, 1) == [decode(8)]
+
+    def test_a_replay_has_the_kv_of_all_ranks(self, tmp_path: Path) -> None:
+        point = msgspec.structs.replace(POINT, dcp=8, pcp=2)
+        times = step_times(path=get_engine_path(POINT))
+        write_step_times(tmp_path / "times.json", times)
+        plan = plan_engine([point], Settings(), SHAPES[point.model], times.make_probe())
+        found = replay_from_file(point, plan, tmp_path / "times.json", Settings(), tmp_path)
+        assert found.kv.capacity_tokens == (plan.pages - 1) * 64 * 8
+        assert found.serve.finished == 16
+        assert found.serve.stages.micro_batches == 1
 
 
 class TestRefusals:
