@@ -25,14 +25,8 @@ from dcpbench.points.roofline import Sharding, compute_local_us
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.point import Point
     from dcpbench.serving.step_times import Case, StepTimes
-
-
-def describe_measured_steps(shape: ModelShape) -> str:
-    """Return what measured steps with drafts leave out; empty if they are complete."""
-    return "measured, but steps with prompts do not run the layer that drafts" if shape.mtp_layers else ""
 
 
 def estimate_draft_steps(times: StepTimes, point: Point) -> tuple[StepTimes, str]:
@@ -41,7 +35,7 @@ def estimate_draft_steps(times: StepTimes, point: Point) -> tuple[StepTimes, str
     Raise UsageError for step times of another engine, or of steps with other drafts.
     """
     if times.path["mtp"] == point.mtp:
-        return times, describe_measured_steps(load_shape(point.model)) if point.mtp else ""
+        return times, ""
     if times.engine is not None or times.path["mtp"]:
         raise UsageError(
             f"--mtp {point.mtp}: these step times are of {'another engine' if times.engine else 'steps with other drafts'}; name a file of "
