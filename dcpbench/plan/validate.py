@@ -107,7 +107,9 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     probe = machine.probe
     if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
         times = load_step_times(settings.step_times)
-        times.check_point(make_measured_point(point), settings.step_times)
+        measured = make_measured_point(point)
+        staged = "" if measured == point else f", for steps of {measured.instance_name} in {point.instance_name}"
+        times.check_point(measured, f"{settings.step_times}{staged}")
         check_stages(times, point)
         if machine.nnodes > 1:
             raise UsageError("--step-times are replayed by one process on one machine; leave --nodes out.")
@@ -665,7 +667,7 @@ def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Pro
         if max_requests
         else f"Not even one request of {point.context} tokens fits."
     )
-    for layout in list_valid_layouts(shape, point.tp, point.ep):
+    for layout in list_valid_layouts(shape, point.tp, point.ep, point.pp, point.pcp):
         if layout.dp != point.dp or layout.dcp <= point.dcp:
             continue
         wider = msgspec.structs.replace(point, dcp=layout.dcp)

@@ -296,6 +296,21 @@ def test_stages_are_replayed_by_the_step_times_of_the_layout_without_them(
     assert "--stages 2,micro-batches=4" in build_command(staged.point, staged.measured_with, cpu=True)
 
 
+def test_dcp_over_pcp_ranks_is_replayed_by_the_step_times_of_dcp_inside_one(
+    call, step_times: Path, tmp_path: Path
+) -> None:
+    """All 4 ranks of a stage of tp2·pcp2 share the KV cache; the file is of tp2·dcp2."""
+    run = ["--mode", "replay", "--step-times", str(step_times), "--prefill", "policy=prefill-first"]
+    code, _, err = call(*run, "--stages", "pp=2,pcp=2", "--dcp", "4", "-o", str(tmp_path / "run"))
+    assert code == 0, err
+    (record,) = read_records(tmp_path / "run")
+    assert (record.outcome, record.point.layout_name) == ("ok", "tp2·dcp4·pp2·pcp2")
+    assert record.serve.output_tok_s_per_gpu == pytest.approx(record.serve.output_tok_s / 8)
+    code, _, err = call(*run, "--stages", "pcp=2", "--dcp", "2", "-o", str(tmp_path / "other"))
+    assert code == 2
+    assert "measured with --dcp 2 instead of 1" in err
+
+
 @pytest.mark.parametrize(
     ("mode", "why"),
     [
