@@ -263,7 +263,7 @@ class ServeEngine:
         ended = [chunk for chunk in mine.chunks if chunk.samples]
         most = max(len(r.decodes) + sum(chunk.samples for chunk in r.chunks) for r in step.replicas)
         if not most:
-            return MixedDrafts(None, self._to_device(np.zeros(0)))
+            return MixedDrafts(None, torch.empty(0, dtype=torch.int64, device=self.device))
         batch = self.engine.get_batch(most, self.engine.query_length)
         starts = [*mine.positions, *(chunk.stop - 1 for chunk in ended)]
         self.engine.plan_drafts(batch, [*mine.decodes, *ended], starts)
