@@ -193,7 +193,7 @@ def test_what_would_hold_a_reader_up_is_drawn_once_it_is_in_sight_and_says_so(
     page.wait_for_selector("html[data-drawn]")
     explore = page.locator("#chart-explore .chart")
     said = "getComputedStyle(document.querySelector('#chart-explore .chart'), '::before').content"
-    assert page.evaluate(said) == '"16 marks, drawn once they are in sight."'
+    assert page.evaluate(said) == '"16 markers, drawn when they are scrolled into view."'
     explore.scroll_into_view_if_needed()
     explore.locator(".main-svg").first.wait_for()
     assert page.evaluate(said) == "none"
@@ -241,7 +241,7 @@ def test_names_that_are_markup_are_shown_and_do_nothing(tmp_path: Path, visit: V
         fields = {"model": name, "backend": name, "exchange": name, "dtype": name}
         of = record_builder.point(Layout(4, 1, 4), **fields)
         records += [
-            record_builder.ok(of, steps=30, environment=environment, marks=[name]),
+            record_builder.ok(of, steps=30, environment=environment, warnings=[name]),
             msgspec.structs.replace(
                 serve_record_builder.served(serve_record_builder.point()),
                 point=serve_record_builder.point(**fields),

@@ -288,7 +288,7 @@ class TestData:
     def test_hostile_strings_stay_data(self, tmp_path: Path) -> None:
         of = record_builder.point(model=HOSTILE, backend=HOSTILE)
         where = dashboard_builder.environment(0, device=HOSTILE, driver=HOSTILE, git_commit=HOSTILE)
-        record = dashboard_builder.record(of, 0, environment=where, marks=[HOSTILE])
+        record = dashboard_builder.record(of, 0, environment=where, warnings=[HOSTILE])
         failed = record_builder.failed(record_builder.point(model="x" * 10_000_000), reason=HOSTILE)
         record_builder.write(tmp_path / "runs" / "a<b>", [record, failed])
         site.build(tmp_path / "runs", tmp_path / "site")
@@ -513,7 +513,7 @@ class TestLatestChanges:
         assert [index["runs"]["name"][step[k]] for k in ("before", "after")] == ["run-024", "run-025"]
         assert (step["points"], index["latest"]["more"]) == (1, 0)
         assert step["same_code"] == 0
-        assert (step["worse"], step["better"], step["untold"]) == (1, 0, 0)
+        assert (step["worse"], step["better"], step["omitted"]) == (1, 0, 0)
         (group,) = step["groups"]
         told = {index["measures"][row[0]]["id"]: row[4:7] for row in group["changes"]}
         assert len(told) == len(group["changes"]) > 1
@@ -540,7 +540,7 @@ class TestLatestChanges:
         site.build(tmp_path / "runs", tmp_path / "site")
         index = data(tmp_path / "site", "index")
         (step,) = index["latest"]["steps"]
-        assert (step["points"], step["worse"], step["better"], step["untold"]) == (16, 16, 0, 0)
+        assert (step["points"], step["worse"], step["better"], step["omitted"]) == (16, 16, 0, 0)
         assert [group["points"] for group in step["groups"]] == [1, 4, 4, 4, 3]
         assert {group["verdict"] for group in step["groups"]} == {"worse"}
         told = sum(row[1] for group in step["groups"] for row in group["changes"])
@@ -571,7 +571,7 @@ class TestLatestChanges:
         (step,) = data(tmp_path / "site", "index")["latest"]["steps"]
         assert (step["worse"], step["better"]) == (8, 8)
         assert [group["points"] for group in step["groups"]] == [1] * data_files.MAX_GROUPS
-        assert step["untold"] == 16 - data_files.MAX_GROUPS
+        assert step["omitted"] == 16 - data_files.MAX_GROUPS
 
     def test_a_group_tells_the_range_of_each_metric_and_of_how_many_points(self) -> None:
         """Three points, worse by 10 to 20 %; one of them has a metric more, and two a value that is not positive."""
@@ -661,8 +661,8 @@ def test_a_point_of_which_some_layers_were_cycled_says_so_in_the_index(tmp_path:
     of = record_builder.point()
     for run, held in enumerate((19, 14)):
         one = dashboard_builder.record(of, run)
-        honesty = msgspec.structs.replace(one.honesty, layers=61, layers_held=held)
-        record_builder.write(tmp_path / "runs" / f"{run}", [msgspec.structs.replace(one, honesty=honesty)])
+        conditions = msgspec.structs.replace(one.conditions, layers=61, layers_held=held)
+        record_builder.write(tmp_path / "runs" / f"{run}", [msgspec.structs.replace(one, conditions=conditions)])
     site.build(tmp_path / "runs", tmp_path / "site", tell=lambda _: None)
     index = data(tmp_path / "site", "index")
     (how,) = index["words"]["how"]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "examples" / "grafana-dashboard.json").read_text())
-UNITS = (
+UNITS = (  # words that end a gauge's name, so that nobody has to guess
     "seconds",
     "bytes",
     "tokens",
@@ -43,9 +43,8 @@ UNITS = (
     "steps",
     "preemptions",
     "layers",
-    "mark",
+    "warning",
 )
-"""Words that end a gauge's name, so that nobody has to guess."""
 
 
 def text(*points: MeasuredPoint) -> str:
@@ -100,15 +99,15 @@ class TestText:
 
     def test_marks_are_series_of_their_own_so_that_none_splits_another(self) -> None:
         """A point that throttled keeps its series, and one more says so, with the same labels and its mark."""
-        clean, marked = files.decoded(), files.decoded(marks=["throttled", "noisy"])
+        clean, marked = files.decoded(), files.decoded(warnings=["throttled", "noisy"])
         before, after = families(clean), families(marked)
         name = "dcpbench_step_seconds"
         (was,), (now,) = before[name].samples, after[name].samples
         assert was.labels == now.labels
-        assert [(s.labels, s.value) for s in after[prometheus.MARK].samples] == [
-            (now.labels | {"mark": mark}, 1) for mark in ("noisy", "throttled")
+        assert [(s.labels, s.value) for s in after[prometheus.WARNING].samples] == [
+            (now.labels | {"warning": name}, 1) for name in ("noisy", "throttled")
         ]
-        assert before[prometheus.MARK].samples == []
+        assert before[prometheus.WARNING].samples == []
 
     def test_precision_is_of_weights_and_kv_and_is_not_called_dtype(self) -> None:
         """`dtype` of records and tables is what is computed with."""

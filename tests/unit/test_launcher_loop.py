@@ -22,7 +22,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.records import disks
 from dcpbench.records.file import RecordFile, read_records
 from dcpbench.records.folder import FAILED_FILE
-from dcpbench.records.record import Record
+from dcpbench.records.record import Record, format_reason
 from tests.unit import serve_record_builder
 
 if TYPE_CHECKING:
@@ -206,8 +206,12 @@ def test_a_point_that_raises_is_recorded_with_its_error_and_the_others_are_measu
     records = launched([A, B, C], raising(B, "ValueError", "measure", A), measuring(C))
     assert [(r.point, r.outcome) for r in records] == [(A, "ok"), (B, "failed"), (C, "ok")]
     failed = records[1]
-    reason = "rank 1: ValueError: no such row. Read logs/tp2-0 in the run's folder, then try again with --resume"
-    assert (failed.reason, failed.marks, failed.started_at) == (reason, ["cpu"], "2025-11-25T12:00:00Z")
+    assert (failed.reason, failed.warnings, failed.started_at) == (
+        "rank 1: ValueError: no such row",
+        ["cpu"],
+        "2025-11-25T12:00:00Z",
+    )
+    assert failed.advice == "Read logs/tp2-0 in the run's folder, then try again with --resume"
     assert failed.detail == {
         "log": "logs/tp2-0",
         "stage": "measure",
@@ -220,7 +224,7 @@ def test_a_point_that_raises_is_recorded_with_its_error_and_the_others_are_measu
     assert [job.job.tag for job in launched.jobs] == ["tp2-0", "tp2-1"]
     assert [job.job.points for job in launched.jobs] == [[A, B, C], [C]]
     assert launched.stages() == [("done", 100), ("failed", 200), ("done", 300), ("end", None)]
-    assert [e.note for e in launched.seen if e.stage == "failed"] == [reason]
+    assert [e.note for e in launched.seen if e.stage == "failed"] == [format_reason(failed)]
 
 
 def test_sizes_have_jobs_of_their_own_in_the_order_of_their_first_points(launched: Launched) -> None:
@@ -236,6 +240,7 @@ def test_a_point_of_which_nothing_is_heard_is_hung_after_its_timeout(launched: L
     hung = records[0]
     assert (hung.outcome, records[1].outcome) == ("hung", "ok")
     assert str(hung.reason).startswith("no sign of life for 60 s in stage 'measure': ")
+    assert hung.cause == "no sign of life for 60 s in stage 'measure'"
     assert hung.detail["evidence"] == "hangs/tp2-0-0"
     assert "moe" in hung.detail["stacks_rank_0"]
     assert (launched.folder / "hangs" / "tp2-0-0" / "finding.json").exists()
@@ -271,7 +276,7 @@ def test_a_point_that_failed_is_begun_again_behind_the_others_as_often_as_asked(
     assert [job.job.points for job in launched.jobs] == [[A, B, C], [B, C, A], [C, A, B]]
     told = [s for s in launched.stages() if s[0] != "end"]
     assert told == [("again", 100), ("again", 200), ("done", 300), ("done", 100), ("failed", 200)]
-    assert str(records[-1].reason).endswith("then try again with --resume --timeout retries=2")
+    assert str(records[-1].advice).endswith("then try again with --resume --timeout retries=2")
 
 
 def test_an_error_that_says_what_to_type_is_not_met_again(launched: Launched) -> None:
@@ -381,7 +386,7 @@ def test_a_rank_that_ends_without_a_word_is_named_with_how(launched: Launched, c
             yield
 
     (record,) = launched([A], script)
-    assert record.reason == f"{told}. Read logs/tp2-0 in the run's folder, then try again with --resume"
+    assert format_reason(record) == f"{told}. Read logs/tp2-0 in the run's folder, then try again with --resume"
     assert (record.detail["exit_code"], record.detail["log_tail"]) == (str(code), "rank-1.log:\nof rank 1")
     assert launched.clock.now == pytest.approx(1000 + launcher.GRACE_S, abs=2 * launcher.POLL_S)
     assert launched.jobs[0].killed
@@ -397,7 +402,7 @@ def test_where_torchrun_was_killed_it_is_named_and_none_of_its_ranks(launched: L
         return -9
 
     (record,) = launched([A], script)
-    assert str(record.reason).startswith("torchrun itself was ended by signal 9 (SIGKILL), and its ranks with it.")
+    assert record.reason == "torchrun itself was ended by signal 9 (SIGKILL), and its ranks with it"
 
 
 ROOT_CAUSE = """\
@@ -438,7 +443,7 @@ def test_a_rank_that_was_ended_with_what_kept_account_of_it_is_named_and_its_poi
         return 1
 
     first, second = launched([A], script, measuring(A), retries=1)
-    assert str(first.reason).startswith(f"{told}. Read logs/tp2-0")
+    assert format_reason(first).startswith(f"{told}. Read logs/tp2-0")
     assert (first.outcome, second.outcome) == ("failed", "ok")
 
 
@@ -559,7 +564,7 @@ def test_a_point_that_verify_cannot_check_is_in_no_sweeps_records(launched: Laun
         launched([A], raising(A, stage="check"), kind="verify")
     (line,) = (launched.folder / FAILED_FILE).read_bytes().splitlines()
     record = msgspec.json.decode(line, type=Record)
-    assert record.reason == "rank 1: ValueError: no such row. Read logs/tp2-0 in the run's folder"
+    assert format_reason(record) == "rank 1: ValueError: no such row. Read logs/tp2-0 in the run's folder"
 
 
 def test_a_check_has_the_timeout_and_a_sweeps_measuring_and_profiling_do() -> None:

@@ -69,7 +69,7 @@ def timed(sample_ms: float = 1.0, host_ms: float = 0.0, floor_ms: float = 0.0) -
 
 
 def entries(count: int) -> None:
-    refuse(checks._check_entry_counts(msgspec.structs.replace(RECORD, marks=["m"] * count)))
+    refuse(checks._check_entry_counts(msgspec.structs.replace(RECORD, warnings=["m"] * count)))
 
 
 def ranks(degree: int) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import msgspec
 
 DOCS = Path(__file__).parents[2] / "docs"
-EXPORTED = [
+EXPORTED = [  # columns that others read: they keep their names and their order, and new ones come behind or between
     "output_tok_s",
     "output_tok_s_per_gpu",
     "tok_s_per_user",
@@ -73,8 +73,7 @@ EXPORTED = [
     "decode_steps",
     "decode_batch",
 ]
-"""Columns that others read: they keep their names and their order, and new ones come behind or between."""
-OPTIONS = [
+OPTIONS = [  # what scripts type at --fail-on and --metric
     "slower",
     "tok_s",
     "itl_p50",
@@ -91,7 +90,6 @@ OPTIONS = [
     "memory",
     "syncs",
 ]
-"""What scripts type at --fail-on and --metric."""
 
 
 def kinds(struct: type[msgspec.Struct], name: str) -> set[Any]:

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
     from dcpbench.records.record import Record
 
-DCP = Layout(8, 1, 2)
-"""Whose degrees can each take another value alone."""
-OTHER: dict[str, Any] = {
+DCP = Layout(8, 1, 2)  # whose degrees can each take another value alone
+OTHER: dict[str, Any] = {  # another value of each field of a point but its load
     "model": "deepseek-v3",
     "tp": 4,
     "dp": 2,
@@ -66,8 +65,7 @@ OTHER: dict[str, Any] = {
     "prefill_gpus": 16,
     "repeat": 1,
 }
-"""Another value of each field of a point but its load."""
-OTHER_LOAD: dict[str, Any] = {
+OTHER_LOAD: dict[str, Any] = {  # another value of each field of a load
     "mode": "replay",
     "requests": 97,
     "arrival": "trace",
@@ -93,14 +91,11 @@ OTHER_LOAD: dict[str, Any] = {
     "prefill": "flashinfer",
     "seed": 7,
 }
-"""Another value of each field of a load."""
 WHAT_IS_RUN = ("workload", "concurrency", "context", "load", "repeat")
 """Of a point, what is run; the rest is what runs it."""
 DEPLOYED = tuple(axis.name for axis in select_point_axes(Role.DEPLOYED))
-ASSUMED = tuple(axis.name for axis in select_point_axes(Role.ASSUMED))
-"""Which instances of an engine there are."""
-SENDS = {"transfer_gb_s": 25.0, "transfer_ms": 1.0}
-"""Of points whose KV crosses; others say nothing of it."""
+ASSUMED = tuple(axis.name for axis in select_point_axes(Role.ASSUMED))  # which instances of an engine there are
+SENDS = {"transfer_gb_s": 25.0, "transfer_ms": 1.0}  # of points whose KV crosses; others say nothing of it
 HOW_EXCHANGED = tuple(axis.name for axis in select_point_axes(Role.EXCHANGE))
 IMPORTED = ("settings", "pp", "pcp", "prefill_gpus")
 """Fields of an imported server: our own points have none of them, and no command sets them."""

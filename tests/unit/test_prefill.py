@@ -20,8 +20,7 @@ from tests.unit.prefill_builder import Prompt, decoded, prompt_tokens, step
 LENGTH = 24
 PAGE = 2
 LIMIT = 1e-4
-TOKENS = 48
-"""Of a step."""
+TOKENS = 48  # of a step
 
 
 def engine_and_prefiller(window: int = 64, **options):

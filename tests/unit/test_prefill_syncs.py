@@ -17,15 +17,13 @@ from dcpbench.serving.requests import Chunk
 from dcpbench.syncs.dry_run import DryRun, dry_run
 from tests.unit.engine_builder import alone, layers, shape_like_tiny
 
-SHAPE = shape_like_tiny(layers=2, first_dense=2)
-"""Experts in fp32 are a reference that waits."""
+SHAPE = shape_like_tiny(layers=2, first_dense=2)  # experts in fp32 are a reference that waits
 ONE = Layout(1)
 CHUNKS = [Chunk(None, 1, 8, 20, samples=True), Chunk(None, 2, 0, 3, samples=True), Chunk(None, 3, 4, 6, samples=True)]
 """12 tokens behind 8 stored ones, a prompt of 3, and 2 behind 4."""
 WINDOWS = {6: [[6, 2], []], 12: [[]]}
 """By their size: the first prompt by itself in two, the others in one call; or all of them."""
-ROWS = 17 + 3
-"""Three are padding."""
+ROWS = 17 + 3  # three are padding
 
 
 def step(device: torch.device, window: int, run: DryRun | None = None) -> torch.Tensor:

@@ -609,7 +609,7 @@ def test_a_run_on_a_cpu_is_left_out_with_what_to_type_instead() -> None:
     """It is left out although its model is not the one of the query; a run in which all points failed is named, too."""
     run = read_run(DECODED)
     first = next(r for r in run.records if r.outcome == "ok")
-    tiny = msgspec.structs.replace(first, marks=["cpu"], point=msgspec.structs.replace(first.point, model="tiny"))
+    tiny = msgspec.structs.replace(first, warnings=["cpu"], point=msgspec.structs.replace(first.point, model="tiny"))
     asked = dataclasses.replace(ask("H200"), loads=((8, 4000, None), (32, 4000, None)), kv_memory="40 GB")
     found, (note,) = advise._select_records(
         asked, advise.Evidence(runs=[dataclasses.replace(run, records=[tiny, tiny])])
@@ -835,7 +835,7 @@ def retyped(words: str, advice: str) -> list[str]:
 
 def test_where_nothing_fits_a_label_is_said_once() -> None:
     """Nothing is suggested for layouts that fit and have no forecast."""
-    large = advise.Refusal(advise.NO_ROOM, "its weights are large")
+    large = advise.Refusal(advise.LACKS_MEMORY, "its weights are large")
     small = dataclasses.replace(choice(), refused={"tp8": large}, instead=["--x"])
     assert answer_formats.format_answer(ask("H200"), [small]).endswith(
         "can be recommended: tp8: its weights are large; give --x."
@@ -956,7 +956,7 @@ def test_the_picture_names_layouts_as_the_table_does_and_marks_what_was_not_meas
 
 def test_layouts_that_would_fit_and_are_not_judged_stand_beside_the_answer() -> None:
     """They stand in the answer itself, as a reader of the first sentence alone took them for worse."""
-    unknown, large = advise.Refusal(advise.OTHER, "no call was measured."), advise.Refusal(advise.NO_ROOM, "large")
+    unknown, large = advise.Refusal(advise.OTHER, "no call was measured."), advise.Refusal(advise.LACKS_MEMORY, "large")
     known = dataclasses.replace(choice(100.0), refused={"tp8": unknown, "tp2": large})
     assert answer_formats.format_answer(ask("H200"), [known]).endswith(
         " tp8 could not be judged at every load (reasons below)."

@@ -42,7 +42,7 @@ TP, DCP, DP = Layout(2), Layout(2, 1, 2), Layout(2, 2)
 VLLM, SGLANG = "engine vllm 0.26.0", "engine sglang 0.5.17"
 OURS = {"attention": 1000.0, "qkv_proj": 300.0, "o_proj": 200.0, "moe": 1500.0, "norm": 100.0, "attn_reduce": 250.0}
 """Phases of a step of dcpbench in µs; 3,350 together, and 50 without a kernel."""
-THEIRS = {
+THEIRS = {  # parts of a step of vLLM in µs; 3,640 together, and 360 without a kernel
     "attention": 800.0,
     "projections": 1000.0,
     "experts": 1400.0,
@@ -51,7 +51,6 @@ THEIRS = {
     "all-reduce": 200.0,
     "unknown": 40.0,
 }
-"""Parts of a step of vLLM in µs; 3,640 together, and 360 without a kernel."""
 
 
 def profile(us: dict[str, float], idle_us: float, step_us: float | None = None) -> Phases:
@@ -81,9 +80,9 @@ def measure_ours(
     )
     environment = msgspec.structs.replace(build.GPU, device_count=2)
     record = build.ok(of, median_ms=ms, noise=0.0, environment=environment, started_at=f"{layout} {context} {ms}")
-    assert record.honesty is not None
-    honesty = msgspec.structs.replace(record.honesty, layers_held=61)
-    return msgspec.structs.replace(record, **({"phases": profile(us or OURS, 50), "honesty": honesty} | changes))
+    assert record.conditions is not None
+    conditions = msgspec.structs.replace(record.conditions, layers_held=61)
+    return msgspec.structs.replace(record, **({"phases": profile(us or OURS, 50), "conditions": conditions} | changes))
 
 
 def measure_server(
@@ -106,7 +105,7 @@ def measure_server(
         "origin": origin,
         "phases": profile(us or THEIRS, idle_us),
         "kv": None,
-        "honesty": None,
+        "conditions": None,
         "server": Server(
             engine=name,
             kv_capacity_tokens=9_000_000 * layout.dcp,
@@ -308,7 +307,7 @@ class TestSums:
         off = measure_server(phases=profile(THEIRS, 360.0, step_us=4400.0))
         report = read(tmp_path, [measure_ours()], [off])
         assert [row["sum / profiled step"] for row in read_table(report)] == ["100.0 %", "90.9 %*"]
-        assert dict(zip(report.points["run"], report.points["marks"], strict=True)) == {
+        assert dict(zip(report.points["run"], report.points["warnings"], strict=True)) == {
             "dcpbench": (),
             "vLLM 0.26.0": ("phases_differ",),
         }

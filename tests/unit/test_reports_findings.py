@@ -49,10 +49,10 @@ def test_repeats_become_one_row_with_their_median_envelope_and_spread(tmp_path: 
 
 def test_runs_as_repeats_are_one_run_whose_points_were_measured_twice(tmp_path: Path) -> None:
     """Medians 10 and 11 ms in two folders: one row, two repeats, 1 / 10.5 apart; what both reject is listed once."""
-    no_room = build.rejected(build.point(DCP))
+    lacks_memory = build.rejected(build.point(DCP))
     folders = [
-        build.write(tmp_path / "monday", [exact(build.point(TP), 10), no_room]),
-        build.write(tmp_path / "tuesday", [exact(build.point(TP), 11), no_room]),
+        build.write(tmp_path / "monday", [exact(build.point(TP), 10), lacks_memory]),
+        build.write(tmp_path / "tuesday", [exact(build.point(TP), 11), lacks_memory]),
     ]
     read = dataframes.load_frames(folders, as_repeats=True)
     (row,) = read.points.to_dict("records")

@@ -201,10 +201,10 @@ class TestWhichLayoutToTake:
     ) -> None:
         """The line below, on how to read the numbers, does not repeat them."""
         records = [
-            msgspec.structs.replace(record, honesty=msgspec.structs.replace(record.honesty, layers_held=layers))
+            msgspec.structs.replace(record, conditions=msgspec.structs.replace(record.conditions, layers_held=layers))
             for model, layers in zip(("deepseek-v3", "kimi-k2"), held, strict=True)
             for layout in (TP, DCP)
-            if (record := steps(layout, 8, 40, model=model)).honesty
+            if (record := steps(layout, 8, 40, model=model)).conditions
         ]
         read_ = read(tmp_path, *records)
         assert overview.format_answer(read_).startswith(f"On 4 × H200 ({words}), take ")
@@ -284,7 +284,7 @@ class TestNoAnswer:
 
     def test_a_layout_that_alone_fits_is_named_with_what_does_not(self, tmp_path: Path) -> None:
         text = said(tmp_path, steps(DCP, 8, 40), build.rejected(build.point(TP)))
-        assert "only tp4·dcp4 ran, as tp4 has no room in memory: at most 200 output tok/s" in text
+        assert "only tp4·dcp4 ran, as tp4 has too little memory: at most 200 output tok/s" in text
 
     def test_one_that_lacks_room_at_another_load_did_not_run_alone_for_that(self, tmp_path: Path) -> None:
         text = said(tmp_path, steps(TP, 8, 40), build.rejected(build.point(TP, concurrency=4096)))
@@ -305,11 +305,12 @@ class TestNoAnswer:
 
     def test_a_run_that_all_failed_says_on_what_and_the_commonest_reason_first(self, tmp_path: Path) -> None:
         """Two of three died alike, each with a log of its own, and behind the one that died otherwise."""
-        died = [f"rank 1 ended with exit code 7. Read logs/tp4-{n} in the run's folder" for n in range(2)]
-        reasons = ["rank 0: ValueError: no", *died]
+        reasons = ["rank 0: ValueError: no", *(2 * ["rank 1 ended with exit code 7"])]
         records = [
             msgspec.structs.replace(
-                build.failed(build.point(DCP, concurrency=n), reason), detail={"device": "NVIDIA H200"}
+                build.failed(build.point(DCP, concurrency=n), reason),
+                advice=f"Read logs/tp4-{n} in the run's folder",
+                detail={"device": "NVIDIA H200"},
             )
             for n, reason in enumerate(reasons, 1)
         ]
@@ -324,10 +325,13 @@ class TestNoAnswer:
 
     def test_points_that_hung_alike_share_a_reason_wherever_their_ranks_were(self, tmp_path: Path) -> None:
         """The sentence has what they share, the table what each was found at."""
-        hung = "no sign of life for 300 s in stage 'measure': rank {} is behind. Read logs/tp4-{} in the run's folder"
+        cause = "no sign of life for 300 s in stage 'measure'"
         records = [
             msgspec.structs.replace(
-                build.failed(build.point(DCP, concurrency=n), hung.format(n, n)), outcome="hung", detail={}
+                build.failed(build.point(DCP, concurrency=n), f"{cause}: rank {n} is behind"),
+                cause=cause,
+                outcome="hung",
+                detail={},
             )
             for n in (1, 2)
         ]
@@ -336,7 +340,7 @@ class TestNoAnswer:
         assert [row[3] for row in tables.build_others_table(found.others).rows] == ["4,000 × 1", "4,000 × 2"]
 
     def test_a_run_that_all_failed_on_a_cpu_is_marked_as_one(self, tmp_path: Path) -> None:
-        record = msgspec.structs.replace(build.failed(build.point(DCP)), marks=["cpu"])
+        record = msgspec.structs.replace(build.failed(build.point(DCP)), warnings=["cpu"])
         found = read(tmp_path, record)
         assert overview.format_answer(found).startswith("No point finished on a CPU (1 failed)")
         assert found.cpu

@@ -136,7 +136,7 @@ class TestReport:
         assert said in terminal(written / "run").replace("\n", " ")
 
     def test_a_run_of_served_points_has_no_section_of_decode(self, written: Path) -> None:
-        """No empty tables, no sentences about steps that nobody timed; KV, honesty and method are there."""
+        """No empty tables, no sentences about steps that nobody timed; KV, conditions and method are there."""
         text = (written / "report" / "report.md").read_text(encoding="utf-8")
         for title in ("Every point", "Where a step's time goes"):
             assert f"## {title}" not in text
@@ -188,7 +188,7 @@ class TestReport:
 
     def test_a_finished_point_without_metrics_has_dashes(self, tmp_path: Path) -> None:
         """Nothing is drawn, nothing is said, and nothing breaks."""
-        bare = msgspec.structs.replace(build.served(build.point(TP)), serve=None, kv=None, honesty=None)
+        bare = msgspec.structs.replace(build.served(build.point(TP)), serve=None, kv=None, conditions=None)
         folder = record_builder.write(tmp_path / "run", [bare])
         write_report([folder], tmp_path / "report")
         assert "| — | — |" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
@@ -409,7 +409,7 @@ class TestFindings:
     def test_what_was_cut_off_or_rejected_is_told(self, tmp_path: Path) -> None:
         """Stopped after a second: what waited longest is missing."""
         read = loaded(tmp_path, build.served(build.point(TP, 32), until_s=1.0))
-        assert "cut_off" in read.served["marks"][0]
+        assert "cut_off" in read.served["warnings"][0]
         assert "latencies look better than they were" in " ".join(explain.explain_absent_served(read.served))
 
 

@@ -48,7 +48,7 @@ class TestFitting:
     def test_where_there_is_room_marks_are_words(self) -> None:
         """17 + (5 + 3) + (4 + 3) + (4 + 3) + (12 + 3): two spaces more than one between columns."""
         assert shown(TABLE, 54)[1:4:2] == [
-            "layout              tok/s    p99   /GPU   marks",
+            "layout              tok/s    p99   /GPU   warnings",
             "tp4                 1,234   12.5    308   noisy, drift",
         ]
 
@@ -67,7 +67,7 @@ class TestFitting:
             "tp4       1,234  12.5   308  ab",
             "tp4·dcp4  99.50     —  24.9  b",
             "(triton)",
-            "marks: a noisy, b drift",
+            "warnings: a noisy, b drift",
         ]
 
     def test_then_columns_go_and_are_named(self) -> None:
@@ -79,7 +79,7 @@ class TestFitting:
             "tp4·dcp4 99.50    — b",
             "(triton)",
         ]
-        assert " ".join(shown(TABLE, 22)[6:]) == "left out, as it is narrow here: /GPU marks: a noisy, b drift"
+        assert " ".join(shown(TABLE, 22)[6:]) == "left out, as it is narrow here: /GPU warnings: a noisy, b drift"
 
     def test_a_word_of_any_length_does_not_push_numbers_out(self) -> None:
         table = FittedTable("t", ["m" * 100_000], [Column("tok/s", ["1,234"])])
@@ -197,7 +197,7 @@ def test_columns_stand_closer_where_that_makes_them_fit(width: int, between: int
     """Names of 8 letters, numbers of 5 and 1, marks of 12: 26, and three times what is between. Below, marks are letters."""
     wide = FittedTable("t", ["tp4·dcp4"], [Column("tok/s", ["99.50"]), Column("x", ["1"])], [["noisy", "drift"]])
     assert shown(wide, width)[-1] == (" " * between).join(["tp4·dcp4", "99.50", "1", "noisy, drift"])
-    assert shown(wide, 31)[-1] == "marks: a noisy, b drift"
+    assert shown(wide, 31)[-1] == "warnings: a noisy, b drift"
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,9 @@ def arguments(typed: str) -> tuple[list[Path], str, dict[str, bool]]:
     return [Path(w) for w in words if w != "--as-repeats"], out, {"as_repeats": "--as-repeats" in words}
 
 
-COMMITTED = [
+COMMITTED = [  # reports that a document links; the folder of another holds a picture at most
     (folder, typed) for folder, typed in LINES if (RESULTS / folder / arguments(typed)[1] / "points.csv").is_file()
 ]
-"""Reports that a document links; the folder of another holds a picture at most."""
 
 
 def test_the_reports_that_documents_link_are_committed() -> None:
