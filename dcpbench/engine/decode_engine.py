@@ -36,9 +36,11 @@ if TYPE_CHECKING:
 
 
 class HasSlot(Protocol):
-    """A request, of this engine or of a scheduler."""
+    """A request, of this engine or of a scheduler, or a chunk of its prompt."""
 
-    slot: int
+    @property
+    def slot(self) -> int:
+        """Return its slot in the table of requests."""
 
 
 @dataclasses.dataclass
