@@ -241,9 +241,7 @@ def list_merge_cases(options: BenchOptions) -> list[Case]:
 
 
 def list_linear_cases(options: BenchOptions) -> list[Case]:
-    """Return the linear layers of a model on one rank, at every number of rows, for the variants that support its
-    weights.
-    """
+    """Return the linear layers of a model on one rank, by number of rows, for the variants that support its weights."""
     shape = load_shape(options.typed["model"] or ("tiny" if options.cpu else "deepseek-v3"))
     usable = [
         name

@@ -247,8 +247,10 @@ def describe_best(found: pd.DataFrame) -> str:
 def count_winners(found: pd.DataFrame) -> str:
     """Return in how many loads each layout is the best: `tp4 in 3, no layout clearly in 1 and none within the SLO in 2`."""
     clear, meets = found["clear"].astype(bool), found["meets"].astype(bool)
-    more = launch_bands.BY_MORE if launch_bands.has_single_launches(found) else "clearly"
-    others = {f"no layout {more}": int((meets & ~clear).sum()), "none within the SLO": int((~meets).sum())}
+    others = {
+        f"no layout {launch_bands.format_clearly(found)}": int((meets & ~clear).sum()),
+        "none within the SLO": int((~meets).sum()),
+    }
     won = found[clear]["label"].value_counts().to_dict() | {what: n for what, n in others.items() if n}
     return format_list([f"{who} in {n}" for who, n in won.items()])
 
@@ -364,8 +366,7 @@ def _format_paying_loads(rows: pd.DataFrame) -> str:
     paying = within[within["verdict"].isin(findings.PAYS)]
     if paying.empty:
         top = within.sort_values("ratio", kind="stable").iloc[-1]
-        more = launch_bands.BY_MORE if launch_bands.has_single_launches(rows) else "clearly"
-        nowhere = "nowhere" if top["ratio"] <= 1 else f"nowhere {more}"
+        nowhere = "nowhere" if top["ratio"] <= 1 else f"nowhere {launch_bands.format_clearly(rows)}"
         return f"{nowhere} (at most {top['ratio']:.2f}× {top['rival']}, {top['label']} at {_format_loads([top])})"
     fastest = paying.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates("same_load")
     found = [r for _, r in fastest.sort_values("concurrency", kind="stable").iterrows()]

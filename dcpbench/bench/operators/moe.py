@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 LIMIT = 8e-3  # relative error past which a result is wrong: rounding it, and for gate-up its factors, to bf16
 CHECKED = 8  # number of experts with rows compared with fp64: the fullest, and others spread over all
 SLAB_ROWS = 64  # number of which the row count of DeepGEMM's slabs is a multiple
-SPREAD = 90.0
-"""Standard deviation of e4m3 numbers of weights: a block of a normal weight reaches 448 at five standard deviations."""
+SPREAD = 90.0  # standard deviation of e4m3 numbers of weights: 448, the largest, is at five of them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,9 +54,7 @@ class Sizes:
     requests: int
     weights: str = "bf16"  # format of the weights: `bf16` or `fp8`
     rows: str
-    """`uniform`: all experts have the same chance; `skewed`: expert i has a chance ∝ 1 / (i + 1); `few`: one in four is
-    drawn, the others have no row.
-    """
+    """`uniform`: equal chances; `skewed`: expert i has a chance ∝ 1 / (i + 1); `few`: only one in four is drawn."""
 
     @property
     def gated(self) -> bool:
@@ -77,8 +74,7 @@ class Inputs:
     """Tensors of one call, and their expected results."""
 
     sizes: Sizes
-    x: torch.Tensor
-    """gate-up: tokens [T, D]; down: rows [T·k, I], sorted by expert. For fp8 they are exactly representable in e4m3."""
+    x: torch.Tensor  # gate-up: tokens [T, D]; down: rows [T·k, I], sorted by expert; for fp8 exact in e4m3
     weight: torch.Tensor | Scaled
     ids: torch.Tensor  # int32 [T, top_k]
     counts: list[int]  # rows of each expert
@@ -130,13 +126,11 @@ class PreparedVariant:
 
     call: Callable[[], tuple[torch.Tensor, ...]]
     rows: Callable[..., torch.Tensor]  # function that converts the result of `call` to sorted rows
-    fused: bool = False  # True if gate-up includes silu(gate) · up
+    fused: bool = False  # true if gate-up includes silu(gate) · up
 
 
 def prepare_triton(inputs: Inputs) -> PreparedVariant:
-    """Return kernels/moe as an engine calls it; the shared input of both products is made before: the plan, or sorted
-    rows.
-    """
+    """Return kernels/moe as an engine calls it; the plan or the sorted rows, which both products share, are made before."""
     sizes = inputs.sizes
     if isinstance(inputs.weight, Scaled):
         return prepare_scaled(inputs, inputs.weight)
@@ -187,9 +181,7 @@ def prepare_torch(inputs: Inputs) -> PreparedVariant:
 
 
 def prepare_deepgemm(inputs: Inputs) -> PreparedVariant:
-    """Return a call of DeepGEMM's `m_grouped_bf16_gemm_nt_masked`, or of its fp8 version. Raise MissingPackageError
-    without it.
-    """
+    """Return a call of DeepGEMM's masked grouped product in bf16 or fp8. Raise MissingPackageError without it."""
     try:
         import deep_gemm
     except ImportError as e:
@@ -299,9 +291,7 @@ class Moe:
 def make_weights(
     shape: tuple[int, ...], weights: str, dtype: torch.dtype, random: torch.Generator
 ) -> torch.Tensor | Scaled:
-    """Return normal numbers [..., N, K] scaled to preserve the norm of their input; fp8 expert by expert, to save
-    memory.
-    """
+    """Return normal numbers [..., N, K] that preserve the norm of their input; fp8 expert by expert, to save memory."""
     device, deviation = random.device, shape[-1] ** -0.5
     if weights == "fp8":
         data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
@@ -316,9 +306,7 @@ def make_weights(
 
 
 def make_exact(x_TK: torch.Tensor) -> torch.Tensor:
-    """Return numbers near the given ones with group scales that are powers of two, so that e4m3 represents them
-    exactly.
-    """
+    """Return numbers near the given ones that e4m3 represents exactly, with group scales that are powers of two."""
     x = (x_TK.float() * 2.0**6).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
     x[:, ::SCALE_BLOCK] = LARGEST
     return (x * 2.0**-6).to(x_TK.dtype)
