@@ -85,7 +85,7 @@ def _remove_bad_numbers(record: Record) -> Record:
         found = msgspec.convert(data, Record)
     except msgspec.ValidationError as e:  # a value of another type, wherever it came from
         omitted.append(OmittedValue(field="record", what=f"cannot be read back: {e}"))
-        found = Record(point=record.point, outcome="failed", reason=record.reason)
+        found = Record(point=record.point, outcome="failed", reason=record.reason, advice=record.advice)
     return _add_omitted(found, _list_lost_parts(record, found), omitted) if omitted else found
 
 

@@ -142,11 +142,13 @@ def _check_layout(record: Record) -> OmittedValue | None:
             return OmittedValue(field=f"point.{name}", what=f"is {degree}, which no layout that ran has")
     if tp % dp:
         return OmittedValue(field="point.dp", what=f"{dp} does not divide tp {tp}, so that it cannot have run")
-    if tp // dp % dcp:
-        return OmittedValue(
-            field="point.dcp", what=f"{dcp} does not divide tp / dp = {tp // dp}, so that it cannot have run"
-        )
-    return _check_outer_degrees(record.point) or _check_instances(record)
+    if outer := _check_outer_degrees(record.point):
+        return outer
+    ranks = tp // dp * record.point.pcp  # DCP can span PCP ranks
+    if ranks % dcp:
+        of = "tp / dp" if record.point.pcp == 1 else "tp · pcp / dp"
+        return OmittedValue(field="point.dcp", what=f"{dcp} does not divide {of} = {ranks}, so that it cannot have run")
+    return _check_instances(record)
 
 
 def _check_outer_degrees(point: Point) -> OmittedValue | None:

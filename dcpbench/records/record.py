@@ -327,6 +327,14 @@ class InstanceMetrics(msgspec.Struct, frozen=True, kw_only=True):
     transfer_wait_ms: Latencies | None = None  # time waited for both links and for a free decode instance, in ms
 
 
+class StageMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold the metrics of pipeline stages and prefill context parallelism, in replay."""
+
+    micro_batches: Count  # maximum number of micro-batches in flight; 1 without pipeline stages
+    bubble_share: Number  # share of the steps' time in which the mean stage has no work
+    step_times: str  # how the times of steps over stages were estimated
+
+
 FROM_TPOT = "tpot"  # value of `ServeMetrics.tok_s_per_user_from` for 1000 / median TPOT in ms
 
 
@@ -382,7 +390,8 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     decode_floor_share: Number | None = None  # counterpart of `prefill_floor_share` for steps without prompts
     turns: list[TurnMetrics] = []  # metrics by turn; empty for single-turn requests
     instances: InstanceMetrics | None = None  # metrics of several instances; null for a single one
-    samples_file: str = ""  # parquet file in the folder of the records, with one row per request
+    stages: StageMetrics | None = None  # null without pipeline stages and prefill context parallelism
+    samples_file: str = ""  # Parquet file in the folder of the records, with one row per request
     tok_s_per_user_from: str | msgspec.UnsetType = msgspec.UNSET
     """`tpot` if `tok_s_per_user` is 1000 / median TPOT, as steps or chunks yield several tokens; unset for ITL."""
     speculation: SpeculationMetrics | None = None  # drafts and their acceptance; null for steps of one token

@@ -102,6 +102,7 @@ def _collect_ranked(frames: Frames) -> list[tuple[float, str]]:
         (0.05, slo.explain_unjudged(frames.everything, frames.slo)),
         (0.15, describe_imports(frames)),
         *((0.07, f"{format_capitalized(text)}.") for text in list_draft_conditions(frames)),
+        *((0.08, f"{format_capitalized(text)}.") for text in list_stage_conditions(frames)),
     ]
     if len(frames.findings.points):
         notes += [
@@ -151,6 +152,22 @@ def list_draft_conditions(frames: Frames) -> list[str]:
         if seen is not None and seen.step_times:
             found[f"times of steps with drafts are {seen.step_times}"] = None
     return list(found)
+
+
+def list_stage_conditions(frames: Frames) -> list[str]:
+    """Return how long stages wait in each layout with several, and how the times of their steps were obtained."""
+    waits: dict[str, list[float]] = {}
+    how: dict[str, None] = {}
+    for record in frames.records:
+        seen = record.serve.stages if record.serve else None
+        if seen is not None:
+            how[f"times of steps over stages are {seen.step_times}"] = None
+            if record.point.pp > 1:
+                waits.setdefault(f"{record.point.instance_name} with {seen.micro_batches} micro-batches", []).append(
+                    seen.bubble_share
+                )
+    shares = {layout: format_value_range([100 * share for share in found], "{:.0f}") for layout, found in waits.items()}
+    return [*how, *(f"a stage of {layout} waits for {share} % of a step" for layout, share in shares.items())]
 
 
 def _iterate_scopes(frames: Frames) -> Iterable[tuple[float, str]]:

@@ -142,6 +142,7 @@ def list_caveats(frames: Frames) -> list[str]:
             f"replayed in virtual time over measured step times, not served live{some}{_format_policies(frames)}"
         )
     found += answer.list_draft_conditions(frames)
+    found += answer.list_stage_conditions(frames)
     origins = [parse_origin(name) for name in load_labels.list_unique(table["origin"])]
     if servers := [origin.label for origin in origins if origin.engine]:
         some = "" if len(servers) == len(origins) else "points of "

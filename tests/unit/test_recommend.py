@@ -37,6 +37,7 @@ from dcpbench.points.point import Load as PointLoad
 from dcpbench.points.point import Point
 from dcpbench.points.roofline import Sharding, StepRows
 from dcpbench.points.settings import Settings
+from dcpbench.points.step_calls import predict_calls
 from dcpbench.recommend import advise, answer_formats, answer_table, estimate, parallel
 from dcpbench.recommend import layout_choice as choosing
 from dcpbench.recommend.capacity import Capacity
@@ -337,7 +338,7 @@ def test_calls_of_a_layout_are_those_of_its_groups() -> None:
     def kinds(**degrees: int) -> set[str]:
         of = Estimator(point(**degrees, exchange="a2a"), machine, estimate.load_published_steps().terms)
         assert of.sharding.shape == shape
-        return set(estimate.predict_calls(of.sharding, of.make_decode_rows(8, 4000), of.wire, "a2a"))
+        return set(predict_calls(of.sharding, of.make_decode_rows(8, 4000), of.wire, "a2a"))
 
     assert kinds(tp=4, dcp=4) == {"all-reduce", "a2a"}
     assert kinds(tp=4, dp=4) == {"all-gather", "reduce-scatter"}
@@ -360,7 +361,7 @@ def test_calls_receive_what_the_other_ranks_send_and_are_made_once_a_layer() -> 
         of = Estimator(point(**degrees, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms)
         asked.clear()
         known = SimpleNamespace(in_step=SimpleNamespace(predict_seconds=seconds))
-        return estimate.predict_calls(
+        return predict_calls(
             of.sharding, estimate.pad_step(of.make_decode_rows(rows, 4000), degrees.get("dp", 1)), known, exchange
         )
 
@@ -382,7 +383,7 @@ def test_a_prefix_is_gathered_from_the_ranks_that_share_it() -> None:
     asked: list[tuple[object, ...]] = []
     alone = SimpleNamespace(predict_seconds=lambda *call: asked.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
     known = SimpleNamespace(in_step=alone)
-    estimate.predict_calls(of.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
+    predict_calls(of.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
     assert asked == [("all-reduce", 2, 72 * 14_336, 1)] * 2 + [("all-gather", 2, 576_000, 1)]
 
 

@@ -7,7 +7,7 @@
 So the others have less work. The minimum memory traffic of a call is the weights of experts that have a row, and the
 rows.
 
-With fp8 weights (block_scaled.py) our gate-up also quantises the tokens before and its result after the product, as the
+With int4 weights (int4.py) rows are in bf16, and the truth is the product with dequantised weights. Only triton has it. With fp8 weights (block_scaled.py) our gate-up also quantises the tokens before and its result after the product, as the
 input of down; DeepGEMM gets rows that are quantised already. torch has no product for such scales.
 """
 
@@ -21,11 +21,12 @@ import torch
 
 from dcpbench.bench.operators.calls import compute_relative_error, count_cold_sets, make_checked_calls
 from dcpbench.errors import MissingPackageError, UsageError
-from dcpbench.kernels import block_scaled
+from dcpbench.kernels import block_scaled, int4
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.kernels.e4m3 import LARGEST
-from dcpbench.kernels.moe import decode_experts, prefill_experts, scaled
-from dcpbench.models.weight_formats import FORMATS, FP8, SCALE_BLOCK, UNQUANTISED
+from dcpbench.kernels.int4 import Int4
+from dcpbench.kernels.moe import decode_experts, int4_experts, prefill_experts, scaled
+from dcpbench.models.weight_formats import FORMATS, FP8, INT4, SCALE_BLOCK, UNQUANTISED, WeightFormat
 from dcpbench.points.memory import Product
 from dcpbench.points.roofline import compute_expert_work
 
@@ -52,7 +53,8 @@ class Sizes:
     hidden: int
     width: int  # I of one rank
     requests: int
-    weights: str = "bf16"  # format of the weights: `bf16` or `fp8`
+    weights: str = "bf16"  # format of the weights: `bf16`, `fp8` or `int4`
+    group_size: int = 0  # inputs per scale of int4 weights
     rows: str
     """`uniform`: equal chances; `skewed`: expert i has a chance ∝ 1 / (i + 1); `few`: only one in four is drawn."""
 
@@ -60,6 +62,18 @@ class Sizes:
     def gated(self) -> bool:
         """Return True for the first product, gate-up, with hidden states as input."""
         return self.product == "gate-up"
+
+    @property
+    def block(self) -> int:
+        """Return the number of which widths must be multiples."""
+        return {FP8: SCALE_BLOCK, INT4: self.group_size}.get(self.weights, 1)
+
+    @property
+    def format(self) -> WeightFormat:
+        """Return the format of the weights, from which their bytes follow."""
+        if self.weights == INT4:
+            return dataclasses.replace(FORMATS[INT4], columns=self.group_size)
+        return FORMATS.get(self.weights, UNQUANTISED)
 
     @property
     def weight(self) -> tuple[int, int, int]:
@@ -75,7 +89,7 @@ class Inputs:
 
     sizes: Sizes
     x: torch.Tensor  # gate-up: tokens [T, D]; down: rows [T·k, I], sorted by expert; for fp8 exact in e4m3
-    weight: torch.Tensor | Scaled
+    weight: torch.Tensor | Scaled | Int4
     ids: torch.Tensor  # int32 [T, top_k]
     counts: list[int]  # rows of each expert
 
@@ -104,6 +118,8 @@ class Inputs:
         if isinstance(self.weight, Scaled):
             one = Scaled(self.weight.data[expert], self.weight.scale[expert])
             return block_scaled.dequantize_weight(one).double()
+        if isinstance(self.weight, Int4):
+            return int4.dequantize(self.weight.select_expert(expert))[0].double()
         return self.weight[expert].double()
 
     def compute_work(self) -> Work:
@@ -116,7 +132,7 @@ class Inputs:
             rows=self.ids.numel(),
             hit=sum(count > 0 for count in self.counts),
             itemsize=self.x.itemsize,
-            weights=FORMATS[FP8] if isinstance(self.weight, Scaled) else UNQUANTISED,
+            weights=self.sizes.format,
         )
 
 
@@ -134,6 +150,8 @@ def prepare_triton(inputs: Inputs) -> PreparedVariant:
     sizes = inputs.sizes
     if isinstance(inputs.weight, Scaled):
         return prepare_scaled(inputs, inputs.weight)
+    if isinstance(inputs.weight, Int4):
+        return prepare_int4(inputs, inputs.weight)
     weight = inputs.weight
     if inputs.ids.numel() > decode_experts.MAX_ASSIGNMENTS:
         rows_ID = inputs.sorted_rows
@@ -168,8 +186,21 @@ def prepare_scaled(inputs: Inputs, weight: Scaled) -> PreparedVariant:
     return PreparedVariant(call=lambda: (scaled.compute_down(rows, weight, plan, top_k),), rows=lambda y: y)
 
 
+def prepare_int4(inputs: Inputs, weight: Int4) -> PreparedVariant:
+    """Return the calls over int4 weights and bf16 rows."""
+    sizes = inputs.sizes
+    plan = int4_experts.plan_products(inputs.ids, 0, sizes.experts)
+    return PreparedVariant(
+        call=lambda: (int4_experts.compute_product(inputs.x, weight, plan, sizes.top_k, gated=sizes.gated),),
+        rows=lambda y: y,
+        fused=True,
+    )
+
+
 def prepare_torch(inputs: Inputs) -> PreparedVariant:
-    """Return a call of `torch._grouped_mm`. Raise UsageError for fp8."""
+    """Return a call of `torch._grouped_mm`. Raise UsageError for weights with scales."""
+    if isinstance(inputs.weight, Int4):
+        raise UsageError("torch has no grouped product for int4; use --variant triton with --weights int4.")
     if isinstance(inputs.weight, Scaled):
         raise UsageError(
             "torch has no grouped product for block scales; use --variant triton,deepgemm with --weights fp8."
@@ -181,7 +212,9 @@ def prepare_torch(inputs: Inputs) -> PreparedVariant:
 
 
 def prepare_deepgemm(inputs: Inputs) -> PreparedVariant:
-    """Return a call of DeepGEMM's masked grouped product in bf16 or fp8. Raise MissingPackageError without it."""
+    """Return a call of DeepGEMM's masked grouped product in bf16 or fp8. Raise MissingPackageError without it, and UsageError for int4."""
+    if isinstance(inputs.weight, Int4):
+        raise UsageError("DeepGEMM has no product of int4 and bf16; use --variant triton with --weights int4.")
     try:
         import deep_gemm
     except ImportError as e:
@@ -229,14 +262,14 @@ class Moe:
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed = device, seed
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self._weights: tuple[tuple[object, ...], list[torch.Tensor | Scaled]] = ((), [])
+        self._weights: tuple[tuple[object, ...], list[torch.Tensor | Scaled | Int4]] = ((), [])
 
     def build_calls(self, case: Case) -> Calls:
         """Return calls of a case with the sizes of `Sizes`."""
         sizes = Sizes(**case.sizes)  # type: ignore[arg-type]
-        if sizes.weights == "fp8" and (sizes.width % SCALE_BLOCK or sizes.hidden % SCALE_BLOCK):
+        if sizes.width % sizes.block or sizes.hidden % sizes.block:
             raise UsageError(
-                f"experts {sizes.width} of {sizes.hidden} wide have no whole blocks of {SCALE_BLOCK}; --weights fp8 takes "
+                f"experts {sizes.width} of {sizes.hidden} wide have no whole blocks of {sizes.block}; --weights {sizes.weights} takes "
                 "--model deepseek-v3."
             )
         random = torch.Generator(self.device).manual_seed(self.seed)
@@ -274,18 +307,24 @@ class Moe:
         if sizes.weights == "fp8":
             x = make_exact(x)
         counts = torch.bincount(ids_Tk.flatten(), minlength=sizes.experts).tolist()
-        one = make_weights((1, *sizes.weight[1:]), sizes.weights, self.dtype, random)
+        one = self._draw_weight(sizes, 1, random)
         return Inputs(sizes=sizes, x=x, weight=one, ids=ids_Tk, counts=counts)
 
-    def _get_weights(self, sizes: Sizes, count: int) -> list[torch.Tensor | Scaled]:
+    def _get_weights(self, sizes: Sizes, count: int) -> list[torch.Tensor | Scaled | Int4]:
         kept, weights = self._weights
-        key = (sizes.weight, sizes.weights)
+        key = (sizes.weight, sizes.format)
         if kept != key:
             self._weights = (key, weights := [])
         random = torch.Generator(self.device).manual_seed(self.seed + 1)
         while len(weights) < count:
-            weights.append(make_weights(sizes.weight, sizes.weights, self.dtype, random))
+            weights.append(self._draw_weight(sizes, sizes.experts, random))
         return weights[:count]
+
+    def _draw_weight(self, sizes: Sizes, experts: int, random: torch.Generator) -> torch.Tensor | Scaled | Int4:
+        _, height, depth = sizes.weight
+        if sizes.weights == INT4:
+            return int4.draw_random((experts, height, depth), sizes.group_size, depth**-0.5, random)
+        return make_weights((experts, height, depth), sizes.weights, self.dtype, random)
 
 
 def make_weights(
