@@ -19,7 +19,7 @@ from dcpbench.reports.reproduce import build_command
 from dcpbench.serving.step_times import Case, Chunks, Decodes, MeasuredCase, StepTimes, write_step_times
 from tests.cli.typed import ENV, Typed
 from tests.cli.waiting import is_gone, until
-from tests.unit.step_times_builder import path_of
+from tests.unit.step_times_builder import make_path
 
 HERE = Path(__file__).parent
 GPUS = Probe(
@@ -200,7 +200,7 @@ def step_times(tmp_path: Path) -> Path:
     write_step_times(
         path,
         StepTimes(
-            path=path_of(model="tiny", tp=2, dcp=2, dtype="fp32", backend="reference", exchange="ag_rs"),
+            path=make_path(model="tiny", tp=2, dcp=2, dtype="fp32", backend="reference", exchange="ag_rs"),
             cases=[MeasuredCase(case=case, samples_ms=[10.0]) for case in decodes + chunks],
             launch_ms=0.0,
             measuring_s=1.0,

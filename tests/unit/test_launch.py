@@ -673,7 +673,7 @@ def test_ranks_of_a_job_that_broke_are_told_apart_by_their_beats(tmp_path: Path,
     beating.steps()
     for rank in range(2):
         x = test_hangs.HALF if odd and rank else test_hangs.X
-        beating.does(rank, "all_reduce", "attn_reduce", 0, x=x, hangs=True)
+        beating.run_collective(rank, "all_reduce", "attn_reduce", 0, x=x, hangs=True)
     (logs / "rank-1.log").write_text("last words\n")
     found = hang_capture.find_difference(ranks)  # type: ignore[arg-type]
     if kind is None:

@@ -1022,7 +1022,7 @@ def test_a_record_counts_for_the_same_layout_under_the_same_load(
 
 def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advise.Choice:
     """Return the answer for a served load on four GPUs, where only step times of tp4 are known."""
-    path = step_times_builder.path_of(
+    path = step_times_builder.make_path(
         model="deepseek-v3", tp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="none"
     )
     times = step_times_builder.step_times(path=path)
@@ -1098,7 +1098,7 @@ def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
     assert choice.short["tp4"].startswith("times.json: no step time is known")
     told = answer_formats.list_unknowns(ask("H200"), [choice], estimate.load_published_steps())
     assert any(text.startswith(f"tp4 at {choice.name} is estimated: times.json: ") for text in told)
-    times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
+    times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=100_020, load=load(input_tokens="100000", requests=2))
     reason = advise._replay_point(ask("H200"), served, "times.json", times)
     assert isinstance(reason, str)
@@ -1108,14 +1108,14 @@ def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
 @pytest.mark.parametrize("other", [{"tp": 8}, {"dcp": 4}, {"load": None}])
 def test_step_times_of_another_layout_say_nothing(other: dict[str, object]) -> None:
     """They do not forecast a decode point either."""
-    times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
+    times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(**({"load": load(), "context": 1020} | other))
     assert advise._replay_point(ask("H200"), served, "times.json", times) is None
 
 
 def test_a_long_replay_tells_how_many_steps_it_has_served() -> None:
     """20 requests of 20 tokens, one after the other, are 400 steps or more, and each 250th is told."""
-    times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
+    times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=1020, load=load(requests=20))
     told: list[str] = []
     assert isinstance(advise._replay_point(ask("H200"), served, "times.json", times, told.append), Forecast)
@@ -1142,7 +1142,7 @@ def test_a_file_of_step_times_that_says_nothing_of_what_is_asked_is_left_out_wit
     path: dict[str, str | int], device: str, loads: tuple[tuple[int, int, PointLoad | None], ...], said: str
 ) -> None:
     """Its model, machine, size, precision and what it can replay; one that fits is kept in silence."""
-    of = step_times_builder.path_of(
+    of = step_times_builder.make_path(
         **({"model": "deepseek-v3", "tp": 4, "dtype": "bf16", "backend": "flashinfer"} | path)
     )
     times = step_times_builder.step_times(path=of, device=device)
