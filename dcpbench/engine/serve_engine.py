@@ -80,8 +80,7 @@ class TokenPlaces:
 class MixedDrafts:
     """Plan of the passes of the layer that drafts tokens in a step with chunks."""
 
-    batch: Batch | None
-    """Further passes over a row of each request; None if no replica samples a token."""
+    batch: Batch | None  # further passes over a row of each request; None if no replica samples a token
     ends: torch.Tensor
     """int64 [requests of the batch]: the row of each decode that yields its last token, the last row of each prompt that ends, 0s."""
 

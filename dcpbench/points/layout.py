@@ -62,8 +62,7 @@ class Layout:
     pp: int = 1  # number of pipeline stages, each on `tp` · `pcp` GPUs of its own
     pcp: int = 1
     """Number of groups of `tp` GPUs among which the tokens of prompts are divided (prefill context parallelism)."""
-    shared_kv: int = 1
-    """PCP ranks that share a KV cache, in a layout that has them as attention replicas (`spread`)."""
+    shared_kv: int = 1  # PCP ranks that share a KV cache, in a layout that has them as attention replicas (`spread`)
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, *OUTER_DEGREES):

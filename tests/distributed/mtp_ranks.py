@@ -253,8 +253,7 @@ def draft_tokens(case: Case, rank: int, truth: list[list[int]], right: bool) -> 
     return found
 
 
-SERVED = (5, 21, 8, 12, 3)
-"""Lengths of prompts that are served together; chunks of 12 tokens divide some."""
+SERVED = (5, 21, 8, 12, 3)  # lengths of prompts that are served together; chunks of 12 tokens divide some
 
 
 def serve_drafts(case: Case, rank: int) -> dict[str, list[int]]:

@@ -20,11 +20,10 @@ from tools import int4_tilings
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """Relative errors that rounding explains, by the dtype of rows: in bf16 that of weights, hidden rows and results."""
-TILINGS = {
+TILINGS = {  # columns, stages, warps, and whether weights are the first operand
     "gate-up": [(64, 5, 4, True), (64, 4, 4, False), (64, 4, 4, True), (32, 5, 2, True), (32, 5, 2, False)],
     "down": [(128, 2, 4, True), (128, 3, 4, False), (128, 4, 4, True), (256, 2, 8, True), (256, 2, 8, False)],
 }
-"""Columns, stages, warps, and whether weights are the first operand."""
 
 
 def make_weight(random, *size, group):
