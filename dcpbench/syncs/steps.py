@@ -65,8 +65,7 @@ class Steps:
     phases: tuple[str, ...] = ()  # phase of each step, such as `decode`, where an engine's annotation gives it
     share: float | None = None  # share of the work that was launched in steps
     rejected: tuple[str, ...] = ()  # names of numbered ranges that cover too little of the work
-    prepared: NDArray[np.float64] | None = None
-    """Start of the preparation of each step, where an engine annotates it; None where steps begin with `start`."""
+    prepared: NDArray[np.float64] | None = None  # where preparation begins, if annotated; None: at `start`
 
     @property
     def is_guessed(self) -> bool:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.dry_run import DryRun
 
-_WORKERS = {("multiprocessing.pool", "worker"), ("torch.utils.data._utils.worker", "_worker_loop")}
-"""Modules and names of functions that wait for tasks from a queue."""
+_WORKERS = {("multiprocessing.pool", "worker"), ("torch.utils.data._utils.worker", "_worker_loop")}  # await tasks
 
 
 def follow_process(settings: dict[str, Any]) -> None:

@@ -195,8 +195,7 @@ class Gpu:
     """Emulate the GPUs: the current device, the receiver of waits, and the state that calls of torch.cuda need."""
 
     index = 0
-    touched = False
-    """True if a device tensor was made since the cache was last emptied, so that there may be memory to free."""
+    touched = False  # True if a device tensor was made since the cache was last emptied, so that memory may be freed
 
     def __init__(self) -> None:
         self.report: Callable[..., None] = _nothing

@@ -26,8 +26,7 @@ REFUSAL = (
     "A dry run cannot follow the storage of a tensor on the virtual GPU into C++; on a machine with a GPU, use "
     "`dcpbench syncs run`."
 )
-_owners: weakref.WeakValueDictionary[int, DeviceTensor] = weakref.WeakValueDictionary()
-"""Address of a storage in C++ -> a device tensor that has it, from the last search."""
+_owners: weakref.WeakValueDictionary[int, DeviceTensor] = weakref.WeakValueDictionary()  # by C++ address; last search
 
 
 def install_torchscript(patches: Patches) -> None:

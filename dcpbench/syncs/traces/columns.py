@@ -33,11 +33,9 @@ _CATEGORIES = {
     "gpu": "kernel gpu_memcpy gpu_memset memcpy memset concurrent_kernel",
     "syncs": "cuda_sync xpu_sync",
 }
-CATEGORIES = {name: table for table, names in _CATEGORIES.items() for name in names.split()}
-"""Category of an event, in lower case, to the table it goes to. Names with a capital are those of 2021."""
+CATEGORIES = {name: table for table, names in _CATEGORIES.items() for name in names.split()}  # lower-case category
 TIMED = ("calls", "gpu", "syncs")  # kinds of events with durations from which costs are computed
-CAUSES = ("calls", "gpu", "syncs", "ranges")
-"""Tables in which each event may be a wait, its object or its step: none of them may be lost silently."""
+CAUSES = ("calls", "gpu", "syncs", "ranges")  # tables with waits, objects or steps; no event may be lost silently
 ACCELERATORS = re.compile(  # categories of other accelerators' events
     r"(?:async_)?(?:mtia|glow|hpu|npu|tpu|xla|xpu|neuron|musa|mlu|gcu|privateuse1)(?:_|$)", re.IGNORECASE
 )
