@@ -44,8 +44,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     arrival: Annotated[str, Axis(LOAD, 51)] = names.CLOSED
     """`closed` (point.concurrency clients), `gamma` (request_rate and burstiness) or `trace` (the file's times)."""
     request_rate: Annotated[Number | None, Axis(LOAD, 52)] = None  # requests per second, on average
-    burstiness: Annotated[Number, Axis(LOAD, 53, one=True)] = 1.0
-    """Shape of the gamma distribution of the gaps: 1 is Poisson, less comes in bursts, more is regular."""
+    burstiness: Annotated[Number, Axis(LOAD, 53, one=True)] = 1.0  # shape of gamma gaps: 1 is Poisson, less is bursty
     paced: Annotated[bool | None, Axis(LOAD, 59)] = False
     """True if the drawn gaps of an open loop are scaled so that the last request comes at the time that the rate
     implies.
@@ -54,8 +53,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
     input_tokens: Annotated[str, Axis(LOAD, 54)]
     """Length of prompts: `4000`, `uniform:1000-7000` or `lognormal:4000:0.5` (median and sigma); `trace`."""
-    output_tokens: Annotated[str, Axis(LOAD, 55)]
-    """Number of tokens sampled per request, in the format of `input_tokens`."""
+    output_tokens: Annotated[str, Axis(LOAD, 55)]  # tokens sampled per request, as `input_tokens`
     prefix_share: Annotated[Number | None, Axis(LOAD, 56, one=True)] = 0.0
     """Share of each prompt, at its beginning, that is common to its group; null, like `prefix_cache` and `seed`, if an
     import lacks it.
@@ -69,8 +67,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Length of a client's additions from the second turn on; if empty, `input_tokens` applies to all turns."""
     think_time: Annotated[Number | str, Axis(LOAD, 63, "think {} s", one=True)] = 0.0
     """Seconds from an answer's last token to the next turn, or their distribution: `uniform:0.5-3`, `lognormal:1.2:0.8`."""
-    system_tokens: Annotated[Count, Axis(LOAD, 64, "{:,} system tokens", one=True)] = 0
-    """Tokens with which every session begins: the same system prompt and tools."""
+    system_tokens: Annotated[Count, Axis(LOAD, 64, "{:,} system tokens", one=True)] = 0  # common start of all sessions
     branch: Annotated[Number, Axis(LOAD, 65, "branch {:g}", one=True)] = 0.0
     """Probability with which a turn, from the third on, continues an earlier answer of its session than the last one."""
     trace: Annotated[str, Axis(LOAD, 58)] = ""  # name of the file of requests, without its folder
@@ -78,8 +75,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     trace_reading: Annotated[str, Axis(LOAD, 77, "read as {}")] = ""
     """How that file was read, given or found by its columns: `format=mooncake,time-unit=ms,block-size=512`."""
     trace_facts: TraceFacts | None = None  # facts of the requests in the file; null without a file
-    chunk: Annotated[Count, Axis(LOAD, 71, "chunk {:,}")]
-    """Maximum number of prompt tokens that a step prefills, over the whole layout."""
+    chunk: Annotated[Count, Axis(LOAD, 71, "chunk {:,}")]  # maximum prompt tokens per step, over the whole layout
     policy: Annotated[str, Axis(LOAD, 72, "{}", values=names.POLICIES, one=True)] = names.MIXED
     prefix_cache: Annotated[bool | None, Axis(LOAD, 73, "prefix cache {}", one=True)] = True
     prefill: Annotated[str, Axis(PATH, 74, "{} prefill", values=names.PREFILLS, one=True)] = names.PREFILLS[0]
@@ -96,24 +92,21 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Describe one layout × workload × load, as requested."""
 
     model: Annotated[str, Axis(ENGINE, 1, title="model")]
-    tp: Annotated[Count, Axis(ENGINE, 2)]
-    """Number of ranks; 0 if the layout is unknown, as for an import without it. The same holds for dp and dcp."""
+    tp: Annotated[Count, Axis(ENGINE, 2)]  # ranks; 0, like dp and dcp, if an import lacks the layout
     dp: Annotated[Count, Axis(ENGINE, 3)] = 1
     dcp: Annotated[Count, Axis(ENGINE, 4)] = 1
     workload: Annotated[str, Axis(LOAD, 5, "{}", title="workload")] = "decode"
     ep: Annotated[str, Axis(ENGINE | PATH, 6, "ep{}", title="experts (ep)")] = names.WHOLE
     """`1`: tensor-parallel experts, split by width over the tp ranks. `tp`: expert parallel. Of an import the
     expert parallel degree, or unknown."""
-    concurrency: Annotated[Count, Axis(LOAD, 40, title="concurrency")]
-    """Number of requests in flight over the whole layout; for `serve` the maximum."""
+    concurrency: Annotated[Count, Axis(LOAD, 40, title="concurrency")]  # requests in flight, whole layout; `serve`: max
     context: Annotated[Count, Axis(LOAD, 41, title="context")]
     """Tokens already in the KV cache of each request; for `serve` the maximum number of tokens of a request, output
     included.
     """
-    exchange: Annotated[
+    exchange: Annotated[  # `ag_rs`, `a2a`, …; `auto` (see Record.choice); `none` without an exchange (dcp 1)
         str, Axis(PATH | EXCHANGE, 11, "{}", title="exchange", values=(*names.EXCHANGES, names.AUTO))
     ] = names.NO_EXCHANGE
-    """`ag_rs`, `a2a`, …; `auto` (see Record.choice); `none` where dcp is 1 and nothing is exchanged."""
     q_replicate: Annotated[bool, Axis(ENGINE | PATH | EXCHANGE, 12, "+q-replicate")] = False
     """True if every rank computes the queries of all heads of its DCP group, so that none are gathered."""
     project_first: Annotated[bool, Axis(ENGINE | PATH | EXCHANGE, 13, "+project-first")] = False
@@ -142,24 +135,19 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Probability that each draft is accepted if those before it were (points/speculation.py), such as `0.85/0.6/0.4`; empty if not stated."""
     page_size: Annotated[Count, Axis(ENGINE, 22, "page {}", one=True)] = 1
     interleave: Annotated[Count, Axis(ENGINE, 23, "interleave {}", one=True)] = 1
-    weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = names.SYNTHETIC
-    """`synthetic`, or the folder of a checkpoint."""
+    weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = names.SYNTHETIC  # or the folder of a checkpoint
     repeat: Annotated[Count, Axis(REPEAT, 0)] = 0  # index of the pass over the complete sweep, from 0
     load: Load | None = None  # null for `decode`
     settings: Annotated[str, Axis(SERVER, 30, "{}", title="server settings")] = ""
     """Parameters of an imported server or load that no other field has, such as `max_num_seqs=4`; comma-separated."""
 
-    disaggregate: Annotated[str, Axis(DEPLOYED, 31)] = ""
-    """`1:2`: instances of the layout, each on tp GPUs of its own, of which one only prefills and two only decode. `3`: as
-    many that do both. Empty: one that does both."""
+    disaggregate: Annotated[str, Axis(DEPLOYED, 31)] = ""  # `1:2`: one prefills, two decode; `3`: all do both; or empty
     transfer_gb_s: Annotated[Number, Axis(DEPLOYED, 32, "{:g} GB/s links")] = 0.0
     """10⁹ bytes a second at which a GPU of an instance that prefills sends KV to one that decodes; 0 where nothing is sent."""
     transfer_ms: Annotated[Number, Axis(DEPLOYED, 33, "{:g} ms a transfer")] = 0.0
     """Additional time of each request's transfer, in ms."""
-    pp: Annotated[Count, Axis(SERVER, 34)] = 1
-    """Pipeline stages, each with `tp` · `pcp` GPUs of its own: of an import, or planned."""
-    pcp: Annotated[Count, Axis(SERVER, 35)] = 1
-    """Prefill context parallel degree: groups of `tp` GPUs, of an import or planned. SGLang's lie inside tp and count as 1."""
+    pp: Annotated[Count, Axis(SERVER, 34)] = 1  # pipeline stages of an import or plan, each with `tp` · `pcp` GPUs
+    pcp: Annotated[Count, Axis(SERVER, 35)] = 1  # groups of `tp` GPUs; 1 for SGLang's, which lie inside tp
     prefill_gpus: Annotated[Count, Axis(SERVER, 36, "{} GPUs per prefill instance")] = 0
     """GPUs of each prefill instance of an imported server if they have another layout than the decode instances, else 0."""
 
@@ -297,8 +285,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return (msgspec.structs.replace(self, repeat=0) if self.repeat else self).get_key()
 
 
-AXES, LOAD_AXES = axes.read_axes(Point), axes.read_axes(Load)
-"""Fields of a point except its load, and fields of a load, in the order of lists."""
+AXES, LOAD_AXES = axes.read_axes(Point), axes.read_axes(Load)  # fields of a point without its load; fields of a load
 
 
 @functools.cache
@@ -313,7 +300,5 @@ def select_load_axes(role: Role, but: Role = axes.NOTHING) -> tuple[Axis, ...]:
     return axes.select_axes(LOAD_AXES, role, but)
 
 
-HOW = tuple(axis for axis in select_point_axes(ENGINE | PATH) if axis.label)
-"""Fields for how a point is computed, besides its model and layout: options of `sweep` with these names."""
-OPTIONS = tuple(axis.name for axis in select_point_axes(EXCHANGE) if axis.kind is bool)
-"""Names of the switches of an exchange."""
+HOW = tuple(axis for axis in select_point_axes(ENGINE | PATH) if axis.label)  # how points are computed
+OPTIONS = tuple(axis.name for axis in select_point_axes(EXCHANGE) if axis.kind is bool)  # switches of an exchange
