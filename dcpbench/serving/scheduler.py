@@ -48,15 +48,13 @@ class SchedulerConfig:
     dcp: int
     interleave: int = 1
     max_requests: int  # slots of a replica
-    chunk: int
-    """Maximum number of prompt tokens that a replica prefills in one step; with vLLM's policy decodes count as well."""
+    chunk: int  # maximum prompt tokens per step of a replica; with vLLM's policy decodes count as well
     policy: str = MIXED
     prefix_cache: bool = True
     max_context: int  # tokens of a request that can be stored; all but the last one that is sampled are
     speculation: Speculation | None = None  # drafts of a step and their acceptance; None for steps of one token
     seed: int = 0  # seed of the draws of accepted drafts
-    max_chunk: int = 0
-    """Maximum number of prompt tokens of one request in a step, with the policy of another engine; 0: no limit."""
+    max_chunk: int = 0  # maximum prompt tokens of one request per step, with another engine's policy; 0: no limit
 
     @classmethod
     def from_point(cls, point: Point, *, pages: int, max_context: int) -> SchedulerConfig:

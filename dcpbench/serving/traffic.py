@@ -43,15 +43,12 @@ class Sample:
     request: ServeRequest
     submitted_s: float
     token_s: list[float] = dataclasses.field(default_factory=list)  # time at which each output token was read
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    """Token ids; empty in replay, and for requests of another replica than the recording rank's."""
+    tokens: list[int] = dataclasses.field(default_factory=list)  # ids; empty in replay and for other replicas' requests
     sequence: Sequence | None = None  # state in the scheduler; None if the request was rejected
     rejected: str = ""  # reason why the request can never be served
     failed: str = ""  # reason why a real server did not answer the request to its end
-    cached_tokens: int | None = None
-    """Prompt tokens in a real server's prefix cache, if it reports them; for our engine see `sequence`."""
-    chunk_tokens: list[int] = dataclasses.field(default_factory=list)
-    """Tokens per chunk of a stream with several tokens per chunk; empty if each chunk had one."""
+    cached_tokens: int | None = None  # prompt tokens in a server's prefix cache, if reported; see `sequence` for ours
+    chunk_tokens: list[int] = dataclasses.field(default_factory=list)  # tokens per chunk if any has several, else empty
 
     @property
     def cached(self) -> int | None:
