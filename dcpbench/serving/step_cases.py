@@ -49,7 +49,7 @@ CHUNK_TOKENS = (
     8192,
     16384,
     32768,
-)  # where the curve bends (experts, then products)
+)  # where the curve bends: experts, then products
 BETWEEN_TOKENS = (256, 544, 768, 1536, 3072, 6144)  # bends without a prefix; past 512 products need a fifth tile (jump)
 FEW_TOKENS = 128  # below, chunks have no shortest prefix measured: hardly any are so short but at the end of a prompt
 SHORT_CHUNKS = 8  # chunks of a step with short prompts
