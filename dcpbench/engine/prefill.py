@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from dcpbench.kernels.symm_mem import Peers
     from dcpbench.serving.requests import Chunk
 
-MIN_PREFIXES = 32
-"""Prefixes that kernels which look up, gather and order rows are compiled for at least; absent ones are empty."""
+MIN_PREFIXES = 32  # minimum prefixes for which kernels that look up, gather and order rows are compiled; absent: empty
 GATHERS = ("nccl", "direct")  # ways in which prefixes come from the ranks; see exchange/prefix.py
 
 

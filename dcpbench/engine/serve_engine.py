@@ -45,8 +45,7 @@ class LaunchedStep:
     """A step on its way."""
 
     step: Step
-    tokens: torch.Tensor
-    """Tokens on the host, sampled for this replica's `emits`; valid once `wait_tokens` has returned."""
+    tokens: torch.Tensor  # sampled tokens of this replica's `emits`, on the host; valid after `wait_tokens`
     read: torch.cuda.Event | None = None
     started: torch.cuda.Event | None = None
     ended: torch.cuda.Event | None = None
@@ -81,8 +80,7 @@ class MixedDrafts:
     """Plan of the passes of the layer that drafts tokens in a step with chunks."""
 
     batch: Batch | None  # further passes over a row of each request; None if no replica samples a token
-    ends: torch.Tensor
-    """int64 [requests of the batch]: the row of each decode that yields its last token, the last row of each prompt that ends, 0s."""
+    ends: torch.Tensor  # int64 [requests]: last row of each yielding decode, then of each ending prompt, then 0s
 
 
 class ServeEngine:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
     from dcpbench.points.layout import GroupWide, Layout
 
-LayerWeights = Any
-"""Attention weights of a layer, of the class of its kind. All kinds have `input_norm`, `first`, `o` and `post_norm`."""
+LayerWeights = Any  # attention weights of a layer; each kind has `input_norm`, `first`, `o` and `post_norm`
 
 
 class AttentionKind(abc.ABC):
