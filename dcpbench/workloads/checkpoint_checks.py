@@ -45,12 +45,10 @@ ROUNDED_INSIDE = (QUERY, LATENT, ROPE_KEY, KEY, VALUE, MLP, EXPERT)
 """Operations that round their own results to e4m3. An error of the last bit decides whether a number between two e4m3
 numbers is rounded up or down.
 """
-MAX_FLIPPED_MEDIAN, MAX_FLIPPED = 0.25, 2
-"""Roundings to e4m3 by which the result of such an operation may differ: at the median position, and at any position."""
+MAX_FLIPPED_MEDIAN, MAX_FLIPPED = 0.25, 2  # e4m3 roundings by which ROUNDED_INSIDE may differ: median, maximum
 MIN_POSITIONS = 8  # positions from which on the median is judged
 SCORE_SCALE = "softmax scale"  # name of the finding that attention outputs change as with another softmax scale
-MAX_SCALE_ERROR, MAX_DEVIATIONS = 0.01, 5
-"""Share by which the softmax scale may be off, and in addition standard errors of that share."""
+MAX_SCALE_ERROR, MAX_DEVIATIONS = 0.01, 5  # share by which the softmax scale may be off, plus standard errors of it
 
 
 @dataclasses.dataclass(frozen=True)
