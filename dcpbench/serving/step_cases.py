@@ -38,18 +38,7 @@ if TYPE_CHECKING:
 NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.19, 1.5
 """Neighbouring numbers of decode rows differ by GROWTH at least, and by FAR_GROWTH below a NEAR_TOP-th of the most:
 clients that wait for answers leave those to a run's beginning and end. In an open loop they are as usual as others."""
-CHUNK_TOKENS = (
-    16,
-    48,
-    128,
-    512,
-    1024,
-    2048,
-    4096,
-    8192,
-    16384,
-    32768,
-)  # where the curve bends: experts, then products
+CHUNK_TOKENS = (16, 48, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # bends: experts hit, then large products
 BETWEEN_TOKENS = (256, 544, 768, 1536, 3072, 6144)  # bends without a prefix; past 512 products need a fifth tile (jump)
 FEW_TOKENS = 128  # below, chunks have no shortest prefix measured: hardly any are so short but at the end of a prompt
 SHORT_CHUNKS = 8  # chunks of a step with short prompts
