@@ -93,9 +93,7 @@ class Metric:
 
     option: str = ""  # name of the metric in the options and the output of `compare`
     aliases: tuple[str, ...] = ()  # other names that options of `compare` take for it
-    errors: Mapping[str, Error] = dataclasses.field(
-        default_factory=dict
-    )  # to resample, by workload; empty: exact count
+    errors: Mapping[str, Error] = dataclasses.field(default_factory=dict)  # resampled, by workload; empty: exact counts
     absolute: bool = False  # true for small integers, for which a ratio is not informative
 
     def __post_init__(self) -> None:
