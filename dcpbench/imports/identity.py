@@ -40,8 +40,7 @@ _LOAD = re.compile(  # a load in a name: `conc64`, `c=8`, `2.5qps`, `infqps`
 _REPEAT = re.compile(
     rf"{_START}(?:run|rep|repeat|trial|iter|seed|pass|try|attempt|round)[=_-]?\d+{_END}", re.IGNORECASE
 )
-_SERIAL = re.compile(rf"{_START}(?:\d[\dT]*|(?=[a-f]*\d)[0-9a-f]{{6,}}){_END}", re.IGNORECASE)
-"""A number, a date or a hash in the name of a file."""
+_SERIAL = re.compile(rf"{_START}(?:\d[\dT]*|(?=[a-f]*\d)[0-9a-f]{{6,}}){_END}", re.IGNORECASE)  # number, date or hash
 _SEPARATORS = re.compile(r"[\s_,;=+-]+")
 
 
