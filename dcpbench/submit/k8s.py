@@ -50,8 +50,7 @@ GPUS = f"{VENDOR}/gpu"
 DELETED_S = 120
 KINDS = "job,service,secret"
 LAST_LINES = 20
-LOST = ("Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting")
-"""Reasons of pods that were none of their command's doing."""
+LOST = ("Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting")  # reasons that are not the command's doing
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
