@@ -83,24 +83,18 @@ class Model:
     ) -> None:
         self.shape, self.layout, self.groups, self.weights, self.kv = shape, layout, groups, weights, kv
         self.interleave, self.wide = interleave, wide
-        self.dtype = weights.embed.dtype
-        """Dtype of the computation, independent of how weights and KV are stored."""
+        self.dtype = weights.embed.dtype  # dtype of the computation, independent of how weights and KV are stored
         self.share = Share(rank=groups.dcp.rank, dcp=layout.dcp, interleave=interleave, page_size=kv.data.shape[2])
-        self.all_reduce: AllReduce = groups.attn.all_reduce
-        """Sums over the ranks of an attention replica."""
+        self.all_reduce: AllReduce = groups.attn.all_reduce  # sums over the ranks of an attention replica
         self.heads = shape.heads // layout.attn_tp
         table = make_rope_table(shape, max_context, device)
         self.attention = make_attention(shape, layout, groups.dcp.rank, wide, self.dtype, table)
-        self.stands_for = 1
-        """Number of expert-parallel ranks that this one represents; it is the busiest of them in each layer."""
-        self.marks: torch.Tensor | None = None
-        """int32 [1]: number of the last norm that the device began; None if it is not recorded."""
+        self.stands_for = 1  # expert-parallel ranks that this one represents; it is the busiest of them in each layer
+        self.marks: torch.Tensor | None = None  # int32 [1]: last norm that the device began; None if it is not recorded
         self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Set to a list to collect each MoE layer's routing (logits_TE, ids_Tk) during an eager step."""
-        self.final_hidden: torch.Tensor | None = None
-        """[B, D] of the last step behind the final norm, kept if a layer drafts tokens from it."""
-        self.observed: dict[str, list[torch.Tensor]] | None = None
-        """Set to lists under the names in OBSERVED to collect these tensors of each layer during an eager step."""
+        self.final_hidden: torch.Tensor | None = None  # [B, D] of the last step after the final norm, if a layer drafts
+        self.observed: dict[str, list[torch.Tensor]] | None = None  # lists by OBSERVED; collected in eager steps
 
     def run_step(self, batch: StepInput, decodes: Batch | None, prefill: PrefillPlan | None = None) -> torch.Tensor:
         """Return the logits of this rank's vocabulary rows, [B or wanted rows, V_local] in the model's dtype.

@@ -166,8 +166,7 @@ class Prefiller:
         data = model.kv.data
         self.model, self.group, self.way = model, model.groups.dcp, gather
         self.device, self.dtype = data.device, model.dtype
-        self.stored = torch.uint8 if data.dtype.itemsize == 1 else data.dtype
-        """Dtype in which rows of the pool are sent: e4m3 rows as bytes."""
+        self.stored = torch.uint8 if data.dtype.itemsize == 1 else data.dtype  # dtype of sent pool rows: bytes for e4m3
         self.share = dataclasses.replace(model.share, page_size=1)
         self.unit = data.shape[2] * model.layout.dcp
         self.tokens, self.rows = tokens, compute_chunk_rows(max(tokens, rows))

@@ -94,8 +94,7 @@ class ServeEngine:
         self.model, self.requests, self.device = engine.model, engine.requests, engine.device
         self.replica = self.model.groups.dp.rank
         self.pieces = Pieces(prefiller, router_inputs)
-        self.numbers: dict[int, int] = {}
-        """Request number of the prompt in the table of tokens, by slot."""
+        self.numbers: dict[int, int] = {}  # request number of the prompt in the table of tokens, by slot
         while self.requests.available:  # the scheduler hands out slots
             self.requests.allocate_slot()
         cuda = self.device.type == "cuda"

@@ -192,11 +192,9 @@ class Loader:
         self.names = shape.tensors
         heads = shape.heads // layout.attn_tp
         first = layout.get_attn_rank(rank) * heads
-        self.own = range(first, first + heads)
-        """Query heads of this rank."""
+        self.own = range(first, first + heads)  # query heads of this rank
         first -= layout.get_dcp_rank(rank) * heads
-        self.group = range(first, first + layout.dcp * heads)
-        """Query heads of its DCP group."""
+        self.group = range(first, first + layout.dcp * heads)  # query heads of its DCP group
 
     def load_vocab(self, name: str) -> torch.Tensor:
         """Return this rank's rows of the embedding or the LM head."""

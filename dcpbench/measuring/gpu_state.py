@@ -32,8 +32,7 @@ class GpuSampler:
     def __init__(self, uuid: str | None) -> None:
         self.queries = _make_queries(uuid) if uuid else {}
         self.seen: dict[str, list[int]] = {name: [] for name in self.queries}
-        self.energy: list[tuple[float, int]] = []
-        """(seconds, mJ since the driver was loaded) at each change of the counter."""
+        self.energy: list[tuple[float, int]] = []  # (seconds, mJ since the driver's start) when the counter changes
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._sample_loop, daemon=True)
 

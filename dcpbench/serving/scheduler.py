@@ -101,14 +101,10 @@ class Replica:
         self.number = number
         self.allocator = DcpAllocator(config.pages, config.page_size, config.dcp, config.interleave)
         self.cache = PrefixCache(config.virtual_page)
-        self.running: list[Sequence] = []
-        """Running requests in order of submission."""
-        self.preempted: list[Sequence] = []
-        """Preempted requests in order of submission; they keep their slots."""
-        self.slots = list(range(config.max_requests, 0, -1))
-        """Free ones; slot 0 is padding."""
-        self.moved: list[TableWrite] = []
-        """Tokens that lie on the prefix cache's pages from the next step on."""
+        self.running: list[Sequence] = []  # running requests in order of submission
+        self.preempted: list[Sequence] = []  # preempted requests in order of submission; they keep their slots
+        self.slots = list(range(config.max_requests, 0, -1))  # free slots; slot 0 is padding
+        self.moved: list[TableWrite] = []  # tokens that lie on the prefix cache's pages from the next step on
 
     @property
     def available_pages(self) -> int:
@@ -140,16 +136,11 @@ class Scheduler:
         self.config = config
         self.replicas = [Replica(r, config) for r in range(config.replicas)]
         self.waiting: collections.deque[Sequence] = collections.deque()
-        self.homes: dict[int, int] = {}
-        """Replica of each session, which holds its earlier turns."""
+        self.homes: dict[int, int] = {}  # replica of each session, which holds its earlier turns
         self.steps = 0
         self._pages_of_step = self.replicas[0].allocator.count_pages(config.queries)
-        self.orders = itertools.count()
-        """Counter of submissions, shared by instances that serve together."""
-        self.fixed_hits: Mapping[int, int] | None = None
-        """Prompt tokens that each request does not compute, by its number, whatever the prefix cache holds; None except in
-        the replays of serving/gain_split.py.
-        """
+        self.orders = itertools.count()  # counter of submissions, shared by instances that serve together
+        self.fixed_hits: Mapping[int, int] | None = None  # cached prompt tokens by number (replays of gain_split.py)
 
     @property
     def unfinished(self) -> list[Sequence]:

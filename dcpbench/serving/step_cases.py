@@ -368,8 +368,7 @@ class CaseMaker:
         generator = np.random.Generator(np.random.PCG64(0))
         self.prompt = generator.integers(0, vocab, config.max_context, dtype=np.int32)
         self.next_page = 0
-        self.numbers = itertools.count(-1, -1)
-        """No request of a load has a negative number, so its prompt is not taken for one of these."""
+        self.numbers = itertools.count(-1, -1)  # negative numbers, as no request of a load has
 
     def make_steps(self, case: Case) -> CaseSteps:
         """Return the steps of a case, identical on all replicas that have work."""

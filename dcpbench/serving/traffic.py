@@ -82,22 +82,14 @@ class Traffic:
             raise UsageError(f"--concurrency {concurrency}: no client would send anything; try --concurrency 1.")
         self.requests, self.scheduler, self.concurrency = requests, scheduler, concurrency
         self.delay_s = delay_s
-        self.sessions = [request for request in requests if not request.turn]
-        """First turns of the sessions."""
-        self.next_turn = {a.number: b for a, b in itertools.pairwise(requests) if b.turn}
-        """Next turn, by the number of the request before."""
-        self.samples: list[Sample] = []
-        """Samples of all submitted requests, in submission order."""
-        self.sample_of: dict[int, Sample] = {}
-        """Sample by request number."""
-        self.in_flight = 0
-        """Requests."""
-        self.begun = self.ended = 0
-        """Sessions."""
-        self.turns: list[tuple[float, int, ServeRequest]] = []
-        """Heap of the pending turns of running sessions: when each is due, and its number."""
-        self.free_s: collections.deque[float] = collections.deque()
-        """Since when each client of a closed loop that has no session has had none, in this order."""
+        self.sessions = [request for request in requests if not request.turn]  # first turns of the sessions
+        self.next_turn = {a.number: b for a, b in itertools.pairwise(requests) if b.turn}  # by the previous number
+        self.samples: list[Sample] = []  # samples of all submitted requests, in submission order
+        self.sample_of: dict[int, Sample] = {}  # sample by request number
+        self.in_flight = 0  # number of requests
+        self.begun = self.ended = 0  # number of sessions
+        self.turns: list[tuple[float, int, ServeRequest]] = []  # heap of pending turns: due time, number, request
+        self.free_s: collections.deque[float] = collections.deque()  # since when clients have no session
         self.stopped = False
 
     @property

@@ -207,8 +207,7 @@ class Pipeline:
         self.engine, self.agree, self.between = engine, agree, between
         self.pending: _UnreadStep | None = None
         self.last: _UnreadStep | None = None
-        self.decoding_ms: list[float] = []
-        """Times of the steps in between."""
+        self.decoding_ms: list[float] = []  # times of the steps in between
 
     def run_case(self, steps: CaseSteps) -> Times:
         """Return the times of a case, without the last sample, which the next case or `read_in_flight` adds. Collective.

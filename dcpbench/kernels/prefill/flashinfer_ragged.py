@@ -88,8 +88,7 @@ class _Slot:
 
     def __init__(self, workspace: torch.Tensor) -> None:
         self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-        self.sent = torch.cuda.Event()
-        """Recorded behind the copy of a plan; one never recorded counts as done."""
+        self.sent = torch.cuda.Event()  # recorded behind the copy of a plan; one never recorded counts as done
         self.user: weakref.ref[FlashInferRagged] | None = None
 
     def is_free(self) -> bool:

@@ -71,8 +71,7 @@ class ProcessReport:
     """Hold where this process writes its report; a forked child continues with a report of its own."""
 
     def __init__(self, run: DryRun, settings: Settings, name: str) -> None:
-        self.code = 0
-        """Exit code, as far as it is known."""
+        self.code = 0  # exit code, as far as it is known
         self._run = run
         run.follows = True
         self._settings = settings

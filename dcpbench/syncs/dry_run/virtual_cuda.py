@@ -199,8 +199,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.report: Callable[..., None] = _nothing
-        self.graph: VirtualGraph | None = None
-        """Graph that is being captured, if any."""
+        self.graph: VirtualGraph | None = None  # graph that is being captured, if any
 
     def is_capturing(self) -> bool:
         """Return True if a graph is being captured."""

@@ -64,8 +64,7 @@ class _Copies(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, DeviceTensor] = {}
-        """Address of a storage in C++ -> the copy that has it."""
+        self.made: dict[int, DeviceTensor] = {}  # address of a storage in C++ -> the copy that has it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         self.restore_values(arg for arg in args if isinstance(arg, DeviceTensor))

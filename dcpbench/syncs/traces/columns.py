@@ -119,13 +119,10 @@ class Columns:
     def __init__(self, trouble: ReadProblems, recorder: Recorder = "torch.profiler") -> None:
         self.trouble, self.recorder = trouble, recorder
         self.driver_calls = 0
-        self.warnings: list[str] = []
-        """Sentences of the recorder about the recording."""
+        self.warnings: list[str] = []  # sentences of the recorder about the recording
         self._begun = False
-        self.devices: set[object] = set()
-        """GPUs that had work."""
-        self.foreign: set[str] = set()
-        """Categories of events of other accelerators."""
+        self.devices: set[object] = set()  # GPUs that had work
+        self.foreign: set[str] = set()  # categories of events of other accelerators
         self._name, self._stack, self._odd_id, self._thread = Ids(), CallStacks(), Ids(), Threads()
         self._labels: dict[int, str] = {}
         self._parts: dict[str, list[dict[str, NDArray[Any]]]] = {kind: [] for kind in FIELDS}
