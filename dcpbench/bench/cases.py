@@ -38,8 +38,9 @@ MOE_PRODUCTS = ("gate-up", "down")
 MOE_ROWS = ("uniform", "skewed", "few")
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "all-reduce-symm")
 REGISTERED_COLLECTIVES = tuple(f"{name}-registered" for name in COLLECTIVES[:4])  # run only if named
-EXCHANGE_VARIANTS = tuple(dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES)))
-"""`ag_rs-bf16` reduces partial outputs in bf16, which the engine does not. The last one is run only if named."""
+EXCHANGE_VARIANTS = tuple(  # `ag_rs-bf16` reduces in bf16, unlike the engine; the last one runs only if named
+    dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES))
+)
 AUTO_VARIANTS = EXCHANGE_VARIANTS[:-1]
 KV_GATHER_VARIANTS = ("nccl", "direct")
 BUFFERS = ("pool", "plain", "registered")

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
 
 FOLDER, FILE = "folder", "name"  # hints made of the name of a folder, and of a file
-NUMBERED = re.compile(r"(?:run|rep|repeat|trial|iter|seed|pass)?[\W_]*\d[\d\W_T]*", re.IGNORECASE)
-"""Names of folders that hold repeats: `run-2`, `20261121_101112`."""
+NUMBERED = re.compile(  # names of folders that hold repeats: `run-2`, `20261121_101112`
+    r"(?:run|rep|repeat|trial|iter|seed|pass)?[\W_]*\d[\d\W_T]*", re.IGNORECASE
+)
 _START, _END = r"(?<![A-Za-z0-9.])", r"(?![A-Za-z0-9]|\.\d)"
 _NUMBER = r"(\d+(?:\.\d+)?|inf)"
 _LOAD_WORDS = (

@@ -61,10 +61,12 @@ _PRESETS = [(family, preset) for family in FAMILIES for preset in family.presets
 SHAPES = {
     preset.shape.name: dataclasses.replace(preset.shape, tensors=family.tensors) for family, preset in _PRESETS
 } | {deepseek_v3.TINY.name: deepseek_v3.TINY}
-ALIASES = {name: preset.shape.name for _, preset in _PRESETS for name in preset.repositories if name not in SHAPES}
-"""Further names of published models, with the name of the shape that they have."""
-REPOSITORIES = {name: repository for _, preset in _PRESETS for name, repository in preset.repositories.items()}
-"""Hugging Face repositories of the models that can be named on the command line."""
+ALIASES = {  # further names of published models -> name of their shape
+    name: preset.shape.name for _, preset in _PRESETS for name in preset.repositories if name not in SHAPES
+}
+REPOSITORIES = {  # Hugging Face repositories of models that the command line names
+    name: repository for _, preset in _PRESETS for name, repository in preset.repositories.items()
+}
 OF_ALL = ("quantization_config",)  # fields that a config.json with a nested language model may have at the top instead
 QUANT_FILE = "hf_quant_config.json"  # modelopt's quantisation, next to config.json, which it overrides
 _TITLES = {preset.shape.name: preset.title for _, preset in _PRESETS if preset.title}

@@ -44,8 +44,9 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
 
 WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in select_point_axes(Role.EXCHANGE)}  # at dcp 1
-WITHOUT_TRANSFERS: dict[str, object] = {axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)}
-"""Fields of a point without transfers of KV between instances."""
+WITHOUT_TRANSFERS: dict[str, object] = {  # fields of a point without transfers of KV between instances
+    axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)
+}
 LISTED = [  # fields that have their own keys in the JSON of --dry-run
     axis
     for axis in AXES

@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1}  # bytes of a number, by precision
-engine_values = operator.attrgetter(*(axis.name for axis in select_point_axes(Role.ENGINE)), *OUTER_DEGREES)
-"""Values that points must share to use the same weights, pools and process groups; compared for every two points of a
-sweep.
-"""
+engine_values = operator.attrgetter(  # values that points share if they use the same weights, pools and groups
+    *(axis.name for axis in select_point_axes(Role.ENGINE)), *OUTER_DEGREES
+)
 CPU_BYTES = 4 * GIB  # maximum bytes of all ranks' weights and KV in a CPU run, which must not exhaust a laptop
 
 

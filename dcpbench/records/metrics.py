@@ -704,8 +704,9 @@ PAGE_TABLE = _list_metrics(  # metrics of PAGE that are columns in the table of 
 DECODE_TABLE = _list_metrics(  # columns of a report's table of `decode`, between throughput and objectives
     "output_tok_s_per_gpu tok_s_per_user itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms"
 )
-PROFILE_TABLE = _list_metrics("idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us")
-"""Columns of its table of steps, after the step time."""
+PROFILE_TABLE = _list_metrics(  # columns of a report's table of steps, after the step time
+    "idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us"
+)
 KV_TABLE = _list_metrics("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")  # first columns of the table of KV caches
 SERVED_TABLE = _list_metrics(  # columns of its table of served points before the objectives
     """
@@ -713,8 +714,9 @@ SERVED_TABLE = _list_metrics(  # columns of its table of served points before th
     kv_capacity_tokens
     """
 )
-SERVED_COUNTS = _list_metrics("goodput_s preemptions cached_share finished")
-"""Trailing columns of the table of served points."""
+SERVED_COUNTS = _list_metrics(  # last columns of a report's table of served points
+    "goodput_s preemptions cached_share finished"
+)
 SERVED_DETAILS = _list_metrics(  # columns of its second table of served points
     """
     ttft_mean_ms ttft_p90_ms ttft_p95_ms itl_mean_ms itl_p90_ms itl_p95_ms tpot_p50_ms e2el_p50_ms total_tok_s wall_s
@@ -722,8 +724,9 @@ SERVED_DETAILS = _list_metrics(  # columns of its second table of served points
     idle_fraction host_syncs_per_step rejected cancelled
     """
 )
-INSTANCES = _list_metrics("prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms")
-"""Metrics of the division of work between instances that serve together, and of the transfers between them."""
+INSTANCES = _list_metrics(  # division of work between instances that serve together, and transfers
+    "prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms"
+)
 DRAFTED = _list_metrics("tpot_p50_ms tokens_per_step")  # further columns if steps verify drafts, as most gaps are 0
 FLOORS = ("floor_ms", "floor_share", "prefill_floor_share", "prefill_matmul_share", "decode_floor_share")
 """Metrics derived from measured rates of the machine; tables leave them out if no point has them."""

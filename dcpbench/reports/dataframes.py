@@ -83,16 +83,18 @@ MERGES: dict[str, Callable[[list[float]], float]] = {  # merges repeats into one
 }
 OF_ENGINE = [m.name for m in metrics.METRICS if m.at and not m.parts & {"metrics", "serve"}]
 OF_DECODE = [m.name for m in metrics.METRICS if "metrics" in m.parts]  # in the order of a table
-SERVED = [name for name in ServeMetrics.__struct_fields__ if name in METRIC and name != "goodput_s"]
-"""Metrics that only served points have, in the order of a record; goodput is reported with its objectives."""
+SERVED = [  # metrics of served points, in a record's order; goodput is reported with its objectives
+    name for name in ServeMetrics.__struct_fields__ if name in METRIC and name != "goodput_s"
+]
 VARIES = {  # further fields of a load or its settings that may distinguish points of a report, with their format
     "at_once": "{:,.0f} at once",
     **{axis.name: axis.label for axis in LOAD_AXES if axis.label and axis.name not in load_labels.OF_SESSIONS},
     "kv_memory_gib": "{:g} GiB of KV",
     "limit_seconds": "ended at {:g} s",
 }
-SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
-"""Fields of VARIES that only some points have; a missing value adds no information. Imports have only `requests`."""
+SOME_HAVE = tuple(  # fields of VARIES that only some points have; a missing value tells nothing
+    name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds")
+)
 OTHERS = (  # columns of points that did not run, before those of LOST
     "run",
     "model",

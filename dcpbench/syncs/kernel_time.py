@@ -91,8 +91,9 @@ Products of a shared expert have the names of other projections, and activations
 _PATTERNS = tuple((part, re.compile(pattern)) for part, pattern in PARTS)
 
 
-_IN_CUTLASS = re.compile(r"cutlass::device_kernel<(?:[\w:]*enable_\w+<)?(?:[a-z]\w*::)*(\w+)")
-"""Matches the name of a CUTLASS kernel, with that of the kernel's own class."""
+_IN_CUTLASS = re.compile(  # name of a CUTLASS kernel, with the name of the kernel's own class
+    r"cutlass::device_kernel<(?:[\w:]*enable_\w+<)?(?:[a-z]\w*::)*(\w+)"
+)
 
 
 class KernelTime(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _FRAME = re.compile(r"^(?P<file>.+?)\((?P<line>\d+)\): (?P<function>.*)$")
-_FRAMEWORK = re.compile(r"(?:^|-packages/|/pytorch/)(?:torch|triton)/|/torchinductor_[^/]+/")
-"""Pattern of framework paths; not every folder called triton, because engines keep their own kernels in such."""
+_FRAMEWORK = re.compile(  # framework paths; not every folder called triton: engines keep kernels in such
+    r"(?:^|-packages/|/pytorch/)(?:torch|triton)/|/torchinductor_[^/]+/"
+)
 _PROFILER = re.compile(r"(?:^|/)torch/(?:profiler/|autograd/profiler)")
 _LIBRARIES = re.compile(r"^.*/(?:site|dist)-packages/")
 _INTERPRETER = re.compile(r"^.*/lib/python3(?:\.\d+)?t?/")
