@@ -84,10 +84,7 @@ def split_calls(starts: Sequence[int], stops: Sequence[int], stored: int, keys: 
 class KeySet:
     """Keys that rows of a step attend to in one call, in the form that its layers need."""
 
-    numbers: torch.Tensor
-    """int32 [1 + keys], on the device: the number of keys, and the row of each one, see kernels.kv_up_proj.gather_rows; stored rows
-    are in the pool, or in the buffer gathered by `task`.
-    """
+    numbers: torch.Tensor  # int32 [1 + keys]: number of keys, row of each, in the pool or the buffer gathered by `task`
     task: Task | None  # task that gathers stored rows; None without stored rows, or if this rank has all of them
     attention: Ragged
 

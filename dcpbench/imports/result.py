@@ -30,9 +30,7 @@ NEAR = 0.05  # maximum difference between means of one load, of the smaller: a t
 SAME_CURVE = 0.25  # maximum difference between means along a curve of loads: ten drawn lengths have a wide mean
 PLAUSIBLE = (0.1, 1.3)  # range of the mean over a length from a name, outside which the name means something else
 PER_TOKEN = 0.98  # minimum number of gaps per token after the first with which a gap counts as the gap of one token
-MIN_CHUNK_TOKENS = 1.1
-"""Minimum estimate of tokens per chunk with which gaps count as those of chunks. Mean ITL weighs requests by their gaps and
-mean TPOT weighs them equally, so that their ratio is not exactly 1 with one token per chunk either."""
+MIN_CHUNK_TOKENS = 1.1  # least tokens per chunk for gaps of chunks; mean ITL and TPOT weigh requests differently
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,8 +119,7 @@ class Result:
     input_tokens: int = 0
     output_tokens: int = 0
     rates: Rates | None = None
-    lengths: tuple[str | None, str | None] = (None, None)
-    """Lengths of all prompts and of all answers as a load has them, if the file has them: `1024`, `uniform:256-1024`."""
+    lengths: tuple[str | None, str | None] = (None, None)  # of prompts and answers, `1024`, `uniform:256-1024`; or None
     nominal: tuple[int | None, int | None] = (None, None)  # requested lengths, if it is unknown whether all have them
     device: str | None = None
     precision: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by point field; `unknown` or absent: none

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 T = TypeVar("T")
-SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- the name of the variable
-"""Environment variable with the secret that the machines of a sweep share."""
+SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- variable with the secret that the machines of a sweep share
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,9 +114,7 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the result of one comparison of `dcpbench verify`."""
 
-    name: str
-    """`attention`, `kv_write`, `reduce` (workloads/verify.py); `layers`, `logits`, `tokens`, `routing`
-    (workloads/checkpoint_checks.py)."""
+    name: str  # `attention`, `kv_write`, `reduce` (verify); `layers`, `logits`, `tokens`, `routing` (checkpoint_checks)
     layout: str
     ep: int | None = None  # expert parallel degree; 1 for tensor-parallel experts
     backend: str

@@ -34,10 +34,8 @@ class Family:
     routing: str = SOFTMAX  # SIGMOID or SOFTMAX, which is also `scoring_func` in config.json of an MLA model
     topk_methods: tuple[str | None, ...] = ()  # values of `topk_method` of an MLA model
     defaults: Mapping[str, Any]  # fields that a config.json may leave out, as transformers 5 takes them
-    read_shape: Callable[[Family, dict[str, Any], str], ModelShape]
-    """Check the fields of an attention kind, and convert them with `parse_shape`: mla_config.read_shape or gqa_config.read_shape."""
-    parse_shape: Callable[[dict[str, Any], str], ModelShape]
-    """Convert checked fields with defaults, and a name, to a shape. Raise ValueError or KeyError, naming the field."""
+    read_shape: Callable[[Family, dict[str, Any], str], ModelShape]  # check and convert: mla_config's or gqa_config's
+    parse_shape: Callable[[dict[str, Any], str], ModelShape]  # convert checked fields and a name; ValueError, KeyError
     presets: tuple[Preset, ...]
     tensors: TensorNames = DEEPSEEK_NAMES
     transformers_config: str  # class of transformers for the configuration, of the model to compare with

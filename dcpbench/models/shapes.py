@@ -122,9 +122,7 @@ class ModelShape:
     tensors: TensorNames = DEEPSEEK_NAMES  # names of the checkpoint's tensors
     published: WeightFormat | UnknownFormat = UNQUANTISED  # format of the published checkpoint's weights
     has_embedding: bool = True
-    has_head: bool = True
-    """True for a whole model; a pipeline stage other than the last has no final norm and LM head, one other than the first no
-    embedding."""
+    has_head: bool = True  # True for a whole model; other stages lack the embedding, or the final norm and LM head
     mtp_layers: int = 0  # further layers of the checkpoint, for drafts; `--mtp` runs the first of them
     drafts: bool = False  # True if the layer that drafts tokens is held and run
 

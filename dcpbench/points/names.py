@@ -30,8 +30,7 @@ CUT, WHOLE = "1", "tp"
 layout), tp for expert parallel (EP: each rank holds some of the experts, undivided). The default is 1 in every layout, as in vLLM and
 SGLang, which turn on expert parallel with --enable-expert-parallel and --ep-size."""
 SYNTHETIC = "synthetic"
-DUMMY = "dummy"  # weights near zero, with which an engine starts without a checkpoint
-"""Value of --weights without a checkpoint."""
+DUMMY = "dummy"  # value of --weights: weights near zero, with which an engine starts without a checkpoint
 NO_EXCHANGE = "none"  # exchange of a point with dcp 1, where nothing is exchanged
 
 LIVE, REPLAY = MODES = ("live", "replay")  # modes of serving: live, or in virtual time from measured step times
@@ -64,8 +63,7 @@ TOOLS = {  # tools that write the results that are imported
 UNKNOWN = "unknown"  # value of a field that an import does not have
 ONE_TURN = "1"  # value of --sessions turns for independent requests
 CLOSED, GAMMA, TRACE = ("closed", "gamma", "trace")  # after an answer, at random with a rate, or at a file's times
-TRACE_TIMES = "trace times"  # when requests of a trace come, as tables name it and as it follows "at"
-"""Text for the arrival times of a trace."""
+TRACE_TIMES = "trace times"  # arrival of the requests of a trace, as tables name it and as it follows "at"
 
 
 def format_flag(name: str) -> str:

@@ -105,8 +105,7 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
     """Median time in which the GPU waits for the host to launch its next work, if the step with it is longer than the one that was
     timed without the profiler; it is not in `step_us`. Shorter waits are idle time, and this is 0. Unset for dcpbench's engine, and in
     records of engines with a mean `step_us` that includes all waits."""
-    disturbed: Count | msgspec.UnsetType = msgspec.UNSET
-    """Number of profiled steps that last more than 3 % longer than `step_us`; unset as `host_wait_us`."""
+    disturbed: Count | msgspec.UnsetType = msgspec.UNSET  # profiled steps 3 % above `step_us`; unset as `host_wait_us`
 
     @property
     def sum_error(self) -> float:
@@ -207,10 +206,7 @@ class Kv(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_token_per_gpu: Number  # KV bytes of a token over all layers, mean of the GPUs: full rows / (dp · dcp)
     capacity_tokens: Count  # tokens that the layout's pools hold, all replicas together, each token counted once
     capacity_requests: Count  # requests of this point's context that fit at once
-    bounded_by: str
-    """Limit of the pool size: `weights` (memory left by the full weights), `kv_memory` (--kv-memory) or `sweep` (sized
-    for the largest point, because the full weights do not fit and a capacity next to them would be fictitious).
-    """
+    bounded_by: str  # limit: `weights` (memory left by all), `kv_memory`, `sweep` (largest point; weights do not fit)
     fragmentation: Number  # share of allocated rows that hold no token (page and stripe rounding)
 
     @classmethod
@@ -240,10 +236,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     graph_error: Number | None = None  # ‖logits of graph − eager‖ / ‖eager‖, worst rank; null without a graph
     attention_error: Number | None = None  # ‖o − o_fp64‖ / ‖o_fp64‖ of this point's merged attention output, worst rank
     experts_hit: Number | None = None  # mean share of all experts that a layer's tokens were routed to
-    busiest_rank_experts: Number | None = None
-    """Experts hit on the rank with most of them over the mean of all ranks, averaged over layers. With expert
-    parallelism it is the excess that the slowest rank reads; with tensor-parallel experts it is 1.
-    """
+    busiest_rank_experts: Number | None = None  # busiest rank's experts hit over the mean, over layers; 1 without EP
     busiest_rank_rows: Number | None = None  # the same of the rows that experts are applied to
     graph_batch: Count | None = None  # rows per replica in the captured graph; more than the requests if padded
     cuda_graph: bool = False

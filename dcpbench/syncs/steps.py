@@ -252,8 +252,7 @@ class Occurrences(NamedTuple):
     """Hold how the occurrences of one site are distributed over the steps."""
 
     per_step: float | None = None  # mean over the steps of steady state, of the phase that has most; None without steps
-    per_phase: dict[str, float] = {}  # noqa: RUF012 -- never changed
-    """Mean over the steps of steady state per phase, if there are several phases."""
+    per_phase: dict[str, float] = {}  # noqa: RUF012 -- never changed; mean of steady steps by phase, if several
     warmup_only: bool = False  # each lies before the first step, or in a first one that is warm-up
     outside: int = 0  # number in no step that are not warm-up, such as those behind the last step
 

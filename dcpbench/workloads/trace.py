@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from dcpbench.points.prompts import Prompts
 
 STAGGER = 3  # request i starts 3·i steps after the first, so that lengths differ and rows in between are padding
-ROUTER, EXPERTS = "router", "experts"
-"""Names in `Trace.results` of router logits [P, MoE layers, E] and of the chosen experts' ids [P, MoE layers, k]."""
+ROUTER, EXPERTS = "router", "experts"  # names in `results`: logits [P, MoE layers, E], chosen ids [P, MoE layers, k]
 SPLIT = (QUERY, VALUES)  # results that are split by heads over the ranks
 
 
