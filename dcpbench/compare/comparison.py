@@ -70,7 +70,7 @@ class PointResult(msgspec.Struct, kw_only=True):
     without_ends: list[str] = []  # metrics that are not judged because a forecast has no ends for them
     warnings_a: list[str] = []
     warnings_b: list[str] = []
-    output_tok_s: tuple[float, float] | None = None  # of A and B in `decode`, by step time; null in `serve` (own rows)
+    output_tok_s: tuple[float, float] | None = None  # A and B in `decode`, by step time; null in `serve` (own rows)
     rows: list[Row] = []
     not_compared: list[Uncompared] = []
 

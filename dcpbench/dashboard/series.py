@@ -30,7 +30,7 @@ MAX_NAME_CHARS = 160  # characters of a name on the page; longer names are cut, 
 MAX_REASON_CHARS = 600
 NOT_RECORDED = "not recorded"
 SEPARATOR = ", "  # separator between conditions
-WITHOUT_EFFECT = ("NCCL_VERSION", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # of images and torchrun: version, error handling
+WITHOUT_EFFECT = ("NCCL_VERSION", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # images and torchrun set them: version, errors
 PRECISIONS = ("dtype", "weights_dtype", "kv_dtype")  # fields of a point that determine its precision
 WORST = ("hung", "failed", "rejected")
 

@@ -119,7 +119,7 @@ class Result:
     input_tokens: int = 0
     output_tokens: int = 0
     rates: Rates | None = None
-    lengths: tuple[str | None, str | None] = (None, None)  # of prompts and answers, `1024`, `uniform:256-1024`; or None
+    lengths: tuple[str | None, str | None] = (None, None)  # prompts and answers, `1024`, `uniform:256-1024`; or None
     nominal: tuple[int | None, int | None] = (None, None)  # requested lengths, if it is unknown whether all have them
     device: str | None = None
     precision: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by point field; `unknown` or absent: none

@@ -58,7 +58,7 @@ class Gqa:
     sinks: bool = False  # True if each query head has a learned logit in its softmax that stands for no token
 
 
-SCALE_BYTES, ROPE_BYTES = 4, 2  # of a stored scale (fp32); of a number of rope keys in sparse fp8 rows (bf16)
+SCALE_BYTES, ROPE_BYTES = 4, 2  # a stored scale (fp32); a number of a rope key in sparse fp8 rows (bf16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

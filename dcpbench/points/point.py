@@ -163,7 +163,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = 0.0
     pp: Annotated[Count, Axis(SERVER, 34)] = 1  # pipeline stages of an import or plan, each with `tp` · `pcp` GPUs
     pcp: Annotated[Count, Axis(SERVER, 35)] = 1  # groups of `tp` GPUs; 1 for SGLang's, which lie inside tp
-    prefill_gpus: Annotated[  # of an imported prefill instance, if its layout is not that of decode instances; else 0
+    prefill_gpus: Annotated[  # GPUs of an imported prefill instance with another layout than decode instances; else 0
         Count, Axis(SERVER, 36, "{} GPUs per prefill instance")
     ] = 0
 

@@ -70,7 +70,7 @@ class Metric:
     at: tuple[str, ...] = ()  # paths in a record, the first with an existing outermost part counts; default: by name
     of: Callable[[Record], float | None] | None = None  # computes it from a record; none, and no `at`: of points only
     derived: Callable[[Record], tuple[float, float] | None] | None = None  # ends of the interval by another metric
-    merged: Literal["median", "max", "min", "first", ""] = ""  # of repeats in a report; default: median, KV: first
+    merged: Literal["median", "max", "min", "first", ""] = ""  # repeats in a report; default: median, KV: first
     ranged: bool = False  # true if tables also show both ends of the interval, as `…_low` and `…_high`
     positive: bool = False  # true if no record can hold 0 for this metric
     whole: bool | None = None  # true if the metric is shown without decimals; by default if records hold an integer

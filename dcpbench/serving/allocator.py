@@ -40,7 +40,7 @@ class Allocation:
         self._buffer = pages
         self._count = len(pages)
         self._virtual_page = virtual_page
-        self.tokens = tokens  # tokens stored; the last page may have room for more
+        self.tokens = tokens  # tokens stored; the last page may hold more
 
     @property
     def pages(self) -> np.ndarray:
