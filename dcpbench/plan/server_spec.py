@@ -51,6 +51,7 @@ OPTIONS = [
     "think_time",
     "system_tokens",
     "branch",
+    "subagents",
     "session_preset",
     "seed",
     "mode",

@@ -31,6 +31,7 @@ OF_SESSIONS = (
     "think_time",
     "system_tokens",
     "branch",
+    "subagents",
 )  # printed only if requests are turns of sessions
 
 

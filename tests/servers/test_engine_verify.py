@@ -633,7 +633,9 @@ def test_the_table_of_faults_fails_with_one_run_that_is_not_right() -> None:
 
 def test_a_fault_of_all_settings_is_found_in_the_first(tmp_path: Path) -> None:
     """The others are as wrong as the first, and do not agree."""
-    code, found = run_verify(tmp_path, "--fault cache --fault-everywhere", *"--context 17,40 --concurrency 1,2 --num-prompts 8".split())
+    code, found = run_verify(
+        tmp_path, "--fault cache --fault-everywhere", *"--context 17,40 --concurrency 1,2 --num-prompts 8".split()
+    )
     assert code == 1
     assert [one["verdict"] for one in found["results"]] == [DIFFER, DIFFER]
 
