@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from dcpbench.serving.requests import Step
 
-REQUESTS = 300  # p95 then has 15 of them above it
+REQUESTS = 600  # p95 then has 30 of them above it
 RATES, CLIENTS = LoadRange(name="rate", low=0.01, high=100), LoadRange(name="concurrency", low=1, high=256)
 
 
