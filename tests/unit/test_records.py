@@ -22,7 +22,7 @@ from dcpbench.records.record import SCHEMA_VERSION, Candidate, Choice, Interval,
 from dcpbench.records.runs import compute_measurement_digest, read_run, remove_samples
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
-from tests.unit.kept_runs import RUNS_WITH_REMOVED_OPTIONS, RUNS
+from tests.unit.kept_runs import RUNS, RUNS_WITH_REMOVED_OPTIONS
 
 POINT = Point(model="tiny", tp=8, dcp=8, concurrency=4, context=128, exchange="ag_rs", backend="triton", dtype="fp32")
 FULL = Record(
