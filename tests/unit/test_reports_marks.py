@@ -24,7 +24,7 @@ from dcpbench.reports.page import render
 from dcpbench.reports.page.points import build_page_data
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
-from tests.unit.test_reports_terminal import shown
+from tests.unit.test_reports_terminal import print_lines
 
 if TYPE_CHECKING:
     from dcpbench.records.record import Record
@@ -67,7 +67,7 @@ def test_mark_of_all_points_is_shown_once(tmp_path: Path) -> None:
     assert columns["marks"] == [["throttled"], ["noisy", "throttled"]], "filters have all marks"
     reason = "by the power limit: lowest SM clock 10–25 % below the highest, 1,485 of 1,980 MHz at worst"
     assert f"Marked, of 2 points: all throttled ({reason}), 1 noisy." in trust(read)
-    text = shown(render_terminal_table([folder]), 200)
+    text = print_lines(render_terminal_table([folder]), 200)
     assert "marks of all 2 points: throttled" in text
     assert f"throttled: {reason}" in text
     assert not [line for line in text if line.startswith("tp4 ") and "throttled" in line]
