@@ -54,7 +54,7 @@ def one(tmp_path: Path, engine: str, result: dict[str, Any], **options: Any) -> 
 
 def collect_settings(records: list[Record]) -> set[tuple[str, str]]:
     """Return the layout and the settings of each record."""
-    return {(record.point.layout_name, record.point.collect_settings) for record in records}
+    return {(record.point.layout_name, record.point.settings) for record in records}
 
 
 class TestGpus:
@@ -186,7 +186,7 @@ class TestServers:
         ((name, values),) = metadata.items()
         path = files.file(tmp_path, *(summary(**{name: value}) for value in values))
         _, records = run(tmp_path, path, "vllm")
-        assert {record.point.collect_settings for record in records} == {f"{shown}={value}" for value in values}
+        assert {record.point.settings for record in records} == {f"{shown}={value}" for value in values}
 
     @pytest.mark.parametrize(
         ("name", "values"),
@@ -201,17 +201,17 @@ class TestServers:
     ) -> None:
         results = [files.sglang(server_info=POD | {name: value, "random_seed": value}) for value in values]
         _, records = run(tmp_path, files.file(tmp_path, *map(files.without_details, results)), "sglang")
-        assert {record.point.collect_settings for record in records} == {f"{name}={value}" for value in values}
+        assert {record.point.settings for record in records} == {f"{name}={value}" for value in values}
 
     def test_backends_of_the_sglang_benchmark_are_different_points(self, tmp_path: Path) -> None:
         results = [files.without_details(files.sglang(backend=name)) for name in ("sglang", "vllm")]
         _, records = run(tmp_path, files.file(tmp_path, *results), "sglang")
-        assert {record.point.collect_settings for record in records} == {"backend=sglang", "backend=vllm"}
+        assert {record.point.settings for record in records} == {"backend=sglang", "backend=vllm"}
 
     def test_inferencex_images_distinguish_servers(self, tmp_path: Path) -> None:
         rows = [files.inferencex(image=image) for image in ("vllm:v0.11", "vllm:v0.12")]
         _, records = run(tmp_path, files.file(tmp_path, *rows), "inferencex")
-        assert {record.point.collect_settings for record in records} == {"image=vllm:v0.11", "image=vllm:v0.12"}
+        assert {record.point.settings for record in records} == {"image=vllm:v0.11", "image=vllm:v0.12"}
 
     def test_ramp_up_rates_distinguish_loads(self, tmp_path: Path) -> None:
         ramp = {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1, "request_rate": "inf"}
@@ -359,7 +359,7 @@ class TestRouter:
         spread = PREFILL | {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}
         record, _ = one(tmp_path, "sglang", self.make_result([spread, spread], [DECODE]))
         point = record.point
-        assert (point.layout_name, point.collect_settings, point.gpus) == ("tp4 2P1D", "prefill=tp8·dp8", 20)
+        assert (point.layout_name, point.settings, point.gpus) == ("tp4 2P1D", "prefill=tp8·dp8", 20)
 
     def test_different_layouts_of_one_kind_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match="the decode servers have different layouts"):
@@ -375,7 +375,7 @@ class TestRouter:
     ) -> None:
         record, found = one(tmp_path, "sglang", files.sglang(server_info=server))
         assert (record.point.model, record.point.gpus) == ("org/model", 0)
-        assert record.point.collect_settings == "disaggregation=decode"
+        assert record.point.settings == "disaggregation=decode"
         assert found.output_tok_s_per_gpu is None
 
     def test_servers_without_degrees_have_an_unknown_layout(self, tmp_path: Path) -> None:
