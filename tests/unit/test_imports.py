@@ -380,8 +380,8 @@ class TestLengths:
         """Three prompts of 100 tokens, as requested, sum to 300; --input-len 102 then names a length only for sums near
         306.
         """
-        asked = {"random_input_len": 100, "random_output_len": 4}
-        result = files.vllm(**asked, total_input_tokens=tokens, total_output_tokens=12)
+        requested = {"random_input_len": 100, "random_output_len": 4}
+        result = files.vllm(**requested, total_input_tokens=tokens, total_output_tokens=12)
         record, _ = one(tmp_path, "vllm", files.without_details(result), input_len=102)
         load = record.point.load
         assert load
@@ -395,8 +395,8 @@ class TestLengths:
         self, sums: tuple[int, int], nominal: bool, tmp_path: Path
     ) -> None:
         """Three requests of 100 and 4 tokens sum to 300 and 12; a difference of 1 % is accepted."""
-        asked = {"random_input_len": 100, "random_output_len": 4}
-        result = files.vllm(**asked, total_input_tokens=sums[0], total_output_tokens=sums[1])
+        requested = {"random_input_len": 100, "random_output_len": 4}
+        result = files.vllm(**requested, total_input_tokens=sums[0], total_output_tokens=sums[1])
         record, _ = one(tmp_path, "vllm", files.without_details(result))
         assert ("nominal_lengths" in record.marks) == nominal
 
@@ -415,8 +415,8 @@ class TestLengths:
         """
         for clients, mean, most in ((1, 80, 100), (2, 60, 100), (3, 61, 200)):
             sums = {"total_input_tokens": 3000, "total_output_tokens": 3 * mean}
-            asked = {"max_concurrency": clients, "random_input_len": 1000, "random_output_len": most}
-            files.sweep(tmp_path / "sweep", {}, asked, runs=1, **sums)
+            requested = {"max_concurrency": clients, "random_input_len": 1000, "random_output_len": most}
+            files.sweep(tmp_path / "sweep", {}, requested, runs=1, **sums)
         import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides())
         points = [record.point for record in read_records(tmp_path / "run")]
         lengths = {p.concurrency: (p.load.input_tokens, p.load.output_tokens) for p in points if p.load}
@@ -480,12 +480,18 @@ class TestSweeps:
         options of the benchmark, and each has three runs. Lengths and rate belong to the load; settings that all
         servers share are in no label.
         """
-        asked = {"num_prompts": 100, "request_rate": 16, "dataset_name": "random", "input_len": 1000, "output_len": 100}
+        requested = {
+            "num_prompts": 100,
+            "request_rate": 16,
+            "dataset_name": "random",
+            "input_len": 1000,
+            "output_len": 100,
+        }
         sums = {"completed": 100, "total_input_tokens": 100_000, "total_output_tokens": 10_000, "rtfx": 0.0}
         later = {"max_output_tokens_per_s": 3088.0, "max_concurrent_requests": 80, "max_concurrency": None}
         for share, seqs in ((0.9, 128), (0.95, 128), (0.95, 256)):
             server = {"gpu_memory_utilization": share, "max_num_seqs": seqs, "max_model_len": 4096}
-            files.sweep(tmp_path / "sweep", server, asked, runs=3, **sums, **later)
+            files.sweep(tmp_path / "sweep", server, requested, runs=3, **sums, **later)
         notes = self.import_notes(tmp_path)
         assert notes[0] == "9 results of vllm bench serve."
         assert not any("Not read" in text for text in notes)
@@ -651,9 +657,9 @@ class TestReport:
             ["device count", "8"],
         ]
         assert "What stood behind the numbers" not in {table.title for table in tables}
-        ours = record_builder.write(tmp_path / "ours", [build.served(build.point(build.DCP))])
+        own = record_builder.write(tmp_path / "ours", [build.served(build.point(build.DCP))])
         both = [
-            t for s in sections.build_sections(dataframes.load_frames([tmp_path / "run", ours]), []) for t in s.tables
+            t for s in sections.build_sections(dataframes.load_frames([tmp_path / "run", own]), []) for t in s.tables
         ]
         (served,) = [table for table in both if table.title == "Served live"]
         assert "p99" in served.columns
@@ -673,7 +679,7 @@ def curves(folder: Path) -> dict[str, list[int]]:
 
 
 class TestCurves:
-    """Each configuration of a server is one curve, whatever its files are called and whatever lengths were drawn."""
+    """Each configuration of a server is one curve, independent of file names and drawn lengths."""
 
     def import_notes(self, tmp_path: Path, path: Path, engine: str, **options: Any) -> str:
         """Import these files as the run `run`; return the notes for the user as one text."""
@@ -773,7 +779,7 @@ class TestCurves:
     def test_expert_parallelism_is_read_and_never_guessed(
         self, engine: str, stated: dict[str, Any], ep: str, tmp_path: Path
     ) -> None:
-        """vLLM states if experts are parallel over all ranks, SGLang the degree; neither becomes a setting."""
+        """vLLM states if experts are parallel over all ranks, SGLang the degree; both are no settings."""
         server = {"model_path": "m", "tp_size": 8, "dp_size": 1}
         degrees = {"tensor_parallel_size": "4", "data_parallel_size": "2"}
         result = files.vllm(**degrees, **stated) if engine == "vllm" else files.sglang(server_info=server | stated)
@@ -867,7 +873,7 @@ class TestInferenceX:
         assert record.environment.device == "tpuv7"
 
     def test_hardware_speculation_and_attention_dp_separate_curves(self, tmp_path: Path) -> None:
-        """The rows come in random order."""
+        """The rows are in random order."""
         rows = [
             files.inferencex(conc=n, **server)
             for n in (4, 8)
@@ -914,15 +920,15 @@ class TestInferenceX:
             imported(tmp_path, "vllm", files.inferencex())
 
     def test_own_points_share_a_panel_with_inferencex(self, tmp_path: Path) -> None:
-        """Points of the same model and lengths are told apart by hardware and by what served them."""
+        """Points of the same model and lengths differ in hardware and engine."""
         point = build.point(build.DCP)
         assert point.load
         other = build.point(build.DCP, 8, {"input_tokens": "77", "requests": 7})
-        ours = record_builder.write(tmp_path / "ours", [build.served(point), build.served(other)])
+        own = record_builder.write(tmp_path / "ours", [build.served(point), build.served(other)])
         lengths = {"isl": int(point.load.input_tokens), "osl": int(point.load.output_tokens)}
         path = files.file(tmp_path, files.inferencex(model=point.model, **lengths))
         import_files([path], "inferencex", tmp_path / "run", Overrides())
-        served = dataframes.load_frames([ours, tmp_path / "run"]).served
+        served = dataframes.load_frames([own, tmp_path / "run"]).served
         panels = served.groupby("rest")["origin"].agg(set)
         assert {"dcpbench", "inferencex"} in panels.tolist(), "the number of requests does not separate panels"
         assert served["label"].nunique() == 2
@@ -982,8 +988,8 @@ def test_metrics_survive_export_to_vllm_and_import(
     back, _ = imported_metrics.compute_metrics(vllm.read(Document("file", json.loads(data))), m.record.point.tp)
     was = m.record.serve
     assert was
-    ours = msgspec.to_builtins(was)
-    theirs = msgspec.to_builtins(back)
+    own = msgspec.to_builtins(was)
+    imported_values = msgspec.to_builtins(back)
     unknown = {
         "rejected",
         "cancelled",
@@ -997,10 +1003,10 @@ def test_metrics_survive_export_to_vllm_and_import(
         "samples_file",
         "idle_fraction",
     }
-    for name in set(ours) - unknown - {"ttft_ms", "itl_ms", "tpot_ms", "e2el_ms"}:
-        assert theirs[name] == close(ours[name], 1e-9), name
+    for name in set(own) - unknown - {"ttft_ms", "itl_ms", "tpot_ms", "e2el_ms"}:
+        assert imported_values[name] == close(own[name], 1e-9), name
     for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2el_ms"):
-        assert theirs[name] == {statistic: close(value, 1e-6) for statistic, value in ours[name].items()}, name
+        assert imported_values[name] == {statistic: close(value, 1e-6) for statistic, value in own[name].items()}, name
 
 
 def test_reader_of_each_engine_finds_the_model() -> None:

@@ -289,7 +289,7 @@ SERVER_FIELDS = ("model_path", "tp_size", "pp_size", "dp_size", "dcp_size", "ep_
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(SERVER_FIELDS), value=JSON, kind=st.sampled_from(["prefill", "decode"]))
-def test_any_value_of_a_server_behind_a_router_gives_a_record_or_an_error(
+def test_any_value_of_a_routed_server_gives_a_record_or_an_error(
     name: str, value: Any, kind: str, tmp_path: Path
 ) -> None:
     server = {"model_path": "m", "tp_size": 4}

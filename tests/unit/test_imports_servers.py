@@ -254,7 +254,7 @@ class TestChunks:
     """Stream chunks with several tokens: tok/s per user is computed from TPOT."""
 
     def test_inferencex_row_with_stream_interval_10_uses_tpot(self, tmp_path: Path) -> None:
-        """Its own median_intvty is 1000 / 13.1 ms = 76.3; gaps of chunks would give 7.9."""
+        """The row's own median_intvty is 1000 / 13.1 ms = 76.3; gaps of chunks would give 7.9."""
         times = {"mean_tpot": 0.0131, "median_tpot": 0.0131, "p99_tpot": 0.01965}
         times |= {"mean_itl": 0.126, "median_itl": 0.126, "p99_itl": 0.189}
         record, found = one(tmp_path, "inferencex", files.inferencex(**times))

@@ -49,7 +49,7 @@ def tiny(**sizes: int) -> ModelShape:
 
 
 def test_reference_backend_is_not_timed_on_a_gpu_but_may_be_verified() -> None:
-    """Its plan makes new tensors, so a captured graph would replay the lengths of its capture."""
+    """The reference's plan makes new tensors, so a captured graph would replay the lengths of its capture."""
     with pytest.raises(UsageError, match="use --backend triton or --backend flashinfer"):
         check(backend="reference")
     check(backend="reference", timed=False)
@@ -178,8 +178,8 @@ class TestServedRows:
 
     def check_served(self, latent: int, dtype: str = "fp32", **changes: object) -> None:
         """Check a point of `serve` on the CPU, of a model with KV rows of `latent` + 16 numbers."""
-        asked = {"backend": "reference", "workload": "serve", "load": self.LOAD, "dtype": dtype} | changes
-        check(tiny(latent=latent), CPU, **asked)
+        options = {"backend": "reference", "workload": "serve", "load": self.LOAD, "dtype": dtype} | changes
+        check(tiny(latent=latent), CPU, **options)
 
     def test_kv_rows_must_be_a_multiple_of_16_bytes(self) -> None:
         """34 + 16 numbers of 4 bytes are 200 = 12.5 · 16 bytes."""
@@ -219,8 +219,8 @@ def test_emulated_layout_requires_times_of_all_its_collectives(
     """tp8·dp2·dcp2 with symm has all-gathers over 4 ranks of heads and over 2 replicas; a served point also gathers
     prefixes over dcp.
     """
-    asked: list[tuple[str, int]] = []
-    wire = SimpleNamespace(predict_seconds=lambda name, ranks, _: asked.append((name, ranks)))
+    calls: list[tuple[str, int]] = []
+    wire = SimpleNamespace(predict_seconds=lambda name, ranks, _: calls.append((name, ranks)))
     monkeypatch.setattr(validate, "load_machine", lambda _: SimpleNamespace(wire=wire))
     load = Load(requests=4, input_tokens="10", output_tokens="5", chunk=2048, mode="replay") if served else None
     point = Point(
@@ -237,8 +237,8 @@ def test_emulated_layout_requires_times_of_all_its_collectives(
         load=load,
     )
     validate._check_emulated(point, validate.Machine(probe=H200X4, timed=True))
-    assert asked[:3] == [("symm", 2), ("symm", 2), ("all-reduce", 4)]
-    assert sorted(ranks for name, ranks in asked if name == "all-gather") == sorted(gathers)
+    assert calls[:3] == [("symm", 2), ("symm", 2), ("all-reduce", 4)]
+    assert sorted(ranks for name, ranks in calls if name == "all-gather") == sorted(gathers)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "flashmla"])
@@ -282,7 +282,7 @@ class TestGroupedQueryAttention:
     QWEN = SHAPES["qwen3-235b-a22b"]
 
     def test_model_with_unsupported_parts_is_planned_but_not_measured(self) -> None:
-        """It can be replayed with given step times."""
+        """Such a model can be replayed with given step times."""
         point = Point(model="gpt-oss-120b", tp=2, concurrency=2, context=9, backend="triton", dtype="bf16")
         lacking = "biases in attention and sliding windows and attention sinks and biases of experts"
         with pytest.raises(UsageError, match=rf"does not compute {lacking}, which gpt-oss-120b has.* --dry-run"):

@@ -125,7 +125,7 @@ class TestPublished:
         assert found.kind == EMULATED
 
     def test_estimated_case_can_be_reproduced(self) -> None:
-        """It is one of the short loads, estimated with the terms of Kimi-K2's steps."""
+        """The case is one of the short loads, estimated with the terms of Kimi-K2's steps."""
         assert latency_check.estimate_case(f"results/{DP_LIVE}/dcp", read_live_load()) in PUBLISHED
 
 

@@ -100,8 +100,8 @@ def test_first_of_several_collective_errors_is_the_cause() -> None:
 def test_points_share_the_cause_of_a_failed_build_or_model(
     error: str, stage: str, changed: dict[str, object], shares: bool
 ) -> None:
-    """An error of ours while an engine is built applies to points of that engine, an error in the model to all points
-    with its weights.
+    """One of dcpbench's errors while an engine is built applies to points of that engine, an error in the model to all
+    points with its weights.
     """
     failed = Record(point=point(), outcome="failed", detail={"error": error, "stage": stage})
     assert launcher._has_same_cause(msgspec.structs.replace(point(), **changed), failed) is shares
@@ -267,15 +267,15 @@ def test_endpoint_may_be_an_ipv6_address() -> None:
 
 def test_lines_between_nodes_are_reassembled() -> None:
     """TCP keeps no boundaries: half a line waits, two lines are returned one by one, and a closed peer is noticed."""
-    ours, theirs = socket.socketpair()
-    line = nodes.Line(ours)
-    theirs.sendall(b"fir")
+    local, remote = socket.socketpair()
+    line = nodes.Line(local)
+    remote.sendall(b"fir")
     assert line.receive(0.01) is None
-    theirs.sendall(b"st\nsecond\n")
+    remote.sendall(b"st\nsecond\n")
     assert line.receive(1) == b"first"
     assert line.receive(0) == b"second"
     assert not line.closed
-    theirs.close()
+    remote.close()
     assert line.receive(1) is None
     assert line.closed
     line.close()
@@ -398,13 +398,13 @@ class TestStrangers:
         monkeypatch.setattr(nodes, "MAX_LINE_BYTES", 100)
         repeated = nodes._compute_code(b"key", b"b", b"0", b"job") + b"job\n"
         for bad in (b"stop\n", b"0" * 64 + b"stop\n", b"9" * 1000, repeated):
-            ours, theirs = socket.socketpair()
-            line, peer = nodes.Line(ours), nodes.Line(theirs)
+            local, remote = socket.socketpair()
+            line, peer = nodes.Line(local), nodes.Line(remote)
             line.set_key(b"key", b"a", b"b")
             peer.set_key(b"key", b"b", b"a")
             peer.send(b"job")
             assert line.receive(10) == b"job"
-            theirs.sendall(bad)
+            remote.sendall(bad)
             while not line.closed:
                 assert line.receive(0.01) is None
             line.close()
@@ -462,7 +462,9 @@ class Agent:
 
 @pytest.mark.parametrize(("after", "waits"), [(1, [5.0, 2.0]), (2, [5.0, 2.0]), (3, [5.0, 2.0, None])])
 def test_torchrun_is_killed_after_five_and_two_seconds(tmp_path: Path, after: int, waits: list[float | None]) -> None:
-    """It has five seconds to end its ranks and two to notice that they are gone; then its process group is killed."""
+    """Torchrun has five seconds to end its ranks and two to notice that they are gone; then its process group is
+    killed.
+    """
     running = Sleeper(tmp_path)
     agent = Agent(after=after)
     running._agent = agent  # type: ignore[assignment]

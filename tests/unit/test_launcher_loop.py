@@ -423,7 +423,7 @@ Root Cause (first observed failure):
     ],
 )
 @pytest.mark.parametrize("has_error", [False, True])
-def test_first_rank_in_the_log_of_torchrun_is_the_cause_and_its_point_is_retried(
+def test_first_failed_rank_of_torchrun_is_the_cause_and_its_point_is_retried(
     launched: Launched, code: int, cause: str, *, has_error: bool
 ) -> None:
     """Rank 1 and its parent process were killed, so it left no exit file; torchrun's log names it first, with or
@@ -627,9 +627,7 @@ def encode_job(folder: Path) -> bytes:
     return msgspec.json.encode(job)
 
 
-def test_node_1_runs_jobs_of_node_0_in_its_own_folder_until_stopped(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_1_runs_jobs_of_node_0_until_stopped(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     def script(_: Scripted) -> Acts:
         while True:
             yield

@@ -101,8 +101,8 @@ def test_ratio_of_dcp_has_the_colour_of_its_layout(tmp_path: Path) -> None:
         str(layout): {get_colours(degrees_of(layout))[0]} for layout in (DCP2, DCP4)
     }
     grid = [{"context": context, "concurrency": n} for context in (4000, 64000) for n in (8, 32)]
-    asked = [{"exchange": name} | load for name in ("ag_rs", "symm") for load in grid]
-    points = [*(build.point(TP, **load) for load in grid), *(build.point(DCP4, **changes) for changes in asked)]
+    variants = [{"exchange": name} | load for name in ("ag_rs", "symm") for load in grid]
+    points = [*(build.point(TP, **load) for load in grid), *(build.point(DCP4, **changes) for changes in variants)]
     more = dataframes.load_frames([build.write(tmp_path / "more", map(build.ok, points))])
     split = figures.draw_break_even(more.findings.ratios, Style.from_points(more.points), "title")
     assert [ax.get_title() for ax in split.axes] == [f"kimi-k2: tp4·dcp4 ({name})" for name in ("ag_rs", "symm")]

@@ -156,9 +156,11 @@ class TestPrompts:
             "request_rate=2.0, prefix_share=0.5)\n"
             "print([(r.prompt.tolist(), r.arrival_s) for r in make_requests(load, 1000)])"
         )
-        there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        here = make_requests(load(input_tokens="uniform:3-9", arrival=GAMMA, request_rate=2.0, prefix_share=0.5), VOCAB)
-        assert there.strip() == str([(r.prompt.tolist(), r.arrival_s) for r in here])
+        printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        requests_here = make_requests(
+            load(input_tokens="uniform:3-9", arrival=GAMMA, request_rate=2.0, prefix_share=0.5), VOCAB
+        )
+        assert printed.strip() == str([(r.prompt.tolist(), r.arrival_s) for r in requests_here])
 
     def test_another_seed_gives_other_prompts(self) -> None:
         one, two = (make_requests(load(seed=seed), VOCAB)[0].prompt.tolist() for seed in (0, 1))
@@ -179,7 +181,7 @@ class TestPrompts:
         assert len({tuple(p[:4]) for p in prompts}) == 8
 
     def test_prompts_of_a_group_share_their_beginning(self) -> None:
-        """They share half of 10 tokens; requests 0, 2, 4, 6 are one group and 1, 3, 5, 7 the other."""
+        """Prompts share half of 10 tokens; requests 0, 2, 4, 6 are one group and 1, 3, 5, 7 the other."""
         prompts = [r.prompt.tolist() for r in make_requests(load(prefix_share=0.5, prefix_groups=2), VOCAB)]
         assert len({tuple(p[:5]) for p in prompts[::2]}) == 1
         assert len({tuple(p[:5]) for p in prompts[1::2]}) == 1
@@ -267,7 +269,7 @@ class TestTraces:
 
 
 def test_objectives_are_parsed_in_ms() -> None:
-    """They are text on the command line, and a table in a file."""
+    """Objectives are text on the command line, and a table in a file."""
     assert parse_slo("ttft=500, itl=50.5") == {"ttft": 500.0, "itl": 50.5}
     assert parse_slo({"e2el": 9000}) == {"e2el": 9000.0}
     assert parse_slo(["ttft=500", "itl=50.5"]) == {"ttft": 500.0, "itl": 50.5}
@@ -339,14 +341,14 @@ class TestPromptsOfReplays:
 
     def test_prompts_are_made_when_read_and_few_are_cached(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Lengths of 1,000 requests of 10 tokens need no prompt; reading all prompts keeps at most 256."""
-        made: list[int] = []
+        calls: list[int] = []
         original = loads.make_token_ids
-        monkeypatch.setattr(loads, "make_token_ids", lambda *given: made.append(1) or original(*given))
+        monkeypatch.setattr(loads, "make_token_ids", lambda *given: calls.append(1) or original(*given))
         found = make_requests(load(requests=1000, mode=REPLAY), VOCAB)
         assert (sum(r.prompt_tokens for r in found), sum(r.kv_tokens for r in found)) == (10_000, 12_000)
-        assert made == []
+        assert calls == []
         assert all(len(r.prompt) == 10 for r in found)
-        assert len(made) == 1000
+        assert len(calls) == 1000
         assert requests._read_prompt.cache_info().currsize == requests.CACHED_PROMPTS == 256
 
     @pytest.mark.parametrize("more", [{}, {"prefix_share": 0.5, "prefix_groups": 2}, {"input_tokens": "uniform:1-9"}])

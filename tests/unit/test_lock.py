@@ -36,10 +36,10 @@ def test_requirements_of_locked_packages_are_locked() -> None:
         name = canonicalize_name(dist.metadata["Name"])
         if pins.get(name) != dist.version.partition("+")[0]:
             continue
-        asked = [Requirement(line) for line in dist.requires or []]
+        requirements = [Requirement(line) for line in dist.requires or []]
         missing += [
             f"{requirement} of {name}"
-            for requirement in asked
+            for requirement in requirements
             if (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
             and canonicalize_name(requirement.name) not in pins
         ]
@@ -59,5 +59,5 @@ def test_requirements_of_locked_packages_are_locked() -> None:
 )
 def test_problems_of_an_outdated_lock_are_named(text: str, problem: str) -> None:
     """The project requires a>=1 and b>=2, and pins b at 2.0."""
-    asked, pinned = [Requirement("a>=1"), Requirement("b>=2")], [Requirement("b==2.0")]
-    assert problem in lock.problems(text, asked, pinned)
+    requirements, pinned = [Requirement("a>=1"), Requirement("b>=2")], [Requirement("b==2.0")]
+    assert problem in lock.problems(text, requirements, pinned)

@@ -194,7 +194,7 @@ def test_request_has_the_fewest_pages_that_hold_its_tokens(tokens: int, dcp: int
 
 
 def test_page_of_v3_includes_all_layers() -> None:
-    """It has 64 rows of 70,272 B."""
+    """A page has 64 rows of 70,272 B."""
     assert memory.compute_page_bytes(V3, 64, BF16) == 64 * 70_272
 
 

@@ -77,7 +77,7 @@ def test_short_pause_of_a_client_does_not_end_the_window() -> None:
 
 
 def test_longest_of_several_steady_windows_is_used() -> None:
-    """Of 0-1 s and 2-5 s with a pause between, the second is longer."""
+    """The second of 0-1 s and 2-5 s, with a pause between, is longer."""
     assert formulas.find_steady_window([RequestTimes(0.0, (1.0,)), RequestTimes(2.0, (5.0,))], 1) == (2.0, 5.0)
 
 

@@ -223,7 +223,7 @@ class TestDocuments:
 
 
 def test_three_metrics_are_shown_with_intervals() -> None:
-    """They are the metrics with samples inside a run, and the ratio of two of them."""
+    """These are the metrics with samples inside a run, and the ratio of two of them."""
     ranged = {metric.name for metric in METRICS if metric.ranged}
     assert ranged == {"output_tok_s", "step_ms", "dcp_ratio"} == {field["name"] for field in FIELDS if field["range"]}
 

@@ -115,7 +115,7 @@ class TestRecommend:
         assert "fewest weights" not in "\n".join(lines_out)
 
     def test_held_layers_of_a_run_are_dropped_if_the_model_fits(self) -> None:
-        """They are dropped for tp8, where the whole model fits, and kept for tp4."""
+        """Held layers are dropped for tp8, where the whole model fits, and kept for tp4."""
         forecast = dataclasses.replace(choice(100.0).forecasts[0], layers_held=(25, 61))
         fits, cut = (
             dataclasses.replace(forecast, point=point(tp=tp, weights_dtype="fp8", kv_dtype="fp8", context=4000))

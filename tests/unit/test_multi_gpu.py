@@ -127,7 +127,7 @@ def test_no_two_commands_share_a_folder(gpus: int, tmp_path: Path) -> None:
 def test_dry_run_prints_every_command_with_its_minutes(
     gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It runs no command and makes no folder."""
+    """A dry run executes no command and makes no folder."""
     folder = tmp_path / "run"
     assert tool.main(["-o", str(folder), "--gpus", str(gpus), "--gpu", MACHINES[gpus], "--dry-run"]) == 0
     printed = capsys.readouterr().out

@@ -227,7 +227,7 @@ class TestComparisons:
     def test_points_with_other_kv_memory_or_limit_are_not_compared(
         self, setting: dict[str, Any], tmp_path: Path
     ) -> None:
-        """They are neither repeats nor baselines nor rivals, and are not compared as replay and live run."""
+        """Such points are not repeats, baselines or rivals, and are not compared as replay and live run."""
         alone, split = served(serve.point(Layout(8)), **setting), served(serve.point(DCP))
         assert self.get_verdict(as_repeats(tmp_path / "baseline", alone, split)) == "no baseline"
         read = as_repeats(tmp_path / "rivals", alone, split)
@@ -289,7 +289,7 @@ class TestLabels:
             ([(8, 1, "1"), (4, 1, "tp"), (4, 4, "tp")], ["tp4 (ep4)", "tp4·dp4·ep4", "tp8 (ep1)"]),
             ([(8, 8, "1"), (8, 8, "tp"), (8, 1, UNKNOWN)], ["tp8", "tp8·dp8·ep1", "tp8·dp8·ep8"]),
         ],
-        ids=["same-placement", "usual", "both", "of-two-layouts", "with-dp"],
+        ids=["same-placement", "default", "both", "of-two-layouts", "with-dp"],
     )
     def test_expert_placement_is_labelled_if_it_differs_within_a_layout(
         self, placed: list[tuple[int, int, str]], labels: list[str], tmp_path: Path
@@ -398,8 +398,8 @@ class TestCommands:
 
 
 def test_report_keeps_loads_of_files_and_agents(tmp_path: Path) -> None:
-    """Its points equal those of the records, with the facts of the file and gaps given as text; its tables contain no
-    such object.
+    """Points of the report equal those of the records, with the facts of the file and gaps given as text; the tables
+    contain no such object.
     """
     facts = TraceFacts(sessions=3, span_s=2.5, prefix_share=0.9)
     agents = {"turns": "4", "think_time": "lognormal:1.2:0.8", "system_tokens": 80, "branch": 0.25}

@@ -162,7 +162,7 @@ class TestPhases:
         assert phases.phase_us == {"moe": 20, "other": 1}
 
     def test_ranks_without_profiler_run_the_same_number_of_steps(self, monkeypatch):
-        """They take part in the collectives of 3 eager and 3 + 2 replayed steps and return nothing."""
+        """Such ranks take part in the collectives of 3 eager and 3 + 2 replayed steps and return nothing."""
         monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
         ran = []
         assert (
@@ -274,7 +274,7 @@ class TestHostSyncs:
         assert (site.found_in, site.call, site.per_step) == ("replay", "cudaFree", 0.5)
 
     def test_wait_at_the_end_of_the_pass_is_ignored(self):
-        """It follows the last step."""
+        """The wait follows the last step."""
         trace = TraceBuilder()
         for at in (0, 200, 400):
             trace.step(at, at + 100)
@@ -313,7 +313,7 @@ class TestOnCpu:
         assert (phases.kernels, phases.steps) == (0, 2)
 
     def test_cpu_ranks_without_profiler_only_run_the_steps(self):
-        """They run as many steps as the rank with the profiler."""
+        """Such ranks run as many steps as the rank with the profiler."""
         ran = []
         assert profile_cpu_step(lambda: ran.append(1), 3, enabled=False) is None
         assert len(ran) == 3

@@ -30,7 +30,9 @@ def test_random_prompts_are_repeatable_with_lengths_up_to_the_context() -> None:
 
 
 def test_file_of_token_lists_is_read(tmp_path: Path) -> None:
-    """It has the first and the last id of the vocabulary, and as many tokens as there are positions: 4 and 8 new ones."""
+    """The file has the first and the last id of the vocabulary, and as many tokens as there are positions: 4 and 8 new
+    ones.
+    """
     path = tmp_path / "prompts.json"
     path.write_text("[[0, 511], [7, 7, 7, 7]]")
     assert read_prompts(path, TINY, 8) == ((0, 511), (7, 7, 7, 7))

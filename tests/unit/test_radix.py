@@ -116,7 +116,7 @@ TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=30, d
 
 
 def test_two_prompts_share_two_pages():
-    """As drawn in the module: with pages of two tokens, 4 9 are shared; one prompt continues with 2, the other with 7
+    """The drawing in the module has pages of two tokens: 4 9 are shared; one prompt continues with 2, the other with 7
     3.
     """
     cache = PrefixCache(2)

@@ -108,7 +108,7 @@ def test_fit_recovers_the_terms_of_steps() -> None:
 
 
 def test_fit_is_the_least_squares_solution_above_floors() -> None:
-    """Of two correlated terms one alone would get the factor −2; it gets 1, and the other one the least squares."""
+    """One of two correlated terms alone would get the factor −2; it gets 1, and the other term gets the least squares."""
     steps = [
         (dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 10.0, "experts": 10.0 + more}, 30.0 - 2 * more)
         for more in (0.0, 1.0, 3.0)
@@ -253,29 +253,29 @@ def test_attention_dp_is_forecast_with_both_expert_placements(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each placement is a row; an expert width that the ranks do not divide leaves only one."""
-    asked = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 4000, None),))
-    (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
+    query = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 4000, None),))
+    (choice,), _ = advise.choose_layouts(query, advise.Evidence(), estimate.load_published_steps())
     rows = {row.layout: row.experts for row in answer_table.list_rows(choice)}
     assert (rows["tp4·dp4·ep1"], rows["tp4·dp4·ep4"]) == ("tensor parallel", "expert parallel")
     assert rows["tp4"] == "tensor parallel"
     assert answer_formats.format_placements([choice]).startswith(
         "Expert parallel (ep above 1) against tensor-parallel experts (ep1, the engines' default) in 3 pairs of layouts with attention data parallelism: "
     )
-    assert advise._list_placements(asked, Layout(4, 4)) == ["1", "tp"]
-    assert advise._list_placements(asked, Layout(4)) == ["1"]
+    assert advise._list_placements(query, Layout(4, 4)) == ["1", "tp"]
+    assert advise._list_placements(query, Layout(4)) == ["1"]
     odd = dataclasses.replace(load_shape("deepseek-v3"), moe_inter=2056, shared_experts=2)
     monkeypatch.setattr(advise, "load_shape", lambda _: odd)
-    assert advise._list_placements(asked, Layout(16, 16)) == ["tp"], "2,056 / 16 leaves 8"
-    assert Layout(16, 16) in advise._list_valid_layouts(asked, 16)
-    assert Layout(16) not in advise._list_valid_layouts(asked, 16)
+    assert advise._list_placements(query, Layout(16, 16)) == ["tp"], "2,056 / 16 leaves 8"
+    assert Layout(16, 16) in advise._list_valid_layouts(query, 16)
+    assert Layout(16) not in advise._list_valid_layouts(query, 16)
 
 
 def test_layout_that_splits_a_scale_block_is_refused_with_a_suggestion() -> None:
     """2,048 / 32 ranks is 64, half of a block of 128, for a tensor-parallel expert and for the shared expert of every
     layout.
     """
-    asked = dataclasses.replace(ask("H200+rdma-400"), weights_dtype="fp8", loads=((64, 4000, None),), gpus=(32,))
-    (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
+    query = dataclasses.replace(ask("H200+rdma-400"), weights_dtype="fp8", loads=((64, 4000, None),), gpus=(32,))
+    (choice,), _ = advise.choose_layouts(query, advise.Evidence(), estimate.load_published_steps())
     assert not choice.forecasts
     assert choice.refused["tp32"].reason == (
         "an expert (64 numbers) of deepseek-v3 on a rank ends inside a block of 128, and kernels take whole blocks; give "
@@ -283,7 +283,7 @@ def test_layout_that_splits_a_scale_block_is_refused_with_a_suggestion() -> None
     )
     assert not choice.refused["tp32"].for_memory
     (wide,), _ = advise.choose_layouts(
-        dataclasses.replace(asked, weights_dtype="bf16"), advise.Evidence(), estimate.load_published_steps()
+        dataclasses.replace(query, weights_dtype="bf16"), advise.Evidence(), estimate.load_published_steps()
     )
     assert "tp32" in {f.who for f in wide.forecasts}
 
@@ -301,13 +301,13 @@ def get_sweep_refusal(one: Point, probe: Probe) -> str:
 @pytest.mark.parametrize("weights", ["fp8", "bf16"])
 def test_recommend_refuses_the_layouts_that_sweep_refuses(model: str, weights: str) -> None:
     """Every layout of up to 32 ranks is refused for the same reason; memory is not limited here."""
-    asked = dataclasses.replace(ask("H200+rdma-400"), model=model, weights_dtype=weights)
+    query = dataclasses.replace(ask("H200+rdma-400"), model=model, weights_dtype=weights)
     refused, accepted = 0, 0
     for tp in range(1, 33):
         probe = msgspec.structs.replace(make_planned_probe("H200", 8), count=tp, memory_bytes=1 << 44)
-        for layout in advise._list_valid_layouts(asked, tp):
-            for one in advise._make_points(asked, layout, 8, 4000, None):
-                found = advise.find_refusal(asked, one)
+        for layout in advise._list_valid_layouts(query, tp):
+            for one in advise._make_points(query, layout, 8, 4000, None):
+                found = advise.find_refusal(query, one)
                 reason = "" if found is None or found.for_memory else found.reason.partition("; give ")[0]
                 message = get_sweep_refusal(one, probe)
                 assert bool(message) == bool(reason), one.instance_name
@@ -321,8 +321,8 @@ def test_recommend_refuses_the_layouts_that_sweep_refuses(model: str, weights: s
 
 def test_more_requests_than_the_largest_graph_are_refused() -> None:
     """A decode step of 513 requests has no graph with one replica, but has one with two."""
-    asked = dataclasses.replace(ask("H200"), weights_dtype="fp8", loads=((513, 100, None),), gpus=(8,))
-    (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
+    query = dataclasses.replace(ask("H200"), weights_dtype="fp8", loads=((513, 100, None),), gpus=(8,))
+    (choice,), _ = advise.choose_layouts(query, advise.Evidence(), estimate.load_published_steps())
     assert choice.refused["tp8"] == advise.Refusal(
         advise.TOO_MANY, "--concurrency 513 is more than tp8 takes, 512 requests (the largest CUDA graph)"
     )
@@ -331,8 +331,8 @@ def test_more_requests_than_the_largest_graph_are_refused() -> None:
 
 def test_fp8_weights_are_refused_on_a_gpu_without_fp8() -> None:
     """An A100 cannot multiply e4m3, in any layout."""
-    asked = dataclasses.replace(ask("A100"), weights_dtype="fp8", loads=((8, 4000, None),))
-    (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
+    query = dataclasses.replace(ask("A100"), weights_dtype="fp8", loads=((8, 4000, None),))
+    (choice,), _ = advise.choose_layouts(query, advise.Evidence(), estimate.load_published_steps())
     assert {one.reason for one in choice.refused.values()} == {
         "a GPU with fp8 is needed (compute capability 8.9 or later), and NVIDIA A100-SXM4-80GB has 8.0; give --weights-dtype bf16"
     }
@@ -370,17 +370,17 @@ def test_collectives_have_the_bytes_of_other_ranks_once_per_layer() -> None:
     bytes. An a2a has 128 gathered heads of 8 requests, 3/4 of which come from other ranks: 768 times 576 + 512 numbers
     of 2 bytes and an lse of 4. With `ag_rs`, outputs are fp32 and each rank has the lse of all.
     """
-    asked: list[tuple[object, ...]] = []
+    calls: list[tuple[object, ...]] = []
 
     def record_call(*call: object) -> Seconds:
-        asked.append(call)
+        calls.append(call)
         return Seconds(mean=1.0, low=0.5, high=2.0)
 
     def predict(rows: int, exchange: str, **degrees: int) -> dict[str, Seconds]:
         estimator = Estimator(
             point(**degrees, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms
         )
-        asked.clear()
+        calls.clear()
         machine = SimpleNamespace(in_step=SimpleNamespace(predict_seconds=record_call))
         return estimate.predict_calls(
             estimator.sharding,
@@ -390,15 +390,15 @@ def test_collectives_have_the_bytes_of_other_ranks_once_per_layer() -> None:
         )
 
     found = predict(8, "a2a", tp=4, dcp=4)
-    assert asked == [("all-reduce", 4, 172_032, 1)] * 2 + [("a2a", 4, 768 * (1152 + 1024 + 4), 2)]
+    assert calls == [("all-reduce", 4, 172_032, 1)] * 2 + [("a2a", 4, 768 * (1152 + 1024 + 4), 2)]
     assert found["all-reduce"] == Seconds(mean=122.0, low=61.0, high=244.0)
     assert found["a2a"] == Seconds(mean=61.0, low=30.5, high=122.0)
     predict(8, "ag_rs", tp=4, dcp=4)
-    assert asked[-1] == ("ag_rs", 4, 768 * (1152 + 2048 + 16), 2)
+    assert calls[-1] == ("ag_rs", 4, 768 * (1152 + 2048 + 16), 2)
     predict(8, "a2a", tp=4, dcp=2)
-    assert asked[-1] == ("a2a", 2, 8 * 64 // 2 * (1152 + 1024 + 4), 2)
+    assert calls[-1] == ("a2a", 2, 8 * 64 // 2 * (1152 + 1024 + 4), 2)
     predict(32, "none", tp=4, dp=4)
-    assert asked == [(name, 4, 3 * 32 * 14_336 // 4, 1) for name in ("all-gather", "reduce-scatter")]
+    assert calls == [(name, 4, 3 * 32 * 14_336 // 4, 1) for name in ("all-gather", "reduce-scatter")]
 
 
 def test_stored_prefix_is_gathered_from_the_other_ranks() -> None:
@@ -406,11 +406,11 @@ def test_stored_prefix_is_gathered_from_the_other_ranks() -> None:
     estimator = Estimator(
         point(tp=2, dcp=2, exchange="a2a"), load_machine("H200"), estimate.load_published_steps().terms
     )
-    asked: list[tuple[object, ...]] = []
-    alone = SimpleNamespace(predict_seconds=lambda *call: asked.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
+    calls: list[tuple[object, ...]] = []
+    alone = SimpleNamespace(predict_seconds=lambda *call: calls.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
     known = SimpleNamespace(in_step=alone)
     estimate.predict_calls(estimator.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
-    assert asked == [("all-reduce", 2, 72 * 14_336, 1)] * 2 + [("all-gather", 2, 576_000, 1)]
+    assert calls == [("all-reduce", 2, 72 * 14_336, 1)] * 2 + [("all-gather", 2, 576_000, 1)]
 
 
 def test_errors_of_shared_collectives_cancel_in_a_ratio() -> None:
@@ -472,7 +472,7 @@ def test_score_in_json_has_every_load(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_run_of_a_server_cannot_be_scored(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its data types and page size are unknown."""
+    """Data types and page size of a server are unknown."""
     served = ROOT / "results" / "engines_H200" / "engines-vllm_2xH200_2026-11-28" / "run"
     code, _, err = run(capsys, "--score", str(served))
     assert code == 2
@@ -545,10 +545,10 @@ def test_unsupported_exchange_gets_the_nearest_supported_layout(
     assert (code, best) == (0, "tp8·dp2·dcp4·ep1 (symm)")
     assert found["commands"][best] == {}
     _, out, _ = run(capsys, *words, "ag_rs,a2a")
-    theirs = {row["layout"]: row for row in json.loads(out)["loads"][0]["rows"]}
+    supported = {row["layout"]: row for row in json.loads(out)["loads"][0]["rows"]}
     for nearest in found["nearest"][best].values():
         assert nearest["lacks"] == ["--exchange symm"]
-        assert nearest["layout"]["output_tok_s"] == theirs[nearest["layout"]["layout"]]["output_tok_s"]
+        assert nearest["layout"]["output_tok_s"] == supported[nearest["layout"]["layout"]]["output_tok_s"]
         assert nearest["layout"]["layout"] == "tp8·dp2·dcp4·ep1 (a2a)"
         assert "--dcp-comm-backend a2a" in nearest["command"]
 
@@ -614,8 +614,19 @@ def test_records_replace_and_correct_estimates(capsys: pytest.CaptureFixture[str
     """tp4 is measured, and tp4·dp2, which has no record, is a corrected estimate; records of another GPU are left out
     and named.
     """
-    asked = ["--gpus", "4", "--weights-dtype", "bf16", "--cycled", "--context", "4000", "--concurrency", "32", "--json"]
-    code, out, _ = run(capsys, "--machine", "H200", *asked, str(DECODED))
+    options = [
+        "--gpus",
+        "4",
+        "--weights-dtype",
+        "bf16",
+        "--cycled",
+        "--context",
+        "4000",
+        "--concurrency",
+        "32",
+        "--json",
+    ]
+    code, out, _ = run(capsys, "--machine", "H200", *options, str(DECODED))
     layouts = {
         layout["layout"].partition(" ")[0].partition("·ep")[0]: layout for layout in json.loads(out)["loads"][0]["rows"]
     }
@@ -630,23 +641,25 @@ def test_records_replace_and_correct_estimates(capsys: pytest.CaptureFixture[str
     assert (code, layouts["tp4"]["source"]) == (0, "measured")
     assert layouts["tp4"]["output_tok_s"]["mean"] == tp4.metrics.output_tok_s.median
     assert "corrected by records" in layouts["tp4·dp2"]["whence"]
-    _, out, _ = run(capsys, "--machine", "H20", *asked, str(DECODED))
+    _, out, _ = run(capsys, "--machine", "H20", *options, str(DECODED))
     found = json.loads(out)
     assert {layout["source"] for layout in found["loads"][0]["rows"]} == {"estimated"}
     assert any("not on NVIDIA H20" in text for text in found["unknown"])
-    asked[asked.index("4000")] = "777"
-    _, out, _ = run(capsys, "--machine", "H200", *asked, str(DECODED))
+    options[options.index("4000")] = "777"
+    _, out, _ = run(capsys, "--machine", "H200", *options, str(DECODED))
     assert any(text.startswith(f"{DECODED}: no figure is from it") for text in json.loads(out)["unknown"])
 
 
 def test_cpu_records_are_left_out_with_a_suggested_command() -> None:
-    """They are left out although their model is not the one of the query; a run without finished points is named, too."""
+    """CPU records are left out although their model is not the one of the query; a run without finished points is
+    named, too.
+    """
     run = read_run(DECODED)
     first = next(r for r in run.records if r.outcome == "ok")
     tiny = msgspec.structs.replace(first, marks=["cpu"], point=msgspec.structs.replace(first.point, model="tiny"))
-    asked = dataclasses.replace(ask("H200"), loads=((8, 4000, None), (32, 4000, None)), kv_memory="40 GB")
+    query = dataclasses.replace(ask("H200"), loads=((8, 4000, None), (32, 4000, None)), kv_memory="40 GB")
     found, (note,) = advise._select_records(
-        asked, advise.Evidence(runs=[dataclasses.replace(run, records=[tiny, tiny])])
+        query, advise.Evidence(runs=[dataclasses.replace(run, records=[tiny, tiny])])
     )
     assert found == []
     assert note.startswith("Left out: 2 records run on a CPU, and CPU times do not count; on NVIDIA H200 run ")
@@ -690,8 +703,8 @@ def test_progress_is_reported_on_stderr(capsys: pytest.CaptureFixture[str], monk
     ] * 9
     hours = itertools.count(step=3600)
     monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(hours)))
-    asked = "--machine H200 --gpus 4 --weights-dtype bf16 --cycled --context 4000"
-    _, out, err = run(capsys, *asked.split())
+    options = "--machine H200 --gpus 4 --weights-dtype bf16 --cycled --context 4000"
+    _, out, err = run(capsys, *options.split())
     assert "32 × 4,000 tokens: tp4" in err
     assert "32 × 4,000 tokens: tp4" not in out
     _, _, err = run(capsys, "--score", str(DECODED))
@@ -699,7 +712,7 @@ def test_progress_is_reported_on_stderr(capsys: pytest.CaptureFixture[str], monk
 
 
 def test_emulated_points_count_for_the_emulated_machine() -> None:
-    """They count as emulated, never as measured, and over two hosts only with the same link."""
+    """Such points count as emulated, never as measured, and over two hosts only with the same link."""
     run = read_run(DECODED)
     first = next(r for r in run.records if r.outcome == "ok")
 
@@ -718,18 +731,18 @@ def test_emulated_points_count_for_the_emulated_machine() -> None:
 def test_served_records_count_only_with_the_same_kv_memory() -> None:
     """KV memory decides which requests wait, so points with 8 GiB do not apply to a whole GPU."""
     run = read_run(ROOT / "results" / "serving_4xH200/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
-    asked = ask("H200")
-    other, notes = advise._select_records(asked, advise.Evidence(runs=[run]))
+    query = ask("H200")
+    other, notes = advise._select_records(query, advise.Evidence(runs=[run]))
     assert other == []
     assert "with 8 GiB of KV on each GPU, not all that was left (--kv-memory)" in notes[0]
-    same, _ = advise._select_records(dataclasses.replace(asked, kv_memory="8GiB"), advise.Evidence(runs=[run]))
+    same, _ = advise._select_records(dataclasses.replace(query, kv_memory="8GiB"), advise.Evidence(runs=[run]))
     assert len(same) == len([r for r in run.records if r.outcome == "ok"]) > 0
 
 
 def test_served_load_is_replayed_with_estimated_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """The rows have latencies; no layout meets the SLO."""
-    asked = "--machine H200 --concurrency 2 --input-tokens 2000 --output-tokens 16 --slo itl=1 --json"
-    code, out, _ = run(capsys, *asked.split())
+    options = "--machine H200 --concurrency 2 --input-tokens 2000 --output-tokens 16 --slo itl=1 --json"
+    code, out, _ = run(capsys, *options.split())
     load = json.loads(out)["loads"][0]
     assert code == 0
     assert not load["meets_slo"]
@@ -739,8 +752,8 @@ def test_served_load_is_replayed_with_estimated_steps(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(("kv_memory", "by_capacity"), [("1GiB", True), ("40GiB", False)])
 def test_gain_of_dcp_is_split_by_cause(capsys: pytest.CaptureFixture[str], kv_memory: str, by_capacity: bool) -> None:
     """1 GiB of KV per GPU holds three requests of 4,200 tokens without DCP; 40 GiB hold all requests."""
-    asked = f"--machine H200 --gpus 8 --concurrency 8 --input-tokens 4000 --output-tokens 200 --kv-memory {kv_memory} --json"
-    code, out, _ = run(capsys, *asked.split())
+    options = f"--machine H200 --gpus 8 --concurrency 8 --input-tokens 4000 --output-tokens 200 --kv-memory {kv_memory} --json"
+    code, out, _ = run(capsys, *options.split())
     found = json.loads(out)
     gain = found["loads"][0]["gain_by_cause"]
     parts = {tuple(part["causes"]): part["difference"] for part in gain["parts"]}
@@ -753,8 +766,8 @@ def test_gain_of_dcp_is_split_by_cause(capsys: pytest.CaptureFixture[str], kv_me
 
 def test_gain_is_not_split_without_a_served_baseline(capsys: pytest.CaptureFixture[str]) -> None:
     """Kimi-K2 does not fit on 8 H20, and decode steps alone are not served."""
-    for asked in ("--model kimi-k2 --machine H20 --gpus 8", "--machine H200 --gpus 8 --context 4000"):
-        _, out, _ = run(capsys, *asked.split(), "--concurrency", "8", "--json")
+    for options in ("--model kimi-k2 --machine H20 --gpus 8", "--machine H200 --gpus 8 --context 4000"):
+        _, out, _ = run(capsys, *options.split(), "--concurrency", "8", "--json")
         assert json.loads(out)["loads"][0]["gain_by_cause"] is None
 
 
@@ -810,12 +823,12 @@ def test_missing_field_or_collective_of_a_machine_file_is_named(
     """A file without `gpu` is refused; a file without all-gather refuses only the layouts that need it."""
     partial = tmp_path / "m.toml"
     partial.write_text('name = "ours"\n')
-    asked = ["--context", "4000", "--concurrency", "8", "--json"]
-    code, _, err = run(capsys, "--machine", str(partial), *asked)
+    options = ["--context", "4000", "--concurrency", "8", "--json"]
+    code, _, err = run(capsys, "--machine", str(partial), *options)
     assert (code, "`gpu`" in err) == (2, True)
     calls = "".join(f"    [{ranks}, 1, 100000, 20.0],\n" for ranks in (2, 8))
     partial.write_text(f'name = "ours"\ngpu = "H200"\n[calls]\nall-reduce = [\n{calls}]\n')
-    code, out, _ = run(capsys, "--machine", str(partial), *asked)
+    code, out, _ = run(capsys, "--machine", str(partial), *options)
     load = json.loads(out)["loads"][0]
     assert code == 0
     reasons = {row["layout"]: row["reason"] for row in load["rows"]}
@@ -861,14 +874,14 @@ def apply_advice(words: str, advice: str) -> list[str]:
     """Return the command with an advice applied: `--gpus 16`, `--concurrency up to 9`, `--cycled`, `no --kv-memory`, or
     one `with` another.
     """
-    typed = words.split()
+    command = words.split()
     for part in advice.replace("up to ", "").split(" with "):
         for name, value in re.findall(r"(--[a-z-]+) ?([^-\s]\S*)?", part):
-            if name in typed:
-                at = typed.index(name)
-                del typed[at : at + 2]
-            typed += [] if part.startswith("no ") else [name, *filter(None, [value])]
-    return typed
+            if name in command:
+                at = command.index(name)
+                del command[at : at + 2]
+            command += [] if part.startswith("no ") else [name, *filter(None, [value])]
+    return command
 
 
 def test_refusal_names_the_layout_once_if_nothing_fits() -> None:
@@ -1070,24 +1083,24 @@ def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advis
         model="deepseek-v3", tp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="none"
     )
     times = step_times_builder.step_times(path=path)
-    asked = dataclasses.replace(ask("H200"), cycled=True)
+    query = dataclasses.replace(ask("H200"), cycled=True)
     steps = estimate.load_published_steps()
     tp4 = [Layout(4)]
     served = load(**given)
-    return choose_one(asked, {"times.json": times}, steps, tp4, concurrency, context, served)
+    return choose_one(query, {"times.json": times}, steps, tp4, concurrency, context, served)
 
 
 def choose_one(
-    asked: advise.Query,
+    query: advise.Query,
     times: dict[str, StepTimes],
     steps: estimate.Steps,
     layouts: list[Layout],
     *load: Any,
 ) -> choosing.Choice:
     """Choose among layouts under one load, without records."""
-    draft = advise._start_choice(asked, times, steps, [], {}, layouts, lambda _: None, *load)
-    advise._add_estimates(asked, [draft], steps, lambda _: None)
-    return advise._finish_choice(asked, draft, steps)
+    draft = advise._start_choice(query, times, steps, [], {}, layouts, lambda _: None, *load)
+    advise._add_estimates(query, [draft], steps, lambda _: None)
+    return advise._finish_choice(query, draft, steps)
 
 
 def test_load_is_replayed_with_step_times_of_its_layout() -> None:
@@ -1112,10 +1125,10 @@ def test_clients_in_lock_step_are_named(changed: list[dict[str, object]], warnin
     """8 clients of 100 requests with one length run in lock-step; a single client does not."""
     loads = tuple((8, 1020, load(requests=100, **more)) for more in changed)
     for requests, expected in ((8, warning), (1, None)):
-        asked = dataclasses.replace(ask("H200"), loads=tuple((requests, *rest) for _, *rest in loads))
+        query = dataclasses.replace(ask("H200"), loads=tuple((requests, *rest) for _, *rest in loads))
         warnings = [
             text
-            for text in answer_formats.list_unknowns(asked, [stepped()], estimate.load_published_steps())
+            for text in answer_formats.list_unknowns(query, [stepped()], estimate.load_published_steps())
             if "in lock-step" in text
         ]
         assert [text[: len(expected or "")] for text in warnings] == [expected] * bool(expected)
@@ -1125,11 +1138,11 @@ def test_clients_in_lock_step_are_named(changed: list[dict[str, object]], warnin
     ("dp", "output_tokens", "warns"), [(4, "20", True), (1, "20", False), (4, "uniform:10-30", False)]
 )
 def test_answer_warns_that_lock_step_favours_attention_dp(dp: int, output_tokens: str, warns: bool) -> None:
-    asked = dataclasses.replace(ask("H200"), loads=((8, 1020, load(requests=100, output_tokens=output_tokens)),))
+    query = dataclasses.replace(ask("H200"), loads=((8, 1020, load(requests=100, output_tokens=output_tokens)),))
     best = forecast(100)
     best = dataclasses.replace(best, point=msgspec.structs.replace(best.point, dp=dp))
     choice = advise.Choice(requests="8", lengths="1,020", concurrency=8, forecasts=[best], misses={}, refused={})
-    text = answer_formats.format_answer(asked, [choice])
+    text = answer_formats.format_answer(query, [choice])
     assert text.endswith("which favours attention DP: ask again with --output-tokens uniform:18-22.") == warns
     assert ("in lock-step" in text) == warns
 
@@ -1151,7 +1164,7 @@ def test_load_beyond_the_step_times_is_estimated_from_floors() -> None:
 
 @pytest.mark.parametrize("other", [{"tp": 8}, {"dcp": 4}, {"load": None}])
 def test_step_times_of_another_layout_are_not_used(other: dict[str, object]) -> None:
-    """They do not forecast a decode point either."""
+    """Step times do not forecast a decode point either."""
     times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(**({"load": load(), "context": 1020} | other))
     assert advise._replay_point(ask("H200"), served, "times.json", times) is None
@@ -1190,8 +1203,8 @@ def test_step_times_of_another_query_are_left_out_with_a_reason(
         **({"model": "deepseek-v3", "tp": 4, "dtype": "bf16", "backend": "flashinfer"} | path)
     )
     times = step_times_builder.step_times(path=of, device=device)
-    asked = dataclasses.replace(ask("H200"), loads=loads)
-    kept, notes = advise._select_step_times(asked, advise.Evidence(times={"times.json": times}))
+    query = dataclasses.replace(ask("H200"), loads=loads)
+    kept, notes = advise._select_step_times(query, advise.Evidence(times={"times.json": times}))
     assert list(kept) == ([] if reason else ["times.json"])
     assert [note.startswith("Left out: times.json, ") and reason in note for note in notes] == [True] * bool(reason)
 
@@ -1249,10 +1262,10 @@ def test_level_layouts_are_named_together(choice: advise.Choice, answer: str) ->
     assert answer_formats.format_answer(ask("H200"), [choice]).startswith(f"4 × H200: {answer} at 8 × 4,000 (")
 
 
-def format_rows(asked: advise.Query, choice: advise.Choice) -> list[dict[str, str]]:
+def format_rows(query: advise.Query, choice: advise.Choice) -> list[dict[str, str]]:
     """Return the cells of a load's table by heading."""
-    columns = [name.replace("\n", " ") for name in answer_table.list_columns(asked)]
-    rows = [answer_table.format_row(asked, choice, row) for row in answer_table.list_rows(choice)]
+    columns = [name.replace("\n", " ") for name in answer_table.list_columns(query)]
+    rows = [answer_table.format_row(query, choice, row) for row in answer_table.list_rows(choice)]
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
@@ -1429,17 +1442,17 @@ def test_met_objectives_are_named_with_their_percentile() -> None:
     """ITL has samples for p90, TTFT only for p50: the table and the JSON state both."""
     itl, ttft = Percentiles(p50=20.0, p90=25.0, samples=100), Percentiles(p50=900.0, samples=8)
     best = dataclasses.replace(forecast(1000.0), itl_ms=itl, ttft_ms=ttft)
-    asked = dataclasses.replace(ask("H200"), slo={"ttft": 2000.0, "itl": 30.0}, loads=((32, 4000, None),))
+    query = dataclasses.replace(ask("H200"), slo={"ttft": 2000.0, "itl": 30.0}, loads=((32, 4000, None),))
     choice = advise.Choice(
         requests="32", lengths="4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={}
     )
     (row,) = answer_table.list_rows(choice)
-    assert format_rows(asked, choice)[0]["SLO"] == "meets TTFT p50 900 ms and ITL p90 25 ms"
-    assert answer_formats._make_row_json(asked, choice, row, {})["objectives"] == [
+    assert format_rows(query, choice)[0]["SLO"] == "meets TTFT p50 900 ms and ITL p90 25 ms"
+    assert answer_formats._make_row_json(query, choice, row, {})["objectives"] == [
         {"name": "ttft", "limit_ms": 2000.0, "percentile": "p50", "ms": 900.0, "met": True},
         {"name": "itl", "limit_ms": 30.0, "percentile": "p90", "ms": 25.0, "met": True},
     ]
-    assert "SLO" not in format_rows(dataclasses.replace(asked, slo={}), choice)[0]
+    assert "SLO" not in format_rows(dataclasses.replace(query, slo={}), choice)[0]
 
 
 def test_forecasts_of_several_layouts_share_their_requests() -> None:

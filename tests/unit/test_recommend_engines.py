@@ -60,10 +60,10 @@ def server_times(point: Point, layers: int = 0) -> StepTimes:
 
 def choose(times: StepTimes) -> tuple[advise.Choice, list[str]]:
     """Return the choice among tp4 for the load, and the notes on the step times."""
-    asked = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 1020, load()),))
-    kept, notes = advise._select_step_times(asked, advise.Evidence(times={"vllm.json": times}))
+    query = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 1020, load()),))
+    kept, notes = advise._select_step_times(query, advise.Evidence(times={"vllm.json": times}))
     steps = estimate.load_published_steps()
-    return choose_one(asked, kept, steps, [Layout(4)], 8, 1020, load()), notes
+    return choose_one(query, kept, steps, [Layout(4)], 8, 1020, load()), notes
 
 
 @pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-ai/DeepSeek-V3", "/models/DeepSeek-V3"])
@@ -103,7 +103,7 @@ def test_step_times_of_all_layers_are_used() -> None:
 
 
 def test_record_of_a_server_counts_and_names_its_engine() -> None:
-    """Its chunk size is the engine's own, which no record contains."""
+    """The chunk size of a server is the engine's own, which no record contains."""
     point = server_point("deepseek-v3")
     served = serve_record_builder.served(serve_record_builder.point(Layout(4)))
     record = msgspec.structs.replace(served, point=point, origin="engine vllm 0.26.0")
@@ -111,9 +111,9 @@ def test_record_of_a_server_counts_and_names_its_engine() -> None:
     record = msgspec.structs.replace(
         record, environment=msgspec.structs.replace(record.environment, device="NVIDIA H200")
     )
-    asked = dataclasses.replace(ask("H200"), loads=((8, 1020, load()),))
-    assert advise._explain_exclusion(record, asked) == ""
-    wanted = advise._make_point(asked, Layout(4), "none", "1", 8, 1020, load())
+    query = dataclasses.replace(ask("H200"), loads=((8, 1020, load()),))
+    assert advise._explain_exclusion(record, query) == ""
+    wanted = advise._make_point(query, Layout(4), "none", "1", 8, 1020, load())
     assert advise._is_same_load(point, wanted, server=True)
     assert not advise._is_same_load(point, wanted)
     assert forecast.from_record(record, "run").engine == "vLLM 0.26.0"

@@ -246,7 +246,7 @@ class TestChecksum:
             read_records(tmp_path)
 
     def test_line_rewritten_by_another_program_suggests_removing_the_checksum(self, tmp_path: Path) -> None:
-        """Its bytes differ, so its values cannot be checked."""
+        """The bytes of the line differ, so its values cannot be checked."""
         path = written(tmp_path, FULL)
         fields = json.loads(path.read_bytes())
         path.write_text(json.dumps(fields) + "\n")

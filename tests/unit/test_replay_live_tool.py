@@ -35,7 +35,7 @@ def test_table_of_an_empty_folder_compares_nothing(tmp_path: Path) -> None:
 
 
 def test_job_without_records_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its folder exists, but has no record."""
+    """The folder of the job exists, but has no record."""
     (tmp_path / "live-tiny-open").mkdir()
     assert not tool.records(tmp_path / "live-tiny-open")
     assert "live-tiny-open" in capsys.readouterr().out

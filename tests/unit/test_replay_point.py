@@ -242,7 +242,7 @@ class TestInstances:
         assert longest[1] < 0.06
 
     def test_transfers_wait_for_scarce_kv_memory(self, file, tmp_path) -> None:
-        """Of 20 pages a request takes 16 and one, so each decode instance has one request at a time."""
+        """A request takes 16 and one of 20 pages, so each decode instance has one request at a time."""
         scarce = run(file, tmp_path, self.SPLIT, Settings(kv_memory_bytes=21 * PAGE))
         assert scarce.serve.finished == 60
         assert scarce.serve.instances.transfer_wait_ms.mean > 100

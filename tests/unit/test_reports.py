@@ -439,7 +439,7 @@ def test_memory_below_a_gib_keeps_its_digits(value: int | None, text: str) -> No
 
 
 def test_report_computes_each_finding_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer, tables, figures and page all use them."""
+    """The answer, tables, figures and page of a report all use them."""
     calls: list[str] = []
 
     def count_calls(name: str) -> None:

@@ -38,12 +38,12 @@ def step(point: Point, *steps: float, **changes: Any) -> Record:
 
 def served(point: Point, tok_s: float, ttft: dict[str, float], itl: dict[str, float], **changes: Any) -> Record:
     """Return a served record with this rate and these latencies."""
-    made = serve.served(point)
-    assert made.serve
+    record = serve.served(point)
+    assert record.serve
     changes = {"slo_ms": {}} | changes
     times = {"ttft_ms": Latencies(samples=99, **ttft), "itl_ms": Latencies(samples=99, **itl)}
     return msgspec.structs.replace(
-        made, serve=msgspec.structs.replace(made.serve, output_tok_s=tok_s, **times, **changes)
+        record, serve=msgspec.structs.replace(record.serve, output_tok_s=tok_s, **times, **changes)
     )
 
 

@@ -56,7 +56,7 @@ TYPED = Environment(device="H200", device_count=2, dcpbench="0.1.0")
 CAPACITY = {TP: 9_857_792, DCP: 19_683_040}
 
 
-def measure_ours(layout: Layout, rate: float, concurrency: int = 8, **changes: Any) -> Record:
+def measure_own(layout: Layout, rate: float, concurrency: int = 8, **changes: Any) -> Record:
     """Return a point of dcpbench's engine with an output of `rate` tok/s."""
     point = serving.point(layout, concurrency, model=FOLDER, dtype="bf16", weights_dtype="fp8", ep="1", exchange="none")
     serve = msgspec.structs.replace(serving.metrics(point), output_tok_s=rate)
@@ -70,7 +70,7 @@ def measure_ours(layout: Layout, rate: float, concurrency: int = 8, **changes: A
 
 def measure_server(origin: str, layout: Layout, rate: float, concurrency: int = 8, **changes: Any) -> Record:
     """Return the same point on a real server, with few known fields."""
-    ours = measure_ours(layout, rate, concurrency)
+    own = measure_own(layout, rate, concurrency)
     unknown = {
         "backend": origin.split()[1],
         "dtype": "unknown",
@@ -78,10 +78,10 @@ def measure_server(origin: str, layout: Layout, rate: float, concurrency: int = 
         "ep": "unknown",
         "weights": "unknown",
     }
-    assert ours.point.load is not None
-    load = msgspec.structs.replace(ours.point.load, chunk=0, policy="unknown", prefix_cache=None, prefill="unknown")
+    assert own.point.load is not None
+    load = msgspec.structs.replace(own.point.load, chunk=0, policy="unknown", prefix_cache=None, prefill="unknown")
     fields: dict[str, Any] = {
-        "point": msgspec.structs.replace(ours.point, load=load, **unknown, page_size=0, interleave=0),
+        "point": msgspec.structs.replace(own.point, load=load, **unknown, page_size=0, interleave=0),
         "origin": origin,
         "environment": TYPED,
         "kv": None,
@@ -89,7 +89,7 @@ def measure_server(origin: str, layout: Layout, rate: float, concurrency: int = 
         "server": Server(engine=origin.split()[1], kv_capacity_tokens=CAPACITY[layout]),
         "started_at": f"{origin} {layout} {concurrency} {rate}",
     }
-    return msgspec.structs.replace(ours, **(fields | changes))
+    return msgspec.structs.replace(own, **(fields | changes))
 
 
 def read(tmp_path: Path, *runs: list[Record], **options: Any) -> Frames:
@@ -106,7 +106,7 @@ OURS_RUN = [(TP, 556, 8), (DCP, 550, 8), (TP, 620, 32), (DCP, 613, 32)]
 def make_study(**changes: Any) -> list[list[Record]]:
     """Return dcpbench in one run, vLLM's layouts in a run each, and SGLang's tp2·dcp2 in two launches."""
     return [
-        [measure_ours(*point, **changes) for point in OURS_RUN],
+        [measure_own(*point, **changes) for point in OURS_RUN],
         [measure_server(VLLM, TP, 400, 8), measure_server(VLLM, TP, 516, 32)],
         [measure_server(VLLM, DCP, 389, 8), measure_server(VLLM, DCP, 507, 32)],
         [measure_server(SGLANG, TP, 459, 8), measure_server(SGLANG, DCP, 444, 8), measure_server(SGLANG, TP, 438, 32)],
@@ -169,8 +169,8 @@ class TestFirstLines:
         """vLLM is 10 % ahead at 8 clients, dcpbench by 20 % at 32, and none by more than 2 % at 64."""
         rates = {8: (500, 550), 32: (600, 500), 64: (700, 703)}
         runs = [
-            [measure_ours(TP, ours, n) for n, (ours, _) in rates.items()],
-            [measure_server(VLLM, TP, theirs, n) for n, (_, theirs) in rates.items()],
+            [measure_own(TP, own, n) for n, (own, _) in rates.items()],
+            [measure_server(VLLM, TP, other, n) for n, (_, other) in rates.items()],
         ]
         text = overview.format_answer(read(tmp_path, *runs))
         assert "no engine is ahead at every equal layout and load: of 3 points, " in text
@@ -180,7 +180,7 @@ class TestFirstLines:
         assert text.endswith("so nothing here says what DCP gains or costs.")
 
     def test_no_verdict_without_a_shared_point(self, tmp_path: Path) -> None:
-        text = overview.format_answer(read(tmp_path, [measure_ours(TP, 500, 8)], [measure_server(VLLM, TP, 500, 32)]))
+        text = overview.format_answer(read(tmp_path, [measure_own(TP, 500, 8)], [measure_server(VLLM, TP, 500, 32)]))
         assert text.startswith(
             "No layout was measured under one load on two of dcpbench and vLLM 0.26.0, so nothing here says"
         )
@@ -189,15 +189,15 @@ class TestFirstLines:
 
 class TestComparedPoints:
     def test_other_lengths_are_not_compared(self, tmp_path: Path) -> None:
-        theirs = measure_server(VLLM, TP, 400)
-        assert theirs.point.load is not None
-        load = msgspec.structs.replace(theirs.point.load, output_tokens="41")
-        theirs = msgspec.structs.replace(theirs, point=msgspec.structs.replace(theirs.point, load=load))
-        assert engines.compare_engines(read(tmp_path, [measure_ours(TP, 500)], [theirs])).rows.empty
+        other = measure_server(VLLM, TP, 400)
+        assert other.point.load is not None
+        load = msgspec.structs.replace(other.point.load, output_tokens="41")
+        other = msgspec.structs.replace(other, point=msgspec.structs.replace(other.point, load=load))
+        assert engines.compare_engines(read(tmp_path, [measure_own(TP, 500)], [other])).rows.empty
 
     def test_other_hardware_is_not_compared(self, tmp_path: Path) -> None:
         h100 = msgspec.structs.replace(TYPED, device="H100")
-        report = read(tmp_path, [measure_ours(TP, 500)], [measure_server(VLLM, TP, 400, environment=h100)])
+        report = read(tmp_path, [measure_own(TP, 500)], [measure_server(VLLM, TP, 400, environment=h100)])
         assert engines.compare_engines(report).rows.empty
 
     @pytest.mark.parametrize(
@@ -212,15 +212,15 @@ class TestComparedPoints:
     def test_known_precisions_must_be_equal(self, tmp_path: Path, settings: dict[str, Any], compared: int) -> None:
         """dcpbench has fp8 weights and a bf16 KV cache."""
         server = Server(engine="vllm", settings=EngineSettings(**settings))
-        theirs = measure_server(VLLM, TP, 400, server=server)
-        assert len(engines.compare_engines(read(tmp_path, [measure_ours(TP, 500)], [theirs])).rows) == compared
+        other = measure_server(VLLM, TP, 400, server=server)
+        assert len(engines.compare_engines(read(tmp_path, [measure_own(TP, 500)], [other])).rows) == compared
 
     def test_engine_with_other_precisions_is_named(self, tmp_path: Path) -> None:
         """dcpbench has fp8 weights and a bf16 KV cache, vLLM bf16 weights; SGLang's are equal to dcpbench's."""
         other = Server(engine="vllm", settings=EngineSettings(dtype="bfloat16", kv_dtype="bfloat16"))
         same = Server(engine="sglang", settings=EngineSettings(weights_dtype="fp8", kv_dtype="bfloat16"))
         runs = [
-            [measure_ours(TP, 500)],
+            [measure_own(TP, 500)],
             [measure_server(VLLM, TP, 400, server=other)],
             [measure_server(SGLANG, TP, 450, server=same)],
         ]
@@ -235,7 +235,7 @@ class TestComparedPoints:
 
     def test_engine_with_its_own_dummy_weights_is_left_out(self, tmp_path: Path) -> None:
         dummy = [measure_server(VLLM, TP, 900, marks=["dummy_weights"])]
-        report = read(tmp_path, [measure_ours(TP, 500)], dummy, [measure_server(SGLANG, TP, 400)])
+        report = read(tmp_path, [measure_own(TP, 500)], dummy, [measure_server(SGLANG, TP, 400)])
         assert set(engines.compare_engines(report).rows["run"]) == {"dcpbench", "SGLang 0.5.17"}
         assert "Not compared: vLLM 0.26.0, as it ran with its own dummy weights." in overview.format_answer(report)
 
@@ -254,25 +254,25 @@ class TestComparedPoints:
         assert rows[1][2].startswith("vLLM 0.26.0, dcpbench 0.1.0")
 
     def test_run_with_records_of_two_engines_is_split(self, tmp_path: Path) -> None:
-        report = read(tmp_path, [measure_ours(TP, 500), measure_server(VLLM, TP, 400)])
+        report = read(tmp_path, [measure_own(TP, 500), measure_server(VLLM, TP, 400)])
         assert overview.format_answer(report).startswith("On 2 × H200, dcpbench is ahead")
 
     def test_runs_of_different_commits_are_not_joined(self, tmp_path: Path) -> None:
-        other = measure_ours(TP, 600, environment=msgspec.structs.replace(build.GPU, git_commit="456"))
-        runs = [[measure_ours(TP, 500)], [other], [measure_server(VLLM, TP, 400)]]
+        other = measure_own(TP, 600, environment=msgspec.structs.replace(build.GPU, git_commit="456"))
+        runs = [[measure_own(TP, 500)], [other], [measure_server(VLLM, TP, 400)]]
         report = read(tmp_path, *runs)
         assert [e.run.name for e in report.engines] == ["dcpbench (run-0)", "dcpbench (run-1)", "vLLM 0.26.0"]
 
     def test_as_repeats_requires_one_environment_per_engine(self, tmp_path: Path) -> None:
-        other = measure_ours(TP, 600, environment=msgspec.structs.replace(build.GPU, torch="2.12"))
+        other = measure_own(TP, 600, environment=msgspec.structs.replace(build.GPU, torch="2.12"))
         with pytest.raises(UsageError, match=r"torch is 2\.9\.0 in run-0 and 2\.12 in run-1"):
-            read(tmp_path, [measure_ours(TP, 500)], [other], [measure_server(VLLM, TP, 400)], as_repeats=True)
+            read(tmp_path, [measure_own(TP, 500)], [other], [measure_server(VLLM, TP, 400)], as_repeats=True)
 
     def test_servers_with_different_numbers_of_gpus_are_joined(self, tmp_path: Path) -> None:
         """`device_count` is the number of GPUs that a launch used."""
         four = msgspec.structs.replace(TYPED, device_count=4)
         runs = [
-            [measure_ours(TP, 500)],
+            [measure_own(TP, 500)],
             [measure_server(VLLM, TP, 400)],
             [measure_server(VLLM, TP, 401, environment=four)],
         ]
@@ -280,7 +280,7 @@ class TestComparedPoints:
 
     def test_imported_points_keep_their_run_and_are_not_compared(self, tmp_path: Path) -> None:
         imported = msgspec.structs.replace(measure_server(VLLM, TP, 700), origin="vllm", server=msgspec.UNSET)
-        report = read(tmp_path, [measure_ours(TP, 500)], [measure_server(SGLANG, TP, 400)], [imported])
+        report = read(tmp_path, [measure_own(TP, 500)], [measure_server(SGLANG, TP, 400)], [imported])
         assert set(engines.compare_engines(report).rows["run"]) == {"dcpbench", "SGLang 0.5.17"}
         assert dict(zip(report.served["run"], report.served["run_label"], strict=True))["run-2"] == "run run-2"
         assert overview.format_answer(report).startswith("These figures are what the imported files measured")
@@ -305,9 +305,9 @@ class TestNames:
         assert legend == ["tp2", "tp2·dcp2", "SGLang 0.5.17", "dcpbench", "vLLM 0.26.0"]
 
     def test_labels_keep_values_that_differ_within_an_engine(self, tmp_path: Path) -> None:
-        other = measure_ours(TP, 480)
+        other = measure_own(TP, 480)
         other = msgspec.structs.replace(other, point=msgspec.structs.replace(other.point, backend="triton"))
-        report = read(tmp_path, [measure_ours(TP, 500), other], [measure_server(VLLM, TP, 400)])
+        report = read(tmp_path, [measure_own(TP, 500), other], [measure_server(VLLM, TP, 400)])
         assert sorted(report.served["label"]) == ["tp2", "tp2 (flashinfer)", "tp2 (triton)"]
 
     def test_gpu_option_and_detected_name_are_the_same_hardware(self, study: Frames) -> None:
@@ -342,18 +342,18 @@ class TestNames:
         site = SyncSite(
             found_in="serve", rule="SYNC007", kind="event-sync", call="cudaEventSynchronize", per_step=1.0, wait_us=5.0
         )
-        report = read(tmp_path, [measure_ours(TP, 500, sync_sites=[site])])
+        report = read(tmp_path, [measure_own(TP, 500, sync_sites=[site])])
         assert [row[0] for row in sync_sites.build_table(report).rows] == ["DeepSeek-V3, 8 of 61 layers"]
 
     def test_failed_point_names_its_engine(self, tmp_path: Path) -> None:
         lost = measure_server(SGLANG, DCP, 400, outcome="failed", reason="the server ended.", serve=None)
-        report = read(tmp_path / "report", [measure_ours(TP, 500)], [lost])
+        report = read(tmp_path / "report", [measure_own(TP, 500)], [lost])
         assert [row[:3] for row in tables.build_others_table(report.others, engines=True).rows] == [
             ["SGLang 0.5.17", "DeepSeek-V3, 8 of 61 layers", "tp2·dcp2"]
         ]
         console = make_console()
         with console.capture() as shown:
-            console.print(render_terminal_table(write(tmp_path, [measure_ours(TP, 500)], [lost])), width=200)
+            console.print(render_terminal_table(write(tmp_path, [measure_own(TP, 500)], [lost])), width=200)
         assert "failed: 1 point of DeepSeek-V3, 8 of 61 layers SGLang 0.5.17 tp2·dcp2: the server ended." in shown.get()
 
     def test_model_sizes_of_a_server_record_name_its_model(self, tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ class TestNames:
         assert set(read(tmp_path, *runs).served["model"]) == {FOLDER}
 
     def test_folders_with_the_same_sizes_have_different_names(self, tmp_path: Path) -> None:
-        one = measure_ours(TP, 500)
+        one = measure_own(TP, 500)
         other = msgspec.structs.replace(one, point=msgspec.structs.replace(one.point, model="/models/tuned"))
         report = read(tmp_path, [one, msgspec.structs.replace(other, started_at="later")])
         assert set(report.served["model"]) == {

@@ -115,7 +115,7 @@ class TestSentences:
         )
 
     def test_level_ratios_are_named_together(self, tmp_path: Path) -> None:
-        """They are within 2 %, as far as repeats may differ."""
+        """Ratios within 2 % are level, as repeats may differ by as much."""
         read = loaded(tmp_path, served("1:1", 30, **RATE), served("1:2", 29.9, **RATE), served("2:1", 20, **RATE))
         assert "tp4 1P1D or tp4 1P2D, 30.0 tok/s" in instance_ratios.describe_best_ratios(read.served)[0]
 

@@ -85,7 +85,7 @@ def test_mark_that_invalidates_a_number_is_always_shown_per_point(tmp_path: Path
 
 
 def test_throttled_replay_has_no_clock_drop(tmp_path: Path) -> None:
-    """Its mark is that of the steps it replays."""
+    """The mark of a replay is that of the steps it replays."""
     points = [serve.point(TP, c) for c in (8, 32)]
     loads = [msgspec.structs.replace(p.load, mode="replay") for p in points if p.load]
     records = [

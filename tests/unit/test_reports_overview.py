@@ -380,8 +380,8 @@ class TestImports:
         import_files(
             [files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False
         )
-        ours = build.write(tmp_path / "ours", [steps(TP, 8, 40), steps(DCP, 8, 50)])
-        text = overview.format_answer(dataframes.load_frames([tmp_path / "theirs", ours]))
+        own = build.write(tmp_path / "ours", [steps(TP, 8, 40), steps(DCP, 8, 50)])
+        text = overview.format_answer(dataframes.load_frames([tmp_path / "theirs", own]))
         assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
         assert (
             ", in addition to 2 points of dcpbench. They are of one layout, so nothing here says which to take. "
@@ -393,14 +393,14 @@ class TestImports:
         import_files(
             [files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False
         )
-        ours = build.write(tmp_path / "ours", [steps(TP, 8, 40)])
+        own = build.write(tmp_path / "ours", [steps(TP, 8, 40)])
         assert overview.format_title(dataframes.load_frames([tmp_path / "theirs"])).endswith(
             " · imported from InferenceX"
         )
-        assert overview.format_title(dataframes.load_frames([tmp_path / "theirs", ours])).endswith(
+        assert overview.format_title(dataframes.load_frames([tmp_path / "theirs", own])).endswith(
             " · some imported from InferenceX"
         )
-        assert "imported" not in overview.format_title(dataframes.load_frames([ours]))
+        assert "imported" not in overview.format_title(dataframes.load_frames([own]))
 
     def test_repeats_are_counted_as_results(self, tmp_path: Path) -> None:
         files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=3)
@@ -466,9 +466,7 @@ class TestDcpAhead:
 
 
 @pytest.mark.parametrize(("share", "named"), [(1.0, True), (0.985, True), (0.975, False), (0.5, False)])
-def test_layout_without_dcp_is_named_if_it_holds_98_percent_as_many_tokens(
-    share: float, named: bool, tmp_path: Path
-) -> None:
+def test_layout_without_dcp_is_named_if_its_kv_capacity_is_equal(share: float, named: bool, tmp_path: Path) -> None:
     """Layouts are compared by KV tokens per GiB: DCP holds four times as many as tp4, replicas a share of that."""
     plain, *split = (steps(layout, 8, 40) for layout in (TP, DCP, DP))
     assert plain.kv

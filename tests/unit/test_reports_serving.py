@@ -38,10 +38,12 @@ HOSTILE = "<script>alert(1)</script> $\\frac{1}{ | `a` \x1b[31m [red]r[/red]"
 
 def exact(point: Point, tok_s: float, environment: Any = record_builder.GPU, **changes: Any) -> Record:
     """Return a served record with these metrics."""
-    made = build.served(point)
-    assert made.serve
+    record = build.served(point)
+    assert record.serve
     changes = {"output_tok_s": tok_s, "slo_ms": {}, **changes}
-    return msgspec.structs.replace(made, serve=msgspec.structs.replace(made.serve, **changes), environment=environment)
+    return msgspec.structs.replace(
+        record, serve=msgspec.structs.replace(record.serve, **changes), environment=environment
+    )
 
 
 def times(p50: float, **changes: Any) -> Any:
@@ -373,8 +375,8 @@ class TestFindings:
     @pytest.mark.parametrize("kind", ["live", "replay", "nothing"])
     def test_no_comparison_without_devices_and_pairs(self, kind: str, tmp_path: Path) -> None:
         """A served engine of another machine has no device, so the column has no value at all."""
-        asked = build.point(TP)
-        read = loaded(tmp_path, exact(replayed(asked) if kind == "replay" else asked, 100, environment=None))
+        wanted = build.point(TP)
+        read = loaded(tmp_path, exact(replayed(wanted) if kind == "replay" else wanted, 100, environment=None))
         served = read.served.assign(output_tok_s=float("nan")) if kind == "nothing" else read.served
         assert served["device"].isna().all()
         assert findings.compare_replay_with_live(served).empty

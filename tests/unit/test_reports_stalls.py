@@ -32,10 +32,10 @@ def served(
     **fields: Any,
 ) -> Record:
     """Return a replay with this ITL p50 and p99, of 1,000 steps of which the share `chunks` has chunks of prompts."""
-    made = build.served(build.point(layout, 40, {"mode": "replay", "chunk": chunk}, **fields))
-    assert made.serve
+    record = build.served(build.point(layout, 40, {"mode": "replay", "chunk": chunk}, **fields))
+    assert record.serve
     metrics = msgspec.structs.replace(
-        made.serve,
+        record.serve,
         output_tok_s=tok_s,
         itl_ms=Latencies(p50=itl[0], p90=itl[0], p95=itl[0], p99=itl[1], samples=4000),
         steps=1000,
@@ -43,7 +43,7 @@ def served(
         preemptions=preemptions,
         slo_ms={},
     )
-    return msgspec.structs.replace(made, serve=metrics)
+    return msgspec.structs.replace(record, serve=metrics)
 
 
 def loaded(tmp_path: Path, *records: Record, slo: dict[str, float] | None = None) -> dataframes.Frames:
@@ -97,10 +97,10 @@ class TestSentence:
             {"preemptions": 3},
             {"disaggregate": "1:1", "transfer_gb_s": 50.0},
         ],
-        ids=["few-chunks", "median-misses", "preempted", "apart"],
+        ids=["few-chunks", "median-misses", "preempted", "disaggregated"],
     )
     def test_chunks_are_named_as_cause_only_if_they_are_the_cause(self, other: dict[str, Any], tmp_path: Path) -> None:
-        """They are not the cause if fewer than one in 100 steps has any, if gaps without any are too long, or if
+        """Chunks are not the cause if fewer than one in 100 steps has any, if gaps without any are too long, or if
         something else delays requests.
         """
         found = describe(tmp_path, served(**({"itl": (70, 480)} | other)))

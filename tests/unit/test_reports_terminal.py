@@ -118,7 +118,7 @@ class TestOpenLoops:
     def test_limit_of_concurrent_requests_is_named(
         self, tmp_path: Path, concurrency: int, pages: int, limit: str
     ) -> None:
-        """Of 16 requests, the smallest of this number, --concurrency and KV capacity are served at once."""
+        """The smallest of 16 requests, --concurrency and KV capacity limits the requests served at once."""
         point = serve_record_builder.point(
             concurrency=concurrency,
             changed={
@@ -197,7 +197,7 @@ def test_scatter_within_a_launch_is_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "spaces"), [(35, 3), (34, 2), (32, 2)])
-def test_columns_are_closer_together_if_they_fit_then(width: int, spaces: int) -> None:
+def test_columns_are_closer_together_in_a_narrower_terminal(width: int, spaces: int) -> None:
     """Names of 8 letters, numbers of 5 and 1 and marks of 12 are 26 columns, plus three spaces between columns. In a
     narrower terminal marks are letters.
     """

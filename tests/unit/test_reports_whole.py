@@ -107,7 +107,7 @@ class TestWhole:
     def test_old_report_is_complete_until_the_new_one_is_written(
         self, one: Path, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its files are compared before and after each step."""
+        """Files of the old report are compared before and after each step."""
         old = read_files(out)
         unchanged: list[bool] = []
 
@@ -131,7 +131,7 @@ class TestWhole:
         assert unchanged == [True] * 8
         assert read_files(out) != old
 
-    @pytest.mark.parametrize("has_report", [True, False], ids=["over-another", "the-first"])
+    @pytest.mark.parametrize("has_report", [True, False], ids=["existing-report", "new-report"])
     def test_full_disk_leaves_the_old_report_and_suggests_a_command(
         self, has_report: bool, one: Path, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

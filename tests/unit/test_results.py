@@ -101,7 +101,7 @@ def test_dcp_pays_in_loads_in_which_every_best_layout_has_dcp(
     assert pays == set(won[with_dcp]["same_load"])
 
 
-def test_dcp_pays_in_none_of_84_loads_of_the_break_even_within_slo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dcp_pays_in_none_of_84_break_even_loads_within_slo(monkeypatch: pytest.MonkeyPatch) -> None:
     """README states this."""
     (folder, command) = next(line for line in LINES if "break-even" in line[1])
     monkeypatch.chdir(RESULTS / folder)

@@ -54,7 +54,7 @@ def test_router_with_the_bias_chooses_experts_by_the_distribution(source):
 
 
 def test_layers_of_one_distribution_share_one_search(source):
-    """They differ in the order of their experts; each rank of an engine finds the same bias."""
+    """Layers differ in the order of their experts; each rank of an engine finds the same bias."""
     assert len(source.known) == 1
     names = [f"model.layers.{index}.mlp.gate.e_score_correction_bias" for index in (1, 2)]
     first, second = (source.get_tensor(name, (32,), dtype=torch.float32) for name in names)

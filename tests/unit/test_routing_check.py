@@ -38,7 +38,7 @@ def make_record(ms: float, routing: str, hit: float) -> Record:
 
 
 def test_skewed_step_is_forecast_shorter_as_it_reads_fewer_experts() -> None:
-    """It reads 163 of 256 experts with even routing, and 78 with zipf:1.25."""
+    """A step reads 163 of 256 experts with even routing, and 78 with zipf:1.25."""
     even, skewed = (routing_check.compare_record(make_record(30.0, *of)) for of in (("", 0.64), ("zipf:1.25", 0.3)))
     assert even is not None
     assert skewed is not None
