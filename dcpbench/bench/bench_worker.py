@@ -54,14 +54,12 @@ class Bench:
     """Measurements of a bench in addition to the time of its cases in a CUDA graph."""
 
     workload: type[Workload]
-    limits: tuple[str, ...] = ()
-    """Limits with which its cases are compared; see operators/limits.py."""
+    limits: tuple[str, ...] = ()  # limits with which its cases are compared; see operators/limits.py
     eager_calls: int = 0
     """Number of calls of an eager pass to be timed in addition to the graph, if they do work that a graph cannot; else
     0.
     """
-    fresh: bool = False
-    """True if an engine would also have just written its inputs: the L2 cache is not kept cold."""
+    fresh: bool = False  # True if an engine would also have just written its inputs: the L2 cache is not kept cold
     turns: bool = False
     """True if all variants of a case are timed in turns, as far as memory allows: a variant after a hot one would be
     measured at lower clocks.
@@ -89,10 +87,8 @@ class PreparedCase:
 
     calls: Calls
     result: Result
-    states: list[Gpu | None] = dataclasses.field(default_factory=list)
-    """State of the GPU during its timings."""
-    replay: Run | None = None
-    """A pass as a graph."""
+    states: list[Gpu | None] = dataclasses.field(default_factory=list)  # state of the GPU during its timings
+    replay: Run | None = None  # a pass as a graph
 
     def update_result(self, **fields: Any) -> None:  # noqa: ANN401 - of a result
         """Change fields of the result."""
@@ -204,7 +200,7 @@ class BenchWorker:
         return msgspec.structs.replace(
             result,
             gpu=gpu,
-            marks=self.list_warnings(ready.calls, gpu, result),
+            warnings=self.list_warnings(ready.calls, gpu, result),
             **self.compute_rates(ready.calls, result),
         )
 

@@ -43,16 +43,13 @@ EXCHANGE_VARIANTS = tuple(dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES)))
 AUTO_VARIANTS = EXCHANGE_VARIANTS[:-1]
 KV_GATHER_VARIANTS = ("nccl", "direct")
 BUFFERS = ("pool", "plain", "registered")
-POOL_BYTES = 4 << 30
-"""Bytes that SGLang reserves for it (#24040)."""
+POOL_BYTES = 4 << 30  # bytes that SGLang reserves for it (#24040)
 CPU_POOL_BYTES = 1 << 20
-ROW_BYTES = 2 * KV_WIDTH
-"""Bytes of a KV row in bf16."""
+ROW_BYTES = 2 * KV_WIDTH  # bytes of a KV row in bf16
 LENGTHS = ("even", "uneven")
 MAX_COUNT = 999_999_999
 MAX_QUERY_LENGTH = 8
-TOGETHER = ("reference", "triton")
-"""Backends that take the query rows of a request together."""
+TOGETHER = ("reference", "triton")  # backends that take the query rows of a request together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from dcpbench.show.whole_files import write_file
 STATE_FILE = "ab.json"
 WORKLOADS = ("sweep", "serve", "server")
 MAX_ROUNDS = 1000
-OURS = {
+OURS = {  # options that a variant cannot have: `ab` sets them itself, or they are for several machines
     "output": "-o",
     "resume": "--resume",
     "force": "--force",
@@ -38,7 +38,6 @@ OURS = {
     "as_json": "--json",
     "nodes": "--nodes",
 }
-"""Options that a variant cannot have: `ab` sets them itself, or they are for several machines."""
 REMOTE = tuple(format_flag(name) for name in REAL_SERVERS)
 
 RUNS = make_panel("What is run")

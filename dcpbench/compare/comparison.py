@@ -70,8 +70,8 @@ class PointResult(msgspec.Struct, kw_only=True):
     forecast: list[Literal["a", "b"]] = []
     """Sides that are forecasts, of which one rank ran: intervals reach to their ends."""
     without_ends: list[str] = []  # metrics that are not judged because a forecast has no ends for them
-    marks_a: list[str] = []
-    marks_b: list[str] = []
+    warnings_a: list[str] = []
+    warnings_b: list[str] = []
     output_tok_s: tuple[float, float] | None = None
     """Output tok/s of A and B in `decode`: concurrency · tokens of a step / step time. Null in `serve`, which has rows for its throughput."""
     rows: list[Row] = []

@@ -30,7 +30,7 @@ ENVIRONMENT = (
     ("commit", "git_commit"),
     ("machine", "host_hash"),
 )
-HONESTY = (
+CONDITIONS = (
     ("weights", "weights"),
     ("layers", "layers"),
     ("layers held", "layers_held"),
@@ -70,7 +70,7 @@ def count_layers_held(pairs: Sequence[Pair]) -> list[LayersHeld]:
     names: tuple[Literal["a", "b"], ...] = ("a", "b")
     for side, records in zip(names, _collect_sides(pairs), strict=True):
         for r in records:
-            if (held := r.honesty) and held.layers_held < held.layers:
+            if (held := r.conditions) and held.layers_held < held.layers:
                 key = (side, fit_name(r.point.model, MAX_TEXT_CHARS), held.layers)
                 counts.setdefault(key, []).append(held.layers_held)
     return [
@@ -90,22 +90,22 @@ def _collect_sides(pairs: Sequence[Pair]) -> tuple[list[Record], list[Record]]:
 
 def collect_warnings(records: Iterable[Record]) -> list[str]:
     """Return all warnings of some records, sorted; `throttled` with its cause."""
-    return sorted({fit_name(mark, MAX_TEXT_CHARS) for r in records for mark in r.marks})[:20]
+    return sorted({fit_name(warning, MAX_TEXT_CHARS) for r in records for warning in r.warnings})[:20]
 
 
 def _list_conditions(r: Record, settings: Sequence[str], asked: Sequence[str]) -> list[tuple[str, Sequence[object]]]:
     """Return how a record was taken, as pairs of name and values, including these `settings` of its machine and its command."""
-    env, honesty, given = r.environment, r.honesty, r.measured_with
+    env, conditions, given = r.environment, r.conditions, r.measured_with
     return [
         *((what, [getattr(env, name)] if env else []) for what, name in ENVIRONMENT),
-        *((what, [getattr(honesty, name)] if honesty else []) for what, name in HONESTY),
+        *((what, [getattr(conditions, name)] if conditions else []) for what, name in CONDITIONS),
         *((n + WITHHELD if SECRET.search(n) else n, [env.settings.get(n)] if env else []) for n in settings),
         *((f"setting {name}", [given.get(name)] if given else []) for name in asked),
         ("measured by", [get_origin(r)]),
         *((what, [getattr(r.server, name)] if r.server else []) for what, name in SERVER),
         ("auto chose", [r.choice] if r.choice else []),
         ("throttled by", r.gpu.throttle_reasons if r.gpu else []),
-        ("marks", r.marks),
+        ("warnings", r.warnings),
     ]
 
 

@@ -122,8 +122,8 @@ def _compare_point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[R
         forecast=pair.forecasts,
         mode=make_printable(point.load.mode[:20]) if point.load else "",
         cpu=any(map(is_functional, pair.records)),
-        marks_a=collect_warnings(r for _, rs in pair.a for r in rs),
-        marks_b=collect_warnings(r for _, rs in pair.b for r in rs),
+        warnings_a=collect_warnings(r for _, rs in pair.a for r in rs),
+        warnings_b=collect_warnings(r for _, rs in pair.b for r in rs),
     )
     sampled: dict[int, Sampled] = {}
     unjudged: list[_Test] = []

@@ -180,7 +180,7 @@ def _is_repeated_replay(records: Sequence[Record], launch: Run, seen: set[tuple[
 
     Step times in the launch's own folder were measured by it.
     """
-    names = {r.honesty.step_times for r in records if r.honesty and r.honesty.step_times}
+    names = {r.conditions.step_times for r in records if r.conditions and r.conditions.step_times}
     shared = {(key, name) for name in names if not (launch.folder / name).is_file()}
     known = bool(shared & seen)
     seen |= shared

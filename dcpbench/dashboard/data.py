@@ -337,7 +337,7 @@ def _encode_history(history: History) -> dict[str, object]:
         "run": _encode_gaps([run for run, _ in history.entries]),
         "outcome": [entry.outcome for entry in entries],
         "repeats": [entry.repeats for entry in entries],
-        "marks": {i: entry.marks for i, entry in enumerate(entries) if entry.marks},
+        "warnings": {i: entry.warnings for i, entry in enumerate(entries) if entry.warnings},
         "reason": {i: entry.reason for i, entry in enumerate(entries) if entry.reason},
         "values": values,
         "changes": changed,

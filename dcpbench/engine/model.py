@@ -57,16 +57,12 @@ over the ranks."""
 class StepInput:
     """Device tensors of one step, [B] but for the last two; fixed buffers under a captured graph."""
 
-    tokens: torch.Tensor
-    """int64"""
-    positions: torch.Tensor
-    """int64: index of the new token in its request."""
-    locs: torch.Tensor
-    """int32: virtual KV location of the new token; padding rows have 0, or -1 for none."""
+    tokens: torch.Tensor  # int64
+    positions: torch.Tensor  # int64: index of the new token in its request
+    locs: torch.Tensor  # int32: virtual KV location of the new token; padding rows have 0, or -1 for none
     router_inputs: RouterInputs | None = None
     """Input of the routers instead of the hidden state; see synthetic.py. None: the hidden state."""
-    logit_rows: torch.Tensor | None = None
-    """int64: rows that need logits; None: all."""
+    logit_rows: torch.Tensor | None = None  # int64: rows that need logits; None: all
     live: torch.Tensor | None = None
     """int64 [dp]: number of rows of each replica, from its first, that go to experts; the rows after them are padding
     to the fullest replica. None: all.

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from dcpbench.engine.synthetic import RouterInputs
     from dcpbench.serving.requests import ReplicaStep, Step
 
-IN_FLIGHT = 2
-"""Maximum number of steps with tokens in transfer: the one being read, and the one launched after it."""
+IN_FLIGHT = 2  # maximum number of steps with tokens in transfer: the one being read, and the one launched after it
 READ = "the tokens of a step are read while the next one runs"
 
 
@@ -72,12 +71,9 @@ class TokenPlaces:
     """Places of the tokens of a step with drafts, on the device."""
 
     slots: torch.Tensor
-    positions: torch.Tensor
-    """Index of the next known token of each request."""
-    rows: torch.Tensor
-    """Row that samples it."""
-    emitted: torch.Tensor
-    """Rows from which the step yields a token."""
+    positions: torch.Tensor  # index of the next known token of each request
+    rows: torch.Tensor  # row that samples it
+    emitted: torch.Tensor  # rows from which the step yields a token
 
 
 class ServeEngine:

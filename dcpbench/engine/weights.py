@@ -37,10 +37,8 @@ if TYPE_CHECKING:
 class Source(Protocol):
     """Source of weights."""
 
-    kind: str
-    """`synthetic`, or the checkpoint's folder."""
-    dtype: torch.dtype
-    """Default dtype of tensors."""
+    kind: str  # `synthetic`, or the checkpoint's folder
+    dtype: torch.dtype  # default dtype of tensors
 
     def get_tensor(
         self,
@@ -57,8 +55,7 @@ class Source(Protocol):
         """Return a part of an fp8 weight: its numbers, and the scales of its blocks as in the whole weight."""
 
 
-Linear = torch.Tensor | Scaled
-"""Weights [out, in] of a linear layer, or of one for each expert."""
+Linear = torch.Tensor | Scaled  # weights [out, in] of a linear layer, or of one for each expert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +71,12 @@ class Moe:
     """Router, this rank's experts or its slice of all of them, and its slice of the shared expert."""
 
     router: torch.Tensor
-    bias: torch.Tensor
-    """[E], fp32 for every model dtype."""
+    bias: torch.Tensor  # [E], fp32 for every model dtype
     gate_up: Linear
     """[E_local, 2·I, D]; with tensor-parallel experts, all of them, with I / tp rows of gate and of up each."""
-    down: Linear
-    """[E_local, D, I]; the same columns."""
-    first: int
-    """Global id of the first local expert; 0 with tensor-parallel experts."""
-    shared: Mlp | None
-    """Shared expert; None if the model has none."""
+    down: Linear  # [E_local, D, I]; the same columns
+    first: int  # global id of the first local expert; 0 with tensor-parallel experts
+    shared: Mlp | None  # shared expert; None if the model has none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,15 +103,13 @@ class DraftLayer:
 class Weights:
     """All weights of a rank."""
 
-    embed: torch.Tensor
-    """[vocab rows of this rank, D]; rows past the vocabulary are zero."""
+    embed: torch.Tensor  # [vocab rows of this rank, D]; rows past the vocabulary are zero
     lm_head: torch.Tensor
     final_norm: torch.Tensor
     dense: list[Layer]
     moe: list[Layer]
     first_dense: int
-    layers: int
-    """Layers of the model; the layer that drafts tokens has this index."""
+    layers: int  # layers of the model; the layer that drafts tokens has this index
     draft: DraftLayer | None = None
 
     def get_layer(self, index: int) -> Layer:

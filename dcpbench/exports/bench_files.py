@@ -36,8 +36,7 @@ NO_TIME = Rule(
     lambda m: m.record.serve is not None and not (m.record.serve.wall_s or 0) > 0,
 )
 SEVERAL = Rule("ran on several instances, of which a file has no number", lambda m: bool(m.record.point.disaggregate))
-CARRIES = (DID_NOT_RUN, DECODE_STEPS, SEVERAL, NO_TIME, NOT_KNOWN)
-"""Rules for points that neither file can represent."""
+CARRIES = (DID_NOT_RUN, DECODE_STEPS, SEVERAL, NO_TIME, NOT_KNOWN)  # rules for points that neither file can represent
 SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}
 """Latencies of a tool that uses dcpbench's names, in its order."""
 
@@ -55,8 +54,7 @@ class Requests:
     itls: list[list[float]]
     latencies: list[float]
     start_times: list[float]
-    generated_texts: list[str]
-    """Generated texts, all empty because they are not recorded."""
+    generated_texts: list[str]  # generated texts, all empty because they are not recorded
     errors: list[str]
 
     @classmethod

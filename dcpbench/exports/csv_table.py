@@ -14,6 +14,7 @@ from dcpbench.exports import RenderedFiles
 from dcpbench.points.axes import Role
 from dcpbench.points.point import AXES, LOAD_AXES
 from dcpbench.records import metrics
+from dcpbench.records.record import format_reason
 from dcpbench.show.text import format_spreadsheet_cell
 
 if TYPE_CHECKING:
@@ -96,8 +97,8 @@ COLUMNS: tuple[Column, ...] = (
     Column("origin", str, lambda m: m.origin),
     Column("standing", str, lambda m: m.standing or "measured"),
     Column("outcome", str, lambda m: m.record.outcome),
-    Column("reason", str, lambda m: m.record.reason),
-    Column("marks", str, lambda m: ", ".join(m.record.marks)),
+    Column("reason", str, lambda m: format_reason(m.record) or None),
+    Column("warnings", str, lambda m: ", ".join(m.record.warnings)),
     Column("started_at_utc", str, lambda m: m.record.started_at),
     Column("layout", str, lambda m: m.record.point.layout_name),
     Column("precision", str, lambda m: m.record.point.precision),

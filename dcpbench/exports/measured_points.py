@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 FUNCTIONAL, REPLAYED, EMULATED = "functional", "replay", "emulated"
 """Values of `standing` for points that do not measure speed."""
-WRONG = ("graph_differs", "inaccurate")
-"""Warnings of points with wrong results."""
+WRONG = ("graph_differs", "inaccurate")  # warnings of points with wrong results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +30,7 @@ class MeasuredPoint:
     """Hold one record of a run."""
 
     run: str
-    folder: Path
-    """Folder of the record's files."""
+    folder: Path  # folder of the record's files
     record: Record
 
     @property
@@ -72,8 +70,7 @@ def collect_points(runs: Sequence[Run]) -> list[MeasuredPoint]:
 class Rule:
     """Describe a kind of point that a format cannot or must not carry."""
 
-    reason: str
-    """Reason that completes `3 points left out: …`."""
+    reason: str  # reason that completes `3 points left out: …`
     holds: Callable[[MeasuredPoint], bool]
 
 
@@ -84,7 +81,9 @@ DECODE_STEPS = Rule(
 ON_CPU = Rule("functional runs on a CPU, which do not measure performance", lambda m: m.standing == FUNCTIONAL)
 IN_REPLAY = Rule("replays, which are computed and not measured", lambda m: m.standing == REPLAYED)
 IN_EMULATION = Rule("forecasts, of which one rank ran and its wire was modelled", lambda m: m.standing == EMULATED)
-COMPUTED_WRONG = Rule("computed something wrong (see their marks)", lambda m: bool(set(WRONG) & set(m.record.marks)))
+COMPUTED_WRONG = Rule(
+    "computed something wrong (see their warnings)", lambda m: bool(set(WRONG) & set(m.record.warnings))
+)
 PUBLIC = (DID_NOT_RUN, ON_CPU, IN_REPLAY, IN_EMULATION, COMPUTED_WRONG)
 """Rules for points that are never published next to results of others."""
 

@@ -26,8 +26,7 @@ replicas.
 """
 OUTER = {"pp": "pipeline_parallel_size", "pcp": "prefill_context_parallel_size"}
 """Metadata of imported servers with more than one pipeline stage or prefill-context-parallel rank."""
-GOODPUT_OF = ("ttft", "tpot", "e2el")
-"""Latencies that vLLM's --goodput can bound; it has no objective for ITL."""
+GOODPUT_OF = ("ttft", "tpot", "e2el")  # latencies that vLLM's --goodput can bound; it has no objective for ITL
 
 
 def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
@@ -79,8 +78,8 @@ def _build_metadata(p: ServedPoint) -> dict[str, str]:
         found["goodput"] = goodput
     if held := load_labels.describe_layers_held([p.m.record]):
         found["layers"] = held
-    if marks := p.m.record.marks:
-        found["marks"] = ",".join(marks)
+    if warnings := p.m.record.warnings:
+        found["warnings"] = ",".join(warnings)
     return found
 
 

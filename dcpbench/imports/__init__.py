@@ -62,12 +62,9 @@ class Overrides:
 class Imported:
     """Describe the run that was made."""
 
-    path: Path
-    """Path of its record file."""
-    notes: list[str]
-    """Sentences about the import that a reader must know."""
-    errors: list[RecordsError]
-    """Results below a folder that could not be read, and were left out."""
+    path: Path  # path of its record file
+    notes: list[str]  # sentences about the import that a reader must know
+    errors: list[RecordsError]  # results below a folder that could not be read, and were left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +73,9 @@ class Reading:
 
     result: Result
     file: str
-    serve: ServeMetrics | None
-    """None if no output token came."""
-    marks: list[str]
-    from_name: list[str]
-    """Texts of the facts that were read from the name of the file."""
+    serve: ServeMetrics | None  # None if no output token came
+    warnings: list[str]
+    from_name: list[str]  # texts of the facts that were read from the name of the file
 
 
 def import_files(
@@ -151,8 +146,8 @@ def _read_document(document: Document, engine: str, overrides: Overrides) -> Rea
         return Reading(_count_replicas(result, result.steps), document.file, None, [], from_name)
     if not (result.rates.output if result.rates else result.completed and result.output_tokens):
         return Reading(result, document.file, None, [], from_name)
-    serve, marks = imported_metrics.compute_metrics(result, _count_all_gpus(result))
-    return Reading(result, document.file, serve, marks, from_name)
+    serve, warnings = imported_metrics.compute_metrics(result, _count_all_gpus(result))
+    return Reading(result, document.file, serve, warnings, from_name)
 
 
 def _count_replicas(result: Result, steps: Steps) -> Result:
@@ -351,22 +346,24 @@ def _make_point(result: Result, shape: Shape, engine: str, overrides: Overrides)
 def _make_record(reading: Reading, point: Point, shape: Shape, engine: str, overrides: Overrides) -> Record:
     result, serve = reading.result, reading.serve
     detail = {"source": Path(result.where).name, **{name: text for name, text in result.facts.items() if text}}
-    if imported_metrics.CHUNK_GAPS in reading.marks and (tokens := imported_metrics.count_chunk_tokens(result)):
+    if imported_metrics.CHUNK_GAPS in reading.warnings and (tokens := imported_metrics.count_chunk_tokens(result)):
         detail["tokens_per_chunk"] = f"{tokens:.3g}"
     environment = Environment(device=result.device, device_count=point.gpus) if result.device else None
     record = Record(point=point, outcome="failed", detail=detail, origin=engine, environment=environment)
     if result.steps is not None:
-        marks = ["cpu"] if overrides.gpu == CPU else []
+        warnings = ["cpu"] if overrides.gpu == CPU else []
         metrics = compute_decode_metrics(list(result.steps.samples_ms), point.concurrency, result.steps.ranks)
-        return msgspec.structs.replace(record, outcome="ok", marks=marks, metrics=metrics)
+        return msgspec.structs.replace(record, outcome="ok", warnings=warnings, metrics=metrics)
     if serve is None:
         reason = f"no output token came; see {result.where} and the server's log."
         return msgspec.structs.replace(record, reason=reason)
     if imported_metrics.make_rows(result) is not None:
         serve = msgspec.structs.replace(serve, samples_file=make_samples_name(point))
     more = {imported_metrics.NOMINAL: shape.nominal, "cpu": overrides.gpu == CPU}
-    marks = [*reading.marks, *(mark for mark, is_set in more.items() if is_set)]
-    return msgspec.structs.replace(record, outcome="ok", marks=marks, serve=serve, seconds=result.duration_s or 0.0)
+    warnings = [*reading.warnings, *(warning for warning, is_set in more.items() if is_set)]
+    return msgspec.structs.replace(
+        record, outcome="ok", warnings=warnings, serve=serve, seconds=result.duration_s or 0.0
+    )
 
 
 def _write_run(found: Sequence[tuple[Result, Record]], folder: Path, *, force: bool) -> Path:

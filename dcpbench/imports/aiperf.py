@@ -25,18 +25,15 @@ if TYPE_CHECKING:
 
     from dcpbench.records.record import Latencies
 
-RECORDS = "records"
-"""Field into which the lines of profile_export.jsonl are joined."""
-PROFILING = "profiling"
-"""Phase of the requests that are measured; others warm the server up."""
+RECORDS = "records"  # field into which the lines of profile_export.jsonl are joined
+PROFILING = "profiling"  # phase of the requests that are measured; others warm the server up
 NAMES = {
     "ttft": "time_to_first_token",
     "itl": "inter_chunk_latency",
     "tpot": "inter_token_latency",
     "e2el": "request_latency",
 }
-MS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3, "seconds": 1e3}
-"""Milliseconds of a unit."""
+MS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3, "seconds": 1e3}  # milliseconds of a unit
 CONSTANT = "constant"
 
 

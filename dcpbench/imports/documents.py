@@ -16,28 +16,22 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 4 << 30  # of a file that is read into memory
 SUFFIXES = (".json", ".jsonl")
-SWEEPS = ("SERVE-", "BENCH-")
-"""Prefixes of folder names with which `vllm bench sweep` names a set of parameters."""
-ROWS = "benchmarks"
-"""Field of an InferenceX sweep that holds its rows."""
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""Escape of half a surrogate pair in JSON."""
+SWEEPS = ("SERVE-", "BENCH-")  # prefixes of folder names with which `vllm bench sweep` names a set of parameters
+ROWS = "benchmarks"  # field of an InferenceX sweep that holds its rows
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escape of half a surrogate pair in JSON
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
     """Hold one JSON object of a file."""
 
-    where: str
-    """`results/a.json`, or `results/a.jsonl, line 3`."""
+    where: str  # `results/a.json`, or `results/a.jsonl, line 3`
     fields: dict[str, Any]
-    listed: bool = False
-    """True if the file is a list, as summaries of several results are."""
+    listed: bool = False  # True if the file is a list, as summaries of several results are
     folders: tuple[str, ...] = ()
     """Names of the folders around the file that may hold parameters, such as `SERVE--max_num_seqs=4`."""
     file: str = ""
-    found: bool = False
-    """True if a folder was given and not the file itself, so that the file may be something else."""
+    found: bool = False  # True if a folder was given and not the file itself, so that the file may be something else
 
 
 @dataclasses.dataclass(frozen=True)

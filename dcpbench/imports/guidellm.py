@@ -21,7 +21,7 @@ from dcpbench.records import formulas
 from dcpbench.records.record import Latencies
 
 SYNCHRONOUS, CONCURRENT, THROUGHPUT, CONSTANT = "synchronous", "concurrent", "throughput", "constant"
-ARRIVALS = {
+ARRIVALS = {  # arrival of each strategy's requests, in the names of a load
     SYNCHRONOUS: CLOSED,
     CONCURRENT: CLOSED,
     THROUGHPUT: CLOSED,
@@ -29,7 +29,6 @@ ARRIVALS = {
     "poisson": GAMMA,
     "trace": TRACE,
 }
-"""Arrival of each strategy's requests, in the names of a load."""
 S_TO_MS = 1e3
 
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 NAMES = {"ttft": "ttft", "itl": "itl", "tpot": "tpot", "e2el": "e2e_latency"}
 RANDOM = ("random", "random-ids")
 PREFILL, DECODE = "prefill", "decode"
-ALONE = "disaggregation_mode"
-"""Field of one server of several; its value is `prefill` or `decode`."""
+ALONE = "disaggregation_mode"  # field of one server of several; its value is `prefill` or `decode`
 ARGUMENTS = """
     version attention_backend prefill_attention_backend decode_attention_backend moe_runner_backend moe_a2a_backend
     sampling_backend page_size context_length chunked_prefill_size max_prefill_tokens max_running_requests
@@ -47,8 +46,7 @@ class File(msgspec.Struct, kw_only=True):
     completed: int
     total_input_tokens: int
     total_output_tokens: int
-    median_e2e_latency_ms: float
-    """Distinguishes this file from vLLM's, which has another name for it."""
+    median_e2e_latency_ms: float  # distinguishes this file from vLLM's, which has another name for it
     dataset_name: str = ""
     max_concurrency: int | None = None
     random_input_len: int | None = None
@@ -72,10 +70,8 @@ KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())
 class Deployment:
     """Describe the servers of a result file."""
 
-    server: Mapping[str, Any]
-    """Information of the server, or of the first one that decodes."""
-    layout: Mapping[str, int]
-    """Layout of that server; empty if it, or the number of servers, is unknown."""
+    server: Mapping[str, Any]  # information of the server, or of the first one that decodes
+    layout: Mapping[str, int]  # layout of that server; empty if it, or the number of servers, is unknown
     disaggregate: str = ""
     prefill_gpus: int = 0
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)

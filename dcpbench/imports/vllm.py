@@ -46,8 +46,7 @@ class File(msgspec.Struct, kw_only=True):
     failed: int | None = None
     request_goodput: float | None = None
     ramp_up_strategy: str | None = None
-    goodput: str = ""
-    """Metadata in the form of --goodput."""
+    goodput: str = ""  # metadata in the form of --goodput
 
 
 OTHERS = """

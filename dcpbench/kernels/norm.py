@@ -22,8 +22,7 @@ from dcpbench.kernels.block_scaled import (
 class Mark(NamedTuple):
     """Marker that a norm writes when it begins, which shows the host the progress of a step, also within a graph."""
 
-    at: torch.Tensor
-    """int32 [1], in pinned host memory if there is a GPU."""
+    at: torch.Tensor  # int32 [1], in pinned host memory if there is a GPU
     number: int
 
 

@@ -16,8 +16,7 @@ QKV, Q_B, O, DENSE, SHARED, EXPERTS = PARTS = ("qkv", "q_b", "o", "dense", "shar
 that of attention's output, dense MLPs, shared experts, and routed experts."""
 MLPS = frozenset((DENSE, SHARED, EXPERTS))
 BF16, FP8, INT4, NVFP4, MXFP4 = "bf16", "fp8", "int4", "nvfp4", "mxfp4"
-COMPUTE_DTYPES = (BF16, "fp16", "fp32")
-"""Precisions of the computation, and of weights that are not quantised."""
+COMPUTE_DTYPES = (BF16, "fp16", "fp32")  # precisions of the computation, and of weights that are not quantised
 SCALE_BLOCK = 128
 """Numbers along each side of a block of fp8 weights that has a scale, and in a group of a row that has one."""
 
@@ -26,26 +25,16 @@ SCALE_BLOCK = 128
 class WeightFormat:
     """Describe how the linear layers of some parts of a model are stored; all others have the dtype of the computation."""
 
-    name: str
-    """Value of --weights-dtype."""
-    bits: int = 16
-    """Bits of a number."""
-    scale_bits: int = 0
-    """Bits of a block's scale, and of its zero point if it has one."""
-    rows: int = 1
-    """Outputs in a block that has a scale."""
-    columns: int | None = None
-    """Inputs in a block that has a scale; None for all inputs."""
-    parts: frozenset[str] = frozenset()
-    """PARTS that are stored in this format."""
-    mtp: bool = True
-    """True if the parts of layers for multi-token prediction are stored so, too."""
-    matmul: str = "matmul"
-    """Limit of products, by the names of points/roofline.py."""
-    padded: bool = False
-    """True if engines pad parts of a rank to whole blocks."""
-    engine: bool = False
-    """True if the engine computes with this format, False if it is planned alone."""
+    name: str  # value of --weights-dtype
+    bits: int = 16  # bits of a number
+    scale_bits: int = 0  # bits of a block's scale, and of its zero point if it has one
+    rows: int = 1  # outputs in a block that has a scale
+    columns: int | None = None  # inputs in a block that has a scale; None for all inputs
+    parts: frozenset[str] = frozenset()  # PARTS that are stored in this format
+    mtp: bool = True  # True if the parts of layers for multi-token prediction are stored so, too
+    matmul: str = "matmul"  # limit of products, by the names of points/roofline.py
+    padded: bool = False  # True if engines pad parts of a rank to whole blocks
+    engine: bool = False  # True if the engine computes with this format, False if it is planned alone
 
     @property
     def is_quantised(self) -> bool:
@@ -66,12 +55,10 @@ class WeightFormat:
 class UnknownFormat:
     """Describe a published format of unknown size."""
 
-    name: str
-    """The format in words, such as `gptq, 4 bits, groups of 128`."""
+    name: str  # the format in words, such as `gptq, 4 bits, groups of 128`
 
 
-UNQUANTISED = WeightFormat(name=BF16, engine=True)
-"""Weights in the dtype of the computation."""
+UNQUANTISED = WeightFormat(name=BF16, engine=True)  # weights in the dtype of the computation
 FORMATS = {
     one.name: one
     for one in (

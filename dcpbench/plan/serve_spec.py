@@ -60,8 +60,7 @@ if TYPE_CHECKING:
     from dcpbench.points.device_probe import Probe
     from dcpbench.serving.request_files import Trace
 
-OTHERS = ("context", "seconds", *OUTER_DEGREES)
-"""Options that only `sweep` has."""
+OTHERS = ("context", "seconds", *OUTER_DEGREES)  # options that only `sweep` has
 SHARED_AXES = [axis for axis in LOAD_AXES if axis.one]
 """Fields that are equal for all loads of a run, and options with the same names."""
 MAX_REQUESTS = 10_000_000
@@ -69,8 +68,7 @@ MAX_REQUESTS = 10_000_000
 MAX_TURNS = 10_000
 YAML_BASE = 60
 MIN_GB_S, MAX_GB_S, MAX_TRANSFER_MS = 1e-3, 1e6, 60_000
-MIN_BURSTINESS = 1e-3
-"""Gaps are then 32 times as uneven as Poisson's; below, floating point leaves only gaps of 0."""
+MIN_BURSTINESS = 1e-3  # gaps are then 32 times as uneven as Poisson's; below, floating point leaves only gaps of 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,13 +97,11 @@ class ServeLoads:
     prefill: str = PREFILLS[0]
     mode: tuple[str, ...] = (LIVE,)
     disaggregate: tuple[str, ...] = ("",)
-    transfer_gb_s: tuple[float, ...] = ()
-    """Rates of transfers in GB/s; empty if nothing is sent."""
+    transfer_gb_s: tuple[float, ...] = ()  # rates of transfers in GB/s; empty if nothing is sent
     transfer_ms: float = 0.0
     seed: int = 0
     trace: Trace | None = None
-    limit: int | None = None
-    """Maximum number of requests of a file."""
+    limit: int | None = None  # maximum number of requests of a file
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "prefix_groups"):
@@ -327,8 +323,7 @@ class ServeLoads:
         return [[str(parse_lengths(format_flag(name), text)) for text in getattr(self, name)] for name in axes]
 
 
-FILE = ("requests", "trace_format", "trace_columns", "trace_time_unit", "trace_block_size")
-"""Fields of --requests."""
+FILE = ("requests", "trace_format", "trace_columns", "trace_time_unit", "trace_block_size")  # fields of --requests
 SERVED = {field.name for field in dataclasses.fields(ServeLoads)} - {"trace", "limit"} | {*FILE, "session_preset"}
 """Options that define the loads."""
 
@@ -408,8 +403,7 @@ class ShortSlo:
 
     objectives: tuple[str, ...]
     percentile: int
-    samples: int
-    """Number of samples, which are too few: requests, or for ITL gaps between tokens."""
+    samples: int  # number of samples, which are too few: requests, or for ITL gaps between tokens
     gaps: bool
     remedy: str
 

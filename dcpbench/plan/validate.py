@@ -12,9 +12,9 @@ import msgspec
 
 from dcpbench.errors import (
     CapacityError,
+    InsufficientMemoryError,
     LayoutError,
     MissingPackageError,
-    NoRoomError,
     UsageError,
     format_install_hint,
 )
@@ -69,17 +69,14 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
     from dcpbench.serving.step_times import StepTimes
 
-SMALLEST_TILE = 16
-"""Side of the smallest product that the tensor cores take."""
+SMALLEST_TILE = 16  # side of the smallest product that the tensor cores take
 FLASHMLA_PAGE = 64
 WHOLE_PAGES = (16, 32)
 """Further page sizes of the attention kernels in CUDA C++, as in kernels/attention/hopper_pairs.py."""
 FLASHINFER_HEADS = (64, 128, 256)
 """Columns of a head that FlashInfer's decode kernels of grouped-query attention take; its kernels of prompts take the first two."""
-SYMMETRIC = "symm"
-"""Exchange and all-reduce that work inside one machine."""
-ROW_UNIT = 16
-"""Bytes that a thread of kernels/kv_gather reads at once; a test compares the two."""
+SYMMETRIC = "symm"  # exchange and all-reduce that work inside one machine
+ROW_UNIT = 16  # bytes that a thread of kernels/kv_gather reads at once; a test compares the two
 _CPU_VERIFY = "dcpbench verify --device cpu --backend reference can take it"
 
 
@@ -589,12 +586,12 @@ def _format_tokens(load: Load) -> str:
 
 
 def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> None:
-    """Raise NoRoomError, with options to use instead, if a point does not fit in memory."""
+    """Raise InsufficientMemoryError, with options to use instead, if a point does not fit in memory."""
     if shortage := find_shortage(point, settings, shape, probe):
         raise shortage
 
 
-def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> NoRoomError | None:
+def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> InsufficientMemoryError | None:
     """Return an error with what does not fit, and the options to use instead; None if the point fits.
 
     The pool must hold what a decode step needs, or the longest request that is served; with --kv-memory any request of
@@ -603,30 +600,30 @@ def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Pr
     one = compute_page_bytes(point, shape)
     try:
         plan = plan_engine([point], settings, shape, probe)
-    except NoRoomError as e:
+    except InsufficientMemoryError as e:
         advice = "" if point.load else f" {_suggest_fit(point, settings, shape, probe)}"
         if settings.kv_memory_bytes is not None:
-            room = compute_max_pages(point, shape, probe) * one
-            advice = f" --kv-memory can be up to {format_size(room, '')} here."
-        return NoRoomError(f"{e}.{advice}", e.problem)
+            largest = compute_max_pages(point, shape, probe) * one
+            advice = f" --kv-memory can be up to {format_size(largest, '')} here."
+        return InsufficientMemoryError(f"{e}.{advice}", e.problem)
     holds = f"--kv-memory holds {format_size(plan.kv_bytes)} of KV cache per GPU"
     if point.load is None:
         missing = (count_needed_pages(point) - plan.pages) * one
         if missing > 0:
-            room = count_needed_pages(point) <= compute_max_pages(point, shape, probe)
-            more = f" --kv-memory {format_size_up(count_needed_pages(point) * one)} holds all of them." if room else ""
+            fits = count_needed_pages(point) <= compute_max_pages(point, shape, probe)
+            more = f" --kv-memory {format_size_up(count_needed_pages(point) * one)} holds all of them." if fits else ""
             needs = "needs" if point.concurrency == 1 else "need"
             needed = f"{format_count(point.concurrency, 'request')} of {point.context} tokens {needs}"
             problem = f"{holds}, {format_size(missing)} less than {needed}"
             advice = _suggest_fit(point, settings, shape, probe)
-            return NoRoomError(f"{point.instance_name}: {problem}. {advice}{more}", problem)
+            return InsufficientMemoryError(f"{point.instance_name}: {problem}. {advice}{more}", problem)
     elif plan.bounded_by == "kv_memory":  # else it is sized for the longest request, or more
         shortest = compute_extent(point.load, settings.trace_path).shortest
         need = memory.count_pages(shortest - 1, point.layout, point.page_size) + memory.PAGES_OF_PADDING
         if need > plan.pages:
             problem = f"{holds}, and the shortest request, {shortest:,} tokens, needs {format_size(need * one)}"
             advice = f"all requests here need {format_size_up(count_min_pages(point) * one)} or more."
-            return NoRoomError(f"{point.instance_name}: {problem}; {advice}", problem)
+            return InsufficientMemoryError(f"{point.instance_name}: {problem}; {advice}", problem)
     return None
 
 
@@ -651,7 +648,7 @@ def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Pro
         wider = msgspec.structs.replace(point, dcp=layout.dcp)
         try:
             plan = plan_engine([wider], settings, shape, probe)
-        except NoRoomError:
+        except InsufficientMemoryError:
             continue
         if count_needed_pages(wider) <= plan.pages:
             return f"{advice} With --dcp {layout.dcp} it fits."

@@ -35,14 +35,12 @@ class GroupWide:
 
     query: bool = False
     """W_UQ and W_UK (--collectives q-replicate): every rank computes all heads' queries, and none are gathered."""
-    value: bool = False
-    """W_UV (--collectives project-first): partial outputs are projected before they are exchanged."""
+    value: bool = False  # W_UV (--collectives project-first): partial outputs are projected before they are exchanged
 
 
 MAX_RANKS = 1 << 16
 """Maximum number of ranks of a layout: no model is placed on more GPUs, and every divisor of a degree can be listed."""
-OWN_HEADS = GroupWide()
-"""Default of GroupWide: each rank holds projections for its own heads only."""
+OWN_HEADS = GroupWide()  # default of GroupWide: each rank holds projections for its own heads only
 
 Ints = TypeVar("Ints", int, "np.ndarray[Any, np.dtype[np.int32]]")
 
@@ -57,14 +55,10 @@ OUTER_DEGREES = ("pp", "pcp")
 class Layout:
     """Describe one way to place a model on `tp` GPUs; raise LayoutError if the degrees do not divide each other."""
 
-    tp: int
-    """Number of GPUs that share one copy of the model; the world size."""
-    dp: int = 1
-    """Number of attention data parallel replicas inside `tp`."""
-    dcp: int = 1
-    """Number of ranks that share the KV cache of one request, inside one attention replica."""
-    pp: int = 1
-    """Number of pipeline stages, each on `tp` · `pcp` GPUs of its own."""
+    tp: int  # number of GPUs that share one copy of the model; the world size
+    dp: int = 1  # number of attention data parallel replicas inside `tp`
+    dcp: int = 1  # number of ranks that share the KV cache of one request, inside one attention replica
+    pp: int = 1  # number of pipeline stages, each on `tp` · `pcp` GPUs of its own
     pcp: int = 1
     """Number of groups of `tp` GPUs among which the tokens of prompts are divided (prefill context parallelism)."""
 
@@ -298,8 +292,7 @@ class Prefix:
     request in token order.
     """
 
-    lengths: tuple[int, ...]
-    """Number of tokens of each request; 0 for one without a prefix."""
+    lengths: tuple[int, ...]  # number of tokens of each request; 0 for one without a prefix
     dcp: int
     interleave: int = 1
 

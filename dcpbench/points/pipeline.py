@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from dcpbench.models.shapes import ModelShape
 
-SENT_TENSORS = 2
-"""Tensors of a row that a stage sends to the next one: hidden state and residual."""
+SENT_TENSORS = 2  # tensors of a row that a stage sends to the next one: hidden state and residual
 
 
 def split_layers(layers: int, stages: int) -> list[int]:
@@ -84,8 +83,7 @@ class Round:
     """Hold the time of a round of micro-batches."""
 
     us: float
-    bubble_share: float
-    """Share of the round in which the mean stage has no work."""
+    bubble_share: float  # share of the round in which the mean stage has no work
 
 
 def compute_round(stages_us: Sequence[float], hops_us: Sequence[float], micro_batches: int) -> Round:

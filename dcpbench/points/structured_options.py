@@ -449,7 +449,7 @@ class Find(StructuredOption, frozen=True, kw_only=True):
     ] = None
 
 
-STRUCTURED = (
+STRUCTURED = (  # all structured options
     RequestFile,
     Sessions,
     PrefixShare,
@@ -465,12 +465,10 @@ STRUCTURED = (
     Client,
     Find,
 )
-"""All structured options."""
 BY_NAME = {declared.option: declared for declared in STRUCTURED}
-KEYS = {
+KEYS = {  # option and key of each field of a spec that a structured option sets
     key.field: (declared, name) for declared in STRUCTURED for name, key in declared.list_keys().items() if key.field
 }
-"""Option and key of each field of a spec that a structured option sets."""
 
 
 def expand_structured(given: Mapping[str, object]) -> dict[str, object]:

@@ -32,7 +32,7 @@ from dcpbench.recommend import forecast, suggestions
 from dcpbench.recommend.capacity import Capacity, measure_capacity
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
 from dcpbench.recommend.layout_choice import (
-    NO_ROOM,
+    LACKS_MEMORY,
     NO_WHOLE_MODEL,
     OTHER,
     TOO_MANY,
@@ -434,7 +434,7 @@ def find_refusal(ask: Query, point: Point) -> Refusal | None:
             one_request = point.load is not None and ask.kv_memory is None
             return Refusal(NO_WHOLE_MODEL, _format_missing(whole, one_request=one_request))
     shortage = find_shortage(point, ask.settings, shape, probe)
-    return Refusal(NO_ROOM, shortage.problem) if shortage else None
+    return Refusal(LACKS_MEMORY, shortage.problem) if shortage else None
 
 
 def _drop_layers_held(ask: Query, found: Forecast) -> Forecast:
@@ -484,7 +484,7 @@ def _select_records(ask: Query, known: Evidence) -> tuple[list[tuple[Record, str
                 left[why] = left.get(why, 0) + 1
                 continue
             found.append((record, run.name))
-            if record.honesty and record.honesty.layers_held < record.honesty.layers:
+            if record.conditions and record.conditions.layers_held < record.conditions.layers:
                 held.add(run.name)
     notes = [
         f"{run.name}: no point of it ran to its end."
@@ -711,7 +711,7 @@ def _explain_unused_times(ask: Query, times: StepTimes, of: Point) -> str:
     device, server = times.environment.device, times.engine is not None
     if device == CPU:
         return f"step times {_explain_cpu(ask)}"
-    if wrong := _describe_other_model(str(times.path["model"]), times.honesty.layers if server else 0, ask):
+    if wrong := _describe_other_model(str(times.path["model"]), times.conditions.layers if server else 0, ask):
         return f"step times of {wrong}"
     if of.emulate and not _is_emulated_for(of, ask):
         return f"step times emulated for {of.emulate}, not for {ask.named}"

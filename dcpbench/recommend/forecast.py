@@ -137,7 +137,7 @@ def from_record(
         "engine": _find_engine(record),
         "launch_band": launch_band,
         "joules_per_token": METRIC["joules_per_token"].get_value(record),
-        "layers_held": _find_layers_held(record.honesty),
+        "layers_held": _find_layers_held(record.conditions),
     }
     if record.metrics is not None:
         rate = record.metrics.output_tok_s
@@ -358,7 +358,7 @@ def replay_point(
         source=REPLAYED,
         whence=whence,
         engine=parse_origin(times.engine.origin).label if times.engine is not None else "",
-        layers_held=_find_layers_held(times.honesty),
+        layers_held=_find_layers_held(times.conditions),
     )
 
 

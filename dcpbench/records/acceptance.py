@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MEASURED = ("metrics", "serve")  # parts without which a point has no result
 SEAL = ("checked", "crc32")  # fields that a checksum adds to a line
-OMITTED_MARK = "values_omitted"
+OMITTED_WARNING = "values_omitted"
 NOT_WRITABLE = (OverflowError, UnicodeEncodeError)  # raised for integers beyond 64 bits and for lone surrogates
 
 
@@ -123,9 +123,9 @@ def _list_lost_parts(before: Record, now: Record) -> list[str]:
 
 def _add_omitted(now: Record, lost: list[str], omitted: list[OmittedValue]) -> Record:
     """Return the record with `omitted` added; mark it as failed if it has lost a measured part."""
-    marks = now.marks[: MAX_ENTRIES - 1]
+    warnings = now.warnings[: MAX_ENTRIES - 1]
     changes: dict[str, Any] = {"omitted": [*(now.omitted or []), *omitted][:MAX_ENTRIES]}
-    changes["marks"] = marks if OMITTED_MARK in marks else [*marks, OMITTED_MARK]
+    changes["warnings"] = warnings if OMITTED_WARNING in warnings else [*warnings, OMITTED_WARNING]
     if lost:
         why = f"its result cannot be recorded: {'; '.join(map(str, omitted[:3]))}."
         changes |= {"outcome": "failed", "reason": f"{now.reason} {why}" if now.reason else why}
@@ -134,4 +134,4 @@ def _add_omitted(now: Record, lost: list[str], omitted: list[OmittedValue]) -> R
 
 def _make_bare_record(record: Record) -> Record:
     """Return a record of the same point without anything that was measured or noted."""
-    return Record(point=record.point, outcome="failed", reason=record.reason)
+    return Record(point=record.point, outcome="failed", reason=record.reason, advice=record.advice)

@@ -28,8 +28,7 @@ class BadValue(msgspec.Struct, frozen=True, kw_only=True):
 
     path: Path
     value: float
-    what: str
-    """Problem with the value, worded to follow the name of the field: `is -99, below 0`."""
+    what: str  # problem with the value, worded to follow the name of the field: `is -99, below 0`
 
     @property
     def field(self) -> str:

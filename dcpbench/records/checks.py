@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
 
-MAX_ENTRIES = 4096  # phases, marks, sites, candidates and settings of one record
+MAX_ENTRIES = 4096  # phases, warnings, sites, candidates and settings of one record
 WITHOUT_SUM = (
     "take the checksums out, in its folder: "
     "jq -c 'del(.checked, .crc32)' records.jsonl > new.jsonl && mv new.jsonl records.jsonl"
@@ -41,10 +41,8 @@ NOT_RUN = "rejected"
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """Describe a field of a record that holds an impossible value."""
 
-    field: str
-    """Dotted name, such as `serve.cached_tokens`."""
-    what: str
-    """Problem with the value, worded to follow the name: ` is -99, below 0`."""
+    field: str  # dotted name, such as `serve.cached_tokens`
+    what: str  # problem with the value, worded to follow the name: ` is -99, below 0`
 
     def __str__(self) -> str:
         """Return the name of the field and the problem with its value."""
@@ -203,7 +201,7 @@ def _check_metrics(record: Record) -> Problem | None:
 
 def _check_entry_counts(record: Record) -> Problem | None:
     many: dict[str, Sized] = {
-        "marks": record.marks,
+        "warnings": record.warnings,
         "sync_sites": record.sync_sites,
         "detail": record.detail,
         "phases.phase_us": record.phases.phase_us if record.phases else (),

@@ -34,8 +34,7 @@ NUL = b"\0"
 READ_BYTES = 1 << 20  # a line has a megabyte where a point has tens of thousands of steps
 NAME_A_RUN = "name the folder of a run, such as those in runs/."
 SAMPLES = b'"step_samples_ms":['
-WAIT_S, LOOK_S = 5.0, 0.01
-"""Longest wait of an append for another one, and the interval between attempts, in s."""
+WAIT_S, LOOK_S = 5.0, 0.01  # longest wait of an append for another one, and the interval between attempts, in s
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
 _version_decoder = msgspec.json.Decoder(_Version)
@@ -45,12 +44,9 @@ class BadLine(msgspec.Struct, frozen=True, kw_only=True):
     """Describe a line of a file of records that cannot be read."""
 
     file: str
-    line: int
-    """Line number, from 1."""
-    why: str
-    """Problem with the line, without a full stop."""
-    mend: str
-    """Command that removes the line; empty if another version, or a change of the file, can read it."""
+    line: int  # line number, from 1
+    why: str  # problem with the line, without a full stop
+    mend: str  # command that removes the line; empty if another version, or a change of the file, can read it
 
 
 class RecordFile:
@@ -279,10 +275,8 @@ class _LastLine:
     """Hold the bytes after the last newline of a file."""
 
     begin: int
-    line: bytes
-    """The line without trailing NULs."""
-    error: Exception | None
-    """Error that reading the line as a record raised; None if it is a record."""
+    line: bytes  # the line without trailing NULs
+    error: Exception | None  # error that reading the line as a record raised; None if it is a record
 
     @property
     def next(self) -> int:

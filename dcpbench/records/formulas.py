@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-STEADY_SHARE = 0.95
-"""Share of the target concurrency that must be in flight for a moment to count as steady."""
+STEADY_SHARE = 0.95  # share of the target concurrency that must be in flight for a moment to count as steady
 TURNAROUND_S = 1e-3
 """Longest time in s that a closed-loop client may take from its last token to its next request; not a dip in
 concurrency.
 """
-GAPS_PER_MISS = 100
-"""Number of gaps of a request per gap that may miss an ITL objective."""
+GAPS_PER_MISS = 100  # number of gaps of a request per gap that may miss an ITL objective
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,8 +45,7 @@ class RequestTimes:
     submitted_s: float
     token_s: Sequence[float] | Floats
     """Times of the output tokens, one per token, not per stream chunk; kept as a float64 array."""
-    finished: bool = True
-    """False if the request was cut off: its tokens count, its latencies do not."""
+    finished: bool = True  # False if the request was cut off: its tokens count, its latencies do not
 
     def __post_init__(self) -> None:
         import numpy as np

@@ -28,19 +28,15 @@ class Run:
     """Hold the records of one folder."""
 
     name: str
-    folder: Path
-    """Folder of the run's other files."""
+    folder: Path  # folder of the run's other files
     records: list[Record]
     """Last record of each point and repeat: a later one replaces an earlier one, as after --resume."""
-    replaced: int = 0
-    """Records that a later one of the same point replaced."""
-    truncated: bool = False
-    """True if the last line was incomplete and therefore not counted."""
+    replaced: int = 0  # records that a later one of the same point replaced
+    truncated: bool = False  # True if the last line was incomplete and therefore not counted
     bad_lines: tuple[BadLine, ...] = ()
     """Lines that cannot be read and are not counted; always empty unless `read_run` was called with `skip_bad_lines`.
     """
-    path: Path | None = None
-    """File of the records; None if `records` is all there is."""
+    path: Path | None = None  # file of the records; None if `records` is all there is
     places: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
     """Byte offset of each record's line in that file, by the point's key."""
 

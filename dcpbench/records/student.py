@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-NORMAL_FROM = 1e7
-"""Degrees of freedom from which on the normal distribution is the same to seven digits."""
+NORMAL_FROM = 1e7  # degrees of freedom from which on the normal distribution is the same to seven digits
 TINY = 1e-300
-STEPS = 2000
-"""More than the continued fraction ever takes for the arguments that occur here."""
+STEPS = 2000  # more than the continued fraction ever takes for the arguments that occur here
 HALVINGS = 200
 PRECISION = 1e-12
 

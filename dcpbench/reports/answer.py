@@ -52,7 +52,7 @@ MAX_LENGTHS = 8  # request lengths that the break-even sentence names at most; e
 MAX_CLAUSES = 8  # changes along the concurrencies that a sentence names at most; else it counts loads
 MAX_WARNINGS = 4
 LOST = "no longer"  # text for a lead that exists at some concurrency but not at the highest one
-IMPOSSIBLE, NO_ROOM = "rejected before the start", "rejected for lack of memory"
+IMPOSSIBLE, LACKS_MEMORY = "rejected before the start", "rejected for lack of memory"
 NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}  # outcomes, as a sentence states them
 
 
@@ -472,7 +472,9 @@ def format_outcomes(frames: Frames) -> str:
     others = frames.others
     if others.empty:
         return "the record file holds no point"
-    outcomes = others["outcome"].mask(others["no_room"].astype(bool), NO_ROOM).replace({"rejected": IMPOSSIBLE})
+    outcomes = (
+        others["outcome"].mask(others["lacks_memory"].astype(bool), LACKS_MEMORY).replace({"rejected": IMPOSSIBLE})
+    )
     return format_list([f"{n} {outcome}" for outcome, n in outcomes.value_counts().items()])
 
 

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from dcpbench.reports.style import Style
 
 MAX_CONTEXTS = 6
-MAX_GROUPS = 8
-"""Maximum number of panels, and of pairs of layout and concurrency in each; the table has all."""
+MAX_GROUPS = 8  # maximum number of panels, and of pairs of layout and concurrency in each; the table has all
 MAX_NAME_CHARS = 24
 BAR_INCHES, MARGIN_INCHES = 0.23, 1.9
 IDLE_LOOK = {"facecolor": IDLE_COLOUR, "hatch": "///", "edgecolor": "#999999"}

@@ -35,8 +35,7 @@ SAME_LAYOUT_AND_LOAD = ["model", "mode", "device", "gpus", "emulate", *DEGREES, 
 SCOPE = ["model", "mode", "device", "gpus"]  # columns that points of one sentence share
 LATENCIES = ("ttft_p50_ms", "itl_p50_ms")
 MAX_SCOPES = 3
-MAX_LAYOUTS = 4
-"""Maximum number of models and modes that have a sentence each, and of layouts that a sentence names."""
+MAX_LAYOUTS = 4  # maximum number of models and modes that have a sentence each, and of layouts that a sentence names
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,8 +55,8 @@ def compare_engines(frames: Frames) -> EngineComparison:
     names = _list_names(frames)
     points = points[points["run"].isin(names)] if len(points) else points
     left_out: dict[str, str] = {}
-    for mark, reason in NOT_COMPARED.items() if len(points) else ():
-        marked = point_warnings.find_marked(points, mark)
+    for warning, reason in NOT_COMPARED.items() if len(points) else ():
+        marked = point_warnings.has_warning(points, warning)
         left_out |= dict.fromkeys(load_labels.list_unique(points["run"][marked]), reason)
         points = points[~marked]
     if points.empty:

@@ -148,7 +148,7 @@ def _find_shared(parts: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 def describe_layers_held(records: Iterable[Record]) -> str:
     """Return format_no_fit of repeats of a point, by the fewest layers that one of them held; empty if all held all, or if unknown."""
-    fewer = [(h.layers_held, h.layers) for r in records if (h := r.honesty) and h.layers_held < h.layers]
+    fewer = [(h.layers_held, h.layers) for r in records if (h := r.conditions) and h.layers_held < h.layers]
     return format_no_fit(*map(str, min(fewer))) if fewer else ""
 
 

@@ -29,14 +29,13 @@ ROUTING = "routing"
 MAX_PANELS = 6
 MAX_TICK_CHARS = 14
 PANEL = (3.7, 3.0)
-FASTEST_LOOK: dict[str, Any] = {
+FASTEST_LOOK: dict[str, Any] = {  # ring around the fastest layout of each distribution
     "marker": "o",
     "markersize": 11,
     "markerfacecolor": "none",
     "markeredgecolor": "#000000",
     "linestyle": "",
 }
-"""Ring around the fastest layout of each distribution."""
 
 
 def select_skewed(points: pd.DataFrame) -> pd.DataFrame:

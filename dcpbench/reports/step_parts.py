@@ -59,11 +59,10 @@ CONTENTS = (
     "experts, activations of dense layers are experts, the gather of logits is exchange, and copies before and after an exchange are other kernels. So projections and experts are compared by their sum. Where kernels overlap, each moment counts for the kernel that "
     "began first."
 )
-DP_CONTENTS = (
+DP_CONTENTS = (  # sentences on what the parts of the engines contain that cannot be separated
     "With attention data parallelism, other engines gather and scatter rows for the experts by the same kernels as partial attention, "
     "which are all exchange; dcpbench's sum over experts is all-reduce. So exchange, merge and all-reduce are compared by their sum."
 )
-"""Sentences on what the parts of the engines contain that cannot be separated."""
 _PART_OF = {name: part.name for part in STEP_PARTS for name in (*part.phases, *part.kernels)}
 
 

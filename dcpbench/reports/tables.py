@@ -104,7 +104,7 @@ def build_points_table(found: pd.DataFrame) -> Table:
         found.assign(telling=point_warnings.format_distinct_warnings(found)),
         [
             ("layout", "label"),
-            ("marks", "telling"),
+            ("warnings", "telling"),
             (
                 "output tok/s [95 %]",
                 lambda r: format_with_interval(*(r[f"output_tok_s{x}"] for x in ("", "_low", "_high"))),
@@ -116,7 +116,7 @@ def build_points_table(found: pd.DataFrame) -> Table:
         ],
         load=True,
         text_columns=2,
-        optional=("marks", "TTFT p50 ms", "SLO", "repeats apart"),
+        optional=("warnings", "TTFT p50 ms", "SLO", "repeats apart"),
         fold=len(found) > FOLD_ABOVE,
     )
 
@@ -149,7 +149,7 @@ def build_served_table(found: pd.DataFrame, mode: str) -> Table:
         [
             *LOADED,
             *[("origin", "engine")][:others],
-            ("marks", "telling"),
+            ("warnings", "telling"),
             *make_columns(metrics.SERVED_TABLE, kv_capacity_tokens=held),
             *make_columns(drafted),
             ("SLO", "slo_result"),
@@ -157,7 +157,7 @@ def build_served_table(found: pd.DataFrame, mode: str) -> Table:
             APART,
         ],
         text_columns=4 + others,
-        optional=("marks", "SLO", "goodput req/s", "repeats apart", kv.heading),
+        optional=("warnings", "SLO", "goodput req/s", "repeats apart", kv.heading),
         fold=len(rows) > FOLD_ABOVE,
     )
 

@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 
 
 ENGINE_VOCAB = 1 << 30  # token ids of prompts that another engine's server does not read: they are only compared
-FOLDER = "step-times"
-"""Below the run's folder."""
+FOLDER = "step-times"  # below the run's folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +64,7 @@ class ReplayResult:
     counts: StepCounts
     end_s: float
     deployed: Deployment
-    busy_s: list[float]
-    """Time in s during which each instance ran steps."""
+    busy_s: list[float]  # time in s during which each instance ran steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,24 +103,17 @@ class _Instance:
 
     scheduler: Scheduler
     heat: Heat
-    now: float = 0.0
-    """Time of the host's next decision, unless it waits or is idle."""
-    free: float = 0.0
-    """Time at which the device has finished all launched work."""
-    launched: float = 0.0
-    """Time at which the host has launched its last decision."""
-    pending: tuple[Step, float] | None = None
-    """A step to be read, and its end."""
-    behind: tuple[Step, float] | None = None
-    """The step after it."""
-    reads: float | None = None
-    """Time at which the host reads the pending step, if it waits for that."""
+    now: float = 0.0  # time of the host's next decision, unless it waits or is idle
+    free: float = 0.0  # time at which the device has finished all launched work
+    launched: float = 0.0  # time at which the host has launched its last decision
+    pending: tuple[Step, float] | None = None  # a step to be read, and its end
+    behind: tuple[Step, float] | None = None  # the step after it
+    reads: float | None = None  # time at which the host reads the pending step, if it waits for that
     idle: bool = False
     busy: float = 0.0
 
 
-READ, CROSSED, DECIDE = range(3)
-"""Priority of events at the same time, first to last."""
+READ, CROSSED, DECIDE = range(3)  # priority of events at the same time, first to last
 
 
 class _Clock:
@@ -295,14 +286,14 @@ def replay_point(
     return Record(
         point=point,
         outcome="ok",
-        marks=[*times.marks, *find_warnings(metrics)],
+        warnings=[*times.warnings, *find_warnings(metrics)],
         serve=metrics,
         emulated=emulated,
         kv=Kv.from_plan(plan, point.context) if plan is not None else None,
         origin=times.engine.origin if times.engine is not None else msgspec.UNSET,
         server=_make_server(times.engine) if times.engine is not None else msgspec.UNSET,
-        honesty=msgspec.structs.replace(
-            times.honesty,
+        conditions=msgspec.structs.replace(
+            times.conditions,
             step_times=file,
             step_error=error,
             policy=policy,

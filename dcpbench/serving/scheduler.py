@@ -43,23 +43,18 @@ class SchedulerConfig:
     """Engine parameters of a scheduler. Raise UsageError for a chunk that is too small."""
 
     replicas: int
-    pages: int
-    """Pages of each rank's KV pool, including the padding page."""
+    pages: int  # pages of each rank's KV pool, including the padding page
     page_size: int
     dcp: int
     interleave: int = 1
-    max_requests: int
-    """Slots of a replica."""
+    max_requests: int  # slots of a replica
     chunk: int
     """Maximum number of prompt tokens that a replica prefills in one step; with vLLM's policy decodes count as well."""
     policy: str = MIXED
     prefix_cache: bool = True
-    max_context: int
-    """Tokens of a request that can be stored; all but the last one that is sampled are."""
-    speculation: Speculation | None = None
-    """Drafts of a step and their acceptance; None for steps of one token."""
-    seed: int = 0
-    """Seed of the draws of accepted drafts."""
+    max_context: int  # tokens of a request that can be stored; all but the last one that is sampled are
+    speculation: Speculation | None = None  # drafts of a step and their acceptance; None for steps of one token
+    seed: int = 0  # seed of the draws of accepted drafts
     max_chunk: int = 0
     """Maximum number of prompt tokens of one request in a step, with the policy of another engine; 0: no limit."""
 

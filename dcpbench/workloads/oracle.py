@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from dcpbench.workloads.rounding import Roundings
 
-MIN_TRANSFORMERS = "5.13"
-"""First transformers version with routers of V2 and V3 that return the selected experts."""
+MIN_TRANSFORMERS = "5.13"  # first transformers version with routers of V2 and V3 that return the selected experts
 
 
 @functools.lru_cache(maxsize=1)

@@ -48,10 +48,8 @@ class Session:
     engine: DecodeEngine
     reduce_spec: ReduceSpec
     all_reduces: dict[str, AllReduce] = dataclasses.field(default_factory=dict)
-    emulation: Emulation | None = None
-    """Emulation of a rank that represents a layout."""
-    serving: Serving | None = None
-    """State shared by runs of the workload `serve` on the current path."""
+    emulation: Emulation | None = None  # emulation of a rank that represents a layout
+    serving: Serving | None = None  # state shared by runs of the workload `serve` on the current path
 
     def apply_point(self, point: Point) -> None:
         """Switch to the backend, exchange and reduction of another point of this engine. Collective.

@@ -486,7 +486,7 @@ class TestHistory:
 def test_hostile_records_inject_nothing(visit: Visit, tmp_path: Path) -> None:
     of = record_builder.point(model=HOSTILE, backend=HOSTILE)
     where = dashboard_builder.environment(0, device=HOSTILE, driver=HOSTILE, git_commit=HOSTILE)
-    record = dashboard_builder.record(of, 0, environment=where, marks=[HOSTILE, "__proto__"])
+    record = dashboard_builder.record(of, 0, environment=where, warnings=[HOSTILE, "__proto__"])
     failed = record_builder.failed(record_builder.point(model="__proto__"), reason=HOSTILE)
     record_builder.write(tmp_path / "runs" / "<img src=x>", [record, failed])
     (tmp_path / "runs" / "bad <b>").mkdir()

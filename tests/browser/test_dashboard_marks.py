@@ -23,8 +23,7 @@ COUNT = """() => Object.fromEntries([...document.querySelectorAll("#charts figur
     .map((mark) => getComputedStyle(mark).fill),
 ]))"""
 """The colour of each mark of each chart that has an outline."""
-MOST_LOOKS = 400
-"""At a page that is still drawing."""
+MOST_LOOKS = 400  # at a page that is still drawing
 
 
 def rgb(hexadecimal: str) -> str:

@@ -241,7 +241,7 @@ def test_names_that_are_markup_are_shown_and_do_nothing(tmp_path: Path, visit: V
         fields = {"model": name, "backend": name, "exchange": name, "dtype": name}
         of = record_builder.point(Layout(4, 1, 4), **fields)
         records += [
-            record_builder.ok(of, steps=30, environment=environment, marks=[name]),
+            record_builder.ok(of, steps=30, environment=environment, warnings=[name]),
             msgspec.structs.replace(
                 serve_record_builder.served(serve_record_builder.point()),
                 point=serve_record_builder.point(**fields),

@@ -203,9 +203,9 @@ def step_times(tmp_path: Path) -> Path:
             cases=[MeasuredCase(case=case, samples_ms=[10.0]) for case in decodes + chunks],
             launch_ms=0.0,
             measuring_s=1.0,
-            honesty=Conditions(weights="synthetic", layers=3, layers_held=3, full_weights_bytes_per_gpu=1),
+            conditions=Conditions(weights="synthetic", layers=3, layers_held=3, full_weights_bytes_per_gpu=1),
             environment=Environment(device="CPU", device_count=0),
-            marks=["cpu"],
+            warnings=["cpu"],
         ),
     )
     return path

@@ -43,10 +43,8 @@ GROUPED = dataclasses.replace(
     rope_interleaved=False,
 )
 SHAPES = {"mla": TWELVE, "gqa": GROUPED}
-CONTEXTS = (1, 5, 18)
-"""Stored tokens of three requests of a replica; most ranks hold no token of the first."""
-NEW = 8
-"""Tokens that each request decodes."""
+CONTEXTS = (1, 5, 18)  # stored tokens of three requests of a replica; most ranks hold no token of the first
+NEW = 8  # tokens that each request decodes
 WRONG_AT = ((1, 2, 5), (), (2, 3, 4))
 """For each request, tokens whose draft is wrong: none, single ones between right ones, and several in a row."""
 
@@ -66,13 +64,12 @@ class Case:
     fp8: bool = False
 
 
-DRAFTING = {
+DRAFTING = {  # layouts in which the model's own layer drafts tokens
     1: Case(Layout(1)),
     2: Case(Layout(2, dcp=2), page_size=2, exchange="a2a"),
     3: Case(Layout(3, dcp=3), page_size=4),
     4: Case(Layout(4, dp=2, dcp=2), page_size=4, interleave=2),
 }
-"""Layouts in which the model's own layer drafts tokens."""
 CASES = {
     1: [
         Case(Layout(1)),

@@ -37,8 +37,7 @@ from tests.kernels.test_peers import Ranks
 
 MET = 1000
 """A count of meetings that all peers have reached already: ranks run one after another here, and none may wait."""
-MERGE = 1
-"""Place of the merge's counters: signals are their first row alone, behind it blocks count their calls."""
+MERGE = 1  # place of the merge's counters: signals are their first row alone, behind it blocks count their calls
 
 
 def attention() -> None:

@@ -261,8 +261,7 @@ def answers(
 
 
 LENGTHS = (17, 64, 300, 4096)
-SIZE = 12 * 3 + 16 * 3 + 4
-"""Requests of a length."""
+SIZE = 12 * 3 + 16 * 3 + 4  # requests of a length
 
 
 def judge(lengths=LENGTHS, **of_other) -> Judgement:
@@ -640,7 +639,9 @@ def test_the_table_of_faults_fails_with_one_run_that_is_not_right() -> None:
 def test_a_fault_of_all_settings_is_found_in_the_first(tmp_path: Path) -> None:
     """The others are as wrong as the first, and do not agree."""
     code, found = verify_with_seed(
-        tmp_path, "--fault cache --fault-everywhere", *["--context", "17,40", "--concurrency", "1,2", "--num-prompts", "8"]
+        tmp_path,
+        "--fault cache --fault-everywhere",
+        *["--context", "17,40", "--concurrency", "1,2", "--num-prompts", "8"],
     )
     assert code == 1
     assert [one["verdict"] for one in found["results"]] == [DIFFER, DIFFER]

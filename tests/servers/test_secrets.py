@@ -26,13 +26,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 KEY = "sk-Planted0123456789abcdefghijKLM"
-PIECES = [KEY[i : i + 10].encode() for i in range(len(KEY) - 9)]
-"""What is left of a key that is cut is nearly a key."""
+PIECES = [KEY[i : i + 10].encode() for i in range(len(KEY) - 9)]  # what is left of a key that is cut is nearly a key
 LOAD = ["--device", "cpu", "--tp", "1", "--concurrency", "2", "--num-requests", "4", "--input-tokens", "20"]
 LOAD += ["--output-tokens", "4", "--client", "warm-up=0"]
 ONE = ["--client", "processes=1"]
-LONG = "x" * 275 + " "
-"""Behind it a key lies across the place where a message is cut."""
+LONG = "x" * 275 + " "  # behind it a key lies across the place where a message is cut
 
 
 class Echo(FakeServer):

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from dcpbench.compare.comparison import Comparison
     from dcpbench.records.record import Record
 
-STEPS = 24
-"""Samples of a step that a real point has."""
+STEPS = 24  # samples of a step that a real point has
 LOADS = (8, 16, 32, 48)
 
 
@@ -87,7 +86,7 @@ def forecast_steps(median_ms: float, unsure: tuple[float, float]) -> Record:
     """A forecast of decode steps, which may be by these shares shorter and longer."""
     of = build.point(Layout(4), emulate="H200")
     metrics = compute_decode_metrics([median_ms] * 200, of.concurrency, of.tp, unsure)
-    return msgspec.structs.replace(build.ok(of), metrics=metrics, marks=["emulated"], emulated=emulated())
+    return msgspec.structs.replace(build.ok(of), metrics=metrics, warnings=["emulated"], emulated=emulated())
 
 
 def compared(tmp_path: Path, a: list[Record], b: list[Record], **options: Any) -> Comparison:

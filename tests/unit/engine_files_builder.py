@@ -249,7 +249,7 @@ def measured(
     plain = record_builder.ok(msgspec.structs.replace(of, load=None), steps=20)
     record: Record = msgspec.structs.replace(
         plain,
-        **({"point": of, "metrics": None, "phases": None, "serve": found, "marks": find_warnings(found)} | changes),
+        **({"point": of, "metrics": None, "phases": None, "serve": found, "warnings": find_warnings(found)} | changes),
     )
     return MeasuredPoint("run", folder, record)
 
@@ -276,4 +276,4 @@ def replayed() -> MeasuredPoint:
 
 def functional() -> MeasuredPoint:
     """The served point on a CPU."""
-    return served(environment=record_builder.CPU, marks=["cpu"])
+    return served(environment=record_builder.CPU, warnings=["cpu"])

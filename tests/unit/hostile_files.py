@@ -68,7 +68,7 @@ ROWS = [
 ]
 TINY = load_shape("tiny")
 PROBE = Probe(device="cpu", count=0, name="CPU")
-HOSTILE = (
+HOSTILE = (  # values that replace others
     "1e400",
     "-1",
     "0",
@@ -98,7 +98,6 @@ HOSTILE = (
     "0x" + "f" * 9_000,
     "1:" + "59:" * 3_000 + "1",
 )
-"""Values that replace others."""
 
 
 def damaged(text: bytes, rng: random.Random) -> bytes:
@@ -220,8 +219,7 @@ BASELINE = encode_json(baseline.Baseline(baseline_version=baseline.VERSION, dete
 class Kind(NamedTuple):
     """A kind of file."""
 
-    name: str
-    """Name of the file."""
+    name: str  # name of the file
     good: Callable[[Path], bytes] | bytes
     """Content of a good file, or a function that makes it with the help of a folder."""
     read: Callable[[Path], object]

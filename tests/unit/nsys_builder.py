@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GPU_COLUMNS = "start end deviceId contextId greenContextId streamId correlationId globalPid"
-COLUMNS = {
+COLUMNS = {  # columns of each table, in the order of the documentation; some that are not read are left out
     "StringIds": "id value",
     "ThreadNames": "nameId priority globalTid",
     "CUPTI_ACTIVITY_KIND_RUNTIME": "start end eventClass globalTid correlationId nameId returnValue callchainId",
@@ -39,7 +39,6 @@ COLUMNS = {
     "DIAGNOSTIC_EVENT": "timestamp timestampType source severity text globalPid",
     "META_DATA_EXPORT": "name value",
 }
-"""Columns of each table, in the order of the documentation; some that are not read are left out."""
 TEXTS = {
     ("StringIds", "value"),
     ("META_DATA_EXPORT", "name"),
@@ -52,8 +51,7 @@ SYNC_TYPES = {"Event Sync": 1, "Stream Wait Event": 2, "Stream Sync": 3, "Contex
 SYNC_NAMES = ("UNKNOWN", "EVENT_SYNCHRONIZE", "STREAM_WAIT_EVENT", "STREAM_SYNCHRONIZE", "CONTEXT_SYNCHRONIZE")
 PYTHON_FRAME = re.compile(r"^(.+\.py)\((\d+)\): (.+)$")
 COPY = re.compile(r"^Memcpy (\w+) \((.+) -> (.+)\)$")
-SAMPLING = 1
-"""NVTX domain of samples of Python stacks."""
+SAMPLING = 1  # NVTX domain of samples of Python stacks
 FORMATS = ("sqlite", "jsonlines", "parquetdir")
 
 Row = dict[str, Any]

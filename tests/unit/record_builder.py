@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-KV_ROW_BYTES = 70272
-"""One token of DeepSeek-V3: 61 layers of 576 bf16 numbers."""
+KV_ROW_BYTES = 70272  # one token of DeepSeek-V3: 61 layers of 576 bf16 numbers
 GPU = Environment(
     device="NVIDIA H200",
     device_count=4,
@@ -115,7 +114,7 @@ def ok(of: Point, *, median_ms: float | None = None, steps: int = 700, noise: fl
             fragmentation=0.004,
         ),
         "memory_peak_bytes": 131 << 30,
-        "honesty": Conditions(
+        "conditions": Conditions(
             weights="synthetic",
             layers=61,
             layers_held=19,
@@ -139,7 +138,7 @@ def on_cpu(of: Point, **changes: Any) -> Record:
         of,
         steps=40,
         noise=0.05,
-        marks=["cpu", "noisy"],
+        warnings=["cpu", "noisy"],
         environment=CPU,
         gpu=None,
         memory_peak_bytes=None,
@@ -151,7 +150,7 @@ def on_cpu(of: Point, **changes: Any) -> Record:
 
 def rejected(of: Point, reason: str = "the KV cache needs 31.0 GiB more per GPU than there is; try --dcp 4.") -> Record:
     """A point that could not run."""
-    return Record(point=of, outcome="rejected", reason=reason, no_room=True)
+    return Record(point=of, outcome="rejected", reason=reason, lacks_memory=True)
 
 
 def failed(of: Point, reason: str = "rank 3 exited with code 1; read logs/rank-3.txt.") -> Record:

@@ -85,7 +85,7 @@ def served(of: Point, pages: int = 1000, **changes: Any) -> Record:
     )
     found = metrics(of, pages, **how)
     plain = record_builder.ok(msgspec.structs.replace(of, load=None), steps=20)
-    fields = {"point": of, "metrics": None, "phases": None, "serve": found, "kv": kv, "marks": find_warnings(found)}
+    fields = {"point": of, "metrics": None, "phases": None, "serve": found, "kv": kv, "warnings": find_warnings(found)}
     return msgspec.structs.replace(plain, **(fields | changes))
 
 

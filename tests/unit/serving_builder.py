@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence
     from dcpbench.serving.scheduler import Replica
 
-NOTHING = 0
-"""Value of a row that was never written."""
-WRONG = -1
-"""Value of the row of a rejected draft, which must not be read."""
+NOTHING = 0  # value of a row that was never written
+WRONG = -1  # value of the row of a rejected draft, which must not be read
 
 
 def request(number: int, prompt: list[int] | int, output: int = 1, arrival_s: float | None = None) -> ServeRequest:
@@ -65,8 +63,7 @@ class Known:
     """Hold the device's state of a request that was prefilled, at least in part."""
 
     sequence: Sequence
-    tokens: list[int]
-    """Prompt and sampled ones, as in the token table of its slot."""
+    tokens: list[int]  # prompt and sampled ones, as in the token table of its slot
     computed: int = 0
     preemptions: int = 0
     right: list[int] = dataclasses.field(default_factory=list)

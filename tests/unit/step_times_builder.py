@@ -51,6 +51,6 @@ def step_times(
         cases=[MeasuredCase(case=case, samples_ms=[truth(case.compute_work())]) for case in make_cases(extent)],
         launch_ms=launch_ms,
         measuring_s=20.0,
-        honesty=HONESTY,
+        conditions=HONESTY,
         environment=Environment(device=device, device_count=4, device_memory_bytes=141 << 30),
     )

@@ -30,7 +30,7 @@ class TestFindings:
         assert describe_findings(record(result("pack", outcome="failed"))) == []
 
     def test_marks_are_explained_once_with_how_many_have_them(self):
-        results = [result("pack", marks=["noisy"]), result("pack")]
+        results = [result("pack", warnings=["noisy"]), result("pack")]
         assert format_warnings(results) == [
             "noisy (1 of 2): the time limit came before a median was known within ±1 %; give more --seconds."
         ]

@@ -22,14 +22,11 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.memory import count_all_layers
 from tests.unit.test_shapes import CONFIGS
 
-SHARD = 4_300_000_000
-"""Bytes of a published file, about."""
+SHARD = 4_300_000_000  # bytes of a published file, about
 BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 LAYOUT, RANK = Layout(8), 3
-EXPERTS = 16
-"""Of a layer, in place of 256: each is read alike."""
-KNOWN = 500_000_000
-"""Bytes of a tensor that the watch must see."""
+EXPERTS = 16  # of a layer, in place of 256: each is read alike
+KNOWN = 500_000_000  # bytes of a tensor that the watch must see
 
 
 def tensors() -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -157,8 +157,10 @@ class TestMatching:
 
         def replay(name: str, moment: str) -> Path:
             record = serving.served(of)
-            honesty = msgspec.structs.replace(record.honesty, step_times="v3/step-times/x.json")
-            return build.write(tmp_path / name, [msgspec.structs.replace(record, honesty=honesty, started_at=moment)])
+            conditions = msgspec.structs.replace(record.conditions, step_times="v3/step-times/x.json")
+            return build.write(
+                tmp_path / name, [msgspec.structs.replace(record, conditions=conditions, started_at=moment)]
+            )
 
         found = judge_sides(read_side([replay("1", "a"), replay("2", "b")]), read_side([replay("3", "c")]), Options())
         assert {row.launches for row in found.points[0].rows if row.sampled} == {(1, 1)}
@@ -462,13 +464,15 @@ class TestDifferences:
         p = build.point()
         env = msgspec.structs.replace(build.GPU, driver="580.2", settings={"NCCL_ALGO": "Ring", "API_TOKEN": "s3cret"})
         a = build.ok(p)
-        b = build.ok(p, environment=env, marks=["throttled"], gpu=msgspec.structs.replace(a.gpu, sm_clock_mhz_min=1500))
+        b = build.ok(
+            p, environment=env, warnings=["throttled"], gpu=msgspec.structs.replace(a.gpu, sm_clock_mhz_min=1500)
+        )
         found = compared(tmp_path, [a], [b])
         told = {d.what: (d.a, d.b) for d in found.differences}
         assert told["driver"] == ("570.1", "580.2")
         assert told["NCCL_ALGO"] == ("none", "Ring")
         assert told["lowest SM clock"] == ("1830 MHz", "1500 MHz")
-        assert told["marks"] == ("none", "throttled")
+        assert told["warnings"] == ("none", "throttled")
         assert "torch" not in told
         assert "s3cret" not in str(found.differences)
 

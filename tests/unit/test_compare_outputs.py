@@ -346,7 +346,7 @@ class TestHostileRecords:
                     good,
                     point=of,
                     metrics=wrong,
-                    marks=[EVIL],
+                    warnings=[EVIL],
                     host_syncs_per_step=value,
                     memory_peak_bytes=10**300,
                     environment=msgspec.structs.replace(good.environment, device=EVIL, settings={EVIL: EVIL}),

@@ -134,7 +134,7 @@ CUTS: dict[str, tuple[str, Callable[[], str]]] = {
         str([f"m{n:02}" for n in range(20)]),
         lambda: str(
             environments.collect_warnings(
-                [msgspec.structs.replace(record_builder.ok(POINT), marks=[f"m{n:02}" for n in reversed(range(25))])]
+                [msgspec.structs.replace(record_builder.ok(POINT), warnings=[f"m{n:02}" for n in reversed(range(25))])]
             )
         ),
     ),

@@ -288,7 +288,7 @@ class TestData:
     def test_hostile_strings_stay_data(self, tmp_path: Path) -> None:
         of = record_builder.point(model=HOSTILE, backend=HOSTILE)
         where = dashboard_builder.environment(0, device=HOSTILE, driver=HOSTILE, git_commit=HOSTILE)
-        record = dashboard_builder.record(of, 0, environment=where, marks=[HOSTILE])
+        record = dashboard_builder.record(of, 0, environment=where, warnings=[HOSTILE])
         failed = record_builder.failed(record_builder.point(model="x" * 10_000_000), reason=HOSTILE)
         record_builder.write(tmp_path / "runs" / "a<b>", [record, failed])
         site.build(tmp_path / "runs", tmp_path / "site")
@@ -661,8 +661,8 @@ def test_a_point_of_which_some_layers_were_cycled_says_so_in_the_index(tmp_path:
     of = record_builder.point()
     for run, held in enumerate((19, 14)):
         one = dashboard_builder.record(of, run)
-        honesty = msgspec.structs.replace(one.honesty, layers=61, layers_held=held)
-        record_builder.write(tmp_path / "runs" / f"{run}", [msgspec.structs.replace(one, honesty=honesty)])
+        conditions = msgspec.structs.replace(one.conditions, layers=61, layers_held=held)
+        record_builder.write(tmp_path / "runs" / f"{run}", [msgspec.structs.replace(one, conditions=conditions)])
     site.build(tmp_path / "runs", tmp_path / "site", tell=lambda _: None)
     index = data(tmp_path / "site", "index")
     (how,) = index["words"]["how"]

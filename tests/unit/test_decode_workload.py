@@ -76,11 +76,11 @@ class TestDrafts:
         )
         record, _ = run(built, DRAFTING, profile=False)
         (batch,) = built.engine.batches.values()
-        assert (batch.requests, batch.size, record.honesty.graph_batch) == (4, 12, 12)
+        assert (batch.requests, batch.size, record.conditions.graph_batch) == (4, 12, 12)
         assert set(zip(passes[::2], passes[1::2], strict=True)) == {(12, 4)}
         assert batch.drafts.shape == (4, 2)
         assert record.metrics.output_tok_s.median == pytest.approx(3 * 1.75 / 2e-3)
-        assert 0 < record.honesty.attention_error < 1e-5
+        assert 0 < record.conditions.attention_error < 1e-5
         before = batch.logits.clone()
         built.engine.run_eager(batch)
         assert torch.equal(batch.logits, before)
@@ -173,15 +173,15 @@ class TestRecord:
 
     def test_it_says_what_was_measured(self, measured):
         """Three layers, all held; 3 requests in a graph of 4 rows, eager; attention in fp32 against fp64."""
-        honesty = measured[1].honesty
-        assert (honesty.layers, honesty.layers_held, honesty.weights) == (3, 3, "synthetic")
-        assert honesty.full_weights_bytes_per_gpu == memory.compute_weight_bytes(TINY, POINT.layout, 4, 1, 2)
-        assert (honesty.graph_batch, honesty.cuda_graph) == (4, False)
-        assert 0 < honesty.attention_error < 1e-5
+        conditions = measured[1].conditions
+        assert (conditions.layers, conditions.layers_held, conditions.weights) == (3, 3, "synthetic")
+        assert conditions.full_weights_bytes_per_gpu == memory.compute_weight_bytes(TINY, POINT.layout, 4, 1, 2)
+        assert (conditions.graph_batch, conditions.cuda_graph) == (4, False)
+        assert 0 < conditions.attention_error < 1e-5
 
     def test_a_token_reaches_top_k_experts_at_least(self, measured):
         """2 of 8 for one token; four rows reach at most all."""
-        assert 2 / 8 <= measured[1].honesty.experts_hit <= 1
+        assert 2 / 8 <= measured[1].conditions.experts_hit <= 1
 
     def test_without_rates_no_step_has_a_floor(self, measured):
         """No rates are measured on the CPU."""
@@ -222,8 +222,8 @@ class TestRecord:
 
     def test_one_rank_is_the_busiest_and_the_mean(self, measured):
         """With one rank, the busiest and the mean have equally many experts and rows."""
-        honesty = measured[1].honesty
-        assert (honesty.busiest_rank_experts, honesty.busiest_rank_rows) == (1, 1)
+        conditions = measured[1].conditions
+        assert (conditions.busiest_rank_experts, conditions.busiest_rank_rows) == (1, 1)
 
     def test_phases_are_named_and_add_up(self, measured):
         """One rank exchanges and gathers nothing."""
@@ -237,7 +237,7 @@ class TestRecord:
         assert record.outcome == "ok"
         assert record.host_syncs_per_step is record.allocations_per_step is record.memory_peak_bytes is None
         assert record.host_plan_us > 0
-        assert "cpu" in record.marks
+        assert "cpu" in record.warnings
 
     def test_it_survives_being_written_and_read(self, measured):
         """One JSON line."""
@@ -257,7 +257,7 @@ class TestRecord:
         record, stages = run(measured[0], msgspec.structs.replace(POINT, concurrency=2), profile=False)
         assert record.phases is None
         assert stages == ["check", "measure"]
-        assert record.honesty.graph_batch == 2
+        assert record.conditions.graph_batch == 2
 
 
 def test_the_busiest_rank_is_that_of_each_layer():
@@ -318,9 +318,9 @@ class TestRouting:
             for ids in load_choices(SKEWED, TINY).draw(range(8), 0)
         ]
         assert record.point.routing == SKEWED
-        assert record.honesty.experts_hit == pytest.approx(np.mean([len(a) + len(b) for a, b in hit]) / 8)
+        assert record.conditions.experts_hit == pytest.approx(np.mean([len(a) + len(b) for a, b in hit]) / 8)
         ratios = [max(len(a), len(b)) / ((len(a) + len(b)) / 2) for a, b in hit]
-        assert record.honesty.busiest_rank_experts == pytest.approx(np.mean(ratios))
+        assert record.conditions.busiest_rank_experts == pytest.approx(np.mean(ratios))
 
 
 def collect_chosen(monkeypatch, point, built=None):
@@ -430,7 +430,7 @@ class TestMarks:
             built.plan = budget.plan_engine([POINT], Settings(kv_memory_bytes=1 << 20), TINY, gpu)
             built.plan = msgspec.structs.replace(built.plan, pages=built.engine.allocator.pages)
             assert built.plan.layers_held == 3
-            assert ("l2_warm" in run(built, profile=False)[0].marks) is warm
+            assert ("l2_warm" in run(built, profile=False)[0].warnings) is warm
 
     @pytest.mark.parametrize(
         ("error", "computed", "rounds", "wrong"),

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.requests import ServeRequest, Step
 
 AT_ONCE = Link(bytes_s=math.inf, page_bytes=1000)
-SLOW = Link(bytes_s=1e5, page_bytes=1000)
-"""10 ms for a page."""
+SLOW = Link(bytes_s=1e5, page_bytes=1000)  # 10 ms for a page
 
 
 @dataclasses.dataclass

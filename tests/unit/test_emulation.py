@@ -105,8 +105,8 @@ def test_a_step_of_any_layout_runs_on_one_rank_and_is_marked(layout: Layout, exc
     asked = point(layout, exchange)
     record = measured(asked)
     assert record.outcome == "ok"
-    assert "emulated" in record.marks
-    assert not {"inaccurate", "graph_differs", "oversubscribed"} & {*record.marks}
+    assert "emulated" in record.warnings
+    assert not {"inaccurate", "graph_differs", "oversubscribed"} & {*record.warnings}
     said = record.emulated
     assert said is not None
     assert said.calls == calls(layout, exchange)
@@ -235,8 +235,8 @@ def test_a_layout_with_whole_experts_computes_those_of_the_busiest_rank() -> Non
     most = max(routed.hit for routed in sharding.count_routed(ids.flatten().tolist()))
     first = TINY.experts // 4
     assert len({int(i) for i in rotate_busiest_first(ids, TINY.experts, 4).flatten() if i < first}) == most
-    assert record.honesty is not None
-    assert record.honesty.busiest_rank_experts is not None
+    assert record.conditions is not None
+    assert record.conditions.busiest_rank_experts is not None
 
 
 def refused(**options: object) -> str:
@@ -339,7 +339,7 @@ def test_a_served_load_is_replayed_by_one_ranks_step_times(
         here, known = collect_environment(CPU, "x"), {}  # type: ignore[var-annotated]
         record = replay_job.run(serving, asked, [asked], settings, here, tmp_path, known, tell=lambda *_, **__: None)
     (times,) = known.values()
-    assert "emulated" in record.marks
+    assert "emulated" in record.warnings
     assert record.emulated is not None
     assert record.emulated.calls == calls(layout, exchange)
     assert record.emulated.output_tok_s_low == record.emulated.output_tok_s_high

@@ -20,8 +20,7 @@ from dcpbench.serving.allocator import OutOfKvError
 from dcpbench.workloads import decode
 from tests.unit import engine_builder as build
 
-LENGTHS = (2, 3, 4)
-"""Three requests: the smallest graph that runs them has four rows, so one is padding."""
+LENGTHS = (2, 3, 4)  # three requests: the smallest graph that runs them has four rows, so one is padding
 STEPS = 4
 
 
@@ -30,8 +29,7 @@ class Continued:
     """What became of one request."""
 
     tokens: list[int]
-    first_row: torch.Tensor
-    """KV of its token 0, all layers."""
+    first_row: torch.Tensor  # KV of its token 0, all layers
     logits: torch.Tensor
 
 

@@ -161,7 +161,7 @@ def measure_exactly(points: list[Point], engine: EngineServer) -> StepTimes:
         cases=[MeasuredCase(case=case, samples_ms=[true_case_ms(case, engine)]) for case in cases],
         launch_ms=0.0,
         measuring_s=1.0,
-        honesty=HONESTY,
+        conditions=HONESTY,
         environment=Environment(device="NVIDIA H200", device_count=2),
         engine=engine,
     )
@@ -223,13 +223,13 @@ def test_a_replayed_record_names_kernels_and_policy(tmp_path: Path) -> None:
     requests = make_point_requests(point, Settings(), 1000)
     record = replay_point(point, None, requests, times, Settings(), tmp_path, file="step-times/f.json")
     assert record.origin == "engine vllm 0.26.0"
-    assert record.honesty is not None
-    assert (record.honesty.step_times, record.honesty.policy) == ("step-times/f.json", VLLM)
+    assert record.conditions is not None
+    assert (record.conditions.step_times, record.conditions.policy) == ("step-times/f.json", VLLM)
     assert record.server
     assert record.server.kv_capacity_tokens == 400_000
     other = replay_point(point, None, requests, times, Settings(), tmp_path, policy=SGLANG)
-    assert other.honesty is not None
-    assert other.honesty.policy == SGLANG
+    assert other.conditions is not None
+    assert other.conditions.policy == SGLANG
     assert other.serve is not None
     assert record.serve is not None
     assert other.serve.itl_ms.p99 != record.serve.itl_ms.p99

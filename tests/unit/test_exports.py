@@ -117,7 +117,7 @@ INFERENCEX = {
     "median_intvty": float,
 }
 
-BMF_SCHEMA = {
+BMF_SCHEMA = {  # as Bencher documents its format
     "type": "object",
     "additionalProperties": {
         "type": "object",
@@ -129,7 +129,6 @@ BMF_SCHEMA = {
         },
     },
 }
-"""As Bencher documents its format."""
 
 
 def has_types(found: dict[str, Any], fields: dict[str, type]) -> None:
@@ -301,7 +300,7 @@ class TestInferencex:
         assert rendered.left_out.total() == 1
 
     def test_points_that_computed_something_wrong_stay_out(self) -> None:
-        assert not inferencex.render([files.served(marks=["graph_differs"])]).files
+        assert not inferencex.render([files.served(warnings=["graph_differs"])]).files
 
     @pytest.mark.parametrize(
         ("options", "reason"),

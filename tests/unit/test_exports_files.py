@@ -64,8 +64,8 @@ class TestLayersHeld:
     """A step that cycles through some of the layers does the work of all, and is no step of a server."""
 
     def holding(self, m: MeasuredPoint, held: int) -> MeasuredPoint:
-        honesty = msgspec.structs.replace(m.record.honesty, layers=61, layers_held=held)
-        return MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, honesty=honesty))
+        conditions = msgspec.structs.replace(m.record.conditions, layers=61, layers_held=held)
+        return MeasuredPoint(m.run, m.folder, msgspec.structs.replace(m.record, conditions=conditions))
 
     @pytest.mark.parametrize("to", ["vllm", "sglang", "gha", "hud"])
     def test_formats_with_room_for_words_say_it_in_words(self, to: str) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "examples" / "grafana-dashboard.json").read_text())
-UNITS = (
+UNITS = (  # words that end a gauge's name, so that nobody has to guess
     "seconds",
     "bytes",
     "tokens",
@@ -45,7 +45,6 @@ UNITS = (
     "layers",
     "mark",
 )
-"""Words that end a gauge's name, so that nobody has to guess."""
 
 
 def text(*points: MeasuredPoint) -> str:
@@ -100,7 +99,7 @@ class TestText:
 
     def test_marks_are_series_of_their_own_so_that_none_splits_another(self) -> None:
         """A point that throttled keeps its series, and one more says so, with the same labels and its mark."""
-        clean, marked = files.decoded(), files.decoded(marks=["throttled", "noisy"])
+        clean, marked = files.decoded(), files.decoded(warnings=["throttled", "noisy"])
         before, after = families(clean), families(marked)
         name = "dcpbench_step_seconds"
         (was,), (now,) = before[name].samples, after[name].samples

@@ -302,8 +302,7 @@ def test_collectives_that_were_being_written_are_passed_over(tmp_path: Path) -> 
         assert [one.order for one in heartbeats.read_heartbeats(path).met] == [1, 3]
 
 
-CLIENTS_OF_TWO = 1 / measure.CHUNKS_EACH
-"""ITL at which one client is one process's work."""
+CLIENTS_OF_TWO = 1 / measure.CHUNKS_EACH  # ITL at which one client is one process's work
 
 
 @pytest.mark.parametrize(

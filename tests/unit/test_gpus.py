@@ -20,13 +20,12 @@ from dcpbench.points.sizes import format_size
 
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "results").rglob("records.jsonl"))
-ON_PAPER_GIB = {"A100": 80, "H20": 96, "H100": 80, "H200": 141, "B200": 180} | {
+ON_PAPER_GIB = {"A100": 80, "H20": 96, "H100": 80, "H200": 141, "B200": 180} | {  # what sheets call GB
     "B300": 270,
     "GB200": 186,
     "GB300": 279,
     "MI355X": 288,
 }
-"""What sheets call GB."""
 by_name = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 
 

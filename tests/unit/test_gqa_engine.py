@@ -111,7 +111,7 @@ def test_a_decode_point_is_measured(shape, kv_dtype, monkeypatch):
     with torch.inference_mode():
         record = decode.run(built, point, Settings(profile=False), Environment(device="CPU", device_count=0), tell=id)
     assert record.metrics.step_ms.median == 2
-    assert 0 < record.honesty.attention_error < 1e-5
+    assert 0 < record.conditions.attention_error < 1e-5
     assert record.kv.bytes_per_token_per_gpu == 2 * 2 * 2 * 16 * (1 if kv_dtype else 4)
     assert built.engine.model.weights.count_bytes() == built.plan.weight_bytes
 

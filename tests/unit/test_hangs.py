@@ -716,10 +716,9 @@ def test_where_no_nccl_answers_nothing_is_kept(tmp_path: Path, monkeypatch: pyte
     assert [*tmp_path.iterdir()] == []
 
 
-DID = st.tuples(
+DID = st.tuples(  # a collective: of which rank, what, in which group, and whether it never comes back
     st.integers(0, 2), st.sampled_from(["all_reduce", "all_gather"]), st.sampled_from(["a", "b"]), st.booleans()
 )
-"""A collective: of which rank, what, in which group, and whether it never comes back."""
 MEMORY = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)), min_size=3, max_size=3)
 """Of each rank, how many meetings it has ended and how often its peers have signalled."""
 

@@ -16,8 +16,7 @@ from tests.unit.hostile_files import KINDS, damaged
 if TYPE_CHECKING:
     from pathlib import Path
 
-ROUNDS = 100
-"""Damaged files of each kind."""
+ROUNDS = 100  # damaged files of each kind
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -259,7 +259,7 @@ class TestMake:
         assert installs[0].endswith("--no-deps --no-build-isolation -e .")
 
 
-FILLED = {
+FILLED = {  # dataclasses and structs that are filled step by step, or so often that freezing them would take long
     "dashboard.site": "_Publisher",
     "bench.operators.attention": "Pools",
     "bench.bench_record": "BenchRecord",
@@ -292,7 +292,6 @@ FILLED = {
     "syncs.traces.reading": "Args Event ReadProblems",
     "top.facts": "JobFacts",
 }
-"""Dataclasses and structs that are filled step by step, or so often that freezing them would take long."""
 
 
 ROOMS = sorted({name.split(".")[1] for name in TORCH_FREE if name.count(".")} | {"plan", "points", "records", "show"})

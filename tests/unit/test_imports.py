@@ -82,7 +82,7 @@ class TestWithDetails:
         """vLLM's file has a p99 of three requests, which dcpbench does not report."""
         record, found = one(tmp_path, "vllm", files.vllm())
         assert found.ttft_ms.p99 is None
-        assert record.marks == ["few_samples"]
+        assert record.warnings == ["few_samples"]
 
     def test_samples_are_written_to_a_file_of_the_run(self, tmp_path: Path) -> None:
         _, found = one(tmp_path, "vllm", files.vllm())
@@ -106,7 +106,7 @@ class TestWithDetails:
             queue_times=[0.0] * 4,
         )
         record, found = one(tmp_path, "vllm", result)
-        assert "requests_failed" in record.marks
+        assert "requests_failed" in record.warnings
         assert (found.submitted, found.finished) == (4, 3)
         assert found.output_tok_s == pytest.approx(10)
 
@@ -114,7 +114,7 @@ class TestWithDetails:
         """Four tokens in two chunks have one gap of 100 ms for 3 tokens. The median of TPOT 33.3 and 50 ms is 41.7 ms."""
         result = files.vllm(itls=[[0.1], [0.05], []])
         record, found = one(tmp_path, "vllm", result)
-        assert "chunk_gaps" in record.marks
+        assert "chunk_gaps" in record.warnings
         assert found.itl_ms.samples == 2, "the gaps of chunks"
         assert found.tok_s_per_user == pytest.approx(1000 / ((100 / 3 + 50) / 2))
         assert (found.tok_s_per_user_from, record.detail["tokens_per_chunk"]) == ("tpot", "2")
@@ -127,11 +127,11 @@ class TestWithDetails:
         """
         result = files.sglang(itls=[[0.1 / 3] * 3, [0.05], []])
         record, found = one(tmp_path, "sglang", result)
-        assert "chunk_gaps" in record.marks
+        assert "chunk_gaps" in record.warnings
         assert found.tok_s_per_user == pytest.approx(1000 / ((100 / 3 + 50) / 2))
         assert found.tok_s_per_user_from == "tpot"
         (plain,) = imported(tmp_path, "sglang", files.sglang())
-        assert "chunk_gaps" not in plain.marks
+        assert "chunk_gaps" not in plain.warnings
 
     def test_answers_without_streaming_have_no_ttft(self, tmp_path: Path) -> None:
         """vLLM writes 0 for them."""
@@ -145,7 +145,7 @@ class TestWithDetails:
 class TestWithoutDetails:
     def test_summary_of_the_tool_is_imported_and_marked(self, tmp_path: Path) -> None:
         record, found = one(tmp_path, "vllm", files.without_details(files.vllm()))
-        assert record.marks == ["summary_only"]
+        assert record.warnings == ["summary_only"]
         assert (found.ttft_ms.p50, found.ttft_ms.p99, found.ttft_ms.p90) == (500.0, 500.0, None)
         assert found.e2el_ms.p50 is None, "vLLM writes E2EL only on request"
         assert found.wall_s == 0.8
@@ -182,10 +182,10 @@ class TestWithoutDetails:
     def test_speculative_decoding_is_detected_by_its_fields(self, tmp_path: Path) -> None:
         spec = files.without_details(files.vllm(spec_decode_acceptance_length=2.4))
         record, found = one(tmp_path, "vllm", spec)
-        assert record.marks == ["summary_only", "chunk_gaps"]
+        assert record.warnings == ["summary_only", "chunk_gaps"]
         assert found.tok_s_per_user == pytest.approx(1000 / 41.7)
         (again,) = imported(tmp_path, "sglang", files.without_details(files.sglang(accept_length=2.4)))
-        assert "chunk_gaps" in again.marks
+        assert "chunk_gaps" in again.warnings
 
 
 class TestPoint:
@@ -293,7 +293,7 @@ class TestPoint:
         assert (found.submitted, found.finished) == (4, 3)
         assert record.point.load
         assert record.point.load.requests == 4
-        assert "requests_failed" in record.marks
+        assert "requests_failed" in record.warnings
 
     @pytest.mark.parametrize("rate", ["2.5", 2.5], ids=["text", "number"])
     def test_request_rate_may_be_text(self, rate: Any, tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ class TestLengths:
         requested = {"random_input_len": 100, "random_output_len": 4}
         result = files.vllm(**requested, total_input_tokens=sums[0], total_output_tokens=sums[1])
         record, _ = one(tmp_path, "vllm", files.without_details(result))
-        assert ("nominal_lengths" in record.marks) == nominal
+        assert ("nominal_lengths" in record.warnings) == nominal
 
     def test_similar_mean_lengths_are_joined_into_one_load(self, tmp_path: Path) -> None:
         """10 requests of 1,022 and 30 of 1,030 tokens: (10,220 + 30,900) / 40 = 1,028. A mean of 1,100 is another load."""
@@ -422,7 +422,7 @@ class TestLengths:
         lengths = {p.concurrency: (p.load.input_tokens, p.load.output_tokens) for p in points if p.load}
         assert lengths == {1: ("1000", "100"), 2: ("1000", "100"), 3: ("1000", "200")}
         assert {p.settings for p in points} == {""}
-        assert all("nominal_lengths" in record.marks for record in read_records(tmp_path / "run"))
+        assert all("nominal_lengths" in record.warnings for record in read_records(tmp_path / "run"))
 
     def test_curve_joins_points_with_different_numbers_of_requests(self, tmp_path: Path) -> None:
         """A sweep usually has ten requests for each client."""
@@ -693,7 +693,7 @@ class TestCurves:
         assert curves(tmp_path / "run") == {"zai-org/GLM-4.7 | 1,024 in · 1,024 out | tp8": [1, 4, 16, 64]}
         assert "Read from names of files and folders: 1024 in, 1024 out (4 of 4)." in notes
         record = read_records(tmp_path / "run")[0]
-        assert record.marks == ["summary_only", "nominal_lengths"]
+        assert record.warnings == ["summary_only", "nominal_lengths"]
         assert record.environment
         assert (record.environment.device, record.point.precision) == ("Gaudi 3", "bf16 weights")
 

@@ -258,7 +258,7 @@ class TestChunks:
         times = {"mean_tpot": 0.0131, "median_tpot": 0.0131, "p99_tpot": 0.01965}
         times |= {"mean_itl": 0.126, "median_itl": 0.126, "p99_itl": 0.189}
         record, found = one(tmp_path, "inferencex", files.inferencex(**times))
-        assert record.marks == ["summary_only", "chunk_gaps"]
+        assert record.warnings == ["summary_only", "chunk_gaps"]
         assert found.tok_s_per_user == pytest.approx(76.33587786)
         assert found.tok_s_per_user_from == "tpot"
         assert record.detail["tokens_per_chunk"] == "9.62"
@@ -268,7 +268,7 @@ class TestChunks:
         times = {"mean_itl_ms": 25.0, "median_itl_ms": 25.0, "p99_itl_ms": 30.0}
         times |= {"mean_tpot_ms": 10.0, "median_tpot_ms": 10.0, "p99_tpot_ms": 12.0}
         record, found = one(tmp_path, "vllm", summary(**times))
-        assert "chunk_gaps" in record.marks
+        assert "chunk_gaps" in record.warnings
         assert found.tok_s_per_user == pytest.approx(100)
         assert record.detail["tokens_per_chunk"] == "2.5"
 
@@ -282,7 +282,7 @@ class TestChunks:
             files.sglang(total_output_tokens=33, p90_e2e_latency_ms=600.0, p99_e2e_latency_ms=600.0, **times)
         )
         record, found = one(tmp_path, "sglang", plain)
-        assert "chunk_gaps" in record.marks
+        assert "chunk_gaps" in record.warnings
         assert record.detail["tokens_per_chunk"] == "2"
         assert found.tok_s_per_user == pytest.approx(1000 / 11)
 
@@ -290,7 +290,7 @@ class TestChunks:
     def test_one_token_per_chunk_is_not_marked(self, engine: str, tmp_path: Path) -> None:
         result = getattr(files, engine)()
         record, found = one(tmp_path, engine, files.without_details(result))
-        assert "chunk_gaps" not in record.marks
+        assert "chunk_gaps" not in record.warnings
         assert found.tok_s_per_user_from is msgspec.UNSET
         assert "tok_s_per_user_from" not in (tmp_path / "run" / "records.jsonl").read_text()
 
@@ -315,7 +315,7 @@ class TestOnlyLengths:
         result = summary(input_lens=[100, 100, 100], output_lens=[4, 4, 4], total_output_tokens=12)
         result |= {"benchmark_start_time_unix": 1.0, "benchmark_end_time_unix": 2.0}
         done, (record,) = run(tmp_path, files.file(tmp_path, result), "vllm")
-        assert record.marks == ["summary_only"]
+        assert record.warnings == ["summary_only"]
         assert record.point.load
         assert (record.point.load.input_tokens, record.point.load.output_tokens) == ("100", "4")
         assert not any("Not read" in note for note in done.notes)

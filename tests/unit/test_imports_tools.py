@@ -56,7 +56,7 @@ class TestGuidellm:
         assert found.output_tok_s_per_gpu == pytest.approx(2.5)
         assert found.total_tok_s == pytest.approx(310 / 2.0)
         assert (found.submitted, found.finished, found.failed) == (6, 3, 2)
-        assert "summary_only" in record.marks
+        assert "summary_only" in record.warnings
         assert record.origin == "guidellm"
         point = record.point
         assert (point.model, point.backend, point.concurrency) == ("org/model", "openai", 2)
@@ -102,7 +102,7 @@ class TestGuidellm:
         assert record.serve is not None
         assert record.serve.itl_ms.mean is None
         assert record.serve.tok_s_per_user_from == "tpot"
-        assert "chunk_gaps" in record.marks
+        assert "chunk_gaps" in record.warnings
 
     def test_each_benchmark_of_a_sweep_is_a_point(self, tmp_path: Path) -> None:
         loads = [guidellm({"type_": "concurrent", "streams": n}) for n in (1, 2, 4)]
@@ -165,7 +165,7 @@ class TestAiperf:
         assert found.wall_s == pytest.approx(0.7)
         assert found.output_tok_s == pytest.approx(10)
         assert (found.submitted, found.finished, found.failed) == (4, 3, 1)
-        assert "summary_only" not in record.marks
+        assert "summary_only" not in record.warnings
         assert (record.point.model, record.point.concurrency) == ("org/model", 2)
         rows = read_samples(tmp_path / "run" / found.samples_file)
         assert [row.submitted_s for row in rows] == pytest.approx([0, 0.1, 0.2])

@@ -22,7 +22,7 @@ from dcpbench.points.settings import Settings
 from dcpbench.records import disks
 from dcpbench.records.file import RecordFile, read_records
 from dcpbench.records.folder import FAILED_FILE
-from dcpbench.records.record import Record
+from dcpbench.records.record import Record, format_reason
 from tests.unit import serve_record_builder
 
 if TYPE_CHECKING:
@@ -206,8 +206,12 @@ def test_failed_point_is_recorded_and_next_job_measures_the_others(
     records = launched([A, B, C], failing_job(B, "ValueError", "measure", A), measure_job(C))
     assert [(r.point, r.outcome) for r in records] == [(A, "ok"), (B, "failed"), (C, "ok")]
     failed = records[1]
-    reason = "rank 1: ValueError: no such row. Read logs/tp2-0 in the run's folder, then try again with --resume"
-    assert (failed.reason, failed.marks, failed.started_at) == (reason, ["cpu"], "2025-11-25T12:00:00Z")
+    assert (failed.reason, failed.warnings, failed.started_at) == (
+        "rank 1: ValueError: no such row",
+        ["cpu"],
+        "2025-11-25T12:00:00Z",
+    )
+    assert failed.advice == "Read logs/tp2-0 in the run's folder, then try again with --resume"
     assert failed.detail == {
         "log": "logs/tp2-0",
         "stage": "measure",
@@ -220,7 +224,7 @@ def test_failed_point_is_recorded_and_next_job_measures_the_others(
     assert [job.job.tag for job in launched.jobs] == ["tp2-0", "tp2-1"]
     assert [job.job.points for job in launched.jobs] == [[A, B, C], [C]]
     assert launched.list_stages() == [("done", 100), ("failed", 200), ("done", 300), ("end", None)]
-    assert [e.note for e in launched.events if e.stage == "failed"] == [reason]
+    assert [e.note for e in launched.events if e.stage == "failed"] == [format_reason(failed)]
 
 
 def test_each_world_size_has_a_job_in_order_of_first_points(launched: Launched) -> None:
@@ -236,6 +240,7 @@ def test_point_without_events_is_hung_after_its_timeout(launched: Launched) -> N
     hung = records[0]
     assert (hung.outcome, records[1].outcome) == ("hung", "ok")
     assert str(hung.reason).startswith("no sign of life for 60 s in stage 'measure': ")
+    assert hung.cause == "no sign of life for 60 s in stage 'measure'"
     assert hung.detail["evidence"] == "hangs/tp2-0-0"
     assert "moe" in hung.detail["stacks_rank_0"]
     assert (launched.folder / "hangs" / "tp2-0-0" / "finding.json").exists()
@@ -271,7 +276,7 @@ def test_failed_point_is_retried_after_the_others(launched: Launched) -> None:
     assert [job.job.points for job in launched.jobs] == [[A, B, C], [B, C, A], [C, A, B]]
     stages = [s for s in launched.list_stages() if s[0] != "end"]
     assert stages == [("again", 100), ("again", 200), ("done", 300), ("done", 100), ("failed", 200)]
-    assert str(records[-1].reason).endswith("then try again with --resume --timeout retries=2")
+    assert str(records[-1].advice).endswith("then try again with --resume --timeout retries=2")
 
 
 def test_capacity_error_is_not_retried(launched: Launched) -> None:
@@ -381,7 +386,7 @@ def test_rank_that_ends_without_an_error_is_named_with_its_exit_code(launched: L
             yield
 
     (record,) = launched([A], script)
-    assert record.reason == f"{cause}. Read logs/tp2-0 in the run's folder, then try again with --resume"
+    assert format_reason(record) == f"{cause}. Read logs/tp2-0 in the run's folder, then try again with --resume"
     assert (record.detail["exit_code"], record.detail["log_tail"]) == (str(code), "rank-1.log:\nof rank 1")
     assert launched.clock.now == pytest.approx(1000 + launcher.GRACE_S, abs=2 * launcher.POLL_S)
     assert launched.jobs[0].killed
@@ -397,7 +402,7 @@ def test_killed_torchrun_is_the_cause_and_not_its_ranks(launched: Launched) -> N
         return -9
 
     (record,) = launched([A], script)
-    assert str(record.reason).startswith("torchrun itself was ended by signal 9 (SIGKILL), and its ranks with it.")
+    assert record.reason == "torchrun itself was ended by signal 9 (SIGKILL), and its ranks with it"
 
 
 ROOT_CAUSE = """\
@@ -440,7 +445,7 @@ def test_first_failed_rank_of_torchrun_is_the_cause_and_its_point_is_retried(
         return 1
 
     first, second = launched([A], script, measure_job(A), retries=1)
-    assert str(first.reason).startswith(f"{cause}. Read logs/tp2-0")
+    assert format_reason(first).startswith(f"{cause}. Read logs/tp2-0")
     assert (first.outcome, second.outcome) == ("failed", "ok")
 
 
@@ -559,7 +564,7 @@ def test_failed_check_of_verify_is_not_in_the_records(launched: Launched) -> Non
         launched([A], failing_job(A, stage="check"), kind="verify")
     (line,) = (launched.folder / FAILED_FILE).read_bytes().splitlines()
     record = msgspec.json.decode(line, type=Record)
-    assert record.reason == "rank 1: ValueError: no such row. Read logs/tp2-0 in the run's folder"
+    assert format_reason(record) == "rank 1: ValueError: no such row. Read logs/tp2-0 in the run's folder"
 
 
 def test_timeout_limits_checks_of_verify_and_measuring_of_sweeps() -> None:

@@ -69,7 +69,7 @@ def check_step_times(sample_ms: float = 1.0, host_ms: float = 0.0, floor_ms: flo
 
 
 def check_marks(count: int) -> None:
-    refuse(checks._check_entry_counts(msgspec.structs.replace(RECORD, marks=["m"] * count)))
+    refuse(checks._check_entry_counts(msgspec.structs.replace(RECORD, warnings=["m"] * count)))
 
 
 def check_record_tp(degree: int) -> None:

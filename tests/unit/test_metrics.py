@@ -10,8 +10,7 @@ from dcpbench.records import formulas
 from dcpbench.records.formulas import RequestTimes, compute_decode_metrics
 from dcpbench.records.record import Latencies
 
-ONE = RequestTimes(1.0, (1.5, 1.6, 1.8))
-"""t0 = 1.0, t1 = 1.5, tn = 1.8, n = 3."""
+ONE = RequestTimes(1.0, (1.5, 1.6, 1.8))  # t0 = 1.0, t1 = 1.5, tn = 1.8, n = 3
 
 
 def test_ttft_includes_queueing() -> None:

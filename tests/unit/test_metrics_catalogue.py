@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import msgspec
 
 DOCS = Path(__file__).parents[2] / "docs"
-EXPORTED = [
+EXPORTED = [  # columns for other programs, which keep their names and order; new ones may come between
     "output_tok_s",
     "output_tok_s_per_gpu",
     "tok_s_per_user",
@@ -73,8 +73,7 @@ EXPORTED = [
     "decode_steps",
     "decode_batch",
 ]
-"""Columns for other programs, which keep their names and order; new ones may come between or after them."""
-OPTIONS = [
+OPTIONS = [  # values of --fail-on and --metric used in scripts
     "slower",
     "tok_s",
     "itl_p50",
@@ -91,7 +90,6 @@ OPTIONS = [
     "memory",
     "syncs",
 ]
-"""Values of --fail-on and --metric used in scripts."""
 
 
 def get_types(struct: type[msgspec.Struct], name: str) -> set[Any]:

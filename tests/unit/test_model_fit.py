@@ -44,9 +44,9 @@ def write_run(folder: Path, held: int) -> Path:
     found = []
     for dcp in (1, 4):
         record = record_builder.ok(record_builder.point(tp=4, dcp=dcp, exchange="none" if dcp == 1 else "ag_rs"))
-        assert record.honesty is not None
-        honesty = msgspec.structs.replace(record.honesty, layers=61, layers_held=held)
-        found.append(msgspec.structs.replace(record, honesty=honesty))
+        assert record.conditions is not None
+        conditions = msgspec.structs.replace(record.conditions, layers=61, layers_held=held)
+        found.append(msgspec.structs.replace(record, conditions=conditions))
     return record_builder.write(folder, found)
 
 

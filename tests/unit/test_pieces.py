@@ -24,11 +24,10 @@ from tests.unit.prefill_builder import Prompt, prompt_tokens, step
 
 ONE = Layout(1)
 PAGE, TOKENS, REQUESTS = 2, 40, 4
-GROUPED = {
+GROUPED = {  # fields of grouped-query attention
     "gqa": Gqa(kv_heads=2, qk_norm=True), "q_lora": None, "latent": 0, "nope": 0, "rope": 16, "value": 16,
     "rope_interleaved": False,
 }  # fmt: skip
-"""Fields of grouped-query attention."""
 MODELS = {
     "q_low_rank": shape_like_tiny(),
     "q_whole": shape_like_tiny(q_lora=None),
@@ -99,7 +98,7 @@ class TestLogits:
         """A replica without work runs such a step while another one prefills."""
         decode_engine, prefiller = engine(TINY)
         pieces = Pieces(prefiller, None)
-        pieces.room.values.fill_(torch.nan)  # as a failed step may leave it
+        pieces.buffers.values.fill_(torch.nan)  # as a failed step may leave it
         found = step(decode_engine, prefiller, [], [], padding=3, pieces=pieces)
         assert found.isfinite().all()
 

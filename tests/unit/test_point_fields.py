@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
     from dcpbench.records.record import Record
 
-DCP = Layout(8, 1, 2)
-"""A layout of which each degree can be changed alone."""
-OTHER: dict[str, Any] = {
+DCP = Layout(8, 1, 2)  # each of its degrees can be changed alone
+OTHER: dict[str, Any] = {  # another value of each field of a point, except its load
     "model": "deepseek-v3",
     "tp": 4,
     "dp": 2,
@@ -66,8 +65,7 @@ OTHER: dict[str, Any] = {
     "prefill_gpus": 16,
     "repeat": 1,
 }
-"""Another value of each field of a point, except its load."""
-OTHER_LOAD: dict[str, Any] = {
+OTHER_LOAD: dict[str, Any] = {  # another value of each field of a load
     "mode": "replay",
     "requests": 97,
     "arrival": "trace",
@@ -93,14 +91,10 @@ OTHER_LOAD: dict[str, Any] = {
     "prefill": "flashinfer",
     "seed": 7,
 }
-"""Another value of each field of a load."""
-RUN_FIELDS = ("workload", "concurrency", "context", "load", "repeat")
-"""Fields of a point that describe what is run; the others describe what runs it."""
+RUN_FIELDS = ("workload", "concurrency", "context", "load", "repeat")  # what is run; other fields are of what runs it
 DEPLOYED = tuple(axis.name for axis in select_point_axes(Role.DEPLOYED))
-ASSUMED = tuple(axis.name for axis in select_point_axes(Role.ASSUMED))
-"""Fields that describe the instances of an engine."""
-SENDS = {"transfer_gb_s": 25.0, "transfer_ms": 1.0}
-"""Fields of points that transfer KV between instances."""
+ASSUMED = tuple(axis.name for axis in select_point_axes(Role.ASSUMED))  # the instances of an engine
+SENDS = {"transfer_gb_s": 25.0, "transfer_ms": 1.0}  # fields of points that transfer KV between instances
 HOW_EXCHANGED = tuple(axis.name for axis in select_point_axes(Role.EXCHANGE))
 IMPORTED = ("settings", "pp", "pcp", "prefill_gpus")
 """Fields of an imported server: our own points have none of them, and no command sets them."""

@@ -20,8 +20,7 @@ from tests.unit.prefill_builder import Prompt, decoded, prompt_tokens, step
 LENGTH = 24
 PAGE = 2
 LIMIT = 1e-4
-TOKENS = 48
-"""Maximum number of tokens in a step."""
+TOKENS = 48  # maximum of a step
 
 
 def make_engine_and_prefiller(window: int = 64, **options):

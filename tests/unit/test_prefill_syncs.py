@@ -17,15 +17,13 @@ from dcpbench.serving.requests import Chunk
 from dcpbench.syncs.dry_run import DryRun, dry_run
 from tests.unit.engine_builder import alone, layers, shape_like_tiny
 
-SHAPE = shape_like_tiny(layers=2, first_dense=2)
-"""A model without experts, as the reference of experts in fp32 synchronises."""
+SHAPE = shape_like_tiny(layers=2, first_dense=2)  # without experts, as their reference in fp32 synchronises
 ONE = Layout(1)
 CHUNKS = [Chunk(None, 1, 8, 20, samples=True), Chunk(None, 2, 0, 3, samples=True), Chunk(None, 3, 4, 6, samples=True)]
 """12 tokens after 8 stored ones, a prompt of 3 tokens, and 2 tokens after 4."""
 WINDOWS = {6: [[6, 2], []], 12: [[]]}
 """Windows by their size: the first prompt has two of its own and the others share one call, or all share one."""
-ROWS = 17 + 3
-"""Rows of a step, three of them padding."""
+ROWS = 17 + 3  # three are padding
 
 
 def step(device: torch.device, window: int, run: DryRun | None = None) -> torch.Tensor:

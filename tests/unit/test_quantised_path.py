@@ -25,10 +25,9 @@ from tests.unit.engine_builder import CPU, TINY, alone, layers
 if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
 
-WHOLE = dataclasses.replace(
+WHOLE = dataclasses.replace(  # widths that are multiples of 128, as kernels over blocks of scales take them
     TINY, hidden=256, heads=4, nope=16, rope=16, value=32, latent=128, dense_inter=256, moe_inter=128
 )
-"""Widths that are multiples of 128, as kernels over blocks of scales take them."""
 ROWS = 3
 
 

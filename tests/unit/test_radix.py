@@ -10,8 +10,7 @@ from dcpbench.serving.radix import Node, PrefixCache
 from tests.unit.serving_builder import pages_of
 
 LENGTH = 12
-TOKENS = st.lists(st.integers(0, 1), max_size=LENGTH)
-"""Prompts of few different tokens, which share beginnings."""
+TOKENS = st.lists(st.integers(0, 1), max_size=LENGTH)  # few different tokens, so that prompts share beginnings
 
 Key = tuple[int, ...]
 

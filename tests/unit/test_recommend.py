@@ -656,7 +656,7 @@ def test_cpu_records_are_left_out_with_a_suggested_command() -> None:
     """
     run = read_run(DECODED)
     first = next(r for r in run.records if r.outcome == "ok")
-    tiny = msgspec.structs.replace(first, marks=["cpu"], point=msgspec.structs.replace(first.point, model="tiny"))
+    tiny = msgspec.structs.replace(first, warnings=["cpu"], point=msgspec.structs.replace(first.point, model="tiny"))
     query = dataclasses.replace(ask("H200"), loads=((8, 4000, None), (32, 4000, None)), kv_memory="40 GB")
     found, (note,) = advise._select_records(
         query, advise.Evidence(runs=[dataclasses.replace(run, records=[tiny, tiny])])
@@ -886,7 +886,7 @@ def apply_advice(words: str, advice: str) -> list[str]:
 
 def test_refusal_names_the_layout_once_if_nothing_fits() -> None:
     """Nothing is suggested for layouts that fit and have no forecast."""
-    large = advise.Refusal(advise.NO_ROOM, "its weights are large")
+    large = advise.Refusal(advise.LACKS_MEMORY, "its weights are large")
     small = dataclasses.replace(choice(), refused={"tp8": large}, instead=["--x"])
     assert answer_formats.format_answer(ask("H200"), [small]).endswith(
         "can be recommended: tp8: its weights are large; give --x."
@@ -1013,7 +1013,7 @@ def test_picture_marks_estimates_and_names_layouts_like_the_table(
 
 def test_answer_names_layouts_that_could_not_be_judged() -> None:
     """The answer itself names them, as a reader of its first sentence would take them for worse."""
-    unknown, large = advise.Refusal(advise.OTHER, "no call was measured."), advise.Refusal(advise.NO_ROOM, "large")
+    unknown, large = advise.Refusal(advise.OTHER, "no call was measured."), advise.Refusal(advise.LACKS_MEMORY, "large")
     known = dataclasses.replace(choice(100.0), refused={"tp8": unknown, "tp2": large})
     assert answer_formats.format_answer(ask("H200"), [known]).endswith(
         " tp8 could not be judged at every load (reasons below)."

@@ -52,7 +52,7 @@ def server_times(point: Point, layers: int = 0) -> StepTimes:
         cases=[MeasuredCase(case=case, samples_ms=[true_ms(case.compute_work())]) for case in cases],
         launch_ms=0.0,
         measuring_s=1.0,
-        honesty=msgspec.structs.replace(HONESTY, layers=layers, layers_held=layers),
+        conditions=msgspec.structs.replace(HONESTY, layers=layers, layers_held=layers),
         environment=Environment(device="NVIDIA H200", device_count=4),
         engine=ENGINE,
     )

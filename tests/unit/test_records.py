@@ -28,7 +28,7 @@ POINT = Point(model="tiny", tp=8, dcp=8, concurrency=4, context=128, exchange="a
 FULL = Record(
     point=POINT,
     outcome="ok",
-    marks=["cpu"],
+    warnings=["cpu"],
     metrics=Metrics(
         step_ms=Interval(median=1.25, low=1.2, high=1.3, samples=40),
         itl_ms=Percentiles(p50=1.25, samples=40),
@@ -241,7 +241,7 @@ class TestChecksum:
     def test_damaged_line_is_not_decoded(self, tmp_path: Path) -> None:
         """The decoder would report the deep nesting of brackets."""
         path = written(tmp_path, FULL)
-        path.write_bytes(path.read_bytes().replace(b'"marks":["cpu"]', b'"marks":' + b"[" * 10**5))
+        path.write_bytes(path.read_bytes().replace(b'"warnings":["cpu"]', b'"warnings":' + b"[" * 10**5))
         with pytest.raises(RecordsError, match="its checksum"):
             read_records(tmp_path)
 

@@ -16,7 +16,7 @@ from dcpbench import cli
 from dcpbench.errors import UsageError
 from dcpbench.launch import launcher
 from dcpbench.points.layout import Layout
-from dcpbench.records.acceptance import OMITTED_MARK
+from dcpbench.records.acceptance import OMITTED_WARNING
 from dcpbench.records.checks import MAX_ENTRIES, OUTCOMES
 from dcpbench.records.file import RecordFile, check_point, read_records
 from dcpbench.records.folder import RECORDS_FILE
@@ -118,7 +118,7 @@ def test_records_with_hostile_values_can_be_read(data: st.DataObject, tmp_path_f
             assert found.outcome == "failed"
             assert "its result cannot be recorded" in (found.reason or "")
     if msgspec.to_builtins(found) != msgspec.to_builtins(record):
-        assert OMITTED_MARK in found.marks
+        assert OMITTED_WARNING in found.warnings
         assert found.omitted
 
 
@@ -146,7 +146,7 @@ def test_impossible_value_becomes_null_and_is_named(
     (found,) = read_records(tmp_path)
     assert list(map(str, found.omitted or [])) == [message]
     assert found.outcome == "ok"
-    bare = msgspec.structs.replace(found, omitted=msgspec.UNSET, marks=SERVED.marks)
+    bare = msgspec.structs.replace(found, omitted=msgspec.UNSET, warnings=SERVED.warnings)
     assert bare == changed(SERVED, path, None)
 
 

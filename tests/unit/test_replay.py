@@ -29,8 +29,7 @@ class Fixed:
 
     launch_ms: float = 0.0
     is_blocking: bool = False
-    host: float = 0.0
-    """Host time in ms to launch a step with chunks, and again for each token of them."""
+    host: float = 0.0  # ms to launch a step with chunks, and again for each token of them
     slowdown: Slowdown = dataclasses.field(default_factory=lambda: Slowdown([]))
 
     def get_begin_ms(self, _step: Step) -> float:

@@ -79,9 +79,9 @@ class TestRecord:
 
     def test_record_names_its_step_times_and_their_error(self, file, tmp_path) -> None:
         """Step times of the test engine are linear, so the check cases are predicted exactly."""
-        honesty = run(file, tmp_path).honesty
-        assert honesty.step_times == str(file)
-        assert honesty.step_error == pytest.approx(0, abs=1e-9)
+        conditions = run(file, tmp_path).conditions
+        assert conditions.step_times == str(file)
+        assert conditions.step_error == pytest.approx(0, abs=1e-9)
 
     def test_record_has_the_largest_error_of_a_step(self, file, tmp_path) -> None:
         """Times of the check cases are half of the prediction: predicted / measured - 1 = 1."""
@@ -90,7 +90,7 @@ class TestRecord:
             for m in TIMES.cases
         ]
         write_step_times(file, msgspec.structs.replace(TIMES, cases=cases))
-        assert run(file, tmp_path).honesty.step_error == pytest.approx(1.0)
+        assert run(file, tmp_path).conditions.step_error == pytest.approx(1.0)
 
     def test_environment_is_that_of_the_step_times_with_the_given_command(self, file, tmp_path) -> None:
         environment = run(file, tmp_path).environment
@@ -98,8 +98,8 @@ class TestRecord:
         assert environment.command == "dcpbench serve --mode replay"
 
     def test_marks_of_the_step_times_are_kept(self, file, tmp_path) -> None:
-        write_step_times(file, msgspec.structs.replace(TIMES, marks=["throttled"]))
-        assert run(file, tmp_path).marks[0] == "throttled"
+        write_step_times(file, msgspec.structs.replace(TIMES, warnings=["throttled"]))
+        assert run(file, tmp_path).warnings[0] == "throttled"
 
     def test_forecast_is_between_replays_of_shorter_and_longer_steps(self, file, tmp_path) -> None:
         """Each token waits for a step. Ranks may be 1 % faster, or 2 % slower and 50 % slower with prompts; the output
@@ -312,5 +312,5 @@ def test_own_step_times_are_replayed_with_the_policy_of_another_engine(policy: s
     """SGLang delays decodes for whole prefill batches, so its output differs from that of mixed steps."""
     own, other = run(file, tmp_path), run(file, tmp_path, changed(policy=policy))
     assert other.serve.finished == 60
-    assert other.honesty.policy == ""  # the point names it
+    assert other.conditions.policy == ""  # the point names it
     assert other.serve.output_tok_s != own.serve.output_tok_s

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 HOSTILE = "<script>alert(1)</script>\"' onload=x $\\frac{1}{ | `a` \x1b[31m [red]r[/red] \N{RIGHT-TO-LEFT OVERRIDE}"
-NAMESPACE = re.compile(r"http://www\.w3\.org/[\w./]+")
-"""XML namespaces of SVG, which are never fetched."""
+NAMESPACE = re.compile(r"http://www\.w3\.org/[\w./]+")  # XML namespaces of SVG, which are never fetched
 
 
 class Page(HTMLParser):
@@ -106,12 +105,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
     return report(tmp_path_factory.mktemp("small"), small())
 
 
-FIGURES = [
+FIGURES = [  # of a report of `small`, without file extensions
     *(f"{kind}-kimi-k2" for kind in ("throughput", "itl", "frontier", "phases", "kv")),
     "break-even-all",
     "overview-all",
 ]
-"""Figures of a report of `small`, without file extensions."""
 
 
 def test_report_has_page_markdown_table_and_figures_in_two_formats(written: tuple[Page, Path]) -> None:
@@ -163,8 +161,8 @@ def test_hostile_strings_are_escaped(tmp_path: Path) -> None:
     environment = msgspec.structs.replace(build.GPU, command=HOSTILE, torch=HOSTILE, device=HOSTILE, driver=HOSTILE)
     bad = build.point(Layout(4), model=HOSTILE, backend=HOSTILE, weights=HOSTILE)
     records = [
-        build.ok(bad, steps=30, environment=environment, marks=[HOSTILE]),
-        msgspec.structs.replace(build.failed(bad, HOSTILE), detail={HOSTILE: HOSTILE}, marks=[HOSTILE]),
+        build.ok(bad, steps=30, environment=environment, warnings=[HOSTILE]),
+        msgspec.structs.replace(build.failed(bad, HOSTILE), detail={HOSTILE: HOSTILE}, warnings=[HOSTILE]),
     ]
     records[1] = msgspec.structs.replace(records[1], point=msgspec.structs.replace(bad, concurrency=9))
     page, out = report(tmp_path, records)
@@ -264,7 +262,7 @@ def test_record_without_metrics_has_dashes_and_a_reason(tmp_path: Path) -> None:
         metrics=None,
         phases=None,
         kv=None,
-        honesty=None,
+        conditions=None,
         gpu=None,
         host_syncs_per_step=None,
         environment=None,
@@ -386,7 +384,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     settings = {"NCCL_DEBUG": "INFO", "NCCL_CUMEM_ENABLE": "0"}
     where = msgspec.structs.replace(build.GPU, settings=settings)
     folder = tmp_path_factory.mktemp("small-things")
-    record = msgspec.structs.replace(record, kv=kv, environment=where, marks=["throttled"])
+    record = msgspec.structs.replace(record, kv=kv, environment=where, warnings=["throttled"])
     read = dataframes.load_frames([build.write(folder, [record])])
     return report_markdown.render("title", sections.build_sections(read, []), folder).replace("\\", "")
 
@@ -414,9 +412,9 @@ def test_busiest_rank_of_expert_parallelism_is_named_if_recorded(tmp_path: Path)
     points = {ep: build.ok(build.point(Layout(4), ep=ep)) for ep in ("1", "tp")}
     records_by_ep = {}
     for ep, ratio in (("1", 1.0), ("tp", 1.25)):
-        assert points[ep].honesty
-        honesty = msgspec.structs.replace(points[ep].honesty, busiest_rank_experts=ratio)
-        records_by_ep[ep] = msgspec.structs.replace(points[ep], honesty=honesty)
+        assert points[ep].conditions
+        conditions = msgspec.structs.replace(points[ep].conditions, busiest_rank_experts=ratio)
+        records_by_ep[ep] = msgspec.structs.replace(points[ep], conditions=conditions)
 
     def render_text(name: str, *records: Record) -> str:
         read = dataframes.load_frames([build.write(tmp_path / name, [*records])])

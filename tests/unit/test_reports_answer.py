@@ -243,7 +243,7 @@ class TestSlo:
 
     def test_cpu_points_are_not_judged_by_objectives_of_the_run(self, tmp_path: Path) -> None:
         record = served(serve.point(TP), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0})
-        record = msgspec.structs.replace(record, marks=["cpu"])
+        record = msgspec.structs.replace(record, warnings=["cpu"])
         sentence = "No point is held against the SLO of the run: latencies of a CPU say nothing."
         assert sentence in answer.format_top_sentences(read(tmp_path, record))
 
@@ -304,12 +304,12 @@ class TestJumps:
         for n in (24, 40, 48):
             record = served(serve.point(DP, n, {"requests": requests}), 100, {}, {}, preemptions=0)
             assert record.serve
-            assert record.honesty
+            assert record.conditions
             assert record.kv
             record = msgspec.structs.replace(
                 record,
                 serve=msgspec.structs.replace(record.serve, decode_batch=batch * n),
-                honesty=msgspec.structs.replace(record.honesty, cuda_graph=True, graph_batch=None),
+                conditions=msgspec.structs.replace(record.conditions, cuda_graph=True, graph_batch=None),
                 kv=msgspec.structs.replace(record.kv, capacity_requests=100),
             )
             records.append(record)
@@ -339,9 +339,9 @@ class TestJumps:
         """A record of 8 requests runs in a graph of 8 or 12 rows."""
         for name, rows, explanation in (("full", 8, ""), ("padded", 12, "tp4 runs 8 as 12")):
             record = step(build.point(TP, concurrency=8), 40)
-            assert record.honesty
-            honesty = msgspec.structs.replace(record.honesty, cuda_graph=True, graph_batch=rows)
-            found = read(tmp_path / name, msgspec.structs.replace(record, honesty=honesty))
+            assert record.conditions
+            conditions = msgspec.structs.replace(record.conditions, cuda_graph=True, graph_batch=rows)
+            found = read(tmp_path / name, msgspec.structs.replace(record, conditions=conditions))
             assert explanation in answer.explain_jumps(found.findings.points)
             assert bool(answer.explain_jumps(found.findings.points)) is bool(explanation)
 
@@ -495,7 +495,7 @@ class TestOpening:
             "points",
             "comparisons",
             "repeats",
-            "honesty",
+            "conditions",
             "run",
             "method",
             "environment",

@@ -49,7 +49,7 @@ OWN_PHASES = {
     "attn_reduce": 250.0,
 }
 """Phases of a step of dcpbench in µs; 3,350 together, and 50 without a kernel."""
-VLLM_PARTS = {
+VLLM_PARTS = {  # parts of a step of vLLM in µs; 3,640 together, and 360 without a kernel
     "attention": 800.0,
     "projections": 1000.0,
     "experts": 1400.0,
@@ -58,7 +58,6 @@ VLLM_PARTS = {
     "all-reduce": 200.0,
     "unknown": 40.0,
 }
-"""Parts of a step of vLLM in µs; 3,640 together, and 360 without a kernel."""
 
 
 def profile(us: dict[str, float], idle_us: float, step_us: float | None = None) -> Phases:
@@ -88,9 +87,11 @@ def measure_own(
     )
     environment = msgspec.structs.replace(build.GPU, device_count=2)
     record = build.ok(point, median_ms=ms, noise=0.0, environment=environment, started_at=f"{layout} {context} {ms}")
-    assert record.honesty is not None
-    honesty = msgspec.structs.replace(record.honesty, layers_held=61)
-    return msgspec.structs.replace(record, **({"phases": profile(us or OWN_PHASES, 50), "honesty": honesty} | changes))
+    assert record.conditions is not None
+    conditions = msgspec.structs.replace(record.conditions, layers_held=61)
+    return msgspec.structs.replace(
+        record, **({"phases": profile(us or OWN_PHASES, 50), "conditions": conditions} | changes)
+    )
 
 
 def measure_server(
@@ -113,7 +114,7 @@ def measure_server(
         "origin": origin,
         "phases": profile(us or VLLM_PARTS, idle_us),
         "kv": None,
-        "honesty": None,
+        "conditions": None,
         "server": Server(
             engine=name,
             kv_capacity_tokens=9_000_000 * layout.dcp,
@@ -317,7 +318,7 @@ class TestSums:
         off = measure_server(phases=profile(VLLM_PARTS, 360.0, step_us=4400.0))
         report = read(tmp_path, [measure_own()], [off])
         assert [row["sum / profiled step"] for row in read_table(report)] == ["100.0 %", "90.9 %*"]
-        assert dict(zip(report.points["run"], report.points["marks"], strict=True)) == {
+        assert dict(zip(report.points["run"], report.points["warnings"], strict=True)) == {
             "dcpbench": (),
             "vLLM 0.26.0": ("phases_differ",),
         }

@@ -63,9 +63,9 @@ def measure_own(layout: Layout, rate: float, concurrency: int = 8, **changes: An
     v3 = shorten_shape(SHAPES["deepseek-v3"], 8)
     weights = compute_weight_bytes(v3, layout, 2, *count_all_layers(v3), weights=v3.published, ep="1")
     record = serving.served(point, serve=serve, started_at=f"{layout} {concurrency} {rate}")
-    assert record.honesty is not None
-    honesty = msgspec.structs.replace(record.honesty, layers=8, layers_held=8, full_weights_bytes_per_gpu=weights)
-    return msgspec.structs.replace(record, **({"honesty": honesty, "gpu": None} | changes))
+    assert record.conditions is not None
+    conditions = msgspec.structs.replace(record.conditions, layers=8, layers_held=8, full_weights_bytes_per_gpu=weights)
+    return msgspec.structs.replace(record, **({"conditions": conditions, "gpu": None} | changes))
 
 
 def measure_server(origin: str, layout: Layout, rate: float, concurrency: int = 8, **changes: Any) -> Record:
@@ -85,7 +85,7 @@ def measure_server(origin: str, layout: Layout, rate: float, concurrency: int = 
         "origin": origin,
         "environment": TYPED,
         "kv": None,
-        "honesty": None,
+        "conditions": None,
         "server": Server(engine=origin.split()[1], kv_capacity_tokens=CAPACITY[layout]),
         "started_at": f"{origin} {layout} {concurrency} {rate}",
     }
@@ -160,7 +160,7 @@ class TestFirstLines:
 
     def test_power_limit_and_unknown_clocks_are_in_the_first_sentence(self, tmp_path: Path) -> None:
         gpu = Gpu(sm_clock_mhz_min=1350, sm_clock_mhz_max=1980, throttle_reasons=["sw_power_cap"])
-        (first, *_) = overview.format_answer(read(tmp_path, *make_study(gpu=gpu, marks=["throttled"]))).split(". ")
+        (first, *_) = overview.format_answer(read(tmp_path, *make_study(gpu=gpu, warnings=["throttled"]))).split(". ")
         assert first.endswith(
             "; dcpbench limited by power and the clocks of vLLM 0.26.0 and SGLang 0.5.17 were not recorded"
         )
@@ -234,7 +234,7 @@ class TestComparedPoints:
         assert "Not compared: dcpbench, as it ran with weights in fp8 and a KV cache in bf16" in alone
 
     def test_engine_with_its_own_dummy_weights_is_left_out(self, tmp_path: Path) -> None:
-        dummy = [measure_server(VLLM, TP, 900, marks=["dummy_weights"])]
+        dummy = [measure_server(VLLM, TP, 900, warnings=["dummy_weights"])]
         report = read(tmp_path, [measure_own(TP, 500)], dummy, [measure_server(SGLANG, TP, 400)])
         assert set(engines.compare_engines(report).rows["run"]) == {"dcpbench", "SGLang 0.5.17"}
         assert "Not compared: vLLM 0.26.0, as it ran with its own dummy weights." in overview.format_answer(report)

@@ -128,7 +128,7 @@ REFUSED = {
     "missing-field": ({name: value for name, value in line().items() if name != "outcome"}, "missing required field"),
     "wrong-type": (changed("point.concurrency", "eight"), "Expected `int`"),
     "no-point": (changed("point", None), "Expected `object`"),
-    "thousands-of-marks": (changed("marks", ["noisy"] * 5000), "marks has 5,000 entries"),
+    "thousands-of-marks": (changed("warnings", ["noisy"] * 5000), "marks has 5,000 entries"),
     "another-version": (changed("schema_version", 99), "schema_version 99.*read it with the version that wrote it"),
     "another-version-and-fields": ({"schema_version": 99, "new": 1}, "schema_version 99"),
     "no-version-no-point": ({}, "missing required field"),
@@ -204,7 +204,7 @@ STRINGS = (
     "environment.command",
     "environment.torch",
     "environment.device",
-    "honesty.weights",
+    "conditions.weights",
 )
 
 
@@ -225,7 +225,7 @@ def test_strings_of_ten_megabytes_are_truncated_everywhere(tmp_path: Path, field
     printed = print_everything(run(tmp_path / "run", line(), changed(field, "x" * 10_000_000, record)))
     assert len(printed) < 200_000
     assert "x" * (MAX_TEXT_CHARS + 1) not in printed
-    assert "x" * 300 in printed.replace("\n", "") or field in {"point.dtype", "honesty.weights", "point.backend"}
+    assert "x" * 300 in printed.replace("\n", "") or field in {"point.dtype", "conditions.weights", "point.backend"}
 
 
 def test_long_names_with_the_same_beginning_stay_different(tmp_path: Path) -> None:
@@ -253,11 +253,11 @@ def test_long_cells_are_truncated_in_every_table(tmp_path: Path) -> None:
         changed("phases.idle_us", -5.0),
         changed("phases.phase_us", {HTML: 1e9, "": 0.0}),
         changed("point.context", 0),
-        changed("marks", [HTML, "", "unheard-of"]),
+        changed("warnings", [HTML, "", "unheard-of"]),
         changed("measured_with", {"slo": {"ttft": 1.0, "other": 2.0}}),
         changed("started_at", "tomorrow"),
     ],
-    ids=["no-metrics", "no-pool", "no-capacity", "idle", "phases", "context-0", "marks", "slo", "date"],
+    ids=["no-metrics", "no-pool", "no-capacity", "idle", "phases", "context-0", "warnings", "slo", "date"],
 )
 def test_odd_values_are_shown_without_error(tmp_path: Path, damaged: dict[str, Any]) -> None:
     """There is no warning either, and the other point is shown."""

@@ -36,7 +36,7 @@ LOWERED = Gpu(sm_clock_mhz_min=1485, sm_clock_mhz_max=1980, throttle_reasons=["s
 
 
 def ok(layout: Layout, *marks: str, gpu: Gpu | None = None, concurrency: int = 8) -> Record:
-    record = build.ok(build.point(layout, concurrency=concurrency), marks=list(marks))
+    record = build.ok(build.point(layout, concurrency=concurrency), warnings=list(marks))
     return msgspec.structs.replace(record, gpu=gpu)
 
 
@@ -64,11 +64,11 @@ def test_mark_of_all_points_is_shown_once(tmp_path: Path) -> None:
     assert point_warnings.format_distinct_warnings(read.points) == ["", "noisy"]
     columns = build_page_data(read)["columns"]
     assert columns["telling"] == [None, "noisy"]
-    assert columns["marks"] == [["throttled"], ["noisy", "throttled"]], "filters have all marks"
+    assert columns["warnings"] == [["throttled"], ["noisy", "throttled"]], "filters have all warnings"
     reason = "by the power limit: lowest SM clock 10–25 % below the highest, 1,485 of 1,980 MHz at worst"
     assert f"Marked, of 2 points: all throttled ({reason}), 1 noisy." in trust(read)
     text = print_lines(render_terminal_table([folder]), 200)
-    assert "marks of all 2 points: throttled" in text
+    assert "warnings of all 2 points: throttled" in text
     assert f"throttled: {reason}" in text
     assert not [line for line in text if line.startswith("tp4 ") and "throttled" in line]
     (points,) = [s for s in sections.build_sections(read, []) if s.slug == "points"]
@@ -89,7 +89,7 @@ def test_throttled_replay_has_no_clock_drop(tmp_path: Path) -> None:
     points = [serve.point(TP, c) for c in (8, 32)]
     loads = [msgspec.structs.replace(p.load, mode="replay") for p in points if p.load]
     records = [
-        serve.served(msgspec.structs.replace(p, load=load), marks=["throttled"], gpu=None)
+        serve.served(msgspec.structs.replace(p, load=load), warnings=["throttled"], gpu=None)
         for p, load in zip(points, loads, strict=True)
     ]
     read = dataframes.load_frames([build.write(tmp_path / "run", records)])
@@ -108,9 +108,9 @@ def test_caveat_counts_replays_with_throttled_step_times(tmp_path: Path) -> None
         for n in (8, 32)
     ]
     records = [
-        serve.served(live, marks=["throttled"], gpu=LOWERED),
-        serve.served(replays[0], marks=["throttled"], gpu=None),
-        serve.served(replays[1], marks=[], gpu=None),
+        serve.served(live, warnings=["throttled"], gpu=LOWERED),
+        serve.served(replays[0], warnings=["throttled"], gpu=None),
+        serve.served(replays[1], warnings=[], gpu=None),
     ]
 
     def get_caveat(name: str, shown: list[Record]) -> list[str]:
@@ -142,9 +142,9 @@ def test_caveats_name_dummy_weights_and_slow_prompt_attention(tmp_path: Path) ->
     """Points on a CPU have no FlashInfer to compare with."""
     fast = {"prefill": "flashinfer"}
     records = [
-        serve.served(serve.point(TP, 8, fast), marks=["dummy_weights"]),
-        serve.served(serve.point(TP, 32, fast), marks=[]),
-        serve.served(serve.point(TP, 48, {"prefill": "sdpa"}), marks=[]),
+        serve.served(serve.point(TP, 8, fast), warnings=["dummy_weights"]),
+        serve.served(serve.point(TP, 32, fast), warnings=[]),
+        serve.served(serve.point(TP, 48, {"prefill": "sdpa"}), warnings=[]),
     ]
 
     def list_caveats(name: str, shown: list[Record]) -> str:
@@ -155,7 +155,7 @@ def test_caveats_name_dummy_weights_and_slow_prompt_attention(tmp_path: Path) ->
     assert "prompts are computed by sdpa at 1 of 3 points, which takes longer than FlashInfer" in every
     assert "dummy" not in list_caveats("fast", records[1:2])
     assert "sdpa" not in list_caveats("fast again", records[:2])
-    on_cpu = [msgspec.structs.replace(records[2], marks=["cpu"], environment=build.CPU)]
+    on_cpu = [msgspec.structs.replace(records[2], warnings=["cpu"], environment=build.CPU)]
     assert "sdpa" not in list_caveats("cpu", on_cpu)
 
 
@@ -168,7 +168,7 @@ def test_caveat_of_a_forecast_has_its_upper_bound_of_ttft(tmp_path: Path) -> Non
         records = []
         for clients, (p50, high) in zip((8, 32), ends_ms, strict=False):
             point = msgspec.structs.replace(serve.point(TP, clients), emulate="H200")
-            record = serve.served(point, marks=["emulated"])
+            record = serve.served(point, warnings=["emulated"])
             assert record.serve is not None
             ttft_ms = msgspec.structs.replace(record.serve.ttft_ms, p50=p50)
             wire = Emulated(
@@ -200,7 +200,7 @@ def test_documentation_has_every_mark() -> None:
     """The table of docs/metrics.md has the marks that reports explain, and no others."""
     section = (ROOT / "docs" / "metrics.md").read_text().partition("\n## Marks\n")[2].partition("\n## ")[0]
     documented = re.findall(r"^\| `(\w+)` \| .+ \|$", section, re.MULTILINE)
-    assert sorted(documented) == sorted(explain.MARKS)
+    assert sorted(documented) == sorted(explain.WARNINGS)
 
 
 def test_documentation_has_the_limits_of_tables() -> None:

@@ -202,10 +202,10 @@ class TestWhichLayoutToTake:
     def test_held_layers_are_named_for_their_models(self, tmp_path: Path, held: tuple[int, int], note: str) -> None:
         """The line below, on how to read the numbers, does not repeat them."""
         records = [
-            msgspec.structs.replace(record, honesty=msgspec.structs.replace(record.honesty, layers_held=layers))
+            msgspec.structs.replace(record, conditions=msgspec.structs.replace(record.conditions, layers_held=layers))
             for model, layers in zip(("deepseek-v3", "kimi-k2"), held, strict=True)
             for layout in (TP, DCP)
-            if (record := steps(layout, 8, 40, model=model)).honesty
+            if (record := steps(layout, 8, 40, model=model)).conditions
         ]
         frames = read(tmp_path, *records)
         assert overview.format_answer(frames).startswith(f"On 4 × H200 ({note}), take ")
@@ -287,7 +287,7 @@ class TestNoAnswer:
 
     def test_only_layout_that_fits_is_named_with_the_rejected_one(self, tmp_path: Path) -> None:
         text = get_answer(tmp_path, steps(DCP, 8, 40), build.rejected(build.point(TP)))
-        assert "only tp4·dcp4 ran, as tp4 has no room in memory: at most 200 output tok/s" in text
+        assert "only tp4·dcp4 ran, as tp4 has too little memory: at most 200 output tok/s" in text
 
     def test_rejection_at_another_load_is_no_reason_for_a_single_layout(self, tmp_path: Path) -> None:
         text = get_answer(tmp_path, steps(TP, 8, 40), build.rejected(build.point(TP, concurrency=4096)))
@@ -310,11 +310,12 @@ class TestNoAnswer:
         """Two of three points share a reason except for the name of their logs; the first point failed for another
         reason.
         """
-        exits = [f"rank 1 ended with exit code 7. Read logs/tp4-{n} in the run's folder" for n in range(2)]
-        reasons = ["rank 0: ValueError: no", *exits]
+        reasons = ["rank 0: ValueError: no", *(2 * ["rank 1 ended with exit code 7"])]
         records = [
             msgspec.structs.replace(
-                build.failed(build.point(DCP, concurrency=n), reason), detail={"device": "NVIDIA H200"}
+                build.failed(build.point(DCP, concurrency=n), reason),
+                advice=f"Read logs/tp4-{n} in the run's folder",
+                detail={"device": "NVIDIA H200"},
             )
             for n, reason in enumerate(reasons, 1)
         ]
@@ -329,10 +330,13 @@ class TestNoAnswer:
 
     def test_hung_points_share_a_reason_with_different_positions_of_ranks(self, tmp_path: Path) -> None:
         """The sentence has the shared part of the reasons, the table the whole reason of each."""
-        hung = "no sign of life for 300 s in stage 'measure': rank {} is behind. Read logs/tp4-{} in the run's folder"
+        cause = "no sign of life for 300 s in stage 'measure'"
         records = [
             msgspec.structs.replace(
-                build.failed(build.point(DCP, concurrency=n), hung.format(n, n)), outcome="hung", detail={}
+                build.failed(build.point(DCP, concurrency=n), f"{cause}: rank {n} is behind"),
+                cause=cause,
+                outcome="hung",
+                detail={},
             )
             for n in (1, 2)
         ]
@@ -341,7 +345,7 @@ class TestNoAnswer:
         assert [row[3] for row in tables.build_others_table(found.others).rows] == ["4,000 × 1", "4,000 × 2"]
 
     def test_failed_run_on_a_cpu_is_marked_as_cpu(self, tmp_path: Path) -> None:
-        record = msgspec.structs.replace(build.failed(build.point(DCP)), marks=["cpu"])
+        record = msgspec.structs.replace(build.failed(build.point(DCP)), warnings=["cpu"])
         found = read(tmp_path, record)
         assert overview.format_answer(found).startswith("No point finished on a CPU (1 failed)")
         assert found.cpu

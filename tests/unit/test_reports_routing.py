@@ -24,8 +24,8 @@ STEPS = {"": (60.0, 54.0, 0.64), "zipf:1": (40.0, 41.0, 0.39), FILE: (48.0, 46.0
 
 def step(layout: Layout, routing: str, ms: float, hit: float) -> Record:
     record = build.ok(build.point(layout, concurrency=32, routing=routing), median_ms=ms, noise=0.001)
-    assert record.honesty is not None
-    return msgspec.structs.replace(record, honesty=msgspec.structs.replace(record.honesty, experts_hit=hit))
+    assert record.conditions is not None
+    return msgspec.structs.replace(record, conditions=msgspec.structs.replace(record.conditions, experts_hit=hit))
 
 
 @pytest.fixture

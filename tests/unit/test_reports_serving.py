@@ -192,7 +192,7 @@ class TestReport:
 
     def test_finished_point_without_metrics_has_dashes(self, tmp_path: Path) -> None:
         """No figure is drawn."""
-        bare = msgspec.structs.replace(build.served(build.point(TP)), serve=None, kv=None, honesty=None)
+        bare = msgspec.structs.replace(build.served(build.point(TP)), serve=None, kv=None, conditions=None)
         folder = record_builder.write(tmp_path / "run", [bare])
         write_report([folder], tmp_path / "report")
         assert "| — | — |" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
@@ -417,7 +417,7 @@ class TestFindings:
     def test_point_stopped_early_is_marked_and_explained(self, tmp_path: Path) -> None:
         """After a stop at one second, the requests that waited longest are missing."""
         read = loaded(tmp_path, build.served(build.point(TP, 32), until_s=1.0))
-        assert "cut_off" in read.served["marks"][0]
+        assert "cut_off" in read.served["warnings"][0]
         assert "latencies look better than they were" in " ".join(explain.explain_absent_served(read.served))
 
 

@@ -67,7 +67,7 @@ class TestFitting:
             "tp4       1,234  12.5   308  ab",
             "tp4·dcp4  99.50     —  24.9  b",
             "(triton)",
-            "marks: a noisy, b drift",
+            "warnings: a noisy, b drift",
         ]
 
     def test_columns_are_dropped_and_named_last(self) -> None:
@@ -79,7 +79,7 @@ class TestFitting:
             "tp4·dcp4 99.50    — b",
             "(triton)",
         ]
-        assert " ".join(print_lines(TABLE, 22)[6:]) == "left out, as it is narrow here: /GPU marks: a noisy, b drift"
+        assert " ".join(print_lines(TABLE, 22)[6:]) == "left out, as it is narrow here: /GPU warnings: a noisy, b drift"
 
     def test_very_long_word_does_not_displace_numbers(self) -> None:
         table = FittedTable("t", ["m" * 100_000], [Column("tok/s", ["1,234"])])
@@ -203,7 +203,7 @@ def test_columns_are_closer_together_in_a_narrower_terminal(width: int, spaces: 
     """
     wide = FittedTable("t", ["tp4·dcp4"], [Column("tok/s", ["99.50"]), Column("x", ["1"])], [["noisy", "drift"]])
     assert print_lines(wide, width)[-1] == (" " * spaces).join(["tp4·dcp4", "99.50", "1", "noisy, drift"])
-    assert print_lines(wide, 31)[-1] == "marks: a noisy, b drift"
+    assert print_lines(wide, 31)[-1] == "warnings: a noisy, b drift"
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,11 @@ def parse_command(command: str) -> tuple[list[Path], str, dict[str, bool]]:
     return [Path(w) for w in words if w != "--as-repeats"], out, {"as_repeats": "--as-repeats" in words}
 
 
-COMMITTED = [
+COMMITTED = [  # reports linked from a document; folders of other reports contain at most a picture
     (folder, command)
     for folder, command in LINES
     if (RESULTS / folder / parse_command(command)[1] / "points.csv").is_file()
 ]
-"""Reports linked from a document; folders of other reports contain at most a picture."""
 
 
 def test_reports_linked_from_documents_are_committed() -> None:

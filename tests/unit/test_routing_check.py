@@ -31,9 +31,9 @@ def make_record(ms: float, routing: str, hit: float) -> Record:
         weights_dtype="fp8",
     )
     record = build.ok(point, median_ms=ms, noise=0.0)
-    assert record.honesty is not None
+    assert record.conditions is not None
     return msgspec.structs.replace(
-        record, honesty=msgspec.structs.replace(record.honesty, experts_hit=hit, graph_batch=32)
+        record, conditions=msgspec.structs.replace(record.conditions, experts_hit=hit, graph_batch=32)
     )
 
 

@@ -13,8 +13,7 @@ from dcpbench.syncs.scan import scan_traces
 if TYPE_CHECKING:
     from dcpbench.syncs.sync_report import Report, Site
 
-HOST = 100
-"""Process and main thread."""
+HOST = 100  # process and main thread
 PINNED = "Memcpy DtoH (Device -> Pinned)"
 PAGEABLE = "Memcpy DtoH (Device -> Pageable)"
 TO_GPU = "Memcpy HtoD (Pageable -> Device)"

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     Run = Callable[[], None]
     Tensors = tuple[torch.Tensor, ...]
 
-CHUNK_SECONDS = 0.04
-"""Passes between two looks at the stop rule; short, as a bench has many cases."""
-COLD = 4
-"""Minimum size of a pass's data relative to the L2 cache; a smaller one is marked `l2_warm`."""
+CHUNK_SECONDS = 0.04  # passes between two looks at the stop rule; short, as a bench has many cases
+COLD = 4  # minimum size of a pass's data relative to the L2 cache; a smaller one is marked `l2_warm`
 FRESH_CALLS = 16
 """Default calls of a pass for inputs that an engine has just written; a multiple of every number of buffers that an
 exchange alternates.
@@ -41,20 +39,16 @@ CPU_SETS = 2
 class Calls:
     """A case, ready to run."""
 
-    calls: Sequence[Run]
-    """One for each layer or step; together they are a pass."""
+    calls: Sequence[Run]  # one for each layer or step; together they are a pass
     check: Callable[[Run], str]
     """Runs a pass and compares with the reference; returns the difference, or an empty string."""
-    to_capture: Sequence[Run] | None = None
-    """Calls that a CUDA graph holds instead of `calls`, if they differ."""
-    check_graph: Callable[[Run], str] | None = None
-    """`check` for a pass of `to_capture`."""
+    to_capture: Sequence[Run] | None = None  # calls that a CUDA graph holds instead of `calls`, if they differ
+    check_graph: Callable[[Run], str] | None = None  # `check` for a pass of `to_capture`
     written_bytes: int = 0
     """Bytes that a pass writes or reads, to determine whether its first data has left the L2 cache."""
     error: Callable[[], float] | None = None
     """‖x − ref‖ / ‖ref‖ of the results of the last pass, if they are not bitwise equal."""
-    work: Work | None = None
-    """Minimum work of one call; None without a limit to compare with."""
+    work: Work | None = None  # minimum work of one call; None without a limit to compare with
 
     def run(self) -> None:
         """Run one pass, eagerly."""

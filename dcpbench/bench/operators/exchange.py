@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     from dcpbench.exchange.torch_collectives import Group
 
 DTYPE = torch.bfloat16
-LIMIT = 1e-2
-"""Relative error past which a merged output is wrong: rounding partial outputs and their sums to bf16."""
-EMPTY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2
-"""Requests without rows, if there are enough requests."""
+LIMIT = 1e-2  # relative error past which a merged output is wrong: rounding partial outputs and their sums to bf16
+EMPTY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2  # requests without rows, if there are enough requests
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,21 +32,18 @@ if TYPE_CHECKING:
 
 LIMIT = 4e-3
 """Relative error past which a result is wrong: rounding it to bf16 is off by 2⁻⁸ at most, by 2⁻⁸/√3 on average."""
-CHECKED = 64
-"""Rows that are compared with fp64, spread over all."""
+CHECKED = 64  # rows that are compared with fp64, spread over all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Sizes of a case."""
 
-    layer: str
-    """Name of the layer, such as `qkv_a`."""
+    layer: str  # name of the layer, such as `qkv_a`
     inputs: int
     outputs: int
     rows: int
-    weights: str = "bf16"
-    """`bf16` or `fp8`."""
+    weights: str = "bf16"  # `bf16` or `fp8`
 
 
 def make_triton_call(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:

@@ -36,12 +36,9 @@ if TYPE_CHECKING:
     from dcpbench.bench.operators.calls import Calls
     from dcpbench.points.roofline import Work
 
-LIMIT = 8e-3
-"""Relative error past which a result is wrong: rounding it, and for gate-up its factors, to bf16."""
-CHECKED = 8
-"""Number of experts with rows compared with fp64: the fullest, and others spread over all."""
-SLAB_ROWS = 64
-"""Number of which the row count of DeepGEMM's slabs is a multiple."""
+LIMIT = 8e-3  # relative error past which a result is wrong: rounding it, and for gate-up its factors, to bf16
+CHECKED = 8  # number of experts with rows compared with fp64: the fullest, and others spread over all
+SLAB_ROWS = 64  # number of which the row count of DeepGEMM's slabs is a multiple
 SPREAD = 90.0
 """Standard deviation of e4m3 numbers of weights: a block of a normal weight reaches 448 at five standard deviations."""
 
@@ -50,17 +47,13 @@ SPREAD = 90.0
 class Sizes:
     """Sizes of a case."""
 
-    product: str
-    """`gate-up` or `down`."""
-    experts: int
-    """Number of experts, all on this rank, divided by width."""
+    product: str  # `gate-up` or `down`
+    experts: int  # number of experts, all on this rank, divided by width
     top_k: int
     hidden: int
-    width: int
-    """I of one rank."""
+    width: int  # I of one rank
     requests: int
-    weights: str = "bf16"
-    """Format of the weights: `bf16` or `fp8`."""
+    weights: str = "bf16"  # format of the weights: `bf16` or `fp8`
     rows: str
     """`uniform`: all experts have the same chance; `skewed`: expert i has a chance ∝ 1 / (i + 1); `few`: one in four is
     drawn, the others have no row.
@@ -87,10 +80,8 @@ class Inputs:
     x: torch.Tensor
     """gate-up: tokens [T, D]; down: rows [T·k, I], sorted by expert. For fp8 they are exactly representable in e4m3."""
     weight: torch.Tensor | Scaled
-    ids: torch.Tensor
-    """int32 [T, top_k]"""
-    counts: list[int]
-    """Rows of each expert."""
+    ids: torch.Tensor  # int32 [T, top_k]
+    counts: list[int]  # rows of each expert
 
     @functools.cached_property
     def sorted_rows(self) -> torch.Tensor:
@@ -138,10 +129,8 @@ class PreparedVariant:
     """A variant on its inputs."""
 
     call: Callable[[], tuple[torch.Tensor, ...]]
-    rows: Callable[..., torch.Tensor]
-    """Function that converts the result of `call` to sorted rows."""
-    fused: bool = False
-    """True if gate-up includes silu(gate) · up."""
+    rows: Callable[..., torch.Tensor]  # function that converts the result of `call` to sorted rows
+    fused: bool = False  # True if gate-up includes silu(gate) · up
 
 
 def prepare_triton(inputs: Inputs) -> PreparedVariant:

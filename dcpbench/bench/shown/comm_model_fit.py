@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from dcpbench.points.comm_model import Call
 
 COLUMNS = ("call", "ranks", "received", "launch", "a rank more", "rate", "error p50", "p90", "a doubling of ranks")
-STEPS = 60
-"""Number of points of a curve."""
+STEPS = 60  # number of points of a curve
 
 
 def format_row(q: Quality) -> list[str]:

@@ -191,7 +191,7 @@
         const run = history.run[placed[j]];
         return [`${dash.name(history.line)}, ${place(history.line)}`, [
           [measure.label, `${dcp.number(median[j])} ${measure.unit}`], ["interval", interval([median, low, high], j)],
-          ["run", name[run]], ["date", dash.when(date[run])], ["commit", commit[run] || "–"], ["marks", history.marks[placed[j]]],
+          ["run", name[run]], ["date", dash.when(date[run])], ["commit", commit[run] || "–"], ["warnings", history.warnings[placed[j]]],
         ].filter(([, value]) => value)];
       },
     };
@@ -222,7 +222,7 @@
       { label: "Date", class: "w", cell: (k) => dash.when(date[run(k)]) }, { label: "Commit", cell: (k) => commit[run(k)] },
       { label: "Outcome", cell: outcome }, { label: "Repeats", class: "n", cell: (k) => history.repeats[k] },
       ...dash.index.measures.filter((m) => history.values[m.id]).map((m) => ({ label: dcp.measured(m), class: "n", cell: valueOf(history.values[m.id]) })),
-      { label: "Marks", cell: (k) => history.marks[k] ?? "" },
+      { label: "Warnings", cell: (k) => history.warnings[k] ?? "" },
     ];
     const place = el("div");
     dcp.table(place, `Runs of ${dash.name(history.line)}`, columns)(history.run.map((_, k) => k).reverse());

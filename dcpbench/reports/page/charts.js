@@ -24,7 +24,7 @@ dcp.charts = (() => {
   const title = (name) => dcp.measured(fields.get(name));
   const tipOf = (point) => [dcp.points.brief(series[point.series].name), dcp.points.words(point)];
   const shape = (look, mode) => dcp.symbol(look.symbol) + (mode === "replay" ? "-open" : "");
-  const onCpu = (points) => points.some((p) => p.marks.includes("cpu") || p.device === "CPU");
+  const onCpu = (points) => points.some((p) => p.warnings.includes("cpu") || p.device === "CPU");
   const watermark = (points) => (onCpu(points) ? [dcp.watermark(data.watermark)] : []);
   /** The title of an axis below bars, which would cover a watermark. */
   const below = (points, words) => ({ text: [words, onCpu(points) ? data.watermark.replaceAll("\n", " ") : ""].filter(Boolean).join("<br>") });
@@ -196,7 +196,7 @@ dcp.charts = (() => {
     const on = switchedOn(figure, compared);
     const ratios = [...on.map((p) => p.other_ratio), 1];
     const margin = (Math.max(...ratios) - Math.min(...ratios)) * 0.08 || 0.05;
-    const lostIn = (panel) => [...grouped(data.no_room.filter((lost) => panelIn(lost, several(kept)) === panel.key), (lost) => lost.layout)];
+    const lostIn = (panel) => [...grouped(data.lacks_memory.filter((lost) => panelIn(lost, several(kept)) === panel.key), (lost) => lost.layout)];
     const below = Math.max(0, ...panels.map((panel) => lostIn(panel).length)) * LABEL_SHARE * (Math.max(...ratios) - Math.min(...ratios) + 2 * margin);
     const above = on.some((p) => p.pays) ? LABEL_SHARE * (Math.max(...ratios) - Math.min(...ratios) + 2 * margin) : 0;
     const yaxis = { type: "linear", range: [Math.min(...ratios) - margin - below, Math.max(...ratios) + margin + above], nticks: 6, ticksuffix: "×", title: { text: axis } };

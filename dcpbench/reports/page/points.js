@@ -16,7 +16,7 @@ dcp.points = (() => {
   const watchers = [];
   const LONGEST = 90;
 
-  const valuesOf = (point, name) => (name === "marks" ? point.marks : [String(point[name] ?? "")]);
+  const valuesOf = (point, name) => (name === "warnings" ? point.warnings : [String(point[name] ?? "")]);
   const passes = (point) => Object.entries(hidden).every(([name, values]) => values.size === 0 || !valuesOf(point, name).some((v) => values.has(v)));
   const shown = () => all.filter(passes);
   const choices = (name) => [...new Set(all.flatMap((point) => valuesOf(point, name)))];
@@ -31,7 +31,7 @@ dcp.points = (() => {
   }
 
   /** Return the warnings that distinguish a point from the others of its run. Shared warnings are in the text. */
-  const marks = (point) => point.telling ?? "";
+  const warnings = (point) => point.telling ?? "";
 
   function words(point) {
     const rows = [["load", brief(point.panel)], ["backend", point.backend], ["exchange", point.exchange]];
@@ -42,7 +42,7 @@ dcp.points = (() => {
       rows.push([field.label, [dcp.number(value), field.unit, ends && `[${ends}]`].filter(Boolean).join(" ")]);
       if (field.name === "dcp_ratio") rows.push(["compared with", `${point.baseline}: ${point.verdict}`]);
     }
-    return [...rows, ["marks", marks(point)], [data.filters.run, brief(point.run)], ["measured by", point.origin]].filter(([, value]) => value);
+    return [...rows, ["warnings", warnings(point)], [data.filters.run, brief(point.run)], ["measured by", point.origin]].filter(([, value]) => value);
   }
 
   function fragment() {
@@ -78,7 +78,7 @@ dcp.points = (() => {
   read();
 
   return {
-    data, all, fields, series: data.series, hidden, view, shown, choices, words, marks, range, brief, changed,
+    data, all, fields, series: data.series, hidden, view, shown, choices, words, warnings, range, brief, changed,
     off: (chart) => (view.off[chart] ??= new Set()), watch: (watcher) => { watchers.push(watcher); },
   };
 })();

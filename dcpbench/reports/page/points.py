@@ -33,7 +33,7 @@ DIGITS = 7  # number of significant digits in a page; points.csv has all
 MAX_CELL_CHARS = 4000  # maximum number of characters of a sentence or a cell; records.jsonl has all
 MAX_NAME_CHARS = 200  # maximum number of characters of a name in the page's data, where each point repeats it
 MAX_COMMAND_CHARS = 2000  # a longer command contains a name that reports cut, and would select another point
-UNMARKED = "unmarked"  # filter value for points without a warning
+NO_WARNING = "no warning"  # filter value for points without a warning
 LOADS = {  # label and unit of the numbers of a load and layout
     "concurrency": ("concurrency", "requests"),
     "load_request_rate": ("request rate", "requests/s"),
@@ -49,9 +49,9 @@ FILTERS = {  # names in the page's data, with the label that the page shows
     "load": "load",
     "origin": "measured by",
     "run": "run",
-    "marks": "marks",
+    "warnings": "warnings",
 }
-COLOURS = (*(name for name in FILTERS if name not in ("load", "marks")), "backend", "device")
+COLOURS = (*(name for name in FILTERS if name not in ("load", "warnings")), "backend", "device")
 """Names by which the reader's own chart can be coloured."""
 PHASE = "phase:"
 IDLE = f"{PHASE}idle"
@@ -108,7 +108,7 @@ def build_page_data(frames: Frames, most: int = MAX_POINTS) -> dict[str, Any]:
         "log_range": figure_style.LOG_RANGE,
         "level": launch_bands.find_largest(frames.everything),
         "single": launch_bands.has_single_launches(frames.everything),
-        "no_room": _list_rejected(frames),
+        "lacks_memory": _list_rejected(frames),
         "filters": FILTERS | ({"run": "engine"} if frames.engines else {}),
         "colours": COLOURS,
     }
@@ -188,7 +188,9 @@ def _build_columns(
         "load": get_column("rest") if served else ["decode"] * len(table),
         "panel": _format_panels(table, served=served),
         "arrival": get_column("load_arrival"),
-        "marks": [[mark for mark in marks if mark] or [UNMARKED] for marks in get_column("marks")],
+        "warnings": [
+            [warning for warning in warnings if warning] or [NO_WARNING] for warnings in get_column("warnings")
+        ],
         "kv_bounded_by": get_column("kv_bounded_by"),
         "baseline": get_column("baseline"),
         "verdict": get_column("verdict"),

@@ -168,7 +168,7 @@
       type: "button", class: "copy", title: point.command, "aria-label": `copy the command that measures ${point.label} at concurrency ${point.concurrency} again`,
       click: (event) => { dcp.copy(point.command, event.currentTarget); },
     }, "copy") : "");
-    return [...(repeatable ? [{ label: "again", class: "no-print", cell: again }] : []), ...words, ...numbers, { name: "marks", label: "marks", class: "w", key: store.marks, cell: (point) => store.marks(point) || "–" }];
+    return [...(repeatable ? [{ label: "again", class: "no-print", cell: again }] : []), ...words, ...numbers, { name: "warnings", label: "warnings", class: "w", key: store.warnings, cell: (point) => store.warnings(point) || "–" }];
   }
 
   function pointsTable(root) {
