@@ -110,7 +110,7 @@ class TestGuidellm:
         assert [record.point.concurrency for record in found] == [1, 2, 4]
         assert len({record.point.get_key() for record in found}) == 3
 
-    def test_an_unknown_strategy_and_another_version_are_refused(self, tmp_path: Path) -> None:
+    def test_unknown_strategy_and_other_versions_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match=r"config.strategy.type_ is 'replay', and known are synchronous"):
             imported(tmp_path, "guidellm", report(tmp_path, guidellm({"type_": "replay"})))
         old = {name: v for name, v in guidellm({"type_": "synchronous"}).items() if name != "config"}

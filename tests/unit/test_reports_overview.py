@@ -307,9 +307,7 @@ class TestNoAnswer:
         )
 
     def test_failed_run_names_its_hardware_and_the_most_common_reason(self, tmp_path: Path) -> None:
-        """Two of three points share a reason except for the name of their logs; the first point failed for another
-        reason.
-        """
+        """Two of three points share a reason, each with its own log; the first point failed for another reason."""
         reasons = ["rank 0: ValueError: no", *(2 * ["rank 1 ended with exit code 7"])]
         records = [
             msgspec.structs.replace(
@@ -329,7 +327,7 @@ class TestNoAnswer:
         assert tables.build_runs_table(found).rows[0][1] == "NVIDIA H200"
 
     def test_hung_points_share_a_reason_with_different_positions_of_ranks(self, tmp_path: Path) -> None:
-        """The sentence has the shared part of the reasons, the table the whole reason of each."""
+        """The sentence has the shared cause, the table the whole reason of each point."""
         cause = "no sign of life for 300 s in stage 'measure'"
         records = [
             msgspec.structs.replace(
