@@ -251,7 +251,7 @@ def _collect_latest(
                 "points": len(moved),
                 **{verdict: sum(one.verdict == verdict for one in moved) for verdict in ("worse", "better")},
                 "groups": [_summarize_group(group, histories) for group in groups[:MAX_GROUPS]],
-                "untold": sum(map(len, groups[MAX_GROUPS:])),
+                "omitted": sum(map(len, groups[MAX_GROUPS:])),
             }
         )
     return {"steps": latest, "more": len(pairs) - len(latest)}

@@ -257,7 +257,7 @@ def test_live_and_replay_are_never_one_chart_nor_one_series(served: Path, visit:
     assert names == ["tp4, live", "tp4, replay", "tp4·dcp4, live", "tp4·dcp4, replay"]
     page.locator("#filters summary").click()
     page.get_by_label("replay", exact=True).uncheck()
-    page.get_by_text("No point that the filters leave").first.wait_for()
+    page.get_by_text("No point that passes the filters").first.wait_for()
     assert set(column(page, "live or replay")) == {"live"}
 
 

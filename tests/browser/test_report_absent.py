@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 SUBSETS = [names for n in range(5) for names in itertools.combinations(LATENCIES, n)]
 SCREEN = {"width": 400, "height": 300}  # little to paint: charts are drawn wherever they are
-MARKS = """() => {  # marks of each chart, by its name
+MARKS = """() => {
   const marks = {};
   for (const figure of document.querySelectorAll("figure[id^=chart-]")) {
     marks[figure.id.replace("chart-", "")] = figure.querySelectorAll(".chart .point").length;

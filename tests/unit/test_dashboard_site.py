@@ -513,7 +513,7 @@ class TestLatestChanges:
         assert [index["runs"]["name"][step[k]] for k in ("before", "after")] == ["run-024", "run-025"]
         assert (step["points"], index["latest"]["more"]) == (1, 0)
         assert step["same_code"] == 0
-        assert (step["worse"], step["better"], step["untold"]) == (1, 0, 0)
+        assert (step["worse"], step["better"], step["omitted"]) == (1, 0, 0)
         (group,) = step["groups"]
         told = {index["measures"][row[0]]["id"]: row[4:7] for row in group["changes"]}
         assert len(told) == len(group["changes"]) > 1
@@ -540,7 +540,7 @@ class TestLatestChanges:
         site.build(tmp_path / "runs", tmp_path / "site")
         index = data(tmp_path / "site", "index")
         (step,) = index["latest"]["steps"]
-        assert (step["points"], step["worse"], step["better"], step["untold"]) == (16, 16, 0, 0)
+        assert (step["points"], step["worse"], step["better"], step["omitted"]) == (16, 16, 0, 0)
         assert [group["points"] for group in step["groups"]] == [1, 4, 4, 4, 3]
         assert {group["verdict"] for group in step["groups"]} == {"worse"}
         told = sum(row[1] for group in step["groups"] for row in group["changes"])
@@ -571,7 +571,7 @@ class TestLatestChanges:
         (step,) = data(tmp_path / "site", "index")["latest"]["steps"]
         assert (step["worse"], step["better"]) == (8, 8)
         assert [group["points"] for group in step["groups"]] == [1] * data_files.MAX_GROUPS
-        assert step["untold"] == 16 - data_files.MAX_GROUPS
+        assert step["omitted"] == 16 - data_files.MAX_GROUPS
 
     def test_a_group_tells_the_range_of_each_metric_and_of_how_many_points(self) -> None:
         """Three points, worse by 10 to 20 %; one of them has a metric more, and two a value that is not positive."""

@@ -43,7 +43,7 @@ UNITS = (  # words that end a gauge's name, so that nobody has to guess
     "steps",
     "preemptions",
     "layers",
-    "mark",
+    "warning",
 )
 
 
@@ -104,10 +104,10 @@ class TestText:
         name = "dcpbench_step_seconds"
         (was,), (now,) = before[name].samples, after[name].samples
         assert was.labels == now.labels
-        assert [(s.labels, s.value) for s in after[prometheus.MARK].samples] == [
-            (now.labels | {"mark": mark}, 1) for mark in ("noisy", "throttled")
+        assert [(s.labels, s.value) for s in after[prometheus.WARNING].samples] == [
+            (now.labels | {"warning": name}, 1) for name in ("noisy", "throttled")
         ]
-        assert before[prometheus.MARK].samples == []
+        assert before[prometheus.WARNING].samples == []
 
     def test_precision_is_of_weights_and_kv_and_is_not_called_dtype(self) -> None:
         """`dtype` of records and tables is what is computed with."""

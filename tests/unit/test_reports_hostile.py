@@ -128,7 +128,7 @@ REFUSED = {
     "missing-field": ({name: value for name, value in line().items() if name != "outcome"}, "missing required field"),
     "wrong-type": (changed("point.concurrency", "eight"), "Expected `int`"),
     "no-point": (changed("point", None), "Expected `object`"),
-    "thousands-of-marks": (changed("warnings", ["noisy"] * 5000), "marks has 5,000 entries"),
+    "thousands-of-marks": (changed("warnings", ["noisy"] * 5000), "warnings has 5,000 entries"),
     "another-version": (changed("schema_version", 99), "schema_version 99.*read it with the version that wrote it"),
     "another-version-and-fields": ({"schema_version": 99, "new": 1}, "schema_version 99"),
     "no-version-no-point": ({}, "missing required field"),

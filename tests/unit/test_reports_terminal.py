@@ -48,7 +48,7 @@ class TestFitting:
     def test_marks_are_words_in_a_wide_terminal(self) -> None:
         """17 + (5 + 3) + (4 + 3) + (4 + 3) + (12 + 3): columns are two spaces further apart than necessary."""
         assert print_lines(TABLE, 54)[1:4:2] == [
-            "layout              tok/s    p99   /GPU   marks",
+            "layout              tok/s    p99   /GPU   warnings",
             "tp4                 1,234   12.5    308   noisy, drift",
         ]
 
