@@ -90,7 +90,7 @@ def words(model: str, job: str, rates: tuple[float, ...] = ()) -> list[str]:
     most = str(size.clients[-1])
     prompt, output = size.longest if job == BUILD else (size.prompt, size.output)
     when = {
-        BUILD: ["--request-rate", "1000", "--concurrency", most, "--seed", "7"],
+        BUILD: ["--request-rate", "1000", "--concurrency", most, "--requests", "seed=7"],
         CLOSED: ["--concurrency", ",".join(map(str, size.clients))],
         OPEN: ["--request-rate", ",".join(f"{r:g}" for r in rates), "--concurrency", most],
         SESSIONS: ["--concurrency", str(size.clients[1]), "--sessions", f"turns=4,tokens={size.turn}"],

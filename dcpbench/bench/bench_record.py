@@ -23,10 +23,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     variant: str
     sizes: dict[str, int | float | str]  # sizes by the name of the column, in the table's order
-    calls: int
-    """Calls in one pass over all layers (or steps); times are those of a pass divided by it. 0: chosen by the bench,
-    and stated in the result.
-    """
+    calls: int  # calls of one pass over all layers or steps, by which its time is divided; 0: chosen by the bench
 
     def name(self) -> str:
         """Return `filter, 16 tokens, dcp 8, …`, for progress and messages."""
@@ -96,15 +93,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     calls: int = 0  # calls of a pass
     correct: bool | None = None
     difference: str = ""  # position of the first difference from the reference
-    error: float | None = None
-    """‖x − ref‖ / ‖ref‖ against fp64, of the worst rank; null if results must be bitwise equal."""
+    error: float | None = None  # ‖x − ref‖ / ‖ref‖ against fp64, worst rank; null if results must be bitwise equal
     work: Work | None = None
     floor_us: float | None = None  # lower bound by points.roofline; null on the CPU, and if a limit is unknown
     bytes_s: float | None = None  # `work` over the time in a graph
     flop_s: float | None = None
     received_bytes_s: float | None = None
-    time: Timing | None = None
-    """Eager calls back to back, from one pass's start on the GPU to the next one's; null if they were not timed."""
+    time: Timing | None = None  # eager calls back to back, from the start of one pass to the next; null if not timed
     graph: Graph | None = None  # null on the CPU
     warnings: list[str] = []  # `noisy`, `unsettled`, `throttled`, `l2_warm`, as in records.jsonl
     gpu: Gpu | None = None
@@ -126,7 +121,7 @@ class BenchRecord(msgspec.Struct, kw_only=True):
 
     schema_version: int = SCHEMA_VERSION
     bench: str
-    performance: bool  # False on the CPU, where no times are taken
+    performance: bool  # false on the CPU, where no times are taken
     findings: list[str] = []  # findings in sentences generated from the numbers
     ranks: int = 1
     limits: list[Limit] = []  # measured before the cases; none on the CPU, and none for a bench that needs none

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from dcpbench.compare.comparison import Difference, LayersHeld
+from dcpbench.compare.comparison import SIDES, Difference, LayersHeld
 from dcpbench.records.record import get_origin
 from dcpbench.show.text import fit_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from dcpbench.compare.comparison import SideName
     from dcpbench.compare.sides import Pair
     from dcpbench.records.record import Record
 
@@ -57,7 +58,10 @@ def find_differences(pairs: Sequence[Pair]) -> list[Difference]:
     conditions = [[_list_conditions(record, settings, asked) for record in side] for side in (a, b)]
     found = []
     for i, (what, _) in enumerate(conditions[0][0]):
-        x, y = ({_format_value(value) for record in side for value in record[i][1]} for side in conditions)
+        x, y = (
+            {"none" if value is None else str(value) for record in side for value in record[i][1]}
+            for side in conditions
+        )
         if x != y:
             shown = ("one", "another") if what.endswith(WITHHELD) else (_format_set(x), _format_set(y))
             found.append(Difference(what=fit_name(what, MAX_TEXT_CHARS), a=shown[0], b=shown[1]))
@@ -66,9 +70,8 @@ def find_differences(pairs: Sequence[Pair]) -> list[Difference]:
 
 def count_layers_held(pairs: Sequence[Pair]) -> list[LayersHeld]:
     """Return for each side and model how many layers were held where the whole model did not fit."""
-    counts: dict[tuple[Literal["a", "b"], str, int], list[int]] = {}
-    names: tuple[Literal["a", "b"], ...] = ("a", "b")
-    for side, records in zip(names, _collect_sides(pairs), strict=True):
+    counts: dict[tuple[SideName, str, int], list[int]] = {}
+    for side, records in zip(SIDES, _collect_sides(pairs), strict=True):
         for r in records:
             if (held := r.conditions) and held.layers_held < held.layers:
                 key = (side, fit_name(r.point.model, MAX_TEXT_CHARS), held.layers)
@@ -119,7 +122,3 @@ def _format_set(values: set[str]) -> str:
     ordered = sorted(values)
     more = f" and {len(ordered) - MAX_SHOWN} more" if len(ordered) > MAX_SHOWN else ""
     return (", ".join(fit_name(v, MAX_TEXT_CHARS) for v in ordered[:MAX_SHOWN]) or "none") + more
-
-
-def _format_value(value: object) -> str:
-    return "none" if value is None else str(value)

@@ -97,9 +97,7 @@ def describe_line(line: Line, layers_held: str = "", shared: Collection[str] = (
     """
     point = line.example
     mode = f"{load_labels.SEPARATOR}{point.load.mode}" if point.load else ""
-    experts = (
-        [] if point.ep_degree is None else [f"ep{point.ep_degree}"]
-    )  # in every row, so that a page can state it once
+    experts = [] if point.ep_degree is None else [f"ep{point.ep_degree}"]  # in every row, to be stated once
     # defaults, and fields that an import lacks, are left out
     load = axes.format_changed_values(LOAD_AXES, msgspec.structs.asdict(point.load)) if point.load else []
     return {

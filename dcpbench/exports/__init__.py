@@ -42,8 +42,7 @@ class RenderedFiles:
     """Hold files in memory, by their path below a folder."""
 
     files: dict[str, bytes]
-    left_out: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Number of points that the format cannot or must not carry, by reason."""
+    left_out: Counter[str] = dataclasses.field(default_factory=Counter)  # points left out, by reason
 
 
 def encode_json(value: object, *, infinity: bool = False) -> bytes:

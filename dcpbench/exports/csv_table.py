@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 FILE = "points.csv"
 Cell = str | int | float | bool | None
-LARGEST = 2**63 - 1
-"""Maximum of an integer in a 64-bit column; a record may hold any, but dcpbench writes none that is larger."""
+LARGEST = 2**63 - 1  # maximum of an integer in a 64-bit column; no value that dcpbench writes is larger
 NOT_EXPORTED = ("mode", "prefix_groups", "trace_sha256", "prefix_cache", "prefill", "seed")
 """Fields of a load that are not exported: they have another column, or were never part of the tables."""
 
@@ -41,9 +40,7 @@ class Column:
 
 
 def build_rows(points: Sequence[MeasuredPoint]) -> list[dict[str, Cell]]:
-    """Return a row for every point, including those that did not run with their outcome and reason; absent values are
-    None.
-    """
+    """Return a row for every point, with outcome and reason for those that did not run; absent values are None."""
     return [{column.name: _convert_cell(column, m) for column in COLUMNS} for m in points]
 
 

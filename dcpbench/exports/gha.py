@@ -1,6 +1,4 @@
-"""Export for github-action-benchmark: a list of entries, one file for metrics that are better smaller and one for
-bigger.
-"""
+"""Export for github-action-benchmark: one file of metrics that are better smaller, and one of those better bigger."""
 
 from __future__ import annotations
 

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from dcpbench.exports.measured_points import MeasuredPoint
 
 FILE = "dcpbench.prom"
-WARNING = "dcpbench_point_warning"
-"""Metric with a series of value 1 for each warning of a point, as Prometheus' own ALERTS has one for each alert that
-fires.
-"""
+WARNING = "dcpbench_point_warning"  # has a series of value 1 for each warning of a point, as Prometheus' ALERTS
 WARNING_HELP = "1 for each warning of a point, by the label warning; a point without warnings has no series"
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}  # units of time in seconds
 
@@ -38,9 +35,7 @@ class Gauge:
 
 
 def make_gauge(metric: Metric) -> Gauge:
-    """Return the gauge of a metric: `itl_p99_ms` as `dcpbench_itl_seconds{statistic="p99"}`, `host_plan_us` as
-    `dcpbench_host_plan_seconds`.
-    """
+    """Return the gauge of a metric, such as `dcpbench_itl_seconds{statistic="p99"}` for `itl_p99_ms`."""
     if metric.latency:
         help_ = f"{LATENCIES[metric.latency].help}; percentiles only with enough samples"
         return Gauge(f"dcpbench_{metric.latency}_seconds", help_, SECONDS[metric.unit], metric.statistic)

@@ -80,15 +80,14 @@ def read(document: Document) -> Result:
         raise RecordsError(
             f"{document.where} is not what {TOOLS[AIPERF]} writes: no request_latency and request_count."
         )
-    config = fields.get("input_config")
-    config = config if isinstance(config, dict) else {}
+    config = result.get_table(fields, "input_config")
     completed = _get_number(document, "request_count") if is_summary(fields) else None
     failed = _get_number(document, "error_request_count")
     if details is not None:
         completed, failed = len(details.list_finished()), sum(map(bool, details.errors))
     done = round(completed or 0)
     arrival, rate, burstiness, concurrency, trace = _read_load(config)
-    endpoint = _get_table(config, "endpoint")
+    endpoint = result.get_table(config, "endpoint")
     names = endpoint.get("model_names")
     return Result(
         where=document.where,
@@ -113,14 +112,9 @@ def read(document: Document) -> Result:
     )
 
 
-def _get_table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, dict) else {}
-
-
 def _read_load(config: Mapping[str, Any]) -> tuple[str, float | None, float, int | None, str]:
     """Return the arrival, rate, burstiness, concurrency and file of a load; a closed loop without clients if it is unknown."""
-    sent, given = _get_table(config, "loadgen"), _get_table(config, "input")
+    sent, given = result.get_table(config, "loadgen"), result.get_table(config, "input")
     clients = result.read_integer(sent.get("concurrency"))
     rate = sent.get("request_rate")
     if given.get("fixed_schedule"):

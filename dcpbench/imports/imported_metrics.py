@@ -19,8 +19,7 @@ from dcpbench.serving.outcome import FINISHED, REQUESTS_FAILED, Row, find_warnin
 if TYPE_CHECKING:
     from dcpbench.imports.result import Details, Result
 
-SUMMARY_ONLY, CHUNK_GAPS = "summary_only", "chunk_gaps"
-NOMINAL = "nominal_lengths"  # warnings of imports; reports/explain.py has a sentence for each
+SUMMARY_ONLY, CHUNK_GAPS, NOMINAL = "summary_only", "chunk_gaps", "nominal_lengths"  # warnings of imports
 
 
 def compute_metrics(result: Result, gpus: int) -> tuple[ServeMetrics, list[str]]:

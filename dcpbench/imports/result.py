@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Latencies
 
 MAX_NAME = 1000  # characters of a model's name and similar texts
-NEAR = 0.05
-"""Maximum difference between means of one load, as a share of the smaller one: a tokenizer adds tokens, and draws differ."""
-SAME_CURVE = 0.25
-"""Maximum difference between means along a curve of points with different loads: ten drawn lengths have a wide mean."""
+NEAR = 0.05  # maximum difference between means of one load, of the smaller: a tokenizer adds tokens, and draws differ
+SAME_CURVE = 0.25  # maximum difference between means along a curve of loads: ten drawn lengths have a wide mean
 PLAUSIBLE = (0.1, 1.3)  # range of the mean over a length from a name, outside which the name means something else
 PER_TOKEN = 0.98  # minimum number of gaps per token after the first with which a gap counts as the gap of one token
 MIN_CHUNK_TOKENS = 1.1
@@ -44,7 +42,7 @@ class Details:
     input_lens: list[int]
     output_lens: list[int]
     ttfts: list[float]
-    itls: list[list[float]]  # gaps between the chunks of each stream. A chunk may hold several tokens.
+    itls: list[list[float]]  # gaps between the chunks of each stream, which may hold several tokens
     errors: list[str]
     latencies: list[float] | None = None
     start_times: list[float] | None = None
@@ -109,41 +107,39 @@ class Result:
     """Hold one run of an engine's benchmark; None for facts that the file does not contain."""
 
     where: str
-    model: str | None
+    model: str | None = None
     backend: str = ""  # the engine that served, if it is not the one that wrote the benchmark
     arrival: str  # arrival process, in the names of a load
-    request_rate: float | None
+    request_rate: float | None = None
     burstiness: float = 1.0
     concurrency: int | None  # clients of a closed loop, or the maximum number of requests in flight
     trace: str = ""
-    submitted: int | None
-    completed: int | None
-    failed: int | None
-    duration_s: float | None
+    submitted: int | None = None
+    completed: int | None = None
+    failed: int | None = None
+    duration_s: float | None = None
     input_tokens: int = 0
     output_tokens: int = 0
     rates: Rates | None = None
     lengths: tuple[str | None, str | None] = (None, None)
     """Lengths of all prompts and of all answers as a load has them, if the file has them: `1024`, `uniform:256-1024`."""
-    nominal: tuple[int | None, int | None] = (None, None)
-    """Requested length of prompts and of answers, if it is unknown whether all have it."""
+    nominal: tuple[int | None, int | None] = (None, None)  # requested lengths, if it is unknown whether all have them
     device: str | None = None
     precision: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Precisions by the name of a point's field; `unknown` or absent if the file has none."""
-    summary: Mapping[str, Latencies]  # `ttft`, `itl`, `tpot`, `e2el` in ms, as the tool computed them
-    several_tokens: bool = False
-    """True if a field of the file shows that chunks hold several tokens, as with speculative decoding."""
+    summary: Mapping[str, Latencies] = dataclasses.field(default_factory=dict)
+    """Statistics of `ttft`, `itl`, `tpot` and `e2el` in ms, as the tool computed them."""
+    several_tokens: bool = False  # true if the file shows that chunks hold several tokens, as with speculative decoding
     goodput_s: float | None = None
     slo_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     layout: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """tp, dp, dcp, pp and pcp as a point has them; of a decode instance, if prefill runs on other GPUs."""
-    disaggregate: str = ""
-    """Number of prefill and decode instances as a point has them: `1:2`; empty for one instance that does both."""
+    disaggregate: str = ""  # prefill and decode instances as a point has them: `1:2`; empty for one that does both
     prefill_gpus: int = 0  # GPUs of each prefill instance if its layout is another one; else 0
     ep: str = ""  # expert parallelism as a point has it, or the number of expert-parallel ranks
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Parameters of the server and the load that identify the point and have no field of their own."""
-    swept: bool = False  # True for a run of a sweep; its file lists what distinguishes its server
+    swept: bool = False  # true for a run of a sweep; its file lists what distinguishes its server
     hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Texts that may distinguish two servers: a label, metadata, an image, the names of the file and its folder."""
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -195,7 +191,7 @@ class Shape:
 
     prompts: str  # `1024`, `uniform:256-1024`, or `mean:1022` of all results of the same load; `unknown`
     answers: str
-    nominal: bool  # True if a length is the requested one, and requests had another one on average
+    nominal: bool  # true if a length is the requested one, and requests had another one on average
     longest: int  # tokens of the longest request, answer included; 0 if unknown
 
 
@@ -413,10 +409,21 @@ def _parse_number(value: object) -> float | None:
         return None
 
 
+def get_table(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a field that holds an object; an empty one if it is absent or of another type."""
+    found = fields.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def read_integer(value: object) -> int | None:
     """Return a whole number above 0, also from a text; None for anything else."""
     text = str(value)
     return int(text) if text.isdecimal() and len(text) < 7 and int(text) else None  # noqa: PLR2004 - a degree
+
+
+def read_first_integer(fields: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    """Return the number of the first of these fields that has one (`read_integer`); None if none has."""
+    return next((number for name in names if (number := read_integer(fields.get(name)))), None)
 
 
 def _check_values(value: object, what: str, *, signed: bool = False, limit: float = MAX_NUMBER) -> None:

@@ -62,8 +62,7 @@ OTHERS = """
     total_throughput total_throughput_retokenized concurrency sharegpt_output_len fixed_output_len generated_texts
     max_output_tokens_per_s max_concurrent_requests
 """
-KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())
-"""Fields that are read, follow from those, or do not matter to performance."""
+KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())  # fields that are read or do not matter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +114,6 @@ def read(document: Document) -> Result:
     )
 
 
-def _get_server_info(document: Document) -> dict[str, Any]:
-    info = document.fields.get("server_info")
-    return info if isinstance(info, dict) else {}
-
-
 def _list_servers(info: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
     """Return the servers of a kind behind a router that separates prefill and decode."""
     found = info.get(kind)
@@ -128,7 +122,7 @@ def _list_servers(info: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
 
 def _read_deployment(document: Document) -> Deployment:
     """Read which servers there were. Raise RecordsError if servers of one kind have different layouts."""
-    info = _get_server_info(document)
+    info = result.get_table(document.fields, "server_info")
     prefill, decode = _list_servers(info, PREFILL), _list_servers(info, DECODE)
     if prefill and decode:
         return _read_instances(document.where, prefill, decode)
@@ -210,6 +204,6 @@ def _format_range(longest: int | None, ratio: float) -> str | None:
 
 def _read_model(document: Document) -> str | None:
     """Return the model of the server, or of the first server behind a router that has one."""
-    info = _get_server_info(document)
+    info = result.get_table(document.fields, "server_info")
     servers = [info, *_list_servers(info, PREFILL), *_list_servers(info, DECODE)]
     return next((name for s in servers if (name := result.read_model(s.get("model_path"), document.where))), None)

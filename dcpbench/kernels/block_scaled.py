@@ -51,7 +51,7 @@ class Rows:
     plain: torch.Tensor | None = None  # numbers before quantisation, if requested
 
 
-def needs_quantized_input(weight: torch.Tensor | Scaled | None) -> bool:
+def needs_quantized_input(weight: object) -> bool:
     """Return True if kernels that make activations for a product with this weight also quantise them."""
     return isinstance(weight, Scaled) and weight.data.is_cuda
 

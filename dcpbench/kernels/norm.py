@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,9 @@ from dcpbench.kernels.block_scaled import (
     needs_quantized_input,
     store_quantised,
 )
+
+if TYPE_CHECKING:
+    from dcpbench.kernels.int4 import Int4
 
 
 class Mark(NamedTuple):
@@ -34,7 +37,7 @@ def add_rms_norm(
 
 
 def normalize_for(
-    feeds: torch.Tensor | Scaled | None,
+    feeds: torch.Tensor | Scaled | Int4 | None,
     x_BD: torch.Tensor,
     residual_BD: torch.Tensor | None,
     weight_D: torch.Tensor,

@@ -14,7 +14,6 @@ from dcpbench.plan.option_parsers import check_known, check_positive, check_seco
 from dcpbench.plan.spec import PARSERS, SPEC_PARSERS, PointLoad, build_spec, get_defaults
 from dcpbench.points.batches import CHUNK, CPU_CHUNK, GRAPH_BATCHES
 from dcpbench.points.instances import parse_instances
-from dcpbench.points.layout import OUTER_DEGREES
 from dcpbench.points.names import (
     CLOSED,
     COMPUTED,
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     from dcpbench.points.device_probe import Probe
     from dcpbench.serving.request_files import Trace
 
-OTHERS = ("context", "seconds", *OUTER_DEGREES)  # options that only `sweep` has
+OTHERS = ("context", "seconds")  # options that only `sweep` has
 SHARED_AXES = [axis for axis in LOAD_AXES if axis.one]
 """Fields that are equal for all loads of a run, and options with the same names."""
 MAX_REQUESTS = 10_000_000
@@ -120,7 +119,7 @@ class ServeLoads:
             for name in (value,) if axis.one else value:
                 check_known(axis.name, name, axis.values)
         if self.seed < 0:
-            raise UsageError(f"--seed {self.seed} is negative; write 0 or more.")
+            raise UsageError(f"--requests seed={self.seed} is negative; write seed=0 or more.")
         self._check_arrivals()
         self._check_prefixes()
         self._check_sessions()
@@ -533,6 +532,12 @@ def _parse_real(name: str, value: object) -> float:
         ) from e
 
 
+def _parse_micro_batches(name: str, value: object) -> int:
+    found = read.parse_int(name, value)
+    check_positive(name, found)
+    return found
+
+
 SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     **{name: parser for name, parser in PARSERS.items() if name not in OTHERS},
     **{axis.name: _parse_real if axis.kind is float else read.get_parser(axis) for axis in SHARED_AXES},
@@ -557,6 +562,7 @@ SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     "step_times": read.parse_name,
     "slo": lambda _, value: parse_slo(value),
     "limit_seconds": _parse_real,
+    "micro_batches": _parse_micro_batches,
 }
 """Fields of a spec of `serve` that options set, with their parsers."""
 SERVE_SPEC_PARSERS = SERVE_PARSERS | {COMPUTED: SPEC_PARSERS[COMPUTED]}

@@ -383,4 +383,9 @@ SPEC_PARSERS = PARSERS | {COMPUTED: read.parse_name}
 SWITCHED_OFF = ("baseline", "profile")
 """Switches that are on by default, for which files may also contain the negation, such as `no-baseline`."""
 
-_SETTINGS = {"kv_memory": "kv_memory_bytes", "seconds": "seconds", "profile": "profile"}
+_SETTINGS = {
+    "kv_memory": "kv_memory_bytes",
+    "seconds": "seconds",
+    "profile": "profile",
+    "micro_batches": "micro_batches",
+}

@@ -19,9 +19,9 @@ from dcpbench.errors import (
     format_install_hint,
 )
 from dcpbench.models.shapes import NOPE, ROPE, VALUE
-from dcpbench.models.weight_formats import PAPER_FORMATS
+from dcpbench.models.weight_formats import FORMATS, INT4, INT4_GROUPS
 from dcpbench.plan.command_line import format_retyped_command, retype_command
-from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit
+from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit, find_split_block
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.budget import (
@@ -50,6 +50,7 @@ from dcpbench.points.names import (
     LIBRARIES,
     NO_EXCHANGE,
     OVER_FP8,
+    PCP_EXCHANGE,
     REGISTERED,
     REPLAY,
     SYNTHETIC,
@@ -59,6 +60,7 @@ from dcpbench.points.names import (
 from dcpbench.points.point import OPTIONS
 from dcpbench.points.sizes import format_size, format_size_up
 from dcpbench.serving.loads import compute_extent
+from dcpbench.serving.stage_steps import check_stages, make_measured_point
 from dcpbench.serving.step_times import read_step_times
 from dcpbench.show.text import format_count, format_list
 
@@ -101,12 +103,16 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     """Raise an error that names the options to use instead, unless the point can run."""
     probe = machine.probe
     if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
-        load_step_times(settings.step_times).check_point(point, settings.step_times)
+        times = load_step_times(settings.step_times)
+        measured = make_measured_point(point)
+        staged = "" if measured == point else f", for steps of {measured.instance_name} in {point.instance_name}"
+        times.check_point(measured, f"{settings.step_times}{staged}")
+        check_stages(times, point)
         if machine.nnodes > 1:
             raise UsageError("--step-times are replayed by one process on one machine; leave --nodes out.")
     if probe.device == "cpu":
         _check_cpu(point, shape, machine)
-    point.layout.check_model(shape, point.ep)
+    _check_layout(point, shape)
     here = not settings.step_times  # else the point has run, on ranks and by a wire that need not be here
     if here:
         _check_ranks(point, shape, machine)
@@ -124,7 +130,7 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
         _check_exchange(point, machine)
     if probe.device == "cuda":
         _check_gpu_kernels(point, shape)
-        _check_kernel_limits(point, shape, probe)
+    _check_kernel_limits(point, shape, probe)
     if point.load:
         _check_load(point, point.load, shape, probe)
     else:
@@ -133,12 +139,28 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     _check_memory(point, settings, shape, probe)
 
 
+def _check_layout(point: Point, shape: ModelShape) -> None:
+    """Raise an error unless the model can take the layout, and the layout the exchange."""
+    point.layout.check_model(shape, point.ep)
+    if point.layout.spread.shared_kv > 1 and point.exchange != PCP_EXCHANGE:
+        raise UsageError(
+            f"--exchange {point.exchange} with --dcp over --stages pcp={point.pcp}: outputs are summed on all of these ranks, as in vLLM; "
+            f"use --exchange {PCP_EXCHANGE}."
+        )
+
+
 def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
     """Raise UsageError unless the engine computes the model with its weights; replays with given step times need no engine."""
-    if point.layout.gpus > point.tp:
+    if point.layout.gpus > point.tp and not (point.load and point.load.mode == REPLAY):
         raise UsageError(
             f"{point.instance_name}: the engine runs no pipeline stages and no prefill context parallelism. To plan them, add --dry-run, "
-            "or use dcpbench recommend; to measure them, start an engine in this layout and use dcpbench server --url."
+            "or use dcpbench recommend; to replay requests, use dcpbench serve --mode replay; to measure them, start an engine in this "
+            "layout and use dcpbench server --url."
+        )
+    if point.layout.gpus > point.tp and not settings.step_times:
+        raise UsageError(
+            f"{point.instance_name}: steps over stages are estimated from measured steps of the layout without them; measure these with "
+            "--mode replay and without --stages, and add --step-times with the file below step-times/ of that run."
         )
     reason = None if settings.step_times else find_live_limit(shape, point.weights_dtype)
     if reason is not None:
@@ -147,9 +169,11 @@ def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
 
 def find_live_limit(shape: ModelShape, weights_dtype: str) -> str | None:
     """Return why the engine does not compute a model with weights of a format; None if it does."""
-    if weights_dtype in PAPER_FORMATS:
+    if weights_dtype in FORMATS and not shape.get_weight_format(weights_dtype).engine:
+        groups = " or ".join(map(str, INT4_GROUPS))
+        but = f" but experts alone, symmetric in groups of {groups}" if weights_dtype == INT4 else ""
         return (
-            f"the engine has no kernels for {weights_dtype} weights; with --weights-dtype fp8 or bf16 it measures the same layers in that "
+            f"the engine has no kernels for {weights_dtype} weights{but}; with --weights-dtype fp8 or bf16 it measures the same layers in that "
             "precision"
         )
     if shape.indexer:
@@ -480,7 +504,10 @@ def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
 
 
 def _check_kernel_limits(point: Point, shape: ModelShape, probe: Probe) -> None:
-    limit = find_kernel_limit(point, shape, probe)
+    if probe.device == "cuda":
+        limit = find_kernel_limit(point, shape, probe)
+    else:  # the CPU splits blocks of fp8, and no groups of int4
+        limit = find_split_block(point, shape) if point.weights_precision == INT4 else None
     if limit is not None:
         raise UsageError(limit.format_for_sweep())
 
@@ -642,7 +669,7 @@ def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Pro
         if max_requests
         else f"Not even one request of {point.context} tokens fits."
     )
-    for layout in list_valid_layouts(shape, point.tp, point.ep):
+    for layout in list_valid_layouts(shape, point.tp, point.ep, point.pp, point.pcp):
         if layout.dp != point.dp or layout.dcp <= point.dcp:
             continue
         wider = msgspec.structs.replace(point, dcp=layout.dcp)

@@ -345,7 +345,7 @@ def compute_window_bytes(
     """
     heads = 0 if shape.gqa else shape.heads // layout.attn_tp
     row = shape.compute_kv_width(layout.attn_tp)
-    travels = 2 * row + -(-row // layout.dcp) if layout.dcp > 1 else 0
+    travels = 2 * row + -(-row // layout.kv_ranks) if layout.kv_ranks > 1 else 0
     each = 2 * heads * shape.head_width + row
     return tokens * (each * itemsize + travels * (kv_itemsize or itemsize))
 
@@ -363,6 +363,7 @@ def compute_prefill_bytes(
                   tensor-parallel experts are I / tp wide. Without experts: tokens · 3·dense_inter / tp
         hidden    tokens · 4·D, gathered, from the shared expert, from both, reduced; B · 3·D, residual, normed, output
         attention B · (q_lora + 2·Q + h·(3·(nope + P) + 2·V)), and h·V in fp32 where a prefix has windows
+        drafts    the last three once more for the layer that drafts tokens, which runs outside of the captured pieces, and B · 3·D
     """
     rows, heads = tokens // layout.dp, shape.heads // layout.attn_tp
     window = compute_window_bytes(shape, layout, max(PREFILL_WINDOW, rows), itemsize, kv_itemsize)
@@ -373,7 +374,8 @@ def compute_prefill_bytes(
     hidden = (4 * tokens + 3 * rows) * shape.hidden
     per_head = 3 * shape.head_width + 2 * shape.value
     attention = rows * ((shape.q_lora or 0) + 2 * shape.compute_kv_width(layout.attn_tp) + heads * per_head)
-    return window + (experts + hidden + attention) * itemsize + rows * heads * shape.value * FP32
+    layer = (experts + hidden + attention) * itemsize + rows * heads * shape.value * FP32
+    return window + layer + (layer + 3 * rows * shape.hidden * itemsize if shape.drafts else 0)
 
 
 def compute_min_layers(

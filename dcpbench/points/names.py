@@ -9,6 +9,7 @@ BACKENDS = ("reference", "triton", "flashinfer", "flashmla")  # values of --back
 GQA_BACKENDS = BACKENDS[:3]  # values of --backend for grouped-query attention; kernels/gqa implements them
 REGISTERED = "ag_rs_registered"  # the exchange ag_rs in memory that NCCL has registered
 EXCHANGES = ("ag_rs", "a2a", "symm", REGISTERED)  # values of --exchange; exchange/ implements them
+PCP_EXCHANGE = EXCHANGES[0]  # of DCP over PCP ranks: sums outputs on all of them, as vLLM's `cp_lse_ag_out_ar`
 AUTO_EXCHANGES = EXCHANGES[:-1]  # candidates of --exchange auto; the last exchange runs only if it is named
 OVER_FP8 = ("reference", "triton", "flashmla")  # backends that read KV rows in fp8
 AS_REQUESTS = "-rows"

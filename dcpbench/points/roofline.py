@@ -416,6 +416,12 @@ def compute_step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str,
     return found
 
 
+def compute_local_us(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> float:
+    """Return the floor of a step in µs without calls between ranks; work with an unknown limit takes no time."""
+    works = ((times, work) for _, times, work in iter_phase_works(sharding, step) if not work.barriers)
+    return sum(times * (compute_floor_us(work, limits) or 0.0) for times, work in works)
+
+
 def compute_step_matmul_s(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> float | None:
     """Return the seconds that operations of a step take on rank 0 at the matrix rates, each at the rate of its
     operands.
@@ -504,7 +510,7 @@ def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None
     most = window or (s.indexer.top_k if s.indexer else None)
     rows = (max(n - back, 1) for n in step.decodes for back in range(step.queries)[::-1])
     seen = [n if most is None else min(n, most) for n in rows]
-    lengths = [compute_local_length(n, 0, layout.dcp, sharding.interleave) for n in seen]
+    lengths = [compute_local_length(n, 0, layout.kv_ranks, sharding.interleave) for n in seen]
     yield (
         "attention",
         compute_attention_work(
@@ -518,7 +524,12 @@ def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None
             step.queries,
         ),
     )
-    yield "merge", compute_merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.output_width, itemsize)
+    value = s.value if wide.value else s.output_width
+    if layout.shared_kv > 1:
+        yield "merge", compute_all_reduce_work(decodes * heads * value * itemsize, layout.kv_ranks)
+        yield "merge", compute_gather_work(layout.kv_ranks * decodes * heads * LSE_BYTES, layout.kv_ranks)
+    else:
+        yield "merge", compute_merge_work(decodes, heads, layout.dcp, value, itemsize)
 
 
 def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
@@ -532,7 +543,7 @@ def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[st
         return
     for name, product in memory.make_indexer_products(sharding.shape).items():
         yield "qkv_proj", sharding.get_linear_work(product, step.rows, QKV if name != "weights_proj" else "")
-    ranks = sharding.layout.dcp
+    ranks = sharding.layout.kv_ranks
     local_keys = [compute_local_length(n, 0, ranks, sharding.interleave) for n in step.decodes]
     keys = sum(local_keys)
     received = compute_candidate_bytes(indexer, local_keys * step.queries, ranks)
@@ -575,7 +586,7 @@ def _iter_prefill_works(sharding: Sharding, step: StepRows, window: int | None) 
     weights = s.latent * heads * (s.nope + s.value)
     numbers = tokens * sharding.row_width + weights + tokens * heads * (s.nope + s.rope + s.value)
     decompressed, attended = (tokens + stored) * weights, pairs * heads * (s.nope + s.rope + s.value)
-    yield "prefix_gather", compute_gather_work(stored * sharding.row_bytes, layout.dcp)
+    yield "prefix_gather", compute_gather_work(stored * sharding.row_bytes, layout.kv_ranks)
     yield "prefix_gather", compute_gather_work(sharding.pcp * tokens * sharding.row_width * itemsize, sharding.pcp)
     yield (
         "prefill",

@@ -18,5 +18,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """--timeout load=60: a run of requests ends then, and what has not finished is cancelled. A limit in requests is in
     Load.requests."""
     trace_path: str = ""  # --requests: absolute path of the file that Load.trace names
+    micro_batches: int = 0  # --stages micro-batches: number in flight over stages; 0: as many as there are stages
     step_times: str = ""
     """--step-times: absolute path of the file with the step times of a replay; empty if the replay measures them."""

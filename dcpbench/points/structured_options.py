@@ -69,7 +69,7 @@ class Sessions(StructuredOption, frozen=True, kw_only=True):
 
 
 class RequestFile(StructuredOption, frozen=True, kw_only=True):
-    """Describe a file of requests, and how it is read if its columns do not tell."""
+    """Describe a file of requests, how it is read if its columns do not tell, and the seed of what is generated."""
 
     option = "--requests"
     text = "Requests of a file: Mooncake, Qwen, AIPerf, BurstGPT, Azure or dcpbench's own JSONL or CSV. They arrive at the times of the file, with --request-rate at that rate, or with --concurrency in a closed loop. For example: --requests trace.jsonl."
@@ -98,6 +98,15 @@ class RequestFile(StructuredOption, frozen=True, kw_only=True):
         str | None, Key("UNIT", "unit of times: s, ms, us, ns or date.", "that of the format", "trace_time_unit")
     ] = None
     block_size: Annotated[int | None, Key("N", "tokens of a hash id.", "that of the format", "trace_block_size")] = None
+    seed: Annotated[
+        int | None,
+        Key(
+            "N",
+            "seed of lengths, gaps and tokens that are generated: the same for every layout and machine.",
+            "0",
+            "seed",
+        ),
+    ] = None
 
 
 class PrefixShare(StructuredOption, frozen=True, kw_only=True):
@@ -302,9 +311,9 @@ class Stages(StructuredOption, frozen=True, kw_only=True):
             "pcp",
         ),
     ] = None
-    micro_batches: Annotated[int | None, Key("N", "micro-batches in flight over the stages.", "as many as stages")] = (
-        None
-    )
+    micro_batches: Annotated[
+        int | None, Key("N", "micro-batches in flight over the stages.", "as many as stages", "micro_batches")
+    ] = None
 
 
 class Timeout(StructuredOption, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ from dcpbench.points.expert_distribution import EVEN, OWN
 from dcpbench.points.key_values import LIST
 from dcpbench.points.layout import DEGREES, OUTER_DEGREES, Layout, list_valid_layouts, place_experts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, UNKNOWN, WHOLE, format_setting
+from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, PCP_EXCHANGE, REPLAY, UNKNOWN, WHOLE, format_setting
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.structured_options import KEYS
@@ -382,6 +382,8 @@ def _list_placements(ask: Query, layout: Layout) -> list[str]:
 def _make_points(ask: Query, layout: Layout, concurrency: int, context: int, load: Load | None) -> list[Point]:
     """Return the points of a layout under a load, one for each exchange and expert placement to compare."""
     exchanges = ask.exchanges if layout.dcp > 1 else (NO_EXCHANGE,)
+    if layout.spread.shared_kv > 1:
+        exchanges = (PCP_EXCHANGE,)
     return [
         _make_point(ask, layout, exchange, ep, concurrency, context, load)
         for exchange in exchanges

@@ -148,7 +148,9 @@ def parse_records(
                 if is_cut_short(line, e):
                     return
                 before = path.read_bytes().count(b"\n", 0, begin) if begin else 0
-                read = read or _has_record(path)
+                from dcpbench.records.repair import has_record
+
+                read = read or has_record(path)
                 if bad is None or not (read or checks.is_record_line(line)):
                     raise RecordsError(_explain_unreadable_line(path, before + number, line, e, read=read), path) from e
                 mend = checks.suggest_repair_command(path, e)
@@ -156,12 +158,6 @@ def parse_records(
                     BadLine(file=str(path), line=before + number, why=checks.describe_bad_line(line, e), mend=mend)
                 )
         place += len(whole)
-
-
-def _has_record(path: Path) -> bool:
-    from dcpbench.records.repair import has_record
-
-    return has_record(path)
 
 
 def _explain_unreadable_line(path: Path, number: int, line: bytes, error: Exception, *, read: bool) -> str:

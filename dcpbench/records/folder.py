@@ -12,8 +12,7 @@ ASIDE_FILE = "records.truncated.txt"  # last lines that a crash cut short, which
 CHECKS_FILE = "checks.jsonl"
 FAILED_FILE = "failed.jsonl"  # records of points that `verify` could not check
 GAINS_FILE = "gain-splits.json"  # gains of DCP by cause, of replayed loads (serving/run_gains.py)
-LOCK_FILE = ".lock"
-"""Locked while a run writes here; holds the process ids of the command, of its torchrun jobs and of their ranks."""
+LOCK_FILE = ".lock"  # locked while a run writes here; holds the process ids of the command, its jobs and their ranks
 JOB_FILES = "job-*.json"
 HANGS_FOLDER = "hangs"  # folder of the evidence captured from hanging jobs, one subfolder TAG-N per hang
 

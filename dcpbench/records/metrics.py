@@ -66,28 +66,20 @@ class Metric:
     unit: str  # unit in words
     help: str  # description in one line, which exports carry
     better: Direction | Literal["by unit"] = "by unit"
-    """Direction in which the metric is better: by default, rates are better higher and times lower; empty if a change
-    is neither.
-    """
+    """Direction in which it is better: by default higher for rates and lower for times; empty if neither is."""
     _: dataclasses.KW_ONLY
 
     at: tuple[str, ...] = ()
-    """Paths in a record that hold the metric as a number or an Interval; the first one with an existing outermost part
-    is used. The default is derived from the name.
-    """
+    """Paths in a record that hold it, of which the first with an existing outermost part counts; by default by name."""
     of: Callable[[Record], float | None] | None = None
-    """Function that computes the metric from a record. A metric with neither `at` nor `of` compares points, and no
-    record has it.
-    """
+    """Function that computes it from a record; without `at` and `of` a metric compares points, and no record has it."""
     derived: Callable[[Record], tuple[float, float] | None] | None = None
     """Function that derives the ends of the interval from another metric, if no record holds them."""
     merged: Literal["median", "max", "min", "first", ""] = ""
-    """Method by which a report merges repeats; by default the median. Repeats share a KV cache, so the first is used.
-    Exports and the dashboard show medians.
-    """
-    ranged: bool = False  # True if tables also show both ends of the interval, as `…_low` and `…_high`
-    positive: bool = False  # True if no record can hold 0 for this metric
-    whole: bool | None = None  # True if the metric is shown without decimals; by default if records hold an integer
+    """Method by which a report merges repeats: by default the median, of a KV cache the first; exports show medians."""
+    ranged: bool = False  # true if tables also show both ends of the interval, as `…_low` and `…_high`
+    positive: bool = False  # true if no record can hold 0 for this metric
+    whole: bool | None = None  # true if the metric is shown without decimals; by default if records hold an integer
     exported: bool = True
     gauge: str = ""  # Prometheus name without `dcpbench_`, if it cannot be derived from the unit
 
@@ -95,8 +87,7 @@ class Metric:
     title: str = ""  # longer label
     brief: str = ""  # shorter label
     heading: str = ""  # heading of the column in the tables of a report
-    shown_unit: str | None = None
-    """Unit for display, if it differs from the recorded unit or the label already contains it."""
+    shown_unit: str | None = None  # unit for display, if it differs from the recorded one or the label has it already
     brief_unit: str | None = None  # unit shown with `brief`
     scale: float = 1.0  # factor from the unit to the one that is shown
     digits: int = 4  # significant ones in a report's tables
@@ -110,7 +101,7 @@ class Metric:
     aliases: tuple[str, ...] = ()  # other names that options of `compare` take for it
     errors: Mapping[str, Error] = dataclasses.field(default_factory=dict)
     """Observations that `compare` resamples, by workload; empty for counts, where every difference is significant."""
-    absolute: bool = False  # True for small integers, for which a ratio is not informative
+    absolute: bool = False  # true for small integers, for which a ratio is not informative
 
     def __post_init__(self) -> None:
         """Derive all fields that were not given."""
@@ -564,20 +555,18 @@ METRICS: tuple[Metric, ...] = (
         heading="preempted",
     ),
     Metric("steps", "steps", "steps of the run", at=("serve.steps",)),
-    Metric("decode_steps", "steps", "steps without prefill", heading="decode steps"),
+    Metric("decode_steps", "steps", "steps without prefill"),
     Metric(
         "eager_decode_steps",
         "steps",
         "steps without prefill past the largest captured graph",
         exported=False,
-        heading="eager decode steps",
     ),
     Metric(
         "decode_batch",
         "requests",
         "mean requests in a step without prefill",
         label="requests in a decode step",
-        heading="requests in a decode step",
         digits=3,
     ),
     Metric(
@@ -585,7 +574,6 @@ METRICS: tuple[Metric, ...] = (
         "tokens/step",
         "mean tokens of a request and step that verifies drafts, the sampled one included",
         of=_get_tokens_per_step,
-        label="tokens per step",
         shown_unit="",
         digits=3,
     ),
@@ -603,7 +591,6 @@ METRICS: tuple[Metric, ...] = (
         "prefill_busy_share",
         "share",
         "share of the run in which instances that prefill ran steps, where several instances serve",
-        "",
         of=_make_busy_share("prefill"),
         label="prefill instances busy",
         heading="prefill busy",
@@ -613,7 +600,6 @@ METRICS: tuple[Metric, ...] = (
         "decode_busy_share",
         "share",
         "share of the run in which instances that decode ran steps, where several instances serve",
-        "",
         of=_make_busy_share("decode"),
         label="decode instances busy",
         heading="decode busy",
@@ -623,7 +609,6 @@ METRICS: tuple[Metric, ...] = (
         "link_busy_share",
         "share",
         "share of the run in which the links of instances that prefill sent KV",
-        "",
         at=("serve.instances.link_busy_share",),
         label="KV links busy",
         heading="links busy",
@@ -729,8 +714,7 @@ DECODE_TABLE = _list_metrics(
 """Columns of a report's table of points of `decode`, between the throughput with its interval and the objectives."""
 PROFILE_TABLE = _list_metrics("idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us")
 """Columns of its table of steps, after the step time."""
-KV_TABLE = _list_metrics("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")
-"""Leading columns of the table of KV caches."""
+KV_TABLE = _list_metrics("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")  # first columns of the table of KV caches
 SERVED_TABLE = _list_metrics(  # columns of its table of served points before the objectives
     """
     output_tok_s steady_tok_s output_tok_s_per_gpu tok_s_per_user ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms
@@ -797,9 +781,7 @@ def get_definitions(workload: str) -> dict[str, tuple[str, str]]:
 
 
 def list_compared_metrics(workload: str, options: Sequence[str] = ()) -> list[Metric]:
-    """Return the metrics that `compare` tests for a point of this workload; only the named ones if `options` is not
-    empty.
-    """
+    """Return the metrics that `compare` tests for a point of this workload, of `options` only the named ones."""
     wanted = {find_compared_metric(option, workload) for option in options}
     return [metric for metric in COMPARED[workload] if not wanted or metric in wanted]
 
@@ -826,8 +808,8 @@ class Value:
 
     metric: Metric
     median: float
-    low: float | None
-    high: float | None  # 95 % interval of a single measurement, or the envelope of several; None for a single number
+    low: float | None  # lower end of the 95 % interval, or of the envelope of several; None for a single number
+    high: float | None  # upper end
     each: tuple[float, ...]  # value of each repeat that has one
 
     def convert_to_shown_unit(self) -> Value:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SEALED, UNSEALED, CUT_SHORT, DAMAGED, STRANGE = "sealed", "unsealed", "cut short", "damaged", "strange"
 MAX_BROKEN_OBJECTS = 64
-"""Objects within a damaged line that are tried and have no end: a record has some 20, and each costs a look at the line."""
+"""Objects without an end that are tried in a damaged line: a record has some 20, and each costs a look at the line."""
 _BEGIN, _VALUE = re.compile(r'\{\s*"'), json.JSONDecoder()
 COPY_FIRST = "copy the folder to another disk and repair the copy"  # remedy if the disk of the file cannot be written
 BACKUP = ".before-repair"  # suffix of the copy of a file of records made before the repair
@@ -44,8 +44,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     kind: str  # `cut short`, `damaged` or `strange`
     why: str  # problem with the line, without a full stop
     length_bytes: int
-    held: int = 0
-    """Number of whole records found inside it, between the damage; 1 for a record with an invalid value left out."""
+    held: int = 0  # whole records found inside it; 1 for a record with an invalid value left out
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,9 +56,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     points: int
     faults: list[Fault]
     advice: list[str]
-    """Remedies for the faults, each once. For a file without any record, only for lines that were records or are of
-    another version.
-    """
+    """Remedies, each once; without any record only for lines that were records, or are of another version."""
     samples_missing: list[str]  # files of requests that records name and that are missing from the folder
 
 
@@ -199,9 +196,7 @@ def _find_json_error(line: bytes) -> Exception | None:
 
 
 def _find_inner_records(line: bytes) -> Iterator[tuple[Record, bytes]]:
-    """Yield whole records inside a damaged line, with their bytes: sealed ones, and those without a checksum between
-    them.
-    """
+    """Yield whole records inside a damaged line, with their bytes: sealed ones, and unsealed ones between them."""
     for text in _split_damaged_line(line):
         try:
             yield decode_record(text), text

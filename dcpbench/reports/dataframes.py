@@ -124,8 +124,7 @@ class Frames:
     """Requested objectives in ms; if empty, those that the runs were measured with apply (slo.py)."""
     engines: list[EngineRun] = dataclasses.field(default_factory=list)
     """Runs by engine, if several engines were measured: `run` in the tables is then the name of one of these."""
-    model_names: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Shown name of each model folder (model_names.find_model_names)."""
+    model_names: dict[str, str] = dataclasses.field(default_factory=dict)  # shown names by folder
 
     @property
     def shown_runs(self) -> list[Run]:
@@ -201,14 +200,14 @@ def load_frames(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[
             row = report.add_names(_make_point_row(run.name, records), records)
             (served if records[0].point.load else rows).append(row)
     slo = slo or {}
+
+    def complete_table(table: pd.DataFrame) -> pd.DataFrame:
+        return launch_bands.add_bands(_make_plain_table(objectives.add_slo_results(table, slo)), bands)
+
     return Frames(
         runs=runs,
-        points=launch_bands.add_bands(
-            _make_plain_table(objectives.add_slo_results(_add_load_columns(_build_tidy_table(rows)), slo)), bands
-        ),
-        served=launch_bands.add_bands(
-            _make_plain_table(objectives.add_slo_results(_add_served_columns(_build_tidy_table(served)), slo)), bands
-        ),
+        points=complete_table(_add_load_columns(_build_tidy_table(rows))),
+        served=complete_table(_add_served_columns(_build_tidy_table(served))),
         slo=slo,
         others=pd.DataFrame(others, columns=[*OTHERS, *LOST]),
         engines=engines,
@@ -223,8 +222,7 @@ class _Reading:
     engines: list[EngineRun]
     devices: dict[str, str]  # shown name of each device (joined_runs.find_device_names)
     models: dict[str, str]  # shown name of each model folder (model_names.find_model_names)
-    launches: Counter[tuple[str, str]]
-    """Launches of each point by engine and key; counted only if several engines were measured."""
+    launches: Counter[tuple[str, str]]  # launches of each point by engine and key; only counted for several engines
 
     def add_names(self, row: dict[str, Any], records: list[Record]) -> dict[str, Any]:
         """Return the row of a point with the shown names of its model and device, and with the engine that ran it."""
@@ -440,6 +438,7 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
     condition_names = ("layers", "layers_held", "attention_error", "experts_hit", "graph_batch", "cuda_graph")
     busiest = {name: v for name in BUSIEST if conditions and (v := getattr(conditions, name)) is not None}
     row |= {
+        "record": records[0],
         "run": run,
         "layout": point.layout_name,
         "drawn_layout": describe_layout(point),
@@ -452,7 +451,6 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "warnings": tuple(sorted({warning for r in records for warning in _list_warnings(r)})),
         "cpu": any(map(is_functional, records)),
         "device": next(filter(None, map(get_device, records)), None),
-        "slo_recorded": objectives.get_recorded_slo(records[0]),
         **{f"kv_{name}": getattr(kv, name, None) for name in Kv.__struct_fields__},
         **({"kv_bounded_by": SERVER_FLAG} if any(map(is_kv_limited, records)) else {}),
         "room_for": kv.capacity_requests * instances.serving if kv else None,
@@ -634,12 +632,7 @@ def _sort_table(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return table.sort_values(order, kind="stable", ignore_index=True, key=make_sort_key)
 
 
-DISTINCT_WHEN_ABSENT = (
-    "emulate",
-    "prefill_gpus",
-    "mtp",
-    "acceptance",
-)  # fields of which an empty value means something, not "unknown"
+DISTINCT_WHEN_ABSENT = ("emulate", "prefill_gpus", "mtp", "acceptance")  # an empty value does not mean "unknown"
 
 
 def _format_varying(table: pd.DataFrame, axis: Axis) -> list[str]:
@@ -702,10 +695,10 @@ def _format_devices(table: pd.DataFrame) -> list[str]:
 def _format_exchanges(table: pd.DataFrame) -> list[str]:
     """Return the parts of each point's exchange that not all have in common, such as `a2a +q-replicate`."""
     own = select_point_axes(Role.EXCHANGE)
-    rows = table[[axis.name for axis in own]].to_dict("records")
+    rows = load_labels.list_rows(table[[axis.name for axis in own]])
     exchanges = ~table["exchange"].isin((NO_EXCHANGE, UNKNOWN))
     varying = [axis for axis in own if len(set(table[axis.name][exchanges])) > 1]
     return [
-        " ".join(axes.format_changed_values(varying, {str(k): v for k, v in row.items()})) if exchanging else ""
+        " ".join(axes.format_changed_values(varying, row)) if exchanging else ""
         for row, exchanging in zip(rows, exchanges, strict=True)
     ]

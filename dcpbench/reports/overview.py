@@ -142,6 +142,7 @@ def list_caveats(frames: Frames) -> list[str]:
             f"replayed in virtual time over measured step times, not served live{some}{_format_policies(frames)}"
         )
     found += answer.list_draft_conditions(frames)
+    found += answer.list_stage_conditions(frames)
     origins = [parse_origin(name) for name in load_labels.list_unique(table["origin"])]
     if servers := [origin.label for origin in origins if origin.engine]:
         some = "" if len(servers) == len(origins) else "points of "
@@ -266,7 +267,7 @@ def _describe_single(frames: Frames, timed: pd.DataFrame) -> str:
             return f"{format_capitalized(where)}only {names[0]} ran, {why}: {most}."
         return f"{format_capitalized(where)}only {names[0]} ran, so nothing here says which layout to take: {most}."
     loads = format_count(len(best), "load")
-    launches = f", {launch_bands.IN_ONE_LAUNCH}," if launch_bands.has_single_launches(best) else ""
+    launches = f"{found}," if (found := launch_bands.format_launches(best)) else ""
     won = answer.count_winners(best)
     return f"{format_capitalized(where)}of {loads} with requests at a rate, the fastest{launches} is {won}: {most}."
 

@@ -39,9 +39,7 @@ FASTEST_LOOK: dict[str, Any] = {  # ring around the fastest layout of each distr
 
 
 def select_skewed(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the decode steps of layouts that ran with several distributions, with the `place` of each on the x axis, by the experts
-    that steps read; empty if there are none.
-    """
+    """Return the decode steps of layouts that ran with several distributions, with their `place` by experts read."""
     if points.empty or ROUTING not in points:
         return points.iloc[:0]
     known = points[points["step_ms"].notna() & points["experts_hit"].notna()]

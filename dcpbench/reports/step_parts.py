@@ -7,7 +7,7 @@ kernels (syncs.kernel_time.PARTS). Both are names in `phases.phase_us` of a reco
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dcpbench.reports.floors import find_phases
 from dcpbench.show.numbers import is_missing
@@ -98,8 +98,8 @@ def add_sums(parts: Mapping[str, float]) -> dict[str, float]:
 PROLONGED = (EXCHANGE, REDUCE, COMMUNICATION, IDLE)  # by the profiler, as they contain waits
 
 
-def list_compared_parts(*, dp: bool) -> list[str]:
-    """Return the parts and sums of parts that may be compared between engines, with attention DP or without."""
-    if dp:
+def list_compared_parts(row: Mapping[str, Any]) -> list[str]:
+    """Return the parts and sums of parts of a point that may be compared between engines, with attention DP or without."""
+    if row["dp"] > 1:
         return [ATTENTION, COMMUNICATION, MATRIX_PRODUCTS, NORMS, OTHERS, IDLE]
     return [ATTENTION, EXCHANGE, REDUCE, MATRIX_PRODUCTS, NORMS, OTHERS, IDLE]

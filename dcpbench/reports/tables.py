@@ -39,9 +39,8 @@ if TYPE_CHECKING:
 
 FOLD_ABOVE = 24  # number of rows above which a table that only supports a figure is folded at first
 MANY_ROWS = 12  # rows that Markdown shows unfolded, and that a folded table does not count, at most
-MAX_ROWS = 2_000
-MAX_CELL_CHARS = 1_000
-"""Maximum number of rows of a table, and of characters of a cell: a long name must not dominate it, and points.csv has all."""
+MAX_ROWS = 2_000  # rows of a table at most; points.csv has all
+MAX_CELL_CHARS = 1_000  # characters of a cell at most, so that a long name does not dominate it
 MAX_DETAIL_CHARS = 600  # maximum number of characters of a log; its end is kept because it is the most informative part
 Column = tuple[str, "str | Callable[[Any], str]"]  # heading, and a field's name or a function of the row
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from dcpbench.points.speculation import Speculation
-    from dcpbench.records.record import InstanceMetrics
+    from dcpbench.records.record import InstanceMetrics, StageMetrics
     from dcpbench.serving.requests import Step
     from dcpbench.serving.traffic import Sample
 
@@ -152,6 +152,7 @@ def compute_serve_metrics(
     idle_fraction: float | None = None,
     floor_shares: Mapping[str, float | None] = NO_SHARES,
     instances: InstanceMetrics | None = None,
+    stages: StageMetrics | None = None,
     speculation: SpeculationMetrics | None = None,
     samples_file: str = "",
     interrupted: bool = False,
@@ -222,6 +223,7 @@ def compute_serve_metrics(
         decode_floor_share=floor_shares.get("decode_floor_share"),
         turns=_compute_turn_metrics(served),
         instances=instances,
+        stages=stages,
         samples_file=samples_file,
     )
 

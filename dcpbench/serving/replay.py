@@ -35,6 +35,7 @@ from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, find_war
 from dcpbench.serving.policies import make_scheduler
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import SchedulerConfig
+from dcpbench.serving.stage_steps import StagedTimes, make_measured_point
 from dcpbench.serving.step_model import Heat, compute_step_works
 from dcpbench.serving.step_times import PATH_AXES, read_step_times
 from dcpbench.serving.traffic import Traffic
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from dcpbench.points.latency_bands import Metric
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import Emulated, Latencies, ServeMetrics
+    from dcpbench.records.record import Emulated, Latencies, ServeMetrics, StageMetrics
     from dcpbench.serving.requests import ServeRequest, Step
     from dcpbench.serving.scheduler import Scheduler
     from dcpbench.serving.step_times import EnginePath, EngineServer, StepTimes
@@ -84,7 +85,7 @@ def replay_requests(
     requests: Sequence[ServeRequest],
     scheduler: Scheduler | Deployment,
     concurrency: int | None,
-    times: StepTimes,
+    times: StepTimes | StagedTimes,
     limit_s: float = math.inf,
     loop: LoopTiming = OWN_LOOP,
 ) -> ReplayResult:
@@ -120,7 +121,13 @@ class _Clock:
     """Clock that all instances share; events happen one after the other."""
 
     def __init__(
-        self, traffic: Traffic, deployed: Deployment, times: StepTimes, limit_s: float, *, asynchronous: bool = True
+        self,
+        traffic: Traffic,
+        deployed: Deployment,
+        times: StepTimes | StagedTimes,
+        limit_s: float,
+        *,
+        asynchronous: bool = True,
     ) -> None:
         self.asynchronous = asynchronous
         self.traffic, self.deployed, self.times, self.limit_s = traffic, deployed, times, limit_s
@@ -244,18 +251,21 @@ def replay_point(
 
     Raise UsageError if the times belong to another engine than the point's, or do not cover its load.
     """
-    times, estimated = estimate_draft_steps(times, point)
-    times.check_point(point, file or "the step times")
+    measured = make_measured_point(point)
+    times, estimated = estimate_draft_steps(times, measured)
+    times.check_point(measured, file or "the step times")
     policy = (policy or times.engine.policy) if times.engine is not None else ""
     limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
 
-    def replay_load(times: StepTimes) -> ReplayResult:
+    def replay_load(times: StepTimes) -> tuple[ReplayResult, StageMetrics | None]:
         assert point.load is not None
         deployment = _make_deployment(point, plan, times.engine, policy)
         loop = get_loop_timing(times.engine)
-        return replay_requests(requests, deployment, point.clients, times, limit_s, loop)
+        staged = StagedTimes(times, point, settings.micro_batches) if point.layout.gpus > point.tp else None
+        found = replay_requests(requests, deployment, point.clients, staged or times, limit_s, loop)
+        return found, staged.summarize() if staged else None
 
-    def compute_metrics(found: ReplayResult, file: str) -> ServeMetrics:
+    def compute_metrics(found: ReplayResult, stages: StageMetrics | None, file: str = "") -> ServeMetrics:
         return compute_serve_metrics(
             found.traffic,
             gpus=point.gpus,
@@ -264,19 +274,19 @@ def replay_point(
             steps=found.counts,
             speculation=found.counts.summarize_speculation(point.speculation, estimated),
             instances=_compute_instance_metrics(found) if point.disaggregate else None,
+            stages=stages,
             samples_file=file,
             limit_s=settings.limit_seconds,
         )
 
-    found = replay_load(times)
+    found, stages = replay_load(times)
     if times.engine is not None:
         scatter_tokens(found.traffic.samples, list_delays_s(times))
-    metrics = compute_metrics(found, write_samples(folder, point, make_rows(found.traffic.samples)))
+    metrics = compute_metrics(found, stages, write_samples(folder, point, make_rows(found.traffic.samples)))
     emulated = times.emulated
     if emulated is not None:
         ends = [
-            compute_metrics(replay_load(times.apply_factors(*factors)), "")
-            for factors in _compute_forecast_factors(times)
+            compute_metrics(*replay_load(times.apply_factors(*factors))) for factors in _compute_forecast_factors(times)
         ]
         spans = _compute_spans([metrics, *ends])
         if not times.is_blocking:

@@ -332,11 +332,15 @@ class Scheduler:
         if budget < self.config.virtual_page:
             return False
         pages, node = self._match_prefix(replica, sequence)
-        need = replica.allocator.count_pages(sequence.target) - len(pages)
+        need = replica.allocator.count_pages(self._count_prompt_tokens(sequence)) - len(pages)
         replica.cache.lock(node)  # cached pages that it would read cannot be evicted for it
         available = replica.available_pages
         replica.cache.unlock(node)
         return need + self._count_reserved_pages(replica) <= available
+
+    def _count_prompt_tokens(self, sequence: Sequence) -> int:
+        """Return the tokens with KV of a sequence that starts: the known ones and, behind them, those of the passes that draft."""
+        return sequence.target + max(self.config.queries - 2, 0)
 
     def _count_reserved_pages(self, replica: Replica) -> int:
         """Return the number of pages that an admission leaves free: those of a step of each running sequence."""
@@ -362,8 +366,9 @@ class Scheduler:
         pages, node = self._match_prefix(replica, sequence)
         replica.cache.lock(node)
         sequence.node = node
-        replica.make_free_pages(replica.allocator.count_pages(sequence.target) - len(pages))
-        sequence.allocation = replica.allocator.allocate(sequence.target, pages)
+        tokens = self._count_prompt_tokens(sequence)
+        replica.make_free_pages(replica.allocator.count_pages(tokens) - len(pages))
+        sequence.allocation = replica.allocator.allocate(tokens, pages)
         sequence.computed = self.count_hits(sequence, pages)
         if not sequence.preemptions:
             sequence.cached = sequence.computed

@@ -128,8 +128,8 @@ def set_headline(figure: Figure, title: str) -> None:
     figure.suptitle("\n".join(textwrap.wrap(title, columns, break_on_hyphens=False)), fontsize=12)
 
 
-LEGEND_LINES = 4
-LEGEND_LINE_INCHES = 0.2  # lines of a legend that a figure has room for, and how much taller each further one makes it
+LEGEND_LINES = 4  # lines of a legend that a figure has room for
+LEGEND_LINE_INCHES = 0.2  # height that each further line adds to the figure
 
 
 def draw_legend_below(figure: Figure, handles: list[Any]) -> None:

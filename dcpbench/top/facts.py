@@ -102,8 +102,7 @@ class Facts:
         self.ended: dict[int, PointEnd] = {}  # the last record of each point, by point_id
         self.last: collections.deque[FinishedPoint] = collections.deque(maxlen=MAX_FINISHED_POINTS)
         self._unread_jobs: set[str] = set()
-        self.wrong = 0
-        """Checks of `verify` that are wrong."""
+        self.wrong = 0  # checks of `verify` that are wrong
         self._records = [Tail(self.folder / name) for name in (RECORDS_FILE, FAILED_FILE)]
         self._checks = Tail(self.folder / CHECKS_FILE)
 

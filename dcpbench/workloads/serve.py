@@ -20,7 +20,6 @@ from dcpbench.points.roofline import Sharding
 from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import Kv, Record
 from dcpbench.serving import outcome
-from dcpbench.serving.draft_steps import describe_measured_steps
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import write_samples
@@ -216,9 +215,7 @@ def _compute_metrics(
         steps=loop.counts,
         idle_fraction=max(idle, default=None),
         floor_shares=dataclasses.asdict(found),
-        speculation=loop.counts.summarize_speculation(
-            point.speculation, describe_measured_steps(loop.engine.model.shape)
-        ),
+        speculation=loop.counts.summarize_speculation(point.speculation),
         samples_file=name,
         interrupted=interrupted,
         limit_s=settings.limit_seconds,

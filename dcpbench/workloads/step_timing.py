@@ -72,7 +72,7 @@ def get_extent(serving: Serving, points: Sequence[Point]) -> Extent:
 def list_kernel_changes(sharding: Sharding) -> list[int]:
     """Return the maximum rows of a replica up to which linear layers and experts use the same kernels on a GPU."""
     shape, layout = sharding.shape, sharding.layout
-    experts = moe.list_kernel_changes(shape.experts // sharding.expert_ranks, shape.top_k, in_fp8=sharding.in_fp8)
+    experts = moe.list_kernel_changes(shape.experts // sharding.expert_ranks, shape.top_k, sharding.weights.name)
     return [tokens // layout.dp for tokens in experts] + ([block_scaled.FEW_ROWS] if sharding.in_fp8 else [])
 
 

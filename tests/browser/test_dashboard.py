@@ -123,7 +123,7 @@ class TestOpening:
         and 3,000 elements in all. Counted by the browser: seconds are those of a machine. A loop over all pairs of
         points would be 20,000 blocks for each.
         """
-        site.build(dashboard_builder.many(tmp_path / "runs", runs, points), tmp_path / "site", newest=0)
+        site.build(dashboard_builder.write_many_runs(tmp_path / "runs", runs, points), tmp_path / "site", newest=0)
         page = opened(visit, tmp_path / "site" / "index.html")
         profiler = page.context.new_cdp_session(page)
         profiler.send("Profiler.enable")

@@ -51,7 +51,7 @@ def params() -> list[object]:
     found = []
     for case in CASES:
         mark = () if case.short and case.moment == MEASURE else pytest.mark.long if case.short else pytest.mark.soak
-        found.append(pytest.param(case, id=case.name, warnings=mark))
+        found.append(pytest.param(case, id=case.name, marks=mark))
     return found
 
 

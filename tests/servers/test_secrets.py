@@ -277,7 +277,19 @@ def test_two_variants_with_a_key_leave_it_nowhere_and_can_be_gone_on_with(
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY")
     both = shlex.join(["--serve-cmd", f"{FAKE} --children {KEY}", "--model", "m", *LOAD, *ONE])
-    command = ["ab", "--workload", "server", "--both", both, "--a", "--seed 1", "--b", "--seed 2", "--rounds", "1"]
+    command = [
+        "ab",
+        "--workload",
+        "server",
+        "--both",
+        both,
+        "--a",
+        "--requests seed=1",
+        "--b",
+        "--requests seed=2",
+        "--rounds",
+        "1",
+    ]
     seen.run(*command, "--dry-run")
     seen.run(*command, "-o", "pair")
     seen.run(*command, "-o", "pair", "--resume")

@@ -13,6 +13,7 @@ from dcpbench.errors import UsageError
 from dcpbench.kernels import kv_gather, kv_up_proj
 from dcpbench.models import SHAPES
 from dcpbench.models.shapes import Gqa
+from dcpbench.models.weight_formats import EXPERTS, FORMATS, INT4, PARTS
 from dcpbench.plan import grid, validate
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, compute_part_sizes, find_split_block
 from dcpbench.plan.spec import make_spec
@@ -324,10 +325,36 @@ class TestFormats:
         point = Point(
             model="deepseek-v3", tp=4, concurrency=2, context=9, backend="triton", dtype="bf16", weights_dtype=weights
         )
-        with pytest.raises(UsageError, match=f"no kernels for {weights} weights; .* fp8 or bf16 .* --dry-run"):
+        with pytest.raises(UsageError, match=f"no kernels for {weights} weights.*; .* fp8 or bf16 .* --dry-run"):
             validate.check_live(point, Settings(), SHAPES["deepseek-v3"])
         validate.check_live(point, Settings(step_times="times.json"), SHAPES["deepseek-v3"])
         validate.check_live(msgspec.structs.replace(point, weights_dtype="fp8"), Settings(), SHAPES["deepseek-v3"])
+
+    @pytest.mark.parametrize(
+        ("changes", "computed"),
+        [
+            ({"columns": 32}, True),
+            ({"columns": 128}, True),
+            ({"columns": 64}, False),
+            ({"columns": 32, "scale_bits": 20}, False),
+            ({"columns": 32, "parts": frozenset(PARTS)}, False),
+            ({"columns": 32, "mtp": False}, False),
+        ],
+    )
+    def test_the_engine_has_int4_in_experts_alone(self, changes: dict[str, object], computed: bool) -> None:
+        """Symmetric in groups of 32 or 128: zero points take 4 bits of each group."""
+        found = dataclasses.replace(FORMATS[INT4], **{"parts": frozenset({EXPERTS}), **changes})  # type: ignore[arg-type]
+        reason = validate.find_live_limit(dataclasses.replace(SHAPES["kimi-k2"], published=found), INT4)
+        assert (reason is None) if computed else "but experts alone, symmetric in groups of 32 or 128" in str(reason)
+
+    def test_no_rank_has_a_part_of_a_group_of_int4_even_on_the_cpu(self) -> None:
+        """Experts 32 wide have a group over tp1 and half a group over tp2; whole experts have theirs."""
+        found = dataclasses.replace(FORMATS[INT4], columns=32, parts=frozenset({EXPERTS}))
+        shape = dataclasses.replace(SHAPES["tiny"], published=found)
+        int4 = {"dtype": "fp32", "weights_dtype": INT4, "backend": "reference", "tp": 2}
+        check(shape, CPU, ep="tp", **int4)
+        with pytest.raises(UsageError, match=r"an expert \(16 numbers\) of tiny .* block of 32, .*use --tp 1"):
+            check(shape, CPU, ep="1", **int4)
 
     @pytest.mark.parametrize(
         ("weights", "tp", "split"),

@@ -669,7 +669,7 @@ def test_heartbeats_show_the_rank_with_another_shape(tmp_path: Path, differs: bo
     beats.steps()
     for rank in range(2):
         x = test_hangs.HALF if differs and rank else test_hangs.X
-        beats.does(rank, "all_reduce", "attn_reduce", 0, x=x, hangs=True)
+        beats.run_collective(rank, "all_reduce", "attn_reduce", 0, x=x, hangs=True)
     (logs / "rank-1.log").write_text("last words\n")
     found = hang_capture.find_difference(ranks)  # type: ignore[arg-type]
     if kind is None:

@@ -89,7 +89,7 @@ LIMITS: dict[str, tuple[Callable[[Any], object], list[object], list[object]]] = 
     "--prefix-share": (lambda x: check_serve_options(prefix_share=x), [0, 0.99], [-0.01, 1]),
     "--sessions think": (lambda x: check_serve_options(think_time=x, turns="4"), [0, 86_400], [-0.1, 86_401]),
     "--sessions turns": (lambda n: check_serve_options(turns=str(n)), [1, 10_000], [0, 10_001]),
-    "--seed": (lambda n: check_serve_options(seed=n), [0], [-1]),
+    "--requests seed": (lambda n: check_serve_options(seed=n), [0], [-1]),
     "--gpu count": (lambda n: make_planned_probe("H200", n), [1, 72], [0, 73]),
     "--tp": (Layout, [1, 65_536], [0, 65_537]),
     "--margin": (lambda x: check_compare_options(margin=x), [0, 0.5], [-0.01, 0.51]),

@@ -42,8 +42,8 @@ from tests.unit import (
     serve_record_builder,
     syncs_builder,
 )
-from tests.unit.test_doctor import GPU_FAULTS, System, looked, versions  # noqa: F401 -- a fixture
-from tests.unit.test_hangs import recorded
+from tests.unit.test_doctor import GPU_FAULTS, System, good_versions, run_checks  # noqa: F401 -- a fixture
+from tests.unit.test_hangs import make_flight_record
 from tests.unit.test_reports_floors import FAR, NEAR
 from tests.unit.test_reports_instances import RATE
 from tests.unit.test_reports_instances import served as serve_instances
@@ -258,7 +258,7 @@ def test_findings_of_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("dcpbench.doctor.gpu_checks._read_command", lambda _: "python")
     monkeypatch.setattr("dcpbench.doctor.host.tempfile.gettempdir", lambda: "/tmp")  # noqa: S108 -- a name
     wrong: dict[str, Any] = {k: v for answers, *_ in GPU_FAULTS.values() for k, v in answers.items()}
-    sick = looked(
+    sick = run_checks(
         tmp_path,
         env={"NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "1"},
         system=System(get_load=60.0, get_limit=256),
@@ -266,7 +266,7 @@ def test_findings_of_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     found = [
         f"{f.level} {f.check} {f.where}: {f.what} To do: {f.remedy}"
-        for f in (*sick.findings, *looked(tmp_path).findings)
+        for f in (*sick.findings, *run_checks(tmp_path).findings)
     ]
     check_output("doctor.txt", "\n".join([*found, *doctor_command.format_findings(sick.findings)]), tmp_path)
 
@@ -275,8 +275,10 @@ def test_hang_explain_of_flight_recorders(tmp_path: Path, run_command: Callable[
     """The second of two ranks does not enter a collective."""
     done = ("all_reduce", [4, 3], "completed")
     (tmp_path / "dump").mkdir()
-    (tmp_path / "dump" / "flight-0.json").write_text(json.dumps(recorded(done, ("all_gather", [4], "started"))))
-    (tmp_path / "dump" / "flight-1.json").write_text(json.dumps(recorded(done)))
+    (tmp_path / "dump" / "flight-0.json").write_text(
+        json.dumps(make_flight_record(done, ("all_gather", [4], "started")))
+    )
+    (tmp_path / "dump" / "flight-1.json").write_text(json.dumps(make_flight_record(done)))
     text = run_command("hang", "explain", "dump") + run_command(
         "hang", "explain", "dump", "--json", "--html", "page.html"
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,7 @@ from dcpbench.points.pipeline import compute_hop_bytes, compute_round, make_stag
 from dcpbench.points.point import Point
 from dcpbench.points.roofline import Sharding, StepRows, iter_phase_works
 from dcpbench.points.settings import Settings
+from dcpbench.points.step_calls import _list_exchange_calls, predict_calls
 from dcpbench.recommend import estimate
 from dcpbench.recommend.forecast import Estimator
 
@@ -39,6 +41,20 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as end:
         cli.main([*words])
     return int(end.value.code or 0), *capsys.readouterr()
+
+
+def simulate_round(stages: Sequence[float], hop: float, micro_batches: int) -> float:
+    """Duration of a round: micro-batches circulate, and a stage takes them one at a time, in order, until each round takes as long."""
+    free, ready = [0.0] * len(stages), [0.0] * micro_batches
+    ends = []
+    for _ in range(40 * len(stages) * micro_batches):
+        for job in range(micro_batches):
+            for index, us in enumerate(stages):
+                free[index] = ready[job] = max(ready[job], free[index]) + us
+                ready[job] += hop if index + 1 < len(stages) else 0
+        ends.append(ready[-1])
+    rounds = len(ends) // 2
+    return (ends[-1] - ends[-1 - rounds]) / rounds
 
 
 class TestLayers:
@@ -120,11 +136,61 @@ class TestLayouts:
         assert layout.format_vllm_name() == "dp2·tp2·dcp1·pp3"
         assert make_point(tp=4, pp=2, pcp=2).gpus == Layout(4, pp=2, pcp=2).gpus == 16
 
-    def test_pcp_excludes_attention_dp_and_dcp(self):
-        """vLLM refuses data parallelism with it; DCP over its ranks is not planned."""
-        assert [str(x) for x in list_valid_layouts(V3, 4, CUT, pcp=2)] == ["tp4·pcp2"]
-        with pytest.raises(LayoutError, match="--dp 1 and --dcp 1"):
-            Layout(4, dcp=2, pcp=2).check_model(V3)
+    def test_dcp_spans_the_pcp_ranks_or_all_ranks_of_a_stage(self):
+        """vLLM 0.29 takes {1, pcp, tp · pcp}, and no data parallelism with PCP."""
+        assert [str(x) for x in list_valid_layouts(V3, 4, CUT, pcp=2)] == ["tp4·pcp2", "tp4·dcp2·pcp2", "tp4·dcp8·pcp2"]
+        with pytest.raises(LayoutError, match="--dcp can be 1, 2, 8"):
+            Layout(4, dcp=4, pcp=2).check_model(V3)
+        with pytest.raises(LayoutError, match=r"vLLM 0\.29 does not combine with it; use --dp 1"):
+            Layout(4, dp=2, pcp=2).check_model(V3)
+
+    @pytest.mark.parametrize("model", ["qwen3-235b-a22b", "deepseek-v3.2"])
+    def test_dcp_over_pcp_ranks_is_planned_for_mla_alone(self, model):
+        with pytest.raises(LayoutError, match="is planned for MLA alone"):
+            Layout(8, dcp=2, pcp=2).check_model(SHAPES[model])
+
+    def test_dcp_over_pcp_ranks_stores_kv_once_over_them(self):
+        """8 requests of 4,000 tokens with one more, in pages of 64 over 1, 2 or 8 ranks, and a page of padding."""
+        pages = [budget.count_needed_pages(make_point(tp=4, pcp=2, dcp=dcp)) for dcp in (1, 2, 8)]
+        assert pages == [8 * 63 + 1, 8 * 32 + 1, 8 * 8 + 1]
+        probe = make_planned_probe("H200", 8)
+        held = [
+            budget.plan_engine([make_point(tp=4, pcp=2, dcp=dcp, exchange="ag_rs")], Settings(), V3, probe)
+            for dcp in (2, 8)
+        ]
+        assert held[0].pages == held[1].pages, "as many pages, of 128 and of 512 tokens"
+
+    def test_ranks_read_their_share_of_the_rows_for_the_heads_that_they_gather(self):
+        """tp4·pcp2 and requests of 4,000 tokens: 32 heads over 4,000 rows, 32 over 2,000, 128 over 500."""
+
+        def read(dcp: int) -> tuple[int, int, int]:
+            sharding = Sharding.from_point(make_point(tp=4, pcp=2, dcp=dcp), V3)
+            works = {
+                phase: work
+                for phase, _, work in iter_phase_works(sharding, StepRows(decodes=(4000,) * 8, sampled=8, tokens=8))
+                if phase in ("attention", "q_gather")
+            }
+            return works["attention"].memory_bytes, works["attention"].flops, works["q_gather"].received_bytes
+
+        for dcp, heads, rows, gathered in ((1, 32, 4000, 0), (2, 32, 2000, 0), (8, 128, 500, 3 / 4)):
+            each, queries = heads * (576 + 512), 8 * heads * 576 * 2
+            assert read(dcp) == (
+                8 * rows * 576 * 2 + 8 * each * 2,
+                2 * 8 * rows * each,
+                gathered * queries,
+            )
+
+    def test_outputs_are_summed_over_all_ranks_that_share_the_cache(self):
+        """8 rows of 32 or 128 heads: 512 numbers of 2 bytes each, 2 (N - 1) / N of them, and N - 1 log-sum-exps of 4 bytes."""
+        wire = load_machine("H200").wire
+        for dcp, heads in ((2, 32), (8, 128)):
+            sharding = Sharding.from_point(make_point(tp=4, pcp=2, dcp=dcp, exchange="ag_rs"), V3)
+            calls = _list_exchange_calls(sharding, 8, "ag_rs")
+            assert calls[1:] == [
+                ("all-gather", dcp, (dcp - 1) * 8 * heads * 4, 1),
+                ("all-reduce", dcp, 2 * (dcp - 1) / dcp * 8 * heads * 512 * 2, 1),
+            ]
+            assert "ag_rs" not in predict_calls(sharding, StepRows(decodes=(4000,) * 8, tokens=8), wire, "ag_rs")
 
     def test_more_stages_than_layers_raise_layout_error(self):
         with pytest.raises(LayoutError, match="61 layers, fewer than --stages pp=62"):
@@ -151,19 +217,7 @@ class TestRounds:
         micro_batches=st.integers(1, 8),
     )
     def test_round_equals_a_simulation_of_stages(self, stages, hop, micro_batches):
-        """Micro-batches circulate, and a stage computes one at a time, in order. After enough rounds all take the same
-        time.
-        """
-        free, ready = [0] * len(stages), [0] * micro_batches
-        ends = []
-        for _ in range(40 * len(stages) * micro_batches):
-            for job in range(micro_batches):
-                for index, us in enumerate(stages):
-                    free[index] = ready[job] = max(ready[job], free[index]) + us
-                    ready[job] += hop if index + 1 < len(stages) else 0
-            ends.append(ready[-1])
-        rounds = len(ends) // 2
-        us = (ends[-1] - ends[-1 - rounds]) / rounds
+        us = simulate_round(stages, hop, micro_batches)
         assert compute_round(stages, [hop] * (len(stages) - 1), micro_batches).us == pytest.approx(us, rel=0.02)
 
     def test_one_stage_has_no_bubble(self):

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dcpbench.serving.radix import Node, PrefixCache
-from tests.unit.serving_builder import pages_of
+from tests.unit.serving_builder import iter_nodes
 
 LENGTH = 12
 TOKENS = st.lists(st.integers(0, 1), max_size=LENGTH)  # few different tokens, so that prompts share beginnings
@@ -94,7 +94,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def check_tree_equals_dict(self) -> None:
         found: dict[Key, int] = {}
-        for _, tokens, pages in pages_of(self.cache.root):
+        for _, tokens, pages in iter_nodes(self.cache.root):
             found |= dict(zip(self.make_keys(tokens), pages, strict=True))
         assert found == self.pages
         assert self.cache.pages == len(self.pages)
@@ -103,7 +103,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def check_eviction_queue(self) -> None:
         """Check that the queue has only nodes of the tree, each at most once, and all that could be evicted."""
-        nodes = [node for node, _, _ in pages_of(self.cache.root)]
+        nodes = [node for node, _, _ in iter_nodes(self.cache.root)]
         queued = [node for _, _, node in self.cache._queue]
         assert len(set(map(id, queued))) == len(queued)
         assert set(map(id, queued)) <= set(map(id, nodes))

@@ -37,6 +37,7 @@ from dcpbench.points.point import Load as PointLoad
 from dcpbench.points.point import Point
 from dcpbench.points.roofline import Sharding, StepRows
 from dcpbench.points.settings import Settings
+from dcpbench.points.step_calls import predict_calls
 from dcpbench.recommend import advise, answer_formats, answer_table, estimate, parallel
 from dcpbench.recommend import layout_choice as choosing
 from dcpbench.recommend.capacity import Capacity
@@ -356,9 +357,7 @@ def test_layout_determines_the_kinds_of_collectives() -> None:
     def list_kinds(**degrees: int) -> set[str]:
         estimator = Estimator(point(**degrees, exchange="a2a"), machine, estimate.load_published_steps().terms)
         assert estimator.sharding.shape == shape
-        return set(
-            estimate.predict_calls(estimator.sharding, estimator.make_decode_rows(8, 4000), estimator.wire, "a2a")
-        )
+        return set(predict_calls(estimator.sharding, estimator.make_decode_rows(8, 4000), estimator.wire, "a2a"))
 
     assert list_kinds(tp=4, dcp=4) == {"all-reduce", "a2a"}
     assert list_kinds(tp=4, dp=4) == {"all-gather", "reduce-scatter"}
@@ -382,7 +381,7 @@ def test_collectives_have_the_bytes_of_other_ranks_once_per_layer() -> None:
         )
         calls.clear()
         machine = SimpleNamespace(in_step=SimpleNamespace(predict_seconds=record_call))
-        return estimate.predict_calls(
+        return predict_calls(
             estimator.sharding,
             estimate.pad_step(estimator.make_decode_rows(rows, 4000), degrees.get("dp", 1)),
             machine,
@@ -409,7 +408,7 @@ def test_stored_prefix_is_gathered_from_the_other_ranks() -> None:
     calls: list[tuple[object, ...]] = []
     alone = SimpleNamespace(predict_seconds=lambda *call: calls.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
     known = SimpleNamespace(in_step=alone)
-    estimate.predict_calls(estimator.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
+    predict_calls(estimator.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
     assert calls == [("all-reduce", 2, 72 * 14_336, 1)] * 2 + [("all-gather", 2, 576_000, 1)]
 
 
@@ -1079,7 +1078,7 @@ def test_record_counts_for_the_same_layout_under_the_same_load(
 
 def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advise.Choice:
     """Return the answer for a served load on four GPUs, where only step times of tp4 are known."""
-    path = step_times_builder.path_of(
+    path = step_times_builder.make_path(
         model="deepseek-v3", tp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="none"
     )
     times = step_times_builder.step_times(path=path)
@@ -1155,7 +1154,7 @@ def test_load_beyond_the_step_times_is_estimated_from_floors() -> None:
     assert choice.short["tp4"].startswith("times.json: no step time is known")
     unknowns = answer_formats.list_unknowns(ask("H200"), [choice], estimate.load_published_steps())
     assert any(text.startswith(f"tp4 at {choice.name} is estimated: times.json: ") for text in unknowns)
-    times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
+    times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=100_020, load=load(input_tokens="100000", requests=2))
     reason = advise._replay_point(ask("H200"), served, "times.json", times)
     assert isinstance(reason, str)
@@ -1165,14 +1164,14 @@ def test_load_beyond_the_step_times_is_estimated_from_floors() -> None:
 @pytest.mark.parametrize("other", [{"tp": 8}, {"dcp": 4}, {"load": None}])
 def test_step_times_of_another_layout_are_not_used(other: dict[str, object]) -> None:
     """Step times do not forecast a decode point either."""
-    times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
+    times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(**({"load": load(), "context": 1020} | other))
     assert advise._replay_point(ask("H200"), served, "times.json", times) is None
 
 
 def test_long_replay_reports_its_number_of_steps() -> None:
     """20 consecutive requests of 20 tokens are at least 400 steps; progress is reported every 250 steps."""
-    times = step_times_builder.step_times(path=step_times_builder.path_of(model="deepseek-v3", tp=4, dtype="bf16"))
+    times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=1020, load=load(requests=20))
     messages: list[str] = []
     assert isinstance(advise._replay_point(ask("H200"), served, "times.json", times, messages.append), Forecast)
@@ -1199,7 +1198,7 @@ def test_step_times_of_another_query_are_left_out_with_a_reason(
     path: dict[str, str | int], device: str, loads: tuple[tuple[int, int, PointLoad | None], ...], reason: str
 ) -> None:
     """Model, machine, size, precision and loads must match; a file that fits is kept without a note."""
-    of = step_times_builder.path_of(
+    of = step_times_builder.make_path(
         **({"model": "deepseek-v3", "tp": 4, "dtype": "bf16", "backend": "flashinfer"} | path)
     )
     times = step_times_builder.step_times(path=of, device=device)

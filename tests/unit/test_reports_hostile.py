@@ -89,7 +89,7 @@ REFUSED = {
     "huge-float": (changed("metrics.tok_s_per_user", 1e300), r"metrics\.tok_s_per_user is above"),
     "negative-load": (changed("point.concurrency", -8), r"point\.concurrency is -8, below 0"),
     "negative-capacity": (changed("kv.capacity_tokens", -1), r"kv\.capacity_tokens is -1"),
-    "zero-time": (changed("metrics.step_ms.low", 0), r"metrics\.step_ms: 0 < low 0"),
+    "zero-time": (changed("metrics.step_ms.low", 0), r"metrics\.step_ms is not in order: 0 < low 0"),
     "interval-inside-out": (changed("metrics.output_tok_s.high", 1.0), "does not hold"),
     "negative-latency": (changed("metrics.itl_ms.p50", -3.0), r"metrics\.itl_ms\.p50 is -3"),
     "served-nothing": (

@@ -25,7 +25,7 @@ from dcpbench.serving.replay import make_step_times_name, replay_point
 from dcpbench.serving.step_cases import Extent
 from dcpbench.serving.step_times import get_engine_path, write_step_times
 from tests.unit.step_times_builder import step_times, true_ms
-from tests.unit.test_engine_replay import ENGINE, engine_point, measure_exactly
+from tests.unit.test_engine_replay import ENGINE, make_point, measure_exactly
 from tests.unit.test_replay_point import POINT
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def test_gains_of_other_engines_are_split_with_their_policy(policy: str, tmp_pat
         engine = msgspec.structs.replace(ENGINE, engine=policy, policy=policy, kv_tokens=28_800 * dcp)
         exchange = "none" if dcp == 1 else "ag_rs"
         point = msgspec.structs.replace(
-            engine_point(8, inputs="4000", outputs="200"), dcp=dcp, exchange=exchange, backend=policy
+            make_point(8, inputs="4000", outputs="200"), dcp=dcp, exchange=exchange, backend=policy
         )
         name = make_step_times_name(get_engine_path(point))
         times = measure_exactly([point], engine)

@@ -69,7 +69,7 @@ def unseen(report: dict) -> list[dict]:
     return [child for child in children if child["may_use_gpu"]]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", warnings=long)])
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=long)])
 def test_a_wait_in_an_engine_core_is_found_with_its_line_and_process(tmp_path: Path, method: str) -> None:
     """Four steps wait once each. The front end uses no GPU."""
     source = engine(method=method)
@@ -110,7 +110,7 @@ def test_a_baseline_and_diff_hold_the_sites_of_the_core(tmp_path: Path) -> None:
         ("fork", "process.kill()", -9),
         ("spawn", "process.kill()", -9),
         ("fork", "os.kill(process.pid, 6)", -6),
-        pytest.param("forkserver", "process.kill()", -9, warnings=long),
+        pytest.param("forkserver", "process.kill()", -9, marks=long),
     ],
 )
 def test_a_core_that_was_killed_is_named_and_never_clean(tmp_path: Path, method: str, end: str, code: int) -> None:
@@ -129,9 +129,9 @@ def test_a_core_that_was_killed_is_named_and_never_clean(tmp_path: Path, method:
         ("fork", "os._exit(5)", "pass", 5),
         ("fork", "pass", "process.terminate()", -15),
         ("spawn", "1 / 0", "pass", 1),
-        pytest.param("spawn", "sys.exit(7)", "pass", 7, warnings=long),
-        pytest.param("spawn", "os._exit(5)", "pass", 5, warnings=long),
-        pytest.param("spawn", "pass", "process.terminate()", -15, warnings=long),
+        pytest.param("spawn", "sys.exit(7)", "pass", 7, marks=long),
+        pytest.param("spawn", "os._exit(5)", "pass", 5, marks=long),
+        pytest.param("spawn", "pass", "process.terminate()", -15, marks=long),
     ],
 )
 def test_a_core_that_fails_keeps_its_exit_status_and_is_never_clean(
@@ -177,10 +177,10 @@ if __name__ == "__main__":
     [
         (POOL, "fork"),
         (POOL, "spawn"),
-        pytest.param(POOL, "forkserver", warnings=long),
+        pytest.param(POOL, "forkserver", marks=long),
         (EXECUTOR, "fork"),
-        pytest.param(EXECUTOR, "spawn", warnings=long),
-        pytest.param(EXECUTOR, "forkserver", warnings=long),
+        pytest.param(EXECUTOR, "spawn", marks=long),
+        pytest.param(EXECUTOR, "forkserver", marks=long),
     ],
 )
 def test_workers_of_a_pool_are_followed(tmp_path: Path, source: str, method: str) -> None:

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 SCALE = (NOPE + ROPE) ** -0.5
 LIMIT = 1e-2  # relative error past which an output is wrong: rounding to bf16, with twice that as margin
 DEVIATION = (KV_WIDTH / (NOPE + ROPE)) ** 0.5  # standard deviation of the scores of rows and queries of normal numbers
-KV_SCALE = {"bf16": 1.0, FP8: 0.25}
-"""Scale of the KV cache; not 1 for fp8, so that a kernel that ignores it gives wrong results."""
+KV_SCALE = {"bf16": 1.0, FP8: 0.25}  # scale of the KV cache; not 1 for fp8, so that a kernel that ignores it is wrong
 SPREAD = 7 / 8  # uneven lengths lie between 1/8 and 15/8 of their mean
 UNRELATED = ("heads", "query_length")  # sizes of a case that its pools do not depend on
 

@@ -93,7 +93,7 @@ def make_variant(variant: str, group: Group, spec: ExchangeSpec) -> Exchange:
 
 
 class ExchangeBench:
-    """Builds cases."""
+    """Build cases."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.group = device, seed, get_world_group()
@@ -154,9 +154,7 @@ class ExchangeBench:
 
 
 def compute_work(case: Case) -> Work:
-    """Return the work of a case, see the module; `wire_bytes` are the received bytes by the formula of the variant's
-    own file.
-    """
+    """Return the work of a case; `wire_bytes` are the received bytes by the formula of the variant."""
     batch, heads, ranks, value = (int(case.sizes[n]) for n in ("requests", "heads", "ranks", "value"))
     replicate = case.sizes["q"] == "replicated"
     q = Work() if replicate else compute_query_work(batch, heads, ranks, KV_WIDTH, DTYPE.itemsize)

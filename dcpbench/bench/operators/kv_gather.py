@@ -83,7 +83,7 @@ class Inputs:
 
 
 class KvGather:
-    """Builds cases; the reserve and the last size's tensors are kept."""
+    """Build cases; the reserve and the last size's tensors are kept."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.group = device, seed, get_world_group()
@@ -197,9 +197,7 @@ class KvGather:
 
 
 def find_stored_rows(prefix: Prefix, group: Group, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Return (rows of this rank's pool that hold the prefix, in token order; rows of the pool), by the engine's own
-    pools.
-    """
+    """Return (rows of this rank's pool that hold the prefix, in token order; rows of the pool), by the engine's pools."""
     lengths = prefix.lengths
     pages = sum(-(-length // (PAGE * group.size)) for length in lengths)
     allocator = DcpAllocator(pages + 1, PAGE, group.size)

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from dcpbench.bench.bench_record import Case
     from dcpbench.bench.operators.calls import Calls
 
-LIMIT = 4e-3
-"""Relative error past which a result is wrong: rounding it to bf16 is off by 2⁻⁸ at most, by 2⁻⁸/√3 on average."""
+LIMIT = 4e-3  # relative error past which a result is wrong: rounding to bf16 is off by 2⁻⁸ at most
 CHECKED = 64  # rows that are compared with fp64, spread over all
 
 
@@ -104,7 +103,7 @@ VARIANTS: dict[str, Callable[[torch.Tensor, torch.Tensor | Scaled], Callable[[],
 
 
 class Linear:
-    """Builds cases."""
+    """Build cases."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed = device, seed

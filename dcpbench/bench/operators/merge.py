@@ -137,7 +137,7 @@ def _split_by_rank(x_BH: torch.Tensor, own: int) -> torch.Tensor:
 
 
 class Merge:
-    """Builds cases."""
+    """Build cases."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed = device, seed

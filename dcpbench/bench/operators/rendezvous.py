@@ -103,9 +103,7 @@ def run_together(step: Callable[[], Value]) -> Value:
 
 
 def gather_first_text(text: str) -> str:
-    """Return the first rank's text that is not empty, prefixed with its rank if there are several; the same on all
-    ranks.
-    """
+    """Return the first text of any rank that is not empty, prefixed with its rank if there are several."""
     texts = gather_objects(text)
     rank, found = next(((rank, text) for rank, text in enumerate(texts) if text), (0, ""))
     return f"rank {rank}: {found}" if found and len(texts) > 1 and not all(t == found for t in texts) else found

@@ -129,9 +129,7 @@ def _describe_speed(variant: str, baseline: str, mine: Sequence[Result], results
 
 
 def _describe_rows_together(variant: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
-    """Return a sentence on the speed of taking the query rows of a request together, against the fastest variant that takes
-    them as separate requests.
-    """
+    """Return a sentence on the speed with a request's query rows together, against the fastest variant without that."""
     ratios = []
     for r in mine:
         same = [o for o in results if o.case.variant.endswith(AS_REQUESTS) and o.case.sizes == r.case.sizes]

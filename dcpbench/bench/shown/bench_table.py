@@ -97,7 +97,7 @@ def _choose_columns(record: BenchRecord, width: int) -> dict[str, Cell]:
         "TFLOP/s": lambda r: _format_rate(r.flop_s, 1e12),
         "GB/s": lambda r: _format_rate(r.received_bytes_s, 1e9),
         "wire KB": lambda r: _format_rate(r.work.wire_bytes or None, 1e3) if r.work else "",
-        "of limit": lambda r: _format_percent(compute_share(r)),
+        "of limit": lambda r: "" if (share := compute_share(r)) is None else f"{100 * share:.0f} %",
     }
     for name in list_baselines(record):
         columns[f"× {name}"] = lambda r, name=name: _format_ratio(compute_speed_up(r, name, results))  # type: ignore[misc]
@@ -125,19 +125,12 @@ def _format_size(value: float | str) -> str:
 def _format_time(t: Timing | None, *, wide: bool) -> str:
     if t is None:
         return ""
-    return (
-        f"{format_short_number(t.median_us)} ({format_short_number(t.low_us)}–{format_short_number(t.high_us)})"
-        if wide
-        else format_short_number(t.median_us)
-    )
+    interval = f" ({format_short_number(t.low_us)}–{format_short_number(t.high_us)})" if wide else ""
+    return format_short_number(t.median_us) + interval
 
 
 def _format_rate(value: float | None, scale: float) -> str:
     return "" if value is None else format_short_number(value / scale)
-
-
-def _format_percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.0f} %"
 
 
 def _format_ratio(value: float | None) -> str:

@@ -196,9 +196,7 @@ def _draw_points(ax: Axes, timed: Sequence[Result]) -> list[Line2D]:
 
 
 def _set_axes(ax: Axes, timed: Sequence[Result], product: float, ridge: float) -> None:
-    """Set up logarithmic axes, with a tick for each number of heads, as their intensities differ little. Roofs are 0 if
-    unknown.
-    """
+    """Set up logarithmic axes, with a tick for each number of heads, as intensities differ little; unknown roofs are 0."""
     of_heads: dict[int, list[float]] = {}
     for r in timed:
         of_heads.setdefault(int(r.case.sizes["heads"]), []).append(_compute_intensity(r))
