@@ -666,7 +666,7 @@ def test_heartbeats_show_the_rank_with_another_shape(tmp_path: Path, differs: bo
     ranks = SimpleNamespace(folder=tmp_path, logs=logs, ranks=range(2))
     assert hang_capture.find_difference(ranks) is None  # type: ignore[arg-type]
     beats = test_hangs.Job(logs, 2)
-    beats.steps()
+    beats.run_steps()
     for rank in range(2):
         x = test_hangs.HALF if differs and rank else test_hangs.X
         beats.run_collective(rank, "all_reduce", "attn_reduce", 0, x=x, hangs=True)
