@@ -8,7 +8,7 @@
     │   ├── RecordsError     2  a record file that cannot be read
     │   └── TraceError       2  a profiler's trace that cannot be read
     ├── CapacityError        3  more GPUs or memory needed than there are
-    │   └── NoRoomError      3  more memory needed than there is
+    │   └── InsufficientMemoryError  3  more memory needed than there is
     ├── DiskError            3  a disk that is full, read-only or broken
     ├── WorkerError          4  a rank failed, hung or was killed
     ├── SyncError            1  code synchronised with the GPU that must not
@@ -93,7 +93,7 @@ class CapacityError(DcpbenchError):
     exit_code = ExitCode.NO_ANSWER
 
 
-class NoRoomError(CapacityError):
+class InsufficientMemoryError(CapacityError):
     """Report weights or KV cache that do not fit; the message states how much memory is missing."""
 
     def __init__(self, message: str, problem: str = "") -> None:

@@ -41,8 +41,7 @@ IMPORTED = (
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
 )
 ROOT = Path(__file__).parents[1]
-ADDRESS = "DCPBENCH_TEST_FORKS"
-"""Environment variable with the path of the socket."""
+ADDRESS = "DCPBENCH_TEST_FORKS"  # environment variable with the path of the socket
 STANDARD = 3
 MESSAGE_BYTES = 1 << 20
 
@@ -52,8 +51,7 @@ class Program(NamedTuple):
 
     arguments: Sequence[str]
     env: Mapping[str, str]
-    output: str = os.devnull
-    """File to which it prints."""
+    output: str = os.devnull  # file to which it prints
 
 
 def start(command: Sequence[str], env: Mapping[str, str]) -> int:

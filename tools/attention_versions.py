@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from dcpbench.bench.operators.calls import Calls
     from dcpbench.kernels.attention import AttentionSpec, Backend
 
-    Make = Callable[[str, AttentionSpec], Backend]
-    """Signature of kernels.attention.make_backend."""
+    Make = Callable[[str, AttentionSpec], Backend]  # signature of kernels.attention.make_backend
 
 ROOM = Path("dcpbench/kernels/attention")
 OURS = ("partition", "plain_mla", "hopper_mla", "hopper_mla_fp8", "hopper_pairs", "triton_mla")

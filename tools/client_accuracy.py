@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 NEAR, NEAR_MS, MOST_LATE_MS = 0.02, 1.0, 2.0
-SHARE_WITHIN = 0.99
-"""Share of the gaps of a request that must be within an ITL objective to meet it."""
+SHARE_WITHIN = 0.99  # share of the gaps of a request that must be within an ITL objective to meet it
 SLO = {"ttft": 200.0, "itl": 60.0}
 
 

@@ -38,7 +38,7 @@ NONE, UNKNOWN = "–", "?"
 MACHINE, GPUS = "H200", 8
 WHOLE_MODEL = [{"tp": tp, "dcp": 1} for tp in (8, 4, 2, 1)]
 """Layouts that are tried for weights: small models are not split over all GPUs, and blocks of fp8 weights are never split."""
-PARALLEL: dict[str, list[dict[str, Any]]] = {
+PARALLEL: dict[str, list[dict[str, Any]]] = {  # options of the layouts of each kind that are tried
     "tp": [{"tp": tp, "dcp": 1} for tp in (8, 4, 2)],
     "tp, ep": [{"tp": tp, "dcp": 1, "ep": WHOLE} for tp in (8, 4, 2)],
     "dcp": [{"tp": tp, "dcp": dcp} for tp in (8, 4, 2) for dcp in (2, tp)],
@@ -48,8 +48,7 @@ PARALLEL: dict[str, list[dict[str, Any]]] = {
     "pp": [{"tp": tp, "dcp": 1, "pp": 2} for tp in (4, 2)],
     "pcp": [{"tp": tp, "dcp": 1, "pcp": 2} for tp in (4, 2)],
 }
-"""Options of the layouts of each kind that are tried."""
-LOADS: dict[str, dict[str, Any]] = {
+LOADS: dict[str, dict[str, Any]] = {  # options of each kind of served load
     "closed loop": {"concurrency": 8},
     "open loop": {"request_rate": 2.0},
     "sessions": {"concurrency": 8, "turns": "4"},
@@ -59,7 +58,6 @@ LOADS: dict[str, dict[str, Any]] = {
     "disaggregated prefill": {"concurrency": 8, "disaggregate": "1:1", "transfer_gb_s": 50.0},
     "stated routing": {"concurrency": 8, "routing": "zipf:1"},
 }
-"""Options of each kind of served load."""
 HEAD = """# What is covered
 
 Written by `python -m tools.coverage -o docs/coverage.md`; do not edit. The planner decides each cell on {gpus} × {machine}.

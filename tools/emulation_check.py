@@ -33,10 +33,8 @@ EXPERTS = ("moe", "mlp_reduce")
 """Phases compared only by their sum with undivided experts: the emulated rank has most of them, and
 waits for no other.
 """
-SHARE = 0.9
-"""Minimum share of points that have to be within a bar."""
-LEAST = 0.005
-"""Minimum share of a step; shorter phases are not judged."""
+SHARE = 0.9  # minimum share of points that have to be within a bar
+LEAST = 0.005  # minimum share of a step; shorter phases are not judged
 PHASE_BAR, EXCHANGE_BAR, STEP_BAR = 0.05, 0.1, 0.07
 
 

@@ -35,16 +35,14 @@ if TYPE_CHECKING:
 BAR = 0.05
 REQUESTS = "1,2,4,8,16,32,64,128,256,512"
 LIVE, EMULATED = "live", "emulated"
-MACHINE = "machine.toml"
-"""File in the folder that `bench calibrate` writes."""
+MACHINE = "machine.toml"  # file in the folder that `bench calibrate` writes
 
 
 class Step(NamedTuple):
     """Hold one command: the arguments of `dcpbench`."""
 
     words: list[str]
-    only_one: bool = False
-    """True if the command sees only the first GPU."""
+    only_one: bool = False  # True if the command sees only the first GPU
 
 
 def _run(step: Step) -> None:

@@ -127,8 +127,7 @@ CASES = {
 }
 
 
-EXPECTED = {RIGHT: (0,), RIGHT_FP8: (0, 3), RIGHT_FLIPS: (0, 3)}
-"""Exit codes of right engines; 1 for all others."""
+EXPECTED = {RIGHT: (0,), RIGHT_FP8: (0, 3), RIGHT_FLIPS: (0, 3)}  # exit codes of right engines; 1 for all others
 
 
 def write_engine_file(folder: Path, flags: str, noise: str = "bf16") -> Path:

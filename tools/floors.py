@@ -41,8 +41,7 @@ class Compared(NamedTuple):
     variant: str
     floor_us: float
     bench_floor_us: float
-    step_us: float | None
-    """Time of its phases; None without a profiled pass."""
+    step_us: float | None  # time of its phases; None without a profiled pass
     bench_us: float
 
     @property

@@ -30,16 +30,11 @@ from dcpbench.records.folder import RECORDS_FILE
 from dcpbench.records.repair import SEALED, audit_file
 from tests.unit.hostile_files import KINDS, damaged
 
-SLOW_S = 2.0
-"""Maximum CPU time in s of a reader for one file."""
-STUCK_S = 60
-"""Time in s after which a reader is interrupted."""
-MEMORY_BYTES = 1 << 30
-"""Maximum bytes of memory of a reader, in addition to that of its process."""
-LEAST = 1000
-"""Minimum number of inputs of each kind, however slow it is."""
-WORST = 10
-"""Maximum number of violations of a kind that are listed one by one."""
+SLOW_S = 2.0  # maximum CPU time in s of a reader for one file
+STUCK_S = 60  # time in s after which a reader is interrupted
+MEMORY_BYTES = 1 << 30  # maximum bytes of memory of a reader, in addition to that of its process
+LEAST = 1000  # minimum number of inputs of each kind, however slow it is
+WORST = 10  # maximum number of violations of a kind that are listed one by one
 
 
 class StuckError(BaseException):

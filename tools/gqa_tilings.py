@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from dcpbench.kernels.attention import Backend
     from dcpbench.kernels.gqa import GqaSpec
 
-    Make = Callable[[str, GqaSpec], Backend]
-    """Signature of kernels.gqa.make_gqa_backend."""
+    Make = Callable[[str, GqaSpec], Backend]  # signature of kernels.gqa.make_gqa_backend
 
 CASES = "8x8192,48x8192,8x32768,48x32768"
 

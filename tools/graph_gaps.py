@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 REPLAYS = 30
-LEFT_FREE = 4 << 30
-"""Bytes of a GPU's memory that `full` leaves free."""
-LARGE = 1 << 22
-"""Number of elements of a tensor with kernels of more blocks than a GPU runs at once."""
+LEFT_FREE = 4 << 30  # bytes of a GPU's memory that `full` leaves free
+LARGE = 1 << 22  # number of elements of a tensor with kernels of more blocks than a GPU runs at once
 
 
 class Found(msgspec.Struct, kw_only=True):
@@ -41,10 +39,8 @@ class Found(msgspec.Struct, kw_only=True):
     way: str
     device: str
     nodes: int
-    first_us: list[float]
-    """µs per kernel of each graph immediately after its capture."""
-    again_us: list[float]
-    """µs per kernel of the graphs that still exist at the end, in the order of capture."""
+    first_us: list[float]  # µs per kernel of each graph immediately after its capture
+    again_us: list[float]  # µs per kernel of the graphs that still exist at the end, in the order of capture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,21 +48,15 @@ class Way:
     """Describe how graphs are captured."""
 
     what: str
-    keeps: bool = True
-    """True if graphs stay while others are captured."""
-    full: bool = False
-    """True if the GPU's memory is occupied before."""
-    shares: bool = False
-    """True if graphs allocate from one pool."""
+    keeps: bool = True  # True if graphs stay while others are captured
+    full: bool = False  # True if the GPU's memory is occupied before
+    shares: bool = False  # True if graphs allocate from one pool
     one_kernel: bool = True
     streams_at: int | None = None
     """Index of the graph before which kernels run on two streams, one after the other; None for no graph."""
-    primed: int = 0
-    """Number of nodes of a graph that is captured before all others and kept."""
-    flags: int = 0
-    """Flags of cudaGraphInstantiate: 4 prepares for launches by kernels, which uses the GPU's memory."""
-    queues: str = ""
-    """Value of CUDA_SCALE_LAUNCH_QUEUES, which scales CUDA's queues for launches."""
+    primed: int = 0  # number of nodes of a graph that is captured before all others and kept
+    flags: int = 0  # flags of cudaGraphInstantiate: 4 prepares for launches by kernels, which uses the GPU's memory
+    queues: str = ""  # value of CUDA_SCALE_LAUNCH_QUEUES, which scales CUDA's queues for launches
 
 
 WAYS = {

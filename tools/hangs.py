@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 ALLOWED_S = 15.0
-NAMES = {
+NAMES = {  # correct kind of finding by fault; for all others, the fault's own name
     "sleeps": "behind",
     "spins": "behind",
     "missing": "order",
@@ -50,11 +50,9 @@ NAMES = {
     LOOPS: "device",
     FLAG: "signal",
 }
-"""Correct kind of finding by fault; for all others, the fault's own name."""
 GPU_MODEL = "deepseek-v2-lite"
 """Model that is built in seconds, with a step of so few kernels that the host can hand it over completely."""
-REMAINING = 2
-"""Concurrency of the point that follows the faulty one."""
+REMAINING = 2  # concurrency of the point that follows the faulty one
 
 
 def case(fault: str, ranks: int, timeout: float, gpu: str = "") -> tuple[list[str], float, Record]:

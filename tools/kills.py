@@ -47,10 +47,8 @@ TARGETS = (
     (COMMAND, AGENT, RANK),
 )
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-ALLOWED_S = 5.0
-"""Maximum time in s that a process may outlive its parent."""
-ORDERLY_S = 90.0
-"""Maximum time in s for a process to end after it was signalled, on a busy machine."""
+ALLOWED_S = 5.0  # maximum time in s that a process may outlive its parent
+ORDERLY_S = 90.0  # maximum time in s for a process to end after it was signalled, on a busy machine
 ENDS, REFUSED = (0, 4), 2
 """Exit codes of a sweep that was not killed (all points measured, or some failed), and of one that is refused."""
 MEASURING_S = {False: 2.0, True: 1.0}

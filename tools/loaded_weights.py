@@ -41,8 +41,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     tp: int
     weights_dtype: str
     planned_gib: float
-    loaded_gib: list[float]
-    """Weights of each rank that logged them; empty if vLLM ended before."""
+    loaded_gib: list[float]  # weights of each rank that logged them; empty if vLLM ended before
     seconds: float
     command: str
     log_tail: list[str] = []

@@ -33,7 +33,7 @@ EDITABLE = "editables>=0.5"
 """Package that hatchling needs for an editable install (-e), in addition to the build requirements
 in pyproject.toml.
 """
-TORCH = {
+TORCH = {  # SHA-256 of torch's files by version, as their index has them; the first was computed from the file
     "2.13.0": (  # builds `+cpu` of manylinux_2_28: of Python 3.11 and 3.12 on x86_64, then of both on aarch64
         "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",
         "4ca4a9394b0c771238a4f73590fdbbc4debad85ed0fa63d026ae1b085da7d6e2",
@@ -41,7 +41,6 @@ TORCH = {
         "6f307c2c32d764ffc6ff6893b801fad6d4752f3e67966cb8abf1843427c02604",
     )
 }
-"""SHA-256 of torch's files by version, as their index has them; the first was computed from the file."""
 HEAD = "# What CI installs, by `pip install --require-hashes -r requirements.lock`; `make lock` writes it. Python 3.11 and 3.12.\n"
 HASH = " --hash=sha256:"
 

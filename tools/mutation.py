@@ -66,7 +66,7 @@ OPERATORS = re.compile(
 )
 SUITE = ("tests/unit", "tests/cli", "tests/servers")
 QUICK = "not long and not browser and not soak and not gpu and not distributed"
-LIBRARIES = (
+LIBRARIES = (  # libraries imported before anything is forked
     "hypothesis",
     "jsonschema",
     "matplotlib.pyplot",
@@ -77,7 +77,6 @@ LIBRARIES = (
     "torch",
     "typer",
 )
-"""Libraries imported before anything is forked."""
 PYTEST = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:cov", "--assert=plain")
 """Options of pytest; assertions stay plain, because assertion rewriting loads the package itself: it has a plugin of
 pytest.
@@ -98,8 +97,7 @@ PASSED, FAILED, UNREADABLE, LONG, DIED, BROKEN = (
     "ended in",
     "broke",
 )
-SAID = "DCPBENCH_MUTATION_LOG"
-"""Environment variable with a file for the output of the tries."""
+SAID = "DCPBENCH_MUTATION_LOG"  # environment variable with a file for the output of the tries
 OWN = ("dcpbench", "tests", "tools")
 
 
@@ -113,8 +111,7 @@ class Mutant:
     line: int
     was: str
     now: str
-    first: int | None = None
-    """Value of `occurrence` when it was first tried, if added lines may have moved it."""
+    first: int | None = None  # value of `occurrence` when it was first tried, if added lines may have moved it
 
     @property
     def name(self) -> str:
@@ -383,10 +380,8 @@ class Covered:
         return set().union(*(self._lines(path).get(n, ()) for n in numbers)) if numbers else set()
 
 
-HOUSE = "tests/unit/test_house.py::test_values"
-"""Tests that inspect what all modules define at import."""
-FIRST = 12
-"""Number of tests that run one by one first; the others run by file, because a file may start something once."""
+HOUSE = "tests/unit/test_house.py::test_dataclasses_and_structs_are_frozen"  # tests of all definitions at import
+FIRST = 12  # number of tests that run one by one first; the others run by file, because a file may start something once
 
 
 def naming(words: re.Pattern[str]) -> dict[str, set[str]]:

@@ -50,11 +50,9 @@ FP8 = [*GRID, *sorted((FOUR / "grid-tp").iterdir()), *sorted((FOUR / "a2a-k2").i
 BF16 = [FOUR / "bf16" / "deepseek-v3-bf16", FOUR / "bf16-k2" / "kimi-k2-bf16"]
 EXPERTS = sorted((FOUR / "experts").iterdir())
 ALONE = [ONE / name for name in ("v3-fp8-kv-ours", "v3-fp8-bf16-kv", "k2-bf16", "k2-fp8-bf16-kv", "k2-fp8-kv")]
-STEPPED = [*NOW, *FP8, *BF16, *EXPERTS, *ALONE]
-"""Runs of decode, with a step per record."""
+STEPPED = [*NOW, *FP8, *BF16, *EXPERTS, *ALONE]  # runs of decode, with a step per record
 V3, K2 = FOUR / "seed" / "deepseek-v3", sorted((FOUR / "seed-k2").iterdir())
-TIMED = [V3, *K2, PROMPTS / "build-deepseek-v3"]
-"""Runs with step times, including those of steps with prompts."""
+TIMED = [V3, *K2, PROMPTS / "build-deepseek-v3"]  # runs with step times, including those of steps with prompts
 FIRST = ([V3], [*GRID, *sorted((FOUR / "grid").glob("*-tp4")), ONE / "k2-fp8-kv"])
 """Earliest measurements: step times, and decode."""
 SETS = {
@@ -62,20 +60,19 @@ SETS = {
     "decode in bf16, measured": BF16,
     "decode in bf16 on two, measured": TWO_BF16,
 }
-BEFORE = {
+BEFORE = {  # runs with kernels up to 630e490a, which are scored by the step times of these kernels
     "decode in fp8 with older kernels, measured": FP8,
     "decode in fp8 on two, measured": TWO,
     "decode in fp8 on two with experts whole and cut, measured": TWO_EXPERTS,
     "decode in fp8 with experts whole and cut, measured": EXPERTS,
     "served in fp8, replayed: 4,000 + 1,500 tokens": [V3, *K2, *sorted((FOUR / "seed-4gib").iterdir())],
 }
-"""Runs with kernels up to 630e490a, which are scored by the step times of these kernels."""
 FP8_MULTIPLIED = estimate.MULTIPLIED[estimate.FP8_ATTENTION]
 OLDER = {name: f"{name}, older" for name in (estimate.QUANTISING, estimate.FP8_ATTENTION, FP8_MULTIPLIED)}
 """Terms for the additional time of steps with these kernels over an fp8 cache: launches with fp8 weights, and
 attention.
 """
-AFTERWARDS = {
+AFTERWARDS = {  # loads measured after FIRST, hours later on other machines
     "decode in bf16": BF16,
     "decode in fp8 on two": TWO,
     "decode in bf16 on two": TWO_BF16,
@@ -83,7 +80,6 @@ AFTERWARDS = {
     "decode in fp8 with experts whole and cut": EXPERTS,
     "served in fp8, Kimi-K2": K2,
 }
-"""Loads measured after FIRST, hours later on other machines."""
 UNITS = {
     OLDER[estimate.QUANTISING]: "µs a layer",
     OLDER[estimate.FP8_ATTENTION]: "× the floor",
@@ -94,14 +90,12 @@ UNITS = {
     **dict.fromkeys(estimate.FLOORED, "of the floor's rate"),
 }
 OUT = ROOT / "dcpbench" / "points" / "measured" / f"steps-{MEASURED_ON.lower()}.json"
-Case = tuple[str, dict[str, float], float]
-"""Model, terms, measured µs."""
-SAME = [
+Case = tuple[str, dict[str, float], float]  # model, terms, measured µs
+SAME = [  # pairs of terms: if no step of a fit has one of them, it gets the share of the other
     *estimate.MULTIPLIED.items(),
     (estimate.ATTENTION, estimate.FP8_ATTENTION),
     (estimate.MULTIPLIED[estimate.ATTENTION], estimate.MULTIPLIED[estimate.FP8_ATTENTION]),
 ]
-"""Pairs of terms: if no step of a fit has one of them, it gets the share of the other."""
 ENOUGH = 1e-10  # below which a scaled term counts as zero
 
 

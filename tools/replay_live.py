@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record, ServeMetrics
 
 BARS = {("ttft_ms", "p50"): 0.05, ("itl_ms", "p50"): 0.05, ("ttft_ms", "p99"): 0.10, ("itl_ms", "p99"): 0.10}
-SHARES = (0.5, 0.7, 0.95)
-"""Shares of the rate at which the most clients are served; the last is near saturation."""
-ENOUGH = 200
-"""Minimum number of finished requests of each load."""
+SHARES = (0.5, 0.7, 0.95)  # shares of the rate at which the most clients are served; the last is near saturation
+ENOUGH = 200  # minimum number of finished requests of each load
 BUILD, CLOSED, OPEN, SESSIONS = "build", "closed", "open", "sessions"
 LOADS = (CLOSED, OPEN, SESSIONS)
 
@@ -45,10 +43,8 @@ class Size:
     """Clients of the closed loops; the last number is near saturation, and the maximum in flight in open loops."""
     prompt: str
     output: str
-    longest: tuple[str, str]
-    """Lengths of the load that provides the step times: no request of the others is longer."""
-    turn: int
-    """Number of tokens that each of four turns adds."""
+    longest: tuple[str, str]  # lengths of the load that provides the step times: no request of the others is longer
+    turn: int  # number of tokens that each of four turns adds
     chunk: int
     kv: str
     requests: int = ENOUGH
@@ -94,7 +90,7 @@ def words(model: str, job: str, rates: tuple[float, ...] = ()) -> list[str]:
     most = str(size.clients[-1])
     prompt, output = size.longest if job == BUILD else (size.prompt, size.output)
     when = {
-        BUILD: ["--request-rate", "1000", "--concurrency", most, "--seed", "7"],
+        BUILD: ["--request-rate", "1000", "--concurrency", most, "--requests", "seed=7"],
         CLOSED: ["--concurrency", ",".join(map(str, size.clients))],
         OPEN: ["--request-rate", ",".join(f"{r:g}" for r in rates), "--concurrency", most],
         SESSIONS: ["--concurrency", str(size.clients[1]), "--sessions", f"turns=4,tokens={size.turn}"],

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 ARCHIVE = "raw.tar.xz"
-STAMP = ".unpacked"
-"""File with the checksum of the unpacked archive next to it."""
+STAMP = ".unpacked"  # file with the checksum of the unpacked archive next to it
 
 
 def packed_folders() -> list[Path]:

@@ -56,7 +56,7 @@ def compare_record(record: Record) -> Compared | None:
     """Return a decode record with its forecast; None if it has no step, or ran on a GPU that is unknown."""
     device = record.environment.device if record.environment else ""
     gpu = next((gpu.name for gpu in GPUS if gpu.device == device), None)
-    if record.metrics is None or record.honesty is None or record.honesty.experts_hit is None or gpu is None:
+    if record.metrics is None or record.conditions is None or record.conditions.experts_hit is None or gpu is None:
         return None
     point, shape = record.point, load_shape(record.point.model)
     machine, steps, settings = load_machine(point.emulate or gpu), load_published_steps(), Settings()
@@ -66,12 +66,12 @@ def compare_record(record: Record) -> Compared | None:
     assert ms is not None
     assert ends is not None
     sharding = Sharding.from_point(point, shape)
-    rows = record.honesty.graph_batch or point.concurrency // point.dp
+    rows = record.conditions.graph_batch or point.concurrency // point.dp
     return Compared(
         point=point,
-        experts=record.honesty.experts_hit * shape.experts / sharding.expert_ranks,
+        experts=record.conditions.experts_hit * shape.experts / sharding.expert_ranks,
         expected=sharding.estimate_routed(rows * point.dp).hit,
-        busiest=record.honesty.busiest_rank_experts or 1.0,
+        busiest=record.conditions.busiest_rank_experts or 1.0,
         ms=record.metrics.step_ms.median,
         forecast_ms=ms,
         ends=ends,

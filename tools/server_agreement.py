@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 LOAD = {"requests": 150, "rate": 3, "input": 100, "output": 50, "even": 1000}
 VLLM, GUIDELLM = "vllm bench serve", "GuideLLM"
-STARTING_S = {VLLM: 9, GUIDELLM: 22}
-"""Startup time of the other tool in s."""
+STARTING_S = {VLLM: 9, GUIDELLM: 22}  # startup time of the other tool in s
 COUNTS = ("completed", "failed")
 NAMES = ("ttft", "itl", "tpot", "e2el")
 GUIDELLMS = {

@@ -330,7 +330,7 @@ def _holds_one(samples: Sequence[float]) -> bool:
 
 
 CHECKS: dict[str, Callable[[int], Table]] = {
-    "marks": check_false_marks,
+    "warnings": check_false_marks,
     "steps": check_steps_found,
     "verdicts": check_false_verdicts,
     "slowdowns": check_slowdowns_found,

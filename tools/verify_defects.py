@@ -66,7 +66,7 @@ def _published(**changed: object) -> Callable[[Path], None]:
     return write
 
 
-RIGHT: dict[str, Callable[[Path], None]] = {
+RIGHT: dict[str, Callable[[Path], None]] = {  # checkpoints, each with points of one rank in all fp8 precisions
     "V3, 2 layers": _v3(num_hidden_layers=2),
     "V3, 9 layers": _v3(num_hidden_layers=9, seed=1),
     "V3, 24 layers": _v3(num_hidden_layers=24, first_k_dense_replace=3, seed=2),
@@ -82,9 +82,7 @@ RIGHT: dict[str, Callable[[Path], None]] = {
     "V3 in fp8, 12 layers": _published(num_hidden_layers=12, seed=10),
     "V3 in fp8, 61 layers": _published(num_hidden_layers=61, first_k_dense_replace=3, seed=11),
 }
-"""Checkpoints, each with points of one rank in all fp8 precisions."""
-SPREAD = ("V3, 9 layers", "V2, grouped", "V3 in fp8, 3 layers")
-"""Checkpoints with points of several ranks."""
+SPREAD = ("V3, 9 layers", "V2, grouped", "V3 in fp8, 3 layers")  # checkpoints with points of several ranks
 LAYOUTS: tuple[tuple[Layout, dict[str, Any]], ...] = (
     (Layout(2), {"ep": "1"}),
     (Layout(2, dp=2), {"ep": "tp"}),
@@ -104,8 +102,7 @@ class Row:
     name: str
     precision: str
     wrong: list[Check]
-    worst: float
-    """Largest error over limit of a check that has one above 0."""
+    worst: float  # largest error over limit of a check that has one above 0
 
     @classmethod
     def of_checks(cls, name: str, checks: list[Check]) -> Row:

@@ -57,7 +57,7 @@ TESTS = (
 """Patterns of the test files that run: the libraries decide what these tests see.
 
 Whole outputs (test_outputs.py) are left out, as they hold the ticks and widths of the pinned versions."""
-FEW_TESTS = (
+FEW_TESTS = (  # test files that CI runs: reports, help pages, tables and files of each library
     "tests/cli/test_help.py",
     "tests/cli/test_option_groups.py",
     "tests/unit/test_dashboard_server.py",
@@ -66,7 +66,6 @@ FEW_TESTS = (
     "tests/unit/test_reports.py",
     "tests/unit/test_show.py",
 )
-"""Test files that CI runs: reports, help pages, tables and files of each library."""
 FEW = "--few"
 PYTEST = ("-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider")
 MARKED = "not long and not browser and not soak"

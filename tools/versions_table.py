@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-Times = dict[str, dict[str, float]]
-"""µs of a call by case and version."""
+Times = dict[str, dict[str, float]]  # µs of a call by case and version
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -79,13 +79,12 @@ VLLM_CPU_OMP_THREADS_BIND = "nobind"
 VLLM_NO_USAGE_STATS = "1"
 """
 LOAD = "--concurrency 2 --num-requests 6 --input-tokens uniform:50-600 --output-tokens uniform:4-12"
-COMMANDS = {
+COMMANDS = {  # commands, without the options that all of them have
     "server": f"server {LOAD}",
     "sweep": "sweep --concurrency 1,4 --context 256 --no-profile --seconds 5",
     "verify": "verify --dcp 1 --context 1,17,300 --concurrency 1,4 --new-tokens 8",
     "replay": f"server {LOAD} --mode live,replay",
 }
-"""Commands, without the options that all of them have."""
 
 
 def install_vllm(folder: Path, version: str) -> Path:
@@ -133,7 +132,7 @@ def check_run(output: Path, count: int) -> str:
         where = f"{record['point']['workload']} point of {record['point']['concurrency']} requests"
         if record["outcome"] != "ok":
             return f"a {where} is {record['outcome']}: {record.get('reason')}"
-        if "dummy_weights" in record["marks"]:
+        if "dummy_weights" in record["warnings"]:
             return f"a {where} has dummy weights"
         if not (record.get("server") or {}).get("settings", {}).get("weights_fingerprints"):
             return f"a {where} has no fingerprint of its weights"
@@ -146,8 +145,7 @@ def check_verdict(output: Path, _: int) -> str:
     return "" if verdict in ("CONSISTENT", "UNDECIDED") else f"vLLM is called {verdict}"
 
 
-CODES = {"verify": (0, 3)}
-"""Exit codes of commands that may have others than 0."""
+CODES = {"verify": (0, 3)}  # exit codes of commands that may have others than 0
 CHECKS: dict[str, tuple[Callable[[Path, int], str], int]] = {
     "server": (check_run, 1),
     "sweep": (check_run, 2),

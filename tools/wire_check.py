@@ -37,8 +37,7 @@ FOLDERS = [
 ]
 RUNS = [*(run for folder in FOLDERS for run in sorted(folder.iterdir())), *PUBLISHED]
 BAR = 0.1
-ITEMSIZE = 2
-"""Bytes per number of queries and partial outputs, also over e4m3."""
+ITEMSIZE = 2  # bytes per number of queries and partial outputs, also over e4m3
 INSIDE = (
     "One layer's exchange (phases `q_gather` and `merge` of a profiled step, divided by the layers), of runs on two and four "
     "H200, against the model. **{within} of {all} are within {bar:.0%}**; no step took part in it: benches alone were fitted to, "
@@ -49,8 +48,7 @@ INSIDE = (
 class Row(NamedTuple):
     """Hold one layer's exchange inside a step."""
 
-    run: str
-    """Name of the run's folder below results."""
+    run: str  # name of the run's folder below results
     point: Point
     measured_us: float
     modelled_us: float
@@ -65,11 +63,11 @@ def layers(run: str, records: Iterable[Record]) -> Iterator[Row]:
     """Yield the exchanges of all steps that have one."""
     wire = load_built_in(MEASURED_ON).wire.in_step
     for record in records:
-        point, phases, honesty = record.point, record.phases, record.honesty
-        if phases is None or honesty is None or point.dcp == 1:
+        point, phases, conditions = record.point, record.phases, record.conditions
+        if phases is None or conditions is None or point.dcp == 1:
             continue
         shape, ranks = load_shape(point.model), point.dcp
-        batch = honesty.graph_batch or -(-point.concurrency // point.dp)
+        batch = conditions.graph_batch or -(-point.concurrency // point.dp)
         heads = shape.heads // point.layout.attn_tp * ranks
         received = compute_exchanged_bytes(
             point.exchange, batch, heads, ranks, shape.query_width, shape.output_width, ITEMSIZE

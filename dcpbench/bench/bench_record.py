@@ -22,12 +22,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """A row of a bench's table, as requested."""
 
     variant: str
-    sizes: dict[str, int | float | str]
-    """Sizes by the name of the column, in the table's order."""
-    calls: int
-    """Calls in one pass over all layers (or steps); times are those of a pass divided by it. 0: chosen by the bench,
-    and stated in the result.
-    """
+    sizes: dict[str, int | float | str]  # sizes by the name of the column, in the table's order
+    calls: int  # calls of one pass over all layers or steps, by which its time is divided; 0: chosen by the bench
 
     def name(self) -> str:
         """Return `filter, 16 tokens, dcp 8, …`, for progress and messages."""
@@ -38,8 +34,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Measurement settings of all cases."""
 
-    seconds: float = 0.3
-    """Time limit of each timing of a case; a timing that exceeds it is `noisy`."""
+    seconds: float = 0.3  # time limit of each timing of a case; a timing that exceeds it is `noisy`
     precision: float = 0.01
     seed: int = 0
 
@@ -48,14 +43,12 @@ class BenchJob(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one worker does."""
 
     bench: str
-    device: str
-    """`cuda` or `cpu`."""
+    device: str  # `cuda` or `cpu`
     ranks: int = 1
     cases: list[Case]
     settings: BenchSettings = BenchSettings()
     command: str = ""
-    package: Package | None = None
-    """Package of the command, as in launch.jobs.Job."""
+    package: Package | None = None  # package of the command, as in launch.jobs.Job
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,8 +57,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """`read`, `copy` (device memory, copied bytes count twice), `matmul` (bf16), `peer` (every rank reads its
     neighbour's memory), `barrier` (symmetric memory), `all-gather` … (NCCL's smallest)."""
-    unit: str
-    """`B/s`, `FLOP/s` or `s`."""
+    unit: str  # `B/s`, `FLOP/s` or `s`
     median: float
     low: float
     high: float
@@ -80,18 +72,15 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     high_us: float
     max_us: float
     samples: int
-    noisy: bool = False
-    """The time limit came before the interval was within ±1 %."""
-    unsettled: bool = False
-    """Warm-up ended by time, not because two successive medians agreed."""
+    noisy: bool = False  # the time limit came before the interval was within ±1 %
+    unsettled: bool = False  # warm-up ended by time, not because two successive medians agreed
     samples_us: list[float] = []
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True):
     """Measurement of a pass in a CUDA graph."""
 
-    time: Timing | None = None
-    """GPU time of a replay, without host time."""
+    time: Timing | None = None  # GPU time of a replay, without host time
     correct: bool | None = None
 
 
@@ -99,44 +88,31 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one case."""
 
     case: Case
-    outcome: str = "ok"
-    """`ok` or `failed`."""
-    reason: str = ""
-    """Reason of the failure."""
-    calls: int = 0
-    """Calls of a pass."""
+    outcome: str = "ok"  # `ok` or `failed`
+    reason: str = ""  # reason of the failure
+    calls: int = 0  # calls of a pass
     correct: bool | None = None
-    difference: str = ""
-    """Position of the first difference from the reference."""
-    error: float | None = None
-    """‖x − ref‖ / ‖ref‖ against fp64, of the worst rank; null if results must be bitwise equal."""
+    difference: str = ""  # position of the first difference from the reference
+    error: float | None = None  # ‖x − ref‖ / ‖ref‖ against fp64, worst rank; null if results must be bitwise equal
     work: Work | None = None
-    floor_us: float | None = None
-    """Lower bound by points.roofline; null on the CPU, and if a limit is unknown."""
-    bytes_s: float | None = None
-    """`work` over the time in a graph."""
+    floor_us: float | None = None  # lower bound by points.roofline; null on the CPU, and if a limit is unknown
+    bytes_s: float | None = None  # `work` over the time in a graph
     flop_s: float | None = None
     received_bytes_s: float | None = None
-    time: Timing | None = None
-    """Eager calls back to back, from one pass's start on the GPU to the next one's; null if they were not timed."""
-    graph: Graph | None = None
-    """Null on the CPU."""
-    marks: list[str] = []
-    """`noisy`, `unsettled`, `throttled`, `l2_warm`, as in records.jsonl."""
+    time: Timing | None = None  # eager calls back to back, from the start of one pass to the next; null if not timed
+    graph: Graph | None = None  # null on the CPU
+    warnings: list[str] = []  # `noisy`, `unsettled`, `throttled`, `l2_warm`, as in records.jsonl
     gpu: Gpu | None = None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """A line of a worker: its environment first, then the progress of each case."""
 
-    stage: str
-    """`start`, `limits`, then `case` and `done` for each case, and `end`."""
-    index: int = 0
-    """Index of the case in the job."""
+    stage: str  # `start`, `limits`, then `case` and `done` for each case, and `end`
+    index: int = 0  # index of the case in the job
     environment: Environment | None = None
     limits: list[Limit] = []
-    without: list[str] = []
-    """Limits that could not be measured, each with its reason."""
+    without: list[str] = []  # limits that could not be measured, each with its reason
     result: Result | None = None
 
 
@@ -145,19 +121,13 @@ class BenchRecord(msgspec.Struct, kw_only=True):
 
     schema_version: int = SCHEMA_VERSION
     bench: str
-    performance: bool
-    """False on the CPU, where no times are taken."""
-    findings: list[str] = []
-    """Findings in sentences generated from the numbers."""
+    performance: bool  # false on the CPU, where no times are taken
+    findings: list[str] = []  # findings in sentences generated from the numbers
     ranks: int = 1
-    limits: list[Limit] = []
-    """Measured before the cases; none on the CPU, and none for a bench that needs none."""
-    without: list[str] = []
-    """Limits that could not be measured, each with its reason."""
+    limits: list[Limit] = []  # measured before the cases; none on the CPU, and none for a bench that needs none
+    without: list[str] = []  # limits that could not be measured, each with its reason
     results: list[Result] = []
     settings: BenchSettings = BenchSettings()
     environment: Environment | None = None
-    started_at: str = ""
-    """UTC, ISO 8601."""
-    seconds: float = 0.0
-    """Wall time."""
+    started_at: str = ""  # UTC, ISO 8601
+    seconds: float = 0.0  # wall time

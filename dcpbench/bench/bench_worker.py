@@ -54,18 +54,11 @@ class Bench:
     """Measurements of a bench in addition to the time of its cases in a CUDA graph."""
 
     workload: type[Workload]
-    limits: tuple[str, ...] = ()
-    """Limits with which its cases are compared; see operators/limits.py."""
-    eager_calls: int = 0
-    """Number of calls of an eager pass to be timed in addition to the graph, if they do work that a graph cannot; else
-    0.
-    """
-    fresh: bool = False
-    """True if an engine would also have just written its inputs: the L2 cache is not kept cold."""
+    limits: tuple[str, ...] = ()  # limits with which its cases are compared; see operators/limits.py
+    eager_calls: int = 0  # calls of an eager pass that is timed, too, if they do work that a graph cannot; else 0
+    fresh: bool = False  # true if an engine would also have just written its inputs: the L2 cache is not kept cold
     turns: bool = False
-    """True if all variants of a case are timed in turns, as far as memory allows: a variant after a hot one would be
-    measured at lower clocks.
-    """
+    """True if variants of a case are timed in turns: a variant after a hot one would be measured at lower clocks."""
 
 
 BENCHES = {
@@ -89,10 +82,8 @@ class PreparedCase:
 
     calls: Calls
     result: Result
-    states: list[Gpu | None] = dataclasses.field(default_factory=list)
-    """State of the GPU during its timings."""
-    replay: Run | None = None
-    """A pass as a graph."""
+    states: list[Gpu | None] = dataclasses.field(default_factory=list)  # state of the GPU during its timings
+    replay: Run | None = None  # a pass as a graph
 
     def update_result(self, **fields: Any) -> None:  # noqa: ANN401 - of a result
         """Change fields of the result."""
@@ -106,7 +97,6 @@ class BenchWorker:
         self.job, self.rank, self.device = job, rank, device
         self.events = folder / "events.jsonl"
         self.bench = BENCHES[job.bench]
-        self.gpu_time = functools.partial(measuring.measure_gpu_time, device=device, settings=job.settings)
         self.gpu_times = functools.partial(measuring.measure_gpu_times, device=device, settings=job.settings)
         self.workload = self.bench.workload(device, job.settings.seed)
         self.limits: dict[str, float] = {}
@@ -142,9 +132,7 @@ class BenchWorker:
         return found
 
     def measure_group(self, group: dict[int, Case]) -> Iterator[tuple[int, Result]]:
-        """Yield correctness and, on a GPU, times of each case. A case that fails on any rank is marked as failed;
-        others continue.
-        """
+        """Yield correctness and, on a GPU, times of each case; a case that fails on any rank is marked as failed."""
         ready: dict[int, PreparedCase] = {}
         for index, case in group.items():
             self.write_event(Event(stage="case", index=index))
@@ -177,7 +165,7 @@ class BenchWorker:
             return ready
         if eager := min(self.bench.eager_calls, len(calls.calls)):
             some = functools.partial(measuring.run_all, calls.calls[:eager])
-            time, gpu = run_together(lambda: self.gpu_time(some, eager))
+            (time,), gpu = run_together(lambda: self.gpu_times([(some, eager)]))
             ready.update_result(time=time)
             ready.states.append(gpu)
         ready.replay = run_together(lambda: capture_graph(calls.run_captured).replay)
@@ -204,7 +192,7 @@ class BenchWorker:
         return msgspec.structs.replace(
             result,
             gpu=gpu,
-            marks=self.list_warnings(ready.calls, gpu, result),
+            warnings=self.list_warnings(ready.calls, gpu, result),
             **self.compute_rates(ready.calls, result),
         )
 

@@ -32,8 +32,7 @@ class Quality:
     """Quality of the model for a call."""
 
     call: Call
-    errors: list[float]
-    """Relative errors at sizes between two others, predicted without them; sorted."""
+    errors: list[float]  # relative errors at sizes between two others, predicted without them; sorted
 
     @property
     def sizes(self) -> tuple[int, int]:

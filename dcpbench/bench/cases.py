@@ -12,7 +12,7 @@ from dcpbench.bench.bench_record import Case
 from dcpbench.errors import UsageError
 from dcpbench.models import load_shape
 from dcpbench.models.shapes import KV_WIDTH, LATENT, VALUE
-from dcpbench.models.weight_formats import SCALE_BLOCK
+from dcpbench.models.weight_formats import BF16, FP8, INT4, INT4_GROUPS, SCALE_BLOCK
 from dcpbench.plan.option_parsers import parse_bytes
 from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.layout import Layout, Prefix
@@ -33,6 +33,7 @@ LAYERS_BY_NAME = ("qkv", "qkv_a", "q_b", "o", "shared-gate-up", "shared-down", "
 INDEXER_VARIANTS = ("reference", "deepgemm")
 SPARSE_VARIANTS = ("reference", "flashmla")
 MOE_VARIANTS = ("triton", "torch", "deepgemm")
+MOE_WEIGHTS = {BF16: MOE_VARIANTS, FP8: ("triton", "deepgemm"), INT4: ("triton",)}  # variants of experts by format
 MOE_PRODUCTS = ("gate-up", "down")
 MOE_ROWS = ("uniform", "skewed", "few")
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "all-reduce-symm")
@@ -43,16 +44,13 @@ EXCHANGE_VARIANTS = tuple(dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES)))
 AUTO_VARIANTS = EXCHANGE_VARIANTS[:-1]
 KV_GATHER_VARIANTS = ("nccl", "direct")
 BUFFERS = ("pool", "plain", "registered")
-POOL_BYTES = 4 << 30
-"""Bytes that SGLang reserves for it (#24040)."""
+POOL_BYTES = 4 << 30  # bytes that SGLang reserves for it (#24040)
 CPU_POOL_BYTES = 1 << 20
-ROW_BYTES = 2 * KV_WIDTH
-"""Bytes of a KV row in bf16."""
+ROW_BYTES = 2 * KV_WIDTH  # bytes of a KV row in bf16
 LENGTHS = ("even", "uneven")
 MAX_COUNT = 999_999_999
 MAX_QUERY_LENGTH = 8
-TOGETHER = ("reference", "triton")
-"""Backends that take the query rows of a request together."""
+TOGETHER = ("reference", "triton")  # backends that take the query rows of a request together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,9 +242,7 @@ def list_merge_cases(options: BenchOptions) -> list[Case]:
 
 
 def list_linear_cases(options: BenchOptions) -> list[Case]:
-    """Return the linear layers of a model on one rank, at every number of rows, for the variants that support its
-    weights.
-    """
+    """Return the linear layers of a model on one rank, by number of rows, for the variants that support its weights."""
     shape = load_shape(options.typed["model"] or ("tiny" if options.cpu else "deepseek-v3"))
     usable = [
         name
@@ -298,28 +294,50 @@ def list_moe_cases(options: BenchOptions) -> list[Case]:
     usable = MOE_VARIANTS if importlib.util.find_spec("deep_gemm") and not options.cpu else MOE_VARIANTS[:-1]
     names = options.parse_names("variant", MOE_VARIANTS, usable)
     cases = []
-    for n, b, kind, weights, product, name in itertools.product(
+    for n, b, kind, (weights, block, group), product, name in itertools.product(
         options.parse_counts("tp", (1, 2), (1, 4, 8)),
         options.parse_counts("requests", (1, 4), (8, 32, 128)),
         options.parse_names("rows", MOE_ROWS),
-        options.parse_names("weights", DTYPES),
+        list_expert_formats(options),
         MOE_PRODUCTS,
         names,
     ):
         if shape.moe_inter % n:
             raise UsageError(f"--tp {n} does not divide {shape.name}'s experts, {shape.moe_inter} wide; try --tp 1.")
         model = {"experts": shape.experts, "top_k": shape.top_k, "hidden": shape.hidden, "width": shape.moe_inter // n}
-        if weights == "fp8" and name == "torch" and not options.typed["variant"]:
+        if name not in MOE_WEIGHTS[weights] and not options.typed["variant"]:
             continue
-        odd = model["width"] % SCALE_BLOCK or shape.hidden % SCALE_BLOCK
+        odd = model["width"] % block or shape.hidden % block
         # The CPU's tiny model is a default, and options are checked before the device is known.
-        if weights == "fp8" and odd and options.typed["model"]:
+        if odd and options.typed["model"]:
+            whole = shape.moe_inter % block == shape.hidden % block == 0
             raise UsageError(
-                f"--weights fp8 needs widths that are multiples of {SCALE_BLOCK}, and {shape.name}'s experts are "
-                f"{model['width']} of {shape.hidden} wide at --tp {n}; try --weights bf16."
+                f"--weights {weights} needs widths that are multiples of {block}, and {shape.name}'s experts are "
+                f"{model['width']} of {shape.hidden} wide at --tp {n}; try {'--tp 1' if whole else '--weights bf16'}."
             )
-        cases.append(options.make_case(name, product=product, **model, requests=b, weights=weights, rows=kind))
+        if odd and n > 1 and not options.typed["tp"]:
+            continue
+        cases.append(options.make_case(name, product=product, **model, requests=b, weights=weights, **group, rows=kind))
     return cases
+
+
+def list_expert_formats(options: BenchOptions) -> list[tuple[str, int, dict[str, int]]]:
+    """Return each format of experts with the number that must divide widths, and the size of a case that it adds: of int4 the
+    inputs per scale.
+    """
+    found: list[tuple[str, int, dict[str, int]]] = []
+    groups = options.parse_counts("group_size", INT4_GROUPS[:1], INT4_GROUPS[:1])
+    for group in groups:
+        if group not in INT4_GROUPS:
+            raise UsageError(
+                f"--group-size {group} is none of {', '.join(map(str, INT4_GROUPS))}; write --group-size {INT4_GROUPS[0]}."
+            )
+    for weights in options.parse_names("weights", tuple(MOE_WEIGHTS)):
+        if weights == INT4:
+            found += [(weights, group, {"group_size": group}) for group in groups]
+        else:
+            found.append((weights, SCALE_BLOCK if weights == FP8 else 1, {}))
+    return found
 
 
 def list_collectives_cases(options: BenchOptions) -> list[Case]:

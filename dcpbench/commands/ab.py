@@ -30,7 +30,7 @@ from dcpbench.show.whole_files import write_file
 STATE_FILE = "ab.json"
 WORKLOADS = ("sweep", "serve", "server")
 MAX_ROUNDS = 1000
-OURS = {
+OURS = {  # options that a variant cannot have: `ab` sets them itself, or they are for several machines
     "output": "-o",
     "resume": "--resume",
     "force": "--force",
@@ -38,7 +38,6 @@ OURS = {
     "as_json": "--json",
     "nodes": "--nodes",
 }
-"""Options that a variant cannot have: `ab` sets them itself, or they are for several machines."""
 REMOTE = tuple(format_flag(name) for name in REAL_SERVERS)
 
 RUNS = make_panel("What is run")
@@ -224,11 +223,11 @@ def _check_options(variants: Variants, launches: Launches) -> None:
 
 def _check_given(variants: Variants) -> None:
     """Raise UsageError if a variant has no options."""
-    untold = [side for side in "ab" if not (getattr(variants, side).strip() or variants.both.strip())]
-    if len(untold) > 1:
+    missing = [side for side in "ab" if not (getattr(variants, side).strip() or variants.both.strip())]
+    if len(missing) > 1:
         raise UsageError('both variants are missing; give them, such as --a "--exchange ag_rs" --b "--exchange symm".')
-    if untold:
-        (side,) = untold
+    if missing:
+        (side,) = missing
         raise UsageError(
             f"{side.upper()} has no options and would run with defaults; add its options, "
             f'such as --{side} "--tp 1 --concurrency 8", and the common ones as --both "…".'

@@ -262,6 +262,8 @@ class Moe(Group):
     For example:
 
       dcpbench bench moe --tp 8 --requests 8,32,128 --rows uniform,skewed,few -o results
+
+      dcpbench bench moe --tp 1,8 --requests 32,128 --weights bf16,fp8,int4 --variant triton
     """
 
     model: str | None = WHAT(
@@ -279,8 +281,11 @@ class Moe(Group):
         default="uniform",
     )
     weights: str = NAMES(
-        "bf16, or fp8: e4m3 with a scale for each 128 × 128. torch has no product for it.", default="bf16"
+        "bf16; fp8: e4m3 with a scale for each 128 × 128; int4: 4 bits with a bf16 scale for each --group-size inputs, times rows "
+        "in bf16. torch has products for bf16, deepgemm for bf16 and fp8.",
+        default="bf16",
     )
+    group_size: str | None = COUNTS("Inputs per scale of int4 weights: 32, 128 or both. Default: 32.")
     variant: str | None = NAMES("triton, torch, deepgemm. Default: all that are installed.")
     layers: int | None = LAYERS
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from dcpbench.bench.bench_record import BenchRecord
     from dcpbench.points.cluster_specs import Machine
 
-REQUESTS = "1,2,4,8,16,32,64,128,256,512"
-"""Numbers of requests of a decode step, for messages between 10 KB and 7 MB."""
+REQUESTS = "1,2,4,8,16,32,64,128,256,512"  # numbers of requests of a decode step, for messages between 10 KB and 7 MB
 
 
 def calibrate(

@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 class Part:
     """Describe a run inside another command, which prints the start, the way to resume and the results itself."""
 
-    what: str = "points"
-    """Label of what the progress bar counts."""
-    devices: set[str] = dataclasses.field(default_factory=set)
-    """Devices on which it runs, once they are known."""
+    what: str = "points"  # label of what the progress bar counts
+    devices: set[str] = dataclasses.field(default_factory=set)  # devices on which it runs, once they are known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,21 +22,16 @@ class Elsewhere:
     """Describe the machine for which a command is only validated: it runs nothing and contacts no server."""
 
     probe: Probe
-    nodes: int = 1
-    """Number of such machines."""
+    nodes: int = 1  # number of such machines
     points: bool = True
     """True if everything that points depend on is known; otherwise only the values of options are checked."""
-    layouts: bool = True
-    """True if the divisibility of degrees is checked as well when `points` is False."""
+    layouts: bool = True  # True if the divisibility of degrees is checked as well when `points` is False
 
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
     """Describe the command that runs this one; the default is a user's command line."""
 
-    part: Part | None = None
-    """Set if this run is part of the caller's."""
-    elsewhere: Elsewhere | None = None
-    """Set if the command is only validated, for this machine."""
-    typed: tuple[str, ...] = ()
-    """Command and its arguments, without secrets; errors repeat them with other options."""
+    part: Part | None = None  # set if this run is part of the caller's
+    elsewhere: Elsewhere | None = None  # set if the command is only validated, for this machine
+    typed: tuple[str, ...] = ()  # command and its arguments, without secrets; errors repeat them with other options

@@ -12,11 +12,10 @@ from dcpbench.show.text import format_list
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COUNTERPARTS = {
+COUNTERPARTS = {  # for each command, the command for which its users may take it, and what that command does
     "serve": ("server", "measures vLLM, SGLang and other servers"),
     "server": ("serve", "measures dcpbench's own engine"),
 }
-"""For each command, the command for which its users may take it, and what that command does."""
 
 
 def make_counterpart_error(command: str, option: str, args: Sequence[str]) -> UsageError | None:

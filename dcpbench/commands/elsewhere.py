@@ -19,27 +19,22 @@ if TYPE_CHECKING:
 
     from dcpbench.points.device_probe import Probe
 
-REAL_SERVERS = ("url", "engine", "serve_cmd")
-"""Options of `server` that name the server, or the command that starts it."""
-LOADS = ("serve", "server")
-"""Commands that take a file of requests."""
+REAL_SERVERS = ("url", "engine", "serve_cmd")  # options of `server` that name the server, or the command that starts it
+LOADS = ("serve", "server")  # commands that take a file of requests
 SAYS_ALL = ("config", "engine")
 """Options for files without which only single options can be checked, not their combination."""
 DECIDES = {"weights", "model", "requests", "step_times", "emulate", "checkpoint"}
 """Options for files that decide whether a point can run."""
-ANY_MEMORY = 1 << 50
-"""Memory of a GPU of unknown type, in bytes: so much that no point is rejected for lack of it."""
+ANY_MEMORY = 1 << 50  # memory of a GPU of unknown type, in bytes: so much that no point is rejected for lack of it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machines:
     """Describe the machines on which the command may run."""
 
-    probes: Sequence[Probe]
-    """Possible GPUs of a machine; an error counts only if it occurs with all of them."""
+    probes: Sequence[Probe]  # possible GPUs of a machine; an error counts only if it occurs with all of them
     nodes: int = 1
-    counted: bool = True
-    """True if the number of GPUs of a machine is known, so that layouts can be checked against it."""
+    counted: bool = True  # True if the number of GPUs of a machine is known, so that layouts can be checked against it
 
 
 def make_unknown_probe(count: int) -> Probe:

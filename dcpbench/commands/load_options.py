@@ -60,9 +60,6 @@ class Requests(Group):
     )
     prefix_share: PrefixShare | None = make_structured(WHAT, PrefixShare)
     sessions: Sessions | None = make_structured(WHAT, Sessions)
-    seed: str | None = WHAT(
-        "Seed of lengths, gaps and tokens: the same requests for every layout and machine. Default: 0.", metavar="N"
-    )
 
 
 def print_load_notes(loads: "ServeLoads", settings: "Settings", *, cpu: bool) -> None:

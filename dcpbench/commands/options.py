@@ -87,7 +87,7 @@ class How(Group):
     collectives: Collectives | None = make_structured(HOW, Collectives)
     weights_dtype: str | None = HOW(
         "Weights of linear layers and experts: fp8 (e4m3, a scale for each 128 × 128, as DeepSeek-V3 and Kimi-K2 are "
-        "published) or bf16; int4, nvfp4 and mxfp4 only with --dry-run; fp16 and fp32 on GPUs only for verify. Default on GPUs: as the model is published; on the "
+        "published) or bf16; int4 if a model is published with experts alone in it (Kimi-K2.6); other int4, nvfp4 and mxfp4 only with --dry-run; fp16 and fp32 on GPUs only for verify. Default on GPUs: as the model is published; on the "
         "CPU: as --kv-dtype, else fp32.",
         metavar="NAME,…",
     )

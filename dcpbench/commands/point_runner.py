@@ -29,7 +29,7 @@ from dcpbench.records.checks import OUTCOMES
 from dcpbench.records.file import RecordFile, check_point
 from dcpbench.records.folder import get_record_file
 from dcpbench.records.metrics import SWEPT
-from dcpbench.records.record import is_functional
+from dcpbench.records.record import format_reason, is_functional
 from dcpbench.records.runs import read_last_records, read_run
 from dcpbench.show.streams import write_json
 from dcpbench.show.terminal import ProgressLine, make_console, print_stderr
@@ -452,7 +452,7 @@ def _make_summary(records: Sequence[Record], folder: Path, paths: Sequence[Path]
             row |= {metric.name: metric.get_value(r) for metric in SWEPT}
         if r.serve:
             row |= {"serve": msgspec.to_builtins(r.serve)}
-        results.append(row | {"reason": r.reason, "marks": r.marks})
+        results.append(row | {"reason": format_reason(r) or None, "warnings": r.warnings})
     gains = read_run_gains(folder)
     return {
         "folder": str(folder),

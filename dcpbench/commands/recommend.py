@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 CLIENTS, PROMPTS, ANSWERS = "32", "32000", "uniform:900-1100"
 """Defaults of --concurrency, --input-tokens and --output-tokens: a long context, at which capacity matters."""
-REQUESTS = 200
-"""Default of --num-requests, for loads with a request rate."""
+REQUESTS = 200  # default of --num-requests, for loads with a request rate
 SERVED = ("input_tokens", "output_tokens", "request_rate", "num_requests", "prefill")
 """Options that do not apply to --context, which measures decode steps only."""
 

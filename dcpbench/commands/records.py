@@ -21,8 +21,7 @@ app = typer.Typer(
     help="Check the records of runs line by line, and remove damaged lines.\n\n"
     "Start with: dcpbench records check runs/monday",
 )
-MAX_FAULTS = 10
-"""Maximum number of unreadable lines that are listed one by one."""
+MAX_FAULTS = 10  # maximum number of unreadable lines that are listed one by one
 Run = Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="A run's folder, or its records.jsonl.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from dcpbench.commands import options as opt
 from dcpbench.commands.command import Group, collect_typed, make_panel, make_structured
 from dcpbench.commands.load_options import FIND, SLO, Requests, print_load_notes, take_bounds
-from dcpbench.points.structured_options import Disaggregate, Find, Mtp, Prefill, Timeout
+from dcpbench.points.structured_options import Disaggregate, Find, Mtp, Prefill, Stages, Timeout
 from dcpbench.show.terminal import print_stderr
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ class Scheduler(Group):
     mtp: Mtp | None = opt.MTP
     prefill: Prefill | None = make_structured(SERVED, Prefill)
     disaggregate: Disaggregate | None = make_structured(SERVED, Disaggregate)
+    stages: Stages | None = make_structured(
+        SERVED,
+        Stages,
+        about="With --mode replay and --step-times of the layout without stages: pipeline stages and prefill context parallelism. Values separated by / are separate points.",
+    )
     kv_memory: str | None = SERVED(
         "KV pool per GPU, such as 20GiB. If it is less than the requests in flight need, some of them wait or are preempted. Default: all memory that the weights leave; if the model does not fit, what the requests in flight need, as far as memory allows.",
         metavar="SIZE",

@@ -40,10 +40,8 @@ app = typer.Typer(
 )
 LINES = ("sbatch", "setup")  # options that take a line each, which is checked with them
 RUNNABLE = ("sweep", "serve", "server", "verify")
-WHERE = ("nodes",)
-"""Options of a command that the job sets itself."""
-GPU_OPTION = re.compile(r"-G|.*gpu")
-"""Pattern of sbatch options that may request GPUs."""
+WHERE = ("nodes",)  # options of a command that the job sets itself
+GPU_OPTION = re.compile(r"-G|.*gpu")  # pattern of sbatch options that may request GPUs
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")
 
 JOB = make_panel("The job")
@@ -381,12 +379,9 @@ def _check_folder(asked: JobSpec) -> None:
 class Where:
     """Describe the cluster to which a command is submitted."""
 
-    kind: str
-    """Kind of the cluster: `slurm` or `k8s`."""
-    shared: bool
-    """True if the job sees this machine's files."""
-    otherwise: bool
-    """True if the job may get GPUs without --gpus-per-node."""
+    kind: str  # kind of the cluster: `slurm` or `k8s`
+    shared: bool  # True if the job sees this machine's files
+    otherwise: bool  # True if the job may get GPUs without --gpus-per-node
 
 
 def _parse_submission(words: Sequence[str], job: Job, where: Where) -> JobSpec:

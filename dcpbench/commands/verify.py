@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from dcpbench.points.prompts import Prompts
 
 NEW_TOKENS = 8
-USUAL = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2))
-"""Default layouts, as (tp, dp, dcp)."""
+USUAL = ((1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2))  # default layouts, as (tp, dp, dcp)
 SERVERS = make_panel("Servers")
 STALL = f"{Timeout.list_keys()['stall'].text} With --url or --engine: time without an answer after which a request has failed. Default: 300."
 USUAL_LOAD = {"concurrency": "4", "context": "37"}
@@ -260,6 +259,7 @@ def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
     from dcpbench.launch.jobs import read_checks
     from dcpbench.plan import grid
     from dcpbench.records.folder import FAILED_FILE
+    from dcpbench.records.record import format_reason
     from dcpbench.records.runs import read_last_records
 
     checks = read_checks(folder)
@@ -268,7 +268,7 @@ def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
     silent = {f"{p.layout}·ep{p.ep_degree}" for p in points} - reported
     ok = bool(checks) and all(c.ok for c in checks) and not failed and not silent
     if run.as_json:
-        broken = [{"point": msgspec.to_builtins(r.point), "reason": r.reason} for r in failed]
+        broken = [{"point": msgspec.to_builtins(r.point), "reason": format_reason(r)} for r in failed]
         point_runner.print_json(
             {"ok": ok, "checks": msgspec.to_builtins(checks), "failed": broken, "unchecked": sorted(silent)}
         )
@@ -277,7 +277,7 @@ def _print_checks(points: Sequence["Point"], folder: Path, run: opt.Run) -> int:
 
         make_console().print(make_checks_table(checks))
     for r in failed:
-        print_stderr(f"{r.outcome}: {grid.format_point_name(r.point)}: {r.reason}")
+        print_stderr(f"{r.outcome}: {grid.format_point_name(r.point)}: {format_reason(r)}")
     if silent:
         print_stderr(f"no check ran for: {', '.join(sorted(silent))}; read {folder / 'logs'}")
     wrong = sum(not c.ok for c in checks)

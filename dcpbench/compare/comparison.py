@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 Workload = Literal["decode", "serve"]
+SideName = Literal["a", "b"]
+SIDES: tuple[SideName, ...] = ("a", "b")
 Verdict = Literal["FASTER", "SLOWER", "MORE", "FEWER", "SAME", "UNDECIDED"]
 """Verdicts on B against A; MORE and FEWER are for counted metrics: syncs, memory, KV capacity."""
 WORST_FIRST: tuple[Verdict, ...] = ("SLOWER", "MORE", "FEWER", "FASTER", "UNDECIDED", "SAME")
@@ -34,9 +36,7 @@ class Row(msgspec.Struct, kw_only=True):
     verdict: Verdict
     least_visible: float | None = None  # smallest ratio above 1 that is found in 4 of 5 cases; null if not judged
     reason: str = ""  # why it is undecided
-    more_launches: int | None = (
-        None  # launches of each side that would decide it, if the ratio is as it seems; null if none would
-    )
+    more_launches: int | None = None  # launches of each side that would decide it, if it is as it seems; else null
     missing_launches: tuple[int, int] = (0, 0)  # launches of A and B without which it is not judged
     launches: tuple[int, int] = (1, 1)
     repeats: tuple[int, int] = (1, 1)
@@ -53,7 +53,7 @@ class Uncompared(msgspec.Struct, frozen=True, kw_only=True):
     """Hold a metric of a point that only one side has."""
 
     metric: str
-    absent_in: Literal["a", "b"]
+    absent_in: SideName
 
     def __str__(self) -> str:
         return f"{self.metric} (absent in {self.absent_in.upper()})"
@@ -67,11 +67,10 @@ class PointResult(msgspec.Struct, kw_only=True):
     workload: Workload
     mode: str = ""  # `live` or `replay`, for served points
     cpu: bool = False
-    forecast: list[Literal["a", "b"]] = []
-    """Sides that are forecasts, of which one rank ran: intervals reach to their ends."""
+    forecast: list[SideName] = []  # sides that are forecasts of one rank: intervals reach to their ends
     without_ends: list[str] = []  # metrics that are not judged because a forecast has no ends for them
-    marks_a: list[str] = []
-    marks_b: list[str] = []
+    warnings_a: list[str] = []
+    warnings_b: list[str] = []
     output_tok_s: tuple[float, float] | None = None
     """Output tok/s of A and B in `decode`: concurrency · tokens of a step / step time. Null in `serve`, which has rows for its throughput."""
     rows: list[Row] = []
@@ -94,7 +93,7 @@ class Difference(msgspec.Struct, kw_only=True):
 class LayersHeld(msgspec.Struct, frozen=True, kw_only=True):
     """Hold a model that did not fit on a side: the number of its layers that were in memory, and were cycled through."""
 
-    side: Literal["a", "b"]
+    side: SideName
     model: str
     fewest: int  # over the points of the side that did not hold all layers
     most: int
@@ -105,7 +104,7 @@ class Broken(msgspec.Struct, kw_only=True):
     """Hold a point that ran on one side only."""
 
     name: str
-    side: Literal["a", "b"]  # side on which it did not run
+    side: SideName  # side on which it did not run
     outcome: str
     reason: str
 
@@ -138,8 +137,7 @@ class Comparison(msgspec.Struct, kw_only=True):
     tests: int  # judged rows that were sampled: the family that verdicts are corrected for
     counts: dict[str, int]  # number of rows by verdict
     cpu: bool  # True if any point ran on a CPU, so that its times allow no conclusion about performance
-    forecast: bool
-    """True if any point is a forecast on either side; the points state which, and which metrics were not judged for them."""
+    forecast: bool  # true if any point is a forecast; the points state on which side, and what was not judged
     performance: bool  # True if times of CPU points were judged nevertheless (--allow-cpu), or if there are none
     differences: list[Difference]
     points: list[PointResult]

@@ -80,8 +80,8 @@ def _render_row(point: PointResult, row: Row) -> str:
     name = format_markdown_text(point.name) + (
         f"<br>B: {format_markdown_text(point.other_name)}" if point.other_name else ""
     )
-    marks = sorted({*point.marks_a, *point.marks_b})
-    name += f"<br>*{format_markdown_text(', '.join(marks))}*" if marks else ""
+    warnings = sorted({*point.warnings_a, *point.warnings_b})
+    name += f"<br>*{format_markdown_text(', '.join(warnings))}*" if warnings else ""
     cells = (
         name,
         format_label(row),

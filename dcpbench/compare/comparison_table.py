@@ -91,9 +91,9 @@ def _iter_point_lines(point: PointResult) -> Iterator[Text]:
     yield Text(point.name + rate_text, style="bold")
     if point.other_name:
         yield Text(f"  B: {point.other_name}")
-    marks = [f"{side}: {', '.join(m)}" for side, m in (("A", point.marks_a), ("B", point.marks_b)) if m]
-    if marks:
-        yield Text(f"  marks of {'; of '.join(marks)}", style="yellow")
+    warnings = [f"{side}: {', '.join(m)}" for side, m in (("A", point.warnings_a), ("B", point.warnings_b)) if m]
+    if warnings:
+        yield Text(f"  warnings of {'; of '.join(warnings)}", style="yellow")
     for row in point.rows:
         yield _format_row(row)
     if point.not_compared:

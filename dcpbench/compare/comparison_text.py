@@ -23,9 +23,14 @@ def format_label(row: Row) -> str:
     return row.title if row.unit in row.title else f"{row.title} {row.unit}"
 
 
+def format_factor(ratio: float) -> str:
+    """Return `1.031`, and large ratios to three digits."""
+    return f"{ratio:.3f}" if ratio < LARGE else f"{ratio:.3g}"
+
+
 def format_ratio(row: Row) -> str:
-    """Return `1.0312`; empty for small counts and for values that cannot be divided."""
-    return "" if row.ratio is None or row.absolute else f"{row.ratio:.3f}" if row.ratio < LARGE else f"{row.ratio:.3g}"
+    """Return `1.031`; empty for small counts and for values that cannot be divided."""
+    return "" if row.ratio is None or row.absolute else format_factor(row.ratio)
 
 
 def format_bounds(row: Row) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from dcpbench.compare.comparison import Difference, LayersHeld
+from dcpbench.compare.comparison import SIDES, Difference, LayersHeld
 from dcpbench.records.record import get_origin
 from dcpbench.show.text import fit_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from dcpbench.compare.comparison import SideName
     from dcpbench.compare.sides import Pair
     from dcpbench.records.record import Record
 
@@ -30,7 +31,7 @@ ENVIRONMENT = (
     ("commit", "git_commit"),
     ("machine", "host_hash"),
 )
-HONESTY = (
+CONDITIONS = (
     ("weights", "weights"),
     ("layers", "layers"),
     ("layers held", "layers_held"),
@@ -57,7 +58,10 @@ def find_differences(pairs: Sequence[Pair]) -> list[Difference]:
     conditions = [[_list_conditions(record, settings, asked) for record in side] for side in (a, b)]
     found = []
     for i, (what, _) in enumerate(conditions[0][0]):
-        x, y = ({_format_value(value) for record in side for value in record[i][1]} for side in conditions)
+        x, y = (
+            {"none" if value is None else str(value) for record in side for value in record[i][1]}
+            for side in conditions
+        )
         if x != y:
             shown = ("one", "another") if what.endswith(WITHHELD) else (_format_set(x), _format_set(y))
             found.append(Difference(what=fit_name(what, MAX_TEXT_CHARS), a=shown[0], b=shown[1]))
@@ -66,11 +70,10 @@ def find_differences(pairs: Sequence[Pair]) -> list[Difference]:
 
 def count_layers_held(pairs: Sequence[Pair]) -> list[LayersHeld]:
     """Return for each side and model how many layers were held where the whole model did not fit."""
-    counts: dict[tuple[Literal["a", "b"], str, int], list[int]] = {}
-    names: tuple[Literal["a", "b"], ...] = ("a", "b")
-    for side, records in zip(names, _collect_sides(pairs), strict=True):
+    counts: dict[tuple[SideName, str, int], list[int]] = {}
+    for side, records in zip(SIDES, _collect_sides(pairs), strict=True):
         for r in records:
-            if (held := r.honesty) and held.layers_held < held.layers:
+            if (held := r.conditions) and held.layers_held < held.layers:
                 key = (side, fit_name(r.point.model, MAX_TEXT_CHARS), held.layers)
                 counts.setdefault(key, []).append(held.layers_held)
     return [
@@ -90,22 +93,22 @@ def _collect_sides(pairs: Sequence[Pair]) -> tuple[list[Record], list[Record]]:
 
 def collect_warnings(records: Iterable[Record]) -> list[str]:
     """Return all warnings of some records, sorted; `throttled` with its cause."""
-    return sorted({fit_name(mark, MAX_TEXT_CHARS) for r in records for mark in r.marks})[:20]
+    return sorted({fit_name(warning, MAX_TEXT_CHARS) for r in records for warning in r.warnings})[:20]
 
 
 def _list_conditions(r: Record, settings: Sequence[str], asked: Sequence[str]) -> list[tuple[str, Sequence[object]]]:
     """Return how a record was taken, as pairs of name and values, including these `settings` of its machine and its command."""
-    env, honesty, given = r.environment, r.honesty, r.measured_with
+    env, conditions, given = r.environment, r.conditions, r.measured_with
     return [
         *((what, [getattr(env, name)] if env else []) for what, name in ENVIRONMENT),
-        *((what, [getattr(honesty, name)] if honesty else []) for what, name in HONESTY),
+        *((what, [getattr(conditions, name)] if conditions else []) for what, name in CONDITIONS),
         *((n + WITHHELD if SECRET.search(n) else n, [env.settings.get(n)] if env else []) for n in settings),
         *((f"setting {name}", [given.get(name)] if given else []) for name in asked),
         ("measured by", [get_origin(r)]),
         *((what, [getattr(r.server, name)] if r.server else []) for what, name in SERVER),
         ("auto chose", [r.choice] if r.choice else []),
         ("throttled by", r.gpu.throttle_reasons if r.gpu else []),
-        ("marks", r.marks),
+        ("warnings", r.warnings),
     ]
 
 
@@ -119,7 +122,3 @@ def _format_set(values: set[str]) -> str:
     ordered = sorted(values)
     more = f" and {len(ordered) - MAX_SHOWN} more" if len(ordered) > MAX_SHOWN else ""
     return (", ".join(fit_name(v, MAX_TEXT_CHARS) for v in ordered[:MAX_SHOWN]) or "none") + more
-
-
-def _format_value(value: object) -> str:
-    return "none" if value is None else str(value)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 import zlib
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dcpbench.compare import effects
 from dcpbench.compare.comparison import WORST_FIRST, Broken, Comparison, PointResult, Row, Uncompared
@@ -23,7 +23,7 @@ from dcpbench.show.text import format_count, make_printable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dcpbench.compare.comparison import Workload
+    from dcpbench.compare.comparison import SideName, Workload
     from dcpbench.compare.sides import Matched, Pair
     from dcpbench.points.point import Point
     from dcpbench.records.metrics import Error, Metric
@@ -122,8 +122,8 @@ def _compare_point(pair: Pair, options: Options, a: Sequence[Run], b: Sequence[R
         forecast=pair.forecasts,
         mode=make_printable(point.load.mode[:20]) if point.load else "",
         cpu=any(map(is_functional, pair.records)),
-        marks_a=collect_warnings(r for _, rs in pair.a for r in rs),
-        marks_b=collect_warnings(r for _, rs in pair.b for r in rs),
+        warnings_a=collect_warnings(r for _, rs in pair.a for r in rs),
+        warnings_b=collect_warnings(r for _, rs in pair.b for r in rs),
     )
     sampled: dict[int, Sampled] = {}
     unjudged: list[_Test] = []
@@ -353,7 +353,7 @@ def _compute_exp(log: float) -> float:
     return math.exp(log) if abs(log) < MAX_LOG else (0.0 if log < 0 else math.inf)
 
 
-def _make_broken(record: Record, side: Literal["a", "b"]) -> Broken:
+def _make_broken(record: Record, side: SideName) -> Broken:
     reason = make_printable((record.reason or "no reason was recorded")[:500])
     return Broken(
         name=format_point(record.point), side=side, outcome=make_printable(record.outcome[:20]), reason=reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from dcpbench.compare.comparison_text import LARGE
+from dcpbench.compare.comparison_text import format_factor
 from dcpbench.compare.sides import find_differing_fields, match_points
 from dcpbench.records.metrics import COMPARED
 from dcpbench.show.numbers import format_short_number
@@ -39,13 +39,9 @@ def _format_ratios(known: Sequence[tuple[float, float]], metric: Metric) -> str:
     ratios = sorted(y / x for x, y in known)
     if len(ratios) == 1:
         values = " → ".join(format_short_number(value, 4) for value in known[0])
-        return f"{metric.title} {values} {metric.unit}, B/A {_format_ratio(ratios[0])}"
-    ends = f"{_format_ratio(ratios[0])} to {_format_ratio(ratios[-1])}"
-    return f"{metric.title} B/A {ends} in {len(ratios)} points, median {_format_ratio(statistics.median(ratios))}"
-
-
-def _format_ratio(value: float) -> str:
-    return f"{value:.3f}" if value < LARGE else f"{value:.3g}"
+        return f"{metric.title} {values} {metric.unit}, B/A {format_factor(ratios[0])}"
+    ends = f"{format_factor(ratios[0])} to {format_factor(ratios[-1])}"
+    return f"{metric.title} B/A {ends} in {len(ratios)} points, median {format_factor(statistics.median(ratios))}"
 
 
 def _compute_median(records: Sequence[Record], metric: Metric) -> float | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from dcpbench.compare.comparison import SIDES
 from dcpbench.errors import RecordsError, UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.point import AXES, LOAD_AXES
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from dcpbench.compare.comparison import SideName
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run
@@ -47,9 +49,9 @@ class Pair:
         return [record for _, found in (*self.a, *self.b) for record in found]
 
     @property
-    def forecasts(self) -> list[Literal["a", "b"]]:
+    def forecasts(self) -> list[SideName]:
         """Sides of which any record is a forecast."""
-        sides: tuple[tuple[Literal["a", "b"], Side], ...] = (("a", self.a), ("b", self.b))
+        sides = zip(SIDES, (self.a, self.b), strict=True)
         return [name for name, side in sides if any(is_forecast(record) for _, found in side for record in found)]
 
     @property
@@ -180,7 +182,7 @@ def _is_repeated_replay(records: Sequence[Record], launch: Run, seen: set[tuple[
 
     Step times in the launch's own folder were measured by it.
     """
-    names = {r.honesty.step_times for r in records if r.honesty and r.honesty.step_times}
+    names = {r.conditions.step_times for r in records if r.conditions and r.conditions.step_times}
     shared = {(key, name) for name in names if not (launch.folder / name).is_file()}
     known = bool(shared & seen)
     seen |= shared

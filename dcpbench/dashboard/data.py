@@ -251,7 +251,7 @@ def _collect_latest(
                 "points": len(moved),
                 **{verdict: sum(one.verdict == verdict for one in moved) for verdict in ("worse", "better")},
                 "groups": [_summarize_group(group, histories) for group in groups[:MAX_GROUPS]],
-                "untold": sum(map(len, groups[MAX_GROUPS:])),
+                "omitted": sum(map(len, groups[MAX_GROUPS:])),
             }
         )
     return {"steps": latest, "more": len(pairs) - len(latest)}
@@ -337,7 +337,7 @@ def _encode_history(history: History) -> dict[str, object]:
         "run": _encode_gaps([run for run, _ in history.entries]),
         "outcome": [entry.outcome for entry in entries],
         "repeats": [entry.repeats for entry in entries],
-        "marks": {i: entry.marks for i, entry in enumerate(entries) if entry.marks},
+        "warnings": {i: entry.warnings for i, entry in enumerate(entries) if entry.warnings},
         "reason": {i: entry.reason for i, entry in enumerate(entries) if entry.reason},
         "values": values,
         "changes": changed,

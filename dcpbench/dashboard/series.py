@@ -62,7 +62,7 @@ class Entry:
     outcome: str
     values: dict[str, Value]  # values by metric name, in the display unit
     repeats: int
-    marks: str
+    warnings: str
     reason: str
     layers_held: str = ""  # that the whole model did not fit (show/model_fit.py); empty if all layers were held
 
@@ -84,7 +84,7 @@ def collect_lines(records: Sequence[Record]) -> dict[Line, Entry]:
             driver=driver,
             conditions=own_conditions,
             example=record.point,
-            cpu=where == CPU or "cpu" in record.marks,
+            cpu=where == CPU or "cpu" in record.warnings,
         )
         same.setdefault(line, []).append(record)
     return {line: _make_entry(found) for line, found in same.items()}
@@ -97,9 +97,7 @@ def describe_line(line: Line, layers_held: str = "", shared: Collection[str] = (
     """
     point = line.example
     mode = f"{load_labels.SEPARATOR}{point.load.mode}" if point.load else ""
-    experts = (
-        [] if point.ep_degree is None else [f"ep{point.ep_degree}"]
-    )  # in every row, so that a page can state it once
+    experts = [] if point.ep_degree is None else [f"ep{point.ep_degree}"]  # in every row, to be stated once
     # defaults, and fields that an import lacks, are left out
     load = axes.format_changed_values(LOAD_AXES, msgspec.structs.asdict(point.load)) if point.load else []
     return {
@@ -174,7 +172,7 @@ def _make_entry(records: Sequence[Record]) -> Entry:
     reason = next((r.reason for r in failed if r.reason), "")
     if ok and failed:
         reason = f"{len(failed)} of {len(records)} repeats did not finish: {reason}"
-    marks = ", ".join(sorted({mark for r in ok for mark in r.marks}))
+    warnings = ", ".join(sorted({warning for r in ok for warning in r.warnings}))
     values = {
         v.metric.shown_name: v.convert_to_shown_unit()
         for v in metrics.merge_values(ok, metrics.DASHBOARD, derived=True)
@@ -183,7 +181,7 @@ def _make_entry(records: Sequence[Record]) -> Entry:
         fit_label(outcome),
         values,
         len(ok),
-        fit_label(marks),
+        fit_label(warnings),
         fit_label(reason, MAX_REASON_CHARS),
         load_labels.describe_layers_held(ok),
     )

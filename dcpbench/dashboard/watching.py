@@ -27,8 +27,7 @@ class Watcher:
     def __init__(self, root: Path, out: Path, tell: Callable[[str], None]) -> None:
         self.root = root
         self.site = out
-        self.note = ""
-        """Error of the last build; empty if it succeeded."""
+        self.note = ""  # error of the last build; empty if it succeeded
         self._tell = tell
         self._known: dict[Stamp, RunData] = {}
         self._seen: list[Stamp] | None = None

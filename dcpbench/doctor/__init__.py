@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BAD", "NOTE", "OK", "UNREAD", "Finding", "Report", "check_at_start", "check_machine"]
 
-PATIENCE_S = 1.0
-"""Time in s that the start of a sweep waits for a driver that may not answer."""
+PATIENCE_S = 1.0  # time in s that the start of a sweep waits for a driver that may not answer
 
 
 def check_machine(

@@ -23,16 +23,11 @@ expected.
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Describe one fact about the machine."""
 
-    check: str
-    """Subject of the check, in one or two words."""
-    level: str
-    """Severity, one of LEVELS."""
-    where: str = ""
-    """`GPU 3`, `GPU 0 and 1`, a folder; empty: the machine."""
-    what: str
-    """A sentence."""
-    remedy: str = ""
-    """Command or change that helps; empty if none is needed."""
+    check: str  # subject of the check, in one or two words
+    level: str  # severity, one of LEVELS
+    where: str = ""  # `GPU 3`, `GPU 0 and 1`, a folder; empty: the machine
+    what: str  # a sentence
+    remedy: str = ""  # command or change that helps; empty if none is needed
 
 
 class Report:

@@ -20,18 +20,13 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 SHARED = Path("/dev/shm")  # noqa: S108 -- only looked at
-SHARED_BYTES = GIB
-"""Size of /dev/shm that NCCL's documentation requires for containers (--shm-size=1g)."""
+SHARED_BYTES = GIB  # size of /dev/shm that NCCL's documentation requires for containers (--shm-size=1g)
 DISK_BYTES, DISK_ROOM_BYTES = GIB, 10 * GIB
 """Free bytes below which a long sweep may fail, and below which a note is given: logs, profiles, compiled kernels."""
-OPEN_FILES, FEW_FILES = 4096, 1024
-"""Connections to a server and between ranks, each a file."""
-PORTS = 1000
-"""Minimum number of ephemeral ports, on which ranks meet."""
-SHARE_BUSY = 0.25
-"""Share of the cores in use by others, above which host times are disturbed."""
-TIME_ERROR, STA_UNSYNC = 5, 0x40
-"""Constants of adjtimex(2)."""
+OPEN_FILES, FEW_FILES = 4096, 1024  # connections to a server and between ranks, each a file
+PORTS = 1000  # minimum number of ephemeral ports, on which ranks meet
+SHARE_BUSY = 0.25  # share of the cores in use by others, above which host times are disturbed
+TIME_ERROR, STA_UNSYNC = 5, 0x40  # constants of adjtimex(2)
 APART_US = 100_000
 """Maximum difference in µs between the clocks of nodes at which their logs and rank exits can be ordered."""
 LOOPBACK = "127.0.0.1"
@@ -254,7 +249,7 @@ def check_environment(report: Report, env: Mapping[str, str]) -> None:
 
 
 SET = ("1", "TRUE", "ON", "YES")
-HURTFUL: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
+HURTFUL: tuple[tuple[str, tuple[str, ...], str, str], ...] = (  # variable, values (empty: any), level, and effect
     ("CUDA_LAUNCH_BLOCKING", SET, BAD, "each launch waits for its kernel"),
     ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), BAD, "each collective is checked by another before it"),
     ("PYTORCH_NO_CUDA_MEMORY_CACHING", SET, BAD, "each tensor is allocated by the driver"),
@@ -265,4 +260,3 @@ HURTFUL: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("NCCL_PROTO", (), NOTE, "NCCL does not choose by itself, and results do not show its own choice"),
     ("CUDA_DEVICE_MAX_CONNECTIONS", ("1",), NOTE, "streams wait for each other"),
 )
-"""Variable, values (empty: any), level, and effect."""

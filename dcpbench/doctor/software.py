@@ -26,15 +26,14 @@ class KnownProblem(NamedTuple):
 
     thing: str
     since: tuple[int, ...]
-    before: tuple[int, ...]
-    """The first that does not hurt any more."""
+    before: tuple[int, ...]  # the first that does not hurt any more
     level: str
     what: str
     remedy: str
     source: str
 
 
-KNOWN_PROBLEMS = (
+KNOWN_PROBLEMS = (  # known problems as reported in `source`
     KnownProblem(
         "Linux", (), (5, 5), BAD, "ranks have hung on kernels before 5.5", "start a newer kernel",
         "https://github.com/huggingface/accelerate/issues/2573",
@@ -53,7 +52,6 @@ KNOWN_PROBLEMS = (
     ),
     KnownProblem("torch", (), (2, 9), BAD, "dcpbench needs 2.9", "pip install 'torch>=2.9'", "pyproject.toml"),
 )  # fmt: skip
-"""Known problems as reported in `source`."""
 
 
 def parse_version(version: str) -> tuple[int, ...]:

@@ -36,9 +36,11 @@ if TYPE_CHECKING:
 
 
 class HasSlot(Protocol):
-    """A request, of this engine or of a scheduler."""
+    """A request, of this engine or of a scheduler, or a chunk of its prompt."""
 
-    slot: int
+    @property
+    def slot(self) -> int:
+        """Return its slot in the table of requests."""
 
 
 @dataclasses.dataclass
@@ -235,11 +237,19 @@ class DecodeEngine:
         assert hidden is not None
         last_R = torch.arange(batch.requests, device=self.device) * batch.query_length + batch.accepted
         hidden = model.run_draft_layer(self._make_input(batch, batch.next_tokens), hidden, batch)[last_R]
-        drafts = [model.sample_greedy(model.compute_logits(hidden))]
+        batch.drafts = self.run_later_drafts(batch, hidden)
+
+    def run_later_drafts(self, batch: Batch, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Return the drafts [requests, N] behind the first pass of the layer that drafts, which gave these hidden states of each
+        request's last token. Runs the further passes that `plan_drafts` has planned for `batch`.
+        """
+        model = self.model
+        assert batch.later is not None
+        drafts = [model.sample_greedy(model.compute_logits(hidden_RD))]
         for later in batch.later:
-            hidden = model.run_draft_layer(self._make_input(later, drafts[-1]), hidden, later)
-            drafts.append(model.sample_greedy(model.compute_logits(hidden)))
-        batch.drafts = torch.stack(drafts, dim=1)
+            hidden_RD = model.run_draft_layer(self._make_input(later, drafts[-1]), hidden_RD, later)
+            drafts.append(model.sample_greedy(model.compute_logits(hidden_RD)))
+        return torch.stack(drafts, dim=1)
 
     def _make_input(self, batch: Batch, tokens_B: torch.Tensor) -> StepInput:
         locs = self.requests.table[batch.slots, batch.positions]

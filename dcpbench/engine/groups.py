@@ -21,12 +21,9 @@ _handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 class Groups:
     """The three process groups of a rank."""
 
-    attn: Group
-    """Ranks that share the heads of this replica."""
-    dcp: Group
-    """Ranks that share the KV cache of this replica's requests."""
-    dp: Group
-    """Ranks with the same heads in the other replicas."""
+    attn: Group  # ranks that share the heads of this replica
+    dcp: Group  # ranks that share the KV cache of this replica's requests
+    dp: Group  # ranks with the same heads in the other replicas
 
 
 def make_groups(layout: Layout, rank: int) -> Groups:

@@ -19,7 +19,7 @@ from dcpbench.engine.weights import Moe
 from dcpbench.exchange.symmetric_all_reduce import SymmetricAllReduce
 from dcpbench.hangs import heartbeats
 from dcpbench.kernels import moe
-from dcpbench.kernels.block_scaled import Rows, Scaled, needs_quantized_input, quantize_rows
+from dcpbench.kernels.block_scaled import Rows, needs_quantized_input, quantize_rows
 from dcpbench.kernels.kv_indices import Share
 from dcpbench.kernels.kv_write import write_kv
 from dcpbench.kernels.linear import apply_linear
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dcpbench.engine.piecewise_graph import StepBuffers
     from dcpbench.engine.prefill import PrefillPlan
     from dcpbench.engine.synthetic import RouterInputs
-    from dcpbench.engine.weights import Mlp, Weights
+    from dcpbench.engine.weights import ExpertLinear, Mlp, Weights
     from dcpbench.exchange.symmetric_all_reduce import AllReduce
     from dcpbench.models.shapes import ModelShape
     from dcpbench.points.layout import GroupWide, Layout
@@ -57,16 +57,12 @@ over the ranks."""
 class StepInput:
     """Device tensors of one step, [B] but for the last two; fixed buffers under a captured graph."""
 
-    tokens: torch.Tensor
-    """int64"""
-    positions: torch.Tensor
-    """int64: index of the new token in its request."""
-    locs: torch.Tensor
-    """int32: virtual KV location of the new token; padding rows have 0, or -1 for none."""
+    tokens: torch.Tensor  # int64
+    positions: torch.Tensor  # int64: index of the new token in its request
+    locs: torch.Tensor  # int32: virtual KV location of the new token; padding rows have 0, or -1 for none
     router_inputs: RouterInputs | None = None
     """Input of the routers instead of the hidden state; see synthetic.py. None: the hidden state."""
-    logit_rows: torch.Tensor | None = None
-    """int64: rows that need logits; None: all."""
+    logit_rows: torch.Tensor | None = None  # int64: rows that need logits; None: all
     live: torch.Tensor | None = None
     """int64 [dp]: number of rows of each replica, from its first, that go to experts; the rows after them are padding
     to the fullest replica. None: all.
@@ -146,21 +142,25 @@ class Model:
         x_BD, residual_BD = q_Bh, row_BQ
         heartbeats.record_layer(heartbeats.NO_LAYER)
         with record_range("lm_head"):
-            if batch.logit_rows is not None:
-                x_BD, residual_BD = x_BD[batch.logit_rows], residual_BD[batch.logit_rows]
+            drafts, wanted = self.weights.draft is not None, batch.logit_rows
+            if wanted is not None and not drafts:
+                x_BD, residual_BD = x_BD[wanted], residual_BD[wanted]
             last = self.make_mark(2 * self.shape.layers + 1)
             final = add_rms_norm(x_BD, residual_BD, self.weights.final_norm, self.shape.rms_eps, last)
-            if self.weights.draft is not None:
+            if drafts:
                 self.final_hidden = final
+                final = final if wanted is None else final[wanted]
             return apply_linear(final, self.weights.lm_head)
 
-    def run_draft_layer(self, batch: StepInput, hidden_BD: torch.Tensor, decodes: Batch) -> torch.Tensor:
+    def run_draft_layer(
+        self, batch: StepInput, hidden_BD: torch.Tensor, decodes: Batch | None, prefill: PrefillPlan | None = None
+    ) -> torch.Tensor:
         """Return the hidden states [B, D] from which the tokens after those of `batch` are drafted, behind the norm before
         the LM head. Collective.
 
         `hidden_BD` are the hidden states of the tokens before those of `batch`, at `batch.positions`: of the model, or of
         the pass of this layer for the draft before. Both are behind a final norm, as SGLang has them;
-        DeepSeek-V3's report (arXiv 2412.19437) does not state it.
+        DeepSeek-V3's report (arXiv 2412.19437) does not state it. `decodes` and `prefill` are as in `run_step`.
         """
         draft, index = self.weights.draft, self.shape.layers
         assert draft is not None
@@ -173,7 +173,7 @@ class Model:
         with record_range("qkv_proj"):
             residual_BD = apply_linear(torch.cat(cast("tuple[torch.Tensor, ...]", parts), dim=-1), draft.join)
         q_Bh, row_BQ = self.begin_layer(index, None, batch, residual_BD)
-        y_BhV = self.run_attention(q_Bh, row_BQ, index, batch.positions, decodes, None)
+        y_BhV = self.run_attention(q_Bh, row_BQ, index, batch.positions, decodes, prefill)
         x_BD = self.finish_layer(index, y_BhV, batch, residual_BD)
         with record_range("norm"):
             return add_rms_norm(x_BD, residual_BD, draft.final_norm, eps)
@@ -268,7 +268,7 @@ class Model:
         residual_BD: torch.Tensor,
         weight_D: torch.Tensor,
         number: int,
-        feeds: torch.Tensor | Scaled | None,
+        feeds: ExpertLinear | None,
         *,
         keep: bool,
     ) -> torch.Tensor | Rows:

@@ -39,22 +39,14 @@ if TYPE_CHECKING:
 class StepBuffers:
     """Buffers for the inputs and outputs of pieces; rows as in model.py."""
 
-    positions: torch.Tensor
-    """int64 [B]"""
-    locs: torch.Tensor
-    """int32 [B]"""
-    residual: torch.Tensor
-    """[B, D]"""
-    q: torch.Tensor
-    """[B, …]: begins with q of the heads projected here."""
-    kv: torch.Tensor
-    """[B, Q]: rows of a layer on their way into the pool."""
-    values: torch.Tensor
-    """[B, h, V]: of a layer's attention."""
-    last: torch.Tensor
-    """[B, D]: output of the last MLP."""
-    own: torch.Tensor | None
-    """[B, h, X]: q of this rank's heads, contiguous; None if `q` has them in this form."""
+    positions: torch.Tensor  # int64 [B]
+    locs: torch.Tensor  # int32 [B]
+    residual: torch.Tensor  # [B, D]
+    q: torch.Tensor  # [B, …]: begins with q of the heads projected here
+    kv: torch.Tensor  # [B, Q]: rows of a layer on their way into the pool
+    values: torch.Tensor  # [B, h, V]: of a layer's attention
+    last: torch.Tensor  # [B, D]: output of the last MLP
+    own: torch.Tensor | None  # [B, h, X]: q of this rank's heads, contiguous; None if `q` has them in this form
 
     @classmethod
     def allocate(cls, model: Model, rows: int) -> StepBuffers:
@@ -89,9 +81,9 @@ class Decodes:
     the CPU.
     """
 
-    def __init__(self, model: Model, room: StepBuffers, batch: Batch) -> None:
+    def __init__(self, model: Model, buffers: StepBuffers, batch: Batch) -> None:
         """Create the attention for `batch`, which has the plan, made again for each step."""
-        self.model, self.room, self.batch = model, room.slice_rows(batch.size), batch
+        self.model, self.buffers, self.batch = model, buffers.slice_rows(batch.size), batch
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
     def run_layer(self, index: int) -> None:
@@ -102,11 +94,11 @@ class Decodes:
             self._compute_layer(index)
 
     def _compute_layer(self, index: int) -> None:
-        model, room, batch = self.model, self.room, self.batch
+        model, buffers, batch = self.model, self.buffers, self.batch
         w = model.weights.get_layer(index).attention
         kind = model.attention
-        q_BhQ = kind.compute_exchanged_queries(kind.reshape_heads(room.q), w, batch)
-        room.values.copy_(kind.compute_values(model.run_decode_attention(q_BhQ, w, index, batch), w))
+        q_BhQ = kind.compute_exchanged_queries(kind.reshape_heads(buffers.q), w, batch)
+        buffers.values.copy_(kind.compute_values(model.run_decode_attention(q_BhQ, w, index, batch), w))
 
     def capture_layers(self, pool: torch.cuda._POOL_HANDLE) -> None:
         """Capture every layer. One layer has run before on every rank, so that no module is loaded during capture."""
@@ -124,9 +116,9 @@ class StepPieces:
     """The pieces of steps of one number of rows; run kernel by kernel until they are captured, and on the CPU."""
 
     def __init__(self, pieces: Pieces, rows: int) -> None:
-        self.pieces, self.model, self.room = pieces, pieces.model, pieces.room.slice_rows(rows)
+        self.pieces, self.model, self.buffers = pieces, pieces.model, pieces.buffers.slice_rows(rows)
         self.batch = StepInput(
-            self.room.positions, self.room.positions, self.room.locs, pieces.router_inputs, live=pieces.live
+            self.buffers.positions, self.buffers.positions, self.buffers.locs, pieces.router_inputs, live=pieces.live
         )
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.left: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -142,22 +134,22 @@ class StepPieces:
         """Return the result of Model.run_step for rows of decodes, of chunks, and padding. `meanwhile` as in Model.walk_layers.
         Collective.
         """
-        room, model, pieces = self.room, self.model, self.pieces
+        buffers, model, pieces = self.buffers, self.model, self.pieces
         first = decodes.batch.size if decodes else 0
         rows = prefill.rows if prefill else slice(first, first)
         assert rows.start == first
         kind = model.attention
-        q_BhX = kind.select_own_heads(kind.reshape_heads(room.q)) if room.own is None else room.own
-        q_ThX, out_ThV = q_BhX[rows], room.values[rows]
+        q_BhX = kind.select_own_heads(kind.reshape_heads(buffers.q)) if buffers.own is None else buffers.own
+        q_ThX, out_ThV = q_BhX[rows], buffers.values[rows]
         first_seen = prefill.parts[0].seen if prefill else None
 
         def start_walk(
             residual_BD: torch.Tensor,
         ) -> Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]:
-            room.positions.copy_(batch.positions)
-            room.locs.copy_(batch.locs)
-            room.residual.copy_(residual_BD)
-            room.values[rows.stop :] = 0
+            buffers.positions.copy_(batch.positions)
+            buffers.locs.copy_(batch.locs)
+            buffers.residual.copy_(residual_BD)
+            buffers.values[rows.stop :] = 0
             if pieces.live is not None:
                 assert batch.live is not None
                 pieces.live.copy_(batch.live)
@@ -181,7 +173,7 @@ class StepPieces:
                 prefill.run_attention(
                     q_ThX, lambda seen: None if seen is first_seen else pieces.load_keys(seen, index), out_ThV
                 )
-            return room.values
+            return buffers.values
 
         return model.walk_layers(batch, start_walk, run_attention, meanwhile)
 
@@ -193,12 +185,12 @@ class StepPieces:
         return self.left[index]
 
     def _compute_piece(self, index: int, y_BhV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        model, room = self.model, self.room
-        q_BHX, row_BQ = model.run_piece(index, y_BhV, batch=self.batch, residual_BD=room.residual, out=room)
+        model, buffers = self.model, self.buffers
+        q_BHX, row_BQ = model.run_piece(index, y_BhV, batch=self.batch, residual_BD=buffers.residual, out=buffers)
         if index < model.shape.layers:
-            model.attention.rotate_queries(q_BHX, room.positions)
-            if room.own is not None:
-                room.own.copy_(model.attention.select_own_heads(q_BHX))
+            model.attention.rotate_queries(q_BHX, buffers.positions)
+            if buffers.own is not None:
+                buffers.own.copy_(model.attention.select_own_heads(q_BHX))
             self.pieces.prefiller.unpack_gathered(self.pieces.numbers, row_BQ, index)
         return q_BHX, row_BQ
 
@@ -208,12 +200,12 @@ class StepPieces:
         """
         layers, dense = self.model.shape.layers, self.model.shape.first_dense
         for index in sorted({0, min(1, layers), min(dense, layers), min(dense + 1, layers), layers}):
-            self._compute_piece(index, self.room.values if index else None)
+            self._compute_piece(index, self.buffers.values if index else None)
         torch.cuda.synchronize()
         graphs, left = [], []
         for index in range(layers + 1):
             with _capture_graph(pool) as graph:
-                left.append(self._compute_piece(index, self.room.values if index else None))
+                left.append(self._compute_piece(index, self.buffers.values if index else None))
             graphs.append(graph)
         self.graphs, self.left = graphs, left
 
@@ -224,7 +216,7 @@ class Pieces:
     def __init__(self, prefiller: Prefiller, router_inputs: RouterInputs | None) -> None:
         """Create the pieces for steps with as many rows as the prefiller can decompress."""
         self.prefiller, self.model, self.router_inputs = prefiller, prefiller.model, router_inputs
-        self.room = StepBuffers.allocate(self.model, prefiller.rows)
+        self.buffers = StepBuffers.allocate(self.model, prefiller.rows)
         self.numbers, self.more = torch.zeros(2, 1 + len(prefiller.keys), dtype=torch.int32, device=prefiller.device)
         """KeySet.numbers of a step's first part, and of the following call."""
         dp = self.model.layout.dp
@@ -245,7 +237,7 @@ class Pieces:
         """Return the attention of a batch of decodes in such steps."""
         found = self.decodes.get((batch.requests, batch.query_length))
         if found is None or found.batch is not batch:
-            found = self.decodes[batch.requests, batch.query_length] = Decodes(self.model, self.room, batch)
+            found = self.decodes[batch.requests, batch.query_length] = Decodes(self.model, self.buffers, batch)
         return found
 
     def load_keys(self, seen: KeySet, index: int) -> None:
@@ -255,14 +247,14 @@ class Pieces:
         if self.graphs:
             self.graphs[index].replay()
         else:
-            self.prefiller.unpack_gathered(self.more, self.room.kv, index)
+            self.prefiller.unpack_gathered(self.more, self.buffers.kv, index)
 
     def _capture_keys(self, pool: torch.cuda._POOL_HANDLE) -> None:
         """Capture `load_keys` of every layer; pieces have loaded its kernels."""
         graphs = []
         for index in range(self.model.shape.layers):
             with _capture_graph(pool) as graph:
-                self.prefiller.unpack_gathered(self.more, self.room.kv, index)
+                self.prefiller.unpack_gathered(self.more, self.buffers.kv, index)
             graphs.append(graph)
         self.graphs = graphs
 
@@ -271,18 +263,18 @@ class Pieces:
 
         The largest size is captured first, and the others use its memory again.
         """
-        most = len(self.room.positions)
+        most = len(self.buffers.positions)
         sizes = [size for size in reversed(list_chunk_rows(most)) if not self.get_pieces(size).graphs]
         if not sizes:
             return
-        self.room.positions.fill_(PADDING_POSITION)
-        self.room.locs.zero_()
+        self.buffers.positions.fill_(PADDING_POSITION)
+        self.buffers.locs.zero_()
         pool = torch.cuda.graph_pool_handle()
         gc.collect()  # unused memory is not freed during capture
         gc.disable()
         try:
             torch.cuda.synchronize()
-            with drop_ranges(), torch.cuda.stream(torch.cuda.Stream(self.room.positions.device)):
+            with drop_ranges(), torch.cuda.stream(torch.cuda.Stream(self.buffers.positions.device)):
                 for size in sizes:
                     self.get_pieces(size).capture_pieces(pool)
                     alive()

@@ -47,8 +47,7 @@ if TYPE_CHECKING:
 
 MIN_PREFIXES = 32
 """Prefixes that kernels which look up, gather and order rows are compiled for at least; absent ones are empty."""
-GATHERS = ("nccl", "direct")
-"""Ways in which prefixes come from the ranks; see exchange/prefix.py."""
+GATHERS = ("nccl", "direct")  # ways in which prefixes come from the ranks; see exchange/prefix.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +55,8 @@ class Call:
     """Keys that some chunks of a step attend to in one call."""
 
     chunks: slice
-    stored: list[int]
-    """Number of tokens of each chunk's prefix in this call, following those of the call before."""
-    own: bool
-    """True if the chunks' own rows follow the prefixes."""
+    stored: list[int]  # number of tokens of each chunk's prefix in this call, following those of the call before
+    own: bool  # True if the chunks' own rows follow the prefixes
 
 
 def split_calls(starts: Sequence[int], stops: Sequence[int], stored: int, keys: int) -> list[list[Call]]:
@@ -92,8 +89,7 @@ class KeySet:
     """int32 [1 + keys], on the device: the number of keys, and the row of each one, see kernels.kv_up_proj.gather_rows; stored rows
     are in the pool, or in the buffer gathered by `task`.
     """
-    task: Task | None
-    """Task that gathers stored rows; None without stored rows, or if this rank has all of them."""
+    task: Task | None  # task that gathers stored rows; None without stored rows, or if this rank has all of them
     attention: Ragged
 
 
@@ -101,12 +97,9 @@ class KeySet:
 class Part:
     """Chunks that attend together."""
 
-    rows: slice
-    """Range of the part within the chunks' rows."""
-    seen: KeySet
-    """Own rows of the chunks after their prefixes, or own rows alone if there are windows."""
-    windows: list[KeySet]
-    """Windows of the prefix of one chunk."""
+    rows: slice  # range of the part within the chunks' rows
+    seen: KeySet  # own rows of the chunks after their prefixes, or own rows alone if there are windows
+    windows: list[KeySet]  # windows of the prefix of one chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +107,7 @@ class PrefillPlan:
     """Plan of a step's prefill, for all of its layers. It stays valid until the step has run, also if others are made."""
 
     prefiller: Prefiller
-    rows: slice
-    """Rows of the chunks in the step, after its decodes."""
+    rows: slice  # rows of the chunks in the step, after its decodes
     parts: list[Part]
 
     def run_attention(

@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dcpbench.engine.decode_engine import Batch, DecodeEngine
-    from dcpbench.engine.prefill import Prefiller
+    from dcpbench.engine.prefill import Prefiller, PrefillPlan
     from dcpbench.engine.synthetic import RouterInputs
     from dcpbench.serving.requests import ReplicaStep, Step
 
-IN_FLIGHT = 2
-"""Maximum number of steps with tokens in transfer: the one being read, and the one launched after it."""
+IN_FLIGHT = 2  # maximum number of steps with tokens in transfer: the one being read, and the one launched after it
 READ = "the tokens of a step are read while the next one runs"
 
 
@@ -72,12 +71,18 @@ class TokenPlaces:
     """Places of the tokens of a step with drafts, on the device."""
 
     slots: torch.Tensor
-    positions: torch.Tensor
-    """Index of the next known token of each request."""
-    rows: torch.Tensor
-    """Row that samples it."""
-    emitted: torch.Tensor
-    """Rows from which the step yields a token."""
+    positions: torch.Tensor  # index of the next known token of each request
+    rows: torch.Tensor  # row that samples it
+    emitted: torch.Tensor  # rows from which the step yields a token
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedDrafts:
+    """Plan of the passes of the layer that drafts tokens in a step with chunks."""
+
+    batch: Batch | None  # further passes over a row of each request; None if no replica samples a token
+    ends: torch.Tensor
+    """int64 [requests of the batch]: the row of each decode that yields its last token, the last row of each prompt that ends, 0s."""
 
 
 class ServeEngine:
@@ -219,6 +224,7 @@ class ServeEngine:
         )
         cut = self.pieces.get_pieces(count)
         decodes = self.pieces.get_decodes(batch) if batch else None
+        drafting = self._plan_mixed_drafts(step, mine, sampled) if self.model.weights.draft is not None else None
 
         def run_kernels() -> torch.Tensor:
             requests = self.requests
@@ -230,17 +236,56 @@ class ServeEngine:
                 logit_rows=last,
                 live=live,
             )
+            drafts = None
             with drop_ranges():
                 logits = cut.run_step(inputs, decodes, prefill, meanwhile)
+                tokens = self.model.sample_greedy(logits) if sampled else last[:0]
+                if drafting:
+                    following = requests.tokens[slots, positions + 1]  # of prompts; sampled ones are not yet there
+                    following[last[: len(sampled)]] = tokens
+                    drafts = self._run_mixed_drafts(drafting, inputs, following, batch, prefill)
             if not sampled:
-                return last[:0]
-            tokens = self.model.sample_greedy(logits)
+                return tokens
             if places:
-                return self._write_tokens(places, tokens, None)
+                return self._write_tokens(places, tokens, drafts)
             requests.tokens[slots[last], positions[last] + 1] = tokens
             return tokens
 
         return run_kernels
+
+    def _plan_mixed_drafts(self, step: Step, mine: ReplicaStep, sampled: list[int]) -> MixedDrafts:
+        """Plan drafts behind each decode and each prompt that ends; all replicas run as many rows. `sampled` as of `_list_rows`."""
+        ended = [chunk for chunk in mine.chunks if chunk.samples]
+        most = max(len(r.decodes) + sum(chunk.samples for chunk in r.chunks) for r in step.replicas)
+        if not most:
+            return MixedDrafts(None, torch.empty(0, dtype=torch.int64, device=self.device))
+        batch = self.engine.get_batch(most, self.engine.query_length)
+        starts = [*mine.positions, *(chunk.stop - 1 for chunk in ended)]
+        self.engine.plan_drafts(batch, [*mine.decodes, *ended], starts)
+        delivered = mine.delivered or [1] * len(mine.decodes)
+        ends = [n * mine.queries + tokens - 1 for n, tokens in enumerate(delivered)]
+        ends += sampled[len(mine.decodes) * mine.queries :]
+        ends += [0] * (batch.requests - len(ends))
+        return MixedDrafts(batch, self._to_device(np.asarray(ends)))
+
+    def _run_mixed_drafts(
+        self,
+        drafting: MixedDrafts,
+        inputs: StepInput,
+        following_B: torch.Tensor,
+        decodes: Batch | None,
+        prefill: PrefillPlan | None,
+    ) -> torch.Tensor | None:
+        """Run the layer that drafts over all rows of a step with chunks, of which it stores the KV, and return the drafts behind the
+        requests of `drafting`. Runs kernel by kernel. `following_B` are the tokens after those of the step. Collective.
+        """
+        model = self.model
+        assert model.final_hidden is not None
+        inputs = dataclasses.replace(inputs, tokens=following_B, logit_rows=None)
+        hidden_BD = model.run_draft_layer(inputs, model.final_hidden, decodes, prefill)
+        if drafting.batch is None:
+            return None
+        return self.engine.run_later_drafts(drafting.batch, hidden_BD[drafting.ends])
 
     def _place_tokens(self, mine: ReplicaStep) -> TokenPlaces:
         """Return where the tokens of a step with drafts go: of a request the one behind its accepted drafts, as the scheduler has

@@ -9,7 +9,8 @@ them (synthetic.py) or reads them (checkpoint.py):
 All tensors have the model's dtype with two exceptions: the routing bias, which is published and computed with in fp32,
 and, for points with fp8 weights, the tensors that DeepSeek-V3 publishes in fp8: the linear layers of attention and the
 experts. Of those, the decompression of k and v is converted back to the model's dtype, as in vLLM on NVIDIA GPUs:
-absorbed, it is a product per head, with other blocks than the checkpoint's.
+absorbed, it is a product per head, with other blocks than the checkpoint's. For points with int4 weights routed experts are
+quantised to int4 as they are loaded (kernels/int4.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from dcpbench.engine.scaled_weights import ALL, join_rows
+from dcpbench.kernels import int4
 from dcpbench.kernels.block_scaled import Scaled
+from dcpbench.kernels.int4 import Int4
 from dcpbench.models.shapes import SIGMOID
 from dcpbench.points import memory
 from dcpbench.points.layout import OWN_HEADS
@@ -37,10 +40,8 @@ if TYPE_CHECKING:
 class Source(Protocol):
     """Source of weights."""
 
-    kind: str
-    """`synthetic`, or the checkpoint's folder."""
-    dtype: torch.dtype
-    """Default dtype of tensors."""
+    kind: str  # `synthetic`, or the checkpoint's folder
+    dtype: torch.dtype  # default dtype of tensors
 
     def get_tensor(
         self,
@@ -57,8 +58,8 @@ class Source(Protocol):
         """Return a part of an fp8 weight: its numbers, and the scales of its blocks as in the whole weight."""
 
 
-Linear = torch.Tensor | Scaled
-"""Weights [out, in] of a linear layer, or of one for each expert."""
+Linear = torch.Tensor | Scaled  # weights [out, in] of a linear layer, or of one for each expert
+ExpertLinear = Linear | Int4  # weights [E, out, in] of one linear layer of all experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +75,12 @@ class Moe:
     """Router, this rank's experts or its slice of all of them, and its slice of the shared expert."""
 
     router: torch.Tensor
-    bias: torch.Tensor
-    """[E], fp32 for every model dtype."""
-    gate_up: Linear
+    bias: torch.Tensor  # [E], fp32 for every model dtype
+    gate_up: ExpertLinear
     """[E_local, 2·I, D]; with tensor-parallel experts, all of them, with I / tp rows of gate and of up each."""
-    down: Linear
-    """[E_local, D, I]; the same columns."""
-    first: int
-    """Global id of the first local expert; 0 with tensor-parallel experts."""
-    shared: Mlp | None
-    """Shared expert; None if the model has none."""
+    down: ExpertLinear  # [E_local, D, I]; the same columns
+    first: int  # global id of the first local expert; 0 with tensor-parallel experts
+    shared: Mlp | None  # shared expert; None if the model has none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,15 +107,13 @@ class DraftLayer:
 class Weights:
     """All weights of a rank."""
 
-    embed: torch.Tensor
-    """[vocab rows of this rank, D]; rows past the vocabulary are zero."""
+    embed: torch.Tensor  # [vocab rows of this rank, D]; rows past the vocabulary are zero
     lm_head: torch.Tensor
     final_norm: torch.Tensor
     dense: list[Layer]
     moe: list[Layer]
     first_dense: int
-    layers: int
-    """Layers of the model; the layer that drafts tokens has this index."""
+    layers: int  # layers of the model; the layer that drafts tokens has this index
     draft: DraftLayer | None = None
 
     def get_layer(self, index: int) -> Layer:
@@ -155,14 +150,16 @@ def load_weights(
     ep: str = WHOLE,
     *,
     fp8: bool = False,
+    int4_group: int = 0,
 ) -> Weights:
     """Return this rank's shard of the first layers of each kind, `held` of them.
 
     `alive` is called before each layer, for the hang watchdog; `wide` selects the tensors held for all heads of the DCP
-    group, `ep` the placement of experts, and `fp8` whether linear layers and experts are Scaled.
+    group, `ep` the placement of experts, and `fp8` whether linear layers and experts are Scaled. With `int4_group`, experts are in
+    int4 with so many inputs per scale.
     """
     names = shape.tensors
-    loader = Loader(source, shape, layout, rank, alive, wide, ep, fp8)
+    loader = Loader(source, shape, layout, rank, alive, wide, ep, fp8, int4_group)
     embed = loader.load_vocab(names.embedding)
     return Weights(
         embed=embed,
@@ -189,8 +186,9 @@ class Loader:
         wide: GroupWide,
         ep: str,
         fp8: bool,
+        int4_group: int,
     ) -> None:
-        self.alive, self.wide, self.ep = alive, wide, ep
+        self.alive, self.wide, self.ep, self.int4_group = alive, wide, ep, int4_group
         self.fp8, self.linear = fp8, source.get_scaled if fp8 else source.get_tensor
         self.source, self.shape, self.layout, self.rank = source, shape, layout, rank
         self.names = shape.tensors
@@ -272,8 +270,8 @@ class Loader:
         gate_up, down = _Stack(len(held)), _Stack(len(held))
         for i, expert in enumerate(held):
             one = self.load_mlp_slice(prefix + names.expert.format(expert), s.moe_inter, slice(start, start + width))
-            gate_up.set_expert(i, one.gate_up)
-            down.set_expert(i, one.down)
+            gate_up.set_expert(i, self.quantize_expert(one.gate_up))
+            down.set_expert(i, self.quantize_expert(one.down))
         bias = load_routing_bias(self.source, s, prefix)
         if bias is None:
             bias = torch.zeros(s.experts, dtype=torch.float32, device=router.device)
@@ -281,6 +279,13 @@ class Loader:
         return Moe(
             router=router, bias=bias, gate_up=gate_up.get_all(), down=down.get_all(), first=held.start, shared=shared
         )
+
+    def quantize_expert(self, weight: Linear) -> ExpertLinear:
+        """Return an expert's weight as it is stored: in int4 the only one of its tensor."""
+        if not self.int4_group:
+            return weight
+        assert isinstance(weight, torch.Tensor)
+        return int4.quantize(weight[None], self.int4_group)
 
 
 def load_routing_bias(source: Source, shape: ModelShape, prefix: str) -> torch.Tensor | None:
@@ -307,9 +312,9 @@ class _Stack:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.found: Linear | None = None
+        self.found: ExpertLinear | None = None
 
-    def set_expert(self, index: int, one: Linear) -> None:
+    def set_expert(self, index: int, one: ExpertLinear) -> None:
         """Store an expert; all experts have the same shape and blocks."""
         if isinstance(one, Scaled):
             if self.found is None:
@@ -318,13 +323,19 @@ class _Stack:
             assert isinstance(self.found, Scaled)
             assert self.found.block == one.block
             self.found.data[index], self.found.scale[index] = one.data, one.scale
+        elif isinstance(one, Int4):
+            if self.found is None:
+                data, scale = (t.new_empty(self.count, *t.shape[1:]) for t in (one.data, one.scale))
+                self.found = dataclasses.replace(one, data=data, scale=scale)
+            assert isinstance(self.found, Int4)
+            self.found.data[index], self.found.scale[index] = one.data[0], one.scale[0]
         else:
             if self.found is None:
                 self.found = one.new_empty(self.count, *one.shape)
             assert isinstance(self.found, torch.Tensor)
             self.found[index] = one
 
-    def get_all(self) -> Linear:
+    def get_all(self) -> ExpertLinear:
         """Return all experts."""
         assert self.found is not None
         return self.found

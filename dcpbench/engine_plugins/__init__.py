@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from dcpbench.models.shapes import ModelShape
 
-SEED_VARIABLE = "DCPBENCH_WEIGHTS_SEED"
-"""Environment variable that holds the seed of the weights; 0 by default."""
+SEED_VARIABLE = "DCPBENCH_WEIGHTS_SEED"  # environment variable that holds the seed of the weights; 0 by default
 SAMPLED = 64  # elements of each parameter that enter the fingerprint
 
 

@@ -20,18 +20,13 @@ if TYPE_CHECKING:
 class ExchangeSpec:
     """Sizes that an exchange is built for."""
 
-    batch: int
-    """Most requests of one call, padding rows included."""
-    heads: int
-    """H: query heads of the whole DCP group."""
-    width: int
-    """Q: columns of a query."""
-    value: int
-    """Columns of a partial output: R of the latent, or V if it is projected before the exchange."""
+    batch: int  # most requests of one call, padding rows included
+    heads: int  # H: query heads of the whole DCP group
+    width: int  # Q: columns of a query
+    value: int  # columns of a partial output: R of the latent, or V if it is projected before the exchange
     dtype: torch.dtype
     device: torch.device
-    q_replicate: bool = False
-    """True if every rank computes the queries of all heads, so that none are gathered."""
+    q_replicate: bool = False  # True if every rank computes the queries of all heads, so that none are gathered
     project_first: bool = False
     """True if partial outputs are projected to values before the exchange; the merged result may then be rounded to
     `dtype`.

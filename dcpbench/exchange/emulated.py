@@ -49,8 +49,7 @@ class Emulation:
     """State shared by all groups of an emulated rank."""
 
     wire: Wire
-    tally: Tally = dataclasses.field(default_factory=Tally)
-    """Sum over the calls since the last reset."""
+    tally: Tally = dataclasses.field(default_factory=Tally)  # sum over the calls since the last reset
 
     def launch_call(
         self, what: str, ranks: int, received: int, x: torch.Tensor, out: torch.Tensor | None = None

@@ -36,10 +36,8 @@ class Task:
     """Description of the prefix to gather, the same for all layers."""
 
     prefix: Prefix
-    table: torch.Tensor
-    """Request table of the prefix, made by kernels.kv_gather.make_request_table."""
-    rows: torch.Tensor
-    """int32, this rank's rows of the KV pool, request by request in token order."""
+    table: torch.Tensor  # request table of the prefix, made by kernels.kv_gather.make_request_table
+    rows: torch.Tensor  # int32, this rank's rows of the KV pool, request by request in token order
     width: int
     dtype: torch.dtype
 

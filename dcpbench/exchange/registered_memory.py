@@ -22,8 +22,7 @@ from dcpbench.exchange import symmetric_memory
 if TYPE_CHECKING:
     from dcpbench.exchange.torch_collectives import Group
 
-MIN_NCCL = (2, 27)
-"""The first with windows and symmetric kernels."""
+MIN_NCCL = (2, 27)  # the first with windows and symmetric kernels
 
 
 @dataclasses.dataclass(eq=False)

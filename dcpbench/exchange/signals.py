@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
     from dcpbench.exchange.torch_collectives import Group
 
-COPY_S = 0.4
-"""Maximum duration of a copy in s."""
-APART_S = 0.1
-"""Time between two copies in s; counters that differ between them are not stuck."""
+COPY_S = 0.4  # maximum duration of a copy in s
+APART_S = 0.1  # time between two copies in s; counters that differ between them are not stuck
 REST_S = 0.005
 
 
@@ -37,10 +35,8 @@ class Kind:
 
     what: str
     phase: str
-    counters: torch.Tensor
-    """int32 [blocks + 1, N], in the own memory."""
-    by_blocks: bool
-    """True if `meet_blocks` uses the counters, with a row per block; False for `meet_ranks`."""
+    counters: torch.Tensor  # int32 [blocks + 1, N], in the own memory
+    by_blocks: bool  # True if `meet_blocks` uses the counters, with a row per block; False for `meet_ranks`
 
 
 class Meetings:

@@ -21,16 +21,14 @@ if TYPE_CHECKING:
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Function that returns the sum of all ranks' contiguous x in a new tensor or in x. CUDA graphs may capture it."""
-ONE_SHOT_BYTES = 1536 * 1024
-"""Bytes that a rank receives up to which reading all addends beats a second meeting."""
+ONE_SHOT_BYTES = 1536 * 1024  # bytes that a rank receives up to which reading all addends beats a second meeting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReduceSpec:
     """Sizes that an all-reduce is built for."""
 
-    rows: int
-    """Most rows of one call."""
+    rows: int  # most rows of one call
     columns: int
     dtype: torch.dtype
     device: torch.device

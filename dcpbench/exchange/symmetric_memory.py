@@ -35,8 +35,7 @@ class Place:
     """Host and device of a rank."""
 
     host: str
-    device: str
-    """The GPU's own id, which does not depend on CUDA_VISIBLE_DEVICES; empty on the CPU."""
+    device: str  # the GPU's own id, which does not depend on CUDA_VISIBLE_DEVICES; empty on the CPU
 
     @classmethod
     def from_device(cls, device: torch.device) -> Place:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from dcpbench.records.runs import Run
 
-FORMATS = {
+FORMATS = {  # values of --to, and the module that renders each
     "vllm": "vllm",
     "sglang": "sglang",
     "inferencex": "inferencex",
@@ -34,9 +34,7 @@ FORMATS = {
     "csv": "csv_table",
     "parquet": "parquet_table",
 }
-"""Values of --to, and the module that renders each."""
-FOLDER = "exports"
-"""Default folder below the first run's folder, without -o."""
+FOLDER = "exports"  # default folder below the first run's folder, without -o
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +42,7 @@ class RenderedFiles:
     """Hold files in memory, by their path below a folder."""
 
     files: dict[str, bytes]
-    left_out: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Number of points that the format cannot or must not carry, by reason."""
+    left_out: Counter[str] = dataclasses.field(default_factory=Counter)  # points left out, by reason
 
 
 def encode_json(value: object, *, infinity: bool = False) -> bytes:
@@ -68,8 +65,7 @@ class ExportResult:
     """Hold which files were written, and which points were not."""
 
     paths: list[Path]
-    note: str
-    """Sentence about points that were left out; empty if none was."""
+    note: str  # sentence about points that were left out; empty if none was
     runs: list[Run]
 
 

@@ -36,10 +36,8 @@ NO_TIME = Rule(
     lambda m: m.record.serve is not None and not (m.record.serve.wall_s or 0) > 0,
 )
 SEVERAL = Rule("ran on several instances, of which a file has no number", lambda m: bool(m.record.point.disaggregate))
-CARRIES = (DID_NOT_RUN, DECODE_STEPS, SEVERAL, NO_TIME, NOT_KNOWN)
-"""Rules for points that neither file can represent."""
-SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}
-"""Latencies of a tool that uses dcpbench's names, in its order."""
+CARRIES = (DID_NOT_RUN, DECODE_STEPS, SEVERAL, NO_TIME, NOT_KNOWN)  # rules for points that neither file can represent
+SAME_NAMES = {name: name for name in ("ttft", "tpot", "itl", "e2el")}  # latencies by dcpbench's own names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,8 +53,7 @@ class Requests:
     itls: list[list[float]]
     latencies: list[float]
     start_times: list[float]
-    generated_texts: list[str]
-    """Generated texts, all empty because they are not recorded."""
+    generated_texts: list[str]  # generated texts, all empty because they are not recorded
     errors: list[str]
 
     @classmethod
@@ -104,9 +101,7 @@ class Requests:
         return {name: float(np.std(found)) * 1e3 for name, found in samples.items() if found}
 
     def count_max_in_flight(self) -> int:
-        """Return the maximum number of finished requests in flight; one that starts as another ends does not overlap
-        with it.
-        """
+        """Return the maximum number of finished requests in flight; one that starts as another ends does not overlap it."""
         done = self.list_finished()
         events = [(self.start_times[i], 1) for i in done] + [
             (self.start_times[i] + self.latencies[i], -1) for i in done
@@ -129,9 +124,7 @@ class Totals:
 
     @classmethod
     def from_metrics(cls, serve: ServeMetrics, requests: Requests | None) -> Totals:
-        """Return the totals of the requests or, without them, of a run that cut none off: otherwise the tokens cannot
-        be assigned.
-        """
+        """Return the totals of the requests or, without them, of a run that cut none off, so that all tokens are theirs."""
         if requests is not None:
             done = requests.list_finished()
             return cls(
@@ -165,16 +158,12 @@ class ServedPoint:
 
     @property
     def label(self) -> str:
-        """Return the tool that measured it: `dcpbench`, `dcpbench-replay`, `dcpbench-functional`, or an import's own
-        tool.
-        """
+        """Return what measured it: `dcpbench`, `dcpbench-replay`, `dcpbench-functional`, or the tool of an import."""
         return "-".join(filter(None, (self.m.origin, self.m.standing)))
 
     @property
     def max_concurrency(self) -> int | None:
-        """Return the concurrency of a closed loop; None for open loops, which are limited in the scheduler, not in the
-        client.
-        """
+        """Return the concurrency of a closed loop; None for an open loop, which only the scheduler limits."""
         return self.m.record.point.concurrency if self.load.arrival == CLOSED else None
 
     @property

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from dcpbench.records.metrics import Value
 
 FILE = "bmf.json"
-MAX_NAME_CHARS = 1024
-"""Maximum number of characters of a benchmark's name."""
+MAX_NAME_CHARS = 1024  # maximum number of characters of a benchmark's name
 
 
 def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:

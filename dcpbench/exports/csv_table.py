@@ -14,6 +14,7 @@ from dcpbench.exports import RenderedFiles
 from dcpbench.points.axes import Role
 from dcpbench.points.point import AXES, LOAD_AXES
 from dcpbench.records import metrics
+from dcpbench.records.record import format_reason
 from dcpbench.show.text import format_spreadsheet_cell
 
 if TYPE_CHECKING:
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 
 FILE = "points.csv"
 Cell = str | int | float | bool | None
-LARGEST = 2**63 - 1
-"""Maximum of an integer in a 64-bit column; a record may hold any, but dcpbench writes none that is larger."""
+LARGEST = 2**63 - 1  # maximum of an integer in a 64-bit column; no value that dcpbench writes is larger
 NOT_EXPORTED = ("mode", "prefix_groups", "trace_sha256", "prefix_cache", "prefill", "seed")
 """Fields of a load that are not exported: they have another column, or were never part of the tables."""
 
@@ -40,9 +40,7 @@ class Column:
 
 
 def build_rows(points: Sequence[MeasuredPoint]) -> list[dict[str, Cell]]:
-    """Return a row for every point, including those that did not run with their outcome and reason; absent values are
-    None.
-    """
+    """Return a row for every point, with outcome and reason for those that did not run; absent values are None."""
     return [{column.name: _convert_cell(column, m) for column in COLUMNS} for m in points]
 
 
@@ -96,8 +94,8 @@ COLUMNS: tuple[Column, ...] = (
     Column("origin", str, lambda m: m.origin),
     Column("standing", str, lambda m: m.standing or "measured"),
     Column("outcome", str, lambda m: m.record.outcome),
-    Column("reason", str, lambda m: m.record.reason),
-    Column("marks", str, lambda m: ", ".join(m.record.marks)),
+    Column("reason", str, lambda m: format_reason(m.record) or None),
+    Column("warnings", str, lambda m: ", ".join(m.record.warnings)),
     Column("started_at_utc", str, lambda m: m.record.started_at),
     Column("layout", str, lambda m: m.record.point.layout_name),
     Column("precision", str, lambda m: m.record.point.precision),

@@ -1,6 +1,4 @@
-"""Export for github-action-benchmark: a list of entries, one file for metrics that are better smaller and one for
-bigger.
-"""
+"""Export for github-action-benchmark: one file of metrics that are better smaller, and one of those better bigger."""
 
 from __future__ import annotations
 
@@ -49,6 +47,8 @@ def _build_entry(name: str, group: Sequence[MeasuredPoint], v: Value) -> dict[st
             measured_points.EMULATED: "forecast: one rank ran, its wire modelled",
         }.get(first.standing, ""),
         load_labels.describe_layers_held(m.record for m in group),
-        "marks: " + ", ".join(marks) if (marks := sorted({mark for m in group for mark in m.record.marks})) else "",
+        "warnings: " + ", ".join(warnings)
+        if (warnings := sorted({warning for m in group for warning in m.record.warnings}))
+        else "",
     ]
     return entry | {"extra": "\n".join(filter(None, facts))}

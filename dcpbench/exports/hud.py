@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Environment
 
 FILE = "hud.json"
-PATH = select_point_axes(Role.PATH, but=Role.EXCHANGE)
-"""Fields of a point for its path, except its exchange."""
+PATH = select_point_axes(Role.PATH, but=Role.EXCHANGE)  # fields of a point for its path, except its exchange
 PACKAGES = ("torch", "triton", "nccl", "flashinfer", "flash_mla", "dcpbench")
 GB = 10**9
-BETTER = {"higher": "bigger", "lower": "smaller", "": ""}
-"""Directions in the terms of the database."""
+BETTER = {"higher": "bigger", "lower": "smaller", "": ""}  # directions in the terms of the database
 
 
 def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
@@ -85,7 +83,7 @@ def _collect_facts(m: MeasuredPoint) -> dict[str, object]:
         **{axis.name: getattr(point, axis.name) for axis in PATH if axis.name != "backend"},
         "concurrency": point.concurrency,
         "context": point.context or "",
-        "marks": ", ".join(m.record.marks),
+        "warnings": ", ".join(m.record.warnings),
         "point": m.point_id,
     }
     if point.load is not None:

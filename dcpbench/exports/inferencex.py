@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from dcpbench.exports.bench_files import ServedPoint
 
 FILE = "inferencex.json"
-GPU = re.compile(r"\b(?:gb|mi|h|b|a)\d{2,3}[a-z]?\b")
-"""Pattern of hardware names as InferenceX has them: `h200` in `NVIDIA H200`, `mi355x`, `gb200`."""
+GPU = re.compile(r"\b(?:gb|mi|h|b|a)\d{2,3}[a-z]?\b")  # hardware as InferenceX names it: `h200`, `mi355x`, `gb200`
 OPEN_LOOPS = Rule(
     "open loops, while a row has one concurrency",
     lambda m: not (m.record.point.load and m.record.point.load.arrival == CLOSED),

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
     from dcpbench.records.runs import Run
 
-FUNCTIONAL, REPLAYED, EMULATED = "functional", "replay", "emulated"
-"""Values of `standing` for points that do not measure speed."""
-WRONG = ("graph_differs", "inaccurate")
-"""Warnings of points with wrong results."""
+FUNCTIONAL, REPLAYED, EMULATED = "functional", "replay", "emulated"  # `standing` of points without a measured speed
+WRONG = ("graph_differs", "inaccurate")  # warnings of points with wrong results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +29,7 @@ class MeasuredPoint:
     """Hold one record of a run."""
 
     run: str
-    folder: Path
-    """Folder of the record's files."""
+    folder: Path  # folder of the record's files
     record: Record
 
     @property
@@ -47,9 +44,7 @@ class MeasuredPoint:
 
     @property
     def standing(self) -> str:
-        """Return `functional` for a run on a CPU, `replay` for virtual time, `emulated` if one rank represented all,
-        else an empty string.
-        """
+        """Return `functional` for a CPU, `replay`, `emulated` if one rank ran for all, else an empty string."""
         if is_functional(self.record):
             return FUNCTIONAL
         if is_forecast(self.record):
@@ -72,8 +67,7 @@ def collect_points(runs: Sequence[Run]) -> list[MeasuredPoint]:
 class Rule:
     """Describe a kind of point that a format cannot or must not carry."""
 
-    reason: str
-    """Reason that completes `3 points left out: …`."""
+    reason: str  # reason that completes `3 points left out: …`
     holds: Callable[[MeasuredPoint], bool]
 
 
@@ -84,9 +78,10 @@ DECODE_STEPS = Rule(
 ON_CPU = Rule("functional runs on a CPU, which do not measure performance", lambda m: m.standing == FUNCTIONAL)
 IN_REPLAY = Rule("replays, which are computed and not measured", lambda m: m.standing == REPLAYED)
 IN_EMULATION = Rule("forecasts, of which one rank ran and its wire was modelled", lambda m: m.standing == EMULATED)
-COMPUTED_WRONG = Rule("computed something wrong (see their marks)", lambda m: bool(set(WRONG) & set(m.record.marks)))
-PUBLIC = (DID_NOT_RUN, ON_CPU, IN_REPLAY, IN_EMULATION, COMPUTED_WRONG)
-"""Rules for points that are never published next to results of others."""
+COMPUTED_WRONG = Rule(
+    "computed something wrong (see their warnings)", lambda m: bool(set(WRONG) & set(m.record.warnings))
+)
+PUBLIC = (DID_NOT_RUN, ON_CPU, IN_REPLAY, IN_EMULATION, COMPUTED_WRONG)  # points never published next to others
 
 
 def filter_points(points: Iterable[MeasuredPoint], *rules: Rule) -> tuple[list[MeasuredPoint], Counter[str]]:
@@ -111,9 +106,7 @@ def group_repeats(points: Iterable[MeasuredPoint]) -> list[list[MeasuredPoint]]:
 
 
 def collect_values(group: Sequence[MeasuredPoint]) -> list[metrics.Value]:
-    """Return the known values of a point in the order of the catalogue; values that are unmeasured or not finite are
-    left out.
-    """
+    """Return the known and finite values of a point, in the order of the catalogue."""
     return metrics.merge_values([m.record for m in group], metrics.list_exported_metrics())
 
 

@@ -1,6 +1,4 @@
-"""Export the tidy table as Parquet with types and the same schema for every run, so that files of many runs are one
-data set.
-"""
+"""Export the tidy table as Parquet with the same typed schema for every run, so that many runs are one data set."""
 
 from __future__ import annotations
 

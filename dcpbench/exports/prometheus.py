@@ -19,13 +19,9 @@ if TYPE_CHECKING:
     from dcpbench.exports.measured_points import MeasuredPoint
 
 FILE = "dcpbench.prom"
-MARK = "dcpbench_point_mark"
-"""Metric with a series of value 1 for each warning of a point, as Prometheus' own ALERTS has one for each alert that
-fires.
-"""
-MARK_HELP = "1 for each mark of a point, by the label mark; a point without marks has no series"
-SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-"""Units of time in seconds."""
+WARNING = "dcpbench_point_warning"  # has a series of value 1 for each warning of a point, as Prometheus' ALERTS
+WARNING_HELP = "1 for each warning of a point, by the label warning; a point without warnings has no series"
+SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}  # units of time in seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +31,11 @@ class Gauge:
     name: str
     help: str
     scale: float = 1.0
-    statistic: str = ""
-    """Label that distinguishes the statistics of one latency."""
+    statistic: str = ""  # label that distinguishes the statistics of one latency
 
 
 def make_gauge(metric: Metric) -> Gauge:
-    """Return the gauge of a metric: `itl_p99_ms` as `dcpbench_itl_seconds{statistic="p99"}`, `host_plan_us` as
-    `dcpbench_host_plan_seconds`.
-    """
+    """Return the gauge of a metric, such as `dcpbench_itl_seconds{statistic="p99"}` for `itl_p99_ms`."""
     if metric.latency:
         help_ = f"{LATENCIES[metric.latency].help}; percentiles only with enough samples"
         return Gauge(f"dcpbench_{metric.latency}_seconds", help_, SECONDS[metric.unit], metric.statistic)
@@ -67,14 +60,14 @@ def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
             statistic = f',statistic="{to.statistic}"' if to.statistic else ""
             series = f"{to.name}{{{labels}{statistic}}} {v.median * to.scale!r}\n"
             families.setdefault(to.name, []).append(series)
-        marks = sorted({fit_name(mark) for m in group for mark in m.record.marks})
-        marked += [f"{MARK}{{{labels},{_format_labels({'mark': mark})}}} 1\n" for mark in marks]
+        warnings = sorted({fit_name(warning) for m in group for warning in m.record.warnings})
+        marked += [f"{WARNING}{{{labels},{_format_labels({'warning': warning})}}} 1\n" for warning in warnings]
     lines = []
     for to in GAUGES.values():
         if found := families.pop(to.name, None):
             lines += _format_family(to.name, to.help, found)
     if lines:
-        lines += _format_family(MARK, MARK_HELP, marked)
+        lines += _format_family(WARNING, WARNING_HELP, marked)
     return RenderedFiles({FILE: "".join(lines).encode("utf-8", "backslashreplace")} if lines else {}, left_out)
 
 

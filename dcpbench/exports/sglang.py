@@ -23,9 +23,7 @@ FILE = "sglang.jsonl"
 
 
 def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
-    """Return one file with a line per point that served requests; a closed loop's rate is Infinity, as SGLang writes
-    it.
-    """
+    """Return one file with a line per served point; the rate of a closed loop is Infinity, as SGLang writes it."""
     kept, left_out = bench_files.collect_served(points)
     lines = [encode_json(_build_result(p), infinity=True) for p in kept]
     return RenderedFiles({FILE: b"".join(lines)} if lines else {}, left_out)

@@ -21,13 +21,10 @@ if TYPE_CHECKING:
     from dcpbench.exports.measured_points import MeasuredPoint
 
 TP, DP, DCP, EP = "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel"
-"""Metadata under vLLM's own option names; vLLM's tp counts the GPUs of one dp replica, dcpbench's those of all
-replicas.
-"""
+"""Metadata under vLLM's option names; its tp counts the GPUs of one dp replica, dcpbench's those of all."""
 OUTER = {"pp": "pipeline_parallel_size", "pcp": "prefill_context_parallel_size"}
 """Metadata of imported servers with more than one pipeline stage or prefill-context-parallel rank."""
-GOODPUT_OF = ("ttft", "tpot", "e2el")
-"""Latencies that vLLM's --goodput can bound; it has no objective for ITL."""
+GOODPUT_OF = ("ttft", "tpot", "e2el")  # latencies that vLLM's --goodput can bound; it has no objective for ITL
 
 
 def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:
@@ -79,8 +76,8 @@ def _build_metadata(p: ServedPoint) -> dict[str, str]:
         found["goodput"] = goodput
     if held := load_labels.describe_layers_held([p.m.record]):
         found["layers"] = held
-    if marks := p.m.record.marks:
-        found["marks"] = ",".join(marks)
+    if warnings := p.m.record.warnings:
+        found["warnings"] = ",".join(warnings)
     return found
 
 

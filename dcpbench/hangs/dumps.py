@@ -25,15 +25,13 @@ SPY_THREAD = re.compile(r"^Thread (\S+)(?: \(([^)]*)\))?(?:: \"(.*)\")?\s*$")
 SPY_FRAME = re.compile(r"^ {4}(.+?) \((.+?)(?::(\d+))?\)\s*$")
 FAULT_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most recent call first\):")
 FAULT_FRAME = re.compile(r'^ {2}File "(.*)", line (\d+) in (.*)$')
-PICKLE = (b"\x80", b"PK\x03\x04")
-"""First bytes of a pickle and of a file written by torch.save."""
+PICKLE = (b"\x80", b"PK\x03\x04")  # first bytes of a pickle and of a file written by torch.save
 NAMED = re.compile(r"rank[-_ ]?(\d+)|[-_.](\d+)(?:\.[a-z]+)*$", re.IGNORECASE)
 LIKE_A_DUMP = re.compile(r"rank[-_ ]?\d|^(?:dump|flight|nccl[-_]trace|py-spy|stacks?)[-_.]", re.IGNORECASE)
 """Patterns of file names that are meant to be dumps."""
 NO_DUMP = (msgspec.DecodeError, AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 """Exceptions raised while decoding JSON that has another structure."""
-NO_RANK = -1
-"""Rank of a process for which no rank number is known."""
+NO_RANK = -1  # rank of a process for which no rank number is known
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -56,8 +54,7 @@ class Thread(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     process: str = ""
     name: str = ""
-    active: bool | None = None
-    """True if the thread was running on a CPU according to py-spy; None if unknown."""
+    active: bool | None = None  # True if the thread was running on a CPU according to py-spy; None if unknown
     frames: tuple[Frame, ...]
 
     @property

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from dcpbench.hangs.heartbeats import CollectiveEvent, RankBeats
 
 SEEN_FILE, GPUS_FILE, NCCL_FILE = "ranks.json", "gpus.txt", "nccl-ras.txt"
-BUSY, IDLE = 0.7, 0.2
-"""Share of a CPU from which on a rank spins, and up to which it sleeps."""
+BUSY, IDLE = 0.7, 0.2  # share of a CPU from which on a rank spins, and up to which it sleeps
 
 
 Read = TypeVar("Read")
@@ -44,16 +43,12 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     pid: int | None = None
-    state: str = ""
-    """State letter of proc(5): R, S, D, T or Z; empty if the process had ended."""
-    cpu: float | None = None
-    """CPU time of its main thread over the time of looking."""
+    state: str = ""  # state letter of proc(5): R, S, D, T or Z; empty if the process had ended
+    cpu: float | None = None  # CPU time of its main thread over the time of looking
     held: bool = False
     """True if the process was in uninterruptible sleep (state D) at the beginning and at the end of the observation."""
-    held_in: str = ""
-    """Kernel function in which the process waits (wchan of proc(5)), if known."""
-    ended: str = ""
-    """How the process ended; empty if it had not."""
+    held_in: str = ""  # kernel function in which the process waits (wchan of proc(5)), if known
+    ended: str = ""  # how the process ended; empty if it had not
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,10 +114,8 @@ class Evidence:
 
     ranks: list[Rank] = dataclasses.field(default_factory=list)
     read: list[str] = dataclasses.field(default_factory=list)
-    unread: list[str] = dataclasses.field(default_factory=list)
-    """One sentence per file that could not be read."""
-    unknown: list[int] = dataclasses.field(default_factory=list)
-    """Ranks that have files of which none could be read."""
+    unread: list[str] = dataclasses.field(default_factory=list)  # one sentence per file that could not be read
+    unknown: list[int] = dataclasses.field(default_factory=list)  # ranks that have files of which none could be read
     gpus: str = ""
     nccl: str = ""
 

@@ -40,16 +40,14 @@ if TYPE_CHECKING:
 UNEVEN = ("all_gather", "all_to_all", "alltoall", "gather", "reduce_scatter", "scatter")
 REDUCES = {"attention": "attn_reduce", "mlp": "mlp_reduce"}
 """The phase of a reduction by the half of a layer that it ends."""
-MAX_NORM_GAP = 2
-"""Norms between ranks of one step: they meet in each half of a layer."""
+MAX_NORM_GAP = 2  # norms between ranks of one step: they meet in each half of a layer
 OURS = "dcpbench/"
 _WAITS = (
     "all_gather all_gather_into_tensor all_gather_object all_gather_single all_reduce all_to_all all_to_all_single barrier "
     "broadcast broadcast_object_list gather gather_object monitored_barrier recv reduce reduce_scatter "
     "reduce_scatter_single reduce_scatter_tensor scatter send synchronize"
 )
-WAITS = frozenset(_WAITS.split())
-"""Functions of torch in which a rank waits for others, or for its device."""
+WAITS = frozenset(_WAITS.split())  # functions of torch in which a rank waits for others, or for its device
 NAME_THEM = (
     "Flight recorders are compared by rank, and their names tell none: name them flight-0.json, flight-1.json, …"
 )
@@ -73,22 +71,16 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     - `outside`: no rank is in a collective.
     - `unknown`: the evidence does not decide.
     """
-    message: str
-    """The finding in one sentence."""
-    ranks: list[int] = []
-    """Ranks that differ or are behind."""
+    message: str  # the finding in one sentence
+    ranks: list[int] = []  # ranks that differ or are behind
     waiting: list[int] = []
     phase: str = ""
     """Phase of the responsible rank; the phase in which the others wait if the collective of that rank is unknown."""
     layer: int | None = None
-    collective: str = ""
-    """Collective in which the other ranks wait, or should be."""
-    number: int | None = None
-    """Number of that collective within its group."""
-    line: str = ""
-    """Source line of the responsible rank."""
-    waiting_at: str = ""
-    """Source line at which the other ranks wait."""
+    collective: str = ""  # collective in which the other ranks wait, or should be
+    number: int | None = None  # number of that collective within its group
+    line: str = ""  # source line of the responsible rank
+    waiting_at: str = ""  # source line at which the other ranks wait
     why: list[str] = []
     read: list[str] = []
     unread: list[str] = []

@@ -40,8 +40,7 @@ ORDER, STEPS, LAYER, TIME = struct.Struct("<Q"), struct.Struct("<QI"), struct.St
 ORDER_AT, STEPS_AT, LAYER_AT, PHASE_AT = 64, 72, 84, 86
 """Collectives begun; steps handed to the device and the number of the last one's name; layer; phase, a byte."""
 NAMES_AT, NAMES, NAME_BYTES = 128, 64, 32
-TEXT = struct.Struct("<II")
-"""Number of the text that lies here, and its bytes."""
+TEXT = struct.Struct("<II")  # number of the text that lies here, and its bytes
 TEXTS_AT, TEXTS, TEXT_BYTES = NAMES_AT + NAMES * NAME_BYTES, 1024, 384
 MET = struct.Struct("<QQIhBBqq")
 """Number among all collectives of the rank, number in the group, number of the text, layer, phase, state, when it began
@@ -61,14 +60,10 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     op: str
     dtype: str
     shape: tuple[int, ...]
-    group: str
-    """Name of the process group, unique within torch.distributed."""
-    ranks: str
-    """Members of the group as `0-3,6`; empty if they are too many to be stored."""
-    at: str
-    """`file.py:12 in function`: the line that called the collective."""
-    above: str = ""
-    """The caller of that function, in the same form."""
+    group: str  # name of the process group, unique within torch.distributed
+    ranks: str  # members of the group as `0-3,6`; empty if they are too many to be stored
+    at: str  # `file.py:12 in function`: the line that called the collective
+    above: str = ""  # the caller of that function, in the same form
 
     @property
     def description(self) -> str:
@@ -86,14 +81,11 @@ class CollectiveEvent:
     """A collective that a rank began."""
 
     order: int
-    number: int
-    """Number of the collective within its group, from 1."""
-    call: Call | None
-    """Description of the collective; None if the file no longer holds it."""
+    number: int  # number of the collective within its group, from 1
+    call: Call | None  # description of the collective; None if the file no longer holds it
     phase: str
     layer: int | None
-    state: int
-    """INSIDE, RETURNED, or RAISED: it was left with an exception."""
+    state: int  # INSIDE, RETURNED, or RAISED: it was left with an exception
     began_ns: int
     ended_ns: int = 0
     """Unix time in ns at which the collective returned; 0 if it has not returned or the source does not record it."""
@@ -116,13 +108,10 @@ class RankBeats:
     """True if the host waits in each collective until it is done; otherwise a return only means that it was launched.
     """
     steps: int
-    step: str
-    """How the last step was launched on the device (`replay` or `launch`); empty if no step was launched."""
-    phase: str
-    """The last that the host entered."""
+    step: str  # how the last step was launched on the device (`replay` or `launch`); empty if no step was launched
+    phase: str  # the last that the host entered
     layer: int | None
-    met: list[CollectiveEvent]
-    """The last collectives, oldest first."""
+    met: list[CollectiveEvent]  # the last collectives, oldest first
 
     @property
     def last(self) -> CollectiveEvent | None:

@@ -16,21 +16,16 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-WRAP = 1 << 32
-"""Counters are int32 and wrap around."""
+WRAP = 1 << 32  # counters are int32 and wrap around
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     """The counters of one kind of meeting in the memory of one rank."""
 
-    number: int
-    """Index of the rank's buffer that holds the counters; the same on all ranks of the group."""
-    what: str
-    """`merge of symm`."""
-    phase: str = ""
-    """Phase of the step; empty if the half of the layer determines it."""
-    ranks: tuple[int, ...]
-    """Ranks of the group, in group order."""
+    number: int  # index of the rank's buffer that holds the counters; the same on all ranks of the group
+    what: str  # `merge of symm`
+    phase: str = ""  # phase of the step; empty if the half of the layer determines it
+    ranks: tuple[int, ...]  # ranks of the group, in group order
     rows: list[list[int]] = []
     """One row per block that synchronises by itself: number of meetings it has ended here, then number of signals from
     each of `ranks` (for this rank itself, the number it has ended). Rows after the last non-zero one may be missing.
@@ -41,8 +36,7 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True):
     """Signal counters found in the memory of one rank."""
 
     meetings: list[Meeting] = []
-    unread: str = ""
-    """Reason why no further counters could be read."""
+    unread: str = ""  # reason why no further counters could be read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,13 +45,11 @@ class Wait:
 
     rank: int
     meeting: Meeting
-    number: int
-    """Number of the meeting among those of its kind, from 1."""
+    number: int  # number of the meeting among those of its kind, from 1
     passed: list[int]
     """Peers that have ended this meeting, or have signalled it to other ranks: their signal to this rank is missing.
     """
-    absent: list[int]
-    """Peers that have not begun the meeting, as far as is known."""
+    absent: list[int]  # peers that have not begun the meeting, as far as is known
 
     @property
     def description(self) -> str:

@@ -57,17 +57,19 @@ class Overrides:
     input_len: int | None = None
     output_len: int | None = None
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Return the parallel degrees that were given, by name."""
+        return {name: degree for name in ALL_DEGREES if (degree := getattr(self, name)) is not None}
+
 
 @dataclasses.dataclass(frozen=True)
 class Imported:
     """Describe the run that was made."""
 
-    path: Path
-    """Path of its record file."""
-    notes: list[str]
-    """Sentences about the import that a reader must know."""
-    errors: list[RecordsError]
-    """Results below a folder that could not be read, and were left out."""
+    path: Path  # path of its record file
+    notes: list[str]  # sentences about the import that a reader must know
+    errors: list[RecordsError]  # results below a folder that could not be read, and were left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +78,9 @@ class Reading:
 
     result: Result
     file: str
-    serve: ServeMetrics | None
-    """None if no output token came."""
-    marks: list[str]
-    from_name: list[str]
-    """Texts of the facts that were read from the name of the file."""
+    serve: ServeMetrics | None  # none if no output token came
+    warnings: list[str]
+    from_name: list[str]  # texts of the facts that were read from the name of the file
 
 
 def import_files(
@@ -148,17 +148,15 @@ def _read_document(document: Document, engine: str, overrides: Overrides) -> Rea
     result, from_name = _add_missing(read_result(document, engine), document.file, engine, overrides)
     result = dataclasses.replace(result, layout=_choose_layout(result, overrides))
     if result.steps is not None:
-        return Reading(_count_replicas(result, result.steps), document.file, None, [], from_name)
-    if not (result.rates.output if result.rates else result.completed and result.output_tokens):
-        return Reading(result, document.file, None, [], from_name)
-    serve, marks = imported_metrics.compute_metrics(result, _count_all_gpus(result))
-    return Reading(result, document.file, serve, marks, from_name)
+        result = _count_replicas(result, result.steps)
+    elif result.rates.output if result.rates else result.completed and result.output_tokens:
+        serve, warnings = imported_metrics.compute_metrics(result, _count_all_gpus(result))
+        return Reading(result, document.file, serve, warnings, from_name)
+    return Reading(result, document.file, None, [], from_name)
 
 
 def _count_replicas(result: Result, steps: Steps) -> Result:
-    """Return timed steps with the requests of all replicas, as a batch is that of one. Raise UsageError if the layout is unknown, or
-    has another number of ranks than the file.
-    """
+    """Return timed steps with the requests of all replicas. Raise UsageError if file and layout differ in ranks."""
     if _count_all_gpus(result) != steps.ranks:
         given = f"and the options state {result.gpus}" if result.layout else "and no layout"
         raise UsageError(
@@ -196,7 +194,7 @@ def _add_missing(result: Result, file: str, engine: str, overrides: Overrides) -
         from_name.append(" in, ".join(str(n or UNKNOWN) for n in nominal) + " out")
     layout = result.layout
     if not layout and not result.disaggregate and (layout := _complete_layout(name, engine, overrides)):
-        from_name.append(_format_layout(layout))
+        from_name.append(str(Layout(**layout)))
     ep = result.ep
     if not ep and (ranks := name.degrees.get("ep")) and not name.several_instances:
         ep = str(ranks)
@@ -204,10 +202,6 @@ def _add_missing(result: Result, file: str, engine: str, overrides: Overrides) -
     return dataclasses.replace(
         result, device=device, precision=precision, nominal=nominal, layout=layout, ep=ep
     ), from_name
-
-
-def _format_layout(layout: Mapping[str, int]) -> str:
-    return str(Layout(**{name: layout[name] for name in ALL_DEGREES}))
 
 
 def _complete_layout(name: field_names.Name, engine: str, overrides: Overrides) -> dict[str, int]:
@@ -220,7 +214,7 @@ def _complete_layout(name: field_names.Name, engine: str, overrides: Overrides) 
         return named
     if named and named["tp"] != overrides.tp:
         return {}
-    given = {degree: getattr(overrides, degree) for degree in ALL_DEGREES if getattr(overrides, degree) is not None}
+    given = overrides.degrees
     more = {degree: n for degree, n in name.degrees.items() if degree in ALL_DEGREES and degree not in given and n > 1}
     if engine == SGLANG or name.several_instances:
         more.pop("dp", None)
@@ -258,20 +252,10 @@ def check_overrides(overrides: Overrides) -> None:
     for name in ("input_len", "output_len"):
         if (length := getattr(overrides, name)) is not None and not 1 <= length <= MAX_TOKENS:
             raise UsageError(f"{format_flag(name)} {length} is no length; try {format_flag(name)} 1024.")
-    if overrides.tp is None:
-        if given := [f"--{name}" for name in ALL_DEGREES if getattr(overrides, name) is not None]:
-            raise UsageError(f"{', '.join(given)} without --tp: say how many GPUs there were, for example --tp 8.")
-        return
-    for name in ALL_DEGREES:
-        degree = getattr(overrides, name)
-        if (1 if degree is None else degree) < 1:
-            raise UsageError(f"--{name} {degree} is not positive; try --{name} 1.")
-        if name in OUTER_DEGREES and (degree or 1) > MAX_RANKS:
-            raise UsageError(f"--{name} {degree} is more than the {MAX_RANKS:,} ranks that a layout can have.")
-    try:
-        Layout(tp=overrides.tp, dp=overrides.dp or 1, dcp=overrides.dcp or 1)
-    except LayoutError as e:
-        raise UsageError(str(e)) from e
+    if overrides.tp is not None:
+        Layout(**overrides.degrees)  # raises LayoutError, which is a UsageError
+    elif given := [f"--{name}" for name in overrides.degrees]:
+        raise UsageError(f"{', '.join(given)} without --tp: say how many GPUs there were, for example --tp 8.")
 
 
 def _choose_layout(result: Result, overrides: Overrides) -> dict[str, int]:
@@ -281,7 +265,7 @@ def _choose_layout(result: Result, overrides: Overrides) -> dict[str, int]:
     """
     if overrides.tp is None and not result.layout:
         return {}
-    typed = {name: n for name in ALL_DEGREES if (n := getattr(overrides, name)) is not None}
+    typed = overrides.degrees
     if any(_does_contradict(name, n, result) for name, n in typed.items()):
         listed = ", ".join(f"{name} {n}" for name, n in result.layout.items() if n > 1 or name in DEGREES)
         options = ", ".join(f"--{name}" for name in typed)
@@ -351,22 +335,24 @@ def _make_point(result: Result, shape: Shape, engine: str, overrides: Overrides)
 def _make_record(reading: Reading, point: Point, shape: Shape, engine: str, overrides: Overrides) -> Record:
     result, serve = reading.result, reading.serve
     detail = {"source": Path(result.where).name, **{name: text for name, text in result.facts.items() if text}}
-    if imported_metrics.CHUNK_GAPS in reading.marks and (tokens := imported_metrics.count_chunk_tokens(result)):
+    if imported_metrics.CHUNK_GAPS in reading.warnings and (tokens := imported_metrics.count_chunk_tokens(result)):
         detail["tokens_per_chunk"] = f"{tokens:.3g}"
     environment = Environment(device=result.device, device_count=point.gpus) if result.device else None
     record = Record(point=point, outcome="failed", detail=detail, origin=engine, environment=environment)
     if result.steps is not None:
-        marks = ["cpu"] if overrides.gpu == CPU else []
+        warnings = ["cpu"] if overrides.gpu == CPU else []
         metrics = compute_decode_metrics(list(result.steps.samples_ms), point.concurrency, result.steps.ranks)
-        return msgspec.structs.replace(record, outcome="ok", marks=marks, metrics=metrics)
+        return msgspec.structs.replace(record, outcome="ok", warnings=warnings, metrics=metrics)
     if serve is None:
         reason = f"no output token came; see {result.where} and the server's log."
         return msgspec.structs.replace(record, reason=reason)
     if imported_metrics.make_rows(result) is not None:
         serve = msgspec.structs.replace(serve, samples_file=make_samples_name(point))
     more = {imported_metrics.NOMINAL: shape.nominal, "cpu": overrides.gpu == CPU}
-    marks = [*reading.marks, *(mark for mark, is_set in more.items() if is_set)]
-    return msgspec.structs.replace(record, outcome="ok", marks=marks, serve=serve, seconds=result.duration_s or 0.0)
+    warnings = [*reading.warnings, *(warning for warning, is_set in more.items() if is_set)]
+    return msgspec.structs.replace(
+        record, outcome="ok", warnings=warnings, serve=serve, seconds=result.duration_s or 0.0
+    )
 
 
 def _write_run(found: Sequence[tuple[Result, Record]], folder: Path, *, force: bool) -> Path:

@@ -25,18 +25,15 @@ if TYPE_CHECKING:
 
     from dcpbench.records.record import Latencies
 
-RECORDS = "records"
-"""Field into which the lines of profile_export.jsonl are joined."""
-PROFILING = "profiling"
-"""Phase of the requests that are measured; others warm the server up."""
+RECORDS = "records"  # field into which the lines of profile_export.jsonl are joined
+PROFILING = "profiling"  # phase of the requests that are measured; others warm the server up
 NAMES = {
     "ttft": "time_to_first_token",
     "itl": "inter_chunk_latency",
     "tpot": "inter_token_latency",
     "e2el": "request_latency",
 }
-MS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3, "seconds": 1e3}
-"""Milliseconds of a unit."""
+MS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "sec": 1e3, "seconds": 1e3}  # milliseconds of a unit
 CONSTANT = "constant"
 
 
@@ -83,15 +80,14 @@ def read(document: Document) -> Result:
         raise RecordsError(
             f"{document.where} is not what {TOOLS[AIPERF]} writes: no request_latency and request_count."
         )
-    config = fields.get("input_config")
-    config = config if isinstance(config, dict) else {}
+    config = result.get_table(fields, "input_config")
     completed = _get_number(document, "request_count") if is_summary(fields) else None
     failed = _get_number(document, "error_request_count")
     if details is not None:
         completed, failed = len(details.list_finished()), sum(map(bool, details.errors))
     done = round(completed or 0)
     arrival, rate, burstiness, concurrency, trace = _read_load(config)
-    endpoint = _get_table(config, "endpoint")
+    endpoint = result.get_table(config, "endpoint")
     names = endpoint.get("model_names")
     return Result(
         where=document.where,
@@ -116,14 +112,9 @@ def read(document: Document) -> Result:
     )
 
 
-def _get_table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, dict) else {}
-
-
 def _read_load(config: Mapping[str, Any]) -> tuple[str, float | None, float, int | None, str]:
     """Return the arrival, rate, burstiness, concurrency and file of a load; a closed loop without clients if it is unknown."""
-    sent, given = _get_table(config, "loadgen"), _get_table(config, "input")
+    sent, given = result.get_table(config, "loadgen"), result.get_table(config, "input")
     clients = result.read_integer(sent.get("concurrency"))
     rate = sent.get("request_rate")
     if given.get("fixed_schedule"):

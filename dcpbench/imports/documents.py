@@ -16,28 +16,21 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 4 << 30  # of a file that is read into memory
 SUFFIXES = (".json", ".jsonl")
-SWEEPS = ("SERVE-", "BENCH-")
-"""Prefixes of folder names with which `vllm bench sweep` names a set of parameters."""
-ROWS = "benchmarks"
-"""Field of an InferenceX sweep that holds its rows."""
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""Escape of half a surrogate pair in JSON."""
+SWEEPS = ("SERVE-", "BENCH-")  # prefixes of folder names with which `vllm bench sweep` names a set of parameters
+ROWS = "benchmarks"  # field of an InferenceX sweep that holds its rows
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escape of half a surrogate pair in JSON
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
     """Hold one JSON object of a file."""
 
-    where: str
-    """`results/a.json`, or `results/a.jsonl, line 3`."""
+    where: str  # `results/a.json`, or `results/a.jsonl, line 3`
     fields: dict[str, Any]
-    listed: bool = False
-    """True if the file is a list, as summaries of several results are."""
-    folders: tuple[str, ...] = ()
-    """Names of the folders around the file that may hold parameters, such as `SERVE--max_num_seqs=4`."""
+    listed: bool = False  # true if the file is a list, as summaries of several results are
+    folders: tuple[str, ...] = ()  # names of folders around the file that may hold parameters: `SERVE--max_num_seqs=4`
     file: str = ""
-    found: bool = False
-    """True if a folder was given and not the file itself, so that the file may be something else."""
+    found: bool = False  # true if a folder was given and not the file itself, so that the file may be something else
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +121,14 @@ def _collect(entries: Iterable[tuple[str, Any, bool]], *, parse_lines: bool) -> 
     for where, entry, listed in entries:
         try:
             value = _parse_line(where, entry) if parse_lines else entry
-            contents.documents.append(dataclasses.replace(_make_document(where, value), listed=listed))
         except RecordsError as e:
             contents.errors.append(e)
+            continue
+        if isinstance(value, dict):
+            contents.documents.append(Document(where, value, listed))
+        else:
+            kind = type(value).__name__
+            contents.errors.append(RecordsError(f"{where} holds a {kind}, not a JSON object with results."))
     return contents
 
 
@@ -183,9 +181,3 @@ def _describe(error: ValueError) -> str:
         place = "is cut short" if at_end else f"is no JSON at character {error.pos + 1:,}"
         return f"{place} ({error.msg.lower()})."
     return f"is no JSON ({str(error)[:100]})."
-
-
-def _make_document(where: str, found: object) -> Document:
-    if not isinstance(found, dict):
-        raise RecordsError(f"{where} holds a {type(found).__name__}, not a JSON object with results.")
-    return Document(where, found)

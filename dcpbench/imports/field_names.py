@@ -15,7 +15,7 @@ from dcpbench.points.names import UNKNOWN
 from dcpbench.show.text import fit_line, summarize_long_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 HARDWARE = ("hardware", "hw", "gpu", "gpu_name", "gpu_type", "gpu_model", "device_name", "accelerator")
 PRECISION = {
@@ -76,11 +76,9 @@ _BOTH = re.compile(rf"{_START}(?:in)?(\d{{1,7}})(k?)[_x-]?(?:out)?(\d{{1,7}})(k?
 class Name:
     """Hold the contents of the name of a file, or of the folders around it."""
 
-    degrees: Mapping[str, int]
-    """Names of the degrees by our names, and `ep`. tp counts the GPUs of one dp replica, as in vLLM."""
+    degrees: Mapping[str, int]  # degrees by our names, and `ep`; tp counts the GPUs of one dp replica, as in vLLM
     lengths: tuple[int | None, int | None]
-    several_instances: bool = False
-    """True for names such as `1p2d`, in which degrees are those of one of several instances."""
+    several_instances: bool = False  # true for names such as `1p2d`, in which degrees are those of one instance
 
 
 def parse_name(file: str) -> Name:
@@ -90,8 +88,7 @@ def parse_name(file: str) -> Name:
     return Name(_parse_degrees(parts), _parse_lengths(parts), several)
 
 
-def _parse_degrees(parts: Iterable[str]) -> dict[str, int]:
-    parts = tuple(parts)
+def _parse_degrees(parts: Sequence[str]) -> dict[str, int]:
     degrees = {name: int(found) for name, form in _DEGREE.items() if (found := _find_number(form, parts))}
     experts = next((match for part in parts if (match := _ALL_EXPERTS.search(part)) and int(match[2])), None)
     if experts and "tp" not in degrees:
@@ -105,8 +102,7 @@ def _parse_degrees(parts: Iterable[str]) -> dict[str, int]:
     return degrees
 
 
-def _parse_lengths(parts: Iterable[str]) -> tuple[int | None, int | None]:
-    parts = tuple(parts)
+def _parse_lengths(parts: Sequence[str]) -> tuple[int | None, int | None]:
     both = next((m for part in parts for m in _BOTH.finditer(part) if (m[2] and m[4]) or "out" in m[0].lower()), None)
     if both:
         return _count_tokens(both[1], both[2]), _count_tokens(both[3], both[4])

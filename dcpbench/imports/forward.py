@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from dcpbench.imports.documents import Document
 
-US_PER_MS = 1e3
 REAL = "real"  # routing by the model's own routers
 
 
@@ -91,21 +90,14 @@ def read(document: Document) -> Result:
     alone = len(found.ranks) == 1
     return Result(
         where=document.where,
-        model=None,
         backend=VLLM,
         arrival=CLOSED,
-        request_rate=None,
         concurrency=len(lens),
-        submitted=None,
-        completed=None,
-        failed=None,
-        duration_s=None,
-        summary={},
         layout=dict.fromkeys(("tp", "dp", "dcp", "pp", "pcp"), 1) if alone else {},
         settings=settings,
         facts={"case": found.case},
         steps=Steps(
-            samples_ms=[us / US_PER_MS for us in samples],
+            samples_ms=[us / 1e3 for us in samples],
             context=round(sum(lens) / len(lens)) - 1,
             ranks=len(found.ranks),
         ),

@@ -21,7 +21,7 @@ from dcpbench.records import formulas
 from dcpbench.records.record import Latencies
 
 SYNCHRONOUS, CONCURRENT, THROUGHPUT, CONSTANT = "synchronous", "concurrent", "throughput", "constant"
-ARRIVALS = {
+ARRIVALS = {  # arrival of each strategy's requests, in the names of a load
     SYNCHRONOUS: CLOSED,
     CONCURRENT: CLOSED,
     THROUGHPUT: CLOSED,
@@ -29,8 +29,6 @@ ARRIVALS = {
     "poisson": GAMMA,
     "trace": TRACE,
 }
-"""Arrival of each strategy's requests, in the names of a load."""
-S_TO_MS = 1e3
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -122,7 +120,7 @@ def read(document: Document) -> Result:
         lengths=(_find_length(prompts), _find_length(answers)),
         summary={
             "ttft": _summarize(document, "ttft", metrics.time_to_first_token_ms, totals.successful),
-            "e2el": _summarize(document, "e2el", metrics.request_latency, totals.successful, S_TO_MS),
+            "e2el": _summarize(document, "e2el", metrics.request_latency, totals.successful, 1e3),
             "itl": _summarize_gaps(metrics, several=several),
             "tpot": _summarize_requests(found),
         },
@@ -138,8 +136,7 @@ def read(document: Document) -> Result:
 def _get_backend_field(found: File, name: str) -> object:
     """Return a field of the backend, which versions before 0.6 have among its attributes."""
     backend = found.config.backend
-    attributes = backend.get("attributes")
-    return backend.get(name) or (attributes.get(name) if isinstance(attributes, dict) else None)
+    return backend.get(name) or result.get_table(backend, "attributes").get(name)
 
 
 def _read_concurrency(strategy: Strategy, requests: int) -> int | None:

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from dcpbench.imports.result import Result, Shape
     from dcpbench.points.point import Point
 
-FOLDER, FILE = "folder", "name"
-"""Hints made of the name of a folder, and of a file."""
+FOLDER, FILE = "folder", "name"  # hints made of the name of a folder, and of a file
 NUMBERED = re.compile(r"(?:run|rep|repeat|trial|iter|seed|pass)?[\W_]*\d[\d\W_T]*", re.IGNORECASE)
 """Names of folders that hold repeats: `run-2`, `20261121_101112`."""
 _START, _END = r"(?<![A-Za-z0-9.])", r"(?![A-Za-z0-9]|\.\d)"
@@ -35,10 +34,9 @@ _LOAD_WORDS = (
     r"(?:max[_-]?)?conc(?:urrency)?|mc|c|con|clients?|users?|bs|batch(?:[_-]?size)?|qps|rps|(?:request[_-]?)?rate|rr|r|n|np"
     r"|(?:num[_-]?)?prompts|requests|reqs?"
 )
-_LOAD = re.compile(
+_LOAD = re.compile(  # a load in a name: `conc64`, `c=8`, `2.5qps`, `infqps`
     rf"{_START}(?:(?:{_LOAD_WORDS})[=_-]?{_NUMBER}|{_NUMBER}[_-]?(?:{_LOAD_WORDS})){_END}", re.IGNORECASE
 )
-"""A load in a name: `conc64`, `c=8`, `2.5qps`, `infqps`."""
 _REPEAT = re.compile(
     rf"{_START}(?:run|rep|repeat|trial|iter|seed|pass|try|attempt|round)[=_-]?\d+{_END}", re.IGNORECASE
 )

@@ -19,13 +19,11 @@ from dcpbench.serving.outcome import FINISHED, REQUESTS_FAILED, Row, find_warnin
 if TYPE_CHECKING:
     from dcpbench.imports.result import Details, Result
 
-SUMMARY_ONLY, CHUNK_GAPS = "summary_only", "chunk_gaps"
-NOMINAL = "nominal_lengths"
-"""Marks of imports; reports/explain.py has a sentence for each."""
+SUMMARY_ONLY, CHUNK_GAPS, NOMINAL = "summary_only", "chunk_gaps", "nominal_lengths"  # warnings of imports
 
 
 def compute_metrics(result: Result, gpus: int) -> tuple[ServeMetrics, list[str]]:
-    """Return the metrics of a result and its marks; what the file does not contain is None. `gpus` is 0 if unknown.
+    """Return the metrics of a result and its warnings; what the file does not contain is None. `gpus` is 0 if unknown.
 
     With an entry per request every definition is that of docs/metrics.md. The wall time is from the first submission to
     the last token if requests have a start, else the tool's. If chunks hold several tokens, tok/s per user comes from
@@ -37,7 +35,10 @@ def compute_metrics(result: Result, gpus: int) -> tuple[ServeMetrics, list[str]]
         chunked |= details.has_chunk_gaps()
     found = _fill_metrics(result if details is None else _summarize_requests(result, details), gpus, chunked=chunked)
     holds = {REQUESTS_FAILED: bool(result.failed), SUMMARY_ONLY: details is None, CHUNK_GAPS: chunked}
-    return found, [*(mark for mark, is_set in holds.items() if is_set), *(find_warnings(found) if details else ())]
+    return found, [
+        *(warning for warning, is_set in holds.items() if is_set),
+        *(find_warnings(found) if details else ()),
+    ]
 
 
 def count_chunk_tokens(result: Result) -> float | None:

@@ -21,8 +21,6 @@ from dcpbench.points.names import CLOSED, INFERENCEX, TOOLS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MS = 1e3
-
 
 class Row(msgspec.Struct, kw_only=True):
     """Hold the fields of a result row that are read; others are ignored."""
@@ -64,7 +62,7 @@ def explain_unsupported(fields: Mapping[str, Any]) -> str:
     if field_names.is_true(row.get("disagg")):
         return "prefill and decode on GPUs of their own, and a row does not have the speed at which KV crosses"
     names = ("tp",) if field_names.is_true(row.get("is_multinode")) else ("tp", "decode_tp")
-    if not _find_degree(row, *names):
+    if not result.read_first_integer(row, names):
         return (
             "no number of GPUs that share one copy of the model, as of several nodes without prefill and decode apart"
         )
@@ -81,25 +79,22 @@ def read(document: Document) -> Result:
         raise RecordsError(f"{document.where}: conc is {row.conc}; a row has at least one request in flight.")
     layout = _read_layout(fields)
     speculates = next((v for n in SPECULATION if (v := str(fields.get(n) or "").lower()) not in NONE), "")
-    in_ms = {f"{name}_ms": _convert_to_ms(v) for name, v in fields.items() if _is_time(name) and _is_number(v)}
+    in_ms = {
+        f"{name}_ms": _convert_to_ms(v) for name, v in fields.items() if _is_time(name) and isinstance(v, float | int)
+    }
     times = Document(document.where, in_ms)
     return Result(
         where=document.where,
         model=result.read_model(row.model, document.where),
         backend=field_names.shorten_label(row.framework),
         arrival=CLOSED,
-        request_rate=None,
         concurrency=row.conc,
-        submitted=None,
-        completed=None,
-        failed=None,
-        duration_s=None,
         rates=Rates(row.tput_per_gpu, row.output_tput_per_gpu, count_instance_gpus(layout)),
         nominal=(row.isl, row.osl),
         summary={name: read_summary(times, name, 0) for name in TIMES},
         several_tokens=bool(speculates),
         layout=layout,
-        ep=str(result.read_integer(fields.get("ep")) or result.read_integer(fields.get("decode_ep")) or ""),
+        ep=str(result.read_first_integer(fields, ("ep", "decode_ep")) or ""),
         device=field_names.read_hardware(fields),
         precision=field_names.read_precision(fields),
         settings={"spec": field_names.shorten_label(speculates)} if speculates else {},
@@ -119,13 +114,9 @@ def _format_component(value: object) -> str:
 def _convert_to_ms(seconds: float) -> float:
     """Return a time in milliseconds; infinity if no float is as large."""
     try:
-        return seconds * MS
+        return seconds * 1e3
     except OverflowError:
         return math.inf
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, float | int)
 
 
 def _is_time(name: str) -> bool:
@@ -139,17 +130,13 @@ def _read_layout(fields: Mapping[str, Any]) -> dict[str, int]:
     tp counts the GPUs of all replicas. With attention data parallelism a replica has one GPU, or those of a DCP group. The
     GPUs are tp * pp * pcp, as process_result.py counts them.
     """
-    tp = _find_degree(fields, "tp", "decode_tp") or 0
-    dcp = _find_degree(fields, "dcp_size", "decode_dcp_size") or 1
+    tp = result.read_first_integer(fields, ("tp", "decode_tp")) or 0
+    dcp = result.read_first_integer(fields, ("dcp_size", "decode_dcp_size")) or 1
     spread = field_names.is_true(fields.get("dp_attention")) or field_names.is_true(fields.get("decode_dp_attention"))
     return {
         "tp": tp,
         "dp": max(tp // dcp, 1) if spread else 1,
         "dcp": dcp,
-        "pp": _find_degree(fields, "pp", "decode_pp") or 1,
-        "pcp": _find_degree(fields, "pcp_size", "decode_pcp_size") or 1,
+        "pp": result.read_first_integer(fields, ("pp", "decode_pp")) or 1,
+        "pcp": result.read_first_integer(fields, ("pcp_size", "decode_pcp_size")) or 1,
     }
-
-
-def _find_degree(fields: Mapping[str, Any], *names: str) -> int | None:
-    return next((degree for name in names if (degree := result.read_integer(fields.get(name)))), None)

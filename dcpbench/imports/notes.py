@@ -23,18 +23,18 @@ DETAILED = {VLLM: "--save-detailed", SGLANG: "--output-details", AIPERF: "profil
 
 def describe_records(records: Sequence[Record], engine: str) -> list[str]:
     """Return what a reader must know about all records."""
-    marks = Counter(mark for record in records for mark in record.marks)
+    warnings = Counter(warning for record in records for warning in record.warnings)
     count = len(records)
     found = [f"{format_count(count, 'result')} of {TOOLS[engine]}."]
-    if n := marks[imported_metrics.SUMMARY_ONLY]:
+    if n := warnings[imported_metrics.SUMMARY_ONLY]:
         computed = f" With details ({DETAILED[engine]}) ours are computed." if engine in DETAILED else ""
         found.append(f"{n} of {count} without times of requests: means and percentiles are the tool's own.{computed}")
-    if n := marks[imported_metrics.NOMINAL]:
+    if n := warnings[imported_metrics.NOMINAL]:
         found.append(
             f"{n} of {count} shown by the lengths asked for, while their requests were on average more than 5 % shorter "
             "or longer."
         )
-    if n := marks[imported_metrics.CHUNK_GAPS]:
+    if n := warnings[imported_metrics.CHUNK_GAPS]:
         found.append(
             f"{n} of {count} with several tokens in a stream chunk: ITL is the gap between chunks, and tok/s/user is "
             "1000 / median TPOT."

@@ -19,8 +19,6 @@ from dcpbench.records.record import Latencies
 if TYPE_CHECKING:
     from dcpbench.imports.documents import Document
 
-S_TO_MS = 1e3
-
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the fields of a result, which are all that it has but rates that follow from them."""
@@ -40,15 +38,13 @@ def read(document: Document) -> Result:
     if min(found.batch_size, found.input_len, found.output_len) < 1:
         raise RecordsError(f"{document.where}: a batch has at least 1 request with 1 token in and 1 out.")
     batch, steps = found.batch_size, found.output_len - 1
-    prefill_ms, total_ms = found.prefill_latency * S_TO_MS, found.total_latency * S_TO_MS
+    prefill_ms, total_ms = found.prefill_latency * 1e3, found.total_latency * 1e3
     mean_ms = (total_ms - prefill_ms) / steps if steps else None
-    median_ms = None if found.median_decode_latency is None else found.median_decode_latency * S_TO_MS
+    median_ms = None if found.median_decode_latency is None else found.median_decode_latency * 1e3
     return Result(
         where=document.where,
-        model=None,
         backend=SGLANG,
         arrival=CLOSED,
-        request_rate=None,
         concurrency=batch,
         submitted=batch,
         completed=batch,

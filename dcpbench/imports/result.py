@@ -26,14 +26,10 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Latencies
 
 MAX_NAME = 1000  # characters of a model's name and similar texts
-NEAR = 0.05
-"""Maximum difference between means of one load, as a share of the smaller one: a tokenizer adds tokens, and draws differ."""
-SAME_CURVE = 0.25
-"""Maximum difference between means along a curve of points with different loads: ten drawn lengths have a wide mean."""
-PLAUSIBLE = (0.1, 1.3)
-"""Range of the mean over a length from a name, outside which the name means something else."""
-PER_TOKEN = 0.98
-"""Minimum number of gaps per token after the first with which a gap counts as the gap of one token."""
+NEAR = 0.05  # maximum difference between means of one load, of the smaller: a tokenizer adds tokens, and draws differ
+SAME_CURVE = 0.25  # maximum difference between means along a curve of loads: ten drawn lengths have a wide mean
+PLAUSIBLE = (0.1, 1.3)  # range of the mean over a length from a name, outside which the name means something else
+PER_TOKEN = 0.98  # minimum number of gaps per token after the first with which a gap counts as the gap of one token
 MIN_CHUNK_TOKENS = 1.1
 """Minimum estimate of tokens per chunk with which gaps count as those of chunks. Mean ITL weighs requests by their gaps and
 mean TPOT weighs them equally, so that their ratio is not exactly 1 with one token per chunk either."""
@@ -46,8 +42,7 @@ class Details:
     input_lens: list[int]
     output_lens: list[int]
     ttfts: list[float]
-    itls: list[list[float]]
-    """Gaps between the chunks of each stream. A chunk may hold several tokens."""
+    itls: list[list[float]]  # gaps between the chunks of each stream, which may hold several tokens
     errors: list[str]
     latencies: list[float] | None = None
     start_times: list[float] | None = None
@@ -81,10 +76,8 @@ class Details:
         return sum(a == b for a, b in gaps) > (1 - PER_TOKEN) * len(gaps)
 
 
-EVEN = 1e6
-"""Burstiness of a load that a tool sends at even gaps: the largest that a load has."""
-ONE_TOKEN = 1.05
-"""Maximum number of tokens per step or chunk with which a chunk counts as one token."""
+EVEN = 1e6  # burstiness of a load that a tool sends at even gaps: the largest that a load has
+ONE_TOKEN = 1.05  # maximum number of tokens per step or chunk with which a chunk counts as one token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +85,12 @@ class Steps:
     """Hold the timed steps of a batch that only decodes."""
 
     samples_ms: Sequence[float]
-    context: int
-    """KV rows of a request before the step, on average."""
+    context: int  # KV rows of a request before the step, on average
     ranks: int
 
 
 LISTS = tuple(field.name for field in dataclasses.fields(Details))
-LENS = ("input_lens", "output_lens")
-"""Lists that InferenceX's copy of the benchmark saves without --save-detailed, too."""
+LENS = ("input_lens", "output_lens")  # lists that InferenceX's copy of the benchmark saves without --save-detailed, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,56 +107,45 @@ class Result:
     """Hold one run of an engine's benchmark; None for facts that the file does not contain."""
 
     where: str
-    model: str | None
-    backend: str = ""
-    """The engine that served, if it is not the one that wrote the benchmark."""
-    arrival: str
-    """Arrival process, in the names of a load."""
-    request_rate: float | None
+    model: str | None = None
+    backend: str = ""  # the engine that served, if it is not the one that wrote the benchmark
+    arrival: str  # arrival process, in the names of a load
+    request_rate: float | None = None
     burstiness: float = 1.0
-    concurrency: int | None
-    """Clients of a closed loop, or the maximum number of requests in flight."""
+    concurrency: int | None  # clients of a closed loop, or the maximum number of requests in flight
     trace: str = ""
-    submitted: int | None
-    completed: int | None
-    failed: int | None
-    duration_s: float | None
+    submitted: int | None = None
+    completed: int | None = None
+    failed: int | None = None
+    duration_s: float | None = None
     input_tokens: int = 0
     output_tokens: int = 0
     rates: Rates | None = None
     lengths: tuple[str | None, str | None] = (None, None)
     """Lengths of all prompts and of all answers as a load has them, if the file has them: `1024`, `uniform:256-1024`."""
-    nominal: tuple[int | None, int | None] = (None, None)
-    """Requested length of prompts and of answers, if it is unknown whether all have it."""
+    nominal: tuple[int | None, int | None] = (None, None)  # requested lengths, if it is unknown whether all have them
     device: str | None = None
     precision: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Precisions by the name of a point's field; `unknown` or absent if the file has none."""
-    summary: Mapping[str, Latencies]
-    """`ttft`, `itl`, `tpot`, `e2el` in ms, as the tool computed them."""
-    several_tokens: bool = False
-    """True if a field of the file shows that chunks hold several tokens, as with speculative decoding."""
+    summary: Mapping[str, Latencies] = dataclasses.field(default_factory=dict)
+    """Statistics of `ttft`, `itl`, `tpot` and `e2el` in ms, as the tool computed them."""
+    several_tokens: bool = False  # true if the file shows that chunks hold several tokens, as with speculative decoding
     goodput_s: float | None = None
     slo_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     layout: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """tp, dp, dcp, pp and pcp as a point has them; of a decode instance, if prefill runs on other GPUs."""
-    disaggregate: str = ""
-    """Number of prefill and decode instances as a point has them: `1:2`; empty for one instance that does both."""
-    prefill_gpus: int = 0
-    """GPUs of each prefill instance if its layout is another one; else 0."""
-    ep: str = ""
-    """Expert parallelism as a point has it, or the number of expert-parallel ranks."""
+    disaggregate: str = ""  # prefill and decode instances as a point has them: `1:2`; empty for one that does both
+    prefill_gpus: int = 0  # GPUs of each prefill instance if its layout is another one; else 0
+    ep: str = ""  # expert parallelism as a point has it, or the number of expert-parallel ranks
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Parameters of the server and the load that identify the point and have no field of their own."""
-    swept: bool = False
-    """True for a run of a sweep; its file lists what distinguishes its server."""
+    swept: bool = False  # true for a run of a sweep; its file lists what distinguishes its server
     hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Texts that may distinguish two servers: a label, metadata, an image, the names of the file and its folder."""
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    unread: Sequence[str] = ()
-    """Fields of the file that are not read and may matter to the reader."""
+    unread: Sequence[str] = ()  # fields of the file that are not read and may matter to the reader
     details: Details | None = None
-    steps: Steps | None = None
-    """Timed decode steps, of a tool that serves no requests."""
+    steps: Steps | None = None  # timed decode steps, of a tool that serves no requests
 
     @property
     def gpus(self) -> int:
@@ -209,23 +189,18 @@ def count_instance_gpus(layout: Mapping[str, int]) -> int:
 class Shape:
     """Hold the lengths of a result's prompts and answers, as a load has them."""
 
-    prompts: str
-    """`1024`, `uniform:256-1024`, or `mean:1022` of all results of the same load; `unknown`."""
+    prompts: str  # `1024`, `uniform:256-1024`, or `mean:1022` of all results of the same load; `unknown`
     answers: str
-    nominal: bool
-    """True if a length is the requested one, and requests had another one on average."""
-    longest: int
-    """Tokens of the longest request, answer included; 0 if unknown."""
+    nominal: bool  # true if a length is the requested one, and requests had another one on average
+    longest: int  # tokens of the longest request, answer included; 0 if unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
     """Hold the prompts of a result, or its answers."""
 
-    fixed: str | None
-    """Length of all of them, if the file has it."""
-    nominal: int | None
-    """Requested length, if the file does not have the length of all."""
+    fixed: str | None  # length of all of them, if the file has it
+    nominal: int | None  # requested length, if the file does not have the length of all
     tokens: int
     requests: int
 
@@ -434,10 +409,21 @@ def _parse_number(value: object) -> float | None:
         return None
 
 
+def get_table(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a field that holds an object; an empty one if it is absent or of another type."""
+    found = fields.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def read_integer(value: object) -> int | None:
     """Return a whole number above 0, also from a text; None for anything else."""
     text = str(value)
     return int(text) if text.isdecimal() and len(text) < 7 and int(text) else None  # noqa: PLR2004 - a degree
+
+
+def read_first_integer(fields: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    """Return the number of the first of these fields that has one (`read_integer`); None if none has."""
+    return next((number for name in names if (number := read_integer(fields.get(name)))), None)
 
 
 def _check_values(value: object, what: str, *, signed: bool = False, limit: float = MAX_NUMBER) -> None:

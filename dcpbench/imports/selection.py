@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dcpbench.imports.documents import Document
     from dcpbench.imports.result import Result
 
-READERS = {
+READERS = {  # functions that read one document, by --from
     VLLM: vllm.read,
     SGLANG: sglang.read,
     INFERENCEX: inferencex.read,
@@ -25,8 +25,7 @@ READERS = {
     VLLM_FORWARD: forward.read,
     SGLANG_ONE_BATCH: one_batch.read,
 }
-"""Functions that read one document, by --from."""
-RECOGNISED_BY = {
+RECOGNISED_BY = {  # fields that the files of the other tools do not have
     VLLM: ("model_id", "num_prompts"),
     SGLANG: ("median_e2e_latency_ms", "dataset_name"),
     INFERENCEX: ("tput_per_gpu", "infmax_model_prefix"),
@@ -35,9 +34,7 @@ RECOGNISED_BY = {
     VLLM_FORWARD: ("median_us",),
     SGLANG_ONE_BATCH: ("prefill_latency", "overall_throughput"),
 }
-"""Fields that the files of the other tools do not have."""
-WARM_UP = -1
-"""Number of a sweep's run that only warms the server up."""
+WARM_UP = -1  # number of a sweep's run that only warms the server up
 MAX_NAMED = 5  # names in a sentence
 
 

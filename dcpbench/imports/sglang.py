@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 NAMES = {"ttft": "ttft", "itl": "itl", "tpot": "tpot", "e2el": "e2e_latency"}
 RANDOM = ("random", "random-ids")
 PREFILL, DECODE = "prefill", "decode"
-ALONE = "disaggregation_mode"
-"""Field of one server of several; its value is `prefill` or `decode`."""
+ALONE = "disaggregation_mode"  # field of one server of several; its value is `prefill` or `decode`
 ARGUMENTS = """
     version attention_backend prefill_attention_backend decode_attention_backend moe_runner_backend moe_a2a_backend
     sampling_backend page_size context_length chunked_prefill_size max_prefill_tokens max_running_requests
@@ -47,8 +46,7 @@ class File(msgspec.Struct, kw_only=True):
     completed: int
     total_input_tokens: int
     total_output_tokens: int
-    median_e2e_latency_ms: float
-    """Distinguishes this file from vLLM's, which has another name for it."""
+    median_e2e_latency_ms: float  # distinguishes this file from vLLM's, which has another name for it
     dataset_name: str = ""
     max_concurrency: int | None = None
     random_input_len: int | None = None
@@ -64,18 +62,15 @@ OTHERS = """
     total_throughput total_throughput_retokenized concurrency sharegpt_output_len fixed_output_len generated_texts
     max_output_tokens_per_s max_concurrent_requests
 """
-KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())
-"""Fields that are read, follow from those, or do not matter to performance."""
+KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())  # fields that are read or do not matter
 
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
     """Describe the servers of a result file."""
 
-    server: Mapping[str, Any]
-    """Information of the server, or of the first one that decodes."""
-    layout: Mapping[str, int]
-    """Layout of that server; empty if it, or the number of servers, is unknown."""
+    server: Mapping[str, Any]  # information of the server, or of the first one that decodes
+    layout: Mapping[str, int]  # layout of that server; empty if it, or the number of servers, is unknown
     disaggregate: str = ""
     prefill_gpus: int = 0
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -119,11 +114,6 @@ def read(document: Document) -> Result:
     )
 
 
-def _get_server_info(document: Document) -> dict[str, Any]:
-    info = document.fields.get("server_info")
-    return info if isinstance(info, dict) else {}
-
-
 def _list_servers(info: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
     """Return the servers of a kind behind a router that separates prefill and decode."""
     found = info.get(kind)
@@ -132,7 +122,7 @@ def _list_servers(info: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
 
 def _read_deployment(document: Document) -> Deployment:
     """Read which servers there were. Raise RecordsError if servers of one kind have different layouts."""
-    info = _get_server_info(document)
+    info = result.get_table(document.fields, "server_info")
     prefill, decode = _list_servers(info, PREFILL), _list_servers(info, DECODE)
     if prefill and decode:
         return _read_instances(document.where, prefill, decode)
@@ -214,6 +204,6 @@ def _format_range(longest: int | None, ratio: float) -> str | None:
 
 def _read_model(document: Document) -> str | None:
     """Return the model of the server, or of the first server behind a router that has one."""
-    info = _get_server_info(document)
+    info = result.get_table(document.fields, "server_info")
     servers = [info, *_list_servers(info, PREFILL), *_list_servers(info, DECODE)]
     return next((name for s in servers if (name := result.read_model(s.get("model_path"), document.where))), None)

@@ -46,8 +46,7 @@ class File(msgspec.Struct, kw_only=True):
     failed: int | None = None
     request_goodput: float | None = None
     ramp_up_strategy: str | None = None
-    goodput: str = ""
-    """Metadata in the form of --goodput."""
+    goodput: str = ""  # metadata in the form of --goodput
 
 
 OTHERS = """
@@ -57,8 +56,7 @@ OTHERS = """
     spec_decode_num_drafts spec_decode_draft_tokens spec_decode_accepted_tokens
     spec_decode_per_position_acceptance_rates
 """
-KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())
-"""Fields that are read, follow from those, or do not matter to performance."""
+KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())  # fields that are read or do not matter
 LABEL = "label"
 IN_A_NAME = re.compile(r"([A-Za-z_][\w.]*)=(.*?)(?=-[A-Za-z_][\w.]*=|-(?:BENCH|WL)-|$)")
 """A parameter in the name of a folder: `SERVE--max_num_seqs=4-max_model_len=8192-BENCH--request_rate=2`."""
@@ -202,10 +200,7 @@ def _format_value(value: object) -> str:
 
 def _read_nominal(fields: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Return the requested lengths of prompts and answers from metadata or a sweep."""
-    prompts, answers = (
-        next((length for name in names if (length := result.read_integer(fields.get(name)))), None)
-        for names in field_names.LENGTHS
-    )
+    prompts, answers = (result.read_first_integer(fields, names) for names in field_names.LENGTHS)
     return prompts, answers
 
 
@@ -240,10 +235,7 @@ def read_layout(fields: Mapping[str, Any]) -> dict[str, int]:
     vLLM's tp counts the GPUs of one dp replica, ours those of all replicas. Each pipeline stage and each
     prefill-context-parallel rank has GPUs of its own.
     """
-    degrees = {
-        ours: next((n for name in theirs if (n := result.read_integer(fields.get(name)))), None)
-        for ours, theirs in field_names.DEGREES.items()
-    }
+    degrees = {ours: result.read_first_integer(fields, theirs) for ours, theirs in field_names.DEGREES.items()}
     if degrees["tp"] is None:
         return {}
     found = {name: degree or 1 for name, degree in degrees.items()}
@@ -252,7 +244,7 @@ def read_layout(fields: Mapping[str, Any]) -> dict[str, int]:
 
 def read_experts(fields: Mapping[str, Any]) -> str:
     """Return the number of expert-parallel ranks, `tp` for all, `1` for tensor-parallel experts; empty if unknown."""
-    number = next((n for name in field_names.EXPERTS if (n := result.read_integer(fields.get(name)))), None)
+    number = result.read_first_integer(fields, field_names.EXPERTS)
     if number is not None:
         return str(number)
     switch = next((str(fields[name]).lower() for name in field_names.SPREAD if name in fields), "")

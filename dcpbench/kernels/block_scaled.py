@@ -14,24 +14,21 @@ import triton.language as tl
 from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, get_capability, has_cast
 from dcpbench.models.weight_formats import SCALE_BLOCK
 
-FEW_ROWS = 128
-"""Up to which a product is bound by the reading of its weights, and scales of a group lie side by side."""
+FEW_ROWS = 128  # up to which a product is bound by the reading of its weights, and scales of a group lie side by side
 GROUPS, MORE_GROUPS, MANY = 8, 32, 16384
 """Number of groups that a program quantises; MORE_GROUPS if there are more than MANY in all."""
 SCALE_STRIDES = ("scale_row", "scale_group")
 """Stride arguments of kernels that take the scales of rows in any layout. They are not specialised, so that batches of
 all sizes share one kernel.
 """
-MIN_ABS_MAX = 1e-10
-"""Lower bound of a block's largest number, so that a block of zeros has a scale."""
+MIN_ABS_MAX = 1e-10  # lower bound of a block's largest number, so that a block of zeros has a scale
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
     """Numbers divided by their scales."""
 
-    data: torch.Tensor
-    """e4m3 [..., N, K], contiguous."""
+    data: torch.Tensor  # e4m3 [..., N, K], contiguous
     scale: torch.Tensor
     """fp32: of a weight [..., ⌈N / block[0]⌉, ⌈K / block[1]⌉], contiguous; of rows [N, ⌈K / block[1]⌉], as allocate_rows() has them
     or contiguous."""
@@ -50,13 +47,11 @@ class Rows:
     """Activations [T, K], quantised by the kernel that made them, for products with e4m3 weights."""
 
     scaled: Scaled
-    dtype: torch.dtype
-    """Dtype of the numbers before quantisation, and of products."""
-    plain: torch.Tensor | None = None
-    """Numbers before quantisation, if requested."""
+    dtype: torch.dtype  # dtype of the numbers before quantisation, and of products
+    plain: torch.Tensor | None = None  # numbers before quantisation, if requested
 
 
-def needs_quantized_input(weight: torch.Tensor | Scaled | None) -> bool:
+def needs_quantized_input(weight: object) -> bool:
     """Return True if kernels that make activations for a product with this weight also quantise them."""
     return isinstance(weight, Scaled) and weight.data.is_cuda
 

@@ -17,8 +17,7 @@ from triton.language.extra.cuda import globaltimer
 from dcpbench.measuring.timing import capture_graph
 
 BLOCK = 4096
-MAX_BLOCKS = 32
-"""Maximum number of blocks, about as many as NCCL uses for a large message."""
+MAX_BLOCKS = 32  # maximum number of blocks, about as many as NCCL uses for a large message
 PASSES, CALLS = 5, 200
 
 

@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-LARGEST = 448.0
-"""Number of float8_e4m3fn, which has no infinity."""
+LARGEST = 448.0  # number of float8_e4m3fn, which has no infinity
 ROUNDING = 2.0**-4 / 3**0.5
 """Relative error of a number that is rounded to e4m3, in the mean square at most: ± 2⁻⁴ of itself, uniformly."""
 

@@ -13,8 +13,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     import torch
 
-BLOCK = 2048
-"""Numbers that one program copies."""
+BLOCK = 2048  # numbers that one program copies
 
 
 def to_head_order(q_NBhQ: torch.Tensor) -> torch.Tensor:

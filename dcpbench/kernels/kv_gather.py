@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 ROWS = 16
 WARPS = 8
-UNIT = 16
-"""Bytes that a thread reads at once; rows and addresses are multiples of it."""
+UNIT = 16  # bytes that a thread reads at once; rows and addresses are multiples of it
 
 
 def make_request_table(prefix: Prefix, device: torch.device) -> torch.Tensor:

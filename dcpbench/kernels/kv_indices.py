@@ -18,8 +18,7 @@ from dcpbench.points import layout
 if TYPE_CHECKING:
     import torch
 
-BLOCK = 1024
-"""Pages of one program."""
+BLOCK = 1024  # pages of one program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

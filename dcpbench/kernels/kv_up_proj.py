@@ -18,15 +18,12 @@ from dcpbench.kernels.e4m3 import e4m3_number
 from dcpbench.kernels.kv_write import copy_rows, split_width
 from dcpbench.kernels.linear import count_multiprocessors
 
-ROWS, COPIES = 16, 4
-"""Rows that a program of `gather_rows` has under way, and programs for each multiprocessor."""
+ROWS, COPIES = 16, 4  # rows that a program of `gather_rows` has under way, and programs for each multiprocessor
 SIDE, WIDE_SIDE, BLOCK_BYTES, PRODUCTS = 128, 32, 128, 2
 """Rows and most columns of a tile of `decompress_latents`, and of one in fp32, which is for comparisons; bytes of its depth; and
 programs for each multiprocessor: of so many one adds up while the other stores."""
-MIN_DOT_SIZE = 16
-"""Side of the smallest product that the tensor cores take."""
-UNIT = 16
-"""Row size in bytes required by tensor descriptors: a multiple of this."""
+MIN_DOT_SIZE = 16  # side of the smallest product that the tensor cores take
+UNIT = 16  # row size in bytes required by tensor descriptors: a multiple of this
 
 
 def gather_rows(

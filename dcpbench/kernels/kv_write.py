@@ -28,8 +28,7 @@ from dcpbench.points import layout
 if TYPE_CHECKING:
     from dcpbench.kernels.kv_indices import Share
 
-NUMBERED_FROM = 8192
-"""Number of tokens from which programs number the rows that they store, if few are stored."""
+NUMBERED_FROM = 8192  # number of tokens from which programs number the rows that they store, if few are stored
 
 
 def write_kv(kv_KQ: torch.Tensor, new_BQ: torch.Tensor, loc_B: torch.Tensor, share: Share, scale: float = 1.0) -> None:

@@ -36,20 +36,16 @@ from dcpbench.models.weight_formats import SCALE_BLOCK
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HOPPER = 9
-"""Major compute capability."""
+HOPPER = 9  # major compute capability
 SHARED, RESERVED = 228 * 1024, 1024
 """Bytes of shared memory of a Hopper multiprocessor, and bytes reserved per program in addition to its own."""
 MIN_STAGES = 4
-MAX_TOGETHER = 3
-"""Programs on a multiprocessor from which on they hide each other's waiting."""
+MAX_TOGETHER = 3  # programs on a multiprocessor from which on they hide each other's waiting
 PROGRAM_RATE, MEMORY_RATE, ADD_UP_RATE = 47e3, 3.9e6, 2e6
 """Bytes a µs: of rows and weights that a program goes through, alone on a multiprocessor; of weights that all of them read at
 most; of parts that are stored and added up."""
-SHARING_SLOWDOWN = 0.43
-"""Relative slowdown of a program per additional program on the same multiprocessor."""
-ADD_UP_US = 1.7
-"""Fixed time of adding up partial sums."""
+SHARING_SLOWDOWN = 0.43  # relative slowdown of a program per additional program on the same multiprocessor
+ADD_UP_US = 1.7  # fixed time of adding up partial sums
 
 
 def apply_linear(
@@ -145,10 +141,8 @@ class Tiling:
     columns: int
     stages: int
     warps: int
-    parts: int = 1
-    """Number of parts of the depth, each computed by its own programs."""
-    weight_first: bool = True
-    """True if weights are the first operand, so that few rows are the narrow side of a wgmma."""
+    parts: int = 1  # number of parts of the depth, each computed by its own programs
+    weight_first: bool = True  # True if weights are the first operand, so that few rows are the narrow side of a wgmma
 
 
 def compute_product(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -18,12 +18,14 @@ from dcpbench.kernels.block_scaled import (
     store_quantised,
 )
 
+if TYPE_CHECKING:
+    from dcpbench.kernels.int4 import Int4
+
 
 class Mark(NamedTuple):
     """Marker that a norm writes when it begins, which shows the host the progress of a step, also within a graph."""
 
-    at: torch.Tensor
-    """int32 [1], in pinned host memory if there is a GPU."""
+    at: torch.Tensor  # int32 [1], in pinned host memory if there is a GPU
     number: int
 
 
@@ -35,7 +37,7 @@ def add_rms_norm(
 
 
 def normalize_for(
-    feeds: torch.Tensor | Scaled | None,
+    feeds: torch.Tensor | Scaled | Int4 | None,
     x_BD: torch.Tensor,
     residual_BD: torch.Tensor | None,
     weight_D: torch.Tensor,

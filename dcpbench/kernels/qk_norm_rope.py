@@ -16,8 +16,7 @@ from dcpbench.kernels.rope import apply_rope_reference
 if TYPE_CHECKING:
     import torch
 
-HEADS = 8
-"""Heads of one program."""
+HEADS = 8  # heads of one program
 
 
 def split_heads(

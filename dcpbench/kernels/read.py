@@ -10,8 +10,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     import torch
 
-BLOCK = 16384
-"""Numbers that are added up to one."""
+BLOCK = 16384  # numbers that are added up to one
 
 
 def read_memory(x: torch.Tensor, out: torch.Tensor) -> None:

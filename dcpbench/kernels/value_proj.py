@@ -8,8 +8,7 @@ import triton.language as tl
 
 from dcpbench.errors import UsageError
 
-MIN_DOT_SIZE = 16
-"""Side of the smallest product that the tensor cores take."""
+MIN_DOT_SIZE = 16  # side of the smallest product that the tensor cores take
 
 
 def project_values(o_hBR: torch.Tensor, w_uv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
     from dcpbench.records.record import Record
 
-COMMANDS = {"decode": "sweep", "serve": "serve"}
-"""Command that writes records, by workload."""
+COMMANDS = {"decode": "sweep", "serve": "serve"}  # command that writes records, by workload
 ENDING_S, LOOK_S = 5.0, 0.05
 GRID_OPTIONS = frozenset(
     {*DEGREES, "concurrency", "context", "request_rate", "requests", "input_tokens", "output_tokens"}
@@ -52,8 +51,7 @@ GRID_OPTIONS = frozenset(
 """Options that give a layout or a load. Without all of them a command measures its default grid."""
 _GRID_FIELDS = ("model", *DEGREES, "concurrency", "context")
 _GRID_FIELDS_OF_LOAD = ("arrival", "request_rate", "input_tokens", "output_tokens", "trace_sha256")
-MAY_CHANGE = ("--seconds", "--profile")
-"""Options that only make some points of a run better known than others."""
+MAY_CHANGE = ("--seconds", "--profile")  # options that only make some points of a run better known than others
 
 
 def make_folder(folder: Path, remedy: str = "") -> None:

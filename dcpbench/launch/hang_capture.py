@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from dcpbench.hangs.finding import Finding
     from dcpbench.launch.ranks import Ranks
 
-ASK_S, SPY_S, GPUS_S, NCCL_S = 2.0, 5.0, 3.0, 3.0
-"""Time limits in s: for answers of ranks, py-spy, nvidia-smi, NCCL."""
+ASK_S, SPY_S, GPUS_S, NCCL_S = 2.0, 5.0, 3.0, 3.0  # time limits in s: for answers of ranks, py-spy, nvidia-smi, NCCL
 NCCL_ADDRESS, NCCL_REQUEST, NCCL_BYTES = "localhost:28028", b"verbose status\n", 1 << 20
 """Default address at which NCCL (RAS, from 2.24 on) reports the state of its jobs on this machine, unless NCCL_RAS_ADDR
 is set; the request; the maximum number of bytes read.
@@ -55,8 +54,7 @@ DEVICE, STACKS, FLIGHT, SIGNALS = "device-{}.json", "own-stacks-{}.txt", "flight
 """Files that a rank writes, in this order, when its pipe ASK is opened and closed. The stacks are a fallback if its
 main thread is blocked in a driver, where no signal reaches it.
 """
-ANSWERED = "answered-{}.json"
-"""File written after all others, so that missing ones are not waited for."""
+ANSWERED = "answered-{}.json"  # file written after all others, so that missing ones are not waited for
 # All of them are files of a rank in its job's folder of logs.
 
 

@@ -41,10 +41,8 @@ SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- the name of the variable
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the settings shared by all jobs of a command."""
 
-    kind: str = "sweep"
-    """`sweep` or `verify`."""
-    device: str
-    """`cuda` or `cpu`."""
+    kind: str = "sweep"  # `sweep` or `verify`
+    device: str  # `cuda` or `cpu`
     settings: Settings
     pool_points: tuple[Point, ...] = ()
     """Points of the sweep, including those already recorded; empty means those of the job."""
@@ -52,10 +50,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     """Kind `sweep`: engines that are built for the points. Planned for all points of the sweep, so that a resumed or
     relaunched job measures with the same memory plan.
     """
-    command: str = ""
-    """Command line of the user."""
-    prompts: tuple[tuple[int, ...], ...] = ()
-    """Kind `verify` with a checkpoint: token ids, one list per request."""
+    command: str = ""  # command line of the user
+    prompts: tuple[tuple[int, ...], ...] = ()  # kind `verify` with a checkpoint: token ids, one list per request
     new_tokens: int = 8
 
 
@@ -63,8 +59,7 @@ class Job(Command, frozen=True, kw_only=True):
     """Describe one torchrun job. Its points have the same tp, which is the world size."""
 
     tag: str
-    folder: str
-    """Absolute path of the run's folder."""
+    folder: str  # absolute path of the run's folder
     points: list[Point]
     store: tuple[str, int] | None = None
     """(host, port) at which rank 0 serves the store of torch.distributed to ranks of several machines. None: they are
@@ -96,14 +91,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """`start` (job), `build`, `choose` (with `auto`), `check`, `capture`, `measure` (warm-up included), `profile`,
     `done` (point recorded), `end` (job); the launcher adds `failed`, `hung`, `again` (it failed or hung, and will be begun
     once more), `ending` (interrupted) and `stopped`."""
-    key: str = ""
-    """Point.get_key() of the current point."""
+    key: str = ""  # Point.get_key() of the current point
     index: int = 0
     of: int = 0
-    note: str = ""
-    """Last numbers, for the progress line."""
-    at: float = 0.0
-    """Unix time."""
+    note: str = ""  # last numbers, for the progress line
+    at: float = 0.0  # Unix time
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,22 +106,18 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     message: str
     traceback: str
-    disk: int | None = None
-    """Number of the operating system's error, if a disk is at fault (records/disks.py)."""
-    path: str = ""
-    """File that could not be written then, if the error names one."""
+    disk: int | None = None  # number of the operating system's error, if a disk is at fault (records/disks.py)
+    path: str = ""  # file that could not be written then, if the error names one
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):
     """Exit of a rank, written by subprocess_guard.py."""
 
     rank: int
-    code: int
-    """Exit code; -9 means signal 9."""
+    code: int  # exit code; -9 means signal 9
     asked: bool
     """True if torchrun had already asked this rank to stop before it failed, so that another rank is the cause."""
-    at: float
-    """Unix time."""
+    at: float  # Unix time
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,19 +127,16 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """`attention`, `kv_write`, `reduce` (workloads/verify.py); `layers`, `logits`, `tokens`, `routing`
     (workloads/checkpoint_checks.py)."""
     layout: str
-    ep: int | None = None
-    """Expert parallel degree; 1 for tensor-parallel experts."""
+    ep: int | None = None  # expert parallel degree; 1 for tensor-parallel experts
     backend: str
-    exchange: str
-    """Exchange with the enabled options: `a2a +q-replicate`."""
+    exchange: str  # exchange with the enabled options: `a2a +q-replicate`
     all_reduce: str = ALL_REDUCES[0]
     dtype: str
     error: float | None
     """Relative error ‖x − ref‖ / ‖ref‖; for `layers` that of the operation that is nearest to its limit; for `logits` the
     largest absolute difference; for `kv_write`, `tokens` and `routing` how many are wrong. Null if it is NaN or infinite,
     which JSON does not have; such a check is never ok."""
-    limit: float | None
-    """Null if it is no finite number, as of an engine that computes NaN."""
+    limit: float | None  # null if it is no finite number, as of an engine that computes NaN
     ok: bool
     detail: str = ""
 

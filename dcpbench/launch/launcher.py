@@ -33,7 +33,7 @@ from dcpbench.points.device_probe import Probe
 from dcpbench.records import disks
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import FAILED_FILE, RECORDS_FILE, get_job_file
-from dcpbench.records.record import READ_LOG, Record
+from dcpbench.records.record import Record, format_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,39 +41,31 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
 
 WORKER = "dcpbench.worker"
-COLLECTIVE = re.compile(
+COLLECTIVE = re.compile(  # errors that a rank raises because another one is gone; the other's error is the cause
     r"nccl|gloo|process ?group|connection (reset|closed|refused)|broken pipe|timed? ?out|DistBackend", re.IGNORECASE
 )
-"""Errors that a rank raises because another one is gone; the other's error is the cause."""
 CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
 ENDED, STOPPED, AGAIN = "end", "stopped", "again"
-AT_A_POINT, AT_A_CHECK = ("measure", "profile"), ("check",)
-"""Stages that --timeout is about."""
-PATIENCE_S = 300.0
-"""The least limit of all other stages: starting, building and warming up take as long as they take."""
+AT_A_POINT, AT_A_CHECK = ("measure", "profile"), ("check",)  # stages that --timeout is about
+PATIENCE_S = 300.0  # the least limit of all other stages: starting, building and warming up take as long as they take
 ENDING_S = 60.0
 """Time limit for ranks that have measured all of their points to end, after which they are killed without loss of data.
 """
 POLL_S = 0.1
-GRACE_S = 5.0
-"""Time that the remaining ranks have to end by themselves after one has failed."""
+GRACE_S = 5.0  # time that the remaining ranks have to end by themselves after one has failed
 
 
 class Work(jobs.Command, frozen=True, kw_only=True):
     """Hold the settings and the supervision of the jobs of a command."""
 
     folder: Path
-    timeout: float = 300.0
-    """Seconds without a sign of life after which a point counts as hung."""
+    timeout: float = 300.0  # seconds without a sign of life after which a point counts as hung
     point_limit: float | None = None
     """Seconds after which an unfinished point counts as hung, regardless of signs of life."""
-    retries: int = 0
-    """Number of retries of a point that hung or failed."""
+    retries: int = 0  # number of retries of a point that hung or failed
     worker: str = WORKER
-    hardware: str = ""
-    """Hardware of the machine, as named by probes."""
-    lock: int | None = None
-    """Descriptor of the folder's lock (folders.lock_folder)."""
+    hardware: str = ""  # hardware of the machine, as named by probes
+    lock: int | None = None  # descriptor of the folder's lock (folders.lock_folder)
 
     def get_limit_s(self, stage: str) -> float:
         """Return the seconds without a sign of life after which a job in this stage counts as hung."""
@@ -229,7 +221,7 @@ def _record_failure(record: Record, work: Work, watch: Callable[[Progress], None
     """Record a point that failed, and say so; `again`: that it will be begun once more."""
     record = RecordFile(work.folder, work.records).append(record)
     stage = AGAIN if again else record.outcome
-    watch(Progress(stage=stage, key=record.point.get_key(), note=record.reason or "", at=time.time()))
+    watch(Progress(stage=stage, key=record.point.get_key(), note=format_reason(record), at=time.time()))
 
 
 def _record_doomed(points: list[Point], record: Record, work: Work, watch: Callable[[Progress], None]) -> list[Point]:
@@ -258,24 +250,17 @@ class _JobEnd:
     """End of a job."""
 
     done: set[str] = dataclasses.field(default_factory=set)
-    key: str = ""
-    """Current point when it ended."""
+    key: str = ""  # current point when it ended
     stage: str = ""
-    started: bool = False
-    """True if any point was started."""
-    hung_s: float = 0.0
-    """Duration of its silence in s when it was considered hung; 0 if it was not."""
-    over_s: float = 0.0
-    """Exceeded time limit of a point in s; 0 if it was not exceeded."""
-    begun: float = math.inf
-    """Start of the current point, by the monotonic clock."""
-    code: int = 0
-    """Exit code of torchrun, or 1 if its ranks were ended with it; negative: the signal that killed it."""
+    started: bool = False  # True if any point was started
+    hung_s: float = 0.0  # duration of its silence in s when it was considered hung; 0 if it was not
+    over_s: float = 0.0  # exceeded time limit of a point in s; 0 if it was not exceeded
+    begun: float = math.inf  # start of the current point, by the monotonic clock
+    code: int = 0  # exit code of torchrun, or 1 if its ranks were ended with it; negative: the signal that killed it
     failures: list[Failure] = dataclasses.field(default_factory=list)
     exits: list[Exit] = dataclasses.field(default_factory=list)
     stacks: dict[str, str] = dataclasses.field(default_factory=dict)
-    evidence: Path | None = None
-    """Folder with the captured evidence of a job that hung."""
+    evidence: Path | None = None  # folder with the captured evidence of a job that hung
 
     @property
     def failed(self) -> bool:
@@ -463,6 +448,7 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
     tail = running.log_tail([gone.rank] if gone else [])
     detail = {"device": work.hardware} if work.hardware else {}
     detail |= {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
+    shared = None
     if end.hung:
         reason = f"no sign of life for {end.hung_s:g} s in stage '{end.stage}'"
         if end.over_s:
@@ -470,7 +456,7 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
         detail |= {f"stacks_rank_{rank}": text for rank, text in end.stacks.items()}
         if end.evidence is not None:
             found = hang_capture.explain_hang(end.evidence, end.stacks)
-            reason += f": {found.message}" if found else ""
+            shared, reason = reason, f"{reason}: {found.message}" if found else reason
             detail |= {
                 "hang": found.kind if found else "unknown",
                 "evidence": str(end.evidence.relative_to(work.folder)),
@@ -490,18 +476,20 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
             detail |= {"error": cause.kind, "traceback": cause.traceback}
         else:
             reason = f"torchrun itself {format_exit_code(end.code)}, and its ranks with it"
+    advice = None
     if detail.get("error") not in retry.OURS:
         how = retry.format_retry_options(before + 1, work.retries)
         again = f", then try again with {how}" if work.kind == "sweep" else ""
-        log = detail["log"].removeprefix("logs/")
-        reason = f"{reason.rstrip('.')}{READ_LOG}{log} in the run's folder{again}"
-    marks = ["cpu"] if work.device == "cpu" else []
+        advice = f"Read {detail['log']} in the run's folder{again}"
+    warnings = ["cpu"] if work.device == "cpu" else []
     return Record(
         point=point,
         outcome="hung" if end.hung else "failed",
         reason=reason,
+        cause=shared or msgspec.UNSET,
+        advice=advice or msgspec.UNSET,
         detail=detail,
-        marks=marks,
+        warnings=warnings,
         started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(running.started)),
         seconds=time.monotonic() - running.begun,
     )

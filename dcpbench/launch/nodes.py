@@ -35,8 +35,7 @@ ANSWER_WAIT_S = 60.0
 HELLO_WAIT_S = 5.0
 MAX_HELLO_BYTES, MAX_LINE_BYTES = 1 << 10, 64 << 20
 """Bytes of a line; a job with the prompts of a checkpoint's check has the longest."""
-CODE = 64
-"""Hexadecimal digits of an authentication code."""
+CODE = 64  # hexadecimal digits of an authentication code
 LEADS, FOLLOWS = b"node 0", b"another node"
 
 
@@ -45,20 +44,17 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     node: int
     nonce: str
-    proof: str = ""
-    """Proof that the sender has the secret, over both nonces and the node."""
+    proof: str = ""  # proof that the sender has the secret, over both nonces and the node
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """End of one node's part of a job."""
 
     node: int
-    code: int
-    """torchrun's exit code."""
+    code: int  # torchrun's exit code
     failures: list[Failure] = []
     exits: list[Exit] = []
-    stacks: dict[str, str] = {}
-    """Stacks by rank, if the job had to be ended."""
+    stacks: dict[str, str] = {}  # stacks by rank, if the job had to be ended
 
 
 class Line:

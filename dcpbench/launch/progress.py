@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
 
 FINISHED = ("done", "failed", "hung")
-QUIET_S = 60.0
-"""Interval in s at which a long point reports its progress without a terminal."""
+QUIET_S = 60.0  # interval in s at which a long point reports its progress without a terminal
 CPU_NOTE = "CPU: functional run — these timings do not reflect performance"
 
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 OURS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, DcpbenchError)}
 """Errors that name a remedy: repeating the same command would raise them again."""
-MIN_ATTEMPTS = 2
-"""Minimum number of attempts of a point with --resume, even if --timeout retries allows fewer."""
+MIN_ATTEMPTS = 2  # minimum number of attempts of a point with --resume, even if --timeout retries allows fewer
 
 
 def can_pass(record: Record) -> bool:

@@ -13,8 +13,7 @@ from dcpbench.show.terminal import print_stderr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-INTERRUPTED = ExitCode.INTERRUPTED
-"""Exit code of a command after Ctrl-C."""
+INTERRUPTED = ExitCode.INTERRUPTED  # exit code of a command after Ctrl-C
 
 
 @contextlib.contextmanager

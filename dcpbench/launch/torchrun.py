@@ -34,21 +34,16 @@ if TYPE_CHECKING:
 END_WAIT_S = 5.0
 KEEP_WAIT_S = 25.0
 """Time in s that ranks have to write their results when a run of requests is interrupted; torchrun ends them at 30."""
-REAP_WAIT_S = 2.0
-"""Time in s that torchrun has to notice that its ranks have ended."""
+REAP_WAIT_S = 2.0  # time in s that torchrun has to notice that its ranks have ended
 FLIGHT_RECORDER, RECORDED = "TORCH_FR_BUFFER_SIZE", 512
 """Environment variable of torch's flight recorder, and the default number of collectives that it keeps."""
 LOOPBACK = "127.0.0.1"
-RENDEZVOUS = "rendezvous"
-"""File by which torchrun's agent meets itself, in the folder of a job's logs."""
-ROOT_CAUSE = re.compile(
+RENDEZVOUS = "rendezvous"  # file by which torchrun's agent meets itself, in the folder of a job's logs
+ROOT_CAUSE = re.compile(  # matches the end of torchrun's log if one of its ranks ended first
     r"Root Cause \(first observed failure\):.*?\(local_rank: (\d+)\).*?exitcode\s*: (-?\d+)", re.DOTALL
 )
-"""Matches the end of torchrun's log if one of its ranks ended first."""
-OF_A_SHELL = 128
-"""Base of exit codes that stand for signals, as subprocess_guard.py passes them on."""
-STOPPED = "T"
-"""State of a process that got SIGSTOP, in proc(5)."""
+OF_A_SHELL = 128  # base of exit codes that stand for signals, as subprocess_guard.py passes them on
+STOPPED = "T"  # state of a process that got SIGSTOP, in proc(5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

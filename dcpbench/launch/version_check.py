@@ -24,8 +24,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
     """Identify an installation of dcpbench by its folder and files."""
 
     folder: str
-    sha256: str
-    """SHA-256 of its modules and kernels, independent of the folder."""
+    sha256: str  # SHA-256 of its modules and kernels, independent of the folder
 
 
 def get_folder() -> Path:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-EACH_S = 1.0
-"""Maximum time in s that a writer may delay the next one."""
+EACH_S = 1.0  # maximum time in s that a writer may delay the next one
 
 
 def export_trace() -> bytes:

@@ -114,10 +114,8 @@ class VisibleGpus(msgspec.Struct, frozen=True, kw_only=True):
     """Describe GPUs that a program without options of its own would use, by NVML."""
 
     uuids: tuple[str, ...]
-    name: str
-    """Name of all of them, such as `NVIDIA H200`; several names are separated by commas."""
-    memory_bytes: int | None
-    """Memory of the smallest one without what the driver reserves, in bytes."""
+    name: str  # name of all of them, such as `NVIDIA H200`; several names are separated by commas
+    memory_bytes: int | None  # memory of the smallest one without what the driver reserves, in bytes
     driver: str | None
 
 

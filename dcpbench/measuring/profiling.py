@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     from dcpbench.syncs.traces.columns import Columns
 
 STEP_RANGE = "dcpbench_step"
-OTHER = "other"
-"""Kernels that no range claims, as index building before the first layer."""
-EAGER_STEPS = 3
-"""Number of eager steps; the scanner treats the first as warm-up."""
+OTHER = "other"  # kernels that no range claims, as index building before the first layer
+EAGER_STEPS = 3  # number of eager steps; the scanner treats the first as warm-up
 
 
 class Kernel(NamedTuple):

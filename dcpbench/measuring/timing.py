@@ -30,14 +30,10 @@ CHUNK_SECONDS = 0.4
 """Approximate duration in s of the chunks in which steps are queued; between chunks ranks communicate and the stop rule
 is evaluated.
 """
-MIN_ROUNDS = 8
-"""Minimum number of rounds when several variants are timed in turns."""
-CHUNK_STEPS = (5, 100)
-"""Fewest and most steps of a chunk."""
-MIN_MEDIANS = 2
-"""Minimum number of medians that warm-up compares, even for slow steps."""
-KERNELS = 100
-"""Run in a stream, so that it has been used."""
+MIN_ROUNDS = 8  # minimum number of rounds when several variants are timed in turns
+CHUNK_STEPS = (5, 100)  # fewest and most steps of a chunk
+MIN_MEDIANS = 2  # minimum number of medians that warm-up compares, even for slow steps
+KERNELS = 100  # run in a stream, so that it has been used
 WARM_UP_SHARE = 0.5
 """Warm-up that has not settled after this share of the time limit ends all the same, and the point is `unsettled`."""
 
@@ -89,10 +85,8 @@ class Timing:
     """Step samples of one point, each the slowest rank's."""
 
     samples_ms: list[float]
-    noisy: bool
-    """The time limit came before the interval was narrow enough."""
-    unsettled: bool
-    """Warm-up ended by time, not because two successive medians agreed."""
+    noisy: bool  # the time limit came before the interval was narrow enough
+    unsettled: bool  # warm-up ended by time, not because two successive medians agreed
 
     @property
     def drift(self) -> float:

@@ -66,8 +66,7 @@ ALIASES = {name: preset.shape.name for _, preset in _PRESETS for name in preset.
 """Further names of published models, with the name of the shape that they have."""
 REPOSITORIES = {name: repository for _, preset in _PRESETS for name, repository in preset.repositories.items()}
 """Hugging Face repositories of the models that can be named on the command line."""
-OF_ALL = ("quantization_config",)
-"""Fields that a config.json with a nested language model may have at the top instead."""
+OF_ALL = ("quantization_config",)  # fields that a config.json with a nested language model may have at the top instead
 QUANT_FILE = "hf_quant_config.json"
 """File next to config.json in which modelopt describes the quantisation; it replaces that of config.json."""
 _TITLES = {preset.shape.name: preset.title for _, preset in _PRESETS if preset.title}

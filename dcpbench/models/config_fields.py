@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from dcpbench.models.family import Family
     from dcpbench.models.shapes import ModelShape
 
-MAX_INT = (1 << 31) - 1
-"""Maximum of integers: some kernels count sizes of tensors in 32 bits."""
-FP32_RANGE = (1e-38, 1e38)
-"""Sizes of numbers that fp32 holds with all its digits."""
+MAX_INT = (1 << 31) - 1  # maximum of integers: some kernels count sizes of tensors in 32 bits
+FP32_RANGE = (1e-38, 1e38)  # sizes of numbers that fp32 holds with all its digits
 
 
 def parse_int(
@@ -79,21 +77,19 @@ def split_words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_OF_TRAINING = split_words(
+_OF_TRAINING = split_words(  # fields about training, and about additional layers that predict further tokens
     """
     attention_dropout aux_loss_alpha gradient_checkpointing initializer_range num_mtp_layers
     num_nextn_predict_layers output_router_logits router_aux_loss_coef seq_aux
     """
 )
-"""Fields about training, and about additional layers that predict further tokens."""
-_OF_STORAGE = split_words(
+_OF_STORAGE = split_words(  # fields about how weights are stored, and how some engine runs them
     """
     auto_map compression_config dtype ep_size pretraining_tp quantization_config torch_dtype
     transformers_version use_cache attn_implementation experts_implementation
     """
 )
-"""Fields about how weights are stored, and how some engine runs them."""
-_OF_SAMPLERS = split_words(
+_OF_SAMPLERS = split_words(  # fields for a tokenizer or a sampler
     """
     bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample
     early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
@@ -103,15 +99,13 @@ _OF_SAMPLERS = split_words(
     tokenizer_class top_k top_p typical_p unk_token_id
     """
 )
-"""Fields for a tokenizer or a sampler."""
-_OF_TRANSFORMERS = split_words(
+_OF_TRANSFORMERS = split_words(  # fields that transformers writes for every model
     """
     chunk_size_feed_forward cross_attention_hidden_size finetuning_task id2label is_decoder label2id num_labels
     output_attentions output_hidden_states problem_type pruned_heads return_dict task_specific_params
     tf_legacy_loss torchscript use_bfloat16 unsloth_fixed unsloth_version
     """
 )
-"""Fields that transformers writes for every model."""
 HARMLESS = _OF_TRAINING | _OF_STORAGE | _OF_SAMPLERS | _OF_TRANSFORMERS
 """Fields that have no effect here, whatever their value, like those that begin with `_`."""
 _UNSET: tuple[object, ...] = (None, False, 0, "", [], {})

@@ -32,7 +32,7 @@ SHAPE = ModelShape(
     published=FORMATS[FP8],
     mtp_layers=1,
 )
-TINY = ModelShape(
+TINY = ModelShape(  # V3 in small sizes, for CPUs; it has no checkpoint
     name="tiny",
     hidden=64,
     layers=3,
@@ -57,7 +57,6 @@ TINY = ModelShape(
     max_position=65536,
     mtp_layers=1,
 )
-"""V3 in small sizes, for CPUs; it has no checkpoint."""
 
 
 def parse_shape(config: dict[str, Any], name: str) -> ModelShape:

@@ -25,26 +25,19 @@ class Preset:
 
     The first name is that of the shape.
     """
-    title: str | None = None
-    """Name in reports; None: the name of the shape."""
+    title: str | None = None  # name in reports; None: the name of the shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """Hold the published models of a family, and how its config.json and checkpoints are read."""
 
-    title: str
-    """Name of the family in messages, such as `DeepSeek-V2`."""
-    model_type: str
-    """`model_type` of config.json."""
-    architectures: tuple[str, ...]
-    """Values of `architectures` in config.json."""
-    routing: str = SOFTMAX
-    """SIGMOID or SOFTMAX, which is also `scoring_func` in config.json of an MLA model."""
-    topk_methods: tuple[str | None, ...] = ()
-    """Values of `topk_method` of an MLA model."""
-    defaults: Mapping[str, Any]
-    """Fields that a config.json may leave out, as transformers 5 takes them."""
+    title: str  # name of the family in messages, such as `DeepSeek-V2`
+    model_type: str  # `model_type` of config.json
+    architectures: tuple[str, ...]  # values of `architectures` in config.json
+    routing: str = SOFTMAX  # SIGMOID or SOFTMAX, which is also `scoring_func` in config.json of an MLA model
+    topk_methods: tuple[str | None, ...] = ()  # values of `topk_method` of an MLA model
+    defaults: Mapping[str, Any]  # fields that a config.json may leave out, as transformers 5 takes them
     read_shape: Callable[[Family, dict[str, Any], str], ModelShape]
     """Check the fields of an attention kind, and convert them with `parse_shape`: mla_config.read_shape or gqa_config.read_shape."""
     parse_shape: Callable[[dict[str, Any], str], ModelShape]

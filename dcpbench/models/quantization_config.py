@@ -36,19 +36,16 @@ if TYPE_CHECKING:
 
     from dcpbench.models.shapes import ModelShape
 
-FP8_BLOCKS = {
+FP8_BLOCKS = {  # `quantization_config` of DeepSeek-V3
     "quant_method": "fp8",
     "fmt": "e4m3",
     "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
     "activation_scheme": "dynamic",
 }
-"""`quantization_config` of DeepSeek-V3."""
-TORCH_E4M3 = "float8_e4m3fn"
-"""torch's name for e4m3, which some configurations have."""
+TORCH_E4M3 = "float8_e4m3fn"  # torch's name for e4m3, which some configurations have
 _QUANTISER = {"fmt": "e4m3", "activation_scheme": "dynamic"}
 """Defaults of transformers' fp8 quantiser for fields that it does not write."""
-_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers")
-"""Fields that list the modules which are not quantised."""
+_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers")  # fields that list the modules which are not quantised
 
 
 def find_published_format(config: dict[str, Any], shape: ModelShape) -> WeightFormat | UnknownFormat:

@@ -50,18 +50,15 @@ class Gqa:
     """Describe grouped-query attention; the numbers of a head are `nope`, `rope` and `value` of ModelShape."""
 
     kv_heads: int
-    qk_norm: bool = False
-    """True if each head of q and k is normalised over its numbers before rope."""
+    qk_norm: bool = False  # True if each head of q and k is normalised over its numbers before rope
     qk_norm_over_heads: bool = False
     """True if all heads of q, and all of k, are normalised together instead of one by one."""
     qkv_bias: bool = False
     o_bias: bool = False
     window: int | None = None
     """Number of latest tokens to which sliding-window layers attend; None if no layer has a window."""
-    window_layers: int = 0
-    """Number of layers with a sliding window."""
-    sinks: bool = False
-    """True if each query head has a learned logit in its softmax that stands for no token."""
+    window_layers: int = 0  # number of layers with a sliding window
+    sinks: bool = False  # True if each query head has a learned logit in its softmax that stands for no token
 
 
 SCALE_BYTES, ROPE_BYTES = 4, 2
@@ -73,12 +70,9 @@ class Indexer:
     """Describe the indexer of sparse attention as DeepSeek-V3.2 has it: the tokens of its best scores are attended to."""
 
     heads: int
-    width: int
-    """Numbers of a key, of which each token has one, and of a query head."""
-    top_k: int
-    """Maximum number of tokens to which a query attends."""
-    layers: int
-    """Number of layers with an indexer; others use the choice of one before them."""
+    width: int  # numbers of a key, of which each token has one, and of a query head
+    top_k: int  # maximum number of tokens to which a query attends
+    layers: int  # number of layers with an indexer; others use the choice of one before them
 
     @property
     def key_bytes(self) -> int:
@@ -88,8 +82,7 @@ class Indexer:
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
 """R, P and the widths of a head's keys and values in all published MLA models."""
-KV_WIDTH = LATENT + ROPE
-"""Numbers in one of their KV rows."""
+KV_WIDTH = LATENT + ROPE  # numbers in one of their KV rows
 SIGMOID, SOFTMAX = "sigmoid", "softmax"
 """Routing rules, which kernels/moe/routing.py implements: scores plus correction bias (V3, K2), or scores alone (V2)."""
 
@@ -105,58 +98,43 @@ class ModelShape:
     hidden: int
     layers: int
     heads: int
-    q_lora: int | None = None
-    """Rank of the low-rank q projection, or None where q is projected directly."""
+    q_lora: int | None = None  # rank of the low-rank q projection, or None where q is projected directly
     experts: int = 0
     top_k: int = 0
     shared_experts: int = 0
     moe_inter: int = 0
     dense_inter: int
-    first_dense: int
-    """The first layers with a dense MLP instead of experts."""
+    first_dense: int  # the first layers with a dense MLP instead of experts
     vocab: int
-    routing: str = SOFTMAX
-    """SIGMOID or SOFTMAX."""
-    groups: int = 1
-    """Expert groups of group-limited routing; 1 = ungrouped."""
+    routing: str = SOFTMAX  # SIGMOID or SOFTMAX
+    groups: int = 1  # expert groups of group-limited routing; 1 = ungrouped
     top_groups: int = 1
     normalise: bool = True
     """True if the weights of the chosen experts are normalised to a sum of 1 before `routed_scale`."""
     routed_scale: float = 1.0
-    expert_bias: bool = False
-    """True if the router and the projections of experts have biases."""
-    gqa: Gqa | None = None
-    """Grouped-query attention; None for MLA."""
-    indexer: Indexer | None = None
-    """Indexer of sparse attention over MLA's rows; None if queries attend to all tokens."""
-    latent: int = LATENT
-    """Width of the compressed keys and values of MLA; 0 with grouped-query attention."""
-    rope: int = ROPE
-    """Numbers of a query or key head that rope rotates."""
-    nope: int = NOPE
-    """Numbers of a query or key head that rope leaves as they are."""
-    value: int = VALUE
-    """Numbers of a value head."""
+    expert_bias: bool = False  # True if the router and the projections of experts have biases
+    gqa: Gqa | None = None  # grouped-query attention; None for MLA
+    indexer: Indexer | None = None  # indexer of sparse attention over MLA's rows; None if queries attend to all tokens
+    latent: int = LATENT  # width of the compressed keys and values of MLA; 0 with grouped-query attention
+    rope: int = ROPE  # numbers of a query or key head that rope rotates
+    nope: int = NOPE  # numbers of a query or key head that rope leaves as they are
+    value: int = VALUE  # numbers of a value head
     rms_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_interleaved: bool = True
     yarn: Yarn | None = None
     llama3_rope: Llama3Rope | None = None
     max_position: int = 163840
-    tied: bool = False
-    """True if the LM head is the embedding."""
-    tensors: TensorNames = DEEPSEEK_NAMES
-    """Names of the checkpoint's tensors."""
-    published: WeightFormat | UnknownFormat = UNQUANTISED
-    """Format of the published checkpoint's weights."""
+    tied: bool = False  # True if the LM head is the embedding
+    tensors: TensorNames = DEEPSEEK_NAMES  # names of the checkpoint's tensors
+    published: WeightFormat | UnknownFormat = UNQUANTISED  # format of the published checkpoint's weights
     has_embedding: bool = True
     has_head: bool = True
     """True for a whole model; a pipeline stage other than the last has no final norm and LM head, one other than the first no
     embedding."""
     mtp_layers: int = 0
     """Further layers of the published checkpoint that predict several tokens; `--mtp` runs the first of them."""
-    drafts: bool = False
-    """True if the layer that drafts tokens is held and run."""
+    drafts: bool = False  # True if the layer that drafts tokens is held and run
 
     @property
     def is_sized(self) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-SCALE = "_scale_inv"
-"""Suffix of the name of an fp8 weight that gives the name of its scales."""
+SCALE = "_scale_inv"  # suffix of the name of an fp8 weight that gives the name of its scales
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,11 +19,9 @@ class TensorNames:
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     lm_head: str = "lm_head.weight"
-    layer: str = "model.layers.{}."
-    """Prefix of a layer."""
+    layer: str = "model.layers.{}."  # prefix of a layer
     input_norm: str = "input_layernorm.weight"
-    q: str = "self_attn.q_proj.weight"
-    """Projection of q without q-LoRA."""
+    q: str = "self_attn.q_proj.weight"  # projection of q without q-LoRA
     q_a: str = "self_attn.q_a_proj.weight"
     q_norm: str = "self_attn.q_a_layernorm.weight"
     q_b: str = "self_attn.q_b_proj.weight"
@@ -38,21 +35,15 @@ class TensorNames:
     kv_b: str = "self_attn.kv_b_proj.weight"
     o: str = "self_attn.o_proj.weight"
     post_norm: str = "post_attention_layernorm.weight"
-    dense: str = "mlp."
-    """Prefix of a dense MLP."""
+    dense: str = "mlp."  # prefix of a dense MLP
     router: str = "mlp.gate.weight"
     routing_bias: str = "mlp.gate.e_score_correction_bias"
-    expert: str = "mlp.experts.{}."
-    """Prefix of an expert."""
-    shared: str = "mlp.shared_experts."
-    """Prefix of the shared experts, which are one MLP."""
-    embedding_norm: str = "enorm.weight"
-    """Norm of the embedding of a token, in a layer that drafts tokens (MTP)."""
-    hidden_norm: str = "hnorm.weight"
-    """Norm of the hidden state before that token; `join` projects both together."""
+    expert: str = "mlp.experts.{}."  # prefix of an expert
+    shared: str = "mlp.shared_experts."  # prefix of the shared experts, which are one MLP
+    embedding_norm: str = "enorm.weight"  # norm of the embedding of a token, in a layer that drafts tokens (MTP)
+    hidden_norm: str = "hnorm.weight"  # norm of the hidden state before that token; `join` projects both together
     join: str = "eh_proj.weight"
-    draft_norm: str = "shared_head.norm.weight"
-    """Norm before the LM head."""
+    draft_norm: str = "shared_head.norm.weight"  # norm before the LM head
     gate: str = "gate_proj.weight"
     up: str = "up_proj.weight"
     down: str = "down_proj.weight"

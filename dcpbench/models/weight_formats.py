@@ -16,8 +16,9 @@ QKV, Q_B, O, DENSE, SHARED, EXPERTS = PARTS = ("qkv", "q_b", "o", "dense", "shar
 that of attention's output, dense MLPs, shared experts, and routed experts."""
 MLPS = frozenset((DENSE, SHARED, EXPERTS))
 BF16, FP8, INT4, NVFP4, MXFP4 = "bf16", "fp8", "int4", "nvfp4", "mxfp4"
-COMPUTE_DTYPES = (BF16, "fp16", "fp32")
-"""Precisions of the computation, and of weights that are not quantised."""
+COMPUTE_DTYPES = (BF16, "fp16", "fp32")  # precisions of the computation, and of weights that are not quantised
+INT4_GROUPS = (32, 128)  # inputs per scale that kernels over int4 weights support
+INT4_SCALE_BITS = 16  # bits of a scale of int4 weights without zero points
 SCALE_BLOCK = 128
 """Numbers along each side of a block of fp8 weights that has a scale, and in a group of a row that has one."""
 
@@ -26,26 +27,27 @@ SCALE_BLOCK = 128
 class WeightFormat:
     """Describe how the linear layers of some parts of a model are stored; all others have the dtype of the computation."""
 
-    name: str
-    """Value of --weights-dtype."""
-    bits: int = 16
-    """Bits of a number."""
-    scale_bits: int = 0
-    """Bits of a block's scale, and of its zero point if it has one."""
-    rows: int = 1
-    """Outputs in a block that has a scale."""
-    columns: int | None = None
-    """Inputs in a block that has a scale; None for all inputs."""
-    parts: frozenset[str] = frozenset()
-    """PARTS that are stored in this format."""
-    mtp: bool = True
-    """True if the parts of layers for multi-token prediction are stored so, too."""
-    matmul: str = "matmul"
-    """Limit of products, by the names of points/roofline.py."""
-    padded: bool = False
-    """True if engines pad parts of a rank to whole blocks."""
-    engine: bool = False
-    """True if the engine computes with this format, False if it is planned alone."""
+    name: str  # value of --weights-dtype
+    bits: int = 16  # bits of a number
+    scale_bits: int = 0  # bits of a block's scale, and of its zero point if it has one
+    rows: int = 1  # outputs in a block that has a scale
+    columns: int | None = None  # inputs in a block that has a scale; None for all inputs
+    parts: frozenset[str] = frozenset()  # PARTS that are stored in this format
+    mtp: bool = True  # True if the parts of layers for multi-token prediction are stored so, too
+    matmul: str = "matmul"  # limit of products, by the names of points/roofline.py
+    padded: bool = False  # True if engines pad parts of a rank to whole blocks
+
+    @property
+    def engine(self) -> bool:
+        """Return True if the engine computes with this format, False if it is planned alone. Of int4 it has experts alone."""
+        if self.name == INT4:
+            return (
+                self.parts == {EXPERTS}
+                and self.mtp
+                and self.scale_bits == INT4_SCALE_BITS
+                and self.columns in INT4_GROUPS
+            )
+        return self.name in (BF16, FP8)
 
     @property
     def is_quantised(self) -> bool:
@@ -66,12 +68,10 @@ class WeightFormat:
 class UnknownFormat:
     """Describe a published format of unknown size."""
 
-    name: str
-    """The format in words, such as `gptq, 4 bits, groups of 128`."""
+    name: str  # the format in words, such as `gptq, 4 bits, groups of 128`
 
 
-UNQUANTISED = WeightFormat(name=BF16, engine=True)
-"""Weights in the dtype of the computation."""
+UNQUANTISED = WeightFormat(name=BF16)  # weights in the dtype of the computation
 FORMATS = {
     one.name: one
     for one in (
@@ -83,9 +83,8 @@ FORMATS = {
             columns=SCALE_BLOCK,
             parts=frozenset(PARTS),
             matmul="matmul_fp8",
-            engine=True,
         ),
-        WeightFormat(name=INT4, bits=4, scale_bits=16, columns=128, parts=frozenset(PARTS)),
+        WeightFormat(name=INT4, bits=4, scale_bits=INT4_SCALE_BITS, columns=128, parts=frozenset(PARTS)),
         WeightFormat(name=NVFP4, bits=4, scale_bits=8, columns=16, parts=MLPS, matmul="matmul_fp4"),
         WeightFormat(name=MXFP4, bits=4, scale_bits=8, columns=32, parts=MLPS, matmul="matmul_fp4", padded=True),
     )
@@ -93,4 +92,4 @@ FORMATS = {
 """Formats by name, as models have them that are not published so: fp8 in DeepSeek-V3's blocks; int4 as compressed-tensors' W4A16, by
 default in groups of 128; NVIDIA's nvfp4 and OCP's mxfp4 in the MLPs and experts."""
 PAPER_FORMATS = tuple(name for name, one in FORMATS.items() if not one.engine)
-"""Names of formats that are planned, and not measured."""
+"""Names of formats that are planned, and not measured unless a model is published with int4 experts alone."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from dcpbench.errors import DcpbenchError, NoRoomError, UsageError
+from dcpbench.errors import DcpbenchError, InsufficientMemoryError, UsageError
 from dcpbench.models import get_published_precision, load_shape
 from dcpbench.plan import validate
 from dcpbench.plan.spec import check_same_sizes, resolve_compute_dtype
@@ -47,14 +47,12 @@ WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in selec
 """Fields of a point with dcp 1."""
 WITHOUT_TRANSFERS: dict[str, object] = {axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)}
 """Fields of a point without transfers of KV between instances."""
-LISTED = [
+LISTED = [  # fields that have their own keys in the JSON of --dry-run
     axis
     for axis in AXES
     if axis.name in (*DEGREES, *OUTER_DEGREES) or axis.role & (Role.PATH | Role.DEPLOYED | Role.ASSUMED)
 ]
-"""Fields that have their own keys in the JSON of --dry-run."""
-MAX_POINTS = 100_000
-"""Maximum number of points of one run, which is also what its report reads."""
+MAX_POINTS = 100_000  # maximum number of points of one run, which is also what its report reads
 MAX_REASONS = 3
 """Maximum number of reasons that an error repeats before it refers to --dry-run, and of layouts that a line names."""
 
@@ -64,15 +62,14 @@ class Candidate:
     """Hold one point of the grid: it can run (`plan`), or it cannot (`error`)."""
 
     point: Point
-    added: bool = False
-    """True for a baseline that was added automatically."""
+    added: bool = False  # True for a baseline that was added automatically
     plan: EnginePlan | None = None
     error: DcpbenchError | None = None
 
     def make_rejected_record(self) -> Record:
         """Return the record of a point that cannot run."""
-        no_room = isinstance(self.error, NoRoomError)
-        return Record(point=self.point, outcome="rejected", reason=str(self.error), no_room=no_room)
+        lacks_memory = isinstance(self.error, InsufficientMemoryError)
+        return Record(point=self.point, outcome="rejected", reason=str(self.error), lacks_memory=lacks_memory)
 
 
 def expand_grid(

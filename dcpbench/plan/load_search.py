@@ -13,6 +13,7 @@ from dcpbench.errors import UsageError
 from dcpbench.points.counts import parse_count
 from dcpbench.points.names import format_flag
 from dcpbench.records.objectives import judge_latencies
+from dcpbench.records.record import format_reason
 from dcpbench.serving.loads import count_sessions
 from dcpbench.show.text import format_capitalized, format_count
 
@@ -241,7 +242,7 @@ class MeasuredLoad:
     def reason(self) -> str:
         """Return why the load could not be measured, or which requests were not answered; empty otherwise."""
         if self.metrics is None:
-            return self.records[0].reason or self.records[0].outcome
+            return format_reason(self.records[0]) or self.records[0].outcome
         unanswered = (self.metrics.failed or 0) + (self.metrics.rejected or 0)
         return (
             f"{unanswered:,} of {self.metrics.submitted or 0:,} requests failed or were rejected" if unanswered else ""

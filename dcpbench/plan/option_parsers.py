@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
     from dcpbench.points.axes import Axis
 
-MAX_NAME_CHARS = 1_000
-"""Maximum number of characters of a name or a path."""
-MAX_SHOWN_CHARS = 80
-"""Maximum number of characters of a value that an error repeats."""
+MAX_NAME_CHARS = 1_000  # maximum number of characters of a name or a path
+MAX_SHOWN_CHARS = 80  # maximum number of characters of a value that an error repeats
 
 
 def check_seconds(option: str, value: float, example: int) -> None:

@@ -14,7 +14,6 @@ from dcpbench.plan.option_parsers import check_known, check_positive, check_seco
 from dcpbench.plan.spec import PARSERS, SPEC_PARSERS, PointLoad, build_spec, get_defaults
 from dcpbench.points.batches import CHUNK, CPU_CHUNK, GRAPH_BATCHES
 from dcpbench.points.instances import parse_instances
-from dcpbench.points.layout import OUTER_DEGREES
 from dcpbench.points.names import (
     CLOSED,
     COMPUTED,
@@ -60,8 +59,7 @@ if TYPE_CHECKING:
     from dcpbench.points.device_probe import Probe
     from dcpbench.serving.request_files import Trace
 
-OTHERS = ("context", "seconds", *OUTER_DEGREES)
-"""Options that only `sweep` has."""
+OTHERS = ("context", "seconds")  # options that only `sweep` has
 SHARED_AXES = [axis for axis in LOAD_AXES if axis.one]
 """Fields that are equal for all loads of a run, and options with the same names."""
 MAX_REQUESTS = 10_000_000
@@ -70,8 +68,7 @@ MAX_TURNS = 10_000
 MAX_SUBAGENTS = 1_000
 YAML_BASE = 60
 MIN_GB_S, MAX_GB_S, MAX_TRANSFER_MS = 1e-3, 1e6, 60_000
-MIN_BURSTINESS = 1e-3
-"""Gaps are then 32 times as uneven as Poisson's; below, floating point leaves only gaps of 0."""
+MIN_BURSTINESS = 1e-3  # gaps are then 32 times as uneven as Poisson's; below, floating point leaves only gaps of 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,13 +98,11 @@ class ServeLoads:
     prefill: str = PREFILLS[0]
     mode: tuple[str, ...] = (LIVE,)
     disaggregate: tuple[str, ...] = ("",)
-    transfer_gb_s: tuple[float, ...] = ()
-    """Rates of transfers in GB/s; empty if nothing is sent."""
+    transfer_gb_s: tuple[float, ...] = ()  # rates of transfers in GB/s; empty if nothing is sent
     transfer_ms: float = 0.0
     seed: int = 0
     trace: Trace | None = None
-    limit: int | None = None
-    """Maximum number of requests of a file."""
+    limit: int | None = None  # maximum number of requests of a file
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "prefix_groups"):
@@ -126,7 +121,7 @@ class ServeLoads:
             for name in (value,) if axis.one else value:
                 check_known(axis.name, name, axis.values)
         if self.seed < 0:
-            raise UsageError(f"--seed {self.seed} is negative; write 0 or more.")
+            raise UsageError(f"--requests seed={self.seed} is negative; write seed=0 or more.")
         self._check_arrivals()
         self._check_prefixes()
         self._check_sessions()
@@ -335,8 +330,7 @@ class ServeLoads:
         return [[str(parse_lengths(format_flag(name), text)) for text in getattr(self, name)] for name in axes]
 
 
-FILE = ("requests", "trace_format", "trace_columns", "trace_time_unit", "trace_block_size")
-"""Fields of --requests."""
+FILE = ("requests", "trace_format", "trace_columns", "trace_time_unit", "trace_block_size")  # fields of --requests
 SERVED = {field.name for field in dataclasses.fields(ServeLoads)} - {"trace", "limit"} | {*FILE, "session_preset"}
 """Options that define the loads."""
 
@@ -416,8 +410,7 @@ class ShortSlo:
 
     objectives: tuple[str, ...]
     percentile: int
-    samples: int
-    """Number of samples, which are too few: requests, or for ITL gaps between tokens."""
+    samples: int  # number of samples, which are too few: requests, or for ITL gaps between tokens
     gaps: bool
     remedy: str
 
@@ -547,6 +540,12 @@ def _parse_real(name: str, value: object) -> float:
         ) from e
 
 
+def _parse_micro_batches(name: str, value: object) -> int:
+    found = read.parse_int(name, value)
+    check_positive(name, found)
+    return found
+
+
 SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     **{name: parser for name, parser in PARSERS.items() if name not in OTHERS},
     **{axis.name: _parse_real if axis.kind is float else read.get_parser(axis) for axis in SHARED_AXES},
@@ -571,6 +570,7 @@ SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     "step_times": read.parse_name,
     "slo": lambda _, value: parse_slo(value),
     "limit_seconds": _parse_real,
+    "micro_batches": _parse_micro_batches,
 }
 """Fields of a spec of `serve` that options set, with their parsers."""
 SERVE_SPEC_PARSERS = SERVE_PARSERS | {COMPUTED: SPEC_PARSERS[COMPUTED]}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dcpbench.plan.serve_spec import ServeLoads
     from dcpbench.serving.step_times import StepTimes
 
-OPTIONS = [
+OPTIONS = [  # options of `server` about its layout and the loads, which a configuration file may hold
     "model",
     "tp",
     "dp",
@@ -58,7 +58,6 @@ OPTIONS = [
     "slo",
     "repeats",
 ]
-"""Options of `server` about its layout and the loads, which a configuration file may hold."""
 SERVER_PARSERS = {name: SERVE_SPEC_PARSERS[name] for name in OPTIONS} | {"exchange": read.parse_names}
 
 
@@ -66,17 +65,13 @@ SERVER_PARSERS = {name: SERVE_SPEC_PARSERS[name] for name in OPTIONS} | {"exchan
 class ServerSpec:
     """Describe the loads for one server, and its layout as the user gives it."""
 
-    model: str | None
-    """Name of the model on the server; None: the only one that it serves."""
+    model: str | None  # name of the model on the server; None: the only one that it serves
     layout: Mapping[str, int]
-    wrong: LayoutError | None
-    """Error if no server can have this layout."""
+    wrong: LayoutError | None  # error if no server can have this layout
     ep: str
     dtype: str | None
-    exchange: str
-    """Exchange of layouts with dcp, by the engine's name for it, or UNKNOWN."""
-    weights: str
-    """SYNTHETIC, DUMMY, or UNKNOWN for the model's own weights."""
+    exchange: str  # exchange of layouts with dcp, by the engine's name for it, or UNKNOWN
+    weights: str  # SYNTHETIC, DUMMY, or UNKNOWN for the model's own weights
     loads: ServeLoads
     repeats: int
     settings: Settings

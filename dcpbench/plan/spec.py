@@ -49,12 +49,9 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Load
 
 
-MAX_GPUS = 72
-"""Maximum number of GPUs of a machine: an NVL72, the largest NVLink domain on sale."""
-MAX_FILE_BYTES = 1 << 16
-"""Maximum bytes of a file of options."""
-MAX_LISTED_STRIPE = 4096
-"""Largest stripe that an error about interleave names."""
+MAX_GPUS = 72  # maximum number of GPUs of a machine: an NVL72, the largest NVLink domain on sale
+MAX_FILE_BYTES = 1 << 16  # maximum bytes of a file of options
+MAX_LISTED_STRIPE = 4096  # largest stripe that an error about interleave names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +60,7 @@ class PointLoad:
 
     concurrency: int
     context: int
-    load: Load | None = None
-    """Load of `serve`; None for `decode`."""
+    load: Load | None = None  # load of `serve`; None for `decode`
     deployed: Mapping[str, Value] = dataclasses.field(default_factory=dict)
     """Fields of a point that define the instances that serve it."""
 
@@ -85,19 +81,14 @@ class SweepSpec:
     model: tuple[str, ...]
     tp: tuple[int, ...]
     dp: tuple[int, ...] = (1,)
-    dcp: tuple[int, ...] = ()
-    """Values of dcp; if empty, the largest for each tp and dp, which is tp / dp."""
+    dcp: tuple[int, ...] = ()  # values of dcp; if empty, the largest for each tp and dp, which is tp / dp
     pp: tuple[int, ...] = (1,)
-    pcp: tuple[int, ...] = (1,)
-    """Values of the degrees of --stages, which are planned and not run."""
+    pcp: tuple[int, ...] = (1,)  # values of the degrees of --stages, which are planned and not run
     concurrency: tuple[int, ...] = ()
     context: tuple[int, ...] = ()
-    serve: Served | None = None
-    """Loads of `serve`, which replace concurrency and context."""
-    how: Mapping[str, tuple[Value, ...]]
-    """Values of each axis of point.HOW; those of an exchange are used if dcp > 1."""
-    acceptance: str = ""
-    """Probability that each draft is accepted, for points with drafts; empty if not stated."""
+    serve: Served | None = None  # loads of `serve`, which replace concurrency and context
+    how: Mapping[str, tuple[Value, ...]]  # values of each axis of point.HOW; those of an exchange are used if dcp > 1
+    acceptance: str = ""  # probability that each draft is accepted, for points with drafts; empty if not stated
     repeats: int = 1
     baseline: bool = True
     """True if each layout is added without dcp, and tp alone for dp without dcp, for each model, backend and load."""
@@ -198,10 +189,8 @@ def build_spec(options: Mapping[str, object], base: Mapping[str, object], settin
     return SweepSpec(**found, how=how, settings=Settings(**settings, **more))  # type: ignore[arg-type]
 
 
-OVER_FP8 = "backend over fp8"
-"""Key of the default backend for an fp8 KV cache; it is no option's name."""
-UNSIZED_FIELDS = ("name", "published")
-"""Fields of a model that are not sizes."""
+OVER_FP8 = "backend over fp8"  # key of the default backend for an fp8 KV cache; it is no option's name
+UNSIZED_FIELDS = ("name", "published")  # fields of a model that are not sizes
 
 
 def _resolve_precisions(options: Mapping[str, object], base: Mapping[str, object]) -> dict[str, object]:
@@ -375,7 +364,7 @@ def _format_error(error: Exception) -> str:
     return "it is nested too deep" if isinstance(error, RecursionError) else fit_line(str(error)).rstrip(".")
 
 
-PARSERS: dict[str, Callable[[str, object], object]] = {
+PARSERS: dict[str, Callable[[str, object], object]] = {  # fields of a spec that options set, with their parsers
     "model": read.parse_names,
     **dict.fromkeys((*DEGREES, *OUTER_DEGREES, "concurrency", "context"), read.parse_ints),
     **{axis.name: read.get_parser(axis) for axis in HOW if axis.name != COMPUTED},
@@ -389,10 +378,14 @@ PARSERS: dict[str, Callable[[str, object], object]] = {
     "baseline": read.parse_bool,
     "profile": read.parse_bool,
 }
-"""Fields of a spec that options set, with their parsers."""
 SPEC_PARSERS = PARSERS | {COMPUTED: read.parse_name}
 """The same with the dtype of the computation, which follows from --weights-dtype and --kv-dtype unless step times state it."""
 SWITCHED_OFF = ("baseline", "profile")
 """Switches that are on by default, for which files may also contain the negation, such as `no-baseline`."""
 
-_SETTINGS = {"kv_memory": "kv_memory_bytes", "seconds": "seconds", "profile": "profile"}
+_SETTINGS = {
+    "kv_memory": "kv_memory_bytes",
+    "seconds": "seconds",
+    "profile": "profile",
+    "micro_batches": "micro_batches",
+}

@@ -12,16 +12,16 @@ import msgspec
 
 from dcpbench.errors import (
     CapacityError,
+    InsufficientMemoryError,
     LayoutError,
     MissingPackageError,
-    NoRoomError,
     UsageError,
     format_install_hint,
 )
 from dcpbench.models.shapes import NOPE, ROPE, VALUE
-from dcpbench.models.weight_formats import PAPER_FORMATS
+from dcpbench.models.weight_formats import FORMATS, INT4, INT4_GROUPS
 from dcpbench.plan.command_line import format_retyped_command, retype_command
-from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit
+from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit, find_split_block
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
 from dcpbench.points.budget import (
@@ -50,6 +50,7 @@ from dcpbench.points.names import (
     LIBRARIES,
     NO_EXCHANGE,
     OVER_FP8,
+    PCP_EXCHANGE,
     REGISTERED,
     REPLAY,
     SYNTHETIC,
@@ -59,6 +60,7 @@ from dcpbench.points.names import (
 from dcpbench.points.point import OPTIONS
 from dcpbench.points.sizes import format_size, format_size_up
 from dcpbench.serving.loads import compute_extent
+from dcpbench.serving.stage_steps import check_stages, make_measured_point
 from dcpbench.serving.step_times import read_step_times
 from dcpbench.show.text import format_count, format_list
 
@@ -69,17 +71,14 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
     from dcpbench.serving.step_times import StepTimes
 
-SMALLEST_TILE = 16
-"""Side of the smallest product that the tensor cores take."""
+SMALLEST_TILE = 16  # side of the smallest product that the tensor cores take
 FLASHMLA_PAGE = 64
 WHOLE_PAGES = (16, 32)
 """Further page sizes of the attention kernels in CUDA C++, as in kernels/attention/hopper_pairs.py."""
 FLASHINFER_HEADS = (64, 128, 256)
 """Columns of a head that FlashInfer's decode kernels of grouped-query attention take; its kernels of prompts take the first two."""
-SYMMETRIC = "symm"
-"""Exchange and all-reduce that work inside one machine."""
-ROW_UNIT = 16
-"""Bytes that a thread of kernels/kv_gather reads at once; a test compares the two."""
+SYMMETRIC = "symm"  # exchange and all-reduce that work inside one machine
+ROW_UNIT = 16  # bytes that a thread of kernels/kv_gather reads at once; a test compares the two
 _CPU_VERIFY = "dcpbench verify --device cpu --backend reference can take it"
 
 
@@ -104,12 +103,16 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     """Raise an error that names the options to use instead, unless the point can run."""
     probe = machine.probe
     if settings.step_times:  # first, as all else is judged by the machine and the engine of the file
-        load_step_times(settings.step_times).check_point(point, settings.step_times)
+        times = load_step_times(settings.step_times)
+        measured = make_measured_point(point)
+        staged = "" if measured == point else f", for steps of {measured.instance_name} in {point.instance_name}"
+        times.check_point(measured, f"{settings.step_times}{staged}")
+        check_stages(times, point)
         if machine.nnodes > 1:
             raise UsageError("--step-times are replayed by one process on one machine; leave --nodes out.")
     if probe.device == "cpu":
         _check_cpu(point, shape, machine)
-    point.layout.check_model(shape, point.ep)
+    _check_layout(point, shape)
     here = not settings.step_times  # else the point has run, on ranks and by a wire that need not be here
     if here:
         _check_ranks(point, shape, machine)
@@ -127,7 +130,7 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
         _check_exchange(point, machine)
     if probe.device == "cuda":
         _check_gpu_kernels(point, shape)
-        _check_kernel_limits(point, shape, probe)
+    _check_kernel_limits(point, shape, probe)
     if point.load:
         _check_load(point, point.load, shape, probe)
     else:
@@ -136,12 +139,28 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     _check_memory(point, settings, shape, probe)
 
 
+def _check_layout(point: Point, shape: ModelShape) -> None:
+    """Raise an error unless the model can take the layout, and the layout the exchange."""
+    point.layout.check_model(shape, point.ep)
+    if point.layout.spread.shared_kv > 1 and point.exchange != PCP_EXCHANGE:
+        raise UsageError(
+            f"--exchange {point.exchange} with --dcp over --stages pcp={point.pcp}: outputs are summed on all of these ranks, as in vLLM; "
+            f"use --exchange {PCP_EXCHANGE}."
+        )
+
+
 def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
     """Raise UsageError unless the engine computes the model with its weights; replays with given step times need no engine."""
-    if point.layout.gpus > point.tp:
+    if point.layout.gpus > point.tp and not (point.load and point.load.mode == REPLAY):
         raise UsageError(
             f"{point.instance_name}: the engine runs no pipeline stages and no prefill context parallelism. To plan them, add --dry-run, "
-            "or use dcpbench recommend; to measure them, start an engine in this layout and use dcpbench server --url."
+            "or use dcpbench recommend; to replay requests, use dcpbench serve --mode replay; to measure them, start an engine in this "
+            "layout and use dcpbench server --url."
+        )
+    if point.layout.gpus > point.tp and not settings.step_times:
+        raise UsageError(
+            f"{point.instance_name}: steps over stages are estimated from measured steps of the layout without them; measure these with "
+            "--mode replay and without --stages, and add --step-times with the file below step-times/ of that run."
         )
     reason = None if settings.step_times else find_live_limit(shape, point.weights_dtype)
     if reason is not None:
@@ -150,9 +169,11 @@ def check_live(point: Point, settings: Settings, shape: ModelShape) -> None:
 
 def find_live_limit(shape: ModelShape, weights_dtype: str) -> str | None:
     """Return why the engine does not compute a model with weights of a format; None if it does."""
-    if weights_dtype in PAPER_FORMATS:
+    if weights_dtype in FORMATS and not shape.get_weight_format(weights_dtype).engine:
+        groups = " or ".join(map(str, INT4_GROUPS))
+        but = f" but experts alone, symmetric in groups of {groups}" if weights_dtype == INT4 else ""
         return (
-            f"the engine has no kernels for {weights_dtype} weights; with --weights-dtype fp8 or bf16 it measures the same layers in that "
+            f"the engine has no kernels for {weights_dtype} weights{but}; with --weights-dtype fp8 or bf16 it measures the same layers in that "
             "precision"
         )
     if shape.indexer:
@@ -483,7 +504,10 @@ def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
 
 
 def _check_kernel_limits(point: Point, shape: ModelShape, probe: Probe) -> None:
-    limit = find_kernel_limit(point, shape, probe)
+    if probe.device == "cuda":
+        limit = find_kernel_limit(point, shape, probe)
+    else:  # the CPU splits blocks of fp8, and no groups of int4
+        limit = find_split_block(point, shape) if point.weights_precision == INT4 else None
     if limit is not None:
         raise UsageError(limit.format_for_sweep())
 
@@ -589,12 +613,12 @@ def _format_tokens(load: Load) -> str:
 
 
 def _check_memory(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> None:
-    """Raise NoRoomError, with options to use instead, if a point does not fit in memory."""
+    """Raise InsufficientMemoryError, with options to use instead, if a point does not fit in memory."""
     if shortage := find_shortage(point, settings, shape, probe):
         raise shortage
 
 
-def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> NoRoomError | None:
+def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Probe) -> InsufficientMemoryError | None:
     """Return an error with what does not fit, and the options to use instead; None if the point fits.
 
     The pool must hold what a decode step needs, or the longest request that is served; with --kv-memory any request of
@@ -603,30 +627,30 @@ def find_shortage(point: Point, settings: Settings, shape: ModelShape, probe: Pr
     one = compute_page_bytes(point, shape)
     try:
         plan = plan_engine([point], settings, shape, probe)
-    except NoRoomError as e:
+    except InsufficientMemoryError as e:
         advice = "" if point.load else f" {_suggest_fit(point, settings, shape, probe)}"
         if settings.kv_memory_bytes is not None:
-            room = compute_max_pages(point, shape, probe) * one
-            advice = f" --kv-memory can be up to {format_size(room, '')} here."
-        return NoRoomError(f"{e}.{advice}", e.problem)
+            largest = compute_max_pages(point, shape, probe) * one
+            advice = f" --kv-memory can be up to {format_size(largest, '')} here."
+        return InsufficientMemoryError(f"{e}.{advice}", e.problem)
     holds = f"--kv-memory holds {format_size(plan.kv_bytes)} of KV cache per GPU"
     if point.load is None:
         missing = (count_needed_pages(point) - plan.pages) * one
         if missing > 0:
-            room = count_needed_pages(point) <= compute_max_pages(point, shape, probe)
-            more = f" --kv-memory {format_size_up(count_needed_pages(point) * one)} holds all of them." if room else ""
+            fits = count_needed_pages(point) <= compute_max_pages(point, shape, probe)
+            more = f" --kv-memory {format_size_up(count_needed_pages(point) * one)} holds all of them." if fits else ""
             needs = "needs" if point.concurrency == 1 else "need"
             needed = f"{format_count(point.concurrency, 'request')} of {point.context} tokens {needs}"
             problem = f"{holds}, {format_size(missing)} less than {needed}"
             advice = _suggest_fit(point, settings, shape, probe)
-            return NoRoomError(f"{point.instance_name}: {problem}. {advice}{more}", problem)
+            return InsufficientMemoryError(f"{point.instance_name}: {problem}. {advice}{more}", problem)
     elif plan.bounded_by == "kv_memory":  # else it is sized for the longest request, or more
         shortest = compute_extent(point.load, settings.trace_path).shortest
         need = memory.count_pages(shortest - 1, point.layout, point.page_size) + memory.PAGES_OF_PADDING
         if need > plan.pages:
             problem = f"{holds}, and the shortest request, {shortest:,} tokens, needs {format_size(need * one)}"
             advice = f"all requests here need {format_size_up(count_min_pages(point) * one)} or more."
-            return NoRoomError(f"{point.instance_name}: {problem}; {advice}", problem)
+            return InsufficientMemoryError(f"{point.instance_name}: {problem}; {advice}", problem)
     return None
 
 
@@ -645,13 +669,13 @@ def _suggest_fit(point: Point, settings: Settings, shape: ModelShape, probe: Pro
         if max_requests
         else f"Not even one request of {point.context} tokens fits."
     )
-    for layout in list_valid_layouts(shape, point.tp, point.ep):
+    for layout in list_valid_layouts(shape, point.tp, point.ep, point.pp, point.pcp):
         if layout.dp != point.dp or layout.dcp <= point.dcp:
             continue
         wider = msgspec.structs.replace(point, dcp=layout.dcp)
         try:
             plan = plan_engine([wider], settings, shape, probe)
-        except NoRoomError:
+        except InsufficientMemoryError:
             continue
         if count_needed_pages(wider) <= plan.pages:
             return f"{advice} With --dcp {layout.dcp} it fits."

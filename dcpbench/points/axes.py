@@ -24,22 +24,15 @@ if TYPE_CHECKING:
 class Role(enum.Flag):
     """Name the part of a run that changes if two points differ in a field."""
 
-    ENGINE = enum.auto()
-    """The engine: its weights, KV pools or process groups."""
-    PATH = enum.auto()
-    """The path through it: its kernels or collectives."""
-    EXCHANGE = enum.auto()
-    """Fields of how partial attention is merged, for points with dcp > 1."""
-    LOAD = enum.auto()
-    """The load that is served or computed."""
-    REPEAT = enum.auto()
-    """The pass over the complete sweep."""
-    SERVER = enum.auto()
-    """An imported server's own options."""
+    ENGINE = enum.auto()  # the engine: its weights, KV pools or process groups
+    PATH = enum.auto()  # the path through it: its kernels or collectives
+    EXCHANGE = enum.auto()  # fields of how partial attention is merged, for points with dcp > 1
+    LOAD = enum.auto()  # the load that is served or computed
+    REPEAT = enum.auto()  # the pass over the complete sweep
+    SERVER = enum.auto()  # an imported server's own options
     DEPLOYED = enum.auto()
     """Fields of the instances of the engine: their number, their roles, and the transfers between them."""
-    ASSUMED = enum.auto()
-    """Assumptions on which the results of a step depend, but not its time."""
+    ASSUMED = enum.auto()  # assumptions on which the results of a step depend, but not its time
 
 
 NOTHING = Role(0)
@@ -54,19 +47,14 @@ class Axis:
     """
 
     role: Role
-    order: int
-    """Place in lists, in which neighbours share parts that are slow to build."""
+    order: int  # place in lists, in which neighbours share parts that are slow to build
     label: str = ""
     """Format of a value that distinguishes two points; empty if other text names it, such as a layout's name."""
     _: dataclasses.KW_ONLY
-    title: str = ""
-    """Name of the field as a filter on a report's page; empty if points cannot be filtered by it."""
-    values: tuple[str, ...] = ()
-    """Names that are allowed, the default first; empty if any value of the type is allowed."""
-    one: bool = False
-    """True if the option takes a single value per run instead of a list."""
-    path: bool = False
-    """True if a value may be the path of a file, which is printed without its folders."""
+    title: str = ""  # name of the field as a filter on a report's page; empty if points cannot be filtered by it
+    values: tuple[str, ...] = ()  # names that are allowed, the default first; empty if any value of the type is allowed
+    one: bool = False  # True if the option takes a single value per run instead of a list
+    path: bool = False  # True if a value may be the path of a file, which is printed without its folders
     name: str = ""
     kind: type = str
     default: Any = msgspec.NODEFAULT

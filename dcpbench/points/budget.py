@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dcpbench.errors import NoRoomError
+from dcpbench.errors import InsufficientMemoryError
 from dcpbench.models import load_shape
 from dcpbench.points import memory
 from dcpbench.points.axes import Role
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
     from dcpbench.points.settings import Settings
 
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1}
-"""Bytes of a number, by precision."""
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1}  # bytes of a number, by precision
 engine_values = operator.attrgetter(*(axis.name for axis in select_point_axes(Role.ENGINE)), *OUTER_DEGREES)
 """Values that points must share to use the same weights, pools and process groups; compared for every two points of a
 sweep.
@@ -42,26 +41,16 @@ laptop.
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Describe what an engine holds on each rank, for all points that share it; sizes are bytes per GPU."""
 
-    point: Point
-    """Example of the points that share the engine."""
-    pages: int
-    """Number of pages of the KV pool, including the padding page."""
-    max_requests: int
-    """Maximum number of requests of one replica in flight."""
-    max_context: int
-    """Maximum number of tokens of a request that can be stored."""
-    chunk: int = 0
-    """Maximum number of prompt tokens that a step prefills, over the whole layout; 0 if no point serves."""
-    bounded_by: str = "sweep"
-    """Limit that determined the size of the KV pool; see record.Kv."""
-    kv_bytes: int
-    """Bytes of the KV pool, for all layers of the model."""
-    weight_bytes: int
-    """Bytes of the weights held in memory."""
-    full_weight_bytes: int
-    """Bytes of the weights if every layer were held."""
-    held: Layers
-    """Number of distinct layers in memory; the other layers reuse their weights in turn."""
+    point: Point  # example of the points that share the engine
+    pages: int  # number of pages of the KV pool, including the padding page
+    max_requests: int  # maximum number of requests of one replica in flight
+    max_context: int  # maximum number of tokens of a request that can be stored
+    chunk: int = 0  # maximum number of prompt tokens that a step prefills, over the whole layout; 0 if no point serves
+    bounded_by: str = "sweep"  # limit that determined the size of the KV pool; see record.Kv
+    kv_bytes: int  # bytes of the KV pool, for all layers of the model
+    weight_bytes: int  # bytes of the weights held in memory
+    full_weight_bytes: int  # bytes of the weights if every layer were held
+    held: Layers  # number of distinct layers in memory; the other layers reuse their weights in turn
     layers: int
     l2_warm: bool = False
     """True if the held weights are so few that some may still be in the L2 cache when they are used again."""
@@ -90,7 +79,7 @@ def find_engine_plan(point: Point, engines: Iterable[EnginePlan]) -> EnginePlan:
 
 
 def plan_engine(points: Sequence[Point], settings: Settings, shape: ModelShape, probe: Probe) -> EnginePlan:
-    """Return the plan of the engine that `points` share; raise NoRoomError if its KV pool and the fewest weights do not
+    """Return the plan of the engine that `points` share; raise InsufficientMemoryError if its KV pool and the fewest weights do not
     fit.
 
     The pool has the size of --kv-memory if that is given; else the memory left next to all weights, if every point can
@@ -173,7 +162,7 @@ def _measure_stage(point: Point, settings: Settings, shape: ModelShape, probe: P
     return WholeModel(
         weight_bytes=rank.compute_weight_bytes(rank.whole),
         kv_bytes=pages * rank.page_bytes,
-        available_bytes=rank.room,
+        available_bytes=rank.free_bytes,
         buffer_bytes=rank.buffers,
     )
 
@@ -238,20 +227,20 @@ class _Rank:
         self.page_bytes = memory.compute_page_bytes(shape, point.page_size, ITEMSIZE[point.kv_precision], point.layout)
         self.l2_bytes = probe.l2_bytes or 0
         self.fewest = self.whole = memory.count_all_layers(shape)
-        self.room, self.buffers = CPU_BYTES // point.world, 0
+        self.free_bytes, self.buffers = CPU_BYTES // point.world, 0
         self.gpu = probe.device == "cuda" and probe.memory_bytes is not None
         if self.gpu:
             self.fewest = memory.compute_min_layers(
                 shape, point.layout.spread, self.itemsize, self.l2_bytes, point.group_wide, self.weights
             )
-            self.room = (probe.memory_bytes or 0) - memory.RESERVE_BYTES
+            self.free_bytes = (probe.memory_bytes or 0) - memory.RESERVE_BYTES
             if chunk:
                 kv_itemsize = ITEMSIZE[point.kv_precision]
                 self.buffers = memory.compute_prefill_bytes(
                     shape, point.layout.spread, chunk, self.itemsize, point.ep, kv_itemsize=kv_itemsize
                 )
-                self.room -= self.buffers
-        self.room -= requests * memory.compute_sliding_bytes(shape, point.layout, ITEMSIZE[point.kv_precision])
+                self.free_bytes -= self.buffers
+        self.free_bytes -= requests * memory.compute_sliding_bytes(shape, point.layout, ITEMSIZE[point.kv_precision])
 
     def compute_weight_bytes(self, layers: Layers) -> int:
         """Return the bytes of this many distinct layers."""
@@ -262,7 +251,7 @@ class _Rank:
 
     def compute_pages_left(self, layers: Layers) -> int:
         """Return the number of pages that fit next to these layers; negative if the layers alone do not fit."""
-        return min((self.room - self.compute_weight_bytes(layers)) // self.page_bytes, self.max_pages)
+        return min((self.free_bytes - self.compute_weight_bytes(layers)) // self.page_bytes, self.max_pages)
 
     @property
     def max_pages(self) -> int:
@@ -270,9 +259,9 @@ class _Rank:
         return memory.LOCATIONS // (self.point.page_size * self.point.dcp)
 
     def fit_layers(self, pages: int) -> Layers:
-        """Return as many layers as fit next to a pool of this many pages; raise NoRoomError if the fewest do not."""
+        """Return as many layers as fit next to a pool of this many pages; raise InsufficientMemoryError if the fewest do not."""
         if self.compute_pages_left(self.fewest) < pages:
-            raise self._make_no_room_error(pages)
+            raise self._make_memory_error(pages)
         dense, moe = self.fewest
         while dense < self.whole.dense and self.compute_pages_left(Layers(dense + 1, moe)) >= pages:
             dense += 1
@@ -296,16 +285,16 @@ class _Rank:
             **limits,
         )
 
-    def _make_no_room_error(self, pages: int) -> NoRoomError:
+    def _make_memory_error(self, pages: int) -> InsufficientMemoryError:
         kv, weights, layout = pages * self.page_bytes, self.compute_weight_bytes(self.fewest), self.point.layout
         name = self.point.instance_name
         if self.gpu:
             problem = (
                 f"the KV cache needs {kv / GIB:.1f} GiB per GPU and the fewest weights {weights / GIB:.1f} "
-                f"GiB ({sum(self.fewest)} of {self.shape.layers} layers), {(kv + weights - self.room) / GIB:.1f} GiB more than the {self.room / GIB:.1f} GiB available"
+                f"GiB ({sum(self.fewest)} of {self.shape.layers} layers), {(kv + weights - self.free_bytes) / GIB:.1f} GiB more than the {self.free_bytes / GIB:.1f} GiB available"
             )
-            return NoRoomError(f"{name}: {problem}", problem)
-        return NoRoomError(
+            return InsufficientMemoryError(f"{name}: {problem}", problem)
+        return InsufficientMemoryError(
             f"{self.shape.name} {name} in {self.point.precision} needs {layout.tp * weights / GIB:,.1f} GiB of weights "
             f"and {layout.tp * kv / GIB:,.1f} GiB of KV cache over its {layout.tp} ranks, and a CPU run may take "
             f"{CPU_BYTES / GIB:.0f} GiB: without GPUs dcpbench only tests that everything works"

@@ -47,8 +47,7 @@ LINKS = (
         "https://wccftech.com/nvidia-connectx-8-supernic-designed-for-blackwell-systems-pcie-g6-800gbe-speed; latency as above",
     ),
 )
-GPUS_PER_HOST = 8
-"""Default number of GPUs: that of HGX and DGX boards."""
+GPUS_PER_HOST = 8  # default number of GPUs: that of HGX and DGX boards
 MEASURED_ON = "H200"
 BORROWED_ERROR = 0.1
 """Relative error of calls taken from another machine: two hosts of the same GPU differed by up to 9 % in NCCL's small
@@ -56,7 +55,7 @@ calls (results/).
 """
 SCALE_ERROR = 0.1
 """Relative error of scaled rates: kernels reach about the same share of a limit on another GPU; see Machine.compute_scale."""
-RATES = {
+RATES = {  # limits by the names of points/roofline.py, each with the field of a GPU
     "read": "memory_bytes_s",
     "copy": "memory_bytes_s",
     "matmul": "bf16_flop_s",
@@ -64,19 +63,15 @@ RATES = {
     "matmul_fp4": "fp4_flop_s",
     "peer": "nvlink_bytes_s",
 }
-"""Limits by the names of points/roofline.py, each with the field of a GPU."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Describe identical hosts and the link between them."""
 
     name: str
-    gpu: str
-    """Name of the GPU, one of GPUS."""
-    gpus_per_host: int = GPUS_PER_HOST
-    """Number of GPUs that can read each other's memory."""
-    link: str | Link | None = None
-    """Link between hosts; None if there is only one host."""
+    gpu: str  # name of the GPU, one of GPUS
+    gpus_per_host: int = GPUS_PER_HOST  # number of GPUs that can read each other's memory
+    link: str | Link | None = None  # link between hosts; None if there is only one host
     measured: str = ""
     """Hardware and software with which the calls were measured; empty for a machine described by data sheets."""
     prompts: list[Prompts] = []
@@ -85,8 +80,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     At the power limit the slowest GPU determines the time. Sorted by tokens; empty if not measured.
     """
     calls: dict[str, list[Sample]] = {}
-    sha256: str = ""
-    """SHA-256 of the file."""
+    sha256: str = ""  # SHA-256 of the file
 
     @property
     def card(self) -> Gpu:

@@ -32,10 +32,8 @@ UNKNOWN_RANKS_ERROR = 0.25
 """Error per doubling of the ranks if only one number of ranks was measured: from 2 to 4 ranks on H200 the error of
 NCCL's smallest rings is 0.22 to 0.48, and 0.11 to 0.22 for its largest calls.
 """
-UNKNOWN_SIZE_ERROR = 0.2
-"""Error if fewer than three sizes were measured, so that none lies between two others."""
-MIN_ERROR = 0.01
-"""Minimum error: two measurements of the same thing on one machine do not agree better."""
+UNKNOWN_SIZE_ERROR = 0.2  # error if fewer than three sizes were measured, so that none lies between two others
+MIN_ERROR = 0.01  # minimum error: two measurements of the same thing on one machine do not agree better
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -43,8 +41,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
     ranks: int
     meetings: int
-    received_bytes: int
-    """Bytes that a rank receives, by the call's own formula (exchange/*.py)."""
+    received_bytes: int  # bytes that a rank receives, by the call's own formula (exchange/*.py)
     us: float
 
 
@@ -71,8 +68,7 @@ class Fit:
     """Hold the parameters of the fit, in microseconds and microseconds per byte."""
 
     launch_us: float
-    meet_us: float
-    """Time for each rank beyond the first, in µs."""
+    meet_us: float  # time for each rank beyond the first, in µs
     us_per_byte: float
 
     def predict_us(self, ranks: int, meetings: int, received_bytes: float) -> float:
@@ -215,8 +211,7 @@ LINK_SHARE = 0.8
 """Share of a link's nominal rate that large messages reach: nccl-tests' usual share over RDMA; its uncertainty is
 LINK_BAND.
 """
-LINK_BAND = 1.0
-"""Relative error of links between hosts, which we never measured: half to twice the time."""
+LINK_BAND = 1.0  # relative error of links between hosts, which we never measured: half to twice the time
 
 
 LATE = 1.1
@@ -243,10 +238,8 @@ PROMPTS_APART = 0.03
 class Prompts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Hold the time of steps with prompts on GPUs that work together, relative to one GPU that represents them."""
 
-    tokens: int
-    """Number of prompt tokens in a step of a replica."""
-    times: float
-    """Factor of the time."""
+    tokens: int  # number of prompt tokens in a step of a replica
+    times: float  # factor of the time
 
 
 def describe_invalid_prompts(prompts: Sequence[Prompts]) -> str:
@@ -264,10 +257,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Describe a link between hosts by its nominal values."""
 
     name: str
-    bytes_s: float
-    """Bandwidth of each GPU in one direction, in bytes/s."""
-    latency_us: float
-    """Latency of a message from GPU to GPU, in µs."""
+    bytes_s: float  # bandwidth of each GPU in one direction, in bytes/s
+    latency_us: float  # latency of a message from GPU to GPU, in µs
     source: str
 
 
@@ -282,8 +273,7 @@ class Wire:
     """Rate of this machine's links over that of the measured machine; it scales the bytes of the model, never the
     launches.
     """
-    borrowed: float = 0.0
-    """Additional relative error if another machine was measured."""
+    borrowed: float = 0.0  # additional relative error if another machine was measured
     late: float = 1.0
     """Factor by which a collective takes longer than alone, because ranks reach it at different times; not applied to
     exchanges.

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from dcpbench.errors import UsageError
 
-OWN = ""
-"""Routing of a point in which the router decides: nearly even with synthetic weights."""
+OWN = ""  # routing of a point in which the router decides: nearly even with synthetic weights
 EVEN, ZIPF = "even", "zipf:"
 MAX_EXPONENT = 4.0
 HASH_MARK, HASH_DIGITS = "#", 8

@@ -17,35 +17,28 @@ MIB = 1 << 20
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Describe a GPU with its limits, in bytes, and in bytes, FLOP or J per second."""
 
-    name: str
-    """Name for --gpu."""
-    device: str
-    """Name that the driver reports."""
+    name: str  # name for --gpu
+    device: str  # name that the driver reports
     capability: str
     memory_bytes: int
     l2_bytes: int
     memory_bytes_s: float
     bf16_flop_s: float
-    fp8_flop_s: float | None
-    """Dense fp8 FLOP/s; None if the GPU has no fp8 products."""
-    nvlink_bytes_s: float
-    """NVLink bandwidth in one direction, in bytes/s."""
+    fp8_flop_s: float | None  # dense fp8 FLOP/s; None if the GPU has no fp8 products
+    nvlink_bytes_s: float  # NVLink bandwidth in one direction, in bytes/s
     watts: int
-    source: str
-    """Source of the rates and the power."""
-    memory_source: str
-    """Source of the memory size."""
+    source: str  # source of the rates and the power
+    memory_source: str  # source of the memory size
     fp4_flop_s: float | None = None
     """Dense fp4 FLOP/s; None if the GPU has no fp4 products, which then widen weights to bf16."""
-    gpus_per_host: int = 8
-    """GPUs that read each other's memory: those of an HGX or DGX board, or of a rack."""
+    gpus_per_host: int = 8  # GPUs that read each other's memory: those of an HGX or DGX board, or of a rack
     on_paper: bool = True
     """True if dcpbench has never run on one, so that every figure comes from a sheet or from others."""
     cuda: bool = True
     """True if the GPU runs CUDA, and so dcpbench's engine; layouts are only planned and estimated for others."""
 
 
-GPUS = (
+GPUS = (  # known GPUs. A capability of an AMD GPU is its gfx number, gfx950, and is only printed.
     Gpu(
         name="A100",
         device="NVIDIA A100-SXM4-80GB",
@@ -197,7 +190,6 @@ GPUS = (
         "https://www.amd.com/content/dam/amd/en/documents/instinct-tech-docs/white-papers/amd-cdna-4-architecture-whitepaper.pdf",
     ),
 )
-"""Known GPUs. A capability of an AMD GPU is its gfx number, gfx950, and is only printed."""
 
 
 def format_machine_label(name: str) -> str:

@@ -7,8 +7,7 @@ import re
 
 from dcpbench.errors import UsageError
 
-MAX_INSTANCES = 256
-"""Maximum number of instances of one point; more only take longer."""
+MAX_INSTANCES = 256  # maximum number of instances of one point; more only take longer
 HOW_TO_WRITE = "write P:D such as 1:2 (or 1P2D), or a number such as 3 for instances that do both"
 _SPLIT = re.compile(r"(\d{1,9})\s*(?::|[pP])\s*(\d{1,9})\s*[dD]?")
 _COUNT = re.compile(r"\d{1,9}")
@@ -18,12 +17,9 @@ _COUNT = re.compile(r"\d{1,9}")
 class Instances:
     """Describe the instances of one layout behind a router, each on GPUs of its own."""
 
-    prefill: int = 0
-    """Number of instances that only prefill."""
-    decode: int = 0
-    """Number of instances that only decode."""
-    both: int = 0
-    """Number of instances that do both; if it is not 0 there are no others."""
+    prefill: int = 0  # number of instances that only prefill
+    decode: int = 0  # number of instances that only decode
+    both: int = 0  # number of instances that do both; if it is not 0 there are no others
 
     @property
     def count(self) -> int:

@@ -35,14 +35,12 @@ class GroupWide:
 
     query: bool = False
     """W_UQ and W_UK (--collectives q-replicate): every rank computes all heads' queries, and none are gathered."""
-    value: bool = False
-    """W_UV (--collectives project-first): partial outputs are projected before they are exchanged."""
+    value: bool = False  # W_UV (--collectives project-first): partial outputs are projected before they are exchanged
 
 
 MAX_RANKS = 1 << 16
 """Maximum number of ranks of a layout: no model is placed on more GPUs, and every divisor of a degree can be listed."""
-OWN_HEADS = GroupWide()
-"""Default of GroupWide: each rank holds projections for its own heads only."""
+OWN_HEADS = GroupWide()  # default of GroupWide: each rank holds projections for its own heads only
 
 Ints = TypeVar("Ints", int, "np.ndarray[Any, np.dtype[np.int32]]")
 
@@ -57,16 +55,14 @@ OUTER_DEGREES = ("pp", "pcp")
 class Layout:
     """Describe one way to place a model on `tp` GPUs; raise LayoutError if the degrees do not divide each other."""
 
-    tp: int
-    """Number of GPUs that share one copy of the model; the world size."""
-    dp: int = 1
-    """Number of attention data parallel replicas inside `tp`."""
+    tp: int  # number of GPUs that share one copy of the model; the world size
+    dp: int = 1  # number of attention data parallel replicas inside `tp`
     dcp: int = 1
-    """Number of ranks that share the KV cache of one request, inside one attention replica."""
-    pp: int = 1
-    """Number of pipeline stages, each on `tp` · `pcp` GPUs of its own."""
+    """Number of ranks that share the KV cache of one request: inside one attention replica or, with PCP, over the PCP ranks."""
+    pp: int = 1  # number of pipeline stages, each on `tp` · `pcp` GPUs of its own
     pcp: int = 1
     """Number of groups of `tp` GPUs among which the tokens of prompts are divided (prefill context parallelism)."""
+    shared_kv: int = 1  # PCP ranks that share a KV cache, in a layout that has them as attention replicas (`spread`)
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, *OUTER_DEGREES):
@@ -81,7 +77,7 @@ class Layout:
             raise LayoutError(
                 f"--dp {self.dp} does not divide --tp {self.tp}; with --tp {self.tp} these do: {_format_divisors(self.tp)}."
             )
-        if self.attn_tp % self.dcp:
+        if self.pcp == 1 and self.attn_tp % self.dcp:
             of = f"--tp {self.tp}" if self.dp == 1 else f"--tp {self.tp} / --dp {self.dp} = {self.attn_tp}"
             raise LayoutError(f"--dcp {self.dcp} does not divide {of}; these do: {_format_divisors(self.attn_tp)}.")
 
@@ -94,9 +90,16 @@ class Layout:
     def spread(self) -> Layout:
         """Return the layout of a stage's weights: experts and dense MLPs are divided over the PCP ranks too, attention is not.
 
-        So are they over replicas of attention DP, as which the PCP ranks appear. Unlike these they have copies of the KV cache.
+        So are they over replicas of attention DP, as which the PCP ranks appear. Unlike these they have copies of the KV cache, or
+        with DCP share one: its degree is then that inside a PCP rank.
         """
-        return Layout(tp=self.tp * self.pcp, dp=self.dp * self.pcp, dcp=self.dcp)
+        inner, shared = (self.dcp // self.pcp, self.pcp) if self.pcp > 1 and self.dcp > 1 else (self.dcp, 1)
+        return Layout(tp=self.tp * self.pcp, dp=self.dp * self.pcp, dcp=inner, shared_kv=shared)
+
+    @property
+    def kv_ranks(self) -> int:
+        """Number of ranks that share the KV cache of one request, those of other PCP ranks included."""
+        return self.dcp * self.shared_kv
 
     @property
     def attn_tp(self) -> int:
@@ -193,11 +196,30 @@ class Layout:
             raise LayoutError(
                 f"{shape.name} has {shape.layers} layers, fewer than --stages pp={self.pp}; use fewer stages."
             )
-        if self.pcp > 1 and (self.dp > 1 or self.dcp > 1):
+        if self.pcp > 1:
+            self._check_pcp(shape)
+
+    def _check_pcp(self, shape: ModelShape) -> None:
+        """Raise LayoutError for degrees that vLLM 0.29 does not combine with PCP, or models with which they are not planned."""
+        if self.dp > 1:
             raise LayoutError(
-                f"--stages pcp={self.pcp} is planned without attention DP, which vLLM does not combine with it, and without DCP; "
-                f"use --dp 1 and --dcp 1, or pcp=1."
+                f"--stages pcp={self.pcp} is planned without attention DP, which vLLM 0.29 does not combine with it; use --dp 1, or pcp=1."
             )
+        if self.dcp not in self._pcp_kv_ranks:
+            raise LayoutError(
+                f"--dcp {self.dcp} with --stages pcp={self.pcp}: DCP spans the PCP ranks, or all ranks of a stage, as in vLLM 0.29; --dcp "
+                f"can be {', '.join(map(str, self._pcp_kv_ranks))}."
+            )
+        if self.dcp > 1 and (shape.gqa or shape.indexer):
+            kind = "grouped-query" if shape.gqa else "sparse"
+            raise LayoutError(
+                f"--dcp {self.dcp} with --stages pcp={self.pcp} is planned for MLA alone, and {shape.name} has {kind} attention; use --dcp 1."
+            )
+
+    @property
+    def _pcp_kv_ranks(self) -> list[int]:
+        """Return the values of dcp that vLLM 0.29 combines with PCP."""
+        return sorted({1, self.pcp, self.tp * self.pcp})
 
     def _check_kv_heads(self, shape: ModelShape) -> None:
         """Raise LayoutError unless the ranks can hold a model's KV heads, and those with copies of a head share its cache.
@@ -256,7 +278,7 @@ def list_valid_layouts(shape: ModelShape, tp: int, ep: str = CUT, pp: int = 1, p
     Layout(tp=tp)
     found = []
     for dp in _list_divisors(tp):
-        for dcp in _list_divisors(tp // dp):
+        for dcp in _list_divisors(tp // dp * pcp):
             layout = Layout(tp=tp, dp=dp, dcp=dcp, pp=pp, pcp=pcp)
             try:
                 layout.check_model(shape, place_experts(ep, tp * pcp))
@@ -298,8 +320,7 @@ class Prefix:
     request in token order.
     """
 
-    lengths: tuple[int, ...]
-    """Number of tokens of each request; 0 for one without a prefix."""
+    lengths: tuple[int, ...]  # number of tokens of each request; 0 for one without a prefix
     dcp: int
     interleave: int = 1
 

@@ -17,23 +17,19 @@ if TYPE_CHECKING:
     from dcpbench.points.layout import GroupWide
 
 GIB = 1 << 30
-RESERVE_BYTES = 8 * GIB
-"""Held back on a GPU for the CUDA context, NCCL, workspaces, graphs and activations."""
-CACHE_FACTOR = 4
-"""Weights must cycle through this many times the L2 cache between two uses (docs/methodology.md)."""
+RESERVE_BYTES = 8 * GIB  # held back on a GPU for the CUDA context, NCCL, workspaces, graphs and activations
+CACHE_FACTOR = 4  # weights must cycle through this many times the L2 cache between two uses (docs/methodology.md)
 LOCATIONS = 1 << 31
 """Number of distinct token locations, which kernels read in 32 bits: virtual pages times their tokens."""
 PREFILL_WINDOW = 16384
 """Maximum number of keys that are decompressed at once, and of stored ones among them; a step with more rows decompresses as
 many keys as rows (engine/prefill.py)."""
-FP32 = 4
-"""Bytes of a number where partial results are added up."""
+FP32 = 4  # bytes of a number where partial results are added up
 BF16_BYTES = 2
 ATTENTION_PARTS = {"qkv": QKV, "qkv_a": QKV, "q_b": Q_B, "o": O}
 """Linear layers of attention, each with its part of weight_formats.PARTS; W_UK and W_UV are in none (engine/weights.py)."""
 PAGES_OF_PADDING = 1
-HEADROOM_TOKENS = 1
-"""A decode step writes one token beyond the context."""
+HEADROOM_TOKENS = 1  # a decode step writes one token beyond the context
 
 
 class Layers(NamedTuple):
@@ -349,7 +345,7 @@ def compute_window_bytes(
     """
     heads = 0 if shape.gqa else shape.heads // layout.attn_tp
     row = shape.compute_kv_width(layout.attn_tp)
-    travels = 2 * row + -(-row // layout.dcp) if layout.dcp > 1 else 0
+    travels = 2 * row + -(-row // layout.kv_ranks) if layout.kv_ranks > 1 else 0
     each = 2 * heads * shape.head_width + row
     return tokens * (each * itemsize + travels * (kv_itemsize or itemsize))
 
@@ -367,6 +363,7 @@ def compute_prefill_bytes(
                   tensor-parallel experts are I / tp wide. Without experts: tokens · 3·dense_inter / tp
         hidden    tokens · 4·D, gathered, from the shared expert, from both, reduced; B · 3·D, residual, normed, output
         attention B · (q_lora + 2·Q + h·(3·(nope + P) + 2·V)), and h·V in fp32 where a prefix has windows
+        drafts    the last three once more for the layer that drafts tokens, which runs outside of the captured pieces, and B · 3·D
     """
     rows, heads = tokens // layout.dp, shape.heads // layout.attn_tp
     window = compute_window_bytes(shape, layout, max(PREFILL_WINDOW, rows), itemsize, kv_itemsize)
@@ -377,7 +374,8 @@ def compute_prefill_bytes(
     hidden = (4 * tokens + 3 * rows) * shape.hidden
     per_head = 3 * shape.head_width + 2 * shape.value
     attention = rows * ((shape.q_lora or 0) + 2 * shape.compute_kv_width(layout.attn_tp) + heads * per_head)
-    return window + (experts + hidden + attention) * itemsize + rows * heads * shape.value * FP32
+    layer = (experts + hidden + attention) * itemsize + rows * heads * shape.value * FP32
+    return window + layer + (layer + 3 * rows * shape.hidden * itemsize if shape.drafts else 0)
 
 
 def compute_min_layers(

@@ -5,44 +5,29 @@ from __future__ import annotations
 from dcpbench.models import weight_formats
 from dcpbench.points.structured_options import KEYS
 
-BACKENDS = ("reference", "triton", "flashinfer", "flashmla")
-"""Values of --backend; kernels/attention implements them."""
-GQA_BACKENDS = BACKENDS[:3]
-"""Values of --backend for grouped-query attention; kernels/gqa implements them."""
-REGISTERED = "ag_rs_registered"
-"""The exchange ag_rs in memory that NCCL has registered."""
-EXCHANGES = ("ag_rs", "a2a", "symm", REGISTERED)
-"""Values of --exchange; exchange/ implements them."""
-AUTO_EXCHANGES = EXCHANGES[:-1]
-"""Candidates of --exchange auto; the last exchange runs only if it is named."""
-OVER_FP8 = ("reference", "triton", "flashmla")
-"""Backends that read KV rows in fp8."""
+BACKENDS = ("reference", "triton", "flashinfer", "flashmla")  # values of --backend; kernels/attention implements them
+GQA_BACKENDS = BACKENDS[:3]  # values of --backend for grouped-query attention; kernels/gqa implements them
+REGISTERED = "ag_rs_registered"  # the exchange ag_rs in memory that NCCL has registered
+EXCHANGES = ("ag_rs", "a2a", "symm", REGISTERED)  # values of --exchange; exchange/ implements them
+PCP_EXCHANGE = EXCHANGES[0]  # of DCP over PCP ranks: sums outputs on all of them, as vLLM's `cp_lse_ag_out_ar`
+AUTO_EXCHANGES = EXCHANGES[:-1]  # candidates of --exchange auto; the last exchange runs only if it is named
+OVER_FP8 = ("reference", "triton", "flashmla")  # backends that read KV rows in fp8
 AS_REQUESTS = "-rows"
 """End of the name of a bench's variant that takes the query rows of a request as separate requests."""
 LIBRARIES = {"flashinfer": "flashinfer", "flashmla": "flash_mla"}
 """Values of options that need a library, which are also the names of our extras, with the module to import."""
-AUTO = "auto"
-"""A backend or an exchange that is measured for and chosen when a point is warmed up."""
-TIMED_BACKENDS = BACKENDS[1:]
-"""Candidates of --backend auto; the reference is not for timing."""
-ALL_REDUCES = ("nccl", "symm")
-"""Values of --collectives all-reduce."""
-DTYPES = weight_formats.COMPUTE_DTYPES
-"""Precisions of the computation."""
+AUTO = "auto"  # a backend or an exchange that is measured for and chosen when a point is warmed up
+TIMED_BACKENDS = BACKENDS[1:]  # candidates of --backend auto; the reference is not for timing
+ALL_REDUCES = ("nccl", "symm")  # values of --collectives all-reduce
+DTYPES = weight_formats.COMPUTE_DTYPES  # precisions of the computation
 FP8 = weight_formats.FP8
 """Name of the fp8 storage of weights (e4m3, a scale for each block of 128 × 128) and KV (e4m3, a scale for a pool)."""
-AS_COMPUTED = ""
-"""Value of a point for weights or KV in the dtype of the computation."""
-PRECISIONS = (*DTYPES, FP8)
-"""Values of --kv-dtype, and of --weights-dtype for points that are measured."""
-WEIGHT_FORMATS = tuple(weight_formats.FORMATS)
-"""Values of --weights-dtype that are no dtype of the computation."""
-COMPUTED = "dtype"
-"""Field of a point for the dtype of the computation, which follows from the options in STORED."""
-STORED = ("weights_dtype", "kv_dtype")
-"""Options, and fields of a point, for the precision of stored weights and KV."""
-AS_PUBLISHED = "published"
-"""Default of --weights-dtype on GPUs: the format in which a model is published."""
+AS_COMPUTED = ""  # value of a point for weights or KV in the dtype of the computation
+PRECISIONS = (*DTYPES, FP8)  # values of --kv-dtype, and of --weights-dtype for points that are measured
+WEIGHT_FORMATS = tuple(weight_formats.FORMATS)  # values of --weights-dtype that are no dtype of the computation
+COMPUTED = "dtype"  # field of a point for the dtype of the computation, which follows from the options in STORED
+STORED = ("weights_dtype", "kv_dtype")  # options, and fields of a point, for the precision of stored weights and KV
+AS_PUBLISHED = "published"  # default of --weights-dtype on GPUs: the format in which a model is published
 CUT, WHOLE = "1", "tp"
 """Values of --ep, the expert parallel degree: 1 for tensor-parallel experts (each expert is split by width over all ranks of a
 layout), tp for expert parallel (EP: each rank holds some of the experts, undivided). The default is 1 in every layout, as in vLLM and
@@ -50,15 +35,11 @@ SGLang, which turn on expert parallel with --enable-expert-parallel and --ep-siz
 SYNTHETIC = "synthetic"
 DUMMY = "dummy"  # weights near zero, with which an engine starts without a checkpoint
 """Value of --weights without a checkpoint."""
-NO_EXCHANGE = "none"
-"""Exchange of a point with dcp 1, where nothing is exchanged."""
+NO_EXCHANGE = "none"  # exchange of a point with dcp 1, where nothing is exchanged
 
-LIVE, REPLAY = MODES = ("live", "replay")
-"""Modes of serving: live, or in virtual time from measured step times."""
-PREFILLS = ("sdpa", "flashinfer")
-"""Values of --prefill; kernels/prefill implements them."""
-OBJECTIVES = ("ttft", "itl", "tpot", "e2el")
-"""Objectives of --slo, in ms; formulas.py defines them."""
+LIVE, REPLAY = MODES = ("live", "replay")  # modes of serving: live, or in virtual time from measured step times
+PREFILLS = ("sdpa", "flashinfer")  # values of --prefill; kernels/prefill implements them
+OBJECTIVES = ("ttft", "itl", "tpot", "e2el")  # objectives of --slo, in ms; formulas.py defines them
 VLLM, SGLANG, INFERENCEX, GUIDELLM, AIPERF, VLLM_FORWARD, SGLANG_ONE_BATCH = ENGINES = (
     "vllm",
     "sglang",
@@ -74,13 +55,11 @@ MIXED, PREFILL_FIRST = OWN_POLICIES = ("mixed", "prefill-first")
 chunks."""
 ENGINE_POLICIES = (VLLM, SGLANG)
 """Scheduling policies of other engines, with their default settings, which only replays follow."""
-POLICIES = (*OWN_POLICIES, *ENGINE_POLICIES)
-"""Values of --prefill policy."""
-OPENAI = "openai"
-"""A real server of unknown kind that speaks OpenAI's API."""
+POLICIES = (*OWN_POLICIES, *ENGINE_POLICIES)  # values of --prefill policy
+OPENAI = "openai"  # a real server of unknown kind that speaks OpenAI's API
 ENGINE_NAMES = {SGLANG: "SGLang", VLLM: "vLLM", OPENAI: "OpenAI API server"}
 """Names of engines as their makers write them."""
-TOOLS = {
+TOOLS = {  # tools that write the results that are imported
     VLLM: "vllm bench serve",
     SGLANG: "SGLang's bench_serving",
     INFERENCEX: "InferenceX",
@@ -89,11 +68,8 @@ TOOLS = {
     VLLM_FORWARD: "vllm bench forward",
     SGLANG_ONE_BATCH: "SGLang's bench_one_batch",
 }
-"""Tools that write the results that are imported."""
-UNKNOWN = "unknown"
-"""Value of a field that an import does not have."""
-ONE_TURN = "1"
-"""Value of --sessions turns for independent requests."""
+UNKNOWN = "unknown"  # value of a field that an import does not have
+ONE_TURN = "1"  # value of --sessions turns for independent requests
 CLOSED, GAMMA, TRACE = ("closed", "gamma", "trace")
 """Arrival of requests: when others are answered, at random with a rate, or at the times of a file."""
 TRACE_TIMES = "trace times"  # when requests of a trace come, as tables name it and as it follows "at"

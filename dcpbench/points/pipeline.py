@@ -14,13 +14,18 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from dcpbench.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dcpbench.models.shapes import ModelShape
+    from dcpbench.points.cluster_specs import Machine
+    from dcpbench.points.comm_model import Wire
+    from dcpbench.points.layout import Layout
+    from dcpbench.points.roofline import Sharding
 
-SENT_TENSORS = 2
-"""Tensors of a row that a stage sends to the next one: hidden state and residual."""
+SENT_TENSORS = 2  # tensors of a row that a stage sends to the next one: hidden state and residual
 
 
 def split_layers(layers: int, stages: int) -> list[int]:
@@ -79,13 +84,48 @@ def compute_hop_bytes(rows: int, hidden: int, itemsize: int, ranks: int) -> tupl
     return whole // ranks, whole - whole // ranks
 
 
+def check_hosts(layout: Layout, machine: Machine) -> None:
+    """Raise UsageError if calls between ranks of different hosts are needed and unknown."""
+    host = machine.gpus_per_host
+    if layout.gpus > host and machine.link is None:
+        raise UsageError(
+            f"{layout.gpus} GPUs are more than the {host} of a host, and no link between hosts is described; name a machine with "
+            f"+LINK, such as {machine.gpu}+rdma-400, or a file with link"
+        )
+    if layout.spread.tp > host and 1 < layout.spread.dp <= host:
+        ranks = "ranks of prefill context parallelism" if layout.pcp > 1 else "attention replicas"
+        raise UsageError(
+            f"its {ranks} lie on several hosts, and what calls between a few ranks of different hosts take is not known"
+        )
+
+
+def predict_hops_us(wire: Wire, sharding: Sharding, rows: int, stages: int) -> list[float]:
+    """Return the time that a micro-batch of `rows` rows takes from each stage to the next, by the model of the machine's links.
+
+    A stage has the ranks of `sharding`, and stages follow each other on the hosts. Raise UsageError if a call is unknown.
+    """
+    layout = sharding.layout
+    sent, gathered = compute_hop_bytes(rows, sharding.shape.hidden, sharding.itemsize, layout.attn_tp)
+    hops = []
+    for stage in range(1, stages):
+        seconds = wire.predict_hop_seconds(sent, across=stage * layout.tp % wire.host == 0).mean
+        if gathered:
+            seconds += wire.predict_seconds("all-gather", layout.attn_tp, gathered).mean
+        hops.append(1e6 * seconds)
+    return hops
+
+
+def count_micro_batches(wanted: int, decodes: int, *, chunks: bool) -> int:
+    """Return the number of micro-batches of a step; no more than decodes, unless chunks fill the others."""
+    return wanted if chunks else max(min(wanted, decodes), 1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
     """Hold the time of a round of micro-batches."""
 
     us: float
-    bubble_share: float
-    """Share of the round in which the mean stage has no work."""
+    bubble_share: float  # share of the round in which the mean stage has no work
 
 
 def compute_round(stages_us: Sequence[float], hops_us: Sequence[float], micro_batches: int) -> Round:

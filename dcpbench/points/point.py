@@ -22,21 +22,17 @@ if TYPE_CHECKING:
 
 ENGINE, PATH, EXCHANGE, LOAD, REPEAT, SERVER, DEPLOYED, ASSUMED = Role
 UNKNOWN_LAYOUT = "layout unknown"
-SETTING = ", "
-"""Separator between the settings of a point."""
+SETTING = ", "  # separator between the settings of a point
 
 
 class TraceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Describe the requests of a file that a load sends."""
 
-    sessions: Count = 0
-    """Sessions that the requests are turns of; 0 if each request is independent."""
-    span_s: Number | None = None
-    """Time from the first to the last arrival in the file, in s; null without times."""
+    sessions: Count = 0  # sessions that the requests are turns of; 0 if each request is independent
+    span_s: Number | None = None  # time from the first to the last arrival in the file, in s; null without times
     prefix_share: Number | None = None
     """Share of prompt tokens that were in earlier prompts, which a prefix cache that forgets nothing has; null if unknown."""
-    failures: Count = 0
-    """Requests of the file without output tokens, which are not sent."""
+    failures: Count = 0  # requests of the file without output tokens, which are not sent
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,12 +40,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     mode: Annotated[str, Axis(LOAD, 60, title="live or replay", values=names.MODES)] = names.LIVE
     """`live`, or `replay`: the same scheduler in virtual time, with previously measured step times."""
-    requests: Annotated[Count, Axis(LOAD, 70, "{:,} requests")]
-    """Number of requests submitted."""
+    requests: Annotated[Count, Axis(LOAD, 70, "{:,} requests")]  # number of requests submitted
     arrival: Annotated[str, Axis(LOAD, 51)] = names.CLOSED
     """`closed` (point.concurrency clients), `gamma` (request_rate and burstiness) or `trace` (the file's times)."""
-    request_rate: Annotated[Number | None, Axis(LOAD, 52)] = None
-    """Requests per second, on average."""
+    request_rate: Annotated[Number | None, Axis(LOAD, 52)] = None  # requests per second, on average
     burstiness: Annotated[Number, Axis(LOAD, 53, one=True)] = 1.0
     """Shape of the gamma distribution of the gaps: 1 is Poisson, less comes in bursts, more is regular."""
     paced: Annotated[bool | None, Axis(LOAD, 59)] = False
@@ -81,13 +75,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Probability with which a turn, from the third on, continues an earlier answer of its session than the last one."""
     subagents: Annotated[Count, Axis(LOAD, 66, "{} sub-agents", one=True)] = 0
     """Number of requests that continue each turn but the last of a session at the same time, before the next turn."""
-    trace: Annotated[str, Axis(LOAD, 58)] = ""
-    """Name of the file of requests, without its folder."""
+    trace: Annotated[str, Axis(LOAD, 58)] = ""  # name of the file of requests, without its folder
     trace_sha256: Annotated[str, Axis(LOAD, 76, "file {:.8}")] = ""
     trace_reading: Annotated[str, Axis(LOAD, 77, "read as {}")] = ""
     """How that file was read, given or found by its columns: `format=mooncake,time-unit=ms,block-size=512`."""
-    trace_facts: TraceFacts | None = None
-    """Facts of the requests in the file; null without a file."""
+    trace_facts: TraceFacts | None = None  # facts of the requests in the file; null without a file
     chunk: Annotated[Count, Axis(LOAD, 71, "chunk {:,}")]
     """Maximum number of prompt tokens that a step prefills, over the whole layout."""
     policy: Annotated[str, Axis(LOAD, 72, "{}", values=names.POLICIES, one=True)] = names.MIXED
@@ -154,10 +146,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     interleave: Annotated[Count, Axis(ENGINE, 23, "interleave {}", one=True)] = 1
     weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = names.SYNTHETIC
     """`synthetic`, or the folder of a checkpoint."""
-    repeat: Annotated[Count, Axis(REPEAT, 0)] = 0
-    """Index of the pass over the complete sweep, from 0."""
-    load: Load | None = None
-    """Null for `decode`."""
+    repeat: Annotated[Count, Axis(REPEAT, 0)] = 0  # index of the pass over the complete sweep, from 0
+    load: Load | None = None  # null for `decode`
     settings: Annotated[str, Axis(SERVER, 30, "{}", title="server settings")] = ""
     """Parameters of an imported server or load that no other field has, such as `max_num_seqs=4`; comma-separated."""
 

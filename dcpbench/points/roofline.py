@@ -38,12 +38,9 @@ if TYPE_CHECKING:
     from dcpbench.points.layout import GroupWide, Layout
     from dcpbench.points.point import Point
 
-LSE_BYTES = 4
-"""Bytes of a log-sum-exp, fp32."""
-SCALE_BYTES = 4
-"""Bytes of a scale of fp8 values, fp32."""
-FP4_MATMUL = "matmul_fp4"
-"""Limit of products of fp4 weights."""
+LSE_BYTES = 4  # bytes of a log-sum-exp, fp32
+SCALE_BYTES = 4  # bytes of a scale of fp8 values, fp32
+FP4_MATMUL = "matmul_fp4"  # limit of products of fp4 weights
 CANDIDATE_BYTES = 8
 """Bytes of a logit of a rank and its token id, or of an indexer's score and its token's number, from which the ranks choose."""
 
@@ -51,21 +48,17 @@ CANDIDATE_BYTES = 8
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Describe the minimum work of one call for any variant: computed sizes, not what a kernel was observed to do."""
 
-    memory_bytes: int = 0
-    """Device memory read and written, in bytes, each byte counted once."""
-    memory_limit: str = "copy"
-    """Limit for these bytes: `read` if hardly anything is written."""
+    memory_bytes: int = 0  # device memory read and written, in bytes, each byte counted once
+    memory_limit: str = "copy"  # limit for these bytes: `read` if hardly anything is written
     flops: int = 0
     flops_limit: str = "matmul"
     """Limit for the operations: `matmul_fp8` if both operands are fp8, `matmul_fp4` for weights in a format of fp4."""
     otherwise: str = ""
     """Limit to use on a GPU without that one, because operands can be widened; empty if there is no other."""
-    received_bytes: int = 0
-    """Bytes that one rank receives from other ranks."""
+    received_bytes: int = 0  # bytes that one rank receives from other ranks
     wire_bytes: int = 0
     """Bytes that the chosen variant receives instead, by its own formula; 0 if there is only one variant."""
-    barriers: int = 0
-    """Number of times that ranks have to wait for each other."""
+    barriers: int = 0  # number of times that ranks have to wait for each other
 
     @property
     def is_empty(self) -> bool:
@@ -258,10 +251,8 @@ def estimate_experts_hit(experts: int, top_k: int, tokens: int) -> float:
 class Routed:
     """Describe which part of a layer's routing reaches one rank."""
 
-    hit: int
-    """Number of the rank's experts that have a row."""
-    rows: int
-    """Number of pairs of a token and one of the rank's experts."""
+    hit: int  # number of the rank's experts that have a row
+    rows: int  # number of pairs of a token and one of the rank's experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,14 +264,11 @@ class Sharding:
     itemsize: int
     interleave: int = 1
     wide: GroupWide = OWN_HEADS
-    weights: WeightFormat = UNQUANTISED
-    """Format of the weights of linear layers and experts."""
-    kv_itemsize: int | None = None
-    """Bytes per number in the KV cache; None if they are those of all other tensors."""
+    weights: WeightFormat = UNQUANTISED  # format of the weights of linear layers and experts
+    kv_itemsize: int | None = None  # bytes per number in the KV cache; None if they are those of all other tensors
     pcp: int = 1
     """Ranks among which the tokens of prompts are divided; `layout` has them as attention replicas (Layout.spread)."""
-    routing: str = OWN
-    """Distribution of the experts that tokens take, as Point.routing."""
+    routing: str = OWN  # distribution of the experts that tokens take, as Point.routing
     ep: int | None = None
     """Expert parallel degree; each expert is split by width over the remaining ranks. None: the degree is the number of
     ranks.
@@ -369,16 +357,12 @@ class StepRows:
 
     decodes: tuple[int, ...] = ()
     """Number of KV rows that each decoding request attends to, over all ranks, its own included."""
-    chunks: tuple[tuple[int, int], ...] = ()
-    """(tokens, stored tokens before them) of each prompt chunk."""
+    chunks: tuple[tuple[int, int], ...] = ()  # (tokens, stored tokens before them) of each prompt chunk
     queries: int = 1
     """Query rows of each decoding request, of which the last attends to all of its KV rows: a known token, and drafts behind it."""
-    sampled: int = 0
-    """Number of rows for which logits are needed."""
-    tokens: int = 0
-    """Number of rows of all replicas together, which share the experts."""
-    idle: int = 0
-    """Number of padding rows among them that go to no expert (engine/serve_engine.py)."""
+    sampled: int = 0  # number of rows for which logits are needed
+    tokens: int = 0  # number of rows of all replicas together, which share the experts
+    idle: int = 0  # number of padding rows among them that go to no expert (engine/serve_engine.py)
     routing: tuple[tuple[Routed, ...], ...] = ()
     """Routing per layer with experts and rank; empty if it is unknown, and `estimate_routed` is used instead."""
 
@@ -430,6 +414,12 @@ def compute_step_floors(sharding: Sharding, step: StepRows, limits: Mapping[str,
         if max(waits) > waits[0]:
             found["mlp_reduce"] = found.get("mlp_reduce", 0.0) + max(waits) - waits[0]
     return found
+
+
+def compute_local_us(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> float:
+    """Return the floor of a step in µs without calls between ranks; work with an unknown limit takes no time."""
+    works = ((times, work) for _, times, work in iter_phase_works(sharding, step) if not work.barriers)
+    return sum(times * (compute_floor_us(work, limits) or 0.0) for times, work in works)
 
 
 def compute_step_matmul_s(sharding: Sharding, step: StepRows, limits: Mapping[str, float]) -> float | None:
@@ -520,7 +510,7 @@ def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None
     most = window or (s.indexer.top_k if s.indexer else None)
     rows = (max(n - back, 1) for n in step.decodes for back in range(step.queries)[::-1])
     seen = [n if most is None else min(n, most) for n in rows]
-    lengths = [compute_local_length(n, 0, layout.dcp, sharding.interleave) for n in seen]
+    lengths = [compute_local_length(n, 0, layout.kv_ranks, sharding.interleave) for n in seen]
     yield (
         "attention",
         compute_attention_work(
@@ -534,7 +524,12 @@ def _iter_attention_works(sharding: Sharding, step: StepRows, window: int | None
             step.queries,
         ),
     )
-    yield "merge", compute_merge_work(decodes, heads, layout.dcp, s.value if wide.value else s.output_width, itemsize)
+    value = s.value if wide.value else s.output_width
+    if layout.shared_kv > 1:
+        yield "merge", compute_all_reduce_work(decodes * heads * value * itemsize, layout.kv_ranks)
+        yield "merge", compute_gather_work(layout.kv_ranks * decodes * heads * LSE_BYTES, layout.kv_ranks)
+    else:
+        yield "merge", compute_merge_work(decodes, heads, layout.dcp, value, itemsize)
 
 
 def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[str, Work]]:
@@ -548,7 +543,7 @@ def _iter_indexer_works(sharding: Sharding, step: StepRows) -> Iterator[tuple[st
         return
     for name, product in memory.make_indexer_products(sharding.shape).items():
         yield "qkv_proj", sharding.get_linear_work(product, step.rows, QKV if name != "weights_proj" else "")
-    ranks = sharding.layout.dcp
+    ranks = sharding.layout.kv_ranks
     local_keys = [compute_local_length(n, 0, ranks, sharding.interleave) for n in step.decodes]
     keys = sum(local_keys)
     received = compute_candidate_bytes(indexer, local_keys * step.queries, ranks)
@@ -591,7 +586,7 @@ def _iter_prefill_works(sharding: Sharding, step: StepRows, window: int | None) 
     weights = s.latent * heads * (s.nope + s.value)
     numbers = tokens * sharding.row_width + weights + tokens * heads * (s.nope + s.rope + s.value)
     decompressed, attended = (tokens + stored) * weights, pairs * heads * (s.nope + s.rope + s.value)
-    yield "prefix_gather", compute_gather_work(stored * sharding.row_bytes, layout.dcp)
+    yield "prefix_gather", compute_gather_work(stored * sharding.row_bytes, layout.kv_ranks)
     yield "prefix_gather", compute_gather_work(sharding.pcp * tokens * sharding.row_width * itemsize, sharding.pcp)
     yield (
         "prefill",

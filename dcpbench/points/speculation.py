@@ -35,8 +35,7 @@ class Speculation(msgspec.Struct, frozen=True):
     """Hold the drafts of a step and the probability that each is accepted if those before it were."""
 
     draft_tokens: int
-    acceptance: tuple[float, ...] = ()
-    """A probability for each draft; empty if none is stated."""
+    acceptance: tuple[float, ...] = ()  # a probability for each draft; empty if none is stated
 
     @property
     def query_length(self) -> int:

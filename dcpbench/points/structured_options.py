@@ -79,7 +79,7 @@ class Sessions(StructuredOption, frozen=True, kw_only=True):
 
 
 class RequestFile(StructuredOption, frozen=True, kw_only=True):
-    """Describe a file of requests, and how it is read if its columns do not tell."""
+    """Describe a file of requests, how it is read if its columns do not tell, and the seed of what is generated."""
 
     option = "--requests"
     text = "Requests of a file: Mooncake, Qwen, AIPerf, BurstGPT, Azure or dcpbench's own JSONL or CSV. They arrive at the times of the file, with --request-rate at that rate, or with --concurrency in a closed loop. For example: --requests trace.jsonl."
@@ -108,6 +108,15 @@ class RequestFile(StructuredOption, frozen=True, kw_only=True):
         str | None, Key("UNIT", "unit of times: s, ms, us, ns or date.", "that of the format", "trace_time_unit")
     ] = None
     block_size: Annotated[int | None, Key("N", "tokens of a hash id.", "that of the format", "trace_block_size")] = None
+    seed: Annotated[
+        int | None,
+        Key(
+            "N",
+            "seed of lengths, gaps and tokens that are generated: the same for every layout and machine.",
+            "0",
+            "seed",
+        ),
+    ] = None
 
 
 class PrefixShare(StructuredOption, frozen=True, kw_only=True):
@@ -312,9 +321,9 @@ class Stages(StructuredOption, frozen=True, kw_only=True):
             "pcp",
         ),
     ] = None
-    micro_batches: Annotated[int | None, Key("N", "micro-batches in flight over the stages.", "as many as stages")] = (
-        None
-    )
+    micro_batches: Annotated[
+        int | None, Key("N", "micro-batches in flight over the stages.", "as many as stages", "micro_batches")
+    ] = None
 
 
 class Timeout(StructuredOption, frozen=True, kw_only=True):
@@ -459,7 +468,7 @@ class Find(StructuredOption, frozen=True, kw_only=True):
     ] = None
 
 
-STRUCTURED = (
+STRUCTURED = (  # all structured options
     RequestFile,
     Sessions,
     PrefixShare,
@@ -475,12 +484,10 @@ STRUCTURED = (
     Client,
     Find,
 )
-"""All structured options."""
 BY_NAME = {declared.option: declared for declared in STRUCTURED}
-KEYS = {
+KEYS = {  # option and key of each field of a spec that a structured option sets
     key.field: (declared, name) for declared in STRUCTURED for name, key in declared.list_keys().items() if key.field
 }
-"""Option and key of each field of a spec that a structured option sets."""
 
 
 def expand_structured(given: Mapping[str, object]) -> dict[str, object]:

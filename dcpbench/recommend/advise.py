@@ -24,7 +24,7 @@ from dcpbench.points.expert_distribution import EVEN, OWN
 from dcpbench.points.key_values import LIST
 from dcpbench.points.layout import DEGREES, OUTER_DEGREES, Layout, list_valid_layouts, place_experts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, REPLAY, UNKNOWN, WHOLE, format_setting
+from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, PCP_EXCHANGE, REPLAY, UNKNOWN, WHOLE, format_setting
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.structured_options import KEYS
@@ -32,7 +32,7 @@ from dcpbench.recommend import forecast, suggestions
 from dcpbench.recommend.capacity import Capacity, measure_capacity
 from dcpbench.recommend.forecast import ESTIMATED, SOURCES, Forecast
 from dcpbench.recommend.layout_choice import (
-    NO_ROOM,
+    LACKS_MEMORY,
     NO_WHOLE_MODEL,
     OTHER,
     TOO_MANY,
@@ -382,6 +382,8 @@ def _list_placements(ask: Query, layout: Layout) -> list[str]:
 def _make_points(ask: Query, layout: Layout, concurrency: int, context: int, load: Load | None) -> list[Point]:
     """Return the points of a layout under a load, one for each exchange and expert placement to compare."""
     exchanges = ask.exchanges if layout.dcp > 1 else (NO_EXCHANGE,)
+    if layout.spread.shared_kv > 1:
+        exchanges = (PCP_EXCHANGE,)
     return [
         _make_point(ask, layout, exchange, ep, concurrency, context, load)
         for exchange in exchanges
@@ -434,7 +436,7 @@ def find_refusal(ask: Query, point: Point) -> Refusal | None:
             one_request = point.load is not None and ask.kv_memory is None
             return Refusal(NO_WHOLE_MODEL, _format_missing(whole, one_request=one_request))
     shortage = find_shortage(point, ask.settings, shape, probe)
-    return Refusal(NO_ROOM, shortage.problem) if shortage else None
+    return Refusal(LACKS_MEMORY, shortage.problem) if shortage else None
 
 
 def _drop_layers_held(ask: Query, found: Forecast) -> Forecast:
@@ -484,7 +486,7 @@ def _select_records(ask: Query, known: Evidence) -> tuple[list[tuple[Record, str
                 left[why] = left.get(why, 0) + 1
                 continue
             found.append((record, run.name))
-            if record.honesty and record.honesty.layers_held < record.honesty.layers:
+            if record.conditions and record.conditions.layers_held < record.conditions.layers:
                 held.add(run.name)
     notes = [
         f"{run.name}: no point of it ran to its end."
@@ -711,7 +713,7 @@ def _explain_unused_times(ask: Query, times: StepTimes, of: Point) -> str:
     device, server = times.environment.device, times.engine is not None
     if device == CPU:
         return f"step times {_explain_cpu(ask)}"
-    if wrong := _describe_other_model(str(times.path["model"]), times.honesty.layers if server else 0, ask):
+    if wrong := _describe_other_model(str(times.path["model"]), times.conditions.layers if server else 0, ask):
         return f"step times of {wrong}"
     if of.emulate and not _is_emulated_for(of, ask):
         return f"step times emulated for {of.emulate}, not for {ask.named}"

@@ -336,8 +336,8 @@ def _iter_stage_notes(ask: Query, choices: Sequence[Choice]) -> Iterator[str]:
         )
     if any(f.point.pcp > 1 for choice in choices for f in choice.forecasts):
         yield (
-            "Prefill context parallelism (pcp): prompts are divided, decodes and the KV cache are copies on each of the pcp groups of "
-            "GPUs, experts are divided over all GPUs of a stage. No such step was measured."
+            "Prefill context parallelism (pcp): prompts are divided, decodes are copies on each of the pcp groups of GPUs, and so is the "
+            "KV cache without DCP; experts are divided over all GPUs of a stage. No such step was measured."
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcpbench.errors import NoRoomError
+from dcpbench.errors import InsufficientMemoryError
 from dcpbench.points.budget import measure_whole_model, plan_engine
 from dcpbench.records.record import Kv
 
@@ -34,7 +34,7 @@ def measure_capacity(point: Point, settings: Settings, shape: ModelShape, probe:
         return only
     try:
         plan = plan_engine([point], settings, shape, probe)
-    except NoRoomError:
+    except InsufficientMemoryError:
         return only
     kv = Kv.from_plan(plan, point.context)
     return dataclasses.replace(only, kv_tokens=kv.capacity_tokens, requests=kv.capacity_requests)

@@ -27,15 +27,8 @@ from dcpbench.models.weight_formats import EXPERTS
 from dcpbench.points import memory, names
 from dcpbench.points.batches import compute_batch_rows
 from dcpbench.points.cluster_specs import MEASURED_ON
-from dcpbench.points.comm_model import Seconds
-from dcpbench.points.layout import compute_local_length
-from dcpbench.points.roofline import (
-    compute_candidate_bytes,
-    compute_exchanged_bytes,
-    compute_floor_us,
-    get_flops_limit,
-    iter_phase_works,
-)
+from dcpbench.points.roofline import compute_floor_us, get_flops_limit, iter_phase_works
+from dcpbench.points.step_calls import predict_calls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -156,51 +149,6 @@ def _estimate_excess(sharding: Sharding, tokens: int) -> float:
 def get_call_term(what: str) -> str:
     """Return the term of a kind of calls."""
     return EXCHANGES if what in names.EXCHANGES else COLLECTIVES
-
-
-def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dict[str, Seconds]:
-    """Return the calls between ranks of a step as the engine makes them, by kind; calls of one kind have the same relative error.
-
-    Raise UsageError if a call is unknown for the machine.
-    """
-    s, layout, itemsize = sharding.shape, sharding.layout, sharding.itemsize
-    known = known.in_step
-    hidden = s.hidden * itemsize
-    decodes = rows.decode_rows
-    n, dp = layout.attn_tp, layout.dp
-    reduced = ("all-reduce", n, 2 * (n - 1) / n * rows.rows * hidden, 1)
-    made = [
-        reduced,
-        reduced,
-        ("all-gather", dp, (dp - 1) / dp * rows.tokens * hidden, 1),
-        ("reduce-scatter", dp, (dp - 1) / dp * rows.tokens * hidden, 1),
-    ]
-    if layout.dcp > 1:
-        ranks, heads = layout.dcp, s.heads // layout.attn_tp * layout.dcp
-        both = compute_exchanged_bytes(exchange, decodes, heads, ranks, s.query_width, s.output_width, itemsize)
-        made.append((exchange, ranks, sum(both), 2))
-        stored = sum(prefix for _, prefix in rows.chunks)
-        made.append(("all-gather", ranks, (ranks - 1) / ranks * stored * sharding.row_bytes, 1))
-    layers = [s.layers] * len(made)
-    if s.indexer and layout.dcp > 1:
-        keys = [compute_local_length(length, 0, layout.dcp, sharding.interleave) for length in rows.decodes]
-        made.append(("all-gather", layout.dcp, compute_candidate_bytes(s.indexer, keys * rows.queries, layout.dcp), 1))
-        made.append(("all-gather", layout.dcp, (layout.dcp - 1) / layout.dcp * stored * s.indexer.key_bytes, 1))
-        layers += [s.indexer.layers] * 2
-    new = sum(tokens for tokens, _ in rows.chunks)
-    made.append(("all-gather", sharding.pcp, (sharding.pcp - 1) * new * sharding.row_width * itemsize, 1))
-    layers.append(s.layers)
-    found: dict[str, Seconds] = {}
-    for times, (what, over, received, meetings) in zip(layers, made, strict=True):
-        if over > 1 and received:
-            each = known.predict_seconds(what, over, math.ceil(received), meetings)
-            before = found.get(what, Seconds(mean=0.0, low=0.0, high=0.0))
-            found[what] = Seconds(
-                mean=before.mean + times * each.mean,
-                low=before.low + times * each.low,
-                high=before.high + times * each.high,
-            )
-    return found
 
 
 def compute_us(terms_us: Mapping[str, float], fitted: Mapping[str, float]) -> float:

@@ -14,8 +14,17 @@ from dcpbench.points import latency_bands
 from dcpbench.points.cluster_specs import get_limits
 from dcpbench.points.gpus import GPUS
 from dcpbench.points.names import OBJECTIVES
-from dcpbench.points.pipeline import Round, compute_hop_bytes, compute_round, make_stages, split_chunks
+from dcpbench.points.pipeline import (
+    Round,
+    check_hosts,
+    compute_round,
+    count_micro_batches,
+    make_stages,
+    predict_hops_us,
+    split_chunks,
+)
 from dcpbench.points.roofline import Sharding, StepRows
+from dcpbench.points.step_calls import predict_calls
 from dcpbench.recommend import estimate
 from dcpbench.records.metrics import METRIC
 from dcpbench.records.objectives import JudgedObjective, judge_latencies
@@ -137,7 +146,7 @@ def from_record(
         "engine": _find_engine(record),
         "launch_band": launch_band,
         "joules_per_token": METRIC["joules_per_token"].get_value(record),
-        "layers_held": _find_layers_held(record.honesty),
+        "layers_held": _find_layers_held(record.conditions),
     }
     if record.metrics is not None:
         rate = record.metrics.output_tok_s
@@ -358,7 +367,7 @@ def replay_point(
         source=REPLAYED,
         whence=whence,
         engine=parse_origin(times.engine.origin).label if times.engine is not None else "",
-        layers_held=_find_layers_held(times.honesty),
+        layers_held=_find_layers_held(times.conditions),
     )
 
 
@@ -413,17 +422,7 @@ class Estimator:
         """Create the estimator; `micro_batches` are in flight over pipeline stages, 0: as many as there are stages."""
         self.point, self.machine, self.fitted = point, machine, fitted
         self.rates, self.wire = get_limits(machine), machine.wire
-        layout, host = point.layout, machine.gpus_per_host
-        if layout.gpus > host and machine.link is None:
-            raise UsageError(
-                f"{layout.gpus} GPUs are more than the {host} of a host, and no link between hosts is described; name a machine with "
-                f"+LINK, such as {machine.gpu}+rdma-400, or a file with link"
-            )
-        if layout.spread.tp > host and 1 < layout.spread.dp <= host:
-            ranks = "ranks of prefill context parallelism" if layout.pcp > 1 else "attention replicas"
-            raise UsageError(
-                f"its {ranks} lie on several hosts, and what calls between a few ranks of different hosts take is not known"
-            )
+        check_hosts(point.layout, machine)
         shape = load_shape(point.model)
         self.sharding = Sharding.from_point(point, shape)
         self.stages = [dataclasses.replace(self.sharding, shape=stage) for stage in make_stages(shape, point.pp)]
@@ -484,8 +483,8 @@ class Estimator:
         )
 
     def count_micro_batches(self, rows: StepRows) -> int:
-        """Return the number of micro-batches of a step; no more than decodes, unless chunks fill the others."""
-        return self.micro_batches if rows.chunks else max(min(self.micro_batches, len(rows.decodes)), 1)
+        """Return the number of micro-batches of a step."""
+        return count_micro_batches(self.micro_batches, len(rows.decodes), chunks=bool(rows.chunks))
 
     def _list_draft_passes(self, rows: StepRows) -> list[tuple[Sharding, StepRows]]:
         """Return the passes that draft the tokens of the next step, in the last stage."""
@@ -508,24 +507,15 @@ class Estimator:
 
     def estimate_hops_us(self, padded: StepRows) -> list[float]:
         """Return the time that a micro-batch takes from each stage to the next."""
-        layout, host = self.sharding.layout, self.machine.gpus_per_host
-        sent, gathered = compute_hop_bytes(
-            padded.rows, self.sharding.shape.hidden, self.sharding.itemsize, layout.attn_tp
-        )
-        hops = []
-        for stage in range(1, self.point.pp):
-            seconds = self.wire.predict_hop_seconds(sent, across=stage * layout.tp % host == 0).mean
-            if gathered:
-                seconds += self.wire.predict_seconds("all-gather", layout.attn_tp, gathered).mean
-            hops.append(1e6 * seconds * self.fitted[estimate.COLLECTIVES])
-        return hops
+        hops = predict_hops_us(self.wire, self.sharding, padded.rows, self.point.pp)
+        return [us * self.fitted[estimate.COLLECTIVES] for us in hops]
 
     def compute_wire_errors(self, rows: StepRows) -> dict[str, float]:
         """Return the error of the step for each kind of call between ranks, as a share of the step."""
         part, found = self._make_micro_batch(rows), dict[str, float]()
         step_us = sum(self._estimate_stages_us(part))
         for sharding, of in [(self.sharding, part), *self._list_draft_passes(part)]:
-            calls = estimate.predict_calls(sharding, self._pad_rows(of), self.wire, self.point.exchange)
+            calls = predict_calls(sharding, self._pad_rows(of), self.wire, self.point.exchange)
             for what, each in calls.items():
                 error = (each.high - each.mean) * 1e6 * self.fitted[estimate.get_call_term(what)] / step_us
                 found[what] = found.get(what, 0.0) + error

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.gain_split import GainSplit
 
 NO_WHOLE_MODEL = "no whole model"  # all layers and the KV cache do not fit
-NO_ROOM = "no room"  # the KV pool is too small for the load
+LACKS_MEMORY = "too little memory"  # the KV pool is too small for the load
 TOO_MANY = "too many"  # more requests than a step takes
 OTHER = "other"  # the planner of `sweep` refuses the layout, or nothing is known about its steps
 AMPLE_HEADROOM = 2.0  # requests that fit over those in flight: more than that breaks no tie
@@ -32,13 +32,13 @@ MIN_MORE_HEADROOM = 1.05  # ratio of the headrooms of two layouts below which th
 class Refusal:
     """Hold the reason why a layout has no forecast under a load."""
 
-    kind: str  # NO_WHOLE_MODEL, NO_ROOM, TOO_MANY or OTHER
+    kind: str  # NO_WHOLE_MODEL, LACKS_MEMORY, TOO_MANY or OTHER
     reason: str
 
     @property
     def for_memory(self) -> bool:
         """Return True if the layout does not fit."""
-        return self.kind in (NO_WHOLE_MODEL, NO_ROOM)
+        return self.kind in (NO_WHOLE_MODEL, LACKS_MEMORY)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

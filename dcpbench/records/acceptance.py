@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MEASURED = ("metrics", "serve")  # parts without which a point has no result
 SEAL = ("checked", "crc32")  # fields that a checksum adds to a line
-OMITTED_MARK = "values_omitted"
+OMITTED_WARNING = "values_omitted"
 NOT_WRITABLE = (OverflowError, UnicodeEncodeError)  # raised for integers beyond 64 bits and for lone surrogates
 
 
@@ -45,9 +45,7 @@ def prepare_record(record: Record, decode: Decode) -> tuple[Record, bytes]:
 
 
 def drop_invalid_values(line: bytes, decode: Decode) -> tuple[Record, bytes] | None:
-    """Return the record that `prepare_record` makes of a line that its reader refuses, and its line; None if its point is
-    invalid.
-    """
+    """Return the record that `prepare_record` makes of a refused line, and its line; None if its point is invalid."""
     data = msgspec.json.decode(line)
     omitted: list[OmittedValue] = []
     fields = drop_refused_parts(
@@ -87,7 +85,7 @@ def _remove_bad_numbers(record: Record) -> Record:
         found = msgspec.convert(data, Record)
     except msgspec.ValidationError as e:  # a value of another type, wherever it came from
         omitted.append(OmittedValue(field="record", what=f"cannot be read back: {e}"))
-        found = _make_bare_record(record)
+        found = Record(point=record.point, outcome="failed", reason=record.reason, advice=record.advice)
     return _add_omitted(found, _list_lost_parts(record, found), omitted) if omitted else found
 
 
@@ -104,7 +102,6 @@ def _remove_problems(record: Record, decode: Decode) -> Record:
         part, _, name = problem.field.partition(".")
         if part == "point":
             raise UsageError(f"{problem}; give another value.")
-        what = OmittedValue(field=problem.field, what=problem.what.removeprefix(" ").removeprefix(": "))
         value = getattr(found, part)
         if name or part in MEASURED:
             changes: dict[str, Any] = {part: None}
@@ -113,7 +110,7 @@ def _remove_problems(record: Record, decode: Decode) -> Record:
                 part: dict(list(value.items())[:MAX_ENTRIES]) if isinstance(value, dict) else value[:MAX_ENTRIES]
             }
         now = msgspec.structs.replace(found, **changes)
-        found = _add_omitted(now, _list_lost_parts(found, now), [what])
+        found = _add_omitted(now, _list_lost_parts(found, now), [problem])
 
 
 def _list_lost_parts(before: Record, now: Record) -> list[str]:
@@ -123,15 +120,10 @@ def _list_lost_parts(before: Record, now: Record) -> list[str]:
 
 def _add_omitted(now: Record, lost: list[str], omitted: list[OmittedValue]) -> Record:
     """Return the record with `omitted` added; mark it as failed if it has lost a measured part."""
-    marks = now.marks[: MAX_ENTRIES - 1]
+    warnings = now.warnings[: MAX_ENTRIES - 1]
     changes: dict[str, Any] = {"omitted": [*(now.omitted or []), *omitted][:MAX_ENTRIES]}
-    changes["marks"] = marks if OMITTED_MARK in marks else [*marks, OMITTED_MARK]
+    changes["warnings"] = warnings if OMITTED_WARNING in warnings else [*warnings, OMITTED_WARNING]
     if lost:
         why = f"its result cannot be recorded: {'; '.join(map(str, omitted[:3]))}."
         changes |= {"outcome": "failed", "reason": f"{now.reason} {why}" if now.reason else why}
     return msgspec.structs.replace(now, **changes)
-
-
-def _make_bare_record(record: Record) -> Record:
-    """Return a record of the same point without anything that was measured or noted."""
-    return Record(point=record.point, outcome="failed", reason=record.reason)

@@ -51,9 +51,7 @@ def measure_correlation(samples: Sequence[float], median: float) -> Correlation:
 
 
 def _limit_outliers(deviations: Sequence[float]) -> list[float]:
-    """Return deviations in units of OUTLIER standard deviations, cut at 1; empty if half of them are 0, so that there
-    is no unit.
-    """
+    """Return deviations in units of OUTLIER standard deviations, cut at 1; empty if half of them are 0."""
     limit = OUTLIER * TO_SIGMA * statistics.median(map(abs, deviations))
     return [min(max(d / limit, -1.0), 1.0) for d in deviations] if limit > 0 else []
 

@@ -8,33 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec import inspect
 
 from dcpbench.records.record import OmittedValue, Record
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 MAX_SHOWN = 40  # characters of a value in a message
 REFUSED: Any = object()  # marks a value that has no acceptable form
 Path = tuple[str | int, ...]
-
-
-class BadValue(msgspec.Struct, frozen=True, kw_only=True):
-    """Describe a number outside of the bounds of its field."""
-
-    path: Path
-    value: float
-    what: str
-    """Problem with the value, worded to follow the name of the field: `is -99, below 0`."""
-
-    @property
-    def field(self) -> str:
-        """Return the dotted name of the field, without places in lists: `serve.turns.cached_tokens`."""
-        return format_field_name(self.path)
 
 
 def format_field_name(path: Path) -> str:
@@ -46,22 +29,6 @@ def format_field_name(path: Path) -> str:
 def get_record_type() -> inspect.Type:
     """Return the declared type of a record."""
     return inspect.type_info(Record)
-
-
-def find_bad_values(value: object, kind: inspect.Type, path: Path = ()) -> Iterator[BadValue]:
-    """Yield the numbers in plain dicts and lists that are outside of the bounds of their declared type."""
-    if isinstance(value, dict) and (struct := _find_variant(kind, inspect.StructType)):
-        for field in struct.fields:
-            if field.encode_name in value:
-                yield from find_bad_values(value[field.encode_name], field.type, (*path, field.encode_name))
-    elif isinstance(value, dict) and (mapping := _find_variant(kind, inspect.DictType)):
-        for name, item in value.items():
-            yield from find_bad_values(item, mapping.value_type, (*path, name))
-    elif isinstance(value, list) and (items := _find_variant(kind, inspect.ListType, inspect.VarTupleType)):
-        for place, item in enumerate(value):
-            yield from find_bad_values(item, items.item_type, (*path, place))
-    elif isinstance(value, int | float) and (what := _describe_violation(value, kind)):
-        yield BadValue(path=path, value=value, what=what)
 
 
 def drop_refused_parts(value: Any, kind: inspect.Type, path: Path, omitted: list[OmittedValue]) -> Any:  # noqa: ANN401 - any field

@@ -15,9 +15,9 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.points.layout import DEGREES, MAX_RANKS, OUTER_DEGREES
 from dcpbench.records import checksums
-from dcpbench.records.bounds_check import find_bad_values, get_record_type
+from dcpbench.records.bounds_check import drop_refused_parts, get_record_type
 from dcpbench.records.metrics import METRICS
-from dcpbench.records.record import Interval, get_origin, is_imported_origin
+from dcpbench.records.record import Interval, OmittedValue, get_origin, is_imported_origin
 
 if TYPE_CHECKING:
     from collections.abc import Sized
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
 
-MAX_ENTRIES = 4096  # phases, marks, sites, candidates and settings of one record
+MAX_ENTRIES = 4096  # phases, warnings, sites, candidates and settings of one record
 WITHOUT_SUM = (
     "take the checksums out, in its folder: "
     "jq -c 'del(.checked, .crc32)' records.jsonl > new.jsonl && mv new.jsonl records.jsonl"
@@ -38,23 +38,10 @@ OUTCOMES = ("ok", "failed", "hung", "rejected")
 NOT_RUN = "rejected"
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Describe a field of a record that holds an impossible value."""
-
-    field: str
-    """Dotted name, such as `serve.cached_tokens`."""
-    what: str
-    """Problem with the value, worded to follow the name: ` is -99, below 0`."""
-
-    def __str__(self) -> str:
-        """Return the name of the field and the problem with its value."""
-        return f"{self.field}{self.what}"
-
-
 class ImpossibleValueError(msgspec.ValidationError):
     """Report a value that cannot have been measured."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: OmittedValue) -> None:
         super().__init__(str(problem))
         self.problem = problem
 
@@ -63,16 +50,17 @@ class OtherVersionError(msgspec.ValidationError):
     """Report a record of another version."""
 
 
-def find_problem(record: Record) -> Problem | None:
+def find_problem(record: Record) -> OmittedValue | None:
     """Return the first thing in a decoded record that cannot be, beyond the bounds of single numbers."""
     found = (check(record) for check in (_check_outcome, _check_layout, _check_metrics, _check_entry_counts))
     return next((problem for problem in found if problem is not None), None)
 
 
-def find_bad_number(line: bytes) -> Problem | None:
+def find_bad_number(line: bytes) -> OmittedValue | None:
     """Return the first number of a line that is outside of the bounds of its field."""
-    bad = next(find_bad_values(msgspec.json.decode(line), get_record_type()), None)
-    return Problem(field=bad.field, what=f" {bad.what}") if bad else None
+    found: list[OmittedValue] = []
+    drop_refused_parts(msgspec.json.decode(line), get_record_type(), (), found)
+    return found[0] if found else None
 
 
 def explain_bad_line(line: bytes, error: Exception) -> str:
@@ -138,54 +126,56 @@ def suggest_repair_command(path: Path, error: Exception) -> str:
     return format_repair_command(path, strange=is_strange(error))
 
 
-def _check_outcome(record: Record) -> Problem | None:
+def _check_outcome(record: Record) -> OmittedValue | None:
     if record.outcome in OUTCOMES:
         return None
-    return Problem(field="outcome", what=f" is {record.outcome[:40]!r}, none of {', '.join(OUTCOMES)}")
+    return OmittedValue(field="outcome", what=f"is {record.outcome[:40]!r}, none of {', '.join(OUTCOMES)}")
 
 
-def _check_layout(record: Record) -> Problem | None:
+def _check_layout(record: Record) -> OmittedValue | None:
     """Check that the parallel degrees nest. An import may have none, and a rejected point has the requested ones."""
     tp, dp, dcp = degrees = record.point.tp, record.point.dp, record.point.dcp
     if record.outcome == NOT_RUN or not any(degrees):
         return None
     for name, degree in zip(DEGREES, degrees, strict=True):
         if not 1 <= degree <= MAX_RANKS:
-            return Problem(field=f"point.{name}", what=f" is {degree}, which no layout that ran has")
+            return OmittedValue(field=f"point.{name}", what=f"is {degree}, which no layout that ran has")
     if tp % dp:
-        return Problem(field="point.dp", what=f" {dp} does not divide tp {tp}, so that it cannot have run")
-    if tp // dp % dcp:
-        return Problem(
-            field="point.dcp", what=f" {dcp} does not divide tp / dp = {tp // dp}, so that it cannot have run"
-        )
-    return _check_outer_degrees(record.point) or _check_instances(record)
+        return OmittedValue(field="point.dp", what=f"{dp} does not divide tp {tp}, so that it cannot have run")
+    if outer := _check_outer_degrees(record.point):
+        return outer
+    ranks = tp // dp * record.point.pcp  # DCP can span PCP ranks
+    if ranks % dcp:
+        of = "tp / dp" if record.point.pcp == 1 else "tp · pcp / dp"
+        return OmittedValue(field="point.dcp", what=f"{dcp} does not divide {of} = {ranks}, so that it cannot have run")
+    return _check_instances(record)
 
 
-def _check_outer_degrees(point: Point) -> Problem | None:
+def _check_outer_degrees(point: Point) -> OmittedValue | None:
     """Check the degrees that multiply the GPUs of an imported server."""
     for name in OUTER_DEGREES:
         if not 1 <= getattr(point, name) <= MAX_RANKS:
-            return Problem(field=f"point.{name}", what=f" is {getattr(point, name)}, which no layout that ran has")
+            return OmittedValue(field=f"point.{name}", what=f"is {getattr(point, name)}, which no layout that ran has")
     return None
 
 
-def _check_instances(record: Record) -> Problem | None:
+def _check_instances(record: Record) -> OmittedValue | None:
     """Check the number of instances and the speed of their links, which is unknown for an imported result."""
     point = record.point
     try:
         split = point.instances.disaggregated
     except UsageError:
-        return Problem(
-            field="point.disaggregate", what=f" is {point.disaggregate[:40]!r}, which no instances that ran are"
+        return OmittedValue(
+            field="point.disaggregate", what=f"is {point.disaggregate[:40]!r}, which no instances that ran are"
         )
     if split and not point.transfer_gb_s > 0 and not is_imported_origin(get_origin(record)):
-        return Problem(
-            field="point.transfer_gb_s", what=f" is {point.transfer_gb_s:g}, at which no KV can have crossed"
+        return OmittedValue(
+            field="point.transfer_gb_s", what=f"is {point.transfer_gb_s:g}, at which no KV can have crossed"
         )
     return None
 
 
-def _check_metrics(record: Record) -> Problem | None:
+def _check_metrics(record: Record) -> OmittedValue | None:
     """Check that metrics are above 0 and that intervals hold their medians."""
     for metric in POSITIVE:
         found = metric.get_recorded(record)
@@ -194,16 +184,16 @@ def _check_metrics(record: Record) -> Problem | None:
         name = f"{'serve' if record.serve else 'metrics'}.{metric.name}"
         if not isinstance(found, Interval):
             if not found > 0:
-                return Problem(field=name, what=f" is {found:g}, not above 0")
+                return OmittedValue(field=name, what=f"is {found:g}, not above 0")
         elif not 0 < found.low <= found.median <= found.high:
             order = f"0 < low {found.low:g} ≤ median {found.median:g} ≤ high {found.high:g}"
-            return Problem(field=name, what=f": {order} does not hold")
+            return OmittedValue(field=name, what=f"is not in order: {order} does not hold")
     return None
 
 
-def _check_entry_counts(record: Record) -> Problem | None:
+def _check_entry_counts(record: Record) -> OmittedValue | None:
     many: dict[str, Sized] = {
-        "marks": record.marks,
+        "warnings": record.warnings,
         "sync_sites": record.sync_sites,
         "detail": record.detail,
         "phases.phase_us": record.phases.phase_us if record.phases else (),
@@ -213,4 +203,4 @@ def _check_entry_counts(record: Record) -> Problem | None:
     over = next((name for name, found in many.items() if len(found) > MAX_ENTRIES), None)
     if over is None:
         return None
-    return Problem(field=over, what=f" has {len(many[over]):,} entries, more than {MAX_ENTRIES:,}")
+    return OmittedValue(field=over, what=f"has {len(many[over]):,} entries, more than {MAX_ENTRIES:,}")

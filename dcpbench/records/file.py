@@ -34,8 +34,7 @@ NUL = b"\0"
 READ_BYTES = 1 << 20  # a line has a megabyte where a point has tens of thousands of steps
 NAME_A_RUN = "name the folder of a run, such as those in runs/."
 SAMPLES = b'"step_samples_ms":['
-WAIT_S, LOOK_S = 5.0, 0.01
-"""Longest wait of an append for another one, and the interval between attempts, in s."""
+WAIT_S, LOOK_S = 5.0, 0.01  # longest wait of an append for another one, and the interval between attempts, in s
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
 _version_decoder = msgspec.json.Decoder(_Version)
@@ -45,12 +44,9 @@ class BadLine(msgspec.Struct, frozen=True, kw_only=True):
     """Describe a line of a file of records that cannot be read."""
 
     file: str
-    line: int
-    """Line number, from 1."""
-    why: str
-    """Problem with the line, without a full stop."""
-    mend: str
-    """Command that removes the line; empty if another version, or a change of the file, can read it."""
+    line: int  # line number, from 1
+    why: str  # problem with the line, without a full stop
+    mend: str  # command that removes the line; empty if another version, or a change of the file, can read it
 
 
 class RecordFile:
@@ -152,7 +148,9 @@ def parse_records(
                 if is_cut_short(line, e):
                     return
                 before = path.read_bytes().count(b"\n", 0, begin) if begin else 0
-                read = read or _has_record(path)
+                from dcpbench.records.repair import has_record
+
+                read = read or has_record(path)
                 if bad is None or not (read or checks.is_record_line(line)):
                     raise RecordsError(_explain_unreadable_line(path, before + number, line, e, read=read), path) from e
                 mend = checks.suggest_repair_command(path, e)
@@ -160,12 +158,6 @@ def parse_records(
                     BadLine(file=str(path), line=before + number, why=checks.describe_bad_line(line, e), mend=mend)
                 )
         place += len(whole)
-
-
-def _has_record(path: Path) -> bool:
-    from dcpbench.records.repair import has_record
-
-    return has_record(path)
 
 
 def _explain_unreadable_line(path: Path, number: int, line: bytes, error: Exception, *, read: bool) -> str:
@@ -279,10 +271,8 @@ class _LastLine:
     """Hold the bytes after the last newline of a file."""
 
     begin: int
-    line: bytes
-    """The line without trailing NULs."""
-    error: Exception | None
-    """Error that reading the line as a record raised; None if it is a record."""
+    line: bytes  # the line without trailing NULs
+    error: Exception | None  # error that reading the line as a record raised; None if it is a record
 
     @property
     def next(self) -> int:

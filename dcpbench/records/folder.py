@@ -8,18 +8,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RECORDS_FILE = "records.jsonl"
-ASIDE_FILE = "records.truncated.txt"
-"""Last lines that a crash cut short, which the next record moved out of the way."""
+ASIDE_FILE = "records.truncated.txt"  # last lines that a crash cut short, which the next record moved out of the way
 CHECKS_FILE = "checks.jsonl"
-FAILED_FILE = "failed.jsonl"
-"""Records of points that `verify` could not check."""
-GAINS_FILE = "gain-splits.json"
-"""Gains of DCP by cause, of replayed loads (serving/run_gains.py)."""
-LOCK_FILE = ".lock"
-"""Locked while a run writes here; holds the process ids of the command, of its torchrun jobs and of their ranks."""
+FAILED_FILE = "failed.jsonl"  # records of points that `verify` could not check
+GAINS_FILE = "gain-splits.json"  # gains of DCP by cause, of replayed loads (serving/run_gains.py)
+LOCK_FILE = ".lock"  # locked while a run writes here; holds the process ids of the command, its jobs and their ranks
 JOB_FILES = "job-*.json"
-HANGS_FOLDER = "hangs"
-"""Folder of the evidence captured from hanging jobs, one subfolder TAG-N per hang."""
+HANGS_FOLDER = "hangs"  # folder of the evidence captured from hanging jobs, one subfolder TAG-N per hang
 
 
 def get_job_file(folder: Path, tag: str) -> Path:

@@ -27,14 +27,9 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-STEADY_SHARE = 0.95
-"""Share of the target concurrency that must be in flight for a moment to count as steady."""
-TURNAROUND_S = 1e-3
-"""Longest time in s that a closed-loop client may take from its last token to its next request; not a dip in
-concurrency.
-"""
-GAPS_PER_MISS = 100
-"""Number of gaps of a request per gap that may miss an ITL objective."""
+STEADY_SHARE = 0.95  # share of the target concurrency that must be in flight for a moment to count as steady
+TURNAROUND_S = 1e-3  # longest time in s from a client's last token to its next request that leaves no gap
+GAPS_PER_MISS = 100  # number of gaps of a request per gap that may miss an ITL objective
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,10 +40,8 @@ class RequestTimes:
     """
 
     submitted_s: float
-    token_s: Sequence[float] | Floats
-    """Times of the output tokens, one per token, not per stream chunk; kept as a float64 array."""
-    finished: bool = True
-    """False if the request was cut off: its tokens count, its latencies do not."""
+    token_s: Sequence[float] | Floats  # one per token, not per stream chunk; kept as a float64 array
+    finished: bool = True  # false if the request was cut off: its tokens count, its latencies do not
 
     def __post_init__(self) -> None:
         import numpy as np
@@ -120,8 +113,7 @@ def compute_e2el_ms(request: RequestTimes) -> float:
     return (request.end_s - request.submitted_s) * 1e3
 
 
-OF_A_REQUEST = {"ttft": compute_ttft_ms, "tpot": compute_tpot_ms, "e2el": compute_e2el_ms}
-"""Latencies that are one number of a request."""
+OF_A_REQUEST = {"ttft": compute_ttft_ms, "tpot": compute_tpot_ms, "e2el": compute_e2el_ms}  # one number per request
 
 
 def summarize_latencies(samples: Sequence[float] | Floats) -> Latencies:

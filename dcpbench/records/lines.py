@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 T = TypeVar("T")
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Exceptions raised while decoding a malformed line."""
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # errors of a malformed line
 
 
 class Tail:
@@ -22,15 +21,12 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.unread = 0
-        """Lines, but for blank ones, that `decode_lines` could not read; 1 for a file that is there and cannot be opened."""
+        self.unread = 0  # lines that `decode_lines` could not read, or 1 for a file that cannot be opened
         self._read = 0
         self._inode = 0
 
     def reset_if_replaced(self) -> bool:
-        """Return True if the path no longer refers to the file that was read, or the file is shorter; reading then
-        starts anew.
-        """
+        """Return True if the file was replaced or is shorter than what was read; reading then starts anew."""
         found = _get_regular_stat(self.path)
         if not self._inode or (found and found.st_ino == self._inode and found.st_size >= self._read):
             return False

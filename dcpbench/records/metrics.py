@@ -33,17 +33,16 @@ their objectives.
 
 RATES, TIMES = ("tok/s", "requests/s"), ("ms", "µs")
 """Prefixes of units of rates, for which more is better, and units of times, for which less is better."""
-PARTS = {
+PARTS = {  # parts of a record that hold numbers, and itself; those of `kv` are metrics with `kv_` before their names
     "serve": ServeMetrics,
     "metrics": Metrics,
     "phases": Phases,
     "floor": Floor,
     "kv": Kv,
-    "honesty": Conditions,
+    "conditions": Conditions,
     "gpu": Gpu,
     "": Record,
 }
-"""Parts of a record that hold numbers, and itself; those of `kv` are metrics with `kv_` before their names."""
 
 
 def _collect_places() -> dict[str, dict[str, bool]]:
@@ -63,76 +62,46 @@ PLACES = _collect_places()
 class Metric:
     """Define one metric of a point."""
 
-    name: str
-    """Name including the unit, as in a record."""
-    unit: str
-    """Unit in words."""
-    help: str
-    """Description in one line, which exports carry."""
+    name: str  # name including the unit, as in a record
+    unit: str  # unit in words
+    help: str  # description in one line, which exports carry
     better: Direction | Literal["by unit"] = "by unit"
-    """Direction in which the metric is better: by default, rates are better higher and times lower; empty if a change
-    is neither.
-    """
+    """Direction in which it is better: by default higher for rates and lower for times; empty if neither is."""
     _: dataclasses.KW_ONLY
 
     at: tuple[str, ...] = ()
-    """Paths in a record that hold the metric as a number or an Interval; the first one with an existing outermost part
-    is used. The default is derived from the name.
-    """
+    """Paths in a record that hold it, of which the first with an existing outermost part counts; by default by name."""
     of: Callable[[Record], float | None] | None = None
-    """Function that computes the metric from a record. A metric with neither `at` nor `of` compares points, and no
-    record has it.
-    """
+    """Function that computes it from a record; without `at` and `of` a metric compares points, and no record has it."""
     derived: Callable[[Record], tuple[float, float] | None] | None = None
     """Function that derives the ends of the interval from another metric, if no record holds them."""
     merged: Literal["median", "max", "min", "first", ""] = ""
-    """Method by which a report merges repeats; by default the median. Repeats share a KV cache, so the first is used.
-    Exports and the dashboard show medians.
-    """
-    ranged: bool = False
-    """True if tables also show both ends of the interval, as `…_low` and `…_high`."""
-    positive: bool = False
-    """True if no record can hold 0 for this metric."""
-    whole: bool | None = None
-    """True if the metric is shown without decimals; by default if records hold an integer."""
+    """Method by which a report merges repeats: by default the median, of a KV cache the first; exports show medians."""
+    ranged: bool = False  # true if tables also show both ends of the interval, as `…_low` and `…_high`
+    positive: bool = False  # true if no record can hold 0 for this metric
+    whole: bool | None = None  # true if the metric is shown without decimals; by default if records hold an integer
     exported: bool = True
-    gauge: str = ""
-    """Prometheus name without `dcpbench_`, if it cannot be derived from the unit."""
+    gauge: str = ""  # Prometheus name without `dcpbench_`, if it cannot be derived from the unit
 
-    label: str = ""
-    """Label shown next to the unit."""
-    title: str = ""
-    """Longer label."""
-    brief: str = ""
-    """Shorter label."""
-    heading: str = ""
-    """Heading of the column in the tables of a report."""
-    shown_unit: str | None = None
-    """Unit for display, if it differs from the recorded unit or the label already contains it."""
-    brief_unit: str | None = None
-    """Unit shown with `brief`."""
-    scale: float = 1.0
-    """Factor from the unit to the one that is shown."""
-    digits: int = 4
-    """Significant ones in a report's tables."""
-    term: str = ""
-    """The word that a report explains."""
-    defined: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The explanation, by workload."""
+    label: str = ""  # label shown next to the unit
+    title: str = ""  # longer label
+    brief: str = ""  # shorter label
+    heading: str = ""  # heading of the column in the tables of a report
+    shown_unit: str | None = None  # unit for display, if it differs from the recorded one or the label has it already
+    brief_unit: str | None = None  # unit shown with `brief`
+    scale: float = 1.0  # factor from the unit to the one that is shown
+    digits: int = 4  # significant ones in a report's tables
+    term: str = ""  # the word that a report explains
+    defined: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the explanation, by workload
 
-    latency: str = ""
-    """`ttft` of `ttft_p99_ms`."""
-    statistic: str = ""
-    """Statistic of the metric, such as `p99`."""
+    latency: str = ""  # `ttft` of `ttft_p99_ms`
+    statistic: str = ""  # statistic of the metric, such as `p99`
 
-    option: str = ""
-    """Name of the metric in the options and the output of `compare`."""
-    aliases: tuple[str, ...] = ()
-    """Other names that options of `compare` take for it."""
+    option: str = ""  # name of the metric in the options and the output of `compare`
+    aliases: tuple[str, ...] = ()  # other names that options of `compare` take for it
     errors: Mapping[str, Error] = dataclasses.field(default_factory=dict)
     """Observations that `compare` resamples, by workload; empty for counts, where every difference is significant."""
-    absolute: bool = False
-    """True for small integers, for which a ratio is not informative."""
+    absolute: bool = False  # true for small integers, for which a ratio is not informative
 
     def __post_init__(self) -> None:
         """Derive all fields that were not given."""
@@ -239,8 +208,7 @@ class Latency:
         )
 
 
-OF_STEPS = ("ttft", "itl")
-"""Latencies that `decode` has as well."""
+OF_STEPS = ("ttft", "itl")  # latencies that `decode` has as well
 _OF_TTFT = "t1 - t0: first output token - submitted (open loop: due), queueing included"
 _OF_ITL = {
     DECODE: "gap between two output tokens of a request: one step, one sample per step; 0 between tokens of a step with drafts",
@@ -248,13 +216,12 @@ _OF_ITL = {
 }
 _OF_TPOT = "(tn - t1) / (n - 1), one per request, none if n < 2"
 _OF_E2EL = "tn - t0: last output token - submitted"
-LATENCIES = {
+LATENCIES = {  # latencies by their name in --slo (names.OBJECTIVES)
     "ttft": Latency("ttft", "TTFT", "time to first token, queueing included", {SERVE: _OF_TTFT}),
     "itl": Latency("itl", "ITL", "gap between two output tokens of a request", _OF_ITL),
     "tpot": Latency("tpot", "TPOT", "time per output token after the first, one per request", {SERVE: _OF_TPOT}),
     "e2el": Latency("e2el", "E2EL", "time from submission to the last token", {SERVE: _OF_E2EL}),
 }
-"""Latencies by their name in --slo (names.OBJECTIVES)."""
 
 
 def _make_definitions(definition: str) -> dict[str, str]:
@@ -588,20 +555,18 @@ METRICS: tuple[Metric, ...] = (
         heading="preempted",
     ),
     Metric("steps", "steps", "steps of the run", at=("serve.steps",)),
-    Metric("decode_steps", "steps", "steps without prefill", heading="decode steps"),
+    Metric("decode_steps", "steps", "steps without prefill"),
     Metric(
         "eager_decode_steps",
         "steps",
         "steps without prefill past the largest captured graph",
         exported=False,
-        heading="eager decode steps",
     ),
     Metric(
         "decode_batch",
         "requests",
         "mean requests in a step without prefill",
         label="requests in a decode step",
-        heading="requests in a decode step",
         digits=3,
     ),
     Metric(
@@ -609,7 +574,6 @@ METRICS: tuple[Metric, ...] = (
         "tokens/step",
         "mean tokens of a request and step that verifies drafts, the sampled one included",
         of=_get_tokens_per_step,
-        label="tokens per step",
         shown_unit="",
         digits=3,
     ),
@@ -627,7 +591,6 @@ METRICS: tuple[Metric, ...] = (
         "prefill_busy_share",
         "share",
         "share of the run in which instances that prefill ran steps, where several instances serve",
-        "",
         of=_make_busy_share("prefill"),
         label="prefill instances busy",
         heading="prefill busy",
@@ -637,7 +600,6 @@ METRICS: tuple[Metric, ...] = (
         "decode_busy_share",
         "share",
         "share of the run in which instances that decode ran steps, where several instances serve",
-        "",
         of=_make_busy_share("decode"),
         label="decode instances busy",
         heading="decode busy",
@@ -647,7 +609,6 @@ METRICS: tuple[Metric, ...] = (
         "link_busy_share",
         "share",
         "share of the run in which the links of instances that prefill sent KV",
-        "",
         at=("serve.instances.link_busy_share",),
         label="KV links busy",
         heading="links busy",
@@ -729,7 +690,7 @@ def _list_metrics(names: str) -> tuple[Metric, ...]:
     return tuple(METRIC[name] for name in names.split())
 
 
-PAGE = _list_metrics(
+PAGE = _list_metrics(  # metrics that the HTML report shows for the point under the pointer, and offers as an axis
     """
     output_tok_s output_tok_s_per_gpu tok_s_per_user dcp_ratio steady_tok_s
     step_ms floor_ms floor_share itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms ttft_p90_ms ttft_p95_ms ttft_p99_ms
@@ -741,39 +702,34 @@ PAGE = _list_metrics(
     idle_fraction host_syncs_per_step kernels attention_error sm_clock_mhz_min temperature_c_max
     """
 )
-"""Metrics that the HTML report shows for the point under the pointer, and offers as an axis."""
-PAGE_TABLE = _list_metrics(
+PAGE_TABLE = _list_metrics(  # metrics of PAGE that are columns in the table of points
     """
     output_tok_s output_tok_s_per_gpu tok_s_per_user step_ms itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms
     goodput_s preemptions kv_capacity_tokens
     """
 )
-"""Metrics of PAGE that are columns in the table of points."""
 DECODE_TABLE = _list_metrics(
     "output_tok_s_per_gpu tok_s_per_user itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms"
 )
 """Columns of a report's table of points of `decode`, between the throughput with its interval and the objectives."""
 PROFILE_TABLE = _list_metrics("idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us")
 """Columns of its table of steps, after the step time."""
-KV_TABLE = _list_metrics("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")
-"""Leading columns of the table of KV caches."""
-SERVED_TABLE = _list_metrics(
+KV_TABLE = _list_metrics("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")  # first columns of the table of KV caches
+SERVED_TABLE = _list_metrics(  # columns of its table of served points before the objectives
     """
     output_tok_s steady_tok_s output_tok_s_per_gpu tok_s_per_user ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms
     kv_capacity_tokens
     """
 )
-"""Columns of its table of served points before the objectives."""
 SERVED_COUNTS = _list_metrics("goodput_s preemptions cached_share finished")
 """Trailing columns of the table of served points."""
-SERVED_DETAILS = _list_metrics(
+SERVED_DETAILS = _list_metrics(  # columns of its second table of served points
     """
     ttft_mean_ms ttft_p90_ms ttft_p95_ms itl_mean_ms itl_p90_ms itl_p95_ms tpot_p50_ms e2el_p50_ms total_tok_s wall_s
     steps decode_steps decode_batch eager_decode_steps prefill_floor_share prefill_matmul_share decode_floor_share
     idle_fraction host_syncs_per_step rejected cancelled
     """
 )
-"""Columns of its second table of served points."""
 INSTANCES = _list_metrics("prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms")
 """Metrics of the division of work between instances that serve together, and of the transfers between them."""
 DRAFTED = _list_metrics("tpot_p50_ms tokens_per_step")
@@ -782,14 +738,13 @@ FLOORS = ("floor_ms", "floor_share", "prefill_floor_share", "prefill_matmul_shar
 """Metrics derived from measured rates of the machine; tables leave them out if no point has them."""
 REPLAYED = _list_metrics("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms")
 """Metrics by which a replay is compared with the live run of the same load."""
-DASHBOARD = _list_metrics(
+DASHBOARD = _list_metrics(  # metrics that the dashboard follows over runs; the first one is shown by default
     """
     output_tok_s_per_gpu output_tok_s tok_s_per_user
     step_ms floor_share itl_p50_ms itl_p99_ms ttft_p50_ms ttft_p99_ms tpot_p50_ms e2el_p50_ms steady_tok_s request_s goodput_s
     host_syncs_per_step host_plan_us kv_capacity_tokens memory_peak_bytes joules_per_token attention_error
     """
 )
-"""Metrics that the dashboard follows over runs; the first one is shown by default."""
 _COUNTED = "kv_capacity_tokens memory_peak_bytes host_syncs_per_step"
 COMPARED = {
     DECODE: _list_metrics(f"step_ms itl_p90_ms itl_p99_ms {_COUNTED}"),
@@ -803,13 +758,12 @@ median ITL is the step time: they are one test, and two of the three names are a
 """
 SWEPT = _list_metrics("step_ms output_tok_s output_tok_s_per_gpu tok_s_per_user")
 """Metrics that a measuring command prints for a point of `decode` with --json."""
-TOP = {
+TOP = {  # metrics that `top` shows for a finished point, by the names that it uses
     "tok_s": METRIC["output_tok_s"],
     "tok_s_per_gpu": METRIC["output_tok_s_per_gpu"],
     "ttft_ms": METRIC["ttft_p50_ms"],
     "itl_ms": METRIC["itl_p50_ms"],
 }
-"""Metrics that `top` shows for a finished point, by the names that it uses."""
 
 
 def get_definitions(workload: str) -> dict[str, tuple[str, str]]:
@@ -827,9 +781,7 @@ def get_definitions(workload: str) -> dict[str, tuple[str, str]]:
 
 
 def list_compared_metrics(workload: str, options: Sequence[str] = ()) -> list[Metric]:
-    """Return the metrics that `compare` tests for a point of this workload; only the named ones if `options` is not
-    empty.
-    """
+    """Return the metrics that `compare` tests for a point of this workload, of `options` only the named ones."""
     wanted = {find_compared_metric(option, workload) for option in options}
     return [metric for metric in COMPARED[workload] if not wanted or metric in wanted]
 
@@ -840,10 +792,9 @@ def find_compared_metric(option: str, workload: str) -> Metric | None:
 
 
 _OF_COMPARE = sorted((metric for found in COMPARED.values() for metric in found), key=lambda metric: not metric.errors)
-OPTIONS = tuple(
+OPTIONS = tuple(  # names of metrics in options of `compare`; the names of the metrics themselves are accepted as well
     dict.fromkeys([*(a for m in _OF_COMPARE for a in m.aliases if a not in METRIC), *(m.option for m in _OF_COMPARE)])
 )
-"""Names of metrics in options of `compare`; the names of the metrics themselves are accepted as well."""
 
 
 def is_option(name: str) -> bool:
@@ -857,11 +808,9 @@ class Value:
 
     metric: Metric
     median: float
-    low: float | None
-    high: float | None
-    """95 % interval of a single measurement, or the envelope of several; None for a single number."""
-    each: tuple[float, ...]
-    """Value of each repeat that has one."""
+    low: float | None  # lower end of the 95 % interval, or of the envelope of several; None for a single number
+    high: float | None  # upper end
+    each: tuple[float, ...]  # value of each repeat that has one
 
     def convert_to_shown_unit(self) -> Value:
         """Return the value in the displayed unit."""

@@ -28,10 +28,8 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     first_dense: Count
     latent: Count
     vocab: Count
-    kv_heads: Count = 0
-    """0 without grouped-query attention."""
-    indexer_heads: Count = 0
-    """0 without sparse attention."""
+    kv_heads: Count = 0  # 0 without grouped-query attention
+    indexer_heads: Count = 0  # 0 without sparse attention
 
     @classmethod
     def from_shape(cls, shape: ModelShape) -> ModelSizes:
@@ -45,8 +43,7 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
 class ShortenedModel:
     """Describe a published model of which only the first layers are kept."""
 
-    name: str
-    """Name of the published model, such as `deepseek-v3`."""
+    name: str  # name of the published model, such as `deepseek-v3`
     layers: int
     all_layers: int
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,18 +22,16 @@ if TYPE_CHECKING:
     from dcpbench.points.budget import EnginePlan
 
 OURS = "dcpbench"  # origin of points measured by this package
-CPU = "CPU"
-"""Environment.device of a run without GPUs."""
+CPU = "CPU"  # environment.device of a run without GPUs
 SCHEMA_VERSION = 1
 
-THROTTLE_BITS = {
+THROTTLE_BITS = {  # bits of nvmlDeviceGetCurrentClocksEventReasons; idle and application clocks are not among them
     0x04: "sw_power_cap",
     0x08: "hw_slowdown",
     0x20: "sw_thermal",
     0x40: "hw_thermal",
     0x80: "hw_power_brake",
 }
-"""Bits of nvmlDeviceGetCurrentClocksEventReasons; idle and application clocks are not among them."""
 
 
 def decode_throttle_reasons(bits: int) -> list[str]:
@@ -53,12 +50,6 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     effective_samples: Number | None = None  # independent samples of the same precision; None in the same cases
 
 
-READ_LOG = ". Read logs/"
-"""Beginning of the last part of a failure's reason, which names the logs."""
-IN_STAGE = re.compile(r"[^:]* in stage '\w+'")
-"""Matches the beginning of the reason of a point that hung."""
-
-
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
     """Hold p50 to p99; null where there are too few samples (stats.compute_percentile)."""
 
@@ -72,30 +63,23 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the measurements of the workload; definitions in formulas.py."""
 
-    step_ms: Interval
-    """Slowest rank's time from graph launch to the step's end."""
-    itl_ms: Percentiles
-    """Gap between two tokens of a request: one step, or 0 between tokens of the same step. Samples are steps."""
+    step_ms: Interval  # slowest rank's time from graph launch to the step's end
+    itl_ms: Percentiles  # gap between two tokens of a request: one step, or 0 within a step; a sample per step
     output_tok_s: Interval
     output_tok_s_per_gpu: Number
     tok_s_per_user: Number
-    ttft_ms: Percentiles | None = None
-    """Time to first token; null for `decode`, which does not prefill."""
-    step_samples_ms: list[PositiveNumber] = []
-    """Step samples in order, so that others can compute their own statistics."""
+    ttft_ms: Percentiles | None = None  # time to first token; null for `decode`, which does not prefill
+    step_samples_ms: list[PositiveNumber] = []  # step samples in order, so that others can compute their own statistics
 
 
 class Straggler(msgspec.Struct, frozen=True, kw_only=True):
     """Describe a rank that the others of a step have to wait for."""
 
     rank: Count
-    phase: str
-    """`plan`: its host planned a step more slowly · `step`: its GPU ran at a lower clock."""
-    share: Number
-    """Relative slowdown against the median of the other ranks: 0.1 is 10 %."""
-    value: Number
-    others: Number
-    """Host time to plan (µs) or lowest GPU clock (MHz) of this rank, and the median of the other ranks."""
+    phase: str  # `plan`: its host planned a step more slowly · `step`: its GPU ran at a lower clock
+    share: Number  # relative slowdown against the median of the other ranks: 0.1 is 10 %
+    value: Number  # host time to plan (µs) or lowest GPU clock (MHz) of this rank
+    others: Number  # median of the other ranks
 
 
 class Phases(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,11 +97,9 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
 
     With `idle_us` it sums to `step_us`: where kernels overlap, each moment counts for the one that began first.
     """
-    idle_us: SignedNumber
-    """Time without a running kernel."""
+    idle_us: SignedNumber  # time without a running kernel
     idle_fraction: SignedNumber
-    kernels: Count
-    """Kernels in one step."""
+    kernels: Count  # kernels in one step
     steps: Count
     host_wait_us: Number | msgspec.UnsetType = msgspec.UNSET
     """Median time in which the GPU waits for the host to launch its next work, if the step with it is longer than the one that was
@@ -133,11 +115,9 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MAX_DISTURBANCE = 0.03
-"""Share by which a profiled step may be longer than the typical or the timed one; a longer one is disturbed by the profiler."""
-MAX_SUM_ERROR = 0.03
-"""Maximum deviation of the sum of phases from their step; a record with a larger one has the mark PHASES_DIFFER."""
-PHASES_DIFFER = "phases_differ"
-"""Mark of a point with phases that do not add up to its profiled step."""
+"""Share by which a profiled step may exceed the typical or the timed one; the profiler disturbs a longer one."""
+MAX_SUM_ERROR = 0.03  # maximum deviation of the sum of phases from their step without the warning PHASES_DIFFER
+PHASES_DIFFER = "phases_differ"  # warning of a point with phases that do not add up to its profiled step
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,20 +126,13 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     Null if a rate could not be measured; rates between GPUs are null with a single GPU.
     """
 
-    read_bytes_s: Rate | None = None
-    """Read bandwidth of device memory, for a kernel that only reads."""
-    copy_bytes_s: Rate | None = None
-    """Copy bandwidth of device memory; bytes count twice, read and written."""
-    matmul_flop_s: Rate | None = None
-    """Rate of a large matrix product in bf16."""
-    matmul_fp8_flop_s: Rate | None = None
-    """Rate of the same product in fp8; null also if no point of the job has fp8 weights or KV."""
-    peer_bytes_s: Rate | None = None
-    """Bandwidth when every rank reads its neighbour's memory."""
-    barrier_us: Number | None = None
-    """Duration of a barrier of all ranks in symmetric memory."""
-    without: list[str] = []
-    """Rates that could not be measured, each with its reason."""
+    read_bytes_s: Rate | None = None  # read bandwidth of device memory, for a kernel that only reads
+    copy_bytes_s: Rate | None = None  # copy bandwidth of device memory; bytes count twice, read and written
+    matmul_flop_s: Rate | None = None  # rate of a large matrix product in bf16
+    matmul_fp8_flop_s: Rate | None = None  # the same product in fp8; null also if no point of the job has fp8 operands
+    peer_bytes_s: Rate | None = None  # bandwidth when every rank reads its neighbour's memory
+    barrier_us: Number | None = None  # duration of a barrier of all ranks in symmetric memory
+    without: list[str] = []  # rates that could not be measured, each with its reason
 
     @property
     def limits(self) -> dict[str, float]:
@@ -178,14 +151,10 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the minimum time of a step of this point on a machine of these `rates` (roofline); see points/roofline.py."""
 
-    floor_ms: Number
-    """Lower bound of the whole step: the sum over its phases."""
+    floor_ms: Number  # lower bound of the whole step: the sum over its phases
     phase_floor_us: dict[str, Number]
     """Lower bounds by range name, as in `phases.phase_us`; an absent phase has no work that is strictly necessary."""
-    experts: str
-    """Weights that count: `routed`, of the experts that this step's tokens were sent to, or `expected`, of the mean
-    number of experts hit by as many tokens with uniform routing.
-    """
+    experts: str  # `routed` if the experts that tokens were sent to count, `expected` if as many as expected
 
 
 class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,51 +164,34 @@ class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
     """Source of the site: `eager`, where a captured graph would hide it; `replay`; `serve`, an iteration of the serving
     loop; or `engine`, a real server's own profile, by its worst rank.
     """
-    rule: str
-    """Id such as SYNC001; docs/syncs.md has a sentence for each."""
+    rule: str  # id such as SYNC001; docs/syncs.md has a sentence for each
     kind: str
-    call: str
-    """Runtime call that blocked."""
+    call: str  # runtime call that blocked
     op: str = ""
     function: str = ""
     file: str = ""
     line: Count | None = None
     per_step: Number
-    wait_us: Number
-    """Median of one occurrence; profiled, so no share of `step_ms`."""
-    bubble_us: Number | None = None
-    """GPU idle time that removing one occurrence would win, at most; their mean."""
+    wait_us: Number  # median of one occurrence; profiled, so no share of `step_ms`
+    bubble_us: Number | None = None  # GPU idle time that removing one occurrence would win, at most; their mean
 
 
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """Describe the model that replaces the other ranks of an emulated point; see docs/emulation.md."""
 
-    machine: str
-    """Machine that the wire model describes (points/cluster_specs.py)."""
-    sha256: str = ""
-    """SHA-256 of the machine's file; empty for a machine that only a table describes."""
-    measured: str = ""
-    """Origin of the measurements of the wire, or of those of the machine that it was scaled from."""
-    rank: Count = 0
-    """The rank that was computed: rank 0, which has the most tokens and requests, and in each layer the experts of the
-    busiest rank.
-    """
-    calls: Count
-    """Number of modelled exchanges between ranks in a step."""
-    wire_us: Number
-    """Modelled duration of these exchanges; included in `step_ms`."""
-    wire_low_us: Number
-    wire_high_us: Number
-    """Bounds of `wire_us` by the error of the model."""
+    machine: str  # machine that the wire model describes (points/cluster_specs.py)
+    sha256: str = ""  # SHA-256 of the machine's file; empty for a machine that only a table describes
+    measured: str = ""  # origin of the measurements of the wire, or of those of the machine that it was scaled from
+    rank: Count = 0  # rank that was computed: 0, with the most tokens, and in each layer the busiest experts
+    calls: Count  # number of modelled exchanges between ranks in a step
+    wire_us: Number  # modelled duration of these exchanges; included in `step_ms`
+    wire_low_us: Number  # lower bound of `wire_us` by the error of the model
+    wire_high_us: Number  # upper bound
     ranks_low: Number = 0.0
     ranks_high: Number = 0.0
-    """Shares of a step by which that of all ranks may be shorter and longer besides. The ends of the step's
-    interval have both errors.
-    """
+    """Shares of a step by which that of all ranks may be shorter and longer besides; its interval has both errors."""
     prompts: tuple[Prompts, ...] = ()
-    """Amounts by which steps with prompts are predicted longer than this rank measured, from the machine's file; the
-    recorded step times are as measured.
-    """
+    """By how much steps with prompts are predicted longer than measured on this rank, from the machine's file."""
     chunks_low: Number = 0.0
     chunks_high: Number = 0.0
     """Shares by which a step with prompts may be shorter and longer, if they exceed both errors together."""
@@ -260,18 +212,14 @@ class Kv(msgspec.Struct, frozen=True, kw_only=True):
     """Describe the KV cache of the point."""
 
     pool_bytes_per_gpu: Count
-    bytes_per_token_per_gpu: Number
-    """KV bytes of a token over all layers, averaged over the GPUs of the layout: full rows / (dp · dcp)."""
-    capacity_tokens: Count
-    """Tokens that the layout's pools hold, all replicas together, each token counted once."""
-    capacity_requests: Count
-    """Requests of this point's context that fit at once."""
+    bytes_per_token_per_gpu: Number  # KV bytes of a token over all layers, mean of the GPUs: full rows / (dp · dcp)
+    capacity_tokens: Count  # tokens that the layout's pools hold, all replicas together, each token counted once
+    capacity_requests: Count  # requests of this point's context that fit at once
     bounded_by: str
     """Limit of the pool size: `weights` (memory left by the full weights), `kv_memory` (--kv-memory) or `sweep` (sized
     for the largest point, because the full weights do not fit and a capacity next to them would be fictitious).
     """
-    fragmentation: Number
-    """Share of allocated rows that hold no token (page and stripe rounding)."""
+    fragmentation: Number  # share of allocated rows that hold no token (page and stripe rounding)
 
     @classmethod
     def from_plan(cls, plan: EnginePlan, tokens: int, fragmentation: float = 0.0) -> Kv:
@@ -294,32 +242,23 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
     weights: str
     layers: Count
-    layers_held: Count
-    """Distinct layers in memory; fewer than `layers` means that they were cycled through."""
+    layers_held: Count  # distinct layers in memory; fewer than `layers` means that they were cycled through
     full_weights_bytes_per_gpu: Count
-    kv: str = "synthetic"
-    """Contents of the KV cache: `synthetic` random rows, or the prompts and answers that were `served`."""
+    kv: str = "synthetic"  # `synthetic` random rows in the KV cache, or the prompts and answers that were `served`
     graph_error: Number | None = None
     """‖logits of the replayed graph − logits of the eager step‖ / ‖the latter‖, worst rank; null without a graph."""
-    attention_error: Number | None = None
-    """‖o − o_fp64‖ / ‖o_fp64‖ of this point's merged attention output, worst rank."""
-    experts_hit: Number | None = None
-    """Mean share of all experts that a layer's tokens were routed to."""
+    attention_error: Number | None = None  # ‖o − o_fp64‖ / ‖o_fp64‖ of this point's merged attention output, worst rank
+    experts_hit: Number | None = None  # mean share of all experts that a layer's tokens were routed to
     busiest_rank_experts: Number | None = None
     """Experts hit on the rank with most of them over the mean of all ranks, averaged over layers. With expert
     parallelism it is the excess that the slowest rank reads; with tensor-parallel experts it is 1.
     """
-    busiest_rank_rows: Number | None = None
-    """The same of the rows that experts are applied to."""
-    graph_batch: Count | None = None
-    """Rows per replica in the captured graph; more than the requests means padding rows on slot 0."""
+    busiest_rank_rows: Number | None = None  # the same of the rows that experts are applied to
+    graph_batch: Count | None = None  # rows per replica in the captured graph; more than the requests if padded
     cuda_graph: bool = False
-    step_times: str = ""
-    """File of the step times of a replay, which were not measured with this point."""
-    policy: str = ""
-    """Scheduling policy of a replay with step times of another engine's server."""
-    step_error: Number | None = None
-    """Largest |predicted / measured - 1| of the steps that were measured to check the predictions of a replay."""
+    step_times: str = ""  # file of the step times of a replay, which were not measured with this point
+    policy: str = ""  # scheduling policy of a replay with step times of another engine's server
+    step_error: Number | None = None  # largest |predicted / measured - 1| of the checked steps of a replay
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -328,8 +267,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     sm_clock_mhz_min: Count | None = None
     sm_clock_mhz_max: Count | None = None
     power_w_max: Number | None = None
-    power_w_all: Number | None = None
-    """Mean power of all ranks' GPUs together in W, by their energy counters; null if one of them has no counter."""
+    power_w_all: Number | None = None  # mean power of all ranks' GPUs together in W; null if one has no energy counter
     temperature_c_max: Count | None = None
     throttle_reasons: list[str] = []
 
@@ -337,8 +275,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """Describe the hardware and software on which the record was taken."""
 
-    device: str
-    """`NVIDIA H200`, or `CPU`."""
+    device: str  # `NVIDIA H200`, or `CPU`
     device_count: Count
     device_memory_bytes: Count | None = None
     l2_bytes: Count | None = None
@@ -351,11 +288,9 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     flash_mla: str | None = None
     python: str = ""
     dcpbench: str = ""
-    settings: dict[str, str] = {}
-    """Environment variables that change how collectives run: NCCL_* and TORCH_NCCL_*."""
+    settings: dict[str, str] = {}  # environment variables that change how collectives run: NCCL_* and TORCH_NCCL_*
     git_commit: str | None = None
-    host_hash: str = ""
-    """First 12 hex digits of SHA-256 of host name, machine id and GPU UUIDs: equal on one machine, not reversible."""
+    host_hash: str = ""  # 12 hex digits of a SHA-256 of host name, machine id and GPU UUIDs: equal on one machine
     command: str = ""
 
 
@@ -373,53 +308,46 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
 class TurnMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the metrics of requests that were the n-th turn of a session."""
 
-    turn: Count
-    """Number of the turn, from 1."""
-    requests: Count
-    """Requests that got at least one token; the sums below cover the same requests."""
-    input_tokens: Count
-    """Prompt tokens, including all earlier turns."""
-    cached_tokens: Count | None
-    """Prompt tokens found in the prefix cache; null if a server does not report them."""
-    ttft_ms: Latencies
-    """Time to first token of the finished requests."""
+    turn: Count  # number of the turn, from 1
+    requests: Count  # requests that got at least one token; the sums below cover the same requests
+    input_tokens: Count  # prompt tokens, including all earlier turns
+    cached_tokens: Count | None  # prompt tokens found in the prefix cache; null if a server does not report them
+    ttft_ms: Latencies  # time to first token of the finished requests
 
 
 class InstanceMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the metrics of several instances that serve together, in replay."""
 
-    busy_share: dict[str, Number]
-    """Mean share of the run during which an instance of each kind ran steps: `prefill` and `decode`, or `both`."""
+    busy_share: dict[str, Number]  # share of the run in which an instance ran steps: `prefill` and `decode`, or `both`
     link_busy_share: Number | None = None
     """Mean busy share of the links of prefill instances; null, as the fields below, if all instances do both."""
     transfers: Count | None = None
-    sent_bytes: Count | None = None
-    """Bytes sent by each GPU that held part of a request, summed over all transfers."""
-    transfer_ms: Latencies | None = None
-    """Times from the read of a request's first token to the end of its KV's transfer, in ms."""
-    transfer_wait_ms: Latencies | None = None
-    """Time waited for both links and for a free decode instance, in ms."""
+    sent_bytes: Count | None = None  # bytes sent by each GPU that held part of a request, summed over all transfers
+    transfer_ms: Latencies | None = None  # from a request's first token to the end of its KV's transfer, in ms
+    transfer_wait_ms: Latencies | None = None  # time waited for both links and for a free decode instance, in ms
 
 
-FROM_TPOT = "tpot"
-"""Value of `ServeMetrics.tok_s_per_user_from` for 1000 / median TPOT in ms."""
+class StageMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold the metrics of pipeline stages and prefill context parallelism, in replay."""
+
+    micro_batches: Count  # maximum number of micro-batches in flight; 1 without pipeline stages
+    bubble_share: Number  # share of the steps' time in which the mean stage has no work
+    step_times: str  # how the times of steps over stages were estimated
+
+
+FROM_TPOT = "tpot"  # value of `ServeMetrics.tok_s_per_user_from` for 1000 / median TPOT in ms
 
 
 class SpeculationMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Hold how many drafts were accepted, as stated or as a server reports it."""
 
-    draft_tokens: Count
-    """Drafts of a request and step."""
+    draft_tokens: Count  # drafts of a request and step
     assumed: list[Number] = []
-    """Stated probability that each draft is accepted if those before it were; empty if a server's own drafts were verified."""
-    steps: Count | None = None
-    """Steps of a request that verified drafts, summed over requests; null if a server does not report it."""
-    accepted: list[Count] = []
-    """Steps of a request that accepted a draft and all before it, by draft; empty if unknown."""
-    tokens_per_step: Number
-    """Mean tokens of a request's step: 1 + accepted drafts / steps, those beyond the end of an answer included."""
-    step_times: str = ""
-    """How the times of such steps were estimated, or what they leave out; empty if they were measured."""
+    """Stated probability that each draft is accepted if those before it were; empty for a server's own drafts."""
+    steps: Count | None = None  # steps that verified drafts, summed over requests; null if a server does not report it
+    accepted: list[Count] = []  # steps of a request that accepted a draft and all before it, by draft; empty if unknown
+    tokens_per_step: Number  # mean tokens of a step: 1 + accepted drafts / steps, those beyond an answer's end included
+    step_times: str = ""  # how the times of such steps were estimated or what they lack; empty if measured
 
 
 class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -429,75 +357,44 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms: Latencies
     tpot_ms: Latencies
     e2el_ms: Latencies
-    output_tok_s: Number
-    """Output throughput over the whole run, ramp-up and drain included."""
-    output_tok_s_per_gpu: Number | None
-    """Output throughput per GPU; null if the number of GPUs is unknown, as for an import without it."""
-    total_tok_s: Number
-    """Throughput of prompt and output tokens; cached prompt tokens count."""
-    request_s: Number | None
-    """Finished requests per second; null if an import has only token rates, in which case `wall_s` and the sums of
-    requests and tokens are null as well.
-    """
+    output_tok_s: Number  # output throughput over the whole run, ramp-up and drain included
+    output_tok_s_per_gpu: Number | None  # null if the number of GPUs is unknown, as for an import without it
+    total_tok_s: Number  # throughput of prompt and output tokens; cached prompt tokens count
+    request_s: Number | None  # finished requests per second; null, as all sums, if an import has only token rates
     tok_s_per_user: Number | None
-    steady_tok_s: Number | None
-    """Output throughput over the longest interval at 95 % of the target concurrency; null if that is never reached or
-    there is no target.
-    """
-    steady_s: Number | None
-    """Length of that interval in s."""
-    slo_ms: dict[str, Number] = {}
-    """Objectives as given, in ms: `ttft`, `itl`, `tpot`, `e2el`."""
-    goodput_s: Number | None = None
-    """Requests per second that meet all objectives; null without objectives."""
-    wall_s: Number | None
-    """First submission to last token."""
-    submitted: Count | None
-    """Number of submitted requests; null, like all counts below that may be, if an import lacks it."""
+    steady_tok_s: Number | None  # output throughput over the longest time at 95 % of the target concurrency
+    steady_s: Number | None  # length of that interval in s
+    slo_ms: dict[str, Number] = {}  # objectives as given, in ms: `ttft`, `itl`, `tpot`, `e2el`
+    goodput_s: Number | None = None  # requests per second that meet all objectives; null without objectives
+    wall_s: Number | None  # first submission to last token
+    submitted: Count | None  # submitted requests; null, like all counts below that may be, if an import lacks it
     finished: Count | None
-    rejected: Count | None
-    """Requests that can never fit."""
-    cancelled: Count | None
-    """Submitted and not finished when the run was ended."""
-    failed: Count | None = None
-    """Requests that a real server answered with an error, or not to their end; by kind in `server.failures`."""
-    input_tokens: Count | None
-    """Prompt tokens of requests that got a token."""
-    output_tokens: Count | None
-    """Output tokens received, including those of requests that were cut off."""
-    cached_tokens: Count | None
-    """Prompt tokens that the prefix cache had."""
+    rejected: Count | None  # requests that can never fit
+    cancelled: Count | None  # submitted and not finished when the run was ended
+    failed: Count | None = None  # requests without a whole answer of a real server; by kind in `server.failures`
+    input_tokens: Count | None  # prompt tokens of requests that got a token
+    output_tokens: Count | None  # output tokens received, including those of requests that were cut off
+    cached_tokens: Count | None  # prompt tokens that the prefix cache had
     preemptions: Count | None
     steps: Count | None
-    decode_steps: Count | None
-    """Steps without prefill."""
-    eager_decode_steps: Count | None = 0
-    """Decode steps larger than the largest captured graph."""
-    decode_batch: Number | None
-    """Mean requests in a step without prefill, over the layout."""
+    decode_steps: Count | None  # steps without prefill
+    eager_decode_steps: Count | None = 0  # decode steps larger than the largest captured graph
+    decode_batch: Number | None  # mean requests in a step without prefill, over the layout
     idle_fraction: SignedNumber | None = None
-    """Idle GPU time between two steps without prefill, as a share of that time and of the steps, for the worst rank.
-    Null in replay and on the CPU.
-    """
+    """Share of idle GPU time between two steps without prefill, worst rank; null in replay and on the CPU."""
     prefill_floor_share: Number | None = None
     """Sum of the floors (points/roofline.py) of all steps with chunks of prompts over the sum of their times on rank 0's
     GPU, with as many experts hit as expected. Null in replay and on the CPU, like the next two."""
     prefill_matmul_share: Number | None = None
     """Operations of steps with prompts over the operations possible in their time at the machine's matrix rate."""
-    decode_floor_share: Number | None = None
-    """Counterpart of `prefill_floor_share` for steps without prompts."""
-    turns: list[TurnMetrics] = []
-    """Metrics by turn; empty for single-turn requests."""
-    instances: InstanceMetrics | None = None
-    """Metrics of several instances; null for a single one."""
-    samples_file: str = ""
-    """Parquet file in the folder of the records, with one row per request."""
+    decode_floor_share: Number | None = None  # counterpart of `prefill_floor_share` for steps without prompts
+    turns: list[TurnMetrics] = []  # metrics by turn; empty for single-turn requests
+    instances: InstanceMetrics | None = None  # metrics of several instances; null for a single one
+    stages: StageMetrics | None = None  # null without pipeline stages and prefill context parallelism
+    samples_file: str = ""  # Parquet file in the folder of the records, with one row per request
     tok_s_per_user_from: str | msgspec.UnsetType = msgspec.UNSET
-    """`tpot` if `tok_s_per_user` is 1000 / median TPOT, because steps or the stream chunks of an import yield several tokens.
-    Unset in other records, in which it is 1000 / median ITL.
-    """
-    speculation: SpeculationMetrics | None = None
-    """Drafts and their acceptance; null for steps of one token."""
+    """`tpot` if `tok_s_per_user` is 1000 / median TPOT, as steps or chunks yield several tokens; unset for ITL."""
+    speculation: SpeculationMetrics | None = None  # drafts and their acceptance; null for steps of one token
 
 
 class _Kernels(msgspec.Struct, frozen=True, kw_only=True):
@@ -514,52 +411,39 @@ class _Kernels(msgspec.Struct, frozen=True, kw_only=True):
 class Candidate(_Kernels, frozen=True, kw_only=True):
     """Hold a candidate that `auto` measured."""
 
-    layer_us: Number | None = None
-    """Median time of q's exchange, attention and merge in one layer, slowest rank; null if it cannot run."""
-    reason: str | None = None
-    """Reason why the candidate cannot run."""
+    layer_us: Number | None = None  # median of one layer's q exchange, attention and merge, slowest rank
+    reason: str | None = None  # reason why the candidate cannot run
 
 
 class Choice(_Kernels, frozen=True, kw_only=True):
     """Hold the kernels that `auto` chose for the measurement of the point."""
 
-    candidates: list[Candidate]
-    """Candidates in the order in which they were tried."""
+    candidates: list[Candidate]  # candidates in the order in which they were tried
 
 
 class FailedRequests(msgspec.Struct, frozen=True, kw_only=True):
     """Count requests to a real server that failed for the same reason."""
 
-    kind: str
-    """`refused`, `HTTP 429`, `time-out`, …: docs/servers.md lists them."""
+    kind: str  # `refused`, `HTTP 429`, `time-out`, …: docs/servers.md lists them
     requests: Count
-    first: str
-    """Message of the first failure."""
+    first: str  # message of the first failure
 
 
 class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the cost of sending requests to a real server and of reading its answers."""
 
-    processes: Count
-    """Number of client processes, each with one event loop, over which the load was divided."""
-    cpu_share: Number
-    """CPU time of the busiest process over the time of the run: at 1 it cannot send or read any more."""
-    late_p99_ms: Number | None = None
-    """Delay between the due time of a request, or the release of its client, and its submission."""
-    lag_p99_ms: Number | None = None
-    """Delay of timers set every 20 ms: a bound on how late requests may leave."""
+    processes: Count  # number of client processes, each with one event loop, over which the load was divided
+    cpu_share: Number  # CPU time of the busiest process over the time of the run: at 1 it cannot send or read any more
+    late_p99_ms: Number | None = None  # delay of a submission after its due time, or after its client was free
+    lag_p99_ms: Number | None = None  # delay of timers set every 20 ms: a bound on how late requests may leave
     read_late_p99_ms: Number | None = None
     """Time that bytes lay in the kernel before the client read them. The kernel's timestamps are used in that case, so
     latencies do not contain it. Null without such timestamps; latencies may then contain up to `lag_p99_ms`.
     """
     starved_share: Number | None = None
-    """Share of the run during which a client process was runnable while other processes had its cores; of the worst
-    process.
-    """
+    """Share of the run in which other processes had the cores of a client that was runnable, worst process."""
     realtime: bool | None = None
-    """True if the client had real-time priority on its cores (SCHED_RR), which the kernel grants to root and
-    CAP_SYS_NICE.
-    """
+    """True if the client had real-time priority on its cores (SCHED_RR), as root and CAP_SYS_NICE may have."""
 
 
 class KvSources(msgspec.Struct, frozen=True, kw_only=True):
@@ -573,40 +457,33 @@ class KvSources(msgspec.Struct, frozen=True, kw_only=True):
     conflicts: list[str] = []  # sources that disagree: `log`, `replicas`, `context_parallel`
 
 
-ENGINE_DTYPES = {
+ENGINE_DTYPES = {  # names of precisions in logs of engines, with those of a point
     "bfloat16": "bf16",
     "float16": "fp16",
     "float32": "fp32",
     "fp8_e4m3": FP8,
     "float8_e4m3fn": FP8,
 }
-"""Names of precisions in logs of engines, with those of a point."""
-DUMMY_WEIGHTS = "dummy_weights"
-"""Mark of a point whose server has dummy weights, with which every token takes the same few experts."""
+DUMMY_WEIGHTS = "dummy_weights"  # warning of a point whose server has dummy weights: all tokens take the same experts
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Describe how an engine runs, by its log; null where the log does not state it."""
 
-    load_format: str | None = None
-    """`safetensors`, `dummy` for the engine's own dummy weights, …"""
+    load_format: str | None = None  # `safetensors`, `dummy` for the engine's own dummy weights, …
     weights_fingerprints: list[str] = []
-    """Checksums of dcpbench's synthetic weights, one for each different part that a rank holds; empty for other weights."""
-    dtype: str | None = None
-    """Data type of activations."""
-    weights_dtype: str | None = None
-    """Quantisation of the weights, such as `fp8`."""
+    """Checksums of dcpbench's synthetic weights, one for each part that differs; empty for other weights."""
+    dtype: str | None = None  # data type of activations
+    weights_dtype: str | None = None  # quantisation of the weights, such as `fp8`
     kv_dtype: str | None = None
-    page_size: Count | None = None
-    """KV rows in a page."""
+    page_size: Count | None = None  # KV rows in a page
     max_batched_tokens: Count | None = None
     """Maximum number of tokens of a step: vLLM's --max-num-batched-tokens, SGLang's --chunked-prefill-size."""
     prefix_caching: bool | None = None
     async_scheduling: bool | None = None
     attention_backend: str | None = None
     moe_backend: str | None = None
-    exchange: str | None = None
-    """How partial attention is merged over dcp ranks."""
+    exchange: str | None = None  # how partial attention is merged over dcp ranks
     graph_batches: list[Count] | None = None
     """Batch sizes of captured decode graphs, to which batches of decodes are padded; empty without graphs."""
 
@@ -614,45 +491,33 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 class StartPhase(msgspec.Struct, frozen=True, kw_only=True):
     """Describe a phase of a server's start, by the lines of its log."""
 
-    name: str
-    """`starting`, `loading weights`, `compiling`, `allocating the KV cache`, `capturing CUDA graphs`, `warming up`."""
+    name: str  # `starting`, `loading weights`, `compiling`, `allocating the KV cache`, `capturing CUDA graphs`, …
     seconds: Number
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
     """Describe a real server that was measured, as reported by itself and observed by the client."""
 
-    engine: str
-    """`vllm`, `sglang`, or `openai` if the server does not report its engine."""
+    engine: str  # `vllm`, `sglang`, or `openai` if the server does not report its engine
     version: str = ""
-    kv_capacity_tokens: Count | None = None
-    """Total number of tokens that its KV cache holds; null if unknown."""
-    kv_sources: KvSources | None = None
-    """Origin of kv_capacity_tokens."""
+    kv_capacity_tokens: Count | None = None  # total number of tokens that its KV cache holds; null if unknown
+    kv_sources: KvSources | None = None  # origin of kv_capacity_tokens
     max_model_len: Count | None = None
-    prompts: str = ""
-    """Form of the prompts: `token ids`, or `text` from a tokenizer or `counted` by the server."""
-    counted: str = ""
-    """Source of the token count of a chunk: `token ids`, `usage`, or `chunks` with one token each."""
-    retries: Count = 0
-    """Requests that were sent again, each counted every time."""
+    prompts: str = ""  # form of the prompts: `token ids`, or `text` from a tokenizer or `counted` by the server
+    counted: str = ""  # source of the token count of a chunk: `token ids`, `usage`, or `chunks` with one token each
+    retries: Count = 0  # requests that were sent again, each counted every time
     failures: list[FailedRequests] = []
     client: ClientLoad | None = None
-    settings: EngineSettings | None = None
-    """Resolved settings of a server that was started for the measurement; null if it ran already."""
-    start: list[StartPhase] = []
-    """Phases of its start, in order; empty if it ran already."""
-    facts: dict[str, str] = {}
-    """Further facts about the server: its command, its flags."""
+    settings: EngineSettings | None = None  # resolved settings of a server that was started for it; else null
+    start: list[StartPhase] = []  # phases of its start, in order; empty if it ran already
+    facts: dict[str, str] = {}  # further facts about the server: its command, its flags
 
 
 class OmittedValue(msgspec.Struct, frozen=True, kw_only=True):
-    """Describe a value that no reader would accept and that was replaced when the record was written."""
+    """Describe a value that no reader accepts. A record names those that were replaced when it was written."""
 
-    field: str
-    """Dotted name, such as `server.max_model_len`."""
-    what: str
-    """Problem with the value, worded to follow the name: `is above 1e+15`."""
+    field: str  # dotted name, without places in lists, such as `server.max_model_len`
+    what: str  # problem with the value, worded to follow the name: `is above 1e+15`
 
     def __str__(self) -> str:
         """Return `server.max_model_len is above 1e+15`."""
@@ -664,66 +529,46 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     schema_version: int = SCHEMA_VERSION
     point: Point
-    outcome: str
-    """`ok`, `failed`, `hung`, `rejected`."""
-    reason: str | None = None
-    """Why the outcome is not `ok`, with the next thing to try."""
-    no_room: bool | msgspec.UnsetType = msgspec.UNSET
-    """True for a point that was rejected because memory is too small. Unset if the point was not rejected."""
-    detail: dict[str, str] = {}
-    """Details of a failure: the device, exit code, last log lines, stacks."""
-    marks: list[str] = []
-    """Warnings about the point; reports/explain.py lists them, with a sentence for each."""
-    metrics: Metrics | None = None
-    """Results of the workload `decode`."""
-    serve: ServeMetrics | None = None
-    """Results of the workload `serve`."""
+    outcome: str  # `ok`, `failed`, `hung`, `rejected`
+    reason: str | None = None  # why the outcome is not `ok`; for a rejected point it ends with the option to change
+    cause: str | msgspec.UnsetType = msgspec.UNSET  # the part of `reason` that other points may share; unset: all of it
+    advice: str | msgspec.UnsetType = msgspec.UNSET  # logs to read and options to try again with
+    lacks_memory: bool | msgspec.UnsetType = msgspec.UNSET  # true if it was rejected because memory is too small
+    detail: dict[str, str] = {}  # details of a failure: the device, exit code, last log lines, stacks
+    warnings: list[str] = []  # warnings about the point; reports/explain.py lists them, with a sentence for each
+    metrics: Metrics | None = None  # results of the workload `decode`
+    serve: ServeMetrics | None = None  # results of the workload `serve`
     phases: Phases | None = None
-    emulated: Emulated | None = None
-    """Model of the missing ranks; null if all ranks were real."""
-    rates: Rates | None = None
-    """Null on the CPU and in replay."""
-    floor: Floor | None = None
-    """Lower bound of a `decode` step; null without rates, or if a required rate could not be measured."""
-    host_syncs_per_step: Number | None = None
-    """Host-blocking CUDA calls inside one step, from the profiled pass."""
-    sync_sites: list[SyncSite] = []
-    """Source lines of the host synchronisations, worst first; at most 8."""
+    emulated: Emulated | None = None  # model of the missing ranks; null if all ranks were real
+    rates: Rates | None = None  # null on the CPU and in replay
+    floor: Floor | None = None  # lower bound of a `decode` step; null without the rates that it requires
+    host_syncs_per_step: Number | None = None  # host-blocking CUDA calls inside one step, from the profiled pass
+    sync_sites: list[SyncSite] = []  # source lines of the host synchronisations, worst first; at most 8
     allocations_per_step: Number | None = None
     """Calls to the CUDA allocator (cudaMalloc and its like) while the steps were timed, divided by the steps."""
-    host_plan_us: Number | None = None
-    """Host time to plan one step (index building, copies, backend plan), slowest rank; not in `step_ms`."""
+    host_plan_us: Number | None = None  # host time to plan a step, slowest rank; not in `step_ms`
     kv: Kv | None = None
     memory_peak_bytes: Count | None = None
-    honesty: Conditions | None = None
-    choice: Choice | None = None
-    """Choice of `auto`; null if the point names its backend and its exchange."""
+    conditions: Conditions | None = None
+    choice: Choice | None = None  # choice of `auto`; null if the point names its backend and its exchange
     gpu: Gpu | None = None
     environment: Environment | None = None
     measured_with: dict[str, SignedCount | SignedNumber | bool | str | dict[str, SignedNumber] | None] = {}
     """Effective jobs.Settings, from the command line, a file or defaults."""
-    started_at: str = ""
-    """UTC, ISO 8601."""
-    seconds: Number = 0.0
-    """Wall time the point took, set-up included."""
+    started_at: str = ""  # UTC, ISO 8601
+    seconds: Number = 0.0  # wall time the point took, set-up included
     origin: str | msgspec.UnsetType = msgspec.UNSET
-    """Tool that measured an imported point (points.names.ENGINES), or `engine`, name and version of a real server.
-    Absent from records of this package.
-    """
-    straggler: Straggler | msgspec.UnsetType = msgspec.UNSET
-    """The slowest rank, if one is a straggler; unset otherwise."""
+    """Tool that measured an imported point, or `engine`, name and version of a real server; unset for dcpbench."""
+    straggler: Straggler | msgspec.UnsetType = msgspec.UNSET  # the slowest rank, if one is a straggler; unset otherwise
     model_sizes: ModelSizes | msgspec.UnsetType = msgspec.UNSET
     """Sizes of the model if `point.model` is a folder with a readable config.json; unset otherwise."""
-    server: Server | msgspec.UnsetType = msgspec.UNSET
-    """The real server that served the point; absent from the lines of all other records."""
+    server: Server | msgspec.UnsetType = msgspec.UNSET  # real server that served the point; absent for all others
     omitted: list[OmittedValue] | msgspec.UnsetType = msgspec.UNSET
     """Values that were replaced when the record was written; only in the lines of records that have some."""
 
 
 def format_omitted_note(record: Record) -> str:
-    """Return the text that follows the numbers of a point in a progress line if values were omitted, else an empty
-    string.
-    """
+    """Return the text behind the numbers of a point in a progress line if values were omitted, else an empty string."""
     return f"; not recorded: {'; '.join(map(str, record.omitted))}" if record.omitted else ""
 
 
@@ -783,13 +628,12 @@ def format_hardware(environment: Environment) -> str:
 
 def is_rejected_for_memory(record: Record) -> bool:
     """Return True if a point was rejected because memory was too small."""
-    return record.outcome == "rejected" and record.no_room is True
+    return record.outcome == "rejected" and record.lacks_memory is True
 
 
 KV_LIMIT_FLAGS = ("--num-gpu-blocks-override", "--max-total-tokens")
 """Flags of vLLM and SGLang that limit the KV cache below what the memory allows."""
-SERVER_FLAG = "server_flag"
-"""Limit of the KV cache of a server that has one of KV_LIMIT_FLAGS, next to those in Kv.bounded_by."""
+SERVER_FLAG = "server_flag"  # limit of a KV cache by one of KV_LIMIT_FLAGS, next to those in Kv.bounded_by
 
 
 def is_kv_limited(record: Record) -> bool:
@@ -818,16 +662,19 @@ def get_precisions(record: Record) -> tuple[str, str]:
 
 
 def get_reason(record: Record) -> str:
-    """Return why a point is not `ok`, without the parts that differ between jobs: the logs to read and how to try
-    again.
-    """
-    return (record.reason or "no reason was recorded").partition(READ_LOG)[0]
+    """Return why a point is not `ok`."""
+    return record.reason or "no reason was recorded"
 
 
 def get_cause(record: Record) -> str:
-    """Return the reason without the positions of the ranks, which differ between points that hung."""
-    found = IN_STAGE.match(get_reason(record)) if record.outcome == "hung" else None
-    return found[0] if found else get_reason(record)
+    """Return the cause of a failure, without the positions of the ranks, which differ between points that hung."""
+    return record.cause or get_reason(record)
+
+
+def format_reason(record: Record) -> str:
+    """Return why a point is not `ok`, and what to read and try next; empty for a point that is `ok`."""
+    reason = record.reason or ""
+    return f"{reason.rstrip('.')}. {record.advice}" if record.advice else reason
 
 
 def get_device(record: Record) -> str | None:
@@ -837,7 +684,7 @@ def get_device(record: Record) -> str | None:
 
 def is_functional(record: Record) -> bool:
     """Return True if the point ran on a CPU, so that its times have no meaning for performance."""
-    return "cpu" in record.marks or (record.environment is not None and record.environment.device == CPU)
+    return "cpu" in record.warnings or (record.environment is not None and record.environment.device == CPU)
 
 
 def is_forecast(record: Record) -> bool:

@@ -31,57 +31,43 @@ if TYPE_CHECKING:
 
 SEALED, UNSEALED, CUT_SHORT, DAMAGED, STRANGE = "sealed", "unsealed", "cut short", "damaged", "strange"
 MAX_BROKEN_OBJECTS = 64
-"""Objects within a damaged line that are tried and have no end: a record has some 20, and each costs a look at the line."""
+"""Objects without an end that are tried in a damaged line: a record has some 20, and each costs a look at the line."""
 _BEGIN, _VALUE = re.compile(r'\{\s*"'), json.JSONDecoder()
-COPY_FIRST = "copy the folder to another disk and repair the copy"
-"""Remedy if the disk of the file cannot be written."""
-BACKUP = ".before-repair"
-"""Suffix of the copy of a file of records made before the repair."""
+COPY_FIRST = "copy the folder to another disk and repair the copy"  # remedy if the disk of the file cannot be written
+BACKUP = ".before-repair"  # suffix of the copy of a file of records made before the repair
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Describe a line that is not a record."""
 
-    line: int
-    """Line number, from 1."""
-    kind: str
-    """`cut short`, `damaged` or `strange`."""
-    why: str
-    """Problem with the line, without a full stop."""
+    line: int  # line number, from 1
+    kind: str  # `cut short`, `damaged` or `strange`
+    why: str  # problem with the line, without a full stop
     length_bytes: int
-    held: int = 0
-    """Number of whole records found inside it, between the damage; 1 for a record with an invalid value left out."""
+    held: int = 0  # whole records found inside it; 1 for a record with an invalid value left out
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the result of the audit of a file of records."""
 
     file: str
-    records: int
-    """Number of whole lines."""
-    unsealed: int
-    """Number of whole lines without a checksum, as written before checksums were added."""
+    records: int  # number of whole lines
+    unsealed: int  # number of whole lines without a checksum, as written before checksums were added
     points: int
     faults: list[Fault]
     advice: list[str]
-    """Remedies for the faults, each once. For a file without any record, only for lines that were records or are of
-    another version.
-    """
-    samples_missing: list[str]
-    """Files of requests that records name and that are missing from the folder."""
+    """Remedies, each once; without any record only for lines that were records, or are of another version."""
+    samples_missing: list[str]  # files of requests that records name and that are missing from the folder
 
 
 class Repair(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the result of the repair of a file of records."""
 
     file: str
-    kept: int
-    """Number of records kept, including those found inside damaged lines."""
+    kept: int  # number of records kept, including those found inside damaged lines
     taken_out: list[Fault]
-    left: list[Fault] = []
-    """Strange lines, which stay unless their removal was requested."""
-    backup: str = ""
-    """Path of the copy of the original file; empty if nothing was changed."""
+    left: list[Fault] = []  # strange lines, which stay unless their removal was requested
+    backup: str = ""  # path of the copy of the original file; empty if nothing was changed
 
 
 def audit_file(run: Path) -> Audit:
@@ -156,11 +142,9 @@ class _Line(msgspec.Struct, frozen=True):
     records: list[Record]
     texts: list[bytes]
     fault: Fault | None = None
-    advice: str = ""
-    """Remedy for the fault; empty if the line was cut short."""
+    advice: str = ""  # remedy for the fault; empty if the line was cut short
     was_record: bool = True
-    whole: bytes = b""
-    """Original line of a fault."""
+    whole: bytes = b""  # original line of a fault
 
 
 def _iter_lines(path: Path) -> Iterator[_Line]:
@@ -212,9 +196,7 @@ def _find_json_error(line: bytes) -> Exception | None:
 
 
 def _find_inner_records(line: bytes) -> Iterator[tuple[Record, bytes]]:
-    """Yield whole records inside a damaged line, with their bytes: sealed ones, and those without a checksum between
-    them.
-    """
+    """Yield whole records inside a damaged line, with their bytes: sealed ones, and unsealed ones between them."""
     for text in _split_damaged_line(line):
         try:
             yield decode_record(text), text

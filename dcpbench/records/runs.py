@@ -28,19 +28,12 @@ class Run:
     """Hold the records of one folder."""
 
     name: str
-    folder: Path
-    """Folder of the run's other files."""
-    records: list[Record]
-    """Last record of each point and repeat: a later one replaces an earlier one, as after --resume."""
-    replaced: int = 0
-    """Records that a later one of the same point replaced."""
-    truncated: bool = False
-    """True if the last line was incomplete and therefore not counted."""
-    bad_lines: tuple[BadLine, ...] = ()
-    """Lines that cannot be read and are not counted; always empty unless `read_run` was called with `skip_bad_lines`.
-    """
-    path: Path | None = None
-    """File of the records; None if `records` is all there is."""
+    folder: Path  # folder of the run's other files
+    records: list[Record]  # last record of each point and repeat, which replaces earlier ones, as after --resume
+    replaced: int = 0  # records that a later one of the same point replaced
+    truncated: bool = False  # true if the last line was incomplete and therefore not counted
+    bad_lines: tuple[BadLine, ...] = ()  # lines that cannot be read; none unless `read_run` skips them
+    path: Path | None = None  # file of the records; None if `records` is all there is
     places: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
     """Byte offset of each record's line in that file, by the point's key."""
 
@@ -127,9 +120,7 @@ def read_last_records(folder: Path, name: str = RECORDS_FILE, *, bad: list[BadLi
 
 
 def compute_measurement_digest(record: Record) -> bytes:
-    """Return a digest that is equal only for a measurement and its copies: point, time and every figure but the
-    samples.
-    """
+    """Return a digest of point, time and every figure but the samples; it is the same only for copies of a measurement."""
     point = msgspec.structs.replace(record.point, repeat=0)
     figures = remove_samples(record).metrics or record.serve
     return hashlib.sha256(msgspec.json.encode((point, record.started_at, figures))).digest()

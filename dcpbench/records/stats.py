@@ -18,8 +18,7 @@ from dcpbench.records.record import Interval
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-REPEATS_AGREE_WITHIN = 0.02
-"""Repeats of a point agree when their medians differ by no more than this share."""
+REPEATS_AGREE_WITHIN = 0.02  # repeats of a point agree when their medians differ by no more than this share
 CONFIDENCE = 0.95  # of intervals
 MIN_EFFECTIVE = 6  # independent samples without which no pair of order statistics covers the median with 95 %
 FLOOR_CONFIDENCE = 0.99  # of the bound that a percentile needs (MLPerf endpoints)

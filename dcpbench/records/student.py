@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-NORMAL_FROM = 1e7
-"""Degrees of freedom from which on the normal distribution is the same to seven digits."""
+NORMAL_FROM = 1e7  # degrees of freedom from which on the normal distribution is the same to seven digits
 TINY = 1e-300
-STEPS = 2000
-"""More than the continued fraction ever takes for the arguments that occur here."""
+STEPS = 2000  # more than the continued fraction ever takes for the arguments that occur here
 HALVINGS = 200
 PRECISION = 1e-12
 
@@ -31,9 +29,7 @@ def sf(t: float, df: float) -> float:
 
 @lru_cache(maxsize=65536)
 def compute_quantile(tail: float, df: float) -> float:
-    """Return the t that is exceeded with probability `tail`, 0 < tail ≤ 1/2; infinity if it exceeds the range of
-    floats.
-    """
+    """Return the t that is exceeded with probability `tail`, 0 < tail ≤ 1/2; infinity beyond the range of floats."""
     low, high = 0.0, 1.0
     while sf(high, df) > tail:
         low, high = high, high * 2
@@ -48,9 +44,7 @@ def compute_quantile(tail: float, df: float) -> float:
 
 
 def _compute_incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
-    """Return the regularised incomplete beta function I_x(a, b); `rest` is 1 - x, passed separately because x may round
-    to 1.
-    """
+    """Return the regularised incomplete beta function I_x(a, b); `rest` is 1 - x, as x may round to 1."""
     if x <= 0 or rest <= 0:
         return 0.0 if x <= 0 else 1.0
     front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(rest)

@@ -52,7 +52,7 @@ MAX_LENGTHS = 8  # request lengths that the break-even sentence names at most; e
 MAX_CLAUSES = 8  # changes along the concurrencies that a sentence names at most; else it counts loads
 MAX_WARNINGS = 4
 LOST = "no longer"  # text for a lead that exists at some concurrency but not at the highest one
-IMPOSSIBLE, NO_ROOM = "rejected before the start", "rejected for lack of memory"
+IMPOSSIBLE, LACKS_MEMORY = "rejected before the start", "rejected for lack of memory"
 NOT_RUN = {"rejected": "was rejected", "failed": "failed", "hung": "hung"}  # outcomes, as a sentence states them
 
 
@@ -102,6 +102,7 @@ def _collect_ranked(frames: Frames) -> list[tuple[float, str]]:
         (0.05, slo.explain_unjudged(frames.everything, frames.slo)),
         (0.15, describe_imports(frames)),
         *((0.07, f"{format_capitalized(text)}.") for text in list_draft_conditions(frames)),
+        *((0.08, f"{format_capitalized(text)}.") for text in list_stage_conditions(frames)),
     ]
     if len(frames.findings.points):
         notes += [
@@ -151,6 +152,22 @@ def list_draft_conditions(frames: Frames) -> list[str]:
         if seen is not None and seen.step_times:
             found[f"times of steps with drafts are {seen.step_times}"] = None
     return list(found)
+
+
+def list_stage_conditions(frames: Frames) -> list[str]:
+    """Return how long stages wait in each layout with several, and how the times of their steps were obtained."""
+    waits: dict[str, list[float]] = {}
+    how: dict[str, None] = {}
+    for record in frames.records:
+        seen = record.serve.stages if record.serve else None
+        if seen is not None:
+            how[f"times of steps over stages are {seen.step_times}"] = None
+            if record.point.pp > 1:
+                waits.setdefault(f"{record.point.instance_name} with {seen.micro_batches} micro-batches", []).append(
+                    seen.bubble_share
+                )
+    shares = {layout: format_value_range([100 * share for share in found], "{:.0f}") for layout, found in waits.items()}
+    return [*how, *(f"a stage of {layout} waits for {share} % of a step" for layout, share in shares.items())]
 
 
 def _iterate_scopes(frames: Frames) -> Iterable[tuple[float, str]]:
@@ -230,8 +247,10 @@ def describe_best(found: pd.DataFrame) -> str:
 def count_winners(found: pd.DataFrame) -> str:
     """Return in how many loads each layout is the best: `tp4 in 3, no layout clearly in 1 and none within the SLO in 2`."""
     clear, meets = found["clear"].astype(bool), found["meets"].astype(bool)
-    more = launch_bands.BY_MORE if launch_bands.has_single_launches(found) else "clearly"
-    others = {f"no layout {more}": int((meets & ~clear).sum()), "none within the SLO": int((~meets).sum())}
+    others = {
+        f"no layout {launch_bands.format_clearly(found)}": int((meets & ~clear).sum()),
+        "none within the SLO": int((~meets).sum()),
+    }
     won = found[clear]["label"].value_counts().to_dict() | {what: n for what, n in others.items() if n}
     return format_list([f"{who} in {n}" for who, n in won.items()])
 
@@ -347,8 +366,7 @@ def _format_paying_loads(rows: pd.DataFrame) -> str:
     paying = within[within["verdict"].isin(findings.PAYS)]
     if paying.empty:
         top = within.sort_values("ratio", kind="stable").iloc[-1]
-        more = launch_bands.BY_MORE if launch_bands.has_single_launches(rows) else "clearly"
-        nowhere = "nowhere" if top["ratio"] <= 1 else f"nowhere {more}"
+        nowhere = "nowhere" if top["ratio"] <= 1 else f"nowhere {launch_bands.format_clearly(rows)}"
         return f"{nowhere} (at most {top['ratio']:.2f}× {top['rival']}, {top['label']} at {_format_loads([top])})"
     fastest = paying.sort_values("output_tok_s", ascending=False, kind="stable").drop_duplicates("same_load")
     found = [r for _, r in fastest.sort_values("concurrency", kind="stable").iterrows()]
@@ -472,7 +490,9 @@ def format_outcomes(frames: Frames) -> str:
     others = frames.others
     if others.empty:
         return "the record file holds no point"
-    outcomes = others["outcome"].mask(others["no_room"].astype(bool), NO_ROOM).replace({"rejected": IMPOSSIBLE})
+    outcomes = (
+        others["outcome"].mask(others["lacks_memory"].astype(bool), LACKS_MEMORY).replace({"rejected": IMPOSSIBLE})
+    )
     return format_list([f"{n} {outcome}" for outcome, n in outcomes.value_counts().items()])
 
 

@@ -52,7 +52,7 @@ def build_best_table(found: pd.DataFrame, mode: str) -> Table:
     found = select_mode(found, mode)
     single = launch_bands.has_single_launches(found)
     return make_table(
-        f"Highest output throughput of each load{_format_mode(mode)}{_format_launches(found)}",
+        f"Highest output throughput of each load{_format_mode(mode)}{launch_bands.format_launches(found)}",
         found,
         [
             *make_text_columns("model", "load"),
@@ -72,7 +72,7 @@ def build_ratios_table(found: pd.DataFrame, mode: str) -> Table:
     """Return DCP against its baseline, point by point."""
     found = select_mode(found, mode)
     return make_table(
-        f"DCP over the same layout without it{_format_mode(mode)}{_format_launches(found)}",
+        f"DCP over the same layout without it{_format_mode(mode)}{launch_bands.format_launches(found)}",
         found,
         [
             *LOADED,
@@ -175,11 +175,6 @@ def _format_best_label(row: pd.Series[Any]) -> str:
 def _format_rate(row: pd.Series[Any]) -> str:
     low, high = row["output_tok_s_low"], row["output_tok_s_high"]
     return format_number(row["output_tok_s"]) if low == high else format_with_interval(row["output_tok_s"], low, high)
-
-
-def _format_launches(found: pd.DataFrame) -> str:
-    """Return `, in one launch each` if a server's launches are not known to agree."""
-    return f", {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(found) else ""
 
 
 def _format_mode(mode: str) -> str:

@@ -31,6 +31,7 @@ from dcpbench.records.record import (
     Interval,
     Kv,
     ServeMetrics,
+    format_reason,
     get_cause,
     get_device,
     get_kv_capacity,
@@ -94,7 +95,7 @@ VARIES = {
 """Further fields of a load or of its serving settings that may distinguish two points of a report, with their print format."""
 SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
 """Fields of VARIES that only some points have; a missing value adds no information. Imports have only `requests`."""
-OTHERS = (
+OTHERS = (  # columns of points that did not run, before those of LOST
     "run",
     "model",
     "layout",
@@ -107,8 +108,7 @@ OTHERS = (
     "load",
     "repeat",
 )
-"""Columns of points that did not run, before those of LOST."""
-LOST = ("outcome", "reason", "detail", "no_room", "message", "cause", "device", "cpu", "gpus", "shape")
+LOST = ("outcome", "reason", "detail", "lacks_memory", "message", "cause", "device", "cpu", "gpus", "shape")
 """Columns of points that did not run: outcome, the reason without job-specific or point-specific parts, memory, and hardware."""
 
 
@@ -124,8 +124,7 @@ class Frames:
     """Requested objectives in ms; if empty, those that the runs were measured with apply (slo.py)."""
     engines: list[EngineRun] = dataclasses.field(default_factory=list)
     """Runs by engine, if several engines were measured: `run` in the tables is then the name of one of these."""
-    model_names: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Shown name of each model folder (model_names.find_model_names)."""
+    model_names: dict[str, str] = dataclasses.field(default_factory=dict)  # shown names by folder
 
     @property
     def shown_runs(self) -> list[Run]:
@@ -201,14 +200,14 @@ def load_frames(folders: Iterable[Path], *, as_repeats: bool = False, slo: dict[
             row = report.add_names(_make_point_row(run.name, records), records)
             (served if records[0].point.load else rows).append(row)
     slo = slo or {}
+
+    def complete_table(table: pd.DataFrame) -> pd.DataFrame:
+        return launch_bands.add_bands(_make_plain_table(objectives.add_slo_results(table, slo)), bands)
+
     return Frames(
         runs=runs,
-        points=launch_bands.add_bands(
-            _make_plain_table(objectives.add_slo_results(_add_load_columns(_build_tidy_table(rows)), slo)), bands
-        ),
-        served=launch_bands.add_bands(
-            _make_plain_table(objectives.add_slo_results(_add_served_columns(_build_tidy_table(served)), slo)), bands
-        ),
+        points=complete_table(_add_load_columns(_build_tidy_table(rows))),
+        served=complete_table(_add_served_columns(_build_tidy_table(served))),
         slo=slo,
         others=pd.DataFrame(others, columns=[*OTHERS, *LOST]),
         engines=engines,
@@ -223,8 +222,7 @@ class _Reading:
     engines: list[EngineRun]
     devices: dict[str, str]  # shown name of each device (joined_runs.find_device_names)
     models: dict[str, str]  # shown name of each model folder (model_names.find_model_names)
-    launches: Counter[tuple[str, str]]
-    """Launches of each point by engine and key; counted only if several engines were measured."""
+    launches: Counter[tuple[str, str]]  # launches of each point by engine and key; only counted for several engines
 
     def add_names(self, row: dict[str, Any], records: list[Record]) -> dict[str, Any]:
         """Return the row of a point with the shown names of its model and device, and with the engine that ran it."""
@@ -349,7 +347,7 @@ class _Clipper:
 
     def __call__(self, record: Record) -> Record:
         """Return the record with strings cut, and with an equal environment replaced by the one seen before."""
-        names = ("point", "phases", "kv", "honesty", "choice", "sync_sites", "marks", "reason", "gpu", "serve")
+        names = ("point", "phases", "kv", "conditions", "choice", "sync_sites", "warnings", "reason", "gpu", "serve")
         parts = {name: getattr(record, name) for name in names}
         changes = {} if _is_short(parts) else {name: _fit_strings(part) for name, part in parts.items()}
         if record.environment is not None:
@@ -406,9 +404,9 @@ def _make_other_row(run: str, record: Record) -> dict[str, Any]:
         "load": load_labels.format_served_load(point) if point.load else None,
         "repeat": point.repeat,
         "outcome": record.outcome,
-        "reason": record.reason or "no reason was recorded",
+        "reason": format_reason(record) or get_reason(record),
         "detail": "\n".join(f"{name}: {text}" for name, text in record.detail.items()),
-        "no_room": is_rejected_for_memory(record),
+        "lacks_memory": is_rejected_for_memory(record),
         "message": get_reason(record),
         "cause": get_cause(record),
         "device": CPU if is_functional(record) else get_device(record),
@@ -432,14 +430,15 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
     fields = [name for name in point.__struct_fields__ if name not in ("repeat", "load")]
     row: dict[str, Any] = {name: getattr(point, name) for name in fields}
     kv, instances = next((r.kv for r in records if r.kv), None), point.instances
-    honesty = next((r.honesty for r in records if r.honesty), None)
+    conditions = next((r.conditions for r in records if r.conditions), None)
     profiled = [r.phases for r in records if r.phases]
     phases = dict.fromkeys(name for p in profiled for name in p.phase_us)
     floors = [r.floor for r in records if r.floor]
     floored = dict.fromkeys(name for f in floors for name in (*phases, *f.phase_floor_us))
     condition_names = ("layers", "layers_held", "attention_error", "experts_hit", "graph_batch", "cuda_graph")
-    busiest = {name: v for name in BUSIEST if honesty and (v := getattr(honesty, name)) is not None}
+    busiest = {name: v for name in BUSIEST if conditions and (v := getattr(conditions, name)) is not None}
     row |= {
+        "record": records[0],
         "run": run,
         "layout": point.layout_name,
         "drawn_layout": describe_layout(point),
@@ -449,10 +448,9 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
         "precision": point.precision,
         "repeats": len(records),
         "origin": get_origin(records[0]),
-        "marks": tuple(sorted({mark for r in records for mark in _list_marks(r)})),
+        "warnings": tuple(sorted({warning for r in records for warning in _list_warnings(r)})),
         "cpu": any(map(is_functional, records)),
         "device": next(filter(None, map(get_device, records)), None),
-        "slo_recorded": objectives.get_recorded_slo(records[0]),
         **{f"kv_{name}": getattr(kv, name, None) for name in Kv.__struct_fields__},
         **({"kv_bounded_by": SERVER_FLAG} if any(map(is_kv_limited, records)) else {}),
         "room_for": kv.capacity_requests * instances.serving if kv else None,
@@ -462,7 +460,7 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
         **(_make_profile_columns(profiled) if profiled else {}),
         **{f"floor_{name}_us": compute_median(f.phase_floor_us.get(name, 0.0) for f in floors) for name in floored},
         **merge_metrics(records, "idle_fraction", "kernels"),
-        **{name: getattr(honesty, name, None) for name in condition_names},
+        **{name: getattr(conditions, name, None) for name in condition_names},
         **busiest,
         **merge_metrics(records, *OF_ENGINE),
         "kv_capacity_tokens": next((n for n in map(get_kv_capacity, records) if n is not None), None),
@@ -475,10 +473,10 @@ def _make_point_row(run: str, records: list[Record]) -> dict[str, Any]:
     return row | (_make_served_columns(records) if point.load else _make_decode_columns(records))
 
 
-def _list_marks(record: Record) -> list[str]:
-    """Return the marks of a record, with PHASES_DIFFER if its phases do not add up to the profiled step."""
+def _list_warnings(record: Record) -> list[str]:
+    """Return the warnings of a record, with PHASES_DIFFER if its phases do not add up to the profiled step."""
     differ = record.phases is not None and abs(record.phases.sum_error) > MAX_SUM_ERROR
-    return [*record.marks, *([PHASES_DIFFER] if differ and PHASES_DIFFER not in record.marks else [])]
+    return [*record.warnings, *([PHASES_DIFFER] if differ and PHASES_DIFFER not in record.warnings else [])]
 
 
 def _make_profile_columns(profiled: list[Phases]) -> dict[str, Any]:
@@ -534,7 +532,9 @@ def _make_served_columns(records: list[Record]) -> dict[str, Any]:
         "output_tok_s_low": min(rates, default=None),
         "output_tok_s_high": max(rates, default=None),
         "spread": findings.compute_spread([Interval(median=rate, low=rate, high=rate, samples=1) for rate in rates]),
-        "step_error": max((e for r in records if r.honesty and (e := r.honesty.step_error) is not None), default=None),
+        "step_error": max(
+            (e for r in records if r.conditions and (e := r.conditions.step_error) is not None), default=None
+        ),
     }
     row |= merge_metrics(records, *SERVED)
     for name in LATENCIES:
@@ -632,12 +632,7 @@ def _sort_table(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return table.sort_values(order, kind="stable", ignore_index=True, key=make_sort_key)
 
 
-DISTINCT_WHEN_ABSENT = (
-    "emulate",
-    "prefill_gpus",
-    "mtp",
-    "acceptance",
-)  # fields of which an empty value means something, not "unknown"
+DISTINCT_WHEN_ABSENT = ("emulate", "prefill_gpus", "mtp", "acceptance")  # an empty value does not mean "unknown"
 
 
 def _format_varying(table: pd.DataFrame, axis: Axis) -> list[str]:
@@ -700,10 +695,10 @@ def _format_devices(table: pd.DataFrame) -> list[str]:
 def _format_exchanges(table: pd.DataFrame) -> list[str]:
     """Return the parts of each point's exchange that not all have in common, such as `a2a +q-replicate`."""
     own = select_point_axes(Role.EXCHANGE)
-    rows = table[[axis.name for axis in own]].to_dict("records")
+    rows = load_labels.list_rows(table[[axis.name for axis in own]])
     exchanges = ~table["exchange"].isin((NO_EXCHANGE, UNKNOWN))
     varying = [axis for axis in own if len(set(table[axis.name][exchanges])) > 1]
     return [
-        " ".join(axes.format_changed_values(varying, {str(k): v for k, v in row.items()})) if exchanging else ""
+        " ".join(axes.format_changed_values(varying, row)) if exchanging else ""
         for row, exchanging in zip(rows, exchanges, strict=True)
     ]

@@ -100,7 +100,7 @@ def compare_steps(frames: Frames) -> StepComparison:
         return StepComparison(rows, "")
     ours = rows["run"][rows["origin"] == OURS]
     reference = str((ours if len(ours) else rows["over_run"]).value_counts(sort=True).index[0])
-    records = [{str(k): v for k, v in row.items()} for row in rows.to_dict("records")]
+    records = load_labels.list_rows(rows)
     for row in records:
         row |= {"parts": _collect_parts(row), "profiled_times": _get_profiled_times(row)}
     of_cell = {row["cell"]: row for row in records if row["run"] == reference}
@@ -149,27 +149,23 @@ def find_slower_parts(found: StepComparison) -> list[SlowerPart]:
         if engine == found.reference:
             continue
         pairs = list(_iterate_pairs(found, engine))
-        for part in dict.fromkeys(name for _, theirs in pairs for name in (STEP, *_list_compared(theirs))):
+        for part in dict.fromkeys(name for _, theirs in pairs for name in (STEP, *list_compared_parts(theirs))):
             slower += _find_slower_part(part, engine, pairs)
     return sorted(slower, key=lambda one: (one.part != STEP, -one.lost_ms))
 
 
 def _iterate_pairs(found: StepComparison, engine: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield the reference's and the engine's row of each point that both ran."""
-    rows = found.rows.to_dict("records")
+    rows = load_labels.list_rows(found.rows)
     ours = {row["cell"]: row for row in rows if row["run"] == found.reference}
     for row in rows:
         if row["run"] == engine and row["cell"] in ours:
-            yield {str(k): v for k, v in ours[row["cell"]].items()}, {str(k): v for k, v in row.items()}
-
-
-def _list_compared(row: Mapping[str, Any]) -> list[str]:
-    return list_compared_parts(dp=row["dp"] > 1)
+            yield ours[row["cell"]], row
 
 
 def _is_comparable(part: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     prolonged = is_prolonged(ours["profiled_times"], theirs["profiled_times"])
-    return part in _list_compared(theirs) and not (prolonged and part in PROLONGED)
+    return part in list_compared_parts(theirs) and not (prolonged and part in PROLONGED)
 
 
 def _find_slower_part(part: str, engine: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[SlowerPart]:
@@ -271,7 +267,7 @@ def _find_difference(engine: str, pairs: list[tuple[dict[str, Any], dict[str, An
         for ours, theirs in pairs
         if ours["parts"] and theirs["parts"] and not is_prolonged(ours["profiled_times"], theirs["profiled_times"])
     ]
-    names = list(dict.fromkeys(name for _, theirs in usable for name in (*_list_compared(theirs), UNKNOWN)))
+    names = list(dict.fromkeys(name for _, theirs in usable for name in (*list_compared_parts(theirs), UNKNOWN)))
     more_ms = {
         name: tuple((theirs["parts"].get(name, 0.0) - ours["parts"].get(name, 0.0)) / 1e3 for ours, theirs in usable)
         for name in names

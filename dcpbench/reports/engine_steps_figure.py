@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.style import Style
 
-MAX_CONTEXTS = 6
-MAX_GROUPS = 8
-"""Maximum number of panels, and of pairs of layout and concurrency in each; the table has all."""
+MAX_CONTEXTS = 6  # maximum number of panels; the table has all
+MAX_GROUPS = 8  # maximum number of pairs of layout and concurrency in a panel
 MAX_NAME_CHARS = 24
 BAR_INCHES, MARGIN_INCHES = 0.23, 1.9
 IDLE_LOOK = {"facecolor": IDLE_COLOUR, "hatch": "///", "edgecolor": "#999999"}

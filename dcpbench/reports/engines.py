@@ -34,9 +34,8 @@ SAME_LAYOUT_AND_LOAD = ["model", "mode", "device", "gpus", "emulate", *DEGREES, 
 """Columns that points of different engines share if they are compared."""
 SCOPE = ["model", "mode", "device", "gpus"]  # columns that points of one sentence share
 LATENCIES = ("ttft_p50_ms", "itl_p50_ms")
-MAX_SCOPES = 3
-MAX_LAYOUTS = 4
-"""Maximum number of models and modes that have a sentence each, and of layouts that a sentence names."""
+MAX_SCOPES = 3  # maximum number of models and modes that have a sentence each
+MAX_LAYOUTS = 4  # maximum number of layouts that a sentence names
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,8 +55,8 @@ def compare_engines(frames: Frames) -> EngineComparison:
     names = _list_names(frames)
     points = points[points["run"].isin(names)] if len(points) else points
     left_out: dict[str, str] = {}
-    for mark, reason in NOT_COMPARED.items() if len(points) else ():
-        marked = point_warnings.find_marked(points, mark)
+    for warning, reason in NOT_COMPARED.items() if len(points) else ():
+        marked = point_warnings.has_warning(points, warning)
         left_out |= dict.fromkeys(load_labels.list_unique(points["run"][marked]), reason)
         points = points[~marked]
     if points.empty:
@@ -194,14 +193,8 @@ def _format_cells(rows: pd.DataFrame) -> str:
     named = format_list(layouts) if len(layouts) <= MAX_LAYOUTS else f"{len(layouts)} layouts"
     if (rows["load_arrival"] != CLOSED).any():
         return f"{named}, {format_count(rows['sent'].nunique(), 'load')}"
-    clients, lengths = rows["concurrency"], rows["input_typical"]
-    of = f" of {_format_range(lengths)} tokens" if lengths.notna().all() else ""
     steps = "decode steps of " if rows["mode"].eq(DECODE).all() else ""
-    return f"{named}, {steps}{_format_range(clients)} {'request' if clients.max() == 1 else 'requests'}{of}"
-
-
-def _format_range(values: pd.Series[Any]) -> str:
-    return "–".join(dict.fromkeys(f"{end:,.0f}" for end in (values.min(), values.max())))
+    return f"{named}, {steps}{load_labels.format_clients(rows)}"
 
 
 def format_launches(rows: pd.DataFrame) -> str:

@@ -8,6 +8,7 @@ from dcpbench.points.axes import Role, format_changed_values
 from dcpbench.points.names import EXCHANGES
 from dcpbench.points.point import OPTIONS, select_point_axes
 from dcpbench.reports.findings import SAME_BUT_EXCHANGE, add_ratios, compute_verdicts
+from dcpbench.reports.load_labels import list_rows
 from dcpbench.reports.tables import Table, make_table, make_text_columns
 from dcpbench.show.numbers import format_number, format_with_interval
 
@@ -31,10 +32,8 @@ def compare_exchanges(timed: pd.DataFrame) -> pd.DataFrame:
     found = add_ratios(timed[(timed["dcp"] > 1) & ~bare], timed[bare], SAME_BUT_EXCHANGE, "step_ms")
     found = found[found["ratio"].notna()]
     exchange_axes = select_point_axes(Role.EXCHANGE)
-    rows = found[[axis.name for axis in exchange_axes]].to_dict("records")
-    found["with"] = [
-        " ".join(format_changed_values(exchange_axes, {str(k): v for k, v in row.items()})) for row in rows
-    ]
+    rows = list_rows(found[[axis.name for axis in exchange_axes]])
+    found["with"] = [" ".join(format_changed_values(exchange_axes, row)) for row in rows]
     return found.assign(verdict=compute_verdicts(found, above="longer", below="shorter")).reset_index(drop=True)
 
 

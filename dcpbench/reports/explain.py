@@ -115,7 +115,7 @@ SERVED = _split_paragraphs(
     """
 )
 
-MARKS = {
+WARNINGS = {
     "values_omitted": "a value that no reader would accept was left out; `omitted` in the record names it.",
     "noisy": "measuring ended, at the time limit or at the longest context of the point, while the interval of the median was wider than requested.",
     "unsettled": "warm-up ended by time, before two successive medians agreed within 1 %.",
@@ -224,7 +224,7 @@ def _explain_difference(frames: Frames, name: str) -> str:
 
 
 def _has_chunk_gaps(frames: Frames) -> bool:
-    return len(frames.served) > 0 and bool(point_warnings.find_marked(frames.served, "chunk_gaps").any())
+    return len(frames.served) > 0 and bool(point_warnings.has_warning(frames.served, "chunk_gaps").any())
 
 
 def describe_method(frames: Frames) -> list[str]:
@@ -335,18 +335,18 @@ def explain_warnings(points: pd.DataFrame) -> list[str]:
     """Return the warnings that occur, with their meaning."""
     if points.empty:
         return []
-    found = sorted({mark for marks in points["marks"] for mark in marks if mark})
+    found = sorted({warning for warnings in points["warnings"] for warning in warnings if warning})
     everyone = point_warnings.find_shared_warnings(points)
     sentences = []
-    for mark in found:
-        where = (
-            f" (all {len(points):,} points{'' if mark in point_warnings.STAY else ', so it is not repeated per point'})"
-        )
+    for warning in found:
+        where = f" (all {len(points):,} points{'' if warning in point_warnings.STAY else ', so it is not repeated per point'})"
         here = (
-            format_capitalized(point_warnings.describe_clocks(points)) + "." if mark == point_warnings.THROTTLED else ""
+            format_capitalized(point_warnings.describe_clocks(points)) + "."
+            if warning == point_warnings.THROTTLED
+            else ""
         )
-        meaning = MARKS.get(mark, "not known to this version of dcpbench.")
-        sentences.append(f"{mark}{where if mark in everyone else ''}: {meaning} {here}".rstrip())
+        meaning = WARNINGS.get(warning, "not known to this version of dcpbench.")
+        sentences.append(f"{warning}{where if warning in everyone else ''}: {meaning} {here}".rstrip())
     return sentences
 
 

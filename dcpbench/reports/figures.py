@@ -64,8 +64,8 @@ IDLE = "idle"  # name of the part of a step that belongs to no phase, drawn at t
 LABEL_WIDTH = 30  # maximum number of characters per line of a bar's label; a longer label takes two lines
 ASIDE = 0.05  # horizontal offset between points of the same load, as a share of the load
 LINE_OF_WORDS = 0.1  # height of a line of small text, as a share of the panel's height
-LEGEND_WIDTH, MAX_NAME_CHARS = 64, 160
-"""Maximum number of characters of a legend entry per line, and in all; names of a server's settings differ at their ends."""
+LEGEND_WIDTH = 64  # maximum number of characters per line of a legend entry
+MAX_NAME_CHARS = 160  # maximum number of characters of a name; names of a server's settings differ at their ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,8 +314,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
             textwrap.fill(format_label(f"{name}, {short[rest]}", 2 * TITLE_WIDTH), int(12.6 * wide)), fontsize=9
         )
         for (layout, who), line in panel.groupby(["layout", "who"], sort=False):
-            variant = "" if who == layout else str(line["variant"].iloc[0])
-            look = _get_plain_look(style, str(layout), variant)
+            look = _get_look_of_any_run(style, str(layout), str(who), line)
             ordered = line.sort_values("concurrency")
             ax.plot(ordered["concurrency"], ordered["ratio"], linewidth=1.6, **look | {"marker": ""})
             for meets, some in ordered.groupby("meets"):
@@ -359,8 +358,7 @@ def _draw_overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> N
 
     handles: list[Any] = []
     for (layout, who), line in rows.sort_values([*DEGREES], kind="stable").groupby(["layout", "who"], sort=False):
-        variant = "" if who == layout else str(line["variant"].iloc[0])
-        look = _get_plain_look(style, str(layout), variant)
+        look = _get_look_of_any_run(style, str(layout), str(who), line)
         handles.append(_make_entry(_format_legend_label(str(who)), **look))
     if not rows["meets"].all():
         handles.append(make_hollow_entry("misses the SLO"))
@@ -370,8 +368,9 @@ def _draw_overview_legend(figure: Figure, rows: pd.DataFrame, style: Style) -> N
     draw_legend_below(figure, handles)
 
 
-def _get_plain_look(style: Style, layout: str, variant: str) -> dict[str, Any]:
-    """Return the look of a layout for figures that do not distinguish runs."""
+def _get_look_of_any_run(style: Style, layout: str, who: str, line: pd.DataFrame) -> dict[str, Any]:
+    """Return the look of a line of the overview, which does not distinguish runs; `who` names its variant if that matters."""
+    variant = "" if who == layout else str(line["variant"].iloc[0])
     return dataclasses.replace(style, runs=[""]).get_look(layout, variant, "")
 
 

@@ -365,9 +365,9 @@ def find_last_waves(points: pd.DataFrame) -> pd.DataFrame:
         return points.iloc[:0]
     points = points[points["instances"].isna()]
     left = points["load_requests"] % points["concurrency"]
-    room = (points["room_for"] >= points["concurrency"]) & ~(points["preemptions"] > 0)
+    admitted = (points["room_for"] >= points["concurrency"]) & ~(points["preemptions"] > 0)
     few = points["decode_batch"] < MIN_IN_FLIGHT_SHARE * points["concurrency"]
-    return points.assign(left=left)[(points["load_arrival"] == CLOSED) & (left > 0) & room & few]
+    return points.assign(left=left)[(points["load_arrival"] == CLOSED) & (left > 0) & admitted & few]
 
 
 def find_kv_pressure(points: pd.DataFrame) -> pd.DataFrame:

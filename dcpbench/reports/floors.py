@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcpbench.records.metrics import METRIC
+from dcpbench.reports.load_labels import list_rows
 from dcpbench.reports.tables import FOLD_ABOVE, Table, make_column, make_table
 from dcpbench.show.numbers import format_integer, format_number, format_ratio, format_value_range, is_missing
 from dcpbench.show.text import format_list
@@ -72,7 +73,7 @@ def format_short_sentence(points: pd.DataFrame) -> str:
     held = points.dropna(subset=["floor_share"]) if "floor_share" in points else points.head(0)
     if held.empty:
         return ""
-    far = {str(k): v for k, v in held.sort_values("floor_share", kind="stable").iloc[0].items()}
+    far = list_rows(held.sort_values("floor_share", kind="stable").head(1))[0]
     lost = format_list([f"{loss.name} ({loss.lost_ms} ms)" for loss in list_named_losses(far, 2)])
     over = format_value_range(1 / held["floor_share"])
     where = (
@@ -91,8 +92,8 @@ def format_decode_sentences(points: pd.DataFrame) -> list[str]:
     held = points.dropna(subset=["floor_share"])
     for (run, model), group in held.groupby(["run", "model"], sort=False):
         subject = _name_group(points, str(run), str(model))
-        rows = sorted(group.to_dict("records"), key=lambda row: row["floor_share"])
-        far, near = ({str(k): v for k, v in row.items()} for row in (rows[0], rows[-1]))
+        rows = list_rows(group.sort_values("floor_share", kind="stable"))
+        far, near = rows[0], rows[-1]
         over, least = (format_ratio(1 / row["floor_share"], 2) for row in (far, near))
         where = f"{far['label']} at {far['load']}"
         took = f"{format_number(far['step_ms'], 3)} ms where {format_number(far['floor_ms'], 3)} would do"
@@ -142,7 +143,10 @@ def build_table(points: pd.DataFrame) -> Table:
         held,
         [
             ("layout", "label"),
-            ("most time above the limit, ms", _format_losses),
+            (
+                "most time above the limit, ms",
+                lambda r: ", ".join(f"{loss.name} {loss.lost_ms}" for loss in list_named_losses(r, MAX_ROW_PHASES)),
+            ),
             make_column(METRIC["step_ms"], "step ms"),
             make_column(METRIC["floor_ms"]),
             ("step / floor", lambda r: format_ratio(1 / r["floor_share"], 2)),
@@ -151,8 +155,3 @@ def build_table(points: pd.DataFrame) -> Table:
         text_columns=2,
         fold=len(held) > FOLD_ABOVE,
     )
-
-
-def _format_losses(row: dict[str, Any]) -> str:
-    """Format losses, such as `moe 51.8, attention 7.59`."""
-    return ", ".join(f"{loss.name} {loss.lost_ms}" for loss in list_named_losses(row, MAX_ROW_PHASES))

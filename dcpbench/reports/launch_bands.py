@@ -45,3 +45,13 @@ def find_largest(points: pd.DataFrame) -> float:
 def has_single_launches(points: pd.DataFrame) -> bool:
     """Return True if any of these points comes from a server of which no two launches are known."""
     return COLUMN in points and bool(points[COLUMN].isna().any())
+
+
+def format_launches(points: pd.DataFrame) -> str:
+    """Return `, in one launch each` if a server's launches are not known to agree; else an empty string."""
+    return f", {IN_ONE_LAUNCH}" if has_single_launches(points) else ""
+
+
+def format_clearly(points: pd.DataFrame) -> str:
+    """Return the word for a lead that counts: `clearly`, or by how much if a server's launches are not known to agree."""
+    return BY_MORE if has_single_launches(points) else "clearly"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, REPLAY, TRACE_TIMES
 from dcpbench.points.point import AXES
@@ -10,6 +10,7 @@ from dcpbench.records.formulas import GAPS_PER_MISS
 from dcpbench.records.metrics import LATENCIES
 from dcpbench.serving.load_words import format_drawn, format_sessions
 from dcpbench.show.model_fit import format_no_fit
+from dcpbench.show.numbers import format_value_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -25,14 +26,14 @@ FEW_SAMPLES = "few_samples"  # warning that dashes already express, and percenti
 OBJECTIVES = {name: latency.label for name, latency in LATENCIES.items()}
 SEPARATOR = " · "
 _ROUTING = next(axis for axis in AXES if axis.name == "routing")
-OF_SESSIONS = (
+OF_SESSIONS = (  # printed only if requests are turns of sessions
     "turns",
     "turn_tokens",
     "think_time",
     "system_tokens",
     "branch",
     "subagents",
-)  # printed only if requests are turns of sessions
+)
 
 
 def format_arrival(point: Point) -> str:
@@ -149,13 +150,25 @@ def _find_shared(parts: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 def describe_layers_held(records: Iterable[Record]) -> str:
     """Return format_no_fit of repeats of a point, by the fewest layers that one of them held; empty if all held all, or if unknown."""
-    fewer = [(h.layers_held, h.layers) for r in records if (h := r.honesty) and h.layers_held < h.layers]
+    fewer = [(h.layers_held, h.layers) for r in records if (h := r.conditions) and h.layers_held < h.layers]
     return format_no_fit(*map(str, min(fewer))) if fewer else ""
 
 
 def _get_load(point: Point) -> Load:
     assert point.load is not None
     return point.load
+
+
+def format_clients(rows: pd.DataFrame) -> str:
+    """Return the requests in flight and the lengths of closed loops: `8–48 requests of 4,000–128,000 tokens`."""
+    clients, lengths = rows["concurrency"], rows["input_typical"]
+    of = f" of {format_value_range(lengths, '{:,.0f}')} tokens" if lengths.notna().all() else ""
+    return f"{format_value_range(clients, '{:,.0f}')} {'request' if clients.max() == 1 else 'requests'}{of}"
+
+
+def list_rows(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of a table, each by the names of its columns."""
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
 
 
 def list_unique(values: Iterable[object]) -> list[str]:

@@ -59,7 +59,7 @@ def identify_model(record: Record) -> ShortenedModel | None:
 
 def _identify_by_weights(record: Record) -> ShortenedModel | None:
     """Return the model with exactly the recorded weights per GPU; for records of dcpbench's engine without sizes."""
-    point, conditions = record.point, record.honesty
+    point, conditions = record.point, record.conditions
     if conditions is None or point.dtype not in ITEMSIZE:
         return None
     for name, shape in SHAPES.items():

@@ -118,7 +118,7 @@ def _format_dates(frames: Frames) -> str:
 
 def _format_policies(frames: Frames) -> str:
     """Return the scheduling policies of other engines that replays followed: `, with the scheduling policy of vLLM`."""
-    used = {record.honesty.policy for record in frames.records if record.honesty and record.honesty.policy}
+    used = {record.conditions.policy for record in frames.records if record.conditions and record.conditions.policy}
     names = format_list([ENGINE_NAMES.get(name, name) for name in sorted(used)])
     return f", with the scheduling polic{'ies' if len(used) > 1 else 'y'} of {names}" if used else ""
 
@@ -142,6 +142,7 @@ def list_caveats(frames: Frames) -> list[str]:
             f"replayed in virtual time over measured step times, not served live{some}{_format_policies(frames)}"
         )
     found += answer.list_draft_conditions(frames)
+    found += answer.list_stage_conditions(frames)
     origins = [parse_origin(name) for name in load_labels.list_unique(table["origin"])]
     if servers := [origin.label for origin in origins if origin.engine]:
         some = "" if len(servers) == len(origins) else "points of "
@@ -182,7 +183,7 @@ def _format_some(mask: pd.Series[bool], form: str = " at {}") -> str:
 def _list_engine_caveats(table: pd.DataFrame) -> list[str]:
     """Return what the engine does that makes its speed another than that of a deployment."""
     found = []
-    if (dummy := point_warnings.find_marked(table, DUMMY_WEIGHTS)).any():
+    if (dummy := point_warnings.has_warning(table, DUMMY_WEIGHTS)).any():
         found.append(
             f"dummy weights of the engine{_format_some(dummy)}: every token takes the same few experts, so that the speed is not that of a "
             "real model"
@@ -204,7 +205,7 @@ def select_rejected_for_memory(frames: Frames) -> pd.DataFrame:
     others = frames.others
     if others.empty:
         return others
-    rejected = others[others["no_room"].astype(bool)]
+    rejected = others[others["lacks_memory"].astype(bool)]
     return rejected.assign(mode=rejected["mode"].fillna("decode"))
 
 
@@ -262,11 +263,11 @@ def _describe_single(frames: Frames, timed: pd.DataFrame) -> str:
         rejected = select_rejected_for_memory(frames)
         lost = [n for n in load_labels.list_unique(rejected["layout"]) if n not in names] if len(rejected) else []
         if lost:
-            why = f"as {format_list(lost)} {'has' if len(lost) == 1 else 'have'} no room in memory"
+            why = f"as {format_list(lost)} {'has' if len(lost) == 1 else 'have'} too little memory"
             return f"{format_capitalized(where)}only {names[0]} ran, {why}: {most}."
         return f"{format_capitalized(where)}only {names[0]} ran, so nothing here says which layout to take: {most}."
     loads = format_count(len(best), "load")
-    launches = f", {launch_bands.IN_ONE_LAUNCH}," if launch_bands.has_single_launches(best) else ""
+    launches = f"{found}," if (found := launch_bands.format_launches(best)) else ""
     won = answer.count_winners(best)
     return f"{format_capitalized(where)}of {loads} with requests at a rate, the fastest{launches} is {won}: {most}."
 

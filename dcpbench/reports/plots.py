@@ -37,15 +37,10 @@ if TYPE_CHECKING:
 
     Draw = Callable[..., Figure]
 
-MAX_MODELS = 12
-MAX_RUNS = 6
-MAX_LENGTHS = 9
-MAX_LINES = 16
-MAX_LOADS = 48
-"""Maximum number of models and runs with figures of their own, of panels, of lines of a panel, and of points of a line."""
-SOME_LENGTHS = 6
-SOME_LOADS = 24
-"""Maximum number of panels and points if there are more than the limits above: fewer are as readable and drawn in half the time."""
+MAX_MODELS, MAX_RUNS = 12, 6  # models and runs with figures of their own at most
+MAX_LENGTHS, SOME_LENGTHS = 9, 6  # panels at most, and panels that are shown if there are more: fewer are as readable
+MAX_LOADS, SOME_LOADS = 48, 24  # points of a line at most, and points that are shown if there are more
+MAX_LINES = 16  # lines of a panel at most
 FORMATS = ("png", "svg")  # file formats of every figure
 OVERVIEW, BREAK_EVEN, KV, PHASES, ENGINES, STEPS = "overview", "break-even", "kv", "phases", "engines", "engine-steps"
 ROUTINGS, GAINS = "routings", "gains"

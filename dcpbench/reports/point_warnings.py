@@ -26,9 +26,9 @@ REASONS = {  # text for each cause of lowered clocks
 }
 
 
-def list_shown(marks: Iterable[str]) -> list[str]:
+def list_shown(warnings: Iterable[str]) -> list[str]:
     """Return the warnings without the one that dashes already express."""
-    return [mark for mark in marks if mark not in ("", FEW_SAMPLES)]
+    return [warning for warning in warnings if warning not in ("", FEW_SAMPLES)]
 
 
 def list_distinct_warnings(points: pd.DataFrame) -> list[list[str]]:
@@ -36,8 +36,8 @@ def list_distinct_warnings(points: pd.DataFrame) -> list[list[str]]:
     found: list[list[str]] = [[]] * len(points)
     for _, group in points.reset_index(drop=True).groupby(["run", "mode"], sort=False) if len(points) else ():
         everyone = set(find_shared_warnings(group)) - set(STAY)
-        for place, marks in group["marks"].items():
-            found[int(str(place))] = [mark for mark in list_shown(marks) if mark not in everyone]
+        for place, warnings in group["warnings"].items():
+            found[int(str(place))] = [warning for warning in list_shown(warnings) if warning not in everyone]
     return found
 
 
@@ -45,20 +45,20 @@ def format_distinct_warnings(points: pd.DataFrame) -> list[str]:
     """Return for each point, as text, its distinct warnings, with how far clocks fell: `noisy, throttled −27 %`."""
     falls = points["clock_fall"] if len(points) else ()
     return [
-        ", ".join(f"{m} −{fall * 100:.2g} %" if m == THROTTLED and not is_missing(fall) else m for m in marks)
-        for marks, fall in zip(list_distinct_warnings(points), falls, strict=True)
+        ", ".join(f"{m} −{fall * 100:.2g} %" if m == THROTTLED and not is_missing(fall) else m for m in warnings)
+        for warnings, fall in zip(list_distinct_warnings(points), falls, strict=True)
     ]
 
 
 def find_shared_warnings(points: pd.DataFrame) -> list[str]:
     """Return the warnings that all of at least two points have, and that therefore distinguish none of them."""
-    found = [list_shown(marks) for marks in points["marks"]]
-    return [mark for mark in found[0] if all(mark in marks for marks in found)] if len(found) > 1 else []
+    found = [list_shown(warnings) for warnings in points["warnings"]]
+    return [warning for warning in found[0] if all(warning in warnings for warnings in found)] if len(found) > 1 else []
 
 
 def summarize_warnings(points: pd.DataFrame, most: int) -> str:
     """Return counts of at most `most` kinds, such as `25 throttled (the power limit: …), 3 noisy` or `all throttled`."""
-    names = [mark for marks in points["marks"] for mark in list_shown(marks)]
+    names = [warning for warnings in points["warnings"] for warning in list_shown(warnings)]
     everyone = set(find_shared_warnings(points))
     counts = []
     for name in list(dict.fromkeys(names))[:most]:
@@ -69,12 +69,12 @@ def summarize_warnings(points: pd.DataFrame, most: int) -> str:
 
 def find_throttled(points: pd.DataFrame) -> pd.Series[bool]:
     """Return a mask of the points with lowered clocks, in their own measurement or in the step times of their replay."""
-    return find_marked(points, THROTTLED)
+    return has_warning(points, THROTTLED)
 
 
-def find_marked(points: pd.DataFrame, mark: str) -> pd.Series[bool]:
+def has_warning(points: pd.DataFrame, warning: str) -> pd.Series[bool]:
     """Return a mask of the points that have a warning."""
-    return points["marks"].map(lambda marks: mark in marks).astype(bool)
+    return points["warnings"].map(lambda warnings: warning in warnings).astype(bool)
 
 
 def describe_clocks(points: pd.DataFrame) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpbench.reports import answer, floors
 from dcpbench.reports.dataframes import LOST
+from dcpbench.reports.load_labels import list_rows
 from dcpbench.show.numbers import drop_non_finite
 from dcpbench.show.text import format_spreadsheet_cell
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from dcpbench.reports.dataframes import Frames
 
 INNER = (  # columns that only distinguish points from each other and are not exported
+    "record",
     "same_load",
-    "slo_recorded",
     "in_step",
     "engine",
     "precisions",
@@ -93,7 +94,7 @@ def build_json(frames: Frames) -> dict[str, Any]:
 
 def _list_rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     shown = table[[name for name in table if not _is_inner(str(name))]]
-    return [{str(name): _join_names(value) for name, value in row.items()} for row in shown.to_dict("records")]
+    return [{name: _join_names(value) for name, value in row.items()} for row in list_rows(shown)]
 
 
 def _is_inner(name: str) -> bool:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from dcpbench.models import get_title
 from dcpbench.points.names import CLOSED, REPLAY, UNKNOWN
 from dcpbench.reports import findings, launch_bands
-from dcpbench.reports.load_labels import OBJECTIVES, list_unique
+from dcpbench.reports.load_labels import OBJECTIVES, format_clients, list_unique
 from dcpbench.show.model_fit import format_no_fit
-from dcpbench.show.numbers import format_integer, format_percent, is_missing
+from dcpbench.show.numbers import format_integer, format_percent, format_value_range, is_missing
 from dcpbench.show.text import format_capitalized, format_count, format_list
 
 if TYPE_CHECKING:
@@ -79,12 +79,14 @@ def format_no_fit_notes(rows: pd.DataFrame) -> list[str]:
     and `…: 60 of Kimi-K2's 61 layers held and reused` if the other models are held whole.
     """
     cut = rows[rows["layers_held"].notna() & (rows["layers_held"] < rows["layers"])]
-    counts = {model: _format_range(own["layers_held"]) for model, own in cut.groupby("model", sort=False)}
+    counts = {
+        model: format_value_range(own["layers_held"], "{:,.0f}") for model, own in cut.groupby("model", sort=False)
+    }
     all_equal = len(set(counts.values())) == 1 and set(counts) == set(rows["model"])
     notes = []
     for layers, own in cut.groupby("layers", sort=False):
         names = {model: get_title(model) for model in list_unique(own["model"])}
-        many, of = _format_range(own["layers_held"]), f"{layers:g}"
+        many, of = format_value_range(own["layers_held"], "{:,.0f}"), f"{layers:g}"
         if len(names) > MAX_RULES:
             many = f"{many} ({format_count(len(names), 'model')})"
         elif len(names) > 1 and not all_equal:
@@ -140,7 +142,7 @@ class Rule:
             won = self.loads[self.loads["near"]]["who"].value_counts()
             each = format_list([f"{who} in {n:,}" for who, n in won.items()])
             loads = format_count(len(self.right), "load")
-            return f"no layout is to be taken throughout: of {loads}, {self._kind} is {each}{self._format_slo()}{self._format_launches()}{self._format_beyond()}"
+            return f"no layout is to be taken throughout: of {loads}, {self._kind} is {each}{self._format_slo()}{launch_bands.format_launches(self.rows)}{self._format_beyond()}"
         light, heavy = self.loads[self.loads["place"] < self.at], self.loads[self.loads["place"] >= self.at]
         if light.empty:
             lead = _format_lead(_find_lead(heavy, self.then))
@@ -152,7 +154,7 @@ class Rule:
                 f"and {_format_taken_at(heavy, self.then)} {self._format_reach(heavy)}{self._format_named_loads(heavy)}"
                 f"{_format_lead(then, first)}"
             )
-        return f"{text}: {self._format_right()}{self._format_slo()}{self._format_launches()}{self._format_wrong()}{self._format_beyond()}"
+        return f"{text}: {self._format_right()}{self._format_slo()}{launch_bands.format_launches(self.rows)}{self._format_wrong()}{self._format_beyond()}"
 
     def _format_slo(self) -> str:
         """Return ` within the SLO (TTFT ≤ 2,000 ms)`; empty without one."""
@@ -204,9 +206,7 @@ class Rule:
 
         The words before the brackets are left out if no layout is within the SLO at some load.
         """
-        clients, lengths = self.loads["concurrency"], self.loads["input_typical"]
-        of = f" of {_format_range(lengths)} tokens" if lengths.notna().all() else ""
-        requests = f"{_format_range(clients)} {'request' if clients.max() == 1 else 'requests'}{of}"
+        requests = format_clients(self.loads)
         if len(self.right) == 1 or len(self._find_missed()):
             return requests
         return f"{'every load' if all(self.right) else 'most loads'} tried ({requests})"
@@ -225,10 +225,6 @@ class Rule:
         if launch_bands.has_single_launches(self.rows):
             return f"fastest or {launch_bands.NOT_DISTINGUISHABLE} from the fastest"
         return "best or level"
-
-    def _format_launches(self) -> str:
-        """Return `, in one launch each` if a server's launches are not known to agree."""
-        return f", {launch_bands.IN_ONE_LAUNCH}" if launch_bands.has_single_launches(self.rows) else ""
 
     def _format_wrong(self) -> str:
         """Return `; in the other 3 it is tp4·dcp4, by up to 4.1 %`: the layout that is ahead where the rule is wrong."""
@@ -297,10 +293,6 @@ def find_rule(rows: pd.DataFrame) -> Rule:
     first, then, at = best
     right_at = [holds[first if i < at else then][i] for i in range(len(weights))]
     return Rule(rows, loads, first, then, at, right_at)
-
-
-def _format_range(values: pd.Series[Any]) -> str:
-    return "–".join(f"{n:,.0f}" for n in dict.fromkeys((values.min(), values.max())))
 
 
 def _select_fastest(rows: pd.DataFrame) -> pd.DataFrame:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dcpbench.errors import UsageError
 from dcpbench.points.axes import Role
-from dcpbench.points.layout import DEGREES, place_experts
+from dcpbench.points.layout import DEGREES, OUTER_DEGREES, place_experts
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import (
     COMPUTED,
@@ -87,7 +87,10 @@ def _collect_load_options(point: Point, settings: Mapping[str, object]) -> dict[
         more = {name: getattr(load, name) for name in ("turn_tokens", "system_tokens", "branch", "subagents")}
         found |= {name: value for name, value in more.items() if value}
     found |= {name: getattr(load, name) for name in ("chunk", "policy", "prefill", "seed")}
-    return found | ({} if load.prefix_cache else {"prefix_cache": False})
+    stages = {name: getattr(point, name) for name in OUTER_DEGREES if getattr(point, name) > 1}
+    if stages and settings.get("micro_batches"):
+        stages["micro_batches"] = settings["micro_batches"]
+    return found | stages | ({} if load.prefix_cache else {"prefix_cache": False})
 
 
 def _collect_measure_options(point: Point, settings: Mapping[str, object]) -> dict[str, object]:

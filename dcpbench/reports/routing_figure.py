@@ -29,20 +29,17 @@ ROUTING = "routing"
 MAX_PANELS = 6
 MAX_TICK_CHARS = 14
 PANEL = (3.7, 3.0)
-FASTEST_LOOK: dict[str, Any] = {
+FASTEST_LOOK: dict[str, Any] = {  # ring around the fastest layout of each distribution
     "marker": "o",
     "markersize": 11,
     "markerfacecolor": "none",
     "markeredgecolor": "#000000",
     "linestyle": "",
 }
-"""Ring around the fastest layout of each distribution."""
 
 
 def select_skewed(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the decode steps of layouts that ran with several distributions, with the `place` of each on the x axis, by the experts
-    that steps read; empty if there are none.
-    """
+    """Return the decode steps of layouts that ran with several distributions, with their `place` by experts read."""
     if points.empty or ROUTING not in points:
         return points.iloc[:0]
     known = points[points["step_ms"].notna() & points["experts_hit"].notna()]

@@ -276,7 +276,7 @@ def _build_trust(frames: Frames) -> list[Section]:
             ],
         ),
         Section(
-            slug="honesty",
+            slug="conditions",
             title="Before you use a number",
             paragraphs=explain.describe_conditions(everything),
             tables=[tables.build_conditions_table(everything)],

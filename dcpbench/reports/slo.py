@@ -39,17 +39,16 @@ def get_recorded_slo(record: Record) -> dict[str, float]:
 def add_limits(table: pd.DataFrame, given: Limits) -> pd.DataFrame:
     """Add the column `slo_limits`: the given objectives, or those that all points of a run, model and mode were measured with.
 
-    `slo_recorded` is removed. If points of a scope have different objectives, the scope has none.
+    If points of a scope have different objectives, the scope has none.
     """
-    if table.empty:
-        return table
     if given:
         limits = pd.Series([dict(given)] * len(table), table.index)
     else:
-        texts = table["slo_recorded"].map(lambda slo: repr(sorted(slo.items())))
+        recorded = table["record"].map(get_recorded_slo)
+        texts = recorded.map(lambda slo: repr(sorted(slo.items())))
         same = texts.groupby([table[name] for name in SCOPE]).transform("nunique") == 1
-        limits = table["slo_recorded"].where(same, pd.Series([{}] * len(table), table.index))
-    return table.assign(slo_limits=limits).drop(columns="slo_recorded")
+        limits = recorded.where(same, pd.Series([{}] * len(table), table.index))
+    return table.assign(slo_limits=limits)
 
 
 def add_slo_results(table: pd.DataFrame, given: Limits) -> pd.DataFrame:

@@ -7,7 +7,7 @@ kernels (syncs.kernel_time.PARTS). Both are names in `phases.phase_us` of a reco
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dcpbench.reports.floors import find_phases
 from dcpbench.show.numbers import is_missing
@@ -59,11 +59,10 @@ CONTENTS = (
     "experts, activations of dense layers are experts, the gather of logits is exchange, and copies before and after an exchange are other kernels. So projections and experts are compared by their sum. Where kernels overlap, each moment counts for the kernel that "
     "began first."
 )
-DP_CONTENTS = (
+DP_CONTENTS = (  # sentences on what the parts of the engines contain that cannot be separated
     "With attention data parallelism, other engines gather and scatter rows for the experts by the same kernels as partial attention, "
     "which are all exchange; dcpbench's sum over experts is all-reduce. So exchange, merge and all-reduce are compared by their sum."
 )
-"""Sentences on what the parts of the engines contain that cannot be separated."""
 _PART_OF = {name: part.name for part in STEP_PARTS for name in (*part.phases, *part.kernels)}
 
 
@@ -99,8 +98,8 @@ def add_sums(parts: Mapping[str, float]) -> dict[str, float]:
 PROLONGED = (EXCHANGE, REDUCE, COMMUNICATION, IDLE)  # by the profiler, as they contain waits
 
 
-def list_compared_parts(*, dp: bool) -> list[str]:
-    """Return the parts and sums of parts that may be compared between engines, with attention DP or without."""
-    if dp:
+def list_compared_parts(row: Mapping[str, Any]) -> list[str]:
+    """Return the parts and sums of parts of a point that may be compared between engines, with attention DP or without."""
+    if row["dp"] > 1:
         return [ATTENTION, COMMUNICATION, MATRIX_PRODUCTS, NORMS, OTHERS, IDLE]
     return [ATTENTION, EXCHANGE, REDUCE, MATRIX_PRODUCTS, NORMS, OTHERS, IDLE]

@@ -44,8 +44,7 @@ The last five are parts of other engines' steps, in the colours of the phases th
 """
 REST_COLOUR = "#777777"
 IDLE_COLOUR = "#DDDDDD"
-FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "linewidth": 0.5}
-"""Seen on each of these."""
+FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "linewidth": 0.5}  # seen on each of these
 
 UNLIKE = 3  # distance in figures.MARKERS between consecutive variants: neighbours are hard to distinguish
 

@@ -39,9 +39,8 @@ if TYPE_CHECKING:
 
 FOLD_ABOVE = 24  # number of rows above which a table that only supports a figure is folded at first
 MANY_ROWS = 12  # rows that Markdown shows unfolded, and that a folded table does not count, at most
-MAX_ROWS = 2_000
-MAX_CELL_CHARS = 1_000
-"""Maximum number of rows of a table, and of characters of a cell: a long name must not dominate it, and points.csv has all."""
+MAX_ROWS = 2_000  # rows of a table at most; points.csv has all
+MAX_CELL_CHARS = 1_000  # characters of a cell at most, so that a long name does not dominate it
 MAX_DETAIL_CHARS = 600  # maximum number of characters of a log; its end is kept because it is the most informative part
 Column = tuple[str, "str | Callable[[Any], str]"]  # heading, and a field's name or a function of the row
 
@@ -104,7 +103,7 @@ def build_points_table(found: pd.DataFrame) -> Table:
         found.assign(telling=point_warnings.format_distinct_warnings(found)),
         [
             ("layout", "label"),
-            ("marks", "telling"),
+            ("warnings", "telling"),
             (
                 "output tok/s [95 %]",
                 lambda r: format_with_interval(*(r[f"output_tok_s{x}"] for x in ("", "_low", "_high"))),
@@ -116,7 +115,7 @@ def build_points_table(found: pd.DataFrame) -> Table:
         ],
         load=True,
         text_columns=2,
-        optional=("marks", "TTFT p50 ms", "SLO", "repeats apart"),
+        optional=("warnings", "TTFT p50 ms", "SLO", "repeats apart"),
         fold=len(found) > FOLD_ABOVE,
     )
 
@@ -149,7 +148,7 @@ def build_served_table(found: pd.DataFrame, mode: str) -> Table:
         [
             *LOADED,
             *[("origin", "engine")][:others],
-            ("marks", "telling"),
+            ("warnings", "telling"),
             *make_columns(metrics.SERVED_TABLE, kv_capacity_tokens=held),
             *make_columns(drafted),
             ("SLO", "slo_result"),
@@ -157,7 +156,7 @@ def build_served_table(found: pd.DataFrame, mode: str) -> Table:
             APART,
         ],
         text_columns=4 + others,
-        optional=("marks", "SLO", "goodput req/s", "repeats apart", kv.heading),
+        optional=("warnings", "SLO", "goodput req/s", "repeats apart", kv.heading),
         fold=len(rows) > FOLD_ABOVE,
     )
 

@@ -233,11 +233,13 @@ def _format_load(point: pd.Series[Any]) -> str:
 def _format_notes(points: pd.DataFrame) -> list[str]:
     """Return notes below a table: warnings, requests that were not served, preemptions, and the objectives behind goodput."""
     marked: dict[str, list[str]] = {}
-    for marks, (_, p) in zip(points["shown"], points.iterrows(), strict=True):
-        if warnings := ", ".join(marks):
+    for names, (_, p) in zip(points["shown"], points.iterrows(), strict=True):
+        if warnings := ", ".join(names):
             marked.setdefault(warnings, []).append(f"{p['label']} at {p['arrival']}")
     notes = _format_bounds(points)
-    notes += [f"{mark}: {', '.join(where) if len(where) < len(points) else 'all'}" for mark, where in marked.items()]
+    notes += [
+        f"{warning}: {', '.join(where) if len(where) < len(points) else 'all'}" for warning, where in marked.items()
+    ]
     preempted = points[points["preemptions"] > 0]
     clauses = [f"{p['label']} at {p['arrival']} {format_whole(p['preemptions'])}" for _, p in preempted.iterrows()]
     notes += [f"preemptions: {', '.join(clauses)}"] if clauses else []
@@ -255,9 +257,11 @@ def _format_shared_warnings(points: pd.DataFrame) -> list[str]:
         where = "" if len(set(points["run"])) == 1 else f" of {run}"
         where += "" if mode == DECODE else f" {mode}"
         everyone = [
-            mark for mark in point_warnings.find_shared_warnings(group) if mark not in (*point_warnings.STAY, *IMPLIED)
+            warning
+            for warning in point_warnings.find_shared_warnings(group)
+            if warning not in (*point_warnings.STAY, *IMPLIED)
         ]
-        notes += [f"marks of all {len(group):,} points{where}: {', '.join(everyone)}"] if everyone else []
+        notes += [f"warnings of all {len(group):,} points{where}: {', '.join(everyone)}"] if everyone else []
         clocks = point_warnings.describe_clocks(group)
         notes += [f"throttled{where}: {clocks}"] if clocks else []
     return notes
@@ -303,21 +307,21 @@ class FittedTable:
     title: str
     labels: Sequence[str]
     columns: Sequence[Column]
-    marks: Sequence[Sequence[str]] = ()  # warnings of each row; printed as letters with a legend if they do not fit
+    warnings: Sequence[Sequence[str]] = ()  # warnings of each row; printed as letters with a legend if they do not fit
     gap: int = 2  # number of spaces between columns; more than one if the width allows
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the parts of the table to Rich."""
         yield make_plain_text(self.title, "bold")
-        known = dict.fromkeys(mark for marks in self.marks for mark in marks)
-        legend = {mark: LETTERS[i % len(LETTERS)] for i, mark in enumerate(known)}
-        texts = [", ".join(marks) for marks in self.marks]
-        columns = [*self.columns, *([Column("marks", texts, text=True)] if legend else [])]
+        known = dict.fromkeys(warning for warnings in self.warnings for warning in warnings)
+        legend = {warning: LETTERS[i % len(LETTERS)] for i, warning in enumerate(known)}
+        texts = [", ".join(warnings) for warnings in self.warnings]
+        columns = [*self.columns, *([Column("warnings", texts, text=True)] if legend else [])]
         for gap in (self.gap, 1):
             if self._compute_width(columns, gap) <= options.max_width:
                 yield self._build_table(columns, gap)
                 return
-        letters = ["".join(legend[mark] for mark in marks) for marks in self.marks]
+        letters = ["".join(legend[warning] for warning in warnings) for warnings in self.warnings]
         columns = [*self.columns, *([Column("", letters, text=True)] if legend else [])]
         gap = 1 if self._compute_width(columns, 1) <= options.max_width else 0
         left_out = self._choose_dropped(columns, options.max_width) if gap == 0 else []
@@ -327,7 +331,7 @@ class FittedTable:
                 f"left out, as it is narrow here: {', '.join(c.full_name or c.name for c in left_out)}", "dim"
             )
         if legend:
-            yield make_plain_text(f"marks: {', '.join(f'{letter} {mark}' for mark, letter in legend.items())}")
+            yield make_plain_text(f"warnings: {', '.join(f'{letter} {warning}' for warning, letter in legend.items())}")
 
     def _choose_dropped(self, columns: Sequence[Column], width: int) -> list[Column]:
         """Return the columns to drop, the least important first."""
@@ -358,7 +362,7 @@ class FittedTable:
 
 def _list_shown_warnings(points: pd.DataFrame) -> list[list[str]]:
     """Return the warnings of each point but those that the title, the layout, or all points of its run and mode have."""
-    return [[m for m in marks if m not in IMPLIED] for marks in point_warnings.list_distinct_warnings(points)]
+    return [[m for m in warnings if m not in IMPLIED] for warnings in point_warnings.list_distinct_warnings(points)]
 
 
 def make_plain_text(text: object, style: str = "") -> Text:

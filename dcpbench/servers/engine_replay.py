@@ -176,7 +176,7 @@ def measure_server_steps(
     begin_ms = min(begin_ms, request_ms - MIN_REQUEST_MS)  # a request on an idle server takes both
     times = RequestTimes(request_ms - begin_ms, _compute_launch_ms(measured.times, begin_ms))
     cases = [_make_measured_case(one, times) for one in found if not one.separate_prefill]
-    marks = {"cpu": config.device == CPU, DUMMY_WEIGHTS: config.dummy_weights, THROTTLED: is_throttled(gpu)}
+    warnings = {"cpu": config.device == CPU, DUMMY_WEIGHTS: config.dummy_weights, THROTTLED: is_throttled(gpu)}
     sizes = read_model_sizes(points[0].model)
     layers = (sizes.layers if sizes else None) or 0
     return StepTimes(
@@ -184,11 +184,11 @@ def measure_server_steps(
         cases=cases,
         launch_ms=0.0,
         measuring_s=time.perf_counter() - began,
-        honesty=Conditions(
+        conditions=Conditions(
             weights=points[0].weights, layers=layers, layers_held=layers, full_weights_bytes_per_gpu=0, kv="served"
         ),
         environment=make_environment(config),
-        marks=[mark for mark, holds in marks.items() if holds],
+        warnings=[warning for warning, holds in warnings.items() if holds],
         engine=msgspec.structs.replace(
             engine,
             row_multiple=measured.row_multiple,
@@ -433,7 +433,9 @@ def replay_server_point(
     try:
         record = replay_point(point, None, requests, times, settings, folder, file=file, command=command, policy=policy)
     except (UsageError, RecordsError) as e:
-        record = Record(point=point, outcome="failed", reason=str(e), marks=times.marks, environment=times.environment)
+        record = Record(
+            point=point, outcome="failed", reason=str(e), warnings=times.warnings, environment=times.environment
+        )
     return msgspec.structs.replace(
         record,
         measured_with=msgspec.to_builtins(settings),
@@ -455,8 +457,8 @@ def replay_on_server(
         times = measure_server_steps(points, engine, server, tell)
     except (UsageError, WorkerError, RecordsError) as e:
         for point in points:
-            environment, marks = make_environment(config), ["cpu"] if config.device == CPU else []
-            yield Record(point=point, outcome="failed", reason=str(e), environment=environment, marks=marks)
+            environment, warnings = make_environment(config), ["cpu"] if config.device == CPU else []
+            yield Record(point=point, outcome="failed", reason=str(e), environment=environment, warnings=warnings)
         return
     name = store_step_times(server.folder, times)
     if sentence := describe_slow_rows(times):

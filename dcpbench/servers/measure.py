@@ -35,6 +35,7 @@ from dcpbench.records.record import (
     Record,
     Server,
     format_omitted_note,
+    format_reason,
 )
 from dcpbench.servers import info as server_info
 from dcpbench.servers import sessions
@@ -70,7 +71,11 @@ if TYPE_CHECKING:
     from dcpbench.servers.launch import Server as StartedServer
     from dcpbench.servers.load import Outcome, Pace
 
-CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = "client_bound", "gaps_divided", "nominal_lengths"  # marks, as are the next two;
+CLIENT_BOUND, GAPS_DIVIDED, NOMINAL = (
+    "client_bound",
+    "gaps_divided",
+    "nominal_lengths",
+)  # warnings, as are the next two;
 KV_SOURCES_DIFFER, THROTTLED = "kv_sources_differ", "throttled"  # reports/explain.py has a sentence for each
 MAX_CPU_SHARE = 0.9  # of a process of the client; above it the process was the bottleneck
 MAX_LAG_MS, MAX_LAG_SHARE = 3.0, 0.1  # the same for its lateness at p99, which may also be a share of the median ITL
@@ -213,9 +218,10 @@ def fail_points(places: Sequence[Place], reason: str, config: ClientConfig, fold
         record = Record(
             point=place.point,
             outcome="failed",
-            reason=f"{reason.rstrip('.')}. Read {config.facts['log']} in the run's folder",
+            reason=reason,
+            advice=f"Read {config.facts['log']} in the run's folder",
             detail=dict(config.facts),
-            marks=["cpu"] if config.device == CPU else [],
+            warnings=["cpu"] if config.device == CPU else [],
             started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
         place.show_record(RecordFile(folder).append(record))
@@ -255,7 +261,7 @@ class Place:
         if record.metrics:
             numbers = f"step {record.metrics.step_ms.median:.2f} ms, {record.metrics.output_tok_s.median:,.0f} tok/s"
         stage = "done" if record.outcome == "ok" else record.outcome
-        self.show((record.reason or numbers) + format_omitted_note(record), stage)
+        self.show((format_reason(record) or numbers) + format_omitted_note(record), stage)
 
 
 def list_places(points: Sequence[Point], watch: Callable[[Progress], None]) -> list[Place]:
@@ -467,7 +473,7 @@ def start_record(point: Point, server: MeasuredServer, described: Server) -> Rec
     return Record(
         point=point,
         outcome="failed",
-        marks=["cpu"] if server.config.device == CPU else [],
+        warnings=["cpu"] if server.config.device == CPU else [],
         environment=make_environment(server.config),
         measured_with=msgspec.to_builtins(server.settings),
         origin=server.info.origin,
@@ -476,11 +482,11 @@ def start_record(point: Point, server: MeasuredServer, described: Server) -> Rec
     )
 
 
-def list_marks(server: MeasuredServer, gpu: Gpu | None, found: Mapping[str, bool]) -> list[str]:
-    """Return the marks that hold: those of `found`, and those of any point on the server."""
+def list_point_warnings(server: MeasuredServer, gpu: Gpu | None, found: Mapping[str, bool]) -> list[str]:
+    """Return the warnings that hold: those of `found`, and those of any point on the server."""
     conflicts = bool(server.info.kv_sources and server.info.kv_sources.conflicts)
     found = {**found, KV_SOURCES_DIFFER: conflicts, DUMMY_WEIGHTS: server.config.dummy_weights}
-    return [mark for mark, holds in {**found, THROTTLED: is_throttled(gpu)}.items() if holds]
+    return [warning for warning, holds in {**found, THROTTLED: is_throttled(gpu)}.items() if holds]
 
 
 def describe_server(server: MeasuredServer) -> Server:
@@ -551,7 +557,7 @@ def _make_record(point: Point, server: MeasuredServer, sent: _LoadState, *, fail
         record,
         outcome="failed" if reason else "ok",
         reason=reason,
-        marks=[*record.marks, *list_marks(server, sent.gpu, found_warnings), *find_warnings(metrics)],
+        warnings=[*record.warnings, *list_point_warnings(server, sent.gpu, found_warnings), *find_warnings(metrics)],
         host_syncs_per_step=sent.waits[0] if sent.waits else None,
         sync_sites=sent.waits[1] if sent.waits else [],
         serve=metrics,

@@ -26,7 +26,7 @@ from dcpbench.servers.measure import (
     NOT_PROFILED,
     describe_server,
     is_client_bound,
-    list_marks,
+    list_point_warnings,
     start_record,
 )
 from dcpbench.servers.profile import find_traces, find_waits, run_profiler, wait_for_traces
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.step_probe import CaseSamples
     from dcpbench.syncs.kernel_time import StepTime
 
-NOISY = "noisy"  # mark: measuring ended before the interval was narrow enough
+NOISY = "noisy"  # warning: measuring ended before the interval was narrow enough
 WAITS_UNKNOWN = "waits_unknown"  # fact: why the waits of the host were not counted, although the step was profiled
 MEASURED_CONTEXT = "measured_context"  # fact: KV tokens of a request while its steps were timed
 DIVIDED_TOKENS = "divided_tokens"  # fact: share of tokens that the client read together with others of their request
@@ -259,7 +259,7 @@ def _make_record(point: Point, server: MeasuredServer, measured: _Measured, fail
     return msgspec.structs.replace(
         record,
         outcome="ok",
-        marks=[*record.marks, *list_marks(server, measured.gpu, warnings)],
+        warnings=[*record.warnings, *list_point_warnings(server, measured.gpu, warnings)],
         metrics=metrics,
         phases=measured.phases,
         host_syncs_per_step=measured.waits[0] if measured.waits else None,

@@ -240,12 +240,9 @@ class DecodeScheduler(Scheduler):
 class Link:
     """Link that carries KV from a prefill instance to a decode instance."""
 
-    bytes_s: float
-    """Bandwidth of a GPU."""
-    latency_s: float = 0.0
-    """Latency of each transfer, during which the link is occupied as well."""
-    page_bytes: int
-    """Bytes of a page of one rank over all layers; whole pages are sent."""
+    bytes_s: float  # bandwidth of a GPU
+    latency_s: float = 0.0  # latency of each transfer, during which the link is occupied as well
+    page_bytes: int  # bytes of a page of one rank over all layers; whole pages are sent
 
     def compute_seconds(self, sent_bytes: int) -> float:
         """Return the duration of a transfer of `sent_bytes` per GPU, in s."""

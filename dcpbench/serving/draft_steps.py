@@ -20,20 +20,13 @@ from dcpbench.errors import UsageError
 from dcpbench.models import load_shape
 from dcpbench.points.cluster_specs import MEASURED_ON, get_limits, load_machine
 from dcpbench.points.gpus import GPUS
-from dcpbench.points.roofline import Sharding, compute_floor_us, iter_phase_works
+from dcpbench.points.roofline import Sharding, compute_local_us
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dcpbench.models.shapes import ModelShape
     from dcpbench.points.point import Point
-    from dcpbench.points.roofline import StepRows
     from dcpbench.serving.step_times import Case, StepTimes
-
-
-def describe_measured_steps(shape: ModelShape) -> str:
-    """Return what measured steps with drafts leave out; empty if they are complete."""
-    return "measured, but steps with prompts do not run the layer that drafts" if shape.mtp_layers else ""
 
 
 def estimate_draft_steps(times: StepTimes, point: Point) -> tuple[StepTimes, str]:
@@ -42,13 +35,13 @@ def estimate_draft_steps(times: StepTimes, point: Point) -> tuple[StepTimes, str
     Raise UsageError for step times of another engine, or of steps with other drafts.
     """
     if times.path["mtp"] == point.mtp:
-        return times, describe_measured_steps(load_shape(point.model)) if point.mtp else ""
+        return times, ""
     if times.engine is not None or times.path["mtp"]:
         raise UsageError(
             f"--mtp {point.mtp}: these step times are of {'another engine' if times.engine else 'steps with other drafts'}; name a file of "
             "dcpbench's engine that was measured with --mtp 0, or with these drafts."
         )
-    gpu = _find_gpu(times, point)
+    gpu = find_gpu(times, point)
     ratios = DraftRatios(point, get_limits(load_machine(gpu)))
     cases = [
         msgspec.structs.replace(
@@ -64,7 +57,7 @@ def estimate_draft_steps(times: StepTimes, point: Point) -> tuple[StepTimes, str
     return msgspec.structs.replace(times, path=path, cases=cases), how
 
 
-def _find_gpu(times: StepTimes, point: Point) -> str:
+def find_gpu(times: StepTimes, point: Point) -> str:
     """Return the GPU of the step times; on the CPU, where times do not reflect performance, the one with published steps."""
     if point.emulate:
         return load_machine(point.emulate).gpu
@@ -83,9 +76,5 @@ class DraftRatios:
         """Return the factor by which the step of a case is longer with drafts."""
         rows = case.compute_rows(self.point.dp, self.point.mtp + 1)
         drafts = [(self.draft_layer, of) for of in rows.make_draft_passes()] if self.draft_layer else []
-        longer = sum(self._compute_floor_us(*one) for one in [(self.sharding, rows), *drafts])
-        return longer / self._compute_floor_us(self.sharding, case.compute_rows(self.point.dp))
-
-    def _compute_floor_us(self, sharding: Sharding, rows: StepRows) -> float:
-        works = [(times, work) for _, times, work in iter_phase_works(sharding, rows) if not work.barriers]
-        return sum(times * (compute_floor_us(work, self.limits) or 0.0) for times, work in works)
+        longer = sum(compute_local_us(*one, self.limits) for one in [(self.sharding, rows), *drafts])
+        return longer / compute_local_us(self.sharding, case.compute_rows(self.point.dp), self.limits)

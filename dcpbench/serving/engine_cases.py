@@ -35,12 +35,9 @@ class EngineExtent:
     """Maximum size of the steps of another engine's server for given loads."""
 
     engine: EngineServer
-    requests: int
-    """Maximum number of running requests."""
-    context: int
-    """Maximum number of tokens of a request."""
-    targets: tuple[int, ...] = ()
-    """Requests that closed loops keep in flight."""
+    requests: int  # maximum number of running requests
+    context: int  # maximum number of tokens of a request
+    targets: tuple[int, ...] = ()  # requests that closed loops keep in flight
     open_loop: bool = False
 
     @classmethod

@@ -126,8 +126,8 @@ class GainSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_splittable(point: Point) -> bool:
-    """Return True for a served point of one instance with DCP."""
-    return point.load is not None and point.dcp > 1 and not point.disaggregate
+    """Return True for a served point of one instance with DCP, without pipeline stages and prefill context parallelism."""
+    return point.load is not None and point.dcp > 1 and not point.disaggregate and point.layout.gpus == point.tp
 
 
 def make_baseline_key(point: Point) -> str:

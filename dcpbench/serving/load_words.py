@@ -17,11 +17,9 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Load
 
 FIXED, UNIFORM, LOGNORMAL = "fixed", "uniform", "lognormal"
-TRACE_LENGTHS = "trace"
-"""Value of Load.input_tokens and output_tokens if a file holds the lengths."""
+TRACE_LENGTHS = "trace"  # value of Load.input_tokens and output_tokens if a file holds the lengths
 MAX_TOKENS = 1_000_000_000
-MAX_DELAY_S = 86_400
-"""Longest time between an answer and the next turn, as typed."""
+MAX_DELAY_S = 86_400  # longest time between an answer and the next turn, as typed
 MAX_SIGMA = 3.0
 """One prompt in forty is then 400 times the median, and the median 400 times another's: more is a mistake."""
 _LENGTHS = "write a number such as 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma)"
@@ -35,8 +33,7 @@ _LOGNORMAL = re.compile(rf"lognormal:({PATTERN}):([^:]+)")
 class Lengths:
     """Distribution of the number of tokens of prompts or of answers."""
 
-    kind: str
-    """`fixed` (low), `uniform` (low to high, both included) or `lognormal` (median low, sigma)."""
+    kind: str  # `fixed` (low), `uniform` (low to high, both included) or `lognormal` (median low, sigma)
     low: int
     high: int = 0
     sigma: float = 0.0

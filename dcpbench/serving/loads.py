@@ -30,14 +30,12 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
     from dcpbench.serving.request_files import Row
 
-INPUTS, OUTPUTS, GAPS, TURNS, MESSAGES, BRANCHES, DELAYS = range(7)
-"""Streams of numpy's generator."""
+INPUTS, OUTPUTS, GAPS, TURNS, MESSAGES, BRANCHES, DELAYS = range(7)  # streams of numpy's generator
 OWN, GROUP, HASH, ANSWER, SYSTEM = range(5)
 """Kinds of token streams: of one request, of a group that shares a prefix, of a block with one hash, of the
 substitute for an answer in later turns, and of the system prompt of all sessions.
 """
-MAX_SECONDS = 1e8
-"""Three years: an open loop that takes longer is a mistake in its rate."""
+MAX_SECONDS = 1e8  # three years: an open loop that takes longer is a mistake in its rate
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -100,10 +98,8 @@ class Extent:
 
     shortest: int
     longest: int
-    output: int
-    """Output tokens of all requests."""
-    ends_s: float
-    """Arrival time of the last request in s; 0 in a closed loop."""
+    output: int  # output tokens of all requests
+    ends_s: float  # arrival time of the last request in s; 0 in a closed loop
 
     def find_longest_served(self, positions: int) -> int:
         """Return the tokens of the longest request that fits a model with this number of positions; if none fits, of

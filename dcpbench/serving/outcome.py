@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from dcpbench.points.speculation import Speculation
-    from dcpbench.records.record import InstanceMetrics
+    from dcpbench.records.record import InstanceMetrics, StageMetrics
     from dcpbench.serving.requests import Step
     from dcpbench.serving.traffic import Sample
 
@@ -26,8 +26,7 @@ FINISHED, REJECTED, CANCELLED, FAILED = OUTCOMES = ("finished", "rejected", "can
 """Outcomes of a request: all its tokens came, it can never be served here, the run ended before it did, or a real
 server did not answer it to its end.
 """
-REQUESTS_FAILED = "requests_failed"
-"""Warning of a point with failed requests."""
+REQUESTS_FAILED = "requests_failed"  # warning of a point with failed requests
 
 
 class Sampled(Protocol):
@@ -41,14 +40,10 @@ class StepCounts:
     """Number of steps of a run, by kind."""
 
     steps: int = 0
-    decode_steps: int = 0
-    """Steps without prefill."""
-    eager_decode_steps: int = 0
-    """Decode steps larger than the largest captured graph."""
-    decode_rows: int = 0
-    """Requests in steps without prefill, over the layout, summed over these steps."""
-    decoded_tokens: int = 0
-    """Tokens that requests got in these steps."""
+    decode_steps: int = 0  # steps without prefill
+    eager_decode_steps: int = 0  # decode steps larger than the largest captured graph
+    decode_rows: int = 0  # requests in steps without prefill, over the layout, summed over these steps
+    decoded_tokens: int = 0  # tokens that requests got in these steps
     accepted: list[int] = dataclasses.field(default_factory=list)
     """Steps of a request by their accepted drafts, from none on; empty without drafts."""
 
@@ -87,30 +82,23 @@ class Row:
     """A request as stored in the samples file. Times are in seconds after the start of the run."""
 
     number: int
-    outcome: str
-    """One of OUTCOMES."""
-    reason: str | None = None
-    """Reason of a rejection or failure."""
+    outcome: str  # one of OUTCOMES
+    reason: str | None = None  # reason of a rejection or failure
     submitted_s: float
     first_token_s: float | None
-    end_s: float | None
-    """Time of its last token; None unless it finished."""
+    end_s: float | None  # time of its last token; None unless it finished
     input_tokens: int
-    output_tokens: int
-    """Number of output tokens received."""
-    cached_tokens: int | None = None
-    """Prompt tokens found in the prefix cache; None if the request was never admitted."""
+    output_tokens: int  # number of output tokens received
+    cached_tokens: int | None = None  # prompt tokens found in the prefix cache; None if the request was never admitted
     preemptions: int | None = None
     replica: int | None = None
     instance: int | None = None
     """Instance on which the request decoded, or was last, if several serve; prefill instances come first."""
     prefilled_by: int | None = None
     """Instance that prefilled the request first, if another one decodes; None also if it had no token to decode."""
-    kv_sent_s: float | None = None
-    """Time at which the transfer of its KV to the decode instance began."""
+    kv_sent_s: float | None = None  # time at which the transfer of its KV to the decode instance began
     kv_arrived_s: float | None = None
-    session: int | None = None
-    """Turn within the session; None for single-turn requests."""
+    session: int | None = None  # turn within the session; None for single-turn requests
     turn: int | None = None
     token_s: list[float]
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -164,6 +152,7 @@ def compute_serve_metrics(
     idle_fraction: float | None = None,
     floor_shares: Mapping[str, float | None] = NO_SHARES,
     instances: InstanceMetrics | None = None,
+    stages: StageMetrics | None = None,
     speculation: SpeculationMetrics | None = None,
     samples_file: str = "",
     interrupted: bool = False,
@@ -234,6 +223,7 @@ def compute_serve_metrics(
         decode_floor_share=floor_shares.get("decode_floor_share"),
         turns=_compute_turn_metrics(served),
         instances=instances,
+        stages=stages,
         samples_file=samples_file,
     )
 
@@ -275,7 +265,7 @@ def find_warnings(found: ServeMetrics) -> list[str]:
     lacking = any(None in (times.p90, times.p95, times.p99) for times in (found.ttft_ms, found.itl_ms))
     found_warnings = {"cut_off": bool(found.cancelled), "few_samples": lacking, "rejections": bool(found.rejected)}
     found_warnings |= {REQUESTS_FAILED: bool(found.failed)}
-    return [mark for mark, holds in found_warnings.items() if holds]
+    return [warning for warning, holds in found_warnings.items() if holds]
 
 
 def format_summary(found: ServeMetrics) -> str:

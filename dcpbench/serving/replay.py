@@ -35,6 +35,7 @@ from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, find_war
 from dcpbench.serving.policies import make_scheduler
 from dcpbench.serving.samples import write_samples
 from dcpbench.serving.scheduler import SchedulerConfig
+from dcpbench.serving.stage_steps import StagedTimes, make_measured_point
 from dcpbench.serving.step_model import Heat, compute_step_works
 from dcpbench.serving.step_times import PATH_AXES, read_step_times
 from dcpbench.serving.traffic import Traffic
@@ -46,15 +47,14 @@ if TYPE_CHECKING:
     from dcpbench.points.latency_bands import Metric
     from dcpbench.points.point import Point
     from dcpbench.points.settings import Settings
-    from dcpbench.records.record import Emulated, Latencies, ServeMetrics
+    from dcpbench.records.record import Emulated, Latencies, ServeMetrics, StageMetrics
     from dcpbench.serving.requests import ServeRequest, Step
     from dcpbench.serving.scheduler import Scheduler
     from dcpbench.serving.step_times import EnginePath, EngineServer, StepTimes
 
 
 ENGINE_VOCAB = 1 << 30  # token ids of prompts that another engine's server does not read: they are only compared
-FOLDER = "step-times"
-"""Below the run's folder."""
+FOLDER = "step-times"  # below the run's folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,7 @@ class ReplayResult:
     counts: StepCounts
     end_s: float
     deployed: Deployment
-    busy_s: list[float]
-    """Time in s during which each instance ran steps."""
+    busy_s: list[float]  # time in s during which each instance ran steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +85,7 @@ def replay_requests(
     requests: Sequence[ServeRequest],
     scheduler: Scheduler | Deployment,
     concurrency: int | None,
-    times: StepTimes,
+    times: StepTimes | StagedTimes,
     limit_s: float = math.inf,
     loop: LoopTiming = OWN_LOOP,
 ) -> ReplayResult:
@@ -105,31 +104,30 @@ class _Instance:
 
     scheduler: Scheduler
     heat: Heat
-    now: float = 0.0
-    """Time of the host's next decision, unless it waits or is idle."""
-    free: float = 0.0
-    """Time at which the device has finished all launched work."""
-    launched: float = 0.0
-    """Time at which the host has launched its last decision."""
-    pending: tuple[Step, float] | None = None
-    """A step to be read, and its end."""
-    behind: tuple[Step, float] | None = None
-    """The step after it."""
-    reads: float | None = None
-    """Time at which the host reads the pending step, if it waits for that."""
+    now: float = 0.0  # time of the host's next decision, unless it waits or is idle
+    free: float = 0.0  # time at which the device has finished all launched work
+    launched: float = 0.0  # time at which the host has launched its last decision
+    pending: tuple[Step, float] | None = None  # a step to be read, and its end
+    behind: tuple[Step, float] | None = None  # the step after it
+    reads: float | None = None  # time at which the host reads the pending step, if it waits for that
     idle: bool = False
     busy: float = 0.0
 
 
-READ, CROSSED, DECIDE = range(3)
-"""Priority of events at the same time, first to last."""
+READ, CROSSED, DECIDE = range(3)  # priority of events at the same time, first to last
 
 
 class _Clock:
     """Clock that all instances share; events happen one after the other."""
 
     def __init__(
-        self, traffic: Traffic, deployed: Deployment, times: StepTimes, limit_s: float, *, asynchronous: bool = True
+        self,
+        traffic: Traffic,
+        deployed: Deployment,
+        times: StepTimes | StagedTimes,
+        limit_s: float,
+        *,
+        asynchronous: bool = True,
     ) -> None:
         self.asynchronous = asynchronous
         self.traffic, self.deployed, self.times, self.limit_s = traffic, deployed, times, limit_s
@@ -253,18 +251,21 @@ def replay_point(
 
     Raise UsageError if the times belong to another engine than the point's, or do not cover its load.
     """
-    times, estimated = estimate_draft_steps(times, point)
-    times.check_point(point, file or "the step times")
+    measured = make_measured_point(point)
+    times, estimated = estimate_draft_steps(times, measured)
+    times.check_point(measured, file or "the step times")
     policy = (policy or times.engine.policy) if times.engine is not None else ""
     limit_s = math.inf if settings.limit_seconds is None else settings.limit_seconds
 
-    def replay_load(times: StepTimes) -> ReplayResult:
+    def replay_load(times: StepTimes) -> tuple[ReplayResult, StageMetrics | None]:
         assert point.load is not None
         deployment = _make_deployment(point, plan, times.engine, policy)
         loop = get_loop_timing(times.engine)
-        return replay_requests(requests, deployment, point.clients, times, limit_s, loop)
+        staged = StagedTimes(times, point, settings.micro_batches) if point.layout.gpus > point.tp else None
+        found = replay_requests(requests, deployment, point.clients, staged or times, limit_s, loop)
+        return found, staged.summarize() if staged else None
 
-    def compute_metrics(found: ReplayResult, file: str) -> ServeMetrics:
+    def compute_metrics(found: ReplayResult, stages: StageMetrics | None, file: str = "") -> ServeMetrics:
         return compute_serve_metrics(
             found.traffic,
             gpus=point.gpus,
@@ -273,19 +274,19 @@ def replay_point(
             steps=found.counts,
             speculation=found.counts.summarize_speculation(point.speculation, estimated),
             instances=_compute_instance_metrics(found) if point.disaggregate else None,
+            stages=stages,
             samples_file=file,
             limit_s=settings.limit_seconds,
         )
 
-    found = replay_load(times)
+    found, stages = replay_load(times)
     if times.engine is not None:
         scatter_tokens(found.traffic.samples, list_delays_s(times))
-    metrics = compute_metrics(found, write_samples(folder, point, make_rows(found.traffic.samples)))
+    metrics = compute_metrics(found, stages, write_samples(folder, point, make_rows(found.traffic.samples)))
     emulated = times.emulated
     if emulated is not None:
         ends = [
-            compute_metrics(replay_load(times.apply_factors(*factors)), "")
-            for factors in _compute_forecast_factors(times)
+            compute_metrics(*replay_load(times.apply_factors(*factors))) for factors in _compute_forecast_factors(times)
         ]
         spans = _compute_spans([metrics, *ends])
         if not times.is_blocking:
@@ -295,14 +296,14 @@ def replay_point(
     return Record(
         point=point,
         outcome="ok",
-        marks=[*times.marks, *find_warnings(metrics)],
+        warnings=[*times.warnings, *find_warnings(metrics)],
         serve=metrics,
         emulated=emulated,
         kv=Kv.from_plan(plan, point.context) if plan is not None else None,
         origin=times.engine.origin if times.engine is not None else msgspec.UNSET,
         server=_make_server(times.engine) if times.engine is not None else msgspec.UNSET,
-        honesty=msgspec.structs.replace(
-            times.honesty,
+        conditions=msgspec.structs.replace(
+            times.conditions,
             step_times=file,
             step_error=error,
             policy=policy,

@@ -55,8 +55,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_TOKEN_ID = (1 << 31) - 1
-MAX_TIME = 1e15
-"""Maximum time stamp in its own unit, far beyond the current date in ms; larger numbers are not times."""
+MAX_TIME = 1e15  # maximum time stamp in its own unit, far beyond the current date in ms; larger numbers are not times
 MAX_DELAY_S = 1e8
 MAX_BLOCK = 1 << 20
 MAX_REASON_LENGTH = 500
@@ -79,17 +78,13 @@ class Row:
     arrival_s: float | None
     """Arrival time in s after the first request; None if the file has no times. Of a later turn, the time before which it is
     not sent."""
-    input_tokens: int
-    """Tokens of the prompt; of a later turn, those that it adds."""
+    input_tokens: int  # tokens of the prompt; of a later turn, those that it adds
     output_tokens: int
     hash_ids: tuple[int, ...] | None = None
-    prompt: np.ndarray | None = None
-    """int32 token ids."""
+    prompt: np.ndarray | None = None  # int32 token ids
     prefix_group: int | None = None
-    turn: int = 0
-    """Number of the turn in its session; turns follow the first one."""
-    delay_s: float = 0.0
-    """Time in s from the answer of the turn before."""
+    turn: int = 0  # number of the turn in its session; turns follow the first one
+    delay_s: float = 0.0  # time in s from the answer of the turn before
 
     @property
     def tokens(self) -> int:
@@ -104,12 +99,9 @@ class Trace:
     path: Path
     sha256: str
     rows: list[Row]
-    sorted: bool
-    """True if the requests had to be sorted by arrival."""
-    reading: Reading = dataclasses.field(default_factory=Reading)
-    """How it was read: its format, and what that implies."""
-    failures: int = 0
-    """Requests without output tokens, which were left out."""
+    sorted: bool  # True if the requests had to be sorted by arrival
+    reading: Reading = dataclasses.field(default_factory=Reading)  # how it was read: its format, and what that implies
+    failures: int = 0  # requests without output tokens, which were left out
 
     @property
     def has_times(self) -> bool:

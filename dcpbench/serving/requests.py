@@ -50,19 +50,15 @@ class _Prompt:
 class ServeRequest:
     """A request as a client sends it."""
 
-    number: int
-    """Position in the load, from 0."""
-    prompt: _Prompt = _Prompt()
-    """int32 token ids; given as an array or as a LazyPrompt."""
-    output_tokens: int
-    """Tokens that are sampled for it; the end-of-sequence token does not end it."""
+    number: int  # position in the load, from 0
+    prompt: _Prompt = _Prompt()  # int32 token ids; given as an array or as a LazyPrompt
+    output_tokens: int  # tokens that are sampled for it; the end-of-sequence token does not end it
     arrival_s: float | None = None
     """Arrival time in s after the start; None in a closed loop, in which a client sends the request after its last
     answer.
     """
 
-    session: int | None = None
-    """Session that the request is a turn of; None for a single-turn request."""
+    session: int | None = None  # session that the request is a turn of; None for a single-turn request
     turn: int = 0
     """Turn number in the session; earlier prompts and answers are the beginning of the turn's own prompt. Requests of a session with
     the same number are sent at the same time, once all with lower numbers have been answered.
@@ -107,17 +103,12 @@ class ServeRequest:
 class Transfer:
     """Transfer of a request's KV from one instance to another; times in seconds after the start of the run."""
 
-    source: int
-    """The instance that prefilled."""
-    target: int
-    """Instance that decodes the request."""
-    ready_s: float
-    """Time at which its first token was sampled, which ends the prefill."""
-    begin_s: float
-    """Time at which the links of both instances were free and the decode instance had free KV capacity."""
+    source: int  # the instance that prefilled
+    target: int  # instance that decodes the request
+    ready_s: float  # time at which its first token was sampled, which ends the prefill
+    begin_s: float  # time at which the links of both instances were free and the decode instance had free KV capacity
     end_s: float
-    sent_bytes: int
-    """Bytes sent by each GPU that holds part of the request."""
+    sent_bytes: int  # bytes sent by each GPU that holds part of the request
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -125,27 +116,18 @@ class Sequence:
     """A request in the scheduler."""
 
     request: ServeRequest
-    order: int
-    """Submission order: the earliest request is preempted last."""
+    order: int  # submission order: the earliest request is preempted last
     replica: int = -1
     slot: int = 0
-    allocation: Allocation | None = None
-    """KV pages of the request; None while it waits."""
-    node: Node | None = None
-    """Locked node of the prefix cache."""
-    computed: int = 0
-    """Tokens with stored KV rows, including those that the steps decided so far will store."""
-    generated: int = 0
-    """Output tokens sampled, including those of the steps decided so far."""
-    cached: int = 0
-    """Prompt tokens that the prefix cache had when it was admitted first."""
+    allocation: Allocation | None = None  # KV pages of the request; None while it waits
+    node: Node | None = None  # locked node of the prefix cache
+    computed: int = 0  # tokens with stored KV rows, including those that the steps decided so far will store
+    generated: int = 0  # output tokens sampled, including those of the steps decided so far
+    cached: int = 0  # prompt tokens that the prefix cache had when it was admitted first
     preemptions: int = 0
-    verified: int = 0
-    """Steps that verified drafts of it, including those decided so far."""
-    instance: int | None = None
-    """Instance that the request is on or was last on, if several serve."""
-    transfer: Transfer | None = None
-    """First transfer of its KV from a prefill instance to a decode instance."""
+    verified: int = 0  # steps that verified drafts of it, including those decided so far
+    instance: int | None = None  # instance that the request is on or was last on, if several serve
+    transfer: Transfer | None = None  # first transfer of its KV from a prefill instance to a decode instance
     prompt_tokens: int = dataclasses.field(init=False)  # copied from the request, because each step reads it
     output_tokens: int = dataclasses.field(init=False)
 
@@ -169,11 +151,9 @@ class Chunk:
 
     sequence: Sequence
     slot: int
-    start: int
-    """First token; the tokens before it are its stored prefix. A multiple of page_size · dcp."""
+    start: int  # first token; the tokens before it are its stored prefix. A multiple of page_size · dcp.
     stop: int
-    samples: bool
-    """True if these tokens end the prompt, so that the next token is sampled."""
+    samples: bool  # True if these tokens end the prompt, so that the next token is sampled
 
     @property
     def tokens(self) -> int:
@@ -186,10 +166,8 @@ class TableWrite:
     """Write of a request's token locations to the request table."""
 
     slot: int
-    start: int
-    """First token."""
-    locs: np.ndarray
-    """int32 virtual locations of the tokens from `start` on."""
+    start: int  # first token
+    locs: np.ndarray  # int32 virtual locations of the tokens from `start` on
 
 
 @dataclasses.dataclass(slots=True)
@@ -197,8 +175,7 @@ class ReplicaStep:
     """Work of one attention replica in a step. Rows: decodes first, then the tokens of the chunks."""
 
     decodes: list[Sequence] = dataclasses.field(default_factory=list)
-    slots: list[int] = dataclasses.field(default_factory=list)
-    """Slots of the decodes."""
+    slots: list[int] = dataclasses.field(default_factory=list)  # slots of the decodes
     positions: list[int] = dataclasses.field(default_factory=list)
     """Index per decode of the first token that is read and of the KV row that is written; those of its drafts follow."""
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
@@ -206,8 +183,7 @@ class ReplicaStep:
     """Writes to the request table that are due before the step runs."""
     discarded: list[int] = dataclasses.field(default_factory=list)
     """KV tokens of each decode row that produces no token, because its request has finished in the step before."""
-    queries: int = 1
-    """Rows of each decode: a known token, and its drafts behind it."""
+    queries: int = 1  # rows of each decode: a known token, and its drafts behind it
     accepted: list[int] = dataclasses.field(default_factory=list)
     """Accepted drafts of each decode, with those beyond the end of an answer; empty without drafts."""
     delivered: list[int] = dataclasses.field(default_factory=list)
@@ -250,8 +226,7 @@ class Step:
     replicas: list[ReplicaStep]
     finished: list[Sequence] = dataclasses.field(default_factory=list)
     """Sequences that get their last token in this step."""
-    preempted: int = 0
-    """Sequences that lost their KV before this step."""
+    preempted: int = 0  # sequences that lost their KV before this step
 
     @property
     def has_chunks(self) -> bool:

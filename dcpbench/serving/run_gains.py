@@ -139,12 +139,12 @@ def _split_pair(folder: Path, pair: _Pair) -> RunGain:
 
 def _make_side(folder: Path, record: Record) -> Side:
     """Return what a replayed layout contributes to a replay: its scheduler's configuration and its step times."""
-    point, honesty, kv = record.point, record.honesty, record.kv
-    if honesty is None or not honesty.step_times:
+    point, conditions, kv = record.point, record.conditions, record.kv
+    if conditions is None or not conditions.step_times:
         raise RecordsError(f"the record of {point.layout_name} names no step times.")
-    times, _ = estimate_draft_steps(read_step_times(folder / honesty.step_times), point)
+    times, _ = estimate_draft_steps(read_step_times(folder / conditions.step_times), point)
     if times.engine is not None:
-        config = make_engine_config(point, times.engine, honesty.policy or times.engine.policy)
+        config = make_engine_config(point, times.engine, conditions.policy or times.engine.policy)
     elif kv is not None:
         pages = kv.capacity_tokens // (point.page_size * point.dcp * point.dp) + PAGES_OF_PADDING
         config = SchedulerConfig.from_point(point, pages=pages, max_context=point.context)

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
     from dcpbench.points.point import Point
 
-SAMPLES_VERSION = 2
-"""Files of version 1 have no checksum, and else are the same."""
-FOLDER = "samples"
-"""Below the run's folder."""
+SAMPLES_VERSION = 2  # files of version 1 have no checksum, and else are the same
+FOLDER = "samples"  # below the run's folder
 VERSION_KEY, POINT_KEY, SUM_KEY = b"dcpbench.samples_version", b"dcpbench.point", b"dcpbench.crc32"
 """Keys of the file's metadata; the checksum covers the rows and the point."""
 MAX_INT = 2**31 - 1  # of a column

@@ -43,23 +43,18 @@ class SchedulerConfig:
     """Engine parameters of a scheduler. Raise UsageError for a chunk that is too small."""
 
     replicas: int
-    pages: int
-    """Pages of each rank's KV pool, including the padding page."""
+    pages: int  # pages of each rank's KV pool, including the padding page
     page_size: int
     dcp: int
     interleave: int = 1
-    max_requests: int
-    """Slots of a replica."""
+    max_requests: int  # slots of a replica
     chunk: int
     """Maximum number of prompt tokens that a replica prefills in one step; with vLLM's policy decodes count as well."""
     policy: str = MIXED
     prefix_cache: bool = True
-    max_context: int
-    """Tokens of a request that can be stored; all but the last one that is sampled are."""
-    speculation: Speculation | None = None
-    """Drafts of a step and their acceptance; None for steps of one token."""
-    seed: int = 0
-    """Seed of the draws of accepted drafts."""
+    max_context: int  # tokens of a request that can be stored; all but the last one that is sampled are
+    speculation: Speculation | None = None  # drafts of a step and their acceptance; None for steps of one token
+    seed: int = 0  # seed of the draws of accepted drafts
     max_chunk: int = 0
     """Maximum number of prompt tokens of one request in a step, with the policy of another engine; 0: no limit."""
 
@@ -337,11 +332,15 @@ class Scheduler:
         if budget < self.config.virtual_page:
             return False
         pages, node = self._match_prefix(replica, sequence)
-        need = replica.allocator.count_pages(sequence.target) - len(pages)
+        need = replica.allocator.count_pages(self._count_prompt_tokens(sequence)) - len(pages)
         replica.cache.lock(node)  # cached pages that it would read cannot be evicted for it
         available = replica.available_pages
         replica.cache.unlock(node)
         return need + self._count_reserved_pages(replica) <= available
+
+    def _count_prompt_tokens(self, sequence: Sequence) -> int:
+        """Return the tokens with KV of a sequence that starts: the known ones and, behind them, those of the passes that draft."""
+        return sequence.target + max(self.config.queries - 2, 0)
 
     def _count_reserved_pages(self, replica: Replica) -> int:
         """Return the number of pages that an admission leaves free: those of a step of each running sequence."""
@@ -367,8 +366,9 @@ class Scheduler:
         pages, node = self._match_prefix(replica, sequence)
         replica.cache.lock(node)
         sequence.node = node
-        replica.make_free_pages(replica.allocator.count_pages(sequence.target) - len(pages))
-        sequence.allocation = replica.allocator.allocate(sequence.target, pages)
+        tokens = self._count_prompt_tokens(sequence)
+        replica.make_free_pages(replica.allocator.count_pages(tokens) - len(pages))
+        sequence.allocation = replica.allocator.allocate(tokens, pages)
         sequence.computed = self.count_hits(sequence, pages)
         if not sequence.preemptions:
             sequence.cached = sequence.computed

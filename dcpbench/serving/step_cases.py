@@ -46,32 +46,24 @@ BETWEEN_TOKENS = (256, 544, 768, 1536, 3072, 6144)
 """Sizes between which the curve bends, measured without a prefix only. Past 512 tokens, matrix products need a fifth
 tile of 128 rows, which is a jump.
 """
-FEW_TOKENS = 128
-"""Below, chunks have no shortest prefix measured: hardly any are so short but at the end of a prompt."""
-SHORT_CHUNKS = 8
-"""Chunks of a step with short prompts."""
-ATTENTION_SHOWS = 2048
-"""Number of tokens from which their division into prompts is measured."""
-MANY_PREFIX = 8192
-"""Stored tokens before each of many chunks: more would only take more time."""
+FEW_TOKENS = 128  # below, chunks have no shortest prefix measured: hardly any are so short but at the end of a prompt
+SHORT_CHUNKS = 8  # chunks of a step with short prompts
+ATTENTION_SHOWS = 2048  # number of tokens from which their division into prompts is measured
+MANY_PREFIX = 8192  # stored tokens before each of many chunks: more would only take more time
 LATE = 4
 """Divisor of late chunks: a chunk at the end of a long prompt has at most 1 / LATE of its tokens, so that it attends
 mostly to earlier tokens.
 """
 MIXED_TOKENS = (128, 512, 2048)
 """Sizes of the chunks next to which decode rows are measured: this many tokens, or the next smaller available size."""
-HOT_TOKENS = 512
-"""Chunks of fewer tokens are not measured hot: they read weights as decodes do."""
-TRAIN = 12
-"""Number of decode steps after chunks, each of which is measured."""
+HOT_TOKENS = 512  # chunks of fewer tokens are not measured hot: they read weights as decodes do
+TRAIN = 12  # number of decode steps after chunks, each of which is measured
 KEPT = 8
 """Divisor of the KV cache: chunks of mixed cases take at most 1 / KEPT, as requests may hold nearly all of it next to a
 short chunk.
 """
-SAME = 0.1
-"""Relative distance within which a prompt uses a measured size."""
-OUTPUT_TOKENS = 2
-"""Output tokens of the requests, which never finish, so that no step samples a last token."""
+SAME = 0.1  # relative distance within which a prompt uses a measured size
+OUTPUT_TOKENS = 2  # output tokens of the requests, which never finish, so that no step samples a last token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,21 +71,15 @@ class Extent:
     """Maximum size of the steps of one replica."""
 
     requests: int
-    context: int
-    """Tokens of a request."""
-    pages: int
-    """KV pages without the padding page; a virtual page spans all dcp ranks."""
+    context: int  # tokens of a request
+    pages: int  # KV pages without the padding page; a virtual page spans all dcp ranks
     virtual_page: int
-    chunk: int
-    """Prompt tokens of a step."""
-    replicas: int = 1
-    """Attention replicas."""
+    chunk: int  # prompt tokens of a step
+    replicas: int = 1  # attention replicas
     targets: tuple[int, ...] = ()
     """Requests that closed loops keep in flight on a replica: the numbers of rows that come most."""
-    open_loop: bool = False
-    """True if a load has no fixed number of requests in flight."""
-    prompts: tuple[int, ...] = ()
-    """Lengths that all prompts of a load have."""
+    open_loop: bool = False  # True if a load has no fixed number of requests in flight
+    prompts: tuple[int, ...] = ()  # lengths that all prompts of a load have
     shared: bool = False
     """True if prompts share prefixes, so that requests together attend to more tokens than the cache holds."""
     changes: tuple[int, ...] = ()
@@ -323,10 +309,8 @@ class HotRun:
     """A case that is measured after chunks."""
 
     case: Case
-    before: Case
-    """The chunks, again and again until the device has settled."""
-    times: int = 1
-    """Number of consecutive steps of the case; their decay determines how fast the slowdown by heat ends."""
+    before: Case  # the chunks, again and again until the device has settled
+    times: int = 1  # number of consecutive steps of the case; their decay determines how fast the slowdown by heat ends
 
     @property
     def cases(self) -> list[Case]:
@@ -388,8 +372,7 @@ def _find_largest_size(tokens: int, sizes: SequenceOf[int]) -> int:
 class CaseSteps:
     """Steps of one case. Both do the same work; it can be repeated as often as one likes, as no position moves."""
 
-    first: Step
-    """First step, which writes its requests' token locations."""
+    first: Step  # first step, which writes its requests' token locations
     again: Step
 
 

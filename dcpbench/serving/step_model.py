@@ -31,29 +31,21 @@ if TYPE_CHECKING:
 
 HEAT_S = 0.04
 """Default thermal time constant of a power-limited GPU in s, if no case measures it: as on an H100 and on an H200."""
-TELLS = 0.005
-"""Minimum relative slowdown of a case that is used to estimate heat; smaller ones are noise."""
-BEYOND = 1.2
-"""Factor by which a line in KV tokens or pairs is extrapolated past its last case."""
+TELLS = 0.005  # minimum relative slowdown of a case that is used to estimate heat; smaller ones are noise
+BEYOND = 1.2  # factor by which a line in KV tokens or pairs is extrapolated past its last case
 
 
 class Work(NamedTuple):
     """Work of a replica in a step, as far as its time depends on it."""
 
-    rows: int
-    """Decode rows as they run: padded (batches.py)."""
-    kv_tokens: int
-    """KV tokens that all decode rows together attend to."""
-    tokens: int
-    """Tokens of chunks."""
+    rows: int  # decode rows as they run: padded (batches.py)
+    kv_tokens: int  # KV tokens that all decode rows together attend to
+    tokens: int  # tokens of chunks
     pairs: float
     """Σ tokens · (prefix + tokens / 2) over chunks: tokens times the tokens that each attends to, on average."""
-    prefix: int
-    """Σ prefix over chunks: stored tokens that are gathered and decompressed."""
-    decodes: int = 0
-    """Decode rows without padding."""
-    queries: int = 1
-    """Query rows of each decode row: a known token, and its drafts."""
+    prefix: int  # Σ prefix over chunks: stored tokens that are gathered and decompressed
+    decodes: int = 0  # decode rows without padding
+    queries: int = 1  # query rows of each decode row: a known token, and its drafts
 
     @classmethod
     def from_requests(cls, requests: int, kv_tokens: int, chunks: Iterable[tuple[int, int]], queries: int = 1) -> Work:
@@ -77,8 +69,7 @@ class Work(NamedTuple):
         return compute_chunk_rows(self.all_rows)
 
 
-Sample = tuple[Work, float]
-"""A case and its ms."""
+Sample = tuple[Work, float]  # a case and its ms
 
 
 def compute_step_works(step: Step) -> list[Work]:
@@ -433,12 +424,9 @@ class HotStep(NamedTuple):
     """A step that was measured after chunks."""
 
     work: Work
-    times: float
-    """Duration relative to that of a cool step."""
-    before: int = 0
-    """Tokens of the chunks; 0: the largest."""
-    since_s: float = 0.0
-    """Time in s during which steps of the same kind have run in between."""
+    times: float  # duration relative to that of a cool step
+    before: int = 0  # tokens of the chunks; 0: the largest
+    since_s: float = 0.0  # time in s during which steps of the same kind have run in between
 
 
 class Slowdown:

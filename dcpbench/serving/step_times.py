@@ -53,8 +53,7 @@ class Decodes(msgspec.Struct, frozen=True):
     """Requests that decode a token each."""
 
     requests: int
-    context: int
-    """KV tokens that each request attends to, including its own."""
+    context: int  # KV tokens that each request attends to, including its own
 
 
 class Chunks(msgspec.Struct, frozen=True):
@@ -62,8 +61,7 @@ class Chunks(msgspec.Struct, frozen=True):
 
     chunks: int
     tokens: int
-    prefix: int
-    """Stored tokens before each."""
+    prefix: int  # stored tokens before each
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,14 +69,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     decodes: tuple[Decodes, ...] = ()
     chunks: tuple[Chunks, ...] = ()
-    use: str = LINE
-    """One of USES."""
-    after: tuple[Chunks, ...] = ()
-    """Chunks that ran before a hot case; empty: the largest ones of any hot case."""
-    since: int = 0
-    """Number of identical steps between a hot case and the chunks before it."""
-    replicas: int = 0
-    """Number of replicas that do the work while the others are idle; 0: all do it."""
+    use: str = LINE  # one of USES
+    after: tuple[Chunks, ...] = ()  # chunks that ran before a hot case; empty: the largest ones of any hot case
+    since: int = 0  # number of identical steps between a hot case and the chunks before it
+    replicas: int = 0  # number of replicas that do the work while the others are idle; 0: all do it
 
     @property
     def requests(self) -> int:
@@ -128,8 +122,7 @@ class MeasuredCase(msgspec.Struct, frozen=True, kw_only=True):
     """Step times as the live loop launches and reads them, each of the slowest rank: from the end of the preceding step
     to its own end. The preceding step is identical; with chunks it only decodes, which hides their launch.
     """
-    host_ms: list[float] = []
-    """Time during which the host was busy launching such a step, for the slowest rank."""
+    host_ms: list[float] = []  # time during which the host was busy launching such a step, for the slowest rank
     floor_ms: float | None = None
     """Lower bound of the step's time at the rates of the machine (points/roofline.py), with the expected number of
     experts hit. Null on the CPU.
@@ -174,25 +167,19 @@ def find_differences(path: EnginePath, wanted: EnginePath) -> list[str]:
 class EngineServer(msgspec.Struct, frozen=True, kw_only=True):
     """Describe a server of another engine that was measured through HTTP, and how it schedules requests."""
 
-    engine: str
-    """`vllm` or `sglang`: the engine with the kernels that ran the steps."""
+    engine: str  # `vllm` or `sglang`: the engine with the kernels that ran the steps
     version: str = ""
-    policy: str
-    """Scheduling policy of the engine, one of ENGINE_POLICIES."""
+    policy: str  # scheduling policy of the engine, one of ENGINE_POLICIES
     token_budget: int
     """Maximum number of tokens of a step: vLLM's --max-num-batched-tokens, SGLang's --chunked-prefill-size."""
-    max_requests: int
-    """Maximum number of running requests: vLLM's --max-num-seqs, SGLang's --max-running-requests."""
+    max_requests: int  # maximum number of running requests: vLLM's --max-num-seqs, SGLang's --max-running-requests
     max_chunk: int = 0
     """Maximum number of prompt tokens of one request in a step (vLLM's --long-prefill-token-threshold); 0: no limit."""
-    block_tokens: int
-    """Tokens of a KV block on all dcp ranks."""
-    kv_tokens: int | None = None
-    """Tokens that the KV cache holds on all ranks; null if the server does not report it."""
+    block_tokens: int  # tokens of a KV block on all dcp ranks
+    kv_tokens: int | None = None  # tokens that the KV cache holds on all ranks; null if the server does not report it
     max_model_len: int | None = None
     prefix_cache: bool = True
-    asynchronous: bool = True
-    """True if the engine decides a step while the one before it runs."""
+    asynchronous: bool = True  # True if the engine decides a step while the one before it runs
     row_multiple: int = 1
     """Steps with prompts take longer if their number of tokens is no multiple of it; 1: all take the same."""
     graph_batches: tuple[int, ...] = ()
@@ -203,8 +190,7 @@ class EngineServer(msgspec.Struct, frozen=True, kw_only=True):
     begin_ms: float = 0.0
     """Time from the decision for a step with prompts until the GPU begins it, if it waits for no step before: the host prepares and
     launches it."""
-    settings: str = ""
-    """Flags that distinguish the server from others of its run, as a point has them."""
+    settings: str = ""  # flags that distinguish the server from others of its run, as a point has them
 
     @property
     def origin(self) -> str:
@@ -227,17 +213,12 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     schema_version: int = STEP_TIMES_VERSION
     path: EnginePath
     cases: list[MeasuredCase]
-    launch_ms: float
-    """Additional time of a step that is launched while the device is idle: planning and launching it."""
-    measuring_s: float
-    """Duration of the whole measurement."""
-    honesty: Conditions
-    environment: Environment
-    """Git commit and command included."""
-    marks: list[str] = []
-    """Warnings in the form of records: `cpu`, `throttled`, …"""
-    emulated: Emulated | None = None
-    """Communication model of the largest decode step of an emulated layout."""
+    launch_ms: float  # additional time of a step that is launched while the device is idle: planning and launching it
+    measuring_s: float  # duration of the whole measurement
+    conditions: Conditions
+    environment: Environment  # Git commit and command included
+    warnings: list[str] = []  # warnings in the form of records: `cpu`, `throttled`, …
+    emulated: Emulated | None = None  # communication model of the largest decode step of an emulated layout
     engine: EngineServer | None = None
     """Server of another engine on which the steps were measured; null for dcpbench's own engine. The samples are gaps between tokens and
     differences of times to first token, as a client sees them, less `request_ms`."""

@@ -28,12 +28,10 @@ GROUP, PROMPT, SESSION, DELAY = "prefix_group", "prompt", "session", "delay"
 COLUMNS = (ARRIVAL, INPUT, OUTPUT, HASHES, GROUP, PROMPT, SESSION, DELAY)
 """Our names of columns: `delay` is the time from an answer to the next turn of its session."""
 DATE = "date"
-UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
-"""Parts of a second by the name of a time unit."""
+UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}  # parts of a second by the name of a time unit
 TIME_UNITS = (*UNITS, DATE)
 OWN, MOONCAKE, QWEN, AIPERF, BURSTGPT, AZURE = FORMATS = ("own", "mooncake", "qwen", "aiperf", "burstgpt", "azure")
-TABLE = "columns"
-"""Format of a file of which the columns are named by the user."""
+TABLE = "columns"  # format of a file of which the columns are named by the user
 NS = UNITS["ns"]
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,9})\d*)?\s*(Z|UTC|[+-]\d\d:?\d\d)?")
 
@@ -60,7 +58,7 @@ _TEXT = (
     "holds text, of which the tokens are known to the model's tokenizer alone; give each turn as a line with "
     "'session_id', 'input_length' and 'output_length'"
 )
-DECLARED: Mapping[str, TraceFormat] = {
+DECLARED: Mapping[str, TraceFormat] = {  # formats in the order in which a file is compared with them
     QWEN: TraceFormat(columns=_LENGTHS, marks=frozenset({"chat_id"}), block_size=16),
     AIPERF: TraceFormat(
         columns={**_LENGTHS, SESSION: "session_id", DELAY: "delay"},
@@ -104,7 +102,6 @@ DECLARED: Mapping[str, TraceFormat] = {
         known_only=True,
     ),
 }
-"""Formats in the order in which a file is compared with them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,8 +109,7 @@ class Reading:
     """Hold how a file of requests is read; empty fields are determined from the file."""
 
     format: str = ""
-    columns: str = ""
-    """Names in the file by ours, as typed: `arrival:ts/input_tokens:prompt`."""
+    columns: str = ""  # names in the file by ours, as typed: `arrival:ts/input_tokens:prompt`
     unit: str = ""
     block_size: int = 0
 

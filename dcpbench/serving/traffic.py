@@ -43,16 +43,12 @@ class Sample:
 
     request: ServeRequest
     submitted_s: float
-    token_s: list[float] = dataclasses.field(default_factory=list)
-    """Time at which each output token was read."""
+    token_s: list[float] = dataclasses.field(default_factory=list)  # time at which each output token was read
     tokens: list[int] = dataclasses.field(default_factory=list)
     """Token ids; empty in replay, and for requests of another replica than the recording rank's."""
-    sequence: Sequence | None = None
-    """State in the scheduler; None if the request was rejected."""
-    rejected: str = ""
-    """Reason why the request can never be served."""
-    failed: str = ""
-    """Reason why a real server did not answer the request to its end."""
+    sequence: Sequence | None = None  # state in the scheduler; None if the request was rejected
+    rejected: str = ""  # reason why the request can never be served
+    failed: str = ""  # reason why a real server did not answer the request to its end
     cached_tokens: int | None = None
     """Prompt tokens in a real server's prefix cache, if it reports them; for our engine see `sequence`."""
     chunk_tokens: list[int] = dataclasses.field(default_factory=list)

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette, distinguishable with any kind of colour vision; its yellow is too pale for lines on white."""
-GREY = "#555555"
-"""Colour of elements that belong to no series: limits, and symbols in a legend."""
+GREY = "#555555"  # colour of elements that belong to no series: limits, and symbols in a legend
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 Line = str | tuple[int, tuple[int, ...]]
 LINES: tuple[Line, ...] = ("-", "--", ":", "-.", (0, (8, 2)), (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (3, 4)))
@@ -129,9 +128,8 @@ def set_headline(figure: Figure, title: str) -> None:
     figure.suptitle("\n".join(textwrap.wrap(title, columns, break_on_hyphens=False)), fontsize=12)
 
 
-LEGEND_LINES = 4
-LEGEND_LINE_INCHES = 0.2
-"""Lines of a legend that a figure has room for, and how much taller each further one makes it."""
+LEGEND_LINES = 4  # lines of a legend that a figure has room for
+LEGEND_LINE_INCHES = 0.2  # height that each further line adds to the figure
 
 
 def draw_legend_below(figure: Figure, handles: list[Any]) -> None:

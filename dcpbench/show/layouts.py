@@ -15,8 +15,7 @@ from typing import NamedTuple
 Lch = tuple[float, float, float]  # lightness, chroma and hue of Björn Ottosson's OKLCH, where equal steps look equal
 PLAIN: Lch = (0.53, 0.14, 245)
 DCP: tuple[Lch, ...] = ((0.72, 0.16, 78), (0.63, 0.18, 48), (0.50, 0.19, 22), (0.40, 0.14, 5))
-DP: tuple[Lch, ...] = ((0.72, 0.12, 190), (0.62, 0.13, 163), (0.43, 0.11, 150), (0.35, 0.09, 135))
-"""Degrees 2, 4, 8, and 16 or more."""
+DP: tuple[Lch, ...] = ((0.72, 0.12, 190), (0.62, 0.13, 163), (0.43, 0.11, 150), (0.35, 0.09, 135))  # degrees 2 to 16
 BOTH: tuple[Lch, ...] = (  # 2 × 2; 2 × 4 and 4 × 2; 2 × 8, 4 × 4 and 8 × 2, which is used for all further ones
     (0.68, 0.13, 345),
     (0.58, 0.17, 325),

@@ -13,8 +13,7 @@ from dcpbench.show.whole_files import write_file
 
 SUBMIT_FOLDER = "submit"
 STATE_FILE = "job.json"
-TERM_CODE = 143
-"""Exit code of a command that SIGTERM ended."""
+TERM_CODE = 143  # exit code of a command that SIGTERM ended
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,19 +21,14 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     words: tuple[str, ...]
     """Command such as `sweep --tp 16`, without the run's folder, and without --resume and --force."""
-    folder: Path
-    """The run's, absolute."""
-    start: str = ""
-    """`--resume` or `--force` if given."""
-    again: str = "--resume"
-    """Option that a restarted job adds instead."""
+    folder: Path  # the run's, absolute
+    start: str = ""  # `--resume` or `--force` if given
+    again: str = "--resume"  # option that a restarted job adds instead
     nodes: int = 1
     gpus_per_node: int | None = None
-    time: str = ""
-    """Limit, as Slurm writes it; Kubernetes gets its seconds."""
+    time: str = ""  # limit, as Slurm writes it; Kubernetes gets its seconds
     name: str = "dcpbench"
-    keeps: bool = True
-    """True if the submitting command follows the job to its end."""
+    keeps: bool = True  # True if the submitting command follows the job to its end
 
     @property
     def typed(self) -> str:
@@ -50,17 +44,12 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job that a cluster has."""
 
-    kind: str
-    """`slurm` or `k8s`."""
-    id: str
-    """Slurm's number, or the name of the Kubernetes Job."""
+    kind: str  # `slurm` or `k8s`
+    id: str  # Slurm's number, or the name of the Kubernetes Job
     nodes: int
-    kubectl: tuple[str, ...] = ()
-    """Command line of kubectl, with its namespace and context."""
-    fetched: bool = True
-    """Kubernetes: whether the run is copied to this machine."""
-    claim: str = ""
-    """Kubernetes: the volume that keeps it."""
+    kubectl: tuple[str, ...] = ()  # command line of kubectl, with its namespace and context
+    fetched: bool = True  # Kubernetes: whether the run is copied to this machine
+    claim: str = ""  # Kubernetes: the volume that keeps it
 
     @property
     def description(self) -> str:

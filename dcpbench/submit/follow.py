@@ -17,27 +17,20 @@ from dcpbench.show.text import fit_line, make_printable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-READ_S, LOOK_S = 0.5, 5.0
-"""Intervals in s at which output is read, and the cluster is queried."""
-GONE_S = 90.0
-"""Maximum time in s for a cancelled job to disappear."""
-ANSWER_S = 60.0
-"""Time-out in s of a cluster's command."""
-FAILED = 4
-"""Exit code of a job that ended without a more specific one, as after a failed rank."""
+READ_S, LOOK_S = 0.5, 5.0  # intervals in s at which output is read, and the cluster is queried
+GONE_S = 90.0  # maximum time in s for a cancelled job to disappear
+ANSWER_S = 60.0  # time-out in s of a cluster's command
+FAILED = 4  # exit code of a job that ended without a more specific one, as after a failed rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
     """State of a job."""
 
-    message: str
-    """Sentence without its full stop, printed when it changes."""
+    message: str  # sentence without its full stop, printed when it changes
     ended: bool = False
-    code: int = 0
-    """Exit code, once it has ended."""
-    lost: bool = False
-    """True if it ended because it lost a machine, so that it may continue elsewhere."""
+    code: int = 0  # exit code, once it has ended
+    lost: bool = False  # True if it ended because it lost a machine, so that it may continue elsewhere
 
 
 def make_end_state(message: str, code: int = FAILED, *, lost: bool = False) -> State:
@@ -52,8 +45,7 @@ class NoAnswerError(Exception):
 class Queue(Protocol):
     """A job as the cluster has it."""
 
-    late_s: float
-    """Time in s during which output may arrive after the end."""
+    late_s: float  # time in s during which output may arrive after the end
 
     def fetch_state(self) -> State:
         """Return the current state. Raise NoAnswerError if the cluster does not answer."""

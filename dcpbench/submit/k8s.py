@@ -43,10 +43,8 @@ LABEL, INDEX = "app.kubernetes.io/instance", "batch.kubernetes.io/job-completion
 CONTAINER, PORT = "dcpbench", 29500
 RUNS, FETCHED = "/runs", "/tmp/dcpbench-fetched"  # noqa: S108 -- in the pod
 ENDED = "dcpbench submit: node 0 has ended with"
-FETCH_S = 600
-"""Time in s that node 0's pod waits for its run to be fetched."""
-KEPT_S = 86_400
-"""Time in s after which Kubernetes deletes a finished Job by itself."""
+FETCH_S = 600  # time in s that node 0's pod waits for its run to be fetched
+KEPT_S = 86_400  # time in s after which Kubernetes deletes a finished Job by itself
 VENDOR = "nvidia.com"
 GPUS = f"{VENDOR}/gpu"
 DELETED_S = 120
@@ -60,14 +58,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Options for running a job on Kubernetes."""
 
     image: str
-    program: tuple[str, ...] = ("dcpbench",)
-    """Command that starts dcpbench in the image."""
+    program: tuple[str, ...] = ("dcpbench",)  # command that starts dcpbench in the image
     namespace: str = ""
     context: str = ""
-    claim: str = ""
-    """PersistentVolumeClaim that keeps runs."""
-    pod: dict[str, Any] = {}
-    """Merged into the pod's spec."""
+    claim: str = ""  # PersistentVolumeClaim that keeps runs
+    pod: dict[str, Any] = {}  # merged into the pod's spec
 
     @property
     def kubectl(self) -> tuple[str, ...]:

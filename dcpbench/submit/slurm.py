@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TEMPLATE, SCRIPT = "slurm.sh.j2", "job.sh"
 WAITING, UNKNOWN = "PENDING", "Invalid job id"
-HOW_IT_ENDED = {
+HOW_IT_ENDED = {  # phrases by the final state of a job in Slurm
     "COMPLETED": "",
     "FAILED": "",
     "CANCELLED": "was cancelled",
@@ -33,27 +33,22 @@ HOW_IT_ENDED = {
     "PREEMPTED": "had to give way to another job",
     "OUT_OF_MEMORY": "was out of host memory",
 }
-"""Phrases by the final state of a job in Slurm."""
 MAY_GO_ON = ("TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "PREEMPTED")
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Options for running a job on Slurm."""
 
-    program: tuple[str, ...]
-    """Command that starts dcpbench on a node."""
-    directory: Path
-    """Folder to which relative paths refer."""
+    program: tuple[str, ...]  # command that starts dcpbench on a node
+    directory: Path  # folder to which relative paths refer
     partition: str = ""
     account: str = ""
-    options: tuple[str, ...] = ()
-    """Further options of sbatch, as typed."""
+    options: tuple[str, ...] = ()  # further options of sbatch, as typed
     requeue: bool = True
     exclusive: bool = True
     cpus_per_node: int | None = None
     interface: str = ""
-    setup: tuple[str, ...] = ()
-    """Lines of shell that come before the command."""
+    setup: tuple[str, ...] = ()  # lines of shell that come before the command
     pyxis: str = ""
     apptainer: str = ""
     mounts: tuple[str, ...] = ()
@@ -102,8 +97,7 @@ def submit(spec: JobSpec, cluster: Cluster) -> SubmittedJob:
 class Queue:
     """A job in Slurm's queue."""
 
-    late_s = 2.0
-    """Through a shared file system."""
+    late_s = 2.0  # through a shared file system
 
     def __init__(self, job: SubmittedJob, folder: Path) -> None:
         """Follow a job; `folder` is the run's."""

@@ -25,8 +25,7 @@ class _Region(NamedTuple):
     reason: str
 
 
-_regions: dict[int, list[_Region]] = {}
-"""Thread -> regions that are open, in the order in which they were entered."""
+_regions: dict[int, list[_Region]] = {}  # thread -> regions that are open, in the order in which they were entered
 
 
 @contextlib.contextmanager

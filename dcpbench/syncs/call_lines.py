@@ -32,7 +32,7 @@ NAMESPACES = ("linalg_", "fft_", "special_")
 SHOWING = ("print", "str", "repr", "format")
 ITERATING = ("list", "tuple", "set", "sorted", "zip", "enumerate", "sum", "max", "min", "any", "all", "map", "reversed")
 CONVERTING = ("asarray", "array", "ascontiguousarray", "stack", "concatenate")
-OPERATORS: dict[str, tuple[type[ast.AST], ...]] = {
+OPERATORS: dict[str, tuple[type[ast.AST], ...]] = {  # operators of torch that Python's operators call
     "add": (ast.Add,),
     "sub": (ast.Sub,),
     "rsub": (ast.Sub,),
@@ -54,15 +54,13 @@ OPERATORS: dict[str, tuple[type[ast.AST], ...]] = {
     "bitwise_or": (ast.BitOr,),
     "bitwise_xor": (ast.BitXor,),
 }
-"""Operators of torch that Python's operators call."""
-RUNTIME_CALLS = {
+RUNTIME_CALLS = {  # names of Python calls that make a call of the runtime without an operator
     "cudaDeviceSynchronize": ("synchronize",),
     "cudaStreamSynchronize": ("synchronize",),
     "cudaEventSynchronize": ("synchronize", "wait"),
     "cudaFree": ("empty_cache",),
     "cudaHostAlloc": ("pin_memory",),
 }
-"""Names of Python calls that make a call of the runtime without an operator."""
 
 
 class SourceText(NamedTuple):

@@ -42,8 +42,7 @@ OTHER_SOURCE = (
     " is of another version than in the trace: its functions begin on other lines, so that the lines that wait stay unknown. "
     "Give the source of the trace's commit with --source FOLDER."
 )
-MAX_FINDINGS = 10
-"""Findings that are repeated on stderr where the report went elsewhere."""
+MAX_FINDINGS = 10  # findings that are repeated on stderr where the report went elsewhere
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +66,7 @@ class DiffOptions:
     as_json: bool = False
     output: Path | None = None
     force: bool = False
-    tolerance: float = 20.0
-    """Percent."""
+    tolerance: float = 20.0  # percent
     min_us: float = 10.0
 
 

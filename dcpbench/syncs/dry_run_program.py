@@ -38,8 +38,7 @@ class Settings(msgspec.Struct, kw_only=True):
     """Define how each process of the program runs, and where it leaves its notes and its report."""
 
     folder: str = ""
-    package: str = str(Path(__file__).parents[2])
-    """Folder from which a child process imports dcpbench."""
+    package: str = str(Path(__file__).parents[2])  # folder from which a child process imports dcpbench
     root: str = ""
     assume_device: bool = False
     step_range: str | None = None
@@ -49,11 +48,9 @@ class Job(msgspec.Struct, kw_only=True):
     """Define what the first process runs."""
 
     kind: Literal["script", "module", "code"]
-    target: str
-    """Path of the script, name of the module, or the code."""
+    target: str  # path of the script, name of the module, or the code
     arguments: list[str] = []
-    name: str = ""
-    """Name of the program for messages."""
+    name: str = ""  # name of the program for messages
     settings: Settings = msgspec.field(default_factory=Settings)
 
 
@@ -61,13 +58,11 @@ class ProcessAnswer(msgspec.Struct, kw_only=True):
     """Hold the result of a process."""
 
     pid: int
-    code: int
-    """The exit code, as far as it is known; 1 after an exception."""
+    code: int  # the exit code, as far as it is known; 1 after an exception
     report: Report
     expected: dict[int, str] = {}
     """Child process -> event that it notes unless something prevents it from leaving notes."""
-    workers: list[int] = []
-    """Workers of a multiprocessing.Pool."""
+    workers: list[int] = []  # workers of a multiprocessing.Pool
 
 
 def run_without_gpu(

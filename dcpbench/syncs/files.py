@@ -23,11 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 EXPORT_TABLES = frozenset({*EVENTS, STRINGS})
-GZIP_LENGTH = 4
-"""Bytes at the end of a gzip file that hold the length of its text."""
+GZIP_LENGTH = 4  # bytes at the end of a gzip file that hold the length of its text
 SUFFIXES = (".json", ".json.gz")
-NSYS_SUFFIXES = (".sqlite", ".jsonl", ".jsonl.gz")
-"""Suffixes of exports of nsys; what it writes as Parquet is a folder."""
+NSYS_SUFFIXES = (".sqlite", ".jsonl", ".jsonl.gz")  # suffixes of exports of nsys; what it writes as Parquet is a folder
 PACKED = tuple(f".json{end}" for end in (".xz", ".bz2", ".zst", ".zip", ".tar", ".tar.gz", ".tgz"))
 """Suffixes that the reader refuses with a hint on unpacking: files in a folder must not be skipped silently."""
 

@@ -98,12 +98,9 @@ _IN_CUTLASS = re.compile(r"cutlass::device_kernel<(?:[\w:]*enable_\w+<)?(?:[a-z]
 class KernelTime(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the time of one kernel in a step, as means over the steps."""
 
-    name: str
-    """Name without template arguments and parameters."""
-    part: str
-    """One of PARTS, or UNKNOWN."""
-    per_step: float
-    """Launches."""
+    name: str  # name without template arguments and parameters
+    part: str  # one of PARTS, or UNKNOWN
+    per_step: float  # launches
     us: float
 
 
@@ -114,16 +111,12 @@ class TypicalStep(msgspec.Struct, frozen=True, kw_only=True):
     not do without the profiler, so these waits are kept apart.
     """
 
-    step_us: float
-    """Sum of `part_us` and `idle_us`: the step without `host_wait_us`."""
+    step_us: float  # sum of `part_us` and `idle_us`: the step without `host_wait_us`
     part_us: dict[str, float]
     """Median time of each part, the longest first. Where kernels overlap, each moment counts for the one that began first."""
-    idle_us: float
-    """Median time in which no kernel or copy runs although the next one has been launched."""
-    host_wait_us: float
-    """Median time in which no kernel or copy runs because the host has not launched the next one."""
-    durations_us: list[float]
-    """Time of each step, with its waits."""
+    idle_us: float  # median time in which no kernel or copy runs although the next one has been launched
+    host_wait_us: float  # median time in which no kernel or copy runs because the host has not launched the next one
+    durations_us: list[float]  # time of each step, with its waits
 
     def count_disturbed(self, step_us: float) -> int:
         """Return the number of steps that last longer than `step_us` by more than MAX_DISTURBANCE."""
@@ -133,18 +126,12 @@ class TypicalStep(msgspec.Struct, frozen=True, kw_only=True):
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the GPU time of the steps of one kind, as means over the steps in microseconds."""
 
-    path: str
-    """Trace file."""
-    kind: str
-    """`decode`, `prefill`, `mixed`, or empty if the annotations of steps do not give it."""
-    steps: int
-    """Number of steps, without the first of its kind."""
-    step_us: float
-    """From a step's first GPU work to that of the next step."""
-    idle_us: float
-    """Time in which no kernel or copy runs."""
-    overlap_us: float
-    """Sum of the kernels' times minus the time in which at least one runs."""
+    path: str  # trace file
+    kind: str  # `decode`, `prefill`, `mixed`, or empty if the annotations of steps do not give it
+    steps: int  # number of steps, without the first of its kind
+    step_us: float  # from a step's first GPU work to that of the next step
+    idle_us: float  # time in which no kernel or copy runs
+    overlap_us: float  # sum of the kernels' times minus the time in which at least one runs
     kernels: list[KernelTime]
     """Kernels and copies, the one that takes most first. Their times and `idle_us` minus `overlap_us` add up to `step_us`."""
     exposed_part_us: dict[str, float]

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.sync_report import Site
 
-MAX_RECORD_SITES = 8
-"""Sites that a record holds at most."""
+MAX_RECORD_SITES = 8  # sites that a record holds at most
 
 
 def build_sync_sites(sites: Sequence[Site], where: Literal["eager", "replay", "serve", "engine"]) -> list[SyncSite]:

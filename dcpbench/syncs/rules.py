@@ -18,13 +18,10 @@ class Rule:
     """Describe one kind of synchronisation."""
 
     id: str
-    kind: str
-    """Short name, as in `--format json`."""
+    kind: str  # short name, as in `--format json`
     title: str
-    why: str
-    """Sentence on what makes the host wait."""
-    fix: str
-    """Sentence on the usual fix."""
+    why: str  # sentence on what makes the host wait
+    fix: str  # sentence on the usual fix
 
 
 SCALAR = Rule(

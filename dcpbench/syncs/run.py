@@ -53,14 +53,10 @@ NOT_LOADED = (
 class Recording:
     """Define what is recorded of each process, as given on the command line."""
 
-    warmup: int = 0
-    """Number of steps before the recording."""
-    steps: int | None = None
-    """Number of recorded steps; None until the end."""
-    step: str = ""
-    """`MODULE:FUNCTION`, one call of which is a step; empty for the calls of the outermost nn.Module."""
-    keep: Path | None = None
-    """Folder in which the traces are kept."""
+    warmup: int = 0  # number of steps before the recording
+    steps: int | None = None  # number of recorded steps; None until the end
+    step: str = ""  # `MODULE:FUNCTION`, one call of which is a step; empty for the calls of the outermost nn.Module
+    keep: Path | None = None  # folder in which the traces are kept
 
     def check_values(self) -> None:
         """Raise UsageError for values that cannot work, OutputError for a folder that holds other traces."""
@@ -83,15 +79,13 @@ class Note(msgspec.Struct):
 
     pid: int
     rank: str = ""
-    role: str = ""
-    """Name that multiprocessing gives to the process."""
+    role: str = ""  # name that multiprocessing gives to the process
     program: str = ""
     trace: str = ""
     cuda: bool = False
     cut: bool = False
     steps: int = 0
-    found: bool = True
-    """False if the function of --step was not found."""
+    found: bool = True  # False if the function of --step was not found
     problems: list[str] = []
 
     @property

@@ -97,8 +97,7 @@ def _scan_file(
 class Trace(NamedTuple):
     """Hold what was read of one process."""
 
-    name: str
-    """Name of the file, and of the process if the file holds several."""
+    name: str  # name of the file, and of the process if the file holds several
     columns: Columns
     rank: int | None = None
     world_size: int | None = None
@@ -207,8 +206,7 @@ class _CallPlaces(NamedTuple):
 
     op_chains: list[Ints]
     lines: list[Line]
-    own: NDArray[np.bool_]
-    """The profiler's."""
+    own: NDArray[np.bool_]  # the profiler's
 
 
 def _find_places(columns: Columns, blocking: BlockingCalls, repository: Repository, stacks: Stacks) -> _CallPlaces:

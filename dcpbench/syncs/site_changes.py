@@ -52,18 +52,15 @@ class SiteCost(msgspec.Struct, frozen=True, kw_only=True):
 
     rule: str
     kind: str
-    name: str
-    """Function, or the range, operator or call without one."""
+    name: str  # function, or the range, operator or call without one
     file: str = ""
     line: int | None = None
     op: str = ""
-    count: int = 0
-    """Occurrences in all traces."""
+    count: int = 0  # occurrences in all traces
     count_per_step: float | None = None
     count_per_phase: dict[str, float] = {}
     outside: int = 0
-    bubble_us: float | None = None
-    """GPU idle time in a step that removing the waits would win, at most."""
+    bubble_us: float | None = None  # GPU idle time in a step that removing the waits would win, at most
     wait_us: float | None = None
 
 
@@ -71,14 +68,11 @@ class SiteChange(msgspec.Struct, frozen=True, kw_only=True):
     """A site of either report, and what happened to it."""
 
     kind: ChangeKind
-    reason: Reason | None = None
-    """None unless it is dearer or cheaper."""
+    reason: Reason | None = None  # None unless it is dearer or cheaper
     old: SiteCost | None = None
     new: SiteCost | None = None
-    moved: bool = False
-    """True if its file has another name."""
-    allowed: str = ""
-    """Reason for which it may synchronise; such a site never fails. Empty without permission."""
+    moved: bool = False  # True if its file has another name
+    allowed: str = ""  # reason for which it may synchronise; such a site never fails. Empty without permission.
 
     @property
     def latest(self) -> SiteCost:
@@ -91,16 +85,12 @@ class SiteChange(msgspec.Struct, frozen=True, kw_only=True):
 class ReportChanges(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a comparison."""
 
-    old_steps: int
-    """Steps of all traces; 0 without marked steps."""
+    old_steps: int  # steps of all traces; 0 without marked steps
     new_steps: int
-    old_bubble_us: float | None
-    """Sum over all compared sites, per step."""
+    old_bubble_us: float | None  # sum over all compared sites, per step
     new_bubble_us: float | None
-    changes: list[SiteChange]
-    """New and dearer sites first."""
-    reasons: list[str] = []
-    """Why the reports cannot be compared; empty if they can."""
+    changes: list[SiteChange]  # new and dearer sites first
+    reasons: list[str] = []  # why the reports cannot be compared; empty if they can
 
     def count(self, kind: ChangeKind) -> int:
         """Return the number of sites to which this happened."""
@@ -115,8 +105,7 @@ class ReportChanges(msgspec.Struct, frozen=True, kw_only=True):
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     """By how much the time of a step must differ to count."""
 
-    share: float = 0.2
-    """Relative difference, as a share of the smaller time."""
+    share: float = 0.2  # relative difference, as a share of the smaller time
     microseconds: float = 10.0
 
 

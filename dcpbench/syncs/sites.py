@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 
 _UNSTABLE = re.compile(r"\b(?=\w*\d)\w{20,}\b|\d+")
 """Hashes and numbers in names such as `## Call CompiledFxGraph f7xq… ##` and `Torch-Compiled Region: 3/0`."""
-CONTEXT = 2
-"""Source lines shown before and after the one that synchronised."""
+CONTEXT = 2  # source lines shown before and after the one that synchronised
 _SHARED = "rule op function line called_from cause range direction call may_block allowed own"
 """Fields that all occurrences of a site share."""
-MAX_LINES = 10
-"""Lines that are shown in full; of further ones the number is shown."""
+MAX_LINES = 10  # lines that are shown in full; of further ones the number is shown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,23 +37,17 @@ class Sync:
     Detectors leave unknown fields at their default. Fields that a Site has as well are described there.
     """
 
-    rule: str
-    """Id in rules.py, such as SYNC001."""
-    op: str = ""
-    """Innermost operator, `aten::_local_scalar_dense`, or the call that waits, `torch.cuda.synchronize`."""
+    rule: str  # id in rules.py, such as SYNC001
+    op: str = ""  # innermost operator, `aten::_local_scalar_dense`, or the call that waits, `torch.cuda.synchronize`
     op_chain: tuple[str, ...] = ()
     frames: tuple[Frame, ...] = ()
     """Complete Python stack without the detector's own frames, outermost first; for a trace `stack` has its text."""
     stack: tuple[str, ...] = ()
-    user: Frame | None = None
-    """Innermost frame outside torch, Triton, the standard library and the detectors."""
+    user: Frame | None = None  # innermost frame outside torch, Triton, the standard library and the detectors
     line_is: Literal["call", "function"] = "call"
-    called_from: str = ""
-    """Known here for a trace only."""
-    thread: str = ""
-    """Name of the thread, with that of its asyncio task if it ran one."""
-    thread_id: int = 0
-    """`threading.get_ident()` in a dry run."""
+    called_from: str = ""  # known here for a trace only
+    thread: str = ""  # name of the thread, with that of its asyncio task if it ran one
+    thread_id: int = 0  # `threading.get_ident()` in a dry run
     explicit: bool = False
     direction: str = ""
     call: str = ""
@@ -65,26 +57,19 @@ class Sync:
     """Reason of the innermost region of `allow` around it, or of vLLM's gpu_sync_allowed; empty outside of one."""
     own: bool = False
     range: str = ""
-    within: str = ""
-    """The range without numbers, if there is no function to distinguish places."""
+    within: str = ""  # the range without numbers, if there is no function to distinguish places
     step: int | None = None
     """Index of the step, from 0; None before the first one, the number of steps behind the last one."""
-    ranges: tuple[str, ...] = ()
-    """All `record_function` ranges around it, outermost first, steps included."""
+    ranges: tuple[str, ...] = ()  # all `record_function` ranges around it, outermost first, steps included
     at: float | None = None
     """Start time: seconds of perf_counter for a live process, microseconds of the trace's clock for a trace."""
-    wait: float | None = None
-    """Microseconds."""
-    bubble: float | None = None
-    """Microseconds, at most."""
-    waited: bool | None = None
-    """True if there was something to wait for."""
+    wait: float | None = None  # microseconds
+    bubble: float | None = None  # microseconds, at most
+    waited: bool | None = None  # True if there was something to wait for
     waited_for: str = ""
     cause: str = ""
-    api: str = ""
-    """Function that the program called, such as `torch.Tensor.__bool__`, if the detector has it."""
-    capturing: bool = False
-    """Happened while a CUDA graph was captured, where a real GPU raises an error."""
+    api: str = ""  # function that the program called, such as `torch.Tensor.__bool__`, if the detector has it
+    capturing: bool = False  # happened while a CUDA graph was captured, where a real GPU raises an error
 
     @property
     def file(self) -> str:

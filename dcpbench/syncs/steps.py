@@ -49,30 +49,22 @@ class Range(NamedTuple):
     name: str
     start: float
     end: float
-    empty: bool = False
-    """True if nothing was launched in it, and nothing waited."""
-    work: Work = Work()
-    """Work that was launched in it."""
+    empty: bool = False  # True if nothing was launched in it, and nothing waited
+    work: Work = Work()  # work that was launched in it
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """Hold steps in order of time."""
 
-    marked_by: str = ""
-    """Common part of their names, such as `ProfilerStep#`; empty without steps."""
+    marked_by: str = ""  # common part of their names, such as `ProfilerStep#`; empty without steps
     start: NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(0))
-    end: float = 0.0
-    """End of the last one, or start of one that is left out behind it."""
+    end: float = 0.0  # end of the last one, or start of one that is left out behind it
     source: StepSource = ""
-    names: frozenset[str] = frozenset()
-    """Names of the ranges that are steps."""
-    phases: tuple[str, ...] = ()
-    """Phase of each step, such as `decode`, where an engine's annotation gives it."""
-    share: float | None = None
-    """Share of the work that was launched in steps."""
-    rejected: tuple[str, ...] = ()
-    """Names of numbered ranges that cover too little of the work."""
+    names: frozenset[str] = frozenset()  # names of the ranges that are steps
+    phases: tuple[str, ...] = ()  # phase of each step, such as `decode`, where an engine's annotation gives it
+    share: float | None = None  # share of the work that was launched in steps
+    rejected: tuple[str, ...] = ()  # names of numbered ranges that cover too little of the work
     prepared: NDArray[np.float64] | None = None
     """Start of the preparation of each step, where an engine annotates it; None where steps begin with `start`."""
 
@@ -113,8 +105,7 @@ class Engine(NamedTuple):
     marked_by: str
     pattern: re.Pattern[str]
     find_phase: Callable[[re.Match[str]], str]
-    preparation: str = ""
-    """Annotation in which the next step is prepared; empty if the engine has none."""
+    preparation: str = ""  # annotation in which the next step is prepared; empty if the engine has none
 
 
 def _find_phase_by_counts(match: re.Match[str]) -> str:
@@ -261,14 +252,11 @@ def _make_steps(marked_by: str, ranges: list[Range], source: StepSource, total: 
 class Occurrences(NamedTuple):
     """Hold how the occurrences of one site are distributed over the steps."""
 
-    per_step: float | None = None
-    """Mean over the steps of steady state, of the phase that has most; None without steps."""
+    per_step: float | None = None  # mean over the steps of steady state, of the phase that has most; None without steps
     per_phase: dict[str, float] = {}  # noqa: RUF012 -- never changed
     """Mean over the steps of steady state per phase, if there are several phases."""
-    warmup_only: bool = False
-    """Each lies before the first step, or in a first one that is warm-up."""
-    outside: int = 0
-    """Number in no step that are not warm-up, such as those behind the last step."""
+    warmup_only: bool = False  # each lies before the first step, or in a first one that is warm-up
+    outside: int = 0  # number in no step that are not warm-up, such as those behind the last step
 
 
 def count_occurrences(steps_of_site: Sequence[int | None], steps: Steps) -> Occurrences:

@@ -23,35 +23,26 @@ class ChildProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process that the program started, and that was not followed."""
 
     pid: int | None = None
-    command: str = ""
-    """Command line of the process, or name and target of a multiprocessing.Process."""
-    start_method: str = ""
-    """Start method of the process: `multiprocessing spawn`, `os.fork`, `subprocess`, …"""
+    command: str = ""  # command line of the process, or name and target of a multiprocessing.Process
+    start_method: str = ""  # start method of the process: `multiprocessing spawn`, `os.fork`, `subprocess`, …
     may_use_gpu: bool = True
     """False for a program that is known to be harmless, such as git, and for a Python process that reported that it runs
     under the dry run and that ended without importing torch."""
-    reason: str = ""
-    """Why it was not followed."""
+    reason: str = ""  # why it was not followed
 
 
 class Coverage(msgspec.Struct, kw_only=True):
     """Coverage of a detector: what it observed of the program, and sentences on what it cannot show."""
 
     detector: Literal["scan", "live", "dry-run"]
-    gpu_events: int = 0
-    """Kernels, copies and fills on the GPU."""
-    runtime_events: int = 0
-    """Calls of the CUDA or HIP runtime."""
-    driver_events: int = 0
-    """Calls of the driver API."""
-    sync_events: int = 0
-    """`cuda_sync` events, which also show what the driver API and other libraries wait for."""
-    ops: int = 0
-    """Operators of the framework (`cpu_op`)."""
+    gpu_events: int = 0  # kernels, copies and fills on the GPU
+    runtime_events: int = 0  # calls of the CUDA or HIP runtime
+    driver_events: int = 0  # calls of the driver API
+    sync_events: int = 0  # `cuda_sync` events, which also show what the driver API and other libraries wait for
+    ops: int = 0  # operators of the framework (`cpu_op`)
     stacks: Literal["python_function", "call stack", "frames", "none"] = "none"
     """Source of Python frames; `frames` means that they were read live, with the line of the call."""
-    steps_from: str = ""
-    """Common part of the names of the ranges that are steps; empty if no steps were found."""
+    steps_from: str = ""  # common part of the names of the ranges that are steps; empty if no steps were found
     steps_by_phase: dict[str, int] = {}
     """Number of steps of each phase, such as decode, where an engine's annotations give it."""
     steps_share: float | None = None
@@ -59,18 +50,14 @@ class Coverage(msgspec.Struct, kw_only=True):
     steps_guessed: bool = False
     """Steps are numbered ranges that cover most of the work: a guess, by which no wait is warm-up."""
     unreadable_events: int = 0
-    complete: bool = True
-    """False if the file ends early, parts of it could not be read, or it contradicts itself."""
+    complete: bool = True  # False if the file ends early, parts of it could not be read, or it contradicts itself
     damage: list[str] = []
     """Why it is not complete: clauses that go on from the name of the trace, each with what to type."""
-    foreign: list[str] = []
-    """Traces of accelerators with unknown waits: categories of events, or names of calls."""
+    foreign: list[str] = []  # traces of accelerators with unknown waits: categories of events, or names of calls
     unmeasured: list[str] = []
     """Operators in a dry run for which it was never measured whether they wait, such as `mylib::sample`."""
-    children: list[ChildProcess] = []
-    """Processes of which a dry run has no report; the others are traces."""
-    notes: list[str] = []
-    """Limits of this detector, or of this trace; one sentence each."""
+    children: list[ChildProcess] = []  # processes of which a dry run has no report; the others are traces
+    notes: list[str] = []  # limits of this detector, or of this trace; one sentence each
 
 
 class TraceSummary(msgspec.Struct, kw_only=True):
@@ -78,22 +65,16 @@ class TraceSummary(msgspec.Struct, kw_only=True):
 
     path: str
     rank: int | None = None
-    world_size: int | None = None
-    """Number of ranks of the program, where the trace holds it."""
-    dp_rank: int | None = None
-    """Data-parallel rank that the file's name gives; `rank` may count within it."""
-    pp_rank: int | None = None
-    """Pipeline-parallel rank that the file's name gives."""
+    world_size: int | None = None  # number of ranks of the program, where the trace holds it
+    dp_rank: int | None = None  # data-parallel rank that the file's name gives; `rank` may count within it
+    pp_rank: int | None = None  # pipeline-parallel rank that the file's name gives
     front_end: bool = False
     """True for the trace of a process that uses no GPU while others do, such as a server's front end: it is listed and
     excluded from the verdict."""
     steps: int | None = None
-    span_us: float | None = None
-    """First to last event on host or GPU."""
-    gpu_busy_us: float | None = None
-    """Time in which at least one stream had work."""
-    gpu_idle_us: float | None = None
-    """Time between the first and the last GPU event in which none had."""
+    span_us: float | None = None  # first to last event on host or GPU
+    gpu_busy_us: float | None = None  # time in which at least one stream had work
+    gpu_idle_us: float | None = None  # time between the first and the last GPU event in which none had
     coverage: Coverage
 
 
@@ -101,13 +82,11 @@ class Example(msgspec.Struct, kw_only=True):
     """An occurrence of a site."""
 
     trace: str
-    ts: float | None = None
-    """Start of the blocking call on the trace's own clock."""
+    ts: float | None = None  # start of the blocking call on the trace's own clock
     wait_us: float | None = None
     bubble_us: float | None = None
     step: int | None = None
-    waited_for: str = ""
-    """Last GPU work to end before the host went on."""
+    waited_for: str = ""  # last GPU work to end before the host went on
 
 
 class CallLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,32 +100,22 @@ class Site(msgspec.Struct, kw_only=True):
     """A place in code that synchronises, whatever number of times."""
 
     fingerprint: str
-    rule: str
-    """Stable id, such as SYNC001; see rules.py."""
-    kind: str
-    """The rule's name, such as scalar-read."""
-    op: str = ""
-    """Innermost operator around the blocking call; empty if there is none."""
-    op_chain: list[str] = []
-    """Operators around the blocking call, outermost first."""
-    function: str = ""
-    """The user's innermost function; empty without Python stacks."""
-    file: str = ""
-    """File of the call, relative to the repository if it is inside."""
-    line: int | None = None
-    """Line of the call if `line_is` marks it so, else the function's first line."""
+    rule: str  # stable id, such as SYNC001; see rules.py
+    kind: str  # the rule's name, such as scalar-read
+    op: str = ""  # innermost operator around the blocking call; empty if there is none
+    op_chain: list[str] = []  # operators around the blocking call, outermost first
+    function: str = ""  # the user's innermost function; empty without Python stacks
+    file: str = ""  # file of the call, relative to the repository if it is inside
+    line: int | None = None  # line of the call if `line_is` marks it so, else the function's first line
     line_is: Literal["call", "function", ""] = ""
     call_lines: list[CallLine] = []
     """Lines of the function that can make the call, by the syntax of its source; empty if `line` is that of the call, if the source
     is not at hand, or if it shows none."""
-    stack: list[str] = []
-    """Python frames, `file(line): function`, outermost first."""
+    stack: list[str] = []  # Python frames, `file(line): function`, outermost first
     called_from: str = ""
     """First frame outside libraries, or in traces else of another package, `file(line): function`, if the site is in a library."""
-    range: str = ""
-    """Innermost `record_function` range that is not a step."""
-    direction: str = ""
-    """Direction of the copy: DtoH, HtoD, DtoD; with the host's memory if known: `DtoH pageable`."""
+    range: str = ""  # innermost `record_function` range that is not a step
+    direction: str = ""  # direction of the copy: DtoH, HtoD, DtoD; with the host's memory if known: `DtoH pageable`
     call: str = ""
     """Runtime or driver call that blocked, such as cudaStreamSynchronize; `cudaMemcpyAsync` where a copy blocked."""
     threads: list[str] = []
@@ -161,36 +130,27 @@ class Site(msgspec.Struct, kw_only=True):
     """Mean over the steps of steady state per phase, such as decode, if there are several phases."""
     outside: int = 0
     """Occurrences in no step that are not warm-up, such as those after the last step; excluded from counts per step."""
-    warmup_only: bool = False
-    """Seen before the first step or in it, but in none of at least two others."""
-    wait_us: float | None = None
-    """Sum over all occurrences."""
+    warmup_only: bool = False  # seen before the first step or in it, but in none of at least two others
+    wait_us: float | None = None  # sum over all occurrences
     wait_median_us: float | None = None
     wait_p99_us: float | None = None
     """p99 of the wait; None with fewer than 662 occurrences, as for each p99 of dcpbench."""
     bubble_us: float | None = None
     """Sum over all occurrences of the GPU idle time that removing that one would win, at most. None where it is not
     known: without durations, GPU events, or calls that caused them."""
-    bytes: int | None = None
-    """Sum over all occurrences."""
+    bytes: int | None = None  # sum over all occurrences
     may_block: bool = False
     """True if the call can wait but did not, or the detector has no times to decide it. Excluded from totals and gates.
     Small copies from pageable memory: CUDA stages them until its staging memory is full."""
-    explicit: bool = False
-    """Asked for by name, as a stack shows: synchronize() of a device, stream or event."""
-    cause: str = ""
-    """Probable cause of the site, if other calls of the trace show it; a sentence."""
-    own: bool = False
-    """The profiler's or detector's own; in no total."""
+    explicit: bool = False  # asked for by name, as a stack shows: synchronize() of a device, stream or event
+    cause: str = ""  # probable cause of the site, if other calls of the trace show it; a sentence
+    own: bool = False  # the profiler's or detector's own; in no total
     allowed: str = ""
     """Reason for which it may synchronise; empty without permission. Set by regions of `allow`, in traces by vLLM's
     `gpu_sync_allowed`, and by the gate."""
-    example: Example | None = None
-    """The first occurrence."""
-    worst: Example | None = None
-    """The one with the largest bubble, then wait."""
-    traces: list[str] = []
-    """Traces in which it occurs."""
+    example: Example | None = None  # the first occurrence
+    worst: Example | None = None  # the one with the largest bubble, then wait
+    traces: list[str] = []  # traces in which it occurs
 
 
 class Totals(msgspec.Struct, kw_only=True):
@@ -207,8 +167,7 @@ class Finding(msgspec.Struct, kw_only=True):
 
     reason: Literal["sync", "new", "more", "per-step", "bubble"]
     message: str
-    fingerprint: str = ""
-    """Site it is about; empty where it is about all of them."""
+    fingerprint: str = ""  # site it is about; empty where it is about all of them
 
 
 class Verdict(msgspec.Struct, kw_only=True):
@@ -219,10 +178,8 @@ class Verdict(msgspec.Struct, kw_only=True):
     findings: list[Finding] = []
     allowed: dict[str, str] = {}
     """Fingerprint of an allowed site -> why it is. Lines of a function share a fingerprint: `Site.allowed` is exact."""
-    stale: list[str] = []
-    """Allow-list and baseline entries that matched nothing, one sentence each."""
-    reasons: list[str] = []
-    """Why the trace cannot answer."""
+    stale: list[str] = []  # allow-list and baseline entries that matched nothing, one sentence each
+    reasons: list[str] = []  # why the trace cannot answer
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -230,8 +187,7 @@ class Report(msgspec.Struct, kw_only=True):
 
     schema_version: int = SCHEMA_VERSION
     traces: list[TraceSummary] = []
-    sites: list[Site] = []
-    """Worst first: by bubble, then wait, then count."""
+    sites: list[Site] = []  # worst first: by bubble, then wait, then count
     totals: Totals = msgspec.field(default_factory=Totals)
     verdict: Verdict = msgspec.field(default_factory=Verdict)
 

@@ -56,8 +56,7 @@ class MissingRanks(NamedTuple):
     """Hold the ranks of one group that have no trace."""
 
     ranks: tuple[int, ...]
-    group_size: int
-    """Number of ranks that the group has at least."""
+    group_size: int  # number of ranks that the group has at least
     group: Group = Group()
 
 

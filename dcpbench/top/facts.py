@@ -24,6 +24,7 @@ from dcpbench.records.file import decode_record
 from dcpbench.records.folder import CHECKS_FILE, FAILED_FILE, JOB_FILES, RECORDS_FILE, get_job_tag, get_progress_file
 from dcpbench.records.lines import Tail
 from dcpbench.records.metrics import TOP
+from dcpbench.records.record import format_reason
 from dcpbench.show.text import fit_line
 
 if TYPE_CHECKING:
@@ -101,8 +102,7 @@ class Facts:
         self.ended: dict[int, PointEnd] = {}  # the last record of each point, by point_id
         self.last: collections.deque[FinishedPoint] = collections.deque(maxlen=MAX_FINISHED_POINTS)
         self._unread_jobs: set[str] = set()
-        self.wrong = 0
-        """Checks of `verify` that are wrong."""
+        self.wrong = 0  # checks of `verify` that are wrong
         self._records = [Tail(self.folder / name) for name in (RECORDS_FILE, FAILED_FILE)]
         self._checks = Tail(self.folder / CHECKS_FILE)
 
@@ -166,7 +166,7 @@ class Facts:
                 FinishedPoint(
                     point=fit_line(format_point_name(record.point)),
                     outcome=fit_line(record.outcome),
-                    reason=fit_line(record.reason or ""),
+                    reason=fit_line(format_reason(record)),
                     seconds=record.seconds or None,
                     **{name: metric.get_value(record) for name, metric in TOP.items()},
                 )

@@ -47,10 +47,8 @@ numbers is rounded up or down.
 """
 MAX_FLIPPED_MEDIAN, MAX_FLIPPED = 0.25, 2
 """Roundings to e4m3 by which the result of such an operation may differ: at the median position, and at any position."""
-MIN_POSITIONS = 8
-"""Positions from which on the median is judged."""
-SCORE_SCALE = "softmax scale"
-"""Name of the finding that attention outputs change as with another softmax scale."""
+MIN_POSITIONS = 8  # positions from which on the median is judged
+SCORE_SCALE = "softmax scale"  # name of the finding that attention outputs change as with another softmax scale
 MAX_SCALE_ERROR, MAX_DEVIATIONS = 0.01, 5
 """Share by which the softmax scale may be off, and in addition standard errors of that share."""
 
@@ -61,8 +59,7 @@ class Limits:
 
     half_step: float
     fp8_weights: bool
-    attention_rounds: frozenset[str]
-    """Tensors that the attention kernel rounds to e4m3, among QUERIES and WEIGHTS."""
+    attention_rounds: frozenset[str]  # tensors that the attention kernel rounds to e4m3, among QUERIES and WEIGHTS
 
     @classmethod
     def from_engine(cls, point: Point, roundings: Roundings, engine: DecodeEngine) -> Limits:
@@ -100,12 +97,10 @@ class Finding:
     """An error of one operation and its limit."""
 
     stage: str
-    layer: int | None
-    """None: all layers together."""
+    layer: int | None  # None: all layers together
     error: float
     limit: float
-    position: int | None = None
-    """Position of the prompt, or the expert; None: at the median of all."""
+    position: int | None = None  # position of the prompt, or the expert; None: at the median of all
     prompt: int | None = None
 
     @property

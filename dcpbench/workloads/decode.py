@@ -50,16 +50,13 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Environment, Gpu, Phases, Rates, SyncSite
     from dcpbench.workloads.session import Session
 
-TOKEN_STEP = 7919
-"""A prime: neighbouring requests read different tokens and are routed to different experts."""
+TOKEN_STEP = 7919  # a prime: neighbouring requests read different tokens and are routed to different experts
 MAX_DRIFT = 0.01
 MAX_IDLE_SHARE = 0.03
-MAX_GRAPH_ERROR = 1e-3
-"""Limits above which a point gets a warning; reports/explain.py explains them."""
+MAX_GRAPH_ERROR = 1e-3  # limits above which a point gets a warning; reports/explain.py explains them
 SLOW_PLAN, SLOW_PLAN_US, SLOW_CLOCK = 0.5, 100.0, 0.05
 """Thresholds for a straggler: relative and absolute (µs) excess of its plan time, and relative deficit of its clock."""
-PLANS = 5
-"""Plans timed for `host_plan_us`."""
+PLANS = 5  # plans timed for `host_plan_us`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +130,7 @@ def run(
     return Record(
         point=point,
         outcome="ok",
-        marks=list_device_warnings(point, device)
+        warnings=list_device_warnings(point, device)
         + _list_timing_warnings(timing, gpu)
         + _list_step_warnings(profile, allocated, graph_error)
         + list_warnings(l2_warm=session.plan.l2_warm)
@@ -157,7 +154,7 @@ def run(
         straggler=slow or msgspec.UNSET,
         kv=kv,
         memory_peak_bytes=get_memory_in_use(device),
-        honesty=describe_weights(
+        conditions=describe_weights(
             session,
             graph_error=graph_error,
             attention_error=error,

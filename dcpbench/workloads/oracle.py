@@ -1,4 +1,4 @@
-"""`transformers` on a checkpoint, in fp32: whole sequences at once, without a cache."""
+"""`transformers` on a checkpoint or on given weights, in fp32: whole sequences at once, without a cache."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from dcpbench.workloads.rounding import Roundings
 
-MIN_TRANSFORMERS = "5.13"
-"""First transformers version with routers of V2 and V3 that return the selected experts."""
+MIN_TRANSFORMERS = "5.13"  # first transformers version with routers of V2 and V3 that return the selected experts
 
 
 @functools.lru_cache(maxsize=1)
@@ -55,28 +54,49 @@ def compute_logits(folder: str, tokens: list[int]) -> torch.Tensor:
     return load_plain(folder)(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
+def load_with_weights(folder: str, weights: dict[str, torch.Tensor]) -> Any:  # noqa: ANN401
+    """Return the model of a folder's config.json with fp32 weights under their published names. Errors as in `load_teacher`."""
+    check_transformers()
+    return _load_pretrained(folder, None, "eager", state_dict=weights)
+
+
 def _load_model(folder: str, *, fp8: bool, attention: str) -> Any:  # noqa: ANN401
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-        from transformers.masking_utils import eager_mask
-        from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter  # noqa: F401 - its version
-    except ImportError as e:
-        raise MissingPackageError(
-            f"comparing with a checkpoint needs transformers {MIN_TRANSFORMERS} or newer ({e}); "
-            f"{format_install_hint('test')}, or leave --checkpoint out."
-        ) from e
+    check_transformers()
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
     AttentionInterface.register(IMPLEMENTATION, run_attached_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
     with _convert_to_fp32(Path(folder), fp8) as plain:
-        # The grouped experts take only rows that are multiples of 16 bytes.
-        return AutoModelForCausalLM.from_pretrained(
-            plain,
-            config=_load_config(folder),
-            dtype=torch.float32,
-            attn_implementation=attention,
-            experts_implementation="eager",
-            key_mapping=_map_names(load_shape(folder).tensors),
-        ).eval()
+        return _load_pretrained(folder, plain, attention)
+
+
+def _load_pretrained(folder: str, files: str | None, attention: str, **more: Any) -> Any:  # noqa: ANN401
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = _load_config(folder)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    # The grouped experts take only rows that are multiples of 16 bytes.
+    return kind.from_pretrained(
+        files,
+        config=config,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        experts_implementation="eager",
+        key_mapping=_map_names(load_shape(folder).tensors),
+        **more,
+    ).eval()
+
+
+def check_transformers() -> None:
+    """Raise MissingPackageError without transformers, or with a version that is too old."""
+    try:
+        from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter  # noqa: F401 - its version
+    except ImportError as e:
+        raise MissingPackageError(
+            f"comparing with transformers needs version {MIN_TRANSFORMERS} or newer ({e}); {format_install_hint('test')}, or leave "
+            "--checkpoint out."
+        ) from e
 
 
 @contextlib.contextmanager

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Environment, Rates, Record
     from dcpbench.workloads.serve import Serving
 
-StepTimesByPath = dict[str, StepTimes]
-"""Step times that this job has, on every rank, by the name of their file."""
+StepTimesByPath = dict[str, StepTimes]  # step times that this job has, on every rank, by the name of their file
 
 
 def run(

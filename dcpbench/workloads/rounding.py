@@ -56,18 +56,13 @@ def _round_scaled(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 class Roundings:
     """Tensors that an engine rounds, and their dtypes."""
 
-    dtype: torch.dtype
-    """Activations between operations, and weights that are not e4m3."""
-    fp8_weights: bool
-    """Linear layers of attention and of experts have e4m3 weights, and round their inputs to e4m3."""
-    kv_scale: float | None
-    """Scale of a KV cache in e4m3; None if its rows are stored in `dtype`."""
+    dtype: torch.dtype  # activations between operations, and weights that are not e4m3
+    fp8_weights: bool  # linear layers of attention and of experts have e4m3 weights, and round their inputs to e4m3
+    kv_scale: float | None  # scale of a KV cache in e4m3; None if its rows are stored in `dtype`
     attention_parts: int = 1
     """Ranks that the input columns of o_proj are split over. A rank's columns begin a group of their own."""
-    mlp_parts: int = 1
-    """Ranks that the input columns of down_proj are split over, in dense MLPs and shared experts."""
-    expert_parts: int = 1
-    """Ranks that the input columns of down_proj are split over in routed experts."""
+    mlp_parts: int = 1  # ranks that the input columns of down_proj are split over, in dense MLPs and shared experts
+    expert_parts: int = 1  # ranks that the input columns of down_proj are split over in routed experts
 
     @classmethod
     def from_point(cls, point: Point, dtype: torch.dtype, kv_scale: float) -> Roundings:

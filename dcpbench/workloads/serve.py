@@ -20,7 +20,6 @@ from dcpbench.points.roofline import Sharding
 from dcpbench.records.model_sizes import read_model_sizes
 from dcpbench.records.record import Kv, Record
 from dcpbench.serving import outcome
-from dcpbench.serving.draft_steps import describe_measured_steps
 from dcpbench.serving.loads import make_point_requests
 from dcpbench.serving.requests import ServeRequest
 from dcpbench.serving.samples import write_samples
@@ -49,14 +48,11 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Environment, Rates, ServeMetrics, SyncSite
     from dcpbench.workloads.session import Session
 
-REPORT_INTERVAL_S = 1.0
-"""Seconds between two signs of life."""
+REPORT_INTERVAL_S = 1.0  # seconds between two signs of life
 PROFILED_STEPS = 8
-SHORT_PROMPT = 16
-"""Tokens of the prompts of a profiled pass, which looks at decode steps."""
+SHORT_PROMPT = 16  # tokens of the prompts of a profiled pass, which looks at decode steps
 WARM_UP_OUTPUT = 4
-WARM_UP_REQUESTS = 8
-"""Number of warm-up requests per replica, from the beginning of the load."""
+WARM_UP_REQUESTS = 8  # number of warm-up requests per replica, from the beginning of the load
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -181,7 +177,7 @@ def run(
         outcome="failed" if cut else "ok",
         reason=cut_reason if cut else None,
         detail={"compiled": ", ".join(late)} if late else {},
-        marks=list_device_warnings(point, device)
+        warnings=list_device_warnings(point, device)
         + list_warnings(
             compiled=bool(late),
             throttled=is_throttled(gpu),
@@ -196,7 +192,7 @@ def run(
         allocations_per_step=allocated / loop.counts.steps if device.type == "cuda" else None,
         kv=Kv.from_plan(session.plan, point.context, session.engine.allocator.compute_fragmentation()),
         memory_peak_bytes=get_memory_in_use(device),
-        honesty=describe_weights(session, kv="served", cuda_graph=device.type == "cuda"),
+        conditions=describe_weights(session, kv="served", cuda_graph=device.type == "cuda"),
         gpu=gpu,
         environment=environment,
         model_sizes=read_model_sizes(point.model),
@@ -219,9 +215,7 @@ def _compute_metrics(
         steps=loop.counts,
         idle_fraction=max(idle, default=None),
         floor_shares=dataclasses.asdict(found),
-        speculation=loop.counts.summarize_speculation(
-            point.speculation, describe_measured_steps(loop.engine.model.shape)
-        ),
+        speculation=loop.counts.summarize_speculation(point.speculation),
         samples_file=name,
         interrupted=interrupted,
         limit_s=settings.limit_seconds,

@@ -23,10 +23,8 @@ class Shares:
 
     prefill_floor_share: float | None = None
     """Floors of steps with prompt chunks over their times, including their decode rows."""
-    prefill_matmul_share: float | None = None
-    """The time of their operations at the matrix rates over their times."""
-    decode_floor_share: float | None = None
-    """Floors of steps without chunks over their times."""
+    prefill_matmul_share: float | None = None  # the time of their operations at the matrix rates over their times
+    decode_floor_share: float | None = None  # floors of steps without chunks over their times
 
 
 def compute_shares(sharding: Sharding, steps: Sequence[TimedStep], rates: Rates | None) -> Shares:

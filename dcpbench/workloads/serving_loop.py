@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.scheduler import Scheduler
     from dcpbench.serving.traffic import Traffic
 
-MAX_NAP_S = 0.05
-"""A loop without work looks again after this long."""
+MAX_NAP_S = 0.05  # a loop without work looks again after this long
 
 
 def settle_heap() -> None:
@@ -92,17 +91,13 @@ class Gaps:
 class TimedStep(NamedTuple):
     """Duration of a step on the device, and the work of the replica with the most rows."""
 
-    ms: float
-    """Time from its first kernel to its last one."""
+    ms: float  # time from its first kernel to its last one
     decodes: int
-    queries: int
-    """Rows of each of these."""
-    context: int
-    """Mean number of KV rows that each of these attends to."""
+    queries: int  # rows of each of these
+    context: int  # mean number of KV rows that each of these attends to
     chunks: tuple[tuple[int, int], ...]
     sampled: int
-    tokens: int
-    """Tokens as in StepRows."""
+    tokens: int  # tokens as in StepRows
 
     @classmethod
     def from_launched(cls, read: LaunchedStep) -> TimedStep | None:

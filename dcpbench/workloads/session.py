@@ -18,6 +18,7 @@ from dcpbench.engine.synthetic import RouterInputs, SyntheticSource, make_routed
 from dcpbench.engine.weights import load_weights
 from dcpbench.exchange.emulated import Emulation
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
+from dcpbench.models.weight_formats import INT4
 from dcpbench.points.batches import compute_batch_rows
 from dcpbench.points.budget import plan_whole
 from dcpbench.points.cluster_specs import load_machine
@@ -48,10 +49,8 @@ class Session:
     engine: DecodeEngine
     reduce_spec: ReduceSpec
     all_reduces: dict[str, AllReduce] = dataclasses.field(default_factory=dict)
-    emulation: Emulation | None = None
-    """Emulation of a rank that represents a layout."""
-    serving: Serving | None = None
-    """State shared by runs of the workload `serve` on the current path."""
+    emulation: Emulation | None = None  # emulation of a rank that represents a layout
+    serving: Serving | None = None  # state shared by runs of the workload `serve` on the current path
 
     def apply_point(self, point: Point) -> None:
         """Switch to the backend, exchange and reduction of another point of this engine. Collective.
@@ -94,8 +93,19 @@ def build_session(
         source = CheckpointSource(Path(point.weights), dtype, device)
     emulation = Emulation(load_machine(point.emulate).wire.in_step) if point.emulate else None
     groups = make_emulated_groups(layout, rank, emulation) if emulation else make_groups(layout, rank)
-    fp8 = point.weights_precision == FP8
-    weights = load_weights(source, shape, layout, rank, plan.held, alive, point.group_wide, point.ep, fp8=fp8)
+    stored_as = shape.get_weight_format(point.weights_precision)
+    weights = load_weights(
+        source,
+        shape,
+        layout,
+        rank,
+        plan.held,
+        alive,
+        point.group_wide,
+        point.ep,
+        fp8=stored_as.name == FP8,
+        int4_group=stored_as.columns or 0 if stored_as.name == INT4 else 0,
+    )
     stored = torch.float8_e4m3fn if point.kv_precision == FP8 else dtype
     kv = KvPool(
         shape.stored_layers, plan.pages, point.page_size, shape.compute_kv_width(layout.attn_tp), stored, device

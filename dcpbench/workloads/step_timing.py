@@ -46,24 +46,18 @@ if TYPE_CHECKING:
 
 SLOW_MS, MIN_SLOW_SAMPLES, MIN_SAMPLES, MAX_SAMPLES = 150, 2, 3, 8
 """Numbers of samples of a case: MIN_SAMPLES, or MIN_SLOW_SAMPLES for a step longer than SLOW_MS, and MAX_SAMPLES if they differ."""
-SPREAD = 0.02
-"""Samples agree when their range is within this share of the median."""
-CASE_MS = 1000
-"""A case is not continued past this."""
+SPREAD = 0.02  # samples agree when their range is within this share of the median
+CASE_MS = 1000  # a case is not continued past this
 LAUNCH_MS = 500
 """Launches of a step with chunks are timed as often as samples are taken, or until that has taken so long."""
-LAUNCHES = 5
-"""Number of steps launched on an idle device, for launch_ms."""
+LAUNCHES = 5  # number of steps launched on an idle device, for launch_ms
 HOT_MS, SETTLED_MS = 500, 150
 """Duration of the measurement of a case after chunks, and the time in which a GPU has settled, three or four times its
 settle_s.
 """
-MAX_HOT_MS = 700
-"""Maximum duration of the largest chunks after which cases are measured."""
-MAX_STEPS_BETWEEN = 8
-"""Decode steps before one with chunks."""
-FILL_TOKENS = 1 << 20
-"""KV locations filled at once."""
+MAX_HOT_MS = 700  # maximum duration of the largest chunks after which cases are measured
+MAX_STEPS_BETWEEN = 8  # decode steps before one with chunks
+FILL_TOKENS = 1 << 20  # KV locations filled at once
 
 
 def get_extent(serving: Serving, points: Sequence[Point]) -> Extent:
@@ -78,7 +72,7 @@ def get_extent(serving: Serving, points: Sequence[Point]) -> Extent:
 def list_kernel_changes(sharding: Sharding) -> list[int]:
     """Return the maximum rows of a replica up to which linear layers and experts use the same kernels on a GPU."""
     shape, layout = sharding.shape, sharding.layout
-    experts = moe.list_kernel_changes(shape.experts // sharding.expert_ranks, shape.top_k, in_fp8=sharding.in_fp8)
+    experts = moe.list_kernel_changes(shape.experts // sharding.expert_ranks, shape.top_k, sharding.weights.name)
     return [tokens // layout.dp for tokens in experts] + ([block_scaled.FEW_ROWS] if sharding.in_fp8 else [])
 
 
@@ -156,9 +150,9 @@ def measure_step_times(
         ],
         launch_ms=launch_ms,
         measuring_s=time.perf_counter() - started,
-        honesty=describe_weights(session, cuda_graph=engine.device.type == "cuda"),
+        conditions=describe_weights(session, cuda_graph=engine.device.type == "cuda"),
         environment=environment,
-        marks=list_device_warnings(points[0], engine.device)
+        warnings=list_device_warnings(points[0], engine.device)
         + list_warnings(throttled=is_throttled(gpu), emulated=emulated is not None),
         emulated=emulated,
         gpu=gpu,
@@ -205,10 +199,8 @@ class Times:
 @dataclasses.dataclass
 class _UnreadStep:
     launched: LaunchedStep
-    at_s: float
-    """Time at which the call that launched it returned; on the CPU the step has run by then."""
-    samples: list[float] | None
-    """List to which its time is appended; None if it is not needed."""
+    at_s: float  # time at which the call that launched it returned; on the CPU the step has run by then
+    samples: list[float] | None  # list to which its time is appended; None if it is not needed
 
 
 class Pipeline:

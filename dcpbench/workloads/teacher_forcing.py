@@ -41,10 +41,8 @@ if TYPE_CHECKING:
 QUERY, LATENT, ROPE_KEY, ATTENTION = "query", "KV latent", "rope key", "attention"
 KEY, VALUE = "key", "value"
 O_PROJ, MLP, EXPERT, LOGITS = "o_proj", "MLP", "expert", "logits"
-SCORE_STEP = 0.05
-"""Change of the softmax scale by which the derivative of attention outputs is taken."""
-IMPLEMENTATION = "dcpbench_teacher_forcing"
-"""Name under which transformers finds the attention below."""
+SCORE_STEP = 0.05  # change of the softmax scale by which the derivative of attention outputs is taken
+IMPLEMENTATION = "dcpbench_teacher_forcing"  # name under which transformers finds the attention below
 TIE = 4 * torch.finfo(torch.float32).eps
 """Difference, as a share of the largest score, below which two experts' scores are a tie that may fall either way."""
 
@@ -57,8 +55,7 @@ class Difference:
     layer: int
     errors: torch.Tensor
     """[P]: ‖engine − model‖ / ‖model‖ of each position, with ‖model‖ at least its median over positions."""
-    scores: float = 0.0
-    """Root mean square of attention scores, of the attention stage."""
+    scores: float = 0.0  # root mean square of attention scores, of the attention stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +66,10 @@ class ScoreScale:
     Rounding errors have no direction, so a wrong softmax scale is detected even if each output is within its limit.
     """
 
-    overlap: float
-    """⟨engine − model, derivative⟩: of all positions and heads."""
-    derivative: float
-    """‖derivative‖²"""
-    error: float
-    """‖engine − model‖²"""
-    outputs: int
-    """Number of positions times heads."""
+    overlap: float  # ⟨engine − model, derivative⟩: of all positions and heads
+    derivative: float  # ‖derivative‖²
+    error: float  # ‖engine − model‖²
+    outputs: int  # number of positions times heads
 
 
 @dataclasses.dataclass
@@ -87,8 +80,7 @@ class Comparison:
     score_scales: list[ScoreScale]
     misrouted: torch.Tensor
     """bool [P]: positions for which some layer's experts are not those that router logits and the checkpoint's bias choose."""
-    logits: torch.Tensor
-    """[P, vocab]: the model's, from the engine's last hidden states."""
+    logits: torch.Tensor  # [P, vocab]: the model's, from the engine's last hidden states
 
 
 class TeacherForcing:
@@ -301,11 +293,10 @@ class TeacherForcing:
         mlp.experts.forward = functools.partial(apply_experts, mlp.experts, self.roundings)
 
 
-ROUNDED_INPUTS = (
+ROUNDED_INPUTS = (  # linear layers with e4m3 weights and inputs rounded to e4m3
     *("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
-"""Linear layers with e4m3 weights and inputs rounded to e4m3."""
 QUANTISED = (*ROUNDED_INPUTS, "kv_b_proj")
 """Linear layers that DeepSeek publishes in fp8. The engine computes with kv_b_proj's e4m3 numbers in its own dtype."""
 
@@ -362,8 +353,7 @@ def apply_experts(
     return total_TD
 
 
-Router = Any
-"""Transformers' router [T, E] → (logits, weights, ids)."""
+Router = Any  # Transformers' router [T, E] → (logits, weights, ids)
 
 
 def make_logits_router(gate: Router) -> Router:

@@ -22,33 +22,27 @@ STAGGER = 3
 """Request i starts 3·i steps after the first, so that lengths in a batch differ and rows are padding in between."""
 ROUTER, EXPERTS = "router", "experts"
 """Names in `Trace.results` of router logits [P, MoE layers, E] and of the chosen experts' ids [P, MoE layers, k]."""
-SPLIT = (QUERY, VALUES)
-"""Results that are split by heads over the ranks."""
+SPLIT = (QUERY, VALUES)  # results that are split by heads over the ranks
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
     """Results that an engine computed for one request, on the CPU."""
 
-    prompt: int
-    """Number of tokens of the prompt."""
-    tokens: list[int]
-    """Token at each of the P positions: the prompt, and its continuation without the last token."""
+    prompt: int  # number of tokens of the prompt
+    tokens: list[int]  # token at each of the P positions: the prompt, and its continuation without the last token
     results: dict[str, torch.Tensor]
     """[P, layers, …] of all heads, under the names in OBSERVED, ROUTER and EXPERTS. NaN for layers without the result.
     """
-    logits: torch.Tensor
-    """[P, vocab]"""
+    logits: torch.Tensor  # [P, vocab]
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeResult:
     """Tokens and traces that one rank decoded."""
 
-    tokens: dict[int, list[int]]
-    """New tokens of each of its replica's requests."""
-    traces: dict[int, Trace]
-    """Traces of these requests; only the first rank of each replica has them."""
+    tokens: dict[int, list[int]]  # new tokens of each of its replica's requests
+    traces: dict[int, Trace]  # traces of these requests; only the first rank of each replica has them
     experts: torch.Tensor | None
     """[MoE layers, E, D]: output of expert e for row e of `make_expert_inputs`; only on rank 0, if the model has experts."""
 

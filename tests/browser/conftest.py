@@ -22,8 +22,7 @@ INSTALL = "no Chromium was found: apt-get install chromium-headless-shell"
 NOTICE = """
 addEventListener("securitypolicyviolation", (e) => console.error(`policy: ${e.violatedDirective} ${e.blockedURI}`));
 """
-NO_LIMIT = 0
-"""Disables Playwright's own limits: a busy machine is slow, and pytest ends tests that hang."""
+NO_LIMIT = 0  # disables Playwright's own limits: a busy machine is slow, and pytest ends tests that hang
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
-LOOK_MS = 100
-"""Plotly looks at a pointer every 50 ms, and not at one that stays."""
+LOOK_MS = 100  # Plotly looks at a pointer every 50 ms, and not at one that stays
 
 
 def point_at(page: Page, mark: Locator) -> None:

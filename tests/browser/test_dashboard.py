@@ -123,7 +123,7 @@ class TestOpening:
         and 3,000 elements in all. Counted by the browser: seconds are those of a machine. A loop over all pairs of
         points would be 20,000 blocks for each.
         """
-        site.build(dashboard_builder.many(tmp_path / "runs", runs, points), tmp_path / "site", wanted=lambda _: False)
+        site.build(dashboard_builder.write_many_runs(tmp_path / "runs", runs, points), tmp_path / "site", newest=0)
         page = opened(visit, tmp_path / "site" / "index.html")
         profiler = page.context.new_cdp_session(page)
         profiler.send("Profiler.enable")
@@ -205,7 +205,7 @@ class TestLatestChanges:
         for measure, label in zip(index["measures"], "AB", strict=False):
             measure.update({"label": label, "better": "higher"})
         groups = [{"line": 0, "points": 3, "model": 1, "verdict": "worse", "changes": rows} for rows in cases.values()]
-        step = {"before": 0, "after": 1, "points": 27, "worse": 27, "better": 0, "groups": groups, "untold": 0}
+        step = {"before": 0, "after": 1, "points": 27, "worse": 27, "better": 0, "groups": groups, "omitted": 0}
         index["latest"] = {"steps": [step], "more": 0}
         path.write_text(f"{start},{json.dumps(index)});\n")
         told = opened(visit, tmp_path / "site" / "index.html").locator("#latest li").all_inner_texts()
@@ -249,7 +249,7 @@ class TestSharedSettings:
         page = opened(visit, tmp_path / "site" / "index.html")
         said = page.locator("#shared").inner_text().splitlines()
         assert said[0].endswith("NCCL_ALGO=Ring")
-        assert said[1:] == ["Unless a decode row says otherwise: page 64 · NCCL_NVLS_ENABLE=0"]
+        assert said[1:] == ["Unless a decode row differs: page 64 · NCCL_NVLS_ENABLE=0"]
         how = page.locator("#table tbody td:last-child").all_inner_texts()
         assert sorted(how) == [""] * 6 + ["not NCCL_NVLS_ENABLE=0", "page 32"]
 
@@ -267,7 +267,7 @@ class TestSharedSettings:
         page = opened(visit, tmp_path / "site" / "index.html")
         said = page.locator("#shared").inner_text().splitlines()
         assert "bf16" not in said[0]
-        assert said[1] == "Unless a decode row says otherwise: flashinfer · bf16"
+        assert said[1] == "Unless a decode row differs: flashinfer · bf16"
         how = page.locator("#table tbody td:last-child").all_inner_texts()
         own = [[word for word in row.split(" · ") if not word.startswith("ep ")] for row in how]
         assert sorted(filter(any, own)) == [["fp8 weights, bf16 KV"], ["triton"]]
@@ -308,7 +308,7 @@ class TestSharedSettings:
         cells = page.locator("#table tbody tr").first.locator("td").all_inner_texts()
         assert cells[6] == "–"
         assert cells[11] == "–"
-        assert "not known" in page.locator("#filters [name=context]").inner_text()
+        assert "unknown" in page.locator("#filters [name=context]").inner_text()
         assert "× 0" not in page.locator("main").inner_text()
 
 
@@ -475,7 +475,7 @@ class TestHistory:
         site.build(tmp_path / "runs", tmp_path / "site")
         page = opened(visit, tmp_path / "site" / "index.html")
         assert rows(page) == 1
-        assert "4 functional ones of CPU runs are hidden" in page.locator("#count").inner_text()
+        assert "4 functional points of CPU runs are hidden" in page.locator("#count").inner_text()
         page.locator("#filters [name=cpu]").check()
         assert rows(page) == 5
         page.locator("#table tbody tr", has_text="functional").first.locator("input").check()
@@ -486,7 +486,7 @@ class TestHistory:
 def test_hostile_records_inject_nothing(visit: Visit, tmp_path: Path) -> None:
     of = record_builder.point(model=HOSTILE, backend=HOSTILE)
     where = dashboard_builder.environment(0, device=HOSTILE, driver=HOSTILE, git_commit=HOSTILE)
-    record = dashboard_builder.record(of, 0, environment=where, marks=[HOSTILE, "__proto__"])
+    record = dashboard_builder.record(of, 0, environment=where, warnings=[HOSTILE, "__proto__"])
     failed = record_builder.failed(record_builder.point(model="__proto__"), reason=HOSTILE)
     record_builder.write(tmp_path / "runs" / "<img src=x>", [record, failed])
     (tmp_path / "runs" / "bad <b>").mkdir()

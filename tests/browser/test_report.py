@@ -88,15 +88,15 @@ def test_a_pointer_over_a_mark_shows_the_numbers_of_the_record(decode: Path, vis
 def test_marks_that_all_points_have_stand_beside_none(tmp_path: Path, visit: Visit) -> None:
     """Both points are throttled and one is noisy: neither the table nor a tooltip says more than that."""
     records = [
-        record_builder.ok(record_builder.point(layout), marks=["throttled", *more], phases=None)
+        record_builder.ok(record_builder.point(layout), warnings=["throttled", *more], phases=None)
         for layout, more in ((Layout(4), []), (Layout(4, 1, 4), ["noisy"]))
     ]
     page = visit(pages.page(tmp_path, records))
-    assert column(page, "marks") == ["–", "noisy"]
+    assert column(page, "warnings") == ["–", "noisy"]
     panel = drawn(page, "throughput").first
     plain, noisy = (hover(page, panel, nth) for nth in (0, 1))
-    assert "marks" not in plain
-    assert "marks\nnoisy\n" in noisy
+    assert "warnings" not in plain
+    assert "warnings\nnoisy\n" in noisy
 
 
 def test_where_dcp_pays_is_a_ratio_to_the_same_layout_without_it(decode: Path, visit: Visit) -> None:
@@ -257,7 +257,7 @@ def test_live_and_replay_are_never_one_chart_nor_one_series(served: Path, visit:
     assert names == ["tp4, live", "tp4, replay", "tp4·dcp4, live", "tp4·dcp4, replay"]
     page.locator("#filters summary").click()
     page.get_by_label("replay", exact=True).uncheck()
-    page.get_by_text("No point that the filters leave").first.wait_for()
+    page.get_by_text("No point that passes the filters").first.wait_for()
     assert set(column(page, "live or replay")) == {"live"}
 
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 SUBSETS = [names for n in range(5) for names in itertools.combinations(LATENCIES, n)]
-SCREEN = {"width": 400, "height": 300}
-"""Little to paint: charts are drawn wherever they are."""
+SCREEN = {"width": 400, "height": 300}  # little to paint: charts are drawn wherever they are
 MARKS = """() => {
   const marks = {};
   for (const figure of document.querySelectorAll("figure[id^=chart-]")) {
@@ -31,7 +30,6 @@ MARKS = """() => {
   }
   return marks;
 }"""
-"""Marks of each chart, by its name."""
 
 
 def vllm(concurrency: int, kept: Sequence[str], *, percentiles: bool) -> dict[str, Any]:

@@ -188,12 +188,12 @@ def test_what_would_hold_a_reader_up_is_drawn_once_it_is_in_sight_and_says_so(
 ) -> None:
     """More marks than 3 in one panel, instead of more than 1,000: Explore has 16, and phases a bar for each of six."""
     own = render.read_own_asset
-    monkeypatch.setattr(render, "read_own_asset", lambda name: own(name).replace("MOST_IDLE = 1000", "MOST_IDLE = 3"))
+    monkeypatch.setattr(render, "read_own_asset", lambda name: own(name).replace("MAX_IDLE = 1000", "MAX_IDLE = 3"))
     page = visit(pages.page(tmp_path, pages.decode()))
     page.wait_for_selector("html[data-drawn]")
     explore = page.locator("#chart-explore .chart")
     said = "getComputedStyle(document.querySelector('#chart-explore .chart'), '::before').content"
-    assert page.evaluate(said) == '"16 marks, drawn once they are in sight."'
+    assert page.evaluate(said) == '"16 markers, drawn when they are scrolled into view."'
     explore.scroll_into_view_if_needed()
     explore.locator(".main-svg").first.wait_for()
     assert page.evaluate(said) == "none"
@@ -241,7 +241,7 @@ def test_names_that_are_markup_are_shown_and_do_nothing(tmp_path: Path, visit: V
         fields = {"model": name, "backend": name, "exchange": name, "dtype": name}
         of = record_builder.point(Layout(4, 1, 4), **fields)
         records += [
-            record_builder.ok(of, steps=30, environment=environment, marks=[name]),
+            record_builder.ok(of, steps=30, environment=environment, warnings=[name]),
             msgspec.structs.replace(
                 serve_record_builder.served(serve_record_builder.point()),
                 point=serve_record_builder.point(**fields),
@@ -264,7 +264,7 @@ def test_more_points_than_a_page_can_draw_are_told(tmp_path: Path, visit: Visit)
     page = visit(pages.page(tmp_path, pages.decode(), most=5))
     assert page.locator(ROWS).count() == 5
     said = page.locator("#explore .mark").inner_text()
-    assert said.startswith("Charts and the table of points hold the first 5 of 16 points; points.csv")
+    assert said.startswith("Charts and the table of points show the first 5 of 16 points; points.csv")
 
 
 def test_a_long_table_is_shown_by_parts(tmp_path: Path, visit: Visit) -> None:

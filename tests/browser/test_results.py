@@ -27,12 +27,9 @@ REPORTS = [
     for line in (ROOT / "results" / "reports.txt").read_text(encoding="utf-8").splitlines()
     if line and not line.startswith("#")
 ]
-MOST_PANELS = 12
-"""Of one chart: charts.js says below it how many there are."""
-MOST_LOADS = 3
-"""Of the chart of phases: the first, the middle and the last."""
-SCREEN = {"width": 400, "height": 800}
-"""Of a phone; charts are drawn wherever they are."""
+MOST_PANELS = 12  # of one chart: charts.js says below it how many there are
+MOST_LOADS = 3  # of the chart of phases: the first, the middle and the last
+SCREEN = {"width": 400, "height": 800}  # of a phone; charts are drawn wherever they are
 DRAWN = """() => new Promise((done) => {
   const root = document.documentElement;
   const look = () => { if ("drawn" in root.dataset) done(); };
@@ -50,8 +47,7 @@ COUNT = """() => Object.fromEntries([...document.querySelectorAll("figure[id^=ch
   ]),
 ]))"""
 """Of each panel of each chart: its title, its marks that have an outline, and its lines, but for the wide one of a frontier."""
-Panel = tuple[str, int, int]
-"""Its title, and how many marks and lines it is to have."""
+Panel = tuple[str, int, int]  # its title, and how many marks and lines it is to have
 
 
 def report(typed: str, folder: str) -> dataframes.Frames:

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 RAISES, HANGS, STILLBORN, KILLED, NO_TENSOR, NO_MEMORY, LONG, STUBBORN = 13, 66, 7, 99, 21, 22, 130, 131
 FLAKY, ENDLESS, LINGERS = 44, 45, 46
 CODES, SIGNALS, PAUSE, FULL = range(700, 800), range(800, 900), 300, errno.ENOSPC
-POINT_S = "DCPBENCH_FAKE_POINT_S"
-"""Environment variable: how long a point takes to measure, in seconds."""
+POINT_S = "DCPBENCH_FAKE_POINT_S"  # environment variable: how long a point takes to measure, in seconds
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -53,7 +52,7 @@ def record(point: Point) -> Record:
         tok_s_per_user=100.0,
         step_samples_ms=[10.0] * 100,
     )
-    return Record(point=point, outcome="ok", metrics=metrics, marks=["cpu"])
+    return Record(point=point, outcome="ok", metrics=metrics, warnings=["cpu"])
 
 
 def served(point: Point, finished: int = 3) -> Record:

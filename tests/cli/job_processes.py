@@ -12,10 +12,8 @@ if TYPE_CHECKING:
 
 MARK = "DCPBENCH_TEST_MARK"
 AGENT, RANK, ACCOUNT, OTHER = "agent", "rank", "account", "other"
-LISTENS = "0A"
-"""State of a socket in /proc/net/tcp."""
-PATIENCE_S = 600.0
-"""How long a test waits for what would never come where it is broken."""
+LISTENS = "0A"  # state of a socket in /proc/net/tcp
+PATIENCE_S = 600.0  # how long a test waits for what would never come where it is broken
 
 
 def processes(mark: str) -> dict[int, list[str]]:

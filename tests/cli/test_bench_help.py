@@ -36,7 +36,7 @@ OPTIONS = {
     "collectives": SHARED | {"--requests", "--width", "--ranks", "--variant", "--layers"},
     "merge": SHARED | {"--heads", "--requests", "--dcp", "--variant", "--layers"},
     "linear": SHARED | {"--model", "--tp", "--rows", "--matrix", "--weights", "--variant", "--layers"},
-    "moe": SHARED | {"--model", "--tp", "--requests", "--rows", "--weights", "--variant", "--layers"},
+    "moe": SHARED | {"--model", "--tp", "--requests", "--rows", "--weights", "--group-size", "--variant", "--layers"},
     "kv-gather": SHARED | {"--requests", "--tokens", "--ranks", "--variant", "--buffer", "--pool-bytes", "--layers"},
 }
 HEAVY = ("torch", "triton", "pandas", "matplotlib", "numpy", "dcpbench.reports", "rich.progress")

@@ -91,7 +91,7 @@ def commands(group: object = None, path: tuple[str, ...] = ()) -> Iterator[tuple
         yield from commands(command, (*path, name))
 
 
-SAID = {
+SAID = {  # commands, and what of their output takes characters that ASCII lacks
     "show RUN": "* No SLO was given",
     "doctor": "* no GPU",
     "compare RUN RUN": "8 x 4,000 tokens: 746.8 -> 746.8 tok/s",
@@ -99,7 +99,6 @@ SAID = {
     "sweep --dry-run --device cpu --tp 2 --dcp 2": "tp2.dcp2",
     "report RUN -o OUT": "Report: OUT/report.html",
 }
-"""Commands, and what of their output takes characters that ASCII lacks."""
 JSON = "sweep --dry-run --device cpu --tp 2 --dcp 2 --json"
 ALL = """
 import os, sys

@@ -19,10 +19,11 @@ from dcpbench.launch.version_check import Package
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.records.file import read_records
+from dcpbench.records.record import format_reason
 from dcpbench.records.runs import read_last_records
 from tests import as_fork
 from tests.cli.waiting import until
-from tests.unit.test_launch import free_port
+from tests.unit.test_launch import find_free_port
 
 if TYPE_CHECKING:
     from dcpbench.records.record import Record
@@ -101,7 +102,7 @@ def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_m
         (2, 101, "ok"),
     ]
     raised, hung, killed = records[1:4]
-    assert "rank 1: ValueError: no such row in tiny. Read logs/tp2-0" in str(raised.reason)
+    assert "rank 1: ValueError: no such row in tiny. Read logs/tp2-0" in format_reason(raised)
     assert "misbehave" in raised.detail["traceback"]
     assert raised.detail["exit_code"] == "1"
     assert "no sign of life for 300 s in stage 'measure'" in str(hung.reason)
@@ -156,8 +157,8 @@ def test_a_point_that_failed_is_begun_again_after_the_others_as_often_as_asked(t
         "done",
         "failed",
     ]
-    assert str(records[1].reason).endswith("try again with --resume")
-    assert str(records[4].reason).endswith("try again with --resume --timeout retries=2")
+    assert str(records[1].advice).endswith("try again with --resume")
+    assert str(records[4].advice).endswith("try again with --resume --timeout retries=2")
     assert dict(retry.count_failures(tmp_path)) == {points[0].get_key(): 1, points[1].get_key(): 2}
 
 
@@ -226,7 +227,7 @@ def test_a_point_that_verify_cannot_check_is_no_record_of_a_sweep(tmp_path: Path
     launcher.run_points([point(2, 13)], checking, Machines(), lambda _: None)
     assert not (tmp_path / "records.jsonl").exists()
     (record,) = read_last_records(tmp_path, "failed.jsonl").values()
-    assert str(record.reason).endswith("no such row in tiny. Read logs/tp2-0 in the run's folder")
+    assert format_reason(record).endswith("no such row in tiny. Read logs/tp2-0 in the run's folder")
 
 
 @pytest.mark.long
@@ -235,7 +236,7 @@ def test_two_nodes_measure_together_and_node_0_alone_keeps_records(
 ) -> None:
     """Rank 1, which raises, is on node 1: node 0 hears of it, records why, and both go on with tp 2 and tp 4."""
     monkeypatch.setenv(SECRET, "of these two")
-    endpoint = f"127.0.0.1:{free_port()}"
+    endpoint = f"127.0.0.1:{find_free_port()}"
     folders = [tmp_path / "node0", tmp_path / "node1"]
     errors: list[BaseException] = []
 

@@ -15,10 +15,11 @@ from dcpbench import cli
 from dcpbench.points.device_probe import Probe
 from dcpbench.records.file import read_records
 from dcpbench.records.record import Conditions, Environment
+from dcpbench.reports.reproduce import build_command
 from dcpbench.serving.step_times import Case, Chunks, Decodes, MeasuredCase, StepTimes, write_step_times
 from tests.cli.typed import ENV, Typed
 from tests.cli.waiting import is_gone, until
-from tests.unit.step_times_builder import path_of
+from tests.unit.step_times_builder import make_path
 
 HERE = Path(__file__).parent
 GPUS = Probe(
@@ -199,13 +200,13 @@ def step_times(tmp_path: Path) -> Path:
     write_step_times(
         path,
         StepTimes(
-            path=path_of(model="tiny", tp=2, dcp=2, dtype="fp32", backend="reference", exchange="ag_rs"),
+            path=make_path(model="tiny", tp=2, dcp=2, dtype="fp32", backend="reference", exchange="ag_rs"),
             cases=[MeasuredCase(case=case, samples_ms=[10.0]) for case in decodes + chunks],
             launch_ms=0.0,
             measuring_s=1.0,
-            honesty=Conditions(weights="synthetic", layers=3, layers_held=3, full_weights_bytes_per_gpu=1),
+            conditions=Conditions(weights="synthetic", layers=3, layers_held=3, full_weights_bytes_per_gpu=1),
             environment=Environment(device="CPU", device_count=0),
-            marks=["cpu"],
+            warnings=["cpu"],
         ),
     )
     return path
@@ -275,3 +276,49 @@ def test_a_load_beyond_the_step_times_fails_with_what_is_missing(call, step_time
     assert (code, record.outcome) == (4, "failed")
     assert "no step time is known" in record.reason
     assert record.detail == {"device": "CPU"}
+
+
+def test_stages_are_replayed_by_the_step_times_of_the_layout_without_them(
+    call, step_times: Path, tmp_path: Path
+) -> None:
+    """The report says how their times were obtained and how long a stage waits; each record can be repeated."""
+    run = ["--mode", "replay", "--step-times", str(step_times), "--prefill", "policy=prefill-first"]
+    code, _, err = call(*run, "--stages", "1/2,micro-batches=4", "-o", str(tmp_path / "run"))
+    assert code == 0, err
+    records = {r.point.layout_name: r for r in read_records(tmp_path / "run")}
+    assert set(records) == {"tp2·dcp2", "tp2·dcp2·pp2"}
+    staged = records["tp2·dcp2·pp2"]
+    assert staged.serve.stages.micro_batches == 4
+    assert staged.serve.output_tok_s_per_gpu == pytest.approx(staged.serve.output_tok_s / 4)
+    report = (tmp_path / "run" / "report" / "report.md").read_text()
+    assert "Times of steps over stages are estimated: measured steps without stages" in report
+    assert "A stage of tp2·dcp2·pp2 with 4 micro-batches waits for " in report
+    assert "--stages 2,micro-batches=4" in build_command(staged.point, staged.measured_with, cpu=True)
+
+
+def test_dcp_over_pcp_ranks_is_replayed_by_the_step_times_of_dcp_inside_one(
+    call, step_times: Path, tmp_path: Path
+) -> None:
+    """All 4 ranks of a stage of tp2·pcp2 share the KV cache; the file is of tp2·dcp2."""
+    run = ["--mode", "replay", "--step-times", str(step_times), "--prefill", "policy=prefill-first"]
+    code, _, err = call(*run, "--stages", "pp=2,pcp=2", "--dcp", "4", "-o", str(tmp_path / "run"))
+    assert code == 0, err
+    (record,) = read_records(tmp_path / "run")
+    assert (record.outcome, record.point.layout_name) == ("ok", "tp2·dcp4·pp2·pcp2")
+    assert record.serve.output_tok_s_per_gpu == pytest.approx(record.serve.output_tok_s / 8)
+    code, _, err = call(*run, "--stages", "pcp=2", "--dcp", "2", "-o", str(tmp_path / "other"))
+    assert code == 2
+    assert "measured with --dcp 2 instead of 1" in err
+
+
+@pytest.mark.parametrize(
+    ("mode", "why"),
+    [
+        ("live", "the engine runs no pipeline stages and no prefill context parallelism"),
+        ("replay", "estimated from measured steps of the layout without them"),
+    ],
+)
+def test_stages_run_in_replays_with_step_times_alone(call, mode: str, why: str) -> None:
+    code, _, err = call("--tp", "2", "--dcp", "1", "--mode", mode, "--stages", "2")
+    assert code == 2
+    assert why in err

@@ -578,7 +578,7 @@ AWAY = [
     (("server", "--engine", "/x.toml", "--model", "a/b"), ("--tp", "eight")),
     (
         ("server", "--engine", "vllm", "--model", "a/b", "--requests", "/x.jsonl", "--concurrency", "5000"),
-        ("--seed", "-1"),
+        ("--sessions", "branch=-1"),
     ),
     (("verify", "--checkpoint", "/models/x", "--prompts", "/x.json"), ("--backend", "foo")),
 ]

@@ -41,8 +41,8 @@ def running(tmp_path: Path) -> Path:
     """A run with one point measured and one at work; the process that is alive in its lock is this test's."""
     folder = tmp_path / "run"
     job = build.job(folder, POINTS, device="cpu")
-    build.done(job, folder, POINTS[0], 0, 10)
-    build.tell(job, 10, "measure", POINTS[1], "3/9 requests")
+    build.add_finished_point(job, folder, POINTS[0], 0, 10)
+    build.add_event(job, 10, "measure", POINTS[1], "3/9 requests")
     (folder / ".lock").write_text(str(os.getpid()))
     return folder
 
@@ -249,7 +249,7 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path, *, there: bool) 
         (tmp_path / "made").mkdir()
         job = build.job(tmp_path / "made", POINTS, device="cpu")
         for number, point in enumerate(POINTS):
-            build.done(job, tmp_path / "made", point, 10 * number, 10 * number + 10)
+            build.add_finished_point(job, tmp_path / "made", point, 10 * number, 10 * number + 10)
         if there:
             folder.rmdir()
         (tmp_path / "made").rename(folder)

@@ -13,12 +13,11 @@ from dcpbench import cli
 from tests.cli import dcpbench_fake
 
 HERE = Path(__file__).parent
-ENV = os.environ | {
+ENV = os.environ | {  # environment for dcpbench_fake.py as a process with quick jobs
     "PYTHONPATH": f"{HERE}:{Path(cli.__file__).parents[1]}",
     "COLUMNS": "140",
     "DCPBENCH_QUICK": "1",
 }
-"""Environment for dcpbench_fake.py as a process with quick jobs."""
 
 
 class Typed:

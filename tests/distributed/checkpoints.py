@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ABSENT: Final = object()
-VOCAB = 203
-"""A prime: over 2, 4 or 8 ranks the last one holds padding rows."""
+VOCAB = 203  # a prime: over 2, 4 or 8 ranks the last one holds padding rows
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -97,7 +96,7 @@ def deepseek_v2_greedy(folder: Path) -> None:
     _write("DeepseekV2", V2_GREEDY | {"rms_norm_eps": 0.1, "rope_parameters": rope}, folder)
 
 
-GROUPED = {
+GROUPED = {  # 8 query heads of 64 columns, which together are wider than the hidden state
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 48,
@@ -109,8 +108,7 @@ GROUPED = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-"""8 query heads of 64 columns, which together are wider than the hidden state."""
-LLAMA3 = {
+LLAMA3 = {  # rope scaling of Llama 3.1: of 32 frequencies some are kept, some are divided by 8, and some lie in between
     "rope_type": "llama3",
     "rope_theta": 5000.0,
     "factor": 8.0,
@@ -118,7 +116,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-"""Rope scaling of Llama 3.1: of 32 frequencies some are kept, some are divided by 8, and some lie in between."""
 
 
 def qwen3(folder: Path, kv_heads: int, **changed: object) -> None:

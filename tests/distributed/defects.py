@@ -333,5 +333,4 @@ DEFECTS: dict[str, Callable[[Patch], None]] = {
         head_of_other_norm,
     )
 }
-IN_GROUPS = ("lse_of_base_2",)
-"""Defects that need a DCP group."""
+IN_GROUPS = ("lse_of_base_2",)  # defects that need a DCP group

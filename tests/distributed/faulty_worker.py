@@ -35,8 +35,7 @@ from tests import as_fork, forks
 FAULT, INSIDE = "FAULT", "--inside"
 LOOPS, FLAG = "loops", "flag"
 KINDS = ("missing", "gather", "order", "shape", "dtype", "sleeps", "spins", FLAG)
-ON_GPUS = ("gather", "shape", LOOPS, FLAG)
-"""Faults for several GPUs."""
+ON_GPUS = ("gather", "shape", LOOPS, FLAG)  # faults for several GPUs
 LAYER, STEP = 1, 3
 PHASES = {"order": "merge", "gather": "merge", "sleeps": "moe", "spins": "moe", FLAG: "merge"}
 """In which phase each happens; all others in attn_reduce."""

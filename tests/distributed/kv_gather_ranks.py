@@ -20,7 +20,7 @@ from dcpbench.bench.operators.kv_gather import KvGather
 from dcpbench.exchange.registered_memory import RegisteredBuffer
 
 POOL_BYTES = 1 << 16
-SIZES = (
+SIZES = (  # requests, tokens and buffer: 7 tokens of 3 requests leave some ranks without rows of some
     (3, 7, "pool"),
     (2, 50, "pool"),
     (2, 50, "outgrown"),
@@ -28,7 +28,6 @@ SIZES = (
     (3, 7, "registered"),
     (2, 50, "registered-outgrown"),
 )
-"""Requests, tokens and buffer: 7 tokens of 3 requests leave some ranks without rows of some."""
 
 
 def cases(world: int) -> list[Case]:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -21,15 +22,21 @@ from dcpbench.engine.decode_engine import DecodeEngine
 from dcpbench.engine.groups import make_groups
 from dcpbench.engine.kv_pool import KvPool
 from dcpbench.engine.model import Model
+from dcpbench.engine.prefill import Prefiller
+from dcpbench.engine.serve_engine import ServeEngine
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import load_weights
 from dcpbench.models.shapes import Gqa
 from dcpbench.points.layout import OWN_HEADS, GroupWide, Layout
+from dcpbench.points.speculation import Speculation
 from dcpbench.serving.allocator import PADDING_PAGE
+from dcpbench.serving.requests import ServeRequest
+from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from tests.unit.engine_builder import CPU, TINY, layers
 
 if TYPE_CHECKING:
     from dcpbench.engine.decode_engine import Request
+    from dcpbench.serving.allocator import Allocation
 
 TWELVE = dataclasses.replace(TINY, heads=12, experts=12, groups=3, dense_inter=96, moe_inter=48)
 """Sizes that 1, 2, 3 and 4 ranks divide."""
@@ -43,10 +50,8 @@ GROUPED = dataclasses.replace(
     rope_interleaved=False,
 )
 SHAPES = {"mla": TWELVE, "gqa": GROUPED}
-CONTEXTS = (1, 5, 18)
-"""Stored tokens of three requests of a replica; most ranks hold no token of the first."""
-NEW = 8
-"""Tokens that each request decodes."""
+CONTEXTS = (1, 5, 18)  # stored tokens of three requests of a replica; most ranks hold no token of the first
+NEW = 8  # tokens that each request decodes
 WRONG_AT = ((1, 2, 5), (), (2, 3, 4))
 """For each request, tokens whose draft is wrong: none, single ones between right ones, and several in a row."""
 
@@ -66,13 +71,12 @@ class Case:
     fp8: bool = False
 
 
-DRAFTING = {
+DRAFTING = {  # layouts in which the model's own layer drafts tokens
     1: Case(Layout(1)),
     2: Case(Layout(2, dcp=2), page_size=2, exchange="a2a"),
     3: Case(Layout(3, dcp=3), page_size=4),
     4: Case(Layout(4, dp=2, dcp=2), page_size=4, interleave=2),
 }
-"""Layouts in which the model's own layer drafts tokens."""
 CASES = {
     1: [
         Case(Layout(1)),
@@ -105,17 +109,14 @@ CASES = {
 }
 
 
-def make_engine(case: Case, rank: int) -> DecodeEngine:
+def make_engine(case: Case, rank: int, *, context: int = 0, requests: int = len(CONTEXTS)) -> DecodeEngine:
     """The engine of a rank in fp32."""
-    shape, layout, context = (
-        SHAPES[case.kind].add_drafts(case.drafts),
-        case.layout,
-        max(CONTEXTS) + 2 * (NEW + case.drafts),
-    )
+    shape, layout = SHAPES[case.kind].add_drafts(case.drafts), case.layout
+    context = context or max(CONTEXTS) + 2 * (NEW + case.drafts)
     weights = load_weights(
         SyntheticSource(0, torch.float32, CPU), shape, layout, rank, layers(shape), wide=case.wide, ep="1"
     )
-    pages = 1 + len(CONTEXTS) * -(-context // (case.page_size * layout.dcp))
+    pages = 1 + requests * -(-context // (case.page_size * layout.dcp))
     stored = torch.float8_e4m3fn if case.fp8 else torch.float32
     kv = KvPool(shape.stored_layers, pages, case.page_size, shape.compute_kv_width(layout.attn_tp), stored, CPU)
     model = Model(
@@ -133,7 +134,7 @@ def make_engine(case: Case, rank: int) -> DecodeEngine:
         model,
         backend=case.backend,
         exchange=case.exchange if layout.dcp > 1 else "none",
-        max_requests=len(CONTEXTS),
+        max_requests=requests,
         max_context=context,
         query_length=case.drafts + 1,
     )
@@ -168,10 +169,15 @@ def decode_one_by_one(case: Case, rank: int) -> tuple[list[list[int]], torch.Ten
 
 def poison(engine: DecodeEngine, requests: list[Request]) -> None:
     """Make every KV row NaN that is no token's of a request and not in the padding page, so also those rolled back."""
+    poison_but(engine, [(request.allocation, request.length) for request in requests])
+
+
+def poison_but(engine: DecodeEngine, stored: list[tuple[Allocation, int]]) -> None:
+    """Make every KV row NaN but those of the first tokens of these allocations and of the padding page."""
     share = engine.model.share
     owned = {PADDING_PAGE * share.page_size + i for i in range(share.page_size)}
-    for request in requests:
-        for loc in request.allocation.compute_locs(0, request.length).tolist():
+    for allocation, length in stored:
+        for loc in allocation.compute_locs(0, length).tolist():
             if loc // share.interleave % share.dcp == share.rank:
                 owned.add(loc // (share.interleave * share.dcp) * share.interleave + loc % share.interleave)
     rows = engine.model.kv.get_all_rows()
@@ -247,6 +253,57 @@ def draft_tokens(case: Case, rank: int, truth: list[list[int]], right: bool) -> 
     return found
 
 
+SERVED = (5, 21, 8, 12, 3)  # lengths of prompts that are served together; chunks of 12 tokens divide some
+
+
+def serve_drafts(case: Case, rank: int) -> dict[str, list[int]]:
+    """The tokens that the layer drafts behind tokens of requests of this rank's replica, by request and number of known tokens.
+
+    Requests come one after the other, so that steps hold decodes, parts of prompts and prompts that end. All drafts are rejected.
+    """
+    shape, layout = SHAPES[case.kind].add_drafts(case.drafts), case.layout
+    engine = make_engine(case, rank, context=max(SERVED) + NEW + case.drafts, requests=len(SERVED))
+    prefiller = Prefiller(engine.model, backend="sdpa", tokens=12, rows=12 + engine.largest * engine.query_length)
+    serving = ServeEngine(engine, prefiller, None)
+    serving.capture_steps()
+    config = SchedulerConfig(
+        replicas=layout.dp,
+        pages=engine.allocator.pages,
+        page_size=case.page_size,
+        dcp=layout.dcp,
+        interleave=case.interleave,
+        max_requests=len(SERVED),
+        chunk=12,
+        prefix_cache=False,
+        max_context=engine.max_context,
+        speculation=Speculation(case.drafts, (0.0,) * case.drafts),
+    )
+    scheduler, known = Scheduler(config), dict[int, int]()
+    found: dict[str, list[int]] = {}
+    for number in range(200):
+        if number % 2 == 0 and len(known) < len(SERVED):
+            request = len(known)
+            known[request] = SERVED[request]
+            prompt = np.array(
+                [(37 * request + 11 * i + 5) % shape.vocab for i in range(SERVED[request])], dtype=np.int32
+            )
+            assert not scheduler.submit(ServeRequest(number=request, prompt=prompt, output_tokens=NEW))  # type: ignore[arg-type]
+        step = scheduler.plan_step()
+        if step is None:
+            return found
+        launched = serving.launch_step(step)
+        for sequence in step.replicas[serving.replica].emitting_sequences:
+            known[sequence.request.number] += 1
+            at = known[sequence.request.number]
+            drafts = engine.requests.tokens[sequence.slot, at : at + case.drafts].tolist()
+            if not sequence.is_finished:
+                found[f"{sequence.request.number}/{at}"] = drafts
+        launched.wait_tokens()
+        stored = [s for s in scheduler.replicas[serving.replica].running if s.allocation is not None]
+        poison_but(engine, [(s.allocation, s.computed) for s in stored])  # type: ignore[misc]
+    raise AssertionError("requests are not finished")
+
+
 def main(rank: int, world: int, folder: Path) -> None:
     """Run every case and save what this rank found."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
@@ -259,6 +316,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     truth, _ = decode_one_by_one(case, rank)
     drafted = {name: draft_tokens(case, rank, truth, right=name == "right") for name in ("right", "wrong")}
     (folder / f"drafted-{world}-{rank}.json").write_text(json.dumps(drafted))
+    (folder / f"served-{world}-{rank}.json").write_text(json.dumps(serve_drafts(case, rank)))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -53,16 +53,14 @@ class Case:
     gather: str = "nccl"
     page_size: int = 4
     interleave: int = 1
-    window: int = CONTEXT
-    """Tokens."""
+    window: int = CONTEXT  # tokens
     exchange: str = "ag_rs"
     q_replicate: bool = False
     project_first: bool = False
     all_reduce: str = "nccl"
     kv: str = ""
     """`fp8`: how rows are stored; chunks attend to what was stored before them, and to their own rows as they are."""
-    pieces: bool = False
-    """True if steps run in pieces, as they are captured on GPUs."""
+    pieces: bool = False  # True if steps run in pieces, as they are captured on GPUs
 
     @property
     def truth(self) -> str:

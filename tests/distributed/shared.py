@@ -23,8 +23,7 @@ from dcpbench.exchange.symmetric_memory import SHARED_FOLDER
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-HEAD, PART = 256, 1 << 20
-"""Bytes for the name of the operation that a rank takes part in, and of these with its data."""
+HEAD, PART = 256, 1 << 20  # bytes for the name of the operation that a rank takes part in, and of these with its data
 REDUCED: dict[object, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,

@@ -29,12 +29,10 @@ WORLDS = (2, 4, 8)
 HEADS, LATENT, WIDTH = 8, 24, 40
 BATCHES = (3, 1, 2, 3)
 """One a layer: the buffers are as large as the first, and later ones must not read what it left behind."""
-REPLAYS, LAYERS = 2, (1, 2, 3)
-"""Graphs of so many layers, replayed so often."""
+REPLAYS, LAYERS = 2, (1, 2, 3)  # graphs of so many layers, replayed so often
 ADDENDS = ((2, 24), (3, 40), (1, 8), (3, 40), (3, 40), (1, 7))
 """Shapes of one sum after the other: below and above the limit, the last of an odd size."""
-SMALL = 64
-"""Bytes up to which reduce_one_shot adds, here."""
+SMALL = 64  # bytes up to which reduce_one_shot adds, here
 
 
 def layouts(world: int) -> tuple[Layout, ...]:

@@ -37,10 +37,10 @@ def run(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drafted(tmp_path_factory):
-    """The drafts of one rank."""
+    """The drafts of one rank: behind decoded tokens, and of served requests."""
     folder = tmp_path_factory.mktemp("alone")
     forked("tests.distributed.mtp_ranks", "1", str(folder), log=folder / "log")
-    return json.loads((folder / "drafted-1-0.json").read_text())
+    return json.loads((folder / "drafted-1-0.json").read_text()), json.loads((folder / "served-1-0.json").read_text())
 
 
 @pytest.mark.distributed
@@ -78,4 +78,20 @@ def test_drafts_do_not_depend_on_the_layout_or_on_how_tokens_were_divided_into_s
             assert [right[at] for at in both] == [wrong[at] for at in both]
             assert len({tuple(tokens) for tokens in wrong.values()}) > len(wrong) // 2, "drafts differ"
         if layout.get_dp_rank(rank) == 0:
-            assert found == drafted
+            assert found == drafted[0]
+
+
+@pytest.mark.distributed
+def test_served_requests_have_the_drafts_of_one_rank(run, drafted):
+    """Steps hold decodes and prompts, whole and in parts, on replicas with different ones; unused KV rows are NaN. Each rank of a
+    replica has the same drafts, and all replicas together those behind all tokens.
+    """
+    world, folder = run
+    layout = ranks.DRAFTING[world].layout
+    found = [json.loads((folder / f"served-{world}-{rank}.json").read_text()) for rank in range(world)]
+    for group in layout.list_attn_groups():
+        assert all(found[rank] == found[group[0]] for rank in group)
+    together = {at: drafts for one in found for at, drafts in one.items()}
+    assert together == drafted[1]
+    assert len(together) == len(ranks.SERVED) * (ranks.NEW - 1)
+    assert len({tuple(drafts) for drafts in together.values()}) > len(together) // 2, "drafts differ"

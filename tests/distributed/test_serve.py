@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.distributed
 
-LAYERS = 2
-"""One dense, one of experts; of more, test_oracle.py has the arithmetic."""
+LAYERS = 2  # one dense, one of experts; of more, test_oracle.py has the arithmetic
 LONGEST, OUTPUT = 40, 20
 LOAD = Load(
     requests=12,
@@ -146,7 +145,7 @@ def test_forty_requests_on_tp4_dcp4_are_answered_as_by_transformers(served, trut
     assert (record.serve.finished, record.serve.rejected, record.serve.cancelled) == (40, 0, 0)
     assert record.serve.cached_tokens > 0
     assert record.serve.decode_steps < record.serve.steps
-    assert record.marks[0] == "cpu"
+    assert record.warnings[0] == "cpu"
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "forty"])

@@ -90,7 +90,7 @@ def one_rank(folder: Path) -> Record:
 def job(folder: Path, two_ranks: list[Record]) -> tuple[Path, list[Record], StepTimes]:
     """The two points of one engine path, and their step times."""
     records = two_ranks[:2]
-    (file,) = {folder / record.honesty.step_times for record in records}
+    (file,) = {folder / record.conditions.step_times for record in records}
     return folder, records, read_step_times(file)
 
 
@@ -98,7 +98,7 @@ def job(folder: Path, two_ranks: list[Record]) -> tuple[Path, list[Record], Step
 def test_points_of_one_path_share_a_file_that_their_records_name(job) -> None:
     folder, records, _ = job
     name = make_step_times_name(get_engine_path(records[0].point))
-    assert [r.honesty.step_times for r in records] == [name] * 2
+    assert [r.conditions.step_times for r in records] == [name] * 2
     assert (folder / name).is_file()
 
 
@@ -128,7 +128,7 @@ def test_every_request_is_answered_in_virtual_time(job) -> None:
         assert (record.serve.finished, record.serve.idle_fraction) == (12, None)
         rows = read_samples(folder / record.serve.samples_file)
         assert all(len(row.token_s) == row.output_tokens and not row.tokens for row in rows)
-        assert record.marks[0] == "cpu"
+        assert record.warnings[0] == "cpu"
 
 
 def test_the_same_file_gives_the_same_record_without_a_job(job, tmp_path) -> None:
@@ -136,11 +136,11 @@ def test_the_same_file_gives_the_same_record_without_a_job(job, tmp_path) -> Non
     folder, records, _ = job
     (plan,) = plan_engines([r.point for r in records], SETTINGS, CPU)
     for record in records:
-        file = folder / record.honesty.step_times
+        file = folder / record.conditions.step_times
         again = replay_from_file(record.point, plan, file, SETTINGS, tmp_path)
-        honesty = msgspec.structs.replace(again.honesty, step_times=record.honesty.step_times)
-        assert honesty == record.honesty
-        assert (again.serve, again.kv, again.marks) == (record.serve, record.kv, record.marks)
+        conditions = msgspec.structs.replace(again.conditions, step_times=record.conditions.step_times)
+        assert conditions == record.conditions
+        assert (again.serve, again.kv, again.warnings) == (record.serve, record.kv, record.warnings)
         assert again.measured_with == record.measured_with
 
 
@@ -149,14 +149,14 @@ def test_the_same_file_gives_the_same_record_without_a_job(job, tmp_path) -> Non
 def test_other_layouts_are_measured_too(layout: Layout, request: pytest.FixtureRequest) -> None:
     record = request.getfixturevalue("one_rank") if layout == LONE else request.getfixturevalue("two_ranks")[2]
     assert record.point.layout == layout
-    assert record.honesty.step_times == make_step_times_name(get_engine_path(record.point))
+    assert record.conditions.step_times == make_step_times_name(get_engine_path(record.point))
     assert record.serve.finished == 12
 
 
 @pytest.mark.long
 def test_a_run_that_goes_on_uses_the_file_that_it_has(folder, one_rank, monkeypatch) -> None:
     """As long as machine and code are the same and every case is in it."""
-    file = folder / one_rank.honesty.step_times
+    file = folder / one_rank.conditions.step_times
     written = file.stat().st_mtime_ns
     monkeypatch.setenv("DCPBENCH_GIT_COMMIT", "one")
     run([point(LONE, seed=1, **OTHERS)], folder)

@@ -15,8 +15,7 @@ MOMENTS = (IMPORTING, BUILD, MEASURE, RECORD, RECORDED, END)
 """Before its first point · building a point's engine · measuring it · half of its record written · its record written,
 but not reported · all points done.
 """
-OF_RANK_0 = (RECORD, RECORDED)
-"""Moments at which only rank 0 does anything."""
+OF_RANK_0 = (RECORD, RECORDED)  # moments at which only rank 0 does anything
 COMMAND, AGENT, ACCOUNT, RANK = "command", "agent", "account", "rank"
 ALL_MEASURED, SOME_FAILED, REFUSED, NO_DISK = 0, 4, 2, 3
 
@@ -25,15 +24,11 @@ class Case(NamedTuple):
     """A line of the table."""
 
     whom: str
-    what: str
-    """The number of a signal, or a word of faulty.py."""
+    what: str  # the number of a signal, or a word of faulty.py
     moment: str
-    ends: tuple[int, ...]
-    """Exit codes of the first command that are right."""
-    reason: str = ""
-    """Regular expression for the reason in the record of the failed point."""
-    short: bool = False
-    """True if `make test` or `make test-long` includes it."""
+    ends: tuple[int, ...]  # exit codes of the first command that are right
+    reason: str = ""  # regular expression for the reason in the record of the failed point
+    short: bool = False  # True if `make test` or `make test-long` includes it
 
     @property
     def rank(self) -> int:
@@ -112,5 +107,4 @@ def _files() -> list[Case]:
 
 
 CASES = [*_killed(), *_wrong(), *_files()]
-DAMAGE = ("flipped", "cut", "nuls", "joined", "removed", "garbage")
-"""Damage to a file of records between two commands."""
+DAMAGE = ("flipped", "cut", "nuls", "joined", "removed", "garbage")  # damage to a file of records between two commands

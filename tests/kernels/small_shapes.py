@@ -17,6 +17,7 @@ import torch
 from dcpbench.kernels.attention import AttentionSpec, Shards, make_backend
 from dcpbench.kernels.gqa import GqaSpec, make_gqa_backend
 from dcpbench.kernels.head_order import to_head_order
+from dcpbench.kernels.int4 import quantize
 from dcpbench.kernels.kv_gather import gather_in_token_order, make_request_table, pack_rows
 from dcpbench.kernels.kv_indices import Share, write_pages
 from dcpbench.kernels.kv_up_proj import decompress_latents, gather_rows
@@ -32,13 +33,13 @@ from dcpbench.kernels.symm_mem.all_reduce import reduce_one_shot, reduce_two_sho
 from dcpbench.kernels.symm_mem.gather import gather_queries
 from dcpbench.kernels.symm_mem.pull_merge import merge_from_peers
 from dcpbench.kernels.value_proj import project_values
+from dcpbench.models.weight_formats import INT4_GROUPS
 from dcpbench.points.layout import Prefix
 from tests.kernels.test_peers import Ranks
 
 MET = 1000
 """A count of meetings that all peers have reached already: ranks run one after another here, and none may wait."""
-MERGE = 1
-"""Place of the merge's counters: signals are their first row alone, behind it blocks count their calls."""
+MERGE = 1  # place of the merge's counters: signals are their first row alone, behind it blocks count their calls
 
 
 def attention() -> None:
@@ -162,8 +163,13 @@ def peers() -> None:
 
 
 def moe() -> None:
-    """Experts 8 to 15 of 16, one of them full and others empty; widths that fill no block; both sizes of tiles."""
+    """Experts 8 to 15 of 16, one of them full and others empty; widths that fill no block; all sizes of tiles."""
     gate_up, down = _normal(8, 176, 200), _normal(8, 200, 88)
+    quantised = [(quantize(_normal(8, 768, 384), n), quantize(_normal(8, 384, 384), n)) for n in INT4_GROUPS]
+    for tokens, pair in itertools.product((5, 300, 1100), quantised):
+        ids = torch.stack([torch.randperm(15, device="cuda")[:4] for _ in range(tokens)]).int()
+        x = _normal(tokens, 384)
+        apply_experts(x, *pair, torch.rand(tokens, 4, device="cuda"), ids, 8, x)
     for tokens in (5, 300):
         ids = torch.stack([torch.randperm(15, device="cuda")[:4] for _ in range(tokens)]).int()
         ids[:, 0] = 9

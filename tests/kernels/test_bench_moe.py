@@ -12,8 +12,9 @@ from dcpbench.bench.cases import BenchOptions, list_moe_cases
 from dcpbench.bench.operators import moe
 from dcpbench.bench.operators.moe import Inputs, Moe, Sizes
 from dcpbench.errors import MissingPackageError, UsageError
-from dcpbench.kernels import block_scaled
+from dcpbench.kernels import block_scaled, int4
 from dcpbench.kernels.block_scaled import Scaled
+from dcpbench.models.weight_formats import INT4_GROUPS
 
 SIZES = {"experts": 16, "top_k": 4, "hidden": 48, "width": 24}
 WIDE = {"experts": 4, "top_k": 2, "hidden": 256, "width": 128}
@@ -89,9 +90,52 @@ def test_fp8_reads_a_byte_a_number_and_its_scales():
     assert work.memory_bytes == 2 * (256 * 128 + 2 * 4) + 6 * (128 + 4) + 6 * 256 * 2
 
 
+@pytest.mark.parametrize("group", INT4_GROUPS)
+@pytest.mark.parametrize("product", ["gate-up", "down"])
+def test_int4_agrees_with_fp64_over_dequantised_weights(product, group, device, monkeypatch):
+    """A product that is 2 % too large, or has another group's scale, does not."""
+    build = Moe(device, 0).build_calls
+    one = case("triton", product, requests=5, weights="int4", group_size=group, **WIDE)
+    calls = build(one)
+    assert calls.check(calls.run) == ""
+    right = moe.VARIANTS["triton"]
+    for wrong in (lambda q, s: (q, s * 1.02), lambda q, s: (q, s.roll(1, 1))):
+
+        def spoilt(inputs, wrong=wrong):
+            return right(dataclasses.replace(inputs, weight=int4.pack(*wrong(*int4.unpack(inputs.weight)))))
+
+        monkeypatch.setitem(moe.VARIANTS, "triton", spoilt)
+        calls = build(one)
+        assert "relative error" in calls.check(calls.run)
+
+
+def test_int4_reads_half_a_byte_a_number_and_a_scale_for_a_group():
+    """gate-up: 2 experts of 256 × 256 with 8 or 2 scales of 2 bytes a row, tokens and 6 results of 128 in bf16."""
+    for group, scales in ((32, 8), (128, 2)):
+        sizes = Sizes(product="gate-up", **WIDE, requests=3, weights="int4", group_size=group, rows="few")
+        x = torch.zeros(3, 256, dtype=torch.bfloat16)
+        ids = torch.zeros(3, 2, dtype=torch.int32)
+        weight = int4.quantize(torch.zeros(4, 256, 256), group)
+        work = Inputs(sizes=sizes, x=x, weight=weight, ids=ids, counts=[3, 0, 3, 0]).compute_work()
+        assert work.memory_bytes == 2 * 256 * (128 + 2 * scales) + 2 * (3 * 256 + 6 * 128)
+        assert (work.flops, work.flops_limit) == (2 * 6 * 256 * 256, "matmul")
+
+
+def test_random_int4_weights_keep_the_norm_of_their_input():
+    """They have a standard deviation of 1/√K, as those of the other formats."""
+    weight = int4.dequantize(int4.draw_random((2, 64, 384), 128, 384**-0.5, torch.Generator().manual_seed(0)))
+    assert float(weight.square().mean()) == pytest.approx(1 / 384, rel=0.1)
+
+
 def test_torch_has_no_product_for_block_scales(device):
     with pytest.raises(UsageError, match="--variant triton,deepgemm"):
         Moe(device, 0).build_calls(fp8("torch", "down"))
+
+
+@pytest.mark.parametrize("variant", ["torch", "deepgemm"])
+def test_no_other_variant_has_a_product_of_int4_and_bf16(variant, device):
+    with pytest.raises(UsageError, match="use --variant triton with --weights int4"):
+        Moe(device, 0).build_calls(case(variant, "down", weights="int4", group_size=32, **WIDE))
 
 
 def inputs(product: str, counts: list[int]) -> Inputs:
@@ -170,7 +214,14 @@ def test_without_deepgemm_the_case_says_what_to_type(device, monkeypatch):
 
 class TestCases:
     def cases(self, cpu=False, **typed):
-        options = {"model": None, "tp": None, "requests": None, "rows": "uniform", "weights": "bf16"}
+        options = {
+            "model": None,
+            "tp": None,
+            "requests": None,
+            "rows": "uniform",
+            "weights": "bf16",
+            "group_size": None,
+        }
         options |= {"variant": None, "layers": None}
         return list_moe_cases(BenchOptions(cpu=cpu, typed={**options, **typed}))
 
@@ -183,6 +234,24 @@ class TestCases:
         assert "torch" not in {c.variant for c in self.cases(weights="fp8")}
         with pytest.raises(UsageError, match=r"multiples of 128, and tiny's experts are .* try --weights bf16"):
             self.cases(weights="fp8", model="tiny")
+
+    def test_int4_has_a_case_for_each_group_size(self):
+        """A case of another format has no group size."""
+        cases = self.cases(weights="bf16,int4", group_size="32,128", tp="1", requests="8", variant="triton")
+        found = [(c.sizes["weights"], c.sizes.get("group_size")) for c in cases if c.sizes["product"] == "down"]
+        assert found == [("bf16", None), ("int4", 32), ("int4", 128)]
+        assert {c.sizes["group_size"] for c in self.cases(weights="int4")} == {32}
+        assert {c.variant for c in self.cases(weights="int4")} == {"triton"}
+        with pytest.raises(UsageError, match="--group-size 64 is none of 32, 128; write --group-size 32"):
+            self.cases(weights="int4", group_size="64")
+
+    def test_int4_needs_widths_of_whole_groups(self):
+        """Qwen3-30B's experts are 768 wide: 96 over tp8, three groups of 32."""
+        assert self.cases(weights="int4", model="qwen3-30b-a3b", tp="8")
+        with pytest.raises(UsageError, match=r"multiples of 128, and qwen3-30b-a3b's experts are .* try --tp 1"):
+            self.cases(weights="int4", model="qwen3-30b-a3b", tp="8", group_size="128")
+        cases = self.cases(weights="int4", cpu=True)
+        assert {c.sizes["width"] for c in cases} == {32}  # the tiny model's; over tp2 they have half a group
 
     def test_fp8_of_the_model_that_nobody_typed_is_refused_where_it_would_run(self, device):
         """Options are looked at as for the CPU before it is known whether there is a GPU."""

@@ -36,11 +36,10 @@ SHAPE = dataclasses.replace(
     moe_inter=256, dense_inter=512, vocab=203, latent=128, nope=64, value=64, rope=16,
 )  # fmt: skip
 """Parts of two ranks end inside blocks of 128 × 128 numbers and inside the blocks of 256 that are drawn together."""
-GROUPED = dataclasses.replace(
+GROUPED = dataclasses.replace(  # the same with grouped-query attention
     load_shape("qwen3-30b-a3b"),
     layers=2, hidden=256, heads=4, gqa=Gqa(kv_heads=2, qk_norm=True), experts=4, top_k=2, moe_inter=256, vocab=203, rope=96, value=96,
 )  # fmt: skip
-"""The same with grouped-query attention."""
 
 
 def source(device: str = "cpu") -> SyntheticSource:

@@ -13,8 +13,7 @@ from dcpbench.points.batches import PADDING_SLOT
 from dcpbench.serving.allocator import DcpAllocator
 
 CONTEXT = 96
-UNTOUCHED = -7
-"""Fills buffers before a call; no page number."""
+UNTOUCHED = -7  # fills buffers before a call; no page number
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -15,8 +15,7 @@ from dcpbench.kernels.kv_write import (
 
 BF16, E4M3, BYTES = torch.bfloat16, torch.float8_e4m3fn, torch.uint8
 ALONE = Share(rank=0, dcp=1)
-POISON = 0xA5
-"""Byte that fills a pool before a write; no row of these tests consists of it."""
+POISON = 0xA5  # byte that fills a pool before a write; no row of these tests consists of it
 
 
 def poisoned(count: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

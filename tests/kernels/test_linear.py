@@ -18,8 +18,7 @@ MEASURED = Path(__file__).parents[2] / "results" / "linear-experts_H200/linear-f
 STEP = 32
 """Products of e4m3 that a tensor core of Hopper adds at once to a sum: each of these 33 numbers with 13 bits behind the
 leading one of the largest, the rest cut off."""
-LOST = (STEP + 1) * 2.0**-13
-"""Of the largest of them, at most."""
+LOST = (STEP + 1) * 2.0**-13  # of the largest of them, at most
 BF16_STEP = 2.0**-8
 
 

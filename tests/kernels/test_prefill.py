@@ -12,7 +12,7 @@ from dcpbench.kernels.prefill import PrefillSpec, make_prefill
 from dcpbench.kernels.prefill.reference import compute_attention
 
 SCALE = 192**-0.5
-SHAPES = {
+SHAPES = {  # queries and keys of each request, and whether the last query is the last key's
     "one-token": ([1], [1], True),
     "own-chunks": ([5, 1, 17, 130], [5, 1, 17, 130], True),
     "behind-a-prefix": ([4, 9], [7, 40], True),
@@ -20,7 +20,6 @@ SHAPES = {
     "one-without-keys": ([3, 4, 2], [6, 0, 5], False),
     "none-with-keys": ([3, 2], [0, 0], False),
 }
-"""Queries and keys of each request, and whether the last query is the last key's."""
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 

@@ -59,13 +59,11 @@ FAULTS = (
 )
 MIDDLE = ("500-mid", "error-event", "half-event", "close-mid", "silent-mid", "comments")
 """Faults in place of the second chunk."""
-NO_STREAM = {
+NO_STREAM = {  # bodies in place of a stream, each with its type
     "html": ("<!doctype html><title>Sign in</title>" * 20, "text/html"),
     "not-json": ("{half", "application/json"),
 }
-"""Bodies in place of a stream, each with its type."""
-SAYS_TOO_MUCH = 1 << 30
-"""Maximum bytes of an endless answer, so that a failing test does not hang."""
+SAYS_TOO_MUCH = 1 << 30  # maximum bytes of an endless answer, so that a failing test does not hang
 
 
 @dataclasses.dataclass
@@ -74,25 +72,18 @@ class Script:
 
     ttft_ms: float = 0.0
     gap_ms: float = 0.0
-    gaps_ms: list[float] | None = None
-    """Before each chunk after the first, in turn; in place of gap_ms."""
-    burst: int = 1
-    """Tokens of a chunk."""
-    stall_every: int = 0
-    """One gap in so many, over all requests, is stall_ms instead."""
+    gaps_ms: list[float] | None = None  # before each chunk after the first, in turn; in place of gap_ms
+    burst: int = 1  # tokens of a chunk
+    stall_every: int = 0  # one gap in so many, over all requests, is stall_ms instead
     stall_ms: float = 500.0
     usage: str = "asked"
     """`asked`: in the last chunk, in each with continuous_usage_stats, where stream_options ask for it; `always` in the
     last chunk; `never`."""
-    token_ids: bool = True
-    """True if return_token_ids is supported, as by vLLM."""
-    takes_ids: bool = True
-    """True if a prompt may be token ids."""
-    ends_early: int = 0
-    """Number of tokens after which the answer ends, regardless of the request; 0 means never."""
+    token_ids: bool = True  # True if return_token_ids is supported, as by vLLM
+    takes_ids: bool = True  # True if a prompt may be token ids
+    ends_early: int = 0  # number of tokens after which the answer ends, regardless of the request; 0 means never
     fault: str = ""
-    fault_every: int = 1
-    """every n-th request has the fault."""
+    fault_every: int = 1  # every n-th request has the fault
 
 
 @dataclasses.dataclass
@@ -102,37 +93,28 @@ class Model:
     name: str = "fake"
     vocab: int = 1000
     max_model_len: int = 32768
-    tokens_per_word: float = 1.0
-    """Tokens that a word of text counts as, on average."""
-    wrong_from: int = 0
-    """Another token from this context length (prompt and answer so far) on; 0: never."""
+    tokens_per_word: float = 1.0  # tokens that a word of text counts as, on average
+    wrong_from: int = 0  # another token from this context length (prompt and answer so far) on; 0: never
     drift_from: int = 0
-    drift: float = 0.0
-    """Added to every logprob from that context length on."""
+    drift: float = 0.0  # added to every logprob from that context length on
     noise: float = 0.0
     """Standard deviation of random noise on each logprob; also the probability of another token. Engines with
     batch-dependent sums behave like this.
     """
     flips: float = 0.0
-    logprobs: bool = True
-    """True if log-probabilities are returned; the second token is 2 behind."""
-    strict: bool = False
-    """True if fields that OpenAI's API does not have are refused."""
+    logprobs: bool = True  # True if log-probabilities are returned; the second token is 2 behind
+    strict: bool = False  # True if fields that OpenAI's API does not have are refused
     api_key: str = ""
     engine: str = "vllm"
     version: str = "0.32.0"
     kv_blocks: int = 1000
     block_size: int = 16
-    kv_size_label: bool = True
-    """True if vllm:cache_config_info has kv_cache_size_tokens, as newer versions have."""
-    log_kv_tokens: int = 0
-    """KV cache size in the log; 0: the true one."""
-    offer_metrics: bool = True
-    """True if /metrics exists: SGLang has it with --enable-metrics only."""
+    kv_size_label: bool = True  # True if vllm:cache_config_info has kv_cache_size_tokens, as newer versions have
+    log_kv_tokens: int = 0  # KV cache size in the log; 0: the true one
+    offer_metrics: bool = True  # True if /metrics exists: SGLang has it with --enable-metrics only
     draft_tokens: int = 0
     """Drafts of a step: each chunk after the first is a step, whose other tokens than the last are accepted drafts."""
-    args: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """As /get_server_info has them."""
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)  # as /get_server_info has them
     trace: str = ""
     """File that /stop_profile copies into the folder of VLLM_TORCH_PROFILER_DIR or SGLANG_TORCH_PROFILER_DIR."""
 
@@ -145,11 +127,9 @@ class Sent:
 
     number: int
     path: str
-    came_s: float
-    """Time when the complete request had arrived, by the kernel's stamp if there is one."""
+    came_s: float  # time when the complete request had arrived, by the kernel's stamp if there is one
     prompt_tokens: int = 0
-    token_s: list[float] = dataclasses.field(default_factory=list)
-    """Just before each token's chunk was written."""
+    token_s: list[float] = dataclasses.field(default_factory=list)  # just before each token's chunk was written
     ended_s: float = 0.0
     fault: str = ""
     body: dict[str, Any] = dataclasses.field(default_factory=dict)

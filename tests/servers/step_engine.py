@@ -28,13 +28,12 @@ from typing import Any
 from tests.servers.faulty_engine import _write_chunk, _write_json
 from tests.unit.trace_builder import Trace
 
-KERNELS = {
+KERNELS = {  # kernels of a traced step, each with its share of the step's time; the rest of the step is idle
     "flash_fwd_splitkv_mla_kernel": 0.4,
     "nvjet_tst_gemm": 0.25,
     "ncclDevKernel_AllReduce_Sum": 0.2,
     "some_kernel_of_its_own": 0.05,
 }
-"""Kernels of a traced step, each with its share of the step's time; the rest of the step is idle."""
 LONG_PREFIX = 500  # tokens of a prefix from which --prefixed-ms applies in full
 MAX_LATE_S = 5e-3  # by which a busy machine may delay a step without delaying those after it
 BASE_MS, MS_PER_REQUEST, MS_PER_KV_TOKEN, MS_PER_TOKEN, MS_PER_PAIR = 20.0, 0.5, 1e-3, 0.02, 1e-5
@@ -73,10 +72,8 @@ class Step:
     prompts: list[Request]
     finished_prompts: list[Request]
     ms: float
-    begin_s: float
-    """When it can begin, in s of time.perf_counter()."""
-    launched_s: float
-    """When the host has launched it."""
+    begin_s: float  # when it can begin, in s of time.perf_counter()
+    launched_s: float  # when the host has launched it
 
 
 class StepEngine:

@@ -621,9 +621,10 @@ def test_the_loop_is_looked_at_on_beats_and_none_is_made_up_for(
 
 
 @pytest.mark.parametrize(
-    ("device", "marks"), [("CPU", ["cpu"]), ("cpu", []), ("NVIDIA H100 80GB HBM3", []), ("unknown", []), ("cpu2", [])]
+    ("device", "warnings"),
+    [("CPU", ["cpu"]), ("cpu", []), ("NVIDIA H100 80GB HBM3", []), ("unknown", []), ("cpu2", [])],
 )
-def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, marks: list[str]) -> None:
+def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, warnings: list[str]) -> None:
     """And one of which nothing was sent says why, with what is known of the server."""
     point = serve_record_builder.point()
     asked = SimpleNamespace(device=device, device_count=4, command="dcpbench server", gpus=None)
@@ -649,7 +650,7 @@ def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, ma
                 failed=failed,
                 stopped=stopped,
             )
-        assert (record.outcome, record.reason, record.marks) == ("failed", reason, marks)
+        assert (record.outcome, record.reason, record.warnings) == ("failed", reason, warnings)
         assert (record.origin, record.environment.device_count, record.metrics) == ("vllm", 4, None)
 
 

@@ -96,10 +96,10 @@ def test_a_replay_needs_no_server_once_steps_are_measured(capsys: pytest.Capture
     """`server` and `serve` replay the same file to the same figures; options that the file determines are refused."""
     load = ["--num-requests", "8", "--input-tokens", "20", "--output-tokens", "6", "--concurrency", "2"]
     (record,) = measure(capsys, tmp_path / "run", "--asynchronous", "--mode", "replay", *load)
-    assert record.honesty is not None
-    assert record.honesty.policy == VLLM
+    assert record.conditions is not None
+    assert record.conditions.policy == VLLM
     assert record.origin == "engine vllm 0.26.0"
-    file = tmp_path / "run" / record.honesty.step_times
+    file = tmp_path / "run" / record.conditions.step_times
     assert file.is_file()
     found = [record]
     for command in ("server", "serve"):
@@ -131,8 +131,8 @@ def test_a_replay_needs_no_server_once_steps_are_measured(capsys: pytest.Capture
     )
     assert code == 0, err
     (other,) = read_run(tmp_path / "p").records
-    assert other.honesty is not None
-    assert other.honesty.policy == SGLANG
+    assert other.conditions is not None
+    assert other.conditions.policy == SGLANG
 
 
 @pytest.mark.long

@@ -119,7 +119,7 @@ def test_a_point_has_the_engines_step_its_phases_and_the_facts_of_its_server(
         assert set(phases.phase_us) == {"attention", "projections", "all-reduce", "unknown"}
         assert sum(phases.phase_us.values()) + phases.idle_us == pytest.approx(phases.step_us)
         assert (phases.kernels, record.host_syncs_per_step) == (len(KERNELS), 0)
-        assert {"cpu", "dummy_weights"} <= set(record.marks)
+        assert {"cpu", "dummy_weights"} <= set(record.warnings)
         assert isinstance(record.server, Server)
         assert record.server.settings is not None
         assert record.server.settings.max_batched_tokens == 512

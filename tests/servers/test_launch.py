@@ -153,7 +153,7 @@ def test_the_kv_capacity_of_a_started_server_is_held_against_its_log(
         assert record.server.kv_sources is not None
         sources = record.server.kv_sources
         assert (record.server.kv_capacity_tokens, sources.log_tokens, sources.conflicts) == expected
-        assert ("kv_sources_differ" in record.marks) == bool(sources.conflicts)
+        assert ("kv_sources_differ" in record.warnings) == bool(sources.conflicts)
         assert ("(by log), but the blocks that it reports hold 32,000" in err) == bool(sources.conflicts)
         assert traces.is_dir()
 
@@ -192,7 +192,7 @@ def test_a_started_server_is_recorded_with_its_settings_and_its_start(
     phases = [phase.name for phase in record.server.start]
     assert phases == ["starting", "loading weights", "allocating the KV cache", "capturing CUDA graphs", "warming up"]
     assert record.server.start[-1].seconds >= 1
-    assert ("dummy_weights" in record.marks) == dummy
+    assert ("dummy_weights" in record.warnings) == dummy
     answer = (tmp_path / "run" / "report" / "report.md").read_text().split("\n\n")[:4]
     assert any("dummy weights of the engine" in part for part in answer) == dummy
 

@@ -26,13 +26,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 KEY = "sk-Planted0123456789abcdefghijKLM"
-PIECES = [KEY[i : i + 10].encode() for i in range(len(KEY) - 9)]
-"""What is left of a key that is cut is nearly a key."""
+PIECES = [KEY[i : i + 10].encode() for i in range(len(KEY) - 9)]  # what is left of a key that is cut is nearly a key
 LOAD = ["--device", "cpu", "--tp", "1", "--concurrency", "2", "--num-requests", "4", "--input-tokens", "20"]
 LOAD += ["--output-tokens", "4", "--client", "warm-up=0"]
 ONE = ["--client", "processes=1"]
-LONG = "x" * 275 + " "
-"""Behind it a key lies across the place where a message is cut."""
+LONG = "x" * 275 + " "  # behind it a key lies across the place where a message is cut
 
 
 class Echo(FakeServer):
@@ -279,7 +277,19 @@ def test_two_variants_with_a_key_leave_it_nowhere_and_can_be_gone_on_with(
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY")
     both = shlex.join(["--serve-cmd", f"{FAKE} --children {KEY}", "--model", "m", *LOAD, *ONE])
-    command = ["ab", "--workload", "server", "--both", both, "--a", "--seed 1", "--b", "--seed 2", "--rounds", "1"]
+    command = [
+        "ab",
+        "--workload",
+        "server",
+        "--both",
+        both,
+        "--a",
+        "--requests seed=1",
+        "--b",
+        "--requests seed=2",
+        "--rounds",
+        "1",
+    ]
     seen.run(*command, "--dry-run")
     seen.run(*command, "-o", "pair")
     seen.run(*command, "-o", "pair", "--resume")

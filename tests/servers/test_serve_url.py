@@ -140,7 +140,7 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
     assert record.serve is not None
     assert record.serve.failed
     assert record.serve.finished == 24 - record.serve.failed
-    assert "requests_failed" in record.marks
+    assert "requests_failed" in record.warnings
     (kind,) = server.failures
     assert (kind.kind, kind.requests) == ("HTTP 500", record.serve.failed)
     assert "Internal Server Error" in kind.first
@@ -218,7 +218,7 @@ def serve_drafts(flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert code == 0, err
     (record,) = read_run(tmp_path / "run").records
     assert record.serve is not None
-    assert "gaps_divided" not in record.marks
+    assert "gaps_divided" not in record.warnings
     return record.serve
 
 

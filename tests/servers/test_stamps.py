@@ -22,8 +22,7 @@ LAST = b"data: [DONE]\n\n"
 CHUNK = b"%x\r\n%s\r\n" % (len(EVENT), EVENT)
 END = b"%x\r\n%s\r\n0\r\n\r\n" % (len(LAST), LAST)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux stamps")
-BLOCKED_S, READ_S = 0.3, 0.001
-"""Two clocks are read one after the other."""
+BLOCKED_S, READ_S = 0.3, 0.001  # two clocks are read one after the other
 
 
 @linux

@@ -344,8 +344,7 @@ class FakeWindow:
         return [1.0] * self.steps if requests else self.of_all[: self.steps]
 
 
-SCATTERED = [0.9, 1.1] * 40
-"""Samples with an interval of the median of ±10 %."""
+SCATTERED = [0.9, 1.1] * 40  # samples with an interval of the median of ±10 %
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from dcpbench.records.record import Environment
 
 
 def timing(us: float) -> Timing:
-    """A median with an interval of 1 % below and 2 % above."""
+    """Return a median with an interval of 1 % below and 2 % above."""
     return Timing(median_us=us, low_us=us * 0.99, high_us=us * 1.02, max_us=us * 2, samples=20, samples_us=[us] * 20)
 
 
 def result(variant: str, *, requests: int = 16, us: float | None = None, **fields) -> Result:
-    """A correct result; with `us` it was timed in a CUDA graph."""
+    """Return a correct result, timed in a CUDA graph if `us` is given."""
     return Result(
         case=Case(variant=variant, sizes={"heads": 128, "requests": requests, "dcp": 8}, calls=61),
         **{
@@ -24,7 +24,7 @@ def result(variant: str, *, requests: int = 16, us: float | None = None, **field
 
 
 def record(*results: Result, performance: bool = True) -> BenchRecord:
-    """A record of the bench merge."""
+    """Return a record of the bench merge."""
     device = "NVIDIA H200" if performance else "CPU"
     environment = Environment(device=device, device_count=int(performance))
     return BenchRecord(bench="merge", performance=performance, results=list(results), environment=environment)

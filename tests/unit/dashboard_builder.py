@@ -1,4 +1,4 @@
-"""Made-up histories for tests of the dashboard. None of these numbers was measured."""
+"""Synthetic histories for tests of the dashboard. None of these numbers was measured."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ BEGAN = datetime(2026, 1, 5, 6, tzinfo=UTC)
 
 
 def environment(run: int, **changes: Any) -> Environment:
-    """Four H200s at the run-th commit."""
+    """Return an environment of four H200s at the run-th commit."""
     return msgspec.structs.replace(record_builder.GPU, **({"git_commit": f"{run:07d}abcdef"} | changes))
 
 
-def record(of: Point, run: int, faster: float = 1.0, steps: int = 12, **changes: Any) -> Record:
-    """A finished record of the run-th day, `faster` times as fast as the plain one."""
-    plain = record_builder.step_ms(of.layout, of.context, of.concurrency)
+def record(point: Point, run: int, faster: float = 1.0, steps: int = 12, **changes: Any) -> Record:
+    """Return a finished record of the run-th day, `faster` times as fast as the plain one."""
+    plain = record_builder.step_ms(point.layout, point.context, point.concurrency)
     at = (BEGAN + timedelta(days=run)).strftime("%Y-%m-%dT%H:%M:%SZ")
     fields: dict[str, Any] = {"environment": environment(run), "started_at": at}
-    return record_builder.ok(of, median_ms=plain / faster, steps=steps, **(fields | changes))
+    return record_builder.ok(point, median_ms=plain / faster, steps=steps, **(fields | changes))
 
 
 def points(count: int) -> list[Point]:
-    """Different points of two models: layouts, contexts and loads."""
+    """Return different points of two models: layouts, contexts and loads."""
     found = []
     load = 0
     while len(found) < count:
@@ -50,21 +50,21 @@ def points(count: int) -> list[Point]:
 
 
 def history(folder: Path, runs: int = 40, count: int = 8, *, step_at: int | None = 25, cv: float = 0.01) -> Path:
-    """A folder of runs over the same points; the first point is 5 % slower from `step_at` on."""
+    """Write a folder of runs over the same points; the first point is 5 % slower from `step_at` on."""
     rng = random.Random(count)
     for run in range(runs):
         found = []
-        for i, of in enumerate(points(count)):
+        for i, point in enumerate(points(count)):
             step = 0.95 if i == 0 and step_at is not None and run >= step_at else 1.0
-            found.append(record(of, run, faster=step * rng.gauss(1, cv)))
+            found.append(record(point, run, faster=step * rng.gauss(1, cv)))
         record_builder.write(folder / f"run-{run:03d}", found)
     return folder
 
 
-def many(folder: Path, runs: int, count: int) -> Path:
-    """`runs` × `count` records, made quickly: each run repeats the figures of the first with other dates and noise."""
+def write_many_runs(folder: Path, runs: int, count: int) -> Path:
+    """Write `runs` × `count` records quickly: each run repeats the figures of the first with other dates and noise."""
     rng = random.Random(7)
-    first = [record(of, 0, steps=8) for of in points(count)]
+    first = [record(point, 0, steps=8) for point in points(count)]
     for run in range(runs):
         at = (BEGAN + timedelta(days=run)).strftime("%Y-%m-%dT%H:%M:%SZ")
         where = environment(run)
@@ -75,8 +75,8 @@ def many(folder: Path, runs: int, count: int) -> Path:
             step, out = one.metrics.step_ms, one.metrics.output_tok_s
             scaled = msgspec.structs.replace(
                 one.metrics,
-                step_ms=_scaled(step, slower),
-                output_tok_s=_scaled(out, 1 / slower),
+                step_ms=_scale(step, slower),
+                output_tok_s=_scale(out, 1 / slower),
                 tok_s_per_user=one.metrics.tok_s_per_user / slower,
                 step_samples_ms=[],
             )
@@ -85,6 +85,6 @@ def many(folder: Path, runs: int, count: int) -> Path:
     return folder
 
 
-def _scaled(interval: Any, by: float) -> Any:
+def _scale(interval: Any, by: float) -> Any:
     low, high = interval.low * by, interval.high * by
     return msgspec.structs.replace(interval, median=interval.median * by, low=low, high=high)

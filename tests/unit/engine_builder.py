@@ -26,13 +26,13 @@ TINY = SHAPES["tiny"]
 
 
 def layers(shape: ModelShape, dense: int | None = None, moe: int | None = None) -> memory.Layers:
-    """Return so many distinct layers to hold, by default all of them."""
+    """Return this many distinct layers to hold, by default all of them."""
     whole = memory.count_all_layers(shape)
     return memory.Layers(whole.dense if dense is None else dense, whole.moe if moe is None else moe)
 
 
 def alone(layout: Layout, rank: int) -> Groups:
-    """This rank's groups without process groups behind them: collectives do nothing."""
+    """Return this rank's groups without process groups: their collectives do nothing."""
     dp = layout.get_dp_rank(rank)
     return Groups(
         attn=Group(layout.attn_tp, layout.get_attn_rank(rank), None),
@@ -55,7 +55,7 @@ def engine(
     query_length: int = 1,
     seed: int = 0,
 ) -> DecodeEngine:
-    """The engine of one rank in fp32 with synthetic weights; it can run steps where the layout has one rank."""
+    """Return the engine of one rank in fp32 with synthetic weights; it can run steps if the layout has one rank."""
     weights = load_weights(SyntheticSource(seed, torch.float32, CPU), shape, layout, rank, layers(shape))
     kv = KvPool(shape.stored_layers, pages, page_size, shape.compute_kv_width(layout.attn_tp), torch.float32, CPU)
     groups = alone(layout, rank)
@@ -79,18 +79,18 @@ class Recorder(SyntheticSource):
         self.made: dict[str, torch.Tensor] = {}
 
     def get_tensor(self, name: str, *args: object, **kwargs: object) -> torch.Tensor:
-        """See weights.Source."""
+        """Return a tensor as in weights.Source, and record it."""
         self.made[name] = super().get_tensor(name, *args, **kwargs)  # type: ignore[arg-type]
         return self.made[name]
 
 
 def tensors(shape: ModelShape) -> dict[str, torch.Tensor]:
-    """All tensors of a model by their names in a checkpoint."""
+    """Return all tensors of a model by their names in a checkpoint."""
     recorder = Recorder()
     load_weights(recorder, shape, Layout(1), 0, layers(shape))
     return recorder.made
 
 
 def shape_like_tiny(**changes: object) -> ModelShape:
-    """The tiny shape with some fields changed."""
+    """Return the tiny shape with some fields changed."""
     return dataclasses.replace(TINY, **changes)

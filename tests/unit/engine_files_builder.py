@@ -1,4 +1,4 @@
-"""Result files of vLLM and SGLang with the fields they have, and our served points with samples. None was measured."""
+"""Result files of vLLM and SGLang with their fields, and served points of dcpbench with samples. None was measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NOWHERE = Path("nowhere")
 TIMES = [(0.0, [0.5, 0.53, 0.561, 0.60]), (0.1, [0.6, 0.65]), (0.2, [0.7])]
-"""When three requests were submitted and when their tokens came, in s: TTFT 0.5 s each, gaps 30, 31, 39 and 50 ms."""
+"""Times of submission and of tokens of three requests, in s: TTFT 0.5 s each, gaps 30, 31, 39 and 50 ms."""
 
 
 def vllm(**changes: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def vllm(**changes: Any) -> dict[str, Any]:
 
 
 def sglang(**changes: Any) -> dict[str, Any]:
-    """Return the file of `sglang.bench_serving --output-details` for them; it has no times of submission."""
+    """Return the file of `sglang.bench_serving --output-details` for these requests; it has no times of submission."""
     return {
         "tag": None,
         "backend": "sglang",
@@ -121,7 +121,7 @@ def sglang(**changes: Any) -> dict[str, Any]:
 
 
 def sglang_of_2024(rate: float = float("inf"), **changes: Any) -> dict[str, Any]:
-    """A line of a file that SGLang wrote in December 2024: no server, no model, three medians and no percentile."""
+    """Return a line of SGLang's format of December 2024: no server, no model, three medians and no percentile."""
     return {
         "backend": "sglang",
         "dataset_name": "random",
@@ -145,7 +145,7 @@ def sglang_of_2024(rate: float = float("inf"), **changes: Any) -> dict[str, Any]
 
 
 def inferencex(**changes: Any) -> dict[str, Any]:
-    """A row as InferenceX's `process_result.py` writes it, on one node."""
+    """Return a row of InferenceX's `process_result.py`, on one node."""
     return {
         "hw": "h200",
         "conc": 64,
@@ -177,7 +177,7 @@ def inferencex(**changes: Any) -> dict[str, Any]:
 
 
 def details() -> dict[str, Any]:
-    """The lists that both have."""
+    """Return the lists that both formats have."""
     return {
         "input_lens": [100, 100, 100],
         "output_lens": [4, 2, 1],
@@ -189,21 +189,21 @@ def details() -> dict[str, Any]:
 
 
 def without_details(result: dict[str, Any]) -> dict[str, Any]:
-    """The same, saved without them."""
+    """Return the same result, saved without details."""
     return {n: v for n, v in result.items() if n not in (*details(), "latencies", "start_times", "queue_times")}
 
 
 def file(folder: Path, *results: dict[str, Any], name: str = "result.json") -> Path:
-    """A file with a JSON object per line, as Python writes them: Infinity is one word."""
+    """Write a file with a JSON object per line, like Python: Infinity is one word."""
     path = folder / name
     path.write_text("\n".join(json.dumps(result) for result in results))
     return path
 
 
 def sweep(folder: Path, server: dict[str, Any], bench: dict[str, Any], runs: int = 2, **changes: Any) -> Path:
-    """The folder that `vllm bench sweep serve` makes of one set of parameters: its runs, and a summary of them.
+    """Write the folder of `vllm bench sweep serve` for one set of parameters: its runs, and a summary of them.
 
-    Parameters stand behind `run_number`, but for those that a result has a field of its own for.
+    Parameters follow `run_number`, except for those with a field in a result.
     """
     names = ["-".join(f"{name}={value}" for name, value in part.items()) for part in (server, bench)]
     inside = folder / "-".join(f"{kind}--{name}" for kind, name in zip(("SERVE", "BENCH"), names, strict=True) if name)
@@ -218,7 +218,7 @@ def sweep(folder: Path, server: dict[str, Any], bench: dict[str, Any], runs: int
 
 
 def point(**changes: Any) -> Point:
-    """tp4·dcp4 with three clients; their requests are 100 tokens in and of several lengths out."""
+    """Return a point of tp4·dcp4 with three clients; requests have 100 tokens in and several lengths out."""
     load = {"requests": 3, "input_tokens": "100", "output_tokens": "uniform:1-4"}
     return build.point(Layout(4, 1, 4), 3, load | changes.pop("changed", {}), **({"context": 104} | changes))
 
@@ -226,12 +226,12 @@ def point(**changes: Any) -> Point:
 def measured(
     folder: Path,
     times: Sequence[tuple[float, Sequence[float]]] = TIMES,
-    of: Point | None = None,
+    served_point: Point | None = None,
     inputs: int = 100,
     **changes: Any,
 ) -> MeasuredPoint:
     """Return a served point with tokens at these times, with its samples next to the record."""
-    of = of or point()
+    served_point = served_point or point()
     samples = [
         Sample(virtual_serving.request(i, inputs, len(token_s)), submitted, list(token_s))
         for i, (submitted, token_s) in enumerate(times)
@@ -240,16 +240,19 @@ def measured(
     slo = changes.pop("slo", {})
     found = compute_serve_metrics(
         traffic,
-        gpus=of.tp,
-        concurrency=of.clients,
+        gpus=served_point.tp,
+        concurrency=served_point.clients,
         slo=slo,
         steps=StepCounts(),
-        samples_file=write_samples(folder, of, make_rows(samples)),
+        samples_file=write_samples(folder, served_point, make_rows(samples)),
     )
-    plain = record_builder.ok(msgspec.structs.replace(of, load=None), steps=20)
+    plain = record_builder.ok(msgspec.structs.replace(served_point, load=None), steps=20)
     record: Record = msgspec.structs.replace(
         plain,
-        **({"point": of, "metrics": None, "phases": None, "serve": found, "marks": find_warnings(found)} | changes),
+        **(
+            {"point": served_point, "metrics": None, "phases": None, "serve": found, "warnings": find_warnings(found)}
+            | changes
+        ),
     )
     return MeasuredPoint("run", folder, record)
 
@@ -260,12 +263,12 @@ def served(**changes: Any) -> MeasuredPoint:
 
 
 def decoded(**changes: Any) -> MeasuredPoint:
-    """A measured point of decode steps."""
+    """Return a measured point of decode steps."""
     return MeasuredPoint("run", NOWHERE, record_builder.ok(record_builder.point(build.DCP), **changes))
 
 
 def replayed() -> MeasuredPoint:
-    """The served point in virtual time."""
+    """Return the served point in virtual time."""
     m = served()
     assert m.record.point.load
     load = msgspec.structs.replace(m.record.point.load, mode="replay")
@@ -275,5 +278,5 @@ def replayed() -> MeasuredPoint:
 
 
 def functional() -> MeasuredPoint:
-    """The served point on a CPU."""
-    return served(environment=record_builder.CPU, marks=["cpu"])
+    """Return the served point on a CPU."""
+    return served(environment=record_builder.CPU, warnings=["cpu"])

@@ -1,6 +1,6 @@
-"""Stands for CUDA where there is none: fires torch's callbacks at the places where its kernels would wait.
+"""A substitute for CUDA without a GPU: it fires torch's callbacks where CUDA kernels would wait.
 
-The code is compiled under a file name of torch's, so that detectors look past it for the user's line.
+The code is compiled under a file name of torch, so that detectors skip it and report the user's line.
 """
 
 from pathlib import Path
@@ -37,4 +37,4 @@ _names: dict = {}
 exec(compile(SOURCE, str(Path(torch.__file__).parent / "fake_cuda.py"), "exec"), _names)  # noqa: S102
 stream, event, device, synchronize = (_names[name] for name in ("stream", "event", "device", "synchronize"))
 Waiting = _names["Waiting"]
-"""Dispatch mode, to be entered before the watch: operators of these names wait, as their CUDA kernels do."""
+"""Dispatch mode, to be entered before the watch: operators with these names wait, like their CUDA kernels."""

@@ -38,7 +38,7 @@ from tests.unit import serve_record_builder as serve
 from tests.unit import step_times_builder as times
 from tests.unit import tool_files_builder as tools
 from tests.unit import trace_builder as traces
-from tests.unit.test_hangs import IN_REDUCE, SPY, Job, merges, recorded
+from tests.unit.test_hangs import IN_REDUCE, SPY, Job, make_flight_record, make_merge_signals
 from tests.unit.test_records import CHECK
 from tests.unit.test_shapes import V3
 from tests.unit.test_step_times import replica
@@ -68,7 +68,7 @@ ROWS = [
 ]
 TINY = load_shape("tiny")
 PROBE = Probe(device="cpu", count=0, name="CPU")
-HOSTILE = (
+HOSTILE = (  # values that replace others
     "1e400",
     "-1",
     "0",
@@ -98,7 +98,6 @@ HOSTILE = (
     "0x" + "f" * 9_000,
     "1:" + "59:" * 3_000 + "1",
 )
-"""Values that replace others."""
 
 
 def damaged(text: bytes, rng: random.Random) -> bytes:
@@ -220,8 +219,7 @@ BASELINE = encode_json(baseline.Baseline(baseline_version=baseline.VERSION, dete
 class Kind(NamedTuple):
     """A kind of file."""
 
-    name: str
-    """Name of the file."""
+    name: str  # name of the file
     good: Callable[[Path], bytes] | bytes
     """Content of a good file, or a function that makes it with the help of a folder."""
     read: Callable[[Path], object]
@@ -234,14 +232,14 @@ class Kind(NamedTuple):
 def beats_of(folder: Path) -> bytes:
     """Return the heartbeats of a rank of two that has made a few steps."""
     job = Job(folder, 2)
-    job.steps(3)
+    job.run_steps(3)
     return (folder / "beats-0.bin").read_bytes()
 
 
 def signals_of(folder: Path) -> bytes:
     """Write the signals of rank 1, which has passed the meeting, and return those of rank 0, which waits in it."""
-    (folder / "signals-1.json").write_bytes(msgspec.json.encode(merges(1, 2, 5, {0: 5})))
-    return msgspec.json.encode(merges(0, 2, 4, {1: 4}))
+    (folder / "signals-1.json").write_bytes(msgspec.json.encode(make_merge_signals(1, 2, 5, {0: 5})))
+    return msgspec.json.encode(make_merge_signals(0, 2, 4, {1: 4}))
 
 
 def read_signals(path: Path) -> None:
@@ -295,7 +293,7 @@ def a_trace() -> bytes:
 
 
 SPY_DUMP = SPY.format(pid=100, frames=IN_REDUCE).encode()
-FLIGHT = text(recorded(("all_reduce", [4, 3], "completed"), ("all_gather", [4], "started")))
+FLIGHT = text(make_flight_record(("all_reduce", [4, 3], "completed"), ("all_gather", [4], "started")))
 CHECKS = msgspec.json.encode(CHECK) + b"\n"
 MACHINE = cluster_specs.format_machine(cluster_specs.load_built_in("H200")).encode()
 

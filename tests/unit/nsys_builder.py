@@ -1,4 +1,4 @@
-"""Traces of torch.profiler written as nsys exports: the same events in the tables that NVIDIA documents.
+"""Traces of torch.profiler written as nsys exports, with the same events in the tables that NVIDIA documents.
 
 The schema is that of "SQLite Schema Reference" in NVIDIA's Post-Collection Analysis Guide, version 3.16; parquetdir has the same
 tables, and jsonlines the keys that public readers use.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GPU_COLUMNS = "start end deviceId contextId greenContextId streamId correlationId globalPid"
-COLUMNS = {
+COLUMNS = {  # columns of each table, in the order of the documentation; some that are not read are left out
     "StringIds": "id value",
     "ThreadNames": "nameId priority globalTid",
     "CUPTI_ACTIVITY_KIND_RUNTIME": "start end eventClass globalTid correlationId nameId returnValue callchainId",
@@ -39,7 +39,6 @@ COLUMNS = {
     "DIAGNOSTIC_EVENT": "timestamp timestampType source severity text globalPid",
     "META_DATA_EXPORT": "name value",
 }
-"""Columns of each table, in the order of the documentation; some that are not read are left out."""
 TEXTS = {
     ("StringIds", "value"),
     ("META_DATA_EXPORT", "name"),
@@ -52,15 +51,14 @@ SYNC_TYPES = {"Event Sync": 1, "Stream Wait Event": 2, "Stream Sync": 3, "Contex
 SYNC_NAMES = ("UNKNOWN", "EVENT_SYNCHRONIZE", "STREAM_WAIT_EVENT", "STREAM_SYNCHRONIZE", "CONTEXT_SYNCHRONIZE")
 PYTHON_FRAME = re.compile(r"^(.+\.py)\((\d+)\): (.+)$")
 COPY = re.compile(r"^Memcpy (\w+) \((.+) -> (.+)\)$")
-SAMPLING = 1
-"""NVTX domain of samples of Python stacks."""
+SAMPLING = 1  # NVTX domain of samples of Python stacks
 FORMATS = ("sqlite", "jsonlines", "parquetdir")
 
 Row = dict[str, Any]
 
 
 def global_tid(pid: int, tid: int = 0) -> int:
-    """Serialised id of a thread, or of a process."""
+    """Return the serialised id of a thread, or of a process."""
     return 1 << 48 | pid << 24 | tid
 
 
@@ -69,7 +67,7 @@ def nanoseconds(us: float) -> int:
 
 
 class Export:
-    """The tables of one recording, to which traces are added, one for each process."""
+    """The tables of one recording, with a trace for each process."""
 
     def __init__(self) -> None:
         self.tables: defaultdict[str, list[Row]] = defaultdict(list)
@@ -78,7 +76,7 @@ class Export:
         self.tables["META_DATA_EXPORT"].append({"name": "EXPORT_SCHEMA_VERSION", "value": "3.16.1"})
 
     def string(self, text: str) -> int:
-        """Id of a string."""
+        """Return the id of a string."""
         return self.strings.setdefault(text, len(self.strings))
 
     def add(self, table: str, **row: Any) -> Row:
@@ -101,10 +99,10 @@ class Export:
                 "cuda_sync": self._add_sync,
             }.get(e.get("cat", ""))
             if add and e["ph"] == "X":
-                of = pid or next(
+                process = pid or next(
                     o["pid"] for o in events if o.get("cat") in ("cuda_runtime", "cpu_op", "user_annotation")
                 )
-                add(e, of, frames)
+                add(e, process, frames)
             elif e["ph"] == "M" and e["name"] == "thread_name" and isinstance(e["tid"], int) and e["pid"]:
                 name = e["args"]["name"].split("(")[-1].rstrip(")")
                 self.add(
@@ -116,7 +114,7 @@ class Export:
         return {"start": nanoseconds(e["ts"]), "end": nanoseconds(e["ts"] + e["dur"])}
 
     def _add_range(self, e: dict[str, Any], pid: int, _: object) -> None:
-        """Operators as emit_nvtx names them; annotations as registered strings, operators as texts."""
+        """Add operators with the names of emit_nvtx; annotations are registered strings, and operators are texts."""
         is_op = e["cat"] == "cpu_op"
         name = f"{e['name']}, seq = 3, op_id = 7" if is_op else e["name"]
         text = {"text": name} if is_op else {"textId": self.string(name)}
@@ -142,7 +140,7 @@ class Export:
             row["callchainId"] = self._add_chain([f["name"] for f in inner])
 
     def _add_chain(self, names: list[str]) -> int:
-        """A chain with native frames between those of Python, from the innermost."""
+        """Add a chain with native frames between those of Python, from the innermost."""
         number = 1 + max((row["id"] for row in self.tables["CUDA_CALLCHAINS"]), default=0)
         pairs = [("cudaApiCall", "/usr/lib/libcudart.so.12")]
         for name in names:
@@ -223,7 +221,7 @@ class Export:
         return self
 
     def _rows(self) -> dict[str, list[Row]]:
-        """The tables that have rows: nsys makes no others."""
+        """Return the tables that have rows: nsys writes no others."""
         strings = [{"id": number, "value": text} for text, number in self.strings.items()]
         return {table: rows for table, rows in {"StringIds": strings, **self.tables}.items() if rows}
 
@@ -262,7 +260,7 @@ class Export:
         return path
 
     def _write_lines(self, folder: Path, name: str) -> Path:
-        """One event on each line behind the strings; 64-bit integers are strings, as protobuf writes them."""
+        """Write one event on each line after the strings; 64-bit integers are strings, as in protobuf's JSON."""
         path = folder / f"{name}.jsonl"
         writers: dict[str, Callable[[Row], dict[str, Any]]] = {
             "CUPTI_ACTIVITY_KIND_RUNTIME": _make_call_line,

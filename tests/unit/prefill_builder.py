@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Prompt:
-    """A request with room for all of its tokens, of which some are stored."""
+    """A request with memory for all of its tokens, of which some are stored."""
 
     tokens: list[int]
     request: Request
@@ -27,7 +27,7 @@ class Prompt:
 
     @classmethod
     def admit(cls, engine: DecodeEngine, tokens: list[int]) -> Prompt:
-        """A new request."""
+        """Return a new request."""
         return cls(tokens, engine.add_request(len(tokens)))
 
 
@@ -46,10 +46,10 @@ def step(
     pieces: Pieces | None = None,
     live: list[int] | None = None,
 ) -> torch.Tensor:
-    """Logits [rows, vocab] of a step: the next token of each decode, as many of each chunk, and padding rows.
+    """Return logits [rows, vocab] of a step with a token of each decode, the tokens of each chunk, and padding rows.
 
     `last_only` asks for the logits of each decode and of each chunk's last token. With `pieces` the step runs in them,
-    with as many padding rows as that takes. `live`: as in StepInput.
+    with the padding rows that they need. `live` is that of StepInput.
     """
     rows = [(p.request.slot, p.stored, p.tokens[p.stored]) for p in decodes]
     planned = []
@@ -89,6 +89,6 @@ def step(
 
 
 def decoded(engine: DecodeEngine, prefiller: Prefiller, tokens: list[int]) -> torch.Tensor:
-    """Logits [tokens, vocab] of a prompt that is fed token by token."""
+    """Return logits [tokens, vocab] of a prompt that is fed token by token."""
     prompt = Prompt.admit(engine, tokens)
     return torch.cat([step(engine, prefiller, [prompt], []) for _ in tokens])

@@ -1,4 +1,4 @@
-"""Made-up records for tests of the reports. None of these numbers was measured."""
+"""Synthetic records for tests of the reports. None of these numbers was measured."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-KV_ROW_BYTES = 70272
-"""One token of DeepSeek-V3: 61 layers of 576 bf16 numbers."""
+KV_ROW_BYTES = 70272  # bytes of one token of DeepSeek-V3: 61 layers of 576 bf16 numbers
 GPU = Environment(
     device="NVIDIA H200",
     device_count=4,
@@ -47,14 +46,14 @@ CPU = Environment(
 
 
 def step_ms(layout: Layout, context: int, concurrency: int) -> float:
-    """A made-up step time with the shape of a real one: fixed cost, weights, KV reading over ranks, exchange."""
+    """Return a synthetic step time with realistic terms: fixed cost, weights, KV reading over ranks, exchange."""
     kv = concurrency * context / (layout.dp * layout.dcp) * KV_ROW_BYTES / 2.7e9
     exchange = (1.2 + 0.06 * concurrency) * (layout.dcp > 1) * (1 + 0.1 * layout.dcp)
     return 9.0 + 0.11 * concurrency + kv + exchange + (1.5 if layout.dp > 1 else 0.0)
 
 
 def phases(total_ms: float, layout: Layout) -> Phases:
-    """A made-up division of a step."""
+    """Return a synthetic division of a step into phases."""
     shares = {"attention": 0.34, "moe": 0.31, "mlp_reduce": 0.09, "o_proj": 0.07, "qkv_proj": 0.06, "lm_head": 0.03}
     if layout.dcp > 1:
         shares |= {"q_gather": 0.03, "merge": 0.05}
@@ -72,7 +71,7 @@ def phases(total_ms: float, layout: Layout) -> Phases:
 
 
 def point(layout: Layout = Layout(1), **changes: Any) -> Point:  # noqa: B008 - frozen
-    """A point of kimi-k2 on the triton backend."""
+    """Return a point of kimi-k2 on the flashinfer backend."""
     fields: dict[str, Any] = {
         "model": "kimi-k2",
         "tp": layout.tp,
@@ -88,20 +87,22 @@ def point(layout: Layout = Layout(1), **changes: Any) -> Point:  # noqa: B008 - 
     return Point(**(fields | changes))
 
 
-def ok(of: Point, *, median_ms: float | None = None, steps: int = 700, noise: float = 0.01, **changes: Any) -> Record:
+def ok(
+    point: Point, *, median_ms: float | None = None, steps: int = 700, noise: float = 0.01, **changes: Any
+) -> Record:
     """Return a finished record with steps that scatter around `median_ms`."""
-    layout = of.layout
-    median = step_ms(layout, of.context, of.concurrency) if median_ms is None else median_ms
+    layout = point.layout
+    median = step_ms(layout, point.context, point.concurrency) if median_ms is None else median_ms
     rng = random.Random(
-        "/".join(f"{f.name}={v}" for f in msgspec.structs.fields(of) if (v := getattr(of, f.name)) != f.default)
+        "/".join(f"{f.name}={v}" for f in msgspec.structs.fields(point) if (v := getattr(point, f.name)) != f.default)
     )
     samples = [max(median * rng.gauss(1, noise), 1e-3) for _ in range(steps)]
     replicas = layout.dp * layout.dcp
     pool = 20 << 30
     fields: dict[str, Any] = {
-        "point": of,
+        "point": point,
         "outcome": "ok",
-        "metrics": compute_decode_metrics(samples, of.concurrency, of.tp),
+        "metrics": compute_decode_metrics(samples, point.concurrency, point.tp),
         "phases": phases(median, layout),
         "host_syncs_per_step": 0.0,
         "allocations_per_step": 0.0,
@@ -110,19 +111,19 @@ def ok(of: Point, *, median_ms: float | None = None, steps: int = 700, noise: fl
             pool_bytes_per_gpu=pool,
             bytes_per_token_per_gpu=KV_ROW_BYTES / layout.dcp,
             capacity_tokens=pool // KV_ROW_BYTES * replicas,
-            capacity_requests=pool // KV_ROW_BYTES * replicas // of.context,
+            capacity_requests=pool // KV_ROW_BYTES * replicas // point.context,
             bounded_by="kv_memory",
             fragmentation=0.004,
         ),
         "memory_peak_bytes": 131 << 30,
-        "honesty": Conditions(
+        "conditions": Conditions(
             weights="synthetic",
             layers=61,
             layers_held=19,
             full_weights_bytes_per_gpu=560 << 30,
             attention_error=2.4e-3,
             experts_hit=0.63,
-            graph_batch=of.concurrency,
+            graph_batch=point.concurrency,
             cuda_graph=True,
         ),
         "gpu": Gpu(sm_clock_mhz_min=1830, sm_clock_mhz_max=1980, power_w_max=612.0, temperature_c_max=61),
@@ -133,13 +134,13 @@ def ok(of: Point, *, median_ms: float | None = None, steps: int = 700, noise: fl
     return Record(**(fields | changes))
 
 
-def on_cpu(of: Point, **changes: Any) -> Record:
-    """A finished record of a functional run."""
+def on_cpu(point: Point, **changes: Any) -> Record:
+    """Return a finished record of a functional run."""
     return ok(
-        of,
+        point,
         steps=40,
         noise=0.05,
-        marks=["cpu", "noisy"],
+        warnings=["cpu", "noisy"],
         environment=CPU,
         gpu=None,
         memory_peak_bytes=None,
@@ -149,27 +150,31 @@ def on_cpu(of: Point, **changes: Any) -> Record:
     )
 
 
-def rejected(of: Point, reason: str = "the KV cache needs 31.0 GiB more per GPU than there is; try --dcp 4.") -> Record:
-    """A point that could not run."""
-    return Record(point=of, outcome="rejected", reason=reason, no_room=True)
+def rejected(
+    point: Point, reason: str = "the KV cache needs 31.0 GiB more per GPU than there is; try --dcp 4."
+) -> Record:
+    """Return a point that could not run."""
+    return Record(point=point, outcome="rejected", reason=reason, lacks_memory=True)
 
 
-def failed(of: Point, reason: str = "rank 3 exited with code 1; read logs/rank-3.txt.") -> Record:
-    """A point that died."""
-    return Record(point=of, outcome="failed", reason=reason, detail={"exit code": "1", "log": "last lines\nof the log"})
+def failed(point: Point, reason: str = "rank 3 exited with code 1; read logs/rank-3.txt.") -> Record:
+    """Return a point that failed."""
+    return Record(
+        point=point, outcome="failed", reason=reason, detail={"exit code": "1", "log": "last lines\nof the log"}
+    )
 
 
 def gpu_sweep() -> list[Record]:
-    """2 models × 4 layouts × 3 contexts × 3 loads × 2 repeats, with some points that did not run."""
+    """Return records of 2 models × 4 layouts × 3 contexts × 3 loads × 2 repeats, with some points that did not run."""
     found = []
     for model, slower in (("kimi-k2", 1.0), ("deepseek-v3", 1.13)):
         for repeat in range(2):
             for context in (4000, 32000, 128000):
                 for load in (8, 32, 48):
                     for layout in (Layout(4), Layout(4, 1, 2), Layout(4, 1, 4), Layout(4, 4)):
-                        of = point(layout, model=model, context=context, concurrency=load, repeat=repeat)
+                        swept_point = point(layout, model=model, context=context, concurrency=load, repeat=repeat)
                         if context == 128000 and load > 8 and layout.dp * layout.dcp == 1:
-                            found.append(rejected(of))
+                            found.append(rejected(swept_point))
                         else:
                             ms = slower * step_ms(layout, context, load)
                             drift = (
@@ -177,12 +182,12 @@ def gpu_sweep() -> list[Record]:
                                 if (repeat, context, load, layout.dcp) == (1, 32000, 48, 4)
                                 else 1 + 0.002 * repeat
                             )
-                            found.append(ok(of, median_ms=ms * drift))
+                            found.append(ok(swept_point, median_ms=ms * drift))
     return found
 
 
 def cpu_sweep() -> list[Record]:
-    """tp8 and tp8·dcp8 of the tiny model at two loads."""
+    """Return records of tp8 and tp8·dcp8 of the tiny model at two loads."""
     return [
         on_cpu(
             point(

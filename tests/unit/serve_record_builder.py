@@ -1,4 +1,4 @@
-"""Records of served loads, made by the real scheduler in virtual time with made-up step times. Nothing is measured."""
+"""Records of served loads, made by the real scheduler in virtual time with synthetic step times. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ SLO = {"ttft": 2000.0, "itl": 30.0}
 
 
 def load(**changes: Any) -> Load:
-    """96 requests of a closed loop, 400 tokens in and 40 out."""
+    """Return a closed loop of 96 requests, 400 tokens in and 40 out."""
     plain = {"requests": 96, "input_tokens": "400", "output_tokens": "40", "chunk": 2048}
     return Load(**(plain | changes))
 
 
 def point(layout: Layout = TP, concurrency: int = 8, changed: dict[str, Any] | None = None, **changes: Any) -> Point:
-    """A served point of kimi-k2; `changed` are fields of its load."""
+    """Return a served point of kimi-k2; `changed` are fields of its load."""
     served = load(**(changed or {}))
     plain = {"workload": "serve", "concurrency": concurrency, "context": 440, "load": served}
     return record_builder.point(layout, **(plain | changes))
 
 
 def step_s(step: Step, layout: Layout, exchange: str) -> float:
-    """A made-up step time: a floor, weights, 25 ns for each KV row that a rank reads, an exchange, and prefill."""
+    """Return a synthetic step time: a floor, weights, 25 ns for each KV row that a rank reads, an exchange, and
+    prefill.
+    """
     rows = max(len(r.decodes) for r in step.replicas)
     kv = max(sum(r.positions) for r in step.replicas)
     prefill = max(sum(c.tokens for c in r.chunks) for r in step.replicas)
@@ -44,11 +46,11 @@ def step_s(step: Step, layout: Layout, exchange: str) -> float:
 
 
 @functools.cache
-def metrics(of: Point, pages: int = 1000, until_s: float = float("inf"), faster: float = 1.0) -> ServeMetrics:
+def metrics(point: Point, pages: int = 1000, until_s: float = float("inf"), faster: float = 1.0) -> ServeMetrics:
     """Return the metrics of a run of a point with `pages` of 16 tokens for each rank, with steps `faster` times as
     fast.
     """
-    layout, served = of.layout, of.load
+    layout, served = point.layout, point.load
     assert served is not None
     inputs, outputs = int(served.input_tokens), int(served.output_tokens)
     rate = served.request_rate
@@ -58,8 +60,8 @@ def metrics(of: Point, pages: int = 1000, until_s: float = float("inf"), faster:
     ]
     traffic, steps = virtual_serving.serve(
         requests,
-        concurrency=None if rate else of.concurrency,
-        seconds=lambda step: step_s(step, layout, of.exchange) / faster,
+        concurrency=None if rate else point.concurrency,
+        seconds=lambda step: step_s(step, layout, point.exchange) / faster,
         until_s=until_s,
         pages=pages,
         dcp=layout.dcp,
@@ -67,36 +69,43 @@ def metrics(of: Point, pages: int = 1000, until_s: float = float("inf"), faster:
         chunk=served.chunk // layout.dp,
     )
     return compute_serve_metrics(
-        traffic, gpus=of.tp, concurrency=traffic.concurrency, slo=SLO, steps=steps, idle_fraction=0.012
+        traffic, gpus=point.tp, concurrency=traffic.concurrency, slo=SLO, steps=steps, idle_fraction=0.012
     )
 
 
-def served(of: Point, pages: int = 1000, **changes: Any) -> Record:
-    """A finished record of a served point; `until_s` and `faster` as in `metrics`."""
+def served(point: Point, pages: int = 1000, **changes: Any) -> Record:
+    """Return a finished record of a served point; `until_s` and `faster` are those of `metrics`."""
     how = {name: changes.pop(name) for name in ("until_s", "faster") if name in changes}
-    tokens = pages * 16 * of.layout.dcp * of.layout.dp
+    tokens = pages * 16 * point.layout.dcp * point.layout.dp
     kv = Kv(
         pool_bytes_per_gpu=pages * 16 * record_builder.KV_ROW_BYTES,
-        bytes_per_token_per_gpu=record_builder.KV_ROW_BYTES / of.layout.dcp / of.layout.dp,
+        bytes_per_token_per_gpu=record_builder.KV_ROW_BYTES / point.layout.dcp / point.layout.dp,
         capacity_tokens=tokens,
-        capacity_requests=tokens // of.context,
+        capacity_requests=tokens // point.context,
         bounded_by="kv_memory",
         fragmentation=0.0,
     )
-    found = metrics(of, pages, **how)
-    plain = record_builder.ok(msgspec.structs.replace(of, load=None), steps=20)
-    fields = {"point": of, "metrics": None, "phases": None, "serve": found, "kv": kv, "marks": find_warnings(found)}
+    found = metrics(point, pages, **how)
+    plain = record_builder.ok(msgspec.structs.replace(point, load=None), steps=20)
+    fields = {
+        "point": point,
+        "metrics": None,
+        "phases": None,
+        "serve": found,
+        "kv": kv,
+        "warnings": find_warnings(found),
+    }
     return msgspec.structs.replace(plain, **(fields | changes))
 
 
 def run() -> list[Record]:
-    """tp4, tp4·dcp4 with two exchanges and tp4·dp4 at three concurrencies live, and replayed at one more length."""
+    """Return tp4, tp4·dcp4 with two exchanges and tp4·dp4 at three concurrencies live, and replayed at one more length."""
     found = []
     for layout, exchange in ((TP, "none"), (DCP, "ag_rs"), (DCP, "symm"), (DP, "none")):
         for concurrency in (8, 32, 48):
-            of = point(layout, concurrency, exchange=exchange)
-            found.append(served(of))
-            replayed = msgspec.structs.replace(of, load=load(mode="replay"))
+            live_point = point(layout, concurrency, exchange=exchange)
+            found.append(served(live_point))
+            replayed = msgspec.structs.replace(live_point, load=load(mode="replay"))
             found.append(served(replayed, faster=1.03))
             long = point(
                 layout, concurrency, {"mode": "replay", "input_tokens": "1600"}, exchange=exchange, context=1640

@@ -22,14 +22,12 @@ if TYPE_CHECKING:
     from dcpbench.serving.requests import Chunk, ReplicaStep, Sequence
     from dcpbench.serving.scheduler import Replica
 
-NOTHING = 0
-"""Value of a row that was never written."""
-WRONG = -1
-"""Value of the row of a rejected draft, which must not be read."""
+NOTHING = 0  # value of a row that was never written
+WRONG = -1  # value of the row of a rejected draft, which must not be read
 
 
 def request(number: int, prompt: list[int] | int, output: int = 1, arrival_s: float | None = None) -> ServeRequest:
-    """A request; a prompt given as its length has tokens that no other request has."""
+    """Return a request; a prompt given as its length has tokens that no other request has."""
     tokens = [1000 * (number + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     return ServeRequest(
         number=number, prompt=np.array(tokens, dtype=np.int32), output_tokens=output, arrival_s=arrival_s
@@ -50,32 +48,31 @@ def config(**changes: object) -> SchedulerConfig:
     return SchedulerConfig(**(usual | changes))  # type: ignore[arg-type]
 
 
-def after(row: int, token: int) -> int:
-    """The KV row of a token, which follows a token with KV row `row` (NOTHING: it is the first)."""
+def compute_row(row: int, token: int) -> int:
+    """Return the KV row of a token that follows a token with KV row `row` (NOTHING for the first token)."""
     return hash((row, token)) or 1
 
 
-def sampled(row: int) -> int:
-    """The token that follows a token with this KV row."""
+def sample_token(row: int) -> int:
+    """Return the token that follows a token with this KV row."""
     return row % 5
 
 
 @dataclasses.dataclass
-class Known:
-    """Hold the device's state of a request that was prefilled, at least in part."""
+class RequestState:
+    """The device's state of a request that was prefilled, at least in part."""
 
     sequence: Sequence
-    tokens: list[int]
-    """Prompt and sampled ones, as in the token table of its slot."""
+    tokens: list[int]  # prompt and sampled tokens, as in the token table of the slot
     computed: int = 0
     preemptions: int = 0
     right: list[int] = dataclasses.field(default_factory=list)
-    """KV rows that `rows` has worked out; tokens are only ever added."""
+    """KV rows that `rows` has computed; tokens are only added."""
 
     def rows(self) -> list[int]:
-        """The right KV row of each token."""
+        """Return the right KV row of each token."""
         for token in self.tokens[len(self.right) :]:
-            self.right.append(after(self.right[-1] if self.right else NOTHING, token))
+            self.right.append(compute_row(self.right[-1] if self.right else NOTHING, token))
         return self.right
 
 
@@ -87,15 +84,12 @@ class Device:
         shape = (config.max_requests + 1, config.max_context)
         self.table = np.full(shape, -1, dtype=np.int64)
         self.rows = config.pages * config.page_size
-        self.pools = [NOTHING] * (self.rows * config.dcp)
-        """One behind the other, by rank."""
-        self.places = [self.place_of(loc) for loc in range(self.rows * config.dcp)]
-        """By location."""
-        self.at: dict[int, Known] = {}
-        """By slot."""
+        self.pools = [NOTHING] * (self.rows * config.dcp)  # rows of all ranks, one rank after another
+        self.places = [self.get_place(loc) for loc in range(self.rows * config.dcp)]  # places in the pools by location
+        self.at: dict[int, RequestState] = {}  # states of requests by slot
 
-    def place_of(self, loc: int) -> int:
-        """The place in all pools that a location means."""
+    def get_place(self, loc: int) -> int:
+        """Return the place in all pools of a location."""
         dcp, interleave = self.config.dcp, self.config.interleave
         row = layout.get_row(loc, dcp, interleave)
         assert 0 <= row < self.rows
@@ -107,7 +101,7 @@ class Device:
         return self.pools[self.places[loc]]
 
     def run(self, todo: ReplicaStep) -> None:
-        """One step: table, then all KV rows are written, then all are read, then tokens are sampled."""
+        """Run one step: the table and all KV rows are written, then all rows are read, then tokens are sampled."""
         for write in todo.table:
             self.table[write.slot, write.start : write.start + len(write.locs)] = write.locs
         delivered = todo.delivered or [1] * len(todo.decodes)
@@ -115,7 +109,7 @@ class Device:
             (self.accept(self.at[slot], tokens - 1), p, p + tokens)
             for slot, p, tokens in zip(todo.slots, todo.positions, delivered, strict=True)
         ]
-        spans += [(self.met(chunk), chunk.start, chunk.stop) for chunk in todo.chunks]
+        spans += [(self.get_state(chunk), chunk.start, chunk.stop) for chunk in todo.chunks]
         slots = [known.sequence.slot for known, _, _ in spans]
         assert len(set(slots)) == len(slots), "a request has one place in a step"
         rows = [known.rows() for known, _, _ in spans]
@@ -132,18 +126,18 @@ class Device:
             assert [self.pools[self.places[loc]] for loc in locs] == right[:stop], (
                 f"slot {known.sequence.slot} reads wrong KV"
             )
-            assert not written.intersection(locs[:start]), "a prefix is read that this very step writes"
+            assert not written.intersection(locs[:start]), "a prefix is read that this step writes"
             known.computed = stop
             if stop == len(known.tokens):
-                known.tokens.append(sampled(right[-1]))
+                known.tokens.append(sample_token(right[-1]))
 
-    def accept(self, known: Known, drafts: int) -> Known:
-        """Add accepted drafts, which are the tokens that one step after the other would sample."""
+    def accept(self, known: RequestState, drafts: int) -> RequestState:
+        """Add accepted drafts, which are the tokens that single steps would sample."""
         for _ in range(drafts):
-            known.tokens.append(sampled(known.rows()[-1]))
+            known.tokens.append(sample_token(known.rows()[-1]))
         return known
 
-    def write(self, known: Known, token: int, value: int, written: set[int]) -> int:
+    def write(self, known: RequestState, token: int, value: int, written: set[int]) -> int:
         """Write a KV row where the table points, on the rank that owns the token; return its location."""
         dcp, interleave = self.config.dcp, self.config.interleave
         loc = int(self.table[known.sequence.slot, token])
@@ -153,17 +147,17 @@ class Device:
         self.pools[self.places[loc]] = value
         return loc
 
-    def met(self, chunk: Chunk) -> Known:
-        """The request of a chunk; its slot's last owner is forgotten where it is new."""
+    def get_state(self, chunk: Chunk) -> RequestState:
+        """Return the state of a chunk's request; a new request replaces the last owner of its slot."""
         sequence = chunk.sequence
         assert 1 <= chunk.slot == sequence.slot <= self.config.max_requests
         if chunk.slot not in self.at or self.at[chunk.slot].sequence is not sequence:
-            self.at[chunk.slot] = Known(sequence, sequence.request.prompt.tolist())
+            self.at[chunk.slot] = RequestState(sequence, sequence.request.prompt.tolist())
         return self.at[chunk.slot]
 
 
-def pages_of(node: Node) -> Iterator[tuple[Node, list[int], list[int]]]:
-    """All nodes below one, each with the tokens and the pages from the root to its end."""
+def iter_nodes(node: Node) -> Iterator[tuple[Node, list[int], list[int]]]:
+    """Iterate over all nodes below one, each with the tokens and the pages from the root to its end."""
     left = [(child, [], []) for child in node.children.values()]
     while left:
         each, tokens, pages = left.pop()
@@ -175,7 +169,7 @@ def pages_of(node: Node) -> Iterator[tuple[Node, list[int], list[int]]]:
 def check_books(replica: Replica, device: Device | None = None) -> None:
     """Check that every page has one owner that may write it, all are accounted for, and the cache agrees."""
     allocator, cache = replica.allocator, replica.cache
-    nodes = list(pages_of(cache.root))
+    nodes = list(iter_nodes(cache.root))
     cached = [int(page) for node, _, _ in nodes for page in node.pages]
     own = [int(p) for s in replica.running if s.allocation for p in s.allocation.pages[s.allocation.shared :]]
     held = [*cached, *own]
@@ -202,10 +196,10 @@ def is_above(node: Node, reader: Node | None) -> bool:
 
 
 def check_cached(device: Device, tokens: list[int], pages: list[int]) -> None:
-    """The pages of the prefix cache hold the KV of its tokens."""
+    """Check that the pages of the prefix cache hold the KV of its tokens."""
     size, row = device.config.virtual_page, NOTHING
     for i, token in enumerate(tokens):
-        row = after(row, token)
+        row = compute_row(row, token)
         assert device.read(pages[i // size] * size + i % size) == row, "the cache offers wrong KV"
 
 

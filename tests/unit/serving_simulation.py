@@ -111,7 +111,7 @@ class Simulation:
             self.prefills_left += sum(-(-s.request.kv_tokens // page) for s in preempted)
             stored = {id(s): computed for s, computed, _ in running if s not in preempted}
             for chunk in todo.chunks:
-                known = device.met(chunk)
+                known = device.get_state(chunk)
                 left = len(known.tokens)
                 assert chunk.start % page == 0
                 assert chunk.start == stored.get(id(chunk.sequence), chunk.start)

@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_model import Work
 
 EXTENT = Extent(requests=48, context=5500, pages=1200, virtual_page=256, chunk=8192, targets=(8, 48), prompts=(4000,))
-"""DeepSeek-V3 on tp4·dcp4 with prompts of 4,000 and answers of 1,500 tokens, KV for 307,200."""
+"""Extent of DeepSeek-V3 on tp4·dcp4 with prompts of 4,000 and answers of 1,500 tokens, and KV for 307,200."""
 HONESTY = Conditions(weights="synthetic", layers=4, layers_held=4, full_weights_bytes_per_gpu=1)
 
 
-def path_of(**fields: str | int | bool) -> EnginePath:
-    """A path with these fields; the others have their defaults."""
+def make_path(**fields: str | int | bool) -> EnginePath:
+    """Return a path with these fields and the defaults of the others."""
     return {axis.name: fields.get(axis.name, axis.default) for axis in PATH_AXES}
 
 
-PATH = path_of(model="tiny", tp=4, dcp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="ag_rs")
+PATH = make_path(model="tiny", tp=4, dcp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="ag_rs")
 
 
 def true_ms(work: Work) -> float:
-    """40 ms to read weights, 1.4 a row and 0.1 per thousand KV tokens; products, of padded rows, and attention of chunks
-    on top.
+    """Return 40 ms to read weights, 1.4 a row and 0.1 per thousand KV tokens, plus products of padded rows and
+    attention of chunks.
     """
     if not work.tokens:
         return 40 + 1.4 * work.rows + 1e-4 * work.kv_tokens
@@ -51,6 +51,6 @@ def step_times(
         cases=[MeasuredCase(case=case, samples_ms=[truth(case.compute_work())]) for case in make_cases(extent)],
         launch_ms=launch_ms,
         measuring_s=20.0,
-        honesty=HONESTY,
+        conditions=HONESTY,
         environment=Environment(device=device, device_count=4, device_memory_bytes=141 << 30),
     )

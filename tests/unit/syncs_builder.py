@@ -1,4 +1,4 @@
-"""Made-up reports for tests of gate, formats and command line. None of these numbers was measured."""
+"""Synthetic reports for tests of gate, formats and command line. None of these numbers was measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def coverage(**changes: Any) -> Coverage:
 
 
 def trace(path: str = "rank0.json", *, steps: int | None = 10, **changes: Any) -> TraceSummary:
-    """A trace of ten steps; `changes` are those of its coverage."""
+    """Return a trace of ten steps; `changes` are those of its coverage."""
     return TraceSummary(
         path=path,
         rank=0,
@@ -37,7 +37,7 @@ def trace(path: str = "rank0.json", *, steps: int | None = 10, **changes: Any) -
 
 
 def site(fingerprint: str = "f1", **changes: Any) -> Site:
-    """`check_all` of python/engine/kv.py: one `.all()` in each of ten steps, 30 µs of bubble each."""
+    """Return `check_all` of python/engine/kv.py: one `.all()` in each of ten steps, 30 µs of bubble each."""
     fields = {
         "fingerprint": fingerprint,
         "rule": "SYNC001",
@@ -65,12 +65,14 @@ def site(fingerprint: str = "f1", **changes: Any) -> Site:
 
 
 def report(*sites: Site, traces: list[TraceSummary] | None = None) -> Report:
-    """A report that no gate has seen."""
+    """Return a report without verdicts."""
     return Report(traces=[trace()] if traces is None else traces, sites=list(sites), totals=sum_totals(list(sites)))
 
 
 def all_kinds() -> Report:
-    """A site of every standing: findings with and without a place, allowed, warm-up, own, and one that may block."""
+    """Return a site of every standing: findings with and without a place, allowed, warm-up, own, and one that may
+    block.
+    """
     return report(
         site("f1"),
         site("f2", function="sample", rule="SYNC003", kind="copy-to-host", op="aten::copy_", line=40, bubble_us=50.0),
@@ -81,8 +83,8 @@ def all_kinds() -> Report:
     )
 
 
-def nasty() -> Report:
-    """Names that a terminal, a browser, Markdown, XML, Rich or GitHub's log would obey."""
+def make_hostile_report() -> Report:
+    """Return a report with control characters for a terminal, a browser, Markdown, XML, Rich and GitHub's log."""
     return report(
         site(
             "n1",

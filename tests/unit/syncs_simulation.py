@@ -37,13 +37,10 @@ class Step:
 class Run:
     """Hold the events of a program; times are (start, end)."""
 
-    waits: dict[int, tuple[int, int]]
-    """Step -> the call in which the host waited."""
-    dry: dict[int, bool]
-    """Step -> whether nothing ran and nothing was queued when that call began."""
+    waits: dict[int, tuple[int, int]]  # step -> the call in which the host waited
+    dry: dict[int, bool]  # step -> whether nothing ran and nothing was queued when that call began
     launches: list[tuple[int, int]]
-    work: list[tuple[int, int]]
-    """Work of each launch, in the same order."""
+    work: list[tuple[int, int]]  # work of each launch, in the same order
 
     @property
     def idle(self) -> float:

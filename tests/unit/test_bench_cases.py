@@ -1,4 +1,4 @@
-"""Options of a bench become cases: defaults of the device, shares of dcp, and words for what cannot work."""
+"""Cases of a bench from its options: defaults of the device, shares of DCP, and errors with advice."""
 
 import pytest
 
@@ -9,33 +9,35 @@ from dcpbench.errors import UsageError
 COLLECTIVES = dict.fromkeys(("requests", "width", "variant", "layers"))
 
 
-def collectives(**typed) -> list[Case]:
+def list_cases(**typed) -> list[Case]:
     """Return the cases of collectives on two ranks with these options."""
     return list_collectives_cases(BenchOptions(cpu=False, ranks=2, typed=COLLECTIVES | typed))
 
 
-def test_by_default_a_gpu_gets_1_to_512_requests_of_all_collectives():
-    """5 collectives × 5 numbers of requests."""
-    cases = collectives()
+def test_gpu_defaults_are_1_to_512_requests_of_all_collectives():
+    """There are 5 collectives × 5 numbers of requests."""
+    cases = list_cases()
     assert len(cases) == 25
     assert {c.sizes["requests"] for c in cases} == {1, 8, 32, 128, 512}
 
 
-def test_variants_of_one_size_follow_each_other_so_that_they_can_take_turns():
-    cases = collectives(requests="16", width="64", variant="all-reduce,all-gather")
+def test_variants_of_one_size_are_adjacent_to_be_measured_in_turns():
+    cases = list_cases(requests="16", width="64", variant="all-reduce,all-gather")
     assert [c.variant for c in cases] == ["all-gather", "all-reduce"]
     assert len({tuple(c.sizes.items()) for c in cases}) == 1
 
 
-def test_what_is_typed_twice_is_run_once():
-    assert len(collectives(requests="16,16", width="64", variant="all-reduce,all-reduce")) == 1
+def test_repeated_option_values_give_one_case():
+    assert len(list_cases(requests="16,16", width="64", variant="all-reduce,all-reduce")) == 1
 
 
 ONE_ROW = {"kv_dtype": None, "query_length": None}
 
 
-def test_query_rows_of_a_request_are_taken_together_and_as_requests():
-    """FlashInfer takes them as requests alone; all variants of a number of rows have the same sizes, so that they take turns."""
+def test_query_rows_are_measured_together_and_as_separate_requests():
+    """FlashInfer takes query rows as requests only; all variants of a number of rows have the same sizes, so that they
+    take turns.
+    """
     typed = {"heads": "16", "requests": "8", "context": "100", "page": "64", "lengths": "even", "kv_dtype": None}
     typed |= {"backend": "flashinfer,triton", "layers": 2, "query_length": "1,4"}
     cases = list_attention_cases(BenchOptions(cpu=False, typed=typed))
@@ -50,13 +52,13 @@ def test_query_rows_of_a_request_are_taken_together_and_as_requests():
         list_attention_cases(BenchOptions(cpu=False, typed=typed | {"query_length": "9"}))
 
 
-def test_each_way_to_divide_the_lengths_of_requests_is_a_case_of_its_own():
+def test_even_and_uneven_lengths_are_separate_cases():
     typed = {"heads": "16", "requests": "8", "context": "100", "page": "1", "lengths": "uneven,even"} | ONE_ROW
     cases = list_attention_cases(BenchOptions(cpu=False, typed=typed | {"backend": "triton", "layers": 2}))
     assert [c.sizes["lengths"] for c in cases] == ["even", "uneven"]
 
 
-def test_rows_in_fp8_are_read_by_backends_that_can():
+def test_fp8_rows_are_measured_with_backends_that_support_them():
     typed = (
         {"heads": "16", "requests": "8", "context": "100", "page": "64", "lengths": "even"}
         | ONE_ROW
@@ -78,7 +80,7 @@ def test_rows_in_fp8_are_read_by_backends_that_can():
     ("packages", "backends"),
     [((), ["triton"]), (("flashinfer",), ["triton", "flashinfer"]), (("flash_mla",), ["triton", "flashmla"])],
 )
-def test_on_a_gpu_the_backends_that_are_installed_are_measured(packages, backends, monkeypatch: pytest.MonkeyPatch):
+def test_installed_backends_are_measured_on_a_gpu(packages, backends, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in packages else None)
     names = ("heads", "requests", "context", "page")
     typed = dict.fromkeys((*names, *ONE_ROW, "lengths", "backend", "layers")) | dict.fromkeys(names, "1")
@@ -100,7 +102,7 @@ def test_on_a_gpu_the_backends_that_are_installed_are_measured(packages, backend
         ({"layers": 0}, "--layers 0 is not a positive number; try --layers 16."),
     ],
 )
-def test_values_that_cannot_work_are_answered_with_ones_that_do(typed, message):
+def test_invalid_option_values_raise_errors_with_valid_ones(typed, message):
     with pytest.raises(UsageError) as caught:
-        collectives(**typed)
+        list_cases(**typed)
     assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""What is said of a bench: sentences made from counts, tables and pictures without times where there are none."""
+"""Texts of a bench: sentences from counts, and tables and pictures of records without times."""
 
 import io
 
@@ -12,82 +12,83 @@ from dcpbench.bench.shown.pictures import write_picture
 from tests.unit.bench_builder import record, result
 
 
-def shown(of: BenchRecord, width: int = 200) -> str:
-    """The table as text."""
+def render_table(bench: BenchRecord, width: int = 200) -> str:
+    """Return the table as text."""
     text = io.StringIO()
-    Console(width=width, no_color=True, file=text).print(make_table(of, width))
+    Console(width=width, no_color=True, file=text).print(make_table(bench, width))
     return text.getvalue()
 
 
 class TestFindings:
-    def test_a_wrong_result_comes_first(self):
+    def test_wrong_result_is_the_first_finding(self):
         wrong = result("pack", correct=False, difference="layer 0: 3 of 80 rows differ")
         assert describe_findings(record(wrong))[0].startswith(
             "WRONG: pack, heads 128, requests 16, dcp 8: layer 0: 3 of 80"
         )
 
-    def test_failed_cases_are_not_counted(self):
+    def test_failed_cases_give_no_findings(self):
         assert describe_findings(record(result("pack", outcome="failed"))) == []
 
-    def test_marks_are_explained_once_with_how_many_have_them(self):
-        results = [result("pack", marks=["noisy"]), result("pack")]
+    def test_warnings_are_explained_once_with_their_counts(self):
+        results = [result("pack", warnings=["noisy"]), result("pack")]
         assert format_warnings(results) == [
             "noisy (1 of 2): the time limit came before a median was known within ±1 %; give more --seconds."
         ]
 
 
 class TestTable:
-    def test_a_gpus_table_has_times_with_their_intervals(self):
-        """100 µs with 99 to 102."""
-        text = shown(record(result("pack", us=100)))
+    def test_table_of_a_gpu_has_times_with_intervals(self):
+        """The median is 100 µs, and the interval 99 to 102."""
+        text = render_table(record(result("pack", us=100)))
         assert "100 (99–102)" in text
 
-    def test_a_narrow_terminal_gets_whole_medians_without_intervals(self):
-        """80 columns: nothing is cut off, and what is left out is said."""
-        of = record(result("combine", us=1234, requests=65536))
-        assert {"1,234", "65,536"} <= set(shown(of, 80).split())
-        assert "…" not in shown(of, 80)
-        assert "(" not in shown(of, 80)
-        assert any("left out" in line for line in format_legend(of, 80))
+    def test_narrow_terminal_gets_complete_medians_without_intervals(self):
+        """At 80 columns no text is cut off, and the legend names the omitted columns."""
+        bench = record(result("combine", us=1234, requests=65536))
+        assert {"1,234", "65,536"} <= set(render_table(bench, 80).split())
+        assert "…" not in render_table(bench, 80)
+        assert "(" not in render_table(bench, 80)
+        assert any("left out" in line for line in format_legend(bench, 80))
 
-    def test_a_cpus_table_has_no_times_at_all(self):
-        of = record(result("pack"), performance=False)
-        text = shown(of) + " ".join(format_legend(of))
+    def test_table_of_a_cpu_has_no_times(self):
+        bench = record(result("pack"), performance=False)
+        text = render_table(bench) + " ".join(format_legend(bench))
         assert "µs" not in text
         assert "eager" not in text
 
-    def test_a_failed_case_says_why_and_brackets_in_it_are_text(self):
-        text = shown(record(result("pack", outcome="failed", reason="OutOfMemory: [red]x[/nope]")))
+    def test_failed_case_has_its_reason_without_markup(self):
+        text = render_table(record(result("pack", outcome="failed", reason="OutOfMemory: [red]x[/nope]")))
         assert "failed: OutOfMemory: [red]x[/nope]" in text
 
-    def test_a_reason_is_told_of_the_first_case_that_has_it(self):
+    def test_repeated_reason_is_shown_once(self):
         fails = {"outcome": "failed"}
-        of = record(*(result(name, **fails, reason=why) for name, why in (("a", "no x"), ("b", "no y"), ("c", "no x"))))
-        text = shown(of)
+        bench = record(
+            *(result(name, **fails, reason=why) for name, why in (("a", "no x"), ("b", "no y"), ("c", "no x")))
+        )
+        text = render_table(bench)
         assert [text.count(word) for word in ("failed: no x", "failed: no y", "failed, as above")] == [1, 1, 1]
         assert text.index("failed: no y") < text.index("failed, as above")
 
-    def test_a_wrong_result_stands_out(self):
-        assert "WRONG" in shown(record(result("pack", correct=False)))
+    def test_wrong_result_is_marked_in_the_table(self):
+        assert "WRONG" in render_table(record(result("pack", correct=False)))
 
 
 class TestPicture:
-    def test_it_is_a_png(self, tmp_path):
+    def test_picture_is_a_png(self, tmp_path):
         results = [result(name, us=50.0, requests=n) for name in ("pack", "combine") for n in (1, 9)]
         write_picture(record(*results), tmp_path / "bench.png")
         assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_without_times_there_is_none(self, tmp_path):
+    def test_record_without_times_has_no_picture(self, tmp_path):
         write_picture(record(result("pack"), performance=False), tmp_path / "bench.png")
         assert not (tmp_path / "bench.png").exists()
 
-    def test_cases_without_times_leave_gaps(self, tmp_path):
+    def test_picture_is_drawn_with_a_failed_case(self, tmp_path):
         results = [result("pack", us=50.0), result("pack", outcome="failed", requests=32)]
         write_picture(record(*results), tmp_path / "bench.png")
         assert (tmp_path / "bench.png").stat().st_size > 1000
 
 
-def test_a_record_survives_its_file():
-    """What is written can be read again, samples included."""
-    of = record(result("pack", us=90))
-    assert msgspec.json.decode(msgspec.json.encode(of), type=BenchRecord) == of
+def test_record_is_read_back_from_json_unchanged():
+    bench = record(result("pack", us=90))
+    assert msgspec.json.decode(msgspec.json.encode(bench), type=BenchRecord) == bench

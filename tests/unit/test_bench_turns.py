@@ -1,4 +1,4 @@
-"""Cases of a bench that are measured together, by a worker whose GPU is made up."""
+"""Cases of a bench that are measured together, by a worker with a fake GPU."""
 
 import json
 import types
@@ -15,13 +15,15 @@ STAND_IN = types.SimpleNamespace(type="cuda")
 
 
 class Workload:
-    """Its variant `broken` cannot be built; `wrong` gives wrong results once it is a graph, and `lost` none."""
+    """A workload with a variant `broken` that cannot be built, `wrong` with wrong results in a graph, and `lost` with
+    none.
+    """
 
     def __init__(self, *_):
         self.log = []
 
     def build_calls(self, case):
-        """Two calls a pass."""
+        """Return two calls for each pass."""
         if case.variant == "broken":
             raise ValueError("no room")
         wrong = case.variant == "wrong"
@@ -37,29 +39,29 @@ class Workload:
 
 @pytest.fixture
 def groups(monkeypatch):
-    """Return which graphs were timed together, each as the calls of a pass; the first takes 1 µs, the next 2, and so on."""
+    """Return the sizes of groups of graphs that were timed together; the first graph takes 1 µs, the next 2, and so on."""
     found = []
 
-    def gpu_times(passes, **_):
+    def measure_fake_times(passes, **_):
         found.append(len(passes))
         assert all(calls == 2 for _, calls in passes)
-        of = [float(i + 1) for i in range(len(passes))]
+        times_us = [float(i + 1) for i in range(len(passes))]
         return [
             Timing(
                 median_us=us, low_us=us, high_us=us, max_us=us, samples=9, noisy=False, unsettled=False, samples_us=[us]
             )
-            for us in of
+            for us in times_us
         ], None
 
-    monkeypatch.setattr(module.measuring, "measure_gpu_times", gpu_times)
+    monkeypatch.setattr(module.measuring, "measure_gpu_times", measure_fake_times)
     monkeypatch.setattr(module, "capture_graph", lambda run: types.SimpleNamespace(replay=run))
     monkeypatch.setattr(module, "collect_environment", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(L2_cache_size=0))
     return found
 
 
-def measured(tmp_path, monkeypatch, cases, *, turns):
-    """Results by variant and size, of a job of such cases."""
+def run_job(tmp_path, monkeypatch, cases, *, turns):
+    """Return the results of a job of these cases by variant and size."""
     monkeypatch.setitem(module.BENCHES, "made-up", Bench(workload=Workload, turns=turns))
     job = BenchJob(
         bench="made-up",
@@ -78,8 +80,8 @@ CASES = [("a", 1), ("b", 1), ("a", 2), ("broken", 2), ("wrong", 2)]
 
 
 def test_variants_of_a_size_are_timed_together(tmp_path, monkeypatch, groups):
-    """One that cannot be built has failed alone; one whose graph is wrong is told so, and timed all the same."""
-    found = measured(tmp_path, monkeypatch, CASES, turns=True)
+    """A variant that cannot be built fails alone; one with a wrong graph is reported, and timed."""
+    found = run_job(tmp_path, monkeypatch, CASES, turns=True)
     assert groups == [2, 2]
     assert [found[key]["graph"]["time"]["median_us"] for key in (("a", 1), ("b", 1), ("a", 2), ("wrong", 2))] == [
         1,
@@ -94,16 +96,16 @@ def test_variants_of_a_size_are_timed_together(tmp_path, monkeypatch, groups):
     assert found["wrong", 2]["difference"] == "replayed graph: off by one"
 
 
-def test_a_graph_that_cannot_be_checked_has_failed_alone(tmp_path, monkeypatch, groups):
-    """Those that were timed with it have their times."""
-    found = measured(tmp_path, monkeypatch, [("a", 1), ("lost", 1), ("b", 1)], turns=True)
+def test_graph_that_cannot_be_checked_fails_alone(tmp_path, monkeypatch, groups):
+    """The graphs that were timed with it keep their times."""
+    found = run_job(tmp_path, monkeypatch, [("a", 1), ("lost", 1), ("b", 1)], turns=True)
     assert groups == [3]
     assert found["lost", 1]["outcome"] == "failed"
     assert "gone" in found["lost", 1]["reason"]
     assert [found[variant, 1]["graph"]["time"]["median_us"] for variant in "ab"] == [1, 3]
 
 
-def test_without_turns_each_is_timed_alone(tmp_path, monkeypatch, groups):
-    """As benches of several ranks are."""
-    measured(tmp_path, monkeypatch, CASES, turns=False)
+def test_each_case_is_timed_alone_without_turns(tmp_path, monkeypatch, groups):
+    """Benches of several ranks run without turns."""
+    run_job(tmp_path, monkeypatch, CASES, turns=False)
     assert groups == [1, 1, 1, 1]

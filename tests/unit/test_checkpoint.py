@@ -1,4 +1,4 @@
-"""Reading a Hugging Face checkpoint folder: the right part, dequantised where it is FP8, or an error with a name."""
+"""Reading of a Hugging Face checkpoint folder: parts of tensors, FP8 dequantisation, and named errors."""
 
 import json
 
@@ -16,14 +16,14 @@ from tests.unit import engine_builder as build
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
-def source(folder, dtype=torch.float32):
-    """The folder as a source on the CPU."""
+def open_source(folder, dtype=torch.float32):
+    """Return the folder as a source on the CPU."""
     return CheckpointSource(folder, dtype, build.CPU)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """One file with a matrix [6, 4] of 0 … 23 and a vector [4]."""
+    """Return a folder with one file that has a matrix [6, 4] of 0 … 23 and a vector [4]."""
     save_file(
         {"a.weight": torch.arange(24.0).view(6, 4), "norm.weight": torch.arange(4.0)}, tmp_path / "model.safetensors"
     )
@@ -31,68 +31,69 @@ def folder(tmp_path):
 
 
 def write_index(folder, weight_map):
-    """An index, which is preferred to model.safetensors."""
+    """Write an index, which is preferred to model.safetensors."""
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
 
 
 class TestParts:
-    def test_rows_and_columns_of_a_matrix(self, folder):
+    def test_rows_and_columns_of_a_matrix_are_read(self, folder):
         """Rows 2, 3 of four columns begin with 8 and 12; columns 1, 2 of them are 9 10 and 13 14."""
-        get = source(folder).get_tensor
+        get = open_source(folder).get_tensor
         assert get("a.weight", (6, 4), rows=slice(2, 4))[:, 0].tolist() == [8, 12]
         assert get("a.weight", (6, 4), columns=slice(3, 4)).flatten().tolist() == [3, 7, 11, 15, 19, 23]
         assert get("a.weight", (6, 4), rows=slice(2, 4), columns=slice(1, 3)).tolist() == [[9, 10], [13, 14]]
         assert get("norm.weight", (4,)).tolist() == [0, 1, 2, 3]
 
-    def test_parts_come_in_the_models_dtype(self, folder):
-        """Half of the bytes of fp32."""
-        part = source(folder, torch.bfloat16).get_tensor("a.weight", (6, 4), rows=slice(0, 1))
+    def test_parts_are_returned_in_the_models_dtype(self, folder):
+        part = open_source(folder, torch.bfloat16).get_tensor("a.weight", (6, 4), rows=slice(0, 1))
         assert part.dtype == torch.bfloat16
         assert part.tolist() == [[0, 1, 2, 3]]
 
-    def test_an_index_says_which_file_holds_a_tensor(self, folder):
-        """Two tensors in two files, neither of which is called model.safetensors."""
+    def test_index_gives_the_file_of_each_tensor(self, folder):
+        """Two tensors are in two files with names other than model.safetensors."""
         (folder / "model.safetensors").rename(folder / "one.safetensors")
         save_file({"b.weight": torch.full((1, 2), 7.0)}, folder / "two.safetensors")
         write_index(folder, {"a.weight": "one.safetensors", "b.weight": "two.safetensors"})
-        assert source(folder).get_tensor("b.weight", (1, 2)).tolist() == [[7, 7]]
-        assert source(folder).get_tensor("a.weight", (6, 4), rows=slice(5, 6)).tolist() == [[20, 21, 22, 23]]
+        assert open_source(folder).get_tensor("b.weight", (1, 2)).tolist() == [[7, 7]]
+        assert open_source(folder).get_tensor("a.weight", (6, 4), rows=slice(5, 6)).tolist() == [[20, 21, 22, 23]]
 
-    def test_the_lm_head_is_the_embedding_where_the_config_says_so_and_only_there(self, tmp_path):
-        """`tie_word_embeddings`: a checkpoint that lacks its LM head is not made whole by a guess."""
+    def test_lm_head_is_the_embedding_only_with_tied_embeddings(self, tmp_path):
+        """Without `tie_word_embeddings`, a checkpoint without an LM head is refused."""
         tensors = build.tensors(build.TINY)
         del tensors["lm_head.weight"]
         save_file(tensors, tmp_path / "model.safetensors")
         tied = build.shape_like_tiny(tied=True)
-        held = load_weights(source(tmp_path), tied, Layout(2), 1, build.layers(tied))
-        assert torch.equal(held.lm_head, tensors["model.embed_tokens.weight"][256:])
+        loaded = load_weights(open_source(tmp_path), tied, Layout(2), 1, build.layers(tied))
+        assert torch.equal(loaded.lm_head, tensors["model.embed_tokens.weight"][256:])
         with pytest.raises(ModelError, match=r"has no tensor 'lm_head\.weight'"):
-            load_weights(source(tmp_path), build.TINY, Layout(1), 0, build.layers(build.TINY))
+            load_weights(open_source(tmp_path), build.TINY, Layout(1), 0, build.layers(build.TINY))
 
 
 class TestRoutingBias:
-    """Published in fp32, and kept so: it is added to scores in fp32, and rounding it sends tokens elsewhere."""
+    """The routing bias is published in fp32 and kept so: it is added to fp32 scores, and rounding it changes chosen
+    experts.
+    """
 
-    def held(self, folder, tensors, dtype):
-        """The routing of the first MoE layer, loaded in `dtype` from a checkpoint of these tensors."""
+    def load_router(self, folder, tensors, dtype):
+        """Return the routing of the first MoE layer, loaded in `dtype` from a checkpoint of these tensors."""
         save_file(tensors, folder / "model.safetensors")
-        return load_weights(source(folder, dtype), build.TINY, Layout(1), 0, build.layers(build.TINY)).moe[0].mlp
+        return load_weights(open_source(folder, dtype), build.TINY, Layout(1), 0, build.layers(build.TINY)).moe[0].mlp
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-    def test_it_is_held_as_it_is_published_whatever_the_models_dtype(self, tmp_path, dtype):
-        """bf16 holds 8 and then 8.0625; all biases between the two would become one of them."""
+    def test_routing_bias_stays_fp32_for_every_model_dtype(self, tmp_path, dtype):
+        """In bf16, 8 is followed by 8.0625: all biases between the two would be rounded to one of them."""
         tensors = build.tensors(build.TINY)
         published = 8 + torch.arange(8.0) / 256
         tensors[BIAS] = published
-        assert torch.equal(self.held(tmp_path, tensors, dtype).bias, published)
+        assert torch.equal(self.load_router(tmp_path, tensors, dtype).bias, published)
 
-    def test_all_biases_8_higher_choose_the_same_experts(self, tmp_path):
-        """What is added to every expert's score changes no order. bf16 would round biases of 0.01 on 8 to 8."""
+    def test_adding_8_to_all_biases_chooses_the_same_experts(self, tmp_path):
+        """A common offset of all scores changes no order; bf16 would round biases of 0.01 on 8 to 8."""
         tensors = build.tensors(build.TINY)
         logits_TE = torch.randn(1000, build.TINY.experts, generator=torch.Generator().manual_seed(0))
         rule, chosen = build.TINY, []
         for shift in (0, 8):
-            bias = self.held(tmp_path, tensors | {BIAS: tensors[BIAS] + shift}, torch.bfloat16).bias
+            bias = self.load_router(tmp_path, tensors | {BIAS: tensors[BIAS] + shift}, torch.bfloat16).bias
             chosen.append(select_experts(logits_TE, bias, rule)[1].sort(-1).values)
         moved = (chosen[0] != chosen[1]).any(-1).sum().item()
         assert moved == 0
@@ -101,17 +102,17 @@ class TestRoutingBias:
 
 
 class TestFp8:
-    """e4m3 weights of 300 × 200 with one scale for each of 3 × 2 blocks of 128 × 128, the last ones cut off."""
+    """Weights of 300 × 200 in e4m3 have one scale for each of 3 × 2 blocks of 128 × 128, the last ones cut off."""
 
     @pytest.fixture
     def weight(self):
-        """Whole numbers up to 15, which e4m3 holds exactly."""
+        """Return integers up to 15, which e4m3 represents exactly."""
         generator = torch.Generator().manual_seed(0)
         return torch.randint(-15, 16, (300, 200), generator=generator).float()
 
     @pytest.fixture
     def folder(self, tmp_path, weight):
-        """The weight and its scales 1 … 6."""
+        """Return a folder with the weight and its scales 1 … 6."""
         tensors = {
             "w.weight": weight.to(torch.float8_e4m3fn),
             "w.weight_scale_inv": torch.arange(1.0, 7).view(3, 2),
@@ -124,79 +125,81 @@ class TestFp8:
         [(None, None), (slice(100, 130), None), (slice(129, 300), slice(50, 200)), (None, slice(127, 129))],
         ids=["whole", "rows-across-a-block", "both", "two-columns-of-two-blocks"],
     )
-    def test_every_element_is_multiplied_by_its_own_blocks_scale(self, folder, weight, rows, columns):
-        """Element (r, c) lies in block (r // 128, c // 128), whose scale is 1 + 2·(r // 128) + c // 128."""
+    def test_every_element_is_multiplied_by_the_scale_of_its_block(self, folder, weight, rows, columns):
+        """Element (r, c) lies in block (r // 128, c // 128), with the scale 1 + 2·(r // 128) + c // 128."""
         r, c = torch.arange(300)[:, None], torch.arange(200)[None, :]
         expected = weight * (1 + 2 * (r // 128) + c // 128)
-        part = source(folder).get_tensor("w.weight", (300, 200), rows=rows, columns=columns)
+        part = open_source(folder).get_tensor("w.weight", (300, 200), rows=rows, columns=columns)
         assert torch.equal(part, expected[rows or slice(None), columns or slice(None)])
 
     def test_scales_for_another_block_size_are_refused(self, folder, weight):
-        """300 / 64 = 4.7, so five rows of scales mean blocks of 64."""
+        """300 / 64 = 4.7, so that five rows of scales mean blocks of 64."""
         tensors = {"w.weight": weight.to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(5, 4)}
         save_file(tensors, folder / "model.safetensors")
         with pytest.raises(ModelError, match=r"'w.weight_scale_inv' has shape \(5, 4\).* makes it \(3, 2\)"):
-            source(folder).get_tensor("w.weight", (300, 200))
+            open_source(folder).get_tensor("w.weight", (300, 200))
 
     def test_quantised_weights_without_scales_are_refused(self, folder, weight):
-        """Read as they are they would be wrong by orders of magnitude, and nobody would know."""
+        """Without scales the values would be wrong by orders of magnitude."""
         save_file({"w.weight": weight.to(torch.float8_e4m3fn)}, folder / "model.safetensors")
         with pytest.raises(
             ModelError, match=r"'w\.weight' is torch\.float8_e4m3fn, and there is no 'w\.weight_scale_inv'"
         ):
-            source(folder).get_tensor("w.weight", (300, 200), rows=slice(0, 1))
+            open_source(folder).get_tensor("w.weight", (300, 200), rows=slice(0, 1))
 
 
 class TestErrors:
-    """A sentence of ours that names what is wrong, where safetensors would raise its own."""
+    """Errors name the cause instead of passing on those of safetensors."""
 
-    def test_a_missing_tensor_is_named(self, folder):
+    def test_missing_tensor_is_named(self, folder):
         with pytest.raises(ModelError, match=r"has no tensor 'b\.weight'; the checkpoint does not match its config"):
-            source(folder).get_tensor("b.weight", (1, 1))
+            open_source(folder).get_tensor("b.weight", (1, 1))
 
-    def test_a_misshaped_tensor_is_named_with_both_shapes(self, folder):
+    def test_tensor_with_a_wrong_shape_is_named_with_both_shapes(self, folder):
         with pytest.raises(ModelError, match=r"'a.weight' has shape \(6, 4\), while config.json makes it \(6, 5\)"):
-            source(folder).get_tensor("a.weight", (6, 5), rows=slice(0, 1))
+            open_source(folder).get_tensor("a.weight", (6, 5), rows=slice(0, 1))
 
-    def test_a_real_model_stops_at_its_first_missing_tensor(self, folder):
-        """Through the loader: a rank asks for the embedding first."""
+    def test_loading_a_model_stops_at_its_first_missing_tensor(self, folder):
+        """A rank reads the embedding first."""
         with pytest.raises(ModelError, match=r"no tensor 'model.embed_tokens.weight'"):
-            load_weights(source(folder), build.TINY, Layout(1), 0, build.layers(build.TINY))
+            load_weights(open_source(folder), build.TINY, Layout(1), 0, build.layers(build.TINY))
 
-    def test_a_folder_without_weights(self, tmp_path):
+    def test_folder_without_weights_is_refused(self, tmp_path):
         with pytest.raises(ModelError, match=r"holds neither model\.safetensors\.index\.json nor model\.safetensors"):
-            source(tmp_path)
+            open_source(tmp_path)
 
-    def test_a_corrupt_file(self, folder):
-        """Cut in half, as by an interrupted download: the header promises more than there is."""
+    def test_truncated_file_is_refused(self, folder):
+        """An interrupted download leaves less data than the header states."""
         path = folder / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-10])
         with pytest.raises(ModelError, match=r"model\.safetensors cannot be read as safetensors"):
-            source(folder)
+            open_source(folder)
 
-    def test_a_corrupt_file_behind_an_index(self, folder):
-        """Found when a tensor of it is asked for, not before: a rank opens only the files that it needs."""
+    def test_corrupt_file_of_an_index_is_refused_when_it_is_read(self, folder):
+        """A rank opens only the files that it needs."""
         (folder / "bad.safetensors").write_bytes(b"not this")
         write_index(folder, {"a.weight": "model.safetensors", "b.weight": "bad.safetensors"})
-        assert source(folder).get_tensor("a.weight", (6, 4)).shape == (6, 4)
+        assert open_source(folder).get_tensor("a.weight", (6, 4)).shape == (6, 4)
         with pytest.raises(ModelError, match=r"bad\.safetensors cannot be read as safetensors"):
-            source(folder).get_tensor("b.weight", (1, 1))
+            open_source(folder).get_tensor("b.weight", (1, 1))
 
-    def test_a_file_that_the_index_names_and_nobody_downloaded(self, folder):
+    def test_missing_file_of_an_index_is_refused(self, folder):
         write_index(folder, {"b.weight": "gone.safetensors"})
         with pytest.raises(ModelError, match=r"gone\.safetensors cannot be read"):
-            source(folder).get_tensor("b.weight", (1, 1))
+            open_source(folder).get_tensor("b.weight", (1, 1))
 
-    def test_an_index_that_names_the_wrong_file(self, folder):
+    def test_index_with_a_wrong_file_is_refused(self, folder):
         write_index(folder, {"b.weight": "model.safetensors"})
         with pytest.raises(ModelError, match=r"model\.safetensors has no tensor 'b\.weight', though"):
-            source(folder).get_tensor("b.weight", (1, 1))
+            open_source(folder).get_tensor("b.weight", (1, 1))
 
     @pytest.mark.parametrize(
         "text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a.weight": 3}}', "\ud800"], ids=ascii
     )
-    def test_a_broken_index(self, folder, text):
-        """No JSON, a list, no map, a list for a map, a number for a file name, and bytes that are not UTF-8."""
+    def test_invalid_index_is_refused(self, folder, text):
+        """The indexes are no JSON, a list, without a map, with a list for a map, with a number for a file name, and not
+        UTF-8.
+        """
         (folder / INDEX_FILE).write_bytes(text.encode(errors="surrogatepass"))
         with pytest.raises(ModelError, match=r"index\.json is not a safetensors index"):
-            source(folder)
+            open_source(folder)

@@ -1,4 +1,4 @@
-"""What a rank holds on the host while it reads its part of DeepSeek-V3 in the shapes and files that are published."""
+"""Host memory of a rank that reads its part of DeepSeek-V3 in the published shapes and files."""
 
 from __future__ import annotations
 
@@ -22,18 +22,15 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.memory import count_all_layers
 from tests.unit.test_shapes import CONFIGS
 
-SHARD = 4_300_000_000
-"""Bytes of a published file, about."""
+SHARD = 4_300_000_000  # approximate size of a published file in bytes
 BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 LAYOUT, RANK = Layout(8), 3
-EXPERTS = 16
-"""Of a layer, in place of 256: each is read alike."""
-KNOWN = 500_000_000
-"""Bytes of a tensor that the watch must see."""
+EXPERTS = 16  # experts of a layer, instead of 256; all are read in the same way
+KNOWN = 500_000_000  # bytes of a tensor that the watch must detect
 
 
-def tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Names, dtypes and shapes of one dense and one MoE layer, as DeepSeek-V3's index lists them."""
+def list_tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return names, dtypes and shapes of one dense and one MoE layer, as DeepSeek-V3's index lists them."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {"model.embed_tokens.weight": ("BF16", (129280, 7168))}
 
     def fp8(name: str, *shape: int) -> None:
@@ -71,14 +68,14 @@ def tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
     return found | {"model.norm.weight": ("BF16", (7168,)), "lm_head.weight": ("BF16", (129280, 7168))}
 
 
-def write(folder: Path) -> list[Path]:
-    """Files of such tensors, all zeros and so without a block on the disk, with their index and config.json."""
+def write_checkpoint(folder: Path) -> list[Path]:
+    """Write files of such tensors as sparse zeros, with their index and config.json."""
     config = CONFIGS["deepseek-v3"] | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": EXPERTS}
     (folder / "config.json").write_text(json.dumps(config))
     weight_map: dict[str, str] = {}
     headers: list[dict[str, object]] = []
     end = SHARD
-    for name, (dtype, shape) in tensors().items():
+    for name, (dtype, shape) in list_tensors().items():
         size = BYTES[dtype] * torch.Size(shape).numel()
         if end + size > SHARD:
             headers.append({})
@@ -98,8 +95,8 @@ def write(folder: Path) -> list[Path]:
     return files
 
 
-class Watch:
-    """The most private memory that this process has in a block, above what it had before."""
+class MemoryWatch:
+    """The largest private memory of this process in a block, above its memory before."""
 
     def __enter__(self) -> Self:
         self.before = self.most = self.now()
@@ -127,13 +124,13 @@ class Watch:
             self.most = max(self.most, self.now())
 
 
-def read(folder: Path) -> tuple[int, int, int]:
-    """Bytes of private memory that reading a rank's part takes, that a known tensor takes, and that the part has."""
+def measure_reading(folder: Path) -> tuple[int, int, int]:
+    """Return the private memory in bytes for reading a rank's part and for a known tensor, and the bytes of the part."""
     shape = load_shape(str(folder))
     source = CheckpointSource(folder, torch.bfloat16, torch.device("meta"))
-    with Watch() as memory:
+    with MemoryWatch() as memory:
         held = load_weights(source, shape, LAYOUT, RANK, count_all_layers(shape), ep="1", fp8=True)
-    with Watch() as known:
+    with MemoryWatch() as known:
         taken = torch.ones(KNOWN, dtype=torch.uint8)
         time.sleep(0.05)
         del taken
@@ -141,18 +138,18 @@ def read(folder: Path) -> tuple[int, int, int]:
 
 
 @pytest.mark.long
-def test_a_rank_holds_its_part_in_hand_and_never_a_file(tmp_path: Path) -> None:
-    """The largest part in hand: 16,160 rows of the vocabulary, 232 MB. What is kept goes to a device without memory.
+def test_reading_a_checkpoint_needs_memory_for_one_part_only(tmp_path: Path) -> None:
+    """The largest part has 16,160 rows of the vocabulary, 232 MB. The loaded weights go to the meta device.
 
-    In a process of its own: one that has run other tests has free memory to read into, and would not grow.
+    A new process is used, as one that has run other tests has free memory to read into, and would not grow.
     """
-    files = write(tmp_path)
+    files = write_checkpoint(tmp_path)
     assert files[0].stat().st_size > 3e9
     assert load_shape(str(tmp_path)).published.name == "fp8"
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
-        grown, known, held = fresh.submit(read, tmp_path).result()
+        grown, known, held = fresh.submit(measure_reading, tmp_path).result()
     part = 129280 // 8 * 7168 * 2
-    assert known > 0.9 * KNOWN, "the watch sees what is taken"
+    assert known > 0.9 * KNOWN, "the watch detects an allocation"
     assert grown < 1.2 * part
-    assert grown < 0.1 * files[0].stat().st_size, "and a file has 3 GB"
-    assert held > 2 * part, "much more was read than was ever held"
+    assert grown < 0.1 * files[0].stat().st_size, "a file has 3 GB"
+    assert held > 2 * part, "much more was read than was held at once"

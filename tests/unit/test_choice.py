@@ -1,4 +1,6 @@
-"""`auto`: the fastest candidate stays, all are in the record and the report, and those that cannot run say why."""
+"""`auto`: the fastest candidate is used, all candidates are in the record and the report, with reasons for those that
+cannot run.
+"""
 
 import msgspec
 import pytest
@@ -20,72 +22,74 @@ SLOWEST_MS = {"ag_rs": 6.0, "a2a": 3.0, "symm": 4.5}
 
 @pytest.fixture
 def engine():
-    """One rank in a group of its own, where every exchange merges with nobody; built as session.py does."""
+    """Return an engine of one rank in a group of its own, where exchanges merge nothing; session.py builds it in the
+    same way.
+    """
     built = engine_builder.engine()
     built.select_path(*choice.get_initial_candidate(POINT))
     return built
 
 
 @pytest.fixture
-def ran(monkeypatch, engine):
-    """What was timed, in order; a pass over the three layers takes as long as SLOWEST_MS says of the exchange."""
-    timed = []
+def timed_candidates(monkeypatch, engine):
+    """Return the timed candidates in order; a pass over the three layers takes the SLOWEST_MS of its exchange."""
+    candidates = []
 
     def chunk(timer, steps):
         timer.step()
         name = next(name for name, made in engine.made.items() if made is engine.exchange)
-        timed.append((engine.backend_name, name))
+        candidates.append((engine.backend_name, name))
         return [SLOWEST_MS[name]] * steps, 0.1
 
     monkeypatch.setattr(Timer, "measure_chunk", chunk)
     monkeypatch.setattr(choice, "TIMED_BACKENDS", ("reference", "flashinfer"))
-    return timed
+    return candidates
 
 
-def three_requests(engine):
-    """Three requests in four rows."""
+def add_three_requests(engine):
+    """Return three requests in four rows."""
     requests = [engine.add_request(4) for _ in range(3)]
     for number, request in enumerate(requests):
         engine.write_random_kv(request, number, seed=0)
     return requests
 
 
-def chosen_by(engine, point=POINT, alive=lambda: None):
-    """What `choose` says."""
+def choose(engine, point=POINT, alive=lambda: None):
+    """Return the choice of `choose_fastest`."""
     with torch.inference_mode():
-        requests = three_requests(engine)
+        requests = add_three_requests(engine)
         return choose_fastest(engine, point, lambda: engine.plan_step(requests, 3), alive)
 
 
 class TestChoose:
-    def test_the_fastest_exchange_stays_and_all_are_noted(self, engine, ran):
-        """Three layers in 6, 3 and 4.5 ms: 2,000, 1,000 and 1,500 µs each."""
+    def test_fastest_exchange_is_used_and_all_are_recorded(self, engine, timed_candidates):
+        """Three layers take 6, 3 and 4.5 ms: 2,000, 1,000 and 1,500 µs each."""
         alive = []
-        found = chosen_by(engine, alive=lambda: alive.append(1))
+        found = choose(engine, alive=lambda: alive.append(1))
         assert (found.backend, found.exchange) == ("reference", "a2a")
         assert {c.exchange: c.layer_us for c in found.candidates} == {
             "ag_rs": pytest.approx(2000),
             "a2a": pytest.approx(1000),
             "symm": pytest.approx(1500),
         }
-        assert list(dict.fromkeys(ran)) == [("reference", name) for name in SLOWEST_MS]
+        assert list(dict.fromkeys(timed_candidates)) == [("reference", name) for name in SLOWEST_MS]
         assert engine.exchange is engine.made["a2a"]
-        assert engine.batches == {}, "the others' plans and graphs are gone"
-        assert alive, "a watchdog hears of it"
+        assert engine.batches == {}, "plans and graphs of other candidates are dropped"
+        assert alive, "the watchdog is notified"
 
-    @pytest.mark.usefixtures("ran")
-    def test_a_named_exchange_and_an_open_backend(self, engine):
-        """FlashInfer is noted and passed over if it is missing or cannot take these widths."""
-        found = chosen_by(engine, msgspec.structs.replace(POINT, backend="auto", exchange="a2a"))
+    @pytest.mark.usefixtures("timed_candidates")
+    def test_only_the_backend_is_chosen_if_the_exchange_is_given(self, engine):
+        """FlashInfer is recorded and skipped if it is missing or cannot take these widths."""
+        found = choose(engine, msgspec.structs.replace(POINT, backend="auto", exchange="a2a"))
         assert str(found) == "reference a2a"
         first, second = found.candidates
         assert (first.layer_us, first.reason) == (pytest.approx(1000), None)
         assert (second.backend, second.layer_us) == ("flashinfer", None)
         assert "--backend flashinfer" in second.reason
 
-    @pytest.mark.usefixtures("ran")
-    def test_an_exchange_that_cannot_work_here_is_passed_over(self, engine, monkeypatch):
-        """Every rank hears the same error; the engine goes on with what it had."""
+    @pytest.mark.usefixtures("timed_candidates")
+    def test_exchange_that_cannot_run_is_skipped_with_reason(self, engine, monkeypatch):
+        """Every rank gets the same error; the engine continues with its previous exchange."""
 
         def use(backend, exchange, really=engine.select_path):
             if exchange == "a2a":
@@ -93,37 +97,36 @@ class TestChoose:
             really(backend, exchange)
 
         monkeypatch.setattr(engine, "select_path", use)
-        found = chosen_by(engine)
+        found = choose(engine)
         assert found.exchange == "symm"
         assert [(c.exchange, c.reason) for c in found.candidates if c.reason] == [("a2a", "these GPUs cannot")]
 
-    @pytest.mark.usefixtures("ran")
-    def test_what_another_rank_cannot_use_is_passed_over_on_all(self, engine, monkeypatch):
-        """Where one DCP group of several has no access to its peers: what runs here would wait for it there."""
+    @pytest.mark.usefixtures("timed_candidates")
+    def test_exchange_that_fails_on_another_rank_is_skipped_on_all(self, engine, monkeypatch):
+        """If one DCP group of several has no access to its peers, an exchange that runs here would wait for it."""
 
         def everyone(mine):
             fails = engine.exchange is engine.made.get("a2a")
             return [mine, CapacityError("rank 1 cannot") if fails else None]
 
         monkeypatch.setattr(choice, "gather_objects", everyone)
-        found = chosen_by(engine)
+        found = choose(engine)
         assert found.exchange == "symm"
         assert [(c.exchange, c.reason) for c in found.candidates if c.reason] == [("a2a", "rank 1 cannot")]
 
-    @pytest.mark.usefixtures("ran")
-    def test_where_nothing_can_run_the_last_reason_is_raised(self, engine, monkeypatch):
-        """As a point that names it would fail."""
+    @pytest.mark.usefixtures("timed_candidates")
+    def test_last_reason_is_raised_if_no_candidate_can_run(self, engine, monkeypatch):
+        """A point with this backend by name fails with the same error."""
         monkeypatch.setattr(choice, "TIMED_BACKENDS", ("flashinfer",))
         with pytest.raises(DcpbenchError, match="--backend flashinfer"):
-            chosen_by(engine, msgspec.structs.replace(POINT, backend="auto", exchange="none"))
+            choose(engine, msgspec.structs.replace(POINT, backend="auto", exchange="none"))
 
-    def test_a_point_that_names_both_has_no_choice(self, engine, ran):
-        """Nothing is timed."""
-        assert chosen_by(engine, msgspec.structs.replace(POINT, exchange="none")) is None
-        assert ran == []
+    def test_point_with_given_backend_and_exchange_has_no_choice(self, engine, timed_candidates):
+        assert choose(engine, msgspec.structs.replace(POINT, exchange="none")) is None
+        assert timed_candidates == []
 
 
-def test_the_report_says_what_was_chosen_and_by_how_much(tmp_path):
+def test_report_has_the_chosen_candidate_and_its_lead(tmp_path):
     """50 against 55 µs: the next is 10 % slower."""
     point = record_builder.point(Layout(4, dcp=4), backend="auto", exchange="auto", q_replicate=True)
     found = Choice(
@@ -151,7 +154,7 @@ def test_the_report_says_what_was_chosen_and_by_how_much(tmp_path):
     ]
 
 
-def test_without_auto_the_report_has_no_such_table(tmp_path):
-    """An empty table is left out."""
+def test_report_without_auto_has_an_empty_choice_table(tmp_path):
+    """The report leaves out an empty table."""
     read = dataframes.load_frames([record_builder.write(tmp_path, [record_builder.ok(record_builder.point())])])
     assert record_tables.build_choice_table(read).rows == []

@@ -10,17 +10,17 @@ import pytest
 
 from dcpbench.compare import fail_on
 from tests.unit import record_builder as build
-from tests.unit.compare_builder import compared
+from tests.unit.compare_builder import compare_records
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 @pytest.mark.parametrize(("rules", "fails"), [("ttft_p99:5%", False), ("ttft_p99:5%,undecided", True)])
-def test_a_rule_that_guards_nothing_is_not_judged_and_never_passes(tmp_path: Path, rules: str, fails: bool) -> None:
-    """Decode has no TTFT: nothing proves that it is worse, and nothing that it is not."""
+def test_rule_without_a_compared_metric_is_unjudged_and_never_passes(tmp_path: Path, rules: str, fails: bool) -> None:
+    """Decode has no TTFT, so that a regression can be neither shown nor excluded."""
     p = build.point()
-    found = compared(tmp_path, [build.ok(p)], [build.ok(p)])
+    found = compare_records(tmp_path, [build.ok(p)], [build.ok(p)])
     fail_on.apply_rules(found, fail_on.read_rules(rules))
     assert [f.rule for f in found.findings] == ["ttft_p99:5%"]
     assert found.findings[0].status == ("fails" if fails else "unjudged")
@@ -28,10 +28,12 @@ def test_a_rule_that_guards_nothing_is_not_judged_and_never_passes(tmp_path: Pat
 
 
 @pytest.mark.parametrize("rules", ["undecided", "missing,undecided"])
-def test_undecided_alone_fails_where_a_verdict_is_undecided_and_nowhere_else(tmp_path: Path, rules: str) -> None:
-    """With one launch on each side, scatter between launches leaves times undecided; memory is counted, and it is the same."""
+def test_undecided_rule_fails_exactly_the_undecided_rows(tmp_path: Path, rules: str) -> None:
+    """With one launch on each side, scatter between launches leaves times undecided; memory is counted, and it is the
+    same.
+    """
     p = build.point()
-    found = compared(tmp_path / "level", [build.ok(p)], [build.ok(p)])
+    found = compare_records(tmp_path / "level", [build.ok(p)], [build.ok(p)])
     fail_on.apply_rules(found, fail_on.read_rules(rules))
     undecided = [row for row in found.points[0].rows if row.verdict == "UNDECIDED"]
     assert undecided
@@ -49,9 +51,7 @@ def test_undecided_alone_fails_where_a_verdict_is_undecided_and_nowhere_else(tmp
         ("itl_p50:+10", 100.0, False, math.log(1.1)),
     ],
 )
-def test_a_rate_is_as_much_worse_as_what_it_counts_takes_longer(
-    rule: str, a: float, higher: bool, limit: float
-) -> None:
+def test_limit_of_a_rate_is_the_ratio_of_times(rule: str, a: float, higher: bool, limit: float) -> None:
     """100 tok/s that become 90 take 100 / 90 of the time; 100 ms that become 110 take 1.1 of it."""
     (one,) = fail_on.read_rules(rule)
     row = SimpleNamespace(a=a, higher_is_better=higher)

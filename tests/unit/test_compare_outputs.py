@@ -1,4 +1,4 @@
-"""`dcpbench compare`: what fails a build, every form of what was found, and records that nobody can trust."""
+"""`dcpbench compare`: gates, every output format, and hostile records."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from dcpbench.serving.outcome import FINISHED, Row
 from dcpbench.serving.samples import write_samples
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serving
-from tests.unit.compare_builder import compared, forecast_steps, of_launches, write_launches
+from tests.unit.compare_builder import compare_launches, compare_records, make_forecast, write_launches
 
 if TYPE_CHECKING:
     from dcpbench.records.record import Record
@@ -47,7 +47,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]):
-    """A command in this process: exit code, stdout, stderr."""
+    """Return a function that runs a command in this process and returns exit code, stdout and stderr."""
 
     def run(*args: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as end:
@@ -57,10 +57,10 @@ def call(capsys: pytest.CaptureFixture[str]):
     return run
 
 
-def test_only_what_is_decided_and_not_worse_gets_a_tick(tmp_path: Path) -> None:
-    """A CPU's times are UNDECIDED, and a comparison of nothing decides nothing."""
+def test_markdown_has_a_tick_only_if_all_is_decided_and_not_worse(tmp_path: Path) -> None:
+    """Times of a CPU are UNDECIDED, and an empty comparison decides nothing."""
     p = build.point()
-    decided = compared(tmp_path, [build.ok(p)], [build.ok(p)])
+    decided = compare_records(tmp_path, [build.ok(p)], [build.ok(p)])
     for point in decided.points:
         point.rows = [row for row in point.rows if row.verdict == "SAME"]
     assert decided.points[0].rows
@@ -71,11 +71,11 @@ def test_only_what_is_decided_and_not_worse_gets_a_tick(tmp_path: Path) -> None:
     assert comparison_markdown.render(decided).startswith("## ❔ ")
 
 
-def test_every_form_says_which_sides_are_forecasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every form also names which of two points is a forecast, and nothing if all was measured."""
-    of = build.point(Layout(4), concurrency=16)
-    a, b = ([forecast_steps(ms, (0.1, 0.1)), build.ok(of)] for ms in (10, 8))
-    found = compared(tmp_path, a, b, launch_noise=0.02)
+def test_every_output_names_forecast_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note is empty if all points were measured."""
+    own_point = build.point(Layout(4), concurrency=16)
+    a, b = ([make_forecast(ms, (0.1, 0.1)), build.ok(own_point)] for ms in (10, 8))
+    found = compare_records(tmp_path, a, b, launch_noise=0.02)
     note = comparison_text.format_forecast_note(found)
     assert note.startswith("Forecast: one rank ran for all of A and B in 1 of 2 points, and the wire was modelled; ")
     (without,) = (point.without_ends for point in found.points if point.forecast)
@@ -89,30 +89,32 @@ def test_every_form_says_which_sides_are_forecasts(tmp_path: Path, monkeypatch: 
     assert all(
         note in form for form in (text, comparison_markdown.render(found), comparison_ci.format_github(found), title)
     )
-    measured = compared(tmp_path / "measured", a[1:], b[1:])
+    measured = compare_records(tmp_path / "measured", a[1:], b[1:])
     assert (comparison_text.format_forecast_note(measured), measured.forecast) == ("", False)
 
 
-def test_a_gate_cannot_pass_what_a_forecast_leaves_open(tmp_path: Path) -> None:
-    """25 % slower and 30 % unsure is undecided; a metric without ends cannot be judged, nor can a single launch."""
-    sides = [forecast_steps(8, (0.3, 0.3))], [forecast_steps(10, (0.3, 0.3))]
-    found = compared(tmp_path, *sides, launch_noise=0.02)
+def test_gate_does_not_pass_undecided_forecasts(tmp_path: Path) -> None:
+    """A forecast that is 25 % slower and 30 % uncertain is undecided; a metric without ends or a single launch cannot
+    be judged.
+    """
+    sides = [make_forecast(8, (0.3, 0.3))], [make_forecast(10, (0.3, 0.3))]
+    found = compare_records(tmp_path, *sides, launch_noise=0.02)
     fail_on.apply_rules(found, fail_on.read_rules("slower:2%,itl_p90:2%"))
     gates = {row.metric: row.gate for row in found.points[0].rows if row.gate}
     assert gates == {"step_time": "undecided", "itl_p90": "unjudged"}
-    single = compared(tmp_path, *sides)
+    single = compare_records(tmp_path, *sides)
     fail_on.apply_rules(single, fail_on.read_rules("slower:2%"))
     assert [f.status for f in single.findings] == ["unjudged"]
 
 
-def test_names_of_rows_of_a_forest_are_whole_and_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load, at the end of a name, is what rows differ in; intervals keep 3 inches beside it."""
+def test_labels_of_a_forest_plot_are_complete_and_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load, at the end of a label, differs between rows; intervals keep 3 inches next to it."""
     one = build.ok(build.point(Layout(16, 2, 8), exchange="ag_rs_registered", concurrency=2048, context=1_000_000))
     figures = []
     monkeypatch.setattr(
         picture, "save_figure", lambda figure, *_: figures.append(figure) or figure.savefig(tmp_path / "f.png")
     )
-    found = compared(tmp_path, [one], [one], launch_noise=0.02)
+    found = compare_records(tmp_path, [one], [one], launch_noise=0.02)
     picture.draw(found, tmp_path)
     (figure,) = figures
     (axes,) = figure.axes
@@ -125,11 +127,11 @@ def test_names_of_rows_of_a_forest_are_whole_and_have_room(tmp_path: Path, monke
 
 class TestGate:
     def apply(self, tmp_path: Path, rules: str | None, a: Record, *b: Record) -> Comparison:
-        found = compared(tmp_path, [a], list(b))
+        found = compare_records(tmp_path, [a], list(b))
         fail_on.apply_rules(found, fail_on.read_rules(rules))
         return found
 
-    def test_one_more_sync_fails_a_limit_of_none(self, tmp_path: Path) -> None:
+    def test_one_more_sync_fails_a_limit_of_zero(self, tmp_path: Path) -> None:
         p = build.point()
         found = self.apply(tmp_path, "syncs:+0", build.ok(p), build.ok(p, host_syncs_per_step=1.0))
         (failure,) = found.fails
@@ -138,24 +140,24 @@ class TestGate:
         )
         assert not self.apply(tmp_path, "syncs:+1", build.ok(p), build.ok(p, host_syncs_per_step=1.0)).fails
 
-    def test_a_proven_slowdown_fails_only_beyond_its_limit(self, tmp_path: Path) -> None:
-        found = of_launches(tmp_path, 4, faster=1 / 1.05)
+    def test_proven_slowdown_fails_only_beyond_its_limit(self, tmp_path: Path) -> None:
+        found = compare_launches(tmp_path, 4, faster=1 / 1.05)
         fail_on.apply_rules(found, fail_on.read_rules("slower:2%"))
         assert len(found.fails) == 4
         fail_on.apply_rules(found, fail_on.read_rules("slower:10%,itl_p50:10%,tok_s:10%"))
         assert found.findings == []
         assert {row.gate for p in found.points for row in p.rows if row.metric == "step_time"} == {"passes"}
 
-    def test_a_limit_may_be_given_in_the_metrics_unit(self, tmp_path: Path) -> None:
-        """10 ms become 10.5."""
-        found = of_launches(tmp_path, 4, faster=1 / 1.05)
+    def test_limit_can_be_given_in_the_unit_of_the_metric(self, tmp_path: Path) -> None:
+        """A step of 10 ms becomes 10.5 ms."""
+        found = compare_launches(tmp_path, 4, faster=1 / 1.05)
         fail_on.apply_rules(found, fail_on.read_rules("step_time:+0.2"))
         assert len(found.fails) == 4
         fail_on.apply_rules(found, fail_on.read_rules("step_time:+2"))
         assert found.fails == []
 
-    def test_a_single_launch_passes_no_gate_and_fails_none(self, tmp_path: Path) -> None:
-        """3 % slower beyond a limit of 2 %, in one launch each: nothing could have failed the rule."""
+    def test_gate_with_single_launches_is_undecided(self, tmp_path: Path) -> None:
+        """Single launches, 3 % slower with a limit of 2 %, cannot fail the rule."""
         p = build.point()
         a, b = build.ok(p, median_ms=10), build.ok(p, median_ms=10.3)
         found = self.apply(tmp_path, "slower:2%", a, b)
@@ -166,10 +168,8 @@ class TestGate:
         assert "1 launch of A and 1 of B cannot show how launches scatter" in found.findings[0].message
         assert [f.status for f in self.apply(tmp_path, "slower:2%,undecided", a, b).findings] == ["fails"]
 
-    def test_what_is_not_decided_fails_only_if_that_is_asked_and_says_what_would_have_been_found(
-        self, tmp_path: Path
-    ) -> None:
-        """Launches that scatter by 3 %: the interval reaches beyond a limit of 2 %."""
+    def test_undecided_row_fails_only_with_undecided_rule_and_names_visible_change(self, tmp_path: Path) -> None:
+        """Launches scatter by 3 %, so that the interval extends beyond a limit of 2 %."""
         a = write_launches(tmp_path / "a", 4, seed=1, cv=0.03)
         b = write_launches(tmp_path / "b", 4, seed=2, cv=0.03)
         found = judge_sides(sides.read_side([a]), sides.read_side([b]), Options(metrics=("step_time",)))
@@ -183,15 +183,15 @@ class TestGate:
         fail_on.apply_rules(found, fail_on.read_rules("slower:2%,undecided"))
         assert {f.status for f in found.findings} == {"fails"}
 
-    def test_a_point_that_fails_in_b_alone_fails_any_gate(self, tmp_path: Path) -> None:
+    def test_point_that_fails_only_in_b_fails_any_gate(self, tmp_path: Path) -> None:
         p = [build.point(concurrency=n) for n in (8, 16)]
-        found = compared(tmp_path, [build.ok(x) for x in p], [build.ok(p[0]), build.failed(p[1])])
+        found = compare_records(tmp_path, [build.ok(x) for x in p], [build.ok(p[0]), build.failed(p[1])])
         fail_on.apply_rules(found, fail_on.read_rules("syncs:+0"))
         assert [f.rule for f in found.fails] == ["failed"]
 
-    def test_a_point_that_b_lacks_fails_where_that_is_asked(self, tmp_path: Path) -> None:
+    def test_point_missing_in_b_fails_the_missing_rule(self, tmp_path: Path) -> None:
         p = [build.point(concurrency=n) for n in (8, 16)]
-        found = compared(tmp_path, [build.ok(x) for x in p], [build.ok(p[0])])
+        found = compare_records(tmp_path, [build.ok(x) for x in p], [build.ok(p[0])])
         fail_on.apply_rules(found, fail_on.read_rules("missing"))
         assert [f.message for f in found.fails] == ["kimi-k2 tp1 flashinfer, 16 × 4,000 tokens: only in A"]
 
@@ -211,19 +211,23 @@ class TestGate:
             ("undecided:2%", "type undecided alone"),
         ],
     )
-    def test_a_rule_that_cannot_be_read_says_what_to_type(self, text: str, advice: str) -> None:
+    def test_invalid_rule_raises_error_with_advice(self, text: str, advice: str) -> None:
         with pytest.raises(UsageError, match=advice):
             fail_on.read_rules(text)
 
-    def test_a_rule_that_guards_nothing_is_named(self, tmp_path: Path) -> None:
+    def test_rules_without_a_compared_metric_are_listed(self, tmp_path: Path) -> None:
         p = build.point()
-        found = compared(tmp_path, [build.ok(p)], [build.ok(p)])
+        found = compare_records(tmp_path, [build.ok(p)], [build.ok(p)])
         assert fail_on.list_unused(found, fail_on.read_rules("ttft_p99:5%,slower:2%")) == ["ttft_p99:5%"]
 
 
 class TestOutputs:
-    def test_the_command_prints_writes_and_fails(self, tmp_path: Path, call, monkeypatch: pytest.MonkeyPatch) -> None:
-        """An exit code of 1, a table, annotations, the step summary, JUnit, Markdown, JSON and two pictures."""
+    def test_command_writes_all_outputs_and_fails_with_a_slower_run(
+        self, tmp_path: Path, call, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The outputs are an exit code of 1, a table, annotations, the step summary, JUnit, Markdown, JSON and two
+        pictures.
+        """
         write_launches(tmp_path / "a", 4, seed=1, cv=0.002)
         write_launches(tmp_path / "b", 4, seed=2, cv=0.002, faster=0.9)
         monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
@@ -254,7 +258,7 @@ class TestOutputs:
         found = msgspec.json.decode((tmp_path / "out" / "compare.json").read_bytes(), type=Comparison)
         assert len(found.fails) == 4
 
-    def test_a_gate_that_could_not_have_failed_ends_with_3(self, tmp_path: Path, call) -> None:
+    def test_gate_that_cannot_be_judged_exits_with_3(self, tmp_path: Path, call) -> None:
         """The exit code is 0 as soon as each side has four launches."""
         for n in (1, 4):
             write_launches(tmp_path / f"a{n}", n, seed=1, cv=0.002)
@@ -270,9 +274,9 @@ class TestOutputs:
         assert call("compare", tmp_path / "a4", tmp_path / "b4", "--fail-on", "slower:2%")[0] == 0
         unused = call("compare", tmp_path / "a4", tmp_path / "b4", "--fail-on", "ttft_p99:5%")
         assert (unused[0], "guards nothing" in unused[1]) == (3, True)
-        assert call("compare", tmp_path / "a1", tmp_path / "b1")[0] == 0, "without a gate nothing can fail"
+        assert call("compare", tmp_path / "a1", tmp_path / "b1")[0] == 0, "nothing can fail without a gate"
 
-    def test_json_is_all_of_stdout(self, tmp_path: Path, call) -> None:
+    def test_json_is_the_only_output_on_stdout(self, tmp_path: Path, call) -> None:
         one = build.write(tmp_path / "one", [build.ok(build.point())])
         code, out, err = call("compare", one, one, "--json", "-o", tmp_path / "out")
         assert code == 0
@@ -280,12 +284,12 @@ class TestOutputs:
         assert "Wrote" in err
 
     def test_rows_fit_into_80_columns(self, tmp_path: Path) -> None:
-        found = of_launches(tmp_path, 2)
+        found = compare_launches(tmp_path, 2)
         for line in comparison_table.render(found):
             if re.match(r"  (step time|KV|memory|host|ITL)", line.plain):
                 assert len(line.plain) <= 80
 
-    def test_the_example_of_a_workflow_types_options_that_there_are(self) -> None:
+    def test_example_workflow_uses_existing_options(self) -> None:
         import typer
 
         commands = typer.main.get_command(cli.app).commands
@@ -297,9 +301,11 @@ class TestOutputs:
         with commands["sweep"].make_context("sweep", sweep.split()) as context:
             assert context.params["tp"] == "4"
 
-    def test_what_would_decide_is_said_once(self, tmp_path: Path) -> None:
-        """Fewer than four launches each need more of them first; of four each, a number of launches is known."""
-        few = str(comparison_table.render(of_launches(tmp_path / "x", 1)))
+    def test_launches_that_would_decide_are_stated_once(self, tmp_path: Path) -> None:
+        """With fewer than four launches on each side, more of them are needed first; from four on, their number can be
+        computed.
+        """
+        few = str(comparison_table.render(compare_launches(tmp_path / "x", 1)))
         assert "UNDECIDED, 4×: 1 launch of A and 1 of B cannot show how launches scatter; verdicts need 4" in few
         write_launches(tmp_path / "a", 4, seed=1, cv=0.01)
         write_launches(tmp_path / "b", 4, seed=5, cv=0.01, faster=1.03)
@@ -308,7 +314,7 @@ class TestOutputs:
         text = "".join(line.plain for line in comparison_table.render(found))
         assert re.search(r"UNDECIDED, \d×: \d+( to \d+)? more launches of each side would decide them", text)
 
-    def test_mistakes_are_one_sentence(self, tmp_path: Path, call) -> None:
+    def test_invalid_options_give_one_line_of_advice(self, tmp_path: Path, call) -> None:
         one = build.write(tmp_path / "one", [build.ok(build.point())])
         for arguments, advice in (
             (["--margin", "x"], "give one such as --margin 1%"),
@@ -330,8 +336,8 @@ EVIL = "<script>alert(1)</script>|`$x^2$`\x1b[31m\n::error::x" + "long" * 1000
 
 
 class TestHostileRecords:
-    def records(self) -> list[Record]:
-        """Names that every form would have to show, and numbers that nothing can be done with."""
+    def make_hostile_records(self) -> list[Record]:
+        """Return records with hostile names and invalid numbers."""
         p = build.point(model=EVIL, backend=EVIL, exchange=EVIL)
         good = build.ok(build.point(Layout(2)))
         metrics = good.metrics
@@ -340,13 +346,13 @@ class TestHostileRecords:
             wrong = msgspec.structs.replace(
                 metrics, step_ms=msgspec.structs.replace(metrics.step_ms, median=value), step_samples_ms=[value] * 30
             )
-            of = msgspec.structs.replace(p, concurrency=n + 1, tp=3, dcp=2)
+            point = msgspec.structs.replace(p, concurrency=n + 1, tp=3, dcp=2)
             found.append(
                 msgspec.structs.replace(
                     good,
-                    point=of,
+                    point=point,
                     metrics=wrong,
-                    marks=[EVIL],
+                    warnings=[EVIL],
                     host_syncs_per_step=value,
                     memory_peak_bytes=10**300,
                     environment=msgspec.structs.replace(good.environment, device=EVIL, settings={EVIL: EVIL}),
@@ -354,13 +360,13 @@ class TestHostileRecords:
             )
         return [*found, good]
 
-    def test_no_form_is_broken_by_them(self, tmp_path: Path) -> None:
-        a = [Run("a" + EVIL, tmp_path / "a", self.records())]
+    def test_hostile_records_break_no_output(self, tmp_path: Path) -> None:
+        a = [Run("a" + EVIL, tmp_path / "a", self.make_hostile_records())]
         b = [
             Run(
                 "b",
                 tmp_path / "b",
-                [msgspec.structs.replace(r, memory_peak_bytes=1, started_at="x") for r in self.records()],
+                [msgspec.structs.replace(r, memory_peak_bytes=1, started_at="x") for r in self.make_hostile_records()],
             )
         ]
         found = judge_sides(a, b, Options(launch_noise=0.02))
@@ -375,7 +381,7 @@ class TestHostileRecords:
         assert "<script" not in (tmp_path / "forest.svg").read_text()
         json.loads(msgspec.json.encode(found))
 
-    def test_a_file_of_samples_outside_the_run_is_not_read(self, tmp_path: Path) -> None:
+    def test_samples_file_outside_the_run_is_not_read(self, tmp_path: Path) -> None:
         record = serving.served(serving.point())
         row = Row(
             number=0,
@@ -405,18 +411,18 @@ class TestHostileRecords:
         for name in (f"../{up}", str(outside), f"samples/../../{up}", "\0", "a" * 300):
             assert found(name) == 0
 
-    def test_too_many_points_and_endless_names_end_in_a_sentence_or_a_line(
+    def test_too_many_points_are_refused_and_long_names_are_cut(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         long = build.ok(build.point(model="m" * 10_000_000))
-        (point,) = compared(tmp_path / "x", [long], [long]).points
+        (point,) = compare_records(tmp_path / "x", [long], [long]).points
         assert len(point.name) <= 320
         monkeypatch.setattr(sides, "MAX_POINTS", 1)
         two = [build.ok(build.point(concurrency=n)) for n in (8, 16)]
         with pytest.raises(UsageError, match="2 points are in both, more than the 1"):
-            compared(tmp_path / "y", two, two)
+            compare_records(tmp_path / "y", two, two)
 
-    def test_damaged_records_are_one_sentence(self, tmp_path: Path, call) -> None:
+    def test_damaged_records_are_an_error_without_traceback(self, tmp_path: Path, call) -> None:
         bad = tmp_path / "bad"
         bad.mkdir()
         (bad / "records.jsonl").write_text('{"schema_version": 99}\n{"x": NaN}\n')
@@ -427,39 +433,37 @@ class TestHostileRecords:
 
 
 @pytest.mark.parametrize(("count", "last"), [(20, "  setting 19: 1 | 2"), (21, "  and 1 more"), (25, "  and 5 more")])
-def test_twenty_differences_are_named_and_the_rest_counted(count: int, last: str) -> None:
+def test_first_twenty_differences_are_listed_and_others_counted(count: int, last: str) -> None:
     found = [Difference(what=f"setting {n}", a="1", b="2") for n in range(count)]
     shown = comparison_table._format_differences(SimpleNamespace(differences=found))  # type: ignore[arg-type]
     assert (shown[1].plain, shown[-1].plain) == ("  setting 0: 1 | 2", last)
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "expected"),
     [
         (0, None),
         (1, "… and 1 more point (1 SAME); --all shows it."),
         (3, "… and 3 more points (1 SLOWER, 2 SAME); --all shows them."),
     ],
 )
-def test_points_that_a_terminal_leaves_out_are_counted_by_their_worst_verdict(
-    tmp_path: Path, more: int, said: str | None
-) -> None:
-    """Forty are shown; a slower one may be among the others."""
+def test_points_left_out_on_a_terminal_are_counted_by_verdict(tmp_path: Path, more: int, expected: str | None) -> None:
+    """Forty points are shown; a slower one may be among the others."""
     p = build.point()
-    found = compared(tmp_path, [build.ok(p)], [build.ok(p)])
+    found = compare_records(tmp_path, [build.ok(p)], [build.ok(p)])
     (one,) = found.points
     one.rows = [row for row in one.rows if row.verdict == "SAME"]
     slower = msgspec.structs.replace(one, rows=[msgspec.structs.replace(one.rows[0], verdict="SLOWER"), *one.rows])
     found.points = [*[slower] * (40 + more // 3), *[one] * (more - more // 3)]
     lines = [line.plain for line in comparison_table.render(found)]
-    assert [line for line in lines if line.startswith("… and")] == ([said] if said else [])
+    assert [line for line in lines if line.startswith("… and")] == ([expected] if expected else [])
     assert not any(
         line.startswith("… and") for line in (text.plain for text in comparison_table.render(found, every=True))
     )
 
 
-def test_a_latency_of_zero_was_not_measured(tmp_path: Path) -> None:
-    """It has no logarithm; counts can be 0."""
+def test_latency_of_zero_counts_as_not_measured(tmp_path: Path) -> None:
+    """Zero has no logarithm; counts can be 0."""
     record = build.ok(build.point())
     assert record.metrics is not None
     none = msgspec.structs.replace(record.metrics.step_ms, median=0.0)
@@ -469,7 +473,7 @@ def test_a_latency_of_zero_was_not_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("faster", "said"),
+    ("faster", "expected"),
     [
         ([1.25], "step time 10 → 8.003 ms, B/A 0.800"),
         ([1.25, 0.5, 1.0], "step time B/A 0.800 to 2.000 in 3 points, median 1.000"),
@@ -478,9 +482,9 @@ def test_a_latency_of_zero_was_not_measured(tmp_path: Path) -> None:
         ([None], "nothing ran on both sides; 1 point did not run in B"),
     ],
 )
-def test_a_round_of_ab_is_a_line(tmp_path: Path, faster: list[float | None], said: str) -> None:
-    """A takes 10 ms a step; so many times as fast is B, or did not run. Medians are those of made-up samples."""
+def test_round_of_ab_is_summarised_in_one_line(tmp_path: Path, faster: list[float | None], expected: str) -> None:
+    """A takes 10 ms a step; B is this many times as fast, or did not run. Medians are those of synthetic samples."""
     points = [build.point(context=1000 * (n + 1)) for n in range(len(faster))]
     a = [build.ok(p, median_ms=10.0) for p in points]
     b = [build.ok(p, median_ms=10.0 / x) if x else build.failed(p) for p, x in zip(points, faster, strict=True)]
-    assert rounds.format_round(Run("a", tmp_path, a), Run("b", tmp_path, b)) == said
+    assert rounds.format_round(Run("a", tmp_path, a), Run("b", tmp_path, b)) == expected

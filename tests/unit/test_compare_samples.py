@@ -1,4 +1,4 @@
-"""Which requests of a served run say how well its metrics are known."""
+"""Requests of a served run that count for the uncertainty of each metric."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ CLIENTS = 4
 RECORD = served.served(served.point(concurrency=CLIENTS))
 
 
-def metric(name: str) -> Metric:
+def get_metric(name: str) -> Metric:
     return next(m for m in METRICS if m.name == name)
 
 
-def finished(count: int = 40) -> list[RequestTimes]:
-    """Requests one after the other, with latencies around 1 s and 8 gaps around 0.1 s."""
+def make_finished(count: int = 40) -> list[RequestTimes]:
+    """Return consecutive requests, with latencies around 1 s and 8 gaps around 0.1 s."""
     rng = np.random.default_rng(0)
     starts = np.arange(count) * 2.0
     return [
@@ -39,25 +39,25 @@ def finished(count: int = 40) -> list[RequestTimes]:
     ]
 
 
-def cut_off(count: int = 40) -> list[RequestTimes]:
-    """Requests with latencies and gaps that are a hundred times as long, which the end of the run cut off."""
+def make_cut_off(count: int = 40) -> list[RequestTimes]:
+    """Return requests with latencies and gaps a hundred times as long, cut off by the end of the run."""
     return [RequestTimes(i * 2.0, (i * 2.0 + 100.0, i * 2.0 + 110.0), finished=False) for i in range(count)]
 
 
 @pytest.mark.parametrize("name", ["ttft_p50_ms", "e2el_p50_ms", "tpot_p50_ms", "itl_p50_ms"])
-def test_latencies_are_those_of_finished_requests(name: str) -> None:
-    """Requests that were cut off have no latency: with and without them a metric is known equally well."""
-    kind = metric(name).errors[SERVE]
-    alone = estimate_error(metric(name), kind, RECORD, Requests(finished(), []), 1)
-    among = estimate_error(metric(name), kind, RECORD, Requests([*finished(), *cut_off()], []), 1)
+def test_latency_errors_use_finished_requests_only(name: str) -> None:
+    """Cut-off requests have no latency: the uncertainty of a metric is the same with and without them."""
+    kind = get_metric(name).errors[SERVE]
+    alone = estimate_error(get_metric(name), kind, RECORD, Requests(make_finished(), []), 1)
+    mixed = estimate_error(get_metric(name), kind, RECORD, Requests([*make_finished(), *make_cut_off()], []), 1)
     assert alone is not None
-    assert among is not None
-    assert (among.variance, among.df) == (alone.variance, alone.df)
+    assert mixed is not None
+    assert (mixed.variance, mixed.df) == (alone.variance, alone.df)
 
 
-def test_tokens_of_requests_that_were_cut_off_count_as_output() -> None:
-    requests = Requests([*finished(), *cut_off()], [])
-    found = estimate_error(metric("output_tok_s"), "tokens", RECORD, requests, 1)
+def test_tokens_of_cut_off_requests_count_as_output() -> None:
+    requests = Requests([*make_finished(), *make_cut_off()], [])
+    found = estimate_error(get_metric("output_tok_s"), "tokens", RECORD, requests, 1)
     times = np.concatenate([t.token_s for t in requests.times])
     counts, _ = np.histogram(times, WINDOWS, (0.0, max(t.end_s for t in requests.times)))
     expected = resampling.estimate_error(counts.astype(float), resampling.compute_mean, 1, requests=True)
@@ -66,20 +66,20 @@ def test_tokens_of_requests_that_were_cut_off_count_as_output() -> None:
     assert found.variance == expected.variance
 
 
-def test_a_request_that_was_cut_off_meets_no_objective() -> None:
-    """20 of 40 finished within the objective, 20 were cut off: the share that met it is known as that of a coin."""
+def test_cut_off_request_meets_no_objective() -> None:
+    """20 of 40 requests finished within the objective, and 20 were cut off: the share has the uncertainty of a coin."""
     record = msgspec.structs.replace(RECORD, serve=msgspec.structs.replace(RECORD.serve, slo_ms={"ttft": 1e9}))
-    requests = Requests([t for pair in zip(finished(20), cut_off(20), strict=True) for t in pair], [])
-    found = estimate_error(metric("goodput_s"), "objectives", record, requests, 1)
+    requests = Requests([t for pair in zip(make_finished(20), make_cut_off(20), strict=True) for t in pair], [])
+    found = estimate_error(get_metric("goodput_s"), "objectives", record, requests, 1)
     expected = resampling.estimate_error(np.array([1.0, 0.0] * 20), resampling.compute_mean, 1, requests=True)
     assert found is not None
     assert expected is not None
     assert found.variance == expected.variance > 0
-    assert estimate_error(metric("goodput_s"), "objectives", record, Requests(finished(), []), 1).variance == 0
+    assert estimate_error(get_metric("goodput_s"), "objectives", record, Requests(make_finished(), []), 1).variance == 0
 
 
-def rows() -> list[Row]:
-    """Four clients: three decode from 0 to 64 s, the fourth until 32 s and then waits for a first token in vain.
+def make_rows() -> list[Row]:
+    """Return rows of four clients: three decode from 0 to 64 s; the fourth decodes until 32 s, and then waits in vain.
 
     The end of the run at 64 s cuts off that request, which has waited for 32 s, and the one of the third client.
     """
@@ -107,25 +107,25 @@ def rows() -> list[Row]:
 
 
 @pytest.fixture
-def read(tmp_path: Path) -> Requests:
-    """Requests of these rows, from a file of samples beside a record."""
-    name = write_samples(tmp_path, RECORD.point, rows())
+def record_requests(tmp_path: Path) -> Requests:
+    """Return the requests of these rows, from a samples file of a record."""
+    name = write_samples(tmp_path, RECORD.point, make_rows())
     record = msgspec.structs.replace(RECORD, serve=msgspec.structs.replace(RECORD.serve, samples_file=name))
     return read_record_requests(record, tmp_path)
 
 
-def test_requests_that_were_cut_off_before_their_first_token_are_in_flight(read: Requests) -> None:
-    """A rejected request never is. All four clients are busy for 64 s, not for 32."""
-    assert [t.finished for t in read.times] == [True, True, False, True]
-    assert read.waiting_s == [32.0]
-    assert formulas.find_steady_window(read.times, CLIENTS) == (0.0, 32.0)
-    assert formulas.find_steady_window(read.times, CLIENTS, read.waiting_s) == (0.0, 64.0)
+def test_requests_cut_off_before_their_first_token_are_in_flight(record_requests: Requests) -> None:
+    """A rejected request never is in flight. All four clients are busy for 64 s, not for 32."""
+    assert [t.finished for t in record_requests.times] == [True, True, False, True]
+    assert record_requests.waiting_s == [32.0]
+    assert formulas.find_steady_window(record_requests.times, CLIENTS) == (0.0, 32.0)
+    assert formulas.find_steady_window(record_requests.times, CLIENTS, record_requests.waiting_s) == (0.0, 64.0)
 
 
-def test_the_steady_part_is_that_of_the_record(read: Requests) -> None:
-    """All 64 s are steady, in the second half of which three tokens a second come instead of four."""
-    found = estimate_error(metric("steady_tok_s"), "steady tokens", RECORD, read, 1)
-    times = np.concatenate([t.token_s for t in read.times])
+def test_steady_window_is_that_of_the_record(record_requests: Requests) -> None:
+    """All 64 s are steady; in the second half three tokens a second come instead of four."""
+    found = estimate_error(get_metric("steady_tok_s"), "steady tokens", RECORD, record_requests, 1)
+    times = np.concatenate([t.token_s for t in record_requests.times])
     whole, half = (
         resampling.estimate_error(
             np.histogram(times, WINDOWS, span)[0] * 1.0, resampling.compute_mean, 1, requests=True
@@ -138,5 +138,5 @@ def test_the_steady_part_is_that_of_the_record(read: Requests) -> None:
     assert found.variance == whole.variance != half.variance
 
 
-def test_a_record_without_a_file_of_samples_has_no_requests(tmp_path: Path) -> None:
+def test_record_without_a_samples_file_has_no_requests(tmp_path: Path) -> None:
     assert read_record_requests(msgspec.structs.replace(RECORD, serve=None), tmp_path) == NO_REQUESTS

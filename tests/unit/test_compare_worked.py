@@ -1,4 +1,4 @@
-"""Effects and verdicts of a comparison, worked out from a few numbers: all that they hold, not their verdict alone."""
+"""Effects and verdicts of a comparison, worked out from a few numbers with all of their fields."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ MARGIN = math.log1p(0.01)
 
 
 def estimates(*logs: float, within: float = 0.0) -> list[effects.Estimate]:
-    """Launches whose samples have 20 degrees of freedom."""
+    """Return estimates of launches with 20 degrees of freedom of their samples."""
     return [effects.Estimate(x, Error(within, 20.0)) for x in logs]
 
 
-def t(tail: float, df: float) -> float:
-    """Student's quantile, which has tests of its own."""
+def compute_t(tail: float, df: float) -> float:
+    """Return Student's quantile, which has tests of its own."""
     return student.compute_quantile(tail, df)
 
 
 class TestEffects:
-    def test_four_launches_against_six(self) -> None:
-        """S² = 0.0004 / 3 · 2 … : variances of means S²/4 and S²/6, the smaller side's 3 degrees of freedom.
+    def test_effect_of_four_launches_against_six(self) -> None:
+        """The means have variances S²/4 and S²/6, and the effect has the 3 degrees of freedom of the smaller side.
 
         A: 0, 0.02, 0, 0.02, S² = 4 · 0.01² / 3; B: three of 0.05 and three of 0.09, S² = 6 · 0.02² / 5.
         """
@@ -46,19 +46,18 @@ class TestEffects:
         assert found.correlated.variance == pytest.approx(v + w)
         assert found.correlated.df == pytest.approx(min((v + w) ** 2 / (v**2 / 3 + w**2 / 5), 4 + 2))
 
-    def test_the_least_of_two_p_values_never_decides(self) -> None:
-        """Two tests have to agree, and the interval is the wider one."""
+    def test_larger_of_two_p_values_and_wider_interval_count(self) -> None:
         both = effects.Effect(0.1, 1e-4, 3.0, 0.01, (4, 4), correlated=effects.Scale(4e-4, 6.0))
-        half = max(0.01 * t(0.025, 3), 0.02 * t(0.025, 6))
+        half = max(0.01 * compute_t(0.025, 3), 0.02 * compute_t(0.025, 6))
         assert both.compute_interval(0.025) == (pytest.approx(0.1 - half), pytest.approx(0.1 + half))
         assert both.compute_p_differs() == pytest.approx(2 * max(student.sf(10, 3), student.sf(5, 6)))
         assert both.compute_p_same(0.2) == pytest.approx(max(student.sf(10, 3), student.sf(5, 6)))
 
     @pytest.mark.parametrize(("launches", "correlation"), [(4, 0.5), (4, 0.125), (10, 0.5)])
-    def test_the_variance_of_a_mean_of_correlated_launches_is_that_of_an_ar1_process(
-        self, launches: int, correlation: float
-    ) -> None:
-        """The variance of the mean follows from the matrix of covariances ρ^|i - j|, and is divided by the mean of S² / n."""
+    def test_inflation_is_the_variance_ratio_of_an_ar1_process(self, launches: int, correlation: float) -> None:
+        """The variance of the mean follows from the matrix of covariances ρ^|i - j|, and is divided by the mean of S² /
+        n.
+        """
         n = launches
         covariances = [[correlation ** abs(i - j) for j in range(n)] for i in range(n)]
         of_mean = sum(map(sum, covariances)) / n**2
@@ -67,23 +66,25 @@ class TestEffects:
         assert effects.compute_inflation(n, 0.0) == pytest.approx(1.0)
 
     @pytest.mark.parametrize("first", [True, False])
-    def test_four_launches_against_one_know_nothing_of_the_one(self, first: bool) -> None:
+    def test_effect_of_four_launches_against_one_has_no_variance(self, first: bool) -> None:
         four, one = estimates(0.0, 0.02, 0.04, 0.02), estimates(0.1)
         found = effects.compare_sides(*((four, one) if first else (one, four)))
         assert (found.log, found.variance) == (pytest.approx(0.08 if first else -0.08), None)
         assert found.missing_launches == ((0, 3) if first else (3, 0))
         assert found.compute_p_differs() == 1
 
-    def test_given_noise_stands_for_few_launches_unless_they_scatter_more(self) -> None:
-        """2 % between two launches, 0.0002 of one: of means of 1 and 3; the three scatter by 0.0004 of their own."""
+    def test_given_noise_is_a_lower_bound_for_few_launches(self) -> None:
+        """2 % between two launches are 0.0002 for one, for means of 1 and 3; the three scatter by 0.0004 themselves."""
         few = estimates(0.0, 0.02, 0.04)
         found = effects.compare_sides(estimates(0.1), few, 0.02)
         assert found.variance == pytest.approx(2e-4 + 4e-4 / 3)
         assert (found.assumed, found.missing_launches) == (True, (0, 0))
         assert effects.compare_sides(estimates(0.1), few, 0.1).variance == pytest.approx(5e-3 + 5e-3 / 3)
 
-    def test_four_rounds(self) -> None:
-        """Differences 0.01, 0.02, 0.03, 0.02: variance 0.0002 / 3, of their mean a quarter; more if samples scatter more."""
+    def test_effect_of_four_paired_rounds(self) -> None:
+        """Differences 0.01, 0.02, 0.03, 0.02 have variance 0.0002 / 3, their mean a quarter; more if samples scatter
+        more.
+        """
         a, b = (0.0, 0.1, 0.2, 0.0), (0.01, 0.12, 0.23, 0.02)
         found = effects.compare_paired(estimates(*a), estimates(*b))
         assert (found.log, found.variance) == (pytest.approx(0.02), pytest.approx(2e-4 / 3 / 4))
@@ -96,8 +97,10 @@ class TestEffects:
         assert effects.compare_paired(estimates(*a[:3]), estimates(*b[:3])).variance is None
 
     @pytest.mark.parametrize("paired", [False, True])
-    def test_one_launch_each(self, paired: bool) -> None:
-        """A launch is taken to be off by 2 % / √2; where one side has no samples, nothing says how well the ratio is known."""
+    def test_effect_of_one_launch_each_uses_the_given_noise(self, paired: bool) -> None:
+        """A launch has an assumed noise of 2 % / √2; if one side has no samples, the uncertainty of the ratio is
+        unknown.
+        """
         compare = effects.compare_paired if paired else effects.compare_sides
         found = compare(estimates(0.0, within=1e-4), estimates(0.1, within=1e-4), 0.02)
         assert (found.log, found.spread, found.launches) == (0.1, pytest.approx(0.02 / math.sqrt(2)), (1, 1))
@@ -108,60 +111,67 @@ class TestEffects:
             assert (nothing.log, nothing.variance, nothing.df, nothing.launches) == (0.1, None, 1, (1, 1))
             assert (nothing.spread, nothing.assumed) == (pytest.approx(0.02 / math.sqrt(2)), True)
 
-    def test_what_never_scatters_differs_or_does_not(self) -> None:
+    def test_p_values_without_scatter_are_zero_or_one(self) -> None:
         same, other = (effects.Effect(log, 0.0, 4.0, 0.0, (3, 3)) for log in (0.0, 0.1))
         assert (same.compute_p_differs(), other.compute_p_differs()) == (1.0, 0.0)
         assert (same.compute_p_same(0.01), other.compute_p_same(0.01)) == (0.0, 1.0)
         assert other.compute_interval(0.025) == (0.1, 0.1)
 
-    def test_a_sum_of_variances_has_freedom_where_one_of_them_has(self) -> None:
-        """(1 + 3)² / (1² / 4), the 3 being known for sure; nothing that scatters is known for sure altogether."""
+    def test_satterthwaite_df_with_a_known_variance(self) -> None:
+        """(1 + 3)² / (1² / 4), as the variance of 3 is known exactly; without uncertain variances it is infinite."""
         assert effects.compute_satterthwaite_df([(1.0, 4.0), (3.0, math.inf)]) == 64
         assert effects.compute_satterthwaite_df([(0.0, 4.0), (3.0, math.inf)]) == math.inf
 
 
 class TestMoreLaunches:
-    """The smallest n with an interval that reaches, with what noise adds in a fifth of all cases, no further than the distance."""
+    """The proposed number is the smallest n with an interval, plus the noise of a fifth of all cases, no wider than the
+    distance.
+    """
 
     @staticmethod
-    def needed(n: int, spread: float) -> float:
-        """The wider half of both tests of n launches of each side, and t(0.2) standard errors."""
-        wider = max(t(0.025, n - 1), math.sqrt(effects.compute_inflation(n, 0.5)) * t(0.025, min(2 * n - 2, n + 2)))
-        return (wider + t(0.2, 2 * n - 2)) * spread * math.sqrt(2 / n)
+    def compute_width(n: int, spread: float) -> float:
+        """Return the wider half-interval of both tests of n launches of each side, plus t(0.2) standard errors."""
+        wider = max(
+            compute_t(0.025, n - 1),
+            math.sqrt(effects.compute_inflation(n, 0.5)) * compute_t(0.025, min(2 * n - 2, n + 2)),
+        )
+        return (wider + compute_t(0.2, 2 * n - 2)) * spread * math.sqrt(2 / n)
 
     @pytest.mark.parametrize(
         ("log", "distance", "spread"),
         [(0.02, 0.02, 0.01), (-0.02, 0.02, 0.01), (0.004, 0.006, 0.004), (-0.004, 0.006, 0.004)],
     )
-    def test_the_way_is_to_1_beyond_the_margin_and_to_the_margin_within_it(
+    def test_distance_is_to_one_beyond_the_margin_and_to_the_margin_within(
         self, log: float, distance: float, spread: float
     ) -> None:
         effect = effects.Effect(log, 1e-4, 2.0, spread, (4, 6))
-        enough = next(n for n in range(4, 51) if self.needed(n, spread) <= distance)
+        enough = next(n for n in range(4, 51) if self.compute_width(n, spread) <= distance)
         assert effects.estimate_more_launches(effect, 0.01, 0.025) == enough - 4
 
-    def test_rounds_have_half_the_freedom_and_half_the_variance(self) -> None:
+    def test_paired_rounds_have_half_the_freedom_and_half_the_variance(self) -> None:
         effect = effects.Effect(0.03, 1e-4, 3.0, 0.02, (4, 4), paired=True)
         enough = (
             n
             for n in range(4, 51)
-            if (math.sqrt(effects.compute_inflation(n, 0.125)) * t(0.025, n - 1) + t(0.2, n - 1)) * 0.02 / math.sqrt(n)
+            if (math.sqrt(effects.compute_inflation(n, 0.125)) * compute_t(0.025, n - 1) + compute_t(0.2, n - 1))
+            * 0.02
+            / math.sqrt(n)
             <= 0.03
         )
         assert effects.estimate_more_launches(effect, 0.01, 0.025) == next(enough) - 4
 
     @pytest.mark.parametrize(("wider", "more"), [(0.999, 46), (1.001, None)])
-    def test_more_than_fifty_on_each_side_are_not_proposed(self, wider: float, more: int | None) -> None:
-        """With 50 the error is a fifth of the spread."""
-        spread = wider * 0.02 / self.needed(50, 1.0)
+    def test_more_than_fifty_launches_are_not_proposed(self, wider: float, more: int | None) -> None:
+        """With 50 the standard error is a fifth of the spread."""
+        spread = wider * 0.02 / self.compute_width(50, 1.0)
         assert effects.estimate_more_launches(effects.Effect(0.02, 1e-4, 8.0, spread, (4, 4)), 0.01, 0.025) == more
 
-    def test_one_is_the_least(self) -> None:
+    def test_at_least_one_more_launch_is_proposed(self) -> None:
         assert effects.estimate_more_launches(effects.Effect(0.5, 1e-4, 8.0, 0.001, (5, 5)), 0.01, 0.025) == 1
 
 
-def rows_of(*given: effects.Effect, higher_is_better: bool = False) -> list[Row]:
-    """The rows of these effects, not judged yet."""
+def make_rows(*given: effects.Effect, higher_is_better: bool = False) -> list[Row]:
+    """Return the rows of these effects without verdicts."""
     return [
         Row(
             metric="m",
@@ -177,9 +187,9 @@ def rows_of(*given: effects.Effect, higher_is_better: bool = False) -> list[Row]
     ]
 
 
-def decided(*given: effects.Effect, higher_is_better: bool = False, **options: float) -> list[Row]:
-    """The rows of these effects, judged together."""
-    rows = rows_of(*given, higher_is_better=higher_is_better)
+def judge_effects(*given: effects.Effect, higher_is_better: bool = False, **options: float) -> list[Row]:
+    """Return the rows of these effects, judged together."""
+    rows = make_rows(*given, higher_is_better=higher_is_better)
     judging._decide_verdicts(
         [judging._Test(row, effect) for row, effect in zip(rows, given, strict=True)], Options(**options)
     )
@@ -187,10 +197,10 @@ def decided(*given: effects.Effect, higher_is_better: bool = False, **options: f
 
 
 class TestVerdicts:
-    def test_a_clear_difference_is_shown_with_an_interval_as_sure_as_its_test(self) -> None:
-        """One test at 5 %: 2.5 % beyond each end, 95 % within."""
-        (row,) = decided(effects.Effect(0.1, 1e-4, 8.0, 0.01, (5, 5)))
-        half = 0.01 * t(0.025, 8)
+    def test_clear_difference_has_the_interval_of_its_test(self) -> None:
+        """One test at 5 % leaves 2.5 % beyond each end, and 95 % within."""
+        (row,) = judge_effects(effects.Effect(0.1, 1e-4, 8.0, 0.01, (5, 5)))
+        half = 0.01 * compute_t(0.025, 8)
         assert (row.verdict, row.differs, row.confidence) == ("SLOWER", True, pytest.approx(0.95))
         assert (row.low, row.high) == (pytest.approx(math.exp(0.1 - half)), pytest.approx(math.exp(0.1 + half)))
         assert row.p_differs == pytest.approx(2 * student.sf(10, 8))
@@ -199,20 +209,20 @@ class TestVerdicts:
         ("log", "higher_is_better", "verdict"),
         [(0.1, True, "FASTER"), (-0.1, True, "SLOWER"), (-0.1, False, "FASTER"), (0.1, False, "SLOWER")],
     )
-    def test_faster_is_what_is_better(self, log: float, higher_is_better: bool, verdict: str) -> None:
-        (row,) = decided(effects.Effect(log, 1e-4, 8.0, 0.01, (5, 5)), higher_is_better=higher_is_better)
+    def test_better_value_is_faster(self, log: float, higher_is_better: bool, verdict: str) -> None:
+        (row,) = judge_effects(effects.Effect(log, 1e-4, 8.0, 0.01, (5, 5)), higher_is_better=higher_is_better)
         assert row.verdict == verdict
 
-    def test_the_same_is_shown_with_the_interval_of_two_one_sided_tests(self) -> None:
+    def test_same_has_the_interval_of_two_one_sided_tests(self) -> None:
         """Each end is missed by 5 %, so that 90 % are within."""
-        (row,) = decided(effects.Effect(0.0, 1e-6, 8.0, 0.001, (5, 5)))
+        (row,) = judge_effects(effects.Effect(0.0, 1e-6, 8.0, 0.001, (5, 5)))
         assert (row.verdict, row.differs, row.confidence) == ("SAME", False, pytest.approx(0.9))
-        assert row.high == pytest.approx(math.exp(0.001 * t(0.05, 8)))
+        assert row.high == pytest.approx(math.exp(0.001 * compute_t(0.05, 8)))
 
-    def test_many_tests_are_each_asked_for_more(self) -> None:
+    def test_level_is_corrected_for_the_number_of_tests(self) -> None:
         """One of four tests is clear, so that the level of each is 5 % / 4."""
         clear, *others = (effects.Effect(log, 1e-4, 8.0, 0.01, (5, 5)) for log in (0.1, 0.0, 0.0, 0.0))
-        row, *rest = decided(clear, *others)
+        row, *rest = judge_effects(clear, *others)
         assert row.confidence == pytest.approx(1 - 0.0125)
         assert [r.verdict for r in rest] == ["UNDECIDED"] * 3
 
@@ -250,10 +260,10 @@ class TestVerdicts:
             ),
         ],
     )
-    def test_what_is_undecided_says_what_would_decide_it(
+    def test_undecided_row_states_launches_that_would_decide_it(
         self, effect: effects.Effect, more: int | None, reason: str
     ) -> None:
-        (row,) = decided(effect)
+        (row,) = judge_effects(effect)
         assert (row.verdict, row.more_launches, row.reason) == ("UNDECIDED", more, reason)
 
     @pytest.mark.parametrize(
@@ -272,21 +282,21 @@ class TestVerdicts:
             ),
         ],
     )
-    def test_what_is_not_judged_says_what_it_needs(self, effect: effects.Effect, more: int, reason: str) -> None:
-        (row,) = rows_of(effect)
+    def test_unjudged_row_states_missing_launches(self, effect: effects.Effect, more: int, reason: str) -> None:
+        (row,) = make_rows(effect)
         judging._explain_undecided(judging._Test(row, effect), Options())
         assert (row.verdict, row.more_launches, row.reason) == ("UNDECIDED", more, reason)
         assert (row.judged, row.missing_launches) == (False, effect.missing_launches)
 
-    def test_a_difference_that_may_be_less_than_the_margin_is_said_to_be_one(self) -> None:
-        """0.5 % for sure, which is neither the same within 0.5 % nor beyond 1 %."""
-        (row,) = decided(effects.Effect(MARGIN * 0.99, 1e-8, 8.0, 1e-4, (5, 5)))
+    def test_proven_difference_within_the_margin_is_undecided_and_differs(self) -> None:
+        """The difference is certainly about 1 %, neither the same within the margin nor beyond it."""
+        (row,) = judge_effects(effects.Effect(MARGIN * 0.99, 1e-8, 8.0, 1e-4, (5, 5)))
         assert (row.verdict, row.differs) == ("UNDECIDED", True)
         assert row.reason.endswith("; it differs, but perhaps by less than the margin")
 
 
 class TestCounts:
-    """What is counted: the same within the margin (absolute: at all), or whole ranges apart."""
+    """Counts are the same within the margin (absolute counts: only if equal), or differ if their ranges do not overlap."""
 
     @pytest.mark.parametrize(
         ("a", "b", "absolute", "verdict", "ratio"),
@@ -307,7 +317,7 @@ class TestCounts:
             ([[103.1, 105.0]], [[100.0, 102.0]], False, "FEWER", 101 / 104.05),
         ],
     )
-    def test_ranges_are_compared(
+    def test_counts_are_compared_by_their_ranges(
         self,
         a: Sequence[Sequence[float]],
         b: Sequence[Sequence[float]],

@@ -1,4 +1,4 @@
-"""The independent count of blocking calls, against the scanner's counts of the same traces."""
+"""The independent count of blocking calls, compared with the scanner's counts of the same traces."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def count_by_function(trace: Trace, folder: Path) -> tuple[dict[str, int], dict[
 
 
 @pytest.mark.parametrize("build", [build_vllm_trace, build_sglang_trace])
-def test_the_tool_and_the_scanner_count_the_same_waits(build: Callable[[], Trace], tmp_path: Path) -> None:
+def test_tool_and_scanner_count_the_same_waits(build: Callable[[], Trace], tmp_path: Path) -> None:
     counted, scanned = count_by_function(build(), tmp_path)
     assert counted == scanned
 
@@ -82,7 +82,7 @@ def test_calls_and_waits_are_counted_by_step(tmp_path: Path) -> None:
     }
 
 
-def test_a_copy_and_its_synchronisation_are_two_calls_and_one_wait(tmp_path: Path) -> None:
+def test_copy_and_its_synchronisation_are_two_calls_and_one_wait(tmp_path: Path) -> None:
     build_sglang_trace().scan(tmp_path)
     functions = count_calls.count_trace(tmp_path / "trace.json")["functions"]
     assert functions["flashinfer/mla/_core.py: plan"] == {
@@ -92,7 +92,7 @@ def test_a_copy_and_its_synchronisation_are_two_calls_and_one_wait(tmp_path: Pat
     assert functions["sglang/srt/layers/attention/flashinfer_mla_backend.py: update"]["waits"] == {"prefill": 4}
 
 
-def test_the_tool_prints_json_of_packed_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tool_prints_json_for_compressed_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(build_vllm_trace().text().encode()))
     count_calls.main([str(path)])
@@ -100,12 +100,12 @@ def test_the_tool_prints_json_of_packed_traces(tmp_path: Path, capsys: pytest.Ca
     assert printed["trace"] == "trace.json.gz"
 
 
-def test_the_tool_asks_for_a_trace() -> None:
+def test_tool_without_a_trace_ends_with_an_error() -> None:
     with pytest.raises(SystemExit, match="at least one trace"):
         count_calls.main([])
 
 
-def test_the_tool_does_not_import_the_scanner() -> None:
+def test_tool_does_not_import_the_scanner() -> None:
     source = Path(count_calls.__file__).read_text(encoding="utf-8")
     assert "import dcpbench" not in source
     assert "from dcpbench" not in source

@@ -1,6 +1,6 @@
-"""What others wrote and said is passed on cut, at a length of each place.
+"""Text from files and servers is cut to a maximum length in each message.
 
-`LONG` has no character twice, so that where it was cut can be read off; other texts are as long.
+`LONG` has no character twice, so that the position of the cut is visible; other texts have the same length.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 LONG = "".join(chr(0x4E00 + n) for n in range(700))
 
 
-def raised(kind: type[Exception], call: Callable[[], object]) -> str:
+def get_error_message(kind: type[Exception], call: Callable[[], object]) -> str:
     with pytest.raises(kind) as error:
         call()
     return str(error.value)
 
 
-def server_said(error: str | None, body: bytes = b"", **headers: str) -> str:
+def make_server_error(error: str | None, body: bytes = b"", **headers: str) -> str:
     found = {name.encode().replace(b"_", b"-"): value.encode("latin-1") for name, value in headers.items()}
     data = body if error is None else json.dumps({"error": {"message": error}}).encode()
     return client.make_status_error(307 if headers else 500, found, data).sentence
 
 
-def problem(found: checks.Problem | None) -> str:
+def format_problem(found: checks.Problem | None) -> str:
     assert found is not None
     return f"{found.field}{found.what}"
 
@@ -60,7 +60,7 @@ POINT = record_builder.point()
 SERVED = serve_record_builder.point()
 
 
-def no_stream(kind: str) -> Any:
+def make_non_stream_error(kind: str) -> Any:
     reply = StreamReply(1)
     reply.receive_head(200, {b"content-type": kind.encode("latin-1")})
     reply.receive_body(b'{"error": "no."}', 1.0)
@@ -72,69 +72,76 @@ def with_mode(mode: str) -> Any:
     return msgspec.structs.replace(SERVED, load=msgspec.structs.replace(SERVED.load, mode=mode))
 
 
-def broken(record: Any) -> tuple[str, str]:
+def describe_broken(record: Any) -> tuple[str, str]:
     found = judging._make_broken(record, "a")
     return found.outcome, found.reason
 
 
 CUTS: dict[str, tuple[str, Callable[[], str]]] = {
-    "a line that is no record": (
+    "invalid line of a record file": (
         f"{LONG[:300]}. Not written by this version of dcpbench; take the line out, and measure its point again.",
         lambda: checks.explain_bad_line(b"{}", msgspec.ValidationError(LONG)),
     ),
-    "an outcome": (
+    "unknown outcome": (
         f"outcome is {LONG[:40]!r}, none of {', '.join(checks.OUTCOMES)}",
-        lambda: problem(checks._check_outcome(msgspec.structs.replace(record_builder.ok(POINT), outcome=LONG))),  # type: ignore[arg-type]
+        lambda: format_problem(checks._check_outcome(msgspec.structs.replace(record_builder.ok(POINT), outcome=LONG))),  # type: ignore[arg-type]
     ),
-    "instances of a record": (
+    "--disaggregate of a record": (
         f"point.disaggregate is {LONG[:40]!r}, which no instances that ran are",
-        lambda: problem(checks._check_layout(record_builder.ok(msgspec.structs.replace(POINT, disaggregate=LONG)))),
+        lambda: format_problem(
+            checks._check_layout(record_builder.ok(msgspec.structs.replace(POINT, disaggregate=LONG)))
+        ),
     ),
-    "instances that are typed": (
+    "--disaggregate of a command line": (
         f"--disaggregate {LONG[:80]}: not a ratio of instances; {instances.HOW_TO_WRITE}.",
-        lambda: raised(UsageError, lambda: instances.parse_instances(LONG)),
+        lambda: get_error_message(UsageError, lambda: instances.parse_instances(LONG)),
     ),
-    "a check of a machine": (LONG[:200], lambda: health_report.format_error(ValueError(f" {LONG}"))),
-    "an error of a server": (f"the server answered HTTP 500: {LONG[:299]}….", lambda: server_said(LONG)),
-    "another answer of a server": (
+    "error of a doctor check": (LONG[:200], lambda: health_report.format_error(ValueError(f" {LONG}"))),
+    "error message of a server": (f"the server answered HTTP 500: {LONG[:299]}….", lambda: make_server_error(LONG)),
+    "other error body of a server": (
         f"the server answered HTTP 500: {LATIN[:200]}….",
-        lambda: server_said(None, LATIN.encode()),
+        lambda: make_server_error(None, LATIN.encode()),
     ),
-    "a page of a server": (f"a {LATIN[:198]}…", lambda: events._format_quote(b"a " + b" " * 597 + LATIN.encode())),
-    "a short answer of a server": (LATIN[:200], lambda: events._format_quote(LATIN[:200].encode())),
-    "where a server sends": (
+    "error body with whitespace": (
+        f"a {LATIN[:198]}…",
+        lambda: events._format_quote(b"a " + b" " * 597 + LATIN.encode()),
+    ),
+    "short error body": (LATIN[:200], lambda: events._format_quote(LATIN[:200].encode())),
+    "target of a redirect": (
         f"the server redirects (HTTP 307) to {LATIN[:199]}…. Use that in --url.",
-        lambda: server_said(None, location=LATIN),
+        lambda: make_server_error(None, location=LATIN),
     ),
-    "a kind of answer": (
+    "content type": (
         f"the server sent {LATIN[:99]}… instead of a stream: no.",
-        lambda: no_stream(LATIN).sentence,
+        lambda: make_non_stream_error(LATIN).sentence,
     ),
-    "a time of vLLM": (
+    "time in a file of vLLM": (
         f"file: mean_ttft_ms is {LONG[:40]}, which is no time in ms. Run it again.",
-        lambda: raised(RecordsError, lambda: vllm.read_time(Document("file", {"mean_ttft_ms": LONG}), "mean_ttft_ms")),
+        lambda: get_error_message(
+            RecordsError, lambda: vllm.read_time(Document("file", {"mean_ttft_ms": LONG}), "mean_ttft_ms")
+        ),
     ),
-    "a rate of a tool": (
+    "request rate in a file of a tool": (
         f"file: request_rate is {LONG[:40]}; vllm bench serve writes a number above 0, or inf.",
-        lambda: raised(
+        lambda: get_error_message(
             RecordsError,
             lambda: result.read_rate(Document("file", {"request_rate": LONG}), "vllm bench serve", ["inf"]),
         ),
     ),
-    "a mode of a comparison": (
+    "mode of a compared point": (
         f"{format_point_name(with_mode(LONG))}, {LONG[:18]}",
         lambda: judging.format_point(with_mode(LONG)),
     ),
-    "a name of a point": (LONG[:300], lambda: judging.format_point(msgspec.structs.replace(POINT, model=LONG))[:400]),
-    "what did not run": (
+    "name of a point": (LONG[:300], lambda: judging.format_point(msgspec.structs.replace(POINT, model=LONG))[:400]),
+    "failure of a compared point": (
         str((LONG[:20], LONG[:500])),
-        lambda: str(broken(msgspec.structs.replace(record_builder.failed(POINT, LONG), outcome=LONG))),  # type: ignore[arg-type]
+        lambda: str(describe_broken(msgspec.structs.replace(record_builder.failed(POINT, LONG), outcome=LONG))),  # type: ignore[arg-type]
     ),
-    "marks of runs": (
+    "warnings of runs": (
         str([f"m{n:02}" for n in range(20)]),
         lambda: str(
             environments.collect_warnings(
-                [msgspec.structs.replace(record_builder.ok(POINT), marks=[f"m{n:02}" for n in reversed(range(25))])]
+                [msgspec.structs.replace(record_builder.ok(POINT), warnings=[f"m{n:02}" for n in reversed(range(25))])]
             )
         ),
     ),
@@ -142,12 +149,12 @@ CUTS: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_it_is_cut_there(name: str) -> None:
-    expected, said = CUTS[name]
-    assert said() == expected
+def test_message_is_cut_at_its_maximum_length(name: str) -> None:
+    expected, make_text = CUTS[name]
+    assert make_text() == expected
 
 
-def test_what_readers_of_files_say_is_cut_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_file_readers_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"{}")
 
@@ -159,49 +166,52 @@ def test_what_readers_of_files_say_is_cut_there(tmp_path: Path, monkeypatch: pyt
     def fail(*_: object, **__: object) -> None:
         raise ValueError(LONG)
 
-    assert raised(RecordsError, lambda: evidence._decode_json(path, dict)) == f"{path} cannot be read: {LONG[:200]}."
     assert (
-        raised(RecordsError, lambda: step_times.read_step_times(path))
+        get_error_message(RecordsError, lambda: evidence._decode_json(path, dict))
+        == f"{path} cannot be read: {LONG[:200]}."
+    )
+    assert (
+        get_error_message(RecordsError, lambda: step_times.read_step_times(path))
         == f"{path} cannot be read as step times: {LONG[:300]}; name a file below step-times/ of a run."
     )
     monkeypatch.setattr("pyarrow.parquet.read_table", fail)
     assert (
-        raised(RecordsError, lambda: samples.read_samples(path))
+        get_error_message(RecordsError, lambda: samples.read_samples(path))
         == f"{path} cannot be read as samples of requests: {LONG[:300]}; {samples.AGAIN}."
     )
     checked = tmp_path / jobs.CHECKS_FILE
     checked.write_bytes(b"\n{}\n")
     monkeypatch.setattr(jobs, "decode_check", refuse)
     assert (
-        raised(RecordsError, lambda: jobs.read_checks(tmp_path))
+        get_error_message(RecordsError, lambda: jobs.read_checks(tmp_path))
         == f"{checked}, line 2: {LONG[:300]}. Repeat the verification with --force."
     )
 
 
-def test_why_a_run_has_no_page_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_for_a_missing_page_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ValueError(LONG)
 
     monkeypatch.setattr("dcpbench.reports.write_report", fail)
-    for count, said in (
+    for count, expected in (
         (pages.MAX_POINTS, f"run: no page, because the report failed (ValueError: {LONG[:200]})"),
         (pages.MAX_POINTS + 1, "run: no page for 3,001 points, only for up to 3,000"),
     ):
         run: Any = SimpleNamespace(name="run", entries=[None] * count)
-        assert pages._write_page(tmp_path, run) == said
+        assert pages._write_page(tmp_path, run) == expected
 
 
-def test_samples_are_named_in_60_letters_and_a_hash() -> None:
+def test_samples_file_name_has_60_characters_and_a_hash() -> None:
     point = msgspec.structs.replace(SERVED, model="m-" * 40)
     digest = hashlib.sha256(point.get_key().encode()).hexdigest()[:12]
     assert samples.make_samples_name(point) == f"samples/{'m-' * 30}-{digest}.parquet"
 
 
-@pytest.mark.parametrize(("count", "said"), [(1, "f0"), (3, "f0, f1, f2"), (4, "f0, f1, f2 …")])
-def test_the_first_three_of_files_are_named(
-    count: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("count", "expected"), [(1, "f0"), (3, "f0, f1, f2"), (4, "f0, f1, f2 …")])
+def test_name_of_a_hang_lists_its_first_three_files(
+    count: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hang_format, "_read_hang", lambda paths, name: (len(paths), name))
 
-    assert hang_format.read_hangs([Path(f"f{n}") for n in range(count)]) == [(count, said)]
+    assert hang_format.read_hangs([Path(f"f{n}") for n in range(count)]) == [(count, expected)]

@@ -1,4 +1,4 @@
-"""Change points: found where there is one, hardly ever where there is none, and never for one odd run."""
+"""Change points: steps are found, noise is hardly ever marked, and a single odd run never is."""
 
 from __future__ import annotations
 
@@ -27,79 +27,80 @@ def histories(runs: int, *, step: float = 1.0, at: int = 0, seed: int = 0) -> np
     return found
 
 
-def found_in(rows: np.ndarray) -> list[tuple[Change, ...]]:
+def find_changes_in(rows: np.ndarray) -> list[tuple[Change, ...]]:
     return [change_points.find_changes(row) for row in rows.tolist()]
 
 
 def count_found(rows: np.ndarray) -> int:
-    return sum(map(bool, found_in(rows)))
+    return sum(map(bool, find_changes_in(rows)))
 
 
 @pytest.mark.parametrize("kind", [*NOISES, *OTHERS])
 @pytest.mark.parametrize("runs", [12, 20, 30, 60])
-def test_unchanged_histories_are_hardly_ever_marked_whatever_their_noise(kind: str, runs: int) -> None:
-    """Documented: 1 in 100 at any look. Independent tests marked 16 to 54 of 100 with two-valued and correlated noise."""
+def test_unchanged_histories_are_hardly_ever_marked(kind: str, runs: int) -> None:
+    """The documented rate is 1 in 100 at any look. Independent tests marked 16 to 54 of 100 with two-valued and
+    correlated noise.
+    """
     assert count_found(draw_histories(kind, HISTORIES, runs, seed=1)) <= FALSE_MARKS * HISTORIES
 
 
 @pytest.mark.parametrize("kind", NOISES)
-def test_a_history_that_grows_is_hardly_ever_marked_at_any_look(kind: str) -> None:
-    """Documented: 1 in 100, looked at after every run. 50 histories and every sixth look are what a quick test can afford."""
+def test_growing_unchanged_history_is_hardly_ever_marked(kind: str) -> None:
+    """The documented rate is 1 in 100 with a look after every run; a quick test has 50 histories and every sixth look."""
     assert count_ever_marked(draw_histories(kind, 50, 60, seed=2), every=6) <= 1
 
 
 @pytest.mark.parametrize(("runs", "since", "share"), [(30, 5, 0.85), (30, 7, 0.95), (60, 5, 0.95), (60, 10, 1.0)])
 @pytest.mark.parametrize("step", [1.05, 1 / 1.05], ids=["slower", "faster"])
-def test_a_step_of_5_percent_is_found_soon(runs: int, since: int, share: float, step: float) -> None:
-    """With a scatter of 1 %."""
+def test_step_of_5_percent_is_found_within_few_runs(runs: int, since: int, share: float, step: float) -> None:
+    """The scatter is 1 %."""
     assert count_found(histories(runs, step=step, at=runs - since)) >= share * HISTORIES
 
 
 @pytest.mark.parametrize("step", [1.05, 1 / 1.05], ids=["slower", "faster"])
 @pytest.mark.parametrize("at", [10, 15, 25])
-def test_a_step_is_found_as_one_step_where_it_is(at: int, step: float) -> None:
-    """Within a run of where it is."""
-    found = [f for f in found_in(histories(40, step=step, at=at)) if f]
+def test_step_is_found_as_a_single_change_within_one_run(at: int, step: float) -> None:
+    found = [f for f in find_changes_in(histories(40, step=step, at=at)) if f]
     assert len(found) >= 0.95 * HISTORIES
     assert sum(len(f) == 1 and abs(f[0].before + 1 - at) <= 1 for f in found) >= 0.95 * len(found)
 
 
-def test_a_step_of_3_percent_is_found_in_a_long_history() -> None:
-    """15 of 60 runs at the new level."""
+def test_step_of_3_percent_is_found_in_a_long_history() -> None:
+    """The new level has 15 of 60 runs."""
     assert count_found(histories(60, step=1.03, at=45)) >= 0.9 * HISTORIES
 
 
-def test_the_interval_of_a_step_holds_the_true_one() -> None:
-    """Nominally in 95 of 100, also if runs are correlated."""
+def test_interval_of_a_step_contains_the_true_ratio() -> None:
+    """The nominal rate is 95 of 100, also if runs are correlated."""
     for kind in ("normal", "ar"):
         rows = draw_histories(kind, HISTORIES, 60, seed=3, step=0.05, since=30)
-        found = [f[0] for f in found_in(rows) if len(f) == 1]
+        found = [f[0] for f in find_changes_in(rows) if len(f) == 1]
         covered = sum(f.low <= 1.05 <= f.high for f in found if f.low is not None and f.high is not None)
         assert covered >= 0.93 * len(found), kind
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.1, 3.0])
-def test_one_odd_run_is_not_a_change(factor: float) -> None:
+def test_single_odd_run_is_no_change(factor: float) -> None:
     rows = histories(30, seed=5)
     rows[np.arange(HISTORIES), np.arange(HISTORIES) % 30] *= factor
     assert count_found(rows) <= FALSE_MARKS * HISTORIES
 
 
-def test_an_odd_run_hides_no_step_and_is_part_of_no_level() -> None:
-    """A step of 5 % at run 30, and run 4 took three times as long: the old level is that of the other 29.
+def test_odd_run_hides_no_step_and_changes_no_level() -> None:
+    """With a step of 5 % at run 30 and a run 4 that took three times as long, the old level is that of the other 29.
 
-    As a run like any other it would raise the old level to 50·3^(1/30), by 3.7 %: most of the step is lost in its noise.
+    An ordinary run would raise the old level to 50·3^(1/30), by 3.7 %, and hide most of the step.
     """
     rows = histories(60, step=1.05, at=30, seed=5)
     rows[:, 4] *= 3
-    found = [f[0] for f in found_in(rows) if len(f) == 1]
+    found = [f[0] for f in find_changes_in(rows) if len(f) == 1]
     assert len(found) >= 0.95 * HISTORIES
     assert all(f.old == pytest.approx(50, rel=0.02) for f in found)
     assert sum(f.low <= 1.05 <= f.high for f in found if f.low is not None and f.high is not None) >= 0.9 * len(found)
 
 
-def test_a_run_is_odd_if_it_lies_far_from_its_neighbours_and_few_others_do() -> None:
-    """Alternating ±1: the median of four neighbours is 0, all deviations are 1, and the limit is 4 / 1.875 = 2.1.
+def test_run_is_odd_if_only_few_runs_are_far_from_their_neighbours() -> None:
+    """For alternating ±1 the median of four neighbours is 0, all deviations are 1, and the limit is 4 / 1.875 = 2.1.
 
     Two runs at 9 are odd, wherever they are; a third one shows that 9 occurs, and all three stay.
     """
@@ -127,13 +128,13 @@ def test_two_valued_noise_is_not_taken_for_odd_runs() -> None:
 
 
 @pytest.mark.parametrize("since", [1, 2])
-def test_a_step_of_one_or_two_runs_is_no_change_yet(since: int) -> None:
-    """They may be odd runs, however far out they lie."""
+def test_step_of_one_or_two_runs_is_no_change(since: int) -> None:
+    """One or two runs may be odd runs, independent of their distance."""
     assert count_found(histories(30, step=1.1, at=30 - since)) <= FALSE_MARKS * HISTORIES
 
 
 class TestSteps:
-    def test_without_correlation_the_variance_is_that_of_independent_runs(self) -> None:
+    def test_variance_of_a_mean_follows_from_the_correlation(self) -> None:
         """g(k) = 1/k for ρ = 0; with ρ = 0.5 and two runs (1 + 0.5) / 2."""
         assert change_points._compute_variance_of_mean(7, 0.0) == pytest.approx(1 / 7)
         assert change_points._compute_variance_of_mean(2, 0.5) == pytest.approx(0.75)
@@ -141,8 +142,8 @@ class TestSteps:
             (1 + 2 * (0.8 / 2 + 0.6 / 4 + 0.4 / 8 + 0.2 / 16)) / 5
         )
 
-    def test_the_error_of_a_step_is_worked_out(self) -> None:
-        """Residuals ±1, of which neighbours differ: ρ = MIN_CORRELATION = 0.3, eight squares of 1 in all."""
+    def test_error_of_a_step_is_as_computed_by_hand(self) -> None:
+        """Residuals are ±1 and alternate: ρ = MIN_CORRELATION = 0.3, with eight squares of 1 in all."""
         before, after = np.array([-1.0, 1.0] * 2), np.array([9.0, 11.0] * 2)
         step = change_points.measure_step(before, after)
         g = (1 + 2 * (0.75 * 0.3 + 0.5 * 0.09 + 0.25 * 0.027)) / 4
@@ -150,7 +151,7 @@ class TestSteps:
         assert step.error == pytest.approx(np.sqrt(8 / (8 - 8 * g) * 2 * g))
         assert step.certainty == pytest.approx(10 / step.error / (5.6 + 20 / 8))
 
-    def test_correlated_runs_know_their_levels_less_well(self) -> None:
+    def test_correlated_runs_have_a_larger_error(self) -> None:
         rng = np.random.default_rng(0)
         errors = {
             rho: np.mean(
@@ -160,19 +161,19 @@ class TestSteps:
         }
         assert errors[0.7] > 1.5 * errors[0.0]
 
-    def test_levels_that_never_scatter_are_certain(self) -> None:
+    def test_step_between_constant_levels_is_certain(self) -> None:
         assert change_points.measure_step(np.full(8, 1.0), np.full(8, 2.0)).score == np.inf
         assert change_points.measure_step(np.full(8, 1.0), np.full(8, 1.0)).score == 0
 
 
-def test_a_step_up_and_back_down_is_two() -> None:
+def test_step_up_and_back_down_is_two_changes() -> None:
     rows = histories(60, step=1.05, at=20)
     rows[:, 40:] /= 1.05
-    assert sum(len(found) == 2 for found in found_in(rows)) >= 0.9 * HISTORIES
+    assert sum(len(found) == 2 for found in find_changes_in(rows)) >= 0.9 * HISTORIES
 
 
-def test_levels_and_ratio_of_a_clear_step() -> None:
-    """Geometric means of 100, 101, 99 … and of 110, 111, 109 …: 10 % more."""
+def test_levels_and_ratio_of_a_clear_step_are_geometric_means() -> None:
+    """The geometric means of 100, 101, 99 … and of 110, 111, 109 … differ by 10 %."""
     values = [100.0, 101.0, 99.0, 100.0, 101.0, 99.0, 110.0, 111.1, 108.9, 110.0, 111.1, 108.9]
     (step,) = change_points.find_changes(values)
     assert step.before == 5
@@ -184,13 +185,13 @@ def test_levels_and_ratio_of_a_clear_step() -> None:
 
 
 def test_counts_that_may_be_zero_change_by_plain_difference() -> None:
-    """Two host synchronisations per step where there were none have no ratio."""
+    """A change from zero to two host synchronisations per step has no ratio."""
     (step,) = change_points.find_changes([0.0] * 8 + [2.0] * 8)
     assert (step.before, step.old, step.new) == (7, 0.0, 2.0)
     assert step.ratio is None
 
 
-def test_a_sure_change_of_a_thousandth_is_not_marked() -> None:
+def test_certain_change_of_a_thousandth_is_not_marked() -> None:
     """Replays of one set of step times scatter so little that any rounding would be a change."""
     assert change_points.find_changes([100.0] * 10 + [100.1] * 10) == ()
 
@@ -198,18 +199,18 @@ def test_a_sure_change_of_a_thousandth_is_not_marked() -> None:
 @pytest.mark.parametrize(
     "values", [[], [1.0], [1.0] * 6 + [2.0] * 5, [3.0] * 30], ids=["none", "one", "eleven", "equal"]
 )
-def test_short_and_constant_histories_have_none(values: list[float]) -> None:
+def test_short_and_constant_histories_have_no_changes(values: list[float]) -> None:
     assert change_points.find_changes(values) == ()
 
 
-def test_the_same_history_always_has_the_same_marks() -> None:
+def test_same_history_always_has_the_same_changes() -> None:
     row = list(histories(30, step=1.05, at=12)[0])
     one = change_points.find_changes(row)
     change_points._find_cached.cache_clear()
     assert change_points.find_changes(row) == one
 
 
-def test_without_ruptures_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ruptures_raises_error_with_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ruptures", None)
     change_points._find_cached.cache_clear()
     with pytest.raises(MissingPackageError, match=r"pip install '\.\[dashboard\]'"):

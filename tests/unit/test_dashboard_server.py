@@ -1,4 +1,4 @@
-"""The server: who is answered, what is refused, and how it follows runs that are at work."""
+"""The dashboard's server: accepted and refused requests, and updates for runs in progress."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def watcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> watching.Watcher:
-    """Two runs and their site; a page is a file that says which run it is of."""
+    """Return two runs and their site; a page is a file with the name of its run."""
     monkeypatch.setattr(pages, "_write_page", lambda folder, run: (folder / pages.PAGE).write_text(run.name) and "")
     runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
     made = watching.Watcher(runs, tmp_path / "site", print)
@@ -43,13 +43,13 @@ def watcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> watching.Watcher
 
 @pytest.fixture
 def client(watcher: watching.Watcher) -> Client:
-    """A browser on this machine."""
+    """Return a browser on this machine."""
     return Client(web_server.make_app(watcher), "127.0.0.1:8321")
 
 
-class TestWhoIsAnswered:
+class TestAcceptedRequests:
     @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8321", "localhost", "localhost:9", "LOCALHOST"])
-    def test_this_machine_is(self, client: Client, host: str) -> None:
+    def test_names_of_this_machine_are_accepted(self, client: Client, host: str) -> None:
         assert client.get("/", headers={"host": host}).status_code == 200
 
     @pytest.mark.parametrize(
@@ -65,23 +65,23 @@ class TestWhoIsAnswered:
         ],
     )
     @pytest.mark.parametrize("path", ["/", "/live.json", "/runs/run-000/records.jsonl", "/assets/theme.css"])
-    def test_other_names_are_not(self, client: Client, host: str, path: str) -> None:
-        """DNS rebinding: somebody's page, whose name suddenly leads to 127.0.0.1."""
+    def test_other_host_names_are_refused(self, client: Client, host: str, path: str) -> None:
+        """DNS rebinding lets a page of another site resolve its own name to 127.0.0.1."""
         answer = client.get(path, headers={"host": host})
         assert answer.status_code == 400
         assert "dcpbench" not in answer.text
 
     @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
     @pytest.mark.parametrize("path", ["/", "/live.json", "/assets/theme.css", "/runs/run-000/report.html"])
-    def test_nothing_but_get_and_head_is(self, client: Client, method: str, path: str) -> None:
+    def test_methods_other_than_get_and_head_are_refused(self, client: Client, method: str, path: str) -> None:
         assert client.request(method, path).status_code == 405
 
-    def test_head_says_what_get_would(self, client: Client) -> None:
+    def test_head_requests_are_answered(self, client: Client) -> None:
         assert client.request("HEAD", "/assets/theme.css").status_code == 200
         assert client.request("HEAD", "/live.json").status_code == 200
 
 
-class TestWhatIsShown:
+class TestServedFiles:
     @pytest.mark.parametrize(
         "path",
         [
@@ -104,25 +104,25 @@ class TestWhatIsShown:
         ],
         ids=lambda path: path[:30],
     )
-    def test_no_path_leads_out_of_the_site(self, client: Client, path: str) -> None:
+    def test_paths_outside_the_site_are_not_found(self, client: Client, path: str) -> None:
         answer = client.get(path)
         assert answer.status_code == 404
         assert "secret" not in answer.text
         assert "root:" not in answer.text
 
-    def test_a_link_out_of_the_site_is_not_followed(self, client: Client, watcher: watching.Watcher) -> None:
+    def test_link_out_of_the_site_is_not_followed(self, client: Client, watcher: watching.Watcher) -> None:
         (watcher.site / "assets" / "link.txt").symlink_to(watcher.site.parent / "secret.txt")
         (watcher.site / "assets" / "folder").symlink_to(watcher.site.parent)
         assert client.get("/assets/link.txt").status_code == 404
         assert client.get("/assets/folder/secret.txt").status_code == 404
 
-    def test_the_page_knows_that_it_is_served(self, client: Client, watcher: watching.Watcher) -> None:
+    def test_served_page_is_marked_as_live(self, client: Client, watcher: watching.Watcher) -> None:
         assert 'data-live="yes"' in client.get("/").text
         assert client.get("/index.html").text == client.get("/").text
         assert 'data-live="no"' in (watcher.site / "index.html").read_text()
 
     @pytest.mark.parametrize("path", ["/", "/live.json", "/assets/theme.css", "/nothing", "/runs/run-000/report.html"])
-    def test_every_answer_has_the_headers_that_protect_it(self, client: Client, path: str) -> None:
+    def test_every_answer_has_security_headers(self, client: Client, path: str) -> None:
         headers = client.get(path).headers
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["cross-origin-resource-policy"] == "same-origin"
@@ -130,16 +130,16 @@ class TestWhatIsShown:
         assert headers["cache-control"] == "no-store"
         assert "access-control-allow-origin" not in headers
 
-    def test_refusals_have_them_too(self, client: Client) -> None:
+    def test_refused_requests_have_security_headers(self, client: Client) -> None:
         headers = client.get("/", headers={"host": "evil.example"}).headers
         assert headers["cross-origin-resource-policy"] == "same-origin"
 
-    def test_data_whose_name_is_its_digest_may_be_kept(self, client: Client, watcher: watching.Watcher) -> None:
+    def test_data_files_named_by_digest_are_cacheable(self, client: Client, watcher: watching.Watcher) -> None:
         answer = client.get("/" + site.read_index_path(watcher.site))
         assert answer.status_code == 200
         assert "immutable" in answer.headers["cache-control"]
 
-    def test_a_page_is_made_when_it_is_asked_for(self, client: Client, watcher: watching.Watcher) -> None:
+    def test_page_is_made_on_request(self, client: Client, watcher: watching.Watcher) -> None:
         assert not (watcher.site / "runs" / "run-001").exists()
         assert client.get("/runs/run-001/report.html").text == "run-001"
         assert (
@@ -147,7 +147,9 @@ class TestWhatIsShown:
         )
         assert not (watcher.site / "runs" / "run-000").exists()
 
-    def test_a_page_that_cannot_be_made_says_why(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_page_that_cannot_be_made_is_answered_with_the_reason(
+        self, client: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(pages, "_write_page", lambda _, run: f"{run.name}: no page, because of <b>")
         answer = client.get("/runs/run-001/report.html")
         assert (answer.status_code, answer.text) == (404, "run-001: no page, because of <b>")
@@ -166,13 +168,13 @@ class TestFollowing:
         assert client.get("/live.json").json()["index"] != before
         assert client.get("/runs/run-001/records.jsonl").content.count(b"\n") == 2
 
-    def test_a_line_that_is_being_written_is_left_out(self, watcher: watching.Watcher, client: Client) -> None:
+    def test_incomplete_last_line_is_ignored(self, watcher: watching.Watcher, client: Client) -> None:
         with (watcher.root / "run-001" / "records.jsonl").open("ab") as f:
             f.write(b'{"schema_version":1,"point":{"mod')
         watcher.refresh()
         assert "run-001" in client.get("/" + site.read_index_path(watcher.site)).text
 
-    def test_a_build_that_fails_is_said_and_the_last_site_stays(
+    def test_failed_build_is_reported_and_the_last_site_is_served(
         self, client: Client, watcher: watching.Watcher, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fail() -> bool:
@@ -185,8 +187,8 @@ class TestFollowing:
         assert "too many points" in client.get("/live.json").json()["note"]
         assert client.get("/").status_code == 200
 
-    def test_running_runs_have_the_progress_that_top_shows(self, client: Client, watcher: watching.Watcher) -> None:
-        """3 of 5 points have a record, and the fourth is measured. The last line of events is half written."""
+    def test_running_runs_have_the_progress_of_top(self, client: Client, watcher: watching.Watcher) -> None:
+        """Three of 5 points have a record, and the fourth is measured; the last line of events is incomplete."""
         folder = watcher.root / "running"
         points = [record_builder.point(concurrency=n) for n in (1, 2, 3, 4, 5)]
         job = Job(kind="sweep", tag="tp1", folder=str(folder), device="cpu", points=points, settings=Settings())
@@ -209,16 +211,16 @@ class TestFollowing:
             assert one.now is not None
             assert (one.ok, one.failed, one.total, one.now.stage, one.now.note) == (1, 2, 5, "measure", "9.1 ms")
             assert one.eta is not None
-            (told,) = client.get("/live.json").json()["jobs"]
-            assert (told["done"], told["total"]) == (3, 5)
-            assert told["title"].startswith("running: 3 of 5 points · 2 failed · 2 left · ")
-            assert told["note"].startswith(f"{format_point_name(points[3])} · measure for ")
+            (shown,) = client.get("/live.json").json()["jobs"]
+            assert (shown["done"], shown["total"]) == (3, 5)
+            assert shown["title"].startswith("running: 3 of 5 points · 2 failed · 2 left · ")
+            assert shown["note"].startswith(f"{format_point_name(points[3])} · measure for ")
             for point in points[3:]:
                 RecordFile(folder).append(record_builder.ok(point))
             assert runs.read_states() == []
 
-    def test_points_of_several_jobs_are_counted_together_and_a_file_that_is_gone_is_none(self, tmp_path: Path) -> None:
-        """A run has a job for each number of GPUs; the file of one may vanish while they are listed."""
+    def test_points_of_several_jobs_are_summed_and_missing_files_ignored(self, tmp_path: Path) -> None:
+        """A run has a job for each number of GPUs; the file of one may be deleted while they are listed."""
         for age, gpus in enumerate((8, 1, 4)):
             points = [record_builder.point(concurrency=n) for n in range(1, gpus + 1)]
             job = Job(
@@ -232,7 +234,7 @@ class TestFollowing:
             (one,) = running.RunningRuns(tmp_path).read_states()
         assert (one.total, one.folder) == (8, tmp_path.name)
 
-    def test_a_job_whose_command_is_gone_is_not_running(self, tmp_path: Path) -> None:
+    def test_job_of_a_dead_command_is_not_running(self, tmp_path: Path) -> None:
         """A killed run leaves its lock file with a process id that no longer lives."""
         points = [record_builder.point()]
         job = Job(kind="sweep", tag="tp1", folder=str(tmp_path), device="cpu", points=points, settings=Settings())
@@ -245,8 +247,8 @@ class TestFollowing:
             assert len(running.RunningRuns(tmp_path).read_states()) == working
 
 
-def start(runs: Path, *args: str) -> tuple[subprocess.Popen[str], str]:
-    """The real command, and the address that it prints."""
+def start_server(runs: Path, *args: str) -> tuple[subprocess.Popen[str], str]:
+    """Start the real command, and return it with the address that it prints."""
     command = [sys.executable, "-m", "dcpbench.cli", "dashboard", "serve", str(runs), *args]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
@@ -256,16 +258,16 @@ def start(runs: Path, *args: str) -> tuple[subprocess.Popen[str], str]:
     return process, line.split("http://")[1].split("/")[0]
 
 
-class TestTheRealCommand:
-    def test_it_serves_loopback_alone_follows_and_ends_with_ctrl_c(self, tmp_path: Path) -> None:
+class TestCommand:
+    def test_serve_binds_loopback_follows_runs_and_ends_with_ctrl_c(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
-        process, address = start(runs, "--port", "0")
+        process, address = start_server(runs, "--port", "0")
         try:
             with urllib.request.urlopen(f"http://{address}/live.json") as answer:
                 before = json.load(answer)["index"]
             host, port = address.split(":")
             assert host == "127.0.0.1"
-            with pytest.raises(ConnectionRefusedError):  # loopback, too, but not the address that was bound
+            with pytest.raises(ConnectionRefusedError):  # another loopback address than the bound one
                 socket.create_connection(("127.0.0.2", int(port)))
             dashboard_builder.history(runs / "new", runs=1, count=2)
             now = before
@@ -280,23 +282,23 @@ class TestTheRealCommand:
         assert "Traceback" not in out + err
         assert err.rstrip().endswith("Ended.")
 
-    def test_a_port_that_is_taken_is_a_sentence_with_a_free_one(self, tmp_path: Path) -> None:
+    def test_error_for_an_occupied_port_names_a_free_one(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             port = taken.getsockname()[1]
-            with pytest.raises(UsageError, match=rf"port {port} is taken; (\d+) is free: --port \1") as told:
+            with pytest.raises(UsageError, match=rf"port {port} is taken; (\d+) is free: --port \1") as error:
                 dashboard.serve(runs, port=port)
-        assert f"--port {port}" not in str(told.value)
+        assert f"--port {port}" not in str(error.value)
 
-    def test_its_temporary_site_is_removed(self, tmp_path: Path) -> None:
+    def test_temporary_site_is_removed_at_exit(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
         before = os.environ.get("TMPDIR")
         os.environ["TMPDIR"] = str(tmp_path / "tmp")
         (tmp_path / "tmp").mkdir()
         try:
-            process, _ = start(runs, "--port", "0")
+            process, _ = start_server(runs, "--port", "0")
         finally:
             os.environ.pop("TMPDIR") if before is None else os.environ.__setitem__("TMPDIR", before)
         assert list((tmp_path / "tmp").glob("dcpbench-dashboard-*"))
@@ -305,30 +307,32 @@ class TestTheRealCommand:
         assert not list((tmp_path / "tmp").iterdir())
         assert "Traceback" not in err
 
-    def test_without_starlette_it_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_uvicorn_raises_error_with_install_command(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setitem(sys.modules, "uvicorn", None)
         with pytest.raises(MissingPackageError, match=r"pip install '\.\[dashboard\]'"):
             dashboard.serve(tmp_path, port=0)
 
-    def test_a_site_among_the_runs_themselves_is_refused(self, tmp_path: Path) -> None:
+    def test_site_inside_or_above_the_runs_is_refused(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
         for out in (runs, tmp_path):
             with pytest.raises(OutputError, match="give another folder with -o"):
                 dashboard.build(runs, out)
 
-    def test_build_says_what_it_did_in_a_sentence(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """One run of one point is no plural; two are."""
-        for count, said in (
+    def test_build_prints_a_summary(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """The summary uses the singular for one run and the plural for two."""
+        for count, expected in (
             (1, "1 run, 1 point with 1 result, 0 changes; "),
             (2, "2 runs, 1 point with 2 results, 0 "),
         ):
             runs = dashboard_builder.history(tmp_path / f"runs-{count}", runs=count, count=1)
             assert dashboard.build(runs, tmp_path / f"site-{count}") == 0
-            assert capsys.readouterr().out.startswith(said)
+            assert capsys.readouterr().out.startswith(expected)
 
-    def test_build_says_what_it_did_as_json(
+    def test_build_prints_a_json_summary(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], watcher: watching.Watcher
     ) -> None:
         assert dashboard.build(watcher.root, tmp_path / "other", as_json=True) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert (told["runs"], told["points"], told["pages_made"], told["skipped"]) == (2, 1, 2, [])
+        summary = json.loads(capsys.readouterr().out)
+        assert (summary["runs"], summary["points"], summary["pages_made"], summary["skipped"]) == (2, 1, 2, [])

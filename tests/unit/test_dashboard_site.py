@@ -1,4 +1,6 @@
-"""The site: which runs it holds, what it joins, what it makes again, and whose folder it leaves alone."""
+"""The dashboard's site: the runs that it shows, the series that it joins, the pages that it rebuilds, and the folders
+that it refuses.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ HOSTILE = "</script><script>globalThis.pwned = 1</script><img src=x onerror=aler
 
 @pytest.fixture(autouse=True)
 def quick_pages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Reports have tests of their own; here a page is a file that says which run it is of."""
+    """Replace the report pages, which have tests of their own, by files with the name of their run."""
     made: list[str] = []
 
     def report(folder: Path, run: discovery.RunData) -> str:
@@ -45,7 +47,7 @@ def quick_pages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def data(out: Path, name: str) -> Any:
-    """What one data file of the site says; histories by their number."""
+    """Return the content of a data file of the site; histories have numbers."""
     (path,) = (out / "data").glob(f"{name}-*.js")
     text = path.read_text()
     start = f'dcpbenchData("{name}",'
@@ -57,29 +59,29 @@ def tree(out: Path) -> dict[str, bytes]:
     return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
 
 
-def test_progress_counts_the_pages_that_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_counts_new_pages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are made from the newest run on; a page that the site holds is not counted."""
     monkeypatch.setattr(site, "make_rate_limited", lambda tell: tell)
     for run in range(3):
         found = [dashboard_builder.record(record_builder.point(), run)]
         record_builder.write(tmp_path / "runs" / f"run-{run}", found)
-    said: list[str] = []
-    site.build(tmp_path / "runs", tmp_path / "site", tell=said.append, newest=1)
-    site.build(tmp_path / "runs", tmp_path / "site", tell=said.append)
-    pages_said = [text for text in said if text.startswith("page ")]
-    assert pages_said == ["page 1 of 1: run-2", "page 1 of 2: run-1", "page 2 of 2: run-0"]
+    messages: list[str] = []
+    site.build(tmp_path / "runs", tmp_path / "site", tell=messages.append, newest=1)
+    site.build(tmp_path / "runs", tmp_path / "site", tell=messages.append)
+    page_messages = [text for text in messages if text.startswith("page ")]
+    assert page_messages == ["page 1 of 1: run-2", "page 1 of 2: run-1", "page 2 of 2: run-0"]
 
 
-class TestWhichRuns:
+class TestRunDiscovery:
     def test_runs_are_found_at_any_depth_oldest_first(self, tmp_path: Path) -> None:
-        of = record_builder.point()
-        record_builder.write(tmp_path / "runs" / "b" / "deep", [dashboard_builder.record(of, 1)])
-        record_builder.write(tmp_path / "runs" / "z", [dashboard_builder.record(of, 0)])
+        point = record_builder.point()
+        record_builder.write(tmp_path / "runs" / "b" / "deep", [dashboard_builder.record(point, 1)])
+        record_builder.write(tmp_path / "runs" / "z", [dashboard_builder.record(point, 0)])
         found = discovery.load_runs(tmp_path / "runs", {}, print)
         assert [(run.name, run.slug) for run in found.runs] == [("z", "z"), ("b/deep", "b~deep")]
         assert [run.date for run in found.runs] == ["2026-01-05T06:00:00Z", "2026-01-06T06:00:00Z"]
 
-    def test_a_broken_run_is_left_out_with_a_sentence(self, tmp_path: Path) -> None:
+    def test_broken_run_is_skipped_with_a_reason(self, tmp_path: Path) -> None:
         root = tmp_path / "its builder's"
         good = dashboard_builder.record(record_builder.point(), 0)
         line = msgspec.json.encode(good)
@@ -102,7 +104,7 @@ class TestWhichRuns:
         assert [run.name for run in found.runs] == ["damaged", "good"], "one line of the former can be read"
         assert {sentence.partition(":")[0] for sentence in found.skipped} == set(broken)
         assert all(len(sentence) < 400 for sentence in found.skipped)
-        assert str(tmp_path) not in " ".join(found.skipped), "a site says nothing of the machine that built it"
+        assert str(tmp_path) not in " ".join(found.skipped), "a site has no paths of the machine that built it"
 
     def test_a_copy_of_a_run_is_counted_once(self, tmp_path: Path) -> None:
         record_builder.write(tmp_path / "a", [dashboard_builder.record(record_builder.point(), 0)])
@@ -142,36 +144,36 @@ def _objectives() -> str:
     return "ITL ≤ 30 ms in 99 of 100 gaps, TTFT ≤ 2,000 ms"
 
 
-def kinds(*records: Record) -> int:
-    """How many lines some records make."""
+def count_lines(*records: Record) -> int:
+    """Return how many lines these records make."""
     return len(series.collect_lines(records))
 
 
-class TestWhatIsOneLine:
-    def test_other_hardware_and_drivers_are_never_joined(self) -> None:
-        of = record_builder.point()
-        one = dashboard_builder.record(of, 0)
+class TestLines:
+    def test_records_of_other_hardware_or_drivers_are_separate_lines(self) -> None:
+        point = record_builder.point()
+        one = dashboard_builder.record(point, 0)
         others = [
-            dashboard_builder.record(of, 0, environment=dashboard_builder.environment(0, **changed))
+            dashboard_builder.record(point, 0, environment=dashboard_builder.environment(0, **changed))
             for changed in ({"device": "NVIDIA B200"}, {"driver": "999.1"}, {"device_count": 8})
         ]
-        assert kinds(one, *others) == 4
+        assert count_lines(one, *others) == 4
 
-    def test_live_and_replay_are_apart(self) -> None:
+    def test_live_and_replayed_records_are_separate_lines(self) -> None:
         live = serve_record_builder.served(serve_record_builder.point())
         replay = serve_record_builder.served(serve_record_builder.point(changed={"mode": "replay"}))
-        assert kinds(live, replay) == 2
+        assert count_lines(live, replay) == 2
 
-    def test_what_changes_the_figures_is_a_line_of_its_own(self) -> None:
-        of = record_builder.point()
-        plain = dashboard_builder.record(of, 0)
+    def test_settings_that_change_figures_make_separate_lines(self) -> None:
+        point = record_builder.point()
+        plain = dashboard_builder.record(point, 0)
         pool = msgspec.structs.replace(plain, measured_with={"kv_memory_bytes": 8 << 30})
         nccl = dashboard_builder.environment(0, settings={"NCCL_GRAPH_MIXING_SUPPORT": "0"})
         imported = msgspec.structs.replace(plain, origin="vllm")
-        assert kinds(plain, pool, msgspec.structs.replace(plain, environment=nccl), imported) == 4
+        assert count_lines(plain, pool, msgspec.structs.replace(plain, environment=nccl), imported) == 4
 
-    def test_what_an_import_does_not_say_is_left_out(self) -> None:
-        of = serve_record_builder.point(
+    def test_unknown_fields_of_an_import_are_left_out_of_the_description(self) -> None:
+        point = serve_record_builder.point(
             backend="vllm",
             ep="unknown",
             dtype="unknown",
@@ -182,37 +184,37 @@ class TestWhatIsOneLine:
             changed={"chunk": 0, "policy": "unknown", "prefill": "unknown"},
         )
         served = serve_record_builder.served(serve_record_builder.point())
-        (line,) = series.collect_lines([msgspec.structs.replace(served, point=of, origin="vllm", environment=None)])
-        said = series.describe_line(line)
-        assert (said["how"], said["conditions"]) == ("vllm · 96 requests", f"{_objectives()}, from vllm")
-        assert said["hardware"] == "not recorded"
+        (line,) = series.collect_lines([msgspec.structs.replace(served, point=point, origin="vllm", environment=None)])
+        description = series.describe_line(line)
+        assert (description["how"], description["conditions"]) == ("vllm · 96 requests", f"{_objectives()}, from vllm")
+        assert description["hardware"] == "not recorded"
 
     @pytest.mark.parametrize(
-        ("precision", "said"),
+        ("precision", "expected"),
         [
             ({}, "bf16"),
             ({"weights_dtype": "fp8"}, "fp8 weights, bf16 KV"),
             ({"weights_dtype": "fp8", "kv_dtype": "fp8"}, "fp8 weights and KV"),
         ],
     )
-    def test_a_precision_is_one_word_of_how_a_point_ran(self, precision: dict[str, str], said: str) -> None:
-        """What is computed with, alone, is what the rows of both would share: `bf16` above a table with fp8 weights."""
-        of = record_builder.point(**({"dtype": "bf16"} | precision))
-        (line,) = series.collect_lines([dashboard_builder.record(of, 0)])
-        assert str(series.describe_line(line)["how"]).split(" · ")[-1] == said
+    def test_line_description_ends_with_the_precision(self, precision: dict[str, str], expected: str) -> None:
+        """The compute type alone would be `bf16` also for a line with fp8 weights."""
+        point = record_builder.point(**({"dtype": "bf16"} | precision))
+        (line,) = series.collect_lines([dashboard_builder.record(point, 0)])
+        assert str(series.describe_line(line)["how"]).split(" · ")[-1] == expected
 
-    def test_variables_that_all_lines_share_are_not_said_and_all_else_is(self) -> None:
+    def test_environment_variables_of_all_lines_are_left_out_of_conditions(self) -> None:
         (line,) = series.collect_lines([dashboard_builder.record(record_builder.point(), 0)])
         both = ("KV memory 8 GiB", "from vllm", "NCCL_NVLS_ENABLE=0")
         lines = [dataclasses.replace(line, conditions=(*both, *own)) for own in (["NCCL_GRAPH_MIXING_SUPPORT=0"], [])]
         shared = series.find_shared_settings(lines)
         assert shared == ["NCCL_NVLS_ENABLE=0"]
-        said = [series.describe_line(one, shared=shared)["conditions"] for one in lines]
-        assert said == ["KV memory 8 GiB, from vllm, NCCL_GRAPH_MIXING_SUPPORT=0", "KV memory 8 GiB, from vllm"]
+        conditions = [series.describe_line(one, shared=shared)["conditions"] for one in lines]
+        assert conditions == ["KV memory 8 GiB, from vllm, NCCL_GRAPH_MIXING_SUPPORT=0", "KV memory 8 GiB, from vllm"]
         assert series.find_shared_settings([]) == []
 
-    def test_commit_versions_and_repeats_are_not(self) -> None:
-        """These are what a history is over, or what one entry sums up."""
+    def test_commits_versions_and_repeats_make_no_separate_lines(self) -> None:
+        """Commits and versions are the axis of a history; repeats are summarised in one entry."""
         first = dashboard_builder.record(record_builder.point(), 0)
         again = dashboard_builder.record(record_builder.point(repeat=1), 1)
         newer = dashboard_builder.environment(2, torch="2.12")
@@ -236,9 +238,9 @@ class TestWhatIsOneLine:
         assert entry.values["step_ms"].low == min(s.low for s in steps)
         assert entry.values["step_ms"].high == max(s.high for s in steps)
 
-    def test_a_failed_repeat_is_told_beside_those_that_finished(self) -> None:
-        of = record_builder.point()
-        records = [dashboard_builder.record(of, 0), record_builder.failed(record_builder.point(repeat=1))]
+    def test_failed_repeat_is_counted_in_the_reason_of_an_ok_entry(self) -> None:
+        point = record_builder.point()
+        records = [dashboard_builder.record(point, 0), record_builder.failed(record_builder.point(repeat=1))]
         (entry,) = series.collect_lines(records).values()
         assert entry.outcome == "ok"
         assert entry.reason.startswith("1 of 2 repeats did not finish")
@@ -276,8 +278,10 @@ class TestData:
     def test_functional_runs_are_marked_and_have_no_changes(self, tmp_path: Path) -> None:
         for run in range(12):
             slow = 40.0 if run < 6 else 60.0
-            of = record_builder.point(Layout(8), model="tiny", backend="reference", dtype="float32")
-            record_builder.write(tmp_path / "runs" / f"{run}", [record_builder.on_cpu(of, median_ms=slow + run / 100)])
+            point = record_builder.point(Layout(8), model="tiny", backend="reference", dtype="float32")
+            record_builder.write(
+                tmp_path / "runs" / f"{run}", [record_builder.on_cpu(point, median_ms=slow + run / 100)]
+            )
         built = site.build(tmp_path / "runs", tmp_path / "site")
         index = data(tmp_path / "site", "index")
         assert built.changes == 0
@@ -286,9 +290,9 @@ class TestData:
         assert "nothing about performance" in index["runs"]["headline"][0]
 
     def test_hostile_strings_stay_data(self, tmp_path: Path) -> None:
-        of = record_builder.point(model=HOSTILE, backend=HOSTILE)
+        point = record_builder.point(model=HOSTILE, backend=HOSTILE)
         where = dashboard_builder.environment(0, device=HOSTILE, driver=HOSTILE, git_commit=HOSTILE)
-        record = dashboard_builder.record(of, 0, environment=where, marks=[HOSTILE])
+        record = dashboard_builder.record(point, 0, environment=where, warnings=[HOSTILE])
         failed = record_builder.failed(record_builder.point(model="x" * 10_000_000), reason=HOSTILE)
         record_builder.write(tmp_path / "runs" / "a<b>", [record, failed])
         site.build(tmp_path / "runs", tmp_path / "site")
@@ -299,7 +303,7 @@ class TestData:
                 assert len(content) < 100_000, "long strings are cut"
         assert HOSTILE in data(tmp_path / "site", "index")["words"]["model"]
 
-    def test_numbers_that_json_has_not_are_null(self) -> None:
+    def test_nan_and_infinity_become_null(self) -> None:
         from dcpbench.dashboard.data import _to_json_number
 
         assert [_to_json_number(x) for x in (float("nan"), float("inf"), None, 0.0, 12345.678)] == [
@@ -361,7 +365,7 @@ class TestBuildingAgain:
         site.build(tmp_path / "two" / "runs", tmp_path / "b")
         assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
-    def test_files_that_say_the_same_keep_their_times(self, tmp_path: Path) -> None:
+    def test_unchanged_files_keep_their_modification_times(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
         site.build(runs, tmp_path / "site")
         before = {p: p.stat().st_mtime_ns for p in (tmp_path / "site").rglob("*") if p.is_file()}
@@ -376,10 +380,10 @@ class TestBuildingAgain:
         assert [p.name for p in (tmp_path / "site" / "runs").iterdir()] == ["run-001"]
         assert len(list((tmp_path / "site" / "data").glob("index-*.js"))) == 1
 
-    def test_without_ruptures_it_says_so_before_it_makes_a_page(
+    def test_missing_ruptures_raises_error_before_any_page_is_made(
         self, tmp_path: Path, quick_pages: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """No half of a site is left behind."""
+        """No incomplete site is left behind."""
         runs = dashboard_builder.history(tmp_path / "runs", runs=8, count=1)
         monkeypatch.setitem(sys.modules, "ruptures", None)
         with pytest.raises(MissingPackageError, match=r"pip install '\.\[dashboard\]'"):
@@ -388,10 +392,10 @@ class TestBuildingAgain:
         assert not (tmp_path / "site").exists()
 
     @pytest.mark.parametrize("ends", [KeyboardInterrupt, OSError, RuntimeError])
-    def test_pages_that_are_finished_are_kept_when_the_build_ends_early(
+    def test_finished_pages_are_kept_if_the_build_ends_early(
         self, tmp_path: Path, quick_pages: list[str], monkeypatch: pytest.MonkeyPatch, ends: type[BaseException]
     ) -> None:
-        """The third of three pages, or the last step of a build: two and three pages need not be made again."""
+        """The build ends at the third of three pages, or at its last step: two and three pages need not be made again."""
         runs = dashboard_builder.history(tmp_path / "runs", runs=3, count=1)
 
         def end(*_: object) -> None:
@@ -411,10 +415,10 @@ class TestBuildingAgain:
         assert quick_pages == ["run-002", "run-001", "run-000"]
         assert (built.pages_made, built.pages_kept) == (0, 3)
 
-    def test_a_page_of_a_run_that_grew_is_made_again_also_after_a_build_that_ended_early(
+    def test_page_of_a_run_that_grew_is_rebuilt_after_an_interrupted_build(
         self, tmp_path: Path, quick_pages: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What is kept is kept for the records that it shows."""
+        """A page is kept only for the records that it shows."""
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
         with monkeypatch.context() as patch:
             patch.setattr(site, "_remove_unreferenced", lambda *_: (tmp_path / "no" / "such").read_bytes())
@@ -425,7 +429,7 @@ class TestBuildingAgain:
         assert site.build(runs, tmp_path / "site").pages_made == 1
         assert quick_pages == ["run-000", "run-000"]
 
-    def test_a_build_that_fails_leaves_the_site_that_was_there(
+    def test_failed_build_leaves_the_existing_site_unchanged(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
@@ -442,10 +446,12 @@ class TestBuildingAgain:
         }
         assert site.read_index_path(tmp_path / "site").encode() in before["index.html"]
 
-    def test_the_index_is_written_before_the_first_page_and_again_while_pages_are_made(
+    def test_index_is_written_before_the_first_page_and_during_the_build(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A page takes 9 s and an index is written every 10 s, so that the third page begins with the first two in the index."""
+        """A page takes 9 s and an index is written every 10 s, so that the third page begins with the first two in the
+        index.
+        """
         seen: list[list[int]] = []
         now = [0.0]
 
@@ -473,7 +479,7 @@ class TestBuildingAgain:
         assert not (tmp_path / "site").exists()
         assert [text.split(":")[0] for text in str(e.value).splitlines()[1:]] == ["left out"]
 
-    def test_a_run_that_is_deleted_after_it_was_read_costs_only_its_page(
+    def test_run_deleted_during_the_build_loses_only_its_page(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The folder is deleted while the page of the newer run is made."""
@@ -488,7 +494,7 @@ class TestBuildingAgain:
         assert built.skipped == ["run-000: no page, because its records are gone since they were read"]
         assert [p.name for p in (tmp_path / "site" / "runs").iterdir()] == ["run-001"]
 
-    def test_a_report_that_fails_costs_only_its_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failing_report_loses_only_its_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pages, "_write_page", lambda _, run: f"{run.name}: no page, because of a bug")
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
         built = site.build(runs, tmp_path / "site")
@@ -497,7 +503,7 @@ class TestBuildingAgain:
         assert (index["runs"]["page"], index["runs"]["records"]) == ([0], [1])
 
 
-def change(ratio: float | None) -> Change:
+def make_change(ratio: float | None) -> Change:
     """Make a change from 100, or from 0 if there is no ratio."""
     if ratio is None:
         return Change(0, 0.0, 5.0, None, None, None)
@@ -505,7 +511,7 @@ def change(ratio: float | None) -> Change:
 
 
 class TestLatestChanges:
-    def test_the_index_tells_the_latest_changes_with_their_interval_and_runs(self, tmp_path: Path) -> None:
+    def test_index_lists_latest_changes_with_intervals_and_runs(self, tmp_path: Path) -> None:
         """One of two points is 5 % slower from the 26th run on: between run-024 and run-025, in several metrics."""
         site.build(dashboard_builder.history(tmp_path / "runs", count=2, cv=0.001), tmp_path / "site")
         index = data(tmp_path / "site", "index")
@@ -513,15 +519,15 @@ class TestLatestChanges:
         assert [index["runs"]["name"][step[k]] for k in ("before", "after")] == ["run-024", "run-025"]
         assert (step["points"], index["latest"]["more"]) == (1, 0)
         assert step["same_code"] == 0
-        assert (step["worse"], step["better"], step["untold"]) == (1, 0, 0)
+        assert (step["worse"], step["better"], step["omitted"]) == (1, 0, 0)
         (group,) = step["groups"]
-        told = {index["measures"][row[0]]["id"]: row[4:7] for row in group["changes"]}
-        assert len(told) == len(group["changes"]) > 1
-        ratio, low, high = told["step_ms"]
+        ratios = {index["measures"][row[0]]["id"]: row[4:7] for row in group["changes"]}
+        assert len(ratios) == len(group["changes"]) > 1
+        ratio, low, high = ratios["step_ms"]
         assert low < ratio < high
         assert ratio == pytest.approx(1 / 0.95, rel=0.005)
 
-    def test_a_change_between_runs_of_one_commit_is_told_from_one_of_the_code(self, tmp_path: Path) -> None:
+    def test_change_between_runs_of_one_commit_is_marked_as_same_code(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", count=1, cv=0.001)
         for path in runs.glob("*/records.jsonl"):
             path.write_text(re.sub(r'"git_commit":"\d{7}abcdef"', '"git_commit":"0000001abcdef"', path.read_text()))
@@ -529,80 +535,87 @@ class TestLatestChanges:
         (step,) = data(tmp_path / "site", "index")["latest"]["steps"]
         assert step["same_code"] == 1
 
-    def test_points_of_a_layout_that_changed_alike_are_one_line(self, tmp_path: Path) -> None:
-        """One of 16 points in four layouts halves its speed and the others lose 10 %: five lines, the largest first."""
+    def test_points_of_a_layout_with_similar_changes_are_one_group(self, tmp_path: Path) -> None:
+        """One of 16 points in four layouts halves its speed and the others lose 10 %: five groups, the largest change
+        first.
+        """
         for run in range(12):
             found = [
-                dashboard_builder.record(of, run, faster=0.5 if i == 3 and run >= 6 else 0.9 if run >= 6 else 1)
-                for i, of in enumerate(dashboard_builder.points(16))
+                dashboard_builder.record(point, run, faster=0.5 if i == 3 and run >= 6 else 0.9 if run >= 6 else 1)
+                for i, point in enumerate(dashboard_builder.points(16))
             ]
             record_builder.write(tmp_path / "runs" / f"run-{run:03d}", found)
         site.build(tmp_path / "runs", tmp_path / "site")
         index = data(tmp_path / "site", "index")
         (step,) = index["latest"]["steps"]
-        assert (step["points"], step["worse"], step["better"], step["untold"]) == (16, 16, 0, 0)
+        assert (step["points"], step["worse"], step["better"], step["omitted"]) == (16, 16, 0, 0)
         assert [group["points"] for group in step["groups"]] == [1, 4, 4, 4, 3]
         assert {group["verdict"] for group in step["groups"]} == {"worse"}
-        told = sum(row[1] for group in step["groups"] for row in group["changes"])
-        assert told == sum(measure["changes"] for measure in index["measures"]) > 16, "no metric is lost"
+        shown = sum(row[1] for group in step["groups"] for row in group["changes"])
+        assert shown == sum(measure["changes"] for measure in index["measures"]) > 16, "no metric is lost"
         assert [group["model"] for group in step["groups"]] == [1, 0, 0, 0, 0]
         assert step["groups"][0]["changes"][0][4] in (0.5, 2)
         for group in step["groups"]:
             sizes = [abs(math.log(row[4])) for row in group["changes"]]
             assert sizes == pytest.approx(sorted(sizes, reverse=True), abs=1e-3)
 
-    def test_of_groups_that_changed_as_much_the_one_with_more_points_is_first(self) -> None:
-        """As much is the same to a thousandth: 0.1004 and 0.1001 are, and 0.102 is more."""
+    def test_groups_with_equal_changes_are_sorted_by_their_number_of_points(self) -> None:
+        """Sizes within a thousandth are equal: 0.1004 and 0.1001 are, and 0.102 is larger."""
         sizes = [("a", 0.1004), ("b", 0.1001), ("b", 0.1), ("c", 0.102), ("d", 0.05)]
-        histories = [SimpleNamespace(line=SimpleNamespace(example=SimpleNamespace(layout_name=of))) for of, _ in sizes]
+        histories = [
+            SimpleNamespace(line=SimpleNamespace(example=SimpleNamespace(layout_name=layout))) for layout, _ in sizes
+        ]
         moved = [SimpleNamespace(line=i, verdict="worse", size=size) for i, (_, size) in enumerate(sizes)]
         groups = data_files._group_similar(moved, histories)  # type: ignore[arg-type]
         assert [[one.line for one in group] for group in groups] == [[3], [1, 2], [0], [4]]
 
-    def test_what_became_better_and_what_became_worse_stand_apart(self, tmp_path: Path) -> None:
-        """Two points of one layout, 10 % faster and 10 % slower, and lines beyond the most that are told."""
+    def test_improvements_and_regressions_are_separate_groups(self, tmp_path: Path) -> None:
+        """Points of one layout are 10 % faster and 10 % slower, and there are more groups than are shown."""
         for run in range(12):
             found = [
-                dashboard_builder.record(of, run, faster=(0.9, 1.1)[i // 4 % 2] ** (1 + i // 8 * 5) if run >= 6 else 1)
-                for i, of in enumerate(dashboard_builder.points(16))
+                dashboard_builder.record(
+                    point, run, faster=(0.9, 1.1)[i // 4 % 2] ** (1 + i // 8 * 5) if run >= 6 else 1
+                )
+                for i, point in enumerate(dashboard_builder.points(16))
             ]
             record_builder.write(tmp_path / "runs" / f"run-{run:03d}", found)
         site.build(tmp_path / "runs", tmp_path / "site")
         (step,) = data(tmp_path / "site", "index")["latest"]["steps"]
         assert (step["worse"], step["better"]) == (8, 8)
         assert [group["points"] for group in step["groups"]] == [1] * data_files.MAX_GROUPS
-        assert step["untold"] == 16 - data_files.MAX_GROUPS
+        assert step["omitted"] == 16 - data_files.MAX_GROUPS
 
-    def test_a_group_tells_the_range_of_each_metric_and_of_how_many_points(self) -> None:
-        """Three points, worse by 10 to 20 %; one of them has a metric more, and two a value that is not positive."""
+    def test_group_has_range_and_number_of_points_of_each_metric(self) -> None:
+        """Three points are worse by 10 to 20 %; one of them has one more metric, and two have a value that is not
+        positive.
+        """
         speed, step = (list(data_files.MEASURES).index(name) for name in ("output_tok_s_per_gpu", "step_ms"))
         steps = [
-            {speed: change(0.8), step: change(1.25)},
-            {speed: change(0.9)},
-            {speed: change(0.85), step: change(None)},
+            {speed: make_change(0.8), step: make_change(1.25)},
+            {speed: make_change(0.9)},
+            {speed: make_change(0.85), step: make_change(None)},
         ]
-        of = record_builder.point()
-        (line,) = series.collect_lines([dashboard_builder.record(of, 0)])
+        point = record_builder.point()
+        (line,) = series.collect_lines([dashboard_builder.record(point, 0)])
         histories = [data_files.History(line, []) for _ in steps]
         moved = [data_files.ChangedPoint(i, one, "worse") for i, one in enumerate(steps)]
-        told = data_files._summarize_group(moved, histories)
-        assert (told["line"], told["points"], told["verdict"]) == (0, 3, "worse")
-        rows = {row[0]: row[1:4] for row in told["changes"]}  # type: ignore[attr-defined]
-        assert rows == {speed: [3, 0.8, 0.9], step: [2, None, None]}, "without a ratio no range is told"
+        summary = data_files._summarize_group(moved, histories)
+        assert (summary["line"], summary["points"], summary["verdict"]) == (0, 3, "worse")
+        rows = {row[0]: row[1:4] for row in summary["changes"]}  # type: ignore[attr-defined]
+        assert rows == {speed: [3, 0.8, 0.9], step: [2, None, None]}, "there is no range without a ratio"
 
-    def test_older_pairs_of_runs_are_counted(self, tmp_path: Path) -> None:
-        """A point that is 10 % slower every sixth run: four steps, of which the newest three are told."""
-        of = record_builder.point()
+    def test_changes_beyond_the_newest_three_are_counted(self, tmp_path: Path) -> None:
+        """A point is 10 % slower after every sixth run: four changes, of which the newest three are shown."""
+        point = record_builder.point()
         for run in range(30):
-            found = [dashboard_builder.record(of, run, faster=0.9 ** (run // 6))]
+            found = [dashboard_builder.record(point, run, faster=0.9 ** (run // 6))]
             record_builder.write(tmp_path / "runs" / f"run-{run:03d}", found)
         site.build(tmp_path / "runs", tmp_path / "site")
         latest = data(tmp_path / "site", "index")["latest"]
         assert ([step["after"] for step in latest["steps"]], latest["more"]) == ([24, 18, 12], 1)
 
 
-def test_a_last_line_that_was_cut_short_is_told(tmp_path: Path) -> None:
-    """The others are on the site."""
+def test_truncated_last_line_is_reported_and_other_records_are_read(tmp_path: Path) -> None:
     runs = dashboard_builder.history(tmp_path / "runs", runs=2, count=1)
     (path,) = (runs / "run-001").glob("records.jsonl")
     path.write_bytes(path.read_bytes() + b'{"checked":"crc32","sch')
@@ -611,8 +624,8 @@ def test_a_last_line_that_was_cut_short_is_told(tmp_path: Path) -> None:
     assert built.skipped == ["run-001: the last line of its record file was cut short; the others are read"]
 
 
-class TestWhoseFolder:
-    def test_a_folder_of_somebody_else_is_refused_and_left_as_it_is(self, tmp_path: Path) -> None:
+class TestOutputFolder:
+    def test_folder_without_a_dashboard_is_refused_and_unchanged(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "index.html").write_text("mine")
@@ -621,20 +634,22 @@ class TestWhoseFolder:
                 site.build(runs, tmp_path / "mine", force=force)
         assert tree(tmp_path / "mine") == {"index.html": b"mine"}
 
-    def test_a_site_that_was_begun_and_not_finished_is_ours(self, tmp_path: Path) -> None:
+    def test_unfinished_site_can_be_built_again(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
         site._prepare_folder(tmp_path / "site")
         site.build(runs, tmp_path / "site")
         assert (tmp_path / "site" / "index.html").is_file()
 
-    def test_a_folder_that_cannot_be_written_is_a_sentence(self, tmp_path: Path) -> None:
+    def test_unwritable_folder_raises_output_error(self, tmp_path: Path) -> None:
         runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=1)
         (tmp_path / "file").write_text("")
         with pytest.raises(OutputError, match="Give another folder with -o"):
             site.build(runs, tmp_path / "file" / "site")
 
 
-def test_runs_as_large_as_a_site_takes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_of_the_maximum_size_is_read_and_a_larger_one_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (run,) = dashboard_builder.history(tmp_path / "runs", runs=1).iterdir()
     size = (run / "records.jsonl").stat().st_size
     monkeypatch.setattr(discovery, "MAX_BYTES", size)
@@ -644,8 +659,8 @@ def test_runs_as_large_as_a_site_takes_are_read(tmp_path: Path, monkeypatch: pyt
     assert f"records.jsonl has {size:,} bytes; a site takes runs of up to {size - 1:,}." in str(skipped)
 
 
-def test_a_page_that_is_made_later_is_noted_beside_all_that_a_build_left(tmp_path: Path) -> None:
-    """If nothing was built yet, the page is noted alone."""
+def test_page_made_later_is_added_to_the_state_of_the_site(tmp_path: Path) -> None:
+    """Without a site, the state holds this page alone."""
     (run,) = discovery.load_runs(dashboard_builder.history(tmp_path / "runs", runs=1), {}, lambda _: None).runs
     site._write_state(tmp_path, {site.OURS: site.FORMAT, "index": "data/index.json", "pages": {"other": "key"}})
     site.record_page(tmp_path, run)
@@ -656,17 +671,19 @@ def test_a_page_that_is_made_later_is_noted_beside_all_that_a_build_left(tmp_pat
     assert (site.read_index_path(tmp_path / "new"), [*site.read_page_keys(tmp_path / "new")]) == ("", [run.slug])
 
 
-def test_a_point_of_which_some_layers_were_cycled_says_so_in_the_index(tmp_path: Path) -> None:
-    """In its row, by its newest run, and behind the headline of a run; the history goes on over another number of layers."""
-    of = record_builder.point()
+def test_index_states_how_many_layers_were_held_and_reused(tmp_path: Path) -> None:
+    """The text is in a point's row, from its newest run, and in a run's headline; a history continues over another
+    number of layers.
+    """
+    point = record_builder.point()
     for run, held in enumerate((19, 14)):
-        one = dashboard_builder.record(of, run)
-        honesty = msgspec.structs.replace(one.honesty, layers=61, layers_held=held)
-        record_builder.write(tmp_path / "runs" / f"{run}", [msgspec.structs.replace(one, honesty=honesty)])
+        one = dashboard_builder.record(point, run)
+        conditions = msgspec.structs.replace(one.conditions, layers=61, layers_held=held)
+        record_builder.write(tmp_path / "runs" / f"{run}", [msgspec.structs.replace(one, conditions=conditions)])
     site.build(tmp_path / "runs", tmp_path / "site", tell=lambda _: None)
     index = data(tmp_path / "site", "index")
     (how,) = index["words"]["how"]
     assert how.split(" · ")[-1] == f"{NO_FIT}: 14 of 61 layers held and reused"
     assert index["lines"]["runs"] == [2]
-    ends = [said.rpartition(", ")[2] for said in index["runs"]["headline"]]
+    ends = [headline.rpartition(", ")[2] for headline in index["runs"]["headline"]]
     assert ends == [f"{NO_FIT}: {held} of 61 layers held and reused" for held in (19, 14)]

@@ -1,4 +1,4 @@
-"""Test the scatter of token times in replays of another engine."""
+"""The scatter of token times in replays of another engine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.unit.serving_builder import request
 from tests.unit.step_times_builder import step_times
 
 
-def times_of(cases: list[MeasuredCase]) -> StepTimes:
+def make_times(cases: list[MeasuredCase]) -> StepTimes:
     return msgspec.structs.replace(step_times(), cases=cases)
 
 
-def sample(*token_s: float) -> Sample:
+def make_sample(*token_s: float) -> Sample:
     return Sample(request(0, 10, len(token_s)), 0.0, token_s=list(token_s))
 
 
-def test_delays_are_deviations_of_decode_steps_alone() -> None:
-    """Two deliveries make a gap, so a delay deviates by 1 / √2 of it. Steps with chunks and checks are left out."""
-    times = times_of(
+def test_delays_are_deviations_of_decode_steps_only() -> None:
+    """Two deliveries make a gap, so that a delay deviates by 1 / √2 of it. Steps with chunks and checks are left out."""
+    times = make_times(
         [
             MeasuredCase(case=Case(decodes=(Decodes(1, 100),)), samples_ms=[2.0, 3.0, 5.0]),
             MeasuredCase(case=Case(decodes=(Decodes(4, 100),), use=CHECK), samples_ms=[1.0, 9.0]),
@@ -36,32 +36,32 @@ def test_delays_are_deviations_of_decode_steps_alone() -> None:
 
 
 def test_tokens_of_a_step_have_one_delay() -> None:
-    first, second = sample(1.0, 2.0, 3.0), sample(2.0, 3.0, 4.0)
+    first, second = make_sample(1.0, 2.0, 3.0), make_sample(2.0, 3.0, 4.0)
     scatter_tokens([first, second], [-0.1, 0.0, 0.1, 0.2])
     assert first.token_s[1:] == second.token_s[:2]
     assert all(abs(late - exact) <= 0.2001 for late, exact in zip(first.token_s, (1.0, 2.0, 3.0), strict=True))
 
 
 def test_tokens_keep_their_order() -> None:
-    """A delay longer than a step moves the tokens after it, too."""
+    """A delay longer than a step also moves the tokens after it."""
     steps = [0.01 * i for i in range(500)]
-    one = sample(*steps)
+    one = make_sample(*steps)
     scatter_tokens([one], [-0.05, 0.05], seed=1)
     assert one.token_s != steps
     assert all(gap >= 0 for gap in np.diff(one.token_s))
 
 
-def test_gaps_scatter_as_the_measured_steps_do() -> None:
+def test_gaps_scatter_like_measured_steps() -> None:
     measured = np.random.default_rng(0).normal(4.0, 0.2, 400).tolist()
-    times = times_of([MeasuredCase(case=Case(decodes=(Decodes(8, 100),)), samples_ms=measured)])
-    one = sample(*(4e-3 * i for i in range(4000)))
+    times = make_times([MeasuredCase(case=Case(decodes=(Decodes(8, 100),)), samples_ms=measured)])
+    one = make_sample(*(4e-3 * i for i in range(4000)))
     scatter_tokens([one], list_delays_s(times))
     gaps = np.diff(one.token_s) * 1e3
     assert statistics.median(gaps) == pytest.approx(4.0, rel=0.01)
     assert np.std(gaps) == pytest.approx(0.2, rel=0.1)
 
 
-def test_without_measured_steps_nothing_is_delayed() -> None:
-    one = sample(1.0, 2.0)
+def test_tokens_are_not_delayed_without_measured_steps() -> None:
+    one = make_sample(1.0, 2.0)
     scatter_tokens([one], [])
     assert one.token_s == [1.0, 2.0]

@@ -39,7 +39,7 @@ COMMANDS = {
 
 
 def break_disk(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each file that is opened for writing below a folder fail, with an error that names no file."""
+    """Make every opening of a file for writing below a folder fail, with an error without a file name."""
 
     def refuse(opened: Any, *, writes: bool) -> None:
         if writes and not isinstance(opened, int) and Path(os.fsdecode(opened)).is_relative_to(folder):
@@ -60,7 +60,7 @@ def break_disk(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("number", REASONS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_names_the_disk_of_its_output_and_what_to_do(
+def test_command_names_the_disk_of_its_output_and_a_remedy(
     name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, disk = tmp_path / "runs", tmp_path / "disk"
@@ -91,7 +91,7 @@ def test_a_command_names_the_disk_of_its_output_and_what_to_do(
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EISDIR])
-def test_an_output_that_this_user_may_not_write_is_named_with_exit_code_2(number: int) -> None:
+def test_output_without_write_permission_has_exit_code_2(number: int) -> None:
     error = disks.make_output_error("runs/a.csv", OSError(number, os.strerror(number)), "give another file with -o")
     assert error.exit_code == 2
     assert str(error) == f"runs/a.csv cannot be written ({os.strerror(number)}). Give another file with -o."

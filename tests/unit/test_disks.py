@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or broken ends a command in a sentence with code 3, and no point is blamed for it."""
+"""A disk that is full, read-only or broken ends a command with an error and code 3, and fails no point."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DISK = {
 }
 
 
-def failing(number: int, name: str = "") -> Callable[..., Any]:
+def make_failing(number: int, name: str = "") -> Callable[..., Any]:
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError(number, os.strerror(number), *([name] if name else []))
 
@@ -41,14 +41,14 @@ def failing(number: int, name: str = "") -> Callable[..., Any]:
 
 @pytest.mark.parametrize("number", DISK)
 @pytest.mark.parametrize("call", ["open", "fsync"])
-def test_a_record_that_cannot_be_kept_names_the_disk_and_how_to_go_on(
+def test_disk_error_on_append_names_the_cause_and_the_resume_command(
     number: int, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opening records.jsonl fails, or the disk says only at fsync that it could not keep the line."""
+    """Opening records.jsonl fails, or the disk reports only at fsync that it could not keep the line."""
     out = RecordFile(tmp_path)
     out.append(RECORD)
     with monkeypatch.context() as patch:
-        patch.setattr(Path if call == "open" else os, call, failing(number))
+        patch.setattr(Path if call == "open" else os, call, make_failing(number))
         with pytest.raises(DiskError, match=DISK[number]) as raised:
             out.append(RECORD)
     assert raised.value.exit_code == 3
@@ -57,27 +57,25 @@ def test_a_record_that_cannot_be_kept_names_the_disk_and_how_to_go_on(
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
-def test_records_that_this_user_may_not_write_are_named(
+def test_missing_permission_to_write_records_raises_output_error(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Path, "open", failing(number))
+    monkeypatch.setattr(Path, "open", make_failing(number))
     with pytest.raises(OutputError, match=r"records\.jsonl cannot be written .* Let this user write there") as raised:
         RecordFile(tmp_path).append(RECORD)
     assert raised.value.exit_code == 2
 
 
-def test_a_records_file_that_is_a_folder_is_named(tmp_path: Path) -> None:
+def test_records_path_that_is_a_folder_raises_output_error(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").mkdir()
     with pytest.raises(OutputError, match=r"records\.jsonl cannot be written \(Is a directory\)"):
         RecordFile(tmp_path).append(RECORD)
 
 
-def test_a_whole_file_that_the_disk_could_not_keep_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     write_file(path, b"old")
-    monkeypatch.setattr(os, "fsync", failing(errno.EIO))
+    monkeypatch.setattr(os, "fsync", make_failing(errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
         write_file(path, b"new")
     assert path.read_bytes() == b"old"
@@ -85,12 +83,12 @@ def test_a_whole_file_that_the_disk_could_not_keep_leaves_the_old_one(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES])
-def test_samples_of_a_served_point_that_cannot_be_written_are_not_the_servers_fault(
+def test_unwritable_samples_end_the_command_and_record_no_failed_point(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     words = f"server --device cpu --tp 1 --concurrency 2 --num-requests 2 --input-tokens 9 --output-tokens 2 -o {run}"
-    monkeypatch.setattr(samples, "write_file", failing(number))
+    monkeypatch.setattr(samples, "write_file", make_failing(number))
     with in_thread(FakeServer()) as url, pytest.raises(SystemExit) as end:
         cli.main([*words.split(), "--url", url, "--client", "processes=1,warm-up=0"])
     assert end.value.code == (2 if number == errno.EACCES else 3)
@@ -101,7 +99,7 @@ def test_samples_of_a_served_point_that_cannot_be_written_are_not_the_servers_fa
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "expected"),
     [
         (
             OSError(errno.ENOSPC, "No space left on device"),
@@ -117,8 +115,8 @@ def test_samples_of_a_served_point_that_cannot_be_written_are_not_the_servers_fa
         ),
     ],
 )
-def test_an_error_of_a_file_that_no_command_foresaw_is_a_sentence(
-    error: OSError, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_unexpected_os_error_of_a_file_is_one_line_with_an_exit_code(
+    error: OSError, code: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def app(**_: Any) -> None:
         raise error
@@ -127,7 +125,7 @@ def test_an_error_of_a_file_that_no_command_foresaw_is_a_sentence(
     with pytest.raises(SystemExit) as end:
         cli.main([])
     assert end.value.code == code
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,17 +138,17 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class TestProbes:
-    def test_a_folder_with_room_that_answers_is_fine(self, tmp_path: Path) -> None:
+    def test_probes_pass_on_a_working_folder(self, tmp_path: Path) -> None:
         disks.check_free_space(tmp_path)
         disks.check_answers(tmp_path)
         assert not list(tmp_path.iterdir())
 
-    def test_what_is_no_error_of_the_disk_is_left_to_others(self, tmp_path: Path) -> None:
-        """A folder that is gone is named elsewhere."""
+    def test_probes_ignore_a_missing_folder(self, tmp_path: Path) -> None:
+        """A missing folder is reported elsewhere."""
         disks.check_free_space(tmp_path / "gone")
         disks.check_answers(tmp_path / "gone")
 
-    def test_a_write_that_does_not_end_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_hanging_write_raises_disk_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(disks, "ANSWER_S", 0.1)
         monkeypatch.setattr(disks, "PROBE", "import time; time.sleep(60)")
         with pytest.raises(DiskError, match=r"could not be written within 0\.1 s"):

@@ -1,4 +1,6 @@
-"""`dcpbench doctor` with drivers and systems that answer as the test says: each fault is told, and nothing unread is well."""
+"""Tests of `dcpbench doctor` with fake drivers and systems: each fault is reported, and a failed query is never
+reported as good.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ HEALTHY = {
 
 
 class Driver:
-    """pynvml's names, with these answers; GPU n has the handle n."""
+    """A fake pynvml that returns these answers; GPU n has the handle n."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers = HEALTHY | answers
@@ -82,7 +84,7 @@ class Driver:
 
 
 class System(host.Host):
-    """A machine at rest, but for what is given."""
+    """A fake host in good order, except for the given answers."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers = {
@@ -122,8 +124,8 @@ class System(host.Host):
 
 
 @pytest.fixture(autouse=True)
-def versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions with nothing against them."""
+def good_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report versions without known problems."""
     monkeypatch.setattr(software, "read_torch_cuda", lambda: "13.0")
     monkeypatch.setattr(
         software, "find_installed_version", lambda *names: "2.13.0" if names == ("torch",) else "2.28.9"
@@ -131,19 +133,19 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software.platform, "release", lambda: "6.8.0-90-generic")
 
 
-def found(level: str, report: Report) -> list[str]:
-    """Check, place and sentence of all findings of a level."""
+def list_findings(level: str, report: Report) -> list[str]:
+    """Return check, place and sentence of all findings of a level."""
     return [f"{f.check} {f.where}: {f.what}" for f in report.findings if f.level == level]
 
 
-def looked(
+def run_checks(
     tmp_path: Path, *, env: dict[str, str] | None = None, system: System | None = None, nnodes: int = 1, **answers: Any
 ) -> Report:
     return check_machine(tmp_path, nnodes=nnodes, nvml=Driver(**answers), system=system or System(), env=env or {})
 
 
-def test_a_machine_in_good_order_has_nothing_against_it(tmp_path: Path) -> None:
-    report = looked(tmp_path)
+def test_healthy_machine_has_only_ok_findings(tmp_path: Path) -> None:
+    report = run_checks(tmp_path)
     assert {f.level for f in report.findings} == {OK}
     assert report.exit_code == 0
     assert {"clocks", "power", "MIG", "ECC", "peer access", "NUMA", "disk", "ports", "clock", "NCCL", "driver"} <= {
@@ -151,31 +153,35 @@ def test_a_machine_in_good_order_has_nothing_against_it(tmp_path: Path) -> None:
     }
 
 
-def of(index: int, wrong: Any, right: Any) -> Any:
-    """An answer of one GPU alone."""
+def on_gpu(index: int, wrong: Any, right: Any) -> Any:
+    """Return an answer function that is `wrong` for one GPU and `right` for all others."""
     return lambda handle, *_: wrong if handle == index else right
 
 
 GPU_FAULTS = {
     "power": (
-        {"nvmlDeviceGetEnforcedPowerLimit": of(1, 500_000, 700_000)},
+        {"nvmlDeviceGetEnforcedPowerLimit": on_gpu(1, 500_000, 700_000)},
         "capped at 500 W",
         "nvidia-smi -i 1 -pl 700",
     ),
-    "MIG": ({"nvmlDeviceGetMigMode": of(1, [1, 1], [0, 0])}, "instances", "nvidia-smi -i 1 -mig 0"),
-    "ECC": ({"nvmlDeviceGetTotalEccErrors": of(1, 1, 0)}, "1 error of its", "replaced"),
-    "memory rows": ({"nvmlDeviceGetRemappedRows": of(1, (0, 1, 1, 0), (0, 0, 0, 0))}, "wait to be", "reset the GPU"),
-    "throttling": ({"nvmlDeviceGetCurrentClocksThrottleReasons": of(1, 0x40, 1)}, "hw_thermal", "cooling"),
-    "compute mode": ({"nvmlDeviceGetComputeMode": of(1, 2, 0)}, "no process", "-c DEFAULT"),
-    "clocks": ({"nvmlDeviceGetApplicationsClock": of(1, 1200, 1980)}, "1,200 MHz", "-rac"),
-    "temperature": ({"nvmlDeviceGetTemperature": of(1, 80, 35)}, "80 °C", "wait"),
+    "MIG": ({"nvmlDeviceGetMigMode": on_gpu(1, [1, 1], [0, 0])}, "instances", "nvidia-smi -i 1 -mig 0"),
+    "ECC": ({"nvmlDeviceGetTotalEccErrors": on_gpu(1, 1, 0)}, "1 error of its", "replaced"),
+    "memory rows": (
+        {"nvmlDeviceGetRemappedRows": on_gpu(1, (0, 1, 1, 0), (0, 0, 0, 0))},
+        "wait to be",
+        "reset the GPU",
+    ),
+    "throttling": ({"nvmlDeviceGetCurrentClocksThrottleReasons": on_gpu(1, 0x40, 1)}, "hw_thermal", "cooling"),
+    "compute mode": ({"nvmlDeviceGetComputeMode": on_gpu(1, 2, 0)}, "no process", "-c DEFAULT"),
+    "clocks": ({"nvmlDeviceGetApplicationsClock": on_gpu(1, 1200, 1980)}, "1,200 MHz", "-rac"),
+    "temperature": ({"nvmlDeviceGetTemperature": on_gpu(1, 80, 35)}, "80 °C", "wait"),
     "utilisation": (
-        {"nvmlDeviceGetUtilizationRates": of(1, SimpleNamespace(gpu=97), SimpleNamespace(gpu=0))},
+        {"nvmlDeviceGetUtilizationRates": on_gpu(1, SimpleNamespace(gpu=97), SimpleNamespace(gpu=0))},
         "busy 97 %",
         "end the program",
     ),
     "other processes": (
-        {"nvmlDeviceGetComputeRunningProcesses": of(1, [SimpleNamespace(pid=1, usedGpuMemory=3 * GIB)], [])},
+        {"nvmlDeviceGetComputeRunningProcesses": on_gpu(1, [SimpleNamespace(pid=1, usedGpuMemory=3 * GIB)], [])},
         "1 other: 1 (",
         "CUDA_VISIBLE_DEVICES",
     ),
@@ -183,100 +189,104 @@ GPU_FAULTS = {
 
 
 @pytest.mark.parametrize("check", GPU_FAULTS)
-def test_a_fault_of_one_gpu_is_told_with_its_number_and_its_remedy(check: str, tmp_path: Path) -> None:
-    answers, said, remedy = GPU_FAULTS[check]
-    report = looked(tmp_path, **answers)
+def test_fault_of_one_gpu_is_reported_with_gpu_number_and_remedy(check: str, tmp_path: Path) -> None:
+    answers, expected, remedy = GPU_FAULTS[check]
+    report = run_checks(tmp_path, **answers)
     (bad,) = [f for f in report.findings if f.level != OK]
     assert (bad.check, bad.level, bad.where) == (check, BAD, "GPU 1")
-    assert said in bad.what
+    assert expected in bad.what
     assert remedy in bad.remedy
     assert report.exit_code == 1
 
 
-def test_processes_of_another_container_show_by_the_memory_that_they_take(tmp_path: Path) -> None:
+def test_memory_in_use_without_visible_processes_is_reported_as_other_processes(tmp_path: Path) -> None:
     full, empty = SimpleNamespace(used=9 * GIB), SimpleNamespace(used=0)
-    (bad,) = found(BAD, looked(tmp_path, nvmlDeviceGetMemoryInfo=of(0, full, empty)))
+    (bad,) = list_findings(BAD, run_checks(tmp_path, nvmlDeviceGetMemoryInfo=on_gpu(0, full, empty)))
     assert bad == "other processes GPU 0: 9.0 GiB of its memory are in use, by processes that cannot be seen from here."
 
 
 @pytest.mark.parametrize(
     "function", sorted(set(HEALTHY) - {"nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetGpuFabricInfo"})
 )
-def test_what_the_driver_does_not_answer_is_unread_and_never_well(function: str, tmp_path: Path) -> None:
-    """Each question alone fails as of a GPU that fell off its bus: its check is told as not known, and is not told as well."""
-    whole = {f.check for f in looked(tmp_path).findings}
-    report = looked(tmp_path, **{function: LOST})
+def test_failed_driver_query_makes_its_check_unread_and_never_ok(function: str, tmp_path: Path) -> None:
+    """Each query alone fails as for a GPU that is no longer on its bus."""
+    all_checks = {f.check for f in run_checks(tmp_path).findings}
+    report = run_checks(tmp_path, **{function: LOST})
     unread = {f.check for f in report.findings if f.level == UNREAD}
-    assert unread, "said"
-    assert not found(BAD, report)
+    assert unread
+    assert not list_findings(BAD, report)
     assert report.exit_code == 4
-    assert unread <= whole
+    assert unread <= all_checks
     assert not unread & {f.check for f in report.findings if f.level == OK}
 
 
-def test_without_a_driver_everything_about_gpus_is_unread(tmp_path: Path) -> None:
+def test_missing_driver_makes_all_gpu_checks_unread(tmp_path: Path) -> None:
     missing = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    report = looked(tmp_path, nvmlInit=missing, nvmlSystemGetDriverVersion=missing)
-    said = found(UNREAD, report)
-    assert len(said) == 2
-    assert "clocks, power, other processes, MIG, ECC and peer access are unknown" in said[0]
+    report = run_checks(tmp_path, nvmlInit=missing, nvmlSystemGetDriverVersion=missing)
+    unread = list_findings(UNREAD, report)
+    assert len(unread) == 2
+    assert "clocks, power, other processes, MIG, ECC and peer access are unknown" in unread[0]
     assert not {"clocks", "power", "MIG", "ECC", "peer access"} & {f.check for f in report.findings}
     assert report.exit_code == 4
 
 
-def test_what_a_gpu_does_not_have_is_no_gap(tmp_path: Path) -> None:
-    report = looked(tmp_path, nvmlDeviceGetMigMode=UNSUPPORTED, nvmlDeviceGetEccMode=UNSUPPORTED)
+def test_unsupported_gpu_features_are_ok(tmp_path: Path) -> None:
+    report = run_checks(tmp_path, nvmlDeviceGetMigMode=UNSUPPORTED, nvmlDeviceGetEccMode=UNSUPPORTED)
     assert report.exit_code == 0
-    assert "MIG GPU 0: it has none." in found(OK, report)
+    assert "MIG GPU 0: it has none." in list_findings(OK, report)
 
 
 @pytest.mark.parametrize(("now", "after_a_reset", "level"), [(1, 0, BAD), (0, 1, OK)])
-def test_it_is_how_a_gpu_is_divided_now_that_counts(now: int, after_a_reset: int, level: str, tmp_path: Path) -> None:
-    report = looked(tmp_path, nvmlDeviceGetMigMode=[now, after_a_reset])
+def test_current_mig_mode_counts_and_pending_mode_does_not(
+    now: int, after_a_reset: int, level: str, tmp_path: Path
+) -> None:
+    report = run_checks(tmp_path, nvmlDeviceGetMigMode=[now, after_a_reset])
     assert {f.level for f in report.findings if f.check == "MIG"} == {level}
 
 
 @pytest.mark.parametrize(
-    ("state", "level", "said"),
+    ("state", "level", "expected"),
     [(0, OK, "it has none."), (1, BAD, "has not been started"), (2, BAD, "is still at work"), (3, OK, "up.")],
 )
-def test_what_joins_gpus_is_up_or_in_the_way(state: int, level: str, said: str, tmp_path: Path) -> None:
-    """NVML's states of a fabric: not supported, not started, in progress, completed."""
+def test_fabric_state_decides_level_of_fabric_finding(state: int, level: str, expected: str, tmp_path: Path) -> None:
+    """The states of a fabric in NVML are: not supported, not started, in progress, completed."""
 
-    def fabric(_: int, told: Any) -> None:
-        told._obj.state = state
+    def fabric(_: int, info: Any) -> None:
+        info._obj.state = state
 
-    report = looked(tmp_path, nvmlDeviceGetGpuFabricInfo=fabric)
+    report = run_checks(tmp_path, nvmlDeviceGetGpuFabricInfo=fabric)
     (one, _) = [f for f in report.findings if f.check == "fabric"]
-    assert (one.level, said in one.what) == (level, True)
+    assert (one.level, expected in one.what) == (level, True)
 
 
-def test_a_process_of_another_container_has_no_name_here(tmp_path: Path) -> None:
-    """Ids end at 2²², so that this one is nobody's; NVML does not always say how much memory is whose."""
+def test_process_of_another_container_is_reported_by_its_id(tmp_path: Path) -> None:
+    """Process ids are below 2²², so that this id belongs to no process here. NVML does not always report a process's
+    memory.
+    """
     other = SimpleNamespace(pid=(1 << 22) + 1, usedGpuMemory=None)
-    said = found(BAD, looked(tmp_path, nvmlDeviceGetComputeRunningProcesses=of(0, [other], [])))
-    assert said == ["other processes GPU 0: 1 other: 4194305 (of another container or user, memory not known)."]
+    others = list_findings(BAD, run_checks(tmp_path, nvmlDeviceGetComputeRunningProcesses=on_gpu(0, [other], [])))
+    assert others == ["other processes GPU 0: 1 other: 4194305 (of another container or user, memory not known)."]
 
 
-def test_gpus_that_cannot_reach_each_other_are_named_in_pairs(tmp_path: Path) -> None:
+def test_missing_or_slow_peer_access_is_reported_per_pair_of_gpus(tmp_path: Path) -> None:
     def status(one: int, other: int, _: int) -> int:
         return pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED if (one, other) == (0, 2) else pynvml.NVML_P2P_STATUS_OK
 
-    report = looked(tmp_path, nvmlDeviceGetCount=3, nvmlDeviceGetP2PStatus=status)
-    assert found(BAD, report) == [
+    report = run_checks(tmp_path, nvmlDeviceGetCount=3, nvmlDeviceGetP2PStatus=status)
+    assert list_findings(BAD, report) == [
         "peer access GPU 0 and 2: they cannot read and write each other's memory (chipset not supported)."
     ]
-    slow = looked(tmp_path, nvmlDeviceGetP2PStatus=lambda *a: int(a[2] == gpu_checks.NVLINK))
-    assert found(NOTE, slow) == [
+    slow = run_checks(tmp_path, nvmlDeviceGetP2PStatus=lambda *a: int(a[2] == gpu_checks.NVLINK))
+    assert list_findings(NOTE, slow) == [
         "peer access GPU 0 and 1: they reach each other, but not by NVLink, which takes several times as long."
     ]
 
 
-def test_only_gpus_that_a_run_would_use_are_looked_at(tmp_path: Path) -> None:
-    answers = {"nvmlDeviceGetMigMode": of(1, [1, 1], [0, 0])}
-    assert looked(tmp_path, env={"CUDA_VISIBLE_DEVICES": "0"}, **answers).exit_code == 0
-    report = looked(tmp_path, env={"CUDA_VISIBLE_DEVICES": "7"}, **answers)
-    assert "CUDA_VISIBLE_DEVICES names 7, which is no GPU that NVML lists." in found(BAD, report)[0]
+def test_only_gpus_in_cuda_visible_devices_are_checked(tmp_path: Path) -> None:
+    answers = {"nvmlDeviceGetMigMode": on_gpu(1, [1, 1], [0, 0])}
+    assert run_checks(tmp_path, env={"CUDA_VISIBLE_DEVICES": "0"}, **answers).exit_code == 0
+    report = run_checks(tmp_path, env={"CUDA_VISIBLE_DEVICES": "7"}, **answers)
+    assert "CUDA_VISIBLE_DEVICES names 7, which is no GPU that NVML lists." in list_findings(BAD, report)[0]
 
 
 HOST_FAULTS = {
@@ -298,31 +308,31 @@ HOST_FAULTS = {
 
 
 @pytest.mark.parametrize("below", ["", "run"])
-def test_a_file_where_a_run_would_write_is_told(below: str, tmp_path: Path) -> None:
+def test_file_at_or_above_output_folder_is_reported(below: str, tmp_path: Path) -> None:
     """A file above the folder is reported as well, as the run could not create the folder."""
     (tmp_path / "file").write_text("")
-    report = looked(tmp_path / "file" / below)
+    report = run_checks(tmp_path / "file" / below)
     assert [(f.check, f.what, f.where) for f in report.findings if f.level == BAD] == [
         ("locks", "it is a file, and a run needs a folder.", str(tmp_path / "file"))
     ]
 
 
 @pytest.mark.parametrize("check", HOST_FAULTS)
-def test_a_fault_of_the_system_is_told_with_its_remedy(check: str, tmp_path: Path) -> None:
-    system, nnodes, level, said = HOST_FAULTS[check]
-    wrong = [f for f in looked(tmp_path, system=system, nnodes=nnodes).findings if f.level != OK]
+def test_fault_of_the_host_is_reported_with_remedy(check: str, tmp_path: Path) -> None:
+    system, nnodes, level, expected = HOST_FAULTS[check]
+    wrong = [f for f in run_checks(tmp_path, system=system, nnodes=nnodes).findings if f.level != OK]
     assert {(f.check, f.level) for f in wrong} == {(check, level)}
     if check in ("shared memory", "disk"):
         need = {"shared memory": 1, "disk": 10}[check]
         assert wrong[0].what.endswith(f"GiB are free, of the {need} GiB that a long run should have.")
-    assert said in wrong[0].what
+    assert expected in wrong[0].what
     assert all(f.remedy for f in wrong)
 
 
 @pytest.mark.parametrize("name", ["get_limit", "get_free_bytes", "count_cores", "get_load", "read_clock"])
-def test_what_the_system_does_not_answer_is_unread(name: str, tmp_path: Path) -> None:
-    report = looked(tmp_path, system=System(**{name: OSError(errno.EPERM, "Operation not permitted")}))
-    assert any("Operation not permitted" in said for said in found(UNREAD, report))
+def test_failed_host_query_makes_its_check_unread(name: str, tmp_path: Path) -> None:
+    report = run_checks(tmp_path, system=System(**{name: OSError(errno.EPERM, "Operation not permitted")}))
+    assert any("Operation not permitted" in text for text in list_findings(UNREAD, report))
     assert report.exit_code == 4
 
 
@@ -330,13 +340,19 @@ def test_what_the_system_does_not_answer_is_unread(name: str, tmp_path: Path) ->
     ("env", "level"),
     [({"CUDA_LAUNCH_BLOCKING": "1"}, BAD), ({"NCCL_DEBUG": "info"}, NOTE), ({"NCCL_ALGO": "Ring"}, NOTE)],
 )
-def test_a_variable_that_hurts_is_told(env: dict[str, str], level: str, tmp_path: Path) -> None:
-    assert [s.split("=")[0] for s in found(level, looked(tmp_path, env=env))] == [f"environment {n}: {n}" for n in env]
+def test_harmful_environment_variable_is_reported(env: dict[str, str], level: str, tmp_path: Path) -> None:
+    assert [s.split("=")[0] for s in list_findings(level, run_checks(tmp_path, env=env))] == [
+        f"environment {n}: {n}" for n in env
+    ]
 
 
-def test_without_a_variable_that_hurts_that_is_said(tmp_path: Path) -> None:
-    assert "environment : no variable that is known to hurt." in found(OK, looked(tmp_path, env={"NCCL_DEBUG": "WARN"}))
-    assert not [s for s in found(OK, looked(tmp_path, env={"NCCL_DEBUG": "INFO"})) if s.startswith("environment")]
+def test_environment_without_harmful_variables_is_ok(tmp_path: Path) -> None:
+    assert "environment : no variable that is known to hurt." in list_findings(
+        OK, run_checks(tmp_path, env={"NCCL_DEBUG": "WARN"})
+    )
+    assert not [
+        s for s in list_findings(OK, run_checks(tmp_path, env={"NCCL_DEBUG": "INFO"})) if s.startswith("environment")
+    ]
 
 
 class TestVersions:
@@ -351,11 +367,13 @@ class TestVersions:
             ("?", {UNREAD}),
         ],
     )
-    def test_of_nccl(self, nccl: str, levels: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nccl_version_decides_level(
+        self, nccl: str, levels: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(
             software, "find_installed_version", lambda *names: "2.13.0" if names == ("torch",) else nccl
         )
-        assert {f.level for f in looked(tmp_path).findings if f.check == "NCCL"} == levels
+        assert {f.level for f in run_checks(tmp_path).findings if f.check == "NCCL"} == levels
 
     @pytest.mark.parametrize(
         ("driver", "cuda", "level"),
@@ -367,14 +385,16 @@ class TestVersions:
             ("580", "14.0", UNREAD),
         ],
     )
-    def test_of_the_driver_beside_torch(
+    def test_driver_too_old_for_cuda_of_torch_is_bad(
         self, driver: str, cuda: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(software, "read_torch_cuda", lambda: cuda)
-        report = looked(tmp_path, nvmlSystemGetDriverVersion=driver)
+        report = run_checks(tmp_path, nvmlSystemGetDriverVersion=driver)
         assert [f.level for f in report.findings if f.check == "driver"] == [level]
 
-    def test_torchs_own_is_read_without_importing_it(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_cuda_version_of_torch_is_read_without_importing_torch(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         monkeypatch.undo()
         (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip = None\n")
         spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
@@ -384,36 +404,36 @@ class TestVersions:
         assert software.read_torch_cuda() is None
 
 
-class TestAtTheStartOfASweep:
-    def test_it_says_only_what_would_spoil_the_run(self, tmp_path: Path) -> None:
-        driver = Driver(nvmlDeviceGetMigMode=of(1, [1, 1], [0, 0]), nvmlDeviceGetPersistenceMode=0)
-        said = check_at_start(
+class TestChecksAtSweepStart:
+    def test_only_faults_that_would_spoil_the_run_are_reported(self, tmp_path: Path) -> None:
+        driver = Driver(nvmlDeviceGetMigMode=on_gpu(1, [1, 1], [0, 0]), nvmlDeviceGetPersistenceMode=0)
+        findings = check_at_start(
             tmp_path, cuda=True, nvml=driver, system=System(get_load=60.0), env={"NCCL_DEBUG": "INFO"}
         )
-        assert [(f.check, f.where) for f in said] == [("MIG", "GPU 1")]
+        assert [(f.check, f.where) for f in findings] == [("MIG", "GPU 1")]
         assert check_at_start(tmp_path, cuda=False, nvml=driver, system=System(), env={}) == []
 
-    def test_a_full_disk_is_among_it_without_a_gpu(self, tmp_path: Path) -> None:
-        said = check_at_start(tmp_path, cuda=False, system=System(get_free_bytes=1 << 20), env={})
-        assert {f.check for f in said} == {"shared memory", "disk"}
+    def test_full_disk_is_reported_without_a_gpu(self, tmp_path: Path) -> None:
+        findings = check_at_start(tmp_path, cuda=False, system=System(get_free_bytes=1 << 20), env={})
+        assert {f.check for f in findings} == {"shared memory", "disk"}
 
-    def test_a_driver_that_never_answers_keeps_no_sweep(self, tmp_path: Path) -> None:
+    def test_hung_driver_does_not_delay_the_sweep(self, tmp_path: Path) -> None:
         answer = threading.Event()
         driver = Driver(nvmlDeviceGetCount=lambda: answer.wait() and 0)
-        (said,) = check_at_start(tmp_path, cuda=True, nvml=driver, system=System(), env={}, patience_s=0.05)
+        (finding,) = check_at_start(tmp_path, cuda=True, nvml=driver, system=System(), env={}, patience_s=0.05)
         answer.set()
-        assert said.level == UNREAD
-        assert "did not answer" in said.what
+        assert finding.level == UNREAD
+        assert "did not answer" in finding.what
 
 
 class TestCommand:
-    def test_what_several_gpus_share_is_one_line_with_one_command(self, tmp_path: Path) -> None:
-        shown = command.format_findings(looked(tmp_path, nvmlDeviceGetPersistenceMode=0).findings)
+    def test_same_finding_of_several_gpus_is_one_line_with_one_command(self, tmp_path: Path) -> None:
+        shown = command.format_findings(run_checks(tmp_path, nvmlDeviceGetPersistenceMode=0).findings)
         (line,) = shown
         assert line.startswith("• persistence (GPU 0, GPU 1): off: the driver lets go of the GPU between two jobs")
         assert line.endswith("To do: sudo nvidia-smi -i 0,1 -pm 1")
 
-    def test_it_answers_in_json_and_by_its_exit_code(
+    def test_json_output_and_exit_code_report_bad_gpus(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr("dcpbench.doctor._import_driver", lambda: Driver(nvmlDeviceGetMigMode=[1, 1]))
@@ -421,12 +441,12 @@ class TestCommand:
         monkeypatch.setattr("dcpbench.launch.launcher.run_probe", lambda _: Probe(device="cuda", count=2, name="H200"))
         with pytest.raises(SystemExit) as end:
             cli.main(["doctor", "-o", str(tmp_path), "--json"])
-        told = json.loads(capsys.readouterr().out)
-        assert end.value.code == told["exit_code"] == 1
-        assert (told["machine"]["count"], told["machine"]["name"]) == (2, "H200")
-        assert [f["where"] for f in told["findings"] if f["level"] == BAD] == ["GPU 0", "GPU 1"]
+        report = json.loads(capsys.readouterr().out)
+        assert end.value.code == report["exit_code"] == 1
+        assert (report["machine"]["count"], report["machine"]["name"]) == (2, "H200")
+        assert [f["where"] for f in report["findings"] if f["level"] == BAD] == ["GPU 0", "GPU 1"]
 
-    def test_this_machine_is_looked_at_without_a_failure_and_without_a_change(
+    def test_doctor_runs_on_this_machine_and_changes_nothing(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         with pytest.raises(SystemExit) as end:
@@ -438,18 +458,18 @@ class TestCommand:
 
 def test_cores_near_a_gpu_are_counted_from_words_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit 3 of the second word is core 67, the only one that this process may use."""
-    said: list[tuple[str, str]] = []
+    verdicts: list[tuple[str, str]] = []
     card = SimpleNamespace(
-        fetch=lambda *_: [0, 1 << 3], add_verdict=lambda _, wrong, __, fine, **___: said.append((wrong, fine))
+        fetch=lambda *_: [0, 1 << 3], add_verdict=lambda _, wrong, __, fine, **___: verdicts.append((wrong, fine))
     )
     monkeypatch.setattr(gpu_checks.os, "cpu_count", lambda: 128)
     monkeypatch.setattr(gpu_checks.os, "sched_getaffinity", lambda _: {67})
     gpu_checks._check_numa(card)
-    assert said == [("", "1 cores near it.")]
+    assert verdicts == [("", "1 cores near it.")]
 
 
 @pytest.mark.parametrize(
-    ("kept", "error_us", "nnodes", "level", "said"),
+    ("kept", "error_us", "nnodes", "level", "expected"),
     [
         (True, 900, 1, OK, "synchronised, wrong by 0.9 ms at most."),
         (False, 0, 1, NOTE, "no service synchronises it"),
@@ -458,57 +478,57 @@ def test_cores_near_a_gpu_are_counted_from_words_of_64_bits(monkeypatch: pytest.
         (True, host.APART_US + 1_000_000, 2, BAD, f"kept, but it may be {host.APART_US / 1e3 + 1000:,.0f} ms wrong."),
     ],
 )
-def test_a_clock_matters_most_where_there_are_several(
-    kept: bool, error_us: int, nnodes: int, level: str, said: str, tmp_path: Path
+def test_unsynchronised_clock_is_bad_with_several_nodes_only(
+    kept: bool, error_us: int, nnodes: int, level: str, expected: str, tmp_path: Path
 ) -> None:
-    report = looked(tmp_path, system=System(read_clock=(kept, error_us)), nnodes=nnodes)
+    report = run_checks(tmp_path, system=System(read_clock=(kept, error_us)), nnodes=nnodes)
     (one,) = [f for f in report.findings if f.check == "clock"]
-    assert (one.level, said in one.what) == (level, True)
+    assert (one.level, expected in one.what) == (level, True)
 
 
 @pytest.mark.parametrize(
-    ("error", "level", "said"),
+    ("error", "level", "expected"),
     [
         (None, OK, "node 0 can listen there."),
         (errno.EADDRINUSE, BAD, "something listens there already."),
         (errno.EADDRNOTAVAIL, NOTE, "node 0 cannot listen there (no); right where this is another node."),
     ],
 )
-def test_where_nodes_meet_is_tried(error: int | None, level: str, said: str, tmp_path: Path) -> None:
+def test_endpoint_of_the_job_is_bound_as_a_trial(error: int | None, level: str, expected: str, tmp_path: Path) -> None:
     def bind(name: str, _: int) -> OSError | None:
         return OSError(error, "no") if error and name == "10.0.0.1" else None
 
     report = check_machine(tmp_path, nvml=Driver(), system=System(bind=bind), env={}, endpoint=("10.0.0.1", 29500))
-    assert f"ports 10.0.0.1:29500: {said}" in found(level, report)
+    assert f"ports 10.0.0.1:29500: {expected}" in list_findings(level, report)
 
 
 @pytest.mark.parametrize("first", [300, 32768])
 @pytest.mark.parametrize(("count", "level"), [(host.PORTS, OK), (host.PORTS - 1, BAD)])
-def test_a_system_has_ports_enough_to_give_away(first: int, count: int, level: str, tmp_path: Path) -> None:
+def test_too_few_ephemeral_ports_are_bad(first: int, count: int, level: str, tmp_path: Path) -> None:
     files = {"/proc/sys/net/ipv4/ip_local_port_range": f"{first}\t{first + count - 1}"}
-    said = found(level, looked(tmp_path, system=System(files=files)))
-    assert any(f" {count:,} " in text for text in said if text.startswith("ports"))
+    texts = list_findings(level, run_checks(tmp_path, system=System(files=files)))
+    assert any(f" {count:,} " in text for text in texts if text.startswith("ports"))
 
 
 class TestThisHost:
-    """What is asked of the system itself."""
+    """Tests of the queries of a real host."""
 
-    def test_a_clock_is_what_adjtimex_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """State 5 is an error, bit 0x40 says that nothing keeps it; the largest error is in µs."""
+    def test_clock_state_and_error_are_read_from_adjtimex(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """State 5 is an error, and bit 0x40 means that no service keeps the clock; the largest error is in µs."""
         for state, status, kept in ((0, 0, True), (5, 0, False), (0, 0x40, False), (1, 0x2001, True)):
 
-            def adjtimex(told: Any, state: int = state, status: int = status) -> int:
-                told._obj.status, told._obj.maxerror = status, 1234
+            def adjtimex(timex: Any, state: int = state, status: int = status) -> int:
+                timex._obj.status, timex._obj.maxerror = status, 1234
                 return state
 
-            monkeypatch.setattr(host.ctypes, "CDLL", lambda *_, say=adjtimex, **__: SimpleNamespace(adjtimex=say))
+            monkeypatch.setattr(host.ctypes, "CDLL", lambda *_, call=adjtimex, **__: SimpleNamespace(adjtimex=call))
             assert host.Host().read_clock() == (kept, 1234)
         monkeypatch.setattr(host.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(adjtimex=lambda _: -1))
         monkeypatch.setattr(host.ctypes, "get_errno", lambda: errno.EPERM)
         with pytest.raises(OSError, match="Operation not permitted"):
             host.Host().read_clock()
 
-    def test_ports_and_locks_are_tried_and_left_as_they_were(self, tmp_path: Path) -> None:
+    def test_trials_of_ports_and_locks_leave_no_trace(self, tmp_path: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(OSError, match="in use"):
             host.Host().bind("127.0.0.1", server.getsockname()[1])
         host.Host().bind("127.0.0.1", 0)
@@ -528,7 +548,7 @@ def test_versions_are_compared_by_their_numbers(text: str, numbers: tuple[int, .
         assert software.parse_version(text) == numbers
 
 
-def test_of_packages_of_several_names_the_first_that_is_installed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_installed_package_name_gives_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert software.find_installed_version("no-such-package", "pytest") == pytest.__version__
     assert software.find_installed_version("pytest", "msgspec") == pytest.__version__
@@ -536,32 +556,32 @@ def test_of_packages_of_several_names_the_first_that_is_installed_counts(monkeyp
         software.find_installed_version("no-such-package", "nor-this")
 
 
-def test_a_torch_without_cuda_uses_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No missing NCCL is reported either."""
+def test_torch_without_cuda_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing NCCL is not reported then."""
     monkeypatch.setattr(software, "read_torch_cuda", lambda: None)
-    report = looked(tmp_path)
-    assert found(NOTE, report) == ["CUDA of torch : this torch is built without CUDA: it uses no GPU."]
+    report = run_checks(tmp_path)
+    assert list_findings(NOTE, report) == ["CUDA of torch : this torch is built without CUDA: it uses no GPU."]
     assert "NCCL" not in {f.check for f in report.findings}
 
 
-def uses(size: int) -> dict[str, Any]:
-    """A GPU with so much memory in use."""
+def with_used_memory(size: int) -> dict[str, Any]:
+    """Return the answer of a GPU with this many bytes in use."""
     return {"nvmlDeviceGetMemoryInfo": SimpleNamespace(used=size)}
 
 
-def busy(percent: int) -> dict[str, Any]:
-    """A GPU that is so busy."""
+def with_utilisation(percent: int) -> dict[str, Any]:
+    """Return the answer of a GPU with this utilisation."""
     return {"nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=percent)}
 
 
-def system(**answers: Any) -> dict[str, Any]:
-    """A machine that answers so."""
+def with_system(**answers: Any) -> dict[str, Any]:
+    """Return the options of a host with these answers."""
     return {"system": System(**answers)}
 
 
 LIMITS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-    ("other processes", BAD, uses(GIB), uses(GIB + 1)),
-    ("utilisation", BAD, busy(5), busy(6)),
+    ("other processes", BAD, with_used_memory(GIB), with_used_memory(GIB + 1)),
+    ("utilisation", BAD, with_utilisation(5), with_utilisation(6)),
     ("power", BAD, {"nvmlDeviceGetEnforcedPowerLimit": 700_000}, {"nvmlDeviceGetEnforcedPowerLimit": 699_999}),
     ("clocks", BAD, {"nvmlDeviceGetApplicationsClock": 1980}, {"nvmlDeviceGetApplicationsClock": 1979}),
     ("temperature", BAD, {"nvmlDeviceGetTemperature": 77}, {"nvmlDeviceGetTemperature": 78}),
@@ -576,59 +596,57 @@ LIMITS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("persistence", NOTE, {"nvmlDeviceGetPersistenceMode": 1}, {"nvmlDeviceGetPersistenceMode": 0}),
     ("throttling", BAD, {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x4}, {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x8}),
-    ("disk", NOTE, system(get_free_bytes=10 * GIB), system(get_free_bytes=10 * GIB - 1)),
-    ("disk", BAD, system(get_free_bytes=10 * GIB), system(get_free_bytes=GIB - 1)),
-    ("disk", NOTE, system(get_free_bytes=10 * GIB), system(get_free_bytes=GIB)),
-    ("shared memory", BAD, system(get_free_bytes=GIB), system(get_free_bytes=GIB - 1)),
-    ("open files", NOTE, system(get_limit=4096), system(get_limit=4095)),
-    ("open files", NOTE, system(get_limit=4096), system(get_limit=1024)),
-    ("open files", BAD, system(get_limit=4096), system(get_limit=1023)),
-    ("cores", NOTE, system(get_load=16.0), system(get_load=16.1)),
-    ("clock", NOTE, system(read_clock=(True, 100_000)), system(read_clock=(True, 100_001))),
+    ("disk", NOTE, with_system(get_free_bytes=10 * GIB), with_system(get_free_bytes=10 * GIB - 1)),
+    ("disk", BAD, with_system(get_free_bytes=10 * GIB), with_system(get_free_bytes=GIB - 1)),
+    ("disk", NOTE, with_system(get_free_bytes=10 * GIB), with_system(get_free_bytes=GIB)),
+    ("shared memory", BAD, with_system(get_free_bytes=GIB), with_system(get_free_bytes=GIB - 1)),
+    ("open files", NOTE, with_system(get_limit=4096), with_system(get_limit=4095)),
+    ("open files", NOTE, with_system(get_limit=4096), with_system(get_limit=1024)),
+    ("open files", BAD, with_system(get_limit=4096), with_system(get_limit=1023)),
+    ("cores", NOTE, with_system(get_load=16.0), with_system(get_load=16.1)),
+    ("clock", NOTE, with_system(read_clock=(True, 100_000)), with_system(read_clock=(True, 100_001))),
 ]  # fmt: skip
-"""A check, how it is told, and two machines: one at the limit, which is well, and one just beyond."""
+"""Check, level of a finding, and two machines: one at the limit, which is OK, and one just beyond it."""
 
 
-@pytest.mark.parametrize(("check", "level", "well", "beyond"), LIMITS)
-def test_a_limit_is_what_is_still_well(
-    check: str, level: str, well: dict[str, Any], beyond: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(("check", "level", "at_limit", "beyond"), LIMITS)
+def test_value_at_the_limit_is_ok_and_beyond_it_is_not(
+    check: str, level: str, at_limit: dict[str, Any], beyond: dict[str, Any], tmp_path: Path
 ) -> None:
     def levels(answers: dict[str, Any]) -> set[str]:
-        return {f.level for f in looked(tmp_path, **answers).findings if f.check == check and f.where != "/tmp"}  # noqa: S108
+        return {f.level for f in run_checks(tmp_path, **answers).findings if f.check == check and f.where != "/tmp"}  # noqa: S108
 
-    assert levels(well) == {OK}
+    assert levels(at_limit) == {OK}
     assert levels(beyond) - {OK} == {level}
 
 
 @pytest.mark.parametrize(
-    ("thing", "versions", "levels"),
+    ("software_name", "versions", "levels"),
     [
         ("Linux", ("5.4.99", "5.5"), (BAD, OK)),
         ("torch", ("2.8.1", "2.9"), (BAD, OK)),
         ("NCCL", ("2.21.4", "2.21.5", "2.21.9", "2.22", "2.26.1", "2.27.4"), (OK, BAD, BAD, NOTE, NOTE, NOTE)),
     ],
 )
-def test_a_version_hurts_from_one_to_before_another(
-    thing: str, versions: tuple[str, ...], levels: tuple[str, ...]
-) -> None:
+def test_version_ranges_decide_level(software_name: str, versions: tuple[str, ...], levels: tuple[str, ...]) -> None:
     for version, level in zip(versions, levels, strict=True):
         report = software.Report()
-        software._check_version(report, thing, version)
+        software._check_version(report, software_name, version)
         assert {f.level for f in report.findings} == {level}, version
 
 
-def test_at_most_four_processes_are_named(tmp_path: Path) -> None:
-    def said(count: int) -> str:
+def test_at_most_four_other_processes_are_named(tmp_path: Path) -> None:
+    def describe(count: int) -> str:
         others = [SimpleNamespace(pid=(1 << 22) + n, usedGpuMemory=n * GIB) for n in range(1, count + 1)]
-        return found(BAD, looked(tmp_path, nvmlDeviceGetComputeRunningProcesses=of(0, others, [])))[0]
+        return list_findings(BAD, run_checks(tmp_path, nvmlDeviceGetComputeRunningProcesses=on_gpu(0, others, [])))[0]
 
     four = ", ".join(f"{(1 << 22) + n} (of another container or user, {n}.0 GiB)" for n in range(1, 5))
-    assert said(4) == f"other processes GPU 0: 4 other: {four}."
-    assert said(5) == f"other processes GPU 0: 5 other: {four}, …."
+    assert describe(4) == f"other processes GPU 0: 4 other: {four}."
+    assert describe(5) == f"other processes GPU 0: 5 other: {four}, …."
 
 
 @pytest.mark.parametrize(
-    ("named", "numbers", "wrong"),
+    ("visible", "numbers", "wrong"),
     [
         ("1", [1], 0),
         (" 2 , 0 ,", [2, 0], 0),
@@ -638,45 +656,47 @@ def test_at_most_four_processes_are_named(tmp_path: Path) -> None:
         ("", [], 0),
     ],
 )
-def test_a_run_sees_gpus_as_cuda_takes_their_names(named: str, numbers: list[int], wrong: int) -> None:
-    """In the order named, up to the first that is none; by number, or by the head of a UUID."""
+def test_visible_gpus_follow_the_rules_of_cuda_visible_devices(visible: str, numbers: list[int], wrong: int) -> None:
+    """GPUs are taken in the given order, up to the first invalid entry; an entry is a number or the start of a UUID."""
     report = software.Report()
     driver = Driver(nvmlDeviceGetCount=3, nvmlDeviceGetUUID=lambda gpu: f"GPU-{'abc'[gpu]}0")
-    cards = gpu_checks.find_visible(report, driver, {"CUDA_VISIBLE_DEVICES": named})
+    cards = gpu_checks.find_visible(report, driver, {"CUDA_VISIBLE_DEVICES": visible})
     assert [card.index for card in cards] == numbers
     assert sum("which is no GPU that NVML lists" in f.what for f in report.findings) == wrong
-    said = report.findings[-1]
+    summary = report.findings[-1]
     seen = f"{len(numbers)} of 3, by CUDA_VISIBLE_DEVICES."
-    assert said.what == (seen if numbers else f"a run would see none: {seen}")
+    assert summary.what == (seen if numbers else f"a run would see none: {seen}")
 
 
 @pytest.mark.parametrize(("cpus", "words"), [(None, 1), (1, 1), (64, 1), (65, 2), (128, 2)])
-def test_cores_are_asked_for_in_words_of_64(cpus: int | None, words: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+def test_cpu_affinity_is_requested_in_words_of_64_bits(
+    cpus: int | None, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
     monkeypatch.setattr(gpu_checks.os, "cpu_count", lambda: cpus)
-    gpu_checks._check_numa(SimpleNamespace(fetch=lambda *args: asked.append(args)))
-    assert asked == [("NUMA", "nvmlDeviceGetCpuAffinity", words)]
+    gpu_checks._check_numa(SimpleNamespace(fetch=lambda *args: calls.append(args)))
+    assert calls == [("NUMA", "nvmlDeviceGetCpuAffinity", words)]
 
 
-def test_an_error_is_told_in_few_words() -> None:
+def test_error_is_formatted_in_at_most_200_characters() -> None:
     assert software.Report().read("x", lambda: 1 // 0) is None
     assert gpu_checks.format_error(ValueError(" no such thing. ")) == "no such thing"
     assert gpu_checks.format_error(ValueError("x" * 300)) == "x" * 200
     assert gpu_checks.format_error(ValueError()) == "ValueError"
 
 
-def test_a_file_of_proc_is_read_without_the_space_around_it(tmp_path: Path) -> None:
+def test_host_files_are_read_without_surrounding_whitespace(tmp_path: Path) -> None:
     (tmp_path / "one").write_text(" 1\n")
     assert host.Host().read_text(str(tmp_path / "one")) == "1"
 
 
-def test_variables_hurt_by_their_values() -> None:
-    """Some by any, which is shown in part; most only where they are switched on."""
+def test_value_of_a_variable_decides_whether_it_is_harmful() -> None:
+    """Some variables are harmful with any value, of which a part is shown; most only if they are switched on."""
     report = software.Report()
-    hurt = {"CUDA_LAUNCH_BLOCKING": "true", "NCCL_P2P_DISABLE": "on", "TORCH_DISTRIBUTED_DEBUG": "detail"}
+    harmful = {"CUDA_LAUNCH_BLOCKING": "true", "NCCL_P2P_DISABLE": "on", "TORCH_DISTRIBUTED_DEBUG": "detail"}
     noted = {"NCCL_ALGO": "R" * 70, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_SHM_DISABLE": "yes"}
-    well = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "0", "NCCL_DEBUG": "WARN"}
-    host.check_environment(report, hurt | noted | well)
-    assert {f.where for f in report.findings if f.level == BAD} == set(hurt)
+    harmless = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "0", "NCCL_DEBUG": "WARN"}
+    host.check_environment(report, harmful | noted | harmless)
+    assert {f.where for f in report.findings if f.level == BAD} == set(harmful)
     assert {f.where for f in report.findings if f.level == NOTE} == set(noted)
     assert next(f.what for f in report.findings if f.where == "NCCL_ALGO").startswith(f"NCCL_ALGO={'R' * 60}: ")

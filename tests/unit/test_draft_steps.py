@@ -1,4 +1,4 @@
-"""Replays and forecasts of steps that verify drafts: delivery of tokens, times of steps, and what a forecast says of them."""
+"""Replays and forecasts of steps that verify drafts: delivery of tokens, step times, and reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dcpbench.recommend.forecast import Estimator, estimate_point, from_record
 from dcpbench.records.record import Interval, SpeculationMetrics
 from dcpbench.reports import answer
 from dcpbench.reports.dataframes import load_frames
-from dcpbench.serving.draft_steps import DraftRatios, describe_measured_steps, estimate_draft_steps
+from dcpbench.serving.draft_steps import DraftRatios, estimate_draft_steps
 from dcpbench.serving.outcome import compute_serve_metrics
 from dcpbench.serving.replay import replay_from_file, replay_requests
 from dcpbench.serving.scheduler import Scheduler
@@ -42,9 +42,9 @@ TIMES = step_times(path=get_engine_path(POINT))
 
 
 class TestReplay:
-    def test_tokens_of_a_step_come_at_once(self) -> None:
-        """A step of one request takes 11 ms, that of its prompt of 3 tokens 16. Step k yields 1 + accepted tokens at 16 + 11·k ms, so
-        that gaps are 11 ms before the first of them, and 0 before the others; the last step yields what is missing of 12.
+    def test_tokens_of_a_step_are_delivered_together(self) -> None:
+        """A step of one request takes 11 ms, that of its prompt of 3 tokens 16. Step k yields 1 + accepted tokens at 16
+        + 11·k ms: gaps are 11 ms before the first of them and 0 before the others; the last step yields the rest of 12.
         """
         setup = config(speculation=DRAFTS)
         found = replay_requests([request(0, 3, 12)], Scheduler(setup), 1, Fixed())  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ class TestReplay:
         (sample,) = found.traffic.samples
         assert [s * 1e3 for s in sample.token_s] == pytest.approx(expected[:12])
 
-    def test_metrics_name_what_was_assumed_and_take_the_speed_for_a_user_from_tpot(self) -> None:
+    def test_metrics_have_assumed_acceptance_and_user_speed_from_tpot(self) -> None:
         setup = config(speculation=DRAFTS)
         found = replay_requests([request(n, 3, 20) for n in range(40)], Scheduler(setup), 2, Fixed())  # type: ignore[arg-type]
         drafts = found.counts.summarize_speculation(DRAFTS)
@@ -73,7 +73,7 @@ class TestReplay:
         assert serve.tpot_ms.p50 is not None
         assert serve.tok_s_per_user == pytest.approx(1000 / serve.tpot_ms.p50)
 
-    def test_a_record_says_how_the_times_of_its_steps_were_estimated(self, tmp_path: Path) -> None:
+    def test_record_states_how_step_times_were_estimated(self, tmp_path: Path) -> None:
         """The same requests take fewer steps than without drafts."""
         write_step_times(tmp_path / "times.json", TIMES)
         served = []
@@ -93,7 +93,7 @@ class TestReplay:
 
 
 class TestStepTimes:
-    def test_a_step_is_longer_by_the_ratio_of_its_floors(self) -> None:
+    def test_step_time_is_scaled_by_the_ratio_of_floors(self) -> None:
         """For 8 requests with 4,096 KV tokens, the ratio is the floor of 4 rows each, with three passes of the draft layer, over the floor of one row."""
         times, how = estimate_draft_steps(TIMES, DRAFTED)
         assert how
@@ -107,17 +107,17 @@ class TestStepTimes:
             assert measured.median_ms == pytest.approx(before[measured.case] * ratios.compute(measured.case))
         assert times.path["mtp"] == 3
 
-    def test_prompts_are_longer_by_the_layer_that_drafts(self) -> None:
-        """V3 has 61 layers, and that one more, whose KV a prompt fills: 1.5 to 3 % with embedding, head and projection."""
+    def test_steps_with_prompts_are_longer_by_the_draft_layer(self) -> None:
+        """V3 has 61 layers, and prompts also fill the KV of the draft layer: 1.5 to 3 % with embedding, head and
+        projection.
+        """
         ratio = DraftRatios(DRAFTED, get_limits(load_machine("H200"))).compute(Case(chunks=(Chunks(1, 4096, 0),)))
         assert 1 + 1 / 61 < ratio < 1.03
 
-    def test_measured_steps_with_drafts_are_taken_as_they_are(self) -> None:
-        """What the measured steps leave out is named, for a model with a draft layer."""
+    def test_measured_steps_with_drafts_are_used_unchanged(self) -> None:
         own = step_times(path=get_engine_path(DRAFTED))
         found, how = estimate_draft_steps(own, DRAFTED)
-        assert (found is own, how) == (True, "measured, but steps with prompts do not run the layer that drafts")
-        assert describe_measured_steps(SHAPES["kimi-k2"]) == ""
+        assert (found is own, how) == (True, "")
         assert estimate_draft_steps(TIMES, POINT) == (TIMES, "")
 
     def test_steps_with_other_drafts_are_refused(self) -> None:
@@ -128,14 +128,16 @@ class TestStepTimes:
 
 class TestFloors:
     def test_attention_reads_kv_once_for_all_rows_of_a_request(self) -> None:
-        """A request with 100 KV tokens and 4 rows, the last of which sees all: 97 + 98 + 99 + 100 pairs, 100 rows read."""
+        """A request with 100 KV tokens has 4 rows, the last of which sees all: 97 + 98 + 99 + 100 pairs, and 100 rows
+        are read.
+        """
         one = compute_attention_work(16, [100], 2)
         four = compute_attention_work(16, [97, 98, 99, 100], 2, query_length=4)
         assert four.flops == one.flops * (97 + 98 + 99 + 100) / 100
         row, query = 100 * 576 * 2, 16 * (576 + 512) * 2
         assert (one.memory_bytes, four.memory_bytes) == (row + query, row + 4 * query)
 
-    def test_all_other_parts_see_a_row_for_each_token(self) -> None:
+    def test_other_phases_count_a_row_for_each_token(self) -> None:
         """Products, norms, exchanges and head of 2 requests with 4 rows are those of 8 requests."""
         sharding = Sharding.from_point(DRAFTED, SHAPES["deepseek-v3"])
         drafted = StepRows(decodes=(4000, 4000), queries=4, sampled=8, tokens=8)
@@ -146,13 +148,13 @@ class TestFloors:
         ]
         assert works[0] == works[1]
 
-    def test_the_layer_that_drafts_runs_once_over_all_rows_and_then_a_row_at_a_time(self) -> None:
+    def test_draft_layer_runs_over_all_rows_and_then_one_row_per_request(self) -> None:
         rows = StepRows(decodes=(4000, 4000), queries=4, sampled=8, tokens=16)
         first, *others = rows.make_draft_passes()
         assert (first.queries, first.sampled, first.tokens) == (4, 2, 16)
         assert others == [StepRows(decodes=(4000, 4000), sampled=2, tokens=4)] * 2
 
-    def test_a_model_without_such_a_layer_drafts_in_no_time(self) -> None:
+    def test_model_without_a_draft_layer_has_no_drafting_work(self) -> None:
         assert Sharding.from_point(DRAFTED, SHAPES["kimi-k2"]).make_draft_layer() is None
         assert Sharding.from_point(DRAFTED, SHAPES["deepseek-v3"]).make_draft_layer() is not None
 
@@ -160,33 +162,39 @@ class TestFloors:
 class TestForecasts:
     MACHINE, STEPS = load_machine("H200"), load_published_steps()
 
-    def test_a_decode_step_yields_the_expected_tokens(self) -> None:
-        """2.564 tokens of each of 8 requests in the time of a step: more than half of the gaps are 0, all others that time."""
+    def test_forecast_decode_step_yields_the_expected_tokens(self) -> None:
+        """Each of 8 requests gets 2.564 tokens in the time of a step: more than half of the gaps are 0, and all others
+        that time.
+        """
         drafted = msgspec.structs.replace(DRAFTED, load=None, workload="decode", context=4000)
         plan = plan_engine([drafted], Settings(), SHAPES["deepseek-v3"], TIMES.make_probe())
         found = estimate_point(drafted, plan, self.MACHINE, Settings(), self.STEPS, self.STEPS.terms)
-        of = Estimator(drafted, self.MACHINE, self.STEPS.terms)
-        ms = of.estimate_ms(of.make_decode_rows(8, 4000))
+        estimator = Estimator(drafted, self.MACHINE, self.STEPS.terms)
+        ms = estimator.estimate_ms(estimator.make_decode_rows(8, 4000))
         assert found.tok_s == pytest.approx(2.564 * 8 / ms * 1e3)
         assert (found.itl_ms.p50, found.itl_ms.p99) == (0, ms)
         assert found.tpot_ms.p50 == pytest.approx(ms / 2.564)
 
-    def test_a_step_with_drafts_takes_longer_and_one_with_dcp_longer_still(self) -> None:
-        """DCP computes all 128 heads on each rank: four rows a request make attention bound by products, and exchanges four times as
-        large, so that DCP gains less from drafts than tensor parallelism alone.
+    def test_drafts_lengthen_steps_more_with_dcp_than_with_tp(self) -> None:
+        """DCP computes all 128 heads on each rank: four rows a request make attention bound by products, and exchanges
+        four times as large.
         """
 
         def estimate(**changes: object) -> float:
-            of = Estimator(msgspec.structs.replace(DRAFTED, load=None, **changes), self.MACHINE, self.STEPS.terms)
-            return of.estimate_ms(of.make_decode_rows(32, 4000))
+            estimator = Estimator(
+                msgspec.structs.replace(DRAFTED, load=None, **changes), self.MACHINE, self.STEPS.terms
+            )
+            return estimator.estimate_ms(estimator.make_decode_rows(32, 4000))
 
         plain = estimate(mtp=0, acceptance="", dcp=1, exchange="none")
         drafted = estimate(dcp=1, exchange="none")
         with_dcp, drafted_dcp = estimate(mtp=0, acceptance=""), estimate()
         assert 1 < drafted / plain < drafted_dcp / with_dcp
 
-    def test_a_measured_step_yields_the_tokens_of_the_acceptance_that_is_asked_for(self) -> None:
-        """A step of 8 requests takes 20 ms and was measured without a stated acceptance, which counts one token a step: 400 tok/s, and 2.564 times that."""
+    def test_measured_step_yields_the_tokens_of_the_requested_acceptance(self) -> None:
+        """A step of 8 requests takes 20 ms. Measured without a stated acceptance, it counts one token a step: 400
+        tok/s, and 2.564 times that.
+        """
         point = record_builder.point(Layout(4, 1, 4), concurrency=8, mtp=3)
         step = Interval(median=20.0, low=19.0, high=21.0, samples=9)
         record = record_builder.ok(point)
@@ -200,7 +208,7 @@ class TestForecasts:
 
 
 class TestReports:
-    def test_the_first_sentences_name_the_assumed_acceptance_and_how_times_were_obtained(self, tmp_path: Path) -> None:
+    def test_first_sentences_state_acceptance_and_origin_of_times(self, tmp_path: Path) -> None:
         found = SpeculationMetrics(
             draft_tokens=2,
             assumed=[0.9, 0.5],

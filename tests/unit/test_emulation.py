@@ -1,4 +1,6 @@
-"""A rank that stands for a layout: its share is the true one, its calls are modelled, and what it leaves is marked."""
+"""Emulation of a layout by one rank: it holds a rank's share, its collectives are modelled, and its records are marked
+as emulated.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,14 @@ ONE_GPU = make_planned_probe("H200", 1)
 
 
 @dataclasses.dataclass
-class Counting:
-    """A wire that writes down what it is asked."""
+class CountingNetwork:
+    """A network model that records its calls."""
 
-    asked: list[tuple[str, int, int, int]] = dataclasses.field(default_factory=list)
+    requested: list[tuple[str, int, int, int]] = dataclasses.field(default_factory=list)
 
     def predict_seconds(self, what: str, ranks: int, received_bytes: int, meetings: int = 1) -> Seconds:
-        """A byte takes a nanosecond, or from half to two."""
-        self.asked.append((what, ranks, received_bytes, meetings))
+        """Return a nanosecond for each byte, with an interval from half to twice as much."""
+        self.requested.append((what, ranks, received_bytes, meetings))
         return Seconds.from_mean(received_bytes * 1e-9, 1.0)
 
 
@@ -72,17 +74,17 @@ def point(layout: Layout, exchange: str = "none", **changes: object) -> Point:
     return Point(tp=layout.tp, dp=layout.dp, dcp=layout.dcp, exchange=exchange, **(same | changes))  # type: ignore[arg-type]
 
 
-def measured(asked: Point) -> Record:
-    """One point, in this process alone."""
+def measure(emulated_point: Point) -> Record:
+    """Measure one point in this process alone."""
     settings = Settings(seconds=0.05, profile=False)
-    plan = plan_engine([asked], settings, TINY, PROBE)
+    plan = plan_engine([emulated_point], settings, TINY, PROBE)
     with torch.inference_mode():
-        session = build_session(asked, TINY, plan, rank=0, device=CPU, seed=0)
-        return decode.run(session, asked, settings, collect_environment(CPU, "x"), tell=lambda _: None)
+        session = build_session(emulated_point, TINY, plan, rank=0, device=CPU, seed=0)
+        return decode.run(session, emulated_point, settings, collect_environment(CPU, "x"), tell=lambda _: None)
 
 
-def calls(layout: Layout, exchange: str) -> int:
-    """Between ranks, in a step: of the embedding, of each layer, and of choosing a token."""
+def count_calls(layout: Layout, exchange: str) -> int:
+    """Return the number of collectives in a step: of the embedding, of each layer, and of choosing a token."""
     reduces, merges = int(layout.attn_tp > 1), 0 if exchange == "none" else 2
     return reduces + TINY.layers * (2 * reduces + merges + 2 * (layout.dp > 1)) + reduces
 
@@ -100,36 +102,42 @@ def calls(layout: Layout, exchange: str) -> int:
     ids=str,
 )
 @pytest.mark.sample(3)
-def test_a_step_of_any_layout_runs_on_one_rank_and_is_marked(layout: Layout, exchange: str) -> None:
-    """Every call is counted, the pool is that of the layout's rank, and a step has what the wire is modelled as beside it."""
-    asked = point(layout, exchange)
-    record = measured(asked)
+def test_step_of_any_layout_runs_on_one_rank_and_is_marked_emulated(layout: Layout, exchange: str) -> None:
+    """Every collective is counted, the KV pool is that of one rank of the layout, and the modelled network time is
+    recorded.
+    """
+    emulated_point = point(layout, exchange)
+    record = measure(emulated_point)
     assert record.outcome == "ok"
-    assert "emulated" in record.marks
-    assert not {"inaccurate", "graph_differs", "oversubscribed"} & {*record.marks}
-    said = record.emulated
-    assert said is not None
-    assert said.calls == calls(layout, exchange)
-    assert 0 < said.wire_low_us < said.wire_us < said.wire_high_us
-    assert "NVIDIA H200" in said.measured
-    there = msgspec.structs.replace(asked, emulate="")
-    plan = plan_engine([there], Settings(), TINY, PROBE)
+    assert "emulated" in record.warnings
+    assert not {"inaccurate", "graph_differs", "oversubscribed"} & {*record.warnings}
+    emulated = record.emulated
+    assert emulated is not None
+    assert emulated.calls == count_calls(layout, exchange)
+    assert 0 < emulated.wire_low_us < emulated.wire_us < emulated.wire_high_us
+    assert "NVIDIA H200" in emulated.measured
+    real_point = msgspec.structs.replace(emulated_point, emulate="")
+    plan = plan_engine([real_point], Settings(), TINY, PROBE)
     own = Kv.from_plan(plan, 41)
     assert record.kv is not None
     assert record.kv.bytes_per_token_per_gpu == own.bytes_per_token_per_gpu
     again = msgspec.json.decode(msgspec.json.encode(record), type=type(record))
-    assert again.emulated == said
+    assert again.emulated == emulated
     assert again.point.world == 1
     assert again.point.tp == layout.tp
 
 
 @pytest.mark.parametrize("exchange", ["ag_rs", "a2a", "symm"])
 @pytest.mark.parametrize(("project_first", "q_replicate"), [(False, False), (True, False), (False, True)])
-def test_an_exchange_takes_as_long_as_benches_of_it_did(exchange: str, project_first: bool, q_replicate: bool) -> None:
-    """The exchange sends the bytes of its own formula: q (N−1)/N·H·Q, o (N−1)/N·H·R, lse. What it leaves has the shape that the next layers take, and is finite."""
+def test_emulated_exchange_takes_the_modelled_time_of_its_bytes(
+    exchange: str, project_first: bool, q_replicate: bool
+) -> None:
+    """The exchange sends the bytes of its formula: q (N−1)/N·H·Q, o (N−1)/N·H·R, lse. Its output is finite and has the
+    shape that the next layers take.
+    """
     ranks, batch, heads, width, value = 4, 3, 16, 24, 128
-    wire = Counting()
-    emulation = Emulation(wire)  # type: ignore[arg-type]
+    network = CountingNetwork()
+    emulation = Emulation(network)  # type: ignore[arg-type]
     groups = make_emulated_groups(Layout(8, dcp=ranks), 0, emulation)
     spec = ExchangeSpec(
         batch=batch,
@@ -150,27 +158,27 @@ def test_an_exchange_takes_as_long_as_benches_of_it_did(exchange: str, project_f
     o, lse = made.get_partial_buffers(batch)
     merged = made.merge_partials(o.normal_(), lse.normal_())
     tally = emulation.tally
-    whole = o_bytes / 1e3 + (0.0 if q_replicate else q_bytes / 1e3)
-    assert (tally.us, tally.low_us, tally.high_us) == pytest.approx((whole, whole / 2, whole * 2))
+    expected_us = o_bytes / 1e3 + (0.0 if q_replicate else q_bytes / 1e3)
+    assert (tally.us, tally.low_us, tally.high_us) == pytest.approx((expected_us, expected_us / 2, expected_us * 2))
     assert q.shape == (batch, heads, width)
     assert merged.shape == (heads // ranks, batch, value)
     assert torch.isfinite(q.float()).all()
     assert torch.isfinite(merged.float()).all()
     gather = "symm" if exchange == "symm" else "all-gather"
     both = [(exchange, ranks, q_bytes + o_bytes, 2), (gather, ranks, q_bytes, 1)]
-    assert wire.asked == (2 * [(exchange, ranks, o_bytes, 1)] if q_replicate else 3 * both)
+    assert network.requested == (2 * [(exchange, ranks, o_bytes, 1)] if q_replicate else 3 * both)
 
 
-def test_an_exchange_that_nobody_measured_is_refused_where_it_is_made() -> None:
-    """The refusal lets `--exchange auto` pass over it."""
+def test_exchange_without_measured_times_is_refused() -> None:
+    """The refusal lets `--exchange auto` skip the exchange."""
     spec = ExchangeSpec(batch=1, heads=4, width=8, value=8, dtype=torch.bfloat16, device=CPU)
     groups = make_emulated_groups(Layout(2, dcp=2), 0, Emulation(Wire({}, host=8)))
     with pytest.raises(UsageError, match="symm was not measured"):
         make_exchange("symm", groups.dcp, spec)
 
 
-def test_bringing_queries_takes_no_longer_than_all_of_an_exchange() -> None:
-    """Where models of the two disagree nothing is left for merging, and never less."""
+def test_gathering_queries_takes_at_most_the_whole_exchange() -> None:
+    """If the models of the two disagree, merging takes no time, and never a negative one."""
     spec = ExchangeSpec(batch=1, heads=4, width=8, value=8, dtype=torch.bfloat16, device=CPU)
 
     slow = SimpleNamespace(
@@ -185,15 +193,15 @@ def test_bringing_queries_takes_no_longer_than_all_of_an_exchange() -> None:
     assert emulation.tally.us == pytest.approx(4.0)
 
 
-def test_all_reduces_and_gathers_are_those_of_the_layout() -> None:
-    """Over the ranks of each group; x of a sum stays what it is, gathered parts are all this rank's."""
-    wire = Counting()
-    groups = make_emulated_groups(Layout(8, dp=2), 0, Emulation(wire))  # type: ignore[arg-type]
+def test_emulated_collectives_use_the_groups_of_the_layout() -> None:
+    """A sum leaves x unchanged, and all gathered parts are those of this rank."""
+    network = CountingNetwork()
+    groups = make_emulated_groups(Layout(8, dp=2), 0, Emulation(network))  # type: ignore[arg-type]
     x = torch.arange(24.0).view(4, 6)
     assert torch.equal(groups.attn.all_reduce(x.clone()), x)
     assert torch.equal(groups.dp.all_gather(x), torch.stack([x, x]))
     assert torch.equal(groups.dp.reduce_scatter(x), x[:2])
-    assert wire.asked == [
+    assert network.requested == [
         ("all-reduce", 4, 2 * 3 * x.nbytes // 4, 1),
         ("all-gather", 2, x.nbytes, 1),
         ("reduce-scatter", 2, x.nbytes // 2, 1),
@@ -203,54 +211,56 @@ def test_all_reduces_and_gathers_are_those_of_the_layout() -> None:
 
 
 @pytest.mark.parametrize(("experts", "ranks", "tokens", "k"), [(16, 4, 3, 2), (256, 8, 32, 8), (384, 16, 5, 8)])
-def test_the_busiest_ranks_experts_become_this_ones(experts: int, ranks: int, tokens: int, k: int) -> None:
-    """As many of its experts have a row, and as many rows, as of the rank that has most; of no other anything is lost."""
+def test_routing_of_the_busiest_rank_is_rotated_to_this_rank(experts: int, ranks: int, tokens: int, k: int) -> None:
+    """This rank gets as many active experts and as many rows as the busiest rank, and no row of another rank is lost."""
     random = torch.Generator().manual_seed(tokens)
     ids = torch.stack([torch.randperm(experts, generator=random)[:k] for _ in range(tokens)])
     turned = rotate_busiest_first(ids, experts, ranks)
-    of = [{int(i) for i in ids.flatten() if int(i) * ranks // experts == rank} for rank in range(ranks)]
+    experts_of_ranks = [{int(i) for i in ids.flatten() if int(i) * ranks // experts == rank} for rank in range(ranks)]
     mine = {int(i) for i in turned.flatten() if int(i) * ranks // experts == 0}
-    assert len(mine) == max(map(len, of))
+    assert len(mine) == max(map(len, experts_of_ranks))
     assert sorted(turned.flatten().bincount(minlength=experts)) == sorted(ids.flatten().bincount(minlength=experts))
 
 
-def test_tokens_that_go_to_nobody_make_no_rank_busy(device: torch.device) -> None:
-    """The second of four ranks has two experts, and so has the last, whose last one would be a third; nobody stays nobody."""
+def test_tokens_without_an_expert_do_not_count_as_load(device: torch.device) -> None:
+    """The second of four ranks has two experts, as the last has; NO_EXPERT would be a third one of the last, and stays
+    NO_EXPERT.
+    """
     ids = torch.tensor([[4, 5], [NO_EXPERT, NO_EXPERT], [12, 13]], dtype=torch.int32, device=device)
     assert rotate_busiest_first(ids, 16, 4).tolist() == [[0, 1], [NO_EXPERT, NO_EXPERT], [8, 9]]
 
 
-def test_a_layout_with_whole_experts_computes_those_of_the_busiest_rank() -> None:
+def test_expert_parallel_layout_computes_experts_of_the_busiest_rank() -> None:
     """Each layer has as many experts as the busiest rank of the real layout."""
-    asked = point(Layout(4, dp=4), ep="tp", concurrency=8)
+    emulated_point = point(Layout(4, dp=4), ep="tp", concurrency=8)
     settings = Settings(seconds=0.05, profile=False)
-    plan = plan_engine([asked], settings, TINY, PROBE)
+    plan = plan_engine([emulated_point], settings, TINY, PROBE)
     with torch.inference_mode():
-        session = build_session(asked, TINY, plan, rank=0, device=CPU, seed=0)
+        session = build_session(emulated_point, TINY, plan, rank=0, device=CPU, seed=0)
         assert session.engine.model.stands_for == 4
-        record = decode.run(session, asked, settings, collect_environment(CPU, "x"), tell=lambda _: None)
+        record = decode.run(session, emulated_point, settings, collect_environment(CPU, "x"), tell=lambda _: None)
         random = torch.Generator().manual_seed(1)
         ids = torch.stack([torch.randperm(TINY.experts, generator=random)[: TINY.top_k] for _ in range(8)])
-    sharding = Sharding.from_point(asked, TINY)
+    sharding = Sharding.from_point(emulated_point, TINY)
     most = max(routed.hit for routed in sharding.count_routed(ids.flatten().tolist()))
     first = TINY.experts // 4
     assert len({int(i) for i in rotate_busiest_first(ids, TINY.experts, 4).flatten() if i < first}) == most
-    assert record.honesty is not None
-    assert record.honesty.busiest_rank_experts is not None
+    assert record.conditions is not None
+    assert record.conditions.busiest_rank_experts is not None
 
 
-def refused(**options: object) -> str:
-    """Why none of the points can run on one H200."""
+def get_refusal(**options: object) -> str:
+    """Return the message that refuses all points on one H200."""
     with pytest.raises(DcpbenchError) as error:
         grid.require_runnable(grid.expand_grid(make_spec({"concurrency": "8"} | options, ONE_GPU), ONE_GPU, 1))
     return str(error.value)
 
 
-def test_one_gpu_takes_layouts_of_many_once_it_is_asked_to() -> None:
-    """Without the option, the message that refuses them names it at its end."""
-    said = refused(tp="8", dcp="8")
-    assert "needs 8 GPUs and there are 1" in said
-    assert said.endswith("To forecast tp8·dcp8 from one GPU, add --emulate H200.")
+def test_emulate_option_lets_one_gpu_run_layouts_of_many() -> None:
+    """Without the option, the message that refuses the layouts names it at its end."""
+    refusal = get_refusal(tp="8", dcp="8")
+    assert "needs 8 GPUs and there are 1" in refusal
+    assert refusal.endswith("To forecast tp8·dcp8 from one GPU, add --emulate H200.")
     found = grid.expand_grid(
         make_spec({"tp": "8", "dcp": "8", "emulate": "H200", "concurrency": "8"}, ONE_GPU), ONE_GPU, 1
     )
@@ -259,7 +269,7 @@ def test_one_gpu_takes_layouts_of_many_once_it_is_asked_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"emulate": "H2000"}, "'H2000' is no machine that is known"),
         ({"emulate": "H200", "exchange": "ag_rs_registered"}, "ag_rs_registered cannot be emulated"),
@@ -275,13 +285,12 @@ def test_one_gpu_takes_layouts_of_many_once_it_is_asked_to() -> None:
         ),
     ],
 )
-def test_what_cannot_be_emulated_gets_a_sentence(options: dict[str, object], said: str) -> None:
-    """With what to type instead."""
-    assert said in refused(**({"tp": "8", "dcp": "8"} | options))
+def test_impossible_emulation_is_refused_with_advice(options: dict[str, object], expected: str) -> None:
+    assert expected in get_refusal(**({"tp": "8", "dcp": "8"} | options))
 
 
 @pytest.mark.parametrize(
-    ("left_out", "exchange", "said"),
+    ("left_out", "exchange", "expected"),
     [
         ("a2a", "a2a", "a2a was not measured"),
         ("ag_rs", "ag_rs", "ag_rs was not measured"),
@@ -290,10 +299,10 @@ def test_what_cannot_be_emulated_gets_a_sentence(options: dict[str, object], sai
         ("all-to-all", "a2a", ""),
     ],
 )
-def test_a_machine_needs_the_exchange_itself_and_what_brings_queries(
-    left_out: str, exchange: str, said: str, tmp_path: Path
+def test_machine_file_needs_times_of_the_exchange_and_of_its_gather(
+    left_out: str, exchange: str, expected: str, tmp_path: Path
 ) -> None:
-    """The other collectives of which the exchange consists are not needed. A lacking one is refused before anything is built."""
+    """The other collectives of an exchange are not needed. Missing times are refused before an engine is built."""
     calls = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "ag_rs", "a2a")
     rows = "".join(f"    [{ranks}, 1, 100000, 20.0],\n" for ranks in (2, 8))
     file = tmp_path / "m.toml"
@@ -302,17 +311,17 @@ def test_a_machine_needs_the_exchange_itself_and_what_brings_queries(
     options = {"tp": "8", "dcp": "8", "exchange": exchange, "emulate": str(file), "concurrency": "8"}
     found = grid.expand_grid(make_spec(options, ONE_GPU), ONE_GPU, 1)
     (error,) = [c.error for c in found if c.point.dcp == 8]
-    assert said in str(error) if said else error is None
+    assert expected in str(error) if expected else error is None
 
 
-def test_served_loads_are_forecast_in_replay_alone() -> None:
-    """A rank that stands for all has nothing to answer with."""
+def test_served_loads_are_emulated_in_replay_mode_only() -> None:
+    """An emulated rank computes no answers that could be served."""
     options = {"emulate": "H200", "tp": "8", "dcp": "8", "requests": None, "concurrency": "8"}
-    asked = {name: value for name, value in options.items() if value is not None}
-    spec = make_serve_spec(asked, ONE_GPU)
+    given = {name: value for name, value in options.items() if value is not None}
+    spec = make_serve_spec(given, ONE_GPU)
     with pytest.raises(UsageError, match="one has no answers; add --mode replay"):
         grid.require_runnable(grid.expand_grid(spec, ONE_GPU, 1))
-    found = grid.expand_grid(make_serve_spec(asked | {"mode": "replay"}, ONE_GPU), ONE_GPU, 1)
+    found = grid.expand_grid(make_serve_spec(given | {"mode": "replay"}, ONE_GPU), ONE_GPU, 1)
     assert [(str(c.point.layout), c.error) for c in found] == [("tp8", None), ("tp8·dcp8", None)]
 
 
@@ -321,27 +330,27 @@ def test_served_loads_are_forecast_in_replay_alone() -> None:
     [(Layout(8, dp=2, dcp=2), "symm", "tp")],
     ids=str,
 )
-def test_a_served_load_is_replayed_by_one_ranks_step_times(
+def test_served_load_is_replayed_with_step_times_of_an_emulated_rank(
     layout: Layout, exchange: str, ep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks behind stored prefixes included; the record says what was modelled, and tokens are those asked for.
-    Step times keep how their GPU was.
-    """
+    """The load includes chunked prompts after stored prefixes; the step times keep the state of their GPU."""
     gpu = Gpu(sm_clock_mhz_min=1830, sm_clock_mhz_max=1980, power_w_max=612.0, temperature_c_max=61)
     monkeypatch.setattr(GpuSampler, "get_state", lambda _: gpu)
     load = Load(mode="replay", requests=3, input_tokens="20", output_tokens="3", chunk=16)
-    asked = point(layout, exchange, workload="serve", load=load, context=23, concurrency=2, ep=ep, page_size=1)
+    emulated_point = point(layout, exchange, workload="serve", load=load, context=23, concurrency=2, ep=ep, page_size=1)
     settings = Settings(profile=False)
-    plan = plan_engine([asked], settings, TINY, PROBE)
+    plan = plan_engine([emulated_point], settings, TINY, PROBE)
     with torch.inference_mode():
-        session = build_session(asked, TINY, plan, rank=0, device=CPU, seed=0)
-        serving = serve.get_serving(session, asked)
+        session = build_session(emulated_point, TINY, plan, rank=0, device=CPU, seed=0)
+        serving = serve.get_serving(session, emulated_point)
         here, known = collect_environment(CPU, "x"), {}  # type: ignore[var-annotated]
-        record = replay_job.run(serving, asked, [asked], settings, here, tmp_path, known, tell=lambda *_, **__: None)
+        record = replay_job.run(
+            serving, emulated_point, [emulated_point], settings, here, tmp_path, known, tell=lambda *_, **__: None
+        )
     (times,) = known.values()
-    assert "emulated" in record.marks
+    assert "emulated" in record.warnings
     assert record.emulated is not None
-    assert record.emulated.calls == calls(layout, exchange)
+    assert record.emulated.calls == count_calls(layout, exchange)
     assert record.emulated.output_tok_s_low == record.emulated.output_tok_s_high
     assert record.serve is not None
     assert record.emulated.ttft_p50_ms_low == record.emulated.ttft_p50_ms_high == record.serve.ttft_ms.p50
@@ -352,8 +361,8 @@ def test_a_served_load_is_replayed_by_one_ranks_step_times(
     assert times.gpu == gpu
 
 
-def test_step_times_are_replayed_where_the_machines_file_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their wire was modelled when they were measured."""
+def test_step_times_are_replayed_without_the_machine_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network time was modelled when the steps were measured."""
     point = served.point(served.DCP, changed={"mode": "replay"}, dtype="bf16", emulate="/gone/machine.toml")
     machine = validate.Machine(probe=make_planned_probe("H200", 8))
     with pytest.raises(UsageError, match=r"/gone/machine\.toml: No such file"):
@@ -374,34 +383,40 @@ def test_step_times_are_replayed_where_the_machines_file_is_not(monkeypatch: pyt
 
 
 def test_two_hosts_with_a_link_can_be_emulated() -> None:
-    """16 ranks over hosts of 8."""
+    """The layout has 16 ranks on hosts of 8 GPUs."""
     options = {"tp": "16", "dcp": "16", "emulate": "H200+rdma-400", "concurrency": "8"}
     found = grid.expand_grid(make_spec(options, ONE_GPU), ONE_GPU, 1)
     assert [c.error for c in found] == [None, None]
 
 
-def test_what_one_rank_computes_is_not_verified() -> None:
-    """A checkpoint's weights are refused as well, as they would be of no use."""
-    asked = point(Layout(8), backend="triton", dtype="bf16")
-    for machine, changed, said in (
-        (validate.Machine(probe=ONE_GPU, timed=False), asked, "verify compares results"),
-        (validate.Machine(probe=ONE_GPU), msgspec.structs.replace(asked, weights="folder"), "leave --weights out"),
-        (validate.Machine(probe=ONE_GPU, nnodes=2), asked, "leave --nodes out"),
+def test_emulated_point_is_refused_for_verify_weights_and_nodes() -> None:
+    """A checkpoint's weights are of no use to an emulated rank."""
+    emulated_point = point(Layout(8), backend="triton", dtype="bf16")
+    for machine, changed, expected in (
+        (validate.Machine(probe=ONE_GPU, timed=False), emulated_point, "verify compares results"),
+        (
+            validate.Machine(probe=ONE_GPU),
+            msgspec.structs.replace(emulated_point, weights="folder"),
+            "leave --weights out",
+        ),
+        (validate.Machine(probe=ONE_GPU, nnodes=2), emulated_point, "leave --nodes out"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=expected):
             validate.check_runnable(changed, Settings(), TINY, machine)
 
 
-def test_a_forecast_never_has_the_key_of_a_measurement() -> None:
-    asked = point(Layout(8))
-    there = msgspec.structs.replace(asked, emulate="")
-    assert asked.get_key() != there.get_key()
-    assert there.world == 8
+def test_emulated_point_has_another_key_than_the_measured_one() -> None:
+    emulated_point = point(Layout(8))
+    real_point = msgspec.structs.replace(emulated_point, emulate="")
+    assert emulated_point.get_key() != real_point.get_key()
+    assert real_point.world == 8
 
 
 @pytest.mark.long
-def test_the_command_forecasts_and_says_so_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its plan, its record, its report, and exports, of which those that others compare with refuse it."""
+def test_plan_record_and_report_of_an_emulated_sweep_are_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exports to formats that others compare results in are refused."""
     run = tmp_path / "run"
 
     def dcpbench(*words: str) -> tuple[int, str, str]:
@@ -420,7 +435,7 @@ def test_the_command_forecasts_and_says_so_everywhere(tmp_path: Path, capsys: py
     )
     assert code == 0
     record = json.loads((run / "records.jsonl").read_text().splitlines()[0])
-    assert record["emulated"]["calls"] == calls(Layout(8, dcp=8), "ag_rs")
+    assert record["emulated"]["calls"] == count_calls(Layout(8, dcp=8), "ag_rs")
     page = (run / "report" / "report.html").read_text()
     assert "forecast: one rank ran, its wire modelled as of H200" in page
     assert "· a forecast" in page

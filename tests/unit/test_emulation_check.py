@@ -1,4 +1,4 @@
-"""tools/emulation_check.py: what a rank on one GPU is held against, and when that is enough."""
+"""Tests of tools/emulation_check.py: compared phases of an emulated rank, and limits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 
-def step(layout: Layout, **phase_us: float) -> Record:
-    """A point with these phases, and nothing between them."""
+def make_step(layout: Layout, **phase_us: float) -> Record:
+    """Return a point with these phases and without idle time."""
     step_us = sum(phase_us.values())
     record = build.ok(build.point(layout, ep="tp" if layout.dp > 1 else "1"), median_ms=step_us / 1e3, noise=0)
     assert record.phases is not None
@@ -24,9 +24,9 @@ def step(layout: Layout, **phase_us: float) -> Record:
     return msgspec.structs.replace(record, phases=phases)
 
 
-def test_a_step_and_each_of_its_phases_are_held_against_the_published_ones() -> None:
-    then = step(Layout(4, 1, 4), qkv_proj=2000, attention=1000, moe=9000, q_gather=100, merge=300, embed=10)
-    now = step(Layout(4, 1, 4), qkv_proj=1980, attention=1030, moe=9270, q_gather=130, merge=290, embed=10)
+def test_step_and_phases_are_compared_with_published_ones() -> None:
+    then = make_step(Layout(4, 1, 4), qkv_proj=2000, attention=1000, moe=9000, q_gather=100, merge=300, embed=10)
+    now = make_step(Layout(4, 1, 4), qkv_proj=1980, attention=1030, moe=9270, q_gather=130, merge=290, embed=10)
     found = check.compare(then, now)
     assert found["step"] == pytest.approx((1980 + 1030 + 9270 + 420 + 10) / 12_410)
     assert found["exchange"] == pytest.approx(420 / 400)
@@ -35,10 +35,11 @@ def test_a_step_and_each_of_its_phases_are_held_against_the_published_ones() -> 
     assert "embed" not in found["phases"], "0.1 % of a step is not judged"
 
 
-def test_of_whole_experts_the_sum_with_the_wait_is_judged() -> None:
-    """The emulated rank has most of them: 3 ms more, which the others of the four waited."""
+def test_expert_parallel_experts_are_judged_together_with_their_wait() -> None:
+    """The emulated rank has most of the experts: 3 ms more, for which the other ranks of the four waited."""
     then, now = (
-        step(Layout(4, 4), moe=moe, mlp_reduce=wait, attention=1000) for moe, wait in ((11_000, 3200), (14_100, 400))
+        make_step(Layout(4, 4), moe=moe, mlp_reduce=wait, attention=1000)
+        for moe, wait in ((11_000, 3200), (14_100, 400))
     )
     found = check.compare(then, now)
     assert found["phases"].keys() == {"experts", "attention", "mlp_reduce"}
@@ -49,9 +50,9 @@ def test_of_whole_experts_the_sum_with_the_wait_is_judged() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "holds"), [(1, True), (2, False)])
-def test_nine_points_of_ten_have_to_be_within_a_bar(wrong: int, holds: bool) -> None:
-    then = step(Layout(4, 1, 4), attention=1000, moe=9000, q_gather=100, merge=300)
-    late = step(Layout(4, 1, 4), attention=1000, moe=9000, q_gather=160, merge=300)
+def test_nine_of_ten_points_must_be_within_the_limit(wrong: int, holds: bool) -> None:
+    then = make_step(Layout(4, 1, 4), attention=1000, moe=9000, q_gather=100, merge=300)
+    late = make_step(Layout(4, 1, 4), attention=1000, moe=9000, q_gather=160, merge=300)
     rows = [check.compare(then, late if i < wrong else then) for i in range(10)]
     lines, held = check.told(rows)
     assert held is holds

@@ -1,4 +1,4 @@
-"""tools/emulation_live.py: how points of both runs find each other, and what its table calls them."""
+"""Tests of tools/emulation_live.py: pairs of live and emulated points, and their table."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def point(layout: Layout, ep: str, emulate: str = "") -> Point:
     return msgspec.structs.replace(build.point(layout, ep=ep), dtype="bf16", emulate=emulate)
 
 
-def step(ep: str, ms: float, emulate: str = "") -> Record:
-    """tp2 with experts placed so, live or emulated."""
+def make_step(ep: str, ms: float, emulate: str = "") -> Record:
+    """Return a record of tp2 with this placement of experts, live or emulated."""
     record = build.ok(point(Layout(2), ep, emulate))
     assert record.metrics is not None
     metrics = msgspec.structs.replace(
@@ -31,34 +31,36 @@ def step(ep: str, ms: float, emulate: str = "") -> Record:
     return msgspec.structs.replace(record, metrics=metrics, phases=None)
 
 
-def test_cut_and_whole_experts_of_a_layout_are_two_rows_with_names_of_their_own() -> None:
-    """20 → 19.1 ms with cut ones, which is usual and not said; 25 → 26.5 ms with whole ones is 6 %, past the bar of 5."""
-    live = [step("1", 20), step("tp", 25)]
-    emulated = [step("tp", 26.5, "h200"), step("1", 19.1, "h200")]
-    *_, cut, whole, _, said = emulation_live.table(emulation_live.pairs(live, emulated))
-    assert cut == "| kimi-k2 tp2 bf16/bf16, 8 × 4,000 | 20.00 | 19.10 | -4.5% |  |  |"
-    assert whole == "| kimi-k2 tp2 ep2 bf16/bf16, 8 × 4,000 | 25.00 | 26.50 | +6.0% |  |  |"
-    assert said == "1 of 2 within 5%, off by -4.5% to +6.0%."
+def test_tensor_and_expert_parallel_experts_are_separate_rows() -> None:
+    """20 → 19.1 ms with tensor-parallel experts, the default, which the name omits; 25 → 26.5 ms with expert
+    parallelism is 6 %, above the limit of 5.
+    """
+    live = [make_step("1", 20), make_step("tp", 25)]
+    emulated = [make_step("tp", 26.5, "h200"), make_step("1", 19.1, "h200")]
+    *_, tensor_parallel, expert_parallel, _, summary = emulation_live.table(emulation_live.pairs(live, emulated))
+    assert tensor_parallel == "| kimi-k2 tp2 bf16/bf16, 8 × 4,000 | 20.00 | 19.10 | -4.5% |  |  |"
+    assert expert_parallel == "| kimi-k2 tp2 ep2 bf16/bf16, 8 × 4,000 | 25.00 | 26.50 | +6.0% |  |  |"
+    assert summary == "1 of 2 within 5%, off by -4.5% to +6.0%."
 
 
-def test_a_layout_with_attention_dp_is_named_with_its_expert_parallel_degree() -> None:
+def test_name_of_attention_dp_layout_has_expert_parallel_degree() -> None:
     expert_parallel, tensor_parallel = (point(Layout(2, 2), ep) for ep in ("tp", "1"))
     assert "tp2·dp2·ep2 bf16/bf16" in emulation_live.name(expert_parallel)
     assert "tp2·dp2·ep1 bf16/bf16" in emulation_live.name(tensor_parallel)
 
 
 def with_gaps(record: Record, gap_us: float, kernels: int = 2000) -> Record:
-    """Return the record with a profiled step of 20 ms whose kernels are so far apart."""
+    """Return the record with a profiled step of 20 ms with these gaps between its kernels."""
     phases = build.phases(20.0, Layout(2))
     return msgspec.structs.replace(
         record, phases=msgspec.structs.replace(phases, idle_us=gap_us * kernels, kernels=kernels, step_us=20_000.0)
     )
 
 
-def test_steps_with_unequal_gaps_between_kernels_are_counted_apart() -> None:
+def test_steps_with_unequal_kernel_gaps_are_counted_separately() -> None:
     """0.3 to 0.1 µs between 2,000 kernels are 2 % of a step of 20 ms; 0.30 to 0.35 are 0.5 %."""
-    live = [with_gaps(step("1", 20), 0.3), with_gaps(step("tp", 25), 0.3)]
-    emulated = [with_gaps(step("1", 18.8, "h200"), 0.1), with_gaps(step("tp", 24.9, "h200"), 0.35)]
+    live = [with_gaps(make_step("1", 20), 0.3), with_gaps(make_step("tp", 25), 0.3)]
+    emulated = [with_gaps(make_step("1", 18.8, "h200"), 0.1), with_gaps(make_step("tp", 24.9, "h200"), 0.35)]
     *_, equal, apart = emulation_live.table(emulation_live.pairs(live, emulated))
     assert equal == "1 of 1 within 5%, off by -0.4% to -0.4%."
     assert apart == (
@@ -70,10 +72,12 @@ PUBLISHED = unpack_all()
 FOUR = PUBLISHED / "decode_4xH200/decode-serving-fp8_4xH200_2026-11-26"
 
 
-def test_published_forecasts_of_steps_are_as_the_readme_says(
+def test_published_step_forecasts_have_the_documented_errors(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """24 with DCP or attention DP within 1.6 %; the eight of tp4 2.3 to 5.9 % too short, of which gaps are 1.0 to 2.7."""
+    """24 steps with DCP or attention DP are within 1.6 %; the eight of tp4 are 2.3 to 5.9 % too short, with gaps of 1.0
+    to 2.7.
+    """
     live = [*sorted((FOUR / "grid").glob("*-fp8")), *sorted((FOUR / "grid-tp").iterdir())]
     forecasts = [FOUR / "emulated" / model for model in ("deepseek-v3", "kimi-k2")]
     found = [
@@ -100,10 +104,12 @@ def test_published_forecasts_of_steps_are_as_the_readme_says(
     assert "than live | -5.9 to -2.3 %" in page
 
 
-def test_plain_tp_is_not_too_short_once_gaps_are_equal() -> None:
-    """In bf16, measured since processes begin with two streams: tp4 as far off as the others."""
-    of = PUBLISHED / "emulation_H200/emulated_4xH200_2026-11-26"
-    live, forecasts = (emulation_live.measured(sorted(folder.iterdir())) for folder in (of / "bf16", of / "emulated"))
+def test_forecast_of_plain_tp_is_not_too_short_with_equal_gaps() -> None:
+    """The runs are in bf16, measured with processes that begin with two streams: tp4 is as far off as the others."""
+    published = PUBLISHED / "emulation_H200/emulated_4xH200_2026-11-26"
+    live, forecasts = (
+        emulation_live.measured(sorted(folder.iterdir())) for folder in (published / "bf16", published / "emulated")
+    )
     found = [emulation_live.Pair(*both) for both in emulation_live.pairs(live, forecasts)]
     plain = [row.error for row in found if row.live.point.dcp == row.live.point.dp == 1]
     others = [row.error for row in found if row.error not in plain]

@@ -24,11 +24,11 @@ from tests.unit.serving_builder import config, request
 if TYPE_CHECKING:
     from dcpbench.serving.requests import Step
 
-Decided = tuple[list[int], list[tuple[int, int, int]]]
+Decision = tuple[list[int], list[tuple[int, int, int]]]
 
 
 class Loop:
-    """Decides each step before the one before it has been read, as an asynchronous engine does."""
+    """A loop that decides each step before the previous one has been read, as an asynchronous engine does."""
 
     def __init__(self, policy: str, *load: tuple[list[int] | int, int], **changes: object) -> None:
         self.scheduler = make_scheduler(config(policy=policy, **changes))
@@ -42,7 +42,7 @@ class Loop:
             assert self.scheduler.submit(request(self.count, prompt, output)) == ""
             self.count += 1
 
-    def run(self) -> Decided | None:
+    def run(self) -> Decision | None:
         """Decide a step, then read the one before it."""
         self.last = self.scheduler.plan_step()
         if self.unread is not None:
@@ -56,7 +56,7 @@ class Loop:
             [(c.sequence.request.number, c.start, c.stop) for c in todo.chunks],
         )
 
-    def run_all(self) -> list[Decided | None]:
+    def run_all(self) -> list[Decision | None]:
         """Run until nothing is left; steps with discarded rows alone are `([], [])`."""
         found = []
         while self.scheduler.unfinished or self.unread is not None:
@@ -77,7 +77,7 @@ class TestVllm:
             None,
         ]
 
-    def test_a_budget_used_up_by_running_requests_admits_none(self) -> None:
+    def test_budget_used_up_by_running_requests_admits_no_request(self) -> None:
         loop = Loop(VLLM, (20, 1), (4, 1))
         assert [loop.run() for _ in range(3)] == [([], [(0, 0, 8)]), ([], [(0, 8, 16)]), ([], [(0, 16, 20), (1, 0, 4)])]
 
@@ -87,12 +87,12 @@ class TestVllm:
         assert loop.run() == ([], [(0, 3, 6), (1, 3, 6)])
         assert loop.run() == ([], [(0, 6, 8), (1, 6, 8)])
 
-    def test_a_finished_request_holds_its_place_until_it_is_read(self) -> None:
+    def test_finished_request_occupies_a_slot_until_it_is_read(self) -> None:
         """With max_num_seqs 1, request 1 is admitted two decisions after the last token of request 0 was decided."""
         loop = Loop(VLLM, (4, 1), (4, 1), max_requests=1)
         assert [loop.run() for _ in range(4)] == [([], [(0, 0, 4)]), None, ([], [(1, 0, 4)]), None]
 
-    def test_a_request_is_admitted_only_if_all_its_blocks_are_free(self) -> None:
+    def test_request_is_admitted_only_if_all_its_blocks_are_free(self) -> None:
         """Requests of 20 tokens have 5 of 8 blocks: the second waits, although its first chunk would fit."""
         loop = Loop(VLLM, (20, 2), (20, 1), chunk=64, prefix_cache=False)
         assert [loop.run() for _ in range(4)] == [([], [(0, 0, 20)]), ([0], []), None, ([], [(1, 0, 20)])]
@@ -118,22 +118,22 @@ class TestVllm:
         assert loop.run() == ([0], [])
         assert loop.run() == ([0], []), "request 1 does not fit, and nothing overtakes it"
 
-    def test_a_cached_prefix_of_whole_blocks_is_not_computed(self) -> None:
-        """Request 1 shares 8 of 10 tokens with request 0 and finds them in the same step. Request 2 is the same as request 0
-        and computes its last block anew, as the last token has to be computed.
+    def test_cached_prefix_of_whole_blocks_is_not_computed(self) -> None:
+        """Request 1 shares 8 of 10 tokens with request 0 and finds them in the same step. Request 2 equals the start of
+        request 0 and computes its last block again, as the last token has to be computed.
         """
         loop = Loop(VLLM, (list(range(10)), 1), ([*range(8), 90, 91, 92], 1), chunk=64)
         assert loop.run() == ([], [(0, 0, 10), (1, 8, 11)])
         loop.submit((list(range(8)), 1))
         assert loop.run() == ([], [(2, 4, 8)])
 
-    def test_the_prefix_of_an_unfinished_prompt_is_found(self) -> None:
+    def test_prefix_of_an_unfinished_prompt_is_found(self) -> None:
         loop = Loop(VLLM, (list(range(12)), 1))
         assert loop.run() == ([], [(0, 0, 8)])
         loop.submit((list(range(12)), 1))
         assert loop.run() == ([], [(0, 8, 12), (1, 8, 12)])
 
-    def test_the_last_prompt_token_alone_is_a_decode_row(self) -> None:
+    def test_single_last_prompt_token_is_a_decode_row(self) -> None:
         loop = Loop(VLLM, (9, 1))
         assert [loop.run(), loop.run()] == [([], [(0, 0, 8)]), ([0], [])]
 
@@ -147,7 +147,7 @@ class TestSglang:
         loop.submit((12, 1))
         assert [loop.run() for _ in range(3)] == [([], [(1, 0, 8)]), ([], [(1, 8, 12)]), ([0], [])]
 
-    def test_the_token_of_a_request_that_finished_in_the_step_before_is_discarded(self) -> None:
+    def test_token_of_a_request_that_finished_one_step_earlier_is_discarded(self) -> None:
         """The engine does not know that step 1 had the last token of request 0, so step 2 has a row for it as well."""
         loop = Loop(SGLANG, (4, 2), pages=self.POOL)
         assert [loop.run() for _ in range(3)] == [([], [(0, 0, 4)]), ([0], []), ([], [])]
@@ -158,14 +158,16 @@ class TestSglang:
         assert loop.run() is None
         assert not loop.scheduler.unfinished
 
-    def test_one_prompt_is_unfinished_and_the_last_of_a_batch_is_cut_at_a_page(self) -> None:
-        """5 tokens take two of the two pages of a chunk: nothing is left. 3 tokens leave a page for the next prompt."""
+    def test_only_the_last_prompt_of_a_batch_is_cut_and_at_a_page(self) -> None:
+        """A prompt of 5 tokens takes two of the two pages of a chunk, and one of 3 tokens leaves a page for the next
+        prompt.
+        """
         loop = Loop(SGLANG, (5, 1), (3, 1), (9, 1), pages=self.POOL)
         assert loop.run() == ([], [(0, 0, 5)])
         assert loop.run() == ([], [(1, 0, 3), (2, 0, 4)])
         assert loop.run() == ([], [(2, 4, 9)])
 
-    def test_a_request_needs_memory_for_all_tokens_that_it_may_generate(self) -> None:
+    def test_request_needs_memory_for_all_tokens_that_it_may_generate(self) -> None:
         """8 blocks are 32 tokens. Request 0 needs 8 + 12 + 4 = 24 < 32. Request 1 needs 4 + 4 + 4 = 12, and 32 - 8 - 4 - 12 = 8
         are left: it waits until request 0 has left and a decode step has seen it.
         """
@@ -176,7 +178,7 @@ class TestSglang:
         assert found[12:14] == [([], []), None], "a discarded row, then the end of request 0 is known"
         assert found[14] == ([], [(1, 0, 4)])
 
-    def test_running_requests_reserve_a_share_of_what_they_may_generate(self) -> None:
+    def test_running_requests_reserve_a_share_of_their_remaining_tokens(self) -> None:
         """Request 0 holds 40 of 128 tokens; it may generate 79 more, of which 0.7 are reserved: 55.3. Left are 32.7. Request 1 needs 24 + 4 + 4 = 32 and is admitted; with 5 tokens to generate it would need 33 and wait."""
         for output, expected in ((4, ([], [(1, 0, 24)])), (5, ([0], []))):
             loop = Loop(SGLANG, (40, 80), pages=33, chunk=64, prefix_cache=False, max_context=200)
@@ -191,9 +193,7 @@ class TestSglang:
             loop.run()
         assert loop.scheduler.ratio == pytest.approx(0.7 - 10 * 0.7 * 0.86 / 600)
 
-    def test_the_request_with_the_fewest_tokens_and_the_longest_prompt_is_retracted(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_request_with_fewest_tokens_and_longest_prompt_is_retracted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A pool of 11 pages and a reservation of one token: both are admitted, with 3 and 4 pages. Decode steps 2 and 6
         take two pages each. Step 10 finds none. Both have 10 tokens, so request 1 leaves, which has the longer prompt. It
         computes its 15 + 10 tokens again once request 0 is gone.
@@ -209,7 +209,7 @@ class TestSglang:
         assert loop.scheduler.ratio == 1.0  # min(1, (10 + 20) / 21)
         assert [d for d in loop.run_all() if d is not None and d[1]] == [([], [(1, 0, 25)])]
 
-    def test_a_prompt_is_found_after_its_last_chunk_was_read(self) -> None:
+    def test_prompt_is_found_in_the_cache_after_its_last_chunk_was_read(self) -> None:
         loop = Loop(SGLANG, (list(range(8)), 9), pages=self.POOL)
         assert loop.run() == ([], [(0, 0, 8)])
         loop.submit((list(range(8)), 1))
@@ -217,7 +217,7 @@ class TestSglang:
         loop.submit((list(range(8)), 1))
         assert loop.run() == ([], [(2, 4, 8)])
 
-    def test_a_prompt_that_was_cut_is_found_by_the_next_decision(self) -> None:
+    def test_unfinished_prompt_is_found_in_the_cache_by_the_next_decision(self) -> None:
         loop = Loop(SGLANG, (list(range(10)), 1), pages=self.POOL, chunk=12)
         loop.submit((list(range(100, 120)), 1))
         assert loop.run() == ([], [(0, 0, 10)])
@@ -243,7 +243,7 @@ class TestBoth:
         assert replica.available_pages == pages - 1
         assert len(replica.slots) == 4
 
-    def test_cancelling_frees_everything(self, policy: str) -> None:
+    def test_cancelling_frees_all_pages(self, policy: str) -> None:
         loop = Loop(policy, (20, 4), (8, 4))
         loop.run()
         assert [s.request.number for s in loop.scheduler.cancel()] == [0, 1]
@@ -254,7 +254,7 @@ class TestBoth:
         with pytest.raises(UsageError, match=re.escape(f"the policy {policy} is modelled for one attention replica")):
             make_scheduler(config(policy=policy, replicas=2))
 
-    def test_answers_of_a_session_are_found_by_its_next_turn(self, policy: str) -> None:
+    def test_answers_of_a_session_are_cached_for_its_next_turn(self, policy: str) -> None:
         first = dataclasses.replace(request(0, list(range(6)), 3), answer=np.array([50, 51, 52], dtype=np.int32))
         loop = Loop(policy, pages=40)
         loop.scheduler.submit(first)
@@ -263,6 +263,6 @@ class TestBoth:
         assert loop.run() == ([], [(1, 8, 10)])
 
 
-def test_other_policies_have_the_own_scheduler() -> None:
+def test_other_policies_use_the_default_scheduler() -> None:
     assert type(make_scheduler(config())) is Scheduler
     assert not issubclass(Scheduler, EngineScheduler)

@@ -1,4 +1,4 @@
-"""Test replays of other engines' servers without a server: what is measured, and how closely replays follow exact times."""
+"""Replays of other engines' servers without a server: measured cases, and agreement of replays with exact times."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ TIMES = RequestTimes(request_ms=4.0, launch_ms=7.0)
 CLIENT = ClientConfig(target=Target.from_url("http://127.0.0.1:1"))
 
 
-def engine_point(
+def make_point(
     concurrency: int = 8, *, inputs: str = "uniform:1000-6000", outputs: str = "uniform:20-80", **load: object
 ) -> Point:
-    """A served point of vLLM on one replica of tp2·dcp2."""
+    """Return a served point of vLLM on one replica of tp2·dcp2."""
     fields = {"requests": 48, "arrival": CLOSED, "mode": REPLAY} | load
     return make_engine_point(
         model="m",
@@ -92,11 +92,14 @@ def engine_point(
     )
 
 
-def true_ms(works: list[tuple[int, int]], chunks: list[tuple[int, int]], engine: EngineServer = ENGINE) -> float:
-    """Duration of a step with decodes (requests, KV tokens) and chunks (tokens, prefix): weights, rows, KV and pairs.
+def compute_true_ms(
+    works: list[tuple[int, int]], chunks: list[tuple[int, int]], engine: EngineServer = ENGINE
+) -> float:
+    """Return the duration of a step with decodes (requests, KV tokens) and chunks (tokens, prefix).
 
-    Chunks take 0.01 ms more for each token if the rows of the step are no multiple of the engine's `row_multiple`. With
-    SLOW_PREFIXES a step with decodes and a chunk behind a full step takes 12 ms more, and one with a shorter prefix less.
+    It is the sum for weights, rows, KV and pairs. Chunks take 0.01 ms more for each token if the rows of the step are no
+    multiple of the engine's `row_multiple`. With SLOW_PREFIXES a step with decodes and a chunk behind a full step takes
+    12 ms more, and one with a shorter prefix less.
     """
     multiple = engine.row_multiple
     slow = engine.version == SLOW_PREFIXES.version and any(n for n, _ in works)
@@ -112,19 +115,21 @@ def true_ms(works: list[tuple[int, int]], chunks: list[tuple[int, int]], engine:
     )
 
 
-def true_case_ms(case: Case, engine: EngineServer) -> float:
+def compute_true_case_ms(case: Case, engine: EngineServer) -> float:
     rows = sum(d.requests for d in case.decodes)
     works = [(pad_rows(rows, case.chunks, engine), sum(d.requests * d.context for d in case.decodes))]
-    return true_ms(works, [(c.tokens, c.prefix) for c in case.chunks for _ in range(c.chunks)], engine)
+    return compute_true_ms(works, [(c.tokens, c.prefix) for c in case.chunks for _ in range(c.chunks)], engine)
 
 
 def pad_rows(rows: int, chunks: Sequence[object], engine: EngineServer) -> int:
-    """Rows of a step with these decodes: those of the next captured graph if it has no chunks and one is large enough."""
+    """Return the rows of a step with these decodes: those of the next captured graph if it has no chunks and one is
+    large enough.
+    """
     return rows if chunks else min((n for n in engine.graph_batches if n >= rows), default=rows)
 
 
-class Exact:
-    """Step times of every step, as an engine with `true_ms` has them."""
+class ExactStepTimes:
+    """Exact step times of an engine with `compute_true_ms`."""
 
     is_blocking, slowdown = False, Slowdown([])
 
@@ -139,14 +144,14 @@ class Exact:
         (todo,) = step.replicas
         rows, kv = len(todo.decodes) + len(todo.discarded), sum(p + 1 for p in todo.positions) + sum(todo.discarded)
         works = [(pad_rows(rows, todo.chunks, self.engine), kv)]
-        return true_ms(works, [(c.tokens, c.start) for c in todo.chunks], self.engine)
+        return compute_true_ms(works, [(c.tokens, c.start) for c in todo.chunks], self.engine)
 
     def predict_host_ms(self, _step: Step) -> float:
         return 0.0
 
 
 def measure_exactly(points: list[Point], engine: EngineServer) -> StepTimes:
-    """Step times of the cases for these points, without noise."""
+    """Return step times of the cases for these points, without noise."""
     limits = ServerLimits(
         max_batched_tokens=engine.token_budget,
         max_requests=engine.max_requests,
@@ -158,23 +163,23 @@ def measure_exactly(points: list[Point], engine: EngineServer) -> StepTimes:
     cases = engine_replay._iter_possible_cases(wanted, limits)
     return StepTimes(
         path=get_engine_path(points[0]),
-        cases=[MeasuredCase(case=case, samples_ms=[true_case_ms(case, engine)]) for case in cases],
+        cases=[MeasuredCase(case=case, samples_ms=[compute_true_case_ms(case, engine)]) for case in cases],
         launch_ms=0.0,
         measuring_s=1.0,
-        honesty=HONESTY,
+        conditions=HONESTY,
         environment=Environment(device="NVIDIA H200", device_count=2),
         engine=engine,
     )
 
 
 LOADS = {
-    "closed": engine_point(),
-    "one client": engine_point(1, requests=12),
-    "many clients": engine_point(32, requests=128),
-    "equal lengths": engine_point(inputs="4000", outputs="50"),
-    "open": engine_point(48, arrival=GAMMA, request_rate=4.0),
-    "sessions": engine_point(inputs="uniform:500-900", turns="4", turn_tokens="100"),
-    "shared prefix": engine_point(prefix_share=0.5),
+    "closed": make_point(),
+    "one client": make_point(1, requests=12),
+    "many clients": make_point(32, requests=128),
+    "equal lengths": make_point(inputs="4000", outputs="50"),
+    "open": make_point(48, arrival=GAMMA, request_rate=4.0),
+    "sessions": make_point(inputs="uniform:500-900", turns="4", turn_tokens="100"),
+    "shared prefix": make_point(prefix_share=0.5),
 }
 
 
@@ -207,7 +212,7 @@ def test_replays_from_measured_cases_follow_exact_step_times(engine: EngineServe
         make_point_requests(point, Settings(), 1000),
         make_scheduler(make_engine_config(point, engine, engine.policy)),
         point.clients,
-        Exact(engine),  # type: ignore[arg-type]
+        ExactStepTimes(engine),  # type: ignore[arg-type]
         loop=LoopTiming(request_s=engine.request_ms / 1e3),
     )
     exact = compute_serve_metrics(found.traffic, gpus=2, concurrency=point.clients, slo={}, steps=found.counts)
@@ -217,19 +222,19 @@ def test_replays_from_measured_cases_follow_exact_step_times(engine: EngineServe
     assert record.serve.ttft_ms.p50 == pytest.approx(exact.ttft_ms.p50, rel=0.04)
 
 
-def test_a_replayed_record_names_kernels_and_policy(tmp_path: Path) -> None:
+def test_replayed_record_has_engine_and_policy(tmp_path: Path) -> None:
     point = LOADS["closed"]
     times = measure_exactly([point], ENGINE)
     requests = make_point_requests(point, Settings(), 1000)
     record = replay_point(point, None, requests, times, Settings(), tmp_path, file="step-times/f.json")
     assert record.origin == "engine vllm 0.26.0"
-    assert record.honesty is not None
-    assert (record.honesty.step_times, record.honesty.policy) == ("step-times/f.json", VLLM)
+    assert record.conditions is not None
+    assert (record.conditions.step_times, record.conditions.policy) == ("step-times/f.json", VLLM)
     assert record.server
     assert record.server.kv_capacity_tokens == 400_000
     other = replay_point(point, None, requests, times, Settings(), tmp_path, policy=SGLANG)
-    assert other.honesty is not None
-    assert other.honesty.policy == SGLANG
+    assert other.conditions is not None
+    assert other.conditions.policy == SGLANG
     assert other.serve is not None
     assert record.serve is not None
     assert other.serve.itl_ms.p99 != record.serve.itl_ms.p99
@@ -259,8 +264,8 @@ def test_all_cases_can_be_produced_by_requests(engine: EngineServer, budget: int
     assert len(mixed) == 1 if engine.policy == SGLANG and requests > 1 else bool(mixed) == (requests > 1)
 
 
-def test_contexts_are_shortened_to_what_the_server_takes() -> None:
-    """A request is longer by up to 913 + 2 tokens when its steps have been timed: of 2,000 tokens, about 1,085 are left."""
+def test_contexts_are_shortened_to_the_limit_of_the_server() -> None:
+    """A request grows by up to 913 + 2 tokens until its steps have been timed: about 1,085 of 2,000 tokens are left."""
     limits = ServerLimits(max_batched_tokens=2048, max_model_len=2000)
     fitted = engine_replay._fit_case(Case(decodes=(Decodes(2, 1900),)), limits)
     assert fitted is not None
@@ -270,23 +275,25 @@ def test_contexts_are_shortened_to_what_the_server_takes() -> None:
 
 
 class TestSamples:
-    def test_the_time_of_a_request_is_taken_from_the_time_to_first_token_of_one_prompt(self) -> None:
+    def test_request_time_is_subtracted_from_ttft_of_single_prompts(self) -> None:
         chunk = Case(chunks=(Chunks(1, 100, 0),))
         found = CaseSamples(case=chunk, samples_ms=[25.0, 26.0], method=Method.PREFILL, precise=True)
         assert engine_replay._make_measured_case(found, TIMES).samples_ms == [21.0, 22.0]
         several = msgspec.structs.replace(found, method=Method.BEHIND)
         assert engine_replay._make_measured_case(several, TIMES).samples_ms == [25.0, 26.0]
 
-    def test_decodes_have_the_context_at_which_they_were_timed(self) -> None:
+    def test_decode_case_has_the_mean_context_of_its_samples(self) -> None:
         case = Case(decodes=(Decodes(4, 900),))
         found = CaseSamples(case=case, samples_ms=[25.0], method=Method.DECODE, precise=True, context_mean=907.4)
         assert engine_replay._make_measured_case(found, TIMES).case.decodes == (Decodes(4, 907),)
 
     @pytest.mark.parametrize(("queued", "ahead"), [((0.6, 0.9), False), ((1.5, 1.7), True), ((None,), True)])
-    def test_a_prompt_that_waits_longer_than_a_step_shows_that_steps_are_decided_ahead(
+    def test_long_queueing_of_a_prompt_shows_asynchronous_scheduling(
         self, queued: tuple[float | None, ...], ahead: bool
     ) -> None:
-        """With decode steps of 20 ms and requests of 1 ms. With requests of 6 ms nothing can be seen; a log is always right."""
+        """Decode steps take 20 ms and requests 1 ms. With requests of 6 ms the difference is not visible; a setting in
+        the log decides.
+        """
         mixed = Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 100, 0),))
         decode = CaseSamples(
             case=Case(decodes=(Decodes(1, 300),)), samples_ms=[20.0], method=Method.DECODE, precise=True
@@ -302,8 +309,8 @@ class TestSamples:
             assert engine_replay._decides_ahead(found, 1.0, EngineSettings(async_scheduling=known)) is known
 
 
-def serve(info: ServerInfo, words: list[str] | None = None) -> MeasuredServer:
-    """A running server, which was started with these words."""
+def make_server(info: ServerInfo, words: list[str] | None = None) -> MeasuredServer:
+    """Return a running server that was started with these words."""
     prompt_format = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
     process = None if words is None else SimpleNamespace(words=words)
     return MeasuredServer(
@@ -325,14 +332,14 @@ class TestDescription:
         facts={"block_size": "64"},
     )
 
-    def test_limits_come_from_the_command_and_from_what_the_server_reports(self) -> None:
+    def test_limits_come_from_the_command_and_from_the_servers_report(self) -> None:
         words = ["vllm", "serve", "m", "--max-num-batched-tokens", "4096", "--max-num-seqs=64"]
-        found = describe_engine(engine_point(), serve(self.INFO, words), ReplayOptions())
+        found = describe_engine(make_point(), make_server(self.INFO, words), ReplayOptions())
         assert (found.policy, found.token_budget, found.max_requests) == (VLLM, 4096, 64)
         assert (found.block_tokens, found.kv_blocks) == (128, 153_742)  # 64 × dcp 2
         assert (found.max_model_len, found.prefix_cache, found.asynchronous) == (70_000, True, True)
 
-    def test_sglang_reports_its_limits(self) -> None:
+    def test_limits_of_sglang_come_from_its_report(self) -> None:
         facts = {
             "chunked_prefill_size": "8192",
             "max_running_requests": "48",
@@ -340,29 +347,31 @@ class TestDescription:
             "disable_radix_cache": "True",
         }
         info = dataclasses.replace(self.INFO, engine=SGLANG, facts=facts)
-        found = describe_engine(engine_point(), serve(info), ReplayOptions())
+        found = describe_engine(make_point(), make_server(info), ReplayOptions())
         assert (found.token_budget, found.max_requests, found.block_tokens) == (8192, 48, 2)
         assert not found.prefix_cache
 
-    def test_an_unknown_token_budget_is_asked_for(self) -> None:
+    def test_unknown_token_budget_is_refused_with_the_option_to_add(self) -> None:
         with pytest.raises(UsageError, match="add --token-budget N, the value of --max-num-batched-tokens"):
-            describe_engine(engine_point(), serve(self.INFO), ReplayOptions())
-        assert describe_engine(engine_point(), serve(self.INFO), ReplayOptions(token_budget=8192)).token_budget == 8192
+            describe_engine(make_point(), make_server(self.INFO), ReplayOptions())
+        assert (
+            describe_engine(make_point(), make_server(self.INFO), ReplayOptions(token_budget=8192)).token_budget == 8192
+        )
 
-    def test_an_unknown_engine_needs_a_policy(self) -> None:
+    def test_unknown_engine_without_a_policy_is_refused(self) -> None:
         info = dataclasses.replace(self.INFO, engine="openai")
         with pytest.raises(UsageError, match="add --prefill policy"):
-            describe_engine(engine_point(), serve(info), ReplayOptions(token_budget=8192))
+            describe_engine(make_point(), make_server(info), ReplayOptions(token_budget=8192))
         options = ReplayOptions(token_budget=8192, policy=SGLANG)
-        assert describe_engine(engine_point(), serve(info), options).policy == SGLANG
+        assert describe_engine(make_point(), make_server(info), options).policy == SGLANG
 
     def test_attention_data_parallel_is_refused(self) -> None:
-        assert engine_replay.find_unsupported(engine_point()) is None
-        assert "--mode live" in str(engine_replay.find_unsupported(msgspec.structs.replace(engine_point(), dp=2)))
+        assert engine_replay.find_unsupported(make_point()) is None
+        assert "--mode live" in str(engine_replay.find_unsupported(msgspec.structs.replace(make_point(), dp=2)))
 
 
 class TestFile:
-    def test_it_is_read_as_it_was_written_and_belongs_to_its_server_alone(self, tmp_path: Path) -> None:
+    def test_file_is_read_back_and_refused_for_other_server_flags(self, tmp_path: Path) -> None:
         times = measure_exactly([LOADS["closed"]], ENGINE)
         write_step_times(tmp_path / "f.json", times)
         again = read_step_times(tmp_path / "f.json")
@@ -380,7 +389,7 @@ class TestFile:
             ({"request_ms": -1.0}, "request_ms is -1"),
         ],
     )
-    def test_values_that_cannot_be_are_refused(self, change: dict[str, object], problem: str, tmp_path: Path) -> None:
+    def test_invalid_values_are_refused(self, change: dict[str, object], problem: str, tmp_path: Path) -> None:
         times = measure_exactly([LOADS["closed"]], msgspec.structs.replace(ENGINE, kv_tokens=400_000))
         write_step_times(
             tmp_path / "f.json", msgspec.structs.replace(times, engine=msgspec.structs.replace(ENGINE, **change))
@@ -400,7 +409,9 @@ class TestFile:
 
 
 class TestLoop:
-    """Steps take 10 ms, 1 ms more for a decode row and 2 ms for a token of a chunk; a request takes 1 ms to be seen."""
+    """Steps take 10 ms, 1 ms more for a decode row and 2 ms for a token of a chunk; the engine sees a request after 1
+    ms.
+    """
 
     def replay(
         self, *sizes: tuple[int, int], clients: int | None = 1, loop: LoopTiming, arrivals: tuple[float, ...] = ()
@@ -418,11 +429,11 @@ class TestLoop:
         )
         return [[round(1e3 * s, 3) for s in (sample.submitted_s, *sample.token_s)] for sample in found.traffic.samples]
 
-    def test_an_idle_engine_sees_a_request_after_its_delay(self) -> None:
-        """It is seen at 1 ms; a step of 16 ms, then one of 11 ms."""
+    def test_idle_engine_sees_a_request_after_its_delay(self) -> None:
+        """The request is seen at 1 ms; a step of 16 ms and one of 11 ms follow."""
         assert self.replay((3, 2), loop=LoopTiming(request_s=1e-3)) == [[0.0, 17.0, 28.0]]
 
-    def test_a_client_of_a_busy_engine_misses_the_decision_after_its_last_token(self) -> None:
+    def test_client_of_a_busy_engine_misses_the_decision_after_its_last_token(self) -> None:
         """Both clients send at 0. The idle engine sees request 0 at 1 ms, a moment before request 1, and runs it alone: 16 ms, to 17.
         Step 1, decided at 17, has request 1, to 33; step 2 its second token, to 44. Client 0 sends request 2 at 17; it is seen at 18,
         after the decisions of 17. The next one is at 33, for the step that begins at 44 and decodes request 1, too:
@@ -431,13 +442,15 @@ class TestLoop:
         found = self.replay((3, 1), (3, 4), (3, 1), clients=2, loop=LoopTiming(request_s=1e-3))
         assert found == [[0.0, 17.0], [0.0, 33.0, 44.0, 61.0, 72.0], [17.0, 61.0]]
 
-    def test_a_synchronous_engine_decides_after_it_has_read(self) -> None:
-        """As above, but the decision at 33 is for the step that begins then, with request 2: 33 + 17 = 50."""
+    def test_synchronous_engine_decides_after_reading_the_last_step(self) -> None:
+        """In contrast to an asynchronous engine, the decision at 33 is for the step that begins then, with request 2:
+        33 + 17 = 50.
+        """
         found = self.replay((3, 1), (3, 4), (3, 1), clients=2, loop=LoopTiming(request_s=1e-3, asynchronous=False))
         assert found == [[0.0, 17.0], [0.0, 33.0, 50.0, 61.0, 72.0], [17.0, 50.0]]
 
-    def test_the_next_turn_of_a_session_is_delayed_as_well(self) -> None:
-        """As above: the turn after request 0 is sent at 17 and misses the decisions of 17."""
+    def test_next_turn_of_a_session_is_delayed(self) -> None:
+        """The turn after request 0 is sent at 17 and misses the decisions of 17."""
         requests = [request(0, 3, 1), request(1, 3, 1), request(2, 3, 4)]
         requests[:2] = [
             dataclasses.replace(r, session=0, turn=turn, parent=turn - 1 if turn else None)
@@ -453,26 +466,26 @@ class TestLoop:
         sample = next(s for s in found.traffic.samples if s.request.number == 1)
         assert (round(sample.submitted_s, 6), round(sample.token_s[0], 6)) == (0.017, 0.061)
 
-    def test_arrivals_of_an_open_loop_are_delayed_as_well(self) -> None:
+    def test_arrivals_of_an_open_loop_are_delayed(self) -> None:
         found = self.replay((3, 1), (3, 1), clients=None, arrivals=(0.0, 0.1), loop=LoopTiming(request_s=1e-3))
         assert found == [[0.0, 17.0], [100.0, 117.0]]
 
-    def test_no_delay_is_as_before(self) -> None:
-        """Own engine: who comes with a token joins the next decision."""
+    def test_request_without_delay_joins_the_next_decision(self) -> None:
+        """The project's own engine has no delay: a client's next request joins the decision after its token."""
         requests = [request(0, 3, 2), request(1, 3, 1)]
         found = replay_requests(requests, Scheduler(config(pages=60, policy=MIXED)), 1, Fixed())  # type: ignore[arg-type]
         assert [round(1e3 * s.token_s[0], 3) for s in found.traffic.samples] == [16.0, 43.0]
 
 
-def test_rows_whose_tokens_are_discarded_take_time() -> None:
-    """SGLang's client reads its last token while the step after it runs: that step has a row for it."""
-    point = engine_point(1, inputs="100", outputs="5", requests=1)
+def test_rows_with_discarded_tokens_take_time() -> None:
+    """SGLang's client reads its last token while the next step runs: that step has a row for it."""
+    point = make_point(1, inputs="100", outputs="5", requests=1)
     engine = msgspec.structs.replace(SGLANG_ENGINE, request_ms=0.0)
     found = replay_requests(
         make_point_requests(point, Settings(), 1000),
         make_scheduler(make_engine_config(point, engine, SGLANG)),
         1,
-        Exact(engine),  # type: ignore[arg-type]
+        ExactStepTimes(engine),  # type: ignore[arg-type]
     )
     assert found.counts.steps == 1 + 4 + 1
     assert np.diff(found.traffic.samples[0].token_s) == pytest.approx([8.4e-3] * 4, rel=1e-3)
@@ -481,7 +494,7 @@ def test_rows_whose_tokens_are_discarded_take_time() -> None:
 
 @pytest.mark.parametrize("multiple", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("budget", [512, 8192, 2047])
-def test_the_multiple_of_tokens_that_makes_steps_fast_is_found(budget: int, multiple: int) -> None:
+def test_fast_multiple_of_tokens_is_found(budget: int, multiple: int) -> None:
     """The times of prompts alone determine it; other lengths take 1.5 times as long, and noise is 4 %."""
     engine = msgspec.structs.replace(ENGINE, token_budget=budget)
     noise = itertools.cycle([1.0, 1.04, 0.98])
@@ -495,18 +508,20 @@ def test_the_multiple_of_tokens_that_makes_steps_fast_is_found(budget: int, mult
     assert asyncio.run(engine_replay._find_row_multiple(Prompts(), extent)) == multiple  # type: ignore[arg-type]
 
 
-def test_the_rows_of_measured_mixed_steps_are_multiples() -> None:
-    """Else an engine with slow rows would be measured at those alone. A step of the whole budget is always one of them."""
+def test_measured_steps_have_multiples_of_rows() -> None:
+    """Otherwise only slow rows of an engine would be measured. A step of the whole budget is always one of the cases."""
     cases = make_engine_cases(EngineExtent(engine=ENGINE, requests=32, context=6100))
     tokens = {case.compute_work().decodes + case.compute_work().tokens for case in cases if case.chunks}
     assert not [n for n in tokens if n % 16]
     assert max(tokens) == ENGINE.token_budget
 
 
-def test_launches_that_steps_do_not_hide_lengthen_steps_of_an_idle_engine(tmp_path: Path) -> None:
-    """A prompt of 16 tokens on an idle engine takes its launch of 40 ms, not its step of 8.3; prompts of the whole budget hide it."""
-    point = engine_point(1, inputs="16", outputs="1", requests=4)
-    times = measure_exactly([engine_point()], ENGINE)
+def test_exposed_launch_lengthens_steps_of_an_idle_engine(tmp_path: Path) -> None:
+    """A prompt of 16 tokens on an idle engine takes its launch of 40 ms, not its step of 8.3; prompts of the whole
+    budget hide it.
+    """
+    point = make_point(1, inputs="16", outputs="1", requests=4)
+    times = measure_exactly([make_point()], ENGINE)
     slow = [msgspec.structs.replace(m, host_ms=[40.0] if m.case.chunks else []) for m in times.cases]
     found = []
     for cases in (times.cases, slow):
@@ -520,30 +535,30 @@ def test_launches_that_steps_do_not_hide_lengthen_steps_of_an_idle_engine(tmp_pa
 
 def test_slow_numbers_of_tokens_are_reported() -> None:
     """A step of 2,046 tokens takes 8 + 2046 · 0.025 + 2.1 = 61 ms, one of 2,048 takes 41."""
-    assert engine_replay.describe_slow_rows(measure_exactly([engine_point()], SLOW_ROWS)) == (
+    assert engine_replay.describe_slow_rows(measure_exactly([make_point()], SLOW_ROWS)) == (
         "This server takes 1.5 times as long for a step with prompts if its number of tokens is no multiple of 4: 61 ms for 2,046 "
         "tokens, 41 ms for 2,048."
     )
-    assert not engine_replay.describe_slow_rows(measure_exactly([engine_point()], ENGINE))
+    assert not engine_replay.describe_slow_rows(measure_exactly([make_point()], ENGINE))
 
 
-def test_a_case_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_case_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest prompt of one step is compared with others, and is a step time as well."""
-    asked: list[Case] = []
+    measured: list[Case] = []
 
     async def measure(_probe: object, case: Case, **_options: bool) -> CaseSamples:
-        asked.append(case)
+        measured.append(case)
         return CaseSamples(case=case, samples_ms=[9.0], method=Method.BEHIND, precise=True)
 
     monkeypatch.setattr(engine_replay, "measure_case", measure)
     probe = StepProbe(client=None, prompt_format=None, limits=ServerLimits(max_batched_tokens=2048))  # type: ignore[arg-type]
-    cases, whole = engine_replay._Cases(probe, VLLM, lambda _: None), Case(chunks=(Chunks(1, 2048, 0),))
-    assert asyncio.run(cases.measure_ms(whole)) == 9.0
-    asyncio.run(cases.measure([whole]))
-    assert (asked, [one.case for one in cases.found]) == ([whole], [whole])
+    cases, longest = engine_replay._Cases(probe, VLLM, lambda _: None), Case(chunks=(Chunks(1, 2048, 0),))
+    assert asyncio.run(cases.measure_ms(longest)) == 9.0
+    asyncio.run(cases.measure([longest]))
+    assert (measured, [one.case for one in cases.found]) == ([longest], [longest])
 
 
-def test_a_case_behind_decodes_that_fails_does_not_end_the_measurement(
+def test_failed_case_behind_decodes_does_not_end_the_measurement(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same case with its launch hidden is another measurement, and its samples stay."""
@@ -566,12 +581,14 @@ def test_a_case_behind_decodes_that_fails_does_not_end_the_measurement(
 @pytest.mark.parametrize(
     ("exposed_ms", "asynchronous", "begin_ms"),
     [(105.0, True, 15.5), (105.0, False, 13.0), (98.0, True, 0.0), (90.0, True, 0.0)],
-    ids=["one step ahead", "after the step before", "noise", "less than nothing"],
+    ids=["asynchronous", "synchronous", "noise", "negative"],
 )
-def test_the_begin_of_a_step_follows_from_what_decode_steps_do_not_hide(
+def test_begin_of_a_step_is_the_time_not_hidden_by_decode_steps(
     exposed_ms: float, asynchronous: bool, begin_ms: float
 ) -> None:
-    """A step of 92 ms takes 105 ms behind decode steps of 2.5 ms: 13 ms are not hidden, and 2.5 ms are if it is decided ahead."""
+    """A step of 92 ms takes 105 ms behind decode steps of 2.5 ms: 13 ms are not hidden, and 2.5 ms are if it is decided
+    ahead.
+    """
     long = Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 8191, 0),))
     short = Case(decodes=(Decodes(1, 300),), chunks=(Chunks(1, 500, 0),))
     found = [

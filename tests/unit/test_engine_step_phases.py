@@ -19,7 +19,7 @@ VLLM_MS, SGLANG_MS = 4.078, 3.835  # steps of the same points, timed without the
 
 
 def write_rank(path: Path, *, reduce_us: float = 40.0, host_us: tuple[float, ...] = (0.0,) * 6) -> Path:
-    """A trace of decode steps of 100 µs of GEMM and an all-reduce; before the all-reduce the host is busy for some time."""
+    """Write a trace of decode steps of 100 µs of GEMM and an all-reduce, before which the host is busy for some time."""
     program = Program()
     for us in host_us:
         with program.range("execute_context_0(0)_generation_8(8)"):
@@ -33,7 +33,7 @@ def write_rank(path: Path, *, reduce_us: float = 40.0, host_us: tuple[float, ...
 @pytest.mark.parametrize(
     ("trace", "timed_ms", "disturbed", "longer_mean"), [(VLLM, VLLM_MS, 7, 1.30), (SGLANG, SGLANG_MS, 1, 1.03)]
 )
-def test_parts_of_a_disturbed_profile_are_those_of_the_timed_step(
+def test_phases_of_a_disturbed_profile_match_the_timed_step(
     trace: Path, timed_ms: float, disturbed: int, longer_mean: float
 ) -> None:
     """The mean step is up to 1.31 times the timed one; in vLLM's trace no step is undisturbed."""
@@ -46,16 +46,18 @@ def test_parts_of_a_disturbed_profile_are_those_of_the_timed_step(
     assert "unknown" not in phases.phase_us
 
 
-def test_waits_for_the_host_that_the_profiler_prolongs_are_kept_apart() -> None:
-    """The other gaps of vLLM's step are the 340 that its graph has between kernels."""
+def test_host_waits_prolonged_by_the_profiler_are_separate() -> None:
+    """The other gaps of vLLM's step are the 340 between kernels of its graph."""
     phases = read_phases([VLLM], VLLM_MS)
     assert phases.host_wait_us == pytest.approx(1172, abs=1)
     assert phases.idle_us == pytest.approx(263, abs=1)
     assert read_phases([SGLANG], SGLANG_MS).host_wait_us == 0
 
 
-def test_a_wait_for_the_host_that_the_timed_step_has_too_is_idle_time(tmp_path: Path) -> None:
-    """The host launches the all-reduce 316 µs after the GEMM, which ends 138 µs after its launch: the GPU waits for 178 µs."""
+def test_host_wait_of_the_timed_step_is_idle_time(tmp_path: Path) -> None:
+    """The host launches the all-reduce 316 µs after the GEMM, which ends 138 µs after its launch: the GPU waits for 178
+    µs.
+    """
     trace = write_rank(tmp_path / "rank0.json", host_us=(300.0,) * 6)
     [typical] = [steps.typical for steps in measure_steps(trace)]
     assert typical.host_wait_us == pytest.approx(178, abs=1)
@@ -69,7 +71,7 @@ def test_a_wait_for_the_host_that_the_timed_step_has_too_is_idle_time(tmp_path: 
     assert prolonged.disturbed == prolonged.steps == 4
 
 
-def test_one_long_step_does_not_change_the_typical_one(tmp_path: Path) -> None:
+def test_single_long_step_does_not_change_the_typical_step(tmp_path: Path) -> None:
     quiet = read_phases([write_rank(tmp_path / "rank0.json", host_us=(0.0,) * 8)], 0.14)
     one_late = (0.0, 0.0, 0.0, 900.0, 0.0, 0.0, 0.0, 0.0)
     late = read_phases([write_rank(tmp_path / "rank1.json", host_us=one_late)], 0.14)
@@ -78,7 +80,7 @@ def test_one_long_step_does_not_change_the_typical_one(tmp_path: Path) -> None:
     assert late.phase_us == pytest.approx(quiet.phase_us)
 
 
-def test_the_rank_for_which_the_others_wait_is_recorded(tmp_path: Path) -> None:
+def test_phases_are_those_of_the_rank_that_others_wait_for(tmp_path: Path) -> None:
     """Rank 1 takes 300 µs longer in its all-reduce, because rank 0 enters it late. Rank 1 also has the longer step."""
     waited_for = write_rank(tmp_path / "rank0.json", host_us=(300.0,) * 6)
     waiting = write_rank(tmp_path / "rank1.json", reduce_us=340.0)

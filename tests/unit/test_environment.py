@@ -1,4 +1,4 @@
-"""What is said of installed packages, and what finding it out may cost."""
+"""Versions of installed packages, and the cost of finding them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 
 
-def test_all_packages_are_looked_up_in_one_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading every installed package takes most of a second; every rank asks for ten of them."""
+def test_all_packages_are_looked_up_in_one_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading every installed package takes most of a second; every rank looks up ten of them."""
     read = importlib.metadata.packages_distributions
     calls = []
     monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: calls.append(1) or read())
@@ -26,11 +26,13 @@ def test_all_packages_are_looked_up_in_one_reading(monkeypatch: pytest.MonkeyPat
     environment.get_hardware()
     assert calls == [1]
     assert found["torch"] == importlib.metadata.version("torch")
-    assert found["pynvml"] == importlib.metadata.version("nvidia-ml-py"), "named otherwise than it is imported"
+    assert found["pynvml"] == importlib.metadata.version("nvidia-ml-py"), (
+        "its distribution has another name than its module"
+    )
 
 
-def test_what_is_missing_is_named_with_what_the_readme_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each package of each extra that users choose; `dcpbench[…]` is in no package index."""
+def test_missing_package_is_reported_with_the_install_command_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test covers each package of each user extra; `dcpbench[…]` is in no package index."""
     monkeypatch.setattr(environment, "_get_version", lambda _: None)
     problems = environment.get_hardware().problems
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -39,15 +41,14 @@ def test_what_is_missing_is_named_with_what_the_readme_types(monkeypatch: pytest
         for package in project["optional-dependencies"][extra]:
             distribution = re.split(r"[<=>]", package)[0]
             name = {"sgl-flash-mla": "flash_mla", "flashinfer-python": "flashinfer"}.get(distribution, distribution)
-            (said,) = (problem for problem in problems if problem.startswith(f"{name} is missing"))
-            assert f"pip install '.[{extra}]'" in said
+            (problem_text,) = (problem for problem in problems if problem.startswith(f"{name} is missing"))
+            assert f"pip install '.[{extra}]'" in problem_text
 
 
-def test_no_message_names_an_extra_as_if_an_index_had_it() -> None:
+def test_no_text_names_an_extra_of_a_package_index() -> None:
     texts = [*(ROOT / "dcpbench").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
     assert [path.name for path in texts if "'dcpbench[" in path.read_text(encoding="utf-8")] == []
 
 
-def test_a_missing_package_has_no_version() -> None:
-    """Absent is null, not an error."""
+def test_missing_package_has_version_none() -> None:
     assert environment._get_version("no_such_package") is None

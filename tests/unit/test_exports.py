@@ -1,4 +1,4 @@
-"""exports/: the files that other tools read, field by field, and that nothing computed passes as measured."""
+"""Exported files for other tools, field by field; replayed and functional points are never exported as measured."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ INFERENCEX = {
     "median_intvty": float,
 }
 
-BMF_SCHEMA = {
+BMF_SCHEMA = {  # schema of the format that Bencher documents
     "type": "object",
     "additionalProperties": {
         "type": "object",
@@ -129,26 +129,25 @@ BMF_SCHEMA = {
         },
     },
 }
-"""As Bencher documents its format."""
 
 
-def has_types(found: dict[str, Any], fields: dict[str, type]) -> None:
-    """Every field is there, of its type."""
+def check_types(found: dict[str, Any], fields: dict[str, type]) -> None:
+    """Check that every field exists with its type."""
     for name, kind in fields.items():
         assert isinstance(found[name], kind), f"{name}: {found.get(name)!r}"
 
 
-def only(rendered: Any) -> Any:
-    """The JSON of the one file."""
+def parse_only_file(rendered: Any) -> Any:
+    """Return the JSON of the only file."""
     (data,) = rendered.files.values()
     return json.loads(data)
 
 
 class TestVllm:
-    def test_it_has_the_fields_of_a_detailed_result(self, tmp_path: Path) -> None:
-        """Three requests: 7 tokens out and 300 in within 0.7 s, at 10 and 438.57 tok/s; gaps 30, 31, 39, 50 ms."""
-        found = only(vllm.render([files.measured(tmp_path)]))
-        has_types(found, VLLM_SUMMARY)
+    def test_result_has_the_fields_of_a_detailed_result(self, tmp_path: Path) -> None:
+        """Three requests have 7 tokens out and 300 in within 0.7 s, at 10 and 438.57 tok/s; gaps are 30, 31, 39, 50 ms."""
+        found = parse_only_file(vllm.render([files.measured(tmp_path)]))
+        check_types(found, VLLM_SUMMARY)
         for name, kind in VLLM_DETAILS.items():
             assert len(found[name]) == 3
             assert all(isinstance(v, kind) for v in found[name]), name
@@ -162,28 +161,30 @@ class TestVllm:
         assert found["mean_itl_ms"] == pytest.approx(37.5), "milliseconds"
         assert found["std_itl_ms"] == pytest.approx(math.sqrt((7.5**2 + 6.5**2 + 1.5**2 + 12.5**2) / 4))
 
-    def test_a_percentile_with_too_few_samples_is_absent(self, tmp_path: Path) -> None:
-        found = only(vllm.render([files.measured(tmp_path)]))
+    def test_percentile_with_too_few_samples_is_absent(self, tmp_path: Path) -> None:
+        found = parse_only_file(vllm.render([files.measured(tmp_path)]))
         assert not [name for name in found if name.startswith(("p90_", "p95_", "p99_"))]
 
-    def test_known_percentiles_are_the_records(self) -> None:
+    def test_known_percentiles_are_those_of_the_record(self) -> None:
         m = files.served()
         assert m.record.serve
-        found = only(vllm.render([m]))
+        found = parse_only_file(vllm.render([m]))
         assert found["p90_ttft_ms"] == m.record.serve.ttft_ms.p90
         assert "ttfts" not in found, "there are no samples"
-        assert "std_ttft_ms" not in found, "and nothing to compute it from"
+        assert "std_ttft_ms" not in found, "a deviation needs samples"
 
-    def test_an_open_loop_has_its_rate_and_no_concurrency(self, tmp_path: Path) -> None:
-        of = files.point(changed={"arrival": "gamma", "request_rate": 2.5, "burstiness": 0.5})
-        found = only(vllm.render([files.measured(tmp_path, of=of)]))
+    def test_open_loop_has_its_rate_and_no_concurrency(self, tmp_path: Path) -> None:
+        point = files.point(changed={"arrival": "gamma", "request_rate": 2.5, "burstiness": 0.5})
+        found = parse_only_file(vllm.render([files.measured(tmp_path, served_point=point)]))
         assert (found["request_rate"], found["burstiness"], found["max_concurrency"]) == (2.5, 0.5, None)
 
-    def test_the_layout_is_metadata_in_vllms_words(self) -> None:
-        """Our tp8·dp2·dcp2 is vLLM's tensor parallel 4 in each of 2 replicas. Metadata are strings."""
+    def test_layout_is_metadata_with_option_names_of_vllm(self) -> None:
+        """The layout tp8·dp2·dcp2 is vLLM's tensor parallel 4 in each of 2 replicas. Metadata are strings."""
         m = files.served()
         point = msgspec.structs.replace(m.record.point, tp=8, dp=2, dcp=2)
-        found = only(vllm.render([MeasuredPoint("run", m.folder, msgspec.structs.replace(m.record, point=point))]))
+        found = parse_only_file(
+            vllm.render([MeasuredPoint("run", m.folder, msgspec.structs.replace(m.record, point=point))])
+        )
         assert found["tensor_parallel_size"] == "4"
         assert found["data_parallel_size"] == "2"
         assert found["decode_context_parallel_size"] == "2"
@@ -191,51 +192,49 @@ class TestVllm:
     @pytest.mark.parametrize(
         ("ep", "in_vllm", "ranks"), [("1", "False", 1), ("tp", "True", 4), ("unknown", None, None)]
     )
-    def test_how_experts_are_placed_is_said_in_each_tools_words(
-        self, ep: str, in_vllm: str | None, ranks: int | None
-    ) -> None:
+    def test_expert_placement_has_the_field_of_each_tool(self, ep: str, in_vllm: str | None, ranks: int | None) -> None:
         """The layout has 4 ranks; if an import does not state the placement, neither does its export."""
         m = files.served()
         record = msgspec.structs.replace(m.record, point=msgspec.structs.replace(m.record.point, ep=ep))
         placed = MeasuredPoint("run", m.folder, record)
-        assert only(vllm.render([placed])).get("enable_expert_parallel") == in_vllm
-        assert only(sglang.render([placed]))["server_info"].get("ep_size") == ranks
-        (row,) = only(inferencex.render([placed]))
+        assert parse_only_file(vllm.render([placed])).get("enable_expert_parallel") == in_vllm
+        assert parse_only_file(sglang.render([placed]))["server_info"].get("ep_size") == ranks
+        (row,) = parse_only_file(inferencex.render([placed]))
         assert row["ep"] == ranks
 
-    def test_goodput_is_there_only_for_objectives_that_vllm_has(self, tmp_path: Path) -> None:
-        """It can bound TTFT, TPOT and E2EL, and not ITL."""
-        found = only(vllm.render([files.measured(tmp_path, slo={"ttft": 600.0, "e2el": 560.0})]))
+    def test_goodput_is_exported_only_for_objectives_of_vllm(self, tmp_path: Path) -> None:
+        """Goodput of vLLM can bound TTFT, TPOT and E2EL, and not ITL."""
+        found = parse_only_file(vllm.render([files.measured(tmp_path, slo={"ttft": 600.0, "e2el": 560.0})]))
         assert found["request_goodput"] == pytest.approx(2 / 0.7), "two of three end within 560 ms"
         assert found["goodput"] == "ttft:600 e2el:560"
-        found = only(vllm.render([files.measured(tmp_path, slo={"itl": 60.0})]))
+        found = parse_only_file(vllm.render([files.measured(tmp_path, slo={"itl": 60.0})]))
         assert found["request_goodput"] is None
 
-    def test_requests_that_were_cut_off_have_an_error_and_no_output(self, tmp_path: Path) -> None:
-        """As a failed request of vLLM: its tokens are in no sum, though in ours they are."""
+    def test_cut_off_requests_have_an_error_and_no_output(self, tmp_path: Path) -> None:
+        """The tokens of a failed request are in no sum of vLLM, though they are in ours."""
         m = files.measured(tmp_path)
         assert m.record.serve
         path = tmp_path / m.record.serve.samples_file
         rows = samples.read_samples(path)
         cut = [rows[0], rows[1], dataclasses.replace(rows[2], outcome="cancelled", end_s=None)]
         samples.write_samples(tmp_path, m.record.point, cut)
-        found = only(vllm.render([m]))
+        found = parse_only_file(vllm.render([m]))
         assert found["errors"] == ["", "", "cut off when the run ended"]
         assert found["output_lens"] == [4, 2, 0]
         assert (found["completed"], found["failed"], found["total_output_tokens"]) == (2, 1, 6)
 
-    def test_a_point_of_which_that_is_not_known_is_left_out(self) -> None:
+    def test_point_with_cut_off_requests_and_no_samples_is_left_out(self) -> None:
         cut = files.served(until_s=2.0)
         rendered = vllm.render([cut])
         assert not rendered.files
         assert list(rendered.left_out) == ["had requests cut off, and no samples that say which tokens were theirs"]
 
-    def test_replays_and_cpu_runs_say_so_where_a_reader_looks(self) -> None:
-        assert only(vllm.render([files.replayed()]))["backend"] == "dcpbench-replay"
-        assert only(vllm.render([files.functional()]))["label"] == "dcpbench-functional"
-        assert only(vllm.render([files.served()]))["backend"] == "dcpbench"
+    def test_replays_and_cpu_runs_are_marked_in_backend_or_label(self) -> None:
+        assert parse_only_file(vllm.render([files.replayed()]))["backend"] == "dcpbench-replay"
+        assert parse_only_file(vllm.render([files.functional()]))["label"] == "dcpbench-functional"
+        assert parse_only_file(vllm.render([files.served()]))["backend"] == "dcpbench"
 
-    def test_each_point_has_a_file_of_its_own(self) -> None:
+    def test_each_point_has_its_own_file(self) -> None:
         m = files.served()
         other = MeasuredPoint("run", m.folder, build.served(build.point(TP)))
         assert len(vllm.render([m, other, files.replayed()]).files) == 3
@@ -248,7 +247,7 @@ class TestVllm:
             vllm.render([MeasuredPoint("run", tmp_path, msgspec.structs.replace(m.record, serve=away))])
 
     @pytest.mark.parametrize("name", ["\0", "a" * 300], ids=["null", "long"])
-    def test_samples_that_no_file_can_be_called_are_not_there(self, tmp_path: Path, name: str) -> None:
+    def test_samples_with_an_invalid_file_name_are_ignored(self, tmp_path: Path, name: str) -> None:
         m = files.measured(tmp_path)
         assert m.record.serve
         odd = msgspec.structs.replace(m.record.serve, samples_file=name)
@@ -259,14 +258,14 @@ class TestVllm:
 
 
 class TestSglang:
-    def test_it_has_the_fields_of_a_detailed_line(self, tmp_path: Path) -> None:
-        """In flight on average: (0.6 + 0.55 + 0.5) s / 0.7 s = 2.357 requests."""
+    def test_line_has_the_fields_of_a_detailed_line(self, tmp_path: Path) -> None:
+        """On average (0.6 + 0.55 + 0.5) s / 0.7 s = 2.357 requests are in flight."""
         rendered = sglang.render([files.measured(tmp_path), files.served()])
         (data,) = rendered.files.values()
         lines = data.decode().splitlines()
         assert len(lines) == 2, "one line each"
         found = json.loads(lines[0])
-        has_types(found, SGLANG_SUMMARY)
+        check_types(found, SGLANG_SUMMARY)
         assert found["concurrency"] == pytest.approx(1.65 / 0.7)
         assert found["request_rate"] == math.inf, "Infinity, as SGLang writes it"
         assert found["input_throughput"] == pytest.approx(300 / 0.7)
@@ -274,18 +273,18 @@ class TestSglang:
         assert found["random_output_len"] is None, "answers were of several lengths"
         assert found["itls"] == [pytest.approx([0.03, 0.031, 0.039]), pytest.approx([0.05]), []]
 
-    def test_fixed_lengths_are_told(self) -> None:
-        found = only(sglang.render([files.served()]))
+    def test_fixed_lengths_are_exported(self) -> None:
+        found = parse_only_file(sglang.render([files.served()]))
         assert (found["random_input_len"], found["random_output_len"], found["random_range_ratio"]) == (400, 40, 1.0)
 
 
 class TestInferencex:
-    def test_a_row_counts_input_and_output_and_times_in_seconds(self) -> None:
+    def test_row_has_rates_of_input_and_output_and_times_in_seconds(self) -> None:
         m = files.served()
         s = m.record.serve
         assert s
-        (row,) = only(inferencex.render([m]))
-        has_types(row, INFERENCEX)
+        (row,) = parse_only_file(inferencex.render([m]))
+        check_types(row, INFERENCEX)
         assert row["tput_per_gpu"] == pytest.approx((s.input_tokens + s.output_tokens) / s.wall_s / 4)
         assert row["output_tput_per_gpu"] == pytest.approx(s.output_tok_s_per_gpu)
         assert row["tput_per_gpu"] == pytest.approx(row["input_tput_per_gpu"] + row["output_tput_per_gpu"])
@@ -295,13 +294,13 @@ class TestInferencex:
         assert not [name for name in row if name.endswith("_ms")]
 
     @pytest.mark.parametrize("make", [files.replayed, files.functional, files.decoded], ids=["replay", "cpu", "decode"])
-    def test_what_was_not_measured_by_serving_on_gpus_stays_out(self, make: Any) -> None:
+    def test_points_not_measured_by_serving_on_gpus_are_left_out(self, make: Any) -> None:
         rendered = inferencex.render([make(), files.served()])
-        assert len(only(rendered)) == 1
+        assert len(parse_only_file(rendered)) == 1
         assert rendered.left_out.total() == 1
 
-    def test_points_that_computed_something_wrong_stay_out(self) -> None:
-        assert not inferencex.render([files.served(marks=["graph_differs"])]).files
+    def test_points_with_wrong_results_are_left_out(self) -> None:
+        assert not inferencex.render([files.served(warnings=["graph_differs"])]).files
 
     @pytest.mark.parametrize(
         ("options", "reason"),
@@ -312,60 +311,60 @@ class TestInferencex:
         ],
         ids=["both", "gpu", "tp"],
     )
-    def test_an_import_without_layout_or_hardware_names_the_missing_options(
+    def test_import_without_layout_or_hardware_is_left_out_with_missing_options(
         self, options: dict[str, Any], reason: str, tmp_path: Path
     ) -> None:
-        assert inferencex.render([self.imported(tmp_path, **options)]).left_out == {reason: 1}
+        assert inferencex.render([self.import_point(tmp_path, **options)]).left_out == {reason: 1}
 
     def test_rates_of_an_import_are_per_gpu_of_all_stages(self, tmp_path: Path) -> None:
         """375 + 8.75 tokens per second on tp 4 × pp 2 × pcp 2 GPUs."""
-        (row,) = only(inferencex.render([self.imported(tmp_path, tp=4, pp=2, pcp=2, gpu="h200")]))
+        (row,) = parse_only_file(inferencex.render([self.import_point(tmp_path, tp=4, pp=2, pcp=2, gpu="h200")]))
         assert (row["tp"], row["pp"], row["pcp_size"]) == (4, 2, 2)
         assert row["output_tput_per_gpu"] == pytest.approx(8.75 / 16)
         assert row["tput_per_gpu"] == pytest.approx(383.75 / 16)
 
-    def imported(self, tmp_path: Path, **options: Any) -> MeasuredPoint:
-        """A result of vLLM with fixed lengths."""
+    def import_point(self, tmp_path: Path, **options: Any) -> MeasuredPoint:
+        """Return a result of vLLM with fixed lengths as an imported point."""
         result = files.without_details(files.vllm()) | {"isl": "100", "osl": "2"}
         import_files([files.file(tmp_path, result)], "vllm", tmp_path / "run", Overrides(**options))
         (record,) = read_records(tmp_path / "run")
         return MeasuredPoint("run", tmp_path / "run", record)
 
     def test_open_loops_and_uneven_lengths_have_no_row(self, tmp_path: Path) -> None:
-        of = files.point(changed={"arrival": "gamma", "request_rate": 2.5})
-        rendered = inferencex.render([files.measured(tmp_path, of=of), files.measured(tmp_path)])
+        point = files.point(changed={"arrival": "gamma", "request_rate": 2.5})
+        rendered = inferencex.render([files.measured(tmp_path, served_point=point), files.measured(tmp_path)])
         assert not rendered.files
         assert rendered.left_out.total() == 2
 
 
 class TestGha:
-    def test_each_file_has_one_direction(self) -> None:
+    def test_each_file_has_metrics_of_one_direction(self) -> None:
         rendered = gha.render([files.decoded(), files.served()])
         smaller, bigger = (json.loads(rendered.files[gha.FILES[b]]) for b in ("lower", "higher"))
         for entries, words in ((smaller, ("_ms", "_us", "syncs")), (bigger, ("tok_s", "tokens", "goodput"))):
             assert any(word in e["name"] for e in entries for word in words)
             for entry in entries:
                 assert set(entry) <= {"name", "unit", "value", "range", "extra"}
-                has_types(entry, {"name": str, "unit": str, "extra": str})
+                check_types(entry, {"name": str, "unit": str, "extra": str})
                 assert isinstance(entry["value"], int | float)
         assert not {e["name"] for e in smaller} & {e["name"] for e in bigger}
         assert not [e for e in smaller if "tok_s" in e["name"]]
         assert not [e for e in bigger if e["name"].endswith("_ms")]
 
-    def test_names_are_unique_so_that_histories_stay_apart(self) -> None:
+    def test_names_are_unique_and_mark_replayed_and_functional_points(self) -> None:
         rendered = gha.render([files.decoded(), files.served(), files.replayed(), files.functional()])
         names = [e["name"] for data in rendered.files.values() for e in json.loads(data)]
         assert len(names) == len(set(names))
         assert any("[replay]" in name for name in names)
         assert any("[functional]" in name for name in names)
 
-    def test_repeats_are_one_entry_whose_range_is_how_far_they_reach(self) -> None:
-        """Medians 10 and 12 ms: 11 ± 1, where single intervals are narrower."""
+    def test_repeats_are_one_entry_with_their_range(self) -> None:
+        """Medians 10 and 12 ms give 11 ± 1, although single intervals are narrower."""
         point = record_builder.point(DCP)
         again = msgspec.structs.replace(point, repeat=1)
         two = [
-            MeasuredPoint("run", NOWHERE, record_builder.ok(of, median_ms=ms, noise=0.0))
-            for of, ms in ((point, 10.0), (again, 12.0))
+            MeasuredPoint("run", NOWHERE, record_builder.ok(repeat, median_ms=ms, noise=0.0))
+            for repeat, ms in ((point, 10.0), (again, 12.0))
         ]
         entries = json.loads(gha.render(two).files[gha.FILES["lower"]])
         (step,) = [e for e in entries if e["name"].endswith(": step_ms")]
@@ -374,8 +373,8 @@ class TestGha:
 
 
 class TestBmf:
-    def test_it_meets_benchers_schema(self) -> None:
-        found = only(bmf.render([files.decoded(), files.served(), files.replayed()]))
+    def test_file_matches_the_schema_of_bencher(self) -> None:
+        found = parse_only_file(bmf.render([files.decoded(), files.served(), files.replayed()]))
         jsonschema.validate(found, BMF_SCHEMA)
         assert len(found) == 3
         for name, measures in found.items():
@@ -383,43 +382,43 @@ class TestBmf:
             assert all(len(slug) <= 64 and slug == slug.lower() and "_" not in slug for slug in measures)
 
     def test_built_in_measures_with_other_units_are_not_used(self) -> None:
-        """Bencher's `latency` is in ns and its `throughput` in operations per second."""
-        (measures,) = only(bmf.render([files.decoded()])).values()
+        """The built-in `latency` of Bencher is in ns, and its `throughput` in operations per second."""
+        (measures,) = parse_only_file(bmf.render([files.decoded()])).values()
         assert not {"latency", "throughput"} & set(measures)
         step = measures["step-ms"]
         assert step["lower_value"] <= step["value"] <= step["upper_value"]
 
 
 class TestHud:
-    def test_a_record_is_one_metric_and_its_extra_info_are_strings(self) -> None:
-        found = only(hud.render([files.decoded()]))
+    def test_record_has_one_metric_and_extra_info_of_strings(self) -> None:
+        found = parse_only_file(hud.render([files.decoded()]))
         names = [r["metric"]["name"] for r in found]
         assert len(names) == len(set(names))
         for r in found:
             assert set(r) == {"benchmark", "model", "metric", "runners", "dependencies"}
-            has_types(r["benchmark"], {"name": str, "mode": str, "dtype": str})
-            has_types(r["model"], {"name": str, "type": str, "backend": str, "origins": list})
+            check_types(r["benchmark"], {"name": str, "mode": str, "dtype": str})
+            check_types(r["model"], {"name": str, "type": str, "backend": str, "origins": list})
             assert all(isinstance(v, float | int) for v in r["metric"]["benchmark_values"])
             for part in ("benchmark", "model", "metric"):
                 assert all(isinstance(v, str) for v in r[part]["extra_info"].values())
         assert found[0]["runners"][0]["gpu_info"] == "NVIDIA H200"
         assert found[0]["dependencies"]["torch"]["version"] == "2.9.0"
 
-    def test_repeats_are_the_values_of_one_record(self) -> None:
+    def test_repeats_are_values_of_one_record(self) -> None:
         point = record_builder.point(DCP)
         two = [
             MeasuredPoint("run", NOWHERE, record_builder.ok(msgspec.structs.replace(point, repeat=i))) for i in (0, 1)
         ]
-        found = only(hud.render(two))
+        found = parse_only_file(hud.render(two))
         (rate,) = [r for r in found if r["metric"]["name"] == "output_tok_s"]
         assert len(rate["metric"]["benchmark_values"]) == 2
 
     @pytest.mark.parametrize("make", [files.replayed, files.functional], ids=["replay", "cpu"])
-    def test_nothing_computed_enters_a_public_database(self, make: Any) -> None:
+    def test_replays_and_functional_runs_are_not_exported_to_hud(self, make: Any) -> None:
         assert not hud.render([make()]).files
 
 
-def test_a_digest_has_twelve_digits() -> None:
-    """The first of SHA-256, also of text that UTF-8 does not have."""
+def test_digest_has_twelve_hexadecimal_digits() -> None:
+    """The digits are the first of SHA-256, also for text that is invalid in UTF-8."""
     assert compute_digest("a") == "ca978112ca1b"
     assert len(compute_digest("\ud800")) == 12

@@ -1,4 +1,4 @@
-"""Figures: legends name what is drawn as it is drawn, and what is set against each other stands in one panel."""
+"""Figures: legends match the drawn lines, and compared lines share a panel."""
 
 from __future__ import annotations
 
@@ -29,55 +29,55 @@ TP, DCP = Layout(4), Layout(4, 1, 4)
 LONG = {"gpu_memory_utilization": 0.95, "max_num_batched_tokens": 2048}
 
 
-def looks(figure: Figure) -> tuple[set[tuple[object, ...]], set[tuple[object, ...]]]:
-    """(colour, dash, marker) of each line in the panels that has points, and of each entry of the legend."""
+def list_looks(figure: Figure) -> tuple[set[tuple[object, ...]], set[tuple[object, ...]]]:
+    """Return (colour, dash, marker) of each line in the panels that has points, and of each entry of the legend."""
     shown = [line for ax in figure.axes for line in ax.get_lines() if line.get_marker() not in ("None", "_", "|", "")]
     handles = [one for one in figure.legends[0].legend_handles if one is not None]
-    return tuple({(o.get_color(), str(o.get_linestyle()), o.get_marker()) for o in of} for of in (shown, handles))  # type: ignore[attr-defined, return-value]
+    return tuple({(o.get_color(), str(o.get_linestyle()), o.get_marker()) for o in lines} for lines in (shown, handles))  # type: ignore[attr-defined, return-value]
 
 
-def names(figure: Figure) -> list[str]:
+def list_legend(figure: Figure) -> list[str]:
     return [" ".join(text.get_text().split()) for text in figure.legends[0].get_texts()]
 
 
 @pytest.fixture
-def beside(tmp_path: Path) -> dataframes.Frames:
-    """A run of ours, and one of another engine, under the same loads: two layouts each, one of them in both."""
+def ours_and_theirs(tmp_path: Path) -> dataframes.Frames:
+    """Return a run of dcpbench and one of another engine under the same loads: two layouts each, one of them in both."""
     load = {"input_tokens": "8192", "output_tokens": "1024"}
     points = [serve.point(layout, n, load, model="deepseek-r1") for n in (8, 32) for layout in (TP, DCP)]
     ours = build.write(tmp_path / "ours", map(serve.served, points))
     rows = [files.inferencex(tp=4, conc=n, **dp) for n in (8, 32) for dp in ({}, {"dp_attention": "true"})]
-    told = Overrides(model="deepseek-r1")
-    import_files([files.file(tmp_path, *rows)], "inferencex", tmp_path / "theirs", told, force=False)
+    overrides = Overrides(model="deepseek-r1")
+    import_files([files.file(tmp_path, *rows)], "inferencex", tmp_path / "theirs", overrides, force=False)
     return dataframes.load_frames([tmp_path / "theirs", ours])
 
 
 @pytest.mark.long
-def test_what_is_drawn_beside_ours_looks_as_the_legend_says(beside: dataframes.Frames) -> None:
-    """A dash says which run and which server of it at once: so each line has an entry of its own."""
-    assert len(set(beside.served["rest"])) == 1
-    figure = figures.draw_throughput(beside.served, Style.from_points(beside.served), "title")
-    drawn, told = looks(figure)
+def test_every_line_of_two_engines_has_its_own_legend_entry(ours_and_theirs: dataframes.Frames) -> None:
+    """A dash stands for a run and its server at once."""
+    assert len(set(ours_and_theirs.served["rest"])) == 1
+    figure = figures.draw_throughput(ours_and_theirs.served, Style.from_points(ours_and_theirs.served), "title")
+    drawn, legend = list_looks(figure)
     assert len(drawn) == 4
-    assert drawn == told
-    assert all(name.endswith((", ours", ", theirs")) for name in names(figure))
+    assert drawn == legend
+    assert all(name.endswith((", ours", ", theirs")) for name in list_legend(figure))
 
 
-def test_names_of_servers_that_differ_at_their_ends_differ_in_legends_and_in_words(tmp_path: Path) -> None:
+def test_long_server_names_differ_in_legends_and_alt_texts(tmp_path: Path) -> None:
     for seqs in (128, 256):
         files.sweep(tmp_path / "sweep", {**LONG, "max_num_seqs": seqs}, {"max_concurrency": 8}, runs=1)
         more = {**LONG, "gpu_memory_utilization": 0.9, "max_num_batched_tokens": 4096, "max_num_seqs": seqs}
         files.sweep(tmp_path / "sweep", more, {"max_concurrency": 8}, runs=1)
     import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(tp=8), force=False)
     found = dataframes.load_frames([tmp_path / "run"]).served
-    told = names(figures.draw_throughput(found, Style.from_points(found), "title"))
-    assert len(set(told)) == len(told) == 4
-    assert all(name.endswith(("max_num_seqs=128", "max_num_seqs=256")) for name in told)
+    legend = list_legend(figures.draw_throughput(found, Style.from_points(found), "title"))
+    assert len(set(legend)) == len(legend) == 4
+    assert all(name.endswith(("max_num_seqs=128", "max_num_seqs=256")) for name in legend)
     words = figures.format_alt("throughput", "title", found)
     assert all(f"max_num_seqs={n})" in words for n in (128, 256))
 
 
-def test_points_of_one_layout_at_its_only_load_do_not_hide_each_other(tmp_path: Path) -> None:
+def test_points_of_one_layout_at_one_load_are_drawn_side_by_side(tmp_path: Path) -> None:
     """Three servers at 8 requests: one at the load, one at each side of it."""
     for seqs in (4, 8, 16):
         files.sweep(tmp_path / "sweep", {"max_num_seqs": seqs}, {"max_concurrency": 8}, runs=1)
@@ -89,8 +89,8 @@ def test_points_of_one_layout_at_its_only_load_do_not_hide_each_other(tmp_path: 
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["8"]
 
 
-def test_ratios_of_several_runs_have_panels_of_their_own(tmp_path: Path) -> None:
-    """A layout is over another one of its run: as one line, two runs would go up and down at each load."""
+def test_ratios_of_each_run_have_a_panel(tmp_path: Path) -> None:
+    """A ratio is against another layout of the same run: one line for two runs would go up and down at each load."""
     points = [build.point(layout, concurrency=n) for layout in (TP, DCP) for n in (8, 32)]
     runs = [build.write(tmp_path / name, map(build.ok, points)) for name in ("monday", "tuesday")]
     read = dataframes.load_frames(runs)
@@ -109,7 +109,7 @@ def test_ratios_of_several_runs_have_panels_of_their_own(tmp_path: Path) -> None
         assert all(list(line.get_xdata()) == sorted(set(line.get_xdata())) for line in lines)  # type: ignore[arg-type]
 
 
-def test_a_layout_that_fits_nowhere_is_named_in_its_colour(tmp_path: Path) -> None:
+def test_layout_rejected_at_every_load_is_named_in_its_colour(tmp_path: Path) -> None:
     """tp4·dp4 was rejected for memory at every load, so that no line of it is drawn."""
     ran = [build.ok(build.point(layout, concurrency=n)) for layout in (TP, DCP) for n in (8, 32)]
     read = dataframes.load_frames([build.write(tmp_path / "run", [*ran, build.rejected(build.point(Layout(4, 4)))])])
@@ -120,15 +120,15 @@ def test_a_layout_that_fits_nowhere_is_named_in_its_colour(tmp_path: Path) -> No
     assert named.get_color() == get_colours(Degrees(4, 4))[0]
 
 
-def test_of_many_runs_the_ratios_of_some_are_drawn(tmp_path: Path) -> None:
-    """A figure has a row for each."""
+def test_ratios_are_drawn_for_a_limited_number_of_runs(tmp_path: Path) -> None:
+    """A figure has a row for each run."""
     points = [build.point(layout) for layout in (TP, DCP)]
     runs = [build.write(tmp_path / f"run-{n}", map(build.ok, points)) for n in range(plots.MAX_LENGTHS + 3)]
     found = plots._select_sides(dataframes.load_frames(runs).findings.against_others)
     assert found["run"].nunique() == plots.MAX_LENGTHS
 
 
-def test_layouts_that_differ_in_their_experts_alone_have_one_colour_and_other_dashes(tmp_path: Path) -> None:
+def test_layouts_with_different_ep_share_a_colour_and_differ_in_dashes(tmp_path: Path) -> None:
     """A layout drawn with a single expert parallel degree has a solid line, as a layout without attention DP has."""
     points = [build.point(TP), *(build.point(Layout(4, dp=4), ep=ep) for ep in ("1", "tp"))]
     both = Style.from_points(dataframes.load_frames([build.write(tmp_path / "both", map(build.ok, points))]).points)
@@ -141,10 +141,10 @@ def test_layouts_that_differ_in_their_experts_alone_have_one_colour_and_other_da
     )
 
 
-def test_variants_of_a_layout_have_markers_that_are_unlike(tmp_path: Path) -> None:
-    """Neighbours in the row of markers are alike when small: a triangle and a diamond, or one that stands on its tip."""
-    of = {"exchange": "ag_rs"}, {"exchange": "a2a"}, {"exchange": "symm"}
-    points = [build.point(DCP, **changes) for changes in of]
+def test_variants_of_a_layout_have_distinct_markers(tmp_path: Path) -> None:
+    """Neighbours in the list of markers look similar when small, such as a triangle and a diamond."""
+    changes_of_variants = {"exchange": "ag_rs"}, {"exchange": "a2a"}, {"exchange": "symm"}
+    points = [build.point(DCP, **changes) for changes in changes_of_variants]
     found = dataframes.load_frames([build.write(tmp_path / "run", map(build.ok, points))]).points
     look = Style.from_points(found)
     markers = [look.get_look("tp4·dcp4", name, look.runs[0])["marker"] for name in ("ag_rs", "a2a", "symm")]
@@ -152,8 +152,10 @@ def test_variants_of_a_layout_have_markers_that_are_unlike(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("least", "most"), [(38, 42), (10, 130)])
-def test_bars_of_error_end_where_the_interval_does(least: float, most: float, tmp_path: Path) -> None:
-    """With seven steps the interval goes from the smallest to the largest, further on one side of the median than on the other."""
+def test_error_bars_end_at_the_interval(least: float, most: float, tmp_path: Path) -> None:
+    """With seven steps the interval goes from the smallest to the largest, further on one side of the median than on
+    the other.
+    """
     metrics = compute_decode_metrics([least, 39, 39.5, 40, 40.5, 41, most], 8, 4)
     record = msgspec.structs.replace(build.ok(build.point(TP, concurrency=8), steps=1), metrics=metrics)
     points = dataframes.load_frames([build.write(tmp_path / "run", [record])]).points
@@ -177,24 +179,25 @@ def test_bars_of_error_end_where_the_interval_does(least: float, most: float, tm
         (("", ""), ""),
     ],
 )
-def test_the_highest_percentile_that_all_points_have_is_drawn_else_one_that_some_have(
-    samples: tuple[str, str], highest: str
-) -> None:
-    """Points without a median, which stand first here, have no say."""
-    rows = [{f"ttft_{p}_ms": 1.0 if p in ("p50", *of.split()) else None for p in PERCENTILES} for of in samples]
+def test_highest_percentile_of_all_points_is_drawn_else_of_some(samples: tuple[str, str], highest: str) -> None:
+    """Points without a median, which are first here, are ignored."""
+    rows = [
+        {f"ttft_{p}_ms": 1.0 if p in ("p50", *percentiles.split()) else None for p in PERCENTILES}
+        for percentiles in samples
+    ]
     nothing = dict.fromkeys(rows[0])
     assert figures._find_tail_percentile(pd.DataFrame([nothing, *rows]), "ttft") == highest
     assert figures._find_tail_percentile(pd.DataFrame([nothing]), "ttft") == ""
 
 
-def test_the_watermark_of_a_cpu_run_covers_no_mark_and_is_covered_by_no_bar(tmp_path: Path) -> None:
-    """Behind points, lines and bars of error; below the axis of bars, which may fill their panel."""
+def test_cpu_watermark_is_behind_marks_and_below_bars(tmp_path: Path) -> None:
+    """The watermark is behind points, lines and error bars, and below the axis of bars, which may fill their panel."""
     points = dataframes.load_frames([build.write(tmp_path / "run", build.cpu_sweep())]).points
     look = Style.from_points(points)
     for draw in (figures.draw_throughput, figures.draw_itl, figures.draw_frontier):
         for ax in draw(points, look, "title").axes:
-            (said,) = [text for text in ax.texts if "functional run" in text.get_text()]
-            assert said.get_zorder() < min(o.get_zorder() for o in (*ax.lines, *ax.collections))
+            (watermark,) = [text for text in ax.texts if "functional run" in text.get_text()]
+            assert watermark.get_zorder() < min(o.get_zorder() for o in (*ax.lines, *ax.collections))
     for draw in (figures.draw_phases, figures.draw_capacity):
         for ax in draw(points, look, "title").axes:
             assert ax.get_xlabel().endswith("\nCPU: functional run, not performance")
@@ -204,7 +207,7 @@ def test_the_watermark_of_a_cpu_run_covers_no_mark_and_is_covered_by_no_bar(tmp_
 @pytest.mark.parametrize("mode", ["live", "replay"])
 @pytest.mark.parametrize("draw", [figures.draw_throughput, figures.draw_ttft, figures.draw_frontier])
 @pytest.mark.sample(3)
-def test_where_marks_are_hollow_as_points_are_replayed_the_legend_says_so(
+def test_legend_explains_hollow_marks_of_replayed_points(
     draw: Callable[..., Figure], mode: str, tmp_path: Path
 ) -> None:
     """Other legends do not mention hollow marks."""
@@ -213,32 +216,30 @@ def test_where_marks_are_hollow_as_points_are_replayed_the_legend_says_so(
     figure = draw(points, Style.from_points(points), "title")
     hollow = {line.get_markerfacecolor() for ax in figure.axes for line in ax.get_lines() if line.get_marker() == "o"}
     assert ("white" in hollow) == (mode == "replay")
-    assert ("hollow: replayed" in names(figure)) == (mode == "replay")
+    assert ("hollow: replayed" in list_legend(figure)) == (mode == "replay")
 
 
-def test_the_legend_of_replayed_ratios_says_what_is_hollow(tmp_path: Path) -> None:
+def test_legend_of_replayed_ratios_explains_hollow_marks(tmp_path: Path) -> None:
     ratios = dataframes.load_frames([build.write(tmp_path / "run", serve.run())]).findings.ratios
-    told = {
-        mode: names(figures.draw_break_even(found, Style.from_points(found), "title"))
+    legends = {
+        mode: list_legend(figures.draw_break_even(found, Style.from_points(found), "title"))
         for mode, found in ratios.groupby("mode")
     }
-    assert {mode: "hollow: replayed" in of for mode, of in told.items()} == {"live": False, "replay": True}
+    assert {mode: "hollow: replayed" in legend for mode, legend in legends.items()} == {"live": False, "replay": True}
 
 
-def test_how_many_figures_there_are_is_told_before_each_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_has_number_and_total_before_each_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots.FigureWriter, "write_figure", lambda *_: None)
-    told: list[str] = []
+    messages: list[str] = []
     read = dataframes.load_frames([build.write(tmp_path / "run", serve.run())])
-    pictures = plots.draw_all(read, tmp_path / "figures", watch=told.append)
-    assert told == [f"figure {n} of {len(pictures)}: {one.title}" for n, one in enumerate(pictures, 1)]
-    assert plots.draw_all(read, tmp_path / "none", drawn=False, watch=told.append)
-    assert len(told) == len(pictures) > 1
+    pictures = plots.draw_all(read, tmp_path / "figures", watch=messages.append)
+    assert messages == [f"figure {n} of {len(pictures)}: {one.title}" for n, one in enumerate(pictures, 1)]
+    assert plots.draw_all(read, tmp_path / "none", drawn=False, watch=messages.append)
+    assert len(messages) == len(pictures) > 1
 
 
-def test_the_side_of_a_figure_says_which_part_is_the_name_of_a_run() -> None:
-    """A run may be called as its model is."""
+def test_panel_titles_mark_the_name_of_the_run() -> None:
+    """A run may have the same name as its model."""
     runs = ["deepseek-v3", "b"]
     labels = [f"run {name}" for name in runs]
     points = pd.DataFrame({"model": ["deepseek-v3", "deepseek-v3"], "run": runs, "run_label": labels})

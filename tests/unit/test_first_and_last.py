@@ -1,4 +1,4 @@
-"""Which of several is taken, at which limit another rule begins, and what numbers a sentence rests on: small functions."""
+"""Choices, limits and formatted numbers in small functions of several subpackages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.unit import record_builder
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [
         (0, "0 s"),
         (119.4, "119 s"),
@@ -53,17 +53,15 @@ from tests.unit import record_builder
         (3_600_000 + 1_800, "1,000 h 30 min"),
     ],
 )
-def test_spans_of_time(seconds: float, said: str) -> None:
-    assert format_duration(seconds) == said
+def test_duration_is_formatted_in_seconds_minutes_or_hours(seconds: float, expected: str) -> None:
+    assert format_duration(seconds) == expected
 
 
 @pytest.mark.parametrize(
     ("values", "some"),
     [([1], [1]), ([1, 2, 3], [1, 2, 3]), ([1, 2, 3, 4], [1, 3, 4]), ([1, 2, 3, 4, 5, 6, 7], [1, 4, 7])],
 )
-def test_of_more_than_three_loads_the_first_the_middle_and_the_last_are_drawn(
-    values: list[int], some: list[int]
-) -> None:
+def test_first_middle_and_last_of_more_than_three_loads_are_drawn(values: list[int], some: list[int]) -> None:
     assert figures._select_some(values) == some
 
 
@@ -78,23 +76,23 @@ def test_of_more_than_three_loads_the_first_the_middle_and_the_last_are_drawn(
         ("Thread active", "", None),
     ],
 )
-def test_a_thread_of_a_dump_works_or_waits(head: str, name: str, active: bool | None) -> None:
+def test_thread_header_gives_name_and_activity(head: str, name: str, active: bool | None) -> None:
     (thread,) = dumps.parse_threads(f"Process 5: python\n{head}\n    run (file.py:9)\n")
     assert (thread.process, thread.name, thread.active) == ("5: python", name, active)
     assert [(f.function, f.file, f.line) for f in thread.frames] == [("run", "file.py", 9)]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "without"),
+    ("sizes", "errors"),
     [([1], 0), ([1, 2], 0), ([1, 2, 4], 1), ([1, 1, 4], 0), ([1, 4, 4], 0), ([1, 2, 2, 4], 2), ([1, 2, 3, 4], 2)],
 )
-def test_a_size_is_known_without_a_sample_where_it_lies_between_two_others(sizes: list[int], without: int) -> None:
+def test_left_out_errors_exist_for_sizes_between_two_others(sizes: list[int], errors: int) -> None:
     call = Call("all_reduce", tuple(Sample(4, 1, 1000 * size, 5.0 * size) for size in sizes))
-    assert len(call.compute_left_out_errors()) == without
+    assert len(call.compute_left_out_errors()) == errors
 
 
 @pytest.mark.parametrize("pages_back", [[0], [0, 1], [3], [1, 1]])
-def test_padding_is_nobodys_and_no_page_is_given_back_twice(pages_back: list[int]) -> None:
+def test_freeing_padding_or_a_page_twice_raises_value_error(pages_back: list[int]) -> None:
     """A request holds pages 1 and 2 of 5."""
     allocator = DcpAllocator(5, 4, 1)
     allocation = allocator.allocate(8)
@@ -106,7 +104,7 @@ def test_padding_is_nobodys_and_no_page_is_given_back_twice(pages_back: list[int
     assert allocator.used_pages == 0
 
 
-def test_columns_of_an_environment_are_numbered_where_a_run_has_several() -> None:
+def test_environment_columns_are_numbered_if_a_run_has_several() -> None:
     """There are as many columns as different environments; the first has the run's name alone."""
     first = record_builder.ok(record_builder.point())
     assert first.environment is not None
@@ -132,29 +130,31 @@ def test_changes_within_a_factor_of_two_of_the_largest_are_one_group(
     assert [[one.size for one in group] for group in found] == ([[1.0, smaller]] if groups == 1 else [[1.0], [smaller]])
 
 
-@pytest.mark.parametrize(("known", "there", "kept"), [(True, True, True), (True, False, False), (False, True, False)])
-def test_a_page_stays_that_was_made_before_and_is_there(
-    known: bool, there: bool, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("recorded", "exists", "kept"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_page_is_kept_if_it_is_in_the_state_and_exists(
+    recorded: bool, exists: bool, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "is_made", lambda *_: False)
     page = tmp_path / pages.FOLDER / "run" / pages.PAGE
     page.parent.mkdir(parents=True)
-    if there:
+    if exists:
         page.touch()
     found: Any = SimpleNamespace(runs=[SimpleNamespace(slug="run", name="run")])
-    before = {"run": "key"} if known else {}
+    before = {"run": "key"} if recorded else {}
     assert site._find_pages(tmp_path, found, before) == ({"run": "key"} if kept else {})
 
 
-def test_a_replay_says_how_long_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The duration is exact to a millisecond, whatever the clock began at."""
+def test_replay_records_its_duration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The duration is exact to a millisecond, independent of the clock's origin."""
     clock = iter([100.0, 102.34567])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     for name in ("read_step_times", "make_point_requests"):
         monkeypatch.setattr(replay, name, lambda *_: None)
-    of = record_builder.point()
-    monkeypatch.setattr(replay, "replay_point", lambda *_, **__: record_builder.ok(of))
-    record = replay.replay_from_file(of, None, tmp_path, Settings(), tmp_path)  # type: ignore[arg-type]
+    point = record_builder.point()
+    monkeypatch.setattr(replay, "replay_point", lambda *_, **__: record_builder.ok(point))
+    record = replay.replay_from_file(point, None, tmp_path, Settings(), tmp_path)  # type: ignore[arg-type]
     assert record.seconds == 2.346
 
 
@@ -168,23 +168,23 @@ def outer():
 
 
 @pytest.mark.parametrize(
-    ("behind", "own"),
+    ("after", "own"),
     [("", [1, 2, 3]), ("    b = 3\n", [1, 2, 3, 6]), ("    c = lambda: 3\n", [1, 2, 3, 6])],
 )
-def test_a_functions_own_lines_are_those_of_no_function_in_it(behind: str, own: list[int]) -> None:
-    """Its last line may be that of one; a lambda's are its, too."""
-    functions = [n for n in ast.walk(ast.parse(OUTER + behind)) if isinstance(n, (ast.FunctionDef, ast.Lambda))]
+def test_own_lines_of_a_function_exclude_nested_functions(after: str, own: list[int]) -> None:
+    """The function may end with a line of a nested one; the lines of a lambda count as its own."""
+    functions = [n for n in ast.walk(ast.parse(OUTER + after)) if isinstance(n, (ast.FunctionDef, ast.Lambda))]
     assert comments._list_own_lines(functions[0], functions) == own  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("gpus", "wrong"), [(-1, True), (0, True), (1, False), (8, False)])
-def test_a_host_has_a_gpu(gpus: int, wrong: bool) -> None:
+def test_machine_without_gpus_per_host_is_invalid(gpus: int, wrong: bool) -> None:
     machine = msgspec.structs.replace(load_machine("H200"), gpus_per_host=gpus)
-    said = f"gpus_per_host = {gpus}: write how many GPUs read each other's memory, such as 8."
-    assert cluster_specs._describe_invalid_field(machine) == (said if wrong else "")
+    message = f"gpus_per_host = {gpus}: write how many GPUs read each other's memory, such as 8."
+    assert cluster_specs._describe_invalid_field(machine) == (message if wrong else "")
 
 
-def test_ranks_that_heads_can_be_split_over_are_named_up_to_64() -> None:
+def test_layout_error_lists_possible_degrees_up_to_64() -> None:
     shape = dataclasses.replace(SHAPES["kimi-k2"], heads=64 * 65)
     with pytest.raises(LayoutError) as error:
         Layout(7).check_model(shape)
@@ -195,40 +195,44 @@ def test_ranks_that_heads_can_be_split_over_are_named_up_to_64() -> None:
 
 
 @pytest.mark.parametrize(("text", "fence"), [("", 3), ("a`b", 3), ("```", 4), ("a ```` b `", 5)])
-def test_a_fence_is_longer_than_any_in_its_text(text: str, fence: int) -> None:
+def test_markdown_fence_is_longer_than_any_in_its_text(text: str, fence: int) -> None:
     text_of = report_markdown.render("title", [Section(slug="slug", title="section", commands=[text])], Path())
     assert f"\n{'`' * fence}\n{text}\n{'`' * fence}\n" in text_of
 
 
 @pytest.mark.parametrize(
-    ("gpus", "said"), [([8], "on 8 × H200, "), ([8, 4, 8], "on 4–8 × H200, "), ([16, 4, 1_024], "on 4–1,024 × H200, ")]
+    ("gpus", "expected"),
+    [([8], "on 8 × H200, "), ([8, 4, 8], "on 4–8 × H200, "), ([16, 4, 1_024], "on 4–1,024 × H200, ")],
 )
-def test_gpus_are_named_from_the_fewest_to_the_most(
-    gpus: list[int], said: str, monkeypatch: pytest.MonkeyPatch
+def test_conditions_have_the_range_of_gpu_counts(
+    gpus: list[int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recommendation, "_list_conditions", lambda _: [])
-    assert recommendation.format_conditions(pd.DataFrame({"device": ["NVIDIA H200"] * len(gpus), "gpus": gpus})) == said
+    assert (
+        recommendation.format_conditions(pd.DataFrame({"device": ["NVIDIA H200"] * len(gpus), "gpus": gpus}))
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
-    ("idle", "said"),
+    ("idle", "expected"),
     [([0.1, 0.3], "10 % to 30 %"), ([0.012, 0.34, 0.2], "1.2 % to 34 %"), ([0.996, 1.0], "100 % to 100 %")],
 )
-def test_how_much_of_a_step_the_gpu_idled(idle: list[float], said: str) -> None:
+def test_idle_fraction_is_described_as_a_range_of_percentages(idle: list[float], expected: str) -> None:
     points = pd.DataFrame(
         {"cpu": False, "idle_fraction": [*idle, np.nan], "host_syncs_per_step": np.nan, "idle_us": 1.0}
     )
-    assert explain.describe_phases(points)[0] == f"The GPU idled {said} of a profiled step."
+    assert explain.describe_phases(points)[0] == f"The GPU idled {expected} of a profiled step."
 
 
 def test_random_prompts_are_the_same_on_every_machine() -> None:
-    """Records and answers of two runs are compared by them."""
+    """Records and answers of two runs with random prompts are compared."""
     shape: Any = SimpleNamespace(vocab=1000)
     assert make_random_prompts(shape, 3, 5) == ((864,), (394, 776, 911), (430, 41, 265, 988, 523))
     assert make_random_prompts(shape, 1, 2) == ((864, 394),)
 
 
-def test_ids_of_a_trace_that_are_no_numbers_get_numbers_of_their_own() -> None:
+def test_odd_trace_ids_are_mapped_to_distinct_negative_numbers() -> None:
     columns = Columns(ReadProblems())
     most = 1 << 62
     found = [columns._convert_odd_id(v) for v in (None, "7", -1, -2, most - 1, most, "x", -2, "x", "y")]
@@ -236,7 +240,7 @@ def test_ids_of_a_trace_that_are_no_numbers_get_numbers_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "behind", "shown"),
+    ("before", "after", "shown"),
     [
         ("", "", "X"),
         ('"name": "a', 'b"', "aXb"),
@@ -247,10 +251,12 @@ def test_ids_of_a_trace_that_are_no_numbers_get_numbers_of_their_own() -> None:
         ("", "," * (SHOWN_BYTES - 1) + '"', "X" + "," * (SHOWN_BYTES - 1)),
     ],
 )
-def test_of_a_byte_that_is_no_json_its_string_is_shown(before: str, behind: str, shown: str, tmp_path: Path) -> None:
-    """Three such bytes are shown in the same way."""
+def test_repaired_byte_is_recorded_with_its_surrounding_string(
+    before: str, after: str, shown: str, tmp_path: Path
+) -> None:
+    """At most three repairs are recorded."""
     reader = TraceReader(tmp_path / "trace.json")
-    reader._record_repair(f"{before}X{behind}".encode(), len(before))
+    reader._record_repair(f"{before}X{after}".encode(), len(before))
     assert reader.trouble.repaired == [shown]
     for more in ("1", "2", "2", "3"):
         reader._record_repair(more.encode(), 0)
@@ -258,8 +264,8 @@ def test_of_a_byte_that_is_no_json_its_string_is_shown(before: str, behind: str,
 
 
 @pytest.mark.parametrize("near", [None, 1.0, 0.001, 1_000.0])
-def test_a_ratio_is_drawn_where_the_picture_ends_at_most(near: float | None) -> None:
-    """One that is unknown stands at 1."""
+def test_drawn_ratio_is_limited_to_the_range_of_the_picture(near: float | None) -> None:
+    """An unknown ratio is drawn at 1."""
     most = picture.FURTHEST
     drawn = {None: 1.0, 1.0: 1.0, 0.001: 1 / most, 1_000.0: most}
     assert picture._limit_ratio(near) == drawn[near]
@@ -268,10 +274,10 @@ def test_a_ratio_is_drawn_where_the_picture_ends_at_most(near: float | None) -> 
 @pytest.mark.parametrize(
     ("before", "after", "cpu"), [(None, None, None), (None, 5, None), (5, None, None), (100, 125, 0.125), (7, 7, 0.0)]
 )
-def test_how_busy_a_rank_was_is_known_by_two_looks(
+def test_cpu_share_of_a_rank_needs_two_tick_counts(
     before: int | None, after: int | None, cpu: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In 2 s of 100 ticks each."""
+    """The counts are 2 s apart, with 100 ticks per second."""
     monkeypatch.setattr(hang_capture, "_read_cpu_ticks", lambda _: after)
     monkeypatch.setattr("os.sysconf", lambda _: 100)
     monkeypatch.setattr(hang_capture.subprocess_guard, "read_start_ticks", lambda _: ("R", 7))
@@ -285,8 +291,8 @@ def test_how_busy_a_rank_was_is_known_by_two_looks(
     assert hang_capture._describe_rank(ranks, 1, None, before, 2.0).ended == hang_capture.format_exit_code(-9)
 
 
-def test_collectives_that_were_being_written_are_passed_over(tmp_path: Path) -> None:
-    """The second of three has a phase, then a state, that no collective can have."""
+def test_incompletely_written_collectives_are_skipped(tmp_path: Path) -> None:
+    """The second of three collectives has an invalid phase, then an invalid state."""
     path = tmp_path / "beats-0"
     beat = heartbeats.Beats(path, 0, 2, waits=True, members=lambda _: ("all", [0, 1]))
     for _ in range(3):
@@ -302,8 +308,7 @@ def test_collectives_that_were_being_written_are_passed_over(tmp_path: Path) -> 
         assert [one.order for one in heartbeats.read_heartbeats(path).met] == [1, 3]
 
 
-CLIENTS_OF_TWO = 1 / measure.CHUNKS_EACH
-"""ITL at which one client is one process's work."""
+CLIENTS_OF_TWO = 1 / measure.CHUNKS_EACH  # ITL at which one client occupies one process
 
 
 @pytest.mark.parametrize(
@@ -320,7 +325,7 @@ CLIENTS_OF_TWO = 1 / measure.CHUNKS_EACH
         (None, None, [None, 2.0], 9, 2),
     ],
 )
-def test_client_processes_are_as_many_as_chunks_need_and_cores_allow(
+def test_number_of_client_processes_depends_on_chunks_and_cores(
     clients: int | None,
     itl_s: float | None,
     arrivals: list[float | None],
@@ -342,7 +347,7 @@ def test_client_processes_are_as_many_as_chunks_need_and_cores_allow(
         ("zzz", "; known are timestamp, input_length, hash_ids"),
     ],
 )
-def test_a_field_that_is_not_known_is_named_with_the_nearest(typed: str, hint: str) -> None:
+def test_unknown_field_raises_error_with_nearest_known_field(typed: str, hint: str) -> None:
     known = ("timestamp", "input_length", "hash_ids")
     with pytest.raises(UsageError) as error:
         request_files._check_fields(Path("trace"), 3, {"timestamp": 1, typed: 2}, known)
@@ -361,14 +366,16 @@ def test_a_field_that_is_not_known_is_named_with_the_nearest(typed: str, hint: s
         (6, 2, 4, 8),
     ],
 )
-def test_steps_have_the_rows_of_a_graph(concurrency: int, dp: int, batch: int | None, rows: int | None) -> None:
+def test_padded_points_have_the_batch_size_of_their_graph(
+    concurrency: int, dp: int, batch: int | None, rows: int | None
+) -> None:
     point = {"instances": None, "load_arrival": "closed", "cuda_graph": True, "graph_batch": batch}
     points = pd.DataFrame([{**point, "concurrency": concurrency, "dp": dp}])
     assert findings.find_padded(points).get("rows", pd.Series()).tolist() == ([] if rows is None else [rows])
 
 
 @pytest.mark.parametrize(("prompts", "largest"), [([None], -1), ([[0]], 0), ([None, [3, 9, 1], [4]], 9)])
-def test_the_largest_id_of_a_file_of_requests(prompts: list[list[int] | None], largest: int) -> None:
+def test_largest_token_id_of_a_request_file(prompts: list[list[int] | None], largest: int) -> None:
     rows: Any = [SimpleNamespace(prompt=None if ids is None else np.array(ids)) for ids in prompts]
     assert request_files.Trace(path=Path(), sha256="", rows=rows, sorted=False).largest_id == largest
 
@@ -386,9 +393,7 @@ def test_the_largest_id_of_a_file_of_requests(prompts: list[list[int] | None], l
         (False, None, math.inf),
     ],
 )
-def test_a_time_that_is_longer_and_a_rate_that_is_lower_are_worse(
-    higher_is_better: bool, ratio: float | None, worse: float
-) -> None:
+def test_longer_times_and_lower_rates_are_worse(higher_is_better: bool, ratio: float | None, worse: float) -> None:
     row: Any = SimpleNamespace(higher_is_better=higher_is_better)
     assert fail_on._compute_worsening(row, ratio) == pytest.approx(worse)
 
@@ -404,7 +409,7 @@ def test_a_time_that_is_longer_and_a_rate_that_is_lower_are_worse(
         (True, None, 12.0, math.inf),
     ],
 )
-def test_how_much_worse_a_rule_allows(
+def test_limit_of_a_rule_is_a_share_or_a_difference(
     higher_is_better: bool, share: float | None, more: float | None, limit: float
 ) -> None:
     """The reference is 10 units."""
@@ -412,8 +417,8 @@ def test_how_much_worse_a_rule_allows(
     assert fail_on._compute_limit(row, SimpleNamespace(share=share, more=more)) == pytest.approx(limit)  # type: ignore[arg-type]
 
 
-def test_what_could_not_be_read_is_named_where_somebody_typed_it(tmp_path: Path) -> None:
-    """A folder holds other files, too."""
+def test_unreadable_files_are_listed_only_if_given_by_name(tmp_path: Path) -> None:
+    """A folder may hold other files."""
     folder, other = tmp_path / "folder", tmp_path / "other.txt"
     folder.mkdir()
     (folder / "dump.txt").write_text('Process 5: python\nThread 7 (idle): "main"\n    run (file.py:9)\n')
@@ -429,8 +434,8 @@ def test_what_could_not_be_read_is_named_where_somebody_typed_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize("over", [0, 1, 300])
-def test_of_a_long_reason_the_end_is_shown(over: int) -> None:
-    """600 characters of it."""
+def test_long_failure_detail_is_cut_to_its_end(over: int) -> None:
+    """The limit is 600 characters."""
     detail = "".join(chr(0x4E00 + n) for n in range(tables.MAX_DETAIL_CHARS + over))
     point = {
         "run": "r",
@@ -450,13 +455,13 @@ def test_of_a_long_reason_the_end_is_shown(over: int) -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_no_number_is_above_what_can_be_measured(sign: int) -> None:
+def test_option_value_above_the_maximum_is_refused(sign: int) -> None:
     option_parsers._check_size("context", sign * option_parsers.MAX_NUMBER, "typed")
     with pytest.raises(UsageError, match=r"^--context typed is above "):
         option_parsers._check_size("context", sign * option_parsers.MAX_NUMBER * 1.01, "typed")
 
 
-def test_what_a_machine_does_is_known_in_bytes_operations_and_seconds() -> None:
+def test_limits_of_rates_are_in_bytes_operations_and_seconds() -> None:
     """Values that are unknown or 0 are left out."""
     known = Rates(read_bytes_s=3e12, matmul_flop_s=0.0, barrier_us=2.5)
     assert known.limits == {"read": 3e12, "barrier": pytest.approx(2.5e-6)}

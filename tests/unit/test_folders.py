@@ -1,4 +1,4 @@
-"""What a run's folder is refused for, what --force removes, and what --resume may not change."""
+"""Run folders: refusals, files that --force removes, and settings that --resume may not change."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SETTINGS = Settings(kv_memory_bytes=1 << 30)
 NOW = folders.list_settings(POINT, SETTINGS, "cpu")
 
 
-def job(folder: Path, tag: str, settings: Settings = SETTINGS, point: Point = POINT, command: str = "") -> None:
-    """A job file as the launcher leaves it."""
+def write_job(folder: Path, tag: str, settings: Settings = SETTINGS, point: Point = POINT, command: str = "") -> None:
+    """Write a job file as the launcher does."""
     made = Job(
         kind="sweep", tag=tag, folder=str(folder), device="cpu", points=[point], settings=settings, command=command
     )
@@ -38,7 +38,7 @@ def job(folder: Path, tag: str, settings: Settings = SETTINGS, point: Point = PO
 
 class TestLock:
     def test_a_second_run_is_refused_while_the_first_writes(self, tmp_path: Path) -> None:
-        """The sentence names the process to end; afterwards the folder is free again."""
+        """The error names the process to end; later the folder is free again."""
         with (
             folders.lock_folder(tmp_path),
             pytest.raises(OutputError, match=rf"still writing here.*pid {os.getpid()}\)"),
@@ -47,8 +47,8 @@ class TestLock:
         with folders.lock_folder(tmp_path):
             pass
 
-    def test_a_job_that_has_the_descriptor_keeps_the_lock(self, tmp_path: Path) -> None:
-        """As a torchrun agent whose launcher was killed."""
+    def test_job_with_the_inherited_descriptor_keeps_the_lock(self, tmp_path: Path) -> None:
+        """A torchrun agent keeps it after its launcher was killed."""
         with folders.lock_folder(tmp_path) as lock:
             job = subprocess.Popen(["sleep", "infinity"], pass_fds=(lock,))
         try:
@@ -60,7 +60,7 @@ class TestLock:
         with folders.lock_folder(tmp_path):
             pass
 
-    def test_a_lock_file_of_anything_else_is_no_error_and_the_refusal_names_nobody(
+    def test_damaged_lock_file_gives_a_refusal_without_process_id(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(folders, "ENDING_S", 0.0)
@@ -69,27 +69,27 @@ class TestLock:
             with pytest.raises(OutputError, match=r"still writing here.*\(pid unknown\)"):
                 folders.lock_folder(tmp_path).__enter__()
 
-    def test_workers_that_are_ending_are_waited_for(self, tmp_path: Path) -> None:
-        """Their command is gone. This one ends as soon as it sees that it is waited for, by the file that is opened."""
+    def test_ending_workers_are_waited_for(self, tmp_path: Path) -> None:
+        """The command of the worker is gone; the worker ends at the first wait for it."""
         with folders.lock_folder(tmp_path) as lock:
             job = subprocess.Popen(["sh", "-c", "read line"], stdin=subprocess.PIPE, pass_fds=(lock,))
             os.ftruncate(lock, 0)
-        looked = []
+        sleeps = []
 
-        def look(seconds: float) -> None:
-            looked.append(seconds)
+        def sleep(seconds: float) -> None:
+            sleeps.append(seconds)
             job.communicate(b"end\n")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(folders.time, "sleep", look)
+            patch.setattr(folders.time, "sleep", sleep)
             with folders.lock_folder(tmp_path):
-                assert len(looked) == 1
+                assert len(sleeps) == 1
 
     @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
-    def test_a_lock_that_cannot_be_had_is_refused(
+    def test_file_system_without_locks_is_refused(
         self, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Without it two runs could write into one folder."""
+        """Without a lock two runs could write into one folder."""
 
         def flock(*_: object) -> None:
             raise OSError(number, os.strerror(number))
@@ -104,21 +104,21 @@ class TestSweep:
         folders.prepare_sweep(tmp_path / "a" / "b", resume=False, force=False)
         assert list((tmp_path / "a" / "b").iterdir()) == []
 
-    def test_records_are_not_overwritten_without_being_asked(self, tmp_path: Path) -> None:
+    def test_records_are_not_overwritten_without_an_option(self, tmp_path: Path) -> None:
         RecordFile(tmp_path).append(RECORD)
         with pytest.raises(OutputError, match=r"already holds records; add --resume .* --force"):
             folders.prepare_sweep(tmp_path, resume=False, force=False)
         assert read_records(tmp_path) == [RECORD]
 
-    def test_an_empty_record_file_is_nothing_to_protect(self, tmp_path: Path) -> None:
+    def test_empty_record_file_is_overwritten(self, tmp_path: Path) -> None:
         (tmp_path / RECORDS_FILE).touch()
         folders.prepare_sweep(tmp_path, resume=False, force=False)
         assert read_records(tmp_path) == []
 
-    def test_resume_keeps_what_is_there_and_force_removes_records_jobs_and_logs(self, tmp_path: Path) -> None:
-        """A job file left behind would say with which settings the new run was begun."""
+    def test_resume_keeps_records_and_force_removes_records_jobs_and_logs(self, tmp_path: Path) -> None:
+        """A leftover job file would give wrong settings for the new run."""
         RecordFile(tmp_path).append(RECORD)
-        job(tmp_path, "tp2-0")
+        write_job(tmp_path, "tp2-0")
         (tmp_path / "notes.txt").touch()
         folders.prepare_sweep(tmp_path, resume=True, force=False)
         assert read_records(tmp_path) == [RECORD]
@@ -127,8 +127,8 @@ class TestSweep:
 
 
 class TestVerify:
-    def test_a_sweeps_folder_is_refused_even_with_force(self, tmp_path: Path) -> None:
-        """Its records are not verify's to remove, and verify cannot --resume."""
+    def test_verify_refuses_the_folder_of_a_sweep_even_with_force(self, tmp_path: Path) -> None:
+        """The records belong to the sweep, and verify cannot --resume."""
         RecordFile(tmp_path).append(RECORD)
         for force in (False, True):
             with pytest.raises(OutputError, match=r"holds the records of a sweep; .* -o") as caught:
@@ -148,32 +148,32 @@ class TestVerify:
 
 class TestUnwritable:
     @pytest.mark.parametrize("below", [".", "below"])
-    def test_a_file_where_the_folder_should_be_is_our_error(self, below: str, tmp_path: Path) -> None:
+    def test_file_at_the_place_of_the_folder_raises_output_error(self, below: str, tmp_path: Path) -> None:
         (tmp_path / "taken").touch()
         with pytest.raises(OutputError, match=r"(cannot be used as output folder|cannot be read) .*-o"):
             folders.prepare_sweep(tmp_path / "taken" / below, resume=False, force=False)
 
     @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc, which not even root can write")
-    def test_a_folder_that_exists_and_takes_no_files_is_our_error(self) -> None:
-        """mkdir has nothing to complain about there; only writing does."""
+    def test_unwritable_existing_folder_raises_output_error(self) -> None:
+        """Only writing fails there; mkdir does not."""
         for prepare in (folders.prepare_checks, lambda *a, **k: folders.prepare_sweep(*a, resume=False, **k)):
             with pytest.raises(OutputError, match=r"/proc/self cannot be used as output folder \(.*\); .* -o"):
                 prepare(Path("/proc/self"), force=False)
 
 
 class TestResume:
-    def test_the_same_settings_are_no_news(self, tmp_path: Path) -> None:
+    def test_resume_with_the_same_settings_gives_no_message(self, tmp_path: Path) -> None:
         assert folders.check_resumed(tmp_path, NOW) == "", "a folder without jobs"
-        job(tmp_path, "tp2-0")
+        write_job(tmp_path, "tp2-0")
         assert folders.check_resumed(tmp_path, NOW) == ""
 
-    def test_another_time_limit_is_told_and_taken(self, tmp_path: Path) -> None:
-        """How well a median is known may differ between the points of a run: each record says it."""
-        job(tmp_path, "tp2-0")
+    def test_resume_with_another_time_limit_is_reported_and_accepted(self, tmp_path: Path) -> None:
+        """The precision of a median may differ between the points of a run: each record has it."""
+        write_job(tmp_path, "tp2-0")
         now = folders.list_settings(POINT, msgspec.structs.replace(SETTINGS, seconds=3, profile=False), "cpu")
-        said = folders.check_resumed(tmp_path, now)
-        assert "--seconds was 10 and is 3, --profile was on and is off" in said
-        assert "\n" not in said
+        message = folders.check_resumed(tmp_path, now)
+        assert "--seconds was 10 and is 3, --profile was on and is off" in message
+        assert "\n" not in message
 
     @pytest.mark.parametrize(
         ("changed", "words"),
@@ -187,27 +187,27 @@ class TestResume:
         ],
         ids=lambda x: "".join(x) if isinstance(x, dict) else "",
     )
-    def test_what_would_make_points_of_one_run_differ_is_refused(
+    def test_resume_with_changed_measurement_settings_is_refused(
         self, changed: dict[str, object], words: str, tmp_path: Path
     ) -> None:
-        """Pools of other sizes, or points that share nothing with those already there."""
-        job(tmp_path, "tp2-0")
+        """These settings give pools of other sizes, or points that share nothing with the existing ones."""
+        write_job(tmp_path, "tp2-0")
         with pytest.raises(OutputError, match="give the value of that run, or another folder with -o") as caught:
             folders.check_resumed(tmp_path, NOW | changed)
         assert words in str(caught.value)
 
-    def test_a_run_of_another_command_is_named_with_what_to_type(self, tmp_path: Path) -> None:
-        """Options that one of the two does not have would be the wrong complaint."""
+    def test_resume_with_another_command_is_refused_with_the_command_to_type(self, tmp_path: Path) -> None:
+        """Differing options of two commands would be a misleading error."""
         served = serve_record_builder.point(serve_record_builder.DCP)
         folders.check_same_command(tmp_path, POINT, [])
-        job(tmp_path, "tp2-0", point=served, command=f"dcpbench serve --tp 2 -o {tmp_path}")
+        write_job(tmp_path, "tp2-0", point=served, command=f"dcpbench serve --tp 2 -o {tmp_path}")
         with pytest.raises(OutputError, match="holds a run of serve, and this is sweep") as caught:
             folders.check_same_command(tmp_path, POINT, [])
         assert str(caught.value).endswith(f"type: dcpbench serve --tp 2 -o {tmp_path} --resume")
         folders.check_same_command(tmp_path, served, [])
 
-    def test_records_speak_where_there_is_no_job(self, tmp_path: Path) -> None:
-        """As of a replay, which needs none."""
+    def test_command_is_taken_from_records_if_there_is_no_job(self, tmp_path: Path) -> None:
+        """A replay needs no job."""
         served = serve_record_builder.served(serve_record_builder.point(serve_record_builder.DCP))
         assert served.environment
         typed = msgspec.structs.replace(served.environment, command="dcpbench serve --mode replay")
@@ -215,18 +215,18 @@ class TestResume:
         with pytest.raises(OutputError, match=rf"type: dcpbench serve --mode replay -o {tmp_path} --resume$"):
             folders.check_same_command(tmp_path, POINT, [record])
 
-    def test_the_last_job_speaks_for_the_run_and_a_damaged_file_does_not(self, tmp_path: Path) -> None:
-        """Three jobs with 10, 3 and unreadable settings, written in this order."""
-        job(tmp_path, "tp2-0")
-        job(tmp_path, "tp2-1", msgspec.structs.replace(SETTINGS, seconds=3))
+    def test_settings_are_taken_from_the_last_valid_job(self, tmp_path: Path) -> None:
+        """Three jobs with 10, 3 and unreadable settings are written in this order."""
+        write_job(tmp_path, "tp2-0")
+        write_job(tmp_path, "tp2-1", msgspec.structs.replace(SETTINGS, seconds=3))
         (tmp_path / "job-tp2-2.json").write_text("{half")
         for age, tag in ((30, "tp2-0"), (20, "tp2-1"), (10, "tp2-2")):
             os.utime(tmp_path / f"job-{tag}.json", (1e9 - age, 1e9 - age))
         assert "--seconds was 3 and is 10" in folders.check_resumed(tmp_path, NOW)
 
 
-def test_a_run_notices_that_its_folder_is_another_one(tmp_path: Path) -> None:
-    """Moved away, and made anew by somebody else."""
+def test_removed_or_replaced_folder_raises_output_error(tmp_path: Path) -> None:
+    """The folder is moved away, and another process creates a new one."""
     folder = tmp_path / "run"
     with folders.lock_folder(folder) as lock:
         folders.check_not_removed(folder, lock)
@@ -239,10 +239,10 @@ def test_a_run_notices_that_its_folder_is_another_one(tmp_path: Path) -> None:
             folders.check_not_removed(folder, lock)
 
 
-def test_workers_of_a_command_that_is_gone_are_looked_for_twenty_times_a_second(
+def test_workers_of_a_dead_command_are_polled_twenty_times_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They get five seconds to end."""
+    """The workers get five seconds to end."""
     now, slept = [0.0], []
 
     def sleep(seconds: float) -> None:

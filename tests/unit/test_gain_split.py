@@ -1,4 +1,6 @@
-"""The gain of DCP by cause: replays of random loads by the real schedulers, with made-up step times. Nothing is measured."""
+"""The gain of DCP by cause: replays of random loads by the real schedulers, with synthetic step times. Nothing is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ POLICIES = ("mixed", "vllm", "sglang")
 
 
 @dataclasses.dataclass
-class Times:
-    """Steps of `floor_ms`, `row_ms` for each row, and `kv_ms` for each KV token that decodes attend to."""
+class FakeStepTimes:
+    """Step times of `floor_ms`, `row_ms` for each row, and `kv_ms` for each KV token that decodes attend to."""
 
     floor_ms: float = 10.0
     row_ms: float = 0.1
@@ -50,16 +52,16 @@ class Times:
         return 0.0
 
 
-FAST, SLOW = Times(kv_ms=0.005), Times()
+FAST, SLOW = FakeStepTimes(kv_ms=0.005), FakeStepTimes()
 
 
-def side(times: Times = SLOW, pages: int = 40, **changes: Any) -> Side:
-    """A pool of 39 pages of 16 tokens, on each rank."""
+def make_side(times: FakeStepTimes = SLOW, pages: int = 40, **changes: Any) -> Side:
+    """Return a side with a pool of 39 pages of 16 tokens on each rank."""
     return Side(config=config(pages=pages, **changes), times=times)  # type: ignore[arg-type]
 
 
 def draw_requests(seed: int, count: int = 40, *, groups: int = 0, rate: float | None = None) -> list[ServeRequest]:
-    """Prompts of 20 to 200 tokens; with groups they begin with one of as many prefixes of 96 tokens."""
+    """Return requests with 20 to 200 prompt tokens; with groups they begin with one of as many prefixes of 96 tokens."""
     rng = np.random.default_rng(seed)
     prefixes = rng.integers(1_000, 2_000, (groups, 96), dtype=np.int32)
     due = np.cumsum(rng.exponential(1 / rate, count)).tolist() if rate else [None] * count
@@ -73,15 +75,15 @@ def draw_requests(seed: int, count: int = 40, *, groups: int = 0, rate: float | 
     return found
 
 
-def split(requests: list[ServeRequest], baseline: Side, layout: Side, clients: int | None = 8) -> GainSplit:
+def split_gain(requests: list[ServeRequest], baseline: Side, layout: Side, clients: int | None = 8) -> GainSplit:
     changes = {} if clients else {"load": served.load(arrival="gamma", request_rate=1.0)}
     point, plain = (msgspec.structs.replace(p, concurrency=clients or 8, **changes) for p in (DCP, PLAIN))
     return gain_split.split_gain(point, plain, requests, {plain.layout_name: baseline, point.layout_name: layout})
 
 
-def replay_alone(requests: list[ServeRequest], of: Side, clients: int | None = 8) -> Any:
-    """Serve the load by itself, as `serve --mode replay` does."""
-    found = replay_requests(requests, make_scheduler(of.config), clients, of.times)
+def replay_alone(requests: list[ServeRequest], one_side: Side, clients: int | None = 8) -> Any:
+    """Replay the load by itself, as `serve --mode replay` does."""
+    found = replay_requests(requests, make_scheduler(one_side.config), clients, one_side.times)
     return compute_serve_metrics(found.traffic, gpus=4, concurrency=clients, slo={}, steps=found.counts)
 
 
@@ -91,11 +93,11 @@ def get_parts(found: GainSplit) -> dict[tuple[str, ...], float]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(8))
-def test_differences_sum_to_the_gain_of_two_replays_of_their_own(policy: str, seed: int) -> None:
-    """Within 2 % of the gain that replays without any switch have; each layout's own value is exactly theirs."""
+def test_differences_sum_to_the_gain_of_two_separate_replays(policy: str, seed: int) -> None:
+    """The sum is within 2 % of the gain between replays without any switch; each layout's own value is exactly theirs."""
     requests = draw_requests(seed, groups=seed % 4)
-    baseline, layout = side(policy=policy), side(FAST, page_size=4 << seed % 3, dcp=4, policy=policy)
-    found = split(requests, baseline, layout)
+    baseline, layout = make_side(policy=policy), make_side(FAST, page_size=4 << seed % 3, dcp=4, policy=policy)
+    found = split_gain(requests, baseline, layout)
     before, after = (replay_alone(requests, one) for one in (baseline, layout))
     gain = after.output_tok_s - before.output_tok_s
     assert sum(part.difference for part in found.parts) == pytest.approx(gain, rel=0.02)
@@ -105,18 +107,17 @@ def test_differences_sum_to_the_gain_of_two_replays_of_their_own(policy: str, se
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_capacity_alone(policy: str) -> None:
-    """Equal steps and nothing shared among prompts: all of the gain is capacity, which avoids preemptions and queueing."""
-    found = split(draw_requests(1), side(policy=policy), side(dcp=4, policy=policy))
+def test_gain_with_equal_steps_is_all_capacity(policy: str) -> None:
+    """Steps are equal and prompts share nothing: a larger capacity avoids preemptions and queueing."""
+    found = split_gain(draw_requests(1), make_side(policy=policy), make_side(dcp=4, policy=policy))
     parts = get_parts(found)
     assert parts.pop((CAPACITY,)) == pytest.approx(found.difference)
     assert found.difference > 0.1 * found.baseline.value
     assert list(parts.values()) == pytest.approx([0.0] * 6)
 
 
-def test_step_time_alone() -> None:
-    """Equal pools: only steps differ."""
-    found = split(draw_requests(2), side(pages=400), side(FAST, pages=400))
+def test_gain_with_equal_pools_is_all_step_time() -> None:
+    found = split_gain(draw_requests(2), make_side(pages=400), make_side(FAST, pages=400))
     parts = get_parts(found)
     assert parts.pop((STEP_TIME,)) == pytest.approx(found.difference)
     assert found.difference > 0
@@ -124,13 +125,13 @@ def test_step_time_alone() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_hits_alone(policy: str) -> None:
-    """One client at a time never waits for a page: what a larger pool gives are the prefixes that it still holds.
+def test_gain_of_a_single_client_is_all_prefix_hits(policy: str) -> None:
+    """A single client never waits for a page: a larger pool only keeps more prefixes.
 
     The pool of 39 pages holds at most one of six prefixes next to a running request.
     """
     requests = draw_requests(3, groups=6)
-    found = split(requests, side(pages=24, policy=policy), side(pages=400, policy=policy), clients=1)
+    found = split_gain(requests, make_side(pages=24, policy=policy), make_side(pages=400, policy=policy), clients=1)
     parts = get_parts(found)
     assert found.layout.hit_share > found.baseline.hit_share + 0.1
     assert parts[HITS,] == pytest.approx(found.difference, rel=1e-9)
@@ -138,17 +139,17 @@ def test_hits_alone(policy: str) -> None:
     assert [parts[c,] for c in (CAPACITY, STEP_TIME)] == pytest.approx([0.0, 0.0])
 
 
-def test_a_cause_is_what_switching_it_off_by_itself_loses() -> None:
-    """Off by itself: the layout with the baseline's pool. Hits are 0, so that no hit has to be fixed."""
+def test_gain_of_a_cause_is_the_loss_without_it() -> None:
+    """Without the cause, the layout has the baseline's pool. Hits are 0, so that no hit has to be fixed."""
     requests = draw_requests(4)
-    baseline, layout = side(), side(FAST, dcp=4)
+    baseline, layout = make_side(), make_side(FAST, dcp=4)
     without = replay_alone(requests, dataclasses.replace(layout, config=baseline.config))
-    found = split(requests, baseline, layout)
+    found = split_gain(requests, baseline, layout)
     assert get_parts(found)[CAPACITY,] == pytest.approx(found.layout.value - without.output_tok_s)
 
 
-def test_what_causes_share_is_named() -> None:
-    """100 with all, 90 without A or without B, 60 without both: A and B share 40 - 10 - 10 = 20."""
+def test_shared_gain_of_causes_is_a_part_of_its_own() -> None:
+    """The output is 100 with all causes, 90 without A or without B, 60 without both: A and B share 40 - 10 - 10 = 20."""
     a, b, c = CAUSES
     results = {(): 100.0, (a,): 90.0, (b,): 90.0, (c,): 100.0, (a, b): 60.0, (a, c): 85.0, (b, c): 90.0, CAUSES: 50.0}
     parts = {part.causes: part.difference for part in gain_split.separate_parts(results)}
@@ -156,28 +157,28 @@ def test_what_causes_share_is_named() -> None:
     assert math.fsum(parts.values()) == 50
 
 
-def test_an_open_loop_is_split_by_its_latency() -> None:
-    """Its output follows the arrivals: what capacity gives are shorter queues."""
+def test_open_loop_is_split_by_its_latency() -> None:
+    """The output of an open loop follows the arrivals, so that capacity gives shorter queues only."""
     requests = draw_requests(5, rate=2.0)
-    found = split(requests, side(), side(dcp=4), clients=None)
+    found = split_gain(requests, make_side(), make_side(dcp=4), clients=None)
     assert found.metric == gain_split.LATENCY
     assert found.difference < 0
     assert get_parts(found)[CAPACITY,] == pytest.approx(found.difference)
 
 
-def test_step_times_reach_a_pool_that_their_layout_does_not_have() -> None:
-    """Lines in KV tokens go on; a layout by itself is refused beyond a fifth."""
-    asked: list[str] = []
+def test_step_times_are_extrapolated_to_the_pool_of_the_other_layout() -> None:
+    """Lines in KV tokens are extended; for a layout by itself they are refused beyond a fifth."""
+    calls: list[str] = []
     times = SLOW
-    vars(times)["model"] = SimpleNamespace(extrapolate=lambda: asked.append("model"))
+    vars(times)["model"] = SimpleNamespace(extrapolate=lambda: calls.append("model"))
     try:
-        split(draw_requests(6, 4), side(times), side(times))
+        split_gain(draw_requests(6, 4), make_side(times), make_side(times))
     finally:
         del vars(times)["model"]
-    assert asked == ["model", "model"]
+    assert calls == ["model", "model"]
 
 
-def test_only_served_points_of_one_instance_with_dcp_are_split() -> None:
+def test_only_served_dcp_points_of_one_instance_are_split() -> None:
     assert gain_split.is_splittable(DCP)
     assert not gain_split.is_splittable(PLAIN)
     assert not gain_split.is_splittable(msgspec.structs.replace(DCP, disaggregate="1:1"))
@@ -186,8 +187,8 @@ def test_only_served_points_of_one_instance_with_dcp_are_split() -> None:
     assert gain_split.make_baseline_key(DCP) != gain_split.make_baseline_key(other)
 
 
-def test_the_sentence_names_all_parts_and_what_they_share() -> None:
-    """Shares of the baseline's 200 tok/s; parts that are shared and 0 are left out."""
+def test_sentence_names_all_parts_and_shared_parts() -> None:
+    """Shares are of the baseline's 200 tok/s; shared parts of 0 are left out."""
     a, b, c = CAUSES
     lost = {(a,): 60.0, (b,): 0.0, (c,): 20.0, (a, b): 60.0, (a, c): 74.0, (b, c): 20.0, CAUSES: 74.0}
     results = {(): 274.0} | {off: 274.0 - value for off, value in lost.items()}

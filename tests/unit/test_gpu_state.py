@@ -1,4 +1,4 @@
-"""What is asked of NVML while something is measured, and what follows from it."""
+"""Sampling of NVML during a measurement, and values derived from it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def sampled(monkeypatch: pytest.MonkeyPatch, counter: Sequence[tuple[float, int]]) -> GpuSampler:
-    """A sampler that has seen an energy counter: (seconds, mJ)."""
+def make_sampler(monkeypatch: pytest.MonkeyPatch, counter: Sequence[tuple[float, int]]) -> GpuSampler:
+    """Return a sampler with these values of the energy counter: (seconds, mJ)."""
     sampler = GpuSampler(None)
     sampler.seen[ENERGY] = []
     for at, energy in counter:
@@ -34,29 +34,29 @@ def sampled(monkeypatch: pytest.MonkeyPatch, counter: Sequence[tuple[float, int]
     return sampler
 
 
-def test_power_is_what_the_counter_rose_by_between_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counter stands still between updates: from its change at 0.2 s to that at 1.2 s it rises by 600 J."""
+def test_power_is_the_increase_between_changes_of_the_energy_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counter is constant between updates: from its change at 0.2 s to that at 1.2 s it rises by 600 J."""
     counter = [(0.0, 5000), (0.1, 5000), (0.2, 65_000), (0.3, 65_000), (0.7, 365_000), (1.2, 665_000), (1.3, 665_000)]
-    assert sampled(monkeypatch, counter).compute_power_w() == pytest.approx(600.0)
+    assert make_sampler(monkeypatch, counter).compute_power_w() == pytest.approx(600.0)
 
 
 @pytest.mark.parametrize(
     "counter",
     [
-        pytest.param([], id="a GPU without one"),
-        pytest.param([(0.0, 5000), (9.0, 5000)], id="it never changed"),
-        pytest.param([(0.0, 5000), (0.5, 65_000)], id="when the first value came is not known"),
-        pytest.param([(0.0, 5000), (0.1, 65_000), (0.2, 125_000)], id="too short a time"),
+        pytest.param([], id="no counter"),
+        pytest.param([(0.0, 5000), (9.0, 5000)], id="constant counter"),
+        pytest.param([(0.0, 5000), (0.5, 65_000)], id="single change"),
+        pytest.param([(0.0, 5000), (0.1, 65_000), (0.2, 125_000)], id="short time"),
     ],
 )
-def test_power_is_not_known_where_the_counter_does_not_say_it(
+def test_power_is_unknown_without_two_distant_changes_of_the_counter(
     counter: Sequence[tuple[float, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sampled(monkeypatch, counter).compute_power_w() is None
+    assert make_sampler(monkeypatch, counter).compute_power_w() is None
 
 
-def test_a_thread_reads_the_counter_beside_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that takes 500 W, as it were, whose counter is always up to date."""
+def test_sampler_thread_reads_energy_counter_and_other_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake GPU takes 500 W, and its counter is always up to date."""
     monkeypatch.setattr(gpu_state, "PERIOD_S", 0.01)
     queries = {"clock": lambda: 1980, "power": lambda: 500_000, "temperature": lambda: 60, "reasons": lambda: 0}
     queries[ENERGY] = lambda: round(time.perf_counter() * 500_000)
@@ -69,7 +69,7 @@ def test_a_thread_reads_the_counter_beside_all_else(monkeypatch: pytest.MonkeyPa
     assert state.power_w_max == 500.0
 
 
-def test_all_gpus_take_what_each_takes_and_nothing_is_known_where_one_does_not_say() -> None:
+def test_total_power_is_a_sum_and_unknown_if_one_gpu_has_none() -> None:
     two = [Gpu(power_w_max=700.0, power_w_all=650.0), Gpu(power_w_max=690.0, power_w_all=600.0)]
     assert (found := merge_states(two)) is not None
     assert (found.power_w_all, found.power_w_max) == (1250.0, 700.0)
@@ -78,8 +78,8 @@ def test_all_gpus_take_what_each_takes_and_nothing_is_known_where_one_does_not_s
         assert found.power_w_all is None
 
 
-def test_joules_a_token_are_the_power_of_all_over_the_output() -> None:
-    """2,000 W at 100 tok/s are 20 J; a rank that stands for others says nothing of them."""
+def test_joules_per_token_are_total_power_over_output() -> None:
+    """At 100 tok/s, 2,000 W are 20 J; an emulated rank does not know the power of the others."""
     record = build.ok(build.point(Layout(4)), median_ms=80.0)
     record = msgspec.structs.replace(record, gpu=Gpu(power_w_all=2000.0))
     joules = METRIC["joules_per_token"]
@@ -90,17 +90,17 @@ def test_joules_a_token_are_the_power_of_all_over_the_output() -> None:
     assert joules.get_value(msgspec.structs.replace(record, gpu=None)) is None
 
 
-def test_an_answer_says_joules_where_records_have_them() -> None:
+def test_recommendation_states_energy_of_records_that_have_it() -> None:
     """The lowest of each load comes first; layouts without a measurement are left out."""
     record = build.ok(build.point(Layout(4)), median_ms=80.0)
     thrifty, plain, silent = (
         from_record(msgspec.structs.replace(record, gpu=gpu), "run")
         for gpu in (Gpu(power_w_all=1000.0), Gpu(power_w_all=2000.0), None)
     )
-    said = _format_energy([SimpleNamespace(name="8 × 4,000 tokens", forecasts=[plain, silent, thrifty])])  # type: ignore[list-item]
-    assert said.index(format_number(thrifty.joules_per_token)) < said.index(format_number(plain.joules_per_token))
-    assert said.count("tp4") == 2
-    assert said.endswith("at 8 × 4,000 tokens. That of the other layouts is unknown.")
+    text = _format_energy([SimpleNamespace(name="8 × 4,000 tokens", forecasts=[plain, silent, thrifty])])  # type: ignore[list-item]
+    assert text.index(format_number(thrifty.joules_per_token)) < text.index(format_number(plain.joules_per_token))
+    assert text.count("tp4") == 2
+    assert text.endswith("at 8 × 4,000 tokens. That of the other layouts is unknown.")
     assert _format_energy([]) == "Energy per token is unknown: none of the given records has it from NVML."
 
 
@@ -108,7 +108,7 @@ class FakeNvml:
     """A stand-in for pynvml with four GPUs."""
 
     class NVMLError(Exception):
-        """NVML's own error."""
+        """The error class of NVML."""
 
     NVML_CLOCK_SM = NVML_TEMPERATURE_GPU = 0
 
@@ -196,6 +196,6 @@ def test_several_gpus_are_sampled_together(monkeypatch: pytest.MonkeyPatch) -> N
     assert state.throttle_reasons == ["sw_power_cap"]
 
 
-def test_without_gpus_nothing_is_sampled() -> None:
+def test_no_state_is_sampled_without_gpus() -> None:
     with gpu_state.sample_gpus([]) as get_state:
         assert get_state() is None

@@ -47,7 +47,7 @@ DENSE = ModelShape(
 SPARSE = dataclasses.replace(DENSE, first_dense=0, experts=8, top_k=2, moe_inter=16, tied=True)
 
 
-def weights(shape, layout, rank=0, wide=GroupWide(), *, fp8=False):  # noqa: B008 - frozen
+def load_rank_weights(shape, layout, rank=0, wide=GroupWide(), *, fp8=False):  # noqa: B008 - frozen
     return load_weights(SyntheticSource(0, torch.float32, CPU), shape, layout, rank, layers(shape), wide=wide, fp8=fp8)
 
 
@@ -55,37 +55,40 @@ def weights(shape, layout, rank=0, wide=GroupWide(), *, fp8=False):  # noqa: B00
 @pytest.mark.parametrize("wide", [GroupWide(), GroupWide(query=True)], ids=["own", "q-replicate"])
 @pytest.mark.parametrize("layout", [Layout(1), Layout(2), Layout(4), Layout(4, dcp=2), Layout(8, dcp=4)], ids=str)
 @pytest.mark.parametrize("shape", [DENSE, SPARSE], ids=["dense", "sparse"])
-def test_a_rank_holds_the_bytes_of_the_memory_plan(shape, layout, wide, fp8):
-    held = weights(shape, layout, wide=wide, fp8=fp8)
+def test_weights_of_a_rank_have_the_bytes_of_the_memory_plan(shape, layout, wide, fp8):
+    held = load_rank_weights(shape, layout, wide=wide, fp8=fp8)
     planned = memory.compute_weight_bytes(shape, layout, 4, *layers(shape), wide, FORMATS[FP8] if fp8 else UNQUANTISED)
     assert held.count_bytes() == planned
 
 
-def test_ranks_beyond_the_kv_heads_hold_copies():
-    """2 KV heads on 4 ranks: ranks 0 and 1 hold the first, ranks 2 and 3 the second, each for 2 of 8 query heads."""
-    of = [weights(DENSE, Layout(4), rank).get_layer(1).attention for rank in range(4)]
-    whole = weights(DENSE, Layout(1)).get_layer(1).attention
+def test_more_ranks_than_kv_heads_hold_copies():
+    """With 2 KV heads on 4 ranks, ranks 0 and 1 hold the first and ranks 2 and 3 the second, each for 2 of 8 query
+    heads.
+    """
+    weights_of_ranks = [load_rank_weights(DENSE, Layout(4), rank).get_layer(1).attention for rank in range(4)]
+    whole = load_rank_weights(DENSE, Layout(1)).get_layer(1).attention
     assert isinstance(whole, GqaWeights)
     q, k, v = whole.qkv.split((128, 32, 32))
-    for rank, one in enumerate(of):
+    for rank, one in enumerate(weights_of_ranks):
         head = slice(rank // 2 * 16, (rank // 2 + 1) * 16)
         assert torch.equal(one.qkv, torch.cat((q[rank * 32 : (rank + 1) * 32], k[head], v[head])))
         assert torch.equal(one.o, whole.o[:, rank * 32 : (rank + 1) * 32])
 
 
-def test_a_rank_with_several_kv_heads_holds_those_of_its_query_heads():
-    """8 KV heads on 2 ranks: four each."""
+def test_rank_holds_the_kv_heads_of_its_query_heads():
+    """Each of 2 ranks has four of 8 KV heads."""
     shape = dataclasses.replace(DENSE, gqa=Gqa(kv_heads=8))
     held, whole = (
-        weights(shape, layout, rank).get_layer(0).attention for layout, rank in ((Layout(2), 1), (Layout(1), 0))
+        load_rank_weights(shape, layout, rank).get_layer(0).attention
+        for layout, rank in ((Layout(2), 1), (Layout(1), 0))
     )
     q, k, v = whole.qkv.split((128, 128, 128))
     assert torch.equal(held.qkv, torch.cat([part[64:] for part in (q, k, v)]))
     assert held.q_norm is None
 
 
-def test_a_step_of_a_dense_model_needs_no_router():
-    """Two requests of different lengths; logits are finite, and the KV row of each new token is written."""
+def test_step_of_a_dense_model_needs_no_router():
+    """Two requests have different lengths; logits are finite, and the KV row of each new token is written."""
     built = engine(shape=DENSE, page_size=4)
     requests = [built.add_request(n) for n in (3, 9)]
     for number, request in enumerate(requests):
@@ -100,8 +103,8 @@ def test_a_step_of_a_dense_model_needs_no_router():
 
 @pytest.mark.parametrize("shape", [DENSE, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("kv_dtype", ["", "fp8"])
-def test_a_decode_point_is_measured(shape, kv_dtype, monkeypatch):
-    """Its attention is that of fp64, and a token takes the K and V heads of the rank: 2 heads of 16 columns, in 2 layers."""
+def test_decode_point_has_accurate_attention_and_planned_memory(shape, kv_dtype, monkeypatch):
+    """The reference is fp64, and a token takes the K and V heads of the rank: 2 heads of 16 columns, in 2 layers."""
     monkeypatch.setattr(Timer, "measure_chunk", lambda timer, steps: (timer.step(), ([2.0] * steps, 0.1))[1])
     point = Point(
         model="tiny", tp=1, concurrency=3, context=9, backend="reference", dtype="fp32", page_size=4, kv_dtype=kv_dtype
@@ -111,14 +114,14 @@ def test_a_decode_point_is_measured(shape, kv_dtype, monkeypatch):
     with torch.inference_mode():
         record = decode.run(built, point, Settings(profile=False), Environment(device="CPU", device_count=0), tell=id)
     assert record.metrics.step_ms.median == 2
-    assert 0 < record.honesty.attention_error < 1e-5
+    assert 0 < record.conditions.attention_error < 1e-5
     assert record.kv.bytes_per_token_per_gpu == 2 * 2 * 2 * 16 * (1 if kv_dtype else 4)
     assert built.engine.model.weights.count_bytes() == built.plan.weight_bytes
 
 
 PAGE, TABLE = 8, 64
 CHUNKS = [(8, 24), (0, 9), (0, 1), (56, 57), (16, 40)]
-"""First and last token: with and without prefixes, and of one token."""
+"""First and last token of each chunk, with and without a prefix; one chunk has one token."""
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn], ids=["fp32", "fp8"])
@@ -126,7 +129,7 @@ CHUNKS = [(8, 24), (0, 9), (0, 1), (56, 57), (16, 40)]
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.sample(5)
 def test_chunks_attend_to_prefixes_and_their_own_rows(kv_heads, window, kv_dtype):
-    """In one call and in windows, merged by their log-sum-exp; stored rows are read as they are stored."""
+    """Attention runs in one call and in windows, merged by their log-sum-exp; stored rows are read as they are stored."""
     shape = dataclasses.replace(DENSE, gqa=Gqa(kv_heads=kv_heads), layers=1, first_dense=1)
     layout = Layout(1)
     width = shape.compute_kv_width(1)
@@ -134,7 +137,14 @@ def test_chunks_attend_to_prefixes_and_their_own_rows(kv_heads, window, kv_dtype
     generator = torch.Generator().manual_seed(1)
     kv.data.copy_(torch.randn(kv.data.shape, generator=generator))
     model = Model(
-        shape, layout, alone(layout, 0), weights(shape, layout), kv, interleave=1, max_context=TABLE, device=CPU
+        shape,
+        layout,
+        alone(layout, 0),
+        load_rank_weights(shape, layout),
+        kv,
+        interleave=1,
+        max_context=TABLE,
+        device=CPU,
     )
     nbytes = memory.compute_window_bytes(shape, layout, window, 4, kv_dtype.itemsize)
     prefiller = Prefiller(model, backend="sdpa", tokens=128, window_bytes=nbytes)

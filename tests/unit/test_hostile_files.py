@@ -1,6 +1,6 @@
-"""Files that anybody may hand us, damaged at random: each is read, or refused in a sentence, and nothing else.
+"""Randomly damaged input files are read or refused with an error, and cause no other exception.
 
-`python -m tools.fuzz` does the same a million times, and looks at time and memory, too.
+`python -m tools.fuzz` does the same a million times, and checks time and memory, too.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ from tests.unit.hostile_files import KINDS, damaged
 if TYPE_CHECKING:
     from pathlib import Path
 
-ROUNDS = 100
-"""Damaged files of each kind."""
+ROUNDS = 100  # number of damaged files of each kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sample(3)
-def test_a_damaged_file_is_read_or_refused_in_a_sentence(kind: str, tmp_path: Path) -> None:
-    """A fixed seed for each kind. Whatever is no DcpbenchError would be a traceback on somebody's terminal."""
+def test_damaged_file_is_read_or_refused_with_an_error(kind: str, tmp_path: Path) -> None:
+    """Each kind has a fixed seed. Any exception but DcpbenchError would be a traceback for the user."""
     name, _, read = KINDS[kind]
     content = KINDS[kind].content(tmp_path)
     path = tmp_path / name
     path.write_bytes(content)
     read(path)
     rng = random.Random(kind)
-    said = []
+    errors = []
     for number in range(ROUNDS):
         wrong = damaged(content, rng)
         path.write_bytes(wrong)
         try:
             read(path)
         except DcpbenchError as e:
-            said.append(str(e))
+            errors.append(str(e))
         except Exception as e:
             raise AssertionError(f"{kind}, round {number}: {type(e).__name__} of {wrong[:300]!r}") from e
-    assert said, "some of these cannot be read"
-    assert max(map(len, said)) < 3_000, "sentences, whatever the files hold"
+    assert errors, "some damaged files cannot be read"
+    assert max(map(len, errors)) < 3_000, "errors are short for every content"

@@ -315,7 +315,7 @@ def test_a_folder_of_step_times_is_no_file_of_them(tmp_path: Path) -> None:
         ),
         ({"concurrency": "0"}, "--concurrency 0 is not positive"),
         ({"concurrency": "17"}, "--concurrency 17 is more than the 16 requests"),
-        ({"seed": -1}, "--seed -1 is negative"),
+        ({"seed": -1}, "--requests seed=-1 is negative"),
         ({"chunk": 0}, "--prefill chunk=0 is not positive"),
         ({"policy": "fair"}, "--prefill policy=fair is unknown. Known: mixed, prefill-first"),
         ({"prefill": "flashinfr"}, "did you mean flashinfer?"),

@@ -19,8 +19,7 @@ from dcpbench.workloads.serving_loop import Loop
 from dcpbench.workloads.session import Session
 from tests.unit import engine_builder as build
 
-SHAPE = build.shape_like_tiny(layers=2)
-"""One dense layer and one of experts."""
+SHAPE = build.shape_like_tiny(layers=2)  # one dense layer and one of experts
 LOAD = Load(requests=3, input_tokens="1", output_tokens="1", chunk=8)
 POINT = Point(
     model="tiny",

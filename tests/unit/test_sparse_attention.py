@@ -10,7 +10,7 @@ from dcpbench.points.cluster_specs import load_machine
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.points.roofline import Sharding, StepRows, compute_candidate_bytes, compute_exchanged_bytes
-from dcpbench.recommend import estimate
+from dcpbench.points.step_calls import predict_calls
 from dcpbench.servers.presets import PRESETS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sparse-attention.md").read_text()
@@ -43,11 +43,11 @@ def test_a_forecast_has_a_gather_of_candidates_for_each_indexer():
     shape = dataclasses.replace(V32, indexer=dataclasses.replace(V32.indexer, layers=20))
     rows = StepRows(decodes=(TOKENS,) * REQUESTS, sampled=REQUESTS, tokens=REQUESTS)
     sharding = Sharding(shape=shape, layout=Layout(8, 1, 8), itemsize=2)
-    calls = estimate.predict_calls(sharding, rows, wire, "a2a")
+    calls = predict_calls(sharding, rows, wire, "a2a")
     one = wire.in_step.predict_seconds("all-gather", 8, 7 * REQUESTS * 2048 * 8)
     assert calls["all-gather"].mean == pytest.approx(20 * one.mean)
     dense = dataclasses.replace(sharding, shape=dataclasses.replace(shape, indexer=None))
-    assert "all-gather" not in estimate.predict_calls(dense, rows, wire, "a2a")
+    assert "all-gather" not in predict_calls(dense, rows, wire, "a2a")
 
 
 def test_dcp_with_sparse_attention_is_lacking_in_sglang():

@@ -60,21 +60,23 @@ class TestKernelChanges:
         """256 and 768 of 4 replicas; 64 experts of a rank have more rows each, so that 455 tokens are no change."""
         assert list_kernel_changes(sharding(Layout(4, 4), scaled=True)) == [64, 192, 128]
 
-    @pytest.mark.parametrize("in_fp8", [False, True])
+    @pytest.mark.parametrize("weights", ["bf16", "fp8", "int4"])
     @pytest.mark.parametrize("local", [32, 256])
-    def test_they_are_where_kernels_choose(self, local: int, in_fp8: bool) -> None:
+    def test_they_are_where_kernels_choose(self, local: int, weights: str) -> None:
         """No number of tokens between two changes has another plan, and each number just past a change has one."""
 
         def chosen(tokens: int) -> object:
             count = 8 * tokens
-            if count <= (scaled if in_fp8 else decode_experts).MAX_ASSIGNMENTS:
+            if count <= (scaled if weights == "fp8" else decode_experts).MAX_ASSIGNMENTS:
                 return "decode", tokens <= decode_experts.WIDE_TILES
-            if in_fp8:
+            if weights == "fp8":
                 return "prompts", count // local <= scaled.FEW_ROWS
+            if weights == "int4":
+                return "prompts"
             return [prefill_experts.choose_tiling(count // local, 2048, gated=gated) for gated in (False, True)]
 
         jumps = [n for n in range(1, 7000) if chosen(n) != chosen(n + 1)]
-        assert moe.list_kernel_changes(local, 8, in_fp8=in_fp8) == jumps
+        assert moe.list_kernel_changes(local, 8, weights) == jumps
 
 
 def sharding(layout: Layout | None = None, *, scaled: bool = False) -> Sharding:

@@ -10,7 +10,7 @@ import pytest
 from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from dcpbench.syncs.scan import read_traces, scan_traces
 from dcpbench.syncs.traces.allowed_regions import REASON, find_regions
-from tests.unit.trace_builder import Trace, exit_code, mine
+from tests.unit.trace_builder import Trace, exit_code, select_counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,7 +92,7 @@ def build_trace(*, allowed: str = ALLOWED, closed: bool = True) -> Trace:
 
 
 def count_by_reason(report: Report) -> dict[str, int]:
-    return {site.allowed: site.count for site in mine(report)}
+    return {site.allowed: site.count for site in select_counted(report)}
 
 
 def test_waits_in_a_region_are_one_site_and_other_waits_of_the_function_another(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from dcpbench import cli
 from dcpbench.errors import TraceError
 from dcpbench.syncs.scan import scan_traces
 from dcpbench.syncs.traces import reading
-from tests.unit.trace_builder import Trace, exit_code, scanned
+from tests.unit.trace_builder import Trace, exit_code, scan_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,7 +144,7 @@ class TestCutShort:
     def test_a_file_that_ends_anywhere_never_says_more_than_the_whole(self, cut: int, folder: Path) -> None:
         """Before the first event it is no trace; after the last nothing is lost; in between it says that it is cut."""
         try:
-            report = scanned(folder, TEXT[:cut])
+            report = scan_data(folder, TEXT[:cut])
         except TraceError:
             assert cut <= TEXT.index(b'"traceEvents"') + 20
             return
@@ -164,7 +164,7 @@ class TestCutShort:
         parts = trace.text().split(', {"ph"')
         text = ', {"ph"'.join(parts[: 5 + at])
         for end in ("", ",", ", ", ",\n"):
-            report = scanned(tmp_path, text + end)
+            report = scan_data(tmp_path, text + end)
             assert sum(s.count for s in report.sites) == 1 + at
             assert report.traces[0].coverage.complete is False
 
@@ -172,7 +172,7 @@ class TestCutShort:
     @given(cut=st.integers(1, len(PACKED) - 1))
     def test_gzip_that_ends_early_is_part_of_a_trace_or_none(self, cut: int, folder: Path) -> None:
         try:
-            report = scanned(folder, PACKED[:cut])
+            report = scan_data(folder, PACKED[:cut])
         except TraceError:
             return
         assert not report.traces[0].coverage.complete
@@ -187,7 +187,7 @@ class TestCutShort:
         data = bytearray(PACKED)
         data[at] ^= byte
         try:
-            report = scanned(folder, bytes(data))
+            report = scan_data(folder, bytes(data))
         except TraceError:
             return
         assert not report.traces[0].coverage.complete
@@ -311,14 +311,14 @@ class TestBombs:
         """100 MiB of them in 100 KB, behind a head that looks like a trace's."""
         data = gzip.compress(b'{"traceEvents": [' + bytes(100 << 20))
         with pytest.raises(TraceError, match="no end of an event within 64 MiB"):
-            scanned(tmp_path, data)
+            scan_data(tmp_path, data)
 
     @pytest.mark.parametrize("inside", [b" ", b"[", b"{", b'"', b"{},{", b"\\", b"},{"])
     def test_text_without_an_event_is_refused_or_incomplete(self, inside: bytes, tmp_path: Path) -> None:
         """Four blocks of it."""
         text = b'{"traceEvents": [' + inside * (4 * reading.BLOCK_BYTES // len(inside))
         try:
-            report = scanned(tmp_path, text)
+            report = scan_data(tmp_path, text)
         except TraceError:
             return
         assert exit_code(report, tmp_path) == 3
@@ -331,7 +331,7 @@ class TestBombs:
         one = b'{"ph":"X","cat":"kernel","name":"k","ts":1,"dur":1,"pid":0,"tid":7,"args":{"correlation":1}},'
         data = gzip.compress(b'{"traceEvents": [' + one * ((40 << 20) // len(one)))
         with pytest.raises(TraceError, match="expands more than 200-fold"):
-            scanned(tmp_path, data)
+            scan_data(tmp_path, data)
 
     @pytest.mark.parametrize(("fold", "refused"), [(100, False), (190, False), (210, True)])
     def test_what_expands_as_a_trace_may_is_read(
@@ -346,19 +346,19 @@ class TestBombs:
         assert 64 << 10 < len(data) < (fold + 10) * len(gzip.compress(data))
         if refused:
             with pytest.raises(TraceError, match="expands more than 200-fold, to over 0 MiB"):
-                scanned(tmp_path, gzip.compress(data))
+                scan_data(tmp_path, gzip.compress(data))
         else:
-            assert scanned(tmp_path, gzip.compress(data)).traces[0].coverage.complete
+            assert scan_data(tmp_path, gzip.compress(data)).traces[0].coverage.complete
 
     def test_an_event_that_never_ends_is_refused(self, tmp_path: Path) -> None:
         """A name of more than 64 MiB."""
         with pytest.raises(TraceError, match="64 MiB"):
-            scanned(tmp_path, '{"traceEvents": [{"ph": "X", "name": "' + "a" * (67 << 20))
+            scan_data(tmp_path, '{"traceEvents": [{"ph": "X", "name": "' + "a" * (67 << 20))
 
     def test_deep_nesting_is_not_followed(self, tmp_path: Path) -> None:
         deep = "[" * 100_000 + "]" * 100_000
         text = Trace().work().text().replace('"device": 0', f'"device": 0, "x": {deep}', 1)
-        report = scanned(tmp_path, text)
+        report = scan_data(tmp_path, text)
         assert not report.traces[0].coverage.complete
 
 

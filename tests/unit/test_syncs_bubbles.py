@@ -19,7 +19,7 @@ from dcpbench.syncs.traces.bubbles import compute_bubbles, compute_busy_and_idle
 from dcpbench.syncs.traces.columns import read_columns
 from dcpbench.syncs.traces.reading import Args, Event, ReadProblems
 from tests.unit.syncs_simulation import Run, Step, run, traced
-from tests.unit.trace_builder import HOST, PINNED, Trace, mine, only
+from tests.unit.trace_builder import HOST, PINNED, Trace, get_only_site, select_counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,20 +46,20 @@ class TestUnknown:
         return trace
 
     def test_it_is_known_of_the_whole_trace(self, trace: Trace, tmp_path: Path) -> None:
-        assert format_sentence(only(trace.scan(tmp_path))).endswith("1 in all, bubble at most 15 µs")
+        assert format_sentence(get_only_site(trace.scan(tmp_path))).endswith("1 in all, bubble at most 15 µs")
 
     def test_without_ids_that_lead_from_work_to_calls(self, trace: Trace, tmp_path: Path) -> None:
         for event in trace.events:
             del event["args"]["correlation"]
         report = trace.scan(tmp_path)
-        site = only(report)
+        site = get_only_site(report)
         assert (site.bubble_us, site.wait_us, site.waited, report.totals.bubble_us) == (None, 85, 1, None)
         assert format_sentence(site).endswith("1 in all, bubble not known")
 
     def test_without_calls_of_the_runtime(self, trace: Trace, tmp_path: Path) -> None:
         trace.events = [event for event in trace.events if event["cat"] == "kernel"]
         trace.add("cuda_sync", "Stream Sync", 20, 105)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.bubble_us, site.wait_us) == (None, 85)
 
     @pytest.mark.parametrize("category", ["cuda_runtime", "kernel"])
@@ -69,7 +69,7 @@ class TestUnknown:
             if event["cat"] == category:
                 del event["dur"]
         report = trace.scan(tmp_path)
-        site = only(report)
+        site = get_only_site(report)
         assert (site.bubble_us, site.waited) == (None, None)
         assert site.wait_us == (85 if category == "kernel" else None)
         for form in FORMATS:
@@ -233,7 +233,7 @@ class TestWorkedOut:
         trace.call("cudaHostAlloc", 15, 103)
         trace.call("cudaStreamSynchronize", 104, 112)
         trace.kernel(113, 115, 200)
-        assert [s.bubble_us for s in mine(trace.scan(tmp_path))] == [8]
+        assert [s.bubble_us for s in select_counted(trace.scan(tmp_path))] == [8]
 
     def test_a_graph_launch_after_the_wait_is_a_launch(self, tmp_path: Path) -> None:
         """All kernels of a replay have the correlation of its cudaGraphLaunch: 130 - 100."""

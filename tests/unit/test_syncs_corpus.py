@@ -26,7 +26,7 @@ TRACES = sorted((DATA / "corpus").glob("*.json.gz"))
 RECORD = ROOT / "results" / "syncs-graphs_H200/hidden-syncs_H200_2026-11-21" / "corpus" / "corpus.json"
 VLLM_RECORD = ROOT / "results" / "syncs-graphs_H200/vllm-check_H200_2026-11-30" / "corpus.json"
 BY_NAME = {p.name: p for p in PROGRAMS}
-OTHER_NAMES = {
+OTHER_NAMES = {  # cases of the measured table whose program has another name
     "bool(all)": "bool_all",
     "torch.tensor": "tensor_from_list",
     "torch.tensor_to": "tensor_from_list_to",
@@ -39,14 +39,12 @@ OTHER_NAMES = {
     "setitem_pyscalar": "setitem_number",
     "add_cpu_scalar_tensor": "add_cpu_scalar",
 }
-"""Cases of the measured table whose program has another name."""
-OTHER_COUNTS = {
+OTHER_COUNTS = {  # cases in which our program waits another number of times than the table says, and why
     "print": "four reads for the values printed there, fifteen for ours",
     "event_sync": "its event had passed when it was asked for, ours has not; the call blocks where it must wait",
     "empty_cache": "nothing was cached there; cudaFree waits, which is no stream synchronisation",
     "tensor_pin_to": "its Event Sync is a cudaEventQuery of the allocator of pinned memory, which does not wait",
 }
-"""Cases in which our program waits another number of times than the table says, and why."""
 CASES = json.loads((DATA / "h200_sync_ops.json").read_text())
 
 

@@ -20,28 +20,25 @@ from tools.syncs.operators.table import format_calls, format_operators, name_wai
 RESULTS = Path(__file__).parents[2] / "results"
 ENGINES = RESULTS / "engines_H200" / "engine-syncs_H200_2026-11-29"
 SYNCS = RESULTS / "syncs-graphs_H200"
-MET = {
+MET = {  # rule and operator of a site in an engine's profile -> the place that the case of this kind names
     ("SYNC001", "aten::_local_scalar_dense"): f"{SGLANG}, update",
     ("SYNC003", "aten::copy_"): f"{SGLANG}, plan of flashinfer",
     ("SYNC005", "aten::copy_"): f"{SGLANG}, alloc_for_extend and init_new; {VLLM}, build_mla_chunked_context_metadata",
     ("SYNC007", ""): f"{VLLM}, get_output; {SGLANG}, process_batch_result",
     ("SYNC008", ""): f"{VLLM} and {SGLANG}, profiler",
 }
-"""Rule and operator of a site in an engine's profile -> the place that the case of this kind names."""
 
 
-REFUSED = {
+REFUSED = {  # calls that a dry run refuses: nested and CSR tensors, and storages made on a GPU
     "torch.UntypedStorage.cuda",
     "torch.nested.nested_tensor from a list",
     "torch.nested.nested_tensor_from_jagged",
     "torch.Tensor.to_sparse_csr",
 }
-"""Calls that a dry run refuses: nested and CSR tensors, and storages made on a GPU."""
-DIFFERENT = {
+DIFFERENT = {  # calls for which a dry run predicts what was not measured
     "torch.UntypedStorage.cpu",  # the storage of a device tensor is the host's
     "torch.autograd.graph.save_on_cpu pin_memory=True",  # torch 2.11 waits for the copy, 2.13 does not
 }
-"""Calls for which a dry run predicts what was not measured."""
 
 
 def test_every_function_whose_docstring_speaks_of_synchronisation_is_measured_or_has_a_reason() -> None:

@@ -34,7 +34,7 @@ RECORDS = [
     RESULTS / "documented-calls_H200_2026-11-30/documented.jsonl",
 ]
 READ, TO_HOST, FROM_HOST, COUNT, STREAM = "SYNC001", "SYNC003", "SYNC004", "SYNC002", "SYNC006"
-COMPARED = (
+COMPARED = (  # operators of torch's own test database for which prediction and measurement are compared
     "cholesky",
     "cumprod",
     "linalg.eigh",
@@ -49,7 +49,6 @@ COMPARED = (
     "nn.functional.ctc_loss",
     "prod",
 )
-"""Operators of torch's own test database for which prediction and measurement are compared."""
 
 
 @pytest.fixture

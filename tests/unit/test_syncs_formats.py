@@ -50,7 +50,7 @@ def empty() -> Report:
     return build.report(traces=[])
 
 
-REPORTS = (build.all_kinds, build.nasty, empty)
+REPORTS = (build.all_kinds, build.make_hostile_report, empty)
 
 
 class TestEveryFormat:
@@ -76,7 +76,7 @@ class TestEveryFormat:
 
     @pytest.mark.parametrize("form", FORMATS)
     def test_the_report_itself_stays_as_it_was(self, form: str) -> None:
-        report = judged(build.nasty())
+        report = judged(build.make_hostile_report())
         before = msgspec.to_builtins(report)
         show(report, form)
         assert msgspec.to_builtins(report) == before
@@ -426,14 +426,14 @@ class TestGithub:
 
 class TestMarkdown:
     def test_the_table_has_a_row_for_every_site_with_all_its_columns(self) -> None:
-        for make in (build.all_kinds, build.nasty):
+        for make in (build.all_kinds, build.make_hostile_report):
             report = judged(make())
             rows = [line for line in show(report, "markdown").splitlines() if line.startswith("|")]
             assert len(rows) == len(report.sites) + 2
             assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {12}
 
     def test_names_are_neither_html_nor_markdown_nor_a_mention(self) -> None:
-        text = show(judged(build.nasty()), "markdown")
+        text = show(judged(build.make_hostile_report()), "markdown")
         assert "<script" not in text
         assert "<b>" not in text
         assert "@all" not in text

@@ -83,11 +83,10 @@ GROUPED_MM = (
     "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<cute::tuple<int, int, int> >, "
     "cutlass::gemm::collective::CollectiveMma<int> > >(Params)"
 )
-FOREACH = (
+FOREACH = (  # name of the kernel of torch's `_foreach_` operators, with places for the functor and the operation
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorListMetadata<2>, "
     "at::native::(anonymous namespace)::{}, at::native::{} >(at::native::(anonymous namespace)::TensorListMetadata<2>)"
 )
-"""Name of the kernel of torch's `_foreach_` operators, with places for the functor and the operation."""
 REAL_NAMES = {
     "all-reduce": [
         "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",

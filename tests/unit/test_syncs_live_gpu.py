@@ -17,8 +17,7 @@ from tools.syncs.corpus.inputs import make_inputs
 from tools.syncs.corpus.programs import PROGRAMS, Program
 
 pytestmark = pytest.mark.gpu
-UNSEEN = {ALLOCATION.id}
-"""Rules of waits that no live detector sees; docs/syncs-live.md says so."""
+UNSEEN = {ALLOCATION.id}  # rules of waits that no live detector sees; docs/syncs-live.md says so
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dcpbench.errors import TraceError
 from dcpbench.syncs.scan import scan_traces
-from tests.unit.trace_builder import PAGEABLE, TO_GPU, Trace, exit_code, scanned
+from tests.unit.trace_builder import PAGEABLE, TO_GPU, Trace, exit_code, scan_data
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,10 +131,10 @@ def test_no_cut_does(kind: str, folder: Path) -> None:
 @given(kind=st.sampled_from(KINDS), which=st.lists(st.integers(0, 5), min_size=1, max_size=6), at=st.integers(0, 5))
 def test_events_that_are_written_twice_are_counted_once(kind: str, which: list[int], at: int, folder: Path) -> None:
     trace = trace_with(kind)
-    once = scanned(folder, text(trace), "once.json")
+    once = scan_data(folder, text(trace), "once.json")
     again = [trace.events[n % len(trace.events)] for n in which]
     trace.events[at:at] = again
-    twice = scanned(folder, text(trace), "once.json")
+    twice = scan_data(folder, text(trace), "once.json")
     assert (twice.totals, twice.sites) == (once.totals, once.sites)
     assert exit_code(twice, folder) == 1
 

@@ -24,7 +24,7 @@ from dcpbench.syncs.nsys import schema
 from dcpbench.syncs.scan import scan_traces
 from tests.unit.nsys_builder import FORMATS, Export, global_tid
 from tests.unit.program_traces import Program
-from tests.unit.trace_builder import PAGEABLE, PINNED, TO_GPU, Trace, exit_code, mine, only
+from tests.unit.trace_builder import PAGEABLE, PINNED, TO_GPU, Trace, exit_code, get_only_site, select_counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,7 +203,7 @@ class TestWhatIsMissing:
         last = max((row for row in export.tables[schema.RANGES] if "textId" in row), key=lambda row: row["start"])
         del last["end"]
         report = scan_traces([export.write(tmp_path, form)], root=tmp_path, step_range="^step ")
-        assert (report.traces[0].steps, only(report).count_per_step) == (4, 1.0)
+        assert (report.traces[0].steps, get_only_site(report).count_per_step) == (4, 1.0)
 
 
 class TestNsysItself:
@@ -217,7 +217,7 @@ class TestNsysItself:
         report = scan_traces([export.write(tmp_path, form)], root=tmp_path, step_range="^step ")
         assert [re.search(r"\((.*)\)$", trace.path)[1] for trace in report.traces] == ["process 41", "process 42"]
         assert [trace.steps for trace in report.traces] == [4, 4]
-        assert (only(report).count, only(report).count_per_step) == (8, 1.0)
+        assert (get_only_site(report).count, get_only_site(report).count_per_step) == (8, 1.0)
 
     @pytest.mark.parametrize("form", ["sqlite", "parquetdir"])
     def test_a_graph_that_is_recorded_as_a_whole_is_work(self, form: str, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ class TestNsysItself:
         export = Export().add_trace(trace.events)
         ids = {"deviceId": 0, "streamId": 7, "correlationId": correlation, "globalPid": global_tid(100)}
         export.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=106_000, end=495_000, graphId=3, graphExecId=4, **ids)
-        site = only(scan_traces([export.write(tmp_path, form)], root=tmp_path))
+        site = get_only_site(scan_traces([export.write(tmp_path, form)], root=tmp_path))
         assert (site.waited, site.example.waited_for, site.wait_us) == (1, "CUDA graph", 390.0)
 
     @pytest.mark.parametrize("form", FORMATS)
@@ -309,7 +309,7 @@ class TestNsysItself:
         path = export.write(tmp_path, form, "waits")
         assert scan_traces([path], root=tmp_path).sites == []
         export.tables[schema.SYNCS][0]["eventId"] = schema.NO_EVENT
-        assert only(scan_traces([export.write(tmp_path, form)], root=tmp_path)).kind == "library-sync"
+        assert get_only_site(scan_traces([export.write(tmp_path, form)], root=tmp_path)).kind == "library-sync"
 
 
 def make_program(waits: int) -> Program:
@@ -550,4 +550,4 @@ class TestFiles:
     def test_nothing_counts_twice_that_two_names_give(self, tmp_path: Path) -> None:
         path = write_export(tmp_path, EVENTS, "sqlite")
         report = scan_traces(files.expand_names([str(path), str(tmp_path)]), root=tmp_path)
-        assert sum(s.count for s in mine(report)) == 18
+        assert sum(s.count for s in select_counted(report)) == 18

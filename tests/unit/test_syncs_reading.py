@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dcpbench.errors import TraceError
 from dcpbench.syncs.gating.gate import Gate, compute_verdict
 from dcpbench.syncs.traces import reading
-from tests.unit.trace_builder import PAGEABLE, Trace, exit_code, mine, only, scanned, sync_with
+from tests.unit.trace_builder import PAGEABLE, Trace, exit_code, get_only_site, make_sync, scan_data, select_counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,9 +58,9 @@ class TestOddEvents:
     )
     def test_what_can_be_read_is_kept(self, changes: dict[str, Any], wait: float | None, tmp_path: Path) -> None:
         trace = Trace().work()
-        trace.events.append(sync_with(**changes))
+        trace.events.append(make_sync(**changes))
         report = trace.scan(tmp_path)
-        assert only(report).wait_us == pytest.approx(wait)
+        assert get_only_site(report).wait_us == pytest.approx(wait)
         assert exit_code(report, tmp_path) == 1
 
     @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ class TestOddEvents:
     )
     def test_what_cannot_is_counted_and_makes_no_clean(self, changes: dict[str, Any], tmp_path: Path) -> None:
         trace = Trace().work()
-        trace.events.append(sync_with(**changes))
+        trace.events.append(make_sync(**changes))
         report = trace.scan(tmp_path)
         assert report.sites == []
         assert report.traces[0].coverage.unreadable_events == 1
@@ -96,27 +96,27 @@ class TestOddEvents:
     @pytest.mark.parametrize("event", ["null", "3", '"x"', "[]", '[{"ph": "X"}]', "{}"])
     def test_an_element_that_is_no_event_takes_no_event_along(self, event: str, tmp_path: Path) -> None:
         trace = Trace().work()
-        trace.events += [sync_with(), {"HERE": 1}, sync_with(ts=300)]
-        report = scanned(tmp_path, trace.text().replace('{"HERE": 1}', event))
-        assert only(report).count == 2
+        trace.events += [make_sync(), {"HERE": 1}, make_sync(ts=300)]
+        report = scan_data(tmp_path, trace.text().replace('{"HERE": 1}', event))
+        assert get_only_site(report).count == 2
 
     @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "nan", "-inf"])
     @pytest.mark.parametrize("field", ['"dur": 50', '"External id": 77'])
     def test_numbers_that_json_does_not_have_are_none(self, number: str, field: str, tmp_path: Path) -> None:
         trace = Trace().work()
-        trace.events.append(sync_with(args={"correlation": 9, "External id": 77}))
+        trace.events.append(make_sync(args={"correlation": 9, "External id": 77}))
         text = trace.text().replace(field, f"{field.partition(':')[0]}: {number}", 2)
-        report = scanned(tmp_path, text)
-        assert only(report).count == 1
+        report = scan_data(tmp_path, text)
+        assert get_only_site(report).count == 1
         assert report.traces[0].coverage.complete is ("dur" not in field)
 
     @pytest.mark.parametrize("dur", [None, "missing", -5, "nan", 1e308])
     def test_a_call_without_a_duration_that_can_be_passes_no_limit_on_bubbles(self, dur: Any, tmp_path: Path) -> None:
         """Its price would be 0, which no limit minds: neither it nor the wait is known, nor whether it waited."""
         trace = Trace().work()
-        trace.events.append(sync_with(dur=dur))
+        trace.events.append(make_sync(dur=dur))
         report = trace.scan(tmp_path)
-        site = only(report)
+        site = get_only_site(report)
         assert (site.wait_us, site.bubble_us, site.waited) == (None, None, None)
         assert not report.traces[0].coverage.complete
         assert any(
@@ -125,8 +125,8 @@ class TestOddEvents:
 
     def test_infinite_times_end_in_no_infinite_wait(self, tmp_path: Path) -> None:
         trace = Trace().work()
-        trace.events.append(sync_with(dur="inf"))
-        trace.events.append(sync_with(dur=1e308, ts=1e308))
+        trace.events.append(make_sync(dur="inf"))
+        trace.events.append(make_sync(dur=1e308, ts=1e308))
         report = trace.scan(tmp_path)
         assert exit_code(report, tmp_path) in {1, 3}
         assert all(s.wait_us is None or s.wait_us < 1e300 for s in report.sites)
@@ -159,9 +159,9 @@ class TestBrokenText:
         """The events around it are read; what the name was nobody knows."""
         trace = Trace().work()
         trace.frame("NAME", 90, 200)
-        trace.events.append(sync_with())
-        report = scanned(tmp_path, trace.text().encode().replace(b"NAME", name + b"(1): f"))
-        assert only(report).count == 1
+        trace.events.append(make_sync())
+        report = scan_data(tmp_path, trace.text().encode().replace(b"NAME", name + b"(1): f"))
+        assert get_only_site(report).count == 1
         coverage = report.traces[0].coverage
         assert not coverage.complete
         assert any("repaired" in note for note in coverage.notes)
@@ -171,7 +171,7 @@ class TestBrokenText:
         """Bit 7 of the S of cudaStreamSynchronize."""
         trace = Trace().work()
         trace.call("cudaStreamSynchronize", 10, 90)
-        report = scanned(tmp_path, trace.text().encode().replace(b"aStream", b"a\xd3tream"))
+        report = scan_data(tmp_path, trace.text().encode().replace(b"aStream", b"a\xd3tream"))
         (reason,) = compute_verdict(report, Gate(root=tmp_path)).reasons
         assert r"repaired ('cuda\xd3treamSynchronize')" in reason
 
@@ -185,7 +185,7 @@ class TestBrokenText:
             trace.item(100 * n, 100 * n + 50)
         good = b"cudaStreamSynchronize"
         bad = good[:at] + bytes([good[at] | 0x80]) + good[at + 1 :]
-        report = scanned(tmp_path, trace.text().encode().replace(good, bad, -1 if all_of_them else 1))
+        report = scan_data(tmp_path, trace.text().encode().replace(good, bad, -1 if all_of_them else 1))
         assert report.totals.syncs == (0 if all_of_them else 2)
         assert exit_code(report, tmp_path) == (3 if all_of_them else 1)
 
@@ -193,16 +193,16 @@ class TestBrokenText:
     def test_half_a_character_in_the_name_of_a_call_is_not_clean(self, half: str, tmp_path: Path) -> None:
         trace = Trace().work()
         trace.call("cudaStreamSynchronize", 10, 90)
-        report = scanned(tmp_path, trace.text().replace("aStream", f"a{half}tream"))
+        report = scan_data(tmp_path, trace.text().replace("aStream", f"a{half}tream"))
         assert exit_code(report, tmp_path) == 3
 
     def test_both_halves_of_a_character_are_one(self, tmp_path: Path) -> None:
         """As json.dumps writes them, beside a number that makes the text be repaired."""
         trace = Trace().work()
         trace.frame("a.py(1): \U0001f600", 90, 200)
-        trace.events.append(sync_with(args={"correlation": 9, "x": float("nan")}))
+        trace.events.append(make_sync(args={"correlation": 9, "x": float("nan")}))
         report = trace.scan(tmp_path)
-        assert only(report).function == "\U0001f600"
+        assert get_only_site(report).function == "\U0001f600"
         assert report.traces[0].coverage.complete
 
     @pytest.mark.parametrize("key", [b"n\xe1me", b"c\xe1t", b"p\xe8", b"\xe1rgs"])
@@ -212,24 +212,24 @@ class TestBrokenText:
         trace.call("cudaStreamSynchronize", 10, 90)
         good = bytes(c & 0x7F for c in key)
         head, _, tail = trace.text().encode().rpartition(b'"' + good + b'"')
-        assert exit_code(scanned(tmp_path, head + b'"' + key + b'"' + tail), tmp_path) in {1, 3}
+        assert exit_code(scan_data(tmp_path, head + b'"' + key + b'"' + tail), tmp_path) in {1, 3}
 
     def test_escapes_that_are_right_survive_a_repair(self, tmp_path: Path) -> None:
         trace = Trace().work()
         trace.frame('C:\\new\\"x".py(7): caf\u00e9', 90, 200)
         trace.frame("BAD", 95, 190)
-        trace.events.append(sync_with())
-        report = scanned(tmp_path, trace.text().encode().replace(b"BAD", b"\\q\xff"))
-        assert only(report).function == "caf\u00e9"
+        trace.events.append(make_sync())
+        report = scan_data(tmp_path, trace.text().encode().replace(b"BAD", b"\\q\xff"))
+        assert get_only_site(report).function == "caf\u00e9"
 
     def test_an_unescaped_quote_costs_one_event(self, tmp_path: Path) -> None:
         """The events around it are read; that one is missing is said, so that the trace is not clean."""
         trace = Trace().work()
-        trace.events.append(sync_with())
+        trace.events.append(make_sync())
         trace.frame("NAME", 200, 300)
-        trace.events += [sync_with(ts=400 + n) for n in range(3)]
-        report = scanned(tmp_path, trace.text().replace("NAME", 'lib "quoted" name'))
-        assert only(report).count == 4
+        trace.events += [make_sync(ts=400 + n) for n in range(3)]
+        report = scan_data(tmp_path, trace.text().replace("NAME", 'lib "quoted" name'))
+        assert get_only_site(report).count == 4
         assert report.traces[0].coverage.unreadable_events == 1
         assert not report.traces[0].coverage.complete
 
@@ -237,9 +237,9 @@ class TestBrokenText:
         trace = Trace().work()
         for n, name in enumerate(["},{", "}, {", "}]", '"},{"', "]}", "[]", "}\n,\n{"] * 3):
             trace.frame(name, 90 - n, 400 - n)
-        trace.events.append(sync_with())
+        trace.events.append(make_sync())
         report = trace.scan(tmp_path)
-        assert only(report).count == 1
+        assert get_only_site(report).count == 1
         assert report.traces[0].coverage.complete
 
     @pytest.mark.parametrize("filler", [1, 7, 11])
@@ -249,7 +249,7 @@ class TestBrokenText:
         trace = Trace().work()
         for n in range(60):
             trace.add("cpu_op", "}, {" * (n % 3), 10 * n, 10 * n + 5, x=[{"a": [[], [{}]]}, {"b": "},{"}], y=[])
-            trace.events.append(sync_with(ts=100 * n, dur=50))
+            trace.events.append(make_sync(ts=100 * n, dur=50))
         report = trace.scan(tmp_path)
         assert report.totals.syncs == 60
         assert report.traces[0].coverage.ops == 60
@@ -265,7 +265,7 @@ class TestBrokenText:
         trace.frame("NAME", 90, 100)
         for n in range(60):
             trace.call("cudaStreamSynchronize", 200 + 100 * n, 250 + 100 * n)
-        report = scanned(tmp_path, trace.text().encode().replace(b"NAME", b"C:\\dir(1): f"))
+        report = scan_data(tmp_path, trace.text().encode().replace(b"NAME", b"C:\\dir(1): f"))
         coverage = report.traces[0].coverage
         assert (report.totals.syncs, coverage.unreadable_events, len(coverage.damage)) == (60, 0, 1)
 
@@ -273,11 +273,11 @@ class TestBrokenText:
     @given(junk=st.binary(min_size=1, max_size=12), at=st.integers(0, 400))
     def test_junk_between_the_events_never_makes_them_clean(self, junk: bytes, at: int, folder: Path) -> None:
         trace = Trace().work()
-        trace.events += [sync_with(ts=100 * n, dur=50) for n in range(6)]
+        trace.events += [make_sync(ts=100 * n, dur=50) for n in range(6)]
         text = trace.text().encode()
         at += text.index(b"cudaStreamSynchronize")
         try:
-            report = scanned(folder, text[:at] + junk + text[at:])
+            report = scan_data(folder, text[:at] + junk + text[at:])
         except TraceError:
             return
         assert exit_code(report, folder) in {1, 3}
@@ -299,7 +299,7 @@ class TestBehindTheEnd:
         """`cat a.json b.json`, `cat a.json.gz b.json.gz`: the first alone is read, and is not clean."""
         first, second = self.two()
         data = gzip.compress(first) + gzip.compress(between + second) if packed else first + between + second
-        report = scanned(tmp_path, data)
+        report = scan_data(tmp_path, data)
         assert report.sites == []
         assert exit_code(report, tmp_path) == 3
         (reason,) = compute_verdict(report, Gate(root=tmp_path)).reasons
@@ -312,12 +312,12 @@ class TestBehindTheEnd:
         monkeypatch.setattr(reading, "BLOCK_BYTES", 300)
         first, second = self.two()
         first = first[:-1] + b', "extra": [' + b'{"a": "}]}"}, ' * 500 + b'{}], "traceName": "a"}'
-        assert scanned(tmp_path, first).traces[0].coverage.complete
-        assert exit_code(scanned(tmp_path, first + second), tmp_path) == 3
+        assert scan_data(tmp_path, first).traces[0].coverage.complete
+        assert exit_code(scan_data(tmp_path, first + second), tmp_path) == 3
 
     def test_a_second_list_of_events_is_told_of(self, tmp_path: Path) -> None:
         first, second = self.two()
-        report = scanned(tmp_path, first[:-1] + b", " + second.lstrip(b"{"))
+        report = scan_data(tmp_path, first[:-1] + b", " + second.lstrip(b"{"))
         assert exit_code(report, tmp_path) == 3
         assert "a second list of events" in report.traces[0].coverage.damage[0]
 
@@ -327,17 +327,17 @@ class TestBehindTheEnd:
         """A second trace may stand behind it. The limit is 1 MiB here, and so is the padding."""
         monkeypatch.setattr(reading, "MAX_EVENT_BYTES", 1 << 20)
         text = self.two()[0][:-1] + b', "extra": "' + b"x" * (2 << 20) + b'"}'
-        assert exit_code(scanned(tmp_path, text), tmp_path) == 3
+        assert exit_code(scan_data(tmp_path, text), tmp_path) == 3
 
     @pytest.mark.parametrize("end", [b"", b"\n", b"\0" * 600, b" \r\n\0"])
     def test_blanks_and_padding_are_nothing(self, end: bytes, tmp_path: Path) -> None:
         """A file of a fixed size is filled up with zeros."""
-        assert scanned(tmp_path, self.two()[1] + end).traces[0].coverage.complete
+        assert scan_data(tmp_path, self.two()[1] + end).traces[0].coverage.complete
 
     def test_bytes_behind_gzip_data_are_counted_and_are_no_early_end(self, tmp_path: Path) -> None:
         """The member is whole, and its events are all there."""
-        report = scanned(tmp_path, gzip.compress(self.two()[1]) + b"more" * 5)
-        assert only(report).count == 1
+        report = scan_data(tmp_path, gzip.compress(self.two()[1]) + b"more" * 5)
+        assert get_only_site(report).count == 1
         (damage,) = report.traces[0].coverage.damage
         assert damage.startswith("goes on with 20 bytes that are no gzip, behind its gzip data, which was not read")
 
@@ -348,8 +348,8 @@ class TestBehindTheEnd:
         trace = Trace().work()
         trace.call("cudaStreamSynchronize", 10, 90)
         text = json.dumps(trace.events) if bare else trace.text()
-        report = scanned(tmp_path, f"{comma}]".join(text.rsplit("]", 1)))
-        assert only(report).count == 1
+        report = scan_data(tmp_path, f"{comma}]".join(text.rsplit("]", 1)))
+        assert get_only_site(report).count == 1
         assert report.traces[0].coverage.complete
 
     def test_such_a_comma_is_seen_before_other_keys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,8 +357,8 @@ class TestBehindTheEnd:
         trace = Trace().work()
         trace.call("cudaStreamSynchronize", 10, 90)
         text = trace.text().removesuffix("]}") + ',\n], "extra": [' + '{"a": 1}, ' * 500 + "{}]}"
-        report = scanned(tmp_path, text)
-        assert only(report).count == 1
+        report = scan_data(tmp_path, text)
+        assert get_only_site(report).count == 1
         assert report.traces[0].coverage.complete
 
     def test_msgspec_says_where_an_array_ends_in_the_words_that_are_looked_for(self) -> None:
@@ -393,7 +393,7 @@ class TestEventsThatAreNone:
         trace = Trace().work()
         trace.call("cudaStreamSynchronize", 10, 90)
         head, _, tail = trace.text().rpartition(key)
-        report = scanned(tmp_path, head + instead + tail)
+        report = scan_data(tmp_path, head + instead + tail)
         assert report.sites == []
         assert exit_code(report, tmp_path) == 3
 
@@ -434,7 +434,7 @@ class TestLinks:
         trace.copy(PAGEABLE, (5000, 5090), (5080, 5085))
         trace.events[-1]["args"]["correlation"] = 999
         report = trace.scan(tmp_path)
-        assert mine(report) == []
+        assert select_counted(report) == []
         assert exit_code(report, tmp_path) == 3
 
     def test_copies_whose_ids_are_also_those_of_kernels_are_found(self, tmp_path: Path) -> None:
@@ -486,7 +486,7 @@ class TestWrittenTwice:
     def test_waits_that_differ_in_one_thing_are_two(self, tmp_path: Path) -> None:
         trace = Trace().work()
         for changes in ({}, {"tid": 5}, {"dur": 49}, {"args": {"correlation": 10}}, {"name": "cudaEventSynchronize"}):
-            trace.events.append(sync_with(**changes))
+            trace.events.append(make_sync(**changes))
         assert trace.scan(tmp_path).totals.syncs == 5
 
 
@@ -544,7 +544,7 @@ class TestMemory:
         path = folder / "large.json"
         trace = Trace().work()
         for n in range(500):
-            trace.events.append(sync_with(ts=100 * n, dur=50))
+            trace.events.append(make_sync(ts=100 * n, dur=50))
         block = ",\n".join(events)
         with path.open("w") as f:
             f.write(trace.text()[:-2] + ",\n")
@@ -565,8 +565,8 @@ def test_a_call_whose_copy_cannot_be_read_makes_no_clean(tmp_path: Path) -> None
     """The copy to pageable memory is what would have said that the call blocks."""
     trace = Trace().work()
     trace.copy(PAGEABLE, (10, 90), (80, 85))
-    assert len(mine(trace.scan(tmp_path))) == 1
+    assert len(select_counted(trace.scan(tmp_path))) == 1
     trace.events[-1]["args"] = [1]
     report = trace.scan(tmp_path)
-    assert mine(report) == []
+    assert select_counted(report) == []
     assert exit_code(report, tmp_path) == 3

@@ -16,7 +16,7 @@ from dcpbench.syncs.sync_report import Report, encode_json
 from dcpbench.syncs.traces.blocking import get_wait_kind, parse_direction
 from dcpbench.syncs.traces.columns import read_columns
 from dcpbench.syncs.traces.reading import TraceReader
-from tests.unit.trace_builder import HOST, PAGEABLE, PINNED, TO_GPU, Trace, exit_code, mine, only
+from tests.unit.trace_builder import HOST, PAGEABLE, PINNED, TO_GPU, Trace, exit_code, get_only_site, select_counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +53,7 @@ class TestTorchOf2021:
 
     def test_an_item_per_step_is_found(self, tmp_path: Path) -> None:
         report = self.report(tmp_path)
-        site = only(report)
+        site = get_only_site(report)
         assert (site.rule, site.op_chain) == ("SYNC001", ["aten::item", "aten::_local_scalar_dense"])
         assert (site.count, site.count_per_step, site.direction, site.bytes) == (3, 1, "DtoH pageable", 24)
 
@@ -70,19 +70,19 @@ class TestLinks:
     def test_a_call_on_a_thread_of_another_name_is_linked_to_its_operator(self, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::nonzero", 0, 100, **{"External id": 77})
         trace.call("cudaStreamSynchronize", 10, 90, tid=4711, **{"External id": 77})
-        assert only(trace.scan(tmp_path)).op_chain == ["aten::nonzero"]
+        assert get_only_site(trace.scan(tmp_path)).op_chain == ["aten::nonzero"]
 
     def test_an_external_id_that_repeats_the_correlation_is_no_link(self, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::nonzero", 0, 100, **{"External id": 77})
         trace.call("cudaStreamSynchronize", 200, 290, correlation=77, **{"External id": 77})
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.op_chain, site.kind) == ([], "stream-sync")
 
     def test_what_contains_the_call_in_time_is_believed_first(self, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::nonzero", 0, 100, **{"External id": 77})
         trace.op("aten::item", 200, 300, **{"External id": 78})
         trace.call("cudaStreamSynchronize", 210, 290, **{"External id": 77})
-        assert only(trace.scan(tmp_path)).op_chain == ["aten::item"]
+        assert get_only_site(trace.scan(tmp_path)).op_chain == ["aten::item"]
 
     def test_ids_of_zero_and_minus_one_link_nothing(self, trace: Trace, tmp_path: Path) -> None:
         """Both stand for `none`: a copy that has no id is not the first other event without one."""
@@ -91,7 +91,7 @@ class TestLinks:
         for none in (0, -1, None):
             trace.add("gpu_memcpy", PAGEABLE, 400, 401, pid=0, tid=7, correlation=none, bytes=1)
             trace.add("cuda_runtime", "cudaMemcpyAsync", 300, 301, correlation=none)
-        assert only(trace.scan(tmp_path)).op_chain == []
+        assert get_only_site(trace.scan(tmp_path)).op_chain == []
 
 
 class TestCallStacks:
@@ -104,7 +104,7 @@ class TestCallStacks:
         trace.op("aten::_local_scalar_dense", 5, 95)
         trace.call("cudaStreamSynchronize", 10, 90)
         report = trace.scan(tmp_path)
-        site = only(report)
+        site = get_only_site(report)
         assert (site.file, site.function, site.line, site.line_is) == ("engine/model.py", "sample", 57, "call")
         assert site.stack[0] == "run.py(9): <module>"
         assert report.traces[0].coverage.stacks == "call stack"
@@ -114,7 +114,7 @@ class TestCallStacks:
         trace.op("aten::item", 0, 100, **{"Call stack": empty})
         trace.call("cudaStreamSynchronize", 10, 90)
         report = trace.scan(tmp_path)
-        assert only(report).stack == []
+        assert get_only_site(report).stack == []
         assert report.traces[0].coverage.stacks == "none"
         assert any("with_stack=True" in note for note in report.traces[0].coverage.notes)
 
@@ -122,7 +122,7 @@ class TestCallStacks:
         trace.op("aten::item", 0, 100, **{"Call stack": "run.py(9): main;"})
         trace.op("aten::_local_scalar_dense", 5, 95, **{"Call stack": ""})
         trace.call("cudaStreamSynchronize", 10, 90)
-        assert only(trace.scan(tmp_path)).function == "main"
+        assert get_only_site(trace.scan(tmp_path)).function == "main"
 
 
 class TestHip:
@@ -134,13 +134,13 @@ class TestHip:
             trace.copy(
                 "Memcpy DtoD (Device -> Device)", (t + 5, t + 90), (t + 80, t + 82), runtime="hipMemcpyWithStream"
             )
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.rule, site.count, site.call, site.wait_us) == ("SYNC001", 2, "hipMemcpyWithStream", 170)
 
     def test_a_copy_to_the_host_has_a_direction_in_words(self, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::copy_", 0, 100)
         trace.copy("CopyDeviceToHost", (5, 90), (80, 82), runtime="hipMemcpyWithStream", stream=0)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.kind, site.direction) == ("copy-to-host", "DtoH")
 
     def test_an_asynchronous_copy_that_was_held_up_blocks(self, trace: Trace, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ class TestHip:
         """
         trace.kernel(0, 5, 80)
         trace.copy("CopyDeviceToHost", (10, 90), (81, 82), runtime="hipMemcpyAsync", stream=0)
-        assert only(trace.scan(tmp_path)).call == "hipMemcpyAsync"
+        assert get_only_site(trace.scan(tmp_path)).call == "hipMemcpyAsync"
 
     def test_an_asynchronous_copy_that_returns_at_once_does_not(self, trace: Trace, tmp_path: Path) -> None:
         trace.kernel(0, 5, 80)
@@ -168,7 +168,7 @@ class TestHip:
     def test_calls_have_the_rules_of_their_cousins(self, name: str, rule: str, trace: Trace, tmp_path: Path) -> None:
         trace.call(name, 0, 50)
         trace.op("aten::add", 90, 95)  # so that the call does not end the window
-        assert only(trace.scan(tmp_path)).rule == rule
+        assert get_only_site(trace.scan(tmp_path)).rule == rule
 
 
 class TestXpu:
@@ -178,7 +178,7 @@ class TestXpu:
         trace.call("urEventWait", 10, 90, cat="xpu_runtime")
         trace.call("urEnqueueKernelLaunch", 100, 101, cat="xpu_runtime")
         report = trace.scan(tmp_path)
-        assert only(report).rule == "SYNC001"
+        assert get_only_site(report).rule == "SYNC001"
         assert report.traces[0].coverage.runtime_events == 4
 
 
@@ -236,19 +236,19 @@ class TestCudaSyncEvents:
         trace.frame("lib.py(5): solve", 0, 100)
         trace.op("my::solve", 0, 100, **{"External id": 12})
         self.event(trace, "Stream Sync", 10, 90, 9001, 7, **{"External id": 12})
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.function, site.op, site.wait_us, site.call) == ("solve", "my::solve", 80, "Stream Sync")
 
     def test_a_wait_outside_any_operator_is_a_librarys(self, trace: Trace, tmp_path: Path) -> None:
         self.event(trace, "Stream Sync", 10, 90, 9001, 7, **{"External id": 9001})
         trace.op("aten::add", 100, 110)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.rule, site.threads, site.may_block) == ("SYNC010", [], False)
 
     def test_the_same_wait_is_not_counted_twice(self, trace: Trace, tmp_path: Path) -> None:
         correlation = trace.call("cudaStreamSynchronize", 10, 90)
         self.event(trace, "Stream Sync", 11, 89, correlation, 7)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.call, site.count, site.wait_us) == ("cudaStreamSynchronize", 1, 80)
 
     @pytest.mark.parametrize("without", ["event", "call", "both"])
@@ -261,7 +261,7 @@ class TestCudaSyncEvents:
             self.event(trace, "Stream Sync", 100 * n + 1, 100 * n + 89, correlation, 7)
             if without != "call":
                 del trace.events[-1]["args"]
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.call, site.count) == ("cudaStreamSynchronize", 19)
 
     def test_two_events_without_an_id_within_one_call_are_not_both_of_that_call(
@@ -281,7 +281,7 @@ class TestCudaSyncEvents:
         trace.frame("lib.py(5): solve", 0, 100)
         for n in range(19):
             self.event(trace, "Stream Sync", 5 * n + 1, 5 * n + 3, trace.call(name, 5 * n, 5 * n + 4), 7)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.count, site.function) == (19, "solve")
 
     def test_an_event_that_is_only_asked_is_no_wait(self, trace: Trace, tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ class TestCopies:
         """`.to("cpu", non_blocking=True)`: no synchronisation follows."""
         trace.op("aten::copy_", 0, 100)
         trace.copy(PAGEABLE, (10, 90), (80, 85))
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.rule, site.may_block, site.wait_us, site.call) == ("SYNC005", False, 80, "cudaMemcpyAsync")
 
     def test_to_pinned_memory_it_does_not(self, trace: Trace, tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ class TestCopies:
         trace.copy(PINNED, (10, 14), (80, 85))
         trace.call("cudaEventRecord", 22, 23)
         trace.call("cudaEventSynchronize", 25, 90)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.rule, site.direction, site.bytes) == ("SYNC007", "", None)
 
     def test_a_small_one_from_pageable_memory_only_may_block(self, trace: Trace, tmp_path: Path) -> None:
@@ -334,14 +334,14 @@ class TestCopies:
         trace.op("aten::copy_", 5, 20)
         trace.copy(TO_GPU, (10, 14), (81, 82), size=4096)
         report = trace.scan(tmp_path)
-        assert only(report).may_block
+        assert get_only_site(report).may_block
         assert report.totals.syncs == 0
 
     def test_a_large_one_that_the_gpu_holds_up_blocks(self, trace: Trace, tmp_path: Path) -> None:
         trace.kernel(0, 2, 80)
         trace.op("aten::copy_", 5, 100)
         trace.copy(TO_GPU, (10, 95), (81, 110), size=4 * MIB)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.rule, site.may_block, site.direction) == ("SYNC005", False, "HtoD pageable")
 
     def test_work_of_another_stream_holds_up_no_copy(self, trace: Trace, tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ class TestCopies:
         trace.kernel(0, 2, 500, stream=8)
         trace.op("aten::copy_", 5, 200)
         trace.copy(TO_GPU, (10, 190), (60, 195), size=4 * MIB)
-        assert only(trace.scan(tmp_path)).may_block
+        assert get_only_site(trace.scan(tmp_path)).may_block
 
     def test_a_copy_and_the_wait_behind_it_are_one(self, trace: Trace, tmp_path: Path) -> None:
         """What torch asks the driver in between changes nothing."""
@@ -358,7 +358,7 @@ class TestCopies:
         trace.call("cudaStreamIsCapturing", 15, 16)
         trace.call("cudaStreamGetCaptureInfo_v2", 17, 18)
         trace.call("cudaStreamSynchronize", 20, 40)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.rule, site.count, site.direction, site.wait_us) == ("SYNC004", 1, "HtoD pageable", 4 + 20)
 
     @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ class TestCopies:
         trace.copy("Memcpy DtoD (Device -> Device)", (10, 14), (30, 31))
         trace.call("cudaDeviceSynchronize", 16, 40)
         trace.op("aten::add", 50, 51)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert site.rule == "SYNC008"
 
     def test_a_copy_on_the_gpu_waits_for_nothing(self, trace: Trace, tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ class TestOwn:
         trace.op("aten::add", 60, 70)
         trace.call("cudaDeviceSynchronize", 200, 210)
         report = trace.scan(tmp_path)
-        assert only(report).own
+        assert get_only_site(report).own
         assert exit_code(report, tmp_path) == 0
 
     def test_nor_is_one_that_is_an_operator(self, trace: Trace, tmp_path: Path) -> None:
@@ -440,7 +440,7 @@ class TestOwn:
         trace.op("aten::add", 60, 70)
         trace.call("cudaDeviceSynchronize", 200, 210)
         report = trace.scan(tmp_path)
-        assert only(report).own
+        assert get_only_site(report).own
         assert exit_code(report, tmp_path) == 0
 
     def test_the_programs_own_wait_in_such_a_step_stays_a_finding(self, trace: Trace, tmp_path: Path) -> None:
@@ -460,13 +460,13 @@ class TestOwn:
         trace.call("cudaDeviceSynchronize", 200, 210)
         if name.startswith("Profiler"):
             trace.call("cudaEventRecord", 230, 231)
-        assert not only(trace.scan(tmp_path)).own
+        assert not get_only_site(trace.scan(tmp_path)).own
 
     def test_a_wait_with_a_users_frame_around_it_is_the_users(self, trace: Trace, tmp_path: Path) -> None:
         trace.frame("train.py(1): main", 0, 300)
         trace.frame("torch/cuda/__init__.py(9): synchronize", 99, 111)
         trace.call("cudaDeviceSynchronize", 100, 110)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.own, site.function, site.explicit) == (False, "main", True)
 
     def test_a_wait_in_the_profiler_is_its_own_wherever_it_is(self, trace: Trace, tmp_path: Path) -> None:
@@ -474,13 +474,13 @@ class TestOwn:
         trace.frame("torch/profiler/profiler.py(9): step", 99, 111)
         trace.call("cudaDeviceSynchronize", 100, 110)
         trace.op("aten::add", 200, 210)
-        assert only(trace.scan(tmp_path)).own
+        assert get_only_site(trace.scan(tmp_path)).own
 
     def test_a_handler_that_the_profiler_calls_is_the_users(self, trace: Trace, tmp_path: Path) -> None:
         trace.frame("torch/profiler/profiler.py(9): step", 99, 111)
         trace.frame("train.py(1): on_trace_ready", 99.5, 110.5)
         trace.call("cudaStreamSynchronize", 100, 110)
-        assert not only(trace.scan(tmp_path)).own
+        assert not get_only_site(trace.scan(tmp_path)).own
 
 
 class TestRanks:
@@ -513,7 +513,7 @@ class TestRanks:
                     trace.item(1000 * step + 100 * n, 1000 * step + 100 * n + 50)
             paths.append(tmp_path / f"rank{rank}.json")
             paths[-1].write_text(trace.text())
-        site = only(scan_traces(paths, root=tmp_path))
+        site = get_only_site(scan_traces(paths, root=tmp_path))
         assert (site.count, site.count_per_step, len(site.traces)) == (6, 2, 2)
 
 
@@ -561,7 +561,7 @@ def test_an_item_on_the_host_is_no_synchronisation(trace: Trace, tmp_path: Path)
         trace.op("aten::item", t, t + 5)
         trace.op("aten::_local_scalar_dense", t + 1, t + 4)
     trace.op("aten::nonzero", 1000, 1100)
-    assert mine(trace.scan(tmp_path)) == []
+    assert select_counted(trace.scan(tmp_path)) == []
 
 
 @pytest.mark.parametrize(("ends", "kept"), [(1000.0, False), (999.0, True)])

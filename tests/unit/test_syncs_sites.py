@@ -21,7 +21,7 @@ from dcpbench.syncs.sites import Sync, group_into_sites, merge_sites
 from dcpbench.syncs.sync_report import Example
 from dcpbench.syncs.traces import blocking
 from tests.unit import syncs_builder as build
-from tests.unit.trace_builder import PAGEABLE, PINNED, TO_GPU, Trace, exit_code, mine, only
+from tests.unit.trace_builder import PAGEABLE, PINNED, TO_GPU, Trace, exit_code, get_only_site, select_counted
 
 if TYPE_CHECKING:
     from dcpbench.syncs.sync_report import Report, Site
@@ -86,9 +86,9 @@ class TestTwoRanks:
         """The same file of two ranks: every sum is twice that of one, nothing that is not a sum has changed."""
         trace.item(100, 150)
         trace.kernel(170, 175, 300)
-        alone = only(trace.scan(tmp_path, "rank0.json"))
+        alone = get_only_site(trace.scan(tmp_path, "rank0.json"))
         (tmp_path / "rank1.json").write_text(trace.text())
-        site = only(scan_traces([tmp_path / "rank0.json", tmp_path / "rank1.json"], root=tmp_path))
+        site = get_only_site(scan_traces([tmp_path / "rank0.json", tmp_path / "rank1.json"], root=tmp_path))
         for name in ("count", "wait_us", "bubble_us", "bytes", "waited"):
             assert getattr(site, name) == 2 * getattr(alone, name) > 0, name
         assert site.wait_median_us == alone.wait_median_us
@@ -117,7 +117,7 @@ class TestRules:
             trace.call(f"{runtime}EventQuery", start, start + 0.5)
         trace.call(f"{runtime}EventElapsedTime", 93, 94)
         trace.op("aten::add", 100, 101)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.rule, site.kind) == ("SYNC012", "timing")
 
     def test_a_wait_before_other_work_or_on_another_thread_is_not(self, trace: Trace, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ class TestRules:
         trace.op("aten::copy_", 0, 100)
         trace.copy(PAGEABLE, (10, 90), (80, 85), size=64)
         trace.kernel(200, 210, 220)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.kind, site.direction, site.bytes) == ("pageable-copy", "DtoH pageable", 64)
 
 
@@ -164,7 +164,7 @@ class TestExplicit:
     def test_without_a_stack_nobody_knows_who_asked(self, trace: Trace, tmp_path: Path) -> None:
         trace.call("cudaDeviceSynchronize", 10, 90)
         trace.op("aten::add", 100, 101)
-        assert not only(trace.scan(tmp_path)).explicit
+        assert not get_only_site(trace.scan(tmp_path)).explicit
 
     @pytest.mark.parametrize(("function", "explicit"), [("synchronize", True), ("wait_for_all", False)])
     def test_a_stack_says_it(self, function: str, explicit: bool, trace: Trace, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ class TestExplicit:
         trace.frame(f"torch/cuda/__init__.py(9): {function}", 9, 91)
         trace.call("cudaDeviceSynchronize", 10, 90)
         trace.op("aten::add", 100, 101)
-        assert only(trace.scan(tmp_path)).explicit is explicit
+        assert get_only_site(trace.scan(tmp_path)).explicit is explicit
 
 
 class TestWaited:
@@ -184,7 +184,7 @@ class TestWaited:
         return trace.scan(folder)
 
     def test_it_is_told_how_many_found_something_to_wait_for(self, trace: Trace, tmp_path: Path) -> None:
-        site = only(self.report(trace, tmp_path))
+        site = get_only_site(self.report(trace, tmp_path))
         assert (site.count, site.waited) == (3, 1)
         assert "3 in all (1 of 3 waited)" in site_text.format_sentence(site)
 
@@ -203,7 +203,7 @@ class TestWaited:
     def test_without_gpu_events_nobody_knows(self, tmp_path: Path) -> None:
         trace = Trace()
         trace.call("cudaStreamSynchronize", 10, 85)
-        assert only(trace.scan(tmp_path)).waited is None
+        assert get_only_site(trace.scan(tmp_path)).waited is None
 
 
 class TestWaitedFor:
@@ -214,7 +214,7 @@ class TestWaitedFor:
             trace.gpu(name, end - 1, end, trace.call("cudaLaunchKernel", n, n + 1))
         trace.gpu(PINNED, 82, 83, trace.call("cudaMemcpyAsync", 8, 9), cat="gpu_memcpy")
         trace.call("cudaEventSynchronize", 10, 90)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert site.example is not None
         assert site.example.waited_for == "last"
 
@@ -222,7 +222,7 @@ class TestWaitedFor:
         """Unless it took so long that it must have waited for something that was not recorded."""
         trace.call("cudaEventSynchronize", 10, 14)
         trace.call("cudaEventSynchronize", 100, 190)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert site.example is not None
         assert (site.example.waited_for, site.count, site.waited) == ("", 2, 1)
 
@@ -245,7 +245,7 @@ class TestCalledFrom:
         for n, frame in enumerate(frames):
             trace.frame(frame, n, 300 - n)
         trace.item(100, 150)
-        return only(trace.scan(folder))
+        return get_only_site(trace.scan(folder))
 
     @pytest.mark.parametrize(
         "library", ["numpy/core/generate.py(7): sample", "/opt/v/lib/python3.11/site-packages/gen/g.py(7): sample"]
@@ -315,12 +315,12 @@ class TestCalledFrom:
         """With the line of the call; torch between the two is no caller."""
         library = Frame("/opt/v/lib/python3.11/site-packages/gen/g.py", 7, "sample")
         torch = Frame("/opt/v/lib/python3.11/site-packages/torch/nn/m.py", 8, "_call_impl")
-        mine = Frame("/srv/app/serve.py", 41, "step")
+        own_frame = Frame("/srv/app/serve.py", 41, "step")
         (site,) = group_into_sites(
-            [Sync(rule="SYNC001", frames=(mine, torch, library), user=library)], root=Path("/srv"), trace="t"
+            [Sync(rule="SYNC001", frames=(own_frame, torch, library), user=library)], root=Path("/srv"), trace="t"
         )
         assert site.called_from == "app/serve.py(41): step"
-        (site,) = group_into_sites([Sync(rule="SYNC001", frames=(mine, torch), user=mine)], root=Path("/srv"))
+        (site,) = group_into_sites([Sync(rule="SYNC001", frames=(own_frame, torch), user=own_frame)], root=Path("/srv"))
         assert site.called_from == ""
 
 
@@ -338,7 +338,7 @@ class TestFrees:
         """Each tensor is allocated and freed: 40 of both."""
         self.freed(trace, 40, 40, runtime)
         report = trace.scan(tmp_path)
-        site = only(report)
+        site = get_only_site(report)
         assert site.cause.startswith("40 frees and 40 allocations in one trace: PyTorch's caching allocator is off")
         assert "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in site.cause
         assert exit_code(report, tmp_path) == 1
@@ -352,7 +352,7 @@ class TestFrees:
         self, frees: int, allocations: int, trace: Trace, tmp_path: Path
     ) -> None:
         self.freed(trace, frees, allocations)
-        assert [s.cause for s in mine(trace.scan(tmp_path))] == [""]
+        assert [s.cause for s in select_counted(trace.scan(tmp_path))] == [""]
 
 
 @pytest.mark.parametrize(("line", "shown"), [(1, [1, 2, 3]), (4, [2, 3, 4, 5, 6]), (7, [5, 6, 7])])

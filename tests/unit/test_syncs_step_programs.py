@@ -307,8 +307,7 @@ PROGRAMS: tuple[tuple[Callable[[], Program], int, int], ...] = (
 )
 """A program, the number of its waits, and the exit code of a scan without limits."""
 NAMED = [pytest.param(make, waits, code, id=make.__name__) for make, waits, code in PROGRAMS]
-MANY = 1000.0
-"""A limit of waits per step that no program here exceeds."""
+MANY = 1000.0  # a limit of waits per step that no program here exceeds
 
 
 def test_the_documentation_counts_the_programs() -> None:

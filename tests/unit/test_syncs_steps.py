@@ -15,7 +15,7 @@ from dcpbench.syncs.sites import compute_fingerprint
 from dcpbench.syncs.steps import Range, Steps, Work, count_occurrences
 from dcpbench.syncs.steps import find_steps as find_steps_of
 from dcpbench.syncs.traces.python_lines import Repository, parse_frame
-from tests.unit.trace_builder import HOST, Trace, mine, only
+from tests.unit.trace_builder import HOST, Trace, get_only_site, select_counted
 
 ROOT = Path(__file__).parents[2]
 
@@ -255,7 +255,7 @@ class TestSites:
         trace = Trace().work()
         trace.item(5000, 5100)
         trace.item(100, 200, tid=HOST + 1)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert site.threads == [f"thread {HOST}", f"thread {HOST + 1}"]
         assert site.example is not None
         assert site.example.ts == 105
@@ -275,7 +275,7 @@ class TestSites:
         trace = Trace().work()
         trace.range("backward", 0, 900)
         trace.item(100, 200, tid=HOST + 1)
-        assert only(trace.scan(tmp_path)).range == "backward"
+        assert get_only_site(trace.scan(tmp_path)).range == "backward"
 
     def test_a_pattern_must_be_one(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"--step-range '\(' is no regular expression"):
@@ -296,7 +296,7 @@ class TestSites:
         for start, name in ((0, "Torch-Compiled Region: 0/0"), (1000, "Torch-Compiled Region: 3/1")):
             trace.op(name, start, start + 900)
             trace.item(start + 100, start + 200)
-        site = only(trace.scan(tmp_path))
+        site = get_only_site(trace.scan(tmp_path))
         assert (site.count, site.traces) == (2, [str(tmp_path / "trace.json")])
 
 
@@ -306,7 +306,7 @@ def site_of(folder: Path, *frames: str) -> tuple[str, str, str]:
     for i, frame in enumerate(frames):
         trace.frame(frame, i, 500 - i)
     trace.item(100, 200)
-    site = mine(trace.scan(folder))[0]
+    site = select_counted(trace.scan(folder))[0]
     return site.fingerprint, site.file, site.function
 
 

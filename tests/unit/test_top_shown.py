@@ -50,9 +50,9 @@ def busy(tmp_path: Path) -> State:
     """20 of 30 points have ended, one of them failed; GPUs are there."""
     job = build.job(tmp_path, POINTS)
     for i, of in enumerate(POINTS[:19]):
-        build.done(job, tmp_path, of, 10 * i, 10 * i + 10)
+        build.add_finished_point(job, tmp_path, of, 10 * i, 10 * i + 10)
     build.record(tmp_path, POINTS[19], start=190, outcome="failed", reason="rank 1: ValueError: no such row " * 5)
-    build.tell(job, 201, "measure", POINTS[20], "3/9 requests, 1,200 tok/s")
+    build.add_event(job, 201, "measure", POINTS[20], "3/9 requests, 1,200 tok/s")
     return msgspec.structs.replace(build.state(tmp_path, 205), gpus=[GPU])
 
 
@@ -125,7 +125,7 @@ class TestView:
 
     def test_markup_in_a_name_stays_text(self, tmp_path: Path) -> None:
         job = build.job(tmp_path, [build.point(1, model="[bold red]x[/]")])
-        build.tell(job, 1, "measure", job.points[0], "[link=file:///]y[/link]")
+        build.add_event(job, 1, "measure", job.points[0], "[link=file:///]y[/link]")
         told = shown(build.state(tmp_path, 2), 120)
         assert "[bold red]x[/]" in told
         assert "[link=file:///]y[/link]" in told
@@ -134,19 +134,19 @@ class TestView:
 class TestLines:
     def test_nothing_is_said_while_only_time_passes(self, tmp_path: Path) -> None:
         job = build.job(tmp_path, POINTS)
-        build.tell(job, 1, "measure", POINTS[0], "1/9 requests")
+        build.add_event(job, 1, "measure", POINTS[0], "1/9 requests")
         facts = Facts(tmp_path)
         first = build.state(facts, 2)
-        build.tell(job, 3, "measure", POINTS[0], "2/9 requests")
+        build.add_event(job, 3, "measure", POINTS[0], "2/9 requests")
         assert list(format_changes(first, build.state(facts, 4))) == []
 
     def test_each_change_is_a_line(self, tmp_path: Path) -> None:
         job = build.job(tmp_path, POINTS[:3])
         facts = Facts(tmp_path)
         first = build.state(facts, 1)
-        build.done(job, tmp_path, POINTS[0], 2, 10)
-        build.done(job, tmp_path, POINTS[1], 10, 20)
-        build.tell(job, 20, "measure", POINTS[2])
+        build.add_finished_point(job, tmp_path, POINTS[0], 2, 10)
+        build.add_finished_point(job, tmp_path, POINTS[1], 10, 20)
+        build.add_event(job, 20, "measure", POINTS[2])
         name = "a-model-with-a-long-name tp2 reference, 2 ×"
         assert list(format_changes(first, build.state(facts, 20))) == [
             "running",
@@ -158,7 +158,7 @@ class TestLines:
 
     def test_a_run_that_hangs_says_so_once(self, tmp_path: Path) -> None:
         job = build.job(tmp_path, POINTS)
-        build.tell(job, 0, "measure", POINTS[0])
+        build.add_event(job, 0, "measure", POINTS[0])
         facts = Facts(tmp_path)
         well, silent, later = (build.state(facts, at) for at in (1, 61, 90))
         said = "no sign of life for 61 s; dcpbench ends such a job after 5 min"

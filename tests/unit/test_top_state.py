@@ -32,9 +32,9 @@ class TestPoints:
         """Four can run: one is measured, one failed, one is at work, one is to come; a fifth was rejected."""
         job = build.job(tmp_path, FOUR)
         build.record(tmp_path, build.point(999), start=0, seconds=0, outcome="rejected", reason="too long")
-        build.done(job, tmp_path, FOUR[0], 1, 11)
+        build.add_finished_point(job, tmp_path, FOUR[0], 1, 11)
         build.record(tmp_path, FOUR[1], start=11, outcome="failed", reason="rank 1: ValueError")
-        build.tell(job, 22, "measure", FOUR[2], "3/9 requests")
+        build.add_event(job, 22, "measure", FOUR[2], "3/9 requests")
         found = build.state(tmp_path, 25)
         assert (found.total, found.ok, found.failed, found.rejected, found.left) == (4, 1, 1, 1, 2)
         assert found.now
@@ -51,7 +51,7 @@ class TestPoints:
     def test_a_resumed_run_measures_again_what_had_failed(self, tmp_path: Path) -> None:
         """The first command measured one and lost one; the second, 1,000 s later, knows all four points."""
         first = build.job(tmp_path, FOUR)
-        build.done(first, tmp_path, FOUR[0], 0, 10)
+        build.add_finished_point(first, tmp_path, FOUR[0], 0, 10)
         build.record(tmp_path, FOUR[1], start=10, outcome="failed", reason="rank 1")
         build.job(tmp_path, FOUR[1:], pool=FOUR, tag="tp2-1", at=1005, command="dcpbench sweep --tp 2 --resume")
         found = build.state(tmp_path, 1010, began=1000)
@@ -61,7 +61,7 @@ class TestPoints:
     def test_points_of_each_world_size_are_told_apart(self, tmp_path: Path) -> None:
         wide = build.point(100, tp=4)
         job = build.job(tmp_path, FOUR, pool=[*FOUR, wide])
-        build.done(job, tmp_path, FOUR[0], 0, 10)
+        build.add_finished_point(job, tmp_path, FOUR[0], 0, 10)
         found = build.state(tmp_path, 11)
         assert [(s.tp, s.finished, s.total) for s in found.sizes] == [(2, 1, 4), (4, 0, 1)]
 
@@ -94,9 +94,9 @@ class TestTime:
     def test_time_left_is_that_of_points_like_those_that_ended(self, tmp_path: Path) -> None:
         """10 s each, two left, and 5 s into the third: 2 · 10 - 5 = 15. 2 points in 20 s are 6 a minute."""
         job = build.job(tmp_path, FOUR)
-        build.done(job, tmp_path, FOUR[0], 0, 10)
-        build.done(job, tmp_path, FOUR[1], 10, 20)
-        build.tell(job, 20, "measure", FOUR[2])
+        build.add_finished_point(job, tmp_path, FOUR[0], 0, 10)
+        build.add_finished_point(job, tmp_path, FOUR[1], 10, 20)
+        build.add_event(job, 20, "measure", FOUR[2])
         found = build.state(tmp_path, 25)
         assert found.eta
         assert (found.eta.seconds, found.eta.low, found.eta.points) == (15, None, 2)
@@ -161,13 +161,13 @@ class TestStatus:
     )
     def test_a_run_with_points_left(self, tmp_path: Path, alive: str, at: float, status: str) -> None:
         job = build.job(tmp_path, FOUR)
-        build.tell(job, 10, "measure", FOUR[0])
+        build.add_event(job, 10, "measure", FOUR[0])
         assert build.state(tmp_path, at, alive=alive).status == status
 
     @pytest.mark.parametrize(("alive", "status"), [(COMMAND, "finishing"), (NONE, "ended")])
     def test_a_run_whose_points_have_all_ended(self, tmp_path: Path, alive: str, status: str) -> None:
         job = build.job(tmp_path, FOUR[:1])
-        build.done(job, tmp_path, FOUR[0], 0, 10)
+        build.add_finished_point(job, tmp_path, FOUR[0], 0, 10)
         found = build.state(tmp_path, 11, alive=alive)
         assert (found.status, found.now, found.eta) == (status, None, None)
 
@@ -179,7 +179,7 @@ class TestStatus:
     def test_fresh_files_without_a_process_may_be_of_another_machine(self, tmp_path: Path) -> None:
         """Ranks' ids lie there, as nobody has ended the job; but not for long, and not once it was seen here."""
         job = build.job(tmp_path, FOUR)
-        build.tell(job, 10, "measure", FOUR[0])
+        build.add_event(job, 10, "measure", FOUR[0])
         (tmp_path / "rank-0.pid").write_text("1")
         assert build.state(tmp_path, 20, alive=NONE, began=None).status == "elsewhere"
         assert build.state(tmp_path, 20, alive=NONE, began=None, known_here=True).status == "stopped"
@@ -215,7 +215,7 @@ class TestExitCode:
     @pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)], ids=["all agree", "one is wrong"])
     def test_verify_ends_with_1_where_a_check_is_wrong(self, tmp_path: Path, ok: bool, code: int) -> None:
         job = build.job(tmp_path, FOUR[:1], kind="verify", pool=[])
-        build.tell(job, 5, "done", FOUR[0])
+        build.add_event(job, 5, "done", FOUR[0])
         check = Check(
             name="reduce", layout="tp2", backend="reference", exchange="none", dtype="fp32", error=0.1, limit=1, ok=ok
         )
@@ -227,7 +227,7 @@ class TestExitCode:
 class TestFiles:
     def test_a_line_that_is_being_written_waits(self, tmp_path: Path) -> None:
         job = build.job(tmp_path, FOUR)
-        build.tell(job, 1, "build", FOUR[0])
+        build.add_event(job, 1, "build", FOUR[0])
         whole = job.get_progress_path().read_bytes()
         facts = Facts(tmp_path)
         build.state(facts, 2)
@@ -240,9 +240,9 @@ class TestFiles:
     def test_what_cannot_be_read_is_counted_and_the_rest_is_shown(self, tmp_path: Path) -> None:
         """No JSON, other JSON, bytes that are no text, another version, and a job file that is half written."""
         job = build.job(tmp_path, FOUR)
-        build.tell(job, 1, "measure", FOUR[0])
+        build.add_event(job, 1, "measure", FOUR[0])
         build.add(job.get_progress_path(), b'{"stage":\n[1]\n\xff\xfe\n\n')
-        build.tell(job, 2, "profile", FOUR[0])
+        build.add_event(job, 2, "profile", FOUR[0])
         build.record(tmp_path, FOUR[1], start=0, schema_version=99)
         (tmp_path / "job-tp4-0.json").write_bytes(b'{"kind": "sw')
         found = build.state(tmp_path, 3)
@@ -278,7 +278,7 @@ class TestFiles:
     def test_a_run_that_starts_over_is_read_anew(self, tmp_path: Path) -> None:
         """--force removes job, events and records, and writes files of the same names."""
         job = build.job(tmp_path, FOUR)
-        build.done(job, tmp_path, FOUR[0], 0, 10)
+        build.add_finished_point(job, tmp_path, FOUR[0], 0, 10)
         facts = Facts(tmp_path)
         assert build.state(facts, 11).ok == 1
         for path in tmp_path.iterdir():
@@ -290,7 +290,7 @@ class TestFiles:
     def test_texts_of_any_length_and_kind_become_short_and_printable(self, tmp_path: Path) -> None:
         hostile = build.point(100, model="\x1b[2J\x1b]0;owned\x07[red]" + "m" * 10_000_000)
         job = build.job(tmp_path, [hostile])
-        build.tell(job, 1, "\x1b[31mmeasure", hostile, "\x9b2J\r\n" + "n" * 10_000_000)
+        build.add_event(job, 1, "\x1b[31mmeasure", hostile, "\x9b2J\r\n" + "n" * 10_000_000)
         build.record(tmp_path, hostile, start=0, outcome="failed", reason="\u202e" + "r" * 10_000_000)
         found = build.state(tmp_path, 2, began=-99)
         told = msgspec.json.encode(found).decode()

@@ -54,9 +54,9 @@ def test_a_run_is_followed_to_its_end_and_its_exit_code_is_the_commands(
     tmp_path: Path, passing: Passing, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = build.job(tmp_path, TWO)
-    build.tell(job, 1, "measure", TWO[0])
+    build.add_event(job, 1, "measure", TWO[0])
     passing.happens = [
-        lambda: build.done(job, tmp_path, TWO[0], 1, 10),
+        lambda: build.add_finished_point(job, tmp_path, TWO[0], 1, 10),
         lambda: None,
         lambda: build.record(tmp_path, TWO[1], start=11, outcome="failed", reason="rank 1: ValueError: no such row"),
         passing.ends,
@@ -78,7 +78,7 @@ def test_a_run_is_followed_to_its_end_and_its_exit_code_is_the_commands(
 
 def test_in_json_each_look_is_a_line(tmp_path: Path, passing: Passing, capsys: pytest.CaptureFixture[str]) -> None:
     job = build.job(tmp_path, TWO[:1])
-    passing.happens = [lambda: build.done(job, tmp_path, TWO[0], 1, 10), passing.ends]
+    passing.happens = [lambda: build.add_finished_point(job, tmp_path, TWO[0], 1, 10), passing.ends]
     assert watch.top(tmp_path, as_json=True) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(state["status"], state["ok"]) for state in told] == [("starting", 0), ("finishing", 1), ("ended", 1)]
@@ -89,7 +89,7 @@ def test_one_look_ends_well_while_the_run_goes_on(
     tmp_path: Path, passing: Passing, capsys: pytest.CaptureFixture[str], as_json: bool
 ) -> None:
     job = build.job(tmp_path, TWO)
-    build.done(job, tmp_path, TWO[0], 1, 10)
+    build.add_finished_point(job, tmp_path, TWO[0], 1, 10)
     assert watch.top(tmp_path, once=True, as_json=as_json) == 0
     out = capsys.readouterr().out
     if as_json:
@@ -113,7 +113,7 @@ def test_a_run_that_has_not_begun_is_waited_for_and_what_is_waited_for_is_said_o
         lambda: build.record(run, TWO[0], start=0),
         passing.ends,
     ]
-    passing.happens[3] = lambda: (build.done(build.job(run, TWO[:1]), run, TWO[0], 0, 10), passing.ends())
+    passing.happens[3] = lambda: (build.add_finished_point(build.job(run, TWO[:1]), run, TWO[0], 0, 10), passing.ends())
     assert watch.top(run) == 0
     out, err = capsys.readouterr()
     said = " ".join(err.split())
@@ -180,7 +180,7 @@ def test_a_live_view_leaves_what_was_seen_last_on_the_terminal(tmp_path: Path) -
     with watch._open_live_view(terminal) as show:
         assert signal.getsignal(signal.SIGTSTP) != before
         show(build.state(tmp_path, 1))
-        build.done(job, tmp_path, TWO[0], 1, 10)
+        build.add_finished_point(job, tmp_path, TWO[0], 1, 10)
         show(build.state(tmp_path, 11))
     assert signal.getsignal(signal.SIGTSTP) == before
     screen, _, left = out.getvalue().rpartition("\x1b[?1049l")

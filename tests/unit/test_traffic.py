@@ -10,8 +10,7 @@ from dcpbench.serving.scheduler import Scheduler
 from dcpbench.serving.traffic import Traffic
 from tests.unit.serving_builder import check_books, config, request
 
-TOO_LONG = 40
-"""More prompt tokens than the usual pool's eight pages of four hold."""
+TOO_LONG = 40  # more prompt tokens than the usual pool's eight pages of four hold
 
 
 def traffic(load: list[ServeRequest], concurrency: int | None, **changes: object) -> Traffic:

@@ -18,11 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
-MAX_TREE_BYTES = 20 << 20
-"""A transfer to a GPU machine is limited to 64 MiB and also carries parts of a serving engine."""
+MAX_TREE_BYTES = 20 << 20  # a transfer to a GPU machine is limited to 64 MiB and also carries parts of a serving engine
 MAX_RESULT_FOLDERS = 15
-MAX_RESULT_WORDS = 900
-"""One page, with its tables."""
+MAX_RESULT_WORDS = 900  # one page, with its tables
 PROGRAMS = {".py", ".pyc", ".sh", ".cu", ".cpp"}
 CODE = re.compile(r"^(```|~~~).*?^\1|(`+)[^`\n]+\2", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)")

@@ -62,8 +62,7 @@ POINT = Point(
     dtype="bf16",
     page_size=64,
 )
-A_ROW_MS = 0.03
-"""Of experts, for the row of one replica where all have it: a DP-th of it for a row that one alone has."""
+A_ROW_MS = 0.03  # of experts, for the row of one replica where all have it: a DP-th of it for a row that one alone has
 
 
 def truth(works: list[Work]) -> float:

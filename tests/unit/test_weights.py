@@ -6,11 +6,13 @@ import itertools
 import pytest
 import torch
 
+from dcpbench.engine.model import Model
 from dcpbench.engine.scaled_weights import ALL, slice_scaled
 from dcpbench.engine.synthetic import SyntheticSource
 from dcpbench.engine.weights import Mlp, Moe, load_weights
+from dcpbench.kernels import int4
 from dcpbench.models import SHAPES
-from dcpbench.models.weight_formats import FORMATS, FP8, SCALE_BLOCK, UNQUANTISED
+from dcpbench.models.weight_formats import EXPERTS, FORMATS, FP8, INT4, SCALE_BLOCK, UNQUANTISED
 from dcpbench.points import memory
 from dcpbench.points.layout import GroupWide, Layout
 from dcpbench.points.names import CUT, WHOLE
@@ -303,3 +305,47 @@ class TestSynthetic:
         assert torch.equal(source.get_tensor("model.norm.weight", (7,)), torch.ones(7))
         bias = source.get_tensor("gate.e_score_correction_bias", (256,))
         assert 0 < bias.abs().max() < 0.05
+
+
+class TestInt4:
+    """Experts in int4, all else in the dtype of the computation, as Kimi-K2-Thinking is published."""
+
+    SHAPE = build.shape_like_tiny(hidden=128, moe_inter=64, layers=2, first_dense=1)
+
+    def load(self, layout=Layout(1), rank=0, ep=WHOLE, group=32):  # noqa: B008 - frozen
+        source = SyntheticSource(0, torch.float32, build.CPU)
+        held = load_weights(source, self.SHAPE, layout, rank, build.layers(self.SHAPE), ep=ep, int4_group=group)
+        return held.moe[0].mlp
+
+    @pytest.mark.parametrize("group", [32, 128])
+    @pytest.mark.parametrize(("layout", "ep"), [(Layout(1), WHOLE), (Layout(8, dcp=8), WHOLE), (Layout(8, dcp=8), CUT)])
+    def test_a_published_model_holds_as_many_bytes_as_planned(self, layout, ep, group):
+        """An expert of a rank has 4 bits a number and 16 a group; 2,048 and 256 inputs are whole blocks of the layout."""
+        shape = dataclasses.replace(SHAPES["kimi-k2"], experts=16)
+        weights = dataclasses.replace(FORMATS[INT4], columns=group, parts=frozenset({EXPERTS}))
+        layers = build.layers(shape, dense=1, moe=1)
+        held = load_weights(Meta(), shape, layout, layout.tp - 1, layers, ep=ep, int4_group=group)
+        assert held.count_bytes() == memory.compute_weight_bytes(shape, layout, 2, 1, 1, weights=weights, ep=ep)
+        assert {held.moe[0].mlp.shared.down.dtype, held.dense[0].mlp.down.dtype} == {torch.bfloat16}
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_rank_holds_its_part_of_the_same_numbers(self, rank):
+        """Of two ranks: half of the experts, or 32 of each one's 64 numbers in rows of gate and up and in columns of down."""
+        whole, held, cut = self.load(), self.load(Layout(2), rank), self.load(Layout(2), rank, CUT)
+        for all_of_it, part in ((whole.gate_up, held.gate_up), (whole.down, held.down)):
+            assert torch.equal(int4.dequantize(part), int4.dequantize(all_of_it).chunk(2)[rank])
+        rows = int4.dequantize(whole.gate_up).unflatten(1, (2, 2, 32))[:, :, rank].flatten(1, 2)
+        assert torch.equal(int4.dequantize(cut.gate_up), rows)
+        assert torch.equal(int4.dequantize(cut.down), int4.dequantize(whole.down).chunk(2, -1)[rank])
+
+    def test_the_engine_multiplies_what_they_represent(self):
+        """Router and shared expert are the same in both, and differ from int4's error without it."""
+        one = self.load()
+        plain = dataclasses.replace(one, gate_up=int4.dequantize(one.gate_up), down=int4.dequantize(one.down))
+        engine = build.engine(shape=self.SHAPE)
+        x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+        found, wanted, exact = (
+            Model.run_experts(engine.model, x, w, None, None) for w in (one, plain, engine.model.weights.moe[0].mlp)
+        )
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+        assert float((found - exact).norm() / exact.norm()) > 1e-2

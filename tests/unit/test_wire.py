@@ -31,8 +31,7 @@ BENCHES = [
     *(WIRE / f"{bench}-{ranks}" for ranks in (2, 4) for bench in ("collectives", "exchange")),
     FOUR / "exchange-q-replicate",
 ]
-OLDER = [FOUR / "exchange", TWO / "exchange-2"]
-"""Stand for calls that BENCHES lack."""
+OLDER = [FOUR / "exchange", TWO / "exchange-2"]  # stand for calls that BENCHES lack
 TRUE = Fit(launch_us=4.0, meet_us=0.8, us_per_byte=1 / 200e3)
 SIZES = (10_000, 100_000, 1_000_000, 8_000_000)
 

@@ -1,4 +1,4 @@
-"""Result files of other benchmarks, made up in the schemas that their sources state."""
+"""Synthetic result files of other benchmarks, in the schemas that their sources state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def spread(mean: float, median: float, total: float = 0.0, **ends: float) -> dict[str, Any]:
-    """GuideLLM's summary of a distribution."""
+    """Return GuideLLM's summary of a distribution."""
     names = ("p001", "p01", "p05", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p999")
     found: dict[str, Any] = {
         "mean": mean,
@@ -23,7 +23,7 @@ def spread(mean: float, median: float, total: float = 0.0, **ends: float) -> dic
 
 
 def guidellm(strategy: dict[str, Any], *, listed: int = 3, **metrics: Any) -> dict[str, Any]:
-    """A benchmark of 3 requests of 100 tokens: TTFT 200 ms, 40, 50 and 60 ms a token of 5, 3 and 2 tokens."""
+    """Return a benchmark of 3 requests of 100 tokens: TTFT 200 ms, 40, 50 and 60 ms a token of 5, 3 and 2 tokens."""
     request = {"type_": "generative_request_stats", "time_to_first_token_ms": 200.0, "output_tokens": 5}
     return {
         "type_": "generative_benchmark",
@@ -66,7 +66,7 @@ def stat(unit: str, avg: float, **more: float) -> dict[str, Any]:
 
 
 def aiperf(load: dict[str, Any] | None = None, given: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """A summary of AIPerf, as exported without the fields that are not set."""
+    """Return a summary of AIPerf, as exported without the fields that are not set."""
     return {
         "request_throughput": stat("requests/sec", 1.5),
         "request_latency": stat("ms", 314.0, p50=310.0, p90=320.0, p95=330.0, p99=340.0, min=280.0, max=350.0, std=5.0),
@@ -90,7 +90,7 @@ def aiperf(load: dict[str, Any] | None = None, given: dict[str, Any] | None = No
 
 
 def line(start_ns: int, gaps: list[float], phase: str = "profiling", **changes: Any) -> dict[str, Any]:
-    """A record of a request: TTFT 500 ms, then these gaps in ms."""
+    """Return a record of a request: TTFT 500 ms, then these gaps in ms."""
     value = {
         "input_sequence_length": {"value": 100, "unit": "tokens"},
         "output_sequence_length": {"value": len(gaps) + 1, "unit": "tokens"},
@@ -103,7 +103,7 @@ def line(start_ns: int, gaps: list[float], phase: str = "profiling", **changes: 
 
 
 def one_batch(**changes: Any) -> dict[str, Any]:
-    """A result of bench_one_batch: 4 requests of 1,000 tokens, 0.5 s of prefill, then 10 steps that take 0.3 s."""
+    """Return a result of bench_one_batch: 4 requests of 1,000 tokens, 0.5 s of prefill, then 10 steps that take 0.3 s."""
     return {
         "run_name": "default",
         "batch_size": 4,
@@ -119,7 +119,7 @@ def one_batch(**changes: Any) -> dict[str, Any]:
 
 
 def forward_case(name: str, kv_lens: list[int], ranks: int = 1, query: int = 1, drafts: int = 0) -> dict[str, Any]:
-    """A case of `vllm bench forward` with steps of 5 ms."""
+    """Return a case of `vllm bench forward` with steps of 5 ms."""
     times = {"timer": "graph_events", "median": 5000.0, "samples_us": [4900.0, 5000.0, 5100.0, 5000.0, 5000.0]}
     rank = {"num_tokens": len(kv_lens), "kv_blocks": 9, "routing": "real", "latency_us": times, "finite": True}
     one = {"query_len": query, "num_draft_tokens": drafts, "chunked": False}

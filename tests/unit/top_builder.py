@@ -1,4 +1,4 @@
-"""Made-up files of a run, for tests of `dcpbench top`. Times are seconds after BEGAN."""
+"""Synthetic files of a run, for tests of `dcpbench top`. Times are seconds after BEGAN."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def job(
     command: str = COMMAND_LINE,
     device: str = "cuda",
 ) -> Job:
-    """A job file that was written at that time; `pool`: all points of the run, by default these."""
+    """Write a job file at that time; `pool` has all points of the run, by default these."""
     folder.mkdir(exist_ok=True)
-    told = Job(
+    written = Job(
         kind=kind,
         tag=tag,
         folder=str(folder),
@@ -53,19 +53,21 @@ def job(
         pool_points=list(points if pool is None else pool),
         command=command,
     )
-    told.get_path().write_bytes(msgspec.json.encode(told))
-    os.utime(told.get_path(), (BEGAN + at, BEGAN + at))
-    return told
+    written.get_path().write_bytes(msgspec.json.encode(written))
+    os.utime(written.get_path(), (BEGAN + at, BEGAN + at))
+    return written
 
 
-def tell(of: Job, at: float, stage: str, about: Point | None = None, note: str = "") -> None:
-    """One event."""
-    event = Progress(stage=stage, key=about.get_key() if about else "", note=note, at=BEGAN + at)
-    add(of.get_progress_path(), msgspec.json.encode(event) + b"\n")
+def add_event(job: Job, at: float, stage: str, point: Point | None = None, note: str = "") -> None:
+    """Add one event."""
+    event = Progress(stage=stage, key=point.get_key() if point else "", note=note, at=BEGAN + at)
+    add(job.get_progress_path(), msgspec.json.encode(event) + b"\n")
 
 
-def record(folder: Path, of: Point, *, start: float, seconds: float = 10, outcome: str = "ok", **changes: Any) -> None:
-    """A record; an ok one with 200 tok/s and 10 ms."""
+def record(
+    folder: Path, point: Point, *, start: float, seconds: float = 10, outcome: str = "ok", **changes: Any
+) -> None:
+    """Add a record; an ok one has 200 tok/s and 10 ms."""
     started = dt.datetime.fromtimestamp(BEGAN + start, dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     metrics = Metrics(
         step_ms=Interval(median=10, low=10, high=10, samples=100),
@@ -74,22 +76,22 @@ def record(folder: Path, of: Point, *, start: float, seconds: float = 10, outcom
         output_tok_s_per_gpu=100,
         tok_s_per_user=100,
     )
-    told = Record(
-        point=of,
+    written = Record(
+        point=point,
         outcome=outcome,
         started_at=started,
         seconds=seconds,
         metrics=metrics if outcome == "ok" else None,
         **changes,
     )
-    add(folder / "records.jsonl", msgspec.json.encode(told) + b"\n")
+    add(folder / "records.jsonl", msgspec.json.encode(written) + b"\n")
 
 
-def done(of: Job, folder: Path, about: Point, start: float, end: float) -> None:
-    """A point from its first event to its last one, with its record."""
-    tell(of, start, "measure", about)
-    record(folder, about, start=start, seconds=end - start)
-    tell(of, end, "done", about, "10.00 ms/step")
+def add_finished_point(job: Job, folder: Path, point: Point, start: float, end: float) -> None:
+    """Add a point from its first event to its last one, with its record."""
+    add_event(job, start, "measure", point)
+    record(folder, point, start=start, seconds=end - start)
+    add_event(job, end, "done", point, "10.00 ms/step")
 
 
 def add(path: Path, data: bytes) -> None:
@@ -99,7 +101,7 @@ def add(path: Path, data: bytes) -> None:
 
 
 def state(facts: Facts | Path, at: float, *, alive: str = COMMAND, began: float | None = 0, **more: Any) -> State:
-    """The state at that time, of a command that began at `began`."""
+    """Return the state at that time, of a command that began at `began`."""
     found = facts if isinstance(facts, Facts) else Facts(facts)
     found.read_updates()
     return compute_state(found, BEGAN + at, alive=alive, began=None if began is None else BEGAN + began, **more)

@@ -34,8 +34,7 @@ was tried (2 and 4).
 """
 KV = {"H200": "100GiB", "H100": "30GiB"}
 """KV memory of a grid, by GPU; the fewer weights are held next to it, the sooner an engine is built."""
-BF16_KV = KV | {"H200": "90GiB"}
-"""KV memory in bf16, where a larger pool leaves no memory for Kimi-K2 on two GPUs."""
+BF16_KV = KV | {"H200": "90GiB"}  # KV memory in bf16, where a larger pool leaves no memory for Kimi-K2 on two GPUs
 SERVED_KV = {"H200": "40GiB", "H100": "20GiB"}
 
 
@@ -43,12 +42,10 @@ SERVED_KV = {"H200": "40GiB", "H100": "20GiB"}
 class Command:
     """Hold one program with its arguments."""
 
-    program: str
-    """`dcpbench`, or a module that `python -m` runs."""
+    program: str  # `dcpbench`, or a module that `python -m` runs
     words: tuple[str, ...]
     minutes: float
-    name: str
-    """Name of its log, and of the folder that it writes."""
+    name: str  # name of its log, and of the folder that it writes
     only_one: bool = False
     """True if it takes one GPU: consecutive commands of this kind run in parallel, each on its own GPU."""
 
@@ -297,15 +294,13 @@ class Plan:
         )
 
 
-TINY = {
+TINY = {  # options of a rehearsal; those without a value are left out
     "--model": "tiny", "--concurrency": "1,2", "--context": "16", "--seconds": "0.05", "--num-requests": "4",
     "--input-tokens": "16", "--output-tokens": "4", "--sessions": "",
     "--request-rate": "20", "--kv-memory": "", "--weights-dtype": "", "--kv-dtype": "", "--backend": "",
     "--heads": "8", "--requests": "1,2",
 }  # fmt: skip
-"""Options of a rehearsal; those without a value are left out."""
-NO_REHEARSAL = ("calibrate",)
-"""Programs that a rehearsal skips: a CPU has no times for a machine file."""
+NO_REHEARSAL = ("calibrate",)  # programs that a rehearsal skips: a CPU has no times for a machine file
 
 
 def rehearsed(command: Command, like: str) -> Command | None:

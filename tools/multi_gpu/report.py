@@ -147,7 +147,7 @@ def decode(folder: Path) -> list[str]:
     rows = [
         f"| {told(r)} | {r.point.concurrency} × {r.point.context:,} | {r.metrics.step_ms.median:.2f} |"
         f" {r.metrics.output_tok_s.median:,.0f} | {'' if share(r) is None else f'{share(r):.2f}'} |"
-        f" {', '.join(r.marks)} |"
+        f" {', '.join(r.warnings)} |"
         for part in GRIDS
         for r in ok(folder, part)
         if r.metrics

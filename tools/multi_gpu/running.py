@@ -25,13 +25,10 @@ if TYPE_CHECKING:
 STATE = "state.json"
 LEAST_SHARE = 0.5
 """Minimum share of a command's estimate that must be left to begin it: sweeps keep what they have measured."""
-MOST = 1.7
-"""Maximum factor of a command's time over its estimate."""
+MOST = 1.7  # maximum factor of a command's time over its estimate
 ATTEMPTS = 2
-LOOK_S = 0.5
-"""Interval in s between checks of whether the complete run was ended."""
-GRACE_S = 25.0
-"""Maximum time in s for a command to save its results after it was signalled to end."""
+LOOK_S = 0.5  # interval in s between checks of whether the complete run was ended
+GRACE_S = 25.0  # maximum time in s for a command to save its results after it was signalled to end
 DONE, FAILED, CUT, SKIPPED = "done", "failed", "cut off", "skipped"
 
 
@@ -43,10 +40,8 @@ class Ran(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
     attempts: int = 0
     note: str = ""
-    cut: int = 0
-    """Number of times that it was ended early, by its time limit or Ctrl-C."""
-    device: str = ""
-    """GPU on which it ran, if it takes one GPU."""
+    cut: int = 0  # number of times that it was ended early, by its time limit or Ctrl-C
+    device: str = ""  # GPU on which it ran, if it takes one GPU
 
 
 @dataclasses.dataclass

@@ -83,8 +83,7 @@ def failed(run: CorpusRun) -> list[str]:
     return said
 
 
-DRY_RUN_RECALL = 0.95
-"""Minimum share of the corpus that the dry run must find."""
+DRY_RUN_RECALL = 0.95  # minimum share of the corpus that the dry run must find
 
 
 def _run(keep: Path | None, vllm_checks: Sequence[str]) -> list[CorpusRun]:

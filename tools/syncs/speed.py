@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 SHIFTED = ("correlation", "External id", "external id", "Python id", "Python parent id", "Ev Idx", "Record function id")
 """Numbers within `args` that identify an event."""
 SCAN = "scan"
-PAUSE_US = 100.0
-"""Time between two copies of a trace."""
+PAUSE_US = 100.0  # time between two copies of a trace
 
 _SCAN = """
 import json, resource, sys, time
@@ -60,15 +59,12 @@ class Timing(msgspec.Struct, kw_only=True):
     """Hold the timing of one program on one trace, in a process of its own, on one core, in seconds and bytes."""
 
     tool: Literal["scan", "HTA loader"]
-    wall_s: float
-    """Seconds of the best run, without starting Python and importing."""
+    wall_s: float  # seconds of the best run, without starting Python and importing
     cpu_s: float
     runs_wall_s: list[float]
     peak_bytes: int
-    base_bytes: int
-    """Memory of the process before, Python and its packages included."""
-    found: int
-    """Synchronisations by scan; rows of HTA's table."""
+    base_bytes: int  # memory of the process before, Python and its packages included
+    found: int  # synchronisations by scan; rows of HTA's table
 
 
 class Speed(msgspec.Struct, kw_only=True):

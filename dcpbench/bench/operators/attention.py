@@ -32,16 +32,11 @@ if TYPE_CHECKING:
     from dcpbench.points.roofline import Work
 
 SCALE = (NOPE + ROPE) ** -0.5
-LIMIT = 1e-2
-"""Relative error past which an output is wrong: rounding to bf16, with room for once more."""
-DEVIATION = (KV_WIDTH / (NOPE + ROPE)) ** 0.5
-"""Standard deviation of the scores of rows and queries of normal numbers."""
-KV_SCALE = {"bf16": 1.0, FP8: 0.25}
-"""Scale of the KV cache; not 1 for fp8, so that a kernel that ignores it gives wrong results."""
-SPREAD = 7 / 8
-"""Uneven lengths lie between 1/8 and 15/8 of their mean."""
-UNRELATED = ("heads", "query_length")
-"""Sizes of a case that its pools do not depend on."""
+LIMIT = 1e-2  # relative error past which an output is wrong: rounding to bf16, with twice that as margin
+DEVIATION = (KV_WIDTH / (NOPE + ROPE)) ** 0.5  # standard deviation of the scores of rows and queries of normal numbers
+KV_SCALE = {"bf16": 1.0, FP8: 0.25}  # scale of the KV cache; not 1 for fp8, so that a kernel that ignores it is wrong
+SPREAD = 7 / 8  # uneven lengths lie between 1/8 and 15/8 of their mean
+UNRELATED = ("heads", "query_length")  # sizes of a case that its pools do not depend on
 
 
 def get_query_length(case: Case) -> int:
@@ -77,8 +72,7 @@ class Pools:
     """KV rows of requests, in enough pools to keep the L2 cache cold."""
 
     shards: Shards
-    data: torch.Tensor
-    """[pools, pages, page, numbers of a row]"""
+    data: torch.Tensor  # [pools, pages, page, numbers of a row]
 
 
 class Attention:

@@ -25,14 +25,10 @@ if TYPE_CHECKING:
     Run = Callable[[], None]
     Tensors = tuple[torch.Tensor, ...]
 
-CHUNK_SECONDS = 0.04
-"""Passes between two looks at the stop rule; short, as a bench has many cases."""
-COLD = 4
-"""Minimum size of a pass's data relative to the L2 cache; a smaller one is marked `l2_warm`."""
+CHUNK_SECONDS = 0.04  # passes between two looks at the stop rule; short, as a bench has many cases
+COLD = 4  # minimum size of a pass's data relative to the L2 cache; a smaller one is marked `l2_warm`
 FRESH_CALLS = 16
-"""Default calls of a pass for inputs that an engine has just written; a multiple of every number of buffers that an
-exchange alternates.
-"""
+"""Default calls of a pass for inputs that were just written; a multiple of the buffers that any exchange alternates."""
 MAX_SETS = 256
 CPU_SETS = 2
 
@@ -41,20 +37,13 @@ CPU_SETS = 2
 class Calls:
     """A case, ready to run."""
 
-    calls: Sequence[Run]
-    """One for each layer or step; together they are a pass."""
-    check: Callable[[Run], str]
-    """Runs a pass and compares with the reference; returns the difference, or an empty string."""
-    to_capture: Sequence[Run] | None = None
-    """Calls that a CUDA graph holds instead of `calls`, if they differ."""
-    check_graph: Callable[[Run], str] | None = None
-    """`check` for a pass of `to_capture`."""
-    written_bytes: int = 0
-    """Bytes that a pass writes or reads, to determine whether its first data has left the L2 cache."""
-    error: Callable[[], float] | None = None
-    """‖x − ref‖ / ‖ref‖ of the results of the last pass, if they are not bitwise equal."""
-    work: Work | None = None
-    """Minimum work of one call; None without a limit to compare with."""
+    calls: Sequence[Run]  # one for each layer or step; together they are a pass
+    check: Callable[[Run], str]  # runs a pass and compares with the reference; returns the difference, or nothing
+    to_capture: Sequence[Run] | None = None  # calls that a CUDA graph holds instead of `calls`, if they differ
+    check_graph: Callable[[Run], str] | None = None  # `check` for a pass of `to_capture`
+    written_bytes: int = 0  # bytes that a pass writes or reads, from which it follows whether the L2 cache is cold
+    error: Callable[[], float] | None = None  # ‖x − ref‖ / ‖ref‖ of the last pass, if results are not bitwise equal
+    work: Work | None = None  # minimum work of one call; None without a limit to compare with
 
     def run(self) -> None:
         """Run one pass, eagerly."""
@@ -131,22 +120,18 @@ class Workload(Protocol):
         """Return a case, ready to run."""
 
 
-def measure_gpu_time(run: Run, calls: int, device: torch.device, settings: BenchSettings) -> tuple[Timing, Gpu | None]:
-    """Return the time of a call by CUDA events; `run` is a pass of `calls` calls, repeated back to back.
-
-    Eagerly, the time includes waits and launches of the host; a graph's replay has neither.
-    """
-    (time,), gpu = measure_gpu_times([(run, calls)], device, settings)
-    return time, gpu
-
-
 def measure_gpu_times(
     passes: Sequence[tuple[Run, int]], device: torch.device, settings: BenchSettings
 ) -> tuple[list[Timing], Gpu | None]:
-    """Return the times of several passes measured in turns, and the GPU state common to all."""
+    """Return the time of a call of several passes by CUDA events, and the GPU state common to all.
+
+    A pass is a function with its number of calls; passes are measured in turns, each repeated back to back. Eagerly, the
+    time includes waits and launches of the host; a graph's replay has neither.
+    """
+    rule = StopRule(precision=settings.precision, seconds=settings.seconds)
     with GpuSampler(get_gpu_uuid(device)) as sampler:
         chunks = [Timer(run, device).measure_chunk for run, _ in passes]
-        found = measure_in_turns(chunks, _make_rule(settings), chunk_seconds=CHUNK_SECONDS)
+        found = measure_in_turns(chunks, rule, chunk_seconds=CHUNK_SECONDS)
     return [_convert_timing(each, calls) for each, (_, calls) in zip(found, passes, strict=True)], sampler.get_state()
 
 
@@ -163,10 +148,6 @@ def _convert_timing(found: timing.Timing, calls: int) -> Timing:
         unsettled=found.unsettled,
         samples_us=samples,
     )
-
-
-def _make_rule(settings: BenchSettings) -> StopRule:
-    return StopRule(precision=settings.precision, seconds=settings.seconds)
 
 
 def get_first_line(error: BaseException) -> str:

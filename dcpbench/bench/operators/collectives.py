@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from dcpbench.bench.operators.calls import Calls
     from dcpbench.exchange.torch_collectives import Group
 
-ROUNDING = 2.0**-8
-"""Largest relative error of a number in bf16. A sum over ranks is rounded more than once, but mostly by less."""
+ROUNDING = 2.0**-8  # largest relative error of a number in bf16; of a sum over ranks it is mostly smaller
 
 
 NCCL: dict[str, Callable[[Group, torch.Tensor], torch.Tensor]] = {
@@ -77,7 +76,7 @@ class Borrower:
 
 
 class Collectives:
-    """Builds cases."""
+    """Build cases."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.group = device, seed, get_world_group()

@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     from dcpbench.exchange.torch_collectives import Group
 
 DTYPE = torch.bfloat16
-LIMIT = 1e-2
-"""Relative error past which a merged output is wrong: rounding partial outputs and their sums to bf16."""
-EMPTY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2
-"""Requests without rows, if there are enough requests."""
+LIMIT = 1e-2  # relative error past which a merged output is wrong: rounding partial outputs and their sums to bf16
+EMPTY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2  # requests without rows, if there are enough requests
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +93,7 @@ def make_variant(variant: str, group: Group, spec: ExchangeSpec) -> Exchange:
 
 
 class ExchangeBench:
-    """Builds cases."""
+    """Build cases."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.group = device, seed, get_world_group()
@@ -156,9 +154,7 @@ class ExchangeBench:
 
 
 def compute_work(case: Case) -> Work:
-    """Return the work of a case, see the module; `wire_bytes` are the received bytes by the formula of the variant's
-    own file.
-    """
+    """Return the work of a case; `wire_bytes` are the received bytes by the formula of the variant."""
     batch, heads, ranks, value = (int(case.sizes[n]) for n in ("requests", "heads", "ranks", "value"))
     replicate = case.sizes["q"] == "replicated"
     q = Work() if replicate else compute_query_work(batch, heads, ranks, KV_WIDTH, DTYPE.itemsize)

@@ -51,14 +51,10 @@ if TYPE_CHECKING:
     Lend = Callable[[], AbstractContextManager[Buffer]]
 
 PAGE = 64
-SPARE_ROWS = 8
-"""Rows after the gathered ones, which must stay unchanged."""
-POISON = 0x7FEB
-"""bf16 bits of a NaN that no row holds."""
-ALLOCATING_CALLS = 4
-"""Most calls of a pass in which each allocates symmetric memory, which takes milliseconds."""
-TURNS = 4
-"""Parts in which requests are given their pages, so that those of one lie apart."""
+SPARE_ROWS = 8  # rows after the gathered ones, which must stay unchanged
+POISON = 0x7FEB  # bf16 bits of a NaN that no row holds
+ALLOCATING_CALLS = 4  # most calls of a pass in which each allocates symmetric memory, which takes milliseconds
+TURNS = 4  # parts in which requests are given their pages, so that those of one lie apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +62,9 @@ class Inputs:
     """Tensors of a size."""
 
     task: Task
-    wanted: torch.Tensor
-    """[tokens, 576]: all tokens' rows in token order."""
-    pools: torch.Tensor
-    """[layers, rows, 576]: this rank's, with rows of other requests that are NaN."""
-    results: torch.Tensor
-    """[layers, tokens and spare rows, 576]"""
+    wanted: torch.Tensor  # [tokens, 576]: all tokens' rows in token order
+    pools: torch.Tensor  # [layers, rows, 576]: this rank's, with rows of other requests that are NaN
+    results: torch.Tensor  # [layers, tokens and spare rows, 576]
 
     def check_pass(self, layers: int, run: Callable[[], None]) -> str:
         """Poison the results of `layers` layers, run a pass, compare every bit."""
@@ -90,7 +83,7 @@ class Inputs:
 
 
 class KvGather:
-    """Builds cases; the reserve and the last size's tensors are kept."""
+    """Build cases; the reserve and the last size's tensors are kept."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.group = device, seed, get_world_group()
@@ -204,9 +197,7 @@ class KvGather:
 
 
 def find_stored_rows(prefix: Prefix, group: Group, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Return (rows of this rank's pool that hold the prefix, in token order; rows of the pool), by the engine's own
-    pools.
-    """
+    """Return (rows of this rank's pool that hold the prefix, in token order; rows of the pool), by the engine's pools."""
     lengths = prefix.lengths
     pages = sum(-(-length // (PAGE * group.size)) for length in lengths)
     allocator = DcpAllocator(pages + 1, PAGE, group.size)

@@ -40,12 +40,9 @@ if TYPE_CHECKING:
 BUFFER_BYTES = 2 << 30
 PEER_BYTES = 256 << 20
 SIDE = 8192
-REPEATS = 32
-"""Barriers or smallest collectives in one graph."""
-ALONE, BETWEEN = ("read", "copy", "matmul"), ("peer", "barrier")
-"""Limits of each rank alone, and those between ranks."""
-FP8_ALONE = ("matmul_fp8",)
-"""Limits of each rank alone, if weights or KV are fp8."""
+REPEATS = 32  # barriers or smallest collectives in one graph
+ALONE, BETWEEN = ("read", "copy", "matmul"), ("peer", "barrier")  # limits of each rank alone, and those between ranks
+FP8_ALONE = ("matmul_fp8",)  # limits of each rank alone, if weights or KV are fp8
 WARM_UP, SAMPLES = 5, 30
 REST_S = 0.1
 

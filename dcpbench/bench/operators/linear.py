@@ -30,23 +30,19 @@ if TYPE_CHECKING:
     from dcpbench.bench.bench_record import Case
     from dcpbench.bench.operators.calls import Calls
 
-LIMIT = 4e-3
-"""Relative error past which a result is wrong: rounding it to bf16 is off by 2⁻⁸ at most, by 2⁻⁸/√3 on average."""
-CHECKED = 64
-"""Rows that are compared with fp64, spread over all."""
+LIMIT = 4e-3  # relative error past which a result is wrong: rounding to bf16 is off by 2⁻⁸ at most
+CHECKED = 64  # rows that are compared with fp64, spread over all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Sizes of a case."""
 
-    layer: str
-    """Name of the layer, such as `qkv_a`."""
+    layer: str  # name of the layer, such as `qkv_a`
     inputs: int
     outputs: int
     rows: int
-    weights: str = "bf16"
-    """`bf16` or `fp8`."""
+    weights: str = "bf16"  # `bf16` or `fp8`
 
 
 def make_triton_call(x_TK: torch.Tensor, weight_NK: torch.Tensor | Scaled) -> Callable[[], tuple[torch.Tensor]]:
@@ -107,7 +103,7 @@ VARIANTS: dict[str, Callable[[torch.Tensor, torch.Tensor | Scaled], Callable[[],
 
 
 class Linear:
-    """Builds cases."""
+    """Build cases."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed = device, seed

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from dcpbench.bench.operators.calls import Calls
 
 DTYPE = torch.bfloat16
-LIMIT = 5e-3
-"""Maximum relative error of a correct result: the rounding to bf16; inputs are exact."""
+LIMIT = 5e-3  # maximum relative error of a correct result: the rounding to bf16; inputs are exact
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,8 +54,7 @@ class PreparedOp:
     """An operator on one set of tensors."""
 
     call: Callable[[], tuple[torch.Tensor, ...]]
-    truth: Callable[[], tuple[torch.Tensor, ...]]
-    """Expected result of `call`, in fp64."""
+    truth: Callable[[], tuple[torch.Tensor, ...]]  # expected result of `call`, in fp64
     work: Work
 
 
@@ -139,7 +137,7 @@ def _split_by_rank(x_BH: torch.Tensor, own: int) -> torch.Tensor:
 
 
 class Merge:
-    """Builds cases."""
+    """Build cases."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed = device, seed

@@ -7,7 +7,7 @@
 So the others have less work. The minimum memory traffic of a call is the weights of experts that have a row, and the
 rows.
 
-With fp8 weights (block_scaled.py) our gate-up also quantises the tokens before and its result after the product, as the
+With int4 weights (int4.py) rows are in bf16, and the truth is the product with dequantised weights. Only triton has it. With fp8 weights (block_scaled.py) our gate-up also quantises the tokens before and its result after the product, as the
 input of down; DeepGEMM gets rows that are quantised already. torch has no product for such scales.
 """
 
@@ -21,11 +21,12 @@ import torch
 
 from dcpbench.bench.operators.calls import compute_relative_error, count_cold_sets, make_checked_calls
 from dcpbench.errors import MissingPackageError, UsageError
-from dcpbench.kernels import block_scaled
+from dcpbench.kernels import block_scaled, int4
 from dcpbench.kernels.block_scaled import Scaled
 from dcpbench.kernels.e4m3 import LARGEST
-from dcpbench.kernels.moe import decode_experts, prefill_experts, scaled
-from dcpbench.models.weight_formats import FORMATS, FP8, SCALE_BLOCK, UNQUANTISED
+from dcpbench.kernels.int4 import Int4
+from dcpbench.kernels.moe import decode_experts, int4_experts, prefill_experts, scaled
+from dcpbench.models.weight_formats import FORMATS, FP8, INT4, SCALE_BLOCK, UNQUANTISED, WeightFormat
 from dcpbench.points.memory import Product
 from dcpbench.points.roofline import compute_expert_work
 
@@ -36,40 +37,43 @@ if TYPE_CHECKING:
     from dcpbench.bench.operators.calls import Calls
     from dcpbench.points.roofline import Work
 
-LIMIT = 8e-3
-"""Relative error past which a result is wrong: rounding it, and for gate-up its factors, to bf16."""
-CHECKED = 8
-"""Number of experts with rows compared with fp64: the fullest, and others spread over all."""
-SLAB_ROWS = 64
-"""Number of which the row count of DeepGEMM's slabs is a multiple."""
-SPREAD = 90.0
-"""Standard deviation of e4m3 numbers of weights: a block of a normal weight reaches 448 at five standard deviations."""
+LIMIT = 8e-3  # relative error past which a result is wrong: rounding it, and for gate-up its factors, to bf16
+CHECKED = 8  # number of experts with rows compared with fp64: the fullest, and others spread over all
+SLAB_ROWS = 64  # number of which the row count of DeepGEMM's slabs is a multiple
+SPREAD = 90.0  # standard deviation of e4m3 numbers of weights: 448, the largest, is at five of them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Sizes of a case."""
 
-    product: str
-    """`gate-up` or `down`."""
-    experts: int
-    """Number of experts, all on this rank, divided by width."""
+    product: str  # `gate-up` or `down`
+    experts: int  # number of experts, all on this rank, divided by width
     top_k: int
     hidden: int
-    width: int
-    """I of one rank."""
+    width: int  # I of one rank
     requests: int
-    weights: str = "bf16"
-    """Format of the weights: `bf16` or `fp8`."""
+    weights: str = "bf16"  # format of the weights: `bf16`, `fp8` or `int4`
+    group_size: int = 0  # inputs per scale of int4 weights
     rows: str
-    """`uniform`: all experts have the same chance; `skewed`: expert i has a chance ∝ 1 / (i + 1); `few`: one in four is
-    drawn, the others have no row.
-    """
+    """`uniform`: equal chances; `skewed`: expert i has a chance ∝ 1 / (i + 1); `few`: only one in four is drawn."""
 
     @property
     def gated(self) -> bool:
         """Return True for the first product, gate-up, with hidden states as input."""
         return self.product == "gate-up"
+
+    @property
+    def block(self) -> int:
+        """Return the number of which widths must be multiples."""
+        return {FP8: SCALE_BLOCK, INT4: self.group_size}.get(self.weights, 1)
+
+    @property
+    def format(self) -> WeightFormat:
+        """Return the format of the weights, from which their bytes follow."""
+        if self.weights == INT4:
+            return dataclasses.replace(FORMATS[INT4], columns=self.group_size)
+        return FORMATS.get(self.weights, UNQUANTISED)
 
     @property
     def weight(self) -> tuple[int, int, int]:
@@ -84,13 +88,10 @@ class Inputs:
     """Tensors of one call, and their expected results."""
 
     sizes: Sizes
-    x: torch.Tensor
-    """gate-up: tokens [T, D]; down: rows [T·k, I], sorted by expert. For fp8 they are exactly representable in e4m3."""
-    weight: torch.Tensor | Scaled
-    ids: torch.Tensor
-    """int32 [T, top_k]"""
-    counts: list[int]
-    """Rows of each expert."""
+    x: torch.Tensor  # gate-up: tokens [T, D]; down: rows [T·k, I], sorted by expert; for fp8 exact in e4m3
+    weight: torch.Tensor | Scaled | Int4
+    ids: torch.Tensor  # int32 [T, top_k]
+    counts: list[int]  # rows of each expert
 
     @functools.cached_property
     def sorted_rows(self) -> torch.Tensor:
@@ -117,6 +118,8 @@ class Inputs:
         if isinstance(self.weight, Scaled):
             one = Scaled(self.weight.data[expert], self.weight.scale[expert])
             return block_scaled.dequantize_weight(one).double()
+        if isinstance(self.weight, Int4):
+            return int4.dequantize(self.weight.select_expert(expert))[0].double()
         return self.weight[expert].double()
 
     def compute_work(self) -> Work:
@@ -129,7 +132,7 @@ class Inputs:
             rows=self.ids.numel(),
             hit=sum(count > 0 for count in self.counts),
             itemsize=self.x.itemsize,
-            weights=FORMATS[FP8] if isinstance(self.weight, Scaled) else UNQUANTISED,
+            weights=self.sizes.format,
         )
 
 
@@ -138,19 +141,17 @@ class PreparedVariant:
     """A variant on its inputs."""
 
     call: Callable[[], tuple[torch.Tensor, ...]]
-    rows: Callable[..., torch.Tensor]
-    """Function that converts the result of `call` to sorted rows."""
-    fused: bool = False
-    """True if gate-up includes silu(gate) · up."""
+    rows: Callable[..., torch.Tensor]  # function that converts the result of `call` to sorted rows
+    fused: bool = False  # true if gate-up includes silu(gate) · up
 
 
 def prepare_triton(inputs: Inputs) -> PreparedVariant:
-    """Return kernels/moe as an engine calls it; the shared input of both products is made before: the plan, or sorted
-    rows.
-    """
+    """Return kernels/moe as an engine calls it; the plan or the sorted rows, which both products share, are made before."""
     sizes = inputs.sizes
     if isinstance(inputs.weight, Scaled):
         return prepare_scaled(inputs, inputs.weight)
+    if isinstance(inputs.weight, Int4):
+        return prepare_int4(inputs, inputs.weight)
     weight = inputs.weight
     if inputs.ids.numel() > decode_experts.MAX_ASSIGNMENTS:
         rows_ID = inputs.sorted_rows
@@ -185,8 +186,21 @@ def prepare_scaled(inputs: Inputs, weight: Scaled) -> PreparedVariant:
     return PreparedVariant(call=lambda: (scaled.compute_down(rows, weight, plan, top_k),), rows=lambda y: y)
 
 
+def prepare_int4(inputs: Inputs, weight: Int4) -> PreparedVariant:
+    """Return the calls over int4 weights and bf16 rows."""
+    sizes = inputs.sizes
+    plan = int4_experts.plan_products(inputs.ids, 0, sizes.experts)
+    return PreparedVariant(
+        call=lambda: (int4_experts.compute_product(inputs.x, weight, plan, sizes.top_k, gated=sizes.gated),),
+        rows=lambda y: y,
+        fused=True,
+    )
+
+
 def prepare_torch(inputs: Inputs) -> PreparedVariant:
-    """Return a call of `torch._grouped_mm`. Raise UsageError for fp8."""
+    """Return a call of `torch._grouped_mm`. Raise UsageError for weights with scales."""
+    if isinstance(inputs.weight, Int4):
+        raise UsageError("torch has no grouped product for int4; use --variant triton with --weights int4.")
     if isinstance(inputs.weight, Scaled):
         raise UsageError(
             "torch has no grouped product for block scales; use --variant triton,deepgemm with --weights fp8."
@@ -198,9 +212,9 @@ def prepare_torch(inputs: Inputs) -> PreparedVariant:
 
 
 def prepare_deepgemm(inputs: Inputs) -> PreparedVariant:
-    """Return a call of DeepGEMM's `m_grouped_bf16_gemm_nt_masked`, or of its fp8 version. Raise MissingPackageError
-    without it.
-    """
+    """Return a call of DeepGEMM's masked grouped product in bf16 or fp8. Raise MissingPackageError without it, and UsageError for int4."""
+    if isinstance(inputs.weight, Int4):
+        raise UsageError("DeepGEMM has no product of int4 and bf16; use --variant triton with --weights int4.")
     try:
         import deep_gemm
     except ImportError as e:
@@ -248,14 +262,14 @@ class Moe:
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed = device, seed
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self._weights: tuple[tuple[object, ...], list[torch.Tensor | Scaled]] = ((), [])
+        self._weights: tuple[tuple[object, ...], list[torch.Tensor | Scaled | Int4]] = ((), [])
 
     def build_calls(self, case: Case) -> Calls:
         """Return calls of a case with the sizes of `Sizes`."""
         sizes = Sizes(**case.sizes)  # type: ignore[arg-type]
-        if sizes.weights == "fp8" and (sizes.width % SCALE_BLOCK or sizes.hidden % SCALE_BLOCK):
+        if sizes.width % sizes.block or sizes.hidden % sizes.block:
             raise UsageError(
-                f"experts {sizes.width} of {sizes.hidden} wide have no whole blocks of {SCALE_BLOCK}; --weights fp8 takes "
+                f"experts {sizes.width} of {sizes.hidden} wide have no whole blocks of {sizes.block}; --weights {sizes.weights} takes "
                 "--model deepseek-v3."
             )
         random = torch.Generator(self.device).manual_seed(self.seed)
@@ -293,26 +307,30 @@ class Moe:
         if sizes.weights == "fp8":
             x = make_exact(x)
         counts = torch.bincount(ids_Tk.flatten(), minlength=sizes.experts).tolist()
-        one = make_weights((1, *sizes.weight[1:]), sizes.weights, self.dtype, random)
+        one = self._draw_weight(sizes, 1, random)
         return Inputs(sizes=sizes, x=x, weight=one, ids=ids_Tk, counts=counts)
 
-    def _get_weights(self, sizes: Sizes, count: int) -> list[torch.Tensor | Scaled]:
+    def _get_weights(self, sizes: Sizes, count: int) -> list[torch.Tensor | Scaled | Int4]:
         kept, weights = self._weights
-        key = (sizes.weight, sizes.weights)
+        key = (sizes.weight, sizes.format)
         if kept != key:
             self._weights = (key, weights := [])
         random = torch.Generator(self.device).manual_seed(self.seed + 1)
         while len(weights) < count:
-            weights.append(make_weights(sizes.weight, sizes.weights, self.dtype, random))
+            weights.append(self._draw_weight(sizes, sizes.experts, random))
         return weights[:count]
+
+    def _draw_weight(self, sizes: Sizes, experts: int, random: torch.Generator) -> torch.Tensor | Scaled | Int4:
+        _, height, depth = sizes.weight
+        if sizes.weights == INT4:
+            return int4.draw_random((experts, height, depth), sizes.group_size, depth**-0.5, random)
+        return make_weights((experts, height, depth), sizes.weights, self.dtype, random)
 
 
 def make_weights(
     shape: tuple[int, ...], weights: str, dtype: torch.dtype, random: torch.Generator
 ) -> torch.Tensor | Scaled:
-    """Return normal numbers [..., N, K] scaled to preserve the norm of their input; fp8 expert by expert, to save
-    memory.
-    """
+    """Return normal numbers [..., N, K] that preserve the norm of their input; fp8 expert by expert, to save memory."""
     device, deviation = random.device, shape[-1] ** -0.5
     if weights == "fp8":
         data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
@@ -327,9 +345,7 @@ def make_weights(
 
 
 def make_exact(x_TK: torch.Tensor) -> torch.Tensor:
-    """Return numbers near the given ones with group scales that are powers of two, so that e4m3 represents them
-    exactly.
-    """
+    """Return numbers near the given ones that e4m3 represents exactly, with group scales that are powers of two."""
     x = (x_TK.float() * 2.0**6).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
     x[:, ::SCALE_BLOCK] = LARGEST
     return (x * 2.0**-6).to(x_TK.dtype)

@@ -27,13 +27,11 @@ NCCL_DEFAULTS = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
 collectives are ordered by one stream, so NCCL need not order captured and eager ones, which costs some microseconds per
 collective. Between machines hosts take part in collectives, and steps with chunks have both kinds in flight at once.
 """
-COLLECTIVE_TIMEOUT = dt.timedelta(minutes=30)
-"""Time-out longer than our own watchdogs, which describe a hang better."""
+COLLECTIVE_TIMEOUT = dt.timedelta(minutes=30)  # time-out longer than our own watchdogs, which describe a hang better
 
 TCPStore = dist.TCPStore  # type: ignore[attr-defined]
 LOOPBACK = "127.0.0.1"
-LOOK_S = 0.02
-"""Time between two looks for the file in which rank 0 leaves its port."""
+LOOK_S = 0.02  # time between two looks for the file in which rank 0 leaves its port
 
 Value = TypeVar("Value")
 
@@ -105,9 +103,7 @@ def run_together(step: Callable[[], Value]) -> Value:
 
 
 def gather_first_text(text: str) -> str:
-    """Return the first rank's text that is not empty, prefixed with its rank if there are several; the same on all
-    ranks.
-    """
+    """Return the first text of any rank that is not empty, prefixed with its rank if there are several."""
     texts = gather_objects(text)
     rank, found = next(((rank, text) for rank, text in enumerate(texts) if text), (0, ""))
     return f"rank {rank}: {found}" if found and len(texts) > 1 and not all(t == found for t in texts) else found

@@ -35,15 +35,11 @@ if TYPE_CHECKING:
 
     Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
-PARTS = (LATENT, LATENT // SCALE_BLOCK * SCALE_BYTES, ROPE * ROPE_BYTES)
-"""Bytes of a row: latent numbers, their scales, rope key."""
+PARTS = (LATENT, LATENT // SCALE_BLOCK * SCALE_BYTES, ROPE * ROPE_BYTES)  # bytes of a row, by part
 ROW_BYTES = sum(PARTS)
-NO_TOKEN = -1
-"""Index of a place without a token, for requests with fewer tokens than `top_k`."""
-NAN_BYTE = 0xFF
-"""NaN of e4m3; two of them are NaN of bf16, four NaN of fp32."""
-KERNEL_HEADS, INDEX_BLOCK = (64, 128), 64
-"""Query heads, and the number of indices of a block, that FlashMLA's kernel takes."""
+NO_TOKEN = -1  # index of a place without a token, for requests with fewer tokens than `top_k`
+NAN_BYTE = 0xFF  # NaN of e4m3; two of them are NaN of bf16, four NaN of fp32
+KERNEL_HEADS, INDEX_BLOCK = (64, 128), 64  # query heads and indices of a block that FlashMLA's kernel takes
 
 
 def pack_rows(rows_NQ: torch.Tensor) -> torch.Tensor:

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     Groups = dict[str, list[Result]]
 
-MARKS = {
+WARNINGS = {
     "noisy": "the time limit came before a median was known within ±1 %; give more --seconds",
     "unsettled": "the warm-up had not settled when half the time limit was over; give more --seconds",
     "throttled": "the GPU slowed its clocks down meanwhile",
     "l2_warm": "a pass goes through less than 4 times the L2 cache, so that its rows may still lie there",
 }
 
-BASELINES = {
+BASELINES = {  # variants that the others of a bench are compared with
     "attention": ("flashinfer", "flashmla"),
     "gqa": ("flashinfer",),
     "exchange": ("ag_rs", "ag_rs-bf16"),
@@ -31,7 +31,6 @@ BASELINES = {
     "linear": ("deepgemm", "flashinfer"),
     "moe": ("torch", "deepgemm"),
 }
-"""Variants that the others of a bench are compared with."""
 COMPARABLE = {"all-reduce": ("all-reduce", "all-reduce-symm", "all-reduce-registered")}
 """Variants that can be compared with a baseline, if not all variants of its bench compute the same."""
 UNITS = {"B/s": ((1e12, "TB/s"), (1e9, "GB/s")), "FLOP/s": ((1e12, "TFLOP/s"),), "s": ((1e-6, "µs"),)}
@@ -93,8 +92,8 @@ def format_amount(limit: Limit) -> str:
 
 def format_warnings(results: Sequence[Result]) -> list[str]:
     """Return a sentence for each warning of any result."""
-    counts = {name: sum(name in r.marks for r in results) for name in MARKS}
-    return [f"{name} ({count} of {len(results)}): {MARKS[name]}." for name, count in counts.items() if count]
+    counts = {name: sum(name in r.warnings for r in results) for name in WARNINGS}
+    return [f"{name} ({count} of {len(results)}): {WARNINGS[name]}." for name, count in counts.items() if count]
 
 
 def _describe_rates(record: BenchRecord) -> list[str]:
@@ -130,9 +129,7 @@ def _describe_speed(variant: str, baseline: str, mine: Sequence[Result], results
 
 
 def _describe_rows_together(variant: str, mine: Sequence[Result], results: Sequence[Result]) -> str:
-    """Return a sentence on the speed of taking the query rows of a request together, against the fastest variant that takes
-    them as separate requests.
-    """
+    """Return a sentence on the speed with a request's query rows together, against the fastest variant without that."""
     ratios = []
     for r in mine:
         same = [o for o in results if o.case.variant.endswith(AS_REQUESTS) and o.case.sizes == r.case.sizes]

@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
 NARROW = "{what} are left out: this terminal has fewer than {columns} columns. --json and -o have them."
 NUMBERS = (int, float)
-WIDE, MEDIUM = 140, 100
-"""Minimum terminal widths in columns for intervals and warnings, and for rates and errors."""
+WIDE, MEDIUM = 140, 100  # minimum terminal widths in columns for intervals and warnings, and for rates and errors
 DETAILS = ("TB/s", "TFLOP/s", "GB/s", "wire KB", "error")
 MEDIANS = "Per call: medians, 95 % intervals in parentheses."
-LEGEND = {
+LEGEND = {  # explanations of the columns, by the name of a column
     "eager µs": "eager: calls back to back, GPU clock, the host's waiting in it.",
     "graph µs": "graph: replayed from a CUDA graph, GPU time only.",
     "TB/s": "TB/s, TFLOP/s: what a call must read, write and compute on paper, over its time.",
@@ -33,9 +32,7 @@ LEGEND = {
     "of limit": "of limit: the least time that this machine allows for that (docs/benches.md), over the time taken.",
     "error": "error is ‖x − ref‖ / ‖ref‖ against fp64, of the worst rank.",
 }
-"""Explanations of the columns, by the name of a column."""
-FRESH = ("exchange", "collectives")
-"""Benches with inputs that an engine would also have just written."""
+FRESH = ("exchange", "collectives")  # benches with inputs that an engine would also have just written
 L2 = {
     True: "L2 cache: inputs lie in it, where an engine's step before them leaves them.",
     False: "L2 cache: cold, where a case is not marked l2_warm.",
@@ -57,13 +54,13 @@ def make_table(record: BenchRecord, width: int = WIDE) -> Table:
         out.add_column(name, justify="right", no_wrap=True)
     out.add_column("correct")
     if record.performance and wide:
-        out.add_column("marks")
+        out.add_column("warnings")
     shown_reasons: set[str] = set()
     for r in record.results:
         cells: list[str | Text] = [r.case.variant, *(_format_size(r.case.sizes.get(name, "")) for name in sizes)]
         cells += [*(cell(r) for cell in columns.values()), _format_verdict(r, shown_reasons)]
         shown_reasons.add(r.reason)
-        out.add_row(*cells, *([" ".join(r.marks)] if record.performance and wide else []))
+        out.add_row(*cells, *([" ".join(r.warnings)] if record.performance and wide else []))
     return out
 
 
@@ -75,7 +72,7 @@ def format_legend(record: BenchRecord, width: int = WIDE) -> list[str]:
     lines += format_limits(record)
     if record.performance and width < WIDE:
         what, least = (
-            ("Intervals and marks", WIDE) if width >= MEDIUM else ("Intervals, marks, rates and errors", MEDIUM)
+            ("Intervals and warnings", WIDE) if width >= MEDIUM else ("Intervals, warnings, rates and errors", MEDIUM)
         )
         lines.append(NARROW.format(what=what, columns=least))
     return lines
@@ -100,7 +97,7 @@ def _choose_columns(record: BenchRecord, width: int) -> dict[str, Cell]:
         "TFLOP/s": lambda r: _format_rate(r.flop_s, 1e12),
         "GB/s": lambda r: _format_rate(r.received_bytes_s, 1e9),
         "wire KB": lambda r: _format_rate(r.work.wire_bytes or None, 1e3) if r.work else "",
-        "of limit": lambda r: _format_percent(compute_share(r)),
+        "of limit": lambda r: "" if (share := compute_share(r)) is None else f"{100 * share:.0f} %",
     }
     for name in list_baselines(record):
         columns[f"× {name}"] = lambda r, name=name: _format_ratio(compute_speed_up(r, name, results))  # type: ignore[misc]
@@ -128,19 +125,12 @@ def _format_size(value: float | str) -> str:
 def _format_time(t: Timing | None, *, wide: bool) -> str:
     if t is None:
         return ""
-    return (
-        f"{format_short_number(t.median_us)} ({format_short_number(t.low_us)}–{format_short_number(t.high_us)})"
-        if wide
-        else format_short_number(t.median_us)
-    )
+    interval = f" ({format_short_number(t.low_us)}–{format_short_number(t.high_us)})" if wide else ""
+    return format_short_number(t.median_us) + interval
 
 
 def _format_rate(value: float | None, scale: float) -> str:
     return "" if value is None else format_short_number(value / scale)
-
-
-def _format_percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.0f} %"
 
 
 def _format_ratio(value: float | None) -> str:

@@ -17,14 +17,11 @@ if TYPE_CHECKING:
     from dcpbench.points.comm_model import Call
 
 COLUMNS = ("call", "ranks", "received", "launch", "a rank more", "rate", "error p50", "p90", "a doubling of ranks")
-STEPS = 60
-"""Number of points of a curve."""
+STEPS = 60  # number of points of a curve
 
 
 def format_row(q: Quality) -> list[str]:
-    """Return the cells in the order of COLUMNS. Errors are those of a prediction without the size, or without the most
-    ranks.
-    """
+    """Return the cells in the order of COLUMNS; errors are those of a prediction without the size or the most ranks."""
     fitted, call = q.call.fitted, q.call
     rate = fitted.bytes_s
     more = format_percent(call.ranks_error) if len(call.ranks) > 1 else f"{format_percent(call.ranks_error)}, assumed"
@@ -57,9 +54,7 @@ def make_table(found: Iterable[Quality]) -> Table:
 
 
 def write_picture(calls: Sequence[Call], path: Path, title: str) -> None:
-    """Write a PNG: a panel for each call, measured times as marks and the model as a line, a colour for each number of
-    ranks.
-    """
+    """Write a PNG with a panel for each call: times as marks, the model as a line, a colour per number of ranks."""
     from matplotlib.figure import Figure
 
     from dcpbench.show.figure_style import COLOURS, MARKERS, apply_style, choose_columns, save_figure

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 ALONG = {"kv-gather": ("tokens", "buffer", "pool_bytes")}
 """Sizes that vary along a line over bytes or name it, `requests` by default; other sizes make panels."""
 MAX_TICKS = 8
-WHAT = {
+WHAT = {  # label of the axis of each bench that is drawn over bytes
     "exchange": "bytes that a rank must receive",
     "collectives": "bytes that a rank receives",
     "merge": "bytes read and written",
@@ -46,11 +46,8 @@ WHAT = {
     "linear": "bytes of weights and rows",
     "moe": "bytes of experts that have a row, and of rows",
 }
-"""Label of the axis of each bench that is drawn over bytes."""
-BYTES_PANEL, ROOFLINE = (7.2, 4.4), (7.2, 4.3)
-"""Inches of a panel."""
-ASIDE = 0.06
-"""Horizontal offset between backends, as a share of their common intensity."""
+BYTES_PANEL, ROOFLINE = (7.2, 4.4), (7.2, 4.3)  # inches of a panel
+ASIDE = 0.06  # horizontal offset between backends, as a share of their common intensity
 
 
 def write_picture(record: BenchRecord, path: Path) -> None:
@@ -199,9 +196,7 @@ def _draw_points(ax: Axes, timed: Sequence[Result]) -> list[Line2D]:
 
 
 def _set_axes(ax: Axes, timed: Sequence[Result], product: float, ridge: float) -> None:
-    """Set up logarithmic axes, with a tick for each number of heads, as their intensities differ little. Roofs are 0 if
-    unknown.
-    """
+    """Set up logarithmic axes, with a tick for each number of heads, as intensities differ little; unknown roofs are 0."""
     of_heads: dict[int, list[float]] = {}
     for r in timed:
         of_heads.setdefault(int(r.case.sizes["heads"]), []).append(_compute_intensity(r))

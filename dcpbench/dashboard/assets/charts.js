@@ -1,15 +1,15 @@
-/* The history of the points that are ticked: a chart for each metric, changes in words, all runs in a table.
-   dash.draw()  loads what is missing and draws; called again whenever ticks, axis or data change. */
+/* The history of the selected points: a chart for each metric, changes as text, all runs in a table.
+   dash.draw()  load missing data and draw; called again whenever selection, axis or data change. */
 "use strict";
 (() => {
   const { state } = dash;
   const { element: el, find } = dcp;
   const FIRST = 4;
-  const LEAST_OTHERS = 6;
+  const MAX_OTHERS = 6;
   const TOP = 26;
   const LABEL = { size: 12, height: 17, apart: 8 }; // pixels; Plotly leaves a little around a text
   const AXES = [["date", "date"], ["commit", "commit"], ["run", "run"]];
-  let turn = 0;
+  let drawing = 0;
 
   async function historyOf(line) {
     const { starts, shards } = dash.index;
@@ -20,13 +20,13 @@
   }
 
   dash.draw = async () => {
-    const mine = ++turn;
+    const mine = ++drawing;
     const lines = state.picked.map((id) => dash.numberOf.get(id)).filter((line) => line !== undefined);
     find("nothing").hidden = lines.length > 0;
     if (!lines.length) { find("picked").replaceChildren(); find("charts").replaceChildren(); return; }
     try {
       const histories = await Promise.all([...lines.map(historyOf), dcp.plotly()]);
-      if (mine !== turn) return; // ticks changed meanwhile
+      if (mine !== drawing) return; // the selection has changed meanwhile
       histories.pop();
       controls(histories);
       charts(histories);
@@ -47,7 +47,7 @@
     find("picked").replaceChildren(el("ul", {}, ...rows), elsewhere(histories), el("div", { class: "controls" }, el("label", {}, "By", axis), clear));
   }
 
-  /** How each history looks: by its layout, and the further ones of a layout by their dash and marker. */
+  /** Return colour, marker and dash of each history: one colour per layout, and a marker and dash for each history of a layout. */
   function looks(histories) {
     const seen = new Map();
     return histories.map(({ line }) => {
@@ -60,18 +60,18 @@
 
   const place = (line) => [dash.word("hardware", line), ...dash.under(line)].filter(Boolean).join(", ");
 
-  /** The same points on other hardware, drivers and conditions, to be ticked as well. */
+  /** Return buttons that select the same points on other hardware, drivers and conditions. */
   function elsewhere(histories) {
     const { point, id, cpu } = dash.columns;
     const shown = new Set(histories.map(({ line }) => line));
     const points = new Set(histories.map(({ line }) => point[line]));
     const others = [];
-    for (let line = 0; line < point.length && others.length < LEAST_OTHERS; line++) {
+    for (let line = 0; line < point.length && others.length < MAX_OTHERS; line++) {
       if (points.has(point[line]) && !shown.has(line) && (state.cpu || !cpu[line])) others.push(line);
     }
     if (!others.length) return "";
     const layout = (line) => (points.size > 1 ? `${dash.word("layout", line)}: ` : "");
-    return el("p", { class: "note" }, "The same elsewhere: ", ...others.map((line) => el("button", {
+    return el("p", { class: "note" }, "The same points elsewhere: ", ...others.map((line) => el("button", {
       type: "button", "aria-label": `Show ${dash.name(line)}, ${place(line)}`, click: () => dash.pick(id[line], true),
     }, `${layout(line)}${place(line)}`)));
   }
@@ -94,7 +94,7 @@
     for (const box of find("charts").querySelectorAll("p, details")) box.style.gridColumn = "1 / -1";
   }
 
-  /** Where runs lie on the axis; null where a run has no date. */
+  /** Return the positions of runs on the axis; null for a run without a date. */
   function axisOf(histories) {
     const { date, commit, name } = dash.index.runs;
     if (state.x === "date") return { at: (run) => date[run], between: (a, b) => (date[a] && date[b] ? new Date((Date.parse(date[a]) + Date.parse(date[b])) / 2).toISOString() : null), layout: { type: "date" } };
@@ -115,7 +115,7 @@
     const traces = [];
     const shapes = [];
     const labels = [];
-    const said = [];
+    const sentences = [];
     let undated = 0;
     histories.forEach((history, i) => {
       const values = history.values[measure.id];
@@ -126,28 +126,28 @@
       traces.push(trace(measure, history, placed, axis, look[i]));
       for (const change of history.changes[measure.id] ?? []) {
         const [before, after] = change.map((k) => history.run[k]);
-        said.push(sentence(measure, history.line, before, after, change, histories.length > 1));
+        sentences.push(sentence(measure, history.line, before, after, change, histories.length > 1));
         const x = axis.between(before, after);
         if (x === null) continue;
         shapes.push({ type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: look[i].colour, width: 1.5, dash: "dash" } });
         labels.push({ x, xref: "x", y: 1, yref: "paper", yanchor: "bottom", yshift: 0, showarrow: false, text: dcp.text(dash.changed("", change).text), font: { size: LABEL.size, color: "var(--ink)" } });
       }
     });
-    const marks = histories.some(({ line }) => dash.columns.cpu[line]) ? [dcp.watermark("CPU: functional, times say nothing")] : [];
+    const watermarks = histories.some(({ line }) => dash.columns.cpu[line]) ? [dcp.watermark("CPU: functional run, not performance")] : [];
     const chart = el("div", { class: "chart", role: "img", "aria-label": `${measure.label} over ${histories.length} histories; the values are in the tables below` });
     const notes = [measure.better ? `${measure.better} is better` : "", undated ? `${undated} values of runs without a date are not shown; choose “by run”` : ""].filter(Boolean);
-    const node = el("figure", { "data-measure": measure.id }, el("figcaption", {}, dcp.measured(measure)), el("p", { class: "note" }, notes.join("; ")), chart, ...(said.length ? [el("ul", {}, ...said)] : []));
-    const layout = { xaxis: { ...axis.layout }, yaxis: { tickformat: "~r", separatethousands: true }, shapes: [...shapes, ...marks], annotations: labels, margin: { t: TOP } };
+    const node = el("figure", { "data-measure": measure.id }, el("figcaption", {}, dcp.measured(measure)), el("p", { class: "note" }, notes.join("; ")), chart, ...(sentences.length ? [el("ul", {}, ...sentences)] : []));
+    const layout = { xaxis: { ...axis.layout }, yaxis: { tickformat: "~r", separatethousands: true }, shapes: [...shapes, ...watermarks], annotations: labels, margin: { t: TOP } };
     const draw = () => {
       const done = dcp.draw(chart, traces, layout);
       const apart = () => keepApart(chart, layout, labels);
-      chart.on("plotly_afterplot", apart); // a narrower page, or paper, brings labels together
+      chart.on("plotly_afterplot", apart); // labels move together on a narrower page and in print
       done.then(apart);
     };
     return { node, draw };
   }
 
-  /** The row of each label, counted from the plot up: the lowest in which it covers no other at the chart's width. */
+  /** Return the row of each label, counted from the plot upwards: the lowest row in which it overlaps no other label. */
   function rowsOf(chart, labels) {
     const pen = document.createElement("canvas").getContext("2d");
     pen.font = `${LABEL.size}px ${getComputedStyle(document.body).fontFamily}`;
@@ -165,7 +165,7 @@
     return rows;
   }
 
-  /** Moves labels up where they would cover each other; the chart grows by their rows, its plot stays as large. */
+  /** Move labels up where they would overlap; the chart grows by their rows, and its plot keeps its size. */
   function keepApart(chart, layout, labels) {
     const changed = {};
     const rows = labels.length ? rowsOf(chart, labels) : [];
@@ -176,7 +176,7 @@
     const more = Math.max(...rows) * LABEL.height;
     changed["margin.t"] = layout.margin.t = TOP + more;
     chart.style.setProperty("--labels", `${more}px`);
-    Plotly.relayout(chart, changed); // not drawn anew: what a reader zoomed to stays
+    Plotly.relayout(chart, changed); // without a new drawing, which would reset the zoom
   }
 
   function trace(measure, history, placed, axis, { colour, symbol, dash: dashes }) {
@@ -191,7 +191,7 @@
         const run = history.run[placed[j]];
         return [`${dash.name(history.line)}, ${place(history.line)}`, [
           [measure.label, `${dcp.number(median[j])} ${measure.unit}`], ["interval", interval([median, low, high], j)],
-          ["run", name[run]], ["date", dash.when(date[run])], ["commit", commit[run] || "–"], ["marks", history.marks[placed[j]]],
+          ["run", name[run]], ["date", dash.when(date[run])], ["commit", commit[run] || "–"], ["warnings", history.warnings[placed[j]]],
         ].filter(([, value]) => value)];
       },
     };
@@ -203,9 +203,9 @@
     const [, , ratio, low, high, old, fresh] = change;
     const { name, date, commit } = dash.index.runs;
     const at = (run) => `${name[run]} (${[dash.when(date[run]), commit[run]].filter(Boolean).join(", ")})`;
-    const { kind, text, said } = dash.changed(measure.better, change);
+    const { kind, text, judgement } = dash.changed(measure.better, change);
     const sure = ratio === null ? "" : ` (95 %: ${dash.percent(low)} to ${dash.percent(high)})`;
-    return el("li", {}, el("span", { class: kind }, `${text}${said}`),
+    return el("li", {}, el("span", { class: kind }, `${text}${judgement}`),
       `${sure}, ${dcp.number(old)} → ${dcp.number(fresh)} ${measure.unit}, between ${at(before)} and ${at(after)}${named ? `: ${dash.name(line)}` : ""}`);
   }
 
@@ -222,7 +222,7 @@
       { label: "Date", class: "w", cell: (k) => dash.when(date[run(k)]) }, { label: "Commit", cell: (k) => commit[run(k)] },
       { label: "Outcome", cell: outcome }, { label: "Repeats", class: "n", cell: (k) => history.repeats[k] },
       ...dash.index.measures.filter((m) => history.values[m.id]).map((m) => ({ label: dcp.measured(m), class: "n", cell: valueOf(history.values[m.id]) })),
-      { label: "Marks", cell: (k) => history.marks[k] ?? "" },
+      { label: "Warnings", cell: (k) => history.warnings[k] ?? "" },
     ];
     const place = el("div");
     dcp.table(place, `Runs of ${dash.name(history.line)}`, columns)(history.run.map((_, k) => k).reverse());

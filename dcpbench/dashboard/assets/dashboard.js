@@ -1,4 +1,4 @@
-/* Starts the page, shows the runs, and follows a server that builds the site again while runs are at work. */
+/* Starts the page, shows the runs, and follows a server that updates the site while runs are in progress. */
 "use strict";
 (() => {
   const { state } = dash;
@@ -18,7 +18,7 @@
     find("summary").textContent = `${counted(runs.name.length, "run")}${span} · ${counted(lines.id.length, "point")} with ${counted(entries, "result")}`;
   }
 
-  /** What changed last, the newest first: what, by how much, how surely, and between which runs. */
+  /** Show the latest changes, newest first: the points, the size, the confidence, and the two runs. */
   function latest() {
     const { steps, more } = dash.index.latest;
     const left = more ? [el("p", { class: "note" }, `${counted(more, "earlier pair")} of runs with changes: tick “only changed” below.`)] : [];
@@ -28,11 +28,11 @@
   function nothing() {
     const { lines, least } = dash.index;
     const long = lines.runs.filter((runs, line) => runs >= least && !lines.cpu[line]).length;
-    const looked = long ? `${dcp.number(long)} ${long === 1 ? "history" : "histories"} of ${least} runs or more ${long === 1 ? "was" : "were"} looked through` : `a change can be distinguished from chance after ${least} runs of a point on the same hardware, driver and conditions; the longest history here has ${Math.max(0, ...lines.runs)}`;
+    const looked = long ? `${dcp.number(long)} ${long === 1 ? "history" : "histories"} of ${least} runs or more ${long === 1 ? "was" : "were"} searched` : `a change can be distinguished from chance after ${least} runs of a point on the same hardware, driver and conditions; the longest history here has ${Math.max(0, ...lines.runs)}`;
     return el("p", {}, el("strong", {}, "No change is marked: "), `${looked}. The measurements of single runs follow below; dcpbench compare says how two of them differ.`);
   }
 
-  function step({ before, after, same_code, points, worse, better, groups, untold }) {
+  function step({ before, after, same_code, points, worse, better, groups, omitted }) {
     const { date, commit, driver } = dash.index.runs;
     const about = (i) => [date[i] ? date[i].slice(0, 10) : "", commit[i] && `commit ${commit[i]}`].filter(Boolean).join(", ");
     const run = (i) => [link(i, "report.html", dash.index.runs.name[i]), about(i) ? ` (${about(i)})` : ""];
@@ -42,7 +42,7 @@
       .flatMap(([count, kind, word], i) => [i ? ", " : ": ", el("strong", { class: kind }, `${dcp.number(count)} ${word}`)]);
     return [
       el("p", { class: "step" }, "Between ", ...run(before), " and ", ...run(after), ` ${counted(points, "point")} changed`, ...verdicts, `.${code}${drivers}`),
-      el("ul", { class: "changed" }, ...groups.map(group), untold ? el("li", { class: "note" }, `${counted(untold, "point")} that changed less`) : ""),
+      el("ul", { class: "changed" }, ...groups.map(group), omitted ? el("li", { class: "note" }, `${counted(omitted, "point")} that changed less`) : ""),
     ];
   }
 
@@ -50,13 +50,13 @@
   function group({ line, points, model, verdict, changes }) {
     const of = [model ? dash.word("model", line) : "", dash.word("layout", line)].filter(Boolean).join(" · ");
     const name = points === 1 ? dash.name(line) : `${counted(points, "point")} of ${of}`;
-    const alike = new Map();
+    const joined = new Map();
     changes.forEach((change, i) => {
-      const said = metricOf(change, points, verdict, i === 0);
-      alike.set(said.key, { ...said, measures: [...(alike.get(said.key)?.measures ?? []), dash.index.measures[change[0]]] });
+      const text = metricOf(change, points, verdict, i === 0);
+      joined.set(text.key, { ...text, measures: [...(joined.get(text.key)?.measures ?? []), dash.index.measures[change[0]]] });
     });
     return el("li", {}, el("strong", {}, name), ...(verdict ? [" ", el("strong", { class: KINDS[verdict] }, verdict)] : []), ": ",
-      ...[...alike.values()].flatMap(({ measures, shown }, i) => [i ? " · " : "", ...measures.flatMap((measure, k) => [k ? ", " : "", history(measure, line)]), ...shown]));
+      ...[...joined.values()].flatMap(({ measures, shown }, i) => [i ? " · " : "", ...measures.flatMap((measure, k) => [k ? ", " : "", history(measure, line)]), ...shown]));
   }
 
   const KINDS = { worse: "bad", better: "good" };
@@ -64,15 +64,15 @@
     type: "button", "aria-label": `History of ${measure.label}, ${dash.name(line)}`, click: () => dash.showHistory(measure.id, line),
   }, measure.label);
 
-  /** By how much a metric changed, and its word where that is not its line's; those with one `key` say the same. */
+  /** Return by how much a metric changed, and its verdict if that differs from its line's; equal texts have the same `key`. */
   function metricOf([number, count, least, most, ...levels], points, verdict, first) {
     const measure = dash.index.measures[number];
     const [ratio, low, high, old, fresh] = levels;
-    const { kind, text, said } = dash.changed(measure.better, [0, 0, ...levels]);
+    const { kind, text, judgement } = dash.changed(measure.better, [0, 0, ...levels]);
     const both = least !== null && (least - 1) * (most - 1) < 0;
     const ends = count === 1 || least === null ? [] : [...new Set((most <= 1 ? [most, least] : [least, most]).map(dash.percent))];
     const by = ends.length ? ends.join(" … ") : text;
-    const word = both ? ", both ways" : kind === (KINDS[verdict] ?? "") ? "" : said;
+    const word = both ? ", both ways" : kind === (KINDS[verdict] ?? "") ? "" : judgement;
     const some = count < points ? ` (${dcp.number(count)} of them)` : "";
     const sure = ratio === null ? "" : `95 %: ${dash.percent(low)} to ${dash.percent(high)}, `;
     const detail = points === 1 && first ? ` (${sure}${dcp.number(old)} → ${dcp.number(fresh)} ${measure.unit})` : "";
@@ -128,7 +128,7 @@
     find("history").scrollIntoView();
   };
 
-  /** Everything anew from an index; what is typed, chosen and focused stays. */
+  /** Load an index and update the page; input, selection and focus are kept. */
   async function take(file) {
     const index = await dash.load(file);
     dash.take(index);
@@ -165,7 +165,7 @@
         }
         if (find("trouble").dataset.lost) { dash.trouble(null); delete find("trouble").dataset.lost; }
       } catch {
-        dash.trouble(new Error("The server does not answer; what you see is no longer brought up to date."));
+        dash.trouble(new Error("The server does not answer; this page is no longer updated."));
         find("trouble").dataset.lost = "yes";
       }
     }

@@ -1,16 +1,16 @@
-/* The points: columns as they come from the index, filters, sorting, one page of rows. Adds to `dash`:
+/* The points: columns from the index, filters, sorting, one page of rows. Extends `dash`:
 
-   dash.take(index)      a new index: columns, words, measures; selection and filters stay
-   dash.state            what is filtered, sorted and ticked; dash.save() writes it into the address
-   dash.show()           filters, sorts and draws the table
-   dash.load(file)       a data file by a script element; a promise of what it says
-   dash.percent(ratio)   1.031 as "+3.1 %" */
+   dash.take(index)      use a new index: columns, words, measures; keep selection and filters
+   dash.state            filters, sorting and selection; dash.save() writes them into the address
+   dash.show()           filter, sort and draw the table
+   dash.load(file)       load a data file by a script element; return a promise of its data
+   dash.percent(ratio)   format 1.031 as "+3.1 %" */
 "use strict";
 globalThis.dash = (() => {
   const ROWS = 50;
-  const MOST_PICKED = 8;
-  const USUAL = 0.75; // share of a workload's rows from which a setting is shown once, above the table
-  const LEAST_USUAL = 4; // rows: of fewer each says how it ran
+  const MAX_PICKED = 8;
+  const USUAL = 0.75; // minimum share of a workload's rows for a setting to be shown once, above the table
+  const MIN_USUAL = 4; // minimum rows of a workload for this; with fewer, each row shows its settings
   const FILTERS = ["model", "workload", "layout", "exchange", "context", "concurrency", "hardware"];
   const LABELS = { model: "Model", workload: "Workload", layout: "Layout", exchange: "Exchange", context: "Context", concurrency: "Concurrency", hardware: "Hardware" };
   const SEARCHED = ["model", "workload", "layout", "exchange", "how", "load", "hardware", "driver", "conditions"];
@@ -31,7 +31,7 @@ globalThis.dash = (() => {
         document.head.append(el("script", {
           src: file,
           load: () => (arrived.has(file) ? done(arrived.get(file)) : failed(new Error(`${file} holds no data`))),
-          error: () => { loading.delete(file); failed(new Error(`${file} is gone; the site was built again. Reload the page.`)); },
+          error: () => { loading.delete(file); failed(new Error(`${file} no longer exists, as the site was built again; reload the page.`)); },
         }));
       }));
     }
@@ -51,7 +51,7 @@ globalThis.dash = (() => {
     return `${change < 0 ? "−" : "+"}${Math.abs(change).toLocaleString("en-US", { maximumFractionDigits: Math.abs(change) < 10 ? 1 : 0 })} %`;
   };
   self.when = (date) => (date ? date.slice(0, 16).replace("T", " ") : "–");
-  /** A count; 0 stands for what is not known, as an import may leave it. */
+  /** Format a count; 0 means unknown, as in some imports. */
   const given = (count) => dcp.number(count || null);
 
   self.take = (index) => {
@@ -60,17 +60,17 @@ globalThis.dash = (() => {
     self.numberOf = new Map(index.lines.id.map((id, line) => [id, line]));
     self.haystack = null;
     if (!index.measures.some((m) => m.id === state.metric)) state.metric = index.first;
-    state.picked = state.picked.filter((id) => self.numberOf.has(id)).slice(0, MOST_PICKED);
+    state.picked = state.picked.filter((id) => self.numberOf.has(id)).slice(0, MAX_PICKED);
     for (const name of FILTERS) if (state[name] && !choices(name).some((choice) => String(choice) === state[name])) state[name] = "";
   };
 
-  /** Whether a run's page can be opened; a server makes it when it is asked for. */
+  /** Return whether a run's page can be opened; a live server writes it on request. */
   self.hasPage = (run) => Boolean(self.index.runs.page[run]) || document.documentElement.dataset.live === "yes";
 
   const choices = (name) => (name in self.index.words ? [...self.index.words[name]] : [...new Set(self.columns[name])])
     .sort((a, b) => (typeof a === "number" ? a - b : a.localeCompare(b, "en", { numeric: true })));
 
-  /** Values of the metric that is shown, spread over all lines. */
+  /** Store the values of the shown metric, one per line. */
   self.takeMeasure = (data) => {
     const n = self.columns.id.length;
     const make = () => new Float64Array(n).fill(NaN);
@@ -117,27 +117,27 @@ globalThis.dash = (() => {
     return self.word("load", line) || (many && long ? `${dcp.number(many)} × ${dcp.number(long)}` : many ? `${dcp.number(many)} in flight` : long ? `context ${dcp.number(long)}` : "");
   };
 
-  const SAID = ["model", "workload", "exchange", "hardware"];
+  const SHARED = ["model", "workload", "exchange", "hardware"];
   const settings = (line) => [...self.word("how", line).split(" · "), ...self.under(line).filter(Boolean).flatMap((words) => words.split(", "))];
 
-  /** Return what the rows share, to be shown once: `columns` with one value in all of them, and `parts` of how they
-      ran; `usual`, by workload, has the parts of most of its rows; the others say what they have instead. What is usual in
-      every workload is `everywhere`, too. */
+  /** Return what the rows share, to be shown once: `columns` with one value in all rows, and `parts` of their settings;
+      `usual` has, by workload, the parts of most of its rows, from which other rows state their deviations. `everywhere` has the
+      parts that are usual in every workload. */
   function sharedBy(found) {
     if (found.length < 2) return nothingShared();
     const one = (name) => { const column = self.columns[name]; return found.every((line) => column[line] === column[found[0]]); };
     const { words } = self.index;
     const { workload, how, driver, conditions } = self.columns;
-    const alike = new Map();
+    const groups = new Map();
     for (const line of found) {
       const key = ((workload[line] * words.how.length + how[line]) * words.driver.length + driver[line]) * words.conditions.length + conditions[line];
-      const rows = alike.get(key);
+      const rows = groups.get(key);
       if (rows) rows.count += 1;
-      else alike.set(key, { line, count: 1 });
+      else groups.set(key, { line, count: 1 });
     }
     const all = new Map();
     const counts = new Map();
-    for (const { line, count } of alike.values()) {
+    for (const { line, count } of groups.values()) {
       const mine = counts.get(workload[line]) ?? { rows: 0, having: new Map() };
       counts.set(workload[line], mine);
       mine.rows += count;
@@ -145,27 +145,27 @@ globalThis.dash = (() => {
     }
     const within = (having, least) => new Set([...having].filter(([part, count]) => part && count >= least).map(([part]) => part));
     const parts = within(all, found.length);
-    const usual = new Map([...counts].filter(([, { rows }]) => rows >= LEAST_USUAL)
+    const usual = new Map([...counts].filter(([, { rows }]) => rows >= MIN_USUAL)
       .map(([name, { rows, having }]) => [name, new Set([...within(having, USUAL * rows)].filter((part) => !parts.has(part)))]));
     const [first, ...others] = usual.size === counts.size ? [...usual.values()] : [];
     const everywhere = others.length ? others.reduce((same, own) => same.intersection(own), first) : new Set();
-    return { columns: SAID.filter(one), parts, usual, everywhere };
+    return { columns: SHARED.filter(one), parts, usual, everywhere };
   }
 
   const nothingShared = () => ({ columns: [], parts: new Set(), usual: new Map(), everywhere: new Set() });
   let common = nothingShared();
-  function sayShared(found) {
+  function showShared(found) {
     common = sharedBy(found);
     const words = common.columns.map((name) => (name === "exchange" ? `exchange ${self.word(name, found[0])}` : self.word(name, found[0])));
     const all = [...words, ...common.parts, ...self.index.shared].filter(Boolean);
     const usual = [
-      ["Unless a row says otherwise: ", [...common.everywhere]],
-      ...[...common.usual].map(([name, parts]) => [`Unless a ${self.index.words.workload[name]} row says otherwise: `, [...parts.difference(common.everywhere)]]),
+      ["Unless a row differs: ", [...common.everywhere]],
+      ...[...common.usual].map(([name, parts]) => [`Unless a ${self.index.words.workload[name]} row differs: `, [...parts.difference(common.everywhere)]]),
     ];
-    const said = [["All rows: ", all], ...usual].filter(([, parts]) => parts.length);
-    find("shared").hidden = found.length < 2 || !said.length;
-    find("shared").replaceChildren(...said.flatMap(([rows, parts], i) => [i ? el("br") : "", el("strong", {}, rows), parts.join(" · ")]));
-    for (const name of SAID) find("points-table").classList.toggle(`said-${name}`, common.columns.includes(name));
+    const lists = [["All rows: ", all], ...usual].filter(([, parts]) => parts.length);
+    find("shared").hidden = found.length < 2 || !lists.length;
+    find("shared").replaceChildren(...lists.flatMap(([rows, parts], i) => [i ? el("br") : "", el("strong", {}, rows), parts.join(" · ")]));
+    for (const name of SHARED) find("points-table").classList.toggle(`shared-${name}`, common.columns.includes(name));
   }
 
   /** Equal for `chunk 8,192` and `chunk 4,096`: a row that has one need not state that it lacks the other. The same holds
@@ -192,11 +192,11 @@ globalThis.dash = (() => {
   /** Return the conditions of a line in addition to its hardware. */
   self.under = (line) => [self.word("driver", line) && `driver ${self.word("driver", line)}`, self.word("conditions", line)];
 
-  /** The change in words, how it stands in a colour, and `, worse` or `, better`. */
+  /** Return the text of a change, the class of its colour, and `, worse` or `, better`. */
   self.changed = (better, [, , ratio, , , old, fresh]) => {
     const up = ratio === null ? fresh > old : ratio >= 1;
     const kind = better === "" ? "" : (better === "higher") === up ? "good" : "bad";
-    return { kind, text: ratio === null ? `${dcp.number(old)} → ${dcp.number(fresh)}` : self.percent(ratio), said: { good: ", better", bad: ", worse" }[kind] ?? "" };
+    return { kind, text: ratio === null ? `${dcp.number(old)} → ${dcp.number(fresh)}` : self.percent(ratio), judgement: { good: ", better", bad: ", worse" }[kind] ?? "" };
   };
 
   function shownValue(line) {
@@ -227,7 +227,7 @@ globalThis.dash = (() => {
   const isPicked = (line) => state.picked.includes(self.columns.id[line]);
   self.functional = (cpu) => (cpu ? el("span", { class: "pill" }, "functional") : "");
 
-  /** All columns of a line; those of words and numbers sort by what they show. */
+  /** Return the columns of the table; those of words and numbers sort by their content. */
   function columnsOfTable() {
     const word = (name, label, kind, more = () => "") => ({ name, label, class: kind, key: (line) => self.word(name, line), cell: (line) => [self.word(name, line), more(line)] });
     const number = (name, label, kind, more = {}) => ({ name, label, class: kind, key: (line) => self.columns[name][line], cell: (line) => given(self.columns[name][line]), ...more });
@@ -247,7 +247,7 @@ globalThis.dash = (() => {
   }
 
   self.pick = (id, on) => {
-    if (on && state.picked.length >= MOST_PICKED) self.trouble(new Error(`${MOST_PICKED} points are shown at once; untick one first.`));
+    if (on && state.picked.length >= MAX_PICKED) self.trouble(new Error(`${MAX_PICKED} points are shown at once; untick one first.`));
     else {
       self.trouble(null);
       state.picked = on ? [...state.picked, id] : state.picked.filter((other) => other !== id);
@@ -268,11 +268,11 @@ globalThis.dash = (() => {
       id: "table", look: (line) => (isPicked(line) ? "on" : null), sorted: () => ({ name: state.sort, down: state.down }),
       sort: (name, down) => { Object.assign(state, { sort: name, down, page: 0 }); self.show(); },
     });
-    sayShared(lines);
+    showShared(lines);
     fill(lines, state.page * ROWS, (state.page + 1) * ROWS);
     const hidden = state.cpu ? 0 : self.columns.cpu.reduce((sum, one) => sum + one, 0);
     find("count").textContent = `${dcp.number(lines.length)} of ${dcp.number(self.columns.id.length)} ${self.columns.id.length === 1 ? "point" : "points"}`
-      + (hidden ? `; ${dcp.number(hidden)} functional ones of CPU runs are hidden` : "");
+      + (hidden ? `; ${dcp.number(hidden)} functional points of CPU runs are hidden` : "");
     dcp.pager(find("pager"), pages, state.page, (page) => { state.page = page; self.show(); });
     self.save();
   };
@@ -283,7 +283,7 @@ globalThis.dash = (() => {
     const search = el("input", { type: "search", name: "q", placeholder: "model, layout, driver …", value: state.q, input: again("q") });
     const select = (name, label, options, change) => el("label", { class: name === "metric" ? "whole" : null }, label, dcp.select(options, state[name], change, { name }));
     const metric = select("metric", "Metric", self.index.measures.map((m) => [m.id, m.changes ? `${m.label} (${m.changes} changed)` : m.label]), (id) => self.onMetric(id));
-    const text = (choice) => (typeof choice === "number" ? (choice ? dcp.number(choice) : "not known") : choice);
+    const text = (choice) => (typeof choice === "number" ? (choice ? dcp.number(choice) : "unknown") : choice);
     const selects = FILTERS.map((name) => select(name, LABELS[name], [["", "all"], ...choices(name).map((choice) => [choice, text(choice)])], (value) => choose({ [name]: value })));
     const tick = (name, label) => el("label", { class: "tick" }, el("input", { type: "checkbox", name, checked: state[name], change: again(name) }), label);
     const clear = () => { choose({ q: "", changed: false, ...unfiltered() }); self.filters(); find("filters").querySelector("input").focus(); };

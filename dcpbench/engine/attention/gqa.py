@@ -33,10 +33,8 @@ class GqaWeights:
     """Attention weights of a layer; h query heads and j KV heads of this rank. Linear weights are [out, in]."""
 
     input_norm: torch.Tensor
-    qkv: Linear
-    """q ‖ k ‖ v, [(h + 2·j)·X, D]; q of all heads of the DCP group if requested."""
-    q_norm: torch.Tensor | None
-    """[X], for each head; None if heads are not normalised. Likewise k_norm."""
+    qkv: Linear  # q ‖ k ‖ v, [(h + 2·j)·X, D]; q of all heads of the DCP group if requested
+    q_norm: torch.Tensor | None  # [X], for each head; None if heads are not normalised. Likewise k_norm.
     k_norm: torch.Tensor | None
     o: Linear
     post_norm: torch.Tensor

@@ -36,15 +36,13 @@ class MlaWeights:
     """Attention weights of a layer; h heads of this rank. Linear weights are [out, in]."""
 
     input_norm: torch.Tensor
-    qkv_a: Linear
-    """q_a ‖ kv_a, [q_lora + Q, D]; without q-LoRA q ‖ kv_a, [h·(nope + P) + Q, D]."""
+    qkv_a: Linear  # q_a ‖ kv_a, [q_lora + Q, D]; without q-LoRA q ‖ kv_a, [h·(nope + P) + Q, D]
     q_norm: torch.Tensor | None
     q_b: Linear | None
     kv_norm: torch.Tensor
     w_uk: torch.Tensor
     """[h, nope, R]: absorbs k's decompression into q; all heads of the DCP group if requested, like q_b."""
-    w_uv: torch.Tensor
-    """[h, R, V]: decompresses the latent output; all heads of the DCP group if requested."""
+    w_uv: torch.Tensor  # [h, R, V]: decompresses the latent output; all heads of the DCP group if requested
     o: Linear
     post_norm: torch.Tensor
 

@@ -40,8 +40,7 @@ QUERIES, WEIGHTS = "queries", "weights"
 class Backend(Protocol):
     """An attention kernel. `plan` runs outside the graph and does not wait for the device; `run` is captured."""
 
-    rounds: tuple[str, ...]
-    """Tensors among QUERIES and WEIGHTS that the backend rounds to e4m3."""
+    rounds: tuple[str, ...]  # tensors among QUERIES and WEIGHTS that the backend rounds to e4m3
 
     @property
     def tables(self) -> PageTables | None:
@@ -71,21 +70,15 @@ class Backend(Protocol):
 class DecodeSpec:
     """Sizes that a backend of any kind of attention is built for."""
 
-    batch: int
-    """B: query rows, of which each request has `query_length`."""
-    heads: int
-    """H: query heads of the whole DCP group."""
+    batch: int  # B: query rows, of which each request has `query_length`
+    heads: int  # H: query heads of the whole DCP group
     page_size: int
-    max_pages: int
-    """Most pages of one request in one rank's pool."""
+    max_pages: int  # most pages of one request in one rank's pool
     scale: float
-    dtype: torch.dtype
-    """Dtype of q and o."""
+    dtype: torch.dtype  # dtype of q and o
     device: torch.device
-    kv_dtype: torch.dtype | None = None
-    """Dtype of KV rows if it differs: e4m3."""
-    kv_scale: float = 1.0
-    """Factor by which stored e4m3 numbers are multiplied."""
+    kv_dtype: torch.dtype | None = None  # dtype of KV rows if it differs: e4m3
+    kv_scale: float = 1.0  # factor by which stored e4m3 numbers are multiplied
     query_length: int = 1
     """Adjacent query rows of a request, of its last tokens in order; each sees the tokens up to its own."""
 

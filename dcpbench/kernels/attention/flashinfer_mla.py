@@ -13,8 +13,7 @@ from dcpbench.errors import UsageError
 if TYPE_CHECKING:
     from dcpbench.kernels.attention import AttentionSpec, Shards
 
-WORKSPACE_BYTES = 128 << 20
-"""FlashInfer's recommended size for split-KV partials."""
+WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommended size for split-KV partials
 _workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 

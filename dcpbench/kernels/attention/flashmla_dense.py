@@ -22,8 +22,7 @@ from dcpbench.kernels.e4m3 import e4m3_byte, has_cast
 if TYPE_CHECKING:
     from dcpbench.kernels.attention import AttentionSpec, Shards
 
-PAGE = 64
-"""Rows of a page, the only size that the kernel reads."""
+PAGE = 64  # rows of a page, the only size that the kernel reads
 
 
 @triton.jit

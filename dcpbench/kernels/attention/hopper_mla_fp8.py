@@ -27,10 +27,8 @@ from dcpbench.kernels.attention.hopper_mla import (
     share,
 )
 
-LARGEST = gl.constexpr(448.0)
-"""Number of e4m3."""
-CHUNK = gl.constexpr(128)
-"""Columns of q that are rounded at once."""
+LARGEST = gl.constexpr(448.0)  # number of e4m3
+CHUNK = gl.constexpr(128)  # columns of q that are rounded at once
 
 
 @gluon.jit

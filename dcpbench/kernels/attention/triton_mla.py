@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
-HOPPER_HEADS = 64
-"""Heads of one program of the Hopper kernel: the rows of one warpgroup's product."""
+HOPPER_HEADS = 64  # heads of one program of the Hopper kernel: the rows of one warpgroup's product
 DIVISION = {"LEAST": hopper_pairs.MIN_TILES, "SLACK": hopper_pairs.SLACK}
 HOPPER = {"BLOCK_K": 64, "STAGES": 2, "P_SLOTS": 1, "LOAD_WARPS": 4, "REGS": (160, 136, 56)} | DIVISION
 """Parameters that fill the 227 KB of shared memory of a multiprocessor; docs/kernels-attention.md lists variants that are
 not faster.
 """
-HOPPER_FP8 = {
+HOPPER_FP8 = {  # parameters for e4m3 rows, with tiles of half the size
     "BLOCK_K": 64,
     "STAGES": 2,
     "V_SLOTS": 3,
@@ -34,11 +33,9 @@ HOPPER_FP8 = {
     "LOAD_WARPS": 4,
     "REGS": (160, 112, 80),
 } | DIVISION
-"""Parameters for e4m3 rows, with tiles of half the size."""
 ROUNDS: dict[str, tuple[str, ...]] = {"hopper-fp8": (QUERIES,), "hopper-apart-fp8": (QUERIES, WEIGHTS)}
 """Tensors that a kernel rounds to e4m3, for kernels that round any."""
-INTERPRETED_PARTS = 4
-"""Programs without a GPU to query for its multiprocessors: enough to cut requests."""
+INTERPRETED_PARTS = 4  # programs without a GPU to query for its multiprocessors: enough to cut requests
 
 
 def choose_kernel(spec: AttentionSpec) -> str:

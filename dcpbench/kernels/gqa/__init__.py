@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 class GqaSpec(DecodeSpec):
     """Sizes that a backend of grouped-query attention is built for."""
 
-    kv_heads: int
-    """KV heads in a row, which divide `heads`."""
-    head_dim: int
-    """X: columns of q, k, v and o of a head."""
+    kv_heads: int  # KV heads in a row, which divide `heads`
+    head_dim: int  # X: columns of q, k, v and o of a head
 
     @property
     def row_width(self) -> int:

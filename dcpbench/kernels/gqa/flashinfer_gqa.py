@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from dcpbench.kernels.attention import Shards
     from dcpbench.kernels.gqa import GqaSpec
 
-PROGRAMS = 2
-"""Programs for each multiprocessor that a plan divides the work among."""
-HEAD_DIMS = (64, 128, 256)
-"""Columns of a head that the kernels are built for."""
+PROGRAMS = 2  # programs for each multiprocessor that a plan divides the work among
+HEAD_DIMS = (64, 128, 256)  # columns of a head that the kernels are built for
 
 
 class FlashInferGqa:

@@ -17,16 +17,11 @@ if TYPE_CHECKING:
     from dcpbench.kernels.attention import Shards
     from dcpbench.kernels.gqa import GqaSpec
 
-MAX_GROUP_BLOCK = 64
-"""Maximum number of query heads of one program."""
-MIN_DOT_SIZE = 16
-"""Side of the smallest product that the tensor cores take."""
-MAX_HEAD_DIM = 128
-"""Columns of a head up to which several programs fit on a multiprocessor."""
-ROWS = 64
-"""Rows of a tile in 16 bits."""
-REGISTERS, MAX_REGISTERS = 65536, 255
-"""Registers of a multiprocessor, and the most of a thread."""
+MAX_GROUP_BLOCK = 64  # maximum number of query heads of one program
+MIN_DOT_SIZE = 16  # side of the smallest product that the tensor cores take
+MAX_HEAD_DIM = 128  # columns of a head up to which several programs fit on a multiprocessor
+ROWS = 64  # rows of a tile in 16 bits
+REGISTERS, MAX_REGISTERS = 65536, 255  # registers of a multiprocessor, and the most of a thread
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,11 @@ import torch
 from torch.nn.functional import linear, silu
 
 from dcpbench.kernels.block_scaled import Rows, Scaled, needs_quantized_input
+from dcpbench.kernels.int4 import Int4
 from dcpbench.kernels.linear import apply_linear_reference
-from dcpbench.kernels.moe import decode_experts, prefill_experts, scaled
+from dcpbench.kernels.moe import decode_experts, int4_experts, prefill_experts, scaled
 from dcpbench.kernels.moe.routing import select_experts
+from dcpbench.models.weight_formats import FP8, INT4
 
 __all__ = [
     "apply_experts",
@@ -21,15 +23,13 @@ __all__ = [
 ]
 
 
-def list_kernel_changes(local: int, top_k: int, *, in_fp8: bool) -> list[int]:
-    """Return the maximum numbers of tokens up to which `local` experts of a rank use the same kernels; beyond, the time
-    jumps.
+def list_kernel_changes(local: int, top_k: int, weights: str) -> list[int]:
+    """Return the maximum numbers of tokens up to which `local` experts of a rank use the same kernels, for weights in a format;
+    beyond, the time jumps.
     """
-    most = (scaled.MAX_ASSIGNMENTS if in_fp8 else decode_experts.MAX_ASSIGNMENTS) // top_k
-    rows = (
-        [scaled.FEW_ROWS + 1]
-        if in_fp8
-        else [prefill_experts.FEW_ROWS + 1, prefill_experts.SOME_ROWS + 1, prefill_experts.MANY_ROWS]
+    most = (scaled.MAX_ASSIGNMENTS if weights == FP8 else decode_experts.MAX_ASSIGNMENTS) // top_k
+    rows = {FP8: [scaled.FEW_ROWS + 1], INT4: []}.get(
+        weights, [prefill_experts.FEW_ROWS + 1, prefill_experts.SOME_ROWS + 1, prefill_experts.MANY_ROWS]
     )
     tiles = [(n * local - 1) // top_k for n in rows]
     return sorted({min(decode_experts.WIDE_TILES, most), most, *(n for n in tiles if n > most)})
@@ -44,8 +44,8 @@ def compute_router_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.
 
 def apply_experts(
     x_TD: torch.Tensor | Rows,
-    gate_up: torch.Tensor | Scaled,
-    down: torch.Tensor | Scaled,
+    gate_up: torch.Tensor | Scaled | Int4,
+    down: torch.Tensor | Scaled | Int4,
     weights_Tk: torch.Tensor,
     ids_Tk: torch.Tensor,
     first: int,
@@ -54,7 +54,7 @@ def apply_experts(
     """Return shared + Σ_k weight · down_e(silu(gate_e x) · up_e x) over local experts [first, first + E_local).
 
     gate_up [E_local, 2·I, D] and down [E_local, D, I]; other ranks' experts contribute 0 here. Over e4m3 with scales
-    tokens and hidden rows are quantised, too (block_scaled.py). On a GPU bf16 and whole blocks of scales have kernels of
+    tokens and hidden rows are quantised, too (block_scaled.py). On a GPU bf16, int4 and whole blocks of scales have kernels of
     their own, for decode batches and for prompts; other dtypes, which only comparisons use, run the reference and
     synchronise.
     """
@@ -65,6 +65,11 @@ def apply_experts(
         return apply_scaled_experts_reference(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
     assert not isinstance(down, Scaled)
     assert not isinstance(x_TD, Rows)
+    if isinstance(gate_up, Int4):
+        assert isinstance(down, Int4)
+        by = int4_experts.apply_experts if x_TD.is_cuda else int4_experts.apply_experts_reference
+        return by(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)
+    assert not isinstance(down, Int4)
     if x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
         fast = decode_experts if ids_Tk.numel() <= decode_experts.MAX_ASSIGNMENTS else prefill_experts
         return fast.apply_experts(x_TD, gate_up, down, weights_Tk, ids_Tk, first, shared_TD)

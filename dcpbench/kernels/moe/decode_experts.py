@@ -27,10 +27,8 @@ MAX_ASSIGNMENTS = 4096
 """Maximum number of assignments per call: 512 requests, the largest graph, with 8 experts each. Each assignment is
 compared with all others.
 """
-WIDE_TILES = 256
-"""Tokens past which a tile has 32 rows: with 16, experts begin to be read more than once."""
-BLOCK = 16
-"""Assignments, or tiles, that a program of the plan places."""
+WIDE_TILES = 256  # tokens past which a tile has 32 rows: with 16, experts begin to be read more than once
+BLOCK = 16  # assignments, or tiles, that a program of the plan places
 
 
 @triton.jit(do_not_specialize=["count", "first"])
@@ -182,17 +180,13 @@ def _product_kernel(
 class Plan:
     """Sorted position of each assignment (token · top_k + k) by local expert, and the tiles of the experts' rows."""
 
-    source: torch.Tensor
-    """int32 [assignments]: assignment of each sorted row; other ranks' come last."""
-    place: torch.Tensor
-    """int32 [assignments]: sorted row of each assignment, the inverse."""
+    source: torch.Tensor  # int32 [assignments]: assignment of each sorted row; other ranks' come last
+    place: torch.Tensor  # int32 [assignments]: sorted row of each assignment, the inverse
     tiles: torch.Tensor
     """int32 [3, most tiles]: expert, first row, and row behind the expert's last one; no local expert for unused tiles.
     """
-    rows: int
-    """Maximum number of rows of a tile."""
-    total: torch.Tensor | None = None
-    """int32 [1]: number of tiles, for programs that loop over tiles; None otherwise."""
+    rows: int  # maximum number of rows of a tile
+    total: torch.Tensor | None = None  # int32 [1]: number of tiles, for programs that loop over tiles; None otherwise
 
 
 def plan_product(ids_Tk: torch.Tensor, first: int, local: int, rows: int | None = None) -> Plan:
@@ -239,10 +233,8 @@ def compute_product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, top_k: in
     return out
 
 
-Operand = tuple[torch.Tensor, torch.Tensor | None]
-"""Numbers, and the scales of e4m3."""
-Shape = tuple[int, int, int, bool]
-"""Columns of a program, stages, warps, whether weights are the first operand."""
+Operand = tuple[torch.Tensor, torch.Tensor | None]  # numbers, and the scales of e4m3
+Shape = tuple[int, int, int, bool]  # columns of a program, stages, warps, whether weights are the first operand
 
 
 def _count_columns(weight: torch.Tensor, gated: bool) -> int:

@@ -32,8 +32,7 @@ BLOCK_K = 64
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 56, 112, 192
 """Rows of an expert, on average, up to which a tile has 64; up to which `down` is cut finely; from which on an expert
 has several tiles that should share its weights."""
-WIDE = 2048
-"""Depth of `down` from which on a tile is long enough to begin and end as a program of its own."""
+WIDE = 2048  # depth of `down` from which on a tile is long enough to begin and end as a program of its own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,10 +43,8 @@ class Tiling:
     columns: int
     stages: int
     warps: int
-    step: int = BLOCK_K
-    """Depth of a stage."""
-    persistent: bool = False
-    """True for one program per multiprocessor, which loops over tiles."""
+    step: int = BLOCK_K  # depth of a stage
+    persistent: bool = False  # True for one program per multiprocessor, which loops over tiles
     group: int = 1
     """Tiles that go through their blocks of columns together, so that those of one expert share its weights."""
     more: int = 0

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
 
 
-NO_EXPERT = -1
-"""Expert number of tokens without an expert on any rank: no kernel has a row for it."""
+NO_EXPERT = -1  # expert number of tokens without an expert on any rank: no kernel has a row for it
 
 
 def select_experts(

@@ -20,12 +20,10 @@ from dcpbench.models.weight_formats import SCALE_BLOCK
 if TYPE_CHECKING:
     from dcpbench.kernels.moe.decode_experts import Plan, Shape
 
-HOPPER = 9
-"""Major compute capability."""
+HOPPER = 9  # major compute capability
 MAX_ASSIGNMENTS = 6144
 """Up to here a decode batch's plan and tiles are at least as fast as those of prompts, with DeepSeek-V3's whole experts on an H100."""
-FEW_ROWS = 56
-"""Maximum mean number of rows of an expert for tiles of 64 rows with prompts, from the same measurement."""
+FEW_ROWS = 56  # maximum mean number of rows of an expert for tiles of 64 rows with prompts, from the same measurement
 
 
 def plan_products(ids_Tk: torch.Tensor, first: int, local: int) -> Plan:

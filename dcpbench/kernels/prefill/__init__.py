@@ -24,14 +24,11 @@ if TYPE_CHECKING:
 class PrefillSpec:
     """Sizes that a backend is built for."""
 
-    heads: int
-    """h: query heads of one rank."""
+    heads: int  # h: query heads of one rank
     kv_heads: int | None = None
     """Heads of keys and values, each for a group of as many consecutive query heads; None: as many as queries have."""
-    width: int
-    """X = nope + rope: columns of q and k."""
-    value: int
-    """V: columns of v and o."""
+    width: int  # X = nope + rope: columns of q and k
+    value: int  # V: columns of v and o
     scale: float
     dtype: torch.dtype
     device: torch.device
@@ -62,8 +59,7 @@ class Ragged(Protocol):
 class PrefillBackend(Protocol):
     """An attention kernel."""
 
-    value_width: int
-    """W ≥ V: columns that v must have."""
+    value_width: int  # w ≥ V: columns that v must have
 
     def plan(self, q_lengths: Sequence[int], kv_lengths: Sequence[int], *, causal: bool) -> Ragged:
         """Prepare calls from host-side integers, without waiting for the device; earlier plans stay as they were.

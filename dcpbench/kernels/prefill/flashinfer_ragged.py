@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 WIDTHS = ((NOPE + ROPE, VALUE), (128, 128), (64, 64))
 """Columns of keys and of values that the kernels are built for: of MLA, and of grouped-query attention."""
-WORKSPACE_BYTES = 128 << 20
-"""FlashInfer's recommended size for split-KV partials; calls in one stream may share it."""
+WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommended size for split-KV partials; calls in one stream may share it
 WRAPPERS_AT_START = 8
 """Made early, as each takes 8 MiB of pinned memory and of the GPU's: enough for two steps of four calls each."""
 
@@ -109,8 +108,7 @@ class FlashInferRagged:
     wrapper: BatchPrefillWithRaggedKVCacheWrapper
     rows: int
     keys: int
-    empty: tuple[slice, ...]
-    """Rows of requests without keys, for which fa3 returns no valid result."""
+    empty: tuple[slice, ...]  # rows of requests without keys, for which fa3 returns no valid result
     value: int
 
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

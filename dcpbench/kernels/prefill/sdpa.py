@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from dcpbench.kernels.prefill import PrefillSpec, Ragged
 
 MAX_WIDTH = 256
-UNIT = 8
-"""FlashAttention takes heads up to so many columns, a multiple of the unit."""
-SCORES = 1 << 24
-"""Most scores of plain products that are held at once."""
+UNIT = 8  # FlashAttention takes heads up to so many columns, a multiple of the unit
+SCORES = 1 << 24  # most scores of plain products that are held at once
 
 
 class SdpaPrefill:
@@ -78,15 +76,13 @@ class _Values(abc.ABC):
 class FlashRagged(_Values):
     """Ragged attention as PyTorch's FlashAttention."""
 
-    q_ends: torch.Tensor
-    """int32 [requests + 1] on the device: first row of each request; kv_ends in the same form."""
+    q_ends: torch.Tensor  # int32 [requests + 1] on the device: first row of each request; kv_ends in the same form
     kv_ends: torch.Tensor
     rows: int
     keys: int
     max_q: int
     max_kv: int
-    some_empty: bool
-    """True if there may be queries that see no key."""
+    some_empty: bool  # True if there may be queries that see no key
     causal: bool
     scale: float
     value: int
@@ -124,8 +120,7 @@ class PlainRagged(_Values):
     causal: bool
     scale: float
     value: int
-    group: int
-    """Query heads that share a KV head."""
+    group: int  # query heads that share a KV head
 
     def run(self, q_ThX: torch.Tensor, k_ShX: torch.Tensor, v_ShW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Implement Ragged.run."""

@@ -17,8 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_BLOCKS = 256
-"""Blocks of the largest grid of any kernel here; each has its counters."""
+MAX_BLOCKS = 256  # blocks of the largest grid of any kernel here; each has its counters
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from dcpbench.kernels.symm_mem import Peers
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-REST_S = 0.005
-"""Pause between polls of the interpreter in s."""
+REST_S = 0.005  # pause between polls of the interpreter in s
 
 
 def _rest() -> None:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from dcpbench.kernels.symm_mem import Peers
 
-TILE = 2048
-"""Numbers of each peer in one tile."""
+TILE = 2048  # numbers of each peer in one tile
 WARPS = 8
 
 

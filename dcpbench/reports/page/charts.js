@@ -1,21 +1,21 @@
-/* The charts of a report: `dcp.charts[kind](figure, points)` says what the panels of a figure hold. A figure has a
-   `slug`, `off` (names of switched-off series) and `wide` (one panel a row). Each returns {panels, items, note}:
+/* The charts of a report: `dcp.charts[kind](figure, points)` returns the content of a figure. A figure has a
+   `slug`, `off` (names of hidden series) and `wide` (one panel per row). The content is {panels, items, note}:
    panels [{key, title, traces, layout, rows?}], items for dcp.switches with a `key`. `dcp.charts.NEEDS[kind]` names
-   what a point must have to be in one. */
+   the values that a point needs to be drawn. */
 "use strict";
 dcp.charts = (() => {
   const DOUBLINGS = 4;
-  const MOST_PANELS = 12;
-  const MOST_LOADS = 3;
+  const MAX_PANELS = 12;
+  const MAX_LOADS = 3;
   const FLOOR = "floor";
   const ROW_PIXELS = 24;
   const AHEAD = "Above 1, DCP has more output than the same layout without DCP. The answer at the top of the page compares it with the best other layout instead, within the SLO.";
-  const LONG_LABEL = 20; // characters next to a bar that fit on a phone
-  const LABEL_PIXELS = 16; // from one line of small print to the next
-  const LABEL_SHARE = 0.09; // of a panel's height that such a line takes, so that no mark lies below it
-  const LEAST_GAP = 0.1; // between two labels, as a share of the axis
-  const ASIDE = 0.03; // from one series to the next where several of a layout have a point at one load, likewise
-  const MARGIN = { l: 68, r: 18, t: 18, b: 53 }; // what axes of numbers take: Plotly draws all again where they take more
+  const LONG_LABEL = 20; // maximum characters next to a bar on a phone
+  const LABEL_PIXELS = 16; // line height of small text
+  const LABEL_SHARE = 0.09; // share of a panel's height that such a line takes, so that it covers no marker
+  const MIN_GAP = 0.1; // between two labels, as a share of the axis
+  const ASIDE = 0.03; // between series of one layout that have a point at the same load, as a share of the axis
+  const MARGIN = { l: 68, r: 18, t: 18, b: 53 }; // pixels of numeric axes: Plotly draws the chart twice if an axis needs more
   const { data, series, fields } = dcp.points;
   const plain = (value) => new Intl.NumberFormat("en-US", { maximumFractionDigits: 3 }).format(value);
   const known = (value) => value !== null && value !== undefined;
@@ -24,15 +24,15 @@ dcp.charts = (() => {
   const title = (name) => dcp.measured(fields.get(name));
   const tipOf = (point) => [dcp.points.brief(series[point.series].name), dcp.points.words(point)];
   const shape = (look, mode) => dcp.symbol(look.symbol) + (mode === "replay" ? "-open" : "");
-  const onCpu = (points) => points.some((p) => p.marks.includes("cpu") || p.device === "CPU");
+  const onCpu = (points) => points.some((p) => p.warnings.includes("cpu") || p.device === "CPU");
   const watermark = (points) => (onCpu(points) ? [dcp.watermark(data.watermark)] : []);
-  /** The title of an axis below bars, which would cover a watermark. */
+  /** Return the title of an axis below bars, with the text of the watermark, which bars would cover. */
   const below = (points, words) => ({ text: [words, onCpu(points) ? data.watermark.replaceAll("\n", " ") : ""].filter(Boolean).join("<br>") });
-  const lineBelow = (points) => (onCpu(points) ? LABEL_PIXELS : 0); // that much taller
+  const lineBelow = (points) => (onCpu(points) ? LABEL_PIXELS : 0); // additional height
 
   const scaled = (words) => (words.endsWith(")") ? `${words.slice(0, -1)}, log scale)` : `${words} (log scale)`);
 
-  /** From 0, or logarithmic where values are far apart. */
+  /** Return an axis from 0, or a logarithmic axis if values differ by a large factor. */
   function values(numbers, words) {
     const positive = numbers.filter((v) => known(v) && v > 0);
     const [least, most] = [Math.min(...positive), Math.max(...positive)];
@@ -42,7 +42,7 @@ dcp.charts = (() => {
     return { type: "linear", range: [0, positive.length ? most * 1.1 : 1], nticks: 6, tickformat: ",~r", title: { text: words } };
   }
 
-  /** Ticks where something was measured. */
+  /** Return an axis with ticks at the measured loads. */
   function loads(numbers, words) {
     const ticks = [...new Set(numbers)].sort((a, b) => a - b);
     const [least, most] = [ticks[0], ticks.at(-1)];
@@ -50,7 +50,7 @@ dcp.charts = (() => {
     const place = log ? Math.log10 : (v) => v;
     const span = place(most) - place(least) || 1;
     const apart = [most];
-    for (const tick of ticks.slice(0, -1).reverse()) if (place(apart[0]) - place(tick) >= LEAST_GAP * span) apart.unshift(tick);
+    for (const tick of ticks.slice(0, -1).reverse()) if (place(apart[0]) - place(tick) >= MIN_GAP * span) apart.unshift(tick);
     const margin = ticks.length === 1 ? Math.abs(place(least)) * 0.5 || 1 : span * 0.06;
     return {
       type: log ? "log" : "linear", range: [place(least) - margin, place(most) + margin], tickvals: apart,
@@ -59,24 +59,24 @@ dcp.charts = (() => {
   }
 
   function limited(panels) {
-    const left = panels.length - MOST_PANELS;
-    return [panels.slice(0, MOST_PANELS), left > 0 ? `${MOST_PANELS} of ${panels.length} panels are drawn; filters bring the others.` : ""];
+    const left = panels.length - MAX_PANELS;
+    return [panels.slice(0, MAX_PANELS), left > 0 ? `${MAX_PANELS} of ${panels.length} panels are drawn; use filters to see the others.` : ""];
   }
 
-  /** The unit on a line of its own where the title of the y axis is higher than the panel. */
+  /** Put the unit on a separate line if the title of the y axis is longer than the panel is high. */
   function titled({ layout, low }) {
     const { text } = layout.yaxis.title;
     return text.length <= (low ? 16 : 26) ? layout : { ...layout, yaxis: { ...layout.yaxis, title: { text: text.replace(" (", "<br>(") } } };
   }
 
-  /** With the ticks that a low panel has room for. */
+  /** Reduce the ticks of a low panel. */
   function lowered(panel) {
     const { yaxis } = panel.layout;
     const ticks = yaxis.type === "log" && yaxis.range[1] - yaxis.range[0] > 1 ? { dtick: 1 } : {};
     return panel.low ? { ...panel, layout: { ...panel.layout, yaxis: { ...yaxis, ...ticks } } } : panel;
   }
 
-  /** A row of panels for each model, in it lines before single points, which are lower where there are more of them; titles without what all share. */
+  /** Arrange panels in one row per model, lines before single points; the panels of single points are low if they are more. Shared parts of titles are removed. */
   function arranged(panels) {
     const model = (panel) => panel.title.slice(0, panel.title.indexOf(", ") + 2);
     const models = [...grouped(panels, model).values()];
@@ -89,7 +89,7 @@ dcp.charts = (() => {
     }).map((panel) => ({ ...panel, layout: panels.length > 1 ? titled(panel) : panel.layout, title: (one ? panel.title.slice(model(panel).length) : panel.title).replace(/, (live|replay)$/, "") }));
   }
 
-  /** The series that points belong to, each a switch. */
+  /** Return the series of the points, each with a switch. */
   function itemsOf(points) {
     const replayed = points.every((p) => p.mode === "replay") ? "replay" : "";
     const layouts = new Map(points.map((p) => [p.series, p]));
@@ -99,9 +99,9 @@ dcp.charts = (() => {
     }));
   }
 
-  /** Return the positions of a series' points along an axis: series of one layout that share a load stand side by side, as one
-      would hide the other, but by no more than half the way to the next load in all. */
-  function besideEachOther(points, axis) {
+  /** Return the positions of a series' points along an axis: series of one layout that share a load are drawn side by side, as one
+      would hide the other, within half the distance to the next load. */
+  function placeSideBySide(points, axis) {
     const place = axis.type === "log" ? [Math.log10, (v) => 10 ** v] : [(v) => v, (v) => v];
     const at = [...new Set(points.map(along))].map(place[0]).sort((a, b) => a - b);
     const gap = Math.min(...at.slice(1).map((v, i) => v - at[i]), Infinity);
@@ -139,7 +139,7 @@ dcp.charts = (() => {
   const switchedOn = (figure, points) => points.filter((p) => !figure.off.has(series[p.series].name));
   const against = (point) => (point.arrival === "gamma" ? "request rate (requests/s)" : "concurrency (requests in flight)");
 
-  /** Lines over load; `stats` are [column, name] pairs, of which the first is the line and others are dashes. */
+  /** Draw lines over load; `stats` are [column, name] pairs: the first is a line, the others are dashes. */
   function overLoad(figure, points, stats) {
     const loaded = points.filter((p) => p.arrival !== "trace" && stats.some(([column]) => known(p[column])));
     const items = itemsOf(loaded);
@@ -152,7 +152,7 @@ dcp.charts = (() => {
     const heights = grouped(on, (p) => p.model);
     const panels = [...grouped(on, (p) => p.panel)].map(([name, inside]) => {
       const xaxis = loads(inside.map(along), against(inside[0]));
-      const x = besideEachOther(inside, xaxis);
+      const x = placeSideBySide(inside, xaxis);
       const traces = [...grouped(inside, (p) => p.series).values()].flatMap((own) => drawn.map(([column]) => {
         const ordered = byLoad(own.filter((p) => known(p[column])));
         return ordered.length === 0 ? null : column === present[0][0] ? line(ordered, x, column) : dashes(ordered, x, column);
@@ -163,18 +163,18 @@ dcp.charts = (() => {
         layout: { margin: MARGIN, xaxis, yaxis: values(all, figure.axis), shapes: watermark(inside) },
       };
     });
-    const traced = points.some((p) => p.arrival === "trace") ? "Requests of a file have one load: they are in the table of points and under Explore. " : "";
-    const missing = stats.length > 1 && present.length < stats.length ? "No point has a p99, which needs 662 samples, or a result file that states it." : "";
+    const traced = points.some((p) => p.arrival === "trace") ? "Requests from a file have a single load: see the table of points and Explore. " : "";
+    const missing = stats.length > 1 && present.length < stats.length ? "No point has a p99: it needs 662 samples, or a result file that states it." : "";
     const [few, left] = limited(arranged(panels));
     return { panels: few, items, note: [traced, missing, left].join(" ").trim() };
   }
 
-  /** Each run, or engine, has panels of its own: a ratio is to another point of the same run. */
+  /** Each run, or engine, has its own panels, as ratios compare points of the same run. */
   const several = (points) => new Set(points.map((p) => p.run)).size > 1;
   const panelIn = (of, apart) => (apart && of.run !== of.model ? `${of.panel}, ${data.filters.run === "run" ? "run " : ""}${of.run}` : of.panel);
   const byRun = (points) => (several(points) ? points.map((p) => ({ ...p, panel: panelIn(p, true) })) : points);
 
-  /** Ratios to 1, where DCP is level with the same layout without it. */
+  /** Draw ratios of output with DCP to output of the same layout without it. */
   function breakEven(figure, points) {
     const compared = byRun(points.filter((p) => known(p.dcp_ratio) && p.arrival === "closed"));
     const { panels, items, note } = overLoad({ ...figure, axis: "with DCP / without" }, compared, [["dcp_ratio", "ratio"]]);
@@ -186,17 +186,17 @@ dcp.charts = (() => {
     return { items, note: `${AHEAD} ${note}`.trim(), panels: panels.map((panel) => ({ ...panel, layout: { ...panel.layout, yaxis, shapes: [level] } })) };
   }
 
-  /** Each layout over the best other one, with the least load from which on DCP is ahead, and what had no room. */
+  /** Draw each layout over the best other one, the smallest load from which on DCP is ahead, and layouts that do not fit. */
   function overview(figure, points) {
     const axis = "over the best other layout";
     const kept = points.filter((p) => known(p.other_ratio));
     const compared = byRun(kept);
     const { panels, items: names, note } = overLoad({ ...figure, axis }, compared, [["other_ratio", "ratio"]]);
-    const items = names.map((item) => ({ ...item, symbol: item.symbol.replace("-open", "") })); // hollow says something else here
+    const items = names.map((item) => ({ ...item, symbol: item.symbol.replace("-open", "") })); // hollow has another meaning here
     const on = switchedOn(figure, compared);
     const ratios = [...on.map((p) => p.other_ratio), 1];
     const margin = (Math.max(...ratios) - Math.min(...ratios)) * 0.08 || 0.05;
-    const lostIn = (panel) => [...grouped(data.no_room.filter((lost) => panelIn(lost, several(kept)) === panel.key), (lost) => lost.layout)];
+    const lostIn = (panel) => [...grouped(data.lacks_memory.filter((lost) => panelIn(lost, several(kept)) === panel.key), (lost) => lost.layout)];
     const below = Math.max(0, ...panels.map((panel) => lostIn(panel).length)) * LABEL_SHARE * (Math.max(...ratios) - Math.min(...ratios) + 2 * margin);
     const above = on.some((p) => p.pays) ? LABEL_SHARE * (Math.max(...ratios) - Math.min(...ratios) + 2 * margin) : 0;
     const yaxis = { type: "linear", range: [Math.min(...ratios) - margin - below, Math.max(...ratios) + margin + above], nticks: 6, ticksuffix: "×", title: { text: axis } };
@@ -211,21 +211,21 @@ dcp.charts = (() => {
         { type: "line", xref: "paper", x0: 0, x1: 1, y0: 1, y1: 1, line: { color: "var(--ink)", width: 1.5 } },
         ...(from === undefined ? [] : [{ type: "line", yref: "paper", x0: from, x1: from, y0: 0, y1: 1, line: { color: "var(--soft)", width: 1.5, dash: "dot" } }]),
       ];
-      const said = lostIn(panel).map(([layout, lost], i) => label(`${layout}: does not fit from ${plain(Math.min(...lost.map((l) => l.concurrency)))}`, { x: 1, y: 0.01, yshift: LABEL_PIXELS * i, xanchor: "right", yanchor: "bottom" }));
+      const labels = lostIn(panel).map(([layout, lost], i) => label(`${layout}: does not fit from ${plain(Math.min(...lost.map((l) => l.concurrency)))}`, { x: 1, y: 0.01, yshift: LABEL_PIXELS * i, xanchor: "right", yanchor: "bottom" }));
       if (from !== undefined) {
         const { type, range } = panel.layout.xaxis;
         const x = type === "log" ? Math.log10(from) : from;
         const onLeft = x < (range[0] + range[1]) / 2;
-        said.push(label(`DCP ahead from ${plain(from)}`, { xref: "x", x, xshift: onLeft ? 4 : -4, y: 1, xanchor: onLeft ? "left" : "right", yanchor: "top" }));
+        labels.push(label(`DCP ahead from ${plain(from)}`, { xref: "x", x, xshift: onLeft ? 4 : -4, y: 1, xanchor: onLeft ? "left" : "right", yanchor: "top" }));
       }
       const traces = panel.traces.map((trace) => ({ ...trace, marker: { ...trace.marker, symbol: trace.own.map((p) => shape(series[p.series], p.misses ? "replay" : "")) } }));
-      return { ...panel, traces, layout: { ...panel.layout, yaxis, shapes, annotations: said } };
+      return { ...panel, traces, layout: { ...panel.layout, yaxis, shapes, annotations: labels } };
     });
-    const hollow = on.some((p) => p.misses) ? "Hollow marks miss the SLO. " : "";
+    const hollow = on.some((p) => p.misses) ? "Hollow markers miss the SLO. " : "";
     return { items, panels: drawn, note: `${data.single ? "Above 1, a layout is faster than the fastest other one. Each layout ran in one launch, and another launch may differ." : `Above 1, a layout is ahead of the best other one; in the band (± ${plain(100 * data.level)} %) they are level.`} ${hollow}${note}`.trim() };
   }
 
-  /** Points that no other beats in both, fastest user first. */
+  /** Return the points that no other point exceeds in both values, fastest user first. */
   function best(points) {
     let top = -Infinity;
     return [...points].sort((a, b) => b.tok_s_per_user - a.tok_s_per_user || b.output_tok_s_per_gpu - a.output_tok_s_per_gpu)
@@ -241,7 +241,7 @@ dcp.charts = (() => {
     });
     const kept = [];
     for (const p of [...points].reverse()) {
-      if (kept.every((other) => Math.abs(across(p) - across(other)) > LEAST_GAP || Math.abs(up(p) - up(other)) > LEAST_GAP)) kept.unshift(p);
+      if (kept.every((other) => Math.abs(across(p) - across(other)) > MIN_GAP || Math.abs(up(p) - up(other)) > MIN_GAP)) kept.unshift(p);
     }
     return kept;
   }
@@ -308,7 +308,7 @@ dcp.charts = (() => {
     if (floored) items.push({ key: FLOOR, name: FLOOR, colour: "var(--ink)" });
     const on = names.filter((name) => !figure.off.has(name));
     const all = [...new Set(profiled.map((p) => p.concurrency))].sort((a, b) => a - b);
-    const some = all.length > MOST_LOADS ? [all[0], all[all.length >> 1], all.at(-1)] : all;
+    const some = all.length > MAX_LOADS ? [all[0], all[all.length >> 1], all.at(-1)] : all;
     const apart = several(profiled);
     const total = (point) => on.reduce((sum, phase) => sum + (point[`phase:${phase}`] ?? 0), 0);
     const whole = (point) => names.reduce((sum, phase) => sum + (point[`phase:${phase}`] ?? 0), 0);
@@ -320,7 +320,7 @@ dcp.charts = (() => {
       ["time", `${dcp.number(point[`phase:${phase}`])} ms`], ...limit(point, phase), ["share of the profiled step", `${dcp.number((100 * point[`phase:${phase}`]) / whole(point))} %`],
       ["layout", point.label], ["concurrency", dcp.number(point.concurrency)], ["load", dcp.points.brief(point.panel)],
     ]];
-    /** Thin bars inside the others, each from where its phase begins and as long as the machine needs for it. */
+    /** Draw thin bars inside the others, each from the beginning of its phase and as long as its floor. */
     const floorsOf = (bars) => {
       const least = bars.flatMap(({ point, y }) => on.map((phase, i) => ({
         point, y, phase, ms: point[`floor:${phase}`] ?? 0, from: on.slice(0, i).reduce((sum, other) => sum + (point[`phase:${other}`] ?? 0), 0),

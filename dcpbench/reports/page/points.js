@@ -1,10 +1,10 @@
-/* The points of a report, which of them are shown, and the fragment of the address that remembers it. Adds to `dcp`:
+/* The points of a report, the filters, and the address fragment that stores them. Extends `dcp`:
 
-   dcp.points.all, fields, series, data   every point as an object by column name; what points.py wrote
-   dcp.points.shown()                     those that pass the filters
-   dcp.points.view                        what else the fragment holds: x, y, colour, sort, and switched-off series
-   dcp.points.words(point)                [name, value] pairs with units and intervals, for those who point at a mark
-   dcp.points.changed()                   something was chosen: remember it, and tell all who asked by watch(callback) */
+   dcp.points.all, fields, series, data   every point as an object by column name; the data of points.py
+   dcp.points.shown()                     the points that pass the filters
+   dcp.points.view                        further state in the fragment: x, y, colour, sort, and hidden series
+   dcp.points.words(point)                [name, value] pairs with units and intervals, for the text at the pointer
+   dcp.points.changed()                   store a changed choice in the fragment, and call all callbacks given to watch(callback) */
 "use strict";
 dcp.points = (() => {
   const data = JSON.parse(dcp.find("data").textContent);
@@ -14,13 +14,13 @@ dcp.points = (() => {
   const hidden = Object.fromEntries(Object.keys(data.filters).map((name) => [name, new Set()]));
   const view = { x: "", y: "", colour: "", sort: "", off: {} };
   const watchers = [];
-  const LONGEST = 90;
+  const MAX_CHARS = 90;
 
-  const valuesOf = (point, name) => (name === "marks" ? point.marks : [String(point[name] ?? "")]);
+  const valuesOf = (point, name) => (name === "warnings" ? point.warnings : [String(point[name] ?? "")]);
   const passes = (point) => Object.entries(hidden).every(([name, values]) => values.size === 0 || !valuesOf(point, name).some((v) => values.has(v)));
   const shown = () => all.filter(passes);
   const choices = (name) => [...new Set(all.flatMap((point) => valuesOf(point, name)))];
-  const brief = (text) => (text.length > LONGEST ? `${text.slice(0, LONGEST - 1)}…` : text);
+  const brief = (text) => (text.length > MAX_CHARS ? `${text.slice(0, MAX_CHARS - 1)}…` : text);
 
   function range(point, field) {
     const [low, high] = [point[`${field.name}_low`], point[`${field.name}_high`]];
@@ -31,7 +31,7 @@ dcp.points = (() => {
   }
 
   /** Return the warnings that distinguish a point from the others of its run. Shared warnings are in the text. */
-  const marks = (point) => point.telling ?? "";
+  const warnings = (point) => point.telling ?? "";
 
   function words(point) {
     const rows = [["load", brief(point.panel)], ["backend", point.backend], ["exchange", point.exchange]];
@@ -42,7 +42,7 @@ dcp.points = (() => {
       rows.push([field.label, [dcp.number(value), field.unit, ends && `[${ends}]`].filter(Boolean).join(" ")]);
       if (field.name === "dcp_ratio") rows.push(["compared with", `${point.baseline}: ${point.verdict}`]);
     }
-    return [...rows, ["marks", marks(point)], [data.filters.run, brief(point.run)], ["measured by", point.origin]].filter(([, value]) => value);
+    return [...rows, ["warnings", warnings(point)], [data.filters.run, brief(point.run)], ["measured by", point.origin]].filter(([, value]) => value);
   }
 
   function fragment() {
@@ -53,32 +53,32 @@ dcp.points = (() => {
     return found.toString();
   }
 
-  /** What a fragment says; one without `=` is the place of a section. */
+  /** Read the state from the fragment; a fragment without `=` is the anchor of a section. */
   function read() {
     const text = location.hash.slice(1);
     if (!text.includes("=")) return false;
-    const said = new URLSearchParams(text);
+    const stored = new URLSearchParams(text);
     for (const [name, values] of Object.entries(hidden)) {
       values.clear();
-      for (const value of said.getAll(`hide.${name}`)) values.add(value);
+      for (const value of stored.getAll(`hide.${name}`)) values.add(value);
     }
     view.off = {};
-    for (const key of said.keys()) if (key.startsWith("off.")) view.off[key.slice(4)] = new Set(said.getAll(key));
-    for (const name of ["x", "y", "colour", "sort"]) view[name] = said.get(name) ?? "";
+    for (const key of stored.keys()) if (key.startsWith("off.")) view.off[key.slice(4)] = new Set(stored.getAll(key));
+    for (const name of ["x", "y", "colour", "sort"]) view[name] = stored.get(name) ?? "";
     return true;
   }
 
-  const tell = () => { for (const watcher of watchers) watcher(); };
+  const notify = () => { for (const watcher of watchers) watcher(); };
   function changed() {
-    const said = fragment();
-    if (said || location.hash.includes("=")) history.replaceState(null, "", said ? `#${said}` : location.pathname + location.search);
-    tell();
+    const state = fragment();
+    if (state || location.hash.includes("=")) history.replaceState(null, "", state ? `#${state}` : location.pathname + location.search);
+    notify();
   }
-  addEventListener("hashchange", () => { if (read()) tell(); });
+  addEventListener("hashchange", () => { if (read()) notify(); });
   read();
 
   return {
-    data, all, fields, series: data.series, hidden, view, shown, choices, words, marks, range, brief, changed,
+    data, all, fields, series: data.series, hidden, view, shown, choices, words, warnings, range, brief, changed,
     off: (chart) => (view.off[chart] ??= new Set()), watch: (watcher) => { watchers.push(watcher); },
   };
 })();

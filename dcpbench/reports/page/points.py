@@ -11,10 +11,9 @@ import msgspec
 from dcpbench.errors import UsageError
 from dcpbench.points.axes import Role
 from dcpbench.points.names import CLOSED, GAMMA, LIVE, TRACE_TIMES
-from dcpbench.points.point import AXES, LOAD_AXES, Load, Point, select_point_axes
+from dcpbench.points.point import AXES, LOAD_AXES, select_point_axes
 from dcpbench.records.metrics import METRIC, PAGE, PAGE_TABLE, Metric
 from dcpbench.reports import launch_bands, load_labels, overview, point_warnings, style
-from dcpbench.reports.dataframes import make_load_key
 from dcpbench.reports.figures import compute_floors_ms, compute_phases_ms, has_phases
 from dcpbench.reports.findings import LOAD
 from dcpbench.reports.reproduce import build_command
@@ -25,7 +24,7 @@ from dcpbench.show.numbers import is_missing
 if TYPE_CHECKING:
     import pandas as pd
 
-    from dcpbench.records.record import Record
+    from dcpbench.points.point import Point
     from dcpbench.reports.dataframes import Frames
 
 MAX_POINTS = 20_000  # of a page; a browser draws these within seconds, and points.csv has all
@@ -33,7 +32,11 @@ DIGITS = 7  # number of significant digits in a page; points.csv has all
 MAX_CELL_CHARS = 4000  # maximum number of characters of a sentence or a cell; records.jsonl has all
 MAX_NAME_CHARS = 200  # maximum number of characters of a name in the page's data, where each point repeats it
 MAX_COMMAND_CHARS = 2000  # a longer command contains a name that reports cut, and would select another point
-UNMARKED = "unmarked"  # filter value for points without a warning
+PLAIN = (  # columns that the page takes from the tables and comparisons unchanged
+    *("run", "layout", "label", "backend", "device", "kv_bounded_by"),
+    *("baseline", "verdict", "rival", "who", "misses", "pays"),
+)
+NO_WARNING = "no warning"  # filter value for points without a warning
 LOADS = {  # label and unit of the numbers of a load and layout
     "concurrency": ("concurrency", "requests"),
     "load_request_rate": ("request rate", "requests/s"),
@@ -49,9 +52,9 @@ FILTERS = {  # names in the page's data, with the label that the page shows
     "load": "load",
     "origin": "measured by",
     "run": "run",
-    "marks": "marks",
+    "warnings": "warnings",
 }
-COLOURS = (*(name for name in FILTERS if name not in ("load", "marks")), "backend", "device")
+COLOURS = (*(name for name in FILTERS if name not in ("load", "warnings")), "backend", "device")
 """Names by which the reader's own chart can be coloured."""
 PHASE = "phase:"
 IDLE = f"{PHASE}idle"
@@ -80,14 +83,14 @@ FIELDS = [  # numeric fields of a point on the page, in order
 def build_page_data(frames: Frames, most: int = MAX_POINTS) -> dict[str, Any]:
     """Return the data for the scripts of the page: columns of the first `most` points, the looks of their series, and all names."""
     tables = [table for table in (frames.points, frames.served) if len(table)]
-    series, recorded = _Series(frames), _index_records(frames)
+    series = _Series(frames)
     extras = [_collect_ratios(frames), _collect_other_ratios(frames)]
     parts: list[Columns] = []
     count = 0
     for table in tables:
         if len(part := table.head(max(most - count, 0))):
             telling = [text or None for text in point_warnings.format_distinct_warnings(table)[: len(part)]]
-            parts.append(_build_columns(part, extras, series, recorded) | {"telling": telling})
+            parts.append(_build_columns(part, extras, series) | {"telling": telling})
             count += len(part)
     names = dict.fromkeys(name for part in parts for name in part)
     sizes = [len(next(iter(part.values()))) for part in parts]
@@ -108,7 +111,7 @@ def build_page_data(frames: Frames, most: int = MAX_POINTS) -> dict[str, Any]:
         "log_range": figure_style.LOG_RANGE,
         "level": launch_bands.find_largest(frames.everything),
         "single": launch_bands.has_single_launches(frames.everything),
-        "no_room": _list_rejected(frames),
+        "lacks_memory": _list_rejected(frames),
         "filters": FILTERS | ({"run": "engine"} if frames.engines else {}),
         "colours": COLOURS,
     }
@@ -141,8 +144,8 @@ def _collect_ratios(frames: Frames) -> ExtraValues:
         return {}
     found = found[found["ratio"].notna()].drop_duplicates(SAME, keep=False)
     names = {"ratio": "dcp_ratio", "low": "dcp_ratio_low", "high": "dcp_ratio_high"}
-    kept = found.rename(columns=names)[[*SAME, *names.values(), "baseline", "verdict"]].to_dict("records")
-    return {tuple(row[name] for name in SAME): {str(k): v for k, v in row.items()} for row in kept}
+    kept = load_labels.list_rows(found.rename(columns=names)[[*SAME, *names.values(), "baseline", "verdict"]])
+    return {tuple(row[name] for name in SAME): row for row in kept}
 
 
 def _collect_other_ratios(frames: Frames) -> ExtraValues:
@@ -159,12 +162,7 @@ def _collect_other_ratios(frames: Frames) -> ExtraValues:
     }
 
 
-def _build_columns(
-    table: pd.DataFrame,
-    extras: list[ExtraValues],
-    series: _Series,
-    recorded: dict[tuple[str, Point, str], Record],
-) -> Columns:
+def _build_columns(table: pd.DataFrame, extras: list[ExtraValues], series: _Series) -> Columns:
     """Return the points of one kind as columns: text, numbers in the units of FIELDS, and the ends of their intervals."""
     same = list(zip(*(table[name] for name in SAME), strict=True))
     more: list[dict[str, Any]] = [
@@ -179,7 +177,7 @@ def _build_columns(
     served = bool((table["mode"] != "decode").any())
     asked = build_points(table)
     found: Columns = {axis.name: get_column(axis.name) for axis in AXES if axis.title}
-    found |= {name: get_column(name) for name in ("run", "layout", "label", "backend", "device")}
+    found |= {name: get_column(name) for name in PLAIN}
     found |= {
         "origin": get_column("engine"),
         "settings": [text or None for text in get_column("settings")],
@@ -188,15 +186,10 @@ def _build_columns(
         "load": get_column("rest") if served else ["decode"] * len(table),
         "panel": _format_panels(table, served=served),
         "arrival": get_column("load_arrival"),
-        "marks": [[mark for mark in marks if mark] or [UNMARKED] for marks in get_column("marks")],
-        "kv_bounded_by": get_column("kv_bounded_by"),
-        "baseline": get_column("baseline"),
-        "verdict": get_column("verdict"),
+        "warnings": [
+            [warning for warning in warnings if warning] or [NO_WARNING] for warnings in get_column("warnings")
+        ],
         "other_ratio": _to_json_numbers(get_column("other_ratio")),
-        "rival": get_column("rival"),
-        "who": get_column("who"),
-        "misses": get_column("misses"),
-        "pays": get_column("pays"),
         "samples": [
             steps or tokens for steps, tokens in zip(get_column("samples"), get_column("itl_samples"), strict=True)
         ],
@@ -213,7 +206,7 @@ def _build_columns(
         floors = compute_floors_ms(table)
         found |= {f"floor:{name}": _to_json_numbers(floors[name].tolist()) for name in floors}
         found[IDLE] = _to_json_numbers(get_column("idle_us"), 1e-3)
-    return found | {"series": series.find_indices(table), "command": _make_commands(table, asked, recorded)}
+    return found | {"series": series.find_indices(table), "command": _make_commands(table, asked)}
 
 
 def _format_exchanges(table: pd.DataFrame, asked: list[Point]) -> list[str]:
@@ -258,19 +251,7 @@ def _to_json_numbers(values: list[Any], scale: float = 1.0) -> list[float | int 
 
 def build_points(table: pd.DataFrame) -> list[Point]:
     """Return the point of each row, as its first repeat."""
-    fields = [name for name in Point.__struct_fields__ if name not in ("repeat", "load")]
-    loads: list[Load | None] = [None] * len(table)
-    if (table["mode"] != "decode").any():
-        names = [name for name in Load.__struct_fields__ if name != "mode"]
-        asked: Columns = {name: table[f"load_{name}"].tolist() for name in names}
-        for place, mode in enumerate(table["mode"]):
-            fields_of: dict[str, Any] = {
-                n: None if is_missing(v := values[place]) else v for n, values in asked.items()
-            }
-            loads[place] = Load(mode=mode, **fields_of)
-    own = table.assign(model=table["model_folder"].where(table["model_folder"] != "", table["model"]))
-    rows = zip(*(own[name].tolist() for name in fields), strict=True)
-    return [Point(**dict(zip(fields, row, strict=True)), load=load) for row, load in zip(rows, loads, strict=True)]
+    return [msgspec.structs.replace(record.point, repeat=0) for record in table["record"]]
 
 
 LINE = ("workload", "layout", "variant", "run", "label")  # columns that points of one line share
@@ -304,29 +285,15 @@ class _Series:
         return [self._places[key] for key in keys]
 
 
-def _index_records(frames: Frames) -> dict[tuple[str, Point, str], Record]:
-    """Return the first record of each point, by run, point and load as sent."""
-    found: dict[tuple[str, Point, str], Record] = {}
-    for run in frames.shown_runs:
-        for record in run.records:
-            if record.outcome == "ok":
-                point = msgspec.structs.replace(record.point, repeat=0) if record.point.repeat else record.point
-                found.setdefault((run.name, point, make_load_key(record)), record)
-    return found
-
-
-def _make_commands(
-    table: pd.DataFrame, asked: list[Point], recorded: dict[tuple[str, Point, str], Record]
-) -> list[str | None]:
+def _make_commands(table: pd.DataFrame, asked: list[Point]) -> list[str | None]:
     """Return each point's command, with the settings of its record.
 
     The command is null for a point of another tool, for a point that no option can express, and for a command that
     would be too long.
     """
-    loads = table["same_load"].tolist() if any(point.load for point in asked) else [""] * len(asked)
     commands = []
-    for run, point, load, cpu in zip(table["run"], asked, loads, table["cpu"].tolist(), strict=True):
-        record, command = recorded[run, point, load], ""
+    for record, point, cpu in zip(table["record"], asked, table["cpu"].tolist(), strict=True):
+        command = ""
         with contextlib.suppress(UsageError):
             command = "" if record.origin else build_command(point, record.measured_with, cpu=bool(cpu))
         commands.append(command if 0 < len(command) <= MAX_COMMAND_CHARS else None)

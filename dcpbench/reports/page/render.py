@@ -147,5 +147,4 @@ def _encode_data_uri(svg: bytes) -> Markup:
     return Markup("data:image/svg+xml," + quote(svg, safe=READABLE))  # noqa: S704 - quoted: no " or &
 
 
-READABLE = " <>=/:;,.()'!?*+@$|{}[]-_~^`"
-"""Characters that an address in an attribute can hold unescaped, which keeps it a quarter shorter than base64."""
+READABLE = " <>=/:;,.()'!?*+@$|{}[]-_~^`"  # characters that an address in an attribute can hold unescaped

@@ -1,13 +1,13 @@
-/* Puts a report together: fills figures with panels and the table of points, and lets filters, switches and axes act on all. */
+/* Builds the report: fills the figures and the table of points, and applies filters, switches and axes to all of them. */
 "use strict";
 (() => {
   const { points: store, element: el, find } = dcp;
   const { data, view, fields } = store;
-  const STEP = 100; // rows of the table that are shown at once, and more at a press
-  const MOST_IDLE = 1000; // marks of a panel that is drawn before it is seen: more hold a reader up for a moment
-  const MOST_LETTERS = 40; // of a series' name that stands above its chart on a phone, too
+  const STEP = 100; // rows of the table that are shown at first, and added by each press
+  const MAX_IDLE = 1000; // markers of a panel that is drawn before it is visible: more would block the page for a moment
+  const MAX_NAME_CHARS = 40; // of a series' name that is shown above its chart on a phone
   const root = document.documentElement;
-  const whenIdle = globalThis.requestIdleCallback ?? ((call) => setTimeout(call, 50)); // Safari has none
+  const whenIdle = globalThis.requestIdleCallback ?? ((call) => setTimeout(call, 50)); // Safari lacks it
   const pending = new Map();
   const near = new Set();
   let ready = false;
@@ -21,14 +21,14 @@
     await dcp.draw(element, panel.traces, panel.layout);
   }
 
-  const marksOf = (panel) => panel.traces.reduce((sum, trace) => sum + trace.x.length, 0);
+  const countMarkers = (panel) => panel.traces.reduce((sum, trace) => sum + trace.x.length, 0);
 
-  /** What is further off, a panel at a time and only while the browser has nothing else to do. */
+  /** Draw panels that are not visible yet, one at a time, while the browser is idle. */
   function drawRest() {
     if (waiting || !ready) return;
-    const next = [...pending].find(([element, panel]) => element.isConnected && marksOf(panel) <= MOST_IDLE);
+    const next = [...pending].find(([element, panel]) => element.isConnected && countMarkers(panel) <= MAX_IDLE);
     if (!next) {
-      root.dataset.drawn = ""; // all but panels that say so in their place
+      root.dataset.drawn = ""; // all panels but those with a message in their place
       return;
     }
     waiting = true;
@@ -46,7 +46,7 @@
     }
   }, { rootMargin: "500px" });
 
-  /** One figure: its switches, and a place for each panel, which is drawn when it comes near. */
+  /** Fill one figure: its switches, and a place for each panel, which is drawn when it is scrolled near. */
   function figureOf(chart) {
     const figure = find(`chart-${chart.slug}`);
     const [legend, grid, note] = [".legend", ".panels", ".note"].map((name) => figure.querySelector(name));
@@ -72,8 +72,8 @@
     function fill(points) {
       const own = points.filter((p) => (!chart.workload || p.workload === chart.workload) && (!chart.mode || p.mode === chart.mode));
       const off = store.off(chart.slug);
-      const { panels, items, note: said, wide } = dcp.charts[chart.kind]({ ...chart, off, ...axes() }, own);
-      legend.classList.toggle("wordy", items.some((item) => item.name.length > MOST_LETTERS));
+      const { panels, items, note: message, wide } = dcp.charts[chart.kind]({ ...chart, off, ...axes() }, own);
+      legend.classList.toggle("wordy", items.some((item) => item.name.length > MAX_NAME_CHARS));
       const names = JSON.stringify([items, [...off]]);
       if (names !== listed && !legend.contains(document.activeElement)) {
         dcp.switches(legend, items.map((item) => ({ ...item, on: !off.has(item.key) })), (i, on) => {
@@ -94,12 +94,12 @@
         chartBox.dataset.paper = wide || panels.length === 1 ? 660 : 325;
         chartBox.style.height = panel.rows ? `${panel.rows * dcp.charts.ROW_PIXELS + 80 + (panel.below ?? 0)}px` : "";
         pending.set(chartBox, panel);
-        if (marksOf(panel) > MOST_IDLE) chartBox.dataset.later = `${dcp.number(marksOf(panel))} marks, drawn once they are in sight.`;
+        if (countMarkers(panel) > MAX_IDLE) chartBox.dataset.later = `${dcp.number(countMarkers(panel))} markers, drawn when they are scrolled into view.`;
         if (near.has(chartBox)) drawPending(chartBox);
       }
-      grid.replaceChildren(...(panels.length ? panels.map((panel) => places.get(panel.key).box) : [el("p", { class: "note" }, `No point that the filters leave has ${dcp.charts.NEEDS[chart.kind] ?? "this"}.`)]));
-      note.textContent = said;
-      note.hidden = !said;
+      grid.replaceChildren(...(panels.length ? panels.map((panel) => places.get(panel.key).box) : [el("p", { class: "note" }, `No point that passes the filters has ${dcp.charts.NEEDS[chart.kind] ?? "this"}.`)]));
+      note.textContent = message;
+      note.hidden = !message;
     }
     return show;
   }
@@ -145,9 +145,9 @@
   const served = () => store.choices("workload").includes("serve");
   const shared = () => ["model", ...(served() ? ["mode"] : [])].filter((name) => store.choices(name).length === 1).map((name) => store.brief(String(store.choices(name)[0])));
 
-  const repeatable = store.all.some((point) => point.command); // an import is not
+  const repeatable = store.all.some((point) => point.command); // imported points are not
 
-  /** What a reader sorts the points by, each with the command that measures it again. */
+  /** Return the columns of the table of points, with a button that copies the command of each point. */
   function columnsOfTable() {
     const several = (name) => store.choices(name).length > 1;
     const words = [
@@ -168,7 +168,7 @@
       type: "button", class: "copy", title: point.command, "aria-label": `copy the command that measures ${point.label} at concurrency ${point.concurrency} again`,
       click: (event) => { dcp.copy(point.command, event.currentTarget); },
     }, "copy") : "");
-    return [...(repeatable ? [{ label: "again", class: "no-print", cell: again }] : []), ...words, ...numbers, { name: "marks", label: "marks", class: "w", key: store.marks, cell: (point) => store.marks(point) || "–" }];
+    return [...(repeatable ? [{ label: "again", class: "no-print", cell: again }] : []), ...words, ...numbers, { name: "warnings", label: "warnings", class: "w", key: store.warnings, cell: (point) => store.warnings(point) || "–" }];
   }
 
   function pointsTable(root) {
@@ -177,7 +177,7 @@
     const [note, place] = [el("p", { class: "note", "aria-live": "polite" }), el("div")];
     const more = el("button", { type: "button", class: "no-print", click: () => { shown += STEP; fill(); } });
     root.replaceChildren(el("h3", {}, "The points"), note, place, more);
-    const alike = shared().join(" · ");
+    const common = shared().join(" · ");
     const table = dcp.table(place, "The points", columnsOfTable(), {
       sorted: () => ({ name: view.sort.replace(/^-/, ""), down: view.sort.startsWith("-") }),
       sort: (name, down) => { view.sort = `${down ? "-" : ""}${name}`; store.changed(); },
@@ -186,7 +186,7 @@
     function fill() {
       table(current, 0, shown);
       const left = Math.max(current.length - shown, 0);
-      note.textContent = `${dcp.number(current.length)} of ${dcp.counted(data.count, "point")}${left ? `, the first ${dcp.number(shown)} below` : ""}${alike ? `, all ${alike}` : ""}. A header sorts${repeatable ? "; “copy” takes the command that measures a point again, alone" : ""}.`;
+      note.textContent = `${dcp.number(current.length)} of ${dcp.counted(data.count, "point")}${left ? `, the first ${dcp.number(shown)} below` : ""}${common ? `, all ${common}` : ""}. Press a header to sort${repeatable ? "; “copy” copies the command that measures this point again" : ""}.`;
       more.hidden = left === 0;
       more.textContent = `Show ${dcp.number(Math.min(STEP, left))} more`;
     }
@@ -198,13 +198,13 @@
     dcp.themeButton(find("theme"));
     if (data.count === 0) return;
     find("filters").hidden = false;
-    const said = filters(find("filters"));
+    const updateFilters = filters(find("filters"));
     const picked = pickers(document.querySelector("#chart-explore .controls"));
     const figures = [...data.charts, { slug: "explore", kind: "explore", workload: "", mode: "" }].map(figureOf);
     const table = pointsTable(find("every-point"));
     const all = () => {
       const shown = store.shown();
-      said(shown);
+      updateFilters(shown);
       for (const pick of picked) pick();
       delete root.dataset.drawn;
       for (const show of figures) show(shown);
@@ -227,7 +227,7 @@
       drawRest();
     }).catch((error) => {
       find("broken").hidden = false;
-      const instead = root.dataset.plotly ? "run dcpbench report on the records next to this page to make one that needs no other file" : "figures/ next to this page has them as pictures";
+      const instead = root.dataset.plotly ? "run dcpbench report on the records next to this page to write a page that needs no other file" : "figures/ next to this page has them as pictures";
       find("broken").textContent = `This browser cannot draw the charts (${error.message}); ${instead}.`;
     });
   }

@@ -1,20 +1,20 @@
-/* Charts by Plotly that follow the page's theme. Adds to `dcp`:
+/* Plotly charts that follow the page's theme. Extends `dcp`:
 
-   dcp.plotly()                       loads Plotly once: from the page, which has it packed in <script id="plotly">, or
+   dcp.plotly()                       load Plotly once: from the page, which has it compressed in <script id="plotly">, or
                                       from the file that <html data-plotly> names
-   dcp.draw(element, traces, layout)  draws or redraws; colours may be written "var(--name)" or "light-dark(…)" anywhere in both, and
-                                      are read anew when the theme changes, and for paper. Size: that of the element; on paper
-                                      its `data-paper` pixels wide. One that cannot be drawn says so in its place.
-   dcp.undrawn(element, error)        puts the sentence that says so into a place for charts
-   dcp.series(i), symbol(i), dash(i)  colour, marker and line of the i-th thing to tell apart, as in show/figure_style.py
+   dcp.draw(element, traces, layout)  draw or redraw; colours may be "var(--name)" or "light-dark(…)" anywhere in both, and are
+                                      resolved again when the theme changes, and for printing. Size: that of the element; printed
+                                      `data-paper` pixels wide. A message replaces a chart that cannot be drawn.
+   dcp.undrawn(element, error)        put that message into a place for charts
+   dcp.series(i), symbol(i), dash(i)  colour, marker and line of the i-th series, as in show/figure_style.py
    dcp.spread(middle, low, high, look)  error bars from lists of numbers, of which ends may be null
    dcp.text(string)                   any string as text for Plotly, which takes <b> and <a href> for markup
-   trace.tip = (i) => [title, [[name, value]]]  of a trace given to dcp.draw: says all of its i-th mark when a pointer
-                                      comes over it, however much that is; Plotly's own labels must be shorter than a chart
-   dcp.watermark(text)                a shape of a layout: the text across the whole chart, with its line breaks, behind what is drawn
+   trace.tip = (i) => [title, [[name, value]]]  of a trace given to dcp.draw: all values of its i-th marker, shown when the
+                                      pointer is over it; Plotly's own labels would have to be shorter than the chart
+   dcp.watermark(text)                a shape of a layout: text with line breaks across the whole chart, behind the data
    dcp.sample({colour, symbol, dash}) the line and the marker of a series, as a small picture
-   dcp.switches(element, items, change)  buttons that switch series: items {name, colour, symbol, dash, on};
-                                      change(i, on) is called when one is pressed, by mouse or keyboard */
+   dcp.switches(element, items, change)  buttons that show and hide series: items {name, colour, symbol, dash, on};
+                                      change(i, on) is called when a button is pressed, by mouse or keyboard */
 "use strict";
 (() => {
   const el = dcp.element;
@@ -28,7 +28,7 @@
   const coarse = matchMedia("(pointer: coarse)");
   const probe = el("span", { hidden: true });
 
-  /** The script as it was packed; its digest is in the page's policy, so nothing else could run there. */
+  /** Run the compressed script; its digest is in the page's content security policy, so no other script can run. */
   async function unpack(packed) {
     const bytes = Uint8Array.from(atob(packed.textContent), (c) => c.charCodeAt(0));
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -53,7 +53,7 @@
     return getComputedStyle(probe).color;
   }
 
-  /** A copy in which every "var(--name)" and "light-dark(…)" is the colour that it stands for now. */
+  /** Return a copy with the current colour in place of every "var(--name)" and "light-dark(…)". */
   function resolved(value, seen = new Map()) {
     if (typeof value === "string" && /^(var\(--|light-dark\()/.test(value)) {
       if (!seen.has(value)) seen.set(value, colour(value));
@@ -90,7 +90,7 @@
     return merged(base, layout);
   }
 
-  /** Draws one chart; its errors stay in its place, and go to the console. */
+  /** Draw one chart; an error replaces the chart, and goes to the console. */
   async function draw(element, traces, layout) {
     try {
       await plot(element, traces, layout);
@@ -103,8 +103,8 @@
 
   function undrawn(element, error) {
     console.warn(error);
-    const said = `This chart could not be drawn (${error.message}); the others are whole.`;
-    element.replaceChildren(el("p", { class: "note" }, said));
+    const message = `This chart could not be drawn (${error.message}); the others are not affected.`;
+    element.replaceChildren(el("p", { class: "note" }, message));
   }
 
   async function plot(element, traces, layout = {}) {
@@ -116,31 +116,31 @@
     if ("print" in root.dataset) {
       Object.assign(full, { autosize: false, width: Number(element.dataset.paper ?? PAPER_WIDTH), height: element.clientHeight || undefined });
     }
-    const told = traces.map(({ tip, own, ...trace }) => (tip ? { ...trace, hoverinfo: "none", hovertemplate: "" } : trace));
-    await Plotly.react(element, resolved(told, seen), full, { displayModeBar: false, scrollZoom: false, doubleClick: "reset" });
+    const plain = traces.map(({ tip, own, ...trace }) => (tip ? { ...trace, hoverinfo: "none", hovertemplate: "" } : trace));
+    await Plotly.react(element, resolved(plain, seen), full, { displayModeBar: false, scrollZoom: false, doubleClick: "reset" });
     if (!before) {
       element.on("plotly_hover", ({ points: [point], event }) => {
-        const say = drawn.get(element).traces[point.curveNumber]?.tip;
-        if (say) showTip(say(point.pointNumber), event, element.getBoundingClientRect());
+        const describe = drawn.get(element).traces[point.curveNumber]?.tip;
+        if (describe) showTip(describe(point.pointNumber), event, element.getBoundingClientRect());
       });
       element.on("plotly_unhover", hideTip);
     }
   }
 
-  const tip = el("div", { class: "tip", hidden: true, "aria-hidden": "true" }); // tables say the same
+  const tip = el("div", { class: "tip", hidden: true, "aria-hidden": "true" }); // tables have the same values
   const hideTip = () => { tip.hidden = true; };
 
-  const ASIDE = 16; // pixels between a pointer and the text of its mark
-  const LEAST_TIP = 240;
+  const ASIDE = 16; // pixels between the pointer and its text
+  const MIN_TIP = 240;
   const between = (low, value, high) => Math.max(low, Math.min(value, high));
 
-  /** Beside the mark and within its own chart, so that it covers no neighbour; in a narrow one above or below the mark. */
+  /** Show the text next to the marker and inside its chart, so that it covers no other chart; in a narrow chart above or below the marker. */
   function showTip([title, rows], event, chart) {
     tip.replaceChildren(el("strong", {}, title), ...rows.flat().map((words) => el("span", {}, words)));
     if (!tip.isConnected) document.body.append(tip);
     tip.hidden = false;
-    tip.style.left = tip.style.top = "0"; // as wide as it needs, not as the place before left it
-    tip.style.maxWidth = `${Math.min(Math.max(chart.width / 2 - 2 * ASIDE, LEAST_TIP), innerWidth - 8)}px`;
+    tip.style.left = tip.style.top = "0"; // so that the previous position does not limit its width
+    tip.style.maxWidth = `${Math.min(Math.max(chart.width / 2 - 2 * ASIDE, MIN_TIP), innerWidth - 8)}px`;
     const { width, height } = tip.getBoundingClientRect();
     const [x, y] = [event.clientX ?? 0, event.clientY ?? 0];
     const [left, right] = [Math.max(4, chart.left), Math.min(innerWidth - 4, chart.right)];
@@ -180,7 +180,7 @@
     label: { text: text(words).replaceAll("\n", "<br>"), textposition: "middle center", textangle: -12, font: { size: 17, color: "var(--watermark)" } },
   });
 
-  /** The line and the marker of a series, as a small picture. */
+  /** Return a small picture of the line and the marker of a series. */
   function sample(item) {
     const space = "http://www.w3.org/2000/svg";
     const make = (name, attributes) => {

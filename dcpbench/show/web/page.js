@@ -1,21 +1,21 @@
-/* What every page of dcpbench is made with. One global object, `dcp`, to which table.js and chart.js add:
+/* Helpers of every page of dcpbench: one global object, `dcp`, which table.js and chart.js extend:
 
-   dcp.element(name, attributes, ...children)  an element; strings become text, never markup, and attributes that are
-                                     functions listen to the event of their name
-   dcp.find(id)                      the element of this name
-   dcp.number(value)                 1234.5 as "1,235"; "–" for what is not known
+   dcp.element(name, attributes, ...children)  create an element; strings become text, never markup; an attribute
+                                     that is a function listens to the event of its name
+   dcp.find(id)                      the element with this id
+   dcp.number(value)                 format 1234.5 as "1,235", an unknown value as "–"
    dcp.counted(n, word)              "1 point", "2 points"
    dcp.measured({label, unit})       "ITL p50 (ms)"
-   dcp.range(low, high)              "1.2–1.3"; empty where either is not known
-   dcp.select(options, chosen, change, attributes)  a choice among [value, text] pairs
-   dcp.themeButton(button)           lets a button switch between light and dark, and remembers it
-   dcp.copy(text, button)            to the clipboard, also where a page from file:// has none; says so on the button */
+   dcp.range(low, high)              "1.2–1.3"; empty if either is unknown
+   dcp.select(options, chosen, change, attributes)  create a selection among [value, text] pairs
+   dcp.themeButton(button)           make a button switch between the light and the dark theme, which is stored
+   dcp.copy(text, button)            copy to the clipboard, also on a page from file://, and show the result on the button */
 "use strict";
 globalThis.dcp = (() => {
   const root = document.documentElement;
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const KEY = "dcpbench-theme";
-  const SAID_MS = 1500;
+  const MESSAGE_MS = 1500;
 
   function element(name, attributes = {}, ...children) {
     const node = document.createElement(name);
@@ -48,19 +48,19 @@ globalThis.dcp = (() => {
 
   function themeButton(button) {
     const theme = () => root.dataset.theme ?? (dark.matches ? "dark" : "light");
-    const say = () => { button.textContent = theme() === "dark" ? "Light theme" : "Dark theme"; };
+    const update = () => { button.textContent = theme() === "dark" ? "Light theme" : "Dark theme"; };
     if (["light", "dark"].includes(remembered())) root.dataset.theme = remembered();
     button.addEventListener("click", () => {
       root.dataset.theme = theme() === "dark" ? "light" : "dark";
-      try { localStorage.setItem(KEY, root.dataset.theme); } catch { /* then only this page knows */ }
-      say();
+      try { localStorage.setItem(KEY, root.dataset.theme); } catch { /* then the choice holds for this page only */ }
+      update();
     });
-    dark.addEventListener("change", say);
+    dark.addEventListener("change", update);
     button.hidden = false;
-    say();
+    update();
   }
 
-  /** By a selected textarea, which works without the clipboard's permission. */
+  /** Copy through a selected textarea, which needs no permission for the clipboard. */
   function copySelected(text) {
     const area = element("textarea", { readonly: true, "aria-hidden": "true", style: "position:fixed;top:0;opacity:0" });
     area.value = text;
@@ -83,7 +83,7 @@ globalThis.dcp = (() => {
     }
     const name = button.dataset.name ?? (button.dataset.name = button.textContent);
     button.textContent = done ? "copied" : "not copied";
-    setTimeout(() => { button.textContent = name; }, SAID_MS);
+    setTimeout(() => { button.textContent = name; }, MESSAGE_MS);
   }
 
   return {

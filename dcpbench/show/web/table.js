@@ -1,12 +1,12 @@
-/* Tables that a script fills. Adds to `dcp`:
+/* Tables that are filled by script. Extends `dcp`:
 
-   dcp.table(place, label, columns, {id, look, sorted, sort})  puts an empty table into a place, and returns a function
-                              that fills it: (rows, from, to), the rows in the order that was chosen, and which of them
-   dcp.pager(place, pages, page, go)  buttons that turn pages; none where there is one page
+   dcp.table(place, label, columns, {id, look, sorted, sort})  put an empty table into a place, and return a function
+                              that fills it: (rows, from, to) sorts the rows and shows those from `from` to `to`
+   dcp.pager(place, pages, page, go)  show buttons to change the page; none for a single page
 
-   A column has a `label` (text, a node, or a function that returns the text of now), a `class` of all its cells, and
-   `cell(row)`: text, a node or a list of them; a <td> is taken as it is. One with a `name` sorts by `key(row)` when its
-   header is pressed, upwards first, or downwards with `down`: `sorted()` says {name, down}, and `sort(name, down)` is
+   A column has a `label` (text, a node, or a function that returns the current text), a `class` of all its cells, and
+   `cell(row)`: text, a node or a list of them; a <td> is taken as it is. A column with a `name` sorts by `key(row)` when its
+   header is pressed, ascending first, or descending with `down`: `sorted()` returns {name, down}, and `sort(name, down)` is
    called. `look(row)` is the class of a row. */
 "use strict";
 (() => {
@@ -14,12 +14,12 @@
   const { compare } = new Intl.Collator("en", { numeric: true });
   const unknown = (key) => key === null || key === undefined || Number.isNaN(key);
 
-  /** What is not known comes last either way. */
+  /** Sort the rows; unknown values come last in both directions. */
   function ordered(rows, column, down) {
-    const turn = down ? -1 : 1;
+    const sign = down ? -1 : 1;
     const order = ([a], [b]) => {
       if (unknown(a) || unknown(b)) return Number(unknown(a)) - Number(unknown(b));
-      return turn * (typeof a === "number" ? a - b : compare(a, b));
+      return sign * (typeof a === "number" ? a - b : compare(a, b));
     };
     return rows.map((row) => [column.key(row), row]).sort(order).map(([, row]) => row);
   }

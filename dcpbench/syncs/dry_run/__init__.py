@@ -68,8 +68,7 @@ NOTES = (
 NOT_FOLLOWED = "Child processes are followed by the command `dcpbench syncs dry-run` only."
 ASSUMED = "Tensors made without a device were taken to be on the GPU; making them counts as no copy."
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
-HOST_NAME = re.compile(r"_cpu(_[A-Z]+)?$")
-"""`lens_cpu`, and with letters for its shape: `lens_cpu_R`."""
+HOST_NAME = re.compile(r"_cpu(_[A-Z]+)?$")  # `lens_cpu`, and with letters for its shape: `lens_cpu_R`
 _PYTHON_KERNEL_KEYS = ("CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
 
@@ -456,10 +455,9 @@ def _check_devices(func: Any, args: Sequence[Any]) -> None:
         )
 
 
-_ANSWERS = {
+_ANSWERS = {  # results of operators that only a GPU has
     "aten::_fused_sdp_choice": 0,  # the mathematical one is made of operators that the CPU has
     "aten::is_pinned": False,
     "aten::_use_cudnn_ctc_loss": False,
     "aten::_use_miopen_ctc_loss": False,
 }
-"""Results of operators that only a GPU has."""

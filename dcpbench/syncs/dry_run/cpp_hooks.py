@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _TABLE = "_ZN3c104impl26device_guard_impl_registryE"
-_CUDA = 1
-"""Position of CUDA in c10::DeviceType, which torch keeps stable as serialised tensors hold it."""
+_CUDA = 1  # position of CUDA in c10::DeviceType, which torch keeps stable as serialised tensors hold it
 _HOOKS = "_ZN2at6detail12getCUDAHooksEv"
-_METHODS = 128
-"""More than either interface has; what follows it in memory is copied and never called."""
+_METHODS = 128  # more than either interface has; what follows it in memory is copied and never called
 _Table = ctypes.c_void_p * _METHODS
 _Method = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 

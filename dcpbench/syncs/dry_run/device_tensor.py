@@ -197,8 +197,7 @@ class PlainDeviceTensor(DeviceTensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # else results become of this class
 
 
-state = types.SimpleNamespace(run=None)
-"""Dry run that executes operators of DeviceTensors; None outside of one."""
+state = types.SimpleNamespace(run=None)  # dry run that executes operators of DeviceTensors; None outside of one
 
 
 def get_emulated_class(cls: type) -> type:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MAX_WAIT_S = 5.0
-"""Time after which a fork goes on: an operator may wait for another thread, or for another rank."""
+MAX_WAIT_S = 5.0  # time after which a fork goes on: an operator may wait for another thread, or for another rank
 
 
 class ForkGate:

@@ -25,7 +25,7 @@ MEMORY_BYTES = 80 << 30
 CAPABILITY, PROCESSORS = (9, 0), 132
 NAME = "virtual GPU of a dry run"
 _MISSING = object()
-_CONSTANT_ANSWERS = (
+_CONSTANT_ANSWERS = (  # functions of torch.cuda by the constant that they return, regardless of their arguments
     (None, "_sleep set_sync_debug_mode init _lazy_init manual_seed manual_seed_all seed seed_all"),
     (None, "set_rng_state set_rng_state_all"),
     (0, "get_sync_debug_mode memory_allocated max_memory_allocated memory_reserved max_memory_reserved ipc_collect"),
@@ -35,7 +35,6 @@ _CONSTANT_ANSWERS = (
     (False, "can_device_access_peer _is_in_bad_fork"),
     ("", "memory_summary list_gpu_processes"),
 )
-"""Functions of torch.cuda by the constant that they return, regardless of their arguments."""
 _NVTX = "range_push range_pop mark range_start range_end"
 _ids = itertools.count()
 
@@ -91,8 +90,7 @@ class VirtualStream:
         self.priority = priority
         self.stream_id = self.cuda_stream = next(_ids)
 
-    wait_stream = wait_event = _nothing
-    """Stand-in for a wait of the stream, during which the host does not wait."""
+    wait_stream = wait_event = _nothing  # stand-in for a wait of the stream, during which the host does not wait
     query = _yes
     priority_range = staticmethod(make_constant((0, -5)))
 
@@ -132,8 +130,7 @@ class VirtualEvent:
         self.cuda_event = next(_ids)
         self.device = torch.device("cuda", 0)
 
-    wait = _nothing
-    """Stand-in for a wait of a stream, during which the host does not wait."""
+    wait = _nothing  # stand-in for a wait of a stream, during which the host does not wait
     query = _yes
 
     def record(self, stream: Any = None) -> None:

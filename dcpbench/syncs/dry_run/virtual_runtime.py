@@ -153,8 +153,7 @@ class VirtualPool:
             gpu.report(rules.ALLOCATION, "torch.cuda.MemPool", "cudaFree", explicit=False)
 
 
-_alive: dict[Any, list[bool]] = {}
-"""Id of each memory pool -> whether memory was allocated in it."""
+_alive: dict[Any, list[bool]] = {}  # id of each memory pool -> whether memory was allocated in it
 
 
 def _use_pool(_device: int, pool: Any) -> None:

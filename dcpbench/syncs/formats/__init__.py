@@ -22,8 +22,7 @@ PLAIN = {
     "markdown": markdown.render,
 }
 FORMATS = ("table", *PLAIN)
-PLAIN_WIDTH = 140
-"""Columns of a table in a file or a pipe."""
+PLAIN_WIDTH = 140  # columns of a table in a file or a pipe
 
 
 def check_format(name: str) -> None:

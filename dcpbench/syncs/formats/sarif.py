@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 ROOT = "%SRCROOT%"
 FINGERPRINT = "dcpbenchSyncs/v1"
-PROPERTIES = (
+PROPERTIES = (  # fields of a site that become properties of a result, in camel case
     "kind op call range direction place line_is count count_per_step wait_us bubble_upper_bound_us bytes explicit "
     "waited called_from cause warmup_only may_block stack traces"
 )
-"""Fields of a site that become properties of a result, in camel case."""
 Json = dict[str, Any]
 
 

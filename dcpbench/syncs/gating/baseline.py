@@ -45,20 +45,16 @@ class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
     count_per_step: float | None = None
     count_per_phase: dict[str, float] = {}
     outside: int = 0
-    count: int | None = None
-    """Only where there were no steps: it depends on how long was recorded."""
+    count: int | None = None  # only where there were no steps: it depends on how long was recorded
 
 
 class Baseline(msgspec.Struct, kw_only=True):
     """Hold the contents of the file."""
 
-    baseline_version: int
-    """Has no default: a report also holds `sites`, and would let all of them pass."""
-    detector: Detector
-    """Detector that made it."""
+    baseline_version: int  # has no default: a report also holds `sites`, and would let all of them pass
+    detector: Detector  # detector that made it
     sites: list[Entry] = []
-    unmeasured: list[str] = []
-    """Operators that a dry run accepts although it was never measured whether they wait."""
+    unmeasured: list[str] = []  # operators that a dry run accepts although it was never measured whether they wait
 
 
 def build_baseline(sites: Iterable[Site], detector: Detector = "scan", unmeasured: Iterable[str] = ()) -> Baseline:

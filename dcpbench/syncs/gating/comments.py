@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.sync_report import Site
 
 COMMENT = re.compile(r"#\s*dcpbench:\s*allow-sync\b(?:\s*\((?P<reason>.*)\))?")
-MAX_SOURCE_BYTES = 4 << 20
-"""Maximum bytes of a source file; a larger one was made by a program."""
+MAX_SOURCE_BYTES = 4 << 20  # maximum bytes of a source file; a larger one was made by a program
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -30,17 +29,13 @@ class Note(NamedTuple):
     """Hold a comment that belongs to a site."""
 
     line: int
-    reason: str
-    """Reason of the comment; empty if it has none, and then it allows nothing."""
+    reason: str  # reason of the comment; empty if it has none, and then it allows nothing
 
 
 class _Source(NamedTuple):
-    notes: dict[int, Note]
-    """Comments by line."""
-    alone: set[int]
-    """Lines that hold nothing but a comment."""
-    tree: ast.Module | None
-    """Syntax tree; None if this interpreter cannot parse the file."""
+    notes: dict[int, Note]  # comments by line
+    alone: set[int]  # lines that hold nothing but a comment
+    tree: ast.Module | None  # syntax tree; None if this interpreter cannot parse the file
 
 
 class Comments:

@@ -31,15 +31,12 @@ EXAMPLE = '{ function = "engine.sampler.*", reason = "tokens leave the GPU here"
 class Allow:
     """Describe a permission to synchronise; empty globs match everything, and all others must match."""
 
-    function: str = ""
-    """Glob for `module.function`, for the function alone, and for the range if `or_range` is set."""
+    function: str = ""  # glob for `module.function`, for the function alone, and for the range if `or_range` is set
     range: str = ""
     file: str = ""
     reason: str
-    expires: dt.date | None = None
-    """Last day on which it counts."""
-    source: str
-    """Place of the permission's definition, for messages."""
+    expires: dt.date | None = None  # last day on which it counts
+    source: str  # place of the permission's definition, for messages
     or_range: bool = False
 
     def matches(self, site: Site) -> bool:

@@ -40,23 +40,19 @@ if TYPE_CHECKING:
     from dcpbench.syncs.sync_report import Report, Site, TraceSummary
     from dcpbench.syncs.trace_ranks import MissingRanks
 
-SLACK = 1e-3
-"""Counts per step are rounded in a baseline; a smaller difference is that."""
+SLACK = 1e-3  # counts per step are rounded in a baseline; a smaller difference is that
 DAMAGED = "ends early or is damaged, so that syncs may be missing: record it again, with fewer steps"
 """Reason for a trace that gives none itself."""
 UNUSED = "baseline: the operator {name} was not used, or has been measured since: write the baseline again."
-MAX_SITES_NAMED = 3
-"""Sites that a message about a sum names."""
-MAX_RANKS_NAMED = 8
-"""Ranks that a message about missing traces lists."""
+MAX_SITES_NAMED = 3  # sites that a message about a sum names
+MAX_RANKS_NAMED = 8  # ranks that a message about missing traces lists
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate:
     """Hold limits and permissions from options and pyproject.toml."""
 
-    root: Path
-    """Repository in which comments are looked for."""
+    root: Path  # repository in which comments are looked for
     source: Path | None = None
     """Source of the program that was recorded, if it is not `root`. The gate does not use it."""
     allow: tuple[Allow, ...] = ()
@@ -65,8 +61,7 @@ class Gate:
     max_bubble_us: float | None = None
     step_range: str | None = None
     """Range that marks a step. The gate does not use it; it is here because it may come from pyproject.toml."""
-    all_ranks: bool = False
-    """Each rank of the program must have a trace, as a server's profiler writes all of them."""
+    all_ranks: bool = False  # each rank of the program must have a trace, as a server's profiler writes all of them
 
 
 def compute_verdict(report: Report, gate: Gate, *, today: dt.date | None = None) -> Verdict:

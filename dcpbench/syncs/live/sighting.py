@@ -31,12 +31,11 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.rules import Rule
 
-BY_NAME = {
+BY_NAME = {  # rule, name and runtime call by kind of a wait, if no operator is around it
     callbacks.DEVICE: (rules.DEVICE, "torch.cuda.synchronize", "cudaDeviceSynchronize"),
     callbacks.EVENT: (rules.EVENT, "torch.cuda.Event.synchronize", "cudaEventSynchronize"),
     callbacks.STREAM: (rules.STREAM, "torch.cuda.Stream.synchronize", "cudaStreamSynchronize"),
 }
-"""Rule, name and runtime call by kind of a wait, if no operator is around it."""
 READ, COUNT = "aten::_local_scalar_dense", "aten::nonzero"
 INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 PINNING = frozenset({"aten::_pin_memory", "aten::pin_memory"})
@@ -56,8 +55,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     watch: object
-    seen: bool = False
-    """True if it has waited, and that has been reported."""
+    seen: bool = False  # True if it has waited, and that has been reported
 
     @property
     def op(self) -> str:
@@ -75,8 +73,7 @@ class _Place(NamedTuple):
     user: Frame | None
     calls: tuple[str, str]
     """Names of the calls in progress on the innermost line, which may be torch's, and on the user's line."""
-    by_name: bool
-    """True if the line itself calls `synchronize()`."""
+    by_name: bool  # True if the line itself calls `synchronize()`
     thread: str
     watched: bool
     """True if a dispatch mode is active, so that every operator would be known; printing a tensor, for example,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HEAD = re.compile(rb'\s*\{\s*"(?:Type|data|(?:TraceProcess|Cuda|Nvtx)Event)"\s*:')
 """First bytes of the export. Newer versions write the strings first, older ones last."""
 AGAIN = "export it again with `nsys export --type jsonlines`"
-_TYPES = {
+_TYPES = {  # types of lines that must hold an event of their kind
     48: schema.CALLS,
     59: schema.RANGES,
     60: schema.RANGES,
@@ -39,7 +39,6 @@ _TYPES = {
     80: schema.COPIES,
     106: schema.SYNCS,
 }
-"""Types of lines that must hold an event of their kind."""
 
 
 class _Call(msgspec.Struct, frozen=True, gc=False):

@@ -37,8 +37,7 @@ _HEAD_BYTES = 1 << 12
 _LAUNCHES = ("Launch", "Memcpy", "Memset")
 _NO_KERNEL = re.compile("Memcpy|Memset")
 _NS_PER_US = 1000.0
-_MAX_TABLE = 1 << 16
-"""Range of ids up to which a table of all numbers is faster than sorting."""
+_MAX_TABLE = 1 << 16  # range of ids up to which a table of all numbers is faster than sorting
 _STREAM_BITS = 32
 
 

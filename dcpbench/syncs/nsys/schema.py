@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-Block = dict[str, Any]
-"""Columns of some rows: int64 arrays, and lists for texts, which may be UTF-8, and for payloads."""
-ABSENT = int(np.iinfo(np.int64).min)
-"""Integer in a column that a row or the whole table lacks."""
+Block = dict[str, Any]  # columns of some rows: int64 arrays, and lists for texts, which may be UTF-8, and for payloads
+ABSENT = int(np.iinfo(np.int64).min)  # integer in a column that a row or the whole table lacks
 BLOCK_ROWS = 1 << 15
 
 CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
@@ -34,10 +32,9 @@ STRINGS = "StringIds"
 THREAD_NAMES = "ThreadNames"
 CHAINS = "CUDA_CALLCHAINS"
 DIAGNOSTICS = "DIAGNOSTIC_EVENT"
-INCOMPLETE = "Not all CUDA events might have been collected"
-"""Diagnostic of nsys, also of recordings that lack nothing."""
+INCOMPLETE = "Not all CUDA events might have been collected"  # diagnostic of nsys, also of recordings that lack nothing
 _OF_GPU = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
-COLUMNS: dict[str, tuple[str, ...]] = {
+COLUMNS: dict[str, tuple[str, ...]] = {  # integer columns that are read of each table
     CALLS: ("start", "end", "eventClass", "globalTid", "correlationId", "nameId", "callchainId"),
     KERNELS: (*_OF_GPU, "demangledName"),
     COPIES: (*_OF_GPU, "bytes", "copyKind", "srcKind", "dstKind"),
@@ -49,7 +46,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     CHAINS: ("id", "symbol", "module", "stackDepth"),
     DIAGNOSTICS: ("globalPid",),
 }
-"""Integer columns that are read of each table."""
 EVENTS = (CALLS, KERNELS, COPIES, FILLS, GRAPHS, SYNCS, RANGES)
 """Tables of which one at least must be there for a file to be an nsys export."""
 
@@ -57,16 +53,13 @@ RUNTIME, DRIVER, CUDA_API, BACKTRACE = 0, 1, 26, 67
 """Classes of rows of CALLS. BACKTRACE repeats a call, with its call chain."""
 OTHER_CLASSES = (13, 28, 29, 33, 34, 35, 36, 77)
 """Classes of rows that are no calls of the CUDA runtime or driver: EGL, cuDNN, cuBLAS, nodes of CUDA graphs."""
-MARK, PUSH_POP, START_END, DOMAIN = 34, 59, 60, 75
-"""Types of NVTX events."""
+MARK, PUSH_POP, START_END, DOMAIN = 34, 59, 60, 75  # types of NVTX events
 OTHER_NVTX = (32, 33, 35, 36, 37, 38, 39, 76)
 SAMPLING_DOMAIN = "Python Periodic Sampling"
-OWN_DOMAINS = (SAMPLING_DOMAIN, "GIL Trace")
-"""NVTX domains of nsys itself."""
+OWN_DOMAINS = (SAMPLING_DOMAIN, "GIL Trace")  # NVTX domains of nsys itself
 COPY_KINDS = ("Unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
 """Directions of copies, by their number and as Kineto writes them."""
-MIGRATIONS = (11, 12, 13)
-"""Directions of migrations of unified memory, which no call makes."""
+MIGRATIONS = (11, 12, 13)  # directions of migrations of unified memory, which no call makes
 MEMORY_KINDS = ("Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static", "Unknown")
 SYNC_TYPES = ("Unknown", "Event Sync", "Stream Wait Event", "Stream Sync", "Context Sync")
 """Types of synchronisation by their number, as Kineto writes them."""

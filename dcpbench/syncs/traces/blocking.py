@@ -52,20 +52,18 @@ SYNC_EVENTS: dict[str, WaitKind] = {
     "Device Sync": "device",
 }
 """Names of `cuda_sync` events that block the host; `Stream Wait Event` makes one stream wait for another."""
-API_NAMES = frozenset(
+API_NAMES = frozenset(  # names of all relevant calls, with the usual suffixes
     prefix + name + version
     for prefix in ("cuda", "hip", "cu")
     for name in _KINDS
     for version in ("", "_v2", "_ptsz", "_ptds", "_spt")
 ) | frozenset(_XPU)
-"""Names of all relevant calls, with the usual suffixes."""
 RUNTIMES = ("cuda", "cu", "hip", "ur", "ze")
 """Prefixes of the names of calls that can be classified; the last two are XPU's."""
 SYNCHRONISE = ("stream", "event", "device")
 MAX_ADJACENT_US = 50.0
 """A copy and a synchronisation outside any operator belong together if no more time than this lies between them."""
-MAX_QUERY_US = 50.0
-"""No query takes longer, nor a call that finds nothing to wait for."""
+MAX_QUERY_US = 50.0  # no query takes longer, nor a call that finds nothing to wait for
 _ELAPSED = re.compile("^(?:cuda|hip|cu)EventElapsedTime")
 _ALLOCATES = re.compile("^(?:cuda|hip)Malloc(?:Managed|Pitch)?$|^cuMemAlloc(?:_v2)?$")
 MIN_FREES = 20
@@ -79,24 +77,16 @@ class BlockingCall(NamedTuple):
 
     start: float
     end: float
-    wait: float
-    """Microseconds in which the host was blocked: of the synchronisation, and of a pageable copy before it."""
-    thread: int
-    """Thread; -1 if only a `cuda_sync` event outside any operator shows the wait."""
-    external: int
-    """`External id`, -1 without one."""
-    call: str
-    """Runtime or driver call; name of the `cuda_sync` event where there is no call."""
+    wait: float  # microseconds in which the host was blocked: of the synchronisation, and of a pageable copy before it
+    thread: int  # thread; -1 if only a `cuda_sync` event outside any operator shows the wait
+    external: int  # `External id`, -1 without one
+    call: str  # runtime or driver call; name of the `cuda_sync` event where there is no call
     kind: WaitKind | None
-    copied: int = -1
-    """Row in the GPU table of the copy that it waited for, or -1."""
-    copy_waited: bool = False
-    """A synchronisation followed the copy; False where the copy itself blocked."""
+    copied: int = -1  # row in the GPU table of the copy that it waited for, or -1
+    copy_waited: bool = False  # a synchronisation followed the copy; False where the copy itself blocked
     may_block: bool = False
-    timed: bool = False
-    """The next call of the thread reads the time between two events."""
-    stack: int = -1
-    """Call stack of the call, a number in `Columns.stacks`; -1 without one."""
+    timed: bool = False  # the next call of the thread reads the time between two events
+    stack: int = -1  # call stack of the call, a number in `Columns.stacks`; -1 without one
 
 
 class BlockingCalls:

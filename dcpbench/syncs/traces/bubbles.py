@@ -71,8 +71,7 @@ class _Gaps(NamedTuple):
 
     start: Floats
     end: Floats
-    launched: Floats
-    """Time when the host began to launch that work."""
+    launched: Floats  # time when the host began to launch that work
     thread: Ints
 
     def take(self, which: NDArray[Any]) -> _Gaps:
@@ -97,10 +96,8 @@ class _WaitTargets(NamedTuple):
     """Hold what calls wait for, as masks over all calls."""
 
     everything: Bools
-    streams: dict[int, Bools]
-    """Stream -> calls that may have waited for it."""
-    start: Floats
-    """Start of each call."""
+    streams: dict[int, Bools]  # stream -> calls that may have waited for it
+    start: Floats  # start of each call
 
     @property
     def known(self) -> Bools:
@@ -236,11 +233,9 @@ def find_waited_work(columns: Columns, blocking: BlockingCalls) -> list[str]:
     return names
 
 
-MAX_LOOK_BACK = 64
-"""Maximum number of GPU events that are searched for a kernel before a copy is named."""
+MAX_LOOK_BACK = 64  # maximum number of GPU events that are searched for a kernel before a copy is named
 MIN_LAUNCH_AGE_US = 10.0
 """Minimum age in µs of a launch when the GPU becomes idle, for the work to count as queued, so that the host is not
 late.
 """
-MAX_NO_WAIT_US = 10.0
-"""Maximum duration in µs of a call that finds nothing to wait for."""
+MAX_NO_WAIT_US = 10.0  # maximum duration in µs of a call that finds nothing to wait for

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
 
-MAX_TIME_US = 1e20
-"""Times beyond are no times; nanoseconds since 1970 taken for microseconds still are."""
-NONE = -1
-"""Number of what is not there."""
+MAX_TIME_US = 1e20  # times beyond are no times; nanoseconds since 1970 taken for microseconds still are
+NONE = -1  # number of what is not there
 _CATEGORIES = {
     "ops": "cpu_op operator",
     "python": "python_function",
@@ -37,14 +35,12 @@ _CATEGORIES = {
 }
 CATEGORIES = {name: table for table, names in _CATEGORIES.items() for name in names.split()}
 """Category of an event, in lower case, to the table it goes to. Names with a capital are those of 2021."""
-TIMED = ("calls", "gpu", "syncs")
-"""Kinds of events with durations from which costs are computed."""
+TIMED = ("calls", "gpu", "syncs")  # kinds of events with durations from which costs are computed
 CAUSES = ("calls", "gpu", "syncs", "ranges")
 """Tables in which each event may be a wait, its object or its step: none of them may be lost silently."""
-ACCELERATORS = re.compile(
+ACCELERATORS = re.compile(  # categories of other accelerators' events
     r"(?:async_)?(?:mtia|glow|hpu|npu|tpu|xla|xpu|neuron|musa|mlu|gcu|privateuse1)(?:_|$)", re.IGNORECASE
 )
-"""Categories of other accelerators' events."""
 DRIVER = frozenset({"cuda_driver", "xpu_driver"})
 Recorder = Literal["torch.profiler", "nsys"]
 _NO_ARGS = Args()
@@ -92,8 +88,7 @@ class Table:
     external: Ints
     correlation: Ints
     bytes: Ints
-    stack: Ints
-    """Call stack of an op, and of a call where the recorder has it: a number in `Columns.stacks`."""
+    stack: Ints  # call stack of an op, and of a call where the recorder has it: a number in `Columns.stacks`
 
     def __len__(self) -> int:
         return len(self.start)
@@ -104,7 +99,7 @@ class Table:
         return Table(**{name: c[which] if len(c) else c for name, c in columns.items()})
 
 
-FIELDS = {
+FIELDS = {  # columns of each table besides start and end
     "ops": ("name", "thread", "external", "stack"),
     "python": ("name", "thread"),
     "ranges": ("name", "thread"),
@@ -112,21 +107,16 @@ FIELDS = {
     "gpu": ("name", "thread", "correlation", "bytes"),
     "syncs": ("name", "external", "correlation"),
 }
-"""Columns of each table besides start and end."""
 
 
 class Columns:
     """Hold all that a scan needs of a trace, after `add` has seen every block and `close` was called."""
 
     tables: dict[str, Table]
-    names: list[str]
-    """Names of events by number."""
-    stacks: list[str]
-    """Call stacks of ops and calls by number, innermost frame first, parted by `;`."""
-    thread_names: list[str]
-    """Names of threads and streams by number."""
-    repeated: int
-    """Events that stood in the file once more, and are left out."""
+    names: list[str]  # names of events by number
+    stacks: list[str]  # call stacks of ops and calls by number, innermost frame first, parted by `;`
+    thread_names: list[str]  # names of threads and streams by number
+    repeated: int  # events that stood in the file once more, and are left out
 
     def __init__(self, trouble: ReadProblems, recorder: Recorder = "torch.profiler") -> None:
         self.trouble, self.recorder = trouble, recorder

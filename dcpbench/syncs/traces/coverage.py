@@ -24,15 +24,12 @@ if TYPE_CHECKING:
     from dcpbench.syncs.traces.columns import Columns, Recorder
     from dcpbench.syncs.traces.python_lines import Stacks
 
-MAX_CALLS = 3
-"""Calls that are named where none is known."""
-MAX_RANGES = 5
-"""Ranges that are listed where none marks a step."""
+MAX_CALLS = 3  # calls that are named where none is known
+MAX_RANGES = 5  # ranges that are listed where none marks a step
 MIN_LINKED_SHARE = 0.75
 """Share of the GPU events that must have a known call. What was queued before the profiler began has none: up to an eighth
 in public traces."""
-MAX_NAMES = 3
-"""Examples that a sentence names."""
+MAX_NAMES = 3  # examples that a sentence names
 _COPIES = tuple(
     f"Memcpy {to} ({a} -> {b})"
     for host in ("Pageable", "Pinned")

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     Ints = NDArray[Any]
     Bools = NDArray[np.bool_]
 
-ANY_THREAD = -2
-"""Number that matches any thread."""
+ANY_THREAD = -2  # number that matches any thread
 
 
 def find_containing(start: Floats, end: Floats, moments: Floats) -> tuple[Ints, Ints]:

@@ -19,7 +19,7 @@ _EXPORT = "`nsys export --type sqlite REPORT.nsys-rep` for an export that can be
 _FOLDER = "`dcpbench syncs scan FOLDER` with the folder that nsys wrote"
 _NCU = "a report of Nsight Compute, which holds kernels and no calls"
 _PERFETTO = "`traceconv json {file} unpacked.json`, and scan that if torch.profiler recorded it"
-_BY_SUFFIX = (
+_BY_SUFFIX = (  # formats that are recognised by suffixes: these, name, and the command to use
     (
         ".nsys-rep .qdrep",
         "a report of Nsight Systems",
@@ -35,7 +35,6 @@ _BY_SUFFIX = (
     (".xplane.pb", "an XPlane profile of XLA", _RECORD),
     (".parquet", "one table of an export", _FOLDER),
 )
-"""Formats that are recognised by suffixes: these, name, and the command to use."""
 _FORMATS = (
     ("a zip archive", rb"PK(?-i:\x03\x04|\x05\x06)", "`unzip {file}`, and scan the traces that were in it"),
     ("a tar archive", rb".{257}ustar", "`tar -xf {file}`, and scan the traces that were in it"),

@@ -178,15 +178,11 @@ def _split_stack(stack: str) -> tuple[str, ...]:
 class Line(NamedTuple):
     """Describe where a call was made."""
 
-    user: Frame | None = None
-    """User's frame, with its file as it lies in the repository."""
+    user: Frame | None = None  # User's frame, with its file as it lies in the repository
     line_is: Literal["call", "function"] = "function"
-    stack: tuple[str, ...] = ()
-    """Frames, outermost first."""
-    profiler: bool = False
-    """True if torch's profiler made the call."""
-    calls_synchronize: bool = False
-    """True if frames show a call of a function named synchronize."""
+    stack: tuple[str, ...] = ()  # frames, outermost first
+    profiler: bool = False  # True if torch's profiler made the call
+    calls_synchronize: bool = False  # True if frames show a call of a function named synchronize
     called_from: str = ""
     """First frame outside libraries, or else of another package, if the line itself is in a library."""
 

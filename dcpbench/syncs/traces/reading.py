@@ -22,14 +22,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BLOCK_BYTES = 512 << 10
-MAX_EVENT_BYTES = 64 << 20
-"""An event larger than this is not a profiler's."""
-MAX_RATIO = 200
-"""Text per byte of gzip. Profilers' traces reach 10 to 40."""
-MIN_RATIO_BYTES = 256 << 20
-"""Text from which the ratio is looked at."""
-MAX_EVENT_PIECES = 8
-"""Places that look like the end of an event, and are within one, before it is given up."""
+MAX_EVENT_BYTES = 64 << 20  # an event larger than this is not a profiler's
+MAX_RATIO = 200  # text per byte of gzip. Profilers' traces reach 10 to 40.
+MIN_RATIO_BYTES = 256 << 20  # text from which the ratio is looked at
+MAX_EVENT_PIECES = 8  # places that look like the end of an event, and are within one, before it is given up
 
 
 class Args(msgspec.Struct, gc=False):
@@ -62,17 +58,13 @@ class ReadProblems(msgspec.Struct):
 
     unreadable_events: int = 0
     truncated: bool = False
-    not_numbers: bool = False
-    """NaN and infinities, which JSON does not have, were read as no number."""
+    not_numbers: bool = False  # NaN and infinities, which JSON does not have, were read as no number
     repaired: list[str] = []
     """Strings that are not JSON and were made so, the first few: bad UTF-8, half characters, lone backslashes, control
     characters."""
-    untimed_events: int = 0
-    """Calls and GPU work without a duration that can be; read as 0."""
-    behind: str = ""
-    """Description of the text behind the end of the trace, which was not read."""
-    lost: list[str] = []
-    """Clauses on other parts that are damaged or missing, each with what to type."""
+    untimed_events: int = 0  # calls and GPU work without a duration that can be; read as 0
+    behind: str = ""  # description of the text behind the end of the trace, which was not read
+    lost: list[str] = []  # clauses on other parts that are damaged or missing, each with what to type
 
 
 _DECODER = msgspec.json.Decoder(list[Event])
@@ -90,17 +82,13 @@ _ENDED = re.compile(r"trailing characters \(byte (\d+)\)")
 """Message of msgspec for the end of an array with more text behind it."""
 _COMMA = re.compile(r"trailing comma in array \(byte (\d+)\)")
 """Message of msgspec for the end of an array with a trailing comma."""
-CUT = "truncated"
-"""Message of msgspec for text that ends too early."""
+CUT = "truncated"  # message of msgspec for text that ends too early
 MAX_TRAILING_COMMAS = 4
 """Trailing commas that are skipped: one before the end of all events, and a few in a neighbouring event."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-MAX_REPAIRED = 3
-"""Repaired strings that are kept as examples."""
-SHOWN_BYTES = 40
-"""Bytes on each side of a place that is shown."""
-_TAIL = re.compile(rb"\]\s*(?:,[^\[\]{}]*)?\}?\s*\Z")
-"""End of a file that ends as it should."""
+MAX_REPAIRED = 3  # repaired strings that are kept as examples
+SHOWN_BYTES = 40  # bytes on each side of a place that is shown
+_TAIL = re.compile(rb"\]\s*(?:,[^\[\]{}]*)?\}?\s*\Z")  # end of a file that ends as it should
 _NOT_A_NUMBER = re.compile(rb"([:\[,]\s*)-?(?:nan|inf|NaN|Infinity|Inf)\b")
 _BACKSLASH = re.compile(
     rb'\\(?:(["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})'
@@ -108,8 +96,7 @@ _BACKSLASH = re.compile(
 )
 """Groups: an escape, or two that are one character; half of such a pair; none where a backslash stands alone."""
 _CONTROL = re.compile(rb"[\x00-\x1f]")
-_ODD_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
-"""Control characters that are no blanks."""
+_ODD_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")  # control characters that are no blanks
 _RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,6})\b')
 _WORLD_SIZE = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"world_size"\s*:\s*(\d{1,6})\b')
 

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 TEXT = "called a synchronizing CUDA operation"
 MODES = {"default": 0, "warn": 1, "error": 2}
 SEEN = "cudaStreamSynchronize"
-DISPATCH = ("_ops.py", "_python_dispatch.py", "overrides.py")
-"""Files of torch with frames that only a dry run has."""
+DISPATCH = ("_ops.py", "_python_dispatch.py", "overrides.py")  # files of torch with frames that only a dry run has
 
 
 class DebugMode:

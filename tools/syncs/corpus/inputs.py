@@ -19,30 +19,19 @@ class Inputs:
     """
 
     device: torch.device
-    x_RC: torch.Tensor
-    """float32."""
-    ints_R: torch.Tensor
-    """int64, 0 … 7."""
-    mask_R: torch.Tensor
-    """bool; every fourth row, as one of four DCP ranks owns them."""
-    loc_R: torch.Tensor
-    """int64 rows of `pool_RC` for owned tokens, -1 for the others'."""
+    x_RC: torch.Tensor  # float32
+    ints_R: torch.Tensor  # int64, 0 … 7
+    mask_R: torch.Tensor  # bool; every fourth row, as one of four DCP ranks owns them
+    loc_R: torch.Tensor  # int64 rows of `pool_RC` for owned tokens, -1 for the others'
     pool_RC: torch.Tensor
-    repeats_R: torch.Tensor
-    """int64, how often to repeat each row."""
-    five: torch.Tensor
-    """int64 scalar on the device."""
-    square_CC: torch.Tensor
-    """float32, well conditioned."""
-    host_RC: torch.Tensor
-    """float32 in pageable host memory."""
-    pinned_RC: torch.Tensor
-    """The same in pinned host memory."""
+    repeats_R: torch.Tensor  # int64, how often to repeat each row
+    five: torch.Tensor  # int64 scalar on the device
+    square_CC: torch.Tensor  # float32, well conditioned
+    host_RC: torch.Tensor  # float32 in pageable host memory
+    pinned_RC: torch.Tensor  # the same in pinned host memory
     mask_cpu_R: torch.Tensor
-    lens_cpu_R: torch.Tensor
-    """int64 host-side mirror of `repeats_R`."""
-    large_cpu: torch.Tensor
-    """4 MiB of pageable host memory: more than CUDA copies into its staging buffer at once."""
+    lens_cpu_R: torch.Tensor  # int64 host-side mirror of `repeats_R`
+    large_cpu: torch.Tensor  # 4 MiB of pageable host memory: more than CUDA copies into its staging buffer at once
 
 
 def make_inputs(device: torch.device, *, pin: bool = True) -> Inputs:

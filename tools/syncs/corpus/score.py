@@ -18,8 +18,7 @@ class Seen(msgspec.Struct, kw_only=True):
     """Hold what one detector reports for one program: a rule id for each synchronisation."""
 
     syncs: list[str] = []
-    hazards: list[str] = []
-    """Rules of operations that only may block."""
+    hazards: list[str] = []  # rules of operations that only may block
 
 
 class Truth(msgspec.Struct, kw_only=True):
@@ -41,29 +40,22 @@ class CorpusRun(msgspec.Struct, kw_only=True):
     driver: str | None = None
     queued_ms: float | None = None
     programs: list[Truth]
-    detectors: dict[str, dict[str, Seen]]
-    """Findings by detector and program."""
+    detectors: dict[str, dict[str, Seen]]  # findings by detector and program
 
 
 class Score(msgspec.Struct, kw_only=True):
     """Hold the score of one detector over all programs."""
 
     detector: str
-    true: int
-    """Number of true synchronisations."""
+    true: int  # number of true synchronisations
     found: int
-    false: int
-    """Number of reported ones that do not exist."""
-    named: int
-    """Number found under the right rule."""
+    false: int  # number of reported ones that do not exist
+    named: int  # number found under the right rule
     hazards: int
     hazards_found: int
-    programs: int
-    """Number of programs that wait."""
-    programs_found: int
-    """Number of these with at least one reported wait."""
-    wrong: list[str]
-    """Programs with waits of which none is found, or with false reports."""
+    programs: int  # number of programs that wait
+    programs_found: int  # number of these with at least one reported wait
+    wrong: list[str]  # programs with waits of which none is found, or with false reports
 
     @property
     def recall(self) -> float:

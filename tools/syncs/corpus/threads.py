@@ -132,8 +132,7 @@ def strided_pinned_by_row(i: Inputs) -> None:
         i.pool_RC[row, :7].copy_(i.pinned_RC[row, :7], non_blocking=True)
 
 
-KEPT: list[torch.Tensor] = []
-"""Pinned tensors of earlier calls, kept so that torch cannot use their memory again."""
+KEPT: list[torch.Tensor] = []  # pinned tensors of earlier calls, kept so that torch cannot use their memory again
 
 
 def pin_in_hot_path(i: Inputs) -> None:

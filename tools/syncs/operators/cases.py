@@ -299,7 +299,7 @@ COLLECTIVES = (
     "broadcast_object_list",
     "new_group",
 )
-OWN: dict[str, Callable[[str], Callable[[], Any]]] = {
+OWN: dict[str, Callable[[str], Callable[[], Any]]] = {  # calls that torch's database does not have
     **{f"dist {name}": _collective(name) for name in COLLECTIVES},
     "ddp construct": _ddp("construct"),
     "ddp forward": _ddp("forward"),
@@ -402,4 +402,3 @@ OWN: dict[str, Callable[[str], Callable[[], Any]]] = {
         lambda x: torch.utils.checkpoint.checkpoint(lambda y: (y * y).relu(), x, use_reentrant=False)
     ),
 }
-"""Calls that torch's database does not have."""

@@ -13,11 +13,10 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NAMED = re.compile(
+NAMED = re.compile(  # what the docstring of a synchronising function contains
     r"synchroni[sz]|(?:CPU-GPU|GPU -> CPU) sync|\bblock(?:s|ing)? the (?:cpu|current) thread", re.IGNORECASE
 )
-"""What the docstring of a synchronising function contains."""
-MODULES = (
+MODULES = (  # namespaces with the functions that the documentation describes
     "torch",
     "torch.Tensor",
     "torch.Event",
@@ -46,8 +45,7 @@ MODULES = (
     "torch.sparse",
     "torch.special",
 )
-"""Namespaces with the functions that the documentation describes."""
-UNMEASURED = {
+UNMEASURED = {  # functions whose docstring speaks of synchronisation and that have no case here, and why
     "torch.Event.wait": "one stream waits for another, as torch.cuda.Stream.wait_event does",
     "torch.Stream": "a class; its methods are measured",
     "torch.Stream.record_event": "the argument of a wait, not a wait",
@@ -69,7 +67,6 @@ UNMEASURED = {
     "torch.UntypedStorage.share_memory_": "synchronisation of processes",
     "torch.accelerator.memory_stats": "torch.cuda.memory_stats is measured",
 }
-"""Functions whose docstring speaks of synchronisation and that have no case here, and why."""
 
 
 def find_named() -> Iterator[str]:

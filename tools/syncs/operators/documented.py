@@ -262,7 +262,7 @@ def _add_shapes() -> None:
         _add(f"torch.{name}", "", RELATED, _BOUNDED[name], x)
 
 
-_BOUNDED: dict[str, Callable[[torch.Tensor], Any]] = {
+_BOUNDED: dict[str, Callable[[torch.Tensor], Any]] = {  # operators whose result has a size that the host knows
     "topk": lambda a: torch.topk(a, 4),
     "sort": torch.sort,
     "cumsum": lambda a: torch.cumsum(a, 0),
@@ -271,7 +271,6 @@ _BOUNDED: dict[str, Callable[[torch.Tensor], Any]] = {
     "searchsorted": lambda a: torch.searchsorted(a[:, 0].contiguous(), a[:, 1].contiguous()),
     "bucketize": lambda a: torch.bucketize(a, a[:, 0].contiguous()),
 }
-"""Operators whose result has a size that the host knows."""
 
 
 def _print(tensor: torch.Tensor) -> None:

@@ -36,8 +36,7 @@ MAX_GROUP_S = 20.0
 RANGE = "dcpbench#"
 
 
-IN_ALL: collections.Counter[str] = collections.Counter()
-"""Calls of each overload in this process."""
+IN_ALL: collections.Counter[str] = collections.Counter()  # calls of each overload in this process
 
 
 def queued_ms() -> float:

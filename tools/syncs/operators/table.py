@@ -19,8 +19,7 @@ from tools.syncs.operators.documented import documented
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-SLOW_ON_HOST = frozenset({"aten::_cudnn_rnn_backward"})
-"""Operators that take milliseconds on the host, and do not wait."""
+SLOW_ON_HOST = frozenset({"aten::_cudnn_rnn_backward"})  # operators that take milliseconds on the host, and do not wait
 IN_CORPUS = (
     "aten::_assert_async",
     "aten::randperm",

@@ -1,0 +1,237 @@
+"""Experts of one rank over int4 weights and bf16 rows (W4A16), for decode batches and for prompts.
+
+The steps are those of decode_experts.py; a program unpacks a block of weights (kernels/int4.py) in registers and multiplies it. Hidden rows
+are in bf16, and so are unpacked weights: their product with the scale is rounded once. The kernel has been compiled for Hopper, and has not
+run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn.functional import linear, silu
+
+from dcpbench.kernels.e4m3 import get_capability
+from dcpbench.kernels.int4 import BLOCK, SPANS, Int4, dequantize, unpack_block
+from dcpbench.kernels.moe.decode_experts import MAX_ASSIGNMENTS, Plan, plan_product
+from dcpbench.kernels.moe.prefill_experts import merge_expert_outputs, sort_by_expert, split_tiles
+
+FEW_ROWS = 16  # rows of a tile up to which they are the first operand, of an mma.sync that has no rows of padding
+PROMPT_ROWS = 64  # rows of a tile with more than MAX_ASSIGNMENTS assignments
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """Tiling and launch parameters of a product."""
+
+    columns: int
+    stages: int
+    warps: int
+    weight_first: bool = True  # True if weights are the first operand, so that the rows are the narrow side of a wgmma
+
+
+@triton.jit
+def _dot(x_MK, w_NK, y, WEIGHT_FIRST: tl.constexpr):
+    """Return y + x · wᵀ, or its transpose."""
+    if WEIGHT_FIRST:
+        y = tl.dot(w_NK.to(x_MK.dtype), tl.trans(x_MK), y, input_precision="ieee")
+    else:
+        y = tl.dot(x_MK, tl.trans(w_NK.to(x_MK.dtype)), y, input_precision="ieee")
+    return y
+
+
+@triton.jit
+def _add_product(
+    x_parts,
+    word_NK,
+    scale_N,
+    y,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
+):
+    """Return y and the product of a block of columns of the rows with the same block of the weights."""
+    x0, x1, x2, x3 = x_parts
+    w0, w1, w2, w3 = unpack_block(word_NK, scale_N, BLOCK, GROUP, NATIVE)
+    y = _dot(x0, w0, y, WEIGHT_FIRST)
+    y = _dot(x1, w1, y, WEIGHT_FIRST)
+    y = _dot(x2, w2, y, WEIGHT_FIRST)
+    return _dot(x3, w3, y, WEIGHT_FIRST)
+
+
+@triton.jit
+def _load_part(x_at, column, depth, live_M, k, EVEN: tl.constexpr):
+    inside = live_M[:, None] if EVEN else live_M[:, None] & (column + k < depth)[None, :]
+    return tl.load(x_at + column, mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_rows(x_at, column, depth, live_M, k, EVEN: tl.constexpr):
+    """Return the four parts of a block of columns of the rows, [rows, 32] each. EVEN: the block is whole."""
+    x0 = _load_part(x_at, column, depth, live_M, k, EVEN)
+    x1 = _load_part(x_at, column + 32, depth, live_M, k, EVEN)
+    x2 = _load_part(x_at, column + 64, depth, live_M, k, EVEN)
+    x3 = _load_part(x_at, column + 96, depth, live_M, k, EVEN)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _product_kernel(
+    x,
+    weight,
+    scale,
+    source,
+    tiles,
+    out,
+    experts,
+    columns,
+    depth,
+    spans,
+    most_tiles,
+    GATED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Multiply rows by their expert's weights, a tile and BLOCK_N columns of results a program."""
+    across = tl.cdiv(columns, BLOCK_N)
+    tile = tl.program_id(0) // across
+    expert = tl.load(tiles + tile)
+    if (expert < 0) | (expert >= experts):
+        return
+    begin, end = tl.load(tiles + most_tiles + tile), tl.load(tiles + 2 * most_tiles + tile)
+    row = begin + tl.arange(0, ROWS)
+    live = row < end
+    read = tl.load(source + row, mask=live, other=0) // TOP_K if GATED else tl.where(live, row, begin)
+    k = tl.arange(0, 32)
+    x_at = x + read.to(tl.int64)[:, None] * depth + k[None, :]
+
+    n = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    height = 2 * columns if GATED else columns
+    inside = tl.minimum(n, columns - 1)
+    word_at = weight + (expert.to(tl.int64) * spans * TOGETHER * height + inside)[:, None] * 32 + k[None, :]
+    scale_at = scale + expert.to(tl.int64) * spans * height + inside
+    y = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
+    for span in tl.range(0, spans, num_stages=STAGES):
+        for block in tl.static_range(TOGETHER):
+            at = span * TOGETHER + block
+            x_parts = _load_rows(x_at, at * 128, depth, live, k, EVEN)
+            words, scales = tl.load(word_at + at * height * 32), tl.load(scale_at + span * height)
+            y = _add_product(x_parts, words, scales, y, block, GROUP, NATIVE, WEIGHT_FIRST)
+            if GATED:
+                words = tl.load(word_at + (at * height + columns) * 32)
+                scales = tl.load(scale_at + span * height + columns)
+                up = _add_product(x_parts, words, scales, up, block, GROUP, NATIVE, WEIGHT_FIRST)
+    if GATED:
+        y *= tl.sigmoid(y) * up
+    if WEIGHT_FIRST:
+        y = tl.trans(y)
+    to = out + row.to(tl.int64)[:, None] * columns + n[None, :]
+    tl.store(to, y.to(out.dtype.element_ty), mask=live[:, None] & (n < columns)[None, :])
+
+
+def plan_products(ids_Tk: torch.Tensor, first: int, local: int) -> Plan:
+    """Return the plan of both products for the experts [first, first + local). No host sync, deterministic."""
+    count = ids_Tk.numel()
+    if count <= MAX_ASSIGNMENTS:
+        return plan_product(ids_Tk, first, local)
+    source, place, ends = sort_by_expert(ids_Tk, first, local)
+    tiles, _ = split_tiles(ends, count, PROMPT_ROWS)
+    return Plan(source=source, place=place, tiles=tiles, rows=PROMPT_ROWS)
+
+
+def choose_tiling(rows: int, *, gated: bool) -> Tiling:
+    """Return the tiling of a product for tiles of `rows` rows: among those near the bf16 kernel's that with the fewest instructions
+    per number in code compiled for Hopper. It has not been measured; `python -m tools.int4_tilings` compares tilings.
+    """
+    if rows >= PROMPT_ROWS:
+        return Tiling(columns=128, stages=3, warps=8)
+    few = rows <= FEW_ROWS
+    columns, stages = (64, 4) if gated else (128, 3)
+    return Tiling(columns=columns, stages=stages, warps=4, weight_first=not few)
+
+
+def compute_product(
+    x: torch.Tensor, weight: Int4, plan: Plan, top_k: int, *, gated: bool, tiling: Tiling | None = None
+) -> torch.Tensor:
+    """Return sorted rows of the products with each row's expert; see decode_experts.compute_product."""
+    experts, height, depth = weight.shape
+    columns = height // 2 if gated else height
+    chosen = tiling or choose_tiling(plan.rows, gated=gated)
+    out = torch.empty(len(plan.source), columns, dtype=x.dtype, device=x.device)
+    _product_kernel[(plan.tiles.shape[1] * triton.cdiv(columns, chosen.columns),)](
+        x,
+        weight.data,
+        weight.scale,
+        plan.source,
+        plan.tiles,
+        out,
+        experts,
+        columns,
+        depth,
+        weight.scale.shape[1],
+        plan.tiles.stride(0),
+        GATED=gated,
+        TOP_K=top_k,
+        ROWS=plan.rows,
+        WEIGHT_FIRST=chosen.weight_first,
+        BLOCK_N=chosen.columns,
+        GROUP=weight.group,
+        TOGETHER=SPANS[weight.group] // BLOCK,
+        STAGES=chosen.stages,
+        EVEN=depth % SPANS[weight.group] == 0,
+        NATIVE=x.dtype == torch.bfloat16 and get_capability(x.device) >= (8, 0),
+        num_warps=chosen.warps,
+    )
+    return out
+
+
+def apply_experts(
+    x_TD: torch.Tensor,
+    gate_up: Int4,
+    down: Int4,
+    weights_Tk: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    first: int,
+    shared_TD: torch.Tensor,
+) -> torch.Tensor:
+    """Implement kernels.moe.apply_experts."""
+    local, top_k = gate_up.shape[0], ids_Tk.shape[1]
+    plan = plan_products(ids_Tk, first, local)
+    hidden_II = compute_product(x_TD, gate_up, plan, top_k, gated=True)
+    y_ID = compute_product(hidden_II, down, plan, top_k, gated=False)
+    return merge_expert_outputs(y_ID, weights_Tk, ids_Tk, plan.place, shared_TD, first, local)
+
+
+def apply_experts_reference(
+    x_TD: torch.Tensor,
+    gate_up: Int4,
+    down: Int4,
+    weights_Tk: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    first: int,
+    shared_TD: torch.Tensor,
+) -> torch.Tensor:
+    """Compute the same slowly: dequantise an expert to fp32 and multiply. Hidden rows are rounded once, as in the kernel."""
+    total_TD = shared_TD.float()
+    for e in range(gate_up.shape[0]):
+        weight_T = (weights_Tk * (ids_Tk == first + e)).sum(-1)
+        chosen = weight_T.nonzero().squeeze(-1)
+        if not len(chosen):
+            continue
+        one, other = (dequantize(w.select_expert(e))[0] for w in (gate_up, down))
+        gate, up = linear(x_TD[chosen].float(), one).chunk(2, dim=-1)
+        y = linear((silu(gate) * up).to(x_TD.dtype).float(), other)
+        total_TD = total_TD.index_add(0, chosen, y * weight_T[chosen, None].float())
+    return total_TD.to(x_TD.dtype)

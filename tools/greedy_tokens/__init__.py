@@ -1,0 +1,1 @@
+"""Compare greedy tokens of engines over the same synthetic weights, and decide differences in fp32."""
