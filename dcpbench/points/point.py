@@ -73,6 +73,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Tokens with which every session begins: the same system prompt and tools."""
     branch: Annotated[Number, Axis(LOAD, 65, "branch {:g}", one=True)] = 0.0
     """Probability with which a turn, from the third on, continues an earlier answer of its session than the last one."""
+    subagents: Annotated[Count, Axis(LOAD, 66, "{} sub-agents", one=True)] = 0
+    """Number of requests that continue each turn but the last of a session at the same time, before the next turn."""
     trace: Annotated[str, Axis(LOAD, 58)] = ""  # name of the file of requests, without its folder
     trace_sha256: Annotated[str, Axis(LOAD, 76, "file {:.8}")] = ""
     trace_reading: Annotated[str, Axis(LOAD, 77, "read as {}")] = ""
@@ -270,6 +272,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def clients(self) -> int | None:
         """Return the number of clients of a closed loop, each with one request in flight; None for open loops."""
         return self.concurrency if self.load is not None and self.load.arrival == names.CLOSED else None
+
+    @property
+    def max_requests(self) -> int:
+        """Return the maximum number of requests in flight: in a closed loop those of the sub-agents of each client."""
+        load = self.load
+        return self.concurrency * max(load.subagents if load is not None and load.arrival == names.CLOSED else 0, 1)
 
     def format_exchange_label(self) -> str:
         """Return the exchange with the options that are on: `a2a +q-replicate`; empty if no exchange is known."""

@@ -59,7 +59,10 @@ class ServeRequest:
     """
 
     session: int | None = None  # session that the request is a turn of; None for a single-turn request
-    turn: int = 0  # turn number in the session; earlier prompts and answers are the beginning of the turn's own prompt
+    turn: int = 0
+    """Turn number in the session; earlier prompts and answers are the beginning of the turn's own prompt. Requests of a session with
+    the same number are sent at the same time, once all with lower numbers have been answered.
+    """
     parent: int | None = None
     """Number of the request that a later turn continues: its prompt and answer are the beginning of the turn's own prompt."""
     delay_s: float = 0.0
