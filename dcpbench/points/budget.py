@@ -177,7 +177,7 @@ def count_needed_pages(point: Point) -> int:
     """
     if point.load is None:
         return memory.count_kv_pages(point.layout, point.concurrency, point.context + point.mtp, point.page_size)
-    requests = -(-min(point.concurrency, point.load.requests) // point.dp)
+    requests = -(-min(point.max_requests, point.load.requests) // point.dp)
     one = memory.count_pages(point.context + point.mtp, point.layout, point.page_size)
     return requests * (one + 1) + memory.PAGES_OF_PADDING
 
@@ -193,7 +193,7 @@ def count_min_pages(point: Point) -> int:
 
 def _count_requests(point: Point) -> int:
     """Return the maximum number of requests of one replica in flight."""
-    return -(-point.concurrency // point.dp)
+    return -(-point.max_requests // point.dp)
 
 
 def is_same_engine(a: Point, b: Point) -> bool:

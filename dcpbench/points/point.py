@@ -74,6 +74,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     branch: Annotated[  # probability with which a turn, from the third on, continues an earlier answer than the last
         Number, Axis(LOAD, 65, "branch {:g}", one=True)
     ] = 0.0
+    subagents: Annotated[  # requests that continue each turn but the last of a session at once, before the next turn
+        Count, Axis(LOAD, 66, "{} sub-agents", one=True)
+    ] = 0
     trace: Annotated[str, Axis(LOAD, 58)] = ""  # name of the file of requests, without its folder
     trace_sha256: Annotated[str, Axis(LOAD, 76, "file {:.8}")] = ""
     trace_reading: Annotated[  # how that file was read: `format=mooncake,time-unit=ms,block-size=512`
@@ -274,6 +277,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def clients(self) -> int | None:
         """Return the number of clients of a closed loop, each with one request in flight; None for open loops."""
         return self.concurrency if self.load is not None and self.load.arrival == names.CLOSED else None
+
+    @property
+    def max_requests(self) -> int:
+        """Return the maximum number of requests in flight: in a closed loop those of the sub-agents of each client."""
+        load = self.load
+        return self.concurrency * max(load.subagents if load is not None and load.arrival == names.CLOSED else 0, 1)
 
     def format_exchange_label(self) -> str:
         """Return the exchange with the options that are on: `a2a +q-replicate`; empty if no exchange is known."""

@@ -215,6 +215,7 @@ def format_sessions(load: Load) -> str:
     parts += [f"{parse_delays('--sessions think', load.think_time)} s between them"] if load.think_time else []
     parts += [f"{load.system_tokens:,} tokens that all begin with"] if load.system_tokens else []
     parts += [f"{load.branch:.0%} from an earlier turn"] if load.branch else []
+    parts += [f"{load.subagents} sub-agents at once after each but the last"] if load.subagents else []
     return ", ".join(parts)
 
 

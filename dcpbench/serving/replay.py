@@ -334,7 +334,7 @@ def make_engine_config(point: Point, engine: EngineServer, policy: str) -> Sched
     A KV cache of unknown size holds all requests.
     """
     each = -(-point.context // engine.block_tokens) + 1
-    in_flight = min(engine.max_requests, point.concurrency)
+    in_flight = min(engine.max_requests, point.max_requests)
     return SchedulerConfig(
         replicas=point.dp,
         pages=engine.kv_blocks or each * (in_flight + 1) + 1,

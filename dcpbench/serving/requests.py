@@ -56,7 +56,10 @@ class ServeRequest:
     arrival_s: float | None = None  # s after the start; None in a closed loop: sent after the client's last answer
 
     session: int | None = None  # session that the request is a turn of; None for a single-turn request
-    turn: int = 0  # turn number in the session; earlier prompts and answers are the beginning of the turn's own prompt
+    turn: int = 0
+    """Turn number in the session; earlier prompts and answers are the beginning of the turn's own prompt. Requests of a session with
+    the same number are sent at the same time, once all with lower numbers have been answered.
+    """
     parent: int | None = None  # number of the request whose prompt and answer begin this later turn's prompt
     delay_s: float = 0.0  # s from the answer before to this turn, which is not sent before its arrival_s either
     answer: np.ndarray | None = None  # int32 [output_tokens]: stands for the answer in later turns' prompts; or None

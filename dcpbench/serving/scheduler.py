@@ -67,7 +67,7 @@ class SchedulerConfig:
             page_size=point.page_size,
             dcp=point.dcp,
             interleave=point.interleave,
-            max_requests=-(-point.concurrency // point.dp),
+            max_requests=-(-point.max_requests // point.dp),
             chunk=load.chunk // point.dp,
             policy=load.policy,
             prefix_cache=bool(load.prefix_cache),

@@ -87,8 +87,8 @@ class Extent:
         lengths = (parse_lengths("input", x.input_tokens) for x in loads if x.input_tokens != TRACE_LENGTHS)
         closed = [p for p in points if p.load is not None and p.load.arrival == CLOSED]
         return cls(
-            requests=max(-(-p.concurrency // p.dp) for p in points),
-            targets=tuple(sorted({-(-p.concurrency // p.dp) for p in closed})),
+            requests=max(-(-p.max_requests // p.dp) for p in points),
+            targets=tuple(sorted({-(-p.max_requests // p.dp) for p in closed})),
             open_loop=len(closed) < len(points),
             context=min(max(p.context for p in points), max_context),
             pages=pages - 1,

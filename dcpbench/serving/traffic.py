@@ -5,7 +5,8 @@ before, however late the server checks. In an open loop, requests are sent when 
 ones.
 
 Turns of a session follow each other in both modes: the next turn is due `delay_s` of its request after the last token of
-the one before. A client of a closed loop has one session at a time.
+the one before. Requests of sub-agents have the same turn number: they run at the same time, and the next turn is due after the
+last of them. A client of a closed loop has one session at a time.
 
 In a live run, one rank's clock decides which turns and how many sessions are due, and all ranks submit these. A
 single-turn request is a session of one turn.
@@ -61,6 +62,14 @@ class Sample:
         return not self.failed and len(self.token_s) == self.request.output_tokens
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Turn:
+    """A turn of a session: one request, or those of sub-agents."""
+
+    left: int  # requests that have not ended
+    later: list[ServeRequest]  # requests of the next turn; empty if there is none
+
+
 class Traffic:
     """Feed a scheduler with a load, and record the results."""
 
@@ -83,7 +92,7 @@ class Traffic:
         self.requests, self.scheduler, self.concurrency = requests, scheduler, concurrency
         self.delay_s = delay_s
         self.sessions = [request for request in requests if not request.turn]  # first turns of the sessions
-        self.next_turn = {a.number: b for a, b in itertools.pairwise(requests) if b.turn}  # by the previous number
+        self.turn_of = _group_turns(requests)  # turn of each request of a session with later turns, by its number
         self.samples: list[Sample] = []  # samples of all submitted requests, in submission order
         self.sample_of: dict[int, Sample] = {}  # sample by request number
         self.in_flight = 0  # number of requests
@@ -160,10 +169,7 @@ class Traffic:
                 sample_of[sequence.request.number].token_s.append(now_s)
         for sequence in step.finished:
             self.sample_of[sequence.request.number].sequence = sequence
-            if (later := self.next_turn.get(sequence.request.number)) is not None:
-                heapq.heappush(self.turns, (later.compute_due_s(now_s), later.number, later))
-            else:
-                self._finish_session(now_s)
+            self._finish_request(sequence.request, now_s)
         self.in_flight -= len(step.finished)
 
     def stop(self) -> None:
@@ -179,10 +185,25 @@ class Traffic:
         self.samples.append(sample)
         self.sample_of[request.number] = sample
         sample.rejected = self.scheduler.submit(request)
-        if sample.rejected:  # so would all that are longer
-            self._finish_session(came_s)
-        else:
+        if not sample.rejected:
             self.in_flight += 1
+            return
+        if (turn := self.turn_of.get(request.number)) is not None:
+            turn.later = []  # which are longer
+        self._finish_request(request, came_s)
+
+    def _finish_request(self, request: ServeRequest, now_s: float) -> None:
+        """Make the next turn pending if this was the last request of a turn, or record the end of the session."""
+        turn = self.turn_of.get(request.number)
+        if turn is not None:
+            turn.left -= 1
+            if turn.left:
+                return
+        if turn is None or not turn.later:
+            self._finish_session(now_s)
+            return
+        for later in turn.later:
+            heapq.heappush(self.turns, (later.compute_due_s(now_s), later.number, later))
 
     def _add_sampled_answers(self, request: ServeRequest) -> ServeRequest:
         """Return a later turn with the sampled answers before it, on a rank that has them."""
@@ -224,6 +245,25 @@ class Traffic:
         arrival = self.sessions[index].arrival_s
         assert arrival is not None
         return arrival
+
+
+def _group_turns(requests: SequenceOf[ServeRequest]) -> dict[int, _Turn]:
+    """Return the turn of each request by its number, without sessions of a single request."""
+    if not any(request.turn for request in requests):
+        return {}
+    groups = [list(group) for _, group in itertools.groupby(requests, key=_get_turn)]
+    found: dict[int, _Turn] = {}
+    for group, after in itertools.pairwise([*groups, []]):
+        later = after if after and after[0].turn else []
+        if later or group[0].turn:
+            turn = _Turn(left=len(group), later=later)
+            found |= {request.number: turn for request in group}
+    return found
+
+
+def _get_turn(request: ServeRequest) -> tuple[int, int]:
+    """Return the key of a turn: the session, or of a request without one its number, and the turn's number."""
+    return (-1 - request.number if request.session is None else request.session), request.turn
 
 
 def _get_place(turn: tuple[float, int, ServeRequest]) -> tuple[float, int]:
