@@ -60,10 +60,8 @@ if TYPE_CHECKING:
     from dcpbench.serving.request_files import Trace
 
 OTHERS = ("context", "seconds")  # options that only `sweep` has
-SHARED_AXES = [axis for axis in LOAD_AXES if axis.one]
-"""Fields that are equal for all loads of a run, and options with the same names."""
-MAX_REQUESTS = 10_000_000
-"""Maximum number of generated requests: their prompts, of even 100 tokens, are 4 GB on every rank."""
+SHARED_AXES = [axis for axis in LOAD_AXES if axis.one]  # equal for all loads of a run; options with the same names
+MAX_REQUESTS = 10_000_000  # maximum generated requests: their prompts of 100 tokens each are 4 GB on each rank
 MAX_TURNS = 10_000
 MAX_SUBAGENTS = 1_000
 YAML_BASE = 60
@@ -77,8 +75,7 @@ class ServeLoads:
     See docs/serving.md.
     """
 
-    concurrency: tuple[int, ...] = ()
-    """Number of clients; empty if not given, and an open loop then has as many requests in flight as a layout takes."""
+    concurrency: tuple[int, ...] = ()  # clients; empty: not given, open loops have as many requests as fit a layout
     request_rate: tuple[float, ...] = ()
     burstiness: float = 1.0
     num_requests: int
@@ -546,7 +543,7 @@ def _parse_micro_batches(name: str, value: object) -> int:
     return found
 
 
-SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
+SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {  # fields of a spec set by options, with parsers
     **{name: parser for name, parser in PARSERS.items() if name not in OTHERS},
     **{axis.name: _parse_real if axis.kind is float else read.get_parser(axis) for axis in SHARED_AXES},
     "turns": _parse_turns,
@@ -572,5 +569,4 @@ SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     "limit_seconds": _parse_real,
     "micro_batches": _parse_micro_batches,
 }
-"""Fields of a spec of `serve` that options set, with their parsers."""
 SERVE_SPEC_PARSERS = SERVE_PARSERS | {COMPUTED: SPEC_PARSERS[COMPUTED]}

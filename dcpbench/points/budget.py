@@ -28,14 +28,10 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1}  # bytes of a number, by precision
-engine_values = operator.attrgetter(*(axis.name for axis in select_point_axes(Role.ENGINE)), *OUTER_DEGREES)
-"""Values that points must share to use the same weights, pools and process groups; compared for every two points of a
-sweep.
-"""
-CPU_BYTES = 4 * GIB
-"""Maximum bytes of weights and KV of all ranks together in a CPU run, which tests the code and must not exhaust a
-laptop.
-"""
+engine_values = operator.attrgetter(  # values that points share if they use the same weights, pools and groups
+    *(axis.name for axis in select_point_axes(Role.ENGINE)), *OUTER_DEGREES
+)
+CPU_BYTES = 4 * GIB  # maximum bytes of all ranks' weights and KV in a CPU run, which must not exhaust a laptop
 
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +48,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     full_weight_bytes: int  # bytes of the weights if every layer were held
     held: Layers  # number of distinct layers in memory; the other layers reuse their weights in turn
     layers: int
-    l2_warm: bool = False
-    """True if the held weights are so few that some may still be in the L2 cache when they are used again."""
+    l2_warm: bool = False  # True if the held weights are so few that some may still be in the L2 cache when reused
 
     @property
     def layers_held(self) -> int:

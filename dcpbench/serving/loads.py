@@ -31,10 +31,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.request_files import Row
 
 INPUTS, OUTPUTS, GAPS, TURNS, MESSAGES, BRANCHES, DELAYS = range(7)  # streams of numpy's generator
-OWN, GROUP, HASH, ANSWER, SYSTEM = range(5)
-"""Kinds of token streams: of one request, of a group that shares a prefix, of a block with one hash, of the
-substitute for an answer in later turns, and of the system prompt of all sessions.
-"""
+OWN, GROUP, HASH, ANSWER, SYSTEM = range(5)  # token streams: request, prefix group, hashed block, answer, system prompt
 MAX_SECONDS = 1e8  # three years: an open loop that takes longer is a mistake in its rate
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1

@@ -44,15 +44,12 @@ class Sample:
     request: ServeRequest
     submitted_s: float
     token_s: list[float] = dataclasses.field(default_factory=list)  # time at which each output token was read
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    """Token ids; empty in replay, and for requests of another replica than the recording rank's."""
+    tokens: list[int] = dataclasses.field(default_factory=list)  # ids; empty in replay and for other replicas' requests
     sequence: Sequence | None = None  # state in the scheduler; None if the request was rejected
     rejected: str = ""  # reason why the request can never be served
     failed: str = ""  # reason why a real server did not answer the request to its end
-    cached_tokens: int | None = None
-    """Prompt tokens in a real server's prefix cache, if it reports them; for our engine see `sequence`."""
-    chunk_tokens: list[int] = dataclasses.field(default_factory=list)
-    """Tokens per chunk of a stream with several tokens per chunk; empty if each chunk had one."""
+    cached_tokens: int | None = None  # prompt tokens in a server's prefix cache, if reported; see `sequence` for ours
+    chunk_tokens: list[int] = dataclasses.field(default_factory=list)  # tokens per chunk if any has several, else empty
 
     @property
     def cached(self) -> int | None:
@@ -94,22 +91,14 @@ class Traffic:
             raise UsageError(f"--concurrency {concurrency}: no client would send anything; try --concurrency 1.")
         self.requests, self.scheduler, self.concurrency = requests, scheduler, concurrency
         self.delay_s = delay_s
-        self.sessions = [request for request in requests if not request.turn]
-        """First turns of the sessions."""
-        self.turn_of = _group_turns(requests)
-        """Turn of each request of a session with later turns, by the request's number."""
-        self.samples: list[Sample] = []
-        """Samples of all submitted requests, in submission order."""
-        self.sample_of: dict[int, Sample] = {}
-        """Sample by request number."""
-        self.in_flight = 0
-        """Requests."""
-        self.begun = self.ended = 0
-        """Sessions."""
-        self.turns: list[tuple[float, int, ServeRequest]] = []
-        """Heap of the pending turns of running sessions: when each is due, and its number."""
-        self.free_s: collections.deque[float] = collections.deque()
-        """Since when each client of a closed loop that has no session has had none, in this order."""
+        self.sessions = [request for request in requests if not request.turn]  # first turns of the sessions
+        self.turn_of = _group_turns(requests)  # turn of each request of a session with later turns, by its number
+        self.samples: list[Sample] = []  # samples of all submitted requests, in submission order
+        self.sample_of: dict[int, Sample] = {}  # sample by request number
+        self.in_flight = 0  # number of requests
+        self.begun = self.ended = 0  # number of sessions
+        self.turns: list[tuple[float, int, ServeRequest]] = []  # heap of pending turns: due time, number, request
+        self.free_s: collections.deque[float] = collections.deque()  # since when clients have no session
         self.stopped = False
 
     @property
