@@ -73,7 +73,7 @@ def test_tokens_of_chunks_add_up_to_the_server_count(
     [
         (200, b"text/html", [b"<html>", b"Sign in"], "text/html instead of a stream: <html>Sign in"),
         (200, b"text/html", [b"x" * 300, b"y" * 300, b"z"], "text/html instead of a stream: xxx"),
-        (500, b"text/plain", [b"x" * 600, b" message at its end"], "message at its end"),
+        (500, b"text/plain", [b"x" * 600, b" told at its end"], "told at its end"),
     ],
     ids=["short", "long enough", "error"],
 )
@@ -145,7 +145,7 @@ def test_stream_without_done_or_finish_reason_was_cut_off() -> None:
 def chunks(
     *usages: int | None, texts: str = "", total: int | None = None, asked: int = 0, **about: object
 ) -> StreamReply:
-    """Return the answer to a stream with these usages per chunk, then `total` in its own event; "-" is a chunk without text."""
+    """Return the answer to a stream with a usage per chunk, then `total` in an event; "-" is a chunk without text."""
     events = [
         event("" if texts[i : i + 1] == "-" else "a", usage=usage, end=i + 1 == len(usages))
         for i, usage in enumerate(usages)

@@ -293,7 +293,7 @@ def test_find_model_returns_the_named_or_the_only_model(
     [
         (401, "HTTP 401: no message. Put its API key into the environment variable that --api-key-env names"),
         (500, "cannot be measured: the server answered HTTP 500"),
-        (RequestError("refused", "connection refused."), "cannot be measured: connection refused."),
+        (RequestError("refused", "nobody listens."), "cannot be measured: nobody listens."),
     ],
 )
 def test_unusable_server_raises_worker_error(answer: object, message: str) -> None:
