@@ -123,11 +123,11 @@ def test_hung_worker_is_killed(call, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[bool] = []
     take = runner._add_event
 
-    def taken(event: Event, record: BenchRecord) -> None:
+    def record_event(event: Event, record: BenchRecord) -> None:
         take(event, record)
         done.extend([True] * (event.stage == "done"))
 
-    monkeypatch.setattr(runner, "_add_event", add_event)
+    monkeypatch.setattr(runner, "_add_event", record_event)
     monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: next(now) if done else 0))
     monkeypatch.setattr(ranks, "STACKS_WAIT_S", 0)
     code, out, err = call(*TWO, "--timeout", "2", fake="hangs")

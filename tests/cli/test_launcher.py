@@ -144,7 +144,7 @@ def test_ranks_that_hang_after_their_last_point_are_killed_without_loss(
 
 @pytest.mark.long
 def test_failed_points_are_retried_after_the_others(tmp_path: Path) -> None:
-    """44 fails the first time, 13 always; with one retry both run again after 100, and more retries are suggested for 13."""
+    """44 fails the first time, 13 always; with one retry both run again after 100, and more are suggested for 13."""
     seen: list[str] = []
     points = [point(2, context) for context in (44, 13, 100)]
     launcher.run_points(points, work(tmp_path, retries=1), Machines(), lambda event: seen.append(event.stage))
