@@ -356,7 +356,7 @@ class FakeServer:
         return self.model.kv_blocks * self.model.block_size * self._degree("dcp_size")
 
     def _cache_config(self, engine: int) -> str:
-        """Return the metric of vLLM's front end, in which num_gpu_blocks is the sum over engines and tokens are of one engine."""
+        """Return vLLM's metric, in which num_gpu_blocks is the sum over engines and tokens are of one engine."""
         model = self.model
         size = f',kv_cache_size_tokens="{self.engine_tokens()}"' if model.kv_size_label else ""
         return (

@@ -138,7 +138,7 @@ def test_refused_layout_is_recorded_with_its_reason_and_others_run(
 def test_kv_capacity_of_a_started_server_is_compared_with_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SGLang at tp4·dcp2 with 1,000 pages of 16 tokens per rank holds 32,000 tokens; vLLM's log line without dcp is named."""
+    """SGLang at tp4·dcp2 holds 1,000 pages of 16 tokens per rank, 32,000 in all; vLLM's log without dcp is named."""
     for name, flags, expected in (
         ("right", "--engine sglang", (32_000, 16_000, [])),
         ("wrong", "--no-kv-size-label --log-kv-tokens 16000", (16_000, 16_000, ["log"])),

@@ -363,7 +363,7 @@ def point(**load: object) -> object:
 def test_number_of_processes_follows_from_expected_chunks(
     clients: int, itl_s: float | None, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1,000 clients with a chunk every 50 ms get 20,000 chunks/s, of which a process handles 8,000; one core stays free."""
+    """1,000 clients with a chunk every 50 ms get 20,000 chunks/s, and a process handles 8,000; one core stays free."""
     assert CHUNKS_EACH == 8000
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert choose_processes(point(clients=clients), [], itl_s) == expected  # type: ignore[arg-type]
@@ -378,8 +378,8 @@ def test_number_of_processes_of_an_open_loop_follows_from_requests(monkeypatch: 
 
 
 @pytest.mark.parametrize("order", ["run", "stop before", "stop during"])
-def test_client_process_sends_its_share_and_returns_outcomes(told: str) -> None:
-    """One client sends three requests of five tokens; a stopped request is unfinished, and request bytes are not returned."""
+def test_client_process_sends_its_share_and_returns_outcomes(order: str) -> None:
+    """One client sends three requests of five tokens; a stopped request is unfinished, and no request bytes return."""
 
     async def main() -> tuple[list[Outcome], Pace]:
         gap_ms = 5000 if order == "stop during" else 1
