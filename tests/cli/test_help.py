@@ -236,7 +236,7 @@ def test_list_of_commands_equals_help_with_all_commands_loaded(capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("args", [["machines"], ["--", "machines"]], ids=" ".join)
-def test_command_runs_with_any_prefix_of_global_options(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_runs_with_and_without_double_dash(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([*args, "--json"])
     assert ended.value.code == 0

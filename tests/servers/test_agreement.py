@@ -80,7 +80,7 @@ def answer(tokens: str, *, ahead: float = 2.0, second: str = "?", off: float = 0
 
 
 def collect(context: int, prompts: list[dict[str, Any]], batch: int = 12) -> LengthAnswers:
-    """Return the answers of a server to prompts: alone (`first` while new, `again` in the last round) and in a `batch`."""
+    """Return a server's answers to prompts: alone (`first` while new, `again` in the last round) and in a `batch`."""
     alone: list[list[Answer]] = [[], [], []]
     together = []
     for prompt in prompts:
@@ -155,7 +155,7 @@ class TestPairs:
         ("ahead", "kind"), [(0.05, NEAR_TIE), (0.2, NEAR_TIE), (0.21, OUTLIER), (1.19, OUTLIER), (1.21, TOKEN)]
     )
     def test_both_log_probabilities_decide_on_a_near_tie(self, ahead: float, kind: str) -> None:
-        """Rounding moves each log-probability by 0.1, so tokens within 0.2 may swap; more than 1.2 cannot be rounding."""
+        """Rounding moves a log-probability by 0.1, so tokens within 0.2 may swap; more than 1.2 cannot be rounding."""
         near, sure = answer("axx", second="b", ahead=0.05), answer("bxx", second="a", ahead=ahead)
         for x, y in ((near, sure), (sure, near)):
             found = compare_pair(x, y)
@@ -229,7 +229,7 @@ class TestVerdicts:
     """Judge servers over all pairs of answers."""
 
     def test_equal_servers_agree_with_the_detectable_difference(self) -> None:
-        """12 prompts of two lengths are asked new, again, in a batch and alone; a share p is missed with (1 − p)^120."""
+        """12 prompts of two lengths are sent new, again, in a batch and alone; a share p is missed with (1 − p)^120."""
         report = compared({}, {}, contexts=(64, 512))
         judgement = get_judgements(report)[1]
         assert (report.verdict, judgement.coverage, judgement.findings, judgement.undecided) == (AGREE, 1.0, [], [])
@@ -275,7 +275,7 @@ class TestVerdicts:
             assert (finding.differing, finding.lengths, finding.first) == (12, [512], 5)
 
     def test_servers_with_different_answers_get_differ(self) -> None:
-        """B differs in the fifth token from 512 prompt tokens on, and the next length lies between the last right and the first wrong one."""
+        """B differs from 512 prompt tokens on; the next length is between the last right and the first wrong one."""
         right, wrong = [collect(n, [{}] * 12) for n in (64, 512)], collect(512, [{"alone": WRONG, "batch": WRONG}] * 12)
         report = judge([right, [right[0], wrong]])
         ((server, finding),) = list_findings(report)
@@ -392,7 +392,7 @@ class TestStatistics:
         assert (compute_tail(4, 3, 0.5), compute_tail(3, 3, 1.0), compute_tail(1, 3, 0.0)) == (0.0, 1.0, 0.0)
 
     def test_binomial_tails_of_many_prompts(self) -> None:
-        """Binomial coefficients of more than 1,029 prompts overflow a float; expected values are those of scipy.stats.binom.sf."""
+        """Binomial coefficients of more than 1,029 prompts overflow a float; scipy.stats.binom.sf has these values."""
         assert compute_tail(300, 9000, 0.02) == pytest.approx(9.083776164433871e-17)
         assert compute_tail(40, 5000, 0.01) == pytest.approx(0.9363766892389094)
         assert compute_upper_bound(0, 9000) == pytest.approx(1 - 0.05 ** (1 / 9000))
@@ -681,7 +681,7 @@ def test_both_servers_get_text_if_one_refuses_token_ids() -> None:
 
 
 def test_each_prompt_is_sent_repeatedly_alone_and_in_a_batch() -> None:
-    """8 prompts alone and 8 with a common first half are sent three times each, then 8 in a batch three times, and these alone."""
+    """8 prompts alone and 8 with a common first half are sent three times, then 8 in a batch, and these alone."""
 
     async def main() -> list[tuple[tuple[int, ...], float, float]]:
         async with Running(Script(ttft_ms=30)) as server:
