@@ -1,4 +1,4 @@
-"""Test `verify --engine` with a stand-in engine: planted faults are found, correct engines agree, and dead ones fail."""
+"""Test `verify --engine` with a stand-in engine: faults are found, correct engines agree, and dead ones fail."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class TestEdges:
         assert split_lengths([1, 100, 101], 100) == ([1, 100], [101])
 
     def test_batch_sizes_shrink_for_long_prompts(self) -> None:
-        """A batch has at most 300,000 tokens, such as 33 prompts of 8,192 or two of 128k; the smallest size always runs."""
+        """A batch has at most 300,000 tokens (33 prompts of 8,192, two of 128k); the smallest size always runs."""
         assert list_batches(4096, (1, 2, 8, 33, 64)) == [1, 2, 8, 33, 64]
         assert list_batches(8192, (1, 2, 8, 33, 64)) == [1, 2, 8, 33]
         assert list_batches(131_056, (1, 2, 8, 33, 64)) == [1, 2]
@@ -430,7 +430,7 @@ class TestRounding:
         assert compute_limits(0.1, self.NONE, wide, wide).tolerance == 0.1
 
     def test_limits_are_twice_the_rounding_at_each_quantile(self) -> None:
-        """The 101 prompts from 0.01 to 0.21 have a median of 0.11, a 90 % quantile of 0.19 and a 98 % quantile of 0.206."""
+        """101 prompts from 0.01 to 0.21 have a median of 0.11, a 90 % quantile of 0.19 and a 98 % quantile of 0.206."""
         drifts = {"cache": [0.01 + 0.002 * i for i in range(101)]}
         found = compute_limits(0.1, [Sizes(gaps={}, drifts=drifts)], self.WIDE, self.WIDE)
         assert found.list_limits(DRIFT_SIZE) == pytest.approx([0.22, 0.38, 0.412, 0.42])
@@ -642,7 +642,7 @@ def test_fault_table_fails_with_one_wrong_run() -> None:
 
 
 def test_fault_of_all_settings_is_found_in_the_first(tmp_path: Path) -> None:
-    """The other settings have the same fault as the first one, so their comparison with it is UNDECIDED."""
+    """The other settings have the same fault as the first one, and they must not get AGREE."""
     code, found = verify_with_seed(
         tmp_path,
         "--fault cache --fault-everywhere",
@@ -846,7 +846,7 @@ def test_probability_of_a_period_by_chance() -> None:
 def test_running_servers_with_noise_are_compared_by_their_own_rounding(
     fault: str, code: tuple[int, ...], noise: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A fixed tolerance of 0.1 would give DIFFER for correct servers; the verdict states the rounding as with --engine."""
+    """A fixed tolerance of 0.1 would give DIFFER for correct servers; the verdict states the measured rounding."""
     with contextlib.ExitStack() as stack:
         urls = []
         for dcp in (1, 2):
