@@ -1,4 +1,4 @@
-"""The dcpbench command with the fake worker and without the real report: what the CLI tests start as a process.
+"""Run the dcpbench command as a process with the fake worker and without the real report.
 
 With DCPBENCH_QUICK in the environment jobs are those of quick_torchrun.py instead of torchrun.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 
 
-def write_report(folders: list[Path], out: Path, *, watch: Callable[[str], None]) -> list[Path]:  # noqa: ARG001 - said by the real one
+def write_report(folders: list[Path], out: Path, *, watch: Callable[[str], None]) -> list[Path]:  # noqa: ARG001 - a keyword of the real one
     """Replace reports.write_report."""
     out.mkdir(parents=True, exist_ok=True)
     page = out / "report.html"

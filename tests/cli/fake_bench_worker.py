@@ -1,7 +1,7 @@
-"""Stands in for dcpbench.bench.bench_worker: answers every case at once, or ends as DCPBENCH_FAKE says.
+"""Replace dcpbench.bench.bench_worker: finish every case at once, or fail as DCPBENCH_FAKE selects.
 
-`wrong` finds a difference, `dies` ends after the first case, `stillborn` before it, `hangs` says nothing more, `half`
-leaves half a line of what it found before the rest of it, `failed` cannot run the second case, `lonely` loses rank 1
+`wrong` finds a difference, `dies` ends after the first case, `stillborn` before it, `hangs` writes no more events, `half`
+writes an event in two parts, `failed` cannot run the second case, `lonely` loses rank 1
 after the first and waits for it, `leaves` does so without an error.
 """
 

@@ -1,13 +1,14 @@
-"""Stands in for dcpbench.worker without torch: what a rank does is written in its point's context.
+"""Replace dcpbench.worker without torch: the context of a point selects the behaviour of its ranks.
 
-Points of `serve` are answered with three of their requests; 130 tokens wait for an interrupt and record it,
-131 wait for one and go on waiting.
+Points of `serve` finish three of their requests; 130 tokens wait for an interrupt and record it,
+131 wait for one and continue to wait.
 
-Contexts: 13 rank 1 raises · 44 the same, the first time only · 45 it never ends, and shows progress · 46 measured, and the job never ends behind its last point · 99 rank 1 kills itself · 66 every rank hangs · 7 it ends before its first point ·
+Contexts: 13 rank 1 raises · 44 rank 1 raises the first time only · 45 never ends but shows progress · 46 is measured, and the job hangs
+after its last point · 99 rank 1 kills itself · 66 every rank hangs · 7 exits before its first point ·
 28 the disk is full when rank 0 records it ·
 21 and 22 the engine cannot be built, for want of a tensor or of memory · 700 + n rank 1 ends with exit code n,
-800 + n by signal n, and rank 0 loses its connection · 300 measured, and nothing comes after it ·
-anything else is measured.
+800 + n by signal n, and rank 0 loses its connection · 300 is measured, and the job stops there ·
+all others are measured.
 """
 
 from __future__ import annotations

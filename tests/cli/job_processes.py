@@ -66,7 +66,7 @@ def opened(pid: int) -> set[str]:
 
 
 def listening(mark: str) -> set[str]:
-    """Return addresses at which living processes with this mark listen, in the kernel's form: `0100007F` is 127.0.0.1."""
+    """Return addresses at which living processes with this mark listen, as in /proc: `0100007F` is 127.0.0.1."""
     inodes = set().union(*(opened(pid) for pid in processes(mark)))
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -77,9 +77,9 @@ def listening(mark: str) -> set[str]:
     return found
 
 
-def wait_until(true: Callable[[], object], what: str) -> None:
+def wait_until(true: Callable[[], object], event: str) -> None:
     """Wait for an event that would be immediate on an idle machine."""
     end = time.monotonic() + PATIENCE_S
     while not true():
-        assert time.monotonic() < end, f"waited {PATIENCE_S:g} s: {what}"
+        assert time.monotonic() < end, f"waited {PATIENCE_S:g} s: {event}"
         time.sleep(0.05)

@@ -89,7 +89,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the comment above both pipelines says to type makes this file."""
+    """Create the baseline with the command in the comment above both pipelines."""
     checkout = Checkout(tmp_path_factory.mktemp("baseline"))
     done = checkout.run("dcpbench syncs baseline traces -o syncs-baseline.json --force", ("bash", "-c"))
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ def until(holds: Callable[[], object], process: subprocess.Popen[str] | None = N
 
 
 def is_gone(pid: int) -> bool:
-    """Return True if a process has exited, even if its exit code was not collected, as in containers without an init."""
+    """Return True if a process has exited, even if its exit code was not collected, as without an init process."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
     except (FileNotFoundError, ProcessLookupError):

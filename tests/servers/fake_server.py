@@ -1,9 +1,9 @@
-"""An engine's HTTP server without an engine: tokens at known times, known faults, and an account of what it sent when.
+"""Serve an engine's HTTP API without an engine: tokens at known times, known faults, and a log of what was sent when.
 
     python -m tests.servers.fake_server --port 0 --ttft-ms 20 --gap-ms 50 --log sent.jsonl
 
-prints `listening on http://127.0.0.1:PORT` once it does, and lives until it is killed. Its flags of layouts are vLLM's,
-so that whatever launches engines can launch it. In a test's own process it is `async with Running(Script(...)) as server`.
+prints `listening on http://127.0.0.1:PORT` when it listens, and runs until it is killed. Its flags of layouts are vLLM's,
+so that it can be started like vLLM. In a test's own process it is `async with Running(Script(...)) as server`.
 
 A request may carry its own script in the header X-Script, as JSON with fields of Script. Tokens follow from the prompt:
 the same prompt has the same answer on every server of the same vocabulary, with the same logprobs.
@@ -113,7 +113,7 @@ class Model:
     log_kv_tokens: int = 0  # KV cache size in the log; 0: the true one
     offer_metrics: bool = True  # True if /metrics exists: SGLang has it with --enable-metrics only
     draft_tokens: int = 0
-    """Drafts of a step: each chunk after the first is a step, whose other tokens than the last are accepted drafts."""
+    """Drafts per step: each chunk after the first is a step, in which all tokens except the last are accepted drafts."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)  # reported by /get_server_info
     trace: str = ""
     """File that /stop_profile copies into the folder of VLLM_TORCH_PROFILER_DIR or SGLANG_TORCH_PROFILER_DIR."""

@@ -488,8 +488,8 @@ def test_one_server_per_layout_and_one_record_per_point(tmp_path: Path, monkeypa
 
         read_log = staticmethod(lambda: "")
 
-        def wait_until_ready(self, limit_s: float, tell: Callable[[str], None]) -> list[StartPhase]:
-            tell(f"starting, {limit_s:g} s at most")
+        def wait_until_ready(self, limit_s: float, report: Callable[[str], None]) -> list[StartPhase]:
+            report(f"starting, {limit_s:g} s at most")
             if self.layout == "8":
                 raise WorkerError("no memory.")
             servers.append(self)
