@@ -23,7 +23,7 @@ from dcpbench.records.record import format_reason
 from dcpbench.records.runs import read_last_records
 from tests import as_fork
 from tests.cli.waiting import until
-from tests.unit.test_launch import free_port
+from tests.unit.test_launch import find_free_port
 
 if TYPE_CHECKING:
     from dcpbench.records.record import Record
@@ -232,7 +232,7 @@ def test_failed_point_of_verify_is_kept_apart_from_sweep_records(tmp_path: Path)
 def test_only_node_0_of_two_nodes_writes_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 on node 1 raises; node 0 records the reason, and both nodes continue with tp 2 and tp 4."""
     monkeypatch.setenv(SECRET, "of these two")
-    endpoint = f"127.0.0.1:{free_port()}"
+    endpoint = f"127.0.0.1:{find_free_port()}"
     folders = [tmp_path / "node0", tmp_path / "node1"]
     errors: list[BaseException] = []
 
