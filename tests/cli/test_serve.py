@@ -105,7 +105,7 @@ def test_interrupt_waits_for_the_record_of_finished_requests(tmp_path: Path, num
 @pytest.mark.distributed
 @pytest.mark.long
 def test_second_interrupt_kills_the_ranks(tmp_path: Path) -> None:
-    """These ranks would write forever, so they are killed without a record."""
+    """The ranks would write forever, so they are killed without a record."""
     run = start(tmp_path, 121)
     pids = [int(path.read_text().split()[0]) for path in (tmp_path / "run").glob("rank-*.pid")]
     run.send_signal(signal.SIGINT)

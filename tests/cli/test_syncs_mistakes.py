@@ -38,7 +38,7 @@ def syncs(*args: str) -> int:
 
 @pytest.mark.parametrize("text", ["{}", '{"traces": [], "sites": []}', '{"$schema": "sarif", "runs": []}'])
 def test_report_is_refused_as_a_baseline(here: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
-    """Otherwise all of its sites would pass, or none."""
+    """With a report as the baseline all of its sites would pass, or none."""
     (here / "report.json").write_text(text)
     assert syncs("scan", "t.json", "--baseline", "report.json") == 2
     assert "dcpbench syncs baseline TRACE -o report.json --force" in capsys.readouterr().err

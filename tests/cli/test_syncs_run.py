@@ -193,7 +193,7 @@ class TestProcesses:
         assert sorted(steps_of(trace) for trace in traces.values()) == [[], [0, 1, 2]]
 
     def test_forked_child_of_a_recorded_process_is_not_recorded(self, tmp_path: Path, program: Path) -> None:
-        """Such children are workers of a DataLoader, which cannot use CUDA either."""
+        """Workers of a DataLoader are such children; they cannot use CUDA either."""
         name = script(
             program,
             """

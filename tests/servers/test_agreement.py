@@ -263,7 +263,7 @@ class TestVerdicts:
     def test_server_that_differs_from_itself_gets_differ(
         self, how: dict[str, Any], effect: str, words: str, side: str
     ) -> None:
-        """This holds for either server, for both, and for a single server."""
+        """Either server, both servers, or a single server may give unrepeatable answers."""
         sides = {"A": [how, {}], "B": [{}, how], "both": [how, how], "one": [how]}[side]
         report = compared(*sides)
         assert report.verdict == DIFFER
@@ -450,7 +450,7 @@ class TestStatistics:
     def test_comparison_without_statistical_power_is_refused(
         self, prompts: int, lengths: tuple[int, ...], servers: int, message: str
     ) -> None:
-        """It could not find a difference even if every prompt differed."""
+        """The comparison could not find a difference even if every prompt differed."""
         if not message:
             check_decides(prompts, lengths, (1, 8), servers)
             return
@@ -666,7 +666,7 @@ def test_exit_code_of_verify_url_follows_the_verdict(tmp_path: Path, capsys: pyt
 
 
 def test_both_servers_get_text_if_one_refuses_token_ids() -> None:
-    """Otherwise differences between tokenizers would be found."""
+    """With ids for one server and text for the other, differences between tokenizers would be found."""
 
     async def main() -> tuple[list[object], list[object]]:
         async with Running(Script()) as one, Running(Script(takes_ids=False)) as other:

@@ -160,7 +160,9 @@ def test_answer_ids_are_requested_only_without_usage_per_chunk(
 
 def test_answer_ids_are_requested_for_turns_with_a_next_turn() -> None:
     """The first two of three turns request ids; a request without a session does not."""
-    of = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9, id_extras={"return_token_ids": True})
+    prompt_format = PromptFormat(
+        endpoint="completions", model="m", extras={}, vocab=9, id_extras={"return_token_ids": True}
+    )
     turn = [
         ServeRequest(
             number=n,
@@ -174,7 +176,7 @@ def test_answer_ids_are_requested_for_turns_with_a_next_turn() -> None:
         for n in range(3)
     ]
     target = Target.from_url("http://127.0.0.1:9")
-    (call,) = sessions.make_calls(target, of, turn)
+    (call,) = sessions.make_calls(target, prompt_format, turn)
     answer: Any = SimpleNamespace(tokens=[7, 8], list_chunk_tokens=lambda: [1, 1])
     sent = [call]
     while sent[-1].session is not None:
@@ -182,7 +184,7 @@ def test_answer_ids_are_requested_for_turns_with_a_next_turn() -> None:
     assert [b"return_token_ids" in call.data for call in sent] == [True, True, False]
     assert [call.prompt_tokens for call in sent] == [4, 8, 12]
     alone = ServeRequest(number=0, prompt=np.arange(4), output_tokens=2)
-    assert b"return_token_ids" not in sessions.make_calls(target, of, [alone])[0].data
+    assert b"return_token_ids" not in sessions.make_calls(target, prompt_format, [alone])[0].data
 
 
 @pytest.mark.parametrize("status", [400, 415, 422, 500, 502])
@@ -314,10 +316,10 @@ def test_server_without_prompt_count_cannot_be_measured() -> None:
 def test_request_body_fields_per_endpoint() -> None:
     """Completions have a prompt, chats have messages, and extra fields come last."""
     ids = np.array([5, 6])
-    of = PromptFormat(endpoint="completions", model="m", extras={"ignore_eos": True}, vocab=9)
+    prompt_format = PromptFormat(endpoint="completions", model="m", extras={"ignore_eos": True}, vocab=9)
     usual = {"model": "m", "max_tokens": 7, "temperature": 0, "stream": True, "ignore_eos": True}
-    assert json.loads(of.encode_body(ids, 7)) == {**usual, "prompt": [5, 6]}
-    assert json.loads(of.encode_body(ids, 7, stream=False, seed=1)) == {
+    assert json.loads(prompt_format.encode_body(ids, 7)) == {**usual, "prompt": [5, 6]}
+    assert json.loads(prompt_format.encode_body(ids, 7, stream=False, seed=1)) == {
         **usual,
         "prompt": [5, 6],
         "stream": False,
@@ -348,9 +350,9 @@ def test_next_prompt_uses_the_server_token_ids_if_all_are_known(
 ) -> None:
     """The answer has two tokens, one in each of two chunks."""
     answer: Any = SimpleNamespace(tokens=server_ids, list_chunk_tokens=lambda: [1, 1])
-    of = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
+    prompt_format = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
     fallback = None if generated is None else np.array(generated)
-    assert of.make_next_prompt([3], answer, fallback, np.array([4])) == [3, *expected, 4]
+    assert prompt_format.make_next_prompt([3], answer, fallback, np.array([4])) == [3, *expected, 4]
 
 
 @pytest.mark.parametrize(

@@ -376,7 +376,7 @@ def make_engine_point(tp: int, dcp: int) -> Point:
 
 
 def test_floor_of_an_engine_equals_that_of_the_own_step() -> None:
-    """Both have equal work and rates; all-reduce covers both sums of a layer, and mixed parts have no floor."""
+    """Work and rates are equal; all-reduce covers both sums of a layer, and mixed parts have no floor."""
     own = make_engine_point(2, 2)
     found = compute_engine_floor(own, FP8_SETTINGS, {2: PEERS})
     assert found is not None

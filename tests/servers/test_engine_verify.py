@@ -138,7 +138,7 @@ class TestEdges:
         assert find_token_budget(words, settings) == budget
 
     def test_prompts_differ_in_their_first_token(self) -> None:
-        """Otherwise a prefix cache could contain the first page of a new prompt."""
+        """A prefix cache must not contain the first page of a new prompt."""
         prompts = make_distinct_prompts(np.random.default_rng(0), 20, 64, 100)
         assert len({int(prompt[0]) for prompt in prompts}) == 64
         assert len(make_distinct_prompts(np.random.default_rng(0), 1, 12, 5)) == 12, (

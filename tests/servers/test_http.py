@@ -296,7 +296,7 @@ def test_compressed_answer_raises_an_error_with_its_header(header: bytes) -> Non
 
 @pytest.mark.parametrize("name", ["sized", "chunked", "empty", "no content"])
 def test_extra_bytes_after_an_answer_close_the_connection(name: str) -> None:
-    """They would be read as the next answer; after a Content-Length they raise an error."""
+    """Extra bytes would be read as the next answer; after a Content-Length they raise an error."""
     connection, reply, did = connected()
     if name == "sized":
         with pytest.raises(RequestError, match="more bytes than its Content-Length"):

@@ -112,7 +112,7 @@ def test_connection_closed_while_idle_is_not_used(end: Callable[[socket.socket],
 
 
 def test_unrequested_bytes_close_the_connection() -> None:
-    """They would be read as the answer to the next request."""
+    """Unrequested bytes would be read as the answer to the next request."""
 
     def then(sock: socket.socket) -> None:
         time.sleep(0.1)

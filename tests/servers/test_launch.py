@@ -254,7 +254,7 @@ def test_no_process_is_left_however_the_command_ends(number: int, seed: int, tmp
 
 
 def test_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its child processes are killed too, after the grace period."""
+    """Child processes of the server are killed too, after the grace period."""
     monkeypatch.setattr("dcpbench.servers.launch.GRACE_S", 0.5)
     mark = f"stubborn-{os.getpid()}"
     port = find_free_port()
@@ -598,7 +598,7 @@ def test_last_of_several_errors_is_the_reason() -> None:
 def test_exchange_flag_is_passed_only_with_dcp() -> None:
     """An exchange that the engine lacks is an error."""
     load = make_engine_load(requests=1, input_tokens="1", output_tokens="1")
-    of = Engine(name="x", command="x {port}", layout={"exchange": "--exchange {exchange}"}, exchanges=("a2a",))
+    engine = Engine(name="x", command="x {port}", layout={"exchange": "--exchange {exchange}"}, exchanges=("a2a",))
     for dcp, exchange, passed in ((4, "a2a", True), (1, "a2a", False), (4, "none", False)):
         point = make_engine_point(
             model="m",
@@ -610,9 +610,9 @@ def test_exchange_flag_is_passed_only_with_dcp() -> None:
             precision={"dtype": "unknown"},
         )
         point = msgspec.structs.replace(point, exchange=exchange)
-        assert ("--exchange a2a" in " ".join(of.make_command(point, {}, "m", 7))) is passed
+        assert ("--exchange a2a" in " ".join(engine.make_command(point, {}, "m", 7))) is passed
     with pytest.raises(UsageError, match="x has no --exchange symm"):
-        of.make_command(msgspec.structs.replace(point, exchange="symm"), {}, "m", 7)
+        engine.make_command(msgspec.structs.replace(point, exchange="symm"), {}, "m", 7)
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends on SIGTERM", "never ends"])
@@ -705,7 +705,7 @@ def test_each_exchange_needs_a_server_and_unknown_ones_are_rejected(capsys: pyte
 
 
 def test_folder_without_a_checkpoint_gets_synthetic_weights(tmp_path: Path) -> None:
-    """This needs flags of the engine; a model name that is no folder is passed to the engine."""
+    """Synthetic weights need flags of the engine; a model name that is no folder is passed to the engine."""
     (tmp_path / "config.json").touch()
     bare = Engine(name="own", command="x {port}")
     assert choose_weights(PRESETS["vllm"], str(tmp_path), None) == "synthetic"

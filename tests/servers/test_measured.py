@@ -138,11 +138,11 @@ def test_lengths_that_differ_by_more_than_5_percent_are_flagged(prompt: int, tok
         return ServeRequest(number=number, prompt=np.zeros(length, np.int32), output_tokens=output, arrival_s=0.0)
 
     fetch_fake_info = [request(0, 100, 20), request(1, 100, 20)]
-    came = [
+    samples = [
         Sample(request(0, prompt, tokens), 0.0, token_s=[1.0] * tokens),
         Sample(request(1, 500, 20), 0.0, token_s=[1.0]),
     ]
-    assert _has_other_lengths(came, fetch_fake_info) is nominal
+    assert _has_other_lengths(samples, fetch_fake_info) is nominal
 
 
 def test_load_cancelled_before_its_start_has_zero_duration() -> None:
@@ -317,9 +317,9 @@ class TestTokenizer:
     def test_prompt_text_has_the_requested_number_of_tokens(self, folder: Path) -> None:
         """Tokens of the chat template are subtracted, and at least one token remains."""
         for place in (folder, folder / "tokenizer.json"):
-            of = Tokenized(place)
-            assert of.vocab == 100
-            assert of(np.array([5, 7, 9])) == "w5 w7 w9"
+            tokenized = Tokenized(place)
+            assert tokenized.vocab == 100
+            assert tokenized(np.array([5, 7, 9])) == "w5 w7 w9"
         assert Tokenized(folder, fixed=2.0)(np.array([5, 7, 9])) == "w5"
         assert Tokenized(folder, fixed=9.0)(np.array([5, 7, 9])) == "w5"
 
@@ -327,8 +327,8 @@ class TestTokenizer:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Ids that decode to no text leave too few tokens, so ids of the prompt are appended."""
-        of = Tokenized(folder)
-        real = of._tokenizer
+        tokenized = Tokenized(folder)
+        real = tokenized._tokenizer
 
         class Drops:
             """Drop token 5 from decoded text."""
@@ -339,9 +339,9 @@ class TestTokenizer:
             def encode(self, text: str, **options: bool) -> object:
                 return real.encode(text, **options)
 
-        monkeypatch.setattr(of, "_tokenizer", Drops())
+        monkeypatch.setattr(tokenized, "_tokenizer", Drops())
         for ids in ([7, 5, 9, 7], [5, 7, 9, 7], [5, 5, 9]):
-            assert len(of(np.array(ids)).split()) == len(ids), "also if the first id decodes to no text"
+            assert len(tokenized(np.array(ids)).split()) == len(ids), "also if the first id decodes to no text"
 
     def test_missing_tokenizer_raises_usage_error(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"no tokenizer could be read from tokenizer\.json .*; name the folder"):
@@ -380,5 +380,11 @@ def test_token_ids_are_kept_only_if_all_are_known(ids: list[int], kept: list[int
     sample = measure._make_sample(outcome, sent, together=False)  # type: ignore[arg-type]
     assert (sample.tokens, sample.chunk_tokens, sample.token_s) == (kept, [1, 2], [1.0, 2.0, 3.0])
     assert (sample.submitted_s, sample.failed, sample.cached_tokens) == (0.5, "gone.", 2)
-    of = sample.request
-    assert (len(of.prompt), of.output_tokens, of.session, of.turn, of.arrival_s) == (6, 4, 4, 2, 0.5)
+    request_of_sample = sample.request
+    assert (
+        len(request_of_sample.prompt),
+        request_of_sample.output_tokens,
+        request_of_sample.session,
+        request_of_sample.turn,
+        request_of_sample.arrival_s,
+    ) == (6, 4, 4, 2, 0.5)
