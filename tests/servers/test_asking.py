@@ -542,8 +542,10 @@ def test_one_server_per_layout_and_one_record_per_point(tmp_path: Path, monkeypa
     assert len(started) == 3
     assert results[4, 8] == results[4, 16] == ("ok", None)
     assert results[2, 8] == ("failed", "the server died: killed")
-    assert results[2, 16][1].startswith("the server died: killed. Read servers/vllm-tp2")
-    assert results[8, 8][1].startswith("no memory (no). Read servers/vllm-tp8")
+    assert (results[2, 16][1], results[8, 8][1]) == ("the server died: killed", "no memory (no)")
+    advice = {(row["point"]["tp"], row["point"]["concurrency"]): row.get("advice") for row in rows}
+    assert advice[2, 16].startswith("Read servers/vllm-tp2")
+    assert advice[8, 8].startswith("Read servers/vllm-tp8")
     stages = [stage for stage, _ in events]
     assert stages == ["build", "failed", "failed", "build", "done", "done", "build", "failed", "failed"]
     assert events[1][1].startswith("1 of 6: the server died: killed")
