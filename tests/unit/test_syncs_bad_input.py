@@ -118,7 +118,7 @@ FORMATS = ("table", "json", "sarif", "junit", "github", "markdown")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder for property tests, whose examples share it."""
+    """Make a folder that the examples of property tests share."""
     return tmp_path_factory.mktemp("traces")
 
 

@@ -303,7 +303,7 @@ class TestPermissions:
     def test_permission_star_does_not_match_an_unknown_field(self, key: str) -> None:
         assert not allow(**{key: "*"}).matches(build.site(function="", file="", range=""))
 
-    def test_an_allowed_site_passes_with_its_reason(self) -> None:
+    def test_allowed_site_passes_with_its_reason(self) -> None:
         found = judge(build.report(build.site()), allow=(allow(function="check_all"),))
         assert (found.exit_code, found.allowed, found.stale) == (0, {"f1": "on purpose"}, [])
 

@@ -72,7 +72,7 @@ def scan(folder: Path, data: bytes) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder for property tests, whose examples share it."""
+    """Make a folder that the examples of property tests share."""
     return tmp_path_factory.mktemp("traces")
 
 

@@ -90,7 +90,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> PluginRun:
 class TestDryRun:
     """Test dry runs, which work on every machine."""
 
-    def test_a_sync_fails_the_test_and_shows_its_line(self, dry: PluginRun) -> None:
+    def test_synchronisation_fails_the_test_and_shows_its_line(self, dry: PluginRun) -> None:
         dry.assert_failed_with(
             "test_a_sync",
             "1 CUDA synchronisation where none may be, found by a dry run, as asked for:",
@@ -100,7 +100,7 @@ class TestDryRun:
             "  fix: Take the value from a host-side mirror of it*",
         )
 
-    def test_the_message_is_what_the_terminal_shows(self, dry: PluginRun) -> None:
+    def test_failure_message_is_printed_in_the_terminal(self, dry: PluginRun) -> None:
         assert dry.tests["test_a_sync"][1] in dry.stdout
 
     def test_clean_test_passes(self, dry: PluginRun) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder for property tests, whose examples share it."""
+    """Make a folder that the examples of property tests share."""
     return tmp_path_factory.mktemp("traces")
 
 

@@ -97,7 +97,7 @@ class TestTwoRanks:
 
 
 class TestRules:
-    def test_the_innermost_operator_sets_the_rule(self, trace: Trace, tmp_path: Path) -> None:
+    def test_innermost_operator_determines_the_rule(self, trace: Trace, tmp_path: Path) -> None:
         """No copy is recorded: `item` within a custom operator is a read, and a wait of a custom operator within `item`
         is a wait.
         """
