@@ -153,7 +153,7 @@ class TestAdmission:
         assert (found.replicas, found.chunk, found.max_requests) == (2, 32, 3)
 
     def test_each_running_request_reserves_a_page(self) -> None:
-        """Of eight pages, 16 tokens take four, and one is reserved for their next; 13 tokens need four, and three are
+        """There are eight pages. 16 tokens take four, and one is reserved for their next; 13 tokens need four, and three are
         free. Twelve tokens would fit.
         """
         scheduler = make_scheduler((16, 9), (13, 1), chunk=64)

@@ -424,7 +424,7 @@ def test_rope_theta_is_read_from_rope_settings_first() -> None:
 
 
 def test_yarn_without_original_length_uses_the_maximum_length() -> None:
-    """As in transformers, 163,840 positions count as the length before stretching."""
+    """The 163,840 positions count as the length before stretching, as in transformers."""
     left = {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}
     found = from_config(V3 | {"rope_scaling": left}, Path("config.json")).yarn
     assert found is not None

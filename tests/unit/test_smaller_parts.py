@@ -647,7 +647,7 @@ class TestTail:
 
 
 def test_cached_pages_of_a_request_are_freed_and_counted_once() -> None:
-    """Of two requests with the same 9 tokens, the second frees its two full pages and takes those of the first."""
+    """The second of two requests with the same 9 tokens frees its two full pages and takes those of the first."""
     allocator = DcpAllocator(9, 4, 1)
     first, second = (allocator.allocate(9, np.zeros(0, np.int32)) for _ in range(2))
     pages = first.pages[:2].copy()

@@ -57,7 +57,7 @@ def test_interval_is_the_tightest_pair_of_order_statistics_with_95_percent(n: in
 
 @pytest.mark.parametrize("n", range(1, 6))
 def test_interval_of_too_few_samples_is_their_range(n: int) -> None:
-    """As 1 - 2·½^5 = 0.9375, five samples cannot bound a median with 95 %."""
+    """Five samples, with 1 - 2·½^5 = 0.9375, cannot bound a median with 95 %."""
     interval = compute_median_interval([float(x) for x in range(n)])
     assert (interval.low, interval.high) == (0, n - 1)
     assert interval.low <= interval.median <= interval.high
@@ -77,7 +77,7 @@ def test_interval_of_a_large_sample_is_approximately_normal() -> None:
 
 
 def test_interval_covers_the_true_median_as_often_as_stated() -> None:
-    """Of 1,000 draws of 30 from a skewed distribution with median ln 2, at least 93 % must cover (95.7 % expected)."""
+    """At least 93 % of 1,000 draws of 30 from a skewed distribution with median ln 2 must cover it (95.7 % expected)."""
     rng = random.Random(0)
     hits = 0
     for _ in range(1000):

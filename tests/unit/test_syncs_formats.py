@@ -370,7 +370,7 @@ class TestGithub:
         assert "(a%25b:c,d.py:12)" in line
 
     def test_github_shows_the_ten_worst_sites_of_each_level(self) -> None:
-        """Of twelve findings with bubbles of 1 to 12 µs, those from 12 to 3 µs are shown."""
+        """The findings with bubbles of 12 to 3 µs are shown, of twelve with 1 to 12 µs."""
         sites = [build.site(f"s{n}", function=f"fn{n}_", bubble_us=float(n)) for n in range(1, 13)]
         lines = [
             line

@@ -91,7 +91,7 @@ class TestMaxPerStep:
         assert finding.message.startswith("2 synchronisations per step, the limit is 1: 1.5 in check_all")
 
     def test_message_sums_up_the_sites_that_it_does_not_name(self) -> None:
-        """Of five sites with one call per step and 300 µs each, three are named, and two with 600 µs of 1.5 ms are not."""
+        """Five sites have one call per step and 300 µs each: three are named, and two with 600 µs of 1.5 ms are not."""
         report = build.report(*(build.site(f"f{n}", function=f"g{n}") for n in range(5)))
         (steps,) = judge(report, max_per_step=1.0).findings
         (bubble,) = judge(report, max_bubble_us=1.0).findings
