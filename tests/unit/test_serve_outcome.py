@@ -238,7 +238,7 @@ class TestSamples:
                 assert read_samples(path) == written
             except RecordsError:
                 refused += 1
-        assert refused > len(whole) // 50, "and most of it is read"
+        assert refused > len(whole) // 50, "the reader checks most bytes"
 
     def test_samples_changed_after_writing_are_refused(self, tmp_path: Path) -> None:
         """The file is valid, and has 3 s in place of 2 s."""

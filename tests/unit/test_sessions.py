@@ -409,12 +409,14 @@ class TestAgents:
 
 
 class TestSubAgents:
-    """Requests that continue a turn at the same time, before the next turn."""
+    """Test requests that continue a turn at the same time, before the next turn."""
 
-    LOAD = sessions(requests=22, turns="3", turn_tokens="5", input_tokens="10", output_tokens="4", subagents=4)
+    LOAD = make_load(requests=22, turns="3", turn_tokens="5", input_tokens="10", output_tokens="4", subagents=4)
 
-    def test_each_turn_but_the_last_is_followed_by_its_sub_agents(self) -> None:
-        """3 turns and 2 · 4 sub-agents are 11 requests: prompts of 10, 19 (four times), 19, 28 (four times) and 28 tokens."""
+    def test_each_turn_except_the_last_is_followed_by_its_sub_agents(self) -> None:
+        """The 3 turns and 2 · 4 sub-agents are 11 requests, with prompts of 10, 19 (five times) and 28 tokens (five
+        times).
+        """
         found = make_requests(self.LOAD, VOCAB)
         first, second = found[:11], found[11:]
         assert [r.turn for r in first] == [0, 1, 1, 1, 1, 2, 3, 3, 3, 3, 4]
@@ -429,10 +431,10 @@ class TestSubAgents:
         assert compute_extent(self.LOAD).longest == 32
 
     @pytest.mark.parametrize("clients", [2, None])
-    def test_they_run_at_the_same_time_and_the_next_turn_waits_for_all(self, clients: int | None) -> None:
+    def test_sub_agents_run_at_the_same_time_before_the_next_turn(self, clients: int | None) -> None:
         rate = {} if clients else {"arrival": "gamma", "request_rate": 4.0}
         load = msgspec.structs.replace(self.LOAD, think_time=0.25, output_tokens="uniform:2-9", **rate)
-        traffic = run(load, clients, max_requests=16)
+        traffic = replay(load, clients, max_requests=16)
         samples = traffic.sample_of
         assert len(samples) == 22
         for number in range(0, 22, 11):
@@ -443,13 +445,15 @@ class TestSubAgents:
                 assert samples[turn + 5].submitted_s == joined + 0.25
         assert traffic.ended == 2
 
-    def test_the_cache_has_what_they_have_in_common(self) -> None:
-        """Prompts of 64 tokens, 16 more each time: a sub-agent finds the turn and its answer, to the page of 16 tokens."""
+    def test_sub_agents_find_their_common_history_in_the_cache(self) -> None:
+        """Prompts have 64 tokens, and 16 more each time: a sub-agent finds the turn and its answer, in full pages of 16
+        tokens.
+        """
         load = msgspec.structs.replace(self.LOAD, input_tokens="64", turn_tokens="32", output_tokens="17")
-        found = cached(run(load, 1, max_requests=4))
+        found = get_cached_tokens(replay(load, 1, max_requests=4))
         assert [found[n] for n in range(11)] == [0, *[80] * 5, *[128] * 5]
 
-    def test_a_closed_loop_has_the_requests_of_all_sub_agents_in_flight(self) -> None:
+    def test_closed_loop_has_the_requests_of_all_sub_agents_in_flight(self) -> None:
         point = Point(
             model="deepseek-v3", tp=4, dp=2, workload="serve", concurrency=6, context=60, backend="flashinfer", dtype="bf16",
             page_size=16, load=self.LOAD,
@@ -461,18 +465,18 @@ class TestSubAgents:
         )
         assert (open_loop.clients, open_loop.max_requests) == (None, 6)
 
-    def test_a_session_ends_with_the_turn_of_a_rejected_sub_agent(self) -> None:
-        """Prompts of 30 and 80 tokens; 8 pages hold 128, and the third turn has 130."""
+    def test_session_ends_with_the_turn_of_a_rejected_sub_agent(self) -> None:
+        """Prompts have 30 and 80 tokens; 8 pages hold 128, and the third turn has 130."""
         load = msgspec.structs.replace(
             self.LOAD, requests=22, input_tokens="30", turn_tokens="30", output_tokens="20", subagents=4
         )
-        traffic = run(load, 1, pages=9)
+        traffic = replay(load, 1, pages=9)
         for session in (0, 1):
-            mine = [s for s in traffic.samples if s.request.session == session]
-            assert [bool(s.rejected) for s in mine] == [False] * 6 + [True] * 4
+            own_samples = [s for s in traffic.samples if s.request.session == session]
+            assert [bool(s.rejected) for s in own_samples] == [False] * 6 + [True] * 4
         assert traffic.is_done
 
-    def test_live_and_replay_agree_to_the_bit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_live_and_replay_with_sub_agents_have_equal_times(self, monkeypatch: pytest.MonkeyPatch) -> None:
         load = msgspec.structs.replace(self.LOAD, requests=60, output_tokens="uniform:2-9", think_time=0.07)
         setup, clock = config(page_size=PAGE, pages=41, max_requests=8), Clock()
         monkeypatch.setattr(serving_loop, "time", clock)

@@ -69,7 +69,7 @@ def test_observed_share_has_an_upper_bound() -> None:
     assert none.bound == pytest.approx(1 - 0.05 ** (1 / 100))
     assert none.holds
     assert not check.Share(3, 100, at_most=0.02).holds
-    assert not check.Share(0, 50, at_most=0.02).holds, "50 draws cannot show it"
+    assert not check.Share(0, 50, at_most=0.02).holds, "50 draws cannot prove the rate"
     assert check.Share(9, 10, at_least=0.9).holds
     assert not check.Share(8, 10, at_least=0.9).holds
 

@@ -39,7 +39,7 @@ class TestGatheringAPrefix:
         times = PrefillTimes(measured(1e-3, LINE), measured(1e-3, GATHER), 0)
         assert times.gather_ms == pytest.approx(1e-3, rel=1e-6)
 
-    @pytest.mark.parametrize("gather", [GATHER, []], ids=["by-cases-of-their-own", "along-the-lines"])
+    @pytest.mark.parametrize("gather", [GATHER, []], ids=["by-separate-cases", "along-the-lines"])
     def test_negative_cost_of_a_prefix_counts_as_zero(self, gather: list[Work]) -> None:
         """Cases are faster by 1e-3 ms for each stored token, but a longer prefix is not predicted to save time."""
         times = PrefillTimes(measured(-1e-3, LINE), measured(-1e-3, gather), 0)
