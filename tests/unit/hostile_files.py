@@ -41,7 +41,7 @@ from tests.unit import trace_builder as traces
 from tests.unit.test_hangs import IN_REDUCE, SPY, Job, make_flight_record, make_merge_signals
 from tests.unit.test_records import CHECK
 from tests.unit.test_shapes import V3
-from tests.unit.test_step_times import replica
+from tests.unit.test_step_times import make_replica
 
 if TYPE_CHECKING:
     import random
@@ -164,7 +164,7 @@ def read_times(path: Path) -> None:
     found = step_times.read_step_times(path)
     found.check_errors()
     found.make_probe()
-    for step in (Step(0, [replica([99, 1000], [(700, 256)])]), Step(0, [replica([9], [])])):
+    for step in (Step(0, [make_replica([99, 1000], [(700, 256)])]), Step(0, [make_replica([9], [])])):
         found.predict_duration_ms(step)
         found.predict_host_ms(step)
 

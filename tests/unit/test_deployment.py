@@ -22,7 +22,7 @@ from dcpbench.serving.scheduler import Scheduler
 from tests.unit import virtual_serving
 from tests.unit.serving_builder import config, request
 from tests.unit.test_replay import SETUPS, Fixed, load
-from tests.unit.test_sessions import PAGE, VOCAB, sessions
+from tests.unit.test_sessions import PAGE, VOCAB, make_load
 
 if TYPE_CHECKING:
     from dcpbench.serving.requests import ServeRequest, Step
@@ -382,7 +382,7 @@ class TestSessions:
 
     def test_prefill_cache_has_prompts_and_no_answers(self) -> None:
         """Answers are stored on the decode instance: the next turn finds the whole pages of the previous prompt."""
-        conversations = sessions(turns="3", requests=6)
+        conversations = make_load(turns="3", requests=6)
         both = replay_requests(
             make_requests(conversations, VOCAB), Scheduler(virtual_serving.config(page_size=PAGE)), 1, Fixed()
         )
@@ -398,7 +398,7 @@ class TestSessions:
 
     def test_turns_of_a_session_stay_on_one_prefill_instance(self) -> None:
         found = replay_requests(
-            make_requests(sessions(turns="4", requests=24), VOCAB),
+            make_requests(make_load(turns="4", requests=24), VOCAB),
             Disaggregated(virtual_serving.config(page_size=PAGE), 3, 2, AT_ONCE),
             4,
             Fixed(),

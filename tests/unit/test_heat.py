@@ -15,7 +15,7 @@ from dcpbench.serving.step_model import HEAT_S, Heat, HotStep, Slowdown, Work
 from dcpbench.serving.step_times import HOT, Case, Chunks, Decodes, MeasuredCase, StepTimes
 from tests.unit.serving_builder import config, request
 from tests.unit.step_times_builder import EXTENT, step_times, true_ms
-from tests.unit.test_step_times import ms, replica
+from tests.unit.test_step_times import make_replica, predict_ms
 
 DECODES, CHUNKS = Work.from_requests(8, 8000, []), Work.from_requests(0, 0, [(2048, 0)])
 LARGEST = HotStep(CHUNKS, 1.1)
@@ -137,10 +137,10 @@ class TestDurations:
     def test_hot_step_is_slower_by_the_factor_of_its_cases(self):
         """All hot cases took a tenth longer: any step does at full heat, and half of that at half."""
         times = make_hot_times(*(make_hot_case(run.case, 1.1) for run in RUNS))
-        step = Step(0, [replica([4999] * 8)])
-        assert times.predict_duration_ms(step, 1.0) == pytest.approx(1.1 * ms(replica([4999] * 8)))
-        assert times.predict_duration_ms(step, 0.5) == pytest.approx(1.05 * ms(replica([4999] * 8)))
-        assert times.predict_duration_ms(step) == ms(replica([4999] * 8))
+        step = Step(0, [make_replica([4999] * 8)])
+        assert times.predict_duration_ms(step, 1.0) == pytest.approx(1.1 * predict_ms(make_replica([4999] * 8)))
+        assert times.predict_duration_ms(step, 0.5) == pytest.approx(1.05 * predict_ms(make_replica([4999] * 8)))
+        assert times.predict_duration_ms(step) == predict_ms(make_replica([4999] * 8))
 
     def test_replay_is_slower_only_shortly_after_chunks(self):
         """After a prompt of 5,000 tokens, the first of 40 decodes takes a tenth longer and the next one e^(-41.4 / 40)

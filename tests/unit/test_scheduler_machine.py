@@ -1,4 +1,4 @@
-"""Whatever comes in whatever order: every step obeys the scheduler's rules and reads the KV that it should.
+"""Test with random requests that every step obeys the scheduler's rules and reads the right KV.
 
 The rules are asserted by serving_simulation.py at each step, the KV by the device on paper of serving_builder.py.
 """
@@ -25,7 +25,7 @@ PERCENT = (1, 10, 25, 50, 75, 100)
 
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
-    """All geometries: pools from a single page up, chunks from a page up and not always whole pages."""
+    """Draw any geometry: pools from a single page up, and chunks from a page up that need not be whole pages."""
     interleave = draw(st.sampled_from([1, 2]))
     page = interleave * draw(st.sampled_from([1, 2] if interleave == 2 else [1, 2, 3, 4]))
     dcp = draw(st.integers(1, 4))
@@ -57,7 +57,7 @@ SIZES = st.tuples(
 
 
 def sized(config: SchedulerConfig, number: int, sizes: Sizes) -> ServeRequest:
-    """A request that fits into a pool, unless its output is more than 100 % of the room."""
+    """Return a request that fits into a pool, unless its output exceeds 100 % of the capacity."""
     prompt_share, shared_share, output_share, family, end = sizes
     fits = min((config.pages - 1) * config.virtual_page, config.max_context)
     prompt = max(1, fits * prompt_share // 100)
@@ -67,7 +67,7 @@ def sized(config: SchedulerConfig, number: int, sizes: Sizes) -> ServeRequest:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, steps are decided and run, everything is given up."""
+    """Submit requests, plan and run steps, and cancel everything."""
 
     @initialize(config=configs())
     def make(self, config: SchedulerConfig) -> None:
@@ -76,7 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(sizes=SIZES, copies=st.integers(1, 3))
     def submit(self, sizes: Sizes, copies: int) -> None:
-        """Several at once may be alike in every token."""
+        """Submit one or more requests, which can have equal tokens."""
         for _ in range(copies):
             self.simulation.submit(sized(self.simulation.config, self.number, sizes))
             self.number += 1
@@ -100,7 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             check_books(replica)
 
     def teardown(self) -> None:
-        """Whatever is left finishes."""
+        """Finish the remaining requests."""
         if hasattr(self, "simulation"):
             self.simulation.finish()
 
@@ -111,8 +111,8 @@ TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=25
 
 @settings(max_examples=100, deadline=None)
 @given(config=configs(), load=st.lists(SIZES, min_size=2, max_size=12))
-def test_a_load_that_comes_all_at_once_is_served_to_its_end(config, load):
-    """The pool is most crowded then, and preemption and eviction are at their busiest."""
+def test_load_that_arrives_at_once_is_served_completely(config, load):
+    """The pool is then the fullest, with the most preemptions and evictions."""
     simulation = Simulation(config)
     for number, sizes in enumerate(load):
         simulation.submit(sized(config, number, sizes))
@@ -120,7 +120,7 @@ def test_a_load_that_comes_all_at_once_is_served_to_its_end(config, load):
 
 
 def crowded(policy: str, replicas: int, seed: int) -> Simulation:
-    """Requests that come one after the other, more of them at a time than fit, many of them alike."""
+    """Return requests that arrive one after the other, more at a time than fit, many of them equal."""
     draw = random.Random(seed)
     page, dcp = draw.choice([1, 2, 4]), draw.randint(1, 4)
     config = SchedulerConfig(
@@ -148,7 +148,7 @@ def crowded(policy: str, replicas: int, seed: int) -> Simulation:
 @pytest.mark.parametrize("policy", OWN_POLICIES)
 @pytest.mark.sample(3)
 def test_under_kv_pressure_every_request_finishes_with_the_right_kv(policy, replicas):
-    """Twenty loads, none of which can do without preemption and the prefix cache all together."""
+    """All twenty loads together need preemption and the prefix cache."""
     runs = [crowded(policy, replicas, seed) for seed in range(20)]
     assert sum(run.preempted for run in runs) > 10
     finished = [sequence for run in runs for sequence in run.finished]

@@ -1,4 +1,4 @@
-"""What thousands of steps of the serving loop leave in memory: nothing but the samples of the requests."""
+"""Test that thousands of steps of the serving loop leave only the samples of requests in memory."""
 
 import ctypes
 import dataclasses
@@ -45,8 +45,8 @@ class Mallinfo(ctypes.Structure):
 
 
 def held() -> tuple[int, int]:
-    """Objects of Python's, and bytes from malloc as tensors have, that are in use: what the kernel counts as resident
-    jumps with the holes between them.
+    """Return the numbers of Python objects and of bytes from malloc in use: the resident size would jump with the gaps
+    between them.
     """
     gc.collect()
     malloc = ctypes.CDLL(None).mallinfo2
@@ -57,7 +57,7 @@ def held() -> tuple[int, int]:
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this C library does not tell what is in use")
 @pytest.mark.long
-def test_thousands_of_steps_leave_nothing_behind():
+def test_thousands_of_steps_leak_no_memory():
     """Eight runs of 500 steps, with 13 pages for two requests of up to 10 each, and each prompt three times.
 
     So there are hits in the prefix cache, evictions and preemptions.

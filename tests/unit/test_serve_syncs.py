@@ -1,4 +1,4 @@
-"""The sync gate of the serving loop: on a virtual GPU the host waits once a step, for the tokens of the one before."""
+"""Test that the serving loop waits once per step on a virtual GPU, for the tokens of the previous step."""
 
 from types import SimpleNamespace
 
@@ -35,7 +35,7 @@ POINT = Point(
 
 
 def served(run: DryRun) -> tuple[Loop, int]:
-    """A run of three prompts, the second of two chunks and one that comes later; and the waits before it."""
+    """Serve three prompts, the second with two chunks and one that arrives later, and return the waits."""
     device, layout = torch.device("cuda", 0), Layout(1)
     weights = load_weights(SyntheticSource(0, torch.bfloat16, device), SHAPE, layout, 0, build.layers(SHAPE))
     kv = KvPool(SHAPE.layers, 32, POINT.page_size, SHAPE.kv_width, torch.bfloat16, device)
@@ -52,14 +52,14 @@ def served(run: DryRun) -> tuple[Loop, int]:
 
 @pytest.fixture
 def small_gpu(monkeypatch):
-    """A virtual GPU on which Triton's interpreter has two programs of a kernel to run instead of 132."""
+    """Provide a virtual GPU on which Triton's interpreter runs two programs of a kernel instead of 132."""
     monkeypatch.setattr(virtual_cuda, "PROCESSORS", 2)
 
 
 @pytest.mark.usefixtures("small_gpu")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # arithmetic of rows that nobody reads
-def test_the_loop_waits_for_nothing_but_the_tokens_of_the_step_before():
-    """Prefill, chunks with a stored prefix, mixed steps and decodes: all that a step needs comes from the host."""
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # arithmetic of padding rows
+def test_serving_loop_waits_only_for_the_tokens_of_the_previous_step():
+    """Prefill, chunks with a stored prefix, mixed steps and decodes take everything that a step needs from the host."""
     with torch.inference_mode(mode=False), dry_run() as run:
         loop, before = served(run)
     waits = run.syncs[before:]

@@ -1,4 +1,4 @@
-"""Which steps a live run makes before its clock starts: kernels chosen by size are compiled in them."""
+"""Test which steps a live run makes before its clock starts, so that kernels chosen by size are compiled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config(**changes: int) -> SchedulerConfig:
 
 
 def steps(setup: SchedulerConfig, requests: list[ServeRequest], clients: int | None = None) -> list[Step]:
-    """All that are served, by as many clients as there are requests, or by so many."""
+    """Return all served steps, with as many clients as requests by default."""
     scheduler = Scheduler(setup)
     traffic = Traffic(requests, scheduler, clients or len(requests))
     found = []
@@ -61,7 +61,7 @@ def step_tokens(setup: SchedulerConfig, requests: list[ServeRequest]) -> list[in
 
 
 def prefixes(found: list[Step]) -> list[int]:
-    """Tokens that are stored before the chunks of these steps."""
+    """Return the numbers of stored tokens before the chunks of these steps."""
     return [chunk.start for step in found for replica in step.replicas for chunk in replica.chunks]
 
 
@@ -77,11 +77,11 @@ def prefixes(found: list[Step]) -> list[int]:
     ids=["short", "long", "small-cache", "replicas", "shorter-than-a-page"],
 )
 def test_prompts_of_whole_pages_fill_a_step(changes: dict[str, int], lengths: list[int]) -> None:
-    """Pages of 64 · 4 tokens: 15 of them in a request of 4,060 tokens, 32 in a step of 8,192."""
+    """Pages have 64 · 4 tokens: a request of 4,060 tokens has 15, and a step of 8,192 has 32."""
     assert _list_full_step_lengths(config(**changes)) == lengths
 
 
-def test_a_step_is_full_although_no_request_is_as_long() -> None:
+def test_warm_up_has_a_full_step_although_no_request_is_as_long() -> None:
     setup = config()
     assert step_tokens(setup, _make_requests(_list_full_step_lengths(setup), 1, 100)) == [8192, 8192]
 
@@ -96,28 +96,32 @@ CUT = {
 
 
 @pytest.mark.parametrize(("changes", "lengths"), CUT.values(), ids=CUT)
-def test_a_prompt_is_cut_although_none_is_as_long_as_a_step(changes: dict[str, int], lengths: list[int]) -> None:
-    """What no page is left for in a step is not begun in it: 8,192 less two prompts of 4,060 are 72, and a page has 256."""
+def test_warm_up_splits_a_prompt_although_none_is_as_long_as_a_step(
+    changes: dict[str, int], lengths: list[int]
+) -> None:
+    """A prompt without a page left in a step does not begin in it: 8,192 less two prompts of 4,060 are 72, and a page
+    has 256.
+    """
     setup = config(**changes)
     assert _list_cut_step_lengths(setup) == lengths
     if lengths:
         assert max(prefixes(steps(setup, _make_requests(lengths, 1, 100)))) > 0
 
 
-def test_each_replica_cuts_a_prompt() -> None:
+def test_warm_up_splits_a_prompt_on_each_replica() -> None:
     setup = config(replicas=2, dcp=1, chunk=2048, max_context=904)
     found = steps(setup, _make_requests(_list_cut_step_lengths(setup), 1, 100))
     assert all(any(c.start for step in found for c in step.replicas[r].chunks) for r in range(2))
 
 
-def test_a_prompt_that_comes_again_is_behind_what_the_cache_has_of_it() -> None:
-    """The prefix counts even if too few come at once to cut one: 903 tokens are 14 pages of 64, and 7 more."""
+def test_repeated_prompt_follows_its_cached_prefix() -> None:
+    """The prefix counts even if too few prompts arrive at once to split one: 903 tokens are 14 pages of 64, and 7 more."""
     setup = config(dcp=1, max_context=904)
     assert prefixes(steps(setup, _make_repeated_requests(setup, 100), clients=1)) == [0, 896]
 
 
 class Server:
-    """Stands for workloads.serve.Serving: serves without an engine, and keeps the steps."""
+    """Replace workloads.serve.Serving: serve without an engine, and keep the steps."""
 
     def __init__(self, context: int) -> None:
         plan, shape = SimpleNamespace(pages=100, max_context=context), SimpleNamespace(vocab=100)
@@ -132,16 +136,20 @@ class Server:
 
 
 @pytest.mark.parametrize(("context", "stored"), [(41, 0), (440, 384)], ids=["shorter-than-a-page", "longer"])
-def test_all_of_it_is_served_whether_prompts_have_a_page_or_not(context: int, stored: int) -> None:
-    """Pages of 64 tokens: 6 before the end of a prompt of 439, none of one of 40, where no list of prompts may be empty."""
+def test_warm_up_is_served_with_prompts_above_and_below_a_page(context: int, stored: int) -> None:
+    """Pages have 64 tokens: a prompt of 439 has 6 full ones, and one of 40 has none, for which no list of prompts may
+    be empty.
+    """
     one = serve_record_builder.point(Layout(1), 4, context=context, page_size=64)
     server = Server(context)
     Serving.warm_up(server, one, _make_requests([8] * 4, 2, 100), lambda: None)  # type: ignore[arg-type]
     assert max(prefixes(server.found)) == stored
 
 
-def test_each_replica_meets_chunks_of_every_size_and_a_cached_prefix() -> None:
-    """One prompt after the other would always go to the first, and ranks of the others compile when somebody waits."""
+def test_each_replica_runs_chunks_of_every_size_and_a_cached_prefix() -> None:
+    """Single prompts would always go to the first replica, so that ranks of the others would compile during the
+    measurement.
+    """
     one = serve_record_builder.point(Layout(2, 2), 4, context=440, page_size=64)
     server = Server(440)
     Serving.warm_up(server, one, _make_requests([8] * 4, 2, 100), lambda: None)  # type: ignore[arg-type]

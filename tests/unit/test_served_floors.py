@@ -1,4 +1,4 @@
-"""Steps of a served load against their floors: what is noted of a step, and sums over sums."""
+"""Test the comparison of steps of a served load with their floors: fields of a step, and ratios of sums."""
 
 from types import SimpleNamespace
 
@@ -21,15 +21,15 @@ def floor_ms(rows: StepRows) -> float:
 
 
 def launched(*replicas: ReplicaStep, ms: float | None = 7.0) -> SimpleNamespace:
-    """A step whose events are `ms` apart; None: on a CPU, without events."""
+    """Return a step with events `ms` apart, or without events, as on a CPU, for None."""
     event = SimpleNamespace(elapsed_time=lambda _: ms) if ms is not None else None
     return SimpleNamespace(step=Step(0, list(replicas)), started=event, ended=event)
 
 
 class TestTimed:
-    def test_a_step_is_noted_as_its_busiest_replica_did_it(self):
-        """2 decodes at positions 9 and 20 attend to 10 and 21 rows, on average 15.5, noted as 15; a chunk of 4
-        tokens behind 8 ends its prompt. The other replica has one row.
+    def test_timed_step_has_the_work_of_its_busiest_replica(self):
+        """Two decodes at positions 9 and 20 attend to 10 and 21 rows, on average 15.5, recorded as 15; a chunk of 4
+        tokens after 8 ends its prompt. The other replica has one row.
         """
         sequence = SimpleNamespace()
         busy = ReplicaStep(
@@ -40,13 +40,13 @@ class TestTimed:
         assert timed == TimedStep(ms=7.0, decodes=2, queries=1, context=15, chunks=((4, 8),), sampled=3, tokens=7)
         assert timed.to_step_rows() == StepRows(decodes=(15, 15), chunks=((4, 8),), sampled=3, tokens=7)
 
-    def test_on_the_cpu_nothing_is_noted(self):
+    def test_no_step_is_recorded_on_cpu(self):
         assert TimedStep.from_launched(launched(ReplicaStep(), ms=None)) is None
 
 
 class TestShares:
-    def test_floors_are_summed_and_held_against_the_sum_of_times(self):
-        """Two steps with chunks that take 2 and 5 times their floors, and a decode step that takes 4 times its own."""
+    def test_share_is_the_sum_of_floors_over_the_sum_of_times(self):
+        """Two steps with chunks take 2 and 5 times their floors, and a decode step takes 4 times its own."""
         short, long = StepRows(chunks=((64, 0),), sampled=1, tokens=64), StepRows(chunks=((512, 64),), tokens=512)
         decode = StepRows(decodes=(100,) * 3, sampled=3, tokens=3)
         steps = [
@@ -63,7 +63,7 @@ class TestShares:
         flops = sum(compute_step_matmul_s(SHARDING, rows, {"matmul": 1.0}) for rows in (short, long))
         assert found.prefill_matmul_share == pytest.approx(flops / (spent_ms / 1e3 * 1e12))
 
-    def test_a_kind_of_step_that_did_not_run_has_no_share(self):
+    def test_kind_of_step_that_did_not_run_has_no_share(self):
         found = compute_shares(
             SHARDING, [TimedStep(ms=1, decodes=1, queries=1, context=4, chunks=(), sampled=1, tokens=1)], RATES
         )
@@ -71,6 +71,6 @@ class TestShares:
         assert found.decode_floor_share is not None
 
     @pytest.mark.parametrize("rates", [None, Rates(read_bytes_s=1e9)])
-    def test_without_rates_there_are_none(self, rates):
+    def test_no_shares_without_rates(self, rates):
         step = TimedStep(ms=1, decodes=1, queries=1, context=4, chunks=((8, 0),), sampled=1, tokens=9)
         assert compute_shares(SHARDING, [step], rates) == Shares()

@@ -1,4 +1,4 @@
-"""The live loop: tokens are read when they are there, also while the next step is still being launched."""
+"""Test that the live loop reads tokens as soon as they arrive, also during the launch of the next step."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from dcpbench.workloads.serving_loop import Gaps, Loop
 
 
 class Launched:
-    """A step of a device on paper, whose tokens arrive after so many looks."""
+    """Simulate a step with tokens that arrive after `looks` queries."""
 
     def __init__(self, step, looks, log):
         self.step, self.looks, self.log = step, looks, log
@@ -29,7 +29,7 @@ class Launched:
 
 
 class Engine:
-    """Launches a step with chunks in three layers."""
+    """Launch a step with chunks in three layers."""
 
     replica = 0
 
@@ -44,7 +44,7 @@ class Engine:
 
 
 def loop(looks):
-    """A prompt of three chunks, served to the end."""
+    """Serve a prompt of three chunks to its end."""
     config = SchedulerConfig(replicas=1, pages=20, page_size=1, dcp=1, max_requests=1, chunk=2, max_context=16)
     scheduler = Scheduler(config)
     request = ServeRequest(number=0, prompt=np.arange(6, dtype=np.int32), output_tokens=2)
@@ -54,8 +54,8 @@ def loop(looks):
     return made, engine.log
 
 
-def test_tokens_are_read_between_two_layers_of_the_next_launch_once_they_are_there():
-    """One look comes too early; the second, behind the second layer of the next step, finds them."""
+def test_arrived_tokens_are_read_between_layers_of_the_next_launch():
+    """The first query is too early; the second, after the second layer of the next step, finds the tokens."""
     made, log = loop(looks=1)
     start = log.index("launch 1.0")
     assert log[start : start + 4] == ["launch 1.0", "launch 1.1", "read 0", "launch 1.2"]
@@ -64,15 +64,15 @@ def test_tokens_are_read_between_two_layers_of_the_next_launch_once_they_are_the
 
 @pytest.mark.parametrize("looks", [0, 1, 2, 100])
 def test_every_step_is_read_once_and_in_order(looks):
-    """Whenever they arrive: three chunks and a decode."""
+    """The order does not depend on when tokens arrive: three chunks and a decode."""
     made, log = loop(looks)
     assert [line for line in log if line.startswith("read")] == [f"read {n}" for n in range(4)]
     assert made.counts.steps == 4
     assert made.traffic.samples[0].is_finished
 
 
-def test_gaps_count_only_between_steps_that_follow_each_other_without_prefill():
-    """Two steps of 4 ms with 1 ms between them, one with chunks, and one more: 1 of 5 ms was idle."""
+def test_idle_gaps_count_only_between_consecutive_decode_steps():
+    """Two steps of 4 ms with 1 ms between them, one with chunks, and one more have 1 of 5 ms idle."""
 
     def read(start, end, *, prefills=False):
         event = lambda at: SimpleNamespace(at=at, elapsed_time=lambda other: other.at - at)  # noqa: E731

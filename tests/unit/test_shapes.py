@@ -1,4 +1,4 @@
-"""Published sizes are right, config.json files become shapes, and what is not MLA is refused in a sentence."""
+"""Test published sizes, shapes from config.json files, and refusals of unsupported models."""
 
 import dataclasses
 import json
@@ -117,38 +117,38 @@ CONFIGS = {"deepseek-v3": V3, "deepseek-v2": V2, "deepseek-v2-lite": LITE, "kimi
 
 
 def write(folder: Path, config: object) -> Path:
-    """A checkpoint folder with this config.json."""
+    """Write a checkpoint folder with this config.json."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_published_configuration_gives_the_published_shape(name: str, tmp_path: Path) -> None:
-    """Two independent sources, the table in shapes.py and the fields of config.json, say the same."""
+def test_published_configuration_gives_the_published_shape(name: str, tmp_path: Path) -> None:
+    """The table in shapes.py and the fields of config.json are two independent sources."""
     assert load_shape(str(write(tmp_path / name, CONFIGS[name]))) == SHAPES[name]
 
 
-def test_a_config_file_may_be_named_directly(tmp_path: Path) -> None:
+def test_config_file_can_be_named_directly(tmp_path: Path) -> None:
     path = tmp_path / "small.json"
     path.write_text(json.dumps(K2))
     assert load_shape(str(path)).name == "small"
 
 
-def test_r1_is_v3_under_its_own_name() -> None:
+def test_r1_has_the_sizes_of_v3() -> None:
     r1 = load_shape("DeepSeek-R1")
     assert r1.name == "deepseek-r1"
     assert r1.hidden == SHAPES["deepseek-v3"].hidden
 
 
 def test_one_token_of_v3_takes_70272_bytes_in_bf16() -> None:
-    """576 numbers of 2 B are 1,152 B; 61 layers of them 70,272 B."""
+    """A layer takes 576 numbers of 2 B, 1,152 B; 61 layers take 70,272 B."""
     assert SHAPES["deepseek-v3"].kv_width == 576
     assert SHAPES["deepseek-v3"].compute_kv_bytes_per_token(2) == 70_272
 
 
 def test_rope_settings_of_transformers_5_are_read_from_rope_parameters(tmp_path: Path) -> None:
-    """Newer files keep theta and scaling in one `rope_parameters`."""
+    """Newer files have theta and scaling in one `rope_parameters`."""
     parameters = V3["rope_scaling"] | {"rope_type": "yarn", "rope_theta": 10000.0}
     config = {k: v for k, v in V3.items() if k not in ("rope_scaling", "rope_theta")}
     config |= {"rope_parameters": parameters}
@@ -163,7 +163,7 @@ def test_more_dense_layers_than_layers_means_all_dense() -> None:
     assert from_config(V3 | {"num_hidden_layers": 2}, Path("config.json")).first_dense == 2
 
 
-def test_a_model_of_no_family_is_told_apart_by_name() -> None:
+def test_model_of_an_unknown_family_is_refused_with_its_model_type() -> None:
     with pytest.raises(ModelError, match=r"'model_type' is 'mistral', which may compute otherwise.*deepseek-v3"):
         from_config({"model_type": "mistral", "hidden_size": 4096}, Path("config.json"))
 
@@ -187,14 +187,14 @@ REQUIRED = (
 
 
 @pytest.mark.parametrize("field", REQUIRED)
-def test_a_missing_field_is_named(field: str) -> None:
+def test_missing_config_field_is_named(field: str) -> None:
     with pytest.raises(ModelError, match=f"lacks the field '{field}'"):
         from_config({k: v for k, v in V3.items() if k != field}, Path("config.json"))
 
 
 @pytest.mark.parametrize("value", [0, -3, "many", 1.5, None, [64], True], ids=repr)
 @pytest.mark.parametrize("field", ["hidden_size", "n_routed_experts", "kv_lora_rank"])
-def test_a_size_that_is_no_positive_integer_is_refused(field: str, value: object) -> None:
+def test_size_that_is_no_positive_integer_is_refused(field: str, value: object) -> None:
     with pytest.raises(ModelError, match=f"'{field}' is .* not a positive integer"):
         from_config(V3 | {field: value}, Path("config.json"))
 
@@ -229,7 +229,7 @@ def test_a_size_that_is_no_positive_integer_is_refused(field: str, value: object
     ],
     ids=repr,
 )
-def test_nonsense_in_a_config_is_our_error(damage: dict[str, Any]) -> None:
+def test_invalid_config_raises_model_error(damage: dict[str, Any]) -> None:
     with pytest.raises(ModelError):
         from_config(V3 | damage, Path("config.json"))
 
@@ -309,9 +309,7 @@ YARN = V3["rope_scaling"]
     ],
     ids=lambda x: None if isinstance(x, dict) else x[:40],
 )
-def test_what_cannot_be_computed_as_it_is_said_is_refused_by_a_sentence_with_the_field(
-    config: dict[str, Any], sentence: str
-) -> None:
+def test_unsupported_config_field_is_refused_by_name(config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         from_config(config, Path("config.json"))
 
@@ -356,15 +354,15 @@ HARMLESS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("field", HARMLESS)
-def test_what_changes_nothing_is_accepted(field: str) -> None:
-    """The shape is V3's, whatever the field holds."""
+def test_config_field_without_effect_is_accepted(field: str) -> None:
+    """The shape is that of V3 for any value of the field."""
     plain = from_config(V3, Path("v3.json"))
     assert from_config(V3 | {field: HARMLESS[field]}, Path("v3.json")) == plain
 
 
 @pytest.mark.parametrize("left_out", ["", "fmt", "activation_scheme"])
-def test_a_quantisation_in_fp8_blocks_is_how_a_model_is_published(left_out: str) -> None:
-    """Nothing else of its shape differs; transformers' own quantiser writes no `fmt`."""
+def test_config_with_fp8_blocks_gives_published_fp8_weights(left_out: str) -> None:
+    """No other field of the shape differs; the quantiser of transformers writes no `fmt`."""
     found = from_config(V3 | {"quantization_config": {k: v for k, v in FP8.items() if k != left_out}}, Path("v3.json"))
     assert found.published == FORMATS[weight_formats.FP8]
     assert dataclasses.replace(found, published=UNQUANTISED) == from_config(
@@ -382,10 +380,10 @@ def test_a_quantisation_in_fp8_blocks_is_how_a_model_is_published(left_out: str)
         ({"fmt": "e5m2"}, "'fmt' is 'e5m2'"),
     ],
 )
-def test_other_quantisations_give_a_shape_but_no_bytes_and_no_checkpoint(
+def test_other_quantisations_have_a_shape_but_no_sizes_or_checkpoint(
     changed: dict[str, object], named: str, tmp_path: Path
 ) -> None:
-    """Layers can be planned in bf16 or fp8; where the tensors are to be read, the field is named."""
+    """Layers can be planned in bf16 or fp8; reading the tensors raises an error with the field."""
     config = V3 | {"quantization_config": FP8 | changed}
     shape = from_config(config, Path("v3.json"))
     assert not shape.is_sized
@@ -397,22 +395,21 @@ def test_other_quantisations_give_a_shape_but_no_bytes_and_no_checkpoint(
         check_checkpoint(tmp_path, "--weights")
 
 
-def test_a_checkpoint_in_fp8_blocks_can_be_read(tmp_path: Path) -> None:
-    """As can one without any quantisation."""
+def test_checkpoint_with_fp8_blocks_or_without_quantisation_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     for more in ({}, {"quantization_config": FP8}, {"quantization_config": None}):
         (tmp_path / "config.json").write_text(json.dumps(V3 | more))
         check_checkpoint(tmp_path, "--weights")
 
 
-def test_a_model_may_have_no_shared_experts() -> None:
-    """DeepSeek writes null, transformers 0."""
+def test_model_can_have_no_shared_experts() -> None:
+    """DeepSeek writes null, and transformers 0."""
     for none in (0, None):
         assert from_config(V3 | {"n_shared_experts": none}, Path("config.json")).shared_experts == 0
 
 
-def test_fields_that_are_left_out_are_what_transformers_takes_them_for() -> None:
-    """V3: 8 groups of which 4, 3 dense layers, weights that sum to 1, times 2.5. V2: none of these."""
+def test_missing_config_fields_have_the_defaults_of_transformers() -> None:
+    """V3 has 8 groups of which 4 are taken, 3 dense layers, and weights that sum to 1, times 2.5. V2 has none of these."""
     left_out = ("n_group", "topk_group", "first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor")
     v3 = from_config({k: v for k, v in V3.items() if k not in left_out}, Path("v3.json"))
     assert v3 == from_config(V3, Path("v3.json"))
@@ -420,21 +417,21 @@ def test_fields_that_are_left_out_are_what_transformers_takes_them_for() -> None
     assert (v2.groups, v2.top_groups, v2.first_dense, v2.normalise, v2.routed_scale) == (1, 1, 0, False, 1.0)
 
 
-def test_theta_is_read_where_transformers_reads_it_first() -> None:
-    """In the rope settings, where it stands there; else beside them."""
+def test_rope_theta_is_read_from_rope_settings_first() -> None:
+    """The field next to the rope settings is used if they have no theta."""
     assert from_config(V3 | {"rope_scaling": YARN | {"rope_theta": 7.0}}, Path("config.json")).rope_theta == 7
     assert from_config(V3 | {"rope_theta": 9}, Path("config.json")).rope_theta == 9
 
 
-def test_yarn_without_its_first_length_stretches_from_the_whole() -> None:
-    """As transformers: 163,840 positions stand for the length before stretching."""
+def test_yarn_without_original_length_uses_the_maximum_length() -> None:
+    """The 163,840 positions count as the length before stretching, as in transformers."""
     left = {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}
     found = from_config(V3 | {"rope_scaling": left}, Path("config.json")).yarn
     assert found is not None
     assert found.original_max_position == 163_840
 
 
-NASTY: list[object] = [
+HOSTILE_VALUES: list[object] = [
     None,
     True,
     False,
@@ -485,16 +482,18 @@ ON_CPU = Probe(device="cpu", count=0, name="CPU")
 @hypothesis.settings(max_examples=400, deadline=None, derandomize=True)
 @hypothesis.given(
     base=st.sampled_from(BASES),
-    fields=st.dictionaries(st.sampled_from(FIELDS), st.sampled_from(NASTY), max_size=3),
-    rope=st.dictionaries(st.sampled_from(ROPE_FIELDS), st.sampled_from(NASTY), max_size=2),
+    fields=st.dictionaries(st.sampled_from(FIELDS), st.sampled_from(HOSTILE_VALUES), max_size=3),
+    rope=st.dictionaries(st.sampled_from(ROPE_FIELDS), st.sampled_from(HOSTILE_VALUES), max_size=2),
     probe=st.sampled_from([ONE_GPU, ON_CPU]),
     dcp=st.sampled_from([1, 2]),
     served=st.booleans(),
 )
-def test_whatever_a_config_holds_is_judged_or_refused_in_a_sentence(
+def test_any_config_is_accepted_or_raises_a_dcpbench_error(
     base: dict[str, Any], fields: dict[str, Any], rope: dict[str, Any], probe: Probe, dcp: int, served: bool
 ) -> None:
-    """Huge, tiny, negative and no numbers at all: no other exception of shapes, judge, memory or the rope's table."""
+    """Huge, tiny, negative and invalid numbers raise no other exception in shapes, validation, memory or the rope
+    table.
+    """
     cpu = probe.device == "cpu"
     point = Point(
         model="m",
@@ -509,7 +508,7 @@ def test_whatever_a_config_holds_is_judged_or_refused_in_a_sentence(
         load=Load(requests=2, input_tokens="8", output_tokens="1", chunk=256) if served else None,
     )
     settings = Settings()
-    said = ""
+    message = ""
     try:
         shape = from_config(base | {"rope_scaling": YARN | rope} | fields, Path("config.json"))
         scales = [
@@ -521,17 +520,17 @@ def test_whatever_a_config_holds_is_judged_or_refused_in_a_sentence(
         plan = plan_engine([point], settings, shape, probe)
         assert plan.kv_bytes > 0
     except DcpbenchError as e:
-        said = str(e)
-    assert len(said) < 1000, "values of a file are cut where they are long"
+        message = str(e)
+    assert len(message) < 1000, "long values of a file are cut"
 
 
-def test_a_file_nested_too_deeply_is_our_error(tmp_path: Path) -> None:
+def test_too_deeply_nested_config_raises_model_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000 + "]" * 100_000)
     with pytest.raises(ModelError, match=r"config\.json is nested too deeply for a model configuration"):
         load_shape(str(tmp_path))
 
 
-def test_a_name_that_no_file_can_have_is_an_unknown_model() -> None:
+def test_name_that_no_file_can_have_is_an_unknown_model() -> None:
     with pytest.raises(ModelError, match="neither a known model nor a folder"):
         load_shape("m" * 5000)
     with pytest.raises(ModelError, match="neither a known model nor a folder"):
@@ -539,16 +538,14 @@ def test_a_name_that_no_file_can_have_is_an_unknown_model() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2]", '"model"', "\udcff"], ids=repr)
-def test_a_file_that_holds_no_configuration_is_our_error(text: str, tmp_path: Path) -> None:
+def test_file_without_a_configuration_raises_model_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ModelError, match=r"config\.json"):
         load_shape(str(tmp_path))
 
 
 @pytest.mark.parametrize("model", ["gpt-5", "/nowhere/at/all", ""])
-def test_an_unknown_model_is_answered_with_the_known_ones(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_model_error_lists_the_known_ones(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=r"known models: deepseek-v2-lite, .*kimi-k2.*deepseek-r1"):
         load_shape(model)

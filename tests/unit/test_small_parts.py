@@ -1,4 +1,4 @@
-"""Parts of formulas and searches that answers rest on, each worked out by itself."""
+"""Test parts of formulas and searches separately, each with its arithmetic."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ GPU = Probe(device="cuda", count=4, name="NVIDIA H200", memory_bytes=141 << 30)
 
 
 class TestPooled:
-    def test_blocks_of_requests_are_twice_the_cube_root_and_a_fourth_at_most(self) -> None:
+    def test_block_length_is_twice_the_cube_root_and_at_most_a_fourth(self) -> None:
         assert [compute_request_block_length(n) for n in (1, 8, 27, 64, 1000)] == [1, 2, 6, 8, 20]
 
-    def test_groups_of_equal_samples_know_their_quantile(self) -> None:
-        """Every request has the same gaps: whichever are drawn, the median is 2."""
+    def test_quantile_of_equal_groups_is_certain(self) -> None:
+        """Every request has the same gaps: for any draw, the median is 2."""
         error = estimate_pooled_error([np.array([1.0, 2.0, 3.0])] * 20, 0.5, 0)
         assert error is not None
         assert error.variance == pytest.approx(0.0)
 
-    def test_of_many_samples_as_many_are_taken_evenly(self) -> None:
-        """400,000 of 10 requests are thinned to 200,000, with about the same error."""
+    def test_many_samples_are_thinned_evenly(self) -> None:
+        """The 400,000 samples of 10 requests are thinned to 200,000, with about the same error."""
         rng = np.random.default_rng(0)
         groups = [rng.exponential(1 + 0.1 * i, 40_000) for i in range(10)]
         many, few = estimate_pooled_error(groups, 0.9, 0), estimate_pooled_error([g[::2] for g in groups], 0.9, 0)
@@ -63,15 +63,15 @@ class TestExtent:
             (Case(decodes=(Decodes(requests=1, context=16),), chunks=(Chunks(chunks=3, tokens=21, prefix=0),)), True),
         ],
     )
-    def test_slots_pages_context_and_chunk_must_all_suffice(self, case: Case, fits: bool) -> None:
-        """4 requests, 10 pages of 16, 100 tokens each, 64 in a chunk."""
+    def test_extent_requires_enough_slots_pages_context_and_chunk(self, case: Case, fits: bool) -> None:
+        """The extent is 4 requests, 10 pages of 16, 100 tokens each, and 64 in a chunk."""
         assert self.EXTENT.supports_case(case) is fits
 
-    def test_shared_pages_need_no_room(self) -> None:
+    def test_shared_pages_need_no_capacity(self) -> None:
         case = Case(decodes=(Decodes(requests=3, context=49),))
         assert dataclasses.replace(self.EXTENT, shared=True).supports_case(case)
 
-    def test_a_case_reads_as_what_it_does(self) -> None:
+    def test_case_text_describes_its_step(self) -> None:
         case = Case(decodes=(Decodes(requests=47, context=5500),), chunks=(Chunks(chunks=1, tokens=2048, prefix=1256),))
         assert str(case) == "47 × 1 token at 5,500 + 1 × 2,048 tokens at 1,256"
         assert case.requests == 48
@@ -85,23 +85,23 @@ class TestScore:
         ]
     )
 
-    def test_errors_are_of_points_and_of_ratios(self) -> None:
-        """(110 / 100) / (100 / 80) - 1 = -0.12, and (50 / 48) / (50 / 60) - 1 = 0.25."""
+    def test_score_has_errors_of_points_and_of_ratios(self) -> None:
+        """The errors are (110 / 100) / (100 / 80) - 1 = -0.12, and (50 / 48) / (50 / 60) - 1 = 0.25."""
         assert self.SCORE.errors == pytest.approx([0.1, 0.25, 0.0, -0.2])
         assert self.SCORE.ratio_errors == pytest.approx([-0.12, 0.25])
 
-    def test_the_best_and_what_is_within_three_percent_are_right(self) -> None:
+    def test_choices_within_three_percent_of_the_best_are_right(self) -> None:
         one = Load(name="a", measured={"x": 100.0, "y": 97.0, "z": 96.9}, forecast={"x": 1.0, "y": 2.0, "z": 1.5})
         assert (one.best, one.picked) == ("x", "y")
         assert [one.is_right(who) for who in ("x", "y", "z", "none")] == [True, True, False, False]
 
-    def test_a_constant_choice_is_the_one_that_is_right_most_often(self) -> None:
+    def test_best_constant_choice_is_most_often_right(self) -> None:
         assert self.SCORE.constant == ("x", 1)
         assert self.SCORE.winners == {"x": 1, "y": 1}
 
 
 class TestDefaults:
-    def test_on_a_cpu_the_tiny_model_runs_at_two_loads(self) -> None:
+    def test_default_on_cpu_is_the_tiny_model_at_two_loads(self) -> None:
         found = spec.get_defaults(CPU)
         assert (found["model"], found["tp"], found["concurrency"], found["context"]) == (
             ("tiny",),
@@ -111,21 +111,19 @@ class TestDefaults:
         )
         assert (found["page_size"], found["dtype"]) == (1, "fp32")
 
-    def test_on_gpus_v3_runs_over_all_of_them(self) -> None:
+    def test_default_on_gpus_is_v3_on_all_of_them(self) -> None:
         found = spec.get_defaults(GPU)
         assert (found["model"], found["tp"], found["concurrency"]) == (("deepseek-v3",), (4,), (8, 32, 48))
 
-    def test_links_have_their_rates_on_paper(self) -> None:
-        """400 and 800 Gb/s a GPU."""
+    def test_link_rates_are_the_published_ones(self) -> None:
+        """The links have 400 and 800 Gb/s for each GPU."""
         assert {link.name: (link.bytes_s, link.latency_us) for link in LINKS} == {
             "rdma-400": (50e9, 4.0),
             "rdma-800": (100e9, 4.0),
         }
 
     @pytest.mark.parametrize(("dp", "dcp", "baseline"), [(1, 4, (1, 1)), (2, 2, (2, 1)), (4, 1, (1, 1))])
-    def test_a_baseline_has_no_dcp_and_of_one_without_it_no_dp(
-        self, dp: int, dcp: int, baseline: tuple[int, int]
-    ) -> None:
+    def test_baseline_has_no_dcp_and_its_own_baseline_no_dp(self, dp: int, dcp: int, baseline: tuple[int, int]) -> None:
         options = {"tp": (4,), "dp": (dp,), "dcp": (dcp,), "baseline": True}
         asked = spec.make_spec(options, GPU)
         point = next(c.point for c in grid.expand_grid(asked, GPU) if (c.point.dp, c.point.dcp) == (dp, dcp))
@@ -133,24 +131,24 @@ class TestDefaults:
         assert (found.dp, found.dcp, found.exchange) == (*baseline, "none")
 
 
-def test_a_name_on_the_page_has_200_letters_at_most() -> None:
-    """A longer one is cut, and says that it was."""
+def test_name_on_the_page_has_at_most_200_characters() -> None:
+    """A longer name is cut and marked."""
     assert page_points._fit_cell("x" * 200) == "x" * 200
     assert "x" * 201 not in page_points._fit_cell("x" * 201)
     assert "…" in page_points._fit_cell("x" * 201)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("5 2500000000 7", 2.5), ("x y z", None), ("5", None)])
-def test_a_thread_was_starved_for_as_long_as_the_kernel_says(
+def test_starved_time_is_the_second_number_of_schedstat(
     text: str, seconds: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second number, in nanoseconds."""
+    """The number is in nanoseconds."""
     monkeypatch.setattr(Path, "read_text", lambda _: text)
     assert load.read_starved_s() == seconds
 
 
-def test_the_caller_of_a_library_is_the_innermost_frame_outside_libraries(tmp_path: Path) -> None:
-    """Frames come outermost first; who is called by nobody of ours has no caller, whatever it called itself."""
+def test_caller_of_a_library_is_the_innermost_frame_outside_libraries(tmp_path: Path) -> None:
+    """Frames are sorted outermost first; a site with frames of libraries only has no caller."""
     (tmp_path / "own.py").touch()
     own, library = parse_frame("own.py(3): main"), parse_frame("/usr/lib/python3/dist-packages/torch/x.py(5): f")
     repository = Repository(tmp_path)
@@ -159,8 +157,8 @@ def test_the_caller_of_a_library_is_the_innermost_frame_outside_libraries(tmp_pa
     assert repository.find_caller([library, own], 1) is None
 
 
-def test_machines_and_plans_say_one_number_of_a_gpus_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """79.18 GiB of an H100, rounded down in both."""
+def test_machines_and_plans_agree_on_the_memory_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """The memory of an H100 is 79.18 GiB, rounded down in both."""
     machines(as_json=False)
     h100 = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["H100"])
     assert format_size(spec.make_planned_probe("H100", 8).memory_bytes or 0) in h100

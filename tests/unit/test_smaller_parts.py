@@ -1,4 +1,4 @@
-"""Small functions at their limits: sentences, boundaries, and which of several is taken."""
+"""Test small functions at their limits: sentences, boundary values, and choices among several values."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ if TYPE_CHECKING:
 class TestAllocator:
     """Pages of 4 tokens, of which page 0 is padding."""
 
-    def test_a_prefix_is_shared_in_full_pages_that_are_there(self) -> None:
-        """10 tokens fill two pages; none, or as many as are shared already, changes nothing."""
+    def test_prefix_is_shared_in_existing_full_pages(self) -> None:
+        """A request of 10 tokens has two full pages; sharing none, or as many as are shared already, changes nothing."""
         allocator = DcpAllocator(9, 4, 1)
         allocation = allocator.allocate(10, np.zeros(0, np.int32))
         allocator.share_pages(allocation, allocation.pages[:0])
@@ -89,14 +89,14 @@ class TestAllocator:
                 allocator.share_pages(allocation, allocation.pages[:pages_shared])
 
     @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (2, 11)])
-    def test_tokens_that_are_not_there_have_no_place(self, start: int, stop: int) -> None:
+    def test_locations_of_tokens_outside_a_request_raise_value_error(self, start: int, stop: int) -> None:
         allocation = DcpAllocator(9, 4, 1).allocate(10, np.zeros(0, np.int32))
         assert len(allocation.compute_locs(10, 10)) == 0
         assert len(allocation.compute_locs(0, 10)) == 10
         with pytest.raises(ValueError, match=rf"^tokens {start}…{stop - 1} asked of a request of 10 tokens$"):
             allocation.compute_locs(start, stop)
 
-    def test_a_request_grows_in_its_last_page_and_then_in_new_ones(self) -> None:
+    def test_request_grows_in_its_last_page_before_new_pages(self) -> None:
         allocator = DcpAllocator(5, 4, 1)
         allocation = allocator.allocate(3, np.zeros(0, np.int32))
         held = []
@@ -110,7 +110,7 @@ class TestAllocator:
             allocator.allocate(4, allocation.pages[:1])
 
 
-def test_a_rank_that_left_a_call_with_an_error_says_so_where_it_is_in_none() -> None:
+def test_row_of_a_rank_outside_calls_names_the_last_call_with_an_error() -> None:
     call = SimpleNamespace(call=SimpleNamespace(description="all_reduce"), state=RAISED, number=7)
     beats = SimpleNamespace(phase="moe", layer=3, last=call, calls=())
     rank: Any = SimpleNamespace(
@@ -125,21 +125,21 @@ def test_a_rank_that_left_a_call_with_an_error_says_so_where_it_is_in_none() -> 
 
 
 @pytest.mark.parametrize(("name", "head"), [("MainThread", "MainThread"), ("", "thread")])
-def test_a_thread_without_a_name_is_a_thread(name: str, head: str) -> None:
+def test_unnamed_thread_is_shown_as_thread(name: str, head: str) -> None:
     frames = [SimpleNamespace(location="f at a.py:1"), SimpleNamespace(location="g at b.py:2")]
     rank: Any = SimpleNamespace(threads=[SimpleNamespace(name=name, frames=frames)] * 2)
     one = f"{head}\n  f at a.py:1\n  g at b.py:2"
     assert hang_format._format_stacks(rank) == f"{one}\n\n{one}"
 
 
-def test_the_file_of_a_machine_keeps_letters_as_they_are() -> None:
+def test_machine_file_keeps_non_ascii_letters() -> None:
     machine = msgspec.structs.replace(load_machine("H200"), name="ünser", measured="späät", link=None)
     lines = format_machine(machine).splitlines()
     assert lines[:3] == ['name = "ünser"', 'gpu = "H200"', f"gpus_per_host = {machine.gpus_per_host}"]
     assert 'measured = "späät"' in lines
 
 
-def test_where_nothing_runs_the_run_that_was_begun_last_is_named(tmp_path: Path) -> None:
+def test_find_running_without_running_jobs_names_the_latest_run(tmp_path: Path) -> None:
     for name, at in (("older", 1e9), ("newest", 2e9), ("oldest", 5e8)):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".lock").write_text("0")
@@ -150,8 +150,10 @@ def test_where_nothing_runs_the_run_that_was_begun_last_is_named(tmp_path: Path)
     assert str(error.value).endswith(f" The last one was {newest}: dcpbench top {newest}")
 
 
-def test_sites_stand_by_what_they_cost_and_then_by_their_place() -> None:
-    """A bubble before a wait, a wait before a count; a line that is not known first; what may block behind, the profiler's own last."""
+def test_sites_are_sorted_by_cost_and_then_by_place() -> None:
+    """The order is bubble, wait, count, file and line, unknown lines first; sites that may block follow, and the
+    profiler's own are last.
+    """
     plain = {"bubble_us": 5.0, "wait_us": 5.0, "count": 2, "file": "b.py", "line": 7}
     wanted = [
         syncs_builder.site("a", **{**plain, "bubble_us": 6.0}),
@@ -179,25 +181,25 @@ def test_sites_stand_by_what_they_cost_and_then_by_their_place() -> None:
         ("host_plan_us", "dcpbench_host_plan_seconds"),
     ],
 )
-def test_a_gauge_ends_with_its_unit(metric: str, name: str) -> None:
+def test_gauge_name_ends_with_its_unit(metric: str, name: str) -> None:
     found = prometheus.make_gauge(METRIC[metric]).name
     assert found == name or (METRIC[metric].gauge and found == f"dcpbench_{METRIC[metric].gauge}")
 
 
-def test_a_gauge_counts_requests_where_its_metric_does_and_does_not_say_so() -> None:
-    def name(**of: str) -> str:
-        return prometheus.make_gauge(dataclasses.replace(METRIC["cancelled"], gauge="", **of)).name
+def test_gauge_name_of_a_request_count_ends_with_requests() -> None:
+    def make_name(**changes: str) -> str:
+        return prometheus.make_gauge(dataclasses.replace(METRIC["cancelled"], gauge="", **changes)).name
 
-    assert name() == "dcpbench_cancelled_requests"
-    assert name(name="lost_requests") == "dcpbench_lost_requests"
-    assert name(name="evicted", unit="tokens") == "dcpbench_evicted"
+    assert make_name() == "dcpbench_cancelled_requests"
+    assert make_name(name="lost_requests") == "dcpbench_lost_requests"
+    assert make_name(name="evicted", unit="tokens") == "dcpbench_evicted"
 
 
-def test_lengths_of_an_import_are_means_that_need_not_be_whole() -> None:
-    of: Any = SimpleNamespace(completed=4, input_tokens=10, output_tokens=7)
-    assert Result.compute_means(of) == (2.5, 1.75)
-    of.completed = 0
-    assert Result.compute_means(of) is None
+def test_mean_lengths_of_an_import_can_be_fractions() -> None:
+    result: Any = SimpleNamespace(completed=4, input_tokens=10, output_tokens=7)
+    assert Result.compute_means(result) == (2.5, 1.75)
+    result.completed = 0
+    assert Result.compute_means(result) is None
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_lengths_of_an_import_are_means_that_need_not_be_whole() -> None:
         ("x" * 50, True),
     ],
 )
-def test_a_time_of_an_import_is_a_number_of_ms(value: object, wrong: bool) -> None:
+def test_imported_time_must_be_a_number_of_ms(value: object, wrong: bool) -> None:
     document = Document.__new__(Document)
     object.__setattr__(document, "fields", {"t": value})
     object.__setattr__(document, "where", "file.json")
@@ -226,15 +228,16 @@ def test_a_time_of_an_import_is_a_number_of_ms(value: object, wrong: bool) -> No
 
 class TestAdvice:
     @pytest.mark.parametrize(("a", "b", "ratios"), [(True, False, True), (False, True, True), (False, False, False)])
-    def test_what_was_corrected_on_either_side_is_told_apart_by_ratios(self, a: bool, b: bool, ratios: bool) -> None:
-        """4 % of ratios, else both bands: 21 %."""
+    def test_margin_with_a_corrected_forecast_is_that_of_ratios(self, a: bool, b: bool, ratios: bool) -> None:
+        """The margin is 4 % for ratios, and otherwise the sum of both bands, 21 %."""
         one, other = (
-            dataclasses.replace(advised.forecast(100, "measured"), factor=1.1 if of else None) for of in (a, b)
+            dataclasses.replace(advised.forecast(100, "measured"), factor=1.1 if corrected else None)
+            for corrected in (a, b)
         )
         assert layout_choice.compute_margin(one, other) == pytest.approx(0.04 if ratios else 0.21)
 
     @pytest.mark.parametrize(
-        ("weights", "kv", "buffers", "said"),
+        ("weights", "kv", "buffers", "expected"),
         [
             (
                 200,
@@ -262,10 +265,10 @@ class TestAdvice:
             ),
         ],
     )
-    def test_the_shortage_is_that_of_the_whole_model(
-        self, weights: int, kv: int, buffers: int, said: str, monkeypatch: pytest.MonkeyPatch
+    def test_refusal_states_the_shortage_of_the_whole_model(
+        self, weights: int, kv: int, buffers: int, expected: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A GPU has 100 GiB, some of which the buffers of a step take."""
+        """A GPU has 100 GiB, part of which the buffers of a step take."""
         gib = 1 << 30
         whole = WholeModel(
             weight_bytes=weights * gib,
@@ -274,22 +277,22 @@ class TestAdvice:
             buffer_bytes=buffers * gib,
         )
         monkeypatch.setattr(advise, "measure_whole_model", lambda *_: whole)
-        ask = advised.ask("H200")
-        assert advise.find_refusal(ask, advised.point()) == advise.Refusal(advise.NO_WHOLE_MODEL, said)
-        assert advise.find_refusal(dataclasses.replace(ask, cycled=True), advised.point()) is None
+        query = advised.ask("H200")
+        assert advise.find_refusal(query, advised.point()) == advise.Refusal(advise.NO_WHOLE_MODEL, expected)
+        assert advise.find_refusal(dataclasses.replace(query, cycled=True), advised.point()) is None
         fits = msgspec.structs.replace(whole, weight_bytes=1, kv_bytes=1)
         monkeypatch.setattr(advise, "measure_whole_model", lambda *_: fits)
-        assert advise.find_refusal(ask, advised.point()) is None
+        assert advise.find_refusal(query, advised.point()) is None
 
 
-def test_idle_time_is_told_as_a_share_of_a_step_in_percent() -> None:
-    """The least and the most of all points on a GPU."""
+def test_idle_time_is_a_range_of_percentages_of_a_step() -> None:
+    """The sentence has the lowest and the highest share of all points on a GPU."""
     plain = {"cpu": False, "host_syncs_per_step": 0.0, "idle_us": 1.0, "step_us": 2.0, "allocations_per_step": 0.0}
     points = pd.DataFrame([plain | {"idle_fraction": share} for share in (0.0151, 0.3)])
     assert "The GPU idled 1.5 % to 30 % of a profiled step." in explain.describe_phases(points)
 
 
-def test_without_floors_nothing_is_said_of_them() -> None:
+def test_sentence_about_floors_is_empty_without_floors() -> None:
     assert floors.format_short_sentence(pd.DataFrame({"label": ["tp4"]})) == ""
     assert floors.format_short_sentence(pd.DataFrame({"floor_share": [float("nan")]})) == ""
 
@@ -298,14 +301,14 @@ class TestMarkdown:
     @pytest.mark.parametrize(
         ("most", "more"), [(12, ""), (7, "5 rows more in points.csv."), (1, "11 rows more in points.csv.")]
     )
-    def test_rows_that_do_not_fit_are_counted(self, most: int, more: str) -> None:
+    def test_markdown_table_counts_rows_that_do_not_fit(self, most: int, more: str) -> None:
         text = report_markdown._format_table(Table("t", ["a", "b"], [[str(n), "x"] for n in range(12)]), most)
         assert text.count("| x |") == most
         assert text.partition("| x |\n\n")[2].partition("\n")[0].endswith(more)
         assert ("rows more" in text) is bool(more)
 
-    def test_each_table_has_its_part_of_the_whole(self) -> None:
-        """Rows of 4 + 6 characters each; two tables share what there is, but each has MANY_ROWS at least."""
+    def test_markdown_tables_share_the_maximum_length(self) -> None:
+        """Rows have 4 + 6 characters; two tables share the maximum, but each has at least MANY_ROWS."""
 
         def sections(rows: int) -> list[Section]:
             tables = [Table("t", ["a"], [["123456"]] * rows) for _ in range(2)]
@@ -320,8 +323,8 @@ class TestMarkdown:
         assert report_markdown._count_rows_that_fit([]) == 0
 
 
-def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of too many points costs no other page either."""
+def test_failed_page_of_a_run_returns_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a failed report nor too many points raises an error, so that the other pages are written."""
     run: Any = SimpleNamespace(name="monday", entries=range(pages.MAX_POINTS))
     reasons: list[Exception] = [UsageError("no."), ValueError("x" * 300)]
 
@@ -338,7 +341,7 @@ def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("failed", "cancelled", "rejected", "ended", "said"),
+    ("failed", "cancelled", "rejected", "ended", "expected"),
     [
         (2, 0, 0, {}, "no output token came: 2 requests failed; the first one: f0"),
         (2, 1, 0, {}, "no output token came: 2 requests failed, 1 other cut off; the first one: f0"),
@@ -379,33 +382,31 @@ def test_a_run_whose_page_cannot_be_made_costs_no_other_one(tmp_path: Path, monk
         ),
     ],
 )
-def test_where_no_token_came_the_first_that_was_refused_says_why(
-    failed: int, cancelled: int, rejected: int, ended: dict[str, Any], said: str
+def test_explanation_of_no_tokens_names_the_first_failed_request(
+    failed: int, cancelled: int, rejected: int, ended: dict[str, Any], expected: str
 ) -> None:
-    def of(letter: str, count: int) -> list[Any]:
+    def make_sequences(letter: str, count: int) -> list[Any]:
         return [SimpleNamespace(failed=f"{letter}{n}", rejected=f"{letter}{n}") for n in range(count)]
 
     found = {
-        outcome.REJECTED: of("r", rejected),
-        outcome.CANCELLED: of("c", cancelled),
-        outcome.FAILED: of("f", failed),
+        outcome.REJECTED: make_sequences("r", rejected),
+        outcome.CANCELLED: make_sequences("c", cancelled),
+        outcome.FAILED: make_sequences("f", failed),
     }
-    assert outcome._explain_no_tokens(found, **ended) == said
+    assert outcome._explain_no_tokens(found, **ended) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [("400", 400), ("123456789", 123_456_789), ("1234567890", None), ("uniform:1-2", None), ("", None)],
 )
-def test_a_length_that_all_requests_have_is_a_number_of_up_to_nine_digits(text: str, tokens: int | None) -> None:
+def test_fixed_length_is_a_number_of_up_to_nine_digits(text: str, tokens: int | None) -> None:
     assert bench_files.parse_fixed_length(text) == tokens
 
 
-def test_who_is_alive_of_a_run_is_told_by_when_the_command_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first in the lock file is the command; of workers alone nothing says when."""
-    for began, said_of_it in (
+def test_find_alive_distinguishes_the_command_from_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process in the lock file is the command; workers alone have no known start."""
+    for began, expected in (
         ([5.0, 7.0], (processes.COMMAND, 5.0)),
         ([5.0, None], (processes.COMMAND, 5.0)),
         ([None, 7.0], (processes.WORKERS, None)),
@@ -413,26 +414,26 @@ def test_who_is_alive_of_a_run_is_told_by_when_the_command_began(
         ([], (processes.NONE, None)),
     ):
         monkeypatch.setattr(processes, "_read_processes", lambda _, began=began: list(enumerate(began, 100)))
-        assert processes.find_alive(tmp_path) == said_of_it
+        assert processes.find_alive(tmp_path) == expected
         assert processes.find_alive_pid(tmp_path) == next(
             (100 + n for n, at in enumerate(began) if at is not None), None
         )
 
 
-def test_node_0_is_in_trouble_where_another_says_so_or_is_gone() -> None:
-    def line(said: object, *, closed: bool = False) -> Any:
-        return SimpleNamespace(receive=lambda _: said, closed=closed)
+def test_leader_has_failure_if_a_node_reports_one_or_disconnects() -> None:
+    def make_line(received: object, *, closed: bool = False) -> Any:
+        return SimpleNamespace(receive=lambda _: received, closed=closed)
 
     leader = nodes.Leader.__new__(nodes.Leader)
-    for lines, trouble in (
+    for lines, failure in (
         ([], False),
-        ([line(None)], False),
-        ([line(b"other"), line(None)], False),
-        ([line(None), line(nodes.FAILED)], True),
-        ([line(None), line(None, closed=True)], True),
+        ([make_line(None)], False),
+        ([make_line(b"other"), make_line(None)], False),
+        ([make_line(None), make_line(nodes.FAILED)], True),
+        ([make_line(None), make_line(None, closed=True)], True),
     ):
         leader._lines = lines
-        assert leader.has_failure() is trouble
+        assert leader.has_failure() is failure
 
 
 @pytest.mark.parametrize(
@@ -446,10 +447,10 @@ def test_node_0_is_in_trouble_where_another_says_so_or_is_gone() -> None:
         ("aaabbc", {3, 4, 5}, True),
     ],
 )
-def test_the_few_differ_from_the_many_and_of_two_halves_nobody_knows(
+def test_odd_ranks_are_the_minority_and_uncertain_without_a_majority(
     places: str, odd: set[int], known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nobody is as before, it is the smallest side with the highest ranks that is named."""
+    """Without a clear minority, the smallest group with the highest ranks is named."""
     monkeypatch.setattr(finding, "_get_place", lambda one: one)
     monkeypatch.setattr(finding, "_is_usual_successor", lambda *_: False)
     found, sure, _ = finding._find_odd_ranks({}, dict(enumerate(places)), 5)  # type: ignore[arg-type]
@@ -459,7 +460,7 @@ def test_the_few_differ_from_the_many_and_of_two_halves_nobody_knows(
 @pytest.mark.parametrize(
     ("places", "few"), [("aab", [2]), ("aabb", None), ("ab", None), ("aaabb", [3, 4]), ("abc", None)]
 )
-def test_of_ranks_that_all_wait_the_few_at_another_line_are_named(places: str, few: list[int] | None) -> None:
+def test_minority_of_waiting_ranks_at_another_line_is_named(places: str, few: list[int] | None) -> None:
     """Stacks alone decide; if as many ranks wait at either line, none is named."""
     ranks = {1000 + n: Rank(n, f"rank {n}") for n in range(len(places))}
     calls = {
@@ -470,7 +471,7 @@ def test_of_ranks_that_all_wait_the_few_at_another_line_are_named(places: str, f
 
 
 @pytest.mark.parametrize(
-    ("asked", "held", "sent", "said"),
+    ("concurrency", "held", "sent", "expected"),
     [
         (48, 8, 96, "tp4 8 of full length by KV space (48 by --concurrency)"),
         (48, 48, 96, "tp4 48 by --concurrency"),
@@ -480,17 +481,23 @@ def test_of_ranks_that_all_wait_the_few_at_another_line_are_named(places: str, f
         (48, None, 96, "tp4 48 by --concurrency"),
     ],
 )
-def test_what_bounds_an_open_loop_is_the_least_of_what_is_asked_held_and_sent(
-    asked: int, held: int | None, sent: int, said: str
+def test_bound_of_an_open_loop_is_the_smallest_limit(
+    concurrency: int, held: int | None, sent: int, expected: str
 ) -> None:
-    row = {"load_arrival": "gamma", "instances": None, "concurrency": asked, "room_for": held, "load_requests": sent}
+    row = {
+        "load_arrival": "gamma",
+        "instances": None,
+        "concurrency": concurrency,
+        "room_for": held,
+        "load_requests": sent,
+    }
     points = pd.DataFrame([row | {"label": "tp4"}])
-    assert terminal_tables._format_bounds(points) == [f"requests at once, at most: {said}"]
+    assert terminal_tables._format_bounds(points) == [f"requests at once, at most: {expected}"]
     assert terminal_tables._format_bounds(points.assign(load_arrival="closed")) == []
 
 
 @pytest.mark.parametrize(
-    ("median", "low", "high", "said"),
+    ("median", "low", "high", "expected"),
     [
         (100.0, 99.0, 100.5, "±1.0%"),
         (100.0, 99.9, 102.0, "±2.0%"),
@@ -499,13 +506,13 @@ def test_what_bounds_an_open_loop_is_the_least_of_what_is_asked_held_and_sent(
         (float("nan"), 1, 1, "—"),
     ],
 )
-def test_scatter_is_the_wider_side_of_an_interval(median: float, low: float, high: float, said: str) -> None:
+def test_scatter_is_the_larger_half_width_of_an_interval(median: float, low: float, high: float, expected: str) -> None:
     point = pd.Series({"output_tok_s": median, "output_tok_s_low": low, "output_tok_s_high": high})
-    assert terminal_tables._format_half_width(point) == said
+    assert terminal_tables._format_half_width(point) == expected
 
 
-def test_columns_go_in_this_order_where_a_terminal_is_narrow() -> None:
-    """Those with the lowest number first; those without stay."""
+def test_narrow_terminal_drops_columns_in_this_order() -> None:
+    """Columns with the lowest number are dropped first; those without a number stay."""
     decoded = {
         "context": 1,
         "routing": "",
@@ -542,7 +549,7 @@ def test_columns_go_in_this_order_where_a_terminal_is_narrow() -> None:
 
 
 @pytest.mark.parametrize(("columns", "width"), [(80, 10), (240, 30), (400, 30), (16, 2)])
-def test_the_bar_of_a_run_takes_an_eighth_of_the_terminal_and_30_columns_at_most(columns: int, width: int) -> None:
+def test_progress_bar_takes_an_eighth_of_the_terminal_up_to_30_columns(columns: int, width: int) -> None:
     console = Console(file=io.StringIO(), width=columns, force_terminal=True)
     bar = progress.ProgressBar({"a": "first"}, console)
     assert bar._bar is not None
@@ -553,14 +560,14 @@ def test_the_bar_of_a_run_takes_an_eighth_of_the_terminal_and_30_columns_at_most
     ("words", "known"),
     [("100 7", {0: 100}), ("100 8", {}), ("100", {}), ("100 7 9", {}), ("x 7", {}), ("", {})],
 )
-def test_a_rank_is_known_by_its_id_and_when_it_began(
+def test_rank_process_is_identified_by_pid_and_start(
     words: str, known: dict[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Process 100 began at tick 7: what has its id since is another one."""
+    """Process 100 began at tick 7; a process with the same id and another start is not the rank."""
     (tmp_path / "rank-0.pid").write_text(words)
     monkeypatch.setattr(ranks.subprocess_guard, "read_start_ticks", lambda pid: ("S", 7) if pid == 100 else None)
-    of = ranks.Ranks(tmp_path, tmp_path / "logs", tmp_path / "progress.jsonl", range(2))
-    assert (of.find_pids(), of.read_pids()) == (known, list(known.values()))
+    found = ranks.Ranks(tmp_path, tmp_path / "logs", tmp_path / "progress.jsonl", range(2))
+    assert (found.find_pids(), found.read_pids()) == (known, list(known.values()))
 
 
 @pytest.mark.parametrize(
@@ -572,13 +579,15 @@ def test_a_rank_is_known_by_its_id_and_when_it_began(
         (1.3, [0.25, 0.5, 1, 2, 4]),
     ],
 )
-def test_a_forest_has_round_ratios_denser_the_closer_it_looks(reach: float, ticks: list[float]) -> None:
-    """Five on either side at least, none at 0 or below."""
+def test_forest_plot_has_round_ticks_that_match_its_range(reach: float, ticks: list[float]) -> None:
+    """Each side has at least five ticks, and none is at 0 or below."""
     assert picture._choose_ticks(reach) == ticks
 
 
-def test_an_estimate_that_is_corrected_has_the_band_of_ratios() -> None:
-    """1.25 times 100 tok/s; 4 % of ratios and 3 and 2 % of two kinds of calls: from a 1.09th to 1.09 times."""
+def test_corrected_forecast_has_the_band_of_ratios() -> None:
+    """The forecast is 1.25 times 100 tok/s; 4 % for ratios and 3 % and 2 % for two kinds of calls make a factor of
+    1.09.
+    """
     found = apply_factor(advised.forecast(100.0, wire={"all-reduce": 0.03, "a2a": 0.02}), 1.25)
     assert (found.tok_s, found.low, found.high) == (125.0, pytest.approx(125 / 1.09), pytest.approx(125 * 1.09))
     slow = dataclasses.replace(advised.forecast(100.0), itl_ms=Percentiles(p50=10.0))
@@ -588,7 +597,7 @@ def test_an_estimate_that_is_corrected_has_the_band_of_ratios() -> None:
 
 
 @pytest.mark.parametrize(("kept", "more"), [(MAX_ENTRIES - 1, 1), (MAX_ENTRIES, 0)])
-def test_a_report_of_a_machine_takes_so_many_findings(kept: int, more: int) -> None:
+def test_doctor_report_keeps_a_limited_number_of_findings(kept: int, more: int) -> None:
     report = Report()
     for n in range(kept):
         report.add("x", "ok", str(n))
@@ -598,9 +607,9 @@ def test_a_report_of_a_machine_takes_so_many_findings(kept: int, more: int) -> N
 
 
 class TestTail:
-    """A file that is appended to, read as it grows."""
+    """Test reading of a file to which another process appends."""
 
-    def test_lines_come_once_and_whole(self, tmp_path: Path) -> None:
+    def test_complete_lines_are_read_once(self, tmp_path: Path) -> None:
         path = tmp_path / "lines"
         tail = Tail(path)
         assert (list(tail.read_lines()), tail.reset_if_replaced()) == ([], False)
@@ -611,17 +620,17 @@ class TestTail:
         assert list(tail.decode_lines(lambda line: msgspec.json.decode(line, type=int))) == [33, 4]
         assert (tail.unread, list(tail.read_lines()), tail.reset_if_replaced()) == (1, [], False)
 
-    @pytest.mark.parametrize(("anew", "replaced"), [(b"5\n", True), (b"1\n2\n", False), (b"1\n2\n3\n", False)])
-    def test_a_shorter_file_is_another(self, tmp_path: Path, anew: bytes, replaced: bool) -> None:
+    @pytest.mark.parametrize(("new_content", "replaced"), [(b"5\n", True), (b"1\n2\n", False), (b"1\n2\n3\n", False)])
+    def test_shorter_file_counts_as_replaced(self, tmp_path: Path, new_content: bytes, replaced: bool) -> None:
         path = tmp_path / "lines"
         path.write_bytes(b"1\n2\n")
         tail = Tail(path)
         assert list(tail.read_lines()) == [b"1", b"2"]
-        path.write_bytes(anew)
+        path.write_bytes(new_content)
         assert tail.reset_if_replaced() is replaced
-        assert list(tail.read_lines()) == (anew.splitlines() if replaced else anew.splitlines()[2:])
+        assert list(tail.read_lines()) == (new_content.splitlines() if replaced else new_content.splitlines()[2:])
 
-    def test_another_file_of_the_name_is_another(self, tmp_path: Path) -> None:
+    def test_file_that_replaces_another_is_read_from_its_start(self, tmp_path: Path) -> None:
         path, other = tmp_path / "lines", tmp_path / "other"
         path.write_bytes(b"1\n")
         other.write_bytes(b"1\n2\n3\n")
@@ -631,14 +640,14 @@ class TestTail:
         assert (tail.reset_if_replaced(), tail.reset_if_replaced()) == (True, False)
         assert list(tail.read_lines()) == [b"1", b"2", b"3"]
 
-    def test_what_could_make_a_reader_wait_is_not_read(self, tmp_path: Path) -> None:
+    def test_pipes_and_folders_are_not_read(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
         for path in (tmp_path / "pipe", tmp_path):
             assert list(Tail(path).read_lines()) == []
 
 
-def test_pages_that_the_cache_has_already_are_freed_and_their_tokens_counted_once() -> None:
-    """Two requests of the same 9 tokens: the second gives its two full pages back for the first one's."""
+def test_cached_pages_of_a_request_are_freed_and_counted_once() -> None:
+    """The second of two requests with the same 9 tokens frees its two full pages and takes those of the first."""
     allocator = DcpAllocator(9, 4, 1)
     first, second = (allocator.allocate(9, np.zeros(0, np.int32)) for _ in range(2))
     pages = first.pages[:2].copy()
@@ -661,7 +670,7 @@ def test_pages_that_the_cache_has_already_are_freed_and_their_tokens_counted_onc
         ([f"{n}" for n in range(1_005)], "0, 1, 2, 3, 4 and 1,000 more"),
     ],
 )
-def test_the_first_five_are_named(names: list[str], shown: str) -> None:
+def test_format_first_names_five_and_counts_the_others(names: list[str], shown: str) -> None:
     assert selection.format_first(names) == shown
 
 
@@ -676,14 +685,14 @@ def test_the_first_five_are_named(names: list[str], shown: str) -> None:
         ("tp4_dp1", "sglang", {"tp": 4, "dp": 1, "dcp": 1, "pp": 1, "pcp": 1}),
     ],
 )
-def test_a_layout_of_a_name_is_one_that_can_be(name: str, engine: str, layout: dict[str, int]) -> None:
+def test_layout_from_a_name_must_be_valid(name: str, engine: str, layout: dict[str, int]) -> None:
     assert imports.read_named_layout(read_name(name), engine) == layout
 
 
 class TestEnd:
-    """What the launcher knows of a job."""
+    """Test the state of a job in the launcher."""
 
-    def test_a_point_is_past_its_limit_only_while_it_is_at_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_point_is_past_its_limit_only_while_it_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = 100.0
         monkeypatch.setattr("time.monotonic", lambda: now)
         end = _JobEnd()
@@ -706,7 +715,7 @@ class TestEnd:
             (0.0, 0.0, -1, False, True),
         ],
     )
-    def test_a_job_failed_that_hung_or_ended_badly(
+    def test_job_has_failed_after_a_hang_or_an_exit_code(
         self, hung_s: float, over_s: float, code: int, hung: bool, failed: bool
     ) -> None:
         end = _JobEnd(hung_s=hung_s, over_s=over_s, code=code)
@@ -726,25 +735,29 @@ class TestEnd:
         (None, ["flight"], "flight"),
     ],
 )
-def test_a_rank_waits_where_its_host_does_and_else_where_its_device_does(
+def test_open_collective_is_that_of_the_host_or_of_the_flight_recorder(
     waits: bool | None, flight: list[str] | None, inside: str | None
 ) -> None:
-    """`waits`: whether the host waits in its collectives; without beats None. A collective handed on says nothing by itself."""
+    """Each case states if the host waits in its collectives, or None without heartbeats; an enqueued collective alone
+    proves nothing.
+    """
 
-    def inside_of(phase: str) -> list[CollectiveEvent]:
+    def make_events(phase: str) -> list[CollectiveEvent]:
         one = CollectiveEvent(
             order=1, number=1, call=None, phase=phase, layer=None, state=INSIDE, began_ns=1, ended_ns=0
         )
         return [dataclasses.replace(one, phase="left", state=RAISED), one, dataclasses.replace(one, phase="later")]
 
-    beats: Any = None if waits is None else SimpleNamespace(waits=waits, met=inside_of("beats"))
-    rank = Rank(0, "", beats, None if flight is None else [m for name in flight for m in inside_of(name)])
+    beats: Any = None if waits is None else SimpleNamespace(waits=waits, met=make_events("beats"))
+    rank = Rank(0, "", beats, None if flight is None else [m for name in flight for m in make_events(name)])
     found = finding.get_open_collective(rank)
     assert (found and found.phase) == inside
 
 
-def test_node_0_waits_for_others_as_long_as_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """5 s in all, in which two come at 2 s each, of whom one is none of ours; 1 ms at least, and then it is said."""
+def test_leader_waits_for_nodes_for_the_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 5 s, nodes come every 2 s, one of them with another secret; the last wait is at least 1 ms, and then an
+    error is raised.
+    """
     now, left = [100.0], list[float]()
 
     class Listening:
@@ -782,8 +795,8 @@ def test_node_0_waits_for_others_as_long_as_is_left(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("end", [0, 1, 5])
-def test_texts_are_as_long_as_gzip_can_say(end: int, tmp_path: Path) -> None:
-    """Modulo 4 GiB, so that a trace and its copy that is packed are compared."""
+def test_text_length_is_modulo_4_gib_as_in_gzip(end: int, tmp_path: Path) -> None:
+    """Lengths modulo 4 GiB make a trace comparable with its compressed copy."""
     path = tmp_path / "trace.json"
     path.touch()
     os.truncate(path, (1 << 32) + end)
@@ -794,15 +807,15 @@ def test_texts_are_as_long_as_gzip_can_say(end: int, tmp_path: Path) -> None:
     assert files._get_text_length(tmp_path) == -1
 
 
-def test_nccl_is_listened_to_for_a_while_and_up_to_a_mebibyte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says in a second each; then it is asked no more, though it has not hung up."""
+def test_nccl_report_is_limited_in_time_and_to_one_mebibyte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer sends one byte a second, and reading stops at the limit though the connection stays open."""
     now, left = [0.0], list[float]()
 
     class Talking:
         size = 1
         settimeout = left.append
 
-        def sendall(self, said: bytes) -> None: ...
+        def sendall(self, data: bytes) -> None: ...
 
         def recv(self, most: int) -> bytes:
             now[0] += 1.0
@@ -810,16 +823,16 @@ def test_nccl_is_listened_to_for_a_while_and_up_to_a_mebibyte(tmp_path: Path, mo
 
     monkeypatch.setenv("NCCL_RAS_ADDR", "[::1]:28028")
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    asked = list[tuple[object, float]]()
+    connections = list[tuple[object, float]]()
 
     @contextlib.contextmanager
     def connected(address: object, limit_s: float) -> Iterator[Talking]:
-        asked.append((address, limit_s))
+        connections.append((address, limit_s))
         yield Talking()
 
     monkeypatch.setattr("socket.create_connection", connected)
     hang_capture.fetch_nccl_report(tmp_path / "slow")
-    assert asked == [(("::1", 28028), hang_capture.NCCL_S)]
+    assert connections == [(("::1", 28028), hang_capture.NCCL_S)]
     assert left == pytest.approx([hang_capture.NCCL_S - n for n in range(len(left))])
     assert (tmp_path / "slow").read_bytes() == b"x" * math.ceil(hang_capture.NCCL_S)
     monkeypatch.setattr(Talking, "size", 1 << 20)
@@ -839,18 +852,20 @@ def test_nccl_is_listened_to_for_a_while_and_up_to_a_mebibyte(tmp_path: Path, mo
         (39, "file", "a longer file"),
     ],
 )
-def test_more_requests_come_of_what_keeps_them_few(limit: int | None, trace: str | None, wanted: str) -> None:
+def test_suggestion_for_more_requests_names_the_option_that_limits_them(
+    limit: int | None, trace: str | None, wanted: str
+) -> None:
     loads: Any = SimpleNamespace(limit=limit, count=40, trace=trace)
     assert ServeLoads.suggest_requests(loads, 80) == wanted
 
 
-OF_ONE = Case(decodes=(Decodes(1, 1),))
+ONE_DECODE = Case(decodes=(Decodes(1, 1),))
 
 
 @pytest.mark.parametrize(
     ("case", "more", "problem"),
     [
-        (OF_ONE, {}, ""),
+        (ONE_DECODE, {}, ""),
         (
             Case(decodes=(Decodes(2, MAX_TOKENS),), chunks=(Chunks(1, 1, 0), Chunks(1, MAX_TOKENS, MAX_TOKENS))),
             {},
@@ -884,30 +899,30 @@ OF_ONE = Case(decodes=(Decodes(1, 1),))
         (Case(decodes=(Decodes(MAX_REQUESTS, 1),)), {}, ""),
         (Case(decodes=(Decodes(MAX_REQUESTS + 1, 1),)), {}, f"its step has more than {MAX_REQUESTS:,} requests"),
         (Case(), {}, "its step does nothing"),
-        (msgspec.structs.replace(OF_ONE, use="x" * 41), {}, f"case.use is {'x' * 40!r}, none of {', '.join(USES)}"),
-        (OF_ONE, {"samples_ms": []}, "it has no samples_ms, or times that are not positive"),
-        (OF_ONE, {"samples_ms": [1.0, 0.0]}, "it has no samples_ms, or times that are not positive"),
-        (OF_ONE, {"samples_ms": [MAX_NUMBER]}, ""),
-        (OF_ONE, {"samples_ms": [2 * MAX_NUMBER, 1.0]}, "it has no samples_ms, or times that are not positive"),
-        (OF_ONE, {"host_ms": [0.0, MAX_NUMBER], "floor_ms": 0.0}, ""),
-        (OF_ONE, {"host_ms": [1.0, -0.5]}, "its host_ms are no times"),
-        (OF_ONE, {"host_ms": [1.0], "floor_ms": -0.5}, "its floor_ms are no times"),
-        (OF_ONE, {"floor_ms": 2 * MAX_NUMBER}, "its floor_ms are no times"),
+        (msgspec.structs.replace(ONE_DECODE, use="x" * 41), {}, f"case.use is {'x' * 40!r}, none of {', '.join(USES)}"),
+        (ONE_DECODE, {"samples_ms": []}, "it has no samples_ms, or times that are not positive"),
+        (ONE_DECODE, {"samples_ms": [1.0, 0.0]}, "it has no samples_ms, or times that are not positive"),
+        (ONE_DECODE, {"samples_ms": [MAX_NUMBER]}, ""),
+        (ONE_DECODE, {"samples_ms": [2 * MAX_NUMBER, 1.0]}, "it has no samples_ms, or times that are not positive"),
+        (ONE_DECODE, {"host_ms": [0.0, MAX_NUMBER], "floor_ms": 0.0}, ""),
+        (ONE_DECODE, {"host_ms": [1.0, -0.5]}, "its host_ms are no times"),
+        (ONE_DECODE, {"host_ms": [1.0], "floor_ms": -0.5}, "its floor_ms are no times"),
+        (ONE_DECODE, {"floor_ms": 2 * MAX_NUMBER}, "its floor_ms are no times"),
     ],
 )
-def test_step_times_are_of_steps_that_can_be(case: Case, more: dict[str, Any], problem: str) -> None:
+def test_measured_step_with_invalid_fields_is_refused(case: Case, more: dict[str, Any], problem: str) -> None:
     assert _find_problem(MeasuredCase(case=case, **{"samples_ms": [1.0], **more}), replicas=1) == problem
 
 
-def test_of_what_a_parser_says_100_characters_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said_by = "".join(map(chr, range(0x4E00, 0x4E00 + 150)))
-    assert documents._describe(ValueError(said_by)) == f"is no JSON ({said_by[:100]})."
+def test_parser_message_is_cut_to_100_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser_message = "".join(map(chr, range(0x4E00, 0x4E00 + 150)))
+    assert documents._describe(ValueError(parser_message)) == f"is no JSON ({parser_message[:100]})."
 
     def refuse(_: str) -> None:
-        raise ValueError(said_by)
+        raise ValueError(parser_message)
 
     monkeypatch.setattr(msgspec.json, "decode", refuse)
     path = tmp_path / "flight-0.json"
     with pytest.raises(RecordsError) as error:
         dumps.parse_flight("{}", path)
-    assert str(error.value) == f"{path} is no JSON of torch's flight recorder (ValueError: {said_by[:100]})."
+    assert str(error.value) == f"{path} is no JSON of torch's flight recorder (ValueError: {parser_message[:100]})."

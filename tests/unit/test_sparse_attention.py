@@ -1,4 +1,6 @@
-"""Sparse attention in plans and forecasts: its page's figures, calls between ranks, and engines that lack DCP for it."""
+"""Test sparse attention in plans and forecasts: figures of its page, calls between ranks, and engines without DCP for
+it.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +21,7 @@ REQUESTS, TOKENS = 32, 64_000
 
 
 @pytest.mark.parametrize("dcp", [2, 4, 8])
-def test_the_page_has_the_bytes_of_the_formulas(dcp):
+def test_docs_page_has_the_bytes_of_the_formulas(dcp):
     """A DCP group has dcp / 8 of 128 heads at tp8; MB are 10⁶ bytes."""
     candidates = compute_candidate_bytes(V32.indexer, [TOKENS // dcp] * REQUESTS, dcp)
     exchanged = compute_exchanged_bytes("a2a", REQUESTS, 128 * dcp // 8, dcp, V32.query_width, V32.output_width, 2)
@@ -27,8 +29,8 @@ def test_the_page_has_the_bytes_of_the_formulas(dcp):
     assert f"| {dcp} | {cells} |" in PAGE
 
 
-def test_the_page_has_the_share_of_tokens_with_all_keys_on_each_rank():
-    """dcp 8: a row and a key are divided by 8, or the row alone; and what a layer reads of a request without DCP."""
+def test_docs_page_has_the_token_share_with_all_keys_on_each_rank():
+    """With dcp 8, a row and a key are divided by 8, or only the row; without DCP, a layer reads all rows of a request."""
     row, key = V32.compute_kv_row_bytes(2), V32.indexer.key_bytes
     shares = [(r + key) / 8 / (r / 8 + key) for r in (row, V32.compute_kv_row_bytes(1))]
     assert f"holds {shares[0]:.2f} of the tokens with bf16 KV, {shares[1]:.2f} with fp8" in PAGE
@@ -37,8 +39,10 @@ def test_the_page_has_the_share_of_tokens_with_all_keys_on_each_rank():
     assert f"{row:,} bytes of KV in bf16, or 656 in fp8" in PAGE
 
 
-def test_a_forecast_has_a_gather_of_candidates_for_each_indexer():
-    """20 indexers of 61 layers: 20 all-gathers of 7 · 32 · 2,048 · 8 bytes, which a model without an indexer lacks."""
+def test_forecast_has_a_gather_of_candidates_for_each_indexer():
+    """The 20 indexers of 61 layers make 20 all-gathers of 7 · 32 · 2,048 · 8 bytes; a model without an indexer has
+    none.
+    """
     wire = load_machine("H200").wire
     shape = dataclasses.replace(V32, indexer=dataclasses.replace(V32.indexer, layers=20))
     rows = StepRows(decodes=(TOKENS,) * REQUESTS, sampled=REQUESTS, tokens=REQUESTS)
@@ -50,8 +54,8 @@ def test_a_forecast_has_a_gather_of_candidates_for_each_indexer():
     assert "all-gather" not in predict_calls(dense, rows, wire, "a2a")
 
 
-def test_dcp_with_sparse_attention_is_lacking_in_sglang():
-    """Its pull requests are open; without DCP, or with attention to all tokens, it lacks nothing."""
+def test_sglang_lacks_dcp_with_sparse_attention():
+    """The pull requests of SGLang for it are open; without DCP, or with attention to all tokens, the point is supported."""
     point = Point(
         model="deepseek-v3.2", tp=8, dcp=8, exchange="a2a", concurrency=8, context=4000, backend="triton", dtype="bf16"
     )
@@ -61,8 +65,8 @@ def test_dcp_with_sparse_attention_is_lacking_in_sglang():
     assert PRESETS["sglang"].find_lacking(point) == []
 
 
-def test_prefill_context_parallelism_is_lacking_in_sglang():
-    """Its context parallel ranks lie inside tp, so that no flag of its own has these GPUs."""
+def test_sglang_lacks_prefill_context_parallelism():
+    """The context parallel ranks of SGLang are inside tp, so that no flag takes additional GPUs."""
     point = Point(model="deepseek-v3", tp=4, pp=2, pcp=2, concurrency=8, context=4000, backend="triton", dtype="bf16")
     assert PRESETS["sglang"].find_lacking(point) == ["--stages pcp=2"]
     command = PRESETS["vllm"].make_command(point, {}, "m", 8000)

@@ -1,4 +1,4 @@
-"""Reading options: comma lists, sizes, TOML and YAML files, and what nonsense gets."""
+"""Test the reading of options: comma lists, sizes, TOML and YAML files, and invalid input."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ CPU = Probe(device="cpu", count=0, name="CPU")
 GPU = Probe(device="cuda", count=4, name="NVIDIA H200", memory_bytes=139 << 30, l2_bytes=60 << 20)
 
 
-def test_comma_lists_lists_and_numbers_mean_the_same() -> None:
-    """A file's list, a file's number and the command line's string."""
+def test_comma_lists_lists_and_numbers_are_equivalent() -> None:
+    """The values come from a list or a number of a file, and from a string of the command line."""
     assert make_spec({"tp": "4, 8"}, CPU).tp == make_spec({"tp": [4, 8]}, CPU).tp == (4, 8)
     assert make_spec({"tp": 4}, CPU).tp == make_spec({"tp": "4"}, CPU).tp == (4,)
 
 
-def test_a_value_typed_twice_counts_once() -> None:
-    """--tp 4,4 is one axis value."""
+def test_repeated_value_counts_once() -> None:
+    """The option --tp 4,4 is one axis value."""
     assert make_spec({"tp": "4,4,2"}, CPU).tp == (4, 2)
 
 
-def test_a_toml_and_a_yaml_file_with_the_same_options_make_the_same_spec(tmp_path: Path) -> None:
-    """Names are the command line's, with - or _."""
+def test_toml_and_yaml_files_with_equal_options_give_equal_specs(tmp_path: Path) -> None:
+    """Names are those of the command line, with - or _."""
     toml, yaml = tmp_path / "a.toml", tmp_path / "a.yaml"
     toml.write_text('tp = [2, 4]\nkv-memory = "1GiB"\nbaseline = false\nmodel = "tiny"\nseconds = 3\n')
     yaml.write_text("tp: [2, 4]\nkv_memory: 1GiB\nno-baseline: true\nmodel: tiny\nseconds: 3.0\n")
@@ -40,8 +40,8 @@ def test_a_toml_and_a_yaml_file_with_the_same_options_make_the_same_spec(tmp_pat
     assert (spec.tp, spec.baseline, spec.settings.kv_memory_bytes, spec.settings.seconds) == ((2, 4), False, 1 << 30, 3)
 
 
-def test_an_unknown_name_in_a_file_names_the_nearest_valid_one(tmp_path: Path) -> None:
-    """A typo must not be ignored: the sweep would measure something else."""
+def test_unknown_option_of_a_file_error_suggests_the_nearest_one(tmp_path: Path) -> None:
+    """If a typo were ignored, the sweep would measure something else."""
     path = tmp_path / "a.toml"
     path.write_text("concurency = [8]\n")
     with pytest.raises(UsageError, match="unknown option 'concurency'; did you mean concurrency"):
@@ -68,8 +68,8 @@ def test_an_unknown_name_in_a_file_names_the_nearest_valid_one(tmp_path: Path) -
         ("a.toml", "seconds = 'x'"),
     ],
 )
-def test_nonsense_in_a_file_is_a_usage_error(tmp_path: Path, name: str, text: str) -> None:
-    """Never a traceback of the parser or of Python."""
+def test_invalid_file_content_is_a_usage_error(tmp_path: Path, name: str, text: str) -> None:
+    """The result is never a traceback of the parser or of Python."""
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(UsageError):
@@ -120,8 +120,8 @@ LAUGHS = "tp: [&a [8,8,8,8,8,8,8,8,8], " + ", ".join(
         "long-file",
     ],
 )
-def test_what_no_option_can_be_is_said_at_once(tmp_path: Path, name: str, text: str, words: str) -> None:
-    """600 bytes of aliases stand for 9¹¹ numbers; an anchor that nothing repeats is harmless."""
+def test_too_many_yaml_aliases_are_refused_at_once(tmp_path: Path, name: str, text: str, words: str) -> None:
+    """In 600 bytes, aliases expand to 9¹¹ numbers; an anchor without an alias is harmless."""
     path = tmp_path / name
     path.write_text(text)
     if not words:
@@ -131,8 +131,8 @@ def test_what_no_option_can_be_is_said_at_once(tmp_path: Path, name: str, text: 
         make_spec(read_options(path), CPU)
 
 
-def test_a_missing_or_binary_file_is_a_usage_error(tmp_path: Path) -> None:
-    """Both name the file."""
+def test_missing_or_binary_file_is_a_usage_error(tmp_path: Path) -> None:
+    """Both errors name the file."""
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe\x00")
     for name in ("none.toml", "b.toml"):
         with pytest.raises(UsageError, match=name):
@@ -170,8 +170,7 @@ def test_a_missing_or_binary_file_is_a_usage_error(tmp_path: Path) -> None:
     ],
     ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items()) if isinstance(x, dict) else "",
 )
-def test_nonsense_on_the_command_line_says_what_to_type(options: dict[str, object], words: str) -> None:
-    """Each message holds the option and a way out."""
+def test_invalid_option_error_has_the_option_and_a_remedy(options: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         make_spec(options, CPU)
     assert words in str(caught.value)
@@ -182,12 +181,12 @@ def test_nonsense_on_the_command_line_says_what_to_type(options: dict[str, objec
     [("100GiB", 100 << 30), ("40GB", 40 * 10**9), ("1.5 MiB", 3 << 19), ("2k", 2000), ("7B", 7)],
 )
 def test_sizes_are_binary_with_i_and_decimal_without(text: str, size: int) -> None:
-    """1 GiB is 2^30 bytes, 1 GB is 10^9."""
+    """The size 1 GiB is 2^30 bytes, and 1 GB is 10^9."""
     assert parse_bytes("kv_memory", text) == size
 
 
-def test_a_checkpoint_folder_is_its_own_model(tmp_path: Path) -> None:
-    """--weights FOLDER alone reads FOLDER/config.json; sweep compares it with a --model beside it."""
+def test_checkpoint_folder_is_its_own_model(tmp_path: Path) -> None:
+    """The option --weights FOLDER alone reads FOLDER/config.json; a sweep compares it with --model if both are given."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).touch()
     assert make_spec({"weights": str(tmp_path)}, CPU).model == (str(tmp_path),)
@@ -204,8 +203,8 @@ def test_a_checkpoint_folder_is_its_own_model(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_folder_that_is_no_checkpoint_is_refused_before_any_job(tmp_path: Path, files: list[str], words: str) -> None:
-    """Every rank of every point would fail alike."""
+def test_folder_without_a_checkpoint_is_refused_before_any_job(tmp_path: Path, files: list[str], words: str) -> None:
+    """Otherwise, every rank of every point would fail."""
     for name in files:
         (tmp_path / name).touch()
     with pytest.raises(ModelError, match=f"--weights .* {words}"):
@@ -222,13 +221,13 @@ def test_device_cpu_hides_the_gpus_and_device_cuda_needs_one() -> None:
         select_device(GPU, "cudaa")
 
 
-def test_every_option_of_a_file_reaches_the_spec_or_its_settings() -> None:
+def test_every_option_of_a_file_sets_a_field_of_spec_or_settings() -> None:
     """No name is accepted and then ignored."""
     fields = set(SweepSpec.__dataclass_fields__) | {"kv_memory", "seconds", "profile"}
     assert set(SPEC_PARSERS) == fields - {"settings", "serve", "how"} | {axis.name for axis in HOW}
 
 
-def test_a_spec_made_by_hand_is_checked_too() -> None:
-    """Validation lives in the spec, not in the parser."""
+def test_spec_created_in_python_is_validated() -> None:
+    """Validation is part of the spec, not of the parser."""
     with pytest.raises(DcpbenchError, match="--tp is empty"):
         SweepSpec(model=("tiny",), tp=(), concurrency=(1,), context=(1,), how={})

@@ -1,4 +1,4 @@
-"""Steps of several tokens: the arithmetic of acceptance, how it is typed, and which drafts are accepted."""
+"""Test steps of several tokens: the arithmetic of acceptance, its notation, and which drafts are accepted."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 THREE = Speculation(3, (0.85, 0.6, 0.4))
 
 
-def test_expected_tokens_add_the_products_of_the_probabilities():
-    """1 + 0.85 + 0.85·0.6 + 0.85·0.6·0.4 = 1 + 0.85 + 0.51 + 0.204 = 2.564."""
+def test_expected_tokens_are_the_sum_of_products_of_probabilities():
+    """The sum is 1 + 0.85 + 0.85·0.6 + 0.85·0.6·0.4 = 1 + 0.85 + 0.51 + 0.204 = 2.564."""
     assert THREE.reached == pytest.approx((0.85, 0.51, 0.204))
     assert THREE.expected_tokens == pytest.approx(2.564)
     assert THREE.query_length == 4
@@ -30,20 +30,22 @@ def test_no_acceptance_means_no_expected_tokens():
 
 
 def test_drawn_drafts_follow_the_stated_probabilities():
-    """In 40,000 steps, shares reach each draft as stated; the deviation of a share is below 0.0025, of which 5 are allowed."""
+    """In 40,000 steps, each draft is reached as often as stated; the standard deviation of a share is below 0.0025, of
+    which 5 are allowed.
+    """
     drawn = [THREE.count_accepted(0, request, step) for request in range(200) for step in range(200)]
     for number, share in enumerate(THREE.reached, 1):
         assert sum(count >= number for count in drawn) / len(drawn) == pytest.approx(share, abs=0.0125)
 
 
-def test_drawn_drafts_do_not_depend_on_the_order_in_which_requests_are_asked():
+def test_drawn_drafts_do_not_depend_on_the_order_of_requests():
     asked = [(request, step) for request in range(8) for step in range(8)]
     forward = {one: THREE.count_accepted(3, *one) for one in asked}
     assert {one: THREE.count_accepted(3, *one) for one in reversed(asked)} == forward
     assert {one: THREE.count_accepted(4, *one) for one in asked} != forward
 
 
-def test_certain_and_impossible_drafts():
+def test_drafts_with_probability_one_and_zero():
     assert {Speculation(2, (1.0, 1.0)).count_accepted(0, 1, step) for step in range(99)} == {2}
     assert {Speculation(2, (0.0, 1.0)).count_accepted(0, 1, step) for step in range(99)} == {0}
 
@@ -53,7 +55,7 @@ def test_equal_probabilities_are_kept():
 
 
 @pytest.mark.parametrize("content", [[0.9, 0.5], {"acceptance": [0.9, 0.5]}])
-def test_a_file_holds_the_probabilities(content: object, tmp_path: Path):
+def test_options_file_accepts_probabilities(content: object, tmp_path: Path):
     (tmp_path / "a.json").write_text(json.dumps(content))
     assert parse_acceptance(str(tmp_path / "a.json")) == "0.9/0.5"
 

@@ -1,4 +1,6 @@
-"""Replays over pipeline stages and prefill context parallelism: step times by hand, by simulation, and as a command."""
+"""Test replays with pipeline stages and prefill context parallelism: step times by hand, by simulation, and as a
+command.
+"""
 
 from __future__ import annotations
 
@@ -53,21 +55,25 @@ def replay(tmp_path: Path, point: Point, **settings: int) -> Record:
 
 
 class TestStages:
-    def test_the_stages_of_a_micro_batch_take_the_measured_time_together(self) -> None:
-        """40 ms + 1.4 ms a row + 0.1 ms per thousand KV tokens; of 61 layers, 31 and 30 with about as many experts."""
+    def test_stages_of_a_micro_batch_take_the_measured_time_in_total(self) -> None:
+        """A step takes 40 ms + 1.4 ms a row + 0.1 ms per thousand KV tokens; 61 layers are divided into 31 and 30 with
+        about as many experts.
+        """
         stages_ms = [model.predict_step_ms([decode(4)]) for model in stage(pp=2).models]
         assert sum(stages_ms) == pytest.approx(40 + 1.4 * 4 + 0.1 * 16, rel=0.005)
         moe = [part.layers - part.first_dense for part in make_stages(SHAPES["deepseek-v3"], 2)]
         assert stages_ms[0] / stages_ms[1] == pytest.approx(moe[0] / moe[1], rel=0.05)
 
-    def test_equal_stages_have_one_model(self) -> None:
-        """Of 8 stages of V3, several in the middle have 8 layers with experts."""
+    def test_equal_stages_share_a_model(self) -> None:
+        """Several of 8 stages of V3, in the middle, have 8 layers with experts."""
         models = stage(msgspec.structs.replace(POINT, emulate="H200+rdma-400"), pp=8).models
         assert len(models) == 8
         assert len({id(model) for model in models}) < 8
 
-    def test_a_hop_carries_the_rows_of_a_micro_batch(self) -> None:
-        """4 rows of 7,168 numbers of 2 bytes, twice: a quarter is sent, the rest is gathered, by calls inside steps."""
+    def test_stage_hop_carries_the_rows_of_a_micro_batch(self) -> None:
+        """The hop carries 4 rows of 7,168 numbers of 2 bytes, twice: a quarter is sent, and the rest is gathered within
+        steps.
+        """
         sent, gathered = compute_hop_bytes(4, 7168, 2, 4)
         wire = load_machine("H200").wire.in_step
         seconds = (
@@ -77,7 +83,7 @@ class TestStages:
         assert hop_us == pytest.approx(1e6 * seconds)
 
     @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 1), (2, 2), (2, 4)])
-    def test_a_round_is_that_of_its_stages_simulated_one_by_one(self, pp: int, micro_batches: int) -> None:
+    def test_round_time_equals_a_simulation_of_its_stages(self, pp: int, micro_batches: int) -> None:
         of = stage(pp=pp)
         stages_us = [1e3 * model.predict_step_ms([decode(4)]) for model in of.models]
         (hop_us,) = of._predict_hops_us(4)
@@ -85,7 +91,7 @@ class TestStages:
         assert of.predict_round([decode(4)], micro_batches).us == pytest.approx(simulated, rel=0.001)
 
     def test_gaps_between_tokens_are_rounds_of_half_of_the_requests(self, tmp_path: Path) -> None:
-        """8 clients, of which steps without prompts decode 8 rows as two micro-batches of 4."""
+        """Steps without prompts decode the 8 rows of 8 clients as two micro-batches of 4."""
         found = replay(tmp_path, msgspec.structs.replace(POINT, pp=2)).serve
         assert found is not None
         assert found.stages is not None
@@ -95,21 +101,21 @@ class TestStages:
         assert 0 < found.stages.bubble_share < 0.1
         assert found.output_tok_s_per_gpu == pytest.approx(found.output_tok_s / 8)
 
-    def test_one_micro_batch_leaves_half_of_the_time_of_two_stages_unused(self, tmp_path: Path) -> None:
+    def test_single_micro_batch_leaves_half_the_time_of_two_stages_unused(self, tmp_path: Path) -> None:
         one = replay(tmp_path, msgspec.structs.replace(POINT, pp=2), micro_batches=1).serve
         plain = replay(tmp_path, POINT).serve
         assert one.stages.bubble_share == pytest.approx(0.5, abs=0.02)
         assert one.itl_ms.p50 == pytest.approx(plain.itl_ms.p50, rel=0.02)
         assert plain.stages is None
 
-    def test_a_stage_holds_the_kv_of_its_layers(self, tmp_path: Path) -> None:
-        """31 of 61 layers; the pool, for the requests of the load, has as many tokens."""
+    def test_stage_holds_the_kv_of_its_layers(self, tmp_path: Path) -> None:
+        """A stage has 31 of 61 layers; the pool has as many tokens, for the requests of the load."""
         staged, plain = (replay(tmp_path, msgspec.structs.replace(POINT, pp=pp)).kv for pp in (2, 1))
         assert staged.bytes_per_token_per_gpu == plain.bytes_per_token_per_gpu * 31 / 61
         assert staged.capacity_tokens == plain.capacity_tokens
 
-    def test_the_last_stage_drafts(self) -> None:
-        """One layer of 62, with the head again: the last stage is longer than its 30 layers."""
+    def test_last_stage_computes_the_drafts(self) -> None:
+        """The draft layer, one of 62, uses the head again, so that the last stage takes longer than its 30 layers."""
         drafted = msgspec.structs.replace(POINT, mtp=1, acceptance="0.9")
         with_drafts, without = (
             [model.predict_step_ms([decode(4)._replace(queries=point.mtp + 1)]) for model in stage(point, pp=2).models]
@@ -122,33 +128,35 @@ class TestStages:
 
 
 class TestPrefillContextParallelism:
-    def test_a_rank_computes_its_part_of_a_prompt(self) -> None:
-        """A prompt of 4,096 tokens as 2,048 with 1,024 before them. Experts of 2,048 tokens over 4 ranks have the products of 4,096
-        over 8, but twice the weights to read; calls between the ranks come on top.
+    def test_pcp_rank_computes_its_part_of_a_prompt(self) -> None:
+        """A prompt of 4,096 tokens counts as 2,048 with 1,024 before them. Experts of 2,048 tokens over 4 ranks have
+        the products of 4,096 over 8, but twice the weights to read; calls between the ranks are added.
         """
         (model,), prompt = stage(PLAIN, pcp=2).models, Work.from_requests(0, 0, [(2048, 1024)])
         assert 0.7 * true_ms(prompt) < model.predict_step_ms([prompt]) < true_ms(prompt)
 
-    def test_decodes_read_half_of_the_experts(self) -> None:
-        """Attention and its projections are copies, experts are divided over 8 ranks instead of 4."""
+    def test_pcp_decodes_read_half_of_the_experts(self) -> None:
+        """Attention and its projections are copies, and experts are divided over 8 ranks instead of 4."""
         (model,) = stage(PLAIN, pcp=2).models
         assert 0.5 < model.predict_step_ms([decode(8)]) / true_ms(decode(8)) < 1
 
-    def test_prompts_are_answered_earlier(self, tmp_path: Path) -> None:
+    def test_pcp_reduces_ttft(self, tmp_path: Path) -> None:
         first = [replay(tmp_path, msgspec.structs.replace(PLAIN, pcp=pcp)).serve.ttft_ms.p50 for pcp in (2, 1)]
         assert first[0] < first[1]
 
 
 class TestDcpOverPcpRanks:
     @pytest.mark.parametrize(("dcp", "inner"), [(2, 1), (8, 4)])
-    def test_the_measured_layout_has_dcp_inside_a_pcp_rank(self, dcp: int, inner: int) -> None:
-        """tp4·pcp2: over the 2 PCP ranks alone the measured layout is tp4, over all 8 ranks tp4·dcp4."""
+    def test_measured_layout_has_dcp_inside_a_pcp_rank(self, dcp: int, inner: int) -> None:
+        """For tp4·pcp2 over the 2 PCP ranks, the measured layout is tp4, and over all 8 ranks tp4·dcp4."""
         measured = make_measured_point(msgspec.structs.replace(POINT, dcp=dcp, pcp=2))
         assert (measured.tp, measured.dcp, measured.pcp) == (4, inner, 1)
         assert measured.exchange == ("none" if inner == 1 else "ag_rs")
 
-    def test_a_rank_attends_to_its_half_of_the_tokens(self) -> None:
-        """8 requests of 4,000 tokens are measured steps of 2,000 tokens, with half of the experts and more calls."""
+    def test_dcp_over_pcp_rank_attends_to_half_of_the_tokens(self) -> None:
+        """For 8 requests of 4,000 tokens, the measured steps have 2,000 tokens, with half of the experts and more
+        calls.
+        """
         shared = StagedTimes(
             step_times(path=get_engine_path(PLAIN)), msgspec.structs.replace(POINT, dcp=2, pcp=2, exchange="ag_rs")
         )
@@ -156,7 +164,7 @@ class TestDcpOverPcpRanks:
         assert shared._make_parts(step, 1) == [decode(8, 2000)]
         assert stage(PLAIN, pcp=2)._make_parts(step, 1) == [decode(8)]
 
-    def test_a_replay_has_the_kv_of_all_ranks(self, tmp_path: Path) -> None:
+    def test_dcp_over_pcp_replay_has_the_kv_of_all_ranks(self, tmp_path: Path) -> None:
         point = msgspec.structs.replace(POINT, dcp=8, pcp=2)
         times = step_times(path=get_engine_path(POINT))
         write_step_times(tmp_path / "times.json", times)
@@ -168,7 +176,7 @@ class TestDcpOverPcpRanks:
 
 
 class TestRefusals:
-    def test_steps_of_another_engine_are_not_divided(self) -> None:
+    def test_stages_of_another_engine_are_refused(self) -> None:
         times = msgspec.structs.replace(step_times(path=get_engine_path(POINT)), engine=object())
         with pytest.raises(
             UsageError, match="of another engine; name a file of dcpbench's engine, or leave --stages out"

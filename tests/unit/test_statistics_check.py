@@ -1,4 +1,4 @@
-"""The rates that docs/statistics.md states: a short, seeded form of its simulations, and the page itself."""
+"""Test the rates that docs/statistics.md states, by a short, seeded form of its simulations, and the page itself."""
 
 from __future__ import annotations
 
@@ -31,48 +31,52 @@ def count_different(
 
 
 class TestEqualSides:
-    """Documented: at most 5 % show a difference; 12 of 150 are the upper 5 % of what 5 % gives."""
+    """Test the documented limit of 5 % for equal sides that show a difference; 12 of 150 is the upper 5 % quantile."""
 
     @pytest.mark.parametrize("kind", check.NOISES)
     @pytest.mark.parametrize("launches", [(4, 4), (8, 8), (4, 8)])
-    def test_they_are_hardly_ever_called_different(self, kind: str, launches: tuple[int, int]) -> None:
+    def test_equal_sides_are_rarely_called_different(self, kind: str, launches: tuple[int, int]) -> None:
         assert count_different(kind, launches) <= 12
 
     @pytest.mark.parametrize("kind", check.NOISES)
-    def test_rounds_are_hardly_ever_called_different(self, kind: str) -> None:
+    def test_equal_rounds_are_rarely_called_different(self, kind: str) -> None:
         assert count_different(kind, (4, 4), paired=True) <= 12
 
     @pytest.mark.parametrize("launches", [(4, 6), (4, 12)])
-    def test_the_freedom_of_the_larger_side_is_not_taken_for_the_smaller_one(self, launches: tuple[int, int]) -> None:
-        """Few launches that scatter by 2 % against many that scatter by 0.3 %."""
+    def test_degrees_of_freedom_are_not_those_of_the_larger_side(self, launches: tuple[int, int]) -> None:
+        """Few launches that scatter by 2 % are compared with many that scatter by 0.3 %."""
         assert count_different("normal", launches, scatter=(2.0, 0.3)) <= 12
 
     @pytest.mark.parametrize("launches", [(2, 6), (1, 6), (3, 3), (1, 1)])
     def test_fewer_than_four_launches_are_never_called_different(self, launches: tuple[int, int]) -> None:
-        """Two of 2 % against six of 0.3 % were, in 15 % of cases; one against six in 93 %; two-valued 3 against 3 in 13 %."""
+        """Otherwise, 15 % of comparisons of two launches at 2 % with six at 0.3 % differ, 93 % of one with six, and 13
+        % of two-valued 3 with 3.
+        """
         assert count_different("two-valued", launches) == 0
         assert count_different("normal", launches, scatter=(2.0, 0.3)) == 0
 
 
-def test_a_slowdown_of_5_percent_is_found_by_four_launches_that_scatter_by_1_percent() -> None:
-    """Documented: in at least 90 %."""
+def test_slowdown_of_5_percent_is_found_with_four_launches_of_1_percent_scatter() -> None:
+    """The documented rate is at least 90 %."""
     assert check.count_slowdowns(0.05, effects.MIN_LAUNCHES, 0.01, 400).holds
 
 
-def test_a_share_has_an_upper_bound() -> None:
-    """The bound of none in 100 is 1 - 0.05^(1/100) = 3 %; a share holds if it is as documented and its bound below twice that."""
+def test_observed_share_has_an_upper_bound() -> None:
+    """The bound for none in 100 is 1 - 0.05^(1/100) = 3 %; a share passes if it is as documented and its bound is below
+    twice that.
+    """
     none = check.Share(0, 100, at_most=0.02)
     assert none.bound == pytest.approx(1 - 0.05 ** (1 / 100))
     assert none.holds
     assert not check.Share(3, 100, at_most=0.02).holds
-    assert not check.Share(0, 50, at_most=0.02).holds, "50 draws cannot show it"
+    assert not check.Share(0, 50, at_most=0.02).holds, "50 draws cannot prove the rate"
     assert check.Share(9, 10, at_least=0.9).holds
     assert not check.Share(8, 10, at_least=0.9).holds
 
 
 @pytest.mark.parametrize("kind", [*check.NOISES, *check.OTHERS])
-def test_noise_has_a_scatter_of_one_unit(kind: str) -> None:
-    """Two-valued noise: ±1, of which 1 in 5 is higher, 2·√(0.2·0.8) = 0.8. An AR(1) process keeps its correlation."""
+def test_noise_has_unit_scatter(kind: str) -> None:
+    """Two-valued noise is ±1, of which 1 in 5 is higher, 2·√(0.2·0.8) = 0.8. An AR(1) process keeps its correlation."""
     x = check.draw_noise(kind, 400, 200, np.random.default_rng(0))
     assert x.shape == (400, 200)
     assert np.std(x) == pytest.approx(0.8 if kind.startswith("two") else 1, rel=0.05)
@@ -80,8 +84,8 @@ def test_noise_has_a_scatter_of_one_unit(kind: str) -> None:
     assert rho == pytest.approx({"ar": 0.5, "ar 0.7": 0.7}.get(kind, 0), abs=0.03)
 
 
-def test_paired_sides_are_launched_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A B, B A, A B: launches 0, 3 and 4 are A's, and 1, 2 and 5 are B's."""
+def test_paired_sides_alternate_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is A B, B A, A B: launches 0, 3 and 4 are those of A, and 1, 2 and 5 those of B."""
     monkeypatch.setattr(check, "draw_noise", lambda _, rows, runs, __: np.tile(np.arange(float(runs)), (rows, 1)))
     a, b = check.draw_sides("normal", (3, 3), np.random.default_rng(0), paired=True, rows=1)
     assert a.tolist() == [[0, 3, 4]]
@@ -89,14 +93,14 @@ def test_paired_sides_are_launched_in_turn(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class TestPage:
-    def test_it_has_every_table_and_no_rate_worse_than_documented(self) -> None:
+    def test_page_has_every_table_and_no_rate_worse_than_documented(self) -> None:
         text = PAGE.read_text(encoding="utf-8")
         assert text.startswith(check.HEAD)
         assert len(re.findall(r"^## ", text, re.MULTILINE)) == len(check.CHECKS)
         assert "%!" not in text.replace(" ", "")
 
-    def test_its_rates_are_those_that_the_code_documents(self) -> None:
-        """The rates of unchanged histories and equal sides are read from the page: after a change of a constant the page has to be written again."""
+    def test_page_states_the_rates_that_the_code_documents(self) -> None:
+        """After a change of a constant, the page has to be written again."""
         text = PAGE.read_text(encoding="utf-8")
         tables = text.split("\n## ")[1:]
         marks, verdicts = (

@@ -1,4 +1,4 @@
-"""Cases as steps for an engine: the right work, in slots and pages of their own, the same on every rank."""
+"""Test cases as steps for an engine: the right work, in separate slots and pages, the same on every rank."""
 
 import dataclasses
 import itertools
@@ -25,15 +25,15 @@ def steps(case: Case, **changes: object) -> CaseSteps:
 
 
 @pytest.mark.parametrize("case", make_cases(EXTENT), ids=str)
-def test_a_step_does_the_work_of_its_case(case: Case) -> None:
-    """Both the first and those that repeat it; what is predicted for one is what was measured with the other."""
+def test_step_has_the_work_of_its_case(case: Case) -> None:
+    """Both the first step and its repetitions have the work that predictions assume."""
     made = steps(case)
     assert compute_step_works(made.first) == compute_step_works(made.again) == [case.compute_work()]
 
 
 @pytest.mark.parametrize("case", make_cases(EXTENT), ids=str)
-def test_requests_have_slots_and_places_of_their_own(case: Case) -> None:
-    """Slot 0 and page 0, locations 0 to 3, are padding; every token that a request reads or writes has a location."""
+def test_requests_have_separate_slots_and_locations(case: Case) -> None:
+    """Slot 0 and page 0, with locations 0 to 3, are padding; every token that a request reads or writes has a location."""
     (todo,) = steps(case).first.replicas
     assert [write.slot for write in todo.table] == list(range(1, case.requests + 1))
     locs = np.concatenate([write.locs for write in todo.table])
@@ -44,28 +44,30 @@ def test_requests_have_slots_and_places_of_their_own(case: Case) -> None:
     assert [len(write.locs) for write in todo.table] == reads
 
 
-def test_requests_that_together_pass_the_pool_have_pages_in_common() -> None:
-    """32 pages of 4 tokens; six requests of ten pages each. No request has a page twice, and none is padding."""
+def test_requests_that_exceed_the_pool_share_pages() -> None:
+    """The pool has 32 pages of 4 tokens, and six requests take ten pages each. No request has a page twice, and none is
+    padding.
+    """
     (todo,) = steps(Case(decodes=(Decodes(6, 40),))).first.replicas
     pages = [set((write.locs // 4).tolist()) for write in todo.table]
     assert [len(own) for own in pages] == [10] * 6
     assert set.union(*pages) == set(range(1, 33))
 
 
-def test_chunks_begin_with_a_page_and_sample() -> None:
-    """Two chunks of 5 tokens after 8: [8, 13), in slots 1 and 2."""
+def test_chunks_begin_at_a_page_and_sample() -> None:
+    """Two chunks of 5 tokens after 8 are [8, 13), in slots 1 and 2."""
     (todo,) = steps(Case(chunks=(Chunks(2, 5, 8),))).again.replicas
     assert [(c.slot, c.start, c.stop, c.samples) for c in todo.chunks] == [(1, 8, 13, True), (2, 8, 13, True)]
 
 
-def test_no_position_moves_when_a_step_is_repeated() -> None:
-    """A case can therefore be repeated past any number of tokens."""
+def test_repeated_step_has_the_same_positions() -> None:
+    """A case can therefore be repeated for any number of tokens."""
     made = steps(Case(decodes=(Decodes(2, 40),)))
     assert made.first.replicas[0].positions == made.again.replicas[0].positions == [39, 39]
     assert not made.again.replicas[0].table
 
 
-def test_replicas_do_the_same() -> None:
+def test_all_replicas_have_the_same_work() -> None:
     made = steps(Case(decodes=(Decodes(2, 40),)), replicas=3)
     assert len(made.again.replicas) == 3
     assert len({id(replica) for replica in made.again.replicas}) == 1
@@ -77,23 +79,23 @@ def test_no_request_finishes() -> None:
     assert not any(s.is_finished for s in made.first.replicas[0].sampled_sequences)
 
 
-def test_prompts_are_the_same_on_every_rank_and_numbered_apart_from_those_of_loads() -> None:
-    """An engine knows by its number whose prompt a slot holds."""
+def test_prompts_are_equal_on_all_ranks_and_have_separate_numbers() -> None:
+    """An engine identifies the prompt of a slot by its number, which no load may have."""
     makers = [CaseMaker(CONFIG, VOCAB) for _ in range(2)]
     case = Case(chunks=(Chunks(2, 5, 8),))
     found = [
         [c.sequence.request for _ in range(2) for c in m.make_steps(case).first.replicas[0].chunks] for m in makers
     ]
-    for mine, others in zip(*found, strict=True):
-        assert mine.number == others.number < 0
-        assert (mine.prompt == others.prompt).all()
-        assert 0 <= mine.prompt.min() <= mine.prompt.max() < VOCAB
+    for first, second in zip(*found, strict=True):
+        assert first.number == second.number < 0
+        assert (first.prompt == second.prompt).all()
+        assert 0 <= first.prompt.min() <= first.prompt.max() < VOCAB
     assert all(a.number != b.number for a, b in itertools.combinations(found[0], 2))
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_predictions_are_checked_by_has_prefixes_between_measured_ones(shared: bool) -> None:
-    """Where there is no room for a page of prefix, no chunk is checked: one without is on the lines."""
+def test_check_cases_have_prefixes_between_measured_ones(shared: bool) -> None:
+    """Without capacity for a page of prefix, no chunk is checked: a chunk without a prefix is a line case."""
     for context, pages in itertools.product(range(9, 41), (4, 8, 32)):
         extent = Extent(requests=6, context=context, pages=pages, virtual_page=4, chunk=16, shared=shared)
         checked = [chunk for case in make_cases(extent) if case.use == CHECK for chunk in case.chunks]
@@ -112,8 +114,8 @@ EXTENTS = st.builds(
 
 
 @given(tokens=st.integers(1, 48), extent=EXTENTS)
-def test_the_fewest_chunks_are_those_of_the_first_number_that_fits(tokens: int, extent: Extent) -> None:
-    """Each with as many tokens as the longest, and none of them shared."""
+def test_fewest_chunks_are_the_first_number_that_fits(tokens: int, extent: Extent) -> None:
+    """Each chunk has as many tokens as the longest request, and none is shared."""
     alone = dataclasses.replace(extent, shared=False)
     fits = [
         n
@@ -124,10 +126,10 @@ def test_the_fewest_chunks_are_those_of_the_first_number_that_fits(tokens: int, 
 
 
 @given(tokens=st.integers(1, 48), extent=EXTENTS)
-def test_as_many_chunks_attend_to_most_as_have_a_prefix_and_a_quarter_of_the_context_or_more(
-    tokens: int, extent: Extent
-) -> None:
-    """They attend to a prefix, and to half of their own tokens on average; None if these numbers leave no tokens for a prefix."""
+def test_chunks_with_most_attention_have_a_prefix_and_a_quarter_of_the_context(tokens: int, extent: Extent) -> None:
+    """Chunks attend to a prefix, and to half of their own tokens on average; the result is None if no tokens are left
+    for a prefix.
+    """
     fewest = extent.compute_min_chunks(tokens) or 1
     numbers = [
         n for n in range(fewest, extent.max_running + 1) if n == fewest or tokens / (n - 1) > extent.context / LATE
@@ -143,10 +145,9 @@ def test_as_many_chunks_attend_to_most_as_have_a_prefix_and_a_quarter_of_the_con
         assert extent.supports_case(Case(chunks=(Chunks(1, -(-tokens // found), prefixes[found]),)))
 
 
-def test_chunks_are_measured_on_both_sides_of_where_kernels_change() -> None:
-    """
-    Up to 768 rows, and in the next ones that run, 800; up to 1,823 in 1,792, and past them in 1,856. Without a prefix alone,
-    but where sizes of their own are the same.
+def test_chunk_sizes_are_measured_on_both_sides_of_kernel_changes() -> None:
+    """The sizes are 768 rows and the next ones, 800; and 1,792 rows and the next ones, 1,856. These have no prefix,
+    unless their size is measured anyway.
     """
     extent = Extent(requests=16, context=2000, pages=1000, virtual_page=64, chunk=4096)
     plain, changed = (make_cases(dataclasses.replace(extent, changes=changes)) for changes in ((), (512, 768, 1823)))
@@ -162,15 +163,15 @@ def test_rows_past_the_largest_step_are_not_measured() -> None:
     assert max(case.compute_work().tokens for case in make_cases(extent)) == 600
 
 
-def test_a_case_is_said_in_requests_and_chunks() -> None:
+def test_case_text_has_requests_and_chunks() -> None:
     case = Case(decodes=(Decodes(47, 5500),), chunks=(Chunks(1, 2048, 256), Chunks(2, 100, 0)))
     assert str(case) == "47 × 1 token at 5,500 + 1 × 2,048 tokens at 256 + 2 × 100 tokens at 0"
     hot = Case(decodes=(Decodes(4, 20),), use=HOT, after=(Chunks(1, 512, 0),), since=2)
     assert str(hot) == "4 × 1 token at 20, 2 steps later, behind 1 × 512 tokens at 0"
 
 
-def test_an_extent_is_that_of_the_largest_of_all_points() -> None:
-    """Two replicas share 5, 16 and 9 requests and a chunk; a page of 16 tokens on each of two ranks holds 32 together."""
+def test_extent_covers_the_largest_of_all_points() -> None:
+    """Two replicas share 5, 16 and 9 requests and a chunk; a page of 16 tokens on each of two ranks is 32 tokens."""
     loads = [("100", 512, 400), ("uniform:50-100", 2048, 900), ("300", 1024, 700)]
     points = [
         serve_record_builder.point(
@@ -204,8 +205,8 @@ def test_an_extent_is_that_of_the_largest_of_all_points() -> None:
         ({"turns": "4"}, True),
     ],
 )
-def test_prompts_share_what_a_prefix_cache_finds(changed: dict[str, object], shared: bool) -> None:
-    """Requests with a common prefix, of a file, and of sessions share prefixes; one load of several is enough."""
+def test_extent_is_shared_if_any_load_shares_prefixes(changed: dict[str, object], shared: bool) -> None:
+    """Requests with a common prefix, of a file, and of sessions share prefixes; one such load is enough."""
     one = serve_record_builder.point(changed={"prefix_cache": True} | changed)
     plain = serve_record_builder.point(changed={"prefix_cache": True})
     assert [Extent.from_points(points, pages=9, max_context=440).shared for points in ([one], [plain, one])] == [
@@ -217,10 +218,10 @@ def test_prompts_share_what_a_prefix_cache_finds(changed: dict[str, object], sha
     ("arrivals", "open_loop", "targets"),
     [(["closed"], False, (4,)), (["closed", "poisson"], True, (4,)), (["poisson"], True, ())],
 )
-def test_a_loop_is_open_where_any_load_has_times_of_its_own(
+def test_extent_is_open_loop_if_any_load_has_arrival_times(
     arrivals: list[str], open_loop: bool, targets: tuple[int, ...]
 ) -> None:
-    """Clients of a closed loop are aimed at; of an open one any number may be at once."""
+    """The clients of a closed loop are target sizes; an open loop may have any number of requests."""
     points = [
         serve_record_builder.point(
             concurrency=4, changed={"arrival": a, "request_rate": 1.0 if a != "closed" else None}

@@ -1,4 +1,4 @@
-"""Guards of the step model against measurements that noise turned around: more work is never predicted to take less."""
+"""Test that the step model never predicts less time for more work, despite noise in measurements."""
 
 import pytest
 
@@ -9,12 +9,14 @@ SIZES = (512, 1024)
 
 
 def chunk(tokens: int, prefix: int = 0, chunks: int = 1) -> Work:
-    """A step of chunks alone, each with the same prefix."""
+    """Return a step of chunks only, each with the same prefix."""
     return Work.from_requests(0, 0, [(tokens // chunks, prefix)] * chunks)
 
 
 def measured(per_prefix_token: float, works: list[Work], begin_ms: float = 0.0) -> list[tuple[Work, float]]:
-    """Cases of an engine that needs 10 ms, 0.01 a row, 1e-6 a pair, `begin_ms` for any prefix and so much a token of it."""
+    """Return cases of an engine that needs 10 ms, 0.01 per row, 1e-6 per pair, `begin_ms` for any prefix and
+    `per_prefix_token` for each of its tokens.
+    """
     return [
         (
             w,
@@ -32,28 +34,28 @@ GATHER = [chunk(1024, 4096, chunks=4)]
 
 
 class TestGatheringAPrefix:
-    def test_a_stored_token_costs_what_was_measured(self) -> None:
-        """1e-3 ms a token: 4 chunks with prefixes of 4,096 gather 16,384 tokens."""
+    def test_stored_token_has_its_measured_cost(self) -> None:
+        """The cost is 1e-3 ms per token: 4 chunks with prefixes of 4,096 gather 16,384 tokens."""
         times = PrefillTimes(measured(1e-3, LINE), measured(1e-3, GATHER), 0)
         assert times.gather_ms == pytest.approx(1e-3, rel=1e-6)
 
-    @pytest.mark.parametrize("gather", [GATHER, []], ids=["by-cases-of-their-own", "along-the-lines"])
-    def test_a_negative_cost_is_noise_and_counts_as_none(self, gather: list[Work]) -> None:
-        """Cases that were faster by 1e-3 ms for each stored token: a longer prefix is not predicted to save time."""
+    @pytest.mark.parametrize("gather", [GATHER, []], ids=["by-separate-cases", "along-the-lines"])
+    def test_negative_cost_of_a_prefix_counts_as_zero(self, gather: list[Work]) -> None:
+        """Cases are faster by 1e-3 ms for each stored token, but a longer prefix is not predicted to save time."""
         times = PrefillTimes(measured(-1e-3, LINE), measured(-1e-3, gather), 0)
         assert times.gather_ms == 0
         assert times(1024, 2e6, 16384) == times(1024, 2e6, 1024)
 
-    def test_beginning_with_a_prefix_never_saves_time(self) -> None:
+    def test_having_a_prefix_never_saves_time(self) -> None:
         """A prefix of any length was 2 ms faster than none: `begin` is 0, not -2."""
         times = PrefillTimes(measured(0.0, LINE, begin_ms=-2.0), [], 0)
         assert min(times.begin.ys) == 0
         assert PrefillTimes(measured(0.0, LINE, begin_ms=2.0), [], 0).begin.ys == [pytest.approx(2, rel=0.05)] * 2
 
 
-def test_shorter_prompts_are_not_slower_where_longer_ones_were_measured_faster() -> None:
-    """Prompts of 512 tokens in chunks of 512 took longer alone than two of 256: the line of 1,024 tokens, which has one
-    length of prompts, goes on to shorter ones level, not upwards.
+def test_shorter_prompts_are_not_predicted_slower_than_longer_ones() -> None:
+    """A prompt of 512 tokens took longer than two of 256: the line of 1,024 tokens, which has one length of prompts, is
+    constant for shorter ones.
     """
     cases = [(chunk(512, chunks=2), 16.0), (chunk(512), 15.0), (chunk(1024), 20.0)]
     times = PrefillTimes(cases, [], 0)
@@ -61,7 +63,9 @@ def test_shorter_prompts_are_not_slower_where_longer_ones_were_measured_faster()
 
 
 class TestPrefixNextToDecodes:
-    """Steps with 8 decode rows and a chunk behind 2,048 tokens take 12 ms longer than their parts, at any number of rows."""
+    """Test steps with 8 decode rows and a chunk after 2,048 tokens, which take 12 ms longer than their parts at any
+    number of rows.
+    """
 
     @pytest.fixture
     def times(self) -> PrefixedTimes:
@@ -71,13 +75,13 @@ class TestPrefixNextToDecodes:
         return PrefixedTimes([(w, prefill(w.all_rows, w.pairs, w.prefix) + 15.0) for w in works], prefill, mixed)
 
     @pytest.mark.parametrize(("prefix", "ms"), [(0, 0.0), (512, 3.0), (2048, 12.0), (8192, 12.0)])
-    def test_the_time_grows_up_to_the_measured_prefix(self, times: PrefixedTimes, prefix: int, ms: float) -> None:
+    def test_added_time_grows_up_to_the_measured_prefix(self, times: PrefixedTimes, prefix: int, ms: float) -> None:
         assert times(768, prefix) == pytest.approx(ms, abs=1e-6)
 
 
 class TestSparedTime:
-    def test_rows_that_are_not_there_never_add_time(self) -> None:
-        """A step with all rows on one of two replicas took 3 ms longer than one with as many on both: noise."""
+    def test_missing_rows_of_a_replica_never_add_time(self) -> None:
+        """Due to noise, a step with all rows on one of two replicas took 3 ms longer than one with as many on both."""
         prefill = PrefillTimes(measured(0.0, LINE), [], 0)
         slower = [(w, ms + 3.0) for w, ms in measured(0.0, [chunk(512), chunk(1024)])]
         works = [chunk(1024), Work.from_requests(0, 0, [])]
@@ -85,14 +89,14 @@ class TestSparedTime:
         faster = [(w, ms - 3.0) for w, ms in measured(0.0, [chunk(512), chunk(1024)])]
         assert SparedTimes(faster, prefill)(works) == pytest.approx(3.0)
 
-    def test_a_replica_alone_spares_nothing(self) -> None:
+    def test_single_replica_has_no_spared_time(self) -> None:
         prefill = PrefillTimes(measured(0.0, LINE), [], 0)
         faster = [(w, ms - 3.0) for w, ms in measured(0.0, [chunk(512), chunk(1024)])]
         assert SparedTimes(faster, prefill)([chunk(1024)]) == 0
 
 
-def test_past_the_chunks_that_were_measured_decode_rows_add_what_they_did_there() -> None:
-    """5 ms beside 512 tokens and 9 beside 1,024: beside 256 and 2,048 it stays 5 and 9, and 7 lies half-way."""
+def test_decode_rows_add_a_constant_time_beyond_the_measured_chunks() -> None:
+    """The time is 5 ms with 512 tokens and 9 with 1,024: with 256 and 2,048 it stays 5 and 9, and 7 is half-way."""
     prefill = PrefillTimes(measured(0.0, [chunk(n) for n in (256, 512, 1024, 2048)]), [], 8)
     cases = []
     for tokens, more in ((512, 5.0), (1024, 9.0)):
@@ -103,8 +107,10 @@ def test_past_the_chunks_that_were_measured_decode_rows_add_what_they_did_there(
     assert found == pytest.approx([5, 5, 7, 9, 9])
 
 
-def test_no_step_with_chunks_is_faster_than_the_fastest_that_was_measured() -> None:
-    """64 tokens took 5 ms as two chunks and 95 as one: the line through both is below 0 for 64 chunks of one token."""
+def test_chunk_step_is_not_predicted_faster_than_the_fastest_measured() -> None:
+    """A step of 64 tokens took 5 ms as two chunks and 95 as one: the line through both is below 0 for 64 chunks of one
+    token.
+    """
     cases = [(Work.from_requests(1, 10, []), 4.0), (chunk(64, chunks=2), 5.0), (chunk(64), 95.0)]
     model = StepModel(cases)
     many = chunk(64, chunks=64)
@@ -112,6 +118,6 @@ def test_no_step_with_chunks_is_faster_than_the_fastest_that_was_measured() -> N
     assert model.predict_step_ms([many]) == 5.0
 
 
-def test_a_line_is_held_past_its_ends() -> None:
+def test_line_is_constant_beyond_its_ends() -> None:
     line = Line([(1.0, 3.0), (2.0, 5.0)])
     assert [line.predict_clamped(x) for x in (-7.0, 1.5, 9.0)] == [3.0, 4.0, 5.0]

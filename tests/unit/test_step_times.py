@@ -1,4 +1,4 @@
-"""Step times: what is measured, what is predicted of it, what is refused, and the file."""
+"""Test step times: their measured cases, predictions, refusals and file."""
 
 import dataclasses
 import re
@@ -32,41 +32,45 @@ from tests.unit.step_times_builder import EXTENT, PATH, step_times, true_ms
 TIMES = step_times()
 
 
-def replica(positions: list[int], chunks: list[tuple[int, int]] = []) -> ReplicaStep:  # noqa: B006 - not changed
-    """Decodes that write these positions, and chunks of (tokens, prefix)."""
-    anyone = Sequence(ServeRequest(number=0, prompt=np.zeros(1, dtype=np.int32), output_tokens=1), 0)
+def make_replica(positions: list[int], chunks: list[tuple[int, int]] = []) -> ReplicaStep:  # noqa: B006 - the default is never changed
+    """Return the step of a replica with decodes that write these positions, and chunks of (tokens, prefix)."""
+    sequence = Sequence(ServeRequest(number=0, prompt=np.zeros(1, dtype=np.int32), output_tokens=1), 0)
     return ReplicaStep(
-        decodes=[anyone] * len(positions),
+        decodes=[sequence] * len(positions),
         slots=list(range(1, len(positions) + 1)),
         positions=positions,
-        chunks=[Chunk(anyone, 1, prefix, prefix + tokens, samples=True) for tokens, prefix in chunks],
+        chunks=[Chunk(sequence, 1, prefix, prefix + tokens, samples=True) for tokens, prefix in chunks],
     )
 
 
-def ms(*replicas: ReplicaStep) -> float:
+def predict_ms(*replicas: ReplicaStep) -> float:
     return TIMES.predict_duration_ms(Step(0, list(replicas)))
 
 
 class TestWork:
-    def test_a_decode_attends_to_its_position_and_all_before_it(self) -> None:
-        """Positions 9 and 99 read 10 and 100 KV rows; two rows are a graph of their own."""
-        assert TIMES.model.predict_step_ms([Work(2, 110, 0, 0.0, 0)]) == ms(replica([9, 99]))
+    def test_decode_attends_to_its_position_and_all_before_it(self) -> None:
+        """Positions 9 and 99 read 10 and 100 KV rows; two rows have their own graph."""
+        assert TIMES.model.predict_step_ms([Work(2, 110, 0, 0.0, 0)]) == predict_ms(make_replica([9, 99]))
 
-    def test_rows_are_those_that_run(self) -> None:
+    def test_decode_rows_are_those_of_the_graph(self) -> None:
         """Five requests run in the graph of eight."""
         assert Work.from_requests(5, 500, []).rows == 8
 
-    def test_a_token_of_a_chunk_attends_to_the_prefix_and_half_the_chunk(self) -> None:
-        """100 tokens after 200 attend to 200 + 50 each: 25,000 pairs; 10 more tokens alone to 5 each: 50."""
+    def test_chunk_token_attends_to_the_prefix_and_half_the_chunk(self) -> None:
+        """The 100 tokens after 200 attend to 200 + 50 each, 25,000 pairs; 10 tokens without a prefix attend to 5 each,
+        50 pairs.
+        """
         assert Work.from_requests(0, 0, [(100, 200), (10, 0)]) == Work(0, 0, 110, 25_050.0, 200)
 
 
 class TestGrid:
-    def test_every_case_can_run(self) -> None:
+    def test_extent_supports_every_case(self) -> None:
         assert all(EXTENT.supports_case(case) for case in make_cases(EXTENT))
 
-    def test_it_takes_less_than_40_seconds(self) -> None:
-        """The times are those of DeepSeek-V3 on four GPUs, for cases with one step to settle and two or three to measure."""
+    def test_measuring_all_cases_takes_less_than_40_seconds(self) -> None:
+        """The times are those of DeepSeek-V3 on four GPUs, for cases with one step to settle and two or three to
+        measure.
+        """
         times = [true_ms(case.compute_work()) for case in make_cases(EXTENT)]
         assert sum(t * (3 if t > 150 else 4) for t in times) < 40_000
 
@@ -80,33 +84,33 @@ class TestGrid:
         ],
         ids=["1", "3", "48", "600"],
     )
-    def test_rows_are_dense_near_the_most_and_sparse_below(self, requests: int, sizes: list[int]) -> None:
+    def test_row_sizes_are_dense_near_the_maximum_and_sparse_below(self, requests: int, sizes: list[int]) -> None:
         assert select_row_sizes(requests)[: len(sizes)] == sizes
 
-    def test_rows_that_loads_aim_at_are_measured(self) -> None:
-        """64 is skipped between 80 and 48 else."""
+    def test_target_row_sizes_are_measured(self) -> None:
+        """Without a target, 64 between 48 and 80 is skipped."""
         assert 64 not in select_row_sizes(600)
         assert 64 in select_row_sizes(600, targets=(64,))
 
-    def test_an_open_loop_may_have_any_number_of_rows(self) -> None:
+    def test_row_sizes_of_an_open_loop_cover_all_numbers(self) -> None:
         assert select_row_sizes(256, open_loop=True)[:8] == [1, 2, 4, 8, 12, 16, 24, 32]
 
-    def test_steps_past_the_largest_graph_have_sizes_of_their_own(self) -> None:
-        """513 to 600 requests run eagerly in 576 and 640 rows."""
+    def test_row_sizes_beyond_the_largest_graph_are_measured(self) -> None:
+        """From 513 to 600 requests run eagerly in 576 and 640 rows."""
         assert select_row_sizes(600)[-2:] == [512, 576] or select_row_sizes(600)[-1] == 640
 
-    def test_prompts_of_one_length_are_a_size_unless_one_is_near(self) -> None:
-        """4,000 is within a tenth of 4,096; 2,500 is not near to anything."""
+    def test_prompt_length_is_a_chunk_size_unless_another_size_is_near(self) -> None:
+        """The length 4,000 is within a tenth of 4,096, and 2,500 is near to no other size."""
         assert 4000 not in select_chunk_sizes(EXTENT)
         assert 2500 in select_chunk_sizes(dataclasses.replace(EXTENT, prompts=(2500,)))
 
-    def test_no_step_has_more_chunk_tokens_than_kv_or_requests_allow(self) -> None:
-        """One request of 5,500 tokens at most never fills a chunk of 8,192."""
+    def test_chunk_sizes_do_not_exceed_the_tokens_of_all_requests(self) -> None:
+        """One request of at most 5,500 tokens never fills a chunk of 8,192."""
         assert select_chunk_sizes(dataclasses.replace(EXTENT, requests=1))[-1] == 5500
 
     @pytest.mark.parametrize("requests", [1, 2, 5])
     @pytest.mark.parametrize("pages", [2, 9, 40])
-    def test_small_caches_have_a_grid_too(self, requests: int, pages: int) -> None:
+    def test_small_kv_caches_have_cases(self, requests: int, pages: int) -> None:
         extent = Extent(requests=requests, context=60, pages=pages, virtual_page=4, chunk=16)
         cases = make_cases(extent)
         assert cases
@@ -116,13 +120,13 @@ class TestGrid:
         )
 
     def test_long_prompts_are_measured_to_their_end(self) -> None:
-        """128 K tokens: chunks of 8,192 whose prefix is all the rest, 15 × 8,192 = 122,880 and a little."""
+        """For 128 K tokens, chunks of 8,192 have prefixes of up to 131,072 - 8,192 tokens."""
         long = dataclasses.replace(EXTENT, context=131_072, pages=4000)
         prefixes = [c.prefix for case in make_cases(long) for c in case.chunks if c.tokens == 8192]
         assert max(prefixes) == 131_072 - 8192
 
-    def test_prompts_that_share_attend_to_more_than_the_cache_holds(self) -> None:
-        """48 requests of 5,500 tokens, where the pool has 100 pages of 256 tokens."""
+    def test_shared_prompts_attend_to_more_tokens_than_the_cache_holds(self) -> None:
+        """The 48 requests have 5,500 tokens, and the pool has 100 pages of 256 tokens."""
         scarce = dataclasses.replace(EXTENT, pages=100)
         assert max(case.compute_work().kv_tokens for case in make_cases(scarce)) <= 25_600
         assert (
@@ -130,114 +134,123 @@ class TestGrid:
             == 48 * 5500
         )
 
-    def test_a_cache_of_nothing_is_an_error(self) -> None:
+    def test_kv_cache_without_pages_is_an_error(self) -> None:
         with pytest.raises(UsageError, match="--kv-memory"):
             make_cases(Extent(requests=1, context=8, pages=0, virtual_page=4, chunk=8))
 
 
 class TestPrediction:
-    def test_it_is_exact_on_the_grid_where_times_are_not_linear(self) -> None:
-        """Random times: every case that is interpolated between gives back its own."""
+    def test_prediction_is_exact_for_measured_cases_with_random_times(self) -> None:
+        """Every case that is used for interpolation is predicted with its own median."""
         rng = np.random.default_rng(0)
         times = step_times(truth=lambda work: true_ms(work) * rng.uniform(0.9, 1.1))
         for m in times.select_cases(LINE):
             assert times.model.predict_step_ms([m.case.compute_work()]) == pytest.approx(m.median_ms)
 
     @pytest.mark.parametrize("seed", range(40))
-    def test_it_is_exact_on_linear_functions(self, seed: int) -> None:
-        """Any step within the extent, whatever its mix: the truth is linear, so nothing is lost between the cases."""
+    def test_prediction_is_exact_for_linear_times(self, seed: int) -> None:
+        """For any step within the extent, interpolation between linear times loses nothing."""
         rng = np.random.default_rng(seed)
         positions = rng.integers(255, 5000, rng.integers(0, 40)).tolist()
         chunks = [(int(tokens), 256 * int(rng.integers(0, 4))) for tokens in rng.integers(1, 1200, rng.integers(0, 6))]
         if not positions and not chunks:
             positions = [500]
         work = Work.from_requests(len(positions), sum(positions) + len(positions), chunks)
-        assert ms(replica(positions, chunks)) == pytest.approx(true_ms(work))
+        assert predict_ms(make_replica(positions, chunks)) == pytest.approx(true_ms(work))
 
-    def test_cases_to_check_with_change_nothing(self) -> None:
+    def test_check_cases_do_not_change_predictions(self) -> None:
         wrong = [MeasuredCase(case=m.case, samples_ms=[1e6]) if m.case.use == CHECK else m for m in TIMES.cases]
         times = msgspec.structs.replace(TIMES, cases=wrong)
-        assert times.predict_duration_ms(Step(0, [replica([99])])) == ms(replica([99]))
+        assert times.predict_duration_ms(Step(0, [make_replica([99])])) == predict_ms(make_replica([99]))
         assert all(error < -0.99 for _, error in times.check_errors())
 
-    def test_a_perfect_prediction_has_no_error(self) -> None:
+    def test_exact_predictions_have_no_check_errors(self) -> None:
         assert len(TIMES.check_errors()) == 3
         assert all(abs(error) < 1e-9 for _, error in TIMES.check_errors())
 
-    def test_where_no_case_has_many_prefixes_their_cost_follows_from_the_lines(self) -> None:
-        """
-        A stored token costs 1.5 µs and, for each row that attends to it, 2.5 ns: at 1 row 1.5025, at 8,192 rows 21.98.
-        Four chunks with 1,024 stored tokens each have 3,000 more than one chunk that attends to as many pairs.
+    def test_cost_of_several_prefixes_follows_from_line_cases(self) -> None:
+        """A stored token costs 1.5 µs and, for each row that attends to it, 2.5 ns: 1.5025 µs at 1 row and 21.98 µs at
+        8,192 rows. Four chunks with 1,024 stored tokens each have 3,000 more than one chunk that attends to as many
+        pairs.
         """
         lines = msgspec.structs.replace(TIMES, cases=TIMES.select_cases(LINE))
-        step = replica([], [(256, 1024)] * 4)
+        step = make_replica([], [(256, 1024)] * 4)
         assert lines.predict_duration_ms(Step(0, [step])) == pytest.approx(
             true_ms(Work.from_requests(0, 0, [(256, 1024)] * 4))
         )
 
-    def test_beside_a_chunk_on_another_replica_a_lone_decode_adds_the_reading_of_its_kv(self) -> None:
-        """A replica with one slot never has both. 4,000 KV tokens at 0.1 µs beside rows that cost as a chunk's do."""
-        alone = step_times(dataclasses.replace(EXTENT, requests=1, targets=(1,)))
-        step = Step(0, [replica([], [(1, 0)]), replica([3999])])
-        assert alone.predict_duration_ms(step) == pytest.approx(60 + 16 * 0.045 + 0.4, abs=0.01)
+    def test_decode_with_a_chunk_on_another_replica_adds_the_time_of_its_kv_reads(self) -> None:
+        """A replica with one slot never has both. The 4,000 KV tokens take 0.1 µs each, in addition to rows that cost
+        as much as those of a chunk.
+        """
+        single = step_times(dataclasses.replace(EXTENT, requests=1, targets=(1,)))
+        step = Step(0, [make_replica([], [(1, 0)]), make_replica([3999])])
+        assert single.predict_duration_ms(step) == pytest.approx(60 + 16 * 0.045 + 0.4, abs=0.01)
 
-    def test_decodes_that_are_padded_take_as_long_as_their_graph(self) -> None:
-        """5 and 8 requests with equally many KV tokens both run in the graph of 8."""
-        assert ms(replica([999] * 5)) == pytest.approx(ms(replica([624] * 8)))
+    def test_padded_decodes_take_as_long_as_their_graph(self) -> None:
+        """Both 5 and 8 requests with equally many KV tokens run in the graph of 8."""
+        assert predict_ms(make_replica([999] * 5)) == pytest.approx(predict_ms(make_replica([624] * 8)))
 
-    def test_the_slowest_replica_decides(self) -> None:
-        full, light = replica([4999] * 8), replica([299] * 8)
-        assert ms(full, light) == ms(full) > ms(light)
+    def test_slowest_replica_determines_the_step_time(self) -> None:
+        full, light = make_replica([4999] * 8), make_replica([299] * 8)
+        assert predict_ms(full, light) == predict_ms(full) > predict_ms(light)
 
-    def test_replicas_run_as_many_rows_as_the_fullest(self) -> None:
-        """One request with 5,000 tokens beside eight with 300: its replica runs eight rows, too."""
-        assert ms(replica([4999]), replica([299] * 8)) == pytest.approx(true_ms(Work(8, 5000, 0, 0.0, 0)))
+    def test_all_replicas_run_the_rows_of_the_largest(self) -> None:
+        """A replica with one request of 5,000 tokens runs eight rows, if another has eight requests of 300."""
+        assert predict_ms(make_replica([4999]), make_replica([299] * 8)) == pytest.approx(
+            true_ms(Work(8, 5000, 0, 0.0, 0))
+        )
 
-    def test_a_replica_without_chunks_runs_the_rows_of_the_one_with_them(self) -> None:
-        """2,048 rows at 0.045 ms and the attention of either; the chunk's is more than two decodes'."""
-        chunk, decodes = replica([], [(2048, 0)]), replica([400, 400])
-        assert ms(chunk, decodes) == ms(chunk)
+    def test_replica_without_chunks_runs_the_rows_of_the_one_with_chunks(self) -> None:
+        """Both run 2,048 rows at 0.045 ms; the attention of the chunk takes longer than that of two decodes."""
+        chunk, decodes = make_replica([], [(2048, 0)]), make_replica([400, 400])
+        assert predict_ms(chunk, decodes) == predict_ms(chunk)
 
-    def test_the_median_of_the_samples_counts(self) -> None:
+    def test_measured_case_has_the_median_of_its_samples(self) -> None:
         assert MeasuredCase(case=Case(), samples_ms=[5.0, 1.0, 2.0]).median_ms == 2.0
 
-    def test_a_line_goes_on_beyond_its_ends(self) -> None:
+    def test_line_is_extrapolated_beyond_its_ends(self) -> None:
         line = Line([(10, 1), (20, 2), (40, 8)])
         assert [line(x) for x in (0, 10, 15, 30, 50)] == [0, 1, 1.5, 5, 11]
 
 
 class TestRefusal:
     @pytest.mark.parametrize(
-        ("step", "says"),
+        ("step", "message"),
         [
-            (replica([99] * 49), "56 decode rows|64 decode rows"),
-            (replica([99] * 600), "captured graphs"),
-            (replica([7000]), "1 decode rows with 7,001 KV tokens"),
-            (replica([], [(9000, 0)]), r"9,216 rows.*give a smaller --prefill chunk or load\."),
-            (replica([], [(64, 9 * 1024)]), r"64 rows whose chunks' tokens attend to 9,248.*give a smaller load\."),
-            (replica([9000], [(64, 0)]), "in a step with chunks"),
+            (make_replica([99] * 49), "56 decode rows|64 decode rows"),
+            (make_replica([99] * 600), "captured graphs"),
+            (make_replica([7000]), "1 decode rows with 7,001 KV tokens"),
+            (make_replica([], [(9000, 0)]), r"9,216 rows.*give a smaller --prefill chunk or load\."),
+            (
+                make_replica([], [(64, 9 * 1024)]),
+                r"64 rows whose chunks' tokens attend to 9,248.*give a smaller load\.",
+            ),
+            (make_replica([9000], [(64, 0)]), "in a step with chunks"),
         ],
         ids=["rows", "eager", "kv", "chunk", "prefix", "mixed-kv"],
     )
-    def test_a_step_outside_of_what_was_measured_is_an_error(self, step: ReplicaStep, says: str) -> None:
-        """It names the step, what there is, and what to do; nothing is made up."""
-        with pytest.raises(UsageError, match=says) as caught:
-            ms(step)
+    def test_step_outside_the_measured_range_is_an_error(self, step: ReplicaStep, message: str) -> None:
+        """The message names the step, the measured range, and a remedy."""
+        with pytest.raises(UsageError, match=message) as caught:
+            predict_ms(step)
         assert "--step-times" in str(caught.value)
 
-    def test_a_fifth_more_kv_is_predicted(self) -> None:
-        """As what grows there is the reading of KV: 48 × 5,500 measured, 48 × 5,800 asked for."""
-        assert ms(replica([5799] * 48)) == pytest.approx(40 + 1.4 * 48 + 1e-4 * 48 * 5800)
+    def test_up_to_a_fifth_more_kv_is_extrapolated(self) -> None:
+        """The time grows with the KV reads: 48 × 5,500 tokens are measured, and 48 × 5,800 are predicted."""
+        assert predict_ms(make_replica([5799] * 48)) == pytest.approx(40 + 1.4 * 48 + 1e-4 * 48 * 5800)
 
-    def test_times_of_decodes_alone_are_no_step_times(self) -> None:
+    def test_step_times_without_chunks_are_refused(self) -> None:
         only = [m for m in TIMES.cases if not m.case.chunks]
         with pytest.raises(RecordsError, match="measure"):
             _ = msgspec.structs.replace(TIMES, cases=only).model
 
 
 class TestHost:
-    def test_launching_is_interpolated_between_its_own_times(self) -> None:
-        """50 ms for a step with chunks, 0.01 more for each row: 704 both for 700 tokens and with two decodes beside them."""
+    def test_host_time_is_interpolated_between_measured_host_times(self) -> None:
+        """A step with chunks takes 50 ms, and 0.01 ms for each row; 700 tokens make 704 rows, with and without two
+        decodes.
+        """
 
         def host_ms(case: Case) -> list[float]:
             work = case.compute_work()
@@ -246,13 +259,13 @@ class TestHost:
         times = msgspec.structs.replace(
             TIMES, cases=[msgspec.structs.replace(m, host_ms=host_ms(m.case)) for m in TIMES.cases]
         )
-        assert times.predict_host_ms(Step(0, [replica([], [(700, 256)])])) == pytest.approx(57.04)
-        assert times.predict_host_ms(Step(0, [replica([99, 1000], [(700, 256)])])) == pytest.approx(57.04)
-        assert times.predict_host_ms(Step(0, [replica([99, 1000])])) == 0.0
+        assert times.predict_host_ms(Step(0, [make_replica([], [(700, 256)])])) == pytest.approx(57.04)
+        assert times.predict_host_ms(Step(0, [make_replica([99, 1000], [(700, 256)])])) == pytest.approx(57.04)
+        assert times.predict_host_ms(Step(0, [make_replica([99, 1000])])) == 0.0
 
-    def test_the_host_is_never_busy_for_less_than_no_time(self) -> None:
-        """1 ms for each 100 KV tokens of a row past the first 200: lines through cases of 256 tokens and more would
-        predict -2 ms for one of a single token.
+    def test_predicted_host_time_is_never_negative(self) -> None:
+        """The host takes 1 ms for each 100 KV tokens of a row after the first 200: lines through cases of 256 tokens
+        and more would predict -2 ms for a single token.
         """
 
         def host_ms(case: Case) -> list[float]:
@@ -261,66 +274,66 @@ class TestHost:
         times = msgspec.structs.replace(
             TIMES, cases=[msgspec.structs.replace(m, host_ms=host_ms(m.case)) for m in TIMES.cases]
         )
-        single = Step(0, [replica([0])])
+        single = Step(0, [make_replica([0])])
         assert times.host_model.predict_step_ms([Work(1, 1, 0, 0.0, 0)]) < 0
         assert times.predict_host_ms(single) == 0.0
 
-    @pytest.mark.parametrize(("tp", "host_ms", "as_running"), [(1, 5.0, False), (8, 5.0, True), (8, 1e4, False)])
-    def test_where_one_rank_stands_for_several_launching_chunks_takes_as_long_as_running_them_at_least(
-        self, tp: int, host_ms: float, as_running: bool
+    @pytest.mark.parametrize(("tp", "host_ms", "as_device"), [(1, 5.0, False), (8, 5.0, True), (8, 1e4, False)])
+    def test_host_time_of_emulated_chunks_is_at_least_the_device_time_if_it_was_with_several_ranks_less(
+        self, tp: int, host_ms: float, as_device: bool
     ) -> None:
-        """Where it took the one less."""
+        """If the single emulated rank took less host time than the device time, chunks of several ranks take the
+        latter.
+        """
         cases = [msgspec.structs.replace(m, host_ms=[host_ms] if m.case.chunks else []) for m in TIMES.cases]
         emulated = Emulated(machine="H200", calls=1, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0)
         times = msgspec.structs.replace(TIMES, cases=cases, emulated=emulated, path=PATH | {"tp": tp})
-        chunk, decodes = (Step(0, [one]) for one in (replica([], [(700, 256)]), replica([99, 1000])))
-        assert times.predict_host_ms(chunk) == pytest.approx(
-            times.predict_duration_ms(chunk) if as_running else host_ms
-        )
+        chunk, decodes = (Step(0, [one]) for one in (make_replica([], [(700, 256)]), make_replica([99, 1000])))
+        assert times.predict_host_ms(chunk) == pytest.approx(times.predict_duration_ms(chunk) if as_device else host_ms)
         assert times.predict_host_ms(decodes) == 0.0
 
-    def test_steps_with_prompts_can_be_made_longer_by_another_factor(self) -> None:
+    def test_steps_with_prompts_have_a_separate_factor(self) -> None:
         longer = TIMES.apply_factors(1.5, 2.0)
-        chunk, decodes = (Step(0, [one]) for one in (replica([], [(700, 256)]), replica([99, 1000])))
+        chunk, decodes = (Step(0, [one]) for one in (make_replica([], [(700, 256)]), make_replica([99, 1000])))
         assert longer.predict_duration_ms(decodes) == pytest.approx(1.5 * TIMES.predict_duration_ms(decodes))
         assert longer.predict_duration_ms(chunk) == pytest.approx(2 * TIMES.predict_duration_ms(chunk))
 
 
 class TestPath:
-    def test_what_either_side_lacks_is_named_as_lacking(self) -> None:
-        """A precision of its own, or a machine that is emulated, is the empty string where there is none."""
+    def test_option_that_one_path_lacks_is_reported_as_none(self) -> None:
+        """The empty string stands for the default precision and for a real machine."""
         assert find_differences(PATH, PATH | {"kv_dtype": "fp8"}) == ["no --kv-dtype instead of fp8"]
         assert find_differences(PATH | {"kv_dtype": "fp8"}, dict(PATH)) == ["--kv-dtype fp8 instead of none"]
 
-    def test_differences_are_named_as_options(self) -> None:
+    def test_path_differences_are_named_as_options(self) -> None:
         other = PATH | {"backend": "triton", "page_size": 1}
         assert find_differences(other, PATH) == [
             "--backend triton instead of flashinfer",
             "--page-size 1 instead of 64",
         ]
 
-    def test_auto_takes_what_was_measured(self) -> None:
+    def test_auto_options_match_any_measured_path(self) -> None:
         assert find_differences(PATH, PATH | {"backend": "auto", "exchange": "auto"}) == []
 
-    def test_equal_paths_have_none(self) -> None:
+    def test_equal_paths_have_no_differences(self) -> None:
         assert find_differences(PATH, dict(PATH)) == []
 
 
 class TestFile:
-    def test_it_comes_back_as_it_was(self, tmp_path) -> None:
+    def test_step_times_file_round_trips(self, tmp_path) -> None:
         path = tmp_path / "step-times" / "one.json"
         write_step_times(path, TIMES)
         assert read_step_times(path) == TIMES
         assert not list(path.parent.glob("*.part"))
 
-    def test_it_predicts_the_same(self, tmp_path) -> None:
+    def test_step_times_from_a_file_predict_the_same(self, tmp_path) -> None:
         path = tmp_path / "one.json"
         write_step_times(path, TIMES)
-        step = Step(0, [replica([99, 1000], [(700, 256)])])
+        step = Step(0, [make_replica([99, 1000], [(700, 256)])])
         assert read_step_times(path).predict_duration_ms(step) == TIMES.predict_duration_ms(step)
 
     @pytest.mark.parametrize("change", [{"tp": "4"}, {"model": None}, {"q_replicate": 1}, {"halves": False}], ids=str)
-    def test_a_path_that_no_point_has_says_so(self, tmp_path, change: dict[str, object]) -> None:
+    def test_file_with_an_invalid_path_is_refused(self, tmp_path, change: dict[str, object]) -> None:
         write_step_times(tmp_path / "x.json", TIMES)
         bad = msgspec.json.decode((tmp_path / "x.json").read_bytes())
         bad["path"] |= change
@@ -328,8 +341,8 @@ class TestFile:
         with pytest.raises(RecordsError, match=f"path.*{'' if None in change.values() else next(iter(change))}"):
             read_step_times(tmp_path / "x.json")
 
-    def test_a_field_that_is_newer_than_the_file_has_its_default(self, tmp_path: Path) -> None:
-        """Files stay readable if an axis is added. A field without a default cannot be left out."""
+    def test_path_field_missing_in_an_older_file_has_its_default(self, tmp_path: Path) -> None:
+        """Files stay readable after an axis is added. A field without a default cannot be left out."""
         path = tmp_path / "one.json"
         write_step_times(path, TIMES)
         older = msgspec.json.decode(path.read_bytes())
@@ -341,22 +354,22 @@ class TestFile:
         with pytest.raises(RecordsError, match=r"path\.model is missing"):
             read_step_times(path)
 
-    def test_one_without_the_host_s_time_has_none(self, tmp_path) -> None:
-        """As files have that are older than it."""
+    def test_file_without_host_times_predicts_zero_host_time(self, tmp_path) -> None:
+        """Older files have no host times."""
         path = tmp_path / "one.json"
         write_step_times(path, TIMES)
         older = msgspec.json.decode(path.read_bytes())
         for measured in older["cases"]:
             del measured["host_ms"]
         path.write_bytes(msgspec.json.encode(older))
-        assert read_step_times(path).predict_host_ms(Step(0, [replica([99, 1000], [(700, 256)])])) == 0.0
+        assert read_step_times(path).predict_host_ms(Step(0, [make_replica([99, 1000], [(700, 256)])])) == 0.0
 
-    def test_units_stand_in_its_names(self) -> None:
+    def test_file_field_names_contain_their_units(self) -> None:
         text = msgspec.json.encode(TIMES).decode()
         assert {"samples_ms", "launch_ms", "measuring_s"} <= set(re.findall(r'"(\w+)":', text))
 
     @pytest.mark.parametrize(
-        ("text", "says"),
+        ("text", "message"),
         [
             ("", "step times"),
             ("{}", "schema_version"),
@@ -365,18 +378,18 @@ class TestFile:
         ],
         ids=["empty", "no-version", "version", "fields"],
     )
-    def test_a_damaged_file_says_so(self, tmp_path, text: str, says: str) -> None:
+    def test_damaged_step_times_file_is_refused(self, tmp_path, text: str, message: str) -> None:
         path = tmp_path / "x.json"
         path.write_text(text)
-        with pytest.raises(RecordsError, match=says):
+        with pytest.raises(RecordsError, match=message):
             read_step_times(path)
 
-    def test_a_missing_file_says_so(self, tmp_path) -> None:
+    def test_missing_step_times_file_is_reported(self, tmp_path) -> None:
         with pytest.raises(RecordsError, match=r"nothing\.json"):
             read_step_times(tmp_path / "nothing.json")
 
     @pytest.mark.parametrize(
-        ("case", "changes", "words"),
+        ("case", "changes", "expected"),
         [
             (Case(decodes=(Decodes(0, 1),)), {}, r"case\.decodes counts from 1 to 1,000,000,000, and not 0, 1"),
             (Case(decodes=(Decodes(1, 10**30),)), {}, r"case\.decodes counts from 1 to 1,000,000,000"),
@@ -395,29 +408,29 @@ class TestFile:
         ],
         ids=["no-rows", "huge", "no-tokens", "a-billion", "prefix", "nothing", "use", "time", "host", "floor"],
     )
-    def test_cases_that_no_step_can_be_are_refused_by_their_number(
-        self, tmp_path, case: Case, changes: dict[str, object], words: str
+    def test_file_with_an_invalid_case_is_refused_with_its_index(
+        self, tmp_path, case: Case, changes: dict[str, object], expected: str
     ) -> None:
         """Predictions divide by rows and by tokens."""
         measured = MeasuredCase(**{"case": case, "samples_ms": [1.0], **changes})  # type: ignore[arg-type]
         write_step_times(tmp_path / "x.json", msgspec.structs.replace(TIMES, cases=[measured]))
-        with pytest.raises(RecordsError, match=rf"x\.json, cases\[0\]: .*{words}.*measure again"):
+        with pytest.raises(RecordsError, match=rf"x\.json, cases\[0\]: .*{expected}.*measure again"):
             read_step_times(tmp_path / "x.json")
 
-    def test_nesting_and_numbers_that_python_does_not_read_are_damage(self, tmp_path) -> None:
+    def test_file_with_too_deep_nesting_or_too_large_numbers_is_refused(self, tmp_path) -> None:
         for text in ("[" * 100_000, '{"schema_version": 1e400}', '{"schema_version": ' + "9" * 10_000 + "}"):
             (tmp_path / "x.json").write_text(text)
             with pytest.raises(RecordsError, match=r"x\.json cannot be read as step times"):
                 read_step_times(tmp_path / "x.json")
 
-    def test_two_cases_of_the_same_work_stand_for_their_mean(self) -> None:
-        """A line through two times at one place has no slope; past its last place that is where one is asked for."""
+    def test_line_takes_the_mean_of_two_times_at_one_place(self) -> None:
+        """Two times at one place define no slope, which extrapolation beyond the last place must handle."""
         line = Line([(1.0, 10.0), (2.0, 20.0), (2.0, 24.0)])
         assert [line(x) for x in (1.0, 2.0, 3.0)] == [10.0, 22.0, 34.0]
         assert Line([(2.0, 20.0), (2.0, 24.0)])(5.0) == 22.0
 
     @pytest.mark.parametrize("samples", [[], [0.0], [-1.0, 2.0]], ids=["none", "zero", "negative"])
-    def test_times_that_cannot_be_are_refused(self, tmp_path, samples: list[float]) -> None:
+    def test_file_with_impossible_times_is_refused(self, tmp_path, samples: list[float]) -> None:
         path = tmp_path / "x.json"
         case = Case(decodes=(Decodes(1, 1),), chunks=(Chunks(1, 1, 0),))
         bad = msgspec.structs.replace(TIMES, cases=[MeasuredCase(case=case, samples_ms=samples)])
@@ -426,27 +439,31 @@ class TestFile:
             read_step_times(path)
 
 
-def test_beside_few_chunks_rows_add_what_they_did_beside_the_fewest_measured() -> None:
-    """Measured beside 100 and 200 tokens: 10 and 20 ms more. Below and above it stays; between it is linear."""
+def test_decode_rows_add_a_constant_time_outside_measured_chunk_sizes() -> None:
+    """With 100 and 200 chunk tokens, decode rows add 10 and 20 ms. Outside these sizes the time is constant, and
+    between them it is linear.
+    """
     samples = [
         (Work(rows, round(rows * each), tokens, 0.0, 0), more)
         for tokens, more in ((100, 10.0), (200, 20.0))
         for rows, each in ((1, 50.0), (1, 100.0), (4, 50.0), (4, 100.0))
     ]
-    of = MixedTimes(samples, lambda *_: 0.0)  # type: ignore[arg-type]
+    mixed_times = MixedTimes(samples, lambda *_: 0.0)  # type: ignore[arg-type]
     for tokens, more in ((50, 10.0), (100, 10.0), (150, 15.0), (200, 20.0), (400, 20.0)):
-        assert of(Work(2, 160, tokens, 0.0, 0)) == pytest.approx(more)
+        assert mixed_times(Work(2, 160, tokens, 0.0, 0)) == pytest.approx(more)
 
 
-def stands(prompts: tuple[Prompts, ...]) -> StepTimes:
-    """Make the step times of an emulated rank, with a machine's file that states how much longer steps with prompts take."""
-    told = Emulated(machine="H200", calls=3, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0, prompts=prompts)
-    return msgspec.structs.replace(step_times(EXTENT), emulated=told)
+def make_emulated_times(prompts: tuple[Prompts, ...]) -> StepTimes:
+    """Return the step times of an emulated rank, with factors of a machine's file for steps with prompts."""
+    emulated = Emulated(machine="H200", calls=3, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0, prompts=prompts)
+    return msgspec.structs.replace(step_times(EXTENT), emulated=emulated)
 
 
-def test_steps_with_prompts_are_as_long_as_the_gpus_of_the_machine_take_together() -> None:
-    """1.02 times at 2,048 tokens, 1.04 at 4,096, and so 1.03 in the middle; what decodes alone stays, and so do the samples."""
-    plain, longer = step_times(EXTENT), stands((Prompts(2048, 1.02), Prompts(4096, 1.04)))
+def test_steps_with_prompts_are_scaled_by_the_factors_of_the_machine() -> None:
+    """The factor is 1.02 at 2,048 tokens and 1.04 at 4,096, so that it is 1.03 in the middle; decode-only steps and
+    samples are unchanged.
+    """
+    plain, longer = step_times(EXTENT), make_emulated_times((Prompts(2048, 1.02), Prompts(4096, 1.04)))
     for tokens, times in ((1024, 1.02), (3072, 1.03), (4096, 1.04), (8192, 1.04)):
         work = Work.from_requests(0, 0, [(tokens, 0)])
         assert longer.model.predict_step_ms([work]) == pytest.approx(
@@ -457,8 +474,8 @@ def test_steps_with_prompts_are_as_long_as_the_gpus_of_the_machine_take_together
     assert longer.cases == plain.cases
 
 
-def test_a_file_whose_prompts_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_file_with_an_invalid_prompt_factor_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "step-times" / "x.json"
-    write_step_times(path, stands((Prompts(2048, 0.0),)))
+    write_step_times(path, make_emulated_times((Prompts(2048, 0.0),)))
     with pytest.raises(RecordsError, match=re.escape(f"{path}, emulated: prompts[0] = [2048, 0] cannot be")):
         read_step_times(path)

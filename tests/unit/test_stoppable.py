@@ -1,4 +1,4 @@
-"""What a command prints when it is stopped."""
+"""Test the output of a command that is stopped."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def stop(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_after_an_interrupt_the_command_for_a_report_is_named_if_there_are_records(
+def test_interrupt_message_has_the_report_command_if_there_are_records(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "dcpbench report" not in stop(tmp_path, capsys)
     (tmp_path / "records.jsonl").touch()
     assert "dcpbench report" not in stop(tmp_path, capsys)
     record_builder.write(tmp_path, [record_builder.ok(record_builder.point())])
-    said = stop(tmp_path, capsys)
-    assert f"To go on, repeat the command with: -o {tmp_path} --resume\n" in said
-    assert f"For a report of what was measured: dcpbench report {tmp_path}\n" in said
+    message = stop(tmp_path, capsys)
+    assert f"To go on, repeat the command with: -o {tmp_path} --resume\n" in message
+    assert f"For a report of what was measured: dcpbench report {tmp_path}\n" in message

@@ -1,4 +1,4 @@
-"""Structured options: one option with several keys, such as `--sessions turns=4,think=2`."""
+"""Test structured options: one option with several keys, such as `--sessions turns=4,think=2`."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ SERVE_FIELDS = {*SERVE_PARSERS, *SPEC_PARSERS}
     ],
     ids=str,
 )
-def test_an_option_is_parsed_by_its_declaration(
+def test_structured_option_is_parsed_by_its_declaration(
     declared: type[StructuredOption], typed: object, wanted: StructuredOption | None
 ) -> None:
-    """Text of a command line, or a table or one value of a file. A bare value comes first."""
+    """The value is text of a command line, or a table or one value of a file. A bare value comes first."""
     if wanted is None:
         with pytest.raises(UsageError, match="not KEY=VALUE"):
             declared.parse(typed)
@@ -120,18 +120,18 @@ SESSIONS = "--sessions [turns=]LEN,tokens=LEN,think=S,system=N,branch=P,subagent
     ],
     ids=str,
 )
-def test_an_error_names_the_keys_that_are_valid(declared: type[StructuredOption], typed: object, message: str) -> None:
+def test_unknown_key_error_names_the_valid_keys(declared: type[StructuredOption], typed: object, message: str) -> None:
     with pytest.raises(UsageError) as e:
         declared.parse(typed)
     assert str(e.value).startswith(message)
 
 
-def test_a_number_of_more_digits_than_python_writes_is_refused() -> None:
+def test_number_with_too_many_digits_for_python_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--page-size rows=\(a number that is too long\): not a whole number"):
         PageSize.parse({"rows": 1 << 40_000})
 
 
-def test_a_command_that_has_some_of_the_keys_names_those_alone() -> None:
+def test_unknown_key_error_names_only_the_keys_of_the_command() -> None:
     assert Timeout.parse("start=9", ["start"]) == Timeout(start=9.0)
     with pytest.raises(UsageError, match=r"^--timeout has no key 'point'; its key is start=S\.$"):
         Timeout.parse("point=9", ["start"])
@@ -140,7 +140,7 @@ def test_a_command_that_has_some_of_the_keys_names_those_alone() -> None:
 
 
 @pytest.mark.parametrize("declared", STRUCTURED, ids=lambda declared: declared.option)
-def test_the_help_of_an_option_has_each_key_with_its_unit_and_its_default(declared: type[StructuredOption]) -> None:
+def test_help_of_an_option_has_each_key_with_unit_and_default(declared: type[StructuredOption]) -> None:
     about, *lines = declared.format_help().split("\n\n")
     assert about == declared.text
     assert [line.partition("=")[0] for line in lines] == [*declared.list_keys()]
@@ -154,8 +154,8 @@ def test_every_field_that_a_key_sets_is_a_field_of_a_spec() -> None:
     assert {declared for declared, _ in KEYS.values()} <= {*BY_NAME.values()}
 
 
-def test_fields_are_named_as_they_are_typed() -> None:
-    """A field that has its option's name needs no key."""
+def test_field_names_equal_their_keys_unless_declared() -> None:
+    """A field with the name of its option needs no key."""
     names = ["kv_dtype", "page_size", "interleave", "turns", "prefix_cache"]
     assert [format_flag(name) for name in names] == [
         "--kv-dtype", "--page-size", "--page-size interleave", "--sessions turns", "--prefill prefix-cache",
@@ -166,7 +166,7 @@ def test_fields_are_named_as_they_are_typed() -> None:
 
 
 class TestRecords:
-    """What is recorded does not depend on how options are grouped on the command line."""
+    """Test that records do not depend on the grouping of options on the command line."""
 
     def parse(self, command: str, *words: str) -> dict[str, Any]:
         """Return the options of a command line by the fields of a spec."""
@@ -175,7 +175,7 @@ class TestRecords:
         with load_command(command).make_context(command, list(words)) as context:
             return collect_typed(SimpleNamespace(**context.params))
 
-    def test_a_load_has_the_fields_of_its_keys(self) -> None:
+    def test_load_has_the_fields_of_its_keys(self) -> None:
         given = self.parse(
             "serve",
             "--sessions",
@@ -202,7 +202,7 @@ class TestRecords:
         sent = [{"disaggregate": "1:1", "transfer_gb_s": rate, "transfer_ms": 2.0} for rate in (25.0, 50.0)]
         assert deployed == [*sent, {"disaggregate": "3"}]
 
-    def test_a_sweep_has_the_fields_of_its_keys(self) -> None:
+    def test_sweep_has_the_fields_of_its_keys(self) -> None:
         given = self.parse(
             "sweep", "--page-size", "8,interleave=2", "--collectives", "q-replicate=no/yes,all-reduce=symm"
         )
@@ -220,7 +220,7 @@ class TestRecords:
 
 
 class TestFiles:
-    """Structured options of a configuration file."""
+    """Test structured options of a configuration file."""
 
     def read(self, folder: Path, text: str) -> dict[str, object]:
         path = folder / "serve.toml"
@@ -231,37 +231,37 @@ class TestFiles:
         "text",
         ['sessions = "turns=4,think=2"', "sessions = {turns = 4, think = 2}", "[sessions]\nturns = 4\nthink = 2"],
     )
-    def test_they_are_text_or_a_table(self, text: str, tmp_path: Path) -> None:
+    def test_structured_option_of_a_file_is_text_or_a_table(self, text: str, tmp_path: Path) -> None:
         assert self.read(tmp_path, text) == {"turns": "4", "think_time": "2"}
 
-    def test_a_key_alone_is_no_option(self, tmp_path: Path) -> None:
+    def test_key_without_its_option_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="unknown option 'turns'"):
             self.read(tmp_path, "turns = 4")
 
-    def test_a_file_has_no_key_that_describes_no_grid(self, tmp_path: Path) -> None:
-        """How a command runs is typed: --timeout 60 in a file would be lost."""
+    def test_file_refuses_keys_that_describe_no_grid(self, tmp_path: Path) -> None:
+        """Options on how a command runs belong on the command line: --timeout 60 in a file would be lost."""
         assert self.read(tmp_path, "timeout = {load = 60}") == {"limit_seconds": 60.0}
         for text in ("timeout = 60", 'timeout = "60"', "timeout = {point = 60}"):
             with pytest.raises(UsageError, match=r"--timeout .*load=S"):
                 self.read(tmp_path, text)
 
-    def test_its_options_are_those_of_the_command_line(self) -> None:
+    def test_options_of_a_file_equal_those_of_the_command_line(self) -> None:
         assert {"sessions", "prefix_share", "disaggregate", "prefill", "page_size", "collectives"} <= {
             *list_file_names(SERVE_PARSERS)
         }
 
 
 class TestCommandLine:
-    """Structured options that are given several times, as by `ab --both … --a …`."""
+    """Test structured options that are given several times, as by `ab --both … --a …`."""
 
-    def test_their_keys_are_merged(self) -> None:
+    def test_keys_of_repeated_options_are_merged(self) -> None:
         words = ["--timeout", "load=60", "--tp", "2", "--timeout=300", "--timeout", "point=900"]
         with load_command("serve").make_context("serve", words) as context:
             assert context.params["timeout"] == Timeout(stall=300.0, point=900.0, load=60.0)
             assert context.params["tp"] == "2"
 
-    def test_other_arguments_stay(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """An argument that the command does not have is an error, wherever it is."""
+    def test_other_arguments_are_kept(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """An unknown argument is an error at any position."""
         with pytest.raises(SystemExit) as ended:
             cli.main(["serve", "--timeout", "3", "unknown", "--timeout", "load=4"])
         assert ended.value.code == 2
@@ -278,7 +278,7 @@ class TestCommandLine:
             ),
         ],
     )
-    def test_a_key_is_given_once(
+    def test_repeated_key_is_refused(
         self, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         with pytest.raises(SystemExit) as ended:

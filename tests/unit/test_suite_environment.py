@@ -1,4 +1,4 @@
-"""The environment of the suite: a variable of the user's shell changes no test."""
+"""Test that variables of the user's shell change no test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOSTILE = {
 }
 
 
-def test_only_what_is_listed_stays() -> None:
+def test_only_listed_variables_are_kept() -> None:
     kept = {
         "PATH": "/bin",
         "HOME": "/root",
@@ -47,8 +47,8 @@ def test_only_what_is_listed_stays() -> None:
     assert found == kept | environment.SET
 
 
-def test_a_test_runs_without_the_variables_of_the_shell(tmp_path: Path) -> None:
-    """The suite's conftest is loaded before the test file, in a new process that has them all."""
+def test_test_runs_without_the_variables_of_the_shell(tmp_path: Path) -> None:
+    """The suite's conftest is loaded before the test file, in a new process with all variables."""
     test = tmp_path / "test_environment.py"
     test.write_text("import os, time\n\ndef test_names():\n    print('NAMES', time.tzname[0], *sorted(os.environ))\n")
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-n", "0", "-p", "no:cacheprovider", "-p", "tests.conftest"]

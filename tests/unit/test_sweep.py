@@ -1,4 +1,4 @@
-"""What a sweep expands to, what it rejects and why."""
+"""Test which points a sweep expands to, and which it rejects for which get_shared_reason."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ H200X4 = Probe(
 
 
 def expand(probe: Probe = H200X4, nnodes: int = 1, **options: object) -> list[grid.Candidate]:
-    """Candidates of options given as on the command line."""
+    """Return the candidates of options given as on the command line."""
     return grid.expand_grid(make_spec(options, probe), probe, nnodes)
 
 
-def reason(candidates: list[grid.Candidate]) -> str:
-    """The one reason that all rejected candidates share."""
+def get_shared_reason(candidates: list[grid.Candidate]) -> str:
+    """Return the one reason that all rejected candidates share."""
     (text,) = {str(c.error) for c in candidates if c.error}
     return text
 
 
-def test_the_default_sweep_on_gpus_measures_full_dcp_and_its_baseline() -> None:
-    """4 GPUs, 3 concurrencies: 3 points of tp4·dcp4 and 3 added ones of tp4."""
+def test_default_sweep_on_gpus_measures_full_dcp_and_its_baseline() -> None:
+    """With 4 GPUs and 3 concurrencies, the sweep has 3 points of tp4·dcp4 and adds 3 of tp4."""
     found = expand()
     assert [(c.point.dcp, c.point.concurrency, c.added) for c in found] == [
         (1, 8, True),
@@ -68,14 +68,14 @@ def test_the_default_sweep_on_gpus_measures_full_dcp_and_its_baseline() -> None:
     }
 
 
-def test_triton_is_the_default_where_flashinfer_cannot_be_imported() -> None:
+def test_default_backend_is_triton_without_flashinfer() -> None:
     """A default never names a package that is missing."""
     probe = msgspec.structs.replace(H200X4, packages={"flashinfer": None})
     assert {c.point.backend for c in expand(probe)} == {"triton"}
 
 
-def test_a_default_sweep_on_a_laptop_is_tiny_and_runs() -> None:
-    """8 gloo ranks, fp32, the reference kernel, and no rejected point."""
+def test_default_sweep_on_cpu_is_tiny_and_runs() -> None:
+    """The default is 8 gloo ranks, fp32, the reference kernel, and no rejected point."""
     found = expand(CPU)
     assert {(c.point.model, c.point.tp, c.point.dtype, c.point.backend) for c in found} == {
         ("tiny", 8, "fp32", "reference")
@@ -83,14 +83,14 @@ def test_a_default_sweep_on_a_laptop_is_tiny_and_runs() -> None:
     assert all(c.plan is not None and c.plan.layers_held == 3 for c in found)
 
 
-def test_a_baseline_that_was_typed_is_not_added_again() -> None:
-    """--dcp 1,4 holds the baseline already."""
+def test_baseline_in_the_options_is_not_added_again() -> None:
+    """The options --dcp 1,4 contain the baseline already."""
     found = expand(dcp="1,4", concurrency=8)
     assert [(c.point.dcp, c.added) for c in found] == [(1, False), (4, False)]
 
 
-def test_the_baseline_of_dcp_inside_dp_is_the_same_dp_without_dcp() -> None:
-    """tp4·dp2·dcp2 against tp4·dp2: against tp4 two things would differ. tp4·dp4 has tp4."""
+def test_baseline_of_dcp_with_dp_is_the_same_dp_without_dcp() -> None:
+    """The baseline of tp4·dp2·dcp2 is tp4·dp2, since tp4 would differ in two ways; the baseline of tp4·dp4 is tp4."""
     found = expand(tp="4", dp="2,4", concurrency=8)
     assert [(str(c.point.layout), c.point.exchange, c.added) for c in found] == [
         ("tp4", "none", True),
@@ -100,54 +100,56 @@ def test_the_baseline_of_dcp_inside_dp_is_the_same_dp_without_dcp() -> None:
     ]
 
 
-def placed(found: list[grid.Candidate]) -> list[tuple[str, str, bool]]:
+def list_placements(found: list[grid.Candidate]) -> list[tuple[str, str, bool]]:
     """Return for each point its layout, its placement of experts, and whether it was added."""
     return [(str(c.point.layout), c.point.ep, c.added) for c in found]
 
 
-def test_experts_are_tensor_parallel_by_default_also_with_attention_data_parallel() -> None:
-    """As in vLLM and SGLang, which have a flag for expert parallel. tp1 has no other way. A baseline has the same experts."""
-    assert placed(expand(tp=4, dp="1,4", concurrency=8)) == [
+def test_experts_are_tensor_parallel_by_default_also_with_attention_dp() -> None:
+    """The default is that of vLLM and SGLang, which have a flag for expert parallelism. A baseline places experts in
+    the same way.
+    """
+    assert list_placements(expand(tp=4, dp="1,4", concurrency=8)) == [
         ("tp4", "1", True),
         ("tp4·dcp4", "1", False),
         ("tp4·dp4", "1", False),
     ]
-    assert placed(expand(CPU, tp=4, dp=2, dcp=2, concurrency=2)) == [
+    assert list_placements(expand(CPU, tp=4, dp=2, dcp=2, concurrency=2)) == [
         ("tp4·dp2", "1", True),
         ("tp4·dp2·dcp2", "1", False),
     ]
-    assert placed(expand(tp=1, concurrency=8, ep="1,tp", model="deepseek-v2-lite")) == [("tp1", "tp", False)]
+    assert list_placements(expand(tp=1, concurrency=8, ep="1,tp", model="deepseek-v2-lite")) == [("tp1", "tp", False)]
 
 
-def test_experts_are_placed_as_typed() -> None:
-    """All ranks of a layout are the word for it, and the baseline has them in the same place."""
+def test_experts_are_placed_as_the_ep_option_states() -> None:
+    """The value `tp` means all ranks of a layout, and the baseline places experts in the same way."""
     both = [("tp4", "1", True), ("tp4", "tp", True), ("tp4·dcp4", "1", False), ("tp4·dcp4", "tp", False)]
-    assert sorted(placed(expand(ep="1,tp", concurrency=8))) == both
-    assert sorted(placed(expand(ep="1,4", concurrency=8))) == both
-    assert placed(expand(ep="tp", concurrency=8, dp=4)) == [("tp4", "tp", True), ("tp4·dp4", "tp", False)]
-    assert placed(expand(ep=1, concurrency=8, dp=4)) == [("tp4", "1", True), ("tp4·dp4", "1", False)]
+    assert sorted(list_placements(expand(ep="1,tp", concurrency=8))) == both
+    assert sorted(list_placements(expand(ep="1,4", concurrency=8))) == both
+    assert list_placements(expand(ep="tp", concurrency=8, dp=4)) == [("tp4", "tp", True), ("tp4·dp4", "tp", False)]
+    assert list_placements(expand(ep=1, concurrency=8, dp=4)) == [("tp4", "1", True), ("tp4·dp4", "1", False)]
 
 
-def test_experts_that_are_dealt_out_to_some_ranks_are_refused() -> None:
-    assert "--ep 2 with --tp 4: experts are tensor-parallel over all ranks (--ep 1)" in reason(
+def test_ep_over_some_of_the_ranks_is_refused() -> None:
+    assert "--ep 2 with --tp 4: experts are tensor-parallel over all ranks (--ep 1)" in get_shared_reason(
         expand(ep=2, concurrency=8)
     )
     with pytest.raises(UsageError, match="--ep whole: not a whole number; write for example --ep 1,tp"):
         expand(ep="whole")
 
 
-def test_the_report_finds_the_baseline_of_every_dcp_point(tmp_path: Path) -> None:
-    """As the sweep adds them: what is compared shares all columns of the report's key, interleave aside."""
+def test_report_finds_the_added_baseline_of_every_dcp_point(tmp_path: Path) -> None:
+    """A point and its baseline share all columns of the report's key except interleave."""
     found = [record_builder.ok(c.point, median_ms=10) for c in expand(dp="1,2", dcp="2", concurrency=8)]
     table = load_frames([record_builder.write(tmp_path / "r", found)]).points
-    of = {dcp: {tuple(row) for row in table[table["dcp"] == dcp][BASELINE_OF].to_numpy()} for dcp in (1, 2)}
-    assert len(of[2]) == 2
-    assert of[2] <= of[1]
+    keys = {dcp: {tuple(row) for row in table[table["dcp"] == dcp][BASELINE_OF].to_numpy()} for dcp in (1, 2)}
+    assert len(keys[2]) == 2
+    assert keys[2] <= keys[1]
 
 
 @pytest.mark.parametrize(("changed", "fits"), [({}, True), ({"num_hidden_layers": 5}, False)], ids=["same", "another"])
-def test_a_checkpoint_is_measured_as_what_its_config_says(tmp_path: Path, changed: dict[str, int], fits: bool) -> None:
-    """--weights alone takes the shape from config.json; a --model of other sizes beside it is a mistake."""
+def test_checkpoint_has_the_sizes_of_its_config_json(tmp_path: Path, changed: dict[str, int], fits: bool) -> None:
+    """The option --weights alone takes the shape from config.json; a --model with other sizes is an error."""
     (tmp_path / "config.json").write_text(json.dumps(V3_CONFIG | changed))
     (tmp_path / "model.safetensors").touch()
     alone = make_spec({"weights": str(tmp_path)}, H200X4)
@@ -160,26 +162,27 @@ def test_a_checkpoint_is_measured_as_what_its_config_says(tmp_path: Path, change
             grid.expand_grid(both, H200X4)
 
 
-def test_no_baseline_leaves_only_what_was_typed() -> None:
-    """The grid alone."""
+def test_no_baseline_adds_no_point() -> None:
     assert [c.point.dcp for c in expand(dcp="4", concurrency=8, baseline=False)] == [4]
 
 
-def test_an_impossible_point_brings_no_baseline() -> None:
-    """tp8 on 4 GPUs: a baseline of tp8 could not run either and would only repeat the reason."""
+def test_point_that_cannot_run_adds_no_baseline() -> None:
+    """A baseline of tp8 on 4 GPUs could not run either and would only repeat the reason."""
     assert [c.added for c in expand(tp="8", concurrency=8)] == [False]
 
 
-def test_points_without_dcp_are_not_repeated_for_every_exchange() -> None:
-    """Nothing is exchanged at dcp 1: the exchange is `none`, and with dcp 4 it is ag_rs."""
+def test_points_without_dcp_have_no_exchange_axis() -> None:
+    """Points with dcp 1 exchange nothing: their exchange is `none`, and with dcp 4 it is ag_rs."""
     found = expand(dcp="1,4", concurrency=8, exchange="ag_rs")
     assert [(c.point.dcp, c.point.exchange) for c in found] == [(1, "none"), (4, "ag_rs")]
 
 
-def test_options_of_an_exchange_are_axes_of_points_that_exchange() -> None:
-    """Two exchanges, each with q replicated and not: four points with dcp 4, and one baseline that has none of it."""
-    asked = {"exchange": "ag_rs,a2a", "q_replicate": [False, True], "project_first": True, "dtype": "bf16"}
-    found = expand(dcp="4", concurrency=8, **asked)
+def test_exchange_options_are_axes_of_points_with_dcp_only() -> None:
+    """Two exchanges, each with and without replicated q, make four points with dcp 4, and one baseline without these
+    options.
+    """
+    options = {"exchange": "ag_rs,a2a", "q_replicate": [False, True], "project_first": True, "dtype": "bf16"}
+    found = expand(dcp="4", concurrency=8, **options)
     assert [(c.point.dcp, grid.format_path(c.point), c.added) for c in found] == [
         (1, "flashinfer", True),
         (4, "flashinfer a2a +project-first", False),
@@ -195,20 +198,22 @@ def test_options_of_an_exchange_are_axes_of_points_that_exchange() -> None:
 
 
 def test_replicated_projections_take_memory_from_the_kv_pool() -> None:
-    """More bytes for each layer held, so fewer layers of V3 beside the same pool on 4 GPUs."""
-    asked = {"dcp": "4", "concurrency": 8, "q_replicate": [False, True], "baseline": False, "kv_memory": "40GiB"}
-    own, wide = (c.plan for c in expand(**asked, dtype="bf16"))
+    """Each held layer needs more bytes, so that fewer layers of V3 fit in addition to the same pool on 4 GPUs."""
+    options = {"dcp": "4", "concurrency": 8, "q_replicate": [False, True], "baseline": False, "kv_memory": "40GiB"}
+    own, wide = (c.plan for c in expand(**options, dtype="bf16"))
     each = [(plan.weight_bytes / plan.layers_held, plan.layers_held) for plan in (own, wide)]
     assert each[1][0] > each[0][0]
     assert each[1][1] <= each[0][1]
     assert wide.full_weight_bytes - own.full_weight_bytes == 61 * 96 * (1536 * 192 + 128 * 512) * 2
-    own, wide = (c.plan for c in expand(**asked, weights_dtype="fp8"))
-    q_b, w_uk = 96 * 1536 * 192 * (1 + 4 / 128**2), 96 * 128 * 512 * 2  # which is absorbed, and so stays in bf16
+    own, wide = (c.plan for c in expand(**options, weights_dtype="fp8"))
+    q_b, w_uk = 96 * 1536 * 192 * (1 + 4 / 128**2), 96 * 128 * 512 * 2  # W_UK is absorbed and stays in bf16
     assert wide.full_weight_bytes - own.full_weight_bytes == 61 * (q_b + w_uk)
 
 
-def test_an_option_of_an_exchange_that_no_point_has_is_refused() -> None:
-    """--collectives q-replicate=yes with --dcp 1 alone would silently measure something else; so would verify."""
+def test_exchange_options_without_a_dcp_point_are_refused() -> None:
+    """The option --collectives q-replicate=yes with --dcp 1 alone would silently measure something else; the same holds
+    for verify.
+    """
     with pytest.raises(
         UsageError, match=r"--collectives q-replicate, --collectives project-first without a layout with --dcp > 1"
     ):
@@ -219,8 +224,8 @@ def test_an_option_of_an_exchange_that_no_point_has_is_refused() -> None:
     assert all(c.error is None for c in grid.expand_layouts([Layout(tp=2), Layout(tp=2, dcp=2)], spec, CPU))
 
 
-def test_auto_is_for_points_that_are_timed_on_gpus() -> None:
-    """A baseline without DCP chooses among backends alone; verify and a CPU have no times to choose by."""
+def test_auto_choices_need_times_measured_on_gpus() -> None:
+    """A baseline without DCP chooses among backends only; verify and a CPU have no times to choose by."""
     found = expand(dcp="4", concurrency=8, backend="auto", exchange="auto")
     assert [(c.point.dcp, c.point.backend, c.point.exchange, c.error) for c in found] == [
         (1, "auto", "none", None),
@@ -238,22 +243,24 @@ def test_auto_is_for_points_that_are_timed_on_gpus() -> None:
     assert "verify measures none" in str(rejected)
 
 
-def test_both_sides_of_a_comparison_have_each_all_reduce() -> None:
-    """The baseline of a point with --collectives all-reduce=symm has it, too; a rank without peers has nothing to reduce."""
+def test_points_and_baselines_have_the_same_all_reduce() -> None:
+    """The baseline of a point with --collectives all-reduce=symm has it, too; a single rank reduces nothing."""
     found = expand(dcp="4", concurrency=8, all_reduce="nccl,symm", dtype="bf16")
     assert [(c.point.dcp, c.point.all_reduce) for c in found] == [(1, "nccl"), (1, "symm"), (4, "nccl"), (4, "symm")]
     assert grid.format_path(found[1].point) == "flashinfer symm all-reduce"
     assert [c.point.all_reduce for c in expand(tp="1", concurrency=8, all_reduce="symm")] == ["nccl"]
 
 
-def test_without_dcp_each_tp_and_dp_gets_the_largest() -> None:
-    """tp/dp: 2/1, 2/2, 4/1, 4/2."""
+def test_default_dcp_is_the_largest_for_each_tp_and_dp() -> None:
+    """The layouts are tp/dp 2/1, 2/2, 4/1 and 4/2."""
     found = expand(tp="2,4", dp="1,2", concurrency=8, baseline=False)
     assert [(c.point.tp, c.point.dp, c.point.dcp) for c in found] == [(2, 1, 2), (2, 2, 1), (4, 1, 4), (4, 2, 2)]
 
 
-def test_points_that_share_an_engine_are_neighbours() -> None:
-    """Repeat, tp, model, layout, backend, exchange, then load: an engine is left at most once in a repeat."""
+def test_points_that_share_an_engine_are_adjacent() -> None:
+    """Points are sorted by repeat, tp, model, layout, backend, exchange and load, so that each repeat builds an engine
+    once.
+    """
     found = expand(
         model="kimi-k2,deepseek-v3",
         tp="2,4",
@@ -270,8 +277,8 @@ def test_points_that_share_an_engine_are_neighbours() -> None:
     assert (first.model, first.concurrency, first.context) == ("kimi-k2", 1, 100)
 
 
-def test_more_ranks_than_gpus_is_an_error_that_names_the_command_to_type() -> None:
-    """All typed points need 8 GPUs: the sweep must not quietly measure something smaller."""
+def test_too_many_ranks_error_suggests_a_command() -> None:
+    """All points need 8 GPUs, and the sweep must not silently measure something smaller."""
     with pytest.raises(CapacityError, match=r"needs 8 GPUs and there are 4 .*--model deepseek-v3 --tp 4 --dcp 4"):
         grid.require_runnable(expand(tp="8", dcp="8"))
 
@@ -287,27 +294,29 @@ def test_more_ranks_than_gpus_is_an_error_that_names_the_command_to_type() -> No
     ],
     ids=str,
 )
-def test_what_to_type_instead_is_of_the_same_kind(options: dict[str, object], instead: str) -> None:
-    """tp 8 on 4 GPUs: as many replicas as were typed, and no more dcp than that."""
-    text = reason(expand(tp="8", concurrency=8, **options))
+def test_suggested_layout_keeps_dp_and_does_not_raise_dcp(options: dict[str, object], instead: str) -> None:
+    """For tp 8 on 4 GPUs, the suggestion has as many replicas as the options, and no larger dcp."""
+    text = get_shared_reason(expand(tp="8", concurrency=8, **options))
     assert f"Type instead: dcpbench sweep --model deepseek-v3 {instead} (or run it on 2 such machines" in text
 
 
-def test_what_to_type_instead_stays_a_plan_for_the_same_gpus() -> None:
-    """The user plans for four H200 that are not here: the shorter command must not run on this machine."""
-    text = reason(expand(make_planned_probe("H200", 4), tp="8", dcp="8", concurrency=8))
+def test_suggested_command_of_a_dry_run_plans_for_the_same_gpus() -> None:
+    """The user plans for four H200 that this machine does not have; the suggested command must not run here."""
+    text = get_shared_reason(expand(make_planned_probe("H200", 4), tp="8", dcp="8", concurrency=8))
     assert "--tp 4 --dcp 4 --dry-run --gpu H200,count=4 (or" in text
 
 
-def test_reasons_that_differ_in_advice_alone_are_one() -> None:
-    """tp8 and tp8·dcp8 on 4 GPUs; told is the layout with the most DCP, whose baseline is measured beside it."""
+def test_reasons_that_differ_only_in_advice_are_merged() -> None:
+    """The error for tp8 and tp8·dcp8 on 4 GPUs suggests the layout with the largest DCP, since its baseline is measured
+    with it.
+    """
     with pytest.raises(CapacityError) as caught:
         grid.require_runnable(expand(tp="8", dcp="1,8", concurrency=8))
     assert str(caught.value).count("--tp 8 needs 8 GPUs") == 1
     assert "--tp 4 --dcp 4 (or" in str(caught.value)
 
 
-def test_points_of_several_models_that_cannot_run_are_named_with_their_model() -> None:
+def test_rejected_points_of_several_models_are_named_with_their_model() -> None:
     """Each layout is named once, however many loads share a reason."""
     rows = grid.make_table(expand(model="deepseek-v3,kimi-k2", tp="8", dcp="8", concurrency="8,16"))
     assert [line.partition(": ")[0] for line in format_rejected(rows)] == [
@@ -315,20 +324,23 @@ def test_points_of_several_models_that_cannot_run_are_named_with_their_model() -
     ]
 
 
-def test_a_reason_that_begins_with_its_layout_does_not_name_it_again() -> None:
-    """The record holds the whole reason; next to the points it would read `tp4 at 32 × 128,000: tp4: …`."""
+def test_rejected_line_does_not_repeat_the_layout_of_its_reason() -> None:
+    """The record has the whole reason; without this, the line would read `tp4 at 32 × 128,000: tp4: …`."""
     probe, options = (
         make_planned_probe("H200", 8),
         {"tp": "4,8", "dp": "1", "dcp": "1", "kv_memory": "1MiB", "model": "kimi-k2"},
     )
     rows = grid.make_table(expand(probe, **options, concurrency=8))
-    assert {str(r["reason"]).partition(" holds")[0] for r in rows} == {"tp4: --kv-memory", "tp8: --kv-memory"}
+    assert {str(r["reason"]).partition(" holds")[0] for r in rows} == {
+        "tp4: --kv-memory",
+        "tp8: --kv-memory",
+    }
     lines = format_rejected(rows)
     assert [line.partition(" holds")[0].split(": ")[1:] for line in lines] == [["--kv-memory"]] * len(lines)
 
 
 def test_only_the_points_that_need_too_many_gpus_are_rejected() -> None:
-    """--tp 4,8 on 4 GPUs: tp4 runs, tp8 leaves a record that says why it does not."""
+    """With --tp 4,8 on 4 GPUs, tp4 runs, and tp8 leaves a record with the reason."""
     found = expand(tp="4,8", concurrency=8)
     grid.require_runnable(found)
     assert [(c.point.tp, c.error is None) for c in found] == [(4, True), (4, True), (8, False)]
@@ -337,14 +349,14 @@ def test_only_the_points_that_need_too_many_gpus_are_rejected() -> None:
     assert "needs 8 GPUs" in str(record.reason)
 
 
-def test_the_gpus_of_all_nodes_count() -> None:
+def test_gpus_of_all_nodes_are_counted() -> None:
     """Two machines with 4 GPUs run tp 8; three cannot share it evenly."""
     assert all(c.error is None for c in expand(nnodes=2, tp="8", concurrency=8))
-    assert "does not divide over --nodes 3" in reason(expand(nnodes=3, tp="8", concurrency=8))
+    assert "does not divide over --nodes 3" in get_shared_reason(expand(nnodes=3, tp="8", concurrency=8))
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "expected"),
     [
         ({"dcp": "3"}, "--dcp 3 does not divide --tp 4; these do: 1, 2, 4"),
         ({"dp": "3"}, "--dp 3 does not divide --tp 4"),
@@ -355,19 +367,22 @@ def test_the_gpus_of_all_nodes_count() -> None:
     ],
     ids=["dcp-3", "dp-3", "tp-1000000007", "context-too-long", "flashinfer-tiny", "heads-do-not-divide"],
 )
-def test_a_rejected_point_says_what_would_be_valid(options: dict[str, object], words: str) -> None:
-    """Each reason ends with the next thing to type."""
-    assert words in reason([c for c in expand(concurrency=8, **options) if not c.added])
+def test_rejection_names_valid_values(options: dict[str, object], expected: str) -> None:
+    """Each reason ends with the next option to use."""
+    assert expected in get_shared_reason([c for c in expand(concurrency=8, **options) if not c.added])
 
 
 @pytest.mark.parametrize("dp", ["8", "5"])
-def test_more_replicas_than_ranks_is_a_mistake_in_dp_whatever_dcp_would_be(dp: str) -> None:
-    """Nobody typed --dcp, and tp / dp rounded down, 0, is none of what can be typed."""
-    assert reason(expand(dp=dp, concurrency=8)) == f"--dp {dp} does not divide --tp 4; with --tp 4 these do: 1, 2, 4."
+def test_more_replicas_than_ranks_is_reported_as_an_error_of_dp(dp: str) -> None:
+    """The default of --dcp is not blamed, and tp / dp, which rounds down to 0, is not suggested."""
+    assert (
+        get_shared_reason(expand(dp=dp, concurrency=8))
+        == f"--dp {dp} does not divide --tp 4; with --tp 4 these do: 1, 2, 4."
+    )
 
 
-def test_the_context_that_a_rejection_names_is_taken() -> None:
-    """163,839 tokens and the one that is decoded are V3's 163,840 positions."""
+def test_context_that_a_rejection_names_is_accepted() -> None:
+    """The 163,839 tokens and the one that is decoded fill the 163,840 positions of V3."""
     taken, passed = expand(context="163839,163840", concurrency=1, baseline=False)
     assert taken.error is None
     assert "--context can be up to 163839" in str(passed.error)
@@ -376,65 +391,68 @@ def test_the_context_that_a_rejection_names_is_taken() -> None:
 @pytest.mark.parametrize(
     "options", [{"repeats": 10**9}, {"concurrency": [*range(1, 500)], "context": [*range(1, 500)]}]
 )
-def test_a_grid_of_more_points_than_a_report_reads_is_refused_before_it_is_made(options: dict[str, object]) -> None:
-    """499 × 499 = 249,001 points are more than 100,000; a billion would not fit in memory."""
+def test_grid_with_more_points_than_the_maximum_is_refused_before_expansion(options: dict[str, object]) -> None:
+    """The 499 × 499 = 249,001 points are more than 100,000; a billion would not fit in memory."""
     with pytest.raises(UsageError, match="points are asked for, more than the 100,000 that a run can have"):
         expand(**{"concurrency": 8, **options})
 
 
-def test_flashinfer_compares_in_half_precision_only() -> None:
-    """verify takes fp32 on a GPU, and FlashInfer does not."""
+def test_verify_with_flashinfer_requires_half_precision() -> None:
+    """On a GPU, verify accepts fp32, which FlashInfer does not support."""
     spec = make_spec({"dtype": "fp32", "context": "37", "concurrency": "4"}, H200X4)
-    assert "runs in bf16 and fp16, not fp32" in reason(grid.expand_layouts([Layout(tp=4)], spec, H200X4))
+    assert "runs in bf16 and fp16, not fp32" in get_shared_reason(grid.expand_layouts([Layout(tp=4)], spec, H200X4))
     half = make_spec({"dtype": "fp16", "context": "37", "concurrency": "4"}, H200X4)
     assert [c.error for c in grid.expand_layouts([Layout(tp=4)], half, H200X4)] == [None]
 
 
-def test_flashinfer_that_was_typed_but_is_missing_is_rejected_with_how_to_install_it() -> None:
-    """What was typed is never replaced silently."""
+def test_requested_flashinfer_that_is_missing_is_rejected_with_install_command() -> None:
+    """A backend that the user names is never replaced silently."""
     probe = msgspec.structs.replace(H200X4, packages={})
     with pytest.raises(MissingPackageError, match=r"pip install '\.\[flashinfer\]'"):
         grid.require_runnable(expand(probe, backend="flashinfer"))
 
 
 @pytest.mark.parametrize(
-    ("changed", "options", "said"),
+    ("changed", "options", "message"),
     [
         ({}, {"page_size": 1}, "reads pages of 64 rows, not 1; use --page-size 64 or --backend triton"),
         ({"capability": "10.0"}, {}, "needs a Hopper GPU, and NVIDIA H200 is none; use --backend triton"),
         ({"packages": {}}, {}, r"flash_mla cannot be imported; pip install '.\[flashmla\]'"),
     ],
 )
-def test_flashmla_says_where_it_cannot_run(changed: dict[str, object], options: dict[str, object], said: str) -> None:
-    """It runs on the other GPUs."""
+def test_flashmla_is_rejected_with_the_reason_on_unsupported_machines(
+    changed: dict[str, object], options: dict[str, object], message: str
+) -> None:
     able = msgspec.structs.replace(H200X4, capability="9.0", packages={"flash_mla": "1.0.0"})
     assert [c.error for c in expand(able, backend="flashmla", concurrency=8)] == [None] * 2
     found = expand(msgspec.structs.replace(able, **changed), backend="flashmla", concurrency=8, **options)
-    with pytest.raises(DcpbenchError, match=said):
+    with pytest.raises(DcpbenchError, match=message):
         grid.require_runnable(found)
 
 
-def test_flashinfer_needs_a_gpu() -> None:
-    """The error on the CPU names the other backends."""
+def test_flashinfer_is_refused_on_cpu() -> None:
+    """The error on a CPU names the other backends."""
     with pytest.raises(UsageError, match="use --backend reference"):
         grid.require_runnable(expand(CPU, backend="flashinfer"))
 
 
-def test_a_full_size_model_on_a_machine_without_gpus_is_an_error_not_a_smaller_model() -> None:
-    """The error gives the command that does run there."""
+def test_full_size_model_without_gpus_is_an_error() -> None:
+    """The error suggests the command that runs there, instead of measuring a smaller model."""
     with pytest.raises(CapacityError, match="dcpbench sweep --model tiny --tp 8 --dcp 8"):
         grid.require_runnable(expand(CPU, model="deepseek-v3", tp="8", dcp="8"))
 
 
-def test_gpus_that_are_there_and_not_used_are_not_called_invisible() -> None:
-    """--device cpu on a machine with four."""
+def test_error_with_device_cpu_does_not_call_gpus_invisible() -> None:
+    """The machine has four GPUs, and --device cpu does not use them."""
     hidden = msgspec.structs.replace(H200X4, device="cpu")
-    assert "needs GPUs; none are visible" in reason(expand(CPU, model="deepseek-v3", tp="8"))
-    assert "needs GPUs; none are used with --device cpu" in reason(expand(hidden, model="deepseek-v3", tp="8"))
+    assert "needs GPUs; none are visible" in get_shared_reason(expand(CPU, model="deepseek-v3", tp="8"))
+    assert "needs GPUs; none are used with --device cpu" in get_shared_reason(
+        expand(hidden, model="deepseek-v3", tp="8")
+    )
 
 
-def test_a_baseline_alone_does_not_make_a_sweep_valid() -> None:
-    """--dcp 3 is a mistake even though tp4 could run; no baseline hides it."""
+def test_baseline_that_can_run_does_not_hide_an_invalid_option() -> None:
+    """The option --dcp 3 is an error even though tp4 could run."""
     with pytest.raises(LayoutError, match="these do: 1, 2, 4"):
         grid.require_runnable(expand(dcp="3"))
 
@@ -442,8 +460,8 @@ def test_a_baseline_alone_does_not_make_a_sweep_valid() -> None:
 @pytest.mark.parametrize(
     ("dcp", "named", "more"), [("3,5,6", "3,5,6", ""), ("3,5,6,7,9", "3,5,6", "(2 more; see them all with --dry-run)")]
 )
-def test_an_error_has_three_reasons_and_says_how_many_more_there_are(dcp: str, named: str, more: str) -> None:
-    """Three are shown, and none of three is left out."""
+def test_error_lists_three_reasons_and_counts_the_others(dcp: str, named: str, more: str) -> None:
+    """Exactly three reasons are shown; with three in all, none is counted as left out."""
     with pytest.raises(LayoutError) as caught:
         grid.require_runnable(expand(dcp=dcp, concurrency=8))
     lines = str(caught.value).split("\n")
@@ -451,46 +469,50 @@ def test_an_error_has_three_reasons_and_says_how_many_more_there_are(dcp: str, n
     assert lines[3:] == [more] * bool(more)
 
 
-def test_kv_that_cannot_fit_names_the_gap_the_largest_concurrency_and_the_dcp_that_would_do() -> None:
-    """V3, tp4, 128,000 tokens: 2,001 pages of 64 tokens each request, 61·576·2 bytes a token."""
+def test_kv_shortage_error_names_gap_largest_concurrency_and_dcp_that_fits() -> None:
+    """V3 with tp4 and 128,000 tokens needs 2,001 pages of 64 tokens for each request, and 61·576·2 bytes for each
+    token.
+    """
     found = expand(dcp="1", context=128000, concurrency="1,48", baseline=False)
     assert found[0].error is None
     text = str(found[1].error)
     shape, layout = load_shape("deepseek-v3"), Layout(tp=4)
-    fewest = memory.compute_min_layers(shape, layout, 2, 60 << 20)
-    left = 139 * GIB - memory.RESERVE_BYTES - memory.compute_weight_bytes(shape, layout, 2, *fewest)
-    room = left // memory.compute_page_bytes(shape, 64, 2)
+    min_layers = memory.compute_min_layers(shape, layout, 2, 60 << 20)
+    free_bytes = 139 * GIB - memory.RESERVE_BYTES - memory.compute_weight_bytes(shape, layout, 2, *min_layers)
+    page_count = free_bytes // memory.compute_page_bytes(shape, 64, 2)
     assert "GiB more than the 131.0 GiB available" in text
-    assert f"largest --concurrency that fits is {(room - 1) // 2001}." in text
+    assert f"largest --concurrency that fits is {(page_count - 1) // 2001}." in text
     assert "With --dcp 4 it fits." in text
 
 
 @pytest.mark.parametrize("dp", ["1", "2", "4"])
-def test_the_concurrency_that_a_rejection_names_does_fit_and_one_more_does_not(dp: str) -> None:
-    """The advice is exact at its edge; it counts the requests of all replicas."""
-    text = reason(expand(dp=dp, dcp="1", context=128000, concurrency=200, baseline=False))
-    most = int(text.partition("fits is ")[2].partition(".")[0])
-    edge = expand(dp=dp, dcp="1", context=128000, concurrency=f"{most},{most + 1}", baseline=False)
+def test_largest_concurrency_in_a_rejection_is_exact(dp: str) -> None:
+    """The advice counts the requests of all replicas: this concurrency fits, and one more does not."""
+    text = get_shared_reason(expand(dp=dp, dcp="1", context=128000, concurrency=200, baseline=False))
+    largest = int(text.partition("fits is ")[2].partition(".")[0])
+    edge = expand(dp=dp, dcp="1", context=128000, concurrency=f"{largest},{largest + 1}", baseline=False)
     assert [c.error is None for c in edge] == [True, False]
 
 
-def test_a_layouts_pool_is_sized_for_its_largest_point_that_fits() -> None:
-    """8 requests of 4,001 tokens on dcp4, page 64: ceil(4001 / 256) = 16 pages each, and the padding page: 129."""
+def test_kv_pool_is_sized_for_the_largest_point_that_fits() -> None:
+    """On dcp4 with pages of 64, 8 requests of 4,001 tokens take ceil(4001 / 256) = 16 pages each; with the padding
+    page, these are 129.
+    """
     spec = make_spec({"concurrency": "1,8"}, H200X4)
     found = grid.expand_grid(spec, H200X4)
     assert {c.plan.pages for c in found if c.plan and c.point.dcp == 4} == {8 * 16 + 1}
     assert {c.plan.kv_bytes for c in found if c.plan and c.point.dcp == 4} == {129 * 64 * 61 * 576 * 2}
 
 
-def test_a_rejected_point_does_not_enlarge_the_pool_of_the_others() -> None:
+def test_rejected_point_does_not_enlarge_the_kv_pool() -> None:
     """The pool of the point that fits is the same with and without the one that does not."""
     alone = expand(dcp="1", context=128000, concurrency="1", baseline=False)
-    beside = expand(dcp="1", context=128000, concurrency="1,48", baseline=False)
-    assert alone[0].plan == beside[0].plan
+    with_rejected = expand(dcp="1", context=128000, concurrency="1,48", baseline=False)
+    assert alone[0].plan == with_rejected[0].plan
 
 
-def test_where_all_weights_fit_the_pool_is_what_they_leave() -> None:
-    """V2-Lite on one GPU: all 27 layers held, and less than one page of 64·27·576·2 bytes unused."""
+def test_kv_pool_takes_all_memory_that_whole_weights_leave() -> None:
+    """On one GPU, V2-Lite holds all 27 layers and leaves less than one page of 64·27·576·2 bytes unused."""
     (found,) = expand(model="deepseek-v2-lite", tp="1", concurrency=1)
     assert found.plan is not None
     assert found.plan.layers_held == 27
@@ -506,8 +528,10 @@ def test_where_all_weights_fit_the_pool_is_what_they_leave() -> None:
     assert large.plan.bounded_by == "sweep", "V3 does not fit whole on 4 GPUs"
 
 
-def test_kv_memory_fixes_the_pool_and_rejects_what_does_not_fit_in_it() -> None:
-    """10 GiB hold 2386 pages of 64·61·576·2 bytes; a request of 4,001 tokens takes 63 of them: 37 requests."""
+def test_kv_memory_sets_the_pool_and_rejects_points_that_do_not_fit() -> None:
+    """In 10 GiB there are 2386 pages of 64·61·576·2 bytes; a request of 4,001 tokens takes 63 of them, so that 37
+    requests fit.
+    """
     found = expand(dcp="1", kv_memory="10GiB", concurrency="37,38", baseline=False)
     assert [c.error is None for c in found] == [True, False]
     assert found[0].plan is not None
@@ -516,10 +540,10 @@ def test_kv_memory_fixes_the_pool_and_rejects_what_does_not_fit_in_it() -> None:
 
 
 @pytest.mark.parametrize("kv_memory", [None, "120GiB"])
-def test_a_pool_has_no_more_pages_than_32_bit_locations_tell_apart(kv_memory: str | None) -> None:
-    """Rows of a tiny model are so small that a GPU has room for more."""
+def test_kv_pool_has_no_more_rows_than_32_bit_locations_address(kv_memory: str | None) -> None:
+    """Rows of the tiny model are so small that a GPU has memory for more."""
     eight = msgspec.structs.replace(H200X4, count=8)
-    asked = {
+    options = {
         "model": "tiny",
         "backend": "triton",
         "ep": "tp",
@@ -527,34 +551,35 @@ def test_a_pool_has_no_more_pages_than_32_bit_locations_tell_apart(kv_memory: st
         "kv_memory": kv_memory,
         "baseline": False,
     }
-    (found,) = expand(eight, tp="8", dcp="8", **asked)
+    (found,) = expand(eight, tp="8", dcp="8", **options)
     assert found.plan is not None
     assert found.plan.pages == 2**31 // (64 * 8)
     DcpAllocator(found.plan.pages, 64, 8)
 
 
-def test_a_small_kv_memory_is_told_in_a_unit_that_fits() -> None:
-    """1,000 B hold one page of 3·48·4 = 576 B; 2·101 more are 116,352 B. `0.0 GiB` would say nothing of either."""
+def test_small_kv_memory_is_reported_in_a_small_unit() -> None:
+    """In 1,000 B there is one page of 3·48·4 = 576 B; the missing 2·101 pages are 116,352 B. The text `0.0 GiB` would
+    describe neither.
+    """
     (found,) = expand(CPU, kv_memory="1KB", concurrency=2, dcp="1")
     assert "--kv-memory holds 576 B of KV cache per GPU, 113.6 KiB less than" in str(found.error)
 
 
-def test_a_kv_memory_that_is_too_small_is_told_with_one_that_is_enough_when_typed() -> None:
-    """203 pages of 576 B are 114.19 KiB: 114.2, and not 114.1, holds them."""
+def test_too_small_kv_memory_error_suggests_a_size_that_is_accepted() -> None:
+    """The 203 pages of 576 B are 114.19 KiB, so that 114.2 KiB hold them and 114.1 KiB do not."""
     (found,) = expand(CPU, kv_memory="1KB", concurrency=2, dcp="1")
     assert str(found.error).endswith("--kv-memory 114.2KiB holds all of them.")
     (found,) = expand(CPU, kv_memory="114.2KiB", concurrency=2, dcp="1")
     assert found.error is None
 
 
-def test_kv_memory_larger_than_the_gpu_says_how_large_it_can_be() -> None:
-    """The named size is accepted when typed."""
-    text = reason(expand(kv_memory="200GiB", concurrency=8))
+def test_too_large_kv_memory_error_suggests_a_size_that_is_accepted() -> None:
+    text = get_shared_reason(expand(kv_memory="200GiB", concurrency=8))
     size = text.partition("--kv-memory can be up to ")[2].partition(" ")[0]
     assert all(c.error is None for c in expand(kv_memory=size, concurrency=8, baseline=False))
 
 
-def test_points_of_other_engines_have_their_own_pool() -> None:
+def test_points_of_different_engines_have_separate_pools() -> None:
     """A larger load on another layout, model or dtype does not count."""
     small, other = (c.point for c in expand(CPU, concurrency=2, baseline=False, tp="2,4"))
     large = msgspec.structs.replace(other, concurrency=800)
@@ -593,17 +618,19 @@ def test_points_of_other_engines_have_their_own_pool() -> None:
     ],
     ids=str,
 )
-def test_an_engine_is_shared_by_points_of_the_same_weights_pools_and_groups(
+def test_engine_is_shared_by_points_with_the_same_weights_pools_and_groups(
     changed: dict[str, object], engine: bool, path: bool
 ) -> None:
-    """A path is shared by points of the same kernels and collectives; loads and repeats belong to neither."""
-    of = record_builder.point(Layout(4, dcp=2), exchange="ag_rs", backend="triton")
-    other = msgspec.structs.replace(of, **changed)
-    assert (budget.is_same_engine(of, other), budget.is_same_path(of, other)) == (engine, path)
+    """Points with the same kernels and collectives share a path; loads and repeats are part of neither."""
+    first = record_builder.point(Layout(4, dcp=2), exchange="ag_rs", backend="triton")
+    other = msgspec.structs.replace(first, **changed)
+    assert (budget.is_same_engine(first, other), budget.is_same_path(first, other)) == (engine, path)
 
 
 def test_all_ranks_of_a_cpu_run_share_four_gib() -> None:
-    """8 ranks have 512 MiB each; a token takes 3·48·4 = 576 B, so 4,001 of them 2.3 MB: over 200 requests."""
+    """Each of 8 ranks has 512 MiB; a token takes 3·48·4 = 576 B, so that 4,001 tokens take 2.3 MB, and over 200
+    requests fit.
+    """
     (refused,) = expand(CPU, tp="8", dcp="1", context=4000, concurrency=500, baseline=False)
     text = str(refused.error)
     needs = re.search(r"needs ([\d.]+) GiB of weights and ([\d.]+) GiB of KV cache over its 8 ranks", text)
@@ -612,32 +639,32 @@ def test_all_ranks_of_a_cpu_run_share_four_gib() -> None:
     assert "over its 8 ranks, and a CPU run may take 4 GiB" in text
     assert float(kv) == pytest.approx(8 * 500 * 4001 * 576 / 2**30, abs=0.1)
     assert 0 <= float(weights) < 1
-    most = int(text.partition("fits is ")[2].partition(".")[0])
-    assert 200 < most <= (512 << 20) // (4001 * 576)
-    edge = expand(CPU, tp="8", dcp="1", context=4000, concurrency=f"{most},{most + 1}", baseline=False)
+    largest = int(text.partition("fits is ")[2].partition(".")[0])
+    assert 200 < largest <= (512 << 20) // (4001 * 576)
+    edge = expand(CPU, tp="8", dcp="1", context=4000, concurrency=f"{largest},{largest + 1}", baseline=False)
     assert [c.error is None for c in edge] == [True, False]
 
 
-def test_the_pool_of_a_cpu_run_is_bounded_by_the_sweep() -> None:
-    """It holds every layer, and no memory that would be left is given to the pool."""
+def test_kv_pool_of_a_cpu_run_is_bounded_by_the_sweep() -> None:
+    """A CPU run holds every layer, and the pool takes no memory that no point needs."""
     found = expand(CPU, concurrency=2, tp="2", baseline=False)
     assert {c.plan.bounded_by for c in found if c.plan} == {"sweep"}
 
 
 def test_more_replicas_than_requests_is_allowed() -> None:
-    """Concurrency 1 on dp 4: three replicas hold padding only."""
+    """With concurrency 1 and dp 4, three replicas hold padding only."""
     assert all(c.error is None for c in expand(dp="4", concurrency=1))
 
 
-def test_verify_layouts_bring_no_baseline() -> None:
-    """Exactly the layouts given, each once."""
+def test_verify_layouts_add_no_baseline() -> None:
+    """The result has exactly the given layouts, each once."""
     layouts = [Layout(tp=2, dcp=2), Layout(tp=1), Layout(tp=2, dcp=2)]
     found = grid.expand_layouts(layouts, make_spec({"concurrency": "4", "context": "37"}, CPU), CPU)
     assert [c.point.layout for c in found] == [Layout(tp=1), Layout(tp=2, dcp=2)]
 
 
-def test_the_dry_run_table_shows_both_names_memory_and_reasons() -> None:
-    """The tp of vLLM counts one replica: our tp4 dp2 dcp2 is its dp2·tp2·dcp2."""
+def test_dry_run_table_shows_both_layout_names_memory_and_reasons() -> None:
+    """The tp of vLLM counts one replica, so that tp4·dp2·dcp2 here is dp2·tp2·dcp2 there."""
     rows = grid.make_table(expand(CPU, tp="4", dp="2", dcp="2,3", concurrency=2, baseline=False))
     assert rows[0]["layout"] == "tp4·dp2·dcp2·ep1"
     assert rows[0]["vllm_layout"] == "dp2·tp2·dcp2"
@@ -647,17 +674,17 @@ def test_the_dry_run_table_shows_both_names_memory_and_reasons() -> None:
     assert "--dcp 3 does not divide" in str(rows[1]["reason"])
 
 
-def test_every_error_of_a_candidate_is_one_of_ours() -> None:
-    """Rejections carry the exit code with which the command ends."""
+def test_every_error_of_a_candidate_is_a_dcpbench_error() -> None:
+    """Rejections carry the exit code of the command."""
     found = expand(tp="4,8", dcp="3,4", context="100,999999", concurrency="8,99999999")
     assert {type(c.error).exit_code for c in found if c.error} == {2, 3}
     assert all(isinstance(c.error, DcpbenchError) for c in found if c.error)
 
 
-def test_weights_are_as_published_on_gpus_where_nobody_says_and_the_first_line_says_so() -> None:
-    """V3 in fp8, V2-Lite in bf16; what is typed needs no line, and on a CPU all is in fp32."""
-    asked = {"tp": "4", "dcp": "1", "concurrency": 1, "model": "deepseek-v3,deepseek-v2-lite"}
-    spec = make_spec(asked, H200X4)
+def test_default_weights_dtype_on_gpus_is_as_published_and_is_printed() -> None:
+    """V3 is fp8 and V2-Lite is bf16; a dtype from the options needs no note, and on a CPU everything is fp32."""
+    options = {"tp": "4", "dcp": "1", "concurrency": 1, "model": "deepseek-v3,deepseek-v2-lite"}
+    spec = make_spec(options, H200X4)
     found = grid.expand_grid(spec, H200X4)
     assert {(c.point.model, c.point.precision) for c in found} == {
         ("deepseek-v3", "fp8 weights, bf16 KV"),
@@ -672,7 +699,7 @@ def test_weights_are_as_published_on_gpus_where_nobody_says_and_the_first_line_s
         ({"dtype": "fp8", "backend": "triton"}, "fp8 weights and KV"),
         ({"weights_dtype": "bf16", "kv_dtype": "fp8", "backend": "triton"}, "bf16 weights, fp8 KV"),
     ):
-        spec = make_spec(asked | typed, H200X4)
+        spec = make_spec(options | typed, H200X4)
         found = grid.expand_grid(spec, H200X4)
         assert {c.point.precision for c in found} == {precision}
         assert grid.format_precision_note(spec, found) == ""
@@ -680,8 +707,8 @@ def test_weights_are_as_published_on_gpus_where_nobody_says_and_the_first_line_s
     assert {c.point.precision for c in grid.expand_grid(spec, CPU)} == {"fp32"}
 
 
-def test_a_layout_that_cuts_blocks_on_a_gpu_names_the_largest_that_does_not() -> None:
-    """V3's shared expert is 2,048 wide: 64 numbers on each of 32 ranks, 128 on 16."""
+def test_layout_that_cuts_fp8_blocks_is_refused_with_the_largest_valid_tp() -> None:
+    """The shared expert of V3 has a width of 2,048: 64 columns on each of 32 ranks, 128 on 16."""
     machine = msgspec.structs.replace(H200X4, count=32)
     (found,) = grid.expand_grid(
         make_spec({"tp": "32", "dcp": "1", "concurrency": 1, "baseline": False}, machine), machine
@@ -690,7 +717,7 @@ def test_a_layout_that_cuts_blocks_on_a_gpu_names_the_largest_that_does_not() ->
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    ("typed", "message"),
     [
         ({"weights_dtype": "bf16", "kv_dtype": "fp16"}, "one dtype; use --kv-dtype bf16, or fp8 for one of them"),
         ({"weights_dtype": "int8"}, "--weights-dtype int8 is unknown"),
@@ -698,13 +725,13 @@ def test_a_layout_that_cuts_blocks_on_a_gpu_names_the_largest_that_does_not() ->
         ({"dtype": "fp4"}, "--dtype fp4 is unknown"),
     ],
 )
-def test_precisions_that_cannot_be_are_refused(typed: dict[str, str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_dtypes_are_refused(typed: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         make_spec({"tp": "4"} | typed, H200X4)
 
 
 @pytest.mark.parametrize(
-    ("typed", "capability", "said"),
+    ("typed", "capability", "message"),
     [
         ({}, "8.0", "--weights-dtype fp8: a GPU with fp8 is needed"),
         ({"weights_dtype": "bf16", "kv_dtype": "fp8", "backend": "triton"}, "8.0", "use --kv-dtype bf16"),
@@ -715,11 +742,11 @@ def test_precisions_that_cannot_be_are_refused(typed: dict[str, str], said: str)
         ),
     ],
 )
-def test_what_cannot_run_in_fp8_says_what_can(typed: dict[str, str], capability: str, said: str) -> None:
+def test_unsupported_fp8_is_refused_with_alternatives(typed: dict[str, str], capability: str, message: str) -> None:
     machine = msgspec.structs.replace(H200X4, capability=capability)
     spec = make_spec({"tp": "4", "dcp": "1", "concurrency": 1, "baseline": False} | typed, machine)
     (found,) = grid.expand_grid(spec, machine)
-    assert said in str(found.error)
+    assert message in str(found.error)
 
 
 @pytest.mark.parametrize(
@@ -732,7 +759,7 @@ def test_what_cannot_run_in_fp8_says_what_can(typed: dict[str, str], capability:
         ({"flashinfer": None}, "10.0", "bf16", "triton"),
     ],
 )
-def test_where_no_backend_is_typed_it_is_the_fastest_that_was_measured_on_such_a_gpu(
+def test_default_backend_is_the_fastest_measured_on_the_gpu(
     packages: dict[str, str | None], capability: str, kv: str, backend: str
 ) -> None:
     machine = msgspec.structs.replace(H200X4, packages=packages, capability=capability)
@@ -740,8 +767,8 @@ def test_where_no_backend_is_typed_it_is_the_fastest_that_was_measured_on_such_a
     assert {(c.point.backend, c.error) for c in found} == {(backend, None)}
 
 
-def test_where_points_cannot_run_for_several_reasons_the_error_is_of_the_first_kind() -> None:
-    """The exit code is of the first kind, too; all reasons are listed."""
+def test_error_for_several_reasons_has_the_type_of_the_first() -> None:
+    """The exit code is that of the first reason, too; all reasons are listed."""
     points = [
         grid.Candidate(
             point=Point(model="tiny", tp=1, concurrency=1, context=n, backend="reference", dtype="fp32"), error=error

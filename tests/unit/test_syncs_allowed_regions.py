@@ -1,4 +1,4 @@
-"""Regions of vLLM's `gpu_sync_allowed` in traces: waits inside are listed with their reason and are no findings."""
+"""Test regions of vLLM's `gpu_sync_allowed` in traces: waits inside are listed with their reason and are no findings."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def count_by_reason(report: Report) -> dict[str, int]:
     return {site.allowed: site.count for site in select_counted(report)}
 
 
-def test_waits_in_a_region_are_one_site_and_other_waits_of_the_function_another(tmp_path: Path) -> None:
-    """The block inside the region ends with an `__exit__` of its own, which does not end the region: three waits lie in it."""
+def test_waits_inside_and_outside_a_region_are_two_sites(tmp_path: Path) -> None:
+    """The block inside the region ends with another `__exit__`, which does not end the region: three waits are in it."""
     report = build_trace().scan(tmp_path)
     assert count_by_reason(report) == {REASON: 3, "": 1}
     assert len({site.fingerprint for site in report.sites}) == 1
@@ -110,7 +110,7 @@ def test_only_the_wait_outside_the_region_is_a_finding(tmp_path: Path) -> None:
     assert list(verdict.allowed.values()) == [REASON]
 
 
-def test_a_trace_with_waits_in_regions_only_is_clean(tmp_path: Path) -> None:
+def test_trace_with_waits_in_regions_only_is_clean(tmp_path: Path) -> None:
     trace = build_trace()
     trace.events = [event for event in trace.events if event["ts"] < 810]
     report = trace.scan(tmp_path)
@@ -123,21 +123,19 @@ def test_a_trace_with_waits_in_regions_only_is_clean(tmp_path: Path) -> None:
     [build_trace(allowed="mine.py(3): gpu_sync_allowed"), build_trace(closed=False)],
     ids=["other", "not closed"],
 )
-def test_nothing_is_allowed_by_another_function_or_where_the_end_is_not_in_the_trace(
-    trace: Trace, tmp_path: Path
-) -> None:
+def test_region_of_another_function_or_without_an_end_allows_nothing(trace: Trace, tmp_path: Path) -> None:
     report = trace.scan(tmp_path)
     assert count_by_reason(report) == {"": 4}
     assert exit_code(report, tmp_path) == 1
 
 
-def test_nothing_is_allowed_without_stacks(tmp_path: Path) -> None:
+def test_region_without_stacks_allows_nothing(tmp_path: Path) -> None:
     trace = build_trace()
     trace.events = [event for event in trace.events if event["cat"] != "python_function"]
     assert count_by_reason(trace.scan(tmp_path)) == {"": 4}
 
 
-def test_a_region_of_one_thread_allows_nothing_on_another(tmp_path: Path) -> None:
+def test_region_of_one_thread_allows_nothing_on_another(tmp_path: Path) -> None:
     trace = build_trace()
     trace.frame("vllm/v1/worker/gpu_model_runner.py(100): execute_model", 0, 2000, tid=5)
     trace.kernel(40, 50, 60, tid=5)
@@ -164,8 +162,8 @@ def load_program(folder: Path) -> ModuleType:
     return module
 
 
-def test_regions_of_a_recorded_program_hold_its_reads_of_the_maximum_and_no_others(tmp_path: Path) -> None:
-    """The program computes a maximum in regions and a sum outside of them. It has four regions, one within another."""
+def test_recorded_regions_contain_only_the_reads_of_the_maximum(tmp_path: Path) -> None:
+    """The program computes a maximum in four regions, one within another, and a sum outside of them."""
     from torch import ones
     from torch.profiler import profile
 

@@ -1,6 +1,6 @@
-"""Traces that are damaged, hostile or no traces: a clear error or a clear part of the result, never a wrong `clean`.
+"""Test damaged and hostile traces and other files: the result is a clear error or incomplete, never a wrong `clean`.
 
-Everything goes through the command line as well, in which a traceback would be an exception here.
+The tests also run the command line, where a traceback would be an exception.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ TRUE_TIMES = {
 TRUE_SITES = {s.fingerprint for s in scan_traces([H200], root=H200.parent).sites}
 
 
-def zipped(text: bytes) -> bytes:
+def make_zip(text: bytes) -> bytes:
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w") as archive:
         archive.writestr("inner.json", text)
     return target.getvalue()
 
 
-def tarred(text: bytes) -> bytes:
+def make_tar(text: bytes) -> bytes:
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode="w") as archive:
         member = tarfile.TarInfo("inner.json")
@@ -61,9 +61,9 @@ def tarred(text: bytes) -> bytes:
 
 
 OTHER_FORMATS: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
-    "zip": (zipped, "a zip archive", "unzip {file}`"),
-    "tar": (tarred, "a tar archive", "tar -xf {file}`"),
-    "tar.gz": (lambda text: gzip.compress(tarred(text)), "a tar archive", "tar -xf {file}`"),
+    "zip": (make_zip, "a zip archive", "unzip {file}`"),
+    "tar": (make_tar, "a tar archive", "tar -xf {file}`"),
+    "tar.gz": (lambda text: gzip.compress(make_tar(text)), "a tar archive", "tar -xf {file}`"),
     "xz": (lzma.compress, "packed with xz", "xz -dc < {file} > unpacked.json`"),
     "bz2": (bz2.compress, "packed with bzip2", "bzip2 -dc < {file} > unpacked.json`"),
     "zstd": (
@@ -112,24 +112,26 @@ OTHER_FORMATS: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
         "curl -L -o trace.json.gz URL`",
     ),
 }
-"""Kind -> (how it is made of a trace, what it is called, what to type)."""
+"""Kind -> (function that converts a trace, description, command that restores the trace)."""
 FORMATS = ("table", "json", "sarif", "junit", "github", "markdown")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder for property tests, whose examples share it."""
+    """Make a folder that the examples of property tests share."""
     return tmp_path_factory.mktemp("traces")
 
 
-def nothing_is_made_up(report: Report) -> bool:
-    """Only true waits, and each once. Where copies or frames are lost, so are directions and functions of sites."""
+def has_only_true_waits(report: Report) -> bool:
+    """Return True if all waits are true ones, each counted once. Lost copies or frames can change directions and
+    functions.
+    """
     times = {s.example.ts for s in report.sites if s.example}
     return times <= TRUE_TIMES and sum(s.count for s in report.sites) <= 19
 
 
-def command(*args: str) -> int:
-    """Exit code of `dcpbench syncs ARGS`; anything but an exit is an exception."""
+def run_command(*args: str) -> int:
+    """Return the exit code of `dcpbench syncs ARGS`; anything except an exit is an exception."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["syncs", *args])
     return int(ended.value.code or 0)
@@ -141,14 +143,16 @@ class TestCutShort:
     @example(cut=TEXT.rindex(b"}"))
     @example(cut=TEXT.rindex(b"]"))
     @example(cut=TEXT.rindex(b"]") + 1)
-    def test_a_file_that_ends_anywhere_never_says_more_than_the_whole(self, cut: int, folder: Path) -> None:
-        """Before the first event it is no trace; after the last nothing is lost; in between it says that it is cut."""
+    def test_truncated_file_has_only_waits_of_the_whole_file(self, cut: int, folder: Path) -> None:
+        """A file cut before the first event is no trace; after the last event nothing is lost; in between the trace is
+        incomplete.
+        """
         try:
             report = scan_data(folder, TEXT[:cut])
         except TraceError:
             assert cut <= TEXT.index(b'"traceEvents"') + 20
             return
-        assert nothing_is_made_up(report)
+        assert has_only_true_waits(report)
         if report.traces[0].coverage.complete:
             assert cut > TEXT.rindex(b"]")
             assert {s.fingerprint for s in report.sites} == TRUE_SITES
@@ -156,8 +160,8 @@ class TestCutShort:
             assert exit_code(report, folder) in {1, 3}
 
     @pytest.mark.parametrize("at", range(4))
-    def test_a_cut_between_two_events_loses_none_before_it(self, at: int, tmp_path: Path) -> None:
-        """`…},` and `…}` at the end: every event that is whole is read."""
+    def test_file_cut_between_two_events_keeps_all_events_before(self, at: int, tmp_path: Path) -> None:
+        """Every complete event is read, with `…},` and `…}` at the end."""
         trace = Trace().work()
         for n in range(5):
             trace.call("cudaStreamSynchronize", 100 * n, 100 * n + 50)
@@ -170,20 +174,20 @@ class TestCutShort:
 
     @settings(max_examples=40)
     @given(cut=st.integers(1, len(PACKED) - 1))
-    def test_gzip_that_ends_early_is_part_of_a_trace_or_none(self, cut: int, folder: Path) -> None:
+    def test_truncated_gzip_is_incomplete_or_refused(self, cut: int, folder: Path) -> None:
         try:
             report = scan_data(folder, PACKED[:cut])
         except TraceError:
             return
         assert not report.traces[0].coverage.complete
-        assert nothing_is_made_up(report)
+        assert has_only_true_waits(report)
         assert exit_code(report, folder) in {1, 3}
 
     @settings(max_examples=60)
     @given(at=st.integers(10, len(PACKED) - 1), byte=st.integers(1, 255))
     @example(at=len(PACKED) - 6, byte=1)  # the checksum
     def test_gzip_with_a_wrong_byte_is_never_complete(self, at: int, byte: int, folder: Path) -> None:
-        """The checksum at the end is looked at although the events end before it."""
+        """The checksum at the end is checked although the events end before it."""
         data = bytearray(PACKED)
         data[at] ^= byte
         try:
@@ -223,28 +227,30 @@ class TestNoTrace:
         ],
         ids=lambda data: repr(data[:20]),
     )
-    def test_it_is_refused(self, data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_file_that_is_no_trace_is_refused(
+        self, data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         path = tmp_path / "trace.json"
         path.write_bytes(data)
-        assert command("scan", str(path)) == 2
+        assert run_command("scan", str(path)) == 2
         assert capsys.readouterr().err.startswith("error:")
 
     @pytest.mark.parametrize("form", OTHER_FORMATS)
-    def test_what_it_is_instead_is_named_with_what_to_type(
+    def test_other_format_is_named_with_a_command(
         self, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """The suffix says nothing: all of them are called trace.json here."""
+        """The suffix does not help: all files are called trace.json."""
         path = tmp_path / "trace.json"
         pack, what, command_line = OTHER_FORMATS[form]
         path.write_bytes(pack(TEXT))
-        assert command("scan", str(path)) == 2
-        said = capsys.readouterr().err
-        assert f"{path} is {what}: type `{command_line.format(file=path)}" in " ".join(said.split())
-        assert "traceEvents" not in said
+        assert run_command("scan", str(path)) == 2
+        message = capsys.readouterr().err
+        assert f"{path} is {what}: type `{command_line.format(file=path)}" in " ".join(message.split())
+        assert "traceEvents" not in message
 
     @pytest.mark.skipif(os.name != "posix", reason="the commands are those of a POSIX shell")
     @pytest.mark.parametrize("form", ["gzip in gzip", "UTF-16", "UTF-16 without its mark", "tar.gz", "xz in gzip"])
-    def test_what_is_to_be_typed_makes_a_trace_of_it(
+    def test_suggested_command_restores_the_trace(
         self, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -260,21 +266,21 @@ class TestNoTrace:
     @pytest.mark.parametrize(
         "data", [b"[]", b'{"traceEvents": []}', b"[{}]", b'[{"a": 1}, {"b": [1]}]', b"[", b'{"traceEvents": [']
     )
-    def test_a_trace_without_a_gpu_cannot_answer(self, data: bytes, tmp_path: Path) -> None:
+    def test_trace_without_gpu_events_cannot_answer(self, data: bytes, tmp_path: Path) -> None:
         path = tmp_path / "trace.json"
         path.write_bytes(data)
-        assert command("scan", str(path)) == 3
+        assert run_command("scan", str(path)) == 3
 
     @pytest.mark.parametrize("lost", ["kernel", "cuda_runtime"])
-    def test_a_trace_without_gpu_events_or_without_calls_cannot_answer(self, lost: str, tmp_path: Path) -> None:
+    def test_trace_without_kernels_or_calls_cannot_answer(self, lost: str, tmp_path: Path) -> None:
         trace = Trace().work()
         trace.events = [e for e in trace.events if e["cat"] != lost]
         trace.op("aten::add", 0, 10)
         report = trace.scan(tmp_path)
         assert exit_code(report, tmp_path) == 3
 
-    def test_an_empty_first_event_is_none(self, tmp_path: Path) -> None:
-        """RPD, a profiler of ROCm, begins its files so; in another place an event was lost."""
+    def test_empty_first_event_is_ignored(self, tmp_path: Path) -> None:
+        """RPD, a profiler for ROCm, begins its files with one; in another place an event was lost."""
         trace = Trace().work()
         trace.kernel(100, 110, 120)
         whole, empty = trace.events, {}
@@ -284,21 +290,21 @@ class TestNoTrace:
             assert report.traces[0].coverage.complete is complete
             assert exit_code(report, tmp_path) == (0 if complete else 3)
 
-    def test_a_folder_is_no_file(self, tmp_path: Path) -> None:
+    def test_folder_as_a_trace_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(TraceError, match="is no file"):
             scan_traces([tmp_path], root=tmp_path)
-        assert command("scan", str(tmp_path)) == 2
+        assert run_command("scan", str(tmp_path)) == 2
 
-    def test_a_pipe_is_not_waited_for(self, tmp_path: Path) -> None:
+    def test_pipe_is_refused_without_waiting(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "trace.json")
-        assert command("scan", str(tmp_path / "trace.json")) == 2
+        assert run_command("scan", str(tmp_path / "trace.json")) == 2
 
-    def test_a_file_that_is_gone_or_forbidden_is_said_to_be(self, tmp_path: Path) -> None:
+    def test_missing_file_is_reported(self, tmp_path: Path) -> None:
         with pytest.raises(TraceError, match="cannot be read: No such file"):
             scan_traces([tmp_path / "gone.json"], root=tmp_path)
 
-    def test_an_error_while_reading_is_an_error_of_ours(self, tmp_path: Path) -> None:
-        """A file whose bytes cannot be had, as on a failing disk."""
+    def test_read_error_raises_trace_error(self, tmp_path: Path) -> None:
+        """The bytes of the file cannot be read, as on a failing disk."""
         broken = Path("/proc/self/mem")
         if not broken.exists():  # only Linux has such a file
             broken = tmp_path
@@ -307,15 +313,15 @@ class TestNoTrace:
 
 
 class TestBombs:
-    def test_zeros_that_expand_are_refused(self, tmp_path: Path) -> None:
-        """100 MiB of them in 100 KB, behind a head that looks like a trace's."""
+    def test_compressed_zeros_are_refused(self, tmp_path: Path) -> None:
+        """The file has 100 MiB of zeros in 100 KB, after a valid beginning of a trace."""
         data = gzip.compress(b'{"traceEvents": [' + bytes(100 << 20))
         with pytest.raises(TraceError, match="no end of an event within 64 MiB"):
             scan_data(tmp_path, data)
 
     @pytest.mark.parametrize("inside", [b" ", b"[", b"{", b'"', b"{},{", b"\\", b"},{"])
     def test_text_without_an_event_is_refused_or_incomplete(self, inside: bytes, tmp_path: Path) -> None:
-        """Four blocks of it."""
+        """The text has four blocks."""
         text = b'{"traceEvents": [' + inside * (4 * reading.BLOCK_BYTES // len(inside))
         try:
             report = scan_data(tmp_path, text)
@@ -323,10 +329,8 @@ class TestBombs:
             return
         assert exit_code(report, tmp_path) == 3
 
-    def test_events_that_expand_without_bound_are_refused(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The limit stands at 16 MiB here, as 256 MiB take a while."""
+    def test_events_that_expand_too_much_are_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The limit is 16 MiB here, as 256 MiB take a while."""
         monkeypatch.setattr(reading, "MIN_RATIO_BYTES", 16 << 20)
         one = b'{"ph":"X","cat":"kernel","name":"k","ts":1,"dur":1,"pid":0,"tid":7,"args":{"correlation":1}},'
         data = gzip.compress(b'{"traceEvents": [' + one * ((40 << 20) // len(one)))
@@ -334,10 +338,12 @@ class TestBombs:
             scan_data(tmp_path, data)
 
     @pytest.mark.parametrize(("fold", "refused"), [(100, False), (190, False), (210, True)])
-    def test_what_expands_as_a_trace_may_is_read(
+    def test_compression_ratio_up_to_200_is_accepted(
         self, fold: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The trace has 64 KiB or more: blanks in no order, which gzip makes an eighth of, and then spaces, of which it leaves nothing."""
+        """The trace has at least 64 KiB: random blanks, which gzip compresses to an eighth, and then spaces, which it
+        compresses to almost nothing.
+        """
         monkeypatch.setattr(reading, "MIN_RATIO_BYTES", 64 << 10)
         head = Trace().work().text().encode() + bytes(random.Random(0).choices(b" \t", k=16 << 10))
         data = head
@@ -350,19 +356,19 @@ class TestBombs:
         else:
             assert scan_data(tmp_path, gzip.compress(data)).traces[0].coverage.complete
 
-    def test_an_event_that_never_ends_is_refused(self, tmp_path: Path) -> None:
-        """A name of more than 64 MiB."""
+    def test_event_without_an_end_is_refused(self, tmp_path: Path) -> None:
+        """The name has more than 64 MiB."""
         with pytest.raises(TraceError, match="64 MiB"):
             scan_data(tmp_path, '{"traceEvents": [{"ph": "X", "name": "' + "a" * (67 << 20))
 
-    def test_deep_nesting_is_not_followed(self, tmp_path: Path) -> None:
+    def test_too_deep_nesting_makes_the_trace_incomplete(self, tmp_path: Path) -> None:
         deep = "[" * 100_000 + "]" * 100_000
         text = Trace().work().text().replace('"device": 0', f'"device": 0, "x": {deep}', 1)
         report = scan_data(tmp_path, text)
         assert not report.traces[0].coverage.complete
 
 
-NASTY = (
+HOSTILE_NAMES = (
     "\x1b[31mred\x1b]8;;http://x\x07link",
     "<script>alert(1)</script>",
     "[bold red]x[/]",
@@ -382,14 +388,16 @@ NASTY = (
 
 class TestHostileNames:
     @pytest.mark.parametrize("form", FORMATS)
-    def test_no_name_gets_through_unescaped(
+    def test_every_format_escapes_hostile_names(
         self, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Names go from the trace to the terminal, the page and the log; what each format escapes is tested with it."""
+        """Names go from the trace to the terminal, the page and the log; escapes of each format are tested with that
+        format.
+        """
         monkeypatch.chdir(tmp_path)
         monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
         trace = Trace().work()
-        for n, name in enumerate(NASTY):
+        for n, name in enumerate(HOSTILE_NAMES):
             t = 1000 * n
             trace.frame(f"{name}.py(3): {name}", t, t + 900)
             trace.op(name, t + 1, t + 899)
@@ -397,7 +405,7 @@ class TestHostileNames:
             trace.gpu(name, t + 10, t + 190, trace.call("cudaLaunchKernel", t + 3, t + 4))
             trace.call("cudaStreamSynchronize", t + 100, t + 200)
         (tmp_path / "t.json").write_text(trace.text())
-        assert command("scan", "t.json", "--format", form) == 1
+        assert run_command("scan", "t.json", "--format", form) == 1
         out = capsys.readouterr()
         assert not set("\x1b\x07\x9b\r\u202e") & set(out.out + out.err)
         assert "\n::error::pwned" not in out.out
@@ -407,8 +415,8 @@ class TestHostileNames:
             assert "<script>" not in out.out
 
 
-def test_one_damaged_trace_among_good_ones_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_trace_among_good_ones_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "good.json").write_text(Trace().work().text())
     (tmp_path / "bad.json").write_text(Trace().work().text()[:-5])
-    assert command("scan", str(tmp_path)) == 3
+    assert run_command("scan", str(tmp_path)) == 3
     assert "bad.json ends early" in capsys.readouterr().out

@@ -33,7 +33,7 @@ TRACES = sorted((Path(__file__).parents[1] / "data" / "corpus").glob("*stacks.js
 
 
 class Located(NamedTuple):
-    """A site of a recorded program: the lines that wait in a dry run, and those that its source allows."""
+    """Represent a site of a recorded program: its waiting lines in a dry run, and those that its source allows."""
 
     name: str
     true: set[int]
@@ -50,14 +50,14 @@ def find_true_lines(program: Program) -> dict[str, set[int]]:
         program.run(inputs)
         syncs = seen.syncs[before:]
     for sync in syncs:
-        # Frames of torch lie below; a comprehension is a function of its own before Python 3.12.
+        # Frames of torch follow; a comprehension is a function of its own before Python 3.12.
         if sync.file == inspect.getsourcefile(program.run) and begin <= (sync.line or 0) < begin + len(lines):
             found[sync.rule].add(sync.line or 0)
     return found
 
 
 def iter_located() -> Iterator[Located]:
-    """Yield the sites of the corpus on an H200 whose programs wait in a dry run, too."""
+    """Yield the sites of the corpus on an H200 in programs that also wait in a dry run."""
     programs = {program.name: program for program in PROGRAMS}
     for trace in TRACES:
         for site in scan_traces([trace], root=Path.cwd()).sites:
@@ -76,8 +76,8 @@ def iter_located() -> Iterator[Located]:
             yield Located(site.function, true, [line.line for line in site.call_lines])
 
 
-def test_the_lines_of_the_corpus_are_found() -> None:
-    """The true line is among the candidates of 98 % of the sites, and in 85 % no other line is."""
+def test_lines_of_the_corpus_are_among_the_candidates() -> None:
+    """The true line is among the candidates of 98 % of the sites, and in 85 % it is the only one."""
     located = list(iter_located())
     assert len(located) > 100
     missed = [one for one in located if not one.true & set(one.found)]
@@ -89,7 +89,7 @@ def test_the_lines_of_the_corpus_are_found() -> None:
 def locate(
     body: str, *, ops: str = "", below: str = "", call: str = "", direction: str = "", name: str = "f"
 ) -> list[str]:
-    """Return the candidates' lines of a site in a function with this body, `ops` outermost first."""
+    """Return the candidate lines of a site in a function with this body, `ops` outermost first."""
     text = f"def {name}(t, m, x, y):\n" + "".join(f"    {line}\n" for line in body.splitlines())
     path = Path("engine.py")
     stack = [f"{path}(1): {name}", *([below] if below else [])]
@@ -146,7 +146,7 @@ COPY = "aten::to aten::_to_copy aten::copy_"
         ("pass", {"ops": ITEM}, []),
     ],
 )  # fmt: skip
-def test_kinds_of_syntax(body: str, arguments: dict[str, str], lines: list[str]) -> None:
+def test_candidate_lines_for_each_kind_of_syntax(body: str, arguments: dict[str, str], lines: list[str]) -> None:
     assert locate(body, **arguments) == lines
 
 
@@ -165,7 +165,7 @@ def twice(a, b):
 
 
 def record(folder: Path, *, line: int = 4) -> Path:
-    """A trace in which `sample` waits, as written from a decorated function."""
+    """Write a trace in which `sample` waits, as for a decorated function."""
     trace = Trace().work()
     for step in range(4):
         begin = 10_000 * (step + 1)
@@ -190,7 +190,7 @@ def scan(*words: object) -> object:
 
 
 @pytest.mark.parametrize("form", ["table", "markdown", "github", "sarif", "json"])
-def test_every_format_shows_the_line(form: str, tmp_path: Path) -> None:
+def test_every_format_shows_the_candidate_line(form: str, tmp_path: Path) -> None:
     root = write_source(tmp_path / "repository")
     result = scan(record(tmp_path), "--root", root, "--format", form)
     text = result.stdout
@@ -206,8 +206,8 @@ def test_every_format_shows_the_line(form: str, tmp_path: Path) -> None:
         assert "return best.item()" in text
 
 
-def test_the_source_of_the_commit_can_lie_elsewhere(tmp_path: Path) -> None:
-    """Its folder may also be the one in which the package lies."""
+def test_source_folder_can_be_another_one(tmp_path: Path) -> None:
+    """The folder can also be the one that contains the package."""
     for name in ("engine/sampler.py", "sampler.py"):
         elsewhere = write_source(tmp_path / name.replace("/", "_"), name=name)
         (tmp_path / "empty").mkdir(exist_ok=True)
@@ -215,7 +215,7 @@ def test_the_source_of_the_commit_can_lie_elsewhere(tmp_path: Path) -> None:
         assert [line["line"] for line in json.loads(result.stdout)["sites"][0]["call_lines"]] == [7]
 
 
-def test_a_source_of_another_version_is_named_and_not_used(tmp_path: Path) -> None:
+def test_source_of_another_version_is_named_and_not_used(tmp_path: Path) -> None:
     root = write_source(tmp_path / "repository", "import os\n" + SOURCE)
     result = scan(record(tmp_path), "--root", root, "--format", "json")
     assert json.loads(result.stdout)["sites"][0]["call_lines"] == []
@@ -223,20 +223,20 @@ def test_a_source_of_another_version_is_named_and_not_used(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["def sample(:\n", "\x00", "x = 1\n"])
-def test_a_source_that_cannot_be_used_leaves_the_function(text: str, tmp_path: Path) -> None:
+def test_unusable_source_leaves_the_function_without_a_line(text: str, tmp_path: Path) -> None:
     root = write_source(tmp_path / "repository", text)
     result = scan(record(tmp_path), "--root", root, "--format", "json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["sites"][0]["call_lines"] == []
 
 
-def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_missing_source_folder_is_an_error(tmp_path: Path) -> None:
     result = scan(record(tmp_path), "--source", tmp_path / "missing")
     assert isinstance(result.exception, UsageError)
     assert "--source" in str(result.exception)
 
 
-def test_several_lines_are_all_named(tmp_path: Path) -> None:
+def test_all_candidate_lines_are_named(tmp_path: Path) -> None:
     write_source(tmp_path)
     site: Site = build.site(
         function="twice",
@@ -251,14 +251,14 @@ def test_several_lines_are_all_named(tmp_path: Path) -> None:
     assert site.line == 10
 
 
-def test_lines_that_a_detector_saw_stay(tmp_path: Path) -> None:
+def test_lines_from_a_detector_are_kept(tmp_path: Path) -> None:
     write_source(tmp_path)
     site = build.site(function="sample", file="engine/sampler.py", line=6, line_is="call")
     assert add_call_lines(build.report(site), [tmp_path]) == []
     assert site.call_lines == []
 
 
-def test_a_file_outside_of_the_folders_is_read_at_its_own_path(tmp_path: Path) -> None:
+def test_file_outside_of_the_folders_is_read_at_its_own_path(tmp_path: Path) -> None:
     write_source(tmp_path)
     assert read_source(str(tmp_path / "engine/sampler.py"), []) is not None
     assert read_source("engine/sampler.py", []) is None

@@ -52,20 +52,20 @@ def count_syncs(folder: Path, *functions: str, comment: str = "", project: str =
 
 
 @pytest.mark.parametrize(("comment", "count"), [("", 2), (ALLOWED, 1), ("# dcpbench: allow-sync", 2)])
-def test_a_comment_with_a_reason_allows_its_line(comment: str, count: int, tmp_path: Path) -> None:
+def test_comment_with_a_reason_allows_its_line(comment: str, count: int, tmp_path: Path) -> None:
     assert count_syncs(tmp_path, "decode", "sample", comment=comment) == count
 
 
-def test_functions_that_the_project_allows_do_not_count(tmp_path: Path) -> None:
+def test_functions_allowed_by_the_project_do_not_count(tmp_path: Path) -> None:
     project = '[[tool.dcpbench.syncs.allow]]\nfunction = "engine.sam*"\nreason = "tokens leave the GPU here"\n'
     assert count_syncs(tmp_path, "decode", "sample", project=project) == 1
 
 
-def test_an_expired_permission_allows_nothing(tmp_path: Path) -> None:
+def test_expired_permission_allows_nothing(tmp_path: Path) -> None:
     project = '[[tool.dcpbench.syncs.allow]]\nfunction = "sample"\nreason = "for now"\nexpires = 2020-01-01\n'
     assert count_syncs(tmp_path, "sample", project=project) == 1
 
 
-def test_settings_that_cannot_be_used_are_an_error(tmp_path: Path) -> None:
+def test_invalid_settings_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="allow must be a list"):
         count_syncs(tmp_path, project="[tool.dcpbench.syncs]\nallow = 3\n")

@@ -1,4 +1,4 @@
-"""`[tool.dcpbench.syncs]`: what it may say, where it is looked for, and what is answered to what it may not say."""
+"""Test `[tool.dcpbench.syncs]`: its valid settings, where it is looked for, and errors for invalid settings."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ reason = "once"
 """
 
 
-def config(folder: Path, text: str) -> Config:
-    """The settings of a folder with this pyproject.toml."""
+def read_settings(folder: Path, text: str) -> Config:
+    """Return the settings of a folder with this pyproject.toml."""
     (folder / "pyproject.toml").write_text(text)
     return find_config(folder, folder)
 
 
-def test_everything_that_may_be_said(tmp_path: Path) -> None:
-    found = config(tmp_path, FULL)
+def test_all_settings_are_read(tmp_path: Path) -> None:
+    found = read_settings(tmp_path, FULL)
     assert (found.max_per_step, found.max_bubble_us, found.step_range) == (2.0, 500.5, "^decode_step")
     assert found.baseline == tmp_path / "ci/syncs-baseline.json"
     sampler, load = found.allow
@@ -53,8 +53,8 @@ def test_everything_that_may_be_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[tool.other]\nx = 1", "[tool.dcpbench]\n", "tool = 3"])
-def test_a_project_without_the_table_has_no_settings(tmp_path: Path, text: str) -> None:
-    assert config(tmp_path, text) == Config()
+def test_project_without_the_table_has_no_settings(tmp_path: Path, text: str) -> None:
+    assert read_settings(tmp_path, text) == Config()
 
 
 WRONG = [
@@ -78,21 +78,21 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG)
-def test_what_cannot_be_is_named_with_what_it_should_be(tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_setting_is_named_with_its_valid_values(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)) as caught:
-        config(tmp_path, f"[tool.dcpbench.syncs]\n{line}\n")
+        read_settings(tmp_path, f"[tool.dcpbench.syncs]\n{line}\n")
     assert "pyproject.toml" in str(caught.value)
 
 
 @pytest.mark.parametrize("text", [b"[tool", b"\xff", b"[tool.dcpbench]\nsyncs = 1\n"])
-def test_a_file_that_is_no_toml_is_named(tmp_path: Path, text: bytes) -> None:
+def test_invalid_toml_file_is_named(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "pyproject.toml").write_bytes(text)
     with pytest.raises(UsageError, match=r"pyproject\.toml"):
         find_config(tmp_path, tmp_path)
 
 
-def test_the_nearest_file_with_the_table_counts_as_far_as_the_root(tmp_path: Path) -> None:
-    """A package of a monorepo may have its own; files without the table are passed by, those above the root unseen."""
+def test_nearest_file_with_the_table_up_to_the_root_is_used(tmp_path: Path) -> None:
+    """A package of a monorepo can have its own file; files without the table, and those above the root, are ignored."""
     inner = tmp_path / "repo" / "pkg" / "src"
     inner.mkdir(parents=True)
     root = tmp_path / "repo"
@@ -105,7 +105,7 @@ def test_the_nearest_file_with_the_table_counts_as_far_as_the_root(tmp_path: Pat
     assert find_config(inner, root).max_per_step == 2.0
 
 
-def test_the_root_is_the_repository_around_a_folder(tmp_path: Path) -> None:
+def test_root_is_the_repository_of_a_folder(tmp_path: Path) -> None:
     inner = tmp_path / "repo" / "pkg"
     inner.mkdir(parents=True)
     (inner / "pyproject.toml").touch()

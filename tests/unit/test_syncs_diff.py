@@ -22,7 +22,7 @@ STEPS, STEP_US = 6, 10_000
 
 
 class Wait(NamedTuple):
-    """An `.item()` in each step, `times` times, that finds its result `ready_us` after it was asked for."""
+    """Describe an `.item()`, `times` times in each step, with a result that is ready `ready_us` after the call."""
 
     function: str = "sample"
     file: str = "engine/sampler.py"
@@ -33,7 +33,7 @@ class Wait(NamedTuple):
 
 
 def record(*waits: Wait, steps: bool = True) -> Trace:
-    """A trace of steps in which these functions wait."""
+    """Write a trace of steps in which these functions wait."""
     trace = Trace().work()
     for step in range(STEPS):
         begin = STEP_US * (step + 1)
@@ -97,8 +97,8 @@ def test_pairs_of_traces(name: str, tmp_path: Path) -> None:
         assert run_diff(*sides, "--format", form).exit_code == code
 
 
-def test_a_trace_that_ends_early_gives_no_answer(tmp_path: Path) -> None:
-    """Neither side: a site that is missing may be in the part that is lost."""
+def test_truncated_trace_on_either_side_gives_no_answer(tmp_path: Path) -> None:
+    """A missing site may be in the lost part."""
     whole, cut = write(tmp_path, "a.json", SAMPLE), tmp_path / "b.json"
     cut.write_text(whole.read_text()[:-400])
     for sides in ((whole, cut), (cut, whole)):
@@ -107,13 +107,13 @@ def test_a_trace_that_ends_early_gives_no_answer(tmp_path: Path) -> None:
         assert "cannot be compared" in result.stdout
 
 
-def test_one_side_without_steps_gives_no_answer(tmp_path: Path) -> None:
+def test_diff_with_one_side_without_steps_gives_no_answer(tmp_path: Path) -> None:
     result = run_diff(write(tmp_path, "a.json", SAMPLE), write(tmp_path, "b.json", SAMPLE, steps=False))
     assert result.exit_code == 3
     assert "new side marks no steps" in result.stdout
 
 
-def test_without_steps_counts_of_the_whole_traces_are_compared(tmp_path: Path) -> None:
+def test_traces_without_steps_are_compared_by_total_counts(tmp_path: Path) -> None:
     one = write(tmp_path, "a.json", SAMPLE, steps=False)
     two = write(tmp_path, "b.json", SAMPLE._replace(times=2), steps=False)
     assert run_diff(one, one).exit_code == 0
@@ -162,7 +162,7 @@ def test_bad_input_is_explained(words: list[str], message: str, tmp_path: Path) 
     assert message in str(result.exception)
 
 
-def test_an_allowed_site_never_fails(tmp_path: Path) -> None:
+def test_allowed_site_never_fails_a_diff(tmp_path: Path) -> None:
     sides = write(tmp_path, "a.json", SAMPLE), write(tmp_path, "b.json", SAMPLE, CHECK)
     assert run_diff(*sides).exit_code == 1
     result = run_diff(*sides, "--allow", "engine.kv.check")
@@ -170,8 +170,8 @@ def test_an_allowed_site_never_fails(tmp_path: Path) -> None:
     assert "1 of the changed ones is allowed" in result.stdout
 
 
-def test_warm_up_is_left_out(tmp_path: Path) -> None:
-    """A site in the first step alone is no new site."""
+def test_warm_up_sites_are_left_out(tmp_path: Path) -> None:
+    """A site in the first step only is no new site."""
     trace = record(SAMPLE)
     at = STEP_US + 5_000.0
     trace.frame("engine/load.py(3): load", at, at + 520)
@@ -186,7 +186,7 @@ def compare(old: list[Any], new: list[Any], **thresholds: float) -> Any:
     return compare_reports(build.report(*old), build.report(*new), Thresholds(**thresholds))
 
 
-def test_two_functions_of_one_name_are_matched_by_the_ends_of_their_paths() -> None:
+def test_functions_with_the_same_name_are_matched_by_the_ends_of_their_paths() -> None:
     old = [build.site("a", file="src/llama/attention.py"), build.site("b", file="src/qwen/attention.py")]
     new = [build.site("c", file="lib/qwen/attention.py"), build.site("d", file="lib/llama/attention.py")]
     changes = compare(old, new).changes
@@ -197,7 +197,7 @@ def test_two_functions_of_one_name_are_matched_by_the_ends_of_their_paths() -> N
     assert all(c.kind is ChangeKind.SAME and c.moved for c in changes)
 
 
-def test_a_third_function_of_that_name_is_new() -> None:
+def test_third_function_with_the_same_name_is_new() -> None:
     new = [build.site("c", file="lib/kv.py"), build.site("d", file="lib/other.py")]
     changes = compare([build.site("a", file="engine/kv.py")], new).changes
     assert [(c.kind, c.latest.file) for c in changes] == [
@@ -207,7 +207,7 @@ def test_a_third_function_of_that_name_is_new() -> None:
 
 
 def test_times_are_means_over_steps() -> None:
-    """300 µs in 10 steps and 600 µs in 20 are the same; counts per step do not depend on the length either."""
+    """The times 300 µs in 10 steps and 600 µs in 20 are equal; counts per step do not depend on the length either."""
     longer = build.report(build.site(count=20, bubble_us=600.0, wait_us=840.0), traces=[build.trace(steps=20)])
     (change,) = compare_reports(build.report(build.site()), longer, Thresholds()).changes
     assert change.kind is ChangeKind.SAME
@@ -234,7 +234,7 @@ def test_both_thresholds_must_be_exceeded(
     assert change.kind is kind
 
 
-def test_a_bubble_decides_before_the_wait() -> None:
+def test_bubble_takes_precedence_over_the_wait() -> None:
     """A longer wait during which the GPU has work costs nothing."""
     (change,) = compare([build.site()], [build.site(wait_us=9_000.0)]).changes
     assert change.kind is ChangeKind.SAME
@@ -243,8 +243,8 @@ def test_a_bubble_decides_before_the_wait() -> None:
     assert (change.kind, change.reason) == (ChangeKind.DEARER, Reason.WAIT)
 
 
-def test_phases_are_compared_one_by_one() -> None:
-    """More in decode steps is dearer even if prefill steps have fewer."""
+def test_phases_are_compared_separately() -> None:
+    """More waits in decode steps are worse even if prefill steps have fewer."""
     old = build.site(count_per_step=2.0, count_per_phase={"decode": 1.0, "prefill": 2.0})
     new = build.site(count_per_step=2.0, count_per_phase={"decode": 2.0, "prefill": 1.0})
     (change,) = compare([old], [new]).changes

@@ -1,4 +1,4 @@
-"""Calls that torch's documentation or engines' profiles name: the list is complete, and its tables follow from records."""
+"""Test that the list of documented and profiled calls is complete, and that its tables follow from the records."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DIFFERENT = {  # calls for which a dry run predicts what was not measured
 }
 
 
-def test_every_function_whose_docstring_speaks_of_synchronisation_is_measured_or_has_a_reason() -> None:
+def test_documented_synchronising_functions_are_measured_or_have_a_reason() -> None:
     named = set(find_named())
     assert {"torch.nonzero", "torch.linalg.inv", "torch.cuda.Event.synchronize"} <= named
     assert named - {case.api for case in documented().values()} - set(UNMEASURED) == set()
@@ -51,7 +51,7 @@ def test_no_function_is_both_measured_and_left_out() -> None:
     assert {case.api for case in documented().values()} & set(UNMEASURED) == set()
 
 
-def test_every_kind_of_site_of_the_engines_profiles_has_a_case() -> None:
+def test_every_kind_of_site_in_engine_profiles_has_a_case() -> None:
     unpack(ENGINES)
     met = {
         (site["rule"], site["op_chain"][-1] if site["op_chain"] else "")
@@ -62,7 +62,7 @@ def test_every_kind_of_site_of_the_engines_profiles_has_a_case() -> None:
     assert set(MET.values()) <= {case.named_by for case in documented().values()}
 
 
-def test_groups_of_documented_calls_need_no_test_database_of_torch() -> None:
+def test_documented_calls_need_no_test_database_of_torch() -> None:
     assert groups(["documented"]) == [f"documented:{name}" for name in documented()]
     (case,) = cases("documented:torch.linalg.inv", "cpu")
     assert case.run().shape == (8, 8)
@@ -88,7 +88,7 @@ def test_groups_of_documented_calls_need_no_test_database_of_torch() -> None:
         ("torch.Tensor.record_stream", False),
     ],
 )
-def test_a_dry_run_predicts_what_the_documentation_says(name: str, waits: bool) -> None:
+def test_dry_run_predicts_the_documented_waits(name: str, waits: bool) -> None:
     (call,) = predict(f"documented:{name}")["calls"]
     assert documented()[name].named_by == DOCSTRING
     assert bool(call["waits"]) == waits
@@ -101,11 +101,13 @@ def record(*calls: dict[str, Any]) -> Measurement:
 
 
 class TestTables:
-    def test_the_debug_mode_warns_at_the_synchronisation_of_a_stream(self) -> None:
+    def test_debug_mode_warns_at_the_synchronisation_of_a_stream(self) -> None:
         assert name_waits({"warned": 1, "events": {"Memcpy DtoH (Device -> Pinned)": 1}}) == ["cudaStreamSynchronize"]
 
-    def test_other_waits_are_named_by_what_was_recorded(self) -> None:
-        """A poll of an event, a copy through pageable memory, and only then the device, which may be the measurement's."""
+    def test_other_waits_are_named_by_their_recorded_events(self) -> None:
+        """The order is a query of an event, a copy through pageable memory, and last the device, which may be that of
+        the measurement.
+        """
         device = {"cudaDeviceSynchronize": 1}
         assert name_waits({"warned": 0, "events": {"cudaEventSynchronize": 1, **device}}) == ["cudaEventSynchronize"]
         assert name_waits({"warned": 0, "events": {"Event Sync": 8}}) == ["cudaEventQuery"]
@@ -113,21 +115,21 @@ class TestTables:
         assert name_waits({"warned": 0, "events": device}) == ["cudaDeviceSynchronize"]
         assert name_waits({"warned": 0, "events": {"Memcpy DtoD (Device -> Device)": 1}}) == []
 
-    def test_an_operator_has_its_calls_that_waited_and_what_was_recorded(self) -> None:
+    def test_operator_row_has_its_waiting_calls_and_recorded_events(self) -> None:
         """Two of three calls are held up for at least 6.5 ms; one of them makes no synchronising call."""
         slow = {"what": "aten.nonzero.default", "leaf": True, "ms": 9.0}
         events = {"cudaStreamSynchronize": 1, "Memcpy DtoH (Device -> Pinned)": 1, "Memcpy DtoD (Device -> Device)": 1}
         measured = record(slow | {"events": events}, slow, slow | {"ms": 0.1, "events": {"cudaFree": 1}})
         assert "aten::nonzero 1/3 DtoH-pinned,cudaStreamSynchronize" in format_operators([measured]).splitlines()
 
-    def test_a_record_without_margins_names_copies_alone(self) -> None:
-        """Its other events may be those of the calls before and after."""
+    def test_record_without_margins_names_copies_only(self) -> None:
+        """Other events of the record may be those of the calls before and after."""
         events = {"cudaStreamSynchronize": 1, "Memcpy HtoD (Pageable -> Device)": 1}
         call = {"what": "aten.nonzero.default", "leaf": True, "ms": 9.0, "events": events}
         older = Measurement({"device": "G", "torch": "2", "queued_ms": 10.0}, [{"group": "op:1", "calls": [call]}])
         assert "aten::nonzero 1/1 HtoD-pageable" in format_operators([older]).splitlines()
 
-    def test_calls_that_were_not_measured_are_marked(self) -> None:
+    def test_unmeasured_calls_are_marked(self) -> None:
         calls = [
             {"what": "torch.nonzero", "ms": 9.0, "events": {"cudaStreamSynchronize": 1}, "warned": 1},
             {"what": "torch.linalg.qr", "ms": 0.2},
@@ -164,8 +166,8 @@ class Event(NamedTuple):
         return self.link
 
 
-def test_events_belong_to_the_operator_that_they_are_linked_to_although_clocks_differ() -> None:
-    """CUDA's clock is 50 ahead: the wait of the first call lies before it, that of the next operator in it."""
+def test_linked_events_belong_to_their_operator_despite_clock_differences() -> None:
+    """CUDA's clock is 50 ahead: the wait of the first call is before it, and that of the next operator within it."""
     events = [
         Event(f"{RANGE}0", start=100, duration=100, number=1),
         Event("aten::item", start=120, duration=60, number=2),
@@ -179,26 +181,26 @@ def test_events_belong_to_the_operator_that_they_are_linked_to_although_clocks_d
 
 
 @pytest.fixture(scope="module")
-def published() -> Measurement:
-    """Record of an H200."""
+def load_record() -> Measurement:
+    """Return the record of an H200."""
     unpack(SYNCS)
     return read_measurement(SYNCS / "documented-calls_H200_2026-11-30/documented.jsonl")
 
 
 class TestPublishedRecord:
-    def test_its_table_is_the_published_one(self, published: Measurement) -> None:
-        """To write it again: python -m tools.syncs.operators.table calls RECORD > FILE."""
-        assert (SYNCS / "documented-calls.md").read_text() == format_calls([published])
+    def test_published_table_equals_the_record(self, load_record: Measurement) -> None:
+        """The command `python -m tools.syncs.operators.table calls RECORD > FILE` writes the table again."""
+        assert (SYNCS / "documented-calls.md").read_text() == format_calls([load_record])
 
-    def test_all_cases_were_measured_and_none_failed(self, published: Measurement) -> None:
-        assert {group["group"] for group in published.groups} == set(groups(["documented"]))
-        assert [group["failed"] for group in published.groups if group["failed"]] == []
+    def test_recorded_cases_are_complete_and_none_failed(self, load_record: Measurement) -> None:
+        assert {group["group"] for group in load_record.groups} == set(groups(["documented"]))
+        assert [group["failed"] for group in load_record.groups if group["failed"]] == []
 
     @pytest.mark.filterwarnings("ignore")  # of beta and deprecated functions
-    def test_a_dry_run_predicts_all_waits_but_those_named(self, published: Measurement) -> None:
+    def test_dry_run_predicts_all_waits_except_the_listed_ones(self, load_record: Measurement) -> None:
         measured = {
-            call["what"]: published.held_up(call)
-            for group in published.groups
+            call["what"]: load_record.held_up(call)
+            for group in load_record.groups
             for call in group["calls"]
             if not call["leaf"]
         }

@@ -1,4 +1,4 @@
-"""The dry run against the corpus, and what it says about each wait."""
+"""Test the dry run with the corpus, and its description of each wait."""
 
 import threading
 from collections import Counter
@@ -16,19 +16,19 @@ from tools.syncs.corpus.programs import PROGRAMS, Program
 
 @pytest.fixture
 def run() -> Iterator[DryRun]:
-    """A dry run around the test."""
+    """Start a dry run around the test."""
     with dry_run() as seen:
         yield seen
 
 
 def rules(run: DryRun) -> list[str]:
-    """Rules of the waits so far, in order; what only may block is left out."""
+    """Return the rules of the waits so far, in order, without calls that only may block."""
     return [sync.rule for sync in run.syncs if not sync.may_block]
 
 
 class TestCorpus:
     @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
-    def test_a_program_waits_as_often_as_measured_and_for_the_same_reasons(self, run: DryRun, program: Program) -> None:
+    def test_corpus_program_has_the_measured_waits_and_rules(self, run: DryRun, program: Program) -> None:
         inputs = make_inputs(torch.device("cuda", 0))
         run.syncs.clear()
         program.run(inputs)
@@ -36,7 +36,7 @@ class TestCorpus:
         hazards = sorted(sync.rule for sync in run.syncs if sync.may_block)
         assert hazards == sorted(rule.id for rule in program.hazards)
 
-    def test_every_wait_is_found_on_a_line_of_the_corpus(self, run: DryRun) -> None:
+    def test_every_wait_is_on_a_line_of_the_corpus(self, run: DryRun) -> None:
         inputs = make_inputs(torch.device("cuda", 0))
         run.syncs.clear()
         for program in PROGRAMS:
@@ -47,8 +47,8 @@ class TestCorpus:
             "corpus/threads.py",
         }
 
-    def test_printing_three_integers_reads_each_and_copies_them(self, run: DryRun) -> None:
-        """Measured: four. Each value is read for its width, then all are copied as a list."""
+    def test_printing_three_integers_reads_each_and_copies_all(self, run: DryRun) -> None:
+        """Measured are four waits: each value is read for its width, then all are copied as a list."""
         ints = torch.arange(3).to("cuda")
         run.syncs.clear()
         text = str(ints)
@@ -56,8 +56,8 @@ class TestCorpus:
         assert Counter(rules(run)) == {"SYNC001": 3, "SYNC003": 1}
 
 
-class TestWhatIsSaid:
-    def test_a_wait_has_its_line_thread_operator_and_call(self, run: DryRun) -> None:
+class TestDescription:
+    def test_wait_has_line_thread_operator_and_call(self, run: DryRun) -> None:
         def read() -> None:
             bool((torch.ones(3, device="cuda") > 0).all())
 
@@ -72,29 +72,29 @@ class TestWhatIsSaid:
             f"tests/unit/test_syncs_dry_run.py:{sync.line} in read: A tensor's value is read"
         )
 
-    def test_the_line_is_the_users_not_torchs(self, run: DryRun) -> None:
+    def test_wait_has_the_line_of_the_user_not_of_torch(self, run: DryRun) -> None:
         torch.nn.functional.one_hot(torch.zeros(2, dtype=torch.long, device="cuda"))
         assert [(s.function, s.op_chain) for s in run.syncs] == [
-            ("test_the_line_is_the_users_not_torchs", ("aten::one_hot", "aten::_local_scalar_dense"))
+            ("test_wait_has_the_line_of_the_user_not_of_torch", ("aten::one_hot", "aten::_local_scalar_dense"))
         ]
         assert run.syncs[0].frames[-1].file.startswith(torch.__path__[0]) or run.syncs[0].frames[-1].file == __file__
 
-    def test_waiting_by_name_is_explicit(self, run: DryRun) -> None:
+    def test_explicit_synchronisation_is_marked_explicit(self, run: DryRun) -> None:
         torch.cuda.synchronize()
         torch.cuda.Stream().synchronize()
         torch.cuda.Stream().record_event().synchronize()
-        torch.cuda.Event().synchronize()  # never recorded, so CUDA does not wait
+        torch.cuda.Event().synchronize()  # the event was never recorded, so that CUDA does not wait
         assert [(s.rule, s.explicit) for s in run.syncs] == [("SYNC008", True), ("SYNC006", True), ("SYNC007", True)]
 
-    def test_a_wait_in_backward_is_on_the_line_that_called_it(self, run: DryRun) -> None:
-        """The gradient of rows by a mask puts them back by the mask, and counts again."""
+    def test_wait_in_backward_has_the_line_of_the_call(self, run: DryRun) -> None:
+        """The gradient of rows selected by a mask uses the mask, and counts again."""
         x = torch.ones(4, device="cuda", requires_grad=True)
         y = x[x > 0].sum()
         y.backward()
         assert rules(run) == ["SYNC002", "SYNC002"]
         assert [s.line - run.syncs[0].line for s in run.syncs if s.line and run.syncs[0].line] == [0, 1]
 
-    def test_a_copy_says_its_bytes_and_memory(self, run: DryRun) -> None:
+    def test_copy_has_its_bytes_and_kind_of_memory(self, run: DryRun) -> None:
         torch.zeros(1 << 20).to("cuda", non_blocking=True)
         torch.zeros(256, pin_memory=True).to("cuda")
         assert [(s.direction, s.bytes, s.call) for s in run.syncs if s.rule != "SYNC009"] == [
@@ -102,7 +102,7 @@ class TestWhatIsSaid:
             ("HtoD pinned", 1024, "cudaStreamSynchronize"),
         ]
 
-    def test_a_wait_while_a_graph_is_captured_is_called_an_error(self, run: DryRun) -> None:
+    def test_wait_during_graph_capture_is_described_as_an_error(self, run: DryRun) -> None:
         x = torch.ones(2, device="cuda")
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             x.sum().item()
@@ -112,10 +112,10 @@ class TestWhatIsSaid:
 
 class TestReport:
     @pytest.mark.parametrize("behind", [False, True])
-    def test_a_profiler_step_behind_the_last_call_of_step_counts_where_work_is_in_it(
-        self, run: DryRun, behind: bool
-    ) -> None:
-        """Two reads in each of two steps: 4 over 2; with a third step that has an operator, 2 over the last two."""
+    def test_profiler_step_after_the_last_step_call_counts_if_it_has_work(self, run: DryRun, behind: bool) -> None:
+        """There are two reads in each of two steps: 4 over 2; with a third step that has an operator, 2 over the last
+        two.
+        """
         x = torch.randn(4, device="cuda")
         schedule = torch.profiler.schedule(wait=0, warmup=1, active=9)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profiler:
@@ -129,8 +129,8 @@ class TestReport:
         assert report.traces[0].steps == (3 if behind else 2)
         assert sum(site.count_per_step or 0 for site in report.sites) == (1 if behind else 2)
 
-    def test_steps_are_counted_without_the_first(self, run: DryRun) -> None:
-        """One read in each of four steps, and a copy in the first alone, which is warm-up."""
+    def test_first_step_is_warm_up(self, run: DryRun) -> None:
+        """There is one read in each of four steps, and a copy only in the first, which is warm-up."""
         x = torch.ones(3, device="cuda")
         for step in range(4):
             with record_function(f"step {step}"), record_function("sampling"):
@@ -144,7 +144,7 @@ class TestReport:
         assert report.traces[0].steps == 4
         assert report.traces[0].coverage.steps_from == "step "
 
-    def test_lines_are_sites_and_no_time_is_invented(self, run: DryRun) -> None:
+    def test_lines_are_sites_and_times_are_unknown(self, run: DryRun) -> None:
         x = torch.ones(3, device="cuda")
         for _ in range(5):
             x.sum().item()
@@ -158,7 +158,7 @@ class TestReport:
 
 
 class TestHostTensors:
-    def test_reading_host_tensors_costs_nothing(self, run: DryRun) -> None:
+    def test_reading_host_tensors_is_no_wait(self, run: DryRun) -> None:
         lens = torch.tensor([1, 2, 3])
         pinned = torch.zeros(3, pin_memory=True)
         assert lens.sum().item() == 6
@@ -168,7 +168,7 @@ class TestHostTensors:
         assert (lens[lens > 1].tolist(), bool(pinned.any())) == ([2, 3], False)
         assert run.syncs == []
 
-    def test_pinned_memory_is_remembered_however_it_is_made(self, run: DryRun) -> None:
+    def test_pinned_memory_is_recognised_for_every_constructor(self, run: DryRun) -> None:
         device = torch.ones(4, device="cuda")
         made = [
             torch.tensor([1.0], pin_memory=True),
@@ -180,7 +180,7 @@ class TestHostTensors:
         assert all(tensor.is_pinned() for tensor in made)
         assert run.syncs == []
 
-    def test_where_no_device_is_named_names_ending_in_cpu_stay_on_the_host(self) -> None:
+    def test_assumed_devices_keep_names_ending_in_cpu_on_the_host(self) -> None:
         with dry_run(assume_device=True) as run:
             lens_cpu = torch.tensor([3, 4])
             lens = torch.tensor([3, 4])
@@ -195,7 +195,7 @@ class TestHostTensors:
 
 
 class TestLimits:
-    def test_afterwards_torch_is_as_it_was(self) -> None:
+    def test_dry_run_restores_torch(self) -> None:
         before = (torch.cuda.is_available, torch.cuda.Stream, torch.Generator, torch.compile, threading.Thread.run)
         with dry_run():
             kept = torch.ones(2, device="cuda")
@@ -212,7 +212,7 @@ class TestLimits:
             with pytest.raises((AssertionError, RuntimeError)):
                 torch.ones(2, device="cuda")
 
-    def test_a_dry_run_in_a_dry_run_is_refused(self, run: DryRun) -> None:
+    def test_nested_dry_run_is_refused(self, run: DryRun) -> None:
         with pytest.raises(UsageError, match="on already"), dry_run():
             pass
         assert run.syncs == []

@@ -1,4 +1,6 @@
-"""Baselines of a dry run: how one is written, what it lets pass, and that no other detector's is taken for one."""
+"""Test baselines of a dry run: how they are written, what they allow, and that baselines of other detectors are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ sys.exit(5 if "fail" in sys.argv else 0)
 
 
 class Start:
-    """Runs the program in a dry run, with files in a folder of its own."""
+    """Run the program in a dry run, with files in a separate folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,13 +63,13 @@ class Start:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
-    """Starts programs whose processes begin at once."""
+    """Start programs with processes that begin at once."""
     monkeypatch.setattr(run, "run_process", forks.start)
     return Start(tmp_path)
 
 
 class TestWriting:
-    def test_the_sites_of_a_dry_run_pass_with_its_baseline(self, start: Start, tmp_path: Path) -> None:
+    def test_sites_of_a_dry_run_pass_with_its_baseline(self, start: Start, tmp_path: Path) -> None:
         code, text = start("--write-baseline base.json")
         assert (code, text) == (0, "1 site may stay; more of them, or others, are findings. Wrote base.json")
         written = json.loads((tmp_path / "base.json").read_text())
@@ -86,7 +88,7 @@ class TestWriting:
         assert "new copy-to-host" in text
         assert "was not found" not in text
 
-    def test_operators_that_were_never_measured_are_accepted_and_named(self, start: Start, tmp_path: Path) -> None:
+    def test_unmeasured_operators_are_accepted_and_named_by_a_baseline(self, start: Start, tmp_path: Path) -> None:
         assert start("", "unmeasured")[0] == 1  # the reads are findings without a baseline
         start("--write-baseline base.json")
         code, text = start("--baseline base.json", "unmeasured")
@@ -100,20 +102,22 @@ class TestWriting:
         assert code == 0
         assert "Clean, apart from 1 operator that was never measured (aten::poisson)" in text
 
-    def test_nothing_is_written_of_a_program_that_fails(self, start: Start, tmp_path: Path) -> None:
+    def test_failed_program_writes_no_baseline(self, start: Start, tmp_path: Path) -> None:
         code, text = start("--write-baseline base.json", "fail")
         assert code == 3
         assert "did not run to its end" in text
         assert not (tmp_path / "base.json").exists()
 
     @pytest.mark.parametrize("option", ["--baseline base.json", "--max-per-step 1", "-o out.txt", "--format json"])
-    def test_options_of_a_report_are_refused_beside_it(self, start: Start, option: str, tmp_path: Path) -> None:
+    def test_report_options_are_refused_when_writing_a_baseline(
+        self, start: Start, option: str, tmp_path: Path
+    ) -> None:
         code, text = start(f"--write-baseline new.json {option}")
         assert code == 2
         assert option.split(maxsplit=1)[0] in text
         assert not (tmp_path / "new.json").exists()
 
-    def test_a_file_that_exists_is_kept_without_force(self, start: Start, tmp_path: Path) -> None:
+    def test_existing_baseline_is_kept_without_force(self, start: Start, tmp_path: Path) -> None:
         (tmp_path / "base.json").write_text("mine")
         code, text = start("--write-baseline base.json")
         assert code == 2
@@ -126,7 +130,7 @@ class TestOtherDetectors:
         """Read the baseline as a command of this detector does."""
         prepare_gate(GateOptions(baseline=path), OutputOptions(), detector)
 
-    def test_a_baseline_of_traces_is_refused_with_the_command_for_a_dry_run(self, start: Start, tmp_path: Path) -> None:
+    def test_baseline_of_traces_is_refused_with_the_command_for_a_dry_run(self, start: Start, tmp_path: Path) -> None:
         path = tmp_path / "base.json"
         path.write_text(sync_report.encode_json(baselines.build_baseline([])))
         with pytest.raises(UsageError, match="baseline of traces") as error:
@@ -137,7 +141,7 @@ class TestOtherDetectors:
         assert code == 2
         assert "--write-baseline base-dry-run.json" in text
 
-    def test_a_baseline_of_a_dry_run_is_refused_for_traces(self, tmp_path: Path) -> None:
+    def test_baseline_of_a_dry_run_is_refused_for_traces(self, tmp_path: Path) -> None:
         path = tmp_path / "base.json"
         path.write_text(sync_report.encode_json(baselines.build_baseline([], "dry-run")))
         with pytest.raises(UsageError, match="baseline of a dry run") as error:
@@ -152,7 +156,7 @@ class TestOtherDetectors:
             ("baseline = 'scan.json'", False),
         ],
     )
-    def test_pyproject_names_one_for_each_detector(self, tmp_path: Path, keys: str, *, fits: bool) -> None:
+    def test_pyproject_has_a_baseline_for_each_detector(self, tmp_path: Path, keys: str, *, fits: bool) -> None:
         (tmp_path / "scan.json").write_text(sync_report.encode_json(baselines.build_baseline([])))
         (tmp_path / "dry.json").write_text(sync_report.encode_json(baselines.build_baseline([], "dry-run")))
         (tmp_path / "pyproject.toml").write_text(f"[tool.dcpbench.syncs]\n{keys}\n")

@@ -1,4 +1,4 @@
-"""`dcpbench syncs dry-run`: a program with child processes, and programs that use more of CUDA's API."""
+"""Test `dcpbench syncs dry-run` with child processes, and programs that use more of CUDA's API."""
 
 import sys
 from pathlib import Path
@@ -78,7 +78,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "run_process", forks.start)
 
 
-def test_a_python_process_without_our_environment_is_named_with_exit_code_3(tmp_path: Path) -> None:
+def test_python_process_without_the_environment_is_named_with_exit_code_3(tmp_path: Path) -> None:
     code, report = check(tmp_path, SUBPROCESS.format(command="[sys.executable, '-I', '-c', 'pass']"))
     [child] = report["traces"][0]["coverage"]["children"]
     assert (code, report["verdict"]["status"]) == (3, "cannot answer")
@@ -157,7 +157,7 @@ os.spawnv(os.P_WAIT, python, [python, "-I", "-c", "pass"])
 METHODS = ["subprocess"] * 10 + ["os.system", "os.posix_spawn", "os.posix_spawnp", "a child's child"]
 
 
-def test_each_process_that_was_not_seen_is_named(tmp_path: Path) -> None:
+def test_each_unobserved_process_is_named(tmp_path: Path) -> None:
     code, report = check(tmp_path, UNSEEN)
     children = report["traces"][0]["coverage"]["children"]
     assert (code, report["verdict"]["status"]) == (3, "cannot answer")
@@ -165,7 +165,7 @@ def test_each_process_that_was_not_seen_is_named(tmp_path: Path) -> None:
     assert [child["command"] for child in children if not child["may_use_gpu"]] == []
 
 
-def test_a_shell_that_was_not_seen_is_named_with_exit_code_3(tmp_path: Path) -> None:
+def test_unobserved_shell_is_named_with_exit_code_3(tmp_path: Path) -> None:
     code, report = check(
         tmp_path, SUBPROCESS.format(command="['true']") + "import os\nos.system(f'{sys.executable} -I -c pass')"
     )
@@ -183,7 +183,7 @@ def test_a_shell_that_was_not_seen_is_named_with_exit_code_3(tmp_path: Path) -> 
     ],
     ids=["subprocess", "exec", "system"],
 )
-def test_a_program_that_a_python_child_starts_is_named_with_exit_code_3(tmp_path: Path, source: str) -> None:
+def test_program_started_by_a_python_child_is_named_with_exit_code_3(tmp_path: Path, source: str) -> None:
     code, report = check(tmp_path, SUBPROCESS.format(command=f"[sys.executable, '-c', {source!r}]"))
     [child] = [c for c in report["traces"][0]["coverage"]["children"] if c["may_use_gpu"]]
     assert (code, report["verdict"]["status"]) == (3, "cannot answer")
@@ -229,7 +229,7 @@ def test_only_well_known_programs_cannot_use_a_gpu(words: list[str], expected: b
     assert may_use_gpu(words) == expected
 
 
-def test_a_python_interpreter_is_recognised_by_its_name_its_target_and_a_first_line(tmp_path: Path) -> None:
+def test_python_interpreter_is_recognised_by_name_link_target_and_shebang(tmp_path: Path) -> None:
     script = tmp_path / "tool"
     script.write_text("#!/usr/bin/env python3\n")
     script.chmod(0o755)

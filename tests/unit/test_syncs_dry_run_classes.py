@@ -1,4 +1,4 @@
-"""Parameters and tensor subclasses keep their class, attributes and hooks in a dry run, as they do on a GPU."""
+"""Test that parameters and tensor subclasses keep their class, attributes and hooks in a dry run, as on a GPU."""
 
 import copy
 import io
@@ -15,13 +15,13 @@ from dcpbench.syncs.dry_run import DryRun, dry_run
 
 @pytest.fixture
 def run() -> Iterator[DryRun]:
-    """A dry run around the test."""
+    """Start a dry run around the test."""
     with dry_run() as seen:
         yield seen
 
 
 class EngineParameter(nn.Parameter):
-    """A parameter as vLLM's `BasevLLMParameter`: its constructor takes a loader, and methods use it."""
+    """Imitate vLLM's `BasevLLMParameter`: the constructor takes a loader, and methods use it."""
 
     def __new__(cls, data: torch.Tensor, **_: object) -> Self:
         return super().__new__(cls, data=data, requires_grad=False)
@@ -31,7 +31,7 @@ class EngineParameter(nn.Parameter):
 
     @property
     def weight_loader(self) -> object:
-        """What fills it."""
+        """Return the loader that fills the parameter."""
         return self._weight_loader
 
     def load(self, loaded: torch.Tensor) -> None:
@@ -40,17 +40,17 @@ class EngineParameter(nn.Parameter):
 
 
 class RowParameter(EngineParameter):
-    """Another class, to be told apart from."""
+    """Provide a second class of parameters."""
 
 
 class Labelled(torch.Tensor):
-    """A tensor subclass with torch's own rule: results are instances of it."""
+    """Provide a tensor subclass with torch's own rule: results are instances of it."""
 
     label = "none"
 
 
 class Counting(torch.Tensor):
-    """A tensor subclass that counts torch functions."""
+    """Count torch functions in a tensor subclass."""
 
     calls = 0
 
@@ -66,7 +66,7 @@ class TestModules:
     )
     @pytest.mark.parametrize("device", ["cpu", "cuda"])
     @pytest.mark.usefixtures("run")
-    def test_a_parameter_stays_the_same_object_with_its_attributes(self, move, device: str) -> None:
+    def test_parameter_stays_the_same_object_with_its_attributes(self, move, device: str) -> None:
         module = nn.Linear(3, 3, device=device)
         module.weight.tensor_model_parallel, weight = True, module.weight
         move(module)
@@ -91,7 +91,7 @@ class TestModules:
         assert seen == [True]
         assert run.ops
 
-    def test_a_module_comes_back_as_it_was(self, run: DryRun) -> None:
+    def test_module_is_unchanged_after_moving_there_and_back(self, run: DryRun) -> None:
         module = nn.Linear(2, 2)
         module.weight.tag, before = "kept", module.weight.detach().clone()
         module.cuda().cpu()
@@ -102,7 +102,7 @@ class TestModules:
         assert run.ops
 
     @pytest.mark.usefixtures("run")
-    def test_a_lazy_module_is_materialised_on_the_gpu(self) -> None:
+    def test_lazy_module_is_materialised_on_the_gpu(self) -> None:
         layer = nn.LazyLinear(4).cuda()
         assert layer(torch.ones(2, 8, device="cuda")).shape == (2, 4)
         assert type(layer) is nn.Linear
@@ -114,8 +114,8 @@ class TestModules:
 
 class TestEngineParameters:
     @pytest.mark.parametrize("moved", [False, True])
-    def test_a_parameter_subclass_keeps_class_methods_and_attributes(self, run: DryRun, moved: bool) -> None:
-        """Engines make such parameters on the GPU; tests make them on the host and move the module."""
+    def test_parameter_subclass_keeps_class_methods_and_attributes(self, run: DryRun, moved: bool) -> None:
+        """Engines create such parameters on the GPU; tests create them on the host and move the module."""
         module = nn.Module()
         device = "cpu" if moved else "cuda"
         module.weight = EngineParameter(torch.zeros(4, 2, device=device), weight_loader=print, output_dim=0)
@@ -135,7 +135,7 @@ class TestEngineParameters:
         assert run.ops
 
     @pytest.mark.usefixtures("run")
-    def test_its_type_makes_another_one(self) -> None:
+    def test_type_of_a_parameter_subclass_creates_another_one(self) -> None:
         weight = EngineParameter(torch.zeros(2, device="cuda"), weight_loader=print)
         for data in (torch.ones(2, device="cuda"), torch.ones(2)):
             other = type(weight)(data, weight_loader=len)
@@ -143,7 +143,7 @@ class TestEngineParameters:
             assert other.device == data.device
 
     @pytest.mark.usefixtures("run")
-    def test_copied_attributes_do_not_bring_another_tensors_values(self) -> None:
+    def test_copied_attributes_do_not_replace_the_values(self) -> None:
         """Engines replace a parameter and copy all attributes of the old one."""
         old = nn.Parameter(torch.zeros(2, device="cuda"))
         old.weight_loader = print
@@ -178,7 +178,7 @@ class TestSubclasses:
     @pytest.mark.parametrize(
         "make", [lambda x, kind: x.as_subclass(kind), lambda x, kind: torch.Tensor._make_subclass(kind, x)]
     )
-    def test_a_subclass_is_one_on_the_gpu_and_so_are_results(self, run: DryRun, make) -> None:
+    def test_tensor_subclass_is_kept_on_the_gpu_and_in_results(self, run: DryRun, make) -> None:
         x = torch.arange(3.0, device="cuda")
         mine = make(x, Labelled)
         mine.label = "kept"
@@ -190,21 +190,21 @@ class TestSubclasses:
         assert run.ops
 
     @pytest.mark.usefixtures("run")
-    def test_a_subclass_has_the_history_of_its_tensor(self) -> None:
+    def test_tensor_subclass_has_the_history_of_its_tensor(self) -> None:
         x = torch.ones(3, device="cuda", requires_grad=True)
         (x * 2).as_subclass(Labelled).sum().backward()
         assert x.grad is not None
         assert x.grad.tolist() == [2, 2, 2]
 
     @pytest.mark.usefixtures("run")
-    def test_a_subclasss_own_torch_function_is_called(self) -> None:
+    def test_torch_function_of_a_subclass_is_called(self) -> None:
         mine = torch.ones(3, device="cuda").as_subclass(Counting)
         before = Counting.calls
         assert isinstance(torch.add(mine, 1), Counting)
         assert Counting.calls > before
 
     @pytest.mark.usefixtures("run")
-    def test_host_subclasses_are_left_as_they_are(self) -> None:
+    def test_host_subclasses_are_unchanged(self) -> None:
         mine = torch.ones(3).as_subclass(Labelled)
         assert type(mine) is Labelled
         assert type(torch.Tensor._make_subclass(Labelled, torch.ones(2))) is Labelled
@@ -240,8 +240,8 @@ class TestCopies:
         again = pickle.loads(pickle.dumps(weight))  # noqa: S301
         assert (isinstance(again, nn.Parameter), again.tag, vars(again)) == (True, 3, {"tag": 3})
 
-    def test_a_checkpoint_can_be_loaded_without_the_dry_run(self) -> None:
-        """It names nothing of dcpbench's, so a program that runs on a GPU reads it, too."""
+    def test_checkpoint_of_a_dry_run_can_be_loaded_without_it(self) -> None:
+        """The file names nothing of dcpbench, so that a program on a GPU can read it."""
         file = io.BytesIO()
         with dry_run():
             torch.save(nn.Linear(2, 2, device="cuda").state_dict(), file)
@@ -251,7 +251,7 @@ class TestCopies:
         assert b"dcpbench" not in file.getvalue()
 
 
-def test_afterwards_torchs_classes_are_as_they_were() -> None:
+def test_dry_run_restores_classes_of_torch() -> None:
     before = (nn.Parameter.__new__, torch.Tensor.as_subclass, torch.Tensor._make_subclass, torch.utils.swap_tensors)
     with dry_run():
         pass

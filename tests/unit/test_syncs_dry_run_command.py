@@ -1,4 +1,4 @@
-"""`dcpbench syncs dry-run`: how a program is started, and what its end means."""
+"""Test how `dcpbench syncs dry-run` starts a program, and how it interprets the exit of the program."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 
 
 def start(*command: str) -> tuple[int, str]:
-    """Exit code of the command, and everything that it printed itself."""
+    """Return the exit code of the command, and its own output."""
     result = CliRunner().invoke(app, ["dry-run", *command])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -48,13 +48,13 @@ def start(*command: str) -> tuple[int, str]:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """A script that launches a Triton kernel, reads one value, and ends with the exit code that it is given."""
+    """Write a script that launches a Triton kernel, reads one value, and exits with the given code."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     return path
 
 
-def test_a_command_is_advised_only_where_a_dry_run_takes_it(program: Path) -> None:
+def test_dry_run_command_is_suggested_only_if_dry_run_accepts_it(program: Path) -> None:
     assert f"dry-run -- python {program} 0`" in suggest_dry_run(["python", str(program), "0"])
     assert "dry-run -- torchrun --nproc-per-node 8 x.py`" in suggest_dry_run(
         ["torchrun", "--nproc-per-node", "8", "x.py"]
@@ -64,10 +64,10 @@ def test_a_command_is_advised_only_where_a_dry_run_takes_it(program: Path) -> No
 
 
 @pytest.mark.parametrize("way", ["script", "module", "code"])
-def test_the_package_is_the_commands_and_what_a_program_imports_lies_beside_it(
+def test_program_imports_the_package_of_the_command_and_its_own_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """Another dcpbench lies in the working directory, where `python -m` looks first, as in the folder of a checkout."""
+    """The working directory has another dcpbench, as in a checkout, where `python -m` looks first."""
     monkeypatch.setenv("PYTHONPATH", str(Path(run.__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dcpbench.py").write_text("raise SystemExit('another dcpbench')")
@@ -90,7 +90,7 @@ class TestParse:
             ([__file__], ([], "script", __file__, [])),
         ],
     )
-    def test_a_command_is_taken_apart_as_python_would(self, command: list[str], expected: tuple[object, ...]) -> None:
+    def test_command_is_parsed_as_python_parses_it(self, command: list[str], expected: tuple[object, ...]) -> None:
         python, flags, job = parse_command(command)
         assert python == sys.executable
         assert (flags, job.kind, job.target, job.arguments) == expected
@@ -107,15 +107,15 @@ class TestParse:
             (["/nowhere/python3", "x.py"], "cannot|no program that can be started"),
         ],
     )
-    def test_what_cannot_be_run_is_said_before_anything_starts(self, command: list[str], message: str) -> None:
+    def test_program_that_cannot_run_is_refused_before_the_start(self, command: list[str], message: str) -> None:
         with pytest.raises(UsageError, match=message):
             parse_command(command)
 
-    def test_a_program_that_is_a_module_is_answered_with_the_command_for_it(self) -> None:
+    def test_module_name_error_suggests_the_command_for_modules(self) -> None:
         with pytest.raises(UsageError, match=r"write: dcpbench syncs dry-run -- python -m pytest tests -k 'a b'$"):
             parse_command(["pytest", "tests", "-k", "a b"])
 
-    def test_the_program_sees_no_gpu_and_interprets_triton(self, tmp_path: Path) -> None:
+    def test_program_sees_no_gpu_and_interprets_triton(self, tmp_path: Path) -> None:
         env = build_environment(Settings(folder=str(tmp_path)))
         assert (env["CUDA_VISIBLE_DEVICES"], env["TRITON_INTERPRET"]) == ("", "1")
 
@@ -123,10 +123,10 @@ class TestParse:
 class TestCommand:
     @pytest.fixture
     def forked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The program's process begins at once."""
+        """Start the process of the program at once."""
         monkeypatch.setattr(run, "run_process", forks.start)
 
-    def test_a_wait_is_a_finding_on_its_line(self, program: Path, tmp_path: Path) -> None:
+    def test_wait_is_a_finding_on_its_line(self, program: Path, tmp_path: Path) -> None:
         out = tmp_path / "report.json"
         code, _ = start("--root", str(tmp_path), "--format", "json", "-o", str(out), "--", "python", str(program), "0")
         report = json.loads(out.read_text())
@@ -137,29 +137,29 @@ class TestCommand:
         assert report["traces"][0]["coverage"]["detector"] == "dry-run"
 
     @pytest.mark.usefixtures("forked")
-    def test_a_program_that_fails_cannot_be_judged(self, program: Path) -> None:
+    def test_failed_program_cannot_be_judged(self, program: Path) -> None:
         code, text = start("--", "python", str(program), "7")
         assert code == 3
         assert "exit code 7" in text
 
     @pytest.mark.usefixtures("forked")
-    def test_a_program_that_is_killed_cannot_be_judged(self) -> None:
+    def test_killed_program_cannot_be_judged(self) -> None:
         code, text = start("--", "python", "-c", "import os; os.kill(os.getpid(), 9)")
         assert code == 3
         assert "ended before it could report" in text
 
     @pytest.mark.usefixtures("forked")
-    def test_a_program_that_never_uses_the_gpu_is_not_clean(self) -> None:
+    def test_program_that_never_uses_the_gpu_is_not_clean(self) -> None:
         code, text = start("--", "python", "-c", "import torch; torch.ones(3).sum().item()")
         assert code == 3
         assert "nothing on the virtual GPU" in " ".join(text.split())
 
     @pytest.mark.usefixtures("forked")
-    def test_with_assumed_devices_the_same_program_has_a_finding(self) -> None:
+    def test_program_with_assumed_devices_has_a_finding(self) -> None:
         code, _ = start("--assume-device", "--", "python", "-c", "import torch; torch.ones(3).sum().item()")
         assert code == 1
 
     @pytest.mark.usefixtures("forked")
-    def test_a_program_that_does_not_wait_is_clean(self) -> None:
+    def test_program_that_does_not_wait_is_clean(self) -> None:
         code, _ = start("--", "python", "-c", "import torch; torch.ones(3, device='cuda').add_(1)")
         assert code == 0

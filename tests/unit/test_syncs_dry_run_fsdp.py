@@ -1,4 +1,4 @@
-"""FSDP2 trains in a dry run with a process group that has no other processes."""
+"""Test that FSDP2 trains in a dry run with a process group without other processes."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ SIZES = (1, 2, 8)
 
 @pytest.fixture(params=SIZES)
 def run(request: pytest.FixtureRequest) -> Iterator[DryRun]:
-    """A dry run with a process group of that many ranks, none of which is another process."""
+    """Start a dry run with a process group of `request.param` ranks, none of which is another process."""
     with dry_run() as seen:
         dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
         try:
@@ -48,7 +48,7 @@ def train(model: nn.Module, x: torch.Tensor) -> None:
         optimizer.zero_grad()
 
 
-def test_training_waits_for_nothing_and_uses_measured_operators_alone(run: DryRun) -> None:
+def test_fsdp_training_has_no_waits_and_uses_measured_operators_only(run: DryRun) -> None:
     model, x = shard(layers()), torch.ones(4, 8, device="cuda")
     run.syncs.clear()
     train(model, x)
@@ -59,7 +59,7 @@ def test_training_waits_for_nothing_and_uses_measured_operators_alone(run: DryRu
 
 @pytest.mark.parametrize("run", [1], indirect=True)
 @pytest.mark.usefixtures("run")
-def test_a_single_rank_learns_as_without_sharding() -> None:
+def test_single_rank_trains_as_without_sharding() -> None:
     host, x = layers(), torch.ones(4, 8)
     train(host, x)
     model = shard(layers())
@@ -69,19 +69,21 @@ def test_a_single_rank_learns_as_without_sharding() -> None:
 
 
 @pytest.mark.parametrize("run", [8], indirect=True)
-def test_reading_the_norm_of_all_ranks_waits(run: DryRun) -> None:
+def test_reading_the_gradient_norm_of_all_ranks_waits(run: DryRun) -> None:
     model = shard(layers(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     x = torch.ones(4, 8, device="cuda")
     run.syncs.clear()
     model(x).float().square().mean().backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     norm.full_tensor().item()
-    assert [(s.rule, s.function) for s in run.syncs] == [("SYNC001", "test_reading_the_norm_of_all_ranks_waits")]
+    assert [(s.rule, s.function) for s in run.syncs] == [
+        ("SYNC001", "test_reading_the_gradient_norm_of_all_ranks_waits")
+    ]
 
 
 @pytest.mark.parametrize("run", [2], indirect=True)
 @pytest.mark.usefixtures("run")
-def test_a_model_without_memory_is_sharded_and_then_allocated() -> None:
+def test_model_on_the_meta_device_is_sharded_and_then_allocated() -> None:
     with torch.device("meta"):
         model = layers()
     shard(model).to_empty(device="cuda")

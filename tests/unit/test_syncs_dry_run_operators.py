@@ -1,4 +1,4 @@
-"""Waits that a dry run predicts for single operators and backward passes, as an H200 measured them (results/)."""
+"""Test that a dry run predicts the waits of operators and backward passes that an H200 measured."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ COMPARED = (  # operators of torch's own test database for which prediction and 
 
 @pytest.fixture
 def run() -> Iterator[DryRun]:
-    """A dry run around the test."""
+    """Start a dry run around the test."""
     with dry_run() as seen:
         yield seen
 
@@ -94,22 +94,24 @@ class TestMatrices:
             ("det", {}),
         ],
     )
-    def test_one_matrix_of_five_rows(self, run: DryRun, name: str, expected: dict[str, int]) -> None:
+    def test_waits_for_one_matrix_of_five_rows(self, run: DryRun, name: str, expected: dict[str, int]) -> None:
         matrix = matrices(5, 5)
         assert waits(run, lambda: getattr(torch.linalg, name)(matrix)) == expected
 
     @pytest.mark.parametrize("name", ["svd", "eigh", "pinv", "ldl_factor_ex", "matrix_exp"])
-    def test_an_empty_matrix_does_not_wait(self, run: DryRun, name: str) -> None:
+    def test_empty_matrix_does_not_wait(self, run: DryRun, name: str) -> None:
         matrix = torch.ones(0, 0, device="cuda")
         assert waits(run, lambda: getattr(torch.linalg, name)(matrix)) == {}
 
-    def test_eig_and_lstsq_read_flags_of_an_empty_matrix_too(self, run: DryRun) -> None:
+    def test_eig_and_lstsq_also_read_flags_of_an_empty_matrix(self, run: DryRun) -> None:
         matrix = torch.ones(0, 0, device="cuda")
         assert waits(run, lambda: torch.linalg.eig(matrix)) == {READ: 3}
         assert waits(run, lambda: torch.linalg.lstsq(matrix, matrix)) == {READ: 1}
 
-    def test_several_matrices_go_through_other_functions_of_the_library(self, run: DryRun) -> None:
-        """Batched `eigh` copies nothing to the host, `ldl_solve` copies once for each matrix, batched solves wait inside."""
+    def test_batched_matrices_use_other_library_functions(self, run: DryRun) -> None:
+        """Batched `eigh` copies nothing to the host, `ldl_solve` copies once for each matrix, and batched solves wait
+        inside.
+        """
         two = matrices(2, 5, 5)
         factor, pivots, _ = torch.linalg.ldl_factor_ex(two)
         lower = torch.linalg.cholesky_ex(two).L
@@ -122,15 +124,15 @@ class TestMatrices:
         assert waits(run, lambda: torch.cholesky_solve(lower[0], lower[0])) == {}
 
     @pytest.mark.parametrize("name", ["cholesky_ex", "inv_ex", "lu_factor_ex", "ldl_factor_ex", "solve_ex"])
-    def test_a_requested_check_of_errors_reads_a_flag(self, run: DryRun, name: str) -> None:
-        """torch's documentation: "this function synchronizes only when check_errors = True"."""
+    def test_check_errors_reads_a_flag(self, run: DryRun, name: str) -> None:
+        """The docs of torch state: "this function synchronizes only when check_errors = True"."""
         matrix, function = matrices(5, 5), getattr(torch.linalg, name)
         given = (matrix, matrix) if name == "solve_ex" else (matrix,)
         unchecked = waits(run, lambda: function(*given))
         checked = waits(run, lambda: function(*given, check_errors=True))
         assert checked == {**unchecked, READ: 1}
 
-    def test_lu_waits_only_for_matrices_that_are_not_square(self, run: DryRun) -> None:
+    def test_lu_waits_only_for_non_square_matrices(self, run: DryRun) -> None:
         square, wide = matrices(3, 5, 5), matrices(5, 3)
         assert waits(run, lambda: torch.linalg.lu_factor_ex(wide)) == {STREAM: 1}
         assert waits(run, lambda: torch.linalg.lu(wide)) == {STREAM: 2}
@@ -146,7 +148,7 @@ class TestBackward:
         assert waits(run, lambda: x.prod(1).sum().backward()) == {READ: 1}
         assert waits(run, lambda: one.prod().backward()) == {}
 
-    def test_cumprod_waits_three_times_where_a_zero_is(self, run: DryRun) -> None:
+    def test_cumprod_waits_three_times_with_a_zero(self, run: DryRun) -> None:
         x = torch.ones(4, device="cuda", requires_grad=True)
         mask = torch.tensor([1.0, 0.0, 1.0, 1.0], device="cpu").to("cuda")
         assert waits(run, lambda: x.cumprod(0).sum().backward()) == {READ: 1}
@@ -176,7 +178,7 @@ class TestBackward:
         y.sum().backward()
         assert (count, unpacked) == (2, 3)  # input and result of prod, result of exp
 
-    def test_a_mask_on_the_host_is_copied_where_gradients_are_accumulated(self, run: DryRun) -> None:
+    def test_host_mask_is_copied_when_gradients_are_accumulated(self, run: DryRun) -> None:
         x, mask = (
             torch.ones(4, device="cuda", requires_grad=True),
             torch.tensor([True, False, True, True], device="cpu"),
@@ -191,7 +193,7 @@ class TestOtherOperators:
             x = torch.ones(size, device="cuda")
             assert waits(run, x.mode) == expected
 
-    def test_segment_reduce_checks_lengths_unless_they_are_trusted(self, run: DryRun) -> None:
+    def test_segment_reduce_checks_lengths_unless_unsafe(self, run: DryRun) -> None:
         x, lengths = torch.ones(4, device="cuda"), torch.full((2,), 2, device="cuda")
         assert waits(run, lambda: torch.segment_reduce(x, "sum", lengths=lengths)) == {READ: 2}
         assert waits(run, lambda: torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True)) == {}
@@ -202,12 +204,12 @@ class TestOtherOperators:
         assert waits(run, lambda: x.index_fill(0, index, 2.0)) == {}
         assert waits(run, lambda: x.index_fill(0, index, value)) == {READ: 1}
 
-    def test_a_stream_that_uses_a_tensor_is_recorded_without_a_wait(self, run: DryRun) -> None:
+    def test_record_stream_does_not_wait(self, run: DryRun) -> None:
         x = torch.ones(4, device="cuda")
         assert waits(run, lambda: x.record_stream(torch.cuda.Stream())) == {}
 
-    def test_ctc_loss_copies_lengths_both_ways(self, run: DryRun) -> None:
-        """Measured: four copies to the host and three from it; three from it in the backward pass."""
+    def test_ctc_loss_copies_lengths_in_both_directions(self, run: DryRun) -> None:
+        """Measured are four copies to the host and three from it, and three from it in the backward pass."""
         logits = torch.randn(10, 2, 5, device="cuda", requires_grad=True)
         targets = torch.ones(2, 3, dtype=torch.long, device="cuda")
         lengths = torch.full((2,), 10, device="cuda"), torch.full((2,), 3, device="cuda")
@@ -220,8 +222,8 @@ class TestOtherOperators:
         assert waits(run, losses[0].backward) == {FROM_HOST: 3}
 
     @pytest.mark.usefixtures("run")
-    def test_a_hermitian_transform_has_its_gradient(self) -> None:
-        """Its backward pass takes the real part of a tensor that is conjugated lazily."""
+    def test_hermitian_fft_has_a_gradient(self) -> None:
+        """The backward pass takes the real part of a tensor that is conjugated lazily."""
         values = torch.arange(5.0, device="cpu")
         there, here = values.to("cuda").requires_grad_(), values.clone().requires_grad_()
         torch.fft.hfft(there).square().sum().backward()
@@ -231,7 +233,7 @@ class TestOtherOperators:
         torch.testing.assert_close(there.grad.cpu(), here.grad)
 
     def test_data_parallel_gradients_are_copied_on_the_gpu(self, run: DryRun, tmp_path: Path) -> None:
-        """Measured: the backward pass of a group of one rank does not wait."""
+        """The measured backward pass of a group of one rank does not wait."""
         torch.distributed.init_process_group("nccl", rank=0, world_size=1, init_method=(tmp_path / "store").as_uri())
         try:
             model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4).to("cuda"))
@@ -242,13 +244,13 @@ class TestOtherOperators:
 
 
 class TestAgainstTheMeasurement:
-    def test_the_list_of_operators_is_made_of_the_record(self) -> None:
-        """To write it again, see the second line of the list."""
+    def test_operator_list_equals_the_record(self) -> None:
+        """The second line of the list has the command that writes it again."""
         unpack(RESULTS)
         assert FILE.read_text(encoding="utf-8") == format_operators([read_measurement(path) for path in RECORDS])
 
     @pytest.mark.parametrize("name", COMPARED)
-    def test_the_same_cases_wait(self, name: str) -> None:
+    def test_predicted_and_measured_cases_that_wait_are_equal(self, name: str) -> None:
         """The samples of these operators are the same in several versions of torch."""
         unpack(RESULTS)
         measured = read_measurement(RECORDS[0]).cases()
@@ -268,7 +270,7 @@ class TestAgainstTheMeasurement:
 class TestUnmeasured:
     @pytest.fixture
     def report(self, run: DryRun) -> Report:
-        """Report of a program that uses two operators that were never measured, and does not wait."""
+        """Return the report of a program that uses two unmeasured operators, and does not wait."""
         x = torch.ones(4, device="cuda")
         library = torch.library.Library("dry_run_test", "FRAGMENT")
         library.define("twice(Tensor x) -> Tensor")
@@ -280,7 +282,7 @@ class TestUnmeasured:
         library._destroy()
         return made
 
-    def test_operators_are_named_and_the_report_is_not_clean(self, report: Report) -> None:
+    def test_unmeasured_operators_are_named_and_the_report_is_not_clean(self, report: Report) -> None:
         assert report.traces[0].coverage.unmeasured == ["aten::poisson", "dry_run_test::twice"]
         report.verdict = compute_verdict(report, Gate(root=ROOT))
         assert (report.verdict.status, report.verdict.exit_code) == ("cannot answer", 3)
@@ -288,7 +290,7 @@ class TestUnmeasured:
         assert "dry-run --write-baseline FILE -- python engine.py" in report.verdict.reasons[0]
 
     @pytest.mark.parametrize("form", ["table", "json", "markdown", "github", "junit", "sarif"])
-    def test_every_format_names_them_also_where_a_baseline_accepts_them(self, report: Report, form: str) -> None:
+    def test_every_format_names_unmeasured_operators_despite_a_baseline(self, report: Report, form: str) -> None:
         known = baselines.build_baseline([], "dry-run", report.traces[0].coverage.unmeasured)
         report.verdict = compute_verdict(report, Gate(root=ROOT, baseline=known))
         assert report.verdict.exit_code == 0
@@ -296,7 +298,7 @@ class TestUnmeasured:
         assert "poisson" in text
         assert "Clean," not in text or "apart from 2 operators that were never measured" in text
 
-    def test_a_baseline_accepts_only_the_operators_that_it_names(self, report: Report) -> None:
+    def test_baseline_accepts_only_its_unmeasured_operators(self, report: Report) -> None:
         known = baselines.build_baseline([], "dry-run", ["aten::poisson", "aten::binomial"])
         found = compute_verdict(report, Gate(root=ROOT, baseline=known))
         assert found.exit_code == 3
@@ -306,11 +308,11 @@ class TestUnmeasured:
             "baseline: the operator aten::binomial was not used, or has been measured since: write the baseline again."
         ]
 
-    def test_views_and_forms_in_place_need_no_measurement_of_their_own(self) -> None:
+    def test_views_and_in_place_variants_need_no_measurement(self) -> None:
         assert is_measured(torch.ops.aten.add_.Tensor)
         assert is_measured(torch.ops.aten.unsqueeze.default)
         assert not is_measured(torch.ops.aten.binomial.default)
 
-    def test_operators_made_of_measured_ones_are_known(self) -> None:
+    def test_composite_operators_of_measured_ones_are_known(self) -> None:
         assert set(EQUIVALENT.values()) <= {line.split()[0] for line in FILE.read_text(encoding="utf-8").splitlines()}
         assert is_measured(torch.ops.aten.rand_like.default)

@@ -1,4 +1,4 @@
-"""`dcpbench syncs dry-run` follows the Python processes of a program: one report over all of them."""
+"""Test that `dcpbench syncs dry-run` follows the Python processes of a program in one report."""
 
 import threading
 from pathlib import Path
@@ -64,13 +64,13 @@ def engine(*, method: str = "fork", planted: str = PLANTED, end: str = STOP, cod
 
 
 def unseen(report: dict) -> list[dict]:
-    """The processes that may use a GPU and were not followed."""
+    """Return the processes that may use a GPU and were not followed."""
     children = [child for trace in report["traces"] for child in trace["coverage"]["children"]]
     return [child for child in children if child["may_use_gpu"]]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=long)])
-def test_a_wait_in_an_engine_core_is_found_with_its_line_and_process(tmp_path: Path, method: str) -> None:
+def test_wait_in_an_engine_core_has_its_line_and_process(tmp_path: Path, method: str) -> None:
     """Four steps wait once each. The front end uses no GPU."""
     source = engine(method=method)
     code, report = check(tmp_path, source)
@@ -82,14 +82,14 @@ def test_a_wait_in_an_engine_core_is_found_with_its_line_and_process(tmp_path: P
     assert unseen(report) == []
 
 
-def test_an_engine_core_without_a_wait_is_clean(tmp_path: Path) -> None:
+def test_engine_core_without_a_wait_is_clean(tmp_path: Path) -> None:
     code, report = check(tmp_path, engine(planted="pass"))
     assert (code, report["verdict"]["status"], report["sites"]) == (0, "clean", [])
     assert report["traces"][1]["coverage"]["ops"] == 2 + 4 * 2
 
 
-def test_a_baseline_and_diff_hold_the_sites_of_the_core(tmp_path: Path) -> None:
-    """The names of the sites hold no number of a process, so another run has the same ones."""
+def test_baseline_and_diff_have_the_sites_of_the_core(tmp_path: Path) -> None:
+    """The names of the sites have no process number, so that another run has the same ones."""
     baseline, before, after = (tmp_path / name for name in ("baseline.json", "before.json", "after.json"))
     program = tmp_path / "program.py"
     program.write_text(engine())
@@ -113,7 +113,7 @@ def test_a_baseline_and_diff_hold_the_sites_of_the_core(tmp_path: Path) -> None:
         pytest.param("forkserver", "process.kill()", -9, marks=long),
     ],
 )
-def test_a_core_that_was_killed_is_named_and_never_clean(tmp_path: Path, method: str, end: str, code: int) -> None:
+def test_killed_core_is_named_and_never_clean(tmp_path: Path, method: str, end: str, code: int) -> None:
     result, report = check(tmp_path, engine(method=method, planted="pass", end=end, code=code))
     [child] = unseen(report)
     assert (result, report["verdict"]["status"]) == (3, "cannot answer")
@@ -134,7 +134,7 @@ def test_a_core_that_was_killed_is_named_and_never_clean(tmp_path: Path, method:
         pytest.param("spawn", "pass", "process.terminate()", -15, marks=long),
     ],
 )
-def test_a_core_that_fails_keeps_its_exit_status_and_is_never_clean(
+def test_failed_core_keeps_its_exit_status_and_is_never_clean(
     tmp_path: Path, method: str, planted: str, end: str, code: int
 ) -> None:
     source = engine(method=method, planted=planted, end=end, code=code)
@@ -184,14 +184,14 @@ if __name__ == "__main__":
     ],
 )
 def test_workers_of_a_pool_are_followed(tmp_path: Path, source: str, method: str) -> None:
-    """A Pool ends its workers by SIGTERM, which is their usual end."""
+    """A Pool ends its workers by SIGTERM, which is the usual end."""
     code, report = check(tmp_path, source.format(method=method))
     [site] = report["sites"]
     assert (code, site["rule"], site["count"], site["function"]) == (1, "SYNC001", 6, "work")
     assert (unseen(report), report["verdict"]["reasons"]) == ([], [])
 
 
-def test_a_worker_that_is_terminated_within_its_task_is_never_clean(tmp_path: Path) -> None:
+def test_worker_terminated_within_its_task_is_never_clean(tmp_path: Path) -> None:
     source = """
 import multiprocessing
 import time
@@ -263,7 +263,7 @@ subprocess.run(["git", "--version"], preexec_fn=os.getpid, check=True)
 
 
 @pytest.mark.long
-def test_python_programs_that_the_program_starts_are_followed(tmp_path: Path) -> None:
+def test_python_subprograms_are_followed(tmp_path: Path) -> None:
     code, report = check(tmp_path, PROGRAMS)
     [site] = report["sites"]
     assert (code, site["count"], site["file"]) == (1, 4, "<string>")
@@ -282,7 +282,7 @@ assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 """
 
 
-def test_a_process_that_never_imports_torch_loads_nothing_for_the_dry_run(tmp_path: Path) -> None:
+def test_process_without_torch_loads_nothing_for_the_dry_run(tmp_path: Path) -> None:
     code, report = check(tmp_path, QUIET)
     assert (code, report["verdict"]["status"]) == (0, "clean")
     assert [child["may_use_gpu"] for child in report["traces"][0]["coverage"]["children"]] == [False]
@@ -319,13 +319,13 @@ if __name__ == "__main__":
 """
 
 
-def test_a_fork_among_threads_that_work_does_not_hang(tmp_path: Path) -> None:
+def test_fork_with_busy_threads_does_not_hang(tmp_path: Path) -> None:
     code, report = check(tmp_path, THREADS)
     assert (code, unseen(report)) == (1, [])
     assert len(report["traces"]) == 1 + 8
 
 
-def test_a_fork_waits_for_the_operators_of_other_threads_and_holds_back_new_ones() -> None:
+def test_fork_waits_for_operators_of_other_threads_and_blocks_new_ones() -> None:
     gate, inside, order = ForkGate(), threading.Event(), []
 
     def fork() -> None:
@@ -357,7 +357,7 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(5)"])
 """
 
 
-def test_a_process_that_outlives_the_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_outlives_the_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_tree, "GRACE_S", 0.2)
     code, report = check(tmp_path, LEFT)
     [child] = unseen(report)

@@ -1,4 +1,4 @@
-"""Ordinary and difficult programs in a dry run: they must run, compute what they would, and wait where they would."""
+"""Test that ordinary and difficult programs run in a dry run, compute the right values, and have the right waits."""
 
 import copy
 import io
@@ -21,19 +21,19 @@ from dcpbench.syncs.dry_run.device_tensor import DeviceTensor
 
 @pytest.fixture
 def run() -> Iterator[DryRun]:
-    """A dry run around the test."""
+    """Start a dry run around the test."""
     with dry_run() as seen:
         yield seen
 
 
 def rules(run: DryRun) -> list[str]:
-    """Rules of the waits so far, in order; what only may block is left out."""
+    """Return the rules of the waits so far, in order, without calls that only may block."""
     return [sync.rule for sync in run.syncs if not sync.may_block]
 
 
 class TestModules:
-    def test_training_waits_for_nothing_and_learns_as_on_the_host(self, run: DryRun) -> None:
-        """The same three AdamW steps on both; parameters stay the same objects when the module moves."""
+    def test_training_has_no_waits_and_equals_the_host(self, run: DryRun) -> None:
+        """Both take the same three AdamW steps; parameters stay the same objects when the module moves."""
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
         host, x, y = copy.deepcopy(layers), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
@@ -55,7 +55,7 @@ class TestModules:
         for mine, theirs in zip(layers.parameters(), host.parameters(), strict=True):
             torch.testing.assert_close(mine.detach().cpu(), theirs.detach())
 
-    def test_attention_needs_no_wait(self, run: DryRun) -> None:
+    def test_attention_has_no_waits(self, run: DryRun) -> None:
         embedding = nn.Embedding(10, 16, device="cuda")
         attention = nn.MultiheadAttention(16, 4, batch_first=True, device="cuda")
         x = embedding(torch.arange(6, device="cuda").view(2, 3))
@@ -67,8 +67,8 @@ class TestModules:
         assert rules(run) == []
 
     @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-    def test_recurrent_layers_compute_what_they_do_on_the_host(self, run: DryRun, kind: type[nn.RNNBase]) -> None:
-        """GPUs have a fused cell that the CPU has not."""
+    def test_recurrent_layers_equal_the_host(self, run: DryRun, kind: type[nn.RNNBase]) -> None:
+        """GPUs have a fused cell that the CPU lacks."""
         layer = kind(4, 5)
         x = torch.randn(3, 2, 4)
         expected = layer(x)[0]
@@ -86,7 +86,7 @@ class TestModules:
             assert parameter.grad is not None
             torch.testing.assert_close(parameter.grad.cpu(), grad)
 
-    def test_a_module_goes_there_and_back_with_a_copy_for_each_parameter(self, run: DryRun) -> None:
+    def test_module_moves_there_and_back_with_a_copy_per_parameter(self, run: DryRun) -> None:
         module = nn.Linear(2, 2)
         weight = module.weight
         module.cuda().half().cpu()
@@ -95,14 +95,14 @@ class TestModules:
         assert type(weight) is nn.Parameter
 
     @pytest.mark.usefixtures("run")
-    def test_a_module_moves_although_something_refers_to_it_weakly(self) -> None:
+    def test_module_with_a_weak_reference_can_be_moved(self) -> None:
         module = nn.Linear(2, 2)
         weight = weakref.ref(module.weight)
         module.cuda()
         assert weight() is module.weight
         assert module.weight.is_cuda
 
-    def test_parameters_move_through_their_data(self, run: DryRun) -> None:
+    def test_parameters_can_be_moved_by_their_data(self, run: DryRun) -> None:
         parameter = nn.Parameter(torch.ones(3))
         parameter.data = parameter.data.cuda()
         assert (parameter.is_cuda, isinstance(parameter, nn.Parameter)) == (True, True)
@@ -112,7 +112,7 @@ class TestModules:
         assert not parameter.is_cuda
         assert rules(run) == ["SYNC004", "SYNC003"]
 
-    def test_gradient_scaling_reads_one_flag_a_step(self, run: DryRun) -> None:
+    def test_gradient_scaling_reads_one_flag_per_step(self, run: DryRun) -> None:
         model, scaler = nn.Linear(3, 3, device="cuda"), torch.amp.GradScaler("cuda")
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with torch.autocast("cuda", dtype=torch.float16):
@@ -125,7 +125,7 @@ class TestModules:
 
 
 class TestTensors:
-    def test_views_share_values_and_shapes_follow(self, run: DryRun) -> None:
+    def test_views_share_values_and_update_shapes(self, run: DryRun) -> None:
         x = torch.zeros(4, 6, device="cuda")
         x[1:3].view(2, 2, 3).transpose(0, 1).add_(1)
         assert x.t_().shape == (6, 4)
@@ -137,7 +137,7 @@ class TestTensors:
         torch.add(torch.ones(3, device="cuda"), 1, out=out)
         assert out.tolist() == [2, 2, 2]
 
-    def test_what_stays_on_the_device_is_the_same_object(self, run: DryRun) -> None:
+    def test_moving_a_tensor_to_its_own_device_returns_the_same_object(self, run: DryRun) -> None:
         x = torch.ones(3, device="cuda")
         assert x.to("cuda") is x
         assert x.cuda() is x
@@ -145,7 +145,7 @@ class TestTensors:
         assert copy.copy(x).data_ptr() == x.data_ptr() != copy.deepcopy(x).data_ptr()
         assert run.syncs == []
 
-    def test_a_number_through_indices_is_copied_and_a_masked_fill_is_not(self, run: DryRun) -> None:
+    def test_number_assigned_by_indices_is_copied_unlike_a_masked_fill(self, run: DryRun) -> None:
         x = torch.zeros(4, device="cuda")
         index = torch.zeros(2, dtype=torch.long).to("cuda")
         run.syncs.clear()
@@ -179,8 +179,8 @@ class TestTensors:
         assert torch.tensor([x[0], x[1]]).tolist() == [0, 1]
         assert rules(run) == ["SYNC001", "SYNC001"]
 
-    def test_inference_mode_is_no_different(self, run: DryRun) -> None:
-        """Composed operators arrive whole in inference mode, and views of ordinary tensors stay ordinary."""
+    def test_inference_mode_has_the_same_waits(self, run: DryRun) -> None:
+        """Composed operators are not decomposed in inference mode, and views of ordinary tensors stay ordinary."""
         x, layer = torch.randn(3, 3, device="cuda"), nn.Linear(3, 3, device="cuda")
         with torch.inference_mode():
             y = layer(x).t().reshape(-1)[1:]
@@ -200,7 +200,7 @@ class TestTensors:
         assert again.is_cuda
         assert rules(run) == ["SYNC003", "SYNC004"]
 
-    def test_checkpoints_load_where_they_are_sent(self, run: DryRun) -> None:
+    def test_checkpoints_load_on_their_map_location(self, run: DryRun) -> None:
         file = io.BytesIO()
         torch.save({"weight": torch.ones(3, device="cuda"), "step": 3}, file)
         for where, is_cuda in ((None, True), ("cuda", True)):
@@ -216,17 +216,17 @@ class TestTensors:
 
 @torch.library.custom_op("dcpbench_test::add_sum", mutates_args=())
 def add_sum(x: torch.Tensor) -> torch.Tensor:
-    """An operator with a Python body that reads a value."""
+    """Add the sum to a tensor, as an operator with a Python body that reads a value."""
     return x + int(x.sum())
 
 
 class TestPrograms:
-    def test_a_custom_operators_body_is_seen(self, run: DryRun) -> None:
+    def test_waits_in_the_body_of_a_custom_operator_are_found(self, run: DryRun) -> None:
         y = add_sum(torch.ones(3, device="cuda"))
         assert y.is_cuda
         assert [(s.rule, s.function) for s in run.syncs] == [("SYNC001", "add_sum")]
 
-    def test_an_autograd_functions_backward_is_seen(self, run: DryRun) -> None:
+    def test_waits_in_backward_of_an_autograd_function_are_found(self, run: DryRun) -> None:
         class Square(torch.autograd.Function):
             @staticmethod
             def forward(ctx, x):
@@ -242,7 +242,7 @@ class TestPrograms:
         Square.apply(x).sum().backward()
         assert [(s.rule, s.function) for s in run.syncs] == [("SYNC001", "backward")]
 
-    def test_a_graphs_replay_computes_again(self, run: DryRun) -> None:
+    def test_graph_replay_computes_again(self, run: DryRun) -> None:
         x, graph = torch.zeros(3, device="cuda"), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             z = (x + 1) * 2
@@ -252,13 +252,13 @@ class TestPrograms:
         assert rules(run) == []
         assert z.tolist() == [10, 10, 10]
 
-    def test_pools_of_threads_are_seen(self, run: DryRun) -> None:
+    def test_waits_in_thread_pools_are_found(self, run: DryRun) -> None:
         with ThreadPoolExecutor(2) as pool:
             sums = list(pool.map(lambda i: torch.full((2,), i, device="cuda").sum().item(), range(4)))
         assert sums == [0, 2, 4, 6]
         assert rules(run) == ["SYNC001"] * 4
 
-    def test_a_loader_pins_so_that_its_copies_need_not_wait(self, run: DryRun) -> None:
+    def test_pinning_data_loader_has_copies_without_waits(self, run: DryRun) -> None:
         data = TensorDataset(torch.ones(4, 2))
         for (batch,) in DataLoader(data, batch_size=2, pin_memory=True):
             assert batch.cuda(non_blocking=True).is_cuda
@@ -266,13 +266,13 @@ class TestPrograms:
 
     @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
     def test_flex_attention_runs_its_eager_version(self, run: DryRun) -> None:
-        """The eager version makes a scalar on the host and copies it; the comparison below reads one value."""
+        """The eager version creates a scalar on the host and copies it; the comparison below reads one value."""
         q = torch.randn(1, 2, 16, 16, device="cuda")
         mine = flex_attention(q, q, q)
         torch.testing.assert_close(mine, functional.scaled_dot_product_attention(q, q, q))
         assert rules(run) == ["SYNC004", "SYNC001"]
 
-    def test_old_names_of_types_move_a_tensor(self, run: DryRun) -> None:
+    def test_legacy_type_names_move_a_tensor(self, run: DryRun) -> None:
         moved = torch.ones(3).type("torch.cuda.HalfTensor")
         assert (moved.is_cuda, moved.dtype) == (True, torch.half)
         assert rules(run) == ["SYNC004"]
@@ -285,7 +285,7 @@ class TestPrograms:
         assert total(torch.ones(3, device="cuda")) == 3
         assert rules(run) == ["SYNC001"]
 
-    def test_generators_and_default_devices_are_the_virtual_gpus(self, run: DryRun) -> None:
+    def test_generators_and_default_devices_are_on_the_virtual_gpu(self, run: DryRun) -> None:
         generator = torch.Generator(device="cuda").manual_seed(1)
         assert generator.device == torch.device("cuda:0")
         a = torch.randn(3, device="cuda", generator=generator)
@@ -298,7 +298,7 @@ class TestPrograms:
         assert run.syncs == []
 
     def test_narrow_dtypes_that_the_cpu_lacks_still_run(self, run: DryRun) -> None:
-        """Integer histograms exist on GPUs alone; with both limits given there is nothing to wait for."""
+        """Integer histograms exist on GPUs only; with both limits given there is nothing to wait for."""
         counts = torch.histc(torch.tensor([0, 1, 1], dtype=torch.int32).cuda(), bins=2, min=0, max=1)
         run.syncs.clear()
         assert counts.dtype == torch.int32
@@ -308,9 +308,9 @@ class TestPrograms:
 
 @pytest.mark.usefixtures("run")
 class TestRefusals:
-    """What a GPU refuses fails likewise, and what a dry run cannot do says so and names the way out."""
+    """Test that calls which a GPU refuses fail, and that errors for unsupported calls suggest an alternative."""
 
-    def test_a_host_tensor_is_not_indexed_from_the_gpu(self) -> None:
+    def test_host_tensor_indexed_by_a_gpu_tensor_is_refused(self) -> None:
         with pytest.raises(RuntimeError, match="same device as the indexed tensor"):
             _ = torch.ones(5)[torch.zeros(1, dtype=torch.long, device="cuda")]
 
@@ -319,14 +319,14 @@ class TestRefusals:
         with pytest.raises(NotImplementedError, match="A dry run"):
             convert(torch.eye(3, device="cuda"))
 
-    def test_an_operator_without_a_cpu_version_is_named(self) -> None:
+    def test_operator_without_a_cpu_implementation_is_named(self) -> None:
         with pytest.raises(NotImplementedError, match=r"_cudnn_init_dropout_state.*dcpbench syncs run"):
             torch.ops.aten._cudnn_init_dropout_state(0.5, True, 0, dtype=torch.uint8, device="cuda")  # noqa: FBT003
 
 
 class TestTransformers:
-    def test_a_small_model_generates_and_its_waits_have_lines(self, run: DryRun) -> None:
-        """Each of six tokens asks once whether all sequences are finished; the result is that of the host."""
+    def test_generation_of_a_small_model_has_waits_with_lines(self, run: DryRun) -> None:
+        """Each of six tokens tests once if all sequences are finished; the result is that of the host."""
         transformers = pytest.importorskip("transformers")
         config = transformers.LlamaConfig(
             vocab_size=64,

@@ -14,7 +14,7 @@ Save = Callable[[nn.Module, torch.Tensor], torch.jit.ScriptModule]
 
 @pytest.fixture
 def run() -> Iterator[DryRun]:
-    """A dry run around the test."""
+    """Start a dry run around the test."""
     with dry_run() as seen:
         yield seen
 
@@ -27,7 +27,7 @@ def rules(run: DryRun) -> list[str]:
 
 
 class Scaled(nn.Module):
-    """A module with parameters, a buffer that is a view, and a tensor among its attributes."""
+    """Provide a module with parameters, a buffer that is a view, and a tensor among its attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ def save(module: torch.jit.ScriptModule) -> io.BytesIO:
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 class TestSaved:
     @pytest.mark.parametrize("compile_module", [trace, script, freeze])
-    def test_a_module_computes_the_same_after_it_is_saved_and_loaded(self, run: DryRun, compile_module: Save) -> None:
-        """Each storage is copied to the host by saving and to the GPU by loading."""
+    def test_saved_and_loaded_module_computes_the_same(self, run: DryRun, compile_module: Save) -> None:
+        """Saving copies each storage to the host, and loading copies it to the GPU."""
         module, x = Scaled(), torch.arange(8.0).view(2, 4)
         expected = module(x).detach()
         x = x.cuda()
@@ -91,23 +91,23 @@ class TestSaved:
         torch.testing.assert_close(result.detach().cpu(), expected)
 
     @pytest.mark.parametrize(("where", "is_cuda"), [("cuda:0", True), (None, True), ("cpu", False)])
-    def test_a_module_is_loaded_where_it_is_requested(self, run: DryRun, where: str | None, *, is_cuda: bool) -> None:
+    def test_module_is_loaded_on_the_requested_device(self, run: DryRun, where: str | None, *, is_cuda: bool) -> None:
         file = save(torch.jit.script(nn.Linear(4, 3).cuda()))
         assert rules(run) == ["SYNC004", "SYNC004", "SYNC003", "SYNC003"]
         loaded = torch.jit.load(file, map_location=where)
         assert [p.is_cuda for p in loaded.parameters()] == [is_cuda, is_cuda]
         assert rules(run) == ["SYNC004", "SYNC004"] * is_cuda
 
-    def test_waits_of_saving_and_loading_have_the_programs_lines(self, run: DryRun) -> None:
+    def test_waits_of_saving_and_loading_have_lines_of_the_program(self, run: DryRun) -> None:
         module = torch.jit.script(nn.Linear(4, 3).cuda())
         run.syncs.clear()
         torch.jit.load(save(module), map_location="cuda")
         assert [sync.function for sync in run.syncs] == ["save"] * 2 + [
-            "test_waits_of_saving_and_loading_have_the_programs_lines"
+            "test_waits_of_saving_and_loading_have_lines_of_the_program"
         ] * 2
 
     @pytest.mark.usefixtures("run")
-    def test_a_parameter_that_changed_since_the_last_save_is_saved_with_its_new_values(self) -> None:
+    def test_parameter_changed_after_a_save_is_saved_with_new_values(self) -> None:
         layer = nn.Linear(4, 3).cuda()
         module = torch.jit.script(layer)
         save(module)
@@ -119,7 +119,7 @@ class TestSaved:
         assert (loaded.weight.unique().tolist(), loaded.bias.unique().tolist()) == ([2], [3])
 
     @pytest.mark.usefixtures("run")
-    def test_a_function_with_a_constant_on_the_gpu_is_saved(self) -> None:
+    def test_function_with_a_constant_on_the_gpu_is_saved(self) -> None:
         constant = torch.full((2,), 5.0, device="cuda")
         traced = torch.jit.trace(lambda x: x + constant, torch.zeros(2, device="cuda"))
         file = io.BytesIO()
@@ -129,15 +129,15 @@ class TestSaved:
 
 
 @pytest.mark.usefixtures("run")
-def test_a_tensor_that_grows_in_place_keeps_its_values() -> None:
-    """The storage that C++ sees is as large as that of the values."""
+def test_tensor_resized_in_place_keeps_its_values() -> None:
+    """The storage in C++ is as large as that of the values."""
     x = torch.ones(2, device="cuda")
     x.resize_(64).fill_(3)
     assert x.as_strided((2,), (32,)).tolist() == [3, 3]
     assert torch._C.TensorBase.untyped_storage(x).nbytes() == 256
 
 
-def test_a_wait_inside_a_scripted_function_is_reported(run: DryRun) -> None:
+def test_wait_inside_a_scripted_function_is_reported(run: DryRun) -> None:
     @torch.jit.script
     def double_positive(x: torch.Tensor) -> torch.Tensor:
         return x * 2 if bool((x > 0).any()) else x

@@ -1,4 +1,4 @@
-"""Which files of a folder are traces, and which only lie beside them."""
+"""Test which files of a folder are traces, and which other files are left out."""
 
 from __future__ import annotations
 
@@ -30,47 +30,47 @@ DAMAGED = (
 
 
 @pytest.mark.parametrize("text", OTHERS)
-def test_whole_json_without_events_is_something_else(tmp_path: Path, text: bytes) -> None:
+def test_complete_json_without_events_is_other_json(tmp_path: Path, text: bytes) -> None:
     for name, content in (("a.json", text), ("a.json.gz", gzip.compress(text))):
         (tmp_path / name).write_bytes(content)
         assert is_other_json(tmp_path / name)
 
 
-def test_events_under_a_key_that_is_one_bit_off_are_a_damaged_trace(tmp_path: Path) -> None:
-    """Left out of a folder, its waits would be none of the clean report."""
+def test_events_under_a_damaged_key_are_a_damaged_trace(tmp_path: Path) -> None:
+    """If the file were left out of a folder, the report would be clean without its waits."""
     event = b'{"ph": "X", "cat": "kernel", "name": "a", "ts": 1, "dur": 1}'
     (tmp_path / "a.json").write_bytes(b'{"schemaVersion": 1, "traceEventr": [' + event + b"]}")
     assert not is_other_json(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("name", ["b.json.xz", "b.json.zip", "b.json.tar.gz"])
-def test_packed_traces_of_a_folder_are_not_passed_over(name: str, tmp_path: Path) -> None:
-    """The reader names what they are and what to type."""
+def test_compressed_traces_of_a_folder_are_included(name: str, tmp_path: Path) -> None:
+    """The reader names their format and the command that unpacks them."""
     (tmp_path / "a.json").write_bytes(TRACE)
     (tmp_path / name).write_bytes(b"\xfd7zXZ\x00")
     assert [path.name for path in files.expand_names([str(tmp_path)])] == ["a.json", name]
 
 
 @pytest.mark.parametrize("text", [TRACE, TRACE[: TRACE.index(b"[") + 1], b'[{"ph": "X"}', b"[]", *DAMAGED])
-def test_what_may_be_a_trace_is_not_left_out_however_damaged_it_is(tmp_path: Path, text: bytes) -> None:
-    """A rank whose disk was full must not vanish from a clean report."""
+def test_damaged_trace_is_not_left_out(tmp_path: Path, text: bytes) -> None:
+    """A rank with a full disk must not vanish from a clean report."""
     path = tmp_path / "rank0.json"
     path.write_bytes(text)
     assert not is_other_json(path)
 
 
-def test_reports_beside_the_traces_of_a_folder_or_glob_are_left_out_and_told(tmp_path: Path) -> None:
+def test_reports_among_traces_are_left_out_and_listed(tmp_path: Path) -> None:
     for name in ("r1.json", "r0.json"):
         (tmp_path / name).write_bytes(TRACE)
     (tmp_path / "report.json").write_text(json.dumps({"traces": []}))
     for given in (str(tmp_path), str(tmp_path / "r*.json")):
-        told: list[Path] = []
-        assert [path.name for path in files.expand_names([given], told.append)] == ["r0.json", "r1.json"]
-        assert [path.name for path in told] == ["report.json"]
+        left_out: list[Path] = []
+        assert [path.name for path in files.expand_names([given], left_out.append)] == ["r0.json", "r1.json"]
+        assert [path.name for path in left_out] == ["report.json"]
 
 
-def test_a_file_that_is_named_is_never_left_out(tmp_path: Path) -> None:
-    """It is read by itself and next to its folder, so that an error in it is reported."""
+def test_explicitly_named_file_is_never_left_out(tmp_path: Path) -> None:
+    """The file is read alone and in addition to its folder, so that an error in it is reported."""
     (tmp_path / "r0.json").write_bytes(TRACE)
     (tmp_path / "report.json").write_text("{}")
     named = str(tmp_path / "report.json")
@@ -78,52 +78,52 @@ def test_a_file_that_is_named_is_never_left_out(tmp_path: Path) -> None:
     assert {path.name for path in files.expand_names([str(tmp_path), named])} == {"r0.json", "report.json"}
 
 
-def test_a_folder_of_other_json_alone_is_an_error_that_names_one(tmp_path: Path) -> None:
+def test_folder_with_other_json_only_is_an_error_that_names_a_file(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("{}")
     with pytest.raises(TraceError, match=re.escape(f"{tmp_path} holds no Kineto trace") + ".*report.json"):
         files.expand_names([str(tmp_path)])
 
 
-class TestOneTraceUnderTwoNames:
-    """Its waits would count twice, as if two ranks had made them."""
+class TestCopies:
+    """Test copies of a trace, which would be counted as the waits of two ranks."""
 
     @staticmethod
-    def once(folder: Path, *names: str) -> tuple[list[str], list[tuple[str, str]]]:
-        """(names that are kept, pairs of what is left out and the first with its text)."""
-        told: list[tuple[str, str]] = []
-        kept = files.drop_copies([folder / name for name in names], lambda a, b: told.append((a.name, b.name)))
-        return [path.name for path in kept], told
+    def drop(folder: Path, *names: str) -> tuple[list[str], list[tuple[str, str]]]:
+        """Return the names that are kept, and pairs of each dropped name and the first with its text."""
+        dropped: list[tuple[str, str]] = []
+        kept = files.drop_copies([folder / name for name in names], lambda a, b: dropped.append((a.name, b.name)))
+        return [path.name for path in kept], dropped
 
-    def test_links_and_copies_are_the_trace_itself(self, tmp_path: Path) -> None:
+    def test_links_and_copies_of_a_trace_are_dropped(self, tmp_path: Path) -> None:
         (tmp_path / "a.json").write_bytes(TRACE)
         (tmp_path / "copy.json").write_bytes(TRACE)
         (tmp_path / "hard.json").hardlink_to(tmp_path / "a.json")
         (tmp_path / "soft.json").symlink_to(tmp_path / "a.json")
         names = ("a.json", "copy.json", "hard.json", "soft.json")
-        assert self.once(tmp_path, *names) == (["a.json"], [(name, "a.json") for name in names[1:]])
+        assert self.drop(tmp_path, *names) == (["a.json"], [(name, "a.json") for name in names[1:]])
 
-    def test_so_is_its_packed_form(self, tmp_path: Path) -> None:
+    def test_compressed_copy_of_a_trace_is_dropped(self, tmp_path: Path) -> None:
         (tmp_path / "a.json").write_bytes(TRACE)
         (tmp_path / "a.json.gz").write_bytes(gzip.compress(TRACE))
-        assert self.once(tmp_path, "a.json", "a.json.gz") == (["a.json"], [("a.json.gz", "a.json")])
+        assert self.drop(tmp_path, "a.json", "a.json.gz") == (["a.json"], [("a.json.gz", "a.json")])
 
-    def test_what_differs_is_another_however_long_it_is(self, tmp_path: Path) -> None:
+    def test_different_traces_of_the_same_length_are_kept(self, tmp_path: Path) -> None:
         (tmp_path / "a.json").write_bytes(TRACE)
         (tmp_path / "b.json").write_bytes(TRACE.replace(b'"ts": 1', b'"ts": 2'))
         (tmp_path / "c.json").write_bytes(TRACE + b"\n")
         (tmp_path / "bad.json.gz").write_bytes(gzip.compress(TRACE)[:20])
         names = ("a.json", "b.json", "c.json", "bad.json.gz", "gone.json")
-        assert self.once(tmp_path, *names) == (list(names), [])
+        assert self.drop(tmp_path, *names) == (list(names), [])
 
 
-def test_an_empty_name_is_no_folder() -> None:
-    """An unset variable of a script would otherwise scan the folder that one is in."""
+def test_empty_name_is_refused() -> None:
+    """An unset variable of a script would otherwise scan the current folder."""
     with pytest.raises(UsageError, match="The name of a trace is empty"):
         files.expand_names([""])
 
 
-def test_the_glob_that_is_advised_for_a_folder_of_folders_finds_what_lies_there(tmp_path: Path) -> None:
-    """As a shell reads it, spaces and all."""
+def test_suggested_glob_for_nested_folders_finds_their_traces(tmp_path: Path) -> None:
+    """The glob is quoted for a shell, including spaces."""
     folder = tmp_path / "my traces"
     (folder / "rank 0").mkdir(parents=True)
     (folder / "rank 0" / "t.json.gz").write_bytes(gzip.compress(TRACE))
@@ -134,8 +134,8 @@ def test_the_glob_that_is_advised_for_a_folder_of_folders_finds_what_lies_there(
     assert [path.name for path in files.expand_names([glob])] == ["t.json.gz", "u.json"]
 
 
-def test_a_folder_that_is_missing_is_named_as_a_shell_takes_it(tmp_path: Path) -> None:
+def test_missing_output_folder_error_quotes_the_mkdir_command(tmp_path: Path) -> None:
     with pytest.raises(OutputError) as refused:
         files.check_output(tmp_path / "my dir" / "out.json", force=False)
-    typed = shlex.split(str(refused.value).partition("make it with ")[2].removesuffix("."))
-    assert typed == ["mkdir", "-p", str(tmp_path / "my dir")]
+    command = shlex.split(str(refused.value).partition("make it with ")[2].removesuffix("."))
+    assert command == ["mkdir", "-p", str(tmp_path / "my dir")]

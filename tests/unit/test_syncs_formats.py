@@ -1,4 +1,4 @@
-"""A judged report in every format: what readers need, valid by published schemas, and nothing that is obeyed."""
+"""Test that every format shows a report with verdict fully, follows published schemas, and escapes names."""
 
 from __future__ import annotations
 
@@ -30,69 +30,71 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 SARIF = json.loads((ROOT / "tests/data/sarif-schema-2.1.0.json").read_text())
 SAMPLE = Allow(function="sample", reason="tokens leave the GPU here", source="allow[0]")
-OBEYED = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Controls but the line feed, and marks that turn the direction of text."""
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Control characters except the line feed, and marks that change the direction of text."""
 
 
-def judged(report: Report, **gate: Any) -> Report:
-    """The report with the verdict of a gate that allows `sample`."""
+def add_verdict(report: Report, **gate: Any) -> Report:
+    """Return the report with the verdict of a gate that allows `sample`."""
     report.verdict = compute_verdict(report, Gate(root=ROOT, **{"allow": (SAMPLE,), **gate}))
     return report
 
 
-def show(report: Report, form: str, **changes: Any) -> str:
-    """The report in a format."""
+def render(report: Report, form: str, **changes: Any) -> str:
+    """Return the report in a format."""
     return render_report(report, form, root=ROOT, **changes)
 
 
-def empty() -> Report:
-    """No site, no trace."""
+def make_empty_report() -> Report:
+    """Return a report without sites and traces."""
     return build.report(traces=[])
 
 
-REPORTS = (build.all_kinds, build.make_hostile_report, empty)
+REPORTS = (build.all_kinds, build.make_hostile_report, make_empty_report)
 
 
 class TestEveryFormat:
     @pytest.mark.parametrize("make", REPORTS)
     @pytest.mark.parametrize("form", FORMATS)
-    def test_nothing_that_a_terminal_obeys_comes_through(self, form: str, make: Callable[[], Report]) -> None:
-        text = show(judged(make()), form)
-        assert not OBEYED.search(text)
-        assert text.encode()  # no lone surrogate either
+    def test_no_format_contains_control_characters(self, form: str, make: Callable[[], Report]) -> None:
+        text = render(add_verdict(make()), form)
+        assert not CONTROL_CHARACTERS.search(text)
+        assert text.encode()  # raises an error for a lone surrogate
 
     @given(name=st.text(st.characters(), max_size=40), line=st.one_of(st.none(), st.integers(-5, 99)))
     @settings(max_examples=60, deadline=None)
-    def test_no_name_breaks_a_format(self, name: str, line: int | None) -> None:
-        """Whatever stands in a trace: nothing is obeyed, XML parses, SARIF is valid, a command is a line."""
+    def test_any_name_leaves_every_format_valid(self, name: str, line: int | None) -> None:
+        """With any text in a trace, no control character is output, XML parses, SARIF is valid, and a GitHub command is
+        one line.
+        """
         names = dict.fromkeys(("function", "file", "op", "range", "direction", "call", "kind", "rule"), name)
         trace = build.trace(name, notes=[f"note {name}"])
-        report = judged(build.report(build.site(**names, line=line), traces=[trace]))
-        shown = {form: show(report, form) for form in FORMATS}
-        assert not any(OBEYED.search(text) for text in shown.values())
+        report = add_verdict(build.report(build.site(**names, line=line), traces=[trace]))
+        shown = {form: render(report, form) for form in FORMATS}
+        assert not any(CONTROL_CHARACTERS.search(text) for text in shown.values())
         assert ET.fromstring(shown["junit"]).tag == "testsuites"  # noqa: S314 -- our own
         assert jsonschema.Draft7Validator(SARIF).is_valid(json.loads(shown["sarif"]))
         assert all(TestGithub.COMMAND.fullmatch(line) for line in shown["github"].splitlines())
 
     @pytest.mark.parametrize("form", FORMATS)
-    def test_the_report_itself_stays_as_it_was(self, form: str) -> None:
-        report = judged(build.make_hostile_report())
+    def test_rendering_does_not_change_the_report(self, form: str) -> None:
+        report = add_verdict(build.make_hostile_report())
         before = msgspec.to_builtins(report)
-        show(report, form)
+        render(report, form)
         assert msgspec.to_builtins(report) == before
 
-    def test_an_unknown_format_is_answered_with_those_that_there_are(self) -> None:
+    def test_unknown_format_error_lists_the_known_formats(self) -> None:
         with pytest.raises(UsageError, match="table, json, sarif, junit, github, markdown"):
-            show(build.report(), "html")
+            render(build.report(), "html")
 
 
 class TestWords:
-    def test_a_time_that_nobody_knows_is_a_dash(self) -> None:
+    def test_unknown_time_is_shown_as_a_dash(self) -> None:
         assert site_text.format_microseconds(None) == "–"
         assert site_text.format_microseconds(1500.0) == "1.5 ms"
 
     def test_dotted_names_of_a_function_begin_at_every_folder(self) -> None:
-        """Where a package begins is not known, so `engine.kv.f` must match as well as `python.engine.kv.f`."""
+        """The start of a package is not known, so that `engine.kv.f` must match as well as `python.engine.kv.f`."""
         assert site_text.list_dotted_names(build.site(function="f")) == [
             "python.engine.kv.f",
             "engine.kv.f",
@@ -109,8 +111,8 @@ class TestWords:
 
 
 class TestTable:
-    def test_it_says_where_what_how_often_and_at_what_cost(self) -> None:
-        text = show(judged(build.all_kinds()), "table")
+    def test_table_shows_place_operator_count_and_cost(self) -> None:
+        text = render(add_verdict(build.all_kinds()), "table")
         for part in (
             "check_all",
             "python/engine/kv.py:12",
@@ -132,65 +134,65 @@ class TestTable:
         ):
             assert part in text
 
-    def test_that_nothing_was_seen_is_the_answer_of_a_clean_report_only(self) -> None:
-        """A trace without GPU events shows no wait, and that says nothing."""
-        lines = show(judged(build.report(traces=[build.trace(gpu_events=0)])), "table").splitlines()
+    def test_table_concludes_no_synchronisation_for_clean_reports_only(self) -> None:
+        """A trace without GPU events shows no wait, which proves nothing."""
+        lines = render(add_verdict(build.report(traces=[build.trace(gpu_events=0)])), "table").splitlines()
         assert lines[-1] == ("This cannot be answered: exit code 3. No synchronisation was seen in what was recorded.")
         assert not [line for line in lines[:-1] if "No synchronisation" in line]
 
-    def test_it_names_the_ranges_that_are_steps(self) -> None:
+    def test_table_names_the_ranges_that_are_steps(self) -> None:
         trace = build.trace(steps=44, steps_from="execute_new_N_cached_M", steps_share=0.987)
         trace.coverage.steps_by_phase = {"decode": 40, "prefill": 4}
         trace.rank, trace.world_size = 1, 8
-        text = " ".join(show(judged(build.report(traces=[trace])), "table").split())
+        text = " ".join(render(add_verdict(build.report(traces=[trace])), "table").split())
         assert (
             "rank 1 of 8, 44 steps (ranges 'execute_new_N_cached_M'; 40 decode, 4 prefill; 99% of the work), 100 GPU events"
             in text
         )
 
-    def test_it_says_that_steps_are_a_guess(self) -> None:
+    def test_table_and_markdown_mark_guessed_steps(self) -> None:
         trace = build.trace(steps_from="stage ", steps_guessed=True, steps_share=0.6)
         for form in ("table", "markdown"):
-            text = " ".join(show(judged(build.report(traces=[trace])), form).split())
+            text = " ".join(render(add_verdict(build.report(traces=[trace])), form).split())
             assert "10 steps (ranges 'stage ', a guess by their numbers; 60% of the work)" in text
 
-    def test_it_gives_the_count_per_step_of_each_phase(self) -> None:
+    def test_table_and_markdown_show_the_count_per_step_of_each_phase(self) -> None:
         site = build.site(count_per_step=2.0, count_per_phase={"prefill": 2.0, "decode": 0.5, "mixed": 0.0}, outside=3)
-        report = judged(build.report(site))
+        report = add_verdict(build.report(site))
         assert "2 per prefill step, 0.5 per decode step, 10 in all, 3 of them in no step" in " ".join(
-            show(report, "table").split()
+            render(report, "table").split()
         )
-        assert "2 prefill, 0.5 decode" in show(report, "markdown")
+        assert "2 prefill, 0.5 decode" in render(report, "markdown")
 
-    def test_the_worst_site_comes_first(self) -> None:
-        """Bubbles of 9 ms, 300 µs and 50 µs, whatever order the report has."""
-        report = judged(build.all_kinds())
+    def test_table_begins_with_the_worst_site(self) -> None:
+        """The bubbles are 9 ms, 300 µs and 50 µs, in any order in the report."""
+        report = add_verdict(build.all_kinds())
         report.sites.reverse()
-        text = show(report, "table")
+        text = render(report, "table")
         assert text.index(" load ") < text.index(" check_all ") < text.index(" sample ")
 
-    def test_each_kind_that_occurs_is_explained_once(self) -> None:
-        text = " ".join(show(judged(build.all_kinds()), "table").split())
+    def test_table_explains_each_rule_that_occurs_once(self) -> None:
+        text = " ".join(render(add_verdict(build.all_kinds()), "table").split())
         for rule in RULES:
             times = 1 if rule.id in {"SYNC001", "SYNC003", "SYNC005"} else 0
             assert text.count(rule.why) == text.count(rule.fix) == times
 
     @pytest.mark.parametrize("width", [30, 60, 80, 109, 110, 140, 300])
     @pytest.mark.parametrize("make", REPORTS)
-    def test_no_line_is_wider_than_the_terminal(self, make: Callable[[], Report], width: int) -> None:
-        lines = show(judged(make()), "table", width=width).splitlines()
+    def test_no_table_line_is_wider_than_the_terminal(self, make: Callable[[], Report], width: int) -> None:
+        lines = render(add_verdict(make()), "table", width=width).splitlines()
         assert max(len(line) for line in lines) <= width
 
     @pytest.mark.parametrize("width", [60, 140])
-    def test_a_narrow_terminal_loses_no_number(self, width: int) -> None:
-        text = show(judged(build.all_kinds()), "table", width=width)
+    def test_table_keeps_all_numbers_in_a_narrow_terminal(self, width: int) -> None:
+        text = render(add_verdict(build.all_kinds()), "table", width=width)
         for part in ("9 ms", "300 µs", "50 µs", "python/engine/kv.py:40", " copy_"):
             assert part in text
 
-    def test_links_lead_to_files_that_exist_on_a_terminal_alone(self, tmp_path: Path) -> None:
+    def test_table_links_existing_files_on_terminals_only(self, tmp_path: Path) -> None:
         (tmp_path / "python/engine").mkdir(parents=True)
         (tmp_path / "python/engine/kv.py").touch()
-        report = judged(build.report(build.site(), build.site("g", file="python/gone.py")))
+        report = add_verdict(build.report(build.site(), build.site("g", file="python/gone.py")))
         link = f"{(tmp_path / 'python/engine/kv.py').as_uri()}#12"
         shown = render_report(report, "table", root=tmp_path, terminal=True)
         assert link in shown
@@ -198,61 +200,61 @@ class TestTable:
         assert "gone.py#" not in shown
         assert "\x1b" not in render_report(report, "table", root=tmp_path)
 
-    def test_a_report_without_sites_still_says_what_it_could_not_see(self) -> None:
-        text = show(judged(build.report()), "table")
+    def test_table_without_sites_shows_the_notes_of_traces(self) -> None:
+        text = render(add_verdict(build.report()), "table")
         assert "No synchronisation was seen." in text
         assert build.NOTE in text
         assert "Clean" in text
 
-    def test_notes_of_many_ranks_are_printed_once(self) -> None:
-        """A note of two of three traces says so."""
+    def test_table_prints_the_same_note_of_several_ranks_once(self) -> None:
+        """The text counts the traces that have the note, here two of three."""
         traces = [build.trace("a.json"), build.trace("b.json"), build.trace("c.json", notes=[])]
-        text = show(judged(build.report(traces=traces)), "table")
+        text = render(add_verdict(build.report(traces=traces)), "table")
         assert text.count(build.NOTE) == 1
         assert "(2 of 3 traces)" in text
 
 
 class TestJson:
     @pytest.mark.parametrize("make", REPORTS)
-    def test_it_is_the_report_and_nothing_else(self, make: Callable[[], Report]) -> None:
-        report = judged(make())
-        assert msgspec.json.decode(show(report, "json"), type=Report) == site_text.make_report_printable(report)
+    def test_json_decodes_to_the_report(self, make: Callable[[], Report]) -> None:
+        report = add_verdict(make())
+        assert msgspec.json.decode(render(report, "json"), type=Report) == site_text.make_report_printable(report)
 
     @pytest.mark.parametrize("make", REPORTS)
-    def test_it_is_valid_by_the_schema_in_docs(self, make: Callable[[], Report]) -> None:
+    def test_json_is_valid_by_the_schema_in_docs(self, make: Callable[[], Report]) -> None:
         published = json.loads((ROOT / "docs/syncs.schema.json").read_text())
         jsonschema.Draft202012Validator.check_schema(published)
-        jsonschema.validate(json.loads(show(judged(make()), "json")), published)
+        jsonschema.validate(json.loads(render(add_verdict(make()), "json")), published)
 
-    def test_the_schema_refuses_what_is_no_report(self) -> None:
-        report = json.loads(show(judged(build.all_kinds()), "json"))
+    def test_schema_refuses_invalid_reports(self) -> None:
+        report = json.loads(render(add_verdict(build.all_kinds()), "json"))
         for breakage in ({"schema_version": 2}, {"sites": [{}]}, {"verdict": {"status": "fine"}}):
             with pytest.raises(jsonschema.ValidationError):
                 jsonschema.validate({**report, **breakage}, sync_report.build_json_schema())
 
-    def test_the_schema_in_docs_is_of_today(self) -> None:
-        """To write it again: python -m dcpbench.syncs.sync_report > docs/syncs.schema.json."""
+    def test_schema_in_docs_equals_the_generated_one(self) -> None:
+        """The command `python -m dcpbench.syncs.sync_report > docs/syncs.schema.json` writes the schema again."""
         assert (ROOT / "docs/syncs.schema.json").read_text() == json.dumps(
             sync_report.build_json_schema(), indent=2, ensure_ascii=False
         ) + "\n"
 
 
 class TestSarif:
-    def run(self, report: Report) -> dict[str, Any]:
-        """The one run of a log that is valid by the published schema."""
-        log = json.loads(show(report, "sarif"))
+    def render_run(self, report: Report) -> dict[str, Any]:
+        """Return the only run of a log, after validation by the published schema."""
+        log = json.loads(render(report, "sarif"))
         validator = jsonschema.Draft7Validator(SARIF, format_checker=jsonschema.FormatChecker())
         assert [error.message for error in validator.iter_errors(log)] == []
         return log["runs"][0]
 
     @pytest.mark.parametrize("make", REPORTS)
     @pytest.mark.parametrize("gate", [{}, {"max_per_step": 0.0}, {"max_bubble_us": 1.0}], ids=str)
-    def test_it_is_valid_by_the_published_schema(self, make: Callable[[], Report], gate: dict[str, float]) -> None:
-        run = self.run(judged(make(), **gate))
+    def test_sarif_is_valid_by_the_published_schema(self, make: Callable[[], Report], gate: dict[str, float]) -> None:
+        run = self.render_run(add_verdict(make(), **gate))
         assert run["tool"]["driver"]["name"] == "dcpbench syncs"
 
-    def test_levels_suppressions_and_fingerprints_are_those_of_the_verdict(self) -> None:
-        run = self.run(judged(build.all_kinds()))
+    def test_sarif_levels_suppressions_and_fingerprints_follow_the_verdict(self) -> None:
+        run = self.render_run(add_verdict(build.all_kinds()))
         found = {r["partialFingerprints"]["dcpbenchSyncs/v1"]: r for r in run["results"]}
         assert {f: r["level"] for f, r in found.items()} == {
             "f1": "error",
@@ -264,49 +266,49 @@ class TestSarif:
         assert [f for f, r in found.items() if "suppressions" in r] == ["f2"]
         assert found["f2"]["suppressions"][0]["justification"] == SAMPLE.reason
 
-    def test_every_result_names_its_rule_by_id_and_index(self) -> None:
-        run = self.run(judged(build.all_kinds()))
+    def test_sarif_results_name_their_rule_by_id_and_index(self) -> None:
+        run = self.render_run(add_verdict(build.all_kinds()))
         rules = run["tool"]["driver"]["rules"]
         assert [r["id"] for r in rules] == [r.id for r in RULES]
         assert all(rules[r["ruleIndex"]]["id"] == r["ruleId"] for r in run["results"])
         assert all(r["help"]["text"] and r["help"]["markdown"] for r in rules)
 
-    def test_places_are_relative_to_the_root_and_have_a_region_where_the_line_is_known(self) -> None:
-        report = judged(
+    def test_sarif_locations_are_relative_with_a_region_for_known_lines(self) -> None:
+        report = add_verdict(
             build.report(build.site("a"), build.site("b", line=None, file="a b/é.py"), build.site("c", file="/x.py"))
         )
         where = {
             r["partialFingerprints"]["dcpbenchSyncs/v1"]: r["locations"][0]["physicalLocation"]
-            for r in self.run(report)["results"]
+            for r in self.render_run(report)["results"]
         }
         artifact = {"uri": "python/engine/kv.py", "uriBaseId": "%SRCROOT%"}
         assert where["a"] == {"artifactLocation": artifact, "region": {"startLine": 12}}
         assert where["b"] == {"artifactLocation": {"uri": "a%20b/%C3%A9.py", "uriBaseId": "%SRCROOT%"}}
         assert where["c"]["artifactLocation"] == {"uri": "file:///x.py"}
 
-    def test_a_site_without_a_file_is_placed_in_its_trace(self) -> None:
+    def test_sarif_location_of_a_site_without_a_file_is_its_trace(self) -> None:
         """Code scanning refuses results without a physical location."""
-        (result,) = self.run(judged(build.report(build.site(file="", line=None))))["results"]
+        (result,) = self.render_run(add_verdict(build.report(build.site(file="", line=None))))["results"]
         assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "rank0.json"
 
-    def test_what_the_trace_cannot_show_is_a_notification(self) -> None:
-        run = self.run(judged(build.report(traces=[build.trace(gpu_events=0)])))
+    def test_sarif_has_notifications_for_limits_of_the_trace(self) -> None:
+        run = self.render_run(add_verdict(build.report(traces=[build.trace(gpu_events=0)])))
         (invocation,) = run["invocations"]
         assert not invocation["executionSuccessful"]
         assert invocation["exitCode"] == 3
-        told = {n["level"]: n["message"]["text"] for n in invocation["toolExecutionNotifications"]}
-        assert "no GPU events" in told["error"]
-        assert told["note"] == build.NOTE
+        notifications = {n["level"]: n["message"]["text"] for n in invocation["toolExecutionNotifications"]}
+        assert "no GPU events" in notifications["error"]
+        assert notifications["note"] == build.NOTE
 
-    def test_braces_and_brackets_of_names_are_neither_placeholders_nor_links(self) -> None:
-        (result,) = self.run(judged(build.report(build.site(function="f{0}[a](b)"))))["results"]
+    def test_sarif_messages_escape_braces_and_brackets_of_names(self) -> None:
+        (result,) = self.render_run(add_verdict(build.report(build.site(function="f{0}[a](b)"))))["results"]
         assert r"f{{0}}\[a\](b)" in result["message"]["text"]
 
 
 class TestJunit:
     def parse(self, report: Report) -> ET.Element:
-        """The document, whose counts are those of its cases."""
-        root = ET.fromstring(show(report, "junit"))  # noqa: S314 -- our own
+        """Return the document, after checking its counts against its cases."""
+        root = ET.fromstring(render(report, "junit"))  # noqa: S314 -- our own
         for suite in (root, *root):
             cases = list(suite.iter("testcase"))
             assert int(suite.get("tests")) == len(cases)
@@ -314,8 +316,8 @@ class TestJunit:
                 assert int(suite.get(name)) == sum(case.find(tag) is not None for case in cases)
         return root
 
-    def test_findings_fail_allowed_sites_are_skipped_and_others_pass(self) -> None:
-        root = self.parse(judged(build.all_kinds()))
+    def test_junit_fails_findings_and_skips_allowed_sites(self) -> None:
+        root = self.parse(add_verdict(build.all_kinds()))
         cases = list(root.find("testsuite[@name='hidden syncs']"))
         outcome = {c.get("name").split()[-1]: [child.tag for child in c] for c in cases}
         assert outcome == {
@@ -332,59 +334,61 @@ class TestJunit:
             "12",
         )
 
-    def test_a_trace_that_cannot_answer_is_an_error(self) -> None:
+    def test_junit_error_for_an_incomplete_trace(self) -> None:
         root = self.parse(
-            judged(build.report(traces=[build.trace("good.json"), build.trace("bad.json", complete=False)]))
+            add_verdict(build.report(traces=[build.trace("good.json"), build.trace("bad.json", complete=False)]))
         )
         outcome = {c.get("name"): c.find("error") is not None for c in root.iter("testcase")}
         assert outcome == {"good.json": False, "bad.json": True}
 
-    def test_an_exceeded_limit_is_a_failure_of_its_own(self) -> None:
-        root = self.parse(judged(build.report(build.site()), max_per_step=0.0))
+    def test_junit_has_a_separate_failure_for_an_exceeded_limit(self) -> None:
+        root = self.parse(add_verdict(build.report(build.site()), max_per_step=0.0))
         assert root.find("testsuite[@name='limits']/testcase/failure") is not None
 
     @pytest.mark.parametrize("make", REPORTS)
-    def test_it_is_well_formed_whatever_the_names_are(self, make: Callable[[], Report]) -> None:
-        assert self.parse(judged(make())).tag == "testsuites"
+    def test_junit_is_well_formed_for_all_reports(self, make: Callable[[], Report]) -> None:
+        assert self.parse(add_verdict(make())).tag == "testsuites"
 
 
 class TestGithub:
     COMMAND = re.compile(r"::(error|warning|notice) (?:file=[^:,]+,(?:line=\d+,)?)?title=[^:,]*::[^\r\n]+")
 
     @pytest.mark.parametrize("make", REPORTS)
-    def test_every_line_is_one_whole_command(self, make: Callable[[], Report]) -> None:
-        lines = show(judged(make()), "github").splitlines()
+    def test_github_lines_are_complete_commands(self, make: Callable[[], Report]) -> None:
+        lines = render(add_verdict(make()), "github").splitlines()
         assert lines
         assert [line for line in lines if not self.COMMAND.fullmatch(line)] == []
 
-    def test_a_finding_is_an_error_on_its_line_with_the_fix(self) -> None:
-        line, *_ = show(judged(build.all_kinds()), "github").splitlines()
+    def test_github_finding_is_an_error_on_its_line_with_the_fix(self) -> None:
+        line, *_ = render(add_verdict(build.all_kinds()), "github").splitlines()
         assert line.startswith("::error file=python/engine/kv.py,line=12,title=SYNC001 scalar-read::")
         assert "host-side mirror" in line
 
-    def test_percent_colon_and_comma_of_a_name_are_escaped(self) -> None:
-        line, *_ = show(judged(build.report(build.site(file="a%b:c,d.py"))), "github").splitlines()
+    def test_github_escapes_percent_colon_and_comma_of_names(self) -> None:
+        line, *_ = render(add_verdict(build.report(build.site(file="a%b:c,d.py"))), "github").splitlines()
         assert line.startswith("::error file=a%25b%3Ac%2Cd.py,line=12,")
         assert "(a%25b:c,d.py:12)" in line
 
-    def test_ten_of_each_level_at_most_and_the_worst_of_them(self) -> None:
-        """Twelve findings with bubbles of 1 to 12 µs: 12 to 3 are shown."""
+    def test_github_shows_the_ten_worst_sites_of_each_level(self) -> None:
+        """The findings with bubbles of 12 to 3 µs are shown, of twelve with 1 to 12 µs."""
         sites = [build.site(f"s{n}", function=f"fn{n}_", bubble_us=float(n)) for n in range(1, 13)]
         lines = [
-            line for line in show(judged(build.report(*sites)), "github").splitlines() if line.startswith("::error")
+            line
+            for line in render(add_verdict(build.report(*sites)), "github").splitlines()
+            if line.startswith("::error")
         ]
         assert [re.search(r"fn(\d+)_", line)[1] for line in lines] == [str(n) for n in range(12, 2, -1)]
 
     @pytest.mark.parametrize("file", ["", "/opt/torch/functional.py", "<string>"])
-    def test_what_is_no_file_of_the_change_is_no_place_in_it(self, file: str) -> None:
-        line, *_ = show(judged(build.report(build.site(file=file))), "github").splitlines()
+    def test_github_annotations_name_files_of_the_repository_only(self, file: str) -> None:
+        line, *_ = render(add_verdict(build.report(build.site(file=file))), "github").splitlines()
         assert line.startswith("::error title=SYNC001 scalar-read::")
 
-    def test_findings_say_what_to_do_about_them_and_sites_that_may_stay_why(self) -> None:
-        """A rule that nobody knows has no advice."""
+    def test_github_findings_have_advice_and_allowed_sites_their_reason(self) -> None:
+        """An unknown rule has no advice."""
         known, unknown = build.site("a"), build.site("b", rule="SYNC999")
-        report = judged(build.report(known, unknown, build.site("c", function="sample")))
-        lines = show(report, "github").splitlines()
+        report = add_verdict(build.report(known, unknown, build.site("c", function="sample")))
+        lines = render(report, "github").splitlines()
         errors = [line for line in lines if line.startswith("::error file=")]
         assert [site_text.format_advice(known, BY_ID["SYNC001"].fix) in line for line in errors] == [
             "SYNC001" in e for e in errors
@@ -394,52 +398,54 @@ class TestGithub:
         assert allowed.endswith(f". Allowed: {SAMPLE.reason}")
 
     @pytest.mark.parametrize("found", [True, False])
-    def test_a_trace_that_shows_not_all_is_a_warning_beside_findings_and_else_an_error(self, found: bool) -> None:
+    def test_github_incomplete_trace_is_a_warning_with_findings_and_otherwise_an_error(self, found: bool) -> None:
         sites = [build.site()] if found else []
-        lines = show(judged(build.report(*sites, traces=[build.trace(runtime_events=0)])), "github").splitlines()
-        said = [line.partition("::")[2].partition("::")[0] for line in lines]
-        assert ("warning title=Not all is known" in said) == found
-        assert ("error title=The trace cannot answer" in said) != found
+        lines = render(add_verdict(build.report(*sites, traces=[build.trace(runtime_events=0)])), "github").splitlines()
+        commands = [line.partition("::")[2].partition("::")[0] for line in lines]
+        assert ("warning title=Not all is known" in commands) == found
+        assert ("error title=The trace cannot answer" in commands) != found
 
     @pytest.mark.parametrize(("count", "left"), [(9, 0), (10, 0), (12, 2)])
-    def test_sites_that_have_no_annotation_are_counted(self, count: int, left: int) -> None:
-        """Ten findings are shown, and ten sites that may stay."""
+    def test_github_counts_sites_without_an_annotation(self, count: int, left: int) -> None:
+        """At most ten findings and ten allowed sites are shown."""
         found = [build.site(f"{name}{n}", function=name) for n in range(count) for name in ("check", "sample")]
-        report = judged(build.report(*found))
-        levels = [line.partition(" ")[0] for line in show(report, "github").splitlines() if "file=" in line]
+        report = add_verdict(build.report(*found))
+        levels = [line.partition(" ")[0] for line in render(report, "github").splitlines() if "file=" in line]
         assert [levels.count(level) for level in ("::error", "::notice")] == [count - left] * 2
         assert github.count_left_out(report) == 2 * left
 
     @pytest.mark.parametrize(("count", "left"), [(8, 0), (9, 1), (12, 4)])
-    def test_limits_that_are_exceeded_take_the_places_of_sites(self, count: int, left: int) -> None:
-        """Two of ten, beside sites that are new."""
+    def test_github_exceeded_limits_replace_annotations_of_sites(self, count: int, left: int) -> None:
+        """Two of ten annotations are for limits, in addition to new sites."""
         found = [build.site(f"s{n}") for n in range(count)]
-        report = judged(build.report(*found), max_per_step=1.0, max_bubble_us=1.0, baseline=baseline.build_baseline([]))
-        errors = [line for line in show(report, "github").splitlines() if line.startswith("::error")]
+        report = add_verdict(
+            build.report(*found), max_per_step=1.0, max_bubble_us=1.0, baseline=baseline.build_baseline([])
+        )
+        errors = [line for line in render(report, "github").splitlines() if line.startswith("::error")]
         assert ["file=" in line for line in errors] == [False] * 2 + [True] * (count - left)
         assert github.count_left_out(report) == left
 
-    def test_a_trace_that_cannot_answer_is_an_error(self) -> None:
-        line, *_ = show(judged(build.report(traces=[build.trace(runtime_events=0)])), "github").splitlines()
+    def test_github_error_for_a_trace_without_runtime_events(self) -> None:
+        line, *_ = render(add_verdict(build.report(traces=[build.trace(runtime_events=0)])), "github").splitlines()
         assert line.startswith("::error title=The trace cannot answer::")
 
 
 class TestMarkdown:
-    def test_the_table_has_a_row_for_every_site_with_all_its_columns(self) -> None:
+    def test_markdown_table_has_a_complete_row_for_every_site(self) -> None:
         for make in (build.all_kinds, build.make_hostile_report):
-            report = judged(make())
-            rows = [line for line in show(report, "markdown").splitlines() if line.startswith("|")]
+            report = add_verdict(make())
+            rows = [line for line in render(report, "markdown").splitlines() if line.startswith("|")]
             assert len(rows) == len(report.sites) + 2
             assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {12}
 
-    def test_names_are_neither_html_nor_markdown_nor_a_mention(self) -> None:
-        text = show(judged(build.make_hostile_report()), "markdown")
+    def test_markdown_escapes_html_links_and_mentions_in_names(self) -> None:
+        text = render(add_verdict(build.make_hostile_report()), "markdown")
         assert "<script" not in text
         assert "<b>" not in text
         assert "@all" not in text
         assert "](y)" not in text
 
-    def test_a_very_long_report_is_cut_and_says_so(self) -> None:
-        """A step summary may have 1 MiB."""
-        text = show(judged(build.report(*(build.site(f"s{n}") for n in range(600)))), "markdown")
+    def test_markdown_counts_the_sites_that_a_long_report_leaves_out(self) -> None:
+        """A step summary can have at most 1 MiB."""
+        text = render(add_verdict(build.report(*(build.site(f"s{n}") for n in range(600)))), "markdown")
         assert "100 more sites are left out here" in text

@@ -1,4 +1,4 @@
-"""Which call a line of Python is in, by its source."""
+"""Test which call on a line of Python is running, by its source."""
 
 import sys
 
@@ -8,7 +8,7 @@ from dcpbench.syncs.python_frames import SUBSCRIPT, UNKNOWN, find_call_name
 
 
 class Probe:
-    """Asks for the name of the call that its caller is in, in every way in which one can call it."""
+    """Query the name of the running call, in every way in which a method can be called."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -29,7 +29,7 @@ def probe() -> Probe:
     return Probe()
 
 
-def test_the_last_call_of_a_chain_is_the_one_that_runs(probe: Probe) -> None:
+def test_last_call_of_a_chain_is_the_running_one(probe: Probe) -> None:
     probe.ask().ask(
         1,
         2,
@@ -37,29 +37,29 @@ def test_the_last_call_of_a_chain_is_the_one_that_runs(probe: Probe) -> None:
     assert probe.names == ["ask", "ask"]
 
 
-def test_of_nested_calls_each_is_named_while_it_runs(probe: Probe) -> None:
+def test_each_nested_call_is_named_while_it_runs(probe: Probe) -> None:
     item = probe.ask
     probe.ask(item())
     assert probe.names == ["item", "ask"]
 
 
-def test_an_index_is_read_and_written(probe: Probe) -> None:
+def test_index_read_and_write_are_named(probe: Probe) -> None:
     _ = probe[1]
     probe[2] = 3
     assert probe.names == [SUBSCRIPT, SUBSCRIPT]
 
 
-def test_a_condition_and_a_comparison_are_no_calls(probe: Probe) -> None:
+def test_condition_and_comparison_are_no_calls(probe: Probe) -> None:
     if probe:
         _ = probe < 1
     assert probe.names == ["", ""]
 
 
-def test_bytes_before_the_call_may_be_of_any_alphabet(probe: Probe) -> None:
+def test_call_after_non_ascii_text_is_named(probe: Probe) -> None:
     _ = "größer", probe.ask()
     assert probe.names == ["ask"]
 
 
-def test_source_that_cannot_be_read_is_unknown(probe: Probe) -> None:
+def test_call_without_readable_source_is_unknown(probe: Probe) -> None:
     exec(compile("probe.ask()", "<no such source>", "exec"), {"probe": probe})  # noqa: S102
     assert probe.names == [UNKNOWN]

@@ -1,4 +1,4 @@
-"""What may pass: limits, baseline, permissions with reasons, and traces that cannot answer."""
+"""Test the gate: limits, baselines, permissions with reasons, and incomplete traces."""
 
 from __future__ import annotations
 
@@ -25,166 +25,168 @@ NOWHERE = Path("/nonexistent")
 TODAY = dt.date(2026, 6, 15)
 
 
-def verdict(report: Report, **gate: Any) -> Verdict:
-    """What a gate says that reads no sources."""
+def judge(report: Report, **gate: Any) -> Verdict:
+    """Return the judge of a gate that reads no sources."""
     return compute_verdict(report, Gate(**{"root": NOWHERE, **gate}), today=TODAY)
 
 
-def baseline_of(report: Report) -> baselines.Baseline:
-    """Everything in the report that counts."""
+def make_baseline(report: Report) -> baselines.Baseline:
+    """Return a baseline with every site that can be a finding."""
     return baselines.build_baseline(filter(can_be_finding, report.sites))
 
 
 def allow(**globs: Any) -> Allow:
-    """A permission."""
+    """Return a permission."""
     return Allow(**{"reason": "on purpose", "source": "allow[0]", **globs})
 
 
 class TestWithoutLimits:
     def test_no_site_is_clean(self) -> None:
-        found = verdict(build.report())
+        found = judge(build.report())
         assert (found.status, found.exit_code, found.findings) == ("clean", 0, [])
 
     def test_any_site_is_a_finding(self) -> None:
-        found = verdict(build.report(build.site()))
+        found = judge(build.report(build.site()))
         assert (found.status, found.exit_code) == ("findings", 1)
         assert [(f.reason, f.fingerprint) for f in found.findings] == [("sync", "f1")]
         assert "check_all (python/engine/kv.py:12), 1 per step, 10 in all" in found.findings[0].message
 
     @pytest.mark.parametrize("changes", [{"own": True}, {"warmup_only": True}, {"may_block": True}], ids=str)
-    def test_the_profilers_own_warm_up_and_what_only_may_block_count_nowhere(self, changes: dict[str, bool]) -> None:
+    def test_profiler_warm_up_and_may_block_sites_are_never_findings(self, changes: dict[str, bool]) -> None:
         report = build.report(build.site(**changes))
-        assert verdict(report).exit_code == 0
+        assert judge(report).exit_code == 0
         limits = {"max_per_step": 0.0, "max_bubble_us": 0.0, "baseline": baselines.build_baseline([])}
-        assert verdict(report, **limits).exit_code == 0
+        assert judge(report, **limits).exit_code == 0
 
-    def test_one_that_found_nothing_to_wait_for_counts_as_well(self) -> None:
-        """With more work queued it waits."""
-        (finding,) = verdict(build.report(build.site(count=1, waited=0))).findings
+    def test_site_that_never_waited_is_a_finding(self) -> None:
+        """With more queued work, such a call waits."""
+        (finding,) = judge(build.report(build.site(count=1, waited=0))).findings
         assert "(0 of 1 waited)" in finding.message
 
-    def test_an_explicit_one_counts_like_any_other(self) -> None:
-        assert verdict(build.report(build.site(explicit=True))).exit_code == 1
+    def test_explicit_synchronisation_is_a_finding(self) -> None:
+        assert judge(build.report(build.site(explicit=True))).exit_code == 1
 
-    def test_findings_come_worst_first(self) -> None:
+    def test_findings_are_sorted_worst_first(self) -> None:
         report = build.report(*(build.site(f"f{n}", bubble_us=float(n)) for n in (1, 3, 2)))
-        assert [f.fingerprint for f in verdict(report).findings] == ["f3", "f2", "f1"]
+        assert [f.fingerprint for f in judge(report).findings] == ["f3", "f2", "f1"]
 
-    def test_a_wait_of_any_length_fails_nothing_by_itself(self) -> None:
-        """Microseconds of wait depend on the machine."""
+    def test_length_of_waits_alone_fails_no_limit(self) -> None:
+        """The microseconds of a wait depend on the machine."""
         report = build.report(build.site(wait_us=1e9))
-        assert verdict(report, max_per_step=1.0, max_bubble_us=300.0).exit_code == 0
+        assert judge(report, max_per_step=1.0, max_bubble_us=300.0).exit_code == 0
 
 
 class TestMaxPerStep:
-    def two(self) -> Report:
-        """1.5 and 0.5 a step."""
+    def make_report(self) -> Report:
+        """Return a report of two sites, with 1.5 and 0.5 calls per step."""
         return build.report(build.site("a", count_per_step=1.5), build.site("b", count_per_step=0.5))
 
     @pytest.mark.parametrize(("limit", "code"), [(0.0, 1), (1.9, 1), (2.0, 0), (3.0, 0)])
-    def test_the_sum_over_all_sites_is_limited(self, limit: float, code: int) -> None:
-        assert verdict(self.two(), max_per_step=limit).exit_code == code
+    def test_max_per_step_limits_the_sum_over_all_sites(self, limit: float, code: int) -> None:
+        assert judge(self.make_report(), max_per_step=limit).exit_code == code
 
-    def test_the_message_has_the_sum_the_limit_and_the_sites(self) -> None:
-        (finding,) = verdict(self.two(), max_per_step=1.0).findings
+    def test_max_per_step_message_has_sum_limit_and_sites(self) -> None:
+        (finding,) = judge(self.make_report(), max_per_step=1.0).findings
         assert (finding.reason, finding.fingerprint) == ("per-step", "")
         assert finding.message.startswith("2 synchronisations per step, the limit is 1: 1.5 in check_all")
 
-    def test_what_the_message_leaves_out_is_said_with_its_share(self) -> None:
-        """Five sites once a step and 300 µs each: the three that are named have 3 of 5, and 900 µs of 1.5 ms."""
+    def test_message_sums_up_the_sites_that_it_does_not_name(self) -> None:
+        """Five sites have one call per step and 300 µs each: three are named, and two with 600 µs of 1.5 ms are not."""
         report = build.report(*(build.site(f"f{n}", function=f"g{n}") for n in range(5)))
-        (steps,) = verdict(report, max_per_step=1.0).findings
-        (bubble,) = verdict(report, max_bubble_us=1.0).findings
+        (steps,) = judge(report, max_per_step=1.0).findings
+        (bubble,) = judge(report, max_bubble_us=1.0).findings
         assert steps.message.endswith("1 in g2 (python/engine/kv.py:12), 2 in 2 more sites")
         assert bubble.message.endswith("300 µs in g2 (python/engine/kv.py:12), 600 µs in 2 more sites")
 
-    def test_nothing_is_said_of_more_where_all_are_named(self) -> None:
+    def test_message_that_names_all_sites_mentions_no_more(self) -> None:
         report = build.report(*(build.site(f"f{n}", function=f"g{n}") for n in range(3)))
-        assert "more" not in verdict(report, max_per_step=1.0).findings[0].message
+        assert "more" not in judge(report, max_per_step=1.0).findings[0].message
 
-    def test_what_is_allowed_is_not_summed(self) -> None:
+    def test_allowed_sites_do_not_count_towards_the_limit(self) -> None:
         report = build.report(build.site("a"), build.site("b", function="sample"))
-        assert verdict(report, max_per_step=1.0, allow=(allow(function="sample"),)).exit_code == 0
+        assert judge(report, max_per_step=1.0, allow=(allow(function="sample"),)).exit_code == 0
 
-    def test_without_steps_it_cannot_answer_and_says_what_to_type(self) -> None:
+    def test_max_per_step_without_steps_cannot_answer_and_names_the_option(self) -> None:
         report = build.report(build.site(count_per_step=None), traces=[build.trace(steps=None)])
-        found = verdict(report, max_per_step=5.0)
+        found = judge(report, max_per_step=5.0)
         assert (found.status, found.exit_code) == ("cannot answer", 3)
         assert "--step-range" in found.reasons[0]
 
-    def test_one_rank_without_steps_is_enough(self) -> None:
+    def test_max_per_step_cannot_answer_if_one_rank_has_no_steps(self) -> None:
         report = build.report(traces=[build.trace("a.json"), build.trace("b.json", steps=0)])
-        found = verdict(report, max_per_step=5.0)
+        found = judge(report, max_per_step=5.0)
         assert found.exit_code == 3
         assert found.reasons[0].startswith("b.json ")
 
 
 class TestMaxBubble:
     @pytest.mark.parametrize(("limit", "code"), [(299.0, 1), (300.0, 0)])
-    def test_the_sum_over_all_sites_is_limited(self, limit: float, code: int) -> None:
-        """200 + 100 µs; sites alone are no finding once there is a limit."""
+    def test_max_bubble_limits_the_sum_over_all_sites(self, limit: float, code: int) -> None:
+        """The sum is 200 + 100 µs; sites alone are no finding once there is a limit."""
         report = build.report(build.site("a", bubble_us=200.0), build.site("b", bubble_us=100.0))
-        assert verdict(report, max_bubble_us=limit).exit_code == code
+        assert judge(report, max_bubble_us=limit).exit_code == code
 
-    def test_a_bubble_that_nobody_knows_is_no_pass(self) -> None:
-        found = verdict(build.report(build.site(bubble_us=None)), max_bubble_us=10.0)
+    def test_max_bubble_with_an_unknown_bubble_cannot_answer(self) -> None:
+        found = judge(build.report(build.site(bubble_us=None)), max_bubble_us=10.0)
         assert found.exit_code == 3
         assert "--max-bubble-us" in found.reasons[0]
 
 
 class TestBaseline:
-    def test_what_was_there_may_stay(self) -> None:
+    def test_sites_of_the_baseline_pass(self) -> None:
         report = build.report(build.site("a"), build.site("b", count_per_step=0.33333333))
-        found = verdict(report, baseline=baseline_of(report))
+        found = judge(report, baseline=make_baseline(report))
         assert (found.exit_code, found.stale) == (0, [])
 
-    def test_a_new_site_is_a_finding(self) -> None:
-        known = baseline_of(build.report(build.site("a")))
-        found = verdict(build.report(build.site("a"), build.site("b", function="late")), baseline=known)
+    def test_site_outside_the_baseline_is_a_finding(self) -> None:
+        known = make_baseline(build.report(build.site("a")))
+        found = judge(build.report(build.site("a"), build.site("b", function="late")), baseline=known)
         assert [(f.reason, f.fingerprint) for f in found.findings] == [("new", "b")]
 
-    def test_more_per_step_is_a_finding_however_long_was_recorded(self) -> None:
-        known = baseline_of(build.report(build.site(count_per_step=2.0, count=20)))
-        assert verdict(build.report(build.site(count_per_step=2.0, count=2000)), baseline=known).exit_code == 0
-        found = verdict(build.report(build.site(count_per_step=2.5, count=5)), baseline=known)
+    def test_more_calls_per_step_than_the_baseline_are_a_finding(self) -> None:
+        known = make_baseline(build.report(build.site(count_per_step=2.0, count=20)))
+        assert judge(build.report(build.site(count_per_step=2.0, count=2000)), baseline=known).exit_code == 0
+        found = judge(build.report(build.site(count_per_step=2.5, count=5)), baseline=known)
         assert [f.reason for f in found.findings] == ["more"]
         assert found.findings[0].message.endswith("2.5 per step here, 2 in the baseline")
 
-    def test_lines_that_share_a_fingerprint_are_one_entry(self) -> None:
-        """Moved or split lines are no new site: 1 + 1 a step then, 0.5 + 1.5 now; a third line is one too many."""
-        known = baseline_of(build.report(build.site(line=1), build.site(line=2)))
+    def test_baseline_sums_lines_that_share_a_fingerprint(self) -> None:
+        """Moved or split lines are no new site: the baseline has 1 + 1 per step, and the report 0.5 + 1.5; a third line
+        exceeds it.
+        """
+        known = make_baseline(build.report(build.site(line=1), build.site(line=2)))
         assert [(e.fingerprint, e.count_per_step) for e in known.sites] == [("f1", 2.0)]
         moved = [build.site(line=3, count_per_step=0.5), build.site(line=4, count_per_step=1.5)]
-        assert verdict(build.report(*moved), baseline=known).exit_code == 0
-        found = verdict(build.report(*moved, build.site(line=5)), baseline=known)
+        assert judge(build.report(*moved), baseline=known).exit_code == 0
+        found = judge(build.report(*moved, build.site(line=5)), baseline=known)
         assert [f.reason for f in found.findings] == ["more"]
 
-    def test_without_steps_whole_counts_are_compared(self) -> None:
+    def test_baseline_without_steps_compares_total_counts(self) -> None:
         traces = [build.trace(steps=None)]
-        known = baseline_of(build.report(build.site(count_per_step=None, count=4), traces=traces))
+        known = make_baseline(build.report(build.site(count_per_step=None, count=4), traces=traces))
         assert known.sites[0].count == 4
         for count, code in ((4, 0), (5, 1)):
             report = build.report(build.site(count_per_step=None, count=count), traces=traces)
-            assert verdict(report, baseline=known).exit_code == code
+            assert judge(report, baseline=known).exit_code == code
 
-    def test_a_baseline_per_step_and_a_trace_without_steps_cannot_be_compared(self) -> None:
-        known = baseline_of(build.report(build.site()))
+    def test_baseline_per_step_cannot_judge_a_trace_without_steps(self) -> None:
+        known = make_baseline(build.report(build.site()))
         report = build.report(build.site(count_per_step=None), traces=[build.trace(steps=None)])
-        found = verdict(report, baseline=known)
+        found = judge(report, baseline=known)
         assert found.exit_code == 3
         assert "--step-range" in found.reasons[0]
 
-    def test_both_limits_hold_beside_a_baseline(self) -> None:
+    def test_limits_apply_in_addition_to_a_baseline(self) -> None:
         report = build.report(build.site())
-        assert verdict(report, baseline=baseline_of(report), max_per_step=0.5).exit_code == 1
+        assert judge(report, baseline=make_baseline(report), max_per_step=0.5).exit_code == 1
 
-    def test_an_entry_that_matches_nothing_is_reported_and_fails_nothing(self) -> None:
-        known = baseline_of(build.report(build.site("gone", function="old")))
-        found = verdict(build.report(), baseline=known)
+    def test_baseline_entry_without_a_site_is_reported_and_passes(self) -> None:
+        known = make_baseline(build.report(build.site("gone", function="old")))
+        found = judge(build.report(), baseline=known)
         assert found.exit_code == 0
         assert "old in python/engine/kv.py was not found" in found.stale[0]
 
-    def test_it_leaves_out_what_counts_nowhere(self) -> None:
+    def test_baseline_leaves_out_sites_that_cannot_be_findings(self) -> None:
         sites = [
             build.site("a"),
             build.site("b", own=True),
@@ -192,22 +194,22 @@ class TestBaseline:
             build.site("d", allowed="x"),
             build.site("e", may_block=True),
         ]
-        assert [e.fingerprint for e in baseline_of(build.report(*sites)).sites] == ["a"]
+        assert [e.fingerprint for e in make_baseline(build.report(*sites)).sites] == ["a"]
 
-    def test_its_text_depends_neither_on_order_nor_on_times(self) -> None:
-        """A diff therefore shows what has changed in the code."""
+    def test_baseline_text_does_not_depend_on_order_or_times(self) -> None:
+        """A diff therefore shows the changes of the code only."""
         sites = [build.site("a", file="z.py"), build.site("b", file="a.py")]
         again = [
             build.site("b", file="a.py", wait_us=1.0, count=99),
             build.site("a", file="z.py", bubble_us=0.0, line=99),
         ]
-        text = sync_report.encode_json(baseline_of(build.report(*sites)))
-        assert text == sync_report.encode_json(baseline_of(build.report(*again)))
+        text = sync_report.encode_json(make_baseline(build.report(*sites)))
+        assert text == sync_report.encode_json(make_baseline(build.report(*again)))
         assert text.index('"a.py"') < text.index('"z.py"')
         assert "count" not in text.replace("count_per_step", "")
 
-    def test_it_is_read_as_it_was_written(self, tmp_path: Path) -> None:
-        made = baseline_of(build.all_kinds())
+    def test_baseline_is_read_as_it_was_written(self, tmp_path: Path) -> None:
+        made = make_baseline(build.all_kinds())
         (tmp_path / "b.json").write_text(sync_report.encode_json(made))
         assert baselines.read_baseline(tmp_path / "b.json") == made
 
@@ -222,7 +224,7 @@ class TestBaseline:
             (b"[]", "is no baseline"),
         ],
     )
-    def test_one_that_cannot_be_read_says_how_to_make_it(
+    def test_unreadable_baseline_error_has_the_command_that_makes_one(
         self, tmp_path: Path, content: bytes | None, message: str
     ) -> None:
         if content is not None:
@@ -230,7 +232,7 @@ class TestBaseline:
         with pytest.raises(UsageError, match=f"(?s){message}.*dcpbench syncs baseline TRACE"):
             baselines.read_baseline(tmp_path / "b.json")
 
-    def test_its_name_is_quoted_where_a_shell_would_part_it(self, tmp_path: Path) -> None:
+    def test_baseline_command_quotes_a_path_with_spaces(self, tmp_path: Path) -> None:
         path = tmp_path / "my base.json"
         for content in (None, "{", '{"baseline_version": 9}'):
             if content is not None:
@@ -249,28 +251,28 @@ class TestTracesThatCannotAnswer:
         ],
     )
     @pytest.mark.parametrize("limits", [{}, {"max_per_step": 9.0}, {"baseline": baselines.build_baseline([])}], ids=str)
-    def test_they_are_never_clean(self, changes: dict[str, Any], words: str, limits: dict[str, Any]) -> None:
-        found = verdict(build.report(traces=[build.trace("t.json", **changes)]), **limits)
+    def test_incomplete_trace_is_never_clean(self, changes: dict[str, Any], words: str, limits: dict[str, Any]) -> None:
+        found = judge(build.report(traces=[build.trace("t.json", **changes)]), **limits)
         assert (found.status, found.exit_code) == ("cannot answer", 3)
         assert found.reasons[0].startswith("t.json ")
         assert words in found.reasons[0]
 
-    def test_findings_weigh_more(self) -> None:
-        found = verdict(build.report(build.site(), traces=[build.trace(complete=False)]))
+    def test_findings_take_precedence_over_incomplete_traces(self) -> None:
+        found = judge(build.report(build.site(), traces=[build.trace(complete=False)]))
         assert (found.status, found.exit_code) == ("findings", 1)
         assert found.reasons
 
-    def test_the_worst_rank_decides(self) -> None:
+    def test_one_incomplete_rank_makes_the_report_incomplete(self) -> None:
         traces = [build.trace("a.json"), build.trace("b.json", gpu_events=0), build.trace("c.json")]
-        assert verdict(build.report(traces=traces)).exit_code == 3
+        assert judge(build.report(traces=traces)).exit_code == 3
 
-    def test_no_trace_at_all_is_not_clean(self) -> None:
-        assert verdict(build.report(traces=[])).exit_code == 3
+    def test_report_without_traces_is_not_clean(self) -> None:
+        assert judge(build.report(traces=[])).exit_code == 3
 
-    def test_a_detector_without_gpu_events_by_nature_may_be_clean(self) -> None:
+    def test_detectors_that_see_no_gpu_events_can_be_clean(self) -> None:
         for detector in ("live", "dry-run"):
             coverage = {"detector": detector, "gpu_events": 0, "runtime_events": 0}
-            assert verdict(build.report(traces=[build.trace(**coverage)])).exit_code == 0
+            assert judge(build.report(traces=[build.trace(**coverage)])).exit_code == 0
 
 
 MATCHES = [
@@ -294,25 +296,25 @@ MATCHES = [
 
 class TestPermissions:
     @pytest.mark.parametrize(("globs", "matches"), MATCHES, ids=str)
-    def test_globs_match_dotted_names_ranges_and_files(self, globs: dict[str, Any], matches: bool) -> None:
+    def test_permission_globs_match_dotted_names_ranges_and_files(self, globs: dict[str, Any], matches: bool) -> None:
         assert allow(**globs).matches(build.site(range="decode")) is matches
 
     @pytest.mark.parametrize("key", ["function", "range", "file"])
-    def test_a_star_does_not_match_what_is_not_known(self, key: str) -> None:
+    def test_permission_star_does_not_match_an_unknown_field(self, key: str) -> None:
         assert not allow(**{key: "*"}).matches(build.site(function="", file="", range=""))
 
-    def test_an_allowed_site_passes_with_its_reason(self) -> None:
-        found = verdict(build.report(build.site()), allow=(allow(function="check_all"),))
+    def test_allowed_site_passes_with_its_reason(self) -> None:
+        found = judge(build.report(build.site()), allow=(allow(function="check_all"),))
         assert (found.exit_code, found.allowed, found.stale) == (0, {"f1": "on purpose"}, [])
 
     @pytest.mark.parametrize(("day", "code"), [(TODAY, 0), (TODAY - dt.timedelta(days=1), 1)])
-    def test_it_counts_through_its_last_day(self, day: dt.date, code: int) -> None:
-        found = verdict(build.report(build.site()), allow=(allow(function="check_all", expires=day),))
+    def test_permission_is_valid_through_its_last_day(self, day: dt.date, code: int) -> None:
+        found = judge(build.report(build.site()), allow=(allow(function="check_all", expires=day),))
         assert found.exit_code == code
         assert [f"expired on {day}" in text for text in found.stale] == [True] * code
 
-    def test_one_that_matches_nothing_is_reported_and_fails_nothing(self) -> None:
-        found = verdict(build.report(), allow=(allow(function="gone"),))
+    def test_permission_without_a_site_is_reported_and_passes(self) -> None:
+        found = judge(build.report(), allow=(allow(function="gone"),))
         assert (found.exit_code, found.stale) == (0, ['allow[0] function = "gone" matched nothing: remove it.'])
 
 
@@ -386,39 +388,39 @@ class TestComments:
         return build.site(file=file, line=line, line_is=line_is)
 
     def allowed(self, root: Path, site: Site) -> str | None:
-        return verdict(build.report(site), root=root).allowed.get("f1")
+        return judge(build.report(site), root=root).allowed.get("f1")
 
     @pytest.mark.parametrize(("line", "line_is", "reason"), COMMENTS)
-    def test_a_comment_allows_its_statement_or_its_function(
+    def test_comment_allows_its_statement_or_its_function(
         self, tmp_path: Path, line: int, line_is: str, reason: str | None
     ) -> None:
         (tmp_path / "m.py").write_text(SOURCE)
         assert self.allowed(tmp_path, self.site(line, line_is)) == reason
 
-    def test_of_two_lines_with_one_fingerprint_only_the_commented_is_allowed(self, tmp_path: Path) -> None:
+    def test_comment_allows_only_its_line_of_two_with_the_same_fingerprint(self, tmp_path: Path) -> None:
         (tmp_path / "m.py").write_text("def f(t):\n    t.item()\n    t.item()  # dcpbench: allow-sync(here)\n")
         lines = [self.site(2, CALL), self.site(3, CALL)]
-        assert verdict(build.report(*lines), root=tmp_path).exit_code == 1
+        assert judge(build.report(*lines), root=tmp_path).exit_code == 1
         assert [line.allowed for line in lines] == ["", "here"]
 
-    def test_one_without_a_reason_is_reported(self, tmp_path: Path) -> None:
+    def test_comment_without_a_reason_is_reported(self, tmp_path: Path) -> None:
         (tmp_path / "m.py").write_text(SOURCE)
-        found = verdict(build.report(self.site(25, CALL)), root=tmp_path)
+        found = judge(build.report(self.site(25, CALL)), root=tmp_path)
         assert found.exit_code == 1
         assert found.stale[0].startswith("m.py:25: allow-sync allows nothing without a reason")
 
-    def test_a_file_that_is_not_python_is_searched_on_the_line_alone(self, tmp_path: Path) -> None:
+    def test_comment_in_a_file_that_does_not_parse_allows_its_line_only(self, tmp_path: Path) -> None:
         (tmp_path / "m.py").write_text("def f(:\n    x  # dcpbench: allow-sync(here)\n    y\n")
         assert self.allowed(tmp_path, self.site(2, CALL)) == "here"
         assert self.allowed(tmp_path, self.site(3, CALL)) is None
 
     @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"", b"# -*- coding: nonsense -*-\n", b"x" * 100 + b"\x00"])
-    def test_a_file_that_cannot_be_read_allows_nothing(self, tmp_path: Path, content: bytes) -> None:
+    def test_unreadable_source_file_allows_nothing(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "m.py").write_bytes(content)
         assert self.allowed(tmp_path, self.site(1, CALL)) is None
 
-    def test_nothing_outside_the_repository_is_read(self, tmp_path: Path) -> None:
-        """The path is a trace's word; a link counts by where it leads."""
+    def test_comments_of_files_outside_the_repository_are_not_read(self, tmp_path: Path) -> None:
+        """The path comes from the trace, and a link counts as the file that it points to."""
         root = tmp_path / "repo"
         root.mkdir()
         (tmp_path / "m.py").write_text(SOURCE)
@@ -428,7 +430,7 @@ class TestComments:
 
 
 @pytest.mark.parametrize(("size", "read"), [(4 << 20, True), (comments.MAX_SOURCE_BYTES + 1, False)])
-def test_a_source_of_more_than_4_mib_was_made_by_a_program(size: int, read: bool, tmp_path: Path) -> None:
+def test_source_file_of_more_than_4_mib_is_not_read(size: int, read: bool, tmp_path: Path) -> None:
     line = b"x.item()  # dcpbench: allow-sync (made)\n"
     (tmp_path / "made.py").write_bytes(line + b"#" * (size - len(line)))
     source = comments._read_source(tmp_path, "made.py")
@@ -449,7 +451,7 @@ def test_a_source_of_more_than_4_mib_was_made_by_a_program(size: int, read: bool
         (10, (10, 10)),
     ],
 )
-def test_a_statement_with_a_body_is_what_stands_before_it(line: int, lines: tuple[int, int]) -> None:
-    """A condition over two lines, its body, one on a line of its own, and a call over three."""
+def test_lines_of_a_compound_statement_exclude_its_body(line: int, lines: tuple[int, int]) -> None:
+    """The text has a condition over two lines, its body, a body on its own line, and a call over three lines."""
     text = "a = 1\nif (a\n    and a):\n    b = 2\nfor x in y:\n    pass\nf(\n    a,\n)\nif a: b\n"
     assert comments._find_statement(ast.parse(text), line) == lines

@@ -1,4 +1,4 @@
-"""GPU time of an engine's steps by part and by kernel."""
+"""Test the GPU time of an engine's steps by part and by kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ STEP = {
 
 
 def write_engine_trace(path: Path, decodes: int = 5) -> Path:
-    """vLLM's annotations: one prefill of 2,000 µs, then decode steps with the kernels of STEP, 20 µs apart on the GPU."""
+    """Write a trace with vLLM's annotations: one prefill of 2,000 µs, then decode steps with the kernels of STEP, 20 µs
+    apart on the GPU.
+    """
     program = Program()
     with program.range("execute_context_1(4096)_generation_0(0)"):
         program.work(1, 2000.0, "prefill_flash_fwd")
@@ -39,8 +41,8 @@ def write_engine_trace(path: Path, decodes: int = 5) -> Path:
     return program.write(path)
 
 
-def test_a_decode_step_is_divided_by_part_and_by_kernel(tmp_path: Path) -> None:
-    """There are five decode steps: the first is warm-up, and the last has no next one that ends it."""
+def test_decode_step_time_is_divided_by_part_and_kernel(tmp_path: Path) -> None:
+    """The first of five decode steps is warm-up, and the last has no next one that ends it."""
     prefill_and_decode = measure_steps(write_engine_trace(tmp_path / "rank0.pt.trace.json"))
     (decode,) = [step for step in prefill_and_decode if step.kind == "decode"]
     assert decode.steps == 3
@@ -57,7 +59,7 @@ def test_a_decode_step_is_divided_by_part_and_by_kernel(tmp_path: Path) -> None:
     ]
 
 
-def test_kernels_that_overlap_are_counted_and_the_overlap_is_named(tmp_path: Path) -> None:
+def test_overlapping_kernels_are_counted_and_the_overlap_is_reported(tmp_path: Path) -> None:
     """A second stream runs a kernel of 100 µs during the experts of each step."""
     trace = json.loads(write_engine_trace(tmp_path / "rank0.pt.trace.json").read_text())
     experts = [event for event in trace["traceEvents"] if event["name"] == "fused_moe_kernel"]
@@ -220,7 +222,7 @@ def test_every_part_is_tested_with_names() -> None:
     assert set(REAL_NAMES) == {*(part for part, _ in PARTS), UNKNOWN}
 
 
-def test_kernels_that_cutlass_launches_by_one_name_are_kept_apart(tmp_path: Path) -> None:
+def test_cutlass_kernels_with_one_name_are_distinguished(tmp_path: Path) -> None:
     """FlashAttention 3 and the products of fp8 weights are both `cutlass::device_kernel`."""
     program = Program()
     for _ in range(5):
@@ -243,7 +245,7 @@ def test_names_are_shown_without_template_arguments_and_parameters() -> None:
     assert shorten_name("(odd)") == "(odd)"
 
 
-def test_the_command_prints_parts_and_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_parts_and_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The front end's trace in the same folder is left out by name."""
     write_engine_trace(tmp_path / "dp0_pp0_tp0_dcp0_ep0_rank0.1.pt.trace.json")
     Program().write(tmp_path / "host_1.async_llm.1.pt.trace.json")
@@ -265,7 +267,7 @@ def test_the_command_prints_parts_and_kernels(tmp_path: Path, capsys: pytest.Cap
     assert rows[-1]["part_us"]["unknown"] == pytest.approx(10, abs=0.01)
 
 
-def test_a_trace_that_cannot_answer_is_an_error(tmp_path: Path) -> None:
+def test_trace_without_usable_steps_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="has 1 steps, and at least 2 are needed"):
         measure_steps(write_one_step(tmp_path / "one.json"))
     cpu = Program()

@@ -1,4 +1,4 @@
-"""Watching for synchronisations. Here torch's callbacks are fired by hand; on a GPU torch fires them itself."""
+"""Test live detection, with torch's callbacks called by hand; on a GPU torch calls them."""
 
 import _thread
 import functools
@@ -17,7 +17,7 @@ from tests.unit import fake_cuda
 
 @pytest.fixture
 def _cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that says it has a GPU."""
+    """Simulate a machine with a GPU."""
     monkeypatch.setattr(live, "has_cuda", lambda: True)
 
 
@@ -35,7 +35,7 @@ def wait_and_fail() -> None:
 
 @needs_cuda
 class TestWatch:
-    def test_a_wait_is_seen_with_its_line(self) -> None:
+    def test_wait_is_recorded_with_its_line(self) -> None:
         with watch() as seen:
             wait_for_stream()
         assert [(s.rule, s.function, s.thread) for s in seen.syncs] == [("SYNC006", "wait_for_stream", "MainThread")]
@@ -47,20 +47,20 @@ class TestWatch:
             fake_cuda.device()
         assert [s.rule for s in seen.syncs] == ["SYNC007", "SYNC008"]
 
-    def test_torchs_way_to_the_callback_is_no_part_of_the_stack(self) -> None:
+    def test_stack_excludes_frames_of_torch_around_the_callback(self) -> None:
         with watch() as seen:
             wait_for_stream()
         assert [f.function for f in seen.syncs[0].frames][-2:] == ["wait_for_stream", "stream"]
 
-    def test_nothing_is_seen_before_and_after(self) -> None:
+    def test_waits_before_and_after_a_watch_are_not_recorded(self) -> None:
         wait_for_stream()
         with watch() as seen:
             pass
         wait_for_stream()
         assert seen.count == 0
 
-    def test_watches_nest(self) -> None:
-        """The outer one sees all three, the inner one its own."""
+    def test_nested_watches_count_separately(self) -> None:
+        """The outer watch records all three waits, and the inner one its own."""
         with watch() as outer:
             wait_for_stream()
             with watch() as inner:
@@ -68,24 +68,24 @@ class TestWatch:
             wait_for_stream()
         assert (outer.count, inner.count) == (3, 1)
 
-    def test_a_thread_is_watched_only_on_request(self) -> None:
-        with watch() as mine, watch(threads="all") as every:
+    def test_other_threads_are_watched_only_on_request(self) -> None:
+        with watch() as own_thread, watch(threads="all") as every:
             thread = threading.Thread(target=wait_for_stream, name="loader")
             thread.start()
             thread.join()
-        assert mine.count == 0
+        assert own_thread.count == 0
         assert [s.thread for s in every.syncs] == ["loader"]
 
-    def test_watches_of_two_threads_do_not_mix(self) -> None:
-        """Both are open at the same time, and each thread waits as often as its number says."""
-        both, counts = threading.Barrier(2), {}
+    def test_watches_of_two_threads_are_independent(self) -> None:
+        """Both are open at the same time, and each thread waits as often as its number."""
+        barrier, counts = threading.Barrier(2), {}
 
         def watched(times: int) -> None:
             with watch() as seen:
-                both.wait()
+                barrier.wait()
                 for _ in range(times):
                     wait_for_stream()
-                both.wait()
+                barrier.wait()
             counts[times] = seen.count
 
         threads = [threading.Thread(target=watched, args=(n,)) for n in (1, 5)]
@@ -95,7 +95,7 @@ class TestWatch:
             thread.join()
         assert counts == {1: 1, 5: 5}
 
-    def test_a_watch_ends_with_an_exception(self) -> None:
+    def test_watch_ends_with_an_exception(self) -> None:
         seen = watch(at_most=0)
         with pytest.raises(ZeroDivisionError), seen:
             wait_and_fail()
@@ -103,23 +103,23 @@ class TestWatch:
         assert seen.count == 1
         assert torch._C._len_torch_dispatch_stack() == 0
 
-    def test_more_than_at_most_raises_with_the_line(self) -> None:
+    def test_more_waits_than_at_most_raises_with_the_line(self) -> None:
         wait_for_stream_twice = no_syncs(at_most=1)(lambda: [wait_for_stream(), wait_for_stream()])
         with pytest.raises(SyncError, match=r"(?s)2 CUDA synchronisations where at most 1 may be.*fake_cuda"):
             wait_for_stream_twice()
 
-    def test_a_watch_is_for_one_use(self) -> None:
+    def test_watch_cannot_be_reused(self) -> None:
         with watch() as seen:
             pass
         with pytest.raises(UsageError, match="make a new one"), seen:
             pass
 
     @pytest.mark.parametrize("options", [{"threads": "mine"}, {"at_most": -1}, {"at_most": True}, {"at_most": "2"}])
-    def test_wrong_options_say_what_to_write(self, options: dict) -> None:
+    def test_invalid_options_error_shows_valid_ones(self, options: dict) -> None:
         with pytest.raises(UsageError, match="write"):
             watch(**options)
 
-    def test_the_report_groups_and_says_what_live_cannot_see(self) -> None:
+    def test_live_report_groups_sites_and_notes_its_limits(self) -> None:
         with watch() as seen:
             for _ in range(3):
                 wait_for_stream()
@@ -129,7 +129,7 @@ class TestWatch:
         assert any("NCCL" in note for note in report.traces[0].coverage.notes)
         assert report.traces[0].coverage.detector == "live"
 
-    def test_a_line_that_says_synchronize_is_explicit(self) -> None:
+    def test_line_with_synchronize_is_explicit(self) -> None:
         with watch() as seen:
             fake_cuda.synchronize()
         assert [(s.rule, s.explicit, s.op) for s in seen.syncs] == [("SYNC006", True, "torch.cuda.Stream.synchronize")]
@@ -163,8 +163,10 @@ class TestOperators:
             ("torch.linalg.inv(m)", "SYNC001", ("aten::_linalg_check_errors", "aten::_local_scalar_dense")),
         ],
     )
-    def test_the_operator_that_runs_says_the_rule(self, source: str, rule: str, chain: tuple[str, ...]) -> None:
-        """The operator is made to wait, as on a GPU. A composite one such as one_hot is known by the line's call."""
+    def test_running_operator_determines_the_rule(self, source: str, rule: str, chain: tuple[str, ...]) -> None:
+        """The operator is made to wait, as on a GPU. A composite one such as one_hot is identified by the call on the
+        line.
+        """
         tensors = {"x": torch.tensor([1.0, 3.0, 0.0]), "n": torch.tensor([0, 2]), "m": torch.eye(2)}
         waiting = {op for op in chain if op != "aten::one_hot"}
         with fake_cuda.Waiting(waiting), watch() as seen:
@@ -172,18 +174,18 @@ class TestOperators:
         assert seen.syncs
         assert {(s.rule, s.op_chain, s.line) for s in seen.syncs} == {(rule, chain, 1)}
 
-    def test_an_operator_is_named_once_by_nested_watches(self) -> None:
+    def test_nested_watches_record_an_operator_once(self) -> None:
         with fake_cuda.Waiting({"aten::nonzero"}), watch() as outer, watch() as inner:
             torch.ones(3).nonzero()
         assert [s.op_chain for s in outer.syncs + inner.syncs] == [("aten::nonzero",)] * 2
 
-    def test_an_event_inside_an_operator_is_not_asked_for_by_name(self) -> None:
+    def test_event_wait_inside_an_operator_is_not_explicit(self) -> None:
         with fake_cuda.Waiting({"aten::add"}, fake_cuda.event), watch() as seen:
             torch.ones(3) + 1
         assert [(s.rule, s.op, s.explicit) for s in seen.syncs] == [("SYNC007", "aten::add", False)]
 
-    def test_data_on_its_way_to_the_gpu_that_no_mode_sees_is_known_by_the_call(self) -> None:
-        """torch.tensor(list, device="cuda") copies below every dispatch mode."""
+    def test_copy_below_dispatch_modes_is_identified_by_its_call(self) -> None:
+        """The call torch.tensor(list, device="cuda") copies below every dispatch mode."""
         with watch() as seen:
             eval(compiled("tensor(1)"), {"tensor": lambda _: fake_cuda.stream()})  # noqa: S307
         # The lambda is the user's innermost line, and it calls `stream`, which is nothing of torch's.
@@ -203,8 +205,8 @@ class TestOperators:
             ("synchronize()", "SYNC006"),
         ],
     )
-    def test_in_another_thread_the_call_says_the_rule(self, source: str, rule: str) -> None:
-        """A dispatch mode holds for its own thread."""
+    def test_call_determines_the_rule_in_another_thread(self, source: str, rule: str) -> None:
+        """A dispatch mode applies only to its own thread."""
         names = {source.removesuffix("()"): fake_cuda.stream}
         thread = threading.Thread(target=lambda: eval(compiled(source), names))  # noqa: S307
         with watch(threads="all") as seen:
@@ -212,23 +214,23 @@ class TestOperators:
             thread.join()
         assert [s.rule for s in seen.syncs] == [rule]
 
-    def test_autograds_threads_show_the_line_that_waits_for_them(self) -> None:
-        """Its threads have no Python stack, so that no frame is found there; nor has one that C alone calls."""
+    def test_wait_in_an_autograd_thread_has_the_line_of_the_backward_call(self) -> None:
+        """Threads of autograd have no Python stack, as have threads that only C calls."""
         made: list = []
         waits = map(sighting.make_wait_sync, ["stream"], [[]], [threading.get_ident()])
         _thread.start_new_thread(made.extend, (waits,))
         while not made:
             time.sleep(0.001)
-        assert made[0].function == "test_autograds_threads_show_the_line_that_waits_for_them"
+        assert made[0].function == "test_wait_in_an_autograd_thread_has_the_line_of_the_backward_call"
 
-    def test_a_backward_pass_is_seen(self) -> None:
+    def test_waits_of_a_backward_pass_are_recorded(self) -> None:
         x = torch.ones(3, requires_grad=True)
         with fake_cuda.Waiting({"aten::mul"}), watch() as seen:
             (x * 2).sum().backward()
         assert [(s.rule, s.op_chain[0]) for s in seen.syncs] == [("SYNC001", "aten::mul")] * 2
 
-    def test_an_operator_that_the_program_made_raise_is_counted_and_still_raises(self) -> None:
-        """set_sync_debug_mode("error") raises before torch's callback fires."""
+    def test_operator_that_raises_in_debug_mode_is_counted_and_raises(self) -> None:
+        """The mode set_sync_debug_mode("error") raises before torch's callback is called."""
 
         def raises() -> None:
             raise RuntimeError(callbacks.MESSAGE)
@@ -246,7 +248,7 @@ class TestOperators:
 
 
 def compiled(source: str) -> object:
-    """Code whose source can be read, as that of a file."""
+    """Compile code as that of a file, so that its source can be read."""
     name = f"<{source}>"
     linecache.cache[name] = (len(source), None, [source + "\n"], name)
     return compile(source, name, "eval")
@@ -254,8 +256,8 @@ def compiled(source: str) -> object:
 
 @needs_cuda
 class TestWithoutModes:
-    def test_where_torch_puts_modes_off_its_own_line_says_the_rule(self) -> None:
-        """As it does while it prints a tensor: what reads values there is one of torch's lines."""
+    def test_line_of_torch_determines_the_rule_without_modes(self) -> None:
+        """Torch disables modes while it prints a tensor, and reads values on one of its lines."""
         fire = torch.cuda._gpu_trace.StreamSynchronizationCallbacks.fire_callbacks
         names = {"torch": torch, "tolist": functools.partial(fire, 0)}
         inside = str(torch.__file__).replace("__init__.py", "_tensor_str_of_the_test.py")
@@ -265,4 +267,4 @@ class TestWithoutModes:
         with watch() as seen:
             names["show"]()
         assert [s.rule for s in seen.syncs] == ["SYNC003"]
-        assert seen.syncs[0].function == "test_where_torch_puts_modes_off_its_own_line_says_the_rule"
+        assert seen.syncs[0].function == "test_line_of_torch_determines_the_rule_without_modes"

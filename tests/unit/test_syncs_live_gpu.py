@@ -1,4 +1,4 @@
-"""What only a GPU can show of the live detectors. The corpus is the larger part of it: see tools.syncs.corpus."""
+"""Test properties of live detection that need a GPU. The corpus in tools.syncs.corpus tests more of them."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ UNSEEN = {ALLOCATION.id}  # rules of waits that no live detector sees; docs/sync
 
 @pytest.fixture
 def x() -> torch.Tensor:
-    """4 ones on the GPU, with nothing left to wait for."""
+    """Return 4 ones on the GPU, after all work has finished."""
     x = torch.ones(4, device="cuda")
     torch.cuda.synchronize()
     return x
@@ -33,7 +33,7 @@ def ids(rules: tuple) -> list[str]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_every_program_of_the_corpus_shows_its_rules_and_no_others(program: Program) -> None:
+def test_corpus_program_has_exactly_its_expected_rules(program: Program) -> None:
     device = torch.device("cuda")
     program.run(make_inputs(device))
     inputs = make_inputs(device)
@@ -43,7 +43,7 @@ def test_every_program_of_the_corpus_shows_its_rules_and_no_others(program: Prog
     assert all(sync.function for sync in seen.syncs)
 
 
-def test_the_line_is_that_of_the_call(x: torch.Tensor) -> None:
+def test_wait_has_the_line_of_its_call(x: torch.Tensor) -> None:
     with watch() as seen:
         x.add(1)
         x[0].item()
@@ -51,16 +51,16 @@ def test_the_line_is_that_of_the_call(x: torch.Tensor) -> None:
     assert Path(__file__).read_text().splitlines()[seen.syncs[0].line - 1].strip() == "x[0].item()"
 
 
-def test_torch_tells_of_waits_by_its_callbacks() -> None:
-    """Where this fails, torch has changed its private callbacks, and nothing can be watched."""
-    told: list[str] = []
-    callbacks.set_listener(told.append)
+def test_torch_calls_the_callbacks_for_waits() -> None:
+    """A failure means that torch has changed its private callbacks, so that nothing can be watched."""
+    reported: list[str] = []
+    callbacks.set_listener(reported.append)
     torch.cuda.synchronize()
-    assert told == [callbacks.DEVICE]
+    assert reported == [callbacks.DEVICE]
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
-def test_the_debug_mode_before_is_there_after(x: torch.Tensor, mode: int) -> None:
+def test_watch_restores_the_debug_mode(x: torch.Tensor, mode: int) -> None:
     torch.cuda.set_sync_debug_mode(mode)
     try:
         with watch():
@@ -70,7 +70,7 @@ def test_the_debug_mode_before_is_there_after(x: torch.Tensor, mode: int) -> Non
         torch.cuda.set_sync_debug_mode(0)
 
 
-def test_a_program_that_asked_for_errors_gets_them_and_they_are_counted(x: torch.Tensor) -> None:
+def test_debug_mode_errors_are_raised_and_counted(x: torch.Tensor) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         with watch() as seen, pytest.raises(RuntimeError, match="synchronizing"):
@@ -80,7 +80,7 @@ def test_a_program_that_asked_for_errors_gets_them_and_they_are_counted(x: torch
     assert [s.rule for s in seen.syncs] == ["SYNC001"]
 
 
-def test_a_backward_pass_that_waits_shows_the_line_that_runs_it() -> None:
+def test_wait_in_a_backward_pass_has_the_line_that_runs_it() -> None:
     class Reads(torch.autograd.Function):
         @staticmethod
         def forward(_ctx, x):
@@ -98,15 +98,15 @@ def test_a_backward_pass_that_waits_shows_the_line_that_runs_it() -> None:
     assert [(s.rule, s.function) for s in seen.syncs] == [("SYNC001", "backward")]
 
 
-def test_two_threads_count_for_themselves(x: torch.Tensor) -> None:
-    both, counts = threading.Barrier(2), {}
+def test_two_threads_count_separately(x: torch.Tensor) -> None:
+    barrier, counts = threading.Barrier(2), {}
 
     def watched(times: int) -> None:
         with watch() as seen:
-            both.wait()
+            barrier.wait()
             for _ in range(times):
                 x[0].item()
-            both.wait()
+            barrier.wait()
         counts[times] = seen.count
 
     threads = [threading.Thread(target=watched, args=(n,)) for n in (1, 5)]
@@ -117,8 +117,8 @@ def test_two_threads_count_for_themselves(x: torch.Tensor) -> None:
     assert counts == {1: 1, 5: 5}
 
 
-def test_a_graph_is_captured_and_replayed_under_a_watch(x: torch.Tensor) -> None:
-    """The capture itself waits for the device, as torch.cuda.graph does by name; a replay does not."""
+def test_graph_can_be_captured_and_replayed_under_a_watch(x: torch.Tensor) -> None:
+    """The capture waits for the device explicitly in torch.cuda.graph; a replay does not wait."""
     graph = torch.cuda.CUDAGraph()
     y = x + 1
     with watch():
@@ -160,13 +160,12 @@ def test_run_finds_the_line_of_a_program(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     report = msgspec.json.decode(done.stdout, type=Report)
-    mine = [site for site in report.sites if not site.own]
-    assert [(s.rule, s.function, s.count, s.count_per_step) for s in mine] == [("SYNC001", "step", 3, 1.0)]
+    program_sites = [site for site in report.sites if not site.own]
+    assert [(s.rule, s.function, s.count, s.count_per_step) for s in program_sites] == [("SYNC001", "step", 3, 1.0)]
     assert report.traces[0].steps == 3
 
 
-def test_run_records_a_program_whole_from_its_first_use_of_cuda(tmp_path: Path) -> None:
-    """Without steps, and with none to be seen."""
+def test_run_without_steps_records_from_the_first_use_of_cuda(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import torch\nx = torch.ones(4, device='cuda')\nx.cpu()\n")
     code = "import sys; from dcpbench.cli import main; sys.argv[0] = 'dcpbench'; main()"
     done = subprocess.run(

@@ -1,8 +1,8 @@
-"""Any single bit of a trace flipped, the trace cut, events of it written twice, two traces in one file: never `clean`.
+"""Test that a trace with one flipped bit, a cut, duplicated events or a second trace in its file is never `clean`.
 
-Each trace here waits once, so that exit 0 would be a lie. Exhaustive over what makes up the wait; the rest is sampled.
+Each trace waits once, so that exit 0 would be wrong. All bits of the wait are tested, and a sample of the others.
 
-Where times decide whether a copy was held up, some flips are not noticed: see the second test.
+If times determine if a copy was held up, some flips have no effect: see the second test.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def text(trace: Trace) -> bytes:
-    """As Kineto packs it, without a blank."""
+def encode(trace: Trace) -> bytes:
+    """Return the trace as compact JSON, as Kineto writes it."""
     return json.dumps({**trace.top, "traceEvents": trace.events}, separators=(",", ":")).encode()
 
 
-def trace_with(kind: str) -> Trace:
-    """Two kernels, and between them one wait, seen by another trait in each kind."""
+def make_trace(kind: str) -> Trace:
+    """Return a trace of two kernels with one wait in between, detected by another property in each kind."""
     trace = Trace()
     if kind == "step":
         for n in range(3):
@@ -58,10 +58,10 @@ def trace_with(kind: str) -> Trace:
 KINDS = ("call", "copy to pageable memory", "cuda_sync event", "hip copy", "free")
 
 
-def answer(folder: Path, data: bytes) -> int:
-    """Exit code; 2 where the file is refused."""
+def scan(folder: Path, data: bytes) -> int:
+    """Return the exit code, which is 2 if the file is refused."""
     path = folder / "trace.json"
-    with path.open("r+b" if path.exists() else "wb") as file:  # a file that is made anew each time takes much longer
+    with path.open("r+b" if path.exists() else "wb") as file:  # creating the file each time takes much longer
         file.write(data)
         file.truncate()
     try:
@@ -72,94 +72,96 @@ def answer(folder: Path, data: bytes) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder for property tests, whose examples share it."""
+    """Make a folder that the examples of property tests share."""
     return tmp_path_factory.mktemp("traces")
 
 
-def flipped(data: bytes, at: int, bit: int) -> bytes:
+def flip_bit(data: bytes, at: int, bit: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
 
 
-def wait_in(data: bytes) -> range:
-    """Bytes of the events between those of the two kernels."""
+def find_wait_bytes(data: bytes) -> range:
+    """Return the range of bytes of the events between those of the two kernels."""
     begin = data.index(b"},{", data.index(b"gemm")) + 2
     return range(begin, data.index(b',{"ph":"X","cat":"cuda_runtime","name":"cudaLaunchKernel"', begin))
 
 
 @pytest.mark.parametrize("kind", [*KINDS[:3], "step"])
 @pytest.mark.long
-def test_no_single_bit_of_a_wait_makes_a_trace_clean(kind: str, folder: Path) -> None:
-    """Every bit of every byte of its events: keys, names, categories, numbers, brackets and quotes."""
-    data = text(trace_with(kind))
-    assert answer(folder, data) == 1
-    clean = [(at, bit) for at in wait_in(data) for bit in range(8) if answer(folder, flipped(data, at, bit)) == 0]
+def test_flipped_bit_of_a_wait_never_makes_a_trace_clean(kind: str, folder: Path) -> None:
+    """The bits are those of keys, names, categories, numbers, brackets and quotes of all its events."""
+    data = encode(make_trace(kind))
+    assert scan(folder, data) == 1
+    clean = [
+        (at, bit) for at in find_wait_bytes(data) for bit in range(8) if scan(folder, flip_bit(data, at, bit)) == 0
+    ]
     assert clean == [], [(data[at - 30 : at + 9], bit) for at, bit in clean]
 
 
 TIMES = re.compile(rb'"(?:pid|tid|ts|dur)":[0-9]+')
-"""Keys of a time or a stream, with their digits: another digit is valid, too. A damaged key leaves none, which stands for 0,
-or for a stream of its own."""
+"""Keys of a time or a stream, with their digits: another digit is valid, too. A damaged key counts as a missing one,
+which means 0 or a separate stream."""
 
 
 @pytest.mark.long
-def test_where_times_decide_only_times_and_streams_can_change_unnoticed(folder: Path) -> None:
-    """A copy from pageable memory is held up if it began after the work before it."""
-    data = text(trace_with("copy that is held up"))
-    assert answer(folder, data) == 1
-    clean = {at for at in wait_in(data) if any(answer(folder, flipped(data, at, bit)) == 0 for bit in range(8))}
+def test_flipped_bits_without_effect_are_those_of_times_and_streams(folder: Path) -> None:
+    """A copy from pageable memory is held up if it began after the previous work."""
+    data = encode(make_trace("copy that is held up"))
+    assert scan(folder, data) == 1
+    clean = {at for at in find_wait_bytes(data) if any(scan(folder, flip_bit(data, at, bit)) == 0 for bit in range(8))}
     known = {at for found in TIMES.finditer(data) for at in range(*found.span())}
-    assert clean, "none is left: say so above, and in docs/syncs.md"
+    assert clean, "no such bit is left: change the docstrings and docs/syncs.md"
     assert clean <= known, [data[at - 30 : at + 9] for at in sorted(clean - known)]
 
 
 @settings(max_examples=200)
 @given(kind=st.sampled_from(KINDS), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_no_single_bit_anywhere_does(kind: str, place: float, bit: int, folder: Path) -> None:
-    data = text(trace_with(kind))
-    assert answer(folder, flipped(data, int(place * len(data)), bit)) != 0
+def test_flipped_bit_anywhere_never_makes_a_trace_clean(kind: str, place: float, bit: int, folder: Path) -> None:
+    data = encode(make_trace(kind))
+    assert scan(folder, flip_bit(data, int(place * len(data)), bit)) != 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sample(3)
-def test_no_cut_does(kind: str, folder: Path) -> None:
-    """What ends anywhere before its last bracket is cut; nothing is lost behind it."""
-    data = text(trace_with(kind))
-    assert [cut for cut in range(len(data)) if answer(folder, data[:cut]) == 0] == []
+def test_cut_never_makes_a_trace_clean(kind: str, folder: Path) -> None:
+    """A trace that ends before its last bracket is incomplete."""
+    data = encode(make_trace(kind))
+    assert [cut for cut in range(len(data)) if scan(folder, data[:cut]) == 0] == []
 
 
 @settings(max_examples=100)
 @given(kind=st.sampled_from(KINDS), which=st.lists(st.integers(0, 5), min_size=1, max_size=6), at=st.integers(0, 5))
 def test_events_that_are_written_twice_are_counted_once(kind: str, which: list[int], at: int, folder: Path) -> None:
-    trace = trace_with(kind)
-    once = scan_data(folder, text(trace), "once.json")
+    trace = make_trace(kind)
+    once = scan_data(folder, encode(trace), "once.json")
     again = [trace.events[n % len(trace.events)] for n in which]
     trace.events[at:at] = again
-    twice = scan_data(folder, text(trace), "once.json")
+    twice = scan_data(folder, encode(trace), "once.json")
     assert (twice.totals, twice.sites) == (once.totals, once.sites)
     assert exit_code(twice, folder) == 1
 
 
-CLEAN = text(Trace().work())
+CLEAN = encode(Trace().work())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("between", [b"", b"\n", b",", b"\0"])
-def test_a_trace_behind_a_clean_one_does_not_pass_unread(kind: str, between: bytes, folder: Path) -> None:
-    assert answer(folder, CLEAN) == 0
-    waits = text(trace_with(kind))
-    assert answer(folder, CLEAN + between + waits) == 3
-    assert answer(folder, gzip.compress(CLEAN) + gzip.compress(waits)) == 3
+def test_second_trace_after_a_clean_one_is_not_clean(kind: str, between: bytes, folder: Path) -> None:
+    assert scan(folder, CLEAN) == 0
+    waits = encode(make_trace(kind))
+    assert scan(folder, CLEAN + between + waits) == 3
+    assert scan(folder, gzip.compress(CLEAN) + gzip.compress(waits)) == 3
     bare = json.dumps(Trace().work().events).encode()
-    assert answer(folder, bare + between + waits) == 3
+    assert scan(folder, bare + between + waits) == 3
 
 
 @settings(max_examples=200)
-@given(kind=st.sampled_from(KINDS), cut=st.floats(0, 1), skip=st.floats(0, 1), packed=st.booleans())
-def test_no_beginning_of_one_before_the_end_of_another_is_clean(
-    kind: str, cut: float, skip: float, packed: bool, folder: Path
+@given(kind=st.sampled_from(KINDS), cut=st.floats(0, 1), skip=st.floats(0, 1), compressed=st.booleans())
+def test_beginning_of_a_clean_trace_before_the_end_of_another_is_not_clean(
+    kind: str, cut: float, skip: float, compressed: bool, folder: Path
 ) -> None:
-    """A beginning of the trace without the wait, and all of the other from anywhere before its wait."""
-    waits = text(trace_with(kind))
-    first, second = CLEAN[: int(cut * len(CLEAN))], waits[int(skip * wait_in(waits).start) :]
-    data = gzip.compress(first) + gzip.compress(second) if packed else first + second
-    assert answer(folder, data) != 0
+    """The data are a beginning of the trace without the wait, and the rest of the other trace from before its wait."""
+    waits = encode(make_trace(kind))
+    first, second = CLEAN[: int(cut * len(CLEAN))], waits[int(skip * find_wait_bytes(waits).start) :]
+    data = gzip.compress(first) + gzip.compress(second) if compressed else first + second
+    assert scan(folder, data) != 0

@@ -1,4 +1,6 @@
-"""Exports of nsys: the same sites as the trace of torch.profiler with the same events, and damage that is never clean."""
+"""Test that exports of nsys have the sites of the equivalent torch.profiler trace, and that damaged exports are never
+clean.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ SHARED = "fingerprint rule function file op op_chain range direction call may_bl
 
 
 def describe(report: Report) -> list[tuple[Any, ...]]:
-    """All that must be the same: sites in any order, their times to a nanosecond of each call."""
+    """Return the properties that must be equal: sites in any order, with times to a nanosecond of each call."""
     sites = []
     for s in report.sites:
         times = [None if us is None else pytest.approx(us, abs=0.01) for us in (s.wait_us, s.bubble_us)]
@@ -51,15 +53,15 @@ def write_export(folder: Path, events: list[dict[str, Any]], form: str) -> Path:
     return (export.add_samples() if form == "jsonlines" else export).write(folder, form)
 
 
-def command(*args: object) -> int:
-    """Exit code of `dcpbench syncs ARGS`; anything but an exit is an exception."""
+def run_command(*args: object) -> int:
+    """Return the exit code of `dcpbench syncs ARGS`; anything except an exit is an exception."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["syncs", *map(str, args)])
     return int(ended.value.code or 0)
 
 
 def loop(steps: int = 4) -> Program:
-    """An engine that reads a value in each step, within a function."""
+    """Return a trace of an engine that reads a value in each step, within a function."""
     program = Program()
     for n in range(steps):
         with program.range(f"step {n}"), program.function("engine/loop.py(12): step"):
@@ -69,7 +71,7 @@ def loop(steps: int = 4) -> Program:
 
 
 def copies() -> Trace:
-    """Every kind of wait that a trace of torch.profiler can hold."""
+    """Return a trace with every kind of wait."""
     trace = Trace().work()
     trace.range("step 0", 90, 1000)
     trace.item(100, 160)
@@ -95,8 +97,8 @@ def copies() -> Trace:
 
 class TestSameEvents:
     @pytest.mark.parametrize("form", FORMATS)
-    def test_a_profile_of_an_h200_has_the_same_sites(self, form: str, tmp_path: Path) -> None:
-        """18 waits in three steps, with their functions, operators, copies, waits and bubbles."""
+    def test_export_of_an_h200_profile_has_the_sites_of_its_trace(self, form: str, tmp_path: Path) -> None:
+        """The 18 waits in three steps have the same functions, operators, copies, waits and bubbles."""
         expected = scan_traces([H200], root=tmp_path)
         report = scan_traces([write_export(tmp_path, EVENTS, form)], root=tmp_path)
         assert describe(report) == describe(expected)
@@ -110,7 +112,9 @@ class TestSameEvents:
 
     @pytest.mark.parametrize("form", FORMATS)
     @pytest.mark.parametrize("make", [loop, copies], ids=["loop", "copies"])
-    def test_programs_have_the_same_sites(self, make: Callable[[], Any], form: str, tmp_path: Path) -> None:
+    def test_export_of_a_program_has_the_sites_of_its_trace(
+        self, make: Callable[[], Any], form: str, tmp_path: Path
+    ) -> None:
         events = make().events
         (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
         expected = scan_traces([tmp_path / "trace.json"], root=tmp_path)
@@ -118,8 +122,8 @@ class TestSameEvents:
         assert describe(report) == describe(expected)
         assert report.sites
 
-    def test_backtraces_that_repeat_their_calls_are_no_calls(self, tmp_path: Path) -> None:
-        """`--cudabacktrace` writes a row of class 67 for each traced call; 196 calls stay 196."""
+    def test_backtrace_rows_are_not_counted_as_calls(self, tmp_path: Path) -> None:
+        """The option `--cudabacktrace` writes a row of class 67 for each traced call; 196 calls stay 196."""
         report = scan_traces([Export().add_trace(EVENTS).repeat_backtraces().write(tmp_path, "sqlite")], root=tmp_path)
         assert describe(report) == describe(scan_traces([H200], root=tmp_path))
         assert report.traces[0].coverage.runtime_events == 196
@@ -131,16 +135,16 @@ class TestSameEvents:
             (s.function, "call") for s in scan_traces([H200], root=tmp_path).sites
         }
 
-    def test_a_baseline_of_a_trace_holds_for_its_export(self, tmp_path: Path) -> None:
-        """Fingerprints are the same, so that the gate, `diff` and `baseline` take either."""
+    def test_baseline_of_a_trace_applies_to_its_export(self, tmp_path: Path) -> None:
+        """Fingerprints are equal, so that the gate, `diff` and `baseline` accept either."""
         path, baseline = write_export(tmp_path, EVENTS, "sqlite"), tmp_path / "baseline.json"
-        assert command("baseline", H200, "-o", baseline) == 0
-        assert command("scan", path, "--baseline", baseline) == 0
-        assert command("scan", path, "--max-per-step", 5) == 1
-        assert command("diff", H200, path) == 0
+        assert run_command("baseline", H200, "-o", baseline) == 0
+        assert run_command("scan", path, "--baseline", baseline) == 0
+        assert run_command("scan", path, "--max-per-step", 5) == 1
+        assert run_command("diff", H200, path) == 0
 
     @pytest.mark.parametrize("form", FORMATS)
-    def test_kernels_are_those_of_the_trace(self, form: str, tmp_path: Path) -> None:
+    def test_kernels_of_an_export_are_those_of_the_trace(self, form: str, tmp_path: Path) -> None:
         program = loop()
         expected = measure_steps(program.write(tmp_path / "trace.json"), step_range="^step ")
         found = measure_steps(write_export(tmp_path, program.events, form), step_range="^step ")
@@ -158,18 +162,17 @@ class TestWhatIsMissing:
             ((schema.KERNELS, schema.COPIES, schema.FILLS), "no GPU events"),
         ],
     )
-    def test_an_export_without_calls_or_work_has_no_answer(
+    def test_export_without_calls_or_gpu_work_cannot_answer(
         self, missing: tuple[str, ...], says: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """As a trace of that kind has none."""
         events = [e for e in EVENTS if e.get("cat") != "cuda_sync"]
         path = Export().add_trace(events).drop(*missing).write(tmp_path, form)
         assert exit_code(scan_traces([path], root=tmp_path), tmp_path) == (3 if schema.CALLS in missing else 1)
-        assert command("scan", path, "--max-per-step", 100) == 3
+        assert run_command("scan", path, "--max-per-step", 100) == 3
         assert says in capsys.readouterr().out
 
     @pytest.mark.parametrize("form", FORMATS)
-    def test_without_ranges_the_steps_are_unknown(self, form: str, tmp_path: Path) -> None:
+    def test_steps_are_unknown_without_ranges(self, form: str, tmp_path: Path) -> None:
         report = scan_traces([Export().add_trace(EVENTS).drop(schema.RANGES).write(tmp_path, form)], root=tmp_path)
         bare = [e for e in EVENTS if e.get("cat") not in ("cpu_op", "user_annotation")]
         (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": bare}))
@@ -181,15 +184,15 @@ class TestWhatIsMissing:
 
     @pytest.mark.parametrize("form", FORMATS)
     @pytest.mark.parametrize("table", [schema.KERNELS, schema.COPIES])
-    def test_calls_without_any_of_their_work_are_a_lost_table(self, table: str, form: str, tmp_path: Path) -> None:
-        """Only its copies and kernels tell which calls of the rest waited."""
+    def test_calls_without_gpu_work_indicate_a_lost_table(self, table: str, form: str, tmp_path: Path) -> None:
+        """Only the copies and kernels of calls show which of them waited."""
         report = scan_traces([Export().add_trace(EVENTS).drop(table).write(tmp_path, form)], root=tmp_path)
         assert not report.traces[0].coverage.complete
         assert table in " ".join(report.traces[0].coverage.damage)
 
     @pytest.mark.parametrize("form", ["sqlite", "parquetdir"])
-    def test_calls_without_their_names_are_unreadable(self, form: str, tmp_path: Path) -> None:
-        """StringIds without the strings, as after a copy that lost them."""
+    def test_calls_without_names_are_unreadable(self, form: str, tmp_path: Path) -> None:
+        """StringIds lacks the strings, as in an incomplete copy."""
         export = Export().add_trace(EVENTS)
         export.strings = {text: number for text, number in export.strings.items() if "Synchronize" not in text}
         report = scan_traces([export.write(tmp_path, form)], root=tmp_path)
@@ -197,8 +200,8 @@ class TestWhatIsMissing:
         assert exit_code(report, tmp_path) != 0
 
     @pytest.mark.parametrize("form", FORMATS)
-    def test_a_range_that_nothing_closed_ends_with_the_recording(self, form: str, tmp_path: Path) -> None:
-        """nsys stopped within the last step."""
+    def test_unclosed_range_ends_with_the_recording(self, form: str, tmp_path: Path) -> None:
+        """The recording ended within the last step."""
         export = Export().add_trace(loop().events)
         last = max((row for row in export.tables[schema.RANGES] if "textId" in row), key=lambda row: row["start"])
         del last["end"]
@@ -208,8 +211,8 @@ class TestWhatIsMissing:
 
 class TestNsysItself:
     @pytest.mark.parametrize("form", FORMATS)
-    def test_processes_are_traces_of_their_own(self, form: str, tmp_path: Path) -> None:
-        """Two ranks whose calls have the same ids, and a process that only asks for the number of GPUs."""
+    def test_each_process_of_an_export_is_a_trace(self, form: str, tmp_path: Path) -> None:
+        """Two ranks have calls with the same ids, and another process only queries the number of GPUs."""
         export = Export().add_trace(loop().events, pid=41).add_trace(loop().events, pid=42)
         name, thread = export.string("cudaGetDeviceCount_v3020"), global_tid(43, 43)
         row = {"eventClass": 0, "correlationId": 5, "nameId": name, "returnValue": 0, "globalTid": thread}
@@ -220,8 +223,8 @@ class TestNsysItself:
         assert (get_only_site(report).count, get_only_site(report).count_per_step) == (8, 1.0)
 
     @pytest.mark.parametrize("form", ["sqlite", "parquetdir"])
-    def test_a_graph_that_is_recorded_as_a_whole_is_work(self, form: str, tmp_path: Path) -> None:
-        """The default of nsys: one activity for each launch of a CUDA graph, and none for its kernels."""
+    def test_graph_that_is_recorded_as_one_activity_is_gpu_work(self, form: str, tmp_path: Path) -> None:
+        """By default, nsys records one activity for each launch of a CUDA graph, and none for its kernels."""
         trace = Trace().work()
         correlation = trace.call("cudaGraphLaunch", 100, 105)
         trace.call("cudaStreamSynchronize", 110, 500)
@@ -233,8 +236,8 @@ class TestNsysItself:
         assert (site.waited, site.example.waited_for, site.wait_us) == (1, "CUDA graph", 390.0)
 
     @pytest.mark.parametrize("form", FORMATS)
-    def test_migrations_of_unified_memory_are_no_work_of_a_call(self, form: str, tmp_path: Path) -> None:
-        """They have no call, so that many of them would look like calls that were lost."""
+    def test_unified_memory_migrations_belong_to_no_call(self, form: str, tmp_path: Path) -> None:
+        """Many migrations, which have no call, would look like lost calls."""
         export = Export().add_trace(copies().events)
         expected = scan_traces([export.write(tmp_path, form, "plain")], root=tmp_path)
         ids = {"deviceId": 0, "streamId": 9, "correlationId": 0, "globalPid": global_tid(100)}
@@ -246,8 +249,8 @@ class TestNsysItself:
         assert report.traces[0].coverage.complete
 
     @pytest.mark.parametrize("form", ["sqlite", "parquetdir"])
-    def test_a_warning_of_nsys_is_a_note_on_its_process(self, form: str, tmp_path: Path) -> None:
-        """It stands in recordings that lack nothing, too, and so is no damage."""
+    def test_nsys_warning_is_a_note_on_its_process(self, form: str, tmp_path: Path) -> None:
+        """Complete recordings have the warning, too, so that it is no damage."""
         export = Export().add_trace(loop().events, pid=41).add_trace(loop().events, pid=42)
         text = "Not all CUDA events might have been collected."
         export.add("DIAGNOSTIC_EVENT", timestamp=1, source=3, severity=2, text=text, globalPid=global_tid(42))
@@ -258,11 +261,11 @@ class TestNsysItself:
     def test_every_format_shows_several_processes(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = Export().add_trace(loop().events, pid=41).add_trace(loop().events, pid=42).write(tmp_path, "sqlite")
         for form in ("table", "json", "sarif", "junit", "github", "markdown"):
-            assert command("scan", path, "--step-range", "^step ", "--format", form) == 1
+            assert run_command("scan", path, "--step-range", "^step ", "--format", form) == 1
             assert "scalar-read" in capsys.readouterr().out
 
-    def test_ranges_of_nsys_are_not_those_of_the_program(self, tmp_path: Path) -> None:
-        """It marks who holds the GIL; a wait would lie in such a range."""
+    def test_gil_ranges_of_nsys_are_ignored(self, tmp_path: Path) -> None:
+        """The ranges mark which thread holds the GIL; a wait would lie in such a range."""
         export = Export().add_trace(copies().events)
         expected = scan_traces([export.write(tmp_path, "sqlite", "plain")], root=tmp_path)
         thread = global_tid(100, 100)
@@ -282,7 +285,7 @@ class TestNsysItself:
             ("decode: 3 requests", "decode: 3 requests", "ranges"),
         ],
     )
-    def test_names_of_ranges_are_those_of_torch(self, text: str, name: str, kind: str) -> None:
+    def test_range_names_are_those_of_torch(self, text: str, name: str, kind: str) -> None:
         assert schema.parse_range(text) == (name, kind)
 
     @pytest.mark.parametrize(
@@ -295,13 +298,13 @@ class TestNsysItself:
             ("cudaLaunchKernel_v7000", "cudaLaunchKernel", False),
         ],
     )
-    def test_calls_lose_the_version_of_the_runtime(self, name: str, plain: str, damaged: bool) -> None:
+    def test_call_names_lose_the_version_of_the_runtime(self, name: str, plain: str, damaged: bool) -> None:
         assert schema.normalise_call(name) == plain
         assert schema.is_damaged_call(plain) is damaged
 
     @pytest.mark.parametrize("form", FORMATS)
-    def test_a_wait_for_a_stream_that_is_called_a_wait_of_a_stream_counts(self, form: str, tmp_path: Path) -> None:
-        """Exports of some versions name it so; only a wait of a stream has an event."""
+    def test_stream_synchronisation_named_stream_wait_is_counted(self, form: str, tmp_path: Path) -> None:
+        """Exports of some versions use this name; only a wait of a stream for another one has an event."""
         trace = Trace().work()
         trace.add("cuda_sync", "Stream Wait Event", 100, 180, tid=7, correlation=9001)
         trace.kernel(300, 305, 400)
@@ -313,7 +316,7 @@ class TestNsysItself:
 
 
 def make_program(waits: int) -> Program:
-    """A program whose only wait is in its last part, behind all steps."""
+    """Return a program with its only wait in its last part, after all steps."""
     program = Program()
     for n in range(40):
         with program.range(f"step {n}"):
@@ -325,60 +328,60 @@ def make_program(waits: int) -> Program:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Exports of a program with one wait; without that wait they are clean."""
+    """Return exports of a program with one wait; without that wait they are clean."""
     folder = tmp_path_factory.mktemp("whole")
     return {form: write_export(folder, make_program(1).events, form) for form in FORMATS}
 
 
 class TestDamage:
-    """Nothing that was lost may leave a clean report: three or two, or one for a site that is still seen."""
+    """Test that lost data never leave a clean report: the exit code is 3 or 2, or 1 for a site that is still found."""
 
     @pytest.mark.parametrize("form", FORMATS)
-    def test_the_program_without_its_wait_is_clean(self, form: str, whole: dict[str, Path], tmp_path: Path) -> None:
-        assert command("scan", write_export(tmp_path, make_program(0).events, form)) == 0
-        assert command("scan", whole[form]) == 1
+    def test_program_without_its_wait_is_clean(self, form: str, whole: dict[str, Path], tmp_path: Path) -> None:
+        assert run_command("scan", write_export(tmp_path, make_program(0).events, form)) == 0
+        assert run_command("scan", whole[form]) == 1
 
     @settings(max_examples=40, deadline=None)
     @given(share=st.floats(0, 0.999))
-    def test_a_database_that_ends_early_is_never_clean(
+    def test_truncated_database_is_never_clean(
         self, share: float, whole: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         path = tmp_path_factory.mktemp("cut") / "report1.sqlite"
         data = whole["sqlite"].read_bytes()
         path.write_bytes(data[: int(len(data) * share)])
-        assert command("scan", path) != 0
+        assert run_command("scan", path) != 0
 
     @settings(max_examples=60, deadline=None)
     @given(data=st.data())
-    def test_pages_that_were_lost_are_never_clean(
+    def test_database_with_lost_pages_is_never_clean(
         self, data: st.DataObject, whole: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     ) -> None:
-        """A copy with holes has zeros instead of a page."""
+        """A sparse copy has zeros instead of a page."""
         content = bytearray(whole["sqlite"].read_bytes())
         size = int.from_bytes(content[16:18])
         page = data.draw(st.integers(0, len(content) // size - 1))
         content[page * size : (page + 1) * size] = bytes(size)
         path = tmp_path_factory.mktemp("hole") / "report1.sqlite"
         path.write_bytes(content)
-        assert command("scan", path) != 0
+        assert run_command("scan", path) != 0
 
     @settings(max_examples=40, deadline=None)
     @given(share=st.floats(0, 0.999))
-    def test_lines_that_end_early_are_never_clean(
+    def test_jsonlines_truncated_within_a_line_are_never_clean(
         self, share: float, whole: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     ) -> None:
-        """Within a line: between two lines nothing shows that more were to come."""
+        """A cut between two lines cannot be detected."""
         path = tmp_path_factory.mktemp("cut") / "report1.jsonl"
         data = whole["jsonlines"].read_bytes()
         cut = int(len(data) * share)
         while data[cut - 1 : cut] in (b"\n", b"}") or data[cut : cut + 1] == b"\n":
             cut -= 1
         path.write_bytes(data[: max(cut, 0)])
-        assert command("scan", path) != 0
+        assert run_command("scan", path) != 0
 
     @pytest.mark.parametrize("table", ["StringIds", schema.CALLS, schema.KERNELS, schema.COPIES])
     @pytest.mark.parametrize("how", ["gone", "empty", "cut", "zeros"])
-    def test_a_folder_with_a_damaged_table_is_never_clean(
+    def test_folder_with_a_damaged_table_is_never_clean(
         self, how: str, table: str, whole: dict[str, Path], tmp_path: Path
     ) -> None:
         folder = tmp_path / "report1_pqtdir"
@@ -388,16 +391,16 @@ class TestDamage:
         middle = len(content) // 3
         kept = {"empty": b"", "cut": content[:-20], "zeros": content[:middle] + bytes(64) + content[middle + 64 :]}
         path.unlink() if how == "gone" else path.write_bytes(kept[how])
-        assert command("scan", folder) != 0
+        assert run_command("scan", folder) != 0
 
-    def test_an_export_that_was_interrupted_is_never_clean(self, tmp_path: Path) -> None:
+    def test_interrupted_export_is_never_clean(self, tmp_path: Path) -> None:
         """SQLite leaves a journal in the same folder."""
         path = Export().add_trace(EVENTS).write(tmp_path, "sqlite")
         path.with_name("report1.sqlite-journal").write_bytes(b"\xd9\xd5\x05\xf9")
         assert "report1.sqlite-journal" in scan_traces([path], root=tmp_path).traces[0].coverage.damage[0]
 
     @pytest.mark.parametrize("value", ["soon", 1.5e300, None])
-    def test_numbers_that_are_none_are_counted(self, value: object, tmp_path: Path) -> None:
+    def test_invalid_numbers_are_counted(self, value: object, tmp_path: Path) -> None:
         path = write_export(tmp_path, EVENTS, "sqlite")
         with sqlite3.connect(path) as db:
             db.execute(f"UPDATE {schema.CALLS} SET start = ? WHERE rowid = 30", [value])  # noqa: S608 -- a constant
@@ -406,8 +409,8 @@ class TestDamage:
         assert not seen.complete
         assert seen.unreadable_events >= 1
 
-    def test_numbers_that_are_too_large_to_be_packed_are_read_as_they_are(self, tmp_path: Path) -> None:
-        """Ids of strings beyond 22 bits, in some rows alone."""
+    def test_large_string_ids_are_read_without_packing(self, tmp_path: Path) -> None:
+        """Some rows have ids of strings beyond 22 bits."""
         path = write_export(tmp_path, EVENTS, "sqlite")
         with sqlite3.connect(path) as db:
             query = "SELECT id FROM StringIds WHERE value = 'cudaStreamSynchronize_v3020'"
@@ -418,8 +421,8 @@ class TestDamage:
         assert describe(scan_traces([path], root=tmp_path)) == describe(scan_traces([H200], root=tmp_path))
 
     @pytest.mark.parametrize("column", ["eventClass", "syncType", "eventType"])
-    def test_kinds_that_mean_nothing_are_counted(self, column: str, tmp_path: Path) -> None:
-        """One flipped bit: 0 to 64 of a call, 3 to 11 of a synchronisation, 59 to 58 of a range."""
+    def test_unknown_kinds_are_counted(self, column: str, tmp_path: Path) -> None:
+        """One bit is flipped: 0 to 64 of a call, 3 to 11 of a synchronisation, 59 to 58 of a range."""
         table = {"eventClass": schema.CALLS, "syncType": schema.SYNCS, "eventType": schema.RANGES}[column]
         path = write_export(tmp_path, EVENTS, "sqlite")
         with sqlite3.connect(path) as db:
@@ -438,12 +441,12 @@ class TestDamage:
             (b'{"Type":48,"TraceProcessEvent":{"startNs":"1"', "holds no event"),
         ],
     )
-    def test_what_holds_nothing_is_refused(self, data: bytes, says: str, tmp_path: Path) -> None:
+    def test_empty_export_is_refused(self, data: bytes, says: str, tmp_path: Path) -> None:
         (tmp_path / "report1.sqlite").write_bytes(data)
         with pytest.raises(TraceError, match=says):
             scan_traces([tmp_path / "report1.sqlite"], root=tmp_path)
 
-    def test_lines_that_are_no_json_are_counted(self, tmp_path: Path) -> None:
+    def test_invalid_json_lines_are_counted(self, tmp_path: Path) -> None:
         path = write_export(tmp_path, EVENTS, "jsonlines")
         lines = path.read_text().splitlines()
         at = next(i for i, line in enumerate(lines) if '"TraceProcessEvent"' in line)
@@ -454,7 +457,7 @@ class TestDamage:
 
 
 class TestFiles:
-    def test_a_folder_contributes_its_exports_and_not_the_reports_beside_them(self, tmp_path: Path) -> None:
+    def test_folder_contributes_its_exports_without_their_reports(self, tmp_path: Path) -> None:
         for form in FORMATS:
             Export().add_trace(EVENTS).write(tmp_path, form, f"of_{form}")
         for name in ("of_sqlite.nsys-rep", "other.nsys-rep", "notes.txt"):
@@ -468,11 +471,11 @@ class TestFiles:
         assert names == {"of_sqlite.sqlite", "of_jsonlines.jsonl", "of_parquetdir_pqtdir"}
         assert {path.name for path in skipped} == {"records.jsonl", "other.sqlite"}
 
-    def test_a_report_without_its_export_is_not_skipped(self, tmp_path: Path) -> None:
+    def test_report_without_an_export_is_not_skipped(self, tmp_path: Path) -> None:
         (tmp_path / "report1.nsys-rep").write_bytes(b"\x01\x02")
         assert [path.name for path in files.expand_names([str(tmp_path)])] == ["report1.nsys-rep"]
 
-    def test_the_folder_that_nsys_wrote_is_one_trace(self, tmp_path: Path) -> None:
+    def test_folder_written_by_nsys_is_one_trace(self, tmp_path: Path) -> None:
         path = Export().add_trace(EVENTS).write(tmp_path, "parquetdir")
         assert files.expand_names([str(path)]) == [path]
         assert files.expand_names([str(tmp_path / "*_pqtdir")]) == [path]
@@ -504,7 +507,7 @@ class TestFiles:
         self, name: str, data: bytes, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / name).write_bytes(data)
-        assert command("scan", tmp_path / name) == 2
+        assert run_command("scan", tmp_path / name) == 2
         assert says in " ".join(capsys.readouterr().err.split())
 
     @pytest.mark.parametrize(
@@ -525,7 +528,7 @@ class TestFiles:
         with pytest.raises(TraceError, match=re.escape(says)):
             scan_traces([tmp_path / "results.db"], root=tmp_path)
 
-    def test_an_export_is_not_changed(self, tmp_path: Path) -> None:
+    def test_scan_does_not_change_an_export(self, tmp_path: Path) -> None:
         """No journal is written either."""
         path = write_export(tmp_path, EVENTS, "sqlite")
         before = path.read_bytes()
@@ -547,7 +550,7 @@ class TestFiles:
             pq.write_table(found.set_column(at, column, found[column].cast(kind)), file)
         assert describe(scan_traces([path], root=tmp_path)) == describe(scan_traces([H200], root=tmp_path))
 
-    def test_nothing_counts_twice_that_two_names_give(self, tmp_path: Path) -> None:
+    def test_export_with_two_names_is_counted_once(self, tmp_path: Path) -> None:
         path = write_export(tmp_path, EVENTS, "sqlite")
         report = scan_traces(files.expand_names([str(path), str(tmp_path)]), root=tmp_path)
         assert sum(s.count for s in select_counted(report)) == 18

@@ -1,4 +1,4 @@
-"""Ranks: which one a trace belongs to, which one has no trace, and the trace of vLLM's front end."""
+"""Test which rank a trace belongs to, which ranks have no trace, and the trace of vLLM's front end."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ FRONT_END = "node7_4242.async_llm.1764354000000000000.pt.trace.json.gz"
 
 
 def worker_name(rank: int, *, dp: int = 0, tp: int | None = None) -> str:
-    """Name that vLLM gives a worker's trace."""
+    """Return the name that vLLM gives to the trace of a worker."""
     tp = rank if tp is None else tp
     return f"dp{dp}_pp0_tp{tp}_dcp{tp}_ep{tp}_rank{rank}.1764354000000000000.pt.trace.json.gz"
 
 
 def write_worker(path: Path, *, waits: int = 1, steps: int = 3, **info: Any) -> None:
-    """A worker's trace: steps with a kernel and waits each."""
+    """Write the trace of a worker, with a kernel and waits in each step."""
     trace = Trace().work()
     trace.op("aten::empty", -500, -490, seen=path.name)  # no two ranks write the same text
     if info:
@@ -46,7 +46,7 @@ def write_worker(path: Path, *, waits: int = 1, steps: int = 3, **info: Any) -> 
 
 
 def write_front_end(path: Path) -> None:
-    """A front end's trace: operators of the CPU, no GPU."""
+    """Write the trace of a front end, with operators of the CPU and without a GPU."""
     trace = Trace()
     trace.op("aten::empty", 0, 5)
     trace.frame("vllm/v1/engine/async_llm.py(300): output_handler", 0, 50)
@@ -59,7 +59,7 @@ def run(*args: str) -> tuple[int, str]:
 
 
 def without_blanks(text: str) -> str:
-    """The text as `run` returns it: lines are wrapped at any place."""
+    """Return the text without blanks, since lines are wrapped at any position."""
     return "".join(text.split())
 
 
@@ -78,17 +78,17 @@ class TestParseFileName:
             (FRONT_END, FileRank()),
         ],
     )
-    def test_engines_have_their_own_ways(self, name: str, expected: FileRank) -> None:
+    def test_file_names_of_each_engine_are_parsed(self, name: str, expected: FileRank) -> None:
         assert parse_file_name(name) == expected
 
     @pytest.mark.parametrize(
         ("name", "is_one"), [(FRONT_END, True), (worker_name(0), False), ("async_llms.json", False), ("t.json", False)]
     )
-    def test_a_front_end_is_known_by_its_name(self, name: str, is_one: bool) -> None:
+    def test_front_end_is_recognised_by_its_file_name(self, name: str, is_one: bool) -> None:
         assert is_front_end(name) is is_one
 
 
-def summary(
+def make_summary(
     rank: int | None, dp: int | None = None, size: int | None = None, *, front_end: bool = False
 ) -> TraceSummary:
     trace = build.trace(f"{dp} {rank}.json")
@@ -97,50 +97,50 @@ def summary(
 
 
 class TestFindMissing:
-    def test_a_gap_is_missing(self) -> None:
-        (missing,) = find_missing([summary(0), summary(2)])
+    def test_rank_between_others_is_missing(self) -> None:
+        (missing,) = find_missing([make_summary(0), make_summary(2)])
         assert (missing.ranks, missing.group_size) == ((1,), 3)
 
-    def test_the_number_of_ranks_is_in_the_traces(self) -> None:
-        (missing,) = find_missing([summary(0, size=4), summary(1, size=4)])
+    def test_number_of_ranks_is_read_from_the_traces(self) -> None:
+        (missing,) = find_missing([make_summary(0, size=4), make_summary(1, size=4)])
         assert (missing.ranks, missing.group_size) == ((2, 3), 4)
 
-    def test_one_rank_may_be_looked_at_alone(self) -> None:
-        assert find_missing([summary(3, size=8)]) == []
-        assert find_missing([summary(3, size=8)] * 2) == []
+    def test_single_trace_has_no_missing_ranks(self) -> None:
+        assert find_missing([make_summary(3, size=8)]) == []
+        assert find_missing([make_summary(3, size=8)] * 2) == []
 
-    def test_unless_a_server_wrote_everything_that_is_there(self) -> None:
-        (missing,) = find_missing([summary(0, size=2)], all_ranks=True)
+    def test_single_trace_of_a_server_has_missing_ranks(self) -> None:
+        (missing,) = find_missing([make_summary(0, size=2)], all_ranks=True)
         assert missing.ranks == (1,)
-        (missing,) = find_missing([summary(0, size=2), summary(None, front_end=True)])
+        (missing,) = find_missing([make_summary(0, size=2), make_summary(None, front_end=True)])
         assert missing.ranks == (1,)
 
-    def test_traces_that_name_no_rank_are_not_compared(self) -> None:
-        assert find_missing([summary(None), summary(None)], all_ranks=True) == []
+    def test_traces_without_a_rank_have_no_missing_ranks(self) -> None:
+        assert find_missing([make_summary(None), make_summary(None)], all_ranks=True) == []
 
-    def test_replicas_count_their_own_ranks(self) -> None:
-        traces = [summary(0, 0), summary(1, 0), summary(0, 1)]
+    def test_missing_ranks_are_found_for_each_replica(self) -> None:
+        traces = [make_summary(0, 0), make_summary(1, 0), make_summary(0, 1)]
         (missing,) = find_missing(traces)
         assert (missing.group, missing.ranks) == (Group(dp=1), (1,))
 
-    def test_a_replica_without_any_trace_is_missing(self) -> None:
-        traces = [summary(rank, dp) for dp in (0, 2) for rank in (0, 1)]
+    def test_replica_without_any_trace_is_missing(self) -> None:
+        traces = [make_summary(rank, dp) for dp in (0, 2) for rank in (0, 1)]
         (missing,) = find_missing(traces)
         assert (missing.group, missing.ranks) == (Group(dp=1), (0, 1))
 
-    def test_replicas_of_attention_share_one_count(self) -> None:
-        """SGLang's DP attention: tensor-parallel ranks 0 and 1 serve DP 0, ranks 2 and 3 serve DP 1."""
-        traces = [summary(rank, rank // 2) for rank in range(4)]
+    def test_attention_dp_replicas_share_one_count_of_ranks(self) -> None:
+        """In SGLang's DP attention, tensor-parallel ranks 0 and 1 serve DP 0, and ranks 2 and 3 serve DP 1."""
+        traces = [make_summary(rank, rank // 2) for rank in range(4)]
         assert find_missing(traces) == []
         (missing,) = find_missing(traces[:1] + traces[2:])
         assert missing.ranks == (1,)
 
-    def test_two_profiles_of_the_same_ranks_are_whole(self) -> None:
-        assert find_missing([summary(0), summary(1), summary(0), summary(1)]) == []
+    def test_two_profiles_of_the_same_ranks_are_complete(self) -> None:
+        assert find_missing([make_summary(0), make_summary(1), make_summary(0), make_summary(1)]) == []
 
 
 class TestFolderOfVllm:
-    def test_the_front_end_is_named_and_left_out(self, tmp_path: Path) -> None:
+    def test_front_end_is_named_and_left_out(self, tmp_path: Path) -> None:
         for rank in (0, 1):
             write_worker(tmp_path / worker_name(rank), rank=rank, world_size=2)
         write_front_end(tmp_path / FRONT_END)
@@ -151,7 +151,7 @@ class TestFolderOfVllm:
         assert sorted((t.rank, t.front_end) for t in report.traces if t.rank is not None) == [(0, False), (1, False)]
         assert [site.count for site in report.sites] == [6]
 
-    def test_no_steps_are_asked_of_it(self, tmp_path: Path) -> None:
+    def test_front_end_needs_no_steps(self, tmp_path: Path) -> None:
         write_worker(tmp_path / worker_name(0), rank=0, world_size=1)
         write_front_end(tmp_path / FRONT_END)
         assert run("scan", str(tmp_path), "--root", str(tmp_path), "--max-per-step", "1")[0] == 0
@@ -162,26 +162,26 @@ class TestFolderOfVllm:
         assert "marksteps" not in output
         assert run("scan", str(tmp_path), "--root", str(tmp_path), "--baseline", str(written))[0] == 0
 
-    def test_alone_it_answers_nothing(self, tmp_path: Path) -> None:
+    def test_front_end_without_workers_cannot_answer(self, tmp_path: Path) -> None:
         write_front_end(tmp_path / FRONT_END)
         code, output = run("scan", str(tmp_path), "--root", str(tmp_path))
         assert code == 3
         assert without_blanks("give the traces of its ranks too") in output
 
-    def test_a_rank_without_gpu_events_is_not_taken_for_it(self, tmp_path: Path) -> None:
+    def test_rank_without_gpu_events_is_not_a_front_end(self, tmp_path: Path) -> None:
         write_worker(tmp_path / worker_name(0), waits=0, rank=0, world_size=2)
         write_front_end(tmp_path / worker_name(1))
         code, output = run("scan", str(tmp_path), "--root", str(tmp_path))
         assert code == 3
         assert without_blanks("holds no GPU events") in output
 
-    def test_a_front_end_that_used_the_gpu_is_read(self, tmp_path: Path) -> None:
+    def test_front_end_with_gpu_events_is_scanned(self, tmp_path: Path) -> None:
         write_worker(tmp_path / worker_name(0), waits=0, rank=0, world_size=1)
         write_worker(tmp_path / FRONT_END)
         assert run("scan", str(tmp_path), "--root", str(tmp_path))[0] == 1
 
-    def test_a_missing_rank_is_named(self, tmp_path: Path) -> None:
-        """Clean ranks 0 and 2 say nothing about rank 1."""
+    def test_missing_rank_is_named(self, tmp_path: Path) -> None:
+        """Clean ranks 0 and 2 do not imply that rank 1 is clean."""
         for rank in (0, 2):
             write_worker(tmp_path / worker_name(rank), waits=0)
         code, output = run("scan", str(tmp_path), "--root", str(tmp_path))
@@ -194,12 +194,12 @@ class TestFolderOfVllm:
         write_front_end(tmp_path / FRONT_END)
         assert find_waits(sorted(tmp_path.iterdir()))[0] == 2
 
-    def test_waits_of_a_server_without_one_of_its_ranks_are_not_known(self, tmp_path: Path) -> None:
+    def test_waits_of_a_server_with_a_missing_rank_are_unknown(self, tmp_path: Path) -> None:
         write_worker(tmp_path / worker_name(0), rank=0, world_size=2)
         with pytest.raises(WorkerError, match="No trace of rank 1 of 2 was read"):
             find_waits(sorted(tmp_path.iterdir()))
 
-    def test_all_ranks_are_asked_for_where_a_server_was_profiled(self, tmp_path: Path) -> None:
+    def test_profile_of_a_server_requires_all_ranks(self, tmp_path: Path) -> None:
         write_worker(tmp_path / worker_name(0), waits=0, rank=0, world_size=2)
         report = scan_traces(sorted(tmp_path.iterdir()), root=tmp_path)
         assert compute_verdict(report, Gate(root=tmp_path)).exit_code == 0

@@ -1,4 +1,4 @@
-"""Events that are not as they should be, text that is not JSON, and files that are large: what can be read is."""
+"""Test the reading of unusual events, invalid JSON text, and large files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder for property tests, whose examples share it."""
+    """Make a folder that the examples of property tests share."""
     return tmp_path_factory.mktemp("traces")
 
 
@@ -56,7 +56,9 @@ class TestOddEvents:
         ],
         ids=lambda v: repr(v)[:60],
     )
-    def test_what_can_be_read_is_kept(self, changes: dict[str, Any], wait: float | None, tmp_path: Path) -> None:
+    def test_event_with_an_unusual_field_is_kept(
+        self, changes: dict[str, Any], wait: float | None, tmp_path: Path
+    ) -> None:
         trace = Trace().work()
         trace.events.append(make_sync(**changes))
         report = trace.scan(tmp_path)
@@ -85,7 +87,9 @@ class TestOddEvents:
         ],
         ids=lambda v: repr(v)[:60],
     )
-    def test_what_cannot_is_counted_and_makes_no_clean(self, changes: dict[str, Any], tmp_path: Path) -> None:
+    def test_unreadable_event_is_counted_and_the_trace_is_not_clean(
+        self, changes: dict[str, Any], tmp_path: Path
+    ) -> None:
         trace = Trace().work()
         trace.events.append(make_sync(**changes))
         report = trace.scan(tmp_path)
@@ -94,7 +98,7 @@ class TestOddEvents:
         assert exit_code(report, tmp_path) == 3
 
     @pytest.mark.parametrize("event", ["null", "3", '"x"', "[]", '[{"ph": "X"}]', "{}"])
-    def test_an_element_that_is_no_event_takes_no_event_along(self, event: str, tmp_path: Path) -> None:
+    def test_element_that_is_no_event_loses_no_other_event(self, event: str, tmp_path: Path) -> None:
         trace = Trace().work()
         trace.events += [make_sync(), {"HERE": 1}, make_sync(ts=300)]
         report = scan_data(tmp_path, trace.text().replace('{"HERE": 1}', event))
@@ -102,7 +106,7 @@ class TestOddEvents:
 
     @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "nan", "-inf"])
     @pytest.mark.parametrize("field", ['"dur": 50', '"External id": 77'])
-    def test_numbers_that_json_does_not_have_are_none(self, number: str, field: str, tmp_path: Path) -> None:
+    def test_numbers_outside_json_count_as_missing(self, number: str, field: str, tmp_path: Path) -> None:
         trace = Trace().work()
         trace.events.append(make_sync(args={"correlation": 9, "External id": 77}))
         text = trace.text().replace(field, f"{field.partition(':')[0]}: {number}", 2)
@@ -111,8 +115,8 @@ class TestOddEvents:
         assert report.traces[0].coverage.complete is ("dur" not in field)
 
     @pytest.mark.parametrize("dur", [None, "missing", -5, "nan", 1e308])
-    def test_a_call_without_a_duration_that_can_be_passes_no_limit_on_bubbles(self, dur: Any, tmp_path: Path) -> None:
-        """Its price would be 0, which no limit minds: neither it nor the wait is known, nor whether it waited."""
+    def test_call_with_an_invalid_duration_makes_the_trace_incomplete(self, dur: Any, tmp_path: Path) -> None:
+        """A bubble of 0 would pass every limit: the bubble, the wait, and the number of waits are unknown."""
         trace = Trace().work()
         trace.events.append(make_sync(dur=dur))
         report = trace.scan(tmp_path)
@@ -120,10 +124,10 @@ class TestOddEvents:
         assert (site.wait_us, site.bubble_us, site.waited) == (None, None, None)
         assert not report.traces[0].coverage.complete
         assert any(
-            "1 event of calls or GPU work without a duration" in told for told in report.traces[0].coverage.damage
+            "1 event of calls or GPU work without a duration" in damage for damage in report.traces[0].coverage.damage
         )
 
-    def test_infinite_times_end_in_no_infinite_wait(self, tmp_path: Path) -> None:
+    def test_infinite_times_make_no_infinite_wait(self, tmp_path: Path) -> None:
         trace = Trace().work()
         trace.events.append(make_sync(dur="inf"))
         trace.events.append(make_sync(dur=1e308, ts=1e308))
@@ -149,14 +153,14 @@ class TestOddEvents:
 
 
 class TestBrokenText:
-    """Names that a profiler did not escape."""
+    """Test names that a profiler did not escape."""
 
     @pytest.mark.parametrize(
         "name",
         [b"\xff\xfe", b"caf\xe9", b"C:\\dir", b"a\\", b"\\x41", b"\x01\x02", b"\\ud800", b"\\u12", b"\xc3", b"\x00"],
     )
-    def test_what_can_be_repaired_is_and_the_trace_is_not_complete(self, name: bytes, tmp_path: Path) -> None:
-        """The events around it are read; what the name was nobody knows."""
+    def test_invalid_name_is_repaired_and_the_trace_is_incomplete(self, name: bytes, tmp_path: Path) -> None:
+        """The other events are read; the original name stays unknown."""
         trace = Trace().work()
         trace.frame("NAME", 90, 200)
         trace.events.append(make_sync())
@@ -167,8 +171,8 @@ class TestBrokenText:
         assert any("repaired" in note for note in coverage.notes)
         assert coverage.unreadable_events == 0
 
-    def test_a_name_that_was_repaired_is_shown(self, tmp_path: Path) -> None:
-        """Bit 7 of the S of cudaStreamSynchronize."""
+    def test_repaired_name_is_shown_in_the_reason(self, tmp_path: Path) -> None:
+        """Bit 7 is set in the S of cudaStreamSynchronize."""
         trace = Trace().work()
         trace.call("cudaStreamSynchronize", 10, 90)
         report = scan_data(tmp_path, trace.text().encode().replace(b"aStream", b"a\xd3tream"))
@@ -177,7 +181,7 @@ class TestBrokenText:
 
     @pytest.mark.parametrize("at", range(len("cudaStreamSynchronize")))
     @pytest.mark.parametrize("all_of_them", [True, False])
-    def test_bit_7_in_the_name_of_the_calls_that_wait_is_not_clean(
+    def test_waiting_call_with_bit_7_set_in_its_name_is_not_clean(
         self, at: int, all_of_them: bool, tmp_path: Path
     ) -> None:
         trace = Trace().work()
@@ -190,14 +194,14 @@ class TestBrokenText:
         assert exit_code(report, tmp_path) == (3 if all_of_them else 1)
 
     @pytest.mark.parametrize("half", [r"\ud853", r"\udc53", r"\udc00\ud800", r"\ud800\u0041"])
-    def test_half_a_character_in_the_name_of_a_call_is_not_clean(self, half: str, tmp_path: Path) -> None:
+    def test_call_name_with_a_lone_surrogate_is_not_clean(self, half: str, tmp_path: Path) -> None:
         trace = Trace().work()
         trace.call("cudaStreamSynchronize", 10, 90)
         report = scan_data(tmp_path, trace.text().replace("aStream", f"a{half}tream"))
         assert exit_code(report, tmp_path) == 3
 
-    def test_both_halves_of_a_character_are_one(self, tmp_path: Path) -> None:
-        """As json.dumps writes them, beside a number that makes the text be repaired."""
+    def test_surrogate_pair_is_read_as_one_character(self, tmp_path: Path) -> None:
+        """The text is written by json.dumps, with a number that makes a repair necessary."""
         trace = Trace().work()
         trace.frame("a.py(1): \U0001f600", 90, 200)
         trace.events.append(make_sync(args={"correlation": 9, "x": float("nan")}))
@@ -206,15 +210,15 @@ class TestBrokenText:
         assert report.traces[0].coverage.complete
 
     @pytest.mark.parametrize("key", [b"n\xe1me", b"c\xe1t", b"p\xe8", b"\xe1rgs"])
-    def test_a_key_that_is_not_utf_8_is_not_clean(self, key: bytes, tmp_path: Path) -> None:
-        """The decoder skips keys that it does not know without a look at them."""
+    def test_invalid_utf_8_in_a_key_is_not_clean(self, key: bytes, tmp_path: Path) -> None:
+        """The decoder skips unknown keys without checking them."""
         trace = Trace().work()
         trace.call("cudaStreamSynchronize", 10, 90)
         good = bytes(c & 0x7F for c in key)
         head, _, tail = trace.text().encode().rpartition(b'"' + good + b'"')
         assert exit_code(scan_data(tmp_path, head + b'"' + key + b'"' + tail), tmp_path) in {1, 3}
 
-    def test_escapes_that_are_right_survive_a_repair(self, tmp_path: Path) -> None:
+    def test_repair_keeps_valid_escapes(self, tmp_path: Path) -> None:
         trace = Trace().work()
         trace.frame('C:\\new\\"x".py(7): caf\u00e9', 90, 200)
         trace.frame("BAD", 95, 190)
@@ -222,8 +226,8 @@ class TestBrokenText:
         report = scan_data(tmp_path, trace.text().encode().replace(b"BAD", b"\\q\xff"))
         assert get_only_site(report).function == "caf\u00e9"
 
-    def test_an_unescaped_quote_costs_one_event(self, tmp_path: Path) -> None:
-        """The events around it are read; that one is missing is said, so that the trace is not clean."""
+    def test_unescaped_quote_loses_one_event(self, tmp_path: Path) -> None:
+        """The other events are read; the missing one is counted, so that the trace is not clean."""
         trace = Trace().work()
         trace.events.append(make_sync())
         trace.frame("NAME", 200, 300)
@@ -233,7 +237,7 @@ class TestBrokenText:
         assert report.traces[0].coverage.unreadable_events == 1
         assert not report.traces[0].coverage.complete
 
-    def test_names_that_look_like_the_end_of_an_event_are_names(self, tmp_path: Path) -> None:
+    def test_names_that_look_like_the_end_of_an_event_are_read_as_names(self, tmp_path: Path) -> None:
         trace = Trace().work()
         for n, name in enumerate(["},{", "}, {", "}]", '"},{"', "]}", "[]", "}\n,\n{"] * 3):
             trace.frame(name, 90 - n, 400 - n)
@@ -243,8 +247,10 @@ class TestBrokenText:
         assert report.traces[0].coverage.complete
 
     @pytest.mark.parametrize("filler", [1, 7, 11])
-    def test_blocks_end_anywhere(self, filler: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """With blocks of a few hundred bytes every event is cut at some place, nested ones and strings too."""
+    def test_events_across_block_boundaries_are_read(
+        self, filler: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With blocks of a few hundred bytes, every event is split at some position, including nested ones and strings."""
         monkeypatch.setattr(reading, "BLOCK_BYTES", 200 + filler)
         trace = Trace().work()
         for n in range(60):
@@ -256,10 +262,10 @@ class TestBrokenText:
         assert report.traces[0].coverage.complete
 
     @pytest.mark.parametrize("block", [300, 700, 2000])
-    def test_what_follows_a_repaired_block_is_read_whole(
+    def test_all_events_after_a_repaired_block_are_read(
         self, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """However little of the text a block has; only the name is not known any more."""
+        """The result does not depend on the size of a block; only the name is lost."""
         monkeypatch.setattr(reading, "BLOCK_BYTES", block)
         trace = Trace().work()
         trace.frame("NAME", 90, 100)
@@ -271,7 +277,7 @@ class TestBrokenText:
 
     @settings(max_examples=40)
     @given(junk=st.binary(min_size=1, max_size=12), at=st.integers(0, 400))
-    def test_junk_between_the_events_never_makes_them_clean(self, junk: bytes, at: int, folder: Path) -> None:
+    def test_junk_between_events_never_makes_the_trace_clean(self, junk: bytes, at: int, folder: Path) -> None:
         trace = Trace().work()
         trace.events += [make_sync(ts=100 * n, dur=50) for n in range(6)]
         text = trace.text().encode()
@@ -284,21 +290,23 @@ class TestBrokenText:
 
 
 class TestBehindTheEnd:
-    """What stands behind the root, and how a trace may end."""
+    """Test text after the root object, and the end of a trace."""
 
     @staticmethod
-    def two() -> tuple[bytes, bytes]:
-        """A clean trace, and one that waits."""
+    def make_traces() -> tuple[bytes, bytes]:
+        """Return the text of a clean trace, and of one that waits."""
         other = Trace().work()
         other.call("cudaStreamSynchronize", 10, 90)
         return Trace().work().text().encode(), other.text().encode()
 
-    @pytest.mark.parametrize("packed", [False, True])
+    @pytest.mark.parametrize("compressed", [False, True])
     @pytest.mark.parametrize("between", [b"", b"\n", b"\0\0"])
-    def test_a_second_trace_is_told_of_and_what_to_do(self, packed: bool, between: bytes, tmp_path: Path) -> None:
-        """`cat a.json b.json`, `cat a.json.gz b.json.gz`: the first alone is read, and is not clean."""
-        first, second = self.two()
-        data = gzip.compress(first) + gzip.compress(between + second) if packed else first + between + second
+    def test_second_trace_in_a_file_is_reported_with_a_remedy(
+        self, compressed: bool, between: bytes, tmp_path: Path
+    ) -> None:
+        """With `cat a.json b.json` or `cat a.json.gz b.json.gz`, only the first trace is read, and is not clean."""
+        first, second = self.make_traces()
+        data = gzip.compress(first) + gzip.compress(between + second) if compressed else first + between + second
         report = scan_data(tmp_path, data)
         assert report.sites == []
         assert exit_code(report, tmp_path) == 3
@@ -306,45 +314,45 @@ class TestBehindTheEnd:
         assert 'more text behind its end, beginning \'{"schemaVersion"' in reason
         assert reason.endswith("scan each trace from a file of its own.")
 
-    def test_a_second_trace_is_seen_behind_blocks_and_keys_of_the_first(
+    def test_second_trace_is_found_after_more_blocks_and_keys_of_the_first(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(reading, "BLOCK_BYTES", 300)
-        first, second = self.two()
+        first, second = self.make_traces()
         first = first[:-1] + b', "extra": [' + b'{"a": "}]}"}, ' * 500 + b'{}], "traceName": "a"}'
         assert scan_data(tmp_path, first).traces[0].coverage.complete
         assert exit_code(scan_data(tmp_path, first + second), tmp_path) == 3
 
-    def test_a_second_list_of_events_is_told_of(self, tmp_path: Path) -> None:
-        first, second = self.two()
+    def test_second_list_of_events_is_reported(self, tmp_path: Path) -> None:
+        first, second = self.make_traces()
         report = scan_data(tmp_path, first[:-1] + b", " + second.lstrip(b"{"))
         assert exit_code(report, tmp_path) == 3
         assert "a second list of events" in report.traces[0].coverage.damage[0]
 
-    def test_more_behind_the_events_than_is_looked_at_is_told_of(
+    def test_text_after_the_events_beyond_the_limit_is_reported(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A second trace may stand behind it. The limit is 1 MiB here, and so is the padding."""
+        """A second trace could follow it. The limit is 1 MiB here, and the text is 2 MiB long."""
         monkeypatch.setattr(reading, "MAX_EVENT_BYTES", 1 << 20)
-        text = self.two()[0][:-1] + b', "extra": "' + b"x" * (2 << 20) + b'"}'
+        text = self.make_traces()[0][:-1] + b', "extra": "' + b"x" * (2 << 20) + b'"}'
         assert exit_code(scan_data(tmp_path, text), tmp_path) == 3
 
     @pytest.mark.parametrize("end", [b"", b"\n", b"\0" * 600, b" \r\n\0"])
-    def test_blanks_and_padding_are_nothing(self, end: bytes, tmp_path: Path) -> None:
-        """A file of a fixed size is filled up with zeros."""
-        assert scan_data(tmp_path, self.two()[1] + end).traces[0].coverage.complete
+    def test_blanks_and_padding_after_a_trace_are_ignored(self, end: bytes, tmp_path: Path) -> None:
+        """A file of a fixed size is padded with zeros."""
+        assert scan_data(tmp_path, self.make_traces()[1] + end).traces[0].coverage.complete
 
-    def test_bytes_behind_gzip_data_are_counted_and_are_no_early_end(self, tmp_path: Path) -> None:
-        """The member is whole, and its events are all there."""
-        report = scan_data(tmp_path, gzip.compress(self.two()[1]) + b"more" * 5)
+    def test_bytes_after_gzip_data_are_counted_and_reported(self, tmp_path: Path) -> None:
+        """The gzip member is complete, with all events."""
+        report = scan_data(tmp_path, gzip.compress(self.make_traces()[1]) + b"more" * 5)
         assert get_only_site(report).count == 1
         (damage,) = report.traces[0].coverage.damage
         assert damage.startswith("goes on with 20 bytes that are no gzip, behind its gzip data, which was not read")
 
     @pytest.mark.parametrize("comma", [",", ", ", ",\n  "])
     @pytest.mark.parametrize("bare", [False, True])
-    def test_a_comma_behind_the_last_event_drops_none(self, comma: str, bare: bool, tmp_path: Path) -> None:
-        """As writers leave it that add one behind each event. Nothing is lost, so that nothing is said."""
+    def test_trailing_comma_after_the_last_event_is_ignored(self, comma: str, bare: bool, tmp_path: Path) -> None:
+        """Some writers add a comma after each event. No event is lost, so that no damage is reported."""
         trace = Trace().work()
         trace.call("cudaStreamSynchronize", 10, 90)
         text = json.dumps(trace.events) if bare else trace.text()
@@ -352,7 +360,7 @@ class TestBehindTheEnd:
         assert get_only_site(report).count == 1
         assert report.traces[0].coverage.complete
 
-    def test_such_a_comma_is_seen_before_other_keys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_trailing_comma_before_other_keys_is_ignored(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(reading, "BLOCK_BYTES", 300)
         trace = Trace().work()
         trace.call("cudaStreamSynchronize", 10, 90)
@@ -361,8 +369,8 @@ class TestBehindTheEnd:
         assert get_only_site(report).count == 1
         assert report.traces[0].coverage.complete
 
-    def test_msgspec_says_where_an_array_ends_in_the_words_that_are_looked_for(self) -> None:
-        """Another wording would make good traces incomplete, never bad ones clean."""
+    def test_array_end_is_found_in_the_message_of_msgspec(self) -> None:
+        """Another wording of msgspec would make good traces incomplete, but never damaged ones clean."""
         for array, rest in (
             (b'[{"a": 1}]', b'  , "b"'),
             (b'[{"a": 1}   ]', b" x"),
@@ -375,8 +383,8 @@ class TestBehindTheEnd:
         assert with_comma == b'[{"a": [1]} \n] x'
 
 
-class TestEventsThatAreNone:
-    """A part of an event is damaged so that it says nothing: it is counted, as it may have been a wait."""
+class TestDamagedEvents:
+    """Test events with one damaged field, which are counted, since they may have been waits."""
 
     @pytest.mark.parametrize(
         ("key", "instead"),
@@ -389,7 +397,7 @@ class TestEventsThatAreNone:
             ('"cudaStreamSynchronize"', '"cudaStreamSynchronizd"'),
         ],
     )
-    def test_a_wait_that_is_one_bit_off_makes_no_clean(self, key: str, instead: str, tmp_path: Path) -> None:
+    def test_wait_with_one_wrong_bit_is_not_clean(self, key: str, instead: str, tmp_path: Path) -> None:
         trace = Trace().work()
         trace.call("cudaStreamSynchronize", 10, 90)
         head, _, tail = trace.text().rpartition(key)
@@ -397,8 +405,8 @@ class TestEventsThatAreNone:
         assert report.sites == []
         assert exit_code(report, tmp_path) == 3
 
-    def test_names_that_nobody_knows_are_no_damage(self, tmp_path: Path) -> None:
-        """Newer calls, calls that the profiler has no name for, and other tools' categories."""
+    def test_unknown_names_are_no_damage(self, tmp_path: Path) -> None:
+        """The names are those of newer calls, calls unknown to the profiler, and categories of other tools."""
         trace = Trace().work()
         for name in ("cudaNewCall_v13000", "INVALID", "cudaMemcpyBatchAsync", "cuMemFreeAsync"):
             trace.call(name, 10, 20)
@@ -410,24 +418,24 @@ class TestEventsThatAreNone:
 
 
 class TestLinks:
-    """GPU work says by an id which call caused it."""
+    """Test the ids that link GPU work to the call that caused it."""
 
-    @pytest.mark.parametrize(("alone", "code"), [(0, 0), (2, 0), (3, 3), (8, 3)])
-    def test_work_without_its_call_is_a_reason_where_it_is_more_than_a_quarter(
-        self, alone: int, code: int, tmp_path: Path
+    @pytest.mark.parametrize(("unlinked", "code"), [(0, 0), (2, 0), (3, 3), (8, 3)])
+    def test_more_than_a_quarter_of_work_without_a_call_cannot_answer(
+        self, unlinked: int, code: int, tmp_path: Path
     ) -> None:
-        """Two of eight kernels are a quarter, three are more."""
+        """Two of eight kernels are a quarter, and three are more."""
         trace = Trace()
         for n in range(8):
             trace.kernel(100 * n, 100 * n + 10, 100 * n + 20)
-        for event in [e for e in trace.events if e["cat"] == "kernel"][:alone]:
+        for event in [e for e in trace.events if e["cat"] == "kernel"][:unlinked]:
             event["args"]["correlation"] += 1000
         report = trace.scan(tmp_path)
         assert exit_code(report, tmp_path) == code
         if code:
-            assert f"{alone} of its 8 GPU events" in compute_verdict(report, Gate(root=tmp_path)).reasons[0]
+            assert f"{unlinked} of its 8 GPU events" in compute_verdict(report, Gate(root=tmp_path)).reasons[0]
 
-    def test_a_copy_to_pageable_memory_without_its_call_is_one_by_itself(self, tmp_path: Path) -> None:
+    def test_pageable_copy_without_its_call_cannot_answer(self, tmp_path: Path) -> None:
         trace = Trace().work()
         for n in range(20):
             trace.kernel(100 * n, 100 * n + 10, 100 * n + 20)
@@ -437,8 +445,8 @@ class TestLinks:
         assert select_counted(report) == []
         assert exit_code(report, tmp_path) == 3
 
-    def test_copies_whose_ids_are_also_those_of_kernels_are_found(self, tmp_path: Path) -> None:
-        """Two processes in one trace, each of which counts from 1: eight copies wait, eight kernels come first."""
+    def test_copies_that_share_ids_with_kernels_are_found(self, tmp_path: Path) -> None:
+        """Two processes in one trace both count from 1: eight copies wait, and eight kernels come first."""
         trace = Trace()
         for n in range(8):
             launch = trace.call("cudaLaunchKernel", 100 * n, 100 * n + 1, tid=1, correlation=n + 1)
@@ -450,7 +458,7 @@ class TestLinks:
         assert report.totals.syncs == 8
         assert not report.traces[0].coverage.complete
 
-    def test_ids_that_several_calls_share_link_nothing(self, tmp_path: Path) -> None:
+    def test_ids_shared_by_several_calls_link_nothing(self, tmp_path: Path) -> None:
         """All copies have the id of the first, which goes from GPU to GPU."""
         trace = Trace().work()
         for n in range(8):
@@ -458,7 +466,7 @@ class TestLinks:
             trace.events[-1]["args"]["correlation"] = trace.events[-2]["args"]["correlation"] = 77
         assert exit_code(trace.scan(tmp_path), tmp_path) == 3
 
-    def test_a_driver_call_within_a_runtime_call_may_share_its_id(self, tmp_path: Path) -> None:
+    def test_driver_call_within_a_runtime_call_can_share_its_id(self, tmp_path: Path) -> None:
         trace = Trace()
         for n in range(8):
             launch = trace.call("cudaLaunchKernel", 100 * n, 100 * n + 9)
@@ -468,8 +476,8 @@ class TestLinks:
 
 
 class TestWrittenTwice:
-    def test_events_that_are_the_same_in_everything_are_one(self, tmp_path: Path) -> None:
-        """Counts and chains of operators are those of the trace itself, and a note says how many there were more."""
+    def test_duplicated_events_are_counted_once(self, tmp_path: Path) -> None:
+        """Counts and chains of operators are those of the original trace, and a note counts the duplicates."""
         trace = Trace().work()
         trace.range("ProfilerStep#1", 0, 400)
         trace.item(0, 50)
@@ -483,7 +491,7 @@ class TestWrittenTwice:
             note.startswith("Of 15 events that stand in the file once more") for note in twice.traces[0].coverage.notes
         )
 
-    def test_waits_that_differ_in_one_thing_are_two(self, tmp_path: Path) -> None:
+    def test_waits_that_differ_in_one_field_are_separate(self, tmp_path: Path) -> None:
         trace = Trace().work()
         for changes in ({}, {"tid": 5}, {"dur": 49}, {"args": {"correlation": 10}}, {"name": "cudaEventSynchronize"}):
             trace.events.append(make_sync(**changes))
@@ -503,8 +511,10 @@ print(report.totals.syncs, report.traces[0].coverage.complete)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited by RLIMIT_AS")
 class TestMemory:
-    def test_what_is_of_no_use_takes_no_memory(self, tmp_path: Path) -> None:
-        """200 MB of flows and other events that are skipped, and 500 waits, in 100 MB more than Python begins with."""
+    def test_skipped_events_take_no_memory(self, tmp_path: Path) -> None:
+        """The trace has 200 MB of flows and other skipped events, and 500 waits, in 100 MB more than Python starts
+        with.
+        """
         flow = json.dumps(
             {
                 "ph": "s",
@@ -520,8 +530,8 @@ class TestMemory:
         )
         self.run(tmp_path, [flow], 1_200_000, 100 << 20)
 
-    def test_frames_take_their_columns_and_no_more(self, tmp_path: Path) -> None:
-        """100 MB of 640,000 frames: 24 bytes each, twice while blocks are put together."""
+    def test_frames_take_only_the_memory_of_their_columns(self, tmp_path: Path) -> None:
+        """The 640,000 frames of 100 MB take 24 bytes each, twice while blocks are concatenated."""
         frames = [
             json.dumps(
                 {
@@ -561,8 +571,8 @@ class TestMemory:
         assert done.stdout.split() == ["500", "True"], done.stderr[-2000:]
 
 
-def test_a_call_whose_copy_cannot_be_read_makes_no_clean(tmp_path: Path) -> None:
-    """The copy to pageable memory is what would have said that the call blocks."""
+def test_call_with_an_unreadable_copy_is_not_clean(tmp_path: Path) -> None:
+    """Only the copy to pageable memory would show that the call blocks."""
     trace = Trace().work()
     trace.copy(PAGEABLE, (10, 90), (80, 85))
     assert len(select_counted(trace.scan(tmp_path))) == 1

@@ -1,4 +1,4 @@
-"""Traces of other years, other GPUs and other calls: what blocks, what does not, and what only may."""
+"""Test traces of older torch versions, other GPUs and other calls: which calls block, which do not, and which may."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MIB = 1 << 20
 
 @pytest.fixture
 def trace() -> Trace:
-    """Two kernels, long before what a test adds."""
+    """Return a trace of two kernels, long before the events that a test adds."""
     return Trace().work()
 
 
 class TestTorchOf2021:
-    """Torch 1.8: other categories, `external id`, threads as text here and as numbers there, steps as operators."""
+    """Test traces of torch 1.8: other categories, `external id`, threads as text or numbers, and steps as operators."""
 
     @staticmethod
     def report(folder: Path) -> Report:
@@ -51,13 +51,13 @@ class TestTorchOf2021:
             trace.add("Runtime", "cudaStreamSynchronize", t + 120, t + 200, tid=100, correlation=wait)
         return trace.scan(folder)
 
-    def test_an_item_per_step_is_found(self, tmp_path: Path) -> None:
+    def test_item_of_each_step_is_found(self, tmp_path: Path) -> None:
         report = self.report(tmp_path)
         site = get_only_site(report)
         assert (site.rule, site.op_chain) == ("SYNC001", ["aten::item", "aten::_local_scalar_dense"])
         assert (site.count, site.count_per_step, site.direction, site.bytes) == (3, 1, "DtoH pageable", 24)
 
-    def test_its_steps_and_coverage_are_known(self, tmp_path: Path) -> None:
+    def test_steps_and_coverage_of_torch_1_8_are_known(self, tmp_path: Path) -> None:
         trace = self.report(tmp_path).traces[0]
         assert (trace.steps, trace.coverage.steps_from) == (3, "ProfilerStep#")
         assert (trace.coverage.gpu_events, trace.coverage.runtime_events, trace.coverage.ops) == (6, 9, 9)
@@ -65,27 +65,27 @@ class TestTorchOf2021:
 
 
 class TestLinks:
-    """`External id` names the operator, but for torch 1.12 to 2.0 it may just repeat the correlation."""
+    """Test `External id`, which names the operator, but in torch 1.12 to 2.0 may just repeat the correlation."""
 
-    def test_a_call_on_a_thread_of_another_name_is_linked_to_its_operator(self, trace: Trace, tmp_path: Path) -> None:
+    def test_external_id_links_a_call_on_another_thread_to_its_operator(self, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::nonzero", 0, 100, **{"External id": 77})
         trace.call("cudaStreamSynchronize", 10, 90, tid=4711, **{"External id": 77})
         assert get_only_site(trace.scan(tmp_path)).op_chain == ["aten::nonzero"]
 
-    def test_an_external_id_that_repeats_the_correlation_is_no_link(self, trace: Trace, tmp_path: Path) -> None:
+    def test_external_id_that_repeats_the_correlation_links_nothing(self, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::nonzero", 0, 100, **{"External id": 77})
         trace.call("cudaStreamSynchronize", 200, 290, correlation=77, **{"External id": 77})
         site = get_only_site(trace.scan(tmp_path))
         assert (site.op_chain, site.kind) == ([], "stream-sync")
 
-    def test_what_contains_the_call_in_time_is_believed_first(self, trace: Trace, tmp_path: Path) -> None:
+    def test_containing_operator_takes_precedence_over_external_id(self, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::nonzero", 0, 100, **{"External id": 77})
         trace.op("aten::item", 200, 300, **{"External id": 78})
         trace.call("cudaStreamSynchronize", 210, 290, **{"External id": 77})
         assert get_only_site(trace.scan(tmp_path)).op_chain == ["aten::item"]
 
-    def test_ids_of_zero_and_minus_one_link_nothing(self, trace: Trace, tmp_path: Path) -> None:
-        """Both stand for `none`: a copy that has no id is not the first other event without one."""
+    def test_external_ids_of_zero_and_minus_one_link_nothing(self, trace: Trace, tmp_path: Path) -> None:
+        """Both values mean `none`, so that events without an id are not linked to each other."""
         trace.op("aten::nonzero", 0, 100, **{"External id": 0})
         trace.call("cudaStreamSynchronize", 200, 290, **{"External id": 0})
         for none in (0, -1, None):
@@ -95,8 +95,8 @@ class TestLinks:
 
 
 class TestCallStacks:
-    def test_a_call_stack_of_an_operator_is_a_stack_with_lines_of_calls(self, trace: Trace, tmp_path: Path) -> None:
-        """Torch 1.8 to 1.11: frames on the operator, innermost first, the framework's own among them."""
+    def test_call_stack_of_an_operator_gives_file_function_and_line(self, trace: Trace, tmp_path: Path) -> None:
+        """Torch 1.8 to 1.11 store frames with the operator, innermost first, including those of the framework."""
         (tmp_path / "engine").mkdir()
         (tmp_path / "engine" / "model.py").touch()
         stack = "torch/_tensor.py(31): wrapped;engine/model.py(57): sample;run.py(9): <module>;"
@@ -110,7 +110,7 @@ class TestCallStacks:
         assert report.traces[0].coverage.stacks == "call stack"
 
     @pytest.mark.parametrize("empty", ["", ";", " ; "])
-    def test_an_empty_call_stack_is_none(self, empty: str, trace: Trace, tmp_path: Path) -> None:
+    def test_empty_call_stack_counts_as_no_stack(self, empty: str, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::item", 0, 100, **{"Call stack": empty})
         trace.call("cudaStreamSynchronize", 10, 90)
         report = trace.scan(tmp_path)
@@ -118,7 +118,7 @@ class TestCallStacks:
         assert report.traces[0].coverage.stacks == "none"
         assert any("with_stack=True" in note for note in report.traces[0].coverage.notes)
 
-    def test_an_empty_call_stack_hides_no_other(self, trace: Trace, tmp_path: Path) -> None:
+    def test_empty_call_stack_does_not_hide_that_of_an_outer_operator(self, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::item", 0, 100, **{"Call stack": "run.py(9): main;"})
         trace.op("aten::_local_scalar_dense", 5, 95, **{"Call stack": ""})
         trace.call("cudaStreamSynchronize", 10, 90)
@@ -126,8 +126,8 @@ class TestCallStacks:
 
 
 class TestHip:
-    def test_an_item_is_one_call_that_names_the_copy_wrongly(self, trace: Trace, tmp_path: Path) -> None:
-        """`.item()` copies by hipMemcpyWithStream, which waits by itself; the copy may say DtoD."""
+    def test_hip_item_is_one_scalar_read_despite_its_copy_name(self, trace: Trace, tmp_path: Path) -> None:
+        """In ROCm, `.item()` copies with hipMemcpyWithStream, which waits by itself; the copy may be named DtoD."""
         for t in (0, 1000):
             trace.op("aten::item", t, t + 100)
             trace.op("aten::_local_scalar_dense", t + 1, t + 99)
@@ -137,21 +137,21 @@ class TestHip:
         site = get_only_site(trace.scan(tmp_path))
         assert (site.rule, site.count, site.call, site.wait_us) == ("SYNC001", 2, "hipMemcpyWithStream", 170)
 
-    def test_a_copy_to_the_host_has_a_direction_in_words(self, trace: Trace, tmp_path: Path) -> None:
+    def test_hip_copy_named_device_to_host_has_a_direction(self, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::copy_", 0, 100)
         trace.copy("CopyDeviceToHost", (5, 90), (80, 82), runtime="hipMemcpyWithStream", stream=0)
         site = get_only_site(trace.scan(tmp_path))
         assert (site.kind, site.direction) == ("copy-to-host", "DtoH")
 
-    def test_an_asynchronous_copy_that_was_held_up_blocks(self, trace: Trace, tmp_path: Path) -> None:
-        """Memory is not named: that the call returned after a kernel had ended and the copy begun says it. Copies lie
-        on a stream of their own.
+    def test_hip_asynchronous_copy_that_returns_after_a_kernel_blocks(self, trace: Trace, tmp_path: Path) -> None:
+        """The kind of memory is unknown, but the call returned after a kernel had ended and the copy begun. Copies have
+        their own stream.
         """
         trace.kernel(0, 5, 80)
         trace.copy("CopyDeviceToHost", (10, 90), (81, 82), runtime="hipMemcpyAsync", stream=0)
         assert get_only_site(trace.scan(tmp_path)).call == "hipMemcpyAsync"
 
-    def test_an_asynchronous_copy_that_returns_at_once_does_not(self, trace: Trace, tmp_path: Path) -> None:
+    def test_hip_asynchronous_copy_that_returns_at_once_does_not_block(self, trace: Trace, tmp_path: Path) -> None:
         trace.kernel(0, 5, 80)
         trace.copy("CopyDeviceToHost", (10, 15), (81, 82), runtime="hipMemcpyAsync", stream=0)
         assert trace.scan(tmp_path).sites == []
@@ -165,14 +165,16 @@ class TestHip:
             ("hipFree", "SYNC009"),
         ],
     )
-    def test_calls_have_the_rules_of_their_cousins(self, name: str, rule: str, trace: Trace, tmp_path: Path) -> None:
+    def test_hip_calls_have_the_rules_of_their_cuda_counterparts(
+        self, name: str, rule: str, trace: Trace, tmp_path: Path
+    ) -> None:
         trace.call(name, 0, 50)
         trace.op("aten::add", 90, 95)  # so that the call does not end the window
         assert get_only_site(trace.scan(tmp_path)).rule == rule
 
 
 class TestXpu:
-    def test_waits_of_its_runtime_are_found(self, trace: Trace, tmp_path: Path) -> None:
+    def test_waits_of_the_xpu_runtime_are_found(self, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::item", 0, 100)
         trace.op("aten::_local_scalar_dense", 1, 99)
         trace.call("urEventWait", 10, 90, cat="xpu_runtime")
@@ -183,12 +185,12 @@ class TestXpu:
 
 
 class TestOtherAccelerators:
-    """None of them is a program without a GPU, and of none it is known which calls wait."""
+    """Test traces of accelerators for which it is unknown which calls wait."""
 
     @pytest.mark.parametrize(
         "category", ["mtia_runtime", "mtia_ccp_events", "hpu_op", "privateuse1_driver", "async_npu", "xla_op"]
     )
-    def test_its_events_are_named_and_the_trace_cannot_answer(self, category: str, tmp_path: Path) -> None:
+    def test_unknown_accelerator_is_named_and_the_trace_cannot_answer(self, category: str, tmp_path: Path) -> None:
         trace = Trace()
         trace.op("aten::add", 0, 10)
         trace.add(category, "run", 0, 10, correlation=1)
@@ -198,8 +200,8 @@ class TestOtherAccelerators:
         assert "dcpbench syncs dry-run" in reason
         assert not any("ProfilerActivity.CUDA" in note for note in report.traces[0].coverage.notes)
 
-    def test_a_runtime_of_which_no_call_is_known_cannot_answer(self, tmp_path: Path) -> None:
-        """Kernels and calls are there, but whether musaStreamSynchronize waits is in no list of ours."""
+    def test_runtime_without_known_calls_cannot_answer(self, tmp_path: Path) -> None:
+        """The trace has kernels and calls, but it is unknown if musaStreamSynchronize waits."""
         trace = Trace()
         launch = trace.call("musaLaunchKernel", 0, 5, cat="privateuse1_runtime")
         trace.gpu("gemm", 10, 20, launch)
@@ -208,7 +210,9 @@ class TestOtherAccelerators:
         assert verdict.exit_code == 3
         assert "musaLaunchKernel, musaStreamSynchronize" in verdict.reasons[0]
 
-    def test_beside_cuda_they_change_no_answer(self, trace: Trace, tmp_path: Path) -> None:
+    def test_events_of_another_accelerator_do_not_change_the_verdict_with_cuda(
+        self, trace: Trace, tmp_path: Path
+    ) -> None:
         trace.add("mtia_ccp_events", "run", 0, 10)
         report = trace.scan(tmp_path)
         assert compute_verdict(report, Gate(root=tmp_path)).exit_code == 0
@@ -231,29 +235,31 @@ class TestCudaSyncEvents:
             **args,
         )
 
-    def test_a_wait_of_the_driver_api_in_an_operator_is_on_its_line(self, trace: Trace, tmp_path: Path) -> None:
-        """No runtime call has its correlation. `tid` is the stream's number plus a million."""
+    def test_driver_api_wait_in_an_operator_has_its_line(self, trace: Trace, tmp_path: Path) -> None:
+        """No runtime call has the correlation of the wait. The field `tid` is the number of the stream plus a million."""
         trace.frame("lib.py(5): solve", 0, 100)
         trace.op("my::solve", 0, 100, **{"External id": 12})
         self.event(trace, "Stream Sync", 10, 90, 9001, 7, **{"External id": 12})
         site = get_only_site(trace.scan(tmp_path))
         assert (site.function, site.op, site.wait_us, site.call) == ("solve", "my::solve", 80, "Stream Sync")
 
-    def test_a_wait_outside_any_operator_is_a_librarys(self, trace: Trace, tmp_path: Path) -> None:
+    def test_wait_outside_any_operator_is_attributed_to_a_library(self, trace: Trace, tmp_path: Path) -> None:
         self.event(trace, "Stream Sync", 10, 90, 9001, 7, **{"External id": 9001})
         trace.op("aten::add", 100, 110)
         site = get_only_site(trace.scan(tmp_path))
         assert (site.rule, site.threads, site.may_block) == ("SYNC010", [], False)
 
-    def test_the_same_wait_is_not_counted_twice(self, trace: Trace, tmp_path: Path) -> None:
+    def test_wait_with_a_call_and_a_sync_event_is_counted_once(self, trace: Trace, tmp_path: Path) -> None:
         correlation = trace.call("cudaStreamSynchronize", 10, 90)
         self.event(trace, "Stream Sync", 11, 89, correlation, 7)
         site = get_only_site(trace.scan(tmp_path))
         assert (site.call, site.count, site.wait_us) == ("cudaStreamSynchronize", 1, 80)
 
     @pytest.mark.parametrize("without", ["event", "call", "both"])
-    def test_nor_where_ids_are_missing(self, without: str, trace: Trace, tmp_path: Path) -> None:
-        """19 of each, whose times belong together, one to one."""
+    def test_wait_with_a_call_and_a_sync_event_is_counted_once_without_ids(
+        self, without: str, trace: Trace, tmp_path: Path
+    ) -> None:
+        """The 19 calls and 19 events are matched one to one by their times."""
         for n in range(19):
             correlation = trace.call("cudaStreamSynchronize", 100 * n, 100 * n + 90)
             if without != "event":
@@ -264,34 +270,32 @@ class TestCudaSyncEvents:
         site = get_only_site(trace.scan(tmp_path))
         assert (site.call, site.count) == ("cudaStreamSynchronize", 19)
 
-    def test_two_events_without_an_id_within_one_call_are_not_both_of_that_call(
+    def test_second_sync_event_without_an_id_within_one_call_is_another_wait(
         self, trace: Trace, tmp_path: Path
     ) -> None:
-        """The second is a library's, on another thread."""
+        """The second event is that of a library on another thread."""
         trace.call("cudaStreamSynchronize", 0, 90)
         for start in (1, 40):
             trace.add("cuda_sync", "Stream Sync", start, start + 20, pid=0, tid=7)
         assert trace.scan(tmp_path).totals.syncs == 2
 
     @pytest.mark.parametrize("name", ["cudaStream\u00d3ynchronize", "INVALID", "cudaLaunchKernel"])
-    def test_one_beside_a_call_that_is_no_wait_by_its_name_counts(
-        self, name: str, trace: Trace, tmp_path: Path
-    ) -> None:
-        """A damaged name, a call that the profiler could not name, or another process's with the same id."""
+    def test_sync_event_with_a_call_of_another_name_is_counted(self, name: str, trace: Trace, tmp_path: Path) -> None:
+        """The name of the call is damaged, unknown to the profiler, or of another process with the same id."""
         trace.frame("lib.py(5): solve", 0, 100)
         for n in range(19):
             self.event(trace, "Stream Sync", 5 * n + 1, 5 * n + 3, trace.call(name, 5 * n, 5 * n + 4), 7)
         site = get_only_site(trace.scan(tmp_path))
         assert (site.count, site.function) == (19, "solve")
 
-    def test_an_event_that_is_only_asked_is_no_wait(self, trace: Trace, tmp_path: Path) -> None:
-        """CUPTI writes for cudaEventQuery and cudaStreamQuery what it writes for a synchronisation."""
+    def test_event_and_stream_queries_are_no_waits(self, trace: Trace, tmp_path: Path) -> None:
+        """CUPTI writes the same events for cudaEventQuery and cudaStreamQuery as for a synchronisation."""
         for name, kind in (("cudaEventQuery", "Event Sync"), ("cudaStreamQuery", "Stream Sync")):
             self.event(trace, kind, 11, 12, trace.call(name, 10, 13), -1)
         assert trace.scan(tmp_path).sites == []
 
-    def test_one_without_a_call_only_may_have_waited(self, trace: Trace, tmp_path: Path) -> None:
-        """The driver's own query leaves the same event, but is over in a few microseconds."""
+    def test_short_sync_event_without_a_call_may_block(self, trace: Trace, tmp_path: Path) -> None:
+        """A query of the driver leaves the same event, but takes only a few microseconds."""
         self.event(trace, "Event Sync", 10, 12, 9001, -1)
         self.event(trace, "Event Sync", 100, 900, 9002, -1)
         report = trace.scan(tmp_path)
@@ -299,28 +303,26 @@ class TestCudaSyncEvents:
         assert all(render_report(report, form, root=tmp_path) is not None for form in FORMATS)
         assert msgspec.json.decode(encode_json(report), type=Report).sites == report.sites
 
-    def test_a_stream_that_waits_for_a_stream_is_no_matter_of_the_host(self, trace: Trace, tmp_path: Path) -> None:
+    def test_stream_wait_event_is_no_wait_of_the_host(self, trace: Trace, tmp_path: Path) -> None:
         self.event(trace, "Stream Wait Event", 10, 90, trace.call("cudaStreamWaitEvent", 10, 11), 7)
         self.event(trace, "Stream Wait Event", 10, 90, 9001, 7)
         assert trace.scan(tmp_path).sites == []
 
 
 class TestCopies:
-    def test_to_pageable_memory_the_call_itself_waits(self, trace: Trace, tmp_path: Path) -> None:
-        """`.to("cpu", non_blocking=True)`: no synchronisation follows."""
+    def test_copy_to_pageable_memory_waits_by_itself(self, trace: Trace, tmp_path: Path) -> None:
+        """After `.to("cpu", non_blocking=True)`, no synchronisation follows."""
         trace.op("aten::copy_", 0, 100)
         trace.copy(PAGEABLE, (10, 90), (80, 85))
         site = get_only_site(trace.scan(tmp_path))
         assert (site.rule, site.may_block, site.wait_us, site.call) == ("SYNC005", False, 80, "cudaMemcpyAsync")
 
-    def test_to_pinned_memory_it_does_not(self, trace: Trace, tmp_path: Path) -> None:
+    def test_copy_to_pinned_memory_does_not_wait(self, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::copy_", 0, 100)
         trace.copy(PINNED, (10, 14), (80, 85))
         assert trace.scan(tmp_path).sites == []
 
-    def test_an_event_that_is_waited_for_later_is_another_matter_than_the_copy(
-        self, trace: Trace, tmp_path: Path
-    ) -> None:
+    def test_later_event_synchronisation_is_not_attributed_to_the_copy(self, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::copy_", 0, 20)
         trace.copy(PINNED, (10, 14), (80, 85))
         trace.call("cudaEventRecord", 22, 23)
@@ -328,8 +330,8 @@ class TestCopies:
         site = get_only_site(trace.scan(tmp_path))
         assert (site.rule, site.direction, site.bytes) == ("SYNC007", "", None)
 
-    def test_a_small_one_from_pageable_memory_only_may_block(self, trace: Trace, tmp_path: Path) -> None:
-        """It returns before its copy begins, although the GPU is at work: CUDA took the data at once."""
+    def test_small_copy_from_pageable_memory_may_block(self, trace: Trace, tmp_path: Path) -> None:
+        """The call returns before the copy begins, although the GPU is busy: CUDA staged the data at once."""
         trace.kernel(0, 2, 80)
         trace.op("aten::copy_", 5, 20)
         trace.copy(TO_GPU, (10, 14), (81, 82), size=4096)
@@ -337,22 +339,22 @@ class TestCopies:
         assert get_only_site(report).may_block
         assert report.totals.syncs == 0
 
-    def test_a_large_one_that_the_gpu_holds_up_blocks(self, trace: Trace, tmp_path: Path) -> None:
+    def test_large_copy_that_waits_for_the_gpu_blocks(self, trace: Trace, tmp_path: Path) -> None:
         trace.kernel(0, 2, 80)
         trace.op("aten::copy_", 5, 100)
         trace.copy(TO_GPU, (10, 95), (81, 110), size=4 * MIB)
         site = get_only_site(trace.scan(tmp_path))
         assert (site.rule, site.may_block, site.direction) == ("SYNC005", False, "HtoD pageable")
 
-    def test_work_of_another_stream_holds_up_no_copy(self, trace: Trace, tmp_path: Path) -> None:
-        """The call takes long as the host copies 4 MiB; stream 8 is busy all the while and beside the point."""
+    def test_work_of_another_stream_does_not_block_a_copy(self, trace: Trace, tmp_path: Path) -> None:
+        """The call takes long because the host copies 4 MiB; stream 8, busy all the time, is unrelated."""
         trace.kernel(0, 2, 500, stream=8)
         trace.op("aten::copy_", 5, 200)
         trace.copy(TO_GPU, (10, 190), (60, 195), size=4 * MIB)
         assert get_only_site(trace.scan(tmp_path)).may_block
 
-    def test_a_copy_and_the_wait_behind_it_are_one(self, trace: Trace, tmp_path: Path) -> None:
-        """What torch asks the driver in between changes nothing."""
+    def test_copy_and_the_following_wait_are_one_synchronisation(self, trace: Trace, tmp_path: Path) -> None:
+        """Driver queries of torch in between change nothing."""
         trace.op("aten::copy_", 0, 100)
         trace.copy(TO_GPU, (10, 14), (30, 31))
         trace.call("cudaStreamIsCapturing", 15, 16)
@@ -362,42 +364,42 @@ class TestCopies:
         assert (site.rule, site.count, site.direction, site.wait_us) == ("SYNC004", 1, "HtoD pageable", 4 + 20)
 
     @pytest.mark.parametrize(
-        ("within", "apart", "one"), [(True, 500, True), (False, 49, True), (False, 50, False), (False, 500, False)]
+        ("within", "gap_us", "merged"), [(True, 500, True), (False, 49, True), (False, 50, False), (False, 500, False)]
     )
-    def test_a_wait_is_for_the_copy_before_it_in_an_operator_or_within_50_us(
-        self, within: bool, apart: int, one: bool, trace: Trace, tmp_path: Path
+    def test_wait_is_merged_with_a_copy_in_its_operator_or_within_50_us(
+        self, within: bool, gap_us: int, merged: bool, trace: Trace, tmp_path: Path
     ) -> None:
-        """The operator is the first of the trace; outside of all, what lies far apart is of two calls."""
+        """The operator is the first of the trace; outside of operators, a larger gap means two separate calls."""
         if within:
             trace.op("aten::copy_", 0, 1000)
         trace.copy(PAGEABLE, (10, 15), (11, 12))
-        trace.call("cudaStreamSynchronize", 15 + apart, 20 + apart)
+        trace.call("cudaStreamSynchronize", 15 + gap_us, 20 + gap_us)
         if not within:
             trace.op("aten::add", 2000, 2001)
-        assert sorted(s.rule for s in trace.scan(tmp_path).sites) == (["SYNC003"] if one else ["SYNC005", "SYNC006"])
+        assert sorted(s.rule for s in trace.scan(tmp_path).sites) == (["SYNC003"] if merged else ["SYNC005", "SYNC006"])
 
-    def test_a_wait_in_another_operator_is_another_one(self, trace: Trace, tmp_path: Path) -> None:
+    def test_wait_in_another_operator_than_the_copy_is_separate(self, trace: Trace, tmp_path: Path) -> None:
         trace.op("aten::copy_", 0, 20)
         trace.copy(PAGEABLE, (10, 15), (11, 12))
         trace.op("my::wait", 20, 100)
         trace.call("cudaStreamSynchronize", 21, 90)
         assert sorted(s.rule for s in trace.scan(tmp_path).sites) == ["SYNC005", "SYNC006"]
 
-    def test_a_wait_after_a_copy_on_the_gpu_is_a_wait_for_the_stream(self, trace: Trace, tmp_path: Path) -> None:
-        """`b.copy_(a); torch.cuda.synchronize()`: nobody on the host waits for the copy itself."""
+    def test_wait_after_a_device_to_device_copy_is_a_device_sync(self, trace: Trace, tmp_path: Path) -> None:
+        """In `b.copy_(a); torch.cuda.synchronize()`, the host does not wait for the copy itself."""
         trace.copy("Memcpy DtoD (Device -> Device)", (10, 14), (30, 31))
         trace.call("cudaDeviceSynchronize", 16, 40)
         trace.op("aten::add", 50, 51)
         site = get_only_site(trace.scan(tmp_path))
         assert site.rule == "SYNC008"
 
-    def test_a_copy_on_the_gpu_waits_for_nothing(self, trace: Trace, tmp_path: Path) -> None:
+    def test_device_to_device_copy_does_not_wait(self, trace: Trace, tmp_path: Path) -> None:
         trace.copy("Memcpy DtoD (Device -> Device)", (10, 14), (30, 31), runtime="cudaMemcpy")
         assert trace.scan(tmp_path).sites == []
 
 
 class TestMemory:
-    def test_freeing_waits_and_pinning_may(self, trace: Trace, tmp_path: Path) -> None:
+    def test_free_blocks_and_pinning_may_block(self, trace: Trace, tmp_path: Path) -> None:
         trace.call("cudaFree", 10, 90)
         trace.call("cudaHostAlloc", 100, 190)
         trace.call("cudaMalloc", 200, 210)
@@ -407,8 +409,8 @@ class TestMemory:
 
 
 class TestGraphs:
-    def test_a_replay_with_copies_in_it_is_no_wait(self, trace: Trace, tmp_path: Path) -> None:
-        """Its kernels and copies share the correlation of cudaGraphLaunch."""
+    def test_graph_replay_with_copies_is_no_wait(self, trace: Trace, tmp_path: Path) -> None:
+        """The kernels and copies of a replay share the correlation of cudaGraphLaunch."""
         graph = trace.call("cudaGraphLaunch", 10, 20)
         trace.gpu("node", 30, 40, graph)
         trace.gpu(PAGEABLE, 41, 42, graph, cat="gpu_memcpy", bytes=8)
@@ -416,16 +418,18 @@ class TestGraphs:
 
 
 class TestOwn:
-    def test_the_profilers_wait_at_the_end_needs_no_stack_to_be_known(self, trace: Trace, tmp_path: Path) -> None:
-        """The program's own wait comes before it, after the last work as well."""
+    def test_final_wait_of_the_profiler_is_recognised_without_a_stack(self, trace: Trace, tmp_path: Path) -> None:
+        """The program's own wait comes before it, also after the last work."""
         trace.call("cudaDeviceSynchronize", 100, 110)
         trace.call("cudaDeviceSynchronize", 200, 210)
         report = trace.scan(tmp_path)
         assert sorted((s.example.ts, s.own) for s in report.sites if s.example) == [(100, False), (200, True)]
 
     @pytest.mark.parametrize("end", [210.5, 1e6], ids=["still open", "ends beyond the trace"])
-    def test_a_step_that_has_not_ended_is_no_work_after_it(self, end: float, trace: Trace, tmp_path: Path) -> None:
-        """The profiler was stopped in the middle of a step: its range ends with the window, or is said to end later."""
+    def test_open_profiler_step_does_not_hide_the_final_wait_of_the_profiler(
+        self, end: float, trace: Trace, tmp_path: Path
+    ) -> None:
+        """The profiler was stopped within a step: the range ends with the window, or later."""
         trace.range("ProfilerStep#4", -2000, 50)
         trace.range("ProfilerStep#5", 50, end)
         trace.op("aten::add", 60, 70)
@@ -434,8 +438,8 @@ class TestOwn:
         assert get_only_site(report).own
         assert exit_code(report, tmp_path) == 0
 
-    def test_nor_is_one_that_is_an_operator(self, trace: Trace, tmp_path: Path) -> None:
-        """Torch 1.8: the range is an operator, and contains the call."""
+    def test_open_profiler_step_as_operator_does_not_hide_the_final_wait(self, trace: Trace, tmp_path: Path) -> None:
+        """In torch 1.8, the range is an operator, and contains the call."""
         trace.op("ProfilerStep#5", 50, 1e6)
         trace.op("aten::add", 60, 70)
         trace.call("cudaDeviceSynchronize", 200, 210)
@@ -443,7 +447,7 @@ class TestOwn:
         assert get_only_site(report).own
         assert exit_code(report, tmp_path) == 0
 
-    def test_the_programs_own_wait_in_such_a_step_stays_a_finding(self, trace: Trace, tmp_path: Path) -> None:
+    def test_wait_of_the_program_in_an_open_profiler_step_is_a_finding(self, trace: Trace, tmp_path: Path) -> None:
         trace.range("ProfilerStep#5", 50, 1e6)
         trace.call("cudaDeviceSynchronize", 100, 110)
         trace.call("cudaDeviceSynchronize", 200, 210)
@@ -452,31 +456,29 @@ class TestOwn:
         assert exit_code(report, tmp_path) == 1
 
     @pytest.mark.parametrize("name", ["ProfilerStep#5", "decode_step"])
-    def test_the_last_wait_in_a_range_that_has_ended_is_the_programs(
-        self, name: str, trace: Trace, tmp_path: Path
-    ) -> None:
-        """Something comes behind the range; or the range is not the profiler's, and a program may end with it."""
+    def test_last_wait_in_a_closed_range_is_that_of_the_program(self, name: str, trace: Trace, tmp_path: Path) -> None:
+        """An event follows the range; or the range is not that of the profiler, and a program may end with it."""
         trace.range(name, 50, 220)
         trace.call("cudaDeviceSynchronize", 200, 210)
         if name.startswith("Profiler"):
             trace.call("cudaEventRecord", 230, 231)
         assert not get_only_site(trace.scan(tmp_path)).own
 
-    def test_a_wait_with_a_users_frame_around_it_is_the_users(self, trace: Trace, tmp_path: Path) -> None:
+    def test_wait_within_a_user_frame_is_that_of_the_user(self, trace: Trace, tmp_path: Path) -> None:
         trace.frame("train.py(1): main", 0, 300)
         trace.frame("torch/cuda/__init__.py(9): synchronize", 99, 111)
         trace.call("cudaDeviceSynchronize", 100, 110)
         site = get_only_site(trace.scan(tmp_path))
         assert (site.own, site.function, site.explicit) == (False, "main", True)
 
-    def test_a_wait_in_the_profiler_is_its_own_wherever_it_is(self, trace: Trace, tmp_path: Path) -> None:
+    def test_wait_within_a_profiler_frame_is_that_of_the_profiler(self, trace: Trace, tmp_path: Path) -> None:
         trace.frame("train.py(1): main", 0, 300)
         trace.frame("torch/profiler/profiler.py(9): step", 99, 111)
         trace.call("cudaDeviceSynchronize", 100, 110)
         trace.op("aten::add", 200, 210)
         assert get_only_site(trace.scan(tmp_path)).own
 
-    def test_a_handler_that_the_profiler_calls_is_the_users(self, trace: Trace, tmp_path: Path) -> None:
+    def test_wait_in_a_user_handler_of_the_profiler_is_that_of_the_user(self, trace: Trace, tmp_path: Path) -> None:
         trace.frame("torch/profiler/profiler.py(9): step", 99, 111)
         trace.frame("train.py(1): on_trace_ready", 99.5, 110.5)
         trace.call("cudaStreamSynchronize", 100, 110)
@@ -495,15 +497,15 @@ class TestRanks:
             ("t.json", None),
         ],
     )
-    def test_a_file_name_may_say_it(self, name: str, rank: int | None, trace: Trace, tmp_path: Path) -> None:
+    def test_rank_is_read_from_the_file_name(self, name: str, rank: int | None, trace: Trace, tmp_path: Path) -> None:
         assert trace.scan(tmp_path, name).traces[0].rank == rank
 
-    def test_the_trace_itself_knows_better(self, trace: Trace, tmp_path: Path) -> None:
+    def test_rank_in_the_trace_takes_precedence_over_the_file_name(self, trace: Trace, tmp_path: Path) -> None:
         trace.top["distributedInfo"] = {"backend": "nccl", "rank": 6, "world_size": 8, "pg_config": [{"ranks": [0]}]}
         assert trace.scan(tmp_path, "rank3.json").traces[0].rank == 6
 
-    def test_a_step_is_as_slow_as_its_slowest_rank(self, tmp_path: Path) -> None:
-        """Rank 0 waits once per step, rank 1 twice: three waits in all, two per step."""
+    def test_count_per_step_is_that_of_the_slowest_rank(self, tmp_path: Path) -> None:
+        """Rank 0 waits once per step and rank 1 twice: three waits in all, two per step."""
         paths = []
         for rank, times in ((0, 1), (1, 2)):
             trace = Trace().work()
@@ -536,7 +538,7 @@ class TestNames:
             ("", None),
         ],
     )
-    def test_a_call_is_known_with_and_without_a_version(self, call: str, kind: str | None) -> None:
+    def test_wait_kind_ignores_the_version_of_a_call(self, call: str, kind: str | None) -> None:
         assert get_wait_kind(call) == kind
 
     @pytest.mark.parametrize(
@@ -551,12 +553,12 @@ class TestNames:
             ("gemm", ""),
         ],
     )
-    def test_a_copy_says_its_direction(self, name: str, direction: str) -> None:
+    def test_direction_is_parsed_from_the_name_of_a_copy(self, name: str, direction: str) -> None:
         assert parse_direction(name) == direction
 
 
-def test_an_item_on_the_host_is_no_synchronisation(trace: Trace, tmp_path: Path) -> None:
-    """The table of operators is a hint about waits that were seen, never a reason to report one."""
+def test_item_of_a_host_tensor_is_no_synchronisation(trace: Trace, tmp_path: Path) -> None:
+    """The table of operators explains recorded waits and never reports one by itself."""
     for t in range(0, 1000, 10):
         trace.op("aten::item", t, t + 5)
         trace.op("aten::_local_scalar_dense", t + 1, t + 4)
@@ -565,10 +567,8 @@ def test_an_item_on_the_host_is_no_synchronisation(trace: Trace, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("ends", "kept"), [(1000.0, False), (999.0, True)])
-def test_a_step_in_which_the_profiler_stopped_is_none_whatever_python_frames_do(
-    ends: float, kept: bool, tmp_path: Path
-) -> None:
-    """It ends behind all else, but for frames, which are closed later still; a kernel ends at 999.5."""
+def test_profiler_step_that_ends_after_all_other_events_is_left_out(ends: float, kept: bool, tmp_path: Path) -> None:
+    """Python frames, which are closed even later, do not count; a kernel ends at 999.5."""
     trace = Trace()
     trace.range("ProfilerStep#0", 0, ends)
     trace.kernel(10, 900, 999.5)

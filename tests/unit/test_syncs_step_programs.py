@@ -1,4 +1,4 @@
-"""Programs that wait outside the ranges which could be taken for their steps: none of them is ever clean."""
+"""Test programs that wait outside of the ranges which could be taken for their steps: none of them is ever clean."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def load_shards_then_decode() -> Program:
-    """Four numbered ranges that load weights, then a loop without ranges that waits 20 times."""
+    """Build a trace of four numbered ranges that load weights, then a loop without ranges that waits 20 times."""
     program = Program()
     for shard in range(4):
         with program.range(f"load shard {shard}"):
@@ -39,7 +39,7 @@ def load_shards_then_decode() -> Program:
 
 
 def waits_behind_the_last_step() -> Program:
-    """Five steps of torch's profiler that do not wait, then eight waits."""
+    """Build a trace of five profiler steps that do not wait, then eight waits."""
     program = Program()
     for step in range(5):
         with program.range(f"ProfilerStep#{step}"):
@@ -51,7 +51,7 @@ def waits_behind_the_last_step() -> Program:
 
 
 def sglang_batches_of_different_sizes() -> Program:
-    """Each prefill has another batch size, so that its number is its own; the twelve decode steps wait."""
+    """Build a trace where each prefill has another batch size and thus a unique number; the twelve decode steps wait."""
     program = Program()
     for batch in range(4):
         with program.range(f"EXTEND bs={batch + 1}"):
@@ -75,7 +75,7 @@ def two_warm_ups_then_waits() -> Program:
 
 
 def vllm_ramp_then_decode() -> Program:
-    """Requests arrive one by one, then decode together; only decode steps wait, 40 times."""
+    """Build a trace where requests arrive one by one, then decode together; only decode steps wait, 40 times."""
     program = Program()
     for cached in range(4):
         with program.range(f"execute_new_1_cached_{cached}"):
@@ -89,7 +89,9 @@ def vllm_ramp_then_decode() -> Program:
 
 
 def diffusers_pipeline() -> Program:
-    """Text encoder, 20 denoising steps with a range each, VAE and safety checker; only the denoising does not wait."""
+    """Build a trace of a text encoder, 20 denoising steps with a range each, VAE and safety checker; only the denoising
+    does not wait.
+    """
     program = Program()
     for _ in range(2):  # prompt and negative prompt
         program.work(12)
@@ -104,7 +106,7 @@ def diffusers_pipeline() -> Program:
 
 
 def diffusers_waits_before_alone() -> Program:
-    """The same where all 139 waits lie before the denoising."""
+    """Build the same trace with all 139 waits before the denoising."""
     program = Program()
     for _ in range(139):
         program.work(1)
@@ -116,7 +118,9 @@ def diffusers_waits_before_alone() -> Program:
 
 
 def diffusers_pipeline_called_three_times() -> Program:
-    """Numbers of denoising steps repeat with each image; the scheduler's timesteps are read before each."""
+    """Build a trace where numbers of denoising steps repeat with each image; the scheduler's timesteps are read before
+    each.
+    """
     program = Program()
     for _ in range(3):
         program.read(2)
@@ -129,7 +133,7 @@ def diffusers_pipeline_called_three_times() -> Program:
 
 
 def transformers_generate() -> Program:
-    """Chunks of the prompt are numbered; each of 32 tokens then asks `stopping_criteria.all()`."""
+    """Build a trace with numbered chunks of the prompt; each of 32 tokens then calls `stopping_criteria.all()`."""
     program = Program()
     for chunk in range(6):
         with program.range(f"prefill chunk {chunk}"):
@@ -141,7 +145,7 @@ def transformers_generate() -> Program:
 
 
 def transformers_waits_between_tokens() -> Program:
-    """Each token has a range; the stopping criterion is read between two of them."""
+    """Build a trace with a range for each token; the stopping criterion is read between two of them."""
     program = Program()
     for token in range(16):
         with program.range(f"token {token}"):
@@ -151,7 +155,9 @@ def transformers_waits_between_tokens() -> Program:
 
 
 def vllm_samples_behind_the_forward_pass() -> Program:
-    """vLLM annotates `execute_model` and samples behind it, so that each wait lies between two annotations."""
+    """Build a trace of vLLM, which annotates `execute_model` and samples after it, so that each wait is between two
+    annotations.
+    """
     program = Program()
     with program.range("execute_context_2(4096)_generation_0(0)"):
         program.work(60)
@@ -164,7 +170,7 @@ def vllm_samples_behind_the_forward_pass() -> Program:
 
 
 def vllm_waits_in_prefill_alone() -> Program:
-    """One prefill comes first and waits; twelve decode steps do not."""
+    """Build a trace with one prefill that waits, and twelve decode steps that do not."""
     program = Program()
     with program.range("execute_context_1(2048)_generation_0(0)"):
         program.work(60)
@@ -176,7 +182,7 @@ def vllm_waits_in_prefill_alone() -> Program:
 
 
 def sglang_scheduler_waits() -> Program:
-    """SGLang's scheduler waits between forward passes, every third time."""
+    """Build a trace where SGLang's scheduler waits between forward passes, every third time."""
     program = Program()
     for step in range(15):
         with program.range("step[EXTEND bs=2 toks=4096]" if step % 5 == 0 else f"step[DECODE bs={step % 4 + 1}]"):
@@ -187,7 +193,7 @@ def sglang_scheduler_waits() -> Program:
 
 
 def warm_up_in_numbered_ranges() -> Program:
-    """Warm-up has ranges and most of the GPU work; serving has none and waits ten times."""
+    """Build a trace where warm-up has ranges and most of the GPU work; serving has none and waits ten times."""
     program = Program()
     for turn in range(5):
         with program.range(f"warmup {turn}"):
@@ -200,7 +206,7 @@ def warm_up_in_numbered_ranges() -> Program:
 
 
 def layers_of_one_forward_pass() -> Program:
-    """Layers are numbered and occur once each; the tokens are read behind the last one."""
+    """Build a trace where layers are numbered and occur once each; the tokens are read after the last one."""
     program = Program()
     for layer in range(32):
         with program.range(f"layer_{layer}"):
@@ -211,7 +217,7 @@ def layers_of_one_forward_pass() -> Program:
 
 
 def layers_in_steps() -> Program:
-    """Layers are numbered within each numbered step; sampling waits between the steps."""
+    """Build a trace where layers are numbered within each numbered step; sampling waits between the steps."""
     program = Program()
     for step in range(6):
         with program.range(f"step {step}"):
@@ -223,7 +229,7 @@ def layers_in_steps() -> Program:
 
 
 def batches_of_epochs() -> Program:
-    """Batches are numbered anew in each epoch; validation waits behind each of them."""
+    """Build a trace where the numbers of batches begin at 0 in each epoch; validation waits after each of them."""
     program = Program()
     for epoch in range(3):
         with program.range(f"epoch {epoch}"):
@@ -236,7 +242,7 @@ def batches_of_epochs() -> Program:
 
 
 def two_families() -> Program:
-    """Encoder chunks wait, and the denoising that has most of the work does not."""
+    """Build a trace where encoder chunks wait, and the denoising with most of the work does not."""
     program = Program()
     for chunk in range(8):
         with program.range(f"encode {chunk}"):
@@ -249,7 +255,7 @@ def two_families() -> Program:
 
 
 def stages_of_a_pipeline() -> Program:
-    """Three numbered stages are all there is; the first is a loop that waits 20 times."""
+    """Build a trace of three numbered stages only; the first is a loop that waits 20 times."""
     program = Program()
     with program.range("stage 0"):
         for _ in range(20):
@@ -272,7 +278,7 @@ def waits_in_every_third_step() -> Program:
 
 
 def another_function_waits_in_each_step() -> Program:
-    """Each step waits once, always in another function."""
+    """Build a trace where each step waits once, always in another function."""
     program = Program()
     for step in range(8):
         with program.range(f"ProfilerStep#{step}"):
@@ -310,14 +316,14 @@ NAMED = [pytest.param(make, waits, code, id=make.__name__) for make, waits, code
 MANY = 1000.0  # a limit of waits per step that no program here exceeds
 
 
-def test_the_documentation_counts_the_programs() -> None:
+def test_docs_state_the_number_of_programs() -> None:
     page = (ROOT / "docs" / "syncs-detectors.md").read_text()
     unknown = sum(1 for _, _, code in PROGRAMS if code == 3)
     assert f"Of {len(PROGRAMS)} programs" in page
     assert f"clean: {len(PROGRAMS) - unknown} have findings, {unknown} end in exit code 3" in page
 
 
-def scanned(make: Callable[[], Program], folder: Path, **options: str) -> Report:
+def scan(make: Callable[[], Program], folder: Path, **options: str) -> Report:
     return scan_traces([make().write(folder / "trace.json")], root=folder, **options)
 
 
@@ -326,25 +332,25 @@ def verdict(report: Report, folder: Path, **limits: float | baseline.Baseline) -
 
 
 @pytest.mark.parametrize(("make", "waits", "code"), NAMED)
-def test_no_program_that_waits_is_clean(make: Callable[[], Program], waits: int, code: int, tmp_path: Path) -> None:
-    report = scanned(make, tmp_path)
+def test_program_that_waits_is_never_clean(make: Callable[[], Program], waits: int, code: int, tmp_path: Path) -> None:
+    report = scan(make, tmp_path)
     assert sum(site.count for site in report.sites) == waits
     assert verdict(report, tmp_path).exit_code == code
 
 
 @pytest.mark.parametrize("make", [pytest.param(make, id=make.__name__) for make, _, _ in PROGRAMS])
-def test_a_limit_per_step_hides_no_wait_in_no_step(make: Callable[[], Program], tmp_path: Path) -> None:
-    """A limit that nothing exceeds: only where each wait lies in a step is the answer known, and then it is clean."""
-    report = scanned(make, tmp_path)
+def test_limit_per_step_does_not_hide_waits_outside_steps(make: Callable[[], Program], tmp_path: Path) -> None:
+    """No program exceeds the limit, and only one with each wait in a step is clean."""
+    report = scan(make, tmp_path)
     outside = any(site.outside for site in report.sites)
     guessed = any(site.warmup_only for site in report.sites) and report.traces[0].coverage.steps_guessed
     unknown = outside or guessed or not report.traces[0].steps
     assert verdict(report, tmp_path, max_per_step=MANY).exit_code == (3 if unknown else 0)
 
 
-def test_a_wait_behind_the_last_step_is_new_to_a_baseline_without_it(tmp_path: Path) -> None:
-    """The same program with eight waits behind its last step, and with nine."""
-    report = scanned(waits_behind_the_last_step, tmp_path)
+def test_additional_wait_after_the_last_step_exceeds_the_baseline(tmp_path: Path) -> None:
+    """The same program has eight waits after its last step in the baseline, and nine in the report."""
+    report = scan(waits_behind_the_last_step, tmp_path)
     known = baseline.build_baseline(filter(can_be_finding, report.sites))
     assert verdict(report, tmp_path, baseline=known).exit_code == 0
 
@@ -353,30 +359,30 @@ def test_a_wait_behind_the_last_step_is_new_to_a_baseline_without_it(tmp_path: P
         program.read()
         return program
 
-    more = verdict(scanned(with_one_more, tmp_path), tmp_path, baseline=known)
+    more = verdict(scan(with_one_more, tmp_path), tmp_path, baseline=known)
     assert more.exit_code == 1
     assert "9 outside the steps here, 8 in the baseline" in more.findings[0].message
 
 
-def test_a_guess_is_confirmed_by_naming_the_steps(tmp_path: Path) -> None:
-    """Then what lies before the first step is warm-up, as the user says so."""
-    (reason,) = verdict(scanned(diffusers_waits_before_alone, tmp_path), tmp_path).reasons
+def test_step_range_option_confirms_guessed_steps(tmp_path: Path) -> None:
+    """Calls before the first step are then warm-up."""
+    (reason,) = verdict(scan(diffusers_waits_before_alone, tmp_path), tmp_path).reasons
     assert "give --step-range '^denoise_step_'" in reason
-    report = scanned(diffusers_waits_before_alone, tmp_path, step_range="^denoise_step_")
+    report = scan(diffusers_waits_before_alone, tmp_path, step_range="^denoise_step_")
     assert verdict(report, tmp_path).exit_code == 0
 
 
 class TestPhases:
-    def test_prefill_and_decode_have_counts_of_their_own(self, tmp_path: Path) -> None:
-        report = scanned(vllm_waits_in_prefill_alone, tmp_path)
+    def test_prefill_and_decode_have_separate_counts(self, tmp_path: Path) -> None:
+        report = scan(vllm_waits_in_prefill_alone, tmp_path)
         assert report.traces[0].coverage.steps_by_phase == {"decode": 12, "prefill": 1}
         assert report.sites[0].count_per_phase == {"prefill": 3.0, "decode": 0.0}
 
     @pytest.mark.parametrize("step_range", [None, "^execute_"])
-    def test_steps_of_another_name_have_the_phases_of_the_engine_in_them(
+    def test_profiler_steps_have_the_phases_of_engine_ranges_inside(
         self, step_range: str | None, tmp_path: Path
     ) -> None:
-        """With a schedule vLLM's profiler marks steps as well; a prefill that is the first one is no warm-up."""
+        """With a schedule, vLLM's profiler marks steps as well; a prefill in the first step is no warm-up."""
         program = Program()
         for step in range(5):
             with program.range(f"ProfilerStep#{step}"), program.range(f"execute_new_{0 if step else 2}_cached_{step}"):
@@ -387,15 +393,15 @@ class TestPhases:
         assert report.sites[0].count_per_phase == {"prefill": 2.0, "decode": 0.0}
         assert verdict(report, tmp_path).exit_code == 1
 
-    def test_a_limit_holds_for_each_phase(self, tmp_path: Path) -> None:
-        """Three waits in the one prefill are 0.25 a step over all, and exceed a limit of 2."""
-        report = scanned(vllm_waits_in_prefill_alone, tmp_path)
+    def test_limit_per_step_applies_to_each_phase(self, tmp_path: Path) -> None:
+        """Three waits in the only prefill are 0.25 per step on average, and exceed a limit of 2."""
+        report = scan(vllm_waits_in_prefill_alone, tmp_path)
         (finding,) = verdict(report, tmp_path, max_per_step=2.0).findings
         assert finding.message.startswith("3 synchronisations per prefill step, the limit is 2")
 
-    def test_a_baseline_compares_each_phase(self, tmp_path: Path) -> None:
-        """Prefill waits as before, and decode as well now."""
-        known = baseline.build_baseline(filter(can_be_finding, scanned(vllm_waits_in_prefill_alone, tmp_path).sites))
+    def test_baseline_compares_each_phase(self, tmp_path: Path) -> None:
+        """Prefill waits as in the baseline, and decode waits in addition."""
+        known = baseline.build_baseline(filter(can_be_finding, scan(vllm_waits_in_prefill_alone, tmp_path).sites))
 
         def decode_waits_too() -> Program:
             program = Program()
@@ -408,28 +414,28 @@ class TestPhases:
                     program.read()
             return program
 
-        found = verdict(scanned(decode_waits_too, tmp_path), tmp_path, baseline=known)
+        found = verdict(scan(decode_waits_too, tmp_path), tmp_path, baseline=known)
         assert "1 per decode step here, 0 in the baseline" in found.findings[0].message
 
-    def test_sampling_behind_the_last_forward_pass_belongs_to_it(self, tmp_path: Path) -> None:
-        report = scanned(vllm_samples_behind_the_forward_pass, tmp_path)
+    def test_sampling_after_the_last_forward_pass_belongs_to_its_step(self, tmp_path: Path) -> None:
+        report = scan(vllm_samples_behind_the_forward_pass, tmp_path)
         assert report.sites[0].count_per_phase == {"prefill": 1.0, "decode": 1.0}
         assert report.sites[0].outside == 0
         assert verdict(report, tmp_path, max_per_step=1.0).exit_code == 0
 
-    def test_a_server_waits_as_often_as_in_the_phase_that_waits_most(self, tmp_path: Path) -> None:
-        """Three waits in a prefill and none in decode are three in a step, not 3 of 13."""
+    def test_count_per_step_of_a_server_is_that_of_its_worst_phase(self, tmp_path: Path) -> None:
+        """Three waits in a prefill and none in decode are three per step, not 3 of 13."""
         trace = vllm_waits_in_prefill_alone().write(tmp_path / "rank0.json")
         assert find_waits([trace])[0] == 3.0
 
-    def test_a_server_with_numbered_ranges_gives_a_count_if_no_wait_is_left_out(self, tmp_path: Path) -> None:
+    def test_server_with_numbered_ranges_has_a_count_if_all_waits_are_in_steps(self, tmp_path: Path) -> None:
         """Waits in each step are counted; those before ranges that may be no steps would be missing."""
         trace = transformers_waits_between_tokens().write(tmp_path / "rank0.json")
         assert find_waits([trace])[0] == 1.0
         with pytest.raises(WorkerError, match="give --step-range"):
             find_waits([two_families().write(tmp_path / "rank0.json")])
 
-    def test_a_recording_that_ends_before_the_last_sampling_has_the_same_counts(self, tmp_path: Path) -> None:
+    def test_recording_without_the_last_sampling_has_the_same_counts(self, tmp_path: Path) -> None:
         program = vllm_samples_behind_the_forward_pass()
         with program.range("execute_context_0(0)_generation_2(2)"):
             program.work(20)
@@ -453,8 +459,8 @@ for _ in range(20):
 """
 
 
-def test_a_dry_run_has_the_same_steps() -> None:
-    """Numbered ranges that load, then a loop without ranges that waits in each of 20 turns."""
+def test_dry_run_has_the_same_steps() -> None:
+    """Numbered ranges load, then a loop without ranges waits in each of 20 iterations."""
     with dry_run() as run:
         exec(NUMBERED_RANGES, {})  # noqa: S102 -- a program of ours
     report = run.report()
@@ -462,7 +468,7 @@ def test_a_dry_run_has_the_same_steps() -> None:
     assert [(site.count, site.warmup_only) for site in report.sites] == [(20, False)]
 
 
-def test_a_dry_run_finds_waits_behind_the_last_step() -> None:
+def test_dry_run_finds_waits_after_the_last_step() -> None:
     with dry_run() as run:
         x = torch.ones(4, device="cuda")
         for step in range(4):

@@ -1,4 +1,6 @@
-"""A wait belongs to the thread that waited, and to its asyncio task: live, where torch's callbacks are fired by hand, and in a dry run."""
+"""Test that a wait belongs to the thread and asyncio task that waited: live, with torch's callbacks called by hand, and
+in a dry run.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ REPETITIONS = 1000
 
 @pytest.fixture(autouse=True)
 def _cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that says it has a GPU."""
+    """Simulate a machine with a GPU."""
     monkeypatch.setattr(live, "has_cuda", lambda: True)
 
 
@@ -34,27 +36,27 @@ def wait_for_stream() -> None:
     fake_cuda.stream()
 
 
-def wait_allowed(wait: Callable[[], object], both: threading.Barrier) -> None:
+def wait_allowed(wait: Callable[[], object], barrier: threading.Barrier) -> None:
     with allow("this thread may"):
-        both.wait()
+        barrier.wait()
         wait()
-        both.wait()  # the region is open while the other thread waits
+        barrier.wait()  # the region is open while the other thread waits
 
 
-def wait_forbidden(wait: Callable[[], object], both: threading.Barrier) -> None:
-    both.wait()
+def wait_forbidden(wait: Callable[[], object], barrier: threading.Barrier) -> None:
+    barrier.wait()
     wait()
-    both.wait()
+    barrier.wait()
 
 
 def run_both(pool: ThreadPoolExecutor, wait: Callable[[], object]) -> None:
-    """Let two threads wait at once, of which one is allowed to."""
-    both = threading.Barrier(2)
-    for done in [pool.submit(wait_allowed, wait, both), pool.submit(wait_forbidden, wait, both)]:
+    """Let two threads wait at once, one of which is allowed to."""
+    barrier = threading.Barrier(2)
+    for done in [pool.submit(wait_allowed, wait, barrier), pool.submit(wait_forbidden, wait, barrier)]:
         done.result()
 
 
-def test_of_two_threads_that_wait_at_once_the_allowed_one_alone_is_not_counted() -> None:
+def test_allowed_wait_of_one_thread_does_not_allow_that_of_another() -> None:
     with ThreadPoolExecutor(2) as pool:
         for _ in range(REPETITIONS):
             with watch(threads="all") as seen:
@@ -64,20 +66,20 @@ def test_of_two_threads_that_wait_at_once_the_allowed_one_alone_is_not_counted()
             assert seen.syncs[0].thread != seen.allowed[0].thread
 
 
-def test_two_watches_of_threads_that_wait_at_once_see_their_own_thread_alone() -> None:
-    def watched(wait: Callable[..., None], both: threading.Barrier) -> tuple[int, int]:
+def test_watches_of_two_waiting_threads_record_their_own_thread_only() -> None:
+    def watched(wait: Callable[..., None], barrier: threading.Barrier) -> tuple[int, int]:
         with watch() as seen:
-            wait(wait_for_stream, both)
+            wait(wait_for_stream, barrier)
         return seen.count, len(seen.allowed)
 
     with ThreadPoolExecutor(2) as pool:
         for _ in range(REPETITIONS):
-            both = threading.Barrier(2)
-            results = [pool.submit(watched, wait, both) for wait in (wait_allowed, wait_forbidden)]
+            barrier = threading.Barrier(2)
+            results = [pool.submit(watched, wait, barrier) for wait in (wait_allowed, wait_forbidden)]
             assert [done.result() for done in results] == [(0, 1), (1, 0)]
 
 
-def test_of_two_threads_that_wait_at_once_in_a_dry_run_one_is_allowed() -> None:
+def test_allowed_wait_of_one_thread_in_a_dry_run_allows_no_other() -> None:
     with dry_run() as run, ThreadPoolExecutor(2) as pool:
         x = torch.ones(1, device="cuda")
         for _ in range(REPETITIONS):
@@ -91,10 +93,10 @@ def test_of_two_threads_that_wait_at_once_in_a_dry_run_one_is_allowed() -> None:
 
 @pytest.mark.parametrize(("threads", "count"), [("current", 1), ("all", 3)])
 @pytest.mark.parametrize("mode", ["live", "dry-run"])
-def test_a_checked_test_counts_its_own_thread_with_and_without_a_gpu(
+def test_checked_test_counts_its_own_thread_with_and_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, threads: str, count: int
 ) -> None:
-    """The test waits once, and a thread that it starts twice."""
+    """The test waits once, and a thread that it starts waits twice."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     check = SyncCheck(mode, threads=threads, allow=[], root=tmp_path)
@@ -114,9 +116,9 @@ def test_a_checked_test_counts_its_own_thread_with_and_without_a_gpu(
 
 
 class TestTasks:
-    """Requests of a server run as tasks on one thread: one runs while another is suspended."""
+    """Test requests of a server, which run as tasks on one thread: one runs while another is suspended."""
 
-    def test_a_region_of_a_suspended_task_allows_nothing_in_another_one(self) -> None:
+    def test_allowed_region_of_a_suspended_task_does_not_apply_to_another(self) -> None:
         async def main() -> None:
             entered, waited = asyncio.Event(), asyncio.Event()
 
@@ -138,7 +140,7 @@ class TestTasks:
         assert [s.frames[-3].function for s in seen.syncs] == ["forbidden"]
         assert [s.frames[-3].function for s in seen.allowed] == ["allowed"]
 
-    def test_a_watch_counts_its_own_task_and_those_that_it_starts(self) -> None:
+    def test_watch_counts_its_own_task_and_tasks_that_it_starts(self) -> None:
         counts = {}
 
         async def child() -> None:
@@ -166,8 +168,8 @@ class TestTasks:
         assert "MainThread, second" not in counts["first"][1]
         assert torch._C._len_torch_dispatch_stack() == 0
 
-    def test_copies_go_to_the_watch_of_their_task_whichever_ends_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The first watch ends while the second one, which was opened later, goes on. Each task copies once inside."""
+    def test_copies_are_counted_by_the_watch_of_their_task(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The first watch ends while the second one, which was opened later, continues. Each task copies once inside."""
 
         def find_copy(call: sighting.Call, *_: object) -> Sync | None:
             return Sync(rule="SYNC005", op=call.op) if call.op == "aten::clone" else None
@@ -195,7 +197,7 @@ class TestTasks:
         assert counts == {"first": 1, "second": 1}
         assert torch._C._len_torch_dispatch_stack() == 0
 
-    def test_a_watch_of_a_fixture_that_has_ended_covers_the_test(self) -> None:
+    def test_watch_of_a_finished_fixture_covers_the_test(self) -> None:
         """An asynchronous fixture is a task, which has ended when the test runs."""
 
         async def fixture() -> live.Watch:

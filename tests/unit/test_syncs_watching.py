@@ -1,4 +1,4 @@
-"""What watching is made of: allowed regions, the decorator, pageable copies, and a torch without callbacks."""
+"""Test parts of live watching: allowed regions, the decorator, pageable copies, and a torch without callbacks."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from tests.unit import fake_cuda
 
 @pytest.fixture
 def _cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that says it has a GPU."""
+    """Simulate a machine with a GPU."""
     monkeypatch.setattr(live, "has_cuda", lambda: True)
 
 
@@ -35,14 +35,14 @@ def wait_and_fail() -> None:
 
 @needs_cuda
 class TestAllow:
-    def test_what_is_allowed_is_not_counted_and_keeps_its_reason(self) -> None:
+    def test_allowed_wait_is_not_counted_and_keeps_its_reason(self) -> None:
         with watch(at_most=0) as seen, allow("the batch is over"):
             wait_for_stream()
         assert seen.count == 0
         assert [sync.allowed for sync in seen.allowed] == ["the batch is over"]
         assert list(seen.report().verdict.allowed.values()) == ["the batch is over"]
 
-    def test_regions_nest_and_end(self) -> None:
+    def test_allowed_regions_nest_and_end(self) -> None:
         with watch() as seen:
             with allow("outer"):
                 with allow("inner"):
@@ -52,7 +52,7 @@ class TestAllow:
         assert [sync.allowed for sync in seen.allowed] == ["inner", "outer"]
         assert seen.count == 1
 
-    def test_a_line_reached_from_inside_and_outside_of_a_region_is_two_sites(self) -> None:
+    def test_line_reached_from_inside_and_outside_a_region_is_two_sites(self) -> None:
         with watch() as seen:
             for inside in (True, False):
                 if inside:
@@ -62,7 +62,7 @@ class TestAllow:
                     wait_for_stream()
         assert sorted((site.allowed, site.count) for site in seen.report().sites) == [("", 1), ("once", 1)]
 
-    def test_a_region_is_its_threads_own(self) -> None:
+    def test_allowed_region_applies_to_its_thread_only(self) -> None:
         with watch(threads="all") as seen, allow("mine"):
             thread = threading.Thread(target=wait_for_stream)
             thread.start()
@@ -70,14 +70,14 @@ class TestAllow:
         assert (seen.count, len(seen.allowed)) == (1, 0)
 
     @pytest.mark.parametrize("reason", ["", "  ", None])
-    def test_a_region_needs_its_reason(self, reason: str) -> None:
+    def test_allowed_region_requires_a_reason(self, reason: str) -> None:
         with pytest.raises(UsageError, match="needs its reason"), allow(reason):
             pass
 
 
 @needs_cuda
 class TestDecorator:
-    def test_a_call_that_synchronises_raises_after_it_has_run(self) -> None:
+    def test_decorated_call_that_synchronises_raises_after_its_end(self) -> None:
         done = []
 
         @no_syncs
@@ -89,41 +89,41 @@ class TestDecorator:
             step()
         assert done == [1]
 
-    def test_a_clean_call_returns_its_value(self) -> None:
+    def test_decorated_clean_call_returns_its_value(self) -> None:
         assert no_syncs(at_most=1)(lambda x: x + 1)(2) == 3
 
-    def test_what_suspends_cannot_be_guarded(self) -> None:
+    def test_generators_and_coroutines_cannot_be_decorated(self) -> None:
         async def step() -> None: ...
 
         with pytest.raises(UsageError, match=r"watch\(at_most=0\)"):
             no_syncs(step)
 
-    def test_options_have_names(self) -> None:
+    def test_decorator_options_are_keyword_only(self) -> None:
         with pytest.raises(UsageError, match="at_most=1"):
             no_syncs(1)
 
 
 class TestPageable:
-    def test_contiguous_memory_is_copied_straight_and_a_strided_view_is_not(self) -> None:
-        """Device tensors are stood for by meta ones: only shapes, strides and dtypes are looked at."""
+    def test_strided_view_is_staged_unlike_contiguous_memory(self) -> None:
+        """Meta tensors replace those on the device: only shapes, strides and dtypes are used."""
         device, host = torch.empty(4, 6, device="meta"), torch.empty(4, 6)
         assert not is_staged(device, host)
         assert not is_staged(host, device)
         assert is_staged(torch.empty(4, 12)[:, ::2], device)
         assert is_staged(device, torch.empty(4, 12)[:, ::2])
 
-    def test_two_transposed_sides_are_one_layout(self) -> None:
+    def test_two_transposed_sides_have_one_layout(self) -> None:
         device, host = torch.empty(6, 4, device="meta").t(), torch.empty(6, 4).t()
         assert not is_staged(host, device)
         assert is_staged(host, device.contiguous())
 
-    def test_another_dtype_is_converted_on_the_device(self) -> None:
+    def test_copy_to_another_dtype_is_converted_on_the_device(self) -> None:
         assert not is_staged(torch.empty(4, dtype=torch.float64), torch.empty(4, device="meta"))
 
-    def test_a_row_that_is_broadcast_is_staged(self) -> None:
+    def test_broadcast_row_is_staged(self) -> None:
         assert is_staged(torch.empty(6), torch.empty(4, 6, device="meta"))
 
-    def test_copies_on_one_side_are_none(self) -> None:
+    def test_copy_within_one_side_is_not_pageable(self) -> None:
         x = torch.ones(3)
         assert find_copy("aten::copy_", (x, x, True), {}, x) is None
         assert find_copy("aten::_to_copy", (x,), {"dtype": torch.float64, "non_blocking": True}, x) is None
@@ -131,20 +131,20 @@ class TestPageable:
 
 
 class TestWithoutCuda:
-    def test_a_watch_says_what_to_write_instead(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_watch_without_cuda_suggests_an_alternative(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(live, "has_cuda", lambda: False)
         with pytest.raises(CapacityError, match="dry_run"), watch():
             pass
 
-    def test_the_package_imports_no_torch(self) -> None:
+    def test_live_package_imports_no_torch(self) -> None:
         code = "import sys, dcpbench.syncs, dcpbench.syncs.allowed; print('torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout == "False\n"
 
 
 class TestWithoutCallbacks:
-    def test_a_torch_that_does_not_tell_of_its_waits_is_not_watched(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Nothing stands in that would see less; the watch can begin where the callbacks are there."""
+    def test_torch_without_callbacks_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A watch would miss waits; it can begin once the callbacks exist."""
         monkeypatch.setattr(live, "has_cuda", lambda: True)
         monkeypatch.setattr(callbacks, "_registered", False)
         seen = watch()

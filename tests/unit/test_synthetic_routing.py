@@ -1,4 +1,4 @@
-"""Drawn router inputs: the same request is routed alike wherever and in whatever order it is computed."""
+"""Test drawn router inputs: a request has the same routing in any order and on any rank."""
 
 import numpy as np
 import pytest
@@ -11,18 +11,18 @@ from dcpbench.points.expert_choices import load_choices
 
 
 def draw(numbers, seed=0):
-    """Two layers of width 8."""
+    """Draw two layers of width 8."""
     return make_router_inputs(numbers, layers=2, hidden=8, seed=seed, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def test_a_request_keeps_its_rows_in_any_order():
+def test_request_keeps_its_rows_in_any_order():
     """Attention DP gathers requests 0, 2 and then 1, 3; plain tp has them in order."""
     plain, gathered = draw([0, 1, 2, 3]), draw([0, 2, 1, 3])
     assert torch.equal(gathered, plain[:, [0, 2, 1, 3]])
 
 
-def test_requests_layers_and_seeds_differ():
-    """Equal rows would load the same experts again and again."""
+def test_router_inputs_differ_by_request_layer_and_seed():
+    """Equal rows would always load the same experts."""
     drawn = draw([0, 1])
     assert not torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[:, 0], drawn[:, 1])
@@ -31,7 +31,9 @@ def test_requests_layers_and_seeds_differ():
 
 @pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2", "kimi-k2"])
 def test_every_routing_rule_selects_the_drawn_experts(model):
-    """With the correction biases of synthetic weights, of a standard deviation of 0.01; none has the weight of another one."""
+    """Correction biases of synthetic weights have a standard deviation of 0.01; no expert has the weight of another
+    one.
+    """
     shape = load_shape(model)
     drawn = load_choices("zipf:1", shape).draw(range(64), seed=0)[:2]
     logits = make_routed_logits(drawn, shape.experts, torch.device("cpu"))
@@ -42,8 +44,8 @@ def test_every_routing_rule_selects_the_drawn_experts(model):
         assert weights.unique(dim=1).shape[1] == shape.top_k
 
 
-def test_layers_use_few_inputs_in_turn_and_logits_of_their_own():
-    """Serving keeps one input of a router for all layers, whose routers differ."""
+def test_layers_cycle_through_few_inputs_with_separate_logits():
+    """Serving keeps one router input for all layers, which have different routers."""
     hidden, logits = torch.arange(6.0).view(1, 3, 2), torch.arange(24.0).view(2, 3, 4)
     inputs = RouterInputs(hidden, logits)
     found = inputs.select_layer(1, 2)
