@@ -38,14 +38,19 @@ KINDS = ("missing", "gather", "order", "shape", "dtype", "sleeps", "spins", FLAG
 ON_GPUS = ("gather", "shape", LOOPS, FLAG)  # faults for several GPUs
 LAYER, STEP = 1, 3
 PHASES = {"order": "merge", "gather": "merge", "sleeps": "moe", "spins": "moe", FLAG: "merge"}
-"""In which phase each happens; all others in attn_reduce."""
-tell, step, attention, experts = worker.Worker.write_progress, Model.run_step, Model.run_attention, Model.run_experts
+"""Phase in which each kind happens; all others happen in attn_reduce."""
+write_progress, step, attention, experts = (
+    worker.Worker.write_progress,
+    Model.run_step,
+    Model.run_attention,
+    Model.run_experts,
+)
 all_reduce, merge = Group.all_reduce, AllGatherReduceScatter.merge_partials
 capture, merge_by_peers = DecodeEngine.capture_step, SymmetricMemory.merge_partials
 
 
 class Fault:
-    """When it is due, and what is done then. All ranks go through the same lines, the culprit and the others."""
+    """The moment of the fault and its action; culprit and other ranks execute the same lines."""
 
     def __init__(self, kind: str, concurrency: int, culprit: bool) -> None:
         self.kind, self.concurrency, self.culprit = kind, concurrency, culprit
@@ -65,7 +70,7 @@ class Fault:
         if self.at and self.culprit:
             self.goes_on.zero_()
             self.takes_back.fill_(1)
-        tell(of, stage, note)
+        write_progress(of, stage, note)
 
     def run_step(self, of: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace Model.run_step."""
@@ -127,9 +132,9 @@ class Fault:
 
 @triton.jit
 def _until_kernel(goes_on):
-    said = tl.load(goes_on, volatile=True)
-    while said == 0:
-        said = tl.load(goes_on, volatile=True)
+    flag = tl.load(goes_on, volatile=True)
+    while flag == 0:
+        flag = tl.load(goes_on, volatile=True)
 
 
 @triton.jit
@@ -148,7 +153,7 @@ def stall(kind: str) -> None:
 
 
 def commit(fault: Fault) -> None:
-    """Put it in the place of the worker's own."""
+    """Install the fault in place of the worker's functions."""
     for of, name in (
         (worker.Worker, "write_progress"),
         (Model, "run_step"),

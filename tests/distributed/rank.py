@@ -30,7 +30,7 @@ INSIDE = "--inside"
 def in_token_order(
     out_TQ: torch.Tensor, own_JQ: torch.Tensor, addresses: Sequence[int], rank: int, prefix: Prefix, table: torch.Tensor
 ) -> None:
-    """In place of kv_gather.gather_in_token_order; it, too, reads other ranks' parts where they begin."""
+    """Replace kv_gather.gather_in_token_order; read other ranks' parts at their addresses as well."""
     from dcpbench.kernels.kv_gather import gather_in_token_order_reference, make_request_table
 
     assert table.equal(make_request_table(prefix, table.device))
@@ -40,7 +40,7 @@ def in_token_order(
 
 
 def _at(address: int, like_JQ: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows, Q] at an address."""
+    """Return the tensor [rows, Q] at an address."""
     import torch
 
     count = rows * like_JQ.shape[1]
