@@ -23,7 +23,7 @@ from dcpbench.records.record import format_reason
 from dcpbench.records.runs import read_last_records
 from tests import as_fork
 from tests.cli.waiting import until
-from tests.unit.test_launch import free_port
+from tests.unit.test_launch import find_free_port
 
 if TYPE_CHECKING:
     from dcpbench.records.record import Record
@@ -236,7 +236,7 @@ def test_two_nodes_measure_together_and_node_0_alone_keeps_records(
 ) -> None:
     """Rank 1, which raises, is on node 1: node 0 hears of it, records why, and both go on with tp 2 and tp 4."""
     monkeypatch.setenv(SECRET, "of these two")
-    endpoint = f"127.0.0.1:{free_port()}"
+    endpoint = f"127.0.0.1:{find_free_port()}"
     folders = [tmp_path / "node0", tmp_path / "node1"]
     errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""imports/: which server a result was measured on, its GPUs, and results that cannot be read."""
+"""Imports: servers and GPUs of results, and results that cannot be read."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PREFILL, DECODE = POD | {"disaggregation_mode": "prefill"}, POD | {"disaggregati
 
 
 def summary(**changes: Any) -> dict[str, Any]:
-    """A result of vLLM without the times of its requests."""
+    """Return a result of vLLM without the times of its requests."""
     return files.without_details(files.vllm()) | changes
 
 
 def folder(tmp_path: Path, **contents: dict[str, Any] | str) -> Path:
-    """A folder of JSON files with these contents, by the stem of their names."""
+    """Return a folder of JSON files with these contents, by the stem of their names."""
     path = tmp_path / "results"
     path.mkdir(parents=True, exist_ok=True)
     for stem, content in contents.items():
@@ -40,20 +40,20 @@ def folder(tmp_path: Path, **contents: dict[str, Any] | str) -> Path:
 
 
 def run(tmp_path: Path, path: Path, engine: str, **options: Any) -> tuple[Imported, list[Record]]:
-    """What an import returned, and its records."""
+    """Import a path; return the outcome and the records."""
     done = import_files([path], engine, tmp_path / "run", Overrides(**options), force=True)
     return done, read_records(tmp_path / "run")
 
 
 def one(tmp_path: Path, engine: str, result: dict[str, Any], **options: Any) -> tuple[Record, ServeMetrics]:
-    """The record of a result, and its metrics."""
+    """Return the record of a result, and its metrics."""
     _, (record,) = run(tmp_path, files.file(tmp_path, result), engine, **options)
     assert record.serve
     return record, record.serve
 
 
-def settings(records: list[Record]) -> set[tuple[str, str]]:
-    """The layout and the settings of each record."""
+def collect_settings(records: list[Record]) -> set[tuple[str, str]]:
+    """Return the layout and the settings of each record."""
     return {(record.point.layout_name, record.point.settings) for record in records}
 
 
@@ -69,8 +69,10 @@ class TestGpus:
         ],
         ids=["pp", "pcp", "all"],
     )
-    def test_metadata_of_vllm_have_them(self, degrees: dict[str, str], name: str, gpus: int, tmp_path: Path) -> None:
-        """80 output tokens per second."""
+    def test_degrees_are_read_from_vllm_metadata(
+        self, degrees: dict[str, str], name: str, gpus: int, tmp_path: Path
+    ) -> None:
+        """The result has 80 output tokens/s."""
         result = summary(tensor_parallel_size="4", total_output_tokens=64, gpu="h200", **degrees)
         record, found = one(tmp_path, "vllm", result)
         assert (record.point.layout_name, record.point.gpus) == (name, gpus)
@@ -79,82 +81,84 @@ class TestGpus:
         assert record.environment.device_count == gpus
 
     @pytest.mark.parametrize(("spread", "gpus"), [(True, 8), (False, 16)], ids=["dp-inside", "dp-copies"])
-    def test_a_server_of_sglang_has_pipeline_stages(self, spread: bool, gpus: int, tmp_path: Path) -> None:
+    def test_pipeline_stages_are_read_from_sglang_server_info(self, spread: bool, gpus: int, tmp_path: Path) -> None:
         server = {"model_path": "m", "tp_size": 4, "pp_size": 2, "dp_size": 2, "enable_dp_attention": spread}
         record, found = one(tmp_path, "sglang", files.sglang(server_info=server))
         assert (record.point.pp, record.point.gpus) == (2, gpus)
         assert found.output_tok_s_per_gpu == pytest.approx(7 / 0.8 / gpus)
 
-    def test_rows_of_inferencex_have_rates_per_gpu(self, tmp_path: Path) -> None:
-        """100 output tokens per second on each of tp 4 × pp 2 × pcp 2 = 16 GPUs."""
+    def test_inferencex_rates_are_per_gpu(self, tmp_path: Path) -> None:
+        """Each of tp 4 × pp 2 × pcp 2 = 16 GPUs has 100 output tokens/s."""
         record, found = one(tmp_path, "inferencex", files.inferencex(tp=4, pp=2, pcp_size=2))
         assert (record.point.layout_name, record.point.gpus) == ("tp4·pp2·pcp2", 16)
         assert (found.output_tok_s, found.output_tok_s_per_gpu) == (1600.0, 100.0)
 
-    def test_experts_over_all_ranks_include_prefill_context_parallel_ones(self, tmp_path: Path) -> None:
+    def test_expert_parallelism_includes_prefill_context_parallel_ranks(self, tmp_path: Path) -> None:
         degrees = {"tensor_parallel_size": "4", "prefill_context_parallel_size": "2"}
         record, _ = one(tmp_path, "vllm", summary(enable_expert_parallel="True", **degrees))
         assert record.point.ep == "8"
 
-    def test_options_and_names_have_them(self, tmp_path: Path) -> None:
+    def test_degrees_are_read_from_options_and_names(self, tmp_path: Path) -> None:
         record, _ = one(tmp_path, "vllm", summary(), tp=4, pp=2, pcp=2)
         assert record.point.gpus == 16
         done, (named,) = run(tmp_path, folder(tmp_path, glm_tp4_pp2_conc3=summary()), "vllm")
         assert named.point.layout_name == "tp4·pp2"
         assert "Read from names of files and folders: tp4·pp2 (1 of 1)." in done.notes
 
-    def test_an_option_does_not_take_a_degree_of_the_file_away(self, tmp_path: Path) -> None:
+    def test_option_does_not_remove_a_degree_of_the_file(self, tmp_path: Path) -> None:
         result = summary(tensor_parallel_size="4", pipeline_parallel_size="2")
         record, _ = one(tmp_path, "vllm", result, tp=4)
         assert record.point.gpus == 8
         with pytest.raises(UsageError, match=r"says tp 4, dp 1, dcp 1, pp 2; leave --tp, --pp out"):
             one(tmp_path, "vllm", result, tp=4, pp=4)
 
-    def test_rates_per_gpu_of_a_row_are_those_of_its_own_gpus(self, tmp_path: Path) -> None:
+    def test_degree_options_are_refused_for_inferencex(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"says tp 8, dp 1, dcp 1; leave --tp, --pp out"):
             one(tmp_path, "inferencex", files.inferencex(), tp=8, pp=2)
 
     @pytest.mark.parametrize("options", [{"pp": 2}, {"tp": 4, "pp": 0}, {"tp": 4, "pcp": 1 << 20}], ids=str)
-    def test_options_that_cannot_work_are_refused(self, options: dict[str, int], tmp_path: Path) -> None:
+    def test_invalid_degree_options_are_refused(self, options: dict[str, int], tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="--p"):
             one(tmp_path, "vllm", summary(), **options)
 
-    def test_degrees_that_no_server_has_are_refused(self, tmp_path: Path) -> None:
+    def test_degrees_above_the_limit_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match="says pp 100,000, more ranks than a layout can have"):
             one(tmp_path, "vllm", summary(tp="4", pp="100000"))
 
 
 class TestServers:
-    """Results of different servers are never merged in silence."""
+    """Results of different servers are never merged without a note."""
 
     def test_degrees_in_names_distinguish_servers_of_an_unknown_layout(self, tmp_path: Path) -> None:
-        """80 and 160 output tokens per second: `model_dcp1_conc8.json`, `model_dcp8_conc8.json`."""
+        """`model_dcp1_conc8.json` and `model_dcp8_conc8.json` have 80 and 160 output tokens/s."""
         slow = summary(max_concurrency=8, total_output_tokens=64)
         fast = slow | {"duration": 0.4}
         path = folder(tmp_path, model_dcp1_conc8=slow, model_dcp8_conc8=fast)
         _, records = run(tmp_path, path, "vllm")
-        assert settings(records) == {("layout unknown", "dcp=1"), ("layout unknown", "dcp=8")}
+        assert collect_settings(records) == {("layout unknown", "dcp=1"), ("layout unknown", "dcp=8")}
         assert [r.serve.output_tok_s for r in records if r.serve] == [pytest.approx(80), pytest.approx(160)]
         _, records = run(tmp_path, path, "vllm", tp=8)
-        assert settings(records) == {("tp8", ""), ("tp8·dcp8", "")}
+        assert collect_settings(records) == {("tp8", ""), ("tp8·dcp8", "")}
 
-    def test_the_layout_in_a_name_is_that_of_its_convention(self, tmp_path: Path) -> None:
-        """All experts over 8 GPUs: attention data parallel (`dep8`), tensor parallel (`tep8`), and InferenceX's own names."""
+    def test_layout_in_a_name_follows_its_convention(self, tmp_path: Path) -> None:
+        """Experts are over 8 GPUs with attention data parallelism (`dep8`), with tensor parallelism (`tep8`), and in
+        InferenceX's own names.
+        """
         own = "dsr1_1k1k_fp8_sglang_tp8-pp1-dcp1-pcp1-ep8-dpa{}_disagg-false_spec-none_conc64_h200-1"
         for dep, tep in (("m_dep8_c3", "m_tep8_c3"), (own.format("true"), own.format("false"))):
             _, records = run(tmp_path, folder(tmp_path / dep, **{dep: summary(), tep: summary()}), "vllm")
-            assert settings(records) == {("tp8·dp8·ep8", ""), ("tp8", "")}
+            assert collect_settings(records) == {("tp8·dp8·ep8", ""), ("tp8", "")}
             assert {record.point.ep for record in records} == {"8"}
 
-    def test_a_name_of_several_instances_does_not_have_the_number_of_gpus(self, tmp_path: Path) -> None:
+    def test_name_of_several_instances_gives_no_number_of_gpus(self, tmp_path: Path) -> None:
         for name in ("m_1p2d_tp8_conc3", "m_tp8_disagg-true_conc3"):
             _, (record,) = run(tmp_path, folder(tmp_path / name, **{name: summary()}), "vllm")
             assert record.point.gpus == 0
 
-    def test_names_that_differ_are_points_and_numbered_ones_are_repeats(self, tmp_path: Path) -> None:
+    def test_different_names_are_points_and_numbered_names_are_repeats(self, tmp_path: Path) -> None:
         path = folder(tmp_path, glm_eager_conc3=summary(), glm_graphs_conc3=summary())
         done, records = run(tmp_path, path, "vllm")
-        assert settings(records) == {("layout unknown", "name=eager"), ("layout unknown", "name=graphs")}
+        assert collect_settings(records) == {("layout unknown", "name=eager"), ("layout unknown", "name=graphs")}
         assert not any("repeats" in note for note in done.notes)
         path = folder(tmp_path / "again", glm_run1_conc3=summary(), glm_run2_conc3=summary())
         done, records = run(tmp_path, path, "vllm")
@@ -162,10 +166,10 @@ class TestServers:
         names = ", ".join(str(path / f"glm_run{n}_conc3.json") for n in (1, 2))
         assert any(f"are repeats of 1 point, as nothing distinguishes their servers: {names}." in n for n in done.notes)
 
-    def test_the_machine_in_the_names_of_a_curve_does_not_divide_it(self, tmp_path: Path) -> None:
+    def test_host_in_names_does_not_split_a_curve(self, tmp_path: Path) -> None:
         contents = {f"m_conc{n}_host-{'ab'[n % 2]}": summary(max_concurrency=n) for n in (1, 2, 3, 4)}
         _, records = run(tmp_path, folder(tmp_path, **contents), "vllm")
-        assert settings(records) == {("layout unknown", "")}
+        assert collect_settings(records) == {("layout unknown", "")}
 
     @pytest.mark.parametrize(
         ("metadata", "shown"),
@@ -176,7 +180,7 @@ class TestServers:
         ],
         ids=["degree-without-tp", "api", "label"],
     )
-    def test_metadata_of_vllm_distinguish_servers(
+    def test_vllm_metadata_distinguish_servers(
         self, metadata: dict[str, tuple[str, str]], shown: str, tmp_path: Path
     ) -> None:
         ((name, values),) = metadata.items()
@@ -192,24 +196,24 @@ class TestServers:
             ("version", ("0.5.5", "0.5.6")),
         ],
     )
-    def test_arguments_of_a_server_of_sglang_distinguish_servers(
+    def test_sglang_server_arguments_distinguish_servers(
         self, name: str, values: tuple[Any, Any], tmp_path: Path
     ) -> None:
         results = [files.sglang(server_info=POD | {name: value, "random_seed": value}) for value in values]
         _, records = run(tmp_path, files.file(tmp_path, *map(files.without_details, results)), "sglang")
         assert {record.point.settings for record in records} == {f"{name}={value}" for value in values}
 
-    def test_servers_of_two_engines_measured_by_sglangs_benchmark_are_two_points(self, tmp_path: Path) -> None:
+    def test_backends_of_the_sglang_benchmark_are_different_points(self, tmp_path: Path) -> None:
         results = [files.without_details(files.sglang(backend=name)) for name in ("sglang", "vllm")]
         _, records = run(tmp_path, files.file(tmp_path, *results), "sglang")
         assert {record.point.settings for record in records} == {"backend=sglang", "backend=vllm"}
 
-    def test_images_of_inferencex_distinguish_servers(self, tmp_path: Path) -> None:
+    def test_inferencex_images_distinguish_servers(self, tmp_path: Path) -> None:
         rows = [files.inferencex(image=image) for image in ("vllm:v0.11", "vllm:v0.12")]
         _, records = run(tmp_path, files.file(tmp_path, *rows), "inferencex")
         assert {record.point.settings for record in records} == {"image=vllm:v0.11", "image=vllm:v0.12"}
 
-    def test_rates_that_rise_between_other_ends_are_another_load(self, tmp_path: Path) -> None:
+    def test_ramp_up_rates_distinguish_loads(self, tmp_path: Path) -> None:
         ramp = {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1, "request_rate": "inf"}
         results = [summary(ramp_up_end_rps=end, **ramp) for end in (4, 8)]
         _, records = run(tmp_path, files.file(tmp_path, *results), "vllm")
@@ -217,7 +221,7 @@ class TestServers:
 
 
 class TestTags:
-    """A tag that holds the load is not a server."""
+    """Tags that contain the load do not distinguish servers."""
 
     @pytest.mark.parametrize("form", ["tp8_c{}", "{}clients", "conc={}", "concurrency-{}-run{}"])
     def test_loads_measured_twice_are_one_curve(self, form: str, tmp_path: Path) -> None:
@@ -227,30 +231,30 @@ class TestTags:
             for n in (4, 16)
         ]
         _, records = run(tmp_path, files.file(tmp_path, *results), "sglang")
-        assert settings(records) == {("tp8", "")}
+        assert collect_settings(records) == {("tp8", "")}
         assert [(r.point.concurrency, r.point.repeat) for r in records] == [(4, 0), (16, 0), (4, 1), (16, 1)]
 
-    def test_servers_in_them_are_curves_without_the_load(self, tmp_path: Path) -> None:
+    def test_servers_in_tags_are_curves_without_the_load(self, tmp_path: Path) -> None:
         results = [
             files.without_details(files.sglang(max_concurrency=n, tag=f"{server}-c{n}"))
             for server in ("eager", "graphs")
             for n in (4, 16)
         ]
         _, records = run(tmp_path, files.file(tmp_path, *results), "sglang")
-        assert settings(records) == {("tp8", "tag=eager"), ("tp8", "tag=graphs")}
+        assert collect_settings(records) == {("tp8", "tag=eager"), ("tp8", "tag=graphs")}
 
-    def test_a_number_of_something_else_stays(self, tmp_path: Path) -> None:
-        """4 clients and `c8`: not the load."""
+    def test_number_that_is_not_the_load_is_kept(self, tmp_path: Path) -> None:
+        """With 4 clients, `c8` is not the load."""
         results = [files.without_details(files.sglang(max_concurrency=4, tag=tag)) for tag in ("c8", "c16")]
         _, records = run(tmp_path, files.file(tmp_path, *results), "sglang")
-        assert settings(records) == {("tp8", "tag=c8"), ("tp8", "tag=c16")}
+        assert collect_settings(records) == {("tp8", "tag=c8"), ("tp8", "tag=c16")}
 
 
 class TestChunks:
-    """Stream chunks that hold several tokens: tok/s per user comes from TPOT."""
+    """Stream chunks with several tokens: tok/s per user is computed from TPOT."""
 
-    def test_a_row_of_inferencex_with_stream_interval_10(self, tmp_path: Path) -> None:
-        """Its own median_intvty is 1000 / 13.1 ms = 76.3, where the gaps of chunks would give 7.9."""
+    def test_inferencex_row_with_stream_interval_10_uses_tpot(self, tmp_path: Path) -> None:
+        """The row's own median_intvty is 1000 / 13.1 ms = 76.3; gaps of chunks would give 7.9."""
         times = {"mean_tpot": 0.0131, "median_tpot": 0.0131, "p99_tpot": 0.01965}
         times |= {"mean_itl": 0.126, "median_itl": 0.126, "p99_itl": 0.189}
         record, found = one(tmp_path, "inferencex", files.inferencex(**times))
@@ -259,8 +263,8 @@ class TestChunks:
         assert found.tok_s_per_user_from == "tpot"
         assert record.detail["tokens_per_chunk"] == "9.62"
 
-    def test_a_summary_of_vllm_without_the_fields_of_speculative_decoding(self, tmp_path: Path) -> None:
-        """ITL 25 ms and TPOT 10 ms: 2.5 tokens per chunk, 100 tok/s instead of 40."""
+    def test_vllm_summary_without_speculative_fields_uses_tpot(self, tmp_path: Path) -> None:
+        """ITL 25 ms and TPOT 10 ms are 2.5 tokens per chunk, and 100 tok/s instead of 40."""
         times = {"mean_itl_ms": 25.0, "median_itl_ms": 25.0, "p99_itl_ms": 30.0}
         times |= {"mean_tpot_ms": 10.0, "median_tpot_ms": 10.0, "p99_tpot_ms": 12.0}
         record, found = one(tmp_path, "vllm", summary(**times))
@@ -268,9 +272,9 @@ class TestChunks:
         assert found.tok_s_per_user == pytest.approx(100)
         assert record.detail["tokens_per_chunk"] == "2.5"
 
-    def test_sums_prove_it_where_lengths_differ(self, tmp_path: Path) -> None:
-        """30 tokens after the first of 3 requests, 100 ms each: 10 ms a token. Gaps of 20 ms hold 2, although the mean TPOT
-        is 20 ms as well, as a short answer was slow.
+    def test_token_sums_reveal_chunks_if_lengths_differ(self, tmp_path: Path) -> None:
+        """30 tokens after the first of 3 requests in 100 ms each take 10 ms per token, so gaps of 20 ms have 2 tokens.
+        The mean TPOT is 20 ms as well, as a short answer was slow.
         """
         times = {"mean_e2e_latency_ms": 600.0, "median_e2e_latency_ms": 600.0}
         times |= {"mean_itl_ms": 20.0, "median_itl_ms": 20.0, "mean_tpot_ms": 20.0, "median_tpot_ms": 11.0}
@@ -290,7 +294,7 @@ class TestChunks:
         assert found.tok_s_per_user_from is msgspec.UNSET
         assert "tok_s_per_user_from" not in (tmp_path / "run" / "records.jsonl").read_text()
 
-    def test_a_report_explains_the_mark(self, tmp_path: Path) -> None:
+    def test_report_explains_the_mark(self, tmp_path: Path) -> None:
         row = files.inferencex(mean_tpot=0.01, median_tpot=0.01, mean_itl=0.1, median_itl=0.1, p99_tpot=0.1)
         one(tmp_path, "inferencex", row)
         text = str(sections.build_sections(dataframes.load_frames([tmp_path / "run"]), []))
@@ -298,16 +302,16 @@ class TestChunks:
         assert "1000 / median ITL in ms; 1000 / median TPOT in ms for points marked chunk_gaps" in text
 
     @pytest.mark.parametrize(("pp", "named"), [(1, False), (2, True)])
-    def test_a_report_defines_the_gpus_of_imports(self, pp: int, named: bool, tmp_path: Path) -> None:
+    def test_report_defines_the_gpus_of_imports(self, pp: int, named: bool, tmp_path: Path) -> None:
         one(tmp_path, "vllm", summary(), tp=4, pp=pp)
         text = str(sections.build_sections(dataframes.load_frames([tmp_path / "run"]), []))
         assert ("of an import / all GPUs: tp × pp × pcp" in text) is named
 
 
-class TestLensAlone:
+class TestOnlyLengths:
     """InferenceX's benchmark saves lists of lengths without the times of requests."""
 
-    def test_it_is_a_summary_with_these_lengths(self, tmp_path: Path) -> None:
+    def test_lists_of_lengths_are_imported_as_a_summary(self, tmp_path: Path) -> None:
         result = summary(input_lens=[100, 100, 100], output_lens=[4, 4, 4], total_output_tokens=12)
         result |= {"benchmark_start_time_unix": 1.0, "benchmark_end_time_unix": 2.0}
         done, (record,) = run(tmp_path, files.file(tmp_path, result), "vllm")
@@ -327,7 +331,7 @@ class TestLensAlone:
             with pytest.raises(RecordsError, match="input_lens"):
                 one(tmp_path, "vllm", summary(input_lens=lens, output_lens=[4, 4, 4]))
 
-    def test_one_in_a_folder_does_not_cost_the_others(self, tmp_path: Path) -> None:
+    def test_result_with_only_lengths_is_imported_with_others(self, tmp_path: Path) -> None:
         lens = summary(input_lens=[100] * 3, output_lens=[4] * 3)
         _, records = run(
             tmp_path, folder(tmp_path, a_conc3=files.vllm(), b_conc4=lens | {"max_concurrency": 4}), "vllm"
@@ -336,14 +340,14 @@ class TestLensAlone:
 
 
 class TestRouter:
-    """SGLang behind a router that separates prefill and decode: the information of each server, by kind."""
+    """SGLang behind a router for disaggregated prefill and decode has information of each server, by kind."""
 
-    def info(self, prefill: list[Any], decode: list[Any]) -> dict[str, Any]:
+    def make_result(self, prefill: list[Any], decode: list[Any]) -> dict[str, Any]:
         return files.sglang(server_info={"internal_states": [{}], "prefill": prefill, "decode": decode})
 
-    def test_model_layout_and_gpus_of_both_kinds(self, tmp_path: Path) -> None:
-        """One prefill and two decode servers of 4 GPUs each."""
-        record, found = one(tmp_path, "sglang", self.info([PREFILL], [DECODE, DECODE]), gpu="h200")
+    def test_gpus_of_prefill_and_decode_servers_are_added(self, tmp_path: Path) -> None:
+        """One prefill and two decode servers have 4 GPUs each."""
+        record, found = one(tmp_path, "sglang", self.make_result([PREFILL], [DECODE, DECODE]), gpu="h200")
         point = record.point
         assert (point.model, point.layout_name, point.gpus) == ("org/model", "tp4 1P2D", 12)
         assert found.output_tok_s_per_gpu == pytest.approx(7 / 0.8 / 12)
@@ -351,22 +355,22 @@ class TestRouter:
         assert record.environment.device_count == 12
 
     def test_prefill_servers_may_have_another_layout(self, tmp_path: Path) -> None:
-        """Two of 8 GPUs with attention data parallel, one of 4."""
+        """Two prefill servers have 8 GPUs with attention data parallelism, a decode server 4."""
         spread = PREFILL | {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}
-        record, _ = one(tmp_path, "sglang", self.info([spread, spread], [DECODE]))
+        record, _ = one(tmp_path, "sglang", self.make_result([spread, spread], [DECODE]))
         point = record.point
         assert (point.layout_name, point.settings, point.gpus) == ("tp4 2P1D", "prefill=tp8·dp8", 20)
 
-    def test_servers_of_one_kind_have_one_layout(self, tmp_path: Path) -> None:
+    def test_different_layouts_of_one_kind_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match="the decode servers have different layouts"):
-            one(tmp_path, "sglang", self.info([PREFILL], [DECODE, DECODE | {"tp_size": 8}]))
+            one(tmp_path, "sglang", self.make_result([PREFILL], [DECODE, DECODE | {"tp_size": 8}]))
 
     def test_more_servers_than_a_point_can_hold_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match="257 servers; a point has at most 256"):
-            one(tmp_path, "sglang", self.info([PREFILL], [DECODE] * 256))
+            one(tmp_path, "sglang", self.make_result([PREFILL], [DECODE] * 256))
 
     @pytest.mark.parametrize("server", [DECODE, {"decode": [DECODE]}, {"prefill": [], "decode": [DECODE]}], ids=str)
-    def test_one_of_several_servers_does_not_have_the_number_of_gpus(
+    def test_info_of_one_disaggregated_server_gives_no_number_of_gpus(
         self, server: dict[str, Any], tmp_path: Path
     ) -> None:
         record, found = one(tmp_path, "sglang", files.sglang(server_info=server))
@@ -374,15 +378,15 @@ class TestRouter:
         assert record.point.settings == "disaggregation=decode"
         assert found.output_tok_s_per_gpu is None
 
-    def test_servers_without_a_layout_are_of_an_unknown_one(self, tmp_path: Path) -> None:
+    def test_servers_without_degrees_have_an_unknown_layout(self, tmp_path: Path) -> None:
         server = {"model_path": "org/model"}
-        record, found = one(tmp_path, "sglang", self.info([server], [server]))
+        record, found = one(tmp_path, "sglang", self.make_result([server], [server]))
         assert (record.point.layout_name, record.point.gpus) == ("layout unknown 1P1D", 0)
         assert found.output_tok_s_per_gpu is None
 
 
 class TestUnreadable:
-    """A result in a folder that cannot be read is named and left out, and does not cost the others."""
+    """A result in a folder that cannot be read is named and left out; the others are imported."""
 
     @pytest.mark.parametrize(
         ("content", "reason"),
@@ -396,7 +400,7 @@ class TestUnreadable:
         ],
         ids=["empty", "cut", "no-time", "negative", "layout", "lists"],
     )
-    def test_it_is_named_and_the_others_are_imported(self, content: str, reason: str, tmp_path: Path) -> None:
+    def test_unreadable_file_is_named_and_others_are_imported(self, content: str, reason: str, tmp_path: Path) -> None:
         path = folder(tmp_path, a=summary(), bad=content, c=summary(max_concurrency=4))
         done, records = run(tmp_path, path, "vllm")
         assert [record.point.concurrency for record in records] == [3, 4]
@@ -404,13 +408,13 @@ class TestUnreadable:
         assert reason in str(error)
         assert any(note.startswith(f"Left out: {path / 'bad.json'}") and reason in note for note in done.notes)
 
-    def test_a_broken_line_is_named_and_the_other_lines_are_imported(self, tmp_path: Path) -> None:
+    def test_invalid_line_is_named_and_other_lines_are_imported(self, tmp_path: Path) -> None:
         path = folder(tmp_path, a=f"{json.dumps(files.sglang())}\n{json.dumps(files.sglang())[:-40]}\n")
         done, records = run(tmp_path, path, "sglang")
         assert len(records) == 1
         assert [str(error).partition(" is")[0] for error in done.errors] == [f"{path / 'a.json'}, line 2"]
 
-    def test_a_file_that_was_named_has_to_be_readable(self, tmp_path: Path) -> None:
+    def test_unreadable_file_given_by_name_raises_an_error(self, tmp_path: Path) -> None:
         path = folder(tmp_path, a=summary(), bad="")
         with pytest.raises(RecordsError, match=r"bad\.json is empty"):
             import_files([path / "a.json", path / "bad.json"], "vllm", tmp_path / "run", Overrides())
@@ -418,18 +422,20 @@ class TestUnreadable:
     @pytest.mark.parametrize(
         "contents", [{"a": ""}, {"a": json.dumps(summary(duration=0.0))}], ids=["empty", "no-time"]
     )
-    def test_without_any_other_it_is_an_error(self, contents: dict[str, str], tmp_path: Path) -> None:
+    def test_folder_with_only_an_unreadable_file_raises_an_error(
+        self, contents: dict[str, str], tmp_path: Path
+    ) -> None:
         with pytest.raises(RecordsError, match=r"a\.json"):
             run(tmp_path, folder(tmp_path, **contents), "vllm")
         assert not (tmp_path / "run").exists()
 
-    def test_many_are_counted(self, tmp_path: Path) -> None:
+    def test_many_unreadable_files_are_counted(self, tmp_path: Path) -> None:
         done, _ = run(tmp_path, folder(tmp_path, a=summary(), **{f"bad{n}": "" for n in range(8)}), "vllm")
         assert len(done.errors) == 8
         assert done.notes[-1] == "Left out for similar reasons: 3 more."
 
-    def test_a_row_of_several_nodes_without_decode_gpus_does_not_cost_the_others(self, tmp_path: Path) -> None:
-        """As process_result.py writes it for prefill GPUs alone: decode_tp and num_decode_gpu are 0."""
+    def test_multi_node_row_without_decode_gpus_is_left_out(self, tmp_path: Path) -> None:
+        """process_result.py writes decode_tp and num_decode_gpu as 0 if there are only prefill GPUs."""
         row = {
             name: value for name, value in files.inferencex().items() if name not in ("tp", "pp", "ep", "dp_attention")
         }
@@ -442,8 +448,8 @@ class TestUnreadable:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "inferencex"])
-def test_a_percentile_of_50_is_the_median(engine: str, tmp_path: Path) -> None:
-    """With --metric-percentiles 50,90,99 and without the median, which newer versions always write."""
+def test_percentile_of_50_is_the_median(engine: str, tmp_path: Path) -> None:
+    """The result has --metric-percentiles 50,90,99 without the median, which newer versions always write."""
     name, unit = ("median_ttft", "") if engine == "inferencex" else ("median_ttft_ms", "_ms")
     result = files.without_details(getattr(files, engine)())
     value = result.pop(name)

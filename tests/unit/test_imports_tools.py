@@ -1,4 +1,6 @@
-"""Results of GuideLLM, AIPerf, `vllm bench forward` and SGLang's bench_one_batch: units, percentiles, and what stays unknown."""
+"""Imports of GuideLLM, AIPerf, `vllm bench forward` and SGLang's bench_one_batch: units, percentiles, and unknown
+values.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 
-def imported(tmp_path: Path, engine: str, given: Path, **told: Any) -> list[Record]:
-    """The records of a file or a folder, in order."""
-    import_files([given], engine, tmp_path / "run", Overrides(**told), force=True)
+def imported(tmp_path: Path, engine: str, path: Path, **options: Any) -> list[Record]:
+    """Return the records of a file or a folder, in order."""
+    import_files([path], engine, tmp_path / "run", Overrides(**options), force=True)
     return read_records(tmp_path / "run")
 
 
@@ -37,8 +39,10 @@ def report(tmp_path: Path, *benchmarks: dict[str, Any]) -> Path:
 
 
 class TestGuidellm:
-    def test_latencies_of_requests_are_converted_to_ms_and_gaps_have_no_percentiles(self, tmp_path: Path) -> None:
-        """The request latency is in s. Percentiles of its inter-token latency are those of requests: ITL has the mean alone."""
+    def test_latencies_are_converted_to_ms_and_itl_has_only_a_mean(self, tmp_path: Path) -> None:
+        """The request latency is in s. Percentiles of the inter-token latency are over requests, so ITL has only a
+        mean.
+        """
         path = report(tmp_path, guidellm({"type_": "concurrent", "streams": 2}))
         (record,) = imported(tmp_path, "guidellm", path, tp=2)
         found = record.serve
@@ -106,7 +110,7 @@ class TestGuidellm:
         assert [record.point.concurrency for record in found] == [1, 2, 4]
         assert len({record.point.get_key() for record in found}) == 3
 
-    def test_an_unknown_strategy_and_another_version_are_refused(self, tmp_path: Path) -> None:
+    def test_unknown_strategy_and_other_versions_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match=r"config.strategy.type_ is 'replay', and known are synchronous"):
             imported(tmp_path, "guidellm", report(tmp_path, guidellm({"type_": "replay"})))
         old = {name: v for name, v in guidellm({"type_": "synchronous"}).items() if name != "config"}
@@ -118,8 +122,8 @@ BEGIN_NS = 1_759_813_207_532_900_363
 
 
 class TestAiperf:
-    def test_a_summary_keeps_its_percentiles_under_our_names(self, tmp_path: Path) -> None:
-        """Its inter-token latency is our TPOT, and its inter-chunk latency is our ITL. Units are those of each value."""
+    def test_summary_keeps_its_percentiles_under_dcpbench_names(self, tmp_path: Path) -> None:
+        """AIPerf's inter-token latency is TPOT, and its inter-chunk latency is ITL. Each value has its own unit."""
         summary = aiperf(time_to_first_token=stat("sec", 0.2, p50=0.19, p90=0.21, p95=0.22, p99=0.23))
         path = write(tmp_path / "profile_export_aiperf.json", summary)
         (record,) = imported(tmp_path, "aiperf", path, tp=2)
@@ -135,8 +139,10 @@ class TestAiperf:
         assert found.tok_s_per_user == pytest.approx(1000 / 47.0)
         assert (record.point.model, record.point.concurrency, record.point.backend) == ("org/model", 2, "openai")
 
-    def test_metrics_are_ours_where_the_folder_has_the_requests(self, tmp_path: Path) -> None:
-        """Three requests, 0.1 s apart: gaps 30, 31, 39 and 50 ms; 7 tokens in 0.7 s. The warm-up is left out."""
+    def test_metrics_are_computed_if_the_folder_has_the_requests(self, tmp_path: Path) -> None:
+        """Three requests, 0.1 s apart, have gaps of 30, 31, 39 and 50 ms, and 7 tokens in 0.7 s. The warm-up is left
+        out.
+        """
         folder = tmp_path / "artifacts"
         write(folder / "profile_export_aiperf.json", aiperf())
         lines = [
@@ -165,7 +171,7 @@ class TestAiperf:
         assert [row.submitted_s for row in rows] == pytest.approx([0, 0.1, 0.2])
         assert rows[0].token_s == pytest.approx([0.5, 0.53, 0.561, 0.6])
 
-    def test_requests_alone_have_no_model_and_no_load(self, tmp_path: Path) -> None:
+    def test_requests_without_a_summary_have_no_model_and_load(self, tmp_path: Path) -> None:
         path = write(tmp_path / "profile_export.jsonl", line(BEGIN_NS, [30.0]), line(BEGIN_NS + 1, [31.0]))
         with pytest.raises(UsageError, match="names no model; add --model NAME"):
             imported(tmp_path, "aiperf", path)
@@ -180,7 +186,7 @@ class TestAiperf:
             ({}, {"fixed_schedule": True, "file": "/data/chat.jsonl"}, ("trace", None, 1.0, "chat.jsonl")),
         ],
     )
-    def test_loads_that_are_no_closed_loop(
+    def test_rates_and_traces_are_imported(
         self, tmp_path: Path, load: dict[str, Any], given: dict[str, Any], wanted: tuple[object, ...]
     ) -> None:
         path = write(tmp_path / "profile_export_aiperf.json", aiperf(load, given))
@@ -189,7 +195,7 @@ class TestAiperf:
         assert found is not None
         assert (found.arrival, found.request_rate, found.burstiness, found.trace) == wanted
 
-    def test_a_time_in_an_unknown_unit_is_refused(self, tmp_path: Path) -> None:
+    def test_time_in_an_unknown_unit_is_refused(self, tmp_path: Path) -> None:
         path = write(tmp_path / "profile_export_aiperf.json", aiperf(request_latency=stat("ticks", 300.0)))
         with pytest.raises(RecordsError, match="request_latency is in ticks, and a time is in one of ns, us, ms"):
             imported(tmp_path, "aiperf", path)
@@ -198,7 +204,7 @@ class TestAiperf:
 class TestOneBatch:
     """Four requests of 1,000 tokens: 0.5 s of prefill, then 10 steps that take 0.3 s, with a median of 29 ms."""
 
-    def test_all_requests_wait_for_the_prefill_of_the_batch(self, tmp_path: Path) -> None:
+    def test_ttft_of_all_requests_is_the_prefill_of_the_batch(self, tmp_path: Path) -> None:
         path = write(tmp_path / "result.jsonl", one_batch())
         (record,) = imported(tmp_path, "sglang-one-batch", path, model="m", tp=2)
         found = record.serve
@@ -215,7 +221,7 @@ class TestOneBatch:
         assert point.load is not None
         assert (point.load.input_tokens, point.load.output_tokens, point.load.requests) == ("1000", "11", 4)
 
-    def test_a_batch_with_one_token_each_has_no_gaps(self, tmp_path: Path) -> None:
+    def test_batch_with_one_output_token_has_no_itl(self, tmp_path: Path) -> None:
         alone = one_batch(output_len=1, total_latency=0.5)
         del alone["median_decode_latency"]
         (record,) = imported(tmp_path, "sglang-one-batch", write(tmp_path / "r.jsonl", alone), model="m")
@@ -232,14 +238,14 @@ class TestOneBatch:
             (4, "2000"),
         ]
 
-    def test_an_impossible_batch_is_refused(self, tmp_path: Path) -> None:
+    def test_impossible_batch_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(RecordsError, match="a batch has at least 1 request"):
             imported(tmp_path, "sglang-one-batch", write(tmp_path / "r.jsonl", one_batch(batch_size=0)), model="m")
 
 
 class TestForward:
-    def test_a_decode_step_is_a_point_of_sweep_in_ms(self, tmp_path: Path) -> None:
-        """Eight requests of which a step of 5 ms reads 4,096 rows, its own included: 1,600 tok/s, 800 a GPU."""
+    def test_decode_step_is_imported_as_a_decode_point(self, tmp_path: Path) -> None:
+        """A step of 5 ms for eight requests reads 4,096 rows of each, including the new one: 1,600 tok/s, 800 per GPU."""
         path = write(tmp_path / "f.json", [forward_case("a", [4096] * 8, ranks=2)])
         (record,) = imported(tmp_path, "vllm-forward", path, model="m", tp=2, dcp=2)
         found, point = record.metrics, record.point
@@ -251,13 +257,13 @@ class TestForward:
         assert (point.workload, point.concurrency, point.context, point.load) == ("decode", 8, 4095, None)
         assert (point.layout_name, point.backend, point.settings) == ("tp2·dcp2", "vllm", "bench=forward")
 
-    def test_lengths_that_vary_are_named_and_replicas_have_a_batch_each(self, tmp_path: Path) -> None:
+    def test_varying_lengths_are_settings_and_replicas_have_a_batch_each(self, tmp_path: Path) -> None:
         path = write(tmp_path / "f.json", [forward_case("a", [3000, 5001], ranks=2)])
         (record,) = imported(tmp_path, "vllm-forward", path, model="m", tp=2, dp=2)
         assert (record.point.concurrency, record.point.context) == (4, 3999)
         assert record.point.settings == "bench=forward, kv_lens=3000-5001"
 
-    def test_other_steps_are_left_out_by_name(self, tmp_path: Path) -> None:
+    def test_prompt_and_draft_steps_are_listed_as_left_out(self, tmp_path: Path) -> None:
         cases = [forward_case("a", [9]), forward_case("p", [9], query=9), forward_case("v", [9], query=3, drafts=2)]
         done = import_files(
             [write(tmp_path / "f.json", cases)], "vllm-forward", tmp_path / "run", Overrides(model="m"), force=True
@@ -266,7 +272,7 @@ class TestForward:
         assert any("Left out, steps with tokens of prompts: " in note for note in done.notes)
         assert any("Left out, steps that verify draft tokens: " in note for note in done.notes)
 
-    def test_the_layout_of_several_ranks_has_to_be_given(self, tmp_path: Path) -> None:
+    def test_layout_of_several_ranks_has_to_be_given(self, tmp_path: Path) -> None:
         path = write(tmp_path / "f.json", [forward_case("a", [9], ranks=4)])
         with pytest.raises(UsageError, match=r"has 4 ranks, and no layout; add --tp 4, with --dp and --dcp"):
             imported(tmp_path, "vllm-forward", path, model="m")
@@ -283,7 +289,7 @@ class TestForward:
         ("vllm-forward", forward_case("a", [9])),
     ],
 )
-def test_a_result_of_one_tool_is_not_read_as_anothers(engine: str, value: dict[str, Any], tmp_path: Path) -> None:
+def test_result_of_another_tool_is_refused_with_its_name(engine: str, value: dict[str, Any], tmp_path: Path) -> None:
     path = write(tmp_path / "x.json", value)
     for other in ("vllm", "sglang", "inferencex", "guidellm", "aiperf", "sglang-one-batch", "vllm-forward"):
         if other != engine:

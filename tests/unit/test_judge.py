@@ -1,4 +1,4 @@
-"""Which points a machine cannot run, by command: what a kernel, a graph or a model's sizes rule out."""
+"""Points that a machine cannot run, by command: limits of kernels, graphs and model sizes."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ H200X4 = Probe(
 
 
 def check(shape: ModelShape = SHAPES["tiny"], probe: Probe = H200X4, *, timed: bool = True, **changes: object) -> None:
-    """Judge one point of the tiny model."""
+    """Check one point of the tiny model."""
     point = Point(model="tiny", tp=2, dcp=2, concurrency=2, context=9, exchange="ag_rs", backend="triton", dtype="bf16")
     changed = msgspec.structs.replace(point, **changes)
     validate.check_runnable(changed, Settings(), shape, validate.Machine(probe=probe, timed=timed))
 
 
 def tiny(**sizes: int) -> ModelShape:
-    """The tiny model with other widths."""
+    """Return the tiny model with other widths."""
     return dataclasses.replace(SHAPES["tiny"], **sizes)
 
 
-def test_the_reference_is_not_timed_on_a_gpu_but_may_be_compared_there() -> None:
-    """Its plan makes new tensors: a captured graph would replay the lengths of its capture."""
+def test_reference_backend_is_not_timed_on_a_gpu_but_may_be_verified() -> None:
+    """The reference's plan makes new tensors, so a captured graph would replay the lengths of its capture."""
     with pytest.raises(UsageError, match="use --backend triton or --backend flashinfer"):
         check(backend="reference")
     check(backend="reference", timed=False)
@@ -58,23 +58,23 @@ def test_the_reference_is_not_timed_on_a_gpu_but_may_be_compared_there() -> None
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_a_gpu_times_bf16_alone_but_compares_other_dtypes(dtype: str) -> None:
-    """The grouped product of the experts is bf16 only."""
+def test_gpu_times_only_bf16_but_verifies_other_dtypes(dtype: str) -> None:
+    """The grouped product of the experts exists only in bf16."""
     with pytest.raises(UsageError, match=f"--weights-dtype {dtype}: .* use --weights-dtype bf16.*verify"):
         check(dtype=dtype)
     check(dtype=dtype, timed=False)
     check(dtype=dtype, probe=CPU)
 
 
-def test_sweep_and_verify_are_told_apart_by_their_grids() -> None:
-    """The same options, one command each."""
+def test_sweep_grid_refuses_what_verify_layouts_accept() -> None:
+    """Both commands get the same options."""
     spec = make_spec({"backend": "reference", "model": "tiny", "tp": "2", "context": "37", "concurrency": "4"}, H200X4)
     assert all("--backend reference" in str(c.error) for c in grid.expand_grid(spec, H200X4))
     assert all(c.error is None for c in grid.expand_layouts([Layout(tp=2, dcp=2)], spec, H200X4))
 
 
-def test_experts_are_cut_into_what_the_kernels_read() -> None:
-    """Over 2 ranks 24 numbers are 12 each, 24 bytes in bf16; 16 numbers are 8, 16 bytes. The CPU takes all."""
+def test_expert_width_of_a_rank_must_be_a_multiple_of_16_bytes() -> None:
+    """24 numbers over 2 ranks are 12 each, 24 bytes in bf16; 16 numbers are 8, 16 bytes. A CPU accepts both."""
     with pytest.raises(UsageError, match=r"has 12 numbers of tiny's experts, 24 wide.*; use --ep tp, or a smaller"):
         check(tiny(moe_inter=24), ep="1")
     check(tiny(moe_inter=24), ep="tp")
@@ -82,8 +82,10 @@ def test_experts_are_cut_into_what_the_kernels_read() -> None:
     check(tiny(moe_inter=16), ep="1")
 
 
-def test_blocks_of_fp8_end_where_a_ranks_part_does() -> None:
-    """V3 over 4 ranks, 2 of them in each replica, has 64 heads of 192 and 128 numbers, a fourth of what is cut by width."""
+def test_sizes_of_a_rank_are_checked_against_fp8_blocks() -> None:
+    """V3 over 4 ranks, 2 of them in each replica, has 64 heads of 192 and 128 numbers, and a fourth of the widths of
+    experts.
+    """
     shape, point = (
         SHAPES["deepseek-v3"],
         Point(model="deepseek-v3", tp=4, dp=2, ep="1", concurrency=2, context=9, backend="triton", dtype="bf16"),
@@ -104,65 +106,65 @@ def test_blocks_of_fp8_end_where_a_ranks_part_does() -> None:
     assert [lite[name][0] for name in ("the queries", "the shared expert", "the dense MLP")] == [8 * 192, 704, 0]
 
 
-@pytest.mark.parametrize(("dp", "most"), [(1, 512), (2, 1024)])
+@pytest.mark.parametrize(("dp", "limit"), [(1, 512), (2, 1024)])
 @pytest.mark.parametrize("probe", [CPU, H200X4], ids=["cpu", "gpu"])
-def test_more_requests_than_the_largest_graph_takes_are_refused_with_the_most(probe: Probe, dp: int, most: int) -> None:
-    """512 a replica, and the odd one out makes one replica's batch larger."""
-    check(probe=probe, dp=dp, dcp=1, exchange="none", concurrency=most)
-    with pytest.raises(UsageError, match=rf"--concurrency {most + 1} .*--concurrency can be up to {most}\."):
-        check(probe=probe, dp=dp, dcp=1, exchange="none", concurrency=most + 1)
+def test_more_requests_than_the_largest_graph_are_refused(probe: Probe, dp: int, limit: int) -> None:
+    """The limit is 512 per replica; one request more makes the batch of one replica larger."""
+    check(probe=probe, dp=dp, dcp=1, exchange="none", concurrency=limit)
+    with pytest.raises(UsageError, match=rf"--concurrency {limit + 1} .*--concurrency can be up to {limit}\."):
+        check(probe=probe, dp=dp, dcp=1, exchange="none", concurrency=limit + 1)
 
 
 @pytest.mark.parametrize("sizes", [{"latent": 48}, {"rope": 24}, {"latent": 8}, {"rope": 8}], ids=str)
 @pytest.mark.parametrize("probe", [CPU, H200X4], ids=["cpu", "gpu"])
-def test_triton_needs_powers_of_two_from_16(probe: Probe, sizes: dict[str, int]) -> None:
-    """tl.arange takes no others, and the message says which backend does."""
+def test_triton_requires_powers_of_two_from_16(probe: Probe, sizes: dict[str, int]) -> None:
+    """tl.arange accepts no other sizes, and the message suggests another backend."""
     with pytest.raises(UsageError, match=r"--backend (triton needs|reference)|rope kernel"):
         check(tiny(**sizes), probe)
     if probe is CPU:
         check(tiny(**sizes), probe, backend="reference")
 
 
-def test_on_a_gpu_rope_is_a_power_of_two_whatever_the_backend() -> None:
-    """The rope kernel has no alternative there."""
+def test_rope_width_must_be_a_power_of_two_on_a_gpu() -> None:
+    """The rope kernel is used with every backend."""
     with pytest.raises(UsageError, match="'qk_rope_head_dim' 24; dcpbench verify --device cpu --backend reference"):
         check(tiny(rope=24), backend="reference", timed=False)
 
 
 @pytest.mark.parametrize("option", ["q_replicate", "project_first"])
-def test_options_of_an_exchange_need_one(option: str) -> None:
-    """The message names what was typed and what it needs."""
+def test_exchange_options_without_an_exchange_are_refused(option: str) -> None:
+    """The message names the option and what it requires."""
     flag = "--collectives " + option.replace("_", "-")
     with pytest.raises(UsageError, match=f"{flag}: tp2 exchanges nothing; use --dcp 2"):
         check(dcp=1, exchange="none", **{option: True})
     check(**{option: True})
 
 
-def test_symmetric_memory_ends_at_the_machine() -> None:
-    """Two machines of two GPUs: dcp 2 fits in one, dcp 4 and the reduction over tp 4 do not."""
+def test_symmetric_memory_over_several_machines_is_refused() -> None:
+    """With two machines of two GPUs, dcp 2 is inside one; dcp 4 and the reduction over tp 4 are not."""
     two = msgspec.structs.replace(H200X4, count=2)
     point = Point(model="tiny", tp=4, dcp=4, concurrency=2, context=9, exchange="symm", backend="triton", dtype="bf16")
 
-    def judged(**changes: object) -> None:
+    def check_changed(**changes: object) -> None:
         changed = msgspec.structs.replace(point, **changes)
         validate.check_runnable(changed, Settings(), SHAPES["tiny"], validate.Machine(probe=two, nnodes=2))
 
-    judged(dcp=2)
+    check_changed(dcp=2)
     with pytest.raises(UsageError, match=r"--exchange symm .* of 4 ranks.* 2 of them; use --exchange a2a"):
-        judged()
+        check_changed()
     with pytest.raises(UsageError, match=r"--collectives all-reduce=symm .*use --collectives all-reduce=nccl"):
-        judged(dcp=2, all_reduce="symm")
-    judged(dcp=2, dp=2, all_reduce="symm")
+        check_changed(dcp=2, all_reduce="symm")
+    check_changed(dcp=2, dp=2, all_reduce="symm")
 
 
-def test_values_projected_first_need_no_fp32_product() -> None:
-    """What is merged is rounded before o_proj anyway, so V may be any width."""
+def test_project_first_accepts_any_value_width() -> None:
+    """The merged values are rounded before o_proj anyway."""
     check(tiny(value=20), project_first=True)
 
 
 @pytest.mark.parametrize("sizes", [{"value": 20}, {"value": 48}, {"value": 8}], ids=str)
-def test_values_of_other_widths_run_without_dcp_and_on_the_cpu(sizes: dict[str, int]) -> None:
-    """Merged in fp32 they pass a kernel of their own, on a GPU, in half precision, where dcp > 1."""
+def test_odd_value_widths_run_without_dcp_and_on_the_cpu(sizes: dict[str, int]) -> None:
+    """Only values merged in fp32 use the restricted kernel: on a GPU, in half precision, with dcp > 1."""
     with pytest.raises(UsageError, match=r"'v_head_dim' to be powers of two from 16.*use --dcp 1"):
         check(tiny(**sizes))
     check(tiny(**sizes), dcp=1, exchange="none")
@@ -171,53 +173,55 @@ def test_values_of_other_widths_run_without_dcp_and_on_the_cpu(sizes: dict[str, 
 
 
 class TestServedRows:
-    """`serve` with dcp > 1 puts KV rows of all ranks in token order, 16 bytes at a time."""
+    """`serve` with dcp > 1 gathers KV rows of all ranks in token order, in units of 16 bytes."""
 
     LOAD = Load(requests=2, input_tokens="8", output_tokens="1", chunk=64)
 
-    def serve(self, latent: int, dtype: str = "fp32", **changes: object) -> None:
-        """Judge a point of `serve` on the CPU, of a model whose KV rows are `latent` + 16 numbers."""
-        asked = {"backend": "reference", "workload": "serve", "load": self.LOAD, "dtype": dtype} | changes
-        check(tiny(latent=latent), CPU, **asked)
+    def check_served(self, latent: int, dtype: str = "fp32", **changes: object) -> None:
+        """Check a point of `serve` on the CPU, of a model with KV rows of `latent` + 16 numbers."""
+        options = {"backend": "reference", "workload": "serve", "load": self.LOAD, "dtype": dtype} | changes
+        check(tiny(latent=latent), CPU, **options)
 
-    def test_a_row_that_is_no_multiple_of_16_bytes_is_refused_before_anything_is_launched(self) -> None:
+    def test_kv_rows_must_be_a_multiple_of_16_bytes(self) -> None:
         """34 + 16 numbers of 4 bytes are 200 = 12.5 · 16 bytes."""
-        said = "of 16 bytes, and tiny has KV rows of 50 fp32 numbers, 200 bytes; use --dcp 1, or dcpbench sweep"
-        with pytest.raises(UsageError, match=f"--dcp 2: .*{said} for decode steps only"):
-            self.serve(34)
-        self.serve(34, dcp=1, exchange="none")
+        message = "of 16 bytes, and tiny has KV rows of 50 fp32 numbers, 200 bytes; use --dcp 1, or dcpbench sweep"
+        with pytest.raises(UsageError, match=f"--dcp 2: .*{message} for decode steps only"):
+            self.check_served(34)
+        self.check_served(34, dcp=1, exchange="none")
 
-    def test_a_dtype_in_which_the_row_fits_is_named(self) -> None:
-        """36 + 16 numbers: 104 bytes in bf16, 208 = 13 · 16 in fp32."""
+    def test_message_names_a_dtype_with_a_valid_row_size(self) -> None:
+        """36 + 16 numbers are 104 bytes in bf16, and 208 = 13 · 16 in fp32."""
         with pytest.raises(
             UsageError, match=r"tiny has KV rows of 52 bf16 numbers, 104 bytes; use --kv-dtype fp32, --dcp 1"
         ):
-            self.serve(36, "bf16")
-        self.serve(36, "fp32")
+            self.check_served(36, "bf16")
+        self.check_served(36, "fp32")
 
-    def test_the_unit_is_the_kernels(self) -> None:
+    def test_units_equal_those_of_the_kernels(self) -> None:
         assert kv_gather.UNIT == validate.ROW_UNIT
         assert kv_up_proj.UNIT == TENSOR_UNIT
 
-    def test_keys_and_values_are_made_of_whole_units_on_gpus(self) -> None:
-        """Values of 36 bf16 numbers are 72 bytes; a CPU takes them."""
+    def test_value_width_must_be_a_multiple_of_16_bytes_on_gpus(self) -> None:
+        """Values of 36 bf16 numbers are 72 bytes; a CPU accepts them."""
         sizes = {"dcp": 1, "exchange": "none", "backend": "triton", "load": self.LOAD}
         check(**sizes)
         with pytest.raises(UsageError, match=r"'v_head_dim' 36 in bf16; use dcpbench sweep"):
             check(tiny(value=36), **sizes)
         check(tiny(value=36), CPU, **{**sizes, "backend": "reference", "dtype": "fp32"})
 
-    def test_decode_steps_alone_move_no_rows(self) -> None:
+    def test_decode_steps_accept_any_kv_row_size(self) -> None:
         check(tiny(latent=34), CPU, backend="reference", dtype="fp32")
 
 
 @pytest.mark.parametrize(("served", "gathers"), [(True, [2, 4, 2]), (False, [4, 2])], ids=["served", "decode"])
-def test_calls_of_an_emulated_layout_must_be_known_with_those_of_stored_prefixes(
+def test_emulated_layout_requires_times_of_all_its_collectives(
     monkeypatch: pytest.MonkeyPatch, served: bool, gathers: list[int]
 ) -> None:
-    """tp8·dp2·dcp2 by symm: all-gathers of 4 heads' ranks and of 2 replicas; a served one gathers prefixes over dcp, too."""
-    asked: list[tuple[str, int]] = []
-    wire = SimpleNamespace(predict_seconds=lambda name, ranks, _: asked.append((name, ranks)))
+    """tp8·dp2·dcp2 with symm has all-gathers over 4 ranks of heads and over 2 replicas; a served point also gathers
+    prefixes over dcp.
+    """
+    calls: list[tuple[str, int]] = []
+    wire = SimpleNamespace(predict_seconds=lambda name, ranks, _: calls.append((name, ranks)))
     monkeypatch.setattr(validate, "load_machine", lambda _: SimpleNamespace(wire=wire))
     load = Load(requests=4, input_tokens="10", output_tokens="5", chunk=2048, mode="replay") if served else None
     point = Point(
@@ -234,12 +238,12 @@ def test_calls_of_an_emulated_layout_must_be_known_with_those_of_stored_prefixes
         load=load,
     )
     validate._check_emulated(point, validate.Machine(probe=H200X4, timed=True))
-    assert asked[:3] == [("symm", 2), ("symm", 2), ("all-reduce", 4)]
-    assert sorted(ranks for name, ranks in asked if name == "all-gather") == sorted(gathers)
+    assert calls[:3] == [("symm", 2), ("symm", 2), ("all-reduce", 4)]
+    assert sorted(ranks for name, ranks in calls if name == "all-gather") == sorted(gathers)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "flashmla"])
-def test_backends_that_do_not_take_query_rows_together_are_refused_for_steps_with_drafts(backend: str) -> None:
+def test_backends_without_multi_row_queries_are_refused_for_drafts(backend: str) -> None:
     refusal = (
         rf"--backend {backend} does not take the 4 query rows of a request together \(--mtp 3\); use --backend triton"
     )
@@ -248,8 +252,8 @@ def test_backends_that_do_not_take_query_rows_together_are_refused_for_steps_wit
     check(mtp=3, acceptance="0.8/0.6/0.4")
 
 
-def test_steps_with_drafts_need_pages_that_hopper_kernels_copy_whole() -> None:
-    """Kernels of grouped-query attention take any page, and so do other GPUs; the sizes are those of the kernels."""
+def test_drafts_on_hopper_require_a_page_size_of_the_kernels() -> None:
+    """Kernels of grouped-query attention and other GPUs accept any page size."""
     from dcpbench.kernels.attention import hopper_pairs  # with torch
 
     drafts = {"mtp": 3, "acceptance": "0.8/0.6/0.4"}
@@ -268,18 +272,18 @@ def test_steps_with_drafts_need_pages_that_hopper_kernels_copy_whole() -> None:
     check(SHAPES["qwen3-235b-a22b"], hopper, dcp=1, exchange="none", **drafts)
 
 
-def test_drafts_have_positions_of_the_model() -> None:
+def test_drafts_count_towards_the_positions_of_the_model() -> None:
     """A context of 65,533 leaves 3 of 65,536 positions: one token and 2 drafts."""
     check(context=65533, mtp=2)
     with pytest.raises(UsageError, match="65536 positions"):
         check(context=65533, mtp=3)
 
 
-class TestGroupedQueries:
+class TestGroupedQueryAttention:
     QWEN = SHAPES["qwen3-235b-a22b"]
 
-    def test_a_model_with_parts_that_the_engine_lacks_is_planned_and_not_measured(self) -> None:
-        """With given step times nothing is measured."""
+    def test_model_with_unsupported_parts_is_planned_but_not_measured(self) -> None:
+        """Such a model can be replayed with given step times."""
         point = Point(model="gpt-oss-120b", tp=2, concurrency=2, context=9, backend="triton", dtype="bf16")
         lacking = "biases in attention and sliding windows and attention sinks and biases of experts"
         with pytest.raises(UsageError, match=rf"does not compute {lacking}, which gpt-oss-120b has.* --dry-run"):
@@ -289,7 +293,7 @@ class TestGroupedQueries:
         validate.check_live(point, Settings(step_times="times.json"), SHAPES["gpt-oss-120b"])
 
     @pytest.mark.parametrize("model", ["qwen3-235b-a22b", "qwen3-32b", "llama-3.1-70b", "tiny"])
-    def test_models_that_the_engine_computes_are_measured(self, model: str) -> None:
+    def test_supported_models_are_measured(self, model: str) -> None:
         check(self.QWEN, dcp=1, exchange="none")
         point = Point(model=model, tp=2, concurrency=2, context=9, backend="triton", dtype="bf16")
         validate.check_live(point, Settings(), SHAPES[model])
@@ -303,7 +307,7 @@ class TestGroupedQueries:
             ({"rope": 32, "value": 32, "backend": "flashinfer"}, "heads of 64, 128, 256 columns, .* has 32"),
         ],
     )
-    def test_what_its_kernels_do_not_take_is_refused(self, options: dict[str, object], message: str) -> None:
+    def test_options_without_kernels_are_refused(self, options: dict[str, object], message: str) -> None:
         sizes = {name: options[name] for name in ("rope", "value") if name in options}
         with pytest.raises(UsageError, match=message):
             check(
@@ -313,11 +317,11 @@ class TestGroupedQueries:
 
 
 class TestFormats:
-    """Weights in fewer bits than fp8 are planned."""
+    """Weights in fewer bits than fp8 are planned but not measured."""
 
     @pytest.mark.parametrize("weights", ["int4", "nvfp4", "mxfp4"])
-    def test_a_format_without_kernels_is_planned_and_not_measured(self, weights: str) -> None:
-        """Replays of given step times need no kernels."""
+    def test_format_without_kernels_is_planned_but_not_measured(self, weights: str) -> None:
+        """Replays with given step times need no kernels."""
         point = Point(
             model="deepseek-v3", tp=4, concurrency=2, context=9, backend="triton", dtype="bf16", weights_dtype=weights
         )
@@ -362,7 +366,7 @@ class TestFormats:
             ("mxfp4", 32, None),
         ],
     )
-    def test_groups_end_where_a_ranks_part_of_an_expert_does(self, weights: str, tp: int, split: str | None) -> None:
+    def test_part_of_an_expert_on_a_rank_must_be_whole_groups(self, weights: str, tp: int, split: str | None) -> None:
         """Experts of Qwen3-30B are 768 wide; int4 has groups of 128, nvfp4 of 16. Engines pad parts in mxfp4."""
         point = Point(
             model="qwen3-30b-a3b",

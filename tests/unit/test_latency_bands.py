@@ -1,4 +1,6 @@
-"""Bands of forecast latencies: made of published errors, checked by leaving machines out, and none where the median may jump."""
+"""Bands of forecast latencies: computed from published errors, checked without the machine itself, absent if the median
+may jump.
+"""
 
 from __future__ import annotations
 
@@ -28,40 +30,42 @@ def case(
     itl: float = 1.0,
     share: float | None = 0.0,
     measured: float | None = 0.0,
-    **of: str,
+    **fields: str,
 ) -> Case:
-    """A forecast of a closed loop, estimated unless `kind` says otherwise."""
-    fields = {"kind": ESTIMATED, "source": "results/x", "forecast": "", "load": "a load", "arrival": "closed"} | of
+    """Return a forecast of a closed loop, estimated unless `kind` is given."""
+    fields = {"kind": ESTIMATED, "source": "results/x", "forecast": "", "load": "a load", "arrival": "closed"} | fields
     return Case(**fields, machine=machine, ttft=ttft, itl=itl, mixed_share=share, mixed_share_measured=measured)  # type: ignore[arg-type]
 
 
 class TestBand:
-    def test_it_reaches_as_far_to_both_sides_as_the_farthest_case(self) -> None:
-        """Measured over forecast 0.8 and 1.1, so a factor of 1.25: 100 ms may be 80 to 125; with a further 10 % 72.7 to 137.5."""
+    def test_band_is_symmetric_with_the_factor_of_the_largest_error(self) -> None:
+        """Measured over forecast is 0.8 and 1.1, so the factor is 1.25: 100 ms may be 80 to 125; with a further 10 %
+        72.7 to 137.5.
+        """
         band = find_band(ESTIMATED, "ttft", "closed", [case("a", ttft=0.8), case("b", ttft=1.1), case("b", ttft=1.0)])
         assert band == latency_bands.Band(low=0.8, high=1.1, cases=3, machines=2)
         assert band.compute_ends(100.0) == pytest.approx((80.0, 125.0))
         assert band.compute_ends(100.0, error=0.1) == pytest.approx((72.7273, 137.5))
 
-    def test_forecasts_that_were_too_short_may_be_too_long_elsewhere(self) -> None:
+    def test_band_includes_shorter_latencies_if_all_errors_were_longer(self) -> None:
         band = find_band(ESTIMATED, "ttft", "closed", [case("a", ttft=1.1), case("b", ttft=1.25)])
         assert band is not None
         assert band.compute_ends(100.0) == pytest.approx((80.0, 125.0))
 
-    def test_other_kinds_do_not_count(self) -> None:
+    def test_band_uses_only_cases_of_its_kind(self) -> None:
         band = find_band(ESTIMATED, "ttft", "closed", [case("a"), case("a", ttft=2.0, kind=EMULATED)])
         assert band is not None
         assert band.high == 1.0
         assert find_band(TOGETHER, "ttft", "closed", [case("a"), case("b", kind=EMULATED)]) is None
 
-    def test_other_arrivals_count_where_those_of_its_own_are_of_one_machine(self) -> None:
-        """Closed loops ran on a and b, loads at a rate on a alone, and traces nowhere."""
+    def test_other_arrivals_count_if_own_cases_are_of_one_machine(self) -> None:
+        """Closed loops ran on a and b, loads at a rate only on a, and traces nowhere."""
         cases = [case("a", ttft=1.1), case("b", ttft=1.2), case("a", ttft=1.5, arrival="gamma")]
         bands = [find_band(ESTIMATED, "ttft", arrival, cases) for arrival in ("closed", "gamma", "trace")]
         assert [(band.high, band.cases) for band in bands if band] == [(1.2, 2), (1.5, 3), (1.5, 3)]
 
-    def test_no_itl_where_the_median_may_be_a_step_with_a_prompt(self) -> None:
-        """Shares of gaps with prompts were up to 0.2 larger than estimated: from 0.3 on they may reach one half."""
+    def test_no_itl_band_if_the_median_may_be_a_step_with_a_prompt(self) -> None:
+        """Shares of gaps with prompts were up to 0.2 larger than estimated, so from 0.3 on they may reach one half."""
         cases = [case("a", itl=1.1, share=0.1, measured=0.3), case("b", itl=4.0, share=0.4, measured=0.45)]
         assert latency_bands.compute_max_sure_share(cases) == pytest.approx(0.3)
         band = find_band(ESTIMATED, "itl", "closed", cases, 0.29)
@@ -73,13 +77,13 @@ class TestBand:
 
 
 class TestCoverage:
-    def test_a_machine_is_judged_by_all_others(self) -> None:
-        """a: 0.9 and 1.0 are within b's factor of 1.2; b: 1.2 is outside a's 1.11, and 0.9 inside."""
+    def test_coverage_uses_bands_of_the_other_machines(self) -> None:
+        """a: 0.9 and 1.0 are within b's factor of 1.2. b: 1.2 is outside of a's 1.11, and 0.9 inside."""
         cases = [case("a", ttft=0.9), case("a", ttft=1.0), case("b", ttft=1.2), case("b", ttft=0.9)]
         found = latency_check.compute_coverage(ESTIMATED, "ttft", "closed", cases)
         assert (found.inside, found.cases, found.without_number) == (3, 4, 0)
 
-    def test_one_machine_alone_cannot_be_checked(self) -> None:
+    def test_coverage_of_a_single_machine_is_unknown(self) -> None:
         found = latency_check.compute_coverage(ESTIMATED, "ttft", "closed", [case("a"), case("a")])
         assert (found.inside, found.cases, found.without_number) == (0, 0, 2)
 
@@ -91,13 +95,15 @@ class TestPublished:
         assert all((folder / "raw.tar.xz").is_file() for folder in folders)
         assert {c.kind for c in PUBLISHED} == {ESTIMATED, EMULATED, TOGETHER}
 
-    def test_the_documents_have_the_bands_and_their_coverage_as_computed(self) -> None:
+    def test_documents_have_the_computed_bands_and_coverage(self) -> None:
         text = (DOCS / "recommend.md").read_text(encoding="utf-8") + (DOCS / "emulation.md").read_text(encoding="utf-8")
         for line in filter(None, latency_check.table(list(PUBLISHED))):
             assert line in text, line
 
-    def test_the_bands_of_other_machines_hold_all_32_forecasts_of_one_host(self) -> None:
-        """Four live loads by each of four GPUs, with and without `prompts`; the ends of three replays held TTFT in 16."""
+    def test_bands_of_other_machines_contain_all_forecasts_of_one_host(self) -> None:
+        """Each of four GPUs forecasts four live loads, with and without `prompts`; the bounds of three replays contain
+        TTFT in 16 cases.
+        """
         cases = [c for c in PUBLISHED if c.forecast.startswith(f"results/{DP_LIVE}/")]
         machine = cases[0].machine
         others = [c for c in PUBLISHED if c.machine != machine]
@@ -109,22 +115,22 @@ class TestPublished:
                 low, high = band.compute_ends(1.0)
                 assert low <= ratio <= high, found
 
-    def test_a_case_of_the_file_is_what_its_records_say(self) -> None:
-        """DeepSeek-V3 on tp4·dcp4, 48 clients with 100 to 300 tokens out: forecast by GPU 0 alone, and served."""
+    def test_published_case_equals_that_of_its_records(self) -> None:
+        """DeepSeek-V3 on tp4·dcp4 has 48 clients with 100 to 300 tokens out, forecast by GPU 0 alone, and served."""
         (found,) = (c for c in PUBLISHED if c.forecast == f"results/{DP_LIVE}/replays/alone-0-48-100-300")
         served = read_live_load()
-        (made,) = (r for _, r in latency_check.read_served(f"{DP_LIVE}/replays/alone-0-48-100-300"))
-        ratios = [p50_ms(served, metric) / p50_ms(made, metric) for metric in ("ttft", "itl")]
+        (forecast,) = (r for _, r in latency_check.read_served(f"{DP_LIVE}/replays/alone-0-48-100-300"))
+        ratios = [p50_ms(served, metric) / p50_ms(forecast, metric) for metric in ("ttft", "itl")]
         assert [found.ttft, found.itl] == pytest.approx(ratios, abs=1e-4)
         assert found.kind == EMULATED
 
-    def test_an_estimated_case_is_estimated_again_alike(self) -> None:
-        """One of the short loads, by the shares of Kimi-K2's steps."""
+    def test_estimated_case_can_be_reproduced(self) -> None:
+        """The case is one of the short loads, estimated with the terms of Kimi-K2's steps."""
         assert latency_check.estimate_case(f"results/{DP_LIVE}/dcp", read_live_load()) in PUBLISHED
 
 
 def read_live_load() -> Record:
-    """Return what 48 clients with answers of 100 to 300 tokens were served."""
+    """Return the served record of 48 clients with answers of 100 to 300 tokens."""
     (found,) = (
         record
         for _, record in latency_check.read_served(f"{DP_LIVE}/dcp")
@@ -140,7 +146,7 @@ def p50_ms(record: Record, metric: str) -> float:
 
 
 class TestForecasts:
-    def test_estimates_of_served_loads_have_ends(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_estimates_of_served_loads_have_bands(self, capsys: pytest.CaptureFixture[str]) -> None:
         words = "--machine H200 --gpus 8 --concurrency 8 --input-tokens 4000 --output-tokens uniform:300-400 --json"
         code, out, _ = run(capsys, *words.split())
         assert code == 0
@@ -150,8 +156,10 @@ class TestForecasts:
                 assert low < layout[f"{name}_ms"]["p50"] < high
         assert "estimated from the steps of another model" in out
 
-    def test_no_itl_is_estimated_where_prompts_are_in_many_steps(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """Answers of 4 tokens: nearly every gap has a prompt of another request in its step. An ITL objective is not known."""
+    def test_no_itl_is_estimated_if_prompts_are_in_many_steps(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """With answers of 4 tokens nearly every gap has a prompt of another request in its step, so an ITL objective is
+        unknown.
+        """
         words = "--machine H200 --gpus 8 --concurrency 16 --input-tokens 2000 --output-tokens 4 --slo itl=10000 --json"
         _, out, _ = run(capsys, *words.split())
         found = json.loads(out)
@@ -162,7 +170,7 @@ class TestForecasts:
         assert any(text.startswith("No ITL is estimated for") and "at least" in text for text in found["unknown"])
         assert {"ITL, which is not known"} == {missed for layout in layouts for missed in layout["misses"]}
 
-    def test_a_decode_step_is_as_far_off_as_its_output(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_band_of_a_decode_step_is_that_of_its_output(self, capsys: pytest.CaptureFixture[str]) -> None:
         _, out, _ = run(
             capsys, *["--machine", "H200", "--gpus", "8", "--context", "4000", "--concurrency", "8", "--json"]
         )
@@ -171,19 +179,21 @@ class TestForecasts:
         assert high / layout["itl_ms"]["p50"] == pytest.approx(layout["itl_ms"]["p50"] / low)
         assert high / layout["itl_ms"]["p50"] - 1 >= estimate.load_published_steps().band
 
-    def test_ends_are_corrected_with_the_estimate(self) -> None:
-        of = dataclasses.replace(choice(100.0).forecasts[0], ttft_band=(80.0, 120.0), itl_band=None)
-        right = forecast.apply_factor(of, 0.5)
-        assert (right.ttft_band, right.itl_band) == ((160.0, 240.0), None)
+    def test_bands_are_corrected_with_the_estimate(self) -> None:
+        estimate = dataclasses.replace(choice(100.0).forecasts[0], ttft_band=(80.0, 120.0), itl_band=None)
+        corrected = forecast.apply_factor(estimate, 0.5)
+        assert (corrected.ttft_band, corrected.itl_band) == ((160.0, 240.0), None)
 
-    def test_a_cell_has_the_ends(self) -> None:
+    def test_cell_has_the_band(self) -> None:
         assert answer_table.format_p50(20.0, (18.0, 25.0)) == "20.0 [18.0–25.0]"
         assert answer_table.format_p50(20.0, None) == "20.0"
         assert answer_table.format_p50(None, None) == "—"
 
 
-def test_ends_of_emulated_loads_are_as_wide_as_published_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TTFT 100 ms: three replays 99 to 125, published ratio 0.9: 90 to 125. Without cases the ends of the replays stay."""
+def test_bands_of_emulated_loads_include_published_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TTFT of 100 ms: three replays give 99 to 125, and the published ratio is 0.9, so the band is 90 to 125. Without
+    cases there is no band.
+    """
     cases = (case("a", ttft=0.9, itl=0.99, kind=EMULATED), case("b", ttft=1.05, itl=1.2, kind=EMULATED))
     monkeypatch.setattr(latency_bands, "load_published", lambda: cases)
     record = next(

@@ -1,4 +1,4 @@
-"""Ranks run the dcpbench of the command that started them, wherever that lies."""
+"""Version of dcpbench on ranks: ranks must run the same files as the command that started them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dcpbench.launch.version_check import Package, check_same_package, read_pack
 PACKAGE = Path(dcpbench.__file__).parent
 
 
-def elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of some of its modules, of which this process then is."""
+def copy_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copy some modules of dcpbench, and make this process belong to the copy."""
     copy = folder / "dcpbench"
     shutil.copytree(PACKAGE / "launch", copy / "launch", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(dcpbench.__file__, copy)
@@ -28,11 +28,13 @@ def elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def test_copies_are_one_package_until_a_module_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on several machines, where its folders are called otherwise; what Python compiles is no module."""
-    first = elsewhere(tmp_path / "one", monkeypatch)
+def test_copies_of_the_package_are_equal_until_a_module_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders may have different names on several machines; compiled files do not matter."""
+    first = copy_package(tmp_path / "one", monkeypatch)
     wanted = read_package()
-    second = elsewhere(tmp_path / "other", monkeypatch)
+    second = copy_package(tmp_path / "other", monkeypatch)
     (second / "__pycache__").mkdir()
     (second / "__pycache__" / "subprocess_guard.pyc").write_bytes(b"compiled")
     assert (wanted.folder, read_package().folder) == (str(first), str(second))
@@ -54,16 +56,16 @@ def test_copies_are_one_package_until_a_module_differs(tmp_path: Path, monkeypat
     assert f"run the dcpbench in {second}, whose files are not those of the command, in {first}" in str(error.value)
 
 
-def test_what_an_editor_leaves_beside_a_module_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = elsewhere(tmp_path, monkeypatch)
+def test_lock_file_of_an_editor_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = copy_package(tmp_path, monkeypatch)
     wanted = read_package()
     (copy / "launch" / ".#subprocess_guard.py").symlink_to("nobody@nowhere.1:2")
     check_same_package(wanted)
 
 
-def test_a_command_is_what_lay_there_when_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that is edited during a sweep would be another program in the jobs behind it."""
-    copy = elsewhere(tmp_path, monkeypatch)
+def test_module_edited_after_the_command_began_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise later jobs of a sweep would run another program."""
+    copy = copy_package(tmp_path, monkeypatch)
     monkeypatch.setattr(
         version_check, "get_started_package", functools.cache(version_check.get_started_package.__wrapped__)
     )
@@ -74,10 +76,10 @@ def test_a_command_is_what_lay_there_when_it_began(tmp_path: Path, monkeypatch: 
         check_same_package(version_check.get_started_package())
 
 
-def test_only_where_it_lies_in_the_working_directory_are_modules_looked_for_there(
+def test_working_directory_is_searched_only_if_it_has_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkout from which `python -m dcpbench` is typed is on no other path."""
+    """A checkout used with `python -m dcpbench` is on no other path."""
     monkeypatch.chdir(tmp_path)
     assert version_check.get_environment() == {"PYTHONSAFEPATH": "1"}
     monkeypatch.chdir(PACKAGE.parent)
@@ -91,13 +93,13 @@ def test_only_where_it_lies_in_the_working_directory_are_modules_looked_for_ther
     assert version_check.get_environment() == {}
 
 
-def test_a_package_knows_its_folder_and_all_of_its_modules() -> None:
+def test_package_has_a_folder_and_a_digest_of_its_modules() -> None:
     assert read_package() == Package(folder=str(PACKAGE), sha256=read_package().sha256)
     assert len(read_package().sha256) == 64
 
 
-def test_a_job_is_to_run_this_dcpbench_or_one_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m dcpbench submit` in a checkout, by a Python beside which the program of another one is installed."""
+def test_submitted_job_needs_this_dcpbench_or_a_named_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m dcpbench submit` may run in a checkout, with another dcpbench installed for the same Python."""
     script = tmp_path / "bin" / "dcpbench"
     script.parent.mkdir()
     script.touch()
@@ -114,10 +116,9 @@ def test_a_job_is_to_run_this_dcpbench_or_one_that_is_named(tmp_path: Path, monk
         assert submit._find_program("other --dcpbench", inside=False) == ("other", "--dcpbench")
 
 
-def test_programs_beside_this_python_are_of_this_package_wherever_they_are_typed(
+def test_script_folder_ignores_a_package_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dcpbench in the working directory is none of theirs."""
     (tmp_path / "dcpbench").mkdir()
     (tmp_path / "dcpbench" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Layouts nest or say what would; every token has one owner; row maps are bijections."""
+"""Layouts: valid degrees, one owner per token, and bijective row maps."""
 
 import dataclasses
 import re
@@ -27,19 +27,19 @@ TOKENS = st.integers(0, 700)
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Any layout whose degrees nest."""
+    """Draw any layout with valid degrees."""
     dcp, groups, dp = (draw(st.integers(1, 5)) for _ in range(3))
     return Layout(tp=dcp * groups * dp, dp=dp, dcp=dcp)
 
 
 class TestDegrees:
-    def test_no_layout_of_more_ranks_than_there_are_is_looked_for(self) -> None:
-        """1,000,000,007 is prime: whoever tries its divisors one by one does not come back."""
+    def test_layouts_of_too_many_ranks_are_refused_at_once(self) -> None:
+        """1,000,000,007 is prime, and trying its divisors one by one would take very long."""
         with pytest.raises(LayoutError, match="--tp 1000000007 is more than"):
             list_valid_layouts(SHAPES["tiny"], 1_000_000_007)
 
     @pytest.mark.parametrize(
-        ("degrees", "says"),
+        ("degrees", "message"),
         [
             ({"tp": 0}, "--tp 0 is not a positive number"),
             ({"tp": 8, "dcp": -1}, "--dcp -1 is not a positive number"),
@@ -51,14 +51,14 @@ class TestDegrees:
         ],
         ids=lambda value: str(value) if isinstance(value, dict) else "",
     )
-    def test_degrees_that_do_not_nest_are_answered_with_those_that_do(self, degrees: dict[str, int], says: str) -> None:
+    def test_invalid_degrees_raise_layout_error_with_valid_ones(self, degrees: dict[str, int], message: str) -> None:
         with pytest.raises(LayoutError) as caught:
             Layout(**degrees)
-        assert says in str(caught.value)
+        assert message in str(caught.value)
         assert caught.value.exit_code == 2
 
     @pytest.mark.parametrize(
-        ("layout", "ours", "vllm"),
+        ("layout", "name", "vllm_name"),
         [
             (Layout(tp=8), "tp8", "dp1·tp8·dcp1"),
             (Layout(tp=8, dcp=8), "tp8·dcp8", "dp1·tp8·dcp8"),
@@ -67,14 +67,14 @@ class TestDegrees:
         ],
         ids=str,
     )
-    def test_a_layout_is_named_in_our_words_and_in_vllms(self, layout: Layout, ours: str, vllm: str) -> None:
-        assert str(layout) == ours
-        assert layout.format_vllm_name() == vllm
+    def test_layout_has_a_name_and_a_vllm_name(self, layout: Layout, name: str, vllm_name: str) -> None:
+        assert str(layout) == name
+        assert layout.format_vllm_name() == vllm_name
 
 
 class TestGroups:
     def test_groups_of_tp8_dp2_dcp2(self) -> None:
-        """Two replicas of four ranks; each replica holds two KV copies, spread over neighbours."""
+        """Two replicas of four ranks have two KV copies each, over neighbouring ranks."""
         layout = Layout(tp=8, dp=2, dcp=2)
         assert layout.list_attn_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert layout.list_dcp_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -86,19 +86,19 @@ class TestGroups:
             assert sorted(rank for group in groups for rank in group) == list(range(layout.tp))
 
     @given(layouts())
-    def test_a_dcp_group_lies_in_one_replica_and_has_every_residue_once(self, layout: Layout) -> None:
+    def test_dcp_group_is_in_one_replica_with_every_dcp_rank_once(self, layout: Layout) -> None:
         for group in layout.list_dcp_groups():
             assert len({layout.get_dp_rank(rank) for rank in group}) == 1
             assert [layout.get_dcp_rank(rank) for rank in group] == list(range(layout.dcp))
 
     @given(layouts())
-    def test_ranks_of_a_dp_group_hold_the_same_heads_in_different_replicas(self, layout: Layout) -> None:
+    def test_dp_group_has_the_same_heads_in_different_replicas(self, layout: Layout) -> None:
         for group in layout.list_dp_groups():
             assert len({layout.get_attn_rank(rank) for rank in group}) == 1
             assert [layout.get_dp_rank(rank) for rank in group] == list(range(layout.dp))
 
     @given(layouts())
-    def test_replica_and_position_in_it_name_a_rank(self, layout: Layout) -> None:
+    def test_dp_rank_and_attn_rank_identify_a_rank(self, layout: Layout) -> None:
         for rank in range(layout.tp):
             assert layout.get_dp_rank(rank) * layout.attn_tp + layout.get_attn_rank(rank) == rank
 
@@ -109,11 +109,11 @@ class TestOwnership:
         assert [list_local_tokens(11, rank, 4) for rank in range(4)] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7]]
 
     def test_eleven_tokens_over_two_ranks_in_stripes_of_three(self) -> None:
-        """Stripes 012 345 678 9-10: the first and third are rank 0's, the second and the cut fourth rank 1's."""
+        """Stripes are 012 345 678 9-10: rank 0 has the first and third, rank 1 the second and the incomplete fourth."""
         assert list_local_tokens(11, 0, 2, 3) == [0, 1, 2, 6, 7, 8]
         assert list_local_tokens(11, 1, 2, 3) == [3, 4, 5, 9, 10]
 
-    def test_fewer_tokens_than_ranks_leave_shards_empty(self) -> None:
+    def test_shards_are_empty_with_fewer_tokens_than_ranks(self) -> None:
         assert [compute_local_length(3, rank, 8) for rank in range(8)] == [1, 1, 1, 0, 0, 0, 0, 0]
 
     @given(TOKENS, DCP, STRIPE)
@@ -124,32 +124,30 @@ class TestOwnership:
             assert all(get_owner(token, dcp, stripe) == rank for token in shard)
 
     @given(TOKENS, DCP, STRIPE)
-    def test_local_lengths_add_up_and_differ_by_a_stripe_at_most(self, tokens: int, dcp: int, stripe: int) -> None:
+    def test_local_lengths_add_up_and_differ_by_at_most_one_stripe(self, tokens: int, dcp: int, stripe: int) -> None:
         lengths = [compute_local_length(tokens, rank, dcp, stripe) for rank in range(dcp)]
         assert sum(lengths) == tokens
         assert lengths == sorted(lengths, reverse=True)
         assert lengths[0] - lengths[-1] <= stripe
 
     @given(TOKENS, DCP)
-    def test_local_length_is_the_published_formula_where_stripes_are_single_tokens(self, tokens: int, dcp: int) -> None:
+    def test_local_length_equals_the_published_formula_for_stripes_of_one(self, tokens: int, dcp: int) -> None:
         for rank in range(dcp):
             assert compute_local_length(tokens, rank, dcp) == tokens // dcp + (rank < tokens % dcp)
 
     @given(st.integers(0, 1 << 40), DCP, STRIPE)
-    def test_owner_and_row_name_a_location(self, loc: int, dcp: int, stripe: int) -> None:
+    def test_owner_and_row_identify_a_location(self, loc: int, dcp: int, stripe: int) -> None:
         assert get_loc(get_row(loc, dcp, stripe), get_owner(loc, dcp, stripe), dcp, stripe) == loc
 
     @given(st.integers(0, 1 << 40), DCP, STRIPE, st.data())
-    def test_every_row_of_every_rank_is_some_location(
-        self, at: int, dcp: int, stripe: int, data: st.DataObject
-    ) -> None:
+    def test_every_row_of_every_rank_is_a_location(self, row: int, dcp: int, stripe: int, data: st.DataObject) -> None:
         rank = data.draw(st.integers(0, dcp - 1))
-        loc = get_loc(at, rank, dcp, stripe)
-        assert (get_row(loc, dcp, stripe), get_owner(loc, dcp, stripe)) == (at, rank)
+        loc = get_loc(row, rank, dcp, stripe)
+        assert (get_row(loc, dcp, stripe), get_owner(loc, dcp, stripe)) == (row, rank)
 
     @given(st.integers(0, 300), DCP, STRIPE)
     def test_rows_are_dense_in_token_order(self, tokens: int, dcp: int, stripe: int) -> None:
-        """A rank's tokens fill its rows 0, 1, 2, … without a hole."""
+        """The tokens of a rank fill its rows 0, 1, 2, … without a gap."""
         for rank in range(dcp):
             mine = [token for token in range(tokens) if get_owner(token, dcp, stripe) == rank]
             assert [get_row(token, dcp, stripe) for token in mine] == list(range(len(mine)))
@@ -157,7 +155,7 @@ class TestOwnership:
 
 class TestModels:
     @pytest.mark.parametrize(
-        ("model", "layout", "says"),
+        ("model", "layout", "message"),
         [
             ("deepseek-v2-lite", Layout(tp=32), "16 heads, which tp32 would split over 32 ranks; tp/dp can be 1, 2, 4"),
             ("deepseek-v3", Layout(tp=3), "128 heads, which tp3 would split over 3 ranks"),
@@ -166,15 +164,15 @@ class TestModels:
         ],
         ids=str,
     )
-    def test_a_layout_that_the_model_cannot_take_is_answered_with_degrees(
-        self, model: str, layout: Layout, says: str
+    def test_layout_that_does_not_fit_the_model_raises_error_with_valid_degrees(
+        self, model: str, layout: Layout, message: str
     ) -> None:
         with pytest.raises(LayoutError) as caught:
             layout.check_model(SHAPES[model])
-        assert says in str(caught.value)
+        assert message in str(caught.value)
 
     @pytest.mark.parametrize(
-        ("changed", "says"),
+        ("changed", "message"),
         [
             ({"dense_inter": 18434}, "a dense width of 18434, which does not divide over --tp 4; --tp can be 1, 2."),
             (
@@ -185,18 +183,18 @@ class TestModels:
         ids=["dense", "shared-expert"],
     )
     @pytest.mark.parametrize("dp", [1, 2, 4])
-    def test_widths_that_tp_does_not_divide_are_answered_with_degrees(
-        self, changed: dict[str, int], says: str, dp: int
+    def test_widths_that_tp_does_not_divide_raise_error_with_valid_degrees(
+        self, changed: dict[str, int], message: str, dp: int
     ) -> None:
-        """They are split over all of tp, whatever dp is. 18,434 = 2 · 13 · 709 and 3 · 2,050 = 2 · 3 · 5² · 41."""
+        """Widths are split over all of tp for any dp. 18,434 = 2 · 13 · 709 and 3 · 2,050 = 2 · 3 · 5² · 41."""
         shape = dataclasses.replace(SHAPES["deepseek-v3"], **changed)
-        with pytest.raises(LayoutError, match=re.escape(says)):
+        with pytest.raises(LayoutError, match=re.escape(message)):
             Layout(tp=4, dp=dp).check_model(shape)
         Layout(tp=2).check_model(shape)
         assert list_valid_layouts(shape, 4) == []
 
     @pytest.mark.parametrize(
-        ("changed", "layout", "ep", "says"),
+        ("changed", "layout", "ep", "message"),
         [
             (
                 {"moe_inter": 2050, "shared_experts": 2},
@@ -219,23 +217,25 @@ class TestModels:
         ],
         ids=["width", "number", "neither"],
     )
-    def test_experts_that_cannot_be_placed_so_are_answered_with_what_can_be(
-        self, changed: dict[str, int], layout: Layout, ep: str, says: str
+    def test_impossible_expert_placement_raises_error_with_valid_ones(
+        self, changed: dict[str, int], layout: Layout, ep: str, message: str
     ) -> None:
-        """2 · 2,050 is divided by 4 and 2,050 is not; 255 is odd, and the other widths are powers of two times nine."""
+        """4 divides 2 · 2,050 but not 2,050; 255 is odd, and the other widths are powers of two times nine."""
         shape = dataclasses.replace(SHAPES["deepseek-v3"], **changed)
         with pytest.raises(LayoutError) as caught:
             layout.check_model(shape, ep)
-        assert says in str(caught.value)
+        assert message in str(caught.value)
 
-    def test_valid_layouts_are_those_of_one_placement_of_experts(self) -> None:
-        """255 experts can be split by width over 2 ranks, which is the default, and not be distributed to them."""
+    def test_valid_layouts_depend_on_the_placement_of_experts(self) -> None:
+        """The width of 255 experts can be split over 2 ranks, which is the default, but the experts cannot be
+        distributed to them.
+        """
         shape = dataclasses.replace(SHAPES["deepseek-v3"], experts=255)
         assert list_valid_layouts(shape, 2) == list_valid_layouts(shape, 2, "1")
         assert [str(x) for x in list_valid_layouts(shape, 2, "1")] == ["tp2", "tp2·dcp2", "tp2·dp2"]
         assert list_valid_layouts(shape, 2, "tp") == []
 
-    def test_what_four_gpus_can_run_of_deepseek_v3(self) -> None:
+    def test_valid_layouts_of_deepseek_v3_on_four_gpus(self) -> None:
         assert [str(layout) for layout in list_valid_layouts(SHAPES["deepseek-v3"], 4)] == [
             "tp4",
             "tp4·dcp2",
@@ -246,7 +246,7 @@ class TestModels:
         ]
 
     @pytest.mark.parametrize("model", SHAPES)
-    def test_every_valid_layout_passes_the_models_check(self, model: str) -> None:
+    def test_every_valid_layout_passes_the_check_of_its_model(self, model: str) -> None:
         for tp in range(1, 17):
             for layout in list_valid_layouts(SHAPES[model], tp):
                 layout.check_model(SHAPES[model], place_experts("1", tp))

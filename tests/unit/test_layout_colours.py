@@ -1,4 +1,4 @@
-"""A layout has one colour in all figures, pages and reports; what else tells its lines apart is dash and marker."""
+"""Colours of layouts: one colour per layout in all figures and pages; dashes and markers distinguish its lines."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ if TYPE_CHECKING:
 
 TP, DCP2, DCP4, DP4 = Layout(4), Layout(4, 1, 2), Layout(4, 1, 4), Layout(4, 4)
 APART, ALONE = 0.03, 0.05
-"""Least distance of two colours with markers of their own, and with the same, in OKLab: 0.02 is just seen side by side."""
+"""Minimum distance in OKLab of two colours with different markers, and with the same; 0.02 is just visible."""
 
 
 def decode(folder: Path) -> dataframes.Frames:
-    """Four layouts, one of them with two exchanges."""
-    points = [build.point(of, concurrency=n) for of in (TP, DCP2, DCP4, DP4) for n in (8, 32)]
+    """Return frames of four layouts, one of them with two exchanges."""
+    points = [build.point(layout, concurrency=n) for layout in (TP, DCP2, DCP4, DP4) for n in (8, 32)]
     other = [build.point(DCP4, concurrency=n, exchange="symm") for n in (8, 32)]
     return dataframes.load_frames([build.write(folder, map(build.ok, (*points, *other)))])
 
 
 def served(folder: Path) -> dataframes.Frames:
-    """Without tp4·dcp2, and in another order."""
-    points = [serve.point(of, n) for of in (DP4, DCP4, TP) for n in (8, 32)]
+    """Return frames without tp4·dcp2, in another order."""
+    points = [serve.point(layout, n) for layout in (DP4, DCP4, TP) for n in (8, 32)]
     return dataframes.load_frames([build.write(folder, map(serve.served, points))])
 
 
 def imported(folder: Path) -> dataframes.Frames:
-    """Two servers of tp4, one of tp4·dp4, and one of tp8."""
-    said = ({"tp": 4}, {"tp": 4, "hw": "b200"}, {"tp": 4, "dp_attention": "true"}, {"tp": 8})
-    rows = [files.inferencex(conc=n, **server) for n in (4, 8) for server in said]
+    """Return frames of two servers of tp4, one of tp4·dp4, and one of tp8."""
+    servers = ({"tp": 4}, {"tp": 4, "hw": "b200"}, {"tp": 4, "dp_attention": "true"}, {"tp": 8})
+    rows = [files.inferencex(conc=n, **server) for n in (4, 8) for server in servers]
     folder.mkdir()
     import_files([files.file(folder, *rows)], "inferencex", folder / "run", Overrides())
     return dataframes.load_frames([folder / "run"])
 
 
-def in_figure(figure: Figure) -> dict[str, set[str]]:
-    """Colours in the legend by the layout whose name begins the label, of which each is drawn in a panel."""
+def collect_figure_colours(figure: Figure) -> dict[str, set[str]]:
+    """Return the colours in the legend by the layout of the label; each of them must be drawn in a panel."""
     drawn = {line.get_color() for ax in figure.axes for line in ax.get_lines()}
     found: dict[str, set[str]] = {}
     for handle in figure.legends[0].legend_handles:
@@ -63,12 +63,12 @@ def in_figure(figure: Figure) -> dict[str, set[str]]:
         name = str(handle.get_label()).split(" ")[0]
         if name.startswith("tp"):
             found.setdefault(name, set()).add(handle.get_color())  # type: ignore[attr-defined]
-    assert {colour for of in found.values() for colour in of} <= drawn
+    assert {colour for colours in found.values() for colour in colours} <= drawn
     return found
 
 
-def in_page(read: dataframes.Frames) -> dict[str, set[str]]:
-    """Colours on light and dark of the page's series, by the layouts of their points."""
+def collect_page_colours(read: dataframes.Frames) -> dict[str, set[str]]:
+    """Return the light and dark colours of the page's series by the layouts of their points."""
     data = build_page_data(read)
     found: dict[str, set[str]] = {}
     for layout, series in zip(data["columns"]["layout"], data["columns"]["series"], strict=True):
@@ -76,31 +76,33 @@ def in_page(read: dataframes.Frames) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("made", [decode, served, imported], ids=lambda made: made.__name__)
-def test_a_layout_has_its_colour_in_each_figure_and_page(made: object, tmp_path: Path) -> None:
-    read = made(tmp_path / "run")  # type: ignore[operator]
+@pytest.mark.parametrize("make_frames", [decode, served, imported], ids=lambda make_frames: make_frames.__name__)
+def test_layout_has_the_same_colour_in_figures_and_page(make_frames: object, tmp_path: Path) -> None:
+    read = make_frames(tmp_path / "run")  # type: ignore[operator]
     points = read.points if len(read.points) else read.served
     style, names = Style.from_points(points), set(points["layout"])
     for draw in (figures.draw_throughput, figures.draw_itl, figures.draw_frontier):
-        assert in_figure(draw(points, style, "title")) == {
+        assert collect_figure_colours(draw(points, style, "title")) == {
             name: {get_colours(style.find_degrees(name))[0]} for name in names
         }
-    assert in_page(read) == {
+    assert collect_page_colours(read) == {
         name: {"light-dark({}, {})".format(*get_colours(style.find_degrees(name)))} for name in names
     }
     looks = [(one["colour"], one["dash"], one["symbol"]) for one in build_page_data(read)["series"]]
-    assert len(set(looks)) == len(looks) == len(style.lines), "no two lines look alike"
+    assert len(set(looks)) == len(looks) == len(style.lines), "no two lines look the same"
 
 
-def test_dcp_over_its_baseline_has_the_colour_of_the_layout(tmp_path: Path) -> None:
-    """Where two lines would differ in the exchange alone each has a panel, with shades of its hue for contexts."""
+def test_ratio_of_dcp_has_the_colour_of_its_layout(tmp_path: Path) -> None:
+    """Exchanges of a layout have separate panels, with shades of its hue for contexts."""
     read = decode(tmp_path / "run")
     style, ratios = Style.from_points(read.points), read.findings.ratios
     figure = figures.draw_break_even(ratios, style, "title")
-    assert in_figure(figure) == {str(layout): {get_colours(degrees_of(layout))[0]} for layout in (DCP2, DCP4)}
+    assert collect_figure_colours(figure) == {
+        str(layout): {get_colours(degrees_of(layout))[0]} for layout in (DCP2, DCP4)
+    }
     grid = [{"context": context, "concurrency": n} for context in (4000, 64000) for n in (8, 32)]
-    asked = [{"exchange": name} | load for name in ("ag_rs", "symm") for load in grid]
-    points = [*(build.point(TP, **load) for load in grid), *(build.point(DCP4, **changes) for changes in asked)]
+    variants = [{"exchange": name} | load for name in ("ag_rs", "symm") for load in grid]
+    points = [*(build.point(TP, **load) for load in grid), *(build.point(DCP4, **changes) for changes in variants)]
     more = dataframes.load_frames([build.write(tmp_path / "more", map(build.ok, points))])
     split = figures.draw_break_even(more.findings.ratios, Style.from_points(more.points), "title")
     assert [ax.get_title() for ax in split.axes] == [f"kimi-k2: tp4·dcp4 ({name})" for name in ("ag_rs", "symm")]
@@ -109,7 +111,7 @@ def test_dcp_over_its_baseline_has_the_colour_of_the_layout(tmp_path: Path) -> N
         assert {compute_shade(degrees_of(DCP4), 0), compute_shade(degrees_of(DCP4), 1)} <= drawn
 
 
-def test_kv_capacity_has_bars_in_the_same_colours(tmp_path: Path) -> None:
+def test_bars_of_kv_capacity_have_the_colours_of_layouts(tmp_path: Path) -> None:
     read = decode(tmp_path / "run")
     style = Style.from_points(read.points)
     ax = figures.draw_capacity(read.points, style, "title").axes[0]
@@ -119,14 +121,14 @@ def test_kv_capacity_has_bars_in_the_same_colours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gpus", [(4,), (8,), (16,), (2, 4, 8), (4, 8, 16)], ids=str)
-def test_layouts_that_meet_in_a_report_are_told_apart(gpus: tuple[int, ...]) -> None:
-    """They differ in colour on light and on dark, and if colours are similar in the marker, too."""
+def test_layouts_of_a_report_differ_in_colour_or_marker(gpus: tuple[int, ...]) -> None:
+    """Colours are compared on light and on dark; layouts with similar colours have different markers."""
     layouts = [degrees_of(layout) for tp in gpus for layout in list_valid_layouts(load_shape("deepseek-v3"), tp)]
     for one, other in itertools.combinations(layouts, 2):
-        signs = find_marker_index(one) != find_marker_index(other)
+        differ = find_marker_index(one) != find_marker_index(other)
         for theme in (0, 1):
-            far = math.dist(lab(get_colours(one)[theme]), lab(get_colours(other)[theme]))
-            assert far > (APART if signs else ALONE), (one, other)
+            far = math.dist(convert_to_oklab(get_colours(one)[theme]), convert_to_oklab(get_colours(other)[theme]))
+            assert far > (APART if differ else ALONE), (one, other)
 
 
 def test_unknown_degrees_are_grey_and_any_degrees_have_a_colour() -> None:
@@ -141,8 +143,8 @@ def degrees_of(layout: Layout) -> Degrees:
     return Degrees(layout.tp, layout.dp, layout.dcp)
 
 
-def lab(colour: str) -> tuple[float, float, float]:
-    """In OKLab, from sRGB; the way back of show/layouts.py."""
+def convert_to_oklab(colour: str) -> tuple[float, float, float]:
+    """Convert sRGB to OKLab, the inverse of show/layouts.py."""
     parts = [byte / 255 for byte in bytes.fromhex(colour[1:])]
     r, g, b = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
     long, medium, short = (
@@ -160,10 +162,10 @@ def lab(colour: str) -> tuple[float, float, float]:
     )
 
 
-def test_the_only_curve_of_a_figure_is_named_with_its_load(tmp_path: Path) -> None:
-    """Along the x axis runs the context. Of several layouts those are named instead."""
+def test_single_curve_of_a_figure_is_labelled_with_its_load(tmp_path: Path) -> None:
+    """The x axis has the context. Several layouts are labelled without the load."""
 
-    def legend(*layouts: Layout) -> list[str]:
+    def list_legend(*layouts: Layout) -> list[str]:
         grid = [(layout, context) for layout in (TP, *layouts) for context in (4000, 64000)]
         run = tmp_path / str(len(layouts))
         points = [build.ok(build.point(layout, context=context, concurrency=8)) for layout, context in grid]
@@ -171,12 +173,12 @@ def test_the_only_curve_of_a_figure_is_named_with_its_load(tmp_path: Path) -> No
         (found,) = figures.draw_break_even(read.findings.ratios, Style.from_points(read.points), "title").legends
         return [text.get_text() for text in found.get_texts()]
 
-    assert legend(DCP4, Layout(4, 1, 2)) == ["tp4·dcp2", "tp4·dcp4"]
-    assert legend(DCP4) == ["tp4·dcp4", "concurrency 8"]
+    assert list_legend(DCP4, Layout(4, 1, 2)) == ["tp4·dcp2", "tp4·dcp4"]
+    assert list_legend(DCP4) == ["tp4·dcp4", "concurrency 8"]
 
 
-def test_a_phase_has_a_bar_however_short_it_is() -> None:
-    """0.4 ms of attention in all; what took no time at all has none, and what is not known by name is the rest."""
+def test_short_phase_has_a_bar() -> None:
+    """Attention takes 0.4 ms in all; a phase without time has no bar, and an unknown phase belongs to the rest."""
     table = pd.DataFrame(
         {"phase_attention_us": [300.0, 100.0], "phase_moe_us": [0.0, 0.0], "phase_strange_us": [5.0, None]}
     )
@@ -187,23 +189,25 @@ def test_a_phase_has_a_bar_however_short_it_is() -> None:
 
 
 @pytest.mark.parametrize(("count", "shown"), [(7, 7), (8, 5), (20, 8)])
-def test_up_to_seven_ticks_stand_where_something_was_measured(count: int, shown: int) -> None:
-    """With more values, every second or third has a tick, and the last."""
+def test_up_to_seven_ticks_are_at_measured_values(count: int, shown: int) -> None:
+    """With more values, every second or third and the last have a tick."""
     ax = Figure().add_subplot()
     show_figures.set_measured_ticks(ax, [float(n) for n in range(1, count + 1)])
     assert (len(ax.get_xticks()), ax.get_xticks()[-1]) == (shown, count)
 
 
-@pytest.mark.parametrize(("names", "taller"), [(4, 0), (5, 1), (7, 3)])
-def test_a_figure_grows_with_each_line_of_its_legend_behind_the_fourth(names: int, taller: int) -> None:
-    """Names that fill a line each."""
+@pytest.mark.parametrize(("names", "extra_lines"), [(4, 0), (5, 1), (7, 3)])
+def test_figure_grows_with_each_legend_line_after_the_fourth(names: int, extra_lines: int) -> None:
+    """Each name fills a line."""
     figure = Figure(figsize=(4.0, 3.0))
     show_figures.draw_legend_below(figure, [Line2D([], [], label="x" * 60) for _ in range(names)])
-    assert figure.get_figheight() == pytest.approx(3.0 + 0.2 * taller)
+    assert figure.get_figheight() == pytest.approx(3.0 + 0.2 * extra_lines)
 
 
 @pytest.mark.parametrize(("runs", "name"), [(["a"], "phases-kimi-k2"), (["a", "b"], "phases-kimi-k2-b")])
-def test_a_figure_of_one_run_among_several_has_its_name(runs: list[str], name: str, tmp_path: Path) -> None:
+def test_file_name_of_a_figure_contains_the_run_if_there_are_several(
+    runs: list[str], name: str, tmp_path: Path
+) -> None:
     studio = plots.FigureWriter(tmp_path, Style([("tp4", "")], runs), drawn=False)
     points = pd.DataFrame({"model": ["kimi-k2"], "run": [runs[-1]], "load_arrival": ["closed"]})
     assert studio._make_name(plots.PHASES, "", points) == name

@@ -1,4 +1,4 @@
-"""The search for the highest load that holds an SLO: its bounds, the loads that it chooses, and how far its limit is from a grid's."""
+"""Search for the highest load that meets an SLO: bounds, chosen loads, and error compared with a fine grid."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from dcpbench.serving.requests import Step
 
-REQUESTS = 600  # p95 then has 30 of them above it
+REQUESTS = 600  # 30 of them are above p95
 RATES, CLIENTS = LoadRange(name="rate", low=0.01, high=100), LoadRange(name="concurrency", low=1, high=256)
 
 
@@ -205,7 +205,7 @@ def test_bounds_are_those_of_the_option(find: Find, wanted: LoadRange) -> None:
     ],
     ids=str,
 )
-def test_other_bounds_are_refused(find: Find, message: str) -> None:
+def test_invalid_bounds_are_refused(find: Find, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make_load_range(find)
 
@@ -220,21 +220,21 @@ def test_other_bounds_are_refused(find: Find, message: str) -> None:
         (CLIENTS, {"slo": "ttft=9", "repeats": "2"}, "write --find repeats=N"),
     ],
 )
-def test_options_that_a_search_contradicts_are_refused(
+def test_options_that_contradict_a_search_are_refused(
     bounds: LoadRange, given: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
         check_search(bounds, given)
 
 
-def test_requests_in_flight_can_be_limited_while_a_rate_is_searched() -> None:
+def test_concurrency_can_be_limited_in_a_search_for_a_rate() -> None:
     check_search(RATES, {"slo": "ttft=9", "concurrency": "64"})
 
 
 @pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("bounds", [RATES, CLIENTS], ids=lambda bounds: bounds.name)
-def test_any_limit_is_found_within_the_tolerance_by_a_dozen_loads(bounds: LoadRange, replayed: bool) -> None:
-    """Latency in proportion to the load: the limit is the load whose latency is 100 ms."""
+def test_any_limit_is_found_within_tolerance_with_a_dozen_loads(bounds: LoadRange, replayed: bool) -> None:
+    """Latency is proportional to the load, and the limit is the load with a latency of 100 ms."""
     for limit in np.geomspace(bounds.low * 1.001, bounds.high * 0.999, 200):
         found = make_found(bounds, lambda load, limit=limit: 100 * load / limit, replayed=replayed)
         assert len(found.measured) <= MAX_LOADS
@@ -247,7 +247,7 @@ def test_any_limit_is_found_within_the_tolerance_by_a_dozen_loads(bounds: LoadRa
         assert found.falling is None
 
 
-def test_where_no_load_holds_the_lowest_is_measured() -> None:
+def test_lowest_load_is_measured_if_no_load_holds() -> None:
     found = make_found(RATES, lambda _: 200.0)
     assert found.limit is None
     assert found.failed is not None
@@ -255,7 +255,7 @@ def test_where_no_load_holds_the_lowest_is_measured() -> None:
     assert "no load holds the SLO; 0.01 requests/s (TTFT p99 200 ms; " in found.format()
 
 
-def test_where_every_load_holds_the_limit_is_the_upper_bound() -> None:
+def test_limit_is_the_upper_bound_if_every_load_holds() -> None:
     found = make_found(CLIENTS, lambda _: 50.0)
     assert found.failed is None
     assert found.limit is not None
@@ -264,10 +264,9 @@ def test_where_every_load_holds_the_limit_is_the_upper_bound() -> None:
 
 
 @pytest.mark.parametrize("replayed", [False, True])
-def test_a_latency_that_falls_with_the_load_is_named(replayed: bool) -> None:
-    """
-    Loads of 12 to 20 clients do not hold, and those from 21 to 60 do. Starting from 8, which holds, 32 and 128 are measured;
-    bisection alone would end at 60 without any word of the loads from 12 on.
+def test_latency_that_falls_with_the_load_is_named(replayed: bool) -> None:
+    """Loads of 12 to 20 clients do not hold, and those from 21 to 60 do. After 8, which holds, 32 and 128 are measured;
+    bisection alone would end at 60 without mentioning the loads from 12 on.
     """
     found = make_found(CLIENTS, lambda n: 150.0 if 12 <= n <= 20 else 100 * n / 60, replayed=replayed)
     assert found.limit is not None
@@ -278,15 +277,15 @@ def test_a_latency_that_falls_with_the_load_is_named(replayed: bool) -> None:
     assert "hold although 12 clients do not" in found.format()
 
 
-def test_a_latency_near_its_limit_that_falls_without_crossing_it_is_named() -> None:
+def test_latency_that_falls_below_its_limit_is_named() -> None:
     found = make_found(CLIENTS, lambda n: 90.0 if n <= 8 else 100 * n / 60)
     assert found.higher is None
     assert found.falling is not None
     assert "TTFT p99 90 ms at 8 clients and TTFT p99" in found.format()
 
 
-def test_a_load_holds_if_most_of_its_runs_do() -> None:
-    def run(ms: float, **changes: object) -> Record:
+def test_load_holds_if_most_of_its_runs_do() -> None:
+    def make_run(ms: float, **changes: object) -> Record:
         return msgspec.structs.replace(
             get_record(),
             serve=msgspec.structs.replace(get_record().serve, ttft_ms=Latencies(p99=ms, samples=999), **changes),
@@ -295,16 +294,16 @@ def test_a_load_holds_if_most_of_its_runs_do() -> None:
     def judge(*runs: Record) -> MeasuredLoad:
         return MeasuredLoad(load=4.0, records=runs, slo={"ttft": 100.0})
 
-    one = judge(run(90), run(95), run(300))
+    one = judge(make_run(90), make_run(95), make_run(300))
     assert (one.holds, one.held, one.objectives[0].ms) == (True, 2, 95)
-    assert not judge(run(90), run(110)).holds
-    assert not judge(run(90, failed=1)).holds
-    assert judge(run(90, failed=1)).reason == "1 of 600 requests failed or were rejected"
+    assert not judge(make_run(90), make_run(110)).holds
+    assert not judge(make_run(90, failed=1)).holds
+    assert judge(make_run(90, failed=1)).reason == "1 of 600 requests failed or were rejected"
     lost = msgspec.structs.replace(get_record(), outcome="failed", reason="the server died", serve=None)
     assert (judge(lost).holds, judge(lost).reason) == (False, "the server died")
 
 
-def test_a_limit_above_which_nothing_could_be_measured_is_no_limit_of_the_slo() -> None:
+def test_limit_is_not_measured_if_higher_loads_failed() -> None:
     found = make_found(CLIENTS, lambda n: 10.0 if n <= 40 else 500.0)
     failed = msgspec.structs.replace(get_record(), outcome="failed", reason="out of memory.", serve=None)
     measured = [one if one.holds else dataclasses.replace(one, records=[failed]) for one in found.measured]
@@ -313,8 +312,8 @@ def test_a_limit_above_which_nothing_could_be_measured_is_no_limit_of_the_slo() 
     assert dataclasses.replace(found, measured=measured).to_json()["limit_measured"] is False
 
 
-def test_the_knee_is_where_output_stops_to_grow() -> None:
-    """Output is 100 tok/s a client up to 16 clients. Of 8, 16 and 32, 16 is the lowest with 90 % of the most."""
+def test_knee_is_the_lowest_load_with_90_percent_of_the_output() -> None:
+    """Output is 100 tok/s per client up to 16 clients."""
     found = make_found(CLIENTS, lambda n: 100 * n / 40)
     measured = []
     for one in found.measured:
@@ -328,7 +327,7 @@ def test_the_knee_is_where_output_stops_to_grow() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 6, 8])
-def test_the_limit_of_a_random_load_is_that_of_a_fine_grid(seed: int) -> None:
+def test_limit_of_a_random_load_equals_that_of_a_fine_grid(seed: int) -> None:
     load = RandomLoad(seed)
     found = search(load.holds, load.bounds)
     assert load.runs == len(found) <= MAX_LOADS
@@ -339,7 +338,7 @@ def test_the_limit_of_a_random_load_is_that_of_a_fine_grid(seed: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_the_limits_of_random_loads_are_those_of_fine_grids() -> None:
+def test_limits_of_random_loads_equal_those_of_fine_grids() -> None:
     """At least 95 of 100 random loads on random engines are within 5 %."""
     near = 0
     for seed in range(100):

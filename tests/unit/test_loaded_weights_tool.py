@@ -1,4 +1,4 @@
-"""Weights that vLLM logs are compared with the plan; a script stands in for `vllm serve`."""
+"""tools/loaded_weights: weights in the log of vLLM compared with the plan, with a script as `vllm serve`."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ echo "$@"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The folder of Qwen3-30B-A3B, whose checkpoint has PLANNED_GIB."""
+    """Return the folder of Qwen3-30B-A3B, with a checkpoint of PLANNED_GIB."""
     folder = tmp_path / "qwen3-30b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(QWEN_30B))
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
     ],
     ids=["within 2 %", "too small", "one of two ranks logs", "vLLM ends"],
 )
-def test_a_plan_is_compared_with_the_line_of_the_log(
+def test_planned_weights_are_compared_with_the_log(
     logged: str,
     tp: int,
     code: int,
@@ -45,7 +45,7 @@ def test_a_plan_is_compared_with_the_line_of_the_log(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The stand-in stays after the line, as a server does, and is ended."""
+    """The script keeps running after the line, like a server, and is killed."""
     line = (
         f'echo "(Worker pid=7) INFO Model loading took {logged} GiB memory and 3.1 seconds"'
         if logged
@@ -66,7 +66,7 @@ def test_a_plan_is_compared_with_the_line_of_the_log(
     assert ("did not load qwen3-30b" in capsys.readouterr().err) is not bool(logged)
 
 
-def test_without_vllm_the_message_says_what_is_missing(
+def test_missing_vllm_is_named(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Loads: what is sent, when, and what prompts share."""
+"""Loads: lengths, arrival times, prompts and shared prefixes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCAB = 1000
 
 
 def load(**changes: object) -> Load:
-    """Eight prompts of 10 tokens with 3 tokens out."""
+    """Return a load of eight prompts of 10 tokens with 3 tokens out."""
     fields = {"requests": 8, "input_tokens": "10", "output_tokens": "3", "chunk": 64}
     return Load(**(fields | changes))  # type: ignore[arg-type]
 
@@ -41,12 +41,12 @@ class TestLengths:
             ("lognormal:4000:0.5", Lengths("lognormal", 4000, sigma=0.5)),
         ],
     )
-    def test_they_are_written_so(self, text: str, lengths: Lengths) -> None:
+    def test_lengths_are_parsed_and_formatted(self, text: str, lengths: Lengths) -> None:
         assert parse_lengths("--input-tokens", text) == lengths
         assert parse_lengths("--input-tokens", str(lengths)) == lengths
 
     @pytest.mark.parametrize(
-        ("text", "words"),
+        ("text", "message"),
         [
             ("", "not a length"),
             ("x", "not a length; write a number such as 4000, uniform:1000-7000 or lognormal:4000:0.5"),
@@ -71,22 +71,22 @@ class TestLengths:
             ("99999999999", "more than any model takes"),
         ],
     )
-    def test_anything_else_is_refused_with_what_to_write(self, text: object, words: str) -> None:
+    def test_invalid_lengths_raise_usage_error_with_examples(self, text: object, message: str) -> None:
         with pytest.raises(UsageError, match="--output-tokens") as e:
             parse_lengths("--output-tokens", text)
-        assert words in str(e.value)
+        assert message in str(e.value)
 
-    def test_fixed_ones_are_all_alike(self) -> None:
+    def test_fixed_lengths_are_all_equal(self) -> None:
         inputs, outputs = draw_lengths(load())
         assert (inputs.tolist(), outputs.tolist()) == ([10] * 8, [3] * 8)
 
-    def test_uniform_ones_reach_both_ends(self) -> None:
-        """200 draws of 3 values: each is missing with a chance of (2/3)²⁰⁰."""
+    def test_uniform_lengths_include_both_ends(self) -> None:
+        """Each of 3 values is missing in 200 draws with a probability of (2/3)²⁰⁰."""
         inputs, _ = draw_lengths(load(requests=200, input_tokens="uniform:4-6"))
         assert set(inputs.tolist()) == {4, 5, 6}
 
-    def test_lognormal_ones_have_their_median_and_sigma_and_at_least_a_token(self) -> None:
-        """ln(n / 4000) is normal with standard deviation 0.5; of 20,000 its mean is known to 0.5 / √20000 = 0.0035."""
+    def test_lognormal_lengths_have_median_sigma_and_at_least_one_token(self) -> None:
+        """ln(n / 4000) is normal with standard deviation 0.5; the mean of 20,000 has an error of 0.5 / √20000 = 0.0035."""
         inputs, _ = draw_lengths(load(requests=20_000, input_tokens="lognormal:4000:0.5"))
         logs = np.log(inputs / 4000)
         assert abs(logs.mean()) < 0.02
@@ -99,18 +99,18 @@ class TestLengths:
 
 
 class TestArrivals:
-    def test_a_closed_loop_has_none(self) -> None:
+    def test_closed_loop_has_no_arrival_times(self) -> None:
         assert draw_arrival_times(load(arrival=CLOSED)) == [None] * 8
 
-    def test_the_first_comes_at_once_and_the_others_later(self) -> None:
+    def test_first_arrival_is_0_and_the_others_follow(self) -> None:
         times = draw_arrival_times(load(arrival=GAMMA, request_rate=2.0))
         assert times[0] == 0.0
         assert times == sorted(times)
         assert len(times) == 8
 
     @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-    def test_gaps_have_the_mean_of_the_rate_and_the_spread_of_the_burstiness(self, burstiness: float) -> None:
-        """Gamma(k, 1/(k·rate)): mean 1/rate = 0.5 s, standard deviation mean/√k."""
+    def test_gaps_have_the_mean_of_the_rate_and_spread_of_the_burstiness(self, burstiness: float) -> None:
+        """Gamma(k, 1/(k·rate)) has mean 1/rate = 0.5 s and standard deviation mean/√k."""
         gaps = np.diff(
             draw_arrival_times(load(requests=20_001, arrival=GAMMA, request_rate=2.0, burstiness=burstiness))
         )
@@ -118,12 +118,12 @@ class TestArrivals:
         assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
 
     @pytest.mark.parametrize("paced", [False, True])
-    def test_one_request_comes_at_once(self, paced: bool) -> None:
+    def test_single_request_arrives_at_0(self, paced: bool) -> None:
         assert draw_arrival_times(load(requests=1, arrival=GAMMA, request_rate=2.0, paced=paced)) == [0.0]
 
     @pytest.mark.parametrize(("seed", "burstiness"), [(0, 1.0), (4, 0.25), (1, 4.0)])
-    def test_paced_requests_come_as_fast_as_asked_whatever_was_drawn(self, seed: int, burstiness: float) -> None:
-        """121 at 2 a second take a minute; each gap is as many times as long as it was drawn."""
+    def test_paced_requests_have_exactly_the_requested_rate(self, seed: int, burstiness: float) -> None:
+        """121 requests at 2 per second take a minute; all drawn gaps are scaled by the same factor."""
         drawn, paced = (
             np.array(
                 draw_arrival_times(
@@ -137,62 +137,64 @@ class TestArrivals:
         assert paced == pytest.approx(drawn * 60 / drawn[-1])
 
     @pytest.mark.parametrize(("burstiness", "last"), [(1e-300, 0.0), (1e307, 1.0)])
-    def test_a_sum_that_no_number_is_has_no_pace(self, burstiness: float, last: float) -> None:
-        """Three requests, all at once, or half a second apart."""
+    def test_gaps_without_a_finite_sum_are_not_scaled(self, burstiness: float, last: float) -> None:
+        """Three requests arrive all at once, or half a second apart."""
         times = draw_arrival_times(load(requests=3, arrival=GAMMA, request_rate=2.0, burstiness=burstiness, paced=True))
         assert times[-1] == pytest.approx(last)
 
-    def test_gaps_whose_sum_is_hardly_a_number_are_paced(self) -> None:
+    def test_gaps_with_a_tiny_sum_are_scaled(self) -> None:
         paced = load(requests=3, arrival=GAMMA, request_rate=2.0, burstiness=0.002, seed=121, paced=True)
         assert draw_arrival_times(paced)[-1] == pytest.approx(1.0)
 
 
 class TestPrompts:
-    def test_the_same_load_is_the_same_requests_in_another_process(self) -> None:
-        """Ranks never talk about prompts."""
+    def test_requests_of_a_load_are_equal_in_another_process(self) -> None:
+        """Ranks do not exchange prompts."""
         code = (
             "from dcpbench.serving.loads import make_requests; from dcpbench.points.point import Load\n"
             "load = Load(requests=8, input_tokens='uniform:3-9', output_tokens='3', chunk=64, arrival='gamma', "
             "request_rate=2.0, prefix_share=0.5)\n"
             "print([(r.prompt.tolist(), r.arrival_s) for r in make_requests(load, 1000)])"
         )
-        there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        here = make_requests(load(input_tokens="uniform:3-9", arrival=GAMMA, request_rate=2.0, prefix_share=0.5), VOCAB)
-        assert there.strip() == str([(r.prompt.tolist(), r.arrival_s) for r in here])
+        printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        requests_here = make_requests(
+            load(input_tokens="uniform:3-9", arrival=GAMMA, request_rate=2.0, prefix_share=0.5), VOCAB
+        )
+        assert printed.strip() == str([(r.prompt.tolist(), r.arrival_s) for r in requests_here])
 
-    def test_another_seed_is_another_load(self) -> None:
+    def test_another_seed_gives_other_prompts(self) -> None:
         one, two = (make_requests(load(seed=seed), VOCAB)[0].prompt.tolist() for seed in (0, 1))
         assert one != two
 
-    def test_the_load_stays_what_it_was_in_older_versions(self) -> None:
-        """Records of different versions are compared: their prompts must be the same."""
+    def test_token_ids_are_those_of_older_versions(self) -> None:
+        """Records of different versions are compared, so their prompts must be equal."""
         assert make_token_ids(0, OWN, 0, 4, VOCAB).tolist() == [776, 680, 540, 458]
 
-    def test_ids_are_int32_below_the_vocabulary_and_spread_over_it(self) -> None:
+    def test_token_ids_are_int32_and_uniform_over_the_vocabulary(self) -> None:
         ids = make_token_ids(0, OWN, 3, 50_000, 7)
         assert ids.dtype == np.int32
         assert np.bincount(ids, minlength=7).min() > 50_000 / 7 * 0.9
         assert ids.max() == 6
 
-    def test_nothing_is_shared_unless_asked_for(self) -> None:
+    def test_prompts_share_nothing_by_default(self) -> None:
         prompts = [r.prompt.tolist() for r in make_requests(load(), VOCAB)]
         assert len({tuple(p[:4]) for p in prompts}) == 8
 
-    def test_the_first_part_of_a_prompt_is_its_groups(self) -> None:
-        """Half of 10 tokens; requests 0, 2, 4, 6 are one group and 1, 3, 5, 7 the other."""
+    def test_prompts_of_a_group_share_their_beginning(self) -> None:
+        """Prompts share half of 10 tokens; requests 0, 2, 4, 6 are one group and 1, 3, 5, 7 the other."""
         prompts = [r.prompt.tolist() for r in make_requests(load(prefix_share=0.5, prefix_groups=2), VOCAB)]
         assert len({tuple(p[:5]) for p in prompts[::2]}) == 1
         assert len({tuple(p[:5]) for p in prompts[1::2]}) == 1
         assert prompts[0][:5] != prompts[1][:5]
         assert len({p[5] for p in prompts}) > 1
 
-    def test_prompts_of_uneven_lengths_share_the_shorter_ones_part(self) -> None:
+    def test_prompts_of_different_lengths_share_the_part_of_the_shorter(self) -> None:
         a, b = (r.prompt for r in make_requests(load(requests=2, input_tokens="uniform:5-40", prefix_share=0.8), VOCAB))
         shared = min(round(0.8 * len(a)), round(0.8 * len(b)))
         assert a[:shared].tolist() == b[:shared].tolist()
 
-    def test_extents_are_known_without_the_prompts(self) -> None:
-        """10 + 3 tokens each; 8 × 3 come out; the last one comes when it does."""
+    def test_extent_is_computed_without_prompts(self) -> None:
+        """Each request has 10 + 3 tokens, and 8 × 3 tokens are generated; the load ends with the last arrival."""
         found = compute_extent(load(arrival=GAMMA, request_rate=2.0))
         assert (found.shortest, found.longest, found.output) == (13, 13, 24)
         assert found.ends_s == draw_arrival_times(load(arrival=GAMMA, request_rate=2.0))[-1]
@@ -201,7 +203,7 @@ class TestPrompts:
 class TestTraces:
     @pytest.fixture
     def mooncake(self, tmp_path: Path) -> Path:
-        """Two requests that share their first block, half a second apart."""
+        """Return a trace of two requests that share their first block, half a second apart."""
         path = tmp_path / "trace.jsonl"
         path.write_text(
             '{"timestamp": 1000, "input_length": 700, "output_length": 5, "hash_ids": [7, 8]}\n'
@@ -209,7 +211,7 @@ class TestTraces:
         )
         return path
 
-    def of(self, path: Path, **changes: object) -> Load:
+    def make_trace_load(self, path: Path, **changes: object) -> Load:
         fields = {
             "requests": 2,
             "arrival": TRACE,
@@ -220,59 +222,61 @@ class TestTraces:
         }
         return load(**(fields | changes))
 
-    def test_equal_hashes_are_equal_blocks(self, mooncake: Path) -> None:
-        """Block 7 is shared; of the second, 1100 = 2·512 + 76 tokens, the last 76 have no hash and are its own."""
-        one, two = make_requests(self.of(mooncake), VOCAB, mooncake)
+    def test_equal_hashes_give_equal_blocks(self, mooncake: Path) -> None:
+        """Both share block 7; of the second, 1100 = 2·512 + 76 tokens, the last 76 have no hash and are its own."""
+        one, two = make_requests(self.make_trace_load(mooncake), VOCAB, mooncake)
         assert one.prompt[:BLOCK].tolist() == two.prompt[:BLOCK].tolist()
         assert one.prompt[BLOCK : BLOCK + 8].tolist() != two.prompt[BLOCK : BLOCK + 8].tolist()
         assert (len(one.prompt), len(two.prompt)) == (700, 1100)
         assert (one.output_tokens, two.output_tokens) == (5, 6)
 
-    def test_times_are_the_files_or_the_loads(self, mooncake: Path) -> None:
-        def times(**changes: object) -> list[float | None]:
-            return [r.arrival_s for r in make_requests(self.of(mooncake, **changes), VOCAB, mooncake)]
+    def test_arrival_times_are_those_of_the_file_or_the_load(self, mooncake: Path) -> None:
+        def list_times(**changes: object) -> list[float | None]:
+            return [r.arrival_s for r in make_requests(self.make_trace_load(mooncake, **changes), VOCAB, mooncake)]
 
-        assert times() == [0.0, 0.5]
-        assert times(arrival=CLOSED) == [None, None]
-        assert times(arrival=GAMMA, request_rate=9.0) != [0.0, 0.5]
+        assert list_times() == [0.0, 0.5]
+        assert list_times(arrival=CLOSED) == [None, None]
+        assert list_times(arrival=GAMMA, request_rate=9.0) != [0.0, 0.5]
 
-    def test_a_load_of_fewer_requests_takes_the_first(self, mooncake: Path) -> None:
-        assert len(make_requests(self.of(mooncake, requests=1), VOCAB, mooncake)) == 1
-        assert compute_extent(self.of(mooncake, requests=1), str(mooncake)).longest == 705
+    def test_load_of_fewer_requests_uses_the_first_ones(self, mooncake: Path) -> None:
+        assert len(make_requests(self.make_trace_load(mooncake, requests=1), VOCAB, mooncake)) == 1
+        assert compute_extent(self.make_trace_load(mooncake, requests=1), str(mooncake)).longest == 705
 
-    def test_a_file_that_changed_meanwhile_is_refused(self, mooncake: Path) -> None:
-        before = self.of(mooncake)
+    def test_changed_file_is_refused(self, mooncake: Path) -> None:
+        before = self.make_trace_load(mooncake)
         mooncake.write_text(mooncake.read_text().replace("700", "701"))
         with pytest.raises(UsageError, match="is not the file that it was"):
             make_requests(before, VOCAB, mooncake)
 
-    def test_a_file_that_is_not_there_is_named(self, mooncake: Path) -> None:
+    def test_missing_file_is_named(self, mooncake: Path) -> None:
         with pytest.raises(UsageError, match=r"trace\.jsonl, which is not there; give it with --requests"):
-            make_requests(self.of(mooncake), VOCAB)
+            make_requests(self.make_trace_load(mooncake), VOCAB)
 
-    def test_prompts_and_groups_of_our_own_files(self, tmp_path: Path) -> None:
+    def test_prompts_and_groups_of_own_files_are_used(self, tmp_path: Path) -> None:
         path = tmp_path / "own.jsonl"
         path.write_text(
             '{"prompt": [5, 6], "output_tokens": 1}\n'
             '{"input_tokens": 10, "output_tokens": 1, "prefix_group": 3}\n'
             '{"input_tokens": 20, "output_tokens": 1, "prefix_group": 3}\n'
         )
-        given, one, two = make_requests(self.of(path, requests=3, arrival=CLOSED, prefix_share=0.5), VOCAB, path)
+        given, one, two = make_requests(
+            self.make_trace_load(path, requests=3, arrival=CLOSED, prefix_share=0.5), VOCAB, path
+        )
         assert given.prompt.tolist() == [5, 6]
         assert one.prompt[:5].tolist() == two.prompt[:5].tolist()
         with pytest.raises(UsageError, match=r"token id 6 in own\.jsonl, and the model has 6 of them"):
-            make_requests(self.of(path, requests=3, arrival=CLOSED), 6, path)
+            make_requests(self.make_trace_load(path, requests=3, arrival=CLOSED), 6, path)
 
 
-def test_objectives_are_named_in_ms() -> None:
-    """As text on the command line, as a table in a file."""
+def test_objectives_are_parsed_in_ms() -> None:
+    """Objectives are text on the command line, and a table in a file."""
     assert parse_slo("ttft=500, itl=50.5") == {"ttft": 500.0, "itl": 50.5}
     assert parse_slo({"e2el": 9000}) == {"e2el": 9000.0}
     assert parse_slo(["ttft=500", "itl=50.5"]) == {"ttft": 500.0, "itl": 50.5}
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         ("", "--slo is empty"),
         ({}, "--slo is empty"),
@@ -292,10 +296,10 @@ def test_objectives_are_named_in_ms() -> None:
     ],
     ids=str,
 )
-def test_any_other_objective_is_refused(value: object, words: str) -> None:
+def test_invalid_objectives_raise_usage_error(value: object, message: str) -> None:
     with pytest.raises(UsageError, match="write for example --slo ttft=500,itl=50") as e:
         parse_slo(value)
-    assert words in str(e.value)
+    assert message in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -315,40 +319,40 @@ def test_any_other_objective_is_refused(value: object, words: str) -> None:
         ({"mode": "replay"}, 8, "8 clients, 8 × 10→3 tokens, replay"),
     ],
 )
-def test_a_load_has_a_name(changes: dict[str, object], concurrency: int, name: str) -> None:
+def test_name_of_a_load_has_its_main_properties(changes: dict[str, object], concurrency: int, name: str) -> None:
     assert format_load(load(**changes), concurrency) == name
 
 
-def test_rows_of_a_file_that_name_no_group_take_them_in_turn() -> None:
-    """Three groups: requests 0 and 3 begin alike, and 1 as the row that names group 1."""
+def test_rows_without_a_group_are_assigned_in_rotation() -> None:
+    """With three groups, requests 0 and 3 share their beginning, and 1 shares it with the row of group 1."""
     shared = load(prefix_share=0.5, prefix_groups=3)
 
-    def begins(number: int, group: int | None = None) -> list[int]:
+    def make_beginning(number: int, group: int | None = None) -> list[int]:
         row = Row(arrival_s=None, input_tokens=10, output_tokens=1, prefix_group=group)
         return [int(token) for token in loads._make_row_prompt(shared, VOCAB, number, row, 0)[:5]]
 
-    assert begins(0) == begins(3) == begins(1, 0)
-    assert begins(1) == begins(4) == begins(0, 1)
-    assert begins(2) not in (begins(0), begins(1))
+    assert make_beginning(0) == make_beginning(3) == make_beginning(1, 0)
+    assert make_beginning(1) == make_beginning(4) == make_beginning(0, 1)
+    assert make_beginning(2) not in (make_beginning(0), make_beginning(1))
 
 
 class TestPromptsOfReplays:
-    """The prompts of a replay, which may have millions of requests, do not fit in memory together."""
+    """The prompts of a replay with millions of requests do not fit into memory together."""
 
-    def test_no_prompt_is_made_before_it_is_read_and_few_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """1,000 requests of 10 tokens: lengths are known without a prompt; reading all keeps no more than 256."""
-        made: list[int] = []
-        plain = loads.make_token_ids
-        monkeypatch.setattr(loads, "make_token_ids", lambda *given: made.append(1) or plain(*given))
+    def test_prompts_are_made_when_read_and_few_are_cached(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lengths of 1,000 requests of 10 tokens need no prompt; reading all prompts keeps at most 256."""
+        calls: list[int] = []
+        original = loads.make_token_ids
+        monkeypatch.setattr(loads, "make_token_ids", lambda *given: calls.append(1) or original(*given))
         found = make_requests(load(requests=1000, mode=REPLAY), VOCAB)
         assert (sum(r.prompt_tokens for r in found), sum(r.kv_tokens for r in found)) == (10_000, 12_000)
-        assert made == []
+        assert calls == []
         assert all(len(r.prompt) == 10 for r in found)
-        assert len(made) == 1000
+        assert len(calls) == 1000
         assert requests._read_prompt.cache_info().currsize == requests.CACHED_PROMPTS == 256
 
     @pytest.mark.parametrize("more", [{}, {"prefix_share": 0.5, "prefix_groups": 2}, {"input_tokens": "uniform:1-9"}])
-    def test_they_are_those_of_a_live_run(self, more: dict[str, object]) -> None:
+    def test_prompts_of_a_replay_equal_those_of_a_live_run(self, more: dict[str, object]) -> None:
         live, replayed = (make_requests(load(mode=mode, **more), VOCAB) for mode in (LIVE, REPLAY))
         assert [r.prompt.tolist() for r in live] == [r.prompt.tolist() for r in replayed]
-        assert all(isinstance(r.source, np.ndarray) for r in live), "making one would take time from a step"
+        assert all(isinstance(r.source, np.ndarray) for r in live), "live prompts are made before steps are timed"

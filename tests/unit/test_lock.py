@@ -1,4 +1,4 @@
-"""requirements.lock: it is what pyproject.toml and constraints.txt ask for, and what CI installs."""
+"""requirements.lock agrees with pyproject.toml and constraints.txt, and CI installs it."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from tools import lock
 TEXT = lock.LOCK.read_text(encoding="utf-8")
 
 
-def test_the_lock_fits_what_the_project_asks_for() -> None:
-    """Where this fails, `make lock` writes it again."""
+def test_lock_satisfies_project_and_constraints() -> None:
+    """If this fails, `make lock` writes it again."""
     assert lock.problems(TEXT, lock.wanted(), lock.constraints()) == []
 
 
-def test_the_lock_is_what_make_lock_wrote_for_torch() -> None:
+def test_lock_has_the_torch_entry_of_make_lock() -> None:
     assert lock.torch_entry() in TEXT
 
 
-def test_no_package_comes_from_a_place_that_the_lock_names() -> None:
-    """Where packages come from is whose machine it is to say."""
+def test_lock_contains_no_package_index_or_url() -> None:
+    """Each machine chooses its package index."""
     assert re.findall(r"://|--(?:extra-)?index-url|--find-links|@ ", TEXT) == []
 
 
-def test_what_a_locked_package_asks_for_is_locked_too() -> None:
-    """The requirements are those of the packages installed here in the version of the lock; else pip would refuse in CI."""
+def test_requirements_of_locked_packages_are_locked() -> None:
+    """Otherwise pip fails in CI. Requirements are read from packages installed here in the version of the lock."""
     pins = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin, _ in lock.locked(TEXT)}
     missing = []
     for dist in importlib.metadata.distributions():
         name = canonicalize_name(dist.metadata["Name"])
         if pins.get(name) != dist.version.partition("+")[0]:
             continue
-        asked = [Requirement(line) for line in dist.requires or []]
+        requirements = [Requirement(line) for line in dist.requires or []]
         missing += [
-            f"{of} of {name}"
-            for of in asked
-            if (of.marker is None or of.marker.evaluate({"extra": ""})) and canonicalize_name(of.name) not in pins
+            f"{requirement} of {name}"
+            for requirement in requirements
+            if (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
+            and canonicalize_name(requirement.name) not in pins
         ]
     assert missing == []
 
@@ -56,7 +57,7 @@ def test_what_a_locked_package_asks_for_is_locked_too() -> None:
     ],
     ids=["absent", "too old", "not as pinned", "no hash", "no version"],
 )
-def test_a_lock_that_no_longer_fits_is_told_with_what_is_wrong(text: str, problem: str) -> None:
-    """The project asks for a>=1 and b>=2, and pins b at 2.0."""
-    asked, pinned = [Requirement("a>=1"), Requirement("b>=2")], [Requirement("b==2.0")]
-    assert problem in lock.problems(text, asked, pinned)
+def test_problems_of_an_outdated_lock_are_named(text: str, problem: str) -> None:
+    """The project requires a>=1 and b>=2, and pins b at 2.0."""
+    requirements, pinned = [Requirement("a>=1"), Requirement("b>=2")], [Requirement("b==2.0")]
+    assert problem in lock.problems(text, requirements, pinned)

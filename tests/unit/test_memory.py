@@ -1,4 +1,4 @@
-"""Memory arithmetic against numbers worked out by hand, and a division of a GPU that never promises too much."""
+"""Memory arithmetic against figures worked out by hand, and plans that never exceed the memory of a GPU."""
 
 import dataclasses
 import re
@@ -41,17 +41,16 @@ BF16 = 2
         ("gpt-oss-120b", 116.8),
     ],
 )
-def test_all_weights_are_as_many_as_the_model_cards_say(model: str, billions: float) -> None:
-    """In fp32 every element takes 4 B, the router's as well."""
+def test_number_of_weights_equals_that_of_the_model_card(model: str, billions: float) -> None:
+    """In fp32 every element, also of the router, takes 4 B."""
     shape = SHAPES[model]
     elements = memory.compute_weight_bytes(shape, Layout(1), 4, shape.first_dense, shape.layers - shape.first_dense) / 4
     assert round(elements / 1e9, 1) == billions
 
 
-def test_one_moe_layer_of_v3_on_one_of_eight_ranks() -> None:
-    """32 experts of 3 · 7168 · 2048 = 44,040,192 elements, an eighth of one shared expert, a router with fp32 bias.
-
-    32 · 44,040,192 · 2 = 2,818,572,288; 44,040,192 / 8 · 2 = 11,010,048; 256 · 7168 · 2 + 256 · 4 = 3,671,040.
+def test_moe_layer_of_v3_on_one_of_eight_ranks() -> None:
+    """32 experts of 3 · 7168 · 2048 = 44,040,192 elements, an eighth of one shared expert, a router with fp32 bias: 32
+    · 44,040,192 · 2 = 2,818,572,288; 44,040,192 / 8 · 2 = 11,010,048; 256 · 7168 · 2 + 256 · 4 = 3,671,040.
     """
     assert memory.compute_moe_bytes(V3, Layout(8), BF16) == 2_818_572_288 + 11_010_048 + 3_671_040
 
@@ -62,8 +61,8 @@ def test_attention_of_v3_on_one_rank() -> None:
     assert memory.compute_attention_bytes(V3, Layout(1), BF16) == 2 * elements
 
 
-def test_attention_heads_are_spread_over_a_replica_only() -> None:
-    """tp8·dp8 keeps all heads on each rank, as tp1 does; dcp changes no weight."""
+def test_attention_heads_are_divided_only_inside_a_replica() -> None:
+    """tp8·dp8 has all heads on each rank, like tp1; dcp changes no weight."""
     assert memory.compute_attention_bytes(V3, Layout(8, dp=8), BF16) == memory.compute_attention_bytes(
         V3, Layout(1), BF16
     )
@@ -73,7 +72,9 @@ def test_attention_heads_are_spread_over_a_replica_only() -> None:
 
 
 def test_replicating_the_q_projection_of_v3_at_dcp8_costs_4_6_gib() -> None:
-    """112 more heads: 1536 · 192 of W_UQ and 128 · 512 of W_UK each, in 61 layers; W_UV would be 512 · 128."""
+    """112 more heads have 1536 · 192 numbers of W_UQ and 128 · 512 of W_UK each, in 61 layers; W_UV would have 512 ·
+    128.
+    """
     own = memory.compute_attention_bytes(V3, Layout(8, dcp=8), BF16)
     query = memory.compute_attention_bytes(V3, Layout(8, dcp=8), BF16, GroupWide(query=True))
     value = memory.compute_attention_bytes(V3, Layout(8, dcp=8), BF16, GroupWide(value=True))
@@ -88,7 +89,7 @@ def test_replicating_the_q_projection_of_v3_at_dcp8_costs_4_6_gib() -> None:
     assert whole[1] - whole[0] == 61 * (query - own)
 
 
-class TestGroupedQueries:
+class TestGroupedQueryAttention:
     """Qwen3-235B: 64 query heads and 4 KV heads of 128 numbers, 94 layers, hidden 4096."""
 
     QWEN = SHAPES["qwen3-235b-a22b"]
@@ -98,16 +99,18 @@ class TestGroupedQueries:
         [(Layout(1), 4), (Layout(2), 2), (Layout(4), 1), (Layout(8), 1), (Layout(8, dcp=2), 1), (Layout(8, dp=8), 4)],
         ids=str,
     )
-    def test_a_rank_has_the_kv_heads_of_its_queries(self, layout: Layout, kv_heads: int) -> None:
-        """8 ranks hold 2 copies of each KV head; dcp stores a half of the tokens of a copy, in rows as wide."""
+    def test_rank_has_the_kv_heads_of_its_queries(self, layout: Layout, kv_heads: int) -> None:
+        """8 ranks have 2 copies of each KV head; with dcp a rank stores half of the tokens of a copy, in rows of the
+        same width.
+        """
         heads = 64 // layout.attn_tp
         qkv = 4096 * (heads + 2 * kv_heads) * 128
         norms = 2 * 4096 + 2 * 128
         assert memory.compute_attention_bytes(self.QWEN, layout, BF16) == (qkv + heads * 128 * 4096 + norms) * BF16
         assert memory.compute_page_bytes(self.QWEN, 16, BF16, layout) == 16 * 94 * 2 * kv_heads * 128 * BF16
 
-    def test_a_layout_of_dcp_needs_copies_of_kv_heads(self) -> None:
-        """tp8 has 2 copies of each of 4 KV heads: as vLLM has it, dcp ≤ tp / KV heads."""
+    def test_dcp_requires_copies_of_kv_heads(self) -> None:
+        """tp8 has 2 copies of each of 4 KV heads: as in vLLM, dcp ≤ tp / KV heads."""
         Layout(8, dcp=2).check_model(self.QWEN)
         with pytest.raises(
             LayoutError, match=r"has 4 KV heads, of which tp8·dcp4 has 2 copies each.*--dcp can be 1, 2"
@@ -118,8 +121,8 @@ class TestGroupedQueries:
         with pytest.raises(LayoutError, match="4 KV heads, which tp6 would split over 6 ranks"):
             Layout(6).check_model(dataclasses.replace(self.QWEN, heads=66))
 
-    def test_layers_with_a_window_hold_it_for_each_request(self) -> None:
-        """gpt-oss-120b: 18 of 36 layers keep 128 rows of 1,024 numbers for each of 32 requests, next to the pool."""
+    def test_sliding_window_layers_hold_rows_for_each_request(self) -> None:
+        """18 of 36 layers of gpt-oss-120b keep 128 rows of 1,024 numbers for each of 32 requests, next to the pool."""
         oss = SHAPES["gpt-oss-120b"]
         assert memory.compute_page_bytes(oss, 16, BF16, Layout(1)) == 16 * 18 * 1024 * BF16
         assert memory.compute_sliding_bytes(oss, Layout(2), BF16) == 18 * 128 * 512 * BF16
@@ -129,19 +132,16 @@ class TestGroupedQueries:
             msgspec.structs.replace(one_request(Layout(1), "gpt-oss-120b"), concurrency=32),
         ]
         one, many = (budget.plan_engine([p], Settings(), oss, gpu(300 * memory.GIB)).pages for p in points)
-        assert one - many == 31 * 128, (
-            "of as many layers with and without a window, a row of one is a page of the other"
-        )
+        assert one - many == 31 * 128, "as many layers have a window as not, so a row of a window equals a page"
 
-    def test_a_window_is_not_divided(self) -> None:
+    def test_sliding_window_excludes_dcp(self) -> None:
         with pytest.raises(LayoutError, match=r"layers with a sliding window.*use --dcp 1"):
             Layout(16, dcp=2).check_model(SHAPES["gpt-oss-120b"])
 
-    def test_a_model_without_experts_holds_mlps(self) -> None:
-        """Llama-3.1-8B: 3 · 4096 · 14336 numbers in each of 32 layers; the fewest layers outlast the cache by themselves.
-
-        A layer on one rank takes 2 · (3 · 4096 · 14336 + 4096 · 128 · (32 + 16) + 4096² + 2 · 4096) B, 436 MB, which is more
-        than four times the cache.
+    def test_model_without_experts_holds_mlps(self) -> None:
+        """Llama-3.1-8B has 3 · 4096 · 14336 numbers in each of 32 layers. A layer on one rank has 2 · (3 · 4096 · 14336
+        + 4096 · 128 · (32 + 16) + 4096² + 2 · 4096) B, 436 MB, more than four times the L2 cache, so one held layer is
+        enough.
         """
         llama = SHAPES["llama-3.1-8b"]
         assert memory.compute_dense_mlp_bytes(llama, Layout(1), BF16) == 3 * 4096 * 14336 * BF16
@@ -151,7 +151,7 @@ class TestGroupedQueries:
             "an eighth of 436 MB, 4.6 times in 252 MB"
         )
 
-    def test_a_tied_head_is_the_embedding(self) -> None:
+    def test_tied_head_is_the_embedding(self) -> None:
         tied = dataclasses.replace(self.QWEN, tied=True)
         once = memory.compute_outer_bytes(self.QWEN, Layout(1), BF16) - memory.compute_outer_bytes(
             tied, Layout(1), BF16
@@ -165,8 +165,8 @@ def test_dense_mlp_and_vocabulary_of_v3_on_one_of_eight_ranks() -> None:
     assert memory.compute_outer_bytes(V3, Layout(8), BF16) == 463_353_856
 
 
-def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
-    """512 rows over 3 ranks: 171 each."""
+def test_vocabulary_is_padded_to_a_multiple_of_the_ranks() -> None:
+    """512 rows over 3 ranks are 171 each."""
     assert memory.compute_vocab_rows(SHAPES["tiny"], Layout(3)) == 171
 
 
@@ -188,29 +188,31 @@ def test_kv_pages_of_a_rank(layout: Layout, concurrency: int, context: int, page
 
 
 @given(st.integers(1, 5000), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 16, 64]))
-def test_pages_of_a_request_hold_its_tokens_and_not_a_page_more(tokens: int, dcp: int, page_size: int) -> None:
+def test_request_has_the_fewest_pages_that_hold_its_tokens(tokens: int, dcp: int, page_size: int) -> None:
     pages = memory.count_pages(tokens, Layout(8, dcp=dcp), page_size)
     assert (pages - 1) * page_size < compute_local_length(tokens, 0, dcp) <= pages * page_size
 
 
-def test_a_page_of_v3_counts_all_layers() -> None:
-    """64 rows of 70,272 B."""
+def test_page_of_v3_includes_all_layers() -> None:
+    """A page has 64 rows of 70,272 B."""
     assert memory.compute_page_bytes(V3, 64, BF16) == 64 * 70_272
 
 
-def test_fewest_layers_outlast_four_times_the_cache() -> None:
-    """tp8: attention 73,302,016 B + shared expert 11,010,048 B a layer; 4 · 62,914,560 B take 2.98 of them."""
+def test_fewest_held_layers_exceed_four_times_the_l2_cache() -> None:
+    """With tp8 a layer has attention of 73,302,016 B and a shared expert of 11,010,048 B; 4 · 62,914,560 B are 2.98
+    layers.
+    """
     assert memory.compute_min_layers(V3, Layout(8), BF16, L2) == (1, 3)
-    assert memory.compute_min_layers(SHAPES["tiny"], Layout(1), 4, L2) == (1, 2), "no more than the model has"
+    assert memory.compute_min_layers(SHAPES["tiny"], Layout(1), 4, L2) == (1, 2), "at most the layers of the model"
 
 
 def gpu(total: int) -> Probe:
-    """A machine of GPUs with so much memory."""
+    """Return a machine of GPUs with this memory."""
     return Probe(device="cuda", count=8, name="GPU", memory_bytes=total, l2_bytes=L2)
 
 
 def one_request(layout: Layout, model: str = "deepseek-v3") -> Point:
-    """A point in bf16 with pages of one token."""
+    """Return a point in bf16 with pages of one token."""
     return Point(
         model=model,
         tp=layout.tp,
@@ -223,44 +225,44 @@ def one_request(layout: Layout, model: str = "deepseek-v3") -> Point:
     )
 
 
-def divide(layout: Layout, kv_pages: int, total: int, model: str = "deepseek-v3") -> budget.EnginePlan:
-    """The plan of an engine in bf16 with a pool of so many pages of one token."""
+def plan_pool(layout: Layout, kv_pages: int, total: int, model: str = "deepseek-v3") -> budget.EnginePlan:
+    """Return the plan of an engine in bf16 with a pool of this many pages of one token."""
     shape = SHAPES[model]
     settings = Settings(kv_memory_bytes=kv_pages * memory.compute_page_bytes(shape, 1, BF16))
     return budget.plan_engine([one_request(layout, model)], settings, shape, gpu(total))
 
 
-def test_a_model_without_dense_layers_holds_none() -> None:
-    """Others hold at least one of theirs."""
+def test_model_without_dense_layers_holds_none() -> None:
+    """Other models hold at least one dense layer."""
     assert memory.compute_min_layers(V3, Layout(8), BF16, 60 << 20)[0] == 1
     assert memory.compute_min_layers(dataclasses.replace(V3, first_dense=0), Layout(8), BF16, 60 << 20)[0] == 0
 
 
-def test_where_everything_fits_every_layer_is_held() -> None:
-    plan = divide(Layout(8), 1000, 400 * memory.GIB)
+def test_every_layer_is_held_if_the_model_fits() -> None:
+    plan = plan_pool(Layout(8), 1000, 400 * memory.GIB)
     assert (plan.held, plan.layers_held) == ((3, 58), 61)
     assert plan.weight_bytes == plan.full_weight_bytes
     assert plan.kv_bytes == 1000 * 70_272
 
 
-def test_where_not_all_fits_as_many_layers_as_fit_are_held() -> None:
-    """671 GB of weights in 4 · 139 GiB leave some out."""
-    plan = divide(Layout(4), 1000, H200)
+def test_as_many_layers_as_fit_are_held() -> None:
+    """671 GB of weights do not fit into 4 · 139 GiB."""
+    plan = plan_pool(Layout(4), 1000, H200)
     assert plan.held.dense == 3
     assert 2 <= plan.held.moe < 58
     one_more = memory.compute_weight_bytes(V3, Layout(4), BF16, plan.held.dense, plan.held.moe + 1)
     assert plan.kv_bytes + plan.weight_bytes <= H200 - memory.RESERVE_BYTES < plan.kv_bytes + one_more
 
 
-def test_a_kv_cache_that_cannot_fit_is_told_by_how_much() -> None:
+def test_kv_cache_that_does_not_fit_raises_error_with_the_shortage() -> None:
     """2,000,000 rows of 70,272 B are 130.9 GiB of the 139 − 8 = 131."""
     with pytest.raises(CapacityError) as caught:
-        divide(Layout(4), 2_000_000, H200)
+        plan_pool(Layout(4), 2_000_000, H200)
     assert caught.value.exit_code == 3
-    kv, weights, missing, room = map(float, re.findall(r"(\d+\.\d) GiB", str(caught.value)))
+    kv, weights, missing, available = map(float, re.findall(r"(\d+\.\d) GiB", str(caught.value)))
     assert str(caught.value).startswith("tp4: the KV cache needs 130.9 GiB per GPU")
-    assert room == 131.0
-    assert kv + weights - room == pytest.approx(missing, abs=0.11)
+    assert available == 131.0
+    assert kv + weights - available == pytest.approx(missing, abs=0.11)
 
 
 @given(
@@ -268,30 +270,32 @@ def test_a_kv_cache_that_cannot_fit_is_told_by_how_much() -> None:
     st.sampled_from([Layout(1), Layout(4), Layout(8), Layout(8, dcp=8), Layout(8, dp=8)]),
     st.integers(9, 1000),
 )
-def test_the_largest_pool_fits_and_one_page_more_does_not(model: str, layout: Layout, gib: int) -> None:
+def test_largest_pool_fits_and_one_page_more_does_not(model: str, layout: Layout, gib: int) -> None:
     shape = SHAPES[model]
     total = gib * memory.GIB
-    most = budget.compute_max_pages(one_request(layout, model), shape, gpu(total))
-    if most:
-        plan = divide(layout, most, total, model)
+    max_pages = budget.compute_max_pages(one_request(layout, model), shape, gpu(total))
+    if max_pages:
+        plan = plan_pool(layout, max_pages, total, model)
         assert plan.kv_bytes + plan.weight_bytes <= total - memory.RESERVE_BYTES
     with pytest.raises(CapacityError):
-        divide(layout, most + 1, total, model)
+        plan_pool(layout, max_pages + 1, total, model)
 
 
-def test_a_window_of_v3_on_one_of_four_ranks_under_dcp4() -> None:
-    """32 heads with keys and values of 192 columns, and a row of 576, in bf16; 144 sent, 576 received and 576 in order."""
+def test_prefill_window_of_v3_on_one_of_four_ranks_with_dcp4() -> None:
+    """32 heads have keys and values of 192 columns, and a row of 576, in bf16; 144 are sent, 576 received and 576 put
+    in order.
+    """
     assert memory.compute_window_bytes(V3, Layout(4, dcp=4), 1, BF16) == (2 * 32 * 192 + 576 + 144 + 576 + 576) * 2
     assert (
         memory.compute_window_bytes(V3, Layout(4, dcp=4), 1, BF16, 1) == (2 * 32 * 192 + 576) * 2 + 144 + 576 + 576
-    ), "of fp8"
+    ), "with an fp8 KV cache"
     assert memory.compute_window_bytes(V3, Layout(4), 1, BF16) == (2 * 32 * 192 + 576) * 2, (
-        "without dcp nothing travels"
+        "nothing is gathered without dcp"
     )
 
 
-def test_a_prefill_step_of_v3_on_one_of_four_ranks_under_dcp4() -> None:
-    """8,192 tokens, whose experts are nearly half of it: 8 · (7168 + 3 · 2048) numbers each, 1.6 GiB in all."""
+def test_prefill_step_of_v3_on_one_of_four_ranks_with_dcp4() -> None:
+    """Experts of 8,192 tokens take nearly half of it: 8 · (7168 + 3 · 2048) numbers per token, 1.6 GiB in all."""
     experts = 8192 * 8 * (7168 + 3 * 2048) * 2
     assert round(experts / memory.GIB, 2) == 1.62
     hidden = 8192 * 7 * 7168 * 2
@@ -304,16 +308,18 @@ def test_a_prefill_step_of_v3_on_one_of_four_ranks_under_dcp4() -> None:
     assert found - cut == 8192 * 8 * 3 * (2048 - 512) * 2, "each rank has a quarter of an expert's width"
 
 
-def test_with_attention_dp_a_rank_has_all_tokens_in_its_experts_and_its_replicas_in_attention() -> None:
-    """tp4·dp4 keeps 128 heads, of a quarter of the tokens: the same attention, four times the window."""
+def test_attention_dp_has_all_tokens_in_experts_and_a_share_in_attention() -> None:
+    """tp4·dp4 has 128 heads for a quarter of the tokens: the same attention, and four times the window."""
     one, four = (memory.compute_prefill_bytes(V3, layout, 8192, BF16) for layout in (Layout(4), Layout(4, dp=4)))
     window = 16384 * (2 * 96 * 192) * 2
     rows = 8192 - 2048
     assert four - one == window - rows * (3 * 7168 + 1536 + 2 * 576) * 2
 
 
-def test_a_block_of_scales_ends_with_each_part_of_a_layer() -> None:
-    """Parts of 128, 64 and 128 rows: blocks of 64, 2 + 1 + 2 of them over 128 columns; a last part may end in one."""
+def test_scale_blocks_end_with_each_part_of_a_layer() -> None:
+    """Parts of 128, 64 and 128 rows have 2 + 1 + 2 blocks of 64 rows over 128 columns; the last part may end inside a
+    block.
+    """
     product = memory.Product(128, 320)
     assert memory.compute_stored_bytes(product, (128, 64, 128), FORMATS[FP8]) == 320 * 128 + 5 * 4
     assert memory.compute_stored_bytes(memory.Product(128, 192), (128, 64), FORMATS[FP8]) == 192 * 128 + 2 * 4

@@ -1,4 +1,4 @@
-"""records/metrics.py: the catalogue names every number of a record, where it lies, and nothing that is not there."""
+"""The catalogue of metrics has every number of a record with its path, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import msgspec
 
 DOCS = Path(__file__).parents[2] / "docs"
-EXPORTED = [  # columns that others read: they keep their names and their order, and new ones come behind or between
+EXPORTED = [  # columns for other programs, which keep their names and order; new ones may come between
     "output_tok_s",
     "output_tok_s_per_gpu",
     "tok_s_per_user",
@@ -73,7 +73,7 @@ EXPORTED = [  # columns that others read: they keep their names and their order,
     "decode_steps",
     "decode_batch",
 ]
-OPTIONS = [  # what scripts type at --fail-on and --metric
+OPTIONS = [  # values of --fail-on and --metric used in scripts
     "slower",
     "tok_s",
     "itl_p50",
@@ -92,36 +92,36 @@ OPTIONS = [  # what scripts type at --fail-on and --metric
 ]
 
 
-def kinds(struct: type[msgspec.Struct], name: str) -> set[Any]:
-    """The types that a field can have, without None."""
+def get_types(struct: type[msgspec.Struct], name: str) -> set[Any]:
+    """Return the types that a field can have, without None."""
     hint = get_type_hints(struct)[name]
     found = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return set(found) - {type(None)}
 
 
-def numbers(struct: type[msgspec.Struct]) -> set[str]:
-    """Fields of a struct that hold a number or a number with its interval."""
-    return {n for n in struct.__struct_fields__ if kinds(struct, n) & {int, float, Interval}}
+def list_number_fields(struct: type[msgspec.Struct]) -> set[str]:
+    """Return the fields of a struct that hold a number or a number with its interval."""
+    return {n for n in struct.__struct_fields__ if get_types(struct, n) & {int, float, Interval}}
 
 
-class TestWhereTheyLie:
+class TestPaths:
     @pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.name)
     def test_every_path_ends_at_a_number_of_a_record(self, metric: Metric) -> None:
         for path in metric.paths:
             struct: Any = Record
             *parts, last = path
             for part in parts:
-                (struct,) = kinds(struct, part)
-            assert kinds(struct, last) <= {int, float, Interval}, path
+                (struct,) = get_types(struct, part)
+            assert get_types(struct, last) <= {int, float, Interval}, path
 
-    def test_no_number_of_a_point_is_forgotten(self) -> None:
-        """A field that is added to a record without an entry here would be shown nowhere."""
-        assert numbers(ServeMetrics) <= set(METRIC)
-        assert numbers(DecodeMetrics) <= set(METRIC)
-        assert {f"kv_{name}" for name in numbers(Kv) - {"fragmentation"}} <= set(METRIC)
+    def test_every_number_of_a_point_is_in_the_catalogue(self) -> None:
+        """A new field of a record without an entry would be shown nowhere."""
+        assert list_number_fields(ServeMetrics) <= set(METRIC)
+        assert list_number_fields(DecodeMetrics) <= set(METRIC)
+        assert {f"kv_{name}" for name in list_number_fields(Kv) - {"fragmentation"}} <= set(METRIC)
 
-    def test_every_latency_is_there_in_all_its_statistics(self) -> None:
-        of_requests = [n for n in ServeMetrics.__struct_fields__ if Latencies in kinds(ServeMetrics, n)]
+    def test_every_latency_is_in_the_catalogue_with_all_statistics(self) -> None:
+        of_requests = [n for n in ServeMetrics.__struct_fields__ if Latencies in get_types(ServeMetrics, n)]
         assert of_requests == [f"{name}_ms" for name in LATENCIES] == [f"{name}_ms" for name in OBJECTIVES]
         assert set(metrics.STATISTICS) == set(Latencies.__struct_fields__) - {"samples"}
         assert set(metrics.PERCENTILES) == set(Percentiles.__struct_fields__) - {"samples"}
@@ -135,10 +135,12 @@ class TestWhereTheyLie:
         assert METRIC["output_tok_s"].get_value(served) == served.serve.output_tok_s
         assert METRIC["ttft_p50_ms"].get_value(served) == served.serve.ttft_ms.p50
         assert METRIC["itl_p90_ms"].get_value(decoded) == decoded.metrics.itl_ms.p90
-        assert METRIC["finished"].get_value(decoded) is None, "absent, and no 0"
+        assert METRIC["finished"].get_value(decoded) is None, "absent instead of 0"
 
-    def test_an_interval_that_follows_from_another_is_that_of_decode(self) -> None:
-        """The layout has 4 GPUs: output per GPU is a quarter of the throughput, and the speed of a user is the inverse of the step time."""
+    def test_derived_intervals_of_decode_follow_from_other_intervals(self) -> None:
+        """With 4 GPUs, output per GPU is a quarter of the throughput, and the rate of a user is the inverse of the step
+        time.
+        """
         record = record_builder.ok(record_builder.point(build.DCP))
         assert record.metrics
         per_gpu, per_user = metrics.merge_values(
@@ -153,17 +155,17 @@ class TestWhereTheyLie:
 
 
 class TestNames:
-    def test_each_is_there_once(self) -> None:
+    def test_names_are_unique(self) -> None:
         assert len(METRIC) == len(METRICS)
 
-    def test_exported_columns_keep_their_names_and_their_order(self) -> None:
+    def test_exported_columns_keep_names_and_order(self) -> None:
         names = [metric.name for metric in metrics.list_exported_metrics()]
         assert [name for name in names if name in EXPORTED] == EXPORTED
 
-    def test_every_exported_one_says_what_it_is(self) -> None:
+    def test_every_exported_metric_has_help_and_unit(self) -> None:
         assert all(metric.help and metric.unit for metric in metrics.list_exported_metrics())
 
-    def test_options_that_scripts_type_are_taken_for_ever_and_names_of_metrics_too(self) -> None:
+    def test_options_of_scripts_and_metric_names_are_accepted(self) -> None:
         assert set(OPTIONS) <= set(metrics.OPTIONS)
         for name in [*OPTIONS, *(metric.name for found in metrics.COMPARED.values() for metric in found)]:
             assert metrics.is_option(name)
@@ -180,7 +182,7 @@ class TestNames:
             ("ttft_p99_ms", None, "ttft_p99_ms"),
         ],
     )
-    def test_an_option_names_one_metric_of_each_workload(self, option: str, decode: str | None, serve: str) -> None:
+    def test_option_names_one_metric_of_each_workload(self, option: str, decode: str | None, serve: str) -> None:
         """In `decode` throughput is concurrency / step time, and the median ITL is the step time."""
         assert metrics.find_compared_metric(option, "serve") is METRIC[serve]
         assert metrics.find_compared_metric(option, "decode") is (METRIC[decode] if decode else None)
@@ -192,23 +194,23 @@ class TestNames:
 
 
 class TestErrors:
-    def test_every_kind_is_resampled_by_compare(self) -> None:
+    def test_every_kind_of_error_is_known_to_compare(self) -> None:
         assert {kind for metric in METRICS for kind in metric.errors.values()} <= set(get_args(Error))
 
-    def test_what_is_compared_and_has_none_is_counted(self) -> None:
+    def test_compared_metrics_without_an_error_are_counts(self) -> None:
         counted = {m.name for w, found in metrics.COMPARED.items() for m in found if w not in m.errors}
         assert counted == {"kv_capacity_tokens", "memory_peak_bytes", "host_syncs_per_step"}
 
-    def test_latencies_of_a_request_have_a_formula_each(self) -> None:
+    def test_each_latency_of_a_request_has_a_formula(self) -> None:
         assert all(hasattr(formulas, f"compute_{name}_ms") for name in LATENCIES)
 
 
 class TestDocuments:
-    def test_the_page_about_comparing_names_every_option(self) -> None:
+    def test_documentation_of_comparing_names_every_option(self) -> None:
         quoted = set(re.findall(r"`(\w+)`", (DOCS / "comparing.md").read_text(encoding="utf-8")))
         assert set(metrics.OPTIONS) <= quoted
 
-    def test_the_page_about_metrics_names_every_served_field_and_latency(self) -> None:
+    def test_documentation_of_metrics_names_every_served_field_and_latency(self) -> None:
         text = (DOCS / "metrics.md").read_text(encoding="utf-8")
         section = text[text.index("## Served requests") : text.index("## Statistics")]
         fields = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
@@ -218,14 +220,14 @@ class TestDocuments:
         assert all(latency.label in section for latency in LATENCIES.values())
 
 
-def test_three_metrics_are_intervals_in_tables_and_on_the_page() -> None:
-    """Those of which points differ by chance within a run, and what is made of two of them."""
+def test_three_metrics_are_shown_with_intervals() -> None:
+    """These are the metrics with samples inside a run, and the ratio of two of them."""
     ranged = {metric.name for metric in METRICS if metric.ranged}
     assert ranged == {"output_tok_s", "step_ms", "dcp_ratio"} == {field["name"] for field in FIELDS if field["range"]}
 
 
-def test_what_an_engine_was_is_said_of_each_point_and_what_it_did_of_its_own_kind() -> None:
-    """Memory and waits stand in the tables of decode and of served points; step times and latencies do not."""
+def test_engine_metrics_are_in_tables_of_decode_and_served_points() -> None:
+    """Memory and waits are in both tables; step times and latencies are in one of them."""
     assert {"memory_peak_bytes", "kv_capacity_tokens", "host_syncs_per_step"} <= {*dataframes.OF_ENGINE}
     assert not {*dataframes.OF_ENGINE} & {*dataframes.OF_DECODE, *dataframes.SERVED}
     assert "step_ms" in dataframes.OF_DECODE

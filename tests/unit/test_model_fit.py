@@ -1,4 +1,4 @@
-"""The whole model does not fit: report, show, compare, dashboard, recommend and --dry-run say it in the same words, first."""
+"""The note that the whole model does not fit, which all commands print first and in the same words."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, list[str
 
 
 def write_run(folder: Path, held: int) -> Path:
-    """Write a run of tp4 and tp4·dcp4 that holds so many of 61 layers."""
+    """Write a run of tp4 and tp4·dcp4 that holds this many of 61 layers."""
     found = []
     for dcp in (1, 4):
         record = record_builder.ok(record_builder.point(tp=4, dcp=dcp, exchange="none" if dcp == 1 else "ag_rs"))
@@ -50,8 +50,8 @@ def write_run(folder: Path, held: int) -> Path:
     return record_builder.write(folder, found)
 
 
-def test_report_show_compare_and_dashboard_begin_with_the_same_words(tmp_path: Path) -> None:
-    """None of them begins so if all layers were held."""
+def test_report_show_compare_and_dashboard_begin_with_the_note(tmp_path: Path) -> None:
+    """The note is absent if all layers are held."""
     for held, expected in ((14, True), (61, False)):
         write_run(tmp_path / f"a{held}", held)
         write_run(tmp_path / f"b{held}", held)
@@ -79,11 +79,9 @@ def test_compare_names_the_side_that_does_not_fit(tmp_path: Path) -> None:
 
 
 class TestRecommend:
-    """DeepSeek-V3 in fp8 takes 157.8 GiB of each of four H200, which have 131.8."""
+    """DeepSeek-V3 in fp8 needs 157.8 GiB on each of four H200, which have 131.8."""
 
-    def test_the_first_sentence_says_that_the_whole_model_does_not_fit(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_first_sentence_has_the_note(self, capsys: pytest.CaptureFixture[str]) -> None:
         command = "recommend --machine H200 --gpus 4 --context 4000 --concurrency 8 --kv-dtype fp8"
         code, (first, *_) = run(capsys, command)
         assert code == 3
@@ -92,33 +90,35 @@ class TestRecommend:
             "and its KV 1.1 GiB of each GPU, 27.0 GiB more than the 131.8 GiB for both"
         )
 
-    def test_cycled_layers_stand_in_the_first_sentence(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_first_sentence_has_the_held_layers_with_cycled(self, capsys: pytest.CaptureFixture[str]) -> None:
         command = "recommend --machine H200 --gpus 4 --context 4000 --concurrency 8 --kv-dtype fp8 --cycled"
         code, (first, *_) = run(capsys, command)
         assert code == 0
         assert first.startswith(f"4 × H200 ({NO_FIT}: 47–51 of 61 layers held and reused): take tp4")
 
-    def test_layouts_are_named_if_others_fit(self) -> None:
+    def test_layouts_with_held_layers_are_named_if_others_fit(self) -> None:
         best = choice(100.0)
         held = [dataclasses.replace(f, layers_held=(14, 61)) for f in best.forecasts[:1]]
         other = dataclasses.replace(best.forecasts[0], layers_held=None)
-        some = dataclasses.replace(best, forecasts=[*held, other])
+        mixed = dataclasses.replace(best, forecasts=[*held, other])
         name = held[0].point.layout_name
-        assert f"({HELD} in {name})" in answer_formats.format_answer(ask("H200"), [some])
+        assert f"({HELD} in {name})" in answer_formats.format_answer(ask("H200"), [mixed])
         assert NO_FIT not in answer_formats.format_answer(ask("H200"), [best])
 
-    def test_the_shortage_is_that_of_the_whole_model(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """tp8·dcp4: 79.4 GiB of weights and 134.3 of KV; beside the fewest layers that sweep can hold, 8.7 GiB, 11.2 were missing."""
+    def test_shortage_is_that_of_the_whole_model(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """tp8·dcp4 needs 79.4 GiB of weights and 134.3 of KV. With only the layers that sweep can hold, 8.7 GiB, 11.2
+        GiB would be missing.
+        """
         _, lines_out = run(capsys, "recommend --machine H200 --gpus 8 --context 128000 --concurrency 64")
         (row,) = (line for line in lines_out if line.split()[:1] == ["tp8·dcp4"])
         assert row.split()[-7:] == ["—", "—", "79.4", "no,", "81.9", "GiB", "short"]
         assert "fewest weights" not in "\n".join(lines_out)
 
-    def test_a_run_with_less_room_than_asked_for_does_not_take_the_fit_away(self) -> None:
-        """Its layers held are left out for tp8, where the whole model fits, and stay for tp4."""
-        of = dataclasses.replace(choice(100.0).forecasts[0], layers_held=(25, 61))
+    def test_held_layers_of_a_run_are_dropped_if_the_model_fits(self) -> None:
+        """Held layers are dropped for tp8, where the whole model fits, and kept for tp4."""
+        forecast = dataclasses.replace(choice(100.0).forecasts[0], layers_held=(25, 61))
         fits, cut = (
-            dataclasses.replace(of, point=point(tp=tp, weights_dtype="fp8", kv_dtype="fp8", context=4000))
+            dataclasses.replace(forecast, point=point(tp=tp, weights_dtype="fp8", kv_dtype="fp8", context=4000))
             for tp in (8, 4)
         )
         wanted = dataclasses.replace(ask("H200"), cycled=True)
@@ -126,7 +126,7 @@ class TestRecommend:
         assert advise._drop_layers_held(wanted, cut).layers_held == (25, 61)
 
 
-def test_the_memory_of_a_whole_model_is_that_of_its_plan() -> None:
+def test_memory_of_a_whole_model_includes_its_kv() -> None:
     """V3 in fp8 fits on 8 × H200 with the KV of 8 × 4,000 tokens; with a pool of 100 GiB 47.6 GiB are missing."""
     shape, probe = load_shape("deepseek-v3"), make_planned_probe("H200", 8)
     one = point(tp=8, weights_dtype="fp8", kv_dtype="fp8", context=4000, concurrency=8)
@@ -137,7 +137,7 @@ def test_the_memory_of_a_whole_model_is_that_of_its_plan() -> None:
     assert pool.missing_bytes / GIB == pytest.approx(79.4 + 100 - 131.8, abs=0.2)
 
 
-def test_a_plan_says_it_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_begins_with_the_note(capsys: pytest.CaptureFixture[str]) -> None:
     command = "sweep --model deepseek-v3 --tp 4 --dcp 1 --weights-dtype fp8 --kv-dtype fp8 --kv-memory 100GiB --dry-run"
     code, (first, *_) = run(capsys, f"{command} --gpu H200,count=4 --context 4000 --concurrency 8")
     assert (code, first) == (0, f"W{HELD[1:]}.")

@@ -1,4 +1,4 @@
-"""Each family reads its own published models from a config.json, and states what engines and checkpoints call them."""
+"""Model families: published sizes read from config.json, and names of models, tensors and repositories."""
 
 import dataclasses
 import json
@@ -60,7 +60,7 @@ V3 = SHAPES["deepseek-v3"]
 
 
 def make_config(family: Family, shape: ModelShape) -> dict[str, Any]:
-    """A config.json of this family with these sizes."""
+    """Return a config.json of this family with these sizes."""
     if shape.gqa:
         return make_gqa_config(family, shape, shape.gqa)
     fields: dict[str, Any] = {field: getattr(shape, name) for field, name in FIELDS.items()}
@@ -101,7 +101,7 @@ GQA_FIELDS = {
 
 
 def make_gqa_config(family: Family, shape: ModelShape, gqa: Gqa) -> dict[str, Any]:
-    """A config.json of a family with grouped-query attention."""
+    """Return a config.json of a family with grouped-query attention."""
     usual = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps", "rope_theta")
     taken = (*usual, "max_position_embeddings", "tie_word_embeddings", "intermediate_size")
     fields: dict[str, Any] = {field: getattr(shape, FIELDS[field]) for field in taken}
@@ -139,13 +139,13 @@ def make_gqa_config(family: Family, shape: ModelShape, gqa: Gqa) -> dict[str, An
 
 
 @pytest.mark.parametrize(("family", "preset"), PRESETS, ids=lambda x: getattr(x, "model_type", None))
-def test_a_family_reads_its_published_sizes_from_its_own_configuration(family: Family, preset: Any) -> None:
+def test_published_sizes_are_read_from_a_configuration(family: Family, preset: Any) -> None:
     shape = SHAPES[preset.shape.name]
     assert from_config(make_config(family, shape), Path(f"{shape.name}.json")) == shape
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda x: x.model_type)
-def test_only_its_own_model_type_selects_a_family(family: Family) -> None:
+def test_unknown_model_type_raises_model_error(family: Family) -> None:
     config = make_config(family, family.presets[0].shape if family.presets else kimi_k2.SHAPE) | {
         "model_type": f"{family.model_type}_other"
     }
@@ -154,15 +154,15 @@ def test_only_its_own_model_type_selects_a_family(family: Family) -> None:
         from_config(config, Path("config.json"))
 
 
-def test_every_name_of_a_published_model_is_loaded_and_has_a_repository() -> None:
-    """All but `tiny`, which has no checkpoint."""
+def test_every_published_model_can_be_loaded_and_has_a_repository() -> None:
+    """Only `tiny` has no checkpoint."""
     for name in REPOSITORIES:
         assert load_shape(name).name == name
     assert {*SHAPES, *ALIASES} - {*REPOSITORIES} == {"tiny"}
     assert len(set(REPOSITORIES.values())) == len(REPOSITORIES)
 
 
-def test_a_model_of_no_family_is_answered_with_the_families() -> None:
+def test_model_without_a_family_raises_error_with_all_families() -> None:
     with pytest.raises(
         ModelError, match=r"Give a configuration of DeepSeek-V2, .*Kimi-K2, .* or gpt-oss, or one of: deepseek-v2-l"
     ):
@@ -181,7 +181,7 @@ def test_a_model_of_no_family_is_answered_with_the_families() -> None:
         ({"index_topk": 2048}, "'index_topk' is 2048, and dcpbench does not know what that changes"),
     ],
 )
-def test_grouped_query_attention_of_another_kind_is_refused(changed: dict[str, Any], message: str) -> None:
+def test_unsupported_grouped_query_attention_is_refused(changed: dict[str, Any], message: str) -> None:
     config = make_config(qwen3_moe.FAMILY, SHAPES["qwen3-235b-a22b"])
     with pytest.raises(ModelError, match=message):
         from_config(config | changed, Path("config.json"))
@@ -194,7 +194,7 @@ NESTED = dataclasses.replace(
 
 
 def make_int4(ignore: list[str], **weights: object) -> dict[str, Any]:
-    """A `quantization_config` of compressed-tensors, as Kimi-K2-Thinking and later ones have it."""
+    """Return a `quantization_config` of compressed-tensors, as in Kimi-K2-Thinking and later models."""
     described = {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": True, "type": "int"} | weights
     groups = {"group_0": {"targets": ["Linear"], "weights": described, "input_activations": None}}
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, "ignore": ignore}
@@ -208,7 +208,7 @@ ALL = {"qkv", "q_b", "o", "dense", "shared", "experts"}
 def read_format(
     found: object, family: Family = kimi_k25.FAMILY, *, nested: bool = True
 ) -> WeightFormat | UnknownFormat:
-    """The format of Kimi-K2's shape with such a `quantization_config`."""
+    """Return the format of Kimi-K2's shape with this `quantization_config`."""
     config = make_config(family, kimi_k2.SHAPE)
     fields = config["text_config"] if family.nested_in else config
     del fields["quantization_config"]
@@ -232,12 +232,11 @@ def read_format(
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("nested", [True, False])
-def test_a_known_format_has_the_parts_that_its_configuration_does_not_leave_out(
+def test_known_format_has_the_parts_that_the_configuration_includes(
     found: object, name: str, columns: int, scale_bits: int, parts: set[str], nested: bool
 ) -> None:
-    """Kimi-K2.5's config.json nests the language model; its quantisation may be at either place.
-
-    vLLM and SGLang read `exclude_modules` in hf_quant_config.json alone.
+    """Kimi-K2.5's config.json nests the language model; its quantisation may be at either place. vLLM and SGLang read
+    `exclude_modules` only in hf_quant_config.json.
     """
     one = read_format(found, nested=nested)
     assert isinstance(one, WeightFormat)
@@ -256,32 +255,32 @@ def test_a_known_format_has_the_parts_that_its_configuration_does_not_leave_out(
         ("int4", "'int4'"),
     ],
 )
-def test_a_format_whose_size_is_unknown_is_described(found: object, described: str) -> None:
+def test_unknown_format_is_described(found: object, described: str) -> None:
     assert read_format(found) == UnknownFormat(name=described)
 
 
-def test_weights_in_an_unknown_format_are_not_sized() -> None:
-    """A dtype of the computation is none; an unknown name is never taken for one."""
+def test_unknown_weight_format_has_no_size() -> None:
+    """The dtype of the computation is used only for unquantised weights, never for an unknown name."""
     assert V3.get_weight_format("bf16") == UNQUANTISED
     with pytest.raises(ModelError, match=r"weights in compressed-tensors have no known size; known are bf16, .* mxfp4"):
         V3.get_weight_format("compressed-tensors")
 
 
-def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
+def test_invalid_regular_expression_is_refused() -> None:
     with pytest.raises(ModelError, match=r"'re:\(' of 'quantization_config' is no regular expression"):
         read_format(make_int4(["re:("]))
 
 
-def test_layers_for_several_tokens_may_have_another_format() -> None:
-    """NVIDIA leaves DeepSeek-R1's layer 61 out, which is behind the last of 61."""
+def test_multi_token_prediction_layers_may_be_unquantised() -> None:
+    """NVIDIA excludes layer 61 of DeepSeek-R1, which follows the last of 61 layers."""
     found = NVFP4 | {"ignore": ["model.layers.61*"]}
     one = from_config(make_config(deepseek_v3.FAMILY, V3) | {"quantization_config": found}, Path("r1.json")).published
     assert isinstance(one, WeightFormat)
     assert not one.mtp
 
 
-def test_hf_quant_config_is_read_beside_config_json(tmp_path: Path) -> None:
-    """As modelopt writes it. NVIDIA's Kimi-K2.5-NVFP4 keeps the int4 settings of the original in its config.json."""
+def test_hf_quant_config_overrides_config_json(tmp_path: Path) -> None:
+    """modelopt writes this file. NVIDIA's Kimi-K2.5-NVFP4 keeps the int4 settings of the original in its config.json."""
     config = make_config(kimi_k25.FAMILY, kimi_k2.SHAPE)
     config["text_config"]["quantization_config"] = make_int4(KIMI_BF16)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -300,12 +299,12 @@ def test_hf_quant_config_is_read_beside_config_json(tmp_path: Path) -> None:
 
 class TestNestedFields:
     @pytest.fixture(autouse=True)
-    def family(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A further family, whose configuration holds the fields of the language model in `text_config`."""
+    def add_nested_family(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Add a family with the fields of the language model nested in `text_config`."""
         monkeypatch.setattr(models, "FAMILIES", (*FAMILIES, NESTED))
 
-    def test_sizes_are_read_from_them(self) -> None:
-        """Fields beside them, such as those of a vision model, have no effect on the sizes."""
+    def test_sizes_are_read_from_nested_fields(self) -> None:
+        """Other fields, such as those of a vision model, have no effect."""
         config = make_config(NESTED, SHAPES["kimi-k2"]) | {"vision_config": {"hidden_size": 1152}}
         expected = dataclasses.replace(SHAPES["kimi-k2"], tensors=NAMES)
         assert from_config(config, Path("kimi-k2.json")) == expected
@@ -318,12 +317,12 @@ class TestNestedFields:
             ({"text_config": {"hidden_size": 4096}}, "lacks the field "),
         ],
     )
-    def test_an_error_names_the_missing_field(self, config: dict[str, Any], message: str) -> None:
+    def test_missing_nested_field_is_named(self, config: dict[str, Any], message: str) -> None:
         with pytest.raises(ModelError, match=message):
             from_config({"model_type": "nested_k2"} | config, Path("config.json"))
 
-    def test_a_quantisation_among_them_is_refused(self, tmp_path: Path) -> None:
-        """A checkpoint whose weights are stored in int4 cannot be read."""
+    def test_nested_quantisation_of_a_checkpoint_is_refused(self, tmp_path: Path) -> None:
+        """A checkpoint with weights in int4 cannot be read."""
         config = make_config(NESTED, V3)
         config["text_config"]["quantization_config"] = {"quant_method": "compressed-tensors"}
         (tmp_path / "config.json").write_text(json.dumps(config))

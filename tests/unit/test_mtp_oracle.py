@@ -1,9 +1,8 @@
-"""DeepSeek-V3's layer that drafts tokens, against one put together from transformers' modules.
-
-transformers does not run that layer. The oracle follows section 2.2 of DeepSeek-V3's report (arXiv 2412.19437): at position i the layer
-gets a projection of [norm of the embedding of token i + 1, norm of the hidden state of token i], and the shared LM head follows a norm
-of its own. The embedding comes first and the hidden state is behind the model's last norm, as in vLLM 0.26, which also zeroes the embedding at
-position 0; that is left out here.
+"""DeepSeek-V3's layer that drafts tokens, compared with one built from transformers' modules. transformers does not run
+that layer. The oracle follows section 2.2 of DeepSeek-V3's report (arXiv 2412.19437): at position i the layer gets a
+projection of [norm of the embedding of token i + 1, norm of the hidden state of token i], and the shared LM head
+follows a norm of its own. The embedding is first, and the hidden state is taken after the model's last norm, as in vLLM
+0.26, which also zeroes the embedding at position 0; that is left out here.
 """
 
 from __future__ import annotations
@@ -51,7 +50,9 @@ PREFIX = f"model.layers.{LAYERS}."
 
 
 class Oracle:
-    """A V3 of LAYERS layers, and one behind them that drafts tokens, with random weights; `folder` gets their checkpoint."""
+    """A V3 with LAYERS layers, and one after them that drafts tokens, with random weights; `folder` gets their
+    checkpoint.
+    """
 
     def __init__(self, folder: Path, seed: int) -> None:
         deepseek_v3_of(folder, {"num_hidden_layers": LAYERS + 1, "seed": seed}, {})
@@ -71,14 +72,14 @@ class Oracle:
         (folder / "config.json").write_text(json.dumps(config))
 
     def normalize(self, name: str, x: Tensor) -> Tensor:
-        """Return x behind one of the added norms."""
+        """Return x after one of the added norms."""
         norm = DeepseekV3RMSNorm(x.shape[-1], self.model.config.rms_norm_eps)
         norm.weight = nn.Parameter(self.added[PREFIX + f"{name}.weight"])
         return norm(x)
 
     @torch.no_grad()
     def generate(self, first: int) -> list[int]:
-        """Return greedy tokens behind `first`."""
+        """Return greedy tokens after `first`."""
         tokens = [first]
         while len(tokens) < LENGTH:
             tokens.append(self.sample(tokens))
@@ -104,7 +105,7 @@ class Oracle:
 
     @torch.no_grad()
     def draft(self, tokens: list[int]) -> Tensor:
-        """Return the hidden states [T - 1, D] behind which the LM head drafts the tokens after tokens[1:]."""
+        """Return the hidden states [T - 1, D] from which the LM head drafts the tokens after tokens[1:]."""
         before, after = torch.tensor([tokens[:-1]]), torch.tensor([tokens[1:]])
         inner = self.model.model
         return self.run_layer(inner.embed_tokens(after), inner(before).last_hidden_state)[0]
@@ -122,7 +123,7 @@ class Oracle:
 
 
 def make_engine(folder: Path, *, context: int = LENGTH + 2 * DRAFTS, pages: int = 0, requests: int = 1) -> DecodeEngine:
-    """The engine of one rank in fp32 with the checkpoint's weights."""
+    """Return the engine of one rank in fp32 with the checkpoint's weights."""
     shape = load_shape(str(folder)).add_drafts(DRAFTS)
     layout = Layout(1)
     source = CheckpointSource(folder, torch.float32, CPU)
@@ -141,10 +142,8 @@ def make_engine(folder: Path, *, context: int = LENGTH + 2 * DRAFTS, pages: int 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_layer_that_drafts_tokens_is_that_of_the_report(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps of three tokens, of which two are right drafts, run the layer over all positions of the request."""
+def test_draft_layer_equals_that_of_the_report(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of three tokens, two of them correct drafts, run the layer over all positions of the request."""
     oracle = Oracle(tmp_path, seed)
     tokens = oracle.generate(first=seed + 5)
     expected = oracle.draft(tokens)
@@ -160,14 +159,14 @@ def test_the_layer_that_drafts_tokens_is_that_of_the_report(
 
     monkeypatch.setattr(engine.model, "run_draft_layer", keep)
     request = engine.add_request(DRAFTS + 1)
-    at, drafted = 0, []
-    while at + DRAFTS + 1 < LENGTH:
-        verified = tokens[at : at + DRAFTS + 1]
-        engine.requests.set_tokens(request.slot, at, verified)
+    position, drafted = 0, []
+    while position + DRAFTS + 1 < LENGTH:
+        verified = tokens[position : position + DRAFTS + 1]
+        engine.requests.set_tokens(request.slot, position, verified)
         batch = engine.plan_step([request], query_length=DRAFTS + 1)
         engine.run_eager(batch)
-        assert engine.accept_drafts(batch, [request]) == [tokens[at + 1 : at + 2 + DRAFTS]]
-        at += DRAFTS + 1
+        assert engine.accept_drafts(batch, [request]) == [tokens[position + 1 : position + 2 + DRAFTS]]
+        position += DRAFTS + 1
         start = request.length - 1
         engine.append_drafts(request, [0] * DRAFTS)
         engine.plan_drafts(batch, [request], [start])
@@ -175,9 +174,9 @@ def test_the_layer_that_drafts_tokens_is_that_of_the_report(
         batch.later = None  # the next step only verifies
         drafted.append(int(batch.drafts[0, 0]))
     hidden = torch.cat(found)
-    assert len(hidden) == at >= 9
-    assert float((hidden - expected[:at]).abs().max() / expected.abs().max()) < LIMIT
-    logits = expected[:at] @ oracle.model.lm_head.weight.T
+    assert len(hidden) == position >= 9
+    assert float((hidden - expected[:position]).abs().max() / expected.abs().max()) < LIMIT
+    logits = expected[:position] @ oracle.model.lm_head.weight.T
     assert drafted == logits.argmax(-1)[DRAFTS :: DRAFTS + 1].tolist()
 
 

@@ -1,4 +1,4 @@
-"""tools/multi_gpu: what it would run is what dcpbench takes, and a second call goes on."""
+"""tools/multi_gpu: its commands are accepted by dcpbench, and a second call continues."""
 
 import json
 import re
@@ -22,34 +22,34 @@ CALIBRATED = ROOT / "results" / "emulation_H200/emulated-against-live_2xH200_202
 MACHINES = {2: "H100", 4: "H200", 8: "H200"}
 
 
-def planned(gpus: int, folder: Path) -> list[Command]:
-    """All commands of a machine of so many GPUs."""
+def list_commands(gpus: int, folder: Path) -> list[Command]:
+    """Return all commands of a machine with this number of GPUs."""
     return [command for part in Plan(gpus, folder, MACHINES[gpus]).parts() for command in part.commands]
 
 
-def python(code: str, *, minutes: float = 1.0) -> Part:
-    """A part of one command that runs this code: -m takes the module `code`, whose words are it."""
+def make_part(code: str, *, minutes: float = 1.0) -> Part:
+    """Return a part with one command that runs this code with `python -m timeit`."""
     return Part("part", "what", (Command("timeit", ("-n1", "-r1", code), minutes, "one"),))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("gpus", MACHINES)
-def test_every_sweep_and_serve_is_accepted_by_a_dry_run(
+def test_every_sweep_and_serve_command_is_accepted_by_a_dry_run(
     gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--dry-run --gpu NAME,count=N` ends with 0, with a calibration of the kind that the run makes."""
+    """`--dry-run --gpu NAME,count=N` exits with 0, with a calibration like that of a run."""
     (tmp_path / "wire").mkdir()
     shutil.copy(CALIBRATED, tmp_path / "wire" / "machine.toml")
     monkeypatch.chdir(tmp_path)
-    for command in planned(gpus, tmp_path):
+    for command in list_commands(gpus, tmp_path):
         if command.words[0] in ("sweep", "serve") and "--step-times" not in command.words:
-            code = _typed([*command.words, "--dry-run", "--gpu", f"{MACHINES[gpus]},count={gpus}"])
+            code = _run_dcpbench([*command.words, "--dry-run", "--gpu", f"{MACHINES[gpus]},count={gpus}"])
             assert code == 0, f"{command.said()}\n{capsys.readouterr().err}"
 
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Path:
-    """A folder with the files of two engines, and of a model of four layers in `model`."""
+    """Return a folder with the files of two engines, and of a model of four layers in `model`."""
     for name in ("vllm", "sglang"):
         text = f'name = "{name}"\ncommand = "{name} {{model}} --host {{host}} --port {{port}}"\nexchanges = ["ag_rs", "a2a"]\n[layout]\n'
         text += "".join(f'{degree} = "--{degree} {{{degree}}}"\n' for degree in ("tp", "dp", "dcp", "exchange"))
@@ -62,23 +62,23 @@ def engines(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_every_command_that_compares_engines_is_accepted_by_a_dry_run(
+def test_every_engine_comparison_is_accepted_by_a_dry_run(
     gpus: int, engines: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = EnginePlan(gpus, engines / "run", engines, engines / "model", 4).parts()
     commands = [command for part in parts for command in part.commands]
     assert len({command.words[command.words.index("-o") + 1] for command in commands}) == len(commands)
     for command in commands:
-        code = _typed([*command.words, "--dry-run", *([] if command.name != OURS else ["--gpu", f"H200,count={gpus}"])])
+        code = _run_dcpbench(
+            [*command.words, "--dry-run", *([] if command.name != OURS else ["--gpu", f"H200,count={gpus}"])]
+        )
         err = capsys.readouterr().err
         assert code == 0, f"{command.said()}\n{err}"
         assert "cannot run" not in err, f"{command.said()}\n{err}"
 
 
-def test_the_first_parts_that_compare_engines_take_25_minutes(
-    engines: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What is most valuable fits into one call; a capped pool holds 1,000,000 tokens of 576 bf16 values in 4 layers."""
+def test_first_engine_comparisons_take_at_most_25_minutes(engines: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The most valuable parts fit into one call; a limited pool holds 1,000,000 tokens of 576 bf16 values in 4 layers."""
     words = ["-o", str(engines / "run"), "--gpus", "4", "--engines", str(engines), "--model", str(engines / "model")]
     assert tool.main([*words, "--dry-run"]) == 0
     printed = capsys.readouterr().out
@@ -95,7 +95,7 @@ def test_the_first_parts_that_compare_engines_take_25_minutes(
         (["--engines", ".", "--model", "model", "--rehearse"], "try --dry-run"),
     ],
 )
-def test_engines_that_cannot_be_compared_are_refused(
+def test_invalid_engine_options_are_refused(
     words: list[str], message: str, engines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(engines)
@@ -103,7 +103,7 @@ def test_engines_that_cannot_be_compared_are_refused(
         tool.main(["-o", "run", "--gpus", "2", *words, "--dry-run"])
 
 
-def _typed(words: list[str]) -> int:
+def _run_dcpbench(words: list[str]) -> int:
     old, sys.argv = sys.argv, ["dcpbench", *words]
     try:
         return int(dcpbench() or 0)
@@ -115,7 +115,7 @@ def _typed(words: list[str]) -> int:
 
 @pytest.mark.parametrize("gpus", MACHINES)
 def test_no_two_commands_share_a_folder(gpus: int, tmp_path: Path) -> None:
-    """Names are unique inside a part, and parts have names of their own."""
+    """Names of parts and of the commands in a part are unique."""
     parts = Plan(gpus, tmp_path, MACHINES[gpus]).parts()
     names = [f"{part.name}/{command.name}" for part in parts for command in part.commands]
     assert len(set(names)) == len(names)
@@ -124,63 +124,65 @@ def test_no_two_commands_share_a_folder(gpus: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gpus", MACHINES)
-def test_a_dry_run_prints_every_command_with_its_minutes(
+def test_dry_run_prints_every_command_with_its_minutes(
     gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A dry run runs no command and makes no folder."""
-    there = tmp_path / "run"
-    assert tool.main(["-o", str(there), "--gpus", str(gpus), "--gpu", MACHINES[gpus], "--dry-run"]) == 0
+    """A dry run executes no command and makes no folder."""
+    folder = tmp_path / "run"
+    assert tool.main(["-o", str(folder), "--gpus", str(gpus), "--gpu", MACHINES[gpus], "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    for command in planned(gpus, there):
+    for command in list_commands(gpus, folder):
         assert f"{command.minutes:5.1f}  {command.said()}" in printed
-    assert not there.exists()
+    assert not folder.exists()
 
 
-def test_a_part_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
-    """`--only` with a typing error."""
+def test_unknown_part_is_refused_with_a_list_of_parts(tmp_path: Path) -> None:
+    """`--only` has a typing error."""
     with pytest.raises(SystemExit, match="no part hang; there are wire, grid"):
         tool.main(["-o", str(tmp_path), "--gpus", "2", "--only", "hang", "--dry-run"])
 
 
-def test_what_is_done_is_not_run_again(tmp_path: Path) -> None:
-    """The code appends to a file, which has one line after two calls."""
+def test_finished_command_is_not_run_again(tmp_path: Path) -> None:
+    """The code appends to a file, which has one character after two calls."""
     file = tmp_path / "file"
-    part = python(f"open({str(file)!r}, 'a').write('x')")
+    part = make_part(f"open({str(file)!r}, 'a').write('x')")
     for _ in range(2):
         Runner(tmp_path, 5.0).run([part])
     assert file.read_text() == "x"
     assert Runner(tmp_path, 5.0).state["part/one"].what == DONE
 
 
-def test_what_failed_twice_is_passed_over(tmp_path: Path) -> None:
-    """Three calls, two attempts; what it printed lies in its log."""
+def test_command_that_failed_twice_is_skipped(tmp_path: Path) -> None:
+    """Three calls make two attempts; the output is in the log."""
     for _ in range(3):
-        Runner(tmp_path, 5.0).run([python("raise ValueError('wrong')")])
+        Runner(tmp_path, 5.0).run([make_part("raise ValueError('wrong')")])
     ran = Runner(tmp_path, 5.0).state["part/one"]
     assert (ran.what, ran.attempts) == (FAILED, 2)
     assert (tmp_path / "part" / "one.log").read_text().count("ValueError: wrong") == 2
 
 
-def test_near_the_deadline_a_command_is_skipped_with_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """1 minute is left, and less than half of the command's 3."""
-    Runner(tmp_path, 1.0).run([python("raise ValueError", minutes=3.0)])
+def test_command_is_skipped_near_the_deadline_with_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1 minute is left, which is less than half of the command's 3 minutes."""
+    Runner(tmp_path, 1.0).run([make_part("raise ValueError", minutes=3.0)])
     assert Runner(tmp_path, 1.0).state["part/one"].what == SKIPPED
     assert "min of the run left, it takes about 3.0" in capsys.readouterr().out
 
 
-def test_a_command_that_ran_out_of_time_is_ended_and_goes_on_at_the_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was cut off is no attempt that failed."""
+def test_command_at_the_deadline_is_ended_and_can_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted command does not count as a failed attempt."""
     monkeypatch.setattr(running, "MOST", 1e-4)
     monkeypatch.setattr(running, "LEAST_SHARE", 0.0)
-    Runner(tmp_path, 5.0).run([python("import time; time.sleep(1000)")])
+    Runner(tmp_path, 5.0).run([make_part("import time; time.sleep(1000)")])
     ran = Runner(tmp_path, 5.0).state["part/one"]
     assert (ran.what, ran.attempts, ran.cut) == (CUT, 0, 1)
 
 
-def test_commands_of_one_gpu_run_side_by_side_each_on_its_own(tmp_path: Path) -> None:
-    """Three on two GPUs, each of which waits until it has met another: the third runs on the one that is free first."""
+def test_commands_for_one_gpu_run_concurrently_on_different_gpus(tmp_path: Path) -> None:
+    """Three commands run on two GPUs, and each waits until another one runs, too; the third gets the GPU that is free
+    first.
+    """
     code = (
         "import os, pathlib, time; here = pathlib.Path({!r}); name = {!r}\n"
         "(here / name).write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
@@ -203,26 +205,24 @@ def test_commands_of_one_gpu_run_side_by_side_each_on_its_own(tmp_path: Path) ->
     assert {ran.what for ran in Runner(tmp_path / "run", 5.0).state.values()} == {DONE}
 
 
-def test_where_one_of_them_cannot_be_begun_the_others_are_not_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder that cannot be written ends the run, and leaves nothing running."""
-    begun = []
+def test_command_that_cannot_start_stops_the_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be written ends the run, and no command keeps running."""
+    started = []
 
     def one(_runner: Runner, key: str, *_rest: object) -> None:
-        begun.append(key)
+        started.append(key)
         raise PermissionError(key)
 
     monkeypatch.setattr(Runner, "one", one)
     commands = [Command("timeit", ("pass",), 1.0, name, only_one=True) for name in "abcd"]
     with pytest.raises(PermissionError):
         Runner(tmp_path, 5.0, ["0"]).run([Part("part", "what", tuple(commands))])
-    assert begun[0] == "part/a"
-    assert len(begun) < len(commands)
+    assert started[0] == "part/a"
+    assert len(started) < len(commands)
 
 
-def test_what_waits_for_files_is_no_attempt_where_there_are_none(tmp_path: Path) -> None:
-    """The run that makes them was cut off; the next call makes them."""
+def test_command_without_its_input_files_does_not_count_as_an_attempt(tmp_path: Path) -> None:
+    """The command that writes the files was interrupted; the next call writes them."""
     (tmp_path / "made").mkdir()
     code = "-n1", "-r1", "pass", "-s", f"{tmp_path}/made/*.json"
     part = Part("part", "what", (Command("timeit", code, 1.0, "one"),))
@@ -237,36 +237,33 @@ def test_what_waits_for_files_is_no_attempt_where_there_are_none(tmp_path: Path)
 @pytest.mark.parametrize(
     ("visible", "found"), [("", ["0", "1"]), ("2,3", ["2", "3"]), ("0,1,2,3", ["0", "1"]), ("5", ["5"])]
 )
-def test_gpus_are_those_that_this_process_may_see(
-    visible: str, found: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No more GPUs are used than this process may see."""
+def test_only_visible_gpus_are_used(visible: str, found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert tool.devices(2) == found
 
 
-def test_a_pattern_stands_for_the_files_that_are_there_when_a_command_runs(tmp_path: Path) -> None:
-    """As in a shell; one without a file stays as it is."""
+def test_pattern_is_expanded_when_a_command_runs(tmp_path: Path) -> None:
+    """A pattern without a matching file is unchanged, as in a shell."""
     (tmp_path / "v3-dcp4.json").touch()
     (tmp_path / "v3-dcp1.json").touch()
-    there, nowhere = f"{tmp_path}/*-dcp4*.json", f"{tmp_path}/*-dcp8*.json"
-    assert running.argv(Command("dcpbench", ("serve", there, nowhere), 1.0, "one"))[-2:] == [
+    existing, missing = f"{tmp_path}/*-dcp4*.json", f"{tmp_path}/*-dcp8*.json"
+    assert running.argv(Command("dcpbench", ("serve", existing, missing), 1.0, "one"))[-2:] == [
         str(tmp_path / "v3-dcp4.json"),
-        nowhere,
+        missing,
     ]
 
 
-def test_gpu_tests_are_taken_from_every_file_that_has_the_mark(tmp_path: Path) -> None:
-    """Two that have it, in a function and in a whole file, and one that has not."""
+def test_gpu_tests_include_every_file_with_the_mark(tmp_path: Path) -> None:
+    """One file has the mark on a function and one on the whole file; a third file has none."""
     (command,) = next(part for part in Plan(2, tmp_path, "H100").parts() if part.name == "tests").commands
     assert {"tests/kernels/test_peers.py", "tests/unit/test_syncs_live_gpu.py"} <= set(command.words)
     assert "tests/unit/test_layout.py" not in command.words
 
 
 @pytest.mark.parametrize("gpus", MACHINES)
-def test_a_rehearsal_asks_for_no_gpu(gpus: int, tmp_path: Path) -> None:
-    """Every command of it is on the CPU with the tiny model, if it has one."""
-    for command in filter(None, (rehearsed(c, MACHINES[gpus]) for c in planned(gpus, tmp_path))):
+def test_rehearsal_needs_no_gpu(gpus: int, tmp_path: Path) -> None:
+    """Every command of a rehearsal uses the CPU and the tiny model, if it has a model."""
+    for command in filter(None, (rehearsed(c, MACHINES[gpus]) for c in list_commands(gpus, tmp_path))):
         words = shlex.join(command.words)
         if command.program == "dcpbench":
             assert "--device cpu" in words

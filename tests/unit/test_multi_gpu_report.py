@@ -1,4 +1,4 @@
-"""tools/multi_gpu/report.py: made-up records against what the text says of them."""
+"""Report of tools/multi_gpu, from made-up records."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ V3_STEP = {"model": "deepseek-v3", "concurrency": 32, "context": 32000, "dtype":
 
 
 def step(layout: Layout, ms: float, **changes: object) -> Record:
-    """A step that takes so long, within 0.001 %."""
+    """Return the record of a step with this time, within 0.001 %."""
     floor = Floor(floor_ms=60.0, phase_floor_us={}, experts="routed")
     return build.ok(build.point(layout, **changes), median_ms=ms, noise=1e-5, floor=floor)
 
@@ -31,10 +31,10 @@ def step(layout: Layout, ms: float, **changes: object) -> Record:
         (75.0, "NVIDIA H200", 24, "not judged"),
     ],
 )
-def test_a_bar_is_judged_on_the_gpu_and_load_it_was_set_for(
+def test_limit_is_judged_only_on_its_gpu_and_load(
     tmp_path: Path, ms: float, device: str, requests: int, verdict: str
 ) -> None:
-    """fp8: at most 80 ms and at least 0.75 of its floor of 60 ms, which are 80 ms, too."""
+    """Steps in fp8 must take at most 80 ms and reach 0.75 of their floor of 60 ms, which also is 80 ms."""
     record = step(TP2, ms, **(V3_STEP | {"concurrency": requests}))
     record = msgspec.structs.replace(record, environment=msgspec.structs.replace(build.GPU, device=device))
     build.write(tmp_path / "steps" / "fp8", [record])
@@ -42,8 +42,8 @@ def test_a_bar_is_judged_on_the_gpu_and_load_it_was_set_for(
     assert f": {verdict}" in line
 
 
-def test_where_dcp_pays_is_the_best_with_it_over_the_best_without(tmp_path: Path) -> None:
-    """The faster of two exchanges, 40 ms, against tp in 50 ms: 1.25. At another context only DCP has room."""
+def test_gain_of_dcp_compares_the_best_with_and_without(tmp_path: Path) -> None:
+    """The faster of two exchanges takes 40 ms, tp 50 ms: 1.25. At the other context only DCP fits."""
     build.write(
         tmp_path / "grid" / "one",
         [
@@ -59,8 +59,8 @@ def test_where_dcp_pays_is_the_best_with_it_over_the_best_without(tmp_path: Path
     assert "| no room |  |" in rows[1]
 
 
-def test_emulated_steps_are_held_against_those_of_the_grid(tmp_path: Path) -> None:
-    """41 ms against 40, 2.5 % too long; a folder without a record, of a command that broke, is no run."""
+def test_emulated_steps_are_compared_with_those_of_the_grid(tmp_path: Path) -> None:
+    """41 ms is 2.5 % longer than 40 ms; a folder without a record, of a failed command, is no run."""
     build.write(tmp_path / "grid" / "v3", [step(DCP2, 40.0), step(TP2, 50.0)])
     build.write(tmp_path / "emulated" / "v3", [step(DCP2, 41.0, emulate="H200")])
     (tmp_path / "emulated" / "k2").mkdir()
@@ -71,15 +71,15 @@ def test_emulated_steps_are_held_against_those_of_the_grid(tmp_path: Path) -> No
 
 
 def served(rate: float, mode: str, faster: float) -> Record:
-    """A load whose output and latencies are as much better as given."""
+    """Return a served record with an output rate scaled by `faster`."""
     record = serving.served(serving.point(DCP2, changed={"mode": mode, "arrival": "gamma", "request_rate": rate}))
     assert record.serve is not None
     changed = msgspec.structs.replace(record.serve, output_tok_s=100.0 * faster)
     return msgspec.structs.replace(record, serve=changed)
 
 
-def test_replay_is_held_against_the_live_run_of_its_own_rate(tmp_path: Path) -> None:
-    """Replay has 4 % more output than live at 2 requests/s, and 8 % at 4: past the limit of 5 %."""
+def test_replay_is_compared_with_the_live_run_of_its_rate(tmp_path: Path) -> None:
+    """Replay has 4 % more output than live at 2 requests/s, and 8 % at 4, above the limit of 5 %."""
     build.write(tmp_path / "served" / "live-open", [served(2.0, "live", 1.0), served(4.0, "live", 2.0)])
     build.write(tmp_path / "replays" / "replay-open", [served(2.0, "replay", 1.04), served(4.0, "replay", 2.16)])
     rows = [row for row in report.served(tmp_path) if "| replay |" in row]
@@ -89,8 +89,8 @@ def test_replay_is_held_against_the_live_run_of_its_own_rate(tmp_path: Path) -> 
     assert rows[1].endswith("| NOT within: output tok/s |")
 
 
-def test_a_load_is_held_against_its_own_replay_alone(tmp_path: Path) -> None:
-    """There are two loads of different size under as many clients."""
+def test_load_is_compared_only_with_its_own_replay(tmp_path: Path) -> None:
+    """Two loads with as many clients differ in size."""
     small, large = (
         [
             serving.served(serving.point(DCP2, changed={"mode": mode, "requests": requests}))
@@ -104,31 +104,31 @@ def test_a_load_is_held_against_its_own_replay_alone(tmp_path: Path) -> None:
     assert [row.split(" × ")[0].removeprefix("| ") for row in rows] == ["96", "96", "480", "480"]
 
 
-def test_a_point_of_two_grids_is_one_forecast(tmp_path: Path) -> None:
-    """Grid and experts have it both."""
+def test_point_of_two_grids_is_one_forecast(tmp_path: Path) -> None:
+    """Both `grid` and `experts` contain the point."""
     for part in ("grid", "experts"):
         build.write(tmp_path / part / "v3", [step(DCP2, 40.0)])
     build.write(tmp_path / "emulated" / "v3", [step(DCP2, 41.0, emulate="H200")])
     assert report.emulated(tmp_path)[-1] == "1 of 1 within 5%, off by +2.5% to +2.5%."
 
 
-def test_passes_over_the_same_load_are_beside_each_other(tmp_path: Path) -> None:
-    """40 and 41 ms are 2.5 % apart."""
+def test_passes_over_the_same_load_are_in_one_line(tmp_path: Path) -> None:
+    """40 and 41 ms differ by 2.5 %."""
     build.write(tmp_path / "again" / "v3", [step(TP2, 40.0), step(TP2, 41.0, repeat=1)])
     (line,) = report.passes(tmp_path)
     assert line.endswith("40.00, 41.00 ms, apart by 2.5%")
 
 
-def test_of_a_rehearsal_no_times_are_shown(tmp_path: Path) -> None:
-    """Counts of points alone."""
+def test_report_of_a_rehearsal_has_no_times(tmp_path: Path) -> None:
+    """Only points are counted."""
     build.write(tmp_path / "grid" / "one", [build.on_cpu(build.point(TP2))])
     text = report.written(tmp_path, [], {}, "a rehearsal")
     assert "- grid: ok, 1 points" in text
     assert "## Decode" not in text
 
 
-def test_what_is_missing_is_told_but_for_degrees_that_do_not_nest(tmp_path: Path) -> None:
-    """Lists of --dp and --dcp ask for dp 2 with dcp 2 on two GPUs, too."""
+def test_failures_are_listed_except_impossible_degrees(tmp_path: Path) -> None:
+    """Lists of --dp and --dcp also request dp 2 with dcp 2 on two GPUs."""
     point = build.point(DCP2)
     build.write(
         tmp_path / "grid" / "one",
@@ -141,14 +141,14 @@ def test_what_is_missing_is_told_but_for_degrees_that_do_not_nest(tmp_path: Path
     assert line.endswith("rejected: no room")
 
 
-def test_points_that_differ_in_anything_are_told_apart(tmp_path: Path) -> None:
-    """How experts are placed and sums reduced, where it is not the usual."""
+def test_labels_contain_expert_placement_and_all_reduce(tmp_path: Path) -> None:
+    """Default values are left out."""
     build.write(
         tmp_path / "experts" / "v3",
         [step(TP2, 50.0, ep="1"), step(TP2, 51.0, ep="tp"), step(TP2, 49.0, ep="1", all_reduce="symm")],
     )
-    told = [row.split(" | ")[0] for row in report.decode(tmp_path)[2:]]
-    assert [words.removeprefix("| kimi-k2 ").removesuffix(", bfloat16/bfloat16") for words in told] == [
+    labels = [row.split(" | ")[0] for row in report.decode(tmp_path)[2:]]
+    assert [label.removeprefix("| kimi-k2 ").removesuffix(", bfloat16/bfloat16") for label in labels] == [
         "tp2",
         "tp2 ep2",
         "tp2 all-reduce symm",

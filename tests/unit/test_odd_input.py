@@ -1,4 +1,4 @@
-"""Odd names, addresses and files are refused in a sentence, and none of them is waited for."""
+"""Odd names, addresses and files are refused with a message, without waiting for any of them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("url", ["http://a..b", f"http://{'a' * 64}.b", "http://.a", "http://h:0", "h:0"])
-def test_an_address_that_no_server_can_have_is_refused(url: str) -> None:
+def test_impossible_server_address_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match=r"1 to 63 characters|no server listens at port 0"):
         Target.from_url(url)
 
 
-def test_addresses_at_the_limits_are_taken() -> None:
+def test_addresses_at_the_limits_are_accepted() -> None:
     for host in ("a" * 63 + ".b", "a.b.", "[::1]", "h"):
         Target.from_url(f"http://{host}:8000")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a: {b: 2026-01-02}", "a.b is read as date; write it in quotes"),
         ("a: !!binary aGk=", "a is read as bytes"),
@@ -46,14 +46,14 @@ def test_addresses_at_the_limits_are_taken() -> None:
         ("a: .inf", "a is inf"),
     ],
 )
-def test_a_pod_that_has_no_form_in_json_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_pod_without_a_json_form_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "pod.yaml"
     path.write_text(text)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         read_pod(path)
 
 
-def test_what_a_pod_names_twice_is_no_cycle(tmp_path: Path) -> None:
+def test_yaml_alias_without_a_cycle_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "pod.yaml"
     path.write_text("a: &x {b: 1}\nc: *x\n")
     assert read_pod(path) == {"a": {"b": 1}, "c": {"b": 1}}
@@ -61,9 +61,7 @@ def test_what_a_pod_names_twice_is_no_cycle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--partition", "--account", "--interface", "--pyxis"])
 @pytest.mark.parametrize("value", ["a\n#SBATCH --uid=0", "a\rb"])
-def test_a_line_break_in_an_option_of_a_cluster_is_refused(
-    option: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_line_break_in_a_cluster_option_is_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["submit", "slurm", option, value, "--dry-run", "--", "sweep", "--tp", "1"])
     assert end.value.code == 2
@@ -72,14 +70,14 @@ def test_a_line_break_in_an_option_of_a_cluster_is_refused(
     assert "#SBATCH" not in out
 
 
-def test_a_folder_that_is_no_utf_8_is_refused(tmp_path: Path) -> None:
+def test_folder_name_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="is no name in UTF-8"):
         make_folder(tmp_path / os.fsdecode(b"a\xff"))
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["FIFO", "device"])
-def test_records_that_never_end_are_not_read_by_the_dashboard(kind: str, tmp_path: Path) -> None:
+def test_dashboard_skips_record_files_that_never_end(kind: str, tmp_path: Path) -> None:
     for name in ("good", "odd"):
         (tmp_path / name).mkdir()
     RecordFile(tmp_path / "good").append(build.ok(build.point(), steps=3))
@@ -116,7 +114,7 @@ def test_records_that_never_end_are_not_read_by_the_dashboard(kind: str, tmp_pat
         "show {run}/records.jsonl",
     ],
 )
-def test_records_that_are_no_regular_file_are_refused_with_the_reason(
+def test_irregular_record_file_is_refused_with_the_reason(
     command: str,
     kind: str,
     reason: str,
@@ -139,13 +137,13 @@ def test_records_that_are_no_regular_file_are_refused_with_the_reason(
     assert f"records.jsonl {reason}; name the folder of a run" in capsys.readouterr().err
 
 
-def test_records_that_are_a_broken_link_are_refused_with_the_reason(tmp_path: Path) -> None:
+def test_record_file_that_is_a_broken_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").symlink_to("nowhere")
     with pytest.raises(RecordsError, match=r"records\.jsonl is a link to a file that does not exist; name the folder"):
         require_record_file(tmp_path)
 
 
-def test_a_check_of_records_prints_no_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_check_prints_no_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RecordFile(tmp_path).append(build.ok(build.point(), steps=3))
     with (tmp_path / "records.jsonl").open("ab") as f:
         line = json.dumps({"schema_version": 1, "point": {"model": "m", "\x1b]0;title\x07": 1}, "outcome": "ok"})
@@ -158,16 +156,16 @@ def test_a_check_of_records_prints_no_escapes(tmp_path: Path, capsys: pytest.Cap
 
 class TestCheckpoint:
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_numbers_that_are_none_are_refused(self, value: float, tmp_path: Path) -> None:
+    def test_nan_and_infinity_in_weights_are_refused(self, value: float, tmp_path: Path) -> None:
         weight = torch.ones(4, 4)
         weight[2, 1] = value
         save_file({"w": weight}, tmp_path / "model.safetensors")
         source = CheckpointSource(tmp_path, torch.float32, torch.device("cpu"))
         with pytest.raises(ModelError, match="'w' holds NaN or infinity"):
             source.get_tensor("w", (4, 4))
-        assert source.get_tensor("w", (4, 4), rows=slice(0, 2)).sum() == 8, "a part without it is read"
+        assert source.get_tensor("w", (4, 4), rows=slice(0, 2)).sum() == 8, "rows without it can be read"
 
-    def test_nan_in_fp8_is_refused(self, tmp_path: Path) -> None:
+    def test_nan_in_fp8_weights_is_refused(self, tmp_path: Path) -> None:
         data = torch.zeros(128, 128, dtype=torch.uint8)
         data[5, 5] = 0xFF
         tensors = {"w": data.view(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1, 1)}
@@ -177,7 +175,7 @@ class TestCheckpoint:
             source.get_tensor("w", (128, 128))
 
     @pytest.mark.parametrize("file", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors"])
-    def test_an_index_that_names_files_elsewhere_is_refused(self, file: str, tmp_path: Path) -> None:
+    def test_index_with_files_outside_its_folder_is_refused(self, file: str, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
         with pytest.raises(ModelError, match="outside of its folder"):
             CheckpointSource(tmp_path, torch.float32, torch.device("cpu"))

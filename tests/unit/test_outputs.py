@@ -67,7 +67,7 @@ def run_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
     """Return a function that runs a command in an empty folder and returns what it prints, and its exit code unless 0."""
-    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=float))  # progress is shown as if no time passed
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=float))  # progress shows no elapsed time
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
 
@@ -137,8 +137,8 @@ REPORTS: dict[str, Callable[[], list[Record]]] = {
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_a_report(name: str, tmp_path: Path) -> None:
-    """As Markdown, which has all words of the page, and the table of points."""
+def test_report_as_markdown_and_csv(name: str, tmp_path: Path) -> None:
+    """The Markdown has all text of the page."""
     folder = record_builder.write(tmp_path / "run", REPORTS[name]())
     read = dataframes.load_frames([folder], slo={"ttft": 2000.0, "itl": 45.0} if name == "serve" else None)
     text = report_markdown.render("title", sections.build_sections(read, []), tmp_path)
@@ -146,7 +146,7 @@ def test_a_report(name: str, tmp_path: Path) -> None:
     check_output(f"report-{name}.md", f"{text}\n{(tmp_path / 'points.csv').read_text()}", tmp_path)
 
 
-def test_a_report_of_other_engines_with_ours(tmp_path: Path, run_command: Callable[..., str]) -> None:
+def test_report_of_imports_with_own_points(tmp_path: Path, run_command: Callable[..., str]) -> None:
     several = [engine_files_builder.inferencex(conc=n, tp=tp) for n in (4, 8) for tp in (4, 8)]
     for engine, results in (
         ("vllm", [engine_files_builder.vllm()]),
@@ -169,7 +169,7 @@ def test_a_report_of_other_engines_with_ours(tmp_path: Path, run_command: Callab
 
 
 @pytest.mark.parametrize("name", ["decode", "serve"])
-def test_the_table_of_a_run(
+def test_show_at_three_widths(
     name: str, tmp_path: Path, run_command: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record_builder.write(tmp_path / "run", REPORTS[name]())
@@ -181,15 +181,15 @@ def test_the_table_of_a_run(
 
 
 def test_scanned_sites_as_markdown(tmp_path: Path) -> None:
-    """All kinds of sites, one of which is allowed."""
+    """All kinds of sites are listed, one of which is allowed."""
     report = syncs_builder.all_kinds()
     allowed = (Allow(function="sample", reason="tokens leave the GPU here", source="allow[0]"),)
     report.verdict = judge_syncs(report, Gate(root=ROOT, allow=allowed))
     check_output("syncs-markdown.txt", render_report(report, "markdown", root=ROOT), tmp_path)
 
 
-def test_a_comparison(tmp_path: Path, run_command: Callable[..., str]) -> None:
-    """B is 4 % faster, by four launches that scatter by 1 %."""
+def test_compare_of_two_runs(tmp_path: Path, run_command: Callable[..., str]) -> None:
+    """B is 4 % faster, measured with four launches that scatter by 1 %."""
     compare_builder.write_launches(tmp_path / "a", 4, seed=1, cv=0.01)
     compare_builder.write_launches(tmp_path / "b", 4, seed=2, cv=0.01, faster=1.04)
     words = ("--fail-on", "slower:2%,memory:0.1%", "--junit", "junit.xml", "--paired")
@@ -199,8 +199,8 @@ def test_a_comparison(tmp_path: Path, run_command: Callable[..., str]) -> None:
     check_output("compare.txt", text, tmp_path)
 
 
-def test_a_dashboard(tmp_path: Path) -> None:
-    """The data of 12 runs with two points, of which the first becomes slower."""
+def test_dashboard_files(tmp_path: Path) -> None:
+    """The data has 12 runs with two points, of which the first becomes slower."""
     runs = dashboard_builder.history(tmp_path / "runs", runs=12, count=2, step_at=7, cv=0.002)
     found = discovery.load_runs(runs, {}, lambda _: None)
     files, _ = dashboard_data.build_content(found, lambda _: None).add_index([], [], found.skipped)
@@ -220,12 +220,12 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command(name: str, tmp_path: Path, run_command: Callable[..., str]) -> None:
+def test_dry_runs_and_recommendations(name: str, tmp_path: Path, run_command: Callable[..., str]) -> None:
     check_output(f"{name}.txt", run_command(*COMMANDS[name].split()), tmp_path)
 
 
 def test_verdicts_on_answers_of_servers(tmp_path: Path) -> None:
-    """Right and faulty servers, near-ties, and servers without log-probabilities."""
+    """Servers are correct, faulty, nearly tied, or without log-probabilities."""
     wrong, tied = agreeing.WRONG, {"second": "b", "ahead": 0.05}
     sides: dict[str, list[dict[str, Any]]] = {
         "equal": [{}, {}],
@@ -252,7 +252,7 @@ def test_verdicts_on_answers_of_servers(tmp_path: Path) -> None:
 
 
 def test_findings_of_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with all faults of a GPU, and one without any."""
+    """One machine has all faults of a GPU, and one has none."""
     monkeypatch.setattr("dcpbench.doctor.gpu_checks.os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr("dcpbench.doctor.gpu_checks.os.cpu_count", lambda: 64)
     monkeypatch.setattr("dcpbench.doctor.gpu_checks._read_command", lambda _: "python")
@@ -271,8 +271,8 @@ def test_findings_of_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     check_output("doctor.txt", "\n".join([*found, *doctor_command.format_findings(sick.findings)]), tmp_path)
 
 
-def test_a_hang_that_is_explained(tmp_path: Path, run_command: Callable[..., str]) -> None:
-    """Flight recorders of two ranks, of which the second does not enter a collective."""
+def test_hang_explain_of_flight_recorders(tmp_path: Path, run_command: Callable[..., str]) -> None:
+    """The second of two ranks does not enter a collective."""
     done = ("all_reduce", [4, 3], "completed")
     (tmp_path / "dump").mkdir()
     (tmp_path / "dump" / "flight-0.json").write_text(
@@ -322,10 +322,10 @@ def make_trace() -> Trace:
     return trace
 
 
-def test_a_scanned_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With limits on calls and bubbles."""
+def test_scanned_trace_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are limits on calls and bubbles."""
     monkeypatch.setenv("COLUMNS", "140")
-    monkeypatch.chdir(tmp_path)  # so that paths are short, and lines break at the same places
+    monkeypatch.chdir(tmp_path)  # short paths keep the line breaks equal
     report = make_trace().scan(Path())
     report.verdict = judge_syncs(report, Gate(root=tmp_path, max_per_step=3.0, max_bubble_us=50.0))
     check_output("scan.txt", render_report(report, "table", root=tmp_path), tmp_path)

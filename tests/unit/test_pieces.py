@@ -1,4 +1,4 @@
-"""Steps with chunks cut into pieces between attentions give what the plain walk gives, captured or not."""
+"""Piecewise CUDA graphs: steps with chunks, divided at attention, give the logits of an undivided step."""
 
 import dataclasses
 
@@ -46,19 +46,21 @@ BIG_GROUPED = shape_like_tiny(
 
 
 def engine(shape, device=CPU, dtype=torch.float32, attention="reference", prefill="sdpa", window=None, layout=ONE):
-    """One rank, and what attends for its prompts, over stored ones in windows of so many tokens."""
+    """Return an engine of one rank and a prefiller, with windows of this many stored tokens."""
     weights = load_weights(SyntheticSource(0, dtype, device), shape, layout, 0, layers(shape))
     kv = KvPool(shape.layers, 64, PAGE, shape.compute_kv_width(layout.attn_tp), dtype, device)
     groups = dataclasses.replace(alone(layout, 0), dp=Same(layout.dp, 0, None))
     model = Model(shape, layout, groups, weights, kv, interleave=1, max_context=32, device=device)
-    of = DecodeEngine(model, backend=attention, exchange="none", max_requests=REQUESTS, max_context=32)
+    decode_engine = DecodeEngine(model, backend=attention, exchange="none", max_requests=REQUESTS, max_context=32)
     nbytes = None if window is None else memory.compute_window_bytes(shape, ONE, window, dtype.itemsize)
-    return of, Prefiller(model, backend=prefill, tokens=TOKENS, rows=TOKENS + REQUESTS, window_bytes=nbytes)
+    return decode_engine, Prefiller(model, backend=prefill, tokens=TOKENS, rows=TOKENS + REQUESTS, window_bytes=nbytes)
 
 
-def logits(of, prefiller, pieces):
-    """Return the logits of five steps: a large one, one with less of all, decodes with chunks behind 2 and 4 stored tokens, then behind 14, 20."""
-    first, second, third, fourth = (Prompt.admit(of, prompt_tokens(number, 24)) for number in range(4))
+def compute_logits(decode_engine, prefiller, pieces):
+    """Return the logits of five steps: a large one, a smaller one, decodes with chunks after 2 and 4 stored tokens,
+    then after 14 and 20.
+    """
+    first, second, third, fourth = (Prompt.admit(decode_engine, prompt_tokens(number, 24)) for number in range(4))
     steps = [
         ([], [(first, 16), (second, 18)]),
         ([], [(third, 2), (fourth, 4)]),
@@ -66,56 +68,58 @@ def logits(of, prefiller, pieces):
         ([first], [(third, 6)]),
         ([first, second], [(third, 4)]),
     ]
-    return [step(of, prefiller, *what, last_only=True, pieces=pieces) for what in steps]
+    return [step(decode_engine, prefiller, *parts, last_only=True, pieces=pieces) for parts in steps]
 
 
 class TestRows:
-    def test_they_are_padded_by_a_sixteenth_at_most_past_the_first_few(self):
+    def test_rows_are_padded_by_at_most_a_sixteenth(self):
         for rows in range(1, 5000):
             padded = compute_chunk_rows(rows)
             assert 0 <= padded - rows < max(16, rows / 16 + 1)
             assert compute_chunk_rows(padded) == padded
 
-    def test_every_number_of_rows_is_one_of_the_sizes(self):
+    def test_padded_rows_are_the_listed_sizes(self):
         assert {compute_chunk_rows(rows) for rows in range(1, 4161)} == set(list_chunk_rows(4160))
 
 
 class TestLogits:
     @pytest.mark.parametrize("window", [4, None], ids=["windows", "one-call"])
     @pytest.mark.parametrize("name", MODELS)
-    def test_they_are_those_of_the_plain_walk(self, name, window):
-        """They are also equal if a small step follows a large one in the same buffers, with rows of padding behind it. With capacity for 4 stored tokens the first prefixes have a call each, and later ones windows."""
-        plain = logits(*engine(MODELS[name]), None)
-        of, prefiller = engine(MODELS[name], window=window)
-        cut = logits(of, prefiller, Pieces(prefiller, None))
-        assert all((a - b).abs().max() < 1e-5 for a, b in zip(cut, plain, strict=True))
+    def test_logits_equal_those_of_an_undivided_step(self, name, window):
+        """A small step follows a large one in the same buffers, with padding rows at their end. With windows of 4
+        stored tokens the first prefixes need one call each, and later ones several windows.
+        """
+        plain = compute_logits(*engine(MODELS[name]), None)
+        decode_engine, prefiller = engine(MODELS[name], window=window)
+        divided = compute_logits(decode_engine, prefiller, Pieces(prefiller, None))
+        assert all((a - b).abs().max() < 1e-5 for a, b in zip(divided, plain, strict=True))
 
-    def test_a_step_of_padding_alone_runs(self):
-        """A replica that has nothing to do while another prefills."""
-        of, prefiller = engine(TINY)
+    def test_step_with_only_padding_runs(self):
+        """A replica without work runs such a step while another one prefills."""
+        decode_engine, prefiller = engine(TINY)
         pieces = Pieces(prefiller, None)
-        pieces.buffers.values.fill_(torch.nan)  # as an unlucky step left it
-        found = step(of, prefiller, [], [], padding=3, pieces=pieces)
+        pieces.buffers.values.fill_(torch.nan)  # as a failed step may leave it
+        found = step(decode_engine, prefiller, [], [], padding=3, pieces=pieces)
         assert found.isfinite().all()
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("window", [4, None], ids=["windows", "one-call"])
     @pytest.mark.parametrize("prefill", ["sdpa", "flashinfer"])
     @pytest.mark.parametrize("big", [BIG, BIG_GROUPED], ids=["mla", "gqa"])
-    def test_captured_pieces_give_those_of_the_plain_walk(self, big, prefill, window):
-        """In bf16, over experts; the same kernels on the same rows, but for padding and windows."""
+    def test_captured_logits_equal_those_of_an_undivided_step(self, big, prefill, window):
+        """The steps use bf16 and experts, and the same kernels on the same rows, except for padding and windows."""
         if prefill == "flashinfer":
             pytest.importorskip("flashinfer")
         device = torch.device("cuda")
-        made = [engine(big, device, torch.bfloat16, "triton", prefill, size) for size in (None, window)]
-        plain = logits(*made[0], None)
-        of, prefiller = made[1]
+        engines = [engine(big, device, torch.bfloat16, "triton", prefill, size) for size in (None, window)]
+        plain = compute_logits(*engines[0], None)
+        decode_engine, prefiller = engines[1]
         pieces = Pieces(prefiller, None)
-        sizes = [of.plan_rows([], [], size) for size in (2, 1)]
+        sizes = [decode_engine.plan_rows([], [], size) for size in (2, 1)]
         pieces.capture_all(sizes, lambda: None)
-        cut = logits(of, prefiller, pieces)
+        divided = compute_logits(decode_engine, prefiller, pieces)
         scale = max(float(x.abs().max()) for x in plain)
-        assert all((a - b).abs().max() < 0.02 * scale for a, b in zip(cut, plain, strict=True))
+        assert all((a - b).abs().max() < 0.02 * scale for a, b in zip(divided, plain, strict=True))
         assert {len(sized.graphs) for sized in pieces.cuts.values()} == {big.layers + 1}
         assert {size: len(sized.graphs) for size, sized in pieces.decodes.items()} == {1: big.layers, 2: big.layers}
         assert len(pieces.graphs) == big.layers
@@ -123,7 +127,7 @@ class TestLogits:
 
 @dataclasses.dataclass(frozen=True)
 class Same(Group):
-    """Replicas of which all others have this one's rows."""
+    """Replicas in which all others have the rows of this one."""
 
     def all_gather(self, x):
         return torch.stack([x] * self.size)
@@ -133,94 +137,105 @@ class Same(Group):
 
 
 class TestReplicas:
-    @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-    def test_rows_past_those_that_a_replica_has_go_to_no_expert(self, where):
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    def test_rows_that_are_not_live_do_not_change_live_rows(self, device):
+        """Two replicas have pieces of 16 rows each, captured on a GPU. After any previous steps, live tokens have the
+        logits of an undivided step, and only other tokens may change.
         """
-            Two replicas have pieces of 16 rows each, captured on a GPU. Whatever steps they ran before, tokens that count are those of the plain
-        walk, and only tokens that do not count may change.
-        """
-        on_gpu = where == "cuda"
-        kind = (torch.device(where), torch.bfloat16, "triton") if on_gpu else ()
+        on_gpu = device == "cuda"
+        kind = (torch.device(device), torch.bfloat16, "triton") if on_gpu else ()
         shape = BIG if on_gpu else TINY
 
-        def found(live, *, cut):
-            of, prefiller = engine(shape, *kind, layout=Layout(2, dp=2))
+        def run_steps(live, *, cut):
+            decode_engine, prefiller = engine(shape, *kind, layout=Layout(2, dp=2))
             pieces = Pieces(prefiller, None) if cut else None
             if pieces and on_gpu:
                 pieces.capture_all([], lambda: None)
             return [
-                step(of, prefiller, [], [(Prompt.admit(of, prompt_tokens(n, 16)), 16)], pieces=pieces, live=each)[:16]
+                step(
+                    decode_engine,
+                    prefiller,
+                    [],
+                    [(Prompt.admit(decode_engine, prompt_tokens(n, 16)), 16)],
+                    pieces=pieces,
+                    live=each,
+                )[:16]
                 for n, each in enumerate(live)
             ]
 
-        whole = found([None, None], cut=False)
-        some = found([[16, 0], [8, 16]], cut=True)
+        whole = run_steps([None, None], cut=False)
+        partly_live = run_steps([[16, 0], [8, 16]], cut=True)
         scale = 0.02 if on_gpu else 1e-5
-        near = [
-            ((a - b).abs().amax(-1) < scale * whole[0].abs().max()).tolist() for a, b in zip(some, whole, strict=True)
+        is_close = [
+            ((a - b).abs().amax(-1) < scale * whole[0].abs().max()).tolist()
+            for a, b in zip(partly_live, whole, strict=True)
         ]
-        assert near[0] + near[1][:8] == [True] * 24
-        assert not all(near[1][8:]), "some of whose experts this rank has"
+        assert is_close[0] + is_close[1][:8] == [True] * 24
+        assert not all(is_close[1][8:]), "this rank has some experts of the other tokens"
 
 
-class TestBeats:
+class TestHeartbeats:
     @pytest.mark.parametrize("window", [4, None], ids=["windows", "one-call"])
-    def test_a_prefix_is_gathered_in_the_layer_that_attends_to_it(self, window, monkeypatch):
+    def test_prefix_is_gathered_in_the_layer_of_the_last_heartbeat(self, window, monkeypatch):
         """If a rank waits in an all-gather of prefixes, `hang` names the layer by its last heartbeat."""
-        said, gathered = [], []
-        monkeypatch.setattr(heartbeats, "record_layer", said.append)
-        monkeypatch.setattr(Prefiller, "gather_prefix", lambda _, _seen, index: gathered.append((index, said[-1])))
-        of, prefiller = engine(TINY, window=window)
-        pieces, prompt = Pieces(prefiller, None), Prompt.admit(of, prompt_tokens(0, 24))
+        heartbeats_seen, gathered = [], []
+        monkeypatch.setattr(heartbeats, "record_layer", heartbeats_seen.append)
+        monkeypatch.setattr(
+            Prefiller, "gather_prefix", lambda _, _seen, index: gathered.append((index, heartbeats_seen[-1]))
+        )
+        decode_engine, prefiller = engine(TINY, window=window)
+        pieces, prompt = Pieces(prefiller, None), Prompt.admit(decode_engine, prompt_tokens(0, 24))
         for tokens in (14, 6):
-            step(of, prefiller, [], [(prompt, tokens)], pieces=pieces)
+            step(decode_engine, prefiller, [], [(prompt, tokens)], pieces=pieces)
         assert {index for index, _ in gathered} == set(range(TINY.layers))
         assert all(index == layer for index, layer in gathered)
 
 
 class TestLaunches:
-    def test_a_prefix_that_fits_brings_no_call_of_attention(self, monkeypatch):
-        """One a layer, without and with it; windows bring one each: 14 tokens in windows of 4 are four more."""
-        real, calls = PlainRagged.run, []
+    def test_prefix_in_one_window_adds_no_attention_call(self, monkeypatch):
+        """A layer has one call without and with such a prefix; each further window adds one: 14 tokens in windows of 4
+        are four more.
+        """
+        original, calls = PlainRagged.run, []
 
-        def counted(self, *args):
+        def count_calls(self, *args):
             calls.append(self)
-            return real(self, *args)
+            return original(self, *args)
 
-        monkeypatch.setattr(PlainRagged, "run", counted)
+        monkeypatch.setattr(PlainRagged, "run", count_calls)
         shape = MODELS["dense_only"]
         for window, expected in ((None, [1, 1]), (4, [1, 5])):
-            of, prefiller = engine(shape, window=window)
-            pieces, prompt = Pieces(prefiller, None), Prompt.admit(of, prompt_tokens(0, 24))
+            decode_engine, prefiller = engine(shape, window=window)
+            pieces, prompt = Pieces(prefiller, None), Prompt.admit(decode_engine, prompt_tokens(0, 24))
             for tokens, each in zip((14, 6), expected, strict=True):
                 calls.clear()
-                step(of, prefiller, [], [(prompt, tokens)], pieces=pieces)
+                step(decode_engine, prefiller, [], [(prompt, tokens)], pieces=pieces)
                 assert len(calls) == each * shape.layers
 
     @pytest.mark.gpu
-    def test_a_prefix_that_fits_brings_no_launch(self, monkeypatch):
+    def test_prefix_in_one_window_adds_no_launch(self, monkeypatch):
         """Launches are graphs, kernels and copies, from the embedding to the logits of a planned step."""
-        of, prefiller = engine(BIG, torch.device("cuda"), torch.bfloat16, "triton")
-        pieces, prompt = Pieces(prefiller, None), Prompt.admit(of, prompt_tokens(0, 24))
+        decode_engine, prefiller = engine(BIG, torch.device("cuda"), torch.bfloat16, "triton")
+        pieces, prompt = Pieces(prefiller, None), Prompt.admit(decode_engine, prompt_tokens(0, 24))
         pieces.capture_all([], lambda: None)
-        real, launched = StepPieces.run_step, []
+        original, launched = StepPieces.run_step, []
 
-        def counted(self, *args):
+        def count_launches(self, *args):
             both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=both, acc_events=True) as seen:
-                found = real(self, *args)
+            with torch.profiler.profile(activities=both, acc_events=True) as profile:
+                found = original(self, *args)
                 torch.cuda.synchronize()
-            calls = {event.key: event.count for event in seen.key_averages() if event.key.startswith("cu")}
+            calls = {event.key: event.count for event in profile.key_averages() if event.key.startswith("cu")}
             launched.append(
                 {key: n for key, n in calls.items() if "Launch" in key or "Memcpy" in key or "Memset" in key}
             )
             return found
 
-        monkeypatch.setattr(StepPieces, "run_step", counted)
+        monkeypatch.setattr(StepPieces, "run_step", count_launches)
         for _ in range(3):
-            step(of, prefiller, [], [(prompt, 8)], pieces=pieces)
+            step(decode_engine, prefiller, [], [(prompt, 8)], pieces=pieces)
         assert sum(launched[1].values()) >= 2 * BIG.layers + 1
         assert launched[1] == launched[2]
-        again = Prompt.admit(of, prompt_tokens(1, 24))
-        step(of, prefiller, [], [(again, 8)], pieces=pieces)
-        assert launched[3] == launched[2], "without a prefix"
+        again = Prompt.admit(decode_engine, prompt_tokens(1, 24))
+        step(decode_engine, prefiller, [], [(again, 8)], pieces=pieces)
+        assert launched[3] == launched[2], "a step without a prefix has as many launches"

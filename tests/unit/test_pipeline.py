@@ -1,4 +1,4 @@
-"""Pipeline stages and prefill context parallelism by hand: layers, memory, rounds, hops, and parts of prompts."""
+"""Pipeline stages and prefill context parallelism: layers, memory, rounds, hops, and parts of prompts."""
 
 import dataclasses
 import json
@@ -31,13 +31,13 @@ V3 = SHAPES["deepseek-v3"]
 
 
 def make_point(**given) -> Point:
-    """8 requests of 4,000 tokens in fp8 weights on tp8."""
+    """Return a point of 8 requests of 4,000 tokens with fp8 weights on tp8."""
     given = {"tp": 8, "concurrency": 8, "context": 4000, "weights_dtype": "fp8", "ep": CUT} | given
     return Point(model="deepseek-v3", backend="triton", dtype="bf16", page_size=64, **given)
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
+    """Return exit code, stdout and stderr of a command."""
     with pytest.raises(SystemExit) as end:
         cli.main([*words])
     return int(end.value.code or 0), *capsys.readouterr()
@@ -58,24 +58,24 @@ def simulate_round(stages: Sequence[float], hop: float, micro_batches: int) -> f
 
 
 class TestLayers:
-    """Division of layers."""
+    """Division of layers into stages."""
 
     @pytest.mark.parametrize(
         ("layers", "stages", "wanted"),
         [(61, 1, [61]), (61, 2, [31, 30]), (61, 4, [15, 15, 16, 15]), (62, 4, [15, 16, 16, 15]), (8, 3, [3, 3, 2])],
     )
-    def test_the_last_stage_has_the_fewest_layers(self, layers, stages, wanted):
+    def test_last_stage_has_the_fewest_layers(self, layers, stages, wanted):
         """vLLM's examples: 61 layers are 31 + 30, and 15 + 15 + 16 + 15."""
         assert split_layers(layers, stages) == wanted
 
-    def test_the_first_stages_have_the_dense_layers_and_the_ends_embedding_and_head(self):
+    def test_first_stage_has_dense_layers_and_embedding_and_last_the_head(self):
         """V3 has 3 dense layers of 61."""
         stages = make_stages(V3, 3)
         assert [(s.layers, s.first_dense) for s in stages] == [(20, 3), (21, 0), (20, 0)]
         assert [(s.has_embedding, s.has_head) for s in stages] == [(True, False), (False, False), (False, True)]
 
-    def test_indexers_and_windows_are_spread_over_the_stages(self):
-        """V3.2 has an indexer in each layer; of 36 layers of gpt-oss-120b every second has a window, 18 in all."""
+    def test_indexers_and_windows_are_divided_over_stages(self):
+        """V3.2 has an indexer in each layer; gpt-oss-120b has a window in every second of 36 layers, 18 in all."""
         assert [s.indexer.layers for s in make_stages(SHAPES["deepseek-v3.2"], 2)] == [31, 30]
         assert [s.gqa.window_layers for s in make_stages(SHAPES["gpt-oss-120b"], 4)] == [4, 5, 4, 5]
 
@@ -84,7 +84,7 @@ class TestMemory:
     """Weights and KV of a stage."""
 
     @pytest.mark.parametrize("model", ["deepseek-v3", "qwen3-235b-a22b", "deepseek-v3.2"])
-    def test_the_stages_of_a_model_have_its_bytes(self, model):
+    def test_weight_bytes_of_stages_add_up_to_the_model(self, model):
         shape, layout = SHAPES[model], Layout(4)
         parts = [
             memory.compute_weight_bytes(stage, layout, 2, *memory.count_all_layers(stage), ep=CUT)
@@ -92,19 +92,21 @@ class TestMemory:
         ]
         assert sum(parts) == memory.compute_weight_bytes(shape, layout, 2, *memory.count_all_layers(shape), ep=CUT)
 
-    def test_a_tied_embedding_is_on_the_first_and_the_last_stage(self):
-        """16 rows of 8 numbers of 2 bytes on both, and the norm, 8 numbers, on the last."""
+    def test_tied_embedding_is_on_the_first_and_last_stage(self):
+        """Both have 16 rows of 8 numbers of 2 bytes, and the last also has the norm of 8 numbers."""
         tied = dataclasses.replace(V3, tied=True, vocab=16, hidden=8)
         first, middle, last = (memory.compute_outer_bytes(s, Layout(1), 2) for s in make_stages(tied, 3))
         assert (first, middle, last) == (16 * 8 * 2, 0, 17 * 8 * 2)
         assert memory.compute_outer_bytes(tied, Layout(1), 2) == 17 * 8 * 2
 
-    def test_a_stage_holds_the_kv_of_its_layers(self):
-        """31 layers of 576 numbers of 2 bytes a token, on pages of 64."""
+    def test_stage_holds_the_kv_of_its_layers(self):
+        """31 layers have 576 numbers of 2 bytes per token, on pages of 64."""
         assert budget.compute_page_bytes(make_point(pp=2), V3) == 64 * 31 * 1152
 
-    def test_the_stage_with_the_fewest_pages_bounds_the_pool(self):
-        """Stage 0 has one layer more and the embedding, stage 1 the head: 58 layers with experts, 28 and 30."""
+    def test_stage_with_the_fewest_pages_limits_the_pool(self):
+        """Stage 0 has one layer more and the embedding, stage 1 the head; of 58 layers with experts they have 28 and
+        30.
+        """
         probe = make_planned_probe("H200", 8)
         plan = budget.plan_engine([make_point(pp=2)], Settings(), V3, probe)
         alone = [budget._plan_stage([make_point()], Settings(), stage, probe) for stage in make_stages(V3, 2)]
@@ -115,7 +117,7 @@ class TestMemory:
         assert whole.weight_bytes == max(one.full_weight_bytes for one in alone)
 
     def test_experts_are_divided_over_pcp_and_attention_is_not(self):
-        """tp4 with pcp 2: a half of the experts of tp4, its attention, and copies of the KV cache."""
+        """tp4 with pcp 2 has half of the experts of tp4, its attention, and copies of the KV cache."""
         probe = make_planned_probe("H200", 8)
         four, eight = make_point(tp=4), make_point(tp=4, pcp=2)
         found = [budget.measure_whole_model(p, Settings(), V3, probe) for p in (four, eight)]
@@ -125,10 +127,10 @@ class TestMemory:
 
 
 class TestLayouts:
-    """Degrees."""
+    """Degrees of layouts."""
 
-    def test_gpus_are_counted_as_vllm_does(self):
-        """Tensor parallel × pipeline parallel × prefill context parallel."""
+    def test_gpus_are_counted_like_in_vllm(self):
+        """The number of GPUs is tensor parallel × pipeline parallel × prefill context parallel."""
         layout = Layout(tp=4, dp=2, pp=3, pcp=1)
         assert (layout.gpus, str(layout)) == (12, "tp4·dp2·pp3")
         assert layout.format_vllm_name() == "dp2·tp2·dcp1·pp3"
@@ -190,19 +192,19 @@ class TestLayouts:
             ]
             assert "ag_rs" not in predict_calls(sharding, StepRows(decodes=(4000,) * 8, tokens=8), wire, "ag_rs")
 
-    def test_more_stages_than_layers_are_refused(self):
+    def test_more_stages_than_layers_raise_layout_error(self):
         with pytest.raises(LayoutError, match="61 layers, fewer than --stages pp=62"):
             Layout(1, pp=62).check_model(V3)
 
-    def test_expert_parallelism_spans_the_pcp_ranks(self):
+    def test_expert_parallelism_includes_the_pcp_ranks(self):
         assert make_point(tp=4, pcp=2, ep=WHOLE).ep_degree == 8
 
 
 class TestRounds:
     """Times of micro-batches."""
 
-    def test_a_round_lasts_as_the_slowest_stage_or_as_one_micro_batch(self):
-        """Stages of 10 and 8 µs, a hop of 1: two micro-batches keep the first stage busy for 20 µs; one takes 19."""
+    def test_round_takes_as_long_as_the_slowest_stage_or_one_micro_batch(self):
+        """Stages take 10 and 8 µs, a hop 1 µs: two micro-batches keep the first stage busy for 20 µs; one takes 19."""
         two, one, four = (compute_round([10, 8], [1], count) for count in (2, 1, 4))
         assert (two.us, one.us, four.us) == (20, 19, 40)
         assert two.bubble_share == pytest.approx(1 - 2 * 9 / 20)
@@ -214,25 +216,25 @@ class TestRounds:
         hop=st.integers(0, 20),
         micro_batches=st.integers(1, 8),
     )
-    def test_a_round_is_that_of_stages_simulated_one_by_one(self, stages, hop, micro_batches):
+    def test_round_equals_a_simulation_of_stages(self, stages, hop, micro_batches):
         us = simulate_round(stages, hop, micro_batches)
         assert compute_round(stages, [hop] * (len(stages) - 1), micro_batches).us == pytest.approx(us, rel=0.02)
 
     def test_one_stage_has_no_bubble(self):
         assert compute_round([7.0], [], 1).bubble_share == 0
 
-    def test_a_hop_carries_hidden_state_and_residual(self):
-        """32 rows of 7,168 numbers of 2 bytes, twice: an eighth is sent to each of 8 ranks, the rest is gathered."""
+    def test_hop_has_hidden_state_and_residual(self):
+        """32 rows of 7,168 numbers of 2 bytes, twice: an eighth is sent to each of 8 ranks, and the rest is gathered."""
         assert compute_hop_bytes(32, 7168, 2, 8) == (32 * 7168 * 2 * 2 // 8, 32 * 7168 * 2 * 2 * 7 // 8)
         assert compute_hop_bytes(1, 8, 2, 1) == (32, 0)
 
-    def test_a_part_of_a_chunk_has_its_share_of_tokens_and_pairs(self):
-        """8 tokens behind 100 have 8·100 + 8·9/2 = 836 pairs; a half, 4 tokens behind 102, has 4·102 + 4·5/2 = 418."""
+    def test_part_of_a_chunk_has_its_share_of_tokens_and_pairs(self):
+        """8 tokens after 100 have 8·100 + 8·9/2 = 836 pairs; a half, 4 tokens after 102, has 4·102 + 4·5/2 = 418."""
         assert split_chunks([(8, 100)], 2) == ((4, 102),)
         assert split_chunks([(8, 100)], 1) == ((8, 100),)
 
-    def test_stages_of_a_machine_take_the_time_of_the_whole_model(self):
-        """One micro-batch: the stages of a step add up to the step without stages, and the hop to 2·7,168·2·8 bytes."""
+    def test_stages_add_up_to_the_time_of_the_whole_model(self):
+        """With one micro-batch the stages add up to the step without stages, and the hop has 2·7,168·2·8 bytes."""
         machine, fitted = load_machine("H200"), estimate.load_published_steps().terms
         whole, cut = (Estimator(make_point(tp=4, pp=pp), machine, fitted, micro_batches=1) for pp in (1, 2))
         rows = cut.make_decode_rows(8, 4000)
@@ -241,22 +243,22 @@ class TestRounds:
         assert hop > 0
         assert cut.estimate_ms(rows) * 1e3 - hop == pytest.approx(whole.estimate_ms(rows) * 1e3, rel=0.005)
 
-    def test_micro_batches_have_their_part_of_the_requests(self):
+    def test_micro_batch_has_its_part_of_the_requests(self):
         machine, fitted = load_machine("H200"), estimate.load_published_steps().terms
-        of = Estimator(make_point(tp=4, pp=2), machine, fitted, micro_batches=4)
-        rows = of.make_rank_rows(StepRows(decodes=(4000,) * 32, chunks=((400, 0),), sampled=33, tokens=432))
+        estimator = Estimator(make_point(tp=4, pp=2), machine, fitted, micro_batches=4)
+        rows = estimator.make_rank_rows(StepRows(decodes=(4000,) * 32, chunks=((400, 0),), sampled=33, tokens=432))
         assert (len(rows.decodes), rows.chunks, rows.tokens) == (8, ((100, 150),), 108)
 
     def test_one_request_is_one_micro_batch(self):
-        """The stages take turns on its step, which has the time of one micro-batch; a chunk is divided all the same."""
+        """The stages compute its step one after the other, in the time of one micro-batch; a chunk is still divided."""
         machine, fitted = load_machine("H200"), estimate.load_published_steps().terms
         one, four = (Estimator(make_point(tp=4, pp=2), machine, fitted, micro_batches=n) for n in (1, 4))
         rows = one.make_decode_rows(1, 4000)
         assert four.estimate_ms(rows) == one.estimate_ms(rows)
         assert four.make_rank_rows(dataclasses.replace(rows, chunks=((400, 0),), tokens=401)).chunks == ((100, 150),)
 
-    def test_a_hop_to_another_host_takes_its_link(self):
-        """10⁸ bytes at LINK_SHARE of the nominal rate, and the latency of a message."""
+    def test_hop_to_another_host_uses_its_link(self):
+        """10⁸ bytes at LINK_SHARE of the nominal rate, plus the latency of a message."""
         wire = load_machine("H200+rdma-400").wire
         size = 100_000_000
         far = wire.predict_hop_seconds(size, across=True)
@@ -265,24 +267,24 @@ class TestRounds:
         with pytest.raises(UsageError, match="LINK"):
             load_machine("H200").wire.predict_hop_seconds(size, across=True)
 
-    def test_a_pcp_rank_computes_its_part_of_the_prompts_and_all_decodes(self):
+    def test_pcp_rank_computes_its_part_of_prompts_and_all_decodes(self):
         machine, fitted = load_machine("H200"), estimate.load_published_steps().terms
-        of = Estimator(make_point(tp=4, pcp=2), machine, fitted)
-        rows = of.make_rank_rows(StepRows(decodes=(4000,) * 8, chunks=((4000, 1000),), sampled=9, tokens=4008))
+        estimator = Estimator(make_point(tp=4, pcp=2), machine, fitted)
+        rows = estimator.make_rank_rows(StepRows(decodes=(4000,) * 8, chunks=((4000, 1000),), sampled=9, tokens=4008))
         assert (len(rows.decodes), rows.chunks, rows.tokens) == (8, ((2000, 2000),), 4008)
         received = sum(
             times * work.received_bytes
-            for phase, times, work in iter_phase_works(of.sharding, rows)
+            for phase, times, work in iter_phase_works(estimator.sharding, rows)
             if phase == "prefix_gather"
         )
-        assert received == 61 * 2000 * 1152, "rows of the other rank's 2,000 tokens"
+        assert received == 61 * 2000 * 1152, "rows of 2,000 tokens of the other rank"
 
 
 class TestCommands:
-    """What users type."""
+    """Commands with --stages."""
 
     def test_recommend_lists_layouts_of_all_stages(self, capsys):
-        """8 GPUs as tp8 and as two stages of tp4, with commands of vLLM and the share of a step that a stage waits."""
+        """8 GPUs are tp8 or two stages of tp4, with vLLM commands and the share of a step that a stage waits."""
         words = ["--machine", "H200", "--gpus", "8", "--context", "4000", "--concurrency", "32", "--json"]
         code, out, _ = run(capsys, "recommend", *words, "--stages", "1/2,micro-batches=2")
         assert code == 0
@@ -294,31 +296,31 @@ class TestCommands:
         assert (rows["tp8"]["gpus"], rows["tp4·pp2"]["gpus"]) == (8, 8)
         assert "--tensor-parallel-size 4 --pipeline-parallel-size 2" in rows["tp4·pp2"]["commands"]["vllm"]
 
-    def test_degrees_that_no_layout_has_are_named(self, capsys):
+    def test_impossible_stages_are_named(self, capsys):
         words = ("recommend", "--machine", "H200", "--gpus", "8", "--context", "4000")
-        code, _, said = run(capsys, *words, "--stages", "3")
+        code, _, err = run(capsys, *words, "--stages", "3")
         assert code == 2
-        assert "--gpus counts tp · pp · pcp" in said
-        code, _, said = run(capsys, *words, "--stages", "pcp=0")
+        assert "--gpus counts tp · pp · pcp" in err
+        code, _, err = run(capsys, *words, "--stages", "pcp=0")
         assert code == 2
-        assert "--stages pcp=0 is not a positive number" in said
+        assert "--stages pcp=0 is not a positive number" in err
 
-    def test_a_plan_has_the_stages_and_a_run_refuses_them(self, capsys):
+    def test_dry_run_plans_stages_and_run_refuses_them(self, capsys):
         words = ["sweep", "--model", "tiny", "--tp", "2", "--dcp", "1", "--stages", "2", "--device", "cpu"]
         code, out, _ = run(capsys, *words, "--dry-run", "--json")
         assert code == 0
         assert {(row["layout"], row["layers"], row["pp"]) for row in json.loads(out)} == {("tp2·pp2", 2, 2)}
-        code, _, said = run(capsys, *words)
+        code, _, err = run(capsys, *words)
         assert code == 2
-        assert "the engine runs no pipeline stages" in said
+        assert "the engine runs no pipeline stages" in err
 
-    def test_a_plan_counts_the_gpus_of_all_stages(self):
+    def test_plan_counts_the_gpus_of_all_stages(self):
         machine = validate.Machine(probe=make_planned_probe("H200", 8))
         with pytest.raises(CapacityError, match="needs 32 GPUs, tp · pp · pcp, and there are 8"):
             validate.check_runnable(make_point(pp=2, pcp=2), Settings(), V3, machine)
 
 
-def test_the_sharding_of_a_pcp_point_has_its_ranks_as_replicas():
-    """Tokens are gathered for the experts of 8 ranks; attention is of 4."""
+def test_sharding_of_a_pcp_point_has_its_ranks_as_replicas():
+    """Tokens are gathered for the experts of 8 ranks; attention is sharded over 4."""
     sharding = Sharding.from_point(make_point(tp=4, pcp=2), V3)
     assert (sharding.layout.tp, sharding.layout.dp, sharding.layout.attn_tp, sharding.pcp) == (8, 2, 4, 2)

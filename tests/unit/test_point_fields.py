@@ -1,4 +1,4 @@
-"""What a point and its load are made of: nothing that compares, shares or names points forgets one of their fields."""
+"""Fields of points and loads: every comparison, label, table and command considers each of them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from dcpbench.records.record import Record
 
-DCP = Layout(8, 1, 2)  # whose degrees can each take another value alone
-OTHER: dict[str, Any] = {  # another value of each field of a point but its load
+DCP = Layout(8, 1, 2)  # each of its degrees can be changed alone
+OTHER: dict[str, Any] = {  # another value of each field of a point, except its load
     "model": "deepseek-v3",
     "tp": 4,
     "dp": 2,
@@ -91,18 +91,17 @@ OTHER_LOAD: dict[str, Any] = {  # another value of each field of a load
     "prefill": "flashinfer",
     "seed": 7,
 }
-WHAT_IS_RUN = ("workload", "concurrency", "context", "load", "repeat")
-"""Of a point, what is run; the rest is what runs it."""
+RUN_FIELDS = ("workload", "concurrency", "context", "load", "repeat")  # what is run; other fields are of what runs it
 DEPLOYED = tuple(axis.name for axis in select_point_axes(Role.DEPLOYED))
-ASSUMED = tuple(axis.name for axis in select_point_axes(Role.ASSUMED))  # which instances of an engine there are
-SENDS = {"transfer_gb_s": 25.0, "transfer_ms": 1.0}  # of points whose KV crosses; others say nothing of it
+ASSUMED = tuple(axis.name for axis in select_point_axes(Role.ASSUMED))  # the instances of an engine
+SENDS = {"transfer_gb_s": 25.0, "transfer_ms": 1.0}  # fields of points that transfer KV between instances
 HOW_EXCHANGED = tuple(axis.name for axis in select_point_axes(Role.EXCHANGE))
 IMPORTED = ("settings", "pp", "pcp", "prefill_gpus")
 """Fields of an imported server: our own points have none of them, and no command sets them."""
 
 
 def changed(point: Point, name: str) -> Point:
-    """The point with another value of a field, of its load where that has one of this name."""
+    """Return the point with another value of a field, of its load if the load has that field."""
     if name in OTHER:
         return msgspec.structs.replace(point, **{name: OTHER[name]})
     assert point.load
@@ -110,40 +109,44 @@ def changed(point: Point, name: str) -> Point:
 
 
 def as_repeats(tmp_path: Path, *records: Record) -> dataframes.Frames:
-    """Each record is a run of its own, and they are read as repeats of one sweep."""
+    """Return frames of runs with one record each, read as repeats of one sweep."""
     folders = [build.write(tmp_path / f"run-{i}", [record]) for i, record in enumerate(records)]
     return dataframes.load_frames(folders, as_repeats=True)
 
 
 def served(point: Point, **settings: Any) -> Record:
-    """A served record of the point, whatever its load is."""
+    """Return a served record of any point."""
     plain = serve.served(serve.point(serve.TP))
     return msgspec.structs.replace(plain, point=point, measured_with=plain.measured_with | settings)
 
 
-def fields(of: type[msgspec.Struct], *left_out: str) -> list[str]:
-    """Names of its fields but these."""
-    return [name for name in of.__struct_fields__ if name not in left_out]
+def fields(struct: type[msgspec.Struct], *left_out: str) -> list[str]:
+    """Return the names of a struct's fields except these."""
+    return [name for name in struct.__struct_fields__ if name not in left_out]
 
 
-def test_every_field_has_another_value_here() -> None:
-    """A field that is new must be thought about: what compares two points in which it differs?"""
+def test_every_field_has_another_value() -> None:
+    """A new field needs a decision: which comparisons are possible between two points in which it differs?"""
     assert sorted(OTHER) == sorted(fields(Point, "load"))
     assert sorted(OTHER_LOAD) == sorted(fields(Load))
 
 
 class TestAxes:
-    @pytest.mark.parametrize(("of", "axes", "left_out"), [(Point, AXES, ["load"]), (Load, LOAD_AXES, ["trace_facts"])])
-    def test_every_field_says_what_it_is(self, of: type[msgspec.Struct], axes: list[Axis], left_out: list[str]) -> None:
-        """No two fields have the same place, so that the order of lists is not left to chance."""
-        assert {axis.name for axis in axes} == set(fields(of, *left_out))
+    @pytest.mark.parametrize(
+        ("struct", "axes", "left_out"), [(Point, AXES, ["load"]), (Load, LOAD_AXES, ["trace_facts"])]
+    )
+    def test_every_field_has_an_axis_with_a_unique_order(
+        self, struct: type[msgspec.Struct], axes: list[Axis], left_out: list[str]
+    ) -> None:
+        """The order of lists must not be left to chance."""
+        assert {axis.name for axis in axes} == set(fields(struct, *left_out))
         assert len({axis.order for axis in (*AXES, *LOAD_AXES)}) == len(AXES) + len(LOAD_AXES)
 
-    def test_roles_say_what_computes_a_point_and_what_is_run(self) -> None:
-        assert {axis.name for axis in select_point_axes(COMPUTES)} == set(fields(Point, *WHAT_IS_RUN))
+    def test_roles_separate_what_computes_a_point_from_what_is_run(self) -> None:
+        assert {axis.name for axis in select_point_axes(COMPUTES)} == set(fields(Point, *RUN_FIELDS))
         assert HOW_EXCHANGED == ("exchange", *OPTIONS) == ("exchange", "q_replicate", "project_first")
 
-    def test_what_is_usual_and_what_nobody_knows_goes_without_saying(self) -> None:
+    def test_default_and_unknown_values_are_not_printed(self) -> None:
         axis = Axis(Role.PATH, 1, "page {}", name="page_size", kind=int, default=1)
         assert [format_changed_values([axis], {"page_size": value}) for value in (1, 0, 64)] == [[], [], ["page 64"]]
         assert [axis.format_value(value) for value in (1, 0, 64)] == ["page 1", "", "page 64"]
@@ -154,66 +157,73 @@ class TestAxes:
             ["cache off"],
         ]
 
-    def test_an_option_takes_the_values_that_can_be_computed(self) -> None:
-        """Those of a dtype are those whose numbers have a size; fp8 is how they are stored."""
+    def test_dtype_accepts_the_values_with_an_item_size(self) -> None:
+        """Compute dtypes are those with an item size; fp8 is only a storage format."""
         (dtype,) = (axis for axis in AXES if axis.name == "dtype")
         assert {*dtype.values, names.FP8} == set(names.PRECISIONS) == set(budget.ITEMSIZE)
 
 
 class TestComparisons:
-    """Runs that are read as repeats of each other may differ in anything; what does is never compared."""
+    """Runs read as repeats may differ in any field; points that differ in more than the compared field are not
+    compared.
+    """
 
-    def test_where_nothing_else_differs_there_is_a_comparison(self, tmp_path: Path) -> None:
-        """Each of the pairs below is compared, and is not compared once one more field differs."""
-        assert len(exchanges.compare_exchanges(as_repeats(tmp_path / "exchanges", *self.exchanged()).points)) == 1
-        assert self.verdict(as_repeats(tmp_path / "decode", *self.decoded())) != "no baseline"
-        assert self.verdict(as_repeats(tmp_path / "serve", *self.loaded())) != "no baseline"
-        assert len(findings.compare_replay_with_live(as_repeats(tmp_path / "replay", *self.replayed()).served)) == 1
+    def test_points_without_further_differences_are_compared(self, tmp_path: Path) -> None:
+        """Each of these pairs is compared, and is not compared in the tests below after one more field differs."""
+        assert (
+            len(exchanges.compare_exchanges(as_repeats(tmp_path / "exchanges", *self.make_exchange_pair()).points)) == 1
+        )
+        assert self.get_verdict(as_repeats(tmp_path / "decode", *self.make_decode_pair())) != "no baseline"
+        assert self.get_verdict(as_repeats(tmp_path / "serve", *self.make_served_pair())) != "no baseline"
+        assert (
+            len(findings.compare_replay_with_live(as_repeats(tmp_path / "replay", *self.make_replay_pair()).served))
+            == 1
+        )
 
-    def exchanged(self) -> tuple[Record, Record]:
+    def make_exchange_pair(self) -> tuple[Record, Record]:
         return build.ok(build.point(DCP)), build.ok(build.point(DCP, exchange="symm"))
 
-    def decoded(self) -> tuple[Record, Record]:
+    def make_decode_pair(self) -> tuple[Record, Record]:
         return build.ok(build.point(Layout(8))), build.ok(build.point(DCP))
 
-    def loaded(self) -> tuple[Record, Record]:
+    def make_served_pair(self) -> tuple[Record, Record]:
         return served(serve.point(Layout(8))), served(serve.point(DCP))
 
-    def replayed(self) -> tuple[Record, Record]:
+    def make_replay_pair(self) -> tuple[Record, Record]:
         live = served(serve.point(DCP))
         return live, served(changed(live.point, "mode"))
 
     @pytest.mark.parametrize("name", fields(Point, "load", "repeat", *HOW_EXCHANGED))
-    def test_exchanges_are_compared_where_nothing_else_differs(self, name: str, tmp_path: Path) -> None:
-        plain, symm = self.exchanged()
+    def test_exchanges_are_not_compared_if_another_field_differs(self, name: str, tmp_path: Path) -> None:
+        plain, symm = self.make_exchange_pair()
         other = msgspec.structs.replace(symm, point=changed(symm.point, name))
         assert exchanges.compare_exchanges(as_repeats(tmp_path, plain, other).points).empty
 
     @pytest.mark.parametrize("name", fields(Point, "load", "repeat", "dcp", "workload", *HOW_EXCHANGED))
-    def test_dcp_has_no_baseline_that_differs_in_more(self, name: str, tmp_path: Path) -> None:
-        alone, split = self.decoded()
+    def test_dcp_has_no_baseline_if_another_field_differs(self, name: str, tmp_path: Path) -> None:
+        alone, split = self.make_decode_pair()
         other = msgspec.structs.replace(alone, point=changed(alone.point, name))
-        assert self.verdict(as_repeats(tmp_path, other, split)) == "no baseline"
+        assert self.get_verdict(as_repeats(tmp_path, other, split)) == "no baseline"
 
     @pytest.mark.parametrize("name", fields(Load, "trace_facts"))
     def test_served_dcp_has_no_baseline_under_another_load(self, name: str, tmp_path: Path) -> None:
-        alone, split = self.loaded()
+        alone, split = self.make_served_pair()
         other = msgspec.structs.replace(alone, point=changed(alone.point, name))
-        assert self.verdict(as_repeats(tmp_path, other, split)) == "no baseline"
+        assert self.get_verdict(as_repeats(tmp_path, other, split)) == "no baseline"
 
     @pytest.mark.parametrize("name", fields(Point, "load", "repeat", "workload", "context"))
-    def test_a_replay_stands_for_the_live_run_of_the_same_point(self, name: str, tmp_path: Path) -> None:
-        live, replay = self.replayed()
+    def test_replay_is_not_compared_with_a_live_run_of_another_point(self, name: str, tmp_path: Path) -> None:
+        live, replay = self.make_replay_pair()
         other = msgspec.structs.replace(replay, point=changed(replay.point, name))
         assert findings.compare_replay_with_live(as_repeats(tmp_path, live, other).served).empty
 
     @pytest.mark.parametrize("setting", [{"kv_memory_bytes": 8 << 30}, {"limit_seconds": 60.0}])
-    def test_what_was_served_with_other_kv_memory_or_limit_is_another_point(
+    def test_points_with_other_kv_memory_or_limit_are_not_compared(
         self, setting: dict[str, Any], tmp_path: Path
     ) -> None:
-        """Neither a repeat of it, nor its baseline, nor its rival, nor what a replay stands for."""
+        """Such points are not repeats, baselines or rivals, and are not compared as replay and live run."""
         alone, split = served(serve.point(Layout(8)), **setting), served(serve.point(DCP))
-        assert self.verdict(as_repeats(tmp_path / "baseline", alone, split)) == "no baseline"
+        assert self.get_verdict(as_repeats(tmp_path / "baseline", alone, split)) == "no baseline"
         read = as_repeats(tmp_path / "rivals", alone, split)
         assert findings.find_best_per_load(findings.select_rivals(read)).empty
         replay = served(changed(split.point, "mode"), **setting)
@@ -221,46 +231,48 @@ class TestComparisons:
         again = msgspec.structs.replace(split, measured_with=split.measured_with | setting, started_at="later")
         assert as_repeats(tmp_path / "repeat", split, again).served["repeats"].tolist() == [1, 1]
 
-    def verdict(self, read: dataframes.Frames) -> str:
+    def get_verdict(self, read: dataframes.Frames) -> str:
         """Return the verdict on the one point with DCP."""
         (found,) = findings.compare_dcp_with_baseline(read.everything)["verdict"]
         return str(found)
 
 
-class TestWords:
-    """Two points of a report that differ are never printed alike."""
+class TestLabels:
+    """Two points of a report that differ are never printed the same."""
 
     @pytest.mark.parametrize("name", fields(Point, "load", "repeat", *HOW_EXCHANGED))
-    def test_points_that_differ_have_different_words(self, name: str, tmp_path: Path) -> None:
-        self.check(build.ok(build.point(DCP, **SENDS)), name, tmp_path)
+    def test_points_that_differ_have_different_labels(self, name: str, tmp_path: Path) -> None:
+        self.check_labels_differ(build.ok(build.point(DCP, **SENDS)), name, tmp_path)
 
     @pytest.mark.parametrize("name", HOW_EXCHANGED)
-    def test_exchanges_that_differ_have_different_words(self, name: str, tmp_path: Path) -> None:
-        self.check(build.ok(build.point(DCP)), name, tmp_path)
+    def test_exchanges_that_differ_have_different_labels(self, name: str, tmp_path: Path) -> None:
+        self.check_labels_differ(build.ok(build.point(DCP)), name, tmp_path)
 
     @pytest.mark.parametrize("name", fields(Load, "trace_facts"))
-    def test_loads_that_differ_have_different_words(self, name: str, tmp_path: Path) -> None:
-        """An open loop has a rate and a burstiness, and half of each prompt in common with others."""
+    def test_loads_that_differ_have_different_labels(self, name: str, tmp_path: Path) -> None:
+        """The load is an open loop with a rate and a burstiness, and prompts with shared prefixes."""
         loop = {"arrival": "gamma", "request_rate": 2.0, "prefix_share": 0.25, "prefix_groups": 2, "turns": "3"}
         if name.startswith("trace"):
             loop |= {"trace": "a.jsonl", "trace_sha256": "def", "trace_reading": "format=mooncake"}
-        self.check(served(serve.point(DCP, changed=loop)), name, tmp_path)
+        self.check_labels_differ(served(serve.point(DCP, changed=loop)), name, tmp_path)
 
     @pytest.mark.parametrize("name", fields(Point, "load"))
     def test_points_of_a_sweep_that_differ_have_different_names(self, name: str) -> None:
-        """In the progress bar, a comparison and --dry-run; what a whole run has in common is not in them."""
+        """The progress bar, comparisons and --dry-run use these names; fields with one value for a whole run are not in
+        them.
+        """
         point = build.point(DCP)
         same = grid.format_point_name(point) == grid.format_point_name(changed(point, name))
         assert same == (name in ("workload", *(axis.name for axis in HOW if axis.one)))
 
     @pytest.mark.parametrize("name", [*fields(Point, "load", "repeat"), *(a.name for a in LOAD_AXES if a.label)])
-    def test_lines_of_a_dashboard_that_differ_have_different_words(self, name: str) -> None:
+    def test_lines_of_a_dashboard_that_differ_have_different_names(self, name: str) -> None:
         point = serve.point(DCP)
-        said = [
+        names = [
             series.describe_line(line) for line in series.collect_lines([served(point), served(changed(point, name))])
         ]
-        assert len(said) == 2
-        assert said[0] != said[1]
+        assert len(names) == 2
+        assert names[0] != names[1]
 
     @pytest.mark.parametrize(
         ("placed", "labels"),
@@ -271,17 +283,19 @@ class TestWords:
             ([(8, 1, "1"), (4, 1, "tp"), (4, 4, "tp")], ["tp4 (ep4)", "tp4·dp4·ep4", "tp8 (ep1)"]),
             ([(8, 8, "1"), (8, 8, "tp"), (8, 1, UNKNOWN)], ["tp8", "tp8·dp8·ep1", "tp8·dp8·ep8"]),
         ],
-        ids=["as-of-old", "usual", "both", "of-two-layouts", "with-dp"],
+        ids=["same-placement", "default", "both", "of-two-layouts", "with-dp"],
     )
-    def test_how_experts_are_placed_is_said_where_layouts_of_a_kind_differ_in_it(
+    def test_expert_placement_is_labelled_if_it_differs_within_a_layout(
         self, placed: list[tuple[int, int, str]], labels: list[str], tmp_path: Path
     ) -> None:
-        """With attention data parallel the name always has the degree; without, only where two points differ in it."""
+        """With attention data parallelism the name always has the degree; without it only if two points differ in it."""
         records = [build.ok(build.point(Layout(tp, dp), ep=ep)) for tp, dp, ep in placed]
         assert sorted(as_repeats(tmp_path, *records).points["label"]) == labels
 
-    def test_a_point_alone_names_expert_parallel(self) -> None:
-        """Without attention data parallel as a word of its own, with it as a part of the layout; unknown degrees have no name."""
+    def test_name_of_a_point_has_its_expert_parallel_degree(self) -> None:
+        """The degree is a separate part without attention data parallelism, and belongs to the layout with it; an
+        unknown degree is left out.
+        """
         points = [build.point(Layout(8, dp), ep=ep) for dp in (1, 8) for ep in ("1", "tp", UNKNOWN)]
         found = [
             point.format_changed_fields(COMPUTES, but=Role.EXCHANGE)[0].removesuffix("flashinfer") for point in points
@@ -291,31 +305,31 @@ class TestWords:
         assert names == ["tp8", "tp8", "tp8", "tp8·dp8·ep1", "tp8·dp8·ep8", "tp8·dp8"]
         assert [point.ep_degree for point in points] == [1, 8, None] * 2
 
-    def check(self, record: Record, name: str, tmp_path: Path) -> None:
+    def check_labels_differ(self, record: Record, name: str, tmp_path: Path) -> None:
         other = msgspec.structs.replace(record, point=changed(record.point, name))
         read = as_repeats(tmp_path, record, other).everything
         assert len(read) == 2
-        said = read[["model", "mode", "load", "label"]].astype(str).agg(" | ".join, axis=1)
-        assert said.nunique() == 2, said.tolist()
+        labels = read[["model", "mode", "load", "label"]].astype(str).agg(" | ".join, axis=1)
+        assert labels.nunique() == 2, labels.tolist()
 
 
 class TestSharing:
-    """What was built or measured for one point serves another only where both are computed the same way."""
+    """Engines and measurements of one point are used for another only if both are computed the same way."""
 
-    @pytest.mark.parametrize("name", fields(Point, *WHAT_IS_RUN, *DEPLOYED, *ASSUMED, *IMPORTED))
-    def test_an_engine_and_its_path_are_all_that_computes_a_point(self, name: str) -> None:
+    @pytest.mark.parametrize("name", fields(Point, *RUN_FIELDS, *DEPLOYED, *ASSUMED, *IMPORTED))
+    def test_engine_or_path_differs_with_every_field_that_computes(self, name: str) -> None:
         point = build.point(DCP)
         other = changed(point, name)
         assert not (budget.is_same_engine(point, other) and budget.is_same_path(point, other))
 
-    @pytest.mark.parametrize("name", [*fields(Point, *WHAT_IS_RUN, *DEPLOYED, *ASSUMED, *IMPORTED), "prefill"])
-    def test_step_times_are_those_of_one_engine_path(self, name: str) -> None:
+    @pytest.mark.parametrize("name", [*fields(Point, *RUN_FIELDS, *DEPLOYED, *ASSUMED, *IMPORTED), "prefill"])
+    def test_engine_path_of_step_times_differs_with_every_field(self, name: str) -> None:
         point = serve.point(DCP)
         assert get_engine_path(point) != get_engine_path(changed(point, name))
 
     @pytest.mark.parametrize("name", DEPLOYED)
-    def test_all_instances_are_of_one_engine(self, name: str) -> None:
-        """Step times of one instance therefore serve any number."""
+    def test_all_instances_have_the_same_engine(self, name: str) -> None:
+        """Step times of one instance therefore apply to any number."""
         point = serve.point(DCP)
         other = changed(point, name)
         assert budget.is_same_engine(point, other)
@@ -323,21 +337,21 @@ class TestSharing:
 
 
 class TestTables:
-    """What a table, a page or a folder says of points has a place for each field."""
+    """Tables, pages and folders have a place for each field of points."""
 
     @pytest.mark.parametrize("name", [axis.name for axis in AXES])
-    def test_an_exported_table_has_a_column(self, name: str) -> None:
+    def test_exported_table_has_a_column_for_each_field(self, name: str) -> None:
         point = build.point(DCP)
         rows = csv_table.build_rows(
             [measured_points.MeasuredPoint("run", Path(), build.ok(p)) for p in (point, changed(point, name))],
         )
         assert rows[0][name] != rows[1][name]
 
-    def test_a_dry_run_has_every_degree_and_what_of_the_path_differs(self) -> None:
+    def test_dry_run_table_has_degrees_and_fields_of_the_path(self) -> None:
         (row,) = grid.make_table([grid.Candidate(point=build.point(DCP))])
         assert {*DEGREES, *(axis.name for axis in select_point_axes(Role.PATH))} <= set(row)
 
-    def test_a_page_filters_by_what_has_a_title(self, tmp_path: Path) -> None:
+    def test_page_has_a_filter_for_each_titled_field(self, tmp_path: Path) -> None:
         """The data of the page has a column for each filter."""
         read = as_repeats(tmp_path, served(changed(serve.point(DCP), "settings")))
         titled = {axis.name for axis in (*AXES, *LOAD_AXES) if axis.title}
@@ -346,7 +360,8 @@ class TestTables:
         assert titled <= set(build_page_data(read)["colours"])
 
     @pytest.mark.parametrize("name", [axis.name for axis in HOW if axis.one])
-    def test_a_run_is_not_resumed_with_another_value_of_what_is_one_for_all(self, name: str) -> None:
+    def test_settings_of_a_run_contain_fields_with_one_value_for_all(self, name: str) -> None:
+        """A run with another value cannot be resumed."""
         point = build.point(DCP)
         now = [list_settings(p, Settings(), "cuda") for p in (point, changed(point, name))]
         assert {option for option in now[0] if now[0][option] != now[1][option]} == {format_field(name)}
@@ -354,13 +369,13 @@ class TestTables:
 
 class TestCommands:
     @pytest.mark.parametrize("name", fields(Point, "workload", "load", "repeat", *IMPORTED))
-    def test_the_command_of_a_point_says_every_field(self, name: str) -> None:
+    def test_command_of_a_point_contains_every_field(self, name: str) -> None:
         point = build.point(DCP)
-        assert self.command(point) != self.command(changed(point, name))
+        assert self.build_command_of(point) != self.build_command_of(changed(point, name))
 
     @pytest.mark.parametrize("name", fields(Load, "trace_sha256", "trace_facts", "paced"))
-    def test_the_command_of_a_load_says_every_field(self, name: str) -> None:
-        """A file is named; its hash only tells whether it is still the same. Whatever is typed today is paced."""
+    def test_command_of_a_load_contains_every_field(self, name: str) -> None:
+        """A trace file is given by name; its hash only detects changes. Arrivals of commands are always paced."""
         loop: Mapping[str, Any] = {
             "arrival": "gamma",
             "request_rate": 2.0,
@@ -370,14 +385,16 @@ class TestCommands:
             **({"trace": "a.jsonl"} if name == "trace_reading" else {}),
         }
         point = serve.point(DCP, changed=dict(loop))
-        assert self.command(point) != self.command(changed(point, name))
+        assert self.build_command_of(point) != self.build_command_of(changed(point, name))
 
-    def command(self, point: Point) -> str:
+    def build_command_of(self, point: Point) -> str:
         return build_command(point, {})
 
 
-def test_a_report_holds_the_loads_of_files_and_of_agents(tmp_path: Path) -> None:
-    """Its points are those of the records again, with the facts of the file and gaps that are text; its tables have no such object."""
+def test_report_keeps_loads_of_files_and_agents(tmp_path: Path) -> None:
+    """Points of the report equal those of the records, with the facts of the file and gaps given as text; the tables
+    contain no such object.
+    """
     facts = TraceFacts(sessions=3, span_s=2.5, prefix_share=0.9)
     agents = {"turns": "4", "think_time": "lognormal:1.2:0.8", "system_tokens": 80, "branch": 0.25}
     points = [

@@ -1,4 +1,4 @@
-"""Pools never lose, share or misplace anything, and row 0 is nobody's."""
+"""Page allocator and request pool: nothing is lost, shared or misplaced, and row 0 is padding."""
 
 import numpy as np
 import pytest
@@ -14,9 +14,9 @@ from dcpbench.serving.allocator import Allocation, DcpAllocator, OutOfKvError
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Requests come, grow and go at random, in a pool of any geometry; a dict of lengths is the model.
-
-    Full pages become a prefix cache's, which other requests begin with, and which gives them back when nobody does.
+    """Allocates, extends, trims and frees requests at random, in a pool of any geometry; a dict of lengths is the
+    model. Full pages become pages of a prefix cache: other requests begin with them, and the cache frees them when no
+    request uses them.
     """
 
     @initialize(
@@ -26,7 +26,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         interleave=st.sampled_from([1, 2, 3]),
     )
     def make(self, pages: int, stripes: int, dcp: int, interleave: int) -> None:
-        """A page holds whole stripes."""
+        """Make a pool with whole stripes per page."""
         self.pool = DcpAllocator(pages, stripes * interleave, dcp, interleave)
         self.live: dict[Allocation, int] = {}
         self.dead: list[Allocation] = []
@@ -35,9 +35,9 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 60), data=st.data())
     def alloc(self, tokens: int, data: st.DataObject) -> None:
-        """Some of the request's pages are cached; one token at least is not."""
-        most = min(len(self.cached), (tokens - 1) // self.pool.virtual_page)
-        shared = data.draw(st.permutations(self.cached))[: data.draw(st.integers(0, most))]
+        """Allocate a request with some cached pages and at least one token that is not cached."""
+        max_shared = min(len(self.cached), (tokens - 1) // self.pool.virtual_page)
+        shared = data.draw(st.permutations(self.cached))[: data.draw(st.integers(0, max_shared))]
         before = self.pool.free_pages
         try:
             request = self.pool.allocate(tokens, np.array(shared, dtype=np.int32))
@@ -51,7 +51,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        """A request's full pages become the cache's; in places of some the cache had others, which it reads now."""
+        """Share a request's full pages with the cache, or replace some of them by pages that the cache already has."""
         request = data.draw(st.sampled_from(list(self.live)))
         full = self.live[request] // self.pool.virtual_page
         count = data.draw(st.integers(request.shared, max(request.shared, full)))
@@ -69,20 +69,20 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        """The cache gives pages back that no request begins with."""
+        """Free pages of the cache that no request begins with."""
         read = {int(page) for request in self.live for page in request.pages[: request.shared]}
         idle = [page for page in self.cached if page not in read]
-        gone = idle[: data.draw(st.integers(0, len(idle)))]
-        self.pool.free_evicted(np.array(gone, dtype=np.int32))
-        self.cached = [page for page in self.cached if page not in gone]
-        if gone:
+        evicted = idle[: data.draw(st.integers(0, len(idle)))]
+        self.pool.free_evicted(np.array(evicted, dtype=np.int32))
+        self.cached = [page for page in self.cached if page not in evicted]
+        if evicted:
             with pytest.raises(ValueError, match="freed that no request holds"):
-                self.pool.free_evicted(np.array(gone[:1], dtype=np.int32))
+                self.pool.free_evicted(np.array(evicted[:1], dtype=np.int32))
 
     @precondition(lambda self: self.live)
     @rule(tokens=st.integers(0, 30), data=st.data())
     def extend(self, tokens: int, data: st.DataObject) -> None:
-        """What a request had stays where it was; a new page is taken only when the last one is full."""
+        """Extend a request: its locations are unchanged, and a new page is taken only when the last one is full."""
         request = data.draw(st.sampled_from(list(self.live)))
         had = self.live[request]
         before, free = request.compute_locs(0, had), self.pool.free_pages
@@ -101,18 +101,20 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def trim(self, data: st.DataObject) -> None:
-        """What is left stays where it was; pages without tokens are free. A shared page and the last token cannot go."""
+        """Remove last tokens of a request: other locations are unchanged, and empty pages are freed. A shared page and
+        the last token cannot be removed.
+        """
         request = data.draw(st.sampled_from(list(self.live)))
         had, free = self.live[request], self.pool.free_pages
-        most = had - max(1, request.shared * self.pool.virtual_page)
-        tokens = data.draw(st.integers(0, most))
+        max_tokens = had - max(1, request.shared * self.pool.virtual_page)
+        tokens = data.draw(st.integers(0, max_tokens))
         before, pages = request.compute_locs(0, had - tokens), len(request.pages)
         self.pool.trim(request, tokens)
         self.live[request] -= tokens
         assert np.array_equal(request.compute_locs(0, had - tokens), before)
         assert self.pool.free_pages == free + pages - self.pool.count_pages(had - tokens)
         with pytest.raises(ValueError, match="cannot lose"):
-            self.pool.trim(request, most - tokens + 1)
+            self.pool.trim(request, max_tokens - tokens + 1)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -132,14 +134,14 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.pool.extend(request, 1)
 
     @invariant()
-    def no_page_has_two_owners_is_lost_or_padding(self) -> None:
+    def check_pages_have_one_owner(self) -> None:
         used = [*self.cached, *(int(page) for request in self.live for page in request.pages[request.shared :])]
         assert len(used) == len(set(used)) == self.pool.used_pages
         assert all(1 <= page < self.pool.pages for page in used)
         assert self.pool.used_pages + self.pool.free_pages == self.pool.pages - 1
 
     @invariant()
-    def a_token_and_its_location_have_the_same_owner(self) -> None:
+    def check_tokens_and_locations_have_the_same_owner(self) -> None:
         pool = self.pool
         for request, tokens in self.live.items():
             locs = request.compute_locs(0, tokens)
@@ -149,20 +151,20 @@ class AllocatorMachine(RuleBasedStateMachine):
                 assert get_owner(token, pool.dcp, pool.interleave) == get_owner(loc, pool.dcp, pool.interleave)
 
     @invariant()
-    def a_ranks_rows_follow_from_the_pages_alone(self) -> None:
-        """Local token j of any rank lies in row pages[j // page_size] · page_size + j % page_size."""
+    def check_rows_of_ranks_follow_from_pages(self) -> None:
+        """Check that local token j of any rank is in row pages[j // page_size] · page_size + j % page_size."""
         pool = self.pool
         for request, tokens in self.live.items():
             locs = request.compute_locs(0, tokens).tolist()
             for rank in range(pool.dcp):
-                mine = list_local_tokens(tokens, rank, pool.dcp, pool.interleave)
-                assert len(mine) == compute_local_length(tokens, rank, pool.dcp, pool.interleave)
-                rows = [get_row(locs[token], pool.dcp, pool.interleave) for token in mine]
+                local = list_local_tokens(tokens, rank, pool.dcp, pool.interleave)
+                assert len(local) == compute_local_length(tokens, rank, pool.dcp, pool.interleave)
+                rows = [get_row(locs[token], pool.dcp, pool.interleave) for token in local]
                 size = pool.page_size
-                assert rows == [request.pages[j // size] * size + j % size for j in range(len(mine))]
+                assert rows == [request.pages[j // size] * size + j % size for j in range(len(local))]
 
     @invariant()
-    def rows_without_a_token_are_counted(self) -> None:
+    def check_fragmentation(self) -> None:
         page = self.pool.virtual_page
         own = [count - request.shared * page for request, count in self.live.items()]
         tokens = sum(own) + len(self.cached) * page
@@ -177,10 +179,9 @@ TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=30
 
 
 class TestAllocator:
-    def test_the_published_example_one_page_further_on(self) -> None:
-        """Page 1, N 4: r1's first four tokens, then r2's three, then two more of r1.
-
-        Without the padding page: r1 0 1 2 3 8 9, r2 4 5 6. With it, all are 4 higher.
+    def test_published_example_after_the_padding_page(self) -> None:
+        """Pages have 1 row and N is 4: r1 has four tokens, then r2 three, then r1 two more. Without the padding page r1
+        is at 0 1 2 3 8 9 and r2 at 4 5 6; with it, all are 4 higher.
         """
         pool = DcpAllocator(pages=8, page_size=1, dcp=4)
         r1 = pool.allocate(4)
@@ -190,20 +191,22 @@ class TestAllocator:
         assert (r2.compute_locs(0, 3) - 4).tolist() == [4, 5, 6]
         assert pool.compute_fragmentation() == 3 / 12, "one row after r2, two after r1"
 
-    def test_locations_are_32_bit_as_kernels_read_them(self) -> None:
+    def test_locations_are_32_bit_integers(self) -> None:
         request = DcpAllocator(pages=200_000, page_size=1, dcp=8).allocate(128_000)
         assert request.compute_locs(0, 128_000).dtype == request.pages.dtype == np.int32
-        assert request.compute_locs(127_999, 128_000).tolist() == [8 + 127_999], "a fresh pool is handed out in order"
+        assert request.compute_locs(127_999, 128_000).tolist() == [8 + 127_999], (
+            "pages of a new pool are allocated in order"
+        )
 
-    def test_a_freed_page_is_the_next_one_handed_out(self) -> None:
-        """What was used last is likeliest to be cached, and ranks stay in step without talking."""
+    def test_freed_pages_are_allocated_next(self) -> None:
+        """The page used last is most likely still cached, and ranks agree without communication."""
         pool = DcpAllocator(pages=8, page_size=4, dcp=2)
         first = pool.allocate(20)
         pages = first.pages.tolist()
         pool.free(first)
         assert pool.allocate(20).pages.tolist() == pages == [1, 2, 3]
 
-    def test_growing_token_by_token_is_the_same_as_at_once(self) -> None:
+    def test_extending_by_single_tokens_equals_one_allocation(self) -> None:
         slow, fast = DcpAllocator(64, 4, 2), DcpAllocator(64, 4, 2)
         grown = slow.allocate(1)
         for _ in range(99):
@@ -211,7 +214,7 @@ class TestAllocator:
         assert np.array_equal(grown.compute_locs(0, 100), fast.allocate(100).compute_locs(0, 100))
 
     @pytest.mark.parametrize(
-        ("geometry", "says"),
+        ("geometry", "message"),
         [
             ((1, 1, 1), "no page besides the padding page"),
             ((8, 0, 1), "must be positive"),
@@ -221,11 +224,11 @@ class TestAllocator:
         ],
         ids=str,
     )
-    def test_geometries_that_cannot_work_are_refused(self, geometry: tuple[int, ...], says: str) -> None:
-        with pytest.raises(ValueError, match=says):
+    def test_impossible_geometries_raise_value_error(self, geometry: tuple[int, ...], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
             DcpAllocator(*geometry)
 
-    def test_running_out_says_how_much_is_there_and_changes_nothing(self) -> None:
+    def test_out_of_kv_error_has_free_pages_and_changes_nothing(self) -> None:
         pool = DcpAllocator(pages=4, page_size=2, dcp=2)
         with pytest.raises(OutOfKvError, match="4 KV pages of 4 tokens are needed and 3 are free"):
             pool.allocate(13)
@@ -233,25 +236,25 @@ class TestAllocator:
         assert issubclass(OutOfKvError, CapacityError)
 
     @pytest.mark.parametrize("span", [(-1, 2), (3, 2), (0, 7)], ids=str)
-    def test_locations_of_tokens_that_are_not_there_are_refused(self, span: tuple[int, int]) -> None:
-        """A page's unused rows belong to the request, but hold nothing."""
+    def test_locations_of_missing_tokens_raise_value_error(self, span: tuple[int, int]) -> None:
+        """Unused rows of a page belong to the request, but have no token."""
         with pytest.raises(ValueError, match="of a request of 6 tokens"):
             DcpAllocator(8, 1, 4).allocate(6).compute_locs(*span)
 
-    def test_an_allocation_of_another_pool_is_refused(self) -> None:
+    def test_allocation_of_another_pool_raises_value_error(self) -> None:
         with pytest.raises(ValueError, match="another pool"):
             DcpAllocator(8, 1, 4).free(DcpAllocator(8, 1, 4).allocate(3))
 
-    def test_a_request_without_tokens_is_refused(self) -> None:
+    def test_request_without_tokens_raises_value_error(self) -> None:
         with pytest.raises(ValueError, match="0 tokens"):
             DcpAllocator(8, 1, 4).allocate(0)
 
-    def test_a_request_that_is_cached_to_its_end_is_refused(self) -> None:
-        """Its last token has to be computed, and needs a place of its own."""
+    def test_completely_cached_request_raises_value_error(self) -> None:
+        """The last token has to be computed and needs its own row."""
         with pytest.raises(ValueError, match="a request of 8 tokens with 2 pages of them cached needs no memory"):
             DcpAllocator(8, 1, 4).allocate(8, np.array([3, 4], dtype=np.int32))
 
-    def test_a_page_that_is_not_full_cannot_be_shared(self) -> None:
+    def test_sharing_an_incomplete_page_raises_value_error(self) -> None:
         """Seven tokens fill one page of four."""
         pool = DcpAllocator(8, 1, 4)
         request = pool.allocate(7)
@@ -259,7 +262,7 @@ class TestAllocator:
             pool.share_pages(request, request.pages.copy())
 
     @pytest.mark.parametrize("pages", [[0], [5], [1, 1]], ids=str)
-    def test_the_cache_cannot_give_back_padding_free_pages_or_one_twice(self, pages: list[int]) -> None:
+    def test_evicting_padding_free_or_duplicate_pages_raises_value_error(self, pages: list[int]) -> None:
         """Pages 1 and 2 are in use."""
         pool = DcpAllocator(8, 1, 4)
         pool.allocate(8)
@@ -269,7 +272,7 @@ class TestAllocator:
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """A request pool, by the rules of who calls it."""
+    """Allocates, writes and frees slots of a request pool at random."""
 
     @initialize(size=st.integers(1, 12))
     def make(self, size: int) -> None:
@@ -308,13 +311,13 @@ class SlotMachine(RuleBasedStateMachine):
         self.live = {}
 
     @invariant()
-    def slots_are_all_there_and_padding_is_nobodys(self) -> None:
+    def check_all_slots_exist_and_padding_is_unused(self) -> None:
         assert self.pool.available == self.size - len(self.live)
         assert 0 not in self.live
         assert not self.pool.table[0].any()
 
     @invariant()
-    def host_and_device_agree(self) -> None:
+    def check_host_and_device_agree(self) -> None:
         assert self.pool.table.dtype == torch.int32
         assert np.array_equal(self.pool.host, self.pool.table.numpy())
 
@@ -329,23 +332,23 @@ class TestRequestPools:
         assert [pool.allocate_slot() for _ in range(3)] == [1, 2, 3]
         assert pool.table.shape == (4, 4)
 
-    def test_a_row_that_is_too_long_is_refused_before_anything_is_written(self) -> None:
+    def test_too_long_row_is_refused_before_writing(self) -> None:
         pool = RequestPool(3, 4, "cpu")
         slot = pool.allocate_slot()
         with pytest.raises(ValueError, match="do not fit rows of 4 tokens"):
             pool.set_locs(slot, 2, np.array([1, 2, 3]))
         assert not pool.table.any()
 
-    def test_nobody_can_write_the_padding_row(self) -> None:
+    def test_writing_the_padding_row_raises_value_error(self) -> None:
         with pytest.raises(ValueError, match="slot 0 is not in use"):
             RequestPool(3, 4, "cpu").set_locs(0, 0, np.array([7]))
 
-    def test_a_pool_without_slots_left_refuses_the_next_request(self) -> None:
+    def test_full_pool_raises_out_of_slots_error(self) -> None:
         pool = RequestPool(1, 4, "cpu")
         pool.allocate_slot()
         with pytest.raises(OutOfSlotsError, match="all 1 request slots are in use"):
             pool.allocate_slot()
 
-    def test_an_empty_pool_is_refused(self) -> None:
+    def test_empty_pool_raises_value_error(self) -> None:
         with pytest.raises(ValueError, match="a pool of 0 request slots"):
             RequestPool(0, 4, "cpu")

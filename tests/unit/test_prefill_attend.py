@@ -1,4 +1,4 @@
-"""What chunks of prompts attend to, against fp64 over all keys at once."""
+"""Attention of prompt chunks, compared with fp64 over all keys at once."""
 
 import contextlib
 
@@ -22,12 +22,12 @@ SHAPE = shape_like_tiny(nope=128, rope=64, value=128, latent=512, heads=4, layer
 ONE = Layout(1)
 PAGE = 64
 CHUNKS = [(64, 192), (0, 70), (0, 1), (448, 449), (128, 400)]
-"""First and last token: with and without prefixes, of one token, and more than a tile of any kernel."""
+"""First and last token of chunks: with and without prefixes, with one token, and with more than a tile of any kernel."""
 TABLE = 512
 
 
-def made(device, dtype, backend, window):
-    """A prefiller over a pool of random rows, and a table in which requests lie one behind the other."""
+def make_prefiller(device, dtype, backend, window):
+    """Return a prefiller over a pool of random rows, and a table with consecutive requests."""
     weights = load_weights(SyntheticSource(0, dtype, device), SHAPE, ONE, 0, layers(SHAPE))
     kv = KvPool(1, len(CHUNKS) * TABLE // PAGE, PAGE, SHAPE.kv_width, dtype, device)
     generator = torch.Generator().manual_seed(1)
@@ -39,8 +39,8 @@ def made(device, dtype, backend, window):
     return prefiller, table
 
 
-def truth(prefiller, q, rows):
-    """Values in fp64: keys and values of prefix and chunk, decompressed without rounding."""
+def compute_expected(prefiller, q, rows):
+    """Return the values in fp64: keys and values of prefix and chunk, decompressed without rounding."""
     model, w = prefiller.model, prefiller.model.weights.get_layer(0).attention
     pool, all_rows, first = model.kv.get_rows(0).view(len(CHUNKS), TABLE, -1), [], 0
     for slot, (start, stop) in enumerate(CHUNKS):
@@ -58,14 +58,14 @@ def truth(prefiller, q, rows):
     return o
 
 
-def attended(prefiller, planned, q, rows):
-    """What a layer does for the chunks of a step."""
+def run_attention(prefiller, planned, q, rows):
+    """Return the attention of a layer for the chunks of a step."""
     return planned.run_attention(q, lambda seen: prefiller.load_keys(seen, rows, 0))
 
 
 @contextlib.contextmanager
-def no_waiting(device):
-    """Where there is a GPU, an error for whatever waits for it."""
+def forbid_synchronisation(device):
+    """Raise an error for any call that waits for the GPU, if there is one."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -86,24 +86,24 @@ def no_waiting(device):
         pytest.param("cuda", torch.bfloat16, "flashinfer", 1e-2, id="gpu-flashinfer", marks=pytest.mark.gpu),
     ],
 )
-def test_parts_and_windows_are_attention_over_all_keys(place, dtype, backend, limit, window, windows):
-    """A part of 512 keys holds the first three chunks, one of 4,096 holds all; 448 and 128 stored tokens are more than one of 64.
-
-    The error is relative, by norms; in bf16 keys, values and weights are rounded. The second time nothing waits.
+def test_parts_and_windows_equal_attention_over_all_keys(place, dtype, backend, limit, window, windows):
+    """A part of 512 keys has the first three chunks, one of 4,096 all; 448 and 128 stored tokens need several windows
+    of 64. The error is relative, by norms; in bf16 keys, values and weights are rounded. The second run must not
+    synchronise.
     """
     if backend == "flashinfer":
         pytest.importorskip("flashinfer")
     device = torch.device(place)
-    prefiller, table = made(device, dtype, backend, window)
+    prefiller, table = make_prefiller(device, dtype, backend, window)
     generator = torch.Generator().manual_seed(2)
     tokens = sum(stop - start for start, stop in CHUNKS)
     q = torch.randn(tokens, SHAPE.heads, SHAPE.nope + SHAPE.rope, generator=generator).to(device, dtype)
     rows = torch.randn(tokens, SHAPE.kv_width, generator=generator).to(device, dtype)
     chunks = [Chunk(None, slot, start, stop, samples=True) for slot, (start, stop) in enumerate(CHUNKS)]
-    attended(prefiller, prefiller.plan_chunks(chunks, table), q, rows)
-    with no_waiting(device):
+    run_attention(prefiller, prefiller.plan_chunks(chunks, table), q, rows)
+    with forbid_synchronisation(device):
         planned = prefiller.plan_chunks(chunks, table)
-        found = attended(prefiller, planned, q, rows)
+        found = run_attention(prefiller, planned, q, rows)
     assert [len(part.windows) for part in planned.parts] == windows
-    expected = truth(prefiller, q, rows)
+    expected = compute_expected(prefiller, q, rows)
     assert float((found - expected).norm() / expected.norm()) < limit

@@ -1,4 +1,4 @@
-"""What a prefill step takes on a GPU, against what the budget leaves for it."""
+"""Memory of a prefill step on a GPU, compared with the budget."""
 
 import pytest
 import torch
@@ -34,10 +34,9 @@ TOKENS, STORED, PAGE = 4096, 20480, 64
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["sdpa", "flashinfer"])
-def test_a_step_takes_no_more_than_its_formula_says(backend):
-    """4,096 tokens of one prompt behind 20,480 stored ones, in two windows; FlashInfer's workspaces are not counted.
-
-    Weights, pool and table are there before; the peak is of what is allocated from then on, prefill buffers included.
+def test_prefill_step_uses_no_more_memory_than_the_budget(backend):
+    """4,096 tokens of one prompt follow 20,480 stored ones, in two windows; FlashInfer's workspaces are not counted.
+    The peak is relative to the memory of weights, pool and table, and includes prefill buffers.
     """
     if backend == "flashinfer":
         pytest.importorskip("flashinfer")
@@ -56,9 +55,9 @@ def test_a_step_takes_no_more_than_its_formula_says(backend):
     for _ in range(2):
         planned = prefiller.plan_chunks([Chunk(None, 0, STORED, STORED + TOKENS, samples=True)], table)
         logits = model.run_step(inputs, None, planned)
-    taken = torch.cuda.max_memory_allocated() - before - workspaces
+    used = torch.cuda.max_memory_allocated() - before - workspaces
     assert logits.isfinite().all()
     assert [len(part.windows) for part in planned.parts] == [2]
-    said = memory.compute_prefill_bytes(SHAPE, ONE, TOKENS, dtype.itemsize)
-    assert taken <= said
-    assert taken >= 0.5 * said, "nor is it far less"
+    budget = memory.compute_prefill_bytes(SHAPE, ONE, TOKENS, dtype.itemsize)
+    assert used <= budget
+    assert used >= 0.5 * budget, "the budget is not far too large"

@@ -1,4 +1,4 @@
-"""A step with prompt chunks on a GPU that is only pretended: nothing waits for it, and kernels agree with the CPU."""
+"""A step with prompt chunks on a simulated GPU: no call synchronises, and results agree with the CPU."""
 
 import dataclasses
 
@@ -17,19 +17,19 @@ from dcpbench.serving.requests import Chunk
 from dcpbench.syncs.dry_run import DryRun, dry_run
 from tests.unit.engine_builder import alone, layers, shape_like_tiny
 
-SHAPE = shape_like_tiny(layers=2, first_dense=2)  # experts in fp32 are a reference that waits
+SHAPE = shape_like_tiny(layers=2, first_dense=2)  # without experts, as their reference in fp32 synchronises
 ONE = Layout(1)
 CHUNKS = [Chunk(None, 1, 8, 20, samples=True), Chunk(None, 2, 0, 3, samples=True), Chunk(None, 3, 4, 6, samples=True)]
-"""12 tokens behind 8 stored ones, a prompt of 3, and 2 behind 4."""
+"""12 tokens after 8 stored ones, a prompt of 3 tokens, and 2 tokens after 4."""
 WINDOWS = {6: [[6, 2], []], 12: [[]]}
-"""By their size: the first prompt by itself in two, the others in one call; or all of them."""
+"""Windows by their size: the first prompt has two of its own and the others share one call, or all share one."""
 ROWS = 17 + 3  # three are padding
 
 
 def step(device: torch.device, window: int, run: DryRun | None = None) -> torch.Tensor:
-    """Logits of the last token of each chunk; the prefixes are random rows."""
+    """Return the logits of the last token of each chunk; prefixes are random rows."""
     source = SyntheticSource(0, torch.float32, torch.device("cpu"))
-    weights = moved(load_weights(source, SHAPE, ONE, 0, layers(SHAPE)), device)
+    weights = move_to(load_weights(source, SHAPE, ONE, 0, layers(SHAPE)), device)
     kv = KvPool(SHAPE.layers, 40, 2, SHAPE.kv_width, torch.float32, device)
     generator = torch.Generator().manual_seed(0)
     kv.data.copy_(torch.randn(kv.data.shape, generator=generator))
@@ -48,38 +48,40 @@ def step(device: torch.device, window: int, run: DryRun | None = None) -> torch.
     return model.run_step(inputs, None, planned)
 
 
-def moved(node, device):
-    """Weights on a device."""
+def move_to(node, device):
+    """Return weights on a device."""
     if isinstance(node, torch.Tensor):
         return node.to(device)
     if isinstance(node, list):
-        return [moved(child, device) for child in node]
+        return [move_to(child, device) for child in node]
     if dataclasses.is_dataclass(node):
-        fields = {f.name: moved(getattr(node, f.name), device) for f in dataclasses.fields(node)}
+        fields = {f.name: move_to(getattr(node, f.name), device) for f in dataclasses.fields(node)}
         return dataclasses.replace(node, **fields)
     return node
 
 
 @pytest.fixture
 def run():
-    """A dry run around the test."""
+    """Record a dry run around the test."""
     with dry_run() as seen:
         yield seen
 
 
 @pytest.mark.parametrize("window", [6, 12])
-def test_neither_planning_nor_running_waits_and_logits_are_those_of_the_cpu(run, window):
-    """Kernels that fill tables, lay rows, decompress, rotate and merge run in Triton's interpreter, on the values of a GPU."""
+def test_step_never_synchronises_and_logits_equal_those_of_the_cpu(run, window):
+    """Kernels that fill tables, order rows, decompress, rotate and merge run in Triton's interpreter, on the values of
+    a GPU.
+    """
     found = step(torch.device("cuda", 0), window, run)
     assert [(sync.rule, sync.user) for sync in run.syncs] == []
     expected = step(torch.device("cpu"), window)
     assert (found.cpu() - expected).abs().max() < 1e-5
 
 
-def test_a_plan_for_flash_attention_does_not_wait(run):
+def test_plan_for_flash_attention_never_synchronises(run):
     spec = PrefillSpec(heads=2, width=192, value=128, scale=1.0, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     backend = make_prefill("sdpa", spec)
-    assert backend.value_width == 192, "it takes values no narrower than keys"
+    assert backend.value_width == 192, "flash attention requires values as wide as keys"
     run.syncs.clear()
     planned = backend.plan([3, 1], [5, 0], causal=False)
     assert [(sync.rule, sync.user) for sync in run.syncs] == []

@@ -1,4 +1,4 @@
-"""Published config.json files give the bytes of their checkpoints, and the models that are not planned are refused by name."""
+"""Published config.json files give the bytes of their checkpoints; models that are not planned are refused by name."""
 
 import json
 import math
@@ -170,26 +170,26 @@ PUBLISHED = {
     "GLM-5.2": (GLM_52, None, 1_506_700_000_000, "files on huggingface.co"),
     "MiniMax-M2.7": (MINIMAX, None, 230_200_000_000, "files on huggingface.co"),
 }  # fmt: skip
-"""Models with their config.json, modelopt's hf_quant_config.json, the bytes of the checkpoint, and what these are."""
+"""Models with their config.json, modelopt's hf_quant_config.json, the bytes of the checkpoint, and the source of the bytes."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_configuration_gives_the_bytes_of_its_checkpoint(name: str) -> None:
-    """Within 1 %: of files that are stated in GB, headers and layers that a checkpoint copies or leaves out are unknown."""
+def test_published_configuration_gives_the_bytes_of_its_checkpoint(name: str) -> None:
+    """Sizes stated in GB, file headers, and copied or omitted layers allow 1 %."""
     config, quantization, nbytes, _ = PUBLISHED[name]
     shape = from_config(config, Path(f"{name}.json"), quantization)
     assert memory.compute_checkpoint_bytes(shape) == pytest.approx(nbytes, rel=0.01)
 
 
-def test_sizes_of_which_every_byte_is_known() -> None:
-    """Qwen3-30B, Llama-3.1-70B and gpt-oss-120b have no tensors that are left out; a router's bias is counted in fp32."""
+def test_checkpoints_with_exact_sizes_agree_to_the_byte() -> None:
+    """Qwen3-30B, Llama-3.1-70B and gpt-oss-120b have no omitted tensors; the bias of a router is counted in fp32."""
     for name, biases in (("Llama-3.1-70B", 0), ("Qwen3-30B-A3B", 48 * 128 * 4), ("gpt-oss-120b", 36 * 128 * (4 - 2))):
         config, _, nbytes, _ = PUBLISHED[name]
         assert memory.compute_checkpoint_bytes(from_config(config, Path("config.json"))) - biases == nbytes
 
 
-def test_the_experts_of_kimi_k26_are_int4_and_nothing_else() -> None:
-    """60 · 384 · 3 · 7168 · 2048 numbers of half a byte, and 2 bytes for each 32 of them."""
+def test_only_experts_of_kimi_k26_are_int4() -> None:
+    """60 · 384 · 3 · 7168 · 2048 numbers have half a byte each, and 2 bytes for every 32 of them."""
     shape = from_config(K26, Path("kimi-k2.6.json"))
     experts = 60 * 384 * 3 * 7168 * 2048
     others = memory.compute_weight_bytes(shape, Layout(1), 2, 1, 60) - 2 * experts
@@ -197,7 +197,7 @@ def test_the_experts_of_kimi_k26_are_int4_and_nothing_else() -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str) -> str:
-    """What a command prints, which ends well."""
+    """Return the output of a command that exits with 0."""
     monkeypatch.setattr(sys, "argv", ["dcpbench", *words.split()])
     with pytest.raises(SystemExit) as end:
         cli.main()
@@ -205,13 +205,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wor
     return capsys.readouterr().out
 
 
-def test_kimi_k26_fits_on_8_h200_at_tp8_dcp8(
+def test_kimi_k26_fits_on_8_h200_with_tp8_dcp8(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank holds an eighth of each expert in int4 with its scales, 71.35 GB, and 4.84 GB in bf16.
-
-    These are eighths of shared experts, of a dense MLP and of the vocabulary; 8 heads; and q_a, kv_a, routers and norms. A public log
-    of vLLM with Kimi-K2.6 at tp8 on 8 H200 has `Model loading took 71.16 GiB`, with the vision encoder.
+    """A rank has an eighth of each expert in int4 with its scales, 71.35 GB, and 4.84 GB in bf16: eighths of shared
+    experts, of a dense MLP and of the vocabulary; 8 heads; and q_a, kv_a, routers and norms. A public log of vLLM with
+    Kimi-K2.6 at tp8 on 8 H200 has `Model loading took 71.16 GiB`, with the vision encoder.
     """
     (tmp_path / "config.json").write_text(json.dumps(K26))
     points = json.loads(
@@ -238,8 +237,8 @@ NASTY: list[object] = [None, True, False, 0, 1, 3, -1, 2**31, 10**400, 0.5, math
 
 @hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
 @hypothesis.given(data=st.data(), name=st.sampled_from(list(PUBLISHED)))
-def test_whatever_a_configuration_holds_is_sized_or_refused_in_a_sentence(data: st.DataObject, name: str) -> None:
-    """Huge, tiny and negative numbers, and no numbers at all, in any field: no other exception of shapes, plans and floors."""
+def test_any_configuration_is_sized_or_refused_with_a_short_message(data: st.DataObject, name: str) -> None:
+    """Any field may have huge, tiny, negative or non-numeric values; shapes, plans and floors raise no other exception."""
     config, quantization, _, _ = PUBLISHED[name]
     message = ""
     changes = data.draw(st.dictionaries(st.sampled_from(list(config)), st.sampled_from(NASTY), max_size=2))
@@ -254,12 +253,12 @@ def test_whatever_a_configuration_holds_is_sized_or_refused_in_a_sentence(data: 
             assert memory.compute_checkpoint_bytes(shape) > 0
     except DcpbenchError as e:
         message = str(e)
-    assert len(message) < 1200, "values of a file are cut where they are long"
+    assert len(message) < 1200, "long values of a file are truncated"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_each_is_run_or_planned_with_the_reason(name: str) -> None:
-    """Kimi-K2-Thinking and Kimi-K2.6 have experts in int4 and nothing else, which the engine computes with."""
+def test_each_model_is_run_or_planned_with_a_reason(name: str) -> None:
+    """The experts of Kimi-K2-Thinking and Kimi-K2.6 are in int4, which the engine computes with."""
     config, quantization, _, _ = PUBLISHED[name]
     shape = from_config(config, Path(f"{name}.json"), quantization)
     reasons = {
@@ -278,7 +277,7 @@ def test_each_is_run_or_planned_with_the_reason(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", NOT_PLANNED)
-def test_a_model_that_is_not_planned_is_refused_by_name(kind: str) -> None:
+def test_model_that_is_not_planned_is_refused_by_name(kind: str) -> None:
     """Kimi-K3's language model is nested, and its fields are not read."""
     with pytest.raises(ModelError, match=f"models with 'model_type' '{kind}' are neither planned nor run: .*attention"):
         from_config(V3 | {"model_type": kind, "text_config": V3}, Path("config.json"))
@@ -287,8 +286,10 @@ def test_a_model_that_is_not_planned_is_refused_by_name(kind: str) -> None:
 class TestSparseAttention:
     V32 = load_shape("deepseek-v3.2")
 
-    def test_a_token_has_a_key_of_the_indexer_in_every_layer(self) -> None:
-        """A row has 576 numbers of 2 bytes, or in fp8 512 + 4 scales · 4 + 64 · 2 bytes; a key 128 bytes and a scale of 4 in both."""
+    def test_kv_of_a_token_includes_a_key_of_the_indexer_per_layer(self) -> None:
+        """A row has 576 numbers of 2 bytes, or in fp8 512 + 4 scales · 4 + 64 · 2 bytes; a key has 128 bytes and a
+        scale of 4 in both.
+        """
         assert self.V32.compute_kv_bytes_per_token(2) == 61 * (1152 + 132)
         assert self.V32.compute_kv_bytes_per_token(1) == 61 * (656 + 132)
 
@@ -303,7 +304,7 @@ class TestSparseAttention:
         with pytest.raises(ModelError, match=r"'indexer_types' is .* for each of 78 layers"):
             from_config(GLM_52 | {"indexer_types": ["full"]}, Path("glm.json"))
 
-    def test_it_is_planned_and_not_measured(
+    def test_sparse_attention_is_planned_but_not_measured(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert "tp8·dcp8" in run(monkeypatch, capsys, "sweep --model deepseek-v3.2 --tp 8 --dry-run --gpu H200,count=8")
@@ -312,8 +313,10 @@ class TestSparseAttention:
             == "the engine attends to all tokens, and deepseek-v3.2 has sparse attention"
         )
 
-    def test_a_decode_scores_all_keys_and_attends_to_the_best(self) -> None:
-        """A decode over 10,000 tokens reads 132 bytes of each for 64 heads of 128 numbers, then 2,048 rows of 576 numbers for 128 heads of q and o."""
+    def test_decode_scores_all_keys_and_attends_to_the_best(self) -> None:
+        """A decode over 10,000 tokens reads 132 bytes of each for 64 heads of 128 numbers, then 2,048 rows of 576
+        numbers for 128 heads of q and o.
+        """
         step = StepRows(decodes=(10_000,), sampled=1, tokens=1)
         works = iter_phase_works(Sharding(shape=self.V32, layout=Layout(1), itemsize=2), step)
         found = [(times, work.memory_bytes, work.flops) for phase, times, work in works if phase == "attention"]

@@ -1,4 +1,4 @@
-"""Published gains of DCP as an outside test of recommend: the data, the arithmetic of misses, and the table of docs/recommend.md."""
+"""Published gains of DCP compared with forecasts: data, errors, and the table of docs/recommend.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: f"{e.source} {e.input_tokens} {e.concurrency or ''}")
-def test_an_entry_has_its_source_its_figure_and_its_conditions(entry: published.Entry) -> None:
+def test_entry_has_source_figure_and_conditions(entry: published.Entry) -> None:
     assert entry.url.startswith("https://github.com/")
     assert entry.read
     assert (entry.gain is None) != (entry.crossover is None)
@@ -30,20 +30,20 @@ def test_an_entry_has_its_source_its_figure_and_its_conditions(entry: published.
         assert entry.crossover[0] < entry.crossover[1]
 
 
-def test_each_forecast_is_stored_and_each_large_miss_explained() -> None:
+def test_each_forecast_is_stored_and_each_large_error_explained() -> None:
     for entry in ENTRIES:
         assert entry.factor is not None
         assert bool(entry.explanation) == (entry.factor > published.MAX_FACTOR), entry
 
 
 @pytest.mark.parametrize(
-    ("found", "low", "high", "factor"),
+    ("forecast", "low", "high", "factor"),
     [(1.2, 1.5, 1.5, 1.25), (1.5, 1.2, 1.2, 1.25), (10, 8, 16, 1), (2, 8, 16, 4), (32, 8, 16, 2), (1.05, 0, 1, 1.05)],
 )
-def test_a_miss_is_the_ratio_to_the_nearest_published_figure(
-    found: float, low: float, high: float, factor: float
+def test_error_is_the_ratio_to_the_nearest_published_figure(
+    forecast: float, low: float, high: float, factor: float
 ) -> None:
-    assert published.compute_factor(found, low, high) == pytest.approx(factor)
+    assert published.compute_factor(forecast, low, high) == pytest.approx(factor)
 
 
 @pytest.mark.parametrize(
@@ -56,19 +56,21 @@ def test_a_miss_is_the_ratio_to_the_nearest_published_figure(
         ([(1, 0.8), (2, 0.9)], None),
     ],
 )
-def test_a_crossover_lies_between_two_levels(ratios: list[tuple[int, float]], crossover: float | None) -> None:
+def test_crossover_is_interpolated_between_two_levels(ratios: list[tuple[int, float]], crossover: float | None) -> None:
     assert published.find_crossover(ratios) == (None if crossover is None else pytest.approx(crossover))
 
 
-def test_the_page_has_the_table() -> None:
-    """Cell by cell, without links: `python -m tools.published_crossovers` prints it."""
+def test_documentation_has_the_table() -> None:
+    """Cells are compared without links; `python -m tools.published_crossovers` prints the table."""
     text = LINK.sub(r"\1", PAGE.read_text(encoding="utf-8"))
     for line in published.format_table(ENTRIES):
         assert LINK.sub(r"\1", line) in text
 
 
-def test_stored_forecasts_are_those_of_recommend() -> None:
-    """One crossover, which has steps of decodes alone, and the load that is served fastest are computed here; the tool computes all of them."""
+def test_stored_forecasts_equal_those_of_recommend() -> None:
+    """Only one crossover, which has decode steps alone, and the smallest served load are computed here; the tool
+    computes all.
+    """
     crossover = next(entry for entry in ENTRIES if entry.crossover is not None)
     served = min((e for e in ENTRIES if e.gain is not None), key=lambda e: e.concurrency or 0)
     for entry in (crossover, served):

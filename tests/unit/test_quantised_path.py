@@ -1,6 +1,5 @@
-"""A step whose kernels quantise what they give, as on a GPU, against one that quantises in front of each product.
-
-Triton's interpreter runs both kinds; a GPU is not needed.
+"""Steps with kernels that quantise their output, as on a GPU, compared with quantisation before each product. Triton's
+interpreter runs both, so no GPU is needed.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ WHOLE = dataclasses.replace(  # widths that are multiples of 128, as kernels ove
 ROWS = 3
 
 
-def pieces(shape: ModelShape) -> list[torch.Tensor]:
-    """What each piece of a step leaves, with the residual behind it; all of it the same from call to call."""
+def run_pieces(shape: ModelShape) -> list[torch.Tensor]:
+    """Return the results of each piece of a step and the residual after it, which are the same in every call."""
     layout = Layout(1)
     weights = load_weights(SyntheticSource(0, torch.float32, CPU), shape, layout, 0, layers(shape), fp8=True)
     kv = KvPool(shape.layers, 64, 1, shape.kv_width, torch.float32, CPU)
@@ -49,17 +48,17 @@ def pieces(shape: ModelShape) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Kernels are chosen as where there is a GPU. Says of each product over scales who quantised its rows."""
+def choose_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Choose kernels as on a GPU, and record for each product with scales if its rows were quantised before."""
     if torch.cuda.is_available():
         pytest.skip("Triton's interpreter runs on machines without a GPU only")
-    seen: list[str] = []
+    quantised: list[str] = []
     plain_linear = linears.apply_linear
 
     def linear(x: torch.Tensor | Rows, weight: torch.Tensor | Scaled, out: torch.Tensor | None = None) -> torch.Tensor:
         if not isinstance(weight, Scaled):
             return plain_linear(x, weight, out)
-        seen.append("before" if isinstance(x, Rows) else "here")
+        quantised.append("before" if isinstance(x, Rows) else "here")
         return linears.compute_product(
             x.scaled if isinstance(x, Rows) else quantize_rows(x), weight, torch.float32, out=out
         )
@@ -72,24 +71,23 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(walked, "apply_linear", linear)
     monkeypatch.setattr(mla, "apply_linear", linear)
     monkeypatch.setattr(mla, "split_latent", split_latent)
-    return seen
+    return quantised
 
 
 @pytest.mark.parametrize("q_lora", [128, 256, None])
 @pytest.mark.parametrize("shared", [1, 0])
 @pytest.mark.sample(5)
-def test_a_step_computes_the_same_where_kernels_quantise_what_they_give(
-    q_lora: int | None, shared: int, on_a_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+def test_kernels_that_quantise_their_output_give_the_same_results(
+    q_lora: int | None, shared: int, choose_gpu_kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to the first routed layer to fp32's rounding; behind it experts' rows are rounded to bf16, once a layer.
-
-    Of a layer's products over scales o_proj alone quantises its rows itself.
+    """Results agree to fp32 rounding up to the first routed layer; after it, rows of experts are rounded to bf16 once
+    per layer. Among the products with scales of a layer, only o_proj quantises its rows itself.
     """
     shape = dataclasses.replace(WHOLE, q_lora=q_lora, shared_experts=shared)
-    found = pieces(shape)
-    here = on_a_gpu.count("here")
+    found = run_pieces(shape)
+    here = choose_gpu_kernels.count("here")
     monkeypatch.undo()
-    wanted = pieces(shape)
+    wanted = run_pieces(shape)
     exact = 3 * (shape.first_dense + 1)
     for number, (x, y) in enumerate(zip(found, wanted, strict=True)):
         error = float((x - y).double().norm() / y.double().norm())
@@ -97,4 +95,4 @@ def test_a_step_computes_the_same_where_kernels_quantise_what_they_give(
     assert here == shape.layers
     dense, routed = shape.first_dense, shape.layers - shape.first_dense
     latents = shape.layers * (2 if q_lora else 1)
-    assert on_a_gpu.count("before") == latents + 2 * dense + 2 * shared * routed
+    assert choose_gpu_kernels.count("before") == latents + 2 * dense + 2 * shared * routed

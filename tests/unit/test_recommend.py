@@ -1,4 +1,4 @@
-"""`dcpbench recommend`: estimates, what counts as ahead, scores, the command and what it says."""
+"""`dcpbench recommend`: estimates, the rule of what is ahead, scores, and the command."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ DECODED = ROOT / "results" / "decode_4xH200/decode-deepseek-v3-kimi-k2_4xH200_20
 
 
 def point(**given: object) -> Point:
-    """A decode point of DeepSeek-V3."""
-    usual = {
+    """Return a decode point of DeepSeek-V3."""
+    defaults = {
         "model": "deepseek-v3",
         "tp": 4,
         "ep": "1",
@@ -74,13 +74,13 @@ def point(**given: object) -> Point:
         "dtype": "bf16",
         "page_size": 64,
     }
-    return Point(**(usual | given))  # type: ignore[arg-type]
+    return Point(**(defaults | given))  # type: ignore[arg-type]
 
 
-def forecast(tok_s: float, source: str = ESTIMATED, wire: dict[str, float] | None = None, **of: object) -> Forecast:
-    """With a band of 10 %, and 4 % of ratios."""
+def forecast(tok_s: float, source: str = ESTIMATED, wire: dict[str, float] | None = None, **fields: object) -> Forecast:
+    """Return a forecast with a band of 10 %, and 4 % for ratios."""
     return Forecast(
-        point=point(**of),
+        point=point(**fields),
         source=source,
         whence="",
         tok_s=tok_s,
@@ -91,32 +91,31 @@ def forecast(tok_s: float, source: str = ESTIMATED, wire: dict[str, float] | Non
     )
 
 
-def test_the_fit_finds_what_steps_were_made_of() -> None:
-    """Steps of 3 µs a layer, a share of 0.5 of experts and 0.8 of attention: 3 · n, times 2 and 1.25.
-
-    None of them multiplied as long as its floor, so those that do have the same shares; so has attention over fp8.
+def test_fit_recovers_the_terms_of_steps() -> None:
+    """Steps take 3 µs per layer, 2 times the floor of experts and 1.25 times the floor of attention. No part is limited
+    by multiplication, so the multiplied parts get the same factors, and so does attention over fp8.
     """
     true = {"launch": 3.0, "experts": 2.0, "attention": 1.25}
-    seen = [
+    steps = [
         dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 61.0, "experts": experts, "attention": attention}
         for experts, attention in ((100.0, 10.0), (500.0, 40.0), (900.0, 800.0), (50.0, 300.0))
     ]
     fitted = recommend_check.fit_terms(
-        [(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in seen]
+        [(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in steps]
     )
     over_fp8 = ("attention over fp8", "attention over fp8, multiplied")
     others = {"experts, multiplied": 2.0, "attention, multiplied": 1.25} | dict.fromkeys(over_fp8, 1.25)
     assert {name: round(value, 6) for name, value in fitted.items() if value} == true | others
 
 
-def test_a_fit_takes_no_less_than_floors_and_is_the_best_of_all_such() -> None:
-    """Two terms that go together, of which one alone would be −2: it is 1, and the other takes the least squares."""
-    seen = [
+def test_fit_is_the_least_squares_solution_above_floors() -> None:
+    """One of two correlated terms alone would get the factor −2; it gets 1, and the other term gets the least squares."""
+    steps = [
         (dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 10.0, "experts": 10.0 + more}, 30.0 - 2 * more)
         for more in (0.0, 1.0, 3.0)
     ]
-    fitted = recommend_check.fit_terms(seen)
-    table = np.array([[terms["launch"] / us, terms["experts"] / us] for terms, us in seen])
+    fitted = recommend_check.fit_terms(steps)
+    table = np.array([[terms["launch"] / us, terms["experts"] / us] for terms, us in steps])
 
     def error(numbers: tuple[float, float]) -> float:
         return float(((table @ np.array(numbers) - 1) ** 2).sum())
@@ -127,22 +126,24 @@ def test_a_fit_takes_no_less_than_floors_and_is_the_best_of_all_such() -> None:
     assert error(found) <= min(map(error, grid))
 
 
-def test_attention_over_caches_of_two_precisions_has_shares_of_its_own() -> None:
-    """Over bf16 0.8 where it reads and 0.5 where it multiplies, over fp8 0.4 where it multiplies, and so where it reads."""
+def test_attention_is_fitted_separately_for_each_kv_precision() -> None:
+    """Factors over bf16 are 1.25 for reading and 2 for multiplication; over fp8 2.5 for multiplication, which also
+    applies to reading.
+    """
     true = {"launch": 1.0, "attention": 1.25, "attention, multiplied": 2.0, "attention over fp8, multiplied": 2.5}
-    seen = [
+    steps = [
         dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 61.0, name: us}
         for name, us in itertools.product(list(true)[1:], (50.0, 700.0))
     ]
     fitted = recommend_check.fit_terms(
-        [(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in seen]
+        [(terms, sum(true.get(name, 0) * us for name, us in terms.items())) for terms in steps]
     )
     assert {name: round(fitted[name], 6) for name in true} == true
     assert fitted["attention over fp8"] == pytest.approx(2.5)
 
 
-def test_a_part_that_was_multiplied_alone_is_read_with_the_same_share() -> None:
-    """The reverse of above; no part takes less than its floor, whatever would fit better."""
+def test_factor_of_multiplication_applies_to_reading_without_steps() -> None:
+    """No part takes less time than its floor, even if that fits better."""
     terms = dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 1.0, "linear, multiplied": 10.0}
     fitted = recommend_check.fit_terms([(terms, 26.0), (terms | {"linear, multiplied": 20.0}, 51.0)])
     assert (fitted["launch"], fitted["linear, multiplied"]) == (pytest.approx(1.0), pytest.approx(2.5))
@@ -151,22 +152,26 @@ def test_a_part_that_was_multiplied_alone_is_read_with_the_same_share() -> None:
     assert faster["linear, multiplied"] == 1.0
 
 
-def test_what_older_steps_take_beyond_is_told_from_what_all_take() -> None:
-    """Launches of 3 µs a layer, 2 more in steps of older kernels: the half of them that has the term says so, and no other is it."""
-    seen = [
+def test_extra_launches_of_older_steps_are_fitted_separately() -> None:
+    """Launches take 3 µs per layer, and 2 µs more in the half of the steps that ran with older kernels."""
+    steps = [
         (dict.fromkeys(estimate.TERMS, 0.0) | {"launch": 61.0, "experts": experts, "launch, older": older})
         for experts, older in ((100.0, 61.0), (500.0, 0.0), (900.0, 61.0), (50.0, 0.0))
     ]
-    found = [(terms, 3 * 61.0 + 2 * terms["launch, older"] + 1.5 * terms["experts"]) for terms in seen]
+    found = [(terms, 3 * 61.0 + 2 * terms["launch, older"] + 1.5 * terms["experts"]) for terms in steps]
     fitted = recommend_check.fit_terms(found, ["launch, older"])
     assert (fitted["launch"], fitted["launch, older"]) == (pytest.approx(3.0), pytest.approx(2.0))
     assert fitted["experts"] == pytest.approx(1.5)
     assert recommend_check.fit_terms(found)["launch"] > 3.1
 
 
-def of_steps(prompt: int = 0, exchange: str = "none", context: int = 4000, **of: object) -> dict[str, float]:
-    """Terms of a step of 8 requests of so many tokens, or of a prompt, of DeepSeek-V3 on H200."""
-    estimator = Estimator(point(**of, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms)
+def compute_step_terms(
+    prompt: int = 0, exchange: str = "none", context: int = 4000, **fields: object
+) -> dict[str, float]:
+    """Return the terms of a step of 8 requests of this context, or of a prompt, of DeepSeek-V3 on H200."""
+    estimator = Estimator(
+        point(**fields, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms
+    )
     rows = (
         StepRows(chunks=((prompt, 0),), sampled=1, tokens=prompt) if prompt else estimator.make_decode_rows(8, context)
     )
@@ -175,36 +180,44 @@ def of_steps(prompt: int = 0, exchange: str = "none", context: int = 4000, **of:
     return found
 
 
-def test_what_is_read_and_what_is_multiplied_are_told_apart() -> None:
-    """A decode step reads its experts and projections, a prompt of 8,192 tokens multiplies them; of 128 heads over fp8
-    attention multiplies, of 32 it reads.
+def test_terms_separate_reading_from_multiplication() -> None:
+    """A decode step reads its experts and projections, a prompt of 8,192 tokens multiplies them; over fp8 attention of
+    128 heads multiplies, of 32 heads it reads.
     """
-    decode, prompt = of_steps(weights_dtype="fp8"), of_steps(8192, weights_dtype="fp8")
+    decode, prompt = compute_step_terms(weights_dtype="fp8"), compute_step_terms(8192, weights_dtype="fp8")
     for part in ("experts", "linear"):
         assert decode[part] > 0 == decode[f"{part}, multiplied"]
         assert prompt[f"{part}, multiplied"] > 0
-    few, many = (of_steps(kv_dtype="fp8", context=128000, **more) for more in ({}, {"dcp": 4, "exchange": "symm"}))
+    few, many = (
+        compute_step_terms(kv_dtype="fp8", context=128000, **more) for more in ({}, {"dcp": 4, "exchange": "symm"})
+    )
     assert few["attention over fp8"] > 0 == few["attention over fp8, multiplied"]
     assert many["attention over fp8, multiplied"] > 0 == many["attention over fp8"]
     assert few["attention"] == few["attention, multiplied"] == 0 == decode["attention over fp8"] < decode["attention"]
 
 
-def test_launches_waits_and_calls_have_terms_of_their_own() -> None:
-    """61 layers; whole experts wait, fp8 takes more launches, exchanges are no other collectives."""
-    plain, fp8, whole = of_steps(ep="1"), of_steps(ep="1", weights_dtype="fp8"), of_steps(ep="tp")
+def test_launches_waits_and_collectives_are_separate_terms() -> None:
+    """The model has 61 layers; ranks with expert parallelism wait for each other, fp8 needs more launches, and
+    exchanges are separate from other collectives.
+    """
+    plain, fp8, whole = (
+        compute_step_terms(ep="1"),
+        compute_step_terms(ep="1", weights_dtype="fp8"),
+        compute_step_terms(ep="tp"),
+    )
     assert [each["launch"] for each in (plain, fp8, whole)] == [61, 61, 61]
     assert [each["quantising"] for each in (plain, fp8, whole)] == [0, 61, 0]
     assert [each["waiting"] > 0 for each in (plain, fp8, whole)] == [False, False, True]
-    with_dcp = of_steps(dcp=4, exchange="symm")
+    with_dcp = compute_step_terms(dcp=4, exchange="symm")
     assert plain["exchanges"] == 0 < with_dcp["exchanges"]
     assert plain["collectives"] == pytest.approx(with_dcp["collectives"])
     assert plain["collectives"] > 0
 
 
-def test_ranks_with_whole_experts_wait_for_the_one_that_reads_most_of_them() -> None:
-    """8 tokens of 8 experts hit 57 of 256, a rank 14.3 ± 3.3 of its 64: the largest of four ranks 3.5 more, in 58 layers.
-
-    An expert of V3 in bf16 is 88 MB, which 4.8 TB/s read in 18.4 µs. 1,024 tokens hit all of them, and nobody waits.
+def test_ranks_with_expert_parallelism_wait_for_the_slowest() -> None:
+    """8 tokens with 8 experts each hit 57 of 256, a rank 14.3 ± 3.3 of its 64; the largest of four ranks has 3.5 more,
+    in 58 layers. An expert of V3 in bf16 has 88 MB, which 4.8 TB/s read in 18.4 µs. 1,024 tokens hit all experts, so no
+    rank waits.
     """
     shape, rates = load_shape("deepseek-v3"), {"read": 4.8e12}
     whole = Sharding(shape=shape, layout=Layout(4), itemsize=2)
@@ -216,15 +229,19 @@ def test_ranks_with_whole_experts_wait_for_the_one_that_reads_most_of_them() -> 
     assert estimate.compute_waiting_us(dataclasses.replace(whole, ep=1), 8, rates) == 0
 
 
-def test_a_gpu_that_does_not_multiply_fp8_attends_to_it_at_the_rate_of_bf16() -> None:
-    """An A100 with an fp8 cache has floors, and estimates; with fp8 weights neither."""
+def test_attention_over_fp8_uses_the_bf16_rate_on_gpus_without_fp8() -> None:
+    """An A100 with an fp8 cache has floors and estimates; with fp8 weights it has neither."""
     machine = load_machine("A100")
-    of = Estimator(point(kv_dtype="fp8"), machine, estimate.load_published_steps().terms)
-    rows = of.make_decode_rows(8, 4000)
-    found = estimate.compute_terms(of.sharding, rows, of.rates, of.wire, "none")
+    estimator = Estimator(point(kv_dtype="fp8"), machine, estimate.load_published_steps().terms)
+    rows = estimator.make_decode_rows(8, 4000)
+    found = estimate.compute_terms(estimator.sharding, rows, estimator.rates, estimator.wire, "none")
     assert found is not None
     slower = estimate.compute_terms(
-        of.sharding, rows, of.rates | {"matmul_fp8": 2 * of.rates["matmul"]}, of.wire, "none"
+        estimator.sharding,
+        rows,
+        estimator.rates | {"matmul_fp8": 2 * estimator.rates["matmul"]},
+        estimator.wire,
+        "none",
     )
     assert slower is not None
     over_fp8 = ("attention over fp8", "attention over fp8, multiplied")
@@ -233,31 +250,33 @@ def test_a_gpu_that_does_not_multiply_fp8_attends_to_it_at_the_rate_of_bf16() ->
     assert estimate.compute_terms(fp8.sharding, rows, fp8.rates, fp8.wire, "none") is None
 
 
-def test_attention_dp_is_forecast_with_both_placements_of_experts(
+def test_attention_dp_is_forecast_with_both_expert_placements(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each is a row; a width that does not divide leaves no choice."""
-    asked = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 4000, None),))
-    (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
+    """Each placement is a row; an expert width that the ranks do not divide leaves only one."""
+    query = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 4000, None),))
+    (choice,), _ = advise.choose_layouts(query, advise.Evidence(), estimate.load_published_steps())
     rows = {row.layout: row.experts for row in answer_table.list_rows(choice)}
     assert (rows["tp4·dp4·ep1"], rows["tp4·dp4·ep4"]) == ("tensor parallel", "expert parallel")
     assert rows["tp4"] == "tensor parallel"
     assert answer_formats.format_placements([choice]).startswith(
         "Expert parallel (ep above 1) against tensor-parallel experts (ep1, the engines' default) in 3 pairs of layouts with attention data parallelism: "
     )
-    assert advise._list_placements(asked, Layout(4, 4)) == ["1", "tp"]
-    assert advise._list_placements(asked, Layout(4)) == ["1"]
+    assert advise._list_placements(query, Layout(4, 4)) == ["1", "tp"]
+    assert advise._list_placements(query, Layout(4)) == ["1"]
     odd = dataclasses.replace(load_shape("deepseek-v3"), moe_inter=2056, shared_experts=2)
     monkeypatch.setattr(advise, "load_shape", lambda _: odd)
-    assert advise._list_placements(asked, Layout(16, 16)) == ["tp"], "2,056 / 16 leaves 8"
-    assert Layout(16, 16) in advise._list_valid_layouts(asked, 16)
-    assert Layout(16) not in advise._list_valid_layouts(asked, 16)
+    assert advise._list_placements(query, Layout(16, 16)) == ["tp"], "2,056 / 16 leaves 8"
+    assert Layout(16, 16) in advise._list_valid_layouts(query, 16)
+    assert Layout(16) not in advise._list_valid_layouts(query, 16)
 
 
-def test_layouts_that_split_a_block_of_scales_are_refused_with_the_largest_that_does_not() -> None:
-    """2,048 over 32 ranks are 64 of a block of 128: of a tensor-parallel expert, and of the shared expert in every layout."""
-    asked = dataclasses.replace(ask("H200+rdma-400"), weights_dtype="fp8", loads=((64, 4000, None),), gpus=(32,))
-    (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
+def test_layout_that_splits_a_scale_block_is_refused_with_a_suggestion() -> None:
+    """2,048 / 32 ranks is 64, half of a block of 128, for a tensor-parallel expert and for the shared expert of every
+    layout.
+    """
+    query = dataclasses.replace(ask("H200+rdma-400"), weights_dtype="fp8", loads=((64, 4000, None),), gpus=(32,))
+    (choice,), _ = advise.choose_layouts(query, advise.Evidence(), estimate.load_published_steps())
     assert not choice.forecasts
     assert choice.refused["tp32"].reason == (
         "an expert (64 numbers) of deepseek-v3 on a rank ends inside a block of 128, and kernels take whole blocks; give "
@@ -265,13 +284,13 @@ def test_layouts_that_split_a_block_of_scales_are_refused_with_the_largest_that_
     )
     assert not choice.refused["tp32"].for_memory
     (wide,), _ = advise.choose_layouts(
-        dataclasses.replace(asked, weights_dtype="bf16"), advise.Evidence(), estimate.load_published_steps()
+        dataclasses.replace(query, weights_dtype="bf16"), advise.Evidence(), estimate.load_published_steps()
     )
     assert "tp32" in {f.who for f in wide.forecasts}
 
 
-def why_sweep_refuses(one: Point, probe: Probe) -> str:
-    """The message with which the planner of `sweep` refuses a point; empty if it takes it."""
+def get_sweep_refusal(one: Point, probe: Probe) -> str:
+    """Return the message with which the planner of `sweep` refuses a point, empty if it accepts the point."""
     try:
         validate.check_runnable(one, Settings(), load_shape(one.model), validate.Machine(probe=probe))
     except UsageError as e:
@@ -283,112 +302,120 @@ def why_sweep_refuses(one: Point, probe: Probe) -> str:
 @pytest.mark.parametrize("weights", ["fp8", "bf16"])
 def test_recommend_refuses_the_layouts_that_sweep_refuses(model: str, weights: str) -> None:
     """Every layout of up to 32 ranks is refused for the same reason; memory is not limited here."""
-    asked = dataclasses.replace(ask("H200+rdma-400"), model=model, weights_dtype=weights)
+    query = dataclasses.replace(ask("H200+rdma-400"), model=model, weights_dtype=weights)
     refused, accepted = 0, 0
     for tp in range(1, 33):
         probe = msgspec.structs.replace(make_planned_probe("H200", 8), count=tp, memory_bytes=1 << 44)
-        for layout in advise._list_valid_layouts(asked, tp):
-            for one in advise._make_points(asked, layout, 8, 4000, None):
-                found = advise.find_refusal(asked, one)
+        for layout in advise._list_valid_layouts(query, tp):
+            for one in advise._make_points(query, layout, 8, 4000, None):
+                found = advise.find_refusal(query, one)
                 reason = "" if found is None or found.for_memory else found.reason.partition("; give ")[0]
-                message = why_sweep_refuses(one, probe)
+                message = get_sweep_refusal(one, probe)
                 assert bool(message) == bool(reason), one.instance_name
                 assert f"{reason}; use " in message or not message
                 refused, accepted = refused + bool(message), accepted + (not message)
     assert accepted > 10 or (model, weights) == ("deepseek-v2-lite", "fp8"), (
-        "its dense MLP, 10,944 wide, has half a block"
+        "a dense MLP 10,944 wide ends inside a block"
     )
     assert refused > 0 or weights == "bf16"
 
 
-def test_more_requests_than_the_largest_graph_are_refused_as_sweep_refuses_them() -> None:
+def test_more_requests_than_the_largest_graph_are_refused() -> None:
     """A decode step of 513 requests has no graph with one replica, but has one with two."""
-    asked = dataclasses.replace(ask("H200"), weights_dtype="fp8", loads=((513, 100, None),), gpus=(8,))
-    (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
+    query = dataclasses.replace(ask("H200"), weights_dtype="fp8", loads=((513, 100, None),), gpus=(8,))
+    (choice,), _ = advise.choose_layouts(query, advise.Evidence(), estimate.load_published_steps())
     assert choice.refused["tp8"] == advise.Refusal(
         advise.TOO_MANY, "--concurrency 513 is more than tp8 takes, 512 requests (the largest CUDA graph)"
     )
     assert {f.point.dp for f in choice.forecasts} == {2, 4, 8}
 
 
-def test_a_gpu_without_fp8_is_refused_as_sweep_refuses_it() -> None:
-    """An A100 multiplies no e4m3, in any layout."""
-    asked = dataclasses.replace(ask("A100"), weights_dtype="fp8", loads=((8, 4000, None),))
-    (choice,), _ = advise.choose_layouts(asked, advise.Evidence(), estimate.load_published_steps())
+def test_fp8_weights_are_refused_on_a_gpu_without_fp8() -> None:
+    """An A100 cannot multiply e4m3, in any layout."""
+    query = dataclasses.replace(ask("A100"), weights_dtype="fp8", loads=((8, 4000, None),))
+    (choice,), _ = advise.choose_layouts(query, advise.Evidence(), estimate.load_published_steps())
     assert {one.reason for one in choice.refused.values()} == {
         "a GPU with fp8 is needed (compute capability 8.9 or later), and NVIDIA A100-SXM4-80GB has 8.0; give --weights-dtype bf16"
     }
 
 
 def test_padding_rows_go_through_the_experts() -> None:
-    """Six requests of each of four replicas run as eight: 32 rows, not 24, and take as long."""
-    of = Estimator(point(dp=4, ep="tp"), load_machine("H200"), estimate.load_published_steps().terms)
-    six, eight = (estimate.pad_step(of.make_decode_rows(n, 4000), 4) for n in (24, 32))
+    """Six requests on each of four replicas run as eight: 32 rows instead of 24, and take as long."""
+    estimator = Estimator(point(dp=4, ep="tp"), load_machine("H200"), estimate.load_published_steps().terms)
+    six, eight = (estimate.pad_step(estimator.make_decode_rows(n, 4000), 4) for n in (24, 32))
     assert six.tokens == eight.tokens == 32
     assert len(six.decodes) == 8
-    assert of.estimate_ms(of.make_decode_rows(24, 4000)) == pytest.approx(
-        of.estimate_ms(of.make_decode_rows(32, 4000)), rel=0.02
+    assert estimator.estimate_ms(estimator.make_decode_rows(24, 4000)) == pytest.approx(
+        estimator.estimate_ms(estimator.make_decode_rows(32, 4000)), rel=0.02
     )
 
 
-def test_calls_of_a_layout_are_those_of_its_groups() -> None:
-    """tp4·dcp4 has two all-reduces and an exchange, tp4·dp4 an all-gather and a reduce-scatter; tp1 none."""
+def test_layout_determines_the_kinds_of_collectives() -> None:
+    """tp4·dcp4 has two all-reduces and an exchange, tp4·dp4 an all-gather and a reduce-scatter, tp1 none."""
     machine, shape = load_machine("H200"), load_shape("deepseek-v3")
 
-    def kinds(**degrees: int) -> set[str]:
-        of = Estimator(point(**degrees, exchange="a2a"), machine, estimate.load_published_steps().terms)
-        assert of.sharding.shape == shape
-        return set(predict_calls(of.sharding, of.make_decode_rows(8, 4000), of.wire, "a2a"))
+    def list_kinds(**degrees: int) -> set[str]:
+        estimator = Estimator(point(**degrees, exchange="a2a"), machine, estimate.load_published_steps().terms)
+        assert estimator.sharding.shape == shape
+        return set(predict_calls(estimator.sharding, estimator.make_decode_rows(8, 4000), estimator.wire, "a2a"))
 
-    assert kinds(tp=4, dcp=4) == {"all-reduce", "a2a"}
-    assert kinds(tp=4, dp=4) == {"all-gather", "reduce-scatter"}
-    assert kinds(tp=1) == set()
+    assert list_kinds(tp=4, dcp=4) == {"all-reduce", "a2a"}
+    assert list_kinds(tp=4, dp=4) == {"all-gather", "reduce-scatter"}
+    assert list_kinds(tp=1) == set()
 
 
-def test_calls_receive_what_the_other_ranks_send_and_are_made_once_a_layer() -> None:
-    """Eight decode rows of V3, 7,168 numbers of 2 bytes, over 4 ranks: an all-reduce receives 2 · 3/4 of them, 172,032 bytes.
-
-    128 gathered heads of 8 requests, of which 3/4 come from others: 768 times 576 + 512 numbers of 2 bytes and an lse of 4;
-    by `ag_rs` outputs are fp32 and each rank has the lse of all.
+def test_collectives_have_the_bytes_of_other_ranks_once_per_layer() -> None:
+    """Eight decode rows of V3, 7,168 numbers of 2 bytes, over 4 ranks: an all-reduce receives 2 · 3/4 of them, 172,032
+    bytes. An a2a has 128 gathered heads of 8 requests, 3/4 of which come from other ranks: 768 times 576 + 512 numbers
+    of 2 bytes and an lse of 4. With `ag_rs`, outputs are fp32 and each rank has the lse of all.
     """
-    asked: list[tuple[object, ...]] = []
+    calls: list[tuple[object, ...]] = []
 
-    def seconds(*call: object) -> Seconds:
-        asked.append(call)
+    def record_call(*call: object) -> Seconds:
+        calls.append(call)
         return Seconds(mean=1.0, low=0.5, high=2.0)
 
-    def made(rows: int, exchange: str, **degrees: int) -> dict[str, Seconds]:
-        of = Estimator(point(**degrees, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms)
-        asked.clear()
-        known = SimpleNamespace(in_step=SimpleNamespace(predict_seconds=seconds))
+    def predict(rows: int, exchange: str, **degrees: int) -> dict[str, Seconds]:
+        estimator = Estimator(
+            point(**degrees, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms
+        )
+        calls.clear()
+        machine = SimpleNamespace(in_step=SimpleNamespace(predict_seconds=record_call))
         return predict_calls(
-            of.sharding, estimate.pad_step(of.make_decode_rows(rows, 4000), degrees.get("dp", 1)), known, exchange
+            estimator.sharding,
+            estimate.pad_step(estimator.make_decode_rows(rows, 4000), degrees.get("dp", 1)),
+            machine,
+            exchange,
         )
 
-    found = made(8, "a2a", tp=4, dcp=4)
-    assert asked == [("all-reduce", 4, 172_032, 1)] * 2 + [("a2a", 4, 768 * (1152 + 1024 + 4), 2)]
+    found = predict(8, "a2a", tp=4, dcp=4)
+    assert calls == [("all-reduce", 4, 172_032, 1)] * 2 + [("a2a", 4, 768 * (1152 + 1024 + 4), 2)]
     assert found["all-reduce"] == Seconds(mean=122.0, low=61.0, high=244.0)
     assert found["a2a"] == Seconds(mean=61.0, low=30.5, high=122.0)
-    made(8, "ag_rs", tp=4, dcp=4)
-    assert asked[-1] == ("ag_rs", 4, 768 * (1152 + 2048 + 16), 2)
-    made(8, "a2a", tp=4, dcp=2)
-    assert asked[-1] == ("a2a", 2, 8 * 64 // 2 * (1152 + 1024 + 4), 2)
-    made(32, "none", tp=4, dp=4)
-    assert asked == [(name, 4, 3 * 32 * 14_336 // 4, 1) for name in ("all-gather", "reduce-scatter")]
+    predict(8, "ag_rs", tp=4, dcp=4)
+    assert calls[-1] == ("ag_rs", 4, 768 * (1152 + 2048 + 16), 2)
+    predict(8, "a2a", tp=4, dcp=2)
+    assert calls[-1] == ("a2a", 2, 8 * 64 // 2 * (1152 + 1024 + 4), 2)
+    predict(32, "none", tp=4, dp=4)
+    assert calls == [(name, 4, 3 * 32 * 14_336 // 4, 1) for name in ("all-gather", "reduce-scatter")]
 
 
-def test_a_prefix_is_gathered_from_the_ranks_that_share_it() -> None:
-    """Half of 1,000 stored tokens, 1,152 bytes each, lie on the other of two ranks."""
-    of = Estimator(point(tp=2, dcp=2, exchange="a2a"), load_machine("H200"), estimate.load_published_steps().terms)
-    asked: list[tuple[object, ...]] = []
-    alone = SimpleNamespace(predict_seconds=lambda *call: asked.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
+def test_stored_prefix_is_gathered_from_the_other_ranks() -> None:
+    """Half of 1,000 stored tokens, 1,152 bytes each, are on the other of two ranks."""
+    estimator = Estimator(
+        point(tp=2, dcp=2, exchange="a2a"), load_machine("H200"), estimate.load_published_steps().terms
+    )
+    calls: list[tuple[object, ...]] = []
+    alone = SimpleNamespace(predict_seconds=lambda *call: calls.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
     known = SimpleNamespace(in_step=alone)
-    predict_calls(of.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
-    assert asked == [("all-reduce", 2, 72 * 14_336, 1)] * 2 + [("all-gather", 2, 576_000, 1)]
+    predict_calls(estimator.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
+    assert calls == [("all-reduce", 2, 72 * 14_336, 1)] * 2 + [("all-gather", 2, 576_000, 1)]
 
 
-def test_a_kind_of_call_errs_the_same_way_in_both_layouts() -> None:
-    """4 % of ratios, and what is left where both have 5 and 8 % of the same calls: 3 %; of different ones √(25 + 64)."""
+def test_errors_of_shared_collectives_cancel_in_a_ratio() -> None:
+    """The margin is 4 % for ratios, plus 8 − 5 = 3 % for the same kind of collective, or √(25 + 64) % for different
+    kinds.
+    """
     a = forecast(100, wire={"all-reduce": 0.05})
     assert choosing.compute_margin(a, forecast(90, wire={"all-reduce": 0.08})) == pytest.approx(0.07)
     assert choosing.compute_margin(a, forecast(90, wire={"a2a": 0.08})) == pytest.approx(
@@ -396,21 +423,21 @@ def test_a_kind_of_call_errs_the_same_way_in_both_layouts() -> None:
     )
 
 
-def test_an_estimate_is_undecided_against_a_record_within_both_bands() -> None:
-    """A lead of 15 % is less than 1.1 · 1.1 − 1 = 21 %; corrected by the record, the 4 % of ratios count."""
-    seen, guess = forecast(115, MEASURED), forecast(100)
-    assert not choosing.is_ahead(seen, guess)
-    assert choosing.is_ahead(dataclasses.replace(seen, low=115, high=115), apply_factor(guess, 1.0))
+def test_record_and_estimate_within_both_bands_are_undecided() -> None:
+    """A lead of 15 % is less than 1.1 · 1.1 − 1 = 21 %; an estimate corrected by records only has the 4 % of ratios."""
+    measured, estimated = forecast(115, MEASURED), forecast(100)
+    assert not choosing.is_ahead(measured, estimated)
+    assert choosing.is_ahead(dataclasses.replace(measured, low=115, high=115), apply_factor(estimated, 1.0))
 
 
-def test_a_price_is_of_all_gpus_of_a_layout() -> None:
-    """3.6 $ · 4 GPUs an hour at 1,000 tok/s: 14.4 / 3.6 million tokens, 4 $ a million."""
+def test_price_includes_all_gpus_of_a_layout() -> None:
+    """4 GPUs at $3.6 an hour and 1,000 tok/s: 14.4 / 3.6 million tokens is $4 per million."""
     mean, low, high = choosing.compute_price(3.6, forecast(1000))
     assert (round(mean, 6), low < mean < high) == (4.0, True)
 
 
-def test_a_score_counts_picks_within_three_percent_and_the_best_constant() -> None:
-    """Two loads: the first is picked 2 % behind the best, the second 20 %; always b is right in both."""
+def test_score_counts_picks_within_three_percent_and_the_best_constant() -> None:
+    """The pick is 2 % behind the best for the first load and 20 % for the second; always picking b is right for both."""
     found = Score(
         loads=[
             Load(name="x", measured={"a": 98, "b": 100}, forecast={"a": 2, "b": 1}),
@@ -421,7 +448,7 @@ def test_a_score_counts_picks_within_three_percent_and_the_best_constant() -> No
     assert [load.matters for load in found.loads] == [False, True]
 
 
-def test_published_decode_steps_are_picked_right_by_shares_of_the_other_model() -> None:
+def test_terms_of_the_other_model_pick_layouts_of_published_steps() -> None:
     """The picks are right for at least nine of ten loads on 4 × H200, and for more than the best constant answer."""
     found = compute_score(
         read_run(DECODED).records, load_machine("H200"), make_planned_probe("H200", 4), estimate.load_published_steps()
@@ -433,8 +460,8 @@ def test_published_decode_steps_are_picked_right_by_shares_of_the_other_model() 
     assert len(found.winners) >= 2
 
 
-def test_a_score_in_json_has_every_load(capsys: pytest.CaptureFixture[str]) -> None:
-    """With what was best and what would have been picked, as many of them right as the sentence says."""
+def test_score_in_json_has_every_load(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each load has its best layout and its pick, and as many picks are right as the total states."""
     code, out, _ = run(capsys, "--score", str(DECODED), "--json")
     found = json.loads(out)
     assert code == 0
@@ -443,8 +470,8 @@ def test_a_score_in_json_has_every_load(capsys: pytest.CaptureFixture[str]) -> N
     assert found["fitted_without"] == ["deepseek-v3", "kimi-k2"]
 
 
-def test_a_run_of_a_server_has_no_estimates_to_score(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its data types and page size are not known."""
+def test_run_of_a_server_cannot_be_scored(capsys: pytest.CaptureFixture[str]) -> None:
+    """Data types and page size of a server are unknown."""
     served = ROOT / "results" / "engines_H200" / "engines-vllm_2xH200_2026-11-28" / "run"
     code, _, err = run(capsys, "--score", str(served))
     assert code == 2
@@ -454,12 +481,12 @@ def test_a_run_of_a_server_has_no_estimates_to_score(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 @pytest.mark.parametrize("nnodes", [1, 2])
-def test_presets_use_documented_flags_alone(name: str, nnodes: int) -> None:
-    """Every flag stands in the engine's own list, and every value where that lists them."""
+def test_presets_use_only_documented_flags(name: str, nnodes: int) -> None:
+    """Every flag is in the engine's own list, and every value if the flag's values are listed."""
     listed = tomllib.loads((ROOT / "tests" / "data" / "engine_flags.toml").read_text())[name]
     assert listed["source"]
     layouts = [Layout(tp=8), Layout(tp=8, dcp=8), Layout(tp=8, dp=2, dcp=4), Layout(tp=8, dp=8)]
-    seen = set()
+    used = set()
     stripes = 64 if name == "vllm" else 1
     for layout in layouts:
         for exchange in ("ag_rs", "a2a"):
@@ -475,15 +502,15 @@ def test_presets_use_documented_flags_alone(name: str, nnodes: int) -> None:
                     weights="unknown",
                 )
                 words = PRESETS[name].make_command(of, {}, "m", 7, nnodes=nnodes)
-                seen |= {word for word in words if word.startswith("--")}
+                used |= {word for word in words if word.startswith("--")}
                 for flag, values in listed["values"].items():
                     assert flag not in words or words[words.index(flag) + 1] in values
-    assert seen <= set(listed["flags"])
-    assert "--dcp-comm-backend" in seen
+    assert used <= set(listed["flags"])
+    assert "--dcp-comm-backend" in used
 
 
 @pytest.mark.parametrize(
-    ("name", "of", "lacking"),
+    ("name", "changes", "lacking"),
     [
         ("vllm", {"exchange": "symm"}, ["--exchange symm"]),
         ("sglang", {"exchange": "ag_rs_registered"}, ["--exchange ag_rs_registered"]),
@@ -493,9 +520,11 @@ def test_presets_use_documented_flags_alone(name: str, nnodes: int) -> None:
         ("vllm", {"dcp": 1, "exchange": "none", "interleave": 64}, []),
     ],
 )
-def test_no_command_is_made_for_what_an_engine_cannot_run(name: str, of: dict[str, object], lacking: list[str]) -> None:
-    """Each part without a flag is named; a layout without DCP exchanges nothing."""
-    wanted = point(**({"tp": 8, "dcp": 8} | of))
+def test_options_without_an_engine_flag_raise_usage_error(
+    name: str, changes: dict[str, object], lacking: list[str]
+) -> None:
+    """Each option without a flag is named; a layout without DCP has no exchange."""
+    wanted = point(**({"tp": 8, "dcp": 8} | changes))
     assert PRESETS[name].find_lacking(wanted) == lacking
     if not lacking:
         assert PRESETS[name].make_command(wanted, {}, "m", 7)
@@ -504,10 +533,10 @@ def test_no_command_is_made_for_what_an_engine_cannot_run(name: str, of: dict[st
         PRESETS[name].make_command(wanted, {}, "m", 7)
 
 
-def test_an_exchange_that_an_engine_lacks_is_answered_with_the_nearest_and_its_own_forecast(
+def test_unsupported_exchange_gets_the_nearest_supported_layout(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With --exchange symm the best is one with symm; the nearest is what the same question says of the engine's exchanges."""
+    """The best layout uses symm; the nearest one has the forecast of a query for the engine's own exchanges."""
     words = ["--machine", "H200", "--context", "128000", "--concurrency", "32", "--json", "--exchange"]
     code, out, _ = run(capsys, *words, "symm")
     found = json.loads(out)
@@ -515,16 +544,16 @@ def test_an_exchange_that_an_engine_lacks_is_answered_with_the_nearest_and_its_o
     assert (code, best) == (0, "tp8·dp2·dcp4·ep1 (symm)")
     assert found["commands"][best] == {}
     _, out, _ = run(capsys, *words, "ag_rs,a2a")
-    theirs = {row["layout"]: row for row in json.loads(out)["loads"][0]["rows"]}
+    supported = {row["layout"]: row for row in json.loads(out)["loads"][0]["rows"]}
     for nearest in found["nearest"][best].values():
         assert nearest["lacks"] == ["--exchange symm"]
-        assert nearest["layout"]["output_tok_s"] == theirs[nearest["layout"]["layout"]]["output_tok_s"]
+        assert nearest["layout"]["output_tok_s"] == supported[nearest["layout"]["layout"]]["output_tok_s"]
         assert nearest["layout"]["layout"] == "tp8·dp2·dcp4·ep1 (a2a)"
         assert "--dcp-comm-backend a2a" in nearest["command"]
 
 
-def test_the_nearest_that_an_engine_can_run_is_a_record_before_an_estimate() -> None:
-    """The faster of two exchanges that ran is chosen, although no estimate of either was requested."""
+def test_nearest_layout_is_the_fastest_measured_one() -> None:
+    """The faster of two measured exchanges is chosen, although no estimate of either was requested."""
     best, slower, faster = (
         forecast(tok_s, MEASURED, tp=4, dcp=4, exchange=exchange)
         for tok_s, exchange in ((500, "symm"), (400, "ag_rs"), (450, "a2a"))
@@ -543,22 +572,24 @@ def test_the_nearest_that_an_engine_can_run_is_a_record_before_an_estimate() -> 
     start = answer_formats.Start(
         engine="vllm", lacking=["--exchange symm"], nearest=found, load=load.name, command="vllm serve"
     )
-    said = answer_formats.explain_start(start)
-    assert said.startswith("vLLM has no --exchange symm. The nearest that it can run is tp4·dcp4 (a2a), 450 tok/s")
+    explanation = answer_formats.explain_start(start)
+    assert explanation.startswith(
+        "vLLM has no --exchange symm. The nearest that it can run is tp4·dcp4 (a2a), 450 tok/s"
+    )
     unknown = answer_formats.Start(engine="vllm", lacking=["--exchange symm"])
     assert answer_formats.explain_start(unknown).endswith("there is no command for it.")
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """The command's exit code, and what it said."""
+    """Return the command's exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as ended:
         main(["recommend", *words])
     out, err = capsys.readouterr()
     return int(ended.value.code or 0), out, err
 
 
-def test_the_command_answers_with_a_band_costs_and_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is called measured; what does not fit says why; a folder gets the page."""
+def test_command_prints_bands_costs_and_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All rows are estimates, refused layouts have a reason, and -o gets the files."""
     words = "--machine H200 --context 32000 --concurrency 8,64 --price 3.6 --json -o"
     code, out, _ = run(capsys, *words.split(), str(tmp_path))
     found = json.loads(out)
@@ -578,14 +609,27 @@ def test_the_command_answers_with_a_band_costs_and_commands(tmp_path: Path, caps
     assert run(capsys, *words.split(), str(tmp_path))[0] == 2
 
 
-def test_records_stand_before_estimates_and_set_them_right(capsys: pytest.CaptureFixture[str]) -> None:
-    """tp4 as measured, tp4·dp2, which nobody ran, as an estimate; records of another GPU are left out and named."""
-    asked = ["--gpus", "4", "--weights-dtype", "bf16", "--cycled", "--context", "4000", "--concurrency", "32", "--json"]
-    code, out, _ = run(capsys, "--machine", "H200", *asked, str(DECODED))
+def test_records_replace_and_correct_estimates(capsys: pytest.CaptureFixture[str]) -> None:
+    """tp4 is measured, and tp4·dp2, which has no record, is a corrected estimate; records of another GPU are left out
+    and named.
+    """
+    options = [
+        "--gpus",
+        "4",
+        "--weights-dtype",
+        "bf16",
+        "--cycled",
+        "--context",
+        "4000",
+        "--concurrency",
+        "32",
+        "--json",
+    ]
+    code, out, _ = run(capsys, "--machine", "H200", *options, str(DECODED))
     layouts = {
         layout["layout"].partition(" ")[0].partition("·ep")[0]: layout for layout in json.loads(out)["loads"][0]["rows"]
     }
-    assert layouts["tp4"]["layout"] == "tp4 (ep4)", "those records are of expert parallel"
+    assert layouts["tp4"]["layout"] == "tp4 (ep4)", "the records ran with expert parallelism"
     tp4 = next(
         r
         for r in read_run(DECODED).records
@@ -596,23 +640,25 @@ def test_records_stand_before_estimates_and_set_them_right(capsys: pytest.Captur
     assert (code, layouts["tp4"]["source"]) == (0, "measured")
     assert layouts["tp4"]["output_tok_s"]["mean"] == tp4.metrics.output_tok_s.median
     assert "corrected by records" in layouts["tp4·dp2"]["whence"]
-    _, out, _ = run(capsys, "--machine", "H20", *asked, str(DECODED))
+    _, out, _ = run(capsys, "--machine", "H20", *options, str(DECODED))
     found = json.loads(out)
     assert {layout["source"] for layout in found["loads"][0]["rows"]} == {"estimated"}
     assert any("not on NVIDIA H20" in text for text in found["unknown"])
-    asked[asked.index("4000")] = "777"
-    _, out, _ = run(capsys, "--machine", "H200", *asked, str(DECODED))
+    options[options.index("4000")] = "777"
+    _, out, _ = run(capsys, "--machine", "H200", *options, str(DECODED))
     assert any(text.startswith(f"{DECODED}: no figure is from it") for text in json.loads(out)["unknown"])
 
 
-def test_a_run_on_a_cpu_is_left_out_with_what_to_type_instead() -> None:
-    """It is left out although its model is not the one of the query; a run in which all points failed is named, too."""
+def test_cpu_records_are_left_out_with_a_suggested_command() -> None:
+    """CPU records are left out although their model is not the one of the query; a run without finished points is
+    named, too.
+    """
     run = read_run(DECODED)
     first = next(r for r in run.records if r.outcome == "ok")
     tiny = msgspec.structs.replace(first, warnings=["cpu"], point=msgspec.structs.replace(first.point, model="tiny"))
-    asked = dataclasses.replace(ask("H200"), loads=((8, 4000, None), (32, 4000, None)), kv_memory="40 GB")
+    query = dataclasses.replace(ask("H200"), loads=((8, 4000, None), (32, 4000, None)), kv_memory="40 GB")
     found, (note,) = advise._select_records(
-        asked, advise.Evidence(runs=[dataclasses.replace(run, records=[tiny, tiny])])
+        query, advise.Evidence(runs=[dataclasses.replace(run, records=[tiny, tiny])])
     )
     assert found == []
     assert note.startswith("Left out: 2 records run on a CPU, and CPU times do not count; on NVIDIA H200 run ")
@@ -640,59 +686,62 @@ def ask(machine: str) -> advise.Query:
     )
 
 
-def test_what_is_at_work_is_told_and_said_on_stderr(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each layout of each load, and of a score each load; nothing of it on stdout, which scripts read."""
-    told: list[str] = []
+def test_progress_is_reported_on_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress names each layout of each load, or each load of a score; stdout, which scripts read, has none of it."""
+    messages: list[str] = []
     loads = ((8, 4000, None), (32, 4000, None))
     advise.choose_layouts(
-        dataclasses.replace(ask("H200"), loads=loads), advise.Evidence(), estimate.load_published_steps(), told.append
+        dataclasses.replace(ask("H200"), loads=loads),
+        advise.Evidence(),
+        estimate.load_published_steps(),
+        messages.append,
     )
-    assert told[0] == "8 × 4,000 tokens: tp4"
-    assert [text.partition(" tokens")[0] for text in told if " tokens: " in text] == ["8 × 4,000"] * 9 + [
+    assert messages[0] == "8 × 4,000 tokens: tp4"
+    assert [text.partition(" tokens")[0] for text in messages if " tokens: " in text] == ["8 × 4,000"] * 9 + [
         "32 × 4,000"
     ] * 9
     hours = itertools.count(step=3600)
     monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(hours)))
-    asked = "--machine H200 --gpus 4 --weights-dtype bf16 --cycled --context 4000"
-    _, out, err = run(capsys, *asked.split())
+    options = "--machine H200 --gpus 4 --weights-dtype bf16 --cycled --context 4000"
+    _, out, err = run(capsys, *options.split())
     assert "32 × 4,000 tokens: tp4" in err
     assert "32 × 4,000 tokens: tp4" not in out
     _, _, err = run(capsys, "--score", str(DECODED))
     assert "load 18 of 18, kimi-k2" in err
 
 
-def test_emulated_points_count_for_the_machine_that_they_stand_for() -> None:
-    """As emulated, never as measured; over two hosts only with the same link."""
+def test_emulated_points_count_for_the_emulated_machine() -> None:
+    """Such points count as emulated, never as measured, and over two hosts only with the same link."""
     run = read_run(DECODED)
     first = next(r for r in run.records if r.outcome == "ok")
 
-    def known(emulate: str, tp: int = 4) -> advise.Evidence:
-        of = msgspec.structs.replace(first.point, emulate=emulate, tp=tp)
-        return advise.Evidence(runs=[dataclasses.replace(run, records=[msgspec.structs.replace(first, point=of)])])
+    def make_evidence(emulate: str, tp: int = 4) -> advise.Evidence:
+        emulated = msgspec.structs.replace(first.point, emulate=emulate, tp=tp)
+        return advise.Evidence(
+            runs=[dataclasses.replace(run, records=[msgspec.structs.replace(first, point=emulated)])]
+        )
 
-    ((record, name),), _ = advise._select_records(ask("H200+rdma-400"), known("H200"))
+    ((record, name),), _ = advise._select_records(ask("H200+rdma-400"), make_evidence("H200"))
     assert from_record(record, name).source == EMULATED
-    assert advise._select_records(ask("H200+rdma-400"), known("H200", tp=16))[0] == []
-    assert advise._select_records(ask("H20"), known("H200"))[0] == []
+    assert advise._select_records(ask("H200+rdma-400"), make_evidence("H200", tp=16))[0] == []
+    assert advise._select_records(ask("H20"), make_evidence("H200"))[0] == []
 
 
-def test_served_records_count_only_with_the_kv_memory_that_is_asked_for() -> None:
-    """How much KV there is decides who waits: points at 8 GiB say nothing of a whole GPU."""
+def test_served_records_count_only_with_the_same_kv_memory() -> None:
+    """KV memory decides which requests wait, so points with 8 GiB do not apply to a whole GPU."""
     run = read_run(ROOT / "results" / "serving_4xH200/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
-    asked = ask("H200")
-    none, notes = advise._select_records(asked, advise.Evidence(runs=[run]))
-    assert none == []
+    query = ask("H200")
+    other, notes = advise._select_records(query, advise.Evidence(runs=[run]))
+    assert other == []
     assert "with 8 GiB of KV on each GPU, not all that was left (--kv-memory)" in notes[0]
-    same, _ = advise._select_records(dataclasses.replace(asked, kv_memory="8GiB"), advise.Evidence(runs=[run]))
+    same, _ = advise._select_records(dataclasses.replace(query, kv_memory="8GiB"), advise.Evidence(runs=[run]))
     assert len(same) == len([r for r in run.records if r.outcome == "ok"]) > 0
 
 
-def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    """With latencies, against an SLO that nothing meets."""
-    asked = "--machine H200 --concurrency 2 --input-tokens 2000 --output-tokens 16 --slo itl=1 --json"
-    code, out, _ = run(capsys, *asked.split())
+def test_served_load_is_replayed_with_estimated_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """The rows have latencies; no layout meets the SLO."""
+    options = "--machine H200 --concurrency 2 --input-tokens 2000 --output-tokens 16 --slo itl=1 --json"
+    code, out, _ = run(capsys, *options.split())
     load = json.loads(out)["loads"][0]
     assert code == 0
     assert not load["meets_slo"]
@@ -700,12 +749,10 @@ def test_a_served_load_is_replayed_by_estimated_steps(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("kv_memory", "by_capacity"), [("1GiB", True), ("40GiB", False)])
-def test_the_gain_of_dcp_is_split_by_cause(
-    capsys: pytest.CaptureFixture[str], kv_memory: str, by_capacity: bool
-) -> None:
-    """1 GiB of KV per GPU holds three requests of 4,200 tokens without DCP; 40 GiB hold all. The output has the sentence, too."""
-    asked = f"--machine H200 --gpus 8 --concurrency 8 --input-tokens 4000 --output-tokens 200 --kv-memory {kv_memory} --json"
-    code, out, _ = run(capsys, *asked.split())
+def test_gain_of_dcp_is_split_by_cause(capsys: pytest.CaptureFixture[str], kv_memory: str, by_capacity: bool) -> None:
+    """1 GiB of KV per GPU holds three requests of 4,200 tokens without DCP; 40 GiB hold all requests."""
+    options = f"--machine H200 --gpus 8 --concurrency 8 --input-tokens 4000 --output-tokens 200 --kv-memory {kv_memory} --json"
+    code, out, _ = run(capsys, *options.split())
     found = json.loads(out)
     gain = found["loads"][0]["gain_by_cause"]
     parts = {tuple(part["causes"]): part["difference"] for part in gain["parts"]}
@@ -716,15 +763,15 @@ def test_the_gain_of_dcp_is_split_by_cause(
     assert any(text.startswith(f"{gain['layout']['layout']} against ") for text in found["details"])
 
 
-def test_no_gain_is_split_without_a_baseline_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    """Kimi-K2 on H20 does not fit; decode steps alone are not served."""
-    for asked in ("--model kimi-k2 --machine H20 --gpus 8", "--machine H200 --gpus 8 --context 4000"):
-        _, out, _ = run(capsys, *asked.split(), "--concurrency", "8", "--json")
+def test_gain_is_not_split_without_a_served_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+    """Kimi-K2 does not fit on 8 H20, and decode steps alone are not served."""
+    for options in ("--model kimi-k2 --machine H20 --gpus 8", "--machine H200 --gpus 8 --context 4000"):
+        _, out, _ = run(capsys, *options.split(), "--concurrency", "8", "--json")
         assert json.loads(out)["loads"][0]["gain_by_cause"] is None
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("", "--machine H200"),
         ("--machine nope", "is no machine that is known"),
@@ -764,24 +811,23 @@ def test_no_gain_is_split_without_a_baseline_that_fits(capsys: pytest.CaptureFix
         ),
     ],
 )
-def test_mistakes_are_sentences(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Naming the option."""
+def test_invalid_options_are_named_in_the_error(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, *words.split())
-    assert (code, said in err, "Traceback" in err) == (2, True, False)
+    assert (code, message in err, "Traceback" in err) == (2, True, False)
 
 
-def test_a_machine_file_that_lacks_a_field_or_a_call_names_it(
+def test_missing_field_or_collective_of_a_machine_file_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file without `gpu` is refused; one without all-gather refuses the layouts that need it, and no other."""
+    """A file without `gpu` is refused; a file without all-gather refuses only the layouts that need it."""
     partial = tmp_path / "m.toml"
     partial.write_text('name = "ours"\n')
-    asked = ["--context", "4000", "--concurrency", "8", "--json"]
-    code, _, err = run(capsys, "--machine", str(partial), *asked)
+    options = ["--context", "4000", "--concurrency", "8", "--json"]
+    code, _, err = run(capsys, "--machine", str(partial), *options)
     assert (code, "`gpu`" in err) == (2, True)
     calls = "".join(f"    [{ranks}, 1, 100000, 20.0],\n" for ranks in (2, 8))
     partial.write_text(f'name = "ours"\ngpu = "H200"\n[calls]\nall-reduce = [\n{calls}]\n')
-    code, out, _ = run(capsys, "--machine", str(partial), *asked)
+    code, out, _ = run(capsys, "--machine", str(partial), *options)
     load = json.loads(out)["loads"][0]
     assert code == 0
     reasons = {row["layout"]: row["reason"] for row in load["rows"]}
@@ -804,8 +850,10 @@ def test_a_machine_file_that_lacks_a_field_or_a_call_names_it(
     ],
 )
 @pytest.mark.sample(3)
-def test_where_nothing_fits_each_advice_works_when_it_is_typed(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every option that the sentence gives, put in the place of what was typed, has an answer; one load more has none."""
+def test_advice_gives_an_answer_if_nothing_fits(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every suggested option gives an answer when it replaces the one given; a concurrency above a suggested maximum
+    gives none.
+    """
     code, out, _ = run(capsys, *words.split())
     assert code == 3
     _, given, advice = out.partition("\n")[0].partition("; give ")
@@ -814,26 +862,28 @@ def test_where_nothing_fits_each_advice_works_when_it_is_typed(words: str, capsy
         advice.removesuffix(".").replace(" to compare layouts that hold only part of the layers", "").split(", ")
     ):
         for option in one.split(" or "):
-            code, out, _ = run(capsys, *retyped(words, option))
+            code, out, _ = run(capsys, *apply_advice(words, option))
             assert code == 0, (option, out)
             if " up to " in option:
                 name, _, most = option.partition(" up to ")
-                assert run(capsys, *retyped(words, f"{name} up to {int(most) + 1}"))[0] == 3, option
+                assert run(capsys, *apply_advice(words, f"{name} up to {int(most) + 1}"))[0] == 3, option
 
 
-def retyped(words: str, advice: str) -> list[str]:
-    """The command with an advice: `--gpus 16`, `--concurrency up to 9`, `--cycled`, `no --kv-memory`, or one `with` another."""
-    typed = words.split()
+def apply_advice(words: str, advice: str) -> list[str]:
+    """Return the command with an advice applied: `--gpus 16`, `--concurrency up to 9`, `--cycled`, `no --kv-memory`, or
+    one `with` another.
+    """
+    command = words.split()
     for part in advice.replace("up to ", "").split(" with "):
         for name, value in re.findall(r"(--[a-z-]+) ?([^-\s]\S*)?", part):
-            if name in typed:
-                at = typed.index(name)
-                del typed[at : at + 2]
-            typed += [] if part.startswith("no ") else [name, *filter(None, [value])]
-    return typed
+            if name in command:
+                at = command.index(name)
+                del command[at : at + 2]
+            command += [] if part.startswith("no ") else [name, *filter(None, [value])]
+    return command
 
 
-def test_where_nothing_fits_a_label_is_said_once() -> None:
+def test_refusal_names_the_layout_once_if_nothing_fits() -> None:
     """Nothing is suggested for layouts that fit and have no forecast."""
     large = advise.Refusal(advise.LACKS_MEMORY, "its weights are large")
     small = dataclasses.replace(choice(), refused={"tp8": large}, instead=["--x"])
@@ -847,10 +897,10 @@ def test_where_nothing_fits_a_label_is_said_once() -> None:
     )
 
 
-def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
+def test_kv_memory_too_small_for_a_step_is_refused_like_in_sweep(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In the same words, and the command that measures the others has the same pool."""
+    """The messages are the same, and the command that measures other layouts has the same KV memory."""
     words = "--machine H200 --gpus 8 --context 32000 --concurrency 32 --kv-memory 8.6GiB --json"
     code, out, _ = run(capsys, *words.split())
     found = json.loads(out)
@@ -860,29 +910,31 @@ def test_a_pool_that_is_too_small_for_a_step_refuses_a_layout_as_sweep_does(
     fits = {row["layout"].partition(" ")[0].partition("·ep")[0] for row in load["rows"] if row["fits"]}
     settings = dataclasses.replace(ask("H200"), kv_memory="8.6GiB").settings
     for layout in list_valid_layouts(load_shape("deepseek-v3"), 8):
-        of = point(tp=8, dp=layout.dp, dcp=layout.dcp, context=32000, weights_dtype="fp8")
-        shortage = find_shortage(of, settings, load_shape("deepseek-v3"), make_planned_probe("H200", 8))
+        planned = point(tp=8, dp=layout.dp, dcp=layout.dcp, context=32000, weights_dtype="fp8")
+        shortage = find_shortage(planned, settings, load_shape("deepseek-v3"), make_planned_probe("H200", 8))
         assert (str(layout) in fits) == (shortage is None)
-        for who in [f"{layout}·ep1", f"{layout}·ep8"] if layout.dp > 1 else [str(layout)]:
-            assert refused.get(who) == (shortage.problem if shortage else None)
+        for name in [f"{layout}·ep1", f"{layout}·ep8"] if layout.dp > 1 else [str(layout)]:
+            assert refused.get(name) == (shortage.problem if shortage else None)
     assert len(fits) > 1
     assert refused["tp8"].startswith("--kv-memory holds 8.5 GiB")
     assert any("--kv-memory 8.6GiB --emulate H200" in text for text in found["unknown"])
     assert any("SGLang and vLLM do not include --kv-memory" in text for text in found["unknown"])
 
 
-def test_the_default_load_has_a_long_context() -> None:
-    """32 clients of 32,000 tokens, at which capacity matters; steps as in serve, and clients that do not run in lock-step."""
-    of_serve = get_serve_defaults(Probe(device="cuda", count=8, name="NVIDIA H200"))
+def test_default_load_has_a_long_context() -> None:
+    """32 clients have 32,000 tokens each, so that capacity matters; the chunk is that of serve, and clients do not run
+    in lock-step.
+    """
+    serve_defaults = get_serve_defaults(Probe(device="cuda", count=8, name="NVIDIA H200"))
     ((requests, context, served),) = command._make_loads(command.Wanted(), load_shape("deepseek-v3").max_position)
     assert served is not None
-    assert (requests, served.input_tokens, served.chunk) == (32, "32000", *of_serve["chunk"])
+    assert (requests, served.input_tokens, served.chunk) == (32, "32000", *serve_defaults["chunk"])
     assert not is_lock_step(served, requests)
     assert context == compute_extent(served).longest
 
 
-def test_decode_steps_take_no_option_of_served_loads(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each is refused though it would be the default, and named."""
+def test_options_of_served_loads_are_refused_for_decode_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """Options are refused even with their default value."""
     for option, value in (
         ("--input-tokens", "4000"),
         ("--output-tokens", ANSWERS),
@@ -897,52 +949,56 @@ def test_decode_steps_take_no_option_of_served_loads(capsys: pytest.CaptureFixtu
     assert (code, "leave out --context, or --input-tokens and --prefill." in err) == (2, True)
 
 
-def test_what_is_not_known_meets_no_objective() -> None:
+def test_unknown_latency_misses_its_objective() -> None:
     """An unknown latency is given no figure."""
     known = dataclasses.replace(forecast(100), itl_ms=Percentiles(p50=20.0))
     assert known.list_missed({"itl": 30.0}) == []
     assert known.list_missed({"itl": 10.0, "ttft": 1e9}) == ["ITL p50 20 ms", "TTFT, which is not known"]
 
 
-def test_no_figure_is_told_closer_than_launches_differ() -> None:
-    """A record whose samples scatter by 0.1 % has the 2 % of another launch, in the table, the price and JSON; a wider band stays."""
-    seen = dataclasses.replace(forecast(1000, MEASURED), low=999.0, high=1001.0)
+def test_bands_are_at_least_as_wide_as_launches_differ() -> None:
+    """A record with samples that scatter by 0.1 % gets the 2 % between launches in the table, the price and JSON; a
+    wider band is kept.
+    """
+    measured = dataclasses.replace(forecast(1000, MEASURED), low=999.0, high=1001.0)
     low, high = 1000 / (1 + REPEATS_AGREE_WITHIN), 1000 * (1 + REPEATS_AGREE_WITHIN)
-    assert seen.band == (low, high)
+    assert measured.band == (low, high)
     assert forecast(1000).band == (forecast(1000).low, forecast(1000).high)
     priced = dataclasses.replace(ask("H200"), price=3.6)
-    one = dataclasses.replace(choice(1000), forecasts=[seen])
-    assert choosing.compute_price(3.6, seen) == pytest.approx(
+    one = dataclasses.replace(choice(1000), forecasts=[measured])
+    assert choosing.compute_price(3.6, measured) == pytest.approx(
         (4.0, 4.0 / (1 + REPEATS_AGREE_WITHIN), 4.0 * (1 + REPEATS_AGREE_WITHIN))
     )
     assert format_rows(priced, one)[0]["tok/s"] == "1,000 [980–1,020]"
     found = answer_formats.convert_to_json(priced, [one], [], estimate.load_published_steps(), {}, {})
-    told = found["loads"][0]["rows"][0]["output_tok_s"]
-    assert told == {"mean": 1000, "low": low, "high": high}
-    assert choosing.compute_margin(seen, seen) == REPEATS_AGREE_WITHIN
+    band = found["loads"][0]["rows"][0]["output_tok_s"]
+    assert band == {"mean": 1000, "low": low, "high": high}
+    assert choosing.compute_margin(measured, measured) == REPEATS_AGREE_WITHIN
 
 
-def test_the_picture_names_layouts_as_the_table_does_and_marks_what_was_not_measured(
+def test_picture_marks_estimates_and_names_layouts_like_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two exchanges of one layout have two marks of one colour; estimates are hollow and dashed, replays hollow."""
-    drawn: list[Figure] = []
-    monkeypatch.setattr("dcpbench.show.figure_style.save_figure", lambda figure, *_: drawn.append(figure))
+    """Two exchanges of one layout have the same colour and different markers; estimates are hollow and dashed, replays
+    hollow.
+    """
+    figures: list[Figure] = []
+    monkeypatch.setattr("dcpbench.show.figure_style.save_figure", lambda figure, *_: figures.append(figure))
     loads = [
         [forecast(800, MEASURED), forecast(700, dcp=4, exchange="a2a"), forecast(500, "replayed", dp=2, ep="1")],
         [forecast(900, MEASURED), forecast(800, dcp=4, exchange="symm"), forecast(600, dp=2, ep="1")],
         [forecast(950, MEASURED), forecast(850, dcp=4, exchange="symm")],
     ]
     choices = [
-        dataclasses.replace(choice(), requests=str(n), concurrency=n, forecasts=of)
-        for n, of in zip((8, 16, 32), loads, strict=True)
+        dataclasses.replace(choice(), requests=str(n), concurrency=n, forecasts=forecasts)
+        for n, forecasts in zip((8, 16, 32), loads, strict=True)
     ]
     answer_formats.draw_picture(ask("H200"), choices, tmp_path / "x.png")
-    (figure,) = drawn
-    signs = {str(sign.get_label()): sign for sign in figure.legends[0].legend_handles}
-    named = {f.who for of in loads for f in of}
-    assert set(signs) == named | {"hollow: replayed", "hollow, dashed: estimated"}
-    a2a, symm = signs["tp4·dcp4 (a2a)"], signs["tp4·dcp4 (symm)"]
+    (figure,) = figures
+    handles = {str(sign.get_label()): sign for sign in figure.legends[0].legend_handles}
+    named = {f.who for forecasts in loads for f in forecasts}
+    assert set(handles) == named | {"hollow: replayed", "hollow, dashed: estimated"}
+    a2a, symm = handles["tp4·dcp4 (a2a)"], handles["tp4·dcp4 (symm)"]
     assert a2a.get_color() == symm.get_color()  # type: ignore[attr-defined]
     assert a2a.get_marker() != symm.get_marker()  # type: ignore[attr-defined]
     lines = figure.axes[0].get_lines()
@@ -954,8 +1010,8 @@ def test_the_picture_names_layouts_as_the_table_does_and_marks_what_was_not_meas
     assert joins == {(800, 900): "-", (900, 950): "-", (800, 850): "--", (500, 600): "--"}
 
 
-def test_layouts_that_would_fit_and_are_not_judged_stand_beside_the_answer() -> None:
-    """They stand in the answer itself, as a reader of the first sentence alone took them for worse."""
+def test_answer_names_layouts_that_could_not_be_judged() -> None:
+    """The answer itself names them, as a reader of its first sentence would take them for worse."""
     unknown, large = advise.Refusal(advise.OTHER, "no call was measured."), advise.Refusal(advise.LACKS_MEMORY, "large")
     known = dataclasses.replace(choice(100.0), refused={"tp8": unknown, "tp2": large})
     assert answer_formats.format_answer(ask("H200"), [known]).endswith(
@@ -972,8 +1028,8 @@ def test_layouts_that_would_fit_and_are_not_judged_stand_beside_the_answer() -> 
     assert [row["fits"] for row in rows] == ["yes", "not judged", "no"]
 
 
-def test_layouts_over_hosts_need_a_link(capsys: pytest.CaptureFixture[str]) -> None:
-    """If nothing fits, the command does not succeed."""
+def test_layouts_over_several_hosts_require_a_link(capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit code is 3 if no layout fits."""
     code, out, _ = run(
         capsys, *["--machine", "H200", "--gpus", "16", "--context", "4000", "--concurrency", "8", "--json"]
     )
@@ -983,8 +1039,8 @@ def test_layouts_over_hosts_need_a_link(capsys: pytest.CaptureFixture[str]) -> N
     assert "H200+rdma-400" in reasons["tp16"]
 
 
-def test_the_shares_in_the_package_say_what_they_are_of() -> None:
-    """Every source is a folder of results/, and both models can be left out."""
+def test_published_terms_name_their_sources() -> None:
+    """Every source is a folder of results/, and each of both models can be left out."""
     steps = estimate.load_published_steps()
     assert steps.sources
     assert all((ROOT / source).is_dir() for source in steps.sources)
@@ -994,12 +1050,12 @@ def test_the_shares_in_the_package_say_what_they_are_of() -> None:
 
 
 def load(**given: object) -> PointLoad:
-    """A closed loop of 16 requests, 1,000 tokens in and 20 out."""
+    """Return a closed loop of 16 requests, 1,000 tokens in and 20 out."""
     return serve_record_builder.load(**({"requests": 16, "input_tokens": "1000", "output_tokens": "20"} | given))
 
 
 @pytest.mark.parametrize(
-    ("seen", "wanted", "same"),
+    ("recorded", "wanted", "same"),
     [
         ({}, {}, True),
         ({"context": 4000}, {"context": 8000}, False),
@@ -1013,11 +1069,11 @@ def load(**given: object) -> PointLoad:
         ({"load": load(arrival="poisson", request_rate=1.0)}, {"load": load()}, False),
     ],
 )
-def test_a_record_counts_for_the_same_layout_under_the_same_load(
-    seen: dict[str, object], wanted: dict[str, object], same: bool
+def test_record_counts_for_the_same_layout_under_the_same_load(
+    recorded: dict[str, object], wanted: dict[str, object], same: bool
 ) -> None:
-    """A decode point is no load, and one load's seed is as good as another's."""
-    assert advise._is_same_load(point(**seen), point(**wanted)) is same
+    """A decode point is no served load, and the seed of a load does not matter."""
+    assert advise._is_same_load(point(**recorded), point(**wanted)) is same
 
 
 def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advise.Choice:
@@ -1026,27 +1082,27 @@ def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advis
         model="deepseek-v3", tp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="none"
     )
     times = step_times_builder.step_times(path=path)
-    asked = dataclasses.replace(ask("H200"), cycled=True)
+    query = dataclasses.replace(ask("H200"), cycled=True)
     steps = estimate.load_published_steps()
     tp4 = [Layout(4)]
     served = load(**given)
-    return choose_one(asked, {"times.json": times}, steps, tp4, concurrency, context, served)
+    return choose_one(query, {"times.json": times}, steps, tp4, concurrency, context, served)
 
 
 def choose_one(
-    asked: advise.Query,
+    query: advise.Query,
     times: dict[str, StepTimes],
     steps: estimate.Steps,
     layouts: list[Layout],
     *load: Any,
 ) -> choosing.Choice:
     """Choose among layouts under one load, without records."""
-    draft = advise._start_choice(asked, times, steps, [], {}, layouts, lambda _: None, *load)
-    advise._add_estimates(asked, [draft], steps, lambda _: None)
-    return advise._finish_choice(asked, draft, steps)
+    draft = advise._start_choice(query, times, steps, [], {}, layouts, lambda _: None, *load)
+    advise._add_estimates(query, [draft], steps, lambda _: None)
+    return advise._finish_choice(query, draft, steps)
 
 
-def test_a_load_is_replayed_by_step_times_of_its_layout() -> None:
+def test_load_is_replayed_with_step_times_of_its_layout() -> None:
     """The layout is tp4, which has no exchange, and its steps come from a file, without floors."""
     (found,) = stepped().forecasts
     assert (found.source, found.whence, found.point.layout_name) == ("replayed", "times.json", "tp4")
@@ -1056,7 +1112,7 @@ def test_a_load_is_replayed_by_step_times_of_its_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "warning"),
     [
         ([{}], "Clients run in lock-step: "),
         ([{}, {"output_tokens": "uniform:10-30"}], "Clients run in lock-step under 1 of 2 loads: "),
@@ -1064,40 +1120,40 @@ def test_a_load_is_replayed_by_step_times_of_its_layout() -> None:
         ([{"arrival": "gamma", "request_rate": 2.0}], None),
     ],
 )
-def test_clients_that_go_in_step_are_told(changed: list[dict[str, object]], told: str | None) -> None:
-    """Requests of one length in a closed loop, at 8 clients of 100 requests; one client has nobody beside it."""
+def test_clients_in_lock_step_are_named(changed: list[dict[str, object]], warning: str | None) -> None:
+    """8 clients of 100 requests with one length run in lock-step; a single client does not."""
     loads = tuple((8, 1020, load(requests=100, **more)) for more in changed)
-    for requests, words in ((8, told), (1, None)):
-        asked = dataclasses.replace(ask("H200"), loads=tuple((requests, *rest) for _, *rest in loads))
-        said = [
+    for requests, expected in ((8, warning), (1, None)):
+        query = dataclasses.replace(ask("H200"), loads=tuple((requests, *rest) for _, *rest in loads))
+        warnings = [
             text
-            for text in answer_formats.list_unknowns(asked, [stepped()], estimate.load_published_steps())
+            for text in answer_formats.list_unknowns(query, [stepped()], estimate.load_published_steps())
             if "in lock-step" in text
         ]
-        assert [text[: len(words or "")] for text in said] == [words] * bool(words)
+        assert [text[: len(expected or "")] for text in warnings] == [expected] * bool(expected)
 
 
 @pytest.mark.parametrize(
-    ("dp", "output_tokens", "told"), [(4, "20", True), (1, "20", False), (4, "uniform:10-30", False)]
+    ("dp", "output_tokens", "warns"), [(4, "20", True), (1, "20", False), (4, "uniform:10-30", False)]
 )
-def test_the_answer_says_that_attention_dp_gains_by_clients_in_step(dp: int, output_tokens: str, told: bool) -> None:
-    asked = dataclasses.replace(ask("H200"), loads=((8, 1020, load(requests=100, output_tokens=output_tokens)),))
-    of = forecast(100)
-    of = dataclasses.replace(of, point=msgspec.structs.replace(of.point, dp=dp))
-    choice = advise.Choice(requests="8", lengths="1,020", concurrency=8, forecasts=[of], misses={}, refused={})
-    text = answer_formats.format_answer(asked, [choice])
-    assert text.endswith("which favours attention DP: ask again with --output-tokens uniform:18-22.") == told
-    assert ("in lock-step" in text) == told
+def test_answer_warns_that_lock_step_favours_attention_dp(dp: int, output_tokens: str, warns: bool) -> None:
+    query = dataclasses.replace(ask("H200"), loads=((8, 1020, load(requests=100, output_tokens=output_tokens)),))
+    best = forecast(100)
+    best = dataclasses.replace(best, point=msgspec.structs.replace(best.point, dp=dp))
+    choice = advise.Choice(requests="8", lengths="1,020", concurrency=8, forecasts=[best], misses={}, refused={})
+    text = answer_formats.format_answer(query, [choice])
+    assert text.endswith("which favours attention DP: ask again with --output-tokens uniform:18-22.") == warns
+    assert ("in lock-step" in text) == warns
 
 
-def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
-    """Prompts of 100,000 tokens by steps of up to 5,500; with nothing else known, that would be the reason."""
+def test_load_beyond_the_step_times_is_estimated_from_floors() -> None:
+    """Prompts have 100,000 tokens, measured steps up to 5,500; a replay alone would return this reason."""
     choice = stepped(1, 100_020, input_tokens="100000", requests=2)
     assert [f.source for f in choice.forecasts] == ["estimated"]
     assert choice.refused == {}
     assert choice.short["tp4"].startswith("times.json: no step time is known")
-    told = answer_formats.list_unknowns(ask("H200"), [choice], estimate.load_published_steps())
-    assert any(text.startswith(f"tp4 at {choice.name} is estimated: times.json: ") for text in told)
+    unknowns = answer_formats.list_unknowns(ask("H200"), [choice], estimate.load_published_steps())
+    assert any(text.startswith(f"tp4 at {choice.name} is estimated: times.json: ") for text in unknowns)
     times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=100_020, load=load(input_tokens="100000", requests=2))
     reason = advise._replay_point(ask("H200"), served, "times.json", times)
@@ -1106,27 +1162,27 @@ def test_where_step_times_do_not_reach_the_load_floors_stand_in() -> None:
 
 
 @pytest.mark.parametrize("other", [{"tp": 8}, {"dcp": 4}, {"load": None}])
-def test_step_times_of_another_layout_say_nothing(other: dict[str, object]) -> None:
-    """They do not forecast a decode point either."""
+def test_step_times_of_another_layout_are_not_used(other: dict[str, object]) -> None:
+    """Step times do not forecast a decode point either."""
     times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(**({"load": load(), "context": 1020} | other))
     assert advise._replay_point(ask("H200"), served, "times.json", times) is None
 
 
-def test_a_long_replay_tells_how_many_steps_it_has_served() -> None:
-    """20 requests of 20 tokens, one after the other, are 400 steps or more, and each 250th is told."""
+def test_long_replay_reports_its_number_of_steps() -> None:
+    """20 consecutive requests of 20 tokens are at least 400 steps; progress is reported every 250 steps."""
     times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=1020, load=load(requests=20))
-    told: list[str] = []
-    assert isinstance(advise._replay_point(ask("H200"), served, "times.json", times, told.append), Forecast)
-    assert told[0] == "step 250"
+    messages: list[str] = []
+    assert isinstance(advise._replay_point(ask("H200"), served, "times.json", times, messages.append), Forecast)
+    assert messages[0] == "step 250"
 
 
 SERVED = ((8, 1020, load()),)
 
 
 @pytest.mark.parametrize(
-    ("path", "device", "loads", "said"),
+    ("path", "device", "loads", "reason"),
     [
         ({}, "CPU", SERVED, "step times run on a CPU, and CPU times do not count"),
         ({"model": "kimi-k2"}, "NVIDIA H200", SERVED, "step times of kimi-k2, not of deepseek-v3"),
@@ -1138,22 +1194,22 @@ SERVED = ((8, 1020, load()),)
         ({}, "NVIDIA H200", SERVED, ""),
     ],
 )
-def test_a_file_of_step_times_that_says_nothing_of_what_is_asked_is_left_out_with_the_reason(
-    path: dict[str, str | int], device: str, loads: tuple[tuple[int, int, PointLoad | None], ...], said: str
+def test_step_times_of_another_query_are_left_out_with_a_reason(
+    path: dict[str, str | int], device: str, loads: tuple[tuple[int, int, PointLoad | None], ...], reason: str
 ) -> None:
-    """Its model, machine, size, precision and what it can replay; one that fits is kept in silence."""
+    """Model, machine, size, precision and loads must match; a file that fits is kept without a note."""
     of = step_times_builder.make_path(
         **({"model": "deepseek-v3", "tp": 4, "dtype": "bf16", "backend": "flashinfer"} | path)
     )
     times = step_times_builder.step_times(path=of, device=device)
-    asked = dataclasses.replace(ask("H200"), loads=loads)
-    kept, notes = advise._select_step_times(asked, advise.Evidence(times={"times.json": times}))
-    assert list(kept) == ([] if said else ["times.json"])
-    assert [note.startswith("Left out: times.json, ") and said in note for note in notes] == [True] * bool(said)
+    query = dataclasses.replace(ask("H200"), loads=loads)
+    kept, notes = advise._select_step_times(query, advise.Evidence(times={"times.json": times}))
+    assert list(kept) == ([] if reason else ["times.json"])
+    assert [note.startswith("Left out: times.json, ") and reason in note for note in notes] == [True] * bool(reason)
 
 
-def test_an_estimate_is_corrected_in_all_that_it_says() -> None:
-    """Steps that ran twice as fast: twice the output, half of every latency, and percentiles that are not known stay so."""
+def test_correction_scales_rate_and_latencies() -> None:
+    """Steps that ran twice as fast give twice the output and half of every latency; unknown percentiles stay unknown."""
     known = {f"{name}_ms": Percentiles(p50=80.0, p99=100.0) for name in ("ttft", "itl", "tpot", "e2el")}
     found = apply_factor(dataclasses.replace(forecast(100), **known), 2.0)  # type: ignore[arg-type]
     assert (found.tok_s, found.factor, found.origin) == (200, 2.0, "estimated, corrected")
@@ -1161,33 +1217,33 @@ def test_an_estimate_is_corrected_in_all_that_it_says() -> None:
         assert getattr(found, name) == Percentiles(p50=40.0, p99=50.0)
 
 
-def test_what_is_corrected_is_said_with_its_factor() -> None:
-    """In the table's last column and in a sentence, for who does not read the JSON."""
-    right = dataclasses.replace(choice(200, 320), forecasts=[apply_factor(forecast(200, tp=2), 0.5)])
-    assert format_rows(ask("H200"), right)[0]["evidence"] == "estimated, corrected"
+def test_correction_is_named_with_its_factor() -> None:
+    """The table's last column and a sentence name it, for users who do not read the JSON."""
+    corrected = dataclasses.replace(choice(200, 320), forecasts=[apply_factor(forecast(200, tp=2), 0.5)])
+    assert format_rows(ask("H200"), corrected)[0]["evidence"] == "estimated, corrected"
     (text,) = [
         t
-        for t in answer_formats.list_unknowns(ask("H200"), [right], estimate.load_published_steps())
+        for t in answer_formats.list_unknowns(ask("H200"), [corrected], estimate.load_published_steps())
         if "corrected" in t
     ]
     assert "(0.500× at 8 × 4,000)" in text
 
 
 def test_columns_of_numbers_name_their_units() -> None:
-    """Whoever sees the table alone must not guess."""
+    """The table can be read without the text."""
     named = [name.replace("\n", " ") for name in answer_table.list_columns(dataclasses.replace(ask("H200"), price=1.0))]
     assert {"tok/s", "tok/s per GPU", "ITL p50 ms", "TTFT p50 s", "weights GiB/GPU", "$/M output tokens"} <= set(named)
 
 
 def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
-    """A load under which layouts of two GPUs and more have these rates."""
+    """Return a load under which layouts of 2, 4, … GPUs have these rates."""
     forecasts = [forecast(rate, tp=2 * (n + 1)) for n, rate in enumerate(tok_s)]
     misses = {} if slo else {f.who: ["ITL p99 90 ms"] for f in forecasts}
     return advise.Choice(requests="8", lengths="4,000", concurrency=8, forecasts=forecasts, misses=misses, refused={})
 
 
 @pytest.mark.parametrize(
-    ("of", "said"),
+    ("choice", "answer"),
     [
         (choice(200), "take tp2"),
         (choice(200, 399), "tp2 or tp4, between which only a measurement decides,"),
@@ -1201,19 +1257,19 @@ def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
     ],
     ids=["one", "two", "three", "four", "missed", "five missed"],
 )
-def test_two_layouts_that_nothing_tells_apart_are_named(of: advise.Choice, said: str) -> None:
-    assert answer_formats.format_answer(ask("H200"), [of]).startswith(f"4 × H200: {said} at 8 × 4,000 (")
+def test_level_layouts_are_named_together(choice: advise.Choice, answer: str) -> None:
+    assert answer_formats.format_answer(ask("H200"), [choice]).startswith(f"4 × H200: {answer} at 8 × 4,000 (")
 
 
-def format_rows(asked: advise.Query, of: advise.Choice) -> list[dict[str, str]]:
-    """The cells of a load's table by heading."""
-    columns = [name.replace("\n", " ") for name in answer_table.list_columns(asked)]
-    rows = [answer_table.format_row(asked, of, row) for row in answer_table.list_rows(of)]
+def format_rows(query: advise.Query, choice: advise.Choice) -> list[dict[str, str]]:
+    """Return the cells of a load's table by heading."""
+    columns = [name.replace("\n", " ") for name in answer_table.list_columns(query)]
+    rows = [answer_table.format_row(query, choice, row) for row in answer_table.list_rows(choice)]
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def test_a_sentence_says_by_how_much_the_best_is_ahead_and_by_how_much_it_must_be() -> None:
-    """100 tok/s a GPU against 80: 25 % more, where 4 % are needed."""
+def test_lead_of_the_best_layout_is_given_with_its_margin() -> None:
+    """100 tok/s per GPU against 80 is 25 % more, with a margin of 4 %."""
     found = choice(200, 320)
     assert [row["layout"] for row in format_rows(ask("H200"), found)] == ["→ tp2", "tp4"]
     assert (
@@ -1227,7 +1283,7 @@ def capacity(requests: int) -> Capacity:
 
 
 @pytest.mark.parametrize(
-    ("held", "order", "said"),
+    ("held", "order", "answer"),
     [
         (
             (9, 15, 99),
@@ -1244,19 +1300,19 @@ def capacity(requests: int) -> Capacity:
     ],
     ids=["more", "fewer", "both hold twice the load", "as many"],
 )
-def test_kv_headroom_breaks_ties(held: tuple[int, ...], order: list[str], said: str) -> None:
-    """tp2 and tp4 are level, tp6 is clearly behind; with 8 clients, room for more than 16 requests breaks no tie."""
+def test_kv_headroom_breaks_ties(held: tuple[int, ...], order: list[str], answer: str) -> None:
+    """tp2 and tp4 are level, tp6 is clearly behind; with 8 clients, capacity for more than 16 requests breaks no tie."""
     found = choice(200, 399, 450)
     capacities = {f.who: capacity(n) for f, n in zip(found.forecasts, held, strict=True)}
     found = dataclasses.replace(found, capacities=capacities)
     assert [row["layout"] for row in format_rows(ask("H200"), found)] == order
-    assert answer_formats.format_answer(ask("H200"), [found]).startswith(f"4 × H200: {said} at 8 × 4,000 (")
-    assert found.decided == ("take" in said)
+    assert answer_formats.format_answer(ask("H200"), [found]).startswith(f"4 × H200: {answer} at 8 × 4,000 (")
+    assert found.decided == ("take" in answer)
     command = answer_formats.format_details(ask("H200"), found)[-1]
     assert command.startswith("To decide, run on 2 × H200: dcpbench ab --both ") != found.decided
 
 
-def test_a_pool_that_holds_fewer_requests_than_the_load_says_so() -> None:
+def test_kv_capacity_below_the_load_is_shown_in_the_table() -> None:
     found = dataclasses.replace(choice(200), capacities={"tp2": capacity(5)})
     assert format_rows(ask("H200"), found)[0]["fits"] == "5 of 8 at once"
     short = Capacity(weight_bytes=1, missing_bytes=3 << 30)
@@ -1265,15 +1321,16 @@ def test_a_pool_that_holds_fewer_requests_than_the_load_says_so() -> None:
     assert format_rows(ask("H200"), found)[1]["fits"] == "no, 3.0 GiB short"
 
 
-def test_the_command_that_decides_is_one_that_ab_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggested_ab_command_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     """The command is for decode steps and for served loads, planned for the machine."""
     served = msgspec.structs.replace(load(requests=64), chunk=8192)
     for more in ({"context": 4000}, {"context": 1020, "load": served, "workload": "serve"}):
         one, other = (
-            point(tp=8, weights_dtype="fp8", **more, **of) for of in ({"dcp": 8, "exchange": "a2a"}, {"dp": 8})
+            point(tp=8, weights_dtype="fp8", **more, **changes)
+            for changes in ({"dcp": 8, "exchange": "a2a"}, {"dp": 8})
         )
-        typed = advise.format_ab_command(dataclasses.replace(ask("H200"), weights_dtype="fp8"), one, other)
-        words = shlex.split(typed)[1:]
+        suggested = advise.format_ab_command(dataclasses.replace(ask("H200"), weights_dtype="fp8"), one, other)
+        words = shlex.split(suggested)[1:]
         words[words.index("--both") + 1] += " --gpu H200,count=8"
         with pytest.raises(SystemExit) as ended:
             main([*words, "--dry-run"])
@@ -1281,39 +1338,39 @@ def test_the_command_that_decides_is_one_that_ab_takes(capsys: pytest.CaptureFix
         assert (ended.value.code, "tp8·dcp8" in out, "tp8·dp8·ep1" in out) == (0, True, True), err
 
 
-def test_engines_decide_where_ours_has_no_kernels(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The command is one that `server` or `sweep --engine` takes."""
+def test_suggested_server_command_is_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The command is suggested for formats without kernels here; `server` and `sweep --engine` accept it."""
     (tmp_path / "config.json").write_text("{}")
     served = msgspec.structs.replace(load(requests=64), chunk=8192)
     for more in ({"context": 4000}, {"context": 1020, "load": served, "workload": "serve"}):
         one, other = (point(tp=8, weights_dtype="nvfp4", **more, dcp=dcp, exchange="a2a") for dcp in (4, 8))
-        typed = advise.format_server_command(one, other).replace("CHECKPOINT", str(tmp_path))
+        suggested = advise.format_server_command(one, other).replace("CHECKPOINT", str(tmp_path))
         with pytest.raises(SystemExit) as ended:
-            main([*shlex.split(typed)[1:], "--dry-run"])
+            main([*shlex.split(suggested)[1:], "--dry-run"])
         out, err = capsys.readouterr()
         assert ended.value.code == 0, err
         assert all(f"--decode-context-parallel-size {dcp}" in out + err for dcp in (4, 8))
 
 
-@pytest.mark.parametrize("deadly", [0, 4], ids=["all live", "one is killed"])
-def test_estimates_of_several_processes_are_those_of_one(deadly: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the points; where a process dies, this one takes over."""
-    told: list[str] = []
+@pytest.mark.parametrize("killed", [0, 4], ids=["all live", "one is killed"])
+def test_estimates_of_several_processes_equal_those_of_one(killed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results are in the order of the points; if a process dies, this one takes over."""
+    messages: list[str] = []
     points = [point(tp=tp) for tp in (1, 2, 4, 8)]
     own = os.getpid()
 
-    def run(of: Point, _: object) -> str:
-        if os.getpid() != own and of.tp == deadly:
+    def run(one: Point, _: object) -> str:
+        if os.getpid() != own and one.tp == killed:
             os.kill(os.getpid(), signal.SIGKILL)
-        return f"tp{of.tp}"
+        return f"tp{one.tp}"
 
     monkeypatch.setattr(parallel, "_count_cores", lambda: 2)
-    assert parallel.estimate_points(points, run, told.append) == ["tp1", "tp2", "tp4", "tp8"]  # type: ignore[arg-type]
-    assert told[0] == "estimate 1 of 4: tp1"
+    assert parallel.estimate_points(points, run, messages.append) == ["tp1", "tp2", "tp4", "tp8"]  # type: ignore[arg-type]
+    assert messages[0] == "estimate 1 of 4: tp1"
 
 
-def test_one_launch_of_a_server_decides_nothing() -> None:
-    """10 % more output of a server of which no two launches are known; launches that differ by 3 % decide it."""
+def test_one_launch_of_a_server_is_undecided() -> None:
+    """10 % more output is undecided if no two launches of the server are known, and decided if launches differ by 3 %."""
     single = [
         dataclasses.replace(forecast(tok_s, MEASURED, dcp=dcp), low=tok_s, high=tok_s, launch_band=None)
         for tok_s, dcp in ((1100, 4), (1000, 1))
@@ -1336,7 +1393,7 @@ def test_one_launch_of_a_server_decides_nothing() -> None:
     )
 
 
-def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() -> None:
+def test_served_load_is_scored_with_its_latencies() -> None:
     """Two layouts ran the load; KV memory and arrival times are part of its name."""
     run = read_run(ROOT / "results" / "serving_4xH200/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
     from dcpbench.points.device_probe import Probe
@@ -1358,16 +1415,16 @@ def test_a_served_load_is_scored_with_its_latencies_under_a_name_of_its_own() ->
     assert f"{8 << 30} bytes of KV" in one.name
 
 
-def test_a_record_and_an_estimate_are_told_apart_by_both_of_their_bands() -> None:
-    """10 % below one and 10 % above the other: 21 %; two records by no less than repeats differ."""
-    seen, expected = forecast(100, "measured"), forecast(90)
-    assert choosing.compute_margin(seen, expected) == pytest.approx(0.21)
-    exact = dataclasses.replace(seen, low=100.0, high=100.0)
+def test_margin_of_record_and_estimate_includes_both_bands() -> None:
+    """Bands of 10 % below one and above the other give 21 %; two records have at least the difference of repeats."""
+    measured, expected = forecast(100, "measured"), forecast(90)
+    assert choosing.compute_margin(measured, expected) == pytest.approx(0.21)
+    exact = dataclasses.replace(measured, low=100.0, high=100.0)
     assert choosing.compute_margin(exact, exact) == REPEATS_AGREE_WITHIN
 
 
-def test_a_folder_of_runs_is_read_as_its_runs(tmp_path: Path) -> None:
-    """As `compare` reads it; a folder without any run, and an empty run, are errors with what to type."""
+def test_folder_of_runs_is_read_as_its_runs(tmp_path: Path) -> None:
+    """`compare` reads folders likewise; a folder without any run and an empty run are errors with a suggestion."""
     for name in ("a", "b"):
         record_builder.write(tmp_path / "runs" / name, [record_builder.ok(record_builder.point())])
     found = command._load_evidence([tmp_path / "runs", tmp_path / "runs" / "b"])
@@ -1380,40 +1437,40 @@ def test_a_folder_of_runs_is_read_as_its_runs(tmp_path: Path) -> None:
         command._load_evidence([tmp_path / "empty"])
 
 
-def test_objectives_that_are_met_are_named_with_the_percentile_that_was_judged() -> None:
-    """ITL has samples for p90, TTFT for p50 alone: the table and the JSON state both."""
+def test_met_objectives_are_named_with_their_percentile() -> None:
+    """ITL has samples for p90, TTFT only for p50: the table and the JSON state both."""
     itl, ttft = Percentiles(p50=20.0, p90=25.0, samples=100), Percentiles(p50=900.0, samples=8)
     best = dataclasses.replace(forecast(1000.0), itl_ms=itl, ttft_ms=ttft)
-    asked = dataclasses.replace(ask("H200"), slo={"ttft": 2000.0, "itl": 30.0}, loads=((32, 4000, None),))
+    query = dataclasses.replace(ask("H200"), slo={"ttft": 2000.0, "itl": 30.0}, loads=((32, 4000, None),))
     choice = advise.Choice(
         requests="32", lengths="4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={}
     )
     (row,) = answer_table.list_rows(choice)
-    assert format_rows(asked, choice)[0]["SLO"] == "meets TTFT p50 900 ms and ITL p90 25 ms"
-    assert answer_formats._make_row_json(asked, choice, row, {})["objectives"] == [
+    assert format_rows(query, choice)[0]["SLO"] == "meets TTFT p50 900 ms and ITL p90 25 ms"
+    assert answer_formats._make_row_json(query, choice, row, {})["objectives"] == [
         {"name": "ttft", "limit_ms": 2000.0, "percentile": "p50", "ms": 900.0, "met": True},
         {"name": "itl", "limit_ms": 30.0, "percentile": "p90", "ms": 25.0, "met": True},
     ]
-    assert "SLO" not in format_rows(dataclasses.replace(asked, slo={}), choice)[0]
+    assert "SLO" not in format_rows(dataclasses.replace(query, slo={}), choice)[0]
 
 
 def test_forecasts_of_several_layouts_share_their_requests() -> None:
-    """A layout does not draw the prompts of a load again; another load has requests of its own."""
+    """The requests of a load are drawn once for all layouts; another load has other requests."""
     load = PointLoad(mode="replay", requests=4, input_tokens="100", output_tokens="8", chunk=8192, prefill="flashinfer")
     one, other = (point(tp=4, dcp=dcp, workload="serve", load=load) for dcp in (1, 4))
-    first, again = (make_point_requests(of, Settings(), 1000) for of in (one, other))
+    first, again = (make_point_requests(each, Settings(), 1000) for each in (one, other))
     assert all(a is b for a, b in zip(first, again, strict=True))
     longer = msgspec.structs.replace(one, load=msgspec.structs.replace(load, input_tokens="200"))
     assert {r.prompt_tokens for r in make_point_requests(longer, Settings(), 1000)} == {200}
 
 
-def test_a_call_between_ranks_is_modelled_once() -> None:
-    """Fits of calls take longer than all else of an estimate, and every layout needs them."""
+def test_model_of_a_collective_is_fitted_once() -> None:
+    """Fits of collectives take longer than all else of an estimate, and every layout needs them."""
     first, again = load_machine("H200").wire, load_machine("H200").wire
     assert all(first.calls[name] is again.calls[name] for name in first.calls)
 
 
-def test_a_model_without_experts_has_no_attention_dp_and_dcp_needs_copies_of_kv_heads(
+def test_dense_model_has_no_attention_dp_and_dcp_needs_copied_kv_heads(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Llama-3.1-70B has 8 KV heads, so 8 ranks have one copy of each; Qwen3-235B has 4, and 2 copies."""

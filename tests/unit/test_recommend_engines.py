@@ -1,4 +1,4 @@
-"""Recommendations from step times and records of other engines: they are used, named, and separated from dcpbench's own engine."""
+"""Recommendations from step times and records of other engines: use, names, and separation from dcpbench's own engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENGINE = EngineServer(
 
 
 def server_point(model: str = "deepseek-ai/DeepSeek-V3", **precision: str) -> Point:
-    """A served point of a vLLM server on tp4."""
+    """Return a served point of a vLLM server on tp4."""
     wanted = load()
     fields = {name: value for name, value in msgspec.structs.asdict(wanted).items() if name in Load.__struct_fields__}
     own = {"chunk", "policy", "prefix_cache", "prefill"}
@@ -45,7 +45,7 @@ def server_point(model: str = "deepseek-ai/DeepSeek-V3", **precision: str) -> Po
 
 
 def server_times(point: Point, layers: int = 0) -> StepTimes:
-    """Step times of the server that serves a point."""
+    """Return step times of the server of a point."""
     cases = make_engine_cases(EngineExtent.from_points([point], ENGINE))
     return StepTimes(
         path=get_engine_path(point),
@@ -59,15 +59,15 @@ def server_times(point: Point, layers: int = 0) -> StepTimes:
 
 
 def choose(times: StepTimes) -> tuple[advise.Choice, list[str]]:
-    """The choice among tp4 for the load, and the notes on the step times."""
-    asked = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 1020, load()),))
-    kept, notes = advise._select_step_times(asked, advise.Evidence(times={"vllm.json": times}))
+    """Return the choice among tp4 for the load, and the notes on the step times."""
+    query = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 1020, load()),))
+    kept, notes = advise._select_step_times(query, advise.Evidence(times={"vllm.json": times}))
     steps = estimate.load_published_steps()
-    return choose_one(asked, kept, steps, [Layout(4)], 8, 1020, load()), notes
+    return choose_one(query, kept, steps, [Layout(4)], 8, 1020, load()), notes
 
 
 @pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-ai/DeepSeek-V3", "/models/DeepSeek-V3"])
-def test_step_times_of_a_server_are_replayed_with_its_policy_and_named(model: str) -> None:
+def test_step_times_of_a_server_are_replayed_with_its_policy(model: str) -> None:
     choice, notes = choose(server_times(server_point(model)))
     (found,) = choice.forecasts
     assert (found.source, found.engine, found.whence) == ("replayed", "vLLM 0.26.0", "vllm.json")
@@ -91,19 +91,19 @@ def test_step_times_of_a_server_are_replayed_with_its_policy_and_named(model: st
     ],
     ids=["fewer layers", "another model", "another precision"],
 )
-def test_step_times_of_another_model_are_left_out_with_the_reason(times: StepTimes, reason: str) -> None:
+def test_step_times_of_another_model_are_left_out_with_a_reason(times: StepTimes, reason: str) -> None:
     choice, notes = choose(times)
     assert [f.engine for f in choice.forecasts] == [""]
     assert notes == [f"Left out: vllm.json, {reason}."]
 
 
-def test_all_layers_are_the_whole_model() -> None:
+def test_step_times_of_all_layers_are_used() -> None:
     choice, _ = choose(server_times(server_point(), layers=61))
     assert [f.engine for f in choice.forecasts] == ["vLLM 0.26.0"]
 
 
-def test_a_record_of_a_server_counts_and_names_its_engine() -> None:
-    """Its chunk is the engine's own, which no record has."""
+def test_record_of_a_server_counts_and_names_its_engine() -> None:
+    """The chunk size of a server is the engine's own, which no record contains."""
     point = server_point("deepseek-v3")
     served = serve_record_builder.served(serve_record_builder.point(Layout(4)))
     record = msgspec.structs.replace(served, point=point, origin="engine vllm 0.26.0")
@@ -111,16 +111,16 @@ def test_a_record_of_a_server_counts_and_names_its_engine() -> None:
     record = msgspec.structs.replace(
         record, environment=msgspec.structs.replace(record.environment, device="NVIDIA H200")
     )
-    asked = dataclasses.replace(ask("H200"), loads=((8, 1020, load()),))
-    assert advise._explain_exclusion(record, asked) == ""
-    wanted = advise._make_point(asked, Layout(4), "none", "1", 8, 1020, load())
+    query = dataclasses.replace(ask("H200"), loads=((8, 1020, load()),))
+    assert advise._explain_exclusion(record, query) == ""
+    wanted = advise._make_point(query, Layout(4), "none", "1", 8, 1020, load())
     assert advise._is_same_load(point, wanted, server=True)
     assert not advise._is_same_load(point, wanted)
     assert forecast.from_record(record, "run").engine == "vLLM 0.26.0"
     assert forecast.from_record(served, "run").engine == ""
 
 
-def test_several_engines_in_one_answer_are_told_apart() -> None:
+def test_answer_names_each_of_several_engines() -> None:
     (vllm,) = choose(server_times(server_point()))[0].forecasts
     own: Forecast = dataclasses.replace(vllm, engine="")
     text = answer_formats.describe_engines([vllm, own])

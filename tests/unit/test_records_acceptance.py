@@ -1,4 +1,4 @@
-"""No record that is written is refused by its reader, whatever a server or a clock puts into it."""
+"""Every written record can be read, for any values from servers and clocks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ TEXTS = st.one_of(st.text(), st.sampled_from(["\ud800", "a\udcff", "\0", "\x1b[2
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield every number and text of a record but those of its point, each with its place."""
+    """Yield every number and text of a record except those of its point, each with its path."""
     if isinstance(value, msgspec.Struct):
         for name in value.__struct_fields__:
             if (*path, name) not in (("point",), ("outcome",), ("schema_version",)):
@@ -80,7 +80,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """Return the value with another one in this place."""
+    """Return the value with another one at this path."""
     if not path:
         return new
     first, *rest = path
@@ -97,16 +97,16 @@ RECORDS = {"served": SERVED, "decoded": DECODED, "failed": LOST}
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_whatever_a_server_or_a_clock_sets_what_is_written_is_read(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Up to four numbers and texts of a record are hostile: one record of the same point is read, as it was written."""
+def test_records_with_hostile_values_can_be_read(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Up to four numbers and texts of a record are hostile; one record of the same point is read, equal to what was
+    written.
+    """
     name = data.draw(st.sampled_from(sorted(RECORDS)))
-    record, spoiled = RECORDS[name], {}
+    record, replaced = RECORDS[name], {}
     for place in data.draw(st.lists(st.integers(0, len(PLACES[name]) - 1), min_size=1, max_size=4, unique=True)):
         path, old = PLACES[name][place]
-        spoiled[path] = data.draw(TEXTS if isinstance(old, str) else HOSTILE)
-        record = changed(record, path, spoiled[path])
+        replaced[path] = data.draw(TEXTS if isinstance(old, str) else HOSTILE)
+        record = changed(record, path, replaced[path])
     folder = tmp_path_factory.mktemp("run")
     written = RecordFile(folder).append(record)
     (found,) = read_records(folder)
@@ -123,13 +123,13 @@ def test_whatever_a_server_or_a_clock_sets_what_is_written_is_read(
 
 
 @pytest.mark.parametrize("name", sorted(RECORDS))
-def test_a_record_that_its_reader_accepts_is_written_as_it_is(name: str, tmp_path: Path) -> None:
+def test_valid_record_is_written_unchanged(name: str, tmp_path: Path) -> None:
     written = RecordFile(tmp_path).append(RECORDS[name])
     assert (written, written.omitted, read_records(tmp_path)) == (RECORDS[name], msgspec.UNSET, [RECORDS[name]])
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "message"),
     [
         (("server", "max_model_len"), 10**30, "server.max_model_len is above 1e+15"),
         (("server", "kv_capacity_tokens"), 10**26, "server.kv_capacity_tokens is above 1e+15"),
@@ -138,27 +138,27 @@ def test_a_record_that_its_reader_accepts_is_written_as_it_is(name: str, tmp_pat
         (("server", "client", "lag_p99_ms"), math.nan, "server.client.lag_p99_ms is nan, not a finite number"),
     ],
 )
-def test_a_value_that_cannot_be_becomes_null_and_is_named(
-    path: tuple[str, ...], value: float, said: str, tmp_path: Path
+def test_impossible_value_becomes_null_and_is_named(
+    path: tuple[str, ...], value: float, message: str, tmp_path: Path
 ) -> None:
-    """The rest of the record stays as it was measured."""
+    """The rest of the record is unchanged."""
     RecordFile(tmp_path).append(changed(SERVED, path, value))
     (found,) = read_records(tmp_path)
-    assert list(map(str, found.omitted or [])) == [said]
+    assert list(map(str, found.omitted or [])) == [message]
     assert found.outcome == "ok"
     bare = msgspec.structs.replace(found, omitted=msgspec.UNSET, warnings=SERVED.warnings)
     assert bare == changed(SERVED, path, None)
 
 
-def test_a_clock_that_went_back_costs_the_duration_alone(tmp_path: Path) -> None:
-    """`seconds` has no null: 0 stands for a duration that is not known."""
+def test_negative_duration_becomes_0(tmp_path: Path) -> None:
+    """`seconds` cannot be null; 0 means an unknown duration."""
     RecordFile(tmp_path).append(msgspec.structs.replace(LOST, seconds=-3600.0))
     (found,) = read_records(tmp_path)
     assert (found.seconds, found.outcome, found.reason) == (0.0, "failed", LOST.reason)
 
 
-def test_a_point_that_loses_its_result_is_a_failed_one_with_the_reason(tmp_path: Path) -> None:
-    """Output throughput may not be null, so `serve` as a whole goes."""
+def test_record_without_a_valid_result_becomes_failed_with_a_reason(tmp_path: Path) -> None:
+    """Output throughput cannot be null, so all of `serve` is omitted."""
     RecordFile(tmp_path).append(changed(SERVED, ("serve", "output_tok_s"), math.inf))
     (found,) = read_records(tmp_path)
     assert (found.outcome, found.serve) == ("failed", None)
@@ -166,7 +166,7 @@ def test_a_point_that_loses_its_result_is_a_failed_one_with_the_reason(tmp_path:
     assert found.server == SERVER
 
 
-def test_more_entries_than_a_reader_takes_are_cut(tmp_path: Path) -> None:
+def test_too_many_entries_are_truncated(tmp_path: Path) -> None:
     many = {f"x{n}": "v" for n in range(MAX_ENTRIES + 5)}
     RecordFile(tmp_path).append(msgspec.structs.replace(SERVED, detail=many))
     (found,) = read_records(tmp_path)
@@ -174,16 +174,14 @@ def test_more_entries_than_a_reader_takes_are_cut(tmp_path: Path) -> None:
     assert found.omitted == [OmittedValue(field="detail", what="has 4,101 entries, more than 4,096")]
 
 
-def test_a_point_that_no_record_can_hold_is_refused_before_it_is_measured() -> None:
+def test_point_that_cannot_be_recorded_raises_usage_error() -> None:
     check_point(SERVED.point)
     for path, value in ((("load", "seed"), -1), (("context",), 10**16), (("load", "think_time"), math.inf)):
         with pytest.raises(UsageError, match=rf"point\.{'.'.join(path)} is .*, which no record can hold"):
             check_point(changed(SERVED.point, path, value))
 
 
-def test_the_duration_of_a_failed_job_is_of_a_clock_that_nobody_sets(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_duration_of_a_failed_job_uses_the_monotonic_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The job ran for 40 s while the date was set back by an hour."""
     monkeypatch.setattr(launcher.time, "monotonic", lambda: 1040.0)
     monkeypatch.setattr(launcher.time, "time", lambda: 1e9 - 3600.0)
@@ -197,8 +195,8 @@ def test_the_duration_of_a_failed_job_is_of_a_clock_that_nobody_sets(
     assert record.started_at == "2001-09-09T01:46:40Z"
 
 
-class TestRunsThatHoldABadLine:
-    """As older versions wrote them: sealed, with a value that no reader accepts."""
+class TestRunsWithABadLine:
+    """Older versions wrote lines with a valid checksum and a value that no reader accepts."""
 
     @pytest.fixture
     def run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -207,16 +205,16 @@ class TestRunsThatHoldABadLine:
         out = RecordFile(folder)
         out.append(SERVED)
         with monkeypatch.context() as patch:
-            patch.setattr("dcpbench.records.acceptance._encode_line", lambda record, _: _sealed(record))
-            out.append(_of(8, changed(SERVED, ("server", "client", "starved_share"), -0.25)))
-        out.append(_of(16, SERVED))
+            patch.setattr("dcpbench.records.acceptance._encode_line", lambda record, _: _add_checksum(record))
+            out.append(_with_concurrency(8, changed(SERVED, ("server", "client", "starved_share"), -0.25)))
+        out.append(_with_concurrency(16, SERVED))
         return folder
 
     @pytest.mark.parametrize("command", ["show RUN", "show RUN --json", "report RUN", "export RUN --to csv"])
-    def test_the_others_are_shown_and_the_line_is_named(
+    def test_other_records_are_shown_and_the_line_is_named(
         self, command: str, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        code, _, err = typed(capsys, *command.replace("RUN", str(run)).split())
+        code, _, err = run_dcpbench(capsys, *command.replace("RUN", str(run)).split())
         assert code == 0
         assert (
             f"{run / RECORDS_FILE}, line 2 cannot be read and is left out: server.client.starved_share is -0.25, below 0.\n"
@@ -224,22 +222,22 @@ class TestRunsThatHoldABadLine:
             f"{run / RECORDS_FILE}\n"
         ) in err
 
-    def test_a_report_names_the_line(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        typed(capsys, "report", str(run))
+    def test_report_names_the_line(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        run_dcpbench(capsys, "report", str(run))
         text = (run / "report" / "report.md").read_text()
         assert "line 2 of its record file cannot be read and is left out: server.client.starved" in text.replace(
             "\\", ""
         )
 
     def test_compare_gives_no_verdict(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        code, out, err = typed(capsys, "compare", str(run), str(run))
+        code, out, err = run_dcpbench(capsys, "compare", str(run), str(run))
         assert (code, out) == (2, "")
         assert "line 2: server.client.starved_share is -0.25, below 0" in err
 
     def test_repair_keeps_the_record_without_the_value(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         done = repair_file(run)
         assert ([fault.line for fault in done.left], done.taken_out) == ([2], [])
-        code, _, err = typed(capsys, "records", "repair", "--strange", str(run))
+        code, _, err = run_dcpbench(capsys, "records", "repair", "--strange", str(run))
         assert code == 0
         assert "line 2, strange: taken out" in err
         assert "1 record inside it kept" in err
@@ -250,24 +248,24 @@ class TestRunsThatHoldABadLine:
         assert found[1].server.client is not None
         assert found[1].server.client.starved_share is None
 
-    def test_a_run_of_bad_lines_alone_is_refused_with_the_first(self, run: Path) -> None:
+    def test_run_with_only_bad_lines_is_refused(self, run: Path) -> None:
         lines = (run / RECORDS_FILE).read_bytes().splitlines()
         (run / RECORDS_FILE).write_bytes(lines[1] + b"\n")
         with pytest.raises(Exception, match=r"line 1: server\.client\.starved_share is -0\.25, below 0"):
             read_run(run, skip_bad_lines=True)
 
 
-def _sealed(record: Record) -> bytes:
+def _add_checksum(record: Record) -> bytes:
     from dcpbench.records.checksums import add_checksum
 
     return add_checksum(msgspec.json.encode(record))
 
 
-def _of(concurrency: int, record: Record) -> Record:
+def _with_concurrency(concurrency: int, record: Record) -> Record:
     return msgspec.structs.replace(record, point=msgspec.structs.replace(record.point, concurrency=concurrency))
 
 
-def typed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+def run_dcpbench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of a command."""
     with pytest.raises(SystemExit) as end:
         cli.main([*words])

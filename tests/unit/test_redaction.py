@@ -1,4 +1,4 @@
-"""Secrets are found wherever a command line, an environment or a URL has them, and replaced in every way they are written."""
+"""Redaction of secrets from command lines, environments and URLs, in every notation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ assert len(KEY) == 33
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_registered() -> Iterator[None]:
+def reset_secrets() -> Iterator[None]:
     redaction.reset_secrets()
     yield
     redaction.reset_secrets()
@@ -64,7 +64,7 @@ def nothing_is_registered() -> Iterator[None]:
     ],
     ids=lambda words: words[0] if len(words) == 1 else " ".join(words)[:40].replace(KEY, "KEY"),
 )
-def test_a_key_in_a_command_line_is_found(words: list[str]) -> None:
+def test_key_in_a_command_line_is_redacted(words: list[str]) -> None:
     redaction.register_command_line(words)
     assert redact(f"<{KEY}>") == f"<{PLACEHOLDER}>"
     assert KEY not in redaction.format_command_line(words)
@@ -84,7 +84,7 @@ def test_a_key_in_a_command_line_is_found(words: list[str]) -> None:
         ["--api-key-env", "MY_KEY_VARIABLE"],
     ],
 )
-def test_what_is_no_key_is_left(words: list[str]) -> None:
+def test_values_that_are_no_keys_are_not_redacted(words: list[str]) -> None:
     redaction.register_command_line(words)
     assert redaction.list_secrets() == ()
 
@@ -92,19 +92,19 @@ def test_what_is_no_key_is_left(words: list[str]) -> None:
 @pytest.mark.parametrize(
     "name", ["OPENAI_API_KEY", "VLLM_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DCPBENCH_SECRET"]
 )
-def test_a_key_in_the_environment_is_found_by_the_name_of_its_variable(name: str) -> None:
+def test_key_in_the_environment_is_found_by_its_variable(name: str) -> None:
     redaction.register_environment({name: KEY, "TOKENIZERS_PARALLELISM": "false-false", "KEYBOARD": "de-latin1-x"})
     assert redaction.list_secrets() == (KEY,)
 
 
 @given(key=st.text(st.characters(codec="ascii", exclude_categories=["Cc", "Zs"]), min_size=12, max_size=60))
-def test_a_key_is_replaced_however_it_is_written(key: str) -> None:
-    """As it is, in JSON, in a URL, in HTML and in Python; a key of few different characters is none."""
+def test_key_is_redacted_in_every_notation(key: str) -> None:
+    """Notations are plain text, JSON, URL, HTML and Python; text of few different characters is no key."""
     redaction.reset_secrets()
     redaction.register_secrets(key)
     if not redaction.list_secrets():
         return
-    for written in (
+    for notation in (
         key,
         json.dumps(key)[1:-1],
         json.dumps(key)[1:-1].replace("/", "\\/"),
@@ -113,11 +113,11 @@ def test_a_key_is_replaced_however_it_is_written(key: str) -> None:
         html.escape(key),
         repr(key)[1:-1],
     ):
-        assert redact(f"a {written} b") == f"a {PLACEHOLDER} b"
+        assert redact(f"a {notation} b") == f"a {PLACEHOLDER} b"
 
 
 @given(begin=st.integers(0, 25), end=st.integers(8, 33))
-def test_what_others_cut_of_a_key_is_replaced_where_it_is_long_enough_to_tell(begin: int, end: int) -> None:
+def test_long_part_of_a_key_is_redacted(begin: int, end: int) -> None:
     redaction.reset_secrets()
     redaction.register_secrets(KEY)
     assert redact_part(f"wrong: {KEY[:end]}") == f"wrong: {PLACEHOLDER}"
@@ -125,15 +125,15 @@ def test_what_others_cut_of_a_key_is_replaced_where_it_is_long_enough_to_tell(be
 
 
 @pytest.mark.parametrize("cut", [text.fit_text, text.fit_name, text.fit_line])
-def test_a_text_is_redacted_before_it_is_cut(cut: object) -> None:
-    """Wherever the cut goes through the key, no half of it is left."""
+def test_text_is_redacted_before_truncation(cut: object) -> None:
+    """No part of the key remains for any position of the cut."""
     redaction.register_secrets(KEY)
     for before in range(180, 205):
         shown = cut("x" * before + KEY + "y" * 300, 200)  # type: ignore[operator]
         assert not any(KEY[i : i + 8] in shown for i in range(len(KEY) - 7)), before
 
 
-def test_whatever_is_written_to_a_stream_is_redacted() -> None:
+def test_output_to_a_stream_is_redacted() -> None:
     redaction.register_secrets(KEY)
     out = io.StringIO()
     stream = streams.RedactedStream(out)
@@ -143,44 +143,44 @@ def test_whatever_is_written_to_a_stream_is_redacted() -> None:
     assert (stream.isatty(), stream.getvalue()) == (False, out.getvalue())
 
 
-def test_a_record_is_redacted_and_its_point_is_the_same(tmp_path: Path) -> None:
-    """--resume finds points by their key; numbers that look like a key stay numbers."""
+def test_record_is_redacted_except_its_point(tmp_path: Path) -> None:
+    """--resume finds points by their key."""
     redaction.register_secrets(KEY, "kimi-k2x")
-    of = build.point(model="kimi-k2x")
-    RecordFile(tmp_path).append(build.failed(of, reason=f"the server said {KEY}"))
+    point = build.point(model="kimi-k2x")
+    RecordFile(tmp_path).append(build.failed(point, reason=f"the server said {KEY}"))
     (found,) = read_records(tmp_path)
-    assert found.point == of
+    assert found.point == point
     assert found.reason == f"the server said {PLACEHOLDER}"
 
 
-class TestServersThatAreStarted:
+class TestServerKeys:
     def test_points_have_labels_and_servers_have_the_keys(self, tmp_path: Path) -> None:
-        """Two keys are two servers; what is varied beside them stays as it is."""
+        """Two keys give two servers; other varied flags are unchanged."""
         other = KEY[::-1]
         file = tmp_path / "engine.toml"
         flags = f'[flags]\napi-key = ["{KEY}", "{other}"]\nseqs = [4, 8]\n[env]\nHF_TOKEN = "hf-abcdefgh123"\n'
         file.write_text(f'name = "x"\ncommand = "x --port {{port}}"\n{flags}')
-        made = resolve_engine(str(file), None)
-        assert made.list_labels() == [
+        engine = resolve_engine(str(file), None)
+        assert engine.list_labels() == [
             {"api-key": f"{PLACEHOLDER} {n}", "seqs": seqs} for n in (1, 2) for seqs in ("4", "8")
         ]
-        assert made.list_settings()[2] == {"api-key": other, "seqs": "4"}
+        assert engine.list_settings()[2] == {"api-key": other, "seqs": "4"}
         assert redact("hf-abcdefgh123") == PLACEHOLDER
-        of = build.point(settings=f"api-key={PLACEHOLDER} 2, seqs=4")
-        assert made.find_settings(of) == made.list_settings()[2]
-        assert other in made.make_command(of, made.find_settings(of), "m", 1)
+        point = build.point(settings=f"api-key={PLACEHOLDER} 2, seqs=4")
+        assert engine.find_settings(point) == engine.list_settings()[2]
+        assert other in engine.make_command(point, engine.find_settings(point), "m", 1)
 
-    def test_one_key_needs_no_number(self) -> None:
+    def test_single_key_has_no_number(self) -> None:
         redaction.register_secrets(KEY)
-        made = Engine(name="x", command="x {port}", flags={"api-key": [KEY], "seqs": [4, 8]})
-        assert [label["api-key"] for label in made.list_labels()] == [PLACEHOLDER, PLACEHOLDER]
+        engine = Engine(name="x", command="x {port}", flags={"api-key": [KEY], "seqs": [4, 8]})
+        assert [label["api-key"] for label in engine.list_labels()] == [PLACEHOLDER, PLACEHOLDER]
 
 
 @given(cuts=st.lists(st.integers(1, 40), max_size=12), copies=st.integers(0, 3))
-def test_a_servers_log_is_redacted_however_its_writes_are_divided(cuts: list[int], copies: int) -> None:
-    told = b"begin sk-Pl " + b"".join(b"<%s>" % KEY.encode() for _ in range(copies)) + b" end " + KEY.encode()[:9]
+def test_server_log_is_redacted_for_any_division_of_writes(cuts: list[int], copies: int) -> None:
+    log = b"begin sk-Pl " + b"".join(b"<%s>" % KEY.encode() for _ in range(copies)) + b" end " + KEY.encode()[:9]
     (source, sink), (out, target) = os.pipe(), os.pipe()
-    pieces = _divided(told, cuts)
+    pieces = _divide(log, cuts)
     left = iter([*pieces, b""])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dcpbench.servers.process_group.os.read", lambda *_: next(left))
@@ -192,7 +192,7 @@ def test_a_servers_log_is_redacted_however_its_writes_are_divided(cuts: list[int
     os.close(out)
 
 
-def _divided(data: bytes, sizes: list[int]) -> list[bytes]:
+def _divide(data: bytes, sizes: list[int]) -> list[bytes]:
     found = []
     for size in sizes:
         found.append(data[:size])

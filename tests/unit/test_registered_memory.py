@@ -1,4 +1,4 @@
-"""Memory registered with NCCL, on a machine without: what is refused, what is lent again, what stays in step."""
+"""Memory registered with NCCL, on a machine without GPUs: refusals, reuse of windows, and agreement of ranks."""
 
 import gc
 import re
@@ -17,31 +17,31 @@ GROUP = Group(size=2, rank=0, handle=object())
 
 
 class Owner:
-    """Whoever borrows."""
+    """An object that borrows a window."""
 
 
 class Backend:
-    """Stands for torch's NCCL: it notes what is registered, or refuses."""
+    """A replacement of torch's NCCL backend that records registrations or refuses them."""
 
     def __init__(self) -> None:
         self.registered: list[object] = []
         self.refuses = ""
 
     def register_mem_pool(self, pool, symm):
-        """As torch's."""
+        """Record the pool or raise an error."""
         assert symm
         if self.refuses:
             raise RuntimeError(self.refuses)
         self.registered.append(pool)
 
     def deregister_mem_pool(self, pool):
-        """As torch's."""
+        """Remove the pool."""
         self.registered.remove(pool)
 
 
 @pytest.fixture
 def backend(monkeypatch):
-    """Registration without NCCL; both ranks say the same."""
+    """Replace NCCL by `Backend`, with the same answers from both ranks."""
     backend = Backend()
     monkeypatch.setattr(registered_memory, "_open", [])
     monkeypatch.setattr(symmetric_memory, "gather_values", lambda _group, value: [value, value])
@@ -55,7 +55,7 @@ def backend(monkeypatch):
     return backend
 
 
-def test_a_window_is_registered_once_and_closed_once(backend):
+def test_window_is_registered_once_and_closed_once(backend):
     window = register_buffer(GROUP, 512, CPU, "--buffer registered", "--buffer pool")
     assert window.own.nbytes == 512
     assert backend.registered == [window.pool]
@@ -64,14 +64,14 @@ def test_a_window_is_registered_once_and_closed_once(backend):
     assert backend.registered == []
 
 
-def test_what_nobody_holds_any_longer_is_lent_again_where_it_is_large_enough(backend):
+def test_released_window_is_reused_if_it_is_large_enough(backend):
     first, second = Owner(), Owner()
     one = get_shared_buffer(first, GROUP, 512, CPU, "a", "b")
-    assert get_shared_buffer(second, GROUP, 256, CPU, "a", "b").data_ptr() != one.data_ptr(), "it is lent"
+    assert get_shared_buffer(second, GROUP, 256, CPU, "a", "b").data_ptr() != one.data_ptr(), "the window is in use"
     del first
     gc.collect()
     third, fourth = Owner(), Owner()
-    assert get_shared_buffer(third, GROUP, 1024, CPU, "a", "b").data_ptr() != one.data_ptr(), "it is too small"
+    assert get_shared_buffer(third, GROUP, 1024, CPU, "a", "b").data_ptr() != one.data_ptr(), "the window is too small"
     assert get_shared_buffer(fourth, GROUP, 300, CPU, "a", "b").data_ptr() == one.data_ptr()
     assert len(backend.registered) == 3
     close_all()
@@ -79,8 +79,8 @@ def test_what_nobody_holds_any_longer_is_lent_again_where_it_is_large_enough(bac
 
 
 @pytest.mark.usefixtures("backend")
-def test_what_is_free_on_one_rank_alone_is_not_lent(monkeypatch):
-    """Ranks with different windows would have different offsets, for ever."""
+def test_window_free_on_only_one_rank_is_not_reused(monkeypatch):
+    """Ranks with different windows would have different offsets."""
     one = get_shared_buffer(Owner(), GROUP, 512, CPU, "a", "b")
     gc.collect()
     monkeypatch.setattr(
@@ -89,33 +89,33 @@ def test_what_is_free_on_one_rank_alone_is_not_lent(monkeypatch):
     assert get_shared_buffer(Owner(), GROUP, 512, CPU, "a", "b").data_ptr() != one.data_ptr()
 
 
-def test_a_refused_registration_is_a_sentence_that_says_what_works(backend):
+def test_refused_registration_raises_error_with_an_alternative(backend):
     backend.refuses = "NCCL error: invalid usage\nmore"
-    said = r"--buffer registered: registering .* refused \(NCCL error: invalid usage\); use --buffer pool instead\."
-    with pytest.raises(CapacityError, match=said):
+    message = r"--buffer registered: registering .* refused \(NCCL error: invalid usage\); use --buffer pool instead\."
+    with pytest.raises(CapacityError, match=message):
         register_buffer(GROUP, 512, CPU, "--buffer registered", "--buffer pool")
 
 
-def test_ranks_without_gpus_are_told_so(monkeypatch):
+def test_registration_without_gpus_raises_capacity_error(monkeypatch):
     monkeypatch.setattr(symmetric_memory, "gather_values", lambda _group, value: [value, value])
     with pytest.raises(CapacityError, match="registered with NCCL, which needs GPUs; use --exchange ag_rs instead"):
         register_buffer(GROUP, 512, CPU, "--exchange ag_rs_registered", "--exchange ag_rs")
 
 
-def test_one_rank_has_nobody_to_register_memory_for():
+def test_registration_on_a_single_rank_raises_capacity_error():
     with pytest.raises(CapacityError, match="one rank has no peers"):
         register_buffer(Group(size=1, rank=0, handle=None), 512, CPU, "a", "b")
 
 
 @pytest.mark.parametrize(
-    ("version", "signature", "says"),
+    ("version", "signature", "pattern"),
     [
         ((2, 26, 2), "register_mem_pool(pool, symm)", r"NCCL 2\.26\.2.*from 2\.27 on"),
         ((2, 28, 9), "register_mem_pool(pool)", r"torch .* cannot register memory with NCCL .*torch 2\.9"),
         ((2, 28, 9), "register_mem_pool(pool, symm)", "^$"),
     ],
 )
-def test_an_old_torch_or_nccl_is_named(monkeypatch, version, signature, says):
+def test_old_torch_or_nccl_is_named(monkeypatch, version, signature, pattern):
     def method(pool, symm):
         pass
 
@@ -124,15 +124,15 @@ def test_an_old_torch_or_nccl_is_named(monkeypatch, version, signature, says):
     monkeypatch.setattr(registered_memory, "get_backend", lambda _group, _device: backend)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
     found = registered_memory.find_missing_support(GROUP, torch.device("cuda"))
-    assert re.search(says, found)
+    assert re.search(pattern, found)
 
 
-def test_windows_are_told_apart_by_themselves():
-    """Two of equal size are two."""
+def test_windows_are_compared_by_identity():
+    """Two windows of equal size are different."""
     own = torch.zeros(1, dtype=torch.uint8)
     assert RegisteredBuffer(GROUP, own, None) != RegisteredBuffer(GROUP, own, None)
 
 
-def test_auto_does_not_try_what_has_to_be_named():
-    """It has not been measured, and every other exchange is tried."""
+def test_auto_tries_all_exchanges_except_the_registered_one():
+    """The registered exchange must be named, as it has not been measured."""
     assert set(names.EXCHANGES) - set(names.AUTO_EXCHANGES) == {names.REGISTERED}

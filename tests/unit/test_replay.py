@@ -1,4 +1,4 @@
-"""Replay: the live pipeline in virtual time, held against a simulation that is written from events."""
+"""Replay: the live pipeline in virtual time, compared with an event-driven simulation."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Fixed:
-    """An engine with known times: each decode row 1 ms, each token of a chunk 2, and 10 for the step."""
+    """An engine with known times: 1 ms per decode row, 2 ms per token of a chunk, and 10 ms per step."""
 
     launch_ms: float = 0.0
     is_blocking: bool = False
-    host: float = 0.0  # what the host needs to launch a step with chunks, and as much for each token of them
+    host: float = 0.0  # ms to launch a step with chunks, and again for each token of them
     slowdown: Slowdown = dataclasses.field(default_factory=lambda: Slowdown([]))
 
     def get_begin_ms(self, _step: Step) -> float:
@@ -44,9 +44,8 @@ class Fixed:
 
 
 class Events:
-    """The live pipeline as events on one clock: the device ends a step, a request arrives, a step has been launched.
-
-    The host reads what the device ended, even while it launches. When it has nothing else to do and fewer than two
+    """The live pipeline as events on one clock: the device ends a step, a request arrives, or a step has been launched.
+    The host reads the results of the device even while it launches. When it has nothing else to do and fewer than two
     steps are unread, it lets clients send, decides the next step and begins to launch it.
     """
 
@@ -62,7 +61,7 @@ class Events:
         self.tick = itertools.count()
 
     def run(self) -> Events:
-        """Run a replay to the end of all requests."""
+        """Run a replay until all requests end."""
         self.wake(0.0)
         while self.heap:
             now, _, ended = heapq.heappop(self.heap)
@@ -73,7 +72,7 @@ class Events:
         return self
 
     def wake(self, now: float) -> None:
-        """The host has time."""
+        """Send requests and launch a step, if fewer than two are unread."""
         if len(self.unread) == 2:
             return
         self.send(now)
@@ -83,7 +82,7 @@ class Events:
             self.host_free = now + self.times.predict_host_ms(step) / 1e3
             self.device_free = max(start + self.times.predict_duration_ms(step) / 1e3, self.host_free)
             self.unread.append(step)
-            heapq.heappush(self.heap, (self.host_free, next(self.tick), None))  # first, where both are at once
+            heapq.heappush(self.heap, (self.host_free, next(self.tick), None))  # first if both are at the same time
             heapq.heappush(self.heap, (self.device_free, next(self.tick), step))
         elif not self.unread and self.unsent and self.clients is None:
             heapq.heappush(self.heap, (self.unsent[0].arrival_s, next(self.tick), None))
@@ -91,7 +90,7 @@ class Events:
             self.wake(now)  # all that clients sent was rejected
 
     def send(self, now: float) -> None:
-        """What clients have sent by now, each as soon as it had nothing to wait for."""
+        """Submit what clients have sent by now, each as soon as it had no open request."""
         while self.unsent:
             one = self.unsent[0]
             if self.clients is None:
@@ -107,7 +106,7 @@ class Events:
                 self.idle_since.append(self.sent[one.number])
 
     def read(self, step: Step, now: float) -> None:
-        """The host has the tokens of a step."""
+        """Read the tokens of a step."""
         assert step is self.unread.pop(0), "steps end in order"
         for part in step.replicas:
             for sequence in part.sampled_sequences:
@@ -120,7 +119,7 @@ class Events:
 
 
 def load(seed: int, count: int, *, rate: float | None = None) -> list[ServeRequest]:
-    """Requests of mixed lengths; with a rate, at random times."""
+    """Return requests of mixed lengths, with a rate at random times."""
     rng = np.random.default_rng(seed)
     times = np.cumsum(rng.exponential(1 / rate, count)).tolist() if rate else [None] * count
     return [request(i, int(rng.integers(1, 14)), int(rng.integers(1, 12)), times[i]) for i in range(count)]
@@ -135,28 +134,28 @@ SETUPS = {
 }
 
 
-class TestAgainstEvents:
+class TestAgainstSimulation:
     @pytest.mark.parametrize("launch_ms", [0.0, 4.0], ids=["launch0", "launch4"])
     @pytest.mark.parametrize("clients", [1, 3, 8])
     @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
-    def test_a_closed_loop_is_the_same(self, setup: SchedulerConfig, clients: int, launch_ms: float) -> None:
+    def test_closed_loop_equals_the_simulation(self, setup: SchedulerConfig, clients: int, launch_ms: float) -> None:
         self.compare(load(1, 40), setup, clients, Fixed(launch_ms))
 
     @pytest.mark.parametrize("clients", [1, 3, 8])
     @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
-    def test_a_host_that_is_slower_than_the_device_is_the_same(self, setup: SchedulerConfig, clients: int) -> None:
-        """Up to twice as long as the device needs for a step with chunks, which is shorter for small ones."""
+    def test_host_slower_than_the_device_equals_the_simulation(self, setup: SchedulerConfig, clients: int) -> None:
+        """The host takes up to twice as long as the device for a step with chunks, and less for small ones."""
         self.compare(load(5, 40), setup, clients, Fixed(4.0, host=5.3))
 
     @pytest.mark.parametrize("rate", [2, 20, 200], ids=["rate2", "rate20", "rate200"])
     @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
-    def test_an_open_loop_is_the_same(self, setup: SchedulerConfig, rate: float) -> None:
+    def test_open_loop_equals_the_simulation(self, setup: SchedulerConfig, rate: float) -> None:
         self.compare(load(2, 40, rate=rate), setup, None, Fixed(4.0))
         self.compare(load(2, 40, rate=rate), setup, None, Fixed(4.0, host=5.3))
 
     @staticmethod
     def compare(requests: list[ServeRequest], setup: SchedulerConfig, clients: int | None, times: Fixed) -> None:
-        """Every token of every request at the same moment, bit for bit."""
+        """Check that every token of every request has the same time, bit for bit."""
         events = Events(requests, setup, clients, times).run()
         found = replay_requests(requests, Scheduler(setup), clients, times).traffic
         assert {s.request.number: s.submitted_s for s in found.samples} == events.sent
@@ -173,60 +172,56 @@ def token_times(
 
 
 class TestPipeline:
-    def test_tokens_come_when_their_step_ends(self) -> None:
-        """Prompt of 3: 10 + 2 · 3 = 16 ms; each further token 10 + 1."""
+    def test_tokens_have_the_end_time_of_their_step(self) -> None:
+        """A prompt of 3 takes 10 + 2 · 3 = 16 ms, each further token 10 + 1."""
         assert token_times([request(0, 3, 3)], 1, Fixed()) == [[16, 27, 38]]
 
-    def test_only_a_step_that_the_device_waits_for_shows_its_launch(self) -> None:
-        """5 ms before the first step; those behind it are launched while it runs."""
+    def test_launch_delays_only_a_step_on_an_idle_device(self) -> None:
+        """The first step waits 5 ms; later steps are launched while another runs."""
         assert token_times([request(0, 3, 3)], 1, Fixed(launch_ms=5)) == [[21, 32, 43]]
 
-    def test_what_is_sent_after_step_k_joins_step_k_plus_2(self) -> None:
-        """
-        Two clients, three requests. A ends with the prefill at 10 + 2 · (1 + 3) = 18 ms. Step 1, decided before, has
-        B's decode alone: 29 ms. C, sent at 18 ms, joins step 2 beside B's decode: 29 + 10 + 1 + 2 · 2 = 44 ms.
+    def test_request_sent_after_step_k_joins_step_k_plus_2(self) -> None:
+        """Two clients have three requests. A ends with the prefill at 10 + 2 · (1 + 3) = 18 ms. Step 1, decided before,
+        has only B's decode: 29 ms. C, sent at 18 ms, joins step 2 with B's decode: 29 + 10 + 1 + 2 · 2 = 44 ms.
         """
         requests = [request(0, 1, 1), request(1, 3, 3), request(2, 2, 1)]
         assert token_times(requests, 2, Fixed()) == [[18], [18, 29, 44], [44]]
 
-    def test_a_step_does_not_end_before_it_has_been_launched(self) -> None:
-        """30 ms for the prompt of 5, although the device needs 10 + 2 · 5; what follows is not later for that."""
+    def test_step_does_not_end_before_it_is_launched(self) -> None:
+        """Launching takes 30 ms for the prompt of 5, although the device needs 10 + 2 · 5; later steps are not delayed."""
         assert token_times([request(0, 5, 3)], 1, Fixed(host=5)) == [[30, 41, 52]]
 
-    def test_the_step_before_hides_what_launching_takes(self) -> None:
-        """
-        Two clients, three requests. Steps 0 (A and B are prefilled, 18 ms) and 1 (B decodes, 29 ms) are launched at 0
-        and 20, when the host has step 0 behind it. C, sent at 20, is launched from 20 to 29, which step 1, to 31 ms,
-        hides: it ends at 31 + 10 + 1 + 2 · 2.
+    def test_launch_time_is_hidden_by_the_previous_step(self) -> None:
+        """Two clients have three requests. Steps 0 (A and B are prefilled, 18 ms) and 1 (B decodes, 29 ms) are launched
+        at 0 and 20, after the host has launched step 0. C, sent at 20, is launched from 20 to 29, which is hidden by
+        step 1 until 31 ms: it ends at 31 + 10 + 1 + 2 · 2.
         """
         requests = [request(0, 1, 1), request(1, 3, 3), request(2, 2, 1)]
         assert token_times(requests, 2, Fixed(host=4)) == [[20], [20, 31, 46], [46]]
 
     def test_tokens_are_read_during_a_launch(self) -> None:
-        """
-        B comes at 12 ms, during A's prefill (to 16 ms). Launching A's takes till 8; step 1, A's decode, is decided at
-        8 and ends at 27; step 2, with B's prompt of 7, is decided at 16 and launched till 32. Meanwhile step 1 is read,
-        at 27. It ends at 27 + 10 + 1 + 14 = 52.
+        """B arrives at 12 ms, during A's prefill (until 16 ms), which is launched until 8. Step 1, A's decode, is
+        decided at 8 and ends at 27; step 2, with B's prompt of 7, is decided at 16 and launched until 32. Meanwhile
+        step 1 is read at 27. Step 2 ends at 27 + 10 + 1 + 14 = 52.
         """
         requests = [request(0, 3, 3, 0.0), request(1, 7, 1, 0.012)]
         assert token_times(requests, None, Fixed(host=2)) == [[16, 27, 52], [52]]
 
-    def test_an_idle_device_waits_for_the_next_arrival(self) -> None:
-        """The second comes 1 s later, with an empty pipeline: 1,000 + 10 + 2 · 3."""
+    def test_idle_device_waits_for_the_next_arrival(self) -> None:
+        """The second request arrives 1 s later, with an empty pipeline: 1,000 + 10 + 2 · 3."""
         requests = [request(0, 3, 1, 0.0), request(1, 3, 1, 1.0)]
         assert token_times(requests, None, Fixed()) == [[16], [1016]]
 
-    def test_an_arrival_during_a_step_joins_when_the_next_step_is_decided(self) -> None:
-        """
-        The host decides at 0 (steps 0 and 1), 16 (step 2), 27 (step 3). Who comes at 17 ms joins step 3, which begins
-        at 38 and takes 10 + 1 + 2 · 2: 53 ms, counted from 17.
+    def test_arrival_during_a_step_joins_the_next_decided_step(self) -> None:
+        """The host decides at 0 (steps 0 and 1), 16 (step 2) and 27 (step 3). A request that arrives at 17 ms joins
+        step 3, which begins at 38 and takes 10 + 1 + 2 · 2: 53 ms.
         """
         requests = [request(0, 3, 4, 0.0), request(1, 2, 1, 0.017)]
         found = replay_requests(requests, Scheduler(config(pages=60)), None, Fixed()).traffic.samples[1]
         assert (found.submitted_s, round(found.token_s[0], 6)) == (0.017, 0.053)
 
-    def test_where_to_launch_is_to_run_tokens_are_read_after_the_next_step(self) -> None:
-        """Step 0 ends at 16 ms on the CPU, but the host is in step 1 until 27 ms, and only then reads step 0."""
+    def test_blocking_engine_reads_tokens_after_the_next_step(self) -> None:
+        """Step 0 ends at 16 ms on the CPU, but the host runs step 1 until 27 ms, and only then reads step 0."""
         assert token_times([request(0, 3, 3)], 1, Fixed(is_blocking=True)) == [[27, 38, 38]]
 
     def test_requests_that_never_fit_do_not_end_the_run(self) -> None:
@@ -235,8 +230,10 @@ class TestPipeline:
         assert [bool(s.rejected) for s in found.samples] == [True, True, False]
         assert found.samples[2].is_finished
 
-    def test_a_limit_ends_it_with_what_has_been_read(self) -> None:
-        """20 ms: it is seen at 27, when step 1 has been read; step 2, on its way, is read at 38, and no more."""
+    def test_time_limit_ends_the_replay_after_the_steps_in_flight(self) -> None:
+        """The limit of 20 ms is noticed at 27, when step 1 has been read; step 2, in flight, is read at 38, and no
+        other.
+        """
         found = replay_requests(
             [request(0, 3, 9), request(1, 3, 9)], Scheduler(config(pages=60)), 1, Fixed(), limit_s=0.02
         )
@@ -245,25 +242,24 @@ class TestPipeline:
         assert round(found.end_s, 6) == 0.038
 
     def test_steps_are_counted_by_kind(self) -> None:
-        """A prefill and two decodes of one row; the device never rests."""
+        """There are a prefill and two decodes of one row; the device is never idle."""
         found = replay_requests([request(0, 3, 3)], Scheduler(config(pages=60)), 1, Fixed())
         assert (found.counts.steps, found.counts.decode_steps, found.counts.decode_rows) == (3, 2, 2)
         assert round(found.end_s, 6) == 0.038
 
 
 class TestWithStepTimes:
-    def test_the_same_load_gives_the_same_tokens_each_time(self) -> None:
-        def once() -> list[list[float]]:
+    def test_same_load_gives_the_same_token_times(self) -> None:
+        def list_token_times() -> list[list[float]]:
             setup = config(pages=1200, page_size=64, dcp=4, max_requests=48, chunk=8192, max_context=5500)
             requests = [request(i, 300 + 7 * i, 20) for i in range(30)]
             return [s.token_s for s in replay_requests(requests, Scheduler(setup), 8, step_times()).traffic.samples]
 
-        assert once() == once()
+        assert list_token_times() == list_token_times()
 
-    def test_metrics_are_made_of_it_as_of_a_live_run(self) -> None:
-        """
-        48 clients, prompts of 4,000 in chunks of 8,192, two at a time and the rest of the third: in steady state a
-        step takes 40 + 1.4 · 48 + 0.1 · 48 · 4 = 126 ms and a little.
+    def test_metrics_of_a_replay_are_those_of_a_live_run(self) -> None:
+        """48 clients have prompts of 4,000 in chunks of 8,192, two at a time and the rest of the third: in steady state
+        a step takes 40 + 1.4 · 48 + 0.1 · 48 · 4 = 126 ms and a little.
         """
         setup = config(pages=1200, page_size=64, dcp=4, max_requests=48, chunk=8192, max_context=5500)
         requests = [request(i, [i % 100] * 4000, 60) for i in range(48)]
@@ -272,7 +268,7 @@ class TestWithStepTimes:
         assert metrics.finished == 48
         assert metrics.itl_ms.p50 == pytest.approx(126, rel=0.02)
 
-    def test_a_step_that_was_not_measured_ends_it(self) -> None:
+    def test_step_without_a_known_time_raises_usage_error(self) -> None:
         setup = config(pages=1200, page_size=64, dcp=4, max_requests=64, chunk=8192, max_context=5500)
         with pytest.raises(UsageError, match="no step time is known"):
             replay_requests([request(i, 10, 9) for i in range(64)], Scheduler(setup), 64, step_times())

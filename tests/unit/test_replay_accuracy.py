@@ -1,4 +1,6 @@
-"""How much is lost between the cases: an engine on paper whose times bend as hardware's do, and replay by its grid."""
+"""Error of interpolated step times: a model of an engine with non-linear times, compared with a replay from its
+measured grid.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,10 @@ if TYPE_CHECKING:
 
 
 def curved_ms(rows: int, live: float, decode_rows: int, kv_tokens: int, chunks: list[tuple[int, int]]) -> float:
-    """
-    Experts are hit by more tokens, at first fast: 1 - (1 - 1/32)^live of them, 116 ms for all; from some 3,000 rows on
-    products take longer than reading weights, four fifths of them those of experts. Attention of short chunks is less
-    efficient, the first stored token before any chunk brings 4 ms, and each chunk 0.3. `live`: rows that go to experts,
-    of a replica on average.
+    """Return the time of a step. More tokens hit more experts, at first quickly: 1 - (1 - 1/32)^live of them, 116 ms
+    for all; from some 3,000 rows on products take longer than reading weights, four fifths of them those of experts.
+    Attention of short chunks is less efficient, the first stored token before any chunk takes 4 ms, and each chunk 0.3.
+    `live` is the mean number of rows of a replica that go to experts.
     """
     base = float(np.hypot(17.6 + 116 * (1 - (1 - 1 / 32) ** live), 0.008 * rows + 0.032 * live))
     if not chunks:
@@ -49,7 +50,7 @@ def case_ms(case: Case, replicas: int) -> float:
 
 
 @dataclasses.dataclass
-class Truth:
+class Engine:
     """The engine itself."""
 
     launch_ms: float = 2.0
@@ -80,7 +81,9 @@ def served(requests: list[ServeRequest], setup: SchedulerConfig, clients: int | 
 
 
 def requests(count: int, sigma: float = 0.0, shared: int = 0, rate: float | None = None) -> list[ServeRequest]:
-    """Prompts of 4,000 tokens, or with that median, and answers of 50 to 250; some prefix is the same for all."""
+    """Return prompts of 4,000 tokens, or with this median, and answers of 50 to 250; the first `shared` tokens are the
+    same for all.
+    """
     rng = np.random.default_rng(0)
     at = np.cumsum(rng.exponential(1 / rate, count)).tolist() if rate else [None] * count
     lengths = np.clip(4000 * np.exp(sigma * rng.standard_normal(count)), shared + 1, 16_000).astype(int)
@@ -98,7 +101,7 @@ def requests(count: int, sigma: float = 0.0, shared: int = 0, rate: float | None
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What is served, with pages of 64 tokens."""
+    """Requests and limits of a replay, with pages of 64 tokens."""
 
     requests: list[ServeRequest]
     clients: int | None
@@ -125,8 +128,8 @@ LOADS = {
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_what_is_interpolated_is_within_two_percent_of_the_engine_itself(load: Load) -> None:
-    """Throughput, TTFT and ITL, p50 and mean; most are within 0.3 %, and noise of measuring comes on top."""
+def test_replay_from_the_grid_is_within_two_percent_of_the_engine(load: Load) -> None:
+    """Throughput, TTFT and ITL are compared, p50 and mean; most agree within 0.3 %, and real measurements add noise."""
     dcp = 4 // load.dp
     extent = Extent(
         requests=load.slots,
@@ -151,9 +154,9 @@ def test_what_is_interpolated_is_within_two_percent_of_the_engine_itself(load: L
     )
     cases = [MeasuredCase(case=case, samples_ms=[case_ms(case, load.dp)]) for case in make_cases(extent)]
     times = msgspec.structs.replace(step_times(), cases=cases)
-    truth, found = (served(load.requests, setup, load.clients, how) for how in (Truth(), times))
-    assert found.output_tok_s == pytest.approx(truth.output_tok_s, rel=0.005)
+    expected, found = (served(load.requests, setup, load.clients, source) for source in (Engine(), times))
+    assert found.output_tok_s == pytest.approx(expected.output_tok_s, rel=0.005)
     for name in ("ttft_ms", "itl_ms", "e2el_ms"):
-        mine, theirs = getattr(found, name), getattr(truth, name)
-        assert (mine.p50, mine.mean) == (pytest.approx(theirs.p50, rel=0.02), pytest.approx(theirs.mean, rel=0.02))
-    assert found.itl_ms.p99 == pytest.approx(truth.itl_ms.p99, rel=0.02)
+        actual, wanted = getattr(found, name), getattr(expected, name)
+        assert (actual.p50, actual.mean) == (pytest.approx(wanted.p50, rel=0.02), pytest.approx(wanted.mean, rel=0.02))
+    assert found.itl_ms.p99 == pytest.approx(expected.itl_ms.p99, rel=0.02)

@@ -1,4 +1,4 @@
-"""Replay against the live loop's own code, on a device and a clock on paper."""
+"""Replay compared with the code of the live loop, on a simulated device and clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Clock:
-    """Stands for the module `time`."""
+    """A replacement of the module `time`."""
 
     now: float = 0.0
 
@@ -37,7 +37,7 @@ class Clock:
 
 @dataclasses.dataclass
 class Launched:
-    """Its tokens can be read once the clock has come to the step's end."""
+    """A launched step, with tokens that can be read after the clock has reached its end."""
 
     step: Step
     end: float
@@ -56,7 +56,7 @@ class Launched:
 
 @dataclasses.dataclass
 class Device:
-    """Runs what is launched, one step after the other; where launching is running, the host is busy meanwhile."""
+    """Runs launched steps one after the other; for a blocking engine the host is busy meanwhile."""
 
     times: Fixed
     clock: Clock
@@ -78,7 +78,7 @@ class Device:
         return Launched(step, self.free, self.clock)
 
 
-def live(
+def run_live(
     requests: list[ServeRequest],
     setup: SchedulerConfig,
     clients: int | None,
@@ -86,7 +86,7 @@ def live(
     limit_s: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[Traffic, Loop]:
-    """What the live loop makes of it."""
+    """Return the traffic and the loop after a live run of the requests."""
     clock = Clock()
     monkeypatch.setattr(serving_loop, "time", clock)
     scheduler = Scheduler(setup)
@@ -109,16 +109,18 @@ TIMES = {
 @pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
 @pytest.mark.parametrize(("clients", "rate"), [(1, None), (8, None), (None, 20.0)], ids=["closed1", "closed8", "open"])
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
-def test_tokens_come_when_they_come_live(setup, clients, rate, times, limit_s, monkeypatch) -> None:
-    """
-    Every token at the same moment and equally many steps of each kind. An open loop naps in pieces until the next
-    arrival, whose sum may differ from it in the last bit.
+def test_replayed_tokens_have_the_times_of_a_live_run(setup, clients, rate, times, limit_s, monkeypatch) -> None:
+    """There also are equally many steps of each kind. An open loop sleeps in parts until the next arrival, and their
+    sum may differ from it in the last bit.
     """
     requests = load(3, 40, rate=rate)
-    traffic, loop = live(requests, setup, clients, times, limit_s, monkeypatch)
+    traffic, loop = run_live(requests, setup, clients, times, limit_s, monkeypatch)
     found = replay_requests(requests, Scheduler(setup), clients, times, limit_s)
     assert found.counts == loop.counts
     assert len(found.traffic.samples) == len(traffic.samples)
-    for mine, theirs in zip(found.traffic.samples, traffic.samples, strict=True):
-        assert mine.token_s == pytest.approx(theirs.token_s, abs=1e-9)
-        assert (mine.submitted_s, mine.is_finished) == (pytest.approx(theirs.submitted_s, abs=1e-9), theirs.is_finished)
+    for replayed, original in zip(found.traffic.samples, traffic.samples, strict=True):
+        assert replayed.token_s == pytest.approx(original.token_s, abs=1e-9)
+        assert (replayed.submitted_s, replayed.is_finished) == (
+            pytest.approx(original.submitted_s, abs=1e-9),
+            original.is_finished,
+        )

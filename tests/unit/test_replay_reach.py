@@ -1,4 +1,4 @@
-"""No step that a scheduler can decide lies beyond the grid that was made for its engine and loads."""
+"""The grid of step times contains every step that a scheduler can decide for its engine and loads."""
 
 import msgspec
 import numpy as np
@@ -14,7 +14,7 @@ from tests.unit.step_times_builder import step_times, true_ms
 
 
 def prompts(rng: np.random.Generator, count: int, context: int, share: float, rate: float | None) -> list[ServeRequest]:
-    """Make prompts of any lengths that fit, with a common beginning."""
+    """Return prompts of any lengths that fit, with a common beginning."""
     common, found, at = rng.integers(0, 1000, context, dtype=np.int32), [], 0.0
     for number in range(count):
         output = int(rng.integers(1, max(2, min(60, context // 3))))
@@ -33,16 +33,15 @@ def prompts(rng: np.random.Generator, count: int, context: int, share: float, ra
     return found
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["both", "apart"])
+@pytest.mark.parametrize("disaggregated", [False, True], ids=["aggregated", "disaggregated"])
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.long
-def test_any_load_within_the_extent_can_be_replayed(seed: int, split: bool) -> None:
-    """
-    Any layout, pool of 3 pages or more, chunk, policy, sharing and arrival; every request is answered. So where instances
-    only prefill, which have chunks of a single token, or only decode.
+def test_any_load_within_the_extent_can_be_replayed(seed: int, disaggregated: bool) -> None:
+    """Layout, pool of at least 3 pages, chunk, policy, sharing and arrival are random, and every request is answered;
+    also by disaggregated instances, which have chunks of a single token.
     """
     rng = np.random.default_rng(seed)
-    replicas, dcp, page_size = (int(rng.choice(of)) for of in ([1, 1, 2, 4], [1, 2, 4], [1, 2, 16, 64]))
+    replicas, dcp, page_size = (int(rng.choice(choices)) for choices in ([1, 1, 2, 4], [1, 2, 4], [1, 2, 16, 64]))
     page, slots = page_size * dcp, int(rng.choice([1, 2, 3, 8, 17, 48, 64]))
     context = int(rng.choice([60, 300, 1000, 5500, 20_000]))
     chunk = max(page, int(rng.choice([16, 64, 256, 1000, 2048, 8192])))
@@ -72,6 +71,10 @@ def test_any_load_within_the_extent_can_be_replayed(seed: int, split: bool) -> N
     times = msgspec.structs.replace(step_times(), cases=cases)
     load = prompts(rng, 40, context, share, rate)
     link = Link(bytes_s=float(rng.choice([1e4, 1e9])), page_bytes=1000)
-    served = Disaggregated(setup, int(rng.integers(1, 4)), int(rng.integers(1, 4)), link) if split else Scheduler(setup)
+    served = (
+        Disaggregated(setup, int(rng.integers(1, 4)), int(rng.integers(1, 4)), link)
+        if disaggregated
+        else Scheduler(setup)
+    )
     found = replay_requests(load, served, None if rate else slots * replicas, times)
     assert all(sample.is_finished for sample in found.traffic.samples)

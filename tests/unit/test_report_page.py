@@ -1,4 +1,4 @@
-"""reports/page: what its scripts are given is what the records say."""
+"""Data of a report's page, compared with the records."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def picture(subject: str, mode: str, tmp_path: Path, alt: str = "") -> Picture:
 
 
 def mixed() -> list[Record]:
-    """tp4 and tp4·dcp4 as decode, and served live and in replay at a rate."""
+    """Return tp4 and tp4·dcp4 as decode points, and points served live and in replay at a rate."""
     loads = [{"mode": mode, "arrival": "gamma", "request_rate": 2.5} for mode in ("live", "replay")]
     served = [serve_record_builder.served(serve_record_builder.point(changed=load)) for load in loads]
     return [record_builder.ok(record_builder.point(layout)) for layout in (Layout(4), Layout(4, 1, 4))] + served
 
 
-def test_every_point_comes_back_out_of_its_row(tmp_path: Path) -> None:
-    """The command of a row is that of its record, whatever pandas made of the columns."""
+def test_every_point_can_be_rebuilt_from_its_row(tmp_path: Path) -> None:
+    """The command of a row must be that of its record for any dtypes of pandas columns."""
     records = mixed()
     read = dataframes.load_frames([record_builder.write(tmp_path / "run", records)])
     found = [*build_points(read.points), *build_points(read.served)]
@@ -44,7 +44,7 @@ def test_every_point_comes_back_out_of_its_row(tmp_path: Path) -> None:
     assert set(found) == {record.point for record in records}
 
 
-def test_numbers_are_those_of_the_records_in_the_units_told(tmp_path: Path) -> None:
+def test_numbers_are_those_of_the_records_in_display_units(tmp_path: Path) -> None:
     record = record_builder.ok(record_builder.point())
     columns = data(tmp_path, [record])["columns"]
     assert record.metrics
@@ -55,23 +55,23 @@ def test_numbers_are_those_of_the_records_in_the_units_told(tmp_path: Path) -> N
     assert "ttft_p50_ms" not in columns, "decode has no first token"
 
 
-def test_a_point_has_its_command_and_one_of_another_tool_none(tmp_path: Path) -> None:
-    ours = record_builder.ok(record_builder.point())
-    theirs = msgspec.structs.replace(ours, point=record_builder.point(concurrency=9), origin="vllm")
-    commands = data(tmp_path, [ours, theirs])["columns"]["command"]
+def test_only_own_points_have_a_command(tmp_path: Path) -> None:
+    own = record_builder.ok(record_builder.point())
+    imported = msgspec.structs.replace(own, point=record_builder.point(concurrency=9), origin="vllm")
+    commands = data(tmp_path, [own, imported])["columns"]["command"]
     assert commands[0].startswith("dcpbench sweep --model kimi-k2 --tp 1 --dp 1 --dcp 1 --concurrency 8")
     assert commands[1] is None
 
 
-def test_the_ratio_to_the_baseline_is_that_of_the_findings(tmp_path: Path) -> None:
-    """tp4·dcp4 over tp4; the latter has none."""
+def test_ratio_to_the_baseline_is_that_of_the_findings(tmp_path: Path) -> None:
+    """tp4·dcp4 has a ratio to tp4, which has none."""
     columns = data(tmp_path, mixed()[:2])["columns"]
     alone, split = columns["output_tok_s"]
     assert columns["dcp_ratio"] == [None, pytest.approx(split / alone, rel=1e-6)]
     assert columns["baseline"] == [None, "tp4"]
 
 
-def test_no_more_points_than_asked_for_and_how_many_there_are(tmp_path: Path) -> None:
+def test_number_of_points_is_limited_and_the_total_is_kept(tmp_path: Path) -> None:
     found = data(tmp_path, mixed(), most=3)
     assert (found["count"], found["total"], len(found["columns"]["model"])) == (3, 4, 3)
 
@@ -94,16 +94,16 @@ def test_live_and_replayed_points_never_share_a_panel(tmp_path: Path) -> None:
         ("something-new", "", []),
     ],
 )
-def test_a_chart_stands_for_its_picture(subject: str, mode: str, slugs: list[str], tmp_path: Path) -> None:
-    """A picture of a subject that the page cannot draw is shown as it is."""
+def test_picture_is_replaced_by_its_chart(subject: str, mode: str, slugs: list[str], tmp_path: Path) -> None:
+    """A picture that the page cannot draw as a chart is shown itself."""
     assert [chart.slug for chart in list_charts([picture(subject, mode, tmp_path)])] == slugs
 
 
-def test_pictures_of_one_chart_share_it_and_keep_what_they_say(tmp_path: Path) -> None:
-    (chart,) = list_charts([picture("itl", "live", tmp_path, alt=said) for said in ("closed", "gamma")])
+def test_pictures_of_one_chart_keep_their_alternative_texts(tmp_path: Path) -> None:
+    (chart,) = list_charts([picture("itl", "live", tmp_path, alt=alt) for alt in ("closed", "gamma")])
     assert chart.alts == ["closed", "gamma"]
 
 
-def test_a_long_string_is_cut_and_says_by_how_much() -> None:
+def test_long_string_is_truncated_with_the_number_of_characters() -> None:
     assert format_brief("x" * 10, 4) == "xxxx… (6 more characters)"
     assert format_brief("x" * 4, 4) == "xxxx"

@@ -1,4 +1,4 @@
-"""reports/: whole reports written from made-up records, and what a reader or an attacker would look for in them."""
+"""Whole reports of made-up records, with the content that readers or attackers look for."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 HOSTILE = "<script>alert(1)</script>\"' onload=x $\\frac{1}{ | `a` \x1b[31m [red]r[/red] \N{RIGHT-TO-LEFT OVERRIDE}"
-NAMESPACE = re.compile(r"http://www\.w3\.org/[\w./]+")  # names in SVG, which nobody asks for
+NAMESPACE = re.compile(r"http://www\.w3\.org/[\w./]+")  # XML namespaces of SVG, which are never fetched
 
 
 class Page(HTMLParser):
-    """Tags, addresses, scripts and visible text of a page, as one sees it who runs no scripts."""
+    """Tags, addresses, scripts and visible text of a page without running its scripts."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Page(HTMLParser):
 
 
 def report(tmp_path: Path, records: list[Record]) -> tuple[Page, Path]:
-    """Write a report about one run; its page and its folder."""
+    """Write a report of one run; return its page and its folder."""
     out = tmp_path / "report"
     paths = write_report([build.write(tmp_path / "run", records)], out)
     assert paths[0] == out / "report.html"
@@ -77,7 +77,7 @@ def report(tmp_path: Path, records: list[Record]) -> tuple[Page, Path]:
 
 
 def terminal(folders: list[Path], width: int = 80) -> str:
-    """What a pipe would get."""
+    """Return the terminal table as a pipe gets it."""
     console = Console(width=width, force_terminal=False)
     with console.capture() as captured:
         console.print(render_terminal_table(folders))
@@ -85,7 +85,7 @@ def terminal(folders: list[Path], width: int = 80) -> str:
 
 
 def small(**changes: object) -> list[Record]:
-    """tp4 and tp4·dcp4 at two loads."""
+    """Return records of tp4 and tp4·dcp4 at two loads."""
     return [
         build.ok(build.point(layout, concurrency=load), steps=80, **changes)  # type: ignore[arg-type]
         for load in (8, 32)
@@ -95,33 +95,33 @@ def small(**changes: object) -> list[Record]:
 
 @pytest.fixture
 def unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are made, and not rendered."""
+    """Make figures without rendering them."""
     leave_figures_unsaved(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
-    """The report of `small`, written once."""
+    """Write the report of `small` once."""
     return report(tmp_path_factory.mktemp("small"), small())
 
 
-FIGURES = [  # of a report about `small`, without their endings
+FIGURES = [  # of a report of `small`, without file extensions
     *(f"{kind}-kimi-k2" for kind in ("throughput", "itl", "frontier", "phases", "kv")),
     "break-even-all",
     "overview-all",
 ]
 
 
-def test_a_report_holds_page_markdown_table_and_every_figure_in_two_formats(written: tuple[Page, Path]) -> None:
-    """One model: throughput, ITL, frontier, phases, KV and where DCP pays, each as PNG and SVG."""
+def test_report_has_page_markdown_table_and_figures_in_two_formats(written: tuple[Page, Path]) -> None:
+    """One model has throughput, ITL, frontier, phases, KV and break-even, each as PNG and SVG."""
     _, out = written
     assert {p.name for p in out.iterdir()} == {"report.html", "report.md", "points.csv", "figures"}
     assert {p.name for p in (out / "figures").iterdir()} == {f"{n}.{e}" for n in FIGURES for e in ("png", "svg")}
 
 
 @pytest.mark.usefixtures("unsaved")
-def test_a_report_holds_every_figure_as_pdf_where_that_is_asked_for(tmp_path: Path) -> None:
-    """Beside the other two; the next report without it has none again."""
+def test_report_has_every_figure_as_pdf_with_the_pdf_option(tmp_path: Path) -> None:
+    """The next report without the option removes them."""
     run, out = build.write(tmp_path / "run", small()), tmp_path / "report"
     for options, ends in ((["--pdf"], ("png", "svg", "pdf")), ([], ("png", "svg"))):
         with pytest.raises(SystemExit) as end:
@@ -130,8 +130,8 @@ def test_a_report_holds_every_figure_as_pdf_where_that_is_asked_for(tmp_path: Pa
         assert {p.name for p in (out / "figures").iterdir()} == {f"{n}.{e}" for n in FIGURES for e in ends}
 
 
-def test_the_page_needs_nothing_but_itself(written: tuple[Page, Path]) -> None:
-    """Every address is inside the page, and there is no link to the network; an XML namespace is a name alone."""
+def test_page_has_no_external_address(written: tuple[Page, Path]) -> None:
+    """Every address is inside the page; an XML namespace is only a name."""
     page, out = written
     assert page.addresses
     assert all(a.startswith(("data:image/svg+xml,", "#")) for a in page.addresses)
@@ -140,15 +140,15 @@ def test_the_page_needs_nothing_but_itself(written: tuple[Page, Path]) -> None:
     assert "http" not in NAMESPACE.sub("", text).replace("http-equiv", "")
 
 
-def test_every_picture_says_what_it_shows_to_those_who_cannot_see_it(written: tuple[Page, Path]) -> None:
-    """Six figures, six alternative texts that name the layouts."""
+def test_every_picture_has_an_alternative_text(written: tuple[Page, Path]) -> None:
+    """The texts of all seven pictures name the layouts."""
     page, _ = written
     assert len(page.alts) == 7
     assert all("tp4·dcp4" in alt for alt in page.alts)
 
 
-def test_two_reports_of_the_same_records_are_the_same_bytes(tmp_path: Path, written: tuple[Page, Path]) -> None:
-    """No dates or random names in pages and pictures, so that committed results do not change by themselves."""
+def test_reports_of_the_same_records_have_the_same_bytes(tmp_path: Path, written: tuple[Page, Path]) -> None:
+    """Pages and pictures have no dates or random names, so committed results do not change by themselves."""
     _, first = written
     second = write_report([build.write(tmp_path / "run", small())], tmp_path / "b")
     assert {p.relative_to(tmp_path / "b"): p.read_bytes() for p in second} == {
@@ -156,8 +156,8 @@ def test_two_reports_of_the_same_records_are_the_same_bytes(tmp_path: Path, writ
     }
 
 
-def test_hostile_strings_stay_text(tmp_path: Path) -> None:
-    """HTML, mathematics, table bars, markup, escapes: in names, reasons, details, commands, versions and marks."""
+def test_hostile_strings_are_escaped(tmp_path: Path) -> None:
+    """HTML, mathematics, table bars, markup and escapes are in names, reasons, details, commands, versions and marks."""
     environment = msgspec.structs.replace(build.GPU, command=HOSTILE, torch=HOSTILE, device=HOSTILE, driver=HOSTILE)
     bad = build.point(Layout(4), model=HOSTILE, backend=HOSTILE, weights=HOSTILE)
     records = [
@@ -168,7 +168,7 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     page, out = report(tmp_path, records)
     own = [*map(web.read_asset, web.SCRIPTS), *map(page_render.read_own_asset, page_render.OWN_SCRIPTS)]
     assert [script for script in page.scripts if script in own] == own
-    assert len(page.scripts) == len(own) + 2, "beside our scripts there are the data and the packed plotly.js"
+    assert len(page.scripts) == len(own) + 2, "further scripts are the data and the packed plotly.js"
     assert "<script>alert(1)</script>" in page.text
     markdown = (out / "report.md").read_text(encoding="utf-8")
     fenced = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in HOSTILE)
@@ -182,8 +182,8 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unsaved")
-def test_a_model_name_cannot_write_outside_the_report(tmp_path: Path) -> None:
-    """`../../x` becomes a plain file name, and two names that look alike there do not overwrite each other."""
+def test_model_name_cannot_write_outside_the_report(tmp_path: Path) -> None:
+    """`../../x` becomes a plain file name, and two names that give the same file name do not overwrite each other."""
     points = [build.point(Layout(4), model=model) for model in ("../../x", "x", "...", "///")]
     records = [build.ok(point, steps=30, metrics=None, phases=None) for point in points]
     _, out = report(tmp_path, records)
@@ -192,8 +192,7 @@ def test_a_model_name_cannot_write_outside_the_report(tmp_path: Path) -> None:
     assert names == {"kv-x", "kv-x-2", "kv-unnamed", "kv-unnamed-2"}
 
 
-def test_very_long_strings_do_not_break_the_report(tmp_path: Path) -> None:
-    """A megabyte of log in a failure is shown by its end only."""
+def test_log_of_a_megabyte_is_truncated_to_its_end(tmp_path: Path) -> None:
     long = msgspec.structs.replace(build.failed(build.point()), detail={"log": "x" * 1_000_000 + "END"})
     page, _ = report(tmp_path, [long])
     assert "END" in page.text
@@ -201,23 +200,22 @@ def test_very_long_strings_do_not_break_the_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unsaved")
-def test_a_truncated_last_line_is_told_and_the_rest_is_used(tmp_path: Path) -> None:
-    """Two whole lines and half a one."""
+def test_truncated_last_line_is_reported_and_the_rest_is_used(tmp_path: Path) -> None:
+    """The file has two complete lines and half a line."""
     folder = build.write(tmp_path / "run", small()[:2])
     with (folder / "records.jsonl").open("ab") as f:
         f.write(msgspec.json.encode(small()[2])[:200])
-    page, out = report_of(folder, tmp_path / "out")
+    page, out = report_folder(folder, tmp_path / "out")
     assert "the last line of its record file was cut short" in page.text
     assert len(pd.read_csv(out / "points.csv")) == 2
 
 
-def report_of(folder: Path, out: Path) -> tuple[Page, Path]:
-    """Write a report about a folder that is there already."""
+def report_folder(folder: Path, out: Path) -> tuple[Page, Path]:
+    """Write a report of an existing run folder."""
     return Page(write_report([folder], out)[0].read_text(encoding="utf-8")), out
 
 
-def test_a_run_in_which_everything_was_rejected_still_gives_a_report(tmp_path: Path) -> None:
-    """It says that no point finished, why, and draws nothing."""
+def test_report_of_rejected_points_has_reasons_and_no_figures(tmp_path: Path) -> None:
     page, out = report(tmp_path, [build.rejected(build.point(Layout(4), concurrency=load)) for load in (8, 32)])
     assert "No point finished: 2 rejected for lack of memory." in page.text
     assert "31.0 GiB more per GPU" in page.text
@@ -226,16 +224,16 @@ def test_a_run_in_which_everything_was_rejected_still_gives_a_report(tmp_path: P
     assert "No point finished" in terminal([tmp_path / "run"]).replace("\n", " ")
 
 
-def test_a_run_without_any_record_is_an_error(tmp_path: Path) -> None:
-    """An empty record file: a sweep that was stopped before its first point."""
+def test_run_without_a_record_raises_records_error(tmp_path: Path) -> None:
+    """The record file is empty if a sweep is stopped before its first point."""
     with pytest.raises(
         RecordsError, match=r"holds no record yet; wait for its run, repeat its command with -o .* --resume"
     ):
         report(tmp_path, [])
 
 
-def test_degrees_that_do_not_nest_are_reported_as_asked_for(tmp_path: Path) -> None:
-    """tp4 with dcp3 is no layout, but it was asked for and rejected."""
+def test_impossible_degrees_are_reported_as_requested(tmp_path: Path) -> None:
+    """tp4 with dcp3 is no layout, but it was requested and rejected."""
     bad = build.point().__class__(
         model="m", tp=4, dcp=3, concurrency=1, context=1, backend="reference", dtype="float32"
     )
@@ -243,14 +241,13 @@ def test_degrees_that_do_not_nest_are_reported_as_asked_for(tmp_path: Path) -> N
     assert "tp4·dp1·dcp3" in page.text
 
 
-def test_names_in_letters_that_the_font_lacks_do_not_warn(tmp_path: Path) -> None:
-    """Warnings are errors here; in a terminal they would bury the table."""
+def test_names_with_letters_missing_from_the_font_do_not_warn(tmp_path: Path) -> None:
+    """Warnings are errors here; in a terminal they would hide the table."""
     page, _ = report(tmp_path, [build.ok(build.point(model="模型"), steps=30, phases=None)])
     assert "模型" in page.text
 
 
-def test_one_point_is_enough_for_a_report(tmp_path: Path) -> None:
-    """Nothing to compare it with, and the report does not pretend to."""
+def test_report_of_one_point_has_no_comparison(tmp_path: Path) -> None:
     page, _ = report(tmp_path, small()[:1])
     assert "Highest throughput of each load" not in page.text
     assert "measured once" in page.text
@@ -258,8 +255,8 @@ def test_one_point_is_enough_for_a_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unsaved")
-def test_a_record_without_metrics_has_dashes_and_a_reason_never_zeros(tmp_path: Path) -> None:
-    """A point that ended well but holds nothing else."""
+def test_record_without_metrics_has_dashes_and_a_reason(tmp_path: Path) -> None:
+    """The point ended successfully, but its record has nothing else."""
     bare = msgspec.structs.replace(
         small()[0],
         metrics=None,
@@ -277,8 +274,8 @@ def test_a_record_without_metrics_has_dashes_and_a_reason_never_zeros(tmp_path: 
     assert row.startswith("| kimi-k2 | 4,000 | 8 | tp4 | — | — | — |")
 
 
-def test_a_point_without_a_profile_is_drawn_as_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--no-profile on one of two points: a note, and no bar of length 0 passed off as a result."""
+def test_point_without_a_profile_is_drawn_as_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two points ran with --no-profile: it gets a note instead of a bar of length 0."""
     monkeypatch.setattr(figures, "LINES", ())
     records = small()
     records[0] = msgspec.structs.replace(records[0], phases=None, host_syncs_per_step=None)
@@ -287,16 +284,16 @@ def test_a_point_without_a_profile_is_drawn_as_not_measured(tmp_path: Path, monk
     assert (out / "figures" / "phases-kimi-k2.png").is_file()
 
 
-def test_percentiles_below_their_floor_are_dashes_with_the_reason(written: tuple[Page, Path]) -> None:
-    """80 steps are enough for p90 (64), not for p95 (130) nor p99 (662)."""
+def test_percentiles_with_too_few_samples_are_dashes_with_a_reason(written: tuple[Page, Path]) -> None:
+    """80 steps are enough for p90 (64), but not for p95 (130) and p99 (662)."""
     page, _ = written
     assert "p90 needs" not in page.text
     assert "p95 needs 130 steps in one measurement; p99 needs 662" in page.text
 
 
 @pytest.mark.usefixtures("unsaved")
-def test_a_cpu_run_never_speaks_of_performance(tmp_path: Path) -> None:
-    """The mark stands on the page, and no sentence compares speeds."""
+def test_cpu_report_has_no_statement_about_performance(tmp_path: Path) -> None:
+    """The page has the mark, and no sentence compares speeds."""
     page, out = report(tmp_path, build.cpu_sweep())
     assert "CPU: functional run, not performance." in page.text
     assert "No conclusion about performance can be drawn" in page.text
@@ -308,39 +305,39 @@ def test_a_cpu_run_never_speaks_of_performance(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unsaved")
-def test_several_runs_are_joined_and_told_apart(tmp_path: Path) -> None:
-    """Two runs of the same sweep: a column for the run, and both in the repeats."""
+def test_several_runs_are_joined_with_a_column_of_runs(tmp_path: Path) -> None:
+    """Two runs of the same sweep also count as repeats."""
     a, b = (
         build.write(tmp_path / name, [msgspec.structs.replace(r, started_at=f"on {name}") for r in small()])
         for name in ("monday", "tuesday")
     )
-    page, out = report_of_many([a, b], tmp_path / "out")
+    page, out = report_folders([a, b], tmp_path / "out")
     table = pd.read_csv(out / "points.csv")
     assert sorted(set(table["run"])) == ["monday", "tuesday"]
     assert "all 4 points measured more than once agree" in page.text
     assert "kimi-k2, run monday:" in page.text
 
 
-def report_of_many(folders: list[Path], out: Path) -> tuple[Page, Path]:
-    """Write one report about several folders."""
+def report_folders(folders: list[Path], out: Path) -> tuple[Page, Path]:
+    """Write one report of several folders."""
     return Page(write_report(folders, out)[0].read_text(encoding="utf-8")), out
 
 
 @pytest.mark.long
-def test_many_points_stay_a_small_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """136 measurements of 68 points and 8 rejections: under 2 MB with all pictures, which are SVG there."""
+def test_page_of_many_points_is_below_2_mb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has 136 measurements of 68 points and 8 rejections; pictures are SVG."""
     save = plots.save_figure
     monkeypatch.setattr(plots, "save_figure", lambda figure, path, *_: save(figure, path, "svg"))
     build.write(tmp_path / "run", build.gpu_sweep())
     out = tmp_path / "report"
-    page, _ = report_of(tmp_path / "run", out)
+    page, _ = report_folder(tmp_path / "run", out)
     assert (out / "report.html").stat().st_size < 2_000_000
     assert len(page.alts) == 12
     assert "2 of 68 points measured more than once disagree by more than 2 %" in page.text
 
 
-def test_the_terminal_table_fits_eighty_columns(tmp_path: Path) -> None:
-    """No line is longer, and no number is cut."""
+def test_terminal_table_fits_eighty_columns(tmp_path: Path) -> None:
+    """No number is truncated."""
     text = terminal([build.write(tmp_path / "run", small())])
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
@@ -348,14 +345,14 @@ def test_the_terminal_table_fits_eighty_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unsaved")
-def test_the_csv_starts_no_formula_in_a_spreadsheet(tmp_path: Path) -> None:
+def test_csv_starts_no_formula_in_a_spreadsheet(tmp_path: Path) -> None:
     """A reason that begins with = is kept as text."""
     _, out = report(tmp_path, [build.rejected(build.point(), "=cmd|' /C calc'!A0")])
     assert pd.read_csv(out / "points.csv")["reason"][0] == "'=cmd|' /C calc'!A0"
 
 
-def test_no_folder_a_wrong_folder_and_an_unwritable_place_are_told(tmp_path: Path) -> None:
-    """Errors of ours, each with what to do."""
+def test_missing_and_unwritable_folders_raise_errors(tmp_path: Path) -> None:
+    """Each error has a suggestion."""
     with pytest.raises(UsageError, match="no run folder"):
         write_report([], tmp_path)
     with pytest.raises(RecordsError, match="does not exist"):
@@ -365,14 +362,14 @@ def test_no_folder_a_wrong_folder_and_an_unwritable_place_are_told(tmp_path: Pat
         write_report([build.write(tmp_path / "run", [build.ok(build.point())])], tmp_path / "file")
 
 
-def test_importing_the_reports_imports_nothing_heavy() -> None:
-    """The command line imports this package; pandas and matplotlib come when a report is asked for."""
+def test_importing_reports_does_not_import_heavy_libraries() -> None:
+    """The command line imports this package; pandas and matplotlib are imported when a report is written."""
     code = "import sys, dcpbench.reports; print(sorted({'pandas', 'matplotlib', 'torch', 'jinja2'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_a_logarithmic_axis_says_so(tmp_path: Path) -> None:
-    """Loads 8 and 32 are far apart; equal steps to the right are equal factors."""
+def test_logarithmic_axis_is_labelled(tmp_path: Path) -> None:
+    """Loads of 8 and 32 are drawn on a logarithmic scale."""
     read = dataframes.load_frames([build.write(tmp_path / "run", small())])
     figure = figures.draw_itl(read.points, style.Style.from_points(read.points), "title")
     assert [ax.get_xlabel() for ax in figure.axes] == ["concurrency (requests in flight, log scale)"]
@@ -380,7 +377,7 @@ def test_a_logarithmic_axis_says_so(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Markdown of one point with a pool of 3 MiB, 5 MiB at most, and two of NCCL's variables."""
+    """Return the Markdown of one point with a pool of 3 MiB, a peak of 5 MiB, and two of NCCL's variables."""
     record = build.ok(build.point(Layout(2)), memory_peak_bytes=5 << 20)
     assert record.kv
     kv = msgspec.structs.replace(record.kv, pool_bytes_per_gpu=3 << 20, capacity_tokens=3000)
@@ -392,60 +389,60 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return report_markdown.render("title", sections.build_sections(read, []), folder).replace("\\", "")
 
 
-class TestWordsOfSmallThings:
-    """What is little is neither many nor nothing."""
+class TestSmallNumbers:
+    """Small numbers are formatted neither as plurals nor as zero."""
 
-    def test_one_point_is_no_points(self, text: str) -> None:
+    def test_count_of_one_point_is_singular(self, text: str) -> None:
         assert "(checked for 1 of 1 point)" in text
         assert "Marked, of 1 point: 1 throttled" in text
         assert not re.search(r"\b1 points", text)
 
-    def test_a_small_pool_is_not_nothing(self, text: str) -> None:
-        """3 MiB are 0.0029 GiB, 5 MiB 0.0049."""
+    def test_small_pool_is_not_rounded_to_zero(self, text: str) -> None:
+        """3 MiB are 0.0029 GiB, 5 MiB 0.0049 GiB."""
         assert "| kimi-k2 | tp2 | kv_memory | 0.0029 |" in text
         assert re.search(r"\| kimi-k2 \| tp2 \| synthetic .*\| 0.0049 \|", text)
 
-    def test_variables_are_written_as_a_shell_has_them(self, text: str) -> None:
+    def test_environment_variables_are_written_as_in_a_shell(self, text: str) -> None:
         assert "| settings | NCCL_CUMEM_ENABLE=0 NCCL_DEBUG=INFO |" in text
         assert "{" not in text
 
 
-def test_the_busiest_rank_of_expert_parallel_is_named_where_records_have_it(tmp_path: Path) -> None:
-    """Ranks with tensor-parallel experts all read as much; older records have no such column."""
+def test_busiest_rank_of_expert_parallelism_is_named_if_recorded(tmp_path: Path) -> None:
+    """All ranks with tensor-parallel experts read the same amount; older records have no such column."""
     points = {ep: build.ok(build.point(Layout(4), ep=ep)) for ep in ("1", "tp")}
-    told = {}
+    records_by_ep = {}
     for ep, ratio in (("1", 1.0), ("tp", 1.25)):
         assert points[ep].conditions
         conditions = msgspec.structs.replace(points[ep].conditions, busiest_rank_experts=ratio)
-        told[ep] = msgspec.structs.replace(points[ep], conditions=conditions)
+        records_by_ep[ep] = msgspec.structs.replace(points[ep], conditions=conditions)
 
-    def text_of(name: str, *records: Record) -> str:
+    def render_text(name: str, *records: Record) -> str:
         read = dataframes.load_frames([build.write(tmp_path / name, [*records])])
         return report_markdown.render("title", sections.build_sections(read, []), tmp_path).replace("\\", "")
 
-    text = text_of("run", *told.values())
+    text = render_text("run", *records_by_ep.values())
     assert "the busiest rank had 1.25 × as many experts to read as the mean, and the others waited for it." in text
     assert re.search(r"experts hit \| busiest rank's experts \|", text)
     assert re.search(r"\| tp4 \(ep1\) .* \| 0.63 \| 1.00 \|", text)
     assert re.search(r"\| tp4 \(ep4\) .* \| 0.63 \| 1.25 \|", text)
-    assert "busiest" not in text_of("old", points["tp"])
+    assert "busiest" not in render_text("old", points["tp"])
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "text"),
     [(None, "—"), (0, "0"), (3 << 20, "0.0029"), (1 << 29, "0.50"), (1 << 30, "1.0"), (20 << 30, "20.0")],
 )
-def test_memory_below_a_gib_keeps_its_digits(value: int | None, said: str) -> None:
-    assert tables.format_gib(value) == said
+def test_memory_below_a_gib_keeps_its_digits(value: int | None, text: str) -> None:
+    assert tables.format_gib(value) == text
 
 
-def test_a_report_works_out_each_finding_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer, its tables, its figures and its page all show them."""
-    made: list[str] = []
+def test_report_computes_each_finding_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer, tables, figures and page of a report all use them."""
+    calls: list[str] = []
 
-    def counted(name: str) -> None:
-        real = getattr(findings, name)
-        monkeypatch.setattr(findings, name, lambda of: (made.append(name), real(of))[1])
+    def count_calls(name: str) -> None:
+        original = getattr(findings, name)
+        monkeypatch.setattr(findings, name, lambda points: (calls.append(name), original(points))[1])
 
     names = [
         "select_rivals",
@@ -456,14 +453,14 @@ def test_a_report_works_out_each_finding_once(tmp_path: Path, monkeypatch: pytes
         "compare_dcp_with_best",
     ]
     for name in (*names, "compare_repeats"):
-        counted(name)
+        count_calls(name)
     points = [build.point(layout, concurrency=n) for layout in (Layout(4), Layout(4, 1, 4)) for n in (8, 16)]
     write_report([build.write(tmp_path / "run", [build.ok(p) for p in points])], tmp_path / "report", page_only=True)
-    assert sorted(made) == sorted([*names, "compare_repeats"])
+    assert sorted(calls) == sorted([*names, "compare_repeats"])
 
 
-def test_plotly_is_in_the_page_or_in_the_file_that_several_share(tmp_path: Path) -> None:
-    """Packed it is most of a page. A policy lets that file run only where the page names it."""
+def test_plotly_is_in_the_page_or_in_a_shared_file(tmp_path: Path) -> None:
+    """Packed, it is most of a page. A policy allows the shared file only in pages that name it."""
     run = build.write(tmp_path / "run", [build.ok(build.point(Layout(4)))])
     alone = write_report([run], tmp_path / "alone", page_only=True)[0].read_text()
     shared = write_report([run], tmp_path / "shared", page_only=True, plotly="../plotly.js")[0].read_text()
@@ -476,8 +473,8 @@ def test_plotly_is_in_the_page_or_in_the_file_that_several_share(tmp_path: Path)
     assert len(shared) < len(alone) - 400_000
 
 
-def test_a_page_alone_has_charts_and_draws_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a dashboard's: pictures are nearly all of the time that a report takes, and scripts draw the charts."""
+def test_page_only_report_has_charts_and_no_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dashboard writes such pages: pictures take most of the time of a report, and scripts draw the charts."""
     monkeypatch.setattr(plots.FigureWriter, "write_figure", lambda *_: pytest.fail("drawn"))
     run = build.write(tmp_path / "run", [build.ok(build.point(x)) for x in (Layout(4), Layout(4, 1, 4))])
     page, table = write_report([run], tmp_path / "report", page_only=True)
@@ -485,10 +482,10 @@ def test_a_page_alone_has_charts_and_draws_no_picture(tmp_path: Path, monkeypatc
     text = page.read_text()
     assert 'id="chart-throughput"' in text
     assert "<img" not in text
-    assert "dcpbench report" in text, "what to type for pictures"
+    assert "dcpbench report" in text, "the page has the command that draws pictures"
     assert "holds the pictures" not in text
 
 
-def test_of_many_loads_the_first_the_middle_and_the_last_are_drawn() -> None:
+def test_first_middle_and_last_of_many_loads_are_drawn() -> None:
     assert figures._select_some([1, 2, 3, 4, 8]) == [1, 3, 8]
     assert figures._select_some([1, 2, 3]) == [1, 2, 3]

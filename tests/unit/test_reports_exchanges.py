@@ -1,4 +1,4 @@
-"""What exchanges are compared with, and how points of one layout are told apart in figures."""
+"""Comparison of exchanges, and the appearance of points of one layout in figures."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ DCP = Layout(4, 1, 4)
 PLAIN, A2A, SYMM = (build.point(DCP, exchange=name) for name in ("ag_rs", "a2a", "symm"))
 
 
-def exact(of: Point, *steps: float) -> Record:
-    """A record with exactly these step times."""
+def exact(point: Point, *steps: float) -> Record:
+    """Return a record with exactly these step times."""
     return msgspec.structs.replace(
-        build.ok(of, steps=1), metrics=compute_decode_metrics(list(steps), of.concurrency, of.tp)
+        build.ok(point, steps=1), metrics=compute_decode_metrics(list(steps), point.concurrency, point.tp)
     )
 
 
 def loaded(tmp_path: Path, *records: Record) -> dataframes.Frames:
-    """Records written and read again."""
+    """Return frames of records that were written and read again."""
     return dataframes.load_frames([build.write(tmp_path / "run", records)])
 
 
-def test_each_exchange_is_compared_with_the_plain_one_of_the_same_point(tmp_path: Path) -> None:
-    """10 ms with ag_rs; 9 with symm, 10 with a2a that replicates q, and ag_rs that projects first takes 12."""
-    wide = build.point(DCP, exchange="a2a", q_replicate=True)
+def test_each_exchange_is_compared_with_ag_rs_of_the_same_point(tmp_path: Path) -> None:
+    """ag_rs takes 10 ms, symm 9, a2a with replicated q 10, and ag_rs with projection first 12."""
+    replicated = build.point(DCP, exchange="a2a", q_replicate=True)
     projected = build.point(DCP, exchange="ag_rs", project_first=True)
-    read = loaded(tmp_path, exact(PLAIN, 10), exact(SYMM, 9), exact(wide, 10), exact(projected, 12))
+    read = loaded(tmp_path, exact(PLAIN, 10), exact(SYMM, 9), exact(replicated, 10), exact(projected, 12))
     found = exchanges.compare_exchanges(findings.select_timed(read.points)).set_index("with")
     assert dict(found["ratio"]) == pytest.approx({"symm": 0.9, "a2a +q-replicate": 1.0, "ag_rs +project-first": 1.2})
     assert dict(found["verdict"]) == {
@@ -49,14 +49,14 @@ def test_each_exchange_is_compared_with_the_plain_one_of_the_same_point(tmp_path
         "a2a +q-replicate": "no clear difference",
         "ag_rs +project-first": "longer",
     }
-    [said] = exchanges.describe_ratios(found.reset_index(), read)
-    assert "ITL over that with ag_rs, everything else being the same" in said
-    assert all(part in said for part in ("symm 0.900", "a2a +q-replicate 1.000", "ag_rs +project-first 1.200"))
+    [sentence] = exchanges.describe_ratios(found.reset_index(), read)
+    assert "ITL over that with ag_rs, everything else being the same" in sentence
+    assert all(part in sentence for part in ("symm 0.900", "a2a +q-replicate 1.000", "ag_rs +project-first 1.200"))
     assert len(exchanges.build_table(found.reset_index()).rows) == 3
 
 
 def test_points_that_differ_in_more_than_the_exchange_are_not_compared(tmp_path: Path) -> None:
-    """Another backend, another all-reduce, another context; and no comparison where the plain exchange did not run."""
+    """Backend, all-reduce or context differ; nothing is compared either if ag_rs did not run."""
     others = [
         build.point(DCP, exchange="symm", **change)
         for change in ({"backend": "triton"}, {"all_reduce": "symm"}, {"context": 5})
@@ -70,16 +70,16 @@ def test_points_that_differ_in_more_than_the_exchange_are_not_compared(tmp_path:
     assert exchanges.build_table(found).rows == []
 
 
-def test_several_loads_are_one_sentence_with_the_least_and_the_most(tmp_path: Path) -> None:
-    """0.9 at one context, 0.95 at the other."""
+def test_sentence_of_several_loads_has_the_range_of_ratios(tmp_path: Path) -> None:
+    """The ratio is 0.9 at one context and 0.95 at the other."""
     longer = [msgspec.structs.replace(p, context=64000) for p in (PLAIN, SYMM)]
     read = loaded(tmp_path, exact(PLAIN, 10), exact(SYMM, 9), exact(longer[0], 20), exact(longer[1], 19))
-    [said] = exchanges.describe_ratios(exchanges.compare_exchanges(findings.select_timed(read.points)), read)
-    assert said.endswith("symm 0.900 to 0.950.")
+    [sentence] = exchanges.describe_ratios(exchanges.compare_exchanges(findings.select_timed(read.points)), read)
+    assert sentence.endswith("symm 0.900 to 0.950.")
 
 
-def test_variants_of_one_layout_have_markers_of_their_own(tmp_path: Path) -> None:
-    """Points at one concurrency, where no line is drawn, would otherwise all look the same."""
+def test_variants_of_one_layout_have_different_markers(tmp_path: Path) -> None:
+    """Otherwise points at one concurrency, which have no line, would look the same."""
     read = loaded(tmp_path, exact(PLAIN, 10), exact(A2A, 9), exact(SYMM, 8))
     style = Style.from_points(read.points)
     figure = draw_itl(read.points, style, "title")
@@ -89,8 +89,8 @@ def test_variants_of_one_layout_have_markers_of_their_own(tmp_path: Path) -> Non
     assert legend[:3] == ["tp4·dcp4 a2a", "tp4·dcp4 ag_rs", "tp4·dcp4 symm"]
 
 
-def test_layouts_keep_their_colours_where_there_are_several(tmp_path: Path) -> None:
-    """A layout's colour is the same for all its variants."""
+def test_variants_of_one_layout_have_the_same_colour(tmp_path: Path) -> None:
+    """Other layouts have other colours."""
     read = loaded(tmp_path, exact(build.point(Layout(4)), 9), exact(PLAIN, 10), exact(SYMM, 8))
     style = Style.from_points(read.points)
     colours = [style.get_look(*line, style.runs[0])["color"] for line in style.lines]
@@ -98,8 +98,8 @@ def test_layouts_keep_their_colours_where_there_are_several(tmp_path: Path) -> N
     assert colours[1] == colours[2] != colours[0]
 
 
-def test_long_labels_of_bars_take_two_lines(tmp_path: Path) -> None:
-    """What tells two bars apart stands at the end of their labels."""
+def test_long_labels_of_bars_have_two_lines(tmp_path: Path) -> None:
+    """Labels of two bars may differ only at their end."""
     points = [
         build.point(DCP, exchange=name, backend=backend, all_reduce=reduce)
         for name, backend, reduce in (("a2a", "flashinfer", "nccl"), ("symm", "triton", "symm"))

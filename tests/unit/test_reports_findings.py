@@ -1,4 +1,4 @@
-"""reports/dataframes.py and findings.py: what is merged, what is compared, and what is not claimed."""
+"""Merging of repeats, comparisons, and verdicts of reports."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 TP, DCP, DP = Layout(4), Layout(4, 1, 4), Layout(4, 4)
 
 
-def exact(of: Point, *steps: float, **changes: object) -> Record:
-    """A record with exactly these step times."""
-    record = build.ok(of, steps=1, **changes)  # type: ignore[arg-type]
-    return msgspec.structs.replace(record, metrics=compute_decode_metrics(list(steps), of.concurrency, of.tp))
+def exact(point: Point, *steps: float, **changes: object) -> Record:
+    """Return a record with exactly these step times."""
+    record = build.ok(point, steps=1, **changes)  # type: ignore[arg-type]
+    return msgspec.structs.replace(record, metrics=compute_decode_metrics(list(steps), point.concurrency, point.tp))
 
 
 def loaded(tmp_path: Path, *records: Record) -> dataframes.Frames:
-    """Records written and read again."""
+    """Return frames of records that were written and read again."""
     return dataframes.load_frames([build.write(tmp_path / "run", records)])
 
 
-def test_repeats_become_one_row_with_their_median_envelope_and_spread(tmp_path: Path) -> None:
-    """Medians 10 and 11 ms: 10.5; the intervals 9-11 and 10-12 span 9-12; apart by 1 / 10.5 = 9.5 %."""
+def test_repeats_become_one_row_with_median_envelope_and_spread(tmp_path: Path) -> None:
+    """Medians 10 and 11 ms: 10.5; the intervals 9-11 and 10-12 span 9-12; the spread is 1 / 10.5 = 9.5 %."""
     first, second = build.point(TP), build.point(TP, repeat=1)
     read = loaded(tmp_path, exact(first, 9, 10, 11), exact(second, 10, 11, 12))
     (row,) = read.points.to_dict("records")
@@ -47,29 +47,31 @@ def test_repeats_become_one_row_with_their_median_envelope_and_spread(tmp_path: 
     assert row["spread"] == pytest.approx(1 / 10.5)
 
 
-def test_runs_as_repeats_are_one_run_whose_points_were_measured_twice(tmp_path: Path) -> None:
-    """Medians 10 and 11 ms in two folders: one row, two repeats, 1 / 10.5 apart; what both reject is listed once."""
-    lacks_memory = build.rejected(build.point(DCP))
+def test_runs_as_repeats_are_merged_into_one_run(tmp_path: Path) -> None:
+    """Medians 10 and 11 ms in two folders: one row, two repeats, 1 / 10.5 apart; a point that both reject is listed
+    once.
+    """
+    rejected = build.rejected(build.point(DCP))
     folders = [
-        build.write(tmp_path / "monday", [exact(build.point(TP), 10), lacks_memory]),
-        build.write(tmp_path / "tuesday", [exact(build.point(TP), 11), lacks_memory]),
+        build.write(tmp_path / "monday", [exact(build.point(TP), 10), rejected]),
+        build.write(tmp_path / "tuesday", [exact(build.point(TP), 11), rejected]),
     ]
     read = dataframes.load_frames(folders, as_repeats=True)
     (row,) = read.points.to_dict("records")
     assert (row["run"], row["repeats"], row["step_ms"]) == ("monday + tuesday", 2, 10.5)
     assert row["spread"] == pytest.approx(1 / 10.5)
     assert len(read.others) == 1
-    assert len(dataframes.load_frames(folders).points) == 2, "side by side without the option"
+    assert len(dataframes.load_frames(folders).points) == 2, "separate runs without the option"
 
 
-def test_a_copy_of_a_run_is_no_repeat_of_it(tmp_path: Path) -> None:
-    """The same samples at the same time were measured once, under whatever name they lie."""
+def test_copy_of_a_run_is_no_repeat(tmp_path: Path) -> None:
+    """The same samples at the same time were measured once, whatever the name of the folder."""
     folders = [build.write(tmp_path / name, [exact(build.point(TP), 10)]) for name in ("monday", "copy")]
     (row,) = dataframes.load_frames(folders, as_repeats=True).points.to_dict("records")
     assert row["repeats"] == 1
 
 
-def test_runs_of_different_environments_are_no_repeats(tmp_path: Path) -> None:
+def test_runs_of_different_environments_are_refused_as_repeats(tmp_path: Path) -> None:
     """The first difference is named; a record without an environment, such as a rejected one, does not matter."""
     other = msgspec.structs.replace(build.GPU, nccl="2.99", triton="9")
     slow = msgspec.structs.replace(exact(build.point(TP), 11), environment=other)
@@ -82,34 +84,31 @@ def test_runs_of_different_environments_are_no_repeats(tmp_path: Path) -> None:
     assert len(dataframes.load_frames(folders).points) == 2
 
 
-@pytest.mark.parametrize(("backend", "passes"), [("triton", 2), ("flashinfer", 2), ("flashmla", 0), ("auto", 0)])
-def test_flashmla_sets_passes_apart_where_points_may_have_run_with_it(
-    backend: str, passes: int, tmp_path: Path
-) -> None:
-    """One of two machines has it. `auto` may have tried it."""
+@pytest.mark.parametrize(("backend", "repeats"), [("triton", 2), ("flashinfer", 2), ("flashmla", 0), ("auto", 0)])
+def test_flashmla_versions_must_match_for_points_that_may_use_it(backend: str, repeats: int, tmp_path: Path) -> None:
+    """Only one of two machines has FlashMLA; `auto` may have tried it."""
     folders = []
     for name, version in (("with", "1.0.0"), ("without", None)):
         record = exact(build.point(TP, backend=backend), 10 if version else 11)
         environment = msgspec.structs.replace(build.GPU, flash_mla=version)
         folders.append(build.write(tmp_path / name, [msgspec.structs.replace(record, environment=environment)]))
-    if passes:
+    if repeats:
         (row,) = dataframes.load_frames(folders, as_repeats=True).points.to_dict("records")
-        assert row["repeats"] == passes
+        assert row["repeats"] == repeats
     else:
         with pytest.raises(UsageError, match=r"flash_mla is 1\.0\.0 in with and None in without"):
             dataframes.load_frames(folders, as_repeats=True)
 
 
-def test_a_point_measured_again_counts_once_with_its_last_record(tmp_path: Path) -> None:
-    """--resume after a failure: the failure is listed no more, and the run knows that one was replaced."""
+def test_point_measured_again_counts_once_with_its_last_record(tmp_path: Path) -> None:
+    """After --resume the failure is no longer listed, and the run counts one replaced record."""
     read = loaded(tmp_path, build.failed(build.point(TP)), exact(build.point(TP), 10))
     assert len(read.points) == 1
     assert read.others.empty
     assert read.runs[0].replaced == 1
 
 
-def test_points_are_in_reading_order_whatever_order_they_ran_in(tmp_path: Path) -> None:
-    """Context, then concurrency, then layout."""
+def test_points_are_sorted_by_context_concurrency_and_layout(tmp_path: Path) -> None:
     points = [build.point(lay, context=c, concurrency=n) for c in (9, 5) for n in (32, 8) for lay in (DCP, TP)]
     read = loaded(tmp_path, *(exact(p, 10) for p in points))
     assert list(read.points["context"]) == [5] * 4 + [9] * 4
@@ -117,8 +116,7 @@ def test_points_are_in_reading_order_whatever_order_they_ran_in(tmp_path: Path) 
     assert list(read.points["layout"][:2]) == ["tp4", "tp4·dcp4"]
 
 
-def test_labels_name_the_backend_only_where_several_ran(tmp_path: Path) -> None:
-    """One backend and one exchange need no words; two backends do."""
+def test_labels_name_the_backend_only_if_several_ran(tmp_path: Path) -> None:
     assert list(loaded(tmp_path / "1", exact(build.point(TP), 1), exact(build.point(DCP), 1)).points["label"]) == [
         "tp4",
         "tp4·dcp4",
@@ -127,8 +125,8 @@ def test_labels_name_the_backend_only_where_several_ran(tmp_path: Path) -> None:
     assert list(two.points["label"]) == ["tp4 (flashinfer)", "tp4 (triton)"]
 
 
-def test_labels_name_the_options_of_an_exchange_only_where_they_differ(tmp_path: Path) -> None:
-    """With q replicated in all or in none, and one exchange, there is nothing to tell apart; baselines have neither."""
+def test_labels_name_options_of_an_exchange_only_if_they_differ(tmp_path: Path) -> None:
+    """With one exchange and the same q replication in all points the labels have no options; baselines never have any."""
     plain, wide = build.point(DCP, exchange="a2a"), build.point(DCP, exchange="a2a", q_replicate=True)
     same = loaded(tmp_path / "1", exact(build.point(TP), 1), exact(wide, 1))
     assert list(same.points["label"]) == ["tp4", "tp4·dcp4"]
@@ -140,17 +138,19 @@ def test_labels_name_the_options_of_an_exchange_only_where_they_differ(tmp_path:
     assert set(reduced.points["variant"]) == {"nccl all-reduce", "symm all-reduce"}
 
 
-def test_runs_with_the_same_name_are_told_apart_by_their_path(tmp_path: Path) -> None:
-    """Names have as many folders as it takes; a run with a unique name keeps it."""
+def test_runs_with_the_same_name_are_named_by_their_path(tmp_path: Path) -> None:
+    """Names have as many folders as necessary; a run with a unique name keeps it."""
     places = ("a/run", "b/run", "alone", "x/c/same", "y/c/same")
     folders = [build.write(tmp_path / place, [exact(build.point(TP), 1)]) for place in places]
     assert set(dataframes.load_frames(folders).points["run"]) == set(places)
 
 
-def test_the_best_layout_of_a_load_is_clear_only_if_intervals_lie_apart_and_it_leads_by_more_than_two_percent(
+def test_best_layout_is_clear_with_separate_intervals_and_two_percent_lead(
     tmp_path: Path,
 ) -> None:
-    """Steps 10 against 11 ms: 10 % ahead. 10 against 10.1: 1 % ahead. 9-11-12 against 10-12-13: intervals overlap."""
+    """Steps of 10 against 11 ms are 10 % ahead, 10 against 10.1 ms 1 %; the intervals of 9-11-12 and 10-12-13 ms
+    overlap.
+    """
     read = loaded(
         tmp_path,
         exact(build.point(TP, context=1), 10),
@@ -162,13 +162,14 @@ def test_the_best_layout_of_a_load_is_clear_only_if_intervals_lie_apart_and_it_l
         exact(build.point(TP, context=4), 10),
     )
     best = findings.find_best_per_load(findings.select_rivals(read))
-    assert list(best["context"]) == [1, 2, 3], "a best of one layout says nothing"
+    assert list(best["context"]) == [1, 2, 3], "a single layout has no best"
     assert list(best["clear"]) == [True, False, False]
     assert best["lead"][0] == pytest.approx(1.1)
     assert list(best["level"]) == [["tp4"], ["tp4", "tp4·dcp4"], ["tp4", "tp4·dcp4"]]
-    (said,) = [s for s in answer.format_top_sentences(read) if "Best layout" in s]
+    (sentence,) = [s for s in answer.format_top_sentences(read) if "Best layout" in s]
     assert (
-        "Context 1: tp4 at 8 (1.10× the next); context 2: level: tp4 and tp4·dcp4 at 8; context 3: level: tp4" in said
+        "Context 1: tp4 at 8 (1.10× the next); context 2: level: tp4 and tp4·dcp4 at 8; context 3: level: tp4"
+        in sentence
     )
 
 
@@ -188,29 +189,29 @@ def test_dcp_is_compared_with_the_same_layout_without_it(tmp_path: Path) -> None
     [((10,), "higher"), ((30,), "lower"), ((19.9,), "no clear difference"), ((10, 18, 25), "no clear difference")],
 )
 def test_dcp_verdicts_need_more_than_noise(tmp_path: Path, steps: tuple[float, ...], verdict: str) -> None:
-    """Against 20 ms: 2.0, 0.67, 1.005 (less than repeats may differ), and 1.11 with an interval from 0.8 to 2."""
+    """Ratios to 20 ms are 2.0, 0.67, 1.005 (less than repeats may differ), and 1.11 with an interval from 0.8 to 2."""
     read = loaded(tmp_path, exact(build.point(TP), 20), exact(build.point(DCP), *steps))
     assert findings.compare_dcp_with_baseline(findings.select_rivals(read))["verdict"][0] == verdict
 
 
-def test_a_dcp_point_whose_baseline_was_rejected_is_told_not_compared(tmp_path: Path) -> None:
-    """A layout with DCP that ran alone is a finding, not a ratio of infinity."""
+def test_dcp_point_with_rejected_baseline_is_named_and_not_compared(tmp_path: Path) -> None:
+    """A layout with DCP that ran alone is a finding, not an infinite ratio."""
     read = loaded(tmp_path, build.rejected(build.point(TP)), exact(build.point(DCP), 10))
     (row,) = findings.compare_dcp_with_baseline(findings.select_rivals(read)).to_dict("records")
     assert row["verdict"] == "no baseline"
-    said = " ".join(answer.format_top_sentences(read))
-    assert "1 point with DCP ran where tp4 was rejected" in said
+    sentences = " ".join(answer.format_top_sentences(read))
+    assert "1 point with DCP ran where tp4 was rejected" in sentences
 
 
-def test_a_baseline_that_failed_under_another_load_is_not_missing(tmp_path: Path) -> None:
-    """An interrupted run had reached tp4 at 4,000 tokens alone; at 8,000 no baseline was tried."""
+def test_baseline_that_was_not_tried_is_not_named_as_rejected(tmp_path: Path) -> None:
+    """An interrupted run tried tp4 only at 4,000 tokens, not at 8,000."""
     interrupted, longer = build.rejected(build.point(TP)), build.point(DCP, context=8000)
     read = loaded(tmp_path, interrupted, exact(build.point(DCP), 10), exact(longer, 12))
     text = " ".join(answer.format_top_sentences(read))
     assert "1 point with DCP ran where tp4 was rejected (concurrency 8 · context 4,000)" in text
 
 
-def test_kv_capacity_is_compared_per_gib_whatever_the_pools_sizes(tmp_path: Path) -> None:
+def test_kv_capacity_is_compared_per_gib(tmp_path: Path) -> None:
     """The dcp4 pool is half as large and holds 2 times as many tokens: 4 times per GiB."""
     plain, split = exact(build.point(TP), 10), exact(build.point(DCP), 10)
     assert plain.kv
@@ -221,8 +222,8 @@ def test_kv_capacity_is_compared_per_gib_whatever_the_pools_sizes(tmp_path: Path
     assert list(table["kv_ratio"]) == [1, pytest.approx(4)]
 
 
-def test_repeats_that_disagree_are_listed_and_the_worst_is_named(tmp_path: Path) -> None:
-    """100 and 103 ms: 3 / 101.5 = 2.96 %, more than 2 %; 100 and 101 agree."""
+def test_sentence_counts_repeats_that_disagree(tmp_path: Path) -> None:
+    """100 and 103 ms: 3 / 101.5 = 2.96 %, more than 2 %; 100 and 101 ms agree."""
     read = loaded(
         tmp_path,
         *(exact(build.point(TP, repeat=i), ms) for i, ms in enumerate((100, 103))),
@@ -235,7 +236,7 @@ def test_repeats_that_disagree_are_listed_and_the_worst_is_named(tmp_path: Path)
     )
 
 
-def test_repeats_that_agree_say_within_what(tmp_path: Path) -> None:
+def test_sentence_gives_the_difference_of_repeats_that_agree(tmp_path: Path) -> None:
     """100 and 101 ms: 1 / 100.5 = 0.995 %, printed as 1 %."""
     read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), ms) for i, ms in enumerate((100, 101))))
     assert findings.format_repeats_sentence(findings.compare_repeats(read)["apart"]) == (
@@ -243,29 +244,31 @@ def test_repeats_that_agree_say_within_what(tmp_path: Path) -> None:
     )
 
 
-def test_a_copied_run_beside_its_original_is_no_repeat(tmp_path: Path) -> None:
+def test_copied_run_is_not_compared_with_its_original(tmp_path: Path) -> None:
     """Every point of a copy would agree with its original within 0 %."""
     record = exact(build.point(TP), 10)
     a, b = (build.write(tmp_path / name, [record]) for name in "ab")
     assert findings.compare_repeats(dataframes.load_frames([a, b])).empty
 
 
-def test_runs_on_different_hardware_are_not_repeats_of_each_other(tmp_path: Path) -> None:
-    """The same point on an H200 and on a CPU."""
+def test_runs_on_different_hardware_are_not_compared_as_repeats(tmp_path: Path) -> None:
+    """The same point ran on an H200 and on a CPU."""
     a = build.write(tmp_path / "a", [exact(build.point(TP), 10)])
     b = build.write(tmp_path / "b", [exact(build.point(TP), 99, environment=build.CPU)])
     assert findings.compare_repeats(dataframes.load_frames([a, b])).empty
 
 
-def test_cpu_points_are_left_out_of_every_comparison_of_speed(tmp_path: Path) -> None:
-    """They are recognised by their mark, and by their device if the mark is missing."""
+def test_cpu_points_are_excluded_from_comparisons(tmp_path: Path) -> None:
+    """CPU points have a mark, or a device if the mark is missing."""
     read = loaded(tmp_path, build.on_cpu(build.point(TP)), exact(build.point(DCP), 10, environment=build.CPU))
     assert read.cpu
     assert findings.select_rivals(read).empty
 
 
-def test_the_frontier_holds_the_points_that_no_other_beats_in_both(tmp_path: Path) -> None:
-    """tp4: 8 requests at 10 ms (100 tok/s/user, 200/GPU), 32 at 20 ms (50, 400). dcp4: 8 at 16 ms (62, 125): beaten."""
+def test_frontier_has_points_that_no_other_beats_in_both_rates(tmp_path: Path) -> None:
+    """tp4: 8 requests at 10 ms (100 tok/s/user, 200/GPU), 32 at 20 ms (50, 400). dcp4: 8 at 16 ms (62, 125), which tp4
+    beats.
+    """
     read = loaded(
         tmp_path,
         exact(build.point(TP, concurrency=8), 10),
@@ -276,7 +279,7 @@ def test_the_frontier_holds_the_points_that_no_other_beats_in_both(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "ours", "told"),
+    ("name", "own", "printed"),
     [
         ("chunk", [2048, 4096], [True, True, False]),
         ("chunk", [2048, 2048], [False, False, False]),
@@ -285,10 +288,12 @@ def test_the_frontier_holds_the_points_that_no_other_beats_in_both(tmp_path: Pat
         ("kv_memory_gib", [8.0, 8.0], [False, False, True]),
     ],
 )
-def test_points_beside_imports_of_the_same_lengths_are_told_apart_by_what_differs_among_them(
-    name: str, ours: list[float], told: list[bool]
+def test_values_that_differ_between_own_points_are_printed_next_to_imports(
+    name: str, own: list[float], printed: list[bool]
 ) -> None:
-    """Two of ours, and an import that does not say it; how many requests an import sent is no matter."""
+    """Two own points are listed with an import that does not state the value; the number of requests of an import does
+    not matter.
+    """
     table = pd.DataFrame(
         {
             "origin": ["dcpbench", "dcpbench", "vllm"],
@@ -298,14 +303,14 @@ def test_points_beside_imports_of_the_same_lengths_are_told_apart_by_what_differ
             "run": "r",
             "label": ["a", "b", "c"],
             "arrival": ["8", "8", "8"],
-            f"load_{name}": [*ours, 0],
+            f"load_{name}": [*own, 0],
         }
     )
-    assert dataframes._find_printed(table, name).tolist() == told
+    assert dataframes._find_printed(table, name).tolist() == printed
 
 
 @pytest.mark.parametrize(
-    ("placed", "said"),
+    ("placed", "labels"),
     [
         ([(8, "1"), (1, "tp")], ["", ""]),
         ([(8, "tp"), (8, "1"), (1, "1")], ["ep8", "ep1", ""]),
@@ -313,15 +318,17 @@ def test_points_beside_imports_of_the_same_lengths_are_told_apart_by_what_differ
         ([(8, "8"), (4, "tp")], ["", ""]),
     ],
 )
-def test_of_one_rank_and_of_imports_nothing_is_said_of_experts(placed: list[tuple[int, str]], said: list[str]) -> None:
-    """(tp, ep): where all others of a kind place them alike, nothing is said at all."""
+def test_expert_placement_is_printed_only_if_it_differs(placed: list[tuple[int, str]], labels: list[str]) -> None:
+    """Points are (tp, ep); a single rank and an unknown placement have no label, and no point has one if all others
+    agree.
+    """
     tps, eps = zip(*placed, strict=True)
     table = pd.DataFrame({"tp": tps, "dp": [1] * len(tps), "ep": eps})
-    assert (dataframes._format_experts(table) or [""] * len(tps)) == said
+    assert (dataframes._format_experts(table) or [""] * len(tps)) == labels
 
 
 @pytest.mark.parametrize(
-    ("low", "ratio", "high", "said"),
+    ("low", "ratio", "high", "verdict"),
     [
         (1.0, 1.05, 1.1, "no clear difference"),
         (1.001, 1.05, 1.1, "above"),
@@ -334,18 +341,20 @@ def test_of_one_rank_and_of_imports_nothing_is_said_of_experts(placed: list[tupl
         (float("nan"), float("nan"), float("nan"), "without"),
     ],
 )
-def test_a_ratio_is_clear_where_all_of_its_reach_is_and_by_more_than_repeats_differ(
-    low: float, ratio: float, high: float, said: str
+def test_ratio_is_clear_with_interval_beyond_1_and_two_percent_lead(
+    low: float, ratio: float, high: float, verdict: str
 ) -> None:
-    """Ends at 1, and a lead of 2 %, are not clear yet: 1 / 1.02 = 0.98039 is one of the other side. One band is enough to widen it."""
+    """An interval that ends at 1 and a lead of exactly 2 % are not clear, nor is 1 / 1.02 = 0.98039 on the other side.
+    One launch band is enough to widen the margin.
+    """
     table = pd.DataFrame(
         {"low": [low], "ratio": [ratio], "high": [high], "launch_band": 0.02, "over_launch_band": 0.02}
     )
-    wider = findings.compute_verdicts(
+    widened = findings.compute_verdicts(
         table.assign(over_launch_band=0.2), above="above", below="below", without="without"
     )
-    assert wider.tolist() == ["without" if said == "without" else "no clear difference"]
-    assert findings.compute_verdicts(table, above="above", below="below", without="without").tolist() == [said]
+    assert widened.tolist() == ["without" if verdict == "without" else "no clear difference"]
+    assert findings.compute_verdicts(table, above="above", below="below", without="without").tolist() == [verdict]
 
 
 WAVE = {
@@ -360,7 +369,7 @@ WAVE = {
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "named"),
     [
         ({}, True),
         ({"load_requests": 32}, False),
@@ -373,14 +382,14 @@ WAVE = {
     ],
     ids=str,
 )
-def test_a_last_wave_is_told_where_it_alone_left_clients_idle(change: dict[str, object], told: bool) -> None:
-    """One request of 33 is left for 8 clients, of which on average 7.1 were in flight: below 0.9 · 8 = 7.2."""
+def test_last_wave_is_named_if_only_it_left_clients_idle(change: dict[str, object], named: bool) -> None:
+    """One request of 33 is left for 8 clients, of which on average 7.1 had requests: below 0.9 · 8 = 7.2."""
     found = findings.find_last_waves(pd.DataFrame([WAVE | change]))
-    assert found["left"].tolist() == ([1] if told else [])
+    assert found["left"].tolist() == ([1] if named else [])
 
 
 @pytest.mark.parametrize(
-    ("apart", "said"),
+    ("apart", "sentence"),
     [
         ([], "Every point was measured once, so how well repeats agree is not known."),
         ([0.02], "Repeats: the one point measured more than once agrees within 2 %."),
@@ -389,5 +398,5 @@ def test_a_last_wave_is_told_where_it_alone_left_clients_idle(change: dict[str, 
         ([0.03, 0.02, 0.5], "Repeats: 2 of 3 points measured more than once disagree by more than 2 %."),
     ],
 )
-def test_repeats_agree_up_to_two_percent(apart: list[float], said: str) -> None:
-    assert findings.format_repeats_sentence(apart) == said
+def test_repeats_agree_up_to_two_percent(apart: list[float], sentence: str) -> None:
+    assert findings.format_repeats_sentence(apart) == sentence

@@ -1,4 +1,4 @@
-"""How far steps are from what their machine allows: sentences, the table, figures and the page, by hand."""
+"""Distance of steps from the hardware limit: sentences, table, figures and page."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ RATES = Rates(read_bytes_s=4.6e12, copy_bytes_s=4.3e12, matmul_flop_s=790e12)
 
 
 def floored(floor_ms: float = 62.5, layout: Layout = Layout(4), **phase_us: float) -> Record:  # noqa: B008 - frozen
-    """100 ms a step; of these, what is given is the floor of phases."""
+    """Return a record with steps of 100 ms, and these floors of phases."""
     floor = Floor(floor_ms=floor_ms, phase_floor_us=phase_us, experts="routed")
     return build.ok(build.point(layout), median_ms=100.0, noise=0.0, steps=30, phases=PHASES, rates=RATES, floor=floor)
 
 
 NEAR = floored(80.0, Layout(4, 1, 4), attention=27_000.0, moe=51_000.0, mlp_reduce=2_000.0)
 FAR = floored(attention=18_000.0, moe=42_000.0, mlp_reduce=2_000.0, norm=500.0)
-"""Lost: moe 18 ms of 60, attention 12 of 30, idle all 4, mlp_reduce 2 of 4, other all of 1, lm_head 0.5 of 0.5: less
-than 1 % of the step, as is norm, which loses nothing."""
+"""Losses are moe 18 ms of 60, attention 12 of 30, idle all 4, mlp_reduce 2 of 4 and other all of 1. lm_head loses 0.5 of
+0.5 ms, less than 1 % of the step, and norm loses nothing."""
 
 
 def read(tmp_path: Path, *records: Record) -> dataframes.Frames:
-    """As a report reads them."""
+    """Return frames of one run with these records."""
     return dataframes.load_frames([build.write(tmp_path / "run", records)])
 
 
-def test_the_largest_loss_comes_first_and_what_is_not_worth_naming_does_not(tmp_path):
+def test_losses_are_sorted_and_small_ones_are_left_out(tmp_path):
     row = read(tmp_path, FAR).points.to_dict("records")[0]
     assert [(loss.phase, loss.lost_us) for loss in floors.list_named_losses(row, 9)] == [
         ("moe", pytest.approx(18_000)),
@@ -67,8 +67,8 @@ def test_the_largest_loss_comes_first_and_what_is_not_worth_naming_does_not(tmp_
     ]
 
 
-def test_one_point_is_told_by_its_ratio_and_its_largest_losses(tmp_path):
-    """100 ms over 62.5: 1.60×."""
+def test_sentence_of_one_point_has_its_ratio_and_largest_losses(tmp_path):
+    """100 ms / 62.5 ms is 1.60."""
     assert floors.format_decode_sentences(read(tmp_path, FAR).points) == [
         (
             "kimi-k2: a step takes 1.60× what this machine allows (tp4 at concurrency 8 · context 4,000: 100 ms where 62.5 "
@@ -77,22 +77,22 @@ def test_one_point_is_told_by_its_ratio_and_its_largest_losses(tmp_path):
     ]
 
 
-def test_of_several_the_reach_is_told_and_the_furthest_named(tmp_path):
-    """1.25× at tp4·dcp4."""
-    (said,) = floors.format_decode_sentences(read(tmp_path, FAR, NEAR).points)
-    assert said.startswith(
+def test_sentence_of_several_points_has_their_range_and_the_furthest(tmp_path):
+    """tp4·dcp4 has a ratio of 1.25."""
+    (sentence,) = floors.format_decode_sentences(read(tmp_path, FAR, NEAR).points)
+    assert sentence.startswith(
         "kimi-k2: a step takes 1.25× to 1.60× what this machine allows; furthest is tp4 at concurrency 8"
     )
 
 
-def test_one_bullet_of_the_first_screen_says_it(tmp_path):
-    """The bullet describes one point, the furthest of several, or is absent without any."""
+def test_one_bullet_of_the_opening_names_the_ratio(tmp_path):
+    """The bullet describes one point or the furthest of several, and is absent without any."""
     one = read(tmp_path / "one", FAR)
-    said = "A step takes 1.60× what the hardware allows; most is lost in moe (18.0 ms) and attention (12.0 ms)."
-    assert said in overview.format_bullets(one)
+    text = "A step takes 1.60× what the hardware allows; most is lost in moe (18.0 ms) and attention (12.0 ms)."
+    assert text in overview.format_bullets(one)
     both = read(tmp_path / "both", FAR, NEAR)
     [bullet] = [bullet for bullet in overview.format_bullets(both) if "hardware allows" in bullet]
-    assert bullet == said.replace("1.60×", "1.25–1.60×").replace(
+    assert bullet == text.replace("1.60×", "1.25–1.60×").replace(
         "most", "at the worst point, tp4 with 8 × 4,000 tokens, most"
     )
     assert len(overview.format_bullets(both)) <= overview.MAX_BULLETS
@@ -100,7 +100,7 @@ def test_one_bullet_of_the_first_screen_says_it(tmp_path):
     assert not any("hardware allows" in bullet for bullet in overview.format_bullets(none))
 
 
-def test_the_table_has_every_point_with_a_floor(tmp_path):
+def test_table_has_every_point_with_a_floor(tmp_path):
     table = floors.build_table(read(tmp_path, FAR, NEAR, build.ok(build.point(concurrency=16))).points)
     assert [row[3] for row in table.rows] == ["tp4", "tp4·dcp4"]
     assert [row[4] for row in table.rows] == [
@@ -110,19 +110,19 @@ def test_the_table_has_every_point_with_a_floor(tmp_path):
     assert [row[5:] for row in table.rows] == [["100.0", "62.50", "1.60×"], ["100.0", "80.00", "1.25×"]]
 
 
-def test_show_and_report_say_it_and_explain_the_word(tmp_path):
+def test_show_and_report_have_the_sentence_and_a_definition(tmp_path):
     found = read(tmp_path, FAR)
     time = next(s for s in sections.build_sections(found, []) if s.slug == "time")
     assert time.paragraphs[0] == floors.format_decode_sentences(found.points)[0]
     assert floors.TITLE in [table.title for table in time.tables]
     assert "floor" in [row[0] for row in time.tables[-1].rows]
-    told = render_terminal_table([tmp_path / "run"])
-    assert any("1.60×" in str(part) for part in told.renderables)
+    table = render_terminal_table([tmp_path / "run"])
+    assert any("1.60×" in str(part) for part in table.renderables)
     assert floors.format_decode_sentences(found.points)[0] in points_export.build_json(found)["findings"]
 
 
-def test_where_no_point_has_a_floor_nothing_is_said_of_it(tmp_path):
-    """Records from before there were floors."""
+def test_report_without_floors_does_not_mention_them(tmp_path):
+    """Older records have no floors."""
     found = read(tmp_path, build.ok(build.point()))
     assert floors.format_decode_sentences(found.points) == []
     assert floors.build_table(found.points).rows == []
@@ -130,13 +130,12 @@ def test_where_no_point_has_a_floor_nothing_is_said_of_it(tmp_path):
     assert not any(str(column).startswith("floor_mo") for column in found.points)
 
 
-def test_a_floor_of_0_is_no_floor(tmp_path):
-    """A file may hold anything."""
+def test_floor_of_0_is_ignored(tmp_path):
     assert floors.format_decode_sentences(read(tmp_path, floored(0.0, moe=0.0)).points) == []
 
 
-def test_the_figure_has_a_thin_bar_in_each_phase_that_has_a_floor(tmp_path):
-    """attention from 0 for 18 ms, moe from 30 for 42; mlp_reduce behind them for 2, and norm's 0.5 in what is left."""
+def test_figure_has_a_thin_bar_for_each_floor(tmp_path):
+    """attention begins at 0 for 18 ms, moe at 30 for 42 ms, then mlp_reduce for 2 ms and norm for 0.5 ms."""
     points = read(tmp_path, FAR).points
     figure = figures.draw_phases(points, Style.from_points(points), "title")
     bars = [p for p in figure.axes[0].patches if p.get_height() == pytest.approx(0.24)]
@@ -144,8 +143,8 @@ def test_the_figure_has_a_thin_bar_in_each_phase_that_has_a_floor(tmp_path):
     assert [p.get_width() for p in bars] == pytest.approx([18, 42, 2, 0.5])
 
 
-def test_the_page_holds_floors_beside_the_times_of_phases(tmp_path):
-    """norm, lm_head and other are `rest`, of which 0.5 ms are a floor."""
+def test_page_data_has_floors_and_times_of_phases(tmp_path):
+    """norm, lm_head and other are `rest`, with a floor of 0.5 ms."""
     columns = build_page_data(read(tmp_path, FAR))["columns"]
     assert (columns["phase:moe"], columns["floor:moe"]) == ([60.0], [42.0])
     assert (columns["phase:rest"], columns["floor:rest"]) == ([2.0], [0.5])
@@ -153,7 +152,7 @@ def test_the_page_holds_floors_beside_the_times_of_phases(tmp_path):
 
 
 def test_repeats_have_the_median_of_their_floors(tmp_path):
-    """Rates differ from job to job: 60, 62.5 and 66 ms."""
+    """Rates of jobs differ, which gives 60, 62.5 and 66 ms."""
     points = [msgspec.structs.replace(FAR.point, repeat=n) for n in range(3)]
     records = [
         msgspec.structs.replace(FAR, point=point, floor=msgspec.structs.replace(FAR.floor, floor_ms=ms))
@@ -164,7 +163,7 @@ def test_repeats_have_the_median_of_their_floors(tmp_path):
 
 
 def served(tmp_path: Path, *shares: tuple[float | None, ...]) -> list[str]:
-    """What is said of served points, a repeat each, with these shares: of prompts, of the matrix rate, of other steps."""
+    """Return the sentences of served points with these shares of prompts, of the matrix rate, and of other steps."""
     names = ("prefill_floor_share", "prefill_matmul_share", "decode_floor_share")
     records = []
     for repeat, values in enumerate(shares):
@@ -177,8 +176,8 @@ def served(tmp_path: Path, *shares: tuple[float | None, ...]) -> list[str]:
     return floors.format_served_sentences(read(tmp_path, *records).served)
 
 
-def test_served_points_say_how_far_steps_with_prompts_and_others_are(tmp_path):
-    """1 / 0.8 = 1.25 and 1 / 0.5 = 2; 1 / 0.9 = 1.11."""
+def test_sentence_of_served_points_separates_steps_with_prompts(tmp_path):
+    """The ratios are 1 / 0.8 = 1.25, 1 / 0.5 = 2, and 1 / 0.9 = 1.11."""
     assert served(tmp_path, (0.8, 0.55, 0.9), (0.5, 0.42, 0.9)) == [
         (
             "kimi-k2: steps with prompts take 1.25–2.00× what this machine allows (at 0.42–0.55 of its matrix rate), steps "
@@ -187,18 +186,18 @@ def test_served_points_say_how_far_steps_with_prompts_and_others_are(tmp_path):
     ]
 
 
-def test_what_is_known_of_one_kind_of_step_is_said_alone(tmp_path):
+def test_sentence_omits_a_kind_of_step_without_a_share(tmp_path):
     assert served(tmp_path, (None, None, 0.8)) == [
         "kimi-k2: steps without prompts take 1.25× what this machine allows."
     ]
     assert served(tmp_path / "none", (None, None, None)) == []
 
 
-def test_metrics_of_a_floor_read_a_record():
+def test_metrics_of_floors_are_read_from_a_record():
     assert METRIC["floor_ms"].get_value(FAR) == 62.5
     assert METRIC["floor_share"].get_value(FAR) == pytest.approx(0.625)
     assert METRIC["floor_share"].get_value(build.ok(build.point())) is None
 
 
-def test_a_record_keeps_its_rates_and_floor():
+def test_rates_and_floor_survive_encoding():
     assert msgspec.json.decode(msgspec.json.encode(FAR), type=Record) == FAR

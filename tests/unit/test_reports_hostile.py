@@ -1,4 +1,4 @@
-"""Records that nobody measured: what is refused, with its file, line and remedy, and what is shown without harm."""
+"""Hostile records: some are refused with file, line and remedy, others are shown without harm."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ HTML = "<script>alert(1)</script>\"' onload=x $\\frac{1}{ | `a` \x1b[31m [red] \
 
 
 def line(record: Record | None = None) -> dict[str, Any]:
-    """A record as it is written, to be spoiled."""
+    """Return a record as it is written, for tests to damage."""
     found: dict[str, Any] = json.loads(msgspec.json.encode(record or build.ok(build.point(TP), steps=5)))
     return found
 
 
 def run(folder: Path, *found: dict[str, Any] | bytes) -> Path:
-    """A run with these lines, whole ones."""
+    """Return the folder of a run with these complete lines."""
     folder.mkdir()
     texts = [text if isinstance(text, bytes) else json.dumps(text).encode() for text in found]
     (folder / RECORDS_FILE).write_bytes(b"".join(text + b"\n" for text in texts))
@@ -60,7 +60,7 @@ def run(folder: Path, *found: dict[str, Any] | bytes) -> Path:
 
 
 def changed(path: str, value: object, record: Record | None = None) -> dict[str, Any]:
-    """A line with another value at `a.b.c`."""
+    """Return a line with another value at `a.b.c`."""
     found = line(record)
     *parents, last = path.split(".")
     at = found
@@ -70,15 +70,15 @@ def changed(path: str, value: object, record: Record | None = None) -> dict[str,
     return found
 
 
-def everything(folder: Path) -> str:
-    """All that is printed about a run: Markdown, CSV and terminal."""
+def print_everything(folder: Path) -> str:
+    """Return all that is printed about a run: Markdown, CSV and terminal."""
     read = dataframes.load_frames([folder])
-    told = report_markdown.render("title", sections.build_sections(read, []), folder)
+    markdown = report_markdown.render("title", sections.build_sections(read, []), folder)
     points_export.write_csv(read, folder / "points.csv")
     console = Console(width=80, force_terminal=False)
     with console.capture() as captured:
         console.print(terminal_tables.render(read))
-    return told + (folder / "points.csv").read_text(encoding="utf-8") + captured.get()
+    return markdown + (folder / "points.csv").read_text(encoding="utf-8") + captured.get()
 
 
 REFUSED = {
@@ -142,35 +142,35 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_line_that_no_run_wrote_is_refused_with_its_file_and_number_and_what_to_do(tmp_path: Path, name: str) -> None:
-    """It stands second of three, so that it is no line that a crash cut short; a report reads the other two and names it."""
-    spoiled, words = REFUSED[name]
-    folder = run(tmp_path / "run", line(), spoiled, line())
-    with pytest.raises(RecordsError, match=words) as raised:
+def test_hostile_line_is_refused_with_file_line_and_remedy(tmp_path: Path, name: str) -> None:
+    """The line is the second of three, so no crash can have cut it short; a report reads the other two and names it."""
+    damaged, pattern = REFUSED[name]
+    folder = run(tmp_path / "run", line(), damaged, line())
+    with pytest.raises(RecordsError, match=pattern) as raised:
         read_run(folder)
     message = str(raised.value)
     assert f"{folder / RECORDS_FILE}, line 2: " in message
     assert re.search("measure its point again|the version that wrote it|name a run's folder", message)
-    assert len(message) < 1_000, "whatever the line holds"
+    assert len(message) < 1_000, "the message is short for any line"
     (bad,) = dataframes.load_frames([folder]).runs[0].bad_lines
     assert bad.line == 2
 
 
 ACCEPTED = {
     "rejected-layout": changed("point.dcp", 3, build.rejected(build.point(TP))),
-    "a-layout-that-nobody-knows": changed("point", line()["point"] | {"tp": 0, "dp": 0, "dcp": 0}),
-    "idle-time-that-rounding-took-below-0": changed("phases.idle_us", -1e-13),
+    "unknown-layout": changed("point", line()["point"] | {"tp": 0, "dp": 0, "dcp": 0}),
+    "idle-time-rounded-below-0": changed("phases.idle_us", -1e-13),
     "zero": changed("seconds", -0.0),
-    "negative-numbers-in-words": changed("reason", "between [-5, -6]: -7 is not -8"),
+    "negative-numbers-in-text": changed("reason", "between [-5, -6]: -7 is not -8"),
 }
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_what_a_run_can_have_written_is_read(tmp_path: Path, name: str) -> None:
+def test_unusual_but_possible_line_is_read(tmp_path: Path, name: str) -> None:
     assert len(read_records(run(tmp_path / "run", ACCEPTED[name]))) == 1
 
 
-def test_a_file_that_is_no_record_file_is_not_taken_for_one_cut_short(tmp_path: Path) -> None:
+def test_file_without_records_is_not_treated_as_cut_short(tmp_path: Path) -> None:
     """A ZIP archive has no newline at its end, and neither has half a record."""
     path = tmp_path / "results.zip"
     with zipfile.ZipFile(path, "w") as archive:
@@ -181,8 +181,8 @@ def test_a_file_that_is_no_record_file_is_not_taken_for_one_cut_short(tmp_path: 
         dataframes.load_frames([path])
 
 
-def test_a_last_line_is_cut_short_only_where_it_can_be_completed(tmp_path: Path) -> None:
-    """Half a record is left out; a whole one without its newline counts; a wrong one is refused."""
+def test_last_line_is_cut_short_only_if_it_can_be_completed(tmp_path: Path) -> None:
+    """Half a record is left out; a complete one without its newline counts; a wrong one is refused."""
     folder = run(tmp_path / "run", line())
     path, whole = folder / RECORDS_FILE, json.dumps(changed("point.concurrency", 9)).encode()
     before = path.read_bytes()
@@ -210,42 +210,42 @@ STRINGS = (
 
 @pytest.mark.parametrize("field", STRINGS)
 @pytest.mark.sample(3)
-def test_markup_in_any_string_stays_text(tmp_path: Path, field: str) -> None:
-    """In Markdown no tag begins outside of a fenced command, in a terminal no escape, in a table no column."""
-    told = everything(run(tmp_path / "run", line(), changed(field, HTML, build.ok(build.point(DCP), steps=5))))
-    assert "<script>" not in re.sub(r"```.*?```", "", told, flags=re.DOTALL).split("\nrun,")[0].split("\nmodel,")[0]
-    assert "\x1b" not in told
+def test_markup_in_any_string_is_escaped(tmp_path: Path, field: str) -> None:
+    """Markdown has no tag outside of a fenced command, a terminal no escape, a table no further column."""
+    printed = print_everything(run(tmp_path / "run", line(), changed(field, HTML, build.ok(build.point(DCP), steps=5))))
+    assert "<script>" not in re.sub(r"```.*?```", "", printed, flags=re.DOTALL).split("\nrun,")[0].split("\nmodel,")[0]
+    assert "\x1b" not in printed
 
 
 @pytest.mark.parametrize("field", [*STRINGS, "reason"])
 @pytest.mark.sample(3)
-def test_ten_megabytes_in_any_string_are_cut_everywhere(tmp_path: Path, field: str) -> None:
-    """2,000 letters are kept with how many there were, in tables 1,000; nothing grows with the rest."""
+def test_strings_of_ten_megabytes_are_truncated_everywhere(tmp_path: Path, field: str) -> None:
+    """2,000 letters and the length are kept, in tables 1,000; nothing grows with the rest."""
     record = build.failed(build.point(DCP)) if field == "reason" else build.ok(build.point(DCP), steps=5)
-    told = everything(run(tmp_path / "run", line(), changed(field, "x" * 10_000_000, record)))
-    assert len(told) < 200_000
-    assert "x" * (MAX_TEXT_CHARS + 1) not in told
-    assert "x" * 300 in told.replace("\n", "") or field in {"point.dtype", "conditions.weights", "point.backend"}
+    printed = print_everything(run(tmp_path / "run", line(), changed(field, "x" * 10_000_000, record)))
+    assert len(printed) < 200_000
+    assert "x" * (MAX_TEXT_CHARS + 1) not in printed
+    assert "x" * 300 in printed.replace("\n", "") or field in {"point.dtype", "conditions.weights", "point.backend"}
 
 
-def test_two_names_that_begin_alike_stay_two_models(tmp_path: Path) -> None:
-    """What is cut off ends in a hash of the whole."""
+def test_long_names_with_the_same_beginning_stay_different(tmp_path: Path) -> None:
+    """A truncated name ends in a hash of the whole."""
     found = [changed("point.model", "x" * 9_000 + end) for end in "ab"]
     assert dataframes.load_frames([run(tmp_path / "run", *found)]).points["model"].nunique() == 2
 
 
-def test_a_long_cell_is_cut_in_every_table(tmp_path: Path) -> None:
-    """A model of 1,900 letters is kept by the records, and by points.csv."""
+def test_long_cells_are_truncated_in_every_table(tmp_path: Path) -> None:
+    """A model of 1,900 letters is kept in records and in points.csv."""
     folder = run(tmp_path / "run", changed("point.model", "x" * 1_900))
-    told = sections.build_sections(dataframes.load_frames([folder]), [])
-    cells = [cell for section in told for table in section.tables for row in table.rows for cell in row]
+    built = sections.build_sections(dataframes.load_frames([folder]), [])
+    cells = [cell for section in built for table in section.tables for row in table.rows for cell in row]
     assert max(map(len, cells)) <= MAX_CELL_CHARS
-    everything(folder)
+    print_everything(folder)
     assert "x" * 1_900 in (folder / "points.csv").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    "spoiled",
+    "damaged",
     [
         changed("metrics", None),
         changed("kv.pool_bytes_per_gpu", 0),
@@ -257,21 +257,21 @@ def test_a_long_cell_is_cut_in_every_table(tmp_path: Path) -> None:
         changed("measured_with", {"slo": {"ttft": 1.0, "other": 2.0}}),
         changed("started_at", "tomorrow"),
     ],
-    ids=["no-metrics", "no-pool", "no-room", "idle", "phases", "context-0", "warnings", "slo", "date"],
+    ids=["no-metrics", "no-pool", "no-capacity", "idle", "phases", "context-0", "warnings", "slo", "date"],
 )
-def test_what_is_odd_and_can_be_shown_is_shown(tmp_path: Path, spoiled: dict[str, Any]) -> None:
-    """No crash and no warning; the good point beside it is there."""
-    assert "tp4·dcp4" in everything(run(tmp_path / "run", spoiled, line(build.ok(build.point(DCP), steps=5))))
+def test_odd_values_are_shown_without_error(tmp_path: Path, damaged: dict[str, Any]) -> None:
+    """There is no warning either, and the other point is shown."""
+    assert "tp4·dcp4" in print_everything(run(tmp_path / "run", damaged, line(build.ok(build.point(DCP), steps=5))))
 
 
 @pytest.mark.parametrize(
-    "spoiled",
+    "damaged",
     [changed("point.model", HTML), changed("point.backend", "x" * 5_000), changed("point.context", 0)],
     ids=["markup", "long", "context-0"],
 )
-def test_no_figure_breaks(tmp_path: Path, spoiled: dict[str, Any]) -> None:
+def test_figures_can_be_drawn_from_odd_values(tmp_path: Path, damaged: dict[str, Any]) -> None:
     """Titles, legends and axes of lines are drawn."""
-    read = dataframes.load_frames([run(tmp_path / "run", spoiled, line(build.ok(build.point(DCP), steps=5)))])
+    read = dataframes.load_frames([run(tmp_path / "run", damaged, line(build.ok(build.point(DCP), steps=5)))])
     with apply_style():
         for draw in (figures.draw_throughput, figures.draw_itl, figures.draw_frontier):
             draw(read.points, style.Style.from_points(read.points), "title").savefig(tmp_path / "figure.svg")
@@ -279,7 +279,7 @@ def test_no_figure_breaks(tmp_path: Path, spoiled: dict[str, Any]) -> None:
 
 
 def grid(folder: Path, contexts: int, loads: int) -> dataframes.Frames:
-    """tp4 and tp4·dcp4 at every context and load."""
+    """Return frames of tp4 and tp4·dcp4 at every context and load."""
     template = build.ok(build.point(TP), steps=2)
     return dataframes.load_frames(
         [
@@ -296,25 +296,27 @@ def grid(folder: Path, contexts: int, loads: int) -> dataframes.Frames:
     )
 
 
-def test_of_too_many_points_tables_show_the_first_and_figures_some_and_both_say_so(tmp_path: Path) -> None:
-    """20 contexts × 60 loads × 2 layouts = 2,400 points: 2,000 rows, 6 panels, 24 loads a line, both layouts."""
+def test_tables_and_figures_of_too_many_points_are_reduced_with_a_note(tmp_path: Path) -> None:
+    """20 contexts × 60 loads × 2 layouts = 2,400 points: 2,000 rows, 6 panels, 24 loads per line, both layouts."""
     read = grid(tmp_path / "run", 20, 60)
-    told = sections.build_sections(read, [])
-    tables = [table for section in told for table in section.tables]
+    built = sections.build_sections(read, [])
+    tables = [table for section in built for table in section.tables]
     assert max(len(table.rows) for table in tables) == MAX_ROWS
     assert any("the first 2,000 of 2,400; points.csv has every point" in table.title for table in tables)
     shown, note = plots.sample_points(read.points)
     assert (shown["context"].nunique(), shown["concurrency"].nunique(), len(shown)) == (6, 24, 6 * 24 * 2)
     assert note == " (shown: 6 of 20 lengths, 24 of 60 loads; all in points.csv)"
-    assert {1, 20} <= set(shown["context"]), "the ends are always shown"
-    assert max(map(len, told[0].bullets)) < 600, "sentences count what they cannot name"
-    assert all(len(table.columns) <= answer_tables.MAX_COLUMNS + 3 for table in told[0].tables)
+    assert {1, 20} <= set(shown["context"]), "first and last are always shown"
+    assert max(map(len, built[0].bullets)) < 600, "sentences count further points"
+    assert all(len(table.columns) <= answer_tables.MAX_COLUMNS + 3 for table in built[0].tables)
 
 
-def test_as_many_as_a_figure_holds_are_all_shown(tmp_path: Path) -> None:
-    """Nine lengths, 48 loads; one more of each leaves 6 and 24. 12 models and 6 runs have figures of their own."""
-    everything, note = plots.sample_points(grid(tmp_path / "all", 9, 48).points)
-    assert (len(everything), note) == (9 * 48 * 2, "")
+def test_figure_shows_all_points_up_to_its_limits(tmp_path: Path) -> None:
+    """Nine lengths and 48 loads are shown; one more of each leaves 6 and 24. 12 models and 6 runs have figures of their
+    own.
+    """
+    all_points, note = plots.sample_points(grid(tmp_path / "all", 9, 48).points)
+    assert (len(all_points), note) == (9 * 48 * 2, "")
     fewer, note = plots.sample_points(grid(tmp_path / "more", 10, 49).points)
     assert (len(fewer), note) == (6 * 24 * 2, " (shown: 6 of 10 lengths, 24 of 49 loads; all in points.csv)")
     assert (plots.MAX_MODELS, plots.MAX_RUNS) == (12, 6)
@@ -322,8 +324,8 @@ def test_as_many_as_a_figure_holds_are_all_shown(tmp_path: Path) -> None:
     assert plots.sample_evenly(list(range(11)), 3) == [0, 5, 10]
 
 
-def test_the_fastest_layouts_are_those_that_a_figure_keeps(tmp_path: Path) -> None:
-    """20 layouts of one load, the step of each 1 ms longer: the first 16 stay."""
+def test_figure_keeps_the_fastest_layouts(tmp_path: Path) -> None:
+    """Each of 20 layouts under one load takes 1 ms longer than the one before: the first 16 are kept."""
     records = [
         msgspec.structs.replace(build.ok(build.point(TP, backend=f"b{i:02}"), steps=3, median_ms=10.0 + i))
         for i in range(20)
@@ -335,16 +337,16 @@ def test_the_fastest_layouts_are_those_that_a_figure_keeps(tmp_path: Path) -> No
     assert (len(shown), note) == (16, "")
 
 
-def test_thousands_of_reasons_are_as_many_rows_as_a_table_holds(tmp_path: Path) -> None:
-    """Every point failed with a reason of its own."""
+def test_table_of_thousands_of_reasons_is_truncated(tmp_path: Path) -> None:
+    """Every point failed with a different reason."""
     failed = (build.failed(build.point(TP, context=i), f"reason {i}") for i in range(1, 2_100))
-    told = sections.build_sections(dataframes.load_frames([build.write(tmp_path / "run", failed)]), [])
-    assert max(len(table.rows) for section in told for table in section.tables) == MAX_ROWS
+    built = sections.build_sections(dataframes.load_frames([build.write(tmp_path / "run", failed)]), [])
+    assert max(len(table.rows) for section in built for table in section.tables) == MAX_ROWS
     assert not findings.select_rivals(dataframes.load_frames([tmp_path / "run"])).size
 
 
-def test_more_points_than_are_read_of_a_run_are_refused_with_what_to_do(tmp_path: Path, monkeypatch) -> None:
-    """The limit is 100,000 points, three here; a repeated point counts once."""
+def test_run_with_too_many_points_is_refused_with_a_suggestion(tmp_path: Path, monkeypatch) -> None:
+    """The limit of 100,000 points is three here; a repeated point counts once."""
     monkeypatch.setattr(dataframes, "MAX_POINTS", 3)
     points = [line(build.ok(build.point(context=1000 + n))) for n in range(4)]
     assert len(dataframes.load_frames([run(tmp_path / "three", *points[:3], points[0])]).points) == 3
@@ -360,7 +362,7 @@ def test_more_points_than_are_read_of_a_run_are_refused_with_what_to_do(tmp_path
         (9, 49, (9, 24), " (shown: 24 of 49 loads; all in points.csv)"),
     ],
 )
-def test_lengths_and_loads_are_thinned_where_there_are_more_than_a_figure_takes(
+def test_lengths_and_loads_are_thinned_beyond_the_limits_of_a_figure(
     lengths: int, loads: int, shown: tuple[int, int], note: str
 ) -> None:
     pairs = [(length, load) for length in range(lengths) for load in range(1, loads + 1)]
@@ -372,12 +374,12 @@ def test_lengths_and_loads_are_thinned_where_there_are_more_than_a_figure_takes(
         label="tp4",
         output_tok_s=1.0,
     )
-    few, said = plots.sample_points(table)
-    assert ((few["rest"].nunique(), few["concurrency"].nunique()), said) == (shown, note)
+    few, found_note = plots.sample_points(table)
+    assert ((few["rest"].nunique(), few["concurrency"].nunique()), found_note) == (shown, note)
 
 
 @pytest.mark.parametrize("command", ["report", "show"])
-def test_a_record_file_without_a_record_is_an_error_with_what_to_type(
+def test_empty_record_file_is_an_error_with_a_suggestion(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "records.jsonl").touch()

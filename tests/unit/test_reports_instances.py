@@ -1,4 +1,4 @@
-"""What a report says of instances that only prefill and those that only decode: by what each GPU does, beside as many that do both."""
+"""Report of disaggregated prefill and decode: output per GPU, compared with as many instances that do both."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ RATE = {"transfer_gb_s": 50.0}
 
 
 def served(
-    disaggregate: str, per_gpu: float, clients: int = 8, *, itl: float = 20, busy: Any = None, **of: Any
+    disaggregate: str, per_gpu: float, clients: int = 8, *, itl: float = 20, busy: Any = None, **fields: Any
 ) -> Record:
-    """A replay on instances of tp4 with that output for each GPU and that ITL p99; `busy`: shares of both sides."""
-    point = build.point(build.TP, clients, {"mode": "replay"}, disaggregate=disaggregate, **of)
+    """Return a replay on instances of tp4 with this output per GPU, ITL p99 and busy shares of both sides."""
+    point = build.point(build.TP, clients, {"mode": "replay"}, disaggregate=disaggregate, **fields)
     split = point.instances.disaggregated
     made = build.served(point)
     assert made.serve
@@ -47,14 +47,14 @@ def served(
     return msgspec.structs.replace(made, serve=metrics)
 
 
-def loaded(tmp_path: Path, *records: Record, **how: Any) -> dataframes.Frames:
-    """One run with these records."""
-    return dataframes.load_frames([record_builder.write(tmp_path / "run", records)], **how)
+def loaded(tmp_path: Path, *records: Record, **options: Any) -> dataframes.Frames:
+    """Return frames of one run with these records."""
+    return dataframes.load_frames([record_builder.write(tmp_path / "run", records)], **options)
 
 
 class TestComparisons:
-    def test_each_ratio_stands_beside_as_many_instances_that_do_both(self, tmp_path: Path) -> None:
-        """30 tok/s for each of 12 GPUs over 20, and of 8 over 60; another number of instances is none of theirs."""
+    def test_ratio_is_compared_with_as_many_aggregated_instances(self, tmp_path: Path) -> None:
+        """30 tok/s per GPU with 12 GPUs over 20, and with 8 GPUs over 60; other numbers of instances are not compared."""
         read = loaded(
             tmp_path,
             served("1:2", 30, **RATE),
@@ -67,13 +67,13 @@ class TestComparisons:
         assert {name: rows[name]["ratio"] for name in ("tp4 1P2D", "tp4 1P1D")} == {"tp4 1P2D": 1.5, "tp4 1P1D": 0.5}
         assert rows["tp4 1P2D"]["over_label"] == "tp4 ×3"
 
-    def test_loads_that_no_ratio_served_are_left_out(self, tmp_path: Path) -> None:
+    def test_loads_without_disaggregation_are_left_out(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, served("1:1", 30, **RATE), served("2", 60), served("2", 60, 32))
         assert set(instance_ratios.compare_ratios(read.served)["concurrency"]) == {8}
-        assert instance_ratios.compare_ratios(loaded(tmp_path / "alike", served("2", 60)).served).empty
+        assert instance_ratios.compare_ratios(loaded(tmp_path / "aggregated", served("2", 60)).served).empty
 
-    def test_layouts_are_chosen_among_those_on_as_many_gpus(self, tmp_path: Path) -> None:
-        """8 GPUs: 1P1D and two that do both. The one instance that does both has four."""
+    def test_layouts_are_chosen_among_those_with_as_many_gpus(self, tmp_path: Path) -> None:
+        """1P1D and two aggregated instances have 8 GPUs; the single aggregated instance has four."""
         read = loaded(tmp_path, served("1:1", 30, **RATE), served("2", 20), served("", 90))
         rows = read.findings.against_others
         assert dict(zip(rows["who"], rows["ratio"], strict=True)) == {"tp4 1P1D": 1.5, "tp4 ×2": pytest.approx(2 / 3)}
@@ -82,15 +82,15 @@ class TestComparisons:
 
     def test_dcp_is_compared_on_the_same_instances(self, tmp_path: Path) -> None:
         plain, other = served("1:1", 30, **RATE), served("1:2", 30, **RATE)
-        of = msgspec.structs.replace(plain.point, dcp=4, exchange="ag_rs")
-        read = loaded(tmp_path, plain, other, msgspec.structs.replace(plain, point=of))
+        with_dcp = msgspec.structs.replace(plain.point, dcp=4, exchange="ag_rs")
+        read = loaded(tmp_path, plain, other, msgspec.structs.replace(plain, point=with_dcp))
         (row,) = findings.compare_dcp_with_baseline(read.served).to_dict("records")
         assert (row["label"], row["baseline"]) == ("tp4·dcp4 1P1D", "tp4 1P1D")
 
 
 class TestSentences:
-    def test_the_ratio_with_most_for_each_gpu_is_said_of_each_load(self, tmp_path: Path) -> None:
-        """The sentence names which side limits the ratio: 20 points more or less of the run."""
+    def test_sentence_names_the_best_ratio_for_each_load(self, tmp_path: Path) -> None:
+        """The sentence names the side that limits the ratio, which is busy for 20 points more of the run."""
         read = loaded(
             tmp_path,
             served("1:1", 30, busy={"prefill": 0.2, "decode": 0.95}, **RATE),
@@ -99,25 +99,27 @@ class TestSentences:
             served("1:1", 30, 32, **RATE),
             served("1:2", 40, 32, busy={"prefill": 0.97, "decode": 0.5}, **RATE),
         )
-        (said,) = instance_ratios.describe_best_ratios(read.served)
-        assert said == (
+        (sentence,) = instance_ratios.describe_best_ratios(read.served)
+        assert sentence == (
             "Prefill apart from decode, Kimi-K2, most output for each GPU: at closed 8 · 400 in · 40 out tp4 1P1D, 30.0 "
             "tok/s (prefill 20 % busy, decode 95 %: decode bounds it), 1.20× tp4 ×2 with ITL p99 20.0 instead of 80.0 ms; "
             "at closed 32 · 400 in · 40 out tp4 1P2D, 40.0 tok/s (prefill 97 % busy, decode 50 %: prefill bounds it)."
         )
-        assert any(said in text for part in answer.split_sentences(read) for text in part)
+        assert any(sentence in text for part in answer.split_sentences(read) for text in part)
 
-    def test_where_instances_that_do_both_are_ahead_the_best_ratio_is_said_beside(self, tmp_path: Path) -> None:
+    def test_best_ratio_is_named_if_aggregated_instances_are_ahead(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, served("1:1", 30, **RATE), served("2", 60))
-        (said,) = instance_ratios.describe_best_ratios(read.served)
-        assert "tp4 ×2, 60.0 tok/s; of ratios tp4 1P1D, 30.0 (prefill 40 % busy, decode 50 %), 0.50× tp4 ×2." in said
+        (sentence,) = instance_ratios.describe_best_ratios(read.served)
+        assert (
+            "tp4 ×2, 60.0 tok/s; of ratios tp4 1P1D, 30.0 (prefill 40 % busy, decode 50 %), 0.50× tp4 ×2." in sentence
+        )
 
-    def test_what_is_level_is_named_together(self, tmp_path: Path) -> None:
-        """Within 2 %, as far as repeats may differ."""
+    def test_level_ratios_are_named_together(self, tmp_path: Path) -> None:
+        """Ratios within 2 % are level, as repeats may differ by as much."""
         read = loaded(tmp_path, served("1:1", 30, **RATE), served("1:2", 29.9, **RATE), served("2:1", 20, **RATE))
         assert "tp4 1P1D or tp4 1P2D, 30.0 tok/s" in instance_ratios.describe_best_ratios(read.served)[0]
 
-    def test_only_what_meets_the_slo_is_taken(self, tmp_path: Path) -> None:
+    def test_only_ratios_within_the_slo_are_taken(self, tmp_path: Path) -> None:
         records = [served("1:1", 30, itl=20, **RATE), served("2", 60, itl=80)]
         assert (
             "tp4 1P1D, 30.0 tok/s"
@@ -126,14 +128,14 @@ class TestSentences:
         tight = instance_ratios.describe_best_ratios(loaded(tmp_path / "b", *records, slo={"itl": 10}).served)[0]
         assert "none is within the SLO, nearest tp4 1P1D" in tight
 
-    def test_nothing_is_said_where_all_do_both(self, tmp_path: Path) -> None:
+    def test_no_sentence_without_disaggregation(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, served("2", 60), served("", 60))
         assert instance_ratios.describe_best_ratios(read.served) == instance_ratios.build_grids(read) == []
 
 
 class TestTables:
-    def test_a_grid_shows_each_ratio_under_each_load(self, tmp_path: Path) -> None:
-        """Instances that do both come first; what misses the SLO stands in brackets, and the best has a mark."""
+    def test_grid_shows_each_ratio_under_each_load(self, tmp_path: Path) -> None:
+        """Aggregated instances come first; a value that misses the SLO is in brackets, and the best has a mark."""
         read = loaded(
             tmp_path,
             served("1:2", 40, **RATE),
@@ -148,17 +150,19 @@ class TestTables:
             ["closed 32 · 400 in · 40 out", "—", "▲ 50.0"],
         ]
 
-    def test_a_table_has_how_busy_both_sides_were_and_what_transfers_took(self, tmp_path: Path) -> None:
+    def test_table_has_busy_shares_of_both_sides_and_links(self, tmp_path: Path) -> None:
         table = instance_ratios.build_table(loaded(tmp_path, served("1:1", 30, **RATE), served("2", 60)), "replay")
         rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-        told = [[row[name] for name in ("layout", "GPUs", "prefill busy", "decode busy", "links busy")] for row in rows]
-        assert told == [["tp4 ×2", "8", "90 %", "90 %", "—"], ["tp4 1P1D", "8", "40 %", "50 %", "10 %"]]
+        cells = [
+            [row[name] for name in ("layout", "GPUs", "prefill busy", "decode busy", "links busy")] for row in rows
+        ]
+        assert cells == [["tp4 ×2", "8", "90 %", "90 %", "—"], ["tp4 1P1D", "8", "40 %", "50 %", "10 %"]]
 
     def test_links_of_different_rates_are_different_lines(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, *(served("1:1", 30, transfer_gb_s=rate) for rate in (25.0, 50.0)))
         assert set(read.served["label"]) == {"tp4 1P1D (25 GB/s links)", "tp4 1P1D (50 GB/s links)"}
 
-    def test_a_report_has_them_on_its_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_report_has_a_section_of_disaggregation(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         leave_figures_unsaved(monkeypatch)
         records = [served("1:1", 30, **RATE), served("2", 60), served("1:2", 30, 32, **RATE)]
         write_report([record_builder.write(tmp_path / "run", records)], tmp_path / "report")
@@ -166,26 +170,32 @@ class TestTables:
         assert "\n## Prefill and decode on separate GPUs\n" in text
 
     def test_lines_of_one_layout_look_different(self, tmp_path: Path) -> None:
-        read = loaded(tmp_path, *(served(of, 30, **(RATE if ":" in of else {})) for of in ("", "2", "1:1", "1:2")))
+        read = loaded(
+            tmp_path,
+            *(
+                served(disaggregate, 30, **(RATE if ":" in disaggregate else {}))
+                for disaggregate in ("", "2", "1:1", "1:2")
+            ),
+        )
         look = style.Style.from_points(read.everything)
         dashes = [look.find_places(layout, "", look.runs[0]) for layout in set(read.served["layout"])]
         assert len(set(dashes)) == 4
 
 
-class TestRoom:
-    def test_all_instances_that_decode_have_room(self, tmp_path: Path) -> None:
-        """1,000 pages of 16 hold 36 requests of 440 tokens: 48 find no room in one instance, and some in two."""
+class TestKvCapacity:
+    def test_kv_pressure_counts_all_decode_instances(self, tmp_path: Path) -> None:
+        """1,000 pages of 16 hold 36 requests of 440 tokens: 48 do not fit in one decode instance, and they do in two."""
         read = loaded(tmp_path, served("1:1", 30, 48, **RATE), served("1:2", 30, 48, **RATE))
         assert list(findings.find_kv_pressure(read.served)["layout"]) == ["tp4 1P1D"]
 
-    def test_a_kv_cache_is_told_once(self, tmp_path: Path) -> None:
+    def test_kv_cache_of_a_layout_is_listed_once(self, tmp_path: Path) -> None:
         """All instances of a layout have the same."""
         read = loaded(tmp_path, served("1:1", 30, **RATE), served("1:2", 30, **RATE))
         assert list(findings.compute_kv_by_layout(read.everything)["layout"]) == ["tp4"]
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"disaggregate": "1:1"}, "point.transfer_gb_s is 0"),
         ({"disaggregate": "1:0", **RATE}, "point.disaggregate is '1:0'"),
@@ -193,8 +203,8 @@ class TestRoom:
     ],
     ids=["no-rate", "no-decode", "no-number"],
 )
-def test_a_record_of_instances_that_cannot_be_is_refused(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_impossible_instances_of_a_record_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     good = served("1:1", 30, **RATE)
     bad = msgspec.structs.replace(good, point=msgspec.structs.replace(good.point, **({"transfer_gb_s": 0.0} | fields)))
-    with pytest.raises(RecordsError, match=said):
+    with pytest.raises(RecordsError, match=message):
         loaded(tmp_path, bad)

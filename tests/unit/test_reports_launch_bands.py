@@ -1,4 +1,4 @@
-"""A lead is clear by as much as launches of the same engine may differ, which no single launch shows."""
+"""Leads are clear only beyond the difference between launches of the same engine, which a single launch does not show."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TP, DCP = Layout(2), Layout(2, 1, 2)
 
 
 def point(layout: Layout, rate: float, launch: int = 1, origin: str = ENGINE, concurrency: int = 8) -> Record:
-    """A served point with an output of `rate` tok/s."""
+    """Return a served point with an output of `rate` tok/s."""
     record = serving.served(serving.point(layout, concurrency, emulate=""))
     faster = rate / record.serve.output_tok_s
     record = serving.served(serving.point(layout, concurrency, emulate=""), faster=faster)
@@ -37,13 +37,13 @@ def point(layout: Layout, rate: float, launch: int = 1, origin: str = ENGINE, co
 
 
 def read(tmp_path: Path, *launches: list[Record], as_repeats: bool = False) -> Frames:
-    """A report on so many runs."""
+    """Return the frames of these runs."""
     folders = [build.write(tmp_path / f"run-{n}", records) for n, records in enumerate(launches)]
     return dataframes.load_frames(folders, as_repeats=as_repeats, slo={"ttft": 1e6})
 
 
 def sentences(report: Frames) -> list[str]:
-    """All that a report says of who is ahead, but for how much memory holds and how well repeats agree."""
+    """Return all sentences about which layout is ahead, without those about memory and repeats."""
     texts = [
         overview.format_answer(report),
         *overview.format_bullets(report)[:-1],
@@ -53,22 +53,22 @@ def sentences(report: Frames) -> list[str]:
 
 
 class TestBands:
-    def test_dcpbench_has_a_band_and_another_engine_none(self, tmp_path: Path) -> None:
+    def test_only_dcpbench_has_a_default_launch_band(self, tmp_path: Path) -> None:
         report = read(tmp_path, [point(TP, 430), point(DCP, 450, origin="")])
         bands = dict(zip(report.served["origin"], report.served[launch_bands.COLUMN], strict=True))
         assert bands["dcpbench"] == 0.02
-        assert bands[ENGINE] != bands[ENGINE], "not a number"
+        assert bands[ENGINE] != bands[ENGINE], "the band is NaN"
 
     @pytest.mark.parametrize("as_repeats", [False, True])
     def test_two_launches_of_a_point_give_its_engine_a_band(self, tmp_path: Path, as_repeats: bool) -> None:
-        """430 and 456 tok/s of one point, hours apart: 6 %, for all points of that engine."""
+        """430 and 456 tok/s of one point, hours apart, are 6 %, for all points of that engine."""
         launches = [point(TP, 430), point(DCP, 450)], [point(TP, 456, launch=2)]
         report = read(tmp_path, *launches, as_repeats=as_repeats)
         assert report.served[launch_bands.COLUMN].tolist() == pytest.approx(
             [456 / 430 - 1] * len(report.served), rel=1e-3
         )
 
-    def test_a_copy_of_a_run_and_repeats_within_one_are_no_launches(self, tmp_path: Path) -> None:
+    def test_copies_and_repeats_within_a_run_are_no_launches(self, tmp_path: Path) -> None:
         one = point(TP, 430)
         again = msgspec.structs.replace(point(TP, 456, launch=2), point=msgspec.structs.replace(one.point, repeat=1))
         for report in (read(tmp_path / "copy", [one], [one]), read(tmp_path / "repeat", [one, again])):
@@ -76,8 +76,8 @@ class TestBands:
 
 
 class TestSentences:
-    def test_one_launch_each_is_never_called_clear_best_or_level(self, tmp_path: Path) -> None:
-        """4 % more output of vLLM with DCP, at two loads, and 1 % less at a third, each measured once."""
+    def test_single_launches_are_never_called_clear_best_or_level(self, tmp_path: Path) -> None:
+        """vLLM has 4 % more output with DCP at two loads, and 1 % less at a third, each measured once."""
         rates = {4: (300, 297), 8: (430, 447), 16: (700, 728)}
         records = [
             point(layout, rate, concurrency=n)
@@ -104,7 +104,7 @@ class TestSentences:
         labels = [text.get_text() for text in figure.legends[0].get_texts()]
         assert "within 2 %, in one launch each" in labels
 
-    def test_the_same_numbers_of_dcpbench_are_clear(self, tmp_path: Path) -> None:
+    def test_same_lead_of_dcpbench_is_clear(self, tmp_path: Path) -> None:
         report = read(tmp_path, [point(layout, rate, origin="") for layout, rate in ((TP, 430), (DCP, 447))])
         (best,) = report.findings.best.to_dict("records")
         assert (best["label"], best["clear"]) == ("tp2·dcp2", True)
@@ -112,8 +112,10 @@ class TestSentences:
         assert not any("one launch" in text for text in sentences(report))
 
     @pytest.mark.parametrize(("second", "clear"), [(456, False), (433, True)])
-    def test_launches_decide_what_is_clear(self, tmp_path: Path, second: float, clear: bool) -> None:
-        """A lead of 6 % is clear where launches differ by 0.7 %, and not where they do by 6 %."""
+    def test_difference_of_launches_decides_if_a_lead_is_clear(
+        self, tmp_path: Path, second: float, clear: bool
+    ) -> None:
+        """A lead of 6 % is clear if launches differ by 0.7 %, but not if they differ by 6 %."""
         launches = [point(TP, 430), point(DCP, 456)], [point(TP, second, launch=2), point(DCP, 456, launch=2)]
         report = read(tmp_path, *launches, as_repeats=True)
         (best,) = report.findings.best.to_dict("records")

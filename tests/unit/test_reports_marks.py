@@ -1,4 +1,4 @@
-"""Which marks tell points apart, and by how much clocks fell."""
+"""Marks of points in reports, and by how much clocks were lowered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dcpbench.reports.page import render
 from dcpbench.reports.page.points import build_page_data
 from tests.unit import record_builder as build
 from tests.unit import serve_record_builder as serve
-from tests.unit.test_reports_terminal import shown
+from tests.unit.test_reports_terminal import print_lines
 
 if TYPE_CHECKING:
     from dcpbench.records.record import Record
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 TP, DCP = Layout(4), Layout(4, dcp=4)
 LOWERED = Gpu(sm_clock_mhz_min=1485, sm_clock_mhz_max=1980, throttle_reasons=["sw_power_cap"])
-"""1,485 of 1,980 MHz are 25 % less."""
+"""Clocks of 1,485 of 1,980 MHz are 25 % lower."""
 
 
-def ok(layout: Layout, *said: str, gpu: Gpu | None = None, concurrency: int = 8) -> Record:
-    record = build.ok(build.point(layout, concurrency=concurrency), warnings=list(said))
+def ok(layout: Layout, *marks: str, gpu: Gpu | None = None, concurrency: int = 8) -> Record:
+    record = build.ok(build.point(layout, concurrency=concurrency), warnings=list(marks))
     return msgspec.structs.replace(record, gpu=gpu)
 
 
@@ -44,7 +44,7 @@ def trust(read: dataframes.Frames) -> str:
     return answer.describe_trust(read, [])
 
 
-def test_a_mark_that_not_all_points_have_stands_beside_those_with_how_far_clocks_fell(tmp_path: Path) -> None:
+def test_mark_of_some_points_is_shown_per_point_with_the_clock_drop(tmp_path: Path) -> None:
     """1 - 1,485 / 1,980 = 25 %."""
     records = [ok(TP, "throttled", gpu=LOWERED), ok(DCP)]
     read = dataframes.load_frames([build.write(tmp_path / "run", records)])
@@ -55,8 +55,8 @@ def test_a_mark_that_not_all_points_have_stands_beside_those_with_how_far_clocks
     )
 
 
-def test_a_mark_that_all_points_have_is_said_once(tmp_path: Path) -> None:
-    """25 % and 1 - 1,782 / 1,980 = 10 %; only `noisy` tells the two apart."""
+def test_mark_of_all_points_is_shown_once(tmp_path: Path) -> None:
+    """Clocks drop by 25 % and 1 - 1,782 / 1,980 = 10 %; only `noisy` differs between the points."""
     less = msgspec.structs.replace(LOWERED, sm_clock_mhz_min=1782)
     records = [ok(TP, "throttled", gpu=LOWERED), ok(DCP, "throttled", "noisy", gpu=less)]
     folder = build.write(tmp_path / "run", records)
@@ -64,26 +64,28 @@ def test_a_mark_that_all_points_have_is_said_once(tmp_path: Path) -> None:
     assert point_warnings.format_distinct_warnings(read.points) == ["", "noisy"]
     columns = build_page_data(read)["columns"]
     assert columns["telling"] == [None, "noisy"]
-    assert columns["warnings"] == [["throttled"], ["noisy", "throttled"]], "filters know all of them"
-    why = "by the power limit: lowest SM clock 10–25 % below the highest, 1,485 of 1,980 MHz at worst"
-    assert f"Marked, of 2 points: all throttled ({why}), 1 noisy." in trust(read)
-    text = shown(render_terminal_table([folder]), 200)
+    assert columns["warnings"] == [["throttled"], ["noisy", "throttled"]], "filters have all warnings"
+    reason = "by the power limit: lowest SM clock 10–25 % below the highest, 1,485 of 1,980 MHz at worst"
+    assert f"Marked, of 2 points: all throttled ({reason}), 1 noisy." in trust(read)
+    text = print_lines(render_terminal_table([folder]), 200)
     assert "warnings of all 2 points: throttled" in text
-    assert f"throttled: {why}" in text
+    assert f"throttled: {reason}" in text
     assert not [line for line in text if line.startswith("tp4 ") and "throttled" in line]
     (points,) = [s for s in sections.build_sections(read, []) if s.slug == "points"]
     assert [
-        said for said in points.bullets if said.startswith("throttled (all 2 points, so it is not repeated per point):")
+        bullet
+        for bullet in points.bullets
+        if bullet.startswith("throttled (all 2 points, so it is not repeated per point):")
     ]
 
 
-def test_what_forbids_a_number_stays_beside_it(tmp_path: Path) -> None:
+def test_mark_that_invalidates_a_number_is_always_shown_per_point(tmp_path: Path) -> None:
     read = dataframes.load_frames([build.write(tmp_path / "run", [ok(lay, "graph_differs") for lay in (TP, DCP)])])
     assert point_warnings.format_distinct_warnings(read.points) == ["graph_differs", "graph_differs"]
 
 
-def test_a_replay_has_no_clocks_of_its_own(tmp_path: Path) -> None:
-    """Its mark is that of the steps it replays."""
+def test_throttled_replay_has_no_clock_drop(tmp_path: Path) -> None:
+    """The mark of a replay is that of the steps it replays."""
     points = [serve.point(TP, c) for c in (8, 32)]
     loads = [msgspec.structs.replace(p.load, mode="replay") for p in points if p.load]
     records = [
@@ -91,12 +93,14 @@ def test_a_replay_has_no_clocks_of_its_own(tmp_path: Path) -> None:
         for p, load in zip(points, loads, strict=True)
     ]
     read = dataframes.load_frames([build.write(tmp_path / "run", records)])
-    said = "all throttled (by how much is not known of 2 points, as a replay has no clocks of its own)."
-    assert said in trust(read)
+    sentence = "all throttled (by how much is not known of 2 points, as a replay has no clocks of its own)."
+    assert sentence in trust(read)
 
 
-def test_the_headline_counts_replays_whose_step_times_were_throttled_beside_points_with_reasons(tmp_path: Path) -> None:
-    """A live point says what lowered its clocks; of two replays one is marked, as its steps were, and says no reason."""
+def test_caveat_counts_replays_with_throttled_step_times(tmp_path: Path) -> None:
+    """A live point has the reason of its lower clocks; one of two replays is marked, as its steps were, and has no
+    reason.
+    """
     live = serve.point(TP, 8)
     assert live.load is not None
     replays = [
@@ -109,31 +113,32 @@ def test_the_headline_counts_replays_whose_step_times_were_throttled_beside_poin
         serve.served(replays[1], warnings=[], gpu=None),
     ]
 
-    def headline(name: str, shown: list[Record]) -> list[str]:
+    def get_caveat(name: str, shown: list[Record]) -> list[str]:
         return overview.list_caveats(dataframes.load_frames([build.write(tmp_path / name, shown)]))
 
     assert (
-        headline("all", records)[-1]
+        get_caveat("all", records)[-1]
         == "clocks limited at 2 of 3 points (1 by their step times), marked throttled in the tables"
     )
     assert (
-        headline("live", [records[0], records[2]])[-1]
+        get_caveat("live", [records[0], records[2]])[-1]
         == "clocks limited by power at 1 of 2 points, marked throttled in the tables"
     )
     assert (
-        headline("marked", records[:2])[-1]
+        get_caveat("marked", records[:2])[-1]
         == "clocks limited at 2 of 2 points (1 by their step times), marked throttled in the tables"
     )
     assert (
-        headline("replays", [records[1]])[-1] == "clocks limited (by their step times), marked throttled in the tables"
+        get_caveat("replays", [records[1]])[-1]
+        == "clocks limited (by their step times), marked throttled in the tables"
     )
     assert (
-        headline("one", records[1:])[-1]
+        get_caveat("one", records[1:])[-1]
         == "clocks limited at 1 of 2 points (by their step times), marked throttled in the tables"
     )
 
 
-def test_caveats_name_dummy_weights_and_slow_attention_of_prompts(tmp_path: Path) -> None:
+def test_caveats_name_dummy_weights_and_slow_prompt_attention(tmp_path: Path) -> None:
     """Points on a CPU have no FlashInfer to compare with."""
     fast = {"prefill": "flashinfer"}
     records = [
@@ -154,10 +159,12 @@ def test_caveats_name_dummy_weights_and_slow_attention_of_prompts(tmp_path: Path
     assert "sdpa" not in list_caveats("cpu", on_cpu)
 
 
-def test_the_headline_says_how_much_longer_first_tokens_of_a_forecast_may_take(tmp_path: Path) -> None:
-    """TTFT p50 is 100 and 200 ms, and 120 and 260 where steps are longer. Older records do not know, and on a CPU nothing is longer."""
+def test_caveat_of_a_forecast_has_its_upper_bound_of_ttft(tmp_path: Path) -> None:
+    """TTFT p50 is 100 and 200 ms, and 120 and 260 ms with longer steps. Older records have no upper bound, and on a CPU
+    it is equal.
+    """
 
-    def headline(name: str, *ends_ms: tuple[float | None, float | None]) -> str:
+    def get_caveat(name: str, *ends_ms: tuple[float | None, float | None]) -> str:
         records = []
         for clients, (p50, high) in zip((8, 32), ends_ms, strict=False):
             point = msgspec.structs.replace(serve.point(TP, clients), emulate="H200")
@@ -170,18 +177,18 @@ def test_the_headline_says_how_much_longer_first_tokens_of_a_forecast_may_take(t
             metrics = msgspec.structs.replace(record.serve, ttft_ms=ttft_ms)
             records.append(msgspec.structs.replace(record, serve=metrics, emulated=wire))
         found = overview.list_caveats(dataframes.load_frames([build.write(tmp_path / name, records)]))
-        return next(words for words in found if words.startswith("forecast"))
+        return next(text for text in found if text.startswith("forecast"))
 
-    said = "forecast: one rank ran, its wire modelled as of H200"
-    assert headline("both", (100.0, 120.0), (200.0, 260.0)) == (
-        f"{said}; TTFT p50 up to 30% longer where steps are as long as they may be"
+    caveat = "forecast: one rank ran, its wire modelled as of H200"
+    assert get_caveat("both", (100.0, 120.0), (200.0, 260.0)) == (
+        f"{caveat}; TTFT p50 up to 30% longer where steps are as long as they may be"
     )
-    assert headline("older", (100.0, None), (None, None)) == said
-    assert headline("cpu", (100.0, 100.0)) == said
+    assert get_caveat("older", (100.0, None), (None, None)) == caveat
+    assert get_caveat("cpu", (100.0, 100.0)) == caveat
 
 
-def test_the_repeat_whose_clocks_fell_most_is_told(tmp_path: Path) -> None:
-    """10 % and 25 %."""
+def test_clock_drop_of_repeats_is_the_largest(tmp_path: Path) -> None:
+    """Clocks of the repeats drop by 10 % and 25 %."""
     less = msgspec.structs.replace(LOWERED, sm_clock_mhz_min=1782)
     records = [ok(TP, "throttled", gpu=gpu) for gpu in (less, LOWERED)]
     records[1] = msgspec.structs.replace(records[1], point=msgspec.structs.replace(records[1].point, repeat=1))
@@ -189,14 +196,14 @@ def test_the_repeat_whose_clocks_fell_most_is_told(tmp_path: Path) -> None:
     assert read.points["clock_fall"].tolist() == [0.25]
 
 
-def test_the_documentation_has_every_mark() -> None:
+def test_documentation_has_every_mark() -> None:
     """The table of docs/metrics.md has the marks that reports explain, and no others."""
     section = (ROOT / "docs" / "metrics.md").read_text().partition("\n## Warnings\n")[2].partition("\n## ")[0]
     documented = re.findall(r"^\| `(\w+)` \| .+ \|$", section, re.MULTILINE)
     assert sorted(documented) == sorted(explain.WARNINGS)
 
 
-def test_the_documentation_has_the_limits_of_tables() -> None:
+def test_documentation_has_the_limits_of_tables() -> None:
     """The page shows fewer rows than report.md."""
     text = " ".join((ROOT / "docs" / "reading-a-report.md").read_text().split())
     assert (

@@ -1,6 +1,5 @@
-"""What a report opens with: its title, the sentence that answers, the bullets, and the ratios of its first chart.
-
-Output is concurrency / step time: 8 requests at 40 ms a step give 200 tok/s.
+"""The opening of a report: title, answer, bullets, and the ratios of its first chart. Output is concurrency / step
+time: 8 requests at 40 ms a step give 200 tok/s.
 """
 
 from __future__ import annotations
@@ -39,21 +38,23 @@ def read(folder: Path, *records: Record, **slo: float) -> dataframes.Frames:
 
 
 def steps(layout: Layout, concurrency: int, *ms: float, **changes: Any) -> Record:
-    of = build.point(layout, concurrency=concurrency, **changes)
-    return msgspec.structs.replace(build.ok(of, steps=1), metrics=compute_decode_metrics(list(ms), concurrency, of.tp))
+    point = build.point(layout, concurrency=concurrency, **changes)
+    return msgspec.structs.replace(
+        build.ok(point, steps=1), metrics=compute_decode_metrics(list(ms), concurrency, point.tp)
+    )
 
 
-def said(folder: Path, *records: Record, **slo: float) -> str:
+def get_answer(folder: Path, *records: Record, **slo: float) -> str:
     return overview.format_answer(read(folder, *records, **slo))
 
 
 @pytest.fixture
 def crossing(tmp_path: Path) -> dataframes.Frames:
-    """tp4 gives 8 / 40 ms = 200 tok/s over 160; at 32, tp4·dcp4 gives 800 over 640."""
+    """tp4 is ahead at 8 requests: 8 / 40 ms = 200 tok/s over 160; tp4·dcp4 at 32: 800 over 640."""
     return read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 32, 50), steps(DCP, 32, 40))
 
 
-def test_each_layout_is_set_against_the_best_other_one(crossing: dataframes.Frames) -> None:
+def test_each_layout_is_compared_with_the_best_other_one(crossing: dataframes.Frames) -> None:
     """200 / 160 is 1.25, and 160 / 200 is 0.8."""
     rows = crossing.findings.against_others
     assert rows["who"].tolist() == ["tp4", "tp4·dcp4"] * 2
@@ -61,28 +62,28 @@ def test_each_layout_is_set_against_the_best_other_one(crossing: dataframes.Fram
 
 
 class TestWhichLayoutToTake:
-    """The rule, and its words."""
+    """The rule of which layout to take, as a sentence."""
 
-    def test_from_which_load_on_and_by_how_much_over_what(self, crossing: dataframes.Frames) -> None:
+    def test_rule_names_loads_gains_and_rivals(self, crossing: dataframes.Frames) -> None:
         """Loads of one length are ordered by their requests."""
         assert overview.format_answer(crossing) == (
             f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, which gives 25 % more output than tp4·dcp4, and tp4·dcp4 "
             "from 32 on, which gives 25 % more than tp4: best or level in both loads."
         )
 
-    def test_each_of_two_layouts_is_taken_up_to_its_last_load_and_from_its_first(self, tmp_path: Path) -> None:
+    def test_rule_names_last_load_of_one_layout_and_first_of_the_next(self, tmp_path: Path) -> None:
         """Each layout is a quarter ahead in three loads."""
         loads = [(n, *((40, 50) if n < 20 else (50, 40))) for n in (4, 8, 16, 24, 32, 64)]
         records = [steps(layout, n, ms) for n, *both in loads for layout, ms in zip((TP, DCP), both, strict=True)]
-        assert said(tmp_path, *records) == (
+        assert get_answer(tmp_path, *records) == (
             f"{HELD}take tp4 up to 16 requests of 4,000 tokens in flight, which gives at most 25 % more output than tp4·dcp4, and "
             "tp4·dcp4 from 24 on, which gives at most 25 % more than tp4: best or level in all 6 loads."
         )
 
-    def test_of_several_lengths_loads_go_by_their_tokens_and_those_with_as_many_are_named_together(
-        self, tmp_path: Path
-    ) -> None:
-        """8 × 4,000 = 32,000; 32 × 32,000 = 8 × 128,000 = 1,024,000. 200 / 160 and 150 / 125 = 1.2 at most."""
+    def test_loads_of_several_lengths_are_ordered_by_tokens_in_flight(self, tmp_path: Path) -> None:
+        """8 × 4,000 = 32,000; 32 × 32,000 = 8 × 128,000 = 1,024,000 tokens. The gains are 200 / 160 = 1.25 and at most
+        150 / 125 = 1.2.
+        """
         heavy = [
             steps(layout, n, ms, context=context)
             for n, context in ((32, 32_000), (8, 128_000))
@@ -91,9 +92,9 @@ class TestWhichLayoutToTake:
         assert (
             "take tp4 up to 32,000 tokens in flight, which gives 25 % more output than tp4·dcp4, and tp4·dcp4 from 1.02 million on "
             "(32 requests of 32,000 or 8 of 128,000), which gives at most 20 % more than tp4: best or level in all 3 loads."
-        ) in said(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *heavy)
+        ) in get_answer(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *heavy)
 
-    def test_one_layout_for_all_says_what_was_tried(self, tmp_path: Path) -> None:
+    def test_rule_of_a_single_layout_names_all_loads_tried(self, tmp_path: Path) -> None:
         """50 / 40 and 44 / 40: 25 % and 10 %."""
         records = [
             steps(TP, 8, 40),
@@ -101,82 +102,84 @@ class TestWhichLayoutToTake:
             steps(TP, 32, 40, context=9000),
             steps(DCP, 32, 44, context=9000),
         ]
-        assert said(tmp_path, *records) == (
+        assert get_answer(tmp_path, *records) == (
             f"{HELD}take tp4 at every load tried (8–32 requests of 4,000–9,000 tokens), which gives at most 25 % more output than "
             "tp4·dcp4: best or level in both loads."
         )
 
-    def test_layouts_that_are_level_are_all_named_with_their_lead_over_the_others(self, tmp_path: Path) -> None:
+    def test_level_layouts_are_named_together_with_their_lead(self, tmp_path: Path) -> None:
         """tp4 and tp4·dcp4 give 200 tok/s, tp4·dp4·ep4 160."""
-        assert said(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 40), steps(DP, 8, 50)) == (
+        assert get_answer(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 40), steps(DP, 8, 50)) == (
             f"{HELD}take tp4 or tp4·dcp4, which are level, at 8 requests of 4,000 tokens, which gives 25 % more output than "
             "tp4·dp4·ep4: the one load compared."
         )
 
-    def test_a_lead_within_the_intervals_is_none(self, tmp_path: Path) -> None:
-        """40 and 41 ms are 2.5 % apart, and both intervals reach from 39 to 42."""
-        text = said(tmp_path, steps(TP, 8, *AROUND_40), steps(DCP, 8, *(1 + ms for ms in AROUND_40)))
+    def test_lead_within_the_intervals_is_level(self, tmp_path: Path) -> None:
+        """40 and 41 ms are 2.5 % apart, and both intervals reach from 39 to 42 ms."""
+        text = get_answer(tmp_path, steps(TP, 8, *AROUND_40), steps(DCP, 8, *(1 + ms for ms in AROUND_40)))
         assert "take tp4 or tp4·dcp4, which are level, at 8 requests of 4,000 tokens: the one load compared." in text
 
-    def test_a_variant_is_named_where_its_layout_ran_in_several(self, tmp_path: Path) -> None:
+    def test_variant_is_named_if_its_layout_ran_in_several(self, tmp_path: Path) -> None:
         records = [steps(TP, 8, 50), steps(DCP, 8, 45), steps(DCP, 8, 40, exchange="symm")]
-        assert "take tp4·dcp4 (symm) at 8 requests of 4,000 tokens, which gives 25 % more output than tp4:" in said(
-            tmp_path, *records
+        assert (
+            "take tp4·dcp4 (symm) at 8 requests of 4,000 tokens, which gives 25 % more output than tp4:"
+            in get_answer(tmp_path, *records)
         )
 
-    def test_where_the_rule_is_wrong_it_says_what_is_ahead_and_by_how_much(self, tmp_path: Path) -> None:
-        """tp4 is best in 4 of 5 loads; at 16 tp4·dcp4 gives 50 / 45 = 11 % more."""
+    def test_exceptions_of_the_rule_are_named_with_their_lead(self, tmp_path: Path) -> None:
+        """tp4 is best in 4 of 5 loads; at 16 requests tp4·dcp4 gives 50 / 45 = 11 % more."""
         records = [
             record
             for n, tp, dcp in ((4, 40, 50), (8, 40, 50), (16, 50, 45), (32, 40, 50), (48, 40, 50))
             for record in (steps(TP, n, tp), steps(DCP, n, dcp))
         ]
-        text = said(tmp_path, *records)
+        text = get_answer(tmp_path, *records)
         assert "at most loads tried (" in text
         assert ": best or level in 4 of 5 loads; in the other one it is tp4·dcp4, by 11 %." in text
 
-    def test_where_no_rule_holds_none_is_given(self, tmp_path: Path) -> None:
-        """Six loads in which the best changes each time: any one change is right in four at most."""
+    def test_alternating_winners_give_no_rule(self, tmp_path: Path) -> None:
+        """The best layout changes between each two of six loads, so any rule with one change is right in four at most."""
         records = [
             record
             for i, n in enumerate((1, 2, 4, 8, 16, 32))
             for record in (steps(TP, n, 40 + 10 * (i % 2)), steps(DCP, n, 50 - 10 * (i % 2)))
         ]
-        assert "no layout is to be taken throughout: of 6 loads, best or level is tp4 in 3 and tp4·dcp4 in 3." in said(
-            tmp_path, *records
+        assert (
+            "no layout is to be taken throughout: of 6 loads, best or level is tp4 in 3 and tp4·dcp4 in 3."
+            in get_answer(tmp_path, *records)
         )
 
-    def test_models_that_disagree_have_a_rule_each(self, tmp_path: Path) -> None:
+    def test_models_with_different_winners_have_separate_rules(self, tmp_path: Path) -> None:
         records = [
             steps(layout, n, 40 if (layout == TP) == (model == "kimi-k2") else 50, model=model)
             for model in ("deepseek-v3", "kimi-k2")
             for n in (8, 32)
             for layout in (TP, DCP)
         ]
-        text = said(tmp_path, *records)
+        text = get_answer(tmp_path, *records)
         assert "for DeepSeek-V3, take tp4·dcp4 at every load tried (8–32 requests of 4,000 tokens)" in text
         assert "; for Kimi-K2, take tp4 at every load tried" in text
 
     @pytest.mark.parametrize(
         ("models", "more"), [(4, ""), (5, "; 1 more models are below"), (6, "; 2 more models are below")]
     )
-    def test_of_many_models_four_have_their_rule_in_the_sentence(self, models: int, more: str, tmp_path: Path) -> None:
+    def test_sentence_has_rules_of_at_most_four_models(self, models: int, more: str, tmp_path: Path) -> None:
         records = [
             steps(layout, n, 40 if (layout == TP) == bool(i % 2) else 50, model=f"model-{i}")
             for i in range(models)
             for n in (8, 32)
             for layout in (TP, DCP)
         ]
-        text = said(tmp_path, *records)
+        text = get_answer(tmp_path, *records)
         assert text.count("; for model-") == 3
         assert ("more models" in text) == bool(more)
         assert more in text
 
-    def test_layouts_on_more_gpus_have_a_rule_of_their_own(self, tmp_path: Path) -> None:
-        """None of 4 GPUs is set against one of 8."""
+    def test_layouts_on_different_numbers_of_gpus_have_separate_rules(self, tmp_path: Path) -> None:
+        """Layouts on 4 GPUs are not compared with layouts on 8."""
         four = [steps(TP, 8, 40), steps(DCP, 8, 50)]
         eight = [steps(Layout(8), 8, 30), steps(Layout(8, 1, 8), 8, 20)]
-        text = said(tmp_path, *four, *eight)
+        text = get_answer(tmp_path, *four, *eight)
         assert text.startswith(
             f"{HELD}take tp4 at 8 requests of 4,000 tokens, which gives 25 % more output than tp4·dcp4: "
         )
@@ -186,7 +189,7 @@ class TestWhichLayoutToTake:
         )
 
     @pytest.mark.parametrize(
-        ("held", "words"),
+        ("held", "note"),
         [
             ((19, 19), "whole model and KV cache do not fit: 19 of 61 layers held and reused"),
             (
@@ -196,9 +199,7 @@ class TestWhichLayoutToTake:
             ((61, 60), "whole model and KV cache do not fit: 60 of Kimi-K2's 61 layers held and reused"),
         ],
     )
-    def test_layers_that_are_cycled_are_said_of_the_models_that_hold_so_many(
-        self, tmp_path: Path, held: tuple[int, int], words: str
-    ) -> None:
+    def test_held_layers_are_named_for_their_models(self, tmp_path: Path, held: tuple[int, int], note: str) -> None:
         """The line below, on how to read the numbers, does not repeat them."""
         records = [
             msgspec.structs.replace(record, conditions=msgspec.structs.replace(record.conditions, layers_held=layers))
@@ -206,41 +207,43 @@ class TestWhichLayoutToTake:
             for layout in (TP, DCP)
             if (record := steps(layout, 8, 40, model=model)).conditions
         ]
-        read_ = read(tmp_path, *records)
-        assert overview.format_answer(read_).startswith(f"On 4 × H200 ({words}), take ")
-        assert "layers held" not in sections.build_sections(read_, [])[0].aside
+        frames = read(tmp_path, *records)
+        assert overview.format_answer(frames).startswith(f"On 4 × H200 ({note}), take ")
+        assert "layers held" not in sections.build_sections(frames, [])[0].aside
 
-    def test_what_is_replayed_is_said_with_the_gpus(self, tmp_path: Path) -> None:
+    def test_replay_is_named_with_the_gpus(self, tmp_path: Path) -> None:
         records = [serve.served(serve.point(layout, changed={"mode": REPLAY})) for layout in (TP, DCP)]
-        assert said(tmp_path, *records, itl=60).startswith(
+        assert get_answer(tmp_path, *records, itl=60).startswith(
             "On 4 × H200 (replayed, not served live; whole model and KV cache do not fit: 19 of 61 layers held and reused), take tp4"
         )
 
 
 class TestSlo:
-    """Loads under which some layout meets it, and others."""
+    """Rules for loads at which some layout meets the SLO, and for other loads."""
 
-    def test_a_rule_ends_where_no_layout_meets_it(self, tmp_path: Path) -> None:
-        """Both layouts take more than 60 ms at 48; from 16 on tp4 does."""
+    def test_rule_ends_at_the_last_load_within_the_slo(self, tmp_path: Path) -> None:
+        """At 48 requests both layouts take more than 60 ms; from 16 on tp4 does."""
         records = [steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 16, 70), steps(DCP, 16, 50)]
         records += [steps(TP, 32, 80), steps(DCP, 32, 55), steps(TP, 48, 90), steps(DCP, 48, 70)]
-        assert said(tmp_path, *records, itl=60) == (
+        assert get_answer(tmp_path, *records, itl=60) == (
             f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, which gives 25 % more output than tp4·dcp4, and tp4·dcp4 "
             "from 16 to 32, which alone meets the SLO there: best or level in all 3 loads within the SLO (ITL ≤ 60 ms); at "
             "1 more load no layout meets it."
         )
 
-    def test_where_none_meets_it_the_nearest_is_named(self, tmp_path: Path) -> None:
-        assert said(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 32, 80), steps(DCP, 32, 90), itl=30) == (
+    def test_nearest_layout_is_named_if_none_meets_the_slo(self, tmp_path: Path) -> None:
+        assert get_answer(
+            tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 32, 80), steps(DCP, 32, 90), itl=30
+        ) == (
             f"{HELD}no layout is to be taken: at any of 2 loads none is within the SLO (ITL ≤ 30 ms); nearest is tp4 at 8 "
             "requests of 4,000 tokens (ITL p50 40.0 ms)."
         )
 
 
 class TestNoAnswer:
-    """Where nothing says which layout to take, the sentence says so."""
+    """Results that do not allow any rule."""
 
-    def test_one_layout_has_nothing_to_be_compared_with(self, tmp_path: Path) -> None:
+    def test_single_layout_gives_no_rule(self, tmp_path: Path) -> None:
         found = read(tmp_path, steps(TP, 8, 40))
         assert found.findings.against_others.empty
         assert overview.format_answer(found) == (
@@ -249,62 +252,62 @@ class TestNoAnswer:
         )
 
     @pytest.mark.parametrize(
-        ("itl", "told"),
+        ("itl", "ending"),
         [
             (60.0, "at most 640 output tok/s within the SLO, with tp4 at 32 requests of 4,000 tokens."),
             (45.0, "at most 200 output tok/s within the SLO, with tp4 at 8 requests of 4,000 tokens."),
             (30.0, "; no point meets the SLO: nearest is tp4 at 8 requests of 4,000 tokens (misses: ITL p50 40.0 ms)."),
         ],
     )
-    def test_the_most_is_that_within_the_slo(self, tmp_path: Path, itl: float, told: str) -> None:
-        """8 requests at 40 ms give 200 tok/s, 32 at 50 give 640."""
-        assert said(tmp_path, steps(TP, 8, 40), steps(TP, 32, 50), itl=itl).endswith(told)
+    def test_single_layout_has_its_maximum_output_within_the_slo(self, tmp_path: Path, itl: float, ending: str) -> None:
+        """8 requests at 40 ms give 200 tok/s, 32 at 50 ms give 640."""
+        assert get_answer(tmp_path, steps(TP, 8, 40), steps(TP, 32, 50), itl=itl).endswith(ending)
 
-    def test_what_no_objective_judges_is_not_within_it(self, tmp_path: Path) -> None:
-        """A decode step has no TTFT to be held against; the served point misses it."""
+    def test_point_without_the_objective_is_not_within_the_slo(self, tmp_path: Path) -> None:
+        """A decode step has no TTFT to compare with the SLO; the served point misses it."""
         point = serve.served(serve.point(TP))
-        text = said(tmp_path, point, steps(TP, 32, 50), ttft=1.0)
+        text = get_answer(tmp_path, point, steps(TP, 32, 50), ttft=1.0)
         assert "within the SLO" not in text
         assert "; no point meets the SLO (misses: TTFT" in text
 
-    def test_a_point_that_alone_misses_the_slo_is_named_once(self, tmp_path: Path) -> None:
-        assert said(tmp_path, steps(TP, 8, 40), itl=30.0).endswith(
+    def test_single_point_that_misses_the_slo_is_named_once(self, tmp_path: Path) -> None:
+        assert get_answer(tmp_path, steps(TP, 8, 40), itl=30.0).endswith(
             "at most 200 output tok/s, with tp4 at 8 requests of 4,000 tokens; no point meets the SLO (misses: ITL p50 40.0 ms)."
         )
 
-    def test_layouts_of_different_loads_neither(self, tmp_path: Path) -> None:
-        text = said(tmp_path, steps(TP, 8, 40), steps(DCP, 32, 40))
+    def test_layouts_under_different_loads_give_no_rule(self, tmp_path: Path) -> None:
+        text = get_answer(tmp_path, steps(TP, 8, 40), steps(DCP, 32, 40))
         assert (
             "no two layouts (tp4 and tp4·dcp4) on as many GPUs ran under one load, so nothing here says which" in text
         )
 
-    def test_layouts_on_different_numbers_of_gpus_neither(self, tmp_path: Path) -> None:
-        text = said(tmp_path, steps(TP, 8, 40), steps(Layout(8), 8, 30))
+    def test_single_layouts_on_different_numbers_of_gpus_give_no_rule(self, tmp_path: Path) -> None:
+        text = get_answer(tmp_path, steps(TP, 8, 40), steps(Layout(8), 8, 30))
         assert "no two layouts (tp4 and tp8) on as many GPUs ran under one load, so nothing here says which" in text
 
-    def test_a_layout_that_alone_fits_is_named_with_what_does_not(self, tmp_path: Path) -> None:
-        text = said(tmp_path, steps(DCP, 8, 40), build.rejected(build.point(TP)))
+    def test_only_layout_that_fits_is_named_with_the_rejected_one(self, tmp_path: Path) -> None:
+        text = get_answer(tmp_path, steps(DCP, 8, 40), build.rejected(build.point(TP)))
         assert "only tp4·dcp4 ran, as tp4 has too little memory: at most 200 output tok/s" in text
 
-    def test_one_that_lacks_room_at_another_load_did_not_run_alone_for_that(self, tmp_path: Path) -> None:
-        text = said(tmp_path, steps(TP, 8, 40), build.rejected(build.point(TP, concurrency=4096)))
+    def test_rejection_at_another_load_is_no_reason_for_a_single_layout(self, tmp_path: Path) -> None:
+        text = get_answer(tmp_path, steps(TP, 8, 40), build.rejected(build.point(TP, concurrency=4096)))
         assert "only tp4 ran, so nothing here says which layout to take: at most 200 output tok/s" in text
 
-    def test_open_loops_say_who_is_fastest_at_a_rate(self, tmp_path: Path) -> None:
-        """Both keep up with 2 requests a second, so that none gives more."""
+    def test_open_loops_name_the_fastest_layout_per_rate(self, tmp_path: Path) -> None:
+        """Both layouts keep up with 2 requests/s, so neither gives more output."""
         rate = {"arrival": "gamma", "request_rate": 2.0}
-        text = said(tmp_path, *(serve.served(serve.point(layout, changed=rate)) for layout in (TP, DCP)))
+        text = get_answer(tmp_path, *(serve.served(serve.point(layout, changed=rate)) for layout in (TP, DCP)))
         assert "of 1 load with requests at a rate, the fastest is no layout clearly in 1: at most" in text
 
-    def test_no_point_that_finished(self, tmp_path: Path) -> None:
-        text = said(tmp_path, build.failed(build.point(TP)), build.rejected(build.point(DCP)))
+    def test_run_without_finished_points_names_the_failures(self, tmp_path: Path) -> None:
+        text = get_answer(tmp_path, build.failed(build.point(TP)), build.rejected(build.point(DCP)))
         assert text == (
             "No point finished (1 failed and 1 rejected for lack of memory), so nothing here says which layout to take. "
             "The reason at 1 of 2 points: rank 3 exited with code 1; read logs/rank-3.txt."
         )
 
-    def test_a_run_that_all_failed_says_on_what_and_the_commonest_reason_first(self, tmp_path: Path) -> None:
-        """Two of three died alike, each with a log of its own, and behind the one that died otherwise."""
+    def test_failed_run_names_its_hardware_and_the_most_common_reason(self, tmp_path: Path) -> None:
+        """Two of three points share a reason, each with its own log; the first point failed for another reason."""
         reasons = ["rank 0: ValueError: no", *(2 * ["rank 1 ended with exit code 7"])]
         records = [
             msgspec.structs.replace(
@@ -323,8 +326,8 @@ class TestNoAnswer:
         assert [row[3] for row in rows] == ["4,000 × 2, 4,000 × 3", "4,000 × 1"]
         assert tables.build_runs_table(found).rows[0][1] == "NVIDIA H200"
 
-    def test_points_that_hung_alike_share_a_reason_wherever_their_ranks_were(self, tmp_path: Path) -> None:
-        """The sentence has what they share, the table what each was found at."""
+    def test_hung_points_share_a_reason_with_different_positions_of_ranks(self, tmp_path: Path) -> None:
+        """The sentence has the shared cause, the table the whole reason of each point."""
         cause = "no sign of life for 300 s in stage 'measure'"
         records = [
             msgspec.structs.replace(
@@ -339,20 +342,20 @@ class TestNoAnswer:
         assert overview.format_answer(found).endswith("The reason: no sign of life for 300 s in stage 'measure'.")
         assert [row[3] for row in tables.build_others_table(found.others).rows] == ["4,000 × 1", "4,000 × 2"]
 
-    def test_a_run_that_all_failed_on_a_cpu_is_marked_as_one(self, tmp_path: Path) -> None:
+    def test_failed_run_on_a_cpu_is_marked_as_cpu(self, tmp_path: Path) -> None:
         record = msgspec.structs.replace(build.failed(build.point(DCP)), warnings=["cpu"])
         found = read(tmp_path, record)
         assert overview.format_answer(found).startswith("No point finished on a CPU (1 failed)")
         assert found.cpu
 
-    def test_a_run_on_a_cpu_says_nothing_about_speed(self, tmp_path: Path) -> None:
+    def test_cpu_run_has_no_answer_about_speed(self, tmp_path: Path) -> None:
         found = read(tmp_path, *build.cpu_sweep())
         assert overview.format_answer(found) == (
             "This says nothing about speed: a functional run on a CPU, which shows that tp8 and tp8·dcp8 can run."
         )
         assert overview.format_bullets(found) == []
 
-    def test_points_on_a_cpu_beside_others_are_set_aside(self, tmp_path: Path) -> None:
+    def test_cpu_points_among_others_are_excluded_from_the_answer(self, tmp_path: Path) -> None:
         found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *build.cpu_sweep())
         text = overview.format_answer(found)
         assert answer.format_top_sentences(found)[0] == (
@@ -363,24 +366,24 @@ class TestNoAnswer:
 
 
 class TestImports:
-    """What other tools' files measured."""
+    """Answers of results imported from other tools."""
 
-    def sentence(self, folder: Path, *results: dict[str, Any], **told: Any) -> str:
-        import_files([files.file(folder, *results)], "inferencex", folder / "run", Overrides(**told), force=False)
+    def import_and_get_answer(self, folder: Path, *results: dict[str, Any], **options: Any) -> str:
+        import_files([files.file(folder, *results)], "inferencex", folder / "run", Overrides(**options), force=False)
         return overview.format_answer(dataframes.load_frames([folder / "run"]))
 
-    def test_of_one_layout_they_do_not_say_which_to_take(self, tmp_path: Path) -> None:
-        text = self.sentence(tmp_path, files.inferencex())
+    def test_imports_of_one_layout_give_no_rule(self, tmp_path: Path) -> None:
+        text = self.import_and_get_answer(tmp_path, files.inferencex())
         assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
         assert "output tok/s (" in text
         assert text.endswith("nothing here says which to take.")
 
-    def test_points_of_ours_beside_them_are_told_apart(self, tmp_path: Path) -> None:
+    def test_own_points_are_answered_separately_from_imports(self, tmp_path: Path) -> None:
         import_files(
             [files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False
         )
-        ours = build.write(tmp_path / "ours", [steps(TP, 8, 40), steps(DCP, 8, 50)])
-        text = overview.format_answer(dataframes.load_frames([tmp_path / "theirs", ours]))
+        own = build.write(tmp_path / "ours", [steps(TP, 8, 40), steps(DCP, 8, 50)])
+        text = overview.format_answer(dataframes.load_frames([tmp_path / "theirs", own]))
         assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
         assert (
             ", in addition to 2 points of dcpbench. They are of one layout, so nothing here says which to take. "
@@ -388,34 +391,34 @@ class TestImports:
         )
         assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens, which gives 25 % more" in text
 
-    def test_the_title_says_what_was_imported(self, tmp_path: Path) -> None:
+    def test_title_names_the_source_of_imports(self, tmp_path: Path) -> None:
         import_files(
             [files.file(tmp_path, files.inferencex())], "inferencex", tmp_path / "theirs", Overrides(), force=False
         )
-        ours = build.write(tmp_path / "ours", [steps(TP, 8, 40)])
+        own = build.write(tmp_path / "ours", [steps(TP, 8, 40)])
         assert overview.format_title(dataframes.load_frames([tmp_path / "theirs"])).endswith(
             " · imported from InferenceX"
         )
-        assert overview.format_title(dataframes.load_frames([tmp_path / "theirs", ours])).endswith(
+        assert overview.format_title(dataframes.load_frames([tmp_path / "theirs", own])).endswith(
             " · some imported from InferenceX"
         )
-        assert "imported" not in overview.format_title(dataframes.load_frames([ours]))
+        assert "imported" not in overview.format_title(dataframes.load_frames([own]))
 
-    def test_repeats_are_results_too(self, tmp_path: Path) -> None:
+    def test_repeats_are_counted_as_results(self, tmp_path: Path) -> None:
         files.sweep(tmp_path / "sweep", {"max_num_seqs": 4}, {}, runs=3)
         import_files([tmp_path / "sweep"], "vllm", tmp_path / "run", Overrides(), force=False)
         assert f"{IMPORTED}3 results of vllm bench serve" in overview.format_answer(
             dataframes.load_frames([tmp_path / "run"])
         )
 
-    def test_on_a_cpu_they_say_nothing_about_speed(self, tmp_path: Path) -> None:
+    def test_imports_on_a_cpu_have_no_answer_about_speed(self, tmp_path: Path) -> None:
         import_files([files.file(tmp_path, files.vllm())], "vllm", tmp_path / "run", Overrides(gpu="CPU"), force=False)
         text = overview.format_answer(dataframes.load_frames([tmp_path / "run"]))
         assert text.startswith(f"{IMPORTED}1 result of vllm bench serve on CPU")
         assert text.endswith("They ran on a CPU, which says nothing about speed.")
 
-    def test_of_two_layouts_under_one_load_they_say_it(self, tmp_path: Path) -> None:
-        """The same result as of another layout, of a server of which two launches are not known."""
+    def test_imports_of_two_layouts_under_one_load_give_a_rule(self, tmp_path: Path) -> None:
+        """Two layouts have the same result, each from one launch."""
         for name, dcp in (("tp", 1), ("dcp", 8)):
             path = files.file(tmp_path, files.vllm(max_concurrency=8), name=f"{name}.json")
             import_files([path], "vllm", tmp_path / name, Overrides(tp=8, dcp=dcp, gpu="NVIDIA H200"), force=False)
@@ -427,10 +430,10 @@ class TestImports:
 
 
 class TestDcpAhead:
-    """One rule for the chart's line and the bullet: findings.compare_dcp_with_best, by intervals."""
+    """The line in the chart and the bullet share one rule by intervals, findings.compare_dcp_with_best."""
 
-    def test_two_layouts_with_dcp_that_are_level_are_both_ahead_of_all_without(self, tmp_path: Path) -> None:
-        """Neither is ahead of the best other one, which has DCP, too."""
+    def test_level_layouts_with_dcp_are_both_ahead_of_tp(self, tmp_path: Path) -> None:
+        """The best other layout of each has DCP, too, and does not count."""
         found = read(tmp_path, steps(TP, 8, 50), steps(DCP2, 8, 40), steps(DCP, 8, 40))
         rows = found.findings.against_others
         assert dict(zip(rows["who"], rows["pays"], strict=True)) == {"tp4": False, "tp4·dcp2": True, "tp4·dcp4": True}
@@ -439,8 +442,8 @@ class TestDcpAhead:
             "At the one load compared DCP is clearly ahead of the best layout without it, by at most 25 %"
         )
 
-    def test_medians_apart_within_their_intervals_do_not_count(self, tmp_path: Path) -> None:
-        """41 over 40 ms is 2.5 %, and the intervals overlap."""
+    def test_medians_within_their_intervals_are_not_ahead(self, tmp_path: Path) -> None:
+        """41 / 40 ms is 2.5 %, and the intervals overlap."""
         found = read(tmp_path, steps(TP, 8, *(1 + ms for ms in AROUND_40)), steps(DCP, 8, *AROUND_40))
         rows = found.findings.against_others
         assert rows["ratio"].max() == pytest.approx(1.025)
@@ -448,15 +451,15 @@ class TestDcpAhead:
         assert figures._find_first_ahead(rows) is None
         assert "DCP is not clearly ahead" in overview.format_bullets(found)[0]
 
-    def test_as_the_crossing_says(self, crossing: dataframes.Frames) -> None:
+    def test_first_load_with_dcp_ahead_is_in_chart_and_bullet(self, crossing: dataframes.Frames) -> None:
         assert figures._find_first_ahead(crossing.findings.against_others) == 32
         assert overview.format_bullets(crossing)[0] == (
             "At 1 of 2 loads DCP is clearly ahead of the best layout without it, by at most 25 % (Kimi-K2, tp4·dcp4 at 32 "
             "requests of 4,000 tokens)."
         )
 
-    def test_where_it_never_is_the_nearest_is_named(self, tmp_path: Path) -> None:
-        """40 / 50 = 0.8 and 40 / 44 = 0.91."""
+    def test_best_ratio_is_named_if_dcp_is_never_ahead(self, tmp_path: Path) -> None:
+        """The ratios are 40 / 50 = 0.8 and 40 / 44 = 0.91."""
         found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), steps(TP, 32, 40), steps(DCP, 32, 44))
         assert overview.format_bullets(found)[0] == (
             "At none of 2 loads is DCP clearly ahead of the best layout without it; nearest is 0.91× (Kimi-K2, tp4·dcp4 at "
@@ -464,27 +467,25 @@ class TestDcpAhead:
         )
 
 
-@pytest.mark.parametrize(("share", "too"), [(1.0, True), (0.985, True), (0.975, False), (0.5, False)])
-def test_a_layout_without_dcp_that_holds_as_much_within_2_percent_is_named_beside_it(
-    share: float, too: bool, tmp_path: Path
-) -> None:
-    """Layouts are compared by the KV tokens per GiB: with DCP four times those of tp4, with replicas a share of that."""
+@pytest.mark.parametrize(("share", "named"), [(1.0, True), (0.985, True), (0.975, False), (0.5, False)])
+def test_layout_without_dcp_is_named_if_its_kv_capacity_is_equal(share: float, named: bool, tmp_path: Path) -> None:
+    """Layouts are compared by KV tokens per GiB: DCP holds four times as many as tp4, replicas a share of that."""
     plain, *split = (steps(layout, 8, 40) for layout in (TP, DCP, DP))
     assert plain.kv
     held = plain.kv.capacity_tokens
     kept = [
-        msgspec.structs.replace(one, kv=msgspec.structs.replace(plain.kv, capacity_tokens=int(held * times)))
-        for one, times in zip(split, (4, 4 * share), strict=True)
+        msgspec.structs.replace(record, kv=msgspec.structs.replace(plain.kv, capacity_tokens=int(held * times)))
+        for record, times in zip(split, (4, 4 * share), strict=True)
     ]
-    (said,) = [line for line in overview.format_bullets(read(tmp_path, plain, *kept)) if "KV memory" in line]
-    also = ", as does tp4·dp4·ep4" if too else ""
-    assert said == f"tp4·dcp4 holds 4.00× the tokens of tp4 in the same KV memory{also}."
+    (bullet,) = [line for line in overview.format_bullets(read(tmp_path, plain, *kept)) if "KV memory" in line]
+    also = ", as does tp4·dp4·ep4" if named else ""
+    assert bullet == f"tp4·dcp4 holds 4.00× the tokens of tp4 in the same KV memory{also}."
 
 
 class TestNoRoom:
-    """Test points that the plan rejected for memory."""
+    """Points that the plan rejected for memory."""
 
-    def test_the_plan_says_so_in_the_record(self) -> None:
+    def test_only_points_rejected_for_memory_are_marked_so(self) -> None:
         """tp4 lacks memory for 48 requests of 128,000 tokens; tp8 lacks GPUs, and --dcp 3 is no layout."""
         probe = make_planned_probe("H200", 4)
         options = {"tp": (4, 8), "dcp": (1, 3), "context": (128_000,), "concurrency": (48,)}
@@ -492,7 +493,7 @@ class TestNoRoom:
         found = {(r.point.tp, r.point.dcp): is_rejected_for_memory(r) for r in records}
         assert found == {(4, 1): True, (4, 3): False, (8, 1): False, (8, 3): False}
 
-    def test_the_bullet_names_layouts_with_the_least_load(self, tmp_path: Path) -> None:
+    def test_bullet_names_the_lowest_rejected_load_of_layouts(self, tmp_path: Path) -> None:
         lost = [build.rejected(build.point(x, context=128_000, concurrency=n)) for x in (TP, DCP2) for n in (32, 48)]
         found = read(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *lost)
         assert (
@@ -501,13 +502,13 @@ class TestNoRoom:
         )
 
 
-def test_the_title_names_model_layouts_and_hardware(crossing: dataframes.Frames) -> None:
+def test_title_names_layouts_and_hardware(crossing: dataframes.Frames) -> None:
     title = overview.format_title(crossing)
     assert "tp4, tp4·dcp4 · 4 ×" in title
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"),
+    ("devices", "hardware"),
     [
         (["NVIDIA H200", None], "4–8 × NVIDIA H200"),
         (["NVIDIA H200", float("nan")], "4–8 × NVIDIA H200"),
@@ -516,28 +517,28 @@ def test_the_title_names_model_layouts_and_hardware(crossing: dataframes.Frames)
         (["NVIDIA H200", "NVIDIA H100"], "4–8 × NVIDIA H200, NVIDIA H100"),
     ],
 )
-def test_results_that_do_not_name_their_gpu_add_nothing_to_the_hardware(devices: list[object], said: str) -> None:
-    """Beside others that do; in a table the missing name may be a number that is none."""
+def test_results_without_a_gpu_name_add_nothing_to_the_hardware(devices: list[object], hardware: str) -> None:
+    """Next to other results the missing name may be NaN."""
     table = pd.DataFrame({"device": pd.Series(devices, dtype=object), "cpu": False, "gpus": [4, 8]})
-    assert overview.format_table_hardware(table) == said
+    assert overview.format_table_hardware(table) == hardware
 
 
 @pytest.mark.parametrize(
-    ("context", "mode", "said"),
+    ("context", "mode", "length"),
     [(4000, "decode", " of 4,000 tokens"), (4000, "live", " of up to 4,000 tokens"), (0, "live", "")],
 )
-def test_points_without_room_are_said_by_the_fewest_requests_of_each_length(
-    monkeypatch: pytest.MonkeyPatch, context: int, mode: str, said: str
+def test_rejected_points_are_named_by_fewest_requests_of_each_length(
+    monkeypatch: pytest.MonkeyPatch, context: int, mode: str, length: str
 ) -> None:
-    """A length that nobody knows is not said."""
+    """An unknown length is left out."""
     rows = [{"context": context, "mode": mode, "layout": f"tp{tp}", "concurrency": n} for tp in (4, 8) for n in (48, 8)]
     monkeypatch.setattr(overview, "select_rejected_for_memory", lambda _: pd.DataFrame(rows))
-    assert overview._describe_rejections(None) == f"Does not fit into memory: tp4 and tp8 from 8 requests{said} on."  # type: ignore[arg-type]
+    assert overview._describe_rejections(None) == f"Does not fit into memory: tp4 and tp8 from 8 requests{length} on."  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("lengths", "more"), [(3, ""), (4, "; and 1 more"), (6, "; and 3 more")])
-def test_of_loads_with_no_room_three_are_named(monkeypatch: pytest.MonkeyPatch, lengths: int, more: str) -> None:
-    """Each length of requests is one."""
+def test_at_most_three_rejected_loads_are_named(monkeypatch: pytest.MonkeyPatch, lengths: int, more: str) -> None:
+    """Each length of requests is one load."""
     lost = pd.DataFrame(
         [{"context": 1000 * n, "mode": "decode", "layout": "tp4", "concurrency": 8} for n in range(1, lengths + 1)]
     )

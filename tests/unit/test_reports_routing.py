@@ -1,4 +1,4 @@
-"""Reports of records with several distributions of experts: what is compared, and the figure."""
+"""Reports of records with several distributions of experts: comparisons and the figure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FILE = "runs/counts.json#0123abcd"
 STEPS = {"": (60.0, 54.0, 0.64), "zipf:1": (40.0, 41.0, 0.39), FILE: (48.0, 46.0, 0.5)}
-"""By routing: ms of a step of tp4 and of tp4·dp4·ep4, and the experts hit."""
+"""For each routing, ms of a step of tp4 and of tp4·dp4·ep4, and the share of experts hit."""
 
 
 def step(layout: Layout, routing: str, ms: float, hit: float) -> Record:
@@ -30,7 +30,7 @@ def step(layout: Layout, routing: str, ms: float, hit: float) -> Record:
 
 @pytest.fixture
 def skewed(tmp_path: Path) -> dataframes.Frames:
-    """Two layouts under one load with three distributions, and a third layout with one."""
+    """Return frames of two layouts under one load with three distributions, and a third layout with one."""
     records = [
         step(layout, routing, ms, hit)
         for routing, (tp, dp, hit) in STEPS.items()
@@ -39,8 +39,10 @@ def skewed(tmp_path: Path) -> dataframes.Frames:
     return dataframes.load_frames([build.write(tmp_path / "run", [*records, step(Layout(4, 1, 4), "", 63.0, 0.64)])])
 
 
-def test_layouts_are_compared_under_the_same_routing_alone(skewed: dataframes.Frames) -> None:
-    """Each layout over the best other one: attention DP is ahead with even routing and with the file's, and behind with zipf:1."""
+def test_layouts_are_compared_only_under_the_same_routing(skewed: dataframes.Frames) -> None:
+    """Attention DP is ahead of the best other layout with even routing and with that of the file, and behind with
+    zipf:1.
+    """
     found = skewed.findings.against_others
     ratios = {(r["routing"], r["layout"]): r["ratio"] for r in found.to_dict("records") if r["dp"] > 1}
     assert {routing: ratio > 1 for (routing, _), ratio in ratios.items()} == {"": True, "zipf:1": False, FILE: True}
@@ -50,27 +52,27 @@ def test_layouts_are_compared_under_the_same_routing_alone(skewed: dataframes.Fr
     assert set(skewed.points["label"]) == {"tp4", "tp4·dcp4", "tp4·dp4·ep4"}
 
 
-def test_the_figure_orders_distributions_by_the_experts_that_steps_read(skewed: dataframes.Frames) -> None:
-    """The order is even routing, the file's, then zipf:1; the layout that ran with only one of them is not drawn."""
+def test_figure_orders_routings_by_the_experts_hit(skewed: dataframes.Frames) -> None:
+    """The order is even routing, that of the file, then zipf:1; the layout with only one routing is not drawn."""
     rows = routing_figure.select_skewed(skewed.points)
     figure = routing_figure.draw_routings(rows, Style.from_points(skewed.points), "title")
     (ax,) = figure.axes
     assert ax.get_title() == "32 × 4,000 tokens"
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["even", "counts.json", "zipf:1"]
     *lines, fastest = [list(line.get_ydata()) for line in ax.get_lines()]  # type: ignore[arg-type]
-    assert lines == [pytest.approx(of, rel=0.01) for of in ([60, 48, 40], [54, 46, 41])]
+    assert lines == [pytest.approx(expected, rel=0.01) for expected in ([60, 48, 40], [54, 46, 41])]
     assert fastest == pytest.approx([54, 46, 40], rel=0.01)
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["tp4", "tp4·dp4·ep4", "fastest"]
 
 
-def test_its_text_names_the_fastest_layout_of_each(skewed: dataframes.Frames) -> None:
+def test_alternative_text_names_the_fastest_layout_of_each_routing(skewed: dataframes.Frames) -> None:
     rows = routing_figure.select_skewed(skewed.points)
     assert routing_figure.format_alt_routings("Steps", rows).startswith(
         "Steps. Fastest at 32 × 4,000 tokens: tp4·dp4·ep4 with even (54"
     )
 
 
-def test_a_report_has_the_figure_only_where_there_are_several(skewed: dataframes.Frames, tmp_path: Path) -> None:
+def test_report_has_the_figure_only_with_several_routings(skewed: dataframes.Frames, tmp_path: Path) -> None:
     pictures = plots.draw_all(skewed, tmp_path, drawn=False)
     assert [p.png.name for p in pictures if p.subject == plots.ROUTINGS] == ["routings-kimi-k2.png"]
     (time,) = [s for s in sections.build_sections(skewed, pictures) if s.slug == "time"]

@@ -1,4 +1,4 @@
-"""reports/serving/: what a report says of served requests, with its arithmetic, and that live and replay stay apart."""
+"""Report sections of served requests: arithmetic, and the separation of live and replayed points."""
 
 from __future__ import annotations
 
@@ -36,49 +36,53 @@ TP, DCP = build.TP, build.DCP
 HOSTILE = "<script>alert(1)</script> $\\frac{1}{ | `a` \x1b[31m [red]r[/red]"
 
 
-def exact(of: Point, tok_s: float, environment: Any = record_builder.GPU, **changes: Any) -> Record:
-    """A record whose output throughput, and whatever else is given of its metrics, is as said."""
-    made = build.served(of)
-    assert made.serve
+def exact(point: Point, tok_s: float, environment: Any = record_builder.GPU, **changes: Any) -> Record:
+    """Return a served record with these metrics."""
+    record = build.served(point)
+    assert record.serve
     changes = {"output_tok_s": tok_s, "slo_ms": {}, **changes}
-    return msgspec.structs.replace(made, serve=msgspec.structs.replace(made.serve, **changes), environment=environment)
+    return msgspec.structs.replace(
+        record, serve=msgspec.structs.replace(record.serve, **changes), environment=environment
+    )
 
 
 def times(p50: float, **changes: Any) -> Any:
-    """Latencies of which the median is known."""
+    """Return latencies with this median."""
     from dcpbench.records.record import Latencies
 
     return Latencies(p50=p50, samples=99, **changes)
 
 
 def loaded(tmp_path: Path, *records: Record) -> dataframes.Frames:
-    """One run with these records."""
+    """Return frames of one run with these records."""
     return dataframes.load_frames([record_builder.write(tmp_path / "run", records)])
 
 
 def terminal(folder: Path) -> str:
-    """What a pipe of 80 columns would get."""
+    """Return the terminal table as a pipe with 80 columns gets it."""
     console = Console(width=80, force_terminal=False)
     with console.capture() as captured:
         console.print(render_terminal_table([folder]))
     return captured.get()
 
 
-def replayed(of: Point) -> Point:
-    """The same load in virtual time."""
-    assert of.load
-    return msgspec.structs.replace(of, load=msgspec.structs.replace(of.load, mode="replay"))
+def replayed(point: Point) -> Point:
+    """Return the point of the same load in virtual time."""
+    assert point.load
+    return msgspec.structs.replace(point, load=msgspec.structs.replace(point.load, mode="replay"))
 
 
 @pytest.fixture
 def unsaved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are made, and not rendered."""
+    """Make figures without rendering them."""
     leave_figures_unsaved(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of tp4 and tp4·dcp4 at two concurrencies, live and replayed 3 % faster, and its report."""
+    """Return a folder with a run of tp4 and tp4·dcp4 at two concurrencies, live and replayed 3 % faster, and its
+    report.
+    """
     folder = tmp_path_factory.mktemp("served")
     points = [build.point(layout, c) for c in (8, 48) for layout in (TP, DCP)]
     records = [*map(build.served, points), *(build.served(replayed(p), faster=1.03) for p in points)]
@@ -89,13 +93,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def section(written: Path, title: str) -> str:
-    """A section of the Markdown report."""
+    """Return a section of the Markdown report."""
     return (written / "report" / "report.md").read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 class TestReport:
-    def test_live_and_replay_never_share_a_table_or_a_figure(self, written: Path) -> None:
-        """Four points each; 545 tok/s of tp4 at 8 clients live, and 562 in replay, stand in one section each."""
+    def test_live_and_replay_never_share_a_table_or_figure(self, written: Path) -> None:
+        """Each section has four points; tp4 at 8 clients has 545 tok/s live and 562 in replay."""
         live, replay = section(written, "Serving, live"), section(written, "Serving, replayed in virtual time")
         assert live.count("| closed 8 ·") == replay.count("| closed 8 ·") == 2 * 2
         assert "545.4" in live
@@ -114,29 +118,29 @@ class TestReport:
             "kv-kimi-k2",
         }
 
-    def test_how_far_replay_lies_from_live_has_a_table_of_its_own(self, written: Path) -> None:
-        """Every step 3 % faster: 1.03 times the rate, and 1 / 1.03 - 1 = -2.9 % of each latency."""
+    def test_differences_of_replay_and_live_are_a_table(self, written: Path) -> None:
+        """Every step is 3 % faster: 1.03 times the rate, and 1 / 1.03 - 1 = -2.9 % of each latency."""
         text = section(written, "Replay against live")
         assert text.count("| kimi-k2 |") == 4
         assert text.count("+3.0 %") == 4
         assert text.count("-2.9 %") == 4 * 3
         assert "replay / live - 1" in text
 
-    def test_a_percentile_without_its_samples_is_a_dash_that_says_how_many_it_needs(self, written: Path) -> None:
-        """96 requests: enough for p90 of TTFT (64), not for p95 and p99; 3,744 gaps are enough for all."""
+    def test_note_of_missing_percentiles_has_the_needed_samples(self, written: Path) -> None:
+        """96 requests are enough for p90 of TTFT (64), but not for p95 and p99; 3,744 gaps are enough for all."""
         text = section(written, "Serving, live")
         assert "TTFT p95 needs 130 finished requests in one run (where it is missing: at most 96)" in text
         assert "TTFT p99 needs 662" in text
         assert "ITL p" not in text.split("**Served live**")[0].split("A dash")[1].split("![")[0]
 
-    def test_the_objectives_in_force_are_printed(self, written: Path) -> None:
-        """Goodput without them is a number without a meaning."""
-        said = "TTFT ≤ 2,000 ms, ITL ≤ 30 ms in 99 of 100 gaps"
-        assert f"Objectives behind goodput: {said}." in section(written, "Serving, live")
-        assert said in terminal(written / "run").replace("\n", " ")
+    def test_objectives_of_goodput_are_printed(self, written: Path) -> None:
+        """Goodput has no meaning without them."""
+        objectives = "TTFT ≤ 2,000 ms, ITL ≤ 30 ms in 99 of 100 gaps"
+        assert f"Objectives behind goodput: {objectives}." in section(written, "Serving, live")
+        assert objectives in terminal(written / "run").replace("\n", " ")
 
-    def test_a_run_of_served_points_has_no_section_of_decode(self, written: Path) -> None:
-        """No empty tables, no sentences about steps that nobody timed; KV, conditions and method are there."""
+    def test_report_of_served_points_has_no_decode_sections(self, written: Path) -> None:
+        """There are no empty tables and no sentences about decode steps; sections of KV, conditions and method remain."""
         text = (written / "report" / "report.md").read_text(encoding="utf-8")
         for title in ("Every point", "Where a step's time goes"):
             assert f"## {title}" not in text
@@ -145,13 +149,13 @@ class TestReport:
         assert "CUDA graph, timed by CUDA events" not in text
         assert "A replay runs the same scheduler" in text
 
-    def test_the_page_says_what_each_picture_shows(self, written: Path) -> None:
+    def test_page_has_a_description_of_each_picture(self, written: Path) -> None:
         page = (written / "report" / "report.html").read_text(encoding="utf-8")
         assert page.count("<img ") == page.count(' alt="') == 13
         assert 'id="serving-live"' in page
         assert "http" not in NAMESPACE.sub("", page).replace("http-equiv", "")
 
-    def test_the_csv_has_a_row_per_point_with_its_load_in_columns(self, written: Path) -> None:
+    def test_csv_has_a_row_per_point_with_columns_of_its_load(self, written: Path) -> None:
         table = pd.read_csv(written / "report" / "points.csv")
         assert sorted(table["mode"]) == ["live"] * 4 + ["replay"] * 4
         assert set(table["load_input_tokens"]) == {400}
@@ -159,7 +163,7 @@ class TestReport:
         assert table["ttft_p50_ms"].notna().all()
         assert table["ttft_p99_ms"].isna().all()
 
-    def test_the_terminal_table_fits_eighty_columns(self, written: Path) -> None:
+    def test_terminal_table_fits_eighty_columns(self, written: Path) -> None:
         text = terminal(written / "run")
         assert max(map(len, text.splitlines())) <= 80
         assert "…" not in text
@@ -169,7 +173,7 @@ class TestReport:
 
     @pytest.mark.usefixtures("unsaved")
     def test_decode_and_serve_records_share_a_report(self, tmp_path: Path) -> None:
-        """Each has its sections, and the CSV has a row of each."""
+        """Each kind has its sections, and the CSV has a row of each."""
         records = [record_builder.ok(record_builder.point(TP), steps=30, phases=None), build.served(build.point(TP))]
         folder = record_builder.write(tmp_path / "run", records)
         write_report([folder], tmp_path / "report")
@@ -179,15 +183,15 @@ class TestReport:
         assert list(pd.read_csv(tmp_path / "report" / "points.csv")["workload"]) == ["decode", "serve"]
         assert max(map(len, terminal(folder).splitlines())) <= 80
 
-    def test_points_that_did_not_run_are_listed_with_their_load(self, tmp_path: Path) -> None:
+    def test_rejected_points_are_listed_with_their_load(self, tmp_path: Path) -> None:
         folder = record_builder.write(tmp_path / "run", [record_builder.rejected(build.point(TP, 48))])
         write_report([folder], tmp_path / "report")
         text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
         assert "live: closed 48 · 400 in · 40 out" in text
         assert "No point finished" in terminal(folder)
 
-    def test_a_finished_point_without_metrics_has_dashes(self, tmp_path: Path) -> None:
-        """Nothing is drawn, nothing is said, and nothing breaks."""
+    def test_finished_point_without_metrics_has_dashes(self, tmp_path: Path) -> None:
+        """No figure is drawn."""
         bare = msgspec.structs.replace(build.served(build.point(TP)), serve=None, kv=None, conditions=None)
         folder = record_builder.write(tmp_path / "run", [bare])
         write_report([folder], tmp_path / "report")
@@ -195,31 +199,31 @@ class TestReport:
         assert not list((tmp_path / "report" / "figures").iterdir())
         assert "tp4" in terminal(folder)
 
-    def test_hostile_names_stay_text(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The name of a trace comes from a user's file system. Figures are drawn as the page has them."""
+    def test_hostile_names_are_escaped(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The name of a trace comes from a user's file system. Figures are drawn as in the page."""
         save = plots.save_figure
         monkeypatch.setattr(plots, "save_figure", lambda figure, path, *_: save(figure, path, "svg"))
-        of = build.point(TP, 8, {"arrival": "trace", "trace": HOSTILE}, model=HOSTILE)
+        hostile = build.point(TP, 8, {"arrival": "trace", "trace": HOSTILE}, model=HOSTILE)
         other = build.point(TP, 8, model=HOSTILE)
-        records = [msgspec.structs.replace(build.served(other), point=of), build.served(other)]
+        records = [msgspec.structs.replace(build.served(other), point=hostile), build.served(other)]
         folder = record_builder.write(tmp_path / "run", records)
         write_report([folder], tmp_path / "report")
         assert "<script>alert" not in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
         assert "\x1b" not in terminal(folder)
 
     @pytest.mark.usefixtures("unsaved")
-    def test_a_cpu_run_speaks_of_no_speed(self, tmp_path: Path) -> None:
-        """Tables and figures are marked; no finding compares."""
+    def test_cpu_report_has_no_statement_about_speed(self, tmp_path: Path) -> None:
+        """Tables and figures are marked, and no finding compares points."""
         cpu = [
-            exact(of, 100.0 * (1 + i), record_builder.CPU)
-            for i, of in enumerate((build.point(TP), build.point(DCP), replayed(build.point(TP))))
+            exact(each, 100.0 * (1 + i), record_builder.CPU)
+            for i, each in enumerate((build.point(TP), build.point(DCP), replayed(build.point(TP))))
         ]
         read = loaded(tmp_path, *cpu)
         assert findings.select_timed(read.served).empty
-        said = " ".join(answer.format_top_sentences(read))
-        assert "CPU: functional run." in said
-        assert "throughput" not in said
-        assert "Replay against live" not in said
+        sentences = " ".join(answer.format_top_sentences(read))
+        assert "CPU: functional run." in sentences
+        assert "throughput" not in sentences
+        assert "Replay against live" not in sentences
         folder = tmp_path / "run"
         write_report([folder], tmp_path / "report")
         text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
@@ -229,14 +233,14 @@ class TestReport:
         assert "(CPU: functional run)" in " ".join(terminal(folder).split())
 
     @pytest.mark.usefixtures("unsaved")
-    def test_an_open_loop_is_drawn_against_its_rate_and_a_trace_is_not_drawn(self, tmp_path: Path) -> None:
-        """A trace is one load, through which no line goes."""
+    def test_open_loop_is_drawn_against_its_rate_and_trace_is_not_drawn(self, tmp_path: Path) -> None:
+        """A trace is a single load, so there is no line to draw."""
         rates = [
             build.served(build.point(TP, 64, {"arrival": "gamma", "request_rate": rate, "paced": True}))
             for rate in (0.5, 4.0, 8.0)
         ]
-        of = build.point(TP, 64, {"arrival": "trace", "trace": "chat.jsonl", "input_tokens": "trace"})
-        trace = msgspec.structs.replace(build.served(build.point(TP, 8)), point=of)
+        trace_point = build.point(TP, 64, {"arrival": "trace", "trace": "chat.jsonl", "input_tokens": "trace"})
+        trace = msgspec.structs.replace(build.served(build.point(TP, 8)), point=trace_point)
         folder = record_builder.write(tmp_path / "run", [*rates, trace])
         write_report([folder], tmp_path / "report")
         names = {p.name for p in (tmp_path / "report" / "figures").glob("serve*.png")}
@@ -249,8 +253,8 @@ class TestReport:
 
 
 class TestFindings:
-    def test_dcp_is_compared_under_the_same_load_and_mode_alone(self, tmp_path: Path) -> None:
-        """150 over 100 tok/s live = 1.5; the replay of the baseline, another chunk and another layout are not it."""
+    def test_dcp_is_compared_only_under_the_same_load_and_mode(self, tmp_path: Path) -> None:
+        """150 / 100 tok/s live = 1.5; the replay of the baseline, another chunk and another layout are no baselines."""
         other = build.point(TP, 8, {"chunk": 4096})
         read = loaded(
             tmp_path,
@@ -265,7 +269,7 @@ class TestFindings:
         assert (row["ttft_ratio"], row["itl_ratio"]) == (0.5, 1.25)
 
     @pytest.mark.parametrize(
-        ("rates", "found", "least", "said"),
+        ("rates", "found", "least", "sentence"),
         [
             ((90, 101, 110), 48, False, "over tp4. 400 in · 40 out: from concurrency 48 on (tp4·dcp4 1.10× there)."),
             (
@@ -281,10 +285,10 @@ class TestFindings:
         ],
         ids=["from-the-last", "from-the-first", "not-twice", "not-at-the-last", "never", "never-clearly"],
     )
-    def test_dcp_pays_from_the_concurrency_after_which_it_always_does(
-        self, tmp_path: Path, rates: tuple[float, ...], found: int | None, least: bool, said: str
+    def test_break_even_is_the_concurrency_from_which_dcp_is_always_ahead(
+        self, tmp_path: Path, rates: tuple[float, ...], found: int | None, least: bool, sentence: str
     ) -> None:
-        """Against 100 tok/s at 8, 32 and 48 clients; 1 % more is less than repeats may differ."""
+        """The baseline has 100 tok/s at 8, 32 and 48 clients; a lead of 1 % is less than the difference of repeats."""
         records = [
             exact(build.point(layout, c), rate)
             for c, dcp_rate in zip((8, 32, 48), rates, strict=True)
@@ -294,26 +298,29 @@ class TestFindings:
         (row,) = findings.find_break_even(findings.compare_dcp_with_baseline(read.served)).to_dict("records")
         assert (row["from"] if found else None) == found
         assert row["least"] is least
-        assert said in " ".join(answer.format_top_sentences(read))
+        assert sentence in " ".join(answer.format_top_sentences(read))
 
-    def test_a_dcp_point_without_a_baseline_is_told_not_compared(self, tmp_path: Path) -> None:
+    def test_dcp_point_without_baseline_is_named_and_not_compared(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, exact(build.point(DCP), 150), record_builder.rejected(build.point(TP)))
         (row,) = findings.compare_dcp_with_baseline(read.served).to_dict("records")
         assert row["verdict"] == "no baseline"
-        said = "1 point with DCP ran where tp4 was rejected (closed 8 · 400 in · 40 out)."
-        assert f"kimi-k2, live: {said}" in answer.format_top_sentences(read)
+        sentence = "1 point with DCP ran where tp4 was rejected (closed 8 · 400 in · 40 out)."
+        assert f"kimi-k2, live: {sentence}" in answer.format_top_sentences(read)
         assert findings.find_break_even(findings.compare_dcp_with_baseline(read.served)).empty
 
-    def test_kv_pressure_is_said_of_all_layouts_under_that_load(self, tmp_path: Path) -> None:
-        """1,000 pages of 16 hold 36 requests of 440 tokens on tp4, and 145 with dcp 4; 48 are in flight."""
+    def test_kv_pressure_names_all_layouts_under_the_load(self, tmp_path: Path) -> None:
+        """1,000 pages of 16 hold 36 requests of 440 tokens on tp4, and 145 with dcp 4; 48 requests run."""
         read = loaded(tmp_path, *(build.served(build.point(layout, c)) for layout in (TP, DCP) for c in (8, 48)))
         assert list(findings.find_kv_pressure(read.served)["layout"]) == ["tp4"]
-        (said,) = [s for s in answer.format_top_sentences(read) if "KV pressure" in s]
-        assert "under closed 48 · 400 in · 40 out: tp4 has room for 36 requests, 4 preemptions, TTFT p50 261 ms" in said
-        assert "tp4·dcp4 has room for 145 requests, 0 preemptions" in said
+        (sentence,) = [s for s in answer.format_top_sentences(read) if "KV pressure" in s]
+        assert (
+            "under closed 48 · 400 in · 40 out: tp4 has room for 36 requests, 4 preemptions, TTFT p50 261 ms"
+            in sentence
+        )
+        assert "tp4·dcp4 has room for 145 requests, 0 preemptions" in sentence
 
-    def test_the_best_layout_is_clear_only_beyond_what_repeats_may_differ(self, tmp_path: Path) -> None:
-        """110 against 100; 101 against 100 is within 2 %."""
+    def test_best_layout_is_clear_only_beyond_the_difference_of_repeats(self, tmp_path: Path) -> None:
+        """A lead of 10 % is clear; 1 % is within the 2 % of repeats."""
         read = loaded(
             tmp_path,
             exact(build.point(TP, 8), 100),
@@ -323,8 +330,10 @@ class TestFindings:
         )
         assert list(findings.find_best_per_load(read.served)["clear"]) == [True, False]
 
-    def test_replay_is_held_against_the_live_run_of_its_own_load(self, tmp_path: Path) -> None:
-        """102 over 100 tok/s = +2 %; TTFT 45 over 50 ms = -10 %; p99 has too few samples. 32 clients ran live only."""
+    def test_replay_is_compared_with_the_live_run_of_its_load(self, tmp_path: Path) -> None:
+        """102 / 100 tok/s = +2 %; TTFT 45 over 50 ms = -10 %; p99 of TTFT has too few samples. 32 clients ran only
+        live.
+        """
         read = loaded(
             tmp_path,
             exact(build.point(TP), 100, ttft_ms=times(50), itl_ms=times(20, p99=40.0)),
@@ -336,8 +345,8 @@ class TestFindings:
         assert row["ttft_p50_ms_error"] == pytest.approx(-0.1)
         assert row["itl_p99_ms_error"] == pytest.approx(0.1)
         assert pd.isna(row["ttft_p99_ms_error"])
-        (said,) = [s for s in answer.format_top_sentences(read) if s.startswith("Replay")]
-        assert said == (
+        (sentence,) = [s for s in answer.format_top_sentences(read) if s.startswith("Replay")]
+        assert sentence == (
             "Replay against live, largest errors over 1 point that was run both ways: "
             "output tok/s 2 %, TTFT p50 10 %, ITL p50 0 %, ITL p99 10 %."
         )
@@ -345,9 +354,8 @@ class TestFindings:
     def test_live_points_without_a_named_device_are_reported_without_a_replay(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A server measured without --gpu has no device, so that column holds missing values alone.
-
-        pandas before 3.1 raises IndexError where such a table is joined on several columns; any version does here.
+        """A server measured without --gpu has no device, so that column has only missing values. pandas before 3.1
+        raises IndexError when such a table is joined on several columns; here any version does.
         """
         join = pd.DataFrame.join
 
@@ -364,17 +372,17 @@ class TestFindings:
         assert list(read.findings.ratios["ratio"]) == [pytest.approx(1.2)]
         write_report([tmp_path / "run"], tmp_path / "report", page_only=True)
 
-    @pytest.mark.parametrize("of", ["live", "replay", "nothing"])
-    def test_without_devices_and_without_a_pair_there_is_no_comparison(self, of: str, tmp_path: Path) -> None:
-        """A served engine of another machine names no device, so that the column has no value at all."""
-        asked = build.point(TP)
-        read = loaded(tmp_path, exact(replayed(asked) if of == "replay" else asked, 100, environment=None))
-        served = read.served.assign(output_tok_s=float("nan")) if of == "nothing" else read.served
+    @pytest.mark.parametrize("kind", ["live", "replay", "nothing"])
+    def test_no_comparison_without_devices_and_pairs(self, kind: str, tmp_path: Path) -> None:
+        """A served engine of another machine has no device, so the column has no value at all."""
+        wanted = build.point(TP)
+        read = loaded(tmp_path, exact(replayed(wanted) if kind == "replay" else wanted, 100, environment=None))
+        served = read.served.assign(output_tok_s=float("nan")) if kind == "nothing" else read.served
         assert served["device"].isna().all()
         assert findings.compare_replay_with_live(served).empty
 
-    def test_a_live_run_without_a_device_is_not_that_of_another_replay(self, tmp_path: Path) -> None:
-        """Its replay is without a device, too; that of an H200 has no live run here, whatever else is the same."""
+    def test_live_run_without_device_is_not_compared_with_replay_of_a_gpu(self, tmp_path: Path) -> None:
+        """Only a replay without a device belongs to it; the replay of an H200 has no live run here."""
         live, other = exact(build.point(TP), 100, environment=None), exact(build.point(DCP), 100)
         on_h200 = exact(replayed(build.point(TP)), 150)
         assert findings.compare_replay_with_live(loaded(tmp_path / "one", live, other, on_h200).served).empty
@@ -382,38 +390,38 @@ class TestFindings:
         (row,) = findings.compare_replay_with_live(read.served).to_dict("records")
         assert row["output_tok_s_error"] == pytest.approx(0.02)
 
-    def test_runs_with_other_limits_are_not_held_against_each_other(self, tmp_path: Path) -> None:
-        """A replay of all requests, and a live run that ended at 60 s or had a smaller KV cache, are two loads."""
+    def test_runs_with_different_limits_are_not_compared(self, tmp_path: Path) -> None:
+        """A replay of all requests differs from a live run that ended at 60 s or had less KV memory."""
         live, replay = exact(build.point(TP), 100), exact(replayed(build.point(TP)), 102)
         for settings in ({"limit_seconds": 60.0}, {"kv_memory_bytes": 8 << 30}):
             other = msgspec.structs.replace(live, measured_with=settings)
             assert findings.compare_replay_with_live(loaded(tmp_path / str(settings), other, replay).served).empty
 
     def test_repeats_of_a_live_point_are_merged_and_compared(self, tmp_path: Path) -> None:
-        """100 and 110 tok/s: the median is 105, and they lie 10 / 105 = 9.5 % apart."""
+        """100 and 110 tok/s: the median is 105, and they differ by 10 / 105 = 9.5 %."""
         read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), rate) for i, rate in enumerate((100, 110))))
         (row,) = read.served.to_dict("records")
         assert (row["output_tok_s"], row["output_tok_s_low"], row["output_tok_s_high"]) == (105, 100, 110)
         assert answer.collect_repeat_differences(read) == [pytest.approx(10 / 105)]
         assert len(tables.build_repeats_table(findings.select_served_repeats(read.served), served=True).rows) == 1
 
-    def test_a_replay_repeated_proves_nothing(self, tmp_path: Path) -> None:
-        """The same integers in give the same numbers out."""
+    def test_repeated_replays_are_not_compared(self, tmp_path: Path) -> None:
+        """The same input gives the same output."""
         read = loaded(tmp_path, *(exact(replayed(build.point(TP, repeat=i)), 100) for i in range(2)))
         assert answer.collect_repeat_differences(read) == []
 
-    def test_repeats_with_different_objectives_have_no_goodput_in_common(self, tmp_path: Path) -> None:
+    def test_repeats_with_different_objectives_have_no_goodput(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, *(exact(build.point(TP, repeat=i), 9, slo_ms={"itl": 10.0 + i}) for i in range(2)))
         assert read.served["goodput_s"].isna().all()
 
-    def test_what_was_cut_off_or_rejected_is_told(self, tmp_path: Path) -> None:
-        """Stopped after a second: what waited longest is missing."""
+    def test_point_stopped_early_is_marked_and_explained(self, tmp_path: Path) -> None:
+        """After a stop at one second, the requests that waited longest are missing."""
         read = loaded(tmp_path, build.served(build.point(TP, 32), until_s=1.0))
         assert "cut_off" in read.served["warnings"][0]
         assert "latencies look better than they were" in " ".join(explain.explain_absent_served(read.served))
 
 
-class TestWords:
+class TestLabels:
     @pytest.mark.parametrize(
         ("spec", "text", "middle"),
         [
@@ -424,7 +432,7 @@ class TestWords:
             ("uniform:x", "uniform:x", None),
         ],
     )
-    def test_lengths(self, spec: str, text: str, middle: float | None) -> None:
+    def test_lengths_are_formatted_and_have_a_typical_value(self, spec: str, text: str, middle: float | None) -> None:
         assert load_labels.format_lengths(spec) == text
         assert load_labels.get_typical_length(spec) == middle
 
@@ -439,44 +447,42 @@ class TestWords:
             ({"arrival": "trace", "trace": "chat.jsonl"}, "trace times"),
         ],
     )
-    def test_arrivals(self, changes: dict[str, Any], text: str) -> None:
+    def test_arrivals_are_formatted(self, changes: dict[str, Any], text: str) -> None:
         assert load_labels.format_arrival(build.point(Layout(4), 48, changes)) == text
 
-    def test_shared_prefixes_are_named(self) -> None:
+    def test_shape_names_shared_prefixes(self) -> None:
         assert (
             load_labels.format_shape(build.load(prefix_share=0.5, prefix_groups=4))
             == "400 in · 40 out · 50 % shared by 4 groups"
         )
 
-    def test_sessions_beside_single_requests_are_named_once_and_these_not_as_sessions_of_one(
-        self, tmp_path: Path
-    ) -> None:
-        """4 turns with 5 s between them; of requests that stand alone neither `1 turns` nor `think 0 s`."""
+    def test_sessions_are_named_and_single_requests_are_not(self, tmp_path: Path) -> None:
+        """Sessions have 4 turns with 5 s between them; single requests have neither `1 turns` nor `think 0 s`."""
         changes: list[dict[str, Any]] = [{}, {"turns": "4", "think_time": 5.0, "turn_tokens": "200"}]
         found = loaded(tmp_path, *(build.served(build.point(TP, changed=load)) for load in changes)).served
         alone, session = sorted(found["rest"], key=len)
         assert session == f"{alone} · sessions of 4 turns, 200 tokens each later one, 5 s between them"
         assert "turn" not in alone
 
-    def test_what_tells_loads_of_a_report_apart_is_added(self, tmp_path: Path) -> None:
-        """Two chunks and both settings of the prefix cache; what all share is left out."""
+    def test_labels_contain_what_differs_between_loads(self, tmp_path: Path) -> None:
+        """Chunks and settings of the prefix cache differ; shared settings are left out."""
         points = [build.point(TP, 8, {"chunk": c, "prefix_cache": on}) for c in (1024, 2048) for on in (True, False)]
-        read = loaded(tmp_path, *(exact(of, 100) for of in points))
+        read = loaded(tmp_path, *(exact(each, 100) for each in points))
         assert "closed 8 · 400 in · 40 out · chunk 1,024 · prefix cache off" in set(read.served["load"])
 
-    def test_how_many_an_open_loop_serves_at_once_tells_two_of_them_apart(self, tmp_path: Path) -> None:
-        """The same rate with 4 and with 8 requests in flight; a closed loop beside them says nothing of it."""
+    def test_labels_of_open_loops_contain_differing_concurrency(self, tmp_path: Path) -> None:
+        """The same rate runs with 4 and with 8 requests at once; the label of a closed loop is unchanged."""
         rate = {"arrival": "gamma", "request_rate": 2.0, "paced": True}
         points = [build.point(TP, 4, rate), build.point(TP, 8, rate), build.point(TP, 8)]
-        found = loaded(tmp_path, *(exact(of, 100) for of in points)).served["load"]
+        found = loaded(tmp_path, *(exact(each, 100) for each in points)).served["load"]
         assert sorted(found) == [
             "2 req/s Poisson · 400 in · 40 out · 4 at once",
             "2 req/s Poisson · 400 in · 40 out · 8 at once",
             "closed 8 · 400 in · 40 out",
         ]
 
-    def test_a_smaller_kv_cache_is_part_of_the_words(self, tmp_path: Path) -> None:
-        """Two runs of one grid, one of them with --kv-memory 8GiB."""
+    def test_labels_contain_differing_kv_memory(self, tmp_path: Path) -> None:
+        """Two runs of one grid have different --kv-memory."""
         runs = [
             record_builder.write(
                 tmp_path / str(gib),

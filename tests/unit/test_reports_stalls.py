@@ -1,4 +1,4 @@
-"""What a report says of decodes that chunks of prompts stall: held against the ITL objective, with all chunks of a load together."""
+"""Report of decode steps that prompt chunks delay: ITL objective and chunk sizes of a load."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def served(
     layout: Layout = build.TP,
     chunks: float = 0.1,
     preemptions: int = 0,
-    **of: Any,
+    **fields: Any,
 ) -> Record:
-    """A replay with ITL p50 and p99, of 1,000 steps of which the share `chunks` has chunks of prompts."""
-    made = build.served(build.point(layout, 40, {"mode": "replay", "chunk": chunk}, **of))
-    assert made.serve
+    """Return a replay with this ITL p50 and p99, of 1,000 steps of which the share `chunks` has chunks of prompts."""
+    record = build.served(build.point(layout, 40, {"mode": "replay", "chunk": chunk}, **fields))
+    assert record.serve
     metrics = msgspec.structs.replace(
-        made.serve,
+        record.serve,
         output_tok_s=tok_s,
         itl_ms=Latencies(p50=itl[0], p90=itl[0], p95=itl[0], p99=itl[1], samples=4000),
         steps=1000,
@@ -43,23 +43,23 @@ def served(
         preemptions=preemptions,
         slo_ms={},
     )
-    return msgspec.structs.replace(made, serve=metrics)
+    return msgspec.structs.replace(record, serve=metrics)
 
 
 def loaded(tmp_path: Path, *records: Record, slo: dict[str, float] | None = None) -> dataframes.Frames:
-    """One run, held against SLO."""
+    """Return frames of one run, judged by the SLO."""
     return dataframes.load_frames([record_builder.write(tmp_path / "run", records)], slo=SLO if slo is None else slo)
 
 
-def said(tmp_path: Path, *records: Record, **how: Any) -> str:
-    """The sentence."""
-    return stalls.describe_stalls(findings.select_rivals(loaded(tmp_path, *records, **how)))
+def describe(tmp_path: Path, *records: Record, **options: Any) -> str:
+    """Return the sentence about stalls."""
+    return stalls.describe_stalls(findings.select_rivals(loaded(tmp_path, *records, **options)))
 
 
-class TestWords:
-    def test_no_layout_keeps_the_objective_since_chunks_stall_decodes(self, tmp_path: Path) -> None:
-        """The nearest is named, with the chunk; chunks make no other load."""
-        found = said(
+class TestSentence:
+    def test_sentence_names_the_nearest_layout_if_none_meets_the_objective(self, tmp_path: Path) -> None:
+        """The sentence names its chunk; points with different chunks have the same load."""
+        found = describe(
             tmp_path,
             served((70, 480), chunk=8192),
             served((70, 230), chunk=2048, layout=build.DCP),
@@ -70,24 +70,24 @@ class TestWords:
             "230 ms, 100 tok/s)."
         )
 
-    def test_with_one_chunk_none_is_named(self, tmp_path: Path) -> None:
-        assert "no layout keeps it, since chunks of prompts" in said(tmp_path, served((70, 480)))
+    def test_single_chunk_size_is_not_named(self, tmp_path: Path) -> None:
+        assert "no layout keeps it, since chunks of prompts" in describe(tmp_path, served((70, 480)))
 
-    def test_a_smaller_chunk_keeps_it_for_less_output(self, tmp_path: Path) -> None:
-        found = said(tmp_path, served((70, 480), 120, chunk=8192), served((80, 130), 100, chunk=1024))
+    def test_smaller_chunk_that_meets_the_objective_is_named(self, tmp_path: Path) -> None:
+        found = describe(tmp_path, served((70, 480), 120, chunk=8192), served((80, 130), 100, chunk=1024))
         assert (
             "tp4 with 1,024 keeps it (p99 130 ms, 100 tok/s), and tp4 with 8,192 does not (p99 480 ms, 120 tok/s), since chunks"
         ) in found
 
-    def test_layouts_that_keep_it_with_no_chunk_are_named(self, tmp_path: Path) -> None:
+    def test_layouts_that_miss_the_objective_with_any_chunk_are_named(self, tmp_path: Path) -> None:
         records = [served((70, 480), 120, chunk=8192), served((80, 130), 100, chunk=1024)]
-        found = said(tmp_path, *records, served((80, 180), 90, chunk=1024, layout=build.DCP))
+        found = describe(tmp_path, *records, served((80, 180), 90, chunk=1024, layout=build.DCP))
         assert found.endswith("; tp4·dcp4 with none.")
 
-    def test_where_the_fastest_keeps_it_nothing_is_said(self, tmp_path: Path) -> None:
-        """Chunks decide nothing there."""
-        assert said(tmp_path / "all", served((70, 90), 120, chunk=8192), served((80, 85), chunk=1024)) == ""
-        assert said(tmp_path / "one", served((70, 90), 120, chunk=8192), served((80, 185), chunk=1024)) == ""
+    def test_no_sentence_if_the_fastest_layout_meets_the_objective(self, tmp_path: Path) -> None:
+        """Chunks make no difference there."""
+        assert describe(tmp_path / "all", served((70, 90), 120, chunk=8192), served((80, 85), chunk=1024)) == ""
+        assert describe(tmp_path / "one", served((70, 90), 120, chunk=8192), served((80, 185), chunk=1024)) == ""
 
     @pytest.mark.parametrize(
         "other",
@@ -97,31 +97,33 @@ class TestWords:
             {"preemptions": 3},
             {"disaggregate": "1:1", "transfer_gb_s": 50.0},
         ],
-        ids=["few-chunks", "median-misses", "preempted", "apart"],
+        ids=["few-chunks", "median-misses", "preempted", "disaggregated"],
     )
-    def test_chunks_are_blamed_only_where_it_is_they(self, other: dict[str, Any], tmp_path: Path) -> None:
-        """Chunks are not blamed if fewer steps than one in 100 have any, if gaps without any are too long, or if something else makes them wait."""
-        found = said(tmp_path, served(**({"itl": (70, 480)} | other)))
+    def test_chunks_are_named_as_cause_only_if_they_are_the_cause(self, other: dict[str, Any], tmp_path: Path) -> None:
+        """Chunks are not the cause if fewer than one in 100 steps has any, if gaps without any are too long, or if
+        something else delays requests.
+        """
+        found = describe(tmp_path, served(**({"itl": (70, 480)} | other)))
         assert "no layout keeps it; nearest is" in found
 
-    def test_where_most_steps_have_chunks_the_median_gap_is_theirs(self, tmp_path: Path) -> None:
-        assert "stall decodes (60 % of steps" in said(tmp_path, served((170, 190), chunks=0.6))
+    def test_chunks_in_most_steps_are_the_cause_of_the_median_gap(self, tmp_path: Path) -> None:
+        assert "stall decodes (60 % of steps" in describe(tmp_path, served((170, 190), chunks=0.6))
 
-    def test_layouts_on_other_numbers_of_gpus_are_another_choice(self, tmp_path: Path) -> None:
-        found = said(tmp_path, served((70, 480), 120), served((70, 90), disaggregate="1:2", transfer_gb_s=50.0))
+    def test_layouts_on_other_numbers_of_gpus_are_separate(self, tmp_path: Path) -> None:
+        found = describe(tmp_path, served((70, 480), 120), served((70, 90), disaggregate="1:2", transfer_gb_s=50.0))
         assert "400 in · 40 out on 4 GPUs no layout keeps it" in found
         assert "12 GPUs" not in found
 
-    def test_without_an_objective_for_gaps_nothing_is_said(self, tmp_path: Path) -> None:
-        assert said(tmp_path, served((70, 480)), slo={"ttft": 1.0}) == ""
+    def test_no_sentence_without_an_itl_objective(self, tmp_path: Path) -> None:
+        assert describe(tmp_path, served((70, 480)), slo={"ttft": 1.0}) == ""
 
-    def test_the_answer_has_it(self, tmp_path: Path) -> None:
+    def test_opening_has_the_sentence(self, tmp_path: Path) -> None:
         read = loaded(tmp_path, served((70, 480)))
         assert any("kimi-k2, replay: ITL ≤ 150 ms: at closed 40" in text for text in answer.format_top_sentences(read))
 
 
 class TestTable:
-    def test_a_column_for_each_chunk(self, tmp_path: Path) -> None:
+    def test_table_has_a_column_for_each_chunk(self, tmp_path: Path) -> None:
         records = [served((70, 480), 120, chunk=8192), served((80, 130), 100, chunk=1024)]
         found = stalls.build_table(loaded(tmp_path, *records, served((80, 180), 90, chunk=1024, layout=build.DCP)))
         assert found.columns == ["model", "mode", "load", "layout", "1,024", "8,192"]
@@ -130,5 +132,5 @@ class TestTable:
             ["closed 40 · 400 in · 40 out", "tp4·dcp4", "180 (90.0)", "—"],
         ]
 
-    def test_one_chunk_needs_none(self, tmp_path: Path) -> None:
+    def test_no_table_with_a_single_chunk(self, tmp_path: Path) -> None:
         assert not stalls.build_table(loaded(tmp_path, served((70, 480)))).rows

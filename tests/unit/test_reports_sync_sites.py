@@ -1,4 +1,4 @@
-"""Where the host waited, over all points of a run: in the table, in Markdown and in the page."""
+"""Host waits over all points of a run, in the table, in Markdown and on the page."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def site(**changes: object) -> SyncSite:
-    """A filter in the KV write, twice in each step."""
-    plain = {
+    """Return a site in the KV write, with two waits in each step."""
+    defaults = {
         "found_in": "eager",
         "rule": "SYNC002",
         "kind": "data-dependent-shape",
@@ -28,11 +28,11 @@ def site(**changes: object) -> SyncSite:
         "wait_us": 10.0,
         "bubble_us": 4.0,
     }
-    return SyncSite(**{**plain, **changes})  # type: ignore[arg-type]
+    return SyncSite(**{**defaults, **changes})  # type: ignore[arg-type]
 
 
 def run(tmp_path: Path, *sites_of_points: list[SyncSite]) -> dataframes.Frames:
-    """A run with one point for each list, with another concurrency each."""
+    """Return frames of a run with one point for each list of sites, at different concurrencies."""
     records = [
         build.ok(build.point(Layout(2), concurrency=8 * i), sync_sites=sites, host_syncs_per_step=2.0)
         for i, sites in enumerate(sites_of_points, 1)
@@ -40,8 +40,8 @@ def run(tmp_path: Path, *sites_of_points: list[SyncSite]) -> dataframes.Frames:
     return dataframes.load_frames([build.write(tmp_path / "run", records)])
 
 
-def test_points_with_the_same_site_are_one_row_with_the_worst_of_each(tmp_path: Path) -> None:
-    """2 and 3 times a step, 10 and 7 µs of wait, 4 and 9 µs of bubble, in two of three points."""
+def test_points_with_the_same_site_are_one_row_with_the_largest_values(tmp_path: Path) -> None:
+    """Two of three points have the site, 2 and 3 times per step, with 10 and 7 µs of wait and 4 and 9 µs of bubble."""
     loaded = run(tmp_path, [site()], [site(per_step=3.0, wait_us=7.0, bubble_us=9.0)], [])
     table = sync_sites.build_table(loaded)
     assert [row[1:] for row in table.rows] == [
@@ -49,23 +49,23 @@ def test_points_with_the_same_site_are_one_row_with_the_worst_of_each(tmp_path: 
     ]
 
 
-def test_the_site_that_cost_the_gpu_most_comes_first(tmp_path: Path) -> None:
+def test_sites_are_sorted_by_gpu_time_lost(tmp_path: Path) -> None:
     loaded = run(tmp_path, [site(), site(function="sample", bubble_us=50.0)])
     assert [row[1].split()[0] for row in sync_sites.build_table(loaded).rows] == ["sample", "set_kv"]
 
 
-def test_without_a_site_there_is_no_table(tmp_path: Path) -> None:
+def test_no_table_without_a_site(tmp_path: Path) -> None:
     assert sync_sites.build_table(run(tmp_path, [], [])).rows == []
 
 
-def test_a_site_without_stacks_is_named_by_its_operator(tmp_path: Path) -> None:
+def test_site_without_stacks_is_named_by_its_operator(tmp_path: Path) -> None:
     """Replayed steps are profiled without Python stacks."""
     (row,) = sync_sites.build_table(run(tmp_path, [site(function="", file="", line=None, found_in="replay")])).rows
     assert (row[1], row[3], row[4]) == ("—", "aten::nonzero", "replay")
 
 
-def test_the_report_shows_the_lines(tmp_path: Path) -> None:
-    """A hostile file name stays text."""
+def test_report_shows_file_and_line_of_a_site(tmp_path: Path) -> None:
+    """A hostile file name is escaped."""
     folder = build.write(
         tmp_path / "run",
         [build.ok(build.point(Layout(2)), sync_sites=[site(file="<b>x</b>.py")], host_syncs_per_step=2.0)],

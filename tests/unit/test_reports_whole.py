@@ -1,4 +1,6 @@
-"""A report's folder is whole: a reader, a full disk, Ctrl-C and a crash find the old report or the new one, no mix."""
+"""Replacement of a report's folder: a reader, a full disk, Ctrl-C and a crash find the old or the new report, never a
+mix.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ REPORT = {"report.html", "report.md", "points.csv", "figures"}
 
 
 def draw(_: plots.FigureWriter, path: Path, *__: object) -> None:
-    """Each figure is two small files."""
+    """Write two small files for each figure."""
     for end in (".png", ".svg"):
         path.with_suffix(end).write_text(SVG)
 
@@ -45,12 +47,12 @@ def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def one(tmp_path: Path) -> Path:
-    """A run of one layout."""
+    """Return a run of one layout."""
     return build.write(tmp_path / "one", [build.ok(build.point(TP))])
 
 
 def two_layouts(folder: Path) -> Path:
-    """A run of tp4 and tp4·dcp4, whose report has one figure more: DCP over the same layout without it."""
+    """Return a run of tp4 and tp4·dcp4; its report has one figure more, the ratio of DCP."""
     return build.write(folder, [build.ok(build.point(layout)) for layout in (TP, DCP)])
 
 
@@ -61,7 +63,7 @@ def two(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report about such a run, written once."""
+    """Write the report of such a run once."""
     folder = tmp_path_factory.mktemp("written")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots.FigureWriter, "write_figure", draw)
@@ -71,17 +73,17 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def out(written: Path, tmp_path: Path) -> Path:
-    """A copy of that report, in the place of which another one comes."""
+    """Return a copy of that report, to be replaced by another one."""
     return shutil.copytree(written, tmp_path / "report")
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """All files below a folder."""
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return all files below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def ends(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """Writing a report ends so after its figures, page and text were written."""
+def fail_after_writing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Make the writing of a report fail after its figures, page and text."""
 
     def fail(_: dataframes.Frames, path: Path) -> None:
         path.write_text("half of")
@@ -91,32 +93,30 @@ def ends(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 
 class TestWhole:
-    def test_a_report_takes_the_place_of_an_older_one_with_all_its_files(
-        self, one: Path, two: Path, tmp_path: Path
-    ) -> None:
-        """A figure that the new one has not is gone; what is left looks as if there had been no other."""
+    def test_report_replaces_all_files_of_an_older_one(self, one: Path, two: Path, tmp_path: Path) -> None:
+        """Figures of only the old report are removed; the folder looks as if there had been no other report."""
         out = tmp_path / "report"
         write_report([two], out)
         paths = write_report([one], out)
         assert {p.name for p in out.iterdir()} == REPORT
         assert set(paths) == {p for p in out.rglob("*") if p.is_file()}
         write_report([one], tmp_path / "alone")
-        assert contents(out) == contents(tmp_path / "alone")
+        assert read_files(out) == read_files(tmp_path / "alone")
         assert {p.name for p in tmp_path.iterdir()} == {"one", "two", "report", "alone"}
 
-    def test_whoever_looks_meanwhile_sees_the_old_one(
+    def test_old_report_is_complete_until_the_new_one_is_written(
         self, one: Path, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Readers see it at each step, and at the last moment before the new one is there."""
-        old = contents(out)
-        seen: list[bool] = []
+        """Files of the old report are compared before and after each step."""
+        old = read_files(out)
+        unchanged: list[bool] = []
 
-        def looking(real: Callable[..., Any]) -> Callable[..., Any]:
+        def compare_around(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(*given: Any, **named: Any) -> Any:
-                seen.append(contents(out) == old)
-                made = real(*given, **named)
-                seen.append(contents(out) == old)
-                return made
+                unchanged.append(read_files(out) == old)
+                result = original(*given, **named)
+                unchanged.append(read_files(out) == old)
+                return result
 
             return call
 
@@ -126,41 +126,41 @@ class TestWhole:
             (report_markdown, "render"),
             (points_export, "write_csv"),
         ):
-            monkeypatch.setattr(module, name, looking(getattr(module, name)))
+            monkeypatch.setattr(module, name, compare_around(getattr(module, name)))
         write_report([one], out)
-        assert seen == [True] * 8
-        assert contents(out) != old
+        assert unchanged == [True] * 8
+        assert read_files(out) != old
 
-    @pytest.mark.parametrize("before", [True, False], ids=["over-another", "the-first"])
-    def test_a_full_disk_leaves_what_was_there_and_says_what_to_type(
-        self, before: bool, one: Path, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("has_report", [True, False], ids=["existing-report", "new-report"])
+    def test_full_disk_leaves_the_old_report_and_suggests_a_command(
+        self, has_report: bool, one: Path, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         out = tmp_path / "report"
-        if before:
+        if has_report:
             shutil.copytree(written, out)
-        old = contents(tmp_path)
-        ends(monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        old = read_files(tmp_path)
+        fail_after_writing(monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         with pytest.raises(DiskError) as caught:
             write_report([one], out)
-        assert contents(tmp_path) == old
-        assert out.exists() == before
+        assert read_files(tmp_path) == old
+        assert out.exists() == has_report
         assert str(caught.value) == (
             f"{out}: no space is left on its disk. The records are safe. Make room, or type `dcpbench report {one} -o "
             "ELSEWHERE`."
         )
 
-    def test_ctrl_c_leaves_what_was_there(
+    def test_ctrl_c_leaves_the_old_report(
         self, one: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        old = contents(tmp_path)
-        ends(monkeypatch, KeyboardInterrupt())
+        old = read_files(tmp_path)
+        fail_after_writing(monkeypatch, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             write_report([one], out)
-        assert contents(tmp_path) == old
+        assert read_files(tmp_path) == old
 
-    def test_a_crash_leaves_what_was_there(self, one: Path, out: Path) -> None:
-        """SIGKILL, as of a kernel that lacks memory, once page, text and figures are written."""
-        old = contents(out)
+    def test_crash_leaves_the_old_report(self, one: Path, out: Path) -> None:
+        """SIGKILL, as sent when memory runs out, arrives after page, text and figures are written."""
+        old = read_files(out)
         program = f"""
             import os, signal
             from pathlib import Path
@@ -171,20 +171,20 @@ class TestWhole:
         """
         done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=120, check=False)
         assert done.returncode == -signal.SIGKILL
-        assert contents(out) == old
+        assert read_files(out) == old
 
-    def test_what_else_lies_in_the_folder_stays(self, one: Path, out: Path, tmp_path: Path) -> None:
-        """Then files come one after the other, the page last: no page stands beside figures of another report."""
+    def test_other_files_in_the_folder_are_kept(self, one: Path, out: Path, tmp_path: Path) -> None:
+        """The files are then replaced one by one and the page last, so no page is next to figures of another report."""
         (out / "notes.txt").write_text("mine")
         (out / "figures" / "mine.drawio").write_text("mine, too")
         write_report([one], out)
         assert (out / "notes.txt").read_text() == "mine"
         assert (out / "figures" / "mine.drawio").read_text() == "mine, too"
         write_report([one], tmp_path / "alone")
-        assert contents(tmp_path / "alone").items() <= contents(out).items()
+        assert read_files(tmp_path / "alone").items() <= read_files(out).items()
         assert not list(tmp_path.rglob(f"*{whole_files.PART}"))
 
-    def test_a_failure_between_such_files_leaves_no_page_of_another_report(
+    def test_failure_between_single_files_leaves_no_old_page(
         self, one: Path, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (out / "notes.txt").write_text("mine")
@@ -194,10 +194,10 @@ class TestWhole:
         assert not {"report.html", "report.md", "points.csv"} & {p.name for p in out.iterdir()}
         assert (out / "notes.txt").read_text() == "mine"
 
-    def test_who_works_in_the_folder_is_still_there_afterwards(
+    def test_working_directory_in_the_report_stays_valid(
         self, one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """`dcpbench report RUN -o .` must not take the ground from under a shell."""
+        """`dcpbench report RUN -o .` must not remove the working directory of a shell."""
         out = tmp_path / "report"
         write_report([one], out)
         monkeypatch.chdir(out / "figures")
@@ -206,7 +206,7 @@ class TestWhole:
         assert Path.cwd().samefile(out / "figures")
         assert {p.name for p in out.iterdir()} == REPORT
 
-    def test_a_link_to_a_folder_stays_a_link(self, one: Path, two: Path, tmp_path: Path) -> None:
+    def test_symbolic_link_to_a_folder_is_kept(self, one: Path, two: Path, tmp_path: Path) -> None:
         (tmp_path / "there").mkdir()
         (tmp_path / "link").symlink_to("there")
         write_report([two], tmp_path / "link")
@@ -214,39 +214,39 @@ class TestWhole:
         assert (tmp_path / "link").is_symlink()
         assert {p.name for p in (tmp_path / "there").iterdir()} == REPORT
 
-    def test_a_file_system_that_exchanges_no_folders_gets_the_files_one_by_one(
+    def test_files_are_replaced_one_by_one_without_folder_exchange(
         self, one: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
 
-        def refused(*_: object) -> None:
+        def refuse(*_: object) -> None:
             raise OSError(errno.EINVAL, "no such thing here")
 
-        monkeypatch.setattr(whole_files, "_exchange", refused)
+        monkeypatch.setattr(whole_files, "_exchange", refuse)
         write_report([one], out)
         write_report([one], tmp_path / "alone")
-        assert contents(tmp_path / "alone").items() <= contents(out).items()
+        assert read_files(tmp_path / "alone").items() <= read_files(out).items()
         assert not list(tmp_path.glob(f".*{whole_files.PART}"))
 
 
 class TestCommand:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-    def test_a_signal_ends_it_as_ctrl_c_does(
+    def test_signals_end_the_command_like_ctrl_c(
         self, number: signal.Signals, one: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """With its own exit code, and without leaving anything."""
+        """The exit code is that of the signal, and nothing is left."""
         monkeypatch.setattr(points_export, "write_csv", lambda *_: signal.raise_signal(number))
-        old = contents(one)
+        old = read_files(one)
         with pytest.raises(SystemExit) as end:
             report([one], answer=options.OneAnswer())
         assert end.value.code == 128 + number
         assert "no report was written" in capsys.readouterr().err
-        assert contents(one) == old
+        assert read_files(one) == old
         assert signal.getsignal(number) == signal.SIG_DFL
 
-    def test_ctrl_c_during_the_report_of_a_sweep_says_that_the_records_are_safe(
+    def test_ctrl_c_during_the_report_of_a_sweep_suggests_a_command(
         self, one: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        ends(monkeypatch, KeyboardInterrupt())
+        fail_after_writing(monkeypatch, KeyboardInterrupt())
         probe = Probe(device="cuda", count=4, name="NVIDIA H200")
         with pytest.raises(SystemExit) as end:
             point_runner.finish_run([], one, probe, options.Run())
@@ -255,10 +255,10 @@ class TestCommand:
             f"\nInterrupted; no report was written. The records are safe; to write it: dcpbench report {one}\n"
         )
 
-    def test_ctrl_c_says_that_nothing_was_written_and_what_to_type(
+    def test_ctrl_c_of_the_report_command_suggests_a_command(
         self, one: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        ends(monkeypatch, KeyboardInterrupt())
+        fail_after_writing(monkeypatch, KeyboardInterrupt())
         with pytest.raises(SystemExit) as end:
             report([one], answer=options.OneAnswer())
         assert end.value.code == 130

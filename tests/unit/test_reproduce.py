@@ -1,4 +1,4 @@
-"""reports/reproduce.py: a command that the command line reads back to exactly the point that it was made of."""
+"""Commands that reproduce a point: the command line parses them to exactly that point."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def read_back(monkeypatch: pytest.MonkeyPatch) -> ReadBack:
-    """What the command line makes of a command, on the machine that its --device asks for."""
-    typed: list[SweepSpec] = []
+    """Return a function that parses a command on the machine of its --device, and returns its grid."""
+    specs: list[SweepSpec] = []
 
-    def noted(spec: SweepSpec, *_: object, **__: object) -> int:
-        typed.append(spec)
+    def record_spec(spec: SweepSpec, *_: object, **__: object) -> int:
+        specs.append(spec)
         return 0
 
     monkeypatch.setattr(point_runner, "get_probe", lambda run: CPU if run.device == "cpu" else H200X4)
-    monkeypatch.setattr(point_runner, "measure", noted)
+    monkeypatch.setattr(point_runner, "measure", record_spec)
 
-    def back(command: str) -> SweepSpec:
+    def parse(command: str) -> SweepSpec:
         words = shlex.split(command)
         assert words[0] == "dcpbench"
         with pytest.raises(SystemExit) as end:
             cli.main(words[1:])
         assert end.value.code == 0
-        return typed[-1]
+        return specs[-1]
 
-    return back
+    return parse
 
 
-def check(spec: SweepSpec, probe: Probe, read_back: ReadBack, least: int = 1) -> None:
-    """Each point of a grid has a command whose grid is that point alone, measured in the same way."""
+def check_commands(spec: SweepSpec, probe: Probe, read_back: ReadBack, least: int = 1) -> None:
+    """Check that each point of a grid has a command with only that point in its grid, measured in the same way."""
     points = [c.point for c in grid.expand_grid(spec, probe) if c.error is None]
     assert len(points) >= least
     for point in points:
@@ -83,22 +83,22 @@ DECODE: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("options", DECODE.values(), ids=DECODE)
 @pytest.mark.sample(4)
-def test_a_decode_point_is_measured_again_alone(options: dict[str, object], read_back: ReadBack) -> None:
-    check(make_spec(options, H200X4), H200X4, read_back, least=2)
+def test_decode_point_has_a_command_for_it_alone(options: dict[str, object], read_back: ReadBack) -> None:
+    check_commands(make_spec(options, H200X4), H200X4, read_back, least=2)
 
 
-def test_a_cpu_point_asks_for_the_cpu(read_back: ReadBack) -> None:
-    check(make_spec({"tp": 2, "dtype": "bf16", "seconds": 1}, CPU), CPU, read_back, least=2)
+def test_command_of_a_cpu_point_selects_the_cpu(read_back: ReadBack) -> None:
+    check_commands(make_spec({"tp": 2, "dtype": "bf16", "seconds": 1}, CPU), CPU, read_back, least=2)
 
 
-def test_a_point_of_a_checkpoint_names_its_folder(tmp_path: Path, read_back: ReadBack) -> None:
-    """A folder with a space in its name, and one that begins with a dash."""
+def test_command_of_a_checkpoint_names_its_folder(tmp_path: Path, read_back: ReadBack) -> None:
+    """One folder has a space in its name, and one begins with a dash."""
     for name in ("my model", "-x"):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(V3))
         (folder / "model.safetensors").touch()
-        check(make_spec({"weights": str(folder), "concurrency": 8}, H200X4), H200X4, read_back)
+        check_commands(make_spec({"weights": str(folder), "concurrency": 8}, H200X4), H200X4, read_back)
 
 
 SERVE: dict[str, dict[str, object]] = {
@@ -117,27 +117,27 @@ SERVE: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("options", SERVE.values(), ids=SERVE)
 @pytest.mark.sample(4)
-def test_a_served_point_is_measured_again_alone(options: dict[str, object], read_back: ReadBack) -> None:
-    check(make_serve_spec(options, H200X4), H200X4, read_back, least=2)
+def test_served_point_has_a_command_for_it_alone(options: dict[str, object], read_back: ReadBack) -> None:
+    check_commands(make_serve_spec(options, H200X4), H200X4, read_back, least=2)
 
 
-def test_a_served_point_of_a_cpu_asks_for_the_cpu(read_back: ReadBack) -> None:
-    check(make_serve_spec({"tp": 2, "mode": "live,replay"}, CPU), CPU, read_back, least=2)
+def test_command_of_a_served_cpu_point_selects_the_cpu(read_back: ReadBack) -> None:
+    check_commands(make_serve_spec({"tp": 2, "mode": "live,replay"}, CPU), CPU, read_back, least=2)
 
 
 @pytest.mark.parametrize(
     "more", [{}, {"concurrency": 2}, {"request_rate": 2}, {"limit_seconds": 60}, {"num_requests": "3"}], ids=str
 )
-def test_a_file_of_requests_is_named_with_its_folder(
+def test_command_names_a_file_of_requests_with_its_folder(
     more: dict[str, object], tmp_path: Path, read_back: ReadBack
 ) -> None:
     path = tmp_path / "my trace.csv"
     path.write_text("arrival_s,input_tokens,output_tokens\n0,10,10\n1,20,10\n2,30,10\n3,40,10\n")
-    check(make_serve_spec({"requests": str(path), **more}, H200X4), H200X4, read_back)
+    check_commands(make_serve_spec({"requests": str(path), **more}, H200X4), H200X4, read_back)
 
 
-def test_a_replay_from_a_file_names_the_file(tmp_path: Path, read_back: ReadBack) -> None:
-    """Those of another engine, from which this grid could not replay."""
+def test_command_of_a_replay_names_its_step_times(tmp_path: Path, read_back: ReadBack) -> None:
+    """These are of another engine, so the grid itself could not replay from them."""
     path = tmp_path / "times.json"
     write_step_times(path, step_times_builder.step_times())
     spec = make_serve_spec({"mode": "replay", "step_times": str(path), "concurrency": 8, "baseline": False}, H200X4)
@@ -147,7 +147,7 @@ def test_a_replay_from_a_file_names_the_file(tmp_path: Path, read_back: ReadBack
     assert grid.expand_grid(again, H200X4)[0].point == candidate.point
 
 
-def test_a_command_is_safe_to_paste(read_back: ReadBack) -> None:
+def test_command_is_safe_to_paste(read_back: ReadBack) -> None:
     """A name from a record cannot end the command and begin another."""
     name = "$(touch x); `touch y` '\n--force"
     command = build_command(record_builder.point(model=name, dtype="bf16"), {})
@@ -155,14 +155,14 @@ def test_a_command_is_safe_to_paste(read_back: ReadBack) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"model": "a,b"}, {"backend": "x,"}, {"model": ""}], ids=str)
-def test_what_no_option_can_say_has_no_command(changes: dict[str, object]) -> None:
+def test_names_that_no_option_accepts_raise_usage_error(changes: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="comma list"):
         build_command(record_builder.point(**changes), msgspec.to_builtins(Settings()))
 
 
-def test_a_repeat_is_measured_as_a_first_pass() -> None:
-    of: Point = record_builder.point(repeat=3)
-    assert build_command(of, {}) == build_command(msgspec.structs.replace(of, repeat=0), {})
+def test_command_of_a_repeat_is_that_of_the_first_pass() -> None:
+    repeated: Point = record_builder.point(repeat=3)
+    assert build_command(repeated, {}) == build_command(msgspec.structs.replace(repeated, repeat=0), {})
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,7 @@ def test_a_repeat_is_measured_as_a_first_pass() -> None:
         ("no_profile", False, []),
     ],
 )
-def test_a_comma_in_a_name_is_two_names_and_in_a_path_a_comma(
-    name: str, value: object, words: list[str] | None
-) -> None:
+def test_comma_is_refused_in_names_and_accepted_in_paths(name: str, value: object, words: list[str] | None) -> None:
     if words is None:
         with pytest.raises(UsageError, match="a comma list, and nothing, have another meaning"):
             reproduce._format_option(name, value)
@@ -201,19 +199,19 @@ def test_keys_of_one_option_are_joined(options: dict[str, object], joined: dict[
     assert reproduce._join_keys(options) == joined
 
 
-def test_a_key_with_a_comma_in_its_value_has_no_command() -> None:
+def test_key_with_a_comma_in_its_value_raises_usage_error() -> None:
     with pytest.raises(UsageError, match="--sessions turns='1,2' cannot be typed"):
         reproduce._join_keys({"turns": "1,2"})
 
 
-def test_a_computation_that_no_option_selects_has_no_command() -> None:
-    """Where weights and KV are fp8, bf16 is the default on GPUs and fp32 on the CPU."""
+def test_compute_dtype_that_no_option_selects_raises_usage_error() -> None:
+    """With fp8 weights and KV the default is bf16 on GPUs and fp32 on the CPU."""
     point = record_builder.point(dtype="bf16", weights_dtype="fp8", kv_dtype="fp8")
     assert "--weights-dtype fp8 --kv-dtype fp8" in build_command(point, {})
     with pytest.raises(UsageError, match="no option selects bf16"):
         build_command(point, {}, cpu=True)
 
 
-def test_a_weights_folder_is_no_list_of_names() -> None:
+def test_weights_folder_is_no_list_of_names() -> None:
     assert {"model", "exchange", "backend"} <= {*reproduce.LISTS}
     assert "weights" not in reproduce.LISTS

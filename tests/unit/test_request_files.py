@@ -1,4 +1,4 @@
-"""Files of requests: what each format says, and what is wrong in which line."""
+"""Files of requests: the fields of each format, and errors with their line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN = '{"input_tokens": 3, "output_tokens": 4}'
 
 @pytest.fixture
 def read(tmp_path: Path) -> Callable[[str | bytes], Trace]:
-    """Read a file with this text; its name says nothing about its format."""
+    """Return a function that reads a file with this text; its name does not reveal its format."""
 
     def read(text: str | bytes) -> Trace:
         path = tmp_path / "requests.data"
@@ -36,20 +36,20 @@ def read(tmp_path: Path) -> Callable[[str | bytes], Trace]:
 
 
 def sizes(trace: Trace) -> list[tuple[float | None, int, int]]:
-    """(arrival, prompt, output) of each request."""
+    """Return (arrival, prompt, output) of each request."""
     return [(row.arrival_s, row.input_tokens, row.output_tokens) for row in trace.rows]
 
 
 class TestFormats:
-    def test_times_in_seconds_are_not_read_as_milliseconds(self, read) -> None:
+    def test_qwen_times_are_read_as_seconds(self, read) -> None:
         """Qwen traces have Mooncake's fields, times in seconds, and blocks of 16 tokens."""
         line = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 1.0, "input_length": 20, "output_length": 5}
         trace = read("\n".join(json.dumps(line | more) for more in ({"hash_ids": [1, 2]}, {"timestamp": 62.5})))
         assert sizes(trace) == [(0.0, 20, 5), (61.5, 20, 5)]
         assert str(trace.reading) == "format=qwen,time-unit=s,block-size=16"
 
-    def test_mooncake_counts_ms_from_anywhere(self, read) -> None:
-        """27,482 ms is when the trace begins; other tools' fields are left alone."""
+    def test_mooncake_times_are_ms_relative_to_the_first(self, read) -> None:
+        """The trace begins at 27,482 ms; unknown fields are ignored."""
         trace = read(
             '{"timestamp": 27482, "input_length": 600, "output_length": 52, "hash_ids": [46, 47]}\n'
             '{"timestamp": 30982, "input_length": 512, "output_length": 1, "hash_ids": [46], "type": "chat"}\n'
@@ -59,30 +59,30 @@ class TestFormats:
         assert trace.has_times
         assert not trace.supports_prefix_share
 
-    def test_hashes_may_leave_out_the_last_short_block(self, read) -> None:
+    def test_hash_of_the_last_incomplete_block_is_optional(self, read) -> None:
         """Tools differ: 600 tokens are one full block and a rest."""
         assert read(MOONCAKE.replace("3", "600", 1)[:-1] + ', "hash_ids": [46]}').rows[0].hash_ids == (46,)
 
-    def test_our_own_lines_have_times_and_groups_if_they_like(self, read) -> None:
+    def test_own_format_has_optional_times_and_groups(self, read) -> None:
         trace = read(OWN + "\n\n" + '{"input_tokens": 5, "output_tokens": 1, "prefix_group": 2}' + "\n")
         assert sizes(trace) == [(None, 3, 4), (None, 5, 1)]
         assert not trace.has_times
         assert trace.has_groups
         assert trace.supports_prefix_share
 
-    def test_our_own_lines_may_name_token_ids(self, read) -> None:
+    def test_own_format_accepts_token_ids(self, read) -> None:
         trace = read('{"prompt": [17, 3, 99], "output_tokens": 2, "arrival_s": 1.5}')
         assert sizes(trace) == [(0.0, 3, 2)]
         assert trace.rows[0].prompt.tolist() == [17, 3, 99]
         assert trace.largest_id == 99
 
-    def test_csv_begins_with_the_names_of_its_columns(self, read) -> None:
-        """In any order; an empty cell says nothing."""
+    def test_csv_columns_may_have_any_order(self, read) -> None:
+        """An empty cell is an absent value."""
         trace = read("output_tokens, input_tokens,arrival_s,prefix_group\r\n4,3,0.5,1\r\n2,8,0.75,\r\n")
         assert sizes(trace) == [(0.0, 3, 4), (0.25, 8, 2)]
         assert [row.prefix_group for row in trace.rows] == [1, None]
 
-    def test_a_byte_order_mark_is_no_column(self, read) -> None:
+    def test_byte_order_mark_is_ignored(self, read) -> None:
         assert sizes(read(b"\xef\xbb\xbfinput_tokens,output_tokens\n3,4\n")) == [(None, 3, 4)]
 
     def test_equal_bytes_have_equal_hashes(self, read) -> None:
@@ -90,20 +90,20 @@ class TestFormats:
 
 
 class TestOrder:
-    def test_requests_out_of_order_are_sorted_and_it_is_known(self, read) -> None:
+    def test_unsorted_requests_are_sorted_and_flagged(self, read) -> None:
         trace = read("arrival_s,input_tokens,output_tokens\n2,1,1\n1,2,1\n1,3,1\n")
         assert sizes(trace) == [(0.0, 2, 1), (0.0, 3, 1), (1.0, 1, 1)]
         assert trace.sorted
 
-    def test_equal_times_are_in_order(self, read) -> None:
+    def test_equal_times_count_as_sorted(self, read) -> None:
         assert not read("arrival_s,input_tokens,output_tokens\n1,2,1\n1,3,1\n").sorted
 
-    def test_times_before_the_start_are_only_earlier(self, read) -> None:
+    def test_negative_times_are_relative_to_the_first(self, read) -> None:
         assert sizes(read("arrival_s,input_tokens,output_tokens\n-2,1,1\n0,1,1\n"))[1][0] == 2.0
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "is empty; it should hold lines such as"),
         ("\n \n", "is empty"),
@@ -161,71 +161,71 @@ class TestOrder:
     ],
     ids=lambda x: (x if isinstance(x, str) else "bytes")[:40],
 )
-def test_what_is_wrong_is_said_with_its_line(read, text: str | bytes, words: str) -> None:
+def test_invalid_file_raises_usage_error_with_its_line(read, text: str | bytes, message: str) -> None:
     with pytest.raises(UsageError, match=r"--requests .*requests\.data") as e:
         read(text)
-    assert words in str(e.value)
+    assert message in str(e.value)
 
 
-def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--requests .*none cannot be read"):
         read_requests(tmp_path / "none")
     with pytest.raises(UsageError, match="is not a file"):
         read_requests(tmp_path)
 
 
-def test_a_request_counts_prompt_and_output() -> None:
+def test_tokens_of_a_request_are_prompt_and_output() -> None:
     assert Row(arrival_s=None, input_tokens=3, output_tokens=4).tokens == 7
 
 
 class TestReadings:
-    """How a file is read: found by its columns, or stated."""
+    """Format, units and columns of a file, detected or given by options."""
 
-    def refused(self, tmp_path: Path, text: str, **how: Any) -> str:
+    def read_error(self, tmp_path: Path, text: str, **options: Any) -> str:
         path = tmp_path / "x.data"
         path.write_text(text)
         with pytest.raises(UsageError) as error:
-            read_requests(path, Reading(**how))
+            read_requests(path, Reading(**options))
         return str(error.value)
 
     @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
-    def test_the_unit_of_named_columns_has_to_be_stated(self, tmp_path: Path, unit: str) -> None:
+    def test_named_columns_require_a_time_unit(self, tmp_path: Path, unit: str) -> None:
         text = '{"when": 5, "in": 3, "out": 4}\n{"when": 7, "in": 3, "out": 4}\n'
         names = "arrival:when/input_tokens:in/output_tokens:out"
-        assert "the unit of 'when' is not known; add time-unit=s, time-unit=ms" in self.refused(
+        assert "the unit of 'when' is not known; add time-unit=s, time-unit=ms" in self.read_error(
             tmp_path, text, columns=names
         )
         trace = read_requests(tmp_path / "x.data", Reading(columns=names, unit=unit))
         assert trace.rows[1].arrival_s == {"s": 2.0, "ms": 2e-3, "us": 2e-6, "ns": 2e-9}[unit]
 
-    def test_dates_state_their_unit(self, tmp_path: Path) -> None:
+    def test_dates_need_no_time_unit(self, tmp_path: Path) -> None:
         path = tmp_path / "x.csv"
         path.write_text("when,in,out\n2024-05-10T00:00:00Z,3,4\n2024-05-10T02:00:01+02:00,3,4\n")
         trace = read_requests(path, Reading(columns="arrival:when/input_tokens:in/output_tokens:out"))
         assert (trace.reading.unit, trace.rows[1].arrival_s) == ("date", 1.0)
 
-    def test_columns_of_no_known_format_have_to_be_named(self, tmp_path: Path) -> None:
-        found = self.refused(tmp_path, '{"ts": 1, "prompt_len": 3, "gen": 4}\n')
+    def test_unknown_columns_have_to_be_named(self, tmp_path: Path) -> None:
+        found = self.read_error(tmp_path, '{"ts": 1, "prompt_len": 3, "gen": 4}\n')
         assert "its columns (ts, prompt_len, gen) are of no known format" in found
         assert "--requests file=" in found
         assert "columns=arrival:NAME/input_tokens:NAME/output_tokens:NAME,time-unit=s" in found
-        assert "its columns (ts, in) are of no known format" in self.refused(tmp_path, "ts,in\n1,2\n")
+        assert "its columns (ts, in) are of no known format" in self.read_error(tmp_path, "ts,in\n1,2\n")
 
-    def test_mooncake_with_fractions_may_count_seconds(self, tmp_path: Path) -> None:
+    def test_mooncake_times_with_fractions_require_a_unit(self, tmp_path: Path) -> None:
         text = MOONCAKE.replace("5", "61.5") + "\n" + MOONCAKE.replace("5", "62.75") + "\n"
-        assert "'timestamp' is 61.5, and times of mooncake are whole ms; add time-unit=s" in self.refused(
+        assert "'timestamp' is 61.5, and times of mooncake are whole ms; add time-unit=s" in self.read_error(
             tmp_path, text
         )
         for unit, seconds in (("s", 1.25), ("ms", 0.00125)):
             assert read_requests(tmp_path / "x.data", Reading(unit=unit)).rows[1].arrival_s == pytest.approx(seconds)
 
-    def test_hash_ids_of_another_block_are_refused_with_the_one_that_fits(self, tmp_path: Path) -> None:
+    def test_wrong_block_size_is_refused_with_the_matching_one(self, tmp_path: Path) -> None:
         text = '{"timestamp": 0, "input_length": 60, "output_length": 4, "hash_ids": [1, 2, 3, 4]}\n'
-        assert "blocks of 16 would fit: add block-size=16" in self.refused(tmp_path, text)
+        assert "blocks of 16 would fit: add block-size=16" in self.read_error(tmp_path, text)
         assert read_requests(tmp_path / "x.data", Reading(block_size=16)).reading.block_size == 16
 
     @pytest.mark.parametrize(
-        ("line", "words"),
+        ("line", "message"),
         [
             ({"session_id": "a", "text_input": "hi", "output_length": 3}, "'text_input' holds text"),
             ({"session_id": "a", "turns": [{"text": "hi"}]}, "'turns' holds text"),
@@ -236,19 +236,19 @@ class TestReadings:
             ),
         ],
     )
-    def test_what_a_session_cannot_be(self, tmp_path: Path, line: dict[str, Any], words: str) -> None:
-        assert words in self.refused(tmp_path, json.dumps(line) + "\n")
+    def test_unsupported_session_fields_are_refused(self, tmp_path: Path, line: dict[str, Any], message: str) -> None:
+        assert message in self.read_error(tmp_path, json.dumps(line) + "\n")
 
-    def test_columns_of_another_format_in_later_lines_are_not_ignored(self, tmp_path: Path) -> None:
+    def test_column_of_another_format_in_a_later_line_is_refused(self, tmp_path: Path) -> None:
         later = MOONCAKE[:-1] + ', "session_id": "a"}'
-        assert "line 2: 'session_id' is a column of AIPerf, with sessions; add format=aiperf" in self.refused(
+        assert "line 2: 'session_id' is a column of AIPerf, with sessions; add format=aiperf" in self.read_error(
             tmp_path, f"{MOONCAKE}\n{later}\n"
         )
         trace = read_requests(tmp_path / "x.data", Reading(format="aiperf"))
         assert [row.turn for row in trace.rows] == [0, 0]
 
     @pytest.mark.parametrize(
-        ("how", "words"),
+        ("options", "message"),
         [
             ({"format": "mooncacke"}, "--requests format=mooncacke: not one of own, mooncake"),
             ({"unit": "min"}, "--requests time-unit=min: not one of s, ms, us, ns, date"),
@@ -259,10 +259,10 @@ class TestReadings:
             ({"format": "columns"}, "format=columns needs the names of the columns"),
         ],
     )
-    def test_a_reading_that_does_not_exist(self, tmp_path: Path, how: dict[str, Any], words: str) -> None:
-        assert words in self.refused(tmp_path, MOONCAKE, **how)
+    def test_invalid_reading_options_are_refused(self, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+        assert message in self.read_error(tmp_path, MOONCAKE, **options)
 
-    def test_what_was_found_is_described(self, tmp_path: Path) -> None:
+    def test_description_has_format_duration_and_shared_tokens(self, tmp_path: Path) -> None:
         """Two of three blocks were in the prompt before: 1,024 of 2,700 tokens."""
         path = tmp_path / "x.jsonl"
         rows = [(100, 1200, [1, 2, 3]), (3600, 1500, [1, 2, 4])]
@@ -275,22 +275,22 @@ class TestReadings:
             "were in earlier prompts."
         )
 
-    def test_rows_that_failed_are_left_out_and_counted(self, tmp_path: Path) -> None:
+    def test_failed_rows_are_left_out_and_counted(self, tmp_path: Path) -> None:
         path = tmp_path / "x.csv"
         path.write_text("Timestamp,Request tokens,Response tokens\n5,3,0\n6,3,1\n8,4,2\n")
         trace = read_requests(path)
         assert (sizes(trace), trace.failures) == ([(0.0, 3, 1), (2.0, 4, 2)], 1)
         assert trace.describe(2).endswith("2 requests over 2.000 s; 1 request without output left out.")
         path.write_text("Timestamp,Request tokens,Response tokens\n5,3,0\n")
-        assert "holds no request that succeeded" in self.refused_again(path)
+        assert "holds no request that succeeded" in self.read_error_of(path)
 
-    def refused_again(self, path: Path) -> str:
+    def read_error_of(self, path: Path) -> str:
         with pytest.raises(UsageError) as error:
             read_requests(path)
         return str(error.value)
 
     @given(st.integers(0, 10**6), st.lists(st.integers(0, 2**40), min_size=1, max_size=5), st.integers(1, 70))
-    def test_blocks_are_the_beginnings_of_their_streams(self, seed: int, hashes: list[int], size: int) -> None:
-        """The fast way for many blocks gives what each stream alone gives."""
+    def test_blocks_are_the_beginnings_of_their_token_streams(self, seed: int, hashes: list[int], size: int) -> None:
+        """The fast computation of many blocks equals that of single streams."""
         slow = np.concatenate([make_token_ids(seed, HASH, one, size, 1000) for one in hashes])
         assert make_block_ids(seed, HASH, hashes, size, 1000).tolist() == slow.tolist()

@@ -1,4 +1,4 @@
-"""The reports under results/: what is committed is what `make results` makes of the raw records."""
+"""Committed reports in results/ equal those that `make results` writes from the raw records."""
 
 from __future__ import annotations
 
@@ -18,46 +18,50 @@ LINES = [
 ]
 
 
-def arguments(typed: str) -> tuple[list[Path], str, dict[str, bool]]:
-    """The runs, the folder after -o, and how they are read."""
-    *words, _, out = shlex.split(typed)
+def parse_command(command: str) -> tuple[list[Path], str, dict[str, bool]]:
+    """Return the runs, the folder after -o, and the options of reading."""
+    *words, _, out = shlex.split(command)
     return [Path(w) for w in words if w != "--as-repeats"], out, {"as_repeats": "--as-repeats" in words}
 
 
-COMMITTED = [  # reports that a document links; the folder of another holds a picture at most
-    (folder, typed) for folder, typed in LINES if (RESULTS / folder / arguments(typed)[1] / "points.csv").is_file()
+COMMITTED = [  # reports linked from a document; folders of other reports contain at most a picture
+    (folder, command)
+    for folder, command in LINES
+    if (RESULTS / folder / parse_command(command)[1] / "points.csv").is_file()
 ]
 
 
-def test_the_reports_that_documents_link_are_committed() -> None:
-    assert [(folder, arguments(typed)[1]) for folder, typed in COMMITTED] == [
+def test_reports_linked_from_documents_are_committed() -> None:
+    assert [(folder, parse_command(command)[1]) for folder, command in COMMITTED] == [
         ("decode_4xH200/decode-fp8_4xH200_2026-11-26", "report"),
         ("serving_4xH200/attention-dp-live_4xH200_2026-11-27", "report"),
     ]
 
 
-@pytest.mark.parametrize(("folder", "typed"), LINES, ids=[shlex.split(typed)[-1] for _, typed in LINES])
+@pytest.mark.parametrize(("folder", "command"), LINES, ids=[shlex.split(command)[-1] for _, command in LINES])
 @pytest.mark.sample(4)
-def test_every_report_can_be_written(folder: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_report_can_be_written(
+    folder: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The text names every picture."""
     monkeypatch.chdir(RESULTS / folder)
     monkeypatch.setattr(plots.FigureWriter, "write_figure", lambda *_: b"")
-    runs, _, how = arguments(typed)
-    read = dataframes.load_frames(runs, **how)
+    runs, _, options = parse_command(command)
+    read = dataframes.load_frames(runs, **options)
     pictures = plots.draw_all(read, tmp_path / "figures")
     text = report_markdown.render(overview.format_title(read), sections.build_sections(read, pictures), tmp_path)
     assert [picture.png.name for picture in pictures if f"figures/{picture.png.name}" not in text] == []
 
 
-@pytest.mark.parametrize(("folder", "typed"), COMMITTED, ids=[shlex.split(typed)[-1] for _, typed in COMMITTED])
-def test_a_committed_report_says_what_its_records_say(
-    folder: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("folder", "command"), COMMITTED, ids=[shlex.split(command)[-1] for _, command in COMMITTED])
+def test_committed_report_equals_that_of_its_records(
+    folder: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Word for word; the figures are there, and are not drawn again, as fonts differ from one machine to the next."""
+    """Figures must exist, but are not drawn again, as fonts differ between machines."""
     monkeypatch.chdir(RESULTS / folder)
     monkeypatch.setattr(plots.FigureWriter, "write_figure", lambda *_: b"")
-    runs, out, how = arguments(typed)
-    read = dataframes.load_frames(runs, **how)
+    runs, out, options = parse_command(command)
+    read = dataframes.load_frames(runs, **options)
     pictures = plots.draw_all(read, tmp_path / "figures")
     title = overview.format_title(read)
     text = report_markdown.render(title, sections.build_sections(read, pictures), tmp_path)
@@ -68,23 +72,25 @@ def test_a_committed_report_says_what_its_records_say(
     assert shown == {path.name for path in Path(out, "figures").glob("*.png")}
 
 
-def test_every_serving_and_decode_run_stands_in_a_report() -> None:
-    """A folder of records that nothing shows would be forgotten."""
-    shown = {RESULTS / folder / run for folder, typed in LINES for run in arguments(typed)[0]}
+def test_every_serving_and_decode_run_is_in_a_report() -> None:
+    """Records in no report would be forgotten."""
+    shown = {RESULTS / folder / run for folder, command in LINES for run in parse_command(command)[0]}
     runs = {
         path.parent for path in RESULTS.rglob("records.jsonl") if path.parents[1].name.startswith(("decode", "serving"))
     }
     assert runs - shown == set()
 
 
-@pytest.mark.parametrize(("folder", "typed"), LINES, ids=[shlex.split(typed)[-1] for _, typed in LINES])
-def test_dcp_pays_in_the_loads_in_which_every_best_layout_has_it(
-    folder: str, typed: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("folder", "command"), LINES, ids=[shlex.split(command)[-1] for _, command in LINES])
+def test_dcp_pays_in_loads_in_which_every_best_layout_has_dcp(
+    folder: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ways to the same loads: against the best other layout, and among the layouts that none clearly beats."""
+    """Both ways lead to the same loads: the comparison with the best other layout, and the layouts that none clearly
+    beats.
+    """
     monkeypatch.chdir(RESULTS / folder)
-    runs, _, how = arguments(typed)
-    points = findings.select_rivals(dataframes.load_frames(runs, **how))
+    runs, _, options = parse_command(command)
+    points = findings.select_rivals(dataframes.load_frames(runs, **options))
     against = findings.compare_dcp_with_best(points)
     compared = against[~against["verdict"].isin(["no rival", "alone"])]
     pays = set(compared[compared["verdict"] == "higher"]["same_load"])
@@ -94,11 +100,11 @@ def test_dcp_pays_in_the_loads_in_which_every_best_layout_has_it(
     assert pays == set(won[with_dcp]["same_load"])
 
 
-def test_within_its_slo_dcp_pays_in_none_of_the_84_loads_of_the_break_even(monkeypatch: pytest.MonkeyPatch) -> None:
-    """README says so."""
-    (folder, typed) = next(line for line in LINES if "break-even" in line[1])
+def test_dcp_pays_in_none_of_84_break_even_loads_within_slo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """README states this."""
+    (folder, command) = next(line for line in LINES if "break-even" in line[1])
     monkeypatch.chdir(RESULTS / folder)
-    runs, _, how = arguments(typed)
-    against = findings.compare_dcp_with_best(findings.select_rivals(dataframes.load_frames(runs, **how)))
+    runs, _, options = parse_command(command)
+    against = findings.compare_dcp_with_best(findings.select_rivals(dataframes.load_frames(runs, **options)))
     assert len(against.drop_duplicates(["model", "same_load"])) == 84
     assert not set(against["verdict"]) & {"higher", "alone"}

@@ -1,4 +1,4 @@
-"""Correction biases by which the routers of other engines choose experts as stated."""
+"""Correction biases that make the routers of other engines choose experts by a given distribution."""
 
 import dataclasses
 
@@ -31,7 +31,9 @@ def source():
 
 
 def count_shares(bias, rule):
-    """Share of standard normal tokens that take each expert, and the experts that steps of 8 of them read."""
+    """Return the share of standard normal tokens that take each expert, and the mean number of experts that steps of 8
+    tokens read.
+    """
     logits = torch.randn(32768, rule.experts, generator=torch.Generator().manual_seed(7))
     _, ids = select_experts_reference(logits, bias.float(), rule)
     steps = ids.view(-1, 8 * rule.top_k)
@@ -40,8 +42,8 @@ def count_shares(bias, rule):
     )
 
 
-def test_a_router_with_the_bias_chooses_experts_as_often_as_stated(source):
-    """In every layer, within 2 % of all rows, with groups; and a step reads as many experts as expected."""
+def test_router_with_the_bias_chooses_experts_by_the_distribution(source):
+    """Every layer agrees within 2 % of all rows, with groups, and a step reads as many experts as expected."""
     choices = load_choices(ROUTING, SMALL)
     for index, stated in enumerate(choices.shares_LE, 1):
         bias = source.get_tensor(f"model.layers.{index}.mlp.gate.e_score_correction_bias", (32,), dtype=torch.float32)
@@ -51,8 +53,8 @@ def test_a_router_with_the_bias_chooses_experts_as_often_as_stated(source):
     assert np.abs(count_shares(torch.zeros(32), SMALL)[0] - stated).sum() / 2 / SMALL.top_k > 0.1
 
 
-def test_layers_of_one_law_share_one_search(source):
-    """They differ in the order of their experts; each rank of an engine finds the same bias."""
+def test_layers_of_one_distribution_share_one_search(source):
+    """Layers differ in the order of their experts; each rank of an engine finds the same bias."""
     assert len(source.known) == 1
     names = [f"model.layers.{index}.mlp.gate.e_score_correction_bias" for index in (1, 2)]
     first, second = (source.get_tensor(name, (32,), dtype=torch.float32) for name in names)
@@ -68,19 +70,19 @@ def test_other_tensors_are_those_of_the_synthetic_weights(source):
     assert differ == [f"model.layers.{index}.mlp.gate.e_score_correction_bias" for index in (1, 2, 3)]
 
 
-def test_a_share_of_one_is_an_expert_that_every_token_takes():
+def test_expert_with_a_share_of_one_is_taken_by_every_token():
     shares = torch.full((32,), 3 / 31, dtype=torch.float64)
     shares[5] = 1.0
     found, _ = count_shares(find_bias(shares, SMALL), SMALL)
     assert found[5] == pytest.approx(1, abs=0.02)
 
 
-def test_models_without_a_correction_bias_are_refused():
+def test_models_without_a_correction_bias_raise_model_error():
     with pytest.raises(ModelError, match="deepseek-v2-lite adds no correction bias"):
         RoutedSource(0, CPU, load_shape("deepseek-v2-lite"), ROUTING)
 
 
-def test_a_server_gets_the_routing_of_its_point():
+def test_server_gets_the_routing_of_its_point():
     point = Point(
         model="m", tp=2, concurrency=1, context=1, backend="vllm", dtype="bf16", weights="synthetic", routing=ROUTING
     )

@@ -1,4 +1,4 @@
-"""tools/routing_check.py: what it computes of a run, and how it tells it."""
+"""tools/routing_check.py: forecasts of steps with a routing, and the printed table."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 
-def measured(ms: float, routing: str, hit: float) -> Record:
-    """A step of V3 at tp2 with 32 requests of 4,000 tokens."""
+def make_record(ms: float, routing: str, hit: float) -> Record:
+    """Return a step of V3 on tp2 with 32 requests of 4,000 tokens."""
     point = build.point(
         Layout(2),
         model="deepseek-v3",
@@ -37,9 +37,9 @@ def measured(ms: float, routing: str, hit: float) -> Record:
     )
 
 
-def test_a_skewed_step_is_forecast_shorter_by_the_experts_that_it_does_not_read() -> None:
-    """163 of 256 experts with even routing, and 78 with zipf:1.25."""
-    even, skewed = (routing_check.compare_record(measured(30.0, *of)) for of in (("", 0.64), ("zipf:1.25", 0.3)))
+def test_skewed_step_is_forecast_shorter_as_it_reads_fewer_experts() -> None:
+    """A step reads 163 of 256 experts with even routing, and 78 with zipf:1.25."""
+    even, skewed = (routing_check.compare_record(make_record(30.0, *of)) for of in (("", 0.64), ("zipf:1.25", 0.3)))
     assert even is not None
     assert skewed is not None
     assert (even.expected, skewed.expected) == (163, 78)
@@ -49,12 +49,12 @@ def test_a_skewed_step_is_forecast_shorter_by_the_experts_that_it_does_not_read(
 
 
 @pytest.mark.parametrize(("ms", "code"), [(None, 0), (500.0, 1)], ids=["inside", "outside"])
-def test_the_exit_code_is_1_if_a_step_lies_outside_its_band(
+def test_exit_code_is_1_if_a_step_is_outside_its_band(
     ms: float | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = routing_check.compare_record(measured(30.0, "zipf:1", 0.4))
-    assert asked is not None
-    build.write(tmp_path / "run", [measured(ms or asked.forecast_ms, "zipf:1", 0.4)])
+    forecast = routing_check.compare_record(make_record(30.0, "zipf:1", 0.4))
+    assert forecast is not None
+    build.write(tmp_path / "run", [make_record(ms or forecast.forecast_ms, "zipf:1", 0.4)])
     monkeypatch.setattr(sys, "argv", ["routing_check", str(tmp_path / "run")])
     assert routing_check.main() == code
     printed = capsys.readouterr().out
@@ -63,7 +63,7 @@ def test_the_exit_code_is_1_if_a_step_lies_outside_its_band(
     assert f"{1 - code} of 1 steps lie inside" in printed
 
 
-def test_a_run_without_steps_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_steps_exits_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build.write(tmp_path / "run", [build.failed(build.point(Layout(2)))])
     monkeypatch.setattr(sys, "argv", ["routing_check", str(tmp_path / "run")])
     assert routing_check.main() == 1

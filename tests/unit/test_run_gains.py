@@ -1,4 +1,4 @@
-"""Gains of a replayed run by cause: stored next to its records, and shown by its report. Step times are made up."""
+"""Gains of a replayed run by cause, stored next to its records and shown in its report, from made-up step times."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ SETTINGS = Settings(kv_memory_bytes=PAGES * memory.compute_page_bytes(SHAPES["de
 
 
 def quicker_ms(work: Work) -> float:
-    """DCP: attention of decodes takes a quarter, and each step 2 ms more."""
+    """Return the time of a step with DCP: attention of decodes takes a quarter, and each step 2 ms more."""
     return true_ms(work) + 2 - 0.75e-4 * work.kv_tokens
 
 
-def make_points(of: Point, concurrency: int) -> Iterator[Point]:
+def make_points(base: Point, concurrency: int) -> Iterator[Point]:
     for dcp in (1, 4):
         exchange = "none" if dcp == 1 else "ag_rs"
-        yield msgspec.structs.replace(of, concurrency=concurrency, dcp=dcp, exchange=exchange)
+        yield msgspec.structs.replace(base, concurrency=concurrency, dcp=dcp, exchange=exchange)
 
 
-def write_run(folder: Path, *concurrencies: int, device: str = "NVIDIA H200", of: Point = POINT) -> Path:
+def write_run(folder: Path, *concurrencies: int, device: str = "NVIDIA H200", base: Point = POINT) -> Path:
     """Replay tp4 and tp4·dcp4 into a run's folder."""
     for concurrency in concurrencies:
-        for point in make_points(of, concurrency):
+        for point in make_points(base, concurrency):
             plan = plan_engine([point], SETTINGS, SHAPES[point.model], step_times(device=device).make_probe())
             extent = Extent.from_points([point], pages=plan.pages, max_context=plan.max_context)
             path = get_engine_path(point) | {"mtp": 0}
@@ -90,8 +90,8 @@ def get_split(run: Path, concurrency: int) -> GainSplit:
 
 
 @pytest.mark.parametrize("concurrency", [2, 8])
-def test_the_parts_sum_to_the_difference_of_the_records(run: Path, concurrency: int) -> None:
-    """Within 2 %: the replays of a split repeat those of the records."""
+def test_parts_sum_to_the_difference_of_the_records(run: Path, concurrency: int) -> None:
+    """The replays of a split repeat those of the records within 2 %."""
     outputs = {
         r.point.dcp: r.serve.output_tok_s
         for r in read_last_records(run).values()
@@ -101,18 +101,18 @@ def test_the_parts_sum_to_the_difference_of_the_records(run: Path, concurrency: 
     assert total == pytest.approx(outputs[4] - outputs[1], rel=0.02)
 
 
-def test_capacity_counts_only_where_it_is_short(run: Path) -> None:
-    """Two requests fit without DCP; of eight, three do."""
+def test_capacity_counts_only_if_it_is_short(run: Path) -> None:
+    """Two requests fit without DCP; of eight, only three do."""
     parts = {n: {part.causes: part.difference for part in get_split(run, n).parts} for n in (2, 8)}
     assert parts[2][gain_split.CAPACITY,] == pytest.approx(0, abs=1e-9)
     assert parts[8][gain_split.CAPACITY,] > 0.5 * get_split(run, 8).difference > 0
 
 
-def test_prefixes_that_only_a_larger_pool_keeps_are_hits(tmp_path: Path) -> None:
-    """Sessions of 5 turns by three clients: without DCP the pool of 15,936 tokens loses some of their earlier turns."""
+def test_prefixes_kept_only_by_a_larger_pool_are_hits(tmp_path: Path) -> None:
+    """Three clients have sessions of 5 turns; without DCP the pool of 15,936 tokens loses some of their earlier turns."""
     load = msgspec.structs.replace(POINT.load, requests=60, turns="5", turn_tokens="900")
-    of = msgspec.structs.replace(POINT, load=load, context=8000)
-    (found,) = store(write_run(tmp_path, 3, of=of))
+    base = msgspec.structs.replace(POINT, load=load, context=8000)
+    (found,) = store(write_run(tmp_path, 3, base=base))
     assert found.split is not None, found.reason
     parts = {part.causes: part.difference for part in found.split.parts}
     assert found.split.layout.hit_share > found.split.baseline.hit_share + 0.1
@@ -120,17 +120,17 @@ def test_prefixes_that_only_a_larger_pool_keeps_are_hits(tmp_path: Path) -> None
     assert sum(parts.values()) == pytest.approx(found.split.difference)
 
 
-def test_steps_with_drafts_are_estimated_as_for_the_record(tmp_path: Path) -> None:
-    """The estimates are from measured steps of one token; else the replays would not have the output of the records."""
-    of = msgspec.structs.replace(POINT, mtp=1, acceptance="0.5")
-    (found,) = store(write_run(tmp_path, 8, of=of))
+def test_steps_with_drafts_are_estimated_like_for_the_record(tmp_path: Path) -> None:
+    """Both estimates use measured steps of one token; otherwise the replays would not have the output of the records."""
+    base = msgspec.structs.replace(POINT, mtp=1, acceptance="0.5")
+    (found,) = store(write_run(tmp_path, 8, base=base))
     assert found.split is not None, found.reason
     assert found.split.difference > 0
 
 
 @pytest.mark.parametrize("policy", ["vllm", "sglang"])
-def test_servers_of_other_engines_are_split_by_their_policy(policy: str, tmp_path: Path) -> None:
-    """Equal steps, and twice the KV: the gain is capacity."""
+def test_gains_of_other_engines_are_split_with_their_policy(policy: str, tmp_path: Path) -> None:
+    """Equal steps and twice the KV: the gain is capacity."""
     for dcp in (1, 2):
         engine = msgspec.structs.replace(ENGINE, engine=policy, policy=policy, kv_tokens=28_800 * dcp)
         exchange = "none" if dcp == 1 else "ag_rs"
@@ -150,7 +150,7 @@ def test_servers_of_other_engines_are_split_by_their_policy(policy: str, tmp_pat
     assert found.split.difference > 0.02 * found.split.baseline.value
 
 
-def test_a_report_has_the_table_and_the_figure(run: Path, tmp_path: Path) -> None:
+def test_report_has_the_table_and_the_figure(run: Path, tmp_path: Path) -> None:
     write_report([run], tmp_path / "report")
     text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
     assert f"## {gains.TITLE}" in text
@@ -162,7 +162,7 @@ def test_a_report_has_the_table_and_the_figure(run: Path, tmp_path: Path) -> Non
 
 
 def test_bars_of_parts_lead_from_the_baseline_to_the_layout(run: Path) -> None:
-    """Each begins where the one above it ends, and the last one ends where the bar of the layout does."""
+    """Each bar begins at the end of the one above, and the last one ends where the bar of the layout does."""
     rows = gains.build_rows(dataframes.load_frames([run]))
     figure = gains_figure.draw_gains(rows, Style.from_points(dataframes.load_frames([run]).served), "title")
     for ax, row in zip(figure.axes, rows.to_dict("records"), strict=True):
@@ -183,8 +183,8 @@ def test_missing_step_times_are_named(tmp_path: Path) -> None:
     assert gains.describe_gains(dataframes.load_frames([folder]))[0].endswith(found.reason)
 
 
-def test_step_times_that_do_not_repeat_the_record_are_refused(tmp_path: Path) -> None:
-    """Steps twice as long since then have half of the output."""
+def test_step_times_that_do_not_reproduce_the_record_are_refused(tmp_path: Path) -> None:
+    """The steps are twice as long as in the record, which gives half of the output."""
     folder = write_run(tmp_path, 2)
     for file in folder.glob("step-times/*dcp1*"):
         stored = json.loads(file.read_text(encoding="utf-8"))
@@ -195,7 +195,7 @@ def test_step_times_that_do_not_repeat_the_record_are_refused(tmp_path: Path) ->
     assert found.reason.startswith("a replay of tp4 has ")
 
 
-def test_cpu_times_are_not_split(run: Path, tmp_path: Path) -> None:
+def test_gains_on_a_cpu_are_not_split(run: Path, tmp_path: Path) -> None:
     records = read_last_records(run).values()
     on_cpu = [
         msgspec.structs.replace(r, environment=msgspec.structs.replace(r.environment, device="CPU"))
@@ -206,14 +206,14 @@ def test_cpu_times_are_not_split(run: Path, tmp_path: Path) -> None:
     assert run_gains.read_run_gains(tmp_path) == []
 
 
-def test_long_runs_are_left_out(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replays of a million requests would take hours."""
+def test_long_runs_are_not_split(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays of a million requests would take hours."""
     monkeypatch.setattr(run_gains, "MAX_STEPS", 10)
     run_gains.store_run_gains(tmp_path, read_last_records(run).values())
     assert ["steps" in found.reason for found in run_gains.read_run_gains(tmp_path)] == [True, True]
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / GAINS_FILE).write_text("[{", encoding="utf-8")
     with pytest.raises(RecordsError, match=GAINS_FILE):
         run_gains.read_run_gains(tmp_path)
