@@ -1,4 +1,6 @@
-"""The dashboard in a real browser: from a disk and from its server, light with 20,000 points, inert with any record."""
+"""Test the dashboard in a real browser: from disk and from its server, fast with 20,000 points, inert with hostile
+records.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
-"""The worker, of which one rank does once what it should not: `FAULT=KIND:RANK:CONCURRENCY`.
-
-At the third step that is measured of the point of that concurrency, in layer 1: `missing` leaves the reduction behind
-attention out · `order` takes the two collectives of `merge` in the other order · `gather` leaves the first of them out, an all-gather · `shape` and `dtype` reduce another tensor ·
-`sleeps` and `spins` do so in the experts' phase.
-From the first step that is measured on, at the latest, in a captured one, too: `flag`, where the exchange is `symm`: the merge
-of that layer signals to its peers, and a kernel before it has taken the signal back · `loops`, on a GPU: a kernel behind the
-attention of that layer never ends.
-
-On GPUs steps are launched kernel by kernel for all others: what is captured cannot go wrong at one of its replays.
+"""Run the worker with one fault on one rank: `FAULT=KIND:RANK:CONCURRENCY`. At the third measured step of the point of
+that concurrency, in layer 1: `missing` leaves out the reduction after attention · `order` swaps the two collectives of
+`merge` · `gather` leaves out the first of them, an all-gather · `shape` and `dtype` reduce another tensor · `sleeps`
+and `spins` stall in the experts' phase. From the first measured step on at the latest, also in a captured one: `flag`,
+with the exchange `symm`, takes back the signal of that layer's merge to its peers before it is read · `loops`, on a
+GPU, starts a kernel that never ends after the attention of that layer. On GPUs all other kinds launch steps kernel by
+kernel, because a captured step cannot fail at one of its replays.
 """
 
 from __future__ import annotations

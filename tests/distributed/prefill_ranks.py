@@ -46,7 +46,7 @@ with attention DP both are padded, and what is padded goes to no expert. The thi
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout with its storage and exchange, on a checkpoint, and how prefixes come."""
+    """A layout with its storage and exchange, on a checkpoint, and the way to gather prefixes."""
 
     model: str
     layout: Layout

@@ -1,10 +1,8 @@
-"""A rank in place of `-m dcpbench.worker`: a fork of a process with torch, that leaves to others what they test.
-
-It exchanges with others through memory (shared.py), and has rows of prefixes put in order by the reference, as Triton's
-interpreter takes longer for it than for all else that such a rank does: tests/kernels/test_kv_gather.py compares the
-two, and test_kv_gather.py and test_prefill.py have ranks that run the kernel. A case of step times that differ, as all do
-on a busy CPU, has 4 samples: test_step_times_measuring.py counts them. What was there before the fork stays out of
-collections of garbage.
+"""Run a rank in place of `-m dcpbench.worker` as a fork of a process with torch, without parts that other tests cover.
+It exchanges data through shared memory (shared.py), and orders rows of prefixes with the reference, which is faster
+than Triton's interpreter: tests/kernels/test_kv_gather.py compares the two, and the ranks of test_kv_gather.py and
+test_prefill.py run the kernel. A noisy case of step times, as all are on a busy CPU, has 4 samples:
+test_step_times_measuring.py counts them. Objects from before the fork stay out of garbage collections.
 """
 
 from __future__ import annotations

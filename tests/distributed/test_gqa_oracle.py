@@ -202,7 +202,7 @@ def draw_point(draw: random.Random, tp: int, folder: Path) -> Point | None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_so_they_are_for_random_models_and_layouts(tp: int, tmp_path: Path) -> None:
+def test_random_models_and_layouts_agree_with_transformers(tp: int, tmp_path: Path) -> None:
     """Ten points of one job: sizes of models, layouts, pages, stripes and exchanges at random."""
     draw = random.Random(tp)
     drawn = (draw_point(draw, tp, tmp_path / f"checkpoint{number}") for number in range(1000))
@@ -213,7 +213,7 @@ def test_so_they_are_for_random_models_and_layouts(tp: int, tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_triton_backend_and_symmetric_memory_agree_with_transformers(tmp_path: Path) -> None:
-    """In Triton's interpreter, few and short."""
+    """Use few and short prompts, because Triton's interpreter is slow."""
     write: Callable[[Path], None] = functools.partial(qwen3, kv_heads=1, num_hidden_layers=1)
     write(tmp_path / "checkpoint")
     prompts, new = ((5, 90, 17), (202,)), 1

@@ -21,7 +21,7 @@ ALL_MEASURED, SOME_FAILED, REFUSED, NO_DISK = 0, 4, 2, 3
 
 
 class Case(NamedTuple):
-    """A line of the table."""
+    """A fault, its moment, and its expected outcome."""
 
     whom: str
     what: str  # the number of a signal, or a word of faulty.py

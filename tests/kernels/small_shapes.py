@@ -1,9 +1,9 @@
-"""Each fast kernel once, on small shapes and one GPU, for a checker of memory and races.
+"""Run each fast kernel once, on small shapes and one GPU, for a checker of memory and races.
 
     compute-sanitizer --tool memcheck python -m tests.kernels.small_shapes [FAMILY…]
     compute-sanitizer --tool racecheck python -m tests.kernels.small_shapes [FAMILY…]
 
-Families: attention, exchange, gqa, kv, moe, peers, rows. Results are compared elsewhere; this only has to reach every kernel.
+Families: attention, exchange, gqa, kv, moe, peers, rows. Other tests compare results; this program only executes every kernel.
 """
 
 from __future__ import annotations

@@ -263,7 +263,9 @@ def test_missing_flashmla_raises_an_error_with_the_install_command(device, monke
 
 @pytest.fixture
 def flashmla(monkeypatch):
-    """Install a fake `flash_mla` whose kernel is the reference and returns +inf for empty requests, as FlashMLA does."""
+    """Install a fake `flash_mla` with the reference as its kernel, which returns +inf for empty requests as FlashMLA
+    does.
+    """
     library = types.ModuleType("flash_mla")
     interface = types.ModuleType("flash_mla.flash_mla_interface")
     library.planned = []
@@ -401,7 +403,7 @@ def test_backends_over_fp8_rows_agree_with_fp64_at_full_width(name, page_size, h
 
 @pytest.mark.gpu
 def test_captured_graph_over_fp8_rows_uses_lengths_changed_in_place():
-    """Include a query of zeros, whose largest absolute value cannot be a divisor."""
+    """Include a query of zeros, because its largest absolute value cannot be a divisor."""
     case = make_case(CUDA, torch.bfloat16, (4000, 64, 0, 700), heads=64, page_size=16, **FULL)
     spec, q, kv, shards = in_fp8(*case, 0.25)
     q[3, 5] = 0.0

@@ -70,7 +70,7 @@ def test_unknown_version_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_unsupported_layer_is_reported_with_the_failed_assertion(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Use the tiny model, whose layers are narrower than a block of scales."""
+    """Use the tiny model, because its layers are narrower than a block of scales."""
     out = tmp_path / "tiny.jsonl"
     options = ["--model", "tiny", "--tp", "1", "--rows", "1", "--matrix", "q_b"]
     assert linear_versions.main([f"now={HERE}", *options, "-o", str(out)]) == 1

@@ -1,4 +1,4 @@
-"""The tracked tree: its size, and the links between its documents."""
+"""Test the tracked tree: its size, and the links between its documents."""
 
 from __future__ import annotations
 
