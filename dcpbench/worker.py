@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Rates, Record
     from dcpbench.workloads.session import Session
 
-INTERRUPTED = ExitCode.INTERRUPTED
-"""Exit code of a rank that was interrupted from outside, after it has written its record."""
+INTERRUPTED = ExitCode.INTERRUPTED  # exit code of a rank that was interrupted, after writing its record
 
 
 class Worker:

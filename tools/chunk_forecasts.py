@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import Case, StepTimes
 
 FOLDER = unpack_all() / "emulation_H200" / "emulated-chunks_4xH200_2026-11-26"
-PAIRS = {"live-0": ("emulated-0", "emulated-1"), "live-2": ("emulated-2", "emulated-3")}
-"""Run on both GPUs of a pair, and the runs in which each of them represents both."""
+PAIRS = {"live-0": ("emulated-0", "emulated-1"), "live-2": ("emulated-2", "emulated-3")}  # runs of both GPUs, of one
 
 
 def load(run: str) -> StepTimes:

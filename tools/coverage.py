@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 LIVE, REPLAYED, EMULATED, PLANNED, SERVED = LETTERS = "LREPS"
 NONE, UNKNOWN = "–", "?"
 MACHINE, GPUS = "H200", 8
-WHOLE_MODEL = [{"tp": tp, "dcp": 1} for tp in (8, 4, 2, 1)]
-"""Layouts that are tried for weights: small models are not split over all GPUs, and blocks of fp8 weights are never split."""
+WHOLE_MODEL = [{"tp": tp, "dcp": 1} for tp in (8, 4, 2, 1)]  # small models use fewer GPUs; fp8 blocks are never split
 PARALLEL: dict[str, list[dict[str, Any]]] = {  # options of the layouts of each kind that are tried
     "tp": [{"tp": tp, "dcp": 1} for tp in (8, 4, 2)],
     "tp, ep": [{"tp": tp, "dcp": 1, "ep": WHOLE} for tp in (8, 4, 2)],

@@ -29,10 +29,7 @@ FOUR = unpack_all() / "emulation_H200/emulated_4xH200_2026-11-26" / "bf16"
 PUBLISHED = (FOUR / "deepseek-v3-bf16", FOUR / "kimi-k2-bf16")
 EXCHANGED, CALLS = ("q_gather", "merge"), ("attn_reduce", "dp_gather", "mlp_reduce", "embed", "lm_head")
 """Phases that are an exchange, and phases that end in another call between ranks."""
-EXPERTS = ("moe", "mlp_reduce")
-"""Phases compared only by their sum with undivided experts: the emulated rank has most of them, and
-waits for no other.
-"""
+EXPERTS = ("moe", "mlp_reduce")  # compared as a sum with EP: the emulated rank has most, and waits for no other
 SHARE = 0.9  # minimum share of points that have to be within a bar
 LEAST = 0.005  # minimum share of a step; shorter phases are not judged
 PHASE_BAR, EXCHANGE_BAR, STEP_BAR = 0.05, 0.1, 0.07

@@ -52,8 +52,7 @@ class Way:
     full: bool = False  # True if the GPU's memory is occupied before
     shares: bool = False  # True if graphs allocate from one pool
     one_kernel: bool = True
-    streams_at: int | None = None
-    """Index of the graph before which kernels run on two streams, one after the other; None for no graph."""
+    streams_at: int | None = None  # graph before which kernels run on two streams in turn; None: for no graph
     primed: int = 0  # number of nodes of a graph that is captured before all others and kept
     flags: int = 0  # flags of cudaGraphInstantiate: 4 prepares for launches by kernels, which uses the GPU's memory
     queues: str = ""  # value of CUDA_SCALE_LAUNCH_QUEUES, which scales CUDA's queues for launches

@@ -50,8 +50,7 @@ NAMES = {  # correct kind of finding by fault; for all others, the fault's own n
     LOOPS: "device",
     FLAG: "signal",
 }
-GPU_MODEL = "deepseek-v2-lite"
-"""Model that is built in seconds, with a step of so few kernels that the host can hand it over completely."""
+GPU_MODEL = "deepseek-v2-lite"  # built in seconds; the host can launch the few kernels of a whole step
 REMAINING = 2  # concurrency of the point that follows the faulty one
 
 

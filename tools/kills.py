@@ -33,8 +33,7 @@ from dcpbench.records.folder import JOB_FILES, RECORDS_FILE
 from tests.cli import dcpbench_fake, fake_worker
 from tests.cli.job_processes import ACCOUNT, AGENT, MARK, RANK, of_role, processes, still
 
-FIRST_CONTEXT = {False: 16, True: 301}
-"""Context of the first point, for real ranks and for quick ones, which their worker just measures."""
+FIRST_CONTEXT = {False: 16, True: 301}  # context of the first point, for real ranks and for quick ones
 COMMAND = "command"
 TARGETS = (
     (COMMAND,),
@@ -49,10 +48,8 @@ TARGETS = (
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 ALLOWED_S = 5.0  # maximum time in s that a process may outlive its parent
 ORDERLY_S = 90.0  # maximum time in s for a process to end after it was signalled, on a busy machine
-ENDS, REFUSED = (0, 4), 2
-"""Exit codes of a sweep that was not killed (all points measured, or some failed), and of one that is refused."""
-MEASURING_S = {False: 2.0, True: 1.0}
-"""Latest time in s of a kill after the first sign of measuring, for real ranks and for quick ones."""
+ENDS, REFUSED = (0, 4), 2  # exit codes of sweeps that were not killed (all measured, or some failed), or refused
+MEASURING_S = {False: 2.0, True: 1.0}  # latest kill in s after the first sign of measuring, for real and quick ranks
 QUICK_POINT_S = 0.2
 
 

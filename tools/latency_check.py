@@ -41,7 +41,7 @@ CHUNKS, LIVE, ONE = (
     "serving_4xH200/attention-dp-live_4xH200_2026-11-27",
     "replay_H100-H200/replay-against-live_H200_2026-11-26",
 )
-SERVED = (
+SERVED = (  # live runs since the experts' grouped product of torch, up to three times as long, was replaced
     f"{FOUR}/served/*",
     f"{PAIR}/served/*",
     f"{PAIR}/again/served/*",
@@ -51,9 +51,8 @@ SERVED = (
     f"{ONE}/before/live-*",
     f"{ONE}/v3-open/live-*",
 )
-"""Runs that served live. Earlier ones used torch's grouped product for the experts, which takes up to three times as long."""
 REPLAYED = (f"{FOUR}/seed/*", f"{FOUR}/seed-k2/*", f"{FOUR}/seed-k2-4gib/*")
-"""Replays by step times of all GPUs, two in three of Kimi-K2, which was not served live with the experts of today."""
+"""Replays by step times of all GPUs. Two in three are of Kimi-K2, which has no live run with the present kernel of the experts."""
 FORECAST = {
     f"{FOUR}/replays/emulated-*": f"{FOUR}/served/*",
     f"{PAIR}/replays/emulated-*": f"{PAIR}/served/*",

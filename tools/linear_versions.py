@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
     from dcpbench.bench.operators.calls import Calls
 
-    Prepare = Callable[[torch.Tensor, "torch.Tensor | Scaled"], Callable[[], tuple[torch.Tensor]]]
-    """Signature of the functions in bench.operators.linear.VARIANTS."""
+    Prepare = Callable[[torch.Tensor, "torch.Tensor | Scaled"], Callable[[], tuple[torch.Tensor]]]  # as in VARIANTS
 
 MODULES = ("e4m3", "block_scaled", "hopper_linear", "linear")
 

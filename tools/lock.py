@@ -27,12 +27,8 @@ ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "requirements.lock"
 EXTRAS = ("test", "dev")
 OLDEST = "3.11"
-SETTLED = "7 days"
-"""Minimum age of a release: younger ones are not available everywhere, and their problems are not reported yet."""
-EDITABLE = "editables>=0.5"
-"""Package that hatchling needs for an editable install (-e), in addition to the build requirements
-in pyproject.toml.
-"""
+SETTLED = "7 days"  # minimum age of a release: younger ones are not everywhere, and their problems are unknown
+EDITABLE = "editables>=0.5"  # hatchling needs it for an editable install (-e), besides build requirements
 TORCH = {  # SHA-256 of torch's files by version, as their index has them; the first was computed from the file
     "2.13.0": (  # builds `+cpu` of manylinux_2_28: of Python 3.11 and 3.12 on x86_64, then of both on aarch64
         "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",

@@ -56,8 +56,7 @@ ROOMS = (
     *("compare", "dashboard", "doctor", "exports", "hangs", "imports", "launch", "plan", "points", "recommend"),
     *("records", "reports", "servers", "serving", "show", "syncs", "top"),
 )
-NOT_HERE = ("syncs/dry_run", "syncs/live", "syncs/recorder", "launch/subprocess_guard.py")
-"""Modules that run inside other programs, or before anything is imported."""
+NOT_HERE = ("syncs/dry_run", "syncs/live", "syncs/recorder", "launch/subprocess_guard.py")  # run in other programs
 OPERATORS = re.compile(
     r"core/(ReplaceBinaryOperator_(Add|Sub|Mul|Div|FloorDiv|Mod)_(Add|Sub|Mul|Div|FloorDiv|Mod)"
     r"|ReplaceComparisonOperator_(Eq_NotEq|NotEq_Eq|Lt_LtE|Lt_GtE|LtE_Lt|LtE_Gt|Gt_GtE|Gt_LtE|GtE_Gt|GtE_Lt|Is_IsNot|IsNot_Is|In_NotIn|NotIn_In)"
@@ -85,8 +84,7 @@ MOST_S, LONG_S = 60, 1
 """Maximum total time in s of a mutant's tests, as covered: half for the quick and specific ones, in which a test that
 took longer than LONG_S comes last, and half for those that run most lines of the file for their time.
 """
-START_S, TEST_S, TIMES = 120, 20, 10
-"""Limits for a try: s until its first test, s within a test, and factor over the test's own time."""
+START_S, TEST_S, TIMES = 120, 20, 10  # limits: s to the first test, s within one, factor over its own time
 SEEN, SURVIVED, EQUIVALENT, NOT_REACHED, GONE = "seen", "survived", "equivalent", "not reached", "gone"
 GOOD = 0.9
 PASSED, FAILED, UNREADABLE, LONG, DIED, BROKEN = (
@@ -239,8 +237,7 @@ def changed_functions(mutant: Mutant) -> list[tuple[CodeType, CodeType]] | None:
     return _differing(old, new)
 
 
-AT_ONCE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
-"""Names of functions that run immediately: those of a module and a class at import."""
+AT_ONCE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # functions that run at once: at import
 
 
 def _differing(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeType]] | None:
@@ -598,10 +595,8 @@ class Tries:
 
     def __init__(self, suite: Suite) -> None:
         self.suite = suite
-        self.fit: set[tuple[str, bool]] = set()
-        """Tests that were seen to pass without a change after those before them."""
-        self.unfit: set[str] = set()
-        """Tests that fail without a change, too."""
+        self.fit: set[tuple[str, bool]] = set()  # tests that were seen to pass without a change after those before them
+        self.unfit: set[str] = set()  # tests that fail without a change, too
         self._line, its = multiprocessing.Pipe()
         if os.fork() == 0:
             self._line.close()

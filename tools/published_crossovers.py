@@ -188,13 +188,13 @@ def _make_group_key(entry: Entry) -> tuple[str, str, str, str, bool]:
 
 def _format_loads(row: Sequence[Entry]) -> str:
     """Return the loads of a row; those that differ in their prompts alone as `64 × 32,768; 65,536 → 8,192`."""
-    own, prompts = list(map(_format_load, row)), [_format_tokens(entry.input_tokens) for entry in row]
+    own, prompts = list(map(format_load, row)), [_format_tokens(entry.input_tokens) for entry in row]
     if len({load.replace(prompt, "", 1) for load, prompt in zip(own, prompts, strict=True)}) == 1:
         return own[0].replace(prompts[0], "; ".join(prompts), 1)
     return "; ".join(own)
 
 
-def _format_load(entry: Entry) -> str:
+def format_load(entry: Entry) -> str:
     """Return `64 × 32,768 → 8,192`, with the baseline if that is attention DP."""
     tokens = _format_tokens(entry.input_tokens)
     if entry.output_tokens is None:
@@ -224,7 +224,7 @@ def _format_factor(entry: Entry) -> str:
 def list_explanations(entries: Sequence[Entry]) -> list[str]:
     """Return the explanation of each miss above MAX_FACTOR."""
     return [
-        f"{entry.source}, {_format_load(entry)}: {entry.explanation}"
+        f"{entry.source}, {format_load(entry)}: {entry.explanation}"
         for entry in entries
         if entry.factor is None or entry.factor > MAX_FACTOR
     ]

@@ -1,9 +1,10 @@
 """Fit the shares that estimates go by to published step times, and score recommendations against published loads.
 
-    python -m tools.recommend_check [--write] [--quick] [--every N]
+    python -m tools.recommend_check [--write] [--quick] [--every N] [--engines]
 
 prints the shares, their errors for the model that a fit had not seen, and the score of each set of loads, as docs/recommend.md has them.
 --write writes them to dcpbench/points/measured/. It needs no GPU. --quick scores decode steps alone; --every takes each N-th served load.
+--engines only scores the loads of tools/engine_loads.py, which vLLM, SGLang and dcpbench's engine served.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dcpbench.recommend.forecast import Estimator
 from dcpbench.recommend.score import Score, compute_score
 from dcpbench.records.runs import read_run
 from dcpbench.serving.step_times import StepTimes
+from tools.engine_loads import print_scores
 from tools.results import unpack_all
 
 if TYPE_CHECKING:
@@ -254,7 +256,11 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--engines", action="store_true")
     asked = parser.parse_args()
+    if asked.engines:
+        print_scores(RESULTS, estimate.load_published_steps())
+        return 0
     steps, before = fitted(TIMED, STEPPED, NOW)
     errors: list[float] = []
     ratios: list[float] = []

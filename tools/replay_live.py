@@ -39,8 +39,7 @@ LOADS = (CLOSED, OPEN, SESSIONS)
 class Size:
     """Define how large a model's loads are, with lengths in the format of `dcpbench serve`."""
 
-    clients: tuple[int, int, int]
-    """Clients of the closed loops; the last number is near saturation, and the maximum in flight in open loops."""
+    clients: tuple[int, int, int]  # clients of closed loops; the last: near saturation, maximum of open loops
     prompt: str
     output: str
     longest: tuple[str, str]  # lengths of the load that provides the step times: no request of the others is longer

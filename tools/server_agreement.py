@@ -39,16 +39,13 @@ VLLM, GUIDELLM = "vllm bench serve", "GuideLLM"
 STARTING_S = {VLLM: 9, GUIDELLM: 22}  # startup time of the other tool in s
 COUNTS = ("completed", "failed")
 NAMES = ("ttft", "itl", "tpot", "e2el")
-GUIDELLMS = {
+GUIDELLMS = {  # GuideLLM's names by metric; its ITL averages requests, as dcpbench's TPOT, weighted by tokens
     "TTFT mean ms": "time_to_first_token_ms",
     "TTFT p50 ms": "time_to_first_token_ms",
     "ITL mean ms": "inter_token_latency_ms",
     "TPOT p50 ms": "inter_token_latency_ms",
     "E2EL p50 ms": "request_latency",
 }
-"""GuideLLM's name for each of dcpbench's metrics; its ITL is a mean of each request, which is dcpbench's TPOT, weighted
-by tokens.
-"""
 
 PAIRS = {
     "prefix cache": ("good", "cache"),

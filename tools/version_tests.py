@@ -28,7 +28,7 @@ LOWEST, NEWEST = "lowest", "newest"
 EXTRAS = ("dashboard",)
 SHARED = frozenset({"torch", "triton"})  # large, and the engine depends on them, not the reports
 SHOWN = ("numpy", "pandas", "matplotlib", "typer", "rich", "msgspec")  # versions that the output names
-TESTS = (
+TESTS = (  # patterns of test files that depend on libraries; not test_outputs.py, which has widths of pinned versions
     # pandas and Matplotlib: tables and figures of reports, comparisons and the dashboard
     "tests/unit/test_bench_reports.py",
     "tests/unit/test_compare_outputs.py",
@@ -54,9 +54,6 @@ TESTS = (
     "tests/unit/test_top_shown.py",
     "tests/unit/test_typed.py",
 )
-"""Patterns of the test files that run: the libraries decide what these tests see.
-
-Whole outputs (test_outputs.py) are left out, as they hold the ticks and widths of the pinned versions."""
 FEW_TESTS = (  # test files that CI runs: reports, help pages, tables and files of each library
     "tests/cli/test_help.py",
     "tests/cli/test_option_groups.py",
@@ -69,8 +66,7 @@ FEW_TESTS = (  # test files that CI runs: reports, help pages, tables and files 
 FEW = "--few"
 PYTEST = ("-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider")
 MARKED = "not long and not browser and not soak"
-TIMED = "tests/cli/test_help.py::test_help_answers_in_half_a_second"
-"""A test of speed, which no version of a library decides."""
+TIMED = "tests/cli/test_help.py::test_help_answers_in_half_a_second"  # test of speed, which no version decides
 
 
 def read_requirements() -> list[Requirement]:

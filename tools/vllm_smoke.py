@@ -146,13 +146,12 @@ def check_verdict(output: Path, _: int) -> str:
 
 
 CODES = {"verify": (0, 3)}  # exit codes of commands that may have others than 0
-CHECKS: dict[str, tuple[Callable[[Path, int], str], int]] = {
+CHECKS: dict[str, tuple[Callable[[Path, int], str], int]] = {  # checks of commands' output, and numbers of records
     "server": (check_run, 1),
     "sweep": (check_run, 2),
     "verify": (check_verdict, 0),
     "replay": (check_run, 2),
 }
-"""What checks the output of each command, and the number of records."""
 
 
 def run_command(name: str, folder: Path, engine: Path, model: Path) -> str:

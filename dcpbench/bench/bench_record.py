@@ -54,9 +54,7 @@ class BenchJob(msgspec.Struct, frozen=True, kw_only=True):
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """A limit of this machine, measured before the cases of the same run; the slowest rank's."""
 
-    name: str
-    """`read`, `copy` (device memory, copied bytes count twice), `matmul` (bf16), `peer` (every rank reads its
-    neighbour's memory), `barrier` (symmetric memory), `all-gather` … (NCCL's smallest)."""
+    name: str  # `read`, `copy` (counts twice), `matmul` (bf16), `peer` (neighbour's memory), `barrier`, NCCL's smallest
     unit: str  # `B/s`, `FLOP/s` or `s`
     median: float
     low: float

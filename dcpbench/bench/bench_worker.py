@@ -57,11 +57,10 @@ class Bench:
     limits: tuple[str, ...] = ()  # limits with which its cases are compared; see operators/limits.py
     eager_calls: int = 0  # calls of an eager pass that is timed, too, if they do work that a graph cannot; else 0
     fresh: bool = False  # true if an engine would also have just written its inputs: the L2 cache is not kept cold
-    turns: bool = False
-    """True if variants of a case are timed in turns: a variant after a hot one would be measured at lower clocks."""
+    turns: bool = False  # True if a case's variants alternate: after a hot one, a variant has lower clocks
 
 
-BENCHES = {
+BENCHES = {  # benches by name: a class with `build(case) -> Calls` in its own file, and an entry here
     "attention": Bench(workload=Attention, limits=("read", "matmul", "matmul_fp8"), turns=True),
     "gqa": Bench(workload=Gqa, limits=("read", "matmul", "matmul_fp8"), turns=True),
     "indexer": Bench(workload=IndexerBench, limits=("read", "matmul", "matmul_fp8"), turns=True),
@@ -73,7 +72,6 @@ BENCHES = {
     "collectives": Bench(workload=Collectives, limits=("peer", "barrier", "smallest"), fresh=True),
     "kv-gather": Bench(workload=KvGather, limits=("copy", "peer", "barrier"), eager_calls=2),
 }
-"""Benches by name; a further bench is a class with `build(case) -> Calls`, in its own file, and an entry here."""
 
 
 @dataclasses.dataclass

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
-BENCHES = {"collectives": COLLECTIVES, "exchange": AUTO_VARIANTS}
-"""Whose records say how long ranks take to send something, with the calls that a machine should know."""
+BENCHES = {"collectives": COLLECTIVES, "exchange": AUTO_VARIANTS}  # benches of link times, and required calls
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,10 +37,10 @@ MOE_WEIGHTS = {BF16: MOE_VARIANTS, FP8: ("triton", "deepgemm"), INT4: ("triton",
 MOE_PRODUCTS = ("gate-up", "down")
 MOE_ROWS = ("uniform", "skewed", "few")
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "all-reduce-symm")
-REGISTERED_COLLECTIVES = tuple(f"{name}-registered" for name in COLLECTIVES[:4])
-"""NCCL's collectives in registered memory; run only if named."""
-EXCHANGE_VARIANTS = tuple(dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES)))
-"""`ag_rs-bf16` reduces partial outputs in bf16, which the engine does not. The last one is run only if named."""
+REGISTERED_COLLECTIVES = tuple(f"{name}-registered" for name in COLLECTIVES[:4])  # run only if named
+EXCHANGE_VARIANTS = tuple(  # `ag_rs-bf16` reduces in bf16, unlike the engine; the last one runs only if named
+    dict.fromkeys(("ag_rs", "ag_rs-bf16", *EXCHANGES))
+)
 AUTO_VARIANTS = EXCHANGE_VARIANTS[:-1]
 KV_GATHER_VARIANTS = ("nccl", "direct")
 BUFFERS = ("pool", "plain", "registered")
@@ -387,7 +387,7 @@ def list_kv_gather_cases(options: BenchOptions) -> list[Case]:
     return cases
 
 
-CASES: dict[str, Callable[[BenchOptions], list[Case]]] = {
+CASES: dict[str, Callable[[BenchOptions], list[Case]]] = {  # makes the cases of a bench from its options
     "attention": list_attention_cases,
     "gqa": list_gqa_cases,
     "indexer": list_indexer_cases,
@@ -399,4 +399,3 @@ CASES: dict[str, Callable[[BenchOptions], list[Case]]] = {
     "moe": list_moe_cases,
     "kv-gather": list_kv_gather_cases,
 }
-"""Functions that make the cases of each bench from its options."""

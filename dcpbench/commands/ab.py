@@ -93,8 +93,7 @@ class State:
     workload: str
     a: list[str]
     b: list[str]
-    done: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Exit code of each launch that ended, such as `a/round-1`."""
+    done: dict[str, int] = dataclasses.field(default_factory=dict)  # exit codes by ended launch, such as `a/round-1`
 
 
 def ab(variants: Variants, judged: JudgedInRounds, launches: Launches, shown: ShownInRounds) -> int:

@@ -23,8 +23,7 @@ class Elsewhere:
 
     probe: Probe
     nodes: int = 1  # number of such machines
-    points: bool = True
-    """True if everything that points depend on is known; otherwise only the values of options are checked."""
+    points: bool = True  # True if everything that points depend on is known; else only option values are checked
     layouts: bool = True  # True if the divisibility of degrees is checked as well when `points` is False
 
 

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 CONTEXT = "ctx"
 TYPED = "dcpbench.typed"  # key of the command and its arguments in the context of Click
 STRUCTURED = "KEY=VALUE"  # placeholder of the value of a structured option
-PARSER_ERROR: Any = typer.BadParameter.__base__
-"""Error class that the parser raises for an invalid option; its module differs between versions of Typer."""
+PARSER_ERROR: Any = typer.BadParameter.__base__  # error of invalid options; its module depends on Typer's version
 
 
 def make_panel(title: str | None, **same: Any) -> Callable[..., Any]:  # noqa: ANN401 -- what Typer takes

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 REAL_SERVERS = ("url", "engine", "serve_cmd")  # options of `server` that name the server, or the command that starts it
 LOADS = ("serve", "server")  # commands that take a file of requests
-SAYS_ALL = ("config", "engine")
-"""Options for files without which only single options can be checked, not their combination."""
-DECIDES = {"weights", "model", "requests", "step_times", "emulate", "checkpoint"}
-"""Options for files that decide whether a point can run."""
+SAYS_ALL = ("config", "engine")  # files without which only single options can be checked, not together
+DECIDES = {"weights", "model", "requests", "step_times", "emulate", "checkpoint"}  # files that decide if points run
 ANY_MEMORY = 1 << 50  # memory of a GPU of unknown type, in bytes: so much that no point is rejected for lack of it
 
 

@@ -47,8 +47,7 @@ class LoadSearch:
     )
     _expanded: dict[float, list[grid.Candidate]] = dataclasses.field(default_factory=dict)
     _tried: set[str] = dataclasses.field(default_factory=set)  # keys of the points that this command has run
-    _new: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    """Number of loads that this command has measured, by layout."""
+    _new: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # measured loads by layout
 
     def run(
         self,

@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from dcpbench.recommend.layout_choice import Choice
     from dcpbench.records.runs import Run
 
-CLIENTS, PROMPTS, ANSWERS = "32", "32000", "uniform:900-1100"
-"""Defaults of --concurrency, --input-tokens and --output-tokens: a long context, at which capacity matters."""
+CLIENTS, PROMPTS, ANSWERS = "32", "32000", "uniform:900-1100"  # defaults: a long context, at which capacity matters
 REQUESTS = 200  # default of --num-requests, for loads with a request rate
-SERVED = ("input_tokens", "output_tokens", "request_rate", "num_requests", "prefill")
-"""Options that do not apply to --context, which measures decode steps only."""
+SERVED = ("input_tokens", "output_tokens", "request_rate", "num_requests", "prefill")  # not for --context (decode only)
 
 
 class Wanted(Group):

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.presets import Engine
     from dcpbench.servers.step_probe import ServerLimits
 
-TAKEN = (*ENGINE_OPTIONS, "weights", "routing", "seconds", "repeats", "profile", "baseline")
-"""Options of `sweep` that another engine has as well."""
+TAKEN = (*ENGINE_OPTIONS, "weights", "routing", "seconds", "repeats", "profile", "baseline")  # other engines have them
 
 
 def measure_engine(engines: Engines, given: Mapping[str, object], run: RunOnMachines) -> int:

@@ -9,8 +9,7 @@ import msgspec
 Workload = Literal["decode", "serve"]
 SideName = Literal["a", "b"]
 SIDES: tuple[SideName, ...] = ("a", "b")
-Verdict = Literal["FASTER", "SLOWER", "MORE", "FEWER", "SAME", "UNDECIDED"]
-"""Verdicts on B against A; MORE and FEWER are for counted metrics: syncs, memory, KV capacity."""
+Verdict = Literal["FASTER", "SLOWER", "MORE", "FEWER", "SAME", "UNDECIDED"]  # B against A; MORE, FEWER: of counted data
 WORST_FIRST: tuple[Verdict, ...] = ("SLOWER", "MORE", "FEWER", "FASTER", "UNDECIDED", "SAME")
 
 
@@ -71,8 +70,7 @@ class PointResult(msgspec.Struct, kw_only=True):
     without_ends: list[str] = []  # metrics that are not judged because a forecast has no ends for them
     warnings_a: list[str] = []
     warnings_b: list[str] = []
-    output_tok_s: tuple[float, float] | None = None
-    """Output tok/s of A and B in `decode`: concurrency · tokens of a step / step time. Null in `serve`, which has rows for its throughput."""
+    output_tok_s: tuple[float, float] | None = None  # A and B in `decode`, by step time; null in `serve` (own rows)
     rows: list[Row] = []
     not_compared: list[Uncompared] = []
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from dcpbench.records.runs import Run
 
 MAX_POINTS = 10_000  # maximum number of points that both sides share; each takes milliseconds
-FIELDS = tuple(axis.name for axis in (*AXES, *LOAD_AXES) if axis.name not in ("repeat", "workload", "mode"))
-"""Fields of a point and its load that `across` may ignore; live is never compared with replay."""
+FIELDS = tuple(  # fields of a point and its load that `across` may ignore; live is never compared with replay
+    axis.name for axis in (*AXES, *LOAD_AXES) if axis.name not in ("repeat", "workload", "mode")
+)
 
 
 Side = list[tuple["Run", list["Record"]]]  # records of a point by launch; launches without the point are left out

@@ -30,8 +30,7 @@ MAX_NAME_CHARS = 160  # characters of a name on the page; longer names are cut, 
 MAX_REASON_CHARS = 600
 NOT_RECORDED = "not recorded"
 SEPARATOR = ", "  # separator between conditions
-WITHOUT_EFFECT = ("NCCL_VERSION", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-"""Variables set by images and torchrun: a version, which histories span, and the behaviour after an error."""
+WITHOUT_EFFECT = ("NCCL_VERSION", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # images and torchrun set them: version, errors
 PRECISIONS = ("dtype", "weights_dtype", "kv_dtype")  # fields of a point that determine its precision
 WORST = ("hung", "failed", "rejected")
 
@@ -43,8 +42,7 @@ class Line:
     point: str  # key of the point, the same for all repeats
     hardware: str  # `4 × NVIDIA H200`, or `CPU`
     driver: str
-    conditions: tuple[str, ...]
-    """Settings that change the figures: KV memory, a time limit, objectives, NCCL's variables, and the source of an import."""
+    conditions: tuple[str, ...]  # settings that change figures: KV memory, limit, objectives, NCCL's variables, source
     example: Point = dataclasses.field(compare=False)
     cpu: bool  # true for functional runs, in which times say nothing about performance
 

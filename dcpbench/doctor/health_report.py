@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BAD, NOTE, UNREAD, OK = "bad", "note", "unread", "ok"
-LEVELS = (BAD, NOTE, UNREAD, OK)
-"""Levels: invalidates or ends a measurement; worth knowing; unknown, because the machine does not report it; as
-expected.
-"""
+LEVELS = (BAD, NOTE, UNREAD, OK)  # invalidates a measurement; worth knowing; not readable here; as expected
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 SHARED = Path("/dev/shm")  # noqa: S108 -- only looked at
 SHARED_BYTES = GIB  # size of /dev/shm that NCCL's documentation requires for containers (--shm-size=1g)
-DISK_BYTES, DISK_ROOM_BYTES = GIB, 10 * GIB
-"""Free bytes below which a long sweep may fail, and below which a note is given: logs, profiles, compiled kernels."""
+DISK_BYTES, DISK_ROOM_BYTES = GIB, 10 * GIB  # free bytes: below them a long sweep may fail; a note is given
 OPEN_FILES, FEW_FILES = 4096, 1024  # connections to a server and between ranks, each a file
 PORTS = 1000  # minimum number of ephemeral ports, on which ranks meet
 SHARE_BUSY = 0.25  # share of the cores in use by others, above which host times are disturbed
 TIME_ERROR, STA_UNSYNC = 5, 0x40  # constants of adjtimex(2)
-APART_US = 100_000
-"""Maximum difference in µs between the clocks of nodes at which their logs and rank exits can be ordered."""
+APART_US = 100_000  # maximum µs between nodes' clocks at which their logs and rank exits can be ordered
 LOOPBACK = "127.0.0.1"
 
 

@@ -73,24 +73,15 @@ class Batch:
         self, requests: int, query_length: int, backend: Backend, exchange: Exchange, device: torch.device
     ) -> None:
         self.requests, self.query_length, self.backend, self.exchange = requests, query_length, backend, exchange
-        self.size = requests * query_length
-        """Rows of a step."""
-        self.rows = torch.zeros(2, self.size, dtype=torch.int64, device=device)
-        """Request slot and token index of each row: the only values that differ between steps."""
+        self.size = requests * query_length  # rows of a step
+        self.rows = torch.zeros(2, self.size, dtype=torch.int64, device=device)  # slot, token index: all that changes
         self.slots, self.positions = self.rows
         self.logits: torch.Tensor | None = None
-        self.next_tokens: torch.Tensor | None = None
-        """[B] int64, tokens sampled by the last step. Without drafts it has also written them to the table of tokens."""
-        self.accepted: torch.Tensor | None = None
-        """[requests] int64, drafts that the last step accepted; None without drafts."""
-        self.router_inputs: RouterInputs | None = None
-        """See StepInput; set before the first step, as a graph holds its address."""
-        self.later: list[Batch] | None = None
-        """Batches of one row of each request, for the passes that draft tokens after the first; None if no step drafts. Set
-        by `plan_drafts`.
-        """
-        self.drafts: torch.Tensor | None = None
-        """[requests, N] int64, tokens that the last step drafted; None if it did not."""
+        self.next_tokens: torch.Tensor | None = None  # [B] int64, sampled last; without drafts also in the table
+        self.accepted: torch.Tensor | None = None  # [requests] int64, accepted by the last step; None: no drafts
+        self.router_inputs: RouterInputs | None = None  # set before the first step: a graph holds its address
+        self.later: list[Batch] | None = None  # one row per request, to draft further tokens (`plan_drafts`); or None
+        self.drafts: torch.Tensor | None = None  # [requests, N] int64, drafted by the last step; None: it did not draft
         self.captured: CapturedStep | None = None
 
 
@@ -113,12 +104,10 @@ class DecodeEngine:
         """
         self.model = model
         self.device = model.kv.data.device
-        self.largest = compute_batch_rows(max_requests)
-        """Most requests of a step, with padding."""
+        self.largest = compute_batch_rows(max_requests)  # most requests of a step, with padding
         self.query_length = query_length
         self.made: dict[str, Exchange] = {}
-        self.batches: dict[tuple[int, int], Batch] = {}
-        """Batches by their padded number of requests and their query length."""
+        self.batches: dict[tuple[int, int], Batch] = {}  # by padded number of requests and query length
         self.select_path(backend, exchange)
         _, pages, self.page_size, _ = model.kv.data.shape
         self.max_context = max_context

@@ -60,13 +60,9 @@ class StepInput:
     tokens: torch.Tensor  # int64
     positions: torch.Tensor  # int64: index of the new token in its request
     locs: torch.Tensor  # int32: virtual KV location of the new token; padding rows have 0, or -1 for none
-    router_inputs: RouterInputs | None = None
-    """Input of the routers instead of the hidden state; see synthetic.py. None: the hidden state."""
+    router_inputs: RouterInputs | None = None  # routers' input instead of the hidden state (synthetic.py), if set
     logit_rows: torch.Tensor | None = None  # int64: rows that need logits; None: all
-    live: torch.Tensor | None = None
-    """int64 [dp]: number of rows of each replica, from its first, that go to experts; the rows after them are padding
-    to the fullest replica. None: all.
-    """
+    live: torch.Tensor | None = None  # int64 [dp]: each replica's rows that go to experts, before padding; None: all
 
 
 class Model:
@@ -87,24 +83,18 @@ class Model:
     ) -> None:
         self.shape, self.layout, self.groups, self.weights, self.kv = shape, layout, groups, weights, kv
         self.interleave, self.wide = interleave, wide
-        self.dtype = weights.embed.dtype
-        """Dtype of the computation, independent of how weights and KV are stored."""
+        self.dtype = weights.embed.dtype  # dtype of the computation, independent of how weights and KV are stored
         self.share = Share(rank=groups.dcp.rank, dcp=layout.dcp, interleave=interleave, page_size=kv.data.shape[2])
-        self.all_reduce: AllReduce = groups.attn.all_reduce
-        """Sums over the ranks of an attention replica."""
+        self.all_reduce: AllReduce = groups.attn.all_reduce  # sums over the ranks of an attention replica
         self.heads = shape.heads // layout.attn_tp
         table = make_rope_table(shape, max_context, device)
         self.attention = make_attention(shape, layout, groups.dcp.rank, wide, self.dtype, table)
-        self.stands_for = 1
-        """Number of expert-parallel ranks that this one represents; it is the busiest of them in each layer."""
-        self.marks: torch.Tensor | None = None
-        """int32 [1]: number of the last norm that the device began; None if it is not recorded."""
+        self.stands_for = 1  # expert-parallel ranks that this one represents; it is the busiest of them in each layer
+        self.marks: torch.Tensor | None = None  # int32 [1]: last norm that the device began; None if it is not recorded
         self.chosen_experts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """Set to a list to collect each MoE layer's routing (logits_TE, ids_Tk) during an eager step."""
-        self.final_hidden: torch.Tensor | None = None
-        """[B, D] of the last step behind the final norm, kept if a layer drafts tokens from it."""
-        self.observed: dict[str, list[torch.Tensor]] | None = None
-        """Set to lists under the names in OBSERVED to collect these tensors of each layer during an eager step."""
+        self.final_hidden: torch.Tensor | None = None  # [B, D] of the last step after the final norm, if a layer drafts
+        self.observed: dict[str, list[torch.Tensor]] | None = None  # lists by OBSERVED; collected in eager steps
 
     def run_step(self, batch: StepInput, decodes: Batch | None, prefill: PrefillPlan | None = None) -> torch.Tensor:
         """Return the logits of this rank's vocabulary rows, [B or wanted rows, V_local] in the model's dtype.

@@ -121,8 +121,7 @@ class StepPieces:
             self.buffers.positions, self.buffers.positions, self.buffers.locs, pieces.router_inputs, live=pieces.live
         )
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.left: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Outputs of captured pieces, in the shared buffers."""
+        self.left: list[tuple[torch.Tensor, torch.Tensor]] = []  # outputs of captured pieces, in the shared buffers
 
     def run_step(
         self,
@@ -220,10 +219,8 @@ class Pieces:
         self.numbers, self.more = torch.zeros(2, 1 + len(prefiller.keys), dtype=torch.int32, device=prefiller.device)
         """KeySet.numbers of a step's first part, and of the following call."""
         dp = self.model.layout.dp
-        self.live = torch.full((dp,), prefiller.rows, device=prefiller.device) if dp > 1 else None
-        """StepInput.live of the running step; all rows during capture."""
-        self.graphs: list[torch.cuda.CUDAGraph] = []
-        """Graphs of `load_keys`, one per layer."""
+        self.live = torch.full((dp,), prefiller.rows, device=prefiller.device) if dp > 1 else None  # StepInput.live
+        self.graphs: list[torch.cuda.CUDAGraph] = []  # graphs of `load_keys`, one per layer
         self.cuts: dict[int, StepPieces] = {}
         self.decodes: dict[tuple[int, int], Decodes] = {}
 

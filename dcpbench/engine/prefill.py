@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from dcpbench.kernels.symm_mem import Peers
     from dcpbench.serving.requests import Chunk
 
-MIN_PREFIXES = 32
-"""Prefixes that kernels which look up, gather and order rows are compiled for at least; absent ones are empty."""
+MIN_PREFIXES = 32  # minimum prefixes for which kernels that look up, gather and order rows are compiled; absent: empty
 GATHERS = ("nccl", "direct")  # ways in which prefixes come from the ranks; see exchange/prefix.py
 
 
@@ -85,10 +84,7 @@ def split_calls(starts: Sequence[int], stops: Sequence[int], stored: int, keys: 
 class KeySet:
     """Keys that rows of a step attend to in one call, in the form that its layers need."""
 
-    numbers: torch.Tensor
-    """int32 [1 + keys], on the device: the number of keys, and the row of each one, see kernels.kv_up_proj.gather_rows; stored rows
-    are in the pool, or in the buffer gathered by `task`.
-    """
+    numbers: torch.Tensor  # int32 [1 + keys]: number of keys, row of each, in the pool or the buffer gathered by `task`
     task: Task | None  # task that gathers stored rows; None without stored rows, or if this rank has all of them
     attention: Ragged
 
@@ -167,8 +163,7 @@ class Prefiller:
         data = model.kv.data
         self.model, self.group, self.way = model, model.groups.dcp, gather
         self.device, self.dtype = data.device, model.dtype
-        self.stored = torch.uint8 if data.dtype.itemsize == 1 else data.dtype
-        """Dtype in which rows of the pool are sent: e4m3 rows as bytes."""
+        self.stored = torch.uint8 if data.dtype.itemsize == 1 else data.dtype  # dtype of sent pool rows: bytes for e4m3
         self.share = dataclasses.replace(model.share, page_size=1)
         self.unit = data.shape[2] * model.layout.dcp
         self.tokens, self.rows = tokens, compute_chunk_rows(max(tokens, rows))

@@ -37,8 +37,7 @@ class RequestPool:
         self.max_context = max_context
         self.slots = range(first, first + size)
         self.free_all()
-        self.host = np.zeros((size + first, max_context), dtype=np.int32)
-        """Host copy of the table, for plans without device access."""
+        self.host = np.zeros((size + first, max_context), dtype=np.int32)  # table on the host: plans need no device
         self.table = torch.zeros((size + first, max_context), dtype=torch.int32, device=device)
         """int32 [size + 1, max_context] on the device; one tensor for life, as captured graphs hold its address."""
         self.tokens = torch.zeros((size + first, max_context + 1), dtype=torch.int64, device=device)

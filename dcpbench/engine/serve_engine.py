@@ -45,8 +45,7 @@ class LaunchedStep:
     """A step on its way."""
 
     step: Step
-    tokens: torch.Tensor
-    """Tokens on the host, sampled for this replica's `emits`; valid once `wait_tokens` has returned."""
+    tokens: torch.Tensor  # sampled tokens of this replica's `emits`, on the host; valid after `wait_tokens`
     read: torch.cuda.Event | None = None
     started: torch.cuda.Event | None = None
     ended: torch.cuda.Event | None = None
@@ -81,8 +80,7 @@ class MixedDrafts:
     """Plan of the passes of the layer that drafts tokens in a step with chunks."""
 
     batch: Batch | None  # further passes over a row of each request; None if no replica samples a token
-    ends: torch.Tensor
-    """int64 [requests of the batch]: the row of each decode that yields its last token, the last row of each prompt that ends, 0s."""
+    ends: torch.Tensor  # int64 [requests]: last row of each yielding decode, then of each ending prompt, then 0s
 
 
 class ServeEngine:
@@ -96,8 +94,7 @@ class ServeEngine:
         self.model, self.requests, self.device = engine.model, engine.requests, engine.device
         self.replica = self.model.groups.dp.rank
         self.pieces = Pieces(prefiller, router_inputs)
-        self.numbers: dict[int, int] = {}
-        """Request number of the prompt in the table of tokens, by slot."""
+        self.numbers: dict[int, int] = {}  # request number of the prompt in the table of tokens, by slot
         while self.requests.available:  # the scheduler hands out slots
             self.requests.allocate_slot()
         cuda = self.device.type == "cuda"

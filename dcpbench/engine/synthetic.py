@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
     from dcpbench.kernels.block_scaled import Scaled
 
-BLOCK = 2 * SCALE_BLOCK
-"""Rows or columns that are drawn together in a sharded dimension; shards need not begin or end at a block."""
-REJECTED, CHOSEN = -8.0, (1.0, 2.0)
-"""Logits of experts that a token does not take, and of the first and the last that it takes: scores further apart than biases."""
+BLOCK = 2 * SCALE_BLOCK  # rows or columns drawn together in a sharded dimension; shards may begin and end inside
+REJECTED, CHOSEN = -8.0, (1.0, 2.0)  # logits of experts not taken; first and last taken, further apart than biases
 _PRIMES = (1_000_003, 7_368_787)
 
 
@@ -135,10 +133,8 @@ def make_router_inputs(
 class RouterInputs:
     """Inputs of the routers of a step: of all layers, or of one."""
 
-    hidden: torch.Tensor
-    """[MoE layers or fewer, T or more, D]: what routers multiply instead of the hidden state; layers use it in turn."""
-    logits: torch.Tensor | None = None
-    """[MoE layers, T or more, E]: logits that take the place of the product's results, which are computed nevertheless; None: the results."""
+    hidden: torch.Tensor  # [MoE layers or fewer, T or more, D]: routers' input in place of the hidden state, in turn
+    logits: torch.Tensor | None = None  # [MoE layers, T or more, E]: used instead of the product's results, if set
 
     def select_layer(self, index: int, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the input [T, D] and the logits [T, E] of one layer."""

@@ -76,8 +76,7 @@ class Moe:
 
     router: torch.Tensor
     bias: torch.Tensor  # [E], fp32 for every model dtype
-    gate_up: ExpertLinear
-    """[E_local, 2·I, D]; with tensor-parallel experts, all of them, with I / tp rows of gate and of up each."""
+    gate_up: ExpertLinear  # [E_local, 2·I, D]; with tensor-parallel experts all, with I / tp rows each of gate and up
     down: ExpertLinear  # [E_local, D, I]; the same columns
     first: int  # global id of the first local expert; 0 with tensor-parallel experts
     shared: Mlp | None  # shared expert; None if the model has none
@@ -98,8 +97,7 @@ class DraftLayer:
     layer: Layer
     embedding_norm: torch.Tensor
     hidden_norm: torch.Tensor
-    join: torch.Tensor
-    """[D, 2·D]: projects the normed embedding of a token ‖ the normed hidden state before it; whole on each rank."""
+    join: torch.Tensor  # [D, 2·D]: projects normed embedding ‖ normed previous hidden state; whole on each rank
     final_norm: torch.Tensor
 
 
@@ -194,11 +192,9 @@ class Loader:
         self.names = shape.tensors
         heads = shape.heads // layout.attn_tp
         first = layout.get_attn_rank(rank) * heads
-        self.own = range(first, first + heads)
-        """Query heads of this rank."""
+        self.own = range(first, first + heads)  # query heads of this rank
         first -= layout.get_dcp_rank(rank) * heads
-        self.group = range(first, first + layout.dcp * heads)
-        """Query heads of its DCP group."""
+        self.group = range(first, first + layout.dcp * heads)  # query heads of its DCP group
 
     def load_vocab(self, name: str) -> torch.Tensor:
         """Return this rank's rows of the embedding or the LM head."""

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
     from dcpbench.models.shapes import ModelShape
 
-TOKENS, ROUNDS, SETTLED = 4096, 400, 40
-"""Tokens and rounds of the search for a bias, and rounds after which its steps become shorter."""
-STEP, MAX_STEP = 0.05, 3.0
-"""Change of a bias for a ratio of e of the stated to the found share, and the largest ratio's logarithm that counts."""
+TOKENS, ROUNDS, SETTLED = 4096, 400, 40  # tokens and rounds of the search for a bias; then shorter steps
+STEP, MAX_STEP = 0.05, 3.0  # change of a bias per ln(stated / found share), and the largest such logarithm
 
 
 class RoutedSource(SyntheticSource):

@@ -46,8 +46,7 @@ class RegisteredBuffer:
         get_backend(self.group, self.own.device).deregister_mem_pool(self.pool)
 
 
-_open: list[RegisteredBuffer] = []
-"""Held here, as a window that is freed on one rank alone, when its garbage is collected, would be missed by the others."""
+_open: list[RegisteredBuffer] = []  # held here: others would miss a window that garbage collection frees on one rank
 
 
 def register_buffer(group: Group, nbytes: int, device: torch.device, option: str, instead: str) -> RegisteredBuffer:

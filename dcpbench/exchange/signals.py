@@ -74,8 +74,7 @@ class Meetings:
 
 _numbers = itertools.count()
 _known: list[weakref.ref[Meetings]] = []
-_aside: dict[torch.device, torch.cuda.Stream] = {}
-"""Made beforehand: while a kernel does not end, making one may wait for it."""
+_aside: dict[torch.device, torch.cuda.Stream] = {}  # made early, as making one may wait for a running kernel
 
 
 def read_signals(limit_s: float = COPY_S) -> bytes:

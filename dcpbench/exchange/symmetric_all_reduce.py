@@ -19,8 +19,7 @@ from dcpbench.points.names import ALL_REDUCES
 if TYPE_CHECKING:
     from dcpbench.exchange.torch_collectives import Group
 
-AllReduce = Callable[[torch.Tensor], torch.Tensor]
-"""Function that returns the sum of all ranks' contiguous x in a new tensor or in x. CUDA graphs may capture it."""
+AllReduce = Callable[[torch.Tensor], torch.Tensor]  # sum of ranks' contiguous x, new or in x; CUDA graphs may capture
 ONE_SHOT_BYTES = 1536 * 1024  # bytes that a rank receives up to which reading all addends beats a second meeting
 
 

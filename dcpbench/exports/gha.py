@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from dcpbench.exports.measured_points import MeasuredPoint
     from dcpbench.records.metrics import Value
 
-FILES = {"lower": "gha-smaller-is-better.json", "higher": "gha-bigger-is-better.json"}
-"""File for each direction that is better: for the action's `tool` customSmallerIsBetter and customBiggerIsBetter."""
+FILES = {"lower": "gha-smaller-is-better.json", "higher": "gha-bigger-is-better.json"}  # for custom…IsBetter tools
 
 
 def render(points: Sequence[MeasuredPoint]) -> RenderedFiles:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 TP, DP, DCP, EP = "tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel"
 """Metadata under vLLM's option names; its tp counts the GPUs of one dp replica, dcpbench's those of all."""
-OUTER = {"pp": "pipeline_parallel_size", "pcp": "prefill_context_parallel_size"}
-"""Metadata of imported servers with more than one pipeline stage or prefill-context-parallel rank."""
+OUTER = {"pp": "pipeline_parallel_size", "pcp": "prefill_context_parallel_size"}  # imported servers, above 1
 GOODPUT_OF = ("ttft", "tpot", "e2el")  # latencies that vLLM's --goodput can bound; it has no objective for ITL
 
 

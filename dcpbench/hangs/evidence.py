@@ -45,8 +45,7 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     state: str = ""  # state letter of proc(5): R, S, D, T or Z; empty if the process had ended
     cpu: float | None = None  # CPU time of its main thread over the time of looking
-    held: bool = False
-    """True if the process was in uninterruptible sleep (state D) at the beginning and at the end of the observation."""
+    held: bool = False  # True if in uninterruptible sleep (state D) at the observation's beginning and end
     held_in: str = ""  # kernel function in which the process waits (wchan of proc(5)), if known
     ended: str = ""  # how the process ended; empty if it had not
 
@@ -54,10 +53,7 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of a rank's device within a step."""
 
-    norm: int
-    """Last norm that the device began: 2 l + 1 is the one before attention of layer l, 2 l + 2 the one after it; 0:
-    none.
-    """
+    norm: int  # last norm begun: 2 l + 1 before, 2 l + 2 after attention of layer l; 0: none
 
     @property
     def layer(self) -> int:
@@ -219,8 +215,7 @@ def _read_processes(found: Evidence, path: Path) -> None:
         found.get_rank(seen.rank).seen = seen
 
 
-OURS = {"device-": _read_device, "signals-": _read_signals, SEEN_FILE: _read_processes}
-"""Readers of our own JSON files, by the beginning of the file name."""
+OURS = {"device-": _read_device, "signals-": _read_signals, SEEN_FILE: _read_processes}  # readers by file name prefix
 
 
 def _decode_json(path: Path, kind: type[Read]) -> Read:

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     Lines = Mapping[int, Mapping[int, CollectiveEvent]]  # collectives of a group, by rank and number
 
 UNEVEN = ("all_gather", "all_to_all", "alltoall", "gather", "reduce_scatter", "scatter")
-REDUCES = {"attention": "attn_reduce", "mlp": "mlp_reduce"}
-"""The phase of a reduction by the half of a layer that it ends."""
+REDUCES = {"attention": "attn_reduce", "mlp": "mlp_reduce"}  # phase of the reduction that ends each half of a layer
 MAX_NORM_GAP = 2  # norms between ranks of one step: they meet in each half of a layer
 OURS = "dcpbench/"
 _WAITS = (
@@ -74,8 +73,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     message: str  # the finding in one sentence
     ranks: list[int] = []  # ranks that differ or are behind
     waiting: list[int] = []
-    phase: str = ""
-    """Phase of the responsible rank; the phase in which the others wait if the collective of that rank is unknown."""
+    phase: str = ""  # phase of the responsible rank, or that in which the others wait if its collective is unknown
     layer: int | None = None
     collective: str = ""  # collective in which the other ranks wait, or should be
     number: int | None = None  # number of that collective within its group

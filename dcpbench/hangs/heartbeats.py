@@ -34,17 +34,13 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 MAGIC = b"dcpbeat1"
-HEAD = struct.Struct("<8sIIII")
-"""Header: magic, rank, ranks, process id, and 1 if the host waits in collectives until they are done."""
+HEAD = struct.Struct("<8sIIII")  # magic, rank, ranks, process id, 1 if the host waits for the end of collectives
 ORDER, STEPS, LAYER, TIME = struct.Struct("<Q"), struct.Struct("<QI"), struct.Struct("<h"), struct.Struct("<q")
-ORDER_AT, STEPS_AT, LAYER_AT, PHASE_AT = 64, 72, 84, 86
-"""Collectives begun; steps handed to the device and the number of the last one's name; layer; phase, a byte."""
+ORDER_AT, STEPS_AT, LAYER_AT, PHASE_AT = 64, 72, 84, 86  # collectives begun; steps launched and last name; layer; phase
 NAMES_AT, NAMES, NAME_BYTES = 128, 64, 32
 TEXT = struct.Struct("<II")  # number of the text that lies here, and its bytes
 TEXTS_AT, TEXTS, TEXT_BYTES = NAMES_AT + NAMES * NAME_BYTES, 1024, 384
-MET = struct.Struct("<QQIhBBqq")
-"""Number among all collectives of the rank, number in the group, number of the text, layer, phase, state, when it began
-and returned (Unix time in ns)."""
+MET = struct.Struct("<QQIhBBqq")  # numbers in rank, group, texts; layer, phase, state; start and return (Unix ns)
 RING_AT, RING = TEXTS_AT + TEXTS * TEXT_BYTES, 1024
 STATE_AT, ENDED_AT = 23, 32
 INSIDE, RETURNED, RAISED = range(3)
@@ -87,8 +83,7 @@ class CollectiveEvent:
     layer: int | None
     state: int  # INSIDE, RETURNED, or RAISED: it was left with an exception
     began_ns: int
-    ended_ns: int = 0
-    """Unix time in ns at which the collective returned; 0 if it has not returned or the source does not record it."""
+    ended_ns: int = 0  # Unix time in ns of the collective's return; 0 if it has not returned or is not recorded
 
     @property
     def known_call(self) -> Call:
@@ -104,9 +99,7 @@ class RankBeats:
     rank: int
     ranks: int
     pid: int
-    waits: bool
-    """True if the host waits in each collective until it is done; otherwise a return only means that it was launched.
-    """
+    waits: bool  # True if the host waits for each collective's end; else a return only means that it was launched
     steps: int
     step: str  # how the last step was launched on the device (`replay` or `launch`); empty if no step was launched
     phase: str  # the last that the host entered

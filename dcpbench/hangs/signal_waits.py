@@ -46,9 +46,7 @@ class Wait:
     rank: int
     meeting: Meeting
     number: int  # number of the meeting among those of its kind, from 1
-    passed: list[int]
-    """Peers that have ended this meeting, or have signalled it to other ranks: their signal to this rank is missing.
-    """
+    passed: list[int]  # peers past this meeting, or that signalled it to others: their signal is missing here
     absent: list[int]  # peers that have not begun the meeting, as far as is known
 
     @property

@@ -58,18 +58,22 @@ K = 1024
 MAX_FOLDERS = 2  # folders of a file's path that are read for what its name does not have
 _START, _END = r"(?:^|[^A-Za-z0-9])", r"(?=$|[^A-Za-z0-9])"
 _DEGREE = {name: re.compile(rf"{_START}{name}[=_-]?(\d{{1,4}}){_END}", re.IGNORECASE) for name in (*DEGREES, "ep")}
-_ALL_EXPERTS = re.compile(rf"{_START}(dep|tep)(\d{{1,4}}){_END}", re.IGNORECASE)
-"""`dep8`, `tep8`: experts over 8 GPUs, attention data parallel or tensor parallel (InferenceX, srt-slurm-recipes/RECIPES.md)."""
-_ATTENTION_DP = re.compile(rf"{_START}dpa[=_-]?(true|false){_END}", re.IGNORECASE)
-"""`dpatrue`: attention data parallel over the tp GPUs (InferenceX, RESULT_FILENAME_BASE in benchmark-tmpl.yml)."""
-_INSTANCES = re.compile(rf"{_START}(?:\d{{1,3}}p\d{{1,3}}d|disagg(?:regated)?(?![=_-]?false)){_END}", re.IGNORECASE)
-"""`1p2d`, `disagg-true`: prefill and decode instances, each on GPUs of its own."""
+_ALL_EXPERTS = re.compile(  # `dep8`, `tep8`: experts over 8 GPUs, attention DP or TP (InferenceX, RECIPES.md)
+    rf"{_START}(dep|tep)(\d{{1,4}}){_END}", re.IGNORECASE
+)
+_ATTENTION_DP = re.compile(  # `dpatrue`: attention DP over the tp GPUs (InferenceX, benchmark-tmpl.yml)
+    rf"{_START}dpa[=_-]?(true|false){_END}", re.IGNORECASE
+)
+_INSTANCES = re.compile(  # `1p2d`, `disagg-true`: prefill and decode instances on GPUs of their own
+    rf"{_START}(?:\d{{1,3}}p\d{{1,3}}d|disagg(?:regated)?(?![=_-]?false)){_END}", re.IGNORECASE
+)
 _ASKED = [
     re.compile(rf"{_START}(?:{words})[=_-]?(\d{{1,7}})(k?){_END}", re.IGNORECASE)
     for words in ("isl|input[_-]?len", "osl|output[_-]?len")
 ]
-_BOTH = re.compile(rf"{_START}(?:in)?(\d{{1,7}})(k?)[_x-]?(?:out)?(\d{{1,7}})(k?){_END}", re.IGNORECASE)
-"""`1k1k`, `8k-1k`, `in1024_out128`. Two numbers without `k` and without words are not lengths."""
+_BOTH = re.compile(  # `1k1k`, `8k-1k`, `in1024_out128`; two numbers without `k` and words are not lengths
+    rf"{_START}(?:in)?(\d{{1,7}})(k?)[_x-]?(?:out)?(\d{{1,7}})(k?){_END}", re.IGNORECASE
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
 
 FOLDER, FILE = "folder", "name"  # hints made of the name of a folder, and of a file
-NUMBERED = re.compile(r"(?:run|rep|repeat|trial|iter|seed|pass)?[\W_]*\d[\d\W_T]*", re.IGNORECASE)
-"""Names of folders that hold repeats: `run-2`, `20261121_101112`."""
+NUMBERED = re.compile(  # names of folders that hold repeats: `run-2`, `20261121_101112`
+    r"(?:run|rep|repeat|trial|iter|seed|pass)?[\W_]*\d[\d\W_T]*", re.IGNORECASE
+)
 _START, _END = r"(?<![A-Za-z0-9.])", r"(?![A-Za-z0-9]|\.\d)"
 _NUMBER = r"(\d+(?:\.\d+)?|inf)"
 _LOAD_WORDS = (
@@ -40,8 +41,7 @@ _LOAD = re.compile(  # a load in a name: `conc64`, `c=8`, `2.5qps`, `infqps`
 _REPEAT = re.compile(
     rf"{_START}(?:run|rep|repeat|trial|iter|seed|pass|try|attempt|round)[=_-]?\d+{_END}", re.IGNORECASE
 )
-_SERIAL = re.compile(rf"{_START}(?:\d[\dT]*|(?=[a-f]*\d)[0-9a-f]{{6,}}){_END}", re.IGNORECASE)
-"""A number, a date or a hash in the name of a file."""
+_SERIAL = re.compile(rf"{_START}(?:\d[\dT]*|(?=[a-f]*\d)[0-9a-f]{{6,}}){_END}", re.IGNORECASE)  # number, date or hash
 _SEPARATORS = re.compile(r"[\s_,;=+-]+")
 
 

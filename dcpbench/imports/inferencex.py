@@ -46,8 +46,7 @@ OTHERS = """
 KNOWN = (*Row.__struct_fields__, *field_names.SERVER, *OTHERS.split())
 SPECULATION = ("spec_decoding", "spec_method", "mtp")
 NONE = ("", "none", "off", "false", "0")
-IDENTIFYING = ("image", "recipe_fingerprint", "router", "kv_p2p_transfer", "offload_mode")
-"""Fields that distinguish two servers, besides those that a point has fields for."""
+IDENTIFYING = ("image", "recipe_fingerprint", "router", "kv_p2p_transfer", "offload_mode")  # besides a point's fields
 
 
 def flatten(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,9 +30,7 @@ NEAR = 0.05  # maximum difference between means of one load, of the smaller: a t
 SAME_CURVE = 0.25  # maximum difference between means along a curve of loads: ten drawn lengths have a wide mean
 PLAUSIBLE = (0.1, 1.3)  # range of the mean over a length from a name, outside which the name means something else
 PER_TOKEN = 0.98  # minimum number of gaps per token after the first with which a gap counts as the gap of one token
-MIN_CHUNK_TOKENS = 1.1
-"""Minimum estimate of tokens per chunk with which gaps count as those of chunks. Mean ITL weighs requests by their gaps and
-mean TPOT weighs them equally, so that their ratio is not exactly 1 with one token per chunk either."""
+MIN_CHUNK_TOKENS = 1.1  # least tokens per chunk for gaps of chunks; mean ITL and TPOT weigh requests differently
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,27 +119,21 @@ class Result:
     input_tokens: int = 0
     output_tokens: int = 0
     rates: Rates | None = None
-    lengths: tuple[str | None, str | None] = (None, None)
-    """Lengths of all prompts and of all answers as a load has them, if the file has them: `1024`, `uniform:256-1024`."""
+    lengths: tuple[str | None, str | None] = (None, None)  # prompts and answers, `1024`, `uniform:256-1024`; or None
     nominal: tuple[int | None, int | None] = (None, None)  # requested lengths, if it is unknown whether all have them
     device: str | None = None
-    precision: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Precisions by the name of a point's field; `unknown` or absent if the file has none."""
-    summary: Mapping[str, Latencies] = dataclasses.field(default_factory=dict)
-    """Statistics of `ttft`, `itl`, `tpot` and `e2el` in ms, as the tool computed them."""
+    precision: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by point field; `unknown` or absent: none
+    summary: Mapping[str, Latencies] = dataclasses.field(default_factory=dict)  # `ttft`, `itl`, `tpot`, `e2el` in ms
     several_tokens: bool = False  # true if the file shows that chunks hold several tokens, as with speculative decoding
     goodput_s: float | None = None
     slo_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    layout: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """tp, dp, dcp, pp and pcp as a point has them; of a decode instance, if prefill runs on other GPUs."""
+    layout: Mapping[str, int] = dataclasses.field(default_factory=dict)  # tp, dp, dcp, pp, pcp of decode instances
     disaggregate: str = ""  # prefill and decode instances as a point has them: `1:2`; empty for one that does both
     prefill_gpus: int = 0  # GPUs of each prefill instance if its layout is another one; else 0
     ep: str = ""  # expert parallelism as a point has it, or the number of expert-parallel ranks
-    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Parameters of the server and the load that identify the point and have no field of their own."""
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # parameters that no point field has
     swept: bool = False  # true for a run of a sweep; its file lists what distinguishes its server
-    hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Texts that may distinguish two servers: a label, metadata, an image, the names of the file and its folder."""
+    hints: Mapping[str, str] = dataclasses.field(default_factory=dict)  # label, metadata, image or names of files
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unread: Sequence[str] = ()  # fields of the file that are not read and may matter to the reader
     details: Details | None = None

@@ -58,8 +58,9 @@ OTHERS = """
 """
 KNOWN = (*File.__struct_fields__, *result.LISTS, *OTHERS.split())  # fields that are read or do not matter
 LABEL = "label"
-IN_A_NAME = re.compile(r"([A-Za-z_][\w.]*)=(.*?)(?=-[A-Za-z_][\w.]*=|-(?:BENCH|WL)-|$)")
-"""A parameter in the name of a folder: `SERVE--max_num_seqs=4-max_model_len=8192-BENCH--request_rate=2`."""
+IN_A_NAME = re.compile(  # `max_num_seqs=4` in `SERVE--max_num_seqs=4-BENCH--request_rate=2`, the name of a folder
+    r"([A-Za-z_][\w.]*)=(.*?)(?=-[A-Za-z_][\w.]*=|-(?:BENCH|WL)-|$)"
+)
 MAX_SETTINGS, MAX_SETTING = 100, 200  # parameters of a sweep, characters of one of them
 
 

@@ -15,12 +15,8 @@ from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, get_capability, has_cast
 from dcpbench.models.weight_formats import SCALE_BLOCK
 
 FEW_ROWS = 128  # up to which a product is bound by the reading of its weights, and scales of a group lie side by side
-GROUPS, MORE_GROUPS, MANY = 8, 32, 16384
-"""Number of groups that a program quantises; MORE_GROUPS if there are more than MANY in all."""
-SCALE_STRIDES = ("scale_row", "scale_group")
-"""Stride arguments of kernels that take the scales of rows in any layout. They are not specialised, so that batches of
-all sizes share one kernel.
-"""
+GROUPS, MORE_GROUPS, MANY = 8, 32, 16384  # groups that a program quantises; MORE_GROUPS above MANY in all
+SCALE_STRIDES = ("scale_row", "scale_group")  # stride arguments without specialisation: one kernel for all batches
 MIN_ABS_MAX = 1e-10  # lower bound of a block's largest number, so that a block of zeros has a scale
 
 
@@ -32,9 +28,7 @@ class Scaled:
     scale: torch.Tensor
     """fp32: of a weight [..., ⌈N / block[0]⌉, ⌈K / block[1]⌉], contiguous; of rows [N, ⌈K / block[1]⌉], as allocate_rows() has them
     or contiguous."""
-    block: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)
-    """Rows and columns that share a scale; the last ones may be fewer. Rows of activations have each their own. Smaller
-    than published where a rank's border cuts blocks."""
+    block: tuple[int, int] = (SCALE_BLOCK, SCALE_BLOCK)  # rows and columns per scale; smaller where a rank cuts blocks
 
     @property
     def nbytes(self) -> int:

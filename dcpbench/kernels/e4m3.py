@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 
 LARGEST = 448.0  # number of float8_e4m3fn, which has no infinity
-ROUNDING = 2.0**-4 / 3**0.5
-"""Relative error of a number that is rounded to e4m3, in the mean square at most: ± 2⁻⁴ of itself, uniformly."""
+ROUNDING = 2.0**-4 / 3**0.5  # relative error of rounding to e4m3, largest mean square: ± 2⁻⁴, uniformly
 
 
 @triton.jit

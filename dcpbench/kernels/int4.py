@@ -24,8 +24,7 @@ from dcpbench.models.weight_formats import INT4_GROUPS
 
 BLOCK = 128  # columns of a block: four parts, of which each word has one number
 WORDS = BLOCK // 4  # words of a row in a block, and columns of a part
-SPANS = dict(zip(INT4_GROUPS, (BLOCK, 2 * BLOCK), strict=True))
-"""Columns of a word of scales, by the columns of a group. A part of a block has a single scale in both."""
+SPANS = dict(zip(INT4_GROUPS, (BLOCK, 2 * BLOCK), strict=True))  # columns per word of scales, by columns per group
 ZERO = 8  # stored number of q = 0
 STEPS = 7.5  # largest |weight| of a group over its scale, as compressed-tensors computes scales of 16 symmetric steps
 DEVIATION = (21.5 * 13 / 12) ** 0.5  # root mean square of integers from −8 to 7, times scales from 0.5 to 1.5

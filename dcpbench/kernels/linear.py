@@ -37,13 +37,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HOPPER = 9  # major compute capability
-SHARED, RESERVED = 228 * 1024, 1024
-"""Bytes of shared memory of a Hopper multiprocessor, and bytes reserved per program in addition to its own."""
+SHARED, RESERVED = 228 * 1024, 1024  # Hopper's shared memory per multiprocessor, and reserved per program, in bytes
 MIN_STAGES = 4
 MAX_TOGETHER = 3  # programs on a multiprocessor from which on they hide each other's waiting
-PROGRAM_RATE, MEMORY_RATE, ADD_UP_RATE = 47e3, 3.9e6, 2e6
-"""Bytes a µs: of rows and weights that a program goes through, alone on a multiprocessor; of weights that all of them read at
-most; of parts that are stored and added up."""
+PROGRAM_RATE, MEMORY_RATE, ADD_UP_RATE = 47e3, 3.9e6, 2e6  # bytes per µs: reads of one program, of all; added-up parts
 SHARING_SLOWDOWN = 0.43  # relative slowdown of a program per additional program on the same multiprocessor
 ADD_UP_US = 1.7  # fixed time of adding up partial sums
 

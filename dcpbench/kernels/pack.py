@@ -18,8 +18,7 @@ import triton.language as tl
 from dcpbench.kernels.merge import merge_partials
 
 WORD = 4  # bytes of an fp32 number
-ALIGNED = 16
-"""Words that a part of a message is padded to a multiple of: Triton makes wide loads of strides that 16 divides."""
+ALIGNED = 16  # message parts are padded to a multiple of 16 words: Triton makes wide loads of strides that 16 divides
 BLOCK = 2048  # numbers that one program of packing copies
 
 

@@ -45,10 +45,9 @@ if TYPE_CHECKING:
 
 COMMANDS = {"decode": "sweep", "serve": "serve"}  # command that writes records, by workload
 ENDING_S, LOOK_S = 5.0, 0.05
-GRID_OPTIONS = frozenset(
+GRID_OPTIONS = frozenset(  # options of a layout or a load; without any a command measures its default grid
     {*DEGREES, "concurrency", "context", "request_rate", "requests", "input_tokens", "output_tokens"}
 )
-"""Options that give a layout or a load. Without all of them a command measures its default grid."""
 _GRID_FIELDS = ("model", *DEGREES, "concurrency", "context")
 _GRID_FIELDS_OF_LOAD = ("arrival", "request_rate", "input_tokens", "output_tokens", "trace_sha256")
 MAY_CHANGE = ("--seconds", "--profile")  # options that only make some points of a run better known than others

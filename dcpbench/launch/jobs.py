@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 T = TypeVar("T")
-SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- the name of the variable
-"""Environment variable with the secret that the machines of a sweep share."""
+SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- variable with the secret that the machines of a sweep share
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,12 +43,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "sweep"  # `sweep` or `verify`
     device: str  # `cuda` or `cpu`
     settings: Settings
-    pool_points: tuple[Point, ...] = ()
-    """Points of the sweep, including those already recorded; empty means those of the job."""
-    engines: tuple[EnginePlan, ...] = ()
-    """Kind `sweep`: engines that are built for the points. Planned for all points of the sweep, so that a resumed or
-    relaunched job measures with the same memory plan.
-    """
+    pool_points: tuple[Point, ...] = ()  # points of the sweep, with those already recorded; empty: the job's
+    engines: tuple[EnginePlan, ...] = ()  # `sweep`: engines of all its points, so that memory plans survive a restart
     command: str = ""  # command line of the user
     prompts: tuple[tuple[int, ...], ...] = ()  # kind `verify` with a checkpoint: token ids, one list per request
     new_tokens: int = 8
@@ -61,11 +56,8 @@ class Job(Command, frozen=True, kw_only=True):
     tag: str
     folder: str  # absolute path of the run's folder
     points: list[Point]
-    store: tuple[str, int] | None = None
-    """(host, port) at which rank 0 serves the store of torch.distributed to ranks of several machines. None: they are
-    all on this one and meet on its loopback, at a port that rank 0 leaves in `get_port_path`."""
-    package: Package | None = None
-    """The dcpbench that starts it, and that its ranks must have; None: whichever they have."""
+    store: tuple[str, int] | None = None  # (host, port) of rank 0's store for several machines; None: all on this one
+    package: Package | None = None  # dcpbench that starts the job, and that ranks must have; None: any
 
     def get_path(self) -> Path:
         """Return the path of the job file."""
@@ -115,17 +107,14 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     code: int  # exit code; -9 means signal 9
-    asked: bool
-    """True if torchrun had already asked this rank to stop before it failed, so that another rank is the cause."""
+    asked: bool  # True if torchrun had asked this rank to stop before it failed: another one is the cause
     at: float  # Unix time
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the result of one comparison of `dcpbench verify`."""
 
-    name: str
-    """`attention`, `kv_write`, `reduce` (workloads/verify.py); `layers`, `logits`, `tokens`, `routing`
-    (workloads/checkpoint_checks.py)."""
+    name: str  # `attention`, `kv_write`, `reduce` (verify); `layers`, `logits`, `tokens`, `routing` (checkpoint_checks)
     layout: str
     ep: int | None = None  # expert parallel degree; 1 for tensor-parallel experts
     backend: str

@@ -48,9 +48,7 @@ CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.S
 ENDED, STOPPED, AGAIN = "end", "stopped", "again"
 AT_A_POINT, AT_A_CHECK = ("measure", "profile"), ("check",)  # stages that --timeout is about
 PATIENCE_S = 300.0  # the least limit of all other stages: starting, building and warming up take as long as they take
-ENDING_S = 60.0
-"""Time limit for ranks that have measured all of their points to end, after which they are killed without loss of data.
-"""
+ENDING_S = 60.0  # time limit for ranks to end after they measured all their points; they are killed without data loss
 POLL_S = 0.1
 GRACE_S = 5.0  # time that the remaining ranks have to end by themselves after one has failed
 
@@ -60,8 +58,7 @@ class Work(jobs.Command, frozen=True, kw_only=True):
 
     folder: Path
     timeout: float = 300.0  # seconds without a sign of life after which a point counts as hung
-    point_limit: float | None = None
-    """Seconds after which an unfinished point counts as hung, regardless of signs of life."""
+    point_limit: float | None = None  # seconds until an unfinished point counts as hung, despite signs of life
     retries: int = 0  # number of retries of a point that hung or failed
     worker: str = WORKER
     hardware: str = ""  # hardware of the machine, as named by probes

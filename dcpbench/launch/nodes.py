@@ -33,8 +33,7 @@ STOP = b"stop"
 FAILED = b"failed"
 ANSWER_WAIT_S = 60.0
 HELLO_WAIT_S = 5.0
-MAX_HELLO_BYTES, MAX_LINE_BYTES = 1 << 10, 64 << 20
-"""Bytes of a line; a job with the prompts of a checkpoint's check has the longest."""
+MAX_HELLO_BYTES, MAX_LINE_BYTES = 1 << 10, 64 << 20  # bytes per line; prompts of a checkpoint's check are longest
 CODE = 64  # hexadecimal digits of an authentication code
 LEADS, FOLLOWS = b"node 0", b"another node"
 

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COMMAND, WORKERS, NONE = "command", "workers", ""
-SLACK_S = 3.0
-"""Tolerated difference in s between the start time of a process and the time of a file, which come from different
-clocks.
-"""
+SLACK_S = 3.0  # tolerance in s between a process's start and a file's time, which come from different clocks
 MAX_LOCK_BYTES = 4096
 
 

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
-PARENT = "DCPBENCH_PARENT"
-"""Environment variable that holds the id of the parent to which a tied process and its children belong."""
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals with which torchrun ends its ranks, apart from SIGKILL."""
+PARENT = "DCPBENCH_PARENT"  # variable with the id of the parent to which a tied process and its children belong
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torchrun ends ranks by them, or by SIGKILL
 
 
 def make_tied_command(command: Sequence[str]) -> list[str]:

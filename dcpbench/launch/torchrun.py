@@ -32,11 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 END_WAIT_S = 5.0
-KEEP_WAIT_S = 25.0
-"""Time in s that ranks have to write their results when a run of requests is interrupted; torchrun ends them at 30."""
+KEEP_WAIT_S = 25.0  # for ranks to write results after an interruption in a run of requests; torchrun ends them at 30
 REAP_WAIT_S = 2.0  # time in s that torchrun has to notice that its ranks have ended
-FLIGHT_RECORDER, RECORDED = "TORCH_FR_BUFFER_SIZE", 512
-"""Environment variable of torch's flight recorder, and the default number of collectives that it keeps."""
+FLIGHT_RECORDER, RECORDED = "TORCH_FR_BUFFER_SIZE", 512  # torch's variable, and its default number of collectives
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS = "rendezvous"  # file by which torchrun's agent meets itself, in the folder of a job's logs
 ROOT_CAUSE = re.compile(  # matches the end of torchrun's log if one of its ranks ended first

@@ -40,10 +40,7 @@ PACKAGES = (
     "starlette",
     "uvicorn",
 )
-ON_LOOPBACK = ("NCCL_SOCKET_IFNAME", "lo")
-"""Variable set by ranks.make_environment on one machine: the interface on which NCCL's ranks meet, which does not affect
-results.
-"""
+ON_LOOPBACK = ("NCCL_SOCKET_IFNAME", "lo")  # NCCL's interface (ranks.make_environment), without effect on results
 WANTED_FOR = {
     "triton": "--backend triton and every run on a GPU",
     "flashinfer": f"--backend flashinfer, the default on GPUs other than Hopper, and prompts; {format_install_hint('flashinfer')}",

@@ -18,12 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 PERIOD_S = 0.05
-MIN_POWER_INTERVAL_S = 0.25
-"""Minimum time in s between two changes of the energy counter, updated every 20 to 100 ms, to compute the mean power.
-"""
+MIN_POWER_INTERVAL_S = 0.25  # minimum s for a mean power from the energy counter, which changes every 20 to 100 ms
 ENERGY = "energy"
-MAXIMA = ("sm_clock_mhz_max", "power_w_max", "temperature_c_max")
-"""Fields for which the maximum over all ranks is kept; for the lowest clock it is the minimum."""
+MAXIMA = ("sm_clock_mhz_max", "power_w_max", "temperature_c_max")  # maximum over ranks; lowest clock: minimum
 
 
 class GpuSampler:
@@ -35,8 +32,7 @@ class GpuSampler:
     def __init__(self, uuid: str | None) -> None:
         self.queries = _make_queries(uuid) if uuid else {}
         self.seen: dict[str, list[int]] = {name: [] for name in self.queries}
-        self.energy: list[tuple[float, int]] = []
-        """(seconds, mJ since the driver was loaded) at each change of the counter."""
+        self.energy: list[tuple[float, int]] = []  # (seconds, mJ since the driver's start) when the counter changes
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._sample_loop, daemon=True)
 

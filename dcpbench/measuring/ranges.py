@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-PHASES = (
+PHASES = (  # names for `record_range` in a layer's order; collectives include waits: `mlp_reduce` shows uneven experts
     "embed",
     "norm",
     "qkv_proj",
@@ -32,8 +32,6 @@ PHASES = (
     "mlp_reduce",
     "lm_head",
 )
-"""Every name that `record_range` is called with, in the order of a layer. A collective's time includes waiting for the slowest
-rank: `mlp_reduce` shows how unevenly the experts were loaded."""
 
 
 _quiet = False

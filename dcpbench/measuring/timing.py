@@ -23,19 +23,14 @@ if TYPE_CHECKING:
 
     from dcpbench.points.settings import Settings
 
-    Chunk = Callable[[int], tuple[list[float], float]]
-    """Function that takes a number of samples and returns them in ms, with the elapsed seconds."""
+    Chunk = Callable[[int], tuple[list[float], float]]  # from a number of samples: times in ms, and elapsed seconds
 
-CHUNK_SECONDS = 0.4
-"""Approximate duration in s of the chunks in which steps are queued; between chunks ranks communicate and the stop rule
-is evaluated.
-"""
+CHUNK_SECONDS = 0.4  # approximate s of a chunk of queued steps, after which ranks communicate and may stop
 MIN_ROUNDS = 8  # minimum number of rounds when several variants are timed in turns
 CHUNK_STEPS = (5, 100)  # fewest and most steps of a chunk
 MIN_MEDIANS = 2  # minimum number of medians that warm-up compares, even for slow steps
 KERNELS = 100  # run in a stream, so that it has been used
-WARM_UP_SHARE = 0.5
-"""Warm-up that has not settled after this share of the time limit ends all the same, and the point is `unsettled`."""
+WARM_UP_SHARE = 0.5  # share of the time limit after which warm-up ends unsettled; the point is `unsettled`
 
 
 def capture_graph(run: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -44,7 +44,7 @@ FAMILIES: tuple[Family, ...] = (
 )
 _LINEAR = "linear attention, which keeps a state of fixed size for each request instead of KV rows"
 _COMPRESSED = "attention over compressed KV rows and a sliding window, with hyper-connections between layers"
-NOT_PLANNED = {
+NOT_PLANNED = {  # known values of `model_type` without a description of memory and steps, and what they have
     "deepseek_v4": _COMPRESSED,
     "kimi_k3": f"most layers have {_LINEAR} (Kimi Delta Attention)",
     "kimi_linear": f"most layers have {_LINEAR} (Kimi Delta Attention)",
@@ -56,19 +56,19 @@ NOT_PLANNED = {
     "qwen3_5_moe": f"most layers have {_LINEAR} (Gated DeltaNet)",
     "qwen3_next": f"most layers have {_LINEAR} (Gated DeltaNet)",
 }
-"""Values of `model_type` of known models without a description of memory and steps, each with what they have."""
 
 _PRESETS = [(family, preset) for family in FAMILIES for preset in family.presets]
 SHAPES = {
     preset.shape.name: dataclasses.replace(preset.shape, tensors=family.tensors) for family, preset in _PRESETS
 } | {deepseek_v3.TINY.name: deepseek_v3.TINY}
-ALIASES = {name: preset.shape.name for _, preset in _PRESETS for name in preset.repositories if name not in SHAPES}
-"""Further names of published models, with the name of the shape that they have."""
-REPOSITORIES = {name: repository for _, preset in _PRESETS for name, repository in preset.repositories.items()}
-"""Hugging Face repositories of the models that can be named on the command line."""
+ALIASES = {  # further names of published models -> name of their shape
+    name: preset.shape.name for _, preset in _PRESETS for name in preset.repositories if name not in SHAPES
+}
+REPOSITORIES = {  # Hugging Face repositories of models that the command line names
+    name: repository for _, preset in _PRESETS for name, repository in preset.repositories.items()
+}
 OF_ALL = ("quantization_config",)  # fields that a config.json with a nested language model may have at the top instead
-QUANT_FILE = "hf_quant_config.json"
-"""File next to config.json in which modelopt describes the quantisation; it replaces that of config.json."""
+QUANT_FILE = "hf_quant_config.json"  # modelopt's quantisation, next to config.json, which it overrides
 _TITLES = {preset.shape.name: preset.title for _, preset in _PRESETS if preset.title}
 
 

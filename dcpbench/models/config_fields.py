@@ -106,14 +106,10 @@ _OF_TRANSFORMERS = split_words(  # fields that transformers writes for every mod
     tf_legacy_loss torchscript use_bfloat16 unsloth_fixed unsloth_version
     """
 )
-HARMLESS = _OF_TRAINING | _OF_STORAGE | _OF_SAMPLERS | _OF_TRANSFORMERS
-"""Fields that have no effect here, whatever their value, like those that begin with `_`."""
+HARMLESS = _OF_TRAINING | _OF_STORAGE | _OF_SAMPLERS | _OF_TRANSFORMERS  # no effect here, whatever their value
 _UNSET: tuple[object, ...] = (None, False, 0, "", [], {})
 MAX_LAYERS = 10_000
-MAX_VOCAB = 1 << 24
-"""Maximum size of a vocabulary: the greedy choice over ranks carries token ids in fp32, which has
-no odd numbers above.
-"""
+MAX_VOCAB = 1 << 24  # maximum vocabulary: greedy choices carry token ids in fp32, which is exact up to it
 
 
 def check_fields(config: dict[str, Any], read: Iterable[str], fixed: Mapping[str, tuple[object, ...]]) -> None:

@@ -20,11 +20,7 @@ class Preset:
     """Hold a published model."""
 
     shape: ModelShape
-    repositories: Mapping[str, str]
-    """Hugging Face repositories of checkpoints with these sizes, which engines take as a model, by the name on the command line.
-
-    The first name is that of the shape.
-    """
+    repositories: Mapping[str, str]  # Hugging Face repositories by command-line name, the shape's first
     title: str | None = None  # name in reports; None: the name of the shape
 
 
@@ -38,17 +34,11 @@ class Family:
     routing: str = SOFTMAX  # SIGMOID or SOFTMAX, which is also `scoring_func` in config.json of an MLA model
     topk_methods: tuple[str | None, ...] = ()  # values of `topk_method` of an MLA model
     defaults: Mapping[str, Any]  # fields that a config.json may leave out, as transformers 5 takes them
-    read_shape: Callable[[Family, dict[str, Any], str], ModelShape]
-    """Check the fields of an attention kind, and convert them with `parse_shape`: mla_config.read_shape or gqa_config.read_shape."""
-    parse_shape: Callable[[dict[str, Any], str], ModelShape]
-    """Convert checked fields with defaults, and a name, to a shape. Raise ValueError or KeyError, naming the field."""
+    read_shape: Callable[[Family, dict[str, Any], str], ModelShape]  # check and convert: mla_config's or gqa_config's
+    parse_shape: Callable[[dict[str, Any], str], ModelShape]  # convert checked fields and a name; ValueError, KeyError
     presets: tuple[Preset, ...]
     tensors: TensorNames = DEEPSEEK_NAMES
-    transformers_config: str
-    """Class of transformers for the family's configuration, with whose model checkpoints are compared."""
-    more_fields: frozenset[str] = frozenset()
-    """Fields of config.json that `parse_shape` reads in addition to those of its attention kind."""
-    ignored_fields: frozenset[str] = frozenset()
-    """Fields of config.json that have another meaning in this family, and no effect."""
-    nested_in: str | None = None
-    """Field of config.json that holds the fields of the language model; None: they are at the top."""
+    transformers_config: str  # class of transformers for the configuration, of the model to compare with
+    more_fields: frozenset[str] = frozenset()  # fields that `parse_shape` reads besides its attention kind's
+    ignored_fields: frozenset[str] = frozenset()  # fields with another meaning in this family and no effect
+    nested_in: str | None = None  # field of config.json with the language model's fields; None: they are at the top

@@ -11,8 +11,7 @@ from dcpbench.models.config_fields import format_value, parse_int, split_words
 if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
 
-FULL, SHARED = "full", "shared"
-"""Values of `indexer_types`: a layer with an indexer, and one that uses the choice of a layer before it."""
+FULL, SHARED = "full", "shared"  # `indexer_types`: a layer with an indexer; one with an earlier layer's choice
 
 
 def _parse_shape(config: dict[str, Any], name: str) -> ModelShape:

@@ -28,7 +28,7 @@ from dcpbench.models.shapes import Gqa, ModelShape
 if TYPE_CHECKING:
     from dcpbench.models.family import Family
 
-_FIXED: dict[str, tuple[object, ...]] = {
+_FIXED: dict[str, tuple[object, ...]] = {  # fields that change the computation: described values; null: absent
     "mlp_bias": (False,),
     "hidden_act": ("silu", "swish"),
     "use_sliding_window": (False,),
@@ -36,7 +36,6 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "mlp_only_layers": ([],),
     "swiglu_limit": (7.0, 7),
 }
-"""Fields that change the computation, each with the only values that are described; null counts as absent."""
 _READ = split_words(
     """
     model_type architectures hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim

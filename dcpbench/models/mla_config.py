@@ -28,7 +28,7 @@ from dcpbench.models.shapes import ModelShape
 if TYPE_CHECKING:
     from dcpbench.models.family import Family
 
-_FIXED: dict[str, tuple[object, ...]] = {
+_FIXED: dict[str, tuple[object, ...]] = {  # fields that change the computation: supported values; null: absent
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "hidden_act": ("silu", "swish"),
@@ -36,7 +36,6 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "partial_rotary_factor": (1, 1.0),
     "use_mla": (True,),
 }
-"""Fields that change the computation, each with the only values that the engine supports; null counts as absent."""
 
 
 _READ = split_words(

@@ -43,8 +43,7 @@ FP8_BLOCKS = {  # `quantization_config` of DeepSeek-V3
     "activation_scheme": "dynamic",
 }
 TORCH_E4M3 = "float8_e4m3fn"  # torch's name for e4m3, which some configurations have
-_QUANTISER = {"fmt": "e4m3", "activation_scheme": "dynamic"}
-"""Defaults of transformers' fp8 quantiser for fields that it does not write."""
+_QUANTISER = {"fmt": "e4m3", "activation_scheme": "dynamic"}  # fields that transformers' fp8 quantiser omits
 _LISTS = ("ignore", "modules_to_not_convert", "ignored_layers")  # fields that list the modules which are not quantised
 
 

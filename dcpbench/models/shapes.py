@@ -31,8 +31,7 @@ class Yarn:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     attention_factor: float | None = None
-    truncate: bool = True
-    """True if the ramp between kept and stretched dimensions begins and ends at integer dimensions."""
+    truncate: bool = True  # True if the ramp from kept to stretched dimensions begins and ends at integers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,18 +50,15 @@ class Gqa:
 
     kv_heads: int
     qk_norm: bool = False  # True if each head of q and k is normalised over its numbers before rope
-    qk_norm_over_heads: bool = False
-    """True if all heads of q, and all of k, are normalised together instead of one by one."""
+    qk_norm_over_heads: bool = False  # True if all heads of q (and all of k) are normalised together
     qkv_bias: bool = False
     o_bias: bool = False
-    window: int | None = None
-    """Number of latest tokens to which sliding-window layers attend; None if no layer has a window."""
+    window: int | None = None  # latest tokens that sliding-window layers attend to; None: no layer has a window
     window_layers: int = 0  # number of layers with a sliding window
     sinks: bool = False  # True if each query head has a learned logit in its softmax that stands for no token
 
 
-SCALE_BYTES, ROPE_BYTES = 4, 2
-"""Bytes of a scale of a stored key or row (fp32), and of a number of a rope key in fp8 rows of sparse attention (bf16)."""
+SCALE_BYTES, ROPE_BYTES = 4, 2  # a stored scale (fp32); a number of a rope key in sparse fp8 rows (bf16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,11 +76,9 @@ class Indexer:
         return self.width + SCALE_BYTES
 
 
-LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
-"""R, P and the widths of a head's keys and values in all published MLA models."""
+LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128  # R, P, width of keys and of values; all published MLA models
 KV_WIDTH = LATENT + ROPE  # numbers in one of their KV rows
-SIGMOID, SOFTMAX = "sigmoid", "softmax"
-"""Routing rules, which kernels/moe/routing.py implements: scores plus correction bias (V3, K2), or scores alone (V2)."""
+SIGMOID, SOFTMAX = "sigmoid", "softmax"  # scores plus correction bias (V3, K2) or alone (V2): kernels/moe/routing.py
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,8 +103,7 @@ class ModelShape:
     routing: str = SOFTMAX  # SIGMOID or SOFTMAX
     groups: int = 1  # expert groups of group-limited routing; 1 = ungrouped
     top_groups: int = 1
-    normalise: bool = True
-    """True if the weights of the chosen experts are normalised to a sum of 1 before `routed_scale`."""
+    normalise: bool = True  # True if the chosen experts' weights are normalised to sum 1 before `routed_scale`
     routed_scale: float = 1.0
     expert_bias: bool = False  # True if the router and the projections of experts have biases
     gqa: Gqa | None = None  # grouped-query attention; None for MLA
@@ -129,11 +122,8 @@ class ModelShape:
     tensors: TensorNames = DEEPSEEK_NAMES  # names of the checkpoint's tensors
     published: WeightFormat | UnknownFormat = UNQUANTISED  # format of the published checkpoint's weights
     has_embedding: bool = True
-    has_head: bool = True
-    """True for a whole model; a pipeline stage other than the last has no final norm and LM head, one other than the first no
-    embedding."""
-    mtp_layers: int = 0
-    """Further layers of the published checkpoint that predict several tokens; `--mtp` runs the first of them."""
+    has_head: bool = True  # True for a whole model; other stages lack the embedding, or the final norm and LM head
+    mtp_layers: int = 0  # further layers of the checkpoint, for drafts; `--mtp` runs the first of them
     drafts: bool = False  # True if the layer that drafts tokens is held and run
 
     @property

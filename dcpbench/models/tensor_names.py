@@ -25,8 +25,7 @@ class TensorNames:
     q_a: str = "self_attn.q_a_proj.weight"
     q_norm: str = "self_attn.q_a_layernorm.weight"
     q_b: str = "self_attn.q_b_proj.weight"
-    k: str = "self_attn.k_proj.weight"
-    """Projections of k and v of grouped-query attention, whose q is `q`. A bias has `bias` in place of `weight`."""
+    k: str = "self_attn.k_proj.weight"  # k and v of grouped-query attention, with q in `q`; or `.bias`
     v: str = "self_attn.v_proj.weight"
     q_head_norm: str = "self_attn.q_norm.weight"
     k_head_norm: str = "self_attn.k_norm.weight"

@@ -19,8 +19,7 @@ BF16, FP8, INT4, NVFP4, MXFP4 = "bf16", "fp8", "int4", "nvfp4", "mxfp4"
 COMPUTE_DTYPES = (BF16, "fp16", "fp32")  # precisions of the computation, and of weights that are not quantised
 INT4_GROUPS = (32, 128)  # inputs per scale that kernels over int4 weights support
 INT4_SCALE_BITS = 16  # bits of a scale of int4 weights without zero points
-SCALE_BLOCK = 128
-"""Numbers along each side of a block of fp8 weights that has a scale, and in a group of a row that has one."""
+SCALE_BLOCK = 128  # numbers along each side of an fp8 weight block with a scale, and in a row's group with one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ class UnknownFormat:
 
 
 UNQUANTISED = WeightFormat(name=BF16)  # weights in the dtype of the computation
-FORMATS = {
+FORMATS = {  # formats of models not published in them: fp8 in V3's blocks, int4 as W4A16, fp4 in MLPs and experts
     one.name: one
     for one in (
         WeightFormat(
@@ -89,7 +88,4 @@ FORMATS = {
         WeightFormat(name=MXFP4, bits=4, scale_bits=8, columns=32, parts=MLPS, matmul="matmul_fp4", padded=True),
     )
 }
-"""Formats by name, as models have them that are not published so: fp8 in DeepSeek-V3's blocks; int4 as compressed-tensors' W4A16, by
-default in groups of 128; NVIDIA's nvfp4 and OCP's mxfp4 in the MLPs and experts."""
-PAPER_FORMATS = tuple(name for name, one in FORMATS.items() if not one.engine)
-"""Names of formats that are planned, and not measured unless a model is published with int4 experts alone."""
+PAPER_FORMATS = tuple(name for name, one in FORMATS.items() if not one.engine)  # planned, measured only as int4 experts

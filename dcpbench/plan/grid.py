@@ -43,18 +43,17 @@ if TYPE_CHECKING:
     from dcpbench.points.layout import Layout
     from dcpbench.points.settings import Settings
 
-WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in select_point_axes(Role.EXCHANGE)}
-"""Fields of a point with dcp 1."""
-WITHOUT_TRANSFERS: dict[str, object] = {axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)}
-"""Fields of a point without transfers of KV between instances."""
+WITHOUT_EXCHANGE: dict[str, object] = {axis.name: axis.default for axis in select_point_axes(Role.EXCHANGE)}  # at dcp 1
+WITHOUT_TRANSFERS: dict[str, object] = {  # fields of a point without transfers of KV between instances
+    axis.name: axis.default for axis in select_point_axes(Role.DEPLOYED)
+}
 LISTED = [  # fields that have their own keys in the JSON of --dry-run
     axis
     for axis in AXES
     if axis.name in (*DEGREES, *OUTER_DEGREES) or axis.role & (Role.PATH | Role.DEPLOYED | Role.ASSUMED)
 ]
 MAX_POINTS = 100_000  # maximum number of points of one run, which is also what its report reads
-MAX_REASONS = 3
-"""Maximum number of reasons that an error repeats before it refers to --dry-run, and of layouts that a line names."""
+MAX_REASONS = 3  # maximum reasons in an error, before it refers to --dry-run, and of layouts that a line names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -60,11 +60,10 @@ if TYPE_CHECKING:
     from dcpbench.serving.request_files import Trace
 
 OTHERS = ("context", "seconds")  # options that only `sweep` has
-SHARED_AXES = [axis for axis in LOAD_AXES if axis.one]
-"""Fields that are equal for all loads of a run, and options with the same names."""
-MAX_REQUESTS = 10_000_000
-"""Maximum number of generated requests: their prompts, of even 100 tokens, are 4 GB on every rank."""
+SHARED_AXES = [axis for axis in LOAD_AXES if axis.one]  # equal for all loads of a run; options with the same names
+MAX_REQUESTS = 10_000_000  # maximum generated requests: their prompts of 100 tokens each are 4 GB on each rank
 MAX_TURNS = 10_000
+MAX_SUBAGENTS = 1_000
 YAML_BASE = 60
 MIN_GB_S, MAX_GB_S, MAX_TRANSFER_MS = 1e-3, 1e6, 60_000
 MIN_BURSTINESS = 1e-3  # gaps are then 32 times as uneven as Poisson's; below, floating point leaves only gaps of 0
@@ -76,8 +75,7 @@ class ServeLoads:
     See docs/serving.md.
     """
 
-    concurrency: tuple[int, ...] = ()
-    """Number of clients; empty if not given, and an open loop then has as many requests in flight as a layout takes."""
+    concurrency: tuple[int, ...] = ()  # clients; empty: not given, open loops have as many requests as fit a layout
     request_rate: tuple[float, ...] = ()
     burstiness: float = 1.0
     num_requests: int
@@ -90,6 +88,7 @@ class ServeLoads:
     think_time: float | str = 0.0
     system_tokens: int = 0
     branch: float = 0.0
+    subagents: int = 0
     policy: str = MIXED
     chunk: tuple[int, ...]
     prefix_cache: bool = True
@@ -176,8 +175,14 @@ class ServeLoads:
             raise UsageError(
                 f"--sessions system={self.system_tokens}: not 0 to {MAX_TOKENS:,} tokens; write for example system=8000."
             )
+        if not 0 <= self.subagents <= MAX_SUBAGENTS:
+            raise UsageError(
+                f"--sessions subagents={self.subagents}: not 0 to {MAX_SUBAGENTS:,} requests; write for example subagents=4."
+            )
+        if self.subagents and self.branch:
+            raise UsageError("--sessions subagents and branch are for different sessions; leave one of them out.")
         if self.turns == ONE_TURN:
-            for name in ("turn_tokens", "think_time", "system_tokens", "branch"):
+            for name in ("turn_tokens", "think_time", "system_tokens", "branch", "subagents"):
                 if getattr(self, name):
                     raise UsageError(
                         f"{format_flag(name)} without turns: no request has a next turn; add turns=4, say."
@@ -538,7 +543,7 @@ def _parse_micro_batches(name: str, value: object) -> int:
     return found
 
 
-SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
+SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {  # fields of a spec set by options, with parsers
     **{name: parser for name, parser in PARSERS.items() if name not in OTHERS},
     **{axis.name: _parse_real if axis.kind is float else read.get_parser(axis) for axis in SHARED_AXES},
     "turns": _parse_turns,
@@ -564,5 +569,4 @@ SERVE_PARSERS: dict[str, Callable[[str, object], object]] = {
     "limit_seconds": _parse_real,
     "micro_batches": _parse_micro_batches,
 }
-"""Fields of a spec of `serve` that options set, with their parsers."""
 SERVE_SPEC_PARSERS = SERVE_PARSERS | {COMPUTED: SPEC_PARSERS[COMPUTED]}

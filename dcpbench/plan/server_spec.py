@@ -51,6 +51,7 @@ OPTIONS = [  # options of `server` about its layout and the loads, which a confi
     "think_time",
     "system_tokens",
     "branch",
+    "subagents",
     "session_preset",
     "seed",
     "mode",

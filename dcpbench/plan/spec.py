@@ -61,8 +61,7 @@ class PointLoad:
     concurrency: int
     context: int
     load: Load | None = None  # load of `serve`; None for `decode`
-    deployed: Mapping[str, Value] = dataclasses.field(default_factory=dict)
-    """Fields of a point that define the instances that serve it."""
+    deployed: Mapping[str, Value] = dataclasses.field(default_factory=dict)  # fields that define the instances
 
 
 class Served(Protocol):
@@ -90,8 +89,7 @@ class SweepSpec:
     how: Mapping[str, tuple[Value, ...]]  # values of each axis of point.HOW; those of an exchange are used if dcp > 1
     acceptance: str = ""  # probability that each draft is accepted, for points with drafts; empty if not stated
     repeats: int = 1
-    baseline: bool = True
-    """True if each layout is added without dcp, and tp alone for dp without dcp, for each model, backend and load."""
+    baseline: bool = True  # True if each layout is added without dcp, and tp alone for dp, under the same conditions
     settings: Settings = Settings()  # noqa: RUF009 -- frozen
 
     def __post_init__(self) -> None:
@@ -378,10 +376,8 @@ PARSERS: dict[str, Callable[[str, object], object]] = {  # fields of a spec that
     "baseline": read.parse_bool,
     "profile": read.parse_bool,
 }
-SPEC_PARSERS = PARSERS | {COMPUTED: read.parse_name}
-"""The same with the dtype of the computation, which follows from --weights-dtype and --kv-dtype unless step times state it."""
-SWITCHED_OFF = ("baseline", "profile")
-"""Switches that are on by default, for which files may also contain the negation, such as `no-baseline`."""
+SPEC_PARSERS = PARSERS | {COMPUTED: read.parse_name}  # with dtype, which two options imply unless step times state it
+SWITCHED_OFF = ("baseline", "profile")  # on by default; files may negate them, as in `no-baseline`
 
 _SETTINGS = {
     "kv_memory": "kv_memory_bytes",

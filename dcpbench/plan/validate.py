@@ -73,10 +73,8 @@ if TYPE_CHECKING:
 
 SMALLEST_TILE = 16  # side of the smallest product that the tensor cores take
 FLASHMLA_PAGE = 64
-WHOLE_PAGES = (16, 32)
-"""Further page sizes of the attention kernels in CUDA C++, as in kernels/attention/hopper_pairs.py."""
-FLASHINFER_HEADS = (64, 128, 256)
-"""Columns of a head that FlashInfer's decode kernels of grouped-query attention take; its kernels of prompts take the first two."""
+WHOLE_PAGES = (16, 32)  # further page sizes of the CUDA C++ kernels (kernels/attention/hopper_pairs.py)
+FLASHINFER_HEADS = (64, 128, 256)  # columns of a head in FlashInfer's GQA kernels; prefill: the first two
 SYMMETRIC = "symm"  # exchange and all-reduce that work inside one machine
 ROW_UNIT = 16  # bytes that a thread of kernels/kv_gather reads at once; a test compares the two
 _CPU_VERIFY = "dcpbench verify --device cpu --backend reference can take it"
@@ -88,8 +86,7 @@ class Machine:
 
     probe: Probe
     nnodes: int = 1
-    timed: bool = True
-    """True if points are measured (`sweep`; on a GPU with CUDA graphs), False if they are only compared (`verify`)."""
+    timed: bool = True  # True if points are measured (`sweep`, with CUDA graphs), False if compared (`verify`)
     submitted: bool = False  # True if `submit` checks the point for the machines of a job
     typed: tuple[str, ...] = ()  # command and arguments that errors repeat with other options; empty without any
 

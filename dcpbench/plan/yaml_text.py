@@ -26,8 +26,7 @@ def load_yaml(text: str, name: str, what: str, *, max_values: int = 0) -> object
         def __init__(self, stream: str) -> None:
             super().__init__(stream)
             self._values = 0
-            self._sizes: dict[int, int] = {}
-            """Number of values of each complete node, by its id."""
+            self._sizes: dict[int, int] = {}  # number of values of each complete node, by its id
 
         def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401 - yaml has no types
             alias: Any = self.peek_event() if self.check_event(yaml.AliasEvent) else None  # type: ignore[no-untyped-call]

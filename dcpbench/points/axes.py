@@ -30,14 +30,12 @@ class Role(enum.Flag):
     LOAD = enum.auto()  # the load that is served or computed
     REPEAT = enum.auto()  # the pass over the complete sweep
     SERVER = enum.auto()  # an imported server's own options
-    DEPLOYED = enum.auto()
-    """Fields of the instances of the engine: their number, their roles, and the transfers between them."""
+    DEPLOYED = enum.auto()  # number and roles of the engine's instances, and the transfers between them
     ASSUMED = enum.auto()  # assumptions on which the results of a step depend, but not its time
 
 
 NOTHING = Role(0)
-COMPUTES = Role.ENGINE | Role.PATH | Role.SERVER | Role.DEPLOYED | Role.ASSUMED
-"""Roles of all fields that determine how a point is run, whatever its load."""
+COMPUTES = Role.ENGINE | Role.PATH | Role.SERVER | Role.DEPLOYED | Role.ASSUMED  # how a point is run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +46,7 @@ class Axis:
 
     role: Role
     order: int  # place in lists, in which neighbours share parts that are slow to build
-    label: str = ""
-    """Format of a value that distinguishes two points; empty if other text names it, such as a layout's name."""
+    label: str = ""  # format of a value that distinguishes points; empty if other text names it, such as a layout
     _: dataclasses.KW_ONLY
     title: str = ""  # name of the field as a filter on a report's page; empty if points cannot be filtered by it
     values: tuple[str, ...] = ()  # names that are allowed, the default first; empty if any value of the type is allowed

@@ -14,8 +14,7 @@ GRAPH_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 
 """Requests of one replica in a graph; a batch is padded up to the next size."""
 CHUNK, CPU_CHUNK = 8192, 64  # default prompt tokens of a step on GPUs, and on the CPU
 EAGER_STEP = 64
-PADDING_SLOT, PADDING_POSITION = 0, 0
-"""A padding row has one token, on slot 0: it attends to and writes the padding page."""
+PADDING_SLOT, PADDING_POSITION = 0, 0  # padding rows attend to and write one token, on slot 0 of the padding page
 
 
 def pad_to_size(requests: int, sizes: Sequence[int]) -> int:
@@ -42,8 +41,7 @@ def compute_batch_rows(requests: int) -> int:
     return pad_batch(requests) if requests <= GRAPH_BATCHES[-1] else -(-requests // EAGER_STEP) * EAGER_STEP
 
 
-CHUNK_TILE, CHUNK_STEPS = 16, 16
-"""Rows of steps with chunks are multiples of CHUNK_TILE, and of a CHUNK_STEPS-th of the power of two below them."""
+CHUNK_TILE, CHUNK_STEPS = 16, 16  # rows with chunks: multiples of CHUNK_TILE and of 1 / CHUNK_STEPS of a power of two
 
 
 def compute_chunk_rows(rows: int) -> int:

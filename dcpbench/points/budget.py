@@ -28,14 +28,10 @@ if TYPE_CHECKING:
     from dcpbench.points.settings import Settings
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, FP8: 1}  # bytes of a number, by precision
-engine_values = operator.attrgetter(*(axis.name for axis in select_point_axes(Role.ENGINE)), *OUTER_DEGREES)
-"""Values that points must share to use the same weights, pools and process groups; compared for every two points of a
-sweep.
-"""
-CPU_BYTES = 4 * GIB
-"""Maximum bytes of weights and KV of all ranks together in a CPU run, which tests the code and must not exhaust a
-laptop.
-"""
+engine_values = operator.attrgetter(  # values that points share if they use the same weights, pools and groups
+    *(axis.name for axis in select_point_axes(Role.ENGINE)), *OUTER_DEGREES
+)
+CPU_BYTES = 4 * GIB  # maximum bytes of all ranks' weights and KV in a CPU run, which must not exhaust a laptop
 
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +48,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     full_weight_bytes: int  # bytes of the weights if every layer were held
     held: Layers  # number of distinct layers in memory; the other layers reuse their weights in turn
     layers: int
-    l2_warm: bool = False
-    """True if the held weights are so few that some may still be in the L2 cache when they are used again."""
+    l2_warm: bool = False  # True if the held weights are so few that some may still be in the L2 cache when reused
 
     @property
     def layers_held(self) -> int:
@@ -182,7 +177,7 @@ def count_needed_pages(point: Point) -> int:
     """
     if point.load is None:
         return memory.count_kv_pages(point.layout, point.concurrency, point.context + point.mtp, point.page_size)
-    requests = -(-min(point.concurrency, point.load.requests) // point.dp)
+    requests = -(-min(point.max_requests, point.load.requests) // point.dp)
     one = memory.count_pages(point.context + point.mtp, point.layout, point.page_size)
     return requests * (one + 1) + memory.PAGES_OF_PADDING
 
@@ -198,7 +193,7 @@ def count_min_pages(point: Point) -> int:
 
 def _count_requests(point: Point) -> int:
     """Return the maximum number of requests of one replica in flight."""
-    return -(-point.concurrency // point.dp)
+    return -(-point.max_requests // point.dp)
 
 
 def is_same_engine(a: Point, b: Point) -> bool:

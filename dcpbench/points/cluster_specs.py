@@ -49,12 +49,8 @@ LINKS = (
 )
 GPUS_PER_HOST = 8  # default number of GPUs: that of HGX and DGX boards
 MEASURED_ON = "H200"
-BORROWED_ERROR = 0.1
-"""Relative error of calls taken from another machine: two hosts of the same GPU differed by up to 9 % in NCCL's small
-calls (results/).
-"""
-SCALE_ERROR = 0.1
-"""Relative error of scaled rates: kernels reach about the same share of a limit on another GPU; see Machine.compute_scale."""
+BORROWED_ERROR = 0.1  # relative error of another machine's calls: NCCL's small ones differ by up to 9 % between hosts
+SCALE_ERROR = 0.1  # relative error of scaled rates, which GPUs reach to a similar share; see Machine.compute_scale
 RATES = {  # limits by the names of points/roofline.py, each with the field of a GPU
     "read": "memory_bytes_s",
     "copy": "memory_bytes_s",
@@ -72,13 +68,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     gpu: str  # name of the GPU, one of GPUS
     gpus_per_host: int = GPUS_PER_HOST  # number of GPUs that can read each other's memory
     link: str | Link | None = None  # link between hosts; None if there is only one host
-    measured: str = ""
-    """Hardware and software with which the calls were measured; empty for a machine described by data sheets."""
-    prompts: list[Prompts] = []
-    """Ratios of the time of steps with prompts on several GPUs of a host to that on the one GPU that represents them.
-
-    At the power limit the slowest GPU determines the time. Sorted by tokens; empty if not measured.
-    """
+    measured: str = ""  # hardware and software of the measured calls; empty if described by data sheets
+    prompts: list[Prompts] = []  # prompt-step times on a host over those on one GPU, by tokens; or empty
     calls: dict[str, list[Sample]] = {}
     sha256: str = ""  # SHA-256 of the file
 

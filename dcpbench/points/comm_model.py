@@ -28,10 +28,7 @@ from dcpbench.points.names import EXCHANGES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-UNKNOWN_RANKS_ERROR = 0.25
-"""Error per doubling of the ranks if only one number of ranks was measured: from 2 to 4 ranks on H200 the error of
-NCCL's smallest rings is 0.22 to 0.48, and 0.11 to 0.22 for its largest calls.
-"""
+UNKNOWN_RANKS_ERROR = 0.25  # per doubling of ranks if measured with one number of ranks; H200, 2 to 4 ranks: up to 0.48
 UNKNOWN_SIZE_ERROR = 0.2  # error if fewer than three sizes were measured, so that none lies between two others
 MIN_ERROR = 0.01  # minimum error: two measurements of the same thing on one machine do not agree better
 
@@ -192,9 +189,8 @@ def _interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:
     return points[-1][1]
 
 
-RING, OWN_LINK = "ring", "own link"
-"""Ways in which bytes leave a host: a ring uses the links of all its GPUs at once, other calls each GPU's own link."""
-ACROSS: dict[str, str] = {
+RING, OWN_LINK = "ring", "own link"  # how bytes leave a host: over the links of all GPUs, or each GPU's own
+ACROSS: dict[str, str] = {  # calls that can cross hosts, as named by the benches; others read the memory of peers
     "all-gather": RING,
     "reduce-scatter": RING,
     "all-to-all": OWN_LINK,
@@ -203,14 +199,8 @@ ACROSS: dict[str, str] = {
     "ag_rs-bf16": RING,
     "a2a": OWN_LINK,
 }
-"""Calls that can cross hosts, collectives as `bench collectives` names them and exchanges as `bench exchange` does; others
-read the memory of peers."""
-GATHERS = {"ag_rs": "all-gather", "a2a": "all-gather", "symm": "symm"}
-"""Call that gathers the queries, for each exchange that can be emulated."""
-LINK_SHARE = 0.8
-"""Share of a link's nominal rate that large messages reach: nccl-tests' usual share over RDMA; its uncertainty is
-LINK_BAND.
-"""
+GATHERS = {"ag_rs": "all-gather", "a2a": "all-gather", "symm": "symm"}  # gathers the queries, by emulated exchange
+LINK_SHARE = 0.8  # share of a link's nominal rate that large messages reach (nccl-tests over RDMA); see LINK_BAND
 LINK_BAND = 1.0  # relative error of links between hosts, which we never measured: half to twice the time
 
 
@@ -269,15 +259,9 @@ class Wire:
     calls: Mapping[str, Call]
     host: int
     link: Link | None = None
-    scale: float = 1.0
-    """Rate of this machine's links over that of the measured machine; it scales the bytes of the model, never the
-    launches.
-    """
+    scale: float = 1.0  # this machine's link rate over the measured machine's; it scales bytes, never launches
     borrowed: float = 0.0  # additional relative error if another machine was measured
-    late: float = 1.0
-    """Factor by which a collective takes longer than alone, because ranks reach it at different times; not applied to
-    exchanges.
-    """
+    late: float = 1.0  # factor on collectives, as ranks reach them at different times; not applied to exchanges
 
     @property
     def in_step(self) -> Wire:

@@ -24,12 +24,9 @@ if TYPE_CHECKING:
 
     from dcpbench.models.shapes import ModelShape
 
-ZIPF_CHOICES, FILE_CHOICES = 16384, 2048
-"""Number of sets of experts per layer that tokens draw from. Those of a file are other ones in each layer, and take longer."""
-MAX_DEVIATION = 0.02
-"""Largest share of all routed rows that may go to other experts than stated, before a distribution is refused."""
-SIMULATED_TOKENS, MIN_STEPS = 16384, 4
-"""Tokens and least number of steps from which the work of the busiest rank is estimated."""
+ZIPF_CHOICES, FILE_CHOICES = 16384, 2048  # sets of experts per layer that tokens draw from; a file takes longer
+MAX_DEVIATION = 0.02  # largest share of routed rows that may miss the stated experts before the load is refused
+SIMULATED_TOKENS, MIN_STEPS = 16384, 4  # tokens and fewest steps for an estimate of the busiest rank's work
 
 
 @functools.lru_cache(maxsize=16)

@@ -29,13 +29,10 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     watts: int
     source: str  # source of the rates and the power
     memory_source: str  # source of the memory size
-    fp4_flop_s: float | None = None
-    """Dense fp4 FLOP/s; None if the GPU has no fp4 products, which then widen weights to bf16."""
+    fp4_flop_s: float | None = None  # dense fp4 FLOP/s; None: no fp4 products, weights are widened to bf16
     gpus_per_host: int = 8  # GPUs that read each other's memory: those of an HGX or DGX board, or of a rack
-    on_paper: bool = True
-    """True if dcpbench has never run on one, so that every figure comes from a sheet or from others."""
-    cuda: bool = True
-    """True if the GPU runs CUDA, and so dcpbench's engine; layouts are only planned and estimated for others."""
+    on_paper: bool = True  # True if dcpbench has never run on one: all figures are from data sheets or others
+    cuda: bool = True  # True if the GPU runs CUDA, and so dcpbench's engine; others are only planned and estimated
 
 
 GPUS = (  # known GPUs. A capability of an AMD GPU is its gfx number, gfx950, and is only printed.

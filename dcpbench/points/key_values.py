@@ -166,13 +166,12 @@ def _convert_number(text: str, value: object) -> float | None:
         return None
 
 
-_CONVERT: dict[object, tuple[Callable[[str, object], object], str]] = {
+_CONVERT: dict[object, tuple[Callable[[str, object], object], str]] = {  # conversion to a type, and its name in errors
     str: (lambda text, value: None if isinstance(value, bool | dict | list) else text, "text"),
     int: (lambda text, value: None if isinstance(value, bool) else parse_count(text), "a whole number"),
     float: (_convert_number, "a number"),
     bool: (lambda text, value: value if isinstance(value, bool) else SWITCH.get(text), "yes or no"),
 }
-"""Conversion of a value to each type, and what the type is called in an error."""
 
 
 @functools.cache

@@ -33,22 +33,18 @@ if TYPE_CHECKING:
 class GroupWide:
     """Describe which projections a rank holds for all heads of its DCP group, instead of for its own heads alone."""
 
-    query: bool = False
-    """W_UQ and W_UK (--collectives q-replicate): every rank computes all heads' queries, and none are gathered."""
+    query: bool = False  # W_UQ, W_UK (--collectives q-replicate): each rank computes all heads' queries without gather
     value: bool = False  # W_UV (--collectives project-first): partial outputs are projected before they are exchanged
 
 
-MAX_RANKS = 1 << 16
-"""Maximum number of ranks of a layout: no model is placed on more GPUs, and every divisor of a degree can be listed."""
+MAX_RANKS = 1 << 16  # maximum ranks of a layout: more than any model needs, few enough to list all divisors
 OWN_HEADS = GroupWide()  # default of GroupWide: each rank holds projections for its own heads only
 
 Ints = TypeVar("Ints", int, "np.ndarray[Any, np.dtype[np.int32]]")
 
 
-DEGREES = ("tp", "dp", "dcp")
-"""Fields of a Layout that divide the GPUs of a stage, which a point has under the same names."""
-OUTER_DEGREES = ("pp", "pcp")
-"""Further fields of a Layout, which multiply its GPUs: pipeline and prefill context parallel degree."""
+DEGREES = ("tp", "dp", "dcp")  # fields of a Layout, and of points, that divide the GPUs of a stage
+OUTER_DEGREES = ("pp", "pcp")  # further fields that multiply the GPUs: pipeline, prefill context parallel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +53,9 @@ class Layout:
 
     tp: int  # number of GPUs that share one copy of the model; the world size
     dp: int = 1  # number of attention data parallel replicas inside `tp`
-    dcp: int = 1
-    """Number of ranks that share the KV cache of one request: inside one attention replica or, with PCP, over the PCP ranks."""
+    dcp: int = 1  # ranks that share the KV cache of a request: in an attention replica or, with PCP, over the PCP ranks
     pp: int = 1  # number of pipeline stages, each on `tp` · `pcp` GPUs of its own
-    pcp: int = 1
-    """Number of groups of `tp` GPUs among which the tokens of prompts are divided (prefill context parallelism)."""
+    pcp: int = 1  # groups of `tp` GPUs among which prompts' tokens are divided (prefill context parallelism)
     shared_kv: int = 1  # PCP ranks that share a KV cache, in a layout that has them as attention replicas (`spread`)
 
     def __post_init__(self) -> None:

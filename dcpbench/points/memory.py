@@ -19,15 +19,11 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 RESERVE_BYTES = 8 * GIB  # held back on a GPU for the CUDA context, NCCL, workspaces, graphs and activations
 CACHE_FACTOR = 4  # weights must cycle through this many times the L2 cache between two uses (docs/methodology.md)
-LOCATIONS = 1 << 31
-"""Number of distinct token locations, which kernels read in 32 bits: virtual pages times their tokens."""
-PREFILL_WINDOW = 16384
-"""Maximum number of keys that are decompressed at once, and of stored ones among them; a step with more rows decompresses as
-many keys as rows (engine/prefill.py)."""
+LOCATIONS = 1 << 31  # maximum number of token locations (virtual pages · tokens), which kernels read in 32 bits
+PREFILL_WINDOW = 16384  # most keys, and stored keys, decompressed at once; a step's rows if more (engine/prefill.py)
 FP32 = 4  # bytes of a number where partial results are added up
 BF16_BYTES = 2
-ATTENTION_PARTS = {"qkv": QKV, "qkv_a": QKV, "q_b": Q_B, "o": O}
-"""Linear layers of attention, each with its part of weight_formats.PARTS; W_UK and W_UV are in none (engine/weights.py)."""
+ATTENTION_PARTS = {"qkv": QKV, "qkv_a": QKV, "q_b": Q_B, "o": O}  # W_UK and W_UV have none (engine/weights.py)
 PAGES_OF_PADDING = 1
 HEADROOM_TOKENS = 1  # a decode step writes one token beyond the context
 

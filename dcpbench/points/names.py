@@ -12,16 +12,13 @@ EXCHANGES = ("ag_rs", "a2a", "symm", REGISTERED)  # values of --exchange; exchan
 PCP_EXCHANGE = EXCHANGES[0]  # of DCP over PCP ranks: sums outputs on all of them, as vLLM's `cp_lse_ag_out_ar`
 AUTO_EXCHANGES = EXCHANGES[:-1]  # candidates of --exchange auto; the last exchange runs only if it is named
 OVER_FP8 = ("reference", "triton", "flashmla")  # backends that read KV rows in fp8
-AS_REQUESTS = "-rows"
-"""End of the name of a bench's variant that takes the query rows of a request as separate requests."""
-LIBRARIES = {"flashinfer": "flashinfer", "flashmla": "flash_mla"}
-"""Values of options that need a library, which are also the names of our extras, with the module to import."""
+AS_REQUESTS = "-rows"  # suffix of a bench variant that takes a request's query rows as separate requests
+LIBRARIES = {"flashinfer": "flashinfer", "flashmla": "flash_mla"}  # option values (also our extras) -> module to import
 AUTO = "auto"  # a backend or an exchange that is measured for and chosen when a point is warmed up
 TIMED_BACKENDS = BACKENDS[1:]  # candidates of --backend auto; the reference is not for timing
 ALL_REDUCES = ("nccl", "symm")  # values of --collectives all-reduce
 DTYPES = weight_formats.COMPUTE_DTYPES  # precisions of the computation
-FP8 = weight_formats.FP8
-"""Name of the fp8 storage of weights (e4m3, a scale for each block of 128 × 128) and KV (e4m3, a scale for a pool)."""
+FP8 = weight_formats.FP8  # weights: e4m3 with a scale per 128 × 128 block; KV: e4m3 with a scale per pool
 AS_COMPUTED = ""  # value of a point for weights or KV in the dtype of the computation
 PRECISIONS = (*DTYPES, FP8)  # values of --kv-dtype, and of --weights-dtype for points that are measured
 WEIGHT_FORMATS = tuple(weight_formats.FORMATS)  # values of --weights-dtype that are no dtype of the computation
@@ -33,8 +30,7 @@ CUT, WHOLE = "1", "tp"
 layout), tp for expert parallel (EP: each rank holds some of the experts, undivided). The default is 1 in every layout, as in vLLM and
 SGLang, which turn on expert parallel with --enable-expert-parallel and --ep-size."""
 SYNTHETIC = "synthetic"
-DUMMY = "dummy"  # weights near zero, with which an engine starts without a checkpoint
-"""Value of --weights without a checkpoint."""
+DUMMY = "dummy"  # value of --weights: weights near zero, with which an engine starts without a checkpoint
 NO_EXCHANGE = "none"  # exchange of a point with dcp 1, where nothing is exchanged
 
 LIVE, REPLAY = MODES = ("live", "replay")  # modes of serving: live, or in virtual time from measured step times
@@ -50,15 +46,11 @@ VLLM, SGLANG, INFERENCEX, GUIDELLM, AIPERF, VLLM_FORWARD, SGLANG_ONE_BATCH = ENG
     "sglang-one-batch",
 )
 """Values of `dcpbench import --from`, and therefore possible origins of a record."""
-MIXED, PREFILL_FIRST = OWN_POLICIES = ("mixed", "prefill-first")
-"""Scheduling policies of dcpbench's engine: chunks of prompts share steps with decodes, or decodes wait while there are
-chunks."""
-ENGINE_POLICIES = (VLLM, SGLANG)
-"""Scheduling policies of other engines, with their default settings, which only replays follow."""
+MIXED, PREFILL_FIRST = OWN_POLICIES = ("mixed", "prefill-first")  # prompt chunks share steps with decodes, or go first
+ENGINE_POLICIES = (VLLM, SGLANG)  # policies of other engines with their default settings; replays only
 POLICIES = (*OWN_POLICIES, *ENGINE_POLICIES)  # values of --prefill policy
 OPENAI = "openai"  # a real server of unknown kind that speaks OpenAI's API
-ENGINE_NAMES = {SGLANG: "SGLang", VLLM: "vLLM", OPENAI: "OpenAI API server"}
-"""Names of engines as their makers write them."""
+ENGINE_NAMES = {SGLANG: "SGLang", VLLM: "vLLM", OPENAI: "OpenAI API server"}  # as their makers write them
 TOOLS = {  # tools that write the results that are imported
     VLLM: "vllm bench serve",
     SGLANG: "SGLang's bench_serving",
@@ -70,10 +62,8 @@ TOOLS = {  # tools that write the results that are imported
 }
 UNKNOWN = "unknown"  # value of a field that an import does not have
 ONE_TURN = "1"  # value of --sessions turns for independent requests
-CLOSED, GAMMA, TRACE = ("closed", "gamma", "trace")
-"""Arrival of requests: when others are answered, at random with a rate, or at the times of a file."""
-TRACE_TIMES = "trace times"  # when requests of a trace come, as tables name it and as it follows "at"
-"""Text for the arrival times of a trace."""
+CLOSED, GAMMA, TRACE = ("closed", "gamma", "trace")  # after an answer, at random with a rate, or at a file's times
+TRACE_TIMES = "trace times"  # arrival of the requests of a trace, as tables name it and as it follows "at"
 
 
 def format_flag(name: str) -> str:

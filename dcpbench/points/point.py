@@ -30,60 +30,65 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     sessions: Count = 0  # sessions that the requests are turns of; 0 if each request is independent
     span_s: Number | None = None  # time from the first to the last arrival in the file, in s; null without times
-    prefix_share: Number | None = None
-    """Share of prompt tokens that were in earlier prompts, which a prefix cache that forgets nothing has; null if unknown."""
+    prefix_share: Number | None = None  # share of prompt tokens an unbounded prefix cache would have; null: unknown
     failures: Count = 0  # requests of the file without output tokens, which are not sent
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Describe what the workload `serve` has to serve, and how; docs/serving.md describes each option."""
 
-    mode: Annotated[str, Axis(LOAD, 60, title="live or replay", values=names.MODES)] = names.LIVE
-    """`live`, or `replay`: the same scheduler in virtual time, with previously measured step times."""
+    mode: Annotated[  # `live`, or `replay`: the same scheduler in virtual time, with step times measured before
+        str, Axis(LOAD, 60, title="live or replay", values=names.MODES)
+    ] = names.LIVE
     requests: Annotated[Count, Axis(LOAD, 70, "{:,} requests")]  # number of requests submitted
-    arrival: Annotated[str, Axis(LOAD, 51)] = names.CLOSED
-    """`closed` (point.concurrency clients), `gamma` (request_rate and burstiness) or `trace` (the file's times)."""
+    arrival: Annotated[  # `closed` (concurrency), `gamma` (request_rate, burstiness) or `trace` (times of the file)
+        str, Axis(LOAD, 51)
+    ] = names.CLOSED
     request_rate: Annotated[Number | None, Axis(LOAD, 52)] = None  # requests per second, on average
-    burstiness: Annotated[Number, Axis(LOAD, 53, one=True)] = 1.0
-    """Shape of the gamma distribution of the gaps: 1 is Poisson, less comes in bursts, more is regular."""
+    burstiness: Annotated[Number, Axis(LOAD, 53, one=True)] = 1.0  # shape of gamma gaps: 1 is Poisson, less is bursty
     paced: Annotated[bool | None, Axis(LOAD, 59)] = False
     """True if the drawn gaps of an open loop are scaled so that the last request comes at the time that the rate
     implies.
 
     Without scaling the sum is random: it varies by 9 % for 120 requests. Null for an import, which does not have it.
     """
-    input_tokens: Annotated[str, Axis(LOAD, 54)]
-    """Length of prompts: `4000`, `uniform:1000-7000` or `lognormal:4000:0.5` (median and sigma); `trace`."""
-    output_tokens: Annotated[str, Axis(LOAD, 55)]
-    """Number of tokens sampled per request, in the format of `input_tokens`."""
+    input_tokens: Annotated[  # `4000`, `uniform:1000-7000`, `lognormal:4000:0.5` (median, sigma) or `trace`
+        str, Axis(LOAD, 54)
+    ]
+    output_tokens: Annotated[str, Axis(LOAD, 55)]  # tokens sampled per request, as `input_tokens`
     prefix_share: Annotated[Number | None, Axis(LOAD, 56, one=True)] = 0.0
     """Share of each prompt, at its beginning, that is common to its group; null, like `prefix_cache` and `seed`, if an
     import lacks it.
     """
     prefix_groups: Annotated[Count, Axis(LOAD, 57, one=True)] = 1
-    turns: Annotated[str, Axis(LOAD, 61, "{} turns", one=True)] = names.ONE_TURN
-    """Number of requests of a session, in the format of lengths: each begins with the session's earlier prompts and
-    answers.
-    """
-    turn_tokens: Annotated[str, Axis(LOAD, 62, "{} a turn", one=True)] = ""
-    """Length of a client's additions from the second turn on; if empty, `input_tokens` applies to all turns."""
-    think_time: Annotated[Number | str, Axis(LOAD, 63, "think {} s", one=True)] = 0.0
-    """Seconds from an answer's last token to the next turn, or their distribution: `uniform:0.5-3`, `lognormal:1.2:0.8`."""
-    system_tokens: Annotated[Count, Axis(LOAD, 64, "{:,} system tokens", one=True)] = 0
-    """Tokens with which every session begins: the same system prompt and tools."""
-    branch: Annotated[Number, Axis(LOAD, 65, "branch {:g}", one=True)] = 0.0
-    """Probability with which a turn, from the third on, continues an earlier answer of its session than the last one."""
+    turns: Annotated[  # requests of a session, in the format of lengths: each continues the prompts and answers before
+        str, Axis(LOAD, 61, "{} turns", one=True)
+    ] = names.ONE_TURN
+    turn_tokens: Annotated[  # length of a client's additions from the second turn on; if empty, `input_tokens` applies
+        str, Axis(LOAD, 62, "{} a turn", one=True)
+    ] = ""
+    think_time: Annotated[  # seconds from an answer to the next turn: `2`, `uniform:0.5-3` or `lognormal:1.2:0.8`
+        Number | str, Axis(LOAD, 63, "think {} s", one=True)
+    ] = 0.0
+    system_tokens: Annotated[Count, Axis(LOAD, 64, "{:,} system tokens", one=True)] = 0  # common start of all sessions
+    branch: Annotated[  # probability with which a turn, from the third on, continues an earlier answer than the last
+        Number, Axis(LOAD, 65, "branch {:g}", one=True)
+    ] = 0.0
+    subagents: Annotated[  # requests that continue each turn but the last of a session at once, before the next turn
+        Count, Axis(LOAD, 66, "{} sub-agents", one=True)
+    ] = 0
     trace: Annotated[str, Axis(LOAD, 58)] = ""  # name of the file of requests, without its folder
     trace_sha256: Annotated[str, Axis(LOAD, 76, "file {:.8}")] = ""
-    trace_reading: Annotated[str, Axis(LOAD, 77, "read as {}")] = ""
-    """How that file was read, given or found by its columns: `format=mooncake,time-unit=ms,block-size=512`."""
+    trace_reading: Annotated[  # how that file was read: `format=mooncake,time-unit=ms,block-size=512`
+        str, Axis(LOAD, 77, "read as {}")
+    ] = ""
     trace_facts: TraceFacts | None = None  # facts of the requests in the file; null without a file
-    chunk: Annotated[Count, Axis(LOAD, 71, "chunk {:,}")]
-    """Maximum number of prompt tokens that a step prefills, over the whole layout."""
+    chunk: Annotated[Count, Axis(LOAD, 71, "chunk {:,}")]  # maximum prompt tokens per step, over the whole layout
     policy: Annotated[str, Axis(LOAD, 72, "{}", values=names.POLICIES, one=True)] = names.MIXED
     prefix_cache: Annotated[bool | None, Axis(LOAD, 73, "prefix cache {}", one=True)] = True
-    prefill: Annotated[str, Axis(PATH, 74, "{} prefill", values=names.PREFILLS, one=True)] = names.PREFILLS[0]
-    """Attention of prompts: `sdpa` (torch) or `flashinfer` (ragged prefill)."""
+    prefill: Annotated[  # attention of prompts: `sdpa` (torch) or `flashinfer` (ragged prefill)
+        str, Axis(PATH, 74, "{} prefill", values=names.PREFILLS, one=True)
+    ] = names.PREFILLS[0]
     seed: Annotated[Count | None, Axis(LOAD, 75, "seed {}", one=True)] = 0
 
     @property
@@ -96,72 +101,74 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Describe one layout × workload × load, as requested."""
 
     model: Annotated[str, Axis(ENGINE, 1, title="model")]
-    tp: Annotated[Count, Axis(ENGINE, 2)]
-    """Number of ranks; 0 if the layout is unknown, as for an import without it. The same holds for dp and dcp."""
+    tp: Annotated[Count, Axis(ENGINE, 2)]  # ranks; 0, like dp and dcp, if an import lacks the layout
     dp: Annotated[Count, Axis(ENGINE, 3)] = 1
     dcp: Annotated[Count, Axis(ENGINE, 4)] = 1
     workload: Annotated[str, Axis(LOAD, 5, "{}", title="workload")] = "decode"
-    ep: Annotated[str, Axis(ENGINE | PATH, 6, "ep{}", title="experts (ep)")] = names.WHOLE
-    """`1`: tensor-parallel experts, split by width over the tp ranks. `tp`: expert parallel. Of an import the
-    expert parallel degree, or unknown."""
-    concurrency: Annotated[Count, Axis(LOAD, 40, title="concurrency")]
-    """Number of requests in flight over the whole layout; for `serve` the maximum."""
-    context: Annotated[Count, Axis(LOAD, 41, title="context")]
-    """Tokens already in the KV cache of each request; for `serve` the maximum number of tokens of a request, output
-    included.
-    """
-    exchange: Annotated[
+    ep: Annotated[  # `1`: tensor-parallel experts, split by width; `tp`: expert parallel; an import's degree or unknown
+        str, Axis(ENGINE | PATH, 6, "ep{}", title="experts (ep)")
+    ] = names.WHOLE
+    concurrency: Annotated[Count, Axis(LOAD, 40, title="concurrency")]  # requests in flight, whole layout; `serve`: max
+    context: Annotated[  # tokens in the KV cache of each request; `serve`: maximum tokens of a request, output included
+        Count, Axis(LOAD, 41, title="context")
+    ]
+    exchange: Annotated[  # `ag_rs`, `a2a`, …; `auto` (see Record.choice); `none` without an exchange (dcp 1)
         str, Axis(PATH | EXCHANGE, 11, "{}", title="exchange", values=(*names.EXCHANGES, names.AUTO))
     ] = names.NO_EXCHANGE
-    """`ag_rs`, `a2a`, …; `auto` (see Record.choice); `none` where dcp is 1 and nothing is exchanged."""
-    q_replicate: Annotated[bool, Axis(ENGINE | PATH | EXCHANGE, 12, "+q-replicate")] = False
-    """True if every rank computes the queries of all heads of its DCP group, so that none are gathered."""
-    project_first: Annotated[bool, Axis(ENGINE | PATH | EXCHANGE, 13, "+project-first")] = False
-    """Partial outputs are projected to values before they are exchanged."""
-    all_reduce: Annotated[str, Axis(PATH, 24, "{} all-reduce", values=names.ALL_REDUCES)] = names.ALL_REDUCES[0]
-    """Method that reduces partial sums of tensor parallelism."""
-    backend: Annotated[str, Axis(PATH, 10, "{}", values=(*names.BACKENDS, names.AUTO))]
-    """The attention kernel; of an import the engine, which chose its own."""
-    dtype: Annotated[str, Axis(ENGINE, 21, "{}", values=names.DTYPES, one=True)]
-    """Precision of the computation: of activations, norms, the router, the embedding and the head, and of all that is
-    not fp8.
-    """
-    weights_dtype: Annotated[str, Axis(ENGINE | PATH, 26, "{} weights")] = names.AS_COMPUTED
-    """`fp8`: linear layers and experts as DeepSeek-V3's checkpoint has them; see `weights_precision`."""
-    kv_dtype: Annotated[str, Axis(ENGINE | PATH, 27, "{} KV")] = names.AS_COMPUTED
-    """`fp8`: the KV cache; see `kv_precision`."""
-    routing: Annotated[str, Axis(LOAD | PATH, 29, "{} routing", title="routing", path=True)] = ""
-    """Distribution of the experts that tokens take (points/expert_distribution.py): `zipf:1`, or a file with its hash; empty: the router's own."""
-    emulate: Annotated[str, Axis(ENGINE | PATH, 28, "emulated on {}", path=True)] = ""
-    """Machine for which calls between ranks are modelled (points/cluster_specs.py) if only one rank runs; empty if all ranks
-    run.
-    """
-    mtp: Annotated[Count, Axis(ENGINE | PATH, 14, "mtp{}", title="draft tokens (mtp)")] = 0
-    """Drafts of a request that a step verifies; the step has mtp + 1 query rows of each request."""
-    acceptance: Annotated[str, Axis(ASSUMED, 15, "acceptance {}")] = ""
-    """Probability that each draft is accepted if those before it were (points/speculation.py), such as `0.85/0.6/0.4`; empty if not stated."""
+    q_replicate: Annotated[  # True if every rank computes the queries of all heads of its DCP group: no gather
+        bool, Axis(ENGINE | PATH | EXCHANGE, 12, "+q-replicate")
+    ] = False
+    project_first: Annotated[  # True if partial outputs are projected to values before they are exchanged
+        bool, Axis(ENGINE | PATH | EXCHANGE, 13, "+project-first")
+    ] = False
+    all_reduce: Annotated[  # method that reduces partial sums of tensor parallelism
+        str, Axis(PATH, 24, "{} all-reduce", values=names.ALL_REDUCES)
+    ] = names.ALL_REDUCES[0]
+    backend: Annotated[  # attention kernel; of an import its engine, which chose a kernel itself
+        str, Axis(PATH, 10, "{}", values=(*names.BACKENDS, names.AUTO))
+    ]
+    dtype: Annotated[  # precision of activations, norms, router, embedding, head and all else that is not fp8
+        str, Axis(ENGINE, 21, "{}", values=names.DTYPES, one=True)
+    ]
+    weights_dtype: Annotated[  # `fp8`: linear layers, experts as in DeepSeek-V3's checkpoint; see `weights_precision`
+        str, Axis(ENGINE | PATH, 26, "{} weights")
+    ] = names.AS_COMPUTED
+    kv_dtype: Annotated[  # `fp8`: the KV cache; see `kv_precision`
+        str, Axis(ENGINE | PATH, 27, "{} KV")
+    ] = names.AS_COMPUTED
+    routing: Annotated[  # experts that tokens take: `zipf:1`, or a file with its hash; empty: the router's choice
+        str, Axis(LOAD | PATH, 29, "{} routing", title="routing", path=True)
+    ] = ""
+    emulate: Annotated[  # machine with modelled calls between ranks (cluster_specs.py) if one rank runs; else empty
+        str, Axis(ENGINE | PATH, 28, "emulated on {}", path=True)
+    ] = ""
+    mtp: Annotated[  # drafts of a request that a step verifies, with mtp + 1 query rows of each request
+        Count, Axis(ENGINE | PATH, 14, "mtp{}", title="draft tokens (mtp)")
+    ] = 0
+    acceptance: Annotated[  # probability of each draft after accepted ones, as `0.85/0.6/0.4`; empty: not stated
+        str, Axis(ASSUMED, 15, "acceptance {}")
+    ] = ""
     page_size: Annotated[Count, Axis(ENGINE, 22, "page {}", one=True)] = 1
     interleave: Annotated[Count, Axis(ENGINE, 23, "interleave {}", one=True)] = 1
-    weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = names.SYNTHETIC
-    """`synthetic`, or the folder of a checkpoint."""
+    weights: Annotated[str, Axis(ENGINE, 25, "weights {}", one=True)] = names.SYNTHETIC  # or the folder of a checkpoint
     repeat: Annotated[Count, Axis(REPEAT, 0)] = 0  # index of the pass over the complete sweep, from 0
     load: Load | None = None  # null for `decode`
-    settings: Annotated[str, Axis(SERVER, 30, "{}", title="server settings")] = ""
-    """Parameters of an imported server or load that no other field has, such as `max_num_seqs=4`; comma-separated."""
+    settings: Annotated[  # parameters of an imported server or load without a field: `max_num_seqs=4`; comma-separated
+        str, Axis(SERVER, 30, "{}", title="server settings")
+    ] = ""
 
-    disaggregate: Annotated[str, Axis(DEPLOYED, 31)] = ""
-    """`1:2`: instances of the layout, each on tp GPUs of its own, of which one only prefills and two only decode. `3`: as
-    many that do both. Empty: one that does both."""
-    transfer_gb_s: Annotated[Number, Axis(DEPLOYED, 32, "{:g} GB/s links")] = 0.0
-    """10⁹ bytes a second at which a GPU of an instance that prefills sends KV to one that decodes; 0 where nothing is sent."""
-    transfer_ms: Annotated[Number, Axis(DEPLOYED, 33, "{:g} ms a transfer")] = 0.0
-    """Additional time of each request's transfer, in ms."""
-    pp: Annotated[Count, Axis(SERVER, 34)] = 1
-    """Pipeline stages, each with `tp` · `pcp` GPUs of its own: of an import, or planned."""
-    pcp: Annotated[Count, Axis(SERVER, 35)] = 1
-    """Prefill context parallel degree: groups of `tp` GPUs, of an import or planned. SGLang's lie inside tp and count as 1."""
-    prefill_gpus: Annotated[Count, Axis(SERVER, 36, "{} GPUs per prefill instance")] = 0
-    """GPUs of each prefill instance of an imported server if they have another layout than the decode instances, else 0."""
+    disaggregate: Annotated[str, Axis(DEPLOYED, 31)] = ""  # `1:2`: one prefills, two decode; `3`: all do both; or empty
+    transfer_gb_s: Annotated[  # 10⁹ bytes/s at which a prefill GPU sends KV to decode instances; 0: nothing is sent
+        Number, Axis(DEPLOYED, 32, "{:g} GB/s links")
+    ] = 0.0
+    transfer_ms: Annotated[  # additional time of each request's transfer, in ms
+        Number, Axis(DEPLOYED, 33, "{:g} ms a transfer")
+    ] = 0.0
+    pp: Annotated[Count, Axis(SERVER, 34)] = 1  # pipeline stages of an import or plan, each with `tp` · `pcp` GPUs
+    pcp: Annotated[Count, Axis(SERVER, 35)] = 1  # groups of `tp` GPUs; 1 for SGLang's, which lie inside tp
+    prefill_gpus: Annotated[  # GPUs of an imported prefill instance with another layout than decode instances; else 0
+        Count, Axis(SERVER, 36, "{} GPUs per prefill instance")
+    ] = 0
 
     @property
     def layout(self) -> Layout:
@@ -271,6 +278,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Return the number of clients of a closed loop, each with one request in flight; None for open loops."""
         return self.concurrency if self.load is not None and self.load.arrival == names.CLOSED else None
 
+    @property
+    def max_requests(self) -> int:
+        """Return the maximum number of requests in flight: in a closed loop those of the sub-agents of each client."""
+        load = self.load
+        return self.concurrency * max(load.subagents if load is not None and load.arrival == names.CLOSED else 0, 1)
+
     def format_exchange_label(self) -> str:
         """Return the exchange with the options that are on: `a2a +q-replicate`; empty if no exchange is known."""
         return " ".join(self.format_changed_fields(EXCHANGE))
@@ -297,8 +310,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return (msgspec.structs.replace(self, repeat=0) if self.repeat else self).get_key()
 
 
-AXES, LOAD_AXES = axes.read_axes(Point), axes.read_axes(Load)
-"""Fields of a point except its load, and fields of a load, in the order of lists."""
+AXES, LOAD_AXES = axes.read_axes(Point), axes.read_axes(Load)  # fields of a point without its load; fields of a load
 
 
 @functools.cache
@@ -313,7 +325,5 @@ def select_load_axes(role: Role, but: Role = axes.NOTHING) -> tuple[Axis, ...]:
     return axes.select_axes(LOAD_AXES, role, but)
 
 
-HOW = tuple(axis for axis in select_point_axes(ENGINE | PATH) if axis.label)
-"""Fields for how a point is computed, besides its model and layout: options of `sweep` with these names."""
-OPTIONS = tuple(axis.name for axis in select_point_axes(EXCHANGE) if axis.kind is bool)
-"""Names of the switches of an exchange."""
+HOW = tuple(axis for axis in select_point_axes(ENGINE | PATH) if axis.label)  # how points are computed
+OPTIONS = tuple(axis.name for axis in select_point_axes(EXCHANGE) if axis.kind is bool)  # switches of an exchange

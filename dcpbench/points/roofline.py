@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 LSE_BYTES = 4  # bytes of a log-sum-exp, fp32
 SCALE_BYTES = 4  # bytes of a scale of fp8 values, fp32
 FP4_MATMUL = "matmul_fp4"  # limit of products of fp4 weights
-CANDIDATE_BYTES = 8
-"""Bytes of a logit of a rank and its token id, or of an indexer's score and its token's number, from which the ranks choose."""
+CANDIDATE_BYTES = 8  # bytes of a rank's logit and token id, or of an indexer's score and token number
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,13 +50,10 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0  # device memory read and written, in bytes, each byte counted once
     memory_limit: str = "copy"  # limit for these bytes: `read` if hardly anything is written
     flops: int = 0
-    flops_limit: str = "matmul"
-    """Limit for the operations: `matmul_fp8` if both operands are fp8, `matmul_fp4` for weights in a format of fp4."""
-    otherwise: str = ""
-    """Limit to use on a GPU without that one, because operands can be widened; empty if there is no other."""
+    flops_limit: str = "matmul"  # limit of the operations: `matmul_fp8` (both operands fp8), `matmul_fp4` (fp4 weights)
+    otherwise: str = ""  # limit on a GPU without that one, as operands can be widened; empty if there is none
     received_bytes: int = 0  # bytes that one rank receives from other ranks
-    wire_bytes: int = 0
-    """Bytes that the chosen variant receives instead, by its own formula; 0 if there is only one variant."""
+    wire_bytes: int = 0  # bytes received instead by the chosen variant's own formula; 0: there is only one
     barriers: int = 0  # number of times that ranks have to wait for each other
 
     @property
@@ -266,15 +262,10 @@ class Sharding:
     wide: GroupWide = OWN_HEADS
     weights: WeightFormat = UNQUANTISED  # format of the weights of linear layers and experts
     kv_itemsize: int | None = None  # bytes per number in the KV cache; None if they are those of all other tensors
-    pcp: int = 1
-    """Ranks among which the tokens of prompts are divided; `layout` has them as attention replicas (Layout.spread)."""
+    pcp: int = 1  # ranks that divide prompts' tokens; attention replicas in `layout` (Layout.spread)
     routing: str = OWN  # distribution of the experts that tokens take, as Point.routing
-    ep: int | None = None
-    """Expert parallel degree; each expert is split by width over the remaining ranks. None: the degree is the number of
-    ranks.
-    """
-    drafts: bool = False
-    """True for the layer that drafts tokens (MTP), which projects two hidden states to one, with whole bf16 weights on each rank."""
+    ep: int | None = None  # expert parallel degree, with experts split over the other ranks; None: all ranks
+    drafts: bool = False  # True for the MTP layer, which joins two hidden states by whole bf16 weights on each rank
 
     @classmethod
     def from_point(cls, point: Point, shape: ModelShape) -> Sharding:
@@ -355,16 +346,13 @@ class Sharding:
 class StepRows:
     """Describe what a step computes, without padding, of the busiest replica unless stated otherwise."""
 
-    decodes: tuple[int, ...] = ()
-    """Number of KV rows that each decoding request attends to, over all ranks, its own included."""
+    decodes: tuple[int, ...] = ()  # KV rows that each decoding request attends to, over all ranks, its own included
     chunks: tuple[tuple[int, int], ...] = ()  # (tokens, stored tokens before them) of each prompt chunk
-    queries: int = 1
-    """Query rows of each decoding request, of which the last attends to all of its KV rows: a known token, and drafts behind it."""
+    queries: int = 1  # query rows of each decoding request: a known token, then drafts; the last sees all its KV rows
     sampled: int = 0  # number of rows for which logits are needed
     tokens: int = 0  # number of rows of all replicas together, which share the experts
     idle: int = 0  # number of padding rows among them that go to no expert (engine/serve_engine.py)
-    routing: tuple[tuple[Routed, ...], ...] = ()
-    """Routing per layer with experts and rank; empty if it is unknown, and `estimate_routed` is used instead."""
+    routing: tuple[tuple[Routed, ...], ...] = ()  # per layer with experts and rank; empty: `estimate_routed` is used
 
     @property
     def rows(self) -> int:

@@ -14,10 +14,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     profile: bool = True  # True if the separate profiled pass (phases, host syncs) runs
     seed: int = 0  # seed of weights and KV; a load has its own
     slo: dict[str, float] = {}  # --slo: limits in ms by metric, records.record.ServeMetrics.slo_ms
-    limit_seconds: float | None = None
-    """--timeout load=60: a run of requests ends then, and what has not finished is cancelled. A limit in requests is in
-    Load.requests."""
+    limit_seconds: float | None = None  # --timeout load=60: unfinished requests are cancelled then (see Load.requests)
     trace_path: str = ""  # --requests: absolute path of the file that Load.trace names
     micro_batches: int = 0  # --stages micro-batches: number in flight over stages; 0: as many as there are stages
-    step_times: str = ""
-    """--step-times: absolute path of the file with the step times of a replay; empty if the replay measures them."""
+    step_times: str = ""  # --step-times: absolute path of a replay's step times; empty: the replay measures them

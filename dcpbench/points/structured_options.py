@@ -57,6 +57,16 @@ class Sessions(StructuredOption, frozen=True, kw_only=True):
             "branch",
         ),
     ] = None
+    subagents: Annotated[
+        int | None,
+        Key(
+            "N",
+            "requests that follow each turn but the last of a session at the same time, each with the conversation and --sessions tokens more; "
+            "the next turn comes after all of their answers.",
+            "0",
+            "subagents",
+        ),
+    ] = None
     preset: Annotated[
         str | None,
         Key(

@@ -73,8 +73,7 @@ class Query:
     machine: Machine
     named: str  # machine as given on the command line: a name, or a file
     gpus: tuple[int, ...]  # numbers of GPUs of a layout, all stages together; several are compared
-    loads: tuple[tuple[int, int, Load | None], ...]
-    """(requests in flight, maximum tokens of each, load or None for decode steps only) of each load."""
+    loads: tuple[tuple[int, int, Load | None], ...]  # (requests in flight, most tokens of each, load or None: decode)
     weights_dtype: str
     kv_dtype: str
     exchanges: tuple[str, ...]

@@ -38,16 +38,14 @@ if TYPE_CHECKING:
 
 LAUNCH, QUANTISING = "launch", "quantising"  # terms: µs of every layer, and more µs of one with fp8 weights
 WAITING = "waiting"  # term: wait for the rank with most experts, relative to that of random routing
-EXCHANGES, COLLECTIVES = "exchanges", "collectives"
-"""Names of the terms for calls between ranks, relative to their modelled time in steps: DCP's own, and all others."""
-PARTS: dict[str, tuple[str, ...]] = {
+EXCHANGES, COLLECTIVES = "exchanges", "collectives"  # terms relative to modelled time: DCP's calls, and all others
+PARTS: dict[str, tuple[str, ...]] = {  # phases of points/roofline.py by part; others are calls between ranks
     "experts": ("moe",),
     "attention": ("attention",),
     "linear": ("qkv_proj", "o_proj", "dense_mlp", "lm_head"),
     "rows": ("embed", "norm", "kv_write"),
     "prefill": ("prefill",),
 }
-"""Phases of points/roofline.py by the part to which they belong; all other phases are calls between ranks."""
 ATTENTION, FP8_ATTENTION = "attention", "attention over fp8"  # over a cache of each precision
 MULTIPLIED = {part: f"{part}, multiplied" for part in ("experts", ATTENTION, FP8_ATTENTION, "linear")}
 """Name of the term of each part if it is bound by multiplying; the part's own name is for being bound by reading."""
@@ -59,10 +57,8 @@ TERMS = (*PER_LAYER, WAITING, *FLOORED, *CALLED)
 class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Hold the parameters that published steps give for steps that were not measured; stored in a file."""
 
-    terms: dict[str, float]
-    """Fitted parameters: µs for PER_LAYER, 1 / share for FLOORED, the ratio to the computed time for WAITING and CALLED."""
-    without: dict[str, dict[str, float]]
-    """The parameters fitted without the steps of a model, by its name: a score must not use the steps that it judges."""
+    terms: dict[str, float]  # fitted: µs (PER_LAYER), 1 / share (FLOORED), ratio to computed time (WAITING, CALLED)
+    without: dict[str, dict[str, float]]  # terms fitted without a model's steps, by name, to score that model
     band: float  # 90th percentile of |estimate / measured − 1|, for a model that the fit had not seen
     ratio_band: float  # the same percentile for the ratio of two layouts at one load, in which common errors cancel
     machine: str  # machine of the published steps; a GPU of points/gpus.py

@@ -60,8 +60,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 4  # requests of each client of an estimate: more change the result by less than its band
 WATCHED_STEPS = 250  # number of steps between progress reports: about a second with a thousand requests in flight
-MEASURED, REPLAYED, EMULATED, ESTIMATED = SOURCES = ("measured", "replayed", "emulated", "estimated")
-"""Sources of a figure, the best first."""
+MEASURED, REPLAYED, EMULATED, ESTIMATED = SOURCES = ("measured", "replayed", "emulated", "estimated")  # the best first
 PERCENTILES = ("p50", "p90", "p95", "p99")
 
 NONE = Percentiles()  # of a latency that is not known
@@ -79,8 +78,7 @@ class Forecast:
     tok_s: float
     low: float
     high: float  # upper end of output tok/s: the interval of a record, the band of an estimate
-    wire_errors: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Part of the band that is due to calls between ranks, by kind of call."""
+    wire_errors: dict[str, float] = dataclasses.field(default_factory=dict)  # band's part from links, by kind of call
     ratio_error: float = 0.0  # remaining relative error of the ratio of two such figures
     factor: float | None = None  # that corrected an estimate: records of other layouts over their estimates
     ttft_ms: Percentiles = NONE

@@ -52,16 +52,13 @@ class Choice:
     misses: dict[str, list[str]]  # objectives that each layout misses
     refused: dict[str, Refusal]  # layouts that do not fit, or for which nothing is known
     refused_points: Mapping[str, Point] = dataclasses.field(default_factory=dict)  # the same layouts' points
-    capacities: Mapping[str, Capacity] = dataclasses.field(default_factory=dict)
-    """Memory of weights and KV on each GPU, by layout, also for layouts that do not fit."""
-    short: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Layouts that are estimated because their step times do not cover the load, with the file and what it lacks."""
+    capacities: Mapping[str, Capacity] = dataclasses.field(default_factory=dict)  # weights, KV per GPU, also if too big
+    short: dict[str, str] = dataclasses.field(default_factory=dict)  # layouts without enough step times: file, its gap
     runs: list[Forecast] = dataclasses.field(default_factory=list)  # all records and replays of the load
     gain: GainSplit | None = (
         None  # of the leading layout with DCP over the same one without, by cause; None if not split
     )
-    instead: list[str] = dataclasses.field(default_factory=list)
-    """Options with each of which a layout fits, if none fits under any load."""
+    instead: list[str] = dataclasses.field(default_factory=list)  # options that make a layout fit, if none does
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ from dcpbench.points.budget import plan_engine
 from dcpbench.points.names import CLOSED, REPLAY
 from dcpbench.points.settings import Settings
 from dcpbench.recommend import forecast
+from dcpbench.records.record import OURS, get_origin, parse_origin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -165,9 +166,10 @@ def compute_score(
 
 
 def _format_load_key(record: Record) -> str:
-    """Return the key of points that compete: the same model, precision, load and KV memory."""
-    point = record.point
-    of = f"{point.model}, {point.precision}, {point.tp} GPUs, {point.concurrency} × "
+    """Return the key of points that compete: the same engine, model, precision, load and KV memory."""
+    point, origin = record.point, get_origin(record)
+    engine = "" if origin == OURS else f"{parse_origin(origin).label}, "
+    of = f"{engine}{point.model}, {point.precision}, {point.tp} GPUs, {point.concurrency} × "
     if point.load is None:
         return f"{of}{point.context:,} tokens"
     arrival = "" if point.load.arrival == CLOSED else f", {point.load.arrival} {point.load.request_rate}"

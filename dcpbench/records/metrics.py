@@ -31,8 +31,7 @@ their objectives.
 """
 
 
-RATES, TIMES = ("tok/s", "requests/s"), ("ms", "µs")
-"""Prefixes of units of rates, for which more is better, and units of times, for which less is better."""
+RATES, TIMES = ("tok/s", "requests/s"), ("ms", "µs")  # prefixes of units: more is better for rates, less for times
 PARTS = {  # parts of a record that hold numbers, and itself; those of `kv` are metrics with `kv_` before their names
     "serve": ServeMetrics,
     "metrics": Metrics,
@@ -65,18 +64,13 @@ class Metric:
     name: str  # name including the unit, as in a record
     unit: str  # unit in words
     help: str  # description in one line, which exports carry
-    better: Direction | Literal["by unit"] = "by unit"
-    """Direction in which it is better: by default higher for rates and lower for times; empty if neither is."""
+    better: Direction | Literal["by unit"] = "by unit"  # by default higher for rates, lower for times; empty: neither
     _: dataclasses.KW_ONLY
 
-    at: tuple[str, ...] = ()
-    """Paths in a record that hold it, of which the first with an existing outermost part counts; by default by name."""
-    of: Callable[[Record], float | None] | None = None
-    """Function that computes it from a record; without `at` and `of` a metric compares points, and no record has it."""
-    derived: Callable[[Record], tuple[float, float] | None] | None = None
-    """Function that derives the ends of the interval from another metric, if no record holds them."""
-    merged: Literal["median", "max", "min", "first", ""] = ""
-    """Method by which a report merges repeats: by default the median, of a KV cache the first; exports show medians."""
+    at: tuple[str, ...] = ()  # paths in a record, the first with an existing outermost part counts; default: by name
+    of: Callable[[Record], float | None] | None = None  # computes it from a record; none, and no `at`: of points only
+    derived: Callable[[Record], tuple[float, float] | None] | None = None  # ends of the interval by another metric
+    merged: Literal["median", "max", "min", "first", ""] = ""  # repeats in a report; default: median, KV: first
     ranged: bool = False  # true if tables also show both ends of the interval, as `…_low` and `…_high`
     positive: bool = False  # true if no record can hold 0 for this metric
     whole: bool | None = None  # true if the metric is shown without decimals; by default if records hold an integer
@@ -99,8 +93,7 @@ class Metric:
 
     option: str = ""  # name of the metric in the options and the output of `compare`
     aliases: tuple[str, ...] = ()  # other names that options of `compare` take for it
-    errors: Mapping[str, Error] = dataclasses.field(default_factory=dict)
-    """Observations that `compare` resamples, by workload; empty for counts, where every difference is significant."""
+    errors: Mapping[str, Error] = dataclasses.field(default_factory=dict)  # resampled, by workload; empty: exact counts
     absolute: bool = False  # true for small integers, for which a ratio is not informative
 
     def __post_init__(self) -> None:
@@ -708,12 +701,12 @@ PAGE_TABLE = _list_metrics(  # metrics of PAGE that are columns in the table of 
     goodput_s preemptions kv_capacity_tokens
     """
 )
-DECODE_TABLE = _list_metrics(
+DECODE_TABLE = _list_metrics(  # columns of a report's table of `decode`, between throughput and objectives
     "output_tok_s_per_gpu tok_s_per_user itl_p50_ms itl_p90_ms itl_p95_ms itl_p99_ms ttft_p50_ms"
 )
-"""Columns of a report's table of points of `decode`, between the throughput with its interval and the objectives."""
-PROFILE_TABLE = _list_metrics("idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us")
-"""Columns of its table of steps, after the step time."""
+PROFILE_TABLE = _list_metrics(  # columns of a report's table of steps, after the step time
+    "idle_fraction host_syncs_per_step allocations_per_step kernels host_plan_us"
+)
 KV_TABLE = _list_metrics("kv_pool_bytes_per_gpu kv_bytes_per_token_per_gpu")  # first columns of the table of KV caches
 SERVED_TABLE = _list_metrics(  # columns of its table of served points before the objectives
     """
@@ -721,8 +714,9 @@ SERVED_TABLE = _list_metrics(  # columns of its table of served points before th
     kv_capacity_tokens
     """
 )
-SERVED_COUNTS = _list_metrics("goodput_s preemptions cached_share finished")
-"""Trailing columns of the table of served points."""
+SERVED_COUNTS = _list_metrics(  # last columns of a report's table of served points
+    "goodput_s preemptions cached_share finished"
+)
 SERVED_DETAILS = _list_metrics(  # columns of its second table of served points
     """
     ttft_mean_ms ttft_p90_ms ttft_p95_ms itl_mean_ms itl_p90_ms itl_p95_ms tpot_p50_ms e2el_p50_ms total_tok_s wall_s
@@ -730,14 +724,13 @@ SERVED_DETAILS = _list_metrics(  # columns of its second table of served points
     idle_fraction host_syncs_per_step rejected cancelled
     """
 )
-INSTANCES = _list_metrics("prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms")
-"""Metrics of the division of work between instances that serve together, and of the transfers between them."""
-DRAFTED = _list_metrics("tpot_p50_ms tokens_per_step")
-"""Further columns of its table of served points if steps verify drafts, with which most gaps between tokens are 0."""
+INSTANCES = _list_metrics(  # division of work between instances that serve together, and transfers
+    "prefill_busy_share decode_busy_share link_busy_share transfer_p50_ms transfer_wait_p50_ms"
+)
+DRAFTED = _list_metrics("tpot_p50_ms tokens_per_step")  # further columns if steps verify drafts, as most gaps are 0
 FLOORS = ("floor_ms", "floor_share", "prefill_floor_share", "prefill_matmul_share", "decode_floor_share")
 """Metrics derived from measured rates of the machine; tables leave them out if no point has them."""
-REPLAYED = _list_metrics("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms")
-"""Metrics by which a replay is compared with the live run of the same load."""
+REPLAYED = _list_metrics("output_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms")  # compare replay and live run
 DASHBOARD = _list_metrics(  # metrics that the dashboard follows over runs; the first one is shown by default
     """
     output_tok_s_per_gpu output_tok_s tok_s_per_user
@@ -746,18 +739,14 @@ DASHBOARD = _list_metrics(  # metrics that the dashboard follows over runs; the 
     """
 )
 _COUNTED = "kv_capacity_tokens memory_peak_bytes host_syncs_per_step"
-COMPARED = {
+COMPARED = {  # metrics that `compare` tests, by workload; throughput and median ITL of `decode` are its step time
     DECODE: _list_metrics(f"step_ms itl_p90_ms itl_p99_ms {_COUNTED}"),
     SERVE: _list_metrics(
         "output_tok_s steady_tok_s ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms tpot_p50_ms e2el_p50_ms goodput_s "
         f"{_COUNTED}"
     ),
 }
-"""Metrics that `compare` tests for a point, by workload. In `decode` throughput is concurrency / step time, and the
-median ITL is the step time: they are one test, and two of the three names are aliases.
-"""
-SWEPT = _list_metrics("step_ms output_tok_s output_tok_s_per_gpu tok_s_per_user")
-"""Metrics that a measuring command prints for a point of `decode` with --json."""
+SWEPT = _list_metrics("step_ms output_tok_s output_tok_s_per_gpu tok_s_per_user")  # printed for `decode` with --json
 TOP = {  # metrics that `top` shows for a finished point, by the names that it uses
     "tok_s": METRIC["output_tok_s"],
     "tok_s_per_gpu": METRIC["output_tok_s_per_gpu"],

@@ -105,8 +105,7 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
     """Median time in which the GPU waits for the host to launch its next work, if the step with it is longer than the one that was
     timed without the profiler; it is not in `step_us`. Shorter waits are idle time, and this is 0. Unset for dcpbench's engine, and in
     records of engines with a mean `step_us` that includes all waits."""
-    disturbed: Count | msgspec.UnsetType = msgspec.UNSET
-    """Number of profiled steps that last more than 3 % longer than `step_us`; unset as `host_wait_us`."""
+    disturbed: Count | msgspec.UnsetType = msgspec.UNSET  # profiled steps 3 % above `step_us`; unset as `host_wait_us`
 
     @property
     def sum_error(self) -> float:
@@ -114,8 +113,7 @@ class Phases(msgspec.Struct, frozen=True, kw_only=True):
         return (sum(self.phase_us.values()) + self.idle_us) / self.step_us - 1 if self.step_us else 0.0
 
 
-MAX_DISTURBANCE = 0.03
-"""Share by which a profiled step may exceed the typical or the timed one; the profiler disturbs a longer one."""
+MAX_DISTURBANCE = 0.03  # share by which a profiled step may exceed the typical or timed one, before it is disturbed
 MAX_SUM_ERROR = 0.03  # maximum deviation of the sum of phases from their step without the warning PHASES_DIFFER
 PHASES_DIFFER = "phases_differ"  # warning of a point with phases that do not add up to its profiled step
 
@@ -152,18 +150,14 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the minimum time of a step of this point on a machine of these `rates` (roofline); see points/roofline.py."""
 
     floor_ms: Number  # lower bound of the whole step: the sum over its phases
-    phase_floor_us: dict[str, Number]
-    """Lower bounds by range name, as in `phases.phase_us`; an absent phase has no work that is strictly necessary."""
+    phase_floor_us: dict[str, Number]  # lower bounds by range, as `phases.phase_us`; absent: no necessary work
     experts: str  # `routed` if the experts that tokens were sent to count, `expected` if as many as expected
 
 
 class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
     """Describe a place where the host waited for the GPU in a profiled step (`dcpbench syncs`), on rank 0."""
 
-    found_in: str
-    """Source of the site: `eager`, where a captured graph would hide it; `replay`; `serve`, an iteration of the serving
-    loop; or `engine`, a real server's own profile, by its worst rank.
-    """
+    found_in: str  # `eager` (a graph would hide it), `replay`, `serve` (serving loop), `engine` (a server, worst rank)
     rule: str  # id such as SYNC001; docs/syncs.md has a sentence for each
     kind: str
     call: str  # runtime call that blocked
@@ -187,14 +181,11 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     wire_us: Number  # modelled duration of these exchanges; included in `step_ms`
     wire_low_us: Number  # lower bound of `wire_us` by the error of the model
     wire_high_us: Number  # upper bound
-    ranks_low: Number = 0.0
-    ranks_high: Number = 0.0
-    """Shares of a step by which that of all ranks may be shorter and longer besides; its interval has both errors."""
-    prompts: tuple[Prompts, ...] = ()
-    """By how much steps with prompts are predicted longer than measured on this rank, from the machine's file."""
-    chunks_low: Number = 0.0
-    chunks_high: Number = 0.0
-    """Shares by which a step with prompts may be shorter and longer, if they exceed both errors together."""
+    ranks_low: Number = 0.0  # share by which the other ranks may make a step shorter, added to the interval
+    ranks_high: Number = 0.0  # share by which they may make it longer, added to the interval
+    prompts: tuple[Prompts, ...] = ()  # excess of predicted prompt steps over this rank's, from the machine's file
+    chunks_low: Number = 0.0  # share by which a prompt step may be shorter, if more than both errors together
+    chunks_high: Number = 0.0  # share by which it may be longer, under the same condition
     output_tok_s_low: Number | None = None
     output_tok_s_high: Number | None = None
     ttft_p50_ms_low: Number | None = None
@@ -215,10 +206,7 @@ class Kv(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_token_per_gpu: Number  # KV bytes of a token over all layers, mean of the GPUs: full rows / (dp · dcp)
     capacity_tokens: Count  # tokens that the layout's pools hold, all replicas together, each token counted once
     capacity_requests: Count  # requests of this point's context that fit at once
-    bounded_by: str
-    """Limit of the pool size: `weights` (memory left by the full weights), `kv_memory` (--kv-memory) or `sweep` (sized
-    for the largest point, because the full weights do not fit and a capacity next to them would be fictitious).
-    """
+    bounded_by: str  # limit: `weights` (memory left by all), `kv_memory`, `sweep` (largest point; weights do not fit)
     fragmentation: Number  # share of allocated rows that hold no token (page and stripe rounding)
 
     @classmethod
@@ -245,14 +233,10 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     layers_held: Count  # distinct layers in memory; fewer than `layers` means that they were cycled through
     full_weights_bytes_per_gpu: Count
     kv: str = "synthetic"  # `synthetic` random rows in the KV cache, or the prompts and answers that were `served`
-    graph_error: Number | None = None
-    """‖logits of the replayed graph − logits of the eager step‖ / ‖the latter‖, worst rank; null without a graph."""
+    graph_error: Number | None = None  # ‖logits of graph − eager‖ / ‖eager‖, worst rank; null without a graph
     attention_error: Number | None = None  # ‖o − o_fp64‖ / ‖o_fp64‖ of this point's merged attention output, worst rank
     experts_hit: Number | None = None  # mean share of all experts that a layer's tokens were routed to
-    busiest_rank_experts: Number | None = None
-    """Experts hit on the rank with most of them over the mean of all ranks, averaged over layers. With expert
-    parallelism it is the excess that the slowest rank reads; with tensor-parallel experts it is 1.
-    """
+    busiest_rank_experts: Number | None = None  # busiest rank's experts hit over the mean, over layers; 1 without EP
     busiest_rank_rows: Number | None = None  # the same of the rows that experts are applied to
     graph_batch: Count | None = None  # rows per replica in the captured graph; more than the requests if padded
     cuda_graph: bool = False
@@ -319,8 +303,7 @@ class InstanceMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Hold the metrics of several instances that serve together, in replay."""
 
     busy_share: dict[str, Number]  # share of the run in which an instance ran steps: `prefill` and `decode`, or `both`
-    link_busy_share: Number | None = None
-    """Mean busy share of the links of prefill instances; null, as the fields below, if all instances do both."""
+    link_busy_share: Number | None = None  # mean busy share of prefill instances' links; null if all do both
     transfers: Count | None = None
     sent_bytes: Count | None = None  # bytes sent by each GPU that held part of a request, summed over all transfers
     transfer_ms: Latencies | None = None  # from a request's first token to the end of its KV's transfer, in ms
@@ -342,8 +325,7 @@ class SpeculationMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Hold how many drafts were accepted, as stated or as a server reports it."""
 
     draft_tokens: Count  # drafts of a request and step
-    assumed: list[Number] = []
-    """Stated probability that each draft is accepted if those before it were; empty for a server's own drafts."""
+    assumed: list[Number] = []  # stated probabilities of each draft after accepted ones; empty for a server's
     steps: Count | None = None  # steps that verified drafts, summed over requests; null if a server does not report it
     accepted: list[Count] = []  # steps of a request that accepted a draft and all before it, by draft; empty if unknown
     tokens_per_step: Number  # mean tokens of a step: 1 + accepted drafts / steps, those beyond an answer's end included
@@ -380,20 +362,17 @@ class ServeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     decode_steps: Count | None  # steps without prefill
     eager_decode_steps: Count | None = 0  # decode steps larger than the largest captured graph
     decode_batch: Number | None  # mean requests in a step without prefill, over the layout
-    idle_fraction: SignedNumber | None = None
-    """Share of idle GPU time between two steps without prefill, worst rank; null in replay and on the CPU."""
+    idle_fraction: SignedNumber | None = None  # idle GPU share between decode steps, worst rank; null on CPU, in replay
     prefill_floor_share: Number | None = None
     """Sum of the floors (points/roofline.py) of all steps with chunks of prompts over the sum of their times on rank 0's
     GPU, with as many experts hit as expected. Null in replay and on the CPU, like the next two."""
-    prefill_matmul_share: Number | None = None
-    """Operations of steps with prompts over the operations possible in their time at the machine's matrix rate."""
+    prefill_matmul_share: Number | None = None  # prompt steps' operations over those possible at the matrix rate
     decode_floor_share: Number | None = None  # counterpart of `prefill_floor_share` for steps without prompts
     turns: list[TurnMetrics] = []  # metrics by turn; empty for single-turn requests
     instances: InstanceMetrics | None = None  # metrics of several instances; null for a single one
     stages: StageMetrics | None = None  # null without pipeline stages and prefill context parallelism
     samples_file: str = ""  # Parquet file in the folder of the records, with one row per request
-    tok_s_per_user_from: str | msgspec.UnsetType = msgspec.UNSET
-    """`tpot` if `tok_s_per_user` is 1000 / median TPOT, as steps or chunks yield several tokens; unset for ITL."""
+    tok_s_per_user_from: str | msgspec.UnsetType = msgspec.UNSET  # `tpot`: 1000 / median TPOT; unset: by ITL
     speculation: SpeculationMetrics | None = None  # drafts and their acceptance; null for steps of one token
 
 
@@ -440,10 +419,8 @@ class ClientLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Time that bytes lay in the kernel before the client read them. The kernel's timestamps are used in that case, so
     latencies do not contain it. Null without such timestamps; latencies may then contain up to `lag_p99_ms`.
     """
-    starved_share: Number | None = None
-    """Share of the run in which other processes had the cores of a client that was runnable, worst process."""
-    realtime: bool | None = None
-    """True if the client had real-time priority on its cores (SCHED_RR), as root and CAP_SYS_NICE may have."""
+    starved_share: Number | None = None  # run share in which other processes had a client's cores, worst process
+    realtime: bool | None = None  # True if the client had real-time priority (SCHED_RR; root and CAP_SYS_NICE may)
 
 
 class KvSources(msgspec.Struct, frozen=True, kw_only=True):
@@ -471,21 +448,18 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Describe how an engine runs, by its log; null where the log does not state it."""
 
     load_format: str | None = None  # `safetensors`, `dummy` for the engine's own dummy weights, …
-    weights_fingerprints: list[str] = []
-    """Checksums of dcpbench's synthetic weights, one for each part that differs; empty for other weights."""
+    weights_fingerprints: list[str] = []  # checksums of synthetic weights, one per part that differs; or empty
     dtype: str | None = None  # data type of activations
     weights_dtype: str | None = None  # quantisation of the weights, such as `fp8`
     kv_dtype: str | None = None
     page_size: Count | None = None  # KV rows in a page
-    max_batched_tokens: Count | None = None
-    """Maximum number of tokens of a step: vLLM's --max-num-batched-tokens, SGLang's --chunked-prefill-size."""
+    max_batched_tokens: Count | None = None  # tokens per step: --max-num-batched-tokens, --chunked-prefill-size
     prefix_caching: bool | None = None
     async_scheduling: bool | None = None
     attention_backend: str | None = None
     moe_backend: str | None = None
     exchange: str | None = None  # how partial attention is merged over dcp ranks
-    graph_batches: list[Count] | None = None
-    """Batch sizes of captured decode graphs, to which batches of decodes are padded; empty without graphs."""
+    graph_batches: list[Count] | None = None  # captured decode sizes, to which decodes are padded; empty: no graphs
 
 
 class StartPhase(msgspec.Struct, frozen=True, kw_only=True):
@@ -544,8 +518,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     floor: Floor | None = None  # lower bound of a `decode` step; null without the rates that it requires
     host_syncs_per_step: Number | None = None  # host-blocking CUDA calls inside one step, from the profiled pass
     sync_sites: list[SyncSite] = []  # source lines of the host synchronisations, worst first; at most 8
-    allocations_per_step: Number | None = None
-    """Calls to the CUDA allocator (cudaMalloc and its like) while the steps were timed, divided by the steps."""
+    allocations_per_step: Number | None = None  # CUDA allocator calls (cudaMalloc, …) while steps were timed, per step
     host_plan_us: Number | None = None  # host time to plan a step, slowest rank; not in `step_ms`
     kv: Kv | None = None
     memory_peak_bytes: Count | None = None
@@ -557,14 +530,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Effective jobs.Settings, from the command line, a file or defaults."""
     started_at: str = ""  # UTC, ISO 8601
     seconds: Number = 0.0  # wall time the point took, set-up included
-    origin: str | msgspec.UnsetType = msgspec.UNSET
-    """Tool that measured an imported point, or `engine`, name and version of a real server; unset for dcpbench."""
+    origin: str | msgspec.UnsetType = msgspec.UNSET  # tool of an import, or `engine`, version; unset: dcpbench
     straggler: Straggler | msgspec.UnsetType = msgspec.UNSET  # the slowest rank, if one is a straggler; unset otherwise
-    model_sizes: ModelSizes | msgspec.UnsetType = msgspec.UNSET
-    """Sizes of the model if `point.model` is a folder with a readable config.json; unset otherwise."""
+    model_sizes: ModelSizes | msgspec.UnsetType = msgspec.UNSET  # if `point.model` is a readable folder; else unset
     server: Server | msgspec.UnsetType = msgspec.UNSET  # real server that served the point; absent for all others
-    omitted: list[OmittedValue] | msgspec.UnsetType = msgspec.UNSET
-    """Values that were replaced when the record was written; only in the lines of records that have some."""
+    omitted: list[OmittedValue] | msgspec.UnsetType = msgspec.UNSET  # values replaced in writing; or unset
 
 
 def format_omitted_note(record: Record) -> str:
@@ -631,8 +601,7 @@ def is_rejected_for_memory(record: Record) -> bool:
     return record.outcome == "rejected" and record.lacks_memory is True
 
 
-KV_LIMIT_FLAGS = ("--num-gpu-blocks-override", "--max-total-tokens")
-"""Flags of vLLM and SGLang that limit the KV cache below what the memory allows."""
+KV_LIMIT_FLAGS = ("--num-gpu-blocks-override", "--max-total-tokens")  # limits of the KV cache besides memory
 SERVER_FLAG = "server_flag"  # limit of a KV cache by one of KV_LIMIT_FLAGS, next to those in Kv.bounded_by
 
 

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SEALED, UNSEALED, CUT_SHORT, DAMAGED, STRANGE = "sealed", "unsealed", "cut short", "damaged", "strange"
-MAX_BROKEN_OBJECTS = 64
-"""Objects without an end that are tried in a damaged line: a record has some 20, and each costs a look at the line."""
+MAX_BROKEN_OBJECTS = 64  # objects without an end tried per damaged line: a record has 20, and each costs a search
 _BEGIN, _VALUE = re.compile(r'\{\s*"'), json.JSONDecoder()
 COPY_FIRST = "copy the folder to another disk and repair the copy"  # remedy if the disk of the file cannot be written
 BACKUP = ".before-repair"  # suffix of the copy of a file of records made before the repair
@@ -55,8 +54,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     unsealed: int  # number of whole lines without a checksum, as written before checksums were added
     points: int
     faults: list[Fault]
-    advice: list[str]
-    """Remedies, each once; without any record only for lines that were records, or are of another version."""
+    advice: list[str]  # remedies, each once; without a record only for lines that were some, or of another version
     samples_missing: list[str]  # files of requests that records name and that are missing from the folder
 
 

@@ -34,8 +34,7 @@ class Run:
     truncated: bool = False  # true if the last line was incomplete and therefore not counted
     bad_lines: tuple[BadLine, ...] = ()  # lines that cannot be read; none unless `read_run` skips them
     path: Path | None = None  # file of the records; None if `records` is all there is
-    places: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
-    """Byte offset of each record's line in that file, by the point's key."""
+    places: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)  # offsets of lines by point key
 
     def load_with_samples(self, record: Record) -> Record:
         """Return one of these records with its step samples, read from the file again.

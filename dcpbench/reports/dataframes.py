@@ -75,26 +75,26 @@ MAX_POINTS = 100_000  # of one run; a report about as many takes four minutes
 MAX_DETAIL_CHARS = 8_000  # characters that are kept of the end of a log, which is the most informative part
 GPU = "gpu="  # prefix of the setting that makes points of different hardware distinct; labels name the hardware itself
 BUSIEST = ("busiest_rank_experts", "busiest_rank_rows")  # columns that tables have only if any record has them
-MERGES: dict[str, Callable[[list[float]], float]] = {
+MERGES: dict[str, Callable[[list[float]], float]] = {  # merges repeats into one value, by metrics' `merged`
     "median": lambda values: statistics.median(map(float, values)),
     "max": max,
     "min": min,
     "first": lambda values: values[0],
 }
-"""Function that merges repeats into one value, for each merge kind in the catalogue of metrics."""
 OF_ENGINE = [m.name for m in metrics.METRICS if m.at and not m.parts & {"metrics", "serve"}]
 OF_DECODE = [m.name for m in metrics.METRICS if "metrics" in m.parts]  # in the order of a table
-SERVED = [name for name in ServeMetrics.__struct_fields__ if name in METRIC and name != "goodput_s"]
-"""Metrics that only served points have, in the order of a record; goodput is reported with its objectives."""
-VARIES = {
+SERVED = [  # metrics of served points, in a record's order; goodput is reported with its objectives
+    name for name in ServeMetrics.__struct_fields__ if name in METRIC and name != "goodput_s"
+]
+VARIES = {  # further fields of a load or its settings that may distinguish points of a report, with their format
     "at_once": "{:,.0f} at once",
     **{axis.name: axis.label for axis in LOAD_AXES if axis.label and axis.name not in load_labels.OF_SESSIONS},
     "kv_memory_gib": "{:g} GiB of KV",
     "limit_seconds": "ended at {:g} s",
 }
-"""Further fields of a load or of its serving settings that may distinguish two points of a report, with their print format."""
-SOME_HAVE = tuple(name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds"))
-"""Fields of VARIES that only some points have; a missing value adds no information. Imports have only `requests`."""
+SOME_HAVE = tuple(  # fields of VARIES that only some points have; a missing value tells nothing
+    name for name in VARIES if name not in ("kv_memory_gib", "limit_seconds")
+)
 OTHERS = (  # columns of points that did not run, before those of LOST
     "run",
     "model",
@@ -120,10 +120,8 @@ class Frames:
     points: pd.DataFrame  # one row per point of the workload `decode` that ran, repeats merged (see `_make_point_row`)
     served: pd.DataFrame  # one row per served point of `serve` that ran, repeats merged (see `_make_served_columns`)
     others: pd.DataFrame  # points of any workload that did not run, with the columns OTHERS and LOST
-    slo: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Requested objectives in ms; if empty, those that the runs were measured with apply (slo.py)."""
-    engines: list[EngineRun] = dataclasses.field(default_factory=list)
-    """Runs by engine, if several engines were measured: `run` in the tables is then the name of one of these."""
+    slo: dict[str, float] = dataclasses.field(default_factory=dict)  # requested in ms; empty: as measured (slo.py)
+    engines: list[EngineRun] = dataclasses.field(default_factory=list)  # by engine, if several: tables' `run` names one
     model_names: dict[str, str] = dataclasses.field(default_factory=dict)  # shown names by folder
 
     @property

@@ -248,8 +248,7 @@ class StepDifference:
     times: tuple[float, ...]  # timed step over that of the reference, at each point that both ran
     more_ms: tuple[float, ...]  # timed step minus that of the reference, at the same points
     profiled: int  # points by which parts are compared: profiled, and not prolonged by the profiler
-    parts_ms: dict[str, tuple[float, ...]]
-    """Part minus that of the reference at these points in ms, for parts with at least MIN_SHARE of the sum of the differences."""
+    parts_ms: dict[str, tuple[float, ...]]  # part minus the reference's in ms, if at least MIN_SHARE of all differences
     shares: dict[str, float]  # share of each of these parts in the sum of the differences, the largest first
 
 

@@ -26,12 +26,10 @@ if TYPE_CHECKING:
 
     from dcpbench.reports.dataframes import Frames
 
-NOT_COMPARED = {DUMMY_WEIGHTS: "ran with its own dummy weights"}
-"""Warnings with which a point says nothing about the speed of its engine, and what they mean."""
+NOT_COMPARED = {DUMMY_WEIGHTS: "ran with its own dummy weights"}  # these say nothing about an engine's speed, and why
 SCHEDULED = ("mode", "chunk", "policy", "prefix_cache", "prefill")  # fields of how a load is served
 DEGREES = ("tp", "dp", "dcp", "pp", "pcp", "disaggregate")
-SAME_LAYOUT_AND_LOAD = ["model", "mode", "device", "gpus", "emulate", *DEGREES, "sent"]
-"""Columns that points of different engines share if they are compared."""
+SAME_LAYOUT_AND_LOAD = ["model", "mode", "device", "gpus", "emulate", *DEGREES, "sent"]  # columns of comparable points
 SCOPE = ["model", "mode", "device", "gpus"]  # columns that points of one sentence share
 LATENCIES = ("ttft_p50_ms", "itl_p50_ms")
 MAX_SCOPES = 3  # maximum number of models and modes that have a sentence each

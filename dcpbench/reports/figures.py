@@ -78,11 +78,10 @@ class LoadAxis:
 
 
 DECODE = LoadAxis("concurrency", "concurrency", "concurrency (requests in flight)")
-AXIS_OF_ARRIVAL = {
+AXIS_OF_ARRIVAL = {  # x axis of served requests by arrival; a trace is a single load, which no line shows
     CLOSED: LoadAxis("concurrency", "concurrency", "concurrency (closed loop)"),
     GAMMA: LoadAxis("load_request_rate", "request rate", "request rate (requests/s)"),
 }
-"""Quantity on the x axis of served requests, by arrival; a trace is a single load, which no line can show."""
 
 
 def draw_throughput(points: pd.DataFrame, style: Style, title: str) -> Figure:

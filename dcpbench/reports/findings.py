@@ -45,8 +45,7 @@ RIVAL_OF = [*LOAD, "gpus", "dtype", "weights_dtype", "kv_dtype", "weights", "emu
 """Columns that layouts share of which one is to be chosen: the load, the GPUs, and what is computed."""
 SAME_BUT_EXCHANGE = ["run", *(axis.name for axis in select_point_axes(COMPUTES | Role.LOAD, but=Role.EXCHANGE))]
 """Columns that points of `decode` share if they differ only in their exchange."""
-SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in select_point_axes(COMPUTES))]
-"""Columns that a replay and its live run share."""
+SAME_BUT_MODE = ["device", "same_load", *(axis.name for axis in select_point_axes(COMPUTES))]  # replay and its live run
 KV_COLUMNS = (  # columns of compute_kv_by_layout, in addition to the metrics of its table
     "run",
     "run_label",

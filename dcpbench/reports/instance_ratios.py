@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from dcpbench.reports.dataframes import Frames
 
 Row = dict[Any, Any]
-SAME_BUT_INSTANCES = [
+SAME_BUT_INSTANCES = [  # columns shared with the point on as many GPUs in which all instances do both
     *findings.LOAD,
     "gpus",
     *(a.name for a in select_point_axes(COMPUTES, but=Role.DEPLOYED) if a.name != "model"),
 ]
-"""Columns that a point shares with the point on the same number of GPUs in which all instances do both."""
 COMPARED_LATENCIES = ("itl_p99_ms", "ttft_p50_ms")  # latencies that are reported for both if they differ
 MAX_COLUMNS = 16
 MAX_LOADS = 6  # maximum number of loads that sentences name; the table has all

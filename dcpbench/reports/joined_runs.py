@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 SAME_ENVIRONMENT = ("device", "device_count", "torch", "cuda", "nccl", "flashinfer", "flash_mla", "triton")
 """Fields of the environment that runs must share to be repeats of each other."""
 FLASHMLA = LIBRARIES["flashmla"]
-WITHOUT_FLASHMLA = tuple(backend for backend in BACKENDS if LIBRARIES.get(backend) != FLASHMLA)
-"""Backends that run the same with and without FlashMLA."""
+WITHOUT_FLASHMLA = tuple(backend for backend in BACKENDS if LIBRARIES.get(backend) != FLASHMLA)  # same without FlashMLA
 
 
 @dataclasses.dataclass(frozen=True)

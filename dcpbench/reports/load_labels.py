@@ -26,7 +26,14 @@ FEW_SAMPLES = "few_samples"  # warning that dashes already express, and percenti
 OBJECTIVES = {name: latency.label for name, latency in LATENCIES.items()}
 SEPARATOR = " · "
 _ROUTING = next(axis for axis in AXES if axis.name == "routing")
-OF_SESSIONS = ("turns", "turn_tokens", "think_time", "system_tokens", "branch")  # printed only for turns of sessions
+OF_SESSIONS = (  # printed only if requests are turns of sessions
+    "turns",
+    "turn_tokens",
+    "think_time",
+    "system_tokens",
+    "branch",
+    "subagents",
+)
 
 
 def format_arrival(point: Point) -> str:

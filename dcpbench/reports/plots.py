@@ -43,8 +43,7 @@ MAX_LOADS, SOME_LOADS = 48, 24  # points of a line at most, and points that are 
 MAX_LINES = 16  # lines of a panel at most
 FORMATS = ("png", "svg")  # file formats of every figure
 OVERVIEW, BREAK_EVEN, KV, PHASES, ENGINES, STEPS = "overview", "break-even", "kv", "phases", "engines", "engine-steps"
-ROUTINGS, GAINS = "routings", "gains"
-"""Subjects of the figures that are not in figures.LINES; the first two show all models at once."""
+ROUTINGS, GAINS = "routings", "gains"  # figures that are not in figures.LINES; the first two show all models
 
 
 @dataclasses.dataclass(frozen=True)

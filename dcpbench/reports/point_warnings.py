@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 THROTTLED = "throttled"
-STAY = ("cpu", "graph_differs", "inaccurate")
-"""Warnings shown at every number, even if all points have them, because a reader of a single number must not miss them."""
+STAY = ("cpu", "graph_differs", "inaccurate")  # shown at every number, so that readers of a single one see them
 REASONS = {  # text for each cause of lowered clocks
     "sw_power_cap": "the power limit",
     "hw_slowdown": "the hardware's slowdown",

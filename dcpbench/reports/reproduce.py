@@ -84,7 +84,7 @@ def _collect_load_options(point: Point, settings: Mapping[str, object]) -> dict[
         found |= {"prefix_share": load.prefix_share, "prefix_groups": load.prefix_groups}
     if load.sessions and not load.trace:
         found |= {"turns": load.turns, "think_time": load.think_time}
-        more = {name: getattr(load, name) for name in ("turn_tokens", "system_tokens", "branch")}
+        more = {name: getattr(load, name) for name in ("turn_tokens", "system_tokens", "branch", "subagents")}
         found |= {name: value for name, value in more.items() if value}
     found |= {name: getattr(load, name) for name in ("chunk", "policy", "prefill", "seed")}
     stages = {name: getattr(point, name) for name in OUTER_DEGREES if getattr(point, name) > 1}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from dcpbench.points.point import Point
 
-PHASE_COLOURS = {
+PHASE_COLOURS = {  # Paul Tol's muted palette in stacking order; last five: engines' parts, as the phases they match
     "attention": "#332288",
     "q_gather": "#AA4499",
     "merge": "#CC6677",
@@ -38,10 +38,6 @@ PHASE_COLOURS = {
     "experts": "#88CCEE",
     "unknown": "#1A1A1A",
 }
-"""Paul Tol's muted palette and one blue more, for areas: the phases worth telling apart, in stacking order.
-
-The last five are parts of other engines' steps, in the colours of the phases that they correspond to.
-"""
 REST_COLOUR = "#777777"
 IDLE_COLOUR = "#DDDDDD"
 FLOOR_LOOK: dict[str, Any] = {"facecolor": "#FFFFFF", "edgecolor": "#1A1A1A", "linewidth": 0.5}  # seen on each of these

@@ -114,8 +114,7 @@ class Target:
     port: int
     path: str = ""  # path before /v1
     key: str = dataclasses.field(default="", repr=False)  # API key; never recorded or printed
-    headers: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
-    """Further headers of every request (--header); their values are never recorded or printed."""
+    headers: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)  # --header; values are never shown
     timeout_s: float = 600.0  # time in s without any received data after which a request has failed
 
     @classmethod

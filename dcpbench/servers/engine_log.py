@@ -60,10 +60,9 @@ SGLANG_FIELDS = {
 VLLM_FIELDS = {name: SGLANG_FIELDS[name] for name in ("load_format", "dtype", "weights_dtype", "kv_dtype", "exchange")}
 VLLM_GIVEN_FIELDS = {"page_size": "block_size", "moe_backend": "moe_backend"}
 NUMBERS = ("page_size", "max_batched_tokens")
-GRAPH_BATCHES = re.compile(
+GRAPH_BATCHES = re.compile(  # sizes of captured graphs; vLLM writes those given first, then the resolved ones
     r"(?:'cudagraph_capture_sizes': |Capture .*decode CUDA graph begin\..* bs=|Capture cuda graph bs )\[([\d, ]*)\]"
 )
-"""Batch sizes of captured graphs. vLLM writes the given ones first, if any, and then the resolved ones."""
 UNRESOLVED = ("", "auto", "None")  # values that only state that the engine chooses
 
 

@@ -96,8 +96,7 @@ class ReplayOptions:
     """Options for replays of servers."""
 
     policy: str = ""  # --prefill policy: policy that replaces the engine's own; empty: none
-    token_budget: int | None = None
-    """--token-budget: maximum number of tokens of a step, if the server does not report it."""
+    token_budget: int | None = None  # --token-budget: maximum tokens per step, if a server does not report it
 
 
 def find_unsupported(point: Point) -> UsageError | None:

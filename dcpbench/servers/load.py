@@ -4,8 +4,8 @@
     open     each request is sent at its time, regardless of pending ones; with a bound, requests beyond it wait, and their
              latency still counts from their due time
 
-Turns of a session follow each other in one client, or run concurrently with other sessions in an open loop; if a turn
-fails, its session ends.
+Turns of a session follow each other in one client, or run concurrently with other sessions in an open loop; the requests of
+sub-agents are sent at the same time. If a request of a turn fails, its session ends.
 
 The latency of a request counts from its due time, or from when its client was free: delays of this process are included
 in the latency, and are also recorded separately.
@@ -54,7 +54,7 @@ class Call:
     @property
     def requests(self) -> int:
         """Return the number of requests: this one and the later turns of its session."""
-        return 1 + (len(self.session.left) if self.session is not None else 0)
+        return 1 + (self.session.requests if self.session is not None else 0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -192,13 +192,23 @@ class Run:
         return task
 
     async def _send_session(self, call: Call, submitted_s: float) -> None:
-        """Send a request, and then the later turns of its session."""
-        while (outcome := await self._send_call(call, submitted_s)).error is None and call.session is not None:
-            assert outcome.answer is not None
-            due_s = call.session.left[0].compute_due_s(time.perf_counter() - self.start_s)
-            submitted_s = self.start_s + due_s
-            call = call.session.make_next_call(outcome.answer)
-            await _wait_until(submitted_s)
+        """Send a request, and then the later turns of its session, each with its requests at the same time."""
+        outcomes, session = [await self._send_call(call, submitted_s)], call.session
+        while session is not None and all(outcome.error is None for outcome in outcomes):
+            due_s = session.compute_due_s(time.perf_counter() - self.start_s)
+            answers = {outcome.call.number: outcome.answer for outcome in outcomes if outcome.answer is not None}
+            calls = session.make_next_calls(answers)
+            if len(calls) == 1:
+                outcomes = [await self._send_when_due(calls[0], self.start_s + due_s[0])]
+            else:
+                sending = map(self._send_when_due, calls, (self.start_s + due for due in due_s))
+                outcomes = await asyncio.gather(*sending)
+            session = calls[0].session
+
+    async def _send_when_due(self, call: Call, due_s: float) -> Outcome:
+        """Send a request at a time of time.perf_counter()."""
+        await _wait_until(due_s)
+        return await self._send_call(call, due_s)
 
     async def _send_call(self, call: Call, submitted_s: float) -> Outcome:
         outcome = Outcome(call, submitted_s)
@@ -211,7 +221,8 @@ class Run:
         return outcome
 
     async def _send_with_retries(self, outcome: Outcome) -> None:
-        call, keep = outcome.call, outcome.call.session is not None and outcome.call.session.needs_text
+        call, session = outcome.call, outcome.call.session
+        keep = session is not None and session.keeps_text(call.number)
         outcome.sent_s = time.perf_counter()
 
         async def send_once() -> None:

@@ -331,7 +331,7 @@ async def _send_load(point: Point, server: MeasuredServer, sent: _LoadState, tel
         processes = config.processes or choose_processes(point, sent.requests, warm)
         bound = point.concurrency if load.arrival != CLOSED and point.concurrency < load.requests else None
         with raise_open_file_limit(
-            -(-point.concurrency // processes), certain=load.arrival == CLOSED, processes=processes
+            -(-point.max_requests // processes), certain=load.arrival == CLOSED, processes=processes
         ):
             options = LoadOptions(
                 clients=point.clients,
@@ -342,7 +342,7 @@ async def _send_load(point: Point, server: MeasuredServer, sent: _LoadState, tel
             )
             async with open_load(config.target, calls, options, processes) as run:
                 sent.run = run
-                await run.prepare(min(point.concurrency, MAX_INITIAL_CONNECTIONS))
+                await run.prepare(min(point.max_requests, MAX_INITIAL_CONNECTIONS))
                 sent.before = await server_info.fetch_counters(client) if server.info.answers_metrics else None
                 reporting = asyncio.get_running_loop().create_task(_report_progress(run, tell))
                 with sample_gpus(config.gpus.uuids if config.gpus else ()) as get_state:

@@ -311,7 +311,7 @@ def _make_labels(values: list[str]) -> list[str]:
     return [f"{label}{numbers.get(value, '')}" for value, label in zip(values, shown, strict=True)]
 
 
-PRESETS = {
+PRESETS = {  # presets by --engine; vLLM's tensor parallel degree is of a replica, ours and SGLang's of all GPUs
     VLLM: Engine(
         name=VLLM,
         command="vllm serve {model} --host {host} --port {port}",
@@ -357,7 +357,6 @@ PRESETS = {
         variants={"eager": "--disable-cuda-graph"},
     ),
 }
-"""Presets by --engine. vLLM's tensor parallel degree is that of a replica; ours and SGLang's count all GPUs."""
 
 PORT = 8000
 

@@ -14,10 +14,7 @@ from typing import Any, Self
 
 TIMESPEC = struct.Struct("@ll")
 ANCILLARY = socket.CMSG_SPACE(TIMESPEC.size) if hasattr(socket, "CMSG_SPACE") else 0
-SO_TIMESTAMPNS = 35
-"""Value on Linux, except on three architectures that are not used for serving; where it is invalid the kernel returns
-an error.
-"""
+SO_TIMESTAMPNS = 35  # value on Linux but for three architectures not used for serving, where the kernel refuses it
 NS = 1e-9
 SURE_NS = 20_000  # between two readings of one clock, within which another is taken for simultaneous
 
@@ -25,8 +22,7 @@ SURE_NS = 20_000  # between two readings of one clock, within which another is t
 class StampedSocket(socket.socket):
     """TCP socket with timestamps on the data that asyncio reads from it."""
 
-    came_s: float | None = None
-    """Arrival time of the data read last, by time.perf_counter(); None if the kernel does not report it."""
+    came_s: float | None = None  # arrival of the data read last, by time.perf_counter(); None: the kernel gives none
     _stamps = False
 
     def enable_timestamps(self) -> Self:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.records.record import EngineSettings, Rates
 
-PHASES_OF_PARTS = {"attention": ("attention",), "KV cache write": ("kv_write",)}
-"""Phases of our own step that have the work of exactly one part of an engine's step (syncs.kernel_time.PARTS)."""
+PHASES_OF_PARTS = {"attention": ("attention",), "KV cache write": ("kv_write",)}  # our phases by equal engine part
 QUANTISERS = ("compressed-tensors", "modelopt", "modelopt_fp4", "mxfp4", "gpt_oss_mxfp4")
 """Names of engines for quantisations of several formats, of which a model's configuration states one."""
 REDUCE, REDUCE_PHASES = "all-reduce", ("attn_reduce", "mlp_reduce")  # the same without attention data parallelism

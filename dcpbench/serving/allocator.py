@@ -36,13 +36,11 @@ class Allocation:
     """The pages of one request; made and changed by DcpAllocator only."""
 
     def __init__(self, pages: np.ndarray, tokens: int, virtual_page: int, shared: int) -> None:
-        self.shared = shared
-        """Leading pages that the prefix cache owns: read by this request, and not freed with it."""
+        self.shared = shared  # leading pages that the prefix cache owns: read by this request, and not freed with it
         self._buffer = pages
         self._count = len(pages)
         self._virtual_page = virtual_page
-        self.tokens = tokens
-        """Tokens stored; the last page may have room for more."""
+        self.tokens = tokens  # tokens stored; the last page may hold more
 
     @property
     def pages(self) -> np.ndarray:
@@ -112,17 +110,12 @@ class DcpAllocator:
         self.page_size = page_size
         self.dcp = dcp
         self.interleave = interleave
-        self.virtual_page = page_size * dcp
-        """Tokens that one virtual page holds."""
-        self.tokens = 0
-        """Stored by requests and the prefix cache; those that they share count once."""
-        self.free_pages = pages - 1
-        """Pages that can still be handed out."""
+        self.virtual_page = page_size * dcp  # tokens that one virtual page holds
+        self.tokens = 0  # stored by requests and the prefix cache; those that they share count once
+        self.free_pages = pages - 1  # pages that can still be handed out
         self._live: set[Allocation] = set()
-        self._free = np.arange(pages - 1, PADDING_PAGE, -1, dtype=np.int32)
-        """Stack of free pages, its top at `free_pages - 1`; an array, as there may be millions of pages."""
-        self._is_free = np.ones(pages, dtype=bool)
-        """Free flag of each page; the padding page is flagged as free, so that giving it back fails."""
+        self._free = np.arange(pages - 1, PADDING_PAGE, -1, dtype=np.int32)  # stack below `free_pages`; may be millions
+        self._is_free = np.ones(pages, dtype=bool)  # by page; True for the padding page, so that freeing it fails
 
     @property
     def used_pages(self) -> int:

@@ -49,15 +49,12 @@ class Deployment:
         """Create a deployment; only the first `takers` instances accept requests, or all if None."""
         self.schedulers = list(schedulers)
         self.takers = range(len(self.schedulers) if takers is None else takers)
-        self.in_hand = [0] * len(self.schedulers)
-        """Number of requests of each instance."""
+        self.in_hand = [0] * len(self.schedulers)  # number of requests of each instance
         orders = itertools.count()
         for scheduler in self.schedulers:
             scheduler.orders = orders
-        self.homes: dict[int, int] = {}
-        """The instance that takes the turns of each session."""
-        self.transfers: list[Transfer] = []
-        """All that ended."""
+        self.homes: dict[int, int] = {}  # instance that takes the turns of each session
+        self.transfers: list[Transfer] = []  # transfers that have ended
         self._woken: set[int] = set()
 
     def submit(self, request: ServeRequest) -> str:
@@ -163,10 +160,8 @@ class DecodeScheduler(Scheduler):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self.arriving: list[list[Sequence]] = [[] for _ in self.replicas]
-        """Arriving requests, by replica."""
-        self.lost: list[Sequence] = []
-        """Requests that lost their KV."""
+        self.arriving: list[list[Sequence]] = [[] for _ in self.replicas]  # arriving requests, by replica
+        self.lost: list[Sequence] = []  # requests that lost their KV
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -263,8 +258,7 @@ class Disaggregated(Deployment):
         """Waiting requests on the link of each sender (instance, replica), with the time since when; the first one may
         be in transfer.
         """
-        self._busy: set[tuple[int, int]] = set()
-        """Replicas, sending and receiving, with occupied links."""
+        self._busy: set[tuple[int, int]] = set()  # replicas, sending and receiving, with occupied links
         self._crossing: list[tuple[float, int, tuple[int, int], Sequence, Transfer]] = []
         """Heap of running transfers: end, tie-break, sender, request, statistics."""
         self._ties = itertools.count()

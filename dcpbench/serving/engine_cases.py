@@ -47,9 +47,9 @@ class EngineExtent:
         closed = [p for p in points if p.load is not None and p.load.arrival == CLOSED]
         return cls(
             engine=engine,
-            requests=min(max(p.concurrency for p in points), engine.max_requests),
+            requests=min(max(p.max_requests for p in points), engine.max_requests),
             context=max(p.context for p in points),
-            targets=tuple(sorted({min(p.concurrency, engine.max_requests) for p in closed})),
+            targets=tuple(sorted({min(p.max_requests, engine.max_requests) for p in closed})),
             open_loop=len(closed) < len(points),
         )
 

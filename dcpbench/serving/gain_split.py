@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_times import StepTimes
 
 CAPACITY, HITS, STEP_TIME = CAUSES = ("KV capacity", "prefix-cache hits", "step time")
-OUTPUT, LATENCY = "output_tok_s", "e2el_mean_ms"
-"""Results that are split: the output of a closed loop; the latency of an open loop, in which output follows the arrivals."""
+OUTPUT, LATENCY = "output_tok_s", "e2el_mean_ms"  # split in closed loops; in open ones, where output follows arrivals
 METRIC_NAMES = {OUTPUT: "output tok/s", LATENCY: "mean end-to-end latency"}
 HEADINGS = {OUTPUT: "output tok/s", LATENCY: "mean end-to-end latency (ms)"}  # of axes and columns
 MIN_SHOWN = 0.0005  # share of the baseline's value below which an overlap is not printed

@@ -20,8 +20,7 @@ FIXED, UNIFORM, LOGNORMAL = "fixed", "uniform", "lognormal"
 TRACE_LENGTHS = "trace"  # value of Load.input_tokens and output_tokens if a file holds the lengths
 MAX_TOKENS = 1_000_000_000
 MAX_DELAY_S = 86_400  # longest time between an answer and the next turn, as typed
-MAX_SIGMA = 3.0
-"""One prompt in forty is then 400 times the median, and the median 400 times another's: more is a mistake."""
+MAX_SIGMA = 3.0  # one prompt in forty is 400 medians, one in forty a 400th of it: more must be a mistake
 _LENGTHS = "write a number such as 4000, uniform:1000-7000 or lognormal:4000:0.5 (median and sigma)"
 _PLAIN = re.compile(r"[+-]?\d{1,99}")
 _FIXED = re.compile(PATTERN)
@@ -70,10 +69,7 @@ def format_varied_lengths(tokens: int) -> str:
     return str(Lengths(UNIFORM, max(9 * tokens // 10, 1), -(-11 * tokens // 10)))
 
 
-PROMPTS, ANSWERS = "4000", format_varied_lengths(1500)
-"""Defaults on GPUs: prompt length, answer length. With answers of identical length, clients
-would run in lock-step, which changes which layout is called best: docs/serving.md.
-"""
+PROMPTS, ANSWERS = "4000", format_varied_lengths(1500)  # on GPUs; varied answers avoid lock-step (docs/serving.md)
 CPU_PROMPTS, CPU_ANSWERS = "32", format_varied_lengths(8)
 USUAL_CLIENTS = (8, 32, 48)  # default of --concurrency on GPUs
 SPARE_REQUESTS = 0.1  # share by which the default exceeds what p99 of TTFT needs, as some may fail or be cut off
@@ -219,6 +215,7 @@ def format_sessions(load: Load) -> str:
     parts += [f"{parse_delays('--sessions think', load.think_time)} s between them"] if load.think_time else []
     parts += [f"{load.system_tokens:,} tokens that all begin with"] if load.system_tokens else []
     parts += [f"{load.branch:.0%} from an earlier turn"] if load.branch else []
+    parts += [f"{load.subagents} sub-agents at once after each but the last"] if load.subagents else []
     return ", ".join(parts)
 
 

@@ -13,6 +13,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from dcpbench.errors import UsageError
@@ -30,10 +31,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.request_files import Row
 
 INPUTS, OUTPUTS, GAPS, TURNS, MESSAGES, BRANCHES, DELAYS = range(7)  # streams of numpy's generator
-OWN, GROUP, HASH, ANSWER, SYSTEM = range(5)
-"""Kinds of token streams: of one request, of a group that shares a prefix, of a block with one hash, of the
-substitute for an answer in later turns, and of the system prompt of all sessions.
-"""
+OWN, GROUP, HASH, ANSWER, SYSTEM = range(5)  # token streams: request, prefix group, hashed block, answer, system prompt
 MAX_SECONDS = 1e8  # three years: an open loop that takes longer is a mistake in its rate
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -134,7 +132,7 @@ def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:
     if load.turn_tokens:
         inputs = np.where(turns == 0, inputs, _draw_numbers(load, "--sessions tokens", load.turn_tokens, MESSAGES))
     inputs = np.where(turns == 0, inputs + load.system_tokens, inputs)
-    if load.branch:
+    if load.branch or load.subagents:
         for number, parent in enumerate(draw_parents(load).tolist()):
             inputs[number] += inputs[parent] + outputs[parent] if parent >= 0 else 0
         return inputs, outputs
@@ -144,22 +142,38 @@ def draw_lengths(load: Load) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compute_turn_numbers(load: Load) -> np.ndarray:
-    """Return the turn number of each request within its session, int64; the last session may be cut off."""
+    """Return the turn number of each request within its session, int64; the last session may be cut off.
+
+    The sub-agents of a turn have one number, between those of their turn and of the next.
+    """
+    places, group = _compute_places(load), load.subagents + 1
+    return 2 * (places // group) + (places % group > 0) if load.subagents else places
+
+
+def _compute_places(load: Load) -> np.ndarray:
+    """Return the place of each request in its session, int64: each turn but the last is followed by its sub-agents."""
     if not load.sessions:
         return np.zeros(load.requests, dtype=np.int64)
-    lengths = _draw_numbers(load, "--sessions turns", load.turns, TURNS)
+    turns = _draw_numbers(load, "--sessions turns", load.turns, TURNS)
+    lengths = turns + (turns - 1) * load.subagents
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), load.requests)) + 1]
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    turns: np.ndarray = (np.arange(len(starts)) - starts)[: load.requests]
-    return turns
+    places: np.ndarray = (np.arange(len(starts)) - starts)[: load.requests]
+    return places
 
 
 def draw_parents(load: Load) -> np.ndarray:
     """Return the number of the request that each turn continues, int64; -1 for first turns.
 
     It is the turn before or, with the probability of `branch`, one of the earlier turns, each equally likely: the prefixes of a
-    session's prompts are then a tree, as where an agent retries, or leaves a sub-task behind.
+    session's prompts are then a tree, as where an agent retries, or leaves a sub-task behind. Sub-agents, and the turn after them,
+    continue the turn before them.
     """
+    if load.subagents:
+        places, group = _compute_places(load), load.subagents + 1
+        before = np.where(places % group == 0, places - group, places // group * group)
+        continued: np.ndarray = np.where(places == 0, -1, np.arange(len(places)) - places + before)
+        return continued
     turns = compute_turn_numbers(load)
     before = turns - 1
     if load.branch:
@@ -171,7 +185,10 @@ def draw_parents(load: Load) -> np.ndarray:
 
 
 def draw_delays(load: Load) -> np.ndarray:
-    """Return the time in s from the answer before to each turn, which first turns ignore."""
+    """Return the time in s from the answer before to each turn, which first turns ignore; sub-agents begin at once."""
+    if load.subagents:
+        own = draw_delays(msgspec.structs.replace(load, subagents=0))
+        return np.where(_compute_places(load) % (load.subagents + 1) == 0, own, 0.0)
     delays, count = parse_delays("--sessions think", load.think_time), load.requests
     generator = _make_generator(_get_seed(load), DELAYS)
     if delays.kind == UNIFORM:

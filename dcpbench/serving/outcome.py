@@ -44,8 +44,7 @@ class StepCounts:
     eager_decode_steps: int = 0  # decode steps larger than the largest captured graph
     decode_rows: int = 0  # requests in steps without prefill, over the layout, summed over these steps
     decoded_tokens: int = 0  # tokens that requests got in these steps
-    accepted: list[int] = dataclasses.field(default_factory=list)
-    """Steps of a request by their accepted drafts, from none on; empty without drafts."""
+    accepted: list[int] = dataclasses.field(default_factory=list)  # steps by accepted drafts, from 0; empty: no drafts
 
     def add_step(self, step: Step) -> None:
         """Count a step that ran."""
@@ -92,21 +91,15 @@ class Row:
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache; None if the request was never admitted
     preemptions: int | None = None
     replica: int | None = None
-    instance: int | None = None
-    """Instance on which the request decoded, or was last, if several serve; prefill instances come first."""
-    prefilled_by: int | None = None
-    """Instance that prefilled the request first, if another one decodes; None also if it had no token to decode."""
+    instance: int | None = None  # instance that decoded the request, or had it last; prefill instances come first
+    prefilled_by: int | None = None  # instance of the prefill if another one decodes; None also without decoded tokens
     kv_sent_s: float | None = None  # time at which the transfer of its KV to the decode instance began
     kv_arrived_s: float | None = None
     session: int | None = None  # turn within the session; None for single-turn requests
     turn: int | None = None
     token_s: list[float]
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    """Ids; empty in replay, and for requests of another replica than the recording rank's."""
-    chunk_tokens: list[int] = dataclasses.field(default_factory=list)
-    """Tokens per chunk of a stream with several tokens per chunk: the last token of each chunk has the time at which
-    the chunk came. Empty if each chunk had one token.
-    """
+    tokens: list[int] = dataclasses.field(default_factory=list)  # ids; empty in replay and for other replicas' requests
+    chunk_tokens: list[int] = dataclasses.field(default_factory=list)  # tokens per chunk if any has several, else empty
 
 
 def make_rows(samples: Iterable[Sample]) -> list[Row]:

@@ -12,8 +12,7 @@ from dcpbench.serving.vllm_scheduler import VllmScheduler
 if TYPE_CHECKING:
     from dcpbench.serving.scheduler import SchedulerConfig
 
-SCHEDULERS: dict[str, type[Scheduler]] = {VLLM: VllmScheduler, SGLANG: SglangScheduler}
-"""Schedulers of the policies of other engines; all other policies are those of the own scheduler."""
+SCHEDULERS: dict[str, type[Scheduler]] = {VLLM: VllmScheduler, SGLANG: SglangScheduler}  # others: own scheduler
 
 
 def make_scheduler(config: SchedulerConfig) -> Scheduler:

@@ -34,10 +34,8 @@ class Node:
     def __init__(self, parent: Node | None, tokens: np.ndarray, pages: np.ndarray, used: int) -> None:
         self.parent, self.tokens, self.pages, self.used = parent, tokens, pages, used
         self.children: dict[bytes, Node] = {}
-        self.locks = 0
-        """Readers of this node or of one below it."""
-        self.queued = False
-        """True if the node is in the queue of candidates for eviction."""
+        self.locks = 0  # readers of this node or of one below it
+        self.queued = False  # True if the node is in the queue of candidates for eviction
 
 
 class PrefixCache:
@@ -46,10 +44,8 @@ class PrefixCache:
     def __init__(self, virtual_page: int) -> None:
         self.virtual_page = virtual_page
         self.root = Node(None, NO_TOKENS, NO_PAGES, 0)
-        self.pages = 0
-        """Pages that the cache owns."""
-        self.evictable = 0
-        """Number of unlocked pages."""
+        self.pages = 0  # pages that the cache owns
+        self.evictable = 0  # number of unlocked pages
         self._clock = 0
         self._queue: list[tuple[int, int, Node]] = []
         """Heap of (last use when queued, tie-break, node), with each node once: all unlocked leaves, and nodes that

@@ -72,10 +72,8 @@ class ReplayResult:
 class LoopTiming:
     """Times of an engine's loop and of its server around the steps."""
 
-    request_s: float = 0.0
-    """Time from sending a request until the scheduler sees it; a server's way back to the client is counted here as well."""
-    asynchronous: bool = True
-    """True if a step is decided while the one before it runs, False if only after that has been read."""
+    request_s: float = 0.0  # time from sending a request until the scheduler sees it, with a server's way back
+    asynchronous: bool = True  # True if a step is decided while the one before it runs, False if after it is read
 
 
 OWN_LOOP = LoopTiming()
@@ -336,7 +334,7 @@ def make_engine_config(point: Point, engine: EngineServer, policy: str) -> Sched
     A KV cache of unknown size holds all requests.
     """
     each = -(-point.context // engine.block_tokens) + 1
-    in_flight = min(engine.max_requests, point.concurrency)
+    in_flight = min(engine.max_requests, point.max_requests)
     return SchedulerConfig(
         replicas=point.dp,
         pages=engine.kv_blocks or each * (in_flight + 1) + 1,

@@ -75,9 +75,7 @@ _NAME_THEM = "columns=arrival:NAME/input_tokens:NAME/output_tokens:NAME,time-uni
 class Row:
     """A request of a file."""
 
-    arrival_s: float | None
-    """Arrival time in s after the first request; None if the file has no times. Of a later turn, the time before which it is
-    not sent."""
+    arrival_s: float | None  # s after the first request; None: no times; of a later turn, the earliest time to send it
     input_tokens: int  # tokens of the prompt; of a later turn, those that it adds
     output_tokens: int
     hash_ids: tuple[int, ...] | None = None
@@ -196,8 +194,7 @@ def compute_lengths(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(inputs, dtype=np.int64), np.array([row.output_tokens for row in rows], dtype=np.int64)
 
 
-_LAST_READ: dict[tuple[Path, str, Reading], Trace] = {}
-"""The file that was parsed last, by its hash and how it was read: each point of a run reads the same file."""
+_LAST_READ: dict[tuple[Path, str, Reading], Trace] = {}  # by hash and reading: all points of a run read the same file
 
 
 def read_requests(path: Path, reading: Reading | None = None) -> Trace:

@@ -53,26 +53,19 @@ class ServeRequest:
     number: int  # position in the load, from 0
     prompt: _Prompt = _Prompt()  # int32 token ids; given as an array or as a LazyPrompt
     output_tokens: int  # tokens that are sampled for it; the end-of-sequence token does not end it
-    arrival_s: float | None = None
-    """Arrival time in s after the start; None in a closed loop, in which a client sends the request after its last
-    answer.
-    """
+    arrival_s: float | None = None  # s after the start; None in a closed loop: sent after the client's last answer
 
     session: int | None = None  # session that the request is a turn of; None for a single-turn request
-    turn: int = 0  # turn number in the session; earlier prompts and answers are the beginning of the turn's own prompt
-    parent: int | None = None
-    """Number of the request that a later turn continues: its prompt and answer are the beginning of the turn's own prompt."""
-    delay_s: float = 0.0
-    """Time in s from the answer before to this turn. A later turn is not sent before its arrival_s either."""
-    answer: np.ndarray | None = None
-    """int32 [output_tokens]: substitute for the answer in the prompts of later turns, independent of the sampled
-    tokens. None without a later turn.
+    turn: int = 0
+    """Turn number in the session; earlier prompts and answers are the beginning of the turn's own prompt. Requests of a session with
+    the same number are sent at the same time, once all with lower numbers have been answered.
     """
-    sampled_prompt: np.ndarray | None = None
-    """`prompt` with the answers that were really sampled, on ranks that sampled them."""
+    parent: int | None = None  # number of the request whose prompt and answer begin this later turn's prompt
+    delay_s: float = 0.0  # s from the answer before to this turn, which is not sent before its arrival_s either
+    answer: np.ndarray | None = None  # int32 [output_tokens]: stands for the answer in later turns' prompts; or None
+    sampled_prompt: np.ndarray | None = None  # `prompt` with the sampled answers, on ranks that sampled them
 
-    source: ClassVar[np.ndarray | LazyPrompt]
-    """The prompt as it was passed: an array, or a LazyPrompt that generates it."""
+    source: ClassVar[np.ndarray | LazyPrompt]  # prompt as passed: an array, or a LazyPrompt that generates it
 
     @property
     def prompt_tokens(self) -> int:
@@ -173,18 +166,13 @@ class ReplicaStep:
 
     decodes: list[Sequence] = dataclasses.field(default_factory=list)
     slots: list[int] = dataclasses.field(default_factory=list)  # slots of the decodes
-    positions: list[int] = dataclasses.field(default_factory=list)
-    """Index per decode of the first token that is read and of the KV row that is written; those of its drafts follow."""
+    positions: list[int] = dataclasses.field(default_factory=list)  # index per decode of its token read and KV written
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
-    table: list[TableWrite] = dataclasses.field(default_factory=list)
-    """Writes to the request table that are due before the step runs."""
-    discarded: list[int] = dataclasses.field(default_factory=list)
-    """KV tokens of each decode row that produces no token, because its request has finished in the step before."""
+    table: list[TableWrite] = dataclasses.field(default_factory=list)  # request table writes due before the step runs
+    discarded: list[int] = dataclasses.field(default_factory=list)  # KV tokens per row of an already finished request
     queries: int = 1  # rows of each decode: a known token, and its drafts behind it
-    accepted: list[int] = dataclasses.field(default_factory=list)
-    """Accepted drafts of each decode, with those beyond the end of an answer; empty without drafts."""
-    delivered: list[int] = dataclasses.field(default_factory=list)
-    """Tokens that each decode yields; empty without drafts, as each yields one."""
+    accepted: list[int] = dataclasses.field(default_factory=list)  # drafts per decode, even past its end; or empty
+    delivered: list[int] = dataclasses.field(default_factory=list)  # tokens per decode; empty without drafts (all one)
 
     @property
     def tokens(self) -> int:
@@ -221,8 +209,7 @@ class Step:
 
     number: int
     replicas: list[ReplicaStep]
-    finished: list[Sequence] = dataclasses.field(default_factory=list)
-    """Sequences that get their last token in this step."""
+    finished: list[Sequence] = dataclasses.field(default_factory=list)  # sequences with their last token in this step
     preempted: int = 0  # sequences that lost their KV before this step
 
     @property

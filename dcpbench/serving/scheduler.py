@@ -48,15 +48,13 @@ class SchedulerConfig:
     dcp: int
     interleave: int = 1
     max_requests: int  # slots of a replica
-    chunk: int
-    """Maximum number of prompt tokens that a replica prefills in one step; with vLLM's policy decodes count as well."""
+    chunk: int  # maximum prompt tokens per step of a replica; with vLLM's policy decodes count as well
     policy: str = MIXED
     prefix_cache: bool = True
     max_context: int  # tokens of a request that can be stored; all but the last one that is sampled are
     speculation: Speculation | None = None  # drafts of a step and their acceptance; None for steps of one token
     seed: int = 0  # seed of the draws of accepted drafts
-    max_chunk: int = 0
-    """Maximum number of prompt tokens of one request in a step, with the policy of another engine; 0: no limit."""
+    max_chunk: int = 0  # maximum prompt tokens of one request per step, with another engine's policy; 0: no limit
 
     @classmethod
     def from_point(cls, point: Point, *, pages: int, max_context: int) -> SchedulerConfig:
@@ -69,7 +67,7 @@ class SchedulerConfig:
             page_size=point.page_size,
             dcp=point.dcp,
             interleave=point.interleave,
-            max_requests=-(-point.concurrency // point.dp),
+            max_requests=-(-point.max_requests // point.dp),
             chunk=load.chunk // point.dp,
             policy=load.policy,
             prefix_cache=bool(load.prefix_cache),
@@ -103,14 +101,10 @@ class Replica:
         self.number = number
         self.allocator = DcpAllocator(config.pages, config.page_size, config.dcp, config.interleave)
         self.cache = PrefixCache(config.virtual_page)
-        self.running: list[Sequence] = []
-        """Running requests in order of submission."""
-        self.preempted: list[Sequence] = []
-        """Preempted requests in order of submission; they keep their slots."""
-        self.slots = list(range(config.max_requests, 0, -1))
-        """Free ones; slot 0 is padding."""
-        self.moved: list[TableWrite] = []
-        """Tokens that lie on the prefix cache's pages from the next step on."""
+        self.running: list[Sequence] = []  # running requests in order of submission
+        self.preempted: list[Sequence] = []  # preempted requests in order of submission; they keep their slots
+        self.slots = list(range(config.max_requests, 0, -1))  # free slots; slot 0 is padding
+        self.moved: list[TableWrite] = []  # tokens that lie on the prefix cache's pages from the next step on
 
     @property
     def available_pages(self) -> int:
@@ -142,16 +136,11 @@ class Scheduler:
         self.config = config
         self.replicas = [Replica(r, config) for r in range(config.replicas)]
         self.waiting: collections.deque[Sequence] = collections.deque()
-        self.homes: dict[int, int] = {}
-        """Replica of each session, which holds its earlier turns."""
+        self.homes: dict[int, int] = {}  # replica of each session, which holds its earlier turns
         self.steps = 0
         self._pages_of_step = self.replicas[0].allocator.count_pages(config.queries)
-        self.orders = itertools.count()
-        """Counter of submissions, shared by instances that serve together."""
-        self.fixed_hits: Mapping[int, int] | None = None
-        """Prompt tokens that each request does not compute, by its number, whatever the prefix cache holds; None except in
-        the replays of serving/gain_split.py.
-        """
+        self.orders = itertools.count()  # counter of submissions, shared by instances that serve together
+        self.fixed_hits: Mapping[int, int] | None = None  # cached prompt tokens by number (replays of gain_split.py)
 
     @property
     def unfinished(self) -> list[Sequence]:

@@ -38,30 +38,17 @@ if TYPE_CHECKING:
 NEAR_TOP, GROWTH, FAR_GROWTH = 4, 1.19, 1.5
 """Neighbouring numbers of decode rows differ by GROWTH at least, and by FAR_GROWTH below a NEAR_TOP-th of the most:
 clients that wait for answers leave those to a run's beginning and end. In an open loop they are as usual as others."""
-CHUNK_TOKENS = (16, 48, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""Chunk sizes at which the curve bends: experts are hit by few tokens, then all of them, then products outgrow the
-reading of weights.
-"""
-BETWEEN_TOKENS = (256, 544, 768, 1536, 3072, 6144)
-"""Sizes between which the curve bends, measured without a prefix only. Past 512 tokens, matrix products need a fifth
-tile of 128 rows, which is a jump.
-"""
+CHUNK_TOKENS = (16, 48, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # bends: experts hit, then large products
+BETWEEN_TOKENS = (256, 544, 768, 1536, 3072, 6144)  # bends without a prefix; past 512 products need a fifth tile (jump)
 FEW_TOKENS = 128  # below, chunks have no shortest prefix measured: hardly any are so short but at the end of a prompt
 SHORT_CHUNKS = 8  # chunks of a step with short prompts
 ATTENTION_SHOWS = 2048  # number of tokens from which their division into prompts is measured
 MANY_PREFIX = 8192  # stored tokens before each of many chunks: more would only take more time
-LATE = 4
-"""Divisor of late chunks: a chunk at the end of a long prompt has at most 1 / LATE of its tokens, so that it attends
-mostly to earlier tokens.
-"""
-MIXED_TOKENS = (128, 512, 2048)
-"""Sizes of the chunks next to which decode rows are measured: this many tokens, or the next smaller available size."""
+LATE = 4  # a late chunk has at most 1 / LATE of its long prompt's tokens, so that it attends mostly to earlier ones
+MIXED_TOKENS = (128, 512, 2048)  # tokens of chunks next to which decode rows are measured, or the next smaller size
 HOT_TOKENS = 512  # chunks of fewer tokens are not measured hot: they read weights as decodes do
 TRAIN = 12  # number of decode steps after chunks, each of which is measured
-KEPT = 8
-"""Divisor of the KV cache: chunks of mixed cases take at most 1 / KEPT, as requests may hold nearly all of it next to a
-short chunk.
-"""
+KEPT = 8  # chunks of mixed cases take at most 1 / KEPT of the KV cache, as requests may hold nearly all of it
 SAME = 0.1  # relative distance within which a prompt uses a measured size
 OUTPUT_TOKENS = 2  # output tokens of the requests, which never finish, so that no step samples a last token
 
@@ -76,14 +63,11 @@ class Extent:
     virtual_page: int
     chunk: int  # prompt tokens of a step
     replicas: int = 1  # attention replicas
-    targets: tuple[int, ...] = ()
-    """Requests that closed loops keep in flight on a replica: the numbers of rows that come most."""
+    targets: tuple[int, ...] = ()  # requests that closed loops keep in flight on a replica: the usual row counts
     open_loop: bool = False  # True if a load has no fixed number of requests in flight
     prompts: tuple[int, ...] = ()  # lengths that all prompts of a load have
-    shared: bool = False
-    """True if prompts share prefixes, so that requests together attend to more tokens than the cache holds."""
-    changes: tuple[int, ...] = ()
-    """Most rows of a step with chunks up to which the same kernels run: one more takes others, and a jump."""
+    shared: bool = False  # True if prompts share prefixes, so that requests attend to more tokens than fit the cache
+    changes: tuple[int, ...] = ()  # most rows of a step with chunks for which the same kernels run; one more is a jump
 
     @property
     def max_running(self) -> int:
@@ -103,8 +87,8 @@ class Extent:
         lengths = (parse_lengths("input", x.input_tokens) for x in loads if x.input_tokens != TRACE_LENGTHS)
         closed = [p for p in points if p.load is not None and p.load.arrival == CLOSED]
         return cls(
-            requests=max(-(-p.concurrency // p.dp) for p in points),
-            targets=tuple(sorted({-(-p.concurrency // p.dp) for p in closed})),
+            requests=max(-(-p.max_requests // p.dp) for p in points),
+            targets=tuple(sorted({-(-p.max_requests // p.dp) for p in closed})),
             open_loop=len(closed) < len(points),
             context=min(max(p.context for p in points), max_context),
             pages=pages - 1,
@@ -384,8 +368,7 @@ class CaseMaker:
         generator = np.random.Generator(np.random.PCG64(0))
         self.prompt = generator.integers(0, vocab, config.max_context, dtype=np.int32)
         self.next_page = 0
-        self.numbers = itertools.count(-1, -1)
-        """No request of a load has a negative number, so its prompt is not taken for one of these."""
+        self.numbers = itertools.count(-1, -1)  # negative numbers, as no request of a load has
 
     def make_steps(self, case: Case) -> CaseSteps:
         """Return the steps of a case, identical on all replicas that have work."""

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from dcpbench.serving.requests import Step
 
-HEAT_S = 0.04
-"""Default thermal time constant of a power-limited GPU in s, if no case measures it: as on an H100 and on an H200."""
+HEAT_S = 0.04  # default thermal time constant of a power-limited GPU in s, if not measured (H100 and H200)
 TELLS = 0.005  # minimum relative slowdown of a case that is used to estimate heat; smaller ones are noise
 BEYOND = 1.2  # factor by which a line in KV tokens or pairs is extrapolated past its last case
 
@@ -41,8 +40,7 @@ class Work(NamedTuple):
     rows: int  # decode rows as they run: padded (batches.py)
     kv_tokens: int  # KV tokens that all decode rows together attend to
     tokens: int  # tokens of chunks
-    pairs: float
-    """Σ tokens · (prefix + tokens / 2) over chunks: tokens times the tokens that each attends to, on average."""
+    pairs: float  # Σ tokens · (prefix + tokens / 2) over chunks: tokens times those that each attends to
     prefix: int  # Σ prefix over chunks: stored tokens that are gathered and decompressed
     decodes: int = 0  # decode rows without padding
     queries: int = 1  # query rows of each decode row: a known token, and its drafts

@@ -38,15 +38,12 @@ if TYPE_CHECKING:
 
 STEP_TIMES_VERSION = 1
 MAX_ENGINE_TOKENS = 1 << 31  # tokens of a KV cache that a replay can number
-MAX_REQUESTS = 1 << 20
-"""Maximum number of requests in a measured step: more than any machine holds, and small enough to enumerate."""
+MAX_REQUESTS = 1 << 20  # maximum requests of a measured step: more than any machine holds, few enough to list
 LINE, GATHER, UNEVEN, UNALIGNED, CHECK, HOT = USES = ("line", "gather", "uneven", "unaligned", "check", "hot")
 """Uses of a case: interpolation, cost of more stored tokens, savings of replicas with fewer rows, cost of a number of rows that is no
 multiple of EngineServer.row_multiple, check of predictions, or slowdown after chunks, where power limits slow a GPU down.
 """
-MODELLED = (LINE, GATHER, UNEVEN, UNALIGNED)
-"""Uses from which predictions are made, in the order of StepModel's arguments."""
-"""Warning of a replay with step times for which all replicas had as many rows as the fullest."""
+MODELLED = (LINE, GATHER, UNEVEN, UNALIGNED)  # uses for predictions, in the order of StepModel's arguments
 
 
 class Decodes(msgspec.Struct, frozen=True):
@@ -123,10 +120,7 @@ class MeasuredCase(msgspec.Struct, frozen=True, kw_only=True):
     to its own end. The preceding step is identical; with chunks it only decodes, which hides their launch.
     """
     host_ms: list[float] = []  # time during which the host was busy launching such a step, for the slowest rank
-    floor_ms: float | None = None
-    """Lower bound of the step's time at the rates of the machine (points/roofline.py), with the expected number of
-    experts hit. Null on the CPU.
-    """
+    floor_ms: float | None = None  # at the machine's rates (points/roofline.py), with the expected experts; None on CPU
 
     @property
     def median_ms(self) -> float:
@@ -139,8 +133,7 @@ class MeasuredCase(msgspec.Struct, frozen=True, kw_only=True):
         return statistics.median(self.host_ms) if self.host_ms else 0.0
 
 
-EnginePath = dict[str, str | int | bool]
-"""All that the time of a step depends on, besides the step and the machine: fields of a point and its load."""
+EnginePath = dict[str, str | int | bool]  # fields on which step times depend, besides the step and the machine
 PATH_AXES = select_point_axes(Role.ENGINE | Role.PATH) + select_load_axes(Role.ENGINE | Role.PATH)
 
 
@@ -170,26 +163,18 @@ class EngineServer(msgspec.Struct, frozen=True, kw_only=True):
     engine: str  # `vllm` or `sglang`: the engine with the kernels that ran the steps
     version: str = ""
     policy: str  # scheduling policy of the engine, one of ENGINE_POLICIES
-    token_budget: int
-    """Maximum number of tokens of a step: vLLM's --max-num-batched-tokens, SGLang's --chunked-prefill-size."""
+    token_budget: int  # maximum tokens per step: vLLM's --max-num-batched-tokens, SGLang's --chunked-prefill-size
     max_requests: int  # maximum number of running requests: vLLM's --max-num-seqs, SGLang's --max-running-requests
-    max_chunk: int = 0
-    """Maximum number of prompt tokens of one request in a step (vLLM's --long-prefill-token-threshold); 0: no limit."""
+    max_chunk: int = 0  # maximum prompt tokens of a request per step (--long-prefill-token-threshold); 0: no limit
     block_tokens: int  # tokens of a KV block on all dcp ranks
     kv_tokens: int | None = None  # tokens that the KV cache holds on all ranks; null if the server does not report it
     max_model_len: int | None = None
     prefix_cache: bool = True
     asynchronous: bool = True  # True if the engine decides a step while the one before it runs
-    row_multiple: int = 1
-    """Steps with prompts take longer if their number of tokens is no multiple of it; 1: all take the same."""
-    graph_batches: tuple[int, ...] = ()
-    """Batch sizes of captured decode graphs, sorted: a step of decodes alone runs as many rows as the next larger size. Empty if it is
-    unknown, or if the engine captures none."""
-    request_ms: float = 0.0
-    """Time of a request outside of steps: HTTP, tokenizing, scheduling on an idle engine, and the way back."""
-    begin_ms: float = 0.0
-    """Time from the decision for a step with prompts until the GPU begins it, if it waits for no step before: the host prepares and
-    launches it."""
+    row_multiple: int = 1  # prompt steps take longer if their tokens are no multiple of it; 1: no difference
+    graph_batches: tuple[int, ...] = ()  # sizes that decodes are padded to, sorted; empty: unknown or none
+    request_ms: float = 0.0  # time of a request outside steps: HTTP, tokenizing, idle engine's scheduling, way back
+    begin_ms: float = 0.0  # from the decision for a prompt step to its start on an idle GPU: preparing, launching
     settings: str = ""  # flags that distinguish the server from others of its run, as a point has them
 
     @property
@@ -222,8 +207,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     engine: EngineServer | None = None
     """Server of another engine on which the steps were measured; null for dcpbench's own engine. The samples are gaps between tokens and
     differences of times to first token, as a client sees them, less `request_ms`."""
-    gpu: Gpu | None = None
-    """Clocks, power and temperature during the measurement, each of the worst rank; None on the CPU."""
+    gpu: Gpu | None = None  # clocks, power and temperature while measuring, each of the worst rank; None on the CPU
 
     def apply_factors(self, decodes: float, chunks: float) -> StepTimes:
         """Return the step times with steps without prompts, and with, multiplied by these factors."""

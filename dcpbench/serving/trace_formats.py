@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 ARRIVAL, INPUT, OUTPUT, HASHES = "arrival", "input_tokens", "output_tokens", "hash_ids"
 GROUP, PROMPT, SESSION, DELAY = "prefix_group", "prompt", "session", "delay"
-COLUMNS = (ARRIVAL, INPUT, OUTPUT, HASHES, GROUP, PROMPT, SESSION, DELAY)
-"""Our names of columns: `delay` is the time from an answer to the next turn of its session."""
+COLUMNS = (ARRIVAL, INPUT, OUTPUT, HASHES, GROUP, PROMPT, SESSION, DELAY)  # DELAY: from an answer to the next turn
 DATE = "date"
 UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}  # parts of a second by the name of a time unit
 TIME_UNITS = (*UNITS, DATE)

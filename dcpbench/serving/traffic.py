@@ -5,7 +5,8 @@ before, however late the server checks. In an open loop, requests are sent when 
 ones.
 
 Turns of a session follow each other in both modes: the next turn is due `delay_s` of its request after the last token of
-the one before. A client of a closed loop has one session at a time.
+the one before. Requests of sub-agents have the same turn number: they run at the same time, and the next turn is due after the
+last of them. A client of a closed loop has one session at a time.
 
 In a live run, one rank's clock decides which turns and how many sessions are due, and all ranks submit these. A
 single-turn request is a session of one turn.
@@ -43,15 +44,12 @@ class Sample:
     request: ServeRequest
     submitted_s: float
     token_s: list[float] = dataclasses.field(default_factory=list)  # time at which each output token was read
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    """Token ids; empty in replay, and for requests of another replica than the recording rank's."""
+    tokens: list[int] = dataclasses.field(default_factory=list)  # ids; empty in replay and for other replicas' requests
     sequence: Sequence | None = None  # state in the scheduler; None if the request was rejected
     rejected: str = ""  # reason why the request can never be served
     failed: str = ""  # reason why a real server did not answer the request to its end
-    cached_tokens: int | None = None
-    """Prompt tokens in a real server's prefix cache, if it reports them; for our engine see `sequence`."""
-    chunk_tokens: list[int] = dataclasses.field(default_factory=list)
-    """Tokens per chunk of a stream with several tokens per chunk; empty if each chunk had one."""
+    cached_tokens: int | None = None  # prompt tokens in a server's prefix cache, if reported; see `sequence` for ours
+    chunk_tokens: list[int] = dataclasses.field(default_factory=list)  # tokens per chunk if any has several, else empty
 
     @property
     def cached(self) -> int | None:
@@ -62,6 +60,14 @@ class Sample:
     def is_finished(self) -> bool:
         """Return True if all its tokens have been read."""
         return not self.failed and len(self.token_s) == self.request.output_tokens
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Turn:
+    """A turn of a session: one request, or those of sub-agents."""
+
+    left: int  # requests that have not ended
+    later: list[ServeRequest]  # requests of the next turn; empty if there is none
 
 
 class Traffic:
@@ -85,22 +91,14 @@ class Traffic:
             raise UsageError(f"--concurrency {concurrency}: no client would send anything; try --concurrency 1.")
         self.requests, self.scheduler, self.concurrency = requests, scheduler, concurrency
         self.delay_s = delay_s
-        self.sessions = [request for request in requests if not request.turn]
-        """First turns of the sessions."""
-        self.next_turn = {a.number: b for a, b in itertools.pairwise(requests) if b.turn}
-        """Next turn, by the number of the request before."""
-        self.samples: list[Sample] = []
-        """Samples of all submitted requests, in submission order."""
-        self.sample_of: dict[int, Sample] = {}
-        """Sample by request number."""
-        self.in_flight = 0
-        """Requests."""
-        self.begun = self.ended = 0
-        """Sessions."""
-        self.turns: list[tuple[float, int, ServeRequest]] = []
-        """Heap of the pending turns of running sessions: when each is due, and its number."""
-        self.free_s: collections.deque[float] = collections.deque()
-        """Since when each client of a closed loop that has no session has had none, in this order."""
+        self.sessions = [request for request in requests if not request.turn]  # first turns of the sessions
+        self.turn_of = _group_turns(requests)  # turn of each request of a session with later turns, by its number
+        self.samples: list[Sample] = []  # samples of all submitted requests, in submission order
+        self.sample_of: dict[int, Sample] = {}  # sample by request number
+        self.in_flight = 0  # number of requests
+        self.begun = self.ended = 0  # number of sessions
+        self.turns: list[tuple[float, int, ServeRequest]] = []  # heap of pending turns: due time, number, request
+        self.free_s: collections.deque[float] = collections.deque()  # since when clients have no session
         self.stopped = False
 
     @property
@@ -171,10 +169,7 @@ class Traffic:
                 sample_of[sequence.request.number].token_s.append(now_s)
         for sequence in step.finished:
             self.sample_of[sequence.request.number].sequence = sequence
-            if (later := self.next_turn.get(sequence.request.number)) is not None:
-                heapq.heappush(self.turns, (later.compute_due_s(now_s), later.number, later))
-            else:
-                self._finish_session(now_s)
+            self._finish_request(sequence.request, now_s)
         self.in_flight -= len(step.finished)
 
     def stop(self) -> None:
@@ -190,10 +185,25 @@ class Traffic:
         self.samples.append(sample)
         self.sample_of[request.number] = sample
         sample.rejected = self.scheduler.submit(request)
-        if sample.rejected:  # so would all that are longer
-            self._finish_session(came_s)
-        else:
+        if not sample.rejected:
             self.in_flight += 1
+            return
+        if (turn := self.turn_of.get(request.number)) is not None:
+            turn.later = []  # which are longer
+        self._finish_request(request, came_s)
+
+    def _finish_request(self, request: ServeRequest, now_s: float) -> None:
+        """Make the next turn pending if this was the last request of a turn, or record the end of the session."""
+        turn = self.turn_of.get(request.number)
+        if turn is not None:
+            turn.left -= 1
+            if turn.left:
+                return
+        if turn is None or not turn.later:
+            self._finish_session(now_s)
+            return
+        for later in turn.later:
+            heapq.heappush(self.turns, (later.compute_due_s(now_s), later.number, later))
 
     def _add_sampled_answers(self, request: ServeRequest) -> ServeRequest:
         """Return a later turn with the sampled answers before it, on a rank that has them."""
@@ -235,6 +245,25 @@ class Traffic:
         arrival = self.sessions[index].arrival_s
         assert arrival is not None
         return arrival
+
+
+def _group_turns(requests: SequenceOf[ServeRequest]) -> dict[int, _Turn]:
+    """Return the turn of each request by its number, without sessions of a single request."""
+    if not any(request.turn for request in requests):
+        return {}
+    groups = [list(group) for _, group in itertools.groupby(requests, key=_get_turn)]
+    found: dict[int, _Turn] = {}
+    for group, after in itertools.pairwise([*groups, []]):
+        later = after if after and after[0].turn else []
+        if later or group[0].turn:
+            turn = _Turn(left=len(group), later=later)
+            found |= {request.number: turn for request in group}
+    return found
+
+
+def _get_turn(request: ServeRequest) -> tuple[int, int]:
+    """Return the key of a turn: the session, or of a request without one its number, and the turn's number."""
+    return (-1 - request.number if request.session is None else request.session), request.turn
 
 
 def _get_place(turn: tuple[float, int, ServeRequest]) -> tuple[float, int]:

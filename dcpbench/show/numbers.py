@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 ABSENT = "—"
 MICROSECONDS = ((1e6, "s"), (1e3, "ms"), (1.0, "µs"))
-BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1.0, "B"))
-"""Units from the largest down, each with its size in the value's own unit; decimal units for bytes."""
+BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1.0, "B"))  # largest first, with sizes; decimal units for bytes
 MINUTE, HOUR = 60, 3600
 WHOLE_FROM = 10  # per cents without decimals
 

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 MAX_TEXT_CHARS = 2_000  # of a string of a record; the omitted part is noted with a hash
 MAX_NAME_CHARS, MAX_LINE_CHARS = 200, 300  # of a name, and of a sentence, in lists and tables
 LINES = "\n\t"  # control characters kept in multi-line strings
-HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-"""Unicode categories that a terminal obeys instead of showing: controls, direction marks, lone surrogates, …"""
+HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # controls, direction marks, lone surrogates: terminals obey them
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would run a cell that starts with one of these
 
 

@@ -19,8 +19,7 @@ TERM_CODE = 143  # exit code of a command that SIGTERM ended
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A command of dcpbench, and the machines that it is to run on."""
 
-    words: tuple[str, ...]
-    """Command such as `sweep --tp 16`, without the run's folder, and without --resume and --force."""
+    words: tuple[str, ...]  # command such as `sweep --tp 16`, without the run's folder, --resume and --force
     folder: Path  # the run's, absolute
     start: str = ""  # `--resume` or `--force` if given
     again: str = "--resume"  # option that a restarted job adds instead

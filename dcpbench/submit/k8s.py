@@ -50,8 +50,7 @@ GPUS = f"{VENDOR}/gpu"
 DELETED_S = 120
 KINDS = "job,service,secret"
 LAST_LINES = 20
-LOST = ("Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting")
-"""Reasons of pods that were none of their command's doing."""
+LOST = ("Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting")  # reasons that are not the command's doing
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,10 +152,8 @@ class Queue:
         """Follow a job; `folder` is the run's folder on this machine."""
         self._job, self._folder = job, folder
         self._pod = ""
-        self._began = self._over = False
-        """True if node 0's command has started, and if it has ended, as far as is known."""
-        self._of_all = self._read_all = False
-        """True if the current log is of a command that had ended before, and if such a log was read to its end."""
+        self._began = self._over = False  # True if node 0's command is known to have started, and to have ended
+        self._of_all = self._read_all = False  # True for a log of an ended command; for one read to its end
         self._logs: subprocess.Popen[bytes] | None = None
         self._pending = b""
         self._last = ""

@@ -26,8 +26,7 @@ MAX_TEXT_CHARS = 200  # of a line that is kept
 MODULE = "<module>"
 BUILT_IN = re.compile(r"<built-in (?:method|function) (\w+)")
 FRAME = re.compile(r"\(\d+\): (.+)$")
-NUMBERS = ("int", "float", "complex", "range", "round")
-"""Types and functions that take a tensor's value; calling them leaves no frame in a trace."""
+NUMBERS = ("int", "float", "complex", "range", "round")  # calls that take a tensor's value without a frame in a trace
 NAMESPACES = ("linalg_", "fft_", "special_")
 SHOWING = ("print", "str", "repr", "format")
 ITERATING = ("list", "tuple", "set", "sorted", "zip", "enumerate", "sum", "max", "min", "any", "all", "map", "reversed")

@@ -60,8 +60,7 @@ class ProcessAnswer(msgspec.Struct, kw_only=True):
     pid: int
     code: int  # the exit code, as far as it is known; 1 after an exception
     report: Report
-    expected: dict[int, str] = {}
-    """Child process -> event that it notes unless something prevents it from leaving notes."""
+    expected: dict[int, str] = {}  # child process -> event that it notes unless something keeps it from noting
     workers: list[int] = []  # workers of a multiprocessing.Pool
 
 

@@ -26,8 +26,9 @@ EXPORT_TABLES = frozenset({*EVENTS, STRINGS})
 GZIP_LENGTH = 4  # bytes at the end of a gzip file that hold the length of its text
 SUFFIXES = (".json", ".json.gz")
 NSYS_SUFFIXES = (".sqlite", ".jsonl", ".jsonl.gz")  # suffixes of exports of nsys; what it writes as Parquet is a folder
-PACKED = tuple(f".json{end}" for end in (".xz", ".bz2", ".zst", ".zip", ".tar", ".tar.gz", ".tgz"))
-"""Suffixes that the reader refuses with a hint on unpacking: files in a folder must not be skipped silently."""
+PACKED = tuple(  # suffixes refused with a hint on unpacking: no file may be skipped silently
+    f".json{end}" for end in (".xz", ".bz2", ".zst", ".zip", ".tar", ".tar.gz", ".tgz")
+)
 
 
 def expand_names(names: Sequence[str], skipped: Callable[[Path], None] = lambda _: None) -> list[Path]:

@@ -91,8 +91,9 @@ Products of a shared expert have the names of other projections, and activations
 _PATTERNS = tuple((part, re.compile(pattern)) for part, pattern in PARTS)
 
 
-_IN_CUTLASS = re.compile(r"cutlass::device_kernel<(?:[\w:]*enable_\w+<)?(?:[a-z]\w*::)*(\w+)")
-"""Matches the name of a CUTLASS kernel, with that of the kernel's own class."""
+_IN_CUTLASS = re.compile(  # name of a CUTLASS kernel, with the name of the kernel's own class
+    r"cutlass::device_kernel<(?:[\w:]*enable_\w+<)?(?:[a-z]\w*::)*(\w+)"
+)
 
 
 class KernelTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,8 +113,7 @@ class TypicalStep(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     step_us: float  # sum of `part_us` and `idle_us`: the step without `host_wait_us`
-    part_us: dict[str, float]
-    """Median time of each part, the longest first. Where kernels overlap, each moment counts for the one that began first."""
+    part_us: dict[str, float]  # median per part, longest first; overlapping time counts for the earlier kernel
     idle_us: float  # median time in which no kernel or copy runs although the next one has been launched
     host_wait_us: float  # median time in which no kernel or copy runs because the host has not launched the next one
     durations_us: list[float]  # time of each step, with its waits
@@ -132,10 +132,8 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     step_us: float  # from a step's first GPU work to that of the next step
     idle_us: float  # time in which no kernel or copy runs
     overlap_us: float  # sum of the kernels' times minus the time in which at least one runs
-    kernels: list[KernelTime]
-    """Kernels and copies, the one that takes most first. Their times and `idle_us` minus `overlap_us` add up to `step_us`."""
-    exposed_part_us: dict[str, float]
-    """Time of each part in which no kernel that began before still runs; with `idle_us` it adds up to `step_us`."""
+    kernels: list[KernelTime]  # with copies, longest first; times + `idle_us` - `overlap_us` = `step_us`
+    exposed_part_us: dict[str, float]  # without overlap by earlier kernels; sum + `idle_us` = `step_us`
     typical: TypicalStep
 
     @property

@@ -30,8 +30,7 @@ _FILES = (
     "printf pwd readlink realpath rm rmdir sha256sum sort stat tail tee touch tr true uniq wc wget which whoami zcat"
 )
 _PROCESSES = "clear kill pgrep ps sleep stty tput tty"
-HARMLESS = frozenset(f"{_COMPILERS} {_MACHINE} {_FILES} {_PROCESSES}".split())
-"""Names of programs that use no PyTorch. Programs that run a command in their arguments (`env`, `xargs`) do not belong here."""
+HARMLESS = frozenset(f"{_COMPILERS} {_MACHINE} {_FILES} {_PROCESSES}".split())  # use no PyTorch and run no argument
 SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh"})
 SHELL_BUILTINS = frozenset({":", "[", "cd", "exit", "test"})
 _SUBSTITUTION = re.compile(r"`|[$<>]\(|\$\{[\s|]|<<")  # runs a command, or holds text that is no command, within a word

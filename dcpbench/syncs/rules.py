@@ -67,10 +67,8 @@ PAGEABLE = Rule(
 )
 """Measured on an H200 (torch 2.11, CUDA 13.0) behind 20 ms of GPU work: device to host waits at 4 bytes; host to device
 does not up to 2 MiB, does from 2.2 MiB, and at the 64th copy of 64 KiB or the third of 256 KiB in a row."""
-MIN_PINNING_BYTES = 1 << 20
-"""Minimum bytes of pinning that is reported: as much takes the host some tenths of a millisecond or more."""
-MAX_STAGING_BYTES = 2 << 20
-"""Pageable copies to the GPU up to this size need not wait: `may_block`. Larger ones do, and all copies to the host."""
+MIN_PINNING_BYTES = 1 << 20  # minimum reported size: pinning it takes tenths of a millisecond
+MAX_STAGING_BYTES = 2 << 20  # pageable copies to the GPU up to this size may not wait (`may_block`); others do
 STREAM = Rule(
     "SYNC006",
     "stream-sync",
@@ -132,9 +130,7 @@ _SHAPE_OPS = (
     "nonzero masked_select _unique2 _unique unique_dim unique_consecutive unique_dim_consecutive repeat_interleave "
     "bincount _bincount histc histogram one_hot argwhere combinations"
 )
-SHAPE_OPS = frozenset(_SHAPE_OPS.split())
-"""Operators that read a count, with or without an `item` of their own; the table is a hint about a sync that was seen,
-never a reason to report one."""
+SHAPE_OPS = frozenset(_SHAPE_OPS.split())  # operators that read a count; hints only, never a reason to report a sync
 
 
 def get_op_name(op: str) -> str:

@@ -36,10 +36,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.gating.gate import Gate
 
 VARIABLE = "DCPBENCH_SYNCS_RECORD"
-CPU_VARIABLE = "DCPBENCH_SYNCS_RECORD_CPU"
-"""Environment variable with which tests record on machines without a GPU; such traces hold no GPU events, and so no
-synchronisation.
-"""
+CPU_VARIABLE = "DCPBENCH_SYNCS_RECORD_CPU"  # set by tests to record without a GPU, and so without any syncs
 NOTHING_RECORDED = (
     "No Python process of the program imported torch, or it ignored PYTHONPATH (python -E and -I do, and programs that "
     "start others with a new environment): nothing was recorded."

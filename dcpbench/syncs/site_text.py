@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 SiteStatus = Literal["finding", "counted", "known", "allowed", "warm-up", "may block", "own"]
 """finding: fails the gate alone; counted: adds to a limit that is exceeded; known: within baseline and limits."""
-LEVELS = {"finding": "error", "counted": "warning"}
-"""Levels of code scanning and annotations by how a site stands; all others are the lowest."""
+LEVELS = {"finding": "error", "counted": "warning"}  # annotations, by status; all others have the lowest
 NOTHING = "–"
 MAX_CALL_LINES = 5
 MAX_NAMES = 5  # processes or operators that a sentence names

@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.python_frames import Frame
 
-_UNSTABLE = re.compile(r"\b(?=\w*\d)\w{20,}\b|\d+")
-"""Hashes and numbers in names such as `## Call CompiledFxGraph f7xq… ##` and `Torch-Compiled Region: 3/0`."""
+_UNSTABLE = re.compile(r"\b(?=\w*\d)\w{20,}\b|\d+")  # hashes and numbers, as in `## Call CompiledFxGraph f7xq… ##`
 CONTEXT = 2  # source lines shown before and after the one that synchronised
-_SHARED = "rule op function line called_from cause range direction call may_block allowed own"
-"""Fields that all occurrences of a site share."""
+_SHARED = "rule op function line called_from cause range direction call may_block allowed own"  # equal in a site
 MAX_LINES = 10  # lines that are shown in full; of further ones the number is shown
 
 
@@ -40,8 +38,7 @@ class Sync:
     rule: str  # id in rules.py, such as SYNC001
     op: str = ""  # innermost operator, `aten::_local_scalar_dense`, or the call that waits, `torch.cuda.synchronize`
     op_chain: tuple[str, ...] = ()
-    frames: tuple[Frame, ...] = ()
-    """Complete Python stack without the detector's own frames, outermost first; for a trace `stack` has its text."""
+    frames: tuple[Frame, ...] = ()  # whole Python stack without detector frames, outermost first; `stack` for traces
     stack: tuple[str, ...] = ()
     user: Frame | None = None  # innermost frame outside torch, Triton, the standard library and the detectors
     line_is: Literal["call", "function"] = "call"
@@ -53,16 +50,13 @@ class Sync:
     call: str = ""
     bytes: int | None = None
     may_block: bool = False
-    allowed: str = ""
-    """Reason of the innermost region of `allow` around it, or of vLLM's gpu_sync_allowed; empty outside of one."""
+    allowed: str = ""  # reason of the innermost region of `allow` or vLLM's gpu_sync_allowed; empty outside
     own: bool = False
     range: str = ""
     within: str = ""  # the range without numbers, if there is no function to distinguish places
-    step: int | None = None
-    """Index of the step, from 0; None before the first one, the number of steps behind the last one."""
+    step: int | None = None  # index from 0; None before the first step, the number of steps after the last
     ranges: tuple[str, ...] = ()  # all `record_function` ranges around it, outermost first, steps included
-    at: float | None = None
-    """Start time: seconds of perf_counter for a live process, microseconds of the trace's clock for a trace."""
+    at: float | None = None  # start time: perf_counter seconds if live, the trace clock's µs for a trace
     wait: float | None = None  # microseconds
     bubble: float | None = None  # microseconds, at most
     waited: bool | None = None  # True if there was something to wait for

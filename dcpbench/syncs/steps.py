@@ -65,8 +65,7 @@ class Steps:
     phases: tuple[str, ...] = ()  # phase of each step, such as `decode`, where an engine's annotation gives it
     share: float | None = None  # share of the work that was launched in steps
     rejected: tuple[str, ...] = ()  # names of numbered ranges that cover too little of the work
-    prepared: NDArray[np.float64] | None = None
-    """Start of the preparation of each step, where an engine annotates it; None where steps begin with `start`."""
+    prepared: NDArray[np.float64] | None = None  # where preparation begins, if annotated; None: at `start`
 
     @property
     def is_guessed(self) -> bool:
@@ -253,8 +252,7 @@ class Occurrences(NamedTuple):
     """Hold how the occurrences of one site are distributed over the steps."""
 
     per_step: float | None = None  # mean over the steps of steady state, of the phase that has most; None without steps
-    per_phase: dict[str, float] = {}  # noqa: RUF012 -- never changed
-    """Mean over the steps of steady state per phase, if there are several phases."""
+    per_phase: dict[str, float] = {}  # noqa: RUF012 -- never changed; mean of steady steps by phase, if several
     warmup_only: bool = False  # each lies before the first step, or in a first one that is warm-up
     outside: int = 0  # number in no step that are not warm-up, such as those behind the last step
 

@@ -25,9 +25,7 @@ class ChildProcess(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     command: str = ""  # command line of the process, or name and target of a multiprocessing.Process
     start_method: str = ""  # start method of the process: `multiprocessing spawn`, `os.fork`, `subprocess`, …
-    may_use_gpu: bool = True
-    """False for a program that is known to be harmless, such as git, and for a Python process that reported that it runs
-    under the dry run and that ended without importing torch."""
+    may_use_gpu: bool = True  # False for harmless programs (git) and dry-run processes that ended without torch
     reason: str = ""  # why it was not followed
 
 
@@ -40,22 +38,16 @@ class Coverage(msgspec.Struct, kw_only=True):
     driver_events: int = 0  # calls of the driver API
     sync_events: int = 0  # `cuda_sync` events, which also show what the driver API and other libraries wait for
     ops: int = 0  # operators of the framework (`cpu_op`)
-    stacks: Literal["python_function", "call stack", "frames", "none"] = "none"
-    """Source of Python frames; `frames` means that they were read live, with the line of the call."""
+    stacks: Literal["python_function", "call stack", "frames", "none"] = "none"  # `frames`: read live, with line
     steps_from: str = ""  # common part of the names of the ranges that are steps; empty if no steps were found
-    steps_by_phase: dict[str, int] = {}
-    """Number of steps of each phase, such as decode, where an engine's annotations give it."""
-    steps_share: float | None = None
-    """Share of the work that was launched in steps: of the GPU time or of the launches, the smaller one."""
-    steps_guessed: bool = False
-    """Steps are numbered ranges that cover most of the work: a guess, by which no wait is warm-up."""
+    steps_by_phase: dict[str, int] = {}  # steps per phase, such as decode, if an engine annotates them
+    steps_share: float | None = None  # share of GPU time or launches in steps, whichever is smaller
+    steps_guessed: bool = False  # True if steps are numbered ranges over most of the work; no warm-up then
     unreadable_events: int = 0
     complete: bool = True  # False if the file ends early, parts of it could not be read, or it contradicts itself
-    damage: list[str] = []
-    """Why it is not complete: clauses that go on from the name of the trace, each with what to type."""
+    damage: list[str] = []  # why it is incomplete: clauses after the trace's name, each with a remedy
     foreign: list[str] = []  # traces of accelerators with unknown waits: categories of events, or names of calls
-    unmeasured: list[str] = []
-    """Operators in a dry run for which it was never measured whether they wait, such as `mylib::sample`."""
+    unmeasured: list[str] = []  # dry run: operators without a measurement of waits, such as `mylib::sample`
     children: list[ChildProcess] = []  # processes of which a dry run has no report; the others are traces
     notes: list[str] = []  # limits of this detector, or of this trace; one sentence each
 
@@ -68,9 +60,7 @@ class TraceSummary(msgspec.Struct, kw_only=True):
     world_size: int | None = None  # number of ranks of the program, where the trace holds it
     dp_rank: int | None = None  # data-parallel rank that the file's name gives; `rank` may count within it
     pp_rank: int | None = None  # pipeline-parallel rank that the file's name gives
-    front_end: bool = False
-    """True for the trace of a process that uses no GPU while others do, such as a server's front end: it is listed and
-    excluded from the verdict."""
+    front_end: bool = False  # True for a process without GPU use while others use one; not in the verdict
     steps: int | None = None
     span_us: float | None = None  # first to last event on host or GPU
     gpu_busy_us: float | None = None  # time in which at least one stream had work
@@ -108,46 +98,29 @@ class Site(msgspec.Struct, kw_only=True):
     file: str = ""  # file of the call, relative to the repository if it is inside
     line: int | None = None  # line of the call if `line_is` marks it so, else the function's first line
     line_is: Literal["call", "function", ""] = ""
-    call_lines: list[CallLine] = []
-    """Lines of the function that can make the call, by the syntax of its source; empty if `line` is that of the call, if the source
-    is not at hand, or if it shows none."""
+    call_lines: list[CallLine] = []  # lines of the function that can make the call; empty if `line` is it or unknown
     stack: list[str] = []  # Python frames, `file(line): function`, outermost first
-    called_from: str = ""
-    """First frame outside libraries, or in traces else of another package, `file(line): function`, if the site is in a library."""
+    called_from: str = ""  # first frame outside libraries (traces: of another package) of a site in a library
     range: str = ""  # innermost `record_function` range that is not a step
     direction: str = ""  # direction of the copy: DtoH, HtoD, DtoD; with the host's memory if known: `DtoH pageable`
-    call: str = ""
-    """Runtime or driver call that blocked, such as cudaStreamSynchronize; `cudaMemcpyAsync` where a copy blocked."""
+    call: str = ""  # runtime or driver call that blocked: cudaStreamSynchronize, or `cudaMemcpyAsync` for a copy
     threads: list[str] = []
     count: int = 0
-    waited: int | None = None
-    """Occurrences during which GPU work ended, or that took more than 50 µs; the others found nothing to wait for. None
-    without GPU events, or where calls or GPU work have no durations."""
-    count_per_step: float | None = None
-    """Mean over the steps of steady state: all but the first, where there are at least three; None without steps. With
-    phases that of the phase which has most."""
-    count_per_phase: dict[str, float] = {}
-    """Mean over the steps of steady state per phase, such as decode, if there are several phases."""
-    outside: int = 0
-    """Occurrences in no step that are not warm-up, such as those after the last step; excluded from counts per step."""
+    waited: int | None = None  # occurrences with ending GPU work or above 50 µs; None without GPU events or times
+    count_per_step: float | None = None  # mean of steady steps (not the first of ≥ 3), largest phase; None: no steps
+    count_per_phase: dict[str, float] = {}  # mean over steady steps per phase, such as decode, if several
+    outside: int = 0  # occurrences outside steps that are no warm-up, such as after the last; not in counts per step
     warmup_only: bool = False  # seen before the first step or in it, but in none of at least two others
     wait_us: float | None = None  # sum over all occurrences
     wait_median_us: float | None = None
-    wait_p99_us: float | None = None
-    """p99 of the wait; None with fewer than 662 occurrences, as for each p99 of dcpbench."""
-    bubble_us: float | None = None
-    """Sum over all occurrences of the GPU idle time that removing that one would win, at most. None where it is not
-    known: without durations, GPU events, or calls that caused them."""
+    wait_p99_us: float | None = None  # p99 of the wait; None with fewer than 662 occurrences, as for every p99
+    bubble_us: float | None = None  # sum of the GPU idle time that removing each one saves at most; None if unknown
     bytes: int | None = None  # sum over all occurrences
-    may_block: bool = False
-    """True if the call can wait but did not, or the detector has no times to decide it. Excluded from totals and gates.
-    Small copies from pageable memory: CUDA stages them until its staging memory is full."""
+    may_block: bool = False  # True if the call can wait but did not, or times are missing; in no total or gate
     explicit: bool = False  # asked for by name, as a stack shows: synchronize() of a device, stream or event
     cause: str = ""  # probable cause of the site, if other calls of the trace show it; a sentence
     own: bool = False  # the profiler's or detector's own; in no total
-    allowed: str = ""
-    """Reason for which it may synchronise; empty without permission. Set by regions of `allow`, in traces by vLLM's
-    `gpu_sync_allowed`, and by the gate."""
+    allowed: str = ""  # why it may synchronise, from `allow`, vLLM's `gpu_sync_allowed` or the gate; else empty
     example: Example | None = None  # the first occurrence
     worst: Example | None = None  # the one with the largest bubble, then wait
     traces: list[str] = []  # traces in which it occurs
@@ -176,8 +149,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     status: Literal["clean", "findings", "cannot answer"] = "clean"
     exit_code: Literal[0, 1, 3] = 0
     findings: list[Finding] = []
-    allowed: dict[str, str] = {}
-    """Fingerprint of an allowed site -> why it is. Lines of a function share a fingerprint: `Site.allowed` is exact."""
+    allowed: dict[str, str] = {}  # fingerprint -> reason; lines of a function share one, unlike `Site.allowed`
     stale: list[str] = []  # allow-list and baseline entries that matched nothing, one sentence each
     reasons: list[str] = []  # why the trace cannot answer
 

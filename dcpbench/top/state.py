@@ -34,8 +34,7 @@ QUIET_S = 60.0  # seconds without an event after which a run is shown as silent;
 TIMEOUT_S = 300.0  # default of --timeout
 SLACK_S = 2.0  # maximum error of a record's times, which are written in whole seconds
 MIN_POINTS = 3  # minimum number of finished points for a range
-T_95 = (4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""97.5 % quantile of Student's t for LEAST points and more, which have one degree of freedom less than points."""
+T_95 = (4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # Student's t at 97.5 %, from MIN_POINTS - 1 degrees
 T_95_MORE = 2.2  # value for more degrees of freedom: 2.20 at 11, 1.96 at infinity
 
 
@@ -43,7 +42,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """Time that is left."""
 
     seconds: float
-    low: float | None = None  # 95 % prediction interval; null with fewer than LEAST points
+    low: float | None = None  # 95 % prediction interval; null with fewer than MIN_POINTS points
     high: float | None = None
     points: int  # number of points on which the estimate is based
 

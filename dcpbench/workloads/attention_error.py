@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 LAYER = 0
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-LIMIT = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
-"""Relative error past which an attention output is wrong: a backend's own rounding, with room for one more."""
+LIMIT = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}  # maximum relative error: a backend's own rounding and one more
 
 
 def get_limit(engine: DecodeEngine) -> float:

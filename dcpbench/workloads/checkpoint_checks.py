@@ -35,22 +35,15 @@ if TYPE_CHECKING:
     from dcpbench.points.point import Point
     from dcpbench.workloads.teacher_forcing import Comparison, Difference, ScoreScale
 
-HALF_STEP = {"fp32": 5e-6, "fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Largest relative error of one rounding. Operations in fp32 sum hundreds of numbers in different orders, which adds tens
-of roundings of 6e-8."""
+HALF_STEP = {"fp32": 5e-6, "fp16": 2.0**-11, "bf16": 2.0**-8}  # largest error of a rounding; fp32: of sums of hundreds
 MAX_MEDIAN, MAX_POSITION = 2, 4
 """Roundings by which the result of an operation may differ: at the median position, and at any position. Engines round
 some intermediate results that transformers never computes: absorbed queries, and each rank's part of a sum."""
-ROUNDED_INSIDE = (QUERY, LATENT, ROPE_KEY, KEY, VALUE, MLP, EXPERT)
-"""Operations that round their own results to e4m3. An error of the last bit decides whether a number between two e4m3
-numbers is rounded up or down.
-"""
-MAX_FLIPPED_MEDIAN, MAX_FLIPPED = 0.25, 2
-"""Roundings to e4m3 by which the result of such an operation may differ: at the median position, and at any position."""
+ROUNDED_INSIDE = (QUERY, LATENT, ROPE_KEY, KEY, VALUE, MLP, EXPERT)  # round to e4m3, which a last bit may decide
+MAX_FLIPPED_MEDIAN, MAX_FLIPPED = 0.25, 2  # e4m3 roundings by which ROUNDED_INSIDE may differ: median, maximum
 MIN_POSITIONS = 8  # positions from which on the median is judged
 SCORE_SCALE = "softmax scale"  # name of the finding that attention outputs change as with another softmax scale
-MAX_SCALE_ERROR, MAX_DEVIATIONS = 0.01, 5
-"""Share by which the softmax scale may be off, and in addition standard errors of that share."""
+MAX_SCALE_ERROR, MAX_DEVIATIONS = 0.01, 5  # share by which the softmax scale may be off, plus standard errors of it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,8 +54,7 @@ TOKEN_STEP = 7919  # a prime: neighbouring requests read different tokens and ar
 MAX_DRIFT = 0.01
 MAX_IDLE_SHARE = 0.03
 MAX_GRAPH_ERROR = 1e-3  # limits above which a point gets a warning; reports/explain.py explains them
-SLOW_PLAN, SLOW_PLAN_US, SLOW_CLOCK = 0.5, 100.0, 0.05
-"""Thresholds for a straggler: relative and absolute (µs) excess of its plan time, and relative deficit of its clock."""
+SLOW_PLAN, SLOW_PLAN_US, SLOW_CLOCK = 0.5, 100.0, 0.05  # straggler: excess plan time (share, µs), clock deficit (share)
 PLANS = 5  # plans timed for `host_plan_us`
 
 
@@ -64,8 +63,7 @@ class Profile:
     """Result of the separate profiled pass; empty on ranks other than 0 and with --no-profile."""
 
     phases: Phases | None = None
-    sync_sites: list[SyncSite] | None = None
-    """Source lines at which the host waited, worst first; None without a GPU or a profiled pass."""
+    sync_sites: list[SyncSite] | None = None  # lines at which the host waited, worst first; None without GPU or profile
 
 
 def run(

@@ -19,8 +19,7 @@ from dcpbench.points.names import CUT, FP8
 if TYPE_CHECKING:
     from dcpbench.points.point import Point
 
-MIN_SCALED = 1e-10
-"""Smallest largest number of a block that its scale is computed from, so that a block of zeros has a scale."""
+MIN_SCALED = 1e-10  # minimum of a block's largest number for its scale, so that a block of zeros has a scale
 
 
 def dequantize_blocks(weight_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -59,8 +58,7 @@ class Roundings:
     dtype: torch.dtype  # activations between operations, and weights that are not e4m3
     fp8_weights: bool  # linear layers of attention and of experts have e4m3 weights, and round their inputs to e4m3
     kv_scale: float | None  # scale of a KV cache in e4m3; None if its rows are stored in `dtype`
-    attention_parts: int = 1
-    """Ranks that the input columns of o_proj are split over. A rank's columns begin a group of their own."""
+    attention_parts: int = 1  # ranks that o_proj's input columns are split over; each begins a new group
     mlp_parts: int = 1  # ranks that the input columns of down_proj are split over, in dense MLPs and shared experts
     expert_parts: int = 1  # ranks that the input columns of down_proj are split over in routed experts
 

@@ -105,8 +105,8 @@ class Serving:
         vocab = self.session.shape.vocab
         for lengths, at_once in (
             (_warm_up_lengths(config), point.dp),
-            (_list_full_step_lengths(config), point.concurrency),
-            (_list_cut_step_lengths(config), point.concurrency),
+            (_list_full_step_lengths(config), point.max_requests),
+            (_list_cut_step_lengths(config), point.max_requests),
         ):
             if lengths:
                 self.make_loop(point, _make_requests(lengths, 1, vocab), concurrency=at_once).run(alive)

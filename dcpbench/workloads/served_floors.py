@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 class Shares:
     """Shares over all steps of a kind: ratios of sums. None if no step was timed or a rate is missing."""
 
-    prefill_floor_share: float | None = None
-    """Floors of steps with prompt chunks over their times, including their decode rows."""
+    prefill_floor_share: float | None = None  # floors over times of steps with prompt chunks, decode rows included
     prefill_matmul_share: float | None = None  # the time of their operations at the matrix rates over their times
     decode_floor_share: float | None = None  # floors of steps without chunks over their times
 

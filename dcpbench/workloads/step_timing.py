@@ -48,13 +48,9 @@ SLOW_MS, MIN_SLOW_SAMPLES, MIN_SAMPLES, MAX_SAMPLES = 150, 2, 3, 8
 """Numbers of samples of a case: MIN_SAMPLES, or MIN_SLOW_SAMPLES for a step longer than SLOW_MS, and MAX_SAMPLES if they differ."""
 SPREAD = 0.02  # samples agree when their range is within this share of the median
 CASE_MS = 1000  # a case is not continued past this
-LAUNCH_MS = 500
-"""Launches of a step with chunks are timed as often as samples are taken, or until that has taken so long."""
+LAUNCH_MS = 500  # limit of the time to repeat launches of a step with chunks, at most as often as samples
 LAUNCHES = 5  # number of steps launched on an idle device, for launch_ms
-HOT_MS, SETTLED_MS = 500, 150
-"""Duration of the measurement of a case after chunks, and the time in which a GPU has settled, three or four times its
-settle_s.
-"""
+HOT_MS, SETTLED_MS = 500, 150  # duration of a case after chunks; settling time of a GPU, 3 to 4 settle_s
 MAX_HOT_MS = 700  # maximum duration of the largest chunks after which cases are measured
 MAX_STEPS_BETWEEN = 8  # decode steps before one with chunks
 FILL_TOKENS = 1 << 20  # KV locations filled at once
@@ -211,8 +207,7 @@ class Pipeline:
         self.engine, self.agree, self.between = engine, agree, between
         self.pending: _UnreadStep | None = None
         self.last: _UnreadStep | None = None
-        self.decoding_ms: list[float] = []
-        """Times of the steps in between."""
+        self.decoding_ms: list[float] = []  # times of the steps in between
 
     def run_case(self, steps: CaseSteps) -> Times:
         """Return the times of a case, without the last sample, which the next case or `read_in_flight` adds. Collective.

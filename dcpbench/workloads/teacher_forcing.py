@@ -43,8 +43,7 @@ KEY, VALUE = "key", "value"
 O_PROJ, MLP, EXPERT, LOGITS = "o_proj", "MLP", "expert", "logits"
 SCORE_STEP = 0.05  # change of the softmax scale by which the derivative of attention outputs is taken
 IMPLEMENTATION = "dcpbench_teacher_forcing"  # name under which transformers finds the attention below
-TIE = 4 * torch.finfo(torch.float32).eps
-"""Difference, as a share of the largest score, below which two experts' scores are a tie that may fall either way."""
+TIE = 4 * torch.finfo(torch.float32).eps  # share of the largest score below which two experts' scores are a tie
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +52,7 @@ class Difference:
 
     stage: str
     layer: int
-    errors: torch.Tensor
-    """[P]: ‖engine − model‖ / ‖model‖ of each position, with ‖model‖ at least its median over positions."""
+    errors: torch.Tensor  # [P]: ‖engine − model‖ / ‖model‖ by position, ‖model‖ being at least its median
     scores: float = 0.0  # root mean square of attention scores, of the attention stage
 
 
@@ -78,8 +76,7 @@ class Comparison:
 
     differences: list[Difference]
     score_scales: list[ScoreScale]
-    misrouted: torch.Tensor
-    """bool [P]: positions for which some layer's experts are not those that router logits and the checkpoint's bias choose."""
+    misrouted: torch.Tensor  # bool [P]: some layer's experts are not those of the router logits and stored bias
     logits: torch.Tensor  # [P, vocab]: the model's, from the engine's last hidden states
 
 
@@ -297,8 +294,7 @@ ROUNDED_INPUTS = (  # linear layers with e4m3 weights and inputs rounded to e4m3
     *("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
-QUANTISED = (*ROUNDED_INPUTS, "kv_b_proj")
-"""Linear layers that DeepSeek publishes in fp8. The engine computes with kv_b_proj's e4m3 numbers in its own dtype."""
+QUANTISED = (*ROUNDED_INPUTS, "kv_b_proj")  # fp8 in DeepSeek's checkpoints; kv_b_proj is computed in our dtype
 
 
 def compute_relative_errors(engine: torch.Tensor, model: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from dcpbench.engine.model import Model
     from dcpbench.points.prompts import Prompts
 
-STAGGER = 3
-"""Request i starts 3·i steps after the first, so that lengths in a batch differ and rows are padding in between."""
-ROUTER, EXPERTS = "router", "experts"
-"""Names in `Trace.results` of router logits [P, MoE layers, E] and of the chosen experts' ids [P, MoE layers, k]."""
+STAGGER = 3  # request i starts 3·i steps after the first, so that lengths differ and rows in between are padding
+ROUTER, EXPERTS = "router", "experts"  # names in `results`: logits [P, MoE layers, E], chosen ids [P, MoE layers, k]
 SPLIT = (QUERY, VALUES)  # results that are split by heads over the ranks
 
 
@@ -31,9 +29,7 @@ class Trace:
 
     prompt: int  # number of tokens of the prompt
     tokens: list[int]  # token at each of the P positions: the prompt, and its continuation without the last token
-    results: dict[str, torch.Tensor]
-    """[P, layers, …] of all heads, under the names in OBSERVED, ROUTER and EXPERTS. NaN for layers without the result.
-    """
+    results: dict[str, torch.Tensor]  # [P, layers, …], all heads, by OBSERVED, ROUTER, EXPERTS; NaN if a layer has none
     logits: torch.Tensor  # [P, vocab]
 
 
@@ -43,8 +39,7 @@ class DecodeResult:
 
     tokens: dict[int, list[int]]  # new tokens of each of its replica's requests
     traces: dict[int, Trace]  # traces of these requests; only the first rank of each replica has them
-    experts: torch.Tensor | None
-    """[MoE layers, E, D]: output of expert e for row e of `make_expert_inputs`; only on rank 0, if the model has experts."""
+    experts: torch.Tensor | None  # [MoE layers, E, D]: expert e's output for row e of `make_expert_inputs`; rank 0 only
 
 
 class _Recording:

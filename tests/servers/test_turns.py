@@ -33,6 +33,7 @@ def sent(
     think_s: float = 0.0,
     script: Script | None = None,
     model: Model | None = None,
+    load: Load = LOAD,
 ) -> tuple[FakeServer, Run]:
     """What a server was asked, without its trials, and the run."""
 
@@ -47,7 +48,7 @@ def sent(
                     sessions.make_calls(
                         target,
                         manner,
-                        make_requests(msgspec.structs.replace(LOAD, think_time=think_s), manner.vocab),
+                        make_requests(msgspec.structs.replace(load, think_time=think_s), manner.vocab),
                     ),
                     LoadOptions(clients=clients),
                 )
@@ -106,6 +107,55 @@ def test_a_turn_is_sent_so_long_after_the_answer(clients: int | None) -> None:
             pause = b.submitted_s - a.answer.chunk_s[-1]
             assert 0.05 <= pause < 1.0
             assert b.sent_s >= b.submitted_s
+
+
+AGENTS = msgspec.structs.replace(LOAD, requests=18, subagents=3)
+"""Two sessions of a turn, three sub-agents, a turn, three sub-agents and a turn."""
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize("clients", [2, None])
+def test_sub_agents_are_sent_at_the_same_time(endpoint: str, clients: int | None) -> None:
+    """After the answer of their turn, and the next turn after the last of their answers; the server has them all at once."""
+    load = AGENTS if clients else msgspec.structs.replace(AGENTS, arrival="gamma", request_rate=50.0)
+    _, run = sent(endpoint, clients, 0.02, Script(gap_ms=20.0), load=load)
+    of = {outcome.call.number: outcome for outcome in run.outcomes}
+    assert len(of) == run.requests == 18
+    for turn in (0, 4, 9, 13):
+        agents = [of[n] for n in range(turn + 1, turn + 4)]
+        answered = max(agent.answer.chunk_s[-1] for agent in agents)
+        assert min(agent.sent_s for agent in agents) >= of[turn].answer.chunk_s[-1]
+        assert max(agent.sent_s for agent in agents) < min(agent.answer.chunk_s[-1] for agent in agents)
+        assert of[turn + 4].submitted_s >= answered + 0.02
+
+
+def test_sub_agents_share_the_prompt_and_the_answer_of_their_turn() -> None:
+    """To the token, as the server read them, with its own answer; behind that each has 5 tokens of its own."""
+    server, run = sent("completions", 1, load=AGENTS)
+    answers = {o.call.number: o.answer.tokens for o in run.outcomes}
+    asked = {n: s.body["prompt"] for n, s in zip(_match_numbers(server, run), server.sent, strict=True)}
+    for turn in (0, 4, 9, 13):
+        shared = [*asked[turn], *answers[turn]]
+        prompts = [asked[n] for n in range(turn + 1, turn + 5)]  # of the sub-agents and of the next turn
+        assert all(prompt[: len(shared)] == shared for prompt in prompts)
+        assert [len(prompt) - len(shared) for prompt in prompts] == [5] * 4
+        assert len({tuple(prompt) for prompt in prompts}) == 4
+
+
+def _match_numbers(server: FakeServer, run: Run) -> list[int]:
+    """Return the number of the request that the server read, by the tokens that a request has at its end."""
+    own = {tuple(r.prompt[-5:].tolist()): r.number for r in make_requests(AGENTS, server.model.vocab)}
+    assert len(own) == len(run.outcomes)
+    return [own[tuple(s.body["prompt"][-5:])] for s in server.sent]
+
+
+def test_a_session_ends_where_sub_agents_fail() -> None:
+    """Prompts of 20, 29 and 38 tokens, with answers of 4: the second turn's sub-agents are too long, and no third turn is sent."""
+    load = msgspec.structs.replace(AGENTS, input_tokens="20", output_tokens="4")
+    server, run = sent("completions", 1, model=Model(max_model_len=38), load=load)
+    assert sorted(o.call.number for o in run.outcomes) == [*range(8), *range(9, 17)]
+    assert {o.call.number for o in run.outcomes if o.error is not None} == {5, 6, 7, 14, 15, 16}
+    assert len(server.sent) == len(run.outcomes)
 
 
 def test_a_session_ends_where_a_turn_fails() -> None:

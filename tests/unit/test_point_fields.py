@@ -81,6 +81,7 @@ OTHER_LOAD: dict[str, Any] = {  # another value of each field of a load
     "think_time": 2.5,
     "system_tokens": 80,
     "branch": 0.25,
+    "subagents": 5,
     "trace": "chat.jsonl",
     "trace_sha256": "abc",
     "trace_reading": "format=qwen",

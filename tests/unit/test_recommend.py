@@ -460,6 +460,21 @@ def test_terms_of_the_other_model_pick_layouts_of_published_steps() -> None:
     assert len(found.winners) >= 2
 
 
+def test_layouts_of_two_engines_do_not_compete() -> None:
+    """One engine ran two layouts of a load, another engine a third one: two layouts compete."""
+    measured = [r for r in read_run(DECODED).records if r.outcome == "ok"]
+    first = next(r for r in measured if r.point.dcp == 1)
+    load = [r for r in measured if (r.point.concurrency, r.point.model) == (first.point.concurrency, first.point.model)]
+    others = [msgspec.structs.replace(r, origin="engine vllm 0.26.0") for r in load if r.point.dcp == 4]
+    ours = [r for r in load if r.point.dcp < 4]
+    found = compute_score(
+        [*ours, *others], load_machine("H200"), make_planned_probe("H200", 4), estimate.load_published_steps()
+    )
+    assert found.loads
+    names = {r.point.layout_name for r in others}
+    assert all(names.isdisjoint(one.measured) for one in found.loads)
+
+
 def test_score_in_json_has_every_load(capsys: pytest.CaptureFixture[str]) -> None:
     """Each load has its best layout and its pick, and as many picks are right as the total states."""
     code, out, _ = run(capsys, "--score", str(DECODED), "--json")

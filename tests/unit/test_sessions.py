@@ -6,6 +6,7 @@ import itertools
 import math
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,7 +19,7 @@ from dcpbench.serving.load_words import format_load
 from dcpbench.serving.loads import compute_extent, compute_turn_numbers, draw_lengths, make_requests
 from dcpbench.serving.outcome import StepCounts, compute_serve_metrics, make_rows
 from dcpbench.serving.replay import replay_requests
-from dcpbench.serving.scheduler import Scheduler
+from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.traffic import Traffic
 from dcpbench.workloads import serving_loop
 from dcpbench.workloads.serving_loop import Agreement, Loop
@@ -401,3 +402,102 @@ class TestAgents:
             traffic.submit(2, 0, 2.0, chosen)
             submitted.append(([sample.request.number for sample in traffic.samples], own))
         assert submitted == [([0, 2, 1, 3], [1, 3]), ([0, 2, 1, 3], [3, 1])]
+
+
+class TestSubAgents:
+    """Requests that continue a turn at the same time, before the next turn."""
+
+    LOAD = sessions(requests=22, turns="3", turn_tokens="5", input_tokens="10", output_tokens="4", subagents=4)
+
+    def test_each_turn_but_the_last_is_followed_by_its_sub_agents(self) -> None:
+        """3 turns and 2 · 4 sub-agents are 11 requests: prompts of 10, 19 (four times), 19, 28 (four times) and 28 tokens."""
+        found = make_requests(self.LOAD, VOCAB)
+        first, second = found[:11], found[11:]
+        assert [r.turn for r in first] == [0, 1, 1, 1, 1, 2, 3, 3, 3, 3, 4]
+        assert [r.parent for r in first] == [None, 0, 0, 0, 0, 0, 5, 5, 5, 5, 5]
+        assert [r.prompt_tokens for r in first] == [10, 19, 19, 19, 19, 19, 28, 28, 28, 28, 28]
+        assert [r.session for r in found] == [0] * 11 + [1] * 11
+        assert [r.parent for r in second[1:]] == [r.parent + 11 for r in first[1:]]
+        for r in (r for r in found if r.turn):
+            parent = found[r.parent]
+            assert r.prompt[: len(r.prompt) - 5].tolist() == [*parent.prompt.tolist(), *parent.answer.tolist()]
+        assert len({r.prompt[-5:].tobytes() for r in found}) == len(found)
+        assert compute_extent(self.LOAD).longest == 32
+
+    @pytest.mark.parametrize("clients", [2, None])
+    def test_they_run_at_the_same_time_and_the_next_turn_waits_for_all(self, clients: int | None) -> None:
+        rate = {} if clients else {"arrival": "gamma", "request_rate": 4.0}
+        load = msgspec.structs.replace(self.LOAD, think_time=0.25, output_tokens="uniform:2-9", **rate)
+        traffic = run(load, clients, max_requests=16)
+        samples = traffic.sample_of
+        assert len(samples) == 22
+        for number in range(0, 22, 11):
+            for turn in (number, number + 5):
+                agents, ends = range(turn + 1, turn + 5), samples[turn].token_s[-1]
+                assert {samples[n].submitted_s for n in agents} == {ends}
+                joined = max(samples[n].token_s[-1] for n in agents)
+                assert samples[turn + 5].submitted_s == joined + 0.25
+        assert traffic.ended == 2
+
+    def test_the_cache_has_what_they_have_in_common(self) -> None:
+        """Prompts of 64 tokens, 16 more each time: a sub-agent finds the turn and its answer, to the page of 16 tokens."""
+        load = msgspec.structs.replace(self.LOAD, input_tokens="64", turn_tokens="32", output_tokens="17")
+        found = cached(run(load, 1, max_requests=4))
+        assert [found[n] for n in range(11)] == [0, *[80] * 5, *[128] * 5]
+
+    def test_a_closed_loop_has_the_requests_of_all_sub_agents_in_flight(self) -> None:
+        point = Point(
+            model="deepseek-v3", tp=4, dp=2, workload="serve", concurrency=6, context=60, backend="flashinfer", dtype="bf16",
+            page_size=16, load=self.LOAD,
+        )  # fmt: skip
+        assert (point.clients, point.max_requests) == (6, 24)
+        assert SchedulerConfig.from_point(point, pages=99, max_context=60).max_requests == 12
+        open_loop = msgspec.structs.replace(
+            point, load=msgspec.structs.replace(self.LOAD, arrival="gamma", request_rate=1.0)
+        )
+        assert (open_loop.clients, open_loop.max_requests) == (None, 6)
+
+    def test_a_session_ends_with_the_turn_of_a_rejected_sub_agent(self) -> None:
+        """Prompts of 30 and 80 tokens; 8 pages hold 128, and the third turn has 130."""
+        load = msgspec.structs.replace(
+            self.LOAD, requests=22, input_tokens="30", turn_tokens="30", output_tokens="20", subagents=4
+        )
+        traffic = run(load, 1, pages=9)
+        for session in (0, 1):
+            mine = [s for s in traffic.samples if s.request.session == session]
+            assert [bool(s.rejected) for s in mine] == [False] * 6 + [True] * 4
+        assert traffic.is_done
+
+    def test_live_and_replay_agree_to_the_bit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        load = msgspec.structs.replace(self.LOAD, requests=60, output_tokens="uniform:2-9", think_time=0.07)
+        setup, clock = config(page_size=PAGE, pages=41, max_requests=8), Clock()
+        monkeypatch.setattr(serving_loop, "time", clock)
+        scheduler = Scheduler(setup)
+        traffic = Traffic(make_requests(load, VOCAB), scheduler, 3)
+        loop = Loop(Device(Fixed(4.0), clock), scheduler, traffic, Agreement())
+        while loop.iterate():
+            pass
+        found = replay_requests(make_requests(load, VOCAB), Scheduler(setup), 3, Fixed(4.0))
+        seen, replayed = (
+            [(r.number, r.cached_tokens, r.token_s) for r in make_rows(t.samples)] for t in (traffic, found.traffic)
+        )
+        assert seen == replayed
+        assert len(seen) == 60
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"subagents": 2}, "--sessions subagents without turns"),
+            (
+                {"turns": "4", "subagents": -1},
+                "--sessions subagents=-1: not 0 to 1,000 requests; write for example subagents=4",
+            ),
+            ({"turns": "4", "subagents": 2, "branch": 0.5}, "leave one of them out"),
+        ],
+    )
+    def test_mistakes_are_sentences(self, options: dict[str, object], words: str) -> None:
+        with pytest.raises(UsageError, match=words):
+            ServeLoads(num_requests=8, input_tokens=("10",), output_tokens=("5",), chunk=(64,), **options)
+
+    def test_words(self) -> None:
+        assert "4 sub-agents at once after each but the last" in format_load(self.LOAD, 2)

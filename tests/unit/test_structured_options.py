@@ -78,7 +78,7 @@ def test_an_option_is_parsed_by_its_declaration(
         assert declared.parse(typed) == wanted
 
 
-SESSIONS = "--sessions [turns=]LEN,tokens=LEN,think=S,system=N,branch=P,preset=NAME"
+SESSIONS = "--sessions [turns=]LEN,tokens=LEN,think=S,system=N,branch=P,subagents=N,preset=NAME"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ SESSIONS = "--sessions [turns=]LEN,tokens=LEN,think=S,system=N,branch=P,preset=N
         (
             Sessions,
             "turn=4",
-            "--sessions has no key 'turn'; its keys are turns=LEN, tokens=LEN, think=S, system=N, branch=P, preset=NAME.",
+            "--sessions has no key 'turn'; its keys are turns=LEN, tokens=LEN, think=S, system=N, branch=P, subagents=N, preset=NAME.",
         ),
         (Sessions, "branch=soon", f"--sessions branch=soon: not a number; write {SESSIONS}."),
         (Sessions, "4,think=", f"--sessions think= has no value; write {SESSIONS}."),

@@ -92,8 +92,7 @@ class Pass:
 
     logprobs_PV: torch.Tensor  # noqa: N815
     """Log-probabilities of the answer's tokens."""
-    routing: list[tuple[torch.Tensor, torch.Tensor]]
-    """Router logits [P, E] and chosen experts [P, k] of each layer with experts."""
+    routing: list[tuple[torch.Tensor, torch.Tensor]]  # per layer with experts: logits [P, E], chosen ids [P, k]
 
 
 class Judge:

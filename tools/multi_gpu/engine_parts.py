@@ -16,8 +16,7 @@ SERVED = "--concurrency 8,32 --num-requests 64 --input-tokens 16000 --output-tok
 LONG = "--concurrency 32 --num-requests 64 --input-tokens 64000 --output-tokens 500"
 CAPPED_TOKENS = 1_000_000  # KV tokens of a rank in the load in which capacity binds
 ROW_BYTES = 2 * (512 + 64)  # of a token and a layer of MLA in bf16: latent and rotated key
-START_MINUTES = {VLLM: 1.1, SGLANG: 1.3, OURS: 0.6}
-"""Minutes from the start of a server, or of a job, to its first request; 60 to 75 s of the servers on two H200 with warm caches."""
+START_MINUTES = {VLLM: 1.1, SGLANG: 1.3, OURS: 0.6}  # until the first request; servers: 60 to 75 s on 2 H200, warm
 POINT_MINUTES = 0.25  # of a decode point of 8 or 32 requests, prefill included
 SERVED_MINUTES, LONG_MINUTES = 0.7, 1.2  # of a layout's loads
 

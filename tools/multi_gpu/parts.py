@@ -18,22 +18,15 @@ FP8, BF16 = "--weights-dtype fp8 --kv-dtype fp8", "--weights-dtype bf16 --kv-dty
 MIXED = ("--weights-dtype fp8 --kv-dtype bf16", "--weights-dtype bf16 --kv-dtype fp8")
 NAMES = {FP8: "fp8", BF16: "bf16", MIXED[0]: "fp8-bf16", MIXED[1]: "bf16-fp8"}
 EXCHANGES = "ag_rs,symm,a2a"
-POINT_MINUTES, ENGINE_MINUTES = 0.08, 0.8
-"""Estimated minutes of a decode point, which took 2 to 6 s on four H200, and of an engine: a job's start took 15 s and
-each engine 4.
-"""
+POINT_MINUTES, ENGINE_MINUTES = 0.08, 0.8  # per decode point (2 to 6 s on 4 H200), per engine (job 15 s, engine 4 s)
 REQUESTS = "--num-requests 120 --input-tokens uniform:1000-4000 --output-tokens uniform:20-60"
 TURNS = (
     "--concurrency 16 --num-requests 48 --input-tokens uniform:1000-3000 --output-tokens uniform:20-60"
     " --sessions turns=3,tokens=uniform:100-300,think=0.5"
 )
 SEED = "--num-requests 480 --input-tokens 4000 --output-tokens 1500 --concurrency 8,32,48"
-RATES = {2: "1.6,2.7", 4: "3.4,5.4", 8: "6.8,10.8"}
-"""Requests per second by number of GPUs; the second is near the maximum that they serve, where it
-was tried (2 and 4).
-"""
-KV = {"H200": "100GiB", "H100": "30GiB"}
-"""KV memory of a grid, by GPU; the fewer weights are held next to it, the sooner an engine is built."""
+RATES = {2: "1.6,2.7", 4: "3.4,5.4", 8: "6.8,10.8"}  # requests/s by GPUs; the second is near the maximum of 2 and 4
+KV = {"H200": "100GiB", "H100": "30GiB"}  # KV memory of a grid; with fewer weights, engines are built sooner
 BF16_KV = KV | {"H200": "90GiB"}  # KV memory in bf16, where a larger pool leaves no memory for Kimi-K2 on two GPUs
 SERVED_KV = {"H200": "40GiB", "H100": "20GiB"}
 
@@ -46,8 +39,7 @@ class Command:
     words: tuple[str, ...]
     minutes: float
     name: str  # name of its log, and of the folder that it writes
-    only_one: bool = False
-    """True if it takes one GPU: consecutive commands of this kind run in parallel, each on its own GPU."""
+    only_one: bool = False  # True if it takes one GPU: consecutive ones run in parallel, on a GPU each
 
     def said(self, device: str = "0") -> str:
         """Return the command line, on the given GPU if it takes only one."""

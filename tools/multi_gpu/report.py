@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from tools.multi_gpu.parts import Part
 
 BACKENDS = {"flashinfer": "flashinfer", "flashmla": "flash_mla", "DeepGEMM": "deep_gemm"}
-STEP_BARS_MS = {("bf16", "bf16"): 130.0, ("fp8", "fp8"): 80.0}
-"""Maximum step time in ms of 32 × 32,000 at tp2 on H200, by precision of weights and KV."""
+STEP_BARS_MS = {("bf16", "bf16"): 130.0, ("fp8", "fp8"): 80.0}  # maximum ms of 32 × 32,000, tp2, H200, by weights, KV
 BAR_GPU, BAR_REQUESTS = "H200", 32
 LEAST_FLOOR = 0.75
 EMULATED_BAR = 0.07

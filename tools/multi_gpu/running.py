@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from tools.multi_gpu.parts import Command, Part
 
 STATE = "state.json"
-LEAST_SHARE = 0.5
-"""Minimum share of a command's estimate that must be left to begin it: sweeps keep what they have measured."""
+LEAST_SHARE = 0.5  # minimum share of a command's estimate that must be left to begin it: sweeps can be resumed
 MOST = 1.7  # maximum factor of a command's time over its estimate
 ATTEMPTS = 2
 LOOK_S = 0.5  # interval in s between checks of whether the complete run was ended
@@ -50,8 +49,7 @@ class Runner:
 
     folder: Path
     minutes: float
-    devices: Sequence[str] = ("0",)
-    """GPUs, as CUDA_VISIBLE_DEVICES names them: commands that take one each run in parallel."""
+    devices: Sequence[str] = ("0",)  # GPUs as in CUDA_VISIBLE_DEVICES; commands that take one run in parallel
     begun: float = dataclasses.field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:

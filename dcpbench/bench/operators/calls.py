@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 CHUNK_SECONDS = 0.04  # passes between two looks at the stop rule; short, as a bench has many cases
 COLD = 4  # minimum size of a pass's data relative to the L2 cache; a smaller one is marked `l2_warm`
-FRESH_CALLS = 16
-"""Default calls of a pass for inputs that were just written; a multiple of the buffers that any exchange alternates."""
+FRESH_CALLS = 16  # default calls per pass for freshly written inputs; a multiple of any exchange's alternating buffers
 MAX_SETS = 256
 CPU_SETS = 2
 

@@ -47,7 +47,7 @@ in a step: repeated, it grows beyond the range of bf16, which costs no time.
 """
 
 
-INTO: dict[str, Callable[[Group, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+INTO: dict[str, Callable[[Group, torch.Tensor, torch.Tensor], torch.Tensor]] = {  # collectives into a flat buffer
     "all-gather": lambda group, x, out: group.all_gather(
         x.flatten()[: x.numel() // group.size], out.view(group.size, -1)
     ),
@@ -55,7 +55,6 @@ INTO: dict[str, Callable[[Group, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "all-to-all": lambda group, x, out: group.all_to_all(x.view(group.size, -1), out.view(group.size, -1)),
     "all-reduce": lambda group, x, _out: group.all_reduce(x),
 }
-"""Collectives that write into a given flat buffer."""
 SUFFIX = "-registered"
 
 

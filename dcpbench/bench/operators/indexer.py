@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
     Call = Callable[[], tuple[torch.Tensor]]
 
-LIMIT = 2.0**-9
-"""Relative error past which logits are wrong: products of e4m3 numbers are exact in fp32, and Hopper's tensor cores keep about 14
-bits of their sums (DeepSeek-V3, arXiv 2412.19437, 3.5.2)."""
+LIMIT = 2.0**-9  # relative error; fp8 products are exact, Hopper sums keep 14 bits (arXiv 2412.19437, 3.5.2)
 NAN_BYTE = 0x7F  # NaN of e4m3
 WEIGHT_BYTES = LOGIT_BYTES = torch.float32.itemsize
 

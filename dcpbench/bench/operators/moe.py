@@ -55,8 +55,7 @@ class Sizes:
     requests: int
     weights: str = "bf16"  # format of the weights: `bf16`, `fp8` or `int4`
     group_size: int = 0  # inputs per scale of int4 weights
-    rows: str
-    """`uniform`: equal chances; `skewed`: expert i has a chance ∝ 1 / (i + 1); `few`: only one in four is drawn."""
+    rows: str  # `uniform`: equal chances; `skewed`: expert i has a chance ∝ 1 / (i + 1); `few`: one in four is drawn
 
     @property
     def gated(self) -> bool:

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
     Draw = Callable[[Axes, str, list[Result]], None]
 
-ALONG = {"kv-gather": ("tokens", "buffer", "pool_bytes")}
-"""Sizes that vary along a line over bytes or name it, `requests` by default; other sizes make panels."""
+ALONG = {"kv-gather": ("tokens", "buffer", "pool_bytes")}  # varies along a line; default `requests`; others make panels
 MAX_TICKS = 8
 WHAT = {  # label of the axis of each bench that is drawn over bytes
     "exchange": "bytes that a rank must receive",

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
     from dcpbench.points.layout import GroupWide, Layout
 
-LayerWeights = Any
-"""Attention weights of a layer, of the class of its kind. All kinds have `input_norm`, `first`, `o` and `post_norm`."""
+LayerWeights = Any  # attention weights of a layer; each kind has `input_norm`, `first`, `o` and `post_norm`
 
 
 class AttentionKind(abc.ABC):
@@ -37,12 +36,9 @@ class AttentionKind(abc.ABC):
         self.shape, self.layout, self.dcp_rank, self.wide, self.dtype = shape, layout, dcp_rank, wide, dtype
         self.rope_table = table
         self.scale = compute_softmax_scale(shape)
-        self.heads = shape.heads // layout.attn_tp
-        """Query heads of this rank."""
-        self.head_width = shape.head_width
-        """Columns of a head's query as it is projected."""
-        self.query_width = shape.query_width
-        """Columns of a head's query against KV rows."""
+        self.heads = shape.heads // layout.attn_tp  # query heads of this rank
+        self.head_width = shape.head_width  # columns of a head's query as it is projected
+        self.query_width = shape.query_width  # columns of a head's query against KV rows
 
     @property
     def own_heads(self) -> slice:

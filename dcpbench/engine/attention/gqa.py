@@ -71,8 +71,7 @@ class GroupedQueryAttention(AttentionKind):
 
     def __init__(self, *context: Any) -> None:  # noqa: ANN401 - of AttentionKind
         super().__init__(*context)
-        self.kv_heads = self.shape.count_kv_heads(self.layout.attn_tp)
-        """KV heads of this rank."""
+        self.kv_heads = self.shape.count_kv_heads(self.layout.attn_tp)  # KV heads of this rank
 
     @property
     def query_columns(self) -> int:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from dcpbench.kernels.attention import Backend
     from dcpbench.kernels.block_scaled import Rows
 
-LATENT_EPS = 1e-6
-"""Epsilon of the norms inside attention, independent of `rms_norm_eps`: transformers and DeepSeek's own code fix it."""
+LATENT_EPS = 1e-6  # norms inside attention; not `rms_norm_eps`, as in transformers and DeepSeek's own code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +39,7 @@ class MlaWeights:
     q_norm: torch.Tensor | None
     q_b: Linear | None
     kv_norm: torch.Tensor
-    w_uk: torch.Tensor
-    """[h, nope, R]: absorbs k's decompression into q; all heads of the DCP group if requested, like q_b."""
+    w_uk: torch.Tensor  # [h, nope, R]: absorbs k's decompression into q; all heads of the DCP group if asked, as q_b
     w_uv: torch.Tensor  # [h, R, V]: decompresses the latent output; all heads of the DCP group if requested
     o: Linear
     post_norm: torch.Tensor

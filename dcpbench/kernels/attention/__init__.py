@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 class Shards:
     """KV rows that one rank attends to in one step, as host-side integers, so that planning needs no device read."""
 
-    pages: list[np.ndarray]
-    """Per request, the page ids of its rows in this rank's pool, in token order, int32; at least ceil(length/page)."""
-    lengths: list[int]
-    """Per query row, how many KV rows of this rank it sees; 0 for an empty shard. Query rows of a request are adjacent."""
+    pages: list[np.ndarray]  # per request: page ids of its rows in this rank's pool, in token order, int32
+    lengths: list[int]  # per query row: KV rows of this rank that it sees; a request's rows are adjacent
 
     def repeat_pages(self) -> list[np.ndarray]:
         """Return the pages of each query row's request."""
@@ -33,8 +31,7 @@ class Shards:
         return [pages for pages in self.pages for _ in range(query_length)]
 
 
-QUERIES, WEIGHTS = "queries", "weights"
-"""Tensors that a kernel over e4m3 KV rows may round to e4m3 as well: q, and the softmax weights of the rows."""
+QUERIES, WEIGHTS = "queries", "weights"  # tensors a kernel over e4m3 KV may round to e4m3: q, softmax weights
 
 
 class Backend(Protocol):
@@ -79,8 +76,7 @@ class DecodeSpec:
     device: torch.device
     kv_dtype: torch.dtype | None = None  # dtype of KV rows if it differs: e4m3
     kv_scale: float = 1.0  # factor by which stored e4m3 numbers are multiplied
-    query_length: int = 1
-    """Adjacent query rows of a request, of its last tokens in order; each sees the tokens up to its own."""
+    query_length: int = 1  # adjacent query rows of a request's last tokens; each sees the tokens up to its own
 
     @property
     def requests(self) -> int:

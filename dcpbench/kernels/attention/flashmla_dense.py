@@ -85,8 +85,7 @@ class FlashMlaBackend:
         self.spec = spec
         self.tables = PageTables(spec)
         self.rounds: tuple[str, ...] = (QUERIES, WEIGHTS) if spec.fp8 else ()
-        self.scales: dict[str, Any] = {}
-        """Keyword arguments of the kernel for e4m3."""
+        self.scales: dict[str, Any] = {}  # keyword arguments of the kernel for e4m3
         if spec.fp8:
             q_scale, kv_scale = torch.tensor([[1.0], [spec.kv_scale]], device=spec.device)
             self.scales = {"is_fp8_kvcache": True, "descale_q": q_scale, "descale_k": kv_scale}

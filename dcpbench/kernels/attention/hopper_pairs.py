@@ -13,18 +13,13 @@ if TYPE_CHECKING:
     from dcpbench.kernels.attention import AttentionSpec
 
 HERE = Path(__file__).parent
-MANY, APART_FP8, FEW = "hopper_pairs", "hopper_apart_fp8", "hopper_few"
-"""Names of the kernels, which those of their sources begin with."""
+MANY, APART_FP8, FEW = "hopper_pairs", "hopper_apart_fp8", "hopper_few"  # names of kernels, as of their sources
 SHARED = "hopper_parts.cuh"  # source shared by these kernels
-THREADS = {MANY: 384, APART_FP8: 512, FEW: 160}
-"""Threads of a program: three warpgroups, over e4m3 a fourth, of which one warp copies; for few heads one and a copying
-warp.
-"""
+THREADS = {MANY: 384, APART_FP8: 512, FEW: 160}  # per program: 3 warpgroups, fp8: one more, few heads: 1 and a warp
 FEW_HEADS = (8, 16)  # numbers of heads of the products for few heads; the smallest sufficient one is used
 SHARED_BYTES = 232_448  # all of the 227 KB of shared memory that a program may have
 WIDTH, BOX = 576, 64  # numbers of a row, and the rows (of q: heads) that one copy takes at most
-PAGES = (16, 32)
-"""Supported page sizes in rows, besides multiples of 64: a tile is at most four copies for each 64 columns."""
+PAGES = (16, 32)  # supported page sizes besides multiples of 64: a tile is at most four copies per 64 columns
 MIN_TILES, SLACK = 2, 2  # parameters of the division of work of all Hopper kernels; see partition.py
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 

@@ -7,8 +7,7 @@ import triton.language as tl
 
 from dcpbench.kernels.attention.partition import pieces, share, slot_of
 
-MIN_TOP = tl.constexpr(-1e30)
-"""Smallest maximum of scores: a query row that sees no row of a tile would have -inf, and -inf - -inf is NaN."""
+MIN_TOP = tl.constexpr(-1e30)  # floor of a row's maximum: a row that sees nothing has -inf, and -inf - -inf is NaN
 
 
 @triton.jit

@@ -107,8 +107,7 @@ class TritonBackend:
         self.spec = spec
         self.kernel = choose_kernel(spec)
         self.rounds = ROUNDS.get(self.kernel, ())
-        self.heads = spec.query_length * spec.heads
-        """Heads of all query rows of a request, which lie one behind the other and share its KV rows."""
+        self.heads = spec.query_length * spec.heads  # heads of a request's query rows, which share its KV rows
         self.block_h = HOPPER_HEADS if self.kernel != "plain" else min(64, max(16, triton.next_power_of_2(self.heads)))
         programs = (
             torch.cuda.get_device_properties(spec.device).multi_processor_count

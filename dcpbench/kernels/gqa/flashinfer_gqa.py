@@ -40,8 +40,7 @@ class FlashInferGqa:
             )
         self.spec = spec
         self.indices = allocate_ints(spec.batch * spec.max_pages, spec.device)
-        self.empty_B1 = torch.zeros(spec.batch, 1, dtype=torch.bool, device=spec.device)
-        """True for requests without rows on this rank."""
+        self.empty_B1 = torch.zeros(spec.batch, 1, dtype=torch.bool, device=spec.device)  # no rows on this rank
         self.wrapper = BatchDecodeWithPagedKVCacheWrapper(
             get_workspace(spec.device, compute_workspace_bytes(spec)),
             "NHD",

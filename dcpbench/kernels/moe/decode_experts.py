@@ -23,10 +23,7 @@ from dcpbench.kernels.block_scaled import SCALE_STRIDES
 from dcpbench.kernels.e4m3 import LARGEST, e4m3_byte, has_cast
 from dcpbench.kernels.moe.prefill_experts import allocate_tiles, merge_expert_outputs
 
-MAX_ASSIGNMENTS = 4096
-"""Maximum number of assignments per call: 512 requests, the largest graph, with 8 experts each. Each assignment is
-compared with all others.
-"""
+MAX_ASSIGNMENTS = 4096  # maximum assignments per call: 512 requests · 8 experts; each is compared with all others
 WIDE_TILES = 256  # tokens past which a tile has 32 rows: with 16, experts begin to be read more than once
 BLOCK = 16  # assignments, or tiles, that a program of the plan places
 
@@ -182,9 +179,7 @@ class Plan:
 
     source: torch.Tensor  # int32 [assignments]: assignment of each sorted row; other ranks' come last
     place: torch.Tensor  # int32 [assignments]: sorted row of each assignment, the inverse
-    tiles: torch.Tensor
-    """int32 [3, most tiles]: expert, first row, and row behind the expert's last one; no local expert for unused tiles.
-    """
+    tiles: torch.Tensor  # int32 [3, most tiles]: expert, first row, row behind its last; no local expert if unused
     rows: int  # maximum number of rows of a tile
     total: torch.Tensor | None = None  # int32 [1]: number of tiles, for programs that loop over tiles; None otherwise
 

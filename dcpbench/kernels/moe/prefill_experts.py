@@ -45,10 +45,8 @@ class Tiling:
     warps: int
     step: int = BLOCK_K  # depth of a stage
     persistent: bool = False  # True for one program per multiprocessor, which loops over tiles
-    group: int = 1
-    """Tiles that go through their blocks of columns together, so that those of one expert share its weights."""
-    more: int = 0
-    """Rows by which an expert's last tile may be longer: a few too many need not fetch its weights once more."""
+    group: int = 1  # tiles that go through their blocks of columns together, so that an expert's share its weights
+    more: int = 0  # extra rows of an expert's last tile, so that a few need not fetch its weights again
 
 
 @triton.jit
@@ -173,8 +171,7 @@ def _place_kernel(
     tl.store(ends + e, end, mask=(e < LOCAL) & (block == 0))
 
 
-SORT_BLOCK, SORT_WIDTH, SORT_ROWS = 128, 16, 64
-"""Assignments of a program, and experts and blocks that one takes together where it adds their numbers up."""
+SORT_BLOCK, SORT_WIDTH, SORT_ROWS = 128, 16, 64  # assignments of a program; experts and blocks added up at a time
 
 
 def sort_by_expert(ids_Tk: torch.Tensor, first: int, local: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

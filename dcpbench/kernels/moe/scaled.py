@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from dcpbench.kernels.moe.decode_experts import Plan, Shape
 
 HOPPER = 9  # major compute capability
-MAX_ASSIGNMENTS = 6144
-"""Up to here a decode batch's plan and tiles are at least as fast as those of prompts, with DeepSeek-V3's whole experts on an H100."""
+MAX_ASSIGNMENTS = 6144  # up to this size a decode batch's plan is as fast as a prompt's (DeepSeek-V3 with EP, H200)
 FEW_ROWS = 56  # maximum mean number of rows of an expert for tiles of 64 rows with prompts, from the same measurement
 
 

@@ -25,8 +25,7 @@ class PrefillSpec:
     """Sizes that a backend is built for."""
 
     heads: int  # h: query heads of one rank
-    kv_heads: int | None = None
-    """Heads of keys and values, each for a group of as many consecutive query heads; None: as many as queries have."""
+    kv_heads: int | None = None  # heads of k and v, each for a group of consecutive query heads; None: all have one
     width: int  # X = nope + rope: columns of q and k
     value: int  # V: columns of v and o
     scale: float

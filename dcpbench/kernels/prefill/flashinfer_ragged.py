@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
     from dcpbench.kernels.prefill import PrefillSpec, Ragged
 
-WIDTHS = ((NOPE + ROPE, VALUE), (128, 128), (64, 64))
-"""Columns of keys and of values that the kernels are built for: of MLA, and of grouped-query attention."""
+WIDTHS = ((NOPE + ROPE, VALUE), (128, 128), (64, 64))  # columns of keys and values with kernels: MLA, grouped-query (2)
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommended size for split-KV partials; calls in one stream may share it
-WRAPPERS_AT_START = 8
-"""Made early, as each takes 8 MiB of pinned memory and of the GPU's: enough for two steps of four calls each."""
+WRAPPERS_AT_START = 8  # made early, as each takes 8 MiB of pinned and GPU memory; enough for two steps of four calls
 
 
 class FlashInferPrefill:
@@ -90,8 +88,7 @@ class _Slot:
 
     def __init__(self, workspace: torch.Tensor) -> None:
         self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-        self.sent = torch.cuda.Event()
-        """Recorded behind the copy of a plan; one never recorded counts as done."""
+        self.sent = torch.cuda.Event()  # recorded behind the copy of a plan; one never recorded counts as done
         self.user: weakref.ref[FlashInferRagged] | None = None
 
     def is_free(self) -> bool:

@@ -25,10 +25,8 @@ class Peers:
     """A buffer at each rank of a group, as one of the ranks sees them."""
 
     rank: int
-    addresses: tuple[int, ...]
-    """Addresses of the buffers in this process: its own first, then that of rank + 1, and so on around the group."""
-    own: torch.Tensor
-    """Buffer of this rank, [bytes] uint8, zeroed before any rank reads it; the others' have the same size."""
+    addresses: tuple[int, ...]  # buffers' addresses in this process: its own, that of rank + 1, … around the group
+    own: torch.Tensor  # this rank's buffer, [bytes] uint8, zeroed before ranks read it; all have the same size
 
     @property
     def size(self) -> int:

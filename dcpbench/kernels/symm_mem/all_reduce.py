@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 ONE_SHOT_BLOCK, ONE_SHOT_WARPS = 1024, 4
 TWO_SHOT_BLOCK, TWO_SHOT_WARPS = 2048, 8
-ONE_SHOT_GRID = 56
-"""Grid size for all message sizes, so that all blocks have synchronised equally often and use the same slot."""
+ONE_SHOT_GRID = 56  # grid of all message sizes: all blocks have synchronised equally often, and use the same slot
 
 
 @triton.jit(do_not_specialize=["rank"])

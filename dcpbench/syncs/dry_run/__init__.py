@@ -77,18 +77,13 @@ class DryRun:
 
     def __init__(self, *, assume_device: bool = False) -> None:
         self.assume_device = assume_device
-        self.syncs: list[Sync] = []
-        """Waits in the order in which they happened, of all threads."""
-        self.ranges: list[Range] = []
-        """All `record_function` ranges that have ended, on the host's clock."""
-        self.ops = 0
-        """Operators on device tensors."""
-        self.unmeasured: set[str] = set()
-        """Names of operators on device tensors for which it was never measured whether they wait."""
+        self.syncs: list[Sync] = []  # waits in the order in which they happened, of all threads
+        self.ranges: list[Range] = []  # all `record_function` ranges that have ended, on the host's clock
+        self.ops = 0  # operators on device tensors
+        self.unmeasured: set[str] = set()  # operators on device tensors without a measurement of waits
         self.local = _Local()
         self.children = Children()
-        self.follows = False
-        """True if child processes report what they do."""
+        self.follows = False  # True if child processes report what they do
 
     def forget(self) -> None:
         """Forget what happened so far, because this is now a forked child."""
@@ -343,14 +338,11 @@ class _Local(threading.local):
     """Hold the state of each thread."""
 
     def __init__(self) -> None:
-        self.function: Any = None
-        """Function of torch that the program called."""
+        self.function: Any = None  # function of torch that the program called
         self.ranges: list[str] = []
         self.caller: Any = None
-        self.node: Any = None
-        """Node of autograd that ran at the last operator."""
-        self.checked = False
-        """True if that node has checked a gradient."""
+        self.node: Any = None  # node of autograd that ran at the last operator
+        self.checked = False  # True if that node has checked a gradient
 
 
 @contextlib.contextmanager

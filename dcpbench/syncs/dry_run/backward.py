@@ -35,8 +35,7 @@ def find_backward_waits(node: Any, args: Sequence[Any]) -> list[Sync]:
     return []
 
 
-EIGENVECTORS = frozenset({"LinalgEigBackward0", "LinalgEighBackward0"})
-"""Nodes that check the gradient of complex eigenvectors."""
+EIGENVECTORS = frozenset({"LinalgEigBackward0", "LinalgEighBackward0"})  # nodes that check complex gradients
 
 
 def find_gradient_check(node: Any, func: Any, args: Sequence[Any]) -> list[Sync]:

@@ -31,10 +31,8 @@ class Children:
 
     def __init__(self) -> None:
         self._started: list[ChildProcess] = []
-        self.expected: dict[int, str] = {}
-        """Python process -> event that it notes unless something prevents it from leaving notes."""
-        self.workers: list[int] = []
-        """Workers of a multiprocessing.Pool."""
+        self.expected: dict[int, str] = {}  # Python process -> event that it notes unless it is prevented
+        self.workers: list[int] = []  # workers of a multiprocessing.Pool
 
     def add(self, pid: int | None, command: str, start_method: str, *, may_use_gpu: bool, expected: str = "") -> None:
         """Add a process; for a process that is already listed, the newer facts replace the older."""

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 HOST = torch.device("cpu")
-SPARSE_SUMS = frozenset({"aten::add", "aten::add_", "aten::sub", "aten::sub_"})
-"""Operators that coalesce sparse tensors on the CPU, and not on a GPU."""
+SPARSE_SUMS = frozenset({"aten::add", "aten::add_", "aten::sub", "aten::sub_"})  # coalesce on the CPU, not on a GPU
 
 
 def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.dry_run import DryRun
 
-_WORKERS = {("multiprocessing.pool", "worker"), ("torch.utils.data._utils.worker", "_worker_loop")}
-"""Modules and names of functions that wait for tasks from a queue."""
+_WORKERS = {("multiprocessing.pool", "worker"), ("torch.utils.data._utils.worker", "_worker_loop")}  # await tasks
 
 
 def follow_process(settings: dict[str, Any]) -> None:
@@ -72,8 +71,7 @@ class ProcessReport:
     """Hold where this process writes its report; a forked child continues with a report of its own."""
 
     def __init__(self, run: DryRun, settings: Settings, name: str) -> None:
-        self.code = 0
-        """Exit code, as far as it is known."""
+        self.code = 0  # exit code, as far as it is known
         self._run = run
         run.follows = True
         self._settings = settings

@@ -195,13 +195,11 @@ class Gpu:
     """Emulate the GPUs: the current device, the receiver of waits, and the state that calls of torch.cuda need."""
 
     index = 0
-    touched = False
-    """True if a device tensor was made since the cache was last emptied, so that there may be memory to free."""
+    touched = False  # True if a device tensor was made since the cache was last emptied, so that memory may be freed
 
     def __init__(self) -> None:
         self.report: Callable[..., None] = _nothing
-        self.graph: VirtualGraph | None = None
-        """Graph that is being captured, if any."""
+        self.graph: VirtualGraph | None = None  # graph that is being captured, if any
 
     def is_capturing(self) -> bool:
         """Return True if a graph is being captured."""

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.dry_run.virtual_cuda import Patches
 
 NCCL, GLOO = "nccl", "gloo"
-MEASURED_ITERATIONS, SAMPLE_RATE = 10, 100
-"""Iterations of DistributedDataParallel in which torch reads times, so that the host waits: the first ones and every 100th
-(torch/csrc/distributed/c10d/reducer.hpp, `should_collect_runtime_stats`)."""
+MEASURED_ITERATIONS, SAMPLE_RATE = 10, 100  # DDP waits in the first ones and each 100th (torch's reducer.hpp)
 
 
 def install_distributed(patches: Patches, run: DryRun) -> None:

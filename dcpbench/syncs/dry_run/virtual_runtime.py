@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CUDA_VERSION = "13.0"  # of the build of torch for which waits were measured
 NCCL_VERSION = (2, 28, 0)
 DEFAULT_WORKSPACE_BYTES = 32 << 20
-_ANSWERS: tuple[tuple[Any, str], ...] = (
+_ANSWERS: tuple[tuple[Any, str], ...] = (  # functions of torch's C++ module, which CPU builds lack, by constant answer
     (None, "_cuda_record_memory_history _cuda_record_memory_history_legacy _cuda_attach_out_of_memory_observer"),
     (None, "_cuda_resetAccumulatedMemoryStats _cuda_resetPeakMemoryStats _cuda_resetAccumulatedHostMemoryStats"),
     (None, "_cuda_resetPeakHostMemoryStats _cuda_setMemoryFraction _cuda_setMemoryMetadata _cuda_allocationTraceback"),
@@ -48,12 +48,8 @@ _ANSWERS: tuple[tuple[Any, str], ...] = (
     (DEFAULT_WORKSPACE_BYTES, "_cuda_getCublasWorkspaceSize _cuda_getCublasLtWorkspaceSize"),
     ((MEMORY_BYTES, MEMORY_BYTES), "_accelerator_getMemoryInfo"),
 )
-"""Functions of torch's C++ module by the constant that they return, regardless of their arguments; a build for the CPU
-has none.
-"""
 _LEGACY_TYPES = "Float Double Half BFloat16 Long Int Short Char Byte Bool"
-_LEGACY = {f"{name}Tensor": getattr(torch, f"{name}Tensor").dtype for name in _LEGACY_TYPES.split()}
-"""Names of classes of tensors of one dtype."""
+_LEGACY = {f"{name}Tensor": getattr(torch, f"{name}Tensor").dtype for name in _LEGACY_TYPES.split()}  # classes by dtype
 _addresses = itertools.count(1 << 40, 1 << 20)
 _pools = itertools.count(1)
 

@@ -26,8 +26,7 @@ REFUSAL = (
     "A dry run cannot follow the storage of a tensor on the virtual GPU into C++; on a machine with a GPU, use "
     "`dcpbench syncs run`."
 )
-_owners: weakref.WeakValueDictionary[int, DeviceTensor] = weakref.WeakValueDictionary()
-"""Address of a storage in C++ -> a device tensor that has it, from the last search."""
+_owners: weakref.WeakValueDictionary[int, DeviceTensor] = weakref.WeakValueDictionary()  # by C++ address; last search
 
 
 def install_torchscript(patches: Patches) -> None:
@@ -65,8 +64,7 @@ class _Copies(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, DeviceTensor] = {}
-        """Address of a storage in C++ -> the copy that has it."""
+        self.made: dict[int, DeviceTensor] = {}  # address of a storage in C++ -> the copy that has it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         self.restore_values(arg for arg in args if isinstance(arg, DeviceTensor))

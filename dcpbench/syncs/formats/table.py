@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.sync_report import Report, Site
 
 NARROW = 110  # columns below which a table would break its words; sites are then listed below each other
-STYLES = {"finding": "red", "counted": "yellow", "known": "", "allowed": "green"}
-"""Style of a site by its status; all others are dim."""
+STYLES = {"finding": "red", "counted": "yellow", "known": "", "allowed": "green"}  # by status; others are dim
 STATUS = {"clean": "green", "findings": "red bold", "cannot answer": "yellow bold"}
 
 

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.trace_ranks import MissingRanks
 
 SLACK = 1e-3  # counts per step are rounded in a baseline; a smaller difference is that
-DAMAGED = "ends early or is damaged, so that syncs may be missing: record it again, with fewer steps"
-"""Reason for a trace that gives none itself."""
+DAMAGED = "ends early or is damaged, so that syncs may be missing: record it again, with fewer steps"  # default reason
 UNUSED = "baseline: the operator {name} was not used, or has been measured since: write the baseline again."
 MAX_SITES_NAMED = 3  # sites that a message about a sum names
 MAX_RANKS_NAMED = 8  # ranks that a message about missing traces lists
@@ -53,14 +52,12 @@ class Gate:
     """Hold limits and permissions from options and pyproject.toml."""
 
     root: Path  # repository in which comments are looked for
-    source: Path | None = None
-    """Source of the program that was recorded, if it is not `root`. The gate does not use it."""
+    source: Path | None = None  # source of the recorded program if it is not `root`; unused by the gate
     allow: tuple[Allow, ...] = ()
     baseline: Baseline | None = None
     max_per_step: float | None = None
     max_bubble_us: float | None = None
-    step_range: str | None = None
-    """Range that marks a step. The gate does not use it; it is here because it may come from pyproject.toml."""
+    step_range: str | None = None  # range that marks a step; unused by the gate, read from pyproject.toml
     all_ranks: bool = False  # each rank of the program must have a trace, as a server's profiler writes all of them
 
 

@@ -66,12 +66,9 @@ class Watch:
             raise UsageError(f"watch(at_most={at_most!r}): write a number of synchronisations, 0 or more.")
         self.threads = threads
         self.at_most = at_most
-        self.syncs: list[Sync] = []
-        """Synchronisations in order of time, without those of allowed regions."""
-        self.hazards: list[Sync] = []
-        """Operations that may have waited without need: small copies from pageable memory, and pinning."""
-        self.allowed: list[Sync] = []
-        """Synchronisations of allowed regions; `Sync.allowed` is the reason."""
+        self.syncs: list[Sync] = []  # synchronisations in order of time, without those of allowed regions
+        self.hazards: list[Sync] = []  # operations that may wait needlessly: small pageable copies, pinning
+        self.allowed: list[Sync] = []  # synchronisations of allowed regions; `Sync.allowed` is the reason
         self._owner: Owner | None = None
         self._mode = _Operators(self)
 

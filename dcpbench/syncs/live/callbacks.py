@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STREAM, EVENT, DEVICE = "stream", "event", "device"
-MESSAGE = "called a synchronizing CUDA operation"
-"""Message of torch.cuda.set_sync_debug_mode, which warns or raises before ATen waits."""
+MESSAGE = "called a synchronizing CUDA operation"  # message of torch.cuda.set_sync_debug_mode before ATen waits
 _lock = threading.Lock()
 _listener: Callable[[str], None] | None = None
 _registered = False

@@ -46,11 +46,9 @@ class SyncCheck:
         What pyproject.toml and comments in the repository around `root` allow is allowed here, too. Raise UsageError if that
         pyproject.toml cannot be used.
         """
-        self.mode, self.words = resolve_mode(mode)
-        """`live`, `dry-run` or `off`, and the reason."""
+        self.mode, self.words = resolve_mode(mode)  # `live`, `dry-run` or `off`, and the reason
         self._threads = threads
-        self._thread = 0
-        """`threading.get_ident()` of the thread that runs the test."""
+        self._thread = 0  # `threading.get_ident()` of the thread that runs the test
         here = (root or Path.cwd()).resolve()
         repository = find_root(here)
         marked = [Allow(function=glob, or_range=True, reason="the test's mark", source="allow") for glob in allow]
@@ -61,8 +59,7 @@ class SyncCheck:
         self._first = self._first_op = 0
         self._last: int | None = None
         self._ops = 0
-        self.unmeasured: list[str] = []
-        """Operators in a dry run, fixtures included, for which it was never measured whether they wait."""
+        self.unmeasured: list[str] = []  # dry run, with fixtures: operators without a measurement of waits
 
     @property
     def syncs(self) -> list[Sync]:

@@ -40,11 +40,9 @@ READ, COUNT = "aten::_local_scalar_dense", "aten::nonzero"
 INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 PINNING = frozenset({"aten::_pin_memory", "aten::pin_memory"})
 SYNCHRONIZE = "synchronize"
-FROM_DATA = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", SUBSCRIPT})
-"""Calls that copy host data where no dispatch mode can see it; an index of Python numbers is one, too."""
+FROM_DATA = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", SUBSCRIPT})  # copies no dispatch mode can see
 TO_HOST_CALLS = frozenset({"cpu", "tolist", "numpy"})
-READING_CALLS = frozenset({"", "item", "bool", "int", "float", "range", "is_nonzero", "any", "all"})
-"""Calls that read one value; no call at all is `if t:` and similar."""
+READING_CALLS = frozenset({"", "item", "bool", "int", "float", "range", "is_nonzero", "any", "all"})  # `""` is `if t:`
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -71,14 +69,10 @@ class _Place(NamedTuple):
 
     frames: tuple[Frame, ...]
     user: Frame | None
-    calls: tuple[str, str]
-    """Names of the calls in progress on the innermost line, which may be torch's, and on the user's line."""
+    calls: tuple[str, str]  # calls in progress: on the innermost line, which may be torch's, and on the user's
     by_name: bool  # True if the line itself calls `synchronize()`
     thread: str
-    watched: bool
-    """True if a dispatch mode is active, so that every operator would be known; printing a tensor, for example,
-    suspends modes.
-    """
+    watched: bool  # True if a dispatch mode would see every operator; printing a tensor suspends modes
 
 
 def make_wait_sync(kind: str, calls: Sequence[Call], thread: int) -> Sync:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from dcpbench.syncs.nsys.schema import Block, Ints
     from dcpbench.syncs.traces.reading import ReadProblems
 
-HEAD = re.compile(rb'\s*\{\s*"(?:Type|data|(?:TraceProcess|Cuda|Nvtx)Event)"\s*:')
-"""First bytes of the export. Newer versions write the strings first, older ones last."""
+HEAD = re.compile(rb'\s*\{\s*"(?:Type|data|(?:TraceProcess|Cuda|Nvtx)Event)"\s*:')  # new versions write strings first
 AGAIN = "export it again with `nsys export --type jsonlines`"
 _TYPES = {  # types of lines that must hold an event of their kind
     48: schema.CALLS,

@@ -95,13 +95,10 @@ class _Process:
     def __init__(self, trouble: ReadProblems) -> None:
         self.columns = Columns(trouble, recorder="nsys")
         self.calls: list[Block] = []
-        self.backtraces: list[Ints] = []
-        """Rows (thread, correlation, call chain)."""
+        self.backtraces: list[Ints] = []  # rows (thread, correlation, call chain)
         self.ranges: list[Block] = []
-        self.end = -np.inf
-        """End of the last call or work, where ranges end that nothing closed."""
-        self.names: dict[int, int] = {}
-        """Number in `columns` of each id of a string."""
+        self.end = -np.inf  # end of the last call or work, where ranges end that nothing closed
+        self.names: dict[int, int] = {}  # number in `columns` of each id of a string
         self._ranges: dict[str | bytes | None, tuple[int, bool]] = {}
 
     def number_range(self, text: str | bytes | None) -> tuple[int, bool]:

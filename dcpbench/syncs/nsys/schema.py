@@ -24,8 +24,7 @@ CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
 FILLS = "CUPTI_ACTIVITY_KIND_MEMSET"
-GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
-"""CUDA graphs as a whole, which nsys records by default instead of their kernels."""
+GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"  # whole CUDA graphs, which nsys records by default instead of kernels
 SYNCS = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"
 RANGES = "NVTX_EVENTS"
 STRINGS = "StringIds"
@@ -46,28 +45,21 @@ COLUMNS: dict[str, tuple[str, ...]] = {  # integer columns that are read of each
     CHAINS: ("id", "symbol", "module", "stackDepth"),
     DIAGNOSTICS: ("globalPid",),
 }
-EVENTS = (CALLS, KERNELS, COPIES, FILLS, GRAPHS, SYNCS, RANGES)
-"""Tables of which one at least must be there for a file to be an nsys export."""
+EVENTS = (CALLS, KERNELS, COPIES, FILLS, GRAPHS, SYNCS, RANGES)  # an nsys export has at least one of these tables
 
-RUNTIME, DRIVER, CUDA_API, BACKTRACE = 0, 1, 26, 67
-"""Classes of rows of CALLS. BACKTRACE repeats a call, with its call chain."""
-OTHER_CLASSES = (13, 28, 29, 33, 34, 35, 36, 77)
-"""Classes of rows that are no calls of the CUDA runtime or driver: EGL, cuDNN, cuBLAS, nodes of CUDA graphs."""
+RUNTIME, DRIVER, CUDA_API, BACKTRACE = 0, 1, 26, 67  # classes in CALLS; BACKTRACE repeats a call with its chain
+OTHER_CLASSES = (13, 28, 29, 33, 34, 35, 36, 77)  # classes in CALLS of EGL, cuDNN, cuBLAS and graph nodes
 MARK, PUSH_POP, START_END, DOMAIN = 34, 59, 60, 75  # types of NVTX events
 OTHER_NVTX = (32, 33, 35, 36, 37, 38, 39, 76)
 SAMPLING_DOMAIN = "Python Periodic Sampling"
 OWN_DOMAINS = (SAMPLING_DOMAIN, "GIL Trace")  # NVTX domains of nsys itself
-COPY_KINDS = ("Unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
-"""Directions of copies, by their number and as Kineto writes them."""
+COPY_KINDS = ("Unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")  # by number
 MIGRATIONS = (11, 12, 13)  # directions of migrations of unified memory, which no call makes
 MEMORY_KINDS = ("Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static", "Unknown")
-SYNC_TYPES = ("Unknown", "Event Sync", "Stream Wait Event", "Stream Sync", "Context Sync")
-"""Types of synchronisation by their number, as Kineto writes them."""
+SYNC_TYPES = ("Unknown", "Event Sync", "Stream Wait Event", "Stream Sync", "Context Sync")  # by number, as in Kineto
 STREAM_WAIT, STREAM_SYNC = 2, 3
-NO_EVENT = 0xFFFFFFFF
-"""Event of a synchronisation that waits for a stream; exports of some versions call such a wait STREAM_WAIT."""
-PROCESS_SHIFT = 24
-"""Bits of a globalTid below its process: 0xHHVVPPPPPPTTTTTT, hardware, virtual machine, process, thread."""
+NO_EVENT = 0xFFFFFFFF  # event of a wait for a stream, which some versions' exports call STREAM_WAIT
+PROCESS_SHIFT = 24  # bits below the process in a globalTid 0xHHVVPPPPPPTTTTTT (hardware, VM, process, thread)
 ID_MASK = 0xFFFFFF
 
 _VERSION = re.compile(r"_v\d{4,5}$")

@@ -56,35 +56,26 @@ class Recorder:
         self.folder = Path(settings["folder"])
         self.warmup = int(settings["warmup"])
         self.steps = settings["steps"]
-        self.last = None if self.steps is None else self.warmup + int(self.steps)
-        """Number of the step after the last one that is recorded."""
+        self.last = None if self.steps is None else self.warmup + int(self.steps)  # step after the last recorded one
         self.cpu = bool(settings["cpu"])
         self._module, _, self._function = settings["step"].partition(":")
-        self.found = not self._function
-        """True if the function of `step` was found, or if none is given."""
+        self.found = not self._function  # True if the function of `step` was found, or if none is given
         self.state = WAITING
-        self.count = 0
-        """Number of steps begun."""
-        self.cut = False
-        """True if recording ended sooner than requested."""
+        self.count = 0  # number of steps begun
+        self.cut = False  # True if recording ended sooner than requested
         self.problems: list[str] = []
         self._local = threading.local()
-        self._undo: list[Callable[[], None]] = []
-        """Functions that remove the marks of steps."""
+        self._undo: list[Callable[[], None]] = []  # functions that remove the marks of steps
         self._torch: Any = None
         self._profiler: Any = None
         self._trace = ""
         self._lock = threading.RLock()
-        self._own = False
-        """True while this recorder calls the profiler."""
-        self._cuda = self.cpu
-        """True if CUDA is in use."""
-        self._wanted = False
-        """True if the current activity is to be recorded."""
+        self._own = False  # True while this recorder calls the profiler
+        self._cuda = self.cpu  # True if CUDA is in use
+        self._wanted = False  # True if the current activity is to be recorded
         self._writing = False
         self._terminated = False
-        self._open: tuple[int, Any] | None = None
-        """Thread and range of the current step."""
+        self._open: tuple[int, Any] | None = None  # thread and range of the current step
 
     def handle_torch_import(self, torch: Any) -> None:  # noqa: ANN401  (a module)
         """Start to watch for CUDA, or for steps."""

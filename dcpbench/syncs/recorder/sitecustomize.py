@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PARTS = {"DCPBENCH_SYNCS_RECORD": "recording", "DCPBENCH_SYNCS_CHILDREN": "child"}
-"""Environment variable with settings as JSON -> module of this folder that takes them."""
+PARTS = {"DCPBENCH_SYNCS_RECORD": "recording", "DCPBENCH_SYNCS_CHILDREN": "child"}  # variable (JSON settings) -> module
 
 
 def load_module(part: str) -> Any:  # noqa: ANN401  (a module)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 WaitKind = Literal["stream", "event", "device", "copy", "async copy", "free", "pin"]
 
 _SUFFIX = re.compile(r"(?:_v\d+|_ptsz|_ptds|_spt|_internal)+$")
-_NAMES: dict[WaitKind, str] = {
+_NAMES: dict[WaitKind, str] = {  # without cuda/cu/hip and version suffix; `free` waits, `pin` does not (H200)
     "stream": "StreamSynchronize",
     "event": "EventSynchronize",
     "device": "DeviceSynchronize CtxSynchronize ThreadSynchronize",
@@ -31,8 +31,6 @@ _NAMES: dict[WaitKind, str] = {
     "pin": "HostAlloc MallocHost HostMalloc MemAllocHost MemHostAlloc FreeHost HostFree MemFreeHost HostRegister "
     "HostUnregister",
 }
-"""Names of runtime and driver calls without their cuda, cu or hip and without version suffixes. `free` waits for all
-work on the device, `pin` does not wait (both measured on an H200)."""
 _KINDS: dict[str, WaitKind] = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 _XPU: dict[str, WaitKind] = {
     "urEventWait": "event",
@@ -42,7 +40,7 @@ _XPU: dict[str, WaitKind] = {
     "zeCommandListHostSynchronize": "stream",
     "zeFenceHostSynchronize": "event",
 }
-SYNC_EVENTS: dict[str, WaitKind] = {
+SYNC_EVENTS: dict[str, WaitKind] = {  # `cuda_sync` events that block the host; `Stream Wait Event` does not
     "Stream Sync": "stream",
     "Stream Synchronize": "stream",
     "Event Sync": "event",
@@ -51,25 +49,20 @@ SYNC_EVENTS: dict[str, WaitKind] = {
     "Context Synchronize": "device",
     "Device Sync": "device",
 }
-"""Names of `cuda_sync` events that block the host; `Stream Wait Event` makes one stream wait for another."""
 API_NAMES = frozenset(  # names of all relevant calls, with the usual suffixes
     prefix + name + version
     for prefix in ("cuda", "hip", "cu")
     for name in _KINDS
     for version in ("", "_v2", "_ptsz", "_ptds", "_spt")
 ) | frozenset(_XPU)
-RUNTIMES = ("cuda", "cu", "hip", "ur", "ze")
-"""Prefixes of the names of calls that can be classified; the last two are XPU's."""
+RUNTIMES = ("cuda", "cu", "hip", "ur", "ze")  # prefixes of calls that can be classified; `ur` and `ze` are XPU's
 SYNCHRONISE = ("stream", "event", "device")
-MAX_ADJACENT_US = 50.0
-"""A copy and a synchronisation outside any operator belong together if no more time than this lies between them."""
+MAX_ADJACENT_US = 50.0  # longest gap in µs between a copy and its synchronisation outside any operator
 MAX_QUERY_US = 50.0  # no query takes longer, nor a call that finds nothing to wait for
 _ELAPSED = re.compile("^(?:cuda|hip|cu)EventElapsedTime")
 _ALLOCATES = re.compile("^(?:cuda|hip)Malloc(?:Managed|Pitch)?$|^cuMemAlloc(?:_v2)?$")
-MIN_FREES = 20
-"""Frees in a trace from which their cause is looked for; a caching allocator at work frees next to nothing."""
-_HARMLESS = re.compile("Query|Captur|Attribute|LastError|GetDevice|Occupancy")
-"""Calls that may stand between a copy and the synchronisation that waits for it."""
+MIN_FREES = 20  # frees in a trace from which their cause is searched; a working caching allocator has few
+_HARMLESS = re.compile("Query|Captur|Attribute|LastError|GetDevice|Occupancy")  # calls between a copy and its sync
 
 
 class BlockingCall(NamedTuple):

@@ -234,8 +234,5 @@ def find_waited_work(columns: Columns, blocking: BlockingCalls) -> list[str]:
 
 
 MAX_LOOK_BACK = 64  # maximum number of GPU events that are searched for a kernel before a copy is named
-MIN_LAUNCH_AGE_US = 10.0
-"""Minimum age in µs of a launch when the GPU becomes idle, for the work to count as queued, so that the host is not
-late.
-"""
+MIN_LAUNCH_AGE_US = 10.0  # minimum age in µs of a launch when the GPU idles, for its work to count as queued
 MAX_NO_WAIT_US = 10.0  # maximum duration in µs of a call that finds nothing to wait for

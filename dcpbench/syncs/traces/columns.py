@@ -33,11 +33,9 @@ _CATEGORIES = {
     "gpu": "kernel gpu_memcpy gpu_memset memcpy memset concurrent_kernel",
     "syncs": "cuda_sync xpu_sync",
 }
-CATEGORIES = {name: table for table, names in _CATEGORIES.items() for name in names.split()}
-"""Category of an event, in lower case, to the table it goes to. Names with a capital are those of 2021."""
+CATEGORIES = {name: table for table, names in _CATEGORIES.items() for name in names.split()}  # lower-case category
 TIMED = ("calls", "gpu", "syncs")  # kinds of events with durations from which costs are computed
-CAUSES = ("calls", "gpu", "syncs", "ranges")
-"""Tables in which each event may be a wait, its object or its step: none of them may be lost silently."""
+CAUSES = ("calls", "gpu", "syncs", "ranges")  # tables with waits, objects or steps; no event may be lost silently
 ACCELERATORS = re.compile(  # categories of other accelerators' events
     r"(?:async_)?(?:mtia|glow|hpu|npu|tpu|xla|xpu|neuron|musa|mlu|gcu|privateuse1)(?:_|$)", re.IGNORECASE
 )
@@ -121,13 +119,10 @@ class Columns:
     def __init__(self, trouble: ReadProblems, recorder: Recorder = "torch.profiler") -> None:
         self.trouble, self.recorder = trouble, recorder
         self.driver_calls = 0
-        self.warnings: list[str] = []
-        """Sentences of the recorder about the recording."""
+        self.warnings: list[str] = []  # sentences of the recorder about the recording
         self._begun = False
-        self.devices: set[object] = set()
-        """GPUs that had work."""
-        self.foreign: set[str] = set()
-        """Categories of events of other accelerators."""
+        self.devices: set[object] = set()  # GPUs that had work
+        self.foreign: set[str] = set()  # categories of events of other accelerators
         self._name, self._stack, self._odd_id, self._thread = Ids(), CallStacks(), Ids(), Threads()
         self._labels: dict[int, str] = {}
         self._parts: dict[str, list[dict[str, NDArray[Any]]]] = {kind: [] for kind in FIELDS}

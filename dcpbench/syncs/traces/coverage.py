@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 MAX_CALLS = 3  # calls that are named where none is known
 MAX_RANGES = 5  # ranges that are listed where none marks a step
-MIN_LINKED_SHARE = 0.75
-"""Share of the GPU events that must have a known call. What was queued before the profiler began has none: up to an eighth
-in public traces."""
+MIN_LINKED_SHARE = 0.75  # share of GPU events with a known call; up to 1/8 was queued before profiling (public traces)
 MAX_NAMES = 3  # examples that a sentence names
 _COPIES = tuple(
     f"Memcpy {to} ({a} -> {b})"

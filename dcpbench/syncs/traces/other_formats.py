@@ -35,7 +35,7 @@ _BY_SUFFIX = (  # formats that are recognised by suffixes: these, name, and the 
     (".xplane.pb", "an XPlane profile of XLA", _RECORD),
     (".parquet", "one table of an export", _FOLDER),
 )
-_FORMATS = (
+_FORMATS = (  # formats that are no trace: name, first bytes, command to use (`{file}` is the path)
     ("a zip archive", rb"PK(?-i:\x03\x04|\x05\x06)", "`unzip {file}`, and scan the traces that were in it"),
     ("a tar archive", rb".{257}ustar", "`tar -xf {file}`, and scan the traces that were in it"),
     ("packed with xz", rb"\xfd7zXZ\0", "`xz -dc < {file} > unpacked.json`, and scan that"),
@@ -64,12 +64,10 @@ _FORMATS = (
         "`curl -L -o trace.json.gz URL` with the address of the file itself, on GitHub that of its button Raw",
     ),
 )
-"""Formats that may hold a trace but are not one: name, first bytes, and the command to use; `{file}` is replaced by the path."""
 
 
 REPORT_SUFFIXES = (".nsys-rep", ".qdrep")
-OTHER_SUFFIXES = tuple(suffix for suffixes, _, _ in _BY_SUFFIX[:-1] for suffix in suffixes.split())
-"""Suffixes of recordings that are refused; in a folder they must not be skipped silently."""
+OTHER_SUFFIXES = tuple(suffix for suffixes, _, _ in _BY_SUFFIX[:-1] for suffix in suffixes.split())  # refused suffixes
 
 
 def explain_database(path: Path, tables: Collection[str]) -> str:

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _FRAME = re.compile(r"^(?P<file>.+?)\((?P<line>\d+)\): (?P<function>.*)$")
-_FRAMEWORK = re.compile(r"(?:^|-packages/|/pytorch/)(?:torch|triton)/|/torchinductor_[^/]+/")
-"""Pattern of framework paths; not every folder called triton, because engines keep their own kernels in such."""
+_FRAMEWORK = re.compile(  # framework paths; not every folder called triton: engines keep kernels in such
+    r"(?:^|-packages/|/pytorch/)(?:torch|triton)/|/torchinductor_[^/]+/"
+)
 _PROFILER = re.compile(r"(?:^|/)torch/(?:profiler/|autograd/profiler)")
 _LIBRARIES = re.compile(r"^.*/(?:site|dist)-packages/")
 _INTERPRETER = re.compile(r"^.*/lib/python3(?:\.\d+)?t?/")
@@ -33,10 +34,8 @@ _PACKAGES = (
     "sentence_transformers sglang tensorrt_llm timm torchaudio torchvision transformer_engine transformers trl vllm "
     "xformers"
 )
-PACKAGES = frozenset(_PACKAGES.split())
-"""Packages that programs call and rarely are, wherever a trace is read; packages installed here are added."""
-SOURCE_FOLDERS = ("", "src", "python", "lib")
-"""Folders of a repository from which Python may import; the profiler shortens paths by the folder on sys.path."""
+PACKAGES = frozenset(_PACKAGES.split())  # packages that programs call and rarely are; installed ones are added
+SOURCE_FOLDERS = ("", "src", "python", "lib")  # import folders of a repository; profilers cut paths by sys.path
 
 
 def _remove_address(name: str) -> str:
@@ -183,8 +182,7 @@ class Line(NamedTuple):
     stack: tuple[str, ...] = ()  # frames, outermost first
     profiler: bool = False  # True if torch's profiler made the call
     calls_synchronize: bool = False  # True if frames show a call of a function named synchronize
-    called_from: str = ""
-    """First frame outside libraries, or else of another package, if the line itself is in a library."""
+    called_from: str = ""  # first frame outside libraries, or of another package, if the line is in a library
 
 
 class Attribution:

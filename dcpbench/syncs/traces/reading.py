@@ -59,9 +59,7 @@ class ReadProblems(msgspec.Struct):
     unreadable_events: int = 0
     truncated: bool = False
     not_numbers: bool = False  # NaN and infinities, which JSON does not have, were read as no number
-    repaired: list[str] = []
-    """Strings that are not JSON and were made so, the first few: bad UTF-8, half characters, lone backslashes, control
-    characters."""
+    repaired: list[str] = []  # first few strings that were made JSON: bad UTF-8, half characters, lone backslashes
     untimed_events: int = 0  # calls and GPU work without a duration that can be; read as 0
     behind: str = ""  # description of the text behind the end of the trace, which was not read
     lost: list[str] = []  # clauses on other parts that are damaged or missing, each with what to type
@@ -71,30 +69,25 @@ _DECODER = msgspec.json.Decoder(list[Event])
 _ONE = msgspec.json.Decoder(Event)
 _RAW = msgspec.json.Decoder(list[msgspec.Raw])
 _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Exceptions of msgspec for text that is not JSON, is not UTF-8, or is nested too deeply."""
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # exceptions for no JSON, no UTF-8, deep nesting
 _BLANK = b"\xef\xbb\xbf \t\r\n"
 _HAS_EVENTS = re.compile(rb'"ph"\s*:\s*"[A-Z]"[^{}]*"cat"\s*:|"cat"\s*:[^{}]*"ph"\s*:\s*"[A-Z]"')
 _A_PHASE = re.compile(rb'"ph"\s*:')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
-_ENDED = re.compile(r"trailing characters \(byte (\d+)\)")
-"""Message of msgspec for the end of an array with more text behind it."""
-_COMMA = re.compile(r"trailing comma in array \(byte (\d+)\)")
-"""Message of msgspec for the end of an array with a trailing comma."""
+_ENDED = re.compile(r"trailing characters \(byte (\d+)\)")  # message of msgspec if text follows the end of an array
+_COMMA = re.compile(r"trailing comma in array \(byte (\d+)\)")  # message of msgspec for an array's trailing comma
 CUT = "truncated"  # message of msgspec for text that ends too early
-MAX_TRAILING_COMMAS = 4
-"""Trailing commas that are skipped: one before the end of all events, and a few in a neighbouring event."""
+MAX_TRAILING_COMMAS = 4  # trailing commas that are skipped: one after all events, a few in neighbouring events
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 MAX_REPAIRED = 3  # repaired strings that are kept as examples
 SHOWN_BYTES = 40  # bytes on each side of a place that is shown
 _TAIL = re.compile(rb"\]\s*(?:,[^\[\]{}]*)?\}?\s*\Z")  # end of a file that ends as it should
 _NOT_A_NUMBER = re.compile(rb"([:\[,]\s*)-?(?:nan|inf|NaN|Infinity|Inf)\b")
-_BACKSLASH = re.compile(
+_BACKSLASH = re.compile(  # groups: escape or two of one character, half of such a pair, or none (lone backslash)
     rb'\\(?:(["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})'
     rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|)"
 )
-"""Groups: an escape, or two that are one character; half of such a pair; none where a backslash stands alone."""
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 _ODD_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")  # control characters that are no blanks
 _RANK = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,6})\b')

@@ -35,8 +35,7 @@ RANGE = "corpus:"
 TRACES = {"sync_stacks": (True, True), "sync": (True, False), "stacks": (False, True), "plain": (False, False)}
 """Name of a trace -> with `cuda_sync` events, with Python stacks."""
 QUEUED_CYCLES = 40_000_000  # GPU cycles of work before a program that is timed: about 20 ms
-SHORT_CYCLES = 2_000_000
-"""The same for traces, about 1 ms: more than a program needs to reach its wait, even if it allocates before."""
+SHORT_CYCLES = 2_000_000  # about 1 ms, for traces: more than a program needs to its wait, even if it allocates
 WARM_UPS = 2  # runs before, in which kernels are loaded and caches filled
 
 

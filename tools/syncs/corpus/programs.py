@@ -28,8 +28,7 @@ class Program:
 
     run: Callable[[Inputs], None]
     expected: tuple[Rule, ...] = ()
-    hazards: tuple[Rule, ...] = ()
-    """Rules of what could wait, but does not at this size: reported as `may_block`, in no total."""
+    hazards: tuple[Rule, ...] = ()  # rules of what could wait but does not at this size: `may_block`, in no total
 
     @property
     def name(self) -> str:

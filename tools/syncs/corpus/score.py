@@ -27,8 +27,7 @@ class Truth(msgspec.Struct, kw_only=True):
     name: str
     expected: list[str] = []
     hazards: list[str] = []
-    held_up_ms: float | None = None
-    """Time until the host came back, with `queued_ms` of GPU work before the program; None without a GPU."""
+    held_up_ms: float | None = None  # ms until the host came back, behind `queued_ms` of GPU work; None: no GPU
 
 
 class CorpusRun(msgspec.Struct, kw_only=True):

@@ -44,8 +44,7 @@ class Case:
         return lambda: torch.autograd.backward(tensors, grads, retain_graph=True)
 
 
-KINDS = ("op", "module", "own", "documented")
-"""What the groups of cases are of: torch's two databases, programs of ours, calls that documentation or profiles name."""
+KINDS = ("op", "module", "own", "documented")  # torch's two databases, our programs, calls in documentation or profiles
 
 
 def groups(kinds: Collection[str] = KINDS) -> list[str]:

@@ -29,8 +29,7 @@ HEAD = (
     "# Written by `python -m tools.syncs.operators.table operators` of the records of results/syncs-graphs_H200, which `make unpack` unpacks.",
     "# Some operators are in programs of tools/syncs/corpus alone.",
 )
-WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaFree")
-"""Runtime calls that wait, as named in a table."""
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaFree")  # waiting calls as in a table
 
 
 COPY = re.compile(r"Memcpy (?P<way>DtoH|HtoD) \((?:Device -> )?(?P<memory>Pageable|Pinned)(?: -> Device)?\)")
