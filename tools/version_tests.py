@@ -66,7 +66,7 @@ FEW_TESTS = (  # test files that CI runs: reports, help pages, tables and files 
 FEW = "--few"
 PYTEST = ("-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider")
 MARKED = "not long and not browser and not soak"
-TIMED = "tests/cli/test_help.py::test_help_answers_in_half_a_second"  # test of speed, which no version decides
+TIMED = "tests/cli/test_help.py::test_help_takes_half_a_second_of_processor_time"  # no version decides speed
 
 
 def read_requirements() -> list[Requirement]:

@@ -1,6 +1,4 @@
-"""Run torchrun's agent in the role that its ranks see: the process that they are tied to, not the
-one that started it.
-"""
+"""Run torchrun's agent as the parent process that its ranks are tied to, instead of the process that started it."""
 
 import os
 import runpy

@@ -1,4 +1,4 @@
-"""The dcpbench command with the fake worker and without the real report: what the CLI tests start as a process.
+"""Run the dcpbench command as a process with the fake worker and without the real report.
 
 With DCPBENCH_QUICK in the environment jobs are those of quick_torchrun.py instead of torchrun.
 """
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 
 
-def write_report(folders: list[Path], out: Path, *, watch: Callable[[str], None]) -> list[Path]:  # noqa: ARG001 - said by the real one
-    """Stand-in of reports.write_report."""
+def write_report(folders: list[Path], out: Path, *, watch: Callable[[str], None]) -> list[Path]:  # noqa: ARG001 - a keyword of the real one
+    """Replace reports.write_report."""
     out.mkdir(parents=True, exist_ok=True)
     page = out / "report.html"
     page.write_text(" ".join(map(str, folders)))
@@ -28,17 +28,17 @@ def write_report(folders: list[Path], out: Path, *, watch: Callable[[str], None]
 
 
 def terminal_table(folders: list[Path]) -> str:
-    """Stand-in of reports.render_terminal_table."""
+    """Replace reports.render_terminal_table."""
     return f"table of {len(folders)} run"
 
 
 def quick(*job: object, command: Callable[..., list[str]] = torchrun._make_command) -> list[str]:
-    """The command line of a job without torch."""
+    """Return the command line of a job without torch."""
     return ["quick_torchrun" if word == "torch.distributed.run" else word for word in command(*job)]
 
 
 def install(put: Callable[[object, str, object], None], *, quickly: bool) -> None:
-    """`put`, which is like setattr, all stand-ins in their places."""
+    """Install all replacements with `put`, which has the signature of setattr."""
     put(reports, "write_report", write_report)
     put(reports, "render_terminal_table", terminal_table)
     put(point_runner, "WORKER", "fake_worker")

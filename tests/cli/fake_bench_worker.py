@@ -1,7 +1,7 @@
-"""Stands in for dcpbench.bench.bench_worker: answers every case at once, or ends as DCPBENCH_FAKE says.
+"""Replace dcpbench.bench.bench_worker: finish every case at once, or fail as DCPBENCH_FAKE selects.
 
-`wrong` finds a difference, `dies` ends after the first case, `stillborn` before it, `hangs` says nothing more, `half`
-leaves half a line of what it found before the rest of it, `failed` cannot run the second case, `lonely` loses rank 1
+`wrong` finds a difference, `dies` ends after the first case, `stillborn` before it, `hangs` writes no more events, `half`
+writes an event in two parts, `failed` cannot run the second case, `lonely` loses rank 1
 after the first and waits for it, `leaves` does so without an error.
 """
 
@@ -17,7 +17,7 @@ from dcpbench.records.record import Environment
 
 
 def follow(events: Path, how: str) -> None:
-    """Be another rank than 0, which ends with it, or when it has done the first case."""
+    """Run as a rank other than 0, which exits with rank 0, or after the first case."""
     stage = b'"done"' if how in {"lonely", "leaves"} else b'"end"'
     while not (events.exists() and stage in events.read_bytes()):
         time.sleep(0.02)
@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
         return
     with (folder / "events.jsonl").open("ab", buffering=0) as f:
 
-        def tell(event: Event) -> None:
+        def write_event(event: Event) -> None:
             line = msgspec.json.encode(event) + b"\n"
             if how == "half" and event.stage == "done":
                 f.write(line[:20])
@@ -47,20 +47,20 @@ def main(folder: Path) -> None:
             f.write(line)
 
         limit = Limit(name="peer", unit="B/s", median=372e9, low=371e9, high=373e9, samples=20)
-        tell(Event(stage="start", environment=Environment(device="CPU", device_count=0, command=job.command)))
+        write_event(Event(stage="start", environment=Environment(device="CPU", device_count=0, command=job.command)))
         if job.ranks > 1:
-            tell(Event(stage="limits", limits=[limit], without=["barrier: none here."]))
+            write_event(Event(stage="limits", limits=[limit], without=["barrier: none here."]))
         for index, case in enumerate(job.cases):
-            tell(Event(stage="case", index=index))
+            write_event(Event(stage="case", index=index))
             result = Result(case=case, correct=how != "wrong", difference="row 3 differs" if how == "wrong" else "")
             if how == "failed" and index == 1:
                 result = Result(case=case, outcome="failed", reason="CapacityError: lower --tokens")
-            tell(Event(stage="done", index=index, result=result))
+            write_event(Event(stage="done", index=index, result=result))
             if how == "dies":
                 sys.exit("Segmentation fault, as it were")
             while how in {"hangs", "lonely", "leaves"}:
                 time.sleep(1)
-        tell(Event(stage="end"))
+        write_event(Event(stage="end"))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Stands in for dcpbench.worker without torch: what a rank does is written in its point's context.
+"""Replace dcpbench.worker without torch: the context of a point selects the behaviour of its ranks.
 
-Points of `serve` are answered with three of their requests; 130 tokens wait for an interrupt and record it,
-131 wait for one and go on waiting.
+Points of `serve` finish three of their requests; 130 tokens wait for an interrupt and record it,
+131 wait for one and continue to wait.
 
-Contexts: 13 rank 1 raises · 44 the same, the first time only · 45 it never ends, and shows progress · 46 measured, and the job never ends behind its last point · 99 rank 1 kills itself · 66 every rank hangs · 7 it ends before its first point ·
+Contexts: 13 rank 1 raises · 44 rank 1 raises the first time only · 45 never ends but shows progress · 46 is measured, and the job hangs
+after its last point · 99 rank 1 kills itself · 66 every rank hangs · 7 exits before its first point ·
 28 the disk is full when rank 0 records it ·
 21 and 22 the engine cannot be built, for want of a tensor or of memory · 700 + n rank 1 ends with exit code n,
-800 + n by signal n, and rank 0 loses its connection · 300 measured, and nothing comes after it ·
-anything else is measured.
+800 + n by signal n, and rank 0 loses its connection · 300 is measured, and the job stops there ·
+all others are measured.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ if TYPE_CHECKING:
 RAISES, HANGS, STILLBORN, KILLED, NO_TENSOR, NO_MEMORY, LONG, STUBBORN = 13, 66, 7, 99, 21, 22, 130, 131
 FLAKY, ENDLESS, LINGERS = 44, 45, 46
 CODES, SIGNALS, PAUSE, FULL = range(700, 800), range(800, 900), 300, errno.ENOSPC
-POINT_S = "DCPBENCH_FAKE_POINT_S"  # environment variable: how long a point takes to measure, in seconds
+POINT_S = "DCPBENCH_FAKE_POINT_S"  # environment variable with the duration of a point in seconds
 RANK = int(os.environ.get("RANK", "0"))
 
 
 def record(point: Point) -> Record:
-    """A measured point; 10 ms a step."""
+    """Return a measured point with steps of 10 ms."""
     rate = point.concurrency * 100.0
     metrics = Metrics(
         step_ms=Interval(median=10.0, low=9.9, high=10.1, samples=100),
@@ -88,7 +89,7 @@ def served(point: Point, finished: int = 3) -> Record:
 
 
 def serve(job: jobs.Job, point: Point) -> None:
-    """Answer, or wait for SIGTERM and keep what has finished, which takes a second."""
+    """Write a record at once, or after SIGTERM and a second for finished requests."""
     came: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     if point.context in (LONG, STUBBORN):
@@ -104,14 +105,14 @@ def serve(job: jobs.Job, point: Point) -> None:
 
 
 def wait_for(job: jobs.Job, point: Point, stage: str) -> None:
-    """Another rank reaches a point when rank 0 does; on another node, which cannot see that, at once."""
+    """Wait until rank 0 reaches a point; on another node, which cannot see that, return at once."""
     seen = job.get_progress_path()
     while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and f'"{stage}","key":"{point.get_key()}' not in _text(seen):
         time.sleep(0.05)
 
 
 def wait_for_the_end(job: jobs.Job) -> None:
-    """Wait as at the real worker's last barrier: no rank ends before rank 0 has reported the end, or ever."""
+    """Wait as at the real worker's last barrier: no rank exits before rank 0 has reported the end, or ever."""
     while int(os.environ["LOCAL_WORLD_SIZE"]) > RANK and '"stage":"end"' not in _text(job.get_progress_path()):
         time.sleep(0.05)
     while any(point.context == LINGERS for point in job.points):
@@ -123,7 +124,7 @@ def _text(path: Path) -> str:
 
 
 def work(job: jobs.Job) -> None:
-    """Run every point as its context says."""
+    """Run every point as its context requests."""
     if job.points[0].context == STILLBORN:
         raise RuntimeError("cannot build the groups")
     if RANK == 0:
@@ -148,7 +149,7 @@ def work(job: jobs.Job) -> None:
 
 
 def first_time(job: jobs.Job, point: Point) -> bool:
-    """Return True if the point is one that fails once, and no earlier job has begun it."""
+    """Return True if the point fails once and no earlier job has started it."""
     return point.context == FLAKY and len(list(Path(job.folder).glob("job-*.json"))) == 1
 
 
@@ -170,7 +171,7 @@ def answer(job: jobs.Job, point: Point) -> str:
 
 
 def build(job: jobs.Job, point: Point) -> None:
-    """Fail on every rank with the same DcpbenchError, but on none before rank 0 has arrived."""
+    """Fail on every rank with the same DcpbenchError, but not before rank 0 has arrived."""
     if point.context in (NO_TENSOR, NO_MEMORY):
         wait_for(job, point, "build")
     if point.context == NO_TENSOR:
@@ -180,7 +181,7 @@ def build(job: jobs.Job, point: Point) -> None:
 
 
 def misbehave(job: jobs.Job, point: Point) -> None:
-    """Rank 1 fails; the others stay behind as in a collective, or hear that it is gone."""
+    """Fail on rank 1; the other ranks wait as in a collective, or get a closed connection."""
     if RANK == 1 and point.context in CODES:
         os._exit(point.context - CODES.start)
     if RANK == 1 and point.context in SIGNALS:
@@ -202,7 +203,7 @@ def misbehave(job: jobs.Job, point: Point) -> None:
 
 
 def check(job: jobs.Job, point: Point) -> None:
-    """One comparison; layouts with dp > 1 come out wrong."""
+    """Return one comparison, which is wrong for layouts with dp > 1."""
     one = jobs.Check(
         name="attention",
         layout=str(point.layout),
@@ -219,7 +220,7 @@ def check(job: jobs.Job, point: Point) -> None:
 
 
 def main() -> None:
-    """As the real worker: `--probe`, or a job file."""
+    """Run as the real worker does, with `--probe` or a job file."""
     if sys.argv[1] == "--probe":
         sys.stdout.write("a library's greeting\n")
         probe = Probe(device="cpu", count=0, name="CPU", packages={"torch": "2.9", "flashinfer": None})

@@ -1,4 +1,4 @@
-"""The help of commands as it is printed."""
+"""Print the help of commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dcpbench import cli
 
 @functools.cache
 def help_of(*command: str) -> str:
-    """The help text, colours and boxes removed."""
+    """Return the help text without colours and boxes."""
     wide = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
     with (
         mock.patch.dict(os.environ, wide),

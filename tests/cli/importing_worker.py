@@ -1,4 +1,4 @@
-"""A worker that never comes to an end of its imports."""
+"""Worker with an import that never ends."""
 
 import time
 

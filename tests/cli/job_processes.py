@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 MARK = "DCPBENCH_TEST_MARK"
 AGENT, RANK, ACCOUNT, OTHER = "agent", "rank", "account", "other"
 LISTENS = "0A"  # state of a socket in /proc/net/tcp
-PATIENCE_S = 600.0  # how long a test waits for what would never come where it is broken
+PATIENCE_S = 600.0  # maximum wait for an event before a test fails
 
 
 def processes(mark: str) -> dict[int, list[str]]:
@@ -27,7 +27,7 @@ def processes(mark: str) -> dict[int, list[str]]:
 
 
 def still(mark: str, pids: Iterable[int]) -> set[int]:
-    """Which of these processes are alive and have the mark; quicker than a look at all."""
+    """Return those of these processes that are alive and have the mark, which is quicker than a search of all."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -51,7 +51,7 @@ def role(words: list[str]) -> str:
 
 
 def of_role(mark: str, wanted: str) -> list[int]:
-    """Ids of the living processes with this role."""
+    """Return the ids of living processes with this role."""
     return sorted(pid for pid, words in processes(mark).items() if role(words) == wanted)
 
 
@@ -66,7 +66,7 @@ def opened(pid: int) -> set[str]:
 
 
 def listening(mark: str) -> set[str]:
-    """Addresses at which living processes with this mark listen, as the kernel writes them: `0100007F` is 127.0.0.1."""
+    """Return addresses at which living processes with this mark listen, as in /proc: `0100007F` is 127.0.0.1."""
     inodes = set().union(*(opened(pid) for pid in processes(mark)))
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -77,9 +77,9 @@ def listening(mark: str) -> set[str]:
     return found
 
 
-def wait_until(true: Callable[[], object], what: str) -> None:
-    """Wait for something that comes at once, were the machine idle."""
+def wait_until(true: Callable[[], object], event: str) -> None:
+    """Wait for an event that would be immediate on an idle machine."""
     end = time.monotonic() + PATIENCE_S
     while not true():
-        assert time.monotonic() < end, f"waited {PATIENCE_S:g} s: {what}"
+        assert time.monotonic() < end, f"waited {PATIENCE_S:g} s: {event}"
         time.sleep(0.05)

@@ -1,7 +1,7 @@
-"""Stands in for torchrun on one machine without torch, importing which takes its agent two seconds.
+"""Replace torchrun on one machine without torch, which takes the agent two seconds to import.
 
-As torchrun does, it ends the other ranks with SIGTERM once one has failed, and says which, or once it gets SIGTERM itself,
-and kills what is left after half a minute.
+As torchrun does, it ends the other ranks with SIGTERM after one has failed, which it names, or when it gets SIGTERM
+itself. It kills remaining ranks after half a minute.
 """
 
 import os
@@ -19,7 +19,7 @@ Root Cause (first observed failure):
 
 
 def main(arguments: list[str]) -> int:
-    """Start the ranks and wait for their end; 1 where one failed."""
+    """Start the ranks and wait for their end; return 1 if one failed."""
     count = int(arguments[arguments.index("--nproc-per-node") + 1])
     command = arguments[arguments.index("--no-python") + 1 :]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

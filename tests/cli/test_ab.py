@@ -1,4 +1,4 @@
-"""`dcpbench ab`: two variants launched in turn, with the fake worker in place of the real one."""
+"""Test `dcpbench ab`, which launches two variants in turn, with the fake worker in place of the real one."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SAME = [*VARIANTS, "--b", "--context 100"]
 
 @pytest.fixture
 def ab(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Run it in this process, with the fake worker."""
+    """Run the command in this process with the fake worker."""
     return functools.partial(Typed(tmp_path, monkeypatch, capsys), "ab")
 
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Run it in this process; for what ends before anything is launched."""
+    """Run a command in this process that ends before any launch."""
 
     def run(*args: str) -> tuple[int, str]:
         monkeypatch.chdir(tmp_path)
@@ -47,14 +47,14 @@ def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
     return run
 
 
-def test_turns_alternate_so_that_an_even_drift_cancels() -> None:
-    """A B, B A: over two rounds both sides have the same mean place in time, (1 + 4) / 2 = (2 + 3) / 2."""
+def test_order_of_variants_alternates_so_that_linear_drift_cancels() -> None:
+    """The order is A B, B A: over two rounds both have the same mean position, (1 + 4) / 2 = (2 + 3) / 2."""
     assert "".join("".join(get_order(n)) for n in range(1, 5)) == "abbaabba"
 
 
 @pytest.mark.distributed
-def test_two_variants_are_launched_in_turn_and_compared_round_by_round(ab, tmp_path: Path) -> None:
-    """Every step of the fake takes 10 ms; after four rounds the variants are the SAME, once the CPU may be judged at all."""
+def test_two_variants_are_launched_alternately_and_compared_per_round(ab, tmp_path: Path) -> None:
+    """Each step of the fake takes 10 ms, so four rounds give SAME if CPU results may be judged."""
     both = ["--both", "--tp 2 --dcp 2 --concurrency 2 --context 100"]
     done = ab(*both, "--b", "--exchange a2a", "--rounds", "4", "-o", "out", "--allow-cpu", "--json")
     assert done.returncode == 0, done.stderr
@@ -73,8 +73,8 @@ def test_two_variants_are_launched_in_turn_and_compared_round_by_round(ab, tmp_p
 
 
 @pytest.mark.distributed
-def test_it_says_what_cpus_are_worth_and_what_runs_then_a_line_a_round_and_one_report(ab, tmp_path: Path) -> None:
-    """Nothing of the launches themselves: no report, and no baseline that nobody asked for."""
+def test_ab_prints_a_cpu_warning_the_plan_rounds_and_one_report(ab, tmp_path: Path) -> None:
+    """Output of the launches is suppressed, and no baseline is added."""
     done = ab(
         "--both",
         "--tp 2 --dcp 2,4 --concurrency 2 --context 100",
@@ -86,13 +86,13 @@ def test_it_says_what_cpus_are_worth_and_what_runs_then_a_line_a_round_and_one_r
         "out",
     )
     assert done.returncode == 0, done.stderr
-    first, a, refused, *_ = said = done.stderr.splitlines()
+    first, a, refused, *_ = lines = done.stderr.splitlines()
     assert first.startswith("CPU: functional run — these timings do not reflect performance; all of them will be")
     assert a == "A: dcpbench sweep --tp 2 --dcp 2,4 --concurrency 2 --context 100 --no-baseline  (1 point)"
     assert refused.startswith("   cannot run: tp2·dp1·dcp4 at 2 × 100: ")
-    assert "2 rounds of A and B in turn. Output: out" in said
+    assert "2 rounds of A and B in turn. Output: out" in lines
     rounds = [
-        line for line in said[said.index("2 rounds of A and B in turn. Output: out") + 1 :] if "matched" not in line
+        line for line in lines[lines.index("2 rounds of A and B in turn. Output: out") + 1 :] if "matched" not in line
     ]
     assert [line.split(" → ")[0] for line in rounds] == ["Round 1 of 2: step time 10", "Round 2 of 2: step time 10"]
     assert [line.rpartition(", B/A ")[2].split(";")[0] for line in rounds] == ["1.000", "1.000"]
@@ -103,7 +103,7 @@ def test_it_says_what_cpus_are_worth_and_what_runs_then_a_line_a_round_and_one_r
 
 @pytest.mark.parametrize("where", ["typed", "file"])
 @pytest.mark.distributed
-def test_baselines_are_measured_where_a_variant_asks_for_them(where: str, ab, tmp_path: Path) -> None:
+def test_baselines_are_measured_only_for_variants_that_request_them(where: str, ab, tmp_path: Path) -> None:
     (tmp_path / "sweep.toml").write_text("baseline = true\n", encoding="utf-8")
     more = "--baseline" if where == "typed" else "--config sweep.toml"
     done = ab("--both", f"--tp 2 --dcp 2 --concurrency 2 {more}", "--b", "--exchange a2a", "--rounds", "1", "-o", "out")
@@ -113,10 +113,8 @@ def test_baselines_are_measured_where_a_variant_asks_for_them(where: str, ab, tm
     assert {r.point.layout_name for r in read_records(tmp_path / "out" / "a" / "round-1")} == {"tp2", "tp2·dcp2"}
 
 
-def test_interrupted_before_the_first_launch_it_is_interrupted_and_not_refused(
-    call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While points are planned, by the command inside, of which Typer makes an exit code."""
+def test_interrupt_before_the_first_launch_exits_with_130(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt arrives in the inner command while it plans points; Typer turns it into an exit code."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -128,8 +126,8 @@ def test_interrupted_before_the_first_launch_it_is_interrupted_and_not_refused(
 
 
 @pytest.mark.distributed
-def test_interrupted_inside_a_launch_it_ends_with_one_hint(ab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the launch itself had nothing to keep: its command ends with 130, which is no failure of it."""
+def test_interrupt_during_a_launch_prints_one_hint(ab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch has no results and exits with 130, which is no failure of the launch."""
     monkeypatch.setattr("dcpbench.commands.point_runner.measure", lambda *_, **__: 130)
     monkeypatch.setattr(ab_command, "_print_start", lambda *_, **__: None)
     done = ab(*SAME, "--rounds", "2", "-o", "out")
@@ -138,10 +136,8 @@ def test_interrupted_inside_a_launch_it_ends_with_one_hint(ab, monkeypatch: pyte
 
 
 @pytest.mark.distributed
-def test_interrupted_later_it_compares_what_there_is_and_ends_with_how_to_go_on(
-    ab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the third launch, B's of round 2."""
+def test_interrupt_in_round_2_compares_round_1_and_suggests_resume(ab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt arrives in the third launch, which is B's of round 2."""
     launches = []
 
     def launch(folder: Path, *args: object, **more: object) -> int:
@@ -162,8 +158,8 @@ def test_interrupted_later_it_compares_what_there_is_and_ends_with_how_to_go_on(
 
 @pytest.mark.distributed
 @pytest.mark.long
-def test_it_goes_on_where_it_was_interrupted_and_keeps_what_there_is(ab, tmp_path: Path) -> None:
-    """Context 66 hangs in B: Ctrl-C then. A's launch is kept, and --resume begins with B's."""
+def test_resume_continues_with_the_interrupted_launch(ab, tmp_path: Path) -> None:
+    """Context 66 hangs in B until Ctrl-C; A's launch is kept, and --resume starts with B's."""
     command = [*COMMAND, *VARIANTS, "--b", "--context 66", "--rounds", "1", "-o", "out"]
     run = subprocess.Popen(command, cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     until((tmp_path / "out" / "b" / "round-1" / "rank-0.pid").exists, run)
@@ -183,7 +179,7 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_there_is(ab, tmp_pat
 
 @pytest.mark.distributed
 @pytest.mark.long
-def test_more_rounds_are_added_to_those_that_are_there(ab, tmp_path: Path) -> None:
+def test_resume_with_more_rounds_adds_rounds(ab, tmp_path: Path) -> None:
     first = ab(*SAME, "--rounds", "1", "-o", "out")
     assert first.returncode == 0, first.stderr
     assert "A and B are the same" in first.stderr
@@ -192,7 +188,7 @@ def test_more_rounds_are_added_to_those_that_are_there(ab, tmp_path: Path) -> No
     assert refused.returncode == 2
     assert "--resume to continue, --force to start over" in refused.stderr
     more = ab(*SAME, "--rounds", "2", "-o", "out", "--resume", "--allow-cpu", "--fail-on", "slower:2%,undecided")
-    assert more.returncode == 1, more.stdout  # two launches of each side decide nothing
+    assert more.returncode == 1, more.stdout  # two launches per side are too few for a verdict
     assert "Round 2 of 2: step time " in more.stderr
     assert "Round 1 of 2" not in more.stderr
     found = msgspec.json.decode((tmp_path / "out" / "compare.json").read_bytes(), type=Comparison)
@@ -201,8 +197,8 @@ def test_more_rounds_are_added_to_those_that_are_there(ab, tmp_path: Path) -> No
 
 @pytest.mark.distributed
 @pytest.mark.long
-def test_a_point_that_fails_in_b_alone_fails_the_gate_and_not_the_comparison(ab) -> None:
-    """Context 13 raises on rank 1; the other point is compared."""
+def test_point_that_fails_only_in_b_fails_the_gate(ab) -> None:
+    """Context 13 raises on rank 1, and the other point is still compared."""
     variants = ["--both", "--tp 2 --dcp 2 --concurrency 2 --no-baseline", "--a", "--context 100,13"]
     done = ab(*variants, "--b", "--context 100,13 --exchange a2a", "--rounds", "1", "-o", "out")
     assert done.returncode == 4
@@ -227,7 +223,7 @@ def test_a_point_that_fails_in_b_alone_fails_the_gate_and_not_the_comparison(ab)
         (["--fail-on", "slow:2%"], "--fail-on slow:2%: give one of"),
     ],
 )
-def test_a_mistake_names_its_side_and_what_to_type(args: list[str], advice: str, call) -> None:
+def test_invalid_variant_raises_an_error_that_names_its_side(args: list[str], advice: str, call) -> None:
     code, err = call(*args)
     assert code == 2
     assert advice in err
@@ -235,15 +231,15 @@ def test_a_mistake_names_its_side_and_what_to_type(args: list[str], advice: str,
 
 
 @pytest.mark.parametrize("name", ["a", "records.jsonl"])
-def test_a_folder_of_something_else_is_not_touched(name: str, call, tmp_path: Path) -> None:
-    """Folders of its names, and a run of sweep or serve."""
+def test_folder_with_other_content_is_refused(name: str, call, tmp_path: Path) -> None:
+    """The folder has subfolders of the same names, or a run of sweep or serve."""
     (tmp_path / "out" / name).mkdir(parents=True)
     code, err = call(*SAME, "-o", "out")
     assert code == 2
     assert "that ab did not write" in err
 
 
-def test_a_value_that_b_cannot_take_is_refused_before_a_is_launched(call, tmp_path: Path) -> None:
+def test_invalid_value_of_b_is_refused_before_a_is_launched(call, tmp_path: Path) -> None:
     code, err = call(*VARIANTS, "--b", "--exchange nonesuch", "-o", "out")
     assert code == 2
     assert "--b " in err
@@ -251,15 +247,15 @@ def test_a_value_that_b_cannot_take_is_refused_before_a_is_launched(call, tmp_pa
     assert not (tmp_path / "out" / "a").exists()
 
 
-def test_without_any_variant_nothing_is_launched(call, tmp_path: Path) -> None:
+def test_ab_without_variants_launches_no_run(call, tmp_path: Path) -> None:
     code, err = call()
     assert code == 2
     assert "--a" in err
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_in_json_is_one_object(ab, tmp_path: Path) -> None:
-    """Both variants with their points, and whose launches follow each other: A B, then B A."""
+def test_dry_run_with_json_prints_one_object(ab, tmp_path: Path) -> None:
+    """The object has both variants with their points, and the order of launches: A B, then B A."""
     done = ab(*SAME, "--rounds", "2", "--dry-run", "--json", "-o", "out")
     plan = json.loads(done.stdout)
     assert (done.returncode, plan["rounds"], plan["launches"]) == (0, 2, ["a", "b", "b", "a"])
@@ -270,15 +266,15 @@ def test_a_dry_run_in_json_is_one_object(ab, tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("rounds", "order"), [("1", "1 round: AB"), ("3", "3 rounds: AB BA AB")])
-def test_a_dry_run_shows_both_plans_and_launches_nothing(rounds: str, order: str, ab, tmp_path: Path) -> None:
+def test_dry_run_prints_both_plans_and_launches_no_run(rounds: str, order: str, ab, tmp_path: Path) -> None:
     done = ab(*SAME, "--rounds", rounds, "--dry-run", "-o", "out")
     assert done.returncode == 0, done.stderr
     assert order in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_gpus_of_another_machine_are_planned_and_never_launched(ab, tmp_path: Path) -> None:
-    """Refused before the folder is made, which would have to be forced the next time."""
+def test_gpu_option_without_dry_run_is_refused(ab, tmp_path: Path) -> None:
+    """The refusal precedes the creation of the folder, which would need --force the next time."""
     typed = ("--both", "--tp 4 --gpu=H200", "--a", "--exchange ag_rs", "--b", "--exchange a2a", "-o", "out")
     done = ab(*typed)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""`dcpbench bench` as a user meets it: with a fake worker in all its moods, and once each with the real one."""
+"""Test `dcpbench bench` with a fake worker in all its modes, and each bench once with the real worker."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TWO = ("merge", "--heads", "8", "--requests", "3", "--dcp", "2", "--variant", "p
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    """Run `dcpbench bench …` in this process and in an empty folder; gives (exit code, stdout, stderr)."""
+    """Run `dcpbench bench …` in this process and in an empty folder; the result is (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "WORKER", "fake_bench_worker")
     monkeypatch.setenv(
@@ -54,7 +54,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     return run
 
 
-def test_a_bench_prints_a_table_and_what_it_says(call) -> None:
+def test_bench_prints_a_table_and_a_cpu_warning(call) -> None:
     code, out, err = call(*TWO)
     assert code == 0
     assert [line.split()[0] for line in out.splitlines() if "yes" in line] == ["pack", "combine"]
@@ -63,7 +63,7 @@ def test_a_bench_prints_a_table_and_what_it_says(call) -> None:
     assert "CPU: correctness only" in err
 
 
-def test_json_on_stdout_is_all_there_is(call) -> None:
+def test_json_prints_only_the_record(call) -> None:
     code, out, _ = call(*TWO, "--json")
     record = json.loads(out)
     assert code == 0
@@ -73,7 +73,7 @@ def test_json_on_stdout_is_all_there_is(call) -> None:
     assert record["environment"]["device"] == "CPU"
 
 
-def test_a_folder_gets_the_record_and_the_log_and_is_not_written_over(call) -> None:
+def test_output_folder_gets_record_and_log_and_needs_force_to_overwrite(call) -> None:
     code, out, _ = call(*TWO, "-o", "out")
     assert code == 0
     assert "Wrote out/bench-merge.json" in out
@@ -82,23 +82,23 @@ def test_a_folder_gets_the_record_and_the_log_and_is_not_written_over(call) -> N
     assert code == 2
     assert "would be written over; add --force" in err
     assert call(*TWO, "-o", "out", "--force")[0] == 0
-    assert call("attention", "-o", "out")[0] == 0, "another bench may join it"
+    assert call("attention", "-o", "out")[0] == 0, "another bench may use the same folder"
 
 
-def test_a_wrong_result_ends_with_1_and_says_where(call) -> None:
+def test_wrong_result_exits_with_1_and_names_the_case(call) -> None:
     code, out, _ = call(*TWO, fake="wrong")
     assert code == 1
     assert "WRONG: pack, heads 8, requests 3, dcp 2: row 3 differs." in out
 
 
-def test_a_failed_case_ends_with_4_and_the_others_are_kept(call) -> None:
+def test_failed_case_exits_with_4_and_keeps_the_others(call) -> None:
     code, out, err = call(*TWO, fake="failed")
     assert code == 4
     assert "failed: CapacityError: lower --tokens" in out
     assert "1 of 2 cases failed." in err
 
 
-def test_a_worker_that_dies_leaves_what_it_had_and_its_last_words(call) -> None:
+def test_dead_worker_is_reported_with_its_last_output(call) -> None:
     code, out, err = call(*TWO, fake="dies")
     assert code == 4
     assert "failed: not reached" in out
@@ -106,7 +106,7 @@ def test_a_worker_that_dies_leaves_what_it_had_and_its_last_words(call) -> None:
     assert "Segmentation fault, as it were" in err
 
 
-def test_a_worker_that_never_begins_is_an_error_with_its_log(call) -> None:
+def test_worker_that_fails_at_start_is_reported_with_its_log(call) -> None:
     code, _, err = call(*TWO, fake="stillborn")
     assert code == 4
     assert "error: the bench's worker ended before its first case." in err
@@ -114,20 +114,20 @@ def test_a_worker_that_never_begins_is_an_error_with_its_log(call) -> None:
     assert "Traceback" not in err
 
 
-def test_a_hung_worker_is_ended(call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A case that hangs is what this bench is about; --timeout says how long silence may last.
+def test_hung_worker_is_killed(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--timeout limits the time without an event.
 
-    The clock stands still until the first case is done, and then an hour passes with each look at it.
+    The clock stands still until the first case is done; then each call of the clock advances it by an hour.
     """
     now = itertools.count(0, 3600)
     done: list[bool] = []
     take = runner._add_event
 
-    def taken(event: Event, record: BenchRecord) -> None:
+    def record_event(event: Event, record: BenchRecord) -> None:
         take(event, record)
         done.extend([True] * (event.stage == "done"))
 
-    monkeypatch.setattr(runner, "_add_event", taken)
+    monkeypatch.setattr(runner, "_add_event", record_event)
     monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: next(now) if done else 0))
     monkeypatch.setattr(ranks, "STACKS_WAIT_S", 0)
     code, out, err = call(*TWO, "--timeout", "2", fake="hangs")
@@ -136,8 +136,8 @@ def test_a_hung_worker_is_ended(call, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "failed: not reached" in out
 
 
-def test_a_bench_between_ranks_takes_all_gpus_and_its_limits_are_recorded(call) -> None:
-    """4 GPUs: 4 ranks, and 4 exchanges at 4 batch sizes of 128 heads."""
+def test_bench_between_ranks_uses_all_gpus_and_records_limits(call) -> None:
+    """4 GPUs run 4 ranks, with 4 exchanges at 4 batch sizes of 128 heads."""
     code, out, _ = call("exchange", "--json", machine=FOUR)
     record = json.loads(out)
     assert code == 0
@@ -147,13 +147,13 @@ def test_a_bench_between_ranks_takes_all_gpus_and_its_limits_are_recorded(call) 
     assert record["without"] == ["barrier: none here."]
 
 
-def test_fewer_ranks_than_gpus_can_be_asked_for(call) -> None:
+def test_ranks_option_may_be_below_the_number_of_gpus(call) -> None:
     _, out, _ = call("collectives", "--ranks", "2", "--json", machine=FOUR)
     assert json.loads(out)["ranks"] == 2
 
 
-def test_a_rank_that_dies_ends_the_others_and_has_the_last_word(call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 would wait for it for ever."""
+def test_dead_rank_ends_the_other_ranks_and_is_named(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 would wait for rank 1 forever."""
     monkeypatch.setattr(launcher, "GRACE_S", 0.5)
     code, out, err = call("exchange", "--variant", "ag_rs", fake="lonely")
     assert code == 4
@@ -161,10 +161,8 @@ def test_a_rank_that_dies_ends_the_others_and_has_the_last_word(call, monkeypatc
     assert "failed: not reached" in out
 
 
-def test_a_rank_that_ends_well_but_too_early_is_noticed_without_waiting_for_the_timeout(
-    call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It leaves with 0 after the first case, and rank 0 would wait for it for 300 s."""
+def test_rank_that_exits_early_with_0_is_noticed_before_the_timeout(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 exits after the first case, and rank 0 would wait for it for 300 s."""
     monkeypatch.setattr(launcher, "GRACE_S", 0.5)
     code, out, err = call("exchange", "--variant", "ag_rs", fake="leaves")
     assert code == 4
@@ -172,8 +170,8 @@ def test_a_rank_that_ends_well_but_too_early_is_noticed_without_waiting_for_the_
     assert "failed: not reached" in out
 
 
-def test_ctrl_c_ends_every_rank_and_writes_nothing(call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interruption comes while the ranks are being followed."""
+def test_ctrl_c_ends_every_rank_and_writes_no_file(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt arrives while the launcher follows the ranks."""
     started = []
 
     def interrupted(_seconds: float) -> None:
@@ -194,14 +192,14 @@ def test_ctrl_c_ends_every_rank_and_writes_nothing(call, monkeypatch: pytest.Mon
     assert [process.poll() is not None for process in started] == [True, True]
 
 
-def test_half_a_line_waits_for_its_other_half(call) -> None:
+def test_incomplete_event_line_is_read_when_complete(call) -> None:
     code, out, _ = call(*TWO, "--json", fake="half")
     assert code == 0
     assert [r["correct"] for r in json.loads(out)["results"]] == [True, True]
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "says"),
+    ("args", "code", "message"),
     [
         (("merge", "--device", "gpu"), 2, "--device gpu is unknown"),
         (("merge", "--seconds", "0"), 2, "--seconds 0 is not a positive number of seconds"),
@@ -219,15 +217,15 @@ def test_half_a_line_waits_for_its_other_half(call) -> None:
         (("attention", "--layers", "0"), 2, "--layers 0 is not a positive number; try --layers 16."),
     ],
 )
-def test_what_cannot_work_is_one_sentence(args, code, says, call) -> None:
+def test_invalid_options_print_one_error_line(args, code, message, call) -> None:
     found, out, err = call(*args)
     assert found == code
-    assert says in err
+    assert message in err
     assert out == ""
 
 
-def test_a_gpus_defaults_are_those_of_the_help(call) -> None:
-    """5 kernels × 5 numbers of requests, without the order of heads of one request; the fake worker answers for the GPU."""
+def test_default_cases_on_a_gpu(call) -> None:
+    """5 kernels × 5 numbers of requests, minus the order of heads of one request; the fake worker acts as a GPU."""
     _, out, _ = call("merge", "--json", machine=GPU)
     record = json.loads(out)
     assert record["performance"] is True
@@ -236,20 +234,20 @@ def test_a_gpus_defaults_are_those_of_the_help(call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "asked", "says"),
+    ("gpus", "options", "message"),
     [
         (1, (), "2 ranks need 2 GPUs, but 1 visible; with one alone, type `dcpbench bench exchange --device cpu`"),
         (4, ("--ranks", "8"), "8 ranks need 8 GPUs, but 4 visible; type --ranks 4."),
     ],
 )
-def test_more_ranks_than_gpus_cannot_be_had(gpus, asked, says, call) -> None:
-    code, _, err = call("exchange", *asked, machine=Probe(device="cuda", count=gpus, name="NVIDIA H200"))
+def test_more_ranks_than_gpus_are_refused(gpus, options, message, call) -> None:
+    code, _, err = call("exchange", *options, machine=Probe(device="cuda", count=gpus, name="NVIDIA H200"))
     assert code == 3
-    assert says in err
+    assert message in err
 
 
 class Forked(ranks.Ranks):
-    """In place of `ranks.Started`: ranks that begin at once, and have ended well when it is entered."""
+    """Replace `ranks.Started` by forked ranks, which have all finished after `__enter__`."""
 
     def __init__(self, folder: Path, events: Path, count: int, worker: str, device: str) -> None:
         super().__init__(folder, folder, events, range(count))
@@ -265,16 +263,16 @@ class Forked(ranks.Ranks):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """All have ended."""
+        """Do nothing, since all ranks have ended."""
 
     def has_ended(self) -> bool:
-        """They have."""
+        """Return True, since all ranks have ended."""
         return True
 
 
 @pytest.fixture
 def real(call, monkeypatch: pytest.MonkeyPatch):
-    """Run a bench for real on the CPU, but for the time that importing torch takes; gives its record."""
+    """Run a bench with the real worker on the CPU, in forks that have imported torch, and return its record."""
     monkeypatch.setattr(runner, "WORKER", "dcpbench.bench.bench_worker")
     monkeypatch.setattr(runner, "Started", Forked)
 
@@ -288,8 +286,8 @@ def real(call, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.distributed
 @pytest.mark.long
-def test_exchange_for_real_runs_every_exchange_on_two_ranks(real) -> None:
-    """With all that is left out and without; errors are of the worst rank, and nothing is timed."""
+def test_real_exchange_bench_runs_every_exchange_on_two_ranks(real) -> None:
+    """The error of a case is the largest one of all ranks, and the CPU run has no times."""
     record = real("exchange", "--heads", "4", "--requests", "3")
     assert record["ranks"] == 2
     assert [r["case"]["variant"] for r in record["results"]] == ["ag_rs", "ag_rs-bf16", "a2a", "symm"]
@@ -304,13 +302,13 @@ def test_exchange_for_real_runs_every_exchange_on_two_ranks(real) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.long
-def test_collectives_for_real_agree_with_sums_in_fp64(real) -> None:
+def test_real_collectives_bench_agrees_with_fp64_sums(real) -> None:
     record = real("collectives", "--requests", "2", "--width", "32")
     assert len(record["results"]) == 5
     assert all(r["correct"] for r in record["results"])
 
 
-def test_attention_and_merge_for_real_are_correct(real) -> None:
+def test_real_attention_and_merge_benches_are_correct(real) -> None:
     for bench_name in ("attention", "merge"):
         record = real(bench_name, "--requests", "2")
         assert record["results"]
@@ -319,14 +317,14 @@ def test_attention_and_merge_for_real_are_correct(real) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.long
-def test_kv_gather_for_real_says_what_outgrew_its_pool() -> None:
-    """64 tokens of 1,152 bytes on 2 ranks: nccl receives 2 parts of at least 36,864 bytes, direct keeps its own.
+def test_real_kv_gather_bench_marks_cases_that_exceed_the_pool() -> None:
+    """64 tokens of 1,152 bytes on 2 ranks: nccl receives 2 parts of at least 36,864 bytes, direct keeps its own part.
 
-    The command from the outside, and with two processes of its own.
+    The command runs in a process of its own with two rank processes.
     """
-    typed = ["bench", "kv-gather", "--requests", "1", "--pool-bytes", "50KB", "--device", "cpu", "--json"]
+    args = ["bench", "kv-gather", "--requests", "1", "--pool-bytes", "50KB", "--device", "cpu", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "dcpbench.cli", *typed], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "dcpbench.cli", *args], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
@@ -335,26 +333,26 @@ def test_kv_gather_for_real_says_what_outgrew_its_pool() -> None:
     assert all(r["correct"] for r in record["results"])
 
 
-def test_a_backend_that_cannot_run_here_fails_by_itself(real) -> None:
-    """FlashInfer needs a GPU, whether it is installed or not; the reference is measured all the same."""
+def test_unavailable_backend_fails_without_affecting_others(real) -> None:
+    """FlashInfer needs a GPU, whether it is installed or not; the reference is still measured."""
     results = real("attention", "--backend", "reference,flashinfer", "--requests", "1", code=4)["results"]
     assert [r["outcome"] for r in results] == ["ok", "failed"]
-    assert results[1]["reason"].startswith("--backend flashinfer"), "a sentence, without the name of a class"
+    assert results[1]["reason"].startswith("--backend flashinfer"), "the reason has no class name"
 
 
-def test_a_reason_is_told_once_while_cases_run() -> None:
+def test_progress_prints_each_failure_reason_once() -> None:
     case = Case(variant="pack", calls=1, sizes={})
     results = [Result(case=case, outcome="failed", reason=why) for why in ("no x", "no y", "no x")]
-    told: set[str] = set()
-    notes = [runner._make_progress(Event(stage="done", index=n, result=r), told).note for n, r in enumerate(results)]
+    seen: set[str] = set()
+    notes = [runner._make_progress(Event(stage="done", index=n, result=r), seen).note for n, r in enumerate(results)]
     assert notes == ["no x", "no y", "failed, as before"]
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_there_are_limits_and_shares_of_them(call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A correct kernel's share is more than nothing and not more than the machine can do, rounding aside.
+def test_gpu_bench_records_limits_and_fractions_of_them(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A correct kernel reaches a positive fraction of the limit of at most 1, apart from rounding.
 
-    Of several tries, as other tests may use the GPU while its limits are measured.
+    The best of several tries counts, since other tests may use the GPU while limits are measured.
     """
     monkeypatch.setattr(runner, "WORKER", "dcpbench.bench.bench_worker")
     shares = []
@@ -370,8 +368,8 @@ def test_on_a_gpu_there_are_limits_and_shares_of_them(call, monkeypatch: pytest.
     assert 0 < min(shares) < 1.1
 
 
-def test_a_bench_by_another_package_than_the_commands_measures_nothing(call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real worker, of whose package the command takes another for its own."""
+def test_worker_from_another_package_measures_no_case(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is patched to expect the package of another folder than the real worker imports."""
     monkeypatch.setattr(runner, "WORKER", "dcpbench.bench.bench_worker")
     monkeypatch.setattr(
         runner.version_check, "get_started_package", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64)

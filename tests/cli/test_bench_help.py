@@ -1,4 +1,4 @@
-"""Help of `dcpbench bench`: instant, with every option by its own name, groups, defaults and an example."""
+"""Test the help of `dcpbench bench`: fast, with declared option names, groups, defaults and an example."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ HEAVY = ("torch", "triton", "pandas", "matplotlib", "numpy", "dcpbench.reports",
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_options_of_a_bench_are_these(name: str) -> None:
-    """Scripts rely on them: a new or a lost one must be noticed."""
+def test_options_of_each_bench(name: str) -> None:
+    """Scripts rely on options, so that a new or a lost one must be noticed."""
     command = typer.main.get_command(bench.app).commands[name]
     assert {o for p in command.params for o in [*p.opts, *p.secondary_opts]} == OPTIONS[name]
 
 
-def test_every_option_has_the_name_that_is_written_beside_it() -> None:
-    """Names that Typer makes up of a variable's have been lost by one of its versions."""
+def test_every_option_has_its_declared_name() -> None:
+    """One version of Typer lost names that it derives from variables."""
     notes = [
         note
         for command in bench.app.registered_commands
@@ -75,13 +75,13 @@ def test_help_has_groups_defaults_and_an_example(name: str) -> None:
         assert words in text
 
 
-def test_the_list_of_benches_says_where_to_start() -> None:
+def test_list_of_benches_suggests_a_first_command() -> None:
     text = help_of("bench")
     assert "Start with: dcpbench bench attention" in text
     assert all(name in text for name in OPTIONS)
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_heavy_package() -> None:
     code = (
         "import sys\nfrom dcpbench import cli\n"
         "try:\n    cli.main(['bench', 'merge', '--help'])\nexcept SystemExit:\n    pass\n"

@@ -1,4 +1,4 @@
-"""Commands whose output cannot be taken: a closed stdout, a full disk, a reader that went away, missing characters."""
+"""Test commands that cannot write their output: closed stdout, full disk, closed pipe, missing characters."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 ASCII = {"PYTHONIOENCODING": "ascii"}
 NO_UTF8 = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "LANG": "C"}
-"""A locale without UTF-8, where Python is told not to take UTF-8 all the same."""
+"""Environment of a locale without UTF-8, in which Python's UTF-8 mode is disabled."""
 
 
 def shell(folder: Path, line: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """A line of sh, `dcpbench` in it being ours."""
+    """Run a line of sh in which `dcpbench` is this package's command."""
     line = line.replace("dcpbench", f"{sys.executable} -m dcpbench.cli")
     return subprocess.run(
         ["sh", "-c", line],
@@ -39,7 +39,7 @@ def shell(folder: Path, line: str, **env: str) -> subprocess.CompletedProcess[st
 
 
 def unread(folder: Path, args: list[str], *, stderr: bool = False) -> subprocess.CompletedProcess[bytes]:
-    """The command, writing into a pipe whose other end is closed; its errors too, or read."""
+    """Run the command with stdout, and optionally stderr, in a pipe whose other end is closed."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -57,9 +57,7 @@ def unread(folder: Path, args: list[str], *, stderr: bool = False) -> subprocess
 
 @pytest.mark.parametrize(("redirected", "code"), [(">&-", 0), (">/dev/full", 3)])
 @pytest.mark.parametrize("command", ["show RUN", "show RUN --json", "top RUN --once"])
-def test_a_command_whose_output_cannot_be_taken_ends_without_a_traceback(
-    tmp_path: Path, command: str, redirected: str, code: int
-) -> None:
+def test_unwritable_output_causes_no_traceback(tmp_path: Path, command: str, redirected: str, code: int) -> None:
     build.write(tmp_path / "RUN", [build.ok(build.point())])
     done = shell(tmp_path, f"dcpbench {command} {redirected}")
     assert done.returncode == code, done.stderr
@@ -70,8 +68,8 @@ def test_a_command_whose_output_cannot_be_taken_ends_without_a_traceback(
     "command",
     ["compare RUN WORSE --fail-on slower:2%", "compare RUN WORSE --json", "show RUN", "top RUN --once", "--help"],
 )
-def test_a_reader_that_goes_away_is_no_verdict(tmp_path: Path, command: str) -> None:
-    """`head` may close before the first line: 141, as of any command that SIGPIPE ends. 1 would say that B is worse."""
+def test_closed_pipe_exits_with_141_instead_of_a_verdict(tmp_path: Path, command: str) -> None:
+    """`head` may close the pipe before the first line; exit code 1 would mean that B is slower."""
     build.write(tmp_path / "RUN", [build.ok(build.point())])
     build.write(tmp_path / "WORSE", [build.ok(build.point(), median_ms=100.0)])
     done = unread(tmp_path, command.split())
@@ -79,19 +77,19 @@ def test_a_reader_that_goes_away_is_no_verdict(tmp_path: Path, command: str) -> 
     assert done.stderr == b""
 
 
-def test_an_error_keeps_its_code_when_nobody_reads_it(tmp_path: Path) -> None:
+def test_error_keeps_its_exit_code_with_closed_stderr(tmp_path: Path) -> None:
     assert unread(tmp_path, ["show", "nowhere"], stderr=True).returncode == 2
 
 
 def commands(group: object = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every command that --help leads to, by its words."""
+    """List the arguments of every command that --help leads to."""
     yield path
     group = group or typer.main.get_command(cli.app)
     for name, command in getattr(group, "commands", {}).items():
         yield from commands(command, (*path, name))
 
 
-SAID = {  # commands, and what of their output takes characters that ASCII lacks
+EXPECTED = {  # commands, and a part of their output that is transliterated to ASCII
     "show RUN": "* No SLO was given",
     "doctor": "* no GPU",
     "compare RUN RUN": "8 x 4,000 tokens: 746.8 -> 746.8 tok/s",
@@ -119,11 +117,11 @@ for number, line in enumerate(sys.argv[1:]):
         sys.stderr.flush()
         open(f"code-{number}", "w").write(str(end.code or 0))
 """
-"""Runs commands, one after the other, in one process: a terminal is the same for all of them. No figure is drawn."""
+"""Program that runs commands one after the other in one process without drawing figures."""
 
 
 def outputs(folder: Path, lines: Sequence[str], env: dict[str, str]) -> dict[str, tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each of these commands, by its line."""
+    """Return (exit code, stdout, stderr) of each of these commands by its line."""
     folder.mkdir()
     build.write(folder / "RUN", [build.ok(build.point())])
     subprocess.run([sys.executable, "-c", ALL, *lines], cwd=folder, env=os.environ | env, check=True, timeout=200)
@@ -140,36 +138,38 @@ class TestAscii:
     def found(
         request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     ) -> dict[str, tuple[int, str, str]]:
-        """What all commands say there."""
-        return outputs(tmp_path_factory.mktemp("ascii") / "all", [*SAID, JSON], request.param)
+        """Return the outputs of all commands in this environment."""
+        return outputs(tmp_path_factory.mktemp("ascii") / "all", [*EXPECTED, JSON], request.param)
 
-    @pytest.mark.parametrize(("command", "said"), SAID.items(), ids=lambda value: value.split()[0])
-    def test_what_a_terminal_lacks_has_a_form_that_it_has(self, found, command: str, said: str) -> None:
+    @pytest.mark.parametrize(("command", "expected"), EXPECTED.items(), ids=lambda value: value.split()[0])
+    def test_characters_outside_ascii_are_transliterated(self, found, command: str, expected: str) -> None:
         code, out, err = found[command]
         assert code == 0 or command == "doctor", err  # the exit code of doctor depends on this machine
-        assert said in out
+        assert expected in out
         assert out.isascii()
 
     @pytest.fixture(scope="class")
     @staticmethod
     def usual(tmp_path_factory: pytest.TempPathFactory) -> str:
-        """The JSON where there are all characters."""
+        """Return the JSON output in UTF-8."""
         return outputs(tmp_path_factory.mktemp("usual") / "all", [JSON], {"PYTHONIOENCODING": "utf-8"})[JSON][1]
 
-    def test_json_says_the_same_in_any_encoding(self, found, usual: str) -> None:
-        """A layout is `tp2·dcp2` for whoever parses it, and not `tp2.dcp2`."""
+    def test_json_output_does_not_depend_on_the_encoding(self, found, usual: str) -> None:
+        """Parsers must get the layout `tp2·dcp2`, and not `tp2.dcp2`."""
         _, out, _ = found[JSON]
         assert out.isascii()
         assert not usual.isascii()
         assert json.loads(out) == json.loads(usual)
 
-    def test_an_error_is_a_sentence_in_it(self, tmp_path: Path) -> None:
+    def test_error_message_is_printed_in_ascii(self, tmp_path: Path) -> None:
         done = shell(tmp_path, "dcpbench show größe·2", **ASCII)
         assert done.returncode == 2
         assert "groe.2" in done.stderr or "gro?e.2" in done.stderr
 
     @pytest.mark.parametrize("command", [*commands()], ids=lambda words: " ".join(words) or "dcpbench")
-    def test_every_command_helps_in_it(self, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_help_of_every_command_is_printed_in_ascii(
+        self, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
         monkeypatch.setattr(sys, "stdout", screen)
         with pytest.raises(SystemExit) as ended:

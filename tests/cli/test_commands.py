@@ -1,4 +1,4 @@
-"""The dcpbench command as a user meets it, with the fake worker in place of the real one."""
+"""Test dcpbench commands as a user runs them, with the fake worker in place of the real one."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ POINT = Point(model="tiny", tp=1, concurrency=2, context=100, backend="reference
 
 @pytest.fixture
 def dcpbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
-    """Runs a command in this process, with the fake worker."""
+    """Run a command in this process with the fake worker."""
     return Typed(tmp_path, monkeypatch, capsys)
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Run a command in this process on a given machine; what needs no job is quicker so."""
+    """Run a command in this process with a given machine; commands without a job are quicker this way."""
 
     def run(*args: str, machine: Probe = CPU) -> tuple[int, str, str]:
         monkeypatch.setattr("dcpbench.launch.launcher.run_probe", lambda _: machine)
@@ -64,8 +64,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return run
 
 
-def test_resuming_a_serve_run_with_sweep_says_what_to_type(call, tmp_path: Path) -> None:
-    """Not that --slo was given and now is not."""
+def test_sweep_that_resumes_a_serve_run_suggests_the_serve_command(call, tmp_path: Path) -> None:
+    """The message must not complain that --slo was given before and is missing now."""
     served = serve_record_builder.served(serve_record_builder.point(serve_record_builder.DCP))
     record_builder.write(tmp_path / "run", [served])
     code, _, err = call("sweep", "--tp", "2", "-o", str(tmp_path / "run"), "--resume")
@@ -75,8 +75,8 @@ def test_resuming_a_serve_run_with_sweep_says_what_to_type(call, tmp_path: Path)
 
 
 @pytest.mark.distributed
-def test_a_sweep_measures_reports_and_goes_on_where_it_failed(dcpbench: Typed, tmp_path: Path) -> None:
-    """Context 13 fails: exit 4. Then without a flag nothing is touched, --resume runs only the failed point again."""
+def test_sweep_writes_a_report_and_resume_repeats_failed_points(dcpbench: Typed, tmp_path: Path) -> None:
+    """Context 13 fails, so the sweep exits with 4; another run needs a flag, and --resume repeats the failed point."""
     sweep = [
         "sweep",
         "--tp",
@@ -115,10 +115,10 @@ def test_a_sweep_measures_reports_and_goes_on_where_it_failed(dcpbench: Typed, t
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_an_interrupt_ends_the_workers_and_says_how_to_go_on(tmp_path: Path, number: int, code: int) -> None:
-    """Ctrl-C, kill or a dropped ssh while a point hangs: the finished point stays recorded, no process is left.
+def test_signal_ends_the_workers_and_suggests_resume(tmp_path: Path, number: int, code: int) -> None:
+    """Ctrl-C, kill or a dropped ssh connection while a point hangs keeps the finished point and leaves no process.
 
-    After Ctrl-C in a job of torchrun's own.
+    The job of the Ctrl-C case runs under torchrun itself.
     """
     env = ENV | {"DCPBENCH_QUICK": "" if number == signal.SIGINT else "1"}
     command = [sys.executable, str(HERE / "dcpbench_fake.py"), "sweep", "--tp", "2", "--context", "50,66"]
@@ -143,8 +143,8 @@ def test_an_interrupt_ends_the_workers_and_says_how_to_go_on(tmp_path: Path, num
 
 
 @pytest.mark.distributed
-def test_verify_ends_with_1_when_a_check_is_wrong(dcpbench: Typed) -> None:
-    """The fake is wrong under dp: with --tp 2 these are tp2, tp2·dcp2 (right) and tp2·dp2 (wrong)."""
+def test_verify_exits_with_1_if_a_check_is_wrong(dcpbench: Typed) -> None:
+    """The fake is wrong for dp > 1: --tp 2 gives tp2 and tp2·dcp2 (right) and tp2·dp2 (wrong)."""
     wrong = dcpbench("verify", "--tp", "2", "--json", "-o", "v")
     assert wrong.returncode == 1
     found = json.loads(wrong.stdout)
@@ -159,22 +159,21 @@ def test_verify_ends_with_1_when_a_check_is_wrong(dcpbench: Typed) -> None:
 
 
 @pytest.mark.distributed
-def test_verify_ends_with_4_when_nothing_is_wrong_but_a_point_failed(dcpbench: Typed) -> None:
-    """Context 13 fails on rank 1: no table of checks, since there are none."""
+def test_verify_exits_with_4_if_only_a_point_failed(dcpbench: Typed) -> None:
+    """Context 13 fails on rank 1; no table is printed because there are no checks."""
     done = dcpbench("verify", "--tp", "2", "--dp", "1", "--dcp", "2", "--context", "13", "-o", "v")
     assert done.returncode == 4
     assert "0 checks ok, 0 wrong, 1 point failed" in done.stderr
     assert done.stdout == ""
 
 
-def test_the_machine_is_read_off_the_last_line_that_the_worker_prints(dcpbench: Typed) -> None:
-    """The fake prints a greeting first, as libraries do; --json is nothing but JSON."""
+def test_machine_is_read_from_the_last_line_of_the_worker(dcpbench: Typed) -> None:
+    """The fake prints a greeting first, as some libraries do; --json prints only JSON."""
     found = msgspec.convert(json.loads(dcpbench("doctor", "--json").stdout)["machine"], Probe)
     assert found.packages == {"torch": "2.9", "flashinfer": None}
 
 
-def test_doctor_shows_what_is_missing_for_what(call) -> None:
-    """Packages with versions, and the problems as sentences."""
+def test_doctor_lists_packages_and_problems(call) -> None:
     machine = msgspec.structs.replace(CPU, problems=["FlashInfer is missing: --backend flashinfer cannot run."])
     _, out, _ = call("doctor", machine=machine)
     assert "flashinfer" in out
@@ -182,8 +181,8 @@ def test_doctor_shows_what_is_missing_for_what(call) -> None:
     assert "• FlashInfer is missing: --backend flashinfer cannot run." in out
 
 
-def test_a_dry_run_lists_points_memory_and_reasons_and_writes_nothing(call, tmp_path, monkeypatch) -> None:
-    """4 GPUs: tp4·dcp4 with its baseline, and tp8 rejected with the command to type."""
+def test_dry_run_lists_points_and_memory_and_writes_no_file(call, tmp_path, monkeypatch) -> None:
+    """With 4 GPUs, tp4·dcp4 and its baseline can run, and tp8 is rejected with the reason."""
     monkeypatch.chdir(tmp_path)
     code, out, _ = call("sweep", "--tp", "4,8", "--concurrency", "8", "--dry-run", machine=GPUS)
     assert code == 0
@@ -195,8 +194,8 @@ def test_a_dry_run_lists_points_memory_and_reasons_and_writes_nothing(call, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_of_which_nothing_can_run_gives_each_reason_once_and_stays_a_plan(call) -> None:
-    """Two loads and a layout with DCP beside one without, on a machine of 8 that is not here."""
+def test_dry_run_without_possible_points_prints_each_reason_once(call) -> None:
+    """Two loads and two layouts, with and without DCP, are planned for a machine with 8 GPUs."""
     words = "sweep --tp 16 --dcp 1,16 --concurrency 8,16 --dry-run --gpu H200,count=8"
     code, out, err = call(*words.split())
     assert code == 3
@@ -209,8 +208,7 @@ def test_a_dry_run_of_which_nothing_can_run_gives_each_reason_once_and_stays_a_p
     assert (code, err.count("--tp 16 needs 16 GPUs")) == (3, 1)
 
 
-def test_a_dry_run_in_json_is_one_list_on_stdout(call) -> None:
-    """Bytes and reasons, for scripts."""
+def test_dry_run_with_json_prints_one_list(call) -> None:
     code, out, _ = call("sweep", "--tp", "4,8", "--concurrency", "8", "--dry-run", "--json", machine=GPUS)
     rows = json.loads(out)
     assert code == 0
@@ -222,10 +220,10 @@ def test_a_dry_run_in_json_is_one_list_on_stdout(call) -> None:
 
 
 class TestPlansForAnotherMachine:
-    """--dry-run --gpu: what a laptop can say of GPUs that it has not."""
+    """Test --dry-run --gpu, which plans for GPUs that this machine lacks."""
 
     @pytest.mark.parametrize("command", ["sweep", "serve"])
-    def test_a_plan_is_for_these_gpus_and_says_so(self, call, command: str) -> None:
+    def test_plan_names_the_given_gpus(self, call, command: str) -> None:
         code, out, err = call(command, "--tp", "8", "--concurrency", "8", "--dry-run", "--gpu", "H200,count=8")
         assert code == 0
         assert "tp8·dcp8" in out
@@ -233,30 +231,30 @@ class TestPlansForAnotherMachine:
         assert "A plan for 8 × NVIDIA H200; not for this machine, and nothing is measured." in err
         assert "139.7 GiB" in err or "139.8 GiB" in err
 
-    def test_nothing_is_asked_of_this_machine(self, call, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Which would start a process that loads torch, and may have none."""
+    def test_plan_does_not_probe_this_machine(self, call, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A probe would start a process that imports torch, which may not be installed."""
         asked = []
         monkeypatch.setattr(point_runner, "select_device", lambda probe, _: asked.append(probe.name) or probe)
         assert call("sweep", "--dry-run", "--gpu", "B200", machine=None)[0] == 0
         assert asked == ["NVIDIA B200"]
 
-    def test_a_layout_of_more_gpus_than_are_planned_is_rejected(self, call) -> None:
+    def test_layout_with_more_gpus_than_planned_is_rejected(self, call) -> None:
         _, out, _ = call("sweep", "--tp", "4,8", "--concurrency", "8", "--dry-run", "--gpu", "H100,count=4")
         assert "--tp 8 needs 8 GPUs and there are 4 (NVIDIA H100 80GB HBM3)." in out
 
-    def test_several_machines_are_planned_without_meeting(self, call) -> None:
-        """No address and no secret: 2 × 8 GPUs hold tp16."""
+    def test_several_machines_are_planned_without_rendezvous(self, call) -> None:
+        """tp16 fits on 2 × 8 GPUs, and neither an address nor a secret is needed."""
         code, out, err = call("sweep", "--tp", "16", "--nodes", "2", "--dry-run", "--gpu", "H200")
         assert code == 0
         assert "tp16·dcp16" in out
         assert "8 × NVIDIA H200 on each of 2 machines" in err
 
-    def test_verify_plans_too(self, call) -> None:
+    def test_verify_accepts_dry_run_for_other_gpus(self, call) -> None:
         code, out, _ = call("verify", "--tp", "4", "--dcp", "4", "--dry-run", "--gpu", "H20,count=4")
         assert code == 0
         assert "tp4·dcp4" in out
 
-    def test_json_says_which_machine(self, call) -> None:
+    def test_json_plan_names_the_machine(self, call) -> None:
         typed = ("sweep", "--tp", "4", "--dcp", "4", "--concurrency", "8", "--dry-run", "--json")
         (row, *_) = json.loads(call(*typed, "--gpu", "H200,count=4")[1])
         assert (row["machine"]["name"], row["machine"]["gpus"]) == ("NVIDIA H200", 4)
@@ -276,28 +274,28 @@ class TestPlansForAnotherMachine:
         ],
         ids=lambda x: "_".join(x) if isinstance(x, list) else "",
     )
-    def test_what_cannot_be_planned_is_refused_with_what_to_type(self, call, args: list[str], words: str) -> None:
+    def test_invalid_gpu_options_raise_an_error_with_a_suggestion(self, call, args: list[str], words: str) -> None:
         code, out, err = call(*args)
         assert (code, out) == (2, "")
         assert err.startswith("error: ")
         assert words in err
 
-    def test_step_times_have_a_machine_of_their_own(self, call, tmp_path: Path) -> None:
+    def test_gpu_option_contradicts_step_times(self, call, tmp_path: Path) -> None:
         path = tmp_path / "times.json"
         path.write_text("{}")
         code, _, err = call("serve", "--mode", "replay", "--step-times", str(path), "--dry-run", "--gpu", "H200")
         assert code == 2
         assert "leave --gpu out" in err
 
-    def test_a_full_size_model_without_gpus_names_the_plan_and_counts_in_bf16(self, call) -> None:
-        """671 billion numbers of 2 bytes are 1,250 GiB; fp32 is what a CPU run would take."""
+    def test_full_size_model_without_gpus_suggests_a_dry_run(self, call) -> None:
+        """671 billion parameters of 2 bytes (bf16) are 1,250 GiB, although a CPU run would use fp32."""
         code, _, err = call("sweep", "--model", "deepseek-v3")
         assert code == 3
         assert "about 1,250 GiB of weights in bf16" in err
         assert "dcpbench sweep --model deepseek-v3 --dry-run --gpu H200,count=8" in err
 
-    def test_emulated_ranks_are_planned_for_the_machine_that_the_file_names(self, call, tmp_path: Path) -> None:
-        """A plan for another GPU would say nothing of what is to be measured."""
+    def test_suggested_plan_of_an_emulation_uses_the_gpu_of_its_file(self, call, tmp_path: Path) -> None:
+        """The emulated machine is measured, so a plan for other GPUs would not apply."""
         (tmp_path / "ours.toml").write_text('name = "ours"\ngpu = "H100"\ngpus_per_host = 4\n')
         code, out, _ = call("sweep", "--model", "deepseek-v3", "--emulate", str(tmp_path / "ours.toml"), "--dry-run")
         assert code == 3
@@ -305,32 +303,32 @@ class TestPlansForAnotherMachine:
 
 
 class TestDcpByDefault:
-    """Who types --tp alone gets DCP, and is told in the first line."""
+    """With --tp alone DCP is measured, and the first line of the output states it."""
 
     def first_line(self, call, *args: str) -> str:
         return call(*args, "--concurrency", "8", "--dry-run", "--gpu", "H200")[2].split("\n")[0]
 
-    def test_tp_alone_measures_dcp_and_says_how_to_measure_tp(self, call) -> None:
-        said = "DCP is measured by default: tp8·dcp8, with tp8 as baseline. For plain TP alone, add --dcp 1."
-        assert self.first_line(call, "sweep", "--tp", "8", "--weights-dtype", "bf16") == said
+    def test_tp_alone_measures_dcp_and_suggests_dcp_1(self, call) -> None:
+        message = "DCP is measured by default: tp8·dcp8, with tp8 as baseline. For plain TP alone, add --dcp 1."
+        assert self.first_line(call, "sweep", "--tp", "8", "--weights-dtype", "bf16") == message
         stored = "Weights fp8, as deepseek-v3 is published; KV bf16. For weights in bf16, add --weights-dtype bf16."
-        assert self.first_line(call, "sweep", "--tp", "8") == f"{said} {stored}"
+        assert self.first_line(call, "sweep", "--tp", "8") == f"{message} {stored}"
 
-    def test_what_it_names_is_what_is_planned(self, call) -> None:
-        said = self.first_line(call, "sweep", "--tp", "8", "--dp", "2", "--no-baseline", "--weights-dtype", "bf16")
-        assert said == "DCP is measured by default: tp8·dp2·dcp4·ep1. For layouts without it alone, add --dcp 1."
+    def test_first_line_names_the_planned_layout(self, call) -> None:
+        line = self.first_line(call, "sweep", "--tp", "8", "--dp", "2", "--no-baseline", "--weights-dtype", "bf16")
+        assert line == "DCP is measured by default: tp8·dp2·dcp4·ep1. For layouts without it alone, add --dcp 1."
 
     @pytest.mark.parametrize(
         "args", [["--tp", "8", "--dcp", "1"], ["--tp", "8", "--dcp", "8"], ["--tp", "1"]], ids=" ".join
     )
-    def test_who_asked_for_it_or_gets_none_is_told_nothing(self, call, args: list[str]) -> None:
+    def test_no_message_with_explicit_dcp_or_a_single_gpu(self, call, args: list[str]) -> None:
         assert "by default" not in self.first_line(call, "sweep", *args)
-        said = "Weights fp8, as deepseek-v3 is published; KV bf16. For weights in bf16, add --weights-dtype bf16."
-        assert self.first_line(call, "sweep", *args) == said
+        message = "Weights fp8, as deepseek-v3 is published; KV bf16. For weights in bf16, add --weights-dtype bf16."
+        assert self.first_line(call, "sweep", *args) == message
 
 
-def test_the_command_line_overrides_the_file(call, tmp_path: Path) -> None:
-    """The file says tp 2 and context 30; --tp 4 is typed."""
+def test_command_line_overrides_the_config_file(call, tmp_path: Path) -> None:
+    """The file has tp 2 and context 30, and the command line has --tp 4."""
     path = tmp_path / "sweep.yaml"
     path.write_text("tp: 2\ncontext: [30]\nno-baseline: true\nconcurrency: 2\n")
     _, out, _ = call("sweep", "--config", str(path), "--tp", "4", "--dry-run", "--json")
@@ -372,8 +370,8 @@ def test_the_command_line_overrides_the_file(call, tmp_path: Path) -> None:
     ],
     ids=lambda x: "_".join(x)[:50] if isinstance(x, list) else "",
 )
-def test_a_mistake_ends_with_one_sentence_and_its_exit_code(call, args: list[str], code: int, words: str) -> None:
-    """`error: …` on stderr, nothing on stdout, no traceback, the next thing to type."""
+def test_invalid_arguments_print_one_error_line(call, args: list[str], code: int, words: str) -> None:
+    """stderr has `error: …` with a suggestion and no traceback, and stdout is empty."""
     ended, out, err = call(*args, machine=GPUS)
     assert ended == code
     assert err.startswith("error: ")
@@ -382,15 +380,15 @@ def test_a_mistake_ends_with_one_sentence_and_its_exit_code(call, args: list[str
     assert out == ""
 
 
-def test_an_unknown_option_is_a_usage_error_too(call) -> None:
-    """Typer's own errors use the same exit code."""
+def test_unknown_option_is_a_usage_error(call) -> None:
+    """Errors of Typer have the same exit code."""
     code, _, err = call("sweep", "--dcpp", "8")
     assert code == 2
     assert "--dcp" in err
 
 
-def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug of ours must not look like a mistake of the user's."""
+def test_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect of dcpbench must not be reported like a mistake of the user."""
 
     def broken(_: object) -> Probe:
         raise ZeroDivisionError
@@ -400,8 +398,8 @@ def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyP
         cli.main(["doctor"])
 
 
-def test_verify_without_a_layout_takes_the_usual_six_that_the_gpus_can_hold(call) -> None:
-    """On the CPU all of them; on 2 GPUs those of at most 2 ranks; --dcp 4 alone means tp 4."""
+def test_verify_without_a_layout_checks_default_layouts_that_fit(call) -> None:
+    """The CPU runs all six, 2 GPUs run those of at most 2 ranks, and --dcp 4 alone implies tp 4."""
     layouts = {}
     for name, args, machine in (
         ("cpu", [], CPU),
@@ -418,8 +416,8 @@ def test_verify_without_a_layout_takes_the_usual_six_that_the_gpus_can_hold(call
     }
 
 
-def test_a_layout_without_any_check_is_not_a_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Silence is not agreement: one layout of two was checked."""
+def test_layout_without_any_check_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only one of two layouts was checked, so verify exits with 4."""
     probe = CPU
     spec = make_spec({"concurrency": "4", "context": "37"}, probe)
     layouts = [Layout(tp=1), Layout(tp=2)]
@@ -447,24 +445,23 @@ def test_a_layout_without_any_check_is_not_a_success(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("command", ["sweep", "verify"])
-def test_a_folder_that_takes_no_files_is_a_sentence(command: str, call) -> None:
-    """It exists, and not even root can write into it."""
+def test_output_folder_without_write_access_is_a_usage_error(command: str, call) -> None:
+    """/proc/self exists, and not even root can create files in it."""
     code, _, err = call(command, "-o", "/proc/self", "--tp", "1")
     assert code == 2
     assert err.startswith("error: /proc/self cannot be used as output folder")
 
 
-def test_so_it_is_for_a_report(call, tmp_path: Path) -> None:
-    """The records are fine, the place is not."""
+def test_report_into_a_folder_without_write_access_is_a_usage_error(call, tmp_path: Path) -> None:
     RecordFile(tmp_path).append(Record(point=POINT, outcome="rejected", reason="no"))
     code, _, err = call("report", str(tmp_path), "-o", "/proc/self")
     assert code == 2
-    last = err.splitlines()[-1]  # on a slow machine, progress precedes it
+    last = err.splitlines()[-1]  # on a slow machine, progress is printed before the error
     assert last.startswith("error: /proc/self cannot be written")
 
 
-def test_verify_leaves_the_records_of_a_sweep_alone(call, tmp_path: Path) -> None:
-    """With --force, too; the way out is another folder."""
+def test_verify_refuses_the_folder_of_a_sweep(call, tmp_path: Path) -> None:
+    """The folder is refused even with --force, and another one is suggested."""
     RecordFile(tmp_path).append(Record(point=POINT, outcome="ok"))
     code, _, err = call("verify", "--tp", "1", "-o", str(tmp_path), "--force")
     assert code == 2
@@ -473,8 +470,7 @@ def test_verify_leaves_the_records_of_a_sweep_alone(call, tmp_path: Path) -> Non
     assert len(read_records(tmp_path)) == 1
 
 
-def test_verify_checks_its_prompts_before_it_launches_anything(call, tmp_path: Path) -> None:
-    """No folder is made, and the prompt is named."""
+def test_verify_checks_prompts_before_it_creates_the_folder(call, tmp_path: Path) -> None:
     for name in ("model.safetensors", "prompts.json"):
         (tmp_path / name).touch()
     (tmp_path / "config.json").write_text(json.dumps(V3))
@@ -488,8 +484,8 @@ def test_verify_checks_its_prompts_before_it_launches_anything(call, tmp_path: P
     assert not (tmp_path / "v").exists()
 
 
-def test_resume_with_another_pool_is_refused_and_with_another_time_limit_is_told(call, tmp_path: Path) -> None:
-    """The folder's job ran with 1 GiB and 10 s; nothing is left to run, so only the settings are compared."""
+def test_resume_refuses_another_kv_memory_and_reports_other_seconds(call, tmp_path: Path) -> None:
+    """The previous job used 1 GiB and 10 s; no point is left to run, so only settings are compared."""
     settings = Settings(kv_memory_bytes=1 << 30)
     job = Job(kind="sweep", tag="tp1-0", folder=str(tmp_path), device="cpu", points=[POINT], settings=settings)
     job.get_path().write_bytes(msgspec.json.encode(job))
@@ -503,8 +499,8 @@ def test_resume_with_another_pool_is_refused_and_with_another_time_limit_is_told
     assert "--seconds was 10 and is 3; points measured from here on have the new value." in err
 
 
-def test_resume_says_when_there_is_nothing_to_go_on_with(call, tmp_path: Path, monkeypatch) -> None:
-    """A folder without a run, and a run with other points."""
+def test_resume_reports_a_missing_run_or_other_points(call, tmp_path: Path, monkeypatch) -> None:
+    """The first folder has no run, and the second one has a run with other points."""
     monkeypatch.setattr("dcpbench.launch.launcher.run_points", lambda *_: None)
     typed = ["sweep", "--tp", "1", "--concurrency", "2", "--context", "100", "--resume", "-o"]
     assert f"{tmp_path / 'new'} holds no run yet; starting one." in call(*typed, str(tmp_path / "new"))[2]
@@ -512,8 +508,8 @@ def test_resume_says_when_there_is_nothing_to_go_on_with(call, tmp_path: Path, m
     assert f"None of these points is in {tmp_path}" in call(*typed, str(tmp_path))[2]
 
 
-def test_resume_without_options_does_not_add_the_default_grid_to_a_run(call, tmp_path: Path, monkeypatch) -> None:
-    """The run holds one point of context 100 at tp 1; the default grid of the CPU is tp 8 and 2, 8 requests."""
+def test_resume_without_options_suggests_the_original_command(call, tmp_path: Path, monkeypatch) -> None:
+    """The run has one point at tp 1 and context 100, which is not in the default grid of the CPU (tp 8 and 2)."""
     started: list[object] = []
     monkeypatch.setattr("dcpbench.launch.launcher.run_points", lambda points, *_: started.append(points))
     words = ["dcpbench", "sweep", "--tp", "1", "--concurrency", "2", "--context", "100", "-o", str(tmp_path)]
@@ -534,7 +530,7 @@ def test_resume_without_options_does_not_add_the_default_grid_to_a_run(call, tmp
 @pytest.mark.parametrize(
     "more", [["--repeats", "2"], ["--seconds", "1"], ["--no-baseline"], ["--backend", "reference"]]
 )
-def test_resume_with_options_that_give_no_grid_does_not_add_the_default_grid_to_a_run(
+def test_resume_without_grid_options_does_not_add_the_default_grid(
     call, tmp_path: Path, monkeypatch, more: list[str]
 ) -> None:
     """The run has tp 1 and context 100; the default grid of the CPU has tp 8."""
@@ -550,9 +546,7 @@ def test_resume_with_options_that_give_no_grid_does_not_add_the_default_grid_to_
     assert len(read_records(tmp_path)) == 1
 
 
-def test_serve_resumed_with_options_that_give_no_grid_does_not_add_the_default_grid_to_a_run(
-    call, tmp_path: Path, monkeypatch
-) -> None:
+def test_serve_resume_without_grid_options_does_not_add_the_default_grid(call, tmp_path: Path, monkeypatch) -> None:
     started: list[object] = []
     monkeypatch.setattr("dcpbench.launch.launcher.run_points", lambda points, *_: started.append(points))
     run = ["serve", "--model", "tiny", "-o", str(tmp_path), "--device", "cpu"]
@@ -565,8 +559,8 @@ def test_serve_resumed_with_options_that_give_no_grid_does_not_add_the_default_g
     assert started
 
 
-def test_resume_with_repeats_adds_them_to_a_run_of_the_default_grid(call, tmp_path: Path, monkeypatch) -> None:
-    """Each point of the default grid is measured a second time, and nothing else."""
+def test_resume_with_repeats_repeats_a_run_of_the_default_grid(call, tmp_path: Path, monkeypatch) -> None:
+    """Each point of the default grid is measured a second time, and no other point runs."""
     started: list[Point] = []
 
     def measure(points: list[Point], *_: object) -> None:
@@ -582,8 +576,8 @@ def test_resume_with_repeats_adds_them_to_a_run_of_the_default_grid(call, tmp_pa
     assert started == [msgspec.structs.replace(point, repeat=1) for point in first]
 
 
-def test_a_started_engine_is_named_with_its_experts(call) -> None:
-    """vLLM and SGLang split experts over all ranks unless they get their flag; an engine file may have any flags."""
+def test_layout_of_a_started_engine_has_its_expert_parallel_degree(call) -> None:
+    """vLLM uses tensor-parallel experts (ep1) unless --enable-expert-parallel is passed."""
     words = ["server", "--engine", "vllm", "--model", "m", "--tp", "8", "--dp", "8", "--concurrency", "1", "--dry-run"]
     for more, name in ([], "tp8·dp8·ep1"), (["--ep", "tp"], "tp8·dp8·ep8"):
         code, out, _ = call(*words, *more, "--json")
@@ -595,8 +589,8 @@ def test_a_started_engine_is_named_with_its_experts(call) -> None:
 @pytest.mark.parametrize(
     "command", ["show RUN", "show RUN --json", "report RUN", "export RUN --to csv -o OUT.csv", "compare OTHER RUN"]
 )
-def test_a_last_line_cut_short_is_told_in_the_terminal(command: str, call, tmp_path: Path) -> None:
-    """It is left out; a file of which nothing is left is an error."""
+def test_truncated_last_record_is_reported_on_stderr(command: str, call, tmp_path: Path) -> None:
+    """The truncated line is ignored; a file with no other line is an error."""
     run, other = tmp_path / "run", tmp_path / "other"
     for folder in (run, other):
         folder.mkdir()
@@ -619,8 +613,7 @@ def test_a_last_line_cut_short_is_told_in_the_terminal(command: str, call, tmp_p
     assert nothing in err
 
 
-def test_show_of_a_folder_of_runs_names_them(call, tmp_path: Path) -> None:
-    """`dcpbench show runs` is typed easily."""
+def test_show_of_a_parent_folder_lists_its_runs(call, tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         RecordFile(tmp_path / name).append(Record(point=POINT, outcome="ok"))
@@ -629,16 +622,13 @@ def test_show_of_a_folder_of_runs_names_them(call, tmp_path: Path) -> None:
     assert f"name one or several: {tmp_path / 'a'} {tmp_path / 'b'}" in err
 
 
-def test_version_is_the_packages(call) -> None:
-    """One line."""
+def test_version_option_prints_the_package_version(call) -> None:
     assert call("--version")[:2] == (0, f"dcpbench {__version__}\n")
 
 
 @pytest.mark.parametrize("bad", [[1], [0, 1]], ids=["one of two", "both"])
-def test_resume_measures_the_point_of_a_line_that_cannot_be_read_again(
-    bad: list[int], dcpbench: Typed, tmp_path: Path
-) -> None:
-    """As an older version wrote it: sealed, with a duration below 0. The line stays, and the other records count."""
+def test_resume_repeats_points_with_an_unreadable_record(bad: list[int], dcpbench: Typed, tmp_path: Path) -> None:
+    """The record has a valid checksum and a negative duration; its line stays, and the other records count."""
     sweep = ("sweep", "--tp", "1", "--concurrency", "2,4", "--context", "100", "--no-baseline", "-o", "run")
     assert dcpbench(*sweep).returncode == 0
     path = tmp_path / "run" / "records.jsonl"

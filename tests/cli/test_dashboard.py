@@ -1,4 +1,4 @@
-"""`dcpbench dashboard` as typed, and the workflow that publishes what it builds."""
+"""Test `dcpbench dashboard` as a command, and the workflow that publishes its site."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXAMPLE = ROOT / "examples" / "github-pages.yml"
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """The command in this process, as in a pipe of 80 columns."""
+    """Run the command in this process, as in a pipe of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(ROOT)
 
@@ -35,8 +35,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return call
 
 
-def test_build_writes_a_site_and_says_where(run, tmp_path: Path) -> None:
-    """With real reports, once: every link of the page leads to a file."""
+def test_build_writes_a_site_and_prints_its_path(run, tmp_path: Path) -> None:
+    """Reports are real ones, and every link of the page leads to a file."""
     runs = dashboard_builder.history(tmp_path / "runs", runs=1, count=2)
     done = run("build", str(runs), "-o", str(tmp_path / "site"))
     assert done.returncode == 0, done.stderr
@@ -52,7 +52,7 @@ def test_build_writes_a_site_and_says_where(run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["build", "no/such/folder"], "is no folder; name the one that holds your runs"),
         (["build", "tests", "-o", "docs"], "holds no dashboard; give a new folder with -o"),
@@ -64,23 +64,23 @@ def test_build_writes_a_site_and_says_where(run, tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_a_sentence(args: list[str], said: str, run) -> None:
-    """There is no option to listen elsewhere than on loopback."""
+def test_invalid_arguments_are_one_error_line(args: list[str], message: str, run) -> None:
+    """No option exists to listen elsewhere than on loopback."""
     done = run(*args)
     assert done.returncode == 2
-    assert said in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stderr).split())
+    assert message in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stderr).split())
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["build", "serve"])
-def test_every_command_has_an_example(command: str, run) -> None:
+def test_help_of_every_command_has_an_example(command: str, run) -> None:
     text = run(command, "--help").stdout
     assert f"dcpbench dashboard {command} runs" in text
 
 
 @pytest.mark.parametrize("command", [dashboard.build, dashboard.serve], ids=lambda c: c.__name__)
-def test_every_option_has_the_name_that_is_written_beside_it(command: Any) -> None:
-    """As for the other commands in test_help.py."""
+def test_every_option_has_its_declared_name(command: Any) -> None:
+    """test_help.py has the same test for the other commands."""
     notes = [
         n for kind in get_type_hints(command, include_extras=True).values() for n in getattr(kind, "__metadata__", ())
     ]
@@ -89,7 +89,7 @@ def test_every_option_has_the_name_that_is_written_beside_it(command: Any) -> No
     assert all(str(next(iter([*o.param_decls, o.default]))).startswith("-") for o in options)
 
 
-def test_its_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_heavy_package() -> None:
     code = (
         "import sys\nfrom dcpbench import cli\n"
         "try:\n    cli.main(['dashboard', 'serve', '--help'])\nexcept SystemExit:\n    pass\n"
@@ -100,7 +100,7 @@ def test_its_help_imports_nothing_heavy() -> None:
 
 
 class TestPublishing:
-    def test_the_workflow_is_valid_by_the_published_schema(self) -> None:
+    def test_workflow_is_valid_by_the_published_schema(self) -> None:
         command = [
             sys.executable,
             "-m",
@@ -112,14 +112,14 @@ class TestPublishing:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    def test_its_command_is_one_of_ours(self) -> None:
-        """Build writes where the next step takes the site from."""
+    def test_command_of_the_workflow_is_valid(self) -> None:
+        """The command writes the site to the folder that the next step uploads."""
         steps = yaml.safe_load(EXAMPLE.read_text())["jobs"]["build"]["steps"]
         (build,) = (step["run"] for step in steps if "dashboard build" in step.get("run", ""))
         assert build == "dcpbench dashboard build runs -o site"
         assert steps[-1]["with"]["path"] == "site"
 
-    def test_only_publishing_may_write(self) -> None:
+    def test_only_the_publishing_job_has_write_permission(self) -> None:
         workflow = yaml.safe_load(EXAMPLE.read_text())
         assert workflow["permissions"] == {"contents": "read"}
         assert workflow["jobs"]["publish"]["permissions"] == {"pages": "write", "id-token": "write"}

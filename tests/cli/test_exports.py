@@ -1,4 +1,4 @@
-"""`dcpbench export` and `import` from the outside: what they print, where they write, and how they end."""
+"""Test `dcpbench export` and `import` as commands: output, files and exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEAVY = ("torch", "pandas", "numpy", "matplotlib", "pyarrow", "dcpbench.exports"
 
 @pytest.fixture
 def dcpbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """The command in this process, as in a pipe of 80 columns without colour."""
+    """Run the command in this process, as in a pipe of 80 columns without colour."""
     for name, value in {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}.items():
         monkeypatch.setenv(name, value)
 
@@ -40,13 +40,13 @@ def dcpbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with a served point and a decode step."""
+    """Write a run with a served point and a decode step."""
     found = [build.served(build.point(build.DCP)), record_builder.ok(record_builder.point(build.DCP))]
     return record_builder.write(tmp_path / "run", found)
 
 
 @pytest.mark.parametrize("command", ["export", "import"])
-def test_help_shows_examples_and_imports_nothing_heavy(command: str) -> None:
+def test_help_has_examples_and_imports_no_heavy_package(command: str) -> None:
     code = (
         "import sys\nfrom dcpbench import cli\n"
         f"try:\n    cli.main([{command!r}, '--help'])\nexcept SystemExit:\n    pass\n"
@@ -58,8 +58,8 @@ def test_help_shows_examples_and_imports_nothing_heavy(command: str) -> None:
     assert "For example" in done.stdout
 
 
-def test_the_options_are_these(dcpbench) -> None:
-    """A name that is gone breaks somebody's script."""
+def test_options_of_export_and_import(dcpbench) -> None:
+    """Scripts rely on options, so that a lost one must be noticed."""
     options = {
         "export": {"--to", "-o", "--output", "--force", "-h", "--help"},
         "import": {
@@ -85,7 +85,7 @@ def test_the_options_are_these(dcpbench) -> None:
 
 
 @pytest.mark.parametrize("to", list(FORMATS))
-def test_every_format_is_written_and_its_place_printed(dcpbench, to: str, run: Path, tmp_path: Path) -> None:
+def test_every_format_is_written_and_its_path_printed(dcpbench, to: str, run: Path, tmp_path: Path) -> None:
     done = dcpbench("export", run, "--to", to, "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     paths = [Path(p) for p in re.findall(r"^Wrote (.*)$", done.stdout, re.MULTILINE)]
@@ -97,7 +97,7 @@ def test_every_format_is_written_and_its_place_printed(dcpbench, to: str, run: P
         assert done.stderr == ""
 
 
-def test_results_of_an_engine_go_in_and_a_table_comes_out(dcpbench, run: Path, tmp_path: Path) -> None:
+def test_imported_results_are_printed_as_a_table(dcpbench, run: Path, tmp_path: Path) -> None:
     path = files.file(tmp_path, files.vllm(), files.without_details(files.vllm(max_concurrency=2)))
     done = dcpbench("import", path, "--from", "vllm", "--tp", 8, "--dcp", 8, "-o", tmp_path / "engine")
     assert done.returncode == 0, done.stderr
@@ -109,7 +109,7 @@ def test_results_of_an_engine_go_in_and_a_table_comes_out(dcpbench, run: Path, t
     assert "Traceback" not in shown.stdout + shown.stderr
 
 
-def test_a_folder_with_an_unreadable_file_is_imported_without_it_and_ends_with_4(dcpbench, tmp_path: Path) -> None:
+def test_import_skips_an_unreadable_file_and_exits_with_4(dcpbench, tmp_path: Path) -> None:
     files.file(tmp_path, files.vllm(), name="good.json")
     (tmp_path / "empty.json").touch()
     done = dcpbench("import", tmp_path, "--from", "vllm", "-o", tmp_path / "run")
@@ -119,7 +119,7 @@ def test_a_folder_with_an_unreadable_file_is_imported_without_it_and_ends_with_4
     assert f"Left out: {tmp_path / 'empty.json'} is empty" in " ".join(done.stderr.split())
 
 
-def test_a_missing_gpu_is_named_by_the_export(dcpbench, tmp_path: Path) -> None:
+def test_export_reports_a_missing_gpu_name(dcpbench, tmp_path: Path) -> None:
     path = files.file(tmp_path, files.without_details(files.vllm()))
     assert dcpbench("import", path, "--from", "vllm", "--tp", 8, "-o", tmp_path / "run").returncode == 0
     done = dcpbench("export", tmp_path / "run", "--to", "inferencex")
@@ -127,14 +127,14 @@ def test_a_missing_gpu_is_named_by_the_export(dcpbench, tmp_path: Path) -> None:
     assert "import them again with --gpu NAME" in " ".join(done.stderr.split())
 
 
-def test_a_run_without_a_name_goes_where_runs_go(dcpbench, tmp_path: Path) -> None:
+def test_import_without_a_name_writes_to_the_default_folder(dcpbench, tmp_path: Path) -> None:
     path = files.file(tmp_path, files.vllm())
     done = dcpbench("import", path, "--from", "vllm", cwd=tmp_path)
     assert re.fullmatch(r"Wrote runs/\d{4}-\d\d-\d\d-\d{6}-import-vllm/records\.jsonl\n", done.stdout)
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         (("export", "RUN", "--to", "prometeus"), "did you mean prometheus"),
         (("export", "nowhere", "--to", "csv"), "does not exist"),
@@ -145,26 +145,26 @@ def test_a_run_without_a_name_goes_where_runs_go(dcpbench, tmp_path: Path) -> No
     ],
     ids=["format", "run", "file", "ours", "engine", "dcp"],
 )
-def test_a_mistake_ends_with_a_sentence_and_2(
-    args: tuple[str, ...], says: str, run: Path, tmp_path: Path, dcpbench
+def test_invalid_arguments_exit_with_2_and_one_error_line(
+    args: tuple[str, ...], message: str, run: Path, tmp_path: Path, dcpbench
 ) -> None:
     result = files.file(tmp_path, files.vllm())
     typed = [a.replace("RUN", str(run)).replace("RESULT", str(result)) for a in args]
     done = dcpbench(*typed, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
-    assert says in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_two_files_are_never_mixed_up_when_one_is_written_twice(dcpbench, run: Path, tmp_path: Path) -> None:
+def test_export_to_an_existing_file_needs_force(dcpbench, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "a.prom"
     assert dcpbench("export", run, "--to", "prometheus", "-o", out).returncode == 0
     assert dcpbench("export", run, "--to", "prometheus", "-o", out).returncode == 2
     assert dcpbench("export", run, "--to", "prometheus", "-o", out, "--force").returncode == 0
 
 
-def test_a_vllm_file_of_ours_can_be_read_by_whoever_reads_vllms(dcpbench, run: Path, tmp_path: Path) -> None:
+def test_exported_vllm_file_has_the_fields_of_vllm(dcpbench, run: Path, tmp_path: Path) -> None:
     dcpbench("export", run, "--to", "vllm", "-o", tmp_path / "out")
     (path,) = (tmp_path / "out").iterdir()
     assert json.loads(path.read_text())["backend"] == "dcpbench"

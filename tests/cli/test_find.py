@@ -1,4 +1,4 @@
-"""`serve --find` and `server --find`: the highest load that holds an SLO, in replay, in jobs and against a server."""
+"""Test `serve --find` and `server --find`, which search the highest load that satisfies an SLO."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Run a command in this process, on a machine without GPUs."""
+    """Run a command in this process on a machine without GPUs."""
     monkeypatch.setattr("dcpbench.launch.launcher.run_probe", lambda _: CPU)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
@@ -47,8 +47,8 @@ def replay(tmp_path: Path) -> list[str]:
     return ["serve", "--mode", "replay", "--step-times", str(tmp_path / "times.json"), *LOAD]
 
 
-def test_a_search_finds_the_limit_of_a_grid_and_its_points_are_a_run(call, replay: list[str], tmp_path: Path) -> None:
-    """The SLO is the latency of 20 clients; the grid has all numbers of clients around it."""
+def test_search_finds_the_limit_of_a_grid_and_writes_a_run(call, replay: list[str], tmp_path: Path) -> None:
+    """The SLO is the latency of 20 clients, and the grid has all numbers of clients around it."""
     grid = ",".join(map(str, range(14, 30)))
     assert call(*replay, "--concurrency", grid, "-o", str(tmp_path / "grid"))[0] == 0
     itl = {r.point.concurrency: r.serve.itl_ms.p99 for r in read_records(tmp_path / "grid")}
@@ -80,7 +80,7 @@ def test_a_search_finds_the_limit_of_a_grid_and_its_points_are_a_run(call, repla
     assert err.count("[1/1]") == len(records) - 3
 
 
-def test_a_search_that_no_load_satisfies_ends_with_3(call, replay: list[str], tmp_path: Path) -> None:
+def test_search_without_a_solution_exits_with_3(call, replay: list[str], tmp_path: Path) -> None:
     code, out, _ = call(*replay, "--find", "rate=0.1-4", "--slo", "ttft=1", "-o", str(tmp_path / "run"))
     assert code == 3
     assert "no load holds the SLO; 0.1 requests/s (TTFT p90 " in out
@@ -95,7 +95,7 @@ def test_a_search_that_no_load_satisfies_ends_with_3(call, replay: list[str], tm
         (["--find", "users", "--slo", "ttft=9"], "searches for one of concurrency and rate"),
     ],
 )
-def test_a_search_that_cannot_be_is_refused(call, replay: list[str], words: list[str], message: str) -> None:
+def test_invalid_search_is_refused(call, replay: list[str], words: list[str], message: str) -> None:
     code, _, err = call(*replay, *words)
     assert code == 2
     assert message in err
@@ -105,7 +105,7 @@ def test_a_search_that_cannot_be_is_refused(call, replay: list[str], words: list
 def test_live_loads_run_several_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The fake worker has the same latencies under any load."""
+    """The fake worker has the same latencies for every load."""
     dcpbench = Typed(tmp_path, monkeypatch, capsys)
     serve = ["serve", "--tp", "2", "--dcp", "2", "--no-baseline", "--num-requests", "16", "-o", "run"]
     found = dcpbench(*serve, "--find", "concurrency=2-8,repeats=2", "--slo", "ttft=100000", "--json")
@@ -152,11 +152,11 @@ def test_one_server_serves_all_loads_of_a_search(call, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_limit_of_a_server_is_its_number_of_slots(call, tmp_path: Path) -> None:
-    """
-    The stand-in engine has 8 slots, and a step of 10 ms. With up to 8 clients a request waits for the step that runs and for its
-    own, 20 ms. With 9 there is always one that waits, so that a request waits for 1/9 of the 41 steps of another, 45 ms, on
-    average.
+def test_limit_of_a_server_is_its_number_of_slots(call, tmp_path: Path) -> None:
+    """The stand-in engine has 8 slots and a step of 10 ms.
+
+    With up to 8 clients a request waits for the running step and its own, 20 ms. With 9 clients one always waits, so
+    a request waits on average for 1/9 of the 41 steps of another, 45 ms.
     """
     words = ["--num-requests", "150", "--output-tokens", "40", "--slo", "ttft=35"]
     found = find_on_server(call, tmp_path / "run", "concurrency=6-12,repeats=1", *words)

@@ -1,4 +1,4 @@
-"""Help is documentation, and fast: nothing heavy is imported for it."""
+"""Test that help texts are complete documentation, and that they are printed without heavy imports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.cli.helped import help_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MAX_OPTIONS = 45  # of a command; --x/--no-x is one, --help is not counted
+MAX_OPTIONS = 45  # per command; --x/--no-x counts once, --help does not count
 ROOT = Path(cli.__file__).parents[1]
 HEAVY = ("torch", "triton", "pandas", "matplotlib", "numpy", "jinja2", "dcpbench.reports", "rich.progress")
 SWEEP_OPTIONS = {
@@ -180,7 +180,7 @@ SERVER_OPTIONS = {
 
 
 def python(code: str) -> str:
-    """Output of a fresh interpreter."""
+    """Return the output of a fresh interpreter."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout
 
@@ -188,8 +188,8 @@ def python(code: str) -> str:
 @pytest.mark.parametrize(
     "args", [["--help"], ["sweep", "--help"], ["verify", "--help"], ["serve", "--help"], ["--version"]], ids=" ".join
 )
-def test_help_imports_nothing_heavy(args: list[str]) -> None:
-    """torch alone takes seconds; a help text must not."""
+def test_help_imports_no_heavy_package(args: list[str]) -> None:
+    """Importing torch alone takes seconds."""
     loaded = python(
         "import sys\nfrom dcpbench import cli\n"
         f"try:\n    cli.main({args})\nexcept SystemExit:\n    pass\n"
@@ -203,7 +203,7 @@ def test_help_imports_nothing_heavy(args: list[str]) -> None:
     [(["--help"], []), (["--version"], []), (["records", "check", "--help"], ["records"])],
     ids=str,
 )
-def test_help_imports_only_the_command_it_is_about(args: list[str], imported: list[str]) -> None:
+def test_help_imports_only_its_own_command(args: list[str], imported: list[str]) -> None:
     names = {entry.function for entry in catalogue.ENTRIES}
     loaded = python(
         "import sys\nfrom dcpbench import cli\n"
@@ -213,8 +213,8 @@ def test_help_imports_only_the_command_it_is_about(args: list[str], imported: li
     assert loaded.splitlines()[-1] == f"LOADED {imported}"
 
 
-def test_the_list_of_commands_has_the_first_paragraph_of_each_command() -> None:
-    """The list of `dcpbench --help` is made without importing the commands."""
+def test_list_of_commands_has_the_first_paragraph_of_each_command() -> None:
+    """The list of `dcpbench --help` is created without importing the commands."""
     import typer
 
     commands = typer.main.get_command(cli.app).commands
@@ -225,7 +225,7 @@ def test_the_list_of_commands_has_the_first_paragraph_of_each_command() -> None:
     assert own == [(entry.name, entry.panel, entry.summary) for entry in catalogue.ENTRIES]
 
 
-def test_the_list_of_commands_is_the_help_with_all_commands_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_of_commands_equals_help_with_all_commands_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for app in (cli.app, cli.choose_app(["--help"])):
         with pytest.raises(SystemExit):
@@ -236,7 +236,7 @@ def test_the_list_of_commands_is_the_help_with_all_commands_loaded(capsys: pytes
 
 
 @pytest.mark.parametrize("args", [["machines"], ["--", "machines"]], ids=" ".join)
-def test_a_command_runs_however_the_line_begins(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_runs_with_and_without_double_dash(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([*args, "--json"])
     assert ended.value.code == 0
@@ -244,19 +244,20 @@ def test_a_command_runs_however_the_line_begins(args: list[str], capsys: pytest.
 
 
 def processor_s(code: str) -> float:
-    """That a program takes, its start included."""
+    """Return the processor time of a program including its start."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     python(code)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_help_answers_in_half_a_second() -> None:
-    """The promise of the project, in processor seconds: wall time would also count who else uses the machine. Where others
-    slow the processor down, too, five times what typer alone takes in the same moments.
+def test_help_takes_half_a_second_of_processor_time() -> None:
+    """Processor time is measured because wall time depends on other processes.
+
+    On a slowed-down processor the limit is five times the time that importing Typer takes at the same moment.
     """
-    told = "from dcpbench import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass"
-    pairs = [(processor_s(told), processor_s("import typer.main")) for _ in range(3)]
+    program = "from dcpbench import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass"
+    pairs = [(processor_s(program), processor_s("import typer.main")) for _ in range(3)]
     (ours, typer_alone) = map(min, zip(*pairs, strict=True))
     assert ours < max(0.5, 5 * typer_alone)
 
@@ -264,16 +265,16 @@ def test_help_answers_in_half_a_second() -> None:
 @pytest.mark.parametrize(
     ("command", "options"), [("sweep", SWEEP_OPTIONS), ("serve", SERVE_OPTIONS), ("server", SERVER_OPTIONS)]
 )
-def test_the_options_of_a_command_are_these(command: str, options: set[str]) -> None:
-    """Scripts rely on them: a new or a lost one must be noticed."""
+def test_options_of_each_command(command: str, options: set[str]) -> None:
+    """Scripts rely on options, so that a new or a lost one must be noticed."""
     import typer
 
     found = {o for p in typer.main.get_command(cli.app).commands[command].params for o in [*p.opts, *p.secondary_opts]}
     assert found | {"-h", "--help"} == options
 
 
-def test_no_command_has_more_options_than_a_reader_can_survey() -> None:
-    """Rarely used options become keys of a structured option: docs/adding-a-kernel.md."""
+def test_no_command_exceeds_the_maximum_number_of_options() -> None:
+    """Rarely used options become keys of a structured option, as docs/adding-a-kernel.md explains."""
     import typer
 
     def count(command: Any, path: str) -> Iterator[tuple[str, int]]:
@@ -298,8 +299,8 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_in_the_help_is_parsed(name: str) -> None:
-    """What is printed can be typed: with a value where the help shows the name of one."""
+def test_every_option_in_the_help_can_be_parsed(name: str) -> None:
+    """An option gets a value if its help shows a metavariable."""
     import typer
 
     command = typer.main.get_command(cli.app).commands[name]
@@ -310,14 +311,14 @@ def test_every_option_in_the_help_is_parsed(name: str) -> None:
         if option.param_type_name == "argument":
             continue
         for typed in (*option.opts, *option.secondary_opts):
-            assert typed in printed, "an option that no help shows"
+            assert typed in printed, "the option is in no help text"
             value = [] if option.is_flag else [VALUES.get(typed, "1")]
             with command.make_context(name, [typed, *value, *arguments]) as context:
                 assert context.params[option.name] is not None
 
 
 def lists() -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every option of every command that takes a comma list, by its longest name."""
+    """Return every option of every command that takes a comma-separated list, by its longest name."""
     import typer
 
     def below(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -332,10 +333,10 @@ def lists() -> Iterator[tuple[tuple[str, ...], str]]:
 @pytest.mark.parametrize(
     ("command", "option"), [*lists()], ids=lambda value: value if type(value) is str else value[-1]
 )
-def test_a_list_that_is_given_twice_is_refused_with_what_to_type(
+def test_list_option_given_twice_is_refused_with_a_suggestion(
     command: tuple[str, ...], option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Click takes the last one, and the first is dropped without a word."""
+    """Click would use the last value and drop the first one silently."""
     with pytest.raises(SystemExit) as ended:
         cli.main([*command, option, "2", f"{option}=4"])
     assert ended.value.code == 2
@@ -345,22 +346,22 @@ def test_a_list_that_is_given_twice_is_refused_with_what_to_type(
 @pytest.mark.parametrize(
     "words", [("import", "x.json", "--from", "vllm", "--tp"), ("sweep", "--seconds"), ("verify", "--timeout")]
 )
-def test_an_option_with_one_value_is_given_once(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two the last would win, and nothing would say so; what may be repeated, and switches, may."""
+def test_single_value_option_given_twice_is_refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """The last value would win silently; repeatable options and switches may be given several times."""
     with pytest.raises(SystemExit) as ended:
         cli.main([*words, "4", f"{words[-1]}=8"])
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"error: {words[-1]} is given 2 times; give it once.\n"
 
 
-def test_there_are_lists_in_many_commands() -> None:
+def test_many_commands_have_list_options() -> None:
     found = {" ".join(command) for command, _ in lists()}
     assert {"sweep", "serve", "verify", "compare", "report", "show", "bench attention"} <= found
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_has_the_name_that_is_written_beside_it(name: str) -> None:
-    """Names that Typer makes up of a variable's have been lost by one of its versions."""
+def test_every_option_has_its_declared_name(name: str) -> None:
+    """One version of Typer lost names that it derives from variables."""
     (command,) = (c.callback for c in cli.app.registered_commands if c.callback.__name__ == name)
     options = [
         note
@@ -368,37 +369,37 @@ def test_every_option_has_the_name_that_is_written_beside_it(name: str) -> None:
         for note in getattr(kind, "__metadata__", ())
         if isinstance(note, OptionInfo)
     ]
-    named = [str(next(iter([*note.param_decls, note.default]))) for note in options]  # Typer keeps the first as default
+    named = [
+        str(next(iter([*note.param_decls, note.default]))) for note in options
+    ]  # Typer stores the first name as default
     assert [name for name in named if not name.startswith("-")] == []
 
 
-def test_every_name_of_a_configuration_file_is_an_option_of_sweep() -> None:
-    """The same names in both, as --config promises; so it is for serve."""
+def test_every_key_of_a_config_file_is_an_option_of_sweep() -> None:
+    """The help of --config promises the same names, also for serve."""
     for known, options in ((PARSERS, SWEEP_OPTIONS), (SERVE_PARSERS, SERVE_OPTIONS), (SERVER_PARSERS, SERVER_OPTIONS)):
         assert {"--" + name.replace("_", "-") for name in list_file_names(known)} <= options
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_an_example(command: str) -> None:
-    """An example says more than a synopsis."""
+def test_help_of_every_command_has_an_example(command: str) -> None:
     assert f"dcpbench {command}" in help_of(command).partition("Usage:")[2].partition("dcpbench")[2]
 
 
 def test_help_states_groups_units_and_defaults() -> None:
-    """What a reader looks for first."""
     text = help_of("sweep")
     for words in ("Layouts (comma lists)", "100GiB or 40GB", "Default: 8,32,48 on GPUs; 2,8 on the CPU.", "SECONDS"):
         assert words in text
 
 
-def test_the_help_of_served_loads_has_the_lengths_that_are_taken() -> None:
-    """Those of GPUs in both commands, on the CPU others in serve."""
+def test_help_of_serve_and_server_states_default_lengths() -> None:
+    """Both commands have the same defaults for GPUs; serve has other ones for the CPU."""
     assert f"Default: {ANSWERS} on GPUs; {CPU_ANSWERS} on the CPU." in help_of("serve")
     assert f"Default: {recommend.ANSWERS}." in help_of("recommend")
 
 
-def test_the_help_says_what_vllm_and_sglang_call_an_option() -> None:
-    """Who comes from either knows what --tp counts, and what bounds a step."""
+def test_help_names_the_options_of_vllm_and_sglang() -> None:
+    """Users of either engine learn what --tp counts and which option limits a step."""
     text = help_of("serve")
     for words in (
         "SGLang's --tp-size",
@@ -416,15 +417,14 @@ def test_the_help_says_what_vllm_and_sglang_call_an_option() -> None:
         assert words in text
 
 
-def test_the_help_of_gpu_names_every_gpu_of_the_table() -> None:
+def test_help_of_gpu_option_names_every_known_gpu() -> None:
     from dcpbench.points.gpus import GPUS
 
     text = help_of("sweep")
     assert [gpu.name for gpu in GPUS if not re.search(rf"\b{gpu.name}\b", text)] == []
 
 
-def test_the_entry_point_without_a_command_shows_help() -> None:
-    """`dcpbench` alone is a question."""
+def test_dcpbench_without_a_command_prints_help() -> None:
     done = subprocess.run([sys.executable, "-m", "dcpbench.cli"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "sweep" in done.stdout + done.stderr
     assert done.returncode in (0, 2)
@@ -434,10 +434,10 @@ def test_the_entry_point_without_a_command_shows_help() -> None:
     ("command", "usage"),
     [("report", "RUN"), ("show", "RUN"), ("top", "RUN"), ("import", "FILE|FOLDER")],
 )
-def test_the_usage_line_says_each_argument_once_and_in_capitals(
+def test_usage_line_has_each_argument_once_in_capitals(
     command: str, usage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Versions of Typer put different brackets around an argument, and only some add dots to a repeated one."""
+    """Versions of Typer use different brackets for an argument, and only some add dots to a repeated one."""
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     line = next(line for line in capsys.readouterr().out.splitlines() if "Usage:" in line)
@@ -445,8 +445,8 @@ def test_the_usage_line_says_each_argument_once_and_in_capitals(
 
 
 @pytest.mark.parametrize("command", [["ab"], ["sweep"], ["syncs", "scan"], ["compare"]], ids=" ".join)
-def test_paragraphs_use_the_width_there_is(command: list[str], monkeypatch, capsys) -> None:
-    """No line of a paragraph but its last leaves room for the first word of the next line."""
+def test_paragraphs_use_the_full_width(command: list[str], monkeypatch, capsys) -> None:
+    """Each line of a paragraph except its last is too full for the first word of the next line."""
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit):
         cli.main([*command, "--help"])
@@ -462,8 +462,8 @@ def test_paragraphs_use_the_width_there_is(command: list[str], monkeypatch, caps
     assert sum(len(lines) > 1 for lines in paragraphs) >= 1
 
 
-def test_only_a_dry_run_promises_the_line_that_waits() -> None:
-    """torch.profiler records the first line of a function only."""
+def test_only_help_of_dry_run_promises_the_waiting_line() -> None:
+    """torch.profiler records only the first line of a function."""
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert "dry-run reports the exact line." in help_of("syncs")
     assert "`dcpbench syncs dry-run -- python serve.py` prints the line that waits" in readme
@@ -471,14 +471,14 @@ def test_only_a_dry_run_promises_the_line_that_waits() -> None:
         assert not re.search(r"(which|the) lines? that wait", help_of("syncs", command))
 
 
-def test_help_of_scan_explains_sites_at_which_no_call_waited() -> None:
+def test_help_of_scan_explains_sites_without_a_waiting_call() -> None:
     text = help_of("syncs", "scan")
     assert '"0 of 1 waited" means that there was nothing to wait for this time.' in text
     assert "did wait" not in text
 
 
-def test_examples_of_a_gate_in_ci_use_at_least_four_launches_of_each_side() -> None:
-    """A gate of 2 % cannot be judged with fewer launches (docs/statistics.md)."""
+def test_ci_gate_examples_use_at_least_four_launches_per_side() -> None:
+    """Fewer launches cannot decide a gate of 2 % (docs/statistics.md)."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     [line] = [line for line in readme.splitlines() if line.startswith("dcpbench compare") and "--fail-on" in line]
     assert "use at least four launches on each side" in line

@@ -1,4 +1,4 @@
-"""Torchrun jobs of the fake worker: points that die, hang or never start, and two nodes on loopback."""
+"""Test torchrun jobs of the fake worker with points that fail, hang or never start, and two nodes on loopback."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def _find_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def point(tp: int, context: int) -> Point:
-    """The fake does what the context says; see fake_worker.py."""
+    """Return a point; its context selects the behaviour of fake_worker.py."""
     return Point(model="tiny", tp=tp, concurrency=2, context=context, backend="reference", dtype="fp32")
 
 
 def work(folder: Path, **options: Any) -> launcher.Work:
-    """A sweep on the CPU."""
+    """Return a sweep on the CPU."""
     return launcher.Work(folder=folder, settings=Settings(), device="cpu", worker="fake_worker", **options)
 
 
 class Clock:
-    """The module `time`, with a monotonic clock on which another hour passes with each look while it is `fast`."""
+    """Module `time`, in which each call of monotonic() advances the clock by an hour while `fast` is set."""
 
     def __init__(self) -> None:
         self.fast, self.ahead = False, 0.0
@@ -63,24 +63,24 @@ class Clock:
 
 
 def outcomes(records: list[Record]) -> list[tuple[int, int, str]]:
-    """(tp, context, outcome) in file order."""
+    """Return (tp, context, outcome) in file order."""
     return [(r.point.tp, r.point.context, r.outcome) for r in records]
 
 
 @pytest.mark.long
-def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_measured(
+def test_failed_hung_and_killed_points_are_recorded_and_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """13 raises on rank 1, 66 hangs, 99 is killed on rank 1: 100 and 101, before and after them, are measured.
+    """13 raises on rank 1, 66 hangs, 99 is killed on rank 1; 100 and 101, before and after them, are measured.
 
-    While both ranks hang, and not before, the launcher's clock is fast.
+    The launcher's clock is fast only while both ranks hang.
     """
     seen: list[Progress] = []
     points = [point(2, context) for context in (100, 13, 66, 99, 101)]
     clock = Clock()
     monkeypatch.setattr(launcher, "time", clock)
-    told = SimpleNamespace(sleep=lambda _: until(lambda: all("<module>" in text for text in stacks())))
-    monkeypatch.setattr(ranks, "time", told)
+    patched_time = SimpleNamespace(sleep=lambda _: until(lambda: all("<module>" in text for text in stacks())))
+    monkeypatch.setattr(ranks, "time", patched_time)
 
     def stacks() -> list[str]:
         return [path.read_text() for path in tmp_path.glob("stacks-*.txt")]
@@ -121,10 +121,10 @@ def test_points_that_raise_hang_or_are_killed_leave_records_and_the_others_are_m
 
 
 @pytest.mark.long
-def test_ranks_that_do_not_end_behind_their_last_point_are_ended_and_nothing_is_lost(
+def test_ranks_that_hang_after_their_last_point_are_killed_without_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """46 is measured, then both ranks stay: a minute later the launcher says so, names where they stood, and goes on."""
+    """46 is measured, then both ranks hang; a minute later the launcher reports their stacks and continues."""
     seen: list[Progress] = []
     clock = Clock()
     monkeypatch.setattr(launcher, "time", clock)
@@ -143,8 +143,8 @@ def test_ranks_that_do_not_end_behind_their_last_point_are_ended_and_nothing_is_
 
 
 @pytest.mark.long
-def test_a_point_that_failed_is_begun_again_after_the_others_as_often_as_asked(tmp_path: Path) -> None:
-    """44 fails the first time, 13 always: with one retry both come again behind 100, and 13 is said to need more."""
+def test_failed_points_are_retried_after_the_others(tmp_path: Path) -> None:
+    """44 fails the first time, 13 always; with one retry both run again after 100, and more are suggested for 13."""
     seen: list[str] = []
     points = [point(2, context) for context in (44, 13, 100)]
     launcher.run_points(points, work(tmp_path, retries=1), Machines(), lambda event: seen.append(event.stage))
@@ -163,7 +163,7 @@ def test_a_point_that_failed_is_begun_again_after_the_others_as_often_as_asked(t
 
 
 @pytest.mark.long
-def test_a_point_past_its_limit_is_ended_though_it_shows_progress(tmp_path: Path) -> None:
+def test_point_past_its_time_limit_is_killed_despite_progress(tmp_path: Path) -> None:
     launcher.run_points([point(2, 45), point(2, 100)], work(tmp_path, point_limit=1.0), Machines(), lambda _: None)
     records = read_records(tmp_path)
     assert outcomes(records) == [(2, 45, "hung"), (2, 100, "ok")]
@@ -176,15 +176,13 @@ def test_a_point_past_its_limit_is_ended_though_it_shows_progress(tmp_path: Path
     ("times", "retries", "aside"),
     [(0, 0, False), (1, 0, False), (2, 0, True), (2, 1, True), (2, 2, False), (3, 2, True)],
 )
-def test_a_point_is_set_aside_once_it_has_failed_twice_or_once_more_than_retries(
-    times: int, retries: int, aside: bool
-) -> None:
+def test_point_is_set_aside_after_two_failures_or_all_retries(times: int, retries: int, aside: bool) -> None:
     assert retry.is_set_aside(times, retries) is aside
 
 
 @pytest.mark.long
-def test_a_job_that_dies_before_its_first_point_is_tried_once_more_and_then_told(tmp_path: Path) -> None:
-    """Every relaunch would die alike: no loop, no invented record, and the error holds the log's last lines."""
+def test_job_that_dies_before_its_first_point_is_tried_twice(tmp_path: Path) -> None:
+    """Every relaunch would fail in the same way, so the error has the last log lines and no record is written."""
     with pytest.raises(WorkerError, match=r"(?s)before its first point, twice.*RuntimeError: cannot build the groups"):
         launcher.run_points([point(1, 7), point(1, 100)], work(tmp_path), Machines(), lambda _: None)
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["tp1-0", "tp1-1"]
@@ -192,8 +190,8 @@ def test_a_job_that_dies_before_its_first_point_is_tried_once_more_and_then_told
 
 
 @pytest.mark.long
-def test_a_checkpoint_that_cannot_be_read_is_told_for_every_point_after_one_job(tmp_path: Path) -> None:
-    """Context 21 finds no tensor. tp 2 and tp 4 would fail alike; another model would not, and is measured."""
+def test_unreadable_checkpoint_fails_all_points_of_its_model_after_one_job(tmp_path: Path) -> None:
+    """Context 21 finds no tensor; tp 2 and tp 4 fail for the same reason, and another model is measured."""
     other = msgspec.structs.replace(point(2, 102), model="other")
     points = [point(2, 100), point(2, 21), point(2, 101), other, point(4, 103)]
     launcher.run_points(points, work(tmp_path), Machines(), lambda _: None)
@@ -211,8 +209,8 @@ def test_a_checkpoint_that_cannot_be_read_is_told_for_every_point_after_one_job(
 
 
 @pytest.mark.long
-def test_what_one_engine_cannot_build_is_told_for_its_own_points_only(tmp_path: Path) -> None:
-    """Context 22 runs out of memory while building: the same layout's next point too, another layout is tried."""
+def test_failure_to_build_an_engine_fails_only_points_of_its_layout(tmp_path: Path) -> None:
+    """Context 22 runs out of memory while building; the same layout's next point fails too, another layout runs."""
     dcp = msgspec.structs.replace(point(2, 102), dcp=2, exchange="ag_rs")
     launcher.run_points([point(2, 22), point(2, 101), dcp], work(tmp_path), Machines(), lambda _: None)
     records = read_records(tmp_path)
@@ -221,8 +219,8 @@ def test_what_one_engine_cannot_build_is_told_for_its_own_points_only(tmp_path: 
 
 
 @pytest.mark.long
-def test_a_point_that_verify_cannot_check_is_no_record_of_a_sweep(tmp_path: Path) -> None:
-    """It goes to failed.jsonl, and verify has no --resume to advise."""
+def test_failed_point_of_verify_is_kept_apart_from_sweep_records(tmp_path: Path) -> None:
+    """The failure is written to failed.jsonl, and its message does not suggest --resume, which verify lacks."""
     checking = msgspec.structs.replace(work(tmp_path), kind="verify")
     launcher.run_points([point(2, 13)], checking, Machines(), lambda _: None)
     assert not (tmp_path / "records.jsonl").exists()
@@ -231,10 +229,8 @@ def test_a_point_that_verify_cannot_check_is_no_record_of_a_sweep(tmp_path: Path
 
 
 @pytest.mark.long
-def test_two_nodes_measure_together_and_node_0_alone_keeps_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 1, which raises, is on node 1: node 0 hears of it, records why, and both go on with tp 2 and tp 4."""
+def test_only_node_0_of_two_nodes_writes_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 on node 1 raises; node 0 records the reason, and both nodes continue with tp 2 and tp 4."""
     monkeypatch.setenv(SECRET, "of these two")
     endpoint = f"127.0.0.1:{find_free_port()}"
     folders = [tmp_path / "node0", tmp_path / "node1"]
@@ -246,7 +242,7 @@ def test_two_nodes_measure_together_and_node_0_alone_keeps_records(
         machines = Machines(nnodes=2, node_rank=rank, rdzv_endpoint=endpoint)
         try:
             launcher.run_points(points, work(folders[rank]), machines, lambda _: None)
-        except BaseException as e:  # noqa: BLE001 -- told to the test's own thread
+        except BaseException as e:  # noqa: BLE001 -- checked in the main thread
             errors.append(e)
 
     threads = [threading.Thread(target=node, args=(rank,), daemon=True) for rank in (1, 0)]
@@ -262,10 +258,8 @@ def test_two_nodes_measure_together_and_node_0_alone_keeps_records(
     assert "rank 3 of 4 at work" in (folders[1] / "logs" / "tp4-0" / "rank-3.log").read_text()
 
 
-def test_ranks_and_probes_have_the_package_of_the_command_and_not_that_of_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`python -m` looks there first; the package there says that it is another, and ends."""
+def test_ranks_and_probes_import_the_package_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m` looks in the working directory first, where another dcpbench raises SystemExit."""
     other = tmp_path / "dcpbench"
     other.mkdir()
     (other / "__init__.py").write_text("raise SystemExit('another dcpbench')")
@@ -277,8 +271,8 @@ def test_ranks_and_probes_have_the_package_of_the_command_and_not_that_of_the_wo
     assert outcomes(read_records(folder)) == [(2, 100, "ok")]
 
 
-def test_ranks_of_another_package_than_the_commands_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real worker, of whose package the launcher takes another for its own: no point is begun."""
+def test_ranks_of_another_package_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher is patched to expect another folder than the real worker imports, so no point starts."""
     monkeypatch.setattr(
         launcher.version_check, "get_started_package", lambda: Package(folder="/elsewhere/dcpbench", sha256="0" * 64)
     )

@@ -1,4 +1,4 @@
-"""What nobody should type, or name: each command says one sentence that ends with what to type instead."""
+"""Test that each command answers invalid arguments with one sentence that ends with what to type instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where things are not what they are taken for."""
+    """Create files and folders of the wrong kind, and return their folder."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd" / "records.jsonl").mkdir(parents=True)
     (tmp_path / "list.json").write_text("[]")
@@ -30,14 +30,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def typed(*words: str) -> int:
-    """The exit code."""
+    """Run a command and return its exit code."""
     with pytest.raises(SystemExit) as end:
         cli.main(list(words))
     return int(end.value.code or 0)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (
             "records check odd",
@@ -69,16 +69,16 @@ def typed(*words: str) -> int:
     ],
 )
 @pytest.mark.sample(3)
-def test_it_is_refused_with_what_to_type_instead(
-    line: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_are_refused_with_a_suggestion(
+    line: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del folder
     assert typed(*line.split()) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         (
             "serve --url http://127.0.0.1:8000 --tp 8",
@@ -99,22 +99,22 @@ def test_it_is_refused_with_what_to_type_instead(
         ("server --backend triton", "Type: dcpbench serve --backend triton\n"),
     ],
 )
-def test_an_option_of_serve_or_server_names_the_other_command(
-    line: str, says: str, capsys: pytest.CaptureFixture[str]
+def test_option_of_serve_or_server_suggests_the_other_command(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert typed(*line.split()) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_an_option_that_no_command_has_is_an_unknown_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_that_no_command_has_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     assert typed("serve", "--no-such-option") == 2
     assert "No such option: --no-such-option" in capsys.readouterr().err
 
 
-def test_an_engine_that_is_not_here_is_not_tried_for_every_load(
+def test_missing_engine_is_reported_once_before_any_load(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is started, and no folder made."""
+    """No process is started, and no folder is created."""
     monkeypatch.setenv("PATH", str(folder))
     assert typed("server", "--engine", "vllm", "--model", "x", "--tp", "2") == 5
     assert "vllm cannot be started: there is no program vllm here; install it" in capsys.readouterr().err
@@ -122,10 +122,10 @@ def test_an_engine_that_is_not_here_is_not_tried_for_every_load(
 
 
 class TestCtrlC:
-    def test_a_command_that_had_nothing_to_keep_says_so(
+    def test_interrupted_command_without_results_prints_a_message(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """130, with a sentence: others say themselves what they kept."""
+        """The exit code is 130; commands with results report themselves what they kept."""
 
         def interrupted(_: object) -> None:
             raise KeyboardInterrupt
@@ -134,7 +134,7 @@ class TestCtrlC:
         assert typed("machines", "--json") == 130
         assert capsys.readouterr().err == "\nInterrupted. To start again, repeat the command.\n"
 
-    def test_before_the_commands_are_imported_it_ends_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_interrupt_during_imports_exits_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Interrupts:
             def find_spec(self, name: str, *_: object) -> None:
                 if name == "dcpbench.cli":
@@ -148,6 +148,6 @@ class TestCtrlC:
         assert end.value.code == 130
 
 
-def test_python_m_dcpbench_is_the_same_command() -> None:
+def test_python_m_dcpbench_runs_the_same_command() -> None:
     done = subprocess.run([sys.executable, "-m", "dcpbench", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("dcpbench ")

@@ -1,4 +1,4 @@
-"""No process of a job outlives the one that started it, and what ends out of turn is what gets the blame."""
+"""Test that no process of a job outlives its launcher, and that the process which ended first is blamed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.cli.job_processes import ACCOUNT, AGENT, MARK, RANK, listening, of_ro
 from tests.cli.test_launcher import outcomes, point, work
 from tests.cli.waiting import LOOK_S
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # some start real ranks twice
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # some tests start real ranks twice
 HERE = Path(__file__).parent
 ROOT = Path(launcher.__file__).parents[2]
 SWEEP = ("sweep", "--tp", "2", "--context", "50,66", "--concurrency", "2", "--no-baseline", "-o", "run")
@@ -41,7 +41,7 @@ BENCH = (
 
 @pytest.fixture
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A word by which all processes that a test starts are found; those that are left are killed."""
+    """Return a word that marks all processes of a test; those that are left are killed."""
     monkeypatch.setenv(MARK, str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{ROOT}")
     yield str(tmp_path)
@@ -51,26 +51,26 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def forked_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that look at what is recorded of a job, not at its processes."""
+    """Run agents as forks in tests that check records of a job, not its processes."""
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{ROOT}")
     as_fork.agents(monkeypatch.setattr)
 
 
 def job(folder: Path) -> Job:
-    """Two ranks and one point that hangs."""
+    """Return the arguments of a job of two ranks and one point that hangs."""
     return Job(kind="sweep", tag="tp2-0", folder=str(folder), device="cpu", points=[point(2, 66)], settings=Settings())
 
 
 class TestKilled:
     @pytest.mark.parametrize("with_agent", [False, True], ids=["command", "command-and-agent"])
-    def test_ranks_end_with_their_command(self, with_agent: bool, mark: str, tmp_path: Path) -> None:
-        """Killed with -9 it cannot end them; alone in the world, these two would hang for ever."""
+    def test_ranks_are_killed_with_their_command(self, with_agent: bool, mark: str, tmp_path: Path) -> None:
+        """A command that is killed with SIGKILL cannot end its ranks, which would hang forever."""
         command = [sys.executable, str(HERE / "dcpbench_fake.py"), *SWEEP]
         run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         wait_until((tmp_path / "run" / "records.jsonl").exists, "the first point")
         wait_until(lambda: len(of_role(mark, RANK)) == 2, "both ranks")
         if with_agent:
-            run.send_signal(signal.SIGSTOP)  # it must not see its agent die before it dies itself
+            run.send_signal(signal.SIGSTOP)  # the command must not notice the death of its agent
             for pid in of_role(mark, AGENT):
                 os.kill(pid, signal.SIGKILL)
         run.kill()
@@ -81,8 +81,8 @@ class TestKilled:
 
     @pytest.mark.usefixtures("mark")
     @pytest.mark.long
-    def test_a_killed_sweep_of_real_ranks_is_gone_on_with_and_has_each_point_once(self, tmp_path: Path) -> None:
-        """Two points, killed after the first. `python -m tools.kills` does this at random, and often."""
+    def test_killed_sweep_is_resumed_and_has_each_point_once(self, tmp_path: Path) -> None:
+        """The sweep is killed after the first of two points; `python -m tools.kills` repeats this at random times."""
         command = [sys.executable, "-m", "dcpbench.cli", "sweep", "--tp", "2", "--context", "16,24", "--no-baseline"]
         command += ["--concurrency", "1", "--seconds", "0.2", "--no-profile", "--device", "cpu", "-o", "run"]
         run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
@@ -94,8 +94,8 @@ class TestKilled:
         records = [r for r in read_records(tmp_path / "run") if r.outcome == "ok"]
         assert sorted(r.point.context for r in records) == [16, 24]
 
-    def test_ranks_that_are_still_importing_end_with_their_agent(self, mark: str, tmp_path: Path) -> None:
-        """They have said nothing yet, and import for ten minutes."""
+    def test_ranks_that_are_still_importing_are_killed_with_their_agent(self, mark: str, tmp_path: Path) -> None:
+        """The ranks have reported no event yet, and their import takes ten minutes."""
         with Running(job(tmp_path), Machines(), "importing_worker"):
             wait_until(lambda: len(of_role(mark, RANK)) == 2, "both ranks")
             (agent,) = of_role(mark, AGENT)
@@ -103,7 +103,7 @@ class TestKilled:
             wait_until(lambda: set(processes(mark)) <= {agent}, "no rank is left")
 
     @pytest.mark.long
-    def test_the_ranks_of_a_bench_end_with_their_command(self, mark: str, tmp_path: Path) -> None:
+    def test_ranks_of_a_bench_are_killed_with_their_command(self, mark: str, tmp_path: Path) -> None:
         environment = os.environ | {"DCPBENCH_FAKE": "hangs"}
         command = [sys.executable, "-c", BENCH]
         bench = subprocess.Popen(
@@ -114,8 +114,8 @@ class TestKilled:
         bench.wait()
         wait_until(lambda: not processes(mark), "no process is left")
 
-    def test_an_agent_that_is_killed_between_two_points_fails_neither(self, mark: str, tmp_path: Path) -> None:
-        """Point 300 is recorded, and 101 has not been begun: it is begun in another job."""
+    def test_agent_killed_between_two_points_fails_neither_point(self, mark: str, tmp_path: Path) -> None:
+        """Point 300 is recorded, and 101 has not started, so it runs in another job."""
 
         def watch(event: Progress) -> None:
             if event.stage == "done" and event.key == point(2, 300).get_key():
@@ -124,7 +124,7 @@ class TestKilled:
         launcher.run_points([point(2, 300), point(2, 101)], work(tmp_path), Machines(), watch)
         assert outcomes(read_records(tmp_path)) == [(2, 300, "ok"), (2, 101, "ok")]
 
-    def test_an_agent_that_is_killed_at_a_point_is_named(self, mark: str, tmp_path: Path) -> None:
+    def test_agent_killed_during_a_point_is_named_in_the_reason(self, mark: str, tmp_path: Path) -> None:
         def watch(event: Progress) -> None:
             if event.stage == "measure":
                 os.kill(of_role(mark, AGENT)[0], signal.SIGKILL)
@@ -134,8 +134,8 @@ class TestKilled:
         assert record.reason == "torchrun itself was ended by signal 9 (SIGKILL), and its ranks with it"
         assert not processes(mark)
 
-    def test_a_rank_that_is_killed_with_what_keeps_account_of_it_is_named(self, mark: str, tmp_path: Path) -> None:
-        """It leaves no file that says how it ended, and torchrun's own log does."""
+    def test_rank_killed_together_with_its_supervisor_is_named(self, mark: str, tmp_path: Path) -> None:
+        """No file states how the rank ended, but torchrun's log does."""
 
         def watch(event: Progress) -> None:
             if event.stage == "measure":
@@ -146,8 +146,8 @@ class TestKilled:
         assert re.match(r"rank \d was killed by signal 9 \(out of memory is the usual cause", str(record.reason))
         assert record.detail["exit_code"] == "-9"
 
-    def test_a_stopped_agent_goes_on_and_it_is_said(self, mark: str, tmp_path: Path) -> None:
-        """Stopped, it would never hear that its ranks are done, and the sweep would wait for it."""
+    def test_stopped_agent_is_continued_and_reported(self, mark: str, tmp_path: Path) -> None:
+        """A stopped agent would not notice that its ranks have finished, and the sweep would wait for it."""
         seen: list[str] = []
 
         def watch(event: Progress) -> None:
@@ -161,8 +161,8 @@ class TestKilled:
 
 
 class TestLock:
-    def test_every_process_of_a_job_keeps_the_lock_and_is_named_in_it(self, mark: str, tmp_path: Path) -> None:
-        """The launcher's own descriptor is closed; its process id is not in the file, so the agent's comes first."""
+    def test_every_process_of_a_job_holds_the_lock_and_is_listed(self, mark: str, tmp_path: Path) -> None:
+        """The launcher's descriptor is closed and its id is not in the file, so the agent's id comes first."""
         lock = os.open(tmp_path / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         fcntl.flock(lock, fcntl.LOCK_EX)
         with Running(job(tmp_path), Machines(), "fake_worker", lock):
@@ -179,14 +179,14 @@ class TestLock:
             pass
 
     @pytest.mark.usefixtures("mark")
-    def test_a_process_that_got_the_id_of_a_rank_is_left_alone(self, tmp_path: Path) -> None:
-        """A rank's file says when it began; this other one began earlier, and outlives the end of the job."""
+    def test_process_that_reuses_the_id_of_a_rank_is_not_killed(self, tmp_path: Path) -> None:
+        """A rank's file has its start time; the other process started earlier, and outlives the job."""
         other = subprocess.Popen(["sleep", "600"])
         with Running(job(tmp_path), Machines(), "fake_worker") as running:
             wait_until(lambda: len(running.read_pids()) == 2, "both ranks")
             (rank,) = (pid for pid in running.read_pids() if f"{pid} " in (tmp_path / "rank-1.pid").read_text())
-            told = (tmp_path / "rank-1.pid").read_text()
-            (tmp_path / "rank-1.pid").write_text(told.replace(str(rank), str(other.pid), 1))
+            content = (tmp_path / "rank-1.pid").read_text()
+            (tmp_path / "rank-1.pid").write_text(content.replace(str(rank), str(other.pid), 1))
         assert other.poll() is None
         other.kill()
         other.wait()
@@ -207,23 +207,21 @@ class TestBlame:
     )
     @pytest.mark.usefixtures("forked_agent")
     @pytest.mark.long
-    def test_the_rank_that_ended_is_blamed_and_not_the_one_that_missed_it(
-        self, context: int, reason: str, code: str, tmp_path: Path
-    ) -> None:
-        """Rank 0 raises that its connection was closed, with an error message; rank 1 left none."""
+    def test_rank_that_ended_first_is_blamed(self, context: int, reason: str, code: str, tmp_path: Path) -> None:
+        """Rank 0 raises an error because its connection was closed; rank 1 ended without a message."""
         launcher.run_points([point(2, context)], work(tmp_path), Machines(), lambda _: None)
         (record,) = read_records(tmp_path)
         assert re.fullmatch(reason, str(record.reason)), record.reason
         assert str(record.advice).startswith("Read logs/tp2-0 ")
         assert record.detail["exit_code"] == code
         closed = "RuntimeError: gloo: Connection closed by peer"
-        assert record.detail.get("error_rank_0", closed) == closed  # torchrun may end rank 0 before it has said so
+        assert record.detail.get("error_rank_0", closed) == closed  # torchrun may end rank 0 before it writes the error
 
 
 class TestListening:
     @pytest.mark.long
-    def test_a_job_of_one_machine_listens_on_loopback_alone(self, mark: str, tmp_path: Path) -> None:
-        """The real ranks, their store and gloo; whoever can reach a store can read and write its keys."""
+    def test_job_on_one_machine_listens_only_on_loopback(self, mark: str, tmp_path: Path) -> None:
+        """Real ranks, their store and gloo open sockets, and any process that can reach a store can change its keys."""
         seen: dict[str, set[str]] = {}
 
         def watch(event: Progress) -> None:
@@ -241,7 +239,7 @@ class TestListening:
         assert set().union(*seen.values()) == {"0100007F"}
 
     @pytest.mark.long
-    def test_the_ranks_of_a_bench_meet_on_loopback_alone(self, mark: str, tmp_path: Path) -> None:
+    def test_ranks_of_a_bench_listen_only_on_loopback(self, mark: str, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "dcpbench.cli", "bench", "collectives", "--requests", "2", "--width", "32"]
         bench = subprocess.Popen(
             [*command, "--device", "cpu"], cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
@@ -255,10 +253,10 @@ class TestListening:
 
 
 class TestLimits:
-    def test_a_short_timeout_is_none_of_imports_and_building(self, tmp_path: Path) -> None:
-        """With --timeout 12 a point may be silent for 12 s; starting, building and warming up for 300 s, or more.
+    def test_timeout_of_points_does_not_limit_start_and_build(self, tmp_path: Path) -> None:
+        """With --timeout 12 a point may be silent for 12 s; starting, building and warm-up have at least 300 s.
 
-        Behind the last point nothing is lost any more: a minute is enough for ranks to end.
+        After the last point no result can be lost, so ranks have a minute to end.
         """
         short, long = work(tmp_path, timeout=12), work(tmp_path, timeout=1000)
         silent = ("", "start", "build", "choose", "check", "capture", "done")
@@ -270,8 +268,10 @@ class TestLimits:
 
     @pytest.mark.usefixtures("forked_agent")
     @pytest.mark.long
-    def test_imports_are_not_measured_by_the_timeout(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Silent for ever, they are ended after the limit of start-up, and not after a microsecond."""
+    def test_silent_imports_are_killed_after_the_startup_limit(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The timeout of a microsecond does not apply to imports, which are silent forever here."""
         monkeypatch.setattr(launcher, "PATIENCE_S", 2.0)
         importing = msgspec.structs.replace(work(tmp_path, timeout=1e-6), worker="importing_worker")
         with pytest.raises(WorkerError, match="gave no sign of life for 2 s before its first point, twice"):
@@ -279,7 +279,7 @@ class TestLimits:
 
 
 class TestFolder:
-    def test_a_folder_that_is_removed_ends_the_run_and_is_not_made_again(self, mark: str, tmp_path: Path) -> None:
+    def test_removed_folder_ends_the_run_and_is_not_created_again(self, mark: str, tmp_path: Path) -> None:
         folder = tmp_path / "run"
 
         def watch(event: Progress) -> None:
@@ -297,8 +297,8 @@ class TestFolder:
         assert not processes(mark)
 
     @pytest.mark.usefixtures("mark")
-    def test_a_full_disk_is_named_and_what_was_measured_is_safe(self, tmp_path: Path) -> None:
-        """Rank 0 cannot append its record. No point is blamed for it, and the report can be had elsewhere."""
+    def test_full_disk_raises_an_error_and_keeps_earlier_records(self, tmp_path: Path) -> None:
+        """Rank 0 cannot append its record, no point is blamed, and the report can be written elsewhere."""
         points = [point(2, 100), point(2, 28), point(2, 101)]
         with pytest.raises(DiskError) as caught:
             launcher.run_points(points, work(tmp_path), Machines(), lambda _: None)
@@ -308,7 +308,7 @@ class TestFolder:
         assert f"`dcpbench report {tmp_path} -o ELSEWHERE`" in str(caught.value)
         assert outcomes(read_records(tmp_path)) == [(2, 100, "ok")]
 
-    def test_the_launchers_own_writes_name_a_full_disk_too(self, tmp_path: Path) -> None:
+    def test_full_disk_during_writes_of_the_launcher_raises_the_same_error(self, tmp_path: Path) -> None:
         with pytest.raises(DiskError, match="no space is left"), folders.convert_write_errors(tmp_path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with (

@@ -1,4 +1,4 @@
-"""`dcpbench serve` as a user meets it, with the fake worker in place of the real one."""
+"""Test `dcpbench serve` as a user runs it, with the fake worker in place of the real one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMMAND = [sys.executable, str(HERE / "dcpbench_fake.py"), "serve"]
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Run `dcpbench serve` in this process on a given machine."""
+    """Run `dcpbench serve` in this process with a given machine."""
 
     def run(*args: str, machine: Probe = CPU) -> tuple[int, str, str]:
         monkeypatch.setattr("dcpbench.launch.launcher.run_probe", lambda _: machine)
@@ -49,10 +49,10 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.distributed
-def test_points_are_served_reported_and_skipped_when_they_are_there(
+def test_points_are_served_and_skipped_if_already_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two loads; the file's times are out of order, which is said; --json is nothing but JSON."""
+    """Timestamps of the request file are out of order, which is reported; --json prints only JSON."""
     (tmp_path / "t.csv").write_text("arrival_s,input_tokens,output_tokens\n2,9,3\n1,8,3\n0,7,3\n")
     serve = ["serve", "--tp", "2", "--dcp", "1,2", "--no-baseline", "--requests", "t.csv", "-o", "run"]
     dcpbench = Typed(tmp_path, monkeypatch, capsys)
@@ -75,7 +75,7 @@ def test_points_are_served_reported_and_skipped_when_they_are_there(
 
 
 def start(folder: Path, input_tokens: int, **env: str) -> subprocess.Popen[str]:
-    """A run of 2 ranks that do not end by themselves, once both are at work."""
+    """Start a run of 2 ranks that never end, and return when both are running."""
     command = [*COMMAND, "--tp", "2", "--input-tokens", str(input_tokens), "--output-tokens", "10", "--no-baseline"]
     run = subprocess.Popen(
         [*command, "-o", "run"], cwd=folder, env=ENV | env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
@@ -87,8 +87,8 @@ def start(folder: Path, input_tokens: int, **env: str) -> subprocess.Popen[str]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.long
-def test_an_interrupt_waits_for_what_has_finished(tmp_path: Path, number: int, code: int) -> None:
-    """The ranks get the time to write a record, after Ctrl-C from torchrun itself; --resume serves the load anew."""
+def test_interrupt_waits_for_the_record_of_finished_requests(tmp_path: Path, number: int, code: int) -> None:
+    """Ranks have time to write a record after Ctrl-C from torchrun itself, and --resume serves the load again."""
     run = start(tmp_path, 120, DCPBENCH_QUICK="" if number == signal.SIGINT else "1")
     run.send_signal(number)
     _, err = run.communicate()
@@ -104,8 +104,8 @@ def test_an_interrupt_waits_for_what_has_finished(tmp_path: Path, number: int, c
 
 @pytest.mark.distributed
 @pytest.mark.long
-def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
-    """These ranks would write for ever: they are killed, and nothing is recorded."""
+def test_second_interrupt_kills_the_ranks(tmp_path: Path) -> None:
+    """The ranks would write forever, so they are killed without a record."""
     run = start(tmp_path, 121)
     pids = [int(path.read_text().split()[0]) for path in (tmp_path / "run").glob("rank-*.pid")]
     run.send_signal(signal.SIGINT)
@@ -121,8 +121,8 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
     until(lambda: all(map(is_gone, pids)))
 
 
-def test_a_dry_run_lists_loads_and_reasons(call) -> None:
-    """tp8 has no GPUs; the others have a pool."""
+def test_dry_run_lists_loads_and_reasons(call) -> None:
+    """tp8 has too few GPUs; the other points have a KV pool."""
     code, out, _ = call("--tp", "4,8", "--request-rate", "0.5,2", "--output-tokens", "1500", "--dry-run", machine=GPUS)
     assert code == 0
     assert "0.5 req/s, 768 × 4000→1500 tokens" in out
@@ -135,16 +135,16 @@ def test_a_dry_run_lists_loads_and_reasons(call) -> None:
     ]
 
 
-def test_a_long_live_run_is_announced(call) -> None:
-    """768 × 1,500 tokens on average at 8 clients are 144,000 steps: 120 min, were a step 50 ms. A limit, or a replay, is short."""
+def test_long_live_run_prints_a_warning(call) -> None:
+    """768 × 1,500 tokens for 8 clients are 144,000 steps, 120 min at 50 ms each; limits and replays are short."""
     _, _, err = call("--dry-run", machine=GPUS)
     assert "about 120 min for the longest load of each layout, at 50 ms per step. --mode replay" in err
     assert "takes long" not in call("--dry-run", "--timeout", "load=60", machine=GPUS)[2]
     assert "takes long" not in call("--dry-run", "--mode", "replay", machine=GPUS)[2]
 
 
-def test_an_slo_that_cannot_be_judged_at_p99_is_announced(call) -> None:
-    """12 requests show no more than the median; the default number shows p99, and nothing is judged on a CPU."""
+def test_too_few_requests_for_p99_slo_print_a_warning(call) -> None:
+    """12 requests are enough only for the median, and the default number for p99; CPU results are not judged."""
     words = ("--tp", "4", "--concurrency", "4", "--slo", "ttft=500", "--dry-run")
     _, _, err = call(*words, "--num-requests", "12", machine=GPUS)
     assert "with 12 requests the SLO is judged at p50, not at p99, which needs 662 completed requests" in err
@@ -152,7 +152,7 @@ def test_an_slo_that_cannot_be_judged_at_p99_is_announced(call) -> None:
     assert "Warning" not in call(*words)[2]
 
 
-def test_a_rate_of_inf_is_explained(call) -> None:
+def test_rate_of_inf_is_explained(call) -> None:
     code, out, err = call("--tp", "4", "--request-rate", "inf", "--output-tokens", "1500", "--dry-run", machine=GPUS)
     assert code == 0
     assert "768 clients, 768 × 4000→1500 tokens" in out
@@ -182,8 +182,8 @@ def test_a_rate_of_inf_is_explained(call) -> None:
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_mistakes_are_sentences(call, args: list[str], words: str) -> None:
-    """`error: …` on stderr, nothing on stdout, no traceback, the next thing to type."""
+def test_invalid_options_are_one_error_line(call, args: list[str], words: str) -> None:
+    """stderr has `error: …` with a suggestion and no traceback, and stdout is empty."""
     code, out, err = call(*args)
     assert code in {2, 3}
     assert err.startswith("error: ")
@@ -193,7 +193,7 @@ def test_mistakes_are_sentences(call, args: list[str], words: str) -> None:
 
 @pytest.fixture
 def step_times(tmp_path: Path) -> Path:
-    """10 ms for every step of a tp2·dcp2 engine of the tiny model; up to 4 requests or 96 prompt tokens."""
+    """Write step times of 10 ms for a tp2·dcp2 engine of the tiny model, up to 4 requests or 96 prompt tokens."""
     decodes = [Case(decodes=(Decodes(n, c),)) for n in (1, 4) for c in (1, 200)]
     chunks = [Case(chunks=(Chunks(1, t, p),)) for t in (1, 96) for p in (0, 200)]
     path = tmp_path / "times.json"
@@ -212,8 +212,8 @@ def step_times(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_replay_takes_its_engine_from_the_step_times(call, step_times: Path, tmp_path: Path) -> None:
-    """No GPU, no job: --tp, --dcp, --backend, … are those of the file. A closed loop of 4 clients, 16 × 8 tokens."""
+def test_replay_takes_its_layout_from_the_step_times(call, step_times: Path, tmp_path: Path) -> None:
+    """The replay needs no GPU and no job, and the file has --tp, --dcp and --backend; 4 clients send 16 × 8 tokens."""
     run = ["--mode", "replay", "--step-times", str(step_times), "-o", str(tmp_path / "run")]
     code, out, err = call(
         *run,
@@ -230,8 +230,8 @@ def test_a_replay_takes_its_engine_from_the_step_times(call, step_times: Path, t
     assert not list((tmp_path / "run").glob("job-*"))
 
 
-def test_instances_are_replayed_by_the_step_times_of_one(call, step_times: Path, tmp_path: Path) -> None:
-    """Each ratio, and beside each as many that do both; no other engine's baseline, of which the file knows nothing."""
+def test_instances_are_replayed_from_step_times_of_one_instance(call, step_times: Path, tmp_path: Path) -> None:
+    """Each ratio has a baseline of as many combined instances; the file has no other layout as a baseline."""
     run = [
         "--mode",
         "replay",
@@ -253,14 +253,14 @@ def test_instances_are_replayed_by_the_step_times_of_one(call, step_times: Path,
     assert "Prefill and decode on separate GPUs" in (tmp_path / "run" / "report" / "report.md").read_text()
 
 
-def test_step_times_of_another_engine_are_refused(call, step_times: Path) -> None:
+def test_step_times_of_another_layout_are_refused(call, step_times: Path) -> None:
     code, _, err = call("--mode", "replay", "--step-times", str(step_times), "--tp", "4")
     assert code == 2
     assert "measured with --tp 2 instead of 4" in err
 
 
-def test_step_times_of_another_model_are_refused_for_that(call, step_times: Path) -> None:
-    """Before anything that this model lacks, such as what its kernels read; both models are named."""
+def test_step_times_of_another_model_are_refused(call, step_times: Path) -> None:
+    """The error names both models, and precedes checks of what the kernels of this model read."""
     code, _, err = call(
         "--mode", "replay", "--step-times", str(step_times), "--model", "deepseek-v3", "--weights-dtype", "fp32"
     )
@@ -268,8 +268,8 @@ def test_step_times_of_another_model_are_refused_for_that(call, step_times: Path
     assert "measured with --model tiny instead of deepseek-v3" in err
 
 
-def test_a_load_beyond_the_step_times_fails_with_what_is_missing(call, step_times: Path, tmp_path: Path) -> None:
-    """Prompts of 30,000 tokens, of which chunks attend to a prefix longer than the 200 that were measured."""
+def test_load_beyond_the_step_times_fails_with_the_missing_range(call, step_times: Path, tmp_path: Path) -> None:
+    """Chunks of prompts of 30,000 tokens have a longer prefix than the 200 measured ones."""
     run = ["--mode", "replay", "--step-times", str(step_times), "-o", str(tmp_path / "run")]
     code, _, _ = call(*run, "--input-tokens", "30000", "--output-tokens", "4")
     (record,) = read_records(tmp_path / "run")
@@ -278,10 +278,8 @@ def test_a_load_beyond_the_step_times_fails_with_what_is_missing(call, step_time
     assert record.detail == {"device": "CPU"}
 
 
-def test_stages_are_replayed_by_the_step_times_of_the_layout_without_them(
-    call, step_times: Path, tmp_path: Path
-) -> None:
-    """The report says how their times were obtained and how long a stage waits; each record can be repeated."""
+def test_pipeline_stages_are_replayed_from_step_times_without_stages(call, step_times: Path, tmp_path: Path) -> None:
+    """The report states the source of step times and the wait of a stage, and each record can be repeated."""
     run = ["--mode", "replay", "--step-times", str(step_times), "--prefill", "policy=prefill-first"]
     code, _, err = call(*run, "--stages", "1/2,micro-batches=4", "-o", str(tmp_path / "run"))
     assert code == 0, err
@@ -296,10 +294,8 @@ def test_stages_are_replayed_by_the_step_times_of_the_layout_without_them(
     assert "--stages 2,micro-batches=4" in build_command(staged.point, staged.measured_with, cpu=True)
 
 
-def test_dcp_over_pcp_ranks_is_replayed_by_the_step_times_of_dcp_inside_one(
-    call, step_times: Path, tmp_path: Path
-) -> None:
-    """All 4 ranks of a stage of tp2·pcp2 share the KV cache; the file is of tp2·dcp2."""
+def test_dcp_over_pcp_ranks_is_replayed_from_step_times_of_dcp_alone(call, step_times: Path, tmp_path: Path) -> None:
+    """All 4 ranks of a tp2·pcp2 stage share the KV cache, and the file has step times of tp2·dcp2."""
     run = ["--mode", "replay", "--step-times", str(step_times), "--prefill", "policy=prefill-first"]
     code, _, err = call(*run, "--stages", "pp=2,pcp=2", "--dcp", "4", "-o", str(tmp_path / "run"))
     assert code == 0, err
@@ -318,7 +314,7 @@ def test_dcp_over_pcp_ranks_is_replayed_by_the_step_times_of_dcp_inside_one(
         ("replay", "estimated from measured steps of the layout without them"),
     ],
 )
-def test_stages_run_in_replays_with_step_times_alone(call, mode: str, why: str) -> None:
+def test_pipeline_stages_need_a_replay_with_step_times(call, mode: str, why: str) -> None:
     code, _, err = call("--tp", "2", "--dcp", "1", "--mode", mode, "--stages", "2")
     assert code == 2
     assert why in err

@@ -1,4 +1,4 @@
-"""`dcpbench submit` beside commands of clusters that only say what they were asked (fake_cluster/)."""
+"""Test `dcpbench submit` with fake cluster commands that record their calls (fake_cluster/)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DONE = "JobState=COMPLETED Reason=None ExitCode=0:0"
 
 
 class Cluster:
-    """What the fake commands are told, and what they were asked."""
+    """Control the answers of the fake cluster commands and read their calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,11 +42,11 @@ class Cluster:
             (folder / name).mkdir()
 
     def states(self, *lines: str) -> None:
-        """What scontrol will say, one after the other."""
+        """Set the successive answers of scontrol."""
         (self.folder / "states").write_text("".join(f"{line}\n" for line in lines))
 
     def gets(self, *answers: dict[str, Any]) -> None:
-        """What `kubectl get` will print, one after the other."""
+        """Set the successive answers of `kubectl get`."""
         for number, answer in enumerate(answers):
             (self.folder / "get" / str(number)).write_text(json.dumps(answer))
 
@@ -86,12 +86,12 @@ def slurm(typed: Typed, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 class TestSlurm:
-    def test_a_job_is_followed_to_its_end_and_its_log_shown(self, cluster: Cluster, typed: Typed) -> None:
+    def test_submit_prints_state_changes_and_log_until_job_ends(self, cluster: Cluster, typed: Typed) -> None:
         cluster.states("JobState=PENDING Reason=Priority Restarts=0", RUNNING, DONE)
         cluster.log("[1/2] tp16", "[2/2] tp16·dcp8 \x1b[31m")
         done = slurm(typed, *SWEEP, "-o", "run")
         assert done.returncode == 0
-        assert done.stdout == "[1/2] tp16\n[2/2] tp16·dcp8 \\x1b[31m\n", "what a terminal would obey is spelled out"
+        assert done.stdout == "[1/2] tp16\n[2/2] tp16·dcp8 \\x1b[31m\n", "control characters are escaped"
         assert done.stderr.splitlines() == [
             f"Slurm job 7 is submitted. Run: {Path('run').absolute()}",
             "Slurm job 7 is pending (Priority).",
@@ -99,14 +99,14 @@ class TestSlurm:
             "Slurm job 7 has ended well.",
         ]
 
-    def test_what_is_submitted_is_kept_beside_the_run(self, cluster: Cluster, typed: Typed) -> None:
+    def test_job_script_and_id_are_kept_in_run_folder(self, cluster: Cluster, typed: Typed) -> None:
         cluster.states(DONE)
         slurm(typed, *SWEEP, "-o", "run")
         assert Path("run/submit/job.sh").read_text() == (cluster.folder / "script").read_text()
         assert json.loads(Path("run/submit/job.json").read_bytes())["id"] == "7"
 
     @pytest.mark.parametrize(
-        ("state", "code", "said"),
+        ("state", "code", "message"),
         [
             ("JobState=FAILED ExitCode=4:0", 4, "has ended with exit code 4; read "),
             ("JobState=FAILED ExitCode=0:9", 137, "has ended by signal 9; read "),
@@ -117,15 +117,15 @@ class TestSlurm:
         ],
         ids=lambda value: value.split("=")[1].split()[0] if isinstance(value, str) and "State" in value else "",
     )
-    def test_how_the_job_ended_is_how_submit_ends(
-        self, cluster: Cluster, typed: Typed, state: str, code: int, said: str
+    def test_exit_code_of_submit_is_derived_from_final_job_state(
+        self, cluster: Cluster, typed: Typed, state: str, code: int, message: str
     ) -> None:
         cluster.states(RUNNING, state)
         done = slurm(typed, *SWEEP)
         assert done.returncode == code
-        assert said in done.stderr
+        assert message in done.stderr
 
-    def test_a_job_that_begins_again_is_stayed_with(self, cluster: Cluster, typed: Typed) -> None:
+    def test_requeued_job_is_followed_until_it_ends(self, cluster: Cluster, typed: Typed) -> None:
         again = "JobState=PENDING Reason=BeginTime Restarts=1"
         cluster.states(RUNNING, again, RUNNING.replace("Restarts=0", "Restarts=1"), DONE)
         done = slurm(typed, *SWEEP)
@@ -133,18 +133,18 @@ class TestSlurm:
         assert "is pending (BeginTime), begun again 1 time." in done.stderr
         assert "is running on n[0-1], begun again 1 time." in done.stderr
 
-    def test_a_controller_that_does_not_answer_is_asked_again(self, cluster: Cluster, typed: Typed) -> None:
+    def test_unreachable_slurm_controller_is_polled_again(self, cluster: Cluster, typed: Typed) -> None:
         silent = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
         cluster.states(silent, silent, RUNNING, DONE)
         done = slurm(typed, *SWEEP)
         assert done.returncode == 0
-        assert done.stderr.count("Unable to contact slurm controller") == 1, "said once"
+        assert done.stderr.count("Unable to contact slurm controller") == 1, "the error is printed once"
 
     @pytest.mark.parametrize(("left", "code"), [("2", 2), ("", 4)])
-    def test_a_job_that_slurm_has_forgotten_ends_by_what_its_script_left(
+    def test_exit_code_of_purged_job_is_read_from_run_folder(
         self, cluster: Cluster, typed: Typed, left: str, code: int
     ) -> None:
-        """Slurm forgets a job minutes after its end."""
+        """Slurm purges a job minutes after it ends, so its script writes the exit code to a file."""
         cluster.states(RUNNING)
         slurm(typed, "--detach", *SWEEP, "-o", "run")
         if left:
@@ -152,7 +152,9 @@ class TestSlurm:
         cluster.states("slurm_load_jobs error: Invalid job id specified")
         assert typed("submit", "follow", "run").returncode == code
 
-    def test_detached_it_comes_back_and_says_how_to_go_on(self, cluster: Cluster, typed: Typed) -> None:
+    def test_detached_submit_returns_and_prints_follow_and_cancel_commands(
+        self, cluster: Cluster, typed: Typed
+    ) -> None:
         done = slurm(typed, "--detach", *SWEEP, "-o", "run")
         assert done.returncode == 0
         run = Path("run").absolute()
@@ -160,7 +162,7 @@ class TestSlurm:
         assert f"dcpbench submit cancel {run}" in done.stderr
         assert [call.split()[0] for call in cluster.calls] == ["sbatch"]
 
-    def test_cancel_ends_the_job_and_removes_its_secret(self, cluster: Cluster, typed: Typed) -> None:
+    def test_cancel_ends_job_and_removes_secret(self, cluster: Cluster, typed: Typed) -> None:
         cluster.states(RUNNING)
         slurm(typed, "--detach", *SWEEP, "-o", "run")
         Path("run/submit/secret").write_text("left by a script that was killed")
@@ -169,13 +171,13 @@ class TestSlurm:
         assert "scancel 7" in cluster.calls
         assert not Path("run/submit/secret").exists()
 
-    def test_a_refusal_is_said_in_slurms_words(self, cluster: Cluster, typed: Typed) -> None:
+    def test_error_of_sbatch_is_quoted(self, cluster: Cluster, typed: Typed) -> None:
         (cluster.folder / "refusal").write_text("sbatch: error: invalid partition specified: gpus\n")
         done = slurm(typed, "--partition", "gpus", *SWEEP)
         assert done.returncode == 2
         assert "error: sbatch: sbatch: error: invalid partition specified: gpus. What it was given is" in done.stderr
 
-    def test_without_slurm_it_says_where_to_type_it(
+    def test_missing_sbatch_error_suggests_a_login_node(
         self, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -183,7 +185,7 @@ class TestSlurm:
         assert done.returncode == 2
         assert "there is no `sbatch` here; type this where it is" in done.stderr
 
-    def test_a_run_whose_job_has_not_ended_is_not_submitted_twice(self, cluster: Cluster, typed: Typed) -> None:
+    def test_run_with_unfinished_job_cannot_be_submitted_again(self, cluster: Cluster, typed: Typed) -> None:
         cluster.states(RUNNING)
         slurm(typed, "--detach", *SWEEP, "-o", "run")
         done = slurm(typed, *SWEEP, "-o", "run")
@@ -191,9 +193,7 @@ class TestSlurm:
         assert "has not ended; wait for it with `dcpbench submit follow" in done.stderr
         assert len([call for call in cluster.calls if call.startswith("sbatch")]) == 1
 
-    def test_a_folder_with_records_asks_for_resume_before_anything_waits_in_a_queue(
-        self, cluster: Cluster, typed: Typed
-    ) -> None:
+    def test_folder_with_records_needs_resume_before_job_is_queued(self, cluster: Cluster, typed: Typed) -> None:
         Path("run").mkdir()
         Path("run/records.jsonl").write_text("{}\n")
         done = slurm(typed, *SWEEP, "-o", "run")
@@ -201,17 +201,17 @@ class TestSlurm:
         assert "already holds records; add --resume" in done.stderr
         assert cluster.calls == []
 
-    def test_a_secret_of_ones_own_does_not_reach_the_job(
+    def test_secret_in_user_environment_is_not_passed_to_job(
         self, cluster: Cluster, typed: Typed, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """sbatch keeps the environment, and each job makes a secret of its own."""
+        """sbatch passes the environment on, and each job creates its own secret."""
         monkeypatch.setenv(SECRET, "mine")
         slurm(typed, "--detach", *SWEEP)
         assert SECRET not in (cluster.folder / "environment").read_text()
 
 
 def pod(index: int, state: dict[str, Any], **status: Any) -> dict[str, Any]:
-    """A pod as kubectl tells of it."""
+    """Return a pod as `kubectl get` describes it."""
     return {
         "kind": "Pod",
         "metadata": {"name": f"job-{index}-x", "annotations": {k8s.INDEX: str(index)}},
@@ -219,8 +219,8 @@ def pod(index: int, state: dict[str, Any], **status: Any) -> dict[str, Any]:
     }
 
 
-def told(*pods: dict[str, Any], **condition: str) -> dict[str, Any]:
-    """What `kubectl get job,pods` answers."""
+def job_and_pods(*pods: dict[str, Any], **condition: str) -> dict[str, Any]:
+    """Return an answer of `kubectl get job,pods`."""
     conditions = [{"status": "True", **condition}] if condition else []
     return {"items": [{"kind": "Job", "metadata": {}, "status": {"conditions": conditions}}, *pods]}
 
@@ -238,7 +238,7 @@ def kubernetes(typed: Typed, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 class TestKubernetes:
-    def test_a_job_is_followed_and_its_run_fetched_before_its_pod_goes(self, cluster: Cluster, typed: Typed) -> None:
+    def test_run_is_fetched_before_finished_pod_is_released(self, cluster: Cluster, typed: Typed) -> None:
         (cluster.folder / "pod" / "records.jsonl").write_text("records\n")
         cluster.log(
             "2026-01-01T00:00:01Z [1/2] tp16",
@@ -246,22 +246,24 @@ class TestKubernetes:
             f"2026-01-01T00:00:03Z {k8s.ENDED} 0",
         )
         cluster.gets(
-            told(pod(0, {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}})),
-            told(pod(0, RUNS), pod(1, RUNS)),
-            told(pod(0, RUNS), pod(1, ended(0))),
-            told(pod(0, ended(0)), pod(1, ended(0)), type="Complete"),
+            job_and_pods(pod(0, {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}})),
+            job_and_pods(pod(0, RUNS), pod(1, RUNS)),
+            job_and_pods(pod(0, RUNS), pod(1, ended(0))),
+            job_and_pods(pod(0, ended(0)), pod(1, ended(0)), type="Complete"),
         )
         done = kubernetes(typed, *SWEEP, "-o", "run")
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == ["[1/2] tp16", "[2/2] tp16·dcp8", f"{k8s.ENDED} 0"], "each line once"
+        assert done.stdout.splitlines() == ["[1/2] tp16", "[2/2] tp16·dcp8", f"{k8s.ENDED} 0"], (
+            "each line is printed once"
+        )
         assert "has 0 of 2 pods running: node 0: ImagePullBackOff: no such image." in done.stderr
         assert Path("run/records.jsonl").read_text() == "records\n"
-        assert (cluster.folder / "let-go").exists(), "the pod waits no longer"
-        assert (cluster.folder / "deleted").exists(), "nothing is left"
+        assert (cluster.folder / "let-go").exists(), "the pod was released"
+        assert (cluster.folder / "deleted").exists(), "the job was deleted"
 
-    def test_service_and_secret_belong_to_the_job(self, cluster: Cluster, typed: Typed) -> None:
-        """Whoever deletes the Job, or Kubernetes a day after its end, deletes them with it."""
-        cluster.gets(told(type="Complete"))
+    def test_service_and_secret_are_owned_by_the_job(self, cluster: Cluster, typed: Typed) -> None:
+        """Kubernetes deletes owned objects with the Job, either on request or a day after the Job has ended."""
+        cluster.gets(job_and_pods(type="Complete"))
         kubernetes(typed, *SWEEP)
         job, service, secret = cluster.created()
         assert [part["kind"] for part in (job, service, secret)] == ["Job", "Service", "Secret"]
@@ -269,8 +271,8 @@ class TestKubernetes:
         assert service["metadata"]["ownerReferences"] == secret["metadata"]["ownerReferences"] == [owner]
         assert job["spec"]["ttlSecondsAfterFinished"] == 86_400
 
-    def test_the_secret_reaches_kubectl_alone_and_by_its_input(self, cluster: Cluster, typed: Typed) -> None:
-        cluster.gets(told(type="Complete"))
+    def test_secret_is_passed_to_kubectl_by_stdin_only(self, cluster: Cluster, typed: Typed) -> None:
+        cluster.gets(job_and_pods(type="Complete"))
         done = kubernetes(typed, *SWEEP, "-o", "run")
         value = base64.b64decode(cluster.created()[2]["data"][SECRET]).decode()
         assert len(value) == 32
@@ -278,24 +280,24 @@ class TestKubernetes:
         for shown in (done.stdout, done.stderr, kept, *cluster.calls, json.dumps(cluster.created()[:2])):
             assert value not in shown
 
-    def test_the_first_command_that_failed_is_the_cause(self, cluster: Cluster, typed: Typed) -> None:
-        """Kubernetes ends node 0 once node 1 has failed: 143 is no cause."""
+    def test_first_failed_pod_is_reported_as_the_cause(self, cluster: Cluster, typed: Typed) -> None:
+        """Kubernetes terminates node 0 (exit code 143) after node 1 has failed, so node 1 is the cause."""
         cluster.log("2026-01-01T00:00:01Z no room")
         pods = pod(0, ended(143, "2026-01-01T00:00:08Z")), pod(1, ended(3, "2026-01-01T00:00:02Z"))
-        cluster.gets(told(*pods, type="Failed", reason="BackoffLimitExceeded"))
+        cluster.gets(job_and_pods(*pods, type="Failed", reason="BackoffLimitExceeded"))
         done = kubernetes(typed, *SWEEP)
         assert done.returncode == 3
         assert "has failed with exit code 3, that of node 1." in done.stderr
         assert "The last lines of node 1:\n2026-01-01T00:00:01Z no room" in done.stderr
 
     @pytest.mark.parametrize("restarts", ["0", "1"])
-    def test_a_job_that_lost_a_machine_is_submitted_again_as_often_as_was_said(
+    def test_job_with_an_evicted_pod_is_resubmitted_up_to_restarts(
         self, cluster: Cluster, typed: Typed, restarts: str
     ) -> None:
-        """The second one resumes, and has a name of its own, as the first may not be gone yet."""
+        """The second job resumes the run and has a new name, because the first job may still exist."""
         drained = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
         lost = pod(1, ended(143), conditions=[drained])
-        cluster.gets(told(pod(0, ended(143)), lost, type="Failed"), told(type="Complete"))
+        cluster.gets(job_and_pods(pod(0, ended(143)), lost, type="Failed"), job_and_pods(type="Complete"))
         (cluster.folder / "keeps-answers").touch()
         done = kubernetes(typed, "--claim", "runs", "--restarts", restarts, *SWEEP)
         assert "lost the pod of node 1 (EvictionByEvictionAPI)." in done.stderr
@@ -310,12 +312,12 @@ class TestKubernetes:
             assert ["--resume" in w for w in words] == [False, True]
             assert jobs[0]["metadata"]["name"] != jobs[1]["metadata"]["name"]
 
-    def test_pods_that_are_still_ending_are_waited_for(self, cluster: Cluster, typed: Typed) -> None:
-        """Node 0 has yet to say that it has ended, so that its run is fetched."""
+    def test_run_is_fetched_after_node_0_has_terminated(self, cluster: Cluster, typed: Typed) -> None:
+        """Node 0 is still running when node 1 has failed, so its final state is waited for."""
         failed = pod(1, ended(3))
         cluster.gets(
-            told(pod(0, RUNS), failed, type="Failed"),
-            told(pod(0, ended(143)), failed | {"status": pod(1, ended(3, "1970"))["status"]}, type="Failed"),
+            job_and_pods(pod(0, RUNS), failed, type="Failed"),
+            job_and_pods(pod(0, ended(143)), failed | {"status": pod(1, ended(3, "1970"))["status"]}, type="Failed"),
         )
         cluster.log(f"2026-01-01T00:00:03Z {k8s.ENDED} 143")
         done = kubernetes(typed, *SWEEP, "-o", "run")
@@ -323,48 +325,50 @@ class TestKubernetes:
         assert "has failed, and 1 of its pods is ending." in done.stderr
         assert done.stderr.index("is ending") < done.stderr.index("The run was fetched.")
 
-    def test_what_was_measured_is_fetched_before_a_cancelled_job_goes(self, cluster: Cluster, typed: Typed) -> None:
+    def test_records_are_fetched_before_cancelled_job_is_deleted(self, cluster: Cluster, typed: Typed) -> None:
         (cluster.folder / "interrupts").touch()
         (cluster.folder / "pod" / "records.jsonl").write_text("records\n")
-        cluster.gets(told(pod(0, RUNS), pod(1, RUNS)))
+        cluster.gets(job_and_pods(pod(0, RUNS), pod(1, RUNS)))
         done = kubernetes(typed, *SWEEP, "-o", "run")
         assert done.returncode == 130
         assert Path("run/records.jsonl").read_text() == "records\n"
         calls = " ".join(cluster.calls)
         assert 0 < calls.index(" tar ") < calls.index(" delete ")
 
-    def test_a_deadline_is_said(self, cluster: Cluster, typed: Typed) -> None:
-        cluster.gets(told(pod(0, ended(143)), type="Failed", reason="DeadlineExceeded"))
+    def test_job_past_its_deadline_suggests_a_longer_time(self, cluster: Cluster, typed: Typed) -> None:
+        cluster.gets(job_and_pods(pod(0, ended(143)), type="Failed", reason="DeadlineExceeded"))
         done = kubernetes(typed, "--time", "30", *SWEEP)
         assert done.returncode == 4
         assert "ran into its time limit; give it more with --time." in done.stderr
 
-    def test_what_a_pod_cannot_be_placed_for_is_said(self, cluster: Cluster, typed: Typed) -> None:
+    def test_reason_of_unschedulable_pod_is_printed(self, cluster: Cluster, typed: Typed) -> None:
         waits = {"kind": "Pod", "metadata": {"name": "p", "annotations": {k8s.INDEX: "1"}}}
         scheduled = {
             "type": "PodScheduled",
             "status": "False",
             "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
         }
-        cluster.gets(told(pod(0, RUNS), waits | {"status": {"conditions": [scheduled]}}), told(type="Complete"))
+        cluster.gets(
+            job_and_pods(pod(0, RUNS), waits | {"status": {"conditions": [scheduled]}}), job_and_pods(type="Complete")
+        )
         done = kubernetes(typed, *SWEEP)
         assert "has 1 of 2 pods running: node 1: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu." in done.stderr
 
-    def test_a_job_of_which_a_part_is_refused_leaves_nothing(self, cluster: Cluster, typed: Typed) -> None:
+    def test_job_is_deleted_if_its_secret_is_refused(self, cluster: Cluster, typed: Typed) -> None:
         (cluster.folder / "refusal-2").write_text("Error from server (Forbidden): secrets is forbidden")
         done = kubernetes(typed, *SWEEP)
         assert done.returncode == 2
         assert "secrets is forbidden" in done.stderr
         assert (cluster.folder / "deleted").exists()
 
-    def test_namespace_and_context_are_given_to_every_call(self, cluster: Cluster, typed: Typed) -> None:
-        cluster.gets(told(type="Complete"))
+    def test_namespace_and_context_are_passed_to_every_kubectl_call(self, cluster: Cluster, typed: Typed) -> None:
+        cluster.gets(job_and_pods(type="Complete"))
         kubernetes(typed, "--namespace", "gpus", "--context", "big", *SWEEP)
         assert cluster.calls
         assert all(call.startswith("kubectl --namespace=gpus --context=big ") for call in cluster.calls)
 
-    def test_cancel_deletes_all_of_it(self, cluster: Cluster, typed: Typed) -> None:
-        cluster.gets(told(pod(0, RUNS), pod(1, RUNS)))
+    def test_cancel_deletes_job_service_and_secret(self, cluster: Cluster, typed: Typed) -> None:
+        cluster.gets(job_and_pods(pod(0, RUNS), pod(1, RUNS)))
         kubernetes(typed, "--detach", "--claim", "runs", *SWEEP, "-o", "run")
         done = typed("submit", "cancel", "run")
         assert done.returncode == 0
@@ -378,7 +382,7 @@ class TestKubernetes:
         [("--detach", *SWEEP), (*SWEEP, "-o", "run", "--resume"), ("--restarts", "1", *SWEEP)],
         ids=["detach", "resume", "restarts"],
     )
-    def test_what_must_outlive_its_pods_needs_a_claim(
+    def test_options_that_outlive_a_pod_need_a_volume_claim(
         self, cluster: Cluster, typed: Typed, words: tuple[str, ...]
     ) -> None:
         done = kubernetes(typed, *words)
@@ -389,9 +393,9 @@ class TestKubernetes:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminated"])
 @pytest.mark.parametrize("where", ["slurm", "k8s"])
-def test_an_interrupt_cancels_what_was_submitted(cluster: Cluster, typed: Typed, where: str, number: int) -> None:
+def test_signal_cancels_the_submitted_job(cluster: Cluster, typed: Typed, where: str, number: int) -> None:
     cluster.states(RUNNING)
-    cluster.gets(told(pod(0, RUNS), pod(1, RUNS)))
+    cluster.gets(job_and_pods(pod(0, RUNS), pod(1, RUNS)))
     cluster.log()
 
     def interrupt() -> None:
@@ -409,9 +413,7 @@ def test_an_interrupt_cancels_what_was_submitted(cluster: Cluster, typed: Typed,
     assert any(("scancel 7" if where == "slurm" else " delete ") in call for call in cluster.calls)
 
 
-def test_an_interrupt_while_sbatch_is_at_work_does_not_leave_a_job_that_nobody_knows(
-    cluster: Cluster, typed: Typed
-) -> None:
+def test_interrupt_during_sbatch_cancels_the_new_job(cluster: Cluster, typed: Typed) -> None:
     (cluster.folder / "interrupts").touch()
     cluster.states(RUNNING)
     done = slurm(typed, *SWEEP)
@@ -420,7 +422,7 @@ def test_an_interrupt_while_sbatch_is_at_work_does_not_leave_a_job_that_nobody_k
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (
             (),
@@ -452,17 +454,17 @@ def test_an_interrupt_while_sbatch_is_at_work_does_not_leave_a_job_that_nobody_k
     ids=lambda value: shlex.join(value) if isinstance(value, tuple) else "",
 )
 @pytest.mark.parametrize("where", [("slurm",), ("k8s", "--image", "here/dcpbench:1")], ids=["slurm", "k8s"])
-def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(
-    cluster: Cluster, typed: Typed, where: tuple[str, ...], words: tuple[str, ...], code: int, said: str
+def test_invalid_command_is_refused_before_it_is_queued(
+    cluster: Cluster, typed: Typed, where: tuple[str, ...], words: tuple[str, ...], code: int, message: str
 ) -> None:
     done = typed("submit", *where, *words)
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.returncode == code
     assert cluster.calls == []
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("slurm", "--pyxis", "a", "--apptainer", "b"), "--pyxis and --apptainer contradict each other"),
         (("slurm", "--mount", "/data:/data"), "--mount is about a container; add --pyxis IMAGE"),
@@ -474,17 +476,17 @@ def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(
     ],
     ids=lambda value: shlex.join(value) if isinstance(value, tuple) else "",
 )
-def test_options_of_a_cluster_that_cannot_be_are_refused(
-    cluster: Cluster, typed: Typed, words: tuple[str, ...], said: str
+def test_invalid_cluster_options_are_refused(
+    cluster: Cluster, typed: Typed, words: tuple[str, ...], message: str
 ) -> None:
     done = typed("submit", *words, "--", "sweep", "--tp", "8", "--device", "cuda")
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert cluster.calls == []
 
 
 @pytest.mark.parametrize("word", ["follow", "cancel"])
-def test_a_folder_that_was_not_submitted_says_so(typed: Typed, word: str) -> None:
+def test_follow_and_cancel_refuse_a_folder_without_a_job(typed: Typed, word: str) -> None:
     Path("run").mkdir()
     done = typed("submit", word, "run")
     assert done.returncode == 2
@@ -492,9 +494,7 @@ def test_a_folder_that_was_not_submitted_says_so(typed: Typed, word: str) -> Non
 
 
 @pytest.mark.parametrize("words", [["slurm"], ["k8s", "--image", "here/dcpbench:1"]], ids=["slurm", "k8s"])
-def test_a_dry_run_prints_what_would_be_submitted_and_makes_nothing(
-    cluster: Cluster, typed: Typed, words: list[str]
-) -> None:
+def test_dry_run_prints_the_job_and_creates_no_files(cluster: Cluster, typed: Typed, words: list[str]) -> None:
     done = typed("submit", *words, "--nodes", "2", "--gpus-per-node", "8", "--dry-run", *SWEEP, "-o", "run")
     assert done.returncode == 0
     assert "# dcpbench sweep --tp 16 --dcp 8\n" in done.stdout
@@ -524,22 +524,22 @@ PLANNED = [
 
 @pytest.mark.parametrize("words", PLANNED, ids=shlex.join)
 @pytest.mark.parametrize("where", KINDS, ids=["slurm", "k8s"])
-def test_what_the_command_itself_would_refuse_is_refused_in_its_words(
+def test_errors_of_the_submitted_command_are_reported_with_its_own_message(
     typed: Typed, where: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    """By the plan of the command itself, for as many GPUs of a machine."""
+    """The submitted command is planned with as many GPUs as one node has."""
     done = typed("submit", *where, "--gpus-per-node", "8", "--dry-run", "--", *words)
     own = typed(*words, "--dry-run", "--json", "--gpu", "H200,count=8")
     assert own.returncode == done.returncode != 0
     assert done.stderr == own.stderr.replace("error: ", f"error: the submitted {words[0]}: ")
 
 
-def test_points_that_cannot_run_are_no_mistake_where_others_can(typed: Typed) -> None:
+def test_grid_is_accepted_if_any_of_its_points_can_run(typed: Typed) -> None:
     assert slurm(typed, "--dry-run", "--", "sweep", "--tp", "8,16", "--dcp", "3,8").returncode == 0
     assert slurm(typed, "--dry-run", "--", "sweep", "--tp", "8,16", "--dcp", "3").returncode == 2
 
 
-def test_memory_is_judged_once_it_is_said_which_gpus_they_are(typed: Typed) -> None:
+def test_memory_is_checked_only_if_the_gpu_type_is_given(typed: Typed) -> None:
     words = (
         "--gpus-per-node",
         "1",
@@ -560,7 +560,7 @@ def test_memory_is_judged_once_it_is_said_which_gpus_they_are(typed: Typed) -> N
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_exchanges_inside_a_machine_are_held_against_the_ranks_of_one(typed: Typed, nodes: int) -> None:
+def test_symmetric_memory_exchange_needs_all_dcp_ranks_on_one_node(typed: Typed, nodes: int) -> None:
     gpus = 16 // nodes
     words = ("--dry-run", *SWEEP[:-1], "16", "--exchange", "symm")
     done = typed("submit", "slurm", "--nodes", str(nodes), "--gpus-per-node", str(gpus), *words)
@@ -586,7 +586,7 @@ AWAY = [
 
 @pytest.mark.parametrize(("words", "wrong"), AWAY, ids=shlex.join)
 @pytest.mark.parametrize("where", KINDS, ids=["slurm", "k8s"])
-def test_files_of_the_cluster_are_not_looked_at_and_all_else_is(
+def test_paths_on_the_cluster_are_not_checked_but_other_options_are(
     typed: Typed, where: tuple[str, ...], words: tuple[str, ...], wrong: tuple[str, ...]
 ) -> None:
     there = ("submit", *where, "--gpus-per-node", "8", "--dry-run", "--")
@@ -601,8 +601,8 @@ def test_files_of_the_cluster_are_not_looked_at_and_all_else_is(
 
 
 @pytest.mark.parametrize("words", [("--model", "deepseek-ai/DeepSeek-V3"), ("--weights", "./nothere")], ids=shlex.join)
-def test_what_the_current_folder_lacks_a_job_of_slurm_lacks_too(typed: Typed, words: tuple[str, ...]) -> None:
-    """The job starts there; a pod has a folder of its own."""
+def test_missing_relative_path_is_an_error_for_slurm_only(typed: Typed, words: tuple[str, ...]) -> None:
+    """A Slurm job starts in the current folder, whereas a pod has its own file system."""
     wrong = typed("submit", *KINDS[0], "--gpus-per-node", "8", "--dry-run", "--", "sweep", "--tp", "8", *words)
     assert wrong.returncode == 2
     assert words[1].removeprefix("./") in wrong.stderr
@@ -613,8 +613,8 @@ def test_what_the_current_folder_lacks_a_job_of_slurm_lacks_too(typed: Typed, wo
 
 
 @pytest.mark.parametrize("where", KINDS, ids=["slurm", "k8s"])
-def test_a_file_of_options_that_is_here_is_read_where_the_job_sees_it(typed: Typed, where: tuple[str, ...]) -> None:
-    """Slurm's machines share the disk; a pod has the files of its image."""
+def test_local_config_file_is_checked_for_slurm_only(typed: Typed, where: tuple[str, ...]) -> None:
+    """Slurm nodes share the file system, whereas a pod has only the files of its image."""
     there = ("submit", *where, "--gpus-per-node", "8", "--dry-run", "--", "sweep", "--config", "a.toml")
     Path("a.toml").write_text("tp = 8\ndcp = 3\n")
     assert typed(*there).returncode == (2 if where == KINDS[0] else 0)
@@ -624,7 +624,7 @@ def test_a_file_of_options_that_is_here_is_read_where_the_job_sees_it(typed: Typ
     assert "--config cannot be checked here" in done.stderr
 
 
-def test_advice_names_the_options_of_submit(typed: Typed) -> None:
+def test_suggestions_name_the_options_of_submit(typed: Typed) -> None:
     Path("a.toml").write_text("tp = 32\n")
     done = slurm(typed, "--dry-run", "--", "sweep", "--config", "a.toml")
     assert done.returncode == 3
@@ -634,7 +634,7 @@ def test_advice_names_the_options_of_submit(typed: Typed) -> None:
     assert "dcpbench sweep" not in done.stderr
 
 
-def test_a_plan_that_is_interrupted_submits_nothing(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_plan_submits_no_job(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -646,7 +646,7 @@ def test_a_plan_that_is_interrupted_submits_nothing(typed: Typed, monkeypatch: p
 @pytest.mark.parametrize(
     "words", [("server", "--url", "http://a:1"), ("verify", "--url", "http://a:1")], ids=shlex.join
 )
-def test_no_server_is_asked_before_the_job_runs(
+def test_dry_run_sends_no_request_to_the_server(
     typed: Typed, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr("dcpbench.servers.measure.fetch_server_info", None)
@@ -656,7 +656,7 @@ def test_no_server_is_asked_before_the_job_runs(
 
 
 class TestWithoutGpus:
-    """Nodes of Slurm may have them without being asked; pods have what they ask for."""
+    """Slurm may assign GPUs that were not requested, whereas a pod gets only the GPUs that it requests."""
 
     @pytest.mark.parametrize(
         ("words", "gpus"),
@@ -670,7 +670,7 @@ class TestWithoutGpus:
         ids=lambda value: shlex.join(value) if isinstance(value, tuple) else "",
     )
     @pytest.mark.sample(3)
-    def test_it_says_what_to_add(self, typed: Typed, words: tuple[str, ...], gpus: int) -> None:
+    def test_message_suggests_gpus_per_node(self, typed: Typed, words: tuple[str, ...], gpus: int) -> None:
         add = f"--gpus-per-node {gpus}"
         done = typed("submit", *KINDS[0], "--dry-run", *words)
         assert done.returncode == 0
@@ -679,7 +679,7 @@ class TestWithoutGpus:
         assert done.returncode == 2
         assert f"add {add} before --" in done.stderr
         done = typed("submit", *KINDS[1], *add.split(), "--dry-run", *words)
-        assert (done.returncode, done.stderr) == (0, ""), "the advice works"
+        assert (done.returncode, done.stderr) == (0, ""), "the suggested option works"
 
     @pytest.mark.parametrize(
         "words",
@@ -692,14 +692,14 @@ class TestWithoutGpus:
         ids=shlex.join,
     )
     @pytest.mark.parametrize("where", KINDS, ids=["slurm", "k8s"])
-    def test_nothing_is_said_where_none_are_needed_or_the_device_is_named(
+    def test_no_message_if_no_gpu_is_needed_or_the_device_is_given(
         self, typed: Typed, where: tuple[str, ...], words: tuple[str, ...]
     ) -> None:
         done = typed("submit", *where, "--dry-run", "--", *words)
         assert (done.returncode, done.stderr) == (0, "")
 
     @pytest.mark.parametrize("option", ["--gres=gpu:h200:8", "--gpus-per-task=8", "-G8", "--tres-per-node=gres/gpu:8"])
-    def test_options_of_sbatch_may_ask_for_them(self, typed: Typed, option: str) -> None:
+    def test_gpus_may_be_requested_with_sbatch_options(self, typed: Typed, option: str) -> None:
         done = typed("submit", "slurm", f"--sbatch={option}", "--dry-run", *SWEEP)
         assert (done.returncode, done.stderr) == (0, "")
 
@@ -712,7 +712,7 @@ class TestWithoutGpus:
             ("containers: [{resources: {limits: {rdma/hca: 1}}}]", False),
         ],
     )
-    def test_a_file_of_the_pod_may_ask_for_them(self, typed: Typed, pod: str, gives: bool) -> None:
+    def test_gpus_may_be_requested_in_the_pod_file(self, typed: Typed, pod: str, gives: bool) -> None:
         Path("pod.yaml").write_text(pod)
         done = typed("submit", *KINDS[1], "--pod", "pod.yaml", "--dry-run", "--", "sweep", "--tp", "1")
         assert done.returncode == (0 if gives else 2), done.stderr

@@ -1,4 +1,4 @@
-"""Runs of real ranks on two nodes of a real Slurm on this machine: how they end is how `dcpbench submit slurm` ends."""
+"""Test `dcpbench submit slurm` with real ranks on two nodes of a real Slurm on this machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
 
 
 class Submitted:
-    """`dcpbench submit slurm` at work, on both nodes."""
+    """Run `dcpbench submit slurm` on both nodes."""
 
     def __init__(self, cluster: TwoNodes, run: Path, *words: str, options: tuple[str, ...] = ()) -> None:
         self.cluster, self.run = cluster, run
@@ -55,31 +55,31 @@ class Submitted:
         )
 
     def ended(self) -> tuple[int, str]:
-        """Its exit code, and everything that it printed."""
-        said, _ = self.process.communicate()
-        return self.process.returncode, said
+        """Return the exit code and all output of the command."""
+        output, _ = self.process.communicate()
+        return self.process.returncode, output
 
     def until(self, true: Callable[[], object]) -> None:
-        """Wait for it, as long as the command is at work."""
+        """Wait for a condition while the command runs."""
         while not true():
             assert self.process.poll() is None, self.ended()
             time.sleep(0.2)
 
     @property
     def job(self) -> str:
-        """Its number in the queue."""
+        """Return the job's number in the queue."""
         (log,) = (self.run / "submit").glob("*.log")
         return log.stem
 
 
 def records(run: Path) -> int:
-    """How many a run has, also while it is at work."""
+    """Return the number of records of a run, which may still be running."""
     path = run / "records.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def processes(run: Path) -> list[str]:
-    """Command lines of what is alive and names the run."""
+    """Return the command lines of live processes that name the run."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -92,26 +92,26 @@ def processes(run: Path) -> list[str]:
 
 
 def left(submitted: Submitted) -> list[str]:
-    """What is left of a job but its run: in the queue, as processes, as its secret."""
+    """Return the queue entries, processes and secret that remain of a job."""
     secret = submitted.run / "submit" / "secret"
     queued = submitted.cluster.ask("squeue", "--noheader")
     return [*queued.splitlines(), *processes(submitted.run), *([str(secret)] if secret.exists() else [])]
 
 
-def test_a_sweep_over_two_nodes_ends_well(cluster: TwoNodes, tmp_path: Path) -> None:
-    """Each node runs one of two ranks; node 0 has the records; the log is shown; no secret is left, or was shown."""
+def test_sweep_over_two_nodes_succeeds(cluster: TwoNodes, tmp_path: Path) -> None:
+    """Each node runs one of two ranks, node 0 writes the records, and the secret is neither kept nor printed."""
     run = tmp_path / "a run"
     submitted = Submitted(cluster, run, *SWEEP, "--context", "100", "--seconds", "0.2")
     secret = run / "submit" / "secret"
     submitted.until(lambda: secret.exists() and secret.stat().st_size == 64)
     assert oct(secret.stat().st_mode & 0o777) == "0o600"
     value = secret.read_text()
-    code, said = submitted.ended()
-    assert code == 0, said
+    code, output = submitted.ended()
+    assert code == 0, output
     assert [(r.outcome, r.point.tp) for r in read_records(run)] == [("ok", 2)]
-    assert "Node 1: joins node 0 at 127.0.0.1:" in said
-    assert "[1/1] tiny tp2" in said
-    assert "has ended well." in said
+    assert "Node 1: joins node 0 at 127.0.0.1:" in output
+    assert "[1/1] tiny tp2" in output
+    assert "has ended well." in output
     assert (run / "logs" / "tp2-0" / "rank-0.exit").exists()
     assert (run / "nodes" / "1" / "logs" / "tp2-0" / "rank-1.exit").exists()
     assert left(submitted) == []
@@ -119,26 +119,26 @@ def test_a_sweep_over_two_nodes_ends_well(cluster: TwoNodes, tmp_path: Path) -> 
     assert value.encode() not in kept
 
 
-def test_the_exit_code_of_a_run_that_fails_is_that_of_submit(cluster: TwoNodes, tmp_path: Path) -> None:
-    """The model is none, which only the machines see: both nodes end with 2."""
+def test_submit_returns_the_exit_code_of_a_failed_run(cluster: TwoNodes, tmp_path: Path) -> None:
+    """The model does not exist, which only the nodes notice, so both end with 2."""
     submitted = Submitted(cluster, tmp_path / "run", *SWEEP, "--weights", str(tmp_path / "no-such-model"))
-    code, said = submitted.ended()
-    assert code == 2, said
-    assert "no-such-model" in said
-    assert re.search(r"Slurm job \d+ has ended with exit code 2; read .*\.log\.", said)
+    code, output = submitted.ended()
+    assert code == 2, output
+    assert "no-such-model" in output
+    assert re.search(r"Slurm job \d+ has ended with exit code 2; read .*\.log\.", output)
     assert left(submitted) == []
 
 
-def test_a_rank_that_is_killed_on_the_other_node_is_recorded_by_node_0(cluster: TwoNodes, tmp_path: Path) -> None:
-    """Its point has failed, which ends the command with 4, and so the job, and so submit."""
+def test_rank_killed_on_node_1_is_recorded_by_node_0(cluster: TwoNodes, tmp_path: Path) -> None:
+    """The failed point ends the command with 4, and the job and submit end with the same code."""
     run = tmp_path / "run"
     submitted = Submitted(cluster, run, *SWEEP, "--context", "100", "--seconds", "60")
     pid = run / "nodes" / "1" / "rank-1.pid"
     progress = run / "progress-tp2-0.jsonl"
     submitted.until(lambda: progress.exists() and b"measure" in progress.read_bytes())
     os.kill(int(pid.read_text().split()[0]), signal.SIGKILL)
-    code, said = submitted.ended()
-    assert code == 4, said
+    code, output = submitted.ended()
+    assert code == 4, output
     (record,) = read_records(run)
     assert record.outcome == "failed"
     assert "rank 1 was killed by signal 9" in str(record.reason)
@@ -146,30 +146,30 @@ def test_a_rank_that_is_killed_on_the_other_node_is_recorded_by_node_0(cluster: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminated"])
-def test_an_interrupted_submit_cancels_the_job_and_leaves_nothing_but_what_was_measured(
+def test_interrupted_submit_cancels_the_job_and_keeps_its_records(
     cluster: TwoNodes, tmp_path: Path, number: int
 ) -> None:
-    """By its first record the job is at work on both nodes, with points left for minutes."""
+    """When the first record is written, both nodes are running and minutes of points remain."""
     run = tmp_path / "run"
     submitted = Submitted(cluster, run, *SWEEP, "--context", "100,200,300", "--seconds", "60")
     submitted.until(lambda: len([p for p in processes(run) if "dcpbench.worker" in p]) >= 2)
     submitted.process.send_signal(number)
-    code, said = submitted.ended()
-    assert code == (130 if number == signal.SIGINT else 143), said
-    assert "is cancelled. What was measured is in" in said
+    code, output = submitted.ended()
+    assert code == (130 if number == signal.SIGINT else 143), output
+    assert "is cancelled. What was measured is in" in output
     assert left(submitted) == []
 
 
-def test_a_job_that_slurm_begins_again_measures_only_what_is_left(cluster: TwoNodes, tmp_path: Path) -> None:
-    """`scontrol requeue`, as after a lost node: each of two points has one record in the end."""
+def test_requeued_job_measures_only_the_remaining_points(cluster: TwoNodes, tmp_path: Path) -> None:
+    """`scontrol requeue` restarts the job as after a lost node; each of two points has one record in the end."""
     run = tmp_path / "run"
     submitted = Submitted(cluster, run, *SWEEP, "--context", "100,200", "--seconds", "4")
     submitted.until(lambda: records(run) >= 1)
     cluster.ask("scontrol", "requeue", submitted.job)
-    code, said = submitted.ended()
-    assert code == 0, said
-    assert "begun again 1 time" in said
-    assert "already measured" in said
+    code, output = submitted.ended()
+    assert code == 0, output
+    assert "begun again 1 time" in output
+    assert "already measured" in output
     counts = Counter(r.point.context for r in read_records(run) if r.outcome == "ok")
     assert counts == {100: 1, 200: 1}
     assert left(submitted) == []

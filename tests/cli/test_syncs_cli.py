@@ -1,4 +1,4 @@
-"""`dcpbench syncs scan` and `baseline` from the outside; what a trace shows is made up here, and read elsewhere."""
+"""Test `dcpbench syncs scan` and `baseline` as commands, with prepared reports in place of read traces."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMANDS = ("scan", "baseline")
 
 
 class Shell:
-    """A folder with one trace in it, in which commands run and see a made-up report."""
+    """Run commands in a folder with one trace and a prepared report."""
 
     def __init__(self, folder: Path, capture: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
@@ -44,12 +44,12 @@ class Shell:
         (folder / "t.json").write_text("{}")
 
     def scan(self, paths: Sequence[Path], **options: Any) -> Report:
-        """Stands in for the reader of traces."""
+        """Replace the reader of traces."""
         self.seen = {"paths": [str(p) for p in paths], **options}
         return self.report()
 
     def __call__(self, *args: str) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of `dcpbench syncs ARGS`."""
+        """Return exit code, stdout and stderr of `dcpbench syncs ARGS`."""
         with pytest.raises(SystemExit) as ended:
             cli.main(["syncs", *args])
         captured = self._capture.readouterr()
@@ -81,7 +81,7 @@ class TestExitCodes:
         ],
     )
     @pytest.mark.parametrize("form", ["table", "json", "sarif", "junit", "github", "markdown"])
-    def test_the_verdict_decides_whatever_the_format_is(
+    def test_exit_code_follows_the_verdict_in_every_format(
         self, syncs: Shell, report: Callable[[], Report], args: list[str], code: int, form: str
     ) -> None:
         syncs.report = report
@@ -103,7 +103,7 @@ class TestExitCodes:
             (["t.json", "-o", "no/x.json"], "mkdir -p no"),
         ],
     )
-    def test_what_cannot_work_ends_with_2_and_a_sentence_before_anything_is_read(
+    def test_invalid_arguments_exit_with_2_before_a_trace_is_read(
         self, syncs: Shell, args: list[str], words: str
     ) -> None:
         code, out, err = syncs("scan", *args)
@@ -114,31 +114,31 @@ class TestExitCodes:
 
 
 class TestOutput:
-    def test_json_alone_is_on_stdout_and_the_verdict_on_stderr(self, syncs: Shell) -> None:
+    def test_stdout_has_only_json_and_stderr_the_verdict(self, syncs: Shell) -> None:
         _, out, err = syncs("scan", "t.json", "--format", "json")
         assert json.loads(out)["verdict"]["status"] == "findings"
         assert err.splitlines()[-1] == "1 finding: exit code 1."
 
-    def test_a_file_is_written_and_named_last(self, syncs: Shell) -> None:
+    def test_output_file_is_written_and_named_in_the_last_line(self, syncs: Shell) -> None:
         code, out, _ = syncs("scan", "t.json", "--format", "json", "-o", "r.json")
         assert (code, out) == (1, "Wrote r.json\n")
         assert json.loads((syncs.folder / "r.json").read_text())["totals"]["syncs"] == 10
 
-    def test_it_is_written_over_with_force_alone(self, syncs: Shell) -> None:
+    def test_output_file_is_overwritten_only_with_force(self, syncs: Shell) -> None:
         (syncs.folder / "r.json").write_text("mine")
         assert syncs("scan", "t.json", "-o", "r.json")[0] == 2
         assert (syncs.folder / "r.json").read_text() == "mine"
         assert syncs("scan", "t.json", "-o", "r.json", "--force")[0] == 1
         assert "check_all" in (syncs.folder / "r.json").read_text()
 
-    def test_a_pipe_gets_140_columns_without_colours(self, syncs: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pipe_gets_140_columns_without_colours(self, syncs: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "40")
         syncs.report = build.all_kinds
         lines = syncs("scan", "t.json")[1].splitlines()
         assert 110 < max(map(len, lines)) <= 140
         assert not any("\x1b" in line for line in lines)
 
-    def test_the_step_summary_is_appended_to(self, syncs: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_report_is_appended_to_the_step_summary(self, syncs: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
         summary = syncs.folder / "summary.md"
         summary.write_text("# before\n")
         monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
@@ -150,14 +150,14 @@ class TestOutput:
         assert text.count("| ❌ |") == 12
         assert "2 of these sites have no annotation." in text
 
-    def test_a_summary_that_cannot_be_written_is_a_warning(self, syncs: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unwritable_step_summary_is_a_warning(self, syncs: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
         summary = syncs.folder / "missing" / "summary.md"
         monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
         code, _, err = syncs("scan", "t.json", "--format", "github")
         assert code == 1
         assert f"warning: GITHUB_STEP_SUMMARY={summary} cannot be written" in err
 
-    def test_other_formats_leave_the_summary_alone(self, syncs: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_formats_do_not_write_the_step_summary(self, syncs: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(syncs.folder / "summary.md"))
         syncs("scan", "t.json", "--format", "json")
         assert not (syncs.folder / "summary.md").exists()
@@ -165,7 +165,7 @@ class TestOutput:
 
 class TestStreams:
     def python(self, folder: Path, body: str, **env: str) -> subprocess.CompletedProcess[bytes]:
-        """`dcpbench syncs scan t.json` in a process of its own, whose reader of traces is `body`."""
+        """Run `dcpbench syncs scan t.json` in a process of its own, in which `body` is the reader of traces."""
         (folder / "t.json").touch()
         code = (
             "from dcpbench import cli\nfrom dcpbench.syncs import scan\nfrom tests.unit import syncs_builder as b\n"
@@ -175,10 +175,10 @@ class TestStreams:
         env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
         return subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, check=False)
 
-    def test_an_interrupt_is_neither_clean_nor_a_finding(self, tmp_path: Path) -> None:
+    def test_interrupt_exits_with_130(self, tmp_path: Path) -> None:
         assert self.python(tmp_path, "raise KeyboardInterrupt").returncode == 130
 
-    def test_a_stdout_that_knows_ascii_alone_gets_a_table_all_the_same(self, tmp_path: Path) -> None:
+    def test_ascii_stdout_gets_a_table(self, tmp_path: Path) -> None:
         done = self.python(tmp_path, "return b.report(b.site())", PYTHONIOENCODING="ascii")
         assert done.returncode == 1
         assert b"check_all" in done.stdout
@@ -186,12 +186,12 @@ class TestStreams:
     def test_progress_goes_to_stderr(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """However soon it comes, no control character of a name is shown, and stdout stays the report's."""
+        """Control characters of a name are escaped in the first and later messages, and stdout has only the report."""
         clock = iter((0.0, 3.0, 3.0, 3.1))
         monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-        with terminal.ProgressLine() as tell:
-            tell("reading \x1b[31m.json")
-            tell("at once again")
+        with terminal.ProgressLine() as show:
+            show("reading \x1b[31m.json")
+            show("at once again")
         captured = capsys.readouterr()
         assert (captured.out, captured.err) == ("", "reading \\x1b[31m.json\n")
         done = self.python(tmp_path, "progress('x')\n    return b.report()")
@@ -200,7 +200,7 @@ class TestStreams:
 
 
 class TestSettings:
-    def test_pyproject_gives_defaults_and_options_override_them(self, syncs: Shell) -> None:
+    def test_options_override_settings_of_pyproject(self, syncs: Shell) -> None:
         (syncs.folder / "pyproject.toml").write_text(
             '[tool.dcpbench.syncs]\nmax-per-step = 0\nstep-range = "^decode"\n'
             'allow = [{ function = "sample", reason = "tokens" }]\n'
@@ -213,13 +213,13 @@ class TestSettings:
         syncs.report = lambda: build.report(build.site(function="sample"))
         assert syncs("scan", "t.json")[0] == 0
 
-    def test_a_root_that_is_given_is_where_settings_are_read(self, syncs: Shell) -> None:
+    def test_settings_are_read_from_the_given_root(self, syncs: Shell) -> None:
         (syncs.folder / "repo").mkdir()
         (syncs.folder / "repo" / "pyproject.toml").write_text("[tool.dcpbench.syncs]\nmax-per-step = 9\n")
         assert syncs("scan", "t.json", "--root", "repo")[0] == 0
         assert syncs.seen["root"] == syncs.folder / "repo"
 
-    def test_a_mistake_in_it_ends_with_2(self, syncs: Shell) -> None:
+    def test_invalid_setting_exits_with_2(self, syncs: Shell) -> None:
         (syncs.folder / "pyproject.toml").write_text("[tool.dcpbench.syncs]\nmax_per_step = 9\n")
         code, _, err = syncs("scan", "t.json")
         assert code == 2
@@ -227,33 +227,33 @@ class TestSettings:
 
 
 class TestBaseline:
-    def test_what_it_writes_lets_the_same_trace_pass(self, syncs: Shell) -> None:
+    def test_same_trace_passes_with_its_own_baseline(self, syncs: Shell) -> None:
         code, out, _ = syncs("baseline", "t.json", "-o", "b.json")
         assert (code, out.splitlines()[-1]) == (0, "Wrote b.json")
         assert syncs("scan", "t.json", "--baseline", "b.json")[0] == 0
         syncs.report = lambda: build.report(build.site(), build.site("new"))
         assert syncs("scan", "t.json", "--baseline", "b.json")[0] == 1
 
-    def test_its_name_is_that_of_pyproject_which_need_not_exist_yet(self, syncs: Shell) -> None:
+    def test_baseline_is_written_to_the_path_of_pyproject(self, syncs: Shell) -> None:
         (syncs.folder / "pyproject.toml").write_text('[tool.dcpbench.syncs]\nbaseline = "known.json"\n')
         assert syncs("baseline", "t.json")[0] == 0
         assert syncs("scan", "t.json")[0] == 0
         assert (syncs.folder / "known.json").exists()
 
-    def test_it_has_a_default_name_and_is_not_written_over(self, syncs: Shell) -> None:
+    def test_baseline_has_a_default_name_and_needs_force_to_overwrite(self, syncs: Shell) -> None:
         assert syncs("baseline", "t.json")[0] == 0
         assert (syncs.folder / "syncs-baseline.json").exists()
         assert syncs("baseline", "t.json")[0] == 2
         assert syncs("baseline", "t.json", "--force")[0] == 0
 
-    def test_none_is_written_from_a_trace_that_cannot_answer(self, syncs: Shell) -> None:
+    def test_inconclusive_trace_gives_no_baseline(self, syncs: Shell) -> None:
         syncs.report = lambda: build.report(build.site(), traces=[build.trace(complete=False)])
         code, _, err = syncs("baseline", "t.json", "-o", "b.json")
         assert code == 3
         assert "ends early" in err
         assert not (syncs.folder / "b.json").exists()
 
-    def test_without_steps_it_warns_that_whole_counts_are_compared(self, syncs: Shell) -> None:
+    def test_baseline_without_steps_warns_about_total_counts(self, syncs: Shell) -> None:
         syncs.report = lambda: build.report(build.site(count_per_step=None), traces=[build.trace(steps=None)])
         code, _, err = syncs("baseline", "t.json")
         assert code == 0
@@ -266,20 +266,20 @@ class TestTraces:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).touch()
 
-    def test_folders_and_globs_stand_for_their_traces_in_order_of_ranks(self, tmp_path: Path) -> None:
+    def test_folders_and_globs_expand_to_traces_in_order_of_ranks(self, tmp_path: Path) -> None:
         self.make(tmp_path, "a/r10.json", "a/r2.json.gz", "a/notes.txt", "a/deep/r3.json", "b.json")
         found = files.expand_names([str(tmp_path / "a"), str(tmp_path / "*.json")])
         assert [p.name for p in found] == ["r2.json.gz", "r10.json", "b.json"]
         deep = files.expand_names([str(tmp_path / "a/**/*.json")])
         assert [p.name for p in deep] == ["r3.json", "r10.json"]
 
-    def test_a_file_that_is_named_counts_whatever_its_name_and_once(self, tmp_path: Path) -> None:
+    def test_named_file_is_read_once_whatever_its_suffix(self, tmp_path: Path) -> None:
         self.make(tmp_path, "trace[1].out")
         name = str(tmp_path / "trace[1].out")
         assert files.expand_names([name, f"{tmp_path}/./trace[1].out"]) == [Path(name)]
 
     @pytest.mark.parametrize("name", ["empty", "gone.json", "*.json"])
-    def test_what_matches_nothing_says_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def test_glob_without_a_match_is_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         (tmp_path / "empty").mkdir()
         monkeypatch.chdir(tmp_path)
         with pytest.raises(UsageError, match=re.escape(name)):
@@ -288,7 +288,7 @@ class TestTraces:
 
 class TestHelp:
     @pytest.mark.parametrize("args", [["--help"], ["scan", "--help"], ["baseline", "--help"]], ids=" ".join)
-    def test_it_states_exit_codes_and_an_example_and_imports_nothing_heavy(self, args: list[str]) -> None:
+    def test_help_has_exit_codes_and_an_example_without_heavy_imports(self, args: list[str]) -> None:
         code = (
             "import sys\nfrom dcpbench import cli\n"
             f"try:\n    cli.main(['syncs', *{args}])\nexcept SystemExit:\n    pass\n"
@@ -307,7 +307,7 @@ class TestHelp:
                 assert words in text
 
     @pytest.mark.parametrize("name", COMMANDS)
-    def test_every_option_is_parsed_and_has_the_name_that_is_written_beside_it(self, name: str) -> None:
+    def test_every_option_is_parsed_and_has_its_declared_name(self, name: str) -> None:
         command = typer.main.get_command(syncs_command.app).commands[name]
         for option in command.params:
             if option.param_type_name == "argument":
@@ -326,8 +326,8 @@ class TestHelp:
         assert all(str(next(iter([*note.param_decls, note.default]))).startswith("-") for note in options)
 
 
-def test_a_terminal_gets_colours_links_and_its_own_width(tmp_path: Path) -> None:
-    """A real terminal of 60 columns, on which sites are listed below each other."""
+def test_terminal_gets_colours_links_and_its_own_width(tmp_path: Path) -> None:
+    """A real terminal of 60 columns lists sites below each other."""
     (tmp_path / "python/engine").mkdir(parents=True)
     (tmp_path / "python/engine/kv.py").touch()
     (tmp_path / "t.json").touch()
@@ -344,7 +344,7 @@ def test_a_terminal_gets_colours_links_and_its_own_width(tmp_path: Path) -> None
     while True:
         try:
             block = os.read(master, 65536)
-        except OSError:  # Linux says so where the other end is closed
+        except OSError:  # Linux raises this if the other end is closed
             break
         if not block:
             break

@@ -1,4 +1,4 @@
-"""The pipelines under examples/: valid by the published schemas, and their commands do what they promise."""
+"""Test the pipelines under examples/: they are valid by the published schemas, and their commands work."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ RECORD = "python benchmark.py --profile-to traces"
         ("vendor.gitlab-ci", "gitlab-ci.yml"),
     ],
 )
-def test_they_are_valid_by_the_published_schemas(schema: str, file: str) -> None:
+def test_pipelines_are_valid_by_the_published_schemas(schema: str, file: str) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(EXAMPLES / file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def load(file: str) -> dict[str, Any]:
-    """A pipeline; YAML calls its key `on` True."""
+    """Load a pipeline, in which YAML reads the key `on` as True."""
     return yaml.safe_load((EXAMPLES / file).read_text())
 
 
@@ -54,7 +54,7 @@ def gitlab_commands(job: str) -> list[str]:
 
 
 class Checkout:
-    """A repository after its recording job: a trace, a baseline, and a `dcpbench` on the path."""
+    """Simulate a repository after its recording job: a trace, a baseline, and `dcpbench` on the path."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "repo"
@@ -76,7 +76,7 @@ class Checkout:
         (self.folder / "syncs-baseline.json").write_text(text)
 
     def run(self, script: str, shell: tuple[str, ...], **env: str) -> subprocess.CompletedProcess[str]:
-        """One script as the system would run it."""
+        """Run one script as the CI system does."""
         return subprocess.run(
             [*shell, script], cwd=self.folder, env={**self.env, **env}, capture_output=True, text=True, check=False
         )
@@ -89,7 +89,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the comment above both pipelines says to type makes this file."""
+    """Create the baseline with the command in the comment above both pipelines."""
     checkout = Checkout(tmp_path_factory.mktemp("baseline"))
     done = checkout.run("dcpbench syncs baseline traces -o syncs-baseline.json --force", ("bash", "-c"))
     assert done.returncode == 0, done.stderr
@@ -97,7 +97,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def github(checkout: Checkout) -> tuple[list[subprocess.CompletedProcess[str]], str]:
-    """Results of the steps of the job, each in a shell of its own until one fails, and the step summary."""
+    """Return results of the job's steps, each in its own shell until one fails, and the step summary."""
     runner = checkout.folder.parent
     env = {
         "GITHUB_ACTIONS": "true",
@@ -121,7 +121,7 @@ def github(checkout: Checkout) -> tuple[list[subprocess.CompletedProcess[str]], 
 
 
 def gitlab(checkout: Checkout) -> subprocess.CompletedProcess[str]:
-    """Result of the job: all lines in one shell that ends with the first that fails."""
+    """Return the result of the job, all lines of which run in one shell that exits with the first failure."""
     env = {
         "GITLAB_CI": "true",
         "CI_PROJECT_DIR": str(checkout.folder),
@@ -135,8 +135,8 @@ def gitlab(checkout: Checkout) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(("changed", "code"), [(False, 0), (True, 1)])
-def test_the_comparison_is_posted_before_the_check_fails(checkout: Checkout, *, changed: bool, code: int) -> None:
-    """The commands after the two recordings; `gh` keeps the comment that it would post."""
+def test_comparison_is_posted_before_the_check_fails(checkout: Checkout, *, changed: bool, code: int) -> None:
+    """The commands after the two recordings run with a `gh` that keeps the comment."""
     runner = checkout.folder.parent / "runner"
     for branch in ("base", "branch"):
         (runner / branch).mkdir(parents=True)
@@ -161,7 +161,7 @@ def test_the_comparison_is_posted_before_the_check_fails(checkout: Checkout, *, 
 
 class TestGithub:
     def test_new_sites_fail_with_annotations_a_summary_and_sarif(self, checkout: Checkout) -> None:
-        """Each site is an error here, ten at most are shown, and the summary has a row for every one."""
+        """Each site is an error here, at most ten are annotated, and the summary has a row for each."""
         (sarif, scan), summary = github(checkout)
         assert (sarif.returncode, scan.returncode) == (0, 1)
         results = json.loads((checkout.folder / "syncs.sarif").read_text())["runs"][0]["results"]
@@ -173,14 +173,14 @@ class TestGithub:
             [r for r in results if r["level"] == "error"]
         )
 
-    def test_what_is_in_the_baseline_passes(self, checkout: Checkout, baseline: str) -> None:
+    def test_sites_of_the_baseline_pass(self, checkout: Checkout, baseline: str) -> None:
         checkout.baseline(baseline)
         done, summary = github(checkout)
         assert [d.returncode for d in done] == [0, 0]
         assert "::error" not in done[-1].stdout
         assert summary.startswith("## ✅")
 
-    def test_a_trace_that_cannot_be_read_fails_before_the_gate(self, checkout: Checkout) -> None:
+    def test_unreadable_trace_fails_before_the_gate(self, checkout: Checkout) -> None:
         trace = checkout.folder / "traces" / TRACE.name
         trace.write_bytes(b"no trace")
         (first,), _ = github(checkout)
@@ -201,7 +201,7 @@ class TestGitlab:
         assert int(suites.get("failures")) > 0
         assert any("set_kv_all" in case.get("name") for case in suites.iter("testcase"))
 
-    def test_what_is_in_the_baseline_passes(self, checkout: Checkout, baseline: str) -> None:
+    def test_sites_of_the_baseline_pass(self, checkout: Checkout, baseline: str) -> None:
         checkout.baseline(baseline)
         done = gitlab(checkout)
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What people get wrong around `dcpbench syncs`: other files, other folders, full disks, hostile names."""
+"""Test `dcpbench syncs` with wrong files, missing folders, full disks and hostile names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(cli.__file__).parents[1]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with one trace without steps and with one range."""
+    """Create a folder with one trace without steps and with one range."""
     trace = Trace()
     trace.range("decode", 0, 90)
     trace.range("sample", 91, 99)
@@ -30,37 +30,35 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def syncs(*args: str) -> int:
-    """Exit code of `dcpbench syncs ARGS`."""
+    """Return the exit code of `dcpbench syncs ARGS`."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["syncs", *args])
     return int(ended.value.code or 0)
 
 
 @pytest.mark.parametrize("text", ["{}", '{"traces": [], "sites": []}', '{"$schema": "sarif", "runs": []}'])
-def test_a_report_is_no_baseline(here: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
-    """Every site of it would pass, or none."""
+def test_report_is_refused_as_a_baseline(here: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    """With a report as the baseline all of its sites would pass, or none."""
     (here / "report.json").write_text(text)
     assert syncs("scan", "t.json", "--baseline", "report.json") == 2
     assert "dcpbench syncs baseline TRACE -o report.json --force" in capsys.readouterr().err
 
 
-def test_a_terminal_need_not_obey_the_name_of_a_file_in_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_file_names_are_escaped_in_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert syncs("scan", "gone\x1b]0;.json") == 2
     err = capsys.readouterr().err
     assert "gone\\x1b]0;.json" in err
     assert "\x1b" not in err
 
 
-def test_ranges_that_could_mark_steps_are_listed_where_none_does(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_error_without_steps_lists_ranges_that_could_mark_them(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert syncs("scan", str(here / "t.json"), "--format", "json") == 0
     (trace,) = json.loads(capsys.readouterr().out)["traces"]
     assert any("Ranges in this trace: 'decode' (1), 'sample' (1)." in note for note in trace["coverage"]["notes"])
 
 
-def test_a_trace_given_twice_is_counted_once_and_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A copy, and the packed form that lies beside it: one wait in all."""
+def test_trace_given_twice_is_counted_once_and_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy and a compressed copy of the trace have one wait in all."""
     trace = Trace().work()
     trace.call("cudaStreamSynchronize", 0, 50)
     for name, pack in (("a.json", bytes), ("b.json", bytes), ("a.json.gz", gzip.compress)):
@@ -72,7 +70,7 @@ def test_a_trace_given_twice_is_counted_once_and_told(here: Path, capsys: pytest
         assert f"note: {name} holds the same trace as a.json and is counted once." in out.err
 
 
-def test_a_folder_that_is_gone_is_a_sentence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_working_directory_is_one_error_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "gone").mkdir()
     os.chdir(here / "gone")
     (here / "gone").rmdir()
@@ -80,7 +78,7 @@ def test_a_folder_that_is_gone_is_a_sentence(here: Path, capsys: pytest.CaptureF
     assert "change to another one with cd" in capsys.readouterr().err
 
 
-def test_a_full_disk_behind_stdout_is_neither_clean_nor_a_traceback(here: Path) -> None:
+def test_full_disk_on_stdout_exits_with_an_error_without_traceback(here: Path) -> None:
     code = "from dcpbench.cli import main; main(['syncs', 'scan', 't.json'])"
     with open("/dev/full", "w") as full:  # noqa: PTH123 -- a device
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`dcpbench syncs run` from the outside. Processes record on the CPU here, where nothing can wait for a GPU."""
+"""Test `dcpbench syncs run` as a command; processes record on the CPU, where no call waits for a GPU."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def loop(times):
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of a program `training.py`, whose processes record without a GPU."""
+    """Return the folder of a program `training.py` whose processes record without a GPU."""
     monkeypatch.setenv(runs.CPU_VARIABLE, "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder = tmp_path / "program"
@@ -53,7 +53,7 @@ def script(folder: Path, text: str, name: str = "script.py") -> str:
 def record(
     tmp_path: Path, *command: str, start: Callable[..., int] = forks.start, **options: object
 ) -> tuple[int, dict[str, dict], list[Note]]:
-    """(exit code, traces by file name, notes) of a program."""
+    """Return (exit code, traces by file name, notes) of a program."""
     folder = tmp_path / "traces"
     folder.mkdir()
     code = start([sys.executable, *command], runs.build_environment(folder, Recording(**options)))
@@ -63,7 +63,7 @@ def record(
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, list[Note]]:
-    """(folder, exit code, notes) of a recording of three steps from beginning to end, which several tests look at."""
+    """Return (folder, exit code, notes) of a recording of three steps, which several tests use."""
     home = tmp_path_factory.mktemp("three")
     (home / "training.py").write_text(MODEL)
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +75,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, list[Not
 
 @pytest.fixture
 def trace_of_three(three: tuple[Path, int, list[Note]]) -> dict:
-    """Its trace."""
+    """Return the trace of the three steps."""
     (path,) = three[0].glob("*.json")
     return json.loads(path.read_text())
 
@@ -85,14 +85,14 @@ def named(trace: dict, name: str) -> list[dict]:
 
 
 def steps_of(trace: dict) -> list[int]:
-    """Numbers of the marked steps, in order of time."""
+    """Return the numbers of marked steps in order of time."""
     marks = [event for event in named(trace, "ProfilerStep#") if event["ph"] == "X"]
     return [int(e["name"].partition("#")[2]) for e in sorted(marks, key=lambda e: e["ts"])]
 
 
 class TestSteps:
     @pytest.mark.long
-    def test_without_steps_all_is_recorded_with_its_stacks(
+    def test_program_without_steps_is_recorded_whole_with_stacks(
         self, three: tuple[Path, int, list[Note]], trace_of_three: dict
     ) -> None:
         _, code, notes = three
@@ -103,15 +103,15 @@ class TestSteps:
         assert [e for e in events if "train_step" in e["name"] and e["cat"] == "python_function"]
         assert (notes[0].steps, notes[0].problems) == (3, [])
 
-    def test_a_step_reaches_from_one_call_of_the_model_to_the_next(self, trace_of_three: dict) -> None:
-        """So that `.item()` after the model lies in it; inner modules are no steps."""
+    def test_step_lasts_from_one_call_of_the_model_to_the_next(self, trace_of_three: dict) -> None:
+        """The step includes `.item()` after the model's call; inner modules are no steps."""
         items = sorted(event["ts"] for event in named(trace_of_three, "aten::item"))
         steps = [e for e in named(trace_of_three, "ProfilerStep#") if e["ph"] == "X"]
         marks = sorted((e["ts"], e["ts"] + e["dur"]) for e in steps)
         assert [start < item < end for item, (start, end) in zip(items, marks, strict=True)] == [True] * 3
 
-    def test_warm_up_is_left_out_and_recording_ends_after_the_steps(self, tmp_path: Path, program: Path) -> None:
-        """Of steps 0 … 5 the two after the first three: 3 and 4. The program runs to its end."""
+    def test_recording_covers_only_the_steps_after_warm_up(self, tmp_path: Path, program: Path) -> None:
+        """Steps 3 and 4 of 0 … 5 follow three warm-up steps; the program runs to its end."""
         name = script(program, "import training; training.loop(6); print('end')")
         code, traces, _ = record(tmp_path, name, warmup=3, steps=2)
         (trace,) = traces.values()
@@ -120,8 +120,8 @@ class TestSteps:
         assert len(named(trace, "aten::item")) == 2
 
     @pytest.mark.parametrize("step", ["training:train_step", "training:Trainer.step", "training:Trainer.shared"])
-    def test_a_named_function_is_a_step(self, tmp_path: Path, program: Path, step: str) -> None:
-        """Imported by name before it can be marked, as programs do; a method and a static one, too."""
+    def test_named_function_is_a_step(self, tmp_path: Path, program: Path, step: str) -> None:
+        """The function is imported by name before it can be patched; methods and static methods work too."""
         (program / "training.py").write_text(
             MODEL
             + "\nclass Trainer:\n    def step(self): return train_step()\n"
@@ -133,23 +133,21 @@ class TestSteps:
         assert steps_of(trace) == [1, 2]
         assert notes[0].problems == []
 
-    def test_a_function_of_the_script_itself_is_a_step_once_the_model_has_run(
-        self, tmp_path: Path, program: Path
-    ) -> None:
-        """Nothing tells when a script has defined its functions, so the first call goes uncounted."""
+    def test_function_of_the_script_is_a_step_after_the_first_model_call(self, tmp_path: Path, program: Path) -> None:
+        """No event marks the definition of a script's functions, so the first call is not counted."""
         text = "import training\ndef step(): training.train_step()\nfor _ in range(4): step()"
         _, traces, _ = record(tmp_path, script(program, text), step="__main__:step")
         (trace,) = traces.values()
         assert steps_of(trace) == [0, 1, 2]
 
-    def test_a_coroutine_is_a_step(self, tmp_path: Path, program: Path) -> None:
+    def test_coroutine_is_a_step(self, tmp_path: Path, program: Path) -> None:
         (program / "training.py").write_text(MODEL + "\nasync def serve(): return train_step()\n")
         text = "import asyncio, training\nfor _ in range(3): asyncio.run(training.serve())"
         _, traces, _ = record(tmp_path, script(program, text), warmup=1, steps=1, step="training:serve")
         (trace,) = traces.values()
         assert (steps_of(trace), len(named(trace, "aten::item"))) == ([1], 1)
 
-    def test_steps_of_another_thread_are_recorded(self, tmp_path: Path, program: Path) -> None:
+    def test_steps_of_other_threads_are_recorded(self, tmp_path: Path, program: Path) -> None:
         text = "import threading, training\nt = threading.Thread(target=training.loop, args=(3,)); t.start(); t.join()"
         _, traces, _ = record(tmp_path, script(program, text))
         (trace,) = traces.values()
@@ -159,7 +157,7 @@ class TestSteps:
 class TestProcesses:
     @pytest.mark.distributed
     @pytest.mark.long
-    def test_every_rank_of_torchrun_is_recorded_with_its_number(
+    def test_every_rank_of_torchrun_is_recorded_with_its_rank(
         self, tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -181,7 +179,7 @@ class TestProcesses:
         assert ranks == {0: [0, 1], 1: [0, 1]}
 
     @pytest.mark.long
-    def test_a_spawned_child_is_recorded(self, tmp_path: Path, program: Path) -> None:
+    def test_spawned_child_is_recorded(self, tmp_path: Path, program: Path) -> None:
         name = script(
             program,
             """
@@ -194,8 +192,8 @@ class TestProcesses:
         _, traces, _ = record(tmp_path, name)
         assert sorted(steps_of(trace) for trace in traces.values()) == [[], [0, 1, 2]]
 
-    def test_a_forked_child_of_a_recorded_process_goes_unrecorded(self, tmp_path: Path, program: Path) -> None:
-        """As a DataLoader's workers do; they could not use CUDA either."""
+    def test_forked_child_of_a_recorded_process_is_not_recorded(self, tmp_path: Path, program: Path) -> None:
+        """Workers of a DataLoader are such children; they cannot use CUDA either."""
         name = script(
             program,
             """
@@ -212,7 +210,7 @@ class TestProcesses:
         assert [note.cuda for note in notes] == [True]
 
     @pytest.mark.parametrize("end", ["", "os._exit(0)"], ids=["returns", "_exit"])
-    def test_a_core_that_is_forked_before_the_first_step_is_recorded_with_its_name(
+    def test_core_forked_before_the_first_step_is_recorded_with_its_name(
         self, tmp_path: Path, program: Path, end: str
     ) -> None:
         name = script(
@@ -235,21 +233,21 @@ class TestProcesses:
         assert sorted(note.role for note in notes) == ["", "EngineCore DP0"]
 
     def test_sigterm_writes_the_trace_and_still_ends_the_process(self, tmp_path: Path, program: Path) -> None:
-        """As torchrun does with the other ranks when one has failed."""
+        """torchrun sends SIGTERM to the other ranks after one has failed."""
         text = "import os, signal, training\ntraining.loop(2)\nos.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()"
         code, traces, _ = record(tmp_path, script(program, text))
         assert code == -signal.SIGTERM
         assert [steps_of(trace) for trace in traces.values()] == [[0, 1]]
 
-    def test_a_program_without_torch_leaves_nothing(self, tmp_path: Path, program: Path) -> None:
+    def test_program_without_torch_leaves_no_files(self, tmp_path: Path, program: Path) -> None:
         code, traces, notes = record(tmp_path, script(program, "print(1)"), start=runs.run_process)
         assert (code, traces, notes) == (0, {}, [])
         assert "imported torch" in runs.explain_notes(notes, Recording())[0]
 
-    def test_without_cuda_there_is_a_note_and_no_trace(
+    def test_process_without_cuda_leaves_a_note_and_no_trace(
         self, tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As for torchrun's own process."""
+        """torchrun's own process is an example."""
         monkeypatch.delenv(runs.CPU_VARIABLE)
         _, traces, notes = record(tmp_path, script(program, "import training; training.loop(2)"))
         assert traces == {}
@@ -262,7 +260,7 @@ class TestUnchanged:
     @pytest.fixture(scope="class")
     @staticmethod
     def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict, Path]:
-        """The end of a program with a sitecustomize of its own, what it saw of Python, and the folder of traces."""
+        """Run a program with its own sitecustomize; return its result, its view of Python, and the folder of traces."""
         home = tmp_path_factory.mktemp("home")
         (home / "training.py").write_text(MODEL)
         (home / "sitecustomize.py").write_text("import os\nos.environ['CUSTOM'] = __file__\n")
@@ -294,25 +292,25 @@ class TestUnchanged:
         return done, json.loads((home / "seen.json").read_text()), home / "traces"
 
     @pytest.mark.long
-    def test_input_output_and_exit_code_are_the_programs_own(self, ended) -> None:
+    def test_recorded_program_keeps_its_input_output_and_exit_code(self, ended) -> None:
         done, _, traces = ended
         assert (done.returncode, done.stdout, done.stderr) == (7, "hello\n", "no\n")
-        assert len(list(traces.glob("*.json"))) == 1, "a program that fails is recorded all the same"
+        assert len(list(traces.glob("*.json"))) == 1, "a failing program is recorded too"
 
-    def test_the_path_the_modules_and_their_loaders_are_as_without(self, ended) -> None:
+    def test_recording_leaves_sys_path_modules_and_loaders_unchanged(self, ended) -> None:
         _, seen, _ = ended
         assert seen["path"]
         assert not [path for path in seen["path"] if "recorder" in path]
         assert not [module for module in seen["finders"] if "recorder" in module]
         assert "exec_module" not in seen["loader"]
 
-    def test_a_sitecustomize_of_the_programs_own_runs_too(self, ended) -> None:
+    def test_sitecustomize_of_the_program_runs(self, ended) -> None:
         _, seen, traces = ended
         name, imported = seen["custom"]
         assert name == imported == str(traces.parent / "sitecustomize.py")
         assert len(list(traces.glob("*.json"))) == 1
 
-    def test_modules_are_called_as_before_once_recording_is_over(self, tmp_path: Path, program: Path) -> None:
+    def test_module_calls_are_restored_after_recording(self, tmp_path: Path, program: Path) -> None:
         text = """
             import torch, training
             call = torch.nn.Module.__call__
@@ -324,8 +322,8 @@ class TestUnchanged:
         assert (code, notes[0].problems) == (0, [])
 
     @pytest.mark.parametrize("profiler", ["torch.profiler.profile()", "torch.autograd.profiler.profile()"])
-    def test_a_profiler_of_the_programs_own_goes_first(self, tmp_path: Path, program: Path, profiler: str) -> None:
-        """What was recorded until then is kept, and the report may not say that it is all."""
+    def test_profiler_of_the_program_takes_precedence(self, tmp_path: Path, program: Path, profiler: str) -> None:
+        """The trace up to then is kept, and the report must not claim to be complete."""
         text = f"""
             import torch, training
             training.loop(2)
@@ -340,7 +338,7 @@ class TestUnchanged:
         assert notes[0].cut
         assert "profiler itself" in notes[0].problems[0]
 
-    def test_recording_waits_for_a_profiler_that_is_at_work(self, tmp_path: Path, program: Path) -> None:
+    def test_recording_waits_for_a_running_profiler(self, tmp_path: Path, program: Path) -> None:
         text = """
             import torch, training
             with torch.profiler.profile():
@@ -353,11 +351,11 @@ class TestUnchanged:
 
 
 class TestWhole:
-    """The command from its options to its exit code, with a scan that answers what it is told to."""
+    """Test the command from its options to its exit code, with a scan that returns prepared results."""
 
     @pytest.fixture
     def scanned(self, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-        """Paths that were scanned; each is a clean trace."""
+        """Return the list of scanned paths; each is a clean trace."""
         from dcpbench.syncs import scan as home
 
         seen = []
@@ -372,12 +370,12 @@ class TestWhole:
 
     @pytest.fixture
     def forked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The program begins at once."""
+        """Start the program without a delay."""
         monkeypatch.setattr(runs, "run_process", forks.start)
 
     @pytest.fixture
     def replayed(self, three: tuple[Path, int, list[Note]]) -> str:
-        """Beginning of a script that leaves, in no time, what a recorded process has left."""
+        """Return the start of a script that copies the files of a recorded process."""
         return (
             f"import json, os, shutil\nto = json.loads(os.environ[{runs.VARIABLE!r}])['folder']\n"
             f"shutil.copytree({str(three[0])!r}, to, dirs_exist_ok=True)\n"
@@ -388,12 +386,12 @@ class TestWhole:
         return runs.run_program([sys.executable, *command], Recording(**options), GateOptions(), OutputOptions())
 
     @pytest.mark.usefixtures("forked")
-    def test_a_clean_program_ends_with_0_and_its_traces_are_gone(self, program: Path, scanned: list[Path]) -> None:
+    def test_clean_program_exits_with_0_and_its_traces_are_deleted(self, program: Path, scanned: list[Path]) -> None:
         assert self.code_of(script(program, "import training; training.loop(2)")) == 0
         assert len(scanned) == 1
         assert not scanned[0].exists()
 
-    def test_a_program_that_failed_never_ends_with_0(
+    def test_failed_program_never_exits_with_0(
         self, program: Path, replayed: str, scanned: list[Path], capfd: pytest.CaptureFixture[str]
     ) -> None:
         assert self.code_of(script(program, f"{replayed}raise SystemExit(9)")) == 4
@@ -403,18 +401,18 @@ class TestWhole:
         assert "ended with exit code 9, so the rest of its run is not known" in shown.out
         assert "Clean" not in shown.out
 
-    def test_a_program_that_recorded_nothing_cannot_be_clean(self, program: Path, scanned: list[Path]) -> None:
+    def test_program_without_a_trace_is_not_clean(self, program: Path, scanned: list[Path]) -> None:
         assert self.code_of(script(program, "pass")) == 3
         assert scanned == []
 
     @pytest.mark.usefixtures("forked")
-    def test_a_recording_that_was_cut_short_cannot_be_clean(self, program: Path, scanned: list[Path]) -> None:
+    def test_incomplete_recording_is_not_clean(self, program: Path, scanned: list[Path]) -> None:
         text = "import torch, training\ntraining.loop(2)\nwith torch.profiler.profile(): pass"
         assert self.code_of(script(program, text)) == 3
         assert scanned
 
     @pytest.mark.usefixtures("scanned")
-    def test_a_python_program_without_the_recorder_is_named_and_cannot_be_clean(
+    def test_python_process_without_the_recorder_is_named_and_not_clean(
         self, program: Path, replayed: str, capfd: pytest.CaptureFixture[str]
     ) -> None:
         start = "import subprocess, sys\nsubprocess.run([sys.executable, {}'-c', 'pass'], check=True)"
@@ -422,15 +420,13 @@ class TestWhole:
         assert self.code_of(script(program, replayed + start.format("'-I', "))) == 3
         assert f"{sys.executable} -I -c pass did not load the recorder" in " ".join(capfd.readouterr().out.split())
 
-    def test_kept_traces_stay_without_notes(
-        self, tmp_path: Path, program: Path, replayed: str, scanned: list[Path]
-    ) -> None:
+    def test_kept_traces_have_no_notes(self, tmp_path: Path, program: Path, replayed: str, scanned: list[Path]) -> None:
         keep = tmp_path / "kept" / "here"
         assert self.code_of(script(program, replayed), keep=keep) == 0
         assert [path.suffix for path in keep.iterdir()] == [".json"]
         assert scanned[0].parent == keep
 
-    def test_without_a_gpu_it_says_what_to_type(self, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_gpu_error_has_a_suggestion(self, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(runs.CPU_VARIABLE)
         monkeypatch.setattr(runs, "has_gpu", lambda: False)
         with pytest.raises(CapacityError, match="dcpbench syncs dry-run -- ") as raised:
@@ -438,10 +434,10 @@ class TestWhole:
         assert raised.value.exit_code == 3
 
     @pytest.mark.long
-    def test_ctrl_c_reaches_the_program_and_ends_with_130(self, program: Path) -> None:
-        """The terminal sends it to every process of the group; what was recorded is still scanned.
+    def test_ctrl_c_reaches_the_program_and_exits_with_130(self, program: Path) -> None:
+        """The terminal sends SIGINT to every process of the group, and the trace up to then is scanned.
 
-        Whoever sees no end presses again: a program may miss one, as Python does just before it sleeps.
+        The test repeats the signal, because a program may miss one just before it sleeps.
         """
         name = script(
             program, "import time, training\ntraining.loop(1)\nprint('up', flush=True)\nwhile True: time.sleep(0.1)"

@@ -1,4 +1,4 @@
-"""`dcpbench top` as a user meets it: beside a real sweep of the fake worker, in a terminal, in a pipe."""
+"""Test `dcpbench top` next to a real sweep of the fake worker, in a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RUNNING = "2 × 200 tokens"
 
 @pytest.fixture
 def running(tmp_path: Path) -> Path:
-    """A run with one point measured and one at work; the process that is alive in its lock is this test's."""
+    """Create a run with one measured and one unfinished point; the live process in its lock is this test's."""
     folder = tmp_path / "run"
     job = build.job(folder, POINTS, device="cpu")
     build.add_finished_point(job, folder, POINTS[0], 0, 10)
@@ -49,13 +49,13 @@ def running(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ended(running: Path) -> Path:
-    """The same without a process."""
+    """Create the same run without a live process."""
     (running / ".lock").write_text("")
     return running
 
 
 class Terminal:
-    """A command in a terminal of 80 columns."""
+    """Run a command in a terminal of 80 columns."""
 
     def __init__(self, *args: str, **env: str) -> None:
         self.main, self.side = pty.openpty()
@@ -67,19 +67,19 @@ class Terminal:
         )
 
     def until(self, text: str) -> None:
-        """Read until the screen has got this text, whatever codes stand between its words."""
+        """Read until the screen contains this text, apart from escape codes between its words."""
         while text not in _plain(self.text):
             ended = self.process.poll() is not None
             if select.select([self.main], [], [], 0.1)[0]:
                 self.text += os.read(self.main, 65536).decode()
             else:
-                assert not ended, f"{text!r} did not come; this did: {self.text!r}"
+                assert not ended, f"{text!r} is not on the screen, which has {self.text!r}"
 
     def type(self, keys: str) -> None:
         os.write(self.main, keys.encode())
 
     def end(self) -> int:
-        """Read on until the process has ended; its exit code."""
+        """Read until the process has ended, and return its exit code."""
         code = self.process.wait()
         os.set_blocking(self.main, False)
         with contextlib.suppress(BlockingIOError):
@@ -88,7 +88,7 @@ class Terminal:
         return code
 
     def is_as_it_was(self) -> bool:
-        """Whether the terminal has its modes, its first screen and its cursor."""
+        """Return whether the terminal has its modes, its first screen and its cursor."""
         last = {code: self.text.rfind(code) for code in (ENTER, LEAVE, HIDE_CURSOR, SHOW_CURSOR)}
         seen = last[LEAVE] > last[ENTER] > -1 and last[SHOW_CURSOR] > last[HIDE_CURSOR] > -1
         return seen and termios.tcgetattr(self.side) == self.before
@@ -100,7 +100,7 @@ def _plain(text: str) -> str:
 
 @pytest.fixture
 def terminal() -> Iterator[list[Terminal]]:
-    """Terminals that are closed afterwards."""
+    """Return a factory of terminals, which are closed after the test."""
     opened: list[Terminal] = []
     yield opened
     for one in opened:
@@ -111,17 +111,17 @@ def terminal() -> Iterator[list[Terminal]]:
 
 
 def top(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
-    """The command in pipes."""
+    """Return a function that runs the command in pipes."""
     command = [*COMMAND, "top", *map(str, args)]
     return subprocess.run(command, env=ENV | env, capture_output=True, text=True, check=False)
 
 
 class TestInATerminal:
     @pytest.mark.parametrize("how", ["typed", signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=str)
-    def test_whatever_ends_it_the_terminal_is_as_it_was(
+    def test_terminal_is_restored_whatever_ends_top(
         self, running: Path, terminal: list[Terminal], how: str | signal.Signals
     ) -> None:
-        """Ctrl-C is 130, as in any shell; SIGTERM 143 and SIGHUP 129. What was seen last stays."""
+        """Ctrl-C exits with 130 as in any shell, SIGTERM with 143 and SIGHUP with 129; the last view stays visible."""
         shown = Terminal("top", str(running))
         terminal.append(shown)
         shown.until(RUNNING)
@@ -134,7 +134,7 @@ class TestInATerminal:
         assert RUNNING in shown.text.rpartition(LEAVE)[2]
         assert "Traceback" not in shown.text
 
-    def test_it_ends_with_the_run(self, running: Path, terminal: list[Terminal]) -> None:
+    def test_top_exits_when_the_run_ends(self, running: Path, terminal: list[Terminal]) -> None:
         shown = Terminal("top", str(running), "--every", "0.1")
         terminal.append(shown)
         shown.until(RUNNING)
@@ -143,8 +143,8 @@ class TestInATerminal:
         assert shown.is_as_it_was()
         assert "stopped with 1 left; go on with --resume" in " ".join(_plain(shown.text).split())
 
-    def test_while_it_is_stopped_the_shell_has_its_terminal(self, running: Path, terminal: list[Terminal]) -> None:
-        """Ctrl-Z, then `fg`."""
+    def test_terminal_is_restored_while_top_is_stopped(self, running: Path, terminal: list[Terminal]) -> None:
+        """The test sends Ctrl-Z and then SIGCONT, as `fg` does."""
         shown = Terminal("top", str(running), "--every", "0.1")
         terminal.append(shown)
         shown.until(RUNNING)
@@ -162,8 +162,8 @@ class TestInATerminal:
         assert shown.end() == 130
         assert shown.is_as_it_was()
 
-    def test_it_follows_the_size_of_its_terminal(self, running: Path, terminal: list[Terminal]) -> None:
-        """At 80 columns the point at work has one line, at 30 two."""
+    def test_view_adapts_to_the_terminal_size(self, running: Path, terminal: list[Terminal]) -> None:
+        """The running point needs one line at 80 columns, and two lines at 30."""
         shown = Terminal("top", str(running), "--every", "0.1")
         terminal.append(shown)
         shown.until("tiny tp2 reference, 2 × 200 tokens")
@@ -173,7 +173,7 @@ class TestInATerminal:
         frame = _plain(shown.text).partition(folded)[2]
         assert max(len(line.rstrip("\r")) for line in frame.split("\n")) <= 30
 
-    def test_a_terminal_that_can_do_no_more_gets_lines(self, ended: Path, terminal: list[Terminal]) -> None:
+    def test_dumb_terminal_gets_plain_lines(self, ended: Path, terminal: list[Terminal]) -> None:
         shown = Terminal("top", str(ended), TERM="dumb")
         terminal.append(shown)
         assert shown.end() == 130
@@ -182,8 +182,8 @@ class TestInATerminal:
 
 
 class TestInAPipe:
-    def test_lines_without_codes(self, ended: Path) -> None:
-        """FORCE_COLOR is for colours, of which there are none here."""
+    def test_pipe_gets_lines_without_escape_codes(self, ended: Path) -> None:
+        """FORCE_COLOR requests colours, which the lines do not have."""
         done = top(ended, FORCE_COLOR="1")
         assert done.returncode == 130
         assert done.stdout.splitlines() == [
@@ -194,21 +194,21 @@ class TestInAPipe:
         ]
         assert done.stderr == ""
 
-    def test_one_look_at_a_run_that_goes_on_is_0(self, running: Path) -> None:
+    def test_once_exits_with_0_while_the_run_continues(self, running: Path) -> None:
         done = top(running, "--once")
         assert done.returncode == 0
         assert "now: tiny tp2 reference, 2 × 200 tokens, measure" in done.stdout
 
-    def test_json_is_one_object_a_look(self, ended: Path) -> None:
-        """Here the run has ended, so there is one look."""
+    def test_json_prints_one_object_per_refresh(self, ended: Path) -> None:
+        """The run has ended, so there is a single refresh."""
         done = top(ended, "--json")
         (line,) = done.stdout.splitlines()
         found = json.loads(line)
         assert (found["status"], found["exit_code"], found["total"], found["left"]) == ("stopped", 130, 2, 1)
         assert found["last"][0]["tok_s"] == 200
 
-    def test_a_reader_that_goes_away_ends_it_quietly(self, running: Path) -> None:
-        """As in `dcpbench top RUN --json | head -1`."""
+    def test_closed_pipe_ends_top_without_an_error(self, running: Path) -> None:
+        """The pipe is closed as in `dcpbench top RUN --json | head -1`."""
         command = [*COMMAND, "top", str(running), "--json", "--every", "0.1"]
         with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as shown:
             assert shown.stdout
@@ -216,10 +216,12 @@ class TestInAPipe:
             assert json.loads(shown.stdout.readline())["left"] == 1
             shown.stdout.close()
             assert shown.stderr.read() == ""
-            assert shown.wait() == 141, "as of any command that SIGPIPE ends"
+            assert shown.wait() == 141, "the exit code of a command that SIGPIPE ends"
 
-    def test_mistakes_say_what_to_type(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        for args, said in (
+    def test_invalid_arguments_raise_an_error_with_a_suggestion(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for args, message in (
             ([tmp_path / "none", "--once"], "has not begun, as there is no such folder"),
             (
                 [tmp_path, "--once"],
@@ -231,21 +233,21 @@ class TestInAPipe:
             with pytest.raises(SystemExit) as end:
                 cli.main(["top", *map(str, args)])
             assert end.value.code == 2
-            assert said in capsys.readouterr().err
+            assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["empty", "none"])
-def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path, *, there: bool) -> None:
-    """It says so, shows the run once that has begun, and ends with it."""
+def test_top_waits_for_the_run_to_start(tmp_path: Path, *, there: bool) -> None:
+    """A message is printed while waiting; top shows the run after its start and exits with it."""
     folder = tmp_path / "run"
     if there:
         folder.mkdir()
     command = [*COMMAND, "top", str(folder), "--every", "0.1"]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as shown:
         assert shown.stderr
-        said = shown.stderr.readline()
-        assert ("holds no run" if there else "has not begun") in said
-        assert "Waiting for it to begin; Ctrl-C ends this." in said
+        line = shown.stderr.readline()
+        assert ("holds no run" if there else "has not begun") in line
+        assert "Waiting for it to begin; Ctrl-C ends this." in line
         (tmp_path / "made").mkdir()
         job = build.job(tmp_path / "made", POINTS, device="cpu")
         for number, point in enumerate(POINTS):
@@ -257,7 +259,7 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path, *, there: bool) 
         assert shown.returncode == 0
 
 
-def test_waiting_ends_like_any_wait(tmp_path: Path) -> None:
+def test_wait_for_a_run_ends_on_a_signal(tmp_path: Path) -> None:
     command = [*COMMAND, "top", str(tmp_path / "none"), "--every", "0.1"]
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         with subprocess.Popen(command, env=ENV, stderr=subprocess.PIPE, text=True) as shown:
@@ -270,8 +272,8 @@ def test_waiting_ends_like_any_wait(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.long
-def test_beside_a_sweep_it_says_each_point_and_ends_with_its_exit_code(tmp_path: Path) -> None:
-    """One point is measured, one fails, and one hangs until the sweep is interrupted: 130, for both."""
+def test_top_prints_each_point_of_a_sweep_and_returns_its_exit_code(tmp_path: Path) -> None:
+    """One point is measured, one fails, and one hangs until the sweep is interrupted, so both exit with 130."""
     options = [
         "--tp",
         "2",
@@ -290,17 +292,17 @@ def test_beside_a_sweep_it_says_each_point_and_ends_with_its_exit_code(tmp_path:
     with subprocess.Popen(command, env=ENV, stdout=pipe, stderr=pipe, text=True) as shown:
         assert shown.stdout
         assert shown.stderr
-        assert "Waiting" in shown.stderr.readline()  # what ended before it looks is counted, not said
+        assert "Waiting" in shown.stderr.readline()  # points that ended earlier are only counted
         sweep = subprocess.Popen([*COMMAND, "sweep", *options], env=ENV, stderr=subprocess.DEVNULL)
-        said, interrupted = [], False
+        lines, interrupted = [], False
         for line in shown.stdout:
-            said.append(line)
+            lines.append(line)
             if "now: tiny tp2 reference, 2 × 66 tokens, measure" in line and not interrupted:
-                interrupted = True  # a second Ctrl-C would not wait
+                interrupted = True  # a second Ctrl-C would end it at once
                 sweep.send_signal(signal.SIGINT)
         assert shown.wait() == 130
     assert sweep.wait() == 130
-    text = "".join(said)
+    text = "".join(lines)
     assert "tiny tp2 reference, 2 × 13 tokens: FAILED: rank 1: ValueError: no such row in tiny" in text
     assert "tiny tp2 reference, 2 × 50 tokens: 200 tok/s, ITL 10 ms" in text
-    assert "stopped with 1 left; go on with --resume" in said[-1]
+    assert "stopped with 1 left; go on with --resume" in lines[-1]

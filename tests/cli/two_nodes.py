@@ -1,6 +1,6 @@
-"""A real Slurm of two nodes on this machine, of Debian's packages: own munged, slurmctld and two slurmd on free ports.
+"""Run a real Slurm of two nodes on this machine from Debian's packages, with its own munged, slurmctld and two slurmd.
 
-It has a folder of its own for everything, and ends with everything that it has started. Nothing is installed.
+Daemons use free ports and a folder of their own, and all of them end with the cluster. Nothing is installed.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ PartitionName=both Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> list[str]:
-    """Programs of Slurm and munge that are not here."""
+    """Return the programs of Slurm and munge that are not installed."""
     return [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
 
 
 class TwoNodes:
-    """Context manager: the cluster is up inside, and gone after it."""
+    """Run the cluster within a `with` block."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,7 +97,7 @@ class TwoNodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """A test that failed may have left a job, which would outlive the daemons."""
+        """Cancel jobs that a failed test left, since they would outlive the daemons."""
         self.ask("scancel", f"--user={getpass.getuser()}")
         while self.ask("squeue", "--noheader"):
             time.sleep(0.1)
@@ -117,7 +117,7 @@ class TwoNodes:
             )
 
     def _check(self) -> None:
-        """Raise where a daemon has ended, with what it printed."""
+        """Raise with the output of a daemon if it has exited."""
         time.sleep(0.1)
         for number, daemon in enumerate(self._daemons):
             if daemon.poll() is not None:

@@ -1,4 +1,4 @@
-"""The command in this process, which has imported what it needs, with the fake worker in jobs of their own."""
+"""Run commands in this process, which has imported its packages, with the fake worker in separate jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENV = os.environ | {  # environment for dcpbench_fake.py as a process with quick
 
 
 class Typed:
-    """Runs commands in a folder, one after the other."""
+    """Run commands in a folder, one after the other."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         dcpbench_fake.install(monkeypatch.setattr, quickly=True)
@@ -31,7 +31,7 @@ class Typed:
         self._monkeypatch, self._capsys = monkeypatch, capsys
 
     def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Its exit code, stdout and stderr."""
+        """Return exit code, stdout and stderr of a command."""
         self._monkeypatch.setattr(sys, "argv", ["dcpbench", *words])
         with pytest.raises(SystemExit) as end:
             cli.main()

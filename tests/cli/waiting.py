@@ -1,4 +1,4 @@
-"""Waiting for processes for as long as they take: a busy machine is slow, and pytest ends what never comes."""
+"""Wait for processes without a time limit, because busy machines are slow; pytest ends tests that hang."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ LOOK_S = 0.05
 
 
 def until(holds: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
-    """Return once something holds; it fails where the process that should bring it about has ended without it."""
+    """Return when `holds()` is true; fail if the process that should cause it has exited."""
     while not holds():
         ended = process is not None and process.poll() is not None
-        assert not ended or holds(), "the process has ended, and it does not hold"
+        assert not ended or holds(), "the process has exited, and the condition is false"
         time.sleep(LOOK_S)
 
 
 def is_gone(pid: int) -> bool:
-    """Return True if a process has ended, even if its exit code was not collected: not every container has a process
-    that does.
-    """
+    """Return True if a process has exited, even if its exit code was not collected, as without an init process."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
     except (FileNotFoundError, ProcessLookupError):

@@ -14,20 +14,20 @@ NOWHERE = Target.from_url("http://127.0.0.1:9")
 
 
 def blocked(pid: int) -> str:
-    """Return the names of the blocked ones among SIGHUP and SIGINT."""
+    """Return the names of the blocked signals among SIGHUP and SIGINT."""
     (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigBlk:"))
     mask = int(line.split()[1], 16)
     return " ".join(number.name for number in (signal.SIGHUP, signal.SIGINT) if mask >> (number - 1) & 1)
 
 
 async def main() -> None:
-    """Start the processes, and look."""
+    """Start the processes, and print their blocked signals."""
     calls = [Call(n, NOWHERE.encode_request("POST", "/v1/completions", b""), 1) for n in range(3)]
     async with open_load(NOWHERE, calls, LoadOptions(clients=3), 3) as run:
         assert isinstance(run, ClientPool)
         await run.prepare(3)
         for process in run._processes:
-            print(blocked(process.pid or 0))  # noqa: T201 -- what it is for
+            print(blocked(process.pid or 0))  # noqa: T201 -- the output of this program
 
 
 if __name__ == "__main__":

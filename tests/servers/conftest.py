@@ -1,4 +1,4 @@
-"""Servers and clients of these tests run event loops of their own, also behind tests of pages in the same process."""
+"""Hide the event loop of a browser, so that servers and clients of these tests can run their own."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A server that answers as a right or faulty engine with decode context parallelism does, for `verify --engine`.
+"""Serve answers like those of a correct or faulty engine with decode context parallelism, for `verify --engine`.
 
     python -m tests.servers.dcp_engine --port 8000 --dcp 2 --fault cache --noise bf16
 
 Tokens follow from a hash of the prompt. A fault of FAULTS is present if --dcp is more than 1, or always with --fault-everywhere. With
---noise logits are moved by rounding, another way in each layout, and in a batch another way each time: as in bf16, or as in fp8 with
+--noise logits are moved by rounding, differently in each layout, and differently each time in a batch: as in bf16, or as in fp8 with
 experts, where log-probabilities of vLLM 0.26 on an H200 (DeepSeek-V3, 4 layers) differ by 0.06 to 0.16 on average between
 prefix-cache hits and misses, and single ones by several times as much. With `--noise flips` the differences have the distribution of
 vLLM 0.26 on two H200 (tests/data/verify/vllm_2xH200.json): some tokens get another expert, which moves all log-probabilities more, and
@@ -43,11 +43,11 @@ FLIP_STEP, FLIP_SPACING, FLIP_LISTED = (
     0.23,
     20,
 )  # of bf16 logits; of the likeliest two tokens, as among 129,280 normal logits
-FLIPS_FROM = 64  # tokens of a prompt from which batches and prefix-cache hits change the order of sums
+FLIPS_FROM = 64  # prompt length from which batches and prefix-cache hits change the order of sums
 PAGE, LONG_FROM, BATCH_ABOVE, PERIOD, WRONG_FROM = 16, 4_096, 2, 33, 2
-MAX_WRONG, WRONG_GAP = 4, 2.9  # wrong tokens with a log-probability, and how far the right one is behind them
-STEP_S = 0.003  # time that an answer takes, in which others come to its batch
-SCORE_RANGE = (0.5, 9.0)  # of the negative log-probabilities of a prompt's tokens
+MAX_WRONG, WRONG_GAP = 4, 2.9  # wrong tokens with a log-probability, and their lead over the right one
+STEP_S = 0.003  # duration of an answer, during which others join its batch
+SCORE_RANGE = (0.5, 9.0)  # range of negative log-probabilities of prompt tokens
 
 
 class DcpEngine:
@@ -56,7 +56,7 @@ class DcpEngine:
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
         self.requests = 0
-        self._peaks: dict[int, int] = {}  # of each request in flight: most requests at once since it came
+        self._peaks: dict[int, int] = {}  # maximum of concurrent requests since the arrival of each request
         self.faulty = given.dcp > 1 or given.fault_everywhere
         self._random = random.Random(given.dcp)
         self._blocks: set[bytes] = set()

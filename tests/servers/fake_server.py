@@ -1,9 +1,9 @@
-"""An engine's HTTP server without an engine: tokens at known times, known faults, and an account of what it sent when.
+"""Serve an engine's HTTP API without an engine: tokens at known times, known faults, and a log of what was sent when.
 
     python -m tests.servers.fake_server --port 0 --ttft-ms 20 --gap-ms 50 --log sent.jsonl
 
-prints `listening on http://127.0.0.1:PORT` once it does, and lives until it is killed. Its flags of layouts are vLLM's,
-so that whatever launches engines can launch it. In a test's own process it is `async with Running(Script(...)) as server`.
+prints `listening on http://127.0.0.1:PORT` when it listens, and runs until it is killed. Its flags of layouts are vLLM's,
+so that it can be started like vLLM. In a test's own process it is `async with Running(Script(...)) as server`.
 
 A request may carry its own script in the header X-Script, as JSON with fields of Script. Tokens follow from the prompt:
 the same prompt has the same answer on every server of the same vocabulary, with the same logprobs.
@@ -63,18 +63,18 @@ NO_STREAM = {  # bodies in place of a stream, each with its type
     "html": ("<!doctype html><title>Sign in</title>" * 20, "text/html"),
     "not-json": ("{half", "application/json"),
 }
-SAYS_TOO_MUCH = 1 << 30  # maximum bytes of an endless answer, so that a failing test does not hang
+ENDLESS_BYTES = 1 << 30  # maximum bytes of an endless answer, so that a failing test does not hang
 
 
 @dataclasses.dataclass
 class Script:
-    """How a request is answered."""
+    """Describe how a request is answered."""
 
     ttft_ms: float = 0.0
     gap_ms: float = 0.0
     gaps_ms: list[float] | None = None  # before each chunk after the first, in turn; in place of gap_ms
     burst: int = 1  # tokens of a chunk
-    stall_every: int = 0  # one gap in so many, over all requests, is stall_ms instead
+    stall_every: int = 0  # every n-th gap, over all requests, is stall_ms instead
     stall_ms: float = 500.0
     usage: str = "asked"
     """`asked`: in the last chunk, in each with continuous_usage_stats, where stream_options ask for it; `always` in the
@@ -113,8 +113,8 @@ class Model:
     log_kv_tokens: int = 0  # KV cache size in the log; 0: the true one
     offer_metrics: bool = True  # True if /metrics exists: SGLang has it with --enable-metrics only
     draft_tokens: int = 0
-    """Drafts of a step: each chunk after the first is a step, whose other tokens than the last are accepted drafts."""
-    args: dict[str, Any] = dataclasses.field(default_factory=dict)  # as /get_server_info has them
+    """Drafts per step: each chunk after the first is a step, in which all tokens except the last are accepted drafts."""
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)  # reported by /get_server_info
     trace: str = ""
     """File that /stop_profile copies into the folder of VLLM_TORCH_PROFILER_DIR or SGLANG_TORCH_PROFILER_DIR."""
 
@@ -137,23 +137,23 @@ class Sent:
 
 
 class Listening(socket.socket):
-    """Whose connections are stamped."""
+    """Accept connections with kernel timestamps."""
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """See socket.socket."""
+        """Override socket.socket."""
         number, address = self._accept()  # type: ignore[attr-defined]
         return Accepted(self.family, self.type, self.proto, fileno=number).enable_timestamps(), address
 
 
 class Accepted(StampedSocket):
-    """Which says when the last of what it has read had come."""
+    """Record when the last bytes that were read had arrived."""
 
     came_s: float | None = None
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """See socket.socket."""
-        data, told, _, _ = self.recvmsg(size, ANCILLARY, flags)
-        self.came_s = read_arrival_s(told) or time.perf_counter()
+        """Override socket.socket."""
+        data, control, _, _ = self.recvmsg(size, ANCILLARY, flags)
+        self.came_s = read_arrival_s(control) or time.perf_counter()
         return data
 
 
@@ -202,7 +202,7 @@ STATUS = {
 
 
 def next_token(context: list[int], vocab: int) -> tuple[int, float]:
-    """The token after `context`, and its logprob: of a hash of what came before."""
+    """Return the token after `context` and its logprob, which depend on a hash of the context."""
     digest = zlib.crc32(b" ".join(b"%d" % token for token in context[-8:]), len(context))
     return digest % vocab, -0.05 - (digest >> 12) % 1000 / 2000
 
@@ -228,7 +228,7 @@ class FakeServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, request after request."""
+        """Serve one connection, request after request."""
         self.connections += 1
         task = asyncio.current_task()
         assert task is not None
@@ -237,18 +237,18 @@ class FakeServer:
             while await self._one(reader, writer):
                 pass
         except (ConnectionError, asyncio.IncompleteReadError, TimeoutError, ssl.SSLError, asyncio.CancelledError):
-            pass  # the client has gone, or the server is stopped
+            pass  # the client disconnected, or the server is stopping
         finally:
             self._tasks.discard(task)
             with contextlib.suppress(Exception):
                 writer.close()
 
     def be_ready(self) -> None:
-        """Answer from now on, and no longer with 503."""
+        """Answer requests from now on, instead of sending 503."""
         self.ready = True
 
     async def stop(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -283,14 +283,14 @@ class FakeServer:
         if path == "/version" and model.engine == "vllm":
             return await _json(writer, 200, {"version": model.version})
         if path in ("/get_server_info", "/server_info") and model.engine == "sglang":
-            said = {"version": model.version, "model_path": model.name, **model.args}
+            info = {"version": model.version, "model_path": model.name, **model.args}
             if self.steps:
                 mean = 1 + sum(self.accepted) / self.steps
-                said |= {
+                info |= {
                     "speculative_num_steps": model.draft_tokens,
                     "internal_states": [{"avg_spec_accept_length": mean}],
                 }
-            return await _json(writer, 200, said | {"max_total_num_tokens": model.kv_blocks * model.block_size})
+            return await _json(writer, 200, info | {"max_total_num_tokens": model.kv_blocks * model.block_size})
         if path == "/metrics" and model.engine in ("vllm", "sglang") and model.offer_metrics:
             return await _text(writer, 200, self._metrics(), "text/plain; version=0.0.4")
         if method == "POST" and path in ("/start_profile", "/stop_profile"):
@@ -340,7 +340,7 @@ class FakeServer:
         )
 
     def _draft_counters(self, labels: str) -> str:
-        """As vLLM has them with --speculative-config."""
+        """Return vLLM's counters of --speculative-config."""
         if not self.model.draft_tokens:
             return ""
         return f'vllm:spec_decode_num_drafts_total{{engine="0",{labels}}} {float(self.steps)}\n' + "".join(
@@ -356,7 +356,7 @@ class FakeServer:
         return self.model.kv_blocks * self.model.block_size * self._degree("dcp_size")
 
     def _cache_config(self, engine: int) -> str:
-        """As vLLM's front end has it: its num_gpu_blocks are the sum over all engines, the tokens are of one."""
+        """Return vLLM's metric, in which num_gpu_blocks is the sum over engines and tokens are of one engine."""
         model = self.model
         size = f',kv_cache_size_tokens="{self.engine_tokens()}"' if model.kv_size_label else ""
         return (
@@ -431,9 +431,9 @@ class FakeServer:
             self.refused += 1
             fault = "429"
         if fault in ("400", "401", "404", "429", "500"):
-            said = {"error": {"message": f"{STATUS[int(fault)]}: as scripted", "code": int(fault)}}
+            error = {"error": {"message": f"{STATUS[int(fault)]}: as scripted", "code": int(fault)}}
             more = {"Retry-After": "0"} if fault == "429" else {}
-            return await _json(writer, int(fault), said, more)
+            return await _json(writer, int(fault), error, more)
         if fault == "redirect":
             return await _text(writer, 301, "", "text/plain", {"Location": "http://elsewhere.invalid/v1"})
         if fault in NO_STREAM:
@@ -489,7 +489,7 @@ class FakeServer:
     def _piece(
         self, asked: dict[str, Any], tokens: list[tuple[int, float]], *, chat: bool, stream: bool
     ) -> dict[str, Any]:
-        """A choice with these tokens."""
+        """Return a choice with these tokens."""
         text = "".join(f" t{token}" for token, _ in tokens)
         choice: dict[str, Any] = {"index": 0, "finish_reason": None}
         if chat:
@@ -539,8 +539,8 @@ class FakeServer:
         if asked.get("return_token_ids") and script.token_ids:
             choice |= {"token_ids": [t for t, _ in tokens]}
         sent.token_s = [time.perf_counter()] * count
-        said = {"id": f"cmpl-{sent.number}", "model": self.model.name, "choices": [choice]}
-        return await _json(writer, 200, said | {"usage": self._usage(prompt, count)})
+        body = {"id": f"cmpl-{sent.number}", "model": self.model.name, "choices": [choice]}
+        return await _json(writer, 200, body | {"usage": self._usage(prompt, count)})
 
     async def _stream(
         self,
@@ -599,8 +599,8 @@ class FakeServer:
 
     async def _faulty_middle(self, writer: asyncio.StreamWriter, fault: str, text: bytes) -> bool:
         if fault in ("500-mid", "error-event"):
-            said = {"error": {"message": "EngineCore encountered an issue: as scripted", "code": 500}}
-            _event(writer, said, b"\n\n")
+            error = {"error": {"message": "EngineCore encountered an issue: as scripted", "code": 500}}
+            _event(writer, error, b"\n\n")
             if fault == "error-event":
                 _raw(writer, b"data: [DONE]\n\n")
             writer.write(b"0\r\n\r\n")
@@ -625,12 +625,12 @@ class FakeServer:
         return script.gaps_ms[(number - 1) % len(script.gaps_ms)] if script.gaps_ms else script.gap_ms
 
 
-def _event(writer: asyncio.StreamWriter, said: dict[str, Any], end: bytes) -> None:
-    _raw(writer, b"data: " + json.dumps(said, separators=(",", ":")).encode() + end)
+def _event(writer: asyncio.StreamWriter, body: dict[str, Any], end: bytes) -> None:
+    _raw(writer, b"data: " + json.dumps(body, separators=(",", ":")).encode() + end)
 
 
 async def _write_event(writer: asyncio.StreamWriter, text: bytes, end: bytes, *, slowly: bool) -> None:
-    """An event in one chunk, or in many."""
+    """Write an event in one chunk, or in many."""
     if slowly:
         for i in range(0, len(text), 16):
             _raw(writer, (b"" if i else b"data: ") + text[i : i + 16])
@@ -642,13 +642,13 @@ async def _write_event(writer: asyncio.StreamWriter, text: bytes, end: bytes, *,
 
 
 def _raw(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """A chunk of HTTP."""
+    """Write a chunk of HTTP."""
     writer.write(b"%x\r\n%s\r\n" % (len(data), data))
 
 
 async def _pour(writer: asyncio.StreamWriter, data: bytes, *, chunked: bool = False) -> bool:
-    """The same again and again."""
-    for _ in range(SAYS_TOO_MUCH // len(data)):
+    """Write the same text repeatedly."""
+    for _ in range(ENDLESS_BYTES // len(data)):
         if chunked:
             _raw(writer, data)
         else:
@@ -657,8 +657,8 @@ async def _pour(writer: asyncio.StreamWriter, data: bytes, *, chunked: bool = Fa
     return False
 
 
-async def _json(writer: asyncio.StreamWriter, code: int, said: object, more: dict[str, str] | None = None) -> bool:
-    return await _text(writer, code, json.dumps(said), "application/json", more)
+async def _json(writer: asyncio.StreamWriter, code: int, body: object, more: dict[str, str] | None = None) -> bool:
+    return await _text(writer, code, json.dumps(body), "application/json", more)
 
 
 async def _text(
@@ -673,7 +673,7 @@ async def _text(
 
 
 class Running:
-    """A server in this process, at a free port of the loopback; `async with` gives it, with `url`."""
+    """Run a server in this process at a free loopback port; `async with` returns it with its `url`."""
 
     def __init__(
         self, script: Script | None = None, model: Model | None = None, tls: ssl.SSLContext | None = None
@@ -707,7 +707,7 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
                 parser.add_argument(name, type=type(default), default=default, dest=field.name)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--log", help="JSON line of what was sent, for each request that has ended, at the end")
+    parser.add_argument("--log", help="file for a JSON line per finished request, written at exit")
     parser.add_argument("--script", help="JSON lines, a Script each, for the first requests")
     parser.add_argument("--tls-cert")
     parser.add_argument("--tls-key")

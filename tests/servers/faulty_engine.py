@@ -1,15 +1,15 @@
-"""A server that answers greedily by a hash of the prompt, right or with a planted fault: a stand-in for engines with DCP bugs.
+"""Serve greedy answers from a hash of the prompt, correct or with a planted fault, like engines with DCP bugs.
 
     python -m tests.servers.faulty_engine --port 0
 
-The first part of a path chooses how it answers, so http://127.0.0.1:PORT/cache is a server with a fault in its prefix cache:
+The first part of a path selects the fault, so http://127.0.0.1:PORT/cache is a server with a fault in its prefix cache:
 
     good    always the same tokens
-    cache   other tokens from the fifth on, if a prompt of at least 256 tokens is asked again
-    batch   the same, if more than two requests are answered at once
+    cache   other tokens from the fifth on, if a prompt of at least 256 tokens is repeated
+    batch   the same, if more than two requests run concurrently
     long    other tokens from the seventh on after prompts of at least 4,096 tokens
-    noise, noise2   right engines in bf16: logits are moved by rounding, another way in every batch and from the prefix cache on,
-            and each token follows from those before, so that near-ties flip and answers part there
+    noise, noise2   correct engines in bf16: logits are moved by rounding, differently in every batch and after prefix-cache hits,
+            and each token depends on the previous ones, so that near-ties flip and answers differ from there on
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from typing import Any
 
 VOCAB = 30_000
 CACHED_FROM, LONG_FROM, BATCH_ABOVE = 256, 4_096, 2
-STEP_S = 0.02  # time that an answer takes, in which others come to its batch
-NOISE, BF16_STEP = 0.02, 0.0625  # of logits between 8 and 16
+STEP_S = 0.02  # duration of an answer, during which others join its batch
+NOISE, BF16_STEP = 0.02, 0.0625  # rounding of logits between 8 and 16
 LOGITS, MEAN_GAP = (12.0, 16.0), 1.0  # of the likeliest token; gaps between candidates are exponential
 CANDIDATES = 6
 
 
 @dataclasses.dataclass
 class Token:
-    """One token of an answer, and log-probabilities of the likeliest."""
+    """Token of an answer with the log-probabilities of the most likely tokens."""
 
     id: int
     top: dict[int, float]
 
 
 class FaultyEngine:
-    """Answers of all modes; prompts that were seen and requests at work are counted for each of them."""
+    """Serve answers of all modes, and count seen prompts and running requests per mode."""
 
     def __init__(self) -> None:
         self._seen: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -88,7 +88,7 @@ class FaultyEngine:
         self._busy[mode] -= 1
 
     def _noisy(self, mode: str, name: str, count: int, *, again: bool, alone: bool) -> list[Token]:
-        """Tokens of a right engine: the kernels of a lone request are always the same, those of a batch are not."""
+        """Return tokens of a correct engine: a lone request always uses the same kernels, a batch does not."""
         rounding = random.Random(f"{mode} {again}") if alone else self._random
         tokens: list[Token] = []
         for _ in range(count):
@@ -112,7 +112,7 @@ def _find_fault(mode: str, length: int, *, again: bool, busy: int) -> int | None
 
 
 def _planted(name: str, count: int, fault: int | None) -> list[Token]:
-    """Tokens that do not depend on those before, as in the first of these servers, and other ones from a fault on."""
+    """Return tokens that do not depend on previous ones, with other tokens from a fault on."""
     chances, tokens = random.Random(name), []
     for i in range(count):
         token, logprob = chances.randrange(10, VOCAB), -chances.random() * 0.5 - 0.01
@@ -172,7 +172,7 @@ def _write_json(writer: asyncio.StreamWriter, found: object, status: int = 200) 
 
 
 async def listen(port: int) -> tuple[asyncio.Server, int]:
-    """Start to listen on the loopback; returns the server and its port."""
+    """Listen on loopback; return the server and its port."""
     server = await asyncio.start_server(FaultyEngine().serve, "127.0.0.1", port, limit=1 << 26)
     return server, int(server.sockets[0].getsockname()[1])
 

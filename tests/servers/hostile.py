@@ -1,9 +1,9 @@
-"""Servers that answer with numbers, sizes and delays that no right server has: one for each URL prefix of one process.
+"""Serve answers with numbers, sizes and delays that no correct server has, one fault per URL prefix of one process.
 
     python -m tests.servers.hostile
 
-prints `listening on http://127.0.0.1:PORT`, and lives until it is killed. A server behaves well in the short requests that
-find out how it is asked (at most TRIED tokens), unless its fault lies there, so that its fault meets the load.
+prints `listening on http://127.0.0.1:PORT`, and runs until it is killed. A server answers trial requests (at most TRIED tokens)
+correctly, unless its fault concerns them, so that its fault affects the load.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-TRIED = 16  # tokens of the short requests, at most
+TRIED = 16  # maximum tokens of trial requests
 MODELS = {"object": "list", "data": [{"id": "m", "max_model_len": 4096}]}
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -25,7 +25,7 @@ MB = 1 << 20
 
 @dataclasses.dataclass
 class Request:
-    """A request, and the connection on which it is answered."""
+    """Request with the connection on which it is answered."""
 
     writer: asyncio.StreamWriter
     method: str
@@ -106,12 +106,12 @@ class Server:
     """Describe one hostile server, and how dcpbench has to react to it."""
 
     answer: Answer
-    path: str = "/completions"  # the end of the paths that it answers otherwise than a right server
-    kind: str = ""  # of the failed requests in the records; empty: all requests finish
-    all_fail: bool = True  # whether all of them do
+    path: str = "/completions"  # suffix of the paths with faulty answers
+    kind: str = ""  # kind of failed requests in the records; empty: all requests finish
+    all_fail: bool = True  # True if all requests fail
     refused: str = ""  # part of the message if it cannot be measured at all
-    options: str = ""  # of the command
-    waits_s: float = 0.0  # how long its fault makes the client wait, beyond the limits of the load
+    options: str = ""  # options of the command
+    waits_s: float = 0.0  # time that the client waits beyond the limits of the load
 
 
 SERVERS: dict[str, Server] = {}

@@ -1,6 +1,6 @@
 # ruff: noqa: ARG001, BLE001, C901, FURB171, PLR0911, PLR0912, PLR0915, RUF059, S110, SIM103, SIM105
 # A generator of streams, kept as it was written.
-"""A server on loopback that answers like OpenAI's API, with one quirk for each path prefix; it keeps what it sent when."""
+"""Serve OpenAI's API on loopback with one quirk per path prefix, and record what was sent when."""
 
 import asyncio
 import json

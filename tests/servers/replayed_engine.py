@@ -1,4 +1,4 @@
-"""A server that gives the answers of a file of tools.greedy_tokens: a stand-in for an engine that computes the same function.
+"""Serve the answers of a file of tools.greedy_tokens, like an engine that computes the same function.
 
 python -m tests.servers.replayed_engine --file own.json --port 8000 --dcp 2
 """

@@ -1,12 +1,11 @@
-"""An engine's HTTP server without an engine. Its steps take known times, and it batches continuously with vLLM's token budget.
+"""Serve an engine's HTTP API with steps of known times and continuous batching within vLLM's token budget.
 
     python -m tests.servers.step_engine --port 8000 --max-num-batched-tokens 512 --asynchronous
 
 A step takes compute_step_ms(). Its flags are vLLM's. With --separate a step has either prompts or decodes, as in SGLang; with
---asynchronous each step is planned while the one before runs. With --row-multiple N, tokens of prompts take twice as long in a step
-whose number of tokens is no multiple of N. With --launch-ms, the host takes as long to launch a step with prompts, from when it is
-planned, which steps of that length hide behind the one before; with --begin-ms, such a step begins that long after it is planned at the
-earliest. With --prefixed-ms, a step with decodes and a chunk that has a prefix of LONG_PREFIX tokens or more takes that much
+--asynchronous each step is planned while the previous one runs. With --row-multiple N, tokens of prompts take twice as long in a step
+if its number of tokens is no multiple of N. With --launch-ms, the host takes this long to launch a step with prompts after it is
+planned, which the previous step hides if it lasts as long; with --begin-ms, such a step begins at least this long after it is planned. With --prefixed-ms, a step with decodes and a chunk that has a prefix of LONG_PREFIX tokens or more takes that much
 longer, and one with a shorter prefix in proportion less. /start_profile and /stop_profile write a trace of the steps between them for
 each rank, with the kernels of KERNELS, and one of the front end.
 """

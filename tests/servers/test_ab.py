@@ -1,4 +1,4 @@
-"""`ab` over real servers: two addresses, or two configurations of an engine, in turn, in one comparison."""
+"""Test `ab` over real servers: two addresses, or two configurations of an engine, in one comparison."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ LOAD = "--device cpu --num-requests 8 --concurrency 4 --input-tokens 20 --output
 
 
 def ab(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
+    """Run a command and return its exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as end:
         cli.main(["ab", *words])
     return int(end.value.code or 0), *capsys.readouterr()
 
 
 @pytest.mark.long
-def test_two_servers_are_asked_in_turn_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """B takes twice as long for a token, and says that it runs otherwise; rounds begin with one and with the other."""
+def test_two_servers_are_measured_alternately_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """B needs twice the time per token and reports another layout; rounds alternate between A first and B first."""
     out = tmp_path / "out"
     words = ["--workload", "server", "--both", LOAD, "--rounds", "2", "--allow-cpu", "--json", "-o", str(out)]
     with served("--gap-ms 20", tmp_path / "a") as a, served("--gap-ms 40", tmp_path / "b") as b:
-        code, told, err = ab(capsys, *words, "--a", f"--url {a} --tp 1", "--b", f"--url {b} --tp 2 --dcp 2")
+        code, out_text, err = ab(capsys, *words, "--a", f"--url {a} --tp 1", "--b", f"--url {b} --tp 2 --dcp 2")
     assert code == 0, err
     assert "Points are matched without tp, dcp" in err
     assert f"{a}: vllm 0.32.0, model fake." in err
-    (point,) = json.loads(told)["points"]
+    (point,) = json.loads(out_text)["points"]
     (itl,) = (row for row in point["rows"] if row["metric"] == "itl_p50")
     assert itl["ratio"] == pytest.approx(2, rel=0.3)
     assert list(json.loads((out / "ab.json").read_text())["done"]) == [
@@ -48,8 +48,8 @@ def test_two_servers_are_asked_in_turn_and_compared(tmp_path: Path, capsys: pyte
     assert {str(r.point.layout) for r in read_run(out / "b" / "round-2").records} == {"tp2·dcp2"}
 
 
-def test_values_of_headers_are_sent_and_kept_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither in ab.json nor in records; --resume takes the same options again."""
+def test_header_values_are_sent_but_not_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither ab.json nor records contain the values, and --resume accepts the same options again."""
     out, secret = tmp_path / "out", "tok-0123456789abcdef"
     words = ["--workload", "server", "--both", LOAD, "--allow-cpu", "-o", str(out)]
     with served("", tmp_path / "log") as url:
@@ -60,9 +60,9 @@ def test_values_of_headers_are_sent_and_kept_nowhere(tmp_path: Path, capsys: pyt
             f"--url {url} --header 'X-Token: {secret}2'",
         ]
         for rounds in ("1", "2"):
-            code, told, err = ab(capsys, *words, "--rounds", rounds, *(["--resume"] if rounds == "2" else []))
+            code, out_text, err = ab(capsys, *words, "--rounds", rounds, *(["--resume"] if rounds == "2" else []))
             assert code == 0, err
-            everything = told + err + "".join(p.read_text("latin-1") for p in out.rglob("*") if p.is_file())
+            everything = out_text + err + "".join(p.read_text("latin-1") for p in out.rglob("*") if p.is_file())
             assert secret not in everything
     sent = [json.loads(line)["headers"].get("x-token") for line in (tmp_path / "log").read_text().splitlines()]
     assert set(sent) == {secret, f"{secret}2"}
@@ -70,10 +70,10 @@ def test_values_of_headers_are_sent_and_kept_nowhere(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.long
-def test_two_configurations_of_an_engine_are_started_in_turn(
+def test_two_configurations_of_an_engine_are_started_alternately(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each launch starts its server, with --gpu as a fact of it, and ends it."""
+    """Each launch starts and ends its server, and records --gpu as a fact about it."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     both = f"{LOAD.replace('--device cpu', '--gpu H200')} --model m --tp 2 --serve-cmd"
@@ -89,16 +89,15 @@ def test_two_configurations_of_an_engine_are_started_in_turn(
     assert "-dcp 2" in record.server.facts["command"]
 
 
-def test_a_server_without_the_workload_that_asks_servers_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    """It says what to add."""
+def test_url_without_workload_server_suggests_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = ab(capsys, "--a", "--url http://127.0.0.1:9", "--b", "--url http://127.0.0.1:8")
     assert code == 2
     assert "No such option: --url" in err
     assert "Add --workload server." in err
 
 
-def test_a_server_that_is_not_there_names_its_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before the other one has been asked for anything."""
+def test_unreachable_server_error_names_its_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error precedes any request to the other server."""
     words = ["--workload", "server", "--both", LOAD, "-o", str(tmp_path / "out")]
     with served("", tmp_path / "a") as a:
         code, _, err = ab(capsys, *words, "--a", f"--url {a}", "--b", "--url http://127.0.0.1:9")

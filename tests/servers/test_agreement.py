@@ -1,4 +1,4 @@
-"""`verify --url`: real differences of servers are found, near-ties are none, and nothing is called AGREE that was not seen."""
+"""Test `verify --url`: real differences of servers are found, near-ties are not reported, and AGREE needs evidence."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ compare_pair = Limits().compare_pair
 
 
 def answer(tokens: str, *, ahead: float = 2.0, second: str = "?", off: float = 0.0, logprobs: bool = True) -> Answer:
-    """An answer of one-letter tokens, each `ahead` of `second` in log-probability."""
+    """Return an answer of one-letter tokens, each `ahead` of `second` in log-probability."""
     if not logprobs:
         return Answer(tokens=list(tokens))
     logprob = -1.0 + off
@@ -80,14 +80,14 @@ def answer(tokens: str, *, ahead: float = 2.0, second: str = "?", off: float = 0
 
 
 def collect(context: int, prompts: list[dict[str, Any]], batch: int = 12) -> LengthAnswers:
-    """Answers of a server to prompts: alone (`first` while they were new, `again` in the last round), and in a `batch`."""
+    """Return a server's answers to prompts: alone (`first` while new, `again` in the last round) and in a `batch`."""
     alone: list[list[Answer]] = [[], [], []]
     together = []
     for prompt in prompts:
-        how = dict(prompt)
-        right = how.get("alone", "a" * N)
-        texts = [how.pop(name, right) for name in ("first", "alone", "again", "batch")]
-        *rounds, in_batch = (answer(text, **how) for text in texts)
+        options = dict(prompt)
+        right = options.get("alone", "a" * N)
+        texts = [options.pop(name, right) for name in ("first", "alone", "again", "batch")]
+        *rounds, in_batch = (answer(text, **options) for text in texts)
         for of, one in zip(alone, rounds, strict=True):
             of.append(one)
         together.append(in_batch)
@@ -101,7 +101,7 @@ def collect(context: int, prompts: list[dict[str, Any]], batch: int = 12) -> Len
 
 
 def judge(servers: list[list[LengthAnswers]], hits: tuple[int | None, ...] = (0, None)) -> Report:
-    """A judged comparison of one or two servers, [server][length]."""
+    """Return the judged comparison of one or two servers, given as [server][length]."""
     results: list[SettingResult] = []
     limits = Limits()
     base = [c for of in servers[0] for c in count_own(of, limits)]
@@ -125,17 +125,17 @@ def judge(servers: list[list[LengthAnswers]], hits: tuple[int | None, ...] = (0,
 
 
 def compared(*servers: dict[str, Any], contexts: tuple[int, ...] = (512,), prompts: int = 12) -> Report:
-    """A judged comparison of servers whose answers to all prompts of all lengths are so."""
+    """Return the judged comparison of servers that answer all prompts of all lengths in the given way."""
     return judge([[collect(n, [how] * prompts) for n in contexts] for how in servers])
 
 
 def get_judgements(report: Report) -> list[Judgement]:
-    """The judgement of each server."""
+    """Return the judgement of each server."""
     return [result.judgement for result in report.results if result.judgement is not None]
 
 
 def list_findings(report: Report) -> list[tuple[str, Finding]]:
-    """The findings on all servers, each with the name of the server."""
+    """Return the findings on all servers, each with the name of the server."""
     return [
         (name, finding) for name, one in zip("AB", get_judgements(report), strict=False) for finding in one.findings
     ]
@@ -145,10 +145,9 @@ WRONG = "a" * 4 + "b" * (N - 4)
 
 
 class TestPairs:
-    """Two answers to one prompt."""
+    """Compare two answers to one prompt."""
 
     def test_equal_answers_are_the_same(self) -> None:
-        """All tokens are compared."""
         found = compare_pair(answer("abc"), answer("abc"))
         assert (found.kind, found.first, found.drift, found.compared, found.tokens) == (SAME, None, 0.0, 3, 3)
 
@@ -156,15 +155,15 @@ class TestPairs:
         ("ahead", "kind"), [(0.05, NEAR_TIE), (0.2, NEAR_TIE), (0.21, OUTLIER), (1.19, OUTLIER), (1.21, TOKEN)]
     )
     def test_both_log_probabilities_decide_on_a_near_tie(self, ahead: float, kind: str) -> None:
-        """Tokens within 0.2 may change places, as rounding moves each log-probability by 0.1; above 1.2 no rounding is known."""
+        """Rounding moves a log-probability by 0.1, so tokens within 0.2 may swap; more than 1.2 cannot be rounding."""
         near, sure = answer("axx", second="b", ahead=0.05), answer("bxx", second="a", ahead=ahead)
         for x, y in ((near, sure), (sure, near)):
             found = compare_pair(x, y)
             assert (found.kind, found.first, found.compared, found.tokens) == (kind, 0, 1, 3)
             assert found.gap == pytest.approx(max(ahead, 0.05))
 
-    def test_a_token_that_is_not_among_the_likeliest_is_further_apart_than_those(self) -> None:
-        """`z` is in no list: behind a second that is 2 behind, it is no near-tie; behind one at 0.1, unknown."""
+    def test_token_outside_the_top_list_is_less_likely_than_its_last_entry(self) -> None:
+        """If the last entry is 2 behind, `z` is no near-tie; if the last entry is 0.1 behind, the gap is unknown."""
         assert compare_pair(answer("a", ahead=2.0), answer("z", ahead=2.0)).kind == TOKEN
         assert compare_pair(answer("a", ahead=0.1), answer("z", ahead=0.1)).kind == UNKNOWN
         alone = Answer(tokens=["a"], names=["a"], logprobs=[-1.0], tops=[{"a": -1.0}])
@@ -173,10 +172,8 @@ class TestPairs:
     @pytest.mark.parametrize(
         ("common", "measured", "kind"), [(0, False, TOKEN), (0, True, TOKEN), (3, False, UNKNOWN), (3, True, OUTLIER)]
     )
-    def test_lists_of_likely_tokens_without_a_common_one_are_a_difference(
-        self, common: int, measured: bool, kind: str
-    ) -> None:
-        """20 likely tokens of 129,280 lie within 0.8, so that no gap shows that another function was computed."""
+    def test_disjoint_top_lists_are_a_difference(self, common: int, measured: bool, kind: str) -> None:
+        """20 likely tokens of 129,280 lie within 0.8, so the gap alone would not prove a difference."""
 
         def list_answer(prefix: str) -> Answer:
             top = {f"{prefix if i < 20 - common else 'both'}{i}": -3.0 - 0.04 * i for i in range(20)}
@@ -186,7 +183,7 @@ class TestPairs:
         assert Limits(gap_noise=noise).compare_pair(list_answer("a"), list_answer("b")).kind == kind
 
     def test_without_log_probabilities_a_difference_cannot_be_attributed(self) -> None:
-        """One side's are enough."""
+        """Log-probabilities of one side are sufficient."""
         silent = answer("b", logprobs=False)
         assert compare_pair(answer("a", logprobs=False), silent).kind == UNKNOWN
         assert compare_pair(answer("a", logprobs=False), answer("a", logprobs=False)).kind == SAME
@@ -194,7 +191,7 @@ class TestPairs:
         named = Answer(tokens=["b"], names=["b"], logprobs=[-1.0])
         assert compare_pair(one, named).kind == TOKEN
 
-    def test_token_ids_of_one_server_are_compared_with_the_text_of_another_by_text(self) -> None:
+    def test_answers_with_and_without_token_ids_are_compared_by_text(self) -> None:
         """Not every engine returns ids."""
         ids = Answer(
             tokens=["7", "8"], names=["a", "b"], logprobs=[-1.0] * 2, tops=[{"a": -1.0}, {"b": -1.0, "c": -4.0}]
@@ -202,22 +199,21 @@ class TestPairs:
         assert compare_pair(ids, answer("ab")).kind == SAME
         assert (compare_pair(ids, answer("ac")).kind, compare_pair(ids, answer("ac")).first) == (TOKEN, 1)
 
-    def test_an_answer_that_ends_earlier_differs_at_its_end(self) -> None:
-        """There is no token to say how likely it was."""
+    def test_shorter_answer_differs_at_its_end(self) -> None:
+        """The missing token has no log-probability, so the gap is unknown."""
         found = compare_pair(answer("ab"), answer("abc"))
         assert (found.kind, found.first, found.compared, found.tokens) == (UNKNOWN, 2, 3, 3)
 
     @pytest.mark.parametrize(
         ("off", "tokens", "kind"), [(0.09, 8, SAME), (0.11, 8, OUTLIER), (0.11, 3, SAME), (0.76, 4, DRIFT)]
     )
-    def test_equal_tokens_whose_log_probabilities_are_apart_drift(self, off: float, tokens: int, kind: str) -> None:
-        """On average over at least four tokens: by more than the tolerance, or by more than any rounding."""
+    def test_equal_tokens_with_different_log_probabilities_drift(self, off: float, tokens: int, kind: str) -> None:
+        """The mean over at least four tokens exceeds the tolerance, or what rounding can explain."""
         found = compare_pair(answer("a" * tokens), answer("a" * tokens, off=off))
         assert found.kind == kind
         assert found.drift == pytest.approx(off)
 
-    def test_a_drift_before_a_near_tie_is_a_drift(self) -> None:
-        """The near-tie does not hide it."""
+    def test_drift_before_a_near_tie_is_reported(self) -> None:
         tied = {"second": "b", "ahead": 0.05}
         other = answer("aaaaa", second="a", ahead=0.05, off=0.8)
         other = Answer(
@@ -230,16 +226,16 @@ class TestPairs:
 
 
 class TestVerdicts:
-    """Over all pairs."""
+    """Judge servers over all pairs of answers."""
 
-    def test_equal_servers_agree_and_say_what_could_have_been_seen(self) -> None:
-        """Two lengths, 12 prompts new, again, in a batch new and again, and alone: a share p is missed with (1 − p)^120."""
+    def test_equal_servers_agree_with_the_detectable_difference(self) -> None:
+        """12 prompts of two lengths are sent new, again, in a batch and alone; a share p is missed with (1 − p)^120."""
         report = compared({}, {}, contexts=(64, 512))
         judgement = get_judgements(report)[1]
         assert (report.verdict, judgement.coverage, judgement.findings, judgement.undecided) == (AGREE, 1.0, [], [])
         assert judgement.detectable.prompts == pytest.approx(1 - 0.05 ** (1 / 120))
         assert judgement.detectable.prompts_of_a_length == pytest.approx(1 - 0.05 ** (1 / 60))
-        tokens = 2 * 12 * N * 7  # of one pair new, two again, in a batch as many, and one alone
+        tokens = 2 * 12 * N * 7  # 1 new pair, 2 repeated ones, 3 in a batch and 1 alone
         assert judgement.detectable.tokens == pytest.approx(3 / tokens, rel=0.01)
         a, b = format_report(report)
         assert a.startswith(
@@ -251,8 +247,7 @@ class TestVerdicts:
             "confidence, if it chooses tokens more than 0.2 apart in log-probability, or replaces all likely tokens."
         )
 
-    def test_one_server_is_never_said_to_agree(self) -> None:
-        """It is consistent with itself."""
+    def test_single_server_is_consistent_but_never_agrees(self) -> None:
         report = compared({})
         assert report.verdict == CONSISTENT
         assert format_report(report)[0].startswith("A: CONSISTENT. Its answers repeat")
@@ -265,10 +260,10 @@ class TestVerdicts:
         ],
     )
     @pytest.mark.parametrize("side", ["A", "B", "both", "one"])
-    def test_a_server_that_differs_from_itself_differs(
+    def test_server_that_differs_from_itself_gets_differ(
         self, how: dict[str, Any], effect: str, words: str, side: str
     ) -> None:
-        """Whichever it is, both of them, and of one server, too: its own differences are judged by themselves."""
+        """Either server, both servers, or a single server may give unrepeatable answers."""
         sides = {"A": [how, {}], "B": [{}, how], "both": [how, how], "one": [how]}[side]
         report = compared(*sides)
         assert report.verdict == DIFFER
@@ -279,8 +274,8 @@ class TestVerdicts:
         for finding in found.values():
             assert (finding.differing, finding.lengths, finding.first) == (12, [512], 5)
 
-    def test_servers_that_differ_from_each_other_differ(self) -> None:
-        """In the fifth token, from 512 tokens on; the first length that differs is looked for between."""
+    def test_servers_with_different_answers_get_differ(self) -> None:
+        """B differs from 512 prompt tokens on; the next length is between the last right and the first wrong one."""
         right, wrong = [collect(n, [{}] * 12) for n in (64, 512)], collect(512, [{"alone": WRONG, "batch": WRONG}] * 12)
         report = judge([right, [right[0], wrong]])
         ((server, finding),) = list_findings(report)
@@ -295,27 +290,26 @@ class TestVerdicts:
         assert find_next_length(get_judgements(report), 448) is None
         assert find_next_length(get_judgements(compared({}, {}, contexts=(64, 512))), 32) is None
 
-    def test_drift_between_servers_is_a_difference(self) -> None:
-        """The tokens are the same."""
+    def test_drift_between_servers_with_equal_tokens_is_a_difference(self) -> None:
         report = compared({}, {"off": 0.7})
         assert [(name, f.effect, f.first) for name, f in list_findings(report)] == [("B", SERVERS, None)]
 
-    def test_drift_that_rounding_could_explain_is_undecided_where_rounding_is_unknown(self) -> None:
-        """Both servers repeat themselves exactly, which says nothing on the rounding between them."""
+    def test_small_drift_is_undecided_if_rounding_is_unknown(self) -> None:
+        """Both servers repeat themselves exactly, which does not measure the rounding between them."""
         report = compared({}, {"off": 0.2})
         assert (report.verdict, get_judgements(report)[1].undecided) == (UNDECIDED, [UNMEASURED])
         assert "Rounding could not be measured" in format_report(report)[1]
 
     def test_near_ties_are_no_difference(self) -> None:
-        """Every answer of B parts from A's at its last token, which A has 0.05 ahead."""
+        """Every answer of B differs from A's in its last token, which is 0.05 ahead in A."""
         a = {"alone": "a" * N, "second": "b", "ahead": 0.05}
         b = {"alone": "a" * (N - 1) + "b", "second": "a", "ahead": 0.05}
         report = compared(a, b)
         assert report.verdict == AGREE
-        assert "; 84 near-ties." in format_report(report)[1], "12 prompts of 7 pairs"
+        assert "; 84 near-ties." in format_report(report)[1], "12 prompts with 7 pairs each"
 
-    def test_answers_that_part_at_once_show_nothing(self) -> None:
-        """At a near-tie in the first token: nothing of the others is compared."""
+    def test_near_ties_in_the_first_token_are_undecided(self) -> None:
+        """Tokens after the first difference are not compared."""
         a = {"alone": "a" * N, "second": "b", "ahead": 0.05}
         b = {"alone": "b" * N, "second": "a", "ahead": 0.05}
         report = compared(a, b)
@@ -323,7 +317,7 @@ class TestVerdicts:
         assert (report.verdict, judgement.undecided, judgement.coverage) == (UNDECIDED, [FEW_TOKENS], 1 / N)
 
     def test_differences_that_cannot_be_attributed_are_undecided(self) -> None:
-        """Without log-probabilities a near-tie and a fault look the same."""
+        """A near-tie cannot be distinguished from a fault without log-probabilities."""
         report = compared({"logprobs": False}, {"alone": WRONG, "logprobs": False})
         assert (report.verdict, get_judgements(report)[1].undecided) == (UNDECIDED, [UNATTRIBUTED])
         text = format_report(report)[1]
@@ -331,38 +325,37 @@ class TestVerdicts:
         assert "compared by their tokens alone" in text
         assert compared({"logprobs": False}, {"logprobs": False}).verdict == AGREE
 
-    def test_a_rare_difference_is_undecided(self) -> None:
-        """One prompt of twelve: neither agreement nor more than chance."""
+    def test_rare_difference_is_undecided(self) -> None:
+        """One differing prompt of twelve is neither agreement nor significant."""
         report = judge([[collect(512, [{}] * 12)], [collect(512, [*[{}] * 11, {"alone": WRONG}])]])
         assert (report.verdict, get_judgements(report)[1].undecided) == (UNDECIDED, [RARE])
         assert "ask more with --num-prompts" in format_report(report)[1]
 
-    def test_a_pair_that_is_real_prevents_agreement_also_where_most_of_a_prompts_are_not(self) -> None:
-        """One of seven."""
+    def test_one_real_difference_among_pairs_of_a_prompt_prevents_agreement(self) -> None:
+        """One of seven pairs differs."""
         report = judge([[collect(512, [{}] * 12)], [collect(512, [*[{}] * 11, {"first": WRONG}])]])
         assert report.verdict == UNDECIDED
 
-    def test_servers_that_do_not_repeat_themselves_differ(self) -> None:
-        """Half of the prompts get another answer under the same conditions, from both servers, from B alone, or from a single server."""
+    def test_servers_with_unrepeatable_answers_get_differ(self) -> None:
+        """Half of the prompts get another answer on repetition from both servers, from B, or from a single server."""
         noisy = [collect(n, [{"again": WRONG}] * 6 + [{}] * 6) for n in (64, 128, 256)]
         right = [collect(n, [{}] * 12) for n in (64, 128, 256)]
-        for servers, who in (([noisy, noisy], {"A", "B"}), ([right, noisy], {"B"}), ([noisy], {"A"})):
+        for servers, expected in (([noisy, noisy], {"A", "B"}), ([right, noisy], {"B"}), ([noisy], {"A"})):
             report = judge(servers)
             assert report.verdict == DIFFER
-            assert {name for name, finding in list_findings(report) if finding.effect == REPEAT} == who
+            assert {name for name, finding in list_findings(report) if finding.effect == REPEAT} == expected
 
-    def test_repeats_say_what_chance_may_do(self) -> None:
-        """A share of differing prompts as among repeats is no finding."""
+    def test_repeats_estimate_the_share_of_random_differences(self) -> None:
+        """A share of differing prompts that also occurs among repeats is no finding."""
         noisy = collect(512, [{"again": WRONG}] * 3 + [{}] * 9)
         batch = collect(1024, [{"batch": WRONG}] * 3 + [{}] * 9)
         assert not [f for _, f in list_findings(judge([[noisy, batch]] * 2)) if f.effect == BATCH]
 
-    def test_nothing_compared_is_no_agreement(self) -> None:
-        """Answers without a token."""
+    def test_empty_answers_are_undecided(self) -> None:
         assert compared({"alone": ""}, {"alone": ""}).verdict == UNDECIDED
 
-    def test_the_table_has_a_row_for_each_server(self) -> None:
-        """With what differs in each effect."""
+    def test_table_has_a_row_for_each_server(self) -> None:
+        """Each column of an effect has the number of differing prompts."""
         table = make_table(compared({}, {"batch": WRONG}))
         assert [column.header for column in table.columns] == [
             "setting",
@@ -376,8 +369,8 @@ class TestVerdicts:
         cells = [list(column.cells) for column in table.columns]
         assert (cells[3], cells[4], cells[6]) == (["0/12", "12/12"], ["", "24/60"], [CONSISTENT, DIFFER])
 
-    def test_what_is_known_of_the_prefix_cache_is_said(self) -> None:
-        """Its hits, that there were none, or that they are unknown."""
+    def test_report_states_prefix_cache_hits(self) -> None:
+        """The number of hits may be positive, zero or unknown."""
         lengths = [collect(512, [{}] * 12)]
         a, b = format_report(judge([lengths, lengths], (512, None)))
         assert a.endswith("It reports prefix-cache hits of 512 tokens.")
@@ -389,17 +382,17 @@ class TestVerdicts:
 
 
 class TestStatistics:
-    """Against values worked out by hand."""
+    """Compare statistics with values that are worked out by hand."""
 
     def test_tails_and_bounds(self) -> None:
-        """Heads of a fair coin, and the rule of three."""
+        """The cases are heads of a fair coin, and the rule of three."""
         assert compute_tail(3, 3, 0.5) == pytest.approx(0.125)
         assert compute_tail(2, 3, 0.5) == pytest.approx(0.5)
         assert compute_tail(0, 3, 0.5) == 1.0
         assert (compute_tail(4, 3, 0.5), compute_tail(3, 3, 1.0), compute_tail(1, 3, 0.0)) == (0.0, 1.0, 0.0)
 
     def test_binomial_tails_of_many_prompts(self) -> None:
-        """Binomial coefficients of more than 1,029 prompts exceed a float. Values of scipy.stats.binom.sf."""
+        """Binomial coefficients of more than 1,029 prompts overflow a float; scipy.stats.binom.sf has these values."""
         assert compute_tail(300, 9000, 0.02) == pytest.approx(9.083776164433871e-17)
         assert compute_tail(40, 5000, 0.01) == pytest.approx(0.9363766892389094)
         assert compute_upper_bound(0, 9000) == pytest.approx(1 - 0.05 ** (1 / 9000))
@@ -407,22 +400,22 @@ class TestStatistics:
         assert compute_upper_bound(0, 0) == compute_upper_bound(5, 5) == 1.0
         assert 1 - compute_tail(3, 40, compute_upper_bound(2, 40)) == pytest.approx(0.05)
 
-    def test_holm(self) -> None:
-        """The smallest of three is held against a third of the level, the next against half of it."""
+    def test_holm_compares_sorted_p_values_with_shares_of_the_level(self) -> None:
+        """The smallest of three p-values is compared with a third of the level, the next one with half of it."""
         key = (REPEAT, "A")
         tests = {(key, 0): LEVEL / 3, (key, 1): LEVEL / 2, (key, 2): LEVEL * 1.1}
         assert reject_by_holm(tests) == {(key, 0), (key, 1)}
         assert reject_by_holm({(key, 0): LEVEL / 2.9, (key, 1): LEVEL / 2, (key, 2): LEVEL}) == set()
 
-    def test_the_smallest_share_that_a_test_finds(self) -> None:
-        """At least 17 of 100 prompts must differ, as 16 are too probable at a share of 0.07."""
+    def test_smallest_found_share(self) -> None:
+        """At least 17 of 100 prompts must differ, because 16 are too probable at a share of 0.07."""
         assert compute_tail(17, 100, 0.07) <= 0.001 < compute_tail(16, 100, 0.07)
         share = compute_smallest_found_share(100, 0.07, 0.001)
         assert compute_tail(17, 100, share) == pytest.approx(0.95)
         assert compute_smallest_found_share(2, 0.5, 0.001) == 1.0
 
-    def test_detectable_is_of_what_was_compared(self) -> None:
-        """Of a single server in its prefix cache. Nothing seen: nothing could have been."""
+    def test_detectable_share_follows_from_the_number_of_comparisons(self) -> None:
+        """A single server has 10 prompts in its prefix cache; without comparisons no share is detectable."""
         made = [
             Count(
                 effect=effect,
@@ -454,10 +447,10 @@ class TestStatistics:
             (4, DOUBLED[:1], 1, "use --num-prompts 8 or more"),
         ],
     )
-    def test_a_comparison_that_could_find_no_difference_is_refused(
+    def test_comparison_without_statistical_power_is_refused(
         self, prompts: int, lengths: tuple[int, ...], servers: int, message: str
     ) -> None:
-        """Also where every prompt differed."""
+        """The comparison could not find a difference even if every prompt differed."""
         if not message:
             check_decides(prompts, lengths, (1, 8), servers)
             return
@@ -465,14 +458,13 @@ class TestStatistics:
             check_decides(prompts, lengths, (1, 8), servers)
         assert message in str(error.value)
 
-    def test_a_single_round_is_refused(self) -> None:
-        """It repeats nothing."""
+    def test_single_round_is_refused(self) -> None:
         check_rounds(2)
         with pytest.raises(UsageError, match="--repeats 1 does not repeat anything; use --repeats 2 or more"):
             check_rounds(1)
 
-    def test_what_is_not_refused_decides(self) -> None:
-        """Where every prompt of one length differs, in the effect that is tested with the others."""
+    def test_accepted_comparison_finds_a_difference_of_all_prompts(self) -> None:
+        """Every prompt of one length differs in one of several tested effects."""
         for servers, lengths, prompts in ((1, 1, 12), (2, 1, 10), (2, 10, 5)):
             check_decides(prompts, range(1, lengths + 1), (1, prompts), servers)
             right = [collect(n, [{}] * prompts, prompts) for n in range(1, lengths + 1)]
@@ -497,17 +489,16 @@ class TestStatistics:
         ([5, 6], True, 37, 32, [5]),
     ],
 )
-def test_lengths_of_prompts_are_those_that_a_server_takes(
+def test_prompt_lengths_are_limited_by_the_maximum_context(
     wanted: list[int], given: bool, longest: int | None, tokens: int, lengths: list[int]
 ) -> None:
-    """Without a reported maximum context up to 16,384 tokens, or as given; others are left out."""
+    """If the server reports no maximum, default lengths go up to 16,384 tokens; longer ones are left out."""
     found, longer = fit_lengths(wanted, longest, tokens, given=given)
     assert found == lengths
     assert longer == [n for n in wanted if n > max(lengths)]
 
 
-def test_lengths_of_which_a_server_takes_none_are_refused() -> None:
-    """If they were given."""
+def test_given_lengths_that_all_exceed_the_maximum_are_refused() -> None:
     with pytest.raises(
         UsageError,
         match=r"^--context 6 with 32 new tokens is more than the 37 that a server takes; --context can be up to 5",
@@ -515,8 +506,8 @@ def test_lengths_of_which_a_server_takes_none_are_refused() -> None:
         fit_lengths([6, 9], 37, 32, given=True)
 
 
-def test_prompts_of_a_seed_and_a_length_are_the_same_each_time() -> None:
-    """And different from each other."""
+def test_prompts_depend_on_seed_and_length_only() -> None:
+    """Prompts of one call differ from each other."""
     first, other = make_distinct_prompts(np.random.default_rng([1, 50]), 50, 2, 30)
     again = make_distinct_prompts(np.random.default_rng([1, 50]), 50, 2, 30)
     assert [p.tolist() for p in again] == [first.tolist(), other.tolist()]
@@ -554,8 +545,7 @@ def test_prompts_of_a_seed_and_a_length_are_the_same_each_time() -> None:
     ],
     ids=["completions", "chat", "text", "ids", "both", "null"],
 )
-def test_answers_as_apis_put_them(data: bytes, wanted: Answer) -> None:
-    """With as much as each says."""
+def test_parse_answer_of_each_api_format(data: bytes, wanted: Answer) -> None:
     choices = read_completion(data).choices
     assert choices
     assert parse_answer(choices[0]) == wanted
@@ -587,8 +577,11 @@ async def compare_models(a: Model, b: Model, contexts: list[int] | None, script:
     ],
     ids=["same", "token", "drift", "other-version"],
 )
-def test_injected_faults_are_found_at_their_place(b: Model, wrong: list[int]) -> None:
-    """From 300 tokens of context on: at prompts of 290 in the eleventh token. Lengths between the right and the wrong ones are asked, too."""
+def test_injected_faults_are_found_at_their_position(b: Model, wrong: list[int]) -> None:
+    """The fault begins at 300 tokens of context, which is the eleventh token after a prompt of 290.
+
+    Lengths between right and wrong ones are asked too.
+    """
     report = asyncio.run(compare_models(Model(), b, [100, 200, 280, 290, 400]))
     found = [finding for _, finding in list_findings(report) if finding.effect == SERVERS]
     assert [[n for n in finding.lengths if n in (100, 200, 280, 290, 400)] for finding in found] == (
@@ -599,8 +592,8 @@ def test_injected_faults_are_found_at_their_place(b: Model, wrong: list[int]) ->
         assert "token 11 of the answer (after 300 tokens of context)" in format_report(report)[1]
 
 
-def test_a_difference_is_narrowed_down_to_the_length_of_an_answer() -> None:
-    """Between 100 and 400 tokens lengths are asked until the first wrong one is at most 16 tokens after a right one."""
+def test_first_wrong_length_is_narrowed_down() -> None:
+    """Lengths between 100 and 400 are asked until the first wrong one is at most 16 tokens after a right one."""
     report = asyncio.run(compare_models(Model(), Model(wrong_from=300), [100, 400]))
     (finding,) = [finding for _, finding in list_findings(report)]
     assert finding.lengths[0] - max(finding.clean_lengths) <= 16
@@ -608,8 +601,8 @@ def test_a_difference_is_narrowed_down_to_the_length_of_an_answer() -> None:
     assert [result.lengths for result in report.results] == [sorted([*finding.lengths, *finding.clean_lengths])] * 2
 
 
-def test_a_server_with_a_shorter_context_is_compared_as_far_as_it_goes() -> None:
-    """A takes 300 tokens, and is asked 64, 128 and 256 with 16 new ones. B takes 150 of them, or 60, which none of these prompts fits."""
+def test_server_with_shorter_maximum_context_is_compared_up_to_it() -> None:
+    """A accepts 300 tokens, so it is asked 64, 128 and 256 with 16 new ones; B accepts 150, or 60, which is too few."""
     report = asyncio.run(compare_models(Model(max_model_len=300), Model(max_model_len=150), None))
     assert [(result.lengths, result.left_out[:1]) for result in report.results] == [
         ([64, 128, 256], [512]),
@@ -621,16 +614,16 @@ def test_a_server_with_a_shorter_context_is_compared_as_far_as_it_goes() -> None
         asyncio.run(compare_models(Model(max_model_len=300), Model(max_model_len=60), None))
 
 
-def test_a_length_between_others_is_asked_of_the_servers_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A takes 600 tokens and B 150, so that only A is asked 200."""
+def test_intermediate_length_is_asked_only_of_servers_that_accept_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A accepts 600 tokens and B 150, so only A is asked 200."""
     lengths = iter([200, None])
     monkeypatch.setattr("dcpbench.servers.server_comparison.find_next_length", lambda *_: next(lengths))
     report = asyncio.run(compare_models(Model(max_model_len=600), Model(max_model_len=150), [64, 500]))
     assert [result.lengths for result in report.results] == [[64, 200, 500], [64]]
 
 
-def test_servers_without_logprobs_are_never_said_to_agree_where_they_differ() -> None:
-    """Also where they take no token ids."""
+def test_different_servers_without_logprobs_never_agree() -> None:
+    """The servers do not accept token ids either."""
     script = Script(takes_ids=False, token_ids=False)
     report = asyncio.run(compare_models(Model(strict=True), Model(strict=True, wrong_from=60), [20, 100], script))
     assert (report.verdict, get_judgements(report)[1].logprobs) == (DIFFER, True)
@@ -640,8 +633,8 @@ def test_servers_without_logprobs_are_never_said_to_agree_where_they_differ() ->
     assert asyncio.run(compare_models(without, without, [20, 100], script)).verdict == AGREE
 
 
-def test_the_command_ends_as_it_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Mistakes are sentences."""
+def test_exit_code_of_verify_url_follows_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Invalid options are one error line."""
     for words, message in (
         (["--url", "http://127.0.0.1:9", "--tp", "2"], "--tp is an option of dcpbench's own engine"),
         (["--url", "http://127.0.0.1:9", "--url", "x", "--url", "y"], "--url is given 3 times"),
@@ -672,23 +665,23 @@ def test_the_command_ends_as_it_judges(tmp_path: Path, capsys: pytest.CaptureFix
     assert {(one["headers"]["x-team"], one["body"]["priority"]) for one in sent} == {("blue", 3)}
 
 
-def test_where_one_server_takes_no_ids_both_get_the_same_text() -> None:
-    """Else differences would be those of two tokenizers."""
+def test_both_servers_get_text_if_one_refuses_token_ids() -> None:
+    """With ids for one server and text for the other, differences between tokenizers would be found."""
 
     async def main() -> tuple[list[object], list[object]]:
         async with Running(Script()) as one, Running(Script(takes_ids=False)) as other:
             targets = [Target.from_url(one.url), Target.from_url(other.url)]
             await compare_targets(targets, [16])
-            of_one, of_other = ([sent.body["prompt"] for sent in server.server.sent] for server in (one, other))
-            return of_one, of_other
+            first, second = ([sent.body["prompt"] for sent in server.server.sent] for server in (one, other))
+            return first, second
 
     one, other = asyncio.run(main())
     assert isinstance(one[-1], str)
     assert one[-1] == other[-1]
 
 
-def test_each_prompt_is_asked_new_and_again_alone_and_in_a_batch() -> None:
-    """8 prompts alone, and 8 that share their first half, each three times; then 8 in a batch three times, and these alone."""
+def test_each_prompt_is_sent_repeatedly_alone_and_in_a_batch() -> None:
+    """8 prompts alone and 8 with a common first half are sent three times, then 8 in a batch, and these alone."""
 
     async def main() -> list[tuple[tuple[int, ...], float, float]]:
         async with Running(Script(ttft_ms=30)) as server:
@@ -711,29 +704,29 @@ def test_each_prompt_is_asked_new_and_again_alone_and_in_a_batch() -> None:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[str]:
-    """The address of the stand-in engines, in a process of their own."""
+    """Return the address of the stand-in engines in a process of their own."""
     with faulty_engine() as url:
         yield url
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_planted_faults_are_found_and_right_engines_are_not_blamed(pair: str, engines: str) -> None:
-    """`python -m tools.server_agreement faults` does it 50 times, and at more lengths."""
+def test_planted_faults_are_found_without_false_positives(pair: str, engines: str) -> None:
+    """`python -m tools.server_agreement faults` repeats this 50 times and with more lengths."""
     contexts = "4096" if pair == "long prompts" else "512"
     found = verify(engines, PAIRS[pair], "--context", contexts, "--new-tokens", "16")
     right = {1: CONSISTENT, 2: AGREE}[len(PAIRS[pair])]
     assert (found["verdict"], found["exit_code"]) == ((right, 0) if pair in RIGHT else (DIFFER, 1)), found["text"]
 
 
-def test_a_cache_that_is_warm_from_the_beginning_changes_no_verdict(engines: str) -> None:
-    """The same prompts again: their first answers are wrong, too."""
+def test_warm_prefix_cache_changes_no_verdict(engines: str) -> None:
+    """The same prompts are sent again, so first answers come from the cache and are wrong too."""
     for _ in range(2):
         found = verify(engines, ("good", "cache"), "--context", "512", "--seed", "7", "--new-tokens", "16")
         assert found["verdict"] == DIFFER
 
 
-def test_the_table_of_faults_holds_what_must_hold() -> None:
-    """One AGREE of a fault, or one DIFFER of a right pair, fails it."""
+def test_fault_table_fails_on_a_wrong_verdict() -> None:
+    """One AGREE for a fault, or one DIFFER for a correct pair, fails the table."""
     lines = [{"pair": name, "verdict": "AGREE" if name in RIGHT else "DIFFER"} for name in PAIRS] * 50
     assert table_of_faults(lines)[1]
     assert table_of_faults([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 2])[1]

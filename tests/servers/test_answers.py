@@ -1,4 +1,4 @@
-"""How many tokens each chunk of a stream brought, as servers tell it."""
+"""Test how many tokens each chunk of a stream contains, according to the server."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dcpbench.servers.token_counts import SPARE_CHUNKS, Counting
 
 
 def event(text: str, *, usage: int | None = None, ids: list[int] | None = None, end: bool = False) -> dict[str, object]:
-    """One event of a completion."""
+    """Return one event of a completion."""
     choice = {"index": 0, "text": text, "finish_reason": "length" if end else None}
-    said: dict[str, object] = {"choices": [choice | ({"token_ids": ids} if ids is not None else {})]}
-    return said if usage is None else said | {"usage": {"completion_tokens": usage, "prompt_tokens": 3}}
+    body: dict[str, object] = {"choices": [choice | ({"token_ids": ids} if ids is not None else {})]}
+    return body if usage is None else body | {"usage": {"completion_tokens": usage, "prompt_tokens": 3}}
 
 
 def streamed(*events: dict[str, object], asked: int = 4) -> StreamReply:
-    """The answer that these events make, one every second."""
+    """Return the answer to a stream of these events, one per second."""
     answer = StreamReply(asked)
     answer.receive_head(200, {b"content-type": b"text/event-stream"})
-    for second, said in enumerate(events):
-        answer.receive_body(b"data: " + json.dumps(said).encode() + b"\n\n", float(second))
+    for second, each in enumerate(events):
+        answer.receive_body(b"data: " + json.dumps(each).encode() + b"\n\n", float(second))
     answer.receive_body(b"data: [DONE]\n\n", float(len(events)))
     answer.receive_end()
     return answer
@@ -34,8 +34,8 @@ LAST = {"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": 3}}
 
 
 @pytest.mark.parametrize(("chunks", "ends"), [(2 * 4 + SPARE_CHUNKS, True), (2 * 4 + SPARE_CHUNKS + 1, False)])
-def test_a_stream_may_have_twice_the_chunks_of_what_was_asked_and_some_to_spare(chunks: int, ends: bool) -> None:
-    """Four tokens were asked for."""
+def test_number_of_chunks_is_limited_by_requested_tokens(chunks: int, ends: bool) -> None:
+    """For four requested tokens the limit is twice as many chunks plus a constant."""
     events = [event("a", ids=[1]) for _ in range(chunks)]
     if ends:
         assert len(streamed(*events, event("", end=True)).chunk_s) == chunks
@@ -49,7 +49,7 @@ def test_a_stream_may_have_twice_the_chunks_of_what_was_asked_and_some_to_spare(
     ("events", "counts", "by"),
     [
         ([event("a"), event("b"), event("c"), event("d", end=True), LAST], [1, 1, 1, 1], BY_USAGE),
-        # transformers serve tells usage in the chunk that ends an answer, which has no text of its own
+        # `transformers serve` sends usage in the last chunk, which has no text
         ([event("a"), event("b"), event("c"), event("d"), event("", usage=4, end=True)], [1, 1, 1, 1], BY_USAGE),
         ([event("a"), event("b c d", usage=4, end=True)], [2, 2], BY_USAGE),
         ([event("a"), event("b c d", end=True), LAST], [2, 2], BY_USAGE),
@@ -58,10 +58,10 @@ def test_a_stream_may_have_twice_the_chunks_of_what_was_asked_and_some_to_spare(
         ([event("a", ids=[1]), event("b c d", ids=[2, 3, 4], end=True), LAST], [1, 3], BY_IDS),
     ],
 )
-def test_tokens_of_chunks_add_up_to_what_the_server_counted(
+def test_tokens_of_chunks_add_up_to_the_server_count(
     events: list[dict[str, object]], counts: list[int], by: str
 ) -> None:
-    """Four tokens, however they are told; evenly where nobody says which chunk has how many."""
+    """The server counts four tokens; they are spread evenly over chunks without counts."""
     answer = streamed(*events)
     assert answer.list_chunk_tokens() == counts
     assert answer.counted_by == by
@@ -69,7 +69,7 @@ def test_tokens_of_chunks_add_up_to_what_the_server_counted(
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "pieces", "said"),
+    ("status", "kind", "pieces", "message"),
     [
         (200, b"text/html", [b"<html>", b"Sign in"], "text/html instead of a stream: <html>Sign in"),
         (200, b"text/html", [b"x" * 300, b"y" * 300, b"z"], "text/html instead of a stream: xxx"),
@@ -77,10 +77,10 @@ def test_tokens_of_chunks_add_up_to_what_the_server_counted(
     ],
     ids=["short", "long enough", "error"],
 )
-def test_what_is_no_stream_is_read_until_it_tells_enough(
-    status: int, kind: bytes, pieces: list[bytes], said: str
+def test_answer_that_is_not_a_stream_is_read_up_to_a_limit(
+    status: int, kind: bytes, pieces: list[bytes], message: str
 ) -> None:
-    """512 bytes of a page; of an error all there is, as its message may come last."""
+    """The limit is 512 bytes for a page; an error is read whole because its message may come last."""
     answer = StreamReply(4)
     answer.receive_head(status, {b"content-type": kind})
 
@@ -92,12 +92,13 @@ def test_what_is_no_stream_is_read_until_it_tells_enough(
     with pytest.raises(RequestError) as error:
         come()
     data = answer._body
-    assert len(data) == (600 if len(pieces) == 3 else sum(map(len, pieces))), "not the third of the long ones"
-    assert said in error.value.sentence or status == 500
+    assert len(data) == (600 if len(pieces) == 3 else sum(map(len, pieces))), (
+        "the third piece of the long page is not read"
+    )
+    assert message in error.value.sentence or status == 500
 
 
-def test_of_several_answers_the_first_is_taken() -> None:
-    """Nobody asks for more than one."""
+def test_first_of_several_choices_is_used() -> None:
     choices = [{"index": i, "text": text, "token_ids": [i], "finish_reason": "length"} for i, text in enumerate("ab")]
     answer = streamed({"choices": choices})
     assert (answer.tokens, answer.finish_reason) == ([0], "length")
@@ -107,10 +108,10 @@ def test_of_several_answers_the_first_is_taken() -> None:
     ("asked", "unknown", "total", "counts"),
     [(4, 3, 3, [1, 1, 1]), (9, 3, 8, [2, 3, 3]), (4, 2, 1, [1, 1]), (4, 1, None, [1])],
 )
-def test_tokens_of_which_nobody_says_where_they_came_are_told_evenly(
+def test_tokens_without_counts_are_spread_evenly_over_chunks(
     asked: int, unknown: int, total: int | None, counts: list[int]
 ) -> None:
-    """What does not divide goes to the last chunks; each has one at least."""
+    """The remainder goes to the last chunks, and each chunk has at least one token."""
     answer = StreamReply(asked)
     answer.receive_head(200, {})
     for n in range(unknown):
@@ -123,8 +124,8 @@ def test_tokens_of_which_nobody_says_where_they_came_are_told_evenly(
     assert answer.list_chunk_tokens() == counts
 
 
-def test_a_stream_that_says_neither_that_it_is_done_nor_why_was_cut_off() -> None:
-    """And one that says so without a token has none."""
+def test_stream_without_done_or_finish_reason_was_cut_off() -> None:
+    """A stream that ends properly without any token fails with "no tokens"."""
     answer = StreamReply(4)
     answer.receive_head(200, {b"content-type": b"text/event-stream; charset=utf-8"})
     answer.receive_body(b"data: " + json.dumps(event("a")).encode() + b"\n\n", 1.0)
@@ -144,7 +145,7 @@ def test_a_stream_that_says_neither_that_it_is_done_nor_why_was_cut_off() -> Non
 def chunks(
     *usages: int | None, texts: str = "", total: int | None = None, asked: int = 0, **about: object
 ) -> StreamReply:
-    """The answer of a stream with these counts in its chunks, then `total` in an event of its own. "-": no text."""
+    """Return the answer to a stream with a usage per chunk, then `total` in an event; "-" is a chunk without text."""
     events = [
         event("" if texts[i : i + 1] == "-" else "a", usage=usage, end=i + 1 == len(usages))
         for i, usage in enumerate(usages)
@@ -158,8 +159,8 @@ def chunks(
     [
         (chunks(1, 2, 3, 4), Counting.CUMULATIVE, [1, 1, 1, 1]),
         (chunks(1, 3, 4), Counting.CUMULATIVE, [1, 2, 1]),
-        (chunks(1, 2, 4, texts="a-a"), Counting.CUMULATIVE, [1, 1, 2]),  # a token whose text is not complete yet
-        (chunks(1, 2, 3, 4, 4), Counting.CUMULATIVE, [1, 1, 1, 1]),  # the last text had been held back
+        (chunks(1, 2, 4, texts="a-a"), Counting.CUMULATIVE, [1, 1, 2]),  # the text of a token is incomplete
+        (chunks(1, 2, 3, 4, 4), Counting.CUMULATIVE, [1, 1, 1, 1]),  # the last text was sent late
         (chunks(4), Counting.CUMULATIVE, [4]),
         (chunks(0, 0, 0, 4), Counting.TOTAL, [1, 1, 1, 1]),
         (chunks(0, None, None, None, total=4), Counting.TOTAL, [1, 1, 1, 1]),
@@ -174,13 +175,12 @@ def chunks(
         (chunks(None, None, None, None), Counting.CHUNKS, [1, 1, 1, 1]),
     ],
 )
-def test_usage_of_chunks_is_believed_if_it_fits_them(answer: StreamReply, by: Counting, counts: list[int]) -> None:
-    """All but the first ones are of servers that fill `usage` of a chunk in their own way."""
+def test_usage_of_chunks_is_used_if_consistent(answer: StreamReply, by: Counting, counts: list[int]) -> None:
+    """Servers fill `usage` of a chunk with cumulative counts, deltas, the total or zeros."""
     assert (answer.counts.by, answer.list_chunk_tokens()) == (by, counts)
 
 
-def test_the_first_chunk_counts_whatever_its_usage_says() -> None:
-    """TTFT is its time."""
+def test_first_chunk_sets_ttft_whatever_its_usage() -> None:
     for answer in (chunks(0, 0, 0, 4), chunks(0, None, None, None, total=4), chunks(4, 4, 4, 4)):
         assert answer.chunk_s == [0.0, 1.0, 2.0, 3.0]
 
@@ -197,14 +197,14 @@ HIDDEN = {"completion_tokens_details": {"reasoning_tokens": 500}}
         (chunks(*[None] * 504, total=504, **HIDDEN), 0, [1] * 504),
         (chunks(None, None, None, None, total=504, reasoning_tokens=500), 500, [1, 1, 1, 1]),
     ],
-    ids=["total", "cumulative", "sent, cumulative", "sent, total", "as by SGLang"],
+    ids=["total", "cumulative", "sent, cumulative", "sent, total", "SGLang"],
 )
-def test_reasoning_that_is_not_sent_is_in_no_chunk(answer: StreamReply, hidden: int, counts: list[int]) -> None:
-    """500 tokens of reasoning and 4 others: with them in the first chunk ITL would be 0."""
+def test_hidden_reasoning_tokens_belong_to_no_chunk(answer: StreamReply, hidden: int, counts: list[int]) -> None:
+    """The answer has 500 reasoning tokens and 4 others; ITL would be 0 if the first chunk contained them all."""
     assert (answer.hidden_tokens, answer.list_chunk_tokens()) == (hidden, counts)
 
 
-def test_reasoning_that_is_sent_as_such_counts() -> None:
+def test_streamed_reasoning_tokens_are_counted() -> None:
     deltas = [{"reasoning_content": "a"}, {"content": "b"}]
     events = [{"choices": [{"delta": delta, "finish_reason": "stop"}]} for delta in deltas]
     last = {"choices": [], "usage": {"completion_tokens": 4, "completion_tokens_details": {"reasoning_tokens": 2}}}
@@ -213,7 +213,7 @@ def test_reasoning_that_is_sent_as_such_counts() -> None:
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_an_answer_that_its_server_gave_up_is_a_failed_request(reason: str) -> None:
+def test_answer_aborted_by_the_server_is_a_failed_request(reason: str) -> None:
     with pytest.raises(RequestError, match=f"after 2 chunks with finish_reason {reason}") as error:
         streamed(event("a"), {"choices": [{"text": "b", "finish_reason": reason}]})
     assert error.value.kind == "aborted"
@@ -233,8 +233,8 @@ def test_an_answer_that_its_server_gave_up_is_a_failed_request(reason: str) -> N
         ({"prompt_tokens_details": {"cached_tokens": 101}}, "prompt_tokens_details.cached_tokens", 100),
     ],
 )
-def test_usage_is_held_against_what_was_asked(usage: dict[str, object], field: str, limit: int) -> None:
-    """24 tokens after a prompt of 100; one token less is right."""
+def test_usage_beyond_the_request_raises_stream_error(usage: dict[str, object], field: str, limit: int) -> None:
+    """The request asks for 24 tokens after a prompt of 100."""
     answer = StreamReply(24, prompt_tokens=100)
     with pytest.raises(StreamError) as error:
         answer.receive_body(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n", 0.0)
@@ -251,16 +251,16 @@ def test_usage_within_bounds_is_kept(usage: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("ids", [[-1], [1 << 31], [1 << 70], [5, -5]])
-def test_a_token_id_fits_into_32_bits(ids: list[int]) -> None:
-    """Samples keep them so."""
+def test_token_id_outside_int32_raises_stream_error(ids: list[int]) -> None:
+    """Samples store token ids as int32."""
     with pytest.raises(StreamError) as error:
         streamed(event("a", ids=ids))
     assert error.value.bad.fault == Fault.TOKEN_ID
     assert streamed(event("a", ids=[0, (1 << 31) - 1], end=True)).tokens == [0, (1 << 31) - 1]
 
 
-def test_what_contradicts_the_request_counts_for_no_token() -> None:
-    """The tokens of a failed request are in the rates of its run: those of the bad event are not."""
+def test_tokens_of_an_invalid_event_are_not_counted() -> None:
+    """Rates of a run include the tokens of failed requests, except those of the invalid event."""
     for bad in ([-1] * 500, [1] * 1009):
         answer = StreamReply(4)
         answer.receive_body(b"data: " + json.dumps(event("a", ids=[1])).encode() + b"\n\n", 0.0)
@@ -269,8 +269,8 @@ def test_what_contradicts_the_request_counts_for_no_token() -> None:
         assert (answer.list_chunk_tokens(), answer.tokens) == ([1], [1])
 
 
-def test_text_that_is_kept_is_bounded() -> None:
-    """64 KiB and 1 KiB for each of 4 tokens; without keeping it, it takes no memory."""
+def test_size_of_kept_text_is_limited() -> None:
+    """The limit is 64 KiB plus 1 KiB for each of 4 tokens; without `keep` no text is stored."""
     long = event("x" * (1 << 16) + "x" * (4 << 10))
     answer = StreamReply(4, keep=True)
     data = b"data: " + json.dumps(long).encode() + b"\n\n"
@@ -285,8 +285,8 @@ def test_text_that_is_kept_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(("prompt_tokens", "fits"), [(200_000, True), (20_000, False)])
-def test_an_event_may_be_as_much_longer_as_the_prompt_that_it_repeats(prompt_tokens: int, fits: bool) -> None:
-    """200,000 ids of six digits are 1.4 MB, in reads of 64 KiB; its token has the time of the first of them."""
+def test_event_size_limit_grows_with_the_echoed_prompt(prompt_tokens: int, fits: bool) -> None:
+    """200,000 ids of six digits are 1.4 MB in reads of 64 KiB; the token gets the time of the first read."""
     echo = {"choices": [{"text": "a", "token_ids": [1], "prompt_token_ids": [128_000] * 200_000, "finish_reason": "x"}]}
     data = b"data: " + json.dumps(echo, separators=(",", ":")).encode() + b"\n\n"
     answer = StreamReply(4, prompt_tokens=prompt_tokens)

@@ -1,4 +1,4 @@
-"""What is sent to a server before and beside a load, by a server in this process that answers without a socket."""
+"""Test the requests that are sent before and during a load, with a server in this process that needs no socket."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Answering:
-    """A client of a server that answers a path and a body with a status and JSON; a list is streamed."""
+    """Client of a server that answers a path and a body with a status and JSON; a list is streamed."""
 
     target = Target.from_url("http://127.0.0.1:9")
 
@@ -50,11 +50,11 @@ class Answering:
         self.answers, self.asked = answers, list[tuple[str, dict[str, Any]]]()
 
     async def send_request(self, request: bytes, reply: Any, _: float | None = None) -> None:
-        """As Client's."""
+        """Answer a request as `Client.send_request` does."""
         head, _, body = request.partition(b"\r\n\r\n")
-        path, said = head.split()[1].decode(), json.loads(body)
-        self.asked.append((path, said))
-        status, answer = self.answers(path, said)
+        path, fields = head.split()[1].decode(), json.loads(body)
+        self.asked.append((path, fields))
+        status, answer = self.answers(path, fields)
         kind = b"text/event-stream" if isinstance(answer, list) else b"application/json"
         reply.receive_head(status, {b"content-type": kind})
         for piece in answer if isinstance(answer, list) else ():
@@ -65,35 +65,35 @@ class Answering:
             raise RequestError("bad stream", "no.")
 
 
-def words_of(said: dict[str, Any]) -> int:
-    """Of a prompt of text, or of a chat's last message."""
-    text = said["prompt"] if "prompt" in said else said["messages"][-1]["content"]
+def count_words(body: dict[str, Any]) -> int:
+    """Return the number of words of a text prompt, or of a chat's last message."""
+    text = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
     return len(str(text).split())
 
 
-def of_text(per_word: float, beside: int) -> Answers:
-    """A server that takes text alone, and counts so many tokens of a word and beside."""
+def make_text_server(per_word: float, extra: int) -> Answers:
+    """Return the answers of a server that takes text only and counts `per_word` tokens per word plus `extra` tokens."""
 
-    def answers(_: str, said: dict[str, Any]) -> tuple[int, object]:
-        prompt = said.get("prompt", "")
-        if isinstance(prompt, list) or "return_token_ids" in said:
+    def answers(_: str, body: dict[str, Any]) -> tuple[int, object]:
+        prompt = body.get("prompt", "")
+        if isinstance(prompt, list) or "return_token_ids" in body:
             return 400, {"error": {"message": "not so."}}
-        if said["stream"]:
+        if body["stream"]:
             return 200, [{"choices": [{"text": "a", "finish_reason": "length"}]}]
-        return 200, {"choices": [], "usage": {"prompt_tokens": round(per_word * words_of(said)) + beside}}
+        return 200, {"choices": [], "usage": {"prompt_tokens": round(per_word * count_words(body)) + extra}}
 
     return answers
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_a_server_that_takes_text_alone_is_asked_for_how_many_tokens_a_word_has(endpoint: str) -> None:
-    """40 and 240 words are 53 and 303 tokens: 1.25 each, and 3 in all. It takes no field that asks for ids of tokens."""
-    client = Answering(of_text(1.25, 3))
+def test_tokens_per_word_are_fitted_for_text_only_server(endpoint: str) -> None:
+    """40 and 240 words have 53 and 303 tokens, which is 1.25 per word plus 3; the server refuses `return_token_ids`."""
+    client = Answering(make_text_server(1.25, 3))
     found = asyncio.run(find_prompt_format(client, "m", endpoint))  # type: ignore[arg-type]
     assert (found.text, found.prompts, found.vocab) == (Words(1.25, 3.0), "text, counted by the server", 1 << 20)
     assert (found.extras, found.id_extras) == (USAGE_IN_EACH, None)
     tried = client.asked[-3:]
-    assert [words_of(said) for _, said in tried[1:]] == [40, 240]
+    assert [count_words(body) for _, body in tried[1:]] == [40, 240]
     path = "/v1/completions" if endpoint == "completions" else "/v1/chat/completions"
     assert {path for path, _ in client.asked} == {path}
     asked = tried[1][1]
@@ -103,21 +103,21 @@ def test_a_server_that_takes_text_alone_is_asked_for_how_many_tokens_a_word_has(
         True,
         False,
     )
-    ids = [said["prompt"] for _, said in client.asked if isinstance(said.get("prompt"), list)]
+    ids = [body["prompt"] for _, body in client.asked if isinstance(body.get("prompt"), list)]
     expected = [[*range(1, 8), 31_999], [*range(1, 8), 999], [*range(1, 8), 99]] if endpoint == "completions" else []
     assert [ids[i] for i in range(0, len(ids), len(EXTRAS))] == expected
 
 
-def test_a_server_whose_count_does_not_follow_the_prompt_is_refused() -> None:
-    """It counts 9 tokens whatever it is sent, so no prompt could get its length."""
+def test_server_with_constant_prompt_count_is_refused() -> None:
+    """The server counts 9 tokens for every prompt, so the number of words for a prompt length cannot be computed."""
     with pytest.raises(
         WorkerError, match=r"counts 9 tokens in a prompt of 40 words and 9 in one of 240, so its counts"
     ):
-        asyncio.run(find_prompt_format(Answering(of_text(0.0, 9)), "m", "completions", text=True))  # type: ignore[arg-type]
+        asyncio.run(find_prompt_format(Answering(make_text_server(0.0, 9)), "m", "completions", text=True))  # type: ignore[arg-type]
 
 
 def vllm(_: str, body: dict[str, Any]) -> tuple[int, object]:
-    """A server with usage in each chunk and ids of answers; with these it repeats the prompt."""
+    """Answer like a server that sends usage in each chunk and token ids of answers on request."""
     events: list[dict[str, Any]] = [
         {"choices": [{"text": "a"}]},
         {"choices": [{"text": "b", "finish_reason": "length"}]},
@@ -139,12 +139,12 @@ def vllm(_: str, body: dict[str, Any]) -> tuple[int, object]:
         (("return_token_ids", "continuous_usage_stats"), USAGE_IN_EACH, None),
     ],
 )
-def test_ids_of_answers_are_asked_for_only_if_nothing_else_counts_each_chunk(
+def test_answer_ids_are_requested_only_without_usage_per_chunk(
     lacks: tuple[str, ...], extras: dict[str, Any], id_extras: dict[str, Any] | None
 ) -> None:
-    """Servers that send them repeat the prompt's, before the first token. Sessions ask for them all the same.
+    """Servers that send answer ids also repeat the prompt's ids before the first token.
 
-    Fields that a server lacks it ignores here.
+    Sessions request the ids in any case. The server ignores fields that it lacks.
     """
 
     def answers(path: str, body: dict[str, Any]) -> tuple[int, object]:
@@ -158,9 +158,11 @@ def test_ids_of_answers_are_asked_for_only_if_nothing_else_counts_each_chunk(
     assert ["return_token_ids" in body for body in asked] == [extras is ANSWER_IDS, id_extras is not None]
 
 
-def test_a_turn_whose_answer_the_next_one_repeats_asks_for_its_ids() -> None:
-    """Of three turns the first two; a request without a session does not."""
-    of = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9, id_extras={"return_token_ids": True})
+def test_answer_ids_are_requested_for_turns_with_a_next_turn() -> None:
+    """The first two of three turns request ids; a request without a session does not."""
+    prompt_format = PromptFormat(
+        endpoint="completions", model="m", extras={}, vocab=9, id_extras={"return_token_ids": True}
+    )
     turn = [
         ServeRequest(
             number=n,
@@ -174,7 +176,7 @@ def test_a_turn_whose_answer_the_next_one_repeats_asks_for_its_ids() -> None:
         for n in range(3)
     ]
     target = Target.from_url("http://127.0.0.1:9")
-    (call,) = sessions.make_calls(target, of, turn)
+    (call,) = sessions.make_calls(target, prompt_format, turn)
     answer: Any = SimpleNamespace(tokens=[7, 8], list_chunk_tokens=lambda: [1, 1])
     sent = [call]
     while sent[-1].session is not None:
@@ -182,12 +184,12 @@ def test_a_turn_whose_answer_the_next_one_repeats_asks_for_its_ids() -> None:
     assert [b"return_token_ids" in call.data for call in sent] == [True, True, False]
     assert [call.prompt_tokens for call in sent] == [4, 8, 12]
     alone = ServeRequest(number=0, prompt=np.arange(4), output_tokens=2)
-    assert b"return_token_ids" not in sessions.make_calls(target, of, [alone])[0].data
+    assert b"return_token_ids" not in sessions.make_calls(target, prompt_format, [alone])[0].data
 
 
 @pytest.mark.parametrize("status", [400, 415, 422, 500, 502])
-def test_a_field_that_a_server_answers_with_an_error_is_left_out(status: int) -> None:
-    """Servers refuse unknown fields with several statuses, and some break down at them."""
+def test_field_that_causes_an_error_is_left_out(status: int) -> None:
+    """Servers refuse unknown fields with several statuses, and some fail with an internal error."""
 
     def answers(_: str, body: dict[str, Any]) -> tuple[int, object]:
         if {"ignore_eos", "return_token_ids"} & {*body}:
@@ -227,7 +229,7 @@ def test_a_field_that_a_server_answers_with_an_error_is_left_out(status: int) ->
         ),
     ],
 )
-def test_the_endpoint_that_a_server_has_is_named(endpoint: str, status: int, message: str) -> None:
+def test_error_names_the_endpoint_that_the_server_answers(endpoint: str, status: int, message: str) -> None:
     path = "/v1/completions" if endpoint == "completions" else "/v1/chat/completions"
     found = [{"choices": [{"text": "a", "delta": {"content": "a"}, "finish_reason": "length"}]}]
     client = Answering(lambda asked, _: (status, {"error": "no"}) if asked == path else (200, found))
@@ -235,7 +237,7 @@ def test_the_endpoint_that_a_server_has_is_named(endpoint: str, status: int, mes
         asyncio.run(find_prompt_format(client, "m", endpoint))  # type: ignore[arg-type]
     assert str(error.value) == f"http://127.0.0.1:9 {message}"
     if status != 400:
-        assert len(client.asked) == 2, "no fields are tried where there is no endpoint"
+        assert len(client.asked) == 2, "no fields are tried without an endpoint"
 
 
 @pytest.mark.parametrize(
@@ -247,10 +249,10 @@ def test_the_endpoint_that_a_server_has_is_named(endpoint: str, status: int, mes
         (0, 404, "cannot be measured: the server answered HTTP 404: no."),
     ],
 )
-def test_a_server_that_accepts_nothing_is_a_sentence_with_what_to_do(
+def test_server_that_refuses_all_requests_raises_error_with_a_suggestion(
     retries: int, status: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slept = sleeping(monkeypatch, [0.0], 9)
+    slept = patch_sleep(monkeypatch, [0.0], 9)
     client = Answering(lambda *_: (status, {"error": "no"}))
     with pytest.raises(WorkerError) as error:
         asyncio.run(find_prompt_format(client, "m", "completions", retries=retries))  # type: ignore[arg-type]
@@ -260,24 +262,24 @@ def test_a_server_that_accepts_nothing_is_a_sentence_with_what_to_do(
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_retries_are_for_the_short_requests_too(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them is sent away once."""
-    slept = sleeping(monkeypatch, [0.0], 99)
+def test_trial_requests_are_retried(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server answers each trial request with 503 once."""
+    slept = patch_sleep(monkeypatch, [0.0], 99)
     seen: set[str] = set()
 
     def answers(path: str, body: dict[str, Any]) -> tuple[int, object]:
         if (text := json.dumps(body)) not in seen:
             seen.add(text)
             return 503, {"error": "loading"}
-        return of_text(1.0, 0)(path, body)
+        return make_text_server(1.0, 0)(path, body)
 
     found = asyncio.run(find_prompt_format(Answering(answers), "m", endpoint, retries=1))  # type: ignore[arg-type]
     assert found.text == Words(1.0, 0.0)
     assert slept == [load.RETRY_S] * len(seen)
 
 
-def test_trials_end_when_they_have_taken_as_long_as_a_request_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is slow to refuse is not asked for each set of fields."""
+def test_trials_end_at_the_request_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is slow to refuse is not tried with every set of fields."""
     clock = [0.0]
 
     def answers(*_: object) -> tuple[int, object]:
@@ -288,10 +290,10 @@ def test_trials_end_when_they_have_taken_as_long_as_a_request_may(monkeypatch: p
     client = Answering(answers)
     with pytest.raises(WorkerError, match=r"HTTP 400: no\."):
         asyncio.run(find_prompt_format(client, "m", "chat"))  # type: ignore[arg-type]
-    assert len(client.asked) == 3 + 1, "600 s are over with the third; then the other endpoint is tried"
+    assert len(client.asked) == 3 + 1, "600 s have passed after the third; then the other endpoint is tried"
 
 
-def test_a_prompt_that_a_server_counts_as_more_than_was_sent_ends_the_trials() -> None:
+def test_implausible_prompt_count_ends_the_trials() -> None:
     def answers(_: str, body: dict[str, Any]) -> tuple[int, object]:
         if body["stream"]:
             return 200, [{"choices": [{"text": "a", "finish_reason": "length"}]}]
@@ -303,21 +305,21 @@ def test_a_prompt_that_a_server_counts_as_more_than_was_sent_ends_the_trials() -
         asyncio.run(find_prompt_format(Answering(answers), "m", "chat"))  # type: ignore[arg-type]
 
 
-def test_a_server_that_counts_no_prompt_cannot_be_measured() -> None:
+def test_server_without_prompt_count_cannot_be_measured() -> None:
     uncounted = Answering(
-        lambda _, said: (200, [{"choices": [{"text": "a", "finish_reason": "x"}]}] if said["stream"] else {})
+        lambda _, body: (200, [{"choices": [{"text": "a", "finish_reason": "x"}]}] if body["stream"] else {})
     )
     with pytest.raises(WorkerError, match=r"does not say how many tokens a prompt of text has; name the folder"):
         asyncio.run(find_prompt_format(uncounted, "m", "chat"))  # type: ignore[arg-type]
 
 
-def test_a_request_has_these_fields() -> None:
-    """Completions have a prompt, chats messages; what is said beside comes last."""
+def test_request_body_fields_per_endpoint() -> None:
+    """Completions have a prompt, chats have messages, and extra fields come last."""
     ids = np.array([5, 6])
-    of = PromptFormat(endpoint="completions", model="m", extras={"ignore_eos": True}, vocab=9)
+    prompt_format = PromptFormat(endpoint="completions", model="m", extras={"ignore_eos": True}, vocab=9)
     usual = {"model": "m", "max_tokens": 7, "temperature": 0, "stream": True, "ignore_eos": True}
-    assert json.loads(of.encode_body(ids, 7)) == {**usual, "prompt": [5, 6]}
-    assert json.loads(of.encode_body(ids, 7, stream=False, seed=1)) == {
+    assert json.loads(prompt_format.encode_body(ids, 7)) == {**usual, "prompt": [5, 6]}
+    assert json.loads(prompt_format.encode_body(ids, 7, stream=False, seed=1)) == {
         **usual,
         "prompt": [5, 6],
         "stream": False,
@@ -326,27 +328,31 @@ def test_a_request_has_these_fields() -> None:
     text = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9, text=Words(1.0, 0.0))
     assert text.make_prompt(ids) == f"{WORDS[5]} {WORDS[6]}"
     chat = PromptFormat(endpoint="chat", model="m", extras={}, vocab=9, text=Words(1.0, 0.0))
-    said = {"role": "user", "content": f"{WORDS[5]} {WORDS[6]}"}
-    assert json.loads(chat.encode_body(ids, 7))["messages"] == [said]
+    message = {"role": "user", "content": f"{WORDS[5]} {WORDS[6]}"}
+    assert json.loads(chat.encode_body(ids, 7))["messages"] == [message]
     answer = StreamReply(2, keep=True)
     answer.texts = ["x", "y"]
     assert text.make_next_prompt("a", answer, None, ids) == f"axy {WORDS[5]} {WORDS[6]}"
-    assert chat.make_next_prompt([said], answer, None, ids) == [said, {"role": "assistant", "content": "xy"}, said]
+    assert chat.make_next_prompt([message], answer, None, ids) == [
+        message,
+        {"role": "assistant", "content": "xy"},
+        message,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("told", "made_up", "goes_on"),
+    ("server_ids", "generated", "expected"),
     [([7, 8], [1, 2], [7, 8]), ([7], [1, 2], [1, 2]), ([], [1, 2], [1, 2]), ([7], None, [7])],
-    ids=["all ids", "some ids", "no ids", "nothing made up"],
+    ids=["all ids", "some ids", "no ids", "no generated answer"],
 )
-def test_a_prompt_of_ids_goes_on_with_what_the_server_told_where_it_told_all(
-    told: list[int], made_up: list[int] | None, goes_on: list[int]
+def test_next_prompt_uses_the_server_token_ids_if_all_are_known(
+    server_ids: list[int], generated: list[int] | None, expected: list[int]
 ) -> None:
-    """Of two tokens that it answered."""
-    answer: Any = SimpleNamespace(tokens=told, list_chunk_tokens=lambda: [1, 1])
-    of = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
-    made = None if made_up is None else np.array(made_up)
-    assert of.make_next_prompt([3], answer, made, np.array([4])) == [3, *goes_on, 4]
+    """The answer has two tokens, one in each of two chunks."""
+    answer: Any = SimpleNamespace(tokens=server_ids, list_chunk_tokens=lambda: [1, 1])
+    prompt_format = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
+    fallback = None if generated is None else np.array(generated)
+    assert prompt_format.make_next_prompt([3], answer, fallback, np.array([4])) == [3, *expected, 4]
 
 
 @pytest.mark.parametrize(
@@ -380,7 +386,7 @@ def test_a_prompt_of_ids_goes_on_with_what_the_server_told_where_it_told_all(
         ),
     ],
 )
-def test_an_answer_is_what_a_server_tells_of_its_tokens(
+def test_parse_answer_reads_tokens_and_log_probabilities(
     choice: dict[str, Any], tokens: list[str], logprobs: list[float], tops: list[dict[str, float]]
 ) -> None:
     (read,) = read_completion(json.dumps({"choices": [choice]}).encode()).choices or []
@@ -388,26 +394,26 @@ def test_an_answer_is_what_a_server_tells_of_its_tokens(
     assert (found.tokens, found.logprobs, found.tops) == (tokens, logprobs, tops)
 
 
-def test_warm_up_has_other_tokens_and_short_answers() -> None:
-    """As many of a prompt, of an answer 16 at most; under the numbers of the load."""
+def test_warm_up_requests_have_new_tokens_and_at_most_16_output_tokens() -> None:
+    """Prompt lengths and request numbers are those of the load."""
     asked: list[ServeRequest] = []
 
     def put(_: object, request: ServeRequest) -> bytes:
         asked.append(request)
         return b"x"
 
-    manner: Any = SimpleNamespace(vocab=50, encode_request=put)
+    prompt_format: Any = SimpleNamespace(vocab=50, encode_request=put)
     requests = [
         ServeRequest(number=n, prompt=np.zeros(20, np.int32), output_tokens=tokens) for n, tokens in ((4, 16), (7, 17))
     ]
-    calls = measure._make_short_calls(object(), manner, requests)  # type: ignore[arg-type]
+    calls = measure._make_short_calls(object(), prompt_format, requests)  # type: ignore[arg-type]
     assert [(c.number, c.data, c.output_tokens) for c in calls] == [(4, b"x", 16), (7, b"x", 16)]
     assert [(len(r.prompt), r.output_tokens) for r in asked] == [(20, 16), (20, 16)]
     assert all(r.prompt.min() >= 0 and r.prompt.max() < 50 and r.prompt.any() for r in asked)
 
 
-def test_a_load_is_sent_in_other_tokens_each_time_that_share_what_they_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ids are moved by 7 of 1,000, also those of answers that are made up."""
+def test_tokens_of_a_load_are_shifted_and_keep_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ids, also those of generated answers, are shifted by 7 modulo 1,000."""
     point = serve_record_builder.point(
         changed={"requests": 4, "turns": "2", "turn_tokens": "5", "prefix_share": 0.5, "prefix_groups": 1}
     )
@@ -421,8 +427,8 @@ def test_a_load_is_sent_in_other_tokens_each_time_that_share_what_they_shared(mo
             assert ((one.answer + 7) % 1000).tolist() == other.answer.tolist()
 
 
-def test_a_load_of_a_file_with_tokens_is_sent_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose largest id is beyond what the server was tried with."""
+def test_token_ids_of_a_trace_file_are_sent_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest id, 2,000, exceeds the vocabulary of 1,000 that the server accepted, so 2,001 is used."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"prompt": [1, 2, 2_000], "output_tokens": 3}) + "\n")
     asked: list[int] = []
@@ -434,29 +440,29 @@ def test_a_load_of_a_file_with_tokens_is_sent_as_it_is(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "expected"),
     [
         ((1.0, None), (4.0, 5.0), (3, None)),
         ((1.0, 2.0), (1.0, 2.6), (0, 1)),
         ((4.0, 5.0), (1.0, None), (None, None)),
     ],
 )
-def test_what_a_server_counted_meanwhile_is_the_difference(
-    before: tuple[float | None, ...], after: tuple[float | None, ...], said: tuple[int | None, ...]
+def test_compute_increase_subtracts_server_counters(
+    before: tuple[float | None, ...], after: tuple[float | None, ...], expected: tuple[int | None, ...]
 ) -> None:
-    """Nothing of one that was started anew, or that did not say."""
+    """The increase is unknown if the server restarted, so that a counter fell, or did not report the counter."""
     then, now = (info.Counters(preemptions=p, cached_tokens=c) for p, c in (before, after))
-    assert tuple(now.compute_increase(then).values()) == said
+    assert tuple(now.compute_increase(then).values()) == expected
 
 
-def test_metrics_are_read_line_by_line() -> None:
-    """What is none is left out; of several engines the sum counts, of several names the first."""
+def test_read_metrics_parses_prometheus_lines() -> None:
+    """Invalid values are skipped, values of several engines are summed, and the first present name counts."""
     text = '# HELP a\na{x="1",y="b c"} 2.5\na 3\na +Inf\na NaN\nb NaNs\nc\n#a 7\n  d 1\ne{} 1e3 1700000000\nf 1\n'
     found = info.read_metrics(text, ("a", "b", "e"))
     assert found["a"] == [({"x": "1", "y": "b c"}, 2.5), ({}, 3.0)]
     assert found["b"] == []
     assert "c" not in found
-    assert found["f"] == [], "only the name is kept of what nothing reads"
+    assert found["f"] == [], "only the name of an unused metric is kept"
     assert info._sum_values(found, ("z", "a", "e")) == 5.5
     assert info._sum_values(found, ("z",)) is None
 
@@ -464,9 +470,9 @@ def test_metrics_are_read_line_by_line() -> None:
 SERVED = serve_record_builder.served(serve_record_builder.point())
 
 
-def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three layouts one does not start, one dies after its first point, and one does what it should."""
-    told: list[tuple[str, str]] = []
+def test_one_server_per_layout_and_one_record_per_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of three servers does not start, one dies after its first point, and one measures all its points."""
+    events: list[tuple[str, str]] = []
     started: list[list[str]] = []
 
     class Server:
@@ -484,15 +490,15 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
 
         read_log = staticmethod(lambda: "")
 
-        def wait_until_ready(self, limit_s: float, tell: Callable[[str], None]) -> list[StartPhase]:
-            tell(f"starting, {limit_s:g} s at most")
+        def wait_until_ready(self, limit_s: float, report: Callable[[str], None]) -> list[StartPhase]:
+            report(f"starting, {limit_s:g} s at most")
             if self.layout == "8":
                 raise WorkerError("no memory.")
             servers.append(self)
             return [StartPhase(name="starting", seconds=2.3)]
 
-        def find_cause(self, said: str) -> str:
-            return f" ({said[:2]})"
+        def find_cause(self, error: str) -> str:
+            return f" ({error[:2]})"
 
     servers: list[Server] = []
 
@@ -510,7 +516,7 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
     monkeypatch.setattr(server_sweep, "resolve_prompt_format", lambda *_: None)
 
     def watch(event: Progress) -> None:
-        told.append((event.stage, f"{event.index + 1} of {event.of}: {event.note}"))
+        events.append((event.stage, f"{event.index + 1} of {event.of}: {event.note}"))
 
     layouts = (record_builder.Layout(2), record_builder.Layout(4), record_builder.Layout(8))
     points = [
@@ -532,30 +538,30 @@ def test_each_server_has_its_points_and_each_point_its_record(tmp_path: Path, mo
     rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     failed = tmp_path / "failed.jsonl"
     rows += [json.loads(line) for line in failed.read_text().splitlines()] if failed.exists() else []
-    said = {(row["point"]["tp"], row["point"]["concurrency"]): (row["outcome"], row.get("reason")) for row in rows}
+    results = {(row["point"]["tp"], row["point"]["concurrency"]): (row["outcome"], row.get("reason")) for row in rows}
     assert len(started) == 3
-    assert said[4, 8] == said[4, 16] == ("ok", None)
-    assert said[2, 8] == ("failed", "the server died: killed")
-    assert said[2, 16][1].startswith("the server died: killed. Read servers/vllm-tp2")
-    assert said[8, 8][1].startswith("no memory (no). Read servers/vllm-tp8")
-    stages = [stage for stage, _ in told]
+    assert results[4, 8] == results[4, 16] == ("ok", None)
+    assert results[2, 8] == ("failed", "the server died: killed")
+    assert results[2, 16][1].startswith("the server died: killed. Read servers/vllm-tp2")
+    assert results[8, 8][1].startswith("no memory (no). Read servers/vllm-tp8")
+    stages = [stage for stage, _ in events]
     assert stages == ["build", "failed", "failed", "build", "done", "done", "build", "failed", "failed"]
-    assert told[1][1].startswith("1 of 6: the server died: killed")
+    assert events[1][1].startswith("1 of 6: the server died: killed")
 
 
 @pytest.mark.parametrize(
     ("settings", "flags"), [("", {}), ("a=1", {"a": "1"}), ("a=1, b=x=y", {"a": "1", "b": "x=y"}), ("a", {"a": ""})]
 )
-def test_flags_that_were_varied_are_read_off_a_points_settings(settings: str, flags: dict[str, str]) -> None:
+def test_find_settings_returns_the_varied_flags_of_a_point(settings: str, flags: dict[str, str]) -> None:
     assert PRESETS["vllm"].find_settings(record_builder.point(settings=settings)) == flags
 
 
 class Slept(Exception):  # noqa: N818 - no error
-    """Ends a loop that would sleep forever."""
+    """End a loop that would sleep forever."""
 
 
-def sleeping(monkeypatch: pytest.MonkeyPatch, clock: list[float], times: int, late_s: float = 0.0) -> list[float]:
-    """What is slept from now on, by a clock that only sleep moves; raises Slept after some times."""
+def patch_sleep(monkeypatch: pytest.MonkeyPatch, clock: list[float], times: int, late_s: float = 0.0) -> list[float]:
+    """Record sleep durations on a clock that only sleeping advances; raise Slept after `times` sleeps."""
     slept = list[float]()
 
     async def sleep(left_s: float) -> None:
@@ -569,25 +575,25 @@ def sleeping(monkeypatch: pytest.MonkeyPatch, clock: list[float], times: int, la
     return slept
 
 
-def test_a_load_says_how_far_it_is_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept = sleeping(monkeypatch, clock := [10.0], 3)
-    tolds = iter([load.LoadProgress(0, 0, 0), load.LoadProgress(5, 2, 1000), load.LoadProgress(8, 0, 5000)])
-    run = SimpleNamespace(get_progress=lambda: next(tolds), start_s=10.0, requests=8)
-    said = list[str]()
+def test_load_progress_is_reported_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = patch_sleep(monkeypatch, clock := [10.0], 3)
+    states = iter([load.LoadProgress(0, 0, 0), load.LoadProgress(5, 2, 1000), load.LoadProgress(8, 0, 5000)])
+    run = SimpleNamespace(get_progress=lambda: next(states), start_s=10.0, requests=8)
+    lines = list[str]()
     with pytest.raises(Slept):
-        asyncio.run(measure._report_progress(run, said.append))  # type: ignore[arg-type]
+        asyncio.run(measure._report_progress(run, lines.append))  # type: ignore[arg-type]
     assert slept == [measure.TELL_S] * 3
     assert clock == [10.0 + 3 * measure.TELL_S]
     rates = [f"{chunks / (n * measure.TELL_S):,.0f}" for n, chunks in enumerate((0, 1000, 5000), 1)]
-    assert said == [
+    assert lines == [
         f"0/8 requests, {rates[0]} chunks/s",
         f"3/8 requests, 2 failed, {rates[1]} chunks/s",
         f"8/8 requests, {rates[2]} chunks/s",
     ]
 
 
-def test_a_share_tells_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept = sleeping(monkeypatch, [0.0], 2)
+def test_client_process_sends_its_progress_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = patch_sleep(monkeypatch, [0.0], 2)
     sent = list[object]()
     with pytest.raises(Slept):
         asyncio.run(
@@ -607,11 +613,11 @@ def test_a_share_tells_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
         (2.5, [1, 0, 0, 0]),
     ],
 )
-def test_the_loop_is_looked_at_on_beats_and_none_is_made_up_for(
+def test_event_loop_lag_is_sampled_per_beat_without_catching_up(
     monkeypatch: pytest.MonkeyPatch, late_s: float, slept: list[float]
 ) -> None:
-    """In beats: what is slept when each sleep takes `late_s` longer, and how late each was."""
-    found = sleeping(monkeypatch, [0.0], 4, late_s * load.BEAT_S)
+    """Durations are in beats; each sleep takes `late_s` beats longer than requested, which is the measured lag."""
+    found = patch_sleep(monkeypatch, [0.0], 4, late_s * load.BEAT_S)
     run = SimpleNamespace(pace=SimpleNamespace(lags_s=[]))
     with pytest.raises(Slept):
         asyncio.run(load.Run._measure_lag(run))  # type: ignore[arg-type]
@@ -624,8 +630,8 @@ def test_the_loop_is_looked_at_on_beats_and_none_is_made_up_for(
     ("device", "warnings"),
     [("CPU", ["cpu"]), ("cpu", []), ("NVIDIA H100 80GB HBM3", []), ("unknown", []), ("cpu2", [])],
 )
-def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, warnings: list[str]) -> None:
-    """And one of which nothing was sent says why, with what is known of the server."""
+def test_record_of_a_cpu_server_has_a_warning(tmp_path: Path, device: str, warnings: list[str]) -> None:
+    """A record without any request also states the reason and the known facts about the server."""
     point = serve_record_builder.point()
     asked = SimpleNamespace(device=device, device_count=4, command="dcpbench server", gpus=None)
     sent = SimpleNamespace(run=None)
@@ -667,10 +673,10 @@ def test_a_record_of_a_server_on_a_cpu_is_marked(tmp_path: Path, device: str, wa
         ),
     ],
 )
-def test_a_run_without_a_token_says_what_ended_it(
+def test_run_without_tokens_states_why_it_ended(
     tmp_path: Path, stopped: bool, limit_s: float | None, reason: str
 ) -> None:
-    """A signal before the first token is no reason for a longer limit."""
+    """A signal before the first token is no reason to suggest a longer time limit."""
     point = serve_record_builder.point()
     request = ServeRequest(number=0, prompt=np.zeros(4, np.int32), output_tokens=4, arrival_s=None)
     run = SimpleNamespace(outcomes=[Outcome(Call(0, b"", 4), 1.0)], start_s=1.0, paces=[])
@@ -696,15 +702,15 @@ def test_a_run_without_a_token_says_what_ended_it(
     ("endpoint", "wanted"),
     [("completions", {"logprobs": 20}), ("chat", {"logprobs": True, "top_logprobs": 20})],
 )
-def test_fewer_log_probabilities_are_asked_for_until_a_server_takes_the_request(
-    endpoint: str, wanted: dict[str, Any]
-) -> None:
-    """20, then 5, then 2, then none; what it takes is kept, and what other errors say is passed on."""
-    refuses = {"message": "logprobs is unknown"}
+def test_fewer_log_probabilities_are_requested_until_the_server_accepts(endpoint: str, wanted: dict[str, Any]) -> None:
+    """20, 5, 2 and then none are requested; the accepted number is kept, and other errors are raised."""
+    error = {"message": "logprobs is unknown"}
     choice = {"index": 0, "text": "a b", "message": {"content": "a b"}}
-    client = Answering(lambda _, said: (400, refuses) if "logprobs" in said else (200, {"choices": [choice]}))
-    manner = PromptFormat(endpoint=endpoint, model="m", extras={"ignore_eos": True}, vocab=9, text=Words(1.0, 0.0))
-    side = ask.Side(client, manner)  # type: ignore[arg-type]
+    client = Answering(lambda _, body: (400, error) if "logprobs" in body else (200, {"choices": [choice]}))
+    prompt_format = PromptFormat(
+        endpoint=endpoint, model="m", extras={"ignore_eos": True}, vocab=9, text=Words(1.0, 0.0)
+    )
+    side = ask.Side(client, prompt_format)  # type: ignore[arg-type]
     for _ in range(2):
         assert asyncio.run(side.fetch_answer(np.arange(3, dtype=np.int32), 2)) == ask.Answer(tokens=["a", "b"])
     bodies = [body for _, body in client.asked]
@@ -715,7 +721,7 @@ def test_fewer_log_probabilities_are_asked_for_until_a_server_takes_the_request(
         assert (body["stream"], body["seed"], "stream_options" in body, body["ignore_eos"]) == (False, 0, False, True)
     client = Answering(lambda *_: (200, {"choices": []}))
     with pytest.raises(WorkerError, match=r"^http://127\.0\.0\.1:9: its answer holds no choice\.$"):
-        asyncio.run(ask.Side(client, manner).fetch_answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
+        asyncio.run(ask.Side(client, prompt_format).fetch_answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
 
 
 WHOLE_ANSWER = {"index": 0, "text": "a b", "finish_reason": "length"}
@@ -738,19 +744,18 @@ WHOLE_ANSWER = {"index": 0, "text": "a b", "finish_reason": "length"}
         ({"logprobs": [[[]]]}, {}, "Expected `object | null`, got `array`"),
     ],
 )
-def test_a_whole_answer_is_held_against_what_was_asked(
+def test_whole_answer_that_contradicts_the_request_raises_worker_error(
     changed: dict[str, Any], usage: dict[str, Any], message: str
 ) -> None:
-    """What contradicts the request, or is no answer of OpenAI's API, is a sentence."""
     client = Answering(lambda *_: (200, {"choices": [WHOLE_ANSWER | changed], "usage": usage}))
-    manner = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
+    prompt_format = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
     with pytest.raises(WorkerError) as error:
-        asyncio.run(ask.Side(client, manner).fetch_answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
+        asyncio.run(ask.Side(client, prompt_format).fetch_answer(np.arange(3, dtype=np.int32), 2))  # type: ignore[arg-type]
     assert message in str(error.value)
 
 
-def test_a_whole_answer_may_be_as_long_as_its_tokens_and_its_prompt_need() -> None:
-    """The ids of the prompt, and 4 KiB for each token, after a MiB."""
+def test_size_limit_of_a_whole_answer_depends_on_tokens_and_prompt() -> None:
+    """The limit is 1 MiB plus 4 KiB per output token plus 12 bytes per prompt id."""
 
     class Kept(Answering):
         async def send_request(self, request: bytes, reply: Any, _: float | None = None) -> None:
@@ -758,6 +763,6 @@ def test_a_whole_answer_may_be_as_long_as_its_tokens_and_its_prompt_need() -> No
             await super().send_request(request, reply)
 
     client = Kept(lambda *_: (200, {"choices": [WHOLE_ANSWER]}))
-    manner = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
-    asyncio.run(ask.Side(client, manner).fetch_answer(np.zeros(1000, np.int32), 2))  # type: ignore[arg-type]
+    prompt_format = PromptFormat(endpoint="completions", model="m", extras={}, vocab=9)
+    asyncio.run(ask.Side(client, prompt_format).fetch_answer(np.zeros(1000, np.int32), 2))  # type: ignore[arg-type]
     assert client.limit == (1 << 20) + 2 * 4096 + 1000 * 12

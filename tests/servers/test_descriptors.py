@@ -1,4 +1,4 @@
-"""A client of more connections than its process may have open files: the limit is raised, or the shortage is named."""
+"""Test clients with more connections than open files: the limit is raised, or the shortage is reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def limited(soft: int, hard: int | None = None) -> Iterator[None]:
-    """Let this process have so many open files. A lower hard limit could not be raised again, so it is only claimed."""
+    """Set the number of open files of this process; a hard limit is patched, since it could not be raised again."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with pytest.MonkeyPatch.context() as patch:
         if hard is not None:
@@ -52,8 +52,8 @@ def soft_limit() -> int:
 
 
 @pytest.mark.long
-def test_1030_clients_at_1024_descriptors_are_all_served(tmp_path: Path) -> None:
-    """Each request takes two seconds, so that all of the clients are connected at once; the soft limit is 1,024."""
+def test_1030_clients_are_served_at_a_soft_limit_of_1024_files(tmp_path: Path) -> None:
+    """Each request takes two seconds, so all clients are connected at the same time."""
     words = "server --device cpu --tp 8 --concurrency 1030 --num-requests 1030 --input-tokens 20 --output-tokens 4"
     words += f" --client warm-up=0,processes=1 -o {tmp_path / 'run'}"
     with served("--ttft-ms 2000 --gap-ms 5", tmp_path / "sent.jsonl") as url:
@@ -71,10 +71,8 @@ def test_1030_clients_at_1024_descriptors_are_all_served(tmp_path: Path) -> None
     assert (record.server.client.starved_share or 0.0) >= 0.0
 
 
-def test_a_shortage_is_named_before_the_load_begins_and_is_not_the_servers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The hard limit is too low for 1,030 clients; two clients are served all the same."""
+def test_too_low_hard_limit_is_reported_before_the_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The hard limit is too low for 1,030 clients, whereas two clients are served."""
     words = "server --device cpu --tp 8 --concurrency 1030,2 --num-requests 1030 --input-tokens 20 --output-tokens 2"
     with served("--gap-ms 1", tmp_path / "sent.jsonl") as url, limited(1024, 1024):
         words += f" --client processes=1 --url {url} -o {tmp_path / 'run'}"
@@ -89,7 +87,7 @@ def test_a_shortage_is_named_before_the_load_begins_and_is_not_the_servers(
     assert short.server.failures == []
 
 
-def test_the_limit_is_raised_as_far_as_needed_and_set_back() -> None:
+def test_soft_limit_is_raised_as_needed_and_restored() -> None:
     with limited(256):
         with raise_open_file_limit(1000, certain=True):
             assert 1000 + SPARE < soft_limit() < 1000 + 10 * SPARE
@@ -98,8 +96,8 @@ def test_the_limit_is_raised_as_far_as_needed_and_set_back() -> None:
             assert soft_limit() == 256
 
 
-def test_only_a_load_that_certainly_needs_more_is_refused() -> None:
-    """Of an open loop it is not known how many requests will be on their way at once."""
+def test_open_loop_is_not_refused_for_too_few_files() -> None:
+    """The number of concurrent requests of an open loop is unknown in advance."""
     with limited(256, 256):
         with raise_open_file_limit(1000, certain=False):
             pass
@@ -111,7 +109,7 @@ def test_only_a_load_that_certainly_needs_more_is_refused() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_a_connection_for_which_the_client_has_no_file_is_not_called_refused(
+def test_connection_without_free_descriptor_is_not_reported_as_refused(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def none_left(*_: Any) -> None:
@@ -128,8 +126,8 @@ def test_a_connection_for_which_the_client_has_no_file_is_not_called_refused(
     assert not load.can_retry(raised.value)
 
 
-def test_a_share_that_cannot_be_read_at_the_end_is_not_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """/proc could be opened when the run began and not when it ended: it was -0.2 s then."""
+def test_unreadable_proc_at_the_end_gives_an_unknown_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """/proc can be read at the start of the run but not at its end; the difference must not be negative."""
     found = iter([0.2, None])
     monkeypatch.setattr(load, "read_starved_s", lambda: next(found))
     words = f"server --device cpu --tp 8 --concurrency 1 --num-requests 1 --input-tokens 20 --client warm-up=0 -o {tmp_path / 'run'}"

@@ -1,4 +1,4 @@
-"""Loads of an engine are forecast over HTTP by its step times and its policy, before the engine has served them.
+"""Test forecasts of loads from measured step times and the policy of an engine.
 
 The stand-in engine (step_engine.py) serves steps of 20 ms and more in real time, with vLLM's token budget.
 """
@@ -71,14 +71,14 @@ ONE_LOAD = ["--concurrency", "4", "--num-requests", "48"]
     ],
     ids=["asynchronous", "synchronous", "slow rows and launches", "late begin"],
 )
-def test_forecasts_of_loads_that_the_server_has_not_seen_agree_with_it(
+def test_forecasts_of_unseen_loads_agree_with_the_server(
     flags: str, ahead: bool, loads: list[str], count: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Within 5 % in output and ITL p50 and 8 % in TTFT p50."""
+    """Tolerances are 5 % in output and ITL p50, and 8 % in TTFT p50."""
     lengths = ["--input-tokens", "uniform:200-900", "--output-tokens", "uniform:10-40"]
     records = measure(capsys, tmp_path / "run", flags, "--mode", "live,replay", *loads, *lengths)
     modes = [record.point.load.mode for record in records if record.point.load is not None]
-    assert modes == ["replay"] * count + ["live"] * count, "each load is forecast before the server sees it"
+    assert modes == ["replay"] * count + ["live"] * count, "each load is forecast before it is served"
     engine = read_times(tmp_path / "run").engine
     assert engine is not None
     assert (engine.policy, engine.token_budget, engine.asynchronous) == (VLLM, BUDGET, ahead)
@@ -92,8 +92,8 @@ def test_forecasts_of_loads_that_the_server_has_not_seen_agree_with_it(
 
 
 @pytest.mark.long
-def test_a_replay_needs_no_server_once_steps_are_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """`server` and `serve` replay the same file to the same figures; options that the file determines are refused."""
+def test_replay_from_measured_steps_needs_no_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`server` and `serve` replay the same file with equal results, and refuse options that the file determines."""
     load = ["--num-requests", "8", "--input-tokens", "20", "--output-tokens", "6", "--concurrency", "2"]
     (record,) = measure(capsys, tmp_path / "run", "--asynchronous", "--mode", "replay", *load)
     assert record.conditions is not None
@@ -136,7 +136,7 @@ def test_a_replay_needs_no_server_once_steps_are_measured(capsys: pytest.Capture
 
 
 @pytest.mark.long
-def test_an_engine_that_runs_prompts_apart_is_not_replayed_with_vllms_policy(
+def test_engine_with_separate_prefill_is_not_replayed_with_vllm_policy(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     load = ["--num-requests", "8", "--input-tokens", "20", "--output-tokens", "6", "--concurrency", "2"]
@@ -167,9 +167,7 @@ def test_an_engine_that_runs_prompts_apart_is_not_replayed_with_vllms_policy(
         (["--mode", "replay", "--url", "http://127.0.0.1:1", "--token-budget", "0"], "is not positive"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(
-    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_contradictory_options_are_refused(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = dcpbench(capsys, "server", *words)
     assert code == 2
     assert problem in err
@@ -182,10 +180,10 @@ def test_attention_data_parallel_is_not_replayed(capsys: pytest.CaptureFixture[s
     assert "cannot be measured apart; use --dp 1, or --mode live" in " ".join(out.split())
 
 
-def test_an_engine_that_dies_while_its_steps_are_measured_fails_its_points(
+def test_engine_that_dies_during_step_measurement_fails_its_points(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Replayed and live points name the end of the server and its log."""
+    """Failed replayed and live points name the end of the server and its log."""
     load = ["--num-requests", "4", "--input-tokens", "20", "--output-tokens", "6", "--concurrency", "2"]
     engine = ["--serve-cmd", f"{ENGINE} --dies-after 20", "--model", "m", "--device", "cpu"]
     code, _, err = dcpbench(capsys, "server", *engine, "--mode", "live,replay", *load, "-o", str(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""Settings and start phases that are read from the logs of real servers (vLLM 0.26.0, SGLang 0.5.17 on two H200)."""
+"""Test settings and start phases read from logs of real servers (vLLM 0.26.0, SGLang 0.5.17 on two H200)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(name: str) -> str:
     return (LOGS / name).read_text(encoding="utf-8")
 
 
-def test_settings_of_vllm() -> None:
+def test_settings_are_read_from_the_vllm_log() -> None:
     assert read_settings(read("vllm-0.26.0-tp2-dcp2.log")) == EngineSettings(
         load_format="dcpbench",
         dtype="bfloat16",
@@ -37,8 +37,8 @@ def test_settings_of_vllm() -> None:
     )
 
 
-def test_reports_of_a_server_complete_the_settings_of_its_log() -> None:
-    """vLLM 0.26.0 logs neither its block size nor the data type of its KV cache, and reports both."""
+def test_server_info_completes_the_settings_of_the_log() -> None:
+    """vLLM 0.26.0 reports its block size and KV cache data type over HTTP, but does not log them."""
     logged = read_settings(read("vllm-0.26.0-tp2-dcp2.log"))
     assert logged is not None
     found = complete_settings(logged, {"block_size": "16", "cache_dtype": "auto"})
@@ -49,8 +49,8 @@ def test_reports_of_a_server_complete_the_settings_of_its_log() -> None:
     assert complete_settings(sglang, {"page_size": "64", "cache_dtype": "auto"}) == sglang
 
 
-def test_settings_of_sglang() -> None:
-    """The data type `auto` is unknown; the KV cache has the type of the line that allocates it."""
+def test_settings_are_read_from_the_sglang_log() -> None:
+    """The data type `auto` is unknown; the line that allocates the KV cache has its data type."""
     assert read_settings(read("sglang-0.5.17-tp2-dcp2.log")) == EngineSettings(
         load_format="dummy",
         weights_dtype="fp8",
@@ -65,7 +65,7 @@ def test_settings_of_sglang() -> None:
     )
 
 
-def test_a_log_without_settings_states_none() -> None:
+def test_log_without_settings_gives_no_settings() -> None:
     assert read_settings("INFO: Application startup complete.\n") is None
 
 
@@ -82,7 +82,7 @@ def test_a_log_without_settings_states_none() -> None:
         ),
     ],
 )
-def test_phases_are_timed_from_the_growing_log(log: str, phases: list[str]) -> None:
+def test_start_phases_are_timed_from_the_growing_log(log: str, phases: list[str]) -> None:
     """The log arrives in pieces of 1,000 characters, 1 s apart; durations add up to the whole start."""
     watch, text = StartWatch(), read(log)
     pieces = [text[i : i + 1000] for i in range(0, len(text), 1000)]
@@ -94,7 +94,7 @@ def test_phases_are_timed_from_the_growing_log(log: str, phases: list[str]) -> N
     assert found[-1].seconds >= 5
 
 
-def test_a_line_is_read_once_it_is_complete() -> None:
+def test_log_line_is_read_when_it_is_complete() -> None:
     watch = StartWatch()
     watch.feed("INFO Starting to load mo", 1.0)
     assert watch.phase == "starting"
@@ -115,12 +115,12 @@ def test_a_line_is_read_once_it_is_complete() -> None:
         (EngineSettings(load_format="dummy", weights_fingerprints=["1a2b3c4d"]), {}, False),
     ],
 )
-def test_dummy_weights_are_recognised(settings: EngineSettings, environment: dict[str, str], dummy: bool) -> None:
-    """The variable of dcpbench's plugin proves nothing; the line that the plugin writes does."""
+def test_dummy_weights_are_detected(settings: EngineSettings, environment: dict[str, str], dummy: bool) -> None:
+    """The environment variable of dcpbench's plugin proves nothing, but the line that the plugin logs does."""
     assert has_dummy_weights(settings, environment) is dummy
 
 
-def test_the_report_of_each_rank_is_read() -> None:
+def test_report_of_each_rank_is_read() -> None:
     lines = [format_weights_report(7, found) for found in ("1a2b3c4d", "00ff00ff", "1a2b3c4d")]
     settings = read_settings("\n".join([read("sglang-0.5.17-tp2-dcp2.log"), *lines]))
     assert settings is not None

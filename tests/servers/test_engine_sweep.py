@@ -1,4 +1,4 @@
-"""`sweep --engine`: decode points of an engine through its server, with their phases, marks and refusals."""
+"""Test `sweep --engine`: decode points of a served engine, with phases, warnings and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ command = "{python} -m tests.servers.step_engine --model {{model}} --port {{port
 profiler = "{profiler}"
 [layout]
 tp = "--tensor-parallel-size {{attn_tp}}"
-dcp = "--decode-context-parallel-size {{dcp}} {of_dcp}"
+dcp = "--decode-context-parallel-size {{dcp}} {dcp_flags}"
 exchange = "--dcp-comm-backend {{exchange}}"
 [weights]
 dummy = "--load-format dummy"
@@ -57,7 +57,7 @@ Asked = tuple[int, str, str]
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine by its module's name."""
+    """Make the stand-in engine importable by its module's name."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
@@ -71,10 +71,10 @@ class Sweep:
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.run, self.capsys = folder, folder / "run", capsys
 
-    def __call__(self, *words: str, concurrency: str = "2", of_dcp: str = "", profiler: str = PROFILER) -> Asked:
-        """Return exit code, stdout and stderr of the command; `of_dcp`: flags of servers with dcp 2."""
+    def __call__(self, *words: str, concurrency: str = "2", dcp_flags: str = "", profiler: str = PROFILER) -> Asked:
+        """Return exit code, stdout and stderr of the command; `dcp_flags` are flags of servers with dcp 2."""
         engine = self.folder / "engine.toml"
-        engine.write_text(ENGINE.format(python=sys.executable, of_dcp=of_dcp, profiler=profiler))
+        engine.write_text(ENGINE.format(python=sys.executable, dcp_flags=dcp_flags, profiler=profiler))
         words = ("--concurrency", concurrency, *POINTS, *_choose_cpu(words), *words, "-o", str(self.run))
         with pytest.raises(SystemExit) as end:
             cli.main(["sweep", "--engine", str(engine), *words])
@@ -88,16 +88,17 @@ class Sweep:
 
 @pytest.fixture
 def sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Sweep:
-    """A sweep in a temporary folder."""
+    """Return a sweep in a temporary folder."""
     return Sweep(tmp_path, capsys)
 
 
-def test_a_point_has_the_engines_step_its_phases_and_the_facts_of_its_server(
+def test_point_has_step_time_phases_and_server_facts(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """2 requests at 100 tokens: 20 + 2 · 0.5 + 200 · 0.001 = 21.2 ms. Of it kernels of four parts run 90 %, on rank 1 2 % longer.
+    """2 requests at 100 tokens take 20 + 2 · 0.5 + 200 · 0.001 = 21.2 ms.
 
-    Both ranks have the same step, and the record is of the first. No trace is left.
+    Kernels of four parts take 90 % of it, and 2 % more on rank 1. Both ranks have the same step, and the record has
+    the first rank. Traces are deleted.
     """
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -129,15 +130,15 @@ def test_a_point_has_the_engines_step_its_phases_and_the_facts_of_its_server(
     assert [path for path in temporary.rglob("*") if path.is_file()] == []
 
 
-def test_traces_are_kept_in_the_folder_that_is_named(sweep: Sweep, tmp_path: Path) -> None:
+def test_traces_are_kept_in_the_given_folder(sweep: Sweep, tmp_path: Path) -> None:
     traces = tmp_path / "kept" / "traces"
     code, _, err = sweep("--dcp", "1", "--traces", str(traces))
     assert code == 0, err
     assert len(list(traces.glob("*rank*"))) == 2
 
 
-def test_without_a_profile_no_profiler_runs(sweep: Sweep) -> None:
-    """The flags of the profiler are left out, too."""
+def test_no_profile_option_starts_no_profiler(sweep: Sweep) -> None:
+    """The server is started without flags of the profiler."""
     code, _, err = sweep("--dcp", "1", "--no-profile")
     assert code == 0, err
     [record] = sweep.records
@@ -148,8 +149,8 @@ def test_without_a_profile_no_profiler_runs(sweep: Sweep) -> None:
     assert "not_profiled" not in record.server.facts
 
 
-def test_an_engine_that_does_not_profile_is_timed_all_the_same(sweep: Sweep) -> None:
-    """The record says why it has no phases."""
+def test_engine_without_profiler_is_still_timed(sweep: Sweep) -> None:
+    """The record states why it has no phases."""
     code, _, err = sweep("--dcp", "1", profiler="")
     assert code == 0, err
     [record] = sweep.records
@@ -160,17 +161,17 @@ def test_an_engine_that_does_not_profile_is_timed_all_the_same(sweep: Sweep) -> 
     assert "was not profiled" in err
 
 
-def test_an_engine_that_dies_fails_only_its_points(sweep: Sweep) -> None:
-    """The server of dcp 2 dies in its 30th step, of 20 and more that its first point takes."""
-    code, _, err = sweep("--dcp", "1,2", "--no-profile", concurrency="1,2", of_dcp="--dies-after 30")
+def test_dead_engine_fails_only_its_own_points(sweep: Sweep) -> None:
+    """The server of dcp 2 dies in its 30th step; its first point takes more than 20 steps."""
+    code, _, err = sweep("--dcp", "1,2", "--no-profile", concurrency="1,2", dcp_flags="--dies-after 30")
     assert code == 4, err
     outcomes = {(r.point.dcp, r.point.concurrency): r.outcome for r in sweep.records}
     assert outcomes == {(1, 1): "ok", (1, 2): "ok", (2, 1): "failed", (2, 2): "failed"}
     assert all("illegal memory access" in str(r.reason) for r in sweep.records if r.outcome == "failed")
 
 
-def test_a_run_goes_on_where_it_was_left(sweep: Sweep) -> None:
-    """Of two points the one that was measured is not measured again."""
+def test_resume_measures_only_missing_points(sweep: Sweep) -> None:
+    """One of two points is already measured."""
     assert sweep("--dcp", "1", "--no-profile")[0] == 0
     [first] = sweep.records
     code, _, err = sweep("--dcp", "1", "--no-profile", "--resume", concurrency="2,3")
@@ -180,8 +181,8 @@ def test_a_run_goes_on_where_it_was_left(sweep: Sweep) -> None:
     assert [r.point.concurrency for r in sweep.records] == [2, 3]
 
 
-def test_a_run_that_is_interrupted_in_a_point_goes_on_with_it(sweep: Sweep, tmp_path: Path) -> None:
-    """SIGINT comes while the second point decodes, as `timeout -s INT` sends it; its record says so until it is measured."""
+def test_point_interrupted_by_sigint_is_measured_again(sweep: Sweep, tmp_path: Path) -> None:
+    """SIGINT arrives while the second point decodes, as from `timeout -s INT`, and its record states that."""
     words = [
         "--engine",
         str(tmp_path / "engine.toml"),
@@ -191,7 +192,7 @@ def test_a_run_that_is_interrupted_in_a_point_goes_on_with_it(sweep: Sweep, tmp_
         "--dcp",
         "1",
     ]
-    sweep("--dry-run")  # writes the engine's file
+    sweep("--dry-run")  # writes the engine file
     words = [sys.executable, "-m", "dcpbench", "sweep", *words, "--no-profile", "--device", "cpu", "-o", str(sweep.run)]
     lines = []
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
@@ -199,7 +200,7 @@ def test_a_run_that_is_interrupted_in_a_point_goes_on_with_it(sweep: Sweep, tmp_
         for line in process.stderr:
             lines.append(line)
             if line.startswith("[1/2]"):
-                time.sleep(0.4)  # the second point decodes by then; before that it has no record
+                time.sleep(0.4)  # the second point decodes now; earlier it would have no record
                 process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130, "".join(lines)
     assert any("--resume" in line for line in lines)
@@ -215,8 +216,8 @@ def test_a_run_that_is_interrupted_in_a_point_goes_on_with_it(sweep: Sweep, tmp_
     assert last == {2: "ok", 3: "ok"}
 
 
-def test_a_dry_run_lists_points_and_commands_and_what_the_server_cannot_hold(sweep: Sweep) -> None:
-    """4 requests do not fit into --max-num-seqs 3, and the reason has the flag to type."""
+def test_dry_run_lists_points_commands_and_refusals(sweep: Sweep) -> None:
+    """4 requests do not fit into --max-num-seqs 3, and the reason names the flag to change."""
     code, out, err = sweep("--dcp", "1,2", "--engine-args", "--max-num-seqs 3", "--dry-run", concurrency="2,4")
     assert code == 0
     assert out.count("2 × 100") == 2
@@ -229,10 +230,10 @@ def test_a_dry_run_lists_points_and_commands_and_what_the_server_cannot_hold(swe
     ("name", "heading", "degrees"),
     [("vllm", "vLLM degrees", "dp2·tp1·dcp1"), ("sglang", "SGLang degrees", "tp2·dp2·dcp1"), ("mine", "", "")],
 )
-def test_a_dry_run_has_the_degrees_of_the_engine_that_is_started(
+def test_dry_run_has_the_degrees_of_the_started_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, heading: str, degrees: str
 ) -> None:
-    """SGLang's --tp-size counts all ranks, and the flags of an unknown engine are in its command alone."""
+    """SGLang's --tp-size counts all ranks, and flags of an unknown engine appear only in its command."""
     engine = tmp_path / "engine.toml"
     engine.write_text(
         f'name = "{name}"\ncommand = "serve {{model}} --port {{port}}"\n[layout]\ntp = "--x {{tp}}"\ndp = "--y {{dp}}"\n'
@@ -244,8 +245,8 @@ def test_a_dry_run_has_the_degrees_of_the_engine_that_is_started(
     assert [word for word in ("dp2·tp1·dcp1", "tp2·dp2·dcp1") if word in out] == ([degrees] if degrees else [])
 
 
-def test_a_dry_run_reads_the_rates(sweep: Sweep, tmp_path: Path) -> None:
-    """A folder without rates is an error before a server is started."""
+def test_dry_run_reads_the_rates(sweep: Sweep, tmp_path: Path) -> None:
+    """A folder without rates is an error before a server starts."""
     code, _, err = sweep("--dry-run", "--rates", str(tmp_path / "none"))
     assert code == 2
     assert str(tmp_path / "none") in err
@@ -255,8 +256,8 @@ def test_a_dry_run_reads_the_rates(sweep: Sweep, tmp_path: Path) -> None:
     assert "no point of this run has measured rates" in err
 
 
-def test_without_degrees_the_layouts_are_dcp_1_and_the_largest(sweep: Sweep) -> None:
-    """Without a baseline the first is left out, as of our own engine."""
+def test_default_layouts_are_dcp_1_and_the_largest_dcp(sweep: Sweep) -> None:
+    """--no-baseline removes dcp 1, as for dcpbench's own engine."""
     assert sweep("--dry-run")[2].count("tests.servers.step_engine") == 2
     _, out, err = sweep("--dry-run", "--no-baseline")
     assert err.count("tests.servers.step_engine") == 1
@@ -282,7 +283,7 @@ def test_without_degrees_the_layouts_are_dcp_1_and_the_largest(sweep: Sweep) -> 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_options_of_our_own_engine_are_refused(
+def test_options_of_the_own_engine_are_refused(
     sweep: Sweep, words: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DCPBENCH_SECRET", "x" * 32)
@@ -301,7 +302,9 @@ def test_options_of_our_own_engine_are_refused(
     ],
     ids=str,
 )
-def test_options_of_engines_need_one(words: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_engines_need_an_engine(
+    words: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["sweep", "--device", "cpu", *words])
     assert end.value.code == 2
@@ -309,8 +312,8 @@ def test_options_of_engines_need_one(words: tuple[str, ...], named: str, capsys:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_traces_are_deleted_once_they_are_read(tmp_path: Path, keep: bool) -> None:
-    """A sweep of many points would fill the disk. A trace of the front end has no steps."""
+def test_traces_are_deleted_after_reading(tmp_path: Path, keep: bool) -> None:
+    """Traces of many points would fill the disk; a trace of the front end has no steps."""
     engine = StepEngine(argparse.Namespace(traces=str(tmp_path), tensor_parallel_size=2))
     engine.traced = [(21_000.0, 0, 4)] * 6
     engine.write_traces()
@@ -324,23 +327,23 @@ def test_traces_are_deleted_once_they_are_read(tmp_path: Path, keep: bool) -> No
 
 
 def test_limits_are_read_from_the_flags_of_both_engines() -> None:
-    """The last one counts, as in the engines' own parsers."""
+    """The last occurrence of a flag counts, as in the engines' own parsers."""
     vllm = ["vllm", "serve", "m", "--max-num-seqs", "8", "--max-model-len=4096", "--max-num-seqs=16"]
     assert read_limits(vllm) == ServerLimits(max_requests=16, max_model_len=4096)
     sglang = ["--chunked-prefill-size", "2048", "--context-length", "70000", "--max-running-requests", "x"]
     assert read_limits(sglang) == ServerLimits(max_batched_tokens=2048, max_model_len=70000)
 
 
-def test_a_step_has_the_requests_of_all_replicas() -> None:
-    """9 requests over 2 replicas; vLLM's --max-num-seqs is of each of them, SGLang's --max-running-requests of both."""
+def test_requests_of_a_step_are_spread_over_replicas() -> None:
+    """9 requests run on 2 replicas; vLLM's --max-num-seqs is per replica, SGLang's --max-running-requests for both."""
     found = make_case(msgspec.structs.replace(point(Layout(2, 2, 1)), concurrency=9, context=4000))
     assert [(d.requests, d.context) for d in found.decodes] == [(9, 4000)]
     assert read_limits(["--max-num-seqs", "8"], 2).max_requests == 16
     assert read_limits(["--max-running-requests", "8"], 2).max_requests == 8
 
 
-def test_a_kv_cache_that_flags_limit_is_counted_over_all_ranks() -> None:
-    """vLLM: 10 blocks of 64 tokens on each of 2 · 4 ranks hold 5,120; without a block size they hold 10 · 128 at most."""
+def test_kv_cache_limited_by_flags_is_counted_over_all_ranks() -> None:
+    """10 blocks of 64 tokens on each of vLLM's 2 · 4 ranks hold 5,120; an unknown block size counts as 128."""
     assert read_limits(["--num-gpu-blocks-override=10", "--block-size", "64"], 2, 4).kv_tokens == 5120
     assert read_limits(["--num-gpu-blocks-override", "10", "-pcp", "2"]).kv_tokens == 2560
     assert read_limits(["--max-total-tokens", "1000"], 2, 4).kv_tokens == 8000
@@ -348,12 +351,12 @@ def test_a_kv_cache_that_flags_limit_is_counted_over_all_ranks() -> None:
 
 
 def test_engines_profile_steps_without_python_stacks() -> None:
-    """Stacks take the host longer than a short step takes. A file with the preset's profiler gets that without stacks, too."""
+    """Recording stacks takes longer than a short step; a file with the preset's profiler gets no stacks either."""
     without = PRESETS["vllm"].step_profiler
     assert "torch_profiler_with_stack false" in without
-    of_file = Engine(name="vllm", command="x {port}", profiler=PRESETS["vllm"].profiler)
+    file_engine = Engine(name="vllm", command="x {port}", profiler=PRESETS["vllm"].profiler)
     other = Engine(name="vllm", command="x {port}", profiler="--mine {traces}")
-    assert [use_step_profiler(e).profiler for e in (PRESETS["vllm"], of_file, other)] == [
+    assert [use_step_profiler(e).profiler for e in (PRESETS["vllm"], file_engine, other)] == [
         without,
         without,
         other.profiler,
@@ -372,8 +375,8 @@ def make_engine_point(tp: int, dcp: int) -> Point:
     return msgspec.structs.replace(point(Layout(tp, 1, dcp)), model="deepseek-v3", **unknown)
 
 
-def test_an_engines_floor_is_that_of_our_own_step() -> None:
-    """The same work at the same rates; all-reduce is the sum of both sums of a layer, and only parts with one meaning have a floor."""
+def test_floor_of_an_engine_equals_that_of_the_own_step() -> None:
+    """Work and rates are equal; all-reduce covers both sums of a layer, and mixed parts have no floor."""
     own = make_engine_point(2, 2)
     found = compute_engine_floor(own, FP8_SETTINGS, {2: PEERS})
     assert found is not None
@@ -403,15 +406,15 @@ def test_an_engines_floor_is_that_of_our_own_step() -> None:
     ],
     ids=["other number of GPUs", "no rate between GPUs", "no settings", "weights without a floor", "unknown sizes"],
 )
-def test_a_floor_needs_all_that_it_depends_on(
+def test_floor_is_unknown_without_its_inputs(
     changes: dict[str, Any], settings: EngineSettings | None, rates: dict[int, Rates]
 ) -> None:
     own = msgspec.structs.replace(make_engine_point(2, 2), **changes)
     assert compute_engine_floor(own, settings, rates) is None
 
 
-def test_the_format_behind_a_quantisers_name_is_the_models() -> None:
-    """vLLM names `mxfp4` in the log of gpt-oss-120b, whose experts are published so; bf16 weights have a higher floor."""
+def test_format_of_a_quantiser_is_that_of_the_model() -> None:
+    """vLLM logs `mxfp4` for gpt-oss-120b, which has experts in that format; bf16 weights have a higher floor."""
     own = msgspec.structs.replace(make_engine_point(2, 1), model="gpt-oss-120b", exchange="none")
     floors = [
         compute_engine_floor(own, EngineSettings(dtype="bfloat16", weights_dtype=name), {2: PEERS})
@@ -421,8 +424,8 @@ def test_the_format_behind_a_quantisers_name_is_the_models() -> None:
     assert named == same < wide / 2
 
 
-def test_rates_come_from_a_run_of_the_same_gpu(tmp_path: Path) -> None:
-    """A run on other GPUs, or without rates, is refused."""
+def test_rates_of_another_gpu_are_refused(tmp_path: Path) -> None:
+    """A run without rates is refused too."""
     record_builder.write(tmp_path / "ours", [record_builder.ok(point(Layout(2)), rates=PEERS)])
     record_builder.write(tmp_path / "cpu", [record_builder.on_cpu(point(Layout(2)))])
     [record] = read_run(tmp_path / "ours").records
@@ -434,8 +437,8 @@ def test_rates_come_from_a_run_of_the_same_gpu(tmp_path: Path) -> None:
         read_rates(tmp_path / "cpu", "")
 
 
-def test_a_report_says_how_steps_of_each_engine_were_measured(tmp_path: Path) -> None:
-    """Our own steps are graph replays; those of another engine are gaps between tokens."""
+def test_report_states_how_steps_of_each_engine_were_measured(tmp_path: Path) -> None:
+    """Steps of dcpbench's engine are graph replays; those of another engine are gaps between tokens."""
     own = record_builder.ok(point(Layout(2)))
     other = msgspec.structs.replace(record_builder.ok(make_engine_point(2, 1)), origin="engine vllm 0.26.0")
     folders = {name: tmp_path / name for name in ("ours", "theirs")}
@@ -453,8 +456,8 @@ def test_a_report_says_how_steps_of_each_engine_were_measured(tmp_path: Path) ->
     assert "measured_context" in describe("ours", "theirs")
 
 
-def test_points_that_a_server_never_ran_belong_to_its_engine(tmp_path: Path) -> None:
-    """They have no version of their own, and they are not points of dcpbench's engine."""
+def test_points_that_never_ran_belong_to_their_engine(tmp_path: Path) -> None:
+    """The points have no version, and they must not count as points of dcpbench's engine."""
     own = make_engine_point(2, 1)
     ran = msgspec.structs.replace(record_builder.ok(own), origin="engine vllm 0.26.0")
     large = msgspec.structs.replace(own, concurrency=4_000)

@@ -1,4 +1,4 @@
-"""`verify --engine`: planted faults of a stand-in engine are found and named, right engines agree, and engines that die are findings."""
+"""Test `verify --engine` with a stand-in engine: faults are found, correct engines agree, and dead ones fail."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 
 from dcpbench.servers.engine_settings import Setting
 
-QUICK_FLIPS = ("cache flips", "long flips")  # of the cases with the noise of vLLM, which take longer
+QUICK_FLIPS = ("cache flips", "long flips")  # cases that `make test` runs of those with vLLM's noise, which are slow
 FAULTS = [
     pytest.param(name, marks=[pytest.mark.long] if name.endswith("flips") and name not in QUICK_FLIPS else [])
     for name in CASES
@@ -98,24 +98,24 @@ TENTH = Limits()
 
 class TestEdges:
     def test_each_edge_has_the_lengths_before_and_after_it(self) -> None:
-        """dcp 1 and 4, interleave 1, pages of 16 and 64: 64 and 256 tokens of a page over all ranks."""
+        """With dcp 1 and 4, interleave 1 and pages of 16 and 64 tokens, a page over all ranks has 64 and 256 tokens."""
         found = list_lengths(Edges(dcp=(1, 4)), 16)
         for edge in (4, 16, 64, 256, 128, 8192):
             assert {edge - 1, edge, edge + 1} <= set(found)
         assert found[:5] == [1, 2, 3, 4, 5]
         assert found[-2:] == [32_768 - 16, 131_072 - 16]
-        assert {512, 1024, 2048, 4096} <= set(found), "so that a length from which answers are wrong is enclosed"
+        assert {512, 1024, 2048, 4096} <= set(found), "a length from which answers are wrong lies between two of them"
 
-    def test_known_pages_interleave_and_budget_are_edges(self) -> None:
+    def test_known_page_size_interleave_and_token_budget_are_edges(self) -> None:
         found = list_lengths(Edges(dcp=(1, 2), interleave=8, pages=(32,), chunk=2048), 16)
         assert {7, 8, 9, 15, 17, 31, 33, 63, 65, 2047, 2048, 2049} <= set(found)
         assert 8192 not in found
 
-    def test_lengths_beyond_the_context_are_kept_apart(self) -> None:
+    def test_lengths_beyond_the_maximum_context_are_listed_separately(self) -> None:
         assert split_lengths([1, 100, 101], 100) == ([1, 100], [101])
 
-    def test_batches_shrink_where_prompts_are_long(self) -> None:
-        """At most 300,000 tokens: 33 prompts of 8,192, two of 128k; the smallest size is always there."""
+    def test_batch_sizes_shrink_for_long_prompts(self) -> None:
+        """A batch has at most 300,000 tokens (33 prompts of 8,192, two of 128k); the smallest size always runs."""
         assert list_batches(4096, (1, 2, 8, 33, 64)) == [1, 2, 8, 33, 64]
         assert list_batches(8192, (1, 2, 8, 33, 64)) == [1, 2, 8, 33]
         assert list_batches(131_056, (1, 2, 8, 33, 64)) == [1, 2]
@@ -137,11 +137,13 @@ class TestEdges:
     def test_the_token_budget_comes_from_the_command_or_the_log(self, words, settings, budget) -> None:
         assert find_token_budget(words, settings) == budget
 
-    def test_prompts_begin_differently(self) -> None:
-        """Else a prefix cache could hold the first page of a new prompt."""
+    def test_prompts_differ_in_their_first_token(self) -> None:
+        """A prefix cache must not contain the first page of a new prompt."""
         prompts = make_distinct_prompts(np.random.default_rng(0), 20, 64, 100)
         assert len({int(prompt[0]) for prompt in prompts}) == 64
-        assert len(make_distinct_prompts(np.random.default_rng(0), 1, 12, 5)) == 12, "a vocabulary of 5 repeats some"
+        assert len(make_distinct_prompts(np.random.default_rng(0), 1, 12, 5)) == 12, (
+            "with a vocabulary of 5, first tokens repeat"
+        )
 
 
 class TestSettings:
@@ -149,8 +151,8 @@ class TestSettings:
     def names(engines: list[Engine], grid: Grid, *variants: str) -> list[str]:
         return [setting.name for setting in list_all_settings(engines, grid, variants)]
 
-    def test_layouts_exchanges_and_variants_are_compared_with_the_first(self) -> None:
-        """The exchange is a choice only where ranks share the KV cache; variants run in the last layout."""
+    def test_settings_are_layouts_exchanges_and_variants(self) -> None:
+        """Exchanges vary only for layouts that share the KV cache; variants run in the last layout."""
         grid = Grid(
             model="m", layouts=make_layouts({"tp": (8,), "dp": (1,), "dcp": (1, 8)}), exchanges=("ag_rs", "a2a")
         )
@@ -166,14 +168,14 @@ class TestSettings:
         assert last[-2:] == ["--block-size", "32"]
         assert "--dcp-comm-backend a2a" in " ".join(last)
 
-    def test_two_engines_take_the_same_layouts(self) -> None:
+    def test_two_engines_have_the_same_layouts(self) -> None:
         found = self.names(
             [PRESETS["vllm"], PRESETS["sglang"]], Grid(model="m", layouts=[Layout(tp=2, dp=1, dcp=1)]), "eager"
         )
         assert found == ["vllm tp2", "vllm tp2 eager", "sglang tp2", "sglang tp2 eager"]
 
-    def test_lists_of_an_engine_file_are_settings(self) -> None:
-        """The first combination in all layouts, the others in the last."""
+    def test_lists_in_an_engine_file_are_settings(self) -> None:
+        """The first combination runs in all layouts, the others run in the last layout."""
         engine = Engine(
             name="x", command="x {port}", layout={"dcp": "-d {dcp}"}, flags={"graphs": [True, False], "n": [1, 2]}
         )
@@ -200,15 +202,15 @@ class TestSettings:
             (["vllm", "vllm"], [], "vllm tp2 is listed twice"),
         ],
     )
-    def test_variants_that_cannot_be_are_refused(self, engines, variants, message) -> None:
+    def test_invalid_variants_are_refused(self, engines, variants, message) -> None:
         with pytest.raises(UsageError) as error:
             list_all_settings(
                 [PRESETS[name] for name in engines], Grid(model="m", layouts=[Layout(tp=2, dp=1, dcp=1)]), variants
             )
         assert message in str(error.value)
 
-    def test_a_folder_without_a_checkpoint_gets_synthetic_weights(self, tmp_path: Path) -> None:
-        """SGLang's plugin is turned on by a variable."""
+    def test_folder_without_a_checkpoint_gets_synthetic_weights(self, tmp_path: Path) -> None:
+        """SGLang's plugin is enabled by an environment variable."""
         grid = Grid(model=str(tmp_path), layouts=[Layout(tp=2, dp=1, dcp=1)])
         vllm, sglang = list_all_settings([PRESETS["vllm"], PRESETS["sglang"]], grid, [])
         assert "--load-format dcpbench" in " ".join(vllm.make_command(grid.model, 7))
@@ -217,14 +219,14 @@ class TestSettings:
         (with_checkpoint,) = list_all_settings([PRESETS["sglang"]], grid, [])
         assert not with_checkpoint.environment
 
-    def test_an_exchange_that_an_engine_lacks_is_refused_before_a_server_is_started(self) -> None:
+    def test_unsupported_exchange_is_refused_before_a_server_starts(self) -> None:
         grid = Grid(model="m", layouts=[Layout(tp=2, dp=1, dcp=2)], exchanges=("symm",))
         with pytest.raises(UsageError, match="vllm has no --exchange symm"):
             list_all_settings([PRESETS["vllm"]], grid, [])
 
 
 def answer(seed: int, *, wrong: bool = False, shift: float = 0.0, gap: float = 2.0) -> Answer:
-    """Eight tokens; the third one differs if it is wrong."""
+    """Return eight tokens, of which the third one differs if `wrong`."""
     tokens = [f"{seed}-{i}" for i in range(8)]
     others = [f"{name}'" for name in tokens]
     if wrong:
@@ -242,7 +244,10 @@ def answers(
     gap: float = 2.0,
     first: int = 0,
 ) -> LengthAnswers:
-    """Answers at batch sizes 1 and 8. `wrong` and `drift` get the place of a request, the size of its batch and the state of the cache."""
+    """Return answers at batch sizes 1 and 8.
+
+    `wrong` and `drift` are called with the position of a request, its batch size and the cache state.
+    """
     groups, number = [], first
     for batch, prompts in ((1, 12), (8, 16)):
         start, rounds = number, []
@@ -261,14 +266,14 @@ def answers(
 
 
 LENGTHS = (17, 64, 300, 4096)
-SIZE = 12 * 3 + 16 * 3 + 4  # requests of a length
+SIZE = 12 * 3 + 16 * 3 + 4  # requests per length
 
 
-def judge(lengths=LENGTHS, **of_other) -> Judgement:
-    """Judge a setting against a first one without a fault, over all lengths."""
+def judge(lengths=LENGTHS, **faults) -> Judgement:
+    """Judge a setting over all lengths against a first one without a fault."""
     own, between, base_counts = [], [], []
     for i, length in enumerate(lengths):
-        base, other = answers(length, first=i * SIZE), answers(length, first=i * SIZE, **of_other)
+        base, other = answers(length, first=i * SIZE), answers(length, first=i * SIZE, **faults)
         base_counts += count_own(base, TENTH)
         own += count_own(other, TENTH)
         between += count_between(base, other, TENTH)
@@ -281,8 +286,8 @@ class TestJudgement:
         assert (found.verdict, found.findings, found.undecided, found.coverage) == (AGREE, [], [], 1.0)
         assert found.logprobs
 
-    def test_what_could_have_been_seen_is_stated(self) -> None:
-        """Each of four lengths has 28 new prompts, 28 again and 4 alone."""
+    def test_detectable_share_is_stated(self) -> None:
+        """Each of four lengths has 28 new prompts, 28 repeated ones and 4 alone."""
         found = judge().detectable
         assert found.prompts == pytest.approx(1 - 0.05 ** (1 / 240))
         assert found.prompts_of_a_length == pytest.approx(1 - 0.05 ** (1 / 60))
@@ -298,7 +303,7 @@ class TestJudgement:
         ],
         ids=["always", "batch", "cache", "batch and cache", "length"],
     )
-    def test_the_smallest_setting_that_shows_a_difference_is_named(self, wrong, smallest, batches, caches) -> None:
+    def test_smallest_condition_with_a_difference_is_named(self, wrong, smallest, batches, caches) -> None:
         found = judge(wrong=wrong)
         assert found.verdict == DIFFER
         first = found.findings[0]
@@ -307,13 +312,13 @@ class TestJudgement:
         assert (first.batches, first.caches) == (batches, caches)
         assert (first.first, first.gap) == (3, pytest.approx(2.0))
 
-    def test_every_33rd_request_is_found_by_its_period(self) -> None:
-        """There are 704 requests, and 21 of them are wrong, too few for any share; nine of these are sent alone."""
+    def test_fault_in_every_33rd_request_is_found_by_its_period(self) -> None:
+        """21 of 704 requests are wrong, too few for any share to be significant; nine of them are sent alone."""
         found = judge(range(10, 18), wrong=lambda number, _batch, _cache: number % 33 == 5)
         assert found.verdict == DIFFER
         assert (found.findings[0].effect, found.findings[0].period, found.findings[0].lengths) == (SERVERS, 33, [])
 
-    def test_a_period_needs_several_requests(self) -> None:
+    def test_period_needs_several_requests(self) -> None:
         assert find_period([5, 38, 71, 137]) == 33
         assert find_period([5, 38, 71]) is None
         assert find_period([5, 38, 72, 137]) is None
@@ -330,8 +335,8 @@ class TestJudgement:
             in text
         )
 
-    def test_a_setting_that_differs_from_itself_never_agrees(self) -> None:
-        """Each third request of each round, another one each time: repeats differ."""
+    def test_setting_with_unrepeatable_answers_never_agrees(self) -> None:
+        """Every third request of a round is wrong, with another offset in each round."""
         found = judge(wrong=lambda number, _batch, _cache: number % 3 == 0)
         assert found.verdict == DIFFER
         assert REPEAT in [finding.effect for finding in found.findings]
@@ -362,8 +367,8 @@ class TestJudgement:
             (1.1, 50, True, UNDECIDED, [RARE]),
         ],
     )
-    def test_differences_above_the_largest_rounding(self, gap, every, measured, verdict, reasons) -> None:
-        """Rounding is up to 0.5, and 0.2 in the typical case. It explains twice as much: 1.0, and 0.4 in the typical case."""
+    def test_differences_above_explained_rounding_are_found(self, gap, every, measured, verdict, reasons) -> None:
+        """Rounding is up to 0.5, and typically 0.2; it explains twice as much, 1.0 and 0.4."""
         noise = Noise(prompts=50, values=[0.2, 0.45, 0.5, 0.5])
         limits = Limits(gap_noise=noise) if measured else Limits()
         base = answers(17, gap=gap)
@@ -386,13 +391,13 @@ class TestJudgement:
         assert (found.verdict, found.logprobs) == (UNDECIDED, False)
         assert found.undecided == [UNATTRIBUTED]
 
-    def test_log_probabilities_of_prompt_tokens_are_an_effect_of_their_own(self) -> None:
+    def test_prompt_log_probabilities_are_a_separate_effect(self) -> None:
         found = judge(scores=0.3)
         assert [finding.effect for finding in found.findings] == [SCORES]
         assert found.findings[0].drift == pytest.approx(0.3)
         assert found.findings[0].first is None
 
-    def test_a_single_setting_is_consistent_or_differs_from_itself(self) -> None:
+    def test_single_setting_is_consistent_or_differs_from_itself(self) -> None:
         own = [count for length in LENGTHS for count in count_own(answers(length), TENTH)]
         assert judge_counts(own, None, [], limits=TENTH).verdict == CONSISTENT
         bad = [c for n in LENGTHS for c in count_own(answers(n, wrong=lambda _n, _b, cache: cache == AGAIN), TENTH)]
@@ -403,87 +408,87 @@ class TestJudgement:
 
 
 class TestRounding:
-    """The limits of rounding follow from the answers of one server."""
+    """Test the limits of rounding, which follow from the answers of one server."""
 
     NARROW = (ScoredPrompt(first=[-11.7, -11.9], again=[-11.7, -11.9]),)
     WIDE = (ScoredPrompt(first=[-1.0, -9.0], again=[-1.0, -9.0]),)
     NONE = (Sizes(gaps={}, drifts={}),)
 
     def test_all_bounds_shrink_with_the_deviation_of_log_probabilities(self) -> None:
-        """Without trained weights log-probabilities lie close together: here 0.1 from their mean."""
+        """Without trained weights log-probabilities are close together, here 0.1 from their mean."""
         found = compute_limits(0.1, self.NONE, self.NARROW, self.NARROW)
         assert (found.tolerance, found.scale) == (pytest.approx(0.01), pytest.approx(0.1))
         assert found.get_limit(GAP) == pytest.approx(0.12)
 
-    def test_the_tolerance_is_not_below_the_noise_of_either_server(self) -> None:
-        """They differ from themselves by 0.005 on average, times 4."""
+    def test_tolerance_is_at_least_four_times_the_noise_of_either_server(self) -> None:
+        """Answers of a server differ from their repetitions by 0.005 on average."""
         noisy = [ScoredPrompt(first=[-11.7, -11.9], again=[-11.705, -11.895])]
         assert compute_limits(0.1, self.NONE, self.NARROW, noisy).tolerance == pytest.approx(0.02)
 
-    def test_noise_of_prompts_does_not_raise_it(self) -> None:
+    def test_noise_of_prompts_does_not_raise_the_tolerance(self) -> None:
         wide = [ScoredPrompt(first=[-1.0, -9.0], again=[-2.0, -8.0])]
         assert compute_limits(0.1, self.NONE, wide, wide).tolerance == 0.1
 
     def test_limits_are_twice_the_rounding_at_each_quantile(self) -> None:
-        """For 101 prompts from 0.01 to 0.21 the median is 0.11, the 90 % quantile 0.19, the 98 % quantile 0.206."""
+        """101 prompts from 0.01 to 0.21 have a median of 0.11, a 90 % quantile of 0.19 and a 98 % quantile of 0.206."""
         drifts = {"cache": [0.01 + 0.002 * i for i in range(101)]}
         found = compute_limits(0.1, [Sizes(gaps={}, drifts=drifts)], self.WIDE, self.WIDE)
         assert found.list_limits(DRIFT_SIZE) == pytest.approx([0.22, 0.38, 0.412, 0.42])
         assert found.get_explained(DRIFT_SIZE) == pytest.approx(0.21)
-        assert found.get_explained(GAP) == pytest.approx(0.84), "four times the drift, as no gaps are known"
+        assert found.get_explained(GAP) == pytest.approx(0.84), "four times the drift, since no gaps are known"
 
-    def test_no_rounding_explains_more_than_the_ceilings(self) -> None:
-        """A fault in all of a server's own answers does not hide."""
+    def test_explained_rounding_has_an_upper_limit(self) -> None:
+        """A fault that occurs in all answers of a server must not be hidden."""
         found = compute_limits(0.1, [Sizes(gaps={"cache": [2.9] * 40}, drifts={})], self.WIDE, self.WIDE)
         assert found.list_limits(GAP) == pytest.approx([0.5, 0.8, 1.0, 1.2])
         assert found.is_too_wide
 
-    def test_the_middle_effect_decides(self) -> None:
-        """A fault of the prefix cache raises one of three."""
+    def test_rounding_is_the_median_over_effects(self) -> None:
+        """A fault of the prefix cache raises only one of three effects."""
         effects = {"repeat": [0.05] * 30, "cache": [0.9] * 30, "batch": [0.07] * 30}
         assert measure_noise(effects).values == pytest.approx([0.07] * 4)
         del effects["repeat"]
         assert measure_noise(effects).values == pytest.approx([0.07] * 4)
 
-    def test_rounding_is_unknown_where_few_answers_differ(self) -> None:
-        """30 of 400 prompts are too few: the conditions change hardly any sum. So are 19, of which all differ."""
+    def test_rounding_is_unknown_if_few_answers_differ(self) -> None:
+        """30 differing prompts of 400 are too few, because conditions hardly change any sum; so are 19 of 19."""
         assert measure_noise({"cache": [0.01] * 30 + [0.0] * 370}) == Noise()
         assert measure_noise({"cache": [0.01] * 19}) == Noise()
         assert measure_noise({"cache": [0.01] * 19, "batch": [0.02] * 19}).prompts == 38
 
-    def test_the_first_server_that_shows_rounding_decides(self) -> None:
+    def test_first_server_with_known_rounding_decides(self) -> None:
         quiet, loud = self.NONE[0], Sizes(gaps={}, drifts={"batch": [0.1] * 20})
         assert compute_limits(0.1, [quiet, loud], (), ()).drift_noise.values[0] == pytest.approx(0.1)
         louder = Sizes(gaps={}, drifts={"batch": [0.2] * 20})
         assert compute_limits(0.1, [loud, louder], (), ()).drift_noise.values[0] == pytest.approx(0.1)
 
-    def test_sizes_are_those_of_prompts(self) -> None:
-        """Batches move the log-probabilities of 16 prompts by 0.05; 4 of them are also sent alone."""
+    def test_rounding_has_one_size_per_prompt(self) -> None:
+        """Batches move log-probabilities of 16 prompts by 0.05; 4 of the prompts are also sent alone."""
         sizes = measure_length_sizes(answers(17, drift=lambda _number, batch, _cache: 0.05 if batch > 1 else 0.0))
         assert sizes.drifts["batch"] == pytest.approx([0.05] * 4)
         assert sizes.drifts["repeat"] == [0.0] * 28
 
 
 class TestVllm:
-    """Gaps and drifts of vLLM 0.26.0 with DeepSeek-V3's layers in fp8 at dcp 1 and 2, on two H200.
+    """Test gaps and drifts of vLLM 0.26.0 with DeepSeek-V3's layers in fp8 at dcp 1 and 2, on two H200.
 
-    The engine is taken to be right: dcp 1 against dcp 2 has the distribution that dcp 1 has with itself, at each length, batch size and
-    state of the cache. With a fixed tolerance, and limits of outliers that depend on the length, it was called DIFFER.
+    The engine is assumed to be correct: dcp 1 against dcp 2 has the distribution of dcp 1 against itself, at each
+    length, batch size and cache state. A fixed tolerance with limits of outliers per length gives DIFFER for it.
     """
 
-    def test_it_agrees(self) -> None:
+    def test_vllm_agrees_across_layouts(self) -> None:
         base, other = judge_rows(*read_rows())
         assert (base.verdict, other.verdict) == (CONSISTENT, AGREE)
         assert base.limits.list_limits(GAP)[0] == pytest.approx(0.25)
         assert other.mean_compared == pytest.approx(4.14, abs=0.01)
 
     @pytest.mark.parametrize(("factor", "verdict"), [(1.5, UNDECIDED), (2.5, DIFFER)])
-    def test_it_does_not_agree_if_differences_are_larger(self, factor: float, verdict: str) -> None:
+    def test_larger_differences_do_not_agree(self, factor: float, verdict: str) -> None:
         (base, other), spread = read_rows()
         assert judge_rows([base, scale_sizes(other, factor)], spread)[1].verdict == verdict
 
     def test_short_prompts_alone_are_undecided(self) -> None:
-        """Batches and prefix-cache hits change nothing up to 17 tokens, so that the rounding between layouts is unknown."""
+        """Batches and prefix-cache hits change nothing up to 17 tokens, so rounding between layouts is unknown."""
         settings, spread = read_rows()
         short = [[row for row in rows if row["length"] <= 17] for rows in settings]
         base, other = judge_rows(short, spread)
@@ -493,8 +498,8 @@ class TestVllm:
         ("column", "first", "smallest"),
         [("length", 8193, (8193, 1, NEW)), ("batch", 33, (1, 33, NEW)), ("cache", AGAIN, (1, 1, AGAIN))],
     )
-    def test_a_fault_under_one_condition_is_found(self, column, first, smallest) -> None:
-        """Gaps are 0.35 larger there: none is larger than rounding explains, and their distribution is."""
+    def test_fault_under_one_condition_is_found(self, column, first, smallest) -> None:
+        """Gaps are 0.35 larger under it: each could be rounding, but not their distribution."""
         (base, other), spread = read_rows()
         wrong = [
             row | {"gaps": [x + 0.35 for x in row["gaps"]]}
@@ -510,12 +515,12 @@ class TestVllm:
 class TestPromptLogprobs:
     PROMPT = np.array([5, 6, 7], np.int32)
 
-    def test_of_vllm(self) -> None:
-        """A likelier token may come first in an entry."""
+    def test_prompt_log_probabilities_of_vllm(self) -> None:
+        """A more likely token may come first in an entry."""
         data = b'{"choices":[{"prompt_logprobs":[null,{"9":{"logprob":-0.5},"6":{"logprob":-1.5,"rank":2}},{"7":{"logprob":-2}}]}]}'
         assert parse_vllm_reply(data, self.PROMPT) == [-1.5, -2.0]
 
-    def test_of_sglang(self) -> None:
+    def test_prompt_log_probabilities_of_sglang(self) -> None:
         data = b'{"text":"x","meta_info":{"input_token_logprobs":[[null,5,null],[-1.5,6,null],[-2,7,null]]}}'
         assert parse_sglang_reply(data, self.PROMPT) == [-1.5, -2.0]
 
@@ -531,7 +536,7 @@ class TestPromptLogprobs:
             b"{",
         ],
     )
-    def test_incomplete_ones_are_none(self, data) -> None:
+    def test_incomplete_prompt_log_probabilities_give_none(self, data) -> None:
         assert parse_vllm_reply(data, self.PROMPT) == []
         assert parse_sglang_reply(data, self.PROMPT) == []
 
@@ -539,7 +544,7 @@ class TestPromptLogprobs:
 class TestReport:
     RESULT = SettingResult(name="x tp2", command="x", log="servers/0-x.log", lengths=[1, 2])
 
-    def test_a_server_that_does_not_start_is_undecided_and_one_that_fails_later_is_not(self) -> None:
+    def test_server_that_does_not_start_is_undecided(self) -> None:
         failures = {
             stage: SettingResult(
                 name="x",
@@ -579,7 +584,7 @@ class TestReport:
             ([CONSISTENT, UNDECIDED, DIFFER], DIFFER),
         ],
     )
-    def test_the_whole_is_as_good_as_its_worst_setting(self, verdicts, whole) -> None:
+    def test_overall_verdict_is_that_of_the_worst_setting(self, verdicts, whole) -> None:
         base = judge()
         results = []
         for i, verdict in enumerate(verdicts):
@@ -594,19 +599,19 @@ def verify_with_seed(folder: Path, flags: str, *words: str) -> tuple[int, dict[s
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found_and_their_smallest_setting_is_named(fault: str, tmp_path: Path) -> None:
-    """`python -m tools.engine_faults` counts over many runs."""
+def test_planted_faults_are_found_with_their_smallest_condition(fault: str, tmp_path: Path) -> None:
+    """`python -m tools.engine_faults` counts results of many runs."""
     line = run_case(fault, tmp_path, "--seed", "1")
     assert line["right"], line
 
 
 @pytest.mark.parametrize("run", range(5))
-def test_right_engines_with_noise_agree(run: int, tmp_path: Path) -> None:
+def test_correct_engines_with_noise_agree(run: int, tmp_path: Path) -> None:
     line = run_case(RIGHT, tmp_path, "--seed", str(run), options="--context 1,17 --concurrency 1,2,8")
     assert line["right"], line
 
 
-def test_right_engines_with_the_noise_of_fp8_never_differ_and_mostly_agree(tmp_path: Path) -> None:
+def test_correct_engines_with_fp8_noise_mostly_agree_and_never_differ(tmp_path: Path) -> None:
     options = "--context 1,17 --concurrency 1,2,8"
     verdicts = []
     for run in range(5):
@@ -616,8 +621,8 @@ def test_right_engines_with_the_noise_of_fp8_never_differ_and_mostly_agree(tmp_p
     assert verdicts.count("AGREE") >= 3
 
 
-def test_right_engines_with_the_noise_of_vllm_never_differ(tmp_path: Path) -> None:
-    """One in ten is UNDECIDED, as the noise in batches is random."""
+def test_correct_engines_with_vllm_noise_never_differ(tmp_path: Path) -> None:
+    """One run in ten is UNDECIDED because the noise in batches is random."""
     line = run_case(RIGHT_FLIPS, tmp_path, "--seed", "1")
     assert line["right"], line
 
@@ -625,19 +630,19 @@ def test_right_engines_with_the_noise_of_vllm_never_differ(tmp_path: Path) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("noise", [RIGHT, RIGHT_FP8, RIGHT_FLIPS])
 @pytest.mark.parametrize("run", range(50))
-def test_no_false_alarm_in_50_runs(run: int, noise: str, tmp_path: Path) -> None:
+def test_50_runs_of_correct_engines_have_no_false_positive(run: int, noise: str, tmp_path: Path) -> None:
     line = run_case(noise, tmp_path, "--seed", str(1000 + run))
     assert line["right"], line
 
 
-def test_the_table_of_faults_fails_with_one_run_that_is_not_right() -> None:
+def test_fault_table_fails_with_one_wrong_run() -> None:
     lines = [{"case": "cache", "verdict": "DIFFER", "right": True}] * 3
     assert format_table(lines)[1]
     assert not format_table([*lines, {"case": "cache", "verdict": "UNDECIDED", "right": False}])[1]
 
 
-def test_a_fault_of_all_settings_is_found_in_the_first(tmp_path: Path) -> None:
-    """The others are as wrong as the first, and do not agree."""
+def test_fault_of_all_settings_is_found_in_the_first(tmp_path: Path) -> None:
+    """The other settings have the same fault as the first one, and they must not get AGREE."""
     code, found = verify_with_seed(
         tmp_path,
         "--fault cache --fault-everywhere",
@@ -648,8 +653,8 @@ def test_a_fault_of_all_settings_is_found_in_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("flags", "code", "stage"), [("--dies-at-start", 3, START), ("--dies-after 12", 1, ANSWER)])
-def test_an_engine_that_dies_is_a_finding_with_its_last_lines(flags, code, stage, tmp_path: Path) -> None:
-    """As SGLang's flashmla does: it takes --dcp-size 2, and dies at capture or at the first request."""
+def test_dead_engine_is_a_finding_with_its_last_log_lines(flags, code, stage, tmp_path: Path) -> None:
+    """SGLang's flashmla accepts --dcp-size 2 and dies at graph capture or at the first request."""
     ended, found = verify_with_seed(tmp_path, flags, "--context", "17", "--concurrency", "1")
     assert ended == code
     failure = found["results"][1]["failure"]
@@ -661,8 +666,8 @@ def test_an_engine_that_dies_is_a_finding_with_its_last_lines(flags, code, stage
     assert (failure["cell"] is None) is not (stage == ANSWER)
 
 
-def test_an_engine_without_the_plugin_for_synthetic_weights_is_no_subject(tmp_path: Path) -> None:
-    """Its servers would not compute the same function."""
+def test_engine_without_synthetic_weights_is_not_compared(tmp_path: Path) -> None:
+    """Without the plugin, servers would compute different functions."""
     path = write_engine_file(tmp_path, "")
     path.write_text(path.read_text() + '[weights]\nsynthetic = ""\n')
     out = io.StringIO()
@@ -685,7 +690,7 @@ def test_an_engine_without_the_plugin_for_synthetic_weights_is_no_subject(tmp_pa
     assert "did not load dcpbench's plugin" in json.loads(out.getvalue())["results"][0]["failure"]["reason"]
 
 
-def test_an_interruption_keeps_the_settings_that_were_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_keeps_compared_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     question = server_comparison.EngineComparison.question_setting
 
     def interrupt_second(self: server_comparison.EngineComparison, number: int, setting: Setting) -> None:
@@ -702,15 +707,15 @@ def test_an_interruption_keeps_the_settings_that_were_compared(tmp_path: Path, m
     assert json.loads((tmp_path / "out" / "answers.json").read_text())["results"] == found["results"]
 
 
-def test_a_first_setting_that_dies_ends_the_comparison(tmp_path: Path) -> None:
+def test_dead_first_setting_ends_the_comparison(tmp_path: Path) -> None:
     code, found = verify_with_seed(
         tmp_path, "--dies-after 12 --fault-everywhere", "--context", "17", "--concurrency", "1"
     )
     assert (code, found["verdict"], found["not_run"]) == (1, FAILED, ["engine tp2·dcp2"])
 
 
-def test_long_prompts_are_left_out_with_a_sentence(tmp_path: Path) -> None:
-    """The engine takes 100 tokens; its flag sets the chunk to 70."""
+def test_prompts_beyond_the_maximum_context_are_left_out_with_a_message(tmp_path: Path) -> None:
+    """The engine accepts 100 tokens, and its flag sets the chunk size to 70."""
     words = ("--concurrency", "1", "--num-prompts", "1", "--dcp", "1")
     _, found = verify_with_seed(tmp_path, "--max-model-len 100 --max-num-batched-tokens 70", *words)
     (result,) = found["results"]
@@ -725,8 +730,9 @@ def test_long_prompts_are_left_out_with_a_sentence(tmp_path: Path) -> None:
 
 
 def test_two_engines_are_compared_in_the_same_layouts(tmp_path: Path) -> None:
-    """The second one differs at dcp 2, and gives its prompts' log-probabilities as SGLang does. Its first layout is compared with that of
-    the first engine, and its other layout with its own first one.
+    """The second engine is wrong at dcp 2 and returns prompt log-probabilities in SGLang's format.
+
+    Its first layout is compared with that of the first engine, its other layout with its own first one.
     """
     other = tmp_path / "other"
     other.mkdir()
@@ -746,7 +752,7 @@ def test_two_engines_are_compared_in_the_same_layouts(tmp_path: Path) -> None:
 
 
 def test_layouts_of_an_engine_agree_although_it_differs_from_another(tmp_path: Path) -> None:
-    """Each layout of the second engine is wrong for prompts of 16 tokens, in the same way."""
+    """Each layout of the second engine has the same fault for prompts of 16 tokens."""
     other = tmp_path / "other"
     other.mkdir()
     path = write_engine_file(other, "--fault page --fault-everywhere")
@@ -758,14 +764,14 @@ def test_layouts_of_an_engine_agree_although_it_differs_from_another(tmp_path: P
 
 
 @pytest.mark.parametrize("api", ["sglang", "openai"])
-def test_other_apis_are_compared_with_what_they_give(api: str, tmp_path: Path) -> None:
+def test_engines_with_fewer_api_fields_are_compared(api: str, tmp_path: Path) -> None:
     code, found = verify_with_seed(tmp_path, f"--api {api}", "--context", "17,40", "--concurrency", "1,2")
     assert (code, found["verdict"]) == (0, AGREE)
     scores = [c for one in found["results"] for c in one["judgement"]["counts"] if c["effect"] == SCORES]
     assert bool(scores) is (api == "sglang")
 
 
-def test_prompts_that_another_engine_refuses_are_undecided(tmp_path: Path) -> None:
+def test_prompts_refused_by_the_second_engine_are_undecided(tmp_path: Path) -> None:
     code, found = verify_with_seed(
         tmp_path, "", "--context", "17", "--concurrency", "1", "--dcp", "1", "--variant", "small=--vocab 1000"
     )
@@ -799,7 +805,7 @@ def test_prompts_that_another_engine_refuses_are_undecided(tmp_path: Path) -> No
         (["--url", "http://x", "--weights", "dummy"], "--weights needs an engine"),
     ],
 )
-def test_mistakes_are_sentences(words, message, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_one_error_line(words, message, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["verify", *words])
     assert end.value.code == 2
@@ -808,8 +814,8 @@ def test_mistakes_are_sentences(words, message, capsys: pytest.CaptureFixture[st
     assert "Traceback" not in err
 
 
-def test_a_dry_run_prints_each_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --dcp: dcp 1, and tp as dcp."""
+def test_dry_run_prints_each_server_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The default degrees are dcp 1 and dcp equal to tp."""
     path = write_engine_file(tmp_path, "")
     words = ["--engine", str(path), "--model", "m", "--tp", "4", "--exchange", "a2a", "--variant", "same"]
     with pytest.raises(SystemExit) as end:
@@ -821,7 +827,7 @@ def test_a_dry_run_prints_each_command(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--dcp 4 --exchange a2a --exchange ag_rs" in err
 
 
-def test_a_program_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_program_is_named_in_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.toml"
     path.write_text('name = "x"\ncommand = "no-such-engine --port {port}"\n')
     with pytest.raises(SystemExit) as end:
@@ -830,8 +836,8 @@ def test_a_program_that_is_missing_is_named(tmp_path: Path, capsys: pytest.Captu
     assert "there is no program no-such-engine here" in capsys.readouterr().err
 
 
-def test_chance_of_a_period_is_small() -> None:
-    """Four places that are equal modulo 33 are no proof, six are."""
+def test_probability_of_a_period_by_chance() -> None:
+    """Four positions that are equal modulo 33 are not significant, six are."""
     assert math.isclose(33.0 ** (2 - 6), 8.4e-7, rel_tol=0.01)
 
 
@@ -840,7 +846,7 @@ def test_chance_of_a_period_is_small() -> None:
 def test_running_servers_with_noise_are_compared_by_their_own_rounding(
     fault: str, code: tuple[int, ...], noise: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A fixed tolerance of 0.1 calls the right ones DIFFER. The verdict states the rounding, as that of --engine does."""
+    """A fixed tolerance of 0.1 would give DIFFER for correct servers; the verdict states the measured rounding."""
     with contextlib.ExitStack() as stack:
         urls = []
         for dcp in (1, 2):

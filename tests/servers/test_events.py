@@ -1,4 +1,4 @@
-"""Streams of events, cut anywhere, with any ends of lines."""
+"""Test event streams that are cut at any byte and have any line ends."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])
 
 
 @given(end=ENDS, cuts=st.lists(st.integers(0, 40), max_size=6))
-def test_events_are_the_same_wherever_they_are_cut_and_however_lines_end(end: bytes, cuts: list[int]) -> None:
-    """Three of them: two lines each, of which one is blank."""
+def test_events_do_not_depend_on_cuts_and_line_ends(end: bytes, cuts: list[int]) -> None:
+    """The stream has three events of two lines each, of which one is blank."""
     lines = [b"data: one", b"", b"data:  two", b"", b"data:three", b""]
     text = b"".join(line + end for line in lines)
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
@@ -37,8 +37,8 @@ def test_events_are_the_same_wherever_they_are_cut_and_however_lines_end(end: by
     assert [event for event, _ in found + stream.finish_stream()] == [b"one", b" two", b"three"]
 
 
-def test_an_event_has_the_time_at_which_its_first_byte_arrived() -> None:
-    """A long event, as one with the echo of a prompt, arrives in many reads; blank lines begin no event."""
+def test_event_has_the_arrival_time_of_its_first_byte() -> None:
+    """A long event, such as one that echoes the prompt, arrives in many reads; blank lines start no event."""
     stream = Events()
     assert stream.parse_data(b"data: a", 1.0) == []
     assert stream.parse_data(b"b", 2.0) == []
@@ -49,8 +49,8 @@ def test_an_event_has_the_time_at_which_its_first_byte_arrived() -> None:
     assert stream.finish_stream() == [(b"[DONE]", 6.0)]
 
 
-def test_a_long_event_is_searched_once() -> None:
-    """16 MB in reads of 64 KiB, searched anew from the start each time, would be 2 GB to search."""
+def test_bytes_of_a_long_event_are_searched_once() -> None:
+    """If 16 MB in reads of 64 KiB were searched from the start each time, 2 GB would be searched."""
     stream = Events(1 << 25)
     began = time.process_time()
     for _ in range(256):
@@ -59,16 +59,16 @@ def test_a_long_event_is_searched_once() -> None:
     assert time.process_time() - began < 1.0
 
 
-def test_what_is_no_completion_is_shown_with_what_is_wrong() -> None:
+def test_invalid_completion_raises_an_error_that_quotes_it() -> None:
     with pytest.raises(StreamError) as error:
         read_completion(b'{"choices": 5}')
-    said = "an event is not a completion (Expected `array | null`, got `int` - at `$.choices`): "
-    assert str(error.value) == said + '{"choices": 5}'
+    message = "an event is not a completion (Expected `array | null`, got `int` - at `$.choices`): "
+    assert str(error.value) == message + '{"choices": 5}'
     assert error.value.bad.fault == Fault.NOT_A_COMPLETION
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (b'{"error": {"message": "no room"}}', "no room"),
         (b'{"error": "no room"}', "no room"),
@@ -87,9 +87,9 @@ def test_what_is_no_completion_is_shown_with_what_is_wrong() -> None:
         (b" " * 599 + b"x", "x"),
     ],
 )
-def test_an_error_is_found_where_servers_put_it(body: bytes, said: str) -> None:
-    """Else the beginning of what came is shown, on one line and inert."""
-    assert read_error_message(body) == said
+def test_error_message_is_read_from_known_fields(body: bytes, message: str) -> None:
+    """Without a known field the start of the body is quoted on one line, with control characters escaped."""
+    assert read_error_message(body) == message
 
 
 @pytest.mark.parametrize(
@@ -100,15 +100,15 @@ def test_an_error_is_found_where_servers_put_it(body: bytes, said: str) -> None:
         (b"no", Fault.NOT_A_COMPLETION, "an event is not a completion ("),
     ],
 )
-def test_an_error_in_the_stream_is_reported(event: bytes, fault: Fault, start: str) -> None:
+def test_error_event_in_a_stream_raises_request_error(event: bytes, fault: Fault, start: str) -> None:
     with pytest.raises(StreamError) as error:
         read_completion(event)
     assert error.value.bad.fault == fault
     assert str(error.value).startswith(start)
 
 
-def test_numbers_of_a_stream_are_shown_however_large_they_are() -> None:
-    """Python refuses to write one of more than 4,300 digits."""
+def test_huge_numbers_of_a_stream_are_printed() -> None:
+    """Python refuses to convert integers of more than 4,300 digits to text."""
     large = BadStream(fault=Fault.USAGE, field="completion_tokens", value=10**30, limit=32, asked=24)
     assert format_bad_stream(large) == (
         "usage.completion_tokens is about 10^30, which is not between 0 and 32 for a request of 24 tokens"
@@ -127,7 +127,7 @@ def test_numbers_of_a_stream_are_shown_however_large_they_are() -> None:
         (b"data: {", "the stream ended in the middle of an event: data: {"),
     ],
 )
-def test_what_ends_a_stream_needs_no_blank_line_behind_it(rest: bytes, found: list[bytes] | str) -> None:
+def test_end_of_stream_needs_no_blank_line(rest: bytes, found: list[bytes] | str) -> None:
     stream = Events()
     assert stream.parse_data(rest, 1.0) == []
     if isinstance(found, str):
@@ -139,14 +139,14 @@ def test_what_ends_a_stream_needs_no_blank_line_behind_it(rest: bytes, found: li
         assert stream.finish_stream() == []
 
 
-def test_an_event_of_several_lines_is_their_data_alone() -> None:
-    """A comment and an event without data are none."""
+def test_event_of_several_lines_contains_only_their_data() -> None:
+    """Comments and events without data are skipped."""
     text = b": hi\n\nevent: x\ndata: a\nid: 1\ndata:b\n\nid: 2\n\ndata: c\n\n"
     assert [event for event, _ in Events().parse_data(text, 0.0)] == [b"a\nb", b"c"]
 
 
-def test_what_is_kept_of_an_unfinished_event_is_bounded() -> None:
-    """A MiB; one that a single read completes may be longer."""
+def test_size_of_an_unfinished_event_is_limited() -> None:
+    """The limit is 1 MiB; an event that a single read completes may be longer."""
     stream = Events()
     assert stream.parse_data(b"x" * MAX_EVENT, 0.0) == []
     with pytest.raises(StreamError, match=r"^one event of the stream is longer than 1,048,576 bytes$"):
@@ -155,7 +155,7 @@ def test_what_is_kept_of_an_unfinished_event_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "text"),
+    ("message", "text"),
     [
         ({}, ""),
         ({"content": "a"}, "a"),
@@ -164,8 +164,8 @@ def test_what_is_kept_of_an_unfinished_event_is_bounded() -> None:
         ({"content": [Part("a"), Part(), Part("b")]}, "ab"),
     ],
 )
-def test_reasoning_is_generated_text_too(said: dict[str, Any], text: str) -> None:
-    assert Message(**said).text == text
+def test_reasoning_is_part_of_the_generated_text(message: dict[str, Any], text: str) -> None:
+    assert Message(**message).text == text
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_reasoning_is_generated_text_too(said: dict[str, Any], text: str) -> Non
         ('{"text": " "}', True),
     ],
 )
-def test_a_chunk_brings_output_if_it_has_text_or_a_part_of_a_tool_call(choice: str, has_output: bool) -> None:
+def test_chunk_has_output_if_it_has_text_or_part_of_a_tool_call(choice: str, has_output: bool) -> None:
     (found,) = read_completion(f'{{"choices": [{choice}]}}'.encode()).choices or []
     assert found.has_output is has_output
 
@@ -195,6 +195,6 @@ def test_a_chunk_brings_output_if_it_has_text_or_a_part_of_a_tool_call(choice: s
         ('{"delta": {}, "message": {"content": "m"}}', ""),
     ],
 )
-def test_new_text_is_of_completions_and_of_chats(choice: str, text: str) -> None:
+def test_text_is_read_from_completions_and_chats(choice: str, text: str) -> None:
     (found,) = read_completion(f'{{"choices": [{choice}]}}'.encode()).choices or []
     assert found.new_text == text

@@ -1,4 +1,4 @@
-"""What bad servers do to a client: a sentence and a recorded failed request each, and no wait beyond the limit."""
+"""Test a client against faulty servers: each fault is a failed request with a message, within the time limit."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ HARMLESS = ("no-usage-no-tokens", "crlf", "slow-bytes", "continue")
 
 
 def call(target: Target, number: int = 0, tokens: int = 10) -> Call:
-    """A request of 20 tokens."""
+    """Return a request of 20 tokens."""
     return Call(
         number, target.encode_request("POST", "/v1/completions", MANNER.encode_body(np.arange(20), tokens)), tokens
     )
 
 
 async def answered(script: Script, *, requests: int = 1, retries: int = 0, model: Model | None = None) -> list[Outcome]:
-    """What becomes of requests, one after the other."""
+    """Send requests one after the other and return their outcomes."""
     async with Running(script, model) as server:
         target = Target.from_url(server.url, timeout_s=LIMIT_S)
         async with Client(target) as client:
@@ -60,15 +60,14 @@ async def answered(script: Script, *, requests: int = 1, retries: int = 0, model
             return run.outcomes
 
 
-def test_every_fault_that_the_server_knows_is_tried_here() -> None:
-    """None is left out by mistake."""
+def test_every_fault_of_the_fake_server_is_tested() -> None:
     assert {*SAID, *HARMLESS} == {*FAULTS}
 
 
 @pytest.mark.parametrize("fault", SAID)
 @pytest.mark.sample(3)
-def test_a_fault_is_a_failed_request_with_a_sentence(fault: str) -> None:
-    """By its kind, in bounded memory, and long before the 20 s after which `answered` gives up."""
+def test_fault_is_a_failed_request_with_a_message(fault: str) -> None:
+    """The kind is known, memory is limited, and the failure comes long before the 20 s limit of `answered`."""
     (outcome,) = asyncio.run(answered(Script(ttft_ms=2, gap_ms=1, fault=fault)))
     kind, sentence = SAID[fault]
     assert outcome.ended
@@ -79,22 +78,22 @@ def test_a_fault_is_a_failed_request_with_a_sentence(fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", HARMLESS)
-def test_what_is_only_unusual_is_read(fault: str) -> None:
-    """Other line ends, single bytes, answers that say nothing of tokens, and a head before the head."""
+def test_unusual_but_valid_answers_are_read(fault: str) -> None:
+    """Answers have other line ends, single bytes, no usage, or a 1xx head before the head."""
     (outcome,) = asyncio.run(answered(Script(ttft_ms=2, gap_ms=1, fault=fault)))
     assert outcome.error is None
     assert outcome.answer is not None
     assert sum(outcome.answer.list_chunk_tokens()) == 10
 
 
-def test_requests_after_a_bad_one_are_answered() -> None:
-    """Every second one breaks off; its connection is not used again."""
+def test_requests_after_a_failed_one_are_answered() -> None:
+    """Every second request breaks off, and its connection is not used again."""
     found = asyncio.run(answered(Script(fault="close-mid", fault_every=2), requests=6))
     assert [outcome.error is None for outcome in found].count(True) == 3
 
 
-def test_a_busy_server_is_asked_again_only_where_that_is_wanted_and_it_is_counted() -> None:
-    """Each time of the request is in its latency."""
+def test_busy_server_is_retried_only_on_request_and_retries_count() -> None:
+    """Latency of a request includes all attempts."""
     (refused,) = asyncio.run(answered(Script(fault="429-once")))
     assert refused.error is not None
     assert refused.retries == 0
@@ -103,8 +102,8 @@ def test_a_busy_server_is_asked_again_only_where_that_is_wanted_and_it_is_counte
     assert again.retries == 1
 
 
-def test_nobody_listens() -> None:
-    """At a port that was free a moment ago."""
+def test_connection_to_a_closed_port_is_refused() -> None:
+    """The port was free a moment ago."""
 
     async def ask() -> RequestError:
         async with Running() as server:
@@ -119,9 +118,7 @@ def test_nobody_listens() -> None:
     assert error.kind == "refused"
 
 
-def test_tls_where_there_is_none_is_a_sentence() -> None:
-    """https to a server of http."""
-
+def test_https_to_an_http_server_has_an_error_message() -> None:
     async def ask() -> RequestError:
         async with Running() as server:
             target = Target.from_url(server.url.replace("http:", "https:"), timeout_s=LIMIT_S)
@@ -135,7 +132,7 @@ def test_tls_where_there_is_none_is_a_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("ftp://x", "is no address of a server"),
         ("http://", "is no address of a server"),
@@ -144,16 +141,16 @@ def test_tls_where_there_is_none_is_a_sentence() -> None:
         ("http://x/v1?key=1", "leave out what follows ?"),
     ],
 )
-def test_an_address_that_is_none_is_refused(url: str, said: str) -> None:
-    """Before anything is sent, and without repeating a password."""
+def test_invalid_address_is_refused_without_its_password(url: str, message: str) -> None:
+    """No request is sent."""
     with pytest.raises(UsageError) as error:
         Target.from_url(url)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "secret" not in str(error.value)
 
 
-def test_a_host_that_is_not_known_says_what_an_address_looks_like(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A word alone is taken for a host, as people leave http:// out."""
+def test_unknown_host_error_shows_an_example_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single word is parsed as a host, because http:// may be omitted."""
 
     async def unknown(*_: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -176,13 +173,12 @@ def test_a_host_that_is_not_known_says_what_an_address_looks_like(monkeypatch: p
         ("http://[::1]:5", "http://[::1]:5"),
     ],
 )
-def test_addresses_as_people_type_them(url: str, wanted: str) -> None:
-    """With or without scheme, port, and /v1."""
+def test_address_may_omit_scheme_port_and_v1(url: str, wanted: str) -> None:
     assert Target.from_url(url).url == wanted
 
 
-def test_a_key_typed_as_the_name_of_its_variable_is_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be recorded with the command. The usual variable may be unset: many servers take no key."""
+def test_key_passed_as_variable_name_is_refused_without_echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key would be recorded with the command; the default variable may be unset, since many servers need no key."""
     monkeypatch.setenv("MY_KEY", "secret")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     assert (load_api_key("MY_KEY"), load_api_key("OPENAI_API_KEY")) == ("secret", "")

@@ -1,4 +1,4 @@
-"""`python -m tools.greedy_tokens ask` starts an engine's server, sends it the prompts, and writes what it answers."""
+"""Test `python -m tools.greedy_tokens ask`, which starts an engine's server and writes its answers to prompts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def run(*words: object) -> int:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model folder with 300 words."""
+    """Create a model folder with 300 words."""
     assert run("model", tmp_path / "model", "--set", "vocab_size=300") == 0
     return tmp_path / "model"
 
 
-def test_the_answers_of_a_server_are_those_of_the_engine_behind_it(
+def test_answers_over_http_equal_those_of_the_engine(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server replays a file, so that the two files are equal but for the engine's name."""
+    """The server replays a file, so the two files are equal except for the engine's name."""
     prompts = make_prompts(300, 3, 9, seed=0)
     answers = [[Position(number + n, {number + n: -0.5, 290: -1.5}) for n in range(2)] for number in (5, 6, 7)]
     key = make_weights_key(load_shape(str(folder)), "bf16")

@@ -1,4 +1,4 @@
-"""Hostile servers (hostile.py): no traceback, bounded memory and time, and the points of a sweep all have a record."""
+"""Test hostile servers (hostile.py): no traceback, limited memory and time, and a record for each point."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ HANDFUL = (
     "metrics_of_64_megabytes",
 )
 MIN_SERVERS = 40
-LONG_EVERY = 5  # of the others, each fifth is one of the long tests; `make soak` runs the rest
+LONG_EVERY = 5  # every fifth of the other servers is a long test; `make soak` runs the rest
 
 
 class Ended(NamedTuple):
-    """How a command ended."""
+    """Describe how a command ended."""
 
     code: int
     output: str
     peak_mb: float
-    seconds: float  # without the time for which it was ready to run and had no core
+    seconds: float  # without the time that it waited for a core
 
 
 def read_starved_s(pid: int) -> float:
@@ -107,8 +107,7 @@ def usual_s(address: str, tmp_path_factory: pytest.TempPathFactory) -> float:
     return ended.seconds
 
 
-def test_there_are_enough_hostile_servers() -> None:
-    """Those of the issue and others."""
+def test_number_of_hostile_servers() -> None:
     assert len(SERVERS) > MIN_SERVERS
 
 
@@ -120,10 +119,11 @@ def mark_server(number: int, name: str) -> object:
 
 
 @pytest.mark.parametrize("name", [mark_server(number, name) for number, name in enumerate(SERVERS)])
-def test_a_hostile_server_costs_failed_requests_and_nothing_else(
-    name: str, address: str, usual_s: float, tmp_path: Path
-) -> None:
-    """No traceback, at most 500 MB, and 10 s more than the limits of its loads and what a right server takes."""
+def test_hostile_server_causes_only_failed_requests(name: str, address: str, usual_s: float, tmp_path: Path) -> None:
+    """The command prints no traceback, uses at most 500 MB, and exits 10 s after the limits of its loads.
+
+    Time that it needs with a correct server is added to the limit.
+    """
     server = SERVERS[name]
     limit_s = usual_s + POINTS * LIMIT_S + server.waits_s + GRACE_S
     ended = run(f"{address}/{name}", server.options, tmp_path, limit_s)

@@ -1,4 +1,4 @@
-"""What a server says of itself and of its answers never makes a record that cannot be read."""
+"""Test that arbitrary facts and usage reported by a server never produce an unreadable record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Odd(FakeServer):
-    """A server with other fields in its usage, and its own number in /v1/models."""
+    """Server with given fields in its usage, and its own number in /v1/models."""
 
     def __init__(self, usage: dict[str, Any] | None = None, longest: str = "", **model: Any) -> None:
         super().__init__(Script(usage="always", gap_ms=1.0), Model(**model))
@@ -52,8 +52,8 @@ SERVERS = {
 
 @pytest.mark.parametrize("name", SERVERS)
 @pytest.mark.sample(3)
-def test_what_is_written_is_read_and_shown(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever becomes of the point: one record, which show, report and records check read."""
+def test_record_of_odd_server_facts_is_readable(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the outcome of the point is, show, report and records check read its record."""
     run = str(tmp_path / "run")
     words = f"server --device cpu --tp 8 --concurrency 2 --num-requests 4 --input-tokens 20 --output-tokens 4 -o {run}"
     with in_thread(Odd(**SERVERS[name])) as url:
@@ -62,7 +62,7 @@ def test_what_is_written_is_read_and_shown(name: str, tmp_path: Path, capsys: py
     assert "Traceback" not in err
     assert "Usage:" not in err
     if code == 2 or not (tmp_path / "run" / "records.jsonl").exists():
-        return  # the server was refused in a sentence, and nothing was recorded
+        return  # the server was refused with a message and without a record
     (record,) = read_records(tmp_path / "run")
     assert record.outcome in OUTCOMES
     for command in (["show", run], ["records", "check", run], ["show", run, "--json"]):

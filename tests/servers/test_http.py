@@ -1,4 +1,4 @@
-"""Answers of HTTP/1.1 as a connection reads them: the same however they are cut, or no HTTP at all."""
+"""Test the HTTP/1.1 parser of a connection with valid answers in any pieces and with invalid ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ANSWERS: dict[str, tuple[bytes, int, bytes, bool]] = {
 
 
 class Reply:
-    """Keeps what it gets."""
+    """Record the callbacks of a connection."""
 
     awaits = "nothing"
 
@@ -62,16 +62,16 @@ class Reply:
 
 
 def connected() -> tuple[Connection, Reply, list[str]]:
-    """A connection that waits for an answer, what it is told, and what becomes of its transport."""
+    """Return a connection that waits for an answer, its reply, and the list of calls of its transport."""
     found = Connection(SimpleNamespace(came_s=None), [], lambda _: None)  # type: ignore[arg-type]
-    reply, did = Reply(), list[str]()
+    reply, events = Reply(), list[str]()
     found._reply = reply  # type: ignore[assignment]
-    found._transport = SimpleNamespace(close=lambda: did.append("closed"))  # type: ignore[assignment]
-    return found, reply, did
+    found._transport = SimpleNamespace(close=lambda: events.append("closed"))  # type: ignore[assignment]
+    return found, reply, events
 
 
 @given(name=st.sampled_from([*ANSWERS]), cuts=st.lists(st.integers(1, 150), max_size=8))
-def test_an_answer_is_the_same_wherever_it_is_cut(name: str, cuts: list[int]) -> None:
+def test_parsed_answer_does_not_depend_on_the_cuts(name: str, cuts: list[int]) -> None:
     text, status, body, again = ANSWERS[name]
     connection, reply, did = connected()
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
@@ -82,7 +82,7 @@ def test_an_answer_is_the_same_wherever_it_is_cut(name: str, cuts: list[int]) ->
     assert did == ([] if again else ["closed"])
 
 
-def test_an_answer_without_a_length_ends_with_its_connection() -> None:
+def test_answer_without_length_ends_at_eof() -> None:
     connection, reply, did = connected()
     connection._parse(b"HTTP/1.1 200 OK\r\n\r\nhel", 1.0)
     connection._parse(b"lo", 1.0)
@@ -92,7 +92,7 @@ def test_an_answer_without_a_length_ends_with_its_connection() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (b"SSH-2.0-OpenSSH", "is not HTTP/1.1"),
         (b"HTTP/1.1 OK\r\n\r\n", "is not HTTP/1.1"),
@@ -105,20 +105,20 @@ def test_an_answer_without_a_length_ends_with_its_connection() -> None:
         (b"HTTP/1.1 100 Continue\r\n\r\n" * 65 + SIZED, "more than 64 heads of status 1xx"),
     ],
 )
-def test_what_is_no_http_is_said_to_be_none(text: bytes, said: str) -> None:
+def test_invalid_http_raises_request_error(text: bytes, message: str) -> None:
     connection, _, _ = connected()
-    with pytest.raises(RequestError, match=said) as error:
+    with pytest.raises(RequestError, match=message) as error:
         connection._parse(text, 1.0)
     assert error.value.kind == "not HTTP"
 
 
 @pytest.mark.parametrize(
-    ("text", "most", "whole"),
+    ("text", "limit", "whole"),
     [(b"x" * 5, 5, True), (b"x" * 6, 5, False)],
 )
-def test_an_answer_that_is_kept_whole_has_a_length_at_most(text: bytes, most: int, whole: bool) -> None:
-    """However it is cut; its time limit is for all of it, so that no piece restarts it."""
-    reply = WholeReply(most)
+def test_whole_reply_has_a_size_limit(text: bytes, limit: int, whole: bool) -> None:
+    """The size limit holds however the answer is cut, and no piece restarts the time limit."""
+    reply = WholeReply(limit)
     reply.receive_head(200, {b"a": b"b"})
     heard_s = reply.heard_s
     reply.receive_body(text[:3], heard_s + 1.0)
@@ -133,7 +133,7 @@ def test_an_answer_that_is_kept_whole_has_a_length_at_most(text: bytes, most: in
 
 
 @pytest.mark.parametrize(
-    ("url", "asked"),
+    ("url", "expected"),
     [
         ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
         ("localhost", "http://localhost:80"),
@@ -142,15 +142,15 @@ def test_an_answer_that_is_kept_whole_has_a_length_at_most(text: bytes, most: in
         ("http://[::1]:9/x/", "http://[::1]:9/x"),
     ],
 )
-def test_the_address_of_a_server_is_said_with_its_port_and_without_v1(url: str, asked: str) -> None:
-    assert Target.from_url(url).url == asked
+def test_target_url_has_a_port_and_no_v1(url: str, expected: str) -> None:
+    assert Target.from_url(url).url == expected
 
 
 EXAMPLE = "write for example --url http://127.0.0.1:8000"
 
 
 @pytest.mark.parametrize(
-    ("url", "key", "said"),
+    ("url", "key", "message"),
     [
         ("ftp://host", "", f"--url ftp://host is no address of a server; {EXAMPLE}."),
         ("http://", "", f"--url http:// is no address of a server; {EXAMPLE}."),
@@ -164,35 +164,35 @@ EXAMPLE = "write for example --url http://127.0.0.1:8000"
         ("http://host", "\x7f", "holds a blank or a character that no header can have"),
     ],
 )
-def test_what_is_no_address_is_said_with_one_that_is(url: str, key: str, said: str) -> None:
+def test_invalid_url_or_key_raises_usage_error(url: str, key: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         Target.from_url(url, key=key)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "secret" not in str(error.value)
 
 
-def test_a_key_may_have_any_character_of_a_header() -> None:
-    """From ! to ~."""
+def test_key_may_contain_any_printable_ascii_character() -> None:
     assert Target.from_url("http://host", key="!~").key == "!~"
 
 
-def test_a_request_is_these_bytes() -> None:
-    """A key is sent and never shown."""
+def test_encode_request_returns_these_bytes() -> None:
+    """The key is sent, but does not appear in the target's repr."""
     target = Target.from_url("http://[::1]:9/x", key="k")
     head = (
         "Host: [::1]:9\r\nAccept: */*\r\nAccept-Encoding: identity\r\nUser-Agent: dcpbench\r\nAuthorization: Bearer k"
     )
     assert target.encode_request("GET", "/v1/models") == f"GET /x/v1/models HTTP/1.1\r\n{head}\r\n\r\n".encode()
-    typed = "Content-Type: application/json\r\nContent-Length: 2"
+    body_headers = "Content-Type: application/json\r\nContent-Length: 2"
     assert (
-        target.encode_request("POST", "/v1", b"{}") == f"POST /x/v1 HTTP/1.1\r\n{head}\r\n{typed}\r\n\r\n{{}}".encode()
+        target.encode_request("POST", "/v1", b"{}")
+        == f"POST /x/v1 HTTP/1.1\r\n{head}\r\n{body_headers}\r\n\r\n{{}}".encode()
     )
     assert "'k'" not in repr(target)
     assert b"Authorization" not in Target.from_url("http://host").encode_request("GET", "/")
 
 
 @pytest.mark.parametrize(
-    ("status", "headers", "body", "said", "after_s"),
+    ("status", "headers", "body", "message", "after_s"),
     [
         (
             301,
@@ -214,11 +214,11 @@ def test_a_request_is_these_bytes() -> None:
         (500, {b"content-encoding": b"br"}, b"\x1b\x00", "HTTP 500: a message in Content-Encoding: br.", None),
     ],
 )
-def test_a_status_is_told_with_what_the_server_says_of_it(
-    status: int, headers: dict[bytes, bytes], body: bytes, said: str, after_s: float | None
+def test_status_error_quotes_the_server_message(
+    status: int, headers: dict[bytes, bytes], body: bytes, message: str, after_s: float | None
 ) -> None:
     error = make_status_error(status, headers, body)
-    assert said in error.sentence
+    assert message in error.sentence
     assert (error.kind, error.retry_after_s) == (f"HTTP {status}", after_s)
     assert error.status == (status if status >= 400 else 0)
     again = pickle.loads(pickle.dumps(error))  # noqa: S301 -- ours
@@ -238,8 +238,8 @@ def test_a_status_is_told_with_what_the_server_says_of_it(
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * (MAX_HEAD + 1), True),
     ],
 )
-def test_what_is_held_of_a_head_is_bounded(text: bytes, wrong: bool) -> None:
-    """64 KiB of it, or of the length of a chunk; and it begins as HTTP does."""
+def test_size_of_an_incomplete_head_is_limited(text: bytes, wrong: bool) -> None:
+    """The limit is 64 KiB for a head or a chunk length, and a head must begin as HTTP does."""
     connection, _, _ = connected()
     if wrong:
         with pytest.raises(RequestError, match=r"is not HTTP/1.1|has no valid length"):
@@ -252,12 +252,12 @@ def test_what_is_held_of_a_head_is_bounded(text: bytes, wrong: bool) -> None:
 @pytest.mark.parametrize(
     ("came_s", "heard_s", "age_s"),
     [(None, 100.0, None), (99.5, 99.5, 0.5), (101.0, 100.0, 0.0), (90.0, 95.0, 5.0)],
-    ids=["by the read", "by the kernel", "later than now", "before the last"],
+    ids=["no timestamp", "kernel timestamp", "later than now", "before the last read"],
 )
-def test_a_piece_is_as_old_as_the_kernel_says_but_never_older_than_the_last(
+def test_kernel_timestamps_of_reads_are_monotonic(
     came_s: float | None, heard_s: float, age_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last one came at 95 s; now it is 100 s."""
+    """The previous read was at 95 s, and the current time is 100 s."""
     monkeypatch.setattr(client, "time", SimpleNamespace(perf_counter=lambda: 100.0))
     connection, reply, _ = connected()
     connection._socket, connection._heard_s = SimpleNamespace(came_s=came_s), 95.0
@@ -275,7 +275,7 @@ def test_a_piece_is_as_old_as_the_kernel_says_but_never_older_than_the_last(
         (b"HTTP/1.0  404   Not  Found", 404, {}),
     ],
 )
-def test_headers_are_read_by_small_names(lines: bytes, status: int, headers: dict[bytes, bytes]) -> None:
+def test_header_names_are_lower_case(lines: bytes, status: int, headers: dict[bytes, bytes]) -> None:
     assert client._read_head(lines) == (status, headers)
 
 
@@ -283,8 +283,8 @@ def test_headers_are_read_by_small_names(lines: bytes, status: int, headers: dic
     "header",
     [b"Content-Encoding: gzip", b"content-encoding: BR", b"Transfer-Encoding: gzip, chunked"],
 )
-def test_a_compressed_answer_is_refused_with_the_header_that_says_so(header: bytes) -> None:
-    """The request accepts none; an answer of another status is shown with its status."""
+def test_compressed_answer_raises_an_error_with_its_header(header: bytes) -> None:
+    """Requests accept no compression; an answer with an error status is still reported with its status."""
     connection, _, _ = connected()
     with pytest.raises(RequestError, match=r"is compressed \((Content|Transfer)-Encoding: (gzip|br)\)") as error:
         connection._parse(b"HTTP/1.1 200 OK\r\n" + header + b"\r\n\r\n", 1.0)
@@ -295,8 +295,8 @@ def test_a_compressed_answer_is_refused_with_the_header_that_says_so(header: byt
 
 
 @pytest.mark.parametrize("name", ["sized", "chunked", "empty", "no content"])
-def test_bytes_after_an_answer_end_its_connection(name: str) -> None:
-    """Whatever they are, they would be taken for the answer to the next request. After a length they are an error."""
+def test_extra_bytes_after_an_answer_close_the_connection(name: str) -> None:
+    """Extra bytes would be read as the next answer; after a Content-Length they raise an error."""
     connection, reply, did = connected()
     if name == "sized":
         with pytest.raises(RequestError, match="more bytes than its Content-Length"):
@@ -351,10 +351,10 @@ EVENTS = st.one_of(
     chunked=st.booleans(),
     keep=st.booleans(),
 )
-def test_no_answer_raises_anything_but_a_failed_request(
+def test_arbitrary_answers_raise_only_request_or_stream_errors(
     start: bytes, headers: list[tuple[bytes, bytes]], events: list[bytes], chunked: bool, keep: bool
 ) -> None:
-    """Heads, chunks and events of any bytes and any JSON: a sentence for the request, never another error."""
+    """Heads, chunks and events contain arbitrary bytes and JSON."""
     head = b"\r\n".join([start, *(name + b": " + value for name, value in headers), b"", b""])
     pieces = [head, *(b"%x\r\n%s\r\n" % (len(event), event) if chunked else event for event in events)]
     connection, _, _ = connected()

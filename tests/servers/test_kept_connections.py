@@ -1,4 +1,4 @@
-"""A request is sent again only if nothing of it can have been read."""
+"""Test that a request is sent again only if the server cannot have read any of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINGER_OFF = b"\x01\x00\x00\x00\x00\x00\x00\x00"
 
 
 class Serving:
-    """A server in a thread that answers the first request, and then does something else with the connection."""
+    """Serve in a thread: answer the first request, and then handle the connection with `then`."""
 
     def __init__(self, then: Callable[[socket.socket], None]) -> None:
         self.then, self.requests, self.done = then, list[bytes](), threading.Event()
@@ -52,7 +52,7 @@ class Serving:
 
 
 def close(sock: socket.socket) -> None:
-    """Close a connection as a server does that it has been idle for too long."""
+    """Close a connection as a server closes one that was idle for too long."""
     sock.close()
 
 
@@ -63,7 +63,7 @@ def reset(sock: socket.socket) -> None:
 
 
 def read_and(end: Callable[[socket.socket], None]) -> Callable[[socket.socket], None]:
-    """Read another request before the end of a connection."""
+    """Return a handler that reads another request before it ends the connection."""
 
     def then(sock: socket.socket) -> None:
         sock.recv(1 << 16)
@@ -93,8 +93,8 @@ def wait_for(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("end", [close, reset])
-def test_a_request_that_was_read_and_dropped_has_failed(end: Callable[[socket.socket], None]) -> None:
-    """The server sees it once."""
+def test_request_that_was_read_and_dropped_fails(end: Callable[[socket.socket], None]) -> None:
+    """The server must not get the request twice."""
     with Serving(read_and(end)) as server:
         found, resent = asyncio.run(ask_twice(server, lambda: None))
     assert isinstance(found, RequestError)
@@ -103,16 +103,16 @@ def test_a_request_that_was_read_and_dropped_has_failed(end: Callable[[socket.so
 
 
 @pytest.mark.parametrize("end", [close, reset])
-def test_a_connection_that_ended_while_it_was_idle_is_not_used(end: Callable[[socket.socket], None]) -> None:
-    """The kernel knows that it ended, though the event loop has not read it yet."""
+def test_connection_closed_while_idle_is_not_used(end: Callable[[socket.socket], None]) -> None:
+    """The kernel knows that the connection ended, although the event loop has not read it yet."""
     with Serving(end) as server:
         found, resent = asyncio.run(ask_twice(server, lambda: wait_for(server)))
     assert isinstance(found, WholeReply)
     assert (found.data, resent, len(server.requests)) == (b"ok", 0, 2)
 
 
-def test_bytes_that_no_request_asked_for_end_a_connection() -> None:
-    """They would be taken for the answer to the next request."""
+def test_unrequested_bytes_close_the_connection() -> None:
+    """Unrequested bytes would be read as the answer to the next request."""
 
     def then(sock: socket.socket) -> None:
         time.sleep(0.1)
@@ -125,8 +125,8 @@ def test_bytes_that_no_request_asked_for_end_a_connection() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports how many bytes were acknowledged")
-def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end is on its way when the request leaves: the peer acknowledges none of it."""
+def test_request_that_crosses_a_close_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is closed while the request is under way, so the peer acknowledges none of it."""
     monkeypatch.setattr(Connection, "is_alive", lambda *_, **__: True)
     with Serving(close) as server:
         found, resent = asyncio.run(ask_twice(server, lambda: wait_for(server)))
@@ -134,8 +134,8 @@ def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(monkeypa
     assert (found.data, resent, len(server.requests)) == (b"ok", 1, 2)
 
 
-def test_a_request_that_crosses_a_reset_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that reads a request and resets the connection at once acknowledges nothing either."""
+def test_request_that_crosses_a_reset_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that reads a request and resets the connection at once acknowledges no byte either."""
     monkeypatch.setattr(Connection, "is_alive", lambda *_, **__: True)
     with Serving(reset) as server:
         found, resent = asyncio.run(ask_twice(server, lambda: wait_for(server)))
@@ -143,8 +143,8 @@ def test_a_request_that_crosses_a_reset_has_failed(monkeypatch: pytest.MonkeyPat
     assert (found.kind, resent, len(server.requests)) == ("closed", 0, 1)
 
 
-def test_where_the_system_does_not_tell_the_request_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have been read."""
+def test_request_fails_if_acknowledged_bytes_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may have read the request."""
     monkeypatch.setattr(Connection, "is_alive", lambda *_, **__: True)
     monkeypatch.setattr(http, "_get_acked_bytes", lambda _: None)
     with Serving(close) as server:
@@ -153,8 +153,8 @@ def test_where_the_system_does_not_tell_the_request_has_failed(monkeypatch: pyte
     assert (found.kind, resent, len(server.requests)) == ("closed", 0, 1)
 
 
-def test_a_server_that_ends_each_connection_at_once_is_not_asked_for_ever() -> None:
-    """Only a kept connection can have ended before the request."""
+def test_request_is_not_repeated_forever_if_each_connection_closes() -> None:
+    """Only a kept connection can have ended before the request was sent."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         target = Target.from_url(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=2.0)
         accepted = list[int]()
@@ -177,8 +177,8 @@ def test_a_server_that_ends_each_connection_at_once_is_not_asked_for_ever() -> N
         assert len(accepted) == 1
 
 
-def test_no_connection_within_the_limit_is_a_failure_also_beforehand() -> None:
-    """A host that accepts nothing: its queue is full."""
+def test_connection_timeout_before_the_load_fails() -> None:
+    """The queue of the host is full, so it accepts no connection."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(0)

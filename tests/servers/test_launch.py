@@ -1,4 +1,4 @@
-"""Servers that are started for a run: one for each layout, refusals quoted, and nothing left of them, whatever happens."""
+"""Test servers that are started for a run: one per layout, refusals are quoted, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ LOAD = [
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake server by its module's name."""
+    """Make the fake server importable by its module's name."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 def dcpbench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
+    """Run a command and return its exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as end:
         cli.main([*words])
     return int(end.value.code or 0), *capsys.readouterr()
 
 
 def alive(mark: str) -> list[int]:
-    """Processes whose command line holds a mark, but for this one."""
+    """Return the processes with a mark in their command line, except this one."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -80,7 +80,7 @@ def alive(mark: str) -> list[int]:
 
 
 def gone(mark: str, within_s: float = 15.0) -> bool:
-    """Whether all such processes end in time."""
+    """Return whether all such processes end in time."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         if not alive(mark):
@@ -90,16 +90,16 @@ def gone(mark: str, within_s: float = 15.0) -> bool:
 
 
 def started(mark: str, *more: str) -> list[str]:
-    """A command that measures servers with a mark in their command line and two processes of their own each."""
+    """Start a command that measures servers with a mark in their command line and two child processes each."""
     command = f"{FAKE} --children 2 --gap-ms 50 --version {mark}"
     words = ["server", "--serve-cmd", command, "--model", "m", "--tp", "1,2", "--concurrency", "2", *LOAD, *more]
     return [sys.executable, "-m", "dcpbench.cli", *words]
 
 
-def test_a_layout_that_a_server_refuses_is_recorded_with_its_reason_and_the_others_run(
+def test_refused_layout_is_recorded_with_its_reason_and_others_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of four layouts two run, one is refused by the server, and one does not nest; each configuration is started once."""
+    """Two of four layouts run, one is refused by the server, and one does not nest; each configuration starts once."""
     run = tmp_path / "run"
     words = ["server", "--serve-cmd", f"{FAKE} --children 1", "--model", "m", "--tp", "1,2", "--dcp", "1,2"]
     words += ["--concurrency", "1,2", *LOAD, "-o", str(run)]
@@ -132,13 +132,13 @@ def test_a_layout_that_a_server_refuses_is_recorded_with_its_reason_and_the_othe
     code, _, err = dcpbench(capsys, *words, "--resume")
     after = (run / "records.jsonl").read_bytes()
     assert after.startswith(before)
-    assert after.count(b"\n") == before.count(b"\n") + 2, "what failed is tried again, what ran is not"
+    assert after.count(b"\n") == before.count(b"\n") + 2, "only failed points run again"
 
 
-def test_the_kv_capacity_of_a_started_server_is_held_against_its_log(
+def test_kv_capacity_of_a_started_server_is_compared_with_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SGLang, tp4·dcp2, 1,000 pages of 16 tokens a rank: 32,000 in all; vLLM's log line that lacks dcp is named."""
+    """SGLang at tp4·dcp2 holds 1,000 pages of 16 tokens per rank, 32,000 in all; vLLM's log without dcp is named."""
     for name, flags, expected in (
         ("right", "--engine sglang", (32_000, 16_000, [])),
         ("wrong", "--no-kv-size-label --log-kv-tokens 16000", (16_000, 16_000, ["log"])),
@@ -178,17 +178,17 @@ def serve_with_weights(
     ("weights", "report", "dummy"),
     [("dummy", "", True), ("synthetic", format_weights_report(0, "1a2b3c4d") + "\n", False)],
 )
-def test_a_started_server_is_recorded_with_its_settings_and_its_start(
+def test_record_of_a_started_server_has_its_settings_and_start_phases(
     weights: str, report: str, dummy: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Points of dummy weights are marked, and named in the report's first lines."""
+    """Points with dummy weights have a warning, which the first lines of the report show."""
     code, record = serve_with_weights(tmp_path, capsys, weights, report)
     assert (code, record.point.weights) == (0, weights)
     assert record.server is not None
     settings = record.server.settings
     assert settings is not None
     assert (settings.kv_dtype, settings.max_batched_tokens, settings.prefix_caching) == ("bfloat16", 8192, False)
-    assert settings.exchange is None, "one rank has the whole KV cache of a request"
+    assert settings.exchange is None, "one rank holds the whole KV cache of a request"
     phases = [phase.name for phase in record.server.start]
     assert phases == ["starting", "loading weights", "allocating the KV cache", "capturing CUDA graphs", "warming up"]
     assert record.server.start[-1].seconds >= 1
@@ -197,20 +197,20 @@ def test_a_started_server_is_recorded_with_its_settings_and_its_start(
     assert any("dummy weights of the engine" in part for part in answer) == dummy
 
 
-def test_a_server_without_the_synthetic_weights_asked_for_is_not_measured(
+def test_server_without_requested_synthetic_weights_is_not_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The engine started, but no rank reports synthetic weights."""
+    """The engine starts, but no rank reports synthetic weights."""
     code, record = serve_with_weights(tmp_path, capsys, "synthetic", "")
     assert (code, record.outcome) == (4, "failed")
     assert "install dcpbench in the engine's Python environment, or add --weights model" in (record.reason or "")
 
 
 @pytest.mark.long
-def test_a_server_that_dies_fails_its_loads_and_the_next_one_runs(
+def test_dead_server_fails_its_loads_and_the_next_server_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It crashes after half a second; the second configuration is started all the same."""
+    """The server crashes after half a second, and the second configuration is still started."""
     file = tmp_path / "engine.toml"
     file.write_text(f'name = "crashing"\ncommand = "{FAKE} --gap-ms 30"\n[flags]\ncrash-after = [1.0, 0]\n')
     run = tmp_path / "run"
@@ -233,15 +233,15 @@ def test_a_server_that_dies_fails_its_loads_and_the_next_one_runs(
     for record in read_run(run).records:
         outcomes.setdefault(record.point.settings, []).append(record.outcome)
         if record.outcome == "failed":
-            assert "the server di" in (record.reason or ""), "died, or did not start where the machine is busy"
+            assert "the server di" in (record.reason or ""), "it died, or did not start on a busy machine"
     assert outcomes["crash-after=0"] == ["ok"] * 3
     assert "failed" in outcomes["crash-after=1.0"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("seed", [1])
-def test_nothing_is_left_running_however_the_command_ends(number: int, seed: int, tmp_path: Path) -> None:
-    """At any moment: while a server starts, serves, or ends; its own children, too."""
+def test_no_process_is_left_however_the_command_ends(number: int, seed: int, tmp_path: Path) -> None:
+    """The signal arrives while a server starts, serves or ends, and its child processes end too."""
     mark = f"mark-{number}-{seed}-{os.getpid()}"
     command = started(mark, "-o", str(tmp_path / "run"))
     with subprocess.Popen(
@@ -253,8 +253,8 @@ def test_nothing_is_left_running_however_the_command_ends(number: int, seed: int
     assert gone(mark)
 
 
-def test_a_server_that_ignores_being_asked_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its children, after the grace."""
+def test_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Child processes of the server are killed too, after the grace period."""
     monkeypatch.setattr("dcpbench.servers.launch.GRACE_S", 0.5)
     mark = f"stubborn-{os.getpid()}"
     port = find_free_port()
@@ -267,8 +267,8 @@ def test_a_server_that_ignores_being_asked_is_killed(tmp_path: Path, monkeypatch
     assert gone(mark, 5)
 
 
-def test_a_server_that_is_never_ready_is_a_sentence(tmp_path: Path) -> None:
-    """With the last that it wrote; so is a command that is not there."""
+def test_server_that_is_never_ready_raises_worker_error(tmp_path: Path) -> None:
+    """The error quotes the last output of the server; a missing command raises an error too."""
     port = find_free_port()
     words = f"{sys.executable} -m tests.servers.fake_server --port {port} --health-delay 60"
     never = pytest.raises(WorkerError, match=r"took no requests within 6 s \(--timeout start\).*listening on")
@@ -301,8 +301,8 @@ VLLMS = """(EngineCore_0 pid=7) ERROR 11-23 AssertionError: DCP not supported fo
         ("", "it wrote nothing"),
     ],
 )
-def test_the_reason_is_the_servers_own(log: str, reason: str) -> None:
-    """The cause, not the error that points at it."""
+def test_reason_quotes_the_root_cause_in_the_server_log(log: str, reason: str) -> None:
+    """The reason is the cause, and not a later error that refers to it."""
     assert find_reason(log.encode()) == reason
 
 
@@ -313,7 +313,7 @@ Failed to CUDA calloc 10485760 bytes
 
 [2026-11-29 15:45:02] SIGQUIT received. It usually means one child failed.
 Exception raised from sendBytes at Utils.hpp:653 (most recent call first):
-"""  # of SGLang 0.5.17 on a GPU without free memory
+"""  # SGLang 0.5.17 on a GPU without free memory
 BOUND = "DistNetworkError: The server socket has failed to listen. port: 43761, name: EADDRINUSE, message: address already in use"
 
 
@@ -337,14 +337,14 @@ BOUND = "DistNetworkError: The server socket has failed to listen. port: 43761, 
     ],
     ids=["NCCL without memory", "memory", "port", "unknown"],
 )
-def test_known_causes_come_with_advice(log: str, message: str, cause: Cause, advice: str) -> None:
+def test_known_causes_have_a_suggestion(log: str, message: str, cause: Cause, advice: str) -> None:
     found = find_exit_reason(log.encode())
     assert (found.message, found.cause) == (message, cause)
     assert advice in found.advice
     assert bool(advice) is bool(found.advice)
 
 
-def test_a_server_whose_port_was_taken_is_one_sentence_with_advice(tmp_path: Path) -> None:
+def test_server_with_an_occupied_port_raises_an_error_with_a_suggestion(tmp_path: Path) -> None:
     code = f"import sys; sys.exit('torch.distributed.{BOUND}')"
     with (
         Server([sys.executable, "-c", code], tmp_path / "log", {}, 1, "/health") as server,
@@ -358,8 +358,8 @@ def test_a_server_whose_port_was_taken_is_one_sentence_with_advice(tmp_path: Pat
     assert server.exit_cause == Cause.PORT
 
 
-def words_of(name: str, **layout: int) -> str:
-    """The command line of a preset for a layout."""
+def make_preset_args(name: str, **layout: int) -> str:
+    """Return the command line of a preset for a layout."""
     degrees = {"tp": 1, "dp": 1, "dcp": 1} | layout
     load = make_engine_load(requests=1, input_tokens="1", output_tokens="1")
     point = make_engine_point(
@@ -368,13 +368,13 @@ def words_of(name: str, **layout: int) -> str:
     return " ".join(PRESETS[name].make_command(point, {"max-num-seqs": "4", "enforce-eager": "True"}, "m", 7))
 
 
-def test_presets_say_layouts_in_the_engines_words() -> None:
-    """vLLM's tensor parallel degree is that of a replica, SGLang's counts all."""
+def test_presets_translate_layouts_to_engine_flags() -> None:
+    """vLLM's tensor-parallel degree is per replica, whereas SGLang's counts all ranks."""
     vllm = "vllm serve m --host 127.0.0.1 --port 7"
-    assert words_of("vllm") == f"{vllm} --max-num-seqs 4 --enforce-eager"
-    assert f"{vllm} --tensor-parallel-size 8 --decode-context-parallel-size 8" in words_of("vllm", tp=8, dcp=8)
-    assert "--tensor-parallel-size 2 --data-parallel-size 4" in words_of("vllm", tp=8, dp=4)
-    assert "--tp-size 8 --dp-size 4 --enable-dp-attention --dcp-size 2" in words_of("sglang", tp=8, dp=4, dcp=2)
+    assert make_preset_args("vllm") == f"{vllm} --max-num-seqs 4 --enforce-eager"
+    assert f"{vllm} --tensor-parallel-size 8 --decode-context-parallel-size 8" in make_preset_args("vllm", tp=8, dcp=8)
+    assert "--tensor-parallel-size 2 --data-parallel-size 4" in make_preset_args("vllm", tp=8, dp=4)
+    assert "--tp-size 8 --dp-size 4 --enable-dp-attention --dcp-size 2" in make_preset_args("sglang", tp=8, dp=4, dcp=2)
 
 
 DP_FILE = 'name = "vllm"\ncommand = "vllm serve {model} --port {port}"\n[layout]\ndp = "--data-parallel-size {dp}"\n'
@@ -394,10 +394,10 @@ DP_FILE = 'name = "vllm"\ncommand = "vllm serve {model} --port {port}"\n[layout]
         (DP_FILE.replace('name = "vllm"', 'name = "own"'), None, 2, None, "unknown"),
     ],
 )
-def test_experts_of_attention_data_parallelism_follow_from_the_engine_and_its_flags(
+def test_expert_parallel_degree_with_dp_attention_depends_on_engine_flags(
     content: str, arguments: str | None, dp: int, asked: str | None, ep: str, tmp_path: Path
 ) -> None:
-    """`server` and `verify --engine` take the same default, for a preset and for an engine file of the same name."""
+    """`server` and `verify --engine` have the same default, for a preset and for an engine file of the same name."""
     (tmp_path / "engine.toml").write_text(content)
     engine = resolve_engine(str(tmp_path / "engine.toml"), None, arguments)
     assert choose_ep(engine, dp, asked) == ep
@@ -408,8 +408,8 @@ def test_experts_of_attention_data_parallelism_follow_from_the_engine_and_its_fl
     assert _add_default_ep(engine, given).get("ep", "unknown") == ep
 
 
-def test_a_server_whose_traces_are_wanted_is_started_so_that_it_can_profile() -> None:
-    """vLLM by its flags, into the folder; SGLang by its environment alone, and with metrics in any case."""
+def test_server_is_started_with_its_profiler_for_traces() -> None:
+    """vLLM needs flags with the folder; SGLang needs an environment variable, and always has metrics enabled."""
     load = make_engine_load(requests=1, input_tokens="1", output_tokens="1")
     degrees = {"tp": 1, "dp": 1, "dcp": 1}
     point = make_engine_point(
@@ -422,7 +422,7 @@ def test_a_server_whose_traces_are_wanted_is_started_so_that_it_can_profile() ->
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ('command = "x {port}"', "missing required field `name`"),
         ('name = "x"\ncommand = "x"', "has no {port}"),
@@ -435,17 +435,16 @@ def test_a_server_whose_traces_are_wanted_is_started_so_that_it_can_profile() ->
         ("name = " + "[" * 3000, "is not valid TOML: it is nested too deep"),
     ],
 )
-def test_a_wrong_engine_file_is_a_sentence(content: str, said: str, tmp_path: Path) -> None:
-    """Naming the field."""
+def test_invalid_engine_file_raises_usage_error(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "e.toml"
     path.write_text(content)
     with pytest.raises(UsageError) as error:
         resolve_engine(str(path), None)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--engine vlm --model m", "is none of vllm, sglang"),
         ("--engine nowhere.toml --model m", "No such file"),
@@ -458,16 +457,16 @@ def test_a_wrong_engine_file_is_a_sentence(content: str, said: str, tmp_path: Pa
         ),
     ],
 )
-def test_mistakes_are_sentences(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything is started."""
+def test_invalid_options_are_refused_before_a_server_starts(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = dcpbench(capsys, "server", *words.split())
     assert code == 2
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
 
 
-def test_the_plan_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each once, as it would be started."""
+def test_dry_run_prints_each_server_command_once(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = dcpbench(
         capsys,
         "server",
@@ -488,15 +487,15 @@ def test_the_plan_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None
     assert "--decode-context-parallel-size 8" in err
 
 
-def test_flags_are_axes() -> None:
-    """Every combination of lists; others are the same for all."""
+def test_flags_with_lists_are_axes() -> None:
+    """Each combination of the lists is one configuration, and other flags are common to all."""
     made = Engine(name="x", command="x {port}", flags={"a": [1, 2], "b": ["x", "y"], "c": 3})
     assert made.list_settings() == [{"a": a, "b": b} for a in ("1", "2") for b in ("x", "y")]
 
 
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (3 << 8, 3), (signal.SIGKILL, 137)])
-def test_who_guards_a_server_ends_as_it_did(status: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its exit code, or as a shell would tell its signal; what it left behind is ended first."""
+def test_guard_exits_with_the_code_of_its_server(status: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal becomes 128 plus its number as in a shell, and remaining child processes are ended first."""
     ended: list[float] = []
     waits = iter([(0, 0), (77, status)])
     monkeypatch.setattr(process_group.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
@@ -507,11 +506,11 @@ def test_who_guards_a_server_ends_as_it_did(status: int, code: int, monkeypatch:
     monkeypatch.setattr(process_group, "_stop_all", ended.append)
     assert process_group.main(os.getppid(), 5.0, ["serve"]) == code
     assert ended == [5.0]
-    assert process_group.main(-1, 5.0, ["serve"]) == 1, "whoever began it is gone"
+    assert process_group.main(-1, 5.0, ["serve"]) == 1, "the parent process is gone"
 
 
-def test_a_guard_is_run_by_its_path_and_gets_its_command_through_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command takes the place of the process that is forked; none is forked if the parent is gone."""
+def test_guard_is_run_by_path_and_reads_its_command_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forked process executes the command; no process is forked if the parent is gone."""
 
     def begin(*command: object) -> None:
         raise RuntimeError(*command)
@@ -536,7 +535,7 @@ def test_a_guard_is_run_by_its_path_and_gets_its_command_through_a_pipe(monkeypa
 
 
 class Below:
-    """Processes below a guard that end so many looks after a signal; one that begins another as it ends."""
+    """Simulate child processes of a guard, which end some polls after a signal; one starts another as it ends."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, lives: dict[int, tuple[int, int]]) -> None:
         """`lives`: looks that a process is there behind SIGTERM, and behind SIGKILL."""
@@ -560,10 +559,10 @@ class Below:
         self.left = {pid: left - (left < 1 << 30) for pid, left in self.left.items()}
 
 
-def test_all_processes_below_a_guard_are_asked_to_end_and_killed_where_they_do_not(
+def test_descendants_of_a_guard_get_sigterm_and_then_sigkill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """7 ends when it is asked, and 8 never does: it is killed after its grace."""
+    """Process 7 ends on SIGTERM; process 8 ignores it and is killed after its grace period."""
     below = Below(monkeypatch, {7: (2, 1), 8: (1 << 30, 1)})
     process_group._stop_all(1.0)
     assert below.got[:2] == [(7, signal.SIGTERM), (8, signal.SIGTERM)]
@@ -571,15 +570,15 @@ def test_all_processes_below_a_guard_are_asked_to_end_and_killed_where_they_do_n
     assert below.now == pytest.approx(1.0 + process_group.REST_S, abs=2 * process_group.REST_S)
 
 
-def test_where_all_end_when_they_are_asked_nobody_waits_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_does_not_wait_longer_if_all_descendants_end_on_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     below = Below(monkeypatch, {7: (2, 1), 8: (4, 1)})
     process_group._stop_all(60.0)
     assert [number for _, number in below.got] == [signal.SIGTERM] * 2
     assert below.now == pytest.approx(4 * process_group.REST_S)
 
 
-def test_processes_below_one_are_found_however_deep() -> None:
-    """A shell, and what it waits for."""
+def test_descendants_are_found_at_any_depth() -> None:
+    """The processes are a shell and the child that it waits for."""
     with subprocess.Popen(["sh", "-c", "sleep 60 & wait"]) as shell:
         while not (found := process_group.list_descendants(shell.pid)):
             time.sleep(0.01)
@@ -590,17 +589,17 @@ def test_processes_below_one_are_found_however_deep() -> None:
     assert process_group.list_descendants(shell.pid) == []
 
 
-def test_of_several_errors_the_last_is_why_a_server_ended() -> None:
-    """Earlier ones it went on from."""
+def test_last_of_several_errors_is_the_reason() -> None:
+    """The server continued after the earlier errors."""
     log = b"ValueError: no such cache\nretrying\nRuntimeError: out of memory\nbye\n"
     assert find_reason(log) == "RuntimeError: out of memory"
 
 
-def test_an_exchange_is_said_to_a_server_only_where_ranks_share_the_cache() -> None:
+def test_exchange_flag_is_passed_only_with_dcp() -> None:
     """An exchange that the engine lacks is an error."""
     load = make_engine_load(requests=1, input_tokens="1", output_tokens="1")
-    of = Engine(name="x", command="x {port}", layout={"exchange": "--exchange {exchange}"}, exchanges=("a2a",))
-    for dcp, exchange, said in ((4, "a2a", True), (1, "a2a", False), (4, "none", False)):
+    engine = Engine(name="x", command="x {port}", layout={"exchange": "--exchange {exchange}"}, exchanges=("a2a",))
+    for dcp, exchange, passed in ((4, "a2a", True), (1, "a2a", False), (4, "none", False)):
         point = make_engine_point(
             model="m",
             layout={"tp": 4, "dp": 1, "dcp": dcp},
@@ -611,14 +610,14 @@ def test_an_exchange_is_said_to_a_server_only_where_ranks_share_the_cache() -> N
             precision={"dtype": "unknown"},
         )
         point = msgspec.structs.replace(point, exchange=exchange)
-        assert ("--exchange a2a" in " ".join(of.make_command(point, {}, "m", 7))) is said
+        assert ("--exchange a2a" in " ".join(engine.make_command(point, {}, "m", 7))) is passed
     with pytest.raises(UsageError, match="x has no --exchange symm"):
-        of.make_command(msgspec.structs.replace(point, exchange="symm"), {}, "m", 7)
+        engine.make_command(msgspec.structs.replace(point, exchange="symm"), {}, "m", 7)
 
 
-@pytest.mark.parametrize("ends", [True, False], ids=["when it is asked", "never"])
-def test_a_server_has_as_long_as_its_guard_gives_it_twice_and_is_killed_then(ends: bool) -> None:
-    """10 s for those below to end when they are asked, 10 s more, and 5 for the guard."""
+@pytest.mark.parametrize("ends", [True, False], ids=["ends on SIGTERM", "never ends"])
+def test_server_is_killed_after_both_grace_periods(ends: bool) -> None:
+    """Descendants have 10 s to end on SIGTERM and 10 s more, and the guard has 5 s."""
     did: list[object] = []
 
     class Guard:
@@ -645,11 +644,11 @@ def test_a_server_has_as_long_as_its_guard_gives_it_twice_and_is_killed_then(end
     assert did == [signal.SIGTERM, 25.0, *([] if ends else ["killed", None])]
     did.clear()
     server.stop()
-    assert did == [], "it has ended"
+    assert did == [], "the server has ended"
 
 
 def make_server_point(**changes: str) -> Point:
-    """A point of one GPU."""
+    """Return a point on one GPU."""
     load = make_engine_load(input_tokens="2", output_tokens="1", requests=1)
     layout = {"tp": 1, "dp": 1, "dcp": 1}
     return make_engine_point(
@@ -664,8 +663,8 @@ def make_server_point(**changes: str) -> Point:
     )
 
 
-def test_arguments_of_the_engine_follow_its_command() -> None:
-    """Braces of JSON stay as they are, and quotes hold a word together."""
+def test_engine_arguments_are_appended_to_its_command() -> None:
+    """Braces of JSON are kept, and quotes group a word with blanks."""
     engine = resolve_engine("vllm", None, """--max-model-len 70000 --compilation-config '{"mode": 0}'""")
     words = engine.make_command(make_server_point(), {}, "m", 80)
     assert words[-4:] == ["--max-model-len", "70000", "--compilation-config", '{"mode": 0}']
@@ -682,14 +681,14 @@ def test_arguments_of_the_engine_follow_its_command() -> None:
         ("sglang", "synthetic", ["--load-format", "dummy"]),
     ],
 )
-def test_presets_have_flags_for_weights(engine: str, weights: str, flags: list[str]) -> None:
+def test_presets_have_flags_for_synthetic_weights(engine: str, weights: str, flags: list[str]) -> None:
     words = PRESETS[engine].make_command(make_server_point(weights=weights), {}, "m", 80)
     assert words[len(words) - len(flags) :] == flags
     assert ("--load-format" in words) == bool(flags)
 
 
-def test_each_exchange_is_a_server_and_an_unknown_one_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without dcp there is no exchange, so tp2 is served once."""
+def test_each_exchange_needs_a_server_and_unknown_ones_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    """Layouts without dcp have no exchange, so tp2 is served once."""
     words = (
         "server --engine vllm --model m --tp 2 --dcp 1,2 --exchange ag_rs,a2a,symm --concurrency 1 --gpu H200 --dry-run"
     )
@@ -705,8 +704,8 @@ def test_each_exchange_is_a_server_and_an_unknown_one_is_rejected(capsys: pytest
     assert "It has --exchange ag_rs,a2a." in out + err
 
 
-def test_a_folder_without_a_checkpoint_gets_synthetic_weights(tmp_path: Path) -> None:
-    """If the engine has flags for them; a name that the engine knows is left to it."""
+def test_folder_without_a_checkpoint_gets_synthetic_weights(tmp_path: Path) -> None:
+    """Synthetic weights need flags of the engine; a model name that is no folder is passed to the engine."""
     (tmp_path / "config.json").touch()
     bare = Engine(name="own", command="x {port}")
     assert choose_weights(PRESETS["vllm"], str(tmp_path), None) == "synthetic"

@@ -1,4 +1,4 @@
-"""What a record says of the client and of the answers, worked out from a few requests."""
+"""Test what a record states about the client and the answers of a few requests."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
         (0.95, 0.1, 50.0, True),
     ],
 )
-def test_a_client_is_the_bottleneck_where_it_is_busy_or_late(
+def test_client_is_the_bottleneck_if_busy_or_late(
     cpu: float, lag_ms: float | None, itl_ms: float | None, bound: bool
 ) -> None:
-    """Past 90 % of a core, or at p99 later than 3 ms and than a tenth of the median gap."""
+    """The limits are 90 % of a core, and a p99 lag above both 3 ms and a tenth of the median ITL."""
     assert is_client_bound(ClientLoad(processes=1, cpu_share=cpu, lag_p99_ms=lag_ms), itl_ms) is bound
     assert not is_client_bound(None, itl_ms)
 
 
-def test_the_worst_process_stands_for_the_client() -> None:
-    """Two processes for 10 s, of which one was busy for 4 and starved for 1; 100 requests 1 to 100 ms late: p99 is 99.01."""
+def test_client_load_is_that_of_the_busiest_process() -> None:
+    """In 10 s one process is busy for 4 s and starved for 1 s; 100 requests are 1 to 100 ms late, so p99 is 99.01."""
     paces = [
         Pace(lags_s=[0.001] * 100, ages_s=[0.004], cpu_s=4.0, starved_s=0.5, realtime=True, wall_s=10.0),
         Pace(lags_s=[0.003] * 100, ages_s=[0.002], cpu_s=2.0, starved_s=1.0, realtime=False, wall_s=10.0),
@@ -87,12 +87,12 @@ def test_the_worst_process_stands_for_the_client() -> None:
         ("cut off", 0, False),
     ],
 )
-def test_a_server_that_is_busy_or_not_there_is_asked_again(kind: str, status: int, again: bool) -> None:
+def test_busy_or_unreachable_server_is_retried(kind: str, status: int, again: bool) -> None:
     assert can_retry(RequestError(kind, "", status=status)) is again
 
 
-def test_a_load_has_the_time_to_its_limit_and_never_less_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begun at 100 s with 30 s: 20 s are left at 110 s, and none at 131 s."""
+def test_remaining_time_of_a_load_is_never_negative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that starts at 100 s with a limit of 30 s has 20 s left at 110 s, and none at 131 s."""
     load = Run(None, [], LoadOptions(clients=1, limit_s=30.0))  # type: ignore[arg-type]  # nothing is sent
     load.start_s = 100.0
     for now, left in ((110.0, 20.0), (130.0, 0.0), (131.0, 0.0)):
@@ -101,8 +101,8 @@ def test_a_load_has_the_time_to_its_limit_and_never_less_than_none(monkeypatch: 
     assert Run(None, [], LoadOptions(clients=1))._compute_left_s() is None  # type: ignore[arg-type]
 
 
-def test_each_server_of_a_run_has_a_log_named_by_its_layout_and_settings(tmp_path: Path) -> None:
-    """Letters, digits, -_.= stay; 120 of them; a second server of the same name has a number."""
+def test_server_log_is_named_after_layout_and_settings(tmp_path: Path) -> None:
+    """Names keep letters, digits and -_.=, have at most 120 characters, and get a number if the file exists."""
     engine = SimpleNamespace(name="vllm")
     point = SimpleNamespace(tp=4, dp=2, dcp=2, ep_degree=1, settings="a b/c=1.5_x")
     log = _make_log_path(tmp_path, engine, point)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def test_each_server_of_a_run_has_a_log_named_by_its_layout_and_settings(tmp_pat
     assert len(_make_log_path(tmp_path, engine, point).stem) == 120  # type: ignore[arg-type]
 
 
-def test_what_no_process_noted_is_absent() -> None:
+def test_missing_client_measurements_are_absent() -> None:
     load = _make_client_load([], [Pace(realtime=True)])
     assert load == ClientLoad(processes=1, cpu_share=0.0, realtime=True)
 
@@ -131,21 +131,21 @@ def test_what_no_process_noted_is_absent() -> None:
         (100, 22, True),
     ],
 )
-def test_lengths_that_differ_by_more_than_a_twentieth_are_said(prompt: int, tokens: int, nominal: bool) -> None:
-    """20 tokens were asked for behind 100; of the second request, which did not finish, nothing is asked."""
+def test_lengths_that_differ_by_more_than_5_percent_are_flagged(prompt: int, tokens: int, nominal: bool) -> None:
+    """The first request asks for 20 tokens after 100; the second one did not finish, so its lengths are ignored."""
 
     def request(number: int, length: int, output: int) -> ServeRequest:
         return ServeRequest(number=number, prompt=np.zeros(length, np.int32), output_tokens=output, arrival_s=0.0)
 
     asked = [request(0, 100, 20), request(1, 100, 20)]
-    came = [
+    samples = [
         Sample(request(0, prompt, tokens), 0.0, token_s=[1.0] * tokens),
         Sample(request(1, 500, 20), 0.0, token_s=[1.0]),
     ]
-    assert _has_other_lengths(came, asked) is nominal
+    assert _has_other_lengths(samples, asked) is nominal
 
 
-def test_a_load_that_is_ended_before_it_began_took_no_time() -> None:
+def test_load_cancelled_before_its_start_has_zero_duration() -> None:
     async def main() -> Run:
         load = Run(SimpleNamespace(ages_s=[]), [], LoadOptions(clients=1))  # type: ignore[arg-type]
         with contextlib.suppress(TimeoutError):
@@ -156,8 +156,8 @@ def test_a_load_that_is_ended_before_it_began_took_no_time() -> None:
     assert asyncio.run(main()).pace.wall_s == 0.0
 
 
-def test_a_load_took_the_time_from_its_start_to_its_end() -> None:
-    """No more than has passed for who looks at the same clock."""
+def test_duration_of_a_load_is_measured_from_its_start() -> None:
+    """The start is 2 s in the past, so the duration is 2 s plus the time that the call takes."""
 
     async def main() -> Run:
         load = Run(SimpleNamespace(ages_s=[]), [], LoadOptions(clients=1))  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def test_a_load_took_the_time_from_its_start_to_its_end() -> None:
     assert 2.0 <= took <= time.perf_counter() - began + 2.0
 
 
-def test_what_ended_is_said_of_each_point_with_its_figures_or_its_reason(
+def test_progress_events_have_the_summary_or_the_failure_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = serve_record_builder.run()[0]
@@ -188,8 +188,8 @@ def test_what_ended_is_said_of_each_point_with_its_figures_or_its_reason(
     assert [r.outcome for r in read_records(tmp_path)] == ["ok", "failed", "failed"]
 
 
-def test_of_all_that_a_server_refused_the_last_is_told() -> None:
-    """What was asked last is the plainest request there is; then the other endpoint is tried."""
+def test_error_quotes_the_last_refused_trial_request() -> None:
+    """The last trial has the fewest fields; one more request tries the other endpoint."""
 
     class Refuses:
         target = Target.from_url("http://127.0.0.1:9")
@@ -208,23 +208,27 @@ def test_of_all_that_a_server_refused_the_last_is_told() -> None:
     )
 
 
-def asked(answers: dict[str, object]) -> info.ServerInfo:
-    """What a server is that answers these paths; a number is a status, text as it is, all else as JSON."""
+def fetch_fake_info(answers: dict[str, object]) -> info.ServerInfo:
+    """Return the info of a server with these answers per path: a status, a text, or JSON."""
 
-    class Asked:
+    class FakeClient:
         target = Target.from_url("http://127.0.0.1:9")
 
         async def get(self, path: str, *_: float) -> SimpleNamespace:
-            said = answers.get(path, 404)
-            if isinstance(said, RequestError):
-                raise said
-            status = said if isinstance(said, int) else 200
+            answer = answers.get(path, 404)
+            if isinstance(answer, RequestError):
+                raise answer
+            status = answer if isinstance(answer, int) else 200
             data = (
-                b"" if isinstance(said, int) else said.encode() if isinstance(said, str) else msgspec.json.encode(said)
+                b""
+                if isinstance(answer, int)
+                else answer.encode()
+                if isinstance(answer, str)
+                else msgspec.json.encode(answer)
             )
             return SimpleNamespace(status=status, headers={}, data=data)
 
-    return asyncio.run(info.fetch_info(Asked()))  # type: ignore[arg-type]
+    return asyncio.run(info.fetch_info(FakeClient()))  # type: ignore[arg-type]
 
 
 def capacity(found: info.ServerInfo) -> int | None:
@@ -235,32 +239,34 @@ def capacity(found: info.ServerInfo) -> int | None:
 CARDS = {"data": [{"id": "v3", "max_model_len": 4096}]}
 
 
-def test_a_server_is_what_it_says_of_itself() -> None:
-    """vLLM by /version and metrics of its replicas; SGLang by what it serves; else one of OpenAI's API."""
+def test_engine_version_and_kv_capacity_are_detected() -> None:
+    """vLLM is detected by /version and /metrics, SGLang by its info endpoint, and any other server is "openai"."""
     metrics = "\n".join(
         f'vllm:cache_config_info{{block_size="16",cache_dtype="fp8",engine="{n}",num_gpu_blocks="200"}} 1.0'
         for n in (0, 1)
     )
-    vllm = asked({"/v1/models": CARDS, "/version": {"version": "0.32.0"}, "/metrics": metrics})
+    vllm = fetch_fake_info({"/v1/models": CARDS, "/version": {"version": "0.32.0"}, "/metrics": metrics})
     assert (vllm.engine, vllm.version, capacity(vllm)) == ("vllm", "0.32.0", 3200)
     assert vllm.facts == {"cache_dtype": "fp8", "block_size": "16"}
     assert vllm.find_model(None).max_model_len == 4096
     (path,) = info.SGLANG_INFO[:1]
     states = [{"max_total_num_tokens": 5000}]
-    sglang = asked({"/v1/models": CARDS, path: {"version": "0.5", "internal_states": states, "model_path": "/v3"}})
+    sglang = fetch_fake_info(
+        {"/v1/models": CARDS, path: {"version": "0.5", "internal_states": states, "model_path": "/v3"}}
+    )
     assert (sglang.engine, sglang.version, capacity(sglang)) == ("sglang", "0.5", 5000)
-    own = asked({"/v1/models": CARDS, path: {"max_total_num_tokens": 7000, "internal_states": states}})
+    own = fetch_fake_info({"/v1/models": CARDS, path: {"max_total_num_tokens": 7000, "internal_states": states}})
     assert (capacity(own), own.version) == (5000, "")
-    odd = asked(
+    odd = fetch_fake_info(
         {"/v1/models": CARDS, path: {"max_total_num_tokens": True, "internal_states": []}, "/version": {"version": 5}}
     )
     assert (odd.engine, capacity(odd)) == ("sglang", None)
-    plain = asked({"/v1/models": CARDS, "/version": "[1", "/metrics": RequestError("closed", "gone")})
+    plain = fetch_fake_info({"/v1/models": CARDS, "/version": "[1", "/metrics": RequestError("closed", "gone")})
     assert (plain.engine, plain.version, capacity(plain), plain.facts) == ("openai", "", None, {})
 
 
 @pytest.mark.parametrize(
-    ("models", "name", "said"),
+    ("models", "name", "message"),
     [
         ([], None, "the server names no model; say with --model which is meant."),
         (["a", "b"], None, "the server serves a and b; say with --model"),
@@ -270,37 +276,37 @@ def test_a_server_is_what_it_says_of_itself() -> None:
         ([], "c", None),
     ],
 )
-def test_a_model_is_the_one_that_is_named_or_the_only_one(
-    models: list[str], name: str | None, said: str | None
+def test_find_model_returns_the_named_or_the_only_model(
+    models: list[str], name: str | None, message: str | None
 ) -> None:
-    """A server without /v1/models takes any name."""
-    served = asked({"/v1/models": {"data": [{"id": one} for one in models]} if models else 404})
-    if said:
-        with pytest.raises(UsageError, match=re.escape(said)):
+    """A server without /v1/models accepts any name."""
+    served = fetch_fake_info({"/v1/models": {"data": [{"id": one} for one in models]} if models else 404})
+    if message:
+        with pytest.raises(UsageError, match=re.escape(message)):
             served.find_model(name)
     else:
         assert served.find_model(name).id == (name or models[0])
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (401, "HTTP 401: no message. Put its API key into the environment variable that --api-key-env names"),
         (500, "cannot be measured: the server answered HTTP 500"),
         (RequestError("refused", "nobody listens."), "cannot be measured: nobody listens."),
     ],
 )
-def test_a_server_that_cannot_be_asked_is_a_sentence(answer: object, said: str) -> None:
-    with pytest.raises(WorkerError, match=re.escape(said)):
-        asked({"/v1/models": answer})
+def test_unusable_server_raises_worker_error(answer: object, message: str) -> None:
+    with pytest.raises(WorkerError, match=re.escape(message)):
+        fetch_fake_info({"/v1/models": answer})
 
 
 class TestTokenizer:
-    """Words that are tokens, as a model's tokenizer would have them."""
+    """Each word is one token."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        """A tokenizer of 100 words, of which "w7" is token 7."""
+        """Write a tokenizer of 100 words, in which "w7" is token 7."""
         import tokenizers
 
         made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(100)}, "w0"))
@@ -308,24 +314,24 @@ class TestTokenizer:
         made.save(str(tmp_path / "tokenizer.json"))
         return tmp_path
 
-    def test_a_prompt_is_text_of_as_many_tokens(self, folder: Path) -> None:
-        """Less what a chat template adds; one at least."""
+    def test_prompt_text_has_the_requested_number_of_tokens(self, folder: Path) -> None:
+        """Tokens of the chat template are subtracted, and at least one token remains."""
         for place in (folder, folder / "tokenizer.json"):
-            of = Tokenized(place)
-            assert of.vocab == 100
-            assert of(np.array([5, 7, 9])) == "w5 w7 w9"
+            tokenized = Tokenized(place)
+            assert tokenized.vocab == 100
+            assert tokenized(np.array([5, 7, 9])) == "w5 w7 w9"
         assert Tokenized(folder, fixed=2.0)(np.array([5, 7, 9])) == "w5"
         assert Tokenized(folder, fixed=9.0)(np.array([5, 7, 9])) == "w5"
 
-    def test_text_that_makes_other_tokens_is_cut_or_prolonged(
+    def test_text_with_other_token_count_is_cut_or_extended(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Ids that decode to nothing leave too few: the prompt's own are put behind."""
-        of = Tokenized(folder)
-        real = of._tokenizer
+        """Ids that decode to no text leave too few tokens, so ids of the prompt are appended."""
+        tokenized = Tokenized(folder)
+        real = tokenized._tokenizer
 
         class Drops:
-            """Leaves out token 5 wherever it stands."""
+            """Drop token 5 from decoded text."""
 
             def decode(self, ids: list[int], **_: object) -> str:
                 return " ".join(f"w{n}" for n in ids if n != 5)
@@ -333,17 +339,17 @@ class TestTokenizer:
             def encode(self, text: str, **options: bool) -> object:
                 return real.encode(text, **options)
 
-        monkeypatch.setattr(of, "_tokenizer", Drops())
+        monkeypatch.setattr(tokenized, "_tokenizer", Drops())
         for ids in ([7, 5, 9, 7], [5, 7, 9, 7], [5, 5, 9]):
-            assert len(of(np.array(ids)).split()) == len(ids), "also where the first one is nothing"
+            assert len(tokenized(np.array(ids)).split()) == len(ids), "also if the first id decodes to no text"
 
-    def test_what_is_no_tokenizer_is_a_sentence(self, tmp_path: Path) -> None:
+    def test_missing_tokenizer_raises_usage_error(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"no tokenizer could be read from tokenizer\.json .*; name the folder"):
             Tokenized(tmp_path)
 
 
-def test_words_are_as_many_as_the_server_counts_tokens() -> None:
-    """1.5 tokens a word and 4 beside: of 100 tokens 64 words; one at least."""
+def test_number_of_words_follows_the_fitted_token_count() -> None:
+    """100 tokens at 1.5 tokens per word plus 4 need 64 words; there is at least one word."""
     words = Words(1.5, 4.0)
     assert len(words(np.arange(100)).split()) == 64
     assert len(words(np.arange(3)).split()) == 1
@@ -351,8 +357,8 @@ def test_words_are_as_many_as_the_server_counts_tokens() -> None:
 
 
 @pytest.mark.parametrize(("ended", "asked", "counted"), [(True, 20, 3), (False, 20, 20), (False, 3, 4), (False, 2, 4)])
-def test_a_request_that_was_cut_off_had_more_to_say_than_it_said(ended: bool, asked: int, counted: int) -> None:
-    """Of three tokens that came; one that finished said what it had to."""
+def test_output_length_of_a_cut_off_request_exceeds_its_tokens(ended: bool, asked: int, counted: int) -> None:
+    """Three tokens arrived; only a finished request has an output length of three."""
     request = ServeRequest(number=0, prompt=np.arange(5), output_tokens=asked)
     sent = SimpleNamespace(run=SimpleNamespace(start_s=10.0), requests=[request])
     answer = SimpleNamespace(chunk_s=[11.0, 12.0, 13.0], list_chunk_tokens=lambda: [1, 1, 1], tokens=[], usage=None)
@@ -362,8 +368,8 @@ def test_a_request_that_was_cut_off_had_more_to_say_than_it_said(ended: bool, as
 
 
 @pytest.mark.parametrize(("ids", "kept"), [([7, 8, 9], [7, 8, 9]), ([7, 8], []), ([], [])])
-def test_ids_of_tokens_are_kept_where_all_are_told(ids: list[int], kept: list[int]) -> None:
-    """With the tokens of each chunk where some brought several, and how long the server counted the prompt."""
+def test_token_ids_are_kept_only_if_all_are_known(ids: list[int], kept: list[int]) -> None:
+    """The sample also has the tokens per chunk and the prompt length that the server counted."""
     request = ServeRequest(number=0, prompt=np.arange(5), output_tokens=3, session=4, turn=2, arrival_s=0.5)
     sent = SimpleNamespace(run=SimpleNamespace(start_s=10.0), requests=[request])
     usage = SimpleNamespace(prompt_tokens=6, cached_tokens=2)
@@ -372,5 +378,11 @@ def test_ids_of_tokens_are_kept_where_all_are_told(ids: list[int], kept: list[in
     sample = measure._make_sample(outcome, sent, together=False)  # type: ignore[arg-type]
     assert (sample.tokens, sample.chunk_tokens, sample.token_s) == (kept, [1, 2], [1.0, 2.0, 3.0])
     assert (sample.submitted_s, sample.failed, sample.cached_tokens) == (0.5, "gone.", 2)
-    of = sample.request
-    assert (len(of.prompt), of.output_tokens, of.session, of.turn, of.arrival_s) == (6, 4, 4, 2, 0.5)
+    request_of_sample = sample.request
+    assert (
+        len(request_of_sample.prompt),
+        request_of_sample.output_tokens,
+        request_of_sample.session,
+        request_of_sample.turn,
+        request_of_sample.arrival_s,
+    ) == (6, 4, 4, 2, 0.5)

@@ -1,4 +1,4 @@
-"""`syncs serve`: a running server is profiled, its ranks' traces are scanned, and nothing is called clean that was not read."""
+"""Test `syncs serve`: a running server is profiled and the traces of all ranks are scanned."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Asked = tuple[int, str, str]
 def scanned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Asked]:
-    """What the command says of a server with these flags."""
+    """Return a function that runs the command against a server with these flags."""
 
     def run(flags: str, *words: str, enabled: bool = True) -> Asked:
         folder = tmp_path / "traces"
@@ -46,8 +46,8 @@ def scanned(
     return run
 
 
-def test_the_traces_of_all_ranks_are_scanned_and_older_files_are_not(scanned: Callable[..., Asked]) -> None:
-    """Its waits are findings; what both ranks wrote alike is read once."""
+def test_traces_of_all_ranks_are_scanned_without_older_files(scanned: Callable[..., Asked]) -> None:
+    """Waits of the server are findings, and a file that both ranks wrote is read once."""
     code, out, err = scanned(f"--trace {TRACE} -tp 2", "--format", "json")
     assert code == 1, err
     report = json.loads(out)
@@ -56,7 +56,7 @@ def test_the_traces_of_all_ranks_are_scanned_and_older_files_are_not(scanned: Ca
     assert "of-yesterday" not in out + err
 
 
-def test_the_folder_of_traces_is_made_with_its_parents(
+def test_trace_folder_is_created_with_its_parents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "made" / "traces"
@@ -67,14 +67,14 @@ def test_the_folder_of_traces_is_made_with_its_parents(
     assert list(folder.glob("*.json*"))
 
 
-def test_the_gate_is_scans_own(scanned: Callable[..., Asked]) -> None:
-    """What is allowed passes."""
+def test_limits_of_scan_apply(scanned: Callable[..., Asked]) -> None:
+    """Allowed waits pass."""
     code, _, err = scanned(f"--trace {TRACE}", "--max-per-step", "1000000")
     assert code == 0, err
 
 
-def test_a_rank_that_wrote_no_trace_is_missing(scanned: Callable[..., Asked], tmp_path: Path) -> None:
-    """The only trace is that of rank 0 of two and holds no wait, which says nothing about rank 1."""
+def test_rank_without_a_trace_is_reported(scanned: Callable[..., Asked], tmp_path: Path) -> None:
+    """The only trace is that of rank 0 of two; it has no wait, which proves nothing about rank 1."""
     program = Program()
     for step in range(3):
         with program.range(f"ProfilerStep#{step}"):
@@ -85,24 +85,24 @@ def test_a_rank_that_wrote_no_trace_is_missing(scanned: Callable[..., Asked], tm
     assert "No trace of rank 1 of 2 was read" in err
 
 
-def test_a_server_that_does_not_profile_is_told_how_it_would(scanned: Callable[..., Asked]) -> None:
-    """404 of /start_profile."""
+def test_server_without_profiler_raises_an_error_with_the_flags(scanned: Callable[..., Asked]) -> None:
+    """The server answers /start_profile with 404."""
     code, _, err = scanned("", enabled=False)
     assert code
     assert "It does not profile; start vLLM with --profiler-config" in err
     assert "SGLANG_TORCH_PROFILER_DIR" in err
 
 
-def test_no_trace_is_never_clean(scanned: Callable[..., Asked]) -> None:
-    """The server writes elsewhere."""
+def test_missing_trace_is_an_error(scanned: Callable[..., Asked]) -> None:
+    """The server writes its traces to another folder."""
     code, _, err = scanned("", "--wait", "0.5")
     assert code
     assert "no trace came into" in err
     assert "within 0.5 s (--wait)" in err
 
 
-def test_a_trace_without_a_gpu_is_never_clean(scanned: Callable[..., Asked], tmp_path: Path) -> None:
-    """Of an engine on a CPU."""
+def test_trace_without_gpu_events_is_an_error(scanned: Callable[..., Asked], tmp_path: Path) -> None:
+    """The trace is that of an engine on a CPU."""
     trace = tmp_path / "cpu.json"
     trace.write_text(
         json.dumps(
@@ -114,7 +114,7 @@ def test_a_trace_without_a_gpu_is_never_clean(scanned: Callable[..., Asked], tmp
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "--url is missing"),
         (["--url", "http://127.0.0.1:9"], "--traces is missing"),
@@ -123,20 +123,21 @@ def test_a_trace_without_a_gpu_is_never_clean(scanned: Callable[..., Asked], tmp
         (["--url", "http://127.0.0.1:9", "--traces", ".", "--format", "pdf"], "pdf"),
     ],
 )
-def test_mistakes_are_sentences(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything is sent."""
+def test_invalid_options_are_refused_before_any_request(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["syncs", "serve", *words])
     assert end.value.code
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
 
 
-def test_a_point_of_a_server_says_where_it_waits(
+def test_served_point_has_the_waits_of_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its profiler writes the traces after the load, into a folder that the command makes with its parents."""
+    """The profiler writes traces after the load into a folder that the command creates with its parents."""
     folder = tmp_path / "traces" / "of a server"
     monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", str(folder))
     load = [
@@ -167,10 +168,8 @@ def test_a_point_of_a_server_says_where_it_waits(
     assert "Where the host waited" in (tmp_path / "run" / "report" / "report.html").read_text()
 
 
-def test_a_point_whose_server_does_not_profile_keeps_its_times_and_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not measured is null, and said."""
+def test_point_of_a_server_without_profiler_keeps_its_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Waits are null because they were not measured, and the record states why."""
     load = [
         "--device",
         "cpu",
@@ -195,10 +194,10 @@ def test_a_point_whose_server_does_not_profile_keeps_its_times_and_says_why(
     assert "It does not profile; start vLLM with" in record.server.facts["not_profiled"]
 
 
-def test_an_interrupt_after_the_last_request_keeps_the_point(
+def test_interrupt_after_the_last_request_keeps_the_point(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while the server is profiled ends the command and costs no request."""
+    """Ctrl-C while the server is profiled ends the command without loss of a request."""
 
     async def interrupt(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -229,8 +228,8 @@ def test_an_interrupt_after_the_last_request_keeps_the_point(
     assert record.server.facts["not_profiled"] == "interrupted after all requests had ended"
 
 
-def test_traces_without_a_gpu_are_no_count_of_waits(tmp_path: Path) -> None:
-    """Of an engine on a CPU."""
+def test_waits_are_unknown_without_gpu_events(tmp_path: Path) -> None:
+    """The trace is that of an engine on a CPU."""
     trace = tmp_path / "cpu.json"
     trace.write_text(
         json.dumps(

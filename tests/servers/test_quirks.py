@@ -1,4 +1,4 @@
-"""Streams with quirks (quirks.py): what is measured is what the server noted about its own streams."""
+"""Test streams with quirks (quirks.py): measurements agree with what the server recorded about its streams."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 QUIRKS = Path(__file__).with_name("quirks.py")
 REQUESTS, TOKENS = 9, 24
-NEAR_MS, NEAR_ITL_MS, NEAR_SHARE = 80.0, 5.0, 0.25  # between the server and the client
-ATTEMPTS = 8  # loads: other work on the machine delays some of them; a stream that is read wrongly is wrong in each
+NEAR_MS, NEAR_ITL_MS, NEAR_SHARE = 80.0, 5.0, 0.25  # tolerances between server and client
+ATTEMPTS = 8  # loads; other processes delay some of them, whereas a stream that is misread is wrong in each
 BROKEN = {"rst": "closed", "drop": "closed", "abort": "aborted", "busy503": "HTTP 503", "midfin": "cut off"}
 WHOLE = [
     "plain",
@@ -56,18 +56,18 @@ CHATS = ("chatonly", "usage_zero", "delta_usage", "hidden", "reasoning", "tools"
 
 
 class Measured(NamedTuple):
-    """What became of a load, and what the server noted about it."""
+    """Hold the outcomes of a load and the server's records of it."""
 
     outcomes: list[Outcome]
     truth: list[dict[str, Any]]
 
     @property
     def tokens(self) -> int:
-        """Tokens of answers that finished."""
+        """Return the tokens of finished answers."""
         return sum(sum(o.answer.list_chunk_tokens()) for o in self.outcomes if o.error is None and o.answer is not None)
 
     def medians(self) -> tuple[float, float, float]:
-        """TTFT, ITL and E2EL in ms, as the client has them."""
+        """Return the client's TTFT, ITL and E2EL in ms."""
         found = []
         for outcome in self.outcomes:
             if outcome.error is None and outcome.answer is not None:
@@ -78,7 +78,7 @@ class Measured(NamedTuple):
         return statistics.median(ttft), float(np.median(gaps)), statistics.median(e2el)
 
     def true_medians(self) -> tuple[float, float, float]:
-        """TTFT, ITL and E2EL in ms, as the server has them."""
+        """Return the server's TTFT, ITL and E2EL in ms."""
         whole = [one for one in self.truth if one["ok"]]
         times = [
             formulas.RequestTimes(one["t0"], formulas.compute_token_times(one["sent"], one["tokens"])) for one in whole
@@ -131,7 +131,7 @@ def measure(
 
 
 def check_load(url: str, endpoint: str = "completions") -> None:
-    """Hold the client's tokens and medians against the server's; of several loads one has to be near in its times."""
+    """Compare the client's tokens and medians with the server's; one of several loads must be close in its times."""
     near = (NEAR_MS, NEAR_ITL_MS, NEAR_MS)
     tried = []
     for _ in range(ATTEMPTS):
@@ -147,37 +147,37 @@ def check_load(url: str, endpoint: str = "completions") -> None:
 
 @pytest.mark.parametrize("quirk", WHOLE)
 @pytest.mark.sample(3)
-def test_times_and_tokens_are_those_of_the_server(quirk: str, address: str) -> None:
-    """9 requests of 24 tokens, whichever way the server counts them."""
+def test_times_and_tokens_of_completions_agree_with_the_server(quirk: str, address: str) -> None:
+    """9 requests of 24 tokens are measured with each way in which servers count tokens."""
     check_load(f"{address}/{quirk}")
 
 
 @pytest.mark.parametrize("quirk", CHATS)
 @pytest.mark.sample(3)
-def test_times_and_tokens_of_chats_are_those_of_the_server(quirk: str, address: str) -> None:
+def test_times_and_tokens_of_chats_agree_with_the_server(quirk: str, address: str) -> None:
     check_load(f"{address}/{quirk}", endpoint="chat")
 
 
 @pytest.mark.parametrize("quirk", BROKEN)
 @pytest.mark.sample(2)
-def test_a_request_that_the_server_breaks_is_counted_once(quirk: str, address: str) -> None:
-    """3 of 9 on connections that were kept, and the server saw no request twice."""
+def test_request_broken_by_the_server_is_counted_once(quirk: str, address: str) -> None:
+    """3 of 9 requests fail on kept connections, and the server gets no request twice."""
     found = measure(f"{address}/{quirk}", clients=3)
     assert [o.error.kind for o in found.outcomes if o.error is not None] == [BROKEN[quirk]] * 3
     assert len(found.truth) == REQUESTS
     assert found.tokens == 6 * TOKENS
 
 
-def test_a_prompt_of_200000_tokens_is_measured(address: str) -> None:
-    """A server that is asked for ids repeats those of the prompt, 1.3 MB in the event of the first token."""
+def test_prompt_of_200000_tokens_is_measured(address: str) -> None:
+    """A server that returns ids echoes those of the prompt, 1.3 MB in the event of the first token."""
     found = measure(f"{address}/promptids", prompt_tokens=200_000)
     assert [o.error for o in found.outcomes] == [None] * REQUESTS
     assert not any(one["body"].get("return_token_ids") for one in found.truth)
     assert found.tokens == REQUESTS * TOKENS
 
 
-def test_a_server_that_still_loads_is_asked_again(address: str) -> None:
-    """It sends the first two requests away, which are the short ones."""
+def test_server_that_is_still_loading_is_retried(address: str) -> None:
+    """The server refuses its first two requests, which are the trial requests."""
     with pytest.raises(
         WorkerError, match=r"HTTP 503: model is loading\. Wait until it is ready, or add --client retries=5"
     ):
@@ -192,13 +192,13 @@ def test_a_server_that_still_loads_is_asked_again(address: str) -> None:
         ("gzip", r"is compressed \(Content-Encoding: gzip\)"),
     ],
 )
-def test_a_server_that_cannot_be_measured_is_a_sentence(quirk: str, message: str, address: str) -> None:
+def test_server_that_cannot_be_measured_has_an_error_message(quirk: str, message: str, address: str) -> None:
     with pytest.raises(WorkerError, match=message):
         measure(f"{address}/{quirk}")
 
 
-def test_usage_beyond_what_was_asked_is_a_failed_request(address: str) -> None:
-    """It counts 48 tokens of 24."""
+def test_usage_beyond_the_request_is_a_failed_request(address: str) -> None:
+    """The server counts 48 tokens although 24 were requested."""
     found = measure(f"{address}/usage_wrong")
     errors = [o.error for o in found.outcomes]
     assert all(isinstance(error, RequestError) and error.bad is not None for error in errors)

@@ -1,4 +1,4 @@
-"""Files of requests on the wire: a server counts when each request comes, and what the prompts have in common."""
+"""Test request files over HTTP: a server records when each request arrives and what the prompts have in common."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A file, and what its requests are."""
+    """Describe a file and its requests."""
 
     text: str
     arrivals: list[float]  # s after the first request
     prompts: list[int]  # tokens
     answers: list[int]
-    shared: list[int]  # tokens that a prompt has in common with the one before, at its beginning
-    share: float | None  # of prompt tokens that were in earlier prompts
+    shared: list[int]  # common prefix with the previous prompt, in tokens
+    share: float | None  # share of prompt tokens that were in earlier prompts
     reading: str
     option: str = "{path}"
 
@@ -59,7 +59,7 @@ def qwen(chat: int, parent: int, timestamp: float, tokens: int, hashes: list[int
     return more | mooncake(timestamp, tokens, hashes)
 
 
-FULL = list(range(116))  # blocks of 512 tokens that two prompts of 64 k have in common: 59,392 of 65,536 are 90.6 %
+FULL = list(range(116))  # common blocks of 512 tokens of two 64k prompts: 59,392 of 65,536 tokens are 90.6 %
 CASES = {
     "mooncake": Case(
         lines(mooncake(27_482, 1_100, [1, 2, 3]), mooncake(27_582, 1_300, [1, 2, 4]), mooncake(27_732, 600, [1, 9])),
@@ -157,7 +157,10 @@ def read(tmp_path: Path, text: str, option: str = "{path}", **given: Any) -> Ser
 
 
 def send(spec: ServerSpec, clients: int | None = None, gap_ms: float = 1.0) -> tuple[list[Sent], Run]:
-    """What a server was sent for the first load, and the run, both by the number of the request: on a busy machine requests may come in another order."""
+    """Return the requests that a server got for the first load, and the run, both by request number.
+
+    On a busy machine requests may arrive in another order.
+    """
 
     async def main() -> tuple[list[Sent], Run]:
         async with Running(Script(gap_ms=gap_ms)) as running:
@@ -185,8 +188,8 @@ def get_load(spec: ServerSpec) -> Load:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_server_gets_each_request_at_its_time_with_its_prefix(name: str, tmp_path: Path) -> None:
-    """Due times are exact; no request comes before its own, so that no time can have been read in another unit."""
+def test_each_request_arrives_on_time_with_its_prefix(name: str, tmp_path: Path) -> None:
+    """Due times are exact and no request is early, so no timestamp can have been read in another unit."""
     case = CASES[name]
     spec = read(tmp_path, case.text, case.option)
     sent, run = send(spec)
@@ -204,7 +207,7 @@ def test_a_server_gets_each_request_at_its_time_with_its_prefix(name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_replay_serves_the_same_requests_at_the_same_times(name: str, tmp_path: Path) -> None:
+def test_replay_serves_the_same_requests_at_the_same_times(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     spec = read(tmp_path, case.text, case.option, mode="replay")
     requests = make_requests(get_load(spec), 10_000, tmp_path / "requests.data")
@@ -218,7 +221,7 @@ def test_a_replay_serves_the_same_requests_at_the_same_times(name: str, tmp_path
 
 
 class TestSessions:
-    """Turns of AIPerf's sessions: 40 → 40 + 3 + 10 → 53 + 4 + 7 tokens, and 30 → 30 + 2 + 5."""
+    """Test turns of AIPerf's sessions: 40 → 40 + 3 + 10 → 53 + 4 + 7 tokens, and 30 → 30 + 2 + 5."""
 
     def test_turns_follow_their_answers_after_their_delays(self, tmp_path: Path) -> None:
         spec = read(tmp_path, SESSIONS)
@@ -235,8 +238,8 @@ class TestSessions:
             assert outcomes[after].submitted_s >= outcomes[before].answer.chunk_s[-1] + delay
         assert starts[4] >= 0.4 - 1e-9
 
-    def test_a_replay_waits_exactly_as_long(self, tmp_path: Path) -> None:
-        """With steps of 1 ms each turn is due its delay after the last token of the one before, or at its own time."""
+    def test_replay_has_exactly_the_same_delays(self, tmp_path: Path) -> None:
+        """With steps of 1 ms each turn is due its delay after the last token of the previous turn, or at its time."""
         spec = read(tmp_path, SESSIONS, mode="replay")
         load = get_load(spec)
         requests = make_requests(load, 10_000, tmp_path / "requests.data")
@@ -253,20 +256,20 @@ class TestSessions:
         assert load.trace_facts.sessions == 2
         assert load.trace_facts.prefix_share == pytest.approx((43 + 57 + 32) / (40 + 53 + 64 + 30 + 37))
 
-    def test_clients_of_a_closed_loop_have_a_session_each(self, tmp_path: Path) -> None:
+    def test_each_client_of_a_closed_loop_has_its_own_session(self, tmp_path: Path) -> None:
         sent, run = send(read(tmp_path, SESSIONS, concurrency="1"), clients=1)
         assert [o.call.number for o in run.outcomes] == [0, 1, 2, 3, 4]
         assert [len(s.body["prompt"]) for s in sent] == [40, 53, 64, 30, 37]
 
 
 class TestAgents:
-    """Sessions as agents make them: 90 of 100 tokens of a first prompt are the same for all, and turns branch."""
+    """Test agent sessions: 90 of 100 tokens of a first prompt are common to all, and turns branch."""
 
     def spec(self, **changes: Any) -> ServerSpec:
         given = {"turns": "6", "input_tokens": "10", "turn_tokens": "5", "output_tokens": "3", "system_tokens": 90}
         return make_server_spec(given | {"num_requests": 24, "concurrency": "2", "branch": 0.5} | changes, cpu=True)
 
-    def test_prompts_are_a_tree_of_the_servers_own_answers(self) -> None:
+    def test_prompts_form_a_tree_with_the_answers_of_the_server(self) -> None:
         spec = self.spec()
         sent, run = send(spec, clients=2)
         plain = {r.number: r for r in make_requests(get_load(spec), 10_000)}
@@ -285,7 +288,7 @@ class TestAgents:
         assert {len(first) for first in firsts} == {100}
         assert {count_common(firsts[0], first) for first in firsts[1:]} == {90}
 
-    def test_gaps_of_tools_pass_between_an_answer_and_the_next_turn(self) -> None:
+    def test_tool_delays_separate_an_answer_and_the_next_turn(self) -> None:
         spec = self.spec(num_requests=12, think_time="uniform:0.01-0.06")
         _, run = send(spec, clients=2)
         delays = {r.number: r.delay_s for r in make_requests(get_load(spec), 10_000)}

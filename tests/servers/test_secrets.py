@@ -1,4 +1,4 @@
-"""A planted key is found in no byte of any output: run folder, stdout, stderr, process titles, logs, over all error paths."""
+"""Test that a planted key is in no output (run folder, stdout, stderr, process titles, logs) on any error path."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 KEY = "sk-Planted0123456789abcdefghijKLM"
-PIECES = [KEY[i : i + 10].encode() for i in range(len(KEY) - 9)]  # what is left of a key that is cut is nearly a key
+PIECES = [KEY[i : i + 10].encode() for i in range(len(KEY) - 9)]  # a truncated key is nearly a key
 LOAD = ["--device", "cpu", "--tp", "1", "--concurrency", "2", "--num-requests", "4", "--input-tokens", "20"]
 LOAD += ["--output-tokens", "4", "--client", "warm-up=0"]
 ONE = ["--client", "processes=1"]
-LONG = "x" * 275 + " "  # behind it a key lies across the place where a message is cut
+LONG = "x" * 275 + " "  # after this text a message is truncated within the key
 
 
 class Echo(FakeServer):
-    """A server that repeats the key that it was asked with, in a way of its own."""
+    """Server that echoes the key of a request in one of several ways."""
 
     def __init__(self, mode: str) -> None:
         super().__init__(Script(gap_ms=1.0), Model(engine="sglang" if mode == "facts of SGLang" else "vllm"))
@@ -104,7 +104,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class Seen:
-    """What a command leaves: its output, its files, and the titles of the processes below this one."""
+    """Collect what a command leaves: output, files, and titles of the processes below this one."""
 
     def __init__(self, capfd: pytest.CaptureFixture[str], folder: Path) -> None:
         self._capfd, self._folder = capfd, folder
@@ -121,7 +121,7 @@ class Seen:
         return int(end.value.code or 0)
 
     def check(self, *, titles: bool = True) -> None:
-        """Fail where a piece of the key is found."""
+        """Fail if a piece of the key is found."""
         assert "Traceback" not in self.output
         places = {"output": self.output.encode()} | ({"titles": b"\n".join(self.titles)} if titles else {})
         for path in self._folder.rglob("*"):
@@ -168,8 +168,8 @@ def seen(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Seen:
 
 @pytest.mark.parametrize("mode", [*OF_ITSELF, *ANSWERS, *LATER])
 @pytest.mark.sample(4)
-def test_what_a_measured_server_repeats_is_nowhere(mode: str, seen: Seen) -> None:
-    """Before the load, as an answer to all requests, or to all but those that try out how it is asked."""
+def test_key_echoed_by_a_measured_server_is_redacted(mode: str, seen: Seen) -> None:
+    """The server echoes it before the load, in answers to all requests, or to all except trial requests."""
     with in_thread(Echo(mode)) as url:
         seen.run("server", "--url", url, *LOAD, *ONE, "-o", "run")
     if Path("run/records.jsonl").exists():
@@ -179,7 +179,7 @@ def test_what_a_measured_server_repeats_is_nowhere(mode: str, seen: Seen) -> Non
 
 
 @pytest.mark.parametrize("mode", ["later 401", "later no JSON in the stream"])
-def test_processes_of_the_client_redact_before_they_cut(mode: str, seen: Seen) -> None:
+def test_client_processes_redact_before_they_truncate(mode: str, seen: Seen) -> None:
     with in_thread(Echo(mode)) as url:
         assert seen.run("server", "--url", url, *LOAD, "--client", "processes=2", "-o", "run") == 4
     (record,) = read_records(Path("run"))
@@ -190,7 +190,7 @@ def test_processes_of_the_client_redact_before_they_cut(mode: str, seen: Seen) -
 @pytest.mark.parametrize(
     "mode", ["models", "401", "redirect", "error in the stream", "no JSON in the stream", "its text"]
 )
-def test_what_compared_servers_repeat_is_nowhere(mode: str, seen: Seen) -> None:
+def test_key_echoed_by_compared_servers_is_redacted(mode: str, seen: Seen) -> None:
     with in_thread(Echo(mode)) as url:
         seen.run("verify", "--url", url, "--url", url, "--context", "16", "-o", "answers")
         seen.run("verify", "--url", url, "--context", "16", "--json")
@@ -198,7 +198,7 @@ def test_what_compared_servers_repeat_is_nowhere(mode: str, seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("mode", ["models", "401", "profiler"])
-def test_what_a_profiled_server_repeats_is_nowhere(mode: str, seen: Seen) -> None:
+def test_key_echoed_by_a_profiled_server_is_redacted(mode: str, seen: Seen) -> None:
     Path("traces").mkdir()
     with in_thread(Echo(mode)) as url:
         seen.run("syncs", "serve", "--url", url, "--traces", "traces", "--wait", "1")
@@ -216,7 +216,7 @@ def test_what_a_profiled_server_repeats_is_nowhere(mode: str, seen: Seen) -> Non
     ],
     ids=["query", "password", "another scheme", "fragment"],
 )
-def test_a_key_in_an_address_is_nowhere(url: str, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_in_an_address_is_redacted(url: str, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY")
     assert seen.run("server", "--url", url, *LOAD, "-o", "run") == 2
     assert seen.run("verify", "--url", url) == 2
@@ -227,17 +227,18 @@ def test_a_key_in_an_address_is_nowhere(url: str, seen: Seen, monkeypatch: pytes
 FAKE = f"{sys.executable} -m tests.servers.fake_server --port {{port}} --api-key {KEY}"
 
 
-def test_a_key_of_a_server_that_is_started_is_only_in_its_own_title(
-    seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server prints its flags, and fails its requests: the client asks without a key. Then again, and as a dry run."""
+def test_key_of_a_started_server_is_only_in_its_own_process_title(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server prints its flags, and fails requests because the client has no key.
+
+    The command runs again, and as a dry run.
+    """
     monkeypatch.delenv("OPENAI_API_KEY")
     command = ["server", "--serve-cmd", f"{FAKE} --children {KEY}", "--model", "m", *LOAD, *ONE, "-o", "run"]
     seen.run(*command, "--dry-run")
     seen.run(*command, "--dry-run", "--json")
-    assert seen.run(*command) == 4, "argparse refuses the flag, and repeats it"
+    assert seen.run(*command) == 4, "argparse refuses the flag and echoes it"
     (record,) = read_records(Path("run"))
-    assert (Path("run") / record.detail["log"]).is_file(), "the log that a record names is there"
+    assert (Path("run") / record.detail["log"]).is_file(), "the log that the record names exists"
     assert "(API key)" in (Path("run") / record.detail["log"]).read_text()
     before = Path("run/records.jsonl").read_bytes()
     assert seen.run(*command, "--resume") == 4
@@ -246,10 +247,8 @@ def test_a_key_of_a_server_that_is_started_is_only_in_its_own_title(
     assert not [title for title in seen.titles if KEY.encode() in title and b"process_group.py" in title]
 
 
-def test_a_key_that_is_varied_is_in_no_name_and_a_resumed_run_finds_its_points(
-    seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two servers with two keys, of which the client has one: half of the points are measured, and only once."""
+def test_varied_key_is_in_no_name_and_resume_finds_its_points(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has one of the keys of two servers, so half of the points are measured, and only once."""
     other = "".join(reversed(KEY))
     fake = f"{sys.executable} -m tests.servers.fake_server --port {{port}}"
     Path("engine.toml").write_text(f'name = "fake"\ncommand = "{fake}"\n[flags]\napi-key = ["{KEY}", "{other}"]\n')
@@ -272,9 +271,7 @@ def test_a_key_that_is_varied_is_in_no_name_and_a_resumed_run_finds_its_points(
     assert not any(other[i : i + 10] in seen.output for i in range(len(other) - 9))
 
 
-def test_two_variants_with_a_key_leave_it_nowhere_and_can_be_gone_on_with(
-    seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ab_with_keys_redacts_them_and_can_be_resumed(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY")
     both = shlex.join(["--serve-cmd", f"{FAKE} --children {KEY}", "--model", "m", *LOAD, *ONE])
     command = [
@@ -296,8 +293,8 @@ def test_two_variants_with_a_key_leave_it_nowhere_and_can_be_gone_on_with(
     seen.check(titles=False)
 
 
-def test_a_command_with_a_key_is_not_submitted(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its batch script would hold it."""
+def test_command_with_a_key_is_not_submitted(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch script would contain the key."""
     monkeypatch.delenv("OPENAI_API_KEY")
     command = ["server", "--serve-cmd", FAKE, "--model", "m", *LOAD]
     for where in (["slurm"], ["slurm", "--dry-run"], ["k8s", "--image", "i"], ["k8s", "--image", "i", "--dry-run"]):
@@ -307,8 +304,8 @@ def test_a_command_with_a_key_is_not_submitted(seen: Seen, monkeypatch: pytest.M
 
 
 @pytest.mark.long
-def test_a_key_of_the_environment_is_in_no_output_of_any_command(seen: Seen) -> None:
-    """Even where it is typed in the place of a folder, a model or a name."""
+def test_key_in_the_environment_is_redacted_in_all_commands(seen: Seen) -> None:
+    """The key is passed as a folder, a model or a name."""
     for words in (
         ["show", KEY],
         ["report", KEY],
@@ -331,8 +328,8 @@ def test_a_key_of_the_environment_is_in_no_output_of_any_command(seen: Seen) -> 
 
 
 @pytest.mark.parametrize("mode", ["killed while it loads"])
-def test_a_server_that_is_killed_leaves_a_log_without_a_key(mode: str, tmp_path: Path) -> None:
-    """The command is killed, and with it the server: the log is redacted while it is written, not afterwards."""
+def test_log_of_a_killed_server_has_no_key(mode: str, tmp_path: Path) -> None:
+    """The command and its server are killed, so the log must be redacted while it is written."""
     del mode
     program = f"import sys,time; print('key {KEY}', flush=True); time.sleep(60)"
     words = ["server", "--serve-cmd", shlex.join([sys.executable, "-c", program, "{port}", "--api-key", KEY])]

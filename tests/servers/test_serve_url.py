@@ -1,4 +1,4 @@
-"""`server --url`: times of a server that keeps an account of its own, records of what it is, and options that it does not take."""
+"""Test `server --url` against a server with its own log: times, records, and options that do not apply."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ REQUESTS = QUICK[0].requests
 
 
 class Ran:
-    """A run against a server, and the server's account."""
+    """Hold a run against a server and the server's log."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder / "run", folder / "sent.jsonl"
 
     @property
     def record(self) -> Record:
-        """Its only one."""
+        """Return the only record."""
         (record,) = read_run(self.folder).records
         return record
 
 
 def dcpbench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
+    """Run a command and return its exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as end:
         cli.main([*words])
     return int(end.value.code or 0), *capsys.readouterr()
@@ -51,7 +51,7 @@ def dcpbench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str,
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """60 requests of 20 clients, and a key in the environment."""
+    """Measure 60 requests of 20 clients, with a key in the environment."""
     found = Ran(tmp_path_factory.mktemp("served"))
     with pytest.MonkeyPatch.context() as patch, served(QUICK[0].server, found.log) as url:
         patch.setenv("OPENAI_API_KEY", "sk-never-recorded")
@@ -62,21 +62,24 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return found
 
 
-def test_what_it_measures_is_what_the_server_knows(ran: Ran) -> None:
-    """ITL and rates; `python -m tools.client_accuracy` has the bars of an idle machine, this one of a busy one."""
+def test_measured_itl_and_rates_agree_with_the_server_log(ran: Ran) -> None:
+    """The tolerances allow for a busy machine; `python -m tools.client_accuracy` has those of an idle machine."""
     assert ran.record.serve is not None
     rows = read_samples(ran.folder / ran.record.serve.samples_file)
-    found = {what: (true, ours) for what, true, ours, _ in check(QUICK[0], ran.record, truth(ran.log, REQUESTS), rows)}
-    for what in ("ITL p50 ms", "output tok/s"):
-        true, ours = found[what]
-        assert ours == pytest.approx(true, rel=0.1), what
+    found = {
+        metric: (true, measured)
+        for metric, true, measured, _ in check(QUICK[0], ran.record, truth(ran.log, REQUESTS), rows)
+    }
+    for metric in ("ITL p50 ms", "output tok/s"):
+        true, measured = found[metric]
+        assert measured == pytest.approx(true, rel=0.1), metric
     assert found["TTFT p50 ms"][1] >= found["TTFT p50 ms"][0]
     assert len(rows) == REQUESTS
     assert all(len(row.token_s) == 20 for row in rows)
 
 
-def test_a_record_says_whose_it_is_and_how_it_was_asked(ran: Ran) -> None:
-    """And never the key."""
+def test_record_has_its_origin_and_client_settings(ran: Ran) -> None:
+    """The record never contains the key."""
     record = ran.record
     assert record.origin == "engine vllm 0.32.0"
     assert record.point.backend == "vllm"
@@ -97,15 +100,17 @@ def test_a_record_says_whose_it_is_and_how_it_was_asked(ran: Ran) -> None:
     assert "sk-never-recorded" in ran.log.read_text()
 
 
-def test_a_report_shows_it_as_a_server_that_ran(ran: Ran) -> None:
-    """Not as an imported file."""
+def test_report_lists_the_run_as_a_measured_server(ran: Ran) -> None:
+    """The report must not describe it as an imported file."""
     page = (ran.folder / "report" / "report.html").read_text()
     assert "vLLM 0.32.0" in page
     assert "Imported:" not in page
 
 
-def test_it_is_exported_and_shown_like_any_other(ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With its origin."""
+def test_run_of_a_server_can_be_exported_and_shown(
+    ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows have the origin of the run."""
     code, out, _ = dcpbench(capsys, "show", str(ran.folder))
     assert code == 0
     assert "tp8·dcp8" in out
@@ -114,8 +119,8 @@ def test_it_is_exported_and_shown_like_any_other(ran: Ran, tmp_path: Path, capsy
 
 
 def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every fourth is answered with 500; the others' times stand."""
-    faults = ["", "", "", *["", "", "", "500"] * 6]  # the first ones try out how the server is asked
+    """Every fourth request is answered with 500, and the others keep their times."""
+    faults = ["", "", "", *["", "", "", "500"] * 6]  # the first three are trial requests
     (tmp_path / "scripts").write_text("".join(json.dumps({"fault": fault}) + "\n" for fault in faults))
     with served(f"--gap-ms 1 --script {tmp_path / 'scripts'}", tmp_path / "log") as url:
         code, _, _ = dcpbench(
@@ -147,7 +152,7 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--backend triton", "--backend is an option of `dcpbench serve`, which measures dcpbench's own engine."),
         ("--tp 4,8", "the server at --url has one"),
@@ -170,17 +175,16 @@ def test_failed_requests_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capt
         ("--serve-cmd x{port}", "leave out --url http://127.0.0.1:9 to start one, or leave out --serve-cmd."),
     ],
 )
-def test_options_that_a_server_does_not_take_are_refused(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_inapplicable_options_are_refused_before_any_request(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anybody is asked."""
     code, _, err = dcpbench(capsys, "server", "--url", "http://127.0.0.1:9", *words.split())
     assert code == 2
-    assert said in err
+    assert message in err
 
 
-def test_a_server_that_is_not_there_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """And options of servers without one are refused."""
+def test_unreachable_server_is_one_error_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Options of servers without --url or --engine are refused too."""
     code, _, err = dcpbench(capsys, "server", "--url", "http://127.0.0.1:9", "-o", str(tmp_path / "x"))
     assert code
     assert "http://127.0.0.1:9" in err
@@ -191,10 +195,8 @@ def test_a_server_that_is_not_there_is_a_sentence(capsys: pytest.CaptureFixture[
     assert not (tmp_path / "x").exists()
 
 
-def test_sglang_without_metrics_is_named_with_the_flag_that_turns_them_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In the terminal and in the record; its KV capacity is known all the same."""
+def test_sglang_without_metrics_gives_a_hint_with_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The hint is in the terminal and in the record; the KV capacity is known nevertheless."""
     words = ["--device", "cpu", "--num-requests", "4", "--concurrency", "2", "--input-tokens", "20"]
     words += ["--output-tokens", "4", "-o", str(tmp_path / "run")]
     with served("--engine sglang --no-offer-metrics", tmp_path / "log") as url:
@@ -210,7 +212,7 @@ def test_sglang_without_metrics_is_named_with_the_flag_that_turns_them_on(
 
 
 def serve_drafts(flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> ServeMetrics:
-    """Six answers of 13 tokens in chunks of 3, 3, 3, 3 and 1 token, by a server that verifies three drafts a step."""
+    """Measure six answers of 13 tokens in chunks of 3, 3, 3, 3 and 1; the server verifies three drafts per step."""
     words = ["--device", "cpu", "--num-requests", "6", "--concurrency", "2", "--input-tokens", "20"]
     words += ["--output-tokens", "13", "--client", "warm-up=2", "-o", str(tmp_path / "run")]
     with served(f"--burst 3 --gap-ms 4 --draft-tokens 3 {flags}", tmp_path / "log") as url:
@@ -222,9 +224,10 @@ def serve_drafts(flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     return record.serve
 
 
-def test_accepted_drafts_are_the_increase_of_vllms_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each answer has 4 steps behind its first chunk, which accept 2, 2, 2 and 0 drafts: 1 + 6/4 tokens a step. Tokens of a step
-    come at once, so that 8 of 12 gaps are 0, and the speed for a user follows from TPOT.
+def test_accepted_drafts_are_the_increase_of_vllm_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each answer has 4 steps after its first chunk, which accept 2, 2, 2 and 0 drafts: 1 + 6/4 tokens per step.
+
+    Tokens of a step arrive together, so 8 of 12 gaps are 0, and the speed per user follows from TPOT.
     """
     found = serve_drafts("", tmp_path, capsys)
     assert found.speculation == SpeculationMetrics(
@@ -238,10 +241,10 @@ def test_accepted_drafts_are_the_increase_of_vllms_counters(tmp_path: Path, caps
     assert "the server verifies drafts: 2.50 tokens a step by its own metrics" in report.lower()
 
 
-def test_accepted_drafts_follow_from_the_accept_length_of_sglang(
+def test_accepted_drafts_are_computed_from_sglang_accept_length(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its mean and its generated tokens before and after the load: first chunks count as tokens of steps."""
+    """The mean and the generated tokens before and after the load are used; first chunks count as tokens of steps."""
     found = serve_drafts("--engine sglang", tmp_path, capsys).speculation
     assert found is not None
     assert (found.draft_tokens, found.steps, found.accepted) == (3, None, [])
@@ -265,16 +268,15 @@ def test_accepted_drafts_follow_from_the_accept_length_of_sglang(
         (DraftCounters(), DraftCounters(tokens_per_step=math.inf), None),
     ],
 )
-def test_tokens_of_a_step_are_those_of_the_load_alone(
+def test_tokens_per_step_are_unknown_after_a_restart_or_invalid_counters(
     before: DraftCounters, after: DraftCounters, tokens: float | None
 ) -> None:
-    """Counters of a server that was started anew, or that cannot be, say nothing."""
     found = summarize_drafts(before, after)
     assert (found and found.tokens_per_step) == (tokens and pytest.approx(tokens))
 
 
-def test_the_plan_is_shown_without_sending_a_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--dry-run asks the server for its name alone."""
+def test_dry_run_prints_the_plan_without_sending_a_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The server gets only the requests for its model and version."""
     with served("", tmp_path / "log") as url:
         code, out, _ = dcpbench(
             capsys,
@@ -296,8 +298,8 @@ def test_the_plan_is_shown_without_sending_a_load(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(("longest", "refused"), [(None, False), (30, False), (29, True)])
-def test_requests_that_are_longer_than_the_server_takes_are_no_points(longest: int | None, refused: bool) -> None:
-    """20 → 10 tokens are 30; a server that does not say what it takes is asked."""
+def test_requests_beyond_the_maximum_context_are_not_planned(longest: int | None, refused: bool) -> None:
+    """20 input and 10 output tokens are 30; a server that reports no maximum gets the requests."""
     load = make_engine_load(requests=4, input_tokens="20", output_tokens="10")
     layout = dict.fromkeys(("tp", "dp", "dcp"), 0)
     point = make_engine_point(
@@ -308,14 +310,14 @@ def test_requests_that_are_longer_than_the_server_takes_are_no_points(longest: i
     assert "the server takes 29 (max_model_len)" in str(candidate.error) or not refused
 
 
-def test_a_key_that_a_server_repeats_is_not_recorded_either(ran: Ran, tmp_path: Path) -> None:
-    """In an error, or in the command that started it; a word that stands for no key is left."""
-    told = msgspec.structs.replace(
+def test_key_echoed_by_the_server_is_not_recorded(ran: Ran, tmp_path: Path) -> None:
+    """The key may be in an error or in the start command; a word that stands for no key is kept."""
+    record = msgspec.structs.replace(
         ran.record, reason='wrong key sk-with"quotes', detail={"command": 'x sk-with"quotes'}
     )
     redaction.reset_secrets()
     redaction.register_secrets('sk-with"quotes', "wrong")
-    RecordFile(tmp_path).append(told)
+    RecordFile(tmp_path).append(record)
     redaction.reset_secrets()
     text = (tmp_path / "records.jsonl").read_text()
     assert "sk-with" not in text
@@ -323,10 +325,10 @@ def test_a_key_that_a_server_repeats_is_not_recorded_either(ran: Ran, tmp_path: 
     assert text.count("wrong key") == 1
 
 
-def test_headers_and_body_fields_are_sent_and_values_of_headers_are_kept_nowhere(
+def test_headers_and_body_fields_are_sent_and_header_values_are_redacted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The names and the fields are in the record; the command line has no value, and a secret that a server repeats is blotted out."""
+    """The record has header names and body fields; the command line and echoed secrets are redacted."""
     run, secret = tmp_path / "run", "tok-0123456789abcdef"
     words = ["--device", "cpu", "--num-requests", "4", "--concurrency", "2", "--input-tokens", "20"]
     words += ["--output-tokens", "4", "-o", str(run)]

@@ -1,4 +1,4 @@
-"""A load that several processes send: divided whole, timed by one clock, and nothing of it left behind."""
+"""Test a load that several client processes send: it is divided completely, and its times share one clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def calls_to(target: Target, number: int, tokens: int = 5, gap_s: float | None = None) -> list[Call]:
-    """Requests of 20 tokens, one every gap_s."""
+    """Return requests of 20 tokens, one every gap_s."""
     return [
         Call(
             n,
@@ -47,28 +47,27 @@ def calls_to(target: Target, number: int, tokens: int = 5, gap_s: float | None =
 
 
 @pytest.mark.parametrize(("number", "parts", "each"), [(7, 3, [3, 2, 2]), (2, 2, [1, 1]), (0, 2, [0, 0])])
-def test_numbers_are_divided_evenly(number: int, parts: int, each: list[int]) -> None:
-    """The larger parts first."""
+def test_requests_are_divided_evenly(number: int, parts: int, each: list[int]) -> None:
+    """The first parts are the larger ones."""
     assert split_evenly(number, parts) == each
 
 
-def test_clients_are_divided_with_as_many_requests_each() -> None:
-    """5 clients over 2 processes: 3 and 2, and of 10 requests 6 and 4."""
+def test_requests_are_divided_in_proportion_to_clients() -> None:
+    """5 clients in 2 processes are 3 and 2, which get 6 and 4 of 10 requests."""
     shares = split_load(NOWHERE, calls_to(NOWHERE, 10), LoadOptions(clients=5), 2)
     assert [share.options.clients for share in shares] == [3, 2]
     assert [[call.number for call in share.calls] for share in shares] == [[0, 2, 4, 5, 7, 9], [1, 3, 6, 8]]
 
 
-def test_arrivals_are_divided_in_turn() -> None:
-    """With them the bound on what is at once."""
+def test_requests_of_an_open_loop_are_divided_round_robin() -> None:
+    """The limit on concurrent requests is divided too."""
     shares = split_load(NOWHERE, calls_to(NOWHERE, 5, gap_s=0.1), LoadOptions(clients=None, at_once=3), 2)
     assert [share.options.at_once for share in shares] == [2, 1]
     assert [[call.number for call in share.calls] for share in shares] == [[0, 2, 4], [1, 3]]
 
 
 @pytest.mark.parametrize(("requests", "clients", "processes", "expected"), [(1, 4, 4, 1), (9, 2, 4, 2), (9, 9, 1, 1)])
-def test_no_process_has_nothing_to_do(requests: int, clients: int, processes: int, expected: int) -> None:
-    """As many as have a request and a client."""
+def test_every_process_has_a_request_and_a_client(requests: int, clients: int, processes: int, expected: int) -> None:
     assert len(split_load(NOWHERE, calls_to(NOWHERE, requests), LoadOptions(clients=clients), processes)) == expected
 
 
@@ -85,8 +84,8 @@ async def _sent(script: Script, clients: int | None, gap_s: float | None, limit_
 
 
 @pytest.mark.parametrize(("clients", "gap_s"), [(4, None), (None, 0.02)])
-def test_what_two_processes_send_is_one_load(clients: int | None, gap_s: float | None) -> None:
-    """All requests, with times of one clock after one start; an open loop's are those at which they were due."""
+def test_outcomes_of_two_processes_form_one_load(clients: int | None, gap_s: float | None) -> None:
+    """All requests have times of one clock after one start; those of an open loop are the scheduled times."""
     run = asyncio.run(_sent(Script(gap_ms=20), clients, gap_s))
     assert sorted(o.call.number for o in run.outcomes) == list(range(12))
     assert all(o.ended and o.error is None and o.answer is not None and len(o.answer.tokens) == 5 for o in run.outcomes)
@@ -100,23 +99,22 @@ def test_what_two_processes_send_is_one_load(clients: int | None, gap_s: float |
     assert np.mean(gaps) == pytest.approx(0.02, rel=0.25)
 
 
-def test_failures_come_back_as_they_were() -> None:
-    """Kind, sentence and status."""
+def test_failures_keep_kind_sentence_and_status() -> None:
     run = asyncio.run(_sent(Script(fault="500"), 4, None))
     assert {(o.error.kind, o.error.status) for o in run.outcomes if o.error} == {("HTTP 500", 500)}
     assert len([o for o in run.outcomes if o.error and "Internal Server Error" in o.error.sentence]) == 12
 
 
-def test_a_limit_ends_all_of_them() -> None:
-    """What has not ended is there, too."""
+def test_time_limit_ends_all_processes() -> None:
+    """Unfinished requests are in the outcomes too."""
     run = asyncio.run(_sent(Script(gap_ms=2000), 4, None, limit_s=0.5))
     assert len(run.outcomes) == 4
     assert not any(o.ended for o in run.outcomes)
     assert all(o.answer is not None and len(o.answer.chunk_s) == 1 for o in run.outcomes)
 
 
-def test_a_limit_ends_an_open_loop_of_one_process() -> None:
-    """Whose requests are nobody's but their own: none goes on to its second token, which takes two seconds."""
+def test_time_limit_ends_an_open_loop_of_one_process() -> None:
+    """No request gets its second token, which would arrive after two seconds."""
 
     async def main() -> list[Outcome]:
         async with Running(Script(gap_ms=2000), Model()) as server:
@@ -132,8 +130,8 @@ def test_a_limit_ends_an_open_loop_of_one_process() -> None:
     assert [(o.ended, o.answer is not None and len(o.answer.chunk_s)) for o in outcomes] == [(False, 1)] * 3
 
 
-def test_of_a_load_that_is_stopped_what_came_of_each_process_is_kept() -> None:
-    """One has sent its request of one token, the other is in the midst of five."""
+def test_stopped_load_keeps_the_outcomes_of_each_process() -> None:
+    """One process has finished its request of one token, the other is in the middle of five tokens."""
 
     async def main() -> ClientPool:
         async with Running(Script(gap_ms=5000), Model()) as server:
@@ -157,9 +155,10 @@ def test_of_a_load_that_is_stopped_what_came_of_each_process_is_kept() -> None:
 
 
 def test_ctrl_c_is_blocked_in_every_process() -> None:
-    """A terminal sends SIGINT to the whole group, and a process that hears it ends without its outcomes.
+    """A terminal sends SIGINT to the whole group, and a process that receives it exits without its outcomes.
 
-    A new interpreter is needed: Python starts multiprocessing's tracker with the first process, and unblocks SIGINT there.
+    A new interpreter is needed because Python starts multiprocessing's tracker with the first process, and unblocks
+    SIGINT there.
     """
     done = subprocess.run(
         [sys.executable, "-m", "tests.servers.blocked_signals"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -168,8 +167,8 @@ def test_ctrl_c_is_blocked_in_every_process() -> None:
     assert done.stdout.splitlines() == ["SIGHUP SIGINT"] * 3
 
 
-def test_where_one_process_dies_the_outcomes_of_the_others_are_kept() -> None:
-    """The first of three is killed while all wait for their second token."""
+def test_outcomes_of_other_processes_are_kept_if_one_dies() -> None:
+    """The first of three processes is killed while all wait for their second token."""
 
     async def main() -> ClientPool:
         async with Running(Script(gap_ms=5000), Model()) as server:
@@ -191,10 +190,10 @@ def test_where_one_process_dies_the_outcomes_of_the_others_are_kept() -> None:
     assert [(o.call.number, o.ended) for o in run.outcomes] in ([(1, False), (2, False)], [(2, False), (1, False)])
 
 
-def test_a_process_that_does_not_answer_is_named(
+def test_process_that_does_not_answer_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A process that is stopped, by SIGSTOP, does not answer and does not end."""
+    """A process that is stopped by SIGSTOP neither answers nor exits."""
     monkeypatch.setattr(sharing, "STOP_S", 0.5)
     monkeypatch.setattr(sharing, "END_S", 0.5)
 
@@ -222,8 +221,8 @@ def test_a_process_that_does_not_answer_is_named(
     )
 
 
-def test_a_process_that_dies_is_a_sentence() -> None:
-    """And the others end."""
+def test_dead_process_raises_worker_error() -> None:
+    """The other processes exit too."""
 
     async def main() -> None:
         async with Running(Script(gap_ms=500)) as server:
@@ -240,7 +239,7 @@ def test_a_process_that_dies_is_a_sentence() -> None:
         asyncio.run(main())
 
 
-def test_a_record_has_the_number_of_client_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_has_the_number_of_client_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = "--device cpu --num-requests 12 --concurrency 6 --input-tokens 20 --output-tokens 8"
     with served("--gap-ms 10", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
         cli.main(["server", "--url", url, *load.split(), "--client", "processes=2", "-o", str(tmp_path / "run")])
@@ -254,8 +253,8 @@ def test_a_record_has_the_number_of_client_processes(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "65"])
-def test_a_number_of_processes_that_cannot_be_is_a_sentence(number: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anybody is asked."""
+def test_invalid_number_of_processes_raises_usage_error(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No request is sent."""
     with pytest.raises(SystemExit) as end:
         cli.main(["server", "--url", "http://127.0.0.1:9", "--client", f"processes={number}"])
     assert end.value.code == 2
@@ -263,7 +262,7 @@ def test_a_number_of_processes_that_cannot_be_is_a_sentence(number: str, capsys:
 
 
 def in_session(leader: int) -> list[int]:
-    """Processes of a session."""
+    """Return the processes of a session."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -279,7 +278,7 @@ def in_session(leader: int) -> list[int]:
 @pytest.mark.parametrize(("number", "wait_s"), [(signal.SIGKILL, 1.0), (signal.SIGINT, 0.3), (signal.SIGINT, 2.0)])
 @pytest.mark.long
 def test_no_process_outlives_the_command(number: int, wait_s: float, tmp_path: Path) -> None:
-    """In the middle of a load, and before it begins."""
+    """The command ends in the middle of a load, and before it begins."""
     with served("--gap-ms 200", tmp_path / "log") as url:
         words = (
             f"server --url {url} --device cpu --num-requests 40 --concurrency 4 --input-tokens 20 --output-tokens 50"
@@ -310,8 +309,8 @@ def test_no_process_outlives_the_command(number: int, wait_s: float, tmp_path: P
 
 
 @pytest.mark.long
-def test_ctrl_c_at_a_terminal_keeps_the_requests_of_every_process(tmp_path: Path) -> None:
-    """The signal goes to the whole group, as a terminal sends it; four requests are on their way in two processes."""
+def test_ctrl_c_in_a_terminal_keeps_outcomes_of_every_process(tmp_path: Path) -> None:
+    """The signal goes to the whole group, as in a terminal, while two processes have four unfinished requests."""
 
     async def main() -> int | None:
         async with Running(Script(gap_ms=100), Model()) as server:
@@ -340,17 +339,17 @@ def test_ctrl_c_at_a_terminal_keeps_the_requests_of_every_process(tmp_path: Path
 
 
 def point(**load: object) -> object:
-    """A served point of an engine."""
+    """Return a served point of an engine."""
     from dcpbench.points.engine_points import make_engine_load, make_engine_point
 
     clients = int(str(load.pop("clients", 200)))
-    said = make_engine_load(requests=400, input_tokens="1", output_tokens="100", **load)
+    engine_load = make_engine_load(requests=400, input_tokens="1", output_tokens="100", **load)
     layout = {"tp": 1, "dp": 1, "dcp": 1}
     return make_engine_point(
         model="m",
         layout=layout,
         backend="vllm",
-        load=said,
+        load=engine_load,
         concurrency=clients,
         context=101,
         precision={"dtype": "unknown"},
@@ -361,48 +360,48 @@ def point(**load: object) -> object:
     ("clients", "itl_s", "cores", "expected"),
     [(200, 0.05, 16, 1), (1000, 0.05, 16, 3), (1000, 0.05, 2, 1), (200, None, 16, 1)],
 )
-def test_processes_follow_from_the_expected_chunks(
+def test_number_of_processes_follows_from_expected_chunks(
     clients: int, itl_s: float | None, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1,000 clients with a chunk every 50 ms are 20,000 a second, of which a process takes 8,000; a core stays free."""
+    """1,000 clients with a chunk every 50 ms get 20,000 chunks/s, and a process handles 8,000; one core stays free."""
     assert CHUNKS_EACH == 8000
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert choose_processes(point(clients=clients), [], itl_s) == expected  # type: ignore[arg-type]
 
 
-def test_processes_of_an_open_loop_follow_from_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """11 requests of 2,000 tokens in a second: 22,000 chunks."""
+def test_number_of_processes_of_an_open_loop_follows_from_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """11 requests/s of 2,000 tokens are 22,000 chunks/s."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     prompt = np.arange(3, dtype=np.int32)
     due = [ServeRequest(number=n, prompt=prompt, output_tokens=2000, arrival_s=n / 10) for n in range(11)]
     assert choose_processes(point(arrival="gamma"), due, None) == 3  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("told", ["to run", "to stop before", "to stop meanwhile"])
-def test_a_process_sends_its_share_when_it_is_told_and_says_what_came_of_it(told: str) -> None:
-    """Five tokens each of three requests by one client; what it was stopped in has not ended. Bytes of requests stay there."""
+@pytest.mark.parametrize("order", ["run", "stop before", "stop during"])
+def test_client_process_sends_its_share_and_returns_outcomes(order: str) -> None:
+    """One client sends three requests of five tokens; a stopped request is unfinished, and no request bytes return."""
 
     async def main() -> tuple[list[Outcome], Pace]:
-        gap_ms = 5000 if told == "to stop meanwhile" else 1
+        gap_ms = 5000 if order == "stop during" else 1
         async with Running(Script(gap_ms=gap_ms), Model()) as server:
             target = Target.from_url(server.url)
             (share,) = split_load(target, calls_to(target, 3), LoadOptions(clients=1), 1)
             ours, theirs = multiprocessing.Pipe()
             working = asyncio.create_task(sharing._run_share(theirs, share))
             assert await asyncio.to_thread(ours.recv) == (READY, None)
-            ours.send(STOP if told == "to stop before" else time.perf_counter())
-            if told == "to stop meanwhile":
+            ours.send(STOP if order == "stop before" else time.perf_counter())
+            if order == "stop during":
                 while not any(sent.token_s for sent in server.server.sent):  # noqa: ASYNC110 -- likewise
                     await asyncio.sleep(0.01)
                 ours.send(STOP)
-            while (said := await asyncio.to_thread(ours.recv))[0] != DONE:
-                assert said[0] == PROGRESS
+            while (message := await asyncio.to_thread(ours.recv))[0] != DONE:
+                assert message[0] == PROGRESS
             await working
-            outcomes, pace = said[1]
+            outcomes, pace = message[1]
             return outcomes, pace
 
     outcomes, pace = asyncio.run(main())
     ended = [outcome.ended for outcome in outcomes]
-    assert ended == {"to run": [True] * 3, "to stop before": [], "to stop meanwhile": [False]}[told]
+    assert ended == {"run": [True] * 3, "stop before": [], "stop during": [False]}[order]
     assert {outcome.call.data for outcome in outcomes} <= {b""}
-    assert (pace.wall_s > 0) == (told != "to stop before")
+    assert (pace.wall_s > 0) == (order != "stop before")

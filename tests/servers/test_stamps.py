@@ -1,4 +1,4 @@
-"""Bytes are stamped by the kernel: what a client that is woken late says of a server is the same."""
+"""Test kernel timestamps of received bytes, with which a late client still measures the server correctly."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ LAST = b"data: [DONE]\n\n"
 CHUNK = b"%x\r\n%s\r\n" % (len(EVENT), EVENT)
 END = b"%x\r\n%s\r\n0\r\n\r\n" % (len(LAST), LAST)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux stamps")
-BLOCKED_S, READ_S = 0.3, 0.001  # two clocks are read one after the other
+BLOCKED_S, READ_S = 0.3, 0.001  # the tolerance, since two clocks are read in sequence
 
 
 @linux
-def test_a_client_that_was_held_up_takes_no_time_of_it_for_the_servers() -> None:
-    """Its loop is blocked until the answer has been there for 300 ms; the answer is stamped with when it came."""
+def test_blocked_event_loop_does_not_change_measured_arrival() -> None:
+    """The loop is blocked for 300 ms after the answer has arrived, and the answer keeps its arrival time."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         target = Target.from_url(f"http://127.0.0.1:{listening.getsockname()[1]}")
         loops: list[asyncio.AbstractEventLoop] = []
-        held, answered = threading.Event(), threading.Event()
-        said_s: list[float] = []
+        blocked, answered = threading.Event(), threading.Event()
+        sent_s: list[float] = []
 
         def server() -> None:
             taken, _ = listening.accept()
             with taken:
                 taken.recv(1 << 16)
-                loops[0].call_soon_threadsafe(hold)
-                held.wait(10)
+                loops[0].call_soon_threadsafe(block_loop)
+                blocked.wait(10)
                 taken.sendall(HEAD + CHUNK + END)
-                said_s.append(time.perf_counter())
+                sent_s.append(time.perf_counter())
                 answered.set()
 
-        async def held_up() -> Run:
+        async def measure_blocked() -> Run:
             async with Client(target) as client:
                 run = Run(client, [call(target, tokens=1)], LoadOptions(clients=1))
                 await run.prepare(1)
@@ -52,38 +52,38 @@ def test_a_client_that_was_held_up_takes_no_time_of_it_for_the_servers() -> None
                 await run.send_load()
                 return run
 
-        def hold() -> None:
-            held.set()
+        def block_loop() -> None:
+            blocked.set()
             if answered.wait(10):
                 time.sleep(BLOCKED_S)
 
         thread = threading.Thread(target=server)
         thread.start()
-        run = asyncio.run(held_up())
+        run = asyncio.run(measure_blocked())
         thread.join()
     (outcome,) = run.outcomes
     assert outcome.error is None
     assert outcome.answer is not None
-    assert outcome.answer.chunk_s[0] <= said_s[0] + READ_S
+    assert outcome.answer.chunk_s[0] <= sent_s[0] + READ_S
     assert max(run.pace.ages_s) >= BLOCKED_S - READ_S
 
 
-def test_a_stamp_is_told_by_the_clock_of_our_times() -> None:
-    """Now is now; what is no stamp, or an empty one, is none."""
+def test_timestamp_is_converted_to_perf_counter() -> None:
+    """The current date is converted to the current time; invalid and empty timestamps give None."""
     date = time.time_ns()
     kind = (socket.SOL_SOCKET, SO_TIMESTAMPNS)
-    told = read_arrival_s([(*kind, TIMESPEC.pack(*divmod(date, 1_000_000_000)))])
-    assert told is not None
-    assert told == pytest.approx(time.perf_counter(), abs=5)
+    arrival_s = read_arrival_s([(*kind, TIMESPEC.pack(*divmod(date, 1_000_000_000)))])
+    assert arrival_s is not None
+    assert arrival_s == pytest.approx(time.perf_counter(), abs=5)
     assert read_arrival_s([(*kind, TIMESPEC.pack(0, 0))]) is None
     assert read_arrival_s([(socket.SOL_SOCKET, SO_TIMESTAMPNS + 1, TIMESPEC.pack(1, 1))]) is None
     assert read_arrival_s([]) is None
 
 
-def test_clocks_between_whose_readings_a_process_was_stopped_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At first the date lies between readings 20 µs apart, which is too far; then between 1,000 and 1,010 ns.
+def test_clock_pair_is_read_again_after_a_pause_between_its_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first date lies between readings 20 µs apart, which is too far; the second between 1,000 and 1,010 ns.
 
-    A stamp 95 ns before that date is from 910 ns: the date is taken to be read in the middle, at 1,005.
+    The date counts as read in the middle, at 1,005 ns, so a timestamp 95 ns before that date is at 910 ns.
     """
     readings, dates = iter([0, SURE_NS, 1000, 1010]), iter([7_000_000_000, 9_000_000_095])
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(readings))
@@ -94,8 +94,8 @@ def test_clocks_between_whose_readings_a_process_was_stopped_are_read_again(monk
 
 
 @linux
-def test_a_client_that_goes_first_is_ordinary_again_afterwards() -> None:
-    """Also where the kernel does not let it."""
+def test_realtime_priority_is_reset_after_the_load() -> None:
+    """The load also runs if the kernel does not permit a real-time priority."""
     before = os.sched_getscheduler(0)
     with set_realtime_priority() as allowed:
         policy = os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK
@@ -106,8 +106,8 @@ def test_a_client_that_goes_first_is_ordinary_again_afterwards() -> None:
 
 
 @pytest.mark.parametrize("lets", [True, False])
-def test_whoever_goes_first_is_this_thread_and_none_that_it_starts(monkeypatch: pytest.MonkeyPatch, lets: bool) -> None:
-    """0 is the caller; what it forks is ordinary. Afterwards it is what it was, if it was anything else."""
+def test_realtime_priority_applies_to_this_thread_only(monkeypatch: pytest.MonkeyPatch, lets: bool) -> None:
+    """Process id 0 is the calling thread, forks have normal priority, and the previous policy is restored."""
     asked: list[tuple[int, int]] = []
 
     def schedule(pid: int, policy: int, _: object) -> None:

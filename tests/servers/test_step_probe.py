@@ -1,6 +1,4 @@
-"""Steps of a running engine are measured over HTTP: the times are those of the engine's step function, and what requests
-cannot produce is refused.
-"""
+"""Test measured steps of a running engine: times equal its step function, and impossible cases are refused."""
 
 from __future__ import annotations
 
@@ -99,7 +97,7 @@ def measure(
 
 
 def expect_ms(case: Case, *, separate: bool = False) -> float:
-    """Return the time of a case by the engine's step function; `separate`: of its decodes and its chunks, one after the other."""
+    """Return the time of a case by the engine's step function; with `separate` decodes and chunks run in sequence."""
     contexts = [d.context for d in case.decodes for _ in range(d.requests)]
     chunks = [(c.tokens, c.prefix) for c in case.chunks for _ in range(c.chunks)]
     if separate:
@@ -108,12 +106,12 @@ def expect_ms(case: Case, *, separate: bool = False) -> float:
 
 
 def check_median(found: CaseSamples, expected_ms: float, low: float = 0.97, high: float = 1.5) -> None:
-    """On a busy machine the engine's steps last longer than they should, but never less."""
+    """Check a median; on a busy machine steps last longer than they should, but never less."""
     assert low * expected_ms <= np.median(found.samples_ms) <= high * expected_ms, found.samples_ms
 
 
 def fetch_gaps_ms(url: str, prompts: int, decodes: int) -> list[float]:
-    """Return the time from the step before to each step of the engine with as many prompts and decodes, by its own clock."""
+    """Return the time since the previous step for each step with this batch, by the engine's clock."""
     with urllib.request.urlopen(f"{url}/steps") as answer:  # noqa: S310 - the stand-in's own address
         steps = json.loads(answer.read())
     pairs = itertools.pairwise(steps)
@@ -123,8 +121,8 @@ def fetch_gaps_ms(url: str, prompts: int, decodes: int) -> list[float]:
 
 
 @pytest.mark.parametrize("flags", [(), ("--asynchronous",), ("--separate",)], ids=["plain", "asynchronous", "separate"])
-def test_the_gap_of_decodes_is_the_time_of_a_step(flags: tuple[str, ...]) -> None:
-    """4 requests at 900 tokens: 20 + 4 · 0.5 + 4 · 900 · 0.001 = 25.6 ms; the window is centred on that context."""
+def test_gap_between_decode_tokens_is_the_step_time(flags: tuple[str, ...]) -> None:
+    """4 requests at 900 tokens take 20 + 4 · 0.5 + 4 · 900 · 0.001 = 25.6 ms; the window is centred on that context."""
     with run_engine(*flags) as url:
         [found] = measure(url, DECODES)
         gaps = fetch_gaps_ms(url, 0, 4)
@@ -140,16 +138,16 @@ def test_the_gap_of_decodes_is_the_time_of_a_step(flags: tuple[str, ...]) -> Non
     assert found.divided_share == 0.0
 
 
-def test_a_window_waits_for_its_context() -> None:
-    """For steps of 64 tokens, prompts are 28 tokens shorter than for the engine's own 512, so that the window begins later."""
+def test_window_starts_when_the_context_is_reached() -> None:
+    """Prompts for steps of 64 tokens are 28 tokens shorter than for 512, so the window starts later."""
     with run_engine() as url:
         [found] = measure(url, DECODES, limits=ServerLimits(max_batched_tokens=64))
     assert found.context_mean == pytest.approx(900, abs=16)
 
 
 @pytest.mark.parametrize("flags", [(), ("--asynchronous",)], ids=["plain", "asynchronous"])
-def test_prompts_that_fill_a_step_are_timed_alone_together_and_behind_a_prefix(flags: tuple[str, ...]) -> None:
-    """500 tokens: 20 + 10 ms, behind 1,024 tokens 5.1 ms more; 400 behind 128: 20 + 8 + 0.5 ms; three of 150: 20 + 9 ms."""
+def test_prompts_are_timed_alone_together_and_after_a_prefix(flags: tuple[str, ...]) -> None:
+    """500 tokens take 20 + 10 ms, and 5.1 ms more after 1,024; 400 after 128: 20 + 8 + 0.5 ms; 3 × 150: 20 + 9 ms."""
     with run_engine(*flags) as url:
         one, several, prefix, short = measure(url, CHUNK, SEVERAL, PREFIX, SHORT_PREFIX)
         [alone] = measure(url, CHUNK, limits=msgspec.structs.replace(LIMITS, max_model_len=2 * BUDGET))
@@ -164,8 +162,8 @@ def test_prompts_that_fill_a_step_are_timed_alone_together_and_behind_a_prefix(f
     check_median(short, expect_ms(SHORT_PREFIX))
 
 
-def test_a_step_behind_prompts_hides_how_long_the_host_takes_to_begin_it() -> None:
-    """3 decodes at 700 tokens take 71 ms, so that a step that begins 90 ms after it is planned begins 19 ms late."""
+def test_step_of_prompts_hides_the_launch_time_of_the_host() -> None:
+    """3 decodes at 700 tokens take 71 ms, so a step that starts 90 ms after its planning is 19 ms late."""
     with run_engine("--asynchronous", "--begin-ms", "90", "--time-factor", "3") as url:
         [late] = measure(url, MIXED)
         [hidden] = measure(url, MIXED, hide_launch=True)
@@ -174,10 +172,10 @@ def test_a_step_behind_prompts_hides_how_long_the_host_takes_to_begin_it() -> No
     assert np.median(late.samples_ms) - np.median(hidden.samples_ms) == pytest.approx(19, abs=9)
 
 
-def test_a_server_that_dies_behind_a_full_step_is_one_error(
+def test_server_that_dies_after_a_full_step_raises_one_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The prompt that fills steps fails first; asyncio would log its exception if nothing waited for it."""
+    """The prompt that fills steps fails first; asyncio would log an exception that is not awaited."""
 
     async def fail(_probe: object, _tokens: list[int]) -> None:
         raise WorkerError("nothing answers")
@@ -197,8 +195,8 @@ def test_a_server_that_dies_behind_a_full_step_is_one_error(
 
 
 @pytest.mark.parametrize("launch_ms", [0, 26])
-def test_the_time_of_a_request_is_told_from_the_launch_of_its_step(launch_ms: int) -> None:
-    """A step of 8 tokens takes 20.2 ms, so that a launch of 26 ms is not hidden on the idle engine; one of 512 tokens takes 30.2 ms."""
+def test_request_overhead_is_separated_from_launch_time(launch_ms: int) -> None:
+    """A launch of 26 ms is not hidden by a step of 8 tokens (20.2 ms), but it is by one of 512 (30.2 ms)."""
 
     async def run(url: str) -> RequestTimes:
         target = Target.from_url(url, timeout_s=30.0)
@@ -216,29 +214,29 @@ def test_the_time_of_a_request_is_told_from_the_launch_of_its_step(launch_ms: in
     [((), False), (("--asynchronous",), False), (("--separate",), True)],
     ids=["plain", "asynchronous", "separate"],
 )
-def test_a_prompt_lengthens_the_gap_of_decodes(flags: tuple[str, ...], separate: bool) -> None:
-    """One step of both, or one of each where the engine does not mix them."""
+def test_prompt_lengthens_the_gap_between_decode_tokens(flags: tuple[str, ...], separate: bool) -> None:
+    """The engine runs one step of both, or two steps if it does not mix prompts and decodes."""
     with run_engine(*flags) as url:
         [found] = measure(url, MIXED)
         gaps = fetch_gaps_ms(url, 1, 3)
     assert found.method is Method.MIXED
     assert found.separate_prefill is separate
     check_median(found, expect_ms(MIXED, separate=separate))
-    if not separate:  # each sample is one of the engine's steps; on a busy machine these differ
+    if not separate:  # each sample is one step of the engine, and steps differ on a busy machine
         apart = [min(abs(gap / sample - 1) for gap in gaps) for sample in found.samples_ms]
         assert np.median(apart) <= 0.05, (found.samples_ms, gaps)
 
 
 @pytest.mark.parametrize("hide_launch", [False, True])
-def test_a_chunk_with_a_prefix_is_timed_next_to_decodes(hide_launch: bool) -> None:
-    """The step before it holds 509 tokens of its prompt and 3 decodes. The engine takes 30 ms more for such a step."""
+def test_chunk_with_a_prefix_is_timed_together_with_decodes(hide_launch: bool) -> None:
+    """The previous step has 509 tokens of the prompt and 3 decodes, and takes 30 ms more."""
     case = Case(decodes=(Decodes(3, 700),), chunks=(Chunks(1, 400, BUDGET - 3),))
     with run_engine("--asynchronous", "--prefixed-ms", "30") as url:
         [found] = measure(url, case, hide_launch=hide_launch)
     check_median(found, expect_ms(case) + 30)
 
 
-def test_a_function_is_called_while_all_requests_decode() -> None:
+def test_callback_runs_while_all_requests_decode() -> None:
     running: list[int] = []
 
     async def look(streams: DecodeStreams) -> None:
@@ -255,19 +253,19 @@ def test_a_function_is_called_while_all_requests_decode() -> None:
     assert running == [4]
 
 
-def test_a_server_with_fewer_slots_is_reported() -> None:
-    """Two of four requests run; the others begin only when those have ended."""
+def test_server_with_fewer_slots_is_reported() -> None:
+    """Two of four requests run; the others start only after these have ended."""
     with run_engine("--max-num-seqs", "2", "--time-factor", "0.05") as url, pytest.raises(NotRunningError) as failure:
         measure(url, Case(decodes=(Decodes(4, 40),)))
     assert (failure.value.running, failure.value.requests) == (2, 4)
 
 
-def test_a_case_is_checked_before_requests_are_sent() -> None:
+def test_case_is_checked_before_requests_are_sent() -> None:
     with run_engine() as url, pytest.raises(UnsupportedCaseError):
         measure(url, Case(chunks=(Chunks(1, BUDGET + 1, 0),)))
 
 
-def test_an_engine_that_dies_is_reported() -> None:
+def test_dead_engine_is_reported() -> None:
     with run_engine("--dies-after", "40") as url, pytest.raises(WorkerError):
         measure(url, DECODES)
 
@@ -279,7 +277,7 @@ def test_an_engine_that_dies_is_reported() -> None:
         (Case(decodes=(Decodes(4, 900),), use=HOT, after=(Chunks(1, 512, 0),)), LIMITS, Refusal.HOT),
         (Case(chunks=(Chunks(1, 500, 0),), use=UNEVEN, replicas=1), LIMITS, Refusal.REPLICAS),
         (Case(decodes=(Decodes(1, 90),), chunks=(Chunks(2, 50, 0),)), LIMITS, Refusal.MIXED_CHUNKS),
-        (Case(decodes=(Decodes(1, 90),), chunks=(Chunks(1, 50, BUDGET),)), LIMITS, Refusal.PREFIX_MIXED),  # of 511
+        (Case(decodes=(Decodes(1, 90),), chunks=(Chunks(1, 50, BUDGET),)), LIMITS, Refusal.PREFIX_MIXED),  # 511 tokens
         (Case(chunks=(Chunks(2, 50, BUDGET),)), LIMITS, Refusal.PREFIX_CHUNKS),
         (CHUNK, ServerLimits(), Refusal.BUDGET_UNKNOWN),
         (Case(chunks=(Chunks(1, 50, BUDGET + 100),)), LIMITS, Refusal.PREFIX_MULTIPLE),
@@ -296,14 +294,14 @@ def test_an_engine_that_dies_is_reported() -> None:
     ],
     ids=lambda value: value.name if isinstance(value, Refusal) else "",
 )
-def test_a_case_that_requests_cannot_produce_is_refused(case: Case, limits: ServerLimits, refusal: Refusal) -> None:
+def test_case_that_requests_cannot_produce_is_refused(case: Case, limits: ServerLimits, refusal: Refusal) -> None:
     with pytest.raises(UnsupportedCaseError) as error:
         check_case(limits, case)
     assert error.value.refusal is refusal
 
 
-def test_a_step_is_the_median_over_requests_of_their_gaps() -> None:
-    """Steps of 10, 12 and 11 ms. The third request gets its second token 2 ms late, which does not count, nor does the unfinished step."""
+def test_step_time_is_the_median_gap_over_requests() -> None:
+    """Steps take 10, 12 and 11 ms; a token that is 2 ms late and the unfinished step do not count."""
     first = np.array([0.0, 0.010, 0.022, 0.033])
     times = [first, first + 0.0002, np.append(first + np.array([0.001, 0.003, 0.001, 0.001]), 0.045)]
     assert find_moment_between_steps(times, -0.001) == pytest.approx(0.028)
@@ -312,14 +310,16 @@ def test_a_step_is_the_median_over_requests_of_their_gaps() -> None:
     assert compute_step_times_ms(times, 0.03) == []
 
 
-def test_tokens_that_are_read_at_once_share_the_time_since_those_before() -> None:
+def test_tokens_of_one_read_share_the_time_since_the_previous_read() -> None:
     """Two chunks of one token each have the time of one read."""
     assert merge_arrivals([0.0, 0.03, 0.03, 0.04], [1, 1, 1, 2]) == ([0.0, 0.03, 0.04], [1, 2, 2])
 
 
-def test_the_gap_of_a_prompt_is_that_in_which_its_token_came() -> None:
-    """Decode steps take 10 ms, the step with the prompt 19.9. Its token comes at 0.030 with that step's others, 3 ms after them, as the
-    first token of an answer takes longer to send, or at 0.025 between two steps.
+def test_gap_of_a_prompt_is_the_one_that_contains_its_token() -> None:
+    """Decode steps take 10 ms, the step with the prompt 19.9 ms.
+
+    Its token arrives at 0.030 with that step's others, 3 ms after them because a first token takes longer to send, or
+    at 0.025 between two steps.
     """
     times = np.array([0.0, 0.010, 0.0299, 0.040, 0.050])
     for came in (0.030, 0.0329, 0.025, 0.0299):
@@ -328,47 +328,47 @@ def test_the_gap_of_a_prompt_is_that_in_which_its_token_came() -> None:
 
 
 class FakeWindow:
-    """A window in which each look finds 40 steps more; `of_all` are the samples of all requests, and two requests have 1 ms always."""
+    """Window in which each poll finds 40 steps more; `all_samples` are of all requests, and two always have 1 ms."""
 
-    def __init__(self, of_all: list[float]) -> None:
-        self.of_all, self.steps, self.full_looks = of_all, 0, 0
+    def __init__(self, all_samples: list[float]) -> None:
+        self.all_samples, self.steps, self.full_looks = all_samples, 0, 0
         self.streams = self
 
     def check_running(self) -> None:
         """Accept, as no request fails."""
 
     def list_samples_ms(self, requests: int | None = None) -> list[float]:
-        """Return the samples so far."""
+        """Return all samples up to now."""
         self.steps += 40 if requests else 0
         self.full_looks += not requests
-        return [1.0] * self.steps if requests else self.of_all[: self.steps]
+        return [1.0] * self.steps if requests else self.all_samples[: self.steps]
 
 
 SCATTERED = [0.9, 1.1] * 40  # samples with an interval of the median of ±10 %
 
 
 @pytest.mark.parametrize(
-    ("of_all", "samples", "precise"),
+    ("all_samples", "samples", "precise"),
     [
         ([1.0] * 400, 80, True),
         (SCATTERED + [1.0] * 320, 120, True),
         (SCATTERED * 5, 400, False),
     ],
 )
-def test_a_window_ends_when_the_samples_of_all_requests_are_precise(
-    monkeypatch: pytest.MonkeyPatch, of_all: list[float], samples: int, precise: bool
+def test_window_ends_when_samples_of_all_requests_are_precise(
+    monkeypatch: pytest.MonkeyPatch, all_samples: list[float], samples: int, precise: bool
 ) -> None:
-    """The two requests that are looked at first are precise at once, long before the time limit."""
+    """Samples of the two requests that are polled first are precise at once, long before the time limit."""
     monkeypatch.setattr(step_probe, "LOOK_S", 0.0)
-    window = FakeWindow(of_all)
+    window = FakeWindow(all_samples)
     plan = step_probe.DecodePlan(steps_before=0, window=64, max_steps=400, steps_after=0)
     found = asyncio.run(step_probe._take_steps(StopRule(seconds=60), window, plan, lambda _: None))  # type: ignore[arg-type]
     assert (len(found[0]), found[1]) == (samples, precise)
     assert window.full_looks < 10
 
 
-def test_the_first_look_at_samples_loads_no_module() -> None:
-    """Loading one takes tens of ms, in which the client reads no tokens."""
+def test_first_poll_of_samples_imports_no_module() -> None:
+    """An import takes tens of ms, during which the client reads no tokens."""
     program = """
 import sys
 import numpy as np

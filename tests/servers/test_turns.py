@@ -1,4 +1,4 @@
-"""Sessions over HTTP, against a server that keeps an account of what it was asked."""
+"""Test sessions over HTTP against a server that records its requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sent(
     model: Model | None = None,
     load: Load = LOAD,
 ) -> tuple[FakeServer, Run]:
-    """What a server was asked, without its trials, and the run."""
+    """Return the requests of a server without trial requests, and the run."""
 
     async def main() -> tuple[FakeServer, Run]:
         async with Running(script or Script(gap_ms=GAP_S * 1e3), model or Model()) as running:
@@ -59,7 +59,7 @@ def sent(
 
 
 def by_session(run: Run) -> dict[int, list[int]]:
-    """Places of a run's outcomes, by session."""
+    """Return the positions of a run's outcomes by session."""
     found: dict[int, list[int]] = {}
     for place, outcome in enumerate(run.outcomes):
         found.setdefault(outcome.call.number // 3, []).append(place)
@@ -67,8 +67,8 @@ def by_session(run: Run) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("token_ids", [True, False])
-def test_a_prompt_of_ids_begins_with_all_that_was_said(token_ids: bool) -> None:
-    """With the server's own answers where it says their ids; else with made-up ones of the same length."""
+def test_prompt_of_ids_starts_with_all_previous_turns(token_ids: bool) -> None:
+    """Answers are the server's if it returns their ids, or else generated ones of the same length."""
     server, run = sent("completions", 1, script=Script(token_ids=token_ids))
     assert (len(run.outcomes), run.requests) == (9, 9)
     asked = {o.call.number: s.body["prompt"] for o, s in zip(run.outcomes, server.sent, strict=True)}
@@ -77,13 +77,13 @@ def test_a_prompt_of_ids_begins_with_all_that_was_said(token_ids: bool) -> None:
     for before, after in itertools.pairwise(requests):
         assert len(asked[after.number]) == len(after.prompt)
         if after.turn:
-            said = answers[before.number] if token_ids else before.answer.tolist()
-            whole = [*asked[before.number], *said]
+            answer = answers[before.number] if token_ids else before.answer.tolist()
+            whole = [*asked[before.number], *answer]
             assert asked[after.number][: len(whole)] == whole
             assert len(asked[after.number]) == len(whole) + 5
 
 
-def test_a_chat_has_the_servers_own_answers_as_messages() -> None:
+def test_chat_has_the_answers_of_the_server_as_messages() -> None:
     server, run = sent("chat")
     last = max(server.sent, key=lambda s: len(s.body["messages"])).body["messages"]
     assert [m["role"] for m in last] == ["user", "assistant", "user", "assistant", "user"]
@@ -92,7 +92,7 @@ def test_a_chat_has_the_servers_own_answers_as_messages() -> None:
     assert all(m["content"] for m in last)
 
 
-def test_text_goes_on_where_it_ended() -> None:
+def test_text_prompt_continues_the_previous_text() -> None:
     server, _ = sent("completions", script=Script(takes_ids=False, gap_ms=1.0))
     prompts = sorted((s.body["prompt"] for s in server.sent), key=len)
     assert all(isinstance(p, str) for p in prompts)
@@ -100,7 +100,7 @@ def test_text_goes_on_where_it_ended() -> None:
 
 
 @pytest.mark.parametrize("clients", [2, None])
-def test_a_turn_is_sent_so_long_after_the_answer(clients: int | None) -> None:
+def test_turn_is_sent_after_the_think_time(clients: int | None) -> None:
     _, run = sent("completions", clients, think_s=0.05)
     for places in by_session(run).values():
         for a, b in itertools.pairwise(run.outcomes[place] for place in places):
@@ -116,21 +116,21 @@ AGENTS = msgspec.structs.replace(LOAD, requests=18, subagents=3)
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 @pytest.mark.parametrize("clients", [2, None])
 def test_sub_agents_are_sent_at_the_same_time(endpoint: str, clients: int | None) -> None:
-    """After the answer of their turn, and the next turn after the last of their answers; the server has them all at once."""
+    """Sub-agents follow the answer of their turn and run concurrently; the next turn follows their last answer."""
     load = AGENTS if clients else msgspec.structs.replace(AGENTS, arrival="gamma", request_rate=50.0)
     _, run = sent(endpoint, clients, 0.02, Script(gap_ms=20.0), load=load)
-    of = {outcome.call.number: outcome for outcome in run.outcomes}
-    assert len(of) == run.requests == 18
+    outcomes = {outcome.call.number: outcome for outcome in run.outcomes}
+    assert len(outcomes) == run.requests == 18
     for turn in (0, 4, 9, 13):
-        agents = [of[n] for n in range(turn + 1, turn + 4)]
+        agents = [outcomes[n] for n in range(turn + 1, turn + 4)]
         answered = max(agent.answer.chunk_s[-1] for agent in agents)
-        assert min(agent.sent_s for agent in agents) >= of[turn].answer.chunk_s[-1]
+        assert min(agent.sent_s for agent in agents) >= outcomes[turn].answer.chunk_s[-1]
         assert max(agent.sent_s for agent in agents) < min(agent.answer.chunk_s[-1] for agent in agents)
-        assert of[turn + 4].submitted_s >= answered + 0.02
+        assert outcomes[turn + 4].submitted_s >= answered + 0.02
 
 
 def test_sub_agents_share_the_prompt_and_the_answer_of_their_turn() -> None:
-    """To the token, as the server read them, with its own answer; behind that each has 5 tokens of its own."""
+    """The server reads the same tokens, with its own answer, followed by 5 tokens of each sub-agent."""
     server, run = sent("completions", 1, load=AGENTS)
     answers = {o.call.number: o.answer.tokens for o in run.outcomes}
     asked = {n: s.body["prompt"] for n, s in zip(_match_numbers(server, run), server.sent, strict=True)}
@@ -143,14 +143,17 @@ def test_sub_agents_share_the_prompt_and_the_answer_of_their_turn() -> None:
 
 
 def _match_numbers(server: FakeServer, run: Run) -> list[int]:
-    """Return the number of the request that the server read, by the tokens that a request has at its end."""
+    """Return the numbers of requests that the server read, identified by their last tokens."""
     own = {tuple(r.prompt[-5:].tolist()): r.number for r in make_requests(AGENTS, server.model.vocab)}
     assert len(own) == len(run.outcomes)
     return [own[tuple(s.body["prompt"][-5:])] for s in server.sent]
 
 
-def test_a_session_ends_where_sub_agents_fail() -> None:
-    """Prompts of 20, 29 and 38 tokens, with answers of 4: the second turn's sub-agents are too long, and no third turn is sent."""
+def test_session_ends_with_failed_sub_agents() -> None:
+    """Prompts of 20, 29 and 38 tokens have answers of 4, so the second turn's sub-agents are too long.
+
+    No third turn is sent.
+    """
     load = msgspec.structs.replace(AGENTS, input_tokens="20", output_tokens="4")
     server, run = sent("completions", 1, model=Model(max_model_len=38), load=load)
     assert sorted(o.call.number for o in run.outcomes) == [*range(8), *range(9, 17)]
@@ -158,8 +161,8 @@ def test_a_session_ends_where_sub_agents_fail() -> None:
     assert len(server.sent) == len(run.outcomes)
 
 
-def test_a_session_ends_where_a_turn_fails() -> None:
-    """Every turn but the first is too long for the server."""
+def test_session_ends_with_a_failed_turn() -> None:
+    """Every turn except the first is too long for the server."""
     server, run = sent("completions", model=Model(max_model_len=38))
     failed = [o for o in run.outcomes if o.error is not None]
     assert failed
@@ -169,7 +172,7 @@ def test_a_session_ends_where_a_turn_fails() -> None:
     assert len(server.sent) == len(run.outcomes) < 9
 
 
-def test_sessions_stay_in_one_process() -> None:
+def test_each_session_stays_in_one_process() -> None:
     target = Target.from_url("http://127.0.0.1:1")
     manner_calls = list(range(3))
 
@@ -183,7 +186,7 @@ def test_sessions_stay_in_one_process() -> None:
 
 
 @pytest.mark.parametrize(("details", "cached"), [(PromptDetails(cached_tokens=16), 16), (None, None)])
-def test_a_turn_has_the_cached_tokens_that_the_server_says(details: PromptDetails | None, cached: int | None) -> None:
+def test_turn_has_the_cached_tokens_that_the_server_reports(details: PromptDetails | None, cached: int | None) -> None:
     request = make_requests(LOAD, 1000)[1]
     answer = StreamReply(1)
     answer._chunks.add_chunk(2.0, True, 1, None)  # noqa: FBT003 -- as it is called
