@@ -21,10 +21,10 @@ AGENT = "torch.distributed.run"
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code of the module."""
+    """Run the module, and return its exit code."""
     line = forks.ask(os.environ[forks.ADDRESS], ["-m", *arguments], os.environ, (0, 1, 2))
     for number in PASSED_ON:
-        signal.signal(number, lambda told, _: line.send(str(int(told)).encode()))
+        signal.signal(number, lambda signal_number, _: line.send(str(int(signal_number)).encode()))
     code = forks.answer(line)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
 
 
 def agents(put: Callable[[object, str, object], None]) -> None:
-    """`put`, which is like setattr, a fork of torch's agent in place of one that imports torch."""
+    """Use `put`, a function like setattr, to replace torch's agent by a fork that does not import torch again."""
     from dcpbench.launch import torchrun
 
     own = torchrun._make_command

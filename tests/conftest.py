@@ -51,7 +51,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture
 def device() -> torch.device:
-    """The GPU where there is one."""
+    """Return the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

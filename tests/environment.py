@@ -1,4 +1,4 @@
-"""The environment in which the suite runs: what finds programs and hardware is kept, everything else is removed or set.
+"""Prepare the environment of the suite: keep the variables that locate programs and hardware, and remove or set all others.
 
 The package, PyTorch, NCCL, Triton, Rich, Typer, Click, Python's HTTP client, git and Slurm read hundreds of variables
 (FORCE_COLOR, NO_COLOR, COLUMNS, GITHUB_ACTIONS, http_proxy, SLURM_RESTART_COUNT, TORCH_DISTRIBUTED_DEBUG, NCCL_DEBUG,

@@ -1,10 +1,8 @@
-"""Programs that begin at once: forks of one process that has imported torch, which takes a process two seconds.
-
-A program has its environment, folder, arguments, standard files, `sitecustomize` and exit code as a process of its own
-has; only what it imports may be there already. What is told of a process's very start needs one of its own.
-
-Whoever wants a program asks at a socket, by one message of JSON with three open files, and gets the exit code as a
-line; each line that it sends is the number of a signal to pass on, and where it ends the program is killed.
+"""Run programs as forks of one process that has imported torch, which takes two seconds in a new process. A program
+has its own environment, folder, arguments, standard files, `sitecustomize` and exit code; only its imports may exist
+already. A test of a process's very start needs a new process. A client requests a program at a socket with one JSON
+message and three open files, and receives the exit code as a line; each line that it sends is the number of a signal
+to pass on, and when it disconnects the program is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 
 IMPORTED = (
     "torch.distributed.run",
-    "torch._inductor.config",  # torch's profiler asks it something
+    "torch._inductor.config",  # used by torch's profiler
     "triton.language",
     "dcpbench.worker",
     "dcpbench.bench.bench_worker",
@@ -55,7 +53,7 @@ class Program(NamedTuple):
 
 
 def start(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """In place of `dcpbench.syncs.run.run_process`, for a command of Python's."""
+    """Replace `dcpbench.syncs.run.run_process` for a Python command."""
     assert command[0] == sys.executable
     return run(Program(command[1:], env))[0]
 
@@ -73,7 +71,7 @@ def run(*programs: Program) -> list[int]:
 
 
 def ask(address: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]) -> socket.socket:
-    """Begin a program with these as its standard files."""
+    """Start a program with these as its standard files, and return its connection."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.connect(address)
     message = json.dumps([list(arguments), dict(env), str(Path.cwd())]).encode()
@@ -84,7 +82,7 @@ def ask(address: str, arguments: Sequence[str], env: Mapping[str, str], files: S
 
 
 def answer(line: socket.socket) -> int:
-    """The exit code, once the program has ended."""
+    """Wait for the end of the program, and return its exit code."""
     with line:
         return int(line.recv(16))
 
@@ -147,9 +145,9 @@ def keep(line: socket.socket) -> None:
         return
     ended = os.pidfd_open(pid)
     while ended not in (ready := select.select([ended, line], [], [])[0]):
-        told = line.recv(16) if ready else b""
-        os.kill(pid, int(told or signal.SIGKILL))
-        if not told:
+        signal_number = line.recv(16) if ready else b""
+        os.kill(pid, int(signal_number or signal.SIGKILL))
+        if not signal_number:
             break
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(BrokenPipeError):

@@ -1,7 +1,6 @@
-"""Triton's interpreter in less time: it prepares its language once a launch, not whenever one function calls another.
-
-To prepare is to look at each of some 500 members of `triton.language`, which takes 2 ms: half of what our kernels took.
-What a launch has prepared stays until it ends, so that doing it again changes nothing.
+"""Speed up Triton's interpreter: prepare its language once for each launch instead of for each call between functions.
+Preparing inspects some 500 members of `triton.language`, which takes 2 ms, half of the time of our kernels. A launch's
+preparation lasts until it ends, so that repeating it changes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def prepare_once() -> None:
-    """From now on, in this process."""
+    """Install the faster preparation in this process."""
     from triton.runtime import interpreter
 
     prepare: Callable[[Any], Any] = interpreter._patch_lang
@@ -25,7 +24,7 @@ def prepare_once() -> None:
 
     @functools.cache
     def known_to(fn: Any) -> frozenset[int]:
-        """Modules of the language in what this function can name: that is all that is prepared for it."""
+        """Return the modules of the language that this function can name, as only these are prepared for it."""
         modules = filter(inspect.ismodule, fn.__globals__.values())
         return frozenset(id(module) for module in modules if module in languages)
 
@@ -35,9 +34,9 @@ def prepare_once() -> None:
         prepared.add(known_to(fn))
         return prepare(fn)
 
-    def launch_anew(*args: Any, **kwargs: Any) -> Any:
+    def clear_and_launch(*args: Any, **kwargs: Any) -> Any:
         prepared.clear()
         return launch(*args, **kwargs)
 
     interpreter._patch_lang = prepare_new
-    interpreter.GridExecutor.__call__ = launch_anew
+    interpreter.GridExecutor.__call__ = clear_and_launch

@@ -1,4 +1,6 @@
-"""Pages of made-up records, without the seconds that matplotlib takes for their pictures."""
+"""Build report pages of synthetic records, with a placeholder instead of each matplotlib picture, which would take
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ DECODE = [(subject, "") for subject in ("break-even", "throughput", "itl", "fron
 SERVED = [(subject, mode) for mode in ("live", "replay") for subject in ("throughput", "ttft", "itl")]
 
 
-def page(folder: Path, records: list[Record], *, most: int = MAX_POINTS) -> Path:
-    """The page about a run, with a grey box for each picture."""
+def page(folder: Path, records: list[Record], *, max_points: int = MAX_POINTS) -> Path:
+    """Write the report page of the records, with a grey box for each picture, and return its path."""
     run = record_builder.write(folder / "run", records)
     picture = folder / "picture.svg"
     picture.write_text(SVG)
@@ -33,12 +35,14 @@ def page(folder: Path, records: list[Record], *, most: int = MAX_POINTS) -> Path
     subjects = (DECODE if len(read.points) else []) + (SERVED if len(read.served) else [])
     pictures = [Picture(*of, " ".join(of), f"alt of {' '.join(of)}", picture, picture) for of in subjects]
     out = folder / "report.html"
-    out.write_text(render_page("a run", sections.build_sections(read, pictures), read, most=most), encoding="utf-8")
+    out.write_text(
+        render_page("a run", sections.build_sections(read, pictures), read, most=max_points), encoding="utf-8"
+    )
     return out
 
 
 def page_of(folder: Path, run: Path) -> Path:
-    """Return the page of a run with the charts of a report on it, and a grey box for each picture."""
+    """Write the report page of a run with the charts of a report and a grey box for each picture, and return its path."""
 
     def box(_: plots.FigureWriter, path: Path, title: str, points: pd.DataFrame, draw: Any) -> None:
         del title, points, draw
@@ -46,14 +50,14 @@ def page_of(folder: Path, run: Path) -> Path:
 
     read = dataframes.load_frames([run])
     with mock.patch.object(plots.FigureWriter, "write_figure", box):
-        told = sections.build_sections(read, plots.draw_all(read, folder / "figures"))
+        content = sections.build_sections(read, plots.draw_all(read, folder / "figures"))
     out = folder / "report.html"
-    out.write_text(render_page("a run", told, read), encoding="utf-8")
+    out.write_text(render_page("a run", content, read), encoding="utf-8")
     return out
 
 
 def decode() -> list[Record]:
-    """Two models, two contexts, two concurrencies; tp4 and tp4·dcp4: 16 points."""
+    """Return records of two models, two contexts and two concurrencies on tp4 and tp4·dcp4: 16 points."""
     return [
         record_builder.ok(record_builder.point(layout, model=model, context=context, concurrency=concurrency))
         for model in ("kimi-k2", "deepseek-v3")
@@ -64,7 +68,7 @@ def decode() -> list[Record]:
 
 
 def served() -> list[Record]:
-    """tp4 and tp4·dcp4 at two concurrencies, live and replayed: 8 points."""
+    """Return served records of tp4 and tp4·dcp4 at two concurrencies, live and replayed: 8 points."""
     return [
         serve_record_builder.served(serve_record_builder.point(layout, concurrency, {"mode": mode}))
         for mode in ("live", "replay")

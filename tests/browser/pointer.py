@@ -1,4 +1,4 @@
-"""A pointer over a mark of a chart."""
+"""Move the pointer over a mark of a chart."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
-LOOK_MS = 100  # Plotly looks at a pointer every 50 ms, and not at one that stays
+LOOK_MS = 100  # Plotly samples the pointer every 50 ms, and ignores one that does not move
 
 
 def point_at(page: Page, mark: Locator) -> None:
-    """Hold the pointer over a mark until the page says something of it, wherever the mark moves meanwhile.
-
-    Charts fit their width a moment after they are drawn. The pointer comes from the corner of the page, so that it is
-    over no other mark before.
+    """Hold the pointer over a mark until the page shows a tooltip, following the mark if it moves. Charts adjust to
+    their width shortly after they are drawn. The pointer starts from the corner of the page, so that it is over no
+    other mark before.
     """
     mark.evaluate("element => element.scrollIntoView({block: 'center', behavior: 'instant'})")
     tip, at = page.locator(".tip"), None

@@ -1,4 +1,6 @@
-"""The dashboard in a real browser: from a disk and from its server, light with 20,000 points, inert with any record."""
+"""Test the dashboard in a real browser: from disk and from its server, fast with 20,000 points, inert with hostile
+records.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,12 @@ READABLE = f"""{LABELS}.every((a, i, all) => {{
   const over = (b) => a.left < b.right && b.left < a.right && a.top < b.bottom - 0.5 && b.top < a.bottom - 0.5;
   return a.top >= {CHART}.getBoundingClientRect().top && a.bottom <= plot + 0.5 && !all.slice(i + 1).some(over);
 }})"""
-"""Whether each label of a change lies inside the chart, above its plot, and over no other."""
+"""True if each label of a change lies inside the chart, above its plot, and overlaps no other label."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_pages() -> Iterator[None]:
-    """Reports have browser tests of their own; here a page is a file that says which run it is of."""
+    """Replace the report pages of runs, which have browser tests of their own, with a file that names the run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pages, "_write_page", lambda folder, run: (folder / pages.PAGE).write_text(run.slug) and "")
         yield
@@ -56,7 +58,7 @@ def quick_pages() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 runs of 16 points; the first is 5 % slower from the 26th on."""
+    """Build the site of 40 runs of 16 points, of which the first point is 5 % slower from the 26th run on."""
     folder = tmp_path_factory.mktemp("history")
     site.build(dashboard_builder.history(folder / "runs", count=16), folder / "site")
     return folder / "site" / "index.html"
@@ -64,7 +66,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def neighbours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 runs of 8 points, all 4.8 % slower from the 13th run on and another 5 % from the 17th on."""
+    """Build the site of 40 runs of 8 points, all 4.8 % slower from the 13th run on and another 5 % from the 17th on."""
     folder, rng = tmp_path_factory.mktemp("neighbours"), random.Random(1)
     for run in range(40):
         slower = (1.048 if run >= 12 else 1) * (1.05 if run >= 16 else 1)
@@ -76,25 +78,25 @@ def neighbours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site" / "index.html"
 
 
-def opened(visit: Visit, path: Path, fragment: str = "", **options: object) -> Page:
+def open_page(visit: Visit, path: Path, fragment: str = "", **options: object) -> Page:
     page = visit(path, fragment, **{"viewport": SCREEN, **options})
     page.wait_for_selector(USABLE)
     return page
 
 
-def until(page: Page, condition: str) -> None:
-    """Wait for a condition; Playwright's own way of waiting needs eval, which the page's policy refuses."""
+def wait_until(page: Page, condition: str) -> None:
+    """Wait for a condition by polling, because Playwright's own waiting needs eval, which the page's policy refuses."""
     while not page.evaluate(condition):
         page.wait_for_timeout(50)
 
 
 def hover(page: Page, nth: int) -> str:
-    """What the page says of a mark of the first chart when a pointer comes over it."""
+    """Return the tooltip that the page shows when the pointer is over a mark of the first chart."""
     point_at(page, page.locator("#charts .chart").first.locator(".point").nth(nth))
     return page.locator(".tip").inner_text()
 
 
-def rows(page: Page) -> int:
+def count_rows(page: Page) -> int:
     return page.locator("#table tbody tr").count()
 
 
@@ -105,26 +107,26 @@ def choose(page: Page, name: str, value: str) -> None:
 class TestOpening:
     @pytest.mark.parametrize("screen", [SCREEN, PHONE], ids=["1400px", "400px"])
     @pytest.mark.parametrize("scheme", ["light", "dark"])
-    def test_it_opens_from_a_disk_without_a_network(
+    def test_page_opens_from_disk_without_network_and_fits_the_screen(
         self, visit: Visit, history: Path, screen: object, scheme: str
     ) -> None:
-        """And is no wider than the screen; `visit` holds that nothing was asked for and no error was written."""
-        page = opened(visit, history, viewport=screen, color_scheme=scheme)
-        assert rows(page) == 16
+        """Open the page from disk; the fixture `visit` checks that the page requests nothing and logs no error."""
+        page = open_page(visit, history, viewport=screen, color_scheme=scheme)
+        assert count_rows(page) == 16
         page.locator("#table tbody input").first.check()
         page.wait_for_selector(DRAWN)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
     @pytest.mark.parametrize(("runs", "points"), [(40, 500), (1, 20_000)], ids=["40x500", "1x20000"])
-    def test_20_000_points_are_little_work_for_a_browser(
+    def test_page_of_20_000_points_runs_little_script_and_stays_small(
         self, visit: Visit, tmp_path: Path, runs: int, points: int
     ) -> None:
-        """Until the table and its filters can be used, for each point at most 20 blocks of JavaScript and 100 bytes,
-        and 3,000 elements in all. Counted by the browser: seconds are those of a machine. A loop over all pairs of
-        points would be 20,000 blocks for each.
+        """Limit the work until the table and its filters are usable to 20 blocks of JavaScript and 100 bytes a point,
+        and to 3,000 elements in all. The browser counts the blocks, because seconds depend on the machine. A loop over
+        all pairs of points would execute 20,000 blocks for each point.
         """
         site.build(dashboard_builder.write_many_runs(tmp_path / "runs", runs, points), tmp_path / "site", newest=0)
-        page = opened(visit, tmp_path / "site" / "index.html")
+        page = open_page(visit, tmp_path / "site" / "index.html")
         profiler = page.context.new_cdp_session(page)
         profiler.send("Profiler.enable")
         profiler.send("Profiler.startPreciseCoverage", {"callCount": True, "detailed": True})
@@ -133,16 +135,16 @@ class TestOpening:
         counted = profiler.send("Profiler.takePreciseCoverage")["result"]
         blocks = sum(part["count"] for script in counted for f in script["functions"] for part in f["ranges"])
         loaded = page.evaluate("[...document.scripts].map((s) => s.getAttribute('src')).filter((src) => src)")
-        assert rows(page) == 50
+        assert count_rows(page) == 50
         assert f"of {points:,} points" in page.locator("#count").inner_text()
         assert 1_000 < blocks < 20 * 20_000
         assert sum((tmp_path / "site" / src.partition("?")[0]).stat().st_size for src in loaded) < 100 * 20_000
         assert page.evaluate("document.querySelectorAll('*').length") < 3_000
 
-    def test_pages_of_runs_draw_with_the_plotly_that_the_site_has_once(
+    def test_run_pages_share_the_single_plotly_file_of_the_site(
         self, visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """From a disk; `visit` holds that no policy was violated."""
+        """Open a report from disk; the fixture `visit` checks that no content security policy is violated."""
         monkeypatch.setattr(pages, "_write_page", REAL_REPORT)
         site.build(dashboard_builder.history(tmp_path / "runs", runs=2, count=4), tmp_path / "site")
         found = [
@@ -155,8 +157,8 @@ class TestOpening:
         page.wait_for_selector(".chart .main-svg .point", state="attached")
         assert report.stat().st_size < 300_000
 
-    def test_charts_are_loaded_for_what_is_ticked_alone(self, visit: Visit, history: Path) -> None:
-        page = opened(visit, history)
+    def test_chart_scripts_load_only_after_a_row_is_ticked(self, visit: Visit, history: Path) -> None:
+        page = open_page(visit, history)
         scripts = "[...document.scripts].map((s) => s.getAttribute('src')).filter((s) => /plotly|history/.test(s))"
         assert page.evaluate(scripts) == []
         page.locator("#table tbody input").first.check()
@@ -165,27 +167,27 @@ class TestOpening:
 
 
 class TestLatestChanges:
-    def test_the_page_opens_with_what_changed_by_how_much_and_between_which_runs(
-        self, visit: Visit, history: Path
-    ) -> None:
-        """On the first screen, and a press on it shows that history."""
-        page = opened(visit, history)
-        told = page.locator("#latest").inner_text()
-        assert re.search(r"tp4 · 1 × 4,000 worse: .*Step time, ITL p50 \+5(\.\d)? %", told)
-        assert re.search(r" −5(\.\d)? % \(95 %: −6(\.\d)? % to −4(\.\d)? %, [\d.,]+ → [\d.,]+ tok/s/GPU\)", told)
-        assert told.count("worse") == 2, "in the sum and once in the line"
+    def test_first_screen_lists_changed_metrics_with_size_and_runs(self, visit: Visit, history: Path) -> None:
+        """Check the list on the first screen, and that a click on one of its buttons shows the metric's history."""
+        page = open_page(visit, history)
+        summary = page.locator("#latest").inner_text()
+        assert re.search(r"tp4 · 1 × 4,000 worse: .*Step time, ITL p50 \+5(\.\d)? %", summary)
+        assert re.search(r" −5(\.\d)? % \(95 %: −6(\.\d)? % to −4(\.\d)? %, [\d.,]+ → [\d.,]+ tok/s/GPU\)", summary)
+        assert summary.count("worse") == 2, "once in the total and once in the line"
         assert page.locator("#latest li").count() == 1
         assert page.locator("#latest li button").count() > 1
-        assert "1 point changed: 1 worse." in told
-        assert "Between run-024 (2026-01-29, commit 0000024abcde) and run-025" in told
+        assert "1 point changed: 1 worse." in summary
+        assert "Between run-024 (2026-01-29, commit 0000024abcde) and run-025" in summary
         assert page.locator("#latest li").first.bounding_box()["y"] < SCREEN["height"] / 2
         page.get_by_role("button", name="History of Step time").first.click()
         page.wait_for_selector("figure[data-measure=step_ms] .main-svg")
         assert page.locator("#charts figure").first.get_attribute("data-measure") == "step_ms"
         assert page.locator("#table input[data-id]:checked").count() == 1
 
-    def test_a_line_says_how_far_each_metric_of_its_points_went(self, visit: Visit, tmp_path: Path) -> None:
-        """Lines of three points that became worse: number of the metric, of its points, least and most, largest."""
+    def test_change_line_shows_the_range_of_each_metric(self, visit: Visit, tmp_path: Path) -> None:
+        """Check lines of three points that became worse. A row holds the metric's number, its points, and the
+        smallest, largest and most extreme ratios.
+        """
         down, up = [0.8, 0.79, 0.81, 100, 80], [1.2, 1.19, 1.21, 100, 120]
         cases: dict[str, list[list[float | None]]] = {
             "A −10 % … −20 %": [[0, 3, 0.8, 0.9, *down]],
@@ -204,39 +206,39 @@ class TestLatestChanges:
         index = json.loads(text.removesuffix(");\n"))
         for measure, label in zip(index["measures"], "AB", strict=False):
             measure.update({"label": label, "better": "higher"})
-        groups = [{"line": 0, "points": 3, "model": 1, "verdict": "worse", "changes": rows} for rows in cases.values()]
+        groups = [
+            {"line": 0, "points": 3, "model": 1, "verdict": "worse", "changes": changes} for changes in cases.values()
+        ]
         step = {"before": 0, "after": 1, "points": 27, "worse": 27, "better": 0, "groups": groups, "omitted": 0}
         index["latest"] = {"steps": [step], "more": 0}
         path.write_text(f"{start},{json.dumps(index)});\n")
-        told = opened(visit, tmp_path / "site" / "index.html").locator("#latest li").all_inner_texts()
-        assert told == [f"3 points of kimi-k2 · tp4 worse: {said}" for said in cases]
+        lines = open_page(visit, tmp_path / "site" / "index.html").locator("#latest li").all_inner_texts()
+        assert lines == [f"3 points of kimi-k2 · tp4 worse: {expected}" for expected in cases]
 
-    def test_where_nothing_changed_it_says_what_a_change_needs(self, visit: Visit, tmp_path: Path) -> None:
+    def test_page_without_changes_explains_how_many_runs_a_change_needs(self, visit: Visit, tmp_path: Path) -> None:
         site.build(dashboard_builder.history(tmp_path / "runs", runs=3, count=2), tmp_path / "site")
-        told = opened(visit, tmp_path / "site" / "index.html").locator("#latest").inner_text()
-        assert "No change is marked" in told
-        assert "after 12 runs" in told
-        assert "the longest history here has 3" in told
+        text = open_page(visit, tmp_path / "site" / "index.html").locator("#latest").inner_text()
+        assert "No change is marked" in text
+        assert "after 12 runs" in text
+        assert "the longest history here has 3" in text
 
 
 class TestSharedSettings:
-    def test_what_all_rows_share_is_said_once_above_the_table(self, visit: Visit, history: Path) -> None:
-        """And follows the filters: of one model alone its name, too."""
-        page = opened(visit, history)
-        said = page.locator("#shared")
-        assert said.inner_text().startswith("All rows: decode · 4 × NVIDIA H200 · ")
-        assert "page 64" in said.inner_text()
+    def test_settings_shared_by_all_rows_appear_once_above_the_table(self, visit: Visit, history: Path) -> None:
+        """Check that the shared settings follow the filters: with one model selected, its name is among them."""
+        page = open_page(visit, history)
+        shared = page.locator("#shared")
+        assert shared.inner_text().startswith("All rows: decode · 4 × NVIDIA H200 · ")
+        assert "page 64" in shared.inner_text()
         for word in ("page 64", "NVIDIA H200", "driver"):
             assert word not in page.locator("#table").inner_text()
-        assert "kimi-k2" not in said.inner_text()
+        assert "kimi-k2" not in shared.inner_text()
         choose(page, "model", "kimi-k2")
-        assert "kimi-k2" in said.inner_text()
+        assert "kimi-k2" in shared.inner_text()
         assert "kimi-k2" not in page.locator("#table tbody").inner_text()
 
-    def test_what_most_rows_of_a_workload_share_is_said_once_and_others_say_what_they_have(
-        self, visit: Visit, tmp_path: Path
-    ) -> None:
-        """Eight points of decode with one variable; one has another page size too, and one lacks the variable."""
+    def test_settings_of_most_rows_appear_once_and_other_rows_name_theirs(self, visit: Visit, tmp_path: Path) -> None:
+        """Use eight decode points with one variable: one has another page size too, and one lacks the variable."""
         found = []
         for i, of in enumerate(dashboard_builder.points(8)):
             settings = {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"} if i != 5 else {"NCCL_ALGO": "Ring"}
@@ -246,17 +248,15 @@ class TestSharedSettings:
             found.append(msgspec.structs.replace(dashboard_builder.record(of, 0, environment=where), point=point))
         record_builder.write(tmp_path / "runs" / "a", found)
         site.build(tmp_path / "runs", tmp_path / "site")
-        page = opened(visit, tmp_path / "site" / "index.html")
-        said = page.locator("#shared").inner_text().splitlines()
-        assert said[0].endswith("NCCL_ALGO=Ring")
-        assert said[1:] == ["Unless a decode row differs: page 64 · NCCL_NVLS_ENABLE=0"]
-        how = page.locator("#table tbody td:last-child").all_inner_texts()
-        assert sorted(how) == [""] * 6 + ["not NCCL_NVLS_ENABLE=0", "page 32"]
+        page = open_page(visit, tmp_path / "site" / "index.html")
+        shared = page.locator("#shared").inner_text().splitlines()
+        assert shared[0].endswith("NCCL_ALGO=Ring")
+        assert shared[1:] == ["Unless a decode row differs: page 64 · NCCL_NVLS_ENABLE=0"]
+        settings_cells = page.locator("#table tbody td:last-child").all_inner_texts()
+        assert sorted(settings_cells) == [""] * 6 + ["not NCCL_NVLS_ENABLE=0", "page 32"]
 
-    def test_of_bf16_beside_fp8_each_row_says_its_own_and_no_row_what_it_is_not(
-        self, visit: Visit, tmp_path: Path
-    ) -> None:
-        """Eight points of decode, of which one has fp8 weights, another another kernel."""
+    def test_rows_with_another_precision_or_kernel_name_only_their_own(self, visit: Visit, tmp_path: Path) -> None:
+        """Use eight decode points, one of them with fp8 weights and one with another kernel."""
         found = []
         for i, of in enumerate(dashboard_builder.points(8)):
             fp8 = {"weights_dtype": "fp8"} if i == 0 else {}
@@ -264,47 +264,47 @@ class TestSharedSettings:
             found.append(msgspec.structs.replace(dashboard_builder.record(of, 0), point=point))
         record_builder.write(tmp_path / "runs" / "a", found)
         site.build(tmp_path / "runs", tmp_path / "site")
-        page = opened(visit, tmp_path / "site" / "index.html")
-        said = page.locator("#shared").inner_text().splitlines()
-        assert "bf16" not in said[0]
-        assert said[1] == "Unless a decode row differs: flashinfer · bf16"
-        how = page.locator("#table tbody td:last-child").all_inner_texts()
-        own = [[word for word in row.split(" · ") if not word.startswith("ep ")] for row in how]
+        page = open_page(visit, tmp_path / "site" / "index.html")
+        shared = page.locator("#shared").inner_text().splitlines()
+        assert "bf16" not in shared[0]
+        assert shared[1] == "Unless a decode row differs: flashinfer · bf16"
+        settings_cells = page.locator("#table tbody td:last-child").all_inner_texts()
+        own = [[word for word in row.split(" · ") if not word.startswith("ep ")] for row in settings_cells]
         assert sorted(filter(any, own)) == [["fp8 weights, bf16 KV"], ["triton"]]
 
-    def test_a_row_without_the_objectives_of_the_others_says_so_once(self, visit: Visit, tmp_path: Path) -> None:
-        """Four served points, of which three have two objectives."""
+    def test_row_without_slo_among_rows_with_slo_shows_no_slo_once(self, visit: Visit, tmp_path: Path) -> None:
+        """Use four served points, three of which have two objectives."""
         found = [serve_record_builder.served(serve_record_builder.point(concurrency=n)) for n in (2, 4, 8, 16)]
         assert found[0].serve
         assert len(found[0].serve.slo_ms) > 1
         found[0] = msgspec.structs.replace(found[0], serve=msgspec.structs.replace(found[0].serve, slo_ms={}))
         record_builder.write(tmp_path / "runs" / "a", found)
         site.build(tmp_path / "runs", tmp_path / "site")
-        page = opened(visit, tmp_path / "site" / "index.html")
-        how = page.locator("#table tbody td:last-child").all_inner_texts()
-        assert ["no SLO" in row for row in how] == [True, False, False, False]
-        assert "not " not in how[0]
+        page = open_page(visit, tmp_path / "site" / "index.html")
+        settings_cells = page.locator("#table tbody td:last-child").all_inner_texts()
+        assert ["no SLO" in row for row in settings_cells] == [True, False, False, False]
+        assert "not " not in settings_cells[0]
 
-    def test_tables_are_no_wider_than_the_page(self, visit: Visit, tmp_path: Path) -> None:
-        """With a run, a GPU and a load of long names; what is cut off at the right nobody reads."""
+    def test_tables_with_long_names_fit_the_page_width(self, visit: Visit, tmp_path: Path) -> None:
+        """Use long names of a run, a GPU and a workload, because text cut off at the right edge cannot be read."""
         where = dashboard_builder.environment(0, device="NVIDIA H100 80GB HBM3")
         served = serve_record_builder.served(serve_record_builder.point(model="deepseek-v2-lite"), environment=where)
         plain = [dashboard_builder.record(of, 0, environment=where) for of in dashboard_builder.points(8)]
         name = "replay-against-live_H100_2026-11-25/live-deepseek-v2-lite-closed"
         record_builder.write(tmp_path / "runs" / name, [served, *plain])
         site.build(tmp_path / "runs", tmp_path / "site")
-        page = opened(visit, tmp_path / "site" / "index.html")
+        page = open_page(visit, tmp_path / "site" / "index.html")
         for box in page.locator("main .scroll").all():
             assert box.evaluate("(one) => one.scrollWidth <= one.clientWidth")
 
-    def test_what_a_record_does_not_say_is_a_dash(self, visit: Visit, tmp_path: Path) -> None:
-        """An import without a context and a date: neither is 0."""
+    def test_values_missing_from_a_record_are_shown_as_dashes(self, visit: Visit, tmp_path: Path) -> None:
+        """Use an imported record without a context and a date; neither may appear as 0."""
         of = record_builder.point()
         found = dashboard_builder.record(of, 0)
         found = msgspec.structs.replace(found, point=msgspec.structs.replace(of, context=0), started_at="")
         record_builder.write(tmp_path / "runs" / "a", [found])
         site.build(tmp_path / "runs", tmp_path / "site")
-        page = opened(visit, tmp_path / "site" / "index.html")
+        page = open_page(visit, tmp_path / "site" / "index.html")
         cells = page.locator("#table tbody tr").first.locator("td").all_inner_texts()
         assert cells[6] == "–"
         assert cells[11] == "–"
@@ -313,25 +313,25 @@ class TestSharedSettings:
 
 
 class TestFinding:
-    def test_filters_search_and_metric_narrow_the_table(self, visit: Visit, history: Path) -> None:
-        """16 points: 2 models × 2 contexts × 4 layouts at one load."""
-        page = opened(visit, history)
+    def test_filters_search_and_metric_narrow_the_table_rows(self, visit: Visit, history: Path) -> None:
+        """Filter 16 points: 2 models × 2 contexts × 4 layouts at one load."""
+        page = open_page(visit, history)
         choose(page, "model", "kimi-k2")
-        assert rows(page) == 8
+        assert count_rows(page) == 8
         choose(page, "context", "32000")
-        assert rows(page) == 4
+        assert count_rows(page) == 4
         page.locator("#filters [name=q]").fill("dcp4")
-        assert rows(page) == 1
+        assert count_rows(page) == 1
         page.get_by_role("button", name="Clear").click()
-        assert rows(page) == 16
+        assert count_rows(page) == 16
         choose(page, "metric", "step_ms")
-        until(page, "document.querySelector('#table thead').textContent.includes('Step time')")
+        wait_until(page, "document.querySelector('#table thead').textContent.includes('Step time')")
         page.locator("#filters [name=changed]").check()
-        assert rows(page) == 1
+        assert count_rows(page) == 1
         assert "+5" in page.locator("#table tbody").inner_text()
 
     def test_columns_sort_both_ways_by_keyboard(self, visit: Visit, history: Path) -> None:
-        page = opened(visit, history)
+        page = open_page(visit, history)
         value = "[...document.querySelectorAll('#table tbody tr')].map((r) => parseFloat(r.cells[8].textContent))"
         button = page.locator("#table [data-sort=value]")
         button.focus()
@@ -342,34 +342,34 @@ class TestFinding:
         assert page.evaluate(value) == sorted(down)
         assert page.locator("th[aria-sort=ascending]").count() == 1
 
-    def test_the_address_keeps_what_is_chosen(self, visit: Visit, history: Path) -> None:
-        page = opened(visit, history)
+    def test_address_keeps_the_chosen_filters_and_rows(self, visit: Visit, history: Path) -> None:
+        page = open_page(visit, history)
         choose(page, "model", "kimi-k2")
         page.locator("#table tbody input").nth(2).check()
         page.wait_for_selector(DRAWN)
         fragment = page.evaluate("location.hash")
-        again = opened(visit, history, fragment)
+        again = open_page(visit, history, fragment)
         again.wait_for_selector(DRAWN)
-        assert rows(again) == 8
+        assert count_rows(again) == 8
         assert again.locator("#table tbody input").nth(2).is_checked()
 
     @pytest.mark.parametrize(
         "fragment", ["#metric=__proto__&model=constructor&page=-7&p=x", "#sort=q&down=1&x=9", "#%ff"]
     )
-    def test_an_address_that_means_nothing_shows_all(self, visit: Visit, history: Path, fragment: str) -> None:
-        assert rows(opened(visit, history, fragment)) == 16
+    def test_address_with_invalid_fragment_shows_all_rows(self, visit: Visit, history: Path, fragment: str) -> None:
+        assert count_rows(open_page(visit, history, fragment)) == 16
 
 
 class TestHistory:
-    def test_a_change_is_marked_and_told_with_its_runs_and_uncertainty(self, visit: Visit, history: Path) -> None:
-        page = opened(visit, history, "#metric=step_ms&changed=true")
+    def test_change_is_marked_and_listed_with_its_runs_and_uncertainty(self, visit: Visit, history: Path) -> None:
+        page = open_page(visit, history, "#metric=step_ms&changed=true")
         page.locator("#table tbody input").first.check()
         page.wait_for_selector(DRAWN)
-        told = page.locator("figure[data-measure=step_ms] li").inner_text()
-        assert "worse" in told
-        assert "95 %" in told
-        assert "between run-024" in told
-        assert "run-025" in told
+        text = page.locator("figure[data-measure=step_ms] li").inner_text()
+        assert "worse" in text
+        assert "95 %" in text
+        assert "between run-024" in text
+        assert "run-025" in text
         assert page.locator("figure[data-measure=step_ms] .shapelayer path").count() == 1
 
     @pytest.mark.parametrize("axis", ["date", "commit", "run"])
@@ -377,46 +377,46 @@ class TestHistory:
     def test_labels_of_neighbouring_changes_never_overlap(
         self, visit: Visit, neighbours: Path, screen: dict[str, int], axis: str
     ) -> None:
-        """Two changes of one history, four runs apart: over each other, "+4.8 %" and "+5 %" read "+458 %"."""
-        page = opened(visit, neighbours, f"#metric=step_ms&x={axis}", viewport=screen)
+        """Place two changes of one history four runs apart: if they overlap, "+4.8 %" and "+5 %" read "+458 %"."""
+        page = open_page(visit, neighbours, f"#metric=step_ms&x={axis}", viewport=screen)
         page.locator("#table tbody input").first.check()
         page.wait_for_selector(DRAWN)
-        until(page, f"{LABELS}.length === 2 && {READABLE}")
-        told = page.locator("figure[data-measure=step_ms] li > span").all_inner_texts()
-        assert page.evaluate(f"{LABELS}.map((label) => label.text)") == [text.split(",")[0] for text in told]
+        wait_until(page, f"{LABELS}.length === 2 && {READABLE}")
+        items = page.locator("figure[data-measure=step_ms] li > span").all_inner_texts()
+        assert page.evaluate(f"{LABELS}.map((label) => label.text)") == [text.split(",")[0] for text in items]
 
     def test_labels_of_many_histories_never_overlap_at_any_width_nor_on_paper(
         self, visit: Visit, neighbours: Path
     ) -> None:
-        """A new driver, twice: eight histories change between the same two runs. The page becomes narrow and wide."""
-        page = opened(visit, neighbours, viewport=SCREEN, color_scheme="light")
+        """Change eight histories between the same two runs, as a new driver does, twice, and resize the page."""
+        page = open_page(visit, neighbours, viewport=SCREEN, color_scheme="light")
         points = page.locator("#table input[data-id]").evaluate_all("(all) => all.map((one) => one.dataset.id)")
         page.evaluate("(to) => { location.hash = to; }", "&".join(["metric=step_ms", *(f"p={one}" for one in points)]))
         page.wait_for_selector(DRAWN)
         for width in (1400, 400, 1400):
             page.set_viewport_size({"width": width, "height": 900})
             fits = f"Math.abs({CHART}.clientWidth - {CHART}._fullLayout.width) < 1"
-            until(page, f"{fits} && {LABELS}.length === 16 && {READABLE}")
+            wait_until(page, f"{fits} && {LABELS}.length === 16 && {READABLE}")
         page.emulate_media(color_scheme="dark")
-        until(page, f"{CHART}._fullLayout.paper_bgcolor === 'rgb(20, 24, 29)' && {READABLE}")
+        wait_until(page, f"{CHART}._fullLayout.paper_bgcolor === 'rgb(20, 24, 29)' && {READABLE}")
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
-        until(page, f"{CHART}._fullLayout.width === 660 && {READABLE}")
+        wait_until(page, f"{CHART}._fullLayout.width === 660 && {READABLE}")
 
-    def test_labels_that_move_leave_the_stretch_that_a_reader_chose(self, visit: Visit, neighbours: Path) -> None:
-        """Of all dates both labels share a place at 400 pixels; of ten days each has its own."""
-        page = opened(visit, neighbours, "#metric=step_ms", viewport=PHONE)
+    def test_moving_labels_keeps_the_chosen_axis_range(self, visit: Visit, neighbours: Path) -> None:
+        """Zoom at 400 pixels: over all dates the two labels need two rows, over ten days one row."""
+        page = open_page(visit, neighbours, "#metric=step_ms", viewport=PHONE)
         page.locator("#table tbody input").first.check()
         page.wait_for_selector(DRAWN)
-        rows = f"new Set({LABELS}.map((label) => label.top)).size"
-        until(page, f"{LABELS}.length === 2 && {rows} === 2")
+        label_rows = f"new Set({LABELS}.map((label) => label.top)).size"
+        wait_until(page, f"{LABELS}.length === 2 && {label_rows} === 2")
         chosen = "['2026-01-14', '2026-01-24']"
         page.evaluate(f"Plotly.relayout({CHART}, {{'xaxis.range': {chosen}}}).then(() => null)")
-        until(page, f"{LABELS}.length === 2 && {rows} === 1 && {READABLE}")
+        wait_until(page, f"{LABELS}.length === 2 && {label_rows} === 1 && {READABLE}")
         assert page.evaluate(f"{CHART}._fullLayout.xaxis.range") == ["2026-01-14", "2026-01-24"]
 
     @pytest.mark.parametrize("axis", ["date", "commit", "run"])
     def test_hovering_names_run_date_and_commit(self, visit: Visit, history: Path, axis: str) -> None:
-        page = opened(visit, history)
+        page = open_page(visit, history)
         page.locator("#table tbody input").first.check()
         page.wait_for_selector(DRAWN)
         page.locator("#picked [name=x]").select_option(axis)
@@ -426,9 +426,9 @@ class TestHistory:
         assert "2026-01-08" in text
         assert "0000003" in text
 
-    def test_what_is_said_of_a_mark_stays_beside_it_in_its_own_chart(self, visit: Visit, history: Path) -> None:
-        """Two charts stand beside each other: of the left one's marks nothing is said over the right one."""
-        page = opened(visit, history)
+    def test_tooltip_stays_next_to_its_mark_inside_its_own_chart(self, visit: Visit, history: Path) -> None:
+        """Check that tooltips of the left of two neighbouring charts never cover the right one."""
+        page = open_page(visit, history)
         page.locator("#table tbody input").first.check()
         page.wait_for_selector(f"{DRAWN} .points path")
         chart = page.locator("#charts .chart").first
@@ -442,8 +442,8 @@ class TestHistory:
             assert tip["x"] + tip["width"] <= own["x"] + own["width"]
             assert tip["x"] > mark["x"] + mark["width"] or tip["x"] + tip["width"] < mark["x"]
 
-    def test_the_table_below_has_every_run_with_a_link_to_its_page(self, visit: Visit, history: Path) -> None:
-        page = opened(visit, history)
+    def test_table_below_the_chart_links_every_run_to_its_page(self, visit: Visit, history: Path) -> None:
+        page = open_page(visit, history)
         page.locator("#table tbody input").first.check()
         page.wait_for_selector(DRAWN)
         page.locator("#charts summary").click()
@@ -452,32 +452,32 @@ class TestHistory:
         page.wait_for_load_state()
         assert page.locator("body").inner_text() == "run-039"
 
-    def test_other_hardware_is_a_line_of_its_own_that_can_be_added(self, visit: Visit, tmp_path: Path) -> None:
+    def test_other_hardware_is_a_separate_line_that_can_be_added(self, visit: Visit, tmp_path: Path) -> None:
         of = record_builder.point(Layout(4))
         for run in range(4):
             device = "NVIDIA H200" if run < 2 else "NVIDIA B200"
             where = dashboard_builder.environment(run, device=device)
             record_builder.write(tmp_path / "runs" / f"{run}", [dashboard_builder.record(of, run, environment=where)])
         site.build(tmp_path / "runs", tmp_path / "site")
-        page = opened(visit, tmp_path / "site" / "index.html")
-        assert rows(page) == 2
+        page = open_page(visit, tmp_path / "site" / "index.html")
+        assert count_rows(page) == 2
         page.locator("#table tbody input").first.check()
         page.wait_for_selector(DRAWN)
         traces = "document.querySelector('#charts .chart').data.map((t) => t.x.length)"
         assert page.evaluate(traces) == [2]
         page.locator("#picked p button").click()
-        until(page, f"{traces}.length === 2")
+        wait_until(page, f"{traces}.length === 2")
         assert page.evaluate(traces) == [2, 2]
 
-    def test_functional_runs_are_shown_only_when_asked_for_and_watermarked(self, visit: Visit, tmp_path: Path) -> None:
+    def test_functional_cpu_runs_appear_only_on_request_and_are_watermarked(self, visit: Visit, tmp_path: Path) -> None:
         record_builder.write(tmp_path / "runs" / "cpu", record_builder.cpu_sweep())
         record_builder.write(tmp_path / "runs" / "gpu", [dashboard_builder.record(record_builder.point(), 0)])
         site.build(tmp_path / "runs", tmp_path / "site")
-        page = opened(visit, tmp_path / "site" / "index.html")
-        assert rows(page) == 1
+        page = open_page(visit, tmp_path / "site" / "index.html")
+        assert count_rows(page) == 1
         assert "4 functional points of CPU runs are hidden" in page.locator("#count").inner_text()
         page.locator("#filters [name=cpu]").check()
-        assert rows(page) == 5
+        assert count_rows(page) == 5
         page.locator("#table tbody tr", has_text="functional").first.locator("input").check()
         page.wait_for_selector(DRAWN)
         assert "CPU: functional" in page.locator("#charts .chart").first.inner_text()
@@ -492,8 +492,8 @@ def test_hostile_records_inject_nothing(visit: Visit, tmp_path: Path) -> None:
     (tmp_path / "runs" / "bad <b>").mkdir()
     (tmp_path / "runs" / "bad <b>" / "records.jsonl").write_text(HOSTILE + "\n\n")
     site.build(tmp_path / "runs", tmp_path / "site")
-    page = opened(visit, tmp_path / "site" / "index.html")
-    for i in range(rows(page)):
+    page = open_page(visit, tmp_path / "site" / "index.html")
+    for i in range(count_rows(page)):
         page.locator("#table tbody input").nth(i).check()
     page.wait_for_selector(DRAWN)
     assert HOSTILE in hover(page, 0)
@@ -504,8 +504,8 @@ def test_hostile_records_inject_nothing(visit: Visit, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[watching.Watcher, str]]:
-    """A server of two runs, and its address."""
+def dashboard_server(tmp_path: Path) -> Iterator[tuple[watching.Watcher, str]]:
+    """Serve a site of two runs, and yield its watcher and address."""
     watcher = watching.Watcher(dashboard_builder.history(tmp_path / "runs", runs=2, count=8), tmp_path / "site", print)
     watcher.refresh()
     with dashboard._bind_port(0) as bound:
@@ -518,10 +518,10 @@ def served(tmp_path: Path) -> Iterator[tuple[watching.Watcher, str]]:
         thread.join()
 
 
-def test_a_served_page_follows_new_records_and_keeps_what_is_chosen(
-    visit: Visit, served: tuple[watching.Watcher, str]
+def test_served_page_follows_new_records_and_keeps_the_selection(
+    visit: Visit, dashboard_server: tuple[watching.Watcher, str]
 ) -> None:
-    watcher, address = served
+    watcher, address = dashboard_server
     page = visit(address, allowed=address, viewport=SCREEN)
     page.wait_for_selector(USABLE)
     choose(page, "layout", "tp4·dcp4")
@@ -531,11 +531,11 @@ def test_a_served_page_follows_new_records_and_keeps_what_is_chosen(
     more = dashboard_builder.record(record_builder.point(Layout(4, 1, 4), context=64000), 2)
     record_builder.write(watcher.root / "run-002", [more, dashboard_builder.record(dashboard_builder.points(3)[2], 2)])
     watcher.refresh()
-    until(page, "document.querySelector('#summary').textContent.startsWith('3 runs')")
-    assert rows(page) == 3
+    wait_until(page, "document.querySelector('#summary').textContent.startsWith('3 runs')")
+    assert count_rows(page) == 3
     assert page.locator("#filters [name=q]").input_value() == "kimi"
     assert page.evaluate("document.activeElement.name") == "q"
-    until(page, "document.querySelector('#charts .chart').data[0].x.length === 3")
+    wait_until(page, "document.querySelector('#charts .chart').data[0].x.length === 3")
     page.locator("#run-table a", has_text="run-002").click()
     page.wait_for_load_state()
     assert page.locator("body").inner_text() == "run-002"

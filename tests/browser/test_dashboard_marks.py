@@ -16,26 +16,24 @@ if TYPE_CHECKING:
     from tests.browser.conftest import Visit
 
 RUNS = Path(__file__).parents[2] / "results" / "decode_4xH200/decode-deepseek-v3-kimi-k2_4xH200_2026-11-20"
-MOST_PICKED = 8
+EXPECTED_LINES = 8
 COUNT = """() => Object.fromEntries([...document.querySelectorAll("#charts figure")].map((figure) => [
   figure.dataset.measure,
   [...figure.querySelectorAll(".scatterlayer .point")].filter((mark) => mark.getAttribute("d").length > 5)
     .map((mark) => getComputedStyle(mark).fill),
 ]))"""
-"""The colour of each mark of each chart that has an outline."""
-MOST_LOOKS = 400  # at a page that is still drawing
+"""Return the fill colour of each mark with an outline, by chart."""
+MAX_POLLS = 400  # of a page that is still drawing
 
 
 def rgb(hexadecimal: str) -> str:
-    """As a browser says it."""
+    """Return the colour in the notation of a browser's computed style."""
     return f"rgb({', '.join(str(int(hexadecimal[i : i + 2], 16)) for i in (1, 3, 5))})"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_each_chart_has_a_mark_for_each_value_in_the_colour_of_its_layout(
-    scheme: str, tmp_path: Path, visit: Visit
-) -> None:
-    """Two histories of each of four layouts, all metrics: counted in records, not in what the page loads."""
+def test_each_record_value_has_a_mark_in_the_colour_of_its_layout(scheme: str, tmp_path: Path, visit: Visit) -> None:
+    """Pick two histories of each of four layouts, and count the values in the records instead of in the page's data."""
     site.build(RUNS, tmp_path / "site", newest=0)
     entries = collections.defaultdict(list)
     for run in discovery.load_runs(RUNS, {}, lambda _: None).runs:
@@ -46,8 +44,8 @@ def test_each_chart_has_a_mark_for_each_value_in_the_colour_of_its_layout(
         if any(entry.values for entry in found):
             by_layout[line.example.layout_name].append(line)
     picked = [line for lines in by_layout.values() for line in lines[:2]]
-    assert len(picked) == MOST_PICKED
-    due = {
+    assert len(picked) == EXPECTED_LINES
+    expected = {
         metric.shown_name: collections.Counter(
             rgb(get_colours(Degrees(line.example.tp, line.example.dp, line.example.dcp))[scheme == "dark"])
             for line in picked
@@ -58,10 +56,10 @@ def test_each_chart_has_a_mark_for_each_value_in_the_colour_of_its_layout(
     }
     fragment = "#all=true&" + "&".join(f"p={line.id}" for line in picked)
     page = visit(tmp_path / "site" / "index.html", fragment, color_scheme=scheme)
-    wanted = {name: marks for name, marks in due.items() if marks}
+    wanted = {name: marks for name, marks in expected.items() if marks}
     assert wanted
     counted: dict[str, collections.Counter[str]] = {}
-    for _ in range(MOST_LOOKS):
+    for _ in range(MAX_POLLS):
         counted = {name: collections.Counter(marks) for name, marks in page.evaluate(COUNT).items()}
         if counted == wanted:
             break

@@ -1,4 +1,6 @@
-"""How the report's page looks and holds up: screens, themes, paper, no scripts, hostile records, too many points."""
+"""Test the report page's appearance and robustness: screens, themes, paper, no scripts, hostile records, too many
+points.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from dcpbench.points.layout import Layout
 from dcpbench.reports import write_report
 from dcpbench.reports.page import render
 from tests.browser import pages
-from tests.browser.test_report import ROWS, drawn, hover
+from tests.browser.test_report import ROWS, draw_panels, hover
 from tests.unit import engine_files_builder, record_builder, serve_record_builder
 
 if TYPE_CHECKING:
@@ -55,20 +57,20 @@ CONTRAST = """() => {
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Decode and served points in one report, and a point that was rejected."""
+def combined_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build one report with decode points, served points and a rejected point."""
     records = [*pages.decode()[:8], *pages.served(), record_builder.rejected(record_builder.point(Layout(2)))]
     return pages.page(tmp_path_factory.mktemp("both"), records)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1400])
-def test_nothing_is_wider_than_the_screen_and_all_text_has_contrast(
-    width: int, theme: str, both: Path, visit: Visit
+def test_page_fits_the_screen_and_all_text_has_contrast(
+    width: int, theme: str, combined_report: Path, visit: Visit
 ) -> None:
-    """4.5 to 1 of text and what lies behind it, folded parts open, one series off."""
-    page = visit(both, "#off.throughput=tp4", viewport={"width": width, "height": 800}, color_scheme=theme)
-    drawn(page, "throughput")
+    """Require a contrast of 4.5 to 1 with all details open and one series off."""
+    page = visit(combined_report, "#off.throughput=tp4", viewport={"width": width, "height": 800}, color_scheme=theme)
+    draw_panels(page, "throughput")
     page.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
     assert page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
     seen, poor = page.evaluate(CONTRAST)
@@ -79,32 +81,32 @@ def test_nothing_is_wider_than_the_screen_and_all_text_has_contrast(
 
 
 @pytest.mark.parametrize("width", [700, 1400])
-def test_every_section_can_be_seen_in_the_navigation(width: int, both: Path, visit: Visit) -> None:
-    """Cut off at the right it would say "Whe"; on a phone the row is scrolled, so that the first chart is in sight."""
-    page = visit(both, viewport={"width": width, "height": 800})
-    drawn(page, "throughput")
+def test_every_section_is_visible_in_the_navigation(width: int, combined_report: Path, visit: Visit) -> None:
+    """Check wider screens: a link cut off at the right would read "Whe". On a phone the row scrolls to save height."""
+    page = visit(combined_report, viewport={"width": width, "height": 800})
+    draw_panels(page, "throughput")
     links = page.locator("nav li:visible")
     assert links.count() == page.locator("main section:visible").count()
     assert page.locator("nav ul").evaluate("(row) => row.scrollWidth <= row.clientWidth")
 
 
-def test_no_line_ends_between_a_number_and_what_belongs_to_it() -> None:
-    told = render.add_no_break_spaces("up to 25 % more on 4 × H200 (TTFT ≤ 2,000 ms, ITL ≤ 150 ms): 8 of 9 loads")
-    assert told == "up to 25~% more on 4~×~H200 (TTFT~≤~2,000~ms, ITL~≤~150~ms): 8 of 9 loads".replace(
+def test_no_break_space_joins_a_number_and_its_unit() -> None:
+    text = render.add_no_break_spaces("up to 25 % more on 4 × H200 (TTFT ≤ 2,000 ms, ITL ≤ 150 ms): 8 of 9 loads")
+    assert text == "up to 25~% more on 4~×~H200 (TTFT~≤~2,000~ms, ITL~≤~150~ms): 8 of 9 loads".replace(
         "~", render.NO_BREAK
     )
 
 
-def test_series_of_a_layout_at_one_load_stand_beside_each_other(visit: Visit, tmp_path: Path) -> None:
-    """Two exchanges at 8 and 32 requests: each mark and its interval can be seen, and the load stands between them."""
+def test_series_of_one_layout_at_the_same_load_are_drawn_side_by_side(visit: Visit, tmp_path: Path) -> None:
+    """Draw two exchanges at 8 and 32 requests: both marks and intervals are visible, on either side of the load."""
     points = [
         record_builder.point(Layout(4, 1, 4), concurrency=n, exchange=x) for n in (8, 32) for x in ("ag_rs", "symm")
     ]
     plain = [record_builder.point(Layout(4), concurrency=n) for n in (8, 32)]
     page = visit(pages.page(tmp_path, [*map(record_builder.ok, (*points, *plain))]))
-    chart = drawn(page, "throughput").first
+    chart = draw_panels(page, "throughput").first
     at = chart.evaluate("(one) => one.data.map((trace) => trace.x)")
-    assert sorted(at)[1] == [8, 32], "the one of tp4 is where it was measured"
+    assert sorted(at)[1] == [8, 32], "the mark of tp4 is at its load"
     low, _, high = sorted(x[0] for x in at)
     assert low * high == pytest.approx(64)
     assert 0.9 * 8 < low < 8 < high
@@ -113,8 +115,8 @@ def test_series_of_a_layout_at_one_load_stand_beside_each_other(visit: Visit, tm
     assert all(box and box["width"] > 0 for box in boxes)
 
 
-def test_names_that_fill_a_phone_come_after_their_chart(visit: Visit, tmp_path: Path) -> None:
-    """Settings of four servers above it would leave no room for the chart on the first screen."""
+def test_legend_that_fills_a_phone_screen_follows_its_chart(visit: Visit, tmp_path: Path) -> None:
+    """Use a legend with the settings of six servers, which above the chart would push it off the first screen."""
     for share in (0.85, 0.9, 0.95):
         for seqs in (128, 256):
             server = {"gpu_memory_utilization": share, "max_num_batched_tokens": 4096 + seqs, "max_num_seqs": seqs}
@@ -123,29 +125,29 @@ def test_names_that_fill_a_phone_come_after_their_chart(visit: Visit, tmp_path: 
     path = pages.page_of(tmp_path, tmp_path / "run")
     for width, after in ((400, True), (1400, False)):
         page = visit(path, viewport={"width": width, "height": 800})
-        chart = drawn(page, "throughput-serve-live").first.bounding_box()
+        chart = draw_panels(page, "throughput-serve-live").first.bounding_box()
         legend = page.locator("#chart-throughput-serve-live .legend").bounding_box()
         assert chart
         assert legend
         assert (chart["y"] < legend["y"]) is after
         assert page.evaluate("document.documentElement.scrollWidth") == width
-        assert "copy" not in page.locator("#every-point").inner_text(), "no command of ours measures it again"
+        assert "copy" not in page.locator("#every-point").inner_text(), "dcpbench cannot repeat an imported measurement"
 
 
-def test_what_had_no_room_is_said_below_all_marks(visit: Visit, tmp_path: Path) -> None:
+def test_points_without_kv_capacity_are_named_below_all_marks(visit: Visit, tmp_path: Path) -> None:
     points = [record_builder.point(layout, concurrency=8) for layout in (Layout(4), Layout(4, 1, 4))]
     lost = [record_builder.rejected(record_builder.point(x, concurrency=32)) for x in (Layout(4), Layout(4, 1, 2))]
     path = pages.page_of(tmp_path, record_builder.write(tmp_path / "run", [*map(record_builder.ok, points), *lost]))
-    chart = drawn(visit(path), "overview").first
-    said = [text.bounding_box() for text in chart.locator(".annotation-text-g").all()]
+    chart = draw_panels(visit(path), "overview").first
+    labels = [text.bounding_box() for text in chart.locator(".annotation-text-g").all()]
     marks = [mark.bounding_box() for mark in chart.locator(".point").all()]
-    assert len(said) == 2
-    assert all(m and s and m["y"] + m["height"] <= s["y"] for m in marks for s in said)
+    assert len(labels) == 2
+    assert all(mark and label and mark["y"] + mark["height"] <= label["y"] for mark in marks for label in labels)
 
 
-def test_the_theme_is_switched_by_hand_and_charts_follow(both: Path, visit: Visit) -> None:
-    page = visit(both, color_scheme="light")
-    chart = drawn(page, "throughput").first
+def test_theme_button_switches_page_and_charts_and_is_remembered(combined_report: Path, visit: Visit) -> None:
+    page = visit(combined_report, color_scheme="light")
+    chart = draw_panels(page, "throughput").first
     page.get_by_role("button", name="Dark theme").click()
     page.wait_for_function("document.querySelector('.chart')._fullLayout.paper_bgcolor === 'rgb(20, 24, 29)'")
     assert chart.evaluate("chart => chart._fullLayout.font.color") == "rgb(230, 233, 237)"
@@ -153,9 +155,11 @@ def test_the_theme_is_switched_by_hand_and_charts_follow(both: Path, visit: Visi
     assert page.locator("html").get_attribute("data-theme") == "dark"
 
 
-def test_the_page_can_be_used_without_a_mouse(both: Path, visit: Visit) -> None:
-    """The first stop leads past the navigation, a filter is opened and set, and focus can be seen."""
-    page = visit(both)
+def test_page_can_be_used_by_keyboard(combined_report: Path, visit: Visit) -> None:
+    """Check that the first tab stop skips the navigation, that a filter can be opened and set, and that focus is
+    visible.
+    """
+    page = visit(combined_report)
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     page.keyboard.press("Enter")
@@ -171,9 +175,9 @@ def test_the_page_can_be_used_without_a_mouse(both: Path, visit: Visit) -> None:
     assert all(chart.get_attribute("role") == "img" and chart.get_attribute("aria-label") for chart in charts.all())
 
 
-def test_charts_below_the_fold_are_drawn_while_the_browser_is_idle(both: Path, visit: Visit) -> None:
-    """First those in sight, without being scrolled to, so that a picture of the whole page has all of them."""
-    page = visit(both, idle="globalThis.requestIdleCallback = (call) => { globalThis.rest = call; };")
+def test_charts_below_the_fold_are_drawn_while_the_browser_is_idle(combined_report: Path, visit: Visit) -> None:
+    """Check that all charts are drawn without scrolling, so that a screenshot of the whole page has them."""
+    page = visit(combined_report, idle="globalThis.requestIdleCallback = (call) => { globalThis.rest = call; };")
     page.wait_for_selector("html[data-ready]")
     page.locator(".chart .main-svg").first.wait_for()
     assert page.locator(EMPTY).count() > 3
@@ -183,25 +187,27 @@ def test_charts_below_the_fold_are_drawn_while_the_browser_is_idle(both: Path, v
     assert page.evaluate("scrollY") == 0
 
 
-def test_what_would_hold_a_reader_up_is_drawn_once_it_is_in_sight_and_says_so(
+def test_chart_with_many_marks_is_drawn_only_when_scrolled_into_view(
     tmp_path: Path, visit: Visit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More marks than 3 in one panel, instead of more than 1,000: Explore has 16, and phases a bar for each of six."""
-    own = render.read_own_asset
-    monkeypatch.setattr(render, "read_own_asset", lambda name: own(name).replace("MAX_IDLE = 1000", "MAX_IDLE = 3"))
+    """Lower the limit from 1,000 to 3 marks in a panel: Explore has 16, and phases have a bar for each of six."""
+    read_asset = render.read_own_asset
+    monkeypatch.setattr(
+        render, "read_own_asset", lambda name: read_asset(name).replace("MAX_IDLE = 1000", "MAX_IDLE = 3")
+    )
     page = visit(pages.page(tmp_path, pages.decode()))
     page.wait_for_selector("html[data-drawn]")
     explore = page.locator("#chart-explore .chart")
-    said = "getComputedStyle(document.querySelector('#chart-explore .chart'), '::before').content"
-    assert page.evaluate(said) == '"16 markers, drawn when they are scrolled into view."'
+    placeholder = "getComputedStyle(document.querySelector('#chart-explore .chart'), '::before').content"
+    assert page.evaluate(placeholder) == '"16 markers, drawn when they are scrolled into view."'
     explore.scroll_into_view_if_needed()
     explore.locator(".main-svg").first.wait_for()
-    assert page.evaluate(said) == "none"
+    assert page.evaluate(placeholder) == "none"
 
 
-def test_on_paper_all_charts_are_drawn_and_fit_and_all_is_unfolded(both: Path, visit: Visit) -> None:
-    """Printed from the dark theme, without having been scrolled to, before the browser was idle."""
-    page = visit(both, color_scheme="dark", idle="globalThis.requestIdleCallback = () => {};")
+def test_printed_page_has_all_charts_drawn_and_all_details_open(combined_report: Path, visit: Visit) -> None:
+    """Print from the dark theme, without scrolling, before the browser has been idle."""
+    page = visit(combined_report, color_scheme="dark", idle="globalThis.requestIdleCallback = () => {};")
     page.wait_for_selector("html[data-ready]")
     charts = page.locator(".chart").count()
     assert page.locator(".chart .main-svg").count() < 3 * charts
@@ -217,8 +223,8 @@ def test_on_paper_all_charts_are_drawn_and_fit_and_all_is_unfolded(both: Path, v
     assert not page.locator(".copy").first.is_visible()
 
 
-def test_without_scripts_there_are_the_pictures_and_the_tables(tmp_path: Path, visit: Visit) -> None:
-    """And nothing that would do nothing."""
+def test_page_without_scripts_shows_pictures_and_tables(tmp_path: Path, visit: Visit) -> None:
+    """Check also that controls that need scripts are hidden."""
     records = [record_builder.ok(record_builder.point(layout), steps=80) for layout in (Layout(4), Layout(4, 1, 4))]
     report, *_ = write_report([record_builder.write(tmp_path / "run", records)], tmp_path / "report")
     page = visit(report, java_script_enabled=False)
@@ -233,15 +239,17 @@ def test_without_scripts_there_are_the_pictures_and_the_tables(tmp_path: Path, v
         assert not page.locator(name).first.is_visible(), name
 
 
-def test_names_that_are_markup_are_shown_and_do_nothing(tmp_path: Path, visit: Visit) -> None:
-    """As model, backend, exchange, mark and device of decode and served points; `visit` notes dialogs and errors."""
+def test_markup_in_record_names_is_shown_as_text(tmp_path: Path, visit: Visit) -> None:
+    """Put markup into model, backend, exchange, warning and device of decode and served points; the fixture `visit`
+    reports dialogs and errors.
+    """
     records = []
     for name in HOSTILE:
         environment = msgspec.structs.replace(record_builder.GPU, device=name, command=name)
         fields = {"model": name, "backend": name, "exchange": name, "dtype": name}
-        of = record_builder.point(Layout(4, 1, 4), **fields)
+        point = record_builder.point(Layout(4, 1, 4), **fields)
         records += [
-            record_builder.ok(of, steps=30, environment=environment, warnings=[name]),
+            record_builder.ok(point, steps=30, environment=environment, warnings=[name]),
             msgspec.structs.replace(
                 serve_record_builder.served(serve_record_builder.point()),
                 point=serve_record_builder.point(**fields),
@@ -249,26 +257,26 @@ def test_names_that_are_markup_are_shown_and_do_nothing(tmp_path: Path, visit: V
             ),
         ]
     page = visit(pages.page(tmp_path, records))
-    panels = drawn(page, "throughput")
+    panels = draw_panels(page, "throughput")
     assert {hover(page, panel).split("\n")[2].split(", context")[0] for panel in panels.all()} == set(HOSTILE)
     for chart in ("kv", "phases", "throughput-serve-live"):
-        drawn(page, chart)
+        draw_panels(page, chart)
     page.get_by_label("colour by").select_option("device")
-    drawn(page, "explore")
+    draw_panels(page, "explore")
     assert set(HOSTILE) <= set(page.locator(f"{ROWS} td").all_inner_texts())
     assert set(HOSTILE) <= set(page.locator("#chart-explore .switch").all_inner_texts())
     assert page.locator("a:not([href^='#']), main img[src='x'], .panels a, .panels image, [onerror]").count() == 0
 
 
-def test_more_points_than_a_page_can_draw_are_told(tmp_path: Path, visit: Visit) -> None:
-    page = visit(pages.page(tmp_path, pages.decode(), most=5))
+def test_page_with_too_many_points_names_how_many_it_shows(tmp_path: Path, visit: Visit) -> None:
+    page = visit(pages.page(tmp_path, pages.decode(), max_points=5))
     assert page.locator(ROWS).count() == 5
-    said = page.locator("#explore .mark").inner_text()
-    assert said.startswith("Charts and the table of points show the first 5 of 16 points; points.csv")
+    note = page.locator("#explore .mark").inner_text()
+    assert note.startswith("Charts and the table of points show the first 5 of 16 points; points.csv")
 
 
-def test_a_long_table_is_shown_by_parts(tmp_path: Path, visit: Visit) -> None:
-    """120 points: 100 rows, and the others when asked for."""
+def test_long_table_shows_100_rows_and_the_rest_on_request(tmp_path: Path, visit: Visit) -> None:
+    """Use 120 points."""
     records = [record_builder.ok(record_builder.point(concurrency=n), steps=20, phases=None) for n in range(1, 121)]
     page = visit(pages.page(tmp_path, records))
     assert page.locator(ROWS).count() == 100
@@ -276,7 +284,7 @@ def test_a_long_table_is_shown_by_parts(tmp_path: Path, visit: Visit) -> None:
     assert page.locator(ROWS).count() == 120
 
 
-def test_a_run_without_any_finished_point_has_a_page(tmp_path: Path, visit: Visit) -> None:
+def test_run_without_finished_points_has_a_page_with_the_refusal(tmp_path: Path, visit: Visit) -> None:
     page = visit(pages.page(tmp_path, [record_builder.rejected(record_builder.point())]))
     assert page.get_by_text("try --dcp 4").first.is_visible()
     assert not page.locator("#filters").is_visible()

@@ -1,4 +1,4 @@
-"""The pages of `make results`, of a CPU run and of other tools' files: each chart has a mark for all that it shows."""
+"""Count the marks of every chart on the pages of `make results`, of a CPU run and of imported results."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ REPORTS = [
     for line in (ROOT / "results" / "reports.txt").read_text(encoding="utf-8").splitlines()
     if line and not line.startswith("#")
 ]
-MOST_PANELS = 12  # of one chart: charts.js says below it how many there are
-MOST_LOADS = 3  # of the chart of phases: the first, the middle and the last
-SCREEN = {"width": 400, "height": 800}  # of a phone; charts are drawn wherever they are
+MAX_PANELS = 12  # in one chart; charts.js states below it how many there are
+MAX_PHASE_LOADS = 3  # in the chart of phases: the first, the middle and the last
+SCREEN = {"width": 400, "height": 800}  # of a phone; charts off the screen are drawn too
 DRAWN = """() => new Promise((done) => {
   const root = document.documentElement;
   const look = () => { if ("drawn" in root.dataset) done(); };
   new MutationObserver(look).observe(root, { attributes: true });
   look();
 })"""
-"""Waits without asking again and again, which costs a big page as much as its charts."""
+"""Wait without polling, which costs a large page as much as its charts."""
 COUNT = """() => Object.fromEntries([...document.querySelectorAll("figure[id^=chart-]")].map((figure) => [
   figure.id.replace("chart-", ""),
   [...figure.querySelectorAll(".panel")].map((panel) => [
@@ -46,30 +46,30 @@ COUNT = """() => Object.fromEntries([...document.querySelectorAll("figure[id^=ch
     [...panel.querySelectorAll(".scatterlayer .js-line")].filter((line) => line.style.strokeWidth !== "8px" && line.getAttribute("d")).length,
   ]),
 ]))"""
-"""Of each panel of each chart: its title, its marks that have an outline, and its lines, but for the wide one of a frontier."""
-Panel = tuple[str, int, int]  # its title, and how many marks and lines it is to have
+"""Return the title, the number of marks with an outline, and the number of lines (without a frontier's wide one) of each panel, by chart."""
+Panel = tuple[str, int, int]  # title, expected number of marks, expected number of lines
 
 
-def report(typed: str, folder: str) -> dataframes.Frames:
-    """What a line of reports.txt reads."""
-    *words, _, _ = shlex.split(typed)
+def load_report(line: str, folder: str) -> dataframes.Frames:
+    """Load the runs that a line of reports.txt names."""
+    *words, _, _ = shlex.split(line)
     runs = [ROOT / "results" / folder / word for word in words if word != "--as-repeats"]
     return dataframes.load_frames(runs, as_repeats="--as-repeats" in words)
 
 
-def cpu(tmp_path: Path) -> dataframes.Frames:
+def load_cpu_run(tmp_path: Path) -> dataframes.Frames:
     return dataframes.load_frames([record_builder.write(tmp_path / "run", record_builder.cpu_sweep())])
 
 
-def imported(tmp_path: Path) -> dataframes.Frames:
-    """Four results of vLLM's benchmark, which are files in a public repository."""
+def load_vllm_results(tmp_path: Path) -> dataframes.Frames:
+    """Load four results of vLLM's benchmark, which are files in a public repository."""
     files = sorted((ROOT / "tests" / "data" / "imports" / "glm-4.7_1k1k").glob("*.json"))
     import_files(files, "vllm", tmp_path / "run", Overrides(tp=8))
     return dataframes.load_frames([tmp_path / "run"])
 
 
-def of_sglang(tmp_path: Path) -> dataframes.Frames:
-    """Rates of one data set and of another, appended to one file."""
+def load_sglang_results(tmp_path: Path) -> dataframes.Frames:
+    """Load results of two data sets that are appended to one file."""
     chat = {"dataset_name": "sharegpt", "total_input_tokens": 67_500, "total_output_tokens": 57_300}
     lines = [*map(engine_files_builder.sglang_of_2024, (1, 2, 4)), engine_files_builder.sglang_of_2024(4, **chat)]
     import_files(
@@ -78,8 +78,8 @@ def of_sglang(tmp_path: Path) -> dataframes.Frames:
     return dataframes.load_frames([tmp_path / "run"])
 
 
-def of_a_sweep(tmp_path: Path) -> dataframes.Frames:
-    """Four servers at two rates, three runs each."""
+def load_vllm_sweep(tmp_path: Path) -> dataframes.Frames:
+    """Load a sweep of four servers at two rates with three runs each."""
     for share, seqs, rate in itertools.product((0.9, 0.95), (128, 256), (8, 16)):
         server = {"gpu_memory_utilization": share, "max_num_seqs": seqs}
         engine_files_builder.sweep(tmp_path / "sweep", server, {"request_rate": rate}, runs=3)
@@ -88,22 +88,27 @@ def of_a_sweep(tmp_path: Path) -> dataframes.Frames:
 
 
 PAGES: dict[str, Callable[[Path], dataframes.Frames]] = {
-    f"{folder} {shlex.split(typed)[-1]}": lambda _, typed=typed, folder=folder: report(typed, folder)
-    for folder, typed in REPORTS
-} | {"cpu": cpu, "imported": imported, "of sglang": of_sglang, "of a sweep": of_a_sweep}
-"""By folder and the report's own name in it, as in several folders it is `report`."""
+    f"{folder} {shlex.split(line)[-1]}": lambda _, line=line, folder=folder: load_report(line, folder)
+    for folder, line in REPORTS
+} | {
+    "cpu": load_cpu_run,
+    "imported": load_vllm_results,
+    "of sglang": load_sglang_results,
+    "of a sweep": load_vllm_sweep,
+}
+"""Functions that load the frames of a page, by folder and report name, because several folders have a report named `report`."""
 
 
 def page_of(read: dataframes.Frames, folder: Path) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
-    """The page without pictures; its charts, and its points as rows."""
-    told = sections.build_sections(read, plots.draw_all(read, folder / "figures", drawn=False))
+    """Write the page without pictures, and return its path, its charts and its points as rows."""
+    content = sections.build_sections(read, plots.draw_all(read, folder / "figures", drawn=False))
     page = folder / "report.html"
-    text = render.render_page("a report", told, read, pictures=False)
+    text = render.render_page("a report", content, read, pictures=False)
     page.write_text(text, encoding="utf-8")
     columns = json.loads(text.split('id="data">', 1)[1].split("</script>", 1)[0])["columns"]
     names = list(columns)
     points = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    charts = [chart for section in told for chart in render.list_charts([*section.first, *section.pictures])]
+    charts = [chart for section in content for chart in render.list_charts([*section.first, *section.pictures])]
     shown = [{"slug": c.slug, "kind": c.kind, "workload": c.workload, "mode": c.mode} for c in charts]
     return page, [*shown, {"slug": "explore", "kind": "explore", "workload": "", "mode": ""}], points
 
@@ -113,7 +118,9 @@ def has(point: dict[str, Any], *names: str) -> bool:
 
 
 def panels(points: list[dict[str, Any]], *statistics: str) -> list[Panel]:
-    """One for each thing that lines must not share: a mark for each statistic of a point, and a line for each series."""
+    """Return a panel for each group of comparable points, with a mark for each statistic of a point and a line for
+    each series.
+    """
     found: dict[str, collections.Counter[tuple[int, str]]] = collections.defaultdict(collections.Counter)
     for point in points:
         for name in statistics:
@@ -123,10 +130,10 @@ def panels(points: list[dict[str, Any]], *statistics: str) -> list[Panel]:
 
 
 def phases(points: list[dict[str, Any]]) -> list[Panel]:
-    """A bar for each phase that took time anywhere, of the points of at most three loads, and one inside it for its floor."""
+    """Return panels with a bar for each phase that took time, at up to three loads, and one inside it for its floor."""
     profiled = [p for p in points if has(p, "phase:idle")]
     loads = sorted({p["concurrency"] for p in profiled})
-    some = loads if len(loads) <= MOST_LOADS else [loads[0], loads[len(loads) // 2], loads[-1]]
+    some = loads if len(loads) <= MAX_PHASE_LOADS else [loads[0], loads[len(loads) // 2], loads[-1]]
     spent = {
         name.removeprefix("phase:") for p in profiled for name, ms in p.items() if name.startswith("phase:") and ms
     }
@@ -138,7 +145,7 @@ def phases(points: list[dict[str, Any]]) -> list[Panel]:
 
 
 def capacities(points: list[dict[str, Any]]) -> list[Panel]:
-    """Two panels a model, with a bar for each layout; what a sweep bounded itself says nothing of what fits."""
+    """Return two panels a model with a bar for each layout; a capacity bounded by the sweep is left out of the second."""
     found: dict[str, set[str]] = collections.defaultdict(set)
     for p in points:
         if has(p, "kv_tokens_per_gib"):
@@ -148,8 +155,8 @@ def capacities(points: list[dict[str, Any]]) -> list[Panel]:
     return [(name, len(layouts), 0) for name, layouts in found.items()]
 
 
-def due(chart: dict[str, Any], points: list[dict[str, Any]]) -> list[Panel]:
-    """What a chart is to hold."""
+def compute_expected_panels(chart: dict[str, Any], points: list[dict[str, Any]]) -> list[Panel]:
+    """Return the panels that a chart should have."""
     own = [p for p in points if p["workload"] == (chart["workload"] or p["workload"])]
     own = [p for p in own if p["mode"] == (chart["mode"] or p["mode"])]
     loaded = [p for p in own if p.get("arrival") != "trace"]
@@ -177,10 +184,9 @@ def due(chart: dict[str, Any], points: list[dict[str, Any]]) -> list[Panel]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_chart_of_a_page_has_its_marks(name: str, tmp_path: Path, visit: Visit) -> None:
-    """A mark for each point and percentile that the page's data has, and a line for each series.
-
-    Most of the first chart is on a phone's first screen.
+def test_every_chart_has_a_mark_for_each_value_of_the_page_data(name: str, tmp_path: Path, visit: Visit) -> None:
+    """Expect a mark for each point and percentile in the page's data and a line for each series, and half of the first
+    chart on a phone's first screen.
     """
     path, charts, points = page_of(PAGES[name](tmp_path), tmp_path)
     page = visit(path, viewport=SCREEN)
@@ -191,12 +197,12 @@ def test_every_chart_of_a_page_has_its_marks(name: str, tmp_path: Path, visit: V
     counted = page.evaluate(COUNT)
     assert list(counted) == [chart["slug"] for chart in charts]
     for chart in charts:
-        wanted, found = due(chart, points), counted[chart["slug"]]
+        wanted, found = compute_expected_panels(chart, points), counted[chart["slug"]]
         assert wanted
         assert all(marks > 0 for _, marks, _ in wanted)
-        assert len(found) == min(len(wanted), MOST_PANELS), chart["slug"]
+        assert len(found) == min(len(wanted), MAX_PANELS), chart["slug"]
         for title, *held in found:
-            said = [list(n) for of, *n in wanted if title in of]
-            assert held in said, (chart["slug"], title)
-        if len(wanted) <= MOST_PANELS:
+            candidates = [list(n) for of, *n in wanted if title in of]
+            assert held in candidates, (chart["slug"], title)
+        if len(wanted) <= MAX_PANELS:
             assert sorted(tuple(n) for _, *n in found) == sorted(tuple(n) for _, *n in wanted), chart["slug"]

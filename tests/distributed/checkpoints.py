@@ -1,6 +1,5 @@
-"""Small random checkpoints, written by transformers itself; every number that could be 0 or 1 is neither.
-
-transformers takes seconds to import, so only who writes a checkpoint does.
+"""Write small random checkpoints with transformers, with no number that could hide an error by being 0 or 1.
+transformers takes seconds to import, so it is imported only when a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-"""8 heads and 16 experts for up to 8 ranks; nope, value and rope widths differ, so that none can stand in for another.
+"""Fields of a V3 with 8 heads and 16 experts for up to 8 ranks; nope, value and rope widths differ, so that confusing them fails.
 With weights of 0.15 the logits are of size 1 to 10."""
 
 
@@ -72,12 +71,16 @@ V2_GREEDY = SIZES | {"q_lora_rank": 40, "n_shared_experts": 2, "topk_method": "g
 
 
 def deepseek_v3(folder: Path) -> None:
-    """Low-rank q, sigmoid routing in 4 groups with a correction bias, YaRN that scales scores and the table."""
+    """Write a V3: low-rank q, sigmoid routing in 4 groups with a correction bias, YaRN that scales scores and the
+    table.
+    """
     _write("DeepseekV3", V3, folder)
 
 
 def deepseek_v2(folder: Path) -> None:
-    """As V2-Lite projects q, softmax routing limited to 2 of 4 groups, in several files with an index."""
+    """Write a V2 with V2-Lite's projection of q and softmax routing limited to 2 of 4 groups, in several files with an
+    index.
+    """
     own = {
         "q_lora_rank": None,
         "n_shared_experts": 2,
@@ -91,7 +94,9 @@ def deepseek_v2(folder: Path) -> None:
 
 
 def deepseek_v2_greedy(folder: Path) -> None:
-    """Low-rank q, softmax routing without groups, plain rope, and an epsilon that the latent norms do not share."""
+    """Write a V2 with low-rank q, softmax routing without groups, plain rope, and an epsilon that latent norms do not
+    share.
+    """
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     _write("DeepseekV2", V2_GREEDY | {"rms_norm_eps": 0.1, "rope_parameters": rope}, folder)
 
@@ -135,22 +140,21 @@ def llama(folder: Path, kv_heads: int, **changed: object) -> None:
 
 
 def deepseek_v3_of(folder: Path, changed: Mapping[str, object], written: Mapping[str, object]) -> None:
-    """V3 as above with `changed` fields, and then a config.json in which `written` replaces what transformers wrote.
-
-    A field that is written as ABSENT is left out. `seed` among the changed fields draws other weights.
+    """Write a V3 with `changed` fields, and a config.json in which `written` replaces values of transformers. A field
+    written as ABSENT is left out. `seed` among the changed fields draws other weights.
     """
     _write("DeepseekV3", V3 | changed, folder)
     _rewrite(folder, written)
 
 
 def deepseek_v2_of(folder: Path, changed: Mapping[str, object], written: Mapping[str, object]) -> None:
-    """The same of the greedy V2."""
+    """Write a greedy V2 with `changed` fields, and a config.json in which `written` replaces values of transformers."""
     _write("DeepseekV2", V2_GREEDY | changed, folder)
     _rewrite(folder, written)
 
 
 def deepseek_v3_fp8(folder: Path) -> None:
-    """V3 in fp8, as DeepSeek publishes it; wide enough that ranks' borders and edges cut blocks."""
+    """Write a V3 in fp8, as DeepSeek publishes it, wide enough that shards begin inside blocks."""
     wide = {"hidden_size": 160, "intermediate_size": 272, "moe_intermediate_size": 144, "q_lora_rank": 136}
     wide |= {"n_routed_experts": 8, "num_experts_per_tok": 8, "topk_group": 4}
     deepseek_v3_of(folder, wide, {})

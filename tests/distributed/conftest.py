@@ -1,4 +1,4 @@
-"""Jobs of these tests begin at once: torch's agent is a fork of a process that has torch, as their ranks are (rank.py)."""
+"""Start jobs of these tests quickly: torch's agent and the ranks are forks of a process with torch (rank.py)."""
 
 import pytest
 

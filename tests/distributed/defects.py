@@ -1,7 +1,7 @@
 """Engines that are wrong in one way each, to show which of them `dcpbench verify` finds.
 
 A defect patches the engine: it is called with a function like setattr, and returns nothing. All work in one process but
-those in IN_GROUPS, whose ranks must exchange partial attention.
+those in IN_GROUPS, which need ranks that exchange partial attention.
 """
 
 from __future__ import annotations

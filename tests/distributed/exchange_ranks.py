@@ -39,7 +39,7 @@ EMPTY_ON_RANK_1, ONLY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2, 3
 
 
 def partials(ranks: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [N, B, H, R] and lse [N, B, H] of a DCP group's ranks; o of an empty shard is NaN."""
+    """Return o [N, B, H, R] and lse [N, B, H] of a DCP group's ranks; o of an empty shard is NaN."""
     generator = torch.Generator().manual_seed(100 * ranks + group)
     o_NBHR = torch.randn(ranks, BATCH, HEADS, LATENT, generator=generator)
     lse_NBH = 3 * torch.randn(ranks, BATCH, HEADS, generator=generator)
@@ -54,7 +54,7 @@ def partials(ranks: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 
 def queries(group: int) -> torch.Tensor:
-    """q [B, H, Q] of all heads of a group."""
+    """Return q [B, H, Q] of all heads of a group."""
     return torch.arange(BATCH * HEADS * float(WIDTH)).view(BATCH, HEADS, WIDTH) + 1000 * group
 
 
@@ -65,7 +65,7 @@ def spec(dtype: torch.dtype, **changes: object) -> ExchangeSpec:
 
 
 def exchanged(name: str, group: Group, number: int, spec: ExchangeSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gathered q and the merged output of one rank of DCP group `number`."""
+    """Return the gathered q and the merged output of one rank of DCP group `number`."""
     exchange = make_exchange(name, group, spec)
     h = HEADS // group.size
     q_BhQ = exchange.get_query_buffer(BATCH)
@@ -80,7 +80,7 @@ def exchanged(name: str, group: Group, number: int, spec: ExchangeSpec) -> tuple
 
 
 def main(rank: int, folder: Path) -> None:
-    """Merge and gather with every exchange in both layouts and all dtypes, and save what this rank got."""
+    """Merge and gather with every exchange in both layouts and all dtypes, and save this rank's results."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     ag_rs.get_shared_buffer = lambda _owner, _group, nbytes, *_: torch.full(
         (nbytes,), 0xFF, dtype=torch.uint8

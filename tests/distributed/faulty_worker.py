@@ -1,13 +1,10 @@
-"""The worker, of which one rank does once what it should not: `FAULT=KIND:RANK:CONCURRENCY`.
-
-At the third step that is measured of the point of that concurrency, in layer 1: `missing` leaves the reduction behind
-attention out · `order` takes the two collectives of `merge` in the other order · `gather` leaves the first of them out, an all-gather · `shape` and `dtype` reduce another tensor ·
-`sleeps` and `spins` do so in the experts' phase.
-From the first step that is measured on, at the latest, in a captured one, too: `flag`, where the exchange is `symm`: the merge
-of that layer signals to its peers, and a kernel before it has taken the signal back · `loops`, on a GPU: a kernel behind the
-attention of that layer never ends.
-
-On GPUs steps are launched kernel by kernel for all others: what is captured cannot go wrong at one of its replays.
+"""Run the worker with one fault on one rank: `FAULT=KIND:RANK:CONCURRENCY`. At the third measured step of the point of
+that concurrency, in layer 1: `missing` leaves out the reduction after attention · `order` swaps the two collectives of
+`merge` · `gather` leaves out the first of them, an all-gather · `shape` and `dtype` reduce another tensor · `sleeps`
+and `spins` stall in the experts' phase. From the first measured step on at the latest, also in a captured one: `flag`,
+with the exchange `symm`, takes back the signal of that layer's merge to its peers before it is read · `loops`, on a
+GPU, starts a kernel that never ends after the attention of that layer. On GPUs all other kinds launch steps kernel by
+kernel, because a captured step cannot fail at one of its replays.
 """
 
 from __future__ import annotations
@@ -38,14 +35,19 @@ KINDS = ("missing", "gather", "order", "shape", "dtype", "sleeps", "spins", FLAG
 ON_GPUS = ("gather", "shape", LOOPS, FLAG)  # faults for several GPUs
 LAYER, STEP = 1, 3
 PHASES = {"order": "merge", "gather": "merge", "sleeps": "moe", "spins": "moe", FLAG: "merge"}
-"""In which phase each happens; all others in attn_reduce."""
-tell, step, attention, experts = worker.Worker.write_progress, Model.run_step, Model.run_attention, Model.run_experts
+"""Phase in which each kind happens; all others happen in attn_reduce."""
+write_progress, step, attention, experts = (
+    worker.Worker.write_progress,
+    Model.run_step,
+    Model.run_attention,
+    Model.run_experts,
+)
 all_reduce, merge = Group.all_reduce, AllGatherReduceScatter.merge_partials
 capture, merge_by_peers = DecodeEngine.capture_step, SymmetricMemory.merge_partials
 
 
 class Fault:
-    """When it is due, and what is done then. All ranks go through the same lines, the culprit and the others."""
+    """The moment of the fault and its action; culprit and other ranks execute the same lines."""
 
     def __init__(self, kind: str, concurrency: int, culprit: bool) -> None:
         self.kind, self.concurrency, self.culprit = kind, concurrency, culprit
@@ -65,7 +67,7 @@ class Fault:
         if self.at and self.culprit:
             self.goes_on.zero_()
             self.takes_back.fill_(1)
-        tell(of, stage, note)
+        write_progress(of, stage, note)
 
     def run_step(self, of: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace Model.run_step."""
@@ -127,9 +129,9 @@ class Fault:
 
 @triton.jit
 def _until_kernel(goes_on):
-    said = tl.load(goes_on, volatile=True)
-    while said == 0:
-        said = tl.load(goes_on, volatile=True)
+    flag = tl.load(goes_on, volatile=True)
+    while flag == 0:
+        flag = tl.load(goes_on, volatile=True)
 
 
 @triton.jit
@@ -148,7 +150,7 @@ def stall(kind: str) -> None:
 
 
 def commit(fault: Fault) -> None:
-    """Put it in the place of the worker's own."""
+    """Install the fault in place of the worker's functions."""
     for of, name in (
         (worker.Worker, "write_progress"),
         (Model, "run_step"),

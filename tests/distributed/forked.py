@@ -1,4 +1,4 @@
-"""Ranks that a test starts itself, without torchrun: a module of this folder as a fork of a process that has torch."""
+"""Start ranks of a test without torchrun: a module of this folder as a fork of a process with torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def forked(module: str, *arguments: str, log: Path) -> None:
-    """`python -m MODULE ARGUMENTS…` on the CPU, which must succeed; what it prints is in the file `log`."""
+    """Run `python -m MODULE ARGUMENTS…` on the CPU, which must succeed; its output is in the file `log`."""
     env = {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     (code,) = forks.run(forks.Program(["-m", module, *arguments], os.environ | env, str(log)))
     assert code == 0, log.read_text()

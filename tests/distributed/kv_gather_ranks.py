@@ -1,6 +1,5 @@
-"""The ranks of test_kv_gather.py, started as `python -m tests.distributed.kv_gather_ranks WORLD FOLDER`.
-
-They are forks of that process, so that torch is imported once.
+"""Run the ranks of test_kv_gather.py, started as `python -m tests.distributed.kv_gather_ranks WORLD FOLDER`. Ranks are
+forks of that process, so that torch is imported once.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SIZES = (  # requests, tokens and buffer: 7 tokens of 3 requests leave some rank
 
 
 def cases(world: int) -> list[Case]:
-    """Every size in both ways."""
+    """Return every size with both variants."""
     return [
         Case(
             variant=way,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.allocator import Allocation
 
 TWELVE = dataclasses.replace(TINY, heads=12, experts=12, groups=3, dense_inter=96, moe_inter=48)
-"""Sizes that 1, 2, 3 and 4 ranks divide."""
+"""Model shape with sizes that are divisible by 1, 2, 3 and 4 ranks."""
 GROUPED = dataclasses.replace(
     TWELVE,
     name="grouped",
@@ -53,7 +53,7 @@ SHAPES = {"mla": TWELVE, "gqa": GROUPED}
 CONTEXTS = (1, 5, 18)  # stored tokens of three requests of a replica; most ranks hold no token of the first
 NEW = 8  # tokens that each request decodes
 WRONG_AT = ((1, 2, 5), (), (2, 3, 4))
-"""For each request, tokens whose draft is wrong: none, single ones between right ones, and several in a row."""
+"""Positions of wrongly drafted tokens of each request: single ones, none, and several in a row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ CASES = {
 
 
 def make_engine(case: Case, rank: int, *, context: int = 0, requests: int = len(CONTEXTS)) -> DecodeEngine:
-    """The engine of a rank in fp32."""
+    """Return the engine of a rank in fp32."""
     shape, layout = SHAPES[case.kind].add_drafts(case.drafts), case.layout
     context = context or max(CONTEXTS) + 2 * (NEW + case.drafts)
     weights = load_weights(
@@ -141,7 +141,7 @@ def make_engine(case: Case, rank: int, *, context: int = 0, requests: int = len(
 
 
 def admit(engine: DecodeEngine, number: int, context: int) -> Request:
-    """Request `number` with synthetic KV, and a token to read behind it, without a KV location."""
+    """Add request `number` with synthetic KV, and a token to read behind it without a KV location."""
     request = engine.add_request(context)
     engine.write_random_kv(request, number, seed=0)
     engine.requests.set_tokens(request.slot, context, [100 + number])
@@ -149,7 +149,7 @@ def admit(engine: DecodeEngine, number: int, context: int) -> Request:
 
 
 def decode_one_by_one(case: Case, rank: int) -> tuple[list[list[int]], torch.Tensor]:
-    """Tokens of each request of this rank's replica, and logits [requests, NEW, vocab]."""
+    """Return the tokens of each request of this rank's replica, and logits [requests, NEW, vocab]."""
     engine = make_engine(case, rank)
     first = len(CONTEXTS) * case.layout.get_dp_rank(rank)
     requests = [admit(engine, first + i, context) for i, context in enumerate(CONTEXTS)]
@@ -168,12 +168,14 @@ def decode_one_by_one(case: Case, rank: int) -> tuple[list[list[int]], torch.Ten
 
 
 def poison(engine: DecodeEngine, requests: list[Request]) -> None:
-    """Make every KV row NaN that is no token's of a request and not in the padding page, so also those rolled back."""
+    """Fill every KV row with NaN except those of tokens of requests and of the padding page, rolled back rows
+    included.
+    """
     poison_but(engine, [(request.allocation, request.length) for request in requests])
 
 
 def poison_but(engine: DecodeEngine, stored: list[tuple[Allocation, int]]) -> None:
-    """Make every KV row NaN but those of the first tokens of these allocations and of the padding page."""
+    """Fill every KV row with NaN except those of the first tokens of these allocations and of the padding page."""
     share = engine.model.share
     owned = {PADDING_PAGE * share.page_size + i for i in range(share.page_size)}
     for allocation, length in stored:
@@ -189,7 +191,9 @@ def poison_but(engine: DecodeEngine, stored: list[tuple[Allocation, int]]) -> No
 
 
 def verify_drafts(case: Case, rank: int, truth: list[list[int]], logits: torch.Tensor) -> dict[str, object]:
-    """Errors of the logits of all accepted rows, the tokens, and how many drafts each step of each request accepted."""
+    """Return errors of the logits of all accepted rows, the tokens, and the drafts accepted in each step of each
+    request.
+    """
     engine = make_engine(case, rank)
     first, length = len(CONTEXTS) * case.layout.get_dp_rank(rank), case.drafts + 1
     requests = [admit(engine, first + i, context) for i, context in enumerate(CONTEXTS)]
@@ -221,9 +225,8 @@ def verify_drafts(case: Case, rank: int, truth: list[list[int]], logits: torch.T
 
 
 def draft_tokens(case: Case, rank: int, truth: list[list[int]], right: bool) -> list[dict[int, list[int]]]:
-    """For each request, the tokens that the model's layer drafts behind so many decoded ones.
-
-    Steps verify other drafts: all right, so that a step yields `drafts` + 1 tokens, or all wrong, so that it yields one.
+    """Return, for each request, the tokens drafted by the model's layer, by the number of decoded tokens. Steps verify
+    other drafts: all right, so that a step yields `drafts` + 1 tokens, or all wrong, so that it yields one.
     """
     engine = make_engine(case, rank)
     first, vocab = len(CONTEXTS) * case.layout.get_dp_rank(rank), engine.model.shape.vocab
@@ -257,9 +260,9 @@ SERVED = (5, 21, 8, 12, 3)  # lengths of prompts that are served together; chunk
 
 
 def serve_drafts(case: Case, rank: int) -> dict[str, list[int]]:
-    """The tokens that the layer drafts behind tokens of requests of this rank's replica, by request and number of known tokens.
-
-    Requests come one after the other, so that steps hold decodes, parts of prompts and prompts that end. All drafts are rejected.
+    """Return the tokens drafted for requests of this rank's replica, by request and number of known tokens. Requests
+    come one after the other, so that steps hold decodes, parts of prompts and prompts that end. All drafts are
+    rejected.
     """
     shape, layout = SHAPES[case.kind].add_drafts(case.drafts), case.layout
     engine = make_engine(case, rank, context=max(SERVED) + NEW + case.drafts, requests=len(SERVED))
@@ -305,7 +308,7 @@ def serve_drafts(case: Case, rank: int) -> dict[str, list[int]]:
 
 
 def main(rank: int, world: int, folder: Path) -> None:
-    """Run every case and save what this rank found."""
+    """Run every case, and save this rank's results."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
     found = []
     for case in CASES[world]:

@@ -46,7 +46,7 @@ with attention DP both are padded, and what is padded goes to no expert. The thi
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout with its storage and exchange, on a checkpoint, and how prefixes come."""
+    """A layout with its storage and exchange, on a checkpoint, and the way to gather prefixes."""
 
     model: str
     layout: Layout
@@ -64,11 +64,11 @@ class Case:
 
     @property
     def truth(self) -> str:
-        """Whose logits are expected: those of transformers, or over fp8 rows those of one rank that has all of them."""
+        """Name of the expected logits: those of transformers, or over fp8 rows those of one rank with all rows."""
         return f"{self.model}-{self.kv}" if self.kv else self.model
 
     def point(self, folder: Path) -> Point:
-        """As a point in fp32."""
+        """Return the point in fp32."""
         layout, weights = self.layout, str(folder / self.model)
         return Point(
             model=weights,
@@ -117,12 +117,12 @@ CASES = {
 
 
 def prompts(replica: int) -> list[list[int]]:
-    """Two prompts, others on each replica."""
+    """Return two prompts, different for each replica."""
     return [prompt_tokens(2 * replica + number, LENGTH) for number in range(2)]
 
 
 def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -> float:
-    """Largest difference of any logit of any step from the truth [replicas · prompts, tokens, vocab]."""
+    """Return the largest difference of a logit of any step from the truth [replicas · prompts, tokens, vocab]."""
     point, shape = case.point(folder), load_shape(str(folder / case.model))
     session = build_session(point, shape, plan_whole(point, [CONTEXT] * 2, shape), rank=rank, device=CPU, seed=0)
     nbytes = memory.compute_window_bytes(shape, case.layout, case.window, 4)
@@ -151,20 +151,22 @@ def error(case: Case, folder: Path, truth: dict[str, torch.Tensor], rank: int) -
         )
         assert len(logits) == (compute_chunk_rows(max(rows)) if pieces else max(rows))
         if case.layout.dp > 1:
-            assert all(nobodies(ids_Tk) == [max(live) - count for count in live] for _, ids_Tk in chosen)
+            assert all(count_unrouted(ids_Tk) == [max(live) - count for count in live] for _, ids_Tk in chosen)
         assert bool(logits.isfinite().all())
         if expected:
             worst = max(worst, float((logits[: len(expected)] - torch.stack(expected)).abs().max()))
     return worst
 
 
-def nobodies(ids_Tk: torch.Tensor) -> list[int]:
-    """How many rows of each of two replicas go to no expert."""
+def count_unrouted(ids_Tk: torch.Tensor) -> list[int]:
+    """Return how many rows of each of two replicas go to no expert."""
     return (ids_Tk == NO_EXPERT).all(-1).view(2, -1).sum(-1).tolist()
 
 
 def alone(case: Case, folder: Path, replica: int) -> torch.Tensor:
-    """[prompts, tokens, vocab] of a replica's prompts, in the same steps on one rank; NaN where none is computed."""
+    """Return the logits [prompts, tokens, vocab] of a replica's prompts, in the same steps on one rank; NaN if not
+    computed.
+    """
     point, shape = case.point(folder), load_shape(str(folder / case.model))
     engine = build_session(point, shape, plan_whole(point, [CONTEXT] * 2, shape), rank=0, device=CPU, seed=0).engine
     prefiller = Prefiller(engine.model, backend="sdpa", tokens=CONTEXT)
@@ -183,7 +185,7 @@ def alone(case: Case, folder: Path, replica: int) -> torch.Tensor:
 
 
 def main(rank: int, world: int, folder: Path) -> None:
-    """Run every case and report its error."""
+    """Run every case, and save its error."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
     truth = torch.load(folder / "truth.pt")
     found = [error(case, folder, truth, rank) for case in CASES[world]]

@@ -1,4 +1,4 @@
-"""The dcpbench command with agents and ranks that begin at once."""
+"""Run the dcpbench command with agents and ranks that start quickly."""
 
 from dcpbench import cli
 from dcpbench.commands import point_runner

@@ -1,10 +1,8 @@
-"""A rank in place of `-m dcpbench.worker`: a fork of a process with torch, that leaves to others what they test.
-
-It exchanges with others through memory (shared.py), and has rows of prefixes put in order by the reference, as Triton's
-interpreter takes longer for it than for all else that such a rank does: tests/kernels/test_kv_gather.py compares the
-two, and test_kv_gather.py and test_prefill.py have ranks that run the kernel. A case of step times that differ, as all do
-on a busy CPU, has 4 samples: test_step_times_measuring.py counts them. What was there before the fork stays out of
-collections of garbage.
+"""Run a rank in place of `-m dcpbench.worker` as a fork of a process with torch, without parts that other tests cover.
+It exchanges data through shared memory (shared.py), and orders rows of prefixes with the reference, which is faster
+than Triton's interpreter: tests/kernels/test_kv_gather.py compares the two, and the ranks of test_kv_gather.py and
+test_prefill.py run the kernel. A noisy case of step times, as all are on a busy CPU, has 4 samples:
+test_step_times_measuring.py counts them. Objects from before the fork stay out of garbage collections.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ INSIDE = "--inside"
 def in_token_order(
     out_TQ: torch.Tensor, own_JQ: torch.Tensor, addresses: Sequence[int], rank: int, prefix: Prefix, table: torch.Tensor
 ) -> None:
-    """In place of kv_gather.gather_in_token_order; it, too, reads other ranks' parts where they begin."""
+    """Replace kv_gather.gather_in_token_order; read other ranks' parts at their addresses as well."""
     from dcpbench.kernels.kv_gather import gather_in_token_order_reference, make_request_table
 
     assert table.equal(make_request_table(prefix, table.device))
@@ -40,7 +38,7 @@ def in_token_order(
 
 
 def _at(address: int, like_JQ: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows, Q] at an address."""
+    """Return the tensor [rows, Q] at an address."""
     import torch
 
     count = rows * like_JQ.shape[1]

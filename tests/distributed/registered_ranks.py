@@ -1,4 +1,4 @@
-"""The ranks of test_registered.py, started as `python -m tests.distributed.registered_ranks FOLDER` with two GPUs."""
+"""Run the ranks of test_registered.py, started as `python -m tests.distributed.registered_ranks FOLDER` with two GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORLD, BATCHES, HEADS, WIDTH, LATENT = 2, (8, 3, 1), 32, 576, 512
 
 
 def main(rank: int, folder: Path) -> None:
-    """Exchange by both, eagerly and twice from a graph, and save what this rank got."""
+    """Exchange with both implementations, eagerly and twice from a graph, and save this rank's results."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)

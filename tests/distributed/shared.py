@@ -1,8 +1,7 @@
-"""Collectives of ranks of one machine over memory that they share, in place of gloo's over sockets.
-
-A collective of gloo's is dozens of messages that wake twice as many threads, which is more work than all else that a
-rank of a tiny model does. What is computed is the same; that gloo's own do it is what test_exchange.py, test_kv_gather.py
-and test_launcher.py see. What gloo would wait for or mistake, ranks that ask for different things, is an error here.
+"""Replace gloo's collectives over sockets by collectives over shared memory for ranks of one machine. A collective of
+gloo consists of dozens of messages that wake twice as many threads, which is more work than everything else in a rank
+of a tiny model. The results are the same; test_exchange.py, test_kv_gather.py and test_launcher.py test gloo's own
+collectives. Ranks that ask for different operations, for which gloo would wait, are an error here.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ gather_objects = dist.all_gather_object
 
 
 class Meeting:
-    """Ranks of a group, in memory of two halves: who writes into one has seen that all have read what was in it.
-
-    The last one to come wakes the others. How many have come is a byte in a pipe that each takes and puts back; others
-    wait for a byte of a second pipe, or of a third one, as one that is late must not lose its byte to the next meeting.
+    """Ranks of a group with shared memory of two halves: a rank that writes into one has seen that all have read its
+    old content. The last rank to arrive wakes the others. The number of arrived ranks is a byte in a pipe that each
+    takes and puts back; others wait for a byte of a second or third pipe, because a late rank must not lose its byte
+    to the next meeting.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -78,12 +77,12 @@ class Meeting:
         self.meet()
         for rank in range(self.size):
             place = begin + rank * PART
-            said = self.memory[place : place + HEAD]
-            assert said == head, f"rank {rank} is in {said.decode()}, rank {self.rank} in {head.decode()}"
+            header = self.memory[place : place + HEAD]
+            assert header == head, f"rank {rank} is in {header.decode()}, rank {self.rank} in {head.decode()}"
         return parts.view(self.size, *given.shape)
 
     def meet(self) -> None:
-        """Wait until all are here."""
+        """Wait until all ranks have arrived."""
         go, self.half = self.go[self.half], 1 - self.half
         (before,) = os.read(self.came, 1)
         last = before + 1 == self.size
@@ -96,19 +95,19 @@ class Meeting:
 
 @functools.cache
 def meeting(group: dist.ProcessGroup | None) -> Meeting:
-    """Return the meeting of this group, made when all its ranks first need it."""
+    """Return the meeting of this group, created when all its ranks first need it."""
     return Meeting(group or dist.group.WORLD)
 
 
 def all_gather(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Into `out`, one after the other."""
+    """Concatenate the data of all ranks into `out`."""
     found = meeting(group).exchange("all_gather", x)
     assert out.is_contiguous()
     out.view(found.shape).copy_(found)
 
 
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """This rank's part of the sum, into `out`."""
+    """Write this rank's part of the sum into `out`."""
     mine = meeting(group)
     found = mine.exchange("reduce_scatter", x)
     assert out.is_contiguous()
@@ -116,7 +115,7 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup 
 
 
 def all_to_all(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """This rank's part of what each has, into `out`."""
+    """Write the parts for this rank into `out`."""
     mine = meeting(group)
     found = mine.exchange("all_to_all", x)
     assert out.is_contiguous()
@@ -124,7 +123,7 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | No
 
 
 def all_reduce(x: torch.Tensor, op: object = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
-    """In place."""
+    """Add (or take the maximum) in place."""
     x.copy_(functools.reduce(REDUCED[op], meeting(group).exchange(f"all_reduce {op}", x)))
 
 
@@ -134,13 +133,13 @@ def broadcast(x: torch.Tensor, src: int, group: dist.ProcessGroup | None = None)
 
 
 def barrier(group: dist.ProcessGroup | None = None, device_ids: Sequence[int] | None = None) -> None:
-    """Nothing but the meeting."""
+    """Wait until all ranks have arrived."""
     assert device_ids is None
     meeting(group).exchange("barrier", torch.empty(0))
 
 
 def replace() -> None:
-    """From now on, in this process."""
+    """Replace the collectives in this process."""
     torch_collectives._all_gather, torch_collectives._reduce_scatter = all_gather, reduce_scatter
     dist.all_to_all_single, dist.all_reduce = all_to_all, all_reduce
     dist.broadcast, dist.barrier = broadcast, barrier

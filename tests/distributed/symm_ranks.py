@@ -28,20 +28,22 @@ if TYPE_CHECKING:
 WORLDS = (2, 4, 8)
 HEADS, LATENT, WIDTH = 8, 24, 40
 BATCHES = (3, 1, 2, 3)
-"""One a layer: the buffers are as large as the first, and later ones must not read what it left behind."""
-REPLAYS, LAYERS = 2, (1, 2, 3)  # graphs of so many layers, replayed so often
+"""Batch of each layer: buffers have the size of the first, and later layers must not read its remaining data."""
+REPLAYS, LAYERS = 2, (1, 2, 3)  # replays of each graph, and layers of the graphs
 ADDENDS = ((2, 24), (3, 40), (1, 8), (3, 40), (3, 40), (1, 7))
-"""Shapes of one sum after the other: below and above the limit, the last of an odd size."""
-SMALL = 64  # bytes up to which reduce_one_shot adds, here
+"""Shapes of consecutive sums: below and above the limit, the last of an odd size."""
+SMALL = 64  # largest sum of reduce_one_shot in these tests, in bytes
 
 
 def layouts(world: int) -> tuple[Layout, ...]:
-    """One DCP group of all ranks; of four also two groups at once."""
+    """Return one DCP group of all ranks; for four ranks also two groups."""
     return (Layout(world, dcp=world), Layout(world, dcp=world // 2)) if world == 4 else (Layout(world, dcp=world),)
 
 
 def drawn(ranks: int, group: int, layer: int, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [N, B, h, Q], o [N, B, H, R] and lse [N, B, H] of a layer; some ranks have no rows and NaN outputs there."""
+    """Return q [N, B, h, Q], o [N, B, H, R] and lse [N, B, H] of a layer; some ranks have no rows, and NaN outputs
+    there.
+    """
     generator = torch.Generator().manual_seed(1000 * ranks + 100 * group + layer)
     q_NBhQ = torch.randn(ranks, batch, HEADS // ranks, WIDTH, generator=generator)
     o_NBHR = torch.randn(ranks, batch, HEADS, LATENT, generator=generator)
@@ -78,7 +80,7 @@ def layers(group: Group, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def spec(**changes: bool) -> ExchangeSpec:
-    """Sizes of all exchanges here."""
+    """Return the sizes of all exchanges in these tests."""
     return ExchangeSpec(
         batch=max(BATCHES),
         heads=HEADS,
@@ -91,9 +93,8 @@ def spec(**changes: bool) -> ExchangeSpec:
 
 
 def replays(group: Group, number: int, count: int, kind: int) -> list[torch.Tensor]:
-    """Merged outputs of `REPLAYS` replays of a graph of `count` layers, with replicated queries.
-
-    What capturing decides, the slot of each call and where a fence comes first, is recorded as a graph would.
+    """Return merged outputs of `REPLAYS` replays of a graph of `count` layers, with replicated queries. Decisions of
+    capturing, the slot of each call and the position of a fence, are recorded as in a graph.
     """
     exchange = make_exchange("symm", group, spec(q_replicate=True))
     assert isinstance(exchange, symm.SymmetricMemory)
@@ -118,7 +119,7 @@ def replays(group: Group, number: int, count: int, kind: int) -> list[torch.Tens
 
 
 def eager(group: Group, number: int) -> list[torch.Tensor]:
-    """Merged outputs of calls outside any graph, with replicated queries."""
+    """Return merged outputs of calls outside any graph, with replicated queries."""
     exchange = make_exchange("symm", group, spec(q_replicate=True))
     found = []
     for layer in range(4):
@@ -131,14 +132,14 @@ def eager(group: Group, number: int) -> list[torch.Tensor]:
 
 
 def sums(group: Group, rank: int) -> list[torch.Tensor]:
-    """All-reduces of changing sizes, one after the other."""
+    """Return the results of consecutive all-reduces of changing sizes."""
     largest = ReduceSpec(rows=3, columns=40, dtype=torch.float16, device=torch.device("cpu"))
     reduce = SymmetricAllReduce(group, largest, small=SMALL)
     return [reduce(addend(rank, number)) for number in range(len(ADDENDS))]
 
 
 def read_slowly() -> None:
-    """This rank pauses between meeting its peers and reading what they wrote, so that hasty ones would overwrite it."""
+    """Make this rank pause between meeting its peers and reading their data, so that fast ranks could overwrite it."""
     meet = merging.meet_ranks
 
     def meet_and_pause(*args: object) -> None:
@@ -149,7 +150,7 @@ def read_slowly() -> None:
 
 
 def main(rank: int, world: int, folder: Path) -> None:
-    """Exchange in all layouts and save what this rank got."""
+    """Exchange in all layouts, and save this rank's results."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     if rank == 0:
         read_slowly()

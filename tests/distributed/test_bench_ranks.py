@@ -1,4 +1,4 @@
-"""What one rank of a bench runs into, all of them hear of."""
+"""Test that an error of one rank of a bench reaches all ranks."""
 
 import subprocess
 import sys
@@ -32,8 +32,8 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.distributed
 @pytest.mark.long
-def test_an_error_of_one_rank_becomes_that_of_all_and_they_go_on_together(tmp_path):
-    """Otherwise rank 0 would wait in the next collective for a rank that has given up."""
+def test_error_of_one_rank_is_raised_on_all_ranks(tmp_path):
+    """Raise everywhere: otherwise rank 0 would wait in the next collective for a rank that has stopped."""
     environment = {"FOLDER": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     started = [
         subprocess.Popen(
@@ -51,7 +51,7 @@ def test_an_error_of_one_rank_becomes_that_of_all_and_they_go_on_together(tmp_pa
         ]
 
 
-def test_one_rank_alone_agrees_with_itself():
+def test_single_rank_runs_without_a_group():
     assert get_world_group().size == 1
     assert run_together(lambda: 3) == 3
     assert gather_first_text("bad") == "bad"

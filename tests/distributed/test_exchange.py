@@ -1,4 +1,4 @@
-"""The exchanges over groups of 2 and 4 gloo ranks against the merge computed in one place."""
+"""Compare the exchanges over groups of 2 and 4 gloo ranks with a merge in one process."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.distributed.forked import forked
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each rank of each layout got: [layout][rank][name, dtype, changes] -> q and merged output."""
+    """Return the q and merged output of each rank of each layout: [layout][rank][name, dtype, changes]."""
     folder = tmp_path_factory.mktemp("exchange")
     forked("tests.distributed.exchange_ranks", str(folder), log=folder / "log")
     return {
@@ -23,13 +23,13 @@ def found(tmp_path_factory):
 
 
 def heads_of(layout: Layout, rank: int) -> slice:
-    """The heads of its group's 8 that a rank keeps."""
+    """Return the slice of its group's 8 heads that a rank keeps."""
     h = ranks.HEADS // layout.dcp
     return slice(layout.get_dcp_rank(rank) * h, (layout.get_dcp_rank(rank) + 1) * h)
 
 
 def expected(layout, rank, dtype):
-    """This rank's heads of the merged output, [h, B, R] in fp64 from partials in `dtype`."""
+    """Return this rank's heads of the merged output, [h, B, R] in fp64 from partials in `dtype`."""
     o_NBHR, lse_NBH = ranks.partials(layout.dcp, rank // layout.dcp, dtype)
     return merge_partials(o_NBHR.double(), lse_NBH.double())[:, heads_of(layout, rank)].transpose(0, 1)
 
@@ -39,10 +39,9 @@ def expected(layout, rank, dtype):
 @pytest.mark.parametrize("name", ranks.NAMES)
 class TestExchange:
     @pytest.mark.parametrize("dtype", ranks.DTYPES, ids=str)
-    def test_every_rank_gets_its_heads_of_the_merged_output_in_fp32(self, found, name, layout, dtype):
-        """Whatever the partials were computed in, they are merged as exactly as fp32 ones.
-
-        NaN outputs of empty shards must have gone nowhere: sums over ranks would spread them.
+    def test_each_rank_receives_its_heads_of_the_merged_output_in_fp32(self, found, name, layout, dtype):
+        """Merge partials of any dtype with the accuracy of fp32. NaN outputs of empty shards must not spread, as sums
+        over ranks would.
         """
         for rank in range(ranks.WORLD):
             _, got_hBR = found[layout][rank][name, dtype, "plain"]
@@ -51,8 +50,8 @@ class TestExchange:
             assert torch.allclose(got_hBR.double(), expected(layout, rank, dtype), atol=1e-6)
 
     @pytest.mark.parametrize("dtype", ranks.DTYPES, ids=str)
-    def test_projected_values_are_rounded_once_at_most(self, found, name, layout, dtype):
-        """An exchange may return them in the model's dtype or in fp32, in any strides but the last."""
+    def test_projected_values_are_rounded_at_most_once(self, found, name, layout, dtype):
+        """Accept the model's dtype or fp32, and any strides but the last."""
         half_ulp = torch.finfo(dtype).eps / 2 + 1e-6
         for rank in range(ranks.WORLD):
             _, got_hBV = found[layout][rank][name, dtype, "projected"]
@@ -60,23 +59,23 @@ class TestExchange:
             assert got_hBV.stride(-1) == 1
             assert torch.allclose(got_hBV.double(), expected(layout, rank, dtype), rtol=half_ulp, atol=1e-6)
 
-    def test_a_request_with_rows_on_one_rank_has_that_ranks_output(self, found, name, layout):
-        """Its weight is exp(lse − lse) = 1 and all others' 0: nothing is rounded."""
+    def test_request_with_rows_on_one_rank_has_that_ranks_output(self, found, name, layout):
+        """Expect no rounding: the weight is exp(lse − lse) = 1, and all others are 0."""
         for rank in range(ranks.WORLD):
             o_NBHR, _ = ranks.partials(layout.dcp, rank // layout.dcp, torch.float32)
             only_hR = o_NBHR[1, ranks.ONLY_ON_RANK_1, heads_of(layout, rank)]
             _, got_hBR = found[layout][rank][name, torch.float32, "plain"]
             assert torch.allclose(got_hBR[:, ranks.ONLY_ON_RANK_1], only_hR, atol=1e-6)
 
-    def test_a_request_without_rows_anywhere_is_zero(self, found, name, layout):
-        """A padding row that no rank stores anything for."""
+    def test_request_without_rows_on_any_rank_is_zero(self, found, name, layout):
+        """Use a padding row that no rank stores."""
         for got in found[layout]:
             for changes in ranks.CHANGES:
                 assert not got[name, torch.bfloat16, changes][1][:, ranks.EMPTY_EVERYWHERE].any()
 
     @pytest.mark.parametrize("changes", ranks.CHANGES)
     def test_q_is_gathered_in_rank_order_within_the_group(self, found, name, layout, changes):
-        """The ranks' heads side by side, contiguous, and of this group only; nothing changes where all had them all."""
+        """Expect the heads of this group's ranks only, contiguous, and unchanged if all ranks had all heads."""
         for rank in range(ranks.WORLD):
             q_BHQ, _ = found[layout][rank][name, torch.float32, changes]
             assert q_BHQ.is_contiguous()
@@ -84,8 +83,10 @@ class TestExchange:
 
 
 @pytest.mark.distributed
-def test_a_narrow_wire_is_as_inexact_as_its_dtype(found):
-    """ag_rs in bf16 rounds shares and their sums: off by more than fp32's rounding and by less than 4 ulp of bf16."""
+def test_bf16_wire_has_the_error_of_bf16(found):
+    """Expect an error above fp32's rounding and below 4 ulp of bf16, because ag_rs rounds partial outputs and their
+    sums.
+    """
     layout = ranks.LAYOUTS[0]
     _, got_hBR = found[layout][0]["ag_rs", torch.float32, "bf16 wire"]
     error = (got_hBR.double() - expected(layout, 0, torch.float32)).abs().max()
@@ -94,8 +95,8 @@ def test_a_narrow_wire_is_as_inexact_as_its_dtype(found):
 
 
 @pytest.mark.parametrize("name", ["none", *ranks.NAMES])
-def test_a_group_of_one_rank_merges_with_nobody(name):
-    """The same code path with weight 1, heads first."""
+def test_group_of_one_rank_returns_its_own_output(name):
+    """Use the same code path with weight 1; the output has heads first."""
     exchange = make_exchange(name, Group(size=1, rank=0, handle=None), ranks.spec(torch.float32))
     o_BHR, lse_BH = exchange.get_partial_buffers(2)
     o_BHR.normal_(generator=torch.Generator().manual_seed(0))
@@ -106,7 +107,6 @@ def test_a_group_of_one_rank_merges_with_nobody(name):
     assert torch.equal(exchange.gather_q(q_BHQ), q_BHQ)
 
 
-def test_an_unknown_exchange_is_an_error_that_lists_the_known_ones():
-    """The message says what to type."""
+def test_unknown_exchange_raises_an_error_with_the_known_ones():
     with pytest.raises(UsageError, match="--exchange nccl does not exist; choose one of ag_rs, a2a"):
         make_exchange("nccl", Group(size=1, rank=0, handle=None), ranks.spec(torch.float32))

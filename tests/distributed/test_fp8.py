@@ -1,4 +1,6 @@
-"""fp8 weights and KV on every layout, against `transformers` with the same roundings; several ranks by torchrun jobs."""
+"""Compare fp8 weights and KV on every layout with `transformers` rounded in the same way; several ranks run as
+torchrun jobs.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,13 @@ GRID = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a checkpoint in fp8."""
+    """Write a checkpoint in fp8, and return its folder."""
     made = tmp_path_factory.mktemp("checkpoint") / "v3-fp8"
     deepseek_v3_fp8(made)
     return str(made)
 
 
-def points_of(tp, folder):
+def list_points(tp, folder):
     return [
         point(folder, layout, storage, how)
         for layout, cases in GRID.items()
@@ -65,50 +67,52 @@ def points_of(tp, folder):
 
 
 def assert_agree(points, checks):
-    """Every check has a limit that it keeps, and that of layers is a few roundings, in whatever dtype is computed."""
+    """Check all limits; the limit of layers is a few roundings in the computed dtype."""
     assert [c for c in checks if not c.ok] == []
     layers = [c for c in checks if c.name == "layers"]
     assert [c.dtype for c in layers] == [p.precision for p in points]
     assert all(0 < c.error <= c.limit < 0.1 for c in layers)
     assert all(c.error == 0 for c in checks if c.name in ("tokens", "kv_write", "routing"))
-    assert all(c.error < 1e-5 for c in checks if c.name == "attention"), "what is stored is exact"
+    assert all(c.error < 1e-5 for c in checks if c.name == "attention"), "stored values are exact"
 
 
 @pytest.mark.parametrize("tp", [2, *(pytest.param(tp, marks=pytest.mark.long) for tp in (1, 4, 8))])
-def test_layouts_are_transformers_with_the_same_roundings(tp, folder, tmp_path):
-    """Ranks' borders cut blocks of weights, and begin groups of activations: transformers rounds in the same groups."""
-    points = points_of(tp, folder)
+def test_layouts_agree_with_equally_rounded_transformers(tp, folder, tmp_path):
+    """Use ranks with borders inside blocks of weights, which start groups of activations; transformers rounds in the
+    same groups.
+    """
+    points = list_points(tp, folder)
     if tp == 1:
         assert_agree(points, [check for p in points for check in alone(p, PROMPTS, TOKENS, tmp_path)])
     else:
         assert_agree(points, verify_by_job(points, PROMPTS, TOKENS, tmp_path))
 
 
-def test_scales_of_other_blocks_are_noticed(folder, tmp_path, monkeypatch):
-    """Those of o_proj, two in a row, change places."""
+def test_swapped_block_scales_are_found(folder, tmp_path, monkeypatch):
+    """Swap two adjacent scales of o_proj."""
     whole = checkpoint.slice_scaled
 
     def swapped(data, scale, shape, *part):
         return whole(data, scale.flip(1) if shape[0] == 160 else scale, shape, *part)
 
     monkeypatch.setattr(checkpoint, "slice_scaled", swapped)
-    (wrong,) = [c for c in alone(points_of(1, folder)[0], PROMPTS, TOKENS, tmp_path) if not c.ok]
+    (wrong,) = [c for c in alone(list_points(1, folder)[0], PROMPTS, TOKENS, tmp_path) if not c.ok]
     assert wrong.name == "layers"
     assert "3 layers of 3 differ, first o_proj of layer 0" in wrong.detail
 
 
-def test_a_checkpoint_in_half_precision_is_quantised_as_it_is_read(tmp_path):
-    """And held against what that stands for."""
+def test_half_precision_checkpoint_is_quantised_while_it_is_read(tmp_path):
+    """Compare with the dequantised weights."""
     deepseek_v3(tmp_path / "v3")
-    asked = [point(str(tmp_path / "v3"), Layout(1), PLAIN, NONE | WEIGHTS)]
-    assert_agree(asked, alone(asked[0], PROMPTS, TOKENS, tmp_path))
+    points = [point(str(tmp_path / "v3"), Layout(1), PLAIN, NONE | WEIGHTS)]
+    assert_agree(points, alone(points[0], PROMPTS, TOKENS, tmp_path))
 
 
 @pytest.mark.parametrize("ep", ["1", "tp"])
 @pytest.mark.parametrize("layout", [Layout(1), Layout(2), Layout(4, dcp=4), Layout(8, dcp=2), Layout(8, dp=8)], ids=str)
 @pytest.mark.sample(4)
-def test_no_number_changes_where_ranks_cut_blocks(layout, ep, folder):
-    """Numbers of all ranks' parts, times their scales, are those of the file, bit by bit."""
+def test_sharding_inside_blocks_changes_no_weight(layout, ep, folder):
+    """Compare the dequantised parts of all ranks bitwise with the file."""
     shape, source = load_shape(folder), CheckpointSource(Path(folder), torch.float32, torch.device("cpu"))
     (file,) = source.folder.glob("*.safetensors")
     stored = load_file(file)
@@ -140,8 +144,8 @@ def test_no_number_changes_where_ranks_cut_blocks(layout, ep, folder):
         assert torch.equal(kv, published(a + "kv_a_proj_with_mqa.weight"))
 
 
-def test_the_file_has_what_deepseek_publishes(folder):
-    """Norms, router, embedding and head are not fp8, all other weights are."""
+def test_fp8_checkpoint_has_the_dtypes_of_deepseek_v3(folder):
+    """Expect fp8 in all weights except norms, router, embedding and head."""
     (file,) = CheckpointSource(Path(folder), torch.float32, torch.device("cpu")).folder.glob("*.safetensors")
     with safe_open(file, framework="pt") as opened:
         kinds = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - no dict

@@ -1,4 +1,6 @@
-"""Logits and greedy tokens of `transformers` for models with grouped-query attention, on every kind of layout."""
+"""Compare logits and greedy tokens with `transformers` for models with grouped-query attention on every kind of
+layout.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,7 @@ def point(folder: Path, layout: Layout, storage: dict[str, int], exchange: dict[
 
 
 def write_points(tp: int, folder: Path, backend: str = "reference") -> list[Point]:
-    """Write the checkpoints of all points of so many ranks, and return the points."""
+    """Write the checkpoints of all points on `tp` ranks, and return the points."""
     points = []
     for layout, cases in GRID.items():
         for write, storage, exchange in cases if layout.tp == tp else ():
@@ -122,7 +124,7 @@ def write_points(tp: int, folder: Path, backend: str = "reference") -> list[Poin
 
 
 def verify_alone(asked: Point) -> list[Check]:
-    """Return what `verify` finds of a point of one rank, in this process."""
+    """Return the checks of `verify` for a point of one rank, in this process."""
     job = Job(
         kind="verify",
         tag="t",
@@ -137,7 +139,7 @@ def verify_alone(asked: Point) -> list[Check]:
 
 
 def assert_verified(points: list[Point], checks: list[Check], tokens_of_a_rank: int) -> None:
-    """Assert what every point must have found, in order."""
+    """Check the results of all points, in order."""
     left = list(checks)
     for p in points:
         dense = load_shape(p.model).experts == 0
@@ -159,10 +161,9 @@ def assert_verified(points: list[Point], checks: list[Check], tokens_of_a_rank: 
 
 
 @pytest.mark.parametrize("tp", [1, 2, *(pytest.param(tp, marks=pytest.mark.long) for tp in (4, 8))])
-def test_logits_and_greedy_tokens_are_those_of_transformers(tp: int, tmp_path: Path) -> None:
-    """Four requests start three steps apart, so batches hold padding rows, and are fed token by token.
-
-    Each of the 4 requests yields 5 tokens on each of the tp / dp ranks of its replica: 20 · tp / dp are compared.
+def test_logits_and_greedy_tokens_equal_those_of_transformers(tp: int, tmp_path: Path) -> None:
+    """Start four requests three steps apart, so that batches hold padding rows, token by token. Each of the 4 requests
+    yields 5 tokens on each of the tp / dp ranks of its replica: 20 · tp / dp are compared.
     """
     points = write_points(tp, tmp_path)
     if tp == 1:
@@ -201,7 +202,7 @@ def draw_point(draw: random.Random, tp: int, folder: Path) -> Point | None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_so_they_are_for_random_models_and_layouts(tp: int, tmp_path: Path) -> None:
+def test_random_models_and_layouts_agree_with_transformers(tp: int, tmp_path: Path) -> None:
     """Ten points of one job: sizes of models, layouts, pages, stripes and exchanges at random."""
     draw = random.Random(tp)
     drawn = (draw_point(draw, tp, tmp_path / f"checkpoint{number}") for number in range(1000))
@@ -211,8 +212,8 @@ def test_so_they_are_for_random_models_and_layouts(tp: int, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_so_are_those_of_the_triton_backend_and_of_symmetric_memory(tmp_path: Path) -> None:
-    """In Triton's interpreter, few and short."""
+def test_triton_backend_and_symmetric_memory_agree_with_transformers(tmp_path: Path) -> None:
+    """Use few and short prompts, because Triton's interpreter is slow."""
     write: Callable[[Path], None] = functools.partial(qwen3, kv_heads=1, num_hidden_layers=1)
     write(tmp_path / "checkpoint")
     prompts, new = ((5, 90, 17), (202,)), 1
@@ -228,10 +229,10 @@ def test_so_are_those_of_the_triton_backend_and_of_symmetric_memory(tmp_path: Pa
 @pytest.mark.parametrize(
     "stored", [{}, {"kv_dtype": "fp8"}, {"weights_dtype": "fp8"}], ids=["", "fp8-kv", "fp8-weights"]
 )
-def test_other_precisions_are_transformers_with_the_same_roundings(
+def test_other_precisions_agree_with_equally_rounded_transformers(
     published: bool, stored: dict[str, str], tmp_path: Path
 ) -> None:
-    """An engine in bf16, on a checkpoint in bf16 and on one in blocks of fp8, which ends inside a block."""
+    """Run an engine in bf16 on a checkpoint in bf16, and on one in fp8 blocks with an incomplete last block."""
     qwen3_moe(tmp_path / "checkpoint", kv_heads=2, hidden_size=160, num_hidden_layers=2)
     if published:
         publish_in_fp8(tmp_path / "checkpoint")
@@ -264,8 +265,10 @@ def _leave_positions_out(split: Any, *arguments: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("defect", [_forget_norm, _swap_kv_heads, _rotate_values, _leave_positions_out])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_wrong_engine_is_found(defect: Any, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys without their norm or rope, KV heads in another order, and values whose columns are shifted."""
+def test_defective_engine_fails_verification(
+    defect: Any, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Use keys without norm or rope, KV heads in another order, and values with shifted columns."""
     qwen3(tmp_path / "checkpoint", kv_heads=2, num_hidden_layers=1)
     asked = msgspec.structs.replace(point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference"), dtype=dtype)
     assert all(check.ok for check in compare_alone(asked, PROMPTS, NEW).values())
@@ -273,8 +276,8 @@ def test_a_wrong_engine_is_found(defect: Any, dtype: str, tmp_path: Path, monkey
     assert not compare_alone(asked, PROMPTS, NEW)["layers"].ok
 
 
-def test_another_scaling_of_rope_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama's frequencies without their scaling differ at the slow ones alone."""
+def test_missing_rope_scaling_fails_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the scaling of Llama's frequencies, which changes only the slow ones."""
     llama(tmp_path / "checkpoint", kv_heads=2, num_hidden_layers=1)
     asked = point(tmp_path / "checkpoint", Layout(1), PAGED, NONE, "reference")
     assert all(check.ok for check in compare_alone(asked, PROMPTS, NEW).values())

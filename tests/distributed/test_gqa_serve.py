@@ -1,4 +1,4 @@
-"""Serving of models with grouped-query attention: token streams of `transformers`, whatever was cached or chunked."""
+"""Compare served token streams of models with grouped-query attention with `transformers`, with caching and chunks."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ CASES: dict[str, tuple[Callable[[Path], None], Layout, dict[str, object], dict[s
     "case",
     [name if name == "qwen3-tp2-dcp2-symm" else pytest.param(name, marks=pytest.mark.long) for name in CASES],
 )
-def test_requests_are_answered_as_by_transformers(case: str, tmp_path: Path) -> None:
-    """12 prompts of 1 to 40 tokens, half of each shared: chunks, hits in the prefix cache, mixed steps."""
+def test_answers_match_transformers(case: str, tmp_path: Path) -> None:
+    """Use 12 prompts of 1 to 40 tokens, half of each shared: chunks, hits in the prefix cache, mixed steps."""
     write, layout, fields, changes = CASES[case]
     write(tmp_path / "checkpoint")
     folder = str(tmp_path / "checkpoint")

@@ -1,4 +1,6 @@
-"""The greedy tokens of dcpbench's engine are those of transformers in fp32 over the same synthetic weights; faults are found."""
+"""Compare greedy tokens of dcpbench's engine with transformers in fp32 on the same synthetic weights, with and without
+defects.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +42,20 @@ def run(*words: object) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder of two small layers, the second with experts."""
+    """Write a model folder of two small layers, the second with experts."""
     made = tmp_path_factory.mktemp("model")
     assert run("model", made, *(word for change in SMALL for word in ("--set", change))) == 0
     return made
 
 
-def own(folder: Path, out: Path, *more: str) -> Path:
+def decode_on_one_rank(folder: Path, out: Path, *more: str) -> Path:
     """Decode with the engine of one rank, in this process."""
     assert run("own", "--model", folder, *ASKED, *more, "-o", out) == 0
     return out
 
 
-def own_on_two_ranks(folder: Path, out: Path, *more: str) -> Path:
-    """Decode with two ranks, as torchrun starts them."""
+def decode_on_two_ranks(folder: Path, out: Path, *more: str) -> Path:
+    """Decode with two ranks that have torchrun's environment."""
     words = ["-m", "tools.greedy_tokens", "own", "--model", str(folder), *ASKED, *more, "-o", str(out)]
     ranks = {"WORLD_SIZE": "2", "MASTER_PORT": f"test-{os.getpid()}-{out.stem}"}
     environments = [os.environ | ranks | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
@@ -66,19 +68,19 @@ def own_on_two_ranks(folder: Path, out: Path, *more: str) -> Path:
 
 @pytest.fixture(scope="module")
 def in_bf16(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Answers, Judgement]:
-    """Answers of one rank in bf16, and their scores."""
-    (one,) = read_answers([own(folder, tmp_path_factory.mktemp("bf16") / "one.json")])
+    """Return answers of one rank in bf16, and their scores."""
+    (one,) = read_answers([decode_on_one_rank(folder, tmp_path_factory.mktemp("bf16") / "one.json")])
     return one, judge_answers([one], str(folder), load_shape(str(folder)))
 
 
-def test_layouts_in_fp32_have_the_tokens_of_transformers(
+def test_fp32_layouts_have_the_tokens_of_transformers(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without rounding all 260 tokens are equal, and log-probabilities differ by less than the noise of fp32."""
+    """Expect 260 equal tokens, and log-probabilities that differ by less than the noise of fp32."""
     files = [
-        own(folder, tmp_path / "tp1.json", "--dtype", "fp32"),
-        own_on_two_ranks(folder, tmp_path / "tp2.json", "--dtype", "fp32"),
-        own_on_two_ranks(folder, tmp_path / "tp2-dcp2.json", "--dtype", "fp32", "--dcp", "2"),
+        decode_on_one_rank(folder, tmp_path / "tp1.json", "--dtype", "fp32"),
+        decode_on_two_ranks(folder, tmp_path / "tp2.json", "--dtype", "fp32"),
+        decode_on_two_ranks(folder, tmp_path / "tp2-dcp2.json", "--dtype", "fp32", "--dcp", "2"),
     ]
     assert run("judge", "--model", folder, *files, "-o", tmp_path / "judge") == 0
     assert run("compare", "--judge", tmp_path / "judge", *files) == 0
@@ -96,10 +98,10 @@ def test_layouts_in_fp32_have_the_tokens_of_transformers(
 
 
 @pytest.mark.parametrize("tensor", ["layers.0.self_attn.kv_b_proj.weight", "layers.1.mlp.experts.3.down_proj.weight"])
-def test_a_perturbed_weight_is_found(
+def test_perturbed_weight_is_found(
     tensor: str, folder: Path, in_bf16: tuple[Answers, Judgement], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One weight matrix of the engine is off by a third."""
+    """Scale one weight matrix of the engine by 1.33."""
     right = SyntheticSource.get_tensor
 
     def perturb(source: SyntheticSource, name: str, *sizes: object, **part: object) -> torch.Tensor:
@@ -110,7 +112,7 @@ def test_a_perturbed_weight_is_found(
     assert decide([good], scores).exit_code == 0
     with monkeypatch.context() as patch:
         patch.setattr(SyntheticSource, "get_tensor", perturb)
-        path = own(folder, tmp_path / "wrong.json")
+        path = decode_on_one_rank(folder, tmp_path / "wrong.json")
     (wrong,) = read_answers([path])
     found = decide([wrong], judge_answers([wrong], str(folder), load_shape(str(folder))))
     assert found.exit_code == 1
@@ -118,9 +120,8 @@ def test_a_perturbed_weight_is_found(
 
 
 def change_last_token(one: Answers, scores: Judgement, *, near: bool) -> tuple[Answers, int, float]:
-    """Give one answer fp32's second choice as its last token, where that is the nearest to the first, or the farthest.
-
-    Returns the answers, the prompt, and by how much fp32 has the first token ahead.
+    """Give one answer fp32's second choice as its last token, where the two choices are closest (`near`) or farthest
+    apart. Return the answers, the prompt, and the gap between the choices in fp32.
     """
     lasts = {prompt: scores.get(prompt, one)[-1] for prompt in range(len(one.prompts))}
     fit = {p: last for p, last in lasts.items() if not last.routing_tie and one.answers[p][-1].token == last.best}
@@ -146,12 +147,14 @@ def test_fp32_decides_a_planted_near_tie_and_a_planted_wrong_token(
     assert (gap <= found.tie_limit) is near
 
 
-def test_the_judge_has_the_numbers_that_fp8_weights_represent(folder: Path, tmp_path: Path) -> None:
-    """Fp8 weights differ from the drawn ones by up to half a step of e4m3, 1/16 of their size; vectors and embedding do not."""
+def test_judge_uses_the_dequantised_fp8_weights(folder: Path, tmp_path: Path) -> None:
+    """Expect fp8 weights to differ from the drawn ones by up to half a step of e4m3, 1/16 of their size; vectors and
+    embedding do not.
+    """
     fp8 = tmp_path / "fp8"
     assert run("model", fp8, "--fp8", *(word for change in SMALL for word in ("--set", change))) == 0
-    (one,) = read_answers([own(fp8, tmp_path / "fp8.json")])
-    (other,) = read_answers([own(folder, tmp_path / "bf16.json")])
+    (one,) = read_answers([decode_on_one_rank(fp8, tmp_path / "fp8.json")])
+    (other,) = read_answers([decode_on_one_rank(folder, tmp_path / "bf16.json")])
     drawn, rounded = (
         draw_weights(load_shape(str(folder)), other.weights),
         draw_weights(load_shape(str(fp8)), one.weights),
@@ -165,7 +168,7 @@ def test_the_judge_has_the_numbers_that_fp8_weights_represent(folder: Path, tmp_
     assert found.engines[0].ratio < 1.5
 
 
-def test_answers_of_another_model_or_device_are_not_judged(
+def test_answers_of_another_model_or_device_are_rejected(
     folder: Path, in_bf16: tuple[Answers, Judgement], tmp_path: Path
 ) -> None:
     other, path = tmp_path / "other", tmp_path / "one.json"

@@ -1,4 +1,4 @@
-"""Steps that verify drafts, over 1 to 4 gloo ranks: they compute what decoding one token at a time computes."""
+"""Test steps that verify drafts over 1 to 4 gloo ranks: they compute the same as decoding one token at a time."""
 
 import json
 
@@ -11,7 +11,9 @@ LIMIT = 1e-4
 
 
 def count_accepted(wrong: tuple[int, ...], drafts: int, steps: int) -> list[int]:
-    """Drafts accepted in each step: those before the next wrong one, of `drafts`; the step then goes on behind its own token."""
+    """Return the drafts accepted in each step: those before the next wrong one, at most `drafts`; the next step starts
+    after its token.
+    """
     found, at = [], 0
     for _ in range(steps):
         right = next((k for k in range(drafts) if at + k in wrong), drafts)
@@ -20,16 +22,17 @@ def count_accepted(wrong: tuple[int, ...], drafts: int, steps: int) -> list[int]
     return found
 
 
-def test_rejections_of_the_requests_by_hand():
-    """3 drafts a step, tokens 1, 2 and 5 drafted wrongly. Step 1 accepts token 0, and samples 1; step 2 begins with token 2, which
-    is wrong, and samples it; step 3 accepts 3 and 4, and samples 5; step 4 accepts 6, 7 and 8.
+def test_count_accepted_stops_at_each_wrong_draft():
+    """Use 3 drafts a step, with tokens 1, 2 and 5 drafted wrongly. Step 1 accepts token 0, and samples 1; step 2
+    begins with token 2, which is wrong, and samples it; step 3 accepts 3 and 4, and samples 5; step 4 accepts 6, 7 and
+    8.
     """
     assert count_accepted((1, 2, 5), 3, 4) == [1, 0, 2, 3]
 
 
 @pytest.fixture(scope="module", params=ranks.CASES)
 def run(request, tmp_path_factory):
-    """The number of ranks, and the folder of what they found."""
+    """Return the number of ranks, and the folder of their results."""
     world, folder = request.param, tmp_path_factory.mktemp("mtp")
     forked("tests.distributed.mtp_ranks", str(world), str(folder), log=folder / "log")
     return world, folder
@@ -37,18 +40,17 @@ def run(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drafted(tmp_path_factory):
-    """The drafts of one rank: behind decoded tokens, and of served requests."""
+    """Return the drafts of one rank: behind decoded tokens, and of served requests."""
     folder = tmp_path_factory.mktemp("alone")
     forked("tests.distributed.mtp_ranks", "1", str(folder), log=folder / "log")
     return json.loads((folder / "drafted-1-0.json").read_text()), json.loads((folder / "served-1-0.json").read_text())
 
 
 @pytest.mark.distributed
-def test_verified_steps_are_steps_of_one_token(run):
-    """Logits within 1e-4 of the largest, the same tokens, and the drafts accepted that are right.
-
-    Requests have 1 to 19 tokens at first, so that ranks hold none of the tokens of some; all KV rows that belong to no
-    token are NaN before and after each step, so also those of rejected drafts.
+def test_steps_with_drafts_equal_steps_of_one_token(run):
+    """Allow 1e-4 of the largest logit; tokens are equal, and correct drafts are accepted. Requests start with 1 to 19
+    tokens, so that ranks hold none of the tokens of some; unused KV rows, with those of rejected drafts, are NaN
+    before and after each step.
     """
     world, folder = run
     for rank in range(world):
@@ -64,9 +66,9 @@ def test_verified_steps_are_steps_of_one_token(run):
 
 
 @pytest.mark.distributed
-def test_drafts_do_not_depend_on_the_layout_or_on_how_tokens_were_divided_into_steps(run, drafted):
-    """A layer drafts behind steps of one token, which rejected all drafts, and of four, which accepted all: the same
-    tokens behind the same ones, and on every rank those of one rank alone.
+def test_drafts_do_not_depend_on_layout_or_division_into_steps(run, drafted):
+    """Compare drafts behind steps of one token, which rejected all drafts, and of four, which accepted all, with those
+    of a single rank.
     """
     world, folder = run
     layout = ranks.DRAFTING[world].layout
@@ -82,9 +84,9 @@ def test_drafts_do_not_depend_on_the_layout_or_on_how_tokens_were_divided_into_s
 
 
 @pytest.mark.distributed
-def test_served_requests_have_the_drafts_of_one_rank(run, drafted):
-    """Steps hold decodes and prompts, whole and in parts, on replicas with different ones; unused KV rows are NaN. Each rank of a
-    replica has the same drafts, and all replicas together those behind all tokens.
+def test_served_requests_have_the_same_drafts_as_on_one_rank(run, drafted):
+    """Serve decodes and prompts, whole and in chunks, on replicas with different ones; unused KV rows are NaN. Each
+    rank of a replica has the same drafts, and all replicas together have those behind all tokens.
     """
     world, folder = run
     layout = ranks.DRAFTING[world].layout

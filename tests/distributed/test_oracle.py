@@ -1,4 +1,4 @@
-"""Logits and greedy tokens of `transformers` on every layout the project promises, several ranks by torchrun jobs."""
+"""Compare logits and greedy tokens with `transformers` on every supported layout; several ranks run as torchrun jobs."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ GRID = {
     Layout(4, dp=4): [("v3", PAGED, NONE | WHOLE), ("v2-greedy", PLAIN, NONE | CUT)],
     Layout(8, dcp=8): [("v3", PLAIN, A2A | WHOLE), ("v2", STRIPED, AG_RS | CUT)],
 }
-"""Checkpoint, storage and path of each point: every layout with two exchanges and with experts cut and whole, every
-option with both."""
+"""Checkpoint, storage and path of each point: every layout with two exchanges and with tensor-parallel and
+expert-parallel experts, and every option with both."""
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folder of each checkpoint."""
+    """Write each checkpoint, and return the folders by name."""
     base = tmp_path_factory.mktemp("checkpoints")
     for name, write in WRITERS.items():
         write(base / name)
@@ -96,7 +96,7 @@ def point(
     backend: str = "reference",
     context: int = 37,
 ) -> Point:
-    """A point in fp32 on the checkpoint in the folder `model`."""
+    """Return a point in fp32 on the checkpoint in the folder `model`."""
     return Point(
         model=model,
         weights=model,
@@ -118,7 +118,7 @@ def verify(points: list[Point], prompts: tuple[tuple[int, ...], ...], new: int, 
 
 
 def alone(asked: Point, prompts: tuple[tuple[int, ...], ...], new: int, folder: Path) -> list[Check]:
-    """What `verify` finds of a point of one rank, in this process."""
+    """Return the checks of `verify` for a point of one rank, in this process."""
     job = Job(
         kind="verify",
         tag="t",
@@ -133,7 +133,7 @@ def alone(asked: Point, prompts: tuple[tuple[int, ...], ...], new: int, folder: 
 
 
 def assert_verified(points: list[Point], checks: list[Check], tokens_of_a_rank: int) -> None:
-    """Assert what every point must have found, in order."""
+    """Check the results of all points, in order."""
     reduced = [c for c in checks if c.name == "reduce"]
     assert [c.all_reduce for c in reduced] == [p.all_reduce for p in points if p.all_reduce != "nccl"]
     assert all(c.error <= LIMIT for c in reduced)
@@ -156,12 +156,10 @@ def assert_verified(points: list[Point], checks: list[Check], tokens_of_a_rank: 
 
 
 @pytest.mark.parametrize("tp", [1, 2, *(pytest.param(tp, marks=pytest.mark.long) for tp in (4, 8))])
-def test_logits_and_greedy_tokens_are_those_of_transformers(tp, checkpoints, tmp_path):
-    """Four requests start three steps apart, so batches hold padding rows, and are fed token by token.
-
-    A rank that has no others is this process; the command below runs it as a job.
-
-    Each of the 4 requests yields 5 tokens on each of the tp / dp ranks of its replica: 20 · tp / dp are compared.
+def test_logits_and_greedy_tokens_equal_those_of_transformers(tp, checkpoints, tmp_path):
+    """Start four requests three steps apart, so that batches hold padding rows, token by token; a single rank runs in
+    this process. Each of the 4 requests yields 5 tokens on each of the tp / dp ranks of its replica: 20 · tp / dp are
+    compared.
     """
     points = [
         point(checkpoints[model], layout, storage, exchange)
@@ -179,8 +177,10 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(tp, checkpoints, tmp
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_so_they_are_on_two_gpus_whether_experts_are_cut_or_whole(dtype, checkpoints, tmp_path):
-    """In bf16 by the kernels of decode batches, and by the median position. Half an expert has 12 numbers, 24 bytes."""
+def test_two_gpus_agree_with_transformers_with_tp_and_ep_experts(dtype, checkpoints, tmp_path):
+    """Use the kernels of decode batches in bf16, compared by the median position. Half an expert has 12 numbers, 24
+    bytes.
+    """
     points = [
         msgspec.structs.replace(point(checkpoints[model], layout, PAGED, NONE | ep, "triton"), dtype=dtype)
         for layout in (Layout(2), Layout(2, dp=2))
@@ -198,8 +198,8 @@ def test_so_they_are_on_two_gpus_whether_experts_are_cut_or_whole(dtype, checkpo
 
 
 @pytest.mark.long
-def test_so_are_those_of_the_triton_backend_and_of_symmetric_memory(checkpoints, tmp_path):
-    """In Triton's interpreter, which takes seconds for what the reference does in milliseconds: few and short."""
+def test_triton_backend_and_symmetric_memory_agree_with_transformers(checkpoints, tmp_path):
+    """Use few and short prompts, because Triton's interpreter takes seconds for milliseconds of the reference."""
     prompts, new = ((5, 90, 17), (202,)), 1
     one = point(checkpoints["v3"], Layout(1), PAGED, NONE, "triton", context=3)
     assert_verified([one], alone(one, prompts, new, tmp_path), len(prompts) * new)
@@ -344,14 +344,14 @@ VARIANTS: dict[str, tuple[Any, dict[str, object], dict[str, object]]] = {
         },
     ),
 }
-"""Configurations that are accepted: how transformers writes the checkpoint, and what its config.json then says."""
+"""Accepted configurations: the function that writes the checkpoint, its fields, and changes of its config.json."""
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")  # experts of width 0
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.long
-def test_a_configuration_that_is_accepted_gives_the_oracles_numbers(variant, tmp_path):
-    """In one process: what is compared is the arithmetic, which all layouts share."""
+def test_every_accepted_configuration_agrees_with_the_oracle(variant, tmp_path):
+    """Run in one process, because all layouts share the arithmetic that is compared."""
     write, changed, written = VARIANTS[variant]
     write(tmp_path, changed, written)
     asked = point(str(tmp_path), Layout(1), PLAIN, NONE, context=9)
@@ -362,7 +362,7 @@ def test_a_configuration_that_is_accepted_gives_the_oracles_numbers(variant, tmp
 
 
 def command(*arguments: str) -> tuple[int, dict[str, Any], str]:
-    """`dcpbench verify …`: exit code, what --json printed, and what was said."""
+    """Run `dcpbench verify …`, and return its exit code, JSON output and stderr."""
     program = [sys.executable, "-m", "tests.distributed.quick_dcpbench", "verify"]
     line = [*program, *arguments, "--backend", "reference", "--json"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
@@ -370,20 +370,20 @@ def command(*arguments: str) -> tuple[int, dict[str, Any], str]:
 
 
 @pytest.mark.long
-def test_the_command_compares_in_half_precision_too(checkpoints, tmp_path):
-    """Rounding is the engine's own in both, so that tokens are judged, too."""
-    code, said, _ = command(
+def test_verify_command_compares_in_half_precision(checkpoints, tmp_path):
+    """Check tokens too, as rounding is the engine's own in both."""
+    code, result, _ = command(
         "--checkpoint", checkpoints["v2"], "--tp", "1", "--weights-dtype", "bf16", "-o", str(tmp_path)
     )
-    checks = {c["name"]: c for c in said["checks"]}
+    checks = {c["name"]: c for c in result["checks"]}
     assert list(checks) == CHECKS
-    assert (code, said["ok"]) == (0, True)
+    assert (code, result["ok"]) == (0, True)
     assert checks["tokens"]["limit"] == 0
     assert checks["layers"]["error"] > LIMIT, "the engine computed in bf16, not in fp32"
 
 
-def test_a_family_with_names_of_its_own_agrees(checkpoints, tmp_path, monkeypatch):
-    """The language model of a family whose config.json nests its fields, and whose tensors have a prefix."""
+def test_family_with_other_field_and_tensor_names_agrees(checkpoints, tmp_path, monkeypatch):
+    """Use the language model of a family with nested config.json fields and a prefix in its tensor names."""
     family = dataclasses.replace(
         deepseek_v3.FAMILY,
         model_type="named_otherwise",
@@ -409,24 +409,23 @@ def test_a_family_with_names_of_its_own_agrees(checkpoints, tmp_path, monkeypatc
 
 
 @pytest.mark.long
-def test_the_command_names_a_tensor_that_the_checkpoint_lacks(checkpoints, tmp_path):
-    """One sentence of ours, in the failed point and on the terminal, and no traceback."""
+def test_verify_command_names_a_missing_tensor(checkpoints, tmp_path):
+    """Expect the error in the failed point and on the terminal, without a traceback."""
     broken = tmp_path / "broken"
     shutil.copytree(checkpoints["v3"], broken)
     tensors = load_file(broken / "model.safetensors")
     del tensors["model.layers.1.mlp.gate.weight"]
     save_file(tensors, broken / "model.safetensors")
-    code, said, errors = command("--checkpoint", str(broken), "--tp", "1", "-o", str(tmp_path / "run"))
-    assert (code, said["ok"], said["checks"]) == (4, False, [])
-    assert "has no tensor 'model.layers.1.mlp.gate.weight'" in said["failed"][0]["reason"]
+    code, result, errors = command("--checkpoint", str(broken), "--tp", "1", "-o", str(tmp_path / "run"))
+    assert (code, result["ok"], result["checks"]) == (4, False, [])
+    assert "has no tensor 'model.layers.1.mlp.gate.weight'" in result["failed"][0]["reason"]
     assert "has no tensor 'model.layers.1.mlp.gate.weight'" in errors
     assert "Traceback" not in errors
 
 
-def test_the_prompts_leave_shards_empty_and_uneven():
-    """13 + 5 tokens over 8 ranks: 2 ranks store 3, the others 2; one token leaves 7 ranks without any.
-
-    In stripes of 2, 3 tokens lie on ranks 0 (two) and 1 (one), and 18 start a second round on rank 0.
+def test_prompts_leave_shards_empty_and_uneven():
+    """Divide 13 + 5 tokens over 8 ranks: 2 ranks store 3, the others 2; one token leaves 7 ranks without any. In
+    stripes of 2, 3 tokens lie on ranks 0 (two) and 1 (one), and 18 start a second round on rank 0.
     """
     assert [len(p) for p in PROMPTS] == [13, 1, 3, 4]
     assert [compute_local_length(13 + NEW, rank, 8) for rank in range(8)] == [3, 3, 2, 2, 2, 2, 2, 2]

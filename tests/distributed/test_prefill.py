@@ -1,4 +1,4 @@
-"""Steps of decodes and prompt chunks over 2 and 4 gloo ranks: their logits are those of `transformers`."""
+"""Compare the logits of steps with decodes and prompt chunks over 2 and 4 gloo ranks with `transformers`."""
 
 import json
 
@@ -15,7 +15,7 @@ LIMIT = 1e-4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Checkpoints, and the oracle's logits of both replicas' prompts."""
+    """Write the checkpoints, and the oracle's logits of both replicas' prompts."""
     from transformers import AutoModelForCausalLM  # takes seconds
 
     made = tmp_path_factory.mktemp("prefill")
@@ -32,9 +32,9 @@ def folder(tmp_path_factory):
     truth[one.truth] = torch.cat([ranks.alone(one, made, replica) for replica in range(2)])
     exact = torch.cat([ranks.alone(ranks.Case("v3", Layout(1)), made, replica) for replica in range(2)])
     known = ~exact.isnan()
-    assert (exact - truth["v3"])[known].abs().max() < LIMIT, "one rank with whole rows is transformers"
+    assert (exact - truth["v3"])[known].abs().max() < LIMIT, "one rank with fp32 rows agrees with transformers"
     off = (truth[one.truth] - exact)[known].abs().max() / exact[known].abs().max()
-    assert off > 1e-3, "and with rows in fp8 it is not"
+    assert off > 1e-3, "one rank with fp8 rows differs from transformers"
     torch.save(truth, made / "truth.pt")
     return made
 
@@ -42,13 +42,11 @@ def folder(tmp_path_factory):
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", ranks.CASES)
 @pytest.mark.long
-def test_logits_are_those_of_transformers_on_every_layout(world, folder):
-    """Every row of every step on every rank: of chunks with and without a prefix, of decodes beside and behind them.
-
-    Windows of one page up to the whole prefix, stripes, both ways to gather, and projections that are held for all
-    heads of the DCP group, of which prefill uses this rank's. Where --collectives all-reduce=symm has memory for two rows, steps of
-    prompts are reduced without it. Over rows in fp8 they are those of one rank that has all rows: what travels is what was
-    stored.
+def test_logits_agree_with_transformers_on_every_layout(world, folder):
+    """Compare all rows of every step on every rank: chunks with and without a prefix, with decodes. Use windows of one
+    page up to the whole prefix, stripes, both ways to gather, and projections that are held for all heads of the DCP
+    group. Where --collectives all-reduce=symm has memory for two rows, prompt steps are reduced without it. Over fp8
+    rows, logits equal those of one rank with all rows, because stored rows are exchanged.
     """
     forked("tests.distributed.prefill_ranks", str(world), str(folder), log=folder / f"log-{world}")
     for rank in range(world):

@@ -1,4 +1,4 @@
-"""The exchange in memory that NCCL has registered, on two GPUs, against the plain one."""
+"""Compare the exchange in memory registered with NCCL with the plain one, on two GPUs."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from tests.distributed.forked import ROOT
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each rank found."""
+    """Return the results of each rank."""
     if torch.cuda.device_count() < ranks.WORLD:
         pytest.skip(f"needs {ranks.WORLD} GPUs, and here are {torch.cuda.device_count()}")
     folder = tmp_path_factory.mktemp("registered")
@@ -25,8 +25,8 @@ def found(tmp_path_factory):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", ranks.BATCHES)
 @pytest.mark.parametrize("how", ["eager", "graph"])
-def test_two_gpus_get_what_plain_nccl_gives(found, batch, how):
-    """q bit for bit; of two addends the sum in fp32 has one rounding, whoever adds them: equal to the last bit, too."""
+def test_registered_exchange_equals_plain_nccl_on_two_gpus(found, batch, how):
+    """Compare bitwise: the fp32 sum of two addends is rounded once in any order."""
     for rank in found:
         q_BHQ, o_hBR = rank["ag_rs_registered", batch, how]
         wanted_BHQ, wanted_hBR = rank["ag_rs", batch, how]

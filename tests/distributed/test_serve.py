@@ -1,4 +1,4 @@
-"""Serving through real torchrun jobs: token streams of `transformers`, whatever was cached, chunked or preempted."""
+"""Compare served token streams with `transformers` in real torchrun jobs, with caching, chunks and preemption."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.distributed
 
-LAYERS = 2  # one dense, one of experts; of more, test_oracle.py has the arithmetic
+LAYERS = 2  # one dense and one MoE layer; test_oracle.py tests more layers
 LONGEST, OUTPUT = 40, 20
 LOAD = Load(
     requests=12,
@@ -49,10 +49,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def truth(checkpoint: str):
-    """Greedy continuations of the prompts of a load by `transformers`, as long as that load needs them."""
+    """Return a function that continues a load's prompts greedily with `transformers`, as far as the load needs."""
     known: dict[tuple[int, ...], list[int]] = {}
 
-    def of(load: Load) -> list[list[int]]:
+    def continue_prompts(load: Load) -> list[list[int]]:
         requests = make_requests(load, VOCAB)
         prompts = [tuple(r.prompt.tolist()) for r in requests]
         longest = max(r.output_tokens for r in requests)
@@ -61,11 +61,11 @@ def truth(checkpoint: str):
                 known[prompt] = continue_greedily(checkpoint, prompt, longest)
         return [known[p][: r.output_tokens] for p, r in zip(prompts, requests, strict=True)]
 
-    return of
+    return continue_prompts
 
 
 def point(checkpoint: str, layout: Layout, load: Load, concurrency: int = 6, **fields: object) -> Point:
-    """A point in fp32 on the checkpoint."""
+    """Return a point in fp32 on the checkpoint."""
     return Point(
         model=checkpoint,
         weights=checkpoint,
@@ -81,7 +81,7 @@ def point(checkpoint: str, layout: Layout, load: Load, concurrency: int = 6, **f
 
 
 def serve(points: list[Point], folder: Path, settings: Settings = Settings()) -> list[Record]:  # noqa: B008 - frozen
-    """What a job of these points records."""
+    """Run a job of these points, and return its records."""
     engines = tuple(plan_engines(points, settings, Probe(device="cpu", count=0, name="CPU")))
     work = launcher.Work(
         folder=folder, settings=settings, device="cpu", worker="tests.distributed.rank", engines=engines
@@ -91,7 +91,7 @@ def serve(points: list[Point], folder: Path, settings: Settings = Settings()) ->
 
 
 def streams(record: Record, folder: Path) -> list[list[int]]:
-    """Tokens of all requests by number."""
+    """Return the tokens of all requests by number."""
     assert record.outcome == "ok", record.detail
     rows: list[Row] = sorted(read_samples(folder / record.serve.samples_file), key=lambda row: row.number)
     return [row.tokens for row in rows]
@@ -114,17 +114,19 @@ CASES: dict[str, tuple[Layout, dict[str, object], dict[str, object]]] = {
     "tp2-dcp2-drafts": (Layout(2, dcp=2), {"mtp": 3, "acceptance": "0/0/0"}, {}),
     "tp4-dp2-dcp2-drafts": (Layout(4, dp=2, dcp=2), {"mtp": 1, "acceptance": "0"}, {"policy": "prefill-first"}),
 }
-"""Layout, fields of the point and changes of LOAD. Experts are cut over the ranks in two, and whole in the others. With drafts that
-are all rejected, a step yields the token that it yields without them.
+"""Layout, fields of the point and changes of LOAD. Two cases use tensor-parallel experts, the others expert parallelism. With drafts
+that are all rejected, a step yields the same token as without drafts.
 """
 
 
 @pytest.fixture(scope="module")
 def served(checkpoint: str, tmp_path_factory: pytest.TempPathFactory):
-    """Load, record and folder of a case. All cases of as many ranks are points of one job."""
+    """Return a function that returns load, record and folder of a case; all cases with the same number of ranks are
+    points of one job.
+    """
     known: dict[str, tuple[Load, Record, Path]] = {}
 
-    def of(name: str) -> tuple[Load, Record, Path]:
+    def serve_case(name: str) -> tuple[Load, Record, Path]:
         if name not in known:
             mine = {n: case for n, case in CASES.items() if case[0].tp == CASES[name][0].tp}
             loads = {n: msgspec.structs.replace(LOAD, **changes) for n, (_, _, changes) in mine.items()}
@@ -134,12 +136,12 @@ def served(checkpoint: str, tmp_path_factory: pytest.TempPathFactory):
             known.update({n: (load, records[points[n].get_key()], folder) for n, load in loads.items()})
         return known[name]
 
-    return of
+    return serve_case
 
 
 @pytest.mark.long
-def test_forty_requests_on_tp4_dcp4_are_answered_as_by_transformers(served, truth):
-    """40 prompts, half of each shared, six at a time: chunks of two pages, hits in the prefix cache, mixed steps."""
+def test_forty_requests_on_tp4_dcp4_match_transformers(served, truth):
+    """Use 40 prompts, half of each shared, six at a time: chunks of two pages, hits in the prefix cache, mixed steps."""
     load, record, folder = served("forty")
     assert streams(record, folder) == truth(load)
     assert (record.serve.finished, record.serve.rejected, record.serve.cancelled) == (40, 0, 0)
@@ -150,16 +152,16 @@ def test_forty_requests_on_tp4_dcp4_are_answered_as_by_transformers(served, trut
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "forty"])
 @pytest.mark.long
-def test_every_kind_of_layout_answers_as_transformers(case, served, truth):
-    """Replicas with unequal rows, stripes, both policies, each exchange and its options."""
+def test_answers_of_every_layout_match_transformers(case, served, truth):
+    """Use replicas with unequal rows, stripes, both policies, each exchange and its options."""
     load, record, folder = served(case)
     assert streams(record, folder) == truth(load)
 
 
 @pytest.mark.long
-def test_accepted_drafts_come_with_the_token_behind_them(checkpoint, tmp_path):
-    """With acceptance 1 a step of two drafts yields three tokens. Of an answer of 8 tokens the prompt yields one, so that the others
-    take three steps.
+def test_step_with_accepted_drafts_yields_one_more_token(checkpoint, tmp_path):
+    """Expect three tokens from a step of two drafts with acceptance 1. The prompt yields one of 8 answer tokens, so
+    that the others take three steps.
     """
     load = msgspec.structs.replace(LOAD, output_tokens="8")
     (record,) = serve([point(checkpoint, Layout(2, dcp=2), load, mtp=2, acceptance="1/1")], tmp_path)
@@ -170,8 +172,8 @@ def test_accepted_drafts_come_with_the_token_behind_them(checkpoint, tmp_path):
 
 
 @pytest.mark.long
-def test_requests_that_lose_their_kv_are_answered_all_the_same(checkpoint, truth, tmp_path):
-    """A pool of 11 pages of 2 · 2 tokens under requests that grow by five pages each: they are preempted, and those
+def test_preempted_requests_match_transformers(checkpoint, truth, tmp_path):
+    """Use a pool of 11 pages of 2 · 2 tokens with requests that grow by five pages each: they are preempted, and those
     that need more than all 44 tokens are rejected with their size and the limit.
     """
     layout = Layout(2, dcp=2)
@@ -190,8 +192,8 @@ def test_requests_that_lose_their_kv_are_answered_all_the_same(checkpoint, truth
 
 
 @pytest.mark.long
-def test_an_open_loop_serves_what_comes_and_a_limit_cancels_the_rest(checkpoint, tmp_path):
-    """Requests that come once in a thousand seconds: one is served, and the limit of a second ends the run."""
+def test_time_limit_ends_an_open_loop_and_cancels_pending_requests(checkpoint, tmp_path):
+    """Send a request every thousand seconds: one is served, and the limit of a second ends the run."""
     load = msgspec.structs.replace(LOAD, arrival="gamma", request_rate=0.001, output_tokens="2")
     (record,) = serve([point(checkpoint, Layout(1), load)], tmp_path, Settings(limit_seconds=1.0))
     assert record.outcome == "ok"
@@ -200,15 +202,15 @@ def test_an_open_loop_serves_what_comes_and_a_limit_cancels_the_rest(checkpoint,
 
 
 @pytest.mark.long
-def test_sessions_are_answered_as_by_transformers_and_find_what_was_said(checkpoint, tmp_path):
-    """Two replicas of two ranks: each prompt holds what was really answered before, some of it from the cache, and what
-    is found is what replay finds of the same load.
+def test_sessions_match_transformers_and_reuse_cached_answers(checkpoint, tmp_path):
+    """Use two replicas of two ranks: each prompt contains the actual earlier answers, partly cached, with the same
+    hits as in a replay of the load.
     """
     load = msgspec.structs.replace(
         LOAD, turns="3", turn_tokens="5", input_tokens="9", output_tokens="7", prefix_share=0.0
     )
-    asked = point(checkpoint, Layout(4, dp=2, dcp=2), load, 4, **A2A_WIDE)
-    (record,) = serve([asked], tmp_path)
+    session_point = point(checkpoint, Layout(4, dp=2, dcp=2), load, 4, **A2A_WIDE)
+    (record,) = serve([session_point], tmp_path)
     rows = sorted(read_samples(tmp_path / record.serve.samples_file), key=lambda row: row.number)
     requests = make_requests(load, VOCAB)
     prompts: list[tuple[int, ...]] = []

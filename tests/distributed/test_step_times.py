@@ -1,4 +1,6 @@
-"""Step times through real torchrun jobs: every case of the grid runs on an engine, and a replay is made of them."""
+"""Measure step times in real torchrun jobs: each case of the grid runs on an engine, and the load is replayed with
+them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ CPU = Probe(device="cpu", count=0, name="CPU")
 
 
 def point(layout: Layout = Layout(2, dcp=2), concurrency: int = 6, **changes: object) -> Point:  # noqa: B008 - frozen
-    """A point of the tiny model on the CPU."""
+    """Return a point of the tiny model on the CPU."""
     return Point(
         model="tiny",
         workload="serve",
@@ -51,7 +53,7 @@ def point(layout: Layout = Layout(2, dcp=2), concurrency: int = 6, **changes: ob
 
 
 def run(points: list[Point], folder: Path) -> list[Record]:
-    """What a job of these points records."""
+    """Run a job of these points, and return its records."""
     engines = tuple(plan_engines(points, SETTINGS, CPU))
     work = launcher.Work(
         folder=folder, settings=SETTINGS, device="cpu", worker="tests.distributed.rank", engines=engines
@@ -68,19 +70,19 @@ OTHERS = {"policy": "prefill-first", "prefix_share": 0.5}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the run that all jobs of this module belong to."""
+    """Return the folder of the run that all jobs of this module share."""
     return tmp_path_factory.mktemp("run")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> list[Record]:
-    """Two points of one engine path and one of another, replayed in one job."""
+    """Replay two points of one engine path and one of another in one job."""
     return run([point(), point(concurrency=2, seed=1), point(REPLICAS, **OTHERS)], folder)
 
 
 @pytest.fixture(scope="module")
 def one_rank(folder: Path) -> Record:
-    """A point of one rank; the code is said to be of commit "one"."""
+    """Replay a point of one rank, with the code's commit set to "one"."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DCPBENCH_GIT_COMMIT", "one")
         return run([point(LONE, **OTHERS)], folder)[0]
@@ -88,14 +90,14 @@ def one_rank(folder: Path) -> Record:
 
 @pytest.fixture(scope="module")
 def job(folder: Path, two_ranks: list[Record]) -> tuple[Path, list[Record], StepTimes]:
-    """The two points of one engine path, and their step times."""
+    """Return the folder, the records of the two points of one engine path, and their step times."""
     records = two_ranks[:2]
     (file,) = {folder / record.conditions.step_times for record in records}
     return folder, records, read_step_times(file)
 
 
 @pytest.mark.long
-def test_points_of_one_path_share_a_file_that_their_records_name(job) -> None:
+def test_points_of_one_path_share_a_step_times_file(job) -> None:
     folder, records, _ = job
     name = make_step_times_name(get_engine_path(records[0].point))
     assert [r.conditions.step_times for r in records] == [name] * 2
@@ -103,8 +105,8 @@ def test_points_of_one_path_share_a_file_that_their_records_name(job) -> None:
 
 
 @pytest.mark.long
-def test_every_case_was_measured_alike_on_all_ranks(job) -> None:
-    """Three samples or more, and as many cases as the larger point needs."""
+def test_every_case_is_measured_with_enough_samples(job) -> None:
+    """Expect at least two samples, and the requests of the larger point."""
     _, _, times = job
     assert all(len(m.samples_ms) >= 2 for m in times.cases)
     assert all(bool(m.host_ms) is bool(m.case.chunks) for m in times.cases)
@@ -113,7 +115,7 @@ def test_every_case_was_measured_alike_on_all_ranks(job) -> None:
 
 
 @pytest.mark.long
-def test_the_grid_is_that_of_the_larger_point(job) -> None:
+def test_grid_covers_the_larger_point(job) -> None:
     from dcpbench.serving.step_cases import Extent
 
     _, records, times = job
@@ -131,8 +133,8 @@ def test_every_request_is_answered_in_virtual_time(job) -> None:
         assert record.warnings[0] == "cpu"
 
 
-def test_the_same_file_gives_the_same_record_without_a_job(job, tmp_path) -> None:
-    """Word for word, but for when, where to and by which command."""
+def test_replay_from_the_file_gives_the_same_record(job, tmp_path) -> None:
+    """Compare all fields except time, path and command."""
     folder, records, _ = job
     (plan,) = plan_engines([r.point for r in records], SETTINGS, CPU)
     for record in records:
@@ -146,7 +148,7 @@ def test_the_same_file_gives_the_same_record_without_a_job(job, tmp_path) -> Non
 
 @pytest.mark.parametrize("layout", [LONE, REPLICAS], ids=str)
 @pytest.mark.long
-def test_other_layouts_are_measured_too(layout: Layout, request: pytest.FixtureRequest) -> None:
+def test_other_layouts_have_their_own_step_times(layout: Layout, request: pytest.FixtureRequest) -> None:
     record = request.getfixturevalue("one_rank") if layout == LONE else request.getfixturevalue("two_ranks")[2]
     assert record.point.layout == layout
     assert record.conditions.step_times == make_step_times_name(get_engine_path(record.point))
@@ -154,8 +156,8 @@ def test_other_layouts_are_measured_too(layout: Layout, request: pytest.FixtureR
 
 
 @pytest.mark.long
-def test_a_run_that_goes_on_uses_the_file_that_it_has(folder, one_rank, monkeypatch) -> None:
-    """As long as machine and code are the same and every case is in it."""
+def test_resumed_run_reuses_step_times_of_the_same_commit(folder, one_rank, monkeypatch) -> None:
+    """Reuse the file as long as machine and code are the same and it contains every case."""
     file = folder / one_rank.conditions.step_times
     written = file.stat().st_mtime_ns
     monkeypatch.setenv("DCPBENCH_GIT_COMMIT", "one")

@@ -1,8 +1,7 @@
-"""The exchange and the all-reduce over symmetric memory, between 2, 4 and 8 processes that share memory without a GPU.
-
-The kernels run in Triton's interpreter and read the very buffers that other processes write: places, slots, counters,
-fences and the order of calls are what they are on GPUs. A GPU's memory order is not: an ordering that is missing there
-cannot be seen here.
+"""Test the exchange and the all-reduce over symmetric memory between 2, 4 and 8 processes that share memory without a
+GPU. The kernels run in Triton's interpreter and read the buffers that other processes write: places, slots, counters,
+fences and the order of calls are those on GPUs. A GPU's memory order is not simulated: a missing ordering is not found
+here.
 """
 
 import functools
@@ -31,7 +30,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each rank of a layout found, [rank] -> results; all layouts of a world are run at once."""
+    """Return a function that returns the results of each rank of a layout; all layouts of a world run together."""
 
     @functools.cache
     def run(world):
@@ -46,7 +45,7 @@ def found(tmp_path_factory):
 
 
 def assert_merged(got_hBR, layout, rank, layer, batch):
-    """Equal to the merge in fp64 of what was drawn, as closely as fp32 sums of 8 terms are."""
+    """Compare with the fp64 merge of the drawn data, with the accuracy of fp32 sums of 8 terms."""
     _, o_NBHR, lse_NBH = ranks.drawn(layout.dcp, rank // layout.dcp, layer, batch)
     want_hBR = merge_reference(o_NBHR.double(), lse_NBH.double(), layout.get_dcp_rank(rank))
     assert got_hBR.shape == want_hBR.shape
@@ -56,10 +55,9 @@ def assert_merged(got_hBR, layout, rank, layer, batch):
 @pytest.mark.distributed
 @pytest.mark.parametrize(("world", "layout"), CASES, ids=str)
 class TestSymm:
-    def test_two_exchanges_of_a_group_gather_and_merge_their_own_layers(self, found, world, layout):
-        """Their calls alternate, batches shrink and grow, rank 0 reads late, and no buffer is mistaken for another.
-
-        Partial outputs without rows are NaN; the first request's first head has rows nowhere and must become 0.
+    def test_two_exchanges_of_a_group_keep_their_buffers_apart(self, found, world, layout):
+        """Alternate their calls with shrinking and growing batches, while rank 0 reads late. Partial outputs without
+        rows are NaN; the first request's first head has rows nowhere and must become 0.
         """
         for rank, got in enumerate(found(world, layout)):
             for index, (q_BHQ, o_hBR) in enumerate(got["layers"]):
@@ -70,9 +68,9 @@ class TestSymm:
                 assert_merged(o_hBR, layout, rank, layer + 50 * exchange, ranks.BATCHES[layer])
 
     @pytest.mark.parametrize("count", ranks.LAYERS)
-    def test_a_graph_of_any_number_of_layers_may_follow_itself(self, found, world, layout, count):
-        """With replicated queries a layer has one meeting, and the last layer of a replay may share its slot with the
-        first of the next: a hasty rank would overwrite what rank 0, who reads late, has not read.
+    def test_graph_of_any_number_of_layers_can_be_replayed_repeatedly(self, found, world, layout, count):
+        """Use replicated queries, with one meeting a layer, so that the last layer of a replay may share its slot with
+        the first of the next: a fast rank could overwrite data that rank 0 reads late.
         """
         for rank, got in enumerate(found(world, layout)):
             assert len(got["replays"][count]) == ranks.REPLAYS * count
@@ -80,13 +78,13 @@ class TestSymm:
                 replay, layer = divmod(index, count)
                 assert_merged(o_hBR, layout, rank, 10 * replay + layer, 2)
 
-    def test_calls_outside_graphs_may_follow_each_other(self, found, world, layout):
+    def test_consecutive_calls_outside_graphs_are_correct(self, found, world, layout):
         for rank, got in enumerate(found(world, layout)):
             for layer, o_hBR in enumerate(got["eager"]):
                 assert_merged(o_hBR, layout, rank, layer, 2)
 
-    def test_sums_are_the_same_bits_on_all_ranks(self, found, world, layout):
-        """One rounding at the end, in fp32 until then: equal to the reference in every bit, whatever the size."""
+    def test_sums_are_bitwise_equal_on_all_ranks(self, found, world, layout):
+        """Expect one rounding at the end, after sums in fp32, for any size."""
         for rank, got in enumerate(found(world, layout)):
             group = rank // layout.dcp
             members = range(group * layout.dcp, (group + 1) * layout.dcp)
@@ -95,8 +93,7 @@ class TestSymm:
                 assert torch.equal(total, add_up_reference(addends))
 
 
-def test_a_group_of_one_rank_exchanges_with_nobody():
-    """The same kernels, meeting nobody."""
+def test_group_of_one_rank_returns_its_own_output():
     exchange = make_exchange("symm", Group(size=1, rank=0, handle=None), ranks.spec())
     q_NBhQ, o_NBHR, lse_NBH = ranks.drawn(1, 0, 0, 2)
     q_BhQ = exchange.get_query_buffer(2)
@@ -109,12 +106,12 @@ def test_a_group_of_one_rank_exchanges_with_nobody():
 
 
 class TestRefusals:
-    def test_several_hosts_are_refused_with_what_works_there(self):
+    def test_several_hosts_are_rejected_with_an_alternative(self):
         places = [Place("a", "GPU-1"), Place("b", "GPU-1")]
         with pytest.raises(CapacityError, match=r"--exchange symm .* spans 2; use --exchange a2a instead"):
             check_places(places, "--exchange symm", "use --exchange a2a instead.")
 
-    def test_two_ranks_on_one_gpu_are_refused(self):
+    def test_two_ranks_on_one_gpu_are_rejected(self):
         places = [Place("a", "GPU-1"), Place("a", "GPU-2"), Place("a", "GPU-1")]
         with pytest.raises(CapacityError, match="one GPU for each of 3 ranks, not 2; use a2a"):
             check_places(places, "--exchange symm", "use a2a")
@@ -123,29 +120,29 @@ class TestRefusals:
         check_places([Place("a", "GPU-1"), Place("a", "GPU-2")], "", "")
         check_places([Place("a", ""), Place("a", "")], "", "")
 
-    def test_a_cpu_without_shared_memory_is_refused(self, monkeypatch, tmp_path):
-        """Not Linux, for one."""
+    def test_machine_without_shared_memory_is_rejected(self, monkeypatch, tmp_path):
+        """Use a machine without the folder of shared memory, as systems other than Linux."""
         monkeypatch.setattr(symmetric_memory, "SHARED_FOLDER", tmp_path / "none")
         monkeypatch.setattr(symmetric_memory, "gather_values", lambda _group, value: [value])
         group = Group(size=2, rank=0, handle=object())
         with pytest.raises(CapacityError, match=r"--exchange symm: this machine has no .*none.*; use --exchange a2a"):
             make_exchange("symm", group, ranks.spec())
 
-    def test_memory_that_one_rank_does_not_get_is_refused_on_all(self, monkeypatch):
-        """A rank that has its own would wait for the others for ever."""
+    def test_failed_allocation_of_one_rank_is_raised_on_all_ranks(self, monkeypatch):
+        """Raise everywhere, because a rank with memory would wait for the others forever."""
         group = Group(size=2, rank=0, handle=object())
         monkeypatch.setattr(symmetric_memory, "gather_values", lambda _group, reason: [reason, "out of memory"])
         with pytest.raises(CapacityError, match=r"symm: memory .* was refused \(out of memory\); use a2a"):
             symmetric_memory.run_on_all(group, lambda: "mine", "symm: {}; use a2a")
 
-        def full():
+        def fail_to_allocate():
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(symmetric_memory, "gather_values", lambda _group, reason: [reason, ""])
         with pytest.raises(CapacityError, match="No space left on device"):
-            symmetric_memory.run_on_all(group, full, "{}")
+            symmetric_memory.run_on_all(group, fail_to_allocate, "{}")
 
-    def test_an_unknown_all_reduce_lists_the_known_ones(self):
+    def test_unknown_all_reduce_raises_an_error_with_the_known_ones(self):
         sizes = ReduceSpec(rows=1, columns=8, dtype=torch.float32, device=torch.device("cpu"))
         with pytest.raises(UsageError, match="--collectives all-reduce=ring does not exist; choose one of nccl, symm"):
             make_all_reduce("ring", Group(size=1, rank=0, handle=None), sizes)
@@ -153,7 +150,7 @@ class TestRefusals:
 
 class TestBuffers:
     def test_parts_do_not_overlap_and_are_aligned(self):
-        """256 bytes apart: 3 numbers of 2 bytes take one, 129 of them two."""
+        """Expect 256-byte steps: 3 numbers of 2 bytes take one, 129 of them two."""
         own = torch.zeros(2048, dtype=torch.uint8)
         carver = Carver(own)
         parts = [
@@ -165,13 +162,13 @@ class TestBuffers:
         assert starts == [0, 256, 768]
         assert carver.used == 1024
 
-    def test_sizes_are_known_before_there_is_a_buffer(self):
+    def test_sizes_are_computed_without_a_buffer(self):
         carver = Carver()
         assert carver.allocate_counters(4).shape == (MAX_BLOCKS + 1, 4)
         assert carver.used == MAX_BLOCKS * 4 * 4 + 256
 
-    def test_a_tensor_from_elsewhere_has_no_offset(self):
-        """Its peers' would not lie where its address says."""
+    def test_tensor_outside_the_buffer_has_no_offset(self):
+        """Reject the tensor, because peers have no counterpart at its address."""
         own = torch.zeros(512, dtype=torch.uint8)
         peers = Peers(rank=0, addresses=(own.data_ptr(),), own=own)
         assert peers.compute_offset(own[256:]) == 256

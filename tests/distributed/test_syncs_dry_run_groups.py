@@ -1,4 +1,4 @@
-"""Collectives of device tensors: gloo moves the values, and what NCCL would wait for is reported."""
+"""Test collectives of device tensors in a dry run: gloo moves the values, and waits of NCCL are reported."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ WORLD = 2
 
 
 def rank_main(rank: int, port: int) -> None:
-    """Each rank adds, gathers, exchanges and waits; assertions fail its process."""
+    """Add, gather, exchange and wait on each rank; a failed assertion fails its process."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     with dry_run() as run:
         dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
@@ -41,7 +41,7 @@ def rank_main(rank: int, port: int) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.long
-def test_only_barriers_and_objects_of_nccls_groups_wait() -> None:
+def test_only_barriers_and_object_collectives_of_nccl_groups_wait() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

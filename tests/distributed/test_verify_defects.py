@@ -1,4 +1,6 @@
-"""`verify` finds engines that are wrong in one way, at any depth. `python -m tools.verify_defects` makes the whole table."""
+"""Test that `verify` finds engines with one defect at any depth. `python -m tools.verify_defects` makes the whole
+table.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,12 @@ def write_checkpoint(folder: Path, layers: int) -> str:
 
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint of two layers, one of them with experts."""
+    """Write a checkpoint of two layers, one of them with experts."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "v3", 2)
 
 
 def point(folder: str, layout: Layout = Layout(1), **precision: str) -> Point:  # noqa: B008 - frozen
-    """A point on the CPU with pages of four rows."""
+    """Return a point on the CPU with pages of four rows."""
     return Point(
         model=folder,
         weights=folder,
@@ -58,8 +60,8 @@ def point(folder: str, layout: Layout = Layout(1), **precision: str) -> Point:  
     )
 
 
-def found(asked: Point, defect: str = "") -> list[str]:
-    """Names of the checks that are wrong, of an engine with a defect."""
+def list_failed_checks(asked: Point, defect: str = "") -> list[str]:
+    """Return the names of the failed checks of an engine with a defect."""
     with pytest.MonkeyPatch.context() as patch:
         if defect:
             DEFECTS[defect](patch.setattr)
@@ -67,24 +69,24 @@ def found(asked: Point, defect: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("precision", [IN_BF16, IN_FP8], ids=["bf16", "fp8"])
-def test_a_right_engine_is_not_wrong(precision, shallow):
-    assert found(point(shallow, **precision)) == []
+def test_correct_engine_passes_all_checks(precision, shallow):
+    assert list_failed_checks(point(shallow, **precision)) == []
 
 
 @pytest.mark.parametrize("defect", ALONE)
 @pytest.mark.sample(3)
-def test_a_defect_is_found_in_fp8(defect, shallow):
-    assert found(point(shallow, **IN_FP8), defect)
+def test_defect_is_found_in_fp8(defect, shallow):
+    assert list_failed_checks(point(shallow, **IN_FP8), defect)
 
 
 @pytest.mark.parametrize("defect", ["no_yarn", "experts_swapped", "wrong_block_scale", "second_best_token"])
-def test_a_defect_is_found_in_bf16(defect, shallow):
-    assert found(point(shallow, **IN_BF16), defect)
+def test_defect_is_found_in_bf16(defect, shallow):
+    assert list_failed_checks(point(shallow, **IN_BF16), defect)
 
 
 @pytest.mark.long
-def test_a_defect_of_a_rank_is_found_by_all_ranks(shallow, tmp_path, monkeypatch):
-    """Two ranks share a request's KV, and the second gives its log-sum-exp to base 2."""
+def test_defect_of_one_rank_fails_verification(shallow, tmp_path, monkeypatch):
+    """Let two ranks share a request's KV, and the second return its log-sum-exp to base 2."""
     monkeypatch.setenv(DEFECT, "lse_of_base_2")
     asked = point(shallow, Layout(2, dcp=2), **IN_FP8)
     checks = verify_by_job([asked], PROMPTS, NEW, tmp_path, "tests.distributed.defective_rank")
@@ -96,41 +98,40 @@ def test_a_defect_of_a_rank_is_found_by_all_ranks(shallow, tmp_path, monkeypatch
 @pytest.mark.long
 @pytest.mark.parametrize("precision", [IN_BF16, IN_FP8], ids=["bf16", "fp8"])
 def test_defects_are_found_at_61_layers(precision, tmp_path):
-    """Limits are those of one operation, however many there are."""
+    """Check that limits are those of one operation at any depth."""
     asked = point(write_checkpoint(tmp_path / "v3", 61), **precision)
-    assert found(asked) == []
-    assert [defect.__name__ for defect in FIVE if not found(asked, defect.__name__)] == []
+    assert list_failed_checks(asked) == []
+    assert [defect.__name__ for defect in FIVE if not list_failed_checks(asked, defect.__name__)] == []
 
 
-def test_a_defect_is_found_in_fp8_at_61_layers(tmp_path, monkeypatch):
-    """Limits do not grow with the depth: a missing YaRN exceeds one, and an engine without a defect exceeds none.
-
-    One short prompt keeps this within seconds; the test above has all of FIVE.
+def test_defect_is_found_in_fp8_at_61_layers(tmp_path, monkeypatch):
+    """Check that limits do not grow with the depth. One short prompt keeps this within seconds; the test above has all
+    of FIVE.
     """
     monkeypatch.setattr("tests.distributed.test_verify_defects.PROMPTS", ((3, 5, 7),))
     monkeypatch.setattr("tests.distributed.test_verify_defects.NEW", 1)
     asked = point(write_checkpoint(tmp_path / "v3", 61), **IN_FP8)
-    assert found(asked) == []
-    assert found(asked, "no_yarn") == ["layers"]
+    assert list_failed_checks(asked) == []
+    assert list_failed_checks(asked, "no_yarn") == ["layers"]
 
 
-def test_no_experts_are_skipped_because_prompts_never_choose_them(shallow, monkeypatch):
-    """A single token takes 4 of 16 experts; those that it does not take are compared, too."""
+def test_experts_that_no_token_chooses_are_compared_too(shallow, monkeypatch):
+    """Use a single token, which takes 4 of 16 experts."""
     asked = point(shallow, **IN_BF16)
     monkeypatch.setattr("tests.distributed.test_verify_defects.PROMPTS", ((3,),))
     monkeypatch.setattr("tests.distributed.test_verify_defects.NEW", 1)
-    assert found(asked) == []
-    assert found(asked, "experts_swapped") == ["layers"]
+    assert list_failed_checks(asked) == []
+    assert list_failed_checks(asked, "experts_swapped") == ["layers"]
 
 
-def test_an_engine_that_computes_nan_is_wrong(shallow, monkeypatch):
-    """Comparisons with NaN are never true, so a check must not pass because no error exceeds its limit."""
+def test_engine_that_computes_nan_fails_verification(shallow, monkeypatch):
+    """Fail the check although comparisons with NaN, and so `error > limit`, are never true."""
     monkeypatch.setattr(CheckpointSource, "get_tensor", with_nan_in_o_proj(CheckpointSource.get_tensor))
-    assert found(point(shallow, **IN_BF16)) == ["layers", "logits", "tokens"]
+    assert list_failed_checks(point(shallow, **IN_BF16)) == ["layers", "logits", "tokens"]
 
 
 def with_nan_in_o_proj(get: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Read tensors as `get` does, but for one number of an output projection, which becomes NaN after it is read."""
+    """Wrap `get` so that one number of an output projection becomes NaN after it is read."""
 
     def read(source: CheckpointSource, name: str, *arguments: object, **options: object) -> torch.Tensor:
         tensor = get(source, name, *arguments, **options)
@@ -141,10 +142,10 @@ def with_nan_in_o_proj(get: Callable[..., torch.Tensor]) -> Callable[..., torch.
     return read
 
 
-def test_a_checkpoint_of_nan_is_refused(tmp_path):
+def test_checkpoint_with_nan_is_rejected(tmp_path):
     folder = write_checkpoint(tmp_path / "v3", 2)
     tensors = load_file(Path(folder) / "model.safetensors")
     tensors["model.layers.1.self_attn.o_proj.weight"][0, 0] = float("nan")
     save_file(tensors, Path(folder) / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"'model\.layers\.1\.self_attn\.o_proj\.weight' holds NaN or infinity"):
-        found(point(folder, **IN_BF16))
+        list_failed_checks(point(folder, **IN_BF16))

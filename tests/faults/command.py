@@ -1,4 +1,4 @@
-"""The dcpbench command with ranks that go wrong (faulty.py), and an agent without torch."""
+"""Run the dcpbench command with the faulty ranks of faulty.py, and an agent without torch."""
 
 import dcpbench_fake
 

@@ -1,8 +1,8 @@
-"""The fake worker, of which one rank does once, at one moment, what the table asks for: `FAULT=MOMENT:RANK:WHOM:WHAT`.
-
-WHOM: the rank itself, the process that keeps account of it, the agent, or the command. WHAT: the number of a signal, or
-`raise`, `out-of-memory` and `illegal-access` (torch's errors, by name), `exit-N`, `full` (no space is left), `moved` (the run's folder is renamed). Moments are those of table.py; all but
-the first and the last two are of the point with the context AT.
+"""Run the fake worker with one fault on one rank at one moment: `FAULT=MOMENT:RANK:WHOM:WHAT`. WHOM is the rank
+itself, the process that keeps account of it, the agent, or the command. WHAT is the number of a signal, `raise`,
+`out-of-memory` or `illegal-access` (torch's errors, by name), `exit-N`, `full` (the disk is full), or `moved` (the
+run's folder is renamed). The moments are those of table.py; all but the first and the last two belong to the point
+with the context AT.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ DONE = "fault-done"
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch's is called."""
+    """An error with the name of torch's."""
 
 
 class AcceleratorError(RuntimeError):
-    """As torch's is called."""
+    """An error with the name of torch's."""
 
 
 RAISED = {
@@ -45,8 +45,8 @@ RAISED = {
 MOMENT, WHICH, WHOM, WHAT = os.environ[FAULT].split(":")
 
 
-def commit(folder: Path) -> None:
-    """Do it."""
+def cause_fault(folder: Path) -> None:
+    """Cause the fault."""
     with (folder / DONE).open("x") as done:
         done.write(os.environ[PARENT])
     if WHAT in RAISED:
@@ -64,7 +64,7 @@ def commit(folder: Path) -> None:
 
 
 def _whom() -> int:
-    """The process that is meant: each is the parent of the next."""
+    """Return the process id of the target: each process is the parent of the one before."""
     pid = os.getpid()
     for name in ("rank", "account", "agent", "command"):
         if name == WHOM:
@@ -93,7 +93,7 @@ class Rank:
     def pass_by(self, moment: str, point: Point | None = None) -> None:
         """Cause the fault if this is the rank and the moment."""
         if self.at(moment, point) and int(WHICH) == fake_worker.RANK:
-            commit(self.folder)
+            cause_fault(self.folder)
 
     def importing(self) -> None:
         """Cause the fault, or wait for its consequences: no rank continues before all have arrived."""
@@ -111,19 +111,19 @@ class Rank:
                 time.sleep(0.05)
 
     def building(self, job: jobs.Job, point: Point) -> None:
-        """fake_worker.build."""
+        """Replace fake_worker.build."""
         self.meet(job, "build", point)
         self.build(job, point)
 
     def answering(self, job: jobs.Job, point: Point) -> str:
-        """fake_worker.answer."""
+        """Replace fake_worker.answer."""
         self.meet(job, "measure", point)
-        said = self.answer(job, point)
+        answer = self.answer(job, point)
         self.pass_by("recorded", point)
-        return said
+        return answer
 
     def appending(self, of: RecordFile, record: Any) -> None:
-        """RecordFile.append."""
+        """Replace RecordFile.append."""
         self.append(of, record)
         if self.at("record", record.point):
             path = self.folder / RECORDS_FILE
@@ -131,13 +131,13 @@ class Rank:
         self.pass_by("record", record.point)
 
     def ending(self, job: jobs.Job) -> None:
-        """fake_worker.wait_for_the_end."""
+        """Replace fake_worker.wait_for_the_end."""
         self.end(job)
         self.pass_by("end")
 
 
 def main() -> None:
-    """As the fake worker."""
+    """Run the fake worker with the fault."""
     if sys.argv[1] != "--probe":
         rank = Rank(Path(jobs.read_job(Path(sys.argv[1])).folder))
         rank.importing()

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 IMPORTING, BUILD, MEASURE, RECORD, RECORDED, END = "importing", "build", "measure", "record", "recorded", "end"
 MOMENTS = (IMPORTING, BUILD, MEASURE, RECORD, RECORDED, END)
-"""Before its first point · building a point's engine · measuring it · half of its record written · its record written,
-but not reported · all points done.
+"""Moments of a rank: before its first point · building a point's engine · measuring it · half of the record is written ·
+the record is written, but not reported · all points are done.
 """
 OF_RANK_0 = (RECORD, RECORDED)  # moments at which only rank 0 does anything
 COMMAND, AGENT, ACCOUNT, RANK = "command", "agent", "account", "rank"
@@ -21,30 +21,30 @@ ALL_MEASURED, SOME_FAILED, REFUSED, NO_DISK = 0, 4, 2, 3
 
 
 class Case(NamedTuple):
-    """A line of the table."""
+    """A fault, its moment, and its expected outcome."""
 
     whom: str
     what: str  # the number of a signal, or a word of faulty.py
     moment: str
-    ends: tuple[int, ...]  # exit codes of the first command that are right
+    ends: tuple[int, ...]  # accepted exit codes of the first command
     reason: str = ""  # regular expression for the reason in the record of the failed point
     short: bool = False  # True if `make test` or `make test-long` includes it
 
     @property
     def rank(self) -> int:
-        """Which rank does it."""
+        """Rank on which the fault happens."""
         return 0 if self.moment in OF_RANK_0 else 1
 
     @property
     def name(self) -> str:
-        """In lists."""
+        """Name in lists and test ids."""
         return (
             f"{self.whom}-{signal.Signals(int(self.what)).name if self.what.isdecimal() else self.what}-{self.moment}"
         )
 
 
 def _killed() -> list[Case]:
-    """Every process of a run, ended by a signal at every moment."""
+    """Return the cases in which a signal ends one process of a run at one moment."""
     found = []
     for whom, number, moment in itertools.product((COMMAND, AGENT, ACCOUNT, RANK), (9, 15, 2), MOMENTS):
         if whom == AGENT and number == signal.SIGINT:
@@ -80,7 +80,7 @@ SHORT = {
 
 
 def _wrong() -> list[Case]:
-    """A rank that ends by itself."""
+    """Return the cases in which a rank ends by itself."""
     found = []
     for what, reason in (
         ("raise", "rank 1: ValueError: no such row"),
@@ -96,7 +96,7 @@ def _wrong() -> list[Case]:
 
 
 def _files() -> list[Case]:
-    """The disk is full, or the run's folder is gone: no point is to blame, and the command says what to type."""
+    """Return the cases of a full disk or a missing run folder, in which no point fails and the command names the fix."""
     return [
         *(Case(RANK, "full", moment, (NO_DISK,)) for moment in (BUILD, MEASURE)),
         *(

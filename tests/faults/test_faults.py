@@ -1,4 +1,4 @@
-"""The table of faults (table.py): each is survived, its cause is named, and --resume makes the run whole."""
+"""Test the table of faults (table.py): the run survives each, its cause is named, and --resume completes the run."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ CONTEXTS = (301, 302, 303)
 SWEEP = ("sweep", "--tp", "2", "--context", "301,302,303", "--concurrency", "2", "--no-baseline", "-o", "run")
 
 
-def typed(folder: Path, *words: str, fault: str = "never:0::") -> tuple[int, str]:
-    """(exit code, what was said on stderr) of the command, once no process of it is left."""
+def run_sweep(folder: Path, *words: str, fault: str = "never:0::") -> tuple[int, str]:
+    """Run the command, wait until none of its processes is left, and return its exit code and stderr."""
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, (HERE, CLI, ROOT))),
         "DCPBENCH_FAULT": fault,
         MARK: str(folder),
     }
     command = [sys.executable, str(HERE / "command.py"), *SWEEP, *words]
-    with (folder / "said.txt").open("wb+") as said:
-        code = subprocess.call(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=said)
-        said.seek(0)
-        text = said.read().decode()
+    with (folder / "stderr.txt").open("wb+") as stderr:
+        code = subprocess.call(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=stderr)
+        stderr.seek(0)
+        text = stderr.read().decode()
     wait_until(lambda: not processes(str(folder)), "no process is left")
     return code, text
 
 
-def good(run: Path) -> list[int]:
-    """Contexts of the points that were measured, in order, each as often as there is a good record of it."""
+def list_good_contexts(run: Path) -> list[int]:
+    """Return the contexts of measured points in order, once for each good record."""
     return sorted(record.point.context for record in read_records(run) if record.outcome == "ok")
 
 
@@ -56,28 +56,28 @@ def params() -> list[object]:
 
 
 @pytest.mark.parametrize("case", params())
-def test_a_fault_is_survived_and_named(case: Case, tmp_path: Path) -> None:
-    code, said = typed(tmp_path, fault=f"{case.moment}:{case.rank}:{case.whom}:{case.what}")
+def test_run_survives_a_fault_and_names_its_cause(case: Case, tmp_path: Path) -> None:
+    code, stderr = run_sweep(tmp_path, fault=f"{case.moment}:{case.rank}:{case.whom}:{case.what}")
     run = tmp_path / "run"
     if (tmp_path / "moved").exists():
-        assert "was removed or moved" in said
+        assert "was removed or moved" in stderr
         (tmp_path / "moved").rename(run)
-    assert (run / "fault-done").exists(), "it has happened"
-    assert code in case.ends, said
+    assert (run / "fault-done").exists(), "the fault has happened"
+    assert code in case.ends, stderr
     if code == SOME_FAILED:
         (failed,) = (record for record in read_records(run) if record.outcome != "ok")
         assert failed.point.context == 302
         assert re.search(case.reason, str(failed.reason)), failed.reason
-    again, told = typed(tmp_path, "--resume")
-    assert again == 0, told
-    assert good(run) == list(CONTEXTS)
+    again, again_stderr = run_sweep(tmp_path, "--resume")
+    assert again == 0, again_stderr
+    assert list_good_contexts(run) == list(CONTEXTS)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.soak
 def test_damaged_records_are_repaired_and_measured_again(damage: str, tmp_path: Path) -> None:
-    """Of three records the second is hit; after the repair the same command measures what is missing, and no more."""
-    assert typed(tmp_path)[0] == 0
+    """Damage the second of three records; after the repair the same command measures only the missing points."""
+    assert run_sweep(tmp_path)[0] == 0
     path = tmp_path / "run" / RECORDS_FILE
     one, two, three = path.read_bytes().splitlines(keepends=True)
     middle = len(two) // 2
@@ -92,14 +92,14 @@ def test_damaged_records_are_repaired_and_measured_again(damage: str, tmp_path: 
         }[damage]
     )
     repair_file(tmp_path / "run")
-    kept = collections.Counter(good(tmp_path / "run"))
+    kept = collections.Counter(list_good_contexts(tmp_path / "run"))
     assert max(kept.values()) == 1
-    code, said = typed(tmp_path, "--resume")
-    assert code == 0, said
-    assert good(tmp_path / "run") == list(CONTEXTS)
+    code, stderr = run_sweep(tmp_path, "--resume")
+    assert code == 0, stderr
+    assert list_good_contexts(tmp_path / "run") == list(CONTEXTS)
 
 
-def test_the_table_has_at_least_sixty_lines_each_once() -> None:
+def test_table_has_at_least_sixty_distinct_cases() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
     assert len(names) + len(DAMAGE) >= 60

@@ -1,8 +1,7 @@
-"""The plainest hand-over between warpgroups: one stores and arrives at a barrier, the other waits and loads.
+"""Run the simplest hand-over between warpgroups: one stores and arrives at a barrier, the other waits and loads.
 
-Each turn has its own memory and its own barrier.
-
-What a checker of races reports here it reports of every kernel that Triton divides among warpgroups:
+Each turn has separate memory and a separate barrier. A race checker reports the same here as for every kernel that Triton
+divides among warpgroups:
 
     compute-sanitizer --tool racecheck python -m tests.kernels.hand_over
 """
@@ -39,7 +38,7 @@ def _take(tile, full, out, TURNS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def hand_over_kernel(out, TURNS: gl.constexpr, WIDTH: gl.constexpr):
-    """Row t of `out` [TURNS, WIDTH] becomes t, t + 1, …; each row has a place and a barrier of its own."""
+    """Fill row t of `out` [TURNS, WIDTH] with t, t + 1, …; each row has its own memory and barrier."""
     tile = gl.allocate_shared_memory(gl.float32, [TURNS, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
     for turn in gl.static_range(TURNS):

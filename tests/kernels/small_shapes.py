@@ -1,9 +1,9 @@
-"""Each fast kernel once, on small shapes and one GPU, for a checker of memory and races.
+"""Run each fast kernel once, on small shapes and one GPU, for a checker of memory and races.
 
     compute-sanitizer --tool memcheck python -m tests.kernels.small_shapes [FAMILY…]
     compute-sanitizer --tool racecheck python -m tests.kernels.small_shapes [FAMILY…]
 
-Families: attention, exchange, gqa, kv, moe, peers, rows. Results are compared elsewhere; this only has to reach every kernel.
+Families: attention, exchange, gqa, kv, moe, peers, rows. Other tests compare results; this program only executes every kernel.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from dcpbench.points.layout import Prefix
 from tests.kernels.test_peers import Ranks
 
 MET = 1000
-"""A count of meetings that all peers have reached already: ranks run one after another here, and none may wait."""
+"""Number of meetings that all peers have already reached, because ranks run one after another and must not wait."""
 MERGE = 1  # place of the merge's counters: signals are their first row alone, behind it blocks count their calls
 
 
 def attention() -> None:
-    """A request that is cut, an empty one and one of a single row; one block of heads, and two; rows in bf16 and e4m3."""
+    """Run a split request, an empty one and one of a single row; one block of heads, and two; rows in bf16 and e4m3."""
     lengths, page = [700, 0, 70, 1], 16
     used = [-(-n // page) for n in lengths]
     pages = np.split(np.arange(sum(used), dtype=np.int32), np.cumsum(used)[:-1])
@@ -68,7 +68,9 @@ def attention() -> None:
 
 
 def gqa() -> None:
-    """A request that is cut, an empty one and one of a single row; groups of 2, 16 and 64 heads; pages of 16 and 64 rows."""
+    """Run a split request, an empty one and one of a single row; groups of 2, 16 and 64 heads; pages of 16 and 64
+    rows.
+    """
     lengths = [700, 0, 70, 1]
     for page, (heads, kv_heads), dtype in itertools.product(
         (16, 64), ((16, 8), (64, 4), (64, 1)), (torch.bfloat16, torch.float8_e4m3fn)
@@ -109,7 +111,7 @@ def exchange() -> None:
 
 
 def kv() -> None:
-    """Writes as bf16 and as bytes, both tables, a prefix of uneven requests in token order, and keys of two tiles."""
+    """Write as bf16 and as bytes, both tables, a prefix of uneven requests in token order, and keys of two tiles."""
     new = _normal(77, 576)
     locs = torch.arange(77, device="cuda")
     locs[::3] = -1
@@ -144,7 +146,7 @@ def kv() -> None:
 
 
 def peers() -> None:
-    """Kernels that read and write peers' memory, for 2 and 4 ranks."""
+    """Run kernels that read and write peers' memory, for 2 and 4 ranks."""
     for size in (2, 4):
         ranks = Ranks(size)
         met = [ranks.counters() for _ in range(4)]
@@ -163,7 +165,7 @@ def peers() -> None:
 
 
 def moe() -> None:
-    """Experts 8 to 15 of 16, one of them full and others empty; widths that fill no block; all sizes of tiles."""
+    """Run experts 8 to 15 of 16, one of them full and others empty; widths that fill no block; all sizes of tiles."""
     gate_up, down = _normal(8, 176, 200), _normal(8, 200, 88)
     quantised = [(quantize(_normal(8, 768, 384), n), quantize(_normal(8, 384, 384), n)) for n in INT4_GROUPS]
     for tokens, pair in itertools.product((5, 300, 1100), quantised):
@@ -178,7 +180,7 @@ def moe() -> None:
 
 
 def rows() -> None:
-    """Norms, latents and silu that quantise what they give, of rows that are a part of wider ones."""
+    """Run norms, latents and silu that quantise their outputs, with rows that are part of wider ones."""
     x, weight = _normal(3, 448), _normal(384)
     normalize_rows(x[:, :384], _normal(3, 384), weight, 1e-6)
     normalize_rows(x[:, :384], None, weight, 1e-6, keep=False)

@@ -1,4 +1,4 @@
-"""How work is divided among programs: every row once, no share much longer than another, every piece found again."""
+"""Test the division of attention among programs: every row once, balanced shares, and every piece in its own slot."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def _walk_kernel(
     SLACK: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Counts in `seen` [B, most] how often each tile is visited, as the attention kernels visit them."""
+    """Count in `seen` [B, most] how often each tile is visited, in the order of the attention kernels."""
     part = tl.program_id(0)
     b_B = tl.arange(0, BLOCK_B)
     lengths_B = tl.load(lengths + b_B, mask=b_B < batch, other=0)
@@ -50,8 +50,10 @@ def _walk_kernel(
         b += 1
 
 
-def walked(lengths, parts, *, least, device):
-    """Visits of each tile, tiles of each share, what lies in each slot, and the pieces of each request."""
+def walk_shares(lengths, parts, *, least, device):
+    """Return the visits of each tile, the tiles of each share, the content of each slot, and the pieces of each
+    request.
+    """
     batch = len(lengths)
     tiles = [-(-n // TILE) for n in lengths]
     most = max(*tiles, 1, 1)
@@ -81,10 +83,12 @@ def walked(lengths, parts, *, least, device):
     parts=st.integers(1, 12),
     least=st.integers(1, 3),
 )
-def test_every_tile_is_in_one_share_and_every_piece_in_its_own_slot(lengths, parts, least):
-    """The merge finds the pieces of a request in the slots of consecutive shares, and nothing else lies there."""
+def test_each_tile_is_in_one_share_and_each_piece_in_its_own_slot(lengths, parts, least):
+    """Check that the pieces of a request are in the slots of consecutive shares, where the merge reads them, and no
+    other slot is used.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tiles, seen, _, slots, pieces_of = walked(lengths, parts, least=least, device=device)
+    tiles, seen, _, slots, pieces_of = walk_shares(lengths, parts, least=least, device=device)
     found = {}
     for b, count in enumerate(tiles):
         assert seen[b] == [1] * count + [0] * (len(seen[b]) - count)
@@ -99,10 +103,10 @@ def test_every_tile_is_in_one_share_and_every_piece_in_its_own_slot(lengths, par
     lengths=st.lists(st.integers(0, 200), min_size=1, max_size=9),
     parts=st.integers(1, 12),
 )
-def test_no_share_is_much_longer_than_an_equal_one(lengths, parts):
-    """An equal share, a sixteenth more, and SLACK tiles: the price at which requests are left whole."""
+def test_shares_exceed_an_equal_share_only_by_the_slack(lengths, parts):
+    """Allow an equal share, a sixteenth more, and SLACK tiles, so that requests can stay whole."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tiles, _, longest, _, _ = walked(lengths, parts, least=1, device=device)
+    tiles, _, longest, _, _ = walk_shares(lengths, parts, least=1, device=device)
     equal = -(-sum(tiles) // parts)
     assert max(longest) <= equal + equal // 16 + SLACK
 
@@ -111,16 +115,16 @@ def test_no_share_is_much_longer_than_an_equal_one(lengths, parts):
     ("lengths", "parts", "expected"),
     [
         # 2,500 tiles and three: four shares of 626 tiles, and the long request alone fills the first three.
-        pytest.param((10_000, 3, 1, 2), 4, [626, 626, 626, 625], id="one-long-request-beside-short-ones"),
+        pytest.param((10_000, 3, 1, 2), 4, [626, 626, 626, 625], id="one-long-request-among-short-ones"),
         # Three requests of 10 tiles each: three shares, one request each, though four would have 8 tiles.
-        pytest.param((40, 40, 40), 4, [10, 10, 10, 0], id="whole-where-that-costs-at-most-the-slack"),
+        pytest.param((40, 40, 40), 4, [10, 10, 10, 0], id="whole-within-the-slack"),
         # 40 tiles for 8 programs, four of them for each request.
         pytest.param((80, 80), 8, [5] * 8, id="each-request-in-equal-pieces"),
         # 20 tiles in requests of 5 for two programs.
         pytest.param((20, 20, 20, 20), 2, [10, 10], id="several-whole-requests-each"),
-        pytest.param((0, 0), 3, [0, 0, 0], id="nothing-to-do"),
+        pytest.param((0, 0), 3, [0, 0, 0], id="no-tiles"),
     ],
 )
 def test_shares_are_as_even_as_whole_requests_allow(lengths, parts, expected, device):
-    """Tiles per share; a tile is 4 rows here and the slack 2 tiles."""
-    assert walked(lengths, parts, least=1, device=device)[2] == expected
+    """Compare the tiles of each share; a tile is 4 rows and the slack 2 tiles."""
+    assert walk_shares(lengths, parts, least=1, device=device)[2] == expected

@@ -1,4 +1,6 @@
-"""Versions of the attention kernels beside one another: all are checked, and what is wrong is named and ends the command with 1."""
+"""Test the comparison of attention kernel versions: all are checked, and a wrong one is named and ends the command
+with 1.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ SIZES = ("--cases", "2x40", "--heads", "4", "--page", "4")
 
 
 @pytest.fixture
-def wrong(tmp_path: Path) -> Path:
-    """A checkout whose kernel takes half of the scale for scores."""
+def wrong_checkout(tmp_path: Path) -> Path:
+    """Return a checkout with a kernel that scales scores wrongly."""
     checkout = tmp_path / "wrong"
     shutil.copytree(HERE / attention_versions.ROOM, checkout / attention_versions.ROOM)
     source = checkout / attention_versions.ROOM / "triton_mla.py"
@@ -29,26 +31,29 @@ def wrong(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
-def test_each_version_runs_its_own_kernels(
-    kv: str, wrong: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_each_version_runs_the_kernels_of_its_checkout(
+    kv: str, wrong_checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of three, in one process, the second is wrong; no time is taken on a CPU."""
+    """Compare three versions in one process, of which the second is wrong; a CPU gives no times."""
     out = tmp_path / "found.jsonl"
     assert (
-        attention_versions.main([f"now={HERE}", f"wrong={wrong}", "reference", *SIZES, "--kv", kv, "-o", str(out)]) == 1
+        attention_versions.main(
+            [f"now={HERE}", f"wrong={wrong_checkout}", "reference", *SIZES, "--kv", kv, "-o", str(out)]
+        )
+        == 1
     )
     (line,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     assert (line["sizes"]["kv"], line["sizes"]["heads"], line["gpu"]) == (kv, 4, None)
     assert {name: list(one) for name, one in line["found"].items()} == {"now": ["error"], "reference": ["error"]}
     assert all(one["error"] < 1e-5 for one in line["found"].values())
     assert list(line["wrong"]) == ["wrong"]
-    said = capsys.readouterr().out
-    assert said.startswith(f"2 × 40, H=4, {kv}: now is right, error ")
-    assert f"wrong WRONG: {line['wrong']['wrong']}" in said
+    output = capsys.readouterr().out
+    assert output.startswith(f"2 × 40, H=4, {kv}: now is right, error ")
+    assert f"wrong WRONG: {line['wrong']['wrong']}" in output
 
 
-def test_values_may_have_a_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """So that results have one, and sums that are cut short cannot hide behind a mean of 0."""
+def test_values_with_a_mean_change_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Give values a mean, because sums that are cut short are hidden by a mean of 0."""
     found = {}
     for mean in ("0", "8"):
         out = tmp_path / f"{mean}.jsonl"
@@ -57,31 +62,31 @@ def test_values_may_have_a_mean(tmp_path: Path, capsys: pytest.CaptureFixture[st
         found[mean] = line["found"]["triton"]["error"]
         assert line["sizes"]["mean"] == float(mean)
     assert found["0"] != found["8"]
-    told = capsys.readouterr().out.splitlines()
-    assert [", values with a mean of 8: triton is right" in line for line in told] == [False, True]
+    lines = capsys.readouterr().out.splitlines()
+    assert [", values with a mean of 8: triton is right" in line for line in lines] == [False, True]
 
 
-def test_what_is_no_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for word, said in (
+def test_unknown_version_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for word, expected in (
         (f"x={tmp_path}", "is no checkout of this project"),
         ("flashmlaa", "is no backend (reference, "),
     ):
         with pytest.raises(SystemExit):
             attention_versions.main([word, "-o", str(tmp_path / "found.jsonl")])
-        assert said in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
 
 
-def test_a_version_that_cannot_be_loaded_or_run_is_named(wrong: Path, tmp_path: Path) -> None:
-    source = wrong / attention_versions.ROOM / "triton_mla.py"
+def test_version_that_fails_to_run_is_named_with_its_error(wrong_checkout: Path, tmp_path: Path) -> None:
+    source = wrong_checkout / attention_versions.ROOM / "triton_mla.py"
     source.write_text(source.read_text(encoding="utf-8").replace("def run(", "def run_no_more("), encoding="utf-8")
     out = tmp_path / "found.jsonl"
-    assert attention_versions.main([f"broken={wrong}", f"now={HERE}", *SIZES, "-o", str(out)]) == 1
+    assert attention_versions.main([f"broken={wrong_checkout}", f"now={HERE}", *SIZES, "-o", str(out)]) == 1
     (line,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     assert list(line["found"]) == ["now"]
     assert "no attribute 'run'" in line["wrong"]["broken"]
 
 
-def test_times_stand_beside_the_first_ones() -> None:
+def test_times_are_printed_relative_to_the_first_version() -> None:
     sizes = {"requests": 8, "context": 8192, "heads": 64, "kv": "fp8"}
     line = {
         "sizes": sizes,
@@ -93,11 +98,11 @@ def test_times_stand_beside_the_first_ones() -> None:
     )
 
 
-@pytest.mark.parametrize("typed", [("--cases", "x"), ("--heads", "16,y")])
-def test_sizes_that_are_no_numbers_are_named(
-    typed: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("options", [("--cases", "x"), ("--heads", "16,y")])
+def test_sizes_that_are_not_numbers_are_rejected(
+    options: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        attention_versions.main([f"now={HERE}", *typed, "-o", str(tmp_path / "found.jsonl")])
+        attention_versions.main([f"now={HERE}", *options, "-o", str(tmp_path / "found.jsonl")])
     assert end.value.code == 2
     assert "sizes are whole numbers" in capsys.readouterr().err

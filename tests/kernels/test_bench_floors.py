@@ -1,4 +1,6 @@
-"""A step's floor is made of what benches of single operators hold their times against, so that the two can be compared."""
+"""Check that a step's floor consists of the works that benches of single operators report, so that they can be
+compared.
+"""
 
 import pytest
 import torch
@@ -15,12 +17,12 @@ V3 = SHAPES["deepseek-v3"]
 
 
 def works(sharding: Sharding, step: StepRows, *phases: str) -> list[Work]:
-    """Of one layer's operators in these phases."""
+    """Return the works of one layer's operators in these phases."""
     return [work for phase, _, work in iter_phase_works(sharding, step) if phase in phases]
 
 
-def test_attention_of_a_step_is_that_of_its_bench():
-    """16 heads, 3 requests of 24 rows, as bench attention builds them; fp32 as the CPU has it."""
+def test_attention_work_of_a_step_equals_that_of_bench_attention():
+    """Use 16 heads and 3 requests of 24 rows, as bench attention builds them, in fp32."""
     sizes = {"heads": 16, "requests": 3, "context": 24, "page": 4, "lengths": "even", "kv": "bf16"}
     calls = Attention(torch.device("cpu"), seed=0).build_calls(Case(variant="reference", calls=1, sizes=sizes))
     sharding = Sharding(shape=SHAPES["deepseek-v2-lite"], layout=Layout(1), itemsize=4)
@@ -28,8 +30,8 @@ def test_attention_of_a_step_is_that_of_its_bench():
 
 
 @pytest.mark.parametrize("wide", [GroupWide(), GroupWide(query=True), GroupWide(value=True)])
-def test_what_a_dcp_group_exchanges_in_a_layer_is_that_of_its_bench(wide):
-    """H 128, 4 ranks, 8 requests: gathered q and merged outputs together are a call of bench exchange."""
+def test_exchange_work_of_a_layer_equals_that_of_bench_exchange(wide):
+    """Use H 128, 4 ranks, 8 requests: gathered q and merged outputs together are a call of bench exchange."""
     sharding = Sharding(shape=V3, layout=Layout(4, 1, 4), itemsize=2, wide=wide)
     step = StepRows(decodes=(4000,) * 8, sampled=8, tokens=8)
     sizes = {
@@ -46,8 +48,8 @@ def test_what_a_dcp_group_exchanges_in_a_layer_is_that_of_its_bench(wide):
 
 
 @pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
-def test_experts_of_a_layer_are_those_of_their_bench(product):
-    """tp1, 4 tokens with 2 of 8 experts each, 5 of which have a row."""
+def test_expert_work_of_a_layer_equals_that_of_bench_moe(product):
+    """Use tp1 and 4 tokens with 2 of 8 experts each, 5 of which have a row."""
     shape = SHAPES["tiny"]
     ids = torch.tensor([[0, 1], [0, 2], [1, 3], [7, 0]], dtype=torch.int32)
     name = ("gate-up", "down")[product]

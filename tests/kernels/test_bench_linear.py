@@ -1,4 +1,4 @@
-"""Bench linear: every variant right, every wrong one noticed, and the bytes that a call must move."""
+"""Test bench linear: right variants pass its check, wrong ones fail it, and the bytes of a call are counted."""
 
 import sys
 import types
@@ -18,7 +18,7 @@ from dcpbench.points.roofline import compute_linear_work
 
 
 def case(variant: str, weights: str = "fp8", rows: int = 3) -> Case:
-    """256 numbers in, 200 out: a block and a part of one."""
+    """Return a case with 256 inputs and 200 outputs: a block and a part of one."""
     return Case(
         variant=variant,
         calls=2,
@@ -35,8 +35,8 @@ def test_every_variant_agrees_with_fp64(variant, weights, rows, device):
 
 
 @pytest.mark.parametrize(("variant", "weights"), [("triton", "fp8"), ("torch", "bf16")])
-def test_a_wrong_product_is_noticed(variant, weights, device, monkeypatch):
-    """1 % too large; rows in another order; nothing."""
+def test_wrong_product_fails_the_check(variant, weights, device, monkeypatch):
+    """Scale by 1 %, reorder rows, or return zeros."""
     right = linear.VARIANTS[variant]
     for wrong in (lambda y: y * 1.01, lambda y: y.flip(0), torch.zeros_like):
         monkeypatch.setitem(
@@ -46,8 +46,8 @@ def test_a_wrong_product_is_noticed(variant, weights, device, monkeypatch):
         assert "relative error" in calls.check(calls.run)
 
 
-def test_others_get_what_their_signatures_say(device, monkeypatch):
-    """Stand-ins: DeepGEMM's rows are quantised already, FlashInfer's are not."""
+def test_libraries_receive_arguments_of_their_signatures(device, monkeypatch):
+    """Use fakes: DeepGEMM takes quantised rows, FlashInfer quantises them itself."""
 
     def fp8_gemm_nt(x, weight, out):
         out.copy_(dequantize_rows(Scaled(*x, (1, 128))) @ dequantize_weight(Scaled(*weight)).T)
@@ -58,22 +58,22 @@ def test_others_get_what_their_signatures_say(device, monkeypatch):
         return (rows @ dequantize_weight(Scaled(weight, weight_scale)).T).to(x.dtype)
 
     monkeypatch.setitem(sys.modules, "deep_gemm", types.SimpleNamespace(fp8_gemm_nt=fp8_gemm_nt))
-    stand_in = types.SimpleNamespace(fp8_blockscale_gemm_sm90=fp8_blockscale_gemm_sm90)
+    fake = types.SimpleNamespace(fp8_blockscale_gemm_sm90=fp8_blockscale_gemm_sm90)
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
-    monkeypatch.setitem(sys.modules, "flashinfer.gemm", stand_in)
+    monkeypatch.setitem(sys.modules, "flashinfer.gemm", fake)
     for name in ("deepgemm", "flashinfer"):
         calls = Linear(device, 0).build_calls(case(name))
         assert calls.check(calls.run) == ""
 
 
 @pytest.mark.parametrize(("variant", "module"), [("deepgemm", "deep_gemm"), ("flashinfer", "flashinfer.gemm")])
-def test_what_is_not_installed_says_what_to_type(variant, module, device, monkeypatch):
+def test_missing_library_raises_an_error_with_another_variant(variant, module, device, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingPackageError, match="--variant triton"):
         Linear(device, 0).build_calls(case(variant))
 
 
-def test_a_variant_that_does_not_multiply_such_weights_is_refused(device):
+def test_variant_without_support_for_the_weights_is_rejected(device):
     for name in ("triton", "deepgemm", "flashinfer"):
         with pytest.raises(UsageError, match="--variant torch with --weights bf16"):
             Linear(device, 0).build_calls(case(name, "bf16"))
@@ -81,8 +81,10 @@ def test_a_variant_that_does_not_multiply_such_weights_is_refused(device):
         Linear(device, 0).build_calls(case("torch"))
 
 
-def test_fp8_reads_a_byte_a_number_and_its_scales():
-    """200 × 256 weights in 2 × 2 blocks, 3 rows of 256 in and of 200 out in bf16; bf16 weights are twice as large."""
+def test_work_counts_weights_scales_and_rows():
+    """Count 200 × 256 weights in 2 × 2 blocks, 3 rows of 256 in and of 200 out in bf16; bf16 weights are twice as
+    large.
+    """
     work = compute_linear_work(Product(256, 200), 3, itemsize=2, weights=FORMATS[FP8])
     assert work.memory_bytes == 200 * 256 + 4 * 4 + 3 * (256 + 200) * 2
     assert (work.flops, work.flops_limit) == (2 * 3 * 200 * 256, "matmul_fp8")
@@ -99,8 +101,10 @@ class TestCases:
     def sizes(self, **typed):
         return {c.sizes["layer"]: (c.sizes["outputs"], c.sizes["inputs"]) for c in self.cases(rows="16", **typed)}
 
-    def test_layers_are_those_of_deepseek_v3(self):
-        """128 heads of 192 in q and 128 in o; experts 2048 wide, dense layers 18432. qkv_a is the same on all ranks."""
+    def test_default_layers_have_the_sizes_of_deepseek_v3(self):
+        """Expect 128 heads of 192 in q and 128 in o; experts 2048 wide, dense layers 18432. qkv_a is the same on all
+        ranks.
+        """
         assert self.sizes(tp="1") == {
             "qkv_a": (2112, 7168),
             "q_b": (24576, 1536),
@@ -114,11 +118,11 @@ class TestCases:
         assert self.sizes(tp="8")["qkv_a"] == (2112, 7168)
         assert self.sizes(tp="1", model="kimi-k2")["o"] == (7168, 8192)
 
-    def test_a_variant_runs_the_weights_that_it_multiplies(self):
+    def test_cases_pair_each_variant_with_the_weights_it_supports(self):
         both = self.cases(tp="1", rows="16", weights="bf16,fp8", cpu=True)
         assert {(c.variant, c.sizes["weights"]) for c in both} == {("torch", "bf16"), ("triton", "fp8")}
 
-    def test_what_cannot_be_cut_or_is_not_there_is_refused(self):
+    def test_indivisible_tp_and_absent_matrix_are_rejected(self):
         with pytest.raises(UsageError, match="--tp 3 does not divide deepseek-v3's heads and widths; try --tp 1"):
             self.cases(tp="3")
         with pytest.raises(UsageError, match="deepseek-v2-lite has no q_b; try --matrix o"):

@@ -1,4 +1,4 @@
-"""Bench merge: every kernel right, every wrong one noticed, and the bytes that each must move."""
+"""Test bench merge: right kernels pass its check, wrong ones fail it, and the bytes of each are counted."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from dcpbench.bench.operators.merge import Merge, Sizes
 
 
 def case(variant: str) -> Case:
-    """3 requests, 8 heads, 2 ranks; two sets of tensors."""
+    """Return a case of 3 requests, 8 heads and 2 ranks, with two sets of tensors."""
     return Case(variant=variant, calls=2, sizes={"heads": 8, "requests": 3, "dcp": 2})
 
 
@@ -22,31 +22,31 @@ def test_every_kernel_agrees_with_fp64(variant, device):
     assert len(calls.calls) == 2
 
 
-def off(ready):
-    """2 % too large."""
+def return_scaled(ready):
+    """Scale results by 2 %."""
     return lambda: tuple(x * 1.02 for x in ready.call())
 
 
-def turned(ready):
-    """The right numbers in another order."""
+def return_reversed(ready):
+    """Return the right numbers in another order."""
     return lambda: tuple(x.flip(0) for x in ready.call())
 
 
-def nothing(ready):
-    """Zeros."""
+def return_zeros(ready):
+    """Return zeros."""
     return lambda: tuple(torch.zeros_like(x) for x in ready.call())
 
 
-@pytest.mark.parametrize("wrong", [off, turned, nothing])
+@pytest.mark.parametrize("wrong", [return_scaled, return_reversed, return_zeros])
 @pytest.mark.parametrize("variant", merge.VARIANTS)
-def test_a_wrong_kernel_is_noticed(variant, wrong, device, monkeypatch):
+def test_wrong_kernel_fails_the_check(variant, wrong, device, monkeypatch):
     right = merge.VARIANTS[variant]
 
-    def spoiled(sizes, numbers):
+    def make_wrong(sizes, numbers):
         ready = right(sizes, numbers)
         return dataclasses.replace(ready, call=wrong(ready))
 
-    monkeypatch.setitem(merge.VARIANTS, variant, spoiled)
+    monkeypatch.setitem(merge.VARIANTS, variant, make_wrong)
     calls = Merge(device, 0).build_calls(case(variant))
     assert "relative error" in calls.check(calls.run)
 
@@ -61,8 +61,8 @@ def test_a_wrong_kernel_is_noticed(variant, wrong, device, monkeypatch):
         ("value-proj", 2 * 2 * 512 * 4 + 2 * 512 * 128 * 2 + 2 * 2 * 128 * 2),  # o, W_UV, result of 2 heads
     ],
 )
-def test_bytes_are_counted_once_each_way(variant, memory_bytes, device):
-    """2 requests, 8 heads, 4 ranks: a rank has 2 heads."""
+def test_work_counts_bytes_once_in_each_direction(variant, memory_bytes, device):
+    """Use 2 requests, 8 heads and 4 ranks, with 2 heads each."""
     sizes = Sizes(heads=8, requests=2, dcp=4)
     ready = merge.VARIANTS[variant](sizes, lambda *shape: torch.randn(shape, device=device))
     assert ready.work.memory_bytes == memory_bytes

@@ -1,4 +1,4 @@
-"""Bench moe: every variant right, every wrong one noticed, and the bytes that a call must move."""
+"""Test bench moe: right variants pass its check, wrong ones fail it, and the bytes of a call are counted."""
 
 import dataclasses
 import sys
@@ -21,13 +21,13 @@ WIDE = {"experts": 4, "top_k": 2, "hidden": 256, "width": 128}
 
 
 def case(variant: str, product: str, rows: str = "uniform", requests: int = 20, **sizes) -> Case:
-    """16 experts, of which each of 20 tokens has 4; two sets of tensors."""
+    """Return a case of 16 experts, 4 of them for each of 20 tokens, with two sets of tensors."""
     sizes = {"product": product, **SIZES, "requests": requests, "rows": rows, **sizes}
     return Case(variant=variant, calls=2, sizes=sizes)
 
 
-def fp8(variant: str, product: str) -> Case:
-    """Two blocks of scales each way."""
+def make_fp8_case(variant: str, product: str) -> Case:
+    """Return an fp8 case with two blocks of scales in each direction."""
     return case(variant, product, requests=5, weights="fp8", **WIDE)
 
 
@@ -44,8 +44,8 @@ def test_every_variant_agrees_with_fp64(variant, product, rows, device):
 @pytest.mark.parametrize("product", ["gate-up", "down"])
 @pytest.mark.parametrize("variant", ["triton", "torch"])
 @pytest.mark.sample(3)
-def test_a_wrong_product_is_noticed(variant, product, device, monkeypatch):
-    """2 % too large; one expert's rows in another order; nothing."""
+def test_wrong_product_fails_the_check(variant, product, device, monkeypatch):
+    """Scale by 2 %, reorder one expert's rows, or return zeros."""
     right = moe.VARIANTS[variant]
     for wrong in (lambda y: y * 1.02, lambda y: y.flip(0), torch.zeros_like):
         monkeypatch.setitem(
@@ -60,23 +60,25 @@ def test_a_wrong_product_is_noticed(variant, product, device, monkeypatch):
 
 
 @pytest.mark.parametrize("product", ["gate-up", "down"])
-def test_fp8_agrees_with_fp64_over_what_its_numbers_stand_for(product, device, monkeypatch):
-    """And a product that is 2 % too large, or has another block's scale, does not."""
-    calls = Moe(device, 0).build_calls(fp8("triton", product))
+def test_fp8_product_agrees_with_fp64_over_dequantised_weights(product, device, monkeypatch):
+    """Check also that a product fails if it is 2 % too large or has another block's scale."""
+    calls = Moe(device, 0).build_calls(make_fp8_case("triton", product))
     assert calls.check(calls.run) == ""
     right = moe.VARIANTS["triton"]
     for wrong in (lambda w: w.scale * 1.02, lambda w: w.scale.roll(1, -1) + w.scale / 9):
 
-        def spoilt(inputs, wrong=wrong):
+        def make_wrong(inputs, wrong=wrong):
             return right(dataclasses.replace(inputs, weight=Scaled(inputs.weight.data, wrong(inputs.weight))))
 
-        monkeypatch.setitem(moe.VARIANTS, "triton", spoilt)
-        calls = Moe(device, 0).build_calls(fp8("triton", product))
+        monkeypatch.setitem(moe.VARIANTS, "triton", make_wrong)
+        calls = Moe(device, 0).build_calls(make_fp8_case("triton", product))
         assert "relative error" in calls.check(calls.run)
 
 
-def test_fp8_reads_a_byte_a_number_and_its_scales():
-    """gate-up: 2 experts of 256 × 256 and 4 scales, tokens in bf16, 6 results of 128 and a scale each."""
+def test_fp8_work_counts_one_byte_per_weight_and_the_scales():
+    """Count gate-up of 2 experts of 256 × 256 with 4 scales each, tokens in bf16, and 6 results of 128 with a scale
+    each.
+    """
     sizes = Sizes(product="gate-up", **WIDE, requests=3, weights="fp8", rows="few")
     x = torch.zeros(3, 256, dtype=torch.bfloat16)
     weight = Scaled(torch.zeros(4, 256, 256, dtype=torch.float8_e4m3fn), torch.zeros(4, 2, 2))
@@ -92,8 +94,8 @@ def test_fp8_reads_a_byte_a_number_and_its_scales():
 
 @pytest.mark.parametrize("group", INT4_GROUPS)
 @pytest.mark.parametrize("product", ["gate-up", "down"])
-def test_int4_agrees_with_fp64_over_dequantised_weights(product, group, device, monkeypatch):
-    """A product that is 2 % too large, or has another group's scale, does not."""
+def test_int4_product_agrees_with_fp64_over_dequantised_weights(product, group, device, monkeypatch):
+    """Check also that a product fails if it is 2 % too large or has another group's scale."""
     build = Moe(device, 0).build_calls
     one = case("triton", product, requests=5, weights="int4", group_size=group, **WIDE)
     calls = build(one)
@@ -101,16 +103,18 @@ def test_int4_agrees_with_fp64_over_dequantised_weights(product, group, device, 
     right = moe.VARIANTS["triton"]
     for wrong in (lambda q, s: (q, s * 1.02), lambda q, s: (q, s.roll(1, 1))):
 
-        def spoilt(inputs, wrong=wrong):
+        def make_wrong(inputs, wrong=wrong):
             return right(dataclasses.replace(inputs, weight=int4.pack(*wrong(*int4.unpack(inputs.weight)))))
 
-        monkeypatch.setitem(moe.VARIANTS, "triton", spoilt)
+        monkeypatch.setitem(moe.VARIANTS, "triton", make_wrong)
         calls = build(one)
         assert "relative error" in calls.check(calls.run)
 
 
-def test_int4_reads_half_a_byte_a_number_and_a_scale_for_a_group():
-    """gate-up: 2 experts of 256 × 256 with 8 or 2 scales of 2 bytes a row, tokens and 6 results of 128 in bf16."""
+def test_int4_work_counts_half_a_byte_per_weight_and_the_scales():
+    """Count gate-up of 2 experts of 256 × 256 with 8 or 2 scales of 2 bytes a row, tokens and 6 results of 128 in
+    bf16.
+    """
     for group, scales in ((32, 8), (128, 2)):
         sizes = Sizes(product="gate-up", **WIDE, requests=3, weights="int4", group_size=group, rows="few")
         x = torch.zeros(3, 256, dtype=torch.bfloat16)
@@ -122,24 +126,24 @@ def test_int4_reads_half_a_byte_a_number_and_a_scale_for_a_group():
 
 
 def test_random_int4_weights_keep_the_norm_of_their_input():
-    """They have a standard deviation of 1/√K, as those of the other formats."""
+    """Expect a standard deviation of 1/√K, as in the other formats."""
     weight = int4.dequantize(int4.draw_random((2, 64, 384), 128, 384**-0.5, torch.Generator().manual_seed(0)))
     assert float(weight.square().mean()) == pytest.approx(1 / 384, rel=0.1)
 
 
-def test_torch_has_no_product_for_block_scales(device):
+def test_torch_variant_is_rejected_for_fp8(device):
     with pytest.raises(UsageError, match="--variant triton,deepgemm"):
-        Moe(device, 0).build_calls(fp8("torch", "down"))
+        Moe(device, 0).build_calls(make_fp8_case("torch", "down"))
 
 
 @pytest.mark.parametrize("variant", ["torch", "deepgemm"])
-def test_no_other_variant_has_a_product_of_int4_and_bf16(variant, device):
+def test_variants_other_than_triton_are_rejected_for_int4(variant, device):
     with pytest.raises(UsageError, match="use --variant triton with --weights int4"):
         Moe(device, 0).build_calls(case(variant, "down", weights="int4", group_size=32, **WIDE))
 
 
 def inputs(product: str, counts: list[int]) -> Inputs:
-    """3 tokens of 2 experts each, 8 numbers wide, experts of width 4, bf16."""
+    """Return inputs of 3 tokens with 2 experts each, 8 columns and experts of width 4, in bf16."""
     sizes = Sizes(product=product, experts=4, top_k=2, hidden=8, width=4, requests=3, rows="few")
     rows, width = (3, 8) if product == "gate-up" else (6, 4)
     return Inputs(
@@ -151,8 +155,8 @@ def inputs(product: str, counts: list[int]) -> Inputs:
     )
 
 
-def test_only_experts_that_have_a_row_must_be_read():
-    """gate-up: 2 experts of 8 × 8, 3 tokens of 8 and 6 results of 4; down: 2 of 8 × 4, 6 rows of 4, 6 results of 8."""
+def test_work_counts_only_experts_with_rows():
+    """Count gate-up: 2 experts of 8 × 8, 3 tokens of 8, 6 results of 4; down: 2 of 8 × 4, 6 rows of 4, 6 results of 8."""
     work = inputs("gate-up", [3, 0, 3, 0]).compute_work()
     assert work.memory_bytes == 2 * (2 * 8 * 8 + 3 * 8 + 6 * 4)
     assert work.flops == 2 * 6 * 8 * 8
@@ -162,8 +166,10 @@ def test_only_experts_that_have_a_row_must_be_read():
     assert work.flops == 2 * 6 * 8 * 4
 
 
-def test_rows_are_drawn_as_their_names_say(device):
-    """few: experts 0, 4, 8 and 12 alone, so every token has all four; skewed: expert 0 has more rows than expert 15."""
+def test_rows_option_controls_the_distribution_over_experts(device):
+    """Expect for `few` experts 0, 4, 8 and 12 alone, so that every token has all four; for `skewed`, expert 0 has more
+    rows than expert 15.
+    """
     build = Moe(device, 0)
     random = torch.Generator(device).manual_seed(0)
     found = {
@@ -177,8 +183,8 @@ def test_rows_are_drawn_as_their_names_say(device):
 
 
 @pytest.mark.long
-def test_deepgemm_gets_a_slab_for_each_expert(device, monkeypatch):
-    """A stand-in with its signature, which multiplies the rows that it was told of: slabs of 64 rows, 4 of them hit."""
+def test_deepgemm_receives_a_slab_of_rows_for_each_expert(device, monkeypatch):
+    """Use a fake with the same signature, which multiplies the given number of rows in slabs of 64; 4 slabs have rows."""
 
     def masked(x, weight, out, counts, expected):
         assert x.shape[:2] == (16, 64)
@@ -202,18 +208,18 @@ def test_deepgemm_gets_a_slab_for_each_expert(device, monkeypatch):
 
     module.fp8_m_grouped_gemm_nt_masked = masked_fp8
     for product in ("gate-up", "down"):
-        calls = Moe(device, 0).build_calls(fp8("deepgemm", product))
+        calls = Moe(device, 0).build_calls(make_fp8_case("deepgemm", product))
         assert calls.check(calls.run) == ""
 
 
-def test_without_deepgemm_the_case_says_what_to_type(device, monkeypatch):
+def test_missing_deepgemm_raises_an_error_with_other_variants(device, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     with pytest.raises(MissingPackageError, match="--variant triton,torch"):
         Moe(device, 0).build_calls(case("deepgemm", "down"))
 
 
 class TestCases:
-    def cases(self, cpu=False, **typed):
+    def cases(self, cpu=False, **options_given):
         options = {
             "model": None,
             "tp": None,
@@ -223,20 +229,19 @@ class TestCases:
             "group_size": None,
         }
         options |= {"variant": None, "layers": None}
-        return list_moe_cases(BenchOptions(cpu=cpu, typed={**options, **typed}))
+        return list_moe_cases(BenchOptions(cpu=cpu, typed={**options, **options_given}))
 
-    def test_experts_are_cut_by_width(self):
-        """DeepSeek-V3's are 2048 wide."""
+    def test_experts_are_split_over_ranks_by_width(self):
+        """Expect fractions of DeepSeek-V3's expert width, 2048."""
         assert {(c.sizes["experts"], c.sizes["width"]) for c in self.cases()} == {(256, 2048), (256, 512), (256, 256)}
         assert {c.sizes["experts"] for c in self.cases(model="kimi-k2")} == {384}
 
-    def test_fp8_runs_what_has_a_product_for_it(self):
+    def test_fp8_cases_use_only_variants_that_support_it(self):
         assert "torch" not in {c.variant for c in self.cases(weights="fp8")}
         with pytest.raises(UsageError, match=r"multiples of 128, and tiny's experts are .* try --weights bf16"):
             self.cases(weights="fp8", model="tiny")
 
-    def test_int4_has_a_case_for_each_group_size(self):
-        """A case of another format has no group size."""
+    def test_int4_cases_have_one_case_for_each_group_size(self):
         cases = self.cases(weights="bf16,int4", group_size="32,128", tp="1", requests="8", variant="triton")
         found = [(c.sizes["weights"], c.sizes.get("group_size")) for c in cases if c.sizes["product"] == "down"]
         assert found == [("bf16", None), ("int4", 32), ("int4", 128)]
@@ -245,26 +250,26 @@ class TestCases:
         with pytest.raises(UsageError, match="--group-size 64 is none of 32, 128; write --group-size 32"):
             self.cases(weights="int4", group_size="64")
 
-    def test_int4_needs_widths_of_whole_groups(self):
-        """Qwen3-30B's experts are 768 wide: 96 over tp8, three groups of 32."""
+    def test_int4_requires_expert_widths_of_whole_groups(self):
+        """Use Qwen3-30B's experts of width 768: 96 over tp8, three groups of 32."""
         assert self.cases(weights="int4", model="qwen3-30b-a3b", tp="8")
         with pytest.raises(UsageError, match=r"multiples of 128, and qwen3-30b-a3b's experts are .* try --tp 1"):
             self.cases(weights="int4", model="qwen3-30b-a3b", tp="8", group_size="128")
         cases = self.cases(weights="int4", cpu=True)
         assert {c.sizes["width"] for c in cases} == {32}  # the tiny model's; over tp2 they have half a group
 
-    def test_fp8_of_the_model_that_nobody_typed_is_refused_where_it_would_run(self, device):
-        """Options are looked at as for the CPU before it is known whether there is a GPU."""
+    def test_fp8_of_the_default_cpu_model_is_rejected_when_built(self, device):
+        """Reject it late, because options are validated as for the CPU before a GPU is detected."""
         (first, *_) = self.cases(weights="fp8", cpu=True)
         with pytest.raises(UsageError, match="--weights fp8 takes --model deepseek-v3"):
             Moe(device, 0).build_calls(first)
 
-    def test_a_width_that_cannot_be_cut_is_refused(self):
+    def test_indivisible_expert_width_and_unknown_rows_are_rejected(self):
         with pytest.raises(UsageError, match="--tp 3 does not divide deepseek-v3's experts, 2048 wide; try --tp 1"):
             self.cases(tp="3")
         with pytest.raises(UsageError, match="--rows 'skew' is unknown; did you mean skewed"):
             self.cases(rows="skew")
 
-    def test_a_variant_that_was_named_is_run_whether_or_not_it_is_installed(self):
+    def test_named_variant_is_listed_even_if_it_is_not_installed(self):
         assert {c.variant for c in self.cases(variant="deepgemm")} == {"deepgemm"}
         assert {c.variant for c in self.cases(cpu=True)} == {"triton", "torch"}

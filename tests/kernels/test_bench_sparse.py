@@ -1,4 +1,6 @@
-"""Benches indexer and sparse-attention: right variants pass, wrong ones are noticed, and the work is worked out by hand."""
+"""Test benches indexer and sparse-attention: right variants pass the check, wrong ones fail it, and the work is
+counted.
+"""
 
 import sys
 import types
@@ -17,35 +19,35 @@ from dcpbench.kernels.attention import Shards
 
 
 def make_indexer_case(variant="reference", **sizes) -> Case:
-    """3 requests of 10 keys on pages of 4, two pools."""
+    """Return a case of 3 requests of 10 keys on pages of 4, with two pools."""
     default = {"heads": 8, "width": 16, "requests": 3, "context": 10, "page": 4, "lengths": "even"}
     return Case(variant=variant, calls=2, sizes=default | sizes)
 
 
 def make_sparse_case(variant="reference", **sizes) -> Case:
-    """3 requests of 10 rows on pages of 4, of which 6 are chosen, two pools."""
+    """Return a case of 3 requests of 10 rows on pages of 4, of which 6 are chosen, with two pools."""
     default = {"heads": 4, "requests": 3, "context": 10, "top_k": 6, "page": 4, "lengths": "even"}
     return Case(variant=variant, calls=2, sizes=default | sizes)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"lengths": "uneven"}, {"width": 128, "heads": 64}], ids=str)
-def test_the_indexers_reference_passes(sizes, device):
-    """Unused rows are NaN, so a read of one would show."""
+def test_indexer_reference_passes_the_check(sizes, device):
+    """Fill unused rows with NaN, so that reading one fails."""
     calls = IndexerBench(device, 0).build_calls(make_indexer_case(**sizes))
     assert calls.check(calls.run) == ""
     assert len(calls.calls) == 2
 
 
 @pytest.mark.parametrize("sizes", [{}, {"lengths": "uneven"}, {"top_k": 16}], ids=str)
-def test_the_reference_of_sparse_attention_passes(sizes, device):
-    """Rows that no request chose are NaN; a request with fewer than top_k rows has places without a token."""
+def test_sparse_attention_reference_passes_the_check(sizes, device):
+    """Fill rows that no request chose with NaN; a request with fewer than top_k rows has places without a token."""
     calls = SparseAttentionBench(device, 0).build_calls(make_sparse_case(**sizes))
     assert calls.check(calls.run) == ""
 
 
 @pytest.mark.parametrize("wrong", ["relu", "weights", "scale", "page"])
-def test_wrong_logits_are_noticed(wrong, device, monkeypatch):
-    """Negative products kept, another head's weights, a scale of 1.01, pages in another order."""
+def test_wrong_logits_fail_the_check(wrong, device, monkeypatch):
+    """Keep negative products, use another head's weights, a scale of 1.01, or pages in another order."""
     right = indexer.make_reference_call
 
     def make_wrong(q, w, pages, table, lengths):
@@ -63,8 +65,8 @@ def test_wrong_logits_are_noticed(wrong, device, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", ["token", "count", "lse"])
-def test_wrong_sparse_attention_is_noticed(wrong, device, monkeypatch):
-    """One chosen row replaced by another request's, one left out, a log-sum-exp that is off."""
+def test_wrong_sparse_attention_fails_the_check(wrong, device, monkeypatch):
+    """Replace one chosen row by another request's, leave one out, or shift the log-sum-exp."""
     right = sparse_attention.make_reference_call
 
     def make_wrong(q, pages, chosen):
@@ -81,15 +83,17 @@ def test_wrong_sparse_attention_is_noticed(wrong, device, monkeypatch):
     assert "relative error" in calls.check(calls.run)
 
 
-def test_the_work_of_an_indexer_is_every_key_weight_and_logit_once(device):
-    """30 keys of 16 + 4 bytes and as many fp32 logits; q in e4m3 and w in fp32 for 3 · 8 heads; 2 operations a number."""
+def test_indexer_work_counts_each_key_weight_and_logit_once(device):
+    """Count 30 keys of 16 + 4 bytes and as many fp32 logits; q in e4m3 and w in fp32 for 3 · 8 heads; 2 operations a
+    number.
+    """
     work = IndexerBench(device, 0).build_calls(make_indexer_case()).work
     assert work.memory_bytes == 30 * 20 + 30 * 4 + 3 * 8 * (16 + 4)
     assert work.flops == 2 * 30 * 8 * 16
 
 
-def test_the_work_of_sparse_attention_is_the_chosen_rows(device):
-    """3 · 6 rows of 512 + 4 · 4 + 64 · 2 = 656 bytes with an index each, q and o of 3 · 4 heads; V3.2's format."""
+def test_sparse_attention_work_counts_only_the_chosen_rows(device):
+    """Count 3 · 6 rows of 512 + 4 · 4 + 64 · 2 = 656 bytes, V3.2's format, with an index each; q and o of 3 · 4 heads."""
     work = SparseAttentionBench(device, 0).build_calls(make_sparse_case()).work
     itemsize = 2 if device.type == "cuda" else 4
     assert sparse_attention.ROW_BYTES == 656
@@ -97,8 +101,8 @@ def test_the_work_of_sparse_attention_is_the_chosen_rows(device):
     assert work.flops == 2 * 18 * 4 * (576 + 512)
 
 
-def test_stored_rows_hold_what_was_packed():
-    """A latent number is off by at most half a step of e4m3, a rope number by half a step of bf16."""
+def test_packed_rows_unpack_within_rounding():
+    """Allow half a step of e4m3 for a latent number, half a step of bf16 for a rope number."""
     rows = torch.randn(5, 576, generator=torch.Generator().manual_seed(1))
     stored = sparse_attention.pack_rows(rows)
     assert stored.shape == (5, 656)
@@ -108,8 +112,8 @@ def test_stored_rows_hold_what_was_packed():
     assert ((found - rows)[:, 512:].abs() <= rows[:, 512:].abs() / 256).all()
 
 
-def test_a_page_has_its_keys_before_their_scales():
-    """Two keys of 16: 32 bytes of e4m3, then two fp32 scales; the largest number of a key is stored as 448."""
+def test_packed_page_stores_keys_before_scales():
+    """Pack two keys of 16: 32 bytes of e4m3, then two fp32 scales; the largest number of a key is stored as 448."""
     keys = torch.arange(1.0, 33.0).view(1, 2, 16)
     (page,) = indexer.pack_keys(keys)
     assert page.shape == (2 * 16 + 2 * 4,)
@@ -118,7 +122,7 @@ def test_a_page_has_its_keys_before_their_scales():
 
 
 def test_chosen_tokens_are_distinct_rows_of_their_request():
-    """Request 0 has rows 0 to 9 on pages 2, 1 and 4; request 1 has 3 rows on page 3, fewer than top_k."""
+    """Use request 0 with rows 0 to 9 on pages 2, 1 and 4, and request 1 with 3 rows on page 3, fewer than top_k."""
     shards = Shards(pages=[np.array([2, 1, 4], np.int32), np.array([3], np.int32)], lengths=[10, 3])
     first, second = sparse_attention.choose_tokens(shards, 4, 6, seed=0).tolist()
     assert len(set(first)) == 6
@@ -126,8 +130,8 @@ def test_chosen_tokens_are_distinct_rows_of_their_request():
     assert sorted(second) == [-1, -1, -1, 12, 13, 14]
 
 
-def test_deepgemm_gets_what_its_signature_says(device, monkeypatch):
-    """A stand-in that reads keys and scales of a page by itself, with lengths and queries that have a second axis."""
+def test_deepgemm_receives_arguments_of_its_signature(device, monkeypatch):
+    """Use a fake that reads a page's keys and scales by itself; lengths and queries have a second axis."""
 
     def fp8_paged_mqa_logits(q, cache, w, lengths, table, schedule, longest):
         assert q.shape[1] == 1
@@ -153,8 +157,10 @@ def test_deepgemm_gets_what_its_signature_says(device, monkeypatch):
     assert calls.check(calls.run) == ""
 
 
-def test_flashmla_gets_what_its_signature_says(device, monkeypatch):
-    """A stand-in of the paged kernel with indices: a query axis in q, indices and log-sum-exps, one KV head in the cache."""
+def test_flashmla_receives_arguments_of_its_signature(device, monkeypatch):
+    """Use a fake of the paged kernel with indices: a query axis in q, indices and log-sum-exps, one KV head in the
+    cache.
+    """
 
     def flash_mla_with_kvcache(q, cache, tables, lengths, latent, schedule, *, softmax_scale, indices, **flags):
         assert (tables, lengths, latent, schedule) == (None, None, 512, "schedule")
@@ -178,7 +184,7 @@ def test_flashmla_gets_what_its_signature_says(device, monkeypatch):
     assert calls.check(calls.run) == ""
 
 
-def test_a_missing_library_is_named(device, monkeypatch):
+def test_missing_library_raises_an_error_with_its_package(device, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     monkeypatch.setitem(sys.modules, "flash_mla.flash_mla_interface", None)
     with pytest.raises(MissingPackageError, match=r"not installed.*sgl-deep-gemm"):
@@ -188,13 +194,13 @@ def test_a_missing_library_is_named(device, monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [{"heads": 16, "top_k": 64}, {"heads": 64, "top_k": 60}], ids=str)
-def test_sizes_that_the_kernel_lacks_are_refused(sizes, device):
+def test_sizes_unsupported_by_the_kernel_are_rejected(sizes, device):
     with pytest.raises(UsageError, match="--heads 64,128 --top-k 2048"):
         SparseAttentionBench(device, 0).build_calls(make_sparse_case("flashmla", **sizes))
 
 
-def test_a_gpu_runs_the_library_even_if_it_is_not_installed():
-    """So that the table names what is missing instead of leaving the operator out."""
+def test_gpu_cases_use_the_library_even_if_it_is_not_installed():
+    """List the library, so that the table names what is missing instead of leaving the operator out."""
     names = ("lengths", "width", "page", "context", "requests", "heads", "variant", "top_k", "layers")
     for cpu, wanted in ((True, [{"reference"}, {"reference"}]), (False, [{"deepgemm"}, {"flashmla"}])):
         options = BenchOptions(cpu=cpu, typed=dict.fromkeys(names) | {"lengths": "even"})

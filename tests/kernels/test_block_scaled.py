@@ -1,4 +1,4 @@
-"""fp8 with scales: what is stored, and experts over it."""
+"""Test fp8 with scales: stored values, and experts over them."""
 
 import pytest
 import torch
@@ -8,11 +8,13 @@ from dcpbench.kernels.block_scaled import Rows, Scaled
 from dcpbench.kernels.moe import apply_experts_reference, scaled
 
 HALF_STEP = 2.0**-4
-"""Of e4m3 with its three bits behind the leading one: the largest relative rounding of a normal number."""
+"""Largest relative rounding error of a normal e4m3 number, which has three bits behind the leading one."""
 
 
-def rows(count, depth, device, seed=0):
-    """Normal rows whose groups of 128 columns differ in size by factors of up to 1,000; one group is all zeros."""
+def make_rows(count, depth, device, seed=0):
+    """Return normal rows with groups of 128 columns that differ in size by factors of up to 1,000; one group is all
+    zeros.
+    """
     random = torch.Generator(device).manual_seed(seed)
     x = torch.randn(count, depth, generator=random, device=device)
     x = x * 10 ** (3 * torch.rand(count, depth // 128, generator=random, device=device)).repeat_interleave(128, -1)
@@ -21,23 +23,25 @@ def rows(count, depth, device, seed=0):
 
 
 @pytest.mark.parametrize("count", [1, 3, 37, 6000])
-def test_rows_are_quantised_as_the_reference_does(count, device):
-    x = rows(count, 384, device)
+def test_quantised_rows_equal_the_reference(count, device):
+    x = make_rows(count, 384, device)
     found, wanted = block_scaled.quantize_rows(x), block_scaled.quantize_rows_reference(x)
     assert torch.equal(found.scale, wanted.scale)
     assert torch.equal(found.data.float(), wanted.data.float())
     assert found.scale.shape == (count, 3)
 
 
-def test_scales_of_few_rows_lie_side_by_side_for_a_group(device):
-    """A program of a product reads those of all its rows at once; past 128 rows they lie as the rows do."""
-    assert block_scaled.quantize_rows(rows(128, 384, device)).scale.T.is_contiguous()
-    assert block_scaled.quantize_rows(rows(129, 384, device)).scale.is_contiguous()
+def test_scales_of_a_group_are_contiguous_for_few_rows(device):
+    """Store them so that a program reads the scales of all its rows at once; past 128 rows each row's scales are
+    contiguous.
+    """
+    assert block_scaled.quantize_rows(make_rows(128, 384, device)).scale.T.is_contiguous()
+    assert block_scaled.quantize_rows(make_rows(129, 384, device)).scale.is_contiguous()
 
 
-def test_rows_come_back_within_half_a_step_of_their_group(device):
-    """Relative for normal numbers of e4m3; below 2⁻⁶ of its range a step is 2⁻⁹."""
-    x = rows(5, 256, device)
+def test_dequantised_rows_are_within_half_a_step(device):
+    """Use relative steps for normal e4m3 numbers, and steps of 2⁻⁹ below 2⁻⁶ of the range."""
+    x = make_rows(5, 256, device)
     scaled = block_scaled.quantize_rows(x)
     size = (x.abs() * HALF_STEP).clamp(min=2.0**-10 * scaled.scale.max())
     error = (block_scaled.dequantize_rows(scaled) - x).abs()
@@ -48,7 +52,7 @@ def test_rows_come_back_within_half_a_step_of_their_group(device):
 
 
 def test_weights_have_a_scale_for_each_block_of_128_by_128(device):
-    """Edges that are no multiple of 128 have blocks of their own."""
+    """Use edges that are no multiple of 128, which have blocks of their own."""
     weight = torch.randn(2, 200, 300, generator=torch.Generator(device).manual_seed(1), device=device)
     weight[1, 130:, 260:] *= 1000
     scaled = block_scaled.quantize_weight(weight)
@@ -60,8 +64,8 @@ def test_weights_have_a_scale_for_each_block_of_128_by_128(device):
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_experts_over_scaled_weights_are_the_reference_over_what_these_stand_for(tokens, device):
-    """All that differs is that activations are rounded to e4m3 twice: before gate-up and before down."""
+def test_scaled_experts_agree_with_dequantised_weights(tokens, device):
+    """Allow for activations rounded to e4m3 twice: before gate-up and before down."""
     experts, top_k, hidden, width, first = 4, 2, 256, 128, 1
     random = torch.Generator(device).manual_seed(2)
 
@@ -71,7 +75,7 @@ def test_experts_over_scaled_weights_are_the_reference_over_what_these_stand_for
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def weight(*size):
-        """Numbers near 1/√K, blocks of which differ in size by factors of up to 10."""
+        """Return numbers near 1/√K in blocks that differ in size by factors of up to 10."""
         blocks = 10 ** torch.rand(*size[:1], size[1] // 128, size[2] // 128, generator=random, device=device)
         return block_scaled.quantize_weight(
             normal(*size) * blocks.repeat_interleave(128, 1).repeat_interleave(128, 2) / size[2] ** 0.5

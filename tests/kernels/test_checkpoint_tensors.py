@@ -1,4 +1,4 @@
-"""Tensors that engines' plugins load, against the shards that this package's engine reads from the same source."""
+"""Compare tensors that engine plugins load with the shards that dcpbench's engine reads from the same source."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ SHAPE = dataclasses.replace(
     layers=3, first_dense=1, hidden=256, heads=4, q_lora=128, experts=4, top_k=2, groups=1, top_groups=1,
     moe_inter=256, dense_inter=512, vocab=203, latent=128, nope=64, value=64, rope=16,
 )  # fmt: skip
-"""Parts of two ranks end inside blocks of 128 × 128 numbers and inside the blocks of 256 that are drawn together."""
+"""Model shape for which the shards of two ranks end inside blocks of 128 × 128 numbers and inside the 256 that are drawn together."""
 GROUPED = dataclasses.replace(  # the same with grouped-query attention
     load_shape("qwen3-30b-a3b"),
     layers=2, hidden=256, heads=4, gqa=Gqa(kv_heads=2, qk_norm=True), experts=4, top_k=2, moe_inter=256, vocab=203, rope=96, value=96,
 )  # fmt: skip
 
 
-def source(device: str = "cpu") -> SyntheticSource:
+def make_source(device: str = "cpu") -> SyntheticSource:
     return SyntheticSource(5, torch.bfloat16, torch.device(device))
 
 
-def flat(weights: Weights) -> list[torch.Tensor]:
+def list_tensors(weights: Weights) -> list[torch.Tensor]:
     from dcpbench.engine.weights import _collect_tensors  # every tensor of the nested dataclasses
 
     return _collect_tensors(weights)
@@ -55,34 +55,31 @@ def flat(weights: Weights) -> list[torch.Tensor]:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("tp", "ep"), [(1, WHOLE), (2, CUT), (2, WHOLE), (4, CUT)])
 @pytest.mark.parametrize("shape", [SHAPE, GROUPED], ids=["mla", "gqa"])
-def test_a_checkpoint_of_these_tensors_gives_each_rank_the_weights_that_it_draws(
+def test_shards_read_from_a_checkpoint_equal_drawn_shards(
     tmp_path: Path, shape: ModelShape, tp: int, ep: str, *, fp8: bool
 ) -> None:
-    """All tensors are written as one file; a rank's shard of the file equals the shard that it draws, bit for bit.
-
-    Of 4 ranks two each hold a copy of a KV head.
-    """
-    tensors = dict(iter_checkpoint_tensors(source(), shape, fp8=fp8))
+    """Write all tensors as one file, and compare bitwise. With 4 ranks, two ranks each hold a copy of a KV head."""
+    tensors = dict(iter_checkpoint_tensors(make_source(), shape, fp8=fp8))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     layers = Layers(shape.first_dense, shape.layers - shape.first_dense)
     for rank in range(tp):
         drawn, read = (
             load_weights(s, shape, Layout(tp=tp), rank, layers, ep=ep, fp8=fp8)
-            for s in (source(), CheckpointSource(tmp_path, torch.bfloat16, torch.device("cpu")))
+            for s in (make_source(), CheckpointSource(tmp_path, torch.bfloat16, torch.device("cpu")))
         )
-        pairs = list(zip(flat(drawn), flat(read), strict=True))
+        pairs = list(zip(list_tensors(drawn), list_tensors(read), strict=True))
         assert len(pairs) > 20
         assert all(a.dtype == b.dtype and torch.equal(a.float(), b.float()) for a, b in pairs)
 
 
-def test_a_family_may_name_its_tensors_otherwise(tmp_path: Path) -> None:
-    """A checkpoint has the family's names alone, and a rank finds its weights under them."""
+def test_family_may_define_its_own_tensor_names(tmp_path: Path) -> None:
+    """Check that a checkpoint has only the family's names, and that a rank finds its weights under them."""
     given = {
         field.name: f"own.{field.name}.{'{}.' if '{}' in field.default else ''}"
         for field in dataclasses.fields(TensorNames)
     }
     shape = dataclasses.replace(SHAPE, tensors=TensorNames(**given))
-    tensors = dict(iter_checkpoint_tensors(source(), shape, fp8=False))
+    tensors = dict(iter_checkpoint_tensors(make_source(), shape, fp8=False))
     assert all(name.startswith(("own.layer.", "own.embedding.", "own.final_norm.", "own.lm_head.")) for name in tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     found = load_weights(
@@ -96,12 +93,12 @@ def test_a_family_may_name_its_tensors_otherwise(tmp_path: Path) -> None:
     assert torch.equal(mlp.down[3], down)
 
 
-def test_the_default_dtype_that_an_engine_sets_while_it_loads_changes_no_tensor() -> None:
-    """vLLM and SGLang load weights under the model's dtype as torch's default; scales and routing bias stay fp32."""
-    expected = dict(iter_checkpoint_tensors(source(), SHAPE, fp8=True))
+def test_default_dtype_of_the_loading_engine_changes_no_tensor() -> None:
+    """Load under the model's dtype as torch's default, as vLLM and SGLang do; scales and routing bias stay fp32."""
+    expected = dict(iter_checkpoint_tensors(make_source(), SHAPE, fp8=True))
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = dict(iter_checkpoint_tensors(source(), SHAPE, fp8=True))
+        found = dict(iter_checkpoint_tensors(make_source(), SHAPE, fp8=True))
     finally:
         torch.set_default_dtype(torch.float32)
     assert expected.keys() == found.keys()
@@ -110,8 +107,8 @@ def test_the_default_dtype_that_an_engine_sets_while_it_loads_changes_no_tensor(
 
 
 @pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2", "deepseek-v2-lite", "kimi-k2"])
-def test_names_and_shapes_are_those_that_transformers_loads(model: str) -> None:
-    """A model of transformers with the same sizes has the same parameters, but for experts, which it keeps in one tensor."""
+def test_mla_tensor_names_and_shapes_equal_those_of_transformers(model: str) -> None:
+    """Compare with a transformers model of the same sizes, except for experts, which it keeps in one tensor."""
     transformers = pytest.importorskip("transformers")
     published = load_shape(model)
     small = _shrink(published)
@@ -126,7 +123,7 @@ def test_names_and_shapes_are_those_that_transformers_loads(model: str) -> None:
     )  # fmt: skip
     with torch.device("meta"):
         theirs = getattr(transformers, f"Deepseek{kind}ForCausalLM")(config).state_dict()
-    found = {name: tuple(t.shape) for name, t in iter_checkpoint_tensors(source(), small, fp8=False)}
+    found = {name: tuple(t.shape) for name, t in iter_checkpoint_tensors(make_source(), small, fp8=False)}
     assert {n: s for n, s in found.items() if ".experts." not in n} == {
         n: tuple(t.shape) for n, t in theirs.items() if ".experts." not in n
     }
@@ -135,7 +132,7 @@ def test_names_and_shapes_are_those_that_transformers_loads(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-8b", "llama-3.1-8b"])
-def test_so_they_are_for_grouped_query_attention(model: str) -> None:
+def test_gqa_tensor_names_and_shapes_equal_those_of_transformers(model: str) -> None:
     transformers = pytest.importorskip("transformers")
     published = load_shape(model)
     layers = {"layers": 2, "first_dense": 0 if published.experts else 2}
@@ -152,18 +149,16 @@ def test_so_they_are_for_grouped_query_attention(model: str) -> None:
     )  # fmt: skip
     with torch.device("meta"):
         theirs = getattr(transformers, family.architectures[0])(config).state_dict()
-    found = {name: tuple(t.shape) for name, t in iter_checkpoint_tensors(source(), small, fp8=False)}
+    found = {name: tuple(t.shape) for name, t in iter_checkpoint_tensors(make_source(), small, fp8=False)}
     assert {n: s for n, s in found.items() if ".experts." not in n} == {
         n: tuple(t.shape) for n, t in theirs.items() if ".experts." not in n
     }
     assert sum(".experts." in name for name in found) == 2 * small.experts * 3
 
 
-def test_a_plugin_loads_what_the_config_describes(tmp_path: Path) -> None:
-    """The engine's model gets fp8 tensors with scales for an fp8 configuration.
-
-    In memory vLLM has rewritten the rope fields, SGLang has added `context_len`, and an option has reduced the number of
-    layers.
+def test_plugin_loads_the_tensors_of_the_model_config(tmp_path: Path) -> None:
+    """Expect fp8 tensors with scales for an fp8 configuration. In memory vLLM has rewritten the rope fields, SGLang
+    has added `context_len`, and an option has reduced the number of layers.
     """
     transformers = pytest.importorskip("transformers")
     loaded: dict[str, torch.Tensor] = {}

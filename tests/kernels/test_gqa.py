@@ -1,4 +1,6 @@
-"""Grouped-query decode attention against the reference in fp64: unused memory, empty shards, groups that fill no tile."""
+"""Compare grouped-query decode attention with an fp64 reference: unused memory, empty shards, groups that fill no
+tile.
+"""
 
 import dataclasses
 
@@ -16,8 +18,8 @@ from dcpbench.points import layout
 NAN = float("nan")
 
 
-def problem(device, dtype, lengths, *, heads, kv_heads, head_dim, page_size, seed=0):
-    """Spec, q, a pool whose unused rows are NaN, and page tables whose unused entries point at nothing."""
+def make_case(device, dtype, lengths, *, heads, kv_heads, head_dim, page_size, seed=0):
+    """Return spec, q, a pool with NaN in unused rows, and page tables with unused entries."""
     rng = np.random.default_rng(seed)
     used = [-(-n // page_size) for n in lengths]
     order = rng.permutation(sum(used) + 3).astype(np.int32)
@@ -44,7 +46,7 @@ def problem(device, dtype, lengths, *, heads, kv_heads, head_dim, page_size, see
 
 
 def run(name, spec, q, kv, shards):
-    """o and lse, written into memory that held NaN."""
+    """Run the backend on outputs filled with NaN, and return o and lse."""
     backend = make_gqa_backend(name, spec)
     backend.plan(shards)
     o = torch.full_like(q, NAN)
@@ -54,7 +56,7 @@ def run(name, spec, q, kv, shards):
 
 
 def assert_agrees(spec, q, kv, shards, found, limit):
-    """Infinities in the same places, then errors; an empty request's o may be any finite number."""
+    """Check the positions of infinities, then errors; o of an empty request may be any finite number."""
     assert torch.isfinite(found[0]).all()
     for b, (pages, length) in enumerate(zip(shards.repeat_pages(), shards.lengths, strict=True)):
         o, lse = (part[b].double() for part in found)
@@ -67,10 +69,9 @@ def assert_agrees(spec, q, kv, shards, found, limit):
         assert (o - true_o).norm() <= limit * true_o.norm()
 
 
-def test_the_reference_is_softmax_attention_with_repeated_kv_heads():
-    """Two rows, one KV head of width 1, two query heads: scores 1·k and 2·k, weights by hand.
-
-    k = (0, ln 3), v = (1, 5): q = 1 weighs 1 : 3, o = 16/4 = 4, lse = ln 4; q = 2 weighs 1 : 9, o = 46/10, lse = ln 10.
+def test_reference_is_softmax_attention_with_repeated_kv_heads():
+    """Use two rows, one KV head of width 1, two query heads: scores 1·k and 2·k. k = (0, ln 3), v = (1, 5): q = 1
+    weighs 1 : 3, o = 16/4 = 4, lse = ln 4; q = 2 weighs 1 : 9, o = 46/10, lse = ln 10.
     """
     rows = torch.tensor([[0.0, 1.0], [np.log(3), 5.0]], dtype=torch.float64)
     o, lse = compute_gqa_decode(torch.tensor([[1.0], [2.0]], dtype=torch.float64), rows, 1, 1.0)
@@ -78,8 +79,8 @@ def test_the_reference_is_softmax_attention_with_repeated_kv_heads():
     assert lse.tolist() == pytest.approx([np.log(4), np.log(10)])
 
 
-def test_query_head_h_attends_to_kv_head_h_over_the_group():
-    """Heads 0 and 1 of four see the first of two KV heads, 2 and 3 the second: with one row, o is its V."""
+def test_query_head_attends_to_the_kv_head_of_its_group():
+    """Use one row, so that o is V: heads 0 and 1 of four see the first of two KV heads, 2 and 3 the second."""
     rows = torch.arange(8.0).view(1, 8)  # K heads (0, 1), (2, 3), then V heads (4, 5), (6, 7)
     o, _ = compute_gqa_decode(torch.ones(4, 2), rows, 2, 1.0)
     assert o.tolist() == [[4, 5], [4, 5], [6, 7], [6, 7]]
@@ -98,12 +99,11 @@ def test_query_head_h_attends_to_kv_head_h_over_the_group():
 @pytest.mark.parametrize("name", ["reference", "triton"])
 @pytest.mark.sample(10)
 def test_fp32_backends_agree_with_fp64(name, lengths, heads, kv_heads, page_size, device):
-    """Uneven, empty and single-row requests over shuffled pages, with NaN in every row that nobody owns.
-
-    With pages of 32 rows a tile lies in one page. Groups of 1, 3, 16, 20 and 70 heads: less than a product's side, one
-    that is no power of two, and one that needs two programs.
+    """Use uneven, empty and single-row requests over shuffled pages, with NaN in every unused row. With pages of 32
+    rows a tile lies in one page. Groups of 1, 3, 16, 20 and 70 heads: less than a product's side, one that is no power
+    of two, and one that needs two programs.
     """
-    case = problem(device, torch.float32, lengths, heads=heads, kv_heads=kv_heads, head_dim=16, page_size=page_size)
+    case = make_case(device, torch.float32, lengths, heads=heads, kv_heads=kv_heads, head_dim=16, page_size=page_size)
     assert_agrees(*case, run(name, *case), limit=2e-5)
 
 
@@ -113,10 +113,10 @@ def test_fp32_backends_agree_with_fp64(name, lengths, heads, kv_heads, page_size
 @pytest.mark.parametrize("name", ["reference", "triton"])
 @pytest.mark.sample(8)
 def test_query_rows_of_a_request_see_the_tokens_up_to_their_own(name, query_length, heads, kv_heads, rank, dcp, device):
-    """Requests of 8 tokens, of which early rows see none or one; of a tile and some tokens; and cut ones."""
+    """Use requests of 8 tokens, in which early rows see none or one; of a tile and some tokens; and split ones."""
     tokens = (8, 32 * dcp + 1, 64 * dcp + 4, 330)
     local = [layout.compute_local_length(n, rank, dcp, 1) for n in tokens]
-    spec, _, kv, shards = problem(
+    spec, _, kv, shards = make_case(
         device, torch.float32, local, heads=heads, kv_heads=kv_heads, head_dim=16, page_size=32
     )
     seen = [max(n - back, 0) for n in tokens for back in range(query_length - 1, -1, -1)]
@@ -126,8 +126,8 @@ def test_query_rows_of_a_request_see_the_tokens_up_to_their_own(name, query_leng
     assert_agrees(spec, q, kv, rows, run(name, spec, q, kv, rows), limit=2e-5)
 
 
-def test_flashinfer_is_refused_for_query_rows_of_a_request(device):
-    spec = problem(device, torch.float32, (8, 8), heads=2, kv_heads=1, head_dim=64, page_size=8)[0]
+def test_flashinfer_is_rejected_for_several_query_rows(device):
+    spec = make_case(device, torch.float32, (8, 8), heads=2, kv_heads=1, head_dim=64, page_size=8)[0]
     with pytest.raises(UsageError, match=r"--backend flashinfer does not take the 2 query rows.*use --backend triton"):
         make_gqa_backend("flashinfer", dataclasses.replace(spec, query_length=2))
 
@@ -135,16 +135,16 @@ def test_flashinfer_is_refused_for_query_rows_of_a_request(device):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kv_heads", [2, 8])
 def test_published_head_sizes_agree_in_half_precision(head_dim, kv_heads, device):
-    """fp16, as the interpreter has no bf16 products; operands of 16 bits, fp32 accumulation."""
-    case = problem(device, torch.float16, (70, 0, 3), heads=16, kv_heads=kv_heads, head_dim=head_dim, page_size=16)
+    """Use fp16, because the interpreter has no bf16 products: 16-bit operands, fp32 accumulation."""
+    case = make_case(device, torch.float16, (70, 0, 3), heads=16, kv_heads=kv_heads, head_dim=head_dim, page_size=16)
     assert_agrees(*case, run("triton", *case), limit=1e-2)
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
 @pytest.mark.parametrize("kv_scale", [1.0, 0.25])
 def test_fp8_rows_are_scaled(name, kv_scale, device):
-    """K and V in e4m3, times the scale of the pool."""
-    spec, q, kv, shards = problem(device, torch.float32, (1, 37, 0), heads=8, kv_heads=2, head_dim=16, page_size=4)
+    """Store K and V in e4m3, and multiply with the pool's scale."""
+    spec, q, kv, shards = make_case(device, torch.float32, (1, 37, 0), heads=8, kv_heads=2, head_dim=16, page_size=4)
     spec = dataclasses.replace(spec, kv_dtype=torch.float8_e4m3fn, kv_scale=kv_scale)
     case = spec, q, kv.to(torch.float8_e4m3fn), shards
     assert_agrees(spec, q, case[2].float(), shards, run(name, *case), limit=2e-5)
@@ -153,7 +153,7 @@ def test_fp8_rows_are_scaled(name, kv_scale, device):
 @pytest.mark.parametrize("interleave", [1, 4])
 @pytest.mark.parametrize("dcp", [2, 3])
 def test_shards_of_dcp_ranks_merge_to_the_attention_over_all_rows(dcp, interleave, device):
-    """Each rank attends to its rows of a request; lse weighs the parts. The third rank of short requests has none."""
+    """Attend to each rank's rows of a request, and merge by lse; the third rank has no rows of short requests."""
     lengths, heads, kv_heads, width = (1, 9, 50), 8, 1, 16
     generator = torch.Generator(device).manual_seed(0)
     rows = [torch.randn(n, 2 * kv_heads * width, generator=generator, device=device) for n in lengths]
@@ -175,9 +175,9 @@ def test_shards_of_dcp_ranks_merge_to_the_attention_over_all_rows(dcp, interleav
         assert torch.allclose(merged[b].double(), truth, atol=1e-5)
 
 
-def test_a_new_plan_is_seen_in_the_same_buffers(device):
-    """A captured graph holds the buffers' addresses: planning again must write in place, never rebind."""
-    spec, q, kv, shards = problem(device, torch.float32, (9, 30), heads=4, kv_heads=2, head_dim=16, page_size=2)
+def test_new_plan_is_written_into_the_same_buffers(device):
+    """Check addresses, because a captured graph holds them."""
+    spec, q, kv, shards = make_case(device, torch.float32, (9, 30), heads=4, kv_heads=2, head_dim=16, page_size=2)
     backend = make_gqa_backend("triton", spec)
     backend.plan(shards)
     before = (backend.tables.pages.data_ptr(), backend.tables.lengths.data_ptr())
@@ -189,17 +189,16 @@ def test_a_new_plan_is_seen_in_the_same_buffers(device):
     assert_agrees(spec, q, kv, shorter, (o, lse), limit=2e-5)
 
 
-def test_an_unknown_backend_is_an_error_that_lists_the_known_ones(device):
-    """FlashMLA reads rows of MLA alone."""
-    spec = problem(device, torch.float32, (1,), heads=1, kv_heads=1, head_dim=16, page_size=1)[0]
+def test_unknown_backend_raises_an_error_with_the_known_ones(device):
+    """Use FlashMLA, which reads only rows of MLA."""
+    spec = make_case(device, torch.float32, (1,), heads=1, kv_heads=1, head_dim=16, page_size=1)[0]
     with pytest.raises(UsageError, match="reference, triton, flashinfer"):
         make_gqa_backend("flashmla", spec)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="FlashInfer may be installed beside a GPU")
-def test_a_missing_flashinfer_says_how_to_install_it(device):
-    """No traceback of an import error."""
-    spec = problem(device, torch.float32, (1,), heads=1, kv_heads=1, head_dim=16, page_size=1)[0]
+@pytest.mark.skipif(torch.cuda.is_available(), reason="FlashInfer may be installed on a machine with a GPU")
+def test_missing_flashinfer_raises_an_error_with_the_install_command(device):
+    spec = make_case(device, torch.float32, (1,), heads=1, kv_heads=1, head_dim=16, page_size=1)[0]
     with pytest.raises(MissingPackageError, match=r"pip install '\.\[flashinfer\]'"):
         make_gqa_backend("flashinfer", spec)
 
@@ -210,10 +209,10 @@ def test_a_missing_flashinfer_says_how_to_install_it(device):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (64, 8), (64, 4), (16, 1), (64, 1)])
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])
 def test_bf16_backends_agree_with_fp64_on_a_gpu(name, heads, kv_heads, head_dim, page_size):
-    """Published sizes, with an empty request and requests that are cut."""
+    """Use published sizes, an empty request and split requests."""
     if name == "flashinfer":
         pytest.importorskip("flashinfer")
-    case = problem(
+    case = make_case(
         torch.device("cuda"), torch.bfloat16, (3000, 0, 65, 1),
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
     )  # fmt: skip
@@ -221,9 +220,8 @@ def test_bf16_backends_agree_with_fp64_on_a_gpu(name, heads, kv_heads, head_dim,
 
 
 @pytest.mark.gpu
-def test_a_captured_triton_run_follows_new_lengths():
-    """A graph replayed after another plan attends to the new rows."""
-    case = problem(torch.device("cuda"), torch.bfloat16, (900, 70), heads=16, kv_heads=2, head_dim=128, page_size=16)
+def test_captured_graph_uses_the_lengths_of_a_new_plan():
+    case = make_case(torch.device("cuda"), torch.bfloat16, (900, 70), heads=16, kv_heads=2, head_dim=128, page_size=16)
     spec, q, kv, shards = case
     backend = make_gqa_backend("triton", spec)
     o, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)

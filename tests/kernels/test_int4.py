@@ -1,4 +1,4 @@
-"""int4 weights: their layout, and experts over them against the dequantised product."""
+"""Test int4 weights: their layout, and experts over them against the dequantised product."""
 
 import dataclasses
 import json
@@ -19,8 +19,8 @@ from dcpbench.models.weight_formats import FORMATS, INT4, INT4_GROUPS
 from tools import int4_tilings
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
-"""Relative errors that rounding explains, by the dtype of rows: in bf16 that of weights, hidden rows and results."""
-TILINGS = {  # columns, stages, warps, and whether weights are the first operand
+"""Relative errors caused by rounding, by the dtype of rows: in bf16 the rounding of weights, hidden rows and results."""
+TILINGS = {  # columns, stages, warps, and True if weights are the first operand
     "gate-up": [(64, 5, 4, True), (64, 4, 4, False), (64, 4, 4, True), (32, 5, 2, True), (32, 5, 2, False)],
     "down": [(128, 2, 4, True), (128, 3, 4, False), (128, 4, 4, True), (256, 2, 8, True), (256, 2, 8, False)],
 }
@@ -97,7 +97,7 @@ def compute_error(found, truth):
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=60)
-def test_packed_numbers_and_scales_come_back(experts, height, group, groups, seed):
+def test_packed_numbers_and_scales_round_trip(experts, height, group, groups, seed):
     random = torch.Generator().manual_seed(seed)
     q = torch.randint(-8, 8, (experts, height, group * groups), generator=random, dtype=torch.int8)
     scale = torch.randn(experts, height, groups, generator=random).to(torch.bfloat16)
@@ -113,7 +113,9 @@ def test_packed_numbers_and_scales_come_back(experts, height, group, groups, see
 @given(group=st.sampled_from(INT4_GROUPS), seed=st.integers(0, 2**31), size=st.floats(1e-20, 1e20))
 @settings(max_examples=60)
 def test_quantised_numbers_are_within_half_a_step(group, seed, size):
-    """The largest number of a group is 7.5 steps, of which 7 are stored if it is positive; a scale is rounded by 2⁻⁸ at most."""
+    """Allow for 7.5 steps as the largest number of a group, of which 7 are stored if it is positive; a scale is
+    rounded by at most 2⁻⁸.
+    """
     x = torch.randn(2, 3, 2 * group, generator=torch.Generator().manual_seed(seed)) * size
     x[0, 0, :group] = 0
     weight = int4.quantize(x, group)
@@ -122,8 +124,10 @@ def test_quantised_numbers_are_within_half_a_step(group, seed, size):
     assert not int4.dequantize(weight)[0, 0, :group].any()
 
 
-def test_a_word_has_a_number_of_each_part_of_a_block():
-    """Word 5 of row 2 in the second block: columns 128 + 5, 37, 69 and 101, each 4 bits of q + 8, from the lowest on."""
+def test_packed_word_has_a_number_of_each_part_of_a_block():
+    """Check word 5 of row 2 in the second block: columns 128 + 5, 37, 69 and 101, each 4 bits of q + 8, from the
+    lowest on.
+    """
     q = torch.zeros(1, 3, 256, dtype=torch.int8)
     q[0, 2, [133, 165, 197, 229]] = torch.tensor([-8, 7, 1, -1], dtype=torch.int8)
     weight = int4.pack(q, torch.ones(1, 3, 8, dtype=torch.bfloat16))
@@ -132,8 +136,8 @@ def test_a_word_has_a_number_of_each_part_of_a_block():
 
 
 @pytest.mark.parametrize("group", INT4_GROUPS)
-def test_bytes_are_those_of_the_format(group):
-    """Half a byte a number and two bytes for each group."""
+def test_packed_size_equals_the_size_of_the_format(group):
+    """Count half a byte for each number and two bytes for each group."""
     weight = int4.quantize(torch.ones(3, 10, 512), group)
     one = dataclasses.replace(FORMATS[INT4], columns=group)
     assert weight.nbytes == 3 * one.compute_bytes(512, 10) == 3 * 10 * (256 + 512 // group * 2)
@@ -143,15 +147,17 @@ def test_bytes_are_those_of_the_format(group):
 @pytest.mark.parametrize("first", [0, 4, 8])
 @pytest.mark.parametrize(("group", "hidden", "width"), [(32, 96, 32), (32, 256, 64), (128, 128, 256), (128, 384, 128)])
 @pytest.mark.sample(6)
-def test_experts_are_the_dequantised_product(tokens, first, group, hidden, width, device, monkeypatch):
-    """Columns of 96, 160 and 384 fill no word of scales; memory around tokens, and undefined rows, are NaN."""
+def test_experts_agree_with_the_dequantised_product(tokens, first, group, hidden, width, device, monkeypatch):
+    """Use columns of 96, 160 and 384, which fill no word of scales; memory around tokens, and undefined rows, hold
+    NaN.
+    """
     layer = Layer.make(device, tokens=tokens, hidden=hidden, width=width, group=group, first=first)
     truth = layer.run(int4_experts.apply_experts_reference)
     monkeypatch.setattr(torch, "empty", fill_with_nan(torch.empty))
     assert compute_error(layer.run(int4_experts.apply_experts), truth) < 1
 
 
-def test_prompts_have_larger_tiles_and_the_same_result(device, monkeypatch):
+def test_prompts_use_larger_tiles_with_the_same_result(device, monkeypatch):
     layer = Layer.make(device, tokens=70, hidden=128, width=32, group=32)
     truth = layer.run(int4_experts.apply_experts_reference)
     monkeypatch.setattr(int4_experts, "MAX_ASSIGNMENTS", 0)
@@ -159,7 +165,7 @@ def test_prompts_have_larger_tiles_and_the_same_result(device, monkeypatch):
     assert compute_error(layer.run(int4_experts.apply_experts), truth) < 1
 
 
-def test_tokens_without_an_expert_have_the_shared_row_alone(device):
+def test_tokens_without_an_expert_get_only_the_shared_experts_row(device):
     layer = Layer.make(device, tokens=5, hidden=128, width=32, group=32)
     layer.ids[::2], layer.weights[::2] = NO_EXPERT, 0.0
     found = layer.run(int4_experts.apply_experts)
@@ -168,8 +174,8 @@ def test_tokens_without_an_expert_have_the_shared_row_alone(device):
 
 
 @pytest.mark.parametrize("group", INT4_GROUPS)
-def test_a_wrong_scale_or_a_swapped_number_is_an_error(group, device):
-    """Another group's scale, and the numbers of two parts exchanged."""
+def test_wrong_scale_or_swapped_number_exceeds_the_error_limit(group, device):
+    """Use another group's scale, and exchange the numbers of two parts."""
     layer = Layer.make(device, tokens=5, hidden=256, width=128, group=group)
     truth = layer.run(int4_experts.apply_experts_reference)
     q, scale = int4.unpack(layer.gate_up)
@@ -209,13 +215,13 @@ def check_tilings(product, group, requests, experts, sizes, tilings, device):
 
 
 @pytest.mark.parametrize("product", ["gate-up", "down"])
-def test_each_order_of_operands_is_the_dequantised_product(product, device):
+def test_each_order_of_operands_agrees_with_the_dequantised_product(product, device):
     tilings = [(32, 2, 4, True), (32, 2, 4, False)]
     check_tilings(product, 32, 9, 3, (128, 48), tilings, device)
 
 
-def test_tilings_are_checked_beside_each_other(tmp_path, capsys, monkeypatch):
-    """One of each product; then gate-up's is wrong, and says so."""
+def test_tilings_tool_checks_each_product_and_reports_a_wrong_one(tmp_path, capsys, monkeypatch):
+    """Run one tiling of each product; then make gate-up's result wrong."""
     words = ["--model", "tiny", "--tp", "1", "--requests", "2", "--gate-up", "32x2x4xw", "--down", "64x2x4xr"]
     words += ["-o", str(tmp_path / "tilings.jsonl")]
     assert int4_tilings.main(words) == 0
@@ -262,8 +268,8 @@ json.dump({"shared": found.metadata.shared, "text": found.asm["ttgir"]}, sys.std
 )
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.long
-def test_it_compiles_for_gpus_and_unpacks_in_registers(group, gated, rows, target, shared_kib, tmp_path):
-    """Needs no GPU, but Triton's compiler. Shared memory only holds what is loaded: nothing is moved there from registers."""
+def test_product_kernel_compiles_for_gpus_and_unpacks_in_registers(group, gated, rows, target, shared_kib, tmp_path):
+    """Compile with Triton, without a GPU. Shared memory holds only loaded data: registers are never stored there."""
     tiling = int4_experts.choose_tiling(rows, gated=gated)
     types = {"x": "*bf16", "weight": "*i16", "scale": "*i64" if group == 32 else "*i32", "out": "*bf16"}
     constants = {
@@ -290,7 +296,7 @@ def test_it_compiles_for_gpus_and_unpacks_in_registers(group, gated, rows, targe
 @pytest.mark.parametrize("requests", [8, 32, 300])
 @pytest.mark.parametrize("group", INT4_GROUPS)
 @pytest.mark.parametrize("product", ["gate-up", "down"])
-def test_every_tiling_is_the_dequantised_product_on_a_gpu(product, group, requests, device):
-    """Experts of DeepSeek-V3's width, divided by 8: rows in bf16, and tiles of 16 and 32 rows."""
+def test_every_tiling_agrees_with_the_dequantised_product_on_a_gpu(product, group, requests, device):
+    """Use experts of DeepSeek-V3's width, divided by 8: rows in bf16, and tiles of 16 and 32 rows."""
     sizes = (7168, 256) if product == "gate-up" else (256, 7168)
     check_tilings(product, group, requests, 16, sizes, TILINGS[product], device)

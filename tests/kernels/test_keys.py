@@ -1,4 +1,6 @@
-"""Keys and values of rows that are stored and rows that are new, as many as the device says."""
+"""Test the decompression of latents into keys and values for stored and new rows, with the number of rows on the
+device.
+"""
 
 import pytest
 import torch
@@ -20,19 +22,19 @@ SIZES = {
     "odd": {"heads": 3, "nope": 6, "rope": 4, "value": 12, "latent": 20},
     "wide": {"heads": 2, "nope": 160, "rope": 8, "value": 192, "latent": 96},
 }
-"""`odd` fills no block, and its next columns are those of another head; `wide` has two blocks, the second not full."""
+"""Sizes of models: `odd` fills no block, and is followed by columns of another head; `wide` has two blocks, the second not full."""
 
 
-def ints(values, device):
-    """int32 on a device."""
+def make_int32(values, device):
+    """Return an int32 tensor on a device."""
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 @pytest.mark.parametrize("run", [gather_rows, gather_rows_fused, gather_rows_reference])
 @pytest.mark.parametrize("width", [20, 48, 576])
 @pytest.mark.parametrize("count", [0, 1, 37])
-def test_rows_are_laid_from_both_sources_by_their_places(run, count, width, device):
-    """Places alternate: even rows are stored, odd ones new. Rows that no place names are NaN, and what is behind stays."""
+def test_rows_are_gathered_from_stored_and_new_rows_in_order(run, count, width, device):
+    """Alternate stored and new rows. Rows that no place names hold NaN, and rows behind the count must not change."""
     generator = torch.Generator().manual_seed(0)
     stored_rows, new_rows = (torch.randperm(64, generator=generator)[:count] for _ in range(2))
     even = torch.arange(count) % 2 == 0
@@ -42,27 +44,27 @@ def test_rows_are_laid_from_both_sources_by_their_places(run, count, width, devi
     expected = torch.where(even[:, None].to(device), stored[stored_rows], new[new_rows])
     places = torch.where(even, stored_rows, -1 - new_rows).to(torch.int32)
     out = torch.full((70, width), NAN, device=device)
-    run(out, stored, new, ints([count], device), ints([*places.tolist(), 1 << 30], device))
+    run(out, stored, new, make_int32([count], device), make_int32([*places.tolist(), 1 << 30], device))
     assert torch.equal(out[:count], expected)
     assert bool(out[count:].isnan().all())
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 @pytest.mark.parametrize("run", [gather_rows, gather_rows_fused, gather_rows_reference])
-def test_bytes_of_e4m3_become_the_numbers_that_torch_says_times_the_scale(run, scale, device):
-    """All 256 of them, subnormals and NaN among them; a new row is as it is."""
+def test_e4m3_bytes_are_decoded_as_by_torch_and_scaled(run, scale, device):
+    """Decode all 256 bytes, with subnormals and NaN; new rows must not be scaled."""
     stored = torch.arange(256, dtype=torch.uint8, device=device).view(1, 256).view(torch.float8_e4m3fn)
     new = torch.full((1, 256), 2 * LARGEST, device=device)
     out = torch.empty(2, 256, device=device)
-    run(out, stored, new, ints([2], device), ints([0, -1], device), scale)
+    run(out, stored, new, make_int32([2], device), make_int32([0, -1], device), scale)
     expected = stored[0].cpu().float() * scale
     assert torch.equal(out[0].cpu().isnan(), expected.isnan())
     assert torch.equal(out[0].cpu().nan_to_num(), expected.nan_to_num())
     assert torch.equal(out[1], new[0])
 
 
-def compressed(sizes, count, dtype, device, spare=3):
-    """Random rows with NaN behind them, weights, and keys and values of NaN."""
+def make_inputs(sizes, count, dtype, device, spare=3):
+    """Return random rows followed by NaN, weights, and keys and values filled with NaN."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*size):
@@ -80,11 +82,13 @@ def compressed(sizes, count, dtype, device, spare=3):
 @pytest.mark.parametrize("count", [0, 1, 130])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.sample(5)
-def test_keys_and_values_are_products_in_fp64_and_nothing_else_is_written(run, sizes, count, device):
-    """130 rows end two rows into a tile. Rows behind the count stay NaN, and so do columns behind the values'."""
+def test_keys_and_values_agree_with_fp64_and_nothing_else_is_written(run, sizes, count, device):
+    """Use 130 rows, which end two rows into a tile. Rows behind the count, and columns behind the values, must stay
+    NaN.
+    """
     sizes = SIZES[sizes]
-    rows, (w_uk, w_uv), (keys, values) = compressed(sizes, count, torch.float32, device)
-    run(rows, ints([count], device), w_uk, w_uv, keys, values)
+    rows, (w_uk, w_uv), (keys, values) = make_inputs(sizes, count, torch.float32, device)
+    run(rows, make_int32([count], device), w_uk, w_uv, keys, values)
     latent, nope, value = (sizes[n] for n in ("latent", "nope", "value"))
     known = rows[:count].double()
     expected = torch.einsum("sr,hnr->shn", known[:, :latent], w_uk.double())
@@ -99,10 +103,10 @@ def test_keys_and_values_are_products_in_fp64_and_nothing_else_is_written(run, s
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 130, 5000])
-def test_in_bf16_they_are_rounded_once(count):
-    """Half a unit in the last place of bf16 is 2^-8 of a number at most. One graph serves any count."""
-    rows, (w_uk, w_uv), (keys, values) = compressed(SIZES["published"], 5000, torch.bfloat16, torch.device("cuda"))
-    there = ints([0], "cuda")
+def test_bf16_keys_and_values_are_rounded_once(count):
+    """Allow half a unit in the last place of bf16, at most 2^-8 of a number. One graph serves any count."""
+    rows, (w_uk, w_uv), (keys, values) = make_inputs(SIZES["published"], 5000, torch.bfloat16, torch.device("cuda"))
+    there = make_int32([0], "cuda")
     decompress_latents(rows, there, w_uk, w_uv, keys, values)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -120,8 +124,8 @@ def test_in_bf16_they_are_rounded_once(count):
     assert bool(values[count:].isnan().all())
 
 
-def test_widths_that_no_descriptor_takes_are_refused(device):
-    """Values of 6 numbers in fp32 are 24 bytes."""
-    rows, weights, outs = compressed(SIZES["odd"] | {"value": 6}, 3, torch.float32, device)
+def test_widths_unsupported_by_descriptors_are_rejected(device):
+    """Use values of 6 numbers in fp32, which are 24 bytes."""
+    rows, weights, outs = make_inputs(SIZES["odd"] | {"value": 6}, 3, torch.float32, device)
     with pytest.raises(ValueError, match="24, 20 and 6 wide"):
-        decompress_latents_fused(rows, ints([3], device), *weights, *outs)
+        decompress_latents_fused(rows, make_int32([3], device), *weights, *outs)

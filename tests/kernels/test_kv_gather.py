@@ -1,4 +1,4 @@
-"""Packing a rank's rows and putting all ranks' parts in token order, against references that go row by row."""
+"""Compare packing a rank's rows and gathering all ranks' parts in token order with references that copy row by row."""
 
 import pytest
 import torch
@@ -20,8 +20,10 @@ NAN = float("nan")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def numbered(prefix: Prefix, width: int, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(rows of all tokens in order, the ranks' parts of them): each row holds its number; the parts' padding is NaN."""
+def make_numbered_parts(prefix: Prefix, width: int, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the rows of all tokens in order, each filled with its number, and the ranks' parts of them, padded with
+    NaN.
+    """
     rows = torch.arange(prefix.tokens, dtype=torch.float32)[:, None].repeat(1, width)
     parts = [torch.full((prefix.part_rows, width), NAN) for _ in range(prefix.dcp)]
     for rank, part in enumerate(parts):
@@ -38,10 +40,10 @@ def numbered(prefix: Prefix, width: int, device: torch.device) -> tuple[torch.Te
     interleave=st.sampled_from([1, 4]),
     width=st.sampled_from([16, 20, 576]),
 )
-def test_every_row_is_in_token_order_and_no_other_is_touched(lengths, dcp, interleave, width):
-    """Requests of all lengths, none among them; seen from each rank, whose own part comes first."""
+def test_gather_returns_rows_in_token_order_and_writes_no_others(lengths, dcp, interleave, width):
+    """Use requests of all lengths, some empty, seen from each rank, with its own part first."""
     prefix = Prefix(tuple(lengths), dcp, interleave)
-    rows, parts = numbered(prefix, width, DEVICE)
+    rows, parts = make_numbered_parts(prefix, width, DEVICE)
     slow = torch.full((prefix.tokens + 3, width), NAN, device=DEVICE)
     gather_in_token_order_reference(slow, parts, prefix)
     assert torch.equal(slow[: prefix.tokens], rows)
@@ -54,8 +56,8 @@ def test_every_row_is_in_token_order_and_no_other_is_touched(lengths, dcp, inter
         assert bool(out[prefix.tokens :].isnan().all())
 
 
-def test_firsts_and_starts_worked_out_by_hand():
-    """Requests of 6, 0 and 3 tokens on 4 ranks: shares 2 2 1 1, none, 1 1 1 0; the largest part has 3 rows."""
+def test_prefix_offsets_of_three_requests_on_four_ranks():
+    """Use requests of 6, 0 and 3 tokens on 4 ranks: shares 2 2 1 1, none, 1 1 1 0; the largest part has 3 rows."""
     prefix = Prefix((6, 0, 3), 4)
     assert prefix.starts == [0, 6, 6, 9]
     assert [prefix.list_first_rows(rank) for rank in range(4)] == [
@@ -72,8 +74,8 @@ def test_firsts_and_starts_worked_out_by_hand():
     ]
 
 
-def test_uneven_lengths_add_up():
-    """10 tokens of 4 requests, in proportion to 1 2 3 4; 7 tokens begin at 7 · 0, 2, 6 and 12 twentieths."""
+def test_uneven_lengths_add_up_to_the_tokens():
+    """Divide 10 tokens in proportion to 1 2 3 4; 7 tokens begin at 7 · 0, 2, 6 and 12 twentieths."""
     assert Prefix.make_uneven(10, 4, 1).lengths == (1, 2, 3, 4)
     assert Prefix.make_uneven(7, 4, 1).lengths == (0, 2, 2, 3)
 
@@ -81,8 +83,8 @@ def test_uneven_lengths_add_up():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("width", [48, 576])
 @pytest.mark.parametrize("count", [0, 1, 37])
-def test_packing_takes_the_named_rows_in_order(count, width, dtype, device):
-    """Rows that are not named hold 0xFF, NaN in bf16, and so does what lies behind the packed ones."""
+def test_packing_copies_the_named_rows_in_order(count, width, dtype, device):
+    """Fill rows that are not named with 0xFF, NaN in bf16; rows behind the packed ones must keep it."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randperm(64, generator=generator)[:count].to(torch.int32).to(device)
     kv = torch.full((64, width * dtype.itemsize), 0xFF, dtype=torch.uint8, device=device)
@@ -94,8 +96,8 @@ def test_packing_takes_the_named_rows_in_order(count, width, dtype, device):
         assert bool((part[count:] == 0xFF).all())
 
 
-def test_rows_of_odd_sizes_are_refused(device):
-    """A kernel that reads 16 bytes at a time would read beside them."""
+def test_rows_of_unaligned_sizes_are_rejected(device):
+    """Reject them, because a kernel that reads 16 bytes at a time would read past them."""
     prefix = Prefix((3,), 1)
     out = torch.zeros(3, 5, device=device)
     with pytest.raises(ValueError, match="20 bytes"):
@@ -103,8 +105,8 @@ def test_rows_of_odd_sizes_are_refused(device):
 
 
 @pytest.mark.gpu
-def test_rows_past_two_to_the_31_elements_are_read_and_written_where_they_are():
-    """4,000,000 tokens of 576: the last one starts at element 2,303,999,424, past 2^31 = 2,147,483,648."""
+def test_rows_beyond_two_to_the_31_elements_are_gathered_and_packed():
+    """Use 4,000,000 tokens of 576: the last one starts at element 2,303,999,424, past 2^31 = 2,147,483,648."""
     prefix = Prefix((4_000_000,), 2)
     parts = [torch.zeros(2_000_000, 576, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     parts[1][-1] = 1.0

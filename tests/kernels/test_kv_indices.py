@@ -1,4 +1,4 @@
-"""Page tables made on the device: against the reference, the allocator that laid the pages out, and the arithmetic."""
+"""Compare page tables made on the device with the reference, with the allocator's pages, and with worked-out examples."""
 
 import numpy as np
 import pytest
@@ -17,8 +17,10 @@ UNTOUCHED = -7  # fills buffers before a call; no page number
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def batch_of(lengths: list[int], share: Share, index: torch.dtype, device: torch.device):
-    """A request pool whose requests grew in turns, so that their pages are mixed; slots with padding at the end."""
+def make_batch(lengths: list[int], share: Share, index: torch.dtype, device: torch.device):
+    """Return a request pool with requests that grew in turns, so that their pages are mixed, and slots with padding at
+    the end.
+    """
     pool = RequestPool(len(lengths) + 1, CONTEXT, device)
     allocator = DcpAllocator(512, share.page_size, share.dcp, share.interleave)
     allocations = [allocator.allocate(1) if length else None for length in lengths]
@@ -28,7 +30,7 @@ def batch_of(lengths: list[int], share: Share, index: torch.dtype, device: torch
                 allocator.extend(allocation, 1)
     slots = [pool.allocate_slot() for _ in lengths]
     for slot, allocation in zip(slots, allocations, strict=True):
-        pool.host[slot] = -1  # what lies behind a request's tokens must not be read as a location
+        pool.host[slot] = -1  # entries behind a request's tokens must not be read as locations
         pool.table[slot] = -1
         if allocation is not None:
             pool.set_locs(slot, 0, allocation.compute_locs(0, allocation.tokens))
@@ -37,8 +39,8 @@ def batch_of(lengths: list[int], share: Share, index: torch.dtype, device: torch
     return pool.table, slots_B, lengths_B, allocations
 
 
-def buffers(batch: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """(page tables, packed indices, indptr, local lengths), all untouched."""
+def make_buffers(batch: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return page tables, packed indices, indptr and local lengths, all filled with UNTOUCHED."""
     sizes = ((batch, CONTEXT), (batch * CONTEXT,), (batch + 1,), (batch,))
     return tuple(torch.full(size, UNTOUCHED, dtype=torch.int32, device=device) for size in sizes)
 
@@ -51,12 +53,12 @@ def buffers(batch: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     stripes_of_page=st.sampled_from([1, 2]),
     index=st.sampled_from([torch.int32, torch.int64]),
 )
-def test_both_forms_are_the_reference_and_touch_nothing_else(lengths, dcp, interleave, stripes_of_page, index):
-    """Every rank of every layout, in tables and packed, with unread parts of the buffers left alone."""
+def test_table_and_packed_indices_equal_the_reference(lengths, dcp, interleave, stripes_of_page, index):
+    """Check every rank of every layout; unused parts of the buffers must not change."""
     for rank in range(dcp):
         share = Share(rank=rank, dcp=dcp, interleave=interleave, page_size=interleave * stripes_of_page)
-        table, slots, lengths_B, _ = batch_of(lengths, share, index, DEVICE)
-        wanted, got = (buffers(len(slots), DEVICE) for _ in range(2))
+        table, slots, lengths_B, _ = make_batch(lengths, share, index, DEVICE)
+        wanted, got = (make_buffers(len(slots), DEVICE) for _ in range(2))
         for (pages, indices, indptr, local), fill in ((wanted, write_pages_reference), (got, write_pages_fused)):
             fill(pages, None, local, table, slots, lengths_B, share)
             assert local.tolist() == [layout.compute_local_length(n, rank, dcp, interleave) for n in [*lengths, 1]]
@@ -67,13 +69,13 @@ def test_both_forms_are_the_reference_and_touch_nothing_else(lengths, dcp, inter
 
 
 @pytest.mark.parametrize(("dcp", "interleave", "page_size"), [(1, 1, 1), (4, 1, 1), (4, 1, 8), (2, 4, 8), (8, 2, 2)])
-def test_the_pages_are_those_that_the_allocator_gave_out(dcp, interleave, page_size, device):
-    """A virtual page is one page of the same number on each rank: that is what the host plans from today."""
+def test_pages_are_those_of_the_allocator(dcp, interleave, page_size, device):
+    """Expect each virtual page to be one page of the same number on each rank, as the host plans."""
     lengths = [37, 0, 96, 5]
     for rank in range(dcp):
         share = Share(rank=rank, dcp=dcp, interleave=interleave, page_size=page_size)
-        table, slots, lengths_B, allocations = batch_of(lengths, share, torch.int64, device)
-        pages, indices, indptr, local = buffers(len(slots), device)
+        table, slots, lengths_B, allocations = make_batch(lengths, share, torch.int64, device)
+        pages, indices, indptr, local = make_buffers(len(slots), device)
         write_pages(pages, None, local, table, slots, lengths_B, share)
         write_pages(indices, indptr, local, table, slots, lengths_B, share)
         for b, allocation in enumerate(allocations):
@@ -83,34 +85,33 @@ def test_the_pages_are_those_that_the_allocator_gave_out(dcp, interleave, page_s
             assert indices[indptr[b] : indptr[b + 1]].tolist() == expected
 
 
-def test_a_padding_row_reads_the_padding_page_on_the_rank_that_owns_location_0(device):
-    """Slot 0 with one token: its only row is row 0 of rank 0; other ranks have none."""
+def test_padding_row_reads_the_padding_page_on_the_owner_of_location_0(device):
+    """Use slot 0 with one token: its only row is row 0 of rank 0; other ranks have none."""
     for rank, rows in ((0, 1), (1, 0)):
         share = Share(rank=rank, dcp=2)
-        table, slots, lengths, _ = batch_of([3], share, torch.int32, device)
-        pages, _, _, local = buffers(len(slots), device)
+        table, slots, lengths, _ = make_batch([3], share, torch.int32, device)
+        pages, _, _, local = make_buffers(len(slots), device)
         write_pages(pages, None, local, table, slots, lengths, share)
         assert local.tolist() == [[2, 1], [1, 0]][rank]
         assert pages[1, :rows].tolist() == [0] * rows
 
 
-def test_worked_out_by_hand(device):
-    """dcp 2, page 2: a virtual page is 4 locations. A request of 7 tokens on pages 3 and 1: locations 12…15, 4 5 6.
-
-    Rank 1 owns 13 15 5, in rows 6 7 2, on pages 3 3 1; rank 0 owns 12 14 4 6, in rows 6 7 2 3.
+def test_pages_of_one_request_on_two_ranks(device):
+    """Use dcp 2 and page 2: a virtual page has 4 locations. A request of 7 tokens on pages 3 and 1 has locations
+    12…15, 4 5 6. Rank 1 owns 13 15 5, in rows 6 7 2, on pages 3 3 1; rank 0 owns 12 14 4 6, in rows 6 7 2 3.
     """
     table = torch.zeros(2, 8, dtype=torch.int32, device=device)
     table[1, :7] = torch.tensor([12, 13, 14, 15, 4, 5, 6])
     for rank, rows in ((0, 4), (1, 3)):
-        pages, _, _, local = buffers(1, device)
+        pages, _, _, local = make_buffers(1, device)
         slots, lengths = (torch.tensor([n], device=device) for n in (1, 7))
         write_pages(pages, None, local, table, slots, lengths, Share(rank=rank, dcp=2, page_size=2))
         assert local.tolist() == [rows]
         assert pages[0, :3].tolist() == [3, 1, UNTOUCHED]
 
 
-def test_requests_longer_than_one_program_are_whole(device):
-    """2,500 pages are three programs of 1,024."""
+def test_request_longer_than_one_program_is_complete(device):
+    """Use 2,500 pages, which are three programs of 1,024."""
     locs = np.random.default_rng(0).permutation(2600).astype(np.int32)
     table = torch.from_numpy(locs).to(device).view(1, -1)
     pages = torch.full((1, 2600), UNTOUCHED, dtype=torch.int32, device=device)
@@ -121,8 +122,8 @@ def test_requests_longer_than_one_program_are_whole(device):
 
 
 @pytest.mark.gpu
-def test_tables_past_two_to_the_31_elements_are_read_and_written_where_they_are():
-    """Slot 16,500 of rows of 131,072: element 2,162,688,000, past 2^31 = 2,147,483,648; request 16,500 likewise."""
+def test_table_entries_beyond_two_to_the_31_elements_are_read_and_written():
+    """Use slot 16,500 of rows of 131,072: element 2,162,688,000, past 2^31 = 2,147,483,648; request 16,500 likewise."""
     context, slot = 131_072, 16_500
     table = torch.zeros(slot + 1, context, dtype=torch.int32, device="cuda")
     table[slot] = torch.arange(context, dtype=torch.int32, device="cuda")
@@ -136,11 +137,11 @@ def test_tables_past_two_to_the_31_elements_are_read_and_written_where_they_are(
 
 
 @pytest.mark.gpu
-def test_a_captured_fill_follows_lengths_that_grow_on_the_device():
-    """A graph holds addresses, not lengths: replayed after a length changed in place, it fills in what came."""
+def test_captured_graph_uses_lengths_changed_in_place():
+    """Change a length on the device before the replay, because a graph holds addresses, not lengths."""
     share = Share(rank=0, dcp=2)
-    table, slots, lengths, _ = batch_of([9], share, torch.int32, torch.device("cuda"))
-    pages, indices, indptr, local = buffers(2, torch.device("cuda"))
+    table, slots, lengths, _ = make_batch([9], share, torch.int32, torch.device("cuda"))
+    pages, indices, indptr, local = make_buffers(2, torch.device("cuda"))
     write_pages(indices, indptr, local, table, slots, lengths, share)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""The masked KV write against the reference: owners write, nobody else does."""
+"""Compare the masked KV write with the reference: only owners write."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ NAN = float("nan")
 @pytest.mark.parametrize("dcp", [1, 2, 3, 8])
 @pytest.mark.parametrize("width", [48, 576])
 @pytest.mark.sample(5)
-def test_every_rank_stores_its_own_rows_and_touches_no_other(width, dcp, interleave, device):
-    """All locations of 5 stripes on every rank, -1 among them, into a pool of NaN."""
+def test_each_rank_writes_only_its_own_rows(width, dcp, interleave, device):
+    """Write all locations of 5 stripes, and -1, on every rank into a pool of NaN."""
     locs = torch.arange(-1, 5 * dcp * interleave, dtype=torch.int32, device=device)
     locs = locs[torch.randperm(len(locs), generator=torch.Generator().manual_seed(dcp)).to(device)]
     new = torch.randn(len(locs), width, device=device)
@@ -29,8 +29,8 @@ def test_every_rank_stores_its_own_rows_and_touches_no_other(width, dcp, interle
 
 
 @pytest.mark.parametrize("interleave", [1, 4])
-def test_rows_are_stored_as_float8_where_the_pool_holds_it(interleave, device):
-    """new × (1 / scale) as bytes, on the owner; the rows of others are NaN, of which nothing may arrive."""
+def test_rows_are_quantised_for_a_float8_pool(interleave, device):
+    """Store new × (1 / scale) as bytes on the owner; rows of other ranks are NaN and must not be written."""
     dcp, tokens, generator = 4, 48, torch.Generator().manual_seed(0)
     locs = torch.randperm(tokens, generator=generator).to(torch.int32)
     for rank in range(dcp):
@@ -44,8 +44,7 @@ def test_rows_are_stored_as_float8_where_the_pool_holds_it(interleave, device):
         assert int((pools[1] != 0xA5).any(dim=1).sum()) == tokens // dcp
 
 
-def test_no_row_at_all_is_no_write(device):
-    """A step whose every location is invalid leaves the pool as it was."""
+def test_step_without_valid_locations_leaves_the_pool_unchanged(device):
     pool = torch.full((4, 48), NAN, device=device)
     locs = torch.full((6,), -1, dtype=torch.int32, device=device)
     write_kv_fused(pool, torch.ones(6, 48, device=device), locs, Share(rank=0, dcp=2))
@@ -53,8 +52,8 @@ def test_no_row_at_all_is_no_write(device):
 
 
 @pytest.mark.gpu
-def test_addresses_past_two_to_the_31_elements_are_right():
-    """4,000,000 rows of 576: row 3,999,999 starts at element 2,303,999,424, past 2^31 = 2,147,483,648."""
+def test_row_beyond_two_to_the_31_elements_is_written():
+    """Use 4,000,000 rows of 576: row 3,999,999 starts at element 2,303,999,424, past 2^31 = 2,147,483,648."""
     pool = torch.zeros(4_000_000, 576, dtype=torch.bfloat16, device="cuda")
     locs = torch.tensor([3_999_999], dtype=torch.int32, device="cuda")
     write_kv_fused(pool, torch.ones(1, 576, dtype=torch.bfloat16, device="cuda"), locs, Share(rank=0, dcp=1))

@@ -1,4 +1,4 @@
-"""Linear layers over e4m3 with scales, against fp64 over what these stand for."""
+"""Compare linear layers over e4m3 with scales with fp64 over the dequantised values."""
 
 import json
 import re
@@ -16,14 +16,14 @@ from dcpbench.kernels.moe import apply_experts_reference, apply_scaled_experts_r
 
 MEASURED = Path(__file__).parents[2] / "results" / "linear-experts_H200/linear-fp8_H200_2026-11-26"
 STEP = 32
-"""Products of e4m3 that a tensor core of Hopper adds at once to a sum: each of these 33 numbers with 13 bits behind the
-leading one of the largest, the rest cut off."""
-LOST = (STEP + 1) * 2.0**-13  # of the largest of them, at most
+"""Number of e4m3 products that a Hopper tensor core adds to a sum at once. Each of these 33 numbers keeps 13 bits behind
+the leading one of the largest, and the rest is truncated."""
+LOST = (STEP + 1) * 2.0**-13  # maximum loss, relative to the largest of them
 BF16_STEP = 2.0**-8
 
 
-def operands(rows, columns, depth, device, seed=0, block=(128, 128)):
-    """Rows and weights whose blocks differ in size by factors of up to 10."""
+def make_operands(rows, columns, depth, device, seed=0, block=(128, 128)):
+    """Return rows and weights with blocks that differ in size by factors of up to 10."""
     random = torch.Generator(device).manual_seed(seed)
     x = torch.randn(rows, depth, generator=random, device=device)
     weight = torch.randn(columns, depth, generator=random, device=device) / depth**0.5
@@ -32,8 +32,8 @@ def operands(rows, columns, depth, device, seed=0, block=(128, 128)):
     return x, block_scaled.quantize_weight(weight, block)
 
 
-def truth(x, weight):
-    """The product of what both stand for, and by how much sums of it may be off, both fp64."""
+def compute_truth(x, weight):
+    """Return the fp64 product of the dequantised operands, and the maximum error of its sums."""
     rows = block_scaled.dequantize_rows(block_scaled.quantize_rows_reference(x, weight.block[1])).double()
     wide = block_scaled.dequantize_weight(weight).double()
     lost = torch.zeros(len(rows), len(wide), dtype=torch.float64, device=rows.device)
@@ -51,31 +51,30 @@ def truth(x, weight):
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize(("rows", "tile", "first"), [(1, 16, True), (17, 16, True), (33, 64, False)])
 @pytest.mark.sample(4)
-def test_a_product_differs_from_fp64_by_the_rounding_of_sums_alone(rows, tile, first, parts, device):
-    """Edges in both directions: 200 columns are no multiple of a block, 5 groups none of the parts."""
-    x, weight = operands(rows, 200, 640, device)
+def test_product_differs_from_fp64_only_by_the_rounding_of_sums(rows, tile, first, parts, device):
+    """Use edges in both directions: 200 columns are no multiple of a block, 5 groups none of the parts."""
+    x, weight = make_operands(rows, 200, 640, device)
     how = Tiling(rows=tile, columns=128, stages=2, warps=4, parts=parts, weight_first=first)
     found = compute_product(block_scaled.quantize_rows(x), weight, torch.float32, how)
-    wanted, lost = truth(x, weight)
+    wanted, lost = compute_truth(x, weight)
     assert ((found.double() - wanted).abs() <= lost).all()
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_narrow_programs_take_half_a_block_of_columns(rows, device):
-    x, weight = operands(rows, 384, 256, device)
+def test_programs_with_half_a_block_of_columns_agree_with_fp64(rows, device):
+    x, weight = make_operands(rows, 384, 256, device)
     how = Tiling(rows=16, columns=64, stages=2, warps=4)
     found = compute_product(block_scaled.quantize_rows(x), weight, torch.float32, how)
-    wanted, lost = truth(x, weight)
+    wanted, lost = compute_truth(x, weight)
     assert ((found.double() - wanted).abs() <= lost).all()
 
 
 @pytest.mark.parametrize("rows", [1, 16, 32, 64, 128])
 @pytest.mark.parametrize(("columns", "depth"), [(512, 7168), (2112, 7168), (7168, 256), (7168, 4096), (9216, 7168)])
-def test_a_multiprocessor_has_room_for_its_share_of_programs_alone(rows, columns, depth):
-    """Of 132, as a Hopper has, each with 228 KiB of shared memory, 1 KiB of which each program takes beside its stages.
-
-    7168 × 4096 at 64 rows: 112 programs of 64 columns, one each. Four stages of (64 + 64) · 128 bytes would leave room for
-    three, eight leave it for one. Multiprocessors with 100 KiB have room for one at least.
+def test_tiling_fills_shared_memory_with_one_share_of_programs(rows, columns, depth):
+    """Use Hopper's 132 multiprocessors with 228 KiB of shared memory, 1 KiB of which each program takes besides its
+    stages. For 7168 × 4096 at 64 rows, 112 programs of 64 columns get one each: four stages of (64 + 64) · 128 bytes
+    would leave room for three, eight leave it for one. Multiprocessors with 100 KiB have room for at least one.
     """
     how = choose_tiling(rows, columns, depth, 132)
     share = -(-(-(-columns // how.columns) * how.parts) // 132)
@@ -85,11 +84,10 @@ def test_a_multiprocessor_has_room_for_its_share_of_programs_alone(rows, columns
     assert small.stages * (small.rows + small.columns) / 8 + 1 < 100
 
 
-def test_a_product_is_cut_nearly_as_the_fastest_that_was_measured():
-    """On an H200, layers whole and cut by 2, 4 and 8: the choice takes ½ % longer at most on average, nowhere a tenth longer.
-
-    Before the last sweep tiles read the last row in place of those that were not there, and scales of a row lay side by side:
-    at 16 and 32 rows neither decides how to cut. At 64 the choice takes 2 % longer there on average, 9 % at most.
+def test_chosen_tiling_is_nearly_the_fastest_measured_one():
+    """Allow ½ % on average, and a tenth at most, over layers measured on an H200, whole and divided by 2, 4 and 8. In
+    the first two sweeps, tiles read the last row in place of missing ones, and the scales of a row were adjacent:
+    neither affects the choice at 16 and 32 rows, but at 64 it takes 2 % longer on average, 9 % at most.
     """
     few = (16, 32)
     sweeps = (("stages", "alone", few), ("cuts", "alone-next|new", few), ("before-and-now", "now", range(1, 129)))
@@ -109,9 +107,9 @@ def test_a_product_is_cut_nearly_as_the_fastest_that_was_measured():
 
 
 @pytest.mark.parametrize("rows", [17, 200])
-def test_scales_of_rows_are_read_as_they_lie(rows, device):
-    """Those of a row side by side, or those of a group; past 128 rows on Hopper by other kernels."""
-    x, weight = operands(rows, 256, 640, device)
+def test_scales_of_rows_are_read_in_both_memory_layouts(rows, device):
+    """Store the scales of a row, or those of a group, adjacently; past 128 rows Hopper uses other kernels."""
+    x, weight = make_operands(rows, 256, 640, device)
     found = block_scaled.quantize_rows(x)
     of_rows, of_groups = found.scale.contiguous(), found.scale.T.contiguous().T
     assert of_rows.stride() == (5, 1)
@@ -122,50 +120,48 @@ def test_scales_of_rows_are_read_as_they_lie(rows, device):
     assert torch.equal(one, other)
 
 
-def test_scales_of_other_blocks_would_be_noticed(device):
-    x, weight = operands(4, 256, 256, device)
-    wanted, lost = truth(x, weight)
+def test_scales_of_the_wrong_block_exceed_the_error_limit(device):
+    x, weight = make_operands(4, 256, 256, device)
+    wanted, lost = compute_truth(x, weight)
     for dim in (0, 1):
         other = Scaled(weight.data, weight.scale.roll(1, dim))
         found = compute_product(block_scaled.quantize_rows(x), other, torch.float32)
         assert ((found.double() - wanted).abs() > lost).float().mean() > 0.9
 
 
-def test_a_layer_is_off_by_the_rounding_of_its_rows(device):
-    """‖error‖ / ‖y‖ < 2⁻⁴ / √3, and not much less.
-
-    A number of a row is rounded by at most 2⁻⁴ of itself, evenly below that: by (2⁻⁴)² / 3 of its square on average. Errors
-    and numbers have random signs alike, so that both y² and its error² are sums of the products' squares. Numbers so small
-    that steps are 2⁻⁹ of a scale are 2⁻⁶ / 448 of a group's largest, too few and too small to count. Mantissas above 1 make
-    the relative error smaller, by up to a half.
+def test_layer_error_is_the_rounding_of_its_rows(device):
+    """Require ‖error‖ / ‖y‖ < 2⁻⁴ / √3, and at least half of it. A number of a row is rounded by at most 2⁻⁴ of
+    itself, uniformly below that: by (2⁻⁴)² / 3 of its square on average. Errors and numbers have random signs, so that
+    both y² and its error² are sums of the products' squares. Subnormal numbers are 2⁻⁶ / 448 of a group's largest, too
+    few and too small to count. Mantissas above 1 reduce the relative error by up to a half.
     """
-    x, weight = operands(64, 256, 512, device)
+    x, weight = make_operands(64, 256, 512, device)
     wanted = x.double() @ block_scaled.dequantize_weight(weight).double().T
     error = (apply_linear(x, weight).double() - wanted).norm() / wanted.norm()
     assert 2.0**-5 / 3**0.5 < error < 2.0**-4 / 3**0.5
 
 
 @pytest.mark.parametrize("rows", [200, 600])
-def test_many_rows_on_hopper(rows, device):
-    """Tiles beyond the last row and the last column, and more tiles than programs."""
+def test_hopper_product_with_many_rows_agrees_with_fp64(rows, device):
+    """Use tiles beyond the last row and the last column, and more tiles than programs."""
     if get_capability(device) < (9, 0):
         pytest.skip("needs a Hopper GPU")
     from dcpbench.kernels import hopper_linear
 
-    x, weight = operands(rows, 328, 640, device)
+    x, weight = make_operands(rows, 328, 640, device)
     found = torch.full((rows, 328), torch.nan, device=device)
     hopper_linear.compute_product(block_scaled.quantize_rows(x), weight, found, programs=5, stages=3)
-    wanted, lost = truth(x, weight)
+    wanted, lost = compute_truth(x, weight)
     assert ((found.double() - wanted).abs() <= lost).all()
 
 
 @pytest.mark.parametrize("rows", [1, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_has_the_dtype_of_its_rows(rows, dtype, device):
-    x, weight = operands(rows, 256, 384, device)
+def test_layer_output_has_the_dtype_of_its_rows(rows, dtype, device):
+    x, weight = make_operands(rows, 256, 384, device)
     x = x.to(dtype)
     found = apply_linear(x, weight)
-    wanted, lost = truth(x, weight)
+    wanted, lost = compute_truth(x, weight)
     assert found.dtype == dtype
     rounded = BF16_STEP * wanted.abs() if dtype == torch.bfloat16 else 0
     assert ((found.double() - wanted).abs() <= lost + rounded).all()
@@ -174,9 +170,9 @@ def test_a_layer_has_the_dtype_of_its_rows(rows, dtype, device):
 
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 32), (3, 5)])
-def test_the_reference_takes_blocks_and_depths_of_any_size(block):
-    x, weight = operands(3, 70, 90, torch.device("cpu"), block=block)
-    wanted, _ = truth(x, weight)
+def test_reference_accepts_blocks_and_depths_of_any_size(block):
+    x, weight = make_operands(3, 70, 90, torch.device("cpu"), block=block)
+    wanted, _ = compute_truth(x, weight)
     size = block_scaled.dequantize_rows(block_scaled.quantize_rows_reference(x, block[1])).abs().double()
     size = size @ block_scaled.dequantize_weight(weight).abs().double().T
     assert ((apply_linear_reference(x, weight).double() - wanted).abs() <= 2.0**-20 * size).all()
@@ -184,8 +180,8 @@ def test_the_reference_takes_blocks_and_depths_of_any_size(block):
 
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 64)])
-def test_experts_of_any_block_are_those_of_whole_numbers_but_for_their_rows(block):
-    """x is what e4m3 holds exactly, so hidden rows alone are rounded: by 2⁻⁴/√3 of themselves on average at most."""
+def test_scaled_experts_differ_from_dequantised_ones_only_by_rounding_hidden_rows(block):
+    """Use x that e4m3 holds exactly, so that only hidden rows are rounded: by at most 2⁻⁴/√3 of themselves on average."""
     random = torch.Generator().manual_seed(3)
     x = block_scaled.dequantize_rows(
         block_scaled.quantize_rows_reference(torch.randn(5, 96, generator=random), block[1])
@@ -202,8 +198,8 @@ def test_experts_of_any_block_are_those_of_whole_numbers_but_for_their_rows(bloc
 
 
 @pytest.mark.long
-def test_experts_of_prompts_are_those_of_decode_batches(device, monkeypatch):
-    """Sorted by torch into long tiles, or planned by a kernel into short ones."""
+def test_experts_give_the_same_for_prompts_and_decode_batches(device, monkeypatch):
+    """Sort rows with torch into long tiles, or plan them with a kernel into short ones."""
     random = torch.Generator(device).manual_seed(4)
 
     def normal(*size):

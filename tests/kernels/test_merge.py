@@ -1,4 +1,4 @@
-"""The LSE merge: shares of all ranks add up to attention over all rows, whatever empty shards hold."""
+"""Test the LSE merge: partial outputs of all ranks add up to attention over all rows, despite empty shards."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ VERSIONS = [pytest.param(correct_attn_out_reference, id="reference"), pytest.par
 
 @pytest.mark.parametrize("correct", VERSIONS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_shares_of_all_ranks_add_up_to_undivided_attention(correct, ranks, device):
-    """13 rows dealt out to the ranks: with 8 ranks some hold one row, some two."""
+def test_partial_outputs_add_up_to_attention_over_all_rows(correct, ranks, device):
+    """Distribute 13 rows over the ranks: with 8 ranks some hold one row, some two."""
     generator = torch.Generator(device).manual_seed(ranks)
     q = torch.randn(4, 40, generator=generator, device=device)
     rows = torch.randn(13, 40, generator=generator, device=device)
@@ -26,8 +26,8 @@ def test_shares_of_all_ranks_add_up_to_undivided_attention(correct, ranks, devic
 
 
 @pytest.mark.parametrize("correct", VERSIONS)
-def test_an_empty_shard_has_no_weight_even_when_its_output_is_nan(correct, device):
-    """lse = -inf means that o was never computed; 0·NaN must not happen."""
+def test_empty_shard_has_no_weight_even_if_its_output_is_nan(correct, device):
+    """Use lse = -inf with an o that was never computed; 0·NaN must not happen."""
     o = torch.ones(2, 1, 3, 16, device=device)
     o[1] = float("nan")
     lse = torch.tensor([[[0.5, 0.5, 0.5]], [[float("-inf")] * 3]], device=device)
@@ -36,15 +36,15 @@ def test_an_empty_shard_has_no_weight_even_when_its_output_is_nan(correct, devic
 
 
 @pytest.mark.parametrize("correct", VERSIONS)
-def test_a_request_without_rows_anywhere_gives_zero(correct, device):
-    """All lse are -inf: exp(-inf - -inf) must not happen either."""
+def test_request_without_rows_on_any_rank_gives_zero(correct, device):
+    """Use lse = -inf on all ranks: exp(-inf - -inf) must not happen."""
     o = torch.full((1, 2, 16), float("nan"), device=device)
     lse = torch.full((4, 1, 2), float("-inf"), device=device)
     assert torch.equal(correct(o, lse, 2, torch.float32), torch.zeros(2, 1, 16, device=device))
 
 
-def test_the_lse_is_natural_not_base_2(device):
-    """Weights 3:1 for lse ln 3 and 0. Taken as log2 they would be 2.14:1, so this test can tell."""
+def test_lse_is_a_natural_logarithm(device):
+    """Expect weights 3:1 for lse ln 3 and 0; as log2 they would be 2.14:1."""
     o = torch.tensor([4.0, 0.0], device=device).view(2, 1, 1, 1).expand(2, 1, 1, 16).contiguous()
     lse = torch.tensor([3.0, 1.0], device=device).log().view(2, 1, 1)
     assert torch.allclose(

@@ -1,4 +1,4 @@
-"""Messages of an all-to-all: what ranks send each other, and that merging it gives attention over all rows."""
+"""Test the messages of an all-to-all: their content, and that merging them gives attention over all rows."""
 
 import pytest
 import torch
@@ -31,8 +31,10 @@ SIZES = [
 ]
 
 
-def partials(ranks, batch, heads, columns, dtype, device):
-    """o [N, B, H, R] and lse [N, B, H] of all ranks; some shards are empty, and request 0 is empty everywhere."""
+def make_partials(ranks, batch, heads, columns, dtype, device):
+    """Return o [N, B, H, R] and lse [N, B, H] of all ranks; some shards are empty, and request 0 is empty on all
+    ranks.
+    """
     generator = torch.Generator(device).manual_seed(ranks)
     o_NBHR = torch.randn(ranks, batch, heads, columns, generator=generator, device=device).to(dtype)
     lse_NBH = 3 * torch.randn(ranks, batch, heads, generator=generator, device=device)
@@ -42,17 +44,17 @@ def partials(ranks, batch, heads, columns, dtype, device):
     return o_NBHR, lse_NBH
 
 
-def wire(ranks, message, device):
-    """Memory for messages that holds NaN."""
+def make_wire(ranks, message, device):
+    """Return memory for messages, filled with NaN."""
     return torch.full((ranks, message.words), NAN, device=device)
 
 
-def exchanged(pack_into, combine, o_NBHR, lse_NBH, message):
-    """What each rank merges after all have packed: out [h, B, R] in fp32, by rank."""
+def exchange_messages(pack_into, combine, o_NBHR, lse_NBH, message):
+    """Return the merged output of each rank after all have packed: [h, B, R] in fp32."""
     ranks = len(o_NBHR)
     sent = []
     for o_BHR, lse_BH in zip(o_NBHR, lse_NBH, strict=True):
-        sent.append(wire(ranks, message, o_BHR.device))
+        sent.append(make_wire(ranks, message, o_BHR.device))
         pack_into(o_BHR, lse_BH, message, sent[-1])
     outs = []
     for rank in range(ranks):
@@ -66,24 +68,24 @@ def exchanged(pack_into, combine, o_NBHR, lse_NBH, message):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("ranks", "batch", "h", "columns"), SIZES)
 @pytest.mark.sample(5)
-def test_messages_merge_to_the_reference_in_fp64(pack_into, combine, ranks, batch, h, columns, dtype, device):
-    """Every rank gets its heads; NaN of empty shards goes nowhere, and what is empty everywhere is 0."""
+def test_merged_messages_agree_with_fp64(pack_into, combine, ranks, batch, h, columns, dtype, device):
+    """Check each rank's heads; NaN of empty shards must not spread, and requests without rows on any rank are 0."""
     message = Message(batch, h, columns, dtype)
-    o_NBHR, lse_NBH = partials(ranks, batch, ranks * h, columns, dtype, device)
+    o_NBHR, lse_NBH = make_partials(ranks, batch, ranks * h, columns, dtype, device)
     truth_HBR = merge_partials(o_NBHR.double(), lse_NBH.double()).transpose(0, 1)
-    for rank, out_hBR in enumerate(exchanged(pack_into, combine, o_NBHR, lse_NBH, message)):
+    for rank, out_hBR in enumerate(exchange_messages(pack_into, combine, o_NBHR, lse_NBH, message)):
         assert torch.allclose(out_hBR.double(), truth_HBR[rank * h : (rank + 1) * h], atol=3e-6)
 
 
 @pytest.mark.parametrize("pack_into", PACKS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_lse_travels_bit_by_bit_behind_o(pack_into, dtype, device):
-    """3 requests × 1 head × 5 columns: 15 numbers take 8 or 15 words and have 16, then 3 words of lse have 16."""
+def test_message_holds_the_exact_lse_behind_o(pack_into, dtype, device):
+    """Use 3 requests × 1 head × 5 columns: 15 numbers take 8 or 15 words and have 16, then 3 words of lse have 16."""
     message = Message(3, 1, 5, dtype)
     assert (message.o_words, message.words) == (16, 32)
     o_BHR = torch.arange(30.0, device=device).view(3, 2, 5).to(dtype)
     lse_BH = torch.tensor([[1 / 3, -torch.inf], [1e-30, 7.0], [-88.1, 3e38]], device=device)
-    wire_NW = wire(2, message, device)
+    wire_NW = make_wire(2, message, device)
     pack_into(o_BHR, lse_BH, message, wire_NW)
     for n in range(2):
         assert torch.equal(wire_NW[n, 16:19], lse_BH[:, n])
@@ -91,10 +93,10 @@ def test_the_lse_travels_bit_by_bit_behind_o(pack_into, dtype, device):
 
 
 @pytest.mark.parametrize("combine", COMBINES)
-def test_the_result_may_be_rounded_to_the_models_dtype(combine, device):
-    """Weights 3:1 for lse ln 3 and 0: 4·¾ + 0·¼ = 3, exact in bf16."""
+def test_merged_result_may_have_the_models_dtype(combine, device):
+    """Use weights 3:1 for lse ln 3 and 0: 4·¾ + 0·¼ = 3, exact in bf16."""
     message = Message(1, 1, 16, torch.bfloat16)
-    wire_NW = wire(2, message, device)
+    wire_NW = make_wire(2, message, device)
     o_NBhR, lse_NBh = message.split_views(wire_NW)
     o_NBhR[0], o_NBhR[1] = 4, 0
     lse_NBh.copy_(torch.tensor([3.0, 1.0]).log().view(2, 1, 1))
@@ -103,8 +105,8 @@ def test_the_result_may_be_rounded_to_the_models_dtype(combine, device):
     assert torch.equal(out_hBR, torch.full_like(out_hBR, 3))
 
 
-def test_packing_chooses_by_device_and_makes_the_messages(device):
-    """The public functions: one rank's own message, merged with nobody, is its output, heads first."""
+def test_message_of_a_single_rank_merges_to_its_own_output(device):
+    """Use the public functions, which choose an implementation by device; the output has heads first."""
     o_BHR = torch.randn(2, 3, 16, generator=torch.Generator(device).manual_seed(0), device=device)
     wire_NW = pack.pack_messages(o_BHR, torch.zeros(2, 3, device=device), 1)
     out_hBR = torch.empty(3, 2, 16, device=device)
@@ -116,8 +118,8 @@ def test_packing_chooses_by_device_and_makes_the_messages(device):
     "version", [head_order.to_head_order_reference, head_order.to_head_order_fused], ids=["reference", "fused"]
 )
 @pytest.mark.parametrize(("ranks", "batch", "h", "width"), [(2, 3, 1, 5), (4, 2, 3, 24), (3, 5, 8, 576), (1, 1, 2, 8)])
-def test_gathered_queries_come_into_the_order_of_heads(version, ranks, batch, h, width, device):
-    """Head n·h + i of request b is head i of rank n; the public function agrees, whatever shortcut it takes."""
+def test_gathered_queries_are_reordered_by_head(version, ranks, batch, h, width, device):
+    """Check that head n·h + i of request b is head i of rank n, also in the public function with its shortcuts."""
     q_NBhQ = torch.arange(ranks * batch * h * width, device=device).view(ranks, batch, h, width).float()
     q_BHQ = version(q_NBhQ)
     assert q_BHQ.is_contiguous()
@@ -129,8 +131,8 @@ def test_gathered_queries_come_into_the_order_of_heads(version, ranks, batch, h,
 
 
 @pytest.mark.gpu
-def test_messages_of_more_than_2_to_the_31_numbers_are_addressed():
-    """2,100 requests × 128 heads × 2 ranks × 4,096 columns: 2.2 · 10⁹ numbers; what the last row holds is seen."""
+def test_messages_beyond_two_to_the_31_numbers_are_addressed():
+    """Use 2,100 requests × 128 heads × 2 ranks × 4,096 columns, 2.2 · 10⁹ numbers, and check the last row."""
     message = Message(2100, 128, 4096, torch.bfloat16)
     wire_NW = torch.zeros(2, message.words, device="cuda")
     o_NBhR, lse_NBh = message.split_views(wire_NW)

@@ -1,7 +1,6 @@
-"""Kernels that read peers' memory, on one GPU: each rank has a stream and a buffer, and all kernels run at one time.
-
-What several processes see is tested in tests/distributed/test_symm.py; here are a GPU's own instructions for it, and
-sizes that an interpreter would not come to the end of. More than 4 ranks would not fit on a GPU at one time.
+"""Test kernels that read peers' memory on one GPU: each rank has a stream and a buffer, and all kernels run at the
+same time. Several processes are tested in tests/distributed/test_symm.py; here are a GPU's own instructions, and sizes
+that would take an interpreter too long. More than 4 ranks would not fit on a GPU at the same time.
 """
 
 import pytest
@@ -35,15 +34,15 @@ class Ranks:
                 torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 
     def take(self, *shape, dtype):
-        """A tensor of each rank, at one place in all buffers."""
+        """Return a tensor of each rank, at the same offset in all buffers."""
         return [carver.allocate_tensor(*shape, dtype=dtype) for carver in self.carvers]
 
     def counters(self):
-        """Counters of each rank."""
+        """Return the counters of each rank."""
         return [carver.allocate_counters(len(self.peers)) for carver in self.carvers]
 
     def each(self, function):
-        """[function(rank)], all at one time."""
+        """Return function(rank) for all ranks, run at the same time."""
         torch.cuda.synchronize()
         found = []
         for rank, stream in enumerate(self.streams):
@@ -55,8 +54,8 @@ class Ranks:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("heads", "width"), [(2, 40), (16, 576), (3, 7)], ids=str)
-def test_gather_puts_all_heads_side_by_side_again_and_again(size, heads, width):
-    """The same counters for batches of changing size; rows past the batch stay NaN."""
+def test_repeated_gathers_return_all_heads_in_order(size, heads, width):
+    """Reuse the counters for batches of changing size; rows past the batch must stay NaN."""
     ranks = Ranks(size)
     met, whole = ranks.counters(), ranks.take(9, heads * size, width, dtype=torch.bfloat16)
     for batch in (9, 1, 4):
@@ -72,18 +71,18 @@ def test_gather_puts_all_heads_side_by_side_again_and_again(size, heads, width):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("heads", "width"), [(2, 24), (16, 512), (3, 128)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_merge_is_the_merge_in_fp64_of_what_peers_hold(size, heads, width, dtype):
-    """Partial outputs without rows are NaN, on some ranks or on all; fp32 sums of 4 terms err by 1e-6 at most."""
+def test_merge_of_peers_memory_agrees_with_fp64(size, heads, width, dtype):
+    """Use NaN in partial outputs without rows, on some ranks or on all; fp32 sums of 4 terms err by 1e-6 at most."""
     ranks = Ranks(size, 1 << 24)
     met = ranks.counters()
     o, lse = ranks.take(5, heads * size, width, dtype=dtype), ranks.take(5, heads * size, dtype=torch.float32)
     for batch in (5, 1, 2):
-        for mine, its in zip(o, lse, strict=True):
+        for mine, rank_lse in zip(o, lse, strict=True):
             mine.normal_()
-            its.normal_(std=3)
-            empty = torch.rand_like(its) < 0.3
+            rank_lse.normal_(std=3)
+            empty = torch.rand_like(rank_lse) < 0.3
             empty[0, 0] = True
-            mine[empty], its[empty] = float("nan"), float("-inf")
+            mine[empty], rank_lse[empty] = float("nan"), float("-inf")
         out = [torch.full((heads, batch, width), float("nan"), device="cuda") for _ in range(size)]
         ranks.each(
             lambda rank, batch=batch, out=out: merge_from_peers(
@@ -92,15 +91,15 @@ def test_merge_is_the_merge_in_fp64_of_what_peers_hold(size, heads, width, dtype
         )
         partials = (
             torch.stack([mine[:batch] for mine in o]).double(),
-            torch.stack([its[:batch] for its in lse]).double(),
+            torch.stack([rank_lse[:batch] for rank_lse in lse]).double(),
         )
         for rank in range(size):
             assert torch.allclose(out[rank].double(), merge_reference(*partials, rank), atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_sums_have_the_same_bits_everywhere(size):
-    """Sizes that change from call to call, up to several rounds of all blocks, and one that no vector divides."""
+def test_sums_are_bitwise_equal_on_all_ranks(size):
+    """Change the size from call to call, up to several rounds of all blocks, and use one that no vector divides."""
     ranks = Ranks(size)
     once, twice = ranks.counters(), ranks.counters()
     slots = ranks.take(2, 1 << 19, dtype=torch.uint8)
@@ -116,8 +115,8 @@ def test_sums_have_the_same_bits_everywhere(size):
             assert torch.equal(got, want)
 
 
-def test_a_fence_holds_a_rank_back_until_the_other_has_come():
-    """Rank 1 writes late and fences behind it; what rank 0 copies behind its own fence is what was written."""
+def test_fence_delays_a_rank_until_the_other_arrives():
+    """Let rank 1 write late and then fence; rank 0 must copy the written value after its own fence."""
     ranks = Ranks(2)
     met, word = ranks.counters(), ranks.take(4, dtype=torch.int64)
     copies = torch.zeros(4, dtype=torch.int64, device="cuda")
@@ -137,8 +136,8 @@ def test_a_fence_holds_a_rank_back_until_the_other_has_come():
     assert copies.tolist() == [7] * 4
 
 
-def test_tensors_beyond_2_to_31_numbers_are_addressed():
-    """66,000 · 64 · 512 = 2.16e9 partial numbers and as many gathered; the last requests are compared."""
+def test_tensors_beyond_two_to_the_31_numbers_are_addressed():
+    """Use 66,000 · 64 · 512 = 2.16e9 partial numbers and as many gathered, and compare the last requests."""
     batch, heads, width, value, last = 66_000, 64, 576, 512, slice(65_997, None)
     nbytes = 2 * batch * heads * (value + width) + 4 * batch * heads + (1 << 20)
     ranks = Ranks(2, nbytes)

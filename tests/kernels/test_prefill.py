@@ -1,4 +1,4 @@
-"""Attention of prompts against fp64, one query at a time."""
+"""Compare attention of prompts with fp64, one query at a time."""
 
 import sys
 
@@ -12,7 +12,7 @@ from dcpbench.kernels.prefill import PrefillSpec, make_prefill
 from dcpbench.kernels.prefill.reference import compute_attention
 
 SCALE = 192**-0.5
-SHAPES = {  # queries and keys of each request, and whether the last query is the last key's
+SHAPES = {  # queries and keys of each request, and True if the last query belongs to the last key
     "one-token": ([1], [1], True),
     "own-chunks": ([5, 1, 17, 130], [5, 1, 17, 130], True),
     "behind-a-prefix": ([4, 9], [7, 40], True),
@@ -23,32 +23,32 @@ SHAPES = {  # queries and keys of each request, and whether the last query is th
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-def inputs(q_lengths, kv_lengths, *, heads, width, value, padded, dtype, device, spare=5):
-    """Random q, k and v whose rows behind the last request are NaN."""
+def make_inputs(q_lengths, kv_lengths, *, heads, width, value, padded, dtype, device, spare=5):
+    """Return random q, k and v with NaN in the rows behind the last request."""
     generator = torch.Generator().manual_seed(0)
     rows = (sum(q_lengths), sum(kv_lengths), sum(kv_lengths))
-    made = []
+    tensors = []
     for count, columns, used in zip(rows, (width, width, padded), (width, width, value), strict=True):
         x = torch.zeros(count + spare, heads, columns, dtype=dtype)
         x[:count, :, :used] = torch.randn(count, heads, used, generator=generator).to(dtype)
         x[count:] = float("nan")
-        made.append(x.to(device))
-    return made
+        tensors.append(x.to(device))
+    return tensors
 
 
-def grouped_inputs(q_lengths, kv_lengths, spec):
-    """The same with grouped query heads: k and v are views of KV rows, K heads and then V heads."""
+def make_grouped_inputs(q_lengths, kv_lengths, spec):
+    """Return inputs with grouped query heads: k and v are views of KV rows, K heads and then V heads."""
     sizes = {"width": spec.width, "value": spec.width, "padded": spec.width, "dtype": spec.dtype, "device": spec.device}
-    q = inputs(q_lengths, kv_lengths, heads=spec.heads, **sizes)[0]
-    rows = inputs(kv_lengths, kv_lengths, heads=2 * spec.kv_heads, **sizes)[0].flatten(1)
+    q = make_inputs(q_lengths, kv_lengths, heads=spec.heads, **sizes)[0]
+    rows = make_inputs(kv_lengths, kv_lengths, heads=2 * spec.kv_heads, **sizes)[0].flatten(1)
     return q, *split_rows(rows, spec.kv_heads)
 
 
 def check(backend, spec, shape, o_limit, lse_limit):
-    """Compare one plan, run twice, and say whether rows without keys have no weight."""
+    """Run one plan twice and compare o, lse and the positions of queries without keys with the reference."""
     q_lengths, kv_lengths, causal = SHAPES[shape]
     if spec.kv_heads is None:
-        q, k, v = inputs(
+        q, k, v = make_inputs(
             q_lengths,
             kv_lengths,
             heads=spec.heads,
@@ -59,9 +59,9 @@ def check(backend, spec, shape, o_limit, lse_limit):
             device=spec.device,
         )
     else:
-        q, k, v = grouped_inputs(q_lengths, kv_lengths, spec)
+        q, k, v = make_grouped_inputs(q_lengths, kv_lengths, spec)
     plan = backend.plan(q_lengths, kv_lengths, causal=causal)
-    backend.plan([2], [3], causal=False)  # which changes nothing
+    backend.plan([2], [3], causal=False)  # must not change the first plan
     wanted_o, wanted_lse = compute_attention(
         q, k, v[..., : spec.value], q_lengths, kv_lengths, causal=causal, scale=spec.scale
     )
@@ -71,18 +71,18 @@ def check(backend, spec, shape, o_limit, lse_limit):
         assert o.shape == wanted_o.shape
         assert o.dtype == spec.dtype
         assert lse.dtype == torch.float32
-        assert torch.equal(lse.isneginf(), empty), "-inf exactly where a query sees no key"
+        assert torch.equal(lse.isneginf(), empty), "lse is -inf exactly for queries without keys"
         assert lse[~empty].isfinite().all()
         assert (lse - wanted_lse)[~empty].abs().amax().item() <= lse_limit if (~empty).any() else True
         assert (o - wanted_o)[~empty].abs().amax().item() <= o_limit if (~empty).any() else True
         for out in (None, torch.full_like(wanted_o, float("nan"), dtype=spec.dtype)):
             alone = plan.compute_output(q, k, v, out)
             assert out is None or alone.data_ptr() == out.data_ptr() or not len(out)
-            assert torch.equal(alone[~empty], o[~empty]), "o of the same call, without lse"
+            assert torch.equal(alone[~empty], o[~empty]), "o without lse equals o with lse"
 
 
 def spec(dtype, device, *, heads=4, width=192, value=128, kv_heads=None):
-    """Sizes of the published models."""
+    """Return a spec with the sizes of the published models by default."""
     return PrefillSpec(
         heads=heads,
         kv_heads=kv_heads,
@@ -99,12 +99,12 @@ HEAD_DIMS = pytest.mark.parametrize("width", [64, 128])
 
 
 class TestGroupedQueries:
-    """Keys and values of KV rows in place, without a copy."""
+    """Test keys and values read from KV rows in place, without a copy."""
 
     @GROUPS
     @pytest.mark.parametrize("device", ["cpu", GPU])
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_sdpa_in_fp32_is_fp64_to_its_rounding(self, shape, device, heads, kv_heads):
+    def test_sdpa_in_fp32_agrees_with_fp64(self, shape, device, heads, kv_heads):
         made = spec(torch.float32, device, heads=heads, width=16, value=16, kv_heads=kv_heads)
         check(make_prefill("sdpa", made), made, shape, 1e-4, 1e-4)
 
@@ -113,7 +113,7 @@ class TestGroupedQueries:
     @HEAD_DIMS
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("name", ["sdpa", "flashinfer"])
-    def test_bf16_is_fp64_to_the_rounding_of_its_output(self, name, shape, width, heads, kv_heads):
+    def test_bf16_backends_agree_with_fp64(self, name, shape, width, heads, kv_heads):
         if name == "flashinfer":
             pytest.importorskip("flashinfer")
         made = spec(torch.bfloat16, "cuda", heads=heads, width=width, value=width, kv_heads=kv_heads)
@@ -123,12 +123,12 @@ class TestGroupedQueries:
 class TestSdpa:
     @pytest.mark.parametrize("device", ["cpu", GPU])
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_fp32_is_fp64_to_its_rounding(self, shape, device):
+    def test_fp32_agrees_with_fp64(self, shape, device):
         made = spec(torch.float32, device, heads=3, width=24, value=20)
         check(make_prefill("sdpa", made), made, shape, 1e-4, 1e-4)
 
-    def test_queries_in_blocks_are_the_same(self, monkeypatch):
-        """130 queries, 130 keys and 3 heads: 1,024 scores are 2 queries at a time."""
+    def test_blocks_of_queries_agree_with_fp64(self, monkeypatch):
+        """Limit scores to 1,024, which are 2 of 130 queries at a time with 130 keys and 3 heads."""
         monkeypatch.setattr("dcpbench.kernels.prefill.sdpa.SCORES", 1024)
         made = spec(torch.float32, "cpu", heads=3, width=24, value=20)
         check(make_prefill("sdpa", made), made, "own-chunks", 1e-5, 1e-5)
@@ -136,13 +136,13 @@ class TestSdpa:
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_half_precision_is_fp64_to_the_rounding_of_its_output(self, shape, dtype):
-        """o is below 4 here: bf16 rounds by 2^-8 of that, and weights are rounded once more."""
+    def test_half_precision_agrees_with_fp64(self, shape, dtype):
+        """Allow 0.03: o is below 4, bf16 rounds by 2^-8 of that, and weights are rounded once more."""
         made = spec(dtype, "cuda")
         check(make_prefill("sdpa", made), made, shape, 0.03, 2e-3)
 
     @pytest.mark.gpu
-    def test_heads_that_flash_attention_does_not_take_are_refused(self):
+    def test_head_size_unsupported_by_flash_attention_is_rejected(self):
         with pytest.raises(UsageError, match="not 260 and 128"):
             make_prefill("sdpa", spec(torch.bfloat16, "cuda", width=260))
 
@@ -150,19 +150,21 @@ class TestSdpa:
 class TestFlashInfer:
     @pytest.mark.gpu
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_it_is_fp64_to_the_rounding_of_its_output(self, shape):
-        """Its log2 is natural log here, or lse would be off by a factor of 1.44."""
+    def test_flashinfer_agrees_with_fp64(self, shape):
+        """Check also that FlashInfer's log2 is converted to the natural log, or lse would be off by a factor of 1.44."""
         pytest.importorskip("flashinfer")
         made = spec(torch.bfloat16, "cuda")
         check(make_prefill("flashinfer", made), made, shape, 0.03, 2e-3)
 
     @pytest.mark.gpu
-    def test_plans_that_live_at_once_do_not_disturb_each_other(self):
-        """More than there are wrappers at the start, all made before the first runs; then again, on the same ones."""
+    def test_simultaneous_plans_are_independent(self):
+        """Make more plans than initial wrappers before the first one runs, three times."""
         pytest.importorskip("flashinfer")
         made = spec(torch.bfloat16, "cuda")
         backend = make_prefill("flashinfer", made)
-        q, k, v = inputs([40], [40], heads=4, width=192, value=128, padded=128, dtype=torch.bfloat16, device="cuda")
+        q, k, v = make_inputs(
+            [40], [40], heads=4, width=192, value=128, padded=128, dtype=torch.bfloat16, device="cuda"
+        )
         for _ in range(3):
             plans = [backend.plan([n, 20], [n, 20], causal=True) for n in range(1, 13)]
             assert len({id(plan.wrapper) for plan in plans}) == 12
@@ -172,8 +174,8 @@ class TestFlashInfer:
                 assert (o - wanted).abs().max() <= 0.03
 
     @pytest.mark.gpu
-    def test_windows_of_equal_lengths_share_a_plan_while_it_is_in_use(self):
-        """Sixty windows of a prefix take one wrapper, and what follows them of other lengths another."""
+    def test_windows_of_equal_lengths_share_a_plan(self):
+        """Expect one wrapper for sixty windows of a prefix, and another one for each other length."""
         pytest.importorskip("flashinfer")
         backend = make_prefill("flashinfer", spec(torch.bfloat16, "cuda"))
         plans = [backend.plan([8], [32], causal=False) for _ in range(60)]
@@ -185,14 +187,16 @@ class TestFlashInfer:
         assert len({id(plan) for plan in plans}) == 1
         assert len({id(plan.wrapper) for plan in plans + others}) == 4
         del plans
-        assert len(backend.planned) == 3, "what nobody uses any more is let go"
+        assert len(backend.planned) == 3, "unused plans are released"
 
     @pytest.mark.gpu
-    def test_planning_and_running_do_not_wait_for_the_device(self):
+    def test_planning_and_running_do_not_synchronize_with_the_device(self):
         pytest.importorskip("flashinfer")
         made = spec(torch.bfloat16, "cuda")
         backend = make_prefill("flashinfer", made)
-        q, k, v = inputs([40], [40], heads=4, width=192, value=128, padded=128, dtype=torch.bfloat16, device="cuda")
+        q, k, v = make_inputs(
+            [40], [40], heads=4, width=192, value=128, padded=128, dtype=torch.bfloat16, device="cuda"
+        )
         backend.plan([40], [40], causal=True).run(q, k, v)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -200,21 +204,23 @@ class TestFlashInfer:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    def test_without_the_package_its_name_says_what_to_install(self, monkeypatch):
+    def test_missing_flashinfer_raises_an_error_with_the_install_command(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "flashinfer.prefill", None)
         monkeypatch.delitem(sys.modules, "dcpbench.kernels.prefill.flashinfer_ragged", raising=False)
         with pytest.raises(MissingPackageError, match=r"pip install '\.\[flashinfer\]'"):
             make_prefill("flashinfer", spec(torch.bfloat16, "cpu"))
 
 
-class TestMergeInto:
+class TestMergeAttnStates:
     @pytest.mark.parametrize(
         ("lse", "more"),
         [(0.0, 1.0), (-3.0, 80.0), (float("-inf"), 2.0), (2.0, float("-inf"))],
-        ids=["alike", "far-apart", "nothing-yet", "nothing-more"],
+        ids=["similar", "far-apart", "empty-first", "empty-second"],
     )
-    def test_a_result_over_more_keys_is_added_by_its_weight(self, lse, more, device):
-        """exp(a)·x + exp(b)·y over exp(a) + exp(b), whose logarithm is the new lse; -inf hides even a NaN."""
+    def test_states_are_merged_by_their_weights(self, lse, more, device):
+        """Expect (exp(a)·x + exp(b)·y) / (exp(a) + exp(b)), and the logarithm of the divisor as lse; -inf hides even a
+        NaN.
+        """
         o = torch.full((3, 5, 12), 2.0, device=device)
         other = torch.full((3, 5, 12), 6.0, device=device)
         if lse == float("-inf"):
@@ -228,7 +234,7 @@ class TestMergeInto:
         assert torch.allclose(o.cpu().double(), first * 2 + second * 6, atol=1e-5)
         assert torch.allclose(lse_a.cpu().double(), total, atol=1e-5)
 
-    def test_where_neither_side_has_keys_there_are_zeros(self, device):
+    def test_merging_two_empty_states_gives_zeros(self, device):
         o, other = (torch.full((2, 3, 4), float("nan"), device=device) for _ in range(2))
         lse, more = (torch.full((2, 3), float("-inf"), device=device) for _ in range(2))
         merge_attn_states(o, lse, other, more)
@@ -236,8 +242,8 @@ class TestMergeInto:
         assert lse.isneginf().all()
 
     @pytest.mark.parametrize("heads", [1, 5, 8, 11])
-    def test_the_kernel_is_the_reference_with_any_strides(self, heads, device):
-        """Heads that no block divides; the log-sum-exps are transposed, and the other o has columns behind its own."""
+    def test_kernel_agrees_with_the_reference_for_any_strides(self, heads, device):
+        """Use numbers of heads that no block divides, transposed log-sum-exps, and a second o with further columns."""
         generator = torch.Generator().manual_seed(0)
 
         def random(*size):

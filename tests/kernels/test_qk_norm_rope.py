@@ -1,4 +1,4 @@
-"""Heads of q, k and v after their joint projection: norms, rope, and KV rows."""
+"""Test the split of jointly projected q, k and v into heads, with norms, rope, and KV rows."""
 
 import dataclasses
 
@@ -13,10 +13,10 @@ from dcpbench.models.shapes import Llama3Rope
 NAN = float("nan")
 
 
-def test_heads_by_hand():
-    """One head of each of 2 columns at position 1, where the table turns by a quarter: (a, b) becomes (-b, a).
-
-    q = (3, 4) has a root mean square of sqrt(12.5); with a weight of (1, 2) it is (3, 8) / sqrt(12.5). k likewise. v stays.
+def test_reference_normalises_and_rotates_q_and_k():
+    """Use one head of each with 2 columns at position 1, where rope is a quarter turn: (a, b) becomes (-b, a). q = (3,
+    4) has a root mean square of sqrt(12.5); with a weight of (1, 2) it is (3, 8) / sqrt(12.5), and so is k. v is
+    unchanged.
     """
     qkv = torch.tensor([[3.0, 4.0, 6.0, 8.0, 5.0, 7.0]])
     table = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -32,8 +32,8 @@ def test_heads_by_hand():
 @pytest.mark.parametrize("width", [16, 64, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 1), (8, 8), (12, 4), (3, 3)])
 @pytest.mark.sample(6)
-def test_the_kernel_is_the_reference(heads, kv_heads, width, norm, device):
-    """Rows are parts of wider ones, whose other columns stay."""
+def test_kernel_agrees_with_the_reference(heads, kv_heads, width, norm, device):
+    """Use rows that are part of wider ones; other columns must not change."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     generator = torch.Generator(device).manual_seed(0)
     shape = dataclasses.replace(SHAPES["qwen3-8b"], rope=width, value=width)
@@ -57,8 +57,7 @@ def test_the_kernel_is_the_reference(heads, kv_heads, width, norm, device):
 
 
 def test_slow_frequencies_of_llama_3_are_divided_and_fast_ones_kept(device):
-    """Factor 8 over 8192 positions: a wavelength above 8192 is eight times as long, one below 2048 stays.
-
+    """Use factor 8 over 8192 positions: wavelengths above 8192 are eight times as long, those below 2048 are kept.
     Frequency i is theta^(-2i/128): the first has a wavelength of 2 pi, the last of about 2.6 million.
     """
     plain = dataclasses.replace(SHAPES["llama-3.1-8b"], llama3_rope=None)

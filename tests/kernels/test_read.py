@@ -1,12 +1,12 @@
-"""Block sums, which measure how fast memory can be read, against the slow ones."""
+"""Compare the block sums that measure memory bandwidth with a reference."""
 
 import torch
 
 from dcpbench.kernels.read import BLOCK, read_fused, read_memory
 
 
-def test_every_number_of_a_block_is_in_its_sum(device):
-    """A kernel that read less than all would measure a limit that there is not."""
+def test_block_sum_includes_every_number(device):
+    """Check all numbers, because a kernel that read fewer would report a bandwidth that does not exist."""
     x = torch.randn(3 * BLOCK, device=device)
     out = torch.full((3,), float("nan"), device=device)
     read_fused(x, out)
@@ -19,7 +19,7 @@ def test_every_number_of_a_block_is_in_its_sum(device):
         assert (changed - out).abs().argmax() == place // BLOCK
 
 
-def test_the_reference_says_the_same():
+def test_reference_returns_block_sums():
     x = torch.arange(2.0 * BLOCK)
     out = torch.empty(2)
     read_memory(x, out)

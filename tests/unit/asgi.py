@@ -1,4 +1,4 @@
-"""Send an ASGI application exactly the request of a test: no client normalises the path or the headers first."""
+"""Send an ASGI application exactly the request of a test, without a client that normalises the path or the headers."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The body as text."""
+        """Return the body as text."""
         return self.content.decode()
 
     def json(self) -> Any:
-        """The body as JSON."""
+        """Return the body as JSON."""
         return json_module.loads(self.content)
 
 
 class Client:
-    """A browser on the machine of the server."""
+    """A client on the machine of the server."""
 
     def __init__(self, app: Any, host: str) -> None:
         self._app = app
         self._host = host
 
     def get(self, path: str, headers: Mapping[str, str] | None = None) -> Answer:
-        """GET."""
+        """Send a GET request."""
         return self.request("GET", path, headers)
 
     def request(self, method: str, path: str, headers: Mapping[str, str] | None = None) -> Answer:
-        """One request; `path` goes out as it is, percent signs and dots included."""
+        """Send one request; `path` is sent unchanged, percent signs and dots included."""
         sent = {"host": self._host} | dict(headers or {})
         scope = {
             "type": "http",

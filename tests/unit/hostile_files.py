@@ -1,4 +1,4 @@
-"""Files that anybody may hand us: a good one of each kind, what reads it, and how one is damaged at random."""
+"""Provide a good file of each kind that users may pass, the function that reads it, and random damage to it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ HOSTILE = (  # values that replace others
 
 
 def damaged(text: bytes, rng: random.Random) -> bytes:
-    """The text with a flipped bit, a piece cut out, doubled or cut off, or with a hostile value for one of its own."""
+    """Return the text with a flipped bit, a piece removed, doubled or truncated, or a value replaced by a hostile one."""
     kind = rng.randrange(5)
     begin = rng.randrange(len(text))
     end = min(begin + rng.choice((1, 2, 8, 64, 512)), len(text))
@@ -126,20 +126,20 @@ def spoiled(text: bytes, begin: int, value: bytes) -> bytes:
 
 
 def record_lines() -> bytes:
-    """Lines as the first version wrote them, without a checksum that would find the damage first."""
+    """Return lines of the first version, without a checksum that would find the damage first."""
     found = [build.ok(build.point(Layout(4)), steps=3), serve.served(serve.point(Layout(4, 1, 4)))]
     return b"".join(msgspec.json.encode(record) + b"\n" for record in [*found, build.failed(build.point(Layout(4)))])
 
 
 def sealed_lines(folder: Path) -> bytes:
-    """The same with checksums."""
+    """Return lines with checksums."""
     for record in (build.ok(build.point(Layout(4)), steps=3), build.rejected(build.point(Layout(4)))):
         RecordFile(folder).append(record)
     return (folder / RECORDS_FILE).read_bytes()
 
 
 def read_run(path: Path) -> None:
-    """As `show`, `top` and `dashboard` read it."""
+    """Read the run as `show`, `top` and `dashboard` do."""
     Facts(path.parent).read_updates()
     discovery.load_runs(path.parent, {}, lambda _: None)
     is_last_line_cut_short(path.parent)
@@ -147,7 +147,7 @@ def read_run(path: Path) -> None:
 
 
 def read_job(path: Path) -> None:
-    """A job with its events, as `top`, `dashboard` and every rank read it."""
+    """Read a job with its events as `top`, `dashboard` and every rank do."""
     (path.parent / "progress-t.jsonl").write_bytes(path.read_bytes())
     (path.parent / "error-0.json").write_bytes(path.read_bytes())
     (path.parent / CHECKS_FILE).write_bytes(path.read_bytes())
@@ -160,7 +160,7 @@ def read_job(path: Path) -> None:
 
 
 def read_times(path: Path) -> None:
-    """Step times with what is predicted by them."""
+    """Read step times and predict with them."""
     found = step_times.read_step_times(path)
     found.check_errors()
     found.make_probe()
@@ -170,13 +170,13 @@ def read_times(path: Path) -> None:
 
 
 def plan(path: Path) -> None:
-    """A sweep's options as points of a grid."""
+    """Expand a sweep's options into points of a grid."""
     found = spec.make_spec(spec.read_options(path), PROBE)
     grid.expand_grid(found, PROBE)
 
 
 def plan_serve(path: Path) -> None:
-    """The same of `serve`."""
+    """Expand the options of `serve` into points of a grid."""
     found = serve_spec.make_serve_spec(spec.read_options(path, serve_spec.SERVE_PARSERS), PROBE)
     grid.expand_grid(found, PROBE)
 
@@ -221,7 +221,7 @@ class Kind(NamedTuple):
 
     name: str  # name of the file
     good: Callable[[Path], bytes] | bytes
-    """Content of a good file, or a function that makes it with the help of a folder."""
+    """Content of a good file, or a function that makes it in a folder."""
     read: Callable[[Path], object]
 
     def content(self, folder: Path) -> bytes:
@@ -251,12 +251,12 @@ def read_signals(path: Path) -> None:
 
 
 def read_failed(path: Path) -> None:
-    """Records of points that verify could not check."""
+    """Read the records of points that verify could not check."""
     read_last_records(path.parent, FAILED_FILE)
 
 
 def read_audited(path: Path) -> None:
-    """As `records check` reads it."""
+    """Read the records as `records check` does."""
     audit_file(path.parent)
     read_run(path)
 
@@ -280,7 +280,7 @@ def describe_requests(path: Path) -> None:
 
 
 def a_trace() -> bytes:
-    """A small trace with steps, operators, frames and waits."""
+    """Return a small trace with steps, operators, frames and waits."""
     trace = traces.Trace()
     for step in range(3):
         begin = 1000.0 * step

@@ -27,7 +27,7 @@ class Program:
         self.ids = itertools.count(1)
 
     def add(self, category: str, name: str, start: float, length: float, **args: Any) -> None:
-        """Write one event; GPU work lies in a process of its own."""
+        """Write one event; GPU work has a separate process."""
         pid, tid = (0, 7) if category in ("kernel", "gpu_memcpy") else (HOST, HOST)
         event = {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": round(start, 3)}
         self.events.append({**event, "dur": round(length, 3), "args": args})
@@ -59,14 +59,14 @@ class Program:
 
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """Annotate what happens meanwhile, as `record_function` does."""
+        """Annotate the events inside the block, as `record_function` does."""
         start = self.host
         yield
         self.add("user_annotation", name, start, self.host - start)
 
     @contextlib.contextmanager
     def function(self, name: str) -> Iterator[None]:
-        """Put a Python frame around what happens meanwhile."""
+        """Put a Python frame around the events inside the block."""
         start = self.host
         yield
         self.add("python_function", name, start - 0.2, self.host - start + 0.4)

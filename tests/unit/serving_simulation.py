@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Simulation:
-    """Submit and step; an AssertionError where a rule is broken."""
+    """Submit requests and run steps; raise AssertionError if a rule is broken."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -24,15 +24,15 @@ class Simulation:
         self.devices = [Device(config) for _ in range(config.replicas)]
         self.submitted: list[ServeRequest] = []
         self.admitted: list[int] = []
-        """Orders of submission, by first chunk."""
+        """Submission numbers of requests in the order of their first chunk."""
         self.finished: list[Sequence] = []
         self.preempted = 0
         self.mixed = 0
-        """Steps with decodes and chunks."""
+        """Number of steps with decodes and chunks."""
         self.steps_left = 0
-        """Steps in which all that was submitted must have finished; with prefill-first, those that decode."""
+        """Number of steps within which all submitted requests must finish; with prefill-first, only decode steps count."""
         self.prefills_left = 0
-        """Steps that prefill while decodes wait, with prefill-first."""
+        """Number of steps that prefill while decodes wait, with prefill-first."""
 
     def submit(self, request: ServeRequest) -> bool:
         """Submit a request and return True if it was accepted; check that exactly those are rejected that can never be
@@ -53,12 +53,14 @@ class Simulation:
         return fits
 
     def most_prefills(self, request: ServeRequest) -> int:
-        """Chunks of a request once it is the oldest one: it is served first from then on, and never preempted."""
+        """Return the number of chunks of a request once it is the oldest one: it is then served first and never
+        preempted.
+        """
         chunk = self.config.chunk // self.config.virtual_page * self.config.virtual_page
         return -(-request.kv_tokens // chunk)
 
     def step(self) -> Step | None:
-        """Decide a step, check it, run it."""
+        """Plan a step, check it, and run it."""
         before = self.state()
         step, other = self.scheduler.plan_step(), self.twin.plan_step()
         assert (step is None) == (other is None)
@@ -74,14 +76,14 @@ class Simulation:
         return step
 
     def finish(self) -> None:
-        """Run until nothing is left; all must finish, and only the cache may keep pages."""
+        """Run until no request is left; all must finish, and only the cache may keep pages."""
         while self.step() is not None:
             pass
         assert len(self.finished) == len(self.submitted)
         self.check_empty()
 
     def cancel(self) -> None:
-        """Give up what has not finished."""
+        """Cancel the unfinished requests."""
         left = len(self.submitted) - len(self.finished)
         assert len(self.scheduler.cancel()) == len(self.twin.cancel()) == left
         self.submitted = [s.request for s in self.finished]
@@ -89,7 +91,7 @@ class Simulation:
         self.check_empty()
 
     def check_empty(self) -> None:
-        """Nothing is held but by the cache, and the cache gives it all back."""
+        """Check that only the cache holds pages, and that it can free all of them."""
         assert self.scheduler.unfinished == []
         for replica, device in zip(self.scheduler.replicas, self.devices, strict=True):
             check_books(replica, device)
@@ -101,7 +103,7 @@ class Simulation:
         return [[(s, s.computed, s.preemptions) for s in r.running] for r in self.scheduler.replicas]
 
     def check_rules(self, step: Step, before: list[list[tuple[Sequence, int, int]]]) -> None:
-        """Who is in a step, with which tokens, and who lost its KV."""
+        """Check which requests are in a step, with which tokens, and which lost their KV."""
         page, lost = self.config.virtual_page, 0
         for todo, running, device in zip(step.replicas, before, self.devices, strict=True):
             preempted = [s for s, _, count in running if s.preemptions > count]
@@ -128,7 +130,7 @@ class Simulation:
         self.preempted += lost
 
     def check_progress(self, step: Step) -> None:
-        """First come, first admitted; and the oldest is never kept waiting."""
+        """Check that requests are admitted in order, and that the oldest never waits."""
         seen = {chunk.sequence.order for todo in step.replicas for chunk in todo.chunks}
         new = sorted(seen.difference(self.admitted))
         assert not new or not self.admitted or new[0] > self.admitted[-1]
@@ -146,12 +148,12 @@ class Simulation:
 
 
 def known_tokens(device: Device, sequence: Sequence) -> int:
-    """Tokens of a running sequence that are known before a step."""
+    """Return the number of tokens of a running sequence that are known before a step."""
     return len(device.at[sequence.slot].tokens)
 
 
 def signature(step: Step) -> tuple[object, ...]:
-    """A step in plain numbers."""
+    """Return a step as plain numbers."""
     return (
         step.number,
         step.preempted,

@@ -1,4 +1,4 @@
-"""Tests that test_syncs_plugin.py runs in a pytest of its own, by a dry run; some are meant to fail."""
+"""Define tests that test_syncs_plugin.py runs in a separate pytest with a dry run; some are meant to fail."""
 
 import unittest
 

@@ -1,4 +1,6 @@
-"""A host and the streams of a GPU, in virtual microseconds: a program runs as it is, or without some of its waits."""
+"""Simulate a host and the streams of a GPU in virtual microseconds: a program runs unchanged, or without some of its
+waits.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 LAUNCH, LATENCY, RETURN = 2, 3, 2
-"""The host needs LAUNCH for a launch, work begins no earlier than LATENCY after it, and a host that waited, or found
-nothing to wait for, goes on RETURN later."""
+"""Times of the simulation: the host needs LAUNCH for a launch, work begins no earlier than LATENCY after it, and the host continues
+RETURN after the end of a wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Run:
 
     @property
     def idle(self) -> float:
-        """Time between the first and the last work in which no stream had any."""
+        """Return the time between the first and the last work in which no stream was busy."""
         if not self.work:
             return 0.0
         start, end = merge_intervals(*np.array(self.work, float).T)
@@ -80,7 +82,7 @@ def run(program: Sequence[Step], *, without: Collection[int] = ()) -> Run:
 
 
 def _waited_for(step: Step, streams: dict[int, int], done: Run) -> list[int]:
-    """When the work ends that a step waits for."""
+    """Return the end times of the work that a step waits for."""
     if step.do == "device":
         return list(streams.values())
     if step.do == "event":
@@ -97,7 +99,7 @@ CALLS = {
 
 
 def traced(program: Sequence[Step], done: Run) -> Trace:
-    """The trace that a profiler would have written; waits are in the order of `done.waits`."""
+    """Return the trace that a profiler would write; waits are in the order of `done.waits`."""
     trace = Trace()
     pieces = iter(zip(done.launches, done.work, strict=True))
     for number, step in enumerate(program):

@@ -1,4 +1,4 @@
-"""What a run says while it works, where there is no terminal to draw a bar in."""
+"""Test the progress output of a run without a terminal for a progress bar, and tables on the console."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ POINT = Point(model="tiny", tp=1, concurrency=2, context=100, backend="reference
             ],
         ),
     ],
-    ids=["a minute has not passed", "it has"],
+    ids=["before a minute", "after a minute"],
 )
-def test_a_long_point_says_how_far_it_is_now_and_then(
+def test_long_point_prints_its_progress_from_time_to_time(
     monkeypatch: pytest.MonkeyPatch, quiet_s: float, lines: list[str]
 ) -> None:
-    """A log should show that something happens, and not every second."""
+    """Print progress to a log, but not every second."""
     monkeypatch.setattr(progress, "QUIET_S", quiet_s)
     out = io.StringIO()
     with progress.ProgressBar(progress.format_point_names([POINT]), Console(file=out, width=140)) as watch:
@@ -45,8 +45,8 @@ def test_a_long_point_says_how_far_it_is_now_and_then(
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
-def test_a_narrow_terminal_cuts_the_description_and_no_count(width: int) -> None:
-    """How many points are done says more than which is at work."""
+def test_narrow_terminal_shortens_the_description_but_not_the_count(width: int) -> None:
+    """Keep the count, because the number of finished points matters more than the current one."""
     out = io.StringIO()
     other = Point(model="a-long-name-of-a-model", tp=1, concurrency=2, context=200, backend="reference", dtype="fp32")
     with progress.ProgressBar(
@@ -57,10 +57,9 @@ def test_a_narrow_terminal_cuts_the_description_and_no_count(width: int) -> None
     assert "1/2 points" in re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", out.getvalue())
 
 
-def test_tables_say_what_they_mean_in_colours_and_names_of_others_stay_as_they_are(
+def test_tables_print_markup_in_names_as_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The console takes nothing for markup, neither ours nor theirs."""
     wrong = Check(
         name="logits",
         layout="tp1",
@@ -84,8 +83,8 @@ def test_tables_say_what_they_mean_in_colours_and_names_of_others_stay_as_they_a
     assert out.count("[") == 3
 
 
-def test_what_became_of_a_run_meanwhile_is_a_sentence() -> None:
-    """Events of the launcher, not of a point that ended; the first letter is large, and the others are as they were."""
+def test_launcher_events_are_printed_as_sentences() -> None:
+    """Print events that do not end a point; only the first letter is capitalised."""
     out = io.StringIO()
     with progress.ProgressBar(progress.format_point_names([POINT]), Console(file=out, width=140)) as watch:
         watch(Progress(stage="stopped", note="torchrun had been stopped (SIGSTOP)"))
@@ -98,8 +97,8 @@ def test_what_became_of_a_run_meanwhile_is_a_sentence() -> None:
     ]
 
 
-def test_sizes_of_a_device_are_rounded_and_not_cut() -> None:
-    """126.75 MiB of L2 cache are 127."""
+def test_device_sizes_are_rounded_not_truncated() -> None:
+    """Round 126.75 MiB of L2 cache to 127."""
     out = io.StringIO()
     probe = Probe(
         device="cuda", count=8, name="NVIDIA B200", memory_bytes=178 << 30, l2_bytes=507 << 18, capability="10.0"
@@ -113,8 +112,10 @@ def test_sizes_of_a_device_are_rounded_and_not_cut() -> None:
     ]
 
 
-def test_the_time_left_follows_from_points_of_the_same_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two replays after 300 s of measured steps and 1 s, then three live runs of 20 s, the first of which starts a server in 60 s."""
+def test_time_left_is_estimated_from_points_of_the_same_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run two replays after 300 s of measured steps and 1 s, then three live runs of 20 s, the first of which starts a
+    server in 60 s.
+    """
     names = {"r1": "first", "r2": "second", "l1": "third", "l2": "fourth", "l3": "fifth"}
     clock = iter([0.0, 300.0, 301.0, 361.0, 381.0, 401.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])

@@ -1,4 +1,4 @@
-"""What `dcpbench top` makes of a run's files."""
+"""Test the state that `dcpbench top` computes from a run's files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ FOUR = [build.point(context) for context in (100, 200, 300, 400)]
 
 
 class TestPoints:
-    def test_points_are_counted_by_how_they_ended(self, tmp_path: Path) -> None:
-        """Four can run: one is measured, one failed, one is at work, one is to come; a fifth was rejected."""
+    def test_points_are_counted_by_outcome(self, tmp_path: Path) -> None:
+        """Count four runnable points (one measured, one failed, one in progress, one to come) and a rejected one."""
         job = build.job(tmp_path, FOUR)
         build.record(tmp_path, build.point(999), start=0, seconds=0, outcome="rejected", reason="too long")
         build.add_finished_point(job, tmp_path, FOUR[0], 1, 11)
@@ -43,13 +43,13 @@ class TestPoints:
         assert (found.now.silent_s, found.now.timeout_s) == (3, 300)
         assert [(p.outcome, p.tok_s, p.itl_ms) for p in found.last] == [("ok", 200, 10), ("failed", None, None)]
 
-    def test_a_hung_point_counts_as_failed(self, tmp_path: Path) -> None:
+    def test_hung_point_counts_as_failed(self, tmp_path: Path) -> None:
         build.job(tmp_path, FOUR)
         build.record(tmp_path, FOUR[0], start=0, outcome="hung", reason="no sign of life for 300 s")
         assert build.state(tmp_path, 25).failed == 1
 
-    def test_a_resumed_run_measures_again_what_had_failed(self, tmp_path: Path) -> None:
-        """The first command measured one and lost one; the second, 1,000 s later, knows all four points."""
+    def test_resumed_run_counts_failed_points_as_left(self, tmp_path: Path) -> None:
+        """Measure one point and fail one in the first command; the second, 1,000 s later, lists all four points."""
         first = build.job(tmp_path, FOUR)
         build.add_finished_point(first, tmp_path, FOUR[0], 0, 10)
         build.record(tmp_path, FOUR[1], start=10, outcome="failed", reason="rank 1")
@@ -58,41 +58,41 @@ class TestPoints:
         assert (found.ok, found.failed, found.left, found.elapsed_s) == (1, 0, 3, 10)
         assert found.points_per_minute is None
 
-    def test_points_of_each_world_size_are_told_apart(self, tmp_path: Path) -> None:
+    def test_points_are_counted_by_world_size(self, tmp_path: Path) -> None:
         wide = build.point(100, tp=4)
         job = build.job(tmp_path, FOUR, pool=[*FOUR, wide])
         build.add_finished_point(job, tmp_path, FOUR[0], 0, 10)
         found = build.state(tmp_path, 11)
         assert [(s.tp, s.finished, s.total) for s in found.sizes] == [(2, 1, 4), (4, 0, 1)]
 
-    def test_a_replay_without_jobs_has_no_list_of_its_points(self, tmp_path: Path) -> None:
+    def test_replay_without_jobs_has_no_total_of_points(self, tmp_path: Path) -> None:
         build.record(tmp_path, FOUR[0], start=0, seconds=2)
         found = build.state(tmp_path, 3)
         assert (found.kind, found.ok, found.total, found.left, found.eta) == ("", 1, None, None, None)
 
-    def test_a_replay_without_jobs_ended_with_its_last_point(self, tmp_path: Path) -> None:
-        """A replay with a single point ends with it as well: 2 s, however long ago."""
+    def test_replay_without_jobs_ends_with_its_last_point(self, tmp_path: Path) -> None:
+        """Expect 2 s for a single point of 2 s, however much later the state is read."""
         build.record(tmp_path, FOUR[0], start=0, seconds=2)
         found = build.state(tmp_path, 99, alive=NONE)
         assert (found.status, found.elapsed_s) == ("ended", 2)
 
     @pytest.mark.parametrize(("start", "failed"), [(988, 1), (987, 0)])
-    def test_a_failure_may_seem_two_seconds_older_than_its_command(
+    def test_failure_up_to_two_seconds_before_the_command_is_counted(
         self, tmp_path: Path, start: float, failed: int
     ) -> None:
-        """Records have whole seconds: one that ends 2 s before is the command's, and at 3 s an earlier one's."""
+        """Allow 2 s because records have whole seconds; a failure 3 s before belongs to an earlier command."""
         build.job(tmp_path, FOUR, at=1001)
         build.record(tmp_path, FOUR[0], start=start, outcome="failed")
         assert build.state(tmp_path, 1012, began=1000).failed == failed
 
-    def test_served_points_are_a_serve(self, tmp_path: Path) -> None:
+    def test_run_of_served_points_has_the_kind_serve(self, tmp_path: Path) -> None:
         build.job(tmp_path, [build.point(100, workload="serve", load=load())])
         assert build.state(tmp_path, 1).kind == "serve"
 
 
 class TestTime:
-    def test_time_left_is_that_of_points_like_those_that_ended(self, tmp_path: Path) -> None:
-        """10 s each, two left, and 5 s into the third: 2 · 10 - 5 = 15. 2 points in 20 s are 6 a minute."""
+    def test_time_left_is_estimated_from_finished_points(self, tmp_path: Path) -> None:
+        """Expect 2 · 10 - 5 = 15 s for two points of 10 s left, 5 s into the first; 2 points in 20 s are 6 a minute."""
         job = build.job(tmp_path, FOUR)
         build.add_finished_point(job, tmp_path, FOUR[0], 0, 10)
         build.add_finished_point(job, tmp_path, FOUR[1], 10, 20)
@@ -102,8 +102,8 @@ class TestTime:
         assert (found.eta.seconds, found.eta.low, found.eta.points) == (15, None, 2)
         assert (found.points_per_minute, found.elapsed_s) == (6, 25)
 
-    def test_points_that_were_not_tried_took_no_time(self, tmp_path: Path) -> None:
-        """One failed after 10 s and spared two others the same; the fourth may take 10 s."""
+    def test_points_that_were_not_tried_do_not_shorten_the_estimate(self, tmp_path: Path) -> None:
+        """Fail one point after 10 s and skip two others; the estimate for the fourth stays 10 s."""
         build.job(tmp_path, FOUR)
         build.record(tmp_path, FOUR[0], start=0, outcome="failed")
         for spared in FOUR[1:3]:
@@ -113,16 +113,18 @@ class TestTime:
         assert found.eta
         assert (found.eta.seconds, found.eta.points) == (10, 1)
 
-    def test_a_range_is_the_prediction_interval_of_a_sum(self) -> None:
-        """8, 10 and 12 s: mean 10, s = 2, t(2) = 4.30. Four left: 40 ± 4.30 · 2 · √(4 + 16/3) = 40 ± 26.27."""
+    def test_range_of_time_left_is_the_prediction_interval_of_a_sum(self) -> None:
+        """Use 8, 10 and 12 s: mean 10, s = 2, t(2) = 4.30. Four left: 40 ± 4.30 · 2 · √(4 + 16/3) = 40 ± 26.27."""
         found = estimate_time_left([8, 10, 12], 4)
         assert found
         half = 4.30 * 2 * math.sqrt(4 + 16 / 3)
         assert (found.seconds, found.low, found.high) == (40, pytest.approx(40 - half), pytest.approx(40 + half))
 
     @pytest.mark.parametrize("n", range(3, 16))
-    def test_ranges_are_as_wide_as_students_t_says(self, n: int) -> None:
-        """For n points at 9 and 11 s alternately, with one left, the range is ± t(n - 1) · s · √(1 + 1/n); beyond the table ± 2.2."""
+    def test_range_of_time_left_follows_students_t_distribution(self, n: int) -> None:
+        """Expect ± t(n - 1) · s · √(1 + 1/n) for n points at 9 and 11 s alternately with one left; beyond the table t
+        is 2.2.
+        """
         durations = [9.0 + 2 * (i % 2) for i in range(n)]
         found = estimate_time_left(durations, 1)
         assert found
@@ -132,20 +134,20 @@ class TestTime:
         assert found.high - found.seconds == pytest.approx(half, abs=0.01 * half)
         assert estimate_time_left(durations[:2], 1).high is None
 
-    def test_a_range_ends_at_zero(self) -> None:
-        """1 and 100 s and 1 s: ± 4.30 · 57 is far more than the 34 s that are left."""
+    def test_range_of_time_left_does_not_go_below_zero(self) -> None:
+        """Use 1, 100 and 1 s: ± 4.30 · 57 is far more than the 34 s that are left."""
         found = estimate_time_left([1, 100, 1], 1)
         assert found
         assert (found.low, found.seconds) == (0, 34)
 
-    def test_no_time_is_left_below_zero(self) -> None:
-        """One left, 100 s at work where points take 10: it may end any moment."""
+    def test_time_left_does_not_go_below_zero(self) -> None:
+        """Spend 100 s on the last point where others take 10 s."""
         found = estimate_time_left([8, 10, 12], 1, spent=100)
         assert found
         assert (found.seconds, found.low) == (0, 0)
 
-    @pytest.mark.parametrize(("durations", "left"), [([], 3), ([10.0], 0)], ids=["nothing ended", "nothing is left"])
-    def test_nothing_is_estimated_from_nothing(self, durations: list[float], left: int) -> None:
+    @pytest.mark.parametrize(("durations", "left"), [([], 3), ([10.0], 0)], ids=["nothing ended", "nothing left"])
+    def test_time_left_is_none_without_finished_or_remaining_points(self, durations: list[float], left: int) -> None:
         assert estimate_time_left(durations, left) is None
 
 
@@ -159,25 +161,27 @@ class TestStatus:
             (NONE, 20, "stopped"),
         ],
     )
-    def test_a_run_with_points_left(self, tmp_path: Path, alive: str, at: float, status: str) -> None:
+    def test_status_of_a_run_with_points_left(self, tmp_path: Path, alive: str, at: float, status: str) -> None:
         job = build.job(tmp_path, FOUR)
         build.add_event(job, 10, "measure", FOUR[0])
         assert build.state(tmp_path, at, alive=alive).status == status
 
     @pytest.mark.parametrize(("alive", "status"), [(COMMAND, "finishing"), (NONE, "ended")])
-    def test_a_run_whose_points_have_all_ended(self, tmp_path: Path, alive: str, status: str) -> None:
+    def test_status_of_a_run_after_its_last_point(self, tmp_path: Path, alive: str, status: str) -> None:
         job = build.job(tmp_path, FOUR[:1])
         build.add_finished_point(job, tmp_path, FOUR[0], 0, 10)
         found = build.state(tmp_path, 11, alive=alive)
         assert (found.status, found.now, found.eta) == (status, None, None)
 
-    def test_a_run_that_has_just_begun(self, tmp_path: Path) -> None:
+    def test_run_without_events_is_starting(self, tmp_path: Path) -> None:
         assert build.state(tmp_path, 1).status == "starting"
         build.job(tmp_path, FOUR)
         assert build.state(tmp_path, 2).status == "starting"
 
-    def test_fresh_files_without_a_process_may_be_of_another_machine(self, tmp_path: Path) -> None:
-        """Ranks' ids lie there, as nobody has ended the job; but not for long, and not once it was seen here."""
+    def test_fresh_files_without_a_process_belong_to_another_machine(self, tmp_path: Path) -> None:
+        """Leave a rank's pid file, as no command has ended the job; the status changes after a while, or once the run
+        was seen here.
+        """
         job = build.job(tmp_path, FOUR)
         build.add_event(job, 10, "measure", FOUR[0])
         (tmp_path / "rank-0.pid").write_text("1")
@@ -186,10 +190,12 @@ class TestStatus:
         assert build.state(tmp_path, 80, alive=NONE, began=None).status == "stopped"
 
     @pytest.mark.parametrize(
-        ("typed", "seconds"), [("", 300), (" --timeout 60", 60), (" --timeout=90", 90), (" --timeout 'x", 300)]
+        ("options", "seconds"), [("", 300), (" --timeout 60", 60), (" --timeout=90", 90), (" --timeout 'x", 300)]
     )
-    def test_how_long_a_silence_may_last_is_what_was_typed(self, tmp_path: Path, typed: str, seconds: float) -> None:
-        build.job(tmp_path, FOUR, command=build.COMMAND_LINE + typed)
+    def test_timeout_of_silence_is_read_from_the_command_line(
+        self, tmp_path: Path, options: str, seconds: float
+    ) -> None:
+        build.job(tmp_path, FOUR, command=build.COMMAND_LINE + options)
         found = build.state(tmp_path, 1)
         assert found.now
         assert found.now.timeout_s == seconds
@@ -197,14 +203,14 @@ class TestStatus:
 
 class TestExitCode:
     @pytest.mark.parametrize(("outcome", "code"), [("ok", 0), ("failed", 4), ("hung", 4)])
-    def test_a_run_that_ended(self, tmp_path: Path, outcome: str, code: int) -> None:
+    def test_exit_code_of_an_ended_run_follows_its_outcomes(self, tmp_path: Path, outcome: str, code: int) -> None:
         build.job(tmp_path, FOUR[:1])
         build.record(tmp_path, FOUR[0], start=0, outcome=outcome)
         assert build.state(tmp_path, 11, alive=NONE).exit_code == code
-        assert build.state(tmp_path, 11).exit_code is None, "its command is alive"
+        assert build.state(tmp_path, 11).exit_code is None, "the command is alive"
 
-    def test_a_run_that_was_stopped(self, tmp_path: Path) -> None:
-        """As by Ctrl-C; a rank's last words mean that it failed instead."""
+    def test_stopped_run_has_exit_code_130_unless_a_rank_failed(self, tmp_path: Path) -> None:
+        """Stop a run as Ctrl-C does; with an error file of a rank it has failed instead."""
         build.job(tmp_path, FOUR)
         assert build.state(tmp_path, 99, alive=NONE).exit_code == 130
         failure = Failure(rank=1, key="", kind="ValueError", message="no such row", traceback="")
@@ -213,7 +219,7 @@ class TestExitCode:
         assert (found.exit_code, found.problem) == (4, "rank 1: ValueError: no such row")
 
     @pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)], ids=["all agree", "one is wrong"])
-    def test_verify_ends_with_1_where_a_check_is_wrong(self, tmp_path: Path, ok: bool, code: int) -> None:
+    def test_verify_with_a_failed_check_has_exit_code_1(self, tmp_path: Path, ok: bool, code: int) -> None:
         job = build.job(tmp_path, FOUR[:1], kind="verify", pool=[])
         build.add_event(job, 5, "done", FOUR[0])
         check = Check(
@@ -225,7 +231,7 @@ class TestExitCode:
 
 
 class TestFiles:
-    def test_a_line_that_is_being_written_waits(self, tmp_path: Path) -> None:
+    def test_incomplete_line_is_read_once_it_is_complete(self, tmp_path: Path) -> None:
         job = build.job(tmp_path, FOUR)
         build.add_event(job, 1, "build", FOUR[0])
         whole = job.get_progress_path().read_bytes()
@@ -237,8 +243,8 @@ class TestFiles:
         assert (after := build.state(facts, 4).now)
         assert (before.stage, after.stage) == ("build", "check")
 
-    def test_what_cannot_be_read_is_counted_and_the_rest_is_shown(self, tmp_path: Path) -> None:
-        """No JSON, other JSON, bytes that are no text, another version, and a job file that is half written."""
+    def test_unreadable_lines_are_counted_and_the_rest_is_shown(self, tmp_path: Path) -> None:
+        """Write invalid JSON, JSON of another type, invalid UTF-8, another schema version, and half a job file."""
         job = build.job(tmp_path, FOUR)
         build.add_event(job, 1, "measure", FOUR[0])
         build.add(job.get_progress_path(), b'{"stage":\n[1]\n\xff\xfe\n\n')
@@ -250,23 +256,25 @@ class TestFiles:
         assert found.now.stage == "profile"
         assert found.unread == {"progress-tp2-0.jsonl": 3, "records.jsonl": 1, "job-tp4-0.json": 1}
 
-    def test_a_file_that_is_there_and_cannot_be_opened_is_named(
+    def test_file_without_read_permission_is_reported_as_unread(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Else a run whose records belong to somebody else would look as if it had measured nothing."""
+        """Report the file, because a run with another user's records would otherwise look as if it had measured
+        nothing.
+        """
         build.job(tmp_path, FOUR)
         RecordFile(tmp_path).append(Record(point=FOUR[0], outcome="failed", reason="it died"))
-        opened = type(tmp_path).open
+        open_path = type(tmp_path).open
 
-        def refused(path: Path, *args: Any, **how: Any) -> object:
+        def refuse_records(path: Path, *args: Any, **options: Any) -> object:
             if path.name == "records.jsonl":
                 raise PermissionError(13, "Permission denied", str(path))
-            return opened(path, *args, **how)
+            return open_path(path, *args, **options)
 
-        monkeypatch.setattr(type(tmp_path), "open", refused)
+        monkeypatch.setattr(type(tmp_path), "open", refuse_records)
         assert build.state(tmp_path, 3).unread == {"records.jsonl": 1}
 
-    def test_a_record_that_does_not_fit_its_checksum_is_counted_and_not_shown(self, tmp_path: Path) -> None:
+    def test_record_with_a_wrong_checksum_is_counted_as_unread(self, tmp_path: Path) -> None:
         build.job(tmp_path, FOUR)
         RecordFile(tmp_path).append(Record(point=FOUR[0], outcome="failed", reason="it died"))
         RecordFile(tmp_path).append(Record(point=FOUR[1], outcome="failed", reason="it died"))
@@ -275,8 +283,8 @@ class TestFiles:
         found = build.state(tmp_path, 3)
         assert (found.failed, found.unread) == (1, {"records.jsonl": 1})
 
-    def test_a_run_that_starts_over_is_read_anew(self, tmp_path: Path) -> None:
-        """--force removes job, events and records, and writes files of the same names."""
+    def test_restarted_run_is_read_from_its_new_files(self, tmp_path: Path) -> None:
+        """Replace job, events and records by files of the same names, as --force does."""
         job = build.job(tmp_path, FOUR)
         build.add_finished_point(job, tmp_path, FOUR[0], 0, 10)
         facts = Facts(tmp_path)
@@ -287,16 +295,16 @@ class TestFiles:
         found = build.state(facts, 12)
         assert (found.ok, found.total, found.last) == (0, 2, [])
 
-    def test_texts_of_any_length_and_kind_become_short_and_printable(self, tmp_path: Path) -> None:
+    def test_hostile_texts_become_short_and_printable(self, tmp_path: Path) -> None:
         hostile = build.point(100, model="\x1b[2J\x1b]0;owned\x07[red]" + "m" * 10_000_000)
         job = build.job(tmp_path, [hostile])
         build.add_event(job, 1, "\x1b[31mmeasure", hostile, "\x9b2J\r\n" + "n" * 10_000_000)
         build.record(tmp_path, hostile, start=0, outcome="failed", reason="\u202e" + "r" * 10_000_000)
         found = build.state(tmp_path, 2, began=-99)
-        told = msgspec.json.encode(found).decode()
-        assert all(c.isprintable() for c in told)
-        assert len(told) < 10 * MAX_LINE_CHARS
+        encoded = msgspec.json.encode(found).decode()
+        assert all(c.isprintable() for c in encoded)
+        assert len(encoded) < 10 * MAX_LINE_CHARS
 
-    def test_a_pipe_in_the_place_of_a_file_does_not_make_it_wait(self, tmp_path: Path) -> None:
+    def test_pipe_in_place_of_a_file_does_not_block(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "records.jsonl")
         assert build.state(tmp_path, 1).ok == 0

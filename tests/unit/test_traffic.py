@@ -1,4 +1,4 @@
-"""Who sends when, and what is noted: clients that wait for answers, and requests that come when they are due."""
+"""Test when requests are sent and what is recorded: closed-loop clients, and open-loop arrivals."""
 
 import hypothesis.strategies as st
 import pytest
@@ -10,16 +10,16 @@ from dcpbench.serving.scheduler import Scheduler
 from dcpbench.serving.traffic import Traffic
 from tests.unit.serving_builder import check_books, config, request
 
-TOO_LONG = 40  # more prompt tokens than the usual pool's eight pages of four hold
+TOO_LONG = 40  # more prompt tokens than the default pool of eight pages of four tokens holds
 
 
 def traffic(load: list[ServeRequest], concurrency: int | None, **changes: object) -> Traffic:
-    """Traffic into the usual scheduler."""
+    """Return traffic into the default scheduler."""
     return Traffic(load, Scheduler(config(**changes)), concurrency)
 
 
 def serve(flow: Traffic, step_s: float = 1.0) -> None:
-    """Steps of one second, in virtual time, until all is answered."""
+    """Run steps of `step_s` seconds in virtual time until all requests are answered."""
     now = 0.0
     while not flow.is_done:
         flow.submit(*flow.count_due(now), now)
@@ -32,30 +32,30 @@ def serve(flow: Traffic, step_s: float = 1.0) -> None:
 
 
 class TestClosedLoop:
-    def test_a_client_sends_its_next_request_when_its_last_one_is_answered(self) -> None:
-        """Two clients, prompts of 4, two tokens out: each pair takes a step of prefill and one of decode."""
+    def test_client_sends_its_next_request_after_the_last_answer(self) -> None:
+        """Use two clients, prompts of 4 and two output tokens: each pair takes a prefill step and a decode step."""
         flow = traffic([request(n, 4, 2) for n in range(5)], 2)
         serve(flow)
         assert [s.submitted_s for s in flow.samples] == [0, 0, 2, 2, 4]
         assert [s.token_s for s in flow.samples] == [[1, 2], [1, 2], [3, 4], [3, 4], [5, 6]]
         assert all(s.is_finished and s.sequence for s in flow.samples)
 
-    def test_a_request_counts_from_when_its_client_had_its_answer_however_late_the_server_looks(self) -> None:
-        """Answered at 1 s; the server takes new requests again at 3 s."""
+    def test_submission_time_is_the_time_of_the_clients_last_answer(self) -> None:
+        """Answer at 1 s, and let the server accept new requests at 3 s."""
         flow = traffic([request(n, 4, 1) for n in range(2)], 1)
         flow.submit(*flow.count_due(0.0), 0.0)
         flow.record_tokens(flow.scheduler.plan_step(), 1.0)
         flow.submit(*flow.count_due(3.0), 3.0)
         assert [s.submitted_s for s in flow.samples] == [0, 1]
 
-    def test_it_does_not_look_at_when_requests_would_be_due(self) -> None:
+    def test_closed_loop_ignores_arrival_times(self) -> None:
         flow = traffic([request(0, 4, 1, arrival_s=9.0)], 1)
         assert (flow.count_due(0.0), flow.find_next_arrival_s()) == ((0, 1), None)
         serve(flow)
         assert (flow.samples[0].submitted_s, flow.samples[0].token_s) == (0, [1])
 
-    def test_a_client_whose_request_is_rejected_sends_its_next_one(self) -> None:
-        """The first two of three can never be served; the third one comes at once all the same."""
+    def test_client_sends_its_next_request_after_a_rejection(self) -> None:
+        """Reject the first two of three requests, which can never be served."""
         flow = traffic([request(0, TOO_LONG), request(1, TOO_LONG), request(2, 4)], 1)
         serve(flow)
         assert [bool(s.rejected) for s in flow.samples] == [True, True, False]
@@ -64,20 +64,19 @@ class TestClosedLoop:
 
 
 class TestOpenLoop:
-    def test_requests_come_when_they_are_due_whatever_is_unanswered(self) -> None:
-        """Requests are due at 0, 0.5 and 2.5 s; prompts of 8 fill a step each, so the second one is answered at 2 s."""
+    def test_open_loop_requests_arrive_on_time_despite_unanswered_ones(self) -> None:
+        """Send at 0, 0.5 and 2.5 s; a prompt of 8 fills a step, so the second request is answered at 2 s."""
         flow = traffic([request(n, 8, 1, arrival_s=at) for n, at in enumerate((0.0, 0.5, 2.5))], None)
         assert [flow.count_due(at) for at in (0.0, 0.49, 0.5, 9.0)] == [(0, 1), (0, 1), (0, 2), (0, 3)]
         serve(flow)
         assert [s.token_s for s in flow.samples] == [[1], [2], [3.5]]
 
-    def test_a_request_counts_from_when_it_was_due_not_from_when_it_was_seen(self) -> None:
-        """It came in the middle of a step."""
+    def test_submission_time_is_the_arrival_time_during_a_step(self) -> None:
         flow = traffic([request(0, 8, 1, arrival_s=0.25)], None)
         flow.submit(*flow.count_due(1.0), 1.0)
         assert flow.samples[0].submitted_s == 0.25
 
-    def test_it_says_when_the_next_one_comes(self) -> None:
+    def test_find_next_arrival_returns_the_next_due_time(self) -> None:
         flow = traffic([request(0, 4, arrival_s=1.5)], None)
         assert (flow.count_due(1.0), flow.find_next_arrival_s()) == ((0, 0), 1.5)
         flow.submit(0, 1, 1.5)
@@ -85,8 +84,8 @@ class TestOpenLoop:
 
 
 class TestStop:
-    def test_finished_requests_keep_their_samples_and_the_others_are_given_up(self) -> None:
-        """One of three requests is answered, one is running and one was never sent."""
+    def test_stop_keeps_samples_of_finished_requests_and_drops_the_others(self) -> None:
+        """Stop while one of three requests is answered, one is running and one was never sent."""
         flow = traffic([request(0, 4, 1), request(1, 4, 9), request(2, 4, 1)], 2)
         flow.submit(0, 2, 0.0)
         flow.record_tokens(flow.scheduler.plan_step(), 1.0)
@@ -95,11 +94,11 @@ class TestStop:
         assert flow.samples[1].sequence is not None
         assert (flow.is_done, flow.count_due(9.0), flow.in_flight, flow.scheduler.unfinished) == (True, (0, 0), 0, [])
 
-    def test_nothing_to_serve_is_an_error_that_says_what_to_type(self) -> None:
+    def test_traffic_without_requests_raises_an_error_with_the_fix(self) -> None:
         with pytest.raises(UsageError, match="give --num-requests 1 or more"):
             traffic([], 1)
 
-    def test_no_client_is_an_error_and_not_a_run_without_end(self) -> None:
+    def test_zero_concurrency_raises_an_error_instead_of_running_forever(self) -> None:
         with pytest.raises(UsageError, match="try --concurrency 1"):
             traffic([request(0, 4)], 0)
 
@@ -110,8 +109,8 @@ LOADS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0
 
 @settings(max_examples=100, deadline=None)
 @given(load=LOADS, concurrency=st.sampled_from([None, 1, 2, 5]), replicas=st.integers(1, 2))
-def test_every_request_is_answered_or_rejected_and_every_token_is_noted(load, concurrency, replicas):
-    """Open and closed loops, on pools of eight pages, into which not every request fits."""
+def test_every_request_is_answered_or_rejected_and_every_token_recorded(load, concurrency, replicas):
+    """Use open and closed loops on pools of eight pages, which some requests exceed."""
     at, requests = 0.0, []
     for number, (prompt, output, gap) in enumerate(load):
         at += gap

@@ -1,4 +1,4 @@
-"""The tracked tree: its size, and the links between its documents."""
+"""Test the tracked tree: its size, and the links between its documents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 MAX_TREE_BYTES = 20 << 20  # a transfer to a GPU machine is limited to 64 MiB and also carries parts of a serving engine
 MAX_RESULT_FOLDERS = 15
-MAX_RESULT_WORDS = 900  # one page, with its tables
+MAX_RESULT_WORDS = 900  # one printed page, with its tables
 PROGRAMS = {".py", ".pyc", ".sh", ".cu", ".cpp"}
 CODE = re.compile(r"^(```|~~~).*?^\1|(`+)[^`\n]+\2", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)")
@@ -49,7 +49,7 @@ def slug(heading: str) -> str:
 
 @functools.cache
 def anchors(document: Path) -> frozenset[str]:
-    """Return a document's anchors; a repeated heading has a number behind it."""
+    """Return a document's anchors; a repeated heading is followed by a number."""
     text = re.sub(r"^(```|~~~).*?^\1", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     seen: collections.Counter[str] = collections.Counter()
     found = set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
@@ -60,7 +60,7 @@ def anchors(document: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def broken(document: Path, existing: frozenset[Path]) -> Iterator[str]:
+def find_broken_links(document: Path, existing: frozenset[Path]) -> Iterator[str]:
     """Yield the relative links of a document that have no tracked file, folder or heading."""
     for link in LINK.findall(CODE.sub("", document.read_text(encoding="utf-8"))):
         path, _, anchor = link.partition("#")
@@ -72,13 +72,15 @@ def broken(document: Path, existing: frozenset[Path]) -> Iterator[str]:
 
 
 def test_every_relative_link_has_its_file_and_heading() -> None:
-    """A file that is not tracked exists here at most, so that its link fails for everyone else."""
+    """Use tracked files only: an untracked file exists at most here, so that its link fails for everyone else."""
     existing = frozenset(folder for path in tracked() for folder in (path, *path.parents))
-    found = {str(path.relative_to(ROOT)): links for path in documents() if (links := list(broken(path, existing)))}
+    found = {
+        str(path.relative_to(ROOT)): links for path in documents() if (links := list(find_broken_links(path, existing)))
+    }
     assert found == {}
 
 
-def test_a_link_to_an_absent_file_or_heading_is_found(tmp_path: Path) -> None:
+def test_link_to_an_absent_file_or_heading_is_found(tmp_path: Path) -> None:
     there, page = tmp_path / "there.md", tmp_path / "page.md"
     there.write_text("# 4 × H200, `fp8`: a & b\n## Twice\n## Twice\n```\n# no heading\n```\n")
     page.write_text(
@@ -86,11 +88,11 @@ def test_a_link_to_an_absent_file_or_heading_is_found(tmp_path: Path) -> None:
         "[f](gone.md) [g](there.md#no-heading) [h](there.md#twice-2) [i](#other) `[code](gone.md)`\n"
         "```\n[k](gone.md)\n```\n"
     )
-    found = list(broken(page, frozenset({there, page})))
+    found = list(find_broken_links(page, frozenset({there, page})))
     assert found == ["gone.md", "there.md#no-heading", "there.md#twice-2", "#other"]
 
 
-def test_the_tracked_tree_is_small() -> None:
+def test_tracked_tree_stays_below_its_size_limit() -> None:
     sizes = {path: path.stat().st_size for path in tracked()}
     largest = sorted(sizes, key=lambda path: -sizes[path])[:5]
     assert sum(sizes.values()) <= MAX_TREE_BYTES, (
@@ -106,8 +108,8 @@ def list_result_folders() -> set[Path]:
     return {results.RESULTS / path.parts[0] for path in inside if len(path.parts) > 1}
 
 
-def test_results_have_few_folders_with_a_page_and_raw_records_each() -> None:
-    """An archive lies in the folder of a subject, or in each of its subfolders."""
+def test_each_results_folder_has_a_short_page_and_raw_records() -> None:
+    """Look for an archive in the folder of a subject, or in each of its subfolders."""
     folders = list_result_folders()
     assert 0 < len(folders) <= MAX_RESULT_FOLDERS, "add the measurement to the folder of its subject"
     for folder in folders:
@@ -117,16 +119,18 @@ def test_results_have_few_folders_with_a_page_and_raw_records_each() -> None:
         assert any(path.name == results.ARCHIVE and path.is_relative_to(folder) for path in tracked()), folder.name
 
 
-def test_no_program_lies_in_results() -> None:
-    """Programs that measure or that print tables belong into tools/."""
-    held = {folder: {Path(name).suffix for name in results.read_members(folder)} for folder in results.packed_folders()}
-    found = {folder.name for folder, suffixes in held.items() if suffixes & PROGRAMS}
+def test_results_contain_no_programs() -> None:
+    """Programs that measure or print tables belong in tools/."""
+    suffixes_by_folder = {
+        folder: {Path(name).suffix for name in results.read_members(folder)} for folder in results.packed_folders()
+    }
+    found = {folder.name for folder, suffixes in suffixes_by_folder.items() if suffixes & PROGRAMS}
     assert found == set()
     assert [path for path in tracked() if path.is_relative_to(results.RESULTS) and path.suffix in PROGRAMS] == []
 
 
-def test_each_archive_holds_the_files_of_its_folder_alone() -> None:
-    """Unpacking overwrites no tracked file."""
+def test_archives_contain_no_tracked_file() -> None:
+    """Unpacking must not overwrite a tracked file."""
     for folder in results.packed_folders():
         assert set(tracked()).isdisjoint(folder / name for name in results.read_members(folder)), folder.name
 
@@ -134,7 +138,7 @@ def test_each_archive_holds_the_files_of_its_folder_alone() -> None:
 class TestArchives:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        """A result folder of a repository, with raw records, a report and a picture."""
+        """Return a result folder of a repository, with raw records, a report and a picture."""
         subprocess.run(["git", "init", "-q", tmp_path], check=True)
         folder = tmp_path / "results" / "decode_H200_2026-01-01"
         for name in ("README.md", "run/records.jsonl", "tables.py", "report/report.md", "run/bench.png"):
@@ -143,21 +147,21 @@ class TestArchives:
         subprocess.run(["git", "add", "results/decode_H200_2026-01-01/README.md"], cwd=tmp_path, check=True)
         return folder
 
-    def test_raw_files_come_back(self, folder: Path) -> None:
+    def test_unpack_restores_raw_files(self, folder: Path) -> None:
         assert [str(path) for path in results.pack(folder)] == ["run/records.jsonl", "tables.py"]
         (folder / "run" / "records.jsonl").unlink()
         (folder / results.STAMP).unlink()
         results.unpack(folder)
         assert (folder / "run" / "records.jsonl").read_text() == "run/records.jsonl"
 
-    def test_the_same_files_give_the_same_archive(self, folder: Path) -> None:
+    def test_packing_the_same_files_gives_the_same_archive(self, folder: Path) -> None:
         results.pack(folder)
         before = (folder / results.ARCHIVE).read_bytes()
         (folder / "tables.py").touch()
         results.pack(folder)
         assert (folder / results.ARCHIVE).read_bytes() == before
 
-    def test_another_archive_is_unpacked_again(self, folder: Path) -> None:
+    def test_changed_archive_is_unpacked_again(self, folder: Path) -> None:
         results.pack(folder)
         old = (folder / results.ARCHIVE).read_bytes()
         (folder / "tables.py").write_text("new")
@@ -166,20 +170,22 @@ class TestArchives:
         results.unpack(folder)
         assert (folder / "tables.py").read_text() == "tables.py"
 
-    def test_reports_of_a_measurement_are_left_out(self, folder: Path) -> None:
-        """A measurement is a folder inside the folder of its subject; `make results` writes its reports again."""
+    def test_archive_leaves_out_reports_of_a_measurement(self, folder: Path) -> None:
+        """Leave them out, because `make results` writes them again. A measurement is a folder inside the folder of its
+        subject.
+        """
         for name in ("fp8_H200_2026-01-01/records.jsonl", "fp8_H200_2026-01-01/report-bf16/points.csv"):
             (folder / name).parent.mkdir(parents=True)
             (folder / name).write_text(name)
         assert "fp8_H200_2026-01-01/records.jsonl" in map(str, results.pack(folder))
         assert not [name for name in results.read_members(folder) if "report" in name]
 
-    def test_a_subfolder_may_have_an_archive_of_its_own(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_subfolder_may_have_its_own_archive(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         results.pack(folder)
         monkeypatch.setattr(results, "RESULTS", folder.parent.parent)
         assert results.packed_folders() == [folder]
 
-    def test_packing_refuses_to_lose_a_file(self, folder: Path) -> None:
+    def test_packing_without_an_archived_file_is_rejected(self, folder: Path) -> None:
         results.pack(folder)
         (folder / "tables.py").unlink()
         with pytest.raises(
@@ -187,7 +193,7 @@ class TestArchives:
         ):
             results.pack(folder)
 
-    def test_a_folder_without_raw_files_is_refused(self, folder: Path) -> None:
+    def test_packing_a_folder_without_raw_files_is_rejected(self, folder: Path) -> None:
         (folder / "tables.py").unlink()
         (folder / "run" / "records.jsonl").unlink()
         with pytest.raises(SystemExit, match="holds no raw file"):

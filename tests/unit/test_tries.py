@@ -1,4 +1,4 @@
-"""Points that failed are counted over all commands on a folder, and set aside."""
+"""Test that failed points are counted over all commands on a folder, and set aside."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ POINTS = [Point(model="tiny", tp=1, concurrency=c, context=8, backend="reference
 
 
 def fail(folder: Path, point: Point, **detail: str) -> None:
-    """A record of one try."""
+    """Add the record of a failed attempt."""
     RecordFile(folder).append(Record(point=point, outcome="failed", reason="it broke", detail=detail))
 
 
-def test_only_failures_that_may_pass_are_counted(tmp_path: Path) -> None:
-    """An interrupt has no stage, as no job broke; an error of ours says what to type instead."""
+def test_only_failures_worth_a_retry_are_counted(tmp_path: Path) -> None:
+    """Leave out an interrupt, which has no stage, and dcpbench's own errors, which name the fix instead."""
     assert not retry.count_failures(tmp_path)
     fail(tmp_path, POINTS[0], stage="measure", error="RuntimeError")
     fail(tmp_path, POINTS[0], stage="measure")
@@ -33,7 +33,7 @@ def test_only_failures_that_may_pass_are_counted(tmp_path: Path) -> None:
     assert retry.count_failures(tmp_path) == {POINTS[0].get_key(): 2}
 
 
-def test_a_point_that_failed_twice_is_left_out_with_what_tries_it_again(
+def test_point_that_failed_twice_is_set_aside_with_the_retry_option(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):

@@ -1,12 +1,12 @@
-"""A command that errors advise keeps what was typed."""
+"""Test that a command suggested by an error keeps the options of the original command."""
 
 from dcpbench.plan import command_line
 
 WORDS = ("sweep", "--tp", "16", "--dcp=8", "--context", "128000", "--device", "cpu", "--dry-run", "-o", "my runs")
 
 
-def test_options_take_the_place_of_those_typed_and_all_others_stay() -> None:
-    """Written with a space or =, with a value or none; what has a space is quoted."""
+def test_given_options_replace_the_typed_ones_and_others_are_kept() -> None:
+    """Use options written with a space or =, with and without a value; a value with a space is quoted."""
     given = {"--tp": "8", "--dcp": "4", "--dry-run": ""}
     expected = "dcpbench sweep --tp 8 --dcp 4 --dry-run --context 128000 -o 'my runs'"
     assert command_line.format_retyped_command(WORDS, "sweep", given, ["--device"]) == expected

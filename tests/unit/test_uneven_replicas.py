@@ -1,4 +1,6 @@
-"""Attention replicas of which one has more rows than others in a step with chunks: who goes to experts, and what it takes."""
+"""Test steps in which one attention replica has more rows than others: the rows that experts process, and the step's
+time.
+"""
 
 from __future__ import annotations
 
@@ -62,38 +64,38 @@ POINT = Point(
     dtype="bf16",
     page_size=64,
 )
-A_ROW_MS = 0.03  # of experts, for the row of one replica where all have it: a DP-th of it for a row that one alone has
+A_ROW_MS = 0.03  # time of experts for one row on each replica; a row on a single replica takes a DP-th of it
 
 
-def truth(works: list[Work]) -> float:
-    """The slowest replica, with experts for the rows that replicas have and not for as many as the fullest has."""
+def compute_true_ms(works: list[Work]) -> float:
+    """Return the time of the slowest replica, with experts that process only the rows that exist."""
     rows = [work.rows_with_chunks for work in works]
     most = max(works, key=lambda work: work.rows_with_chunks)
-    full = max(true_ms(with_rows_of(most, work)) for work in works)
+    full = max(true_ms(pad_to_rows_of(most, work)) for work in works)
     return full - A_ROW_MS * sum(max(rows) - each for each in rows) / len(rows)
 
 
-def with_rows_of(most: Work, work: Work) -> Work:
-    """A replica's attention with the rows of the fullest: true_ms knows them by rows + tokens."""
+def pad_to_rows_of(most: Work, work: Work) -> Work:
+    """Give a replica's attention as many rows as the fullest has; true_ms derives them from rows + tokens."""
     return work._replace(tokens=most.rows + most.tokens - work.rows)
 
 
-def measured(extent: Extent = EXTENT) -> StepTimes:
-    """The whole grid of an engine in which experts go through the rows that there are."""
+def make_step_times(extent: Extent = EXTENT) -> StepTimes:
+    """Return the whole grid of an engine in which experts process only the rows that exist."""
     cases = [
-        MeasuredCase(case=case, samples_ms=[truth(works) if case.chunks else true_ms(case.compute_work())])
+        MeasuredCase(case=case, samples_ms=[compute_true_ms(works) if case.chunks else true_ms(case.compute_work())])
         for case in make_cases(extent)
         for works in [case.compute_works(extent.replicas)]
     ]
     return msgspec.structs.replace(step_times(path=get_engine_path(POINT)), cases=cases)
 
 
-TIMES = measured()
+TIMES = make_step_times()
 
 
 @pytest.fixture(scope="module")
 def serving() -> serve.Serving:
-    """A rank that stands for two replicas, so that it sees the rows of both."""
+    """Build a rank that stands for two replicas, so that it sees the rows of both."""
     load = Load(mode="replay", requests=3, input_tokens="20", output_tokens="3", chunk=80)
     asked = Point(
         model="tiny",
@@ -114,7 +116,9 @@ def serving() -> serve.Serving:
 
 
 def replica(decodes: int, tokens: int) -> ReplicaStep:
-    """Requests at position 5, each with a page a token, and a chunk of so many tokens behind them."""
+    """Return a step with decodes at position 5, each with one page per token, and a chunk of `tokens` tokens behind
+    them.
+    """
     found = ReplicaStep()
     for slot in range(1, decodes + 1 + bool(tokens)):
         sequence = Sequence(ServeRequest(number=slot, prompt=np.arange(50, dtype=np.int32), output_tokens=2), slot)
@@ -136,13 +140,15 @@ class TestEngine:
     @pytest.mark.parametrize(
         "each",
         [((0, 40), (0, 0)), ((3, 20), (2, 0)), ((0, 40), (3, 33)), ((0, 16), (0, 16))],
-        ids=["nothing", "decodes", "chunks", "alike"],
+        ids=["nothing", "decodes", "chunks", "equal"],
     )
     @pytest.mark.parametrize("first", [0, 1])
-    def test_rows_that_are_there_for_another_replica_go_to_no_expert(
+    def test_padding_rows_for_another_replica_go_to_no_expert(
         self, each: tuple[tuple[int, int], ...], first: int, serving: serve.Serving
     ) -> None:
-        """As many of each replica as it would run alone do, its first; and tokens are sampled where they were asked for."""
+        """Expect as many routed rows per replica as it would run alone, first in its part, and one token per requested
+        sample.
+        """
         each = each[first:] + each[:first]
         model = serving.engine.model
         model.chosen_experts = chosen = []
@@ -157,8 +163,8 @@ class TestEngine:
             assert torch.equal((ids_Tk != NO_EXPERT).all(-1), live)
             assert torch.equal((ids_Tk == NO_EXPERT).all(-1), ~live)
 
-    def test_of_steps_that_only_decode_all_rows_go_to_experts(self, serving: serve.Serving) -> None:
-        """As those of captured graphs, which know nothing of replicas."""
+    def test_all_rows_of_decode_steps_go_to_experts(self, serving: serve.Serving) -> None:
+        """Decode steps run as captured graphs, which do not depend on the rows of replicas."""
         serving.engine.model.chosen_experts = chosen = []
         with torch.inference_mode():
             serving.engine.launch_step(Step(1, [replica(4, 0), replica(1, 0)])).wait_tokens()
@@ -167,8 +173,10 @@ class TestEngine:
 
 
 class TestGrid:
-    def test_one_replica_alone_has_each_size_of_chunks_that_all_have(self) -> None:
-        """The difference is then that of the experts; cases have no prefix, and exist only with replicas."""
+    def test_grid_has_each_chunk_size_also_on_one_replica_alone(self) -> None:
+        """Measure equal cases, so that their difference is the time of experts; these cases have no prefix, and exist
+        only with replicas.
+        """
         cases = make_cases(EXTENT)
         alone = [case for case in cases if case.use == UNEVEN]
         assert [case.compute_work().tokens for case in alone] == [n for n in CHUNK_TOKENS if n <= EXTENT.chunk]
@@ -177,20 +185,20 @@ class TestGrid:
         assert not any(case.replicas for case in make_cases(extent(replicas=1)))
 
     @pytest.mark.parametrize("tokens", BETWEEN_TOKENS)
-    def test_the_largest_chunks_and_those_of_whole_prompts_are_among_its_sizes(self, tokens: int) -> None:
-        """They are included even if others of their size lie between those that are measured so."""
+    def test_one_replica_cases_include_the_largest_chunk_and_whole_prompts(self, tokens: int) -> None:
+        """Include these sizes even if they lie between those of the usual grid."""
         for changed in ({"chunk": tokens}, {"chunk": 2 * tokens, "prompts": (tokens,)}):
             sizes = [case.compute_work().tokens for case in make_cases(extent(**changed)) if case.use == UNEVEN]
             assert tokens in sizes
             assert max(sizes) == changed["chunk"]
             assert set(BETWEEN_TOKENS) & set(sizes) <= {tokens, max(sizes)}
 
-    def test_some_replicas_are_predicted_and_checked(self) -> None:
-        """Half of four; of two there are no some."""
+    def test_check_cases_include_half_of_the_replicas(self) -> None:
+        """Use two of four replicas, and no such case with one or two."""
         some = {n: [c.replicas for c in make_cases(extent(replicas=n)) if c.use == CHECK] for n in (1, 2, 4)}
         assert some == {1: [0] * len(some[1]), 2: [0] * len(some[1]), 4: [2] + [0] * len(some[1])}
 
-    def test_a_step_is_that_of_its_case_on_some_replicas_and_of_nothing_on_others(self) -> None:
+    def test_step_of_a_case_gives_work_only_to_its_replicas(self) -> None:
         setup = config(replicas=3, pages=33, page_size=2, dcp=2, max_requests=6, chunk=16, max_context=40)
         case = Case(chunks=(Chunks(2, 5, 8),), use=CHECK, replicas=2)
         made = CaseMaker(setup, 50).make_steps(case)
@@ -198,27 +206,27 @@ class TestGrid:
         assert case.compute_works(3) == [case.compute_work()] * 2 + [Work.from_requests(0, 0, [])]
         assert [bool(replica.table) for replica in made.first.replicas] == [True, True, False]
 
-    def test_floors_and_words_are_of_those_that_have_something_to_do(self) -> None:
+    def test_rows_and_text_of_a_case_count_only_busy_replicas(self) -> None:
         case = Case(chunks=(Chunks(1, 2048, 0),), use=UNEVEN, replicas=1)
         assert case.compute_rows(4) == StepRows(chunks=((2048, 0),), sampled=1, tokens=2048)
         assert str(case) == "1 × 2,048 tokens at 0, on 1 replica alone"
 
 
 def extent(**changes: int | tuple[int, ...]) -> Extent:
-    """EXTENT with some fields changed."""
+    """Return EXTENT with some fields changed."""
     return Extent(**{name: getattr(EXTENT, name) for name in Extent.__dataclass_fields__} | changes)
 
 
 class TestPrediction:
-    def test_cases_of_one_replica_and_of_some_are_met(self) -> None:
+    def test_model_reproduces_cases_of_one_and_of_some_replicas(self) -> None:
         assert {case.replicas for case, _ in TIMES.check_errors()} == {0, 2}
         assert all(abs(error) < 1e-9 for _, error in TIMES.check_errors())
         for m in TIMES.select_cases(UNEVEN):
             assert TIMES.model.predict_step_ms(m.case.compute_works(DP)) == pytest.approx(m.median_ms)
 
     @pytest.mark.parametrize("seed", range(20))
-    def test_it_is_exact_where_a_row_takes_as_long_whoever_has_it(self, seed: int) -> None:
-        """Any replica decodes beside any chunk, or does nothing."""
+    def test_prediction_is_exact_if_rows_cost_the_same_on_every_replica(self, seed: int) -> None:
+        """Let replicas decode, run a chunk, do both or do nothing."""
         rng = np.random.default_rng(seed)
         works = [
             Work.from_requests(
@@ -227,10 +235,10 @@ class TestPrediction:
             for n in rng.integers(0, 11, DP).tolist()
         ]
         works[int(rng.integers(DP))] = Work.from_requests(0, 0, [(3500, 0)])
-        assert TIMES.model.predict_step_ms(works) == pytest.approx(truth(works))
+        assert TIMES.model.predict_step_ms(works) == pytest.approx(compute_true_ms(works))
 
-    def test_the_more_the_others_have_the_longer_it_takes(self) -> None:
-        """The other replicas have from no rows to as many as the fullest."""
+    def test_predicted_time_grows_with_the_rows_of_other_replicas(self) -> None:
+        """Give the other replicas from no rows to as many as the fullest has."""
         chunk, empty = Work.from_requests(0, 0, [(4096, 0)]), Work.from_requests(0, 0, [])
         others = [empty, Work.from_requests(12, 12 * 4000, []), Work.from_requests(0, 0, [(2048, 0)]), chunk]
         times = [TIMES.model.predict_step_ms([chunk, other, empty, empty]) for other in others]
@@ -238,8 +246,8 @@ class TestPrediction:
         assert times[-1] - times[0] == pytest.approx(A_ROW_MS * 4096 / DP)
         assert TIMES.model.predict_step_ms([chunk] * DP) - times[0] == pytest.approx(A_ROW_MS * 4096 * (DP - 1) / DP)
 
-    def test_so_does_the_host(self) -> None:
-        """Where launching takes half as long as the step."""
+    def test_predicted_host_time_grows_with_the_rows_of_other_replicas(self) -> None:
+        """Let launching take half as long as the step."""
         halves = [
             msgspec.structs.replace(m, host_ms=[m.median_ms / 2]) if m.case.chunks else m
             for m in TIMES.cases
@@ -249,8 +257,8 @@ class TestPrediction:
         for m in times.select_cases(UNEVEN):
             assert times.host_model.predict_step_ms(m.case.compute_works(DP)) == pytest.approx(m.median_ms / 2)
 
-    def test_noise_makes_no_step_longer_than_that_of_full_replicas(self) -> None:
-        """Where a case of one replica took longer than that of all."""
+    def test_noise_never_makes_a_step_longer_than_with_full_replicas(self) -> None:
+        """Measure a case of one replica that took longer than the case of all replicas."""
         line = [(m.case.compute_work(), m.median_ms) for m in TIMES.select_cases(LINE)]
         model = StepModel(line, (), [(m.case.compute_work(), 1e6) for m in TIMES.select_cases(UNEVEN)])
         chunk, empty = Work.from_requests(0, 0, [(4096, 0)]), Work.from_requests(0, 0, [])
@@ -258,19 +266,19 @@ class TestPrediction:
 
 
 class TestFile:
-    def test_a_file_without_cases_of_one_busy_replica_is_refused(self, tmp_path: Path) -> None:
-        """A forecast from it would let attention DP pay for rows that the engine leaves out."""
+    def test_file_without_cases_of_one_busy_replica_is_rejected(self, tmp_path: Path) -> None:
+        """Reject the file, because its forecast would charge attention DP for rows that the engine leaves out."""
         cases = [m for m in TIMES.cases if m.case.use != UNEVEN]
         write_step_times(tmp_path / "x.json", msgspec.structs.replace(TIMES, cases=cases))
         with pytest.raises(RecordsError, match=r"x\.json: no case has prompts on one replica of 4 only.*measure again"):
             read_step_times(tmp_path / "x.json")
 
-    def test_a_file_is_read_as_it_was_written(self, tmp_path: Path) -> None:
+    def test_step_times_file_round_trips(self, tmp_path: Path) -> None:
         write_step_times(tmp_path / "x.json", TIMES)
         assert read_step_times(tmp_path / "x.json") == TIMES
 
     @pytest.mark.parametrize(
-        ("case", "words"),
+        ("case", "message"),
         [
             (Case(chunks=(Chunks(1, 1, 0),), replicas=5), "case.replicas is 5, of a path with dp 4"),
             (
@@ -290,27 +298,29 @@ class TestFile:
         ],
         ids=["many", "line", "negative", "all", "decodes", "unlike"],
     )
-    def test_cases_of_replicas_that_cannot_be_are_refused(self, case: Case, words: str, tmp_path: Path) -> None:
+    def test_invalid_replicas_of_a_case_are_rejected(self, case: Case, message: str, tmp_path: Path) -> None:
         found = msgspec.structs.replace(TIMES, cases=[MeasuredCase(case=case, samples_ms=[1.0])])
         write_step_times(tmp_path / "x.json", found)
-        with pytest.raises(RecordsError, match=rf"x\.json, cases\[0\]: {words}.*measure again"):
+        with pytest.raises(RecordsError, match=rf"x\.json, cases\[0\]: {message}.*measure again"):
             read_step_times(tmp_path / "x.json")
 
 
 class TestEstimate:
-    def test_rows_of_padding_cost_all_but_experts(self) -> None:
-        """One of four replicas has 2,048 rows: 8,192 are sent, and 2,048 go to experts. A decode step has no such rows."""
+    def test_padding_rows_cost_everything_except_experts(self) -> None:
+        """Use 2,048 rows on one of four replicas: 8,192 are sent, and 2,048 go to experts. A decode step has no such
+        rows.
+        """
         alone = Case(chunks=(Chunks(1, 2048, 0),), replicas=1).compute_rows(4)
         found = estimate.pad_step(alone, 4)
         assert (found.tokens, found.live) == (4 * 2048, 2048)
-        alike = estimate.pad_step(Case(chunks=(Chunks(1, 2048, 0),)).compute_rows(4), 4)
-        assert (alike.tokens, alike.live) == (4 * 2048, 4 * 2048)
+        equal = estimate.pad_step(Case(chunks=(Chunks(1, 2048, 0),)).compute_rows(4), 4)
+        assert (equal.tokens, equal.live) == (4 * 2048, 4 * 2048)
         decodes = estimate.pad_step(StepRows(decodes=(9, 9, 9), tokens=10), 4)
         assert (decodes.tokens, decodes.live) == (16, 16)
 
     @pytest.mark.parametrize("ep", [1, 4], ids=["cut", "whole"])
-    def test_experts_read_no_row_of_padding(self, ep: int) -> None:
-        """Their work is that of a step with as many rows as there are, and other layers' that of the padded one."""
+    def test_experts_process_no_padding_rows(self, ep: int) -> None:
+        """Expect the experts' work of a step with only the existing rows, and other layers' work of the padded step."""
         sharding = Sharding(shape=SHAPES["deepseek-v3"], layout=Layout(4, 4), itemsize=2, ep=ep)
         padded = estimate.pad_step(Case(chunks=(Chunks(1, 2048, 0),), replicas=1).compute_rows(4), 4)
         routed = sharding.estimate_routed(padded.live)
@@ -324,13 +334,13 @@ class TestEstimate:
             w for p, w in works if p == "dp_gather"
         ]
 
-    def test_a_step_of_one_replica_is_estimated_shorter(self) -> None:
-        """The step is shorter by itself, and in a load that is served by estimates."""
-        of = Estimator(POINT, load_machine("H200"), estimate.load_published_steps().terms)
+    def test_step_with_rows_on_one_replica_is_estimated_shorter(self) -> None:
+        """Check the estimate of a single step, and that of a load that is served by estimates."""
+        estimator = Estimator(POINT, load_machine("H200"), estimate.load_published_steps().terms)
         chunks = (Chunks(1, 2048, 0),)
-        alone, alike = (of.estimate_ms(Case(chunks=chunks, replicas=n).compute_rows(DP)) for n in (1, 0))
-        assert alone < alike
+        alone, equal = (estimator.estimate_ms(Case(chunks=chunks, replicas=n).compute_rows(DP)) for n in (1, 0))
+        assert alone < equal
         plan = plan_engine([POINT], Settings(), SHAPES[POINT.model], TIMES.make_probe())
-        model = EstimatedTimes(of, POINT, plan).model
+        model = EstimatedTimes(estimator, POINT, plan).model
         works = [Case(chunks=chunks, replicas=n).compute_works(DP) for n in (1, 0)]
-        assert [model.predict_step_ms(each) for each in works] == [pytest.approx(alone), pytest.approx(alike)]
+        assert [model.predict_step_ms(each) for each in works] == [pytest.approx(alone), pytest.approx(equal)]

@@ -1,4 +1,4 @@
-"""tools/version_tests.py: which versions it installs, which packages an environment sees, and when it fails."""
+"""Test tools/version_tests.py: installed versions, packages visible in an environment, and exit codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_the_lowest_versions_are_the_bounds_of_the_project() -> None:
+def test_lowest_versions_are_the_lower_bounds_of_the_project() -> None:
     pins = dict(pin.split("==") for pin in version_tests.list_packages(version_tests.LOWEST))
     assert {"pandas", "matplotlib", "typer", "msgspec", "numpy", "rich", "starlette"} <= pins.keys()
     assert not pins.keys() & {"torch", "triton"}
@@ -23,38 +23,38 @@ def test_the_lowest_versions_are_the_bounds_of_the_project() -> None:
         assert required.specifier.contains(pins[required.name])
 
 
-def test_the_guide_for_contributors_names_the_lowest_versions() -> None:
+def test_contributing_guide_names_the_lowest_versions() -> None:
     pins = dict(pin.split("==") for pin in version_tests.list_packages(version_tests.LOWEST))
     guide = (version_tests.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for name in ("pandas", "Matplotlib", "Typer", "Rich", "msgspec", "NumPy"):
         assert f"{name} {pins[name.lower()]}" in " ".join(guide.split())
 
 
-def test_the_newest_versions_have_no_pin() -> None:
+def test_newest_versions_are_not_pinned() -> None:
     assert all(name.replace("-", "").isalnum() for name in version_tests.list_packages(version_tests.NEWEST))
 
 
-def test_a_bound_is_pinned_and_its_environment_marker_dropped() -> None:
+def test_lower_bound_is_pinned_without_its_environment_marker() -> None:
     assert version_tests.pin_lowest(Requirement("pandas>=2.2.2; sys_platform == 'linux'")) == "pandas==2.2.2"
 
 
 @pytest.mark.parametrize("line", ["pandas", "pandas==2.2.2", "pandas<3"])
-def test_a_requirement_without_a_lower_bound_is_refused(line: str) -> None:
+def test_requirement_without_a_lower_bound_is_rejected(line: str) -> None:
     with pytest.raises(ValueError, match=r"write pandas>=VERSION"):
         version_tests.pin_lowest(Requirement(line))
 
 
-def test_every_pattern_finds_test_files() -> None:
-    """A renamed file must not drop out of the selection."""
+def test_every_pattern_matches_test_files() -> None:
+    """Check the patterns, so that a renamed file does not drop out of the selection."""
     assert [pattern for pattern in version_tests.TESTS if not list(version_tests.ROOT.glob(pattern))] == []
     files = version_tests.find_test_files()
     assert len(files) == len(set(files))
 
 
-def test_an_environment_prefers_its_own_packages_and_shares_the_others(
+def test_environment_prefers_its_own_packages_and_shares_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for pip writes a `pandas` of one line; packaging comes from the present environment."""
+    """Use a fake pip that writes a `pandas` of one line; packaging comes from the present environment."""
     run = subprocess.run
 
     def install(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -74,7 +74,7 @@ def test_an_environment_prefers_its_own_packages_and_shares_the_others(
     assert package == str(version_tests.ROOT / "dcpbench" / "__init__.py")
 
 
-def test_versions_that_cannot_be_installed_fail(
+def test_versions_that_cannot_be_installed_give_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(version_tests, "create_environment", lambda _: None)
@@ -93,7 +93,7 @@ def test_versions_that_cannot_be_installed_fail(
     ],
     ids=["both", "one", "neither named first"],
 )
-def test_the_first_word_chooses_the_versions(
+def test_first_argument_selects_the_versions(
     arguments: list[str], runs: list[tuple[str, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = []
@@ -103,7 +103,7 @@ def test_the_first_word_chooses_the_versions(
 
 
 @pytest.mark.parametrize("failing", ["lowest", "newest"])
-def test_a_failure_with_either_versions_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exit code of pytest is 1 if a test failed, and 5 if none was found."""
+def test_failure_with_either_versions_gives_exit_code_1(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use pytest's exit code 5, for no tests found; it is 1 if a test failed."""
     monkeypatch.setattr(version_tests, "run_tests", lambda which, _: 5 if which == failing else 0)
     assert version_tests.main([]) == 1

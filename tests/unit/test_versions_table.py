@@ -1,4 +1,4 @@
-"""tools/versions_table.py: the tables of results/, from their raw records."""
+"""Test tools/versions_table.py, which makes the tables of results/ from their raw records."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def unpacked() -> None:
     unpack_all()
 
 
-def test_a_row_is_a_case_with_the_time_of_others_over_the_base(capsys: pytest.CaptureFixture[str]) -> None:
-    """Sizes that all cases have in common, as the page size, are left out."""
+def test_row_has_the_base_time_and_ratios_of_other_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    """Leave out sizes that all cases share, such as the page size."""
     assert versions_table.main([str(RESULTS / FP8), "--base", "now"]) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert head == "| case | now, µs | old | six | flashmla |"
@@ -25,8 +25,8 @@ def test_a_row_is_a_case_with_the_time_of_others_over_the_base(capsys: pytest.Ca
     assert len(rows) == 12
 
 
-def test_layers_of_one_rank_are_added_up(capsys: pytest.CaptureFixture[str]) -> None:
-    """A size that several tp have in common is a line of the file, and counts for each."""
+def test_times_of_the_layers_of_one_rank_are_added(capsys: pytest.CaptureFixture[str]) -> None:
+    """Count a size that several tp share, which is one line of the file, for each of them."""
     layers = "qkv_a,q_b,o,shared-gate-up,shared-down"
     assert versions_table.main([str(RESULTS / LINEAR), "--layers", layers]) == 0
     rows = capsys.readouterr().out.splitlines()
@@ -34,7 +34,7 @@ def test_layers_of_one_rank_are_added_up(capsys: pytest.CaptureFixture[str]) -> 
     assert "| tp8, rows 128 | 50.4 | 1.17 |" in rows
 
 
-def test_a_version_without_times_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_base_version_without_times_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         versions_table.main([str(RESULTS / FP8), "--base", "later"])
     assert "has no times of later; --base takes one of old, now, six, flashmla" in capsys.readouterr().err

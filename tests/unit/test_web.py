@@ -1,4 +1,4 @@
-"""What pages are made of: data that stays data, a policy that lets nothing else run, and the look that figures have."""
+"""Test the parts of pages: embedded data, the content security policy, and the style that figures share."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     ["</script><script>alert(1)</script>", "<!--", "&lt;", "\u2028", "'\"\\", "\N{GRINNING FACE}"],
     ids=["script", "comment", "entity", "line", "quotes", "emoji"],
 )
-def test_strings_come_back_as_they_were_and_hold_no_markup(text: str) -> None:
+def test_embedded_strings_round_trip_without_markup(text: str) -> None:
     block = web.format_json_block({"name": [text]})
     assert json.loads(block) == {"name": [text]}
     assert not set("<>&\u2028\u2029") & set(block)
 
 
-def test_what_json_cannot_say_is_null() -> None:
+def test_non_finite_numbers_become_null() -> None:
     block = web.format_json_block({"a": [float("nan"), float("inf"), -float("inf"), 1.5, (2, None)]})
     assert json.loads(block) == {"a": [None, None, None, 1.5, [2, None]]}
 
 
-def test_the_policy_names_the_scripts_of_the_page_and_allows_no_address() -> None:
+def test_policy_allows_only_the_scripts_of_the_page() -> None:
     digest = base64.b64encode(hashlib.sha256(b"let a = 1").digest()).decode()
     policy = web.build_content_policy(["let a = 1"])
     assert f"script-src 'sha256-{digest}'" in policy
@@ -43,15 +43,15 @@ def test_the_policy_names_the_scripts_of_the_page_and_allows_no_address() -> Non
     assert "script-src 'none'" in web.build_content_policy()
 
 
-def test_plotly_is_what_npm_has() -> None:
-    """The file of plotly.js-basic-dist-min 4.1.1, by its digest: nobody edits it in place."""
+def test_plotly_file_equals_the_npm_release() -> None:
+    """Compare the digest of plotly.js-basic-dist-min 4.1.1, so that the file is never edited."""
     digest = hashlib.sha256(web.read_asset(web.PLOTLY).encode()).hexdigest()
     assert digest == "99784e3abfb07b142a15e521a439e6d9addceadb3f79553fd24c72774f0649ba"
     assert "</script" not in web.read_asset(web.PLOTLY).lower()
 
 
-def test_charts_of_pages_have_the_colours_and_marks_of_figures() -> None:
-    """The light theme is compared; a place of the palette means the same in both, and so does a phase of a step."""
+def test_page_charts_have_the_colours_and_markers_of_figures() -> None:
+    """Compare the light theme: colours of series by their place in the palette, and colours of phases."""
     theme, chart = web.read_asset(web.STYLE), web.read_asset("chart.js")
     light = dict(re.findall(r"--((?:series|phase)-[\w-]+): (?:light-dark\()?(#[0-9a-f]{6})", theme))
     assert [light[f"series-{i}"] for i in range(1, len(figure_style.COLOURS) + 1)] == [
@@ -65,8 +65,8 @@ def test_charts_of_pages_have_the_colours_and_marks_of_figures() -> None:
         assert len(json.loads(listed)) == len(marks)
 
 
-def test_equal_figures_are_equal_files(tmp_path: Path) -> None:
-    """A report that is made again is the same; SVG and PDF would hold the time, and random names."""
+def test_equal_figures_give_identical_files(tmp_path: Path) -> None:
+    """Check that SVG and PDF contain neither the time nor random names."""
     made = []
     for name in ("one", "other"):
         with figure_style.apply_style():

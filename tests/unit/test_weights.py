@@ -1,4 +1,6 @@
-"""What a rank holds: as many bytes as memory.py says, the right layer for every index, and numbers it can repeat."""
+"""Test the weights of a rank: as many bytes as memory.py computes, the right layer for each index, and reproducible
+numbers.
+"""
 
 import dataclasses
 import itertools
@@ -19,8 +21,8 @@ from dcpbench.points.names import CUT, WHOLE
 from tests.unit import engine_builder as build
 
 
-class Meta:
-    """A source of tensors with sizes and, but for scales, no memory, which notes the names that it was asked for."""
+class MetaSource:
+    """A source of tensors on the meta device (except scales), which records the requested names."""
 
     kind = "meta"
 
@@ -35,7 +37,7 @@ class Meta:
         return torch.empty(size, dtype=dtype or self.dtype, device="meta")
 
     def get_scaled(self, name, shape, *, rows=ALL, columns=ALL):
-        """The same: blocks as a source cuts them."""
+        """Return a scaled tensor with its blocks split as by a real source."""
         scale = torch.empty([-(-n // SCALE_BLOCK) for n in shape])  # without memory their cutting is slow
         data = self.get_tensor(name, shape, rows=rows, columns=columns, dtype=torch.float8_e4m3fn)
         found = slice_scaled(data, scale, shape, rows, columns)
@@ -60,7 +62,7 @@ TINY_SHAPES = {
     "no-dense": build.shape_like_tiny(first_dense=0),
 }
 UNEVEN = build.shape_like_tiny(hidden=320, q_lora=192, moe_inter=384, dense_inter=960, nope=24, value=40)
-"""Of which ranks cut blocks in rows and in columns, and parts that lie under others end inside of one."""
+"""Shape for which ranks split blocks in rows and in columns, and for which stacked parts end inside a block."""
 
 
 class TestBytes:
@@ -68,60 +70,63 @@ class TestBytes:
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
     @pytest.mark.parametrize("shape", TINY_SHAPES.values(), ids=TINY_SHAPES)
     @pytest.mark.parametrize("wide", WIDE.values(), ids=WIDE)
-    def test_every_rank_holds_as_many_as_the_arithmetic_says(self, shape, layout, dtype, wide):
-        """The ranks are the first, the last and a middle one: a vocabulary of 9 leaves some of 8 ranks nothing but padding.
-
-        As many of experts that are cut over the ranks as of whole ones.
+    def test_every_rank_holds_the_computed_number_of_bytes(self, shape, layout, dtype, wide):
+        """Check the first, the last and a middle rank, with tensor-parallel and whole experts. A vocabulary of 9
+        leaves some of 8 ranks only padding.
         """
         dense, moe = shape.first_dense, shape.layers - shape.first_dense
         expected = memory.compute_weight_bytes(shape, layout, dtype.itemsize, dense, moe, wide)
         for rank in {0, layout.tp // 2, layout.tp - 1}:
             ep = CUT if rank == layout.tp - 1 else WHOLE
-            held = load_weights(Meta(dtype), shape, layout, rank, build.layers(shape), wide=wide, ep=ep)
+            held = load_weights(MetaSource(dtype), shape, layout, rank, build.layers(shape), wide=wide, ep=ep)
             assert held.count_bytes() == expected
 
     @pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3"])
-    def test_so_does_a_rank_of_a_published_model_that_holds_a_few_layers(self, model):
-        """One dense and two MoE layers on rank 3 of tp8·dcp8, without and with q-LoRA."""
+    def test_rank_of_a_published_model_with_few_layers_holds_the_computed_bytes(self, model):
+        """Load one dense and two MoE layers on rank 3 of tp8·dcp8, without and with q-LoRA."""
         shape, layout = SHAPES[model], Layout(8, dcp=8)
-        held = load_weights(Meta(), shape, layout, 3, build.layers(shape, dense=1, moe=2))
+        held = load_weights(MetaSource(), shape, layout, 3, build.layers(shape, dense=1, moe=2))
         assert held.count_bytes() == memory.compute_weight_bytes(shape, layout, 2, 1, 2)
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-    @pytest.mark.parametrize("shape", [*TINY_SHAPES.values(), UNEVEN], ids=[*TINY_SHAPES, "blocks-cut"])
+    @pytest.mark.parametrize("shape", [*TINY_SHAPES.values(), UNEVEN], ids=[*TINY_SHAPES, "blocks-split"])
     @pytest.mark.parametrize("wide", WIDE.values(), ids=WIDE)
     @pytest.mark.parametrize("ep", [CUT, WHOLE])
     @pytest.mark.long
-    def test_the_rank_with_most_scales_holds_as_many_in_fp8(self, shape, layout, wide, ep):
-        """Linear layers and experts take a byte a number and 4 a block; ranks whose borders cut blocks have more of these.
-
-        Where the rank with most scales of one tensor is not that with most of another, the sum of both is an upper bound.
+    def test_rank_with_most_fp8_scales_holds_the_computed_number_of_bytes(self, shape, layout, wide, ep):
+        """Count a byte a number and 4 a block; ranks with borders inside blocks have more blocks. If different ranks
+        have the most scales of two tensors, the computed sum is an upper bound.
         """
         dense, moe = shape.first_dense, shape.layers - shape.first_dense
         expected = memory.compute_weight_bytes(shape, layout, 2, dense, moe, wide, FORMATS[FP8], ep=ep)
         ranks = {0, layout.tp // 2, layout.tp - 1, min(1, layout.tp - 1)}
         held = [
-            load_weights(Meta(), shape, layout, rank, build.layers(shape), wide=wide, ep=ep, fp8=True) for rank in ranks
+            load_weights(MetaSource(), shape, layout, rank, build.layers(shape), wide=wide, ep=ep, fp8=True)
+            for rank in ranks
         ]
         most = max(weights.count_bytes() for weights in held)
         assert most == expected if shape is not UNEVEN else most <= expected <= most * 1.001
 
     @pytest.mark.parametrize("layout", [Layout(1), Layout(8, dcp=8), Layout(16)], ids=str)
     @pytest.mark.parametrize("model", ["deepseek-v3", "kimi-k2"])
-    def test_a_published_model_in_fp8_holds_as_many(self, model, layout):
-        """Beside a byte of each number, W_UK, W_UV, norms, router, embedding and head are in bf16."""
+    def test_published_fp8_model_holds_the_computed_number_of_bytes(self, model, layout):
+        """Expect W_UK, W_UV, norms, router, embedding and head in bf16."""
         shape = SHAPES[model]
-        held = load_weights(Meta(), shape, layout, layout.tp - 1, build.layers(shape, dense=1, moe=1), ep=CUT, fp8=True)
+        held = load_weights(
+            MetaSource(), shape, layout, layout.tp - 1, build.layers(shape, dense=1, moe=1), ep=CUT, fp8=True
+        )
         assert held.count_bytes() == memory.compute_weight_bytes(shape, layout, 2, 1, 1, weights=FORMATS[FP8], ep=CUT)
         assert {held.embed.dtype, held.moe[0].mlp.router.dtype, held.moe[0].attention.w_uk.dtype} == {torch.bfloat16}
 
     @pytest.mark.parametrize("layout", [Layout(1), Layout(8, dcp=8), Layout(16)], ids=str)
     @pytest.mark.parametrize("fp8", [False, True])
-    def test_the_layer_that_drafts_tokens_is_held_and_counted(self, layout, fp8):
-        """V3 with one layer of each kind: a third layer with experts, 2 · 7168² numbers of its projection and 3 · 7168 of norms."""
+    def test_draft_layer_is_loaded_and_counted(self, layout, fp8):
+        """Use V3 with one layer of each kind: a third layer with experts, 2 · 7168² numbers of its projection and 3 ·
+        7168 of norms.
+        """
         shape = SHAPES["deepseek-v3"]
         drafting, weights = shape.add_drafts(1), FORMATS[FP8] if fp8 else UNQUANTISED
-        held = load_weights(Meta(), drafting, layout, 0, build.layers(shape, dense=1, moe=1), fp8=fp8)
+        held = load_weights(MetaSource(), drafting, layout, 0, build.layers(shape, dense=1, moe=1), fp8=fp8)
         expected = memory.compute_weight_bytes(drafting, layout, 2, 1, 1, weights=weights)
         assert held.count_bytes() == expected
         one_more = memory.compute_weight_bytes(shape, layout, 2, 1, 2, weights=weights)
@@ -130,8 +135,8 @@ class TestBytes:
         assert drafting.compute_kv_bytes_per_token(2) == 62 * 576 * 2
         assert (shape.add_drafts(0), SHAPES["kimi-k2"].add_drafts(3).drafts) == (shape, False)
 
-    def test_real_tensors_are_counted_as_those_without_memory(self):
-        """The bytes above are of tensors without memory; here are some with, and their storage is not larger."""
+    def test_real_tensors_are_counted_like_meta_tensors(self):
+        """Check also that the storage of a real tensor is no larger than the tensor."""
         held = load_weights(
             SyntheticSource(0, torch.float32, build.CPU), build.TINY, Layout(4, dcp=2), 1, build.layers(build.TINY)
         )
@@ -145,12 +150,12 @@ class TestLayers:
     SHAPE = build.shape_like_tiny(layers=9, first_dense=3)
 
     def load(self, dense, moe):
-        """Weights of tp1 and the source that was asked for them."""
-        source = Meta()
+        """Return the weights of tp1 and the source that they come from."""
+        source = MetaSource()
         return load_weights(source, self.SHAPE, Layout(1), 0, build.layers(self.SHAPE, dense, moe)), source
 
-    def test_fewer_layers_are_cycled_through_and_keep_their_kind(self):
-        """2 of 3 dense and 4 of 6 MoE layers: dense 0 1 0, then MoE 0 1 2 3 0 1."""
+    def test_fewer_held_layers_are_repeated_within_their_kind(self):
+        """Hold 2 of 3 dense and 4 of 6 MoE layers: dense 0 1 0, then MoE 0 1 2 3 0 1."""
         weights, _ = self.load(2, 4)
         used = [weights.get_layer(i) for i in range(9)]
         for layer, held in zip(used[:3], (0, 1, 0), strict=True):
@@ -160,13 +165,12 @@ class TestLayers:
             assert layer is weights.moe[held]
             assert isinstance(layer.mlp, Moe)
 
-    def test_where_all_are_held_each_layer_has_its_own(self):
-        """Nine different ones."""
+    def test_each_layer_has_its_own_weights_if_all_are_held(self):
         weights, _ = self.load(3, 6)
         assert len({id(weights.get_layer(i)) for i in range(9)}) == 9
 
-    def test_the_first_layers_of_each_kind_are_the_ones_read(self):
-        """Layers 0, 1 and 3 to 6 of the checkpoint; 2, 7 and 8 are not touched."""
+    def test_first_layers_of_each_kind_are_read(self):
+        """Expect layers 0, 1 and 3 to 6 of the checkpoint, and not 2, 7 and 8."""
         _, source = self.load(2, 4)
         read = {int(name.split(".")[2]) for name in source.names if name.startswith("model.layers.")}
         assert read == {0, 1, 3, 4, 5, 6}
@@ -174,16 +178,16 @@ class TestLayers:
 
 @pytest.fixture(scope="module")
 def ranks():
-    """Synthetic weights of all ranks of tp4·dp2·dcp2."""
+    """Load synthetic weights of all ranks of tp4·dp2·dcp2."""
     source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
     return [load_weights(source, build.TINY, layout, rank, build.layers(build.TINY)) for rank in range(4)]
 
 
 class TestShards:
-    """Two replicas of two ranks: heads over 2 ranks and experts over 4."""
+    """Test two replicas of two ranks: heads over 2 ranks and experts over 4."""
 
-    def test_together_they_are_the_model_that_one_rank_holds(self, ranks):
-        """Only then do two layouts compute the same thing, and are routed to the same experts."""
+    def test_concatenated_shards_equal_the_weights_of_one_rank(self, ranks):
+        """Check equality, without which layouts would compute different results and routings."""
         source = SyntheticSource(0, torch.float32, build.CPU)
         whole = load_weights(source, build.TINY, Layout(1), 0, build.layers(build.TINY))
         replica = ranks[:2]
@@ -199,8 +203,8 @@ class TestShards:
         dense = [w.get_layer(0).mlp for w in ranks]
         assert torch.equal(torch.cat([d.down for d in dense], 1), whole.get_layer(0).mlp.down)
 
-    def test_experts_that_are_cut_are_those_of_one_rank_side_by_side(self, ranks):
-        """Every rank has eighths of the width 32 of all eight experts: rows of gate and of up, and columns of down."""
+    def test_concatenated_tensor_parallel_experts_equal_those_of_one_rank(self, ranks):
+        """Split the width 32 of all eight experts over the ranks: rows of gate and of up, and columns of down."""
         source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
         layers, width = build.layers(build.TINY), build.TINY.moe_inter
         whole = load_weights(source, build.TINY, Layout(1), 0, layers).get_layer(2).mlp
@@ -213,8 +217,8 @@ class TestShards:
             assert torch.equal(one.router, other.get_layer(2).mlp.router)
             assert torch.equal(one.shared.gate_up, other.get_layer(2).mlp.shared.gate_up)
 
-    def test_projections_held_for_a_whole_dcp_group_are_those_of_its_ranks_side_by_side(self, ranks):
-        """Both ranks of each group hold them; other tensors stay this rank's own, and so does o_proj."""
+    def test_projections_of_a_dcp_group_are_the_concatenation_of_its_ranks(self, ranks):
+        """Check both ranks of each group; other tensors, and o_proj, stay this rank's own."""
         source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
         for rank in range(4):
             own = [w.get_layer(1).attention for w in ranks[rank // 2 * 2 :][:2]]
@@ -227,7 +231,7 @@ class TestShards:
                 assert torch.equal(attention.o, own[rank % 2].o)
 
     def test_replicas_hold_the_same_attention_and_vocabulary(self, ranks):
-        """Ranks 0 and 2 have the first four heads, 1 and 3 the others."""
+        """Expect the first four heads on ranks 0 and 2, the others on 1 and 3."""
         for a, b in ((0, 2), (1, 3)):
             assert torch.equal(ranks[a].embed, ranks[b].embed)
             assert torch.equal(ranks[a].get_layer(1).attention.w_uk, ranks[b].get_layer(1).attention.w_uk)
@@ -235,8 +239,10 @@ class TestShards:
         assert not torch.equal(ranks[0].embed, ranks[1].embed)
         assert not torch.equal(ranks[0].get_layer(1).attention.w_uk, ranks[1].get_layer(1).attention.w_uk)
 
-    def test_what_is_replicated_is_equal_everywhere(self, ranks):
-        """Router and bias, and the down projection of the latents: ranks that routed differently would not add up."""
+    def test_replicated_tensors_are_equal_on_all_ranks(self, ranks):
+        """Compare router, bias, and the down projection of the latents: results of ranks that route differently would
+        not add up.
+        """
         q_lora = build.TINY.q_lora
         for other in ranks[1:]:
             for index in (1, 2):
@@ -245,16 +251,16 @@ class TestShards:
                 assert torch.equal(ours.mlp.bias, theirs.mlp.bias)
                 assert torch.equal(ours.attention.qkv_a[q_lora:], theirs.attention.qkv_a[q_lora:])
 
-    def test_experts_and_their_slices_differ_on_all_ranks(self, ranks):
-        """Eight experts, two on each rank; the shared expert's and the dense MLP's slices are different ones."""
+    def test_experts_and_mlp_slices_differ_between_ranks(self, ranks):
+        """Compare two of eight experts on each rank, and the slices of the shared expert and the dense MLP."""
         assert [w.get_layer(1).mlp.first for w in ranks] == [0, 2, 4, 6]
         for a, b in itertools.combinations(ranks, 2):
             assert not torch.equal(a.get_layer(1).mlp.gate_up, b.get_layer(1).mlp.gate_up)
             assert not torch.equal(a.get_layer(1).mlp.shared.down, b.get_layer(1).mlp.shared.down)
             assert not torch.equal(a.get_layer(0).mlp.gate_up, b.get_layer(0).mlp.gate_up)
 
-    def test_the_vocabularys_padding_rows_are_zero(self):
-        """9 rows over 4 ranks are 3 each: 3, 3, 3 and none."""
+    def test_padding_rows_of_the_vocabulary_are_zero(self):
+        """Divide 9 rows over 4 ranks into 3 each: 3, 3, 3 and none."""
         shape, source = build.shape_like_tiny(vocab=9), SyntheticSource(0, torch.float32, build.CPU)
         last = load_weights(source, shape, Layout(4), 3, build.layers(shape))
         assert last.embed.shape == (3, 64)
@@ -263,17 +269,17 @@ class TestShards:
 
 class TestSynthetic:
     def part(self, name="x.weight", *, seed=0, rows=None, columns=None):
-        """Part of a [400, 400] matrix."""
+        """Return part of a [400, 400] matrix."""
         return SyntheticSource(seed, torch.float32, build.CPU).get_tensor(name, (400, 400), rows=rows, columns=columns)
 
-    def test_the_same_part_has_the_same_numbers_whatever_was_made_before(self):
-        """Ranks make their parts in different orders."""
+    def test_part_of_a_tensor_does_not_depend_on_earlier_draws(self):
+        """Draw another tensor before, because ranks draw their parts in different orders."""
         source = SyntheticSource(0, torch.float32, build.CPU)
         source.get_tensor("other.weight", (3, 3))
         assert torch.equal(source.get_tensor("x.weight", (400, 400), rows=slice(0, 8)), self.part(rows=slice(0, 8)))
 
-    def test_other_names_seeds_rows_and_columns_have_other_numbers(self):
-        """The first eight rows of four sources of [400, 400] are compared, and the first eight columns, transposed to rows."""
+    def test_parts_differ_by_name_seed_rows_and_columns(self):
+        """Compare the first eight rows of four sources of [400, 400], and the first eight columns, transposed."""
         first = slice(0, 8)
         parts = [
             self.part(rows=first),
@@ -289,18 +295,24 @@ class TestSynthetic:
     @pytest.mark.parametrize("ranks", [2, 4, 5])
     @pytest.mark.parametrize("dim", [0, 1])
     def test_shards_of_any_layout_are_parts_of_one_tensor(self, dim, ranks):
-        """400 rows or columns over 2, 4 or 5 ranks: shards of 200, 100 and 80 begin anywhere in the blocks drawn."""
+        """Divide 400 rows or columns over 2, 4 or 5 ranks: shards of 200, 100 and 80 begin anywhere in the blocks
+        drawn.
+        """
         axis = ("rows", "columns")[dim]
         size = 400 // ranks
         shards = [self.part(**{axis: slice(n * size, (n + 1) * size)}) for n in range(ranks)]
         assert torch.equal(torch.cat(shards, dim), self.part(**{axis: slice(0, 400)}))
 
-    def test_numbers_keep_the_size_of_activations(self):
-        """Standard deviation 1/sqrt(400 inputs) = 0.05; 160,000 numbers say it to 0.05/sqrt(320000) = 0.0001."""
+    def test_synthetic_weights_keep_the_norm_of_activations(self):
+        """Expect a standard deviation of 1/sqrt(400 inputs) = 0.05; 160,000 numbers estimate it to 0.05/sqrt(320000) =
+        0.0001.
+        """
         assert float(self.part(rows=slice(0, 400)).std()) == pytest.approx(0.05, abs=0.0005)
 
     def test_norm_weights_are_one_and_the_routing_bias_is_small(self):
-        """A large bias would send every token to the same experts: of 256 normal numbers the largest is below 5 σ."""
+        """Check the bias, because a large one would send every token to the same experts: of 256 normal numbers the
+        largest is below 5 σ.
+        """
         source = SyntheticSource(0, torch.float32, build.CPU)
         assert torch.equal(source.get_tensor("model.norm.weight", (7,)), torch.ones(7))
         bias = source.get_tensor("gate.e_score_correction_bias", (256,))
@@ -308,7 +320,7 @@ class TestSynthetic:
 
 
 class TestInt4:
-    """Experts in int4, all else in the dtype of the computation, as Kimi-K2-Thinking is published."""
+    """Test experts in int4 with all other weights in the computation's dtype, as Kimi-K2-Thinking is published."""
 
     SHAPE = build.shape_like_tiny(hidden=128, moe_inter=64, layers=2, first_dense=1)
 
@@ -319,18 +331,22 @@ class TestInt4:
 
     @pytest.mark.parametrize("group", [32, 128])
     @pytest.mark.parametrize(("layout", "ep"), [(Layout(1), WHOLE), (Layout(8, dcp=8), WHOLE), (Layout(8, dcp=8), CUT)])
-    def test_a_published_model_holds_as_many_bytes_as_planned(self, layout, ep, group):
-        """An expert of a rank has 4 bits a number and 16 a group; 2,048 and 256 inputs are whole blocks of the layout."""
+    def test_published_int4_model_holds_the_computed_number_of_bytes(self, layout, ep, group):
+        """Count 4 bits a number and 16 a group in a rank's experts; 2,048 and 256 inputs are whole blocks of the
+        layout.
+        """
         shape = dataclasses.replace(SHAPES["kimi-k2"], experts=16)
         weights = dataclasses.replace(FORMATS[INT4], columns=group, parts=frozenset({EXPERTS}))
         layers = build.layers(shape, dense=1, moe=1)
-        held = load_weights(Meta(), shape, layout, layout.tp - 1, layers, ep=ep, int4_group=group)
+        held = load_weights(MetaSource(), shape, layout, layout.tp - 1, layers, ep=ep, int4_group=group)
         assert held.count_bytes() == memory.compute_weight_bytes(shape, layout, 2, 1, 1, weights=weights, ep=ep)
         assert {held.moe[0].mlp.shared.down.dtype, held.dense[0].mlp.down.dtype} == {torch.bfloat16}
 
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_a_rank_holds_its_part_of_the_same_numbers(self, rank):
-        """Of two ranks: half of the experts, or 32 of each one's 64 numbers in rows of gate and up and in columns of down."""
+    def test_int4_shards_are_parts_of_the_same_numbers(self, rank):
+        """Give each of two ranks half of the experts, or 32 of each one's 64 numbers in rows of gate and up and in
+        columns of down.
+        """
         whole, held, cut = self.load(), self.load(Layout(2), rank), self.load(Layout(2), rank, CUT)
         for all_of_it, part in ((whole.gate_up, held.gate_up), (whole.down, held.down)):
             assert torch.equal(int4.dequantize(part), int4.dequantize(all_of_it).chunk(2)[rank])
@@ -338,8 +354,8 @@ class TestInt4:
         assert torch.equal(int4.dequantize(cut.gate_up), rows)
         assert torch.equal(int4.dequantize(cut.down), int4.dequantize(whole.down).chunk(2, -1)[rank])
 
-    def test_the_engine_multiplies_what_they_represent(self):
-        """Router and shared expert are the same in both, and differ from int4's error without it."""
+    def test_engine_multiplies_with_the_dequantised_int4_weights(self):
+        """Compare with the dequantised and with the unquantised weights; router and shared expert are the same."""
         one = self.load()
         plain = dataclasses.replace(one, gate_up=int4.dequantize(one.gate_up), down=int4.dequantize(one.down))
         engine = build.engine(shape=self.SHAPE)

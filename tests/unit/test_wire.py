@@ -1,4 +1,4 @@
-"""The model of the wire, machines and their files, and what calibrate makes of benches."""
+"""Test the model of the wire, machine files, and what `dcpbench bench calibrate` makes of benches."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ BENCHES = [
     *(WIRE / f"{bench}-{ranks}" for ranks in (2, 4) for bench in ("collectives", "exchange")),
     FOUR / "exchange-q-replicate",
 ]
-OLDER = [FOUR / "exchange", TWO / "exchange-2"]  # stand for calls that BENCHES lack
+OLDER = [FOUR / "exchange", TWO / "exchange-2"]  # used for calls that BENCHES lack
 TRUE = Fit(launch_us=4.0, meet_us=0.8, us_per_byte=1 / 200e3)
 SIZES = (10_000, 100_000, 1_000_000, 8_000_000)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
+    """Run a command and return its exit code, stdout and stderr."""
     with pytest.raises(SystemExit) as end:
         cli.main([*words])
     return int(end.value.code or 0), *capsys.readouterr()
 
 
-def made(ranks: tuple[int, ...] = (2, 4), wrong: float = 0.0) -> Call:
-    """A call as TRUE says, every second sample off by a share."""
+def make_call(ranks: tuple[int, ...] = (2, 4), wrong: float = 0.0) -> Call:
+    """Return a call with the times of TRUE, with every second sample off by a fraction."""
     samples = [
         Sample(n, m, size, TRUE.predict_us(n, m, size) * (1 + wrong * (i % 2)))
         for n in ranks
@@ -54,16 +54,16 @@ def made(ranks: tuple[int, ...] = (2, 4), wrong: float = 0.0) -> Call:
     return Call("made", tuple(samples))
 
 
-def test_known_parameters_are_found() -> None:
-    """Launch, each rank more, and rate, from two numbers of ranks and meetings."""
-    found = fit_samples(made().samples)
+def test_fit_recovers_known_parameters() -> None:
+    """Recover launch time, time for each further rank, and bandwidth, from two numbers of ranks and of meetings."""
+    found = fit_samples(make_call().samples)
     assert found.launch_us == pytest.approx(4.0)
     assert found.meet_us == pytest.approx(0.8)
     assert found.bytes_s == pytest.approx(200e9)
 
 
-def test_a_number_that_would_be_negative_is_none() -> None:
-    """Calls that take less the more ranks there are have no price of a rank."""
+def test_fit_clips_a_negative_parameter_to_zero() -> None:
+    """Fit calls that take less time the more ranks there are, so that a rank costs nothing."""
     found = fit_samples(
         [Sample(2, 1, 1000, 6.5), Sample(4, 1, 1000, 6.1), Sample(2, 1, 10**6, 12.0), Sample(4, 1, 10**6, 11.0)]
     )
@@ -71,9 +71,9 @@ def test_a_number_that_would_be_negative_is_none() -> None:
     assert found.launch_us > 0
 
 
-def test_what_was_measured_is_returned_and_what_lies_between_follows() -> None:
-    """Measured values are returned even if the model misses them: the residual is kept."""
-    call = made(wrong=0.1)
+def test_prediction_returns_measured_values_and_interpolates_between_them() -> None:
+    """Check that measured values are returned even if the model misses them, because the residual is added."""
+    call = make_call(wrong=0.1)
     for s in call.samples:
         assert call.predict_us(s.ranks, s.received_bytes, s.meetings) == pytest.approx(s.us, rel=1e-9)
     between = call.predict_us(2, 300_000)
@@ -81,26 +81,28 @@ def test_what_was_measured_is_returned_and_what_lies_between_follows() -> None:
 
 
 @pytest.mark.parametrize(("x", "y"), [(0.0, 5.0), (1.0, 5.0), (2.0, 6.0), (3.0, 7.0), (9.0, 7.0)])
-def test_between_two_points_is_a_line_and_past_them_the_nearer_one(x: float, y: float) -> None:
+def test_interpolation_is_linear_between_points_and_constant_outside(x: float, y: float) -> None:
     assert _interpolate(x, [(1.0, 5.0), (3.0, 7.0)]) == y
 
 
-def test_errors_are_those_without_the_measurement() -> None:
-    """None where the model is the truth; about the noise where it is not. One number of ranks does not tell a price of each."""
-    assert max(made().compute_left_out_errors()) < 1e-9
-    assert made().size_error == 0.01
-    assert 0.05 < made(wrong=0.3).size_error < 0.3
-    assert made((2, 4, 8)).ranks_error == 0.01
-    assert 0.2 < made((2, 4)).ranks_error < 0.3
+def test_errors_are_computed_with_each_measurement_left_out() -> None:
+    """Expect the minimum error for exact samples and about the noise for noisy ones; two numbers of ranks are too few
+    to measure the error over ranks.
+    """
+    assert max(make_call().compute_left_out_errors()) < 1e-9
+    assert make_call().size_error == 0.01
+    assert 0.05 < make_call(wrong=0.3).size_error < 0.3
+    assert make_call((2, 4, 8)).ranks_error == 0.01
+    assert 0.2 < make_call((2, 4)).ranks_error < 0.3
 
 
-def test_the_band_widens_past_what_was_measured() -> None:
-    """With ranks and with sizes, and where only one number of ranks was seen."""
-    call = made(wrong=0.2)
+def test_error_grows_outside_the_measured_range() -> None:
+    """Extrapolate over ranks, over sizes, and from a single number of ranks."""
+    call = make_call(wrong=0.2)
     inside = call.estimate_error(4, 500_000)
     assert call.estimate_error(8, 500_000) == pytest.approx(inside + call.ranks_error)
     assert call.estimate_error(4, 32_000_000) == pytest.approx(inside + 2 * call.size_error)
-    assert made((2,)).estimate_error(4, 500_000) >= 0.25
+    assert make_call((2,)).estimate_error(4, 500_000) >= 0.25
 
 
 @pytest.mark.parametrize(
@@ -116,40 +118,40 @@ def test_the_band_widens_past_what_was_measured() -> None:
         (16, 16_000_000, 1, 1, 1),
     ],
 )
-def test_each_doubling_or_halving_past_what_was_measured_adds_its_own_error(
+def test_each_doubling_or_halving_outside_the_range_adds_its_error(
     ranks: int, size: int, meetings: int, by_ranks: int, by_size: int
 ) -> None:
-    """4 and 8 ranks were measured, and 5,000 to 8,000,000 bytes a meeting."""
-    call = made((4, 8), wrong=0.2)
+    """Extrapolate from measurements of 4 and 8 ranks and of 5,000 to 8,000,000 bytes a meeting."""
+    call = make_call((4, 8), wrong=0.2)
     wider = by_ranks * call.ranks_error + (1 + by_size) * call.size_error
     assert call.estimate_error(ranks, size, meetings) == pytest.approx(wider)
 
 
-def test_errors_that_nothing_was_measured_for_are_assumed() -> None:
-    """One number of ranks leaves 25 % a doubling, two sizes 20 %; none is below 1 %."""
+def test_errors_without_measurements_have_assumed_values() -> None:
+    """Assume 25 % a doubling for one number of ranks and 20 % for two sizes; no error is below 1 %."""
     one = Call("one", tuple(Sample(2, 1, size, TRUE.predict_us(2, 1, size)) for size in SIZES[:2]))
     assert (one.ranks_error, one.size_error) == (0.25, 0.2)
-    assert (made().size_error, made((2, 4, 8)).ranks_error) == (0.01, 0.01)
+    assert (make_call().size_error, make_call((2, 4, 8)).ranks_error) == (0.01, 0.01)
 
 
-def test_what_another_number_of_ranks_errs_by_is_shared_by_its_doublings() -> None:
-    """Two doublings lead from 2 ranks to 8: 15 µs were measured where 10 were expected."""
+def test_error_over_ranks_is_divided_by_the_number_of_doublings() -> None:
+    """Measure 15 µs on 8 ranks where 10 are expected from 2 ranks, which is two doublings away."""
     far = tuple(Sample(n, 1, size, us) for n, us in ((2, 10.0), (8, 15.0)) for size in (1000, 2000, 4000))
     assert Call("far", far).ranks_error == pytest.approx((1 - 10 / 15) / 2)
 
 
-def test_one_rank_sends_nothing_and_an_unknown_call_is_named() -> None:
-    """The rest is an error that says what is known."""
-    wire = Wire({"made": made()}, host=8)
+def test_one_rank_takes_no_time_and_an_unknown_call_raises() -> None:
+    """Check that the error lists the known calls."""
+    wire = Wire({"made": make_call()}, host=8)
     assert wire.predict_seconds("made", 1, 10**6).mean == 0
     with pytest.raises(UsageError, match=r"symm was not measured on this machine \(known: made\).*calibrate"):
         wire.predict_seconds("symm", 4, 1000)
 
 
-def test_links_between_hosts() -> None:
-    """An all-to-all leaves over each GPU's own link, a ring over all of a host's; what reads peers' memory is refused."""
+def test_all_to_all_uses_one_link_and_ring_uses_all_links_between_hosts() -> None:
+    """Check also that exchanges that read peers' memory are refused between hosts."""
     link = Link(name="x", bytes_s=50e9, latency_us=5.0, source="made up")
-    wire = Wire({name: made() for name in ("all-to-all", "all-gather", "symm")}, host=8, link=link)
+    wire = Wire({name: make_call() for name in ("all-to-all", "all-gather", "symm")}, host=8, link=link)
     size = 64_000_000
     own, ring = wire.predict_seconds("all-to-all", 16, size), wire.predict_seconds("all-gather", 16, size)
     assert own.mean == pytest.approx(size * 8 / 15 / 40e9 + 5e-6)
@@ -163,21 +165,21 @@ def test_links_between_hosts() -> None:
         Wire(wire.calls, host=8).predict_seconds("all-gather", 16, size)
 
 
-def test_a_ring_over_hosts_shares_its_links_and_waits_once_for_each_further_host() -> None:
-    """64 MB over 8 links of 1 GB/s, of which 0.8 are reached: 10 ms; three further hosts, two meetings: 6 messages of 5 µs."""
+def test_ring_between_hosts_adds_the_latency_of_each_further_host() -> None:
+    """Send 64 MB over 8 links of 1 GB/s at 80 %: 10 ms; three further hosts and two meetings: 6 messages of 5 µs."""
     link = Link(name="x", bytes_s=1e9, latency_us=5.0, source="made up")
-    wire = Wire({"all-gather": made(), "all-to-all": made()}, host=8, link=link)
+    wire = Wire({"all-gather": make_call(), "all-to-all": make_call()}, host=8, link=link)
     found = wire.predict_seconds("all-gather", 32, 64_000_000, 2)
     assert found.mean == pytest.approx(10e-3 + 30e-6)
     assert (found.low, found.high) == (pytest.approx(found.mean / 2), pytest.approx(found.mean * 2))
     small = wire.predict_seconds("all-to-all", 16, 1000, 2)
-    assert small.mean == pytest.approx(made().predict_us(16, 1000, 2) * 1e-6 + 10e-6)
+    assert small.mean == pytest.approx(make_call().predict_us(16, 1000, 2) * 1e-6 + 10e-6)
     assert wire.predict_seconds("all-gather", 8, 64_000_000).mean < 1e-3
 
 
-def test_another_machines_rate_and_error_are_reckoned_with() -> None:
-    """Links twice as fast halve the bytes' share, and the band holds what was measured and what is borrowed."""
-    call, size = made(), 1_000_000
+def test_wire_of_another_machine_scales_the_rate_and_widens_the_error() -> None:
+    """Double the links' rate, which halves the time of the bytes; the error includes that of the scaling."""
+    call, size = make_call(), 1_000_000
     wire = Wire({"made": call}, host=8, scale=2.0, borrowed=0.1)
     us, bytes_us = call.predict_us(2, size), size / 200e3
     found = wire.predict_seconds("made", 2, size)
@@ -187,8 +189,8 @@ def test_another_machines_rate_and_error_are_reckoned_with() -> None:
     assert found.mean / found.low == pytest.approx(1 + error)
 
 
-def test_faster_links_shorten_bytes_alone_and_the_band_reaches_to_the_measured_time() -> None:
-    """The machine is B200, which has no measurement of its links."""
+def test_faster_links_shorten_only_the_transfer_time() -> None:
+    """Predict for B200, which has no measurement of its own, so that the band includes the time measured on H200."""
     here, there = (
         cluster_specs.load_machine(name).wire.predict_seconds("symm", 4, 20_000_000, 2) for name in ("H200", "B200")
     )
@@ -201,8 +203,8 @@ def test_faster_links_shorten_bytes_alone_and_the_band_reaches_to_the_measured_t
 
 
 @pytest.mark.parametrize("gpu", [gpu.name for gpu in GPUS])
-def test_every_gpu_of_the_table_is_a_machine(gpu: str) -> None:
-    """With a band that is wider than H200's own, and links by name."""
+def test_every_known_gpu_is_a_machine_with_predictions(gpu: str) -> None:
+    """Check that other GPUs have a wider error band than H200, and that a link can be named."""
     machine = cluster_specs.load_machine(f"{gpu}+rdma-400")
     assert machine.card.name == gpu
     inside, own = (
@@ -214,8 +216,8 @@ def test_every_gpu_of_the_table_is_a_machine(gpu: str) -> None:
     assert machine.wire.predict_seconds("a2a", 16, 10**6, 2).mean > inside.mean
 
 
-def test_compute_is_scaled_by_a_named_rate_or_refused() -> None:
-    """H200's reads on H100 take 4.8 / 3.35 as long, give or take; A100 has no fp8."""
+def test_compute_is_scaled_by_the_ratio_of_the_named_rate() -> None:
+    """Scale H200's reads to H100 by 4.8 / 3.35, and refuse fp8 on A100, which has none."""
     h200 = cluster_specs.load_machine("H200").card
     ratio, error = cluster_specs.load_machine("H100").compute_scale("read", h200)
     assert ratio == pytest.approx(4.8 / 3.35)
@@ -225,16 +227,16 @@ def test_compute_is_scaled_by_a_named_rate_or_refused() -> None:
         cluster_specs.load_machine("A100").compute_scale("matmul_fp8", h200)
 
 
-def test_the_built_in_wire_is_that_of_the_records() -> None:
-    """The file in the package is what calibrate makes of results/."""
+def test_built_in_wire_equals_the_calibration_of_the_kept_records() -> None:
+    """Compare the file in the package with the calibration of results/."""
     records, older = calibration.read_records(BENCHES), calibration.read_records(OLDER)
     calls = calibration.collect_samples(older) | calibration.collect_samples(records)
     assert calls == cluster_specs.load_built_in("H200").calls
     assert calibration.describe_hardware([*records, *older]) == ("H200", cluster_specs.load_built_in("H200").measured)
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """The file may have a link of its own; a name may hold any character."""
+def test_machine_file_round_trips(tmp_path: Path) -> None:
+    """Write a machine with a link of its own and with special characters in its name."""
     link = Link(name="our fabric", bytes_s=25e9, latency_us=6.0, source="ib_write_bw")
     made_up = cluster_specs.Machine(
         name='a "b" ü',
@@ -255,7 +257,7 @@ GOOD = 'name = "x"\ngpu = "H200"\n'
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         ('gpu = "H200"\n', "missing required field `name`"),
         ('name = "x"\ngpu = "H300"\n', "gpu = 'H300' is none of A100"),
@@ -286,41 +288,41 @@ GOOD = 'name = "x"\ngpu = "H200"\n'
         ("\xff", "is not valid TOML"),
     ],
 )
-def test_a_wrong_file_gets_a_sentence_that_names_the_field(content: str, said: str, tmp_path: Path) -> None:
-    """The sentence also names the file."""
+def test_invalid_machine_file_raises_an_error_with_file_and_field(content: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "m.toml"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(UsageError) as error:
         cluster_specs.read_machine(path)
-    assert said in str(error.value)
+    assert expected in str(error.value)
     assert str(path) in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["H2000", "", "H200+sneakernet", "nowhere.toml"])
-def test_an_unknown_machine_gets_a_sentence(name: str) -> None:
-    """The sentence lists the known machines."""
+def test_unknown_machine_raises_an_error_with_the_known_ones(name: str) -> None:
     with pytest.raises(UsageError, match=r"rdma-400|dcpbench bench calibrate writes such a file"):
         cluster_specs.load_machine(name)
 
 
-def test_calibrate_writes_a_file_a_picture_and_its_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The input is folders of benches, and --json is for scripts; nothing is overwritten."""
+def test_calibrate_writes_a_machine_file_and_a_picture_and_never_overwrites(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Calibrate from folders of benches with --json."""
     out = tmp_path / "m.toml"
     code, printed, _ = run(
         capsys, "bench", "calibrate", *map(str, BENCHES), "-o", str(out), "--link", "rdma-400", "--json"
     )
     assert code == 0
-    said = json.loads(printed)
-    assert {row["call"] for row in said["calls"]} >= {"all-gather", "a2a", "symm"}
+    summary = json.loads(printed)
+    assert {row["call"] for row in summary["calls"]} >= {"all-gather", "a2a", "symm"}
     assert cluster_specs.read_machine(out).link == "rdma-400"
     assert out.with_suffix(".png").stat().st_size > 10_000
-    code, _, complaint = run(capsys, "bench", "calibrate", str(BENCHES[0]), "-o", str(out))
+    code, _, error = run(capsys, "bench", "calibrate", str(BENCHES[0]), "-o", str(out))
     assert code == 2
-    assert "would be written over; add --force" in complaint
+    assert "would be written over; add --force" in error
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         (["-o", "there"], "there is a folder; name another file with --out"),
         (["-o", "none/m.toml"], "none/m.toml cannot be written: there is no folder none; name another file with --out"),
@@ -330,45 +332,55 @@ def test_calibrate_writes_a_file_a_picture_and_its_errors(tmp_path: Path, capsys
         (["--gpu", "H2000"], "gpu = 'H2000' is none of A100"),
     ],
 )
-def test_calibrate_refuses_its_options_before_it_measures(
-    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_calibrate_rejects_invalid_options_before_measuring(
+    options: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Measuring takes minutes, which would be lost; on this machine it would end with 3, for want of GPUs."""
+    """Reject options first, because measuring takes minutes; measuring itself would fail here with exit code 3, for
+    want of GPUs.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
-    code, _, complaint = run(capsys, "bench", "calibrate", "--force", *options)
+    code, _, error = run(capsys, "bench", "calibrate", "--force", *options)
     assert code == 2
-    assert said in complaint
+    assert expected in error
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def test_calibrate_says_which_calls_it_lacks_and_what_measures_them(
+def test_calibrate_names_missing_calls_and_the_command_that_measures_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file of exchanges alone emulates no layout with tp; what is suggested is what the bench takes, and completes it."""
+    """Calibrate from exchanges alone, which cannot emulate tensor parallelism; the suggested command's bench completes
+    the file.
+    """
     collectives, exchange = BENCHES[0], TWO / "exchange-2"
-    code, printed, said = run(capsys, "bench", "calibrate", str(exchange), "-o", str(tmp_path / "m.toml"), "--json")
+    code, printed, message = run(capsys, "bench", "calibrate", str(exchange), "-o", str(tmp_path / "m.toml"), "--json")
     assert code == 0
     lacks = ["all-gather", "reduce-scatter", "all-to-all", "all-reduce", "all-reduce-symm"]
     assert json.loads(printed)["lacks"] == lacks
-    words = said.partition("GPUs: dcpbench ")[2].partition(", and name")[0].split()
+    words = message.partition("GPUs: dcpbench ")[2].partition(", and name")[0].split()
     assert words[:4] == ["bench", "collectives", "--variant", ",".join(lacks)]
     assert words[-2:] == ["-o", "FOLDER"]
     measured = cluster_specs.read_machine(tmp_path / "m.toml").calls.values()
     assert int(words[words.index("--ranks") + 1]) == max(sample.ranks for samples in measured for sample in samples)
-    _, _, said = run(capsys, "bench", "calibrate", str(collectives), str(exchange), "-o", str(tmp_path / "whole.toml"))
-    assert "all-gather" not in said
+    _, _, message = run(
+        capsys, "bench", "calibrate", str(collectives), str(exchange), "-o", str(tmp_path / "whole.toml")
+    )
+    assert "all-gather" not in message
 
 
-def emulated(times: StepTimes, shorter: float) -> StepTimes:
-    """The same by one GPU that stands for the others: steps with prompts are so many times shorter."""
+def make_emulated(times: StepTimes, shorter: float) -> StepTimes:
+    """Return step times as of one emulating GPU: steps with prompts are shorter by a factor."""
     scaled = times.apply_factors(1.0, 1 / shorter)
-    told = Emulated(machine="H200", calls=3, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0)
-    return msgspec.structs.replace(scaled, emulated=told, path=times.path | {"emulate": "machine.toml"})
+    emulation = Emulated(machine="H200", calls=3, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0)
+    return msgspec.structs.replace(scaled, emulated=emulation, path=times.path | {"emulate": "machine.toml"})
 
 
-def written(folder: Path, times: StepTimes) -> Path:
-    """A run with these step times."""
+def write_run(folder: Path, times: StepTimes) -> Path:
+    """Write a run with these step times, and return its folder."""
     write_step_times(folder / "step-times" / "tiny.json", times)
     return folder
 
@@ -376,17 +388,17 @@ def written(folder: Path, times: StepTimes) -> Path:
 SMALL = Extent(requests=4, context=300, pages=100, virtual_page=64, chunk=256, targets=(2,), prompts=(200,))
 
 
-def test_calibrate_says_how_much_longer_prompts_take_gpus_together(
+def test_calibrate_measures_how_much_longer_prompts_take_on_all_gpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """1.05 and 1.03 times by two GPUs that stood for all, 1.04 in the median; a machine's file goes on with the same wire."""
+    """Expect 1.04, the median of 1.05 and 1.03 from two emulating GPUs; the wire of the given machine file is kept."""
     live = step_times(SMALL)
-    runs = [written(tmp_path / "live", live)]
-    runs += [written(tmp_path / f"gpu-{shorter}", emulated(live, shorter)) for shorter in (1.05, 1.03)]
+    runs = [write_run(tmp_path / "live", live)]
+    runs += [write_run(tmp_path / f"gpu-{shorter}", make_emulated(live, shorter)) for shorter in (1.05, 1.03)]
     first, out = tmp_path / "first.toml", tmp_path / "out.toml"
     assert run(capsys, "bench", "calibrate", *map(str, BENCHES[:1]), "-o", str(first))[0] == 0
-    code, printed, said = run(capsys, "bench", "calibrate", str(first), *map(str, runs), "-o", str(out), "--json")
-    assert code == 0, said
+    code, printed, message = run(capsys, "bench", "calibrate", str(first), *map(str, runs), "-o", str(out), "--json")
+    assert code == 0, message
     made, before = cluster_specs.read_machine(out), cluster_specs.read_machine(first)
     assert {p.times for p in made.prompts} == {1.04}
     assert [p.tokens for p in made.prompts] == sorted(
@@ -400,20 +412,22 @@ def test_calibrate_says_how_much_longer_prompts_take_gpus_together(
     assert (cluster_specs.read_machine(out).name, cluster_specs.read_machine(out).prompts) == ("ours", made.prompts)
 
 
-def test_a_folder_may_have_benches_and_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_accepts_a_folder_with_benches_and_step_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     live = step_times(SMALL)
-    written(tmp_path / "all" / "live", live)
-    written(tmp_path / "all" / "alone", emulated(live, 1.05))
+    write_run(tmp_path / "all" / "live", live)
+    write_run(tmp_path / "all" / "alone", make_emulated(live, 1.05))
     shutil.copytree(BENCHES[0], tmp_path / "all" / "bench")
-    code, _, said = run(capsys, "bench", "calibrate", str(tmp_path / "all"), "-o", str(tmp_path / "m.toml"))
-    assert code == 0, said
+    code, _, message = run(capsys, "bench", "calibrate", str(tmp_path / "all"), "-o", str(tmp_path / "m.toml"))
+    assert code == 0, message
     made = cluster_specs.read_machine(tmp_path / "m.toml")
     assert made.calls == calibration.collect_samples(calibration.read_records([BENCHES[0]]))
     assert {p.times for p in made.prompts} == {1.05}
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "expected"),
     [
         (["live"], "can be held against nothing: measure step times of the same layout and load with --emulate"),
         (
@@ -426,33 +440,32 @@ def test_a_folder_may_have_benches_and_step_times(tmp_path: Path, capsys: pytest
         (["machine"], "machine.toml has no [calls] that were measured; name benches, or a file that has."),
     ],
 )
-def test_calibrate_refuses_step_times_that_say_nothing(
-    files: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_calibrate_rejects_step_times_without_a_counterpart(
+    files: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     live = step_times(SMALL)
     made = {
         "live": live,
-        "alone": emulated(live, 1.05),
-        "other": msgspec.structs.replace(emulated(live, 1.05), path=live.path | {"tp": 8}),
+        "alone": make_emulated(live, 1.05),
+        "other": msgspec.structs.replace(make_emulated(live, 1.05), path=live.path | {"tp": 8}),
         "cpu": step_times(SMALL, device="CPU"),
     }
-    paths = [written(tmp_path / name, made[name]) if name in made else tmp_path / f"{name}.toml" for name in files]
+    paths = [write_run(tmp_path / name, made[name]) if name in made else tmp_path / f"{name}.toml" for name in files]
     for path in paths:
         if path.suffix == ".toml":
             path.write_text(GOOD)
-    code, _, said = run(capsys, "bench", "calibrate", *map(str, paths), "-o", str(tmp_path / "m.toml"))
+    code, _, error = run(capsys, "bench", "calibrate", *map(str, paths), "-o", str(tmp_path / "m.toml"))
     assert code == 2
-    assert told in said
+    assert expected in error
     assert not (tmp_path / "m.toml").exists()
 
 
-def test_a_bench_that_is_named_twice_counts_once() -> None:
-    """Its sizes would otherwise predict themselves, and the model of the wire be free of error."""
+def test_bench_named_twice_counts_once() -> None:
+    """Count a bench once: its sizes would otherwise predict themselves without an error."""
     assert calibration.read_records([BENCHES[0], BENCHES[0]]) == calibration.read_records([BENCHES[0]])
 
 
-def test_calibrate_refuses_a_bench_of_another_version(tmp_path: Path) -> None:
-    """What a later one means is not known."""
+def test_calibrate_rejects_a_bench_with_another_schema_version(tmp_path: Path) -> None:
     content = json.loads((BENCHES[0] / "bench-collectives.json").read_text())
     path = tmp_path / "bench-collectives.json"
     path.write_text(json.dumps(content | {"schema_version": 99}))
@@ -460,8 +473,9 @@ def test_calibrate_refuses_a_bench_of_another_version(tmp_path: Path) -> None:
         calibration.read_records([path])
 
 
-def test_a_machine_of_another_gpu_says_whose_wire_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing of it was measured on the GPU that is typed."""
+def test_name_of_machine_for_another_gpu_names_the_measured_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "m.toml"
     code, _, _ = run(capsys, "bench", "calibrate", str(BENCHES[0]), "--gpu", "H100", "-o", str(out))
     assert code == 0
@@ -469,18 +483,17 @@ def test_a_machine_of_another_gpu_says_whose_wire_it_has(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         ("", "is no record of a bench"),
         ("{}", "is no record of a bench"),
         ('{"bench": "moe", "performance": true}', "no times of bench"),
     ],
 )
-def test_calibrate_refuses_what_is_no_bench_between_ranks(content: str, said: str, tmp_path: Path) -> None:
-    """A sentence each."""
+def test_calibrate_rejects_files_without_a_bench_between_ranks(content: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "bench-exchange.json"
     path.write_text(content)
-    with pytest.raises(DcpbenchError, match=said):
+    with pytest.raises(DcpbenchError, match=expected):
         calibration.read_records([path])
     with pytest.raises(DcpbenchError, match="No such file"):
         calibration.read_records([tmp_path / "none.json"])
@@ -488,8 +501,7 @@ def test_calibrate_refuses_what_is_no_bench_between_ranks(content: str, said: st
         calibration.read_records([tmp_path])
 
 
-def test_benches_of_different_gpus_are_not_mixed(tmp_path: Path) -> None:
-    """Two kinds of GPU are two machines."""
+def test_calibrate_rejects_benches_of_different_gpus(tmp_path: Path) -> None:
     shutil.copy(BENCHES[0] / "bench-collectives.json", tmp_path / "bench-collectives.json")
     other = json.loads((BENCHES[1] / "bench-exchange.json").read_text())
     other["environment"]["device"] = "NVIDIA H100 80GB HBM3"
@@ -498,8 +510,8 @@ def test_benches_of_different_gpus_are_not_mixed(tmp_path: Path) -> None:
         calibration.collect_samples(calibration.read_records([tmp_path]))
 
 
-def test_machines_lists_what_is_built_in(capsys: pytest.CaptureFixture[str]) -> None:
-    """The list has a form for people and one for scripts."""
+def test_machines_command_lists_built_in_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Print the list as text and as JSON."""
     code, printed, _ = run(capsys, "machines")
     assert code == 0
     assert all(word in printed for word in ("B200", "rdma-800", "Nothing was measured between hosts"))
@@ -507,9 +519,9 @@ def test_machines_lists_what_is_built_in(capsys: pytest.CaptureFixture[str]) -> 
     assert [gpu["name"] for gpu in listed["gpus"]] == [gpu.name for gpu in GPUS]
 
 
-def test_in_steps_collectives_wait_for_who_is_late():
-    """Collectives wait by one factor over any number of ranks; exchanges do not."""
-    wire = Wire({"made": made(), "symm": dataclasses.replace(made(), name="symm")}, host=8)
+def test_collectives_in_steps_take_longer_by_the_lateness_factor():
+    """Apply one factor to collectives of any number of ranks, and none to exchanges."""
+    wire = Wire({"made": make_call(), "symm": dataclasses.replace(make_call(), name="symm")}, host=8)
     alone, late = (of.predict_seconds("made", 2, 10**6) for of in (wire, wire.in_step))
     assert (late.mean / alone.mean, late.high / alone.high) == pytest.approx((LATE, LATE))
     assert wire.in_step.predict_seconds("symm", 2, 10**6) == wire.predict_seconds("symm", 2, 10**6) == alone

@@ -1,4 +1,4 @@
-"""What a rank does around its points: it measures its machine once, and lets go of an engine whole."""
+"""Test how a rank measures its machine before its points, and releases an engine."""
 
 import gc
 import weakref
@@ -24,15 +24,15 @@ from tests.unit import record_builder as build
     ],
     ids=["gpus", "fp8 weights", "fp8 KV", "verify", "cpu"],
 )
-def test_rates_are_measured_once_before_the_points_of_a_job_that_times_steps(
-    monkeypatch, device, kind, stored, measured
-):
-    """By all 4 ranks together, when no engine has taken the memory yet; the rate of fp8 where one point has such weights or KV."""
-    asked, seen = [], []
+def test_rates_are_measured_once_before_the_points_of_a_timing_job(monkeypatch, device, kind, stored, measured):
+    """Measure with all 4 ranks before an engine takes the memory, and the rate of fp8 only if a point has such weights
+    or KV.
+    """
+    calls, seen = [], []
     points = [build.point(Layout(4)), build.point(Layout(4), **stored)]
 
     def rates(_, ranks, *, fp8):
-        asked.append((ranks, fp8))
+        calls.append((ranks, fp8))
         return Rates(read_bytes_s=1.0)
 
     monkeypatch.setattr(worker.limits, "measure_rates", rates)
@@ -42,19 +42,19 @@ def test_rates_are_measured_once_before_the_points_of_a_job_that_times_steps(
     one.device, one.job = SimpleNamespace(type=device), SimpleNamespace(points=points, kind=kind)
     one.measure = one.verify = lambda _: seen.append(one.rates)
     one.run()
-    assert asked == measured
+    assert calls == measured
     assert seen == [Rates(read_bytes_s=1.0) if measured else None] * 2
 
 
-class Cut:
-    """Knows the pieces that hold it."""
+class PieceHolder:
+    """An object in a reference cycle with the pieces that hold it."""
 
     pieces: SimpleNamespace
 
 
-def test_an_engine_goes_whole_although_the_heap_was_settled_while_it_lived():
-    """Its cycles too, which are frozen then: a communicator would wait for their graphs forever."""
-    cut = Cut()
+def test_dropped_engine_is_freed_after_the_heap_was_frozen():
+    """Free its frozen reference cycles too: otherwise a communicator waits for their graphs forever."""
+    cut = PieceHolder()
     cut.pieces = SimpleNamespace(cuts=[cut])
     one = worker.Worker.__new__(worker.Worker)
     one.device, one.session = SimpleNamespace(type="cpu"), SimpleNamespace(pieces=cut.pieces)

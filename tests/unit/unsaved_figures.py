@@ -1,4 +1,4 @@
-"""Figures of reports that are made and not rendered, which is nearly all of the time that a report takes."""
+"""Make the figures of reports without rendering them, which is nearly all of the time of a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A load served in virtual time: the real scheduler and traffic, with made-up step times. Nothing here is measured."""
+"""Serve a load in virtual time with the real scheduler and traffic, and synthetic step times. Nothing here is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def config(**changes: Any) -> SchedulerConfig:
-    """One replica with room for 1,600 tokens, in chunks of 64."""
+    """Return the configuration of one replica with room for 1,600 tokens, in chunks of 64."""
     plain = {
         "replicas": 1,
         "pages": 101,
@@ -45,7 +47,7 @@ def serve(
     until_s: float = float("inf"),
     **changes: Any,
 ) -> tuple[Traffic, StepCounts]:
-    """Serve until all is done, or until the clock passes `until_s`; a step takes `seconds(step)`."""
+    """Serve until all requests are done, or until the clock passes `until_s`; a step takes `seconds(step)`."""
     scheduler = Scheduler(config(**changes))
     traffic, counts, now = Traffic(requests, scheduler, concurrency), StepCounts(), 0.0
     while not traffic.is_done and now < until_s:
