@@ -67,7 +67,7 @@ QUERY: dict[str, Any] = {
     "slo": {},
 }
 """Conditions that records of servers lack. Both engines merge by `ag_rs` unless a flag names another exchange."""
-CONFIG: dict[str, Any] = {
+CONFIG: dict[str, Any] = {  # config.json of the model that all engines served: LAYERS layers of DeepSeek-V3
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
@@ -112,11 +112,9 @@ CONFIG: dict[str, Any] = {
         "weight_block_size": [128, 128],
     },
 }
-"""config.json of the model that all engines served: LAYERS layers of DeepSeek-V3."""
 
 
-WITHOUT, WITH = "without DCP", "with DCP"
-"""Layouts of a load, of which every load has one of each."""
+WITHOUT, WITH = "without DCP", "with DCP"  # layouts of a load, of which every load has one of each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

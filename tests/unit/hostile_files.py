@@ -220,8 +220,7 @@ class Kind(NamedTuple):
     """A kind of file."""
 
     name: str  # name of the file
-    good: Callable[[Path], bytes] | bytes
-    """Content of a good file, or a function that makes it in a folder."""
+    good: Callable[[Path], bytes] | bytes  # content of a good file, or a function that makes it in a folder
     read: Callable[[Path], object]
 
     def content(self, folder: Path) -> bytes:

@@ -289,7 +289,7 @@ MUTABLE = {  # dataclasses and structs that are built step by step, or so often 
     "serving.replay": "_Instance",
     "serving.requests": "Sequence ReplicaStep Step",
     "serving.step_times": "_Version",
-    "serving.traffic": "Sample",
+    "serving.traffic": "Sample _Turn",
     "syncs.gating.baseline": "Entry Baseline",
     "syncs.sync_report": "Coverage TraceSummary Example Site Totals Finding Verdict Report",
     "syncs.run": "Note",
