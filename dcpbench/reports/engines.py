@@ -112,6 +112,18 @@ def _find_other_precisions(points: pd.DataFrame, *, compared: set[str]) -> dict[
 
 def format_answer(frames: Frames) -> str:
     """Return which engine is ahead at equal layout and load, and what DCP gains or costs inside each engine."""
+    return " ".join(filter(None, (format_lead(frames), format_dcp_gains(frames))))
+
+
+def format_dcp_gains(frames: Frames) -> str:
+    """Return what DCP gains or costs inside each engine."""
+    found = compare_engines(frames)
+    scopes = found.rows.groupby(SCOPE, sort=False, dropna=False).ngroups if len(found.rows) else 0
+    return " ".join(_describe_dcp(frames, same_conditions=scopes == 1))
+
+
+def format_lead(frames: Frames) -> str:
+    """Return which engine is ahead at equal layout and load."""
     found = compare_engines(frames)
     scopes = [own for _, own in found.rows.groupby(SCOPE, sort=False, dropna=False)] if len(found.rows) else []
     sentences = [f"{_name_scope(own, scopes)}{_describe_lead(own)}." for own in scopes[:MAX_SCOPES]]
@@ -123,7 +135,7 @@ def format_answer(frames: Frames) -> str:
     if len(scopes) > MAX_SCOPES:
         sentences.append(f"The table below compares {format_count(len(scopes) - MAX_SCOPES, 'more combination')}.")
     sentences += [f"Not compared: {run}, as it {why}." for run, why in found.left_out.items()]
-    return " ".join([*sentences, *_describe_dcp(frames, same_conditions=len(scopes) == 1)])
+    return " ".join(sentences)
 
 
 def _name_scope(rows: pd.DataFrame, scopes: list[pd.DataFrame]) -> str:

@@ -209,8 +209,11 @@ def select_rejected_for_memory(frames: Frames) -> pd.DataFrame:
     return rejected.assign(mode=rejected["mode"].fillna("decode"))
 
 
-def format_answer(frames: Frames) -> str:
-    """Return which layout to use from which load on; for CPU runs and imported files, what the numbers are."""
+def format_answer(frames: Frames, *, brief: bool = False) -> str:
+    """Return which layout to use from which load on; for CPU runs and imported files, what the numbers are.
+
+    `brief`: of several engines only which one is ahead, without the gain of DCP inside each.
+    """
     table = frames.everything
     if table.empty:
         where = format_report_hardware(frames)
@@ -227,7 +230,7 @@ def format_answer(frames: Frames) -> str:
         return "No point has a rate of output, so nothing here says which layout to take."
     rows = frames.findings.against_others
     if answer.has_engine_answer(frames):
-        text = engines.format_answer(frames)
+        text = engines.format_lead(frames) if brief else engines.format_answer(frames)
     elif foreign:
         text = _describe_imported(frames, foreign, rows)
     elif rows.empty:

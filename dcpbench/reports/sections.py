@@ -93,16 +93,17 @@ def _select_pictures(pictures: list[Picture], *subjects: str) -> list[Picture]:
 
 
 def _build_answer(frames: Frames, pictures: list[Picture], folded: list[str]) -> Section:
-    lead = overview.format_answer(frames)
+    lead, text = overview.format_answer(frames, brief=True), overview.format_answer(frames)
     grids = answer_tables.build_grids(frames)
     return Section(
         slug="answer",
         title="The answer",
         lead=lead,
         aside=format_capitalized(
-            load_labels.SEPARATOR.join(caveat for caveat in overview.list_caveats(frames) if caveat not in lead)
+            load_labels.SEPARATOR.join(caveat for caveat in overview.list_caveats(frames) if caveat not in text)
         ),
         first=_select_pictures(pictures, "engines", "overview"),
+        paragraphs=[engines.format_dcp_gains(frames)] if lead != text else [],
         bullets=overview.format_bullets(frames),
         folded=folded,
         pictures=_select_pictures(pictures, "break-even"),
