@@ -32,7 +32,7 @@ class RegisteredBuffer:
     group: Group
     own: torch.Tensor
     pool: Any
-    lent: bool = False
+    in_use: bool = False
 
     def close(self) -> None:
         """Deregister the memory; graphs captured with it must not be replayed any more. Collective, waits for the
@@ -80,11 +80,11 @@ def get_shared_buffer(
 ) -> torch.Tensor:
     """Return at least `nbytes` bytes of a window for the lifetime of `owner`; later callers reuse them. See register_buffer."""
     ours = [one for one in _open if one.group == group]
-    mine = {i for i, one in enumerate(ours) if not one.lent and one.own.nbytes >= nbytes}
+    mine = {i for i, one in enumerate(ours) if not one.in_use and one.own.nbytes >= nbytes}
     free = set.intersection(*symmetric_memory.gather_values(group, mine))  # not every rank has collected its garbage
     found = ours[min(free)] if free else register_buffer(group, nbytes, device, option, instead)
-    found.lent = True
-    weakref.finalize(owner, setattr, found, "lent", False)  # noqa: FBT003 - setattr's own order
+    found.in_use = True
+    weakref.finalize(owner, setattr, found, "in_use", False)  # noqa: FBT003 - setattr's own order
     return found.own
 
 
