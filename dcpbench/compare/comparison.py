@@ -42,7 +42,7 @@ class Row(msgspec.Struct, kw_only=True):
     gate: str = ""  # what a rule of --fail-on finds: `fails`, `unjudged`, `undecided` or `passes`
 
     @property
-    def worse(self) -> bool:
+    def is_worse(self) -> bool:
         """Return True if the verdict is a change for the worse."""
         bad = "FEWER" if self.higher_is_better else "MORE"
         return self.verdict in ("SLOWER", bad)

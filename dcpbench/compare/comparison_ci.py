@@ -25,7 +25,7 @@ def format_github(c: Comparison) -> str:
         ci.format_annotation("warning", f"{p.name}: {row.title} {row.verdict}, ratio {row.ratio or 0:.4f}", row.verdict)
         for p in c.points
         for row in p.rows
-        if row.worse and (p.name, row.metric) not in failed
+        if row.is_worse and (p.name, row.metric) not in failed
     ]
     undecided = [f for f in c.findings if f.status == "undecided"]
     warnings += [ci.format_annotation("warning", f.message, f"undecided: {f.rule}") for f in undecided]

@@ -57,7 +57,7 @@ def _render_verdict(c: Comparison) -> str:
 def _choose_sign(c: Comparison) -> str:
     """Return a tick if everything was decided and nothing is worse, else another sign."""
     rows = [row for point in c.points for row in point.rows]
-    if c.fails or any(row.worse for row in rows):
+    if c.fails or any(row.is_worse for row in rows):
         return "❌" if c.fails else "🔴"
     undecided = not rows or any(row.verdict == "UNDECIDED" for row in rows)
     return "❔" if undecided or c.findings else "✅"
