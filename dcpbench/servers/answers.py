@@ -173,7 +173,7 @@ class StreamReply:
         if choice.finish_reason:
             self.finish_reason, self._counts = choice.finish_reason, None
         message, ids, has_output = choice.new_message, choice.token_ids, choice.has_output
-        if message is not None and message.thoughts:
+        if message is not None and message.reasoning_text:
             self._reasoned = True
         if usage is not None and usage > self._highest:
             self._highest = usage

@@ -212,7 +212,7 @@ class Message(msgspec.Struct, frozen=True):
     tool_calls: msgspec.Raw = NULL
 
     @property
-    def thoughts(self) -> str:
+    def reasoning_text(self) -> str:
         """Return the text of the reasoning."""
         return self.reasoning_content or self.reasoning or ""
 
@@ -220,8 +220,8 @@ class Message(msgspec.Struct, frozen=True):
     def text(self) -> str:
         """Return all generated text, reasoning included."""
         if isinstance(self.content, list):
-            return self.thoughts + "".join(part.text or "" for part in self.content)
-        return self.thoughts + (self.content or "")
+            return self.reasoning_text + "".join(part.text or "" for part in self.content)
+        return self.reasoning_text + (self.content or "")
 
     @property
     def has_tool_call(self) -> bool:
