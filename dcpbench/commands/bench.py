@@ -24,8 +24,8 @@ REQUESTS = COUNTS(
     "Requests of a decode step. Default: 1,8,32,128 on a GPU, 512 for merge and collectives, too; a few on the CPU."
 )
 LAYERS = WHAT(
-    "Calls of a pass. Default: as many sets of tensors as keep the L2 cache cold, or 16 where inputs were just written "
-    "in an engine, too; 2 on the CPU.",
+    "Calls of a pass, each with tensors of its own. Default: as many as keep the L2 cache cold, or 16 for inputs that an "
+    "engine, too, has just written; 2 on the CPU.",
     metavar="N",
 )
 QUERY_LENGTH = COUNTS(
@@ -80,7 +80,7 @@ class Attention(Group):
     page: str | None = COUNTS("Rows of a page. Default: 64 on a GPU; 4 on the CPU.")
     kv_dtype: str | None = NAMES("bf16, fp8: e4m3 with a scale, read by triton and flashmla. Default: bf16.")
     lengths: str = NAMES(
-        "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, the same in all.", default="even"
+        "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, with the same total.", default="even"
     )
     query_length: str | None = QUERY_LENGTH
     backend: str | None = NAMES(
@@ -105,7 +105,7 @@ class Gqa(Group):
     page: str | None = COUNTS("Rows of a page. Default: 64 on a GPU; 4 on the CPU.")
     kv_dtype: str | None = NAMES("bf16, fp8: e4m3 with a scale, read by triton. Default: bf16.")
     lengths: str = NAMES(
-        "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, the same in all.", default="even"
+        "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, with the same total.", default="even"
     )
     query_length: str | None = QUERY_LENGTH
     backend: str | None = NAMES(
@@ -130,7 +130,7 @@ class Indexer(Group):
     context: str | None = COUNTS("Keys of a request on this rank. Default: 8192,131072 on a GPU; 16 on the CPU.")
     page: str | None = COUNTS("Keys of a page. Default: 64 on a GPU; 4 on the CPU.")
     lengths: str = NAMES(
-        "even: all requests have --context keys. uneven: from 1/8 to 15/8 of it, the same in all.", default="even"
+        "even: all requests have --context keys. uneven: from 1/8 to 15/8 of it, with the same total.", default="even"
     )
     variant: str | None = NAMES("reference, deepgemm. Default: deepgemm on a GPU; reference on the CPU.")
     layers: int | None = LAYERS
@@ -152,7 +152,7 @@ class SparseAttention(Group):
     top_k: str | None = COUNTS("Rows that a request attends to. Default: 2048 on a GPU; 8 on the CPU.")
     page: str | None = COUNTS("Rows of a page. Default: 64 on a GPU; 4 on the CPU.")
     lengths: str = NAMES(
-        "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, the same in all.", default="even"
+        "even: all requests have --context rows. uneven: from 1/8 to 15/8 of it, with the same total.", default="even"
     )
     variant: str | None = NAMES("reference, flashmla. Default: flashmla on a GPU; reference on the CPU.")
     layers: int | None = LAYERS

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from dcpbench.plan.serve_spec import ServeLoads
     from dcpbench.points.settings import Settings
 
-WHEN = make_panel("When requests come")
-WHAT = make_panel("What requests are")
+WHEN = make_panel("Arrival of requests")
+WHAT = make_panel("Content of requests")
 
 SLO = opt.MEASURE(
     "Limits in ms, such as ttft=500,itl=50; also tpot and e2el. Goodput is the rate of requests that meet all "

@@ -35,7 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Run sweep, serve, server or verify as a job of Slurm or Kubernetes, on one or several machines."
     "\n\nStart with: dcpbench submit slurm --nodes 2 --gpus-per-node 8 --dry-run -- sweep --tp 16 --dcp 8"
-    "\n\nExit codes: that of the command which was submitted · 2 options or a cluster that cannot be used · 4 the job was "
+    "\n\nExit codes: that of the submitted command · 2 options or a cluster that cannot be used · 4 the job was "
     "ended by its time limit or a lost node · 130 cancelled.",
 )
 LINES = ("sbatch", "setup")  # options that take a line each, which is checked with them

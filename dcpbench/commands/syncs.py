@@ -281,11 +281,13 @@ class Compared(Group):
     """Hold the options for the comparison of two sides and its output."""
 
     tolerance: float = GATE(
-        "Percent by which the bubble of a site per step, or its wait without bubbles, must differ.",
+        "A site is dearer or cheaper if its bubble per step (without bubbles: its wait) differs by more than this percentage.",
         default=20.0,
         metavar="PERCENT",
     )
-    min_us: float = GATE("Microseconds per step by which they must differ.", default=10.0, metavar="MICROSECONDS")
+    min_us: float = GATE(
+        "The same, in microseconds per step; both must be exceeded.", default=10.0, metavar="MICROSECONDS"
+    )
     form: str = OUTPUT("table, markdown (for a pull request) or json.", "--format", default="table", metavar="NAME")
     as_json: bool = OUTPUT("The same as --format json.", "--json", default=False)
     output: Path | None = OUTPUT("Write to this file. Default: stdout.", "-o", "--output", metavar="FILE")
@@ -340,7 +342,7 @@ def run(
     The program is not changed: it keeps its input, output and exit code. Its output comes before the report; for scripts,
     write the report to a file with -o. A profiler that the program itself uses takes precedence.
 
-    Exit codes: those of scan, but 3 also without a GPU, 4 where the program failed, 130 after Ctrl-C.
+    Exit codes: those of scan, also 3 without a GPU, 4 if the program failed, and 130 after Ctrl-C.
 
     For example:
 
@@ -397,7 +399,7 @@ def dry_run(
     The waits of torch's operators were measured on a GPU. Operators that were not measured are named, and the exit code is
     3, unless the baseline accepts them. A baseline of traces does not fit a dry run: write one with --write-baseline.
 
-    Exit codes: those of scan, but 3 also where the program fails or puts nothing on the GPU, 130 after Ctrl-C.
+    Exit codes: those of scan, also 3 if the program fails or puts nothing on the GPU, and 130 after Ctrl-C.
 
     For example:
 

@@ -113,8 +113,8 @@ class Remote(Group):
         "Rounds in which prompts are asked again, in the same batches.", default=2, metavar="N", min=1
     )
     tolerance: float = SERVERS(
-        "Natural logarithms by which rounding may always move a log-probability. Two tokens within twice as much are a near-tie. More is "
-        "allowed where the log-probabilities of one server move more between batches and between prefix-cache hits and misses.",
+        "Difference of a log-probability that always counts as rounding. Two tokens that differ by at most twice as much are a near-tie. "
+        "More is allowed if those of one server differ more between batches, or between prefix-cache hits and misses.",
         default=0.1,
         metavar="X",
         min=0.0,
@@ -144,10 +144,10 @@ def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run)
     """Check layouts, backends and exchanges against a slow fp64 reference on one rank.
 
     Without --tp, --dp and --dcp: tp1, tp2, tp2·dcp2, tp4·dcp2, tp4·dcp4 and tp4·dp2·dcp2, as far as there are GPUs.
-    With --tp: every valid layout of that many ranks. Ends with 1 if any check is wrong, with 4 if none is but some
+    With --tp: every valid layout of that many ranks. Ends with 1 if a check is wrong, and with 4 if none is wrong but some
     points could not be checked.
 
-    With --url or --engine: ends with 0 if the answers agree (of one server: if it answers the same again), with 1 if they
+    With --url or --engine: ends with 0 if the answers agree (of one server: if its answers repeat), with 1 if they
     differ or a server fails at a request, and with 3 if that could not be decided.
 
     For example:

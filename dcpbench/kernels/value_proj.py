@@ -71,7 +71,7 @@ def project_values_fused(
     for what, size in (("latent", latent), ("value", value)):
         if size < MIN_DOT_SIZE or size & (size - 1):
             raise UsageError(
-                f"merging in fp32 needs a {what} width that is a power of two from {MIN_DOT_SIZE}, not {size}."
+                f"merging in fp32 needs a {what} width that is a power of two of at least {MIN_DOT_SIZE}, not {size}."
             )
     block_b, block_v = min(64, max(16, triton.next_power_of_2(batch))), min(32, value)
     _project_kernel[(heads, triton.cdiv(batch, block_b), value // block_v)](

@@ -237,7 +237,7 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
         plan = {"--model": point.model, "--dry-run": "", "--gpu": f"{like.gpu},count={like.gpus_per_host}"}
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {weights.name} and needs GPUs; none are "
-            f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` says what is). "
+            f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` shows this machine). "
             f"To plan it for GPUs type: {format_retyped_command(machine.typed, _get_command(point), plan, ['--device'])}. "
             f"For a functional run on the CPU type: dcpbench {_get_command(point)} --model tiny --tp 8 --dcp 8"
         )
@@ -385,7 +385,7 @@ def _check_backend(point: Point, shape: ModelShape, machine: Machine) -> None:
     elif point.backend in ("triton", AUTO) and not (_is_power_of_two(shape.latent) and _is_power_of_two(shape.rope)):
         instead = "use --backend reference" if probe.device == "cpu" else _CPU_VERIFY
         raise UsageError(
-            f"--backend {point.backend} needs a latent and a rope width that are powers of two from {SMALLEST_TILE}, "
+            f"--backend {point.backend} needs latent and rope widths that are powers of two of at least {SMALLEST_TILE}, "
             f"and {shape.name} has {shape.latent} and {shape.rope}; {instead}."
         )
     if point.backend in ("flashinfer", "flashmla"):
@@ -404,7 +404,7 @@ def _check_gqa_options(point: Point, shape: ModelShape) -> None:
         )
     if point.backend in ("triton", AUTO) and not _is_power_of_two(shape.head_width):
         raise UsageError(
-            f"--backend {point.backend} needs heads of a number of columns that is a power of two from {SMALLEST_TILE}, "
+            f"--backend {point.backend} needs a head width that is a power of two of at least {SMALLEST_TILE}, "
             f"and {shape.name} has {shape.head_width}; {_CPU_VERIFY}."
         )
     if point.backend == "flashinfer" and shape.head_width not in FLASHINFER_HEADS:
@@ -482,20 +482,20 @@ def _check_gpu_kernels(point: Point, shape: ModelShape) -> None:
     if shape.gqa:
         if not _is_power_of_two(shape.head_width):
             raise UsageError(
-                f"the rope kernel needs heads of a number of columns that is a power of two from {SMALLEST_TILE}, and "
+                f"the rope kernel needs a head width that is a power of two of at least {SMALLEST_TILE}, and "
                 f"{shape.name} has {shape.head_width}; {_CPU_VERIFY}."
             )
         return
     if not _is_power_of_two(shape.rope):
         raise UsageError(
-            f"the rope kernel needs a width that is a power of two from {SMALLEST_TILE}, and {shape.name} has "
+            f"the rope kernel needs a width that is a power of two of at least {SMALLEST_TILE}, and {shape.name} has "
             f"'qk_rope_head_dim' {shape.rope}; {_CPU_VERIFY}."
         )
     merged_wide = point.dcp > 1 and point.dtype != "fp32" and not point.project_first
     if merged_wide and not (_is_power_of_two(shape.latent) and _is_power_of_two(shape.value)):
         raise UsageError(
             f"with --dcp {point.dcp} the values are projected in fp32, which needs 'kv_lora_rank' and 'v_head_dim' to "
-            f"be powers of two from {SMALLEST_TILE}, and {shape.name} has {shape.latent} and {shape.value}; use --dcp "
+            f"be powers of two of at least {SMALLEST_TILE}, and {shape.name} has {shape.latent} and {shape.value}; use --dcp "
             f"1, or {_CPU_VERIFY}."
         )
 

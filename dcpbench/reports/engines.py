@@ -251,12 +251,13 @@ def _describe_dcp(frames: Frames, *, same_conditions: bool) -> list[str]:
     sentences = []
     for scope, own, engines in pairs[:MAX_LAYOUTS]:
         where = f"{scope}: inside" if scope else "Inside"
+        one = engines[0][0] if len(engines) == 1 else ""
         layout, plain = own["layout"].iloc[0], findings.list_without_dcp(own)[0]
-        gains = [_format_gain(run, rows) for run, rows in engines]
+        gains = [_format_gain("" if one else run, rows) for run, rows in engines]
         how = "under the same conditions" if same_conditions else f"{format_launches(own)}{_format_power(own)}"
-        held = _format_capacity(frames, str(own["model"].iloc[0]), str(layout))
+        held = _format_capacity(frames, str(own["model"].iloc[0]), str(layout), one)
         sentences.append(
-            f"{where} each engine, {layout} gives {format_list(gains)} the output of {plain}, {how}{held}."
+            f"{where} {one or 'each engine'}, {layout} gives {format_list(gains)} the output of {plain}, {how}{held}."
         )
     return sentences
 
@@ -286,23 +287,28 @@ def _list_names(frames: Frames) -> list[str]:
 
 
 def _format_gain(run: str, rows: pd.DataFrame) -> str:
-    """Return `1.02–1.10 times (vLLM 0.26.0)`, and `not distinguishable` if no ratio differs from 1 by more than launches may."""
+    """Return `1.02–1.10 times (vLLM 0.26.0)`, and `not distinguishable` if no ratio differs from 1 by more than launches may.
+
+    Without a name of an engine only the latter is in parentheses.
+    """
     best = rows.sort_values("ratio", ascending=False, kind="stable").drop_duplicates("same_load")
-    level = "" if rows["verdict"].isin(["higher", "lower"]).any() else f", {launch_bands.NOT_DISTINGUISHABLE}"
-    return f"{format_value_range(best['ratio'], '{:.2f}')} times ({run}{level})"
+    level = "" if rows["verdict"].isin(["higher", "lower"]).any() else launch_bands.NOT_DISTINGUISHABLE
+    note = ", ".join(filter(None, (run, level)))
+    return f"{format_value_range(best['ratio'], '{:.2f}')} times{f' ({note})' if note else ''}"
 
 
-def _format_capacity(frames: Frames, model: str, layout: str) -> str:
+def _format_capacity(frames: Frames, model: str, layout: str, one: str = "") -> str:
     """Return `; it holds 2.00 (dcpbench) and 1.99 (SGLang 0.5.17) times the KV tokens of tp2`.
 
-    Engines with a KV cache that a flag limits are named instead.
+    `one` is the engine that the sentence before names, if it names one; its ratio alone needs no name. Engines with a KV cache that a flag limits are named instead.
     """
     kv = frames.kv
     own = kv[(kv["model"] == model) & (kv["layout"] == layout)] if len(kv) else kv
     if own.empty:
         return ""
     ratios = {run: ratio for run, ratio in zip(own["run"], own["capacity_ratio"], strict=True) if not is_missing(ratio)}
-    texts = [f"{ratios[run]:.2f} ({run})" for run in _list_names(frames) if run in ratios]
+    alone = list(ratios) == [one]
+    texts = [f"{ratios[run]:.2f}{'' if alone else f' ({run})'}" for run in _list_names(frames) if run in ratios]
     held = f"; it holds {format_list(texts)} times the KV tokens of tp{own['tp'].iloc[0]}" if texts else ""
     limited = [run for run in _list_names(frames) if run in set(own["run"][own["kv_bounded_by"].eq(SERVER_FLAG)])]
     return f"{held}; a flag limits the KV cache of {format_list(limited)}" if limited else held

@@ -262,9 +262,10 @@ def draw_break_even(ratios: pd.DataFrame, style: Style, title: str) -> Figure:
 
 
 def get_sides(points: pd.DataFrame) -> pd.Series[str]:
-    """Return the group within which each point is compared: its model, and its run if there are several."""
+    """Return the group within which each point is compared: its model, and its run if the model is in several."""
     names: pd.Series[str] = points["model"].astype(str)
-    return names.str.cat(points["run_label"].astype(str), sep=", ") if len(set(points["run"])) > 1 else names
+    several = points.groupby("model")["run"].transform("nunique") > 1
+    return names.mask(several, names.str.cat(points["run_label"].astype(str), sep=", "))
 
 
 def _choose_axes(ratios: pd.DataFrame) -> tuple[str, str]:
@@ -294,8 +295,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
 
     there = set(zip(rows["model"], rows["run"], strict=True))
     sides = [side for side in itertools.product(dict.fromkeys(rows["model"]), style.runs) if side in there]
-    several = len(set(rows["run"])) > 1
-    run_labels = dict(zip(rows["run"], rows["run_label"], strict=True))
+    names = dict(zip(zip(rows["model"], rows["run"], strict=True), get_sides(rows), strict=True))
     short = load_labels.make_short_shapes(rows.sort_values(["input_typical", "rest"], kind="stable"))
     rests = list(short)
     wide = max(2.7, 6.0 / len(rests))  # inches of a panel, at 12.6 letters of its title each
@@ -306,7 +306,7 @@ def draw_overview(rows: pd.DataFrame, style: Style, title: str, lost: pd.DataFra
     for (i, (model, run)), (j, rest) in itertools.product(enumerate(sides), enumerate(rests)):
         ax = grid[i][j]
         panel = rows[(rows["model"] == model) & (rows["run"] == run) & (rows["rest"] == rest)]
-        name = f"{model}, {run_labels[run]}" if several else model
+        name = names[model, run]
         ax.axhspan(1 - band, 1 + band, color="#EEEEEE", zorder=0)
         ax.axhline(1, color=GREY, linewidth=1)
         ax.set_title(

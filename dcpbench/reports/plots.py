@@ -119,9 +119,7 @@ def _draw_bars(
     for run in find_most_frequent(points, "run", MAX_RUNS):
         of_run, note = sample_points(points[points["run"] == run])
         where = style.format_label(points["model"].iloc[0])
-        where += (
-            f", {style.format_label(of_run['run_label'].iloc[0])}" if len(studio.look.runs) > 1 and len(of_run) else ""
-        )
+        where += f", {style.format_label(of_run['run_label'].iloc[0])}" if len(set(points["run"])) > 1 else ""
         if wanted(of_run):
             studio.add_figure(subject, f"{title}, {where}{note}", of_run, draw)
 

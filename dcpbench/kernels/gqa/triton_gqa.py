@@ -49,7 +49,7 @@ def choose_tiling(spec: GqaSpec) -> Tiling:
 
 
 class TritonGqa:
-    """Triton backend; X must be a power of two from 16.
+    """Triton backend; X must be a power of two of at least 16.
 
     Work is divided on the device in each run, from the lengths there, so lengths and tables may change in place at any
     time. A run is two kernels: the attention, and the merge of requests that were cut.
