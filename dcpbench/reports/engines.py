@@ -300,7 +300,7 @@ def _format_gain(run: str, rows: pd.DataFrame) -> str:
 def _format_capacity(frames: Frames, model: str, layout: str, one: str = "") -> str:
     """Return `; it holds 2.00 (dcpbench) and 1.99 (SGLang 0.5.17) times the KV tokens of tp2`.
 
-    `one` is the engine that the sentence before names, if it names one; its ratio alone needs no name. Engines with a KV cache that a flag limits are named instead.
+    `one` is the engine that the sentence already names, if it names one. Engines with a KV cache that a flag limits are named instead.
     """
     kv = frames.kv
     own = kv[(kv["model"] == model) & (kv["layout"] == layout)] if len(kv) else kv
