@@ -358,9 +358,10 @@ def _make_loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | 
     rates = _parse_rates(wanted.request_rate)
     if wanted.concurrency is not None:
         raise UsageError("--concurrency and --request-rate contradict each other; leave one of them out.")
-    clients = min(requests, 512)
+    in_flight = min(requests, 512)
     timed = [
-        (requests, make_load(requests)) if rate == math.inf else (clients, make_load(requests, rate)) for rate in rates
+        (requests, make_load(requests)) if rate == math.inf else (in_flight, make_load(requests, rate))
+        for rate in rates
     ]
     return [(n, compute_extent(of).find_longest_served(positions), of) for n, of in timed]
 
