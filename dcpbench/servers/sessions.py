@@ -26,9 +26,7 @@ class Session:
     prompt_format: PromptFormat
     asked: Mapping[int, tuple[ServeRequest, Prompt]]  # the turn that is being answered, by the number of the request
     left: tuple[tuple[ServeRequest, ...], ...]  # requests of each later turn
-    earlier: Mapping[
-        int, tuple[ServeRequest, Prompt, StreamReply]
-    ]  # answered requests that later ones continue, by number
+    earlier: Mapping[int, tuple[ServeRequest, Prompt, StreamReply]]  # answered requests that are continued, by number
 
     @property
     def requests(self) -> int:

@@ -180,7 +180,7 @@ def test_answer_ids_are_requested_for_turns_with_a_next_turn() -> None:
     answer: Any = SimpleNamespace(tokens=[7, 8], list_chunk_tokens=lambda: [1, 1])
     sent = [call]
     while sent[-1].session is not None:
-        sent.append(sent[-1].session.make_next_call(answer))
+        sent += sent[-1].session.make_next_calls({len(sent) - 1: answer})
     assert [b"return_token_ids" in call.data for call in sent] == [True, True, False]
     assert [call.prompt_tokens for call in sent] == [4, 8, 12]
     alone = ServeRequest(number=0, prompt=np.arange(4), output_tokens=2)

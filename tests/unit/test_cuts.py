@@ -50,11 +50,6 @@ def make_server_error(error: str | None, body: bytes = b"", **headers: str) -> s
     return client.make_status_error(307 if headers else 500, found, data).sentence
 
 
-def format_problem(found: checks.Problem | None) -> str:
-    assert found is not None
-    return f"{found.field}{found.what}"
-
-
 LATIN = "".join(chr(0x21 + n % 90) for n in range(700))
 POINT = record_builder.point()
 SERVED = serve_record_builder.point()
@@ -84,13 +79,11 @@ CUTS: dict[str, tuple[str, Callable[[], str]]] = {
     ),
     "unknown outcome": (
         f"outcome is {LONG[:40]!r}, none of {', '.join(checks.OUTCOMES)}",
-        lambda: format_problem(checks._check_outcome(msgspec.structs.replace(record_builder.ok(POINT), outcome=LONG))),  # type: ignore[arg-type]
+        lambda: str(checks._check_outcome(msgspec.structs.replace(record_builder.ok(POINT), outcome=LONG))),  # type: ignore[arg-type]
     ),
     "--disaggregate of a record": (
         f"point.disaggregate is {LONG[:40]!r}, which no instances that ran are",
-        lambda: format_problem(
-            checks._check_layout(record_builder.ok(msgspec.structs.replace(POINT, disaggregate=LONG)))
-        ),
+        lambda: str(checks._check_layout(record_builder.ok(msgspec.structs.replace(POINT, disaggregate=LONG)))),
     ),
     "--disaggregate of a command line": (
         f"--disaggregate {LONG[:80]}: not a ratio of instances; {instances.HOW_TO_WRITE}.",
