@@ -165,7 +165,7 @@ def test_project_first_accepts_any_value_width() -> None:
 @pytest.mark.parametrize("sizes", [{"value": 20}, {"value": 48}, {"value": 8}], ids=str)
 def test_odd_value_widths_run_without_dcp_and_on_the_cpu(sizes: dict[str, int]) -> None:
     """Only values merged in fp32 use the restricted kernel: on a GPU, in half precision, with dcp > 1."""
-    with pytest.raises(UsageError, match=r"'v_head_dim' to be powers of two from 16.*use --dcp 1"):
+    with pytest.raises(UsageError, match=r"'v_head_dim' to be powers of two of at least 16.*use --dcp 1"):
         check(tiny(**sizes))
     check(tiny(**sizes), dcp=1, exchange="none")
     check(tiny(**sizes), timed=False, dtype="fp32")
@@ -303,7 +303,7 @@ class TestGroupedQueryAttention:
         [
             ({"backend": "flashmla", "page_size": 64}, "flashmla computes MLA, and .* use --backend triton"),
             ({"project_first": True}, "project-first: the attention of qwen3-235b-a22b gives values"),
-            ({"rope": 96, "value": 96}, "power of two from 16, and qwen3-235b-a22b has 96"),
+            ({"rope": 96, "value": 96}, "power of two of at least 16, and qwen3-235b-a22b has 96"),
             ({"rope": 32, "value": 32, "backend": "flashinfer"}, "heads of 64, 128, 256 columns, .* has 32"),
         ],
     )
