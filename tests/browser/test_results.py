@@ -131,7 +131,7 @@ def panels(points: list[dict[str, Any]], *statistics: str) -> list[Panel]:
 
 def phases(points: list[dict[str, Any]]) -> list[Panel]:
     """Return panels with a bar for each phase that took time, at up to three loads, and one inside it for its floor."""
-    profiled = [p for p in points if has(p, "phase:idle")]
+    profiled = split_by_engine(points, "phase:idle")
     loads = sorted({p["concurrency"] for p in profiled})
     some = loads if len(loads) <= MAX_PHASE_LOADS else [loads[0], loads[len(loads) // 2], loads[-1]]
     spent = {
@@ -168,7 +168,7 @@ def compute_expected_panels(chart: dict[str, Any], points: list[dict[str, Any]])
         case "itl":
             found = panels(loaded, itl, "itl_p99_ms")
         case "break-even":
-            found = panels([p for p in loaded if p["arrival"] == "closed"], "dcp_ratio")
+            found = panels(split_by_engine([p for p in loaded if p["arrival"] == "closed"], "dcp_ratio"), "dcp_ratio")
         case "frontier":
             found = panels([p for p in own if has(p, per_user)], per_gpu)
         case "kv":
@@ -178,9 +178,21 @@ def compute_expected_panels(chart: dict[str, Any], points: list[dict[str, Any]])
         case "explore":
             x, y = (per_user, per_gpu) if any(has(p, per_user) for p in own) else ("concurrency", "output_tok_s")
             found = [("", sum(has(p, x, y) for p in own), 0)]
+        case "overview":
+            found = panels(split_by_engine(loaded, "other_ratio"), "other_ratio")
+        case "throughput":
+            found = panels(loaded, "output_tok_s")
         case kind:
-            found = panels(loaded, {"throughput": "output_tok_s", "overview": "other_ratio"}[kind])
+            raise AssertionError(kind)
     return found
+
+
+def split_by_engine(points: list[dict[str, Any]], ratio: str) -> list[dict[str, Any]]:
+    """Return the points that have a ratio to another point of their engine, with a panel for each of several engines."""
+    kept = [p for p in points if has(p, ratio)]
+    if len({p["run"] for p in kept}) < 2:
+        return kept
+    return [{**p, "panel": f"{p['panel']}, {p['run']}"} for p in kept]
 
 
 @pytest.mark.parametrize("name", PAGES)
