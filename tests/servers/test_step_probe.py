@@ -205,7 +205,7 @@ def test_request_overhead_is_separated_from_launch_time(launch_ms: int) -> None:
 
     with run_engine("--asynchronous", "--launch-ms", str(launch_ms)) as url:
         found = asyncio.run(run(url))
-    assert found.request_ms < 5
+    assert found.request_ms < found.launch_ms / 2
     assert found.launch_ms == pytest.approx(max(launch_ms, 20.2), rel=0.2)
 
 
