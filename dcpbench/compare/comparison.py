@@ -135,7 +135,7 @@ class Comparison(msgspec.Struct, kw_only=True):
     tests: int  # judged rows that were sampled: the family that verdicts are corrected for
     counts: dict[str, int]  # number of rows by verdict
     cpu: bool  # True if any point ran on a CPU, so that its times allow no conclusion about performance
-    forecast: bool  # true if any point is a forecast; the points state on which side, and what was not judged
+    forecast: bool  # true if any point of either side is a forecast
     performance: bool  # True if times of CPU points were judged nevertheless (--allow-cpu), or if there are none
     differences: list[Difference]
     points: list[PointResult]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from dcpbench.dashboard.discovery import FoundRuns, RunData, Stamp
 
-INDEX_EVERY_S = 10.0  # how often the index is written anew while pages are made
+INDEX_EVERY_S = 10.0  # interval in which the index is written while pages are made
 MAX_REASONS = 10  # runs that were left out, named by an error
 FORMAT = 1
 OURS = "dcpbench_dashboard"

@@ -445,7 +445,8 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
     tail = running.log_tail([gone.rank] if gone else [])
     detail = {"device": work.hardware} if work.hardware else {}
     detail |= {"log": str(running.logs.relative_to(work.folder)), "stage": end.stage, "log_tail": tail}
-    shared = None
+    shared: str | msgspec.UnsetType = msgspec.UNSET
+    advice: str | msgspec.UnsetType = msgspec.UNSET
     if end.hung:
         reason = f"no sign of life for {end.hung_s:g} s in stage '{end.stage}'"
         if end.over_s:
@@ -473,7 +474,6 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
             detail |= {"error": cause.kind, "traceback": cause.traceback}
         else:
             reason = f"torchrun itself {format_exit_code(end.code)}, and its ranks with it"
-    advice = None
     if detail.get("error") not in retry.OURS:
         how = retry.format_retry_options(before + 1, work.retries)
         again = f", then try again with {how}" if work.kind == "sweep" else ""
@@ -483,8 +483,8 @@ def _make_record(point: Point, running: Running, end: _JobEnd, work: Work, befor
         point=point,
         outcome="hung" if end.hung else "failed",
         reason=reason,
-        cause=shared or msgspec.UNSET,
-        advice=advice or msgspec.UNSET,
+        cause=shared,
+        advice=advice,
         detail=detail,
         warnings=warnings,
         started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(running.started)),

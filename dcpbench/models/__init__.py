@@ -44,7 +44,7 @@ FAMILIES: tuple[Family, ...] = (
 )
 _LINEAR = "linear attention, which keeps a state of fixed size for each request instead of KV rows"
 _COMPRESSED = "attention over compressed KV rows and a sliding window, with hyper-connections between layers"
-NOT_PLANNED = {  # known values of `model_type` without a description of memory and steps, and what they have
+NOT_PLANNED = {  # values of `model_type` that cannot be planned, with the parts that are not described
     "deepseek_v4": _COMPRESSED,
     "kimi_k3": f"most layers have {_LINEAR} (Kimi Delta Attention)",
     "kimi_linear": f"most layers have {_LINEAR} (Kimi Delta Attention)",

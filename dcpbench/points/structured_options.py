@@ -79,7 +79,7 @@ class Sessions(StructuredOption, frozen=True, kw_only=True):
 
 
 class RequestFile(StructuredOption, frozen=True, kw_only=True):
-    """Describe a file of requests, how it is read if its columns do not tell, and the seed of what is generated."""
+    """Describe a file of requests, its format if its columns do not identify it, and the seed of generated prompts."""
 
     option = "--requests"
     text = "Requests of a file: Mooncake, Qwen, AIPerf, BurstGPT, Azure or dcpbench's own JSONL or CSV. They arrive at the times of the file, with --request-rate at that rate, or with --concurrency in a closed loop. For example: --requests trace.jsonl."

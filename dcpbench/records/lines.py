@@ -26,7 +26,7 @@ class Tail:
         self._inode = 0
 
     def reset_if_replaced(self) -> bool:
-        """Return True if the file was replaced or is shorter than what was read; reading then starts anew."""
+        """Return True if the file was replaced or has become shorter, so that it has to be read from its start."""
         found = _get_regular_stat(self.path)
         if not self._inode or (found and found.st_ino == self._inode and found.st_size >= self._read):
             return False

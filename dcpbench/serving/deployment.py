@@ -119,7 +119,7 @@ class PrefillScheduler(Scheduler):
         return sorted([*super().unfinished, *self.leaving], key=lambda s: s.order)
 
     def retry_prefill(self, sequence: Sequence) -> None:
-        """Compute one anew that lost its KV, before all others."""
+        """Queue a request that lost its KV before all others, to compute its KV again."""
         self.waiting.appendleft(sequence)
 
     def free_sent(self, sequence: Sequence) -> None:
