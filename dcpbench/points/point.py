@@ -74,7 +74,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     branch: Annotated[  # probability with which a turn, from the third on, continues an earlier answer than the last
         Number, Axis(LOAD, 65, "branch {:g}", one=True)
     ] = 0.0
-    subagents: Annotated[  # requests that continue each turn but the last of a session at once, before the next turn
+    subagents: Annotated[  # concurrent requests after each turn except the last; the next turn waits for them
         Count, Axis(LOAD, 66, "{} sub-agents", one=True)
     ] = 0
     trace: Annotated[str, Axis(LOAD, 58)] = ""  # name of the file of requests, without its folder

@@ -61,8 +61,8 @@ class Sessions(StructuredOption, frozen=True, kw_only=True):
         int | None,
         Key(
             "N",
-            "requests that follow each turn but the last of a session at the same time, each with the conversation and --sessions tokens more; "
-            "the next turn comes after all of their answers.",
+            "number of concurrent sub-agent requests after each turn except the last. Each adds --sessions tokens to the conversation; "
+            "the next turn starts when all of them have been answered.",
             "0",
             "subagents",
         ),

@@ -505,8 +505,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     point: Point
     outcome: str  # `ok`, `failed`, `hung`, `rejected`
     reason: str | None = None  # why the outcome is not `ok`; for a rejected point it ends with the option to change
-    cause: str | msgspec.UnsetType = msgspec.UNSET  # the part of `reason` that other points may share; unset: all of it
-    advice: str | msgspec.UnsetType = msgspec.UNSET  # logs to read and options to try again with
+    cause: str | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # part of `reason` by which failures are grouped; unset: all of `reason`
+    advice: str | msgspec.UnsetType = msgspec.UNSET  # which logs to read and which options to use for another attempt
     lacks_memory: bool | msgspec.UnsetType = msgspec.UNSET  # true if it was rejected because memory is too small
     detail: dict[str, str] = {}  # details of a failure: the device, exit code, last log lines, stacks
     warnings: list[str] = []  # warnings about the point; reports/explain.py lists them, with a sentence for each
