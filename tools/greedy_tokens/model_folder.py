@@ -1,4 +1,4 @@
-"""A small model folder without weights: DeepSeek-V3's layers, few of them and with few experts."""
+"""Write a small model folder without weights: DeepSeek-V3's layers, few of them and with few experts."""
 
 from __future__ import annotations
 
