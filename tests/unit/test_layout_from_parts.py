@@ -247,18 +247,29 @@ def test_different_expert_kernels_are_stated(tmp_path: Path) -> None:
     assert step.differences == ["vLLM chose different kernels (moe_backend: other: CUTLASS, whole: TRITON)."]
 
 
+def test_exchange_with_other_calls_is_refused(tmp_path: Path) -> None:
+    settings = EngineSettings(dtype="bfloat16", weights_dtype="fp8", kv_dtype="bfloat16", exchange="a2a")
+    server = Server(engine="vllm", version="0.26.0", settings=settings)
+    other = build.write(tmp_path / "other", [make_step(tp=2, dcp=2, server=server)])
+    with pytest.raises(UsageError, match="other has --exchange a2a"):
+        compose_target([*make_runs(tmp_path)[:-1], other], tp=8, dcp=8)
+
+
 def test_runs_with_different_numbers_of_layers_are_refused(tmp_path: Path) -> None:
     run = build.write(tmp_path / "run", [make_step(tp=1, layers=4), make_step(tp=2)])
     with pytest.raises(UsageError, match="different numbers of layers"):
         read_steps([run], V3)
 
 
-def test_dummy_weights_and_other_models_are_not_used(tmp_path: Path) -> None:
+def test_dummy_weights_skewed_routing_other_models_and_unprofiled_steps_are_not_used(tmp_path: Path) -> None:
     dummy = make_step(tp=1)
     dummy = msgspec.structs.replace(dummy, point=msgspec.structs.replace(dummy.point, weights="dummy"))
-    other = make_step(tp=2, model_sizes=ModelSizes.from_shape(SHAPES["kimi-k2"]))
+    skewed = make_step(tp=2)
+    skewed = msgspec.structs.replace(skewed, point=msgspec.structs.replace(skewed.point, routing="zipf:1"))
+    other = make_step(tp=4, model_sizes=ModelSizes.from_shape(SHAPES["kimi-k2"]))
+    unprofiled = make_step(tp=8, phases=None)
     with pytest.raises(UsageError, match="no run has profiled decode steps"):
-        read_steps([build.write(tmp_path / "run", [dummy, other])], V3)
+        read_steps([build.write(tmp_path / "run", [dummy, skewed, other, unprofiled])], V3)
 
 
 def test_command_prints_steps_with_their_band_and_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
