@@ -1,4 +1,4 @@
-"""A model folder without weights: DeepSeek-V3's layers, few of them and with few experts, and a tokenizer of one word for each id."""
+"""Write a small model folder without weights: DeepSeek-V3's layers, few of them and with few experts."""
 
 from __future__ import annotations
 
@@ -6,46 +6,25 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from dcpbench.errors import UsageError
+from tools.model_folder import DEEPSEEK_V3, write_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-SIZES: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16",
-    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 2,
-    "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 1024,
-    "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
-    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
-    "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 0, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "rope_theta": 10000, "attention_bias": False, "attention_dropout": 0.0,
-    "rope_scaling": {
-        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
-        "mscale": 1.0, "mscale_all_dim": 1.0,
-    },
-    "max_position_embeddings": 163840, "tie_word_embeddings": False, "use_cache": True, "initializer_range": 0.02,
-    "bos_token_id": 0, "eos_token_id": 1,
+SIZES: dict[str, Any] = DEEPSEEK_V3 | {
+    "num_hidden_layers": 2, "first_k_dense_replace": 1, "vocab_size": 1024,
+    "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
 """Published widths, so that engines run the kernels that they have for DeepSeek-V3. Few experts, because rounding seldom moves a token to
 another expert if scores are far apart; experts in the last layer alone, so that such a token changes no later one; and few layers and words,
 because two likeliest tokens are then further apart than rounding.
 """
-FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 def write_model_folder(folder: Path, changes: Sequence[str], *, fp8: bool) -> None:
     """Write config.json and the tokenizer; `changes` are FIELD=VALUE of config.json. Raise UsageError for others."""
-    config = SIZES | dict(map(parse_change, changes))
-    if fp8:
-        config["quantization_config"] = FP8_BLOCKS
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    (folder / "tokenizer.json").write_text(json.dumps(make_tokenizer(config["vocab_size"])))
-    words = {"bos_token": "t0", "eos_token": "t1", "unk_token": "t0", "model_max_length": 163840}
-    template = {"chat_template": "{% for m in messages %}{{ m['content'] }} {% endfor %}"}
-    described = {"tokenizer_class": "PreTrainedTokenizerFast"} | words | template
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    write_folder(folder, SIZES | dict(map(parse_change, changes)), fp8=fp8)
 
 
 def parse_change(word: str) -> tuple[str, Any]:
@@ -60,12 +39,3 @@ def parse_change(word: str) -> tuple[str, Any]:
     if name not in SIZES:
         raise UsageError(f"--set {word}: config.json has no field {name!r}; its fields are {', '.join(SIZES)}.")
     return name, value
-
-
-def make_tokenizer(vocab: int) -> dict[str, Any]:
-    """Return tokenizer.json of a tokenizer with the words t0, t1, … at the ids 0, 1, …, separated by blanks."""
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(vocab)}, "unk_token": "t0"},
-    }  # fmt: skip
