@@ -27,6 +27,7 @@ from dcpbench.hangs import heartbeats
 from dcpbench.hangs.evidence import Device
 from dcpbench.launch import hang_capture, jobs, version_check
 from dcpbench.launch.jobs import Failure, Job
+from dcpbench.launch.start_phases import StartPhases
 from dcpbench.measuring import flight_recorder
 from dcpbench.measuring.environment import collect_environment, get_hardware
 from dcpbench.models import load_shape
@@ -41,7 +42,7 @@ from dcpbench.workloads.session import build_session, free_memory
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Point
-    from dcpbench.records.record import Rates, Record
+    from dcpbench.records.record import Rates, Record, StartPhase
     from dcpbench.workloads.session import Session
 
 INTERRUPTED = ExitCode.INTERRUPTED  # exit code of a rank that was interrupted, after writing its record
@@ -50,8 +51,13 @@ INTERRUPTED = ExitCode.INTERRUPTED  # exit code of a rank that was interrupted, 
 class Worker:
     """Hold this rank's state through the points of a job."""
 
-    def __init__(self, job: Job, rank: int, device: torch.device, marks: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, job: Job, rank: int, device: torch.device, marks: torch.Tensor | None = None, started: float | None = None
+    ) -> None:
+        """Create the state; `started` is the Unix time at which the job was started, by default now."""
         self.job, self.rank, self.device, self.marks = job, rank, device, marks
+        self.start_phases = StartPhases(time.time() if started is None else started)
+        self.phases: list[StartPhase] = []  # of the engine that the current point built
         self.environment = collect_environment(device, job.command)
         self.rates: Rates | None = None
         self.records = RecordFile(Path(job.folder))
@@ -64,12 +70,15 @@ class Worker:
         """Print one progress line, from rank 0."""
         if self.rank == 0:
             index = self.job.points.index(self.point) if self.point else 0
-            jobs.write_progress(self.job, stage, self.point, index=index, note=note)
+            phases = self.start_phases.enter_stage(stage, time.time())
+            self.phases = phases or self.phases
+            jobs.write_progress(self.job, stage, self.point, index=index, note=note, phases=phases)
 
     def run(self) -> None:
         """Run all points of the job, in order, with those that are added to it."""
         self.write_progress("start")
         if self.device.type == "cuda" and self.job.kind != "verify":
+            self.write_progress("limits")
             fp8 = any(FP8 in (point.weights_precision, point.kv_precision) for point in self.job.points)
             self.rates = limits.measure_rates(
                 self.device, dist.get_world_size(), fp8=fp8
@@ -96,6 +105,7 @@ class Worker:
     def measure(self, point: Point) -> None:
         """Measure one point, and write its record."""
         started, begin = dt.datetime.now(dt.UTC), time.perf_counter()
+        self.phases = []
         session = self.get_session(point)
         if point.load:
             record = self.run_serve(session, point)
@@ -111,6 +121,7 @@ class Worker:
                     measured_with=msgspec.to_builtins(self.job.settings),
                     started_at=started.isoformat(timespec="seconds"),
                     seconds=round(time.perf_counter() - begin, 3),
+                    start=self.phases or msgspec.UNSET,
                 )
             )
             note = format_omitted_note(written)
@@ -247,7 +258,7 @@ def main(path: str) -> int:
     torch_collectives.start_rank_heartbeats(job.get_log_folder() / hang_capture.BEATS.format(rank), rank, ranks, device)
     worker = None
     try:
-        worker = Worker(job, rank, device, marks)
+        worker = Worker(job, rank, device, marks, started=Path(path).stat().st_mtime)
         with torch.inference_mode():
             worker.run()
         with heartbeats.record_collective("barrier", None, dist.group.WORLD):

@@ -29,9 +29,10 @@ from dcpbench.points.settings import Settings
 from dcpbench.records import checksums
 from dcpbench.records.folder import CHECKS_FILE, get_job_file, get_progress_file
 from dcpbench.records.lines import UNREADABLE
+from dcpbench.records.record import StartPhase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 T = TypeVar("T")
 WAITING = "waiting"  # stage of an open job that has run all its points
@@ -83,14 +84,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Hold one event of a running job."""
 
     stage: str
-    """`start` (job), `build`, `choose` (with `auto`), `check`, `capture`, `measure` (warm-up included), `profile`,
-    `done` (point recorded), `waiting` (for the points that a search chooses next), `end` (job); the launcher adds `failed`, `hung`, `again` (it failed or hung, and will be begun
-    once more), `ending` (interrupted) and `stopped`."""
+    """`start` (job), `limits` (of the GPU), `build`, `choose` (with `auto`), `check`, `capture`, `warm up` (loads), `measure`,
+    `profile`, `done` (point recorded), `waiting` (for the points that a search chooses next), `end` (job); the launcher adds
+    `failed`, `hung`, `again` (it failed or hung, and will be begun once more), `ending` (interrupted) and `stopped`."""
     key: str = ""  # Point.get_key() of the current point
     index: int = 0
     of: int = 0
     note: str = ""  # last numbers, for the progress line
     at: float = 0.0  # Unix time
+    phases: list[StartPhase] = []  # phases until an engine measures its first step, in the first event of that step
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,10 +206,24 @@ def wait_for_points(job: Job) -> Job:
     return now
 
 
-def write_progress(job: Job, stage: str, point: Point | None = None, *, index: int = 0, note: str = "") -> None:
+def write_progress(
+    job: Job,
+    stage: str,
+    point: Point | None = None,
+    *,
+    index: int = 0,
+    note: str = "",
+    phases: Sequence[StartPhase] = (),
+) -> None:
     """Append one Progress line (rank 0 only)."""
     event = Progress(
-        stage=stage, key=point.get_key() if point else "", index=index, of=len(job.points), note=note, at=time.time()
+        stage=stage,
+        key=point.get_key() if point else "",
+        index=index,
+        of=len(job.points),
+        note=note,
+        at=time.time(),
+        phases=list(phases),
     )
     with job.get_progress_path().open("ab") as f:
         f.write(msgspec.json.encode(event) + b"\n")

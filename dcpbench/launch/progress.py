@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.gpus import Gpu
     from dcpbench.points.point import Point
+    from dcpbench.records.record import StartPhase
 
 FINISHED = ("done", "failed", "hung")
 QUIET_S = 60.0  # interval in s at which a long point reports its progress without a terminal
+LONG_START_S = 30.0  # from this many seconds on, the phases of a start are printed
 CPU_NOTE = "CPU: functional run — these timings do not reflect performance"
 
 
@@ -106,6 +108,8 @@ class ProgressBar:
         name = self._names.get(event.key, "")
         if event.stage not in ("failed", "hung", "again"):
             self._last = event.note or self._last
+        if sum(phase.seconds for phase in event.phases) >= LONG_START_S:
+            self._print(format_start(event.phases))
         if event.stage in FINISHED and name:
             self._count_finished(event.key)
             if not self._brief or event.stage != "done":
@@ -152,6 +156,12 @@ class ProgressBar:
             return ""
         each = {kind: statistics.fmean(self._seconds[kind][1:] or self._seconds[kind]) for kind in left}
         return f"about {format_duration(sum(count * each[kind] for kind, count in left.items()))} left"
+
+
+def format_start(phases: Sequence[StartPhase]) -> str:
+    """Return the sentence about the time until the first measured step: `First step after 95 s: 12 s starting, …`."""
+    parts = ", ".join(f"{phase.seconds:.0f} s {phase.name}" for phase in phases)
+    return f"First step after {sum(phase.seconds for phase in phases):.0f} s: {parts}"
 
 
 def format_point_names(points: Sequence[Point]) -> dict[str, str]:

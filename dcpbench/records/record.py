@@ -463,9 +463,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartPhase(msgspec.Struct, frozen=True, kw_only=True):
-    """Describe a phase of a server's start, by the lines of its log."""
+    """Describe a phase of the start of a server, by the lines of its log, or of a job of dcpbench's engine."""
 
-    name: str  # `starting`, `loading weights`, `compiling`, `allocating the KV cache`, `capturing CUDA graphs`, …
+    name: str  # `starting`, `building`, `loading weights`, `compiling`, `allocating the KV cache`, `capturing CUDA graphs`, …
     seconds: Number
 
 
@@ -535,6 +535,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     origin: str | msgspec.UnsetType = msgspec.UNSET  # tool of an import, or `engine`, version; unset: dcpbench
     straggler: Straggler | msgspec.UnsetType = msgspec.UNSET  # the slowest rank, if one is a straggler; unset otherwise
     model_sizes: ModelSizes | msgspec.UnsetType = msgspec.UNSET  # if `point.model` is a readable folder; else unset
+    start: list[StartPhase] | msgspec.UnsetType = msgspec.UNSET  # phases until the first measured step of this engine
     server: Server | msgspec.UnsetType = msgspec.UNSET  # real server that served the point; absent for all others
     omitted: list[OmittedValue] | msgspec.UnsetType = msgspec.UNSET  # values replaced in writing; or unset
 

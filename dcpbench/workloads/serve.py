@@ -91,12 +91,11 @@ class Serving:
         return Loop(self.engine, scheduler, traffic, self.agree, ends=ends)
 
     def warm_up(self, point: Point, requests: Sequence[ServeRequest], alive: Callable[[], None]) -> None:
-        """Run every kind of step: each graph, chunks of every size with and without a prefix, full ones of many
+        """Run every kind of step behind captured graphs: chunks of every size with and without a prefix, full ones of many
         prompts, one that cuts a prompt, a cached prefix, and the load's beginning.
 
         What is compiled or loaded on first use must not be part of somebody's latency.
         """
-        self.engine.capture_steps(alive)
         first = [
             _make_short_request(request) for request in requests[: min(point.concurrency, WARM_UP_REQUESTS * point.dp)]
         ]
@@ -146,7 +145,9 @@ def run(
     session, device = serving.session, serving.session.engine.device
     requests = make_point_requests(point, settings, session.shape.vocab)
     tell("capture")
-    serving.warm_up(point, requests, make_rate_limited(lambda: tell("capture"), REPORT_INTERVAL_S))
+    serving.engine.capture_steps(make_rate_limited(lambda: tell("capture"), REPORT_INTERVAL_S))
+    tell("warm up")
+    serving.warm_up(point, requests, make_rate_limited(lambda: tell("warm up"), REPORT_INTERVAL_S))
     with _collect_interruptions() as interrupted:
         loop = serving.make_loop(
             point,
@@ -154,6 +155,7 @@ def run(
             point.clients,
             lambda now: bool(interrupted) or (settings.limit_seconds is not None and now >= settings.limit_seconds),
         )
+        tell("measure")
         allocated = count_device_allocations(device)
         with GpuSampler(get_gpu_uuid(device)) as sampler, collect_compiled_kernels() as compiled:
             loop.run(make_rate_limited(lambda: tell("measure", _format_progress(loop)), REPORT_INTERVAL_S))

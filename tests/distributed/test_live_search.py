@@ -82,6 +82,7 @@ def test_loads_of_a_layout_run_in_one_job_that_builds_the_model_once(call: Call,
     assert [(r.outcome, r.point.dcp, r.point.concurrency) for r in records] == [
         ("ok", dcp, load) for dcp in (1, 2) for load in LOADS
     ]
+    assert [bool(r.start) for r in records] == [True, False, False] * 2, "only the first load waits for the engine"
     assert len({(r.point.dcp, r.kv.capacity_tokens) for r in records}) == 2, "all loads of a layout have one KV pool"
 
 

@@ -221,3 +221,14 @@ def test_sessions_match_transformers_and_reuse_cached_answers(checkpoint, tmp_pa
         stored = len(before) - 1 if request.turn else 0
         assert row.cached_tokens == stored // 4 * 4
     assert [row.tokens for row in rows] == [continue_greedily(checkpoint, prompt, 7) for prompt in prompts]
+
+
+def test_only_the_first_load_of_an_engine_has_the_phases_of_its_start(checkpoint, tmp_path):
+    """Serve two loads by one engine, and a third by an engine with other pages, which is built for it."""
+    loads = [msgspec.structs.replace(LOAD, requests=count, output_tokens="2") for count in (2, 3)]
+    points = [point(checkpoint, Layout(1), load) for load in loads]
+    points.append(point(checkpoint, Layout(1), loads[0], page_size=4))
+    starts = [record.start or [] for record in serve(points, tmp_path)]
+    first = ["starting", "building", "capturing CUDA graphs", "warming up"]
+    assert [[phase.name for phase in start] for start in starts] == [first, [], first[1:]]
+    assert all(phase.seconds >= 0 for start in starts for phase in start)
