@@ -45,9 +45,7 @@ class LoadSearch:
     bounds: LoadRange
     slo: Mapping[str, float]
     expand: Callable[[float], Sequence[grid.Candidate]]  # points of all layouts at a load, with their repeats
-    one_by_one: bool = (
-        False  # True if the search of a layout ends before the next one begins, for kept jobs and servers
-    )
+    one_by_one: bool = False  # True if layouts are searched one after the other, each on one server or in one job
     _expanded: dict[float, list[grid.Candidate]] = dataclasses.field(default_factory=dict)
     _tried: set[str] = dataclasses.field(default_factory=set)  # keys of the points that this command has run
     _new: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # measured loads by layout
