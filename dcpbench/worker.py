@@ -22,6 +22,7 @@ from dcpbench.bench.operators import limits
 from dcpbench.bench.operators.rendezvous import start_distributed
 from dcpbench.errors import ExitCode, WorkerError
 from dcpbench.exchange import registered_memory, signals, torch_collectives
+from dcpbench.exchange.torch_collectives import gather_objects
 from dcpbench.hangs import heartbeats
 from dcpbench.hangs.evidence import Device
 from dcpbench.launch import hang_capture, jobs, version_check
@@ -61,7 +62,8 @@ class Worker:
         self.rates: Rates | None = None
         self.records = RecordFile(Path(job.folder))
         self.session: Session | None = None
-        self.step_times: replay_job.StepTimesByPath = {}
+        self.points: list[Point] = job.points  # points of the job since it last waited for more
+        self.step_times: replay_job.StepTimesByPath = {}  # step times that cover these points
         self.point: Point | None = None
 
     def write_progress(self, stage: str, note: str = "") -> None:
@@ -73,7 +75,7 @@ class Worker:
             jobs.write_progress(self.job, stage, self.point, index=index, note=note, phases=phases)
 
     def run(self) -> None:
-        """Run all points of the job, in order."""
+        """Run all points of the job, in order, with those that are added to it."""
         self.write_progress("start")
         if self.device.type == "cuda" and self.job.kind != "verify":
             self.write_progress("limits")
@@ -81,14 +83,24 @@ class Worker:
             self.rates = limits.measure_rates(
                 self.device, dist.get_world_size(), fp8=fp8
             )  # before an engine takes all memory
-        for point in self.job.points:
-            self.point = point
-            if self.job.kind == "verify":
-                self.verify(point)
-            else:
-                self.measure(point)
-        self.point = None
+        while self.points:
+            for point in self.points:
+                self.point = point
+                if self.job.kind == "verify":
+                    self.verify(point)
+                else:
+                    self.measure(point)
+            self.point = None
+            self.points = self.receive_points() if self.job.open else []
         self.write_progress("end")
+
+    def receive_points(self) -> list[Point]:
+        """Return the points that the launcher adds to an open job; none if it closes the job. Collective: rank 0 reads them."""
+        self.write_progress(jobs.WAITING)
+        known = len(self.job.points)
+        self.job = gather_objects(jobs.wait_for_points(self.job) if self.rank == 0 else self.job)[0]
+        self.step_times = {}
+        return self.job.points[known:]
 
     def measure(self, point: Point) -> None:
         """Measure one point, and write its record."""
@@ -125,7 +137,7 @@ class Worker:
             return replay_job.run(
                 serving,
                 point,
-                job.points,
+                self.points,
                 job.settings,
                 self.environment,
                 folder,

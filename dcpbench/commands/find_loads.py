@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,6 +13,7 @@ from dcpbench.commands import point_runner
 from dcpbench.launch import folders
 from dcpbench.plan import grid
 from dcpbench.plan.load_search import FoundLoad, MeasuredLoad, choose_next_load, get_load, make_layout_key
+from dcpbench.points.budget import engine_values, is_same_engine
 from dcpbench.points.names import REPLAY
 from dcpbench.records.file import RecordFile
 from dcpbench.records.runs import read_last_records
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from dcpbench.commands.point_runner import WorkOff
     from dcpbench.launch.launcher import Work
     from dcpbench.plan.load_search import LoadRange
+    from dcpbench.points.budget import EnginePlan
     from dcpbench.points.device_probe import Probe
     from dcpbench.points.point import Point
     from dcpbench.records.record import Record
@@ -42,9 +45,7 @@ class LoadSearch:
     bounds: LoadRange
     slo: Mapping[str, float]
     expand: Callable[[float], Sequence[grid.Candidate]]  # points of all layouts at a load, with their repeats
-    one_by_one: bool = (
-        False  # True if the search of a layout ends before the next one begins, for servers that are kept
-    )
+    one_by_one: bool = False  # True if layouts are searched one after the other, each on one server or in one job
     _expanded: dict[float, list[grid.Candidate]] = dataclasses.field(default_factory=dict)
     _tried: set[str] = dataclasses.field(default_factory=set)  # keys of the points that this command has run
     _new: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # measured loads by layout
@@ -69,22 +70,50 @@ class LoadSearch:
                     [c for c in candidates if c.error is None], folder, work, run, None, searched=True
                 )
                 self._print_start(folder, probe)
-                while chosen := self._choose_points(layouts, folder):
-                    points = self._reject(chosen, folder)
+                choose = functools.partial(self._choose_added_points, layouts, folder)
+                while chosen := self._choose_runnable(layouts, folder):
                     engines = tuple(dict.fromkeys(c.plan for c in chosen if c.plan))
-                    if points:
-                        now = msgspec.structs.replace(work, pool_points=tuple(points), engines=engines, lock=lock)
-                        work_off(points, now, run)
+                    now = msgspec.structs.replace(work, engines=engines, lock=lock, choose_points=choose)
+                    work_off([c.point for c in chosen], now, run)
             found = self._collect_results(layouts, folder)
             measured = [c for load in sorted(self._expanded) for c in self._expanded[load]]
             return point_runner.finish_run(measured, folder, probe, run, found)
 
+    @functools.cached_property
+    def _shared_plans(self) -> dict[tuple[object, ...], EnginePlan]:
+        """Return the plan of each engine for the highest load, with which it runs all loads; none if a layout cannot run that load."""
+        highest = self.expand(self.bounds.high)
+        rejected = {engine_values(c.point) for c in highest if c.error}
+        plans = {engine_values(c.point): c.plan for c in highest if c.plan}
+        return {engine: plan for engine, plan in plans.items() if engine not in rejected}
+
+    def share_plans(self, candidates: Iterable[grid.Candidate]) -> list[grid.Candidate]:
+        """Return the points of a load with the plans that engines have for all loads."""
+        return [
+            dataclasses.replace(c, plan=self._shared_plans.get(engine_values(c.point), c.plan)) if c.plan else c
+            for c in candidates
+        ]
+
     def _expand(self, load: float) -> list[grid.Candidate]:
         """Return the points of all layouts at a load; a replay has no repeats."""
         if load not in self._expanded:
-            found = self.expand(load)
+            found = self.share_plans(self.expand(load))
             self._expanded[load] = [c for c in found if not (is_replayed(c.point) and c.point.repeat)]
         return self._expanded[load]
+
+    def _choose_added_points(self, layouts: Mapping[str, Point], folder: Path, point: Point) -> list[Point]:
+        """Return the next points that the engine of a job with this point can run; none if it is planned for one load only."""
+        if engine_values(point) not in self._shared_plans:
+            return []
+        same = {key: one for key, one in layouts.items() if is_same_engine(one, point)}
+        return [c.point for c in self._choose_runnable(same, folder)]
+
+    def _choose_runnable(self, layouts: Mapping[str, Point], folder: Path) -> list[grid.Candidate]:
+        """Return the points to run next, after recording chosen ones that cannot run; none at the end of the search."""
+        while chosen := self._choose_points(layouts, folder):
+            if runnable := self._reject(chosen, folder):
+                return runnable
+        return []
 
     def _choose_points(self, layouts: Mapping[str, Point], folder: Path) -> list[grid.Candidate]:
         """Return the points to run next, of each layout whose search goes on."""
@@ -106,13 +135,13 @@ class LoadSearch:
         record = known.get(point.get_key())
         return record is not None and (record.outcome == "ok" or point.get_key() in self._tried)
 
-    def _reject(self, chosen: Sequence[grid.Candidate], folder: Path) -> list[Point]:
+    def _reject(self, chosen: Sequence[grid.Candidate], folder: Path) -> list[grid.Candidate]:
         """Record the points that cannot run, and return the others."""
         self._tried.update(c.point.get_key() for c in chosen)
         for c in chosen:
             if c.error is not None:
                 RecordFile(folder).append(c.make_rejected_record())
-        return [c.point for c in chosen if c.error is None]
+        return [c for c in chosen if c.error is None]
 
     def _group_records(
         self, layouts: Mapping[str, Point], records: Iterable[Record]

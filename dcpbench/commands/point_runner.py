@@ -129,7 +129,8 @@ def measure(
             typed=run.caller.typed,
         )
 
-    candidates = expand(spec)
+    search = make_search(bounds, spec, expand)
+    candidates = expand(spec) if search is None else search.share_plans(expand(spec))
     if not run.dry_run:
         grid.check_live(candidates, spec.settings)
     print_defaults(spec, candidates)
@@ -145,7 +146,6 @@ def measure(
         with handle_stop(run, work):
             launcher.run_points([], work, run.machines, lambda _: None)
         return 0
-    search = make_search(bounds, spec, expand)
     return run_candidates(candidates, folder, work, probe, run, work_off, given=given, search=search)
 
 
@@ -197,7 +197,8 @@ def make_search(
         loads = set_load(cast("ServeLoads", spec.serve), bounds, load)
         return expand(dataclasses.replace(spec, serve=loads, repeats=bounds.repeats))
 
-    return LoadSearch(bounds=bounds, slo=spec.settings.slo, expand=expand_load)
+    jobs = not spec.settings.step_times
+    return LoadSearch(bounds=bounds, slo=spec.settings.slo, expand=expand_load, one_by_one=jobs)
 
 
 def print_defaults(spec: SweepSpec, candidates: Sequence[grid.Candidate]) -> None:
@@ -338,16 +339,30 @@ def _drop_set_aside(points: list[Point], folder: Path, retries: int) -> list[Poi
 def run_points(points: Sequence[Point], work: launcher.Work, run: Run) -> None:
     """Run the points and show how far they are; an interrupt ends the workers, then the command."""
     with handle_stop(run, work), make_progress_bar(run, points) as bar:
-        launcher.run_points(points, work, run.machines, bar)
+        launcher.run_points(points, _show_chosen_points(work, bar), run.machines, bar)
+
+
+def _show_chosen_points(work: launcher.Work, bar: ProgressBar) -> launcher.Work:
+    """Return the work, and have a progress bar show the points that a search adds to a job."""
+    choose = work.choose_points
+    if choose is None:
+        return work
+
+    def choose_points(point: Point) -> Sequence[Point]:
+        points = choose(point)
+        bar.add_points(points)
+        return points
+
+    return msgspec.structs.replace(work, choose_points=choose_points)
 
 
 def make_progress_bar(run: Run, points: Sequence[Point]) -> ProgressBar:
     """Return a progress bar of the points, on stderr."""
-    from dcpbench.launch.progress import ProgressBar, format_point_names
+    from dcpbench.launch.progress import ProgressBar, format_point_names, list_point_kinds
 
     part = run.caller.part
     what = part.what if part else "points"
-    kinds = {point.get_key(): point.load.mode if point.load else "" for point in points}
+    kinds = list_point_kinds(points)
     return ProgressBar(format_point_names(points), make_console(error=True), what, brief=part is not None, kinds=kinds)
 
 

@@ -1,6 +1,6 @@
 """Define the JSON files that the launcher and a torchrun job exchange. No torch.
 
-job-TAG.json          Job, written by torchrun.py, read by every rank
+job-TAG.json          Job, written by torchrun.py, read by every rank; again with more points while it is `open`
 progress-TAG.jsonl    Progress, one line per event, written by rank 0
 stacks-R.txt          Python stacks of a rank, written on SIGUSR1
 error-R.json          Failure, written by a rank that raised
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 T = TypeVar("T")
+WAITING = "waiting"  # stage of an open job that has run all its points
+LOOK_S = 0.02  # interval at which rank 0 then looks for more
 SECRET = "DCPBENCH_SECRET"  # noqa: S105 -- variable with the secret that the machines of a sweep share
 
 
@@ -57,6 +59,7 @@ class Job(Command, frozen=True, kw_only=True):
     tag: str
     folder: str  # absolute path of the run's folder
     points: list[Point]
+    open: bool = False  # True if ranks wait for more points at the end: a search chooses them one load after the other
     store: tuple[str, int] | None = None  # (host, port) of rank 0's store for several machines; None: all on this one
     package: Package | None = None  # dcpbench that starts the job, and that ranks must have; None: any
 
@@ -82,8 +85,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     stage: str
     """`start` (job), `limits` (of the GPU), `build`, `choose` (with `auto`), `check`, `capture`, `warm up` (loads), `measure`,
-    `profile`, `done` (point recorded), `end` (job); the launcher adds `failed`, `hung`, `again` (it failed or hung, and will be begun
-    once more), `ending` (interrupted) and `stopped`."""
+    `profile`, `done` (point recorded), `waiting` (for the points that a search chooses next), `end` (job); the launcher adds
+    `failed`, `hung`, `again` (it failed or hung, and will be begun once more), `ending` (interrupted) and `stopped`."""
     key: str = ""  # Point.get_key() of the current point
     index: int = 0
     of: int = 0
@@ -194,6 +197,13 @@ def read_job(path: Path) -> Job:
         return _jobs.decode(path.read_bytes())
     except (OSError, *UNREADABLE) as e:
         raise DcpbenchError(f"cannot read the job file {path}: {e}") from e
+
+
+def wait_for_points(job: Job) -> Job:
+    """Return an open job once the launcher has added points to it, or has closed it."""
+    while (now := read_job(job.get_path())).open and len(now.points) == len(job.points):
+        time.sleep(LOOK_S)
+    return now
 
 
 def write_progress(

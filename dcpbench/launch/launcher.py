@@ -63,6 +63,9 @@ class Work(jobs.Command, frozen=True, kw_only=True):
     worker: str = WORKER
     hardware: str = ""  # hardware of the machine, as named by probes
     lock: int | None = None  # descriptor of the folder's lock (folders.lock_folder)
+    choose_points: Callable[[Point], Sequence[Point]] | None = (
+        None  # points to add to the job of this point; none: it ends
+    )
 
     def get_limit_s(self, stage: str) -> float:
         """Return the seconds without a sign of life after which a job in this stage counts as hung."""
@@ -177,7 +180,7 @@ def _run_size(
         work.check_folder()
         _check_disk(end, work.folder)
         end.done |= {record.point.get_key() for record in records.read_since(begin)}
-        points = [p for p in points if p.get_key() not in end.done]
+        points = [p for p in [*points, *end.added] if p.get_key() not in end.done]
         if not points:
             break
         if not end.failed:
@@ -247,6 +250,7 @@ class _JobEnd:
     """End of a job."""
 
     done: set[str] = dataclasses.field(default_factory=set)
+    added: list[Point] = dataclasses.field(default_factory=list)  # points that a search chose while it ran
     key: str = ""  # current point when it ended
     stage: str = ""
     started: bool = False  # True if any point was started
@@ -326,9 +330,8 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
 
     while True:
         code = running.poll()
-        for event in running.read_events():
+        for event in _iter_events(running, work, end):
             watchdog.record_activity()
-            end.update(event)
             watch(event)
         if code is not None:
             end.code = code
@@ -357,6 +360,18 @@ def _follow_job(running: Running, work: Work, others: Leader, watch: Callable[[P
         end.exits += other.exits
         end.stacks |= other.stacks
     return end
+
+
+def _iter_events(running: Running, work: Work, end: _JobEnd) -> Iterator[Progress]:
+    """Yield the events of a job since the last call; add the points that a search chooses next to a job that waits for them."""
+    for event in running.read_events():
+        end.update(event)
+        if event.stage == jobs.WAITING:
+            assert work.choose_points is not None
+            points = work.choose_points(running.job.points[0])
+            running.add_points(points)
+            end.added += points
+        yield event
 
 
 def _check_answers(folder: Path, watch: Callable[[Progress], None]) -> None:
@@ -431,6 +446,7 @@ def _make_job(points: list[Point], work: Work, machines: Machines) -> Job:
         tag=tag,
         folder=str(work.folder),
         points=points,
+        open=work.choose_points is not None,
         store=store,
         package=version_check.get_started_package(),
         **same,

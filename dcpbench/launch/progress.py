@@ -24,7 +24,7 @@ from dcpbench.show.numbers import format_duration
 from dcpbench.show.text import format_capitalized, format_list
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
 
     from rich.console import Console
@@ -60,8 +60,8 @@ class ProgressBar:
         With `brief`, only failed points get a line. `kinds` maps the keys to kinds of points that take equally long, such as
         replays and live runs; by default all are of one kind.
         """
-        self._names = names
-        self._kinds = kinds or dict.fromkeys(names, "")
+        self._names = dict(names)
+        self._kinds = dict(kinds or dict.fromkeys(names, ""))
         self._left = Counter(self._kinds[key] for key in names)
         self._seconds: dict[str, list[float]] = {}
         self._brief = brief
@@ -84,6 +84,15 @@ class ProgressBar:
                 expand=True,
             )
             self._task = self._bar.add_task("starting", total=len(names), left="")
+
+    def add_points(self, points: Sequence[Point]) -> None:
+        """Show further points, such as those of the next load of a search."""
+        kinds = list_point_kinds(points)
+        self._names |= format_point_names(points)
+        self._kinds |= kinds
+        self._left.update(kinds.values())
+        if self._bar:
+            self._bar.update(self._task, total=len(self._names))
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -159,6 +168,11 @@ def format_point_names(points: Sequence[Point]) -> dict[str, str]:
     """Return the names of running points, by key."""
     more = format_varied_parts(points)
     return {p.get_key(): format_point_name(p) + more[p.get_key()] for p in points}
+
+
+def list_point_kinds(points: Iterable[Point]) -> dict[str, str]:
+    """Return the kind of each point, by key: points of one kind take equally long."""
+    return {point.get_key(): point.load.mode if point.load else "" for point in points}
 
 
 def format_plan_note(gpu: Gpu, count: int, nnodes: int) -> str:

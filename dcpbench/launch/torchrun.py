@@ -27,9 +27,12 @@ import msgspec
 from dcpbench.launch import hang_capture, subprocess_guard
 from dcpbench.launch.jobs import Exit, Job, Progress, decode_progress
 from dcpbench.launch.ranks import Ranks, make_environment, read_text
+from dcpbench.show.whole_files import write_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from dcpbench.points.point import Point
 
 END_WAIT_S = 5.0
 KEEP_WAIT_S = 25.0  # for ranks to write results after an interruption in a run of requests; torchrun ends them at 30
@@ -95,6 +98,11 @@ class Running(Ranks):
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._agent.wait(seconds)
         return None
+
+    def add_points(self, points: Sequence[Point]) -> None:
+        """Add points to an open job that waits for them, or close it if there are none."""
+        self.job = msgspec.structs.replace(self.job, points=[*self.job.points, *points], open=bool(points))
+        write_file(self.job.get_path(), msgspec.json.encode(self.job), durable=False)
 
     def read_events(self) -> Iterator[Progress]:
         """Yield the progress written since the last call; skip damaged lines."""

@@ -145,7 +145,8 @@ class Facts:
 
     def _find_jobs(self) -> None:
         for path in self.folder.glob(JOB_FILES):
-            if path.name in self.jobs:
+            known = self.jobs.get(path.name)
+            if known is not None and not known.job.open:
                 continue
             try:
                 job, began = read_job(path), path.stat().st_mtime
@@ -153,7 +154,9 @@ class Facts:
                 self._unread_jobs.add(path.name)
                 continue
             self._unread_jobs.discard(path.name)
-            self.jobs[path.name] = JobFacts(job, began, Tail(get_progress_file(self.folder, get_job_tag(path))))
+            if known is None:
+                known = JobFacts(job, began, Tail(get_progress_file(self.folder, get_job_tag(path))))
+            self.jobs[path.name] = dataclasses.replace(known, job=job)
 
     def _add_record(self, record: Record) -> None:
         at = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dcpbench.errors import ExitCode
+from dcpbench.launch.jobs import WAITING
 from dcpbench.launch.processes import COMMAND, NONE, WORKERS
 from dcpbench.plan.grid import format_point_name
 from dcpbench.show.text import fit_line
@@ -29,7 +30,7 @@ ORPHANED, ELSEWHERE = "orphaned", "elsewhere"
 ENDED, STOPPED = "ended", "stopped"
 OVER = (ENDED, STOPPED)  # final statuses: all points have ended, or the run stopped before
 REJECTED = "rejected"
-BETWEEN = ("done", "start", "end")  # stages of no point
+BETWEEN = ("done", "start", WAITING, "end")  # stages of no point
 QUIET_S = 60.0  # seconds without an event after which a run is shown as silent; dcpbench ends such a job at --timeout
 TIMEOUT_S = 300.0  # default of --timeout
 SLACK_S = 2.0  # maximum error of a record's times, which are written in whole seconds

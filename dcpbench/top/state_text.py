@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dcpbench.launch.jobs import WAITING
 from dcpbench.launch.progress import CPU_NOTE
 from dcpbench.show.numbers import format_duration, format_short_number
 from dcpbench.show.text import format_count
@@ -77,7 +78,7 @@ def format_time_left(eta: Estimate) -> str:
 
 def format_stage(now: Activity) -> str:
     """Return `measure for 8 s · 123/480 requests`."""
-    words = {"start": "starting a job", "end": "between jobs", "done": "between points"}
+    words = {"start": "starting a job", "end": "between jobs", "done": "between points", WAITING: "between loads"}
     return f"{words.get(now.stage, now.stage)} for {format_duration(now.stage_s)}{f' · {now.note}' if now.note else ''}"
 
 

@@ -129,23 +129,35 @@ def work(job: jobs.Job) -> None:
         raise RuntimeError("cannot build the groups")
     if RANK == 0:
         jobs.write_progress(job, "start")
-    for index, point in enumerate(job.points):
-        if RANK == 0:
-            jobs.write_progress(job, "build", point, index=index)
-        build(job, point)
-        if RANK == 0:
-            jobs.write_progress(job, "measure", point, index=index)
-        if point.context in (RAISES, KILLED, HANGS, ENDLESS, *CODES, *SIGNALS) or first_time(job, point):
-            wait_for(job, point, "measure")
-            misbehave(job, point)
-        note = answer(job, point)
-        if RANK == 0:
-            jobs.write_progress(job, "done", point, index=index, note=note)
-        while point.context == PAUSE:
-            time.sleep(0.05)
+    done = 0
+    while done < len(job.points):
+        for index, point in enumerate(job.points[done:], done):
+            run_point(job, point, index)
+        done = len(job.points)
+        if job.open:
+            if RANK == 0:
+                jobs.write_progress(job, jobs.WAITING)
+            job = jobs.wait_for_points(job)
     if RANK == 0:
         jobs.write_progress(job, "end")
     wait_for_the_end(job)
+
+
+def run_point(job: jobs.Job, point: Point, index: int) -> None:
+    """Run one point as its context requests."""
+    if RANK == 0:
+        jobs.write_progress(job, "build", point, index=index)
+    build(job, point)
+    if RANK == 0:
+        jobs.write_progress(job, "measure", point, index=index)
+    if point.context in (RAISES, KILLED, HANGS, ENDLESS, *CODES, *SIGNALS) or first_time(job, point):
+        wait_for(job, point, "measure")
+        misbehave(job, point)
+    note = answer(job, point)
+    if RANK == 0:
+        jobs.write_progress(job, "done", point, index=index, note=note)
+    while point.context == PAUSE:
+        time.sleep(0.05)
 
 
 def first_time(job: jobs.Job, point: Point) -> bool:

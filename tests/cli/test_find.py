@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dcpbench import cli
+from dcpbench.launch.jobs import read_job
 from dcpbench.points.device_probe import Probe
 from dcpbench.records.file import read_records
 from dcpbench.records.folder import get_record_file
@@ -117,6 +118,29 @@ def test_live_loads_run_several_times(
     records = read_records(tmp_path / "run")
     assert {r.point.concurrency for r in records if r.outcome == "ok"} >= {8}
     assert {r.point.repeat for r in records} == {0, 1}
+    assert len(list((tmp_path / "run").glob("job-*.json"))) == 1
+
+
+@pytest.mark.distributed
+def test_search_goes_on_in_another_job_after_a_rank_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Requests of 44 tokens fail once in the fake worker, in the first job of a run.
+
+    The second repeat is measured in a second job, then the failed one again, then the loads that are chosen next.
+    """
+    dcpbench = Typed(tmp_path, monkeypatch, capsys)
+    serve = ["serve", "--tp", "2", "--dcp", "2", "--no-baseline", "--num-requests", "64", "--timeout", "retries=1"]
+    lengths = ["--input-tokens", "40", "--output-tokens", "4", "-o", "run"]
+    found = dcpbench(*serve, *lengths, "--find", "concurrency=8-64,repeats=2", "--slo", "ttft=100000", "--json")
+    assert found.returncode == 0, found.stderr
+    records = [(r.point.concurrency, r.point.repeat, r.outcome) for r in read_records(tmp_path / "run")]
+    assert records[:3] == [(8, 0, "failed"), (8, 1, "ok"), (8, 0, "ok")]
+    assert records[3:] == [(load, repeat, "ok") for load in (32, 64, 16) for repeat in (0, 1)]
+    first, second = (read_job(tmp_path / "run" / f"job-tp2-{number}.json") for number in range(2))
+    assert {p.concurrency for p in first.points} == {8}
+    assert len(second.points) == len(records) - 1
+    assert json.loads(found.stdout)["find"][0]["limit"]["load"] == 64
 
 
 def find_on_server(call, folder: Path, find: str, *words: str) -> dict[str, Any]:

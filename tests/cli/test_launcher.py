@@ -121,6 +121,28 @@ def test_failed_hung_and_killed_points_are_recorded_and_others_are_measured(
 
 
 @pytest.mark.long
+def test_point_that_is_added_to_a_job_and_hangs_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """66 is added after 100 has been measured, and hangs; the launcher's clock is fast only then."""
+    added, clock = point(2, 66), Clock()
+    chosen = [[added]]
+    monkeypatch.setattr(launcher, "time", clock)
+
+    def watch(event: Progress) -> None:
+        hangs = (event.stage, event.key) == ("measure", added.get_key())
+        if hangs:
+            until(lambda: len(list(tmp_path.glob("hangs-*"))) == 2)
+        clock.fast = hangs
+
+    options = work(tmp_path, choose_points=lambda _: chosen.pop())
+    launcher.run_points([point(2, 100)], options, Machines(), watch)
+
+    first, hung = read_records(tmp_path)
+    assert outcomes([first, hung]) == [(2, 100, "ok"), (2, 66, "hung")]
+    assert "misbehave" in hung.detail["stacks_rank_1"]
+    assert len(list(tmp_path.glob("job-*.json"))) == 1
+
+
+@pytest.mark.long
 def test_ranks_that_hang_after_their_last_point_are_killed_without_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

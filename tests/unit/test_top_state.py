@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from dcpbench.launch.jobs import Check, Failure
+from dcpbench.launch.jobs import WAITING, Check, Failure
 from dcpbench.launch.processes import COMMAND, NONE, WORKERS
 from dcpbench.records import student
 from dcpbench.records.file import RecordFile
@@ -282,6 +282,19 @@ class TestFiles:
         path.write_bytes(path.read_bytes().replace(b"it died", b"it dyed", 1))
         found = build.state(tmp_path, 3)
         assert (found.failed, found.unread) == (1, {"records.jsonl": 1})
+
+    def test_points_added_to_an_open_job_are_counted(self, tmp_path: Path) -> None:
+        job = build.job(tmp_path, FOUR[:1], pool=[], is_open=True)
+        build.add_finished_point(job, tmp_path, FOUR[0], 0, 10)
+        build.add_event(job, 10, WAITING)
+        facts = Facts(tmp_path)
+        assert build.state(facts, 11).left == 0
+        build.job(tmp_path, FOUR[:3], pool=[], is_open=True)
+        build.add_event(job, 12, "measure", FOUR[1])
+        found = build.state(facts, 13)
+        assert (found.total, found.ok, found.left) == (3, 1, 2)
+        assert found.now
+        assert (found.now.point, found.now.stage_s) == ("tiny tp2 reference, 2 × 200 tokens", 1)
 
     def test_restarted_run_is_read_from_its_new_files(self, tmp_path: Path) -> None:
         """Replace job, events and records by files of the same names, as --force does."""

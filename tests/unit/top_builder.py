@@ -40,6 +40,7 @@ def job(
     kind: str = "sweep",
     command: str = COMMAND_LINE,
     device: str = "cuda",
+    is_open: bool = False,
 ) -> Job:
     """Write a job file at that time; `pool` has all points of the run, by default these."""
     folder.mkdir(exist_ok=True)
@@ -52,6 +53,7 @@ def job(
         settings=Settings(),
         pool_points=list(points if pool is None else pool),
         command=command,
+        open=is_open,
     )
     written.get_path().write_bytes(msgspec.json.encode(written))
     os.utime(written.get_path(), (BEGAN + at, BEGAN + at))
