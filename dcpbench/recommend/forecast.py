@@ -73,7 +73,7 @@ class Forecast:
 
     point: Point
     source: str  # source of the figure, one of SOURCES
-    whence: str  # name of the run, the file, or the inputs of the estimate
+    basis: str  # name of the run, the file, or the inputs of the estimate
     engine: str = ""  # kernels and scheduling policy, such as `vLLM 0.26.0`; empty for dcpbench's own
     tok_s: float
     low: float
@@ -140,7 +140,7 @@ def from_record(
     common: dict[str, Any] = {
         "point": point,
         "source": EMULATED if point.emulate else REPLAYED if point.load and point.load.mode == "replay" else MEASURED,
-        "whence": run,
+        "basis": run,
         "engine": _find_engine(record),
         "launch_band": launch_band,
         "joules_per_token": METRIC["joules_per_token"].get_value(record),
@@ -214,13 +214,13 @@ def estimate_point(
     point = limit_requests(point)
     of = Estimator(point, machine, fitted, micro_batches)
     error = steps.band + _compute_scale_error(machine, steps)
-    whence = f"floors of {machine.gpu}, shares of {len(steps.sources)} published runs on {steps.machine}"
+    basis = f"floors of {machine.gpu}, shares of {len(steps.sources)} published runs on {steps.machine}"
     held = (plan.layers_held, plan.layers) if plan.layers_held < plan.layers else None
     rows = of.make_decode_rows(point.concurrency, point.context)
     own = of.compute_wire_errors(rows)
     bubble = of.estimate_round(rows).bubble_share if point.pp > 1 else None
     make = functools.partial(
-        _make_estimate, point, whence, error=error, own=own, steps=steps, layers_held=held, bubble_share=bubble
+        _make_estimate, point, basis, error=error, own=own, steps=steps, layers_held=held, bubble_share=bubble
     )
     if point.load is None:
         ms, tokens = of.estimate_ms(rows), point.tokens_per_step
@@ -328,7 +328,7 @@ def apply_factor(found: Forecast, factor: float) -> Forecast:
         low=tok_s / high,
         high=tok_s * high,
         factor=factor,
-        whence=f"{found.whence}, corrected by records of other layouts",
+        basis=f"{found.basis}, corrected by records of other layouts",
         ttft_band=_divide(found.ttft_band, factor),
         itl_band=_divide(found.itl_band, factor),
         **_make_latencies(found, 1 / factor),
@@ -344,7 +344,7 @@ def replay_point(
     plan: EnginePlan | None,
     times: StepTimes,
     settings: Settings,
-    whence: str,
+    basis: str,
     watch: Watch = lambda _: None,
 ) -> Forecast:
     """Forecast a point from measured step times; `watch` is called with the number of steps served.
@@ -363,7 +363,7 @@ def replay_point(
         serve,
         point=point,
         source=REPLAYED,
-        whence=whence,
+        basis=basis,
         engine=parse_origin(times.engine.origin).label if times.engine is not None else "",
         layers_held=_find_layers_held(times.conditions),
     )
@@ -371,7 +371,7 @@ def replay_point(
 
 def _make_estimate(
     point: Point,
-    whence: str,
+    basis: str,
     *,
     tok_s: float,
     error: float,
@@ -386,7 +386,7 @@ def _make_estimate(
     return Forecast(
         point=point,
         source=ESTIMATED,
-        whence=whence,
+        basis=basis,
         tok_s=tok_s,
         low=tok_s / high,
         high=tok_s * high,

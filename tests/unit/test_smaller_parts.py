@@ -277,7 +277,7 @@ class TestAdvice:
             buffer_bytes=buffers * gib,
         )
         monkeypatch.setattr(advise, "measure_whole_model", lambda *_: whole)
-        query = advised.ask("H200")
+        query = advised.make_query("H200")
         assert advise.find_refusal(query, advised.point()) == advise.Refusal(advise.NO_WHOLE_MODEL, expected)
         assert advise.find_refusal(dataclasses.replace(query, cycled=True), advised.point()) is None
         fits = msgspec.structs.replace(whole, weight_bytes=1, kv_bytes=1)
