@@ -232,7 +232,9 @@ def main(path: str) -> int:
         job.get_log_folder() / hang_capture.ASK.format(rank),
         {job.get_log_folder() / name.format(rank): say for name, say in says.items()},
     )
-    torch_collectives.start_rank_heartbeats(job.get_log_folder() / hang_capture.BEATS.format(rank), rank, ranks, device)
+    torch_collectives.start_rank_heartbeats(
+        job.get_log_folder() / hang_capture.HEARTBEATS.format(rank), rank, ranks, device
+    )
     worker = None
     try:
         worker = Worker(job, rank, device, marks)

@@ -20,7 +20,7 @@ from dcpbench.exchange import InOwnMemory
 from dcpbench.exchange.registered_memory import get_shared_buffer
 from dcpbench.exchange.torch_collectives import gather_heads
 from dcpbench.kernels.merge import correct_attn_out
-from dcpbench.kernels.symm_mem import Carver
+from dcpbench.kernels.symm_mem import BufferAllocator
 from dcpbench.measuring.ranges import record_range
 from dcpbench.points.names import REGISTERED
 
@@ -43,18 +43,18 @@ class AllGatherReduceScatter(InOwnMemory):
 class _Parts:
     """Inputs and outputs of the three collectives, for the largest batch, as flat memory."""
 
-    def __init__(self, carver: Carver, spec: ExchangeSpec, ranks: int) -> None:
+    def __init__(self, allocator: BufferAllocator, spec: ExchangeSpec, ranks: int) -> None:
         q = 0 if spec.q_replicate else spec.batch * spec.heads // ranks * spec.width
         lse, o = spec.batch * spec.heads, spec.batch * spec.heads * spec.value
         self.q, self.all_q = (
-            carver.allocate_tensor(q, dtype=spec.dtype),
-            carver.allocate_tensor(ranks * q, dtype=spec.dtype),
+            allocator.allocate_tensor(q, dtype=spec.dtype),
+            allocator.allocate_tensor(ranks * q, dtype=spec.dtype),
         )
-        self.lse = carver.allocate_tensor(lse, dtype=torch.float32)
-        self.all_lse = carver.allocate_tensor(ranks * lse, dtype=torch.float32)
+        self.lse = allocator.allocate_tensor(lse, dtype=torch.float32)
+        self.all_lse = allocator.allocate_tensor(ranks * lse, dtype=torch.float32)
         self.share, self.merged = (
-            carver.allocate_tensor(o, dtype=spec.wire),
-            carver.allocate_tensor(o // ranks, dtype=spec.wire),
+            allocator.allocate_tensor(o, dtype=spec.wire),
+            allocator.allocate_tensor(o // ranks, dtype=spec.wire),
         )
 
 
@@ -68,10 +68,10 @@ class InRegisteredMemory(InOwnMemory):
     def __init__(self, group: Group, spec: ExchangeSpec) -> None:
         """Register the memory; collective. Raise CapacityError if memory cannot be registered with NCCL."""
         super().__init__(group, spec)
-        size = Carver()
+        size = BufferAllocator()
         _Parts(size, spec, group.size)
         own = get_shared_buffer(self, group, size.used, spec.device, f"--exchange {REGISTERED}", "--exchange ag_rs")
-        self.parts = _Parts(Carver(own), spec, group.size)
+        self.parts = _Parts(BufferAllocator(own), spec, group.size)
 
     def get_query_buffer(self, batch: int) -> torch.Tensor:
         """Implement Exchange.get_query_buffer."""

@@ -138,6 +138,6 @@ class EmulatedExchange(InOwnMemory):
         if spec.q_replicate:
             merged = wire.predict_seconds(self.name, ranks, o_bytes)
             return merged.apply_factor(0.0), merged
-        whole = wire.predict_seconds(self.name, ranks, q_bytes + o_bytes, meetings=2)
+        whole = wire.predict_seconds(self.name, ranks, q_bytes + o_bytes, barriers=2)
         share = min(wire.predict_seconds(GATHERS[self.name], ranks, q_bytes).mean / whole.mean, 1.0)
         return whole.apply_factor(share), whole.apply_factor(1 - share)

@@ -8,7 +8,7 @@ A machine is named, `H200` or `H200+rdma-400`, or is a file that `dcpbench bench
     link = "rdma-400"              # between hosts, of `dcpbench machines`; or a table with name, bytes_s, latency_us, source
     measured = "4 × NVIDIA H200, NCCL 2.28.9"
     prompts = [[128, 1.01], [4096, 1.05]]    # [prompt tokens of a step, times as long as one GPU takes that stands for several]
-    [calls]                        # [ranks, meetings, bytes that a rank receives, µs] of each
+    [calls]                        # [ranks, barriers, bytes that a rank receives, µs] of each
     all-gather = [[2, 1, 7168, 5.84], …]
 
 Built-in machines use the calls measured on H200, the only measured host, for everything without a file. On other GPUs the
@@ -201,9 +201,9 @@ def format_machine(machine: Machine) -> str:
             "[link]",
             *(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in msgspec.to_builtins(machine.link).items()),
         ]
-    lines += ["", "[calls]  # [ranks, meetings, bytes that a rank receives, µs] of each"]
+    lines += ["", "[calls]  # [ranks, barriers, bytes that a rank receives, µs] of each"]
     for name, samples in machine.calls.items():
-        rows = (f"    [{s.ranks}, {s.meetings}, {s.received_bytes}, {s.us:.2f}]," for s in samples)
+        rows = (f"    [{s.ranks}, {s.barriers}, {s.received_bytes}, {s.us:.2f}]," for s in samples)
         lines += [f"{name} = [", *rows, "]"]
     return "\n".join(lines) + "\n"
 
@@ -240,12 +240,12 @@ def _describe_invalid_call(calls: dict[str, list[Sample]]) -> str:
     for name, samples in calls.items():
         if not samples:
             return (
-                f"calls.{name} is empty; write [ranks, meetings, bytes, µs] of each measurement, or leave the call out."
+                f"calls.{name} is empty; write [ranks, barriers, bytes, µs] of each measurement, or leave the call out."
             )
         for number, s in enumerate(samples):
-            if s.ranks <= 1 or s.meetings < 1 or s.received_bytes < 1 or not 0 < s.us < math.inf:
+            if s.ranks <= 1 or s.barriers < 1 or s.received_bytes < 1 or not 0 < s.us < math.inf:
                 return (
-                    f"calls.{name}[{number}] = [{s.ranks}, {s.meetings}, {s.received_bytes}, {s.us:g}] cannot be: 2 or more ranks, "
-                    "1 or more meetings and bytes, and a positive time in µs are needed."
+                    f"calls.{name}[{number}] = [{s.ranks}, {s.barriers}, {s.received_bytes}, {s.us:g}] cannot be: 2 or more ranks, "
+                    "1 or more barriers and bytes, and a positive time in µs are needed."
                 )
     return ""

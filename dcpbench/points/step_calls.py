@@ -50,9 +50,9 @@ def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str
     made.append(("all-gather", sharding.pcp, (sharding.pcp - 1) * new * sharding.row_width * itemsize, 1))
     layers.append(s.layers)
     found: dict[str, Seconds] = {}
-    for times, (what, over, received, meetings) in zip(layers, made, strict=True):
+    for times, (what, over, received, barriers) in zip(layers, made, strict=True):
         if over > 1 and received:
-            each = known.predict_seconds(what, over, math.ceil(received), meetings)
+            each = known.predict_seconds(what, over, math.ceil(received), barriers)
             before = found.get(what, Seconds(mean=0.0, low=0.0, high=0.0))
             found[what] = Seconds(
                 mean=before.mean + times * each.mean,
@@ -63,7 +63,7 @@ def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str
 
 
 def _list_exchange_calls(sharding: Sharding, decodes: int, exchange: str) -> list[tuple[str, int, float, int]]:
-    """Return the calls around decode attention of a layer: (kind, ranks, received bytes, meetings).
+    """Return the calls around decode attention of a layer: (kind, ranks, received bytes, barriers).
 
     DCP ranks in different PCP ranks hold the same heads, so that queries are gathered inside a PCP rank alone. As in vLLM, the
     log-sum-exps of all DCP ranks are then gathered, and their scaled outputs summed on all of them.

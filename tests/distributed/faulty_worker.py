@@ -110,7 +110,7 @@ class Fault:
         if self.kind == FLAG and self.layer == LAYER:
             sizes = {name: of.peers.launch_arguments[name] for name in ("N", "N_BLOCK")}
             _take_back_kernel[(1,)](
-                self.takes_back, of.peers.addresses, of.peers.compute_offset(of.parts.met_for_o), **sizes
+                self.takes_back, of.peers.addresses, of.peers.compute_offset(of.parts.o_counters), **sizes
             )
         return merge_by_peers(of, o_BHR, lse_BH)
 

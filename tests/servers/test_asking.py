@@ -615,16 +615,16 @@ def test_client_process_sends_its_progress_at_intervals(monkeypatch: pytest.Monk
         (2.5, [1, 0, 0, 0]),
     ],
 )
-def test_event_loop_lag_is_sampled_per_beat_without_catching_up(
+def test_event_loop_lag_is_sampled_per_interval_without_catching_up(
     monkeypatch: pytest.MonkeyPatch, late_s: float, slept: list[float]
 ) -> None:
-    """Durations are in beats; each sleep takes `late_s` beats longer than requested, which is the measured lag."""
-    found = patch_sleep(monkeypatch, [0.0], 4, late_s * load.BEAT_S)
+    """Durations are in intervals; each sleep takes `late_s` intervals longer than requested, which is the measured lag."""
+    found = patch_sleep(monkeypatch, [0.0], 4, late_s * load.LAG_INTERVAL_S)
     run = SimpleNamespace(pace=SimpleNamespace(lags_s=[]))
     with pytest.raises(Slept):
         asyncio.run(load.Run._measure_lag(run))  # type: ignore[arg-type]
-    assert [s / load.BEAT_S for s in found] == pytest.approx(slept, abs=1e-6)
-    lags = [s / load.BEAT_S for s in run.pace.lags_s]
+    assert [s / load.LAG_INTERVAL_S for s in found] == pytest.approx(slept, abs=1e-6)
+    lags = [s / load.LAG_INTERVAL_S for s in run.pace.lags_s]
     assert lags == pytest.approx([late_s] * 4)
 
 

@@ -55,9 +55,9 @@ class CountingNetwork:
 
     requested: list[tuple[str, int, int, int]] = dataclasses.field(default_factory=list)
 
-    def predict_seconds(self, what: str, ranks: int, received_bytes: int, meetings: int = 1) -> Seconds:
+    def predict_seconds(self, what: str, ranks: int, received_bytes: int, barriers: int = 1) -> Seconds:
         """Return a nanosecond for each byte, with an interval from half to twice as much."""
-        self.requested.append((what, ranks, received_bytes, meetings))
+        self.requested.append((what, ranks, received_bytes, barriers))
         return Seconds.from_mean(received_bytes * 1e-9, 1.0)
 
 

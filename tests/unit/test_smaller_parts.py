@@ -112,12 +112,17 @@ class TestAllocator:
 
 def test_row_of_a_rank_outside_calls_names_the_last_call_with_an_error() -> None:
     call = SimpleNamespace(call=SimpleNamespace(description="all_reduce"), state=RAISED, number=7)
-    beats = SimpleNamespace(phase="moe", layer=3, last=call, calls=())
+    heartbeats = SimpleNamespace(phase="moe", layer=3, last=call, calls=())
     rank: Any = SimpleNamespace(
-        name="rank 0", rank=0, beats=beats, seen=SimpleNamespace(cpu=0.5, ended="", state="S"), threads=(), flight=None
+        name="rank 0",
+        rank=0,
+        heartbeats=heartbeats,
+        seen=SimpleNamespace(cpu=0.5, ended="", state="S"),
+        threads=(),
+        flight=None,
     )
     for last, row in ((call, ["all_reduce, left with an error", "7"]), (None, ["", ""])):
-        beats.last = last
+        heartbeats.last = last
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hang_format, "get_open_collective", lambda _: None)
             patch.setattr(hang_format.finding, "get_position", lambda _: ("", "", "a.py:1"))
@@ -725,9 +730,9 @@ class TestEnd:
 @pytest.mark.parametrize(
     ("waits", "flight", "inside"),
     [
-        (True, None, "beats"),
-        (True, [], "beats"),
-        (True, ["flight"], "beats"),
+        (True, None, "heartbeats"),
+        (True, [], "heartbeats"),
+        (True, ["flight"], "heartbeats"),
         (False, None, None),
         (False, [], None),
         (False, ["flight"], "flight"),
@@ -748,8 +753,8 @@ def test_open_collective_is_that_of_the_host_or_of_the_flight_recorder(
         )
         return [dataclasses.replace(one, phase="left", state=RAISED), one, dataclasses.replace(one, phase="later")]
 
-    beats: Any = None if waits is None else SimpleNamespace(waits=waits, met=make_events("beats"))
-    rank = Rank(0, "", beats, None if flight is None else [m for name in flight for m in make_events(name)])
+    heartbeats: Any = None if waits is None else SimpleNamespace(waits=waits, collectives=make_events("heartbeats"))
+    rank = Rank(0, "", heartbeats, None if flight is None else [m for name in flight for m in make_events(name)])
     found = finding.get_open_collective(rank)
     assert (found and found.phase) == inside
 

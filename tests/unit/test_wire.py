@@ -32,7 +32,7 @@ BENCHES = [
     FOUR / "exchange-q-replicate",
 ]
 OLDER = [FOUR / "exchange", TWO / "exchange-2"]  # used for calls that BENCHES lack
-TRUE = Fit(launch_us=4.0, meet_us=0.8, us_per_byte=1 / 200e3)
+TRUE = Fit(launch_us=4.0, per_rank_us=0.8, us_per_byte=1 / 200e3)
 SIZES = (10_000, 100_000, 1_000_000, 8_000_000)
 
 
@@ -55,10 +55,10 @@ def make_call(ranks: tuple[int, ...] = (2, 4), wrong: float = 0.0) -> Call:
 
 
 def test_fit_recovers_known_parameters() -> None:
-    """Recover launch time, time for each further rank, and bandwidth, from two numbers of ranks and of meetings."""
+    """Recover launch time, time for each further rank, and bandwidth, from two numbers of ranks and of barriers."""
     found = fit_samples(make_call().samples)
     assert found.launch_us == pytest.approx(4.0)
-    assert found.meet_us == pytest.approx(0.8)
+    assert found.per_rank_us == pytest.approx(0.8)
     assert found.bytes_s == pytest.approx(200e9)
 
 
@@ -67,7 +67,7 @@ def test_fit_clips_a_negative_parameter_to_zero() -> None:
     found = fit_samples(
         [Sample(2, 1, 1000, 6.5), Sample(4, 1, 1000, 6.1), Sample(2, 1, 10**6, 12.0), Sample(4, 1, 10**6, 11.0)]
     )
-    assert found.meet_us == 0
+    assert found.per_rank_us == 0
     assert found.launch_us > 0
 
 
@@ -75,7 +75,7 @@ def test_prediction_returns_measured_values_and_interpolates_between_them() -> N
     """Check that measured values are returned even if the model misses them, because the residual is added."""
     call = make_call(wrong=0.1)
     for s in call.samples:
-        assert call.predict_us(s.ranks, s.received_bytes, s.meetings) == pytest.approx(s.us, rel=1e-9)
+        assert call.predict_us(s.ranks, s.received_bytes, s.barriers) == pytest.approx(s.us, rel=1e-9)
     between = call.predict_us(2, 300_000)
     assert call.predict_us(2, 100_000) < between < call.predict_us(2, 1_000_000)
 
@@ -106,7 +106,7 @@ def test_error_grows_outside_the_measured_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "size", "meetings", "by_ranks", "by_size"),
+    ("ranks", "size", "barriers", "by_ranks", "by_size"),
     [
         (4, 500_000, 1, 0, 0),
         (8, 16_000_000, 2, 0, 0),
@@ -119,12 +119,12 @@ def test_error_grows_outside_the_measured_range() -> None:
     ],
 )
 def test_each_doubling_or_halving_outside_the_range_adds_its_error(
-    ranks: int, size: int, meetings: int, by_ranks: int, by_size: int
+    ranks: int, size: int, barriers: int, by_ranks: int, by_size: int
 ) -> None:
-    """Extrapolate from measurements of 4 and 8 ranks and of 5,000 to 8,000,000 bytes a meeting."""
+    """Extrapolate from measurements of 4 and 8 ranks and of 5,000 to 8,000,000 bytes a barrier."""
     call = make_call((4, 8), wrong=0.2)
     wider = by_ranks * call.ranks_error + (1 + by_size) * call.size_error
-    assert call.estimate_error(ranks, size, meetings) == pytest.approx(wider)
+    assert call.estimate_error(ranks, size, barriers) == pytest.approx(wider)
 
 
 def test_errors_without_measurements_have_assumed_values() -> None:
@@ -166,7 +166,7 @@ def test_all_to_all_uses_one_link_and_ring_uses_all_links_between_hosts() -> Non
 
 
 def test_ring_between_hosts_adds_the_latency_of_each_further_host() -> None:
-    """Send 64 MB over 8 links of 1 GB/s at 80 %: 10 ms; three further hosts and two meetings: 6 messages of 5 µs."""
+    """Send 64 MB over 8 links of 1 GB/s at 80 %: 10 ms; three further hosts and two barriers: 6 messages of 5 µs."""
     link = Link(name="x", bytes_s=1e9, latency_us=5.0, source="made up")
     wire = Wire({"all-gather": make_call(), "all-to-all": make_call()}, host=8, link=link)
     found = wire.predict_seconds("all-gather", 32, 64_000_000, 2)

@@ -43,10 +43,10 @@ class RankError(Exception):
 def start_distributed(
     device: torch.device, rank: int, ranks: int, path: Path, at: tuple[str, int] | None = None
 ) -> None:
-    """Start torch.distributed with the settings common to all our runs; ranks meet at the store of jobs.Job.store
-    (`at`).
+    """Start torch.distributed with the settings common to all our runs; ranks find each other through the store at `at`
+    (jobs.Job.store).
 
-    Without one, they meet through the file `path`.
+    Without `at`, they use the file `path`.
     """
     if device.type == "cuda" and at is None:
         for name, value in NCCL_DEFAULTS.items():

@@ -328,14 +328,14 @@ __device__ __forceinline__ void score(Shared& sh, const Arguments8& a, const Sha
     bool first = true;
     for_each_piece(a, own, [&](int b, int tiles, const Piece& piece) {
         if (first) {
-            meet(Q_READY, 3 * GROUP);
+            named_barrier_sync(Q_READY, 3 * GROUP);
         } else {
             const u32 last = scored.hand.count - 1;
             wait_for(&sh.added[last % SLOTS], last / SLOTS % 2); // weights lie where q comes
-            meet(SCORERS, GROUP);                                // all have done with q before this
+            named_barrier_sync(SCORERS, GROUP);                                // all have done with q before this
 #pragma unroll 1
             for (int head = threadIdx.x % GROUP / 4; head < HEADS; head += GROUP / 4) round_q(sh.q, sh.q_scale, a, b, head_block, head);
-            meet(SCORERS, GROUP);
+            named_barrier_sync(SCORERS, GROUP);
         }
         first = false;
         const int row = row_of(threadIdx.x);
@@ -343,7 +343,7 @@ __device__ __forceinline__ void score(Shared& sh, const Arguments8& a, const Sha
         scored.top[0] = scored.top[1] = -INFINITY, scored.total[0] = scored.total[1] = 0;
         u32 kept[4 * KEPT + 1];
         keep(sh.q, kept);
-        meet(SCORERS, GROUP); // before weights come there
+        named_barrier_sync(SCORERS, GROUP); // before weights come there
         take_tiles(sh, a, piece, kept, scale, scored);
 
         const int slot = scored.hand.slot();
@@ -383,7 +383,7 @@ __device__ __forceinline__ void clear(Tile& tile, int half, int live) {
 #pragma unroll
         for (int block = 0; block < 2; ++block) ((uint4*)tile.latent[2 * half + block])[i] = make_uint4(0, 0, 0, 0);
     fence_async(); // before the next tile is copied there
-    meet(CLEARED + half, GROUP);
+    named_barrier_sync(CLEARED + half, GROUP);
 }
 
 // Factors of the heads that a thread has sums of: 8 * j + {2 * c, 2 * c + 1}.

@@ -178,7 +178,7 @@ __device__ __forceinline__ void take_tile(Shared& sh, const Turn& turn, const Ar
 #pragma unroll
         for (int j = 0; j < PAIRS; ++j) *(float2*)&sh.top[warp][8 * j + 2 * lane] = make_float2(largest[j][0], largest[j][1]);
     }
-    meet(BOTH, GROUP);
+    named_barrier_sync(BOTH, GROUP);
     bool same = true;
 #pragma unroll
     for (int j = 0; j < PAIRS; ++j) {
@@ -207,7 +207,7 @@ __device__ __forceinline__ void take_tile(Shared& sh, const Turn& turn, const Ar
             *(uint4*)(sh.kv[turn.after(block).slot] + live * 128 + rest * 16) = make_uint4(0, 0, 0, 0);
         }
     fence_async();
-    meet(BOTH, GROUP);
+    named_barrier_sync(BOTH, GROUP);
     if (!__all_sync(~0u, same)) {
 #pragma unroll
         for (int block = 0; block < ROPE; ++block)
@@ -250,7 +250,7 @@ __device__ __forceinline__ void add_up(Shared& sh, const Arguments& a, const Sha
             const float2 total = make_float2(sum_of_warp(sums.total[j][0]), sum_of_warp(sums.total[j][1]));
             if (lane < 4) *(float2*)&sh.total[warp][8 * j + 2 * lane] = total;
         }
-        meet(BOTH, GROUP);
+        named_barrier_sync(BOTH, GROUP);
         const bool whole = piece.t0 == 0 && piece.t1 == tiles;
         const int slot = 2 * part + (piece.t1 < tiles), column = 16 * warp + lane / 4;
 #pragma unroll
