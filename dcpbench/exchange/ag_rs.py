@@ -2,7 +2,7 @@
 
 Received bytes per rank, layer and request, with N ranks and H heads in the group: q (N−1)/N·H·Q·2, lse (N−1)·H·4, o
 (N−1)/N·H·R·4. With `q_replicate` no q; with `project_first` V for R. The partial outputs are sent and received as fp32,
-as in SGLang: in bf16 (the spec's `wire`) the collective's sums and the result are rounded once more each.
+as in SGLang: in bf16 (the spec's `reduce_dtype`) the collective's sums and the result are rounded once more each.
 
 `ag_rs_registered` is the same with the input and the output of each collective in memory that is registered with NCCL.
 A batch smaller than the largest uses the beginning of each part, on all ranks. All kernels run on one stream, so a part
@@ -36,7 +36,7 @@ class AllGatherReduceScatter(InOwnMemory):
         """Implement Exchange.merge_partials."""
         with record_range("merge"):
             lse_NBH = self.group.all_gather(lse_BH)
-            share_HBR = correct_attn_out(o_BHR, lse_NBH, self.group.rank, self.spec.wire)
+            share_HBR = correct_attn_out(o_BHR, lse_NBH, self.group.rank, self.spec.reduce_dtype)
             return self.group.reduce_scatter(share_HBR)
 
 
@@ -53,8 +53,8 @@ class _Parts:
         self.lse = allocator.allocate_tensor(lse, dtype=torch.float32)
         self.all_lse = allocator.allocate_tensor(ranks * lse, dtype=torch.float32)
         self.share, self.merged = (
-            allocator.allocate_tensor(o, dtype=spec.wire),
-            allocator.allocate_tensor(o // ranks, dtype=spec.wire),
+            allocator.allocate_tensor(o, dtype=spec.reduce_dtype),
+            allocator.allocate_tensor(o // ranks, dtype=spec.reduce_dtype),
         )
 
 
@@ -97,5 +97,5 @@ class InRegisteredMemory(InOwnMemory):
         with record_range("merge"):
             lse_NBH = self.group.all_gather(lse_BH, _slice_first(parts.all_lse, ranks, batch, heads))
             share_HBR = _slice_first(parts.share, heads, batch, columns)
-            correct_attn_out(o_BHR, lse_NBH, self.group.rank, self.spec.wire, share_HBR)
+            correct_attn_out(o_BHR, lse_NBH, self.group.rank, self.spec.reduce_dtype, share_HBR)
             return self.group.reduce_scatter(share_HBR, _slice_first(parts.merged, heads // ranks, batch, columns))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from dcpbench.exchange import ExchangeSpec
-    from dcpbench.points.comm_model import Seconds, Wire
+    from dcpbench.points.comm_model import CommModel, Seconds
 
 
 @dataclasses.dataclass
@@ -48,14 +48,14 @@ class Tally:
 class Emulation:
     """State shared by all groups of an emulated rank."""
 
-    wire: Wire
+    comm_model: CommModel
     tally: Tally = dataclasses.field(default_factory=Tally)  # sum over the calls since the last reset
 
     def launch_call(
         self, what: str, ranks: int, received: int, x: torch.Tensor, out: torch.Tensor | None = None
     ) -> None:
         """Emulate a collective over `ranks` ranks, each of which receives `received` bytes; see kernels.delay.copy_and_wait."""
-        self.launch_hold(self.wire.predict_seconds(what, ranks, received), x, out)
+        self.launch_hold(self.comm_model.predict_seconds(what, ranks, received), x, out)
 
     def launch_hold(self, seconds: Seconds, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
         """Hold the stream for the time of an operation between ranks."""
@@ -132,12 +132,12 @@ class EmulatedExchange(InOwnMemory):
 
     def _split_time(self, batch: int) -> tuple[Seconds, Seconds]:
         """Return the times of gathering queries and of merging."""
-        spec, ranks, wire = self.spec, self.group.size, self.emulation.wire
+        spec, ranks, comm_model = self.spec, self.group.size, self.emulation.comm_model
         sizes = (batch, spec.heads, ranks, spec.width, spec.value, spec.dtype.itemsize)
         q_bytes, o_bytes = compute_exchanged_bytes(self.name, *sizes)
         if spec.q_replicate:
-            merged = wire.predict_seconds(self.name, ranks, o_bytes)
+            merged = comm_model.predict_seconds(self.name, ranks, o_bytes)
             return merged.apply_factor(0.0), merged
-        whole = wire.predict_seconds(self.name, ranks, q_bytes + o_bytes, barriers=2)
-        share = min(wire.predict_seconds(GATHERS[self.name], ranks, q_bytes).mean / whole.mean, 1.0)
+        whole = comm_model.predict_seconds(self.name, ranks, q_bytes + o_bytes, barriers=2)
+        share = min(comm_model.predict_seconds(GATHERS[self.name], ranks, q_bytes).mean / whole.mean, 1.0)
         return whole.apply_factor(share), whole.apply_factor(1 - share)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from dcpbench.exchange.torch_collectives import Group
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]  # sum of ranks' contiguous x, new or in x; CUDA graphs may capture
-ONE_SHOT_BYTES = 1536 * 1024  # bytes that a rank receives up to which reading all addends is faster than a second barrier
+ONE_SHOT_BYTES = (
+    1536 * 1024
+)  # bytes that a rank receives up to which reading all addends is faster than a second barrier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,9 @@ DECODE_STEPS = Rule(
 )
 ON_CPU = Rule("functional runs on a CPU, which do not measure performance", lambda m: m.standing == FUNCTIONAL)
 IN_REPLAY = Rule("replays, which are computed and not measured", lambda m: m.standing == REPLAYED)
-IN_EMULATION = Rule("forecasts, of which one rank ran and its wire was modelled", lambda m: m.standing == EMULATED)
+IN_EMULATION = Rule(
+    "forecasts, of which one rank ran and its communication was modelled", lambda m: m.standing == EMULATED
+)
 COMPUTED_WRONG = Rule(
     "computed something wrong (see their warnings)", lambda m: bool(set(WRONG) & set(m.record.warnings))
 )

@@ -110,7 +110,7 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     if probe.device == "cpu":
         _check_cpu(point, shape, machine)
     _check_layout(point, shape)
-    here = not settings.step_times  # else the point has run, on ranks and by a wire that need not be here
+    here = not settings.step_times  # else the point has run, on ranks and links that need not be here
     if here:
         _check_ranks(point, shape, machine)
         _check_query_rows(point)
@@ -295,7 +295,7 @@ def _check_routing(point: Point, shape: ModelShape, machine: Machine) -> None:
 
 
 def _check_emulated(point: Point, machine: Machine) -> None:
-    """Raise an error unless the rank that emulates a layout has a known wire model and its results are not compared."""
+    """Raise an error unless the rank that emulates a layout has a known communication model and its results are not compared."""
     if machine.nnodes > 1:
         raise UsageError("--emulate runs one rank on this machine alone; leave --nodes out.")
     if point.layout.gpus > point.tp:
@@ -323,7 +323,7 @@ def _check_emulated(point: Point, machine: Machine) -> None:
         needed.append(("all-gather", point.dcp))  # of stored prefixes
     for name, ranks in needed:
         if ranks > 1:
-            described_machine.wire.predict_seconds(name, ranks, 1)
+            described_machine.comm_model.predict_seconds(name, ranks, 1)
 
 
 def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[str]:

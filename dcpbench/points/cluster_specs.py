@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.points.comm_model import Call, Link, Prompts, Sample, Wire, describe_invalid_prompts
+from dcpbench.points.comm_model import Call, CommModel, Link, Prompts, Sample, describe_invalid_prompts
 from dcpbench.points.gpus import GPUS, Gpu
 
 LINKS = (
@@ -89,21 +89,21 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return f"{self.name} (on paper)" if self.on_paper else self.name
 
     @property
-    def wire_measured(self) -> str:
+    def comm_source(self) -> str:
         """Return where the times of the machine's calls were measured."""
         return self.measured if self.calls else load_built_in(MEASURED_ON).measured
 
     @property
-    def wire(self) -> Wire:
+    def comm_model(self) -> CommModel:
         """Return the model of the machine's calls: its own if the file has calls, else that of H200."""
         link = (
             next((link for link in LINKS if link.name == self.link), None) if isinstance(self.link, str) else self.link
         )
         if self.calls:
-            return Wire(_make_calls(self), self.gpus_per_host, link)
+            return CommModel(_make_calls(self), self.gpus_per_host, link)
         of = load_built_in(MEASURED_ON)
         scale = self.card.nvlink_bytes_s / of.card.nvlink_bytes_s
-        return Wire(_make_calls(of), self.gpus_per_host, link, scale=scale, borrowed=BORROWED_ERROR)
+        return CommModel(_make_calls(of), self.gpus_per_host, link, scale=scale, borrowed=BORROWED_ERROR)
 
     def compute_scale(self, rate: str, measured_on: Gpu) -> tuple[float, float]:
         """Return (time on this GPU over the time on another one, relative error) for work bound by a named rate.
@@ -171,10 +171,12 @@ def parse_machine(content: bytes, where: str) -> Machine:
     except msgspec.ValidationError as e:
         message, _, place = str(e).partition(" - at `$.")
         field = place.rstrip("`")
-        raise UsageError(f"{where}: {f'{field}: ' if field else ''}{message}; docs/wire.md shows a whole file.") from e
+        raise UsageError(
+            f"{where}: {f'{field}: ' if field else ''}{message}; docs/comm-model.md shows a whole file."
+        ) from e
     except (ValueError, RecursionError) as e:
         why = "it is nested too deep" if isinstance(e, RecursionError) else str(e)
-        raise UsageError(f"{where} is not valid TOML: {why}; docs/wire.md shows a whole file.") from e
+        raise UsageError(f"{where} is not valid TOML: {why}; docs/comm-model.md shows a whole file.") from e
     wrong = _describe_invalid_field(found)
     if wrong:
         raise UsageError(f"{where}: {wrong}")

@@ -206,7 +206,7 @@ LINK_BAND = 1.0  # relative error of links between hosts, which we never measure
 
 LATE = 1.1
 """Time of all-reduces in steps of DeepSeek-V3 and Kimi-K2 on two and four H200 over the time of the same calls alone: the work
-between them takes each rank a different time. Exchanges follow shortly after, and have no such factor (docs/wire.md)."""
+between them takes each rank a different time. Exchanges follow shortly after, and have no such factor (docs/comm-model.md)."""
 # Shares of a step by which the step of all ranks may be shorter and longer than that of the emulated rank, in addition to the
 # error of calls: the slowest GPU decides, and the busiest rank is emulated. Set by 42 decode steps that were measured with all
 # ranks and emulated: 32 of results/decode_4xH200/decode-serving-fp8_4xH200_2026-11-26 and ten of
@@ -253,7 +253,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class CommModel:
     """Model all calls of a machine, of which the first `host` ranks share memory."""
 
     calls: Mapping[str, Call]
@@ -264,7 +264,7 @@ class Wire:
     late: float = 1.0  # factor on collectives, as ranks reach them at different times; not applied to exchanges
 
     @property
-    def in_step(self) -> Wire:
+    def in_step(self) -> CommModel:
         """Return the model for calls inside steps, which wait for the slowest rank."""
         return dataclasses.replace(self, late=LATE)
 

@@ -15,11 +15,11 @@ from dcpbench.points.roofline import (
 )
 
 if TYPE_CHECKING:
-    from dcpbench.points.comm_model import Wire
+    from dcpbench.points.comm_model import CommModel
     from dcpbench.points.roofline import Sharding, StepRows
 
 
-def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dict[str, Seconds]:
+def predict_calls(sharding: Sharding, rows: StepRows, known: CommModel, exchange: str) -> dict[str, Seconds]:
     """Return the calls between ranks of a step as the engine makes them, by kind; calls of one kind have the same relative error.
 
     Raise UsageError if a call is unknown for the machine.

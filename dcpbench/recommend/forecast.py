@@ -78,7 +78,7 @@ class Forecast:
     tok_s: float
     low: float
     high: float  # upper end of output tok/s: the interval of a record, the band of an estimate
-    wire_errors: dict[str, float] = dataclasses.field(default_factory=dict)  # band's part from links, by kind of call
+    comm_errors: dict[str, float] = dataclasses.field(default_factory=dict)  # band's part from links, by kind of call
     ratio_error: float = 0.0  # remaining relative error of the ratio of two such figures
     factor: float | None = None  # that corrected an estimate: records of other layouts over their estimates
     ttft_ms: Percentiles = NONE
@@ -217,7 +217,7 @@ def estimate_point(
     basis = f"floors of {machine.gpu}, shares of {len(steps.sources)} published runs on {steps.machine}"
     held = (plan.layers_held, plan.layers) if plan.layers_held < plan.layers else None
     rows = of.make_decode_rows(point.concurrency, point.context)
-    own = of.compute_wire_errors(rows)
+    own = of.compute_comm_errors(rows)
     bubble = of.estimate_round(rows).bubble_share if point.pp > 1 else None
     make = functools.partial(
         _make_estimate, point, basis, error=error, own=own, steps=steps, layers_held=held, bubble_share=bubble
@@ -321,7 +321,7 @@ def apply_factor(found: Forecast, factor: float) -> Forecast:
 
     All latencies and their ends are divided by it. The band of the output is then that of ratios.
     """
-    tok_s, high = found.tok_s * factor, 1 + found.ratio_error + sum(found.wire_errors.values())
+    tok_s, high = found.tok_s * factor, 1 + found.ratio_error + sum(found.comm_errors.values())
     return dataclasses.replace(
         found,
         tok_s=tok_s,
@@ -390,7 +390,7 @@ def _make_estimate(
         tok_s=tok_s,
         low=tok_s / high,
         high=tok_s * high,
-        wire_errors=own,
+        comm_errors=own,
         ratio_error=steps.ratio_band,
         **more,
     )
@@ -419,7 +419,7 @@ class Estimator:
     def __init__(self, point: Point, machine: Machine, fitted: Mapping[str, float], micro_batches: int = 0) -> None:
         """Create the estimator; `micro_batches` are in flight over pipeline stages, 0: as many as there are stages."""
         self.point, self.machine, self.fitted = point, machine, fitted
-        self.rates, self.wire = get_limits(machine), machine.wire
+        self.rates, self.comm_model = get_limits(machine), machine.comm_model
         check_hosts(point.layout, machine)
         shape = load_shape(point.model)
         self.sharding = Sharding.from_point(point, shape)
@@ -462,7 +462,7 @@ class Estimator:
         return self._compute_terms(self.sharding, self._make_micro_batch(rows))
 
     def _compute_terms(self, sharding: Sharding, rows: StepRows) -> dict[str, float] | None:
-        return estimate.compute_terms(sharding, self._pad_rows(rows), self.rates, self.wire, self.point.exchange)
+        return estimate.compute_terms(sharding, self._pad_rows(rows), self.rates, self.comm_model, self.point.exchange)
 
     def estimate_ms(self, rows: StepRows) -> float:
         """Return the time of a padded step in ms, or of a round of micro-batches, with the passes that draft tokens.
@@ -505,15 +505,15 @@ class Estimator:
 
     def estimate_hops_us(self, padded: StepRows) -> list[float]:
         """Return the time that a micro-batch takes from each stage to the next."""
-        hops = predict_hops_us(self.wire, self.sharding, padded.rows, self.point.pp)
+        hops = predict_hops_us(self.comm_model, self.sharding, padded.rows, self.point.pp)
         return [us * self.fitted[estimate.COLLECTIVES] for us in hops]
 
-    def compute_wire_errors(self, rows: StepRows) -> dict[str, float]:
+    def compute_comm_errors(self, rows: StepRows) -> dict[str, float]:
         """Return the error of the step for each kind of call between ranks, as a share of the step."""
         part, found = self._make_micro_batch(rows), dict[str, float]()
         step_us = sum(self._estimate_stages_us(part))
         for sharding, of in [(self.sharding, part), *self._list_draft_passes(part)]:
-            calls = predict_calls(sharding, self._pad_rows(of), self.wire, self.point.exchange)
+            calls = predict_calls(sharding, self._pad_rows(of), self.comm_model, self.point.exchange)
             for what, each in calls.items():
                 error = (each.high - each.mean) * 1e6 * self.fitted[estimate.get_call_term(what)] / step_us
                 found[what] = found.get(what, 0.0) + error

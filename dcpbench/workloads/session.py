@@ -91,7 +91,7 @@ def build_session(
     source: Source = SyntheticSource(seed, dtype, device)
     if point.weights != source.kind:
         source = CheckpointSource(Path(point.weights), dtype, device)
-    emulation = Emulation(load_machine(point.emulate).wire.in_step) if point.emulate else None
+    emulation = Emulation(load_machine(point.emulate).comm_model.in_step) if point.emulate else None
     groups = make_emulated_groups(layout, rank, emulation) if emulation else make_groups(layout, rank)
     stored_as = shape.get_weight_format(point.weights_precision)
     weights = load_weights(

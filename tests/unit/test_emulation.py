@@ -28,7 +28,7 @@ from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_planned_probe, make_spec
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.cluster_specs import load_machine
-from dcpbench.points.comm_model import Seconds, Wire
+from dcpbench.points.comm_model import CommModel, Seconds
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Load, Point
@@ -114,7 +114,7 @@ def test_step_of_any_layout_runs_on_one_rank_and_is_marked_emulated(layout: Layo
     emulated = record.emulated
     assert emulated is not None
     assert emulated.calls == count_calls(layout, exchange)
-    assert 0 < emulated.wire_low_us < emulated.wire_us < emulated.wire_high_us
+    assert 0 < emulated.comm_low_us < emulated.comm_us < emulated.comm_high_us
     assert "NVIDIA H200" in emulated.measured
     real_point = msgspec.structs.replace(emulated_point, emulate="")
     plan = plan_engine([real_point], Settings(), TINY, PROBE)
@@ -172,7 +172,7 @@ def test_emulated_exchange_takes_the_modelled_time_of_its_bytes(
 def test_exchange_without_measured_times_is_refused() -> None:
     """The refusal lets `--exchange auto` skip the exchange."""
     spec = ExchangeSpec(batch=1, heads=4, width=8, value=8, dtype=torch.bfloat16, device=CPU)
-    groups = make_emulated_groups(Layout(2, dcp=2), 0, Emulation(Wire({}, host=8)))
+    groups = make_emulated_groups(Layout(2, dcp=2), 0, Emulation(CommModel({}, host=8)))
     with pytest.raises(UsageError, match="symm was not measured"):
         make_exchange("symm", groups.dcp, spec)
 
@@ -437,7 +437,7 @@ def test_plan_record_and_report_of_an_emulated_sweep_are_marked(
     record = json.loads((run / "records.jsonl").read_text().splitlines()[0])
     assert record["emulated"]["calls"] == count_calls(Layout(8, dcp=8), "ag_rs")
     page = (run / "report" / "report.html").read_text()
-    assert "forecast: one rank ran, its wire modelled as of H200" in page
+    assert "forecast: one rank ran, its communication modelled as of H200" in page
     assert "· a forecast" in page
     code, _, _ = dcpbench("export", str(run), "--to", "inferencex", "-o", str(tmp_path / "x"))
     assert code != 0

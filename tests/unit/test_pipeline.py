@@ -182,7 +182,7 @@ class TestLayouts:
 
     def test_outputs_are_summed_over_all_ranks_that_share_the_cache(self):
         """8 rows of 32 or 128 heads: 512 numbers of 2 bytes each, 2 (N - 1) / N of them, and N - 1 log-sum-exps of 4 bytes."""
-        wire = load_machine("H200").wire
+        comm_model = load_machine("H200").comm_model
         for dcp, heads in ((2, 32), (8, 128)):
             sharding = Sharding.from_point(make_point(tp=4, pcp=2, dcp=dcp, exchange="ag_rs"), V3)
             calls = _list_exchange_calls(sharding, 8, "ag_rs")
@@ -190,7 +190,7 @@ class TestLayouts:
                 ("all-gather", dcp, (dcp - 1) * 8 * heads * 4, 1),
                 ("all-reduce", dcp, 2 * (dcp - 1) / dcp * 8 * heads * 512 * 2, 1),
             ]
-            assert "ag_rs" not in predict_calls(sharding, StepRows(decodes=(4000,) * 8, tokens=8), wire, "ag_rs")
+            assert "ag_rs" not in predict_calls(sharding, StepRows(decodes=(4000,) * 8, tokens=8), comm_model, "ag_rs")
 
     def test_more_stages_than_layers_raise_layout_error(self):
         with pytest.raises(LayoutError, match="61 layers, fewer than --stages pp=62"):
@@ -259,13 +259,15 @@ class TestRounds:
 
     def test_hop_to_another_host_uses_its_link(self):
         """10⁸ bytes at LINK_SHARE of the nominal rate, plus the latency of a message."""
-        wire = load_machine("H200+rdma-400").wire
+        comm_model = load_machine("H200+rdma-400").comm_model
         size = 100_000_000
-        far = wire.predict_hop_seconds(size, across=True)
-        assert far.mean == pytest.approx(size / (wire.link.bytes_s * LINK_SHARE) + wire.link.latency_us / 1e6)
-        assert far.mean > wire.predict_hop_seconds(size, across=False).mean
+        far = comm_model.predict_hop_seconds(size, across=True)
+        assert far.mean == pytest.approx(
+            size / (comm_model.link.bytes_s * LINK_SHARE) + comm_model.link.latency_us / 1e6
+        )
+        assert far.mean > comm_model.predict_hop_seconds(size, across=False).mean
         with pytest.raises(UsageError, match="LINK"):
-            load_machine("H200").wire.predict_hop_seconds(size, across=True)
+            load_machine("H200").comm_model.predict_hop_seconds(size, across=True)
 
     def test_pcp_rank_computes_its_part_of_prompts_and_all_decodes(self):
         machine, fitted = load_machine("H200"), estimate.load_published_steps().terms

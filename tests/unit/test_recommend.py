@@ -77,7 +77,7 @@ def point(**given: object) -> Point:
     return Point(**(defaults | given))  # type: ignore[arg-type]
 
 
-def forecast(tok_s: float, source: str = ESTIMATED, wire: dict[str, float] | None = None, **fields: object) -> Forecast:
+def forecast(tok_s: float, source: str = ESTIMATED, comm: dict[str, float] | None = None, **fields: object) -> Forecast:
     """Return a forecast with a band of 10 %, and 4 % for ratios."""
     return Forecast(
         point=point(**fields),
@@ -87,7 +87,7 @@ def forecast(tok_s: float, source: str = ESTIMATED, wire: dict[str, float] | Non
         low=tok_s / 1.1,
         high=tok_s * 1.1,
         ratio_error=0.04,
-        wire_errors=wire or {},
+        comm_errors=comm or {},
     )
 
 
@@ -175,7 +175,7 @@ def compute_step_terms(
     rows = (
         StepRows(chunks=((prompt, 0),), sampled=1, tokens=prompt) if prompt else estimator.make_decode_rows(8, context)
     )
-    found = estimate.compute_terms(estimator.sharding, rows, estimator.rates, estimator.wire, exchange)
+    found = estimate.compute_terms(estimator.sharding, rows, estimator.rates, estimator.comm_model, exchange)
     assert found is not None
     return found
 
@@ -234,20 +234,20 @@ def test_attention_over_fp8_uses_the_bf16_rate_on_gpus_without_fp8() -> None:
     machine = load_machine("A100")
     estimator = Estimator(point(kv_dtype="fp8"), machine, estimate.load_published_steps().terms)
     rows = estimator.make_decode_rows(8, 4000)
-    found = estimate.compute_terms(estimator.sharding, rows, estimator.rates, estimator.wire, "none")
+    found = estimate.compute_terms(estimator.sharding, rows, estimator.rates, estimator.comm_model, "none")
     assert found is not None
     slower = estimate.compute_terms(
         estimator.sharding,
         rows,
         estimator.rates | {"matmul_fp8": 2 * estimator.rates["matmul"]},
-        estimator.wire,
+        estimator.comm_model,
         "none",
     )
     assert slower is not None
     over_fp8 = ("attention over fp8", "attention over fp8, multiplied")
     assert sum(found[name] for name in over_fp8) >= sum(slower[name] for name in over_fp8) > 0
     fp8 = Estimator(point(weights_dtype="fp8"), machine, estimate.load_published_steps().terms)
-    assert estimate.compute_terms(fp8.sharding, rows, fp8.rates, fp8.wire, "none") is None
+    assert estimate.compute_terms(fp8.sharding, rows, fp8.rates, fp8.comm_model, "none") is None
 
 
 def test_attention_dp_is_forecast_with_both_expert_placements(
@@ -357,7 +357,7 @@ def test_layout_determines_the_kinds_of_collectives() -> None:
     def list_kinds(**degrees: int) -> set[str]:
         estimator = Estimator(point(**degrees, exchange="a2a"), machine, estimate.load_published_steps().terms)
         assert estimator.sharding.shape == shape
-        return set(predict_calls(estimator.sharding, estimator.make_decode_rows(8, 4000), estimator.wire, "a2a"))
+        return set(predict_calls(estimator.sharding, estimator.make_decode_rows(8, 4000), estimator.comm_model, "a2a"))
 
     assert list_kinds(tp=4, dcp=4) == {"all-reduce", "a2a"}
     assert list_kinds(tp=4, dp=4) == {"all-gather", "reduce-scatter"}
@@ -416,9 +416,9 @@ def test_errors_of_shared_collectives_cancel_in_a_ratio() -> None:
     """The margin is 4 % for ratios, plus 8 − 5 = 3 % for the same kind of collective, or √(25 + 64) % for different
     kinds.
     """
-    a = forecast(100, wire={"all-reduce": 0.05})
-    assert choosing.compute_margin(a, forecast(90, wire={"all-reduce": 0.08})) == pytest.approx(0.07)
-    assert choosing.compute_margin(a, forecast(90, wire={"a2a": 0.08})) == pytest.approx(
+    a = forecast(100, comm={"all-reduce": 0.05})
+    assert choosing.compute_margin(a, forecast(90, comm={"all-reduce": 0.08})) == pytest.approx(0.07)
+    assert choosing.compute_margin(a, forecast(90, comm={"a2a": 0.08})) == pytest.approx(
         0.04 + (0.05**2 + 0.08**2) ** 0.5
     )
 
@@ -1487,7 +1487,7 @@ def test_forecasts_of_several_layouts_share_their_requests() -> None:
 
 def test_model_of_a_collective_is_fitted_once() -> None:
     """Fits of collectives take longer than all else of an estimate, and every layout needs them."""
-    first, again = load_machine("H200").wire, load_machine("H200").wire
+    first, again = load_machine("H200").comm_model, load_machine("H200").comm_model
     assert all(first.calls[name] is again.calls[name] for name in first.calls)
 
 

@@ -593,7 +593,7 @@ def test_corrected_forecast_has_the_band_of_ratios() -> None:
     """The forecast is 1.25 times 100 tok/s; 4 % for ratios and 3 % and 2 % for two kinds of calls make a factor of
     1.09.
     """
-    found = apply_factor(advised.forecast(100.0, wire={"all-reduce": 0.03, "a2a": 0.02}), 1.25)
+    found = apply_factor(advised.forecast(100.0, comm={"all-reduce": 0.03, "a2a": 0.02}), 1.25)
     assert (found.tok_s, found.low, found.high) == (125.0, pytest.approx(125 / 1.09), pytest.approx(125 * 1.09))
     slow = dataclasses.replace(advised.forecast(100.0), itl_ms=Percentiles(p50=10.0))
     assert apply_factor(slow, 1.25).itl_ms.p50 == 8.0

@@ -1,4 +1,4 @@
-"""Show the quality of the wire model: a table, and a picture of measured times with the fitted curves."""
+"""Show the quality of the communication model: a table, and a picture of measured times with the fitted curves."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def make_table(found: Iterable[Quality]) -> Table:
     from rich.table import Table
 
     shown = Table(
-        box=SIMPLE_HEAD, title="The wire: launch + a rank more · (ranks − 1) + bytes / rate, and what is left by size"
+        box=SIMPLE_HEAD,
+        title="Communication model: launch + a rank more · (ranks − 1) + bytes / rate, and what is left by size",
     )
     for name in COLUMNS:
         shown.add_column(name, justify="left" if name in ("call", "ranks", "received") else "right")
