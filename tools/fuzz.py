@@ -5,7 +5,7 @@
     python -m tools.fuzz --again trace:4711          # one input, with its traceback
 
 Kinds of files, and how they are damaged, are those of tests/unit/hostile_files.py; input `trace:4711` is the same each time
-with the same --seed. All kinds get the same time, in rounds, until there were enough inputs; each has a process of its own.
+with the same --seed. All kinds get the same time, in rounds, until there were enough inputs; each has a separate process.
 Ends with 1 where a reader raised what is no error of ours, took over 2 s of a CPU, or over 1 GiB of memory, or where a
 flipped bit went unnoticed.
 """

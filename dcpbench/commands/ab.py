@@ -99,7 +99,7 @@ class State:
 def ab(variants: Variants, judged: JudgedInRounds, launches: Launches, shown: ShownInRounds) -> int:
     """Alternate between two variants on this machine, so that drift affects both equally, and compare them round by round.
 
-    Every round is a launch of its own on each side, and their order alternates (A B, B A, …), which takes out whatever
+    Every round is a separate launch on each side, and their order alternates (A B, B A, …), which takes out whatever
     drifts evenly. Ctrl-C keeps what was measured; --resume goes on. Exit codes: those of compare, and 4 if points
     failed.
 

@@ -106,7 +106,7 @@ def _wait_for_copies(there: Sequence[BufferBarriers], devices: set[torch.device]
             for barriers in there:
                 barriers.copy_out()
             continue
-        torch.cuda.set_device(device)  # this thread's; the main one has it long since
+        torch.cuda.set_device(device)  # this thread's; the main thread has it already
         with torch.cuda.stream(_aside[device]):
             for barriers in there:
                 barriers.copy_out()

@@ -54,7 +54,7 @@ class Layout:
     tp: int  # number of GPUs that share one copy of the model; the world size
     dp: int = 1  # number of attention data parallel replicas inside `tp`
     dcp: int = 1  # ranks that share the KV cache of a request: in an attention replica or, with PCP, over the PCP ranks
-    pp: int = 1  # number of pipeline stages, each on `tp` · `pcp` GPUs of its own
+    pp: int = 1  # number of pipeline stages, each on its own `tp` · `pcp` GPUs
     pcp: int = 1  # groups of `tp` GPUs among which prompts' tokens are divided (prefill context parallelism)
     shared_kv: int = 1  # PCP ranks that share a KV cache, in a layout that has them as attention replicas (`spread`)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dcpbench.records.runs import Run
     from dcpbench.reports.dataframes import Frames
 
-MAX_NAMED = 10  # lines and values of a run, each with a sentence of its own
+MAX_NAMED = 10  # lines and values of a run, each with a separate sentence
 
 
 def _split_paragraphs(text: str) -> list[str]:

@@ -551,7 +551,7 @@ def _make_record(point: Point, server: MeasuredServer, sent: _LoadState, *, fail
     if stopped:
         reason = (
             f"interrupted with {metrics.finished} of {format_count(len(sent.requests), 'request')} finished; they are in {name}. Send the "
-            "load anew with --resume."
+            "load again with --resume."
         )
     return msgspec.structs.replace(
         record,

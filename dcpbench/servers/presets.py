@@ -427,7 +427,7 @@ def _check_engine(found: Engine, where: str) -> None:
             used = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
             shlex.split(text)
         except ValueError as e:
-            raise UsageError(f"{where}: {text!r} cannot be read: {e}; write {{{{ for a brace of its own.") from e
+            raise UsageError(f"{where}: {text!r} cannot be read: {e}; write {{{{ for a literal brace.") from e
         known = (*PLACEHOLDER_NAMES, TRACES) if text in profilers else PLACEHOLDER_NAMES
         if unknown := [name for name in used if name not in known]:
             raise UsageError(f"{where}: {{{unknown[0]}}} stands for nothing; these do: {', '.join(known)}.")

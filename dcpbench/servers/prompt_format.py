@@ -197,7 +197,7 @@ class Tokenized:
             again = self._tokenizer.encode(text, add_special_tokens=False).ids
             if len(again) == wanted:
                 break
-            # Continue where the last try ended: a token without text would be tried in vain each time.
+            # Continue where the last try ended: a token without text would be tried without success each time.
             found = (again + list(itertools.islice(more, max(wanted - len(again), 0))))[:wanted]
         return text
 

@@ -54,7 +54,7 @@ def compute_engine_floor(
     """Return the floor of an engine's decode point with the rates behind it, for evenly distributed experts.
 
     None without rates of as many GPUs, for a model of unknown sizes, and for a data type that the engine's log does not state or
-    that has no floor. Only parts with the same work as phases of our own step have a floor of their own.
+    that has no floor. Only parts with the same work as phases of our own step have a separate floor.
     """
     if point.tp not in rates:
         return None

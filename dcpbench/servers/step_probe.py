@@ -132,7 +132,7 @@ class CaseSamples(msgspec.Struct, frozen=True, kw_only=True):
     context_mean: float | None = None  # of KV tokens to which decodes attended; None without decodes
     overhead_ms: float | None = None  # TTFT of OVERHEAD_TOKENS tokens, part of samples of prompts; else None
     divided_share: float = 0.0  # of tokens that arrived several in a chunk: times of their steps are known together
-    separate_prefill: bool | None = None  # True if the prompt of a mixed case ran in a step of its own; None for others
+    separate_prefill: bool | None = None  # True if the prompt of a mixed case ran in a separate step; None for others
     decode_ms: float | None = None  # time of a step with the decodes of a mixed case alone. None for others
     queued_steps: float | None = (
         None  # decode steps between the sending of a mixed case's prompt and the begin of its step:

@@ -166,7 +166,7 @@ def run(
     metrics = _compute_metrics(loop, point, settings, folder, found, interrupted=cut)
     cut_reason = (
         f"interrupted with {metrics.finished} of {format_count(len(requests), 'request')} finished; they are in "
-        f"{metrics.samples_file}. Serve the load anew with --resume."
+        f"{metrics.samples_file}. Serve the load again with --resume."
     )
     sites = None
     if settings.profile and device.type == "cuda" and not cut:

@@ -665,8 +665,8 @@ def test_record_of_a_cpu_server_has_a_warning(tmp_path: Path, device: str, warni
 @pytest.mark.parametrize(
     ("stopped", "limit_s", "reason"),
     [
-        (True, None, "a signal ended the run before the first token. Serve the load anew with --resume."),
-        (True, 9.0, "a signal ended the run before the first token. Serve the load anew with --resume."),
+        (True, None, "a signal ended the run before the first token. Serve the load again with --resume."),
+        (True, 9.0, "a signal ended the run before the first token. Serve the load again with --resume."),
         (False, 9.0, "cut off by --timeout load=9; use a longer one."),
         (
             False,

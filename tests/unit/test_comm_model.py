@@ -238,7 +238,7 @@ def test_built_in_model_equals_the_calibration_of_the_kept_records() -> None:
 
 
 def test_machine_file_round_trips(tmp_path: Path) -> None:
-    """Write a machine with a link of its own and with special characters in its name."""
+    """Write a machine with its own link and with special characters in its name."""
     link = Link(name="our fabric", bytes_s=25e9, latency_us=6.0, source="ib_write_bw")
     made_up = cluster_specs.Machine(
         name='a "b" ü',

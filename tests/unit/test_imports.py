@@ -590,7 +590,7 @@ class TestSweeps:
 
 class TestUnread:
     def test_unread_fields_are_listed(self, tmp_path: Path) -> None:
-        """A median in seconds has a name of its own, and no record has a 75th percentile."""
+        """A median in seconds has a separate name, and no record has a 75th percentile."""
         results = [
             files.without_details(files.vllm(median_ttft=0.5)),
             files.without_details(files.vllm(p75_itl_ms=40.0)),

@@ -1445,7 +1445,7 @@ def test_margin_of_record_and_estimate_includes_both_bands() -> None:
 
 
 def test_folder_of_runs_is_read_as_its_runs(tmp_path: Path) -> None:
-    """`compare` reads folders likewise; a folder without any run and an empty run are errors with a suggestion."""
+    """`compare` reads folders in the same way; a folder without any run and an empty run are errors with a suggestion."""
     for name in ("a", "b"):
         record_builder.write(tmp_path / "runs" / name, [record_builder.ok(record_builder.point())])
     found = command._load_evidence([tmp_path / "runs", tmp_path / "runs" / "b"])

@@ -250,7 +250,7 @@ class TestChecksum:
         path = written(tmp_path, FULL)
         fields = json.loads(path.read_bytes())
         path.write_text(json.dumps(fields) + "\n")
-        with pytest.raises(RecordsError, match=r"line 1: another program wrote it anew.*jq -c"):
+        with pytest.raises(RecordsError, match=r"line 1: another program rewrote it.*jq -c"):
             read_records(tmp_path)
         del fields["checked"], fields["crc32"]
         path.write_text(json.dumps(fields) + "\n")

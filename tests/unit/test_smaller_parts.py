@@ -365,7 +365,7 @@ def test_failed_page_of_a_run_returns_the_reason(tmp_path: Path, monkeypatch: py
             {"limit_s": 60.0, "interrupted": True},
             (
                 "no output token came: 0 requests rejected and 3 cut off: a signal ended the run before the first token. "
-                "Serve the load anew with --resume."
+                "Serve the load again with --resume."
             ),
         ),
         (

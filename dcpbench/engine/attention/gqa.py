@@ -34,7 +34,7 @@ class GqaWeights:
 
     input_norm: torch.Tensor
     qkv: Linear  # q ‖ k ‖ v, [(h + 2·j)·X, D]; q of all heads of the DCP group if requested
-    q_norm: torch.Tensor | None  # [X], for each head; None if heads are not normalised. Likewise k_norm.
+    q_norm: torch.Tensor | None  # [X], for each head; None if heads are not normalised
     k_norm: torch.Tensor | None
     o: Linear
     post_norm: torch.Tensor
@@ -89,7 +89,7 @@ class GroupedQueryAttention(AttentionKind):
     def compute_qkv(
         self, x_BD: torch.Tensor | Rows, w: GqaWeights, positions_B: torch.Tensor, out: StepBuffers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implement AttentionKind.compute_qkv: q with norm and rope, and the KV heads' k, likewise, and v."""
+        """Implement AttentionKind.compute_qkv: q and the KV heads' k, both with norm and rope, and v."""
         qkv = apply_linear(x_BD, w.qkv)
         q_BN = qkv.new_empty(len(qkv), self.query_columns) if out is None else out.q
         row_BW = qkv.new_empty(len(qkv), qkv.shape[1] - self.query_columns) if out is None else out.kv

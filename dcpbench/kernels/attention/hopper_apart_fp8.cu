@@ -11,7 +11,7 @@
 
 static constexpr int KEPT = 12;            // stretches of 32 columns of q, of 18, in registers: as many as are left
 static constexpr int STAGES = 5;           // tiles that have landed or are under way
-static constexpr int SLOTS = 4;            // tiles whose weights have been handed over
+static constexpr int SLOTS = 4;            // tiles whose weights have been passed on
 static constexpr int SCORER = 2, COPIER = 3; // warpgroups; the first two add up
 static constexpr int BLOCK = 64 * 128;     // bytes of 64 rows and 128 columns, swizzled by 128 bytes
 static constexpr int THIN = 64 * 64;       // of 64 rows of 64 bytes, swizzled by 64
@@ -305,7 +305,7 @@ __device__ __forceinline__ void hand_over(Shared& sh, Scored& scored) {
     ++scored.hand.count;
 }
 
-// A piece's tiles, each begun before weights of the one before are handed over. The last is by itself, as products that a branch may begin
+// A piece's tiles, each begun before weights of the one before are passed on. The last is by itself, as products that a branch may begin
 // are serialised.
 __device__ __forceinline__ void take_tiles(
     Shared& sh, const Arguments8& a, const Piece& piece, const u32 (&kept)[4 * KEPT + 1], const float (&scale)[2], Scored& scored) {
@@ -428,7 +428,7 @@ __device__ __forceinline__ void begin_values(Shared& sh, const Turn& turn, int h
 }
 
 // Adds half of a tile's values to sums, 64 columns at a time, of which `v` has the first and then the first of the next tile. Of the latter's and
-// later rows `live` are left. It has landed, as its scores are begun before weights of this one are handed over.
+// later rows `live` are left. It has landed, as its scores are begun before weights of this one are passed on.
 __device__ __forceinline__ void add(Shared& sh, Turn& turn, Hand& hand, int half, int live, u32 (&v)[8], float (&o)[128]) {
     const u32 weights = ALONG + place(&sh, sh.weights) + hand.slot() * (THIN >> 4);
     const Turn own = turn;

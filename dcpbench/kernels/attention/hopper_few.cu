@@ -1,6 +1,6 @@
 // Paged MLA decode for Hopper over rows of 512 + 64 numbers, for up to 16 heads. There memory is what all wait for, and heads would fill
 // a part of the 64 rows that a product has at least: so rows and columns of the cache are what products have 64 of, and heads what
-// they have few of. One warpgroup does all of it, and a warp of its own has the copy engine fill a ring of blocks of 64 rows and 64
+// they have few of. One warpgroup does all of it, and a separate warp has the copy engine fill a ring of blocks of 64 rows and 64
 // columns, each of which is let go by itself: of almost three tiles two are under way.
 
 // Defined by the caller in addition to the names of hopper_parts.cuh: FEW, the number of heads per product (8 or 16).

@@ -46,7 +46,7 @@ class Peers:
     def compute_offset(self, tensor: torch.Tensor) -> int:
         """Return the offset in bytes of a tensor in the own buffer; 16-byte reads require a multiple of 16."""
         found = tensor.data_ptr() - self.addresses[0]
-        assert 0 <= found <= self.own.numel() - tensor.nbytes, "not in this buffer: use the tensors that it handed out"
+        assert 0 <= found <= self.own.numel() - tensor.nbytes, "not in this buffer: use the tensors that it allocated"
         assert found % 16 == 0
         return found
 

@@ -68,7 +68,7 @@ def _keep_exit_code(report: ProcessReport) -> None:
 
 
 class ProcessReport:
-    """Hold where this process writes its report; a forked child continues with a report of its own."""
+    """Hold where this process writes its report; a forked child continues with a separate report."""
 
     def __init__(self, run: DryRun, settings: Settings, name: str) -> None:
         self.code = 0  # exit code, as far as it is known
