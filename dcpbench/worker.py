@@ -154,7 +154,7 @@ class Worker:
         exists.
         """
         if self.session is not None:
-            gc.unfreeze()  # objects that settle_heap froze, among them reference cycles of the engine
+            gc.unfreeze()  # objects that freeze_heap froze, among them reference cycles of the engine
         self.session = None
         free_memory(self.device)
 

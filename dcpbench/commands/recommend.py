@@ -31,7 +31,7 @@ REQUESTS = 200  # default of --num-requests, for loads with a request rate
 SERVED = ("input_tokens", "output_tokens", "request_rate", "num_requests", "prefill")  # not for --context (decode only)
 
 
-class Wanted(Group):
+class QueryOptions(Group):
     """Hold the options for the model, the machine and the load."""
 
     model: str = opt.LOAD(
@@ -85,7 +85,7 @@ class Wanted(Group):
 
 
 def recommend(
-    wanted: Wanted,
+    wanted: QueryOptions,
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -196,7 +196,7 @@ def _make_commands(query: "Query", f: "Forecast") -> dict[str, str]:
     return {name: format_command(name, f.point, nodes) for name in names}
 
 
-def _make_query(wanted: Wanted) -> "Query":
+def _make_query(wanted: QueryOptions) -> "Query":
     from dcpbench.errors import UsageError
     from dcpbench.models import get_published_precision, load_shape
     from dcpbench.plan import option_parsers as read
@@ -307,7 +307,7 @@ def _parse_positive(name: str, typed: str, example: str) -> tuple[int, ...]:
     return found
 
 
-def _make_loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]]":
+def _make_loads(wanted: QueryOptions, positions: int) -> "list[tuple[int, int, Load | None]]":
     """Return (concurrency, context, load) of each load, as Query holds them. `positions`: the model's maximum length."""
     from dcpbench.errors import UsageError
     from dcpbench.plan.option_parsers import check_positive
@@ -366,7 +366,7 @@ def _make_loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | 
     return [(n, compute_extent(of).find_longest_served(positions), of) for n, of in timed]
 
 
-def _parse_objectives(wanted: Wanted) -> dict[str, float]:
+def _parse_objectives(wanted: QueryOptions) -> dict[str, float]:
     """Return the objectives in ms, by name. Raise UsageError for one that does not apply to these requests."""
     from dcpbench.errors import UsageError
     from dcpbench.points.names import OBJECTIVES
@@ -439,11 +439,11 @@ def _read_run(path: Path) -> "Run":
     return run
 
 
-def _check_score_alone(wanted: Wanted, others: list[str]) -> None:
+def _check_score_alone(wanted: QueryOptions, others: list[str]) -> None:
     """Raise UsageError for anything that --score does not use: it takes loads and layouts from its run."""
     from dcpbench.errors import UsageError
 
-    defaults = vars(Wanted())
+    defaults = vars(QueryOptions())
     given = [format_flag(name) for name, value in vars(wanted).items() if value != defaults[name] and name != "machine"]
     if unused := [*given, *others]:
         raise UsageError(
@@ -451,7 +451,7 @@ def _check_score_alone(wanted: Wanted, others: list[str]) -> None:
         )
 
 
-def _print_score(run: Path, wanted: Wanted, *, as_json: bool) -> int:
+def _print_score(run: Path, wanted: QueryOptions, *, as_json: bool) -> int:
     from dcpbench.commands.point_runner import print_json
     from dcpbench.errors import UsageError
     from dcpbench.plan.spec import make_planned_probe

@@ -16,7 +16,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dcpbench.exchange.registered_memory import RegisteredBuffer
-from dcpbench.exchange.signals import BufferBarriers, Kind
+from dcpbench.exchange.signals import BarrierKind, BufferBarriers
 from dcpbench.exchange.symmetric_memory import allocate_peers
 from dcpbench.kernels.kv_gather import gather_in_token_order, pack_rows
 from dcpbench.kernels.symm_mem import BufferAllocator, Peers
@@ -84,7 +84,9 @@ class Gatherer:
             size.allocate_counters(group.size)
             self.counters = allocate_symmetric(group, size.used, device)
             self.fence_counters = BufferAllocator(self.counters.own).allocate_counters(group.size)
-            kind = Kind(what="fence of prefixes", phase="prefix_gather", counters=self.fence_counters, by_blocks=False)
+            kind = BarrierKind(
+                what="fence of prefixes", phase="prefix_gather", counters=self.fence_counters, by_blocks=False
+            )
             self.barriers = BufferBarriers(group, [kind])
 
     def gather_layer(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Buffer) -> None:

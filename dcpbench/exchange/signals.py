@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from dcpbench.exchange.torch_collectives import Group
 
 COPY_S = 0.4  # maximum duration of a copy in s
-APART_S = 0.1  # time between two copies in s; counters that differ between them are not stuck
-REST_S = 0.005
+COPY_INTERVAL_S = 0.1  # time between two copies in s; counters that differ between them are not stuck
+POLL_INTERVAL_S = 0.005
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kind:
+class BarrierKind:
     """A kind of barrier of a buffer; see hangs/signal_waits.py."""
 
     what: str
@@ -42,7 +42,7 @@ class Kind:
 class BufferBarriers:
     """Barriers of one buffer. The owner of the buffer keeps this object, and both are freed together."""
 
-    def __init__(self, group: Group, kinds: Sequence[Kind]) -> None:
+    def __init__(self, group: Group, kinds: Sequence[BarrierKind]) -> None:
         self.number = next(_numbers)
         self.kinds = kinds if group.size > 1 else []
         self.rank = group.rank
@@ -90,7 +90,7 @@ def read_signals(limit_s: float = COPY_S) -> bytes:
             devices = {kind.counters.device for of in there for kind in of.kinds}
             while len(found) < 2 and not (unread := _wait_for_copies(there, devices, limit_s)):  # noqa: PLR2004 -- before and after
                 found.append([barrier for of in there for barrier in of.get_barriers()])
-                time.sleep(APART_S * (len(found) == 1))
+                time.sleep(COPY_INTERVAL_S * (len(found) == 1))
     except RuntimeError as e:  # the type of all CUDA errors in torch
         unread = f"its counters could not be copied: {(str(e) or type(e).__name__).splitlines()[0]}"
     if not unread and found[0] != found[1]:
@@ -115,7 +115,7 @@ def _wait_for_copies(there: Sequence[BufferBarriers], devices: set[torch.device]
         while not copied.query():
             if time.monotonic() > until:
                 return f"the copy of its counters had not ended after {limit_s:g} s"
-            time.sleep(REST_S)
+            time.sleep(POLL_INTERVAL_S)
     return ""
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dcpbench.exchange.signals import BufferBarriers, Kind
+from dcpbench.exchange.signals import BarrierKind, BufferBarriers
 from dcpbench.exchange.symmetric_memory import allocate_peers
 from dcpbench.kernels.symm_mem import BufferAllocator
 from dcpbench.kernels.symm_mem.barrier import launch_fence
@@ -70,9 +70,9 @@ class SymmetricMemory:
         self.barriers = BufferBarriers(
             group,
             [
-                Kind(what="q_gather of symm", phase="q_gather", counters=self.parts.q_counters, by_blocks=True),
-                Kind(what="merge of symm", phase="merge", counters=self.parts.o_counters, by_blocks=False),
-                Kind(what="fence of symm", phase="merge", counters=self.parts.fence_counters, by_blocks=False),
+                BarrierKind(what="q_gather of symm", phase="q_gather", counters=self.parts.q_counters, by_blocks=True),
+                BarrierKind(what="merge of symm", phase="merge", counters=self.parts.o_counters, by_blocks=False),
+                BarrierKind(what="fence of symm", phase="merge", counters=self.parts.fence_counters, by_blocks=False),
             ],
         )
         self.slot = 0

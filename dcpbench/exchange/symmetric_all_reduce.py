@@ -10,7 +10,7 @@ import torch
 
 from dcpbench.errors import UsageError
 from dcpbench.exchange.emulated import EmulatedGroup
-from dcpbench.exchange.signals import BufferBarriers, Kind
+from dcpbench.exchange.signals import BarrierKind, BufferBarriers
 from dcpbench.exchange.symmetric_memory import allocate_peers
 from dcpbench.kernels.symm_mem import BufferAllocator
 from dcpbench.kernels.symm_mem.all_reduce import reduce_one_shot, reduce_two_shot
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from dcpbench.exchange.torch_collectives import Group
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]  # sum of ranks' contiguous x, new or in x; CUDA graphs may capture
-ONE_SHOT_BYTES = (
-    1536 * 1024
-)  # bytes that a rank receives up to which reading all addends is faster than a second barrier
+ONE_SHOT_BYTES = 1536 * 1024  # bytes that a rank receives up to which a second barrier takes longer than more reads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,10 +48,8 @@ def make_all_reduce(name: str, group: Group, spec: ReduceSpec) -> AllReduce:
 class _Parts:
     def __init__(self, allocator: BufferAllocator, spec: ReduceSpec, ranks: int, small: int) -> None:
         whole = spec.rows * spec.columns * spec.dtype.itemsize
-        self.one_shot_counters, self.two_shot_counters = (
-            allocator.allocate_counters(ranks),
-            allocator.allocate_counters(ranks),
-        )
+        self.one_shot_counters = allocator.allocate_counters(ranks)
+        self.two_shot_counters = allocator.allocate_counters(ranks)
         self.slots = allocator.allocate_tensor(2, -(-min(small, whole) // 16) * 16, dtype=torch.uint8)
         self.addends = allocator.allocate_tensor(whole + ranks * 64, dtype=torch.uint8)
         self.sums = allocator.allocate_tensor(whole // ranks + 64, dtype=torch.uint8)
@@ -78,8 +74,8 @@ class SymmetricAllReduce:
         self.barriers = BufferBarriers(
             group,
             [
-                Kind(what="all_reduce by symm", phase="", counters=self.parts.one_shot_counters, by_blocks=True),
-                Kind(
+                BarrierKind(what="all_reduce by symm", phase="", counters=self.parts.one_shot_counters, by_blocks=True),
+                BarrierKind(
                     what="all_reduce by symm in two shots",
                     phase="",
                     counters=self.parts.two_shot_counters,

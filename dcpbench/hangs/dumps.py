@@ -27,7 +27,7 @@ FAULT_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \
 FAULT_FRAME = re.compile(r'^ {2}File "(.*)", line (\d+) in (.*)$')
 PICKLE = (b"\x80", b"PK\x03\x04")  # first bytes of a pickle and of a file written by torch.save
 NAMED = re.compile(r"rank[-_ ]?(\d+)|[-_.](\d+)(?:\.[a-z]+)*$", re.IGNORECASE)
-LIKE_A_DUMP = re.compile(  # names of files that are meant to be dumps
+DUMP_FILE_NAME = re.compile(  # names of files that are meant to be dumps
     r"rank[-_ ]?\d|^(?:dump|flight|nccl[-_]trace|py-spy|stacks?)[-_.]", re.IGNORECASE
 )
 NO_DUMP = (msgspec.DecodeError, AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)

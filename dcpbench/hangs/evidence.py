@@ -135,7 +135,7 @@ def read_evidence(paths: Sequence[Path]) -> Evidence:
         try:
             if _read_file(found, path, name):
                 found.read.append(name)
-            elif os.path.realpath(path) in typed or dumps.LIKE_A_DUMP.search(path.name):
+            elif os.path.realpath(path) in typed or dumps.DUMP_FILE_NAME.search(path.name):
                 found.unread.append(f"{path} is no dump of py-spy or faulthandler, and no JSON of the flight recorder.")
                 missed.append(dumps.parse_rank(path))
         except RecordsError as e:

@@ -40,13 +40,11 @@ ORDER_AT, STEPS_AT, LAYER_AT, PHASE_AT = 64, 72, 84, 86  # collectives begun; st
 NAMES_AT, NAMES, NAME_BYTES = 128, 64, 32
 TEXT = struct.Struct("<II")  # number of the text that lies here, and its bytes
 TEXTS_AT, TEXTS, TEXT_BYTES = NAMES_AT + NAMES * NAME_BYTES, 1024, 384
-COLLECTIVE = struct.Struct(
-    "<QQIhBBqq"
-)  # numbers in rank, group, texts; layer, phase, state; start and return (Unix ns)
+EVENT = struct.Struct("<QQIhBBqq")  # numbers in rank, group, texts; layer, phase, state; start and return (Unix ns)
 RING_AT, RING = TEXTS_AT + TEXTS * TEXT_BYTES, 1024
 STATE_AT, ENDED_AT = 23, 32
 INSIDE, RETURNED, RAISED = range(3)
-SIZE = RING_AT + RING * COLLECTIVE.size
+SIZE = RING_AT + RING * EVENT.size
 NO_LAYER = -1
 REPLAY, LAUNCH = "replay", "launch"
 _NOTHING = contextlib.nullcontext()
@@ -174,11 +172,9 @@ class HeartbeatWriter:
         key = (op, of, group, id(frame.f_code), frame.f_lasti, id(above.f_code), above.f_lasti)
         text = self._texts.get(key) or self._add_text(key, op, x, group, (frame, above))
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
-        self._at = at = RING_AT + self._order % RING * COLLECTIVE.size
+        self._at = at = RING_AT + self._order % RING * EVENT.size
         self._order += 1
-        COLLECTIVE.pack_into(
-            self._map, at, self._order, number, text, self._layer, self._phase, INSIDE, time.time_ns(), 0
-        )
+        EVENT.pack_into(self._map, at, self._order, number, text, self._layer, self._phase, INSIDE, time.time_ns(), 0)
         ORDER.pack_into(self._map, ORDER_AT, self._order)
         return self
 
@@ -274,8 +270,8 @@ def read_heartbeats(path: Path) -> RankHeartbeats:
         raise RecordsError(f"{path} is damaged: a phase has a number that none can have.")
     collectives = []
     for order in range(max(1, begun - RING + 1), begun + 1):
-        there, number, text, at_layer, at_phase, state, began, ended = COLLECTIVE.unpack_from(
-            data, RING_AT + (order - 1) % RING * COLLECTIVE.size
+        there, number, text, at_layer, at_phase, state, began, ended = EVENT.unpack_from(
+            data, RING_AT + (order - 1) % RING * EVENT.size
         )
         if there == order and at_phase < NAMES and state <= RAISED:  # else it was being written, or is damaged
             collectives.append(

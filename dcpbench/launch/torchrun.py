@@ -40,7 +40,7 @@ RENDEZVOUS = "rendezvous"  # file of the rendezvous of torchrun's agent, in the 
 ROOT_CAUSE = re.compile(  # matches the end of torchrun's log if one of its ranks ended first
     r"Root Cause \(first observed failure\):.*?\(local_rank: (\d+)\).*?exitcode\s*: (-?\d+)", re.DOTALL
 )
-OF_A_SHELL = 128  # base of exit codes that stand for signals, as subprocess_guard.py passes them on
+SIGNAL_EXIT_BASE = 128  # base of exit codes that stand for signals, as subprocess_guard.py passes them on
 STOPPED = "T"  # state of a process that got SIGSTOP, in proc(5)
 
 
@@ -122,7 +122,7 @@ class Running(Ranks):
         if found is None:
             return None
         rank, code = int(found[1]), int(found[2])
-        code = OF_A_SHELL - code if code > OF_A_SHELL else code
+        code = SIGNAL_EXIT_BASE - code if code > SIGNAL_EXIT_BASE else code
         return Exit(rank=self.ranks.start + rank, code=code, asked=False, at=0.0)
 
     def list_other_logs(self) -> list[Path]:

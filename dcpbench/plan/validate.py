@@ -20,7 +20,7 @@ from dcpbench.errors import (
 )
 from dcpbench.models.shapes import NOPE, ROPE, VALUE
 from dcpbench.models.weight_formats import FORMATS, INT4, INT4_GROUPS
-from dcpbench.plan.command_line import format_retyped_command, retype_command
+from dcpbench.plan.command_line import format_updated_command, update_command
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit, find_split_block
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
@@ -42,12 +42,12 @@ from dcpbench.points.memory import GIB
 from dcpbench.points.names import (
     ALL_REDUCES,
     AUTO,
-    CUT,
     DTYPES,
     ENGINE_POLICIES,
     EXCHANGES,
     FP8,
     LIBRARIES,
+    MOE_TP,
     NO_EXCHANGE,
     OVER_FP8,
     PCP_EXCHANGE,
@@ -238,7 +238,7 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {weights.name} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` shows this machine). "
-            f"To plan it for GPUs type: {format_retyped_command(machine.typed, _get_command(point), plan, ['--device'])}. "
+            f"To plan it for GPUs type: {format_updated_command(machine.typed, _get_command(point), plan, ['--device'])}. "
             f"For a functional run on the CPU type: dcpbench {_get_command(point)} --model tiny --tp 8 --dcp 8"
         )
 
@@ -335,9 +335,9 @@ def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[
             given = {"--model": point.model, "--tp": str(best.tp)}
             given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
             given |= {"--dcp": str(best.dcp)}
-            given |= {"--ep": point.ep} if point.ep != place_experts(CUT, point.tp) else {}
+            given |= {"--ep": point.ep} if point.ep != place_experts(MOE_TP, point.tp) else {}
             given |= _get_plan_options(machine.probe)
-            return retype_command(machine.typed, _get_command(point), given, ["--dp", "--ep"])
+            return update_command(machine.typed, _get_command(point), given, ["--dp", "--ep"])
     return f"{_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8".split()
 
 

@@ -43,7 +43,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seconds:
+class CallTime:
     """Hold the time of one call on the slowest rank."""
 
     mean: float
@@ -51,13 +51,13 @@ class Seconds:
     high: float
 
     @classmethod
-    def from_mean(cls, mean: float, error: float) -> Seconds:
+    def from_mean(cls, mean: float, error: float) -> CallTime:
         """Return a time with a relative error in both directions, as a factor of 1 + error."""
         return cls(mean=mean, low=mean / (1 + error), high=mean * (1 + error))
 
-    def apply_factor(self, factor: float) -> Seconds:
+    def apply_factor(self, factor: float) -> CallTime:
         """Return the time multiplied by a factor."""
-        return Seconds(mean=factor * self.mean, low=factor * self.low, high=factor * self.high)
+        return CallTime(mean=factor * self.mean, low=factor * self.low, high=factor * self.high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +204,7 @@ LINK_SHARE = 0.8  # share of a link's nominal rate that large messages reach (nc
 LINK_BAND = 1.0  # relative error of links between hosts, which we never measured: half to twice the time
 
 
-LATE = 1.1
+IN_STEP_FACTOR = 1.1
 """Time of all-reduces in steps of DeepSeek-V3 and Kimi-K2 on two and four H200 over the time of the same calls alone: the work
 between them takes each rank a different time. Exchanges follow shortly after, and have no such factor (docs/comm-model.md)."""
 # Shares of a step by which the step of all ranks may be shorter and longer than that of the emulated rank, in addition to the
@@ -261,20 +261,20 @@ class CommModel:
     link: Link | None = None
     scale: float = 1.0  # this machine's link rate over the measured machine's; it scales bytes, never launches
     borrowed: float = 0.0  # additional relative error if another machine was measured
-    late: float = 1.0  # factor on collectives, as ranks reach them at different times; not applied to exchanges
+    in_step_factor: float = 1.0  # factor on collectives, which ranks reach at different times; not on exchanges
 
     @property
     def in_step(self) -> CommModel:
         """Return the model for calls inside steps, which wait for the slowest rank."""
-        return dataclasses.replace(self, late=LATE)
+        return dataclasses.replace(self, in_step_factor=IN_STEP_FACTOR)
 
-    def predict_seconds(self, what: str, ranks: int, received_bytes: int, barriers: int = 1) -> Seconds:
+    def predict_seconds(self, what: str, ranks: int, received_bytes: int, barriers: int = 1) -> CallTime:
         """Return the time of one call over `ranks` ranks, each of which receives `received_bytes`.
 
         Raise UsageError if nothing is known of such a call, or if it cannot leave a host.
         """
         if ranks == 1:
-            return Seconds(mean=0.0, low=0.0, high=0.0)
+            return CallTime(mean=0.0, low=0.0, high=0.0)
         call = self.calls.get(what)
         if call is None:
             known = ", ".join(self.calls) or "nothing"
@@ -285,12 +285,12 @@ class CommModel:
         bytes_us = min(received_bytes * call.fitted.us_per_byte, us)
         alone = us - bytes_us * (1 - 1 / self.scale)
         error = call.estimate_error(ranks, received_bytes, barriers) + self.borrowed + abs(us / alone - 1)
-        mean = alone * (1.0 if what in EXCHANGES else self.late)
+        mean = alone * (1.0 if what in EXCHANGES else self.in_step_factor)
         if ranks > self.host:
             return self._predict_across_hosts(what, ranks, received_bytes, barriers, mean)
-        return Seconds.from_mean(mean * 1e-6, error)
+        return CallTime.from_mean(mean * 1e-6, error)
 
-    def predict_hop_seconds(self, received_bytes: int, *, across: bool) -> Seconds:
+    def predict_hop_seconds(self, received_bytes: int, *, across: bool) -> CallTime:
         """Return the time of a message from one GPU to another, `across` hosts or inside one.
 
         Inside a host it is an all-gather over two ranks, each of which receives as many bytes; no message alone was measured.
@@ -301,11 +301,11 @@ class CommModel:
         if self.link is None:
             raise UsageError("a pipeline stage on another host needs a link between hosts; use a machine with +LINK.")
         us = max(inside.mean * 1e6, received_bytes / (self.link.bytes_s * LINK_SHARE) * 1e6) + self.link.latency_us
-        return Seconds.from_mean(us * 1e-6, LINK_BAND)
+        return CallTime.from_mean(us * 1e-6, LINK_BAND)
 
     def _predict_across_hosts(
         self, what: str, ranks: int, received_bytes: int, barriers: int, inside_us: float
-    ) -> Seconds:
+    ) -> CallTime:
         """Return the larger of the call inside a host and its part between hosts, plus a message's latency for each
         host.
         """
@@ -320,4 +320,4 @@ class CommModel:
         crossing = received_bytes / self.host if way == RING else received_bytes * (ranks - self.host) / (ranks - 1)
         hops = barriers * (math.ceil(ranks / self.host) - 1 if way == RING else 1)
         us = max(inside_us, crossing / rate * 1e6) + hops * self.link.latency_us
-        return Seconds.from_mean(us * 1e-6, LINK_BAND)
+        return CallTime.from_mean(us * 1e-6, LINK_BAND)

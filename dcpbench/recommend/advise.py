@@ -24,7 +24,17 @@ from dcpbench.points.expert_distribution import EVEN, OWN
 from dcpbench.points.key_values import LIST
 from dcpbench.points.layout import DEGREES, OUTER_DEGREES, Layout, list_valid_layouts, place_experts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, PCP_EXCHANGE, REPLAY, UNKNOWN, WHOLE, format_setting
+from dcpbench.points.names import (
+    CLOSED,
+    GAMMA,
+    MOE_EP,
+    MOE_TP,
+    NO_EXCHANGE,
+    PCP_EXCHANGE,
+    REPLAY,
+    UNKNOWN,
+    format_setting,
+)
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.structured_options import KEYS
@@ -246,9 +256,8 @@ def _split_gains(query: Query, choices: Sequence[Choice], steps: Steps, watch: W
 
     def split(point: Point, _watch: Watch) -> GainSplit | None:
         both = (point, baselines[point.get_key()])
-        plans = {
-            p.layout_name: plan_engine([p], query.settings, load_shape(query.model), _make_probe(query)) for p in both
-        }
+        shape, probe = load_shape(query.model), _make_probe(query)
+        plans = {p.layout_name: plan_engine([p], query.settings, shape, probe) for p in both}
         try:
             return forecast.split_gain(*both, plans, query.machine, query.settings, steps.terms)
         except UsageError:
@@ -265,7 +274,7 @@ def _is_placed_alike(ep: str, point: Point) -> bool:
     Without attention DP every placement does; with it, an unknown placement stands for tensor-parallel experts, the default of
     engines.
     """
-    return point.dp == 1 or (ep == point.ep if ep in (CUT, WHOLE) else point.ep == CUT)
+    return point.dp == 1 or (ep == point.ep if ep in (MOE_TP, MOE_EP) else point.ep == MOE_TP)
 
 
 def find_nearest(
@@ -352,10 +361,10 @@ def _list_stage_layouts(shape: ModelShape, tp: int, pp: int, pcp: int) -> list[L
 
     Replicas of attention DP share experts; a model without experts is served by several servers instead.
     """
-    cut = list_valid_layouts(shape, tp, CUT, pp, pcp)
+    cut = list_valid_layouts(shape, tp, MOE_TP, pp, pcp)
     if not shape.experts:
         return [layout for layout in cut if layout.dp == 1]
-    found = [*cut, *(x for x in list_valid_layouts(shape, tp, WHOLE, pp, pcp) if x.dp > 1)]
+    found = [*cut, *(x for x in list_valid_layouts(shape, tp, MOE_EP, pp, pcp) if x.dp > 1)]
     return sorted(set(found), key=lambda x: (x.dp, x.dcp))
 
 
@@ -372,7 +381,7 @@ def _explain_no_layout(query: Query, gpus: int) -> str:
 def _list_placements(query: Query, layout: Layout) -> list[str]:
     """Return the placements of experts that are compared in a layout: tensor-parallel, and with attention DP expert parallel too."""
     found = []
-    for ep in (CUT, WHOLE)[: 2 if layout.dp > 1 else 1]:
+    for ep in (MOE_TP, MOE_EP)[: 2 if layout.dp > 1 else 1]:
         with contextlib.suppress(LayoutError):
             placed = place_experts(ep, layout.spread.tp)
             layout.check_model(load_shape(query.model), placed)
@@ -520,7 +529,7 @@ def _explain_exclusion(record: Record, query: Query) -> str:
 
 def _explain_cpu(query: Query) -> str:
     """Return why CPU results are left out, and how to get results that count."""
-    points = [_make_point(query, Layout(tp), NO_EXCHANGE, CUT, *load) for tp in query.gpus for load in query.loads]
+    points = [_make_point(query, Layout(tp), NO_EXCHANGE, MOE_TP, *load) for tp in query.gpus for load in query.loads]
     return (
         f"run on a CPU, and CPU times do not count; on {query.machine.card.device} run "
         f"{format_measure_command(query, points, ['tp'])} -o runs/measured, and name runs/measured here"
@@ -544,16 +553,13 @@ def format_measure_command(query: Query, points: Sequence[Point], axes: Sequence
 def format_ab_command(query: Query, one: Point, other: Point) -> str:
     """Return the command that measures two layouts in turn under the load that they share, on a machine with their GPUs."""
     served = one.load is not None
-    both = [
-        f"--model {shlex.quote(query.model)}",
-        *_list_load_words([one]),
-        *_list_condition_words(query, served=served),
-    ]
+    conditions = _list_condition_words(query, served=served)
+    both = [f"--model {shlex.quote(query.model)}", *_list_load_words([one]), *conditions]
     words = ["ab", *(["--workload", "serve"] if served else []), "--both", shlex.quote(" ".join(both))]
     for side, point in (("--a", one), ("--b", other)):
         names = [name for name in ("dp", "dcp") if getattr(point, name) > 1]
         own = [_format_values(name, [point]) for name in ("tp", *names)]
-        own += [f"--ep {point.ep}"] if point.ep != place_experts(CUT, point.tp) else []
+        own += [f"--ep {point.ep}"] if point.ep != place_experts(MOE_TP, point.tp) else []
         own += ["--dcp 1"] if point.dcp == 1 else [f"--exchange {point.exchange}"]
         words += [side, shlex.quote(" ".join(own))]
     return f"dcpbench {' '.join(words)}"
@@ -575,7 +581,7 @@ def format_server_command(one: Point, other: Point) -> str:
         f"{command} --engine vllm --model CHECKPOINT",
         *(_format_values(name, both) for name in ("tp", "dp", "dcp")),
     ]
-    if len({point.ep for point in both}) > 1 or one.ep != place_experts(CUT, one.tp):
+    if len({point.ep for point in both}) > 1 or one.ep != place_experts(MOE_TP, one.tp):
         words.append("--ep " + ",".join(dict.fromkeys(point.ep for point in both)))
     exchanges = list(dict.fromkeys(point.exchange for point in both if point.dcp > 1))
     if exchanges:
@@ -701,7 +707,7 @@ def _select_step_times(query: Query, known: Evidence) -> tuple[dict[str, StepTim
     """Return the files of step times that apply to the query, and sentences on the others and on limitations of these."""
     found, notes = {}, []
     for file, times in known.times.items():
-        of = _add_engine_settings(times, _make_point(query, Layout(1), NO_EXCHANGE, CUT, 1, 1, None))
+        of = _add_engine_settings(times, _make_point(query, Layout(1), NO_EXCHANGE, MOE_TP, 1, 1, None))
         if why := _explain_unused_times(query, times, of):
             notes.append(f"Left out: {file}, {why}.")
             continue
@@ -747,7 +753,7 @@ def _replay_point(
         return None
     if any(times.path.get(name, 1) != getattr(point, name) for name in OUTER_DEGREES):
         return None
-    if not _is_placed_alike(str(times.path.get("ep", WHOLE)), point):
+    if not _is_placed_alike(str(times.path.get("ep", MOE_EP)), point):
         return None
     load = msgspec.structs.replace(point.load, mode=REPLAY, prefill=str(times.path["prefill"]))
     of = msgspec.structs.replace(_add_engine_settings(times, point), load=load)

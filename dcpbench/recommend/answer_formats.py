@@ -16,7 +16,7 @@ from dcpbench.models.weight_formats import PAPER_FORMATS
 from dcpbench.plan.validate import find_live_limit
 from dcpbench.points import latency_bands
 from dcpbench.points.layout import place_experts
-from dcpbench.points.names import CLOSED, CUT, ENGINE_NAMES, FP8, OBJECTIVES, SGLANG, VLLM, WEIGHT_FORMATS, WHOLE
+from dcpbench.points.names import CLOSED, ENGINE_NAMES, FP8, MOE_EP, MOE_TP, OBJECTIVES, SGLANG, VLLM, WEIGHT_FORMATS
 from dcpbench.points.pipeline import split_layers
 from dcpbench.points.speculation import SEPARATOR, make_speculation
 from dcpbench.recommend.advise import (
@@ -213,8 +213,8 @@ def format_placements(choices: Sequence[Choice]) -> str:
     for choice in choices:
         known = {(f.point.layout, f.point.ep): f for f in choice.forecasts if f.point.dp > 1}
         for (layout, ep), cut in known.items():
-            whole = known.get((layout, WHOLE))
-            if ep != CUT or whole is None:
+            whole = known.get((layout, MOE_EP))
+            if ep != MOE_TP or whole is None:
                 continue
             verdict = EP_AHEAD if is_ahead(whole, cut) else CUT_AHEAD if is_ahead(cut, whole) else EP_LEVEL
             found.setdefault(verdict, []).append((choice.name, whole.tok_s / cut.tok_s))
@@ -445,7 +445,7 @@ def _format_energy(choices: Sequence[Choice]) -> str:
 def format_emulate_command(query: Query, choices: Sequence[Choice]) -> str:
     """Return the command that measures one rank of each layout, on a machine with a GPU."""
     points = [f.point for choice in choices for f in choice.forecasts if f.point.gpus == f.point.tp]
-    by_default = all(point.ep == place_experts(CUT, point.tp) for point in points)
+    by_default = all(point.ep == place_experts(MOE_TP, point.tp) for point in points)
     axes = ["tp", "dp", "dcp", *([] if by_default else ["ep"])]
     return f"{format_measure_command(query, points, axes)} --emulate {shlex.quote(query.named)} -o runs/emulated"
 

@@ -300,10 +300,7 @@ def _make_step_latencies(ms: float, tokens: float) -> dict[str, Any]:
     if tokens == 1:
         return {"itl_ms": Percentiles(p50=ms)}
     median = ms if tokens <= 2 else 0.0  # noqa: PLR2004 - half of the gaps
-    return {
-        "itl_ms": Percentiles(p50=median, p90=ms, p95=ms, p99=ms),
-        "tpot_ms": Percentiles(p50=ms / tokens),
-    }
+    return {"itl_ms": Percentiles(p50=median, p90=ms, p95=ms, p99=ms), "tpot_ms": Percentiles(p50=ms / tokens)}
 
 
 def _find_ends(metric: Metric, point: Point, found: ServedEstimate, beyond: float) -> Ends | None:
@@ -475,9 +472,7 @@ class Estimator:
         """Return the round of a padded step, which without pipeline stages has one micro-batch and no bubble."""
         part = self._make_micro_batch(rows)
         return compute_round(
-            self._estimate_stages_us(part),
-            self.estimate_hops_us(self._pad_rows(part)),
-            self.count_micro_batches(rows),
+            self._estimate_stages_us(part), self.estimate_hops_us(self._pad_rows(part)), self.count_micro_batches(rows)
         )
 
     def count_micro_batches(self, rows: StepRows) -> int:

@@ -175,9 +175,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
 
     machine: str  # machine that the communication model describes (points/cluster_specs.py)
     sha256: str = ""  # SHA-256 of the machine's file; empty for a machine that only a table describes
-    measured: str = (
-        ""  # origin of the measurements of communication, or of those of the machine that it was scaled from
-    )
+    measured: str = ""  # origin of the measurements of communication, or of those that it was scaled from
     rank: Count = 0  # rank that was computed: 0, with the most tokens, and in each layer the busiest experts
     calls: Count  # number of modelled exchanges between ranks in a step
     comm_us: Number  # modelled duration of these exchanges; included in `step_ms`

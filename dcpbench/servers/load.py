@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from dcpbench.servers.sessions import Session
 
 ResultT = TypeVar("ResultT")
-EARLY_S = 1.2e-3  # epoll wakes a process up to 1 ms late: the loop wakes this long before a request is due, and spins
+SPIN_S = 1.2e-3  # epoll wakes a process up to 1 ms late: the loop wakes this long before a request is due, and spins
 LAG_INTERVAL_S = 0.02  # between two measurements of the event loop's lag
-SOON_S = 0.01  # from the moment that everything is ready to the start of a load
+START_DELAY_S = 0.01  # from the moment that everything is ready to the start of a load
 RETRY_S = 1.0  # before a request is sent again, if the server names no time (Retry-After)
 MAX_RETRY_S = 60.0  # of a Retry-After
 UNAVAILABLE = 503
@@ -138,7 +138,8 @@ class Run:
         """Send the load, to its end or to the limit. `start_s`: of time.perf_counter(), the same for all processes."""
         loop = asyncio.get_running_loop()
         with stop_garbage_collection(), set_realtime_priority(wanted=self.options.realtime) as self.pace.realtime:
-            self.start_s = time.perf_counter() + SOON_S if start_s is None else start_s  # a heap takes long to settle
+            # Compute the start late, because a garbage collection takes long.
+            self.start_s = time.perf_counter() + START_DELAY_S if start_s is None else start_s
             sending = self._send_closed_loop() if self.options.clients is not None else self._send_open_loop()
             lag_task = loop.create_task(self._measure_lag())
             cpu, starved = time.process_time(), read_starved_s()
@@ -303,7 +304,7 @@ def read_starved_s() -> float | None:
 
 async def _wait_until(moment_s: float) -> None:
     """Sleep, and then spin in the event loop, until a moment of time.perf_counter()."""
-    if (left := moment_s - time.perf_counter() - EARLY_S) > 0:
+    if (left := moment_s - time.perf_counter() - SPIN_S) > 0:
         await asyncio.sleep(left)
     while time.perf_counter() < moment_s:  # noqa: ASYNC110 -- the clock sets no event
         await asyncio.sleep(0)

@@ -53,7 +53,7 @@ GAP_REQUESTS = 8  # requests by which the gap of a mixed case is measured
 STEPS_BETWEEN = 4  # decode steps between two prompts of a mixed case
 OVERHEAD_TOKENS, OVERHEAD_REPEATS = 8, 9
 MIN_REQUEST_MS = 0.1  # of a request outside of steps: a server never sees one in the instant of another's last token
-LOOK_S, TELL_S = 0.2, 1.0  # between two looks at the samples, and between two reports of progress
+POLL_INTERVAL_S, PROGRESS_INTERVAL_S = 0.2, 1.0  # between two looks at the samples, and between two reports of progress
 MORE_STEPS = 1.25  # factor by which the steps grow until the samples of all requests are computed again
 LOOKED_REQUESTS = 2  # requests of which the samples are looked at: tokens are not read meanwhile
 FILLED_S = 0.02  # after which prompts follow the one that fills steps
@@ -321,7 +321,7 @@ async def _take_steps(
     began = reported_s = time.perf_counter()
     needed = plan.window
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
         window.streams.check_running()
         looked = time.perf_counter()
         samples = window.list_samples_ms(LOOKED_REQUESTS)[: plan.max_steps]
@@ -333,7 +333,7 @@ async def _take_steps(
             if is_over or of_all is not None:
                 return found, of_all == "precise"
             needed = math.ceil(len(samples) * MORE_STEPS)
-        if looked - reported_s >= TELL_S:
+        if looked - reported_s >= PROGRESS_INTERVAL_S:
             reported_s = looked
             tell(f"{len(samples)} steps" + (f" of {statistics.median(samples):.2f} ms" if samples else ""))
 

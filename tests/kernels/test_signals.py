@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dcpbench.exchange import signals
-from dcpbench.exchange.signals import BufferBarriers, Kind
+from dcpbench.exchange.signals import BarrierKind, BufferBarriers
 from dcpbench.exchange.torch_collectives import Group
 from dcpbench.hangs.signal_waits import Signals
 from dcpbench.kernels.symm_mem import BufferAllocator
@@ -29,8 +29,10 @@ def make_barriers() -> BufferBarriers:
     """
     allocator = BufferAllocator(torch.zeros(1 << 20, dtype=torch.uint8))
     kinds = [
-        Kind(what="merge of symm", phase="merge", counters=allocator.allocate_counters(RANKS), by_blocks=False),
-        Kind(what="q_gather of symm", phase="q_gather", counters=allocator.allocate_counters(RANKS), by_blocks=True),
+        BarrierKind(what="merge of symm", phase="merge", counters=allocator.allocate_counters(RANKS), by_blocks=False),
+        BarrierKind(
+            what="q_gather of symm", phase="q_gather", counters=allocator.allocate_counters(RANKS), by_blocks=True
+        ),
     ]
     return BufferBarriers(Group(size=RANKS, rank=1, handle=object()), kinds)
 
@@ -101,7 +103,7 @@ def test_changing_counters_are_not_reported(monkeypatch):
     """
     barriers = make_barriers()
     counters = barriers.kinds[0].counters
-    monkeypatch.setattr(signals, "APART_S", 0.0)
+    monkeypatch.setattr(signals, "COPY_INTERVAL_S", 0.0)
     copy_out = BufferBarriers.copy_out
 
     def copy_and_count(of: BufferBarriers) -> None:
@@ -120,7 +122,7 @@ def test_stacks_missing_from_the_signal_handler_come_from_the_responder(tmp_path
     logs = tmp_path / "logs"
     logs.mkdir()
     never = threading.Event()
-    monkeypatch.setattr(flight_recorder, "EACH_S", 0.5)
+    monkeypatch.setattr(flight_recorder, "MAX_WRITER_DELAY_S", 0.5)
     responses = {
         hang_capture.FLIGHT: never.wait,
         hang_capture.STACKS: flight_recorder.collect_stacks,

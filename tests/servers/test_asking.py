@@ -584,9 +584,9 @@ def test_load_progress_is_reported_at_intervals(monkeypatch: pytest.MonkeyPatch)
     lines = list[str]()
     with pytest.raises(Slept):
         asyncio.run(measure._report_progress(run, lines.append))  # type: ignore[arg-type]
-    assert slept == [measure.TELL_S] * 3
-    assert clock == [10.0 + 3 * measure.TELL_S]
-    rates = [f"{chunks / (n * measure.TELL_S):,.0f}" for n, chunks in enumerate((0, 1000, 5000), 1)]
+    assert slept == [measure.PROGRESS_INTERVAL_S] * 3
+    assert clock == [10.0 + 3 * measure.PROGRESS_INTERVAL_S]
+    rates = [f"{chunks / (n * measure.PROGRESS_INTERVAL_S):,.0f}" for n, chunks in enumerate((0, 1000, 5000), 1)]
     assert lines == [
         f"0/8 requests, {rates[0]} chunks/s",
         f"3/8 requests, 2 failed, {rates[1]} chunks/s",

@@ -28,7 +28,7 @@ from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_planned_probe, make_spec
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.cluster_specs import load_machine
-from dcpbench.points.comm_model import CommModel, Seconds
+from dcpbench.points.comm_model import CallTime, CommModel
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Load, Point
@@ -55,10 +55,10 @@ class CountingNetwork:
 
     requested: list[tuple[str, int, int, int]] = dataclasses.field(default_factory=list)
 
-    def predict_seconds(self, what: str, ranks: int, received_bytes: int, barriers: int = 1) -> Seconds:
+    def predict_seconds(self, what: str, ranks: int, received_bytes: int, barriers: int = 1) -> CallTime:
         """Return a nanosecond for each byte, with an interval from half to twice as much."""
         self.requested.append((what, ranks, received_bytes, barriers))
-        return Seconds.from_mean(received_bytes * 1e-9, 1.0)
+        return CallTime.from_mean(received_bytes * 1e-9, 1.0)
 
 
 def point(layout: Layout, exchange: str = "none", **changes: object) -> Point:
@@ -182,7 +182,7 @@ def test_gathering_queries_takes_at_most_the_whole_exchange() -> None:
     spec = ExchangeSpec(batch=1, heads=4, width=8, value=8, dtype=torch.bfloat16, device=CPU)
 
     slow = SimpleNamespace(
-        predict_seconds=lambda what, *_, **__: Seconds.from_mean(9e-6 if what == "all-gather" else 4e-6, 1.0)
+        predict_seconds=lambda what, *_, **__: CallTime.from_mean(9e-6 if what == "all-gather" else 4e-6, 1.0)
     )
     emulation = Emulation(slow)  # type: ignore[arg-type]
     made = make_exchange("ag_rs", make_emulated_groups(Layout(2, dcp=2), 0, emulation).dcp, spec)

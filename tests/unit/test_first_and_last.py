@@ -300,10 +300,10 @@ def test_incompletely_written_collectives_are_skipped(tmp_path: Path) -> None:
             pass
     data = bytearray(path.read_bytes())
     assert [one.order for one in heartbeats.read_heartbeats(path).collectives] == [1, 2, 3]
-    at = heartbeats.RING_AT + heartbeats.COLLECTIVE.size
-    fields = heartbeats.COLLECTIVE.unpack_from(data, at)
+    at = heartbeats.RING_AT + heartbeats.EVENT.size
+    fields = heartbeats.EVENT.unpack_from(data, at)
     for place, value in ((0, 7), (4, heartbeats.NAMES), (5, heartbeats.RAISED + 1)):
-        heartbeats.COLLECTIVE.pack_into(data, at, *(value if i == place else field for i, field in enumerate(fields)))
+        heartbeats.EVENT.pack_into(data, at, *(value if i == place else field for i, field in enumerate(fields)))
         path.write_bytes(data)
         assert [one.order for one in heartbeats.read_heartbeats(path).collectives] == [1, 3]
 

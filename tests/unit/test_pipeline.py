@@ -18,7 +18,7 @@ from dcpbench.points import budget, memory
 from dcpbench.points.cluster_specs import load_machine
 from dcpbench.points.comm_model import LINK_SHARE
 from dcpbench.points.layout import Layout, list_valid_layouts
-from dcpbench.points.names import CUT, WHOLE
+from dcpbench.points.names import MOE_EP, MOE_TP
 from dcpbench.points.pipeline import compute_hop_bytes, compute_round, make_stages, split_chunks, split_layers
 from dcpbench.points.point import Point
 from dcpbench.points.roofline import Sharding, StepRows, iter_phase_works
@@ -32,7 +32,7 @@ V3 = SHAPES["deepseek-v3"]
 
 def make_point(**given) -> Point:
     """Return a point of 8 requests of 4,000 tokens with fp8 weights on tp8."""
-    given = {"tp": 8, "concurrency": 8, "context": 4000, "weights_dtype": "fp8", "ep": CUT} | given
+    given = {"tp": 8, "concurrency": 8, "context": 4000, "weights_dtype": "fp8", "ep": MOE_TP} | given
     return Point(model="deepseek-v3", backend="triton", dtype="bf16", page_size=64, **given)
 
 
@@ -87,10 +87,10 @@ class TestMemory:
     def test_weight_bytes_of_stages_add_up_to_the_model(self, model):
         shape, layout = SHAPES[model], Layout(4)
         parts = [
-            memory.compute_weight_bytes(stage, layout, 2, *memory.count_all_layers(stage), ep=CUT)
+            memory.compute_weight_bytes(stage, layout, 2, *memory.count_all_layers(stage), ep=MOE_TP)
             for stage in make_stages(shape, 2)
         ]
-        assert sum(parts) == memory.compute_weight_bytes(shape, layout, 2, *memory.count_all_layers(shape), ep=CUT)
+        assert sum(parts) == memory.compute_weight_bytes(shape, layout, 2, *memory.count_all_layers(shape), ep=MOE_TP)
 
     def test_tied_embedding_is_on_the_first_and_last_stage(self):
         """Both have 16 rows of 8 numbers of 2 bytes, and the last also has the norm of 8 numbers."""
@@ -138,7 +138,11 @@ class TestLayouts:
 
     def test_dcp_spans_the_pcp_ranks_or_all_ranks_of_a_stage(self):
         """vLLM 0.29 takes {1, pcp, tp · pcp}, and no data parallelism with PCP."""
-        assert [str(x) for x in list_valid_layouts(V3, 4, CUT, pcp=2)] == ["tp4·pcp2", "tp4·dcp2·pcp2", "tp4·dcp8·pcp2"]
+        assert [str(x) for x in list_valid_layouts(V3, 4, MOE_TP, pcp=2)] == [
+            "tp4·pcp2",
+            "tp4·dcp2·pcp2",
+            "tp4·dcp8·pcp2",
+        ]
         with pytest.raises(LayoutError, match="--dcp can be 1, 2, 8"):
             Layout(4, dcp=4, pcp=2).check_model(V3)
         with pytest.raises(LayoutError, match=r"vLLM 0\.29 does not combine with it; use --dp 1"):
@@ -197,7 +201,7 @@ class TestLayouts:
             Layout(1, pp=62).check_model(V3)
 
     def test_expert_parallelism_includes_the_pcp_ranks(self):
-        assert make_point(tp=4, pcp=2, ep=WHOLE).ep_degree == 8
+        assert make_point(tp=4, pcp=2, ep=MOE_EP).ep_degree == 8
 
 
 class TestRounds:

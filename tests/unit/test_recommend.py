@@ -30,7 +30,7 @@ from dcpbench.plan.serve_spec import get_serve_defaults
 from dcpbench.plan.spec import make_planned_probe
 from dcpbench.plan.validate import find_shortage
 from dcpbench.points.cluster_specs import load_machine
-from dcpbench.points.comm_model import Seconds
+from dcpbench.points.comm_model import CallTime
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout, list_valid_layouts
 from dcpbench.points.point import Load as PointLoad
@@ -371,11 +371,11 @@ def test_collectives_have_the_bytes_of_other_ranks_once_per_layer() -> None:
     """
     calls: list[tuple[object, ...]] = []
 
-    def record_call(*call: object) -> Seconds:
+    def record_call(*call: object) -> CallTime:
         calls.append(call)
-        return Seconds(mean=1.0, low=0.5, high=2.0)
+        return CallTime(mean=1.0, low=0.5, high=2.0)
 
-    def predict(rows: int, exchange: str, **degrees: int) -> dict[str, Seconds]:
+    def predict(rows: int, exchange: str, **degrees: int) -> dict[str, CallTime]:
         estimator = Estimator(
             point(**degrees, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms
         )
@@ -390,8 +390,8 @@ def test_collectives_have_the_bytes_of_other_ranks_once_per_layer() -> None:
 
     found = predict(8, "a2a", tp=4, dcp=4)
     assert calls == [("all-reduce", 4, 172_032, 1)] * 2 + [("a2a", 4, 768 * (1152 + 1024 + 4), 2)]
-    assert found["all-reduce"] == Seconds(mean=122.0, low=61.0, high=244.0)
-    assert found["a2a"] == Seconds(mean=61.0, low=30.5, high=122.0)
+    assert found["all-reduce"] == CallTime(mean=122.0, low=61.0, high=244.0)
+    assert found["a2a"] == CallTime(mean=61.0, low=30.5, high=122.0)
     predict(8, "ag_rs", tp=4, dcp=4)
     assert calls[-1] == ("ag_rs", 4, 768 * (1152 + 2048 + 16), 2)
     predict(8, "a2a", tp=4, dcp=2)
@@ -406,7 +406,7 @@ def test_stored_prefix_is_gathered_from_the_other_ranks() -> None:
         point(tp=2, dcp=2, exchange="a2a"), load_machine("H200"), estimate.load_published_steps().terms
     )
     calls: list[tuple[object, ...]] = []
-    alone = SimpleNamespace(predict_seconds=lambda *call: calls.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
+    alone = SimpleNamespace(predict_seconds=lambda *call: calls.append(call) or CallTime(mean=1.0, low=0.5, high=2.0))
     known = SimpleNamespace(in_step=alone)
     predict_calls(estimator.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
     assert calls == [("all-reduce", 2, 72 * 14_336, 1)] * 2 + [("all-gather", 2, 576_000, 1)]
@@ -943,7 +943,7 @@ def test_default_load_has_a_long_context() -> None:
     in lock-step.
     """
     serve_defaults = get_serve_defaults(Probe(device="cuda", count=8, name="NVIDIA H200"))
-    ((requests, context, served),) = command._make_loads(command.Wanted(), load_shape("deepseek-v3").max_position)
+    ((requests, context, served),) = command._make_loads(command.QueryOptions(), load_shape("deepseek-v3").max_position)
     assert served is not None
     assert (requests, served.input_tokens, served.chunk) == (32, "32000", *serve_defaults["chunk"])
     assert not is_lock_step(served, requests)

@@ -70,7 +70,7 @@ def compute_expected(variant: str, messages: list[torch.Tensor], rank: int) -> t
     return total_M if variant.startswith("all-reduce") else total_M.unflatten(0, (len(messages), -1))[rank]
 
 
-class Borrower:
+class RegisteredMemoryOwner:
     """Owner of registered memory for its own lifetime."""
 
 
@@ -79,7 +79,7 @@ class Collectives:
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.group = device, seed, get_world_group()
-        self._borrower: Borrower | None = None
+        self._memory_owner: RegisteredMemoryOwner | None = None
 
     def build_calls(self, case: Case) -> Calls:
         """Return calls of a case with sizes requests, width and ranks."""
@@ -129,7 +129,7 @@ class Collectives:
 
         size = BufferAllocator()
         split_buffer(size)
-        lent = self._borrower = Borrower()  # the memory of the last case is free
+        lent = self._memory_owner = RegisteredMemoryOwner()  # the memory of the last case is free
         own = get_shared_buffer(
             lent, self.group, size.used, self.device, "a variant with -registered", "the one without"
         )

@@ -131,12 +131,7 @@ class GroupedQueryAttention(AttentionKind):
         """Implement AttentionKind.make_backend."""
         heads = self.heads * self.layout.dcp
         spec = GqaSpec(
-            heads=heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_width,
-            scale=self.scale,
-            dtype=self.dtype,
-            **sizes,
+            heads=heads, kv_heads=self.kv_heads, head_dim=self.head_width, scale=self.scale, dtype=self.dtype, **sizes
         )
         return make_gqa_backend(name, spec)
 
@@ -168,11 +163,6 @@ class GroupedQueryAttention(AttentionKind):
         return split_rows(laid_SQ, self.kv_heads)
 
     def unpack_rows(
-        self,
-        laid_SQ: torch.Tensor,
-        count: torch.Tensor,
-        w: GqaWeights,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        self, laid_SQ: torch.Tensor, count: torch.Tensor, w: GqaWeights, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Implement AttentionKind.unpack_rows: nothing is left to do."""

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from dcpbench.kernels.symm_mem import Peers
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-REST_S = 0.005  # pause between polls of the interpreter in s
+POLL_INTERVAL_S = 0.005  # pause between polls of the interpreter in s
 
 
 def _rest() -> None:
     """Yield the core to the ranks that are awaited, because there may be more ranks than cores. For the interpreter."""
-    time.sleep(REST_S)
+    time.sleep(POLL_INTERVAL_S)
 
 
 _rest.__triton_builtin__ = True  # type: ignore[attr-defined]  # otherwise the compiler rejects code that it removes
@@ -78,7 +78,7 @@ def sync_ranks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDEN
     mine = (peers[0].to(tl.int64) + counters).to(tl.pointer_type(tl.int32))
     call = tl.load(mine + N + block) + 1
     if block == 0:
-        tl.atomic_add(_theirs(peers, counters, n, N), 1, mask=others, sem="release", scope="sys")
+        tl.atomic_add(_get_peer_counters(peers, counters, n, N), 1, mask=others, sem="release", scope="sys")
     _wait_for(mine + n, others, call)
     tl.store(mine + N + block, call)
     if DEPENDENT:
@@ -96,7 +96,7 @@ def sync_blocks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDE
     mine = (peers[0].to(tl.int64) + counters).to(tl.pointer_type(tl.int32)) + row
     call = tl.load(mine) + 1
     tl.debug_barrier()
-    tl.atomic_add(_theirs(peers, counters, n, N) + row, 1, mask=others, sem="release", scope="sys")
+    tl.atomic_add(_get_peer_counters(peers, counters, n, N) + row, 1, mask=others, sem="release", scope="sys")
     _wait_for(mine + n, others, call)
     tl.store(mine, call)
     if DEPENDENT:
@@ -104,7 +104,7 @@ def sync_blocks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDE
 
 
 @triton.jit
-def _theirs(peers, counters, n, N: tl.constexpr):
+def _get_peer_counters(peers, counters, n, N: tl.constexpr):
     """Return the addresses in each peer's memory at which this rank adds, [n]."""
     address = tl.zeros_like(n).to(tl.int64)
     for i in tl.static_range(1, N):
