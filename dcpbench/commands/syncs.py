@@ -281,7 +281,7 @@ class ComparisonOptions(Group):
     """Hold the options for the comparison of two sides and its output."""
 
     tolerance: float = GATE(
-        "A site is dearer or cheaper if its bubble per step (without bubbles: its wait) differs by more than this percentage.",
+        "A site is worse or better if its bubble per step (without bubbles: its wait) differs by more than this percentage.",
         default=20.0,
         metavar="PERCENT",
     )
@@ -301,13 +301,13 @@ def diff(
     compared: ComparisonOptions,
     gate: BaselineGate,
 ) -> int:
-    """Compare two recordings of a program: synchronisation that is new, gone, dearer or cheaper.
+    """Compare two recordings of a program: synchronisation that is new, gone, worse or better.
 
-    Sites are matched across moved lines and renamed files. A site is dearer if it synchronises more often per step; at equal
+    Sites are matched across moved lines and renamed files. A site is worse if it synchronises more often per step; at equal
     counts, if its bubble per step is larger beyond --tolerance and --min-us. Allowed sites, and those of the first step only,
     never fail.
 
-    Exit codes: 0 nothing is new or dearer · 1 something is · 2 options or input that cannot be used · 3 a recording cannot answer (see scan), or
+    Exit codes: 0 nothing is new or worse · 1 something is · 2 options or input that cannot be used · 3 a recording cannot answer (see scan), or
     only one marks steps.
 
     For example:
