@@ -71,11 +71,13 @@ def calibrate(
     asked = cluster_specs.Machine(name="options", gpu=gpu or gpus.GPUS[0].name, gpus_per_host=host, link=link)
     cluster_specs.parse_machine(cluster_specs.format_machine(asked).encode(), "these options")
     prompts = calibration.compute_prompt_ratios(calibration.find_step_times(runs or []))
-    wires = [path for path in runs or [] if any(path.rglob("bench-*.json")) or not calibration.find_step_times([path])]
-    if any(path.suffix == ".toml" for path in wires):
-        made = _update_machine(wires, name=name, gpu=gpu, gpus_per_host=gpus_per_host, link=link)
+    benches = [
+        path for path in runs or [] if any(path.rglob("bench-*.json")) or not calibration.find_step_times([path])
+    ]
+    if any(path.suffix == ".toml" for path in benches):
+        made = _update_machine(benches, name=name, gpu=gpu, gpus_per_host=gpus_per_host, link=link)
     else:
-        made = _make_machine(asked, calibration.read_records(wires) if wires else _measure_calls(), name, gpu)
+        made = _make_machine(asked, calibration.read_records(benches) if benches else _measure_calls(), name, gpu)
     written = cluster_specs.format_machine(msgspec.structs.replace(made, prompts=prompts or made.prompts)).encode()
     machine = cluster_specs.parse_machine(written, "these options")
     with convert_output_errors(out, "name another file with --out"):
@@ -135,7 +137,8 @@ def _make_machine(asked: "Machine", records: "list[BenchRecord]", name: str | No
         raise UsageError(
             "these benches name a GPU that dcpbench machines does not list; name the most similar one with --gpu."
         )
-    usual = f"{gpu}, its wire measured on {card}" if gpu and card and gpu != card else f"{gpu or card}, measured"
+    other = gpu and card and gpu != card
+    usual = f"{gpu}, its communication measured on {card}" if other else f"{gpu or card}, measured"
     calls = calibration.collect_samples(records)
     return msgspec.structs.replace(asked, name=name or usual, gpu=gpu or card, measured=measured, calls=calls)
 

@@ -52,7 +52,7 @@ def explain(
         raise UsageError("a path is empty; name the folder of a run, or stack dumps.")
     if html is not None and html.exists() and not force:
         raise OutputError(
-            f"--html {html} would be written over; give the page a name of its own, such as --html hang.html, or add --force."
+            f"--html {html} would be written over; give the page a separate name, such as --html hang.html, or add --force."
         )
     hangs = hang_format.read_hangs([Path(path) for path in paths])
     if html is not None:

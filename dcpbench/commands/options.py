@@ -70,7 +70,7 @@ class Layouts(Group):
     ep: str | None = EXPERTS(f"{EP_DEGREE} Default: 1.")
 
 
-class How(Group):
+class LayerOptions(Group):
     """Hold the options of how a layer is computed."""
 
     backend: str | None = HOW(
@@ -180,7 +180,7 @@ class Limits(Group):
     timeout: Timeout | None = None
 
 
-class OneAnswer(Group):
+class JoinedReportOptions(Group):
     """Hold the options for a report of several runs."""
 
     as_repeats: bool = OPTION(

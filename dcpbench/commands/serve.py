@@ -57,7 +57,7 @@ class Scheduler(Group):
     )
 
 
-class How(opt.How):
+class LayerOptions(opt.LayerOptions):
     """Hold the options of how a layer is computed, without `auto`."""
 
     backend: str | None = opt.HOW(
@@ -85,7 +85,7 @@ class Run(opt.RunOnMachines):
     timeout: Timeout | None = make_structured(opt.MEASURE, Timeout, "stall", "point", "retries", "load")
 
 
-class Measured(Group):
+class MeasurementOptions(Group):
     """Hold the options for the mode, the objectives and the repeats."""
 
     mode: str | None = opt.MEASURE(
@@ -111,8 +111,8 @@ def serve(
     load: Load,
     requests: Requests,
     scheduler: Scheduler,
-    how: How,
-    measured: Measured,
+    how: LayerOptions,
+    measured: MeasurementOptions,
     run: Run,
 ) -> int:
     """Serve requests with dcpbench's own engine, including prefill and scheduling: TTFT, ITL, throughput and goodput.

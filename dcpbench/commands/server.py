@@ -59,7 +59,7 @@ class Model(Group):
     dtype: str | None = SERVER("Data type of weights and KV cache, for the records. Default: unknown.", metavar="NAME")
 
 
-class Measured(Group):
+class MeasurementOptions(Group):
     """Hold the options for the mode, the objectives and the repeats."""
 
     mode: str | None = opt.MEASURE(
@@ -188,7 +188,7 @@ def server(
     model: Model,
     options: Options,
     requests: Requests,
-    measured: Measured,
+    measured: MeasurementOptions,
     replays: Replays,
     run: Run,
 ) -> int:
@@ -384,12 +384,7 @@ def _check_one_source(options: Options) -> None:
 
 
 def _measure_running(
-    url: str,
-    options: Options,
-    given: dict[str, object],
-    run: opt.Run,
-    replays: Replays,
-    bounds: "LoadRange | None",
+    url: str, options: Options, given: dict[str, object], run: opt.Run, replays: Replays, bounds: "LoadRange | None"
 ) -> int:
     """Measure a server that runs already; with `bounds`, search the load."""
     from dcpbench.commands import point_runner

@@ -50,7 +50,7 @@ class Engines(Group):
     )
 
 
-class How(opt.How):
+class LayerOptions(opt.LayerOptions):
     """Hold the options of how a layer is computed, with the size of the KV pool."""
 
     mtp: Mtp | None = opt.MTP
@@ -87,7 +87,7 @@ class Emulation(Group):
     )
 
 
-class Measured(Group):
+class MeasurementOptions(Group):
     """Hold the options for the duration, the repeats, the baseline and the profile."""
 
     seconds: float | None = opt.MEASURE(
@@ -110,9 +110,9 @@ def sweep(
     layouts: opt.Layouts,
     load: Load,
     engines: Engines,
-    how: How,
+    how: LayerOptions,
     emulation: Emulation,
-    measured: Measured,
+    measured: MeasurementOptions,
     run: Run,
 ) -> int:
     """Measure decode steps, without prefill, over layouts and loads, then write a report.

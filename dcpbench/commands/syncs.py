@@ -89,7 +89,7 @@ class GateWithoutTimes(Gate):
     source = None
 
 
-class GateToBe(GateWithoutTimes):
+class BaselineGate(GateWithoutTimes):
     """Hold the options of a gate for writing a baseline, without limits."""
 
     baseline = None
@@ -109,7 +109,7 @@ class Report(Group):
     force: bool = FORCE
 
 
-class Recorded(Group):
+class RecordingOptions(Group):
     """Hold the options for what is recorded of each process."""
 
     warmup: int = RECORD("Steps of each process that are not recorded.", default=0, metavar="STEPS")
@@ -253,7 +253,7 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
     return commands.run_scan([str(path) for path in found], gate.make_options(), out, all_ranks=True)
 
 
-class Written(Group):
+class BaselineOptions(Group):
     """Hold the options for the file of a baseline."""
 
     output: Path | None = OUTPUT(
@@ -263,7 +263,7 @@ class Written(Group):
 
 
 @register_command(app, rich_help_panel="Traces")
-def baseline(traces: Traces, written: Written, gate: GateToBe) -> int:
+def baseline(traces: Traces, written: BaselineOptions, gate: BaselineGate) -> int:
     """Write a baseline: the current sites and how often they occur per step, so that only new ones fail.
 
     Allowed sites and those of the first step only are left out. The file is sorted, to be committed.
@@ -277,11 +277,11 @@ def baseline(traces: Traces, written: Written, gate: GateToBe) -> int:
     return commands.create_baseline(traces, gate.make_options(), written.output, force=written.force)
 
 
-class Compared(Group):
+class ComparisonOptions(Group):
     """Hold the options for the comparison of two sides and its output."""
 
     tolerance: float = GATE(
-        "A site is dearer or cheaper if its bubble per step (without bubbles: its wait) differs by more than this percentage.",
+        "A site is worse or better if its bubble per step (without bubbles: its wait) differs by more than this percentage.",
         default=20.0,
         metavar="PERCENT",
     )
@@ -298,16 +298,16 @@ class Compared(Group):
 def diff(
     old: Annotated[str, typer.Argument(metavar="OLD", help="Traces as for scan, or a report of --format json.")],
     new: Annotated[str, typer.Argument(metavar="NEW", help="The same, of the changed program.")],
-    compared: Compared,
-    gate: GateToBe,
+    compared: ComparisonOptions,
+    gate: BaselineGate,
 ) -> int:
-    """Compare two recordings of a program: synchronisation that is new, gone, dearer or cheaper.
+    """Compare two recordings of a program: synchronisation that is new, gone, worse or better.
 
-    Sites are matched across moved lines and renamed files. A site is dearer if it synchronises more often per step; at equal
+    Sites are matched across moved lines and renamed files. A site is worse if it synchronises more often per step; at equal
     counts, if its bubble per step is larger beyond --tolerance and --min-us. Allowed sites, and those of the first step only,
     never fail.
 
-    Exit codes: 0 nothing is new or dearer · 1 something is · 2 options or input that cannot be used · 3 a recording cannot answer (see scan), or
+    Exit codes: 0 nothing is new or worse · 1 something is · 2 options or input that cannot be used · 3 a recording cannot answer (see scan), or
     only one marks steps.
 
     For example:
@@ -333,7 +333,7 @@ def run(
         ),
     ] = None,
     *,
-    recorded: Recorded,
+    recorded: RecordingOptions,
     gate: Gate,
     report: Report,
 ) -> int:
@@ -357,7 +357,7 @@ def run(
     return runs.run_program(program or [], runs.Recording(**vars(recorded)), gate.make_options(), out)
 
 
-class Assumed(Group):
+class AssumptionOptions(Group):
     """Hold the options for facts that a dry run cannot observe."""
 
     assume_device: bool = READ(
@@ -367,7 +367,7 @@ class Assumed(Group):
     )
 
 
-class WrittenByDryRun(Group):
+class DryRunBaselineOptions(Group):
     """Hold the option for the baseline that a dry run writes."""
 
     write_baseline: Path | None = GATE(
@@ -387,9 +387,9 @@ def dry_run(
         ),
     ] = None,
     *,
-    assumed: Assumed,
+    assumed: AssumptionOptions,
     gate: GateWithoutTimes,
-    written: WrittenByDryRun,
+    written: DryRunBaselineOptions,
     report: Report,
 ) -> int:
     """Run a program without a GPU, and find where the host would wait for one.

@@ -70,7 +70,7 @@ class Load(Group):
     )
 
 
-class Remote(Group):
+class ServerOptions(Group):
     """Hold the options for servers that are compared instead of dcpbench's own engine."""
 
     engine: list[str] | None = SERVERS(
@@ -140,7 +140,7 @@ class Run(opt.Run):
     timeout: Timeout | None = make_structured(opt.MEASURE, Timeout, "stall", "start", stall=STALL)
 
 
-def verify(layouts: Layouts, load: Load, how: opt.How, remote: Remote, run: Run) -> int:
+def verify(layouts: Layouts, load: Load, how: opt.LayerOptions, remote: ServerOptions, run: Run) -> int:
     """Check layouts, backends and exchanges against a slow fp64 reference on one rank.
 
     Without --tp, --dp and --dcp: tp1, tp2, tp2·dcp2, tp4·dcp2, tp4·dcp4 and tp4·dp2·dcp2, as far as there are GPUs.

@@ -144,7 +144,7 @@ class Disaggregate(StructuredOption, frozen=True, kw_only=True):
     """Describe several instances of a layout, and the transfers between them."""
 
     option = "--disaggregate"
-    text = "With --mode replay: several instances of the layout, each on tp GPUs of its own. Values separated by / are separate points."
+    text = "With --mode replay: several instances of the layout, each on its own tp GPUs. Values separated by / are separate points."
     bare = "instances"
 
     instances: Annotated[

@@ -165,7 +165,7 @@ class TestOutput:
 
 class TestStreams:
     def python(self, folder: Path, body: str, **env: str) -> subprocess.CompletedProcess[bytes]:
-        """Run `dcpbench syncs scan t.json` in a process of its own, in which `body` is the reader of traces."""
+        """Run `dcpbench syncs scan t.json` in a separate process, in which `body` is the reader of traces."""
         (folder / "t.json").touch()
         code = (
             "from dcpbench import cli\nfrom dcpbench.syncs import scan\nfrom tests.unit import syncs_builder as b\n"
