@@ -66,7 +66,7 @@ def test_mark_of_all_points_is_shown_once(tmp_path: Path) -> None:
     assert columns["telling"] == [None, "noisy"]
     assert columns["warnings"] == [["throttled"], ["noisy", "throttled"]], "filters have all warnings"
     reason = "by the power limit: lowest SM clock 10–25 % below the highest, 1,485 of 1,980 MHz at worst"
-    assert f"Marked, of 2 points: all throttled ({reason}), 1 noisy." in trust(read)
+    assert f"Points with a warning, of 2: all throttled ({reason}), 1 noisy." in trust(read)
     text = print_lines(render_terminal_table([folder]), 200)
     assert "warnings of all 2 points: throttled" in text
     assert f"throttled: {reason}" in text
