@@ -231,7 +231,7 @@ def test_tilings_tool_checks_each_product_and_reports_a_wrong_one(tmp_path, caps
     right = int4_experts.compute_product
 
     def compute_wrong(*given, gated, **more):
-        assert int4_experts.choose_tiling(16, gated=gated).weight_first == gated
+        assert int4_experts.choose_tiling(16, 256, gated=gated).weight_first == gated
         return right(*given, gated=gated, **more) * (1.1 if gated else 1)
 
     monkeypatch.setattr(int4_experts, "compute_product", compute_wrong)
@@ -270,7 +270,7 @@ json.dump({"shared": found.metadata.shared, "text": found.asm["ttgir"]}, sys.std
 @pytest.mark.long
 def test_product_kernel_compiles_for_gpus_and_unpacks_in_registers(group, gated, rows, target, shared_kib, tmp_path):
     """Compile with Triton, without a GPU. Shared memory holds only loaded data: registers are never stored there."""
-    tiling = int4_experts.choose_tiling(rows, gated=gated)
+    tiling = int4_experts.choose_tiling(rows, 7168 if gated else 256, gated=gated)
     types = {"x": "*bf16", "weight": "*i16", "scale": "*i64" if group == 32 else "*i32", "out": "*bf16"}
     constants = {
         "GATED": gated, "TOP_K": 8, "ROWS": rows, "WEIGHT_FIRST": tiling.weight_first, "BLOCK_N": tiling.columns, "GROUP": group,
