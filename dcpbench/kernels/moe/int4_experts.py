@@ -138,13 +138,15 @@ def _product_kernel(
     for span in tl.range(0, spans, num_stages=STAGES):
         for block in tl.static_range(TOGETHER):
             at = span * TOGETHER + block
-            x_parts = _load_rows(x_at, at * 128, depth, live, k, EVEN)
+            # Weights come before rows, which wait for their indices at the start of a program.
             words, scales = tl.load(word_at + at * height * 32), tl.load(scale_at + span * height)
+            if GATED:
+                up_words = tl.load(word_at + (at * height + columns) * 32)
+                up_scales = tl.load(scale_at + span * height + columns)
+            x_parts = _load_rows(x_at, at * 128, depth, live, k, EVEN)
             y = _add_product(x_parts, words, scales, y, block, GROUP, NATIVE, WEIGHT_FIRST)
             if GATED:
-                words = tl.load(word_at + (at * height + columns) * 32)
-                scales = tl.load(scale_at + span * height + columns)
-                up = _add_product(x_parts, words, scales, up, block, GROUP, NATIVE, WEIGHT_FIRST)
+                up = _add_product(x_parts, up_words, up_scales, up, block, GROUP, NATIVE, WEIGHT_FIRST)
     if NATIVE:
         y *= 1 << SHRINK
         up *= 1 << SHRINK
@@ -193,7 +195,7 @@ def _short_product_kernel(
     x_at = x + tl.where(live, row, begin).to(tl.int64)[:, None] * depth + k[None, :]
     x_parts = ()
     for at in tl.static_range(SPANS * TOGETHER):
-        x_parts = x_parts + (_load_rows(x_at, at * 128, depth, live, k, EVEN),)  # noqa: RUF005 - Triton has no iterable unpacking
+        x_parts = x_parts + (_load_rows(x_at, at * 128, depth, live, k, EVEN),)  # type: ignore[assignment]  # noqa: RUF005 - Triton cannot unpack
 
     word_at = weight + expert.to(tl.int64) * SPANS * TOGETHER * columns * 32 + k[None, :]
     scale_at = scale + expert.to(tl.int64) * SPANS * columns
