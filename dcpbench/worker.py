@@ -177,7 +177,7 @@ class Worker:
         exists.
         """
         if self.session is not None:
-            gc.unfreeze()  # objects that settle_heap froze, among them reference cycles of the engine
+            gc.unfreeze()  # objects that freeze_heap froze, among them reference cycles of the engine
         self.session = None
         free_memory(self.device)
 
@@ -255,7 +255,9 @@ def main(path: str) -> int:
         job.get_log_folder() / hang_capture.ASK.format(rank),
         {job.get_log_folder() / name.format(rank): say for name, say in says.items()},
     )
-    torch_collectives.start_rank_heartbeats(job.get_log_folder() / hang_capture.BEATS.format(rank), rank, ranks, device)
+    torch_collectives.start_rank_heartbeats(
+        job.get_log_folder() / hang_capture.HEARTBEATS.format(rank), rank, ranks, device
+    )
     worker = None
     try:
         worker = Worker(job, rank, device, marks, started=Path(path).stat().st_mtime)

@@ -24,7 +24,7 @@ from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_planned_probe, make_spec
 from dcpbench.plan.validate import find_live_limit
 from dcpbench.points.layout import OUTER_DEGREES
-from dcpbench.points.names import CUT, ENGINE_NAMES, REPLAY, SYNTHETIC, WEIGHT_FORMATS, WHOLE
+from dcpbench.points.names import ENGINE_NAMES, MOE_EP, MOE_TP, REPLAY, SYNTHETIC, WEIGHT_FORMATS
 from dcpbench.servers.presets import PRESETS
 from dcpbench.show.text import format_list
 
@@ -39,10 +39,10 @@ MACHINE, GPUS = "H200", 8
 WHOLE_MODEL = [{"tp": tp, "dcp": 1} for tp in (8, 4, 2, 1)]  # small models use fewer GPUs; fp8 blocks are never split
 PARALLEL: dict[str, list[dict[str, Any]]] = {  # options of the layouts of each kind that are tried
     "tp": [{"tp": tp, "dcp": 1} for tp in (8, 4, 2)],
-    "tp, ep": [{"tp": tp, "dcp": 1, "ep": WHOLE} for tp in (8, 4, 2)],
+    "tp, ep": [{"tp": tp, "dcp": 1, "ep": MOE_EP} for tp in (8, 4, 2)],
     "dcp": [{"tp": tp, "dcp": dcp} for tp in (8, 4, 2) for dcp in (2, tp)],
-    "dp": [{"tp": tp, "dp": tp, "dcp": 1, "ep": CUT} for tp in (8, 4, 2)],
-    "dp, ep": [{"tp": tp, "dp": tp, "dcp": 1, "ep": WHOLE} for tp in (8, 4, 2)],
+    "dp": [{"tp": tp, "dp": tp, "dcp": 1, "ep": MOE_TP} for tp in (8, 4, 2)],
+    "dp, ep": [{"tp": tp, "dp": tp, "dcp": 1, "ep": MOE_EP} for tp in (8, 4, 2)],
     "dp, dcp": [{"tp": tp, "dp": 2, "dcp": tp // 2} for tp in (8, 4)],
     "pp": [{"tp": tp, "dcp": 1, "pp": 2} for tp in (4, 2)],
     "pcp": [{"tp": tp, "dcp": 1, "pcp": 2} for tp in (4, 2)],

@@ -1,10 +1,10 @@
-"""Hold emulated points against all ranks of the same GPUs: the wire is measured first, then both run, and are compared.
+"""Hold emulated points against all ranks of the same GPUs: communication is measured first, then both run, and are compared.
 
     python -m tools.emulation_live -o FOLDER [--ranks 2] [--model deepseek-v3] [--more "--weights-dtype bf16"] [--compare]
     python -m tools.emulation_live --live RUN... --emulated RUN...
 
 The second form compares runs that were measured, needs no GPU and writes no file. The first
-needs as many GPUs as ranks. FOLDER gets the wire's benches and machine file, a run of each kind and check.md, written by
+needs as many GPUs as ranks. FOLDER gets the benches of communication and machine file, a run of each kind and check.md, written by
 --compare alone from what lies there. Live and emulated runs take turns, layout by layout. Bar: 5 % of the step time.
 """
 
@@ -52,7 +52,7 @@ def _run(step: Step) -> None:
     subprocess.run([sys.executable, "-m", "dcpbench.cli", *step.words], check=False, env=environment)
 
 
-def wire(folder: Path, ranks: int) -> list[Step]:
+def list_bench_steps(folder: Path, ranks: int) -> list[Step]:
     """Return benchmarks of the calls between this many GPUs, and the command `bench calibrate` that makes the machine file
     from them.
     """
@@ -103,10 +103,10 @@ def both(folder: Path, machine: Path | str, model: str, ranks: int, name: str, w
 
 
 def measure(folder: Path, asked: argparse.Namespace) -> None:
-    """Measure the wire, then every layout live and emulated."""
+    """Measure communication, then every layout live and emulated."""
     machine = folder / MACHINE
     if not machine.exists():
-        for step in wire(folder, asked.ranks):
+        for step in list_bench_steps(folder, asked.ranks):
             _run(step)
     load = ["--concurrency", asked.concurrency, "--context", asked.context, "--seconds", asked.seconds]
     for model in asked.model.split(","):

@@ -1,11 +1,11 @@
 """Hands every reader of files damaged ones, a million in all, and flips each single bit of a sealed record.
 
     python -m tools.fuzz --inputs 1000000 --out fuzz.jsonl
-    python -m tools.fuzz --kinds trace,beats --inputs 20000
+    python -m tools.fuzz --kinds trace,heartbeats --inputs 20000
     python -m tools.fuzz --again trace:4711          # one input, with its traceback
 
 Kinds of files, and how they are damaged, are those of tests/unit/hostile_files.py; input `trace:4711` is the same each time
-with the same --seed. All kinds get the same time, in rounds, until there were enough inputs; each has a process of its own.
+with the same --seed. All kinds get the same time, in rounds, until there were enough inputs; each has a separate process.
 Ends with 1 where a reader raised what is no error of ours, took over 2 s of a CPU, or over 1 GiB of memory, or where a
 flipped bit went unnoticed.
 """
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=60, help="no further round after so long; default: %(default)s"
     )
-    parser.add_argument("--kinds", default="", help="such as 'trace,beats'; default: all")
+    parser.add_argument("--kinds", default="", help="such as 'trace,heartbeats'; default: all")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--round", type=float, default=10.0, help="seconds of a kind in a round; default: %(default)s")
     parser.add_argument("--again", default="", help="KIND:NUMBER, one input")

@@ -1,6 +1,6 @@
 """When do the kernels of a captured graph follow each other with longer gaps: graph by graph, what is captured before it varied.
 
-    python -m tools.graph_gaps -o FILE                     # all ways, each in a process of its own
+    python -m tools.graph_gaps -o FILE                     # all ways, each in a separate process
     python -m tools.graph_gaps -o FILE --ways kept,freed --graphs 12 --nodes 2300
 
 A graph is a chain of small kernels. Each is timed as soon as it is captured, and all that live once more at the end; a line
@@ -158,7 +158,7 @@ def table(found: list[Found]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Run each way in a process of its own."""
+    """Run each way in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")

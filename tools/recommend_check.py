@@ -85,7 +85,7 @@ UNITS = {
     OLDER[estimate.FP8_ATTENTION]: "× the floor",
     OLDER[FP8_MULTIPLIED]: "× the floor",
     **dict.fromkeys(estimate.PER_LAYER, "µs a layer"),
-    **dict.fromkeys(estimate.CALLED, "× the wire's"),
+    **dict.fromkeys(estimate.CALLED, "× the model's"),
     estimate.WAITING: "× what drawing experts makes of it",
     **dict.fromkeys(estimate.FLOORED, "of the floor's rate"),
 }

@@ -132,7 +132,7 @@ def mutants(folder: Path) -> str:
             own = collections.Counter(row["what"] for row in judged[path])
             newest += own
             lines.insert(0, (path.stem.rpartition("-")[2], *_score(own)))
-    text += f"The newest of {len(firsts)} rounds, each with a seed of its own, at their first run:\n\n" + table(
+    text += f"The newest of {len(firsts)} rounds, each with a separate seed, at their first run:\n\n" + table(
         ("seed", *SCORE), [*lines, ("together", *_score(newest))]
     )
     later = _judged(rows(sorted(folder.glob("mutants-again-*.jsonl"))))

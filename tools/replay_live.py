@@ -1,4 +1,4 @@
-"""Hold replays against live runs on one GPU: step times come from a load of their own, then seven others run both ways.
+"""Hold replays against live runs on one GPU: step times come from a separate load, then seven others run both ways.
 
     python -m tools.replay_live -o FOLDER [--models deepseek-v2-lite,deepseek-v3] [--loads closed,open] [--seconds 480] [--compare]
 

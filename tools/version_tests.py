@@ -3,7 +3,7 @@
     python -m tools.version_tests [lowest|newest] [--few] [PYTEST-ARGUMENT...]
 
 `lowest` installs the bounds of pyproject.toml, `newest` the newest releases that the package index offers; without either
-word both run. `--few` runs the small selection that CI runs. Each has a virtual environment of its own under .venv/versions, made anew for each run. PyTorch, Triton and the
+word both run. `--few` runs the small selection that CI runs. Each has a virtual environment of its own under .venv/versions, which is made for each run. PyTorch, Triton and the
 test suite come from the environment that runs this program. Exit code 1: a test failed or the versions cannot be installed.
 """
 

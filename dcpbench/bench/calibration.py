@@ -1,4 +1,4 @@
-"""Calibrate the wire model of a machine from benchmarks between ranks, and assess its quality.
+"""Calibrate the communication model of a machine from benchmarks between ranks, and assess its quality.
 
 Records become samples of points.comm_model. Step times of several GPUs and of a single emulating GPU calibrate steps with
 prompts. No torch.

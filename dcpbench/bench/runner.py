@@ -123,7 +123,7 @@ def _run_job(job: BenchJob, folder: Path, record: BenchRecord, timeout: float) -
                 bar(_make_progress(event, shown_reasons))
             if ended or watchdog.is_past_grace(lambda: bool(_find_early_exits(ranks, seen))):
                 break
-            limit = timeout if "case" in seen else max(timeout, launcher.PATIENCE_S)
+            limit = timeout if "case" in seen else max(timeout, launcher.MIN_STAGE_LIMIT_S)
             if watchdog.is_silent(limit):
                 ranks.collect_stacks()  # into their logs
                 return f"It hung: nothing was heard for {limit:g} s (--timeout).{_get_last_lines(ranks, [])}"

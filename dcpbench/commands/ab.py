@@ -13,7 +13,7 @@ from pathlib import Path
 from dcpbench.commands import options as opt
 from dcpbench.commands.caller import Caller, Part
 from dcpbench.commands.command import PARSER_ERROR, Command, Group, load_command, make_panel, run_command
-from dcpbench.commands.compare import Judged, Shown
+from dcpbench.commands.compare import JudgementOptions, OutputOptions
 from dcpbench.commands.elsewhere import REAL_SERVERS
 from dcpbench.errors import DcpbenchError, ExitCode, OutputError, UsageError
 from dcpbench.launch.stopping import INTERRUPTED
@@ -53,29 +53,25 @@ class Variants(Group):
         default="",
         metavar="OPTIONS",
     )
-    workload: str = RUNS(
-        "sweep, serve or server: the command that is run.",
-        default="sweep",
-        metavar="NAME",
-    )
+    workload: str = RUNS("sweep, serve or server: the command that is run.", default="sweep", metavar="NAME")
     rounds: int = RUNS(
         "Each round launches both variants once: A B, B A, A B, … Verdicts need at least 4.", default=8, metavar="N"
     )
 
 
-class JudgedInRounds(Judged):
+class RoundsJudgementOptions(JudgementOptions):
     """Hold the options of the comparison, without --launch-noise: the rounds measure the scatter of launches."""
 
     launch_noise = None
 
 
-class ShownInRounds(Shown):
+class RoundsOutputOptions(OutputOptions):
     """Hold the output options of the comparison, without --output: it is written into the folder of the launches."""
 
     folder = None
 
 
-class Launches(Group):
+class LaunchOptions(Group):
     """Hold the options for the folder of the launches, and for launches that it already holds."""
 
     output: Path | None = opt.OUTPUT(
@@ -96,10 +92,10 @@ class State:
     done: dict[str, int] = dataclasses.field(default_factory=dict)  # exit codes by ended launch, such as `a/round-1`
 
 
-def ab(variants: Variants, judged: JudgedInRounds, launches: Launches, shown: ShownInRounds) -> int:
+def ab(variants: Variants, judged: RoundsJudgementOptions, launches: LaunchOptions, shown: RoundsOutputOptions) -> int:
     """Alternate between two variants on this machine, so that drift affects both equally, and compare them round by round.
 
-    Every round is a launch of its own on each side, and their order alternates (A B, B A, …), which takes out whatever
+    Every round is a separate launch on each side, and their order alternates (A B, B A, …), which takes out whatever
     drifts evenly. Ctrl-C keeps what was measured; --resume goes on. Exit codes: those of compare, and 4 if points
     failed.
 
@@ -117,7 +113,7 @@ def ab(variants: Variants, judged: JudgedInRounds, launches: Launches, shown: Sh
     from dcpbench.compare.sides import find_differing_fields, read_side
     from dcpbench.launch import folders
 
-    options, out = judged.make_options(paired=True), outputs.Out(fail_on=judged.fail_on, **vars(shown))
+    options, out = judged.make_options(paired=True), outputs.OutputTargets(fail_on=judged.fail_on, **vars(shown))
     outputs.check_options(options, out)
     _check_options(variants, launches)
     command = load_command(variants.workload)
@@ -209,7 +205,7 @@ def _set_argv(arguments: Sequence[str]) -> Iterator[None]:
         sys.argv = before
 
 
-def _check_options(variants: Variants, launches: Launches) -> None:
+def _check_options(variants: Variants, launches: LaunchOptions) -> None:
     if variants.workload not in WORKLOADS:
         raise UsageError(f"--workload {variants.workload}: give {' or '.join(WORKLOADS)}.")
     if not 1 <= variants.rounds <= MAX_ROUNDS:
@@ -272,7 +268,7 @@ def _read_config(path: Path, variants: Variants) -> Mapping[str, object]:
     return read_options(path, SERVE_PARSERS if variants.workload == "serve" else None)
 
 
-def _load_state(folder: Path, launches: Launches, new: State) -> State:
+def _load_state(folder: Path, launches: LaunchOptions, new: State) -> State:
     """Return the stored state of the folder, or a new one. Raise OutputError if the stored state has other options."""
     import msgspec
 
@@ -343,12 +339,7 @@ def _print_plan_json(variants: Variants, sides: Mapping[str, list[str]], command
 
 
 def _print_start(
-    folder: Path,
-    sides: Mapping[str, list[str]],
-    variants: Variants,
-    command: Command,
-    *,
-    allow_cpu: bool,
+    folder: Path, sides: Mapping[str, list[str]], variants: Variants, command: Command, *, allow_cpu: bool
 ) -> None:
     """Print once what all launches run, as their own dry runs state it, and a note if they run on a CPU.
 

@@ -23,23 +23,26 @@ def calibrate(
         list[Path] | None,
         typer.Argument(
             metavar="RUN",
-            help="Files or folders of `bench collectives` and `bench exchange`, or a machine's file that has what they "
-            "measured. Default: both are run now, on this machine's GPUs. And runs with step times of one layout, live and "
-            "with --emulate: how much longer steps with prompts take these GPUs together than one alone.",
+            help="Files or folders of `bench collectives` and `bench exchange`, or a machine's file with their results. Default: both benches are run now, on this machine's GPUs. Also runs with step times of one layout, live and with --emulate: they give the ratio of multi-GPU to single-GPU time of steps with prompts.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The machine's file.")] = Path(
         "machine.toml"
     ),
-    name: Annotated[str | None, typer.Option(metavar="TEXT", help="What to call it. Default: of its GPU.")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Name of the machine. Default: the name of its GPU.")
+    ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of `dcpbench machines`. Default: as measured.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Name of the machine's GPU in `dcpbench machines`. Default: the GPU that was measured."
+        ),
     ] = None,
     gpus_per_host: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="GPUs that read each other's memory. Default: 8.")
     ] = None,
     link: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Between hosts, of `dcpbench machines`. Default: none.")
+        str | None, typer.Option(metavar="NAME", help="Link between hosts, from `dcpbench machines`. Default: none.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that are already there.")] = False,
     as_json: bool = opt.JSON,
@@ -71,11 +74,13 @@ def calibrate(
     asked = cluster_specs.Machine(name="options", gpu=gpu or gpus.GPUS[0].name, gpus_per_host=host, link=link)
     cluster_specs.parse_machine(cluster_specs.format_machine(asked).encode(), "these options")
     prompts = calibration.compute_prompt_ratios(calibration.find_step_times(runs or []))
-    wires = [path for path in runs or [] if any(path.rglob("bench-*.json")) or not calibration.find_step_times([path])]
-    if any(path.suffix == ".toml" for path in wires):
-        made = _update_machine(wires, name=name, gpu=gpu, gpus_per_host=gpus_per_host, link=link)
+    benches = [
+        path for path in runs or [] if any(path.rglob("bench-*.json")) or not calibration.find_step_times([path])
+    ]
+    if any(path.suffix == ".toml" for path in benches):
+        made = _update_machine(benches, name=name, gpu=gpu, gpus_per_host=gpus_per_host, link=link)
     else:
-        made = _make_machine(asked, calibration.read_records(wires) if wires else _measure_calls(), name, gpu)
+        made = _make_machine(asked, calibration.read_records(benches) if benches else _measure_calls(), name, gpu)
     written = cluster_specs.format_machine(msgspec.structs.replace(made, prompts=prompts or made.prompts)).encode()
     machine = cluster_specs.parse_machine(written, "these options")
     with convert_output_errors(out, "name another file with --out"):
@@ -135,7 +140,8 @@ def _make_machine(asked: "Machine", records: "list[BenchRecord]", name: str | No
         raise UsageError(
             "these benches name a GPU that dcpbench machines does not list; name the most similar one with --gpu."
         )
-    usual = f"{gpu}, its wire measured on {card}" if gpu and card and gpu != card else f"{gpu or card}, measured"
+    other = gpu and card and gpu != card
+    usual = f"{gpu}, its communication measured on {card}" if other else f"{gpu or card}, measured"
     calls = calibration.collect_samples(records)
     return msgspec.structs.replace(asked, name=name or usual, gpu=gpu or card, measured=measured, calls=calls)
 

@@ -18,7 +18,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Elsewhere:
+class PlannedMachine:
     """Describe the machine for which a command is only validated: it runs nothing and contacts no server."""
 
     probe: Probe
@@ -32,5 +32,5 @@ class Caller:
     """Describe the command that runs this one; the default is a user's command line."""
 
     part: Part | None = None  # set if this run is part of the caller's
-    elsewhere: Elsewhere | None = None  # set if the command is only validated, for this machine
+    elsewhere: PlannedMachine | None = None  # set if the command is only validated, for this machine
     typed: tuple[str, ...] = ()  # command and its arguments, without secrets; errors repeat them with other options

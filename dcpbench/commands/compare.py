@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 JUDGE = make_panel("How it is judged")
 
 
-class Judged(Group):
+class JudgementOptions(Group):
     """Hold the options of how two sides are compared."""
 
     fail_on: str | None = JUDGE(
-        "End with 1 if B is proven worse than this: slower:2%, itl_p99:5%, syncs:+0, memory:+1 (its unit), …, and with 3 if "
-        "a rule could not be judged, as with fewer than 4 launches of each side. undecided: also end with 1 if a rule is "
+        "Exit with 1 if B is proven worse than this: slower:2%, itl_p99:5%, syncs:+0, memory:+1 (its unit), …, and with 3 if "
+        "a rule could not be judged, as with fewer than 4 launches of each side. undecided: also exit with 1 if a rule is "
         "not decided, or, without other rules, if any verdict is UNDECIDED; missing: also if B lacks a point. Points that fail "
         "only in B always count. Default: none.",
         metavar="RULE,…",
@@ -54,7 +54,7 @@ class Judged(Group):
         )
 
 
-class Shown(Group):
+class OutputOptions(Group):
     """Hold the options for files and formats of a comparison."""
 
     folder: Path | None = opt.OUTPUT(
@@ -87,8 +87,8 @@ def compare(
     ],
     b: Annotated[Path, typer.Argument(metavar="B", help="The same, to be compared with A.")],
     matched: Matched,
-    judged: Judged,
-    shown: Shown,
+    judged: JudgementOptions,
+    shown: OutputOptions,
 ) -> int:
     """Compare each point of two sides, A and B: B is FASTER, SLOWER, the SAME or UNDECIDED.
 
@@ -110,7 +110,7 @@ def compare(
     from dcpbench.compare.sides import read_side
 
     options = judged.make_options(paired=matched.paired, across=matched.across)
-    out = outputs.Out(fail_on=judged.fail_on, **vars(shown))
+    out = outputs.OutputTargets(fail_on=judged.fail_on, **vars(shown))
     outputs.check_options(options, out)
     sides = [a, *(matched.with_a or [])], [b, *(matched.with_b or [])]
     first, second = map(read_side, sides)

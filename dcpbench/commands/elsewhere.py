@@ -8,7 +8,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcpbench.commands.caller import Caller, Elsewhere
+from dcpbench.commands.caller import Caller, PlannedMachine
 from dcpbench.commands.command import run_command
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points.names import LIBRARIES, SYNTHETIC
@@ -159,7 +159,7 @@ def _check_plan(
     arguments = remove_options(words[1:], options, ())
     errors: list[DcpbenchError] = []
     for probe in there.probes:
-        planned = Elsewhere(probe, nodes=there.nodes, points=whole, layouts=there.counted)
+        planned = PlannedMachine(probe, nodes=there.nodes, points=whole, layouts=there.counted)
         output = io.StringIO()
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):

@@ -30,11 +30,11 @@ class Engine(Group):
         metavar="N",
     )
     pp: int | None = LAYOUT(
-        "With --tp: pipeline stages, each on tp GPUs of its own. Default: as the file or its name says, else 1.",
+        "With --tp: pipeline stages, each on its own tp GPUs. Default: as the file or its name says, else 1.",
         metavar="N",
     )
     pcp: int | None = LAYOUT(
-        "With --tp: vLLM's prefill-context-parallel ranks, each on tp GPUs of its own. Default: as the file or its name "
+        "With --tp: vLLM's prefill-context-parallel ranks, each on its own tp GPUs. Default: as the file or its name "
         "says, else 1.",
         metavar="N",
     )

@@ -31,7 +31,7 @@ REQUESTS = 200  # default of --num-requests, for loads with a request rate
 SERVED = ("input_tokens", "output_tokens", "request_rate", "num_requests", "prefill")  # not for --context (decode only)
 
 
-class Wanted(Group):
+class QueryOptions(Group):
     """Hold the options for the model, the machine and the load."""
 
     model: str = opt.LOAD(
@@ -47,7 +47,8 @@ class Wanted(Group):
         metavar="MACHINE",
     )
     gpus: str | None = opt.MACHINES(
-        "GPUs of a layout; several are compared by throughput per GPU. Default: those of one host.", metavar="N,…"
+        "Number of GPUs of a layout. Several numbers are compared by throughput per GPU. Default: the GPUs of one host.",
+        metavar="N,…",
     )
     stages: Stages | None = make_structured(opt.MACHINES, Stages)
     concurrency: str | None = opt.LOAD(f"Requests in flight. Default: {CLIENTS}.", metavar="N,…")
@@ -63,12 +64,14 @@ class Wanted(Group):
     prefill: Prefill | None = make_structured(opt.LOAD, Prefill, "chunk")
     mtp: Mtp | None = opt.MTP
     weights_dtype: str = opt.HOW(
-        "fp8, bf16, int4, nvfp4, mxfp4, or published: as the model was published.", default="published", metavar="NAME"
+        "Data type of weights: fp8, bf16, int4, nvfp4, mxfp4, or published (as the model was published).",
+        default="published",
+        metavar="NAME",
     )
-    kv_dtype: str = opt.HOW("KV cache: bf16 or fp8.", default="bf16", metavar="NAME")
+    kv_dtype: str = opt.HOW("Data type of the KV cache: bf16 or fp8.", default="bf16", metavar="NAME")
     exchange: str = opt.HOW("Exchanges to consider for layouts with DCP.", default="ag_rs,a2a", metavar="NAME,…")
     routing: str = opt.HOW(
-        "Experts that tokens take: even, zipf:S or a file, as in sweep.", default="even", metavar="NAME"
+        "How tokens are routed to experts: even, zipf:S or a file, as in sweep.", default="even", metavar="NAME"
     )
     kv_memory: str | None = opt.HOW("KV pool of each GPU. Default: the memory that the weights leave.", metavar="SIZE")
     cycled: bool = opt.HOW(
@@ -76,7 +79,7 @@ class Wanted(Group):
         default=False,
     )
     slo: str | None = opt.OPTION(
-        "ttft, itl, tpot, e2el in ms, such as ttft=2000,itl=60. With --context, only itl is allowed.",
+        "Limits of ttft, itl, tpot and e2el in ms, such as ttft=2000,itl=60. With --context, only itl is allowed.",
         metavar="NAME=MS,…",
     )
     price: float | None = opt.OPTION(
@@ -85,30 +88,36 @@ class Wanted(Group):
 
 
 def recommend(
-    wanted: Wanted,
+    wanted: QueryOptions,
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
             metavar="RUN",
-            help="Runs, or folders of runs, with records of layouts (measured, replayed, emulated), or files of step times.",
+            help="Runs, or folders of runs, with measured, replayed or emulated layouts, or files of step times.",
         ),
     ] = None,
     score: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN", help="Instead, print how often estimates pick the best measured layout of this run."
+            metavar="RUN",
+            help="Print how often estimates pick the best measured layout of this run, instead of a recommendation.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="DIR", help="Folder for a page of Markdown, its picture and JSON."),
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Folder for the answer as a Markdown page with a picture, and as JSON.",
+        ),
     ] = None,
     force: bool = opt.OUTPUT("Overwrite files in --output.", default=False),
     as_json: bool = opt.JSON,
 ) -> int:
     """Recommend a layout, with its confidence and cost, and print how to start SGLang and vLLM in it.
 
-    Layouts without a record are estimated: the roofline of each step is multiplied by the ratio of measured steps to their rooflines.
+    Layouts without a record are estimated: the floor of each step, the minimum time on the machine, is multiplied by the ratio of measured steps to their floors.
     Exit codes: 0 success · 2 options or records that cannot be used · 3 no layout has an answer.
 
     For example:
@@ -131,72 +140,72 @@ def recommend(
         return _print_score(score, wanted, as_json=as_json)
     if force and output is None:
         raise UsageError("--force overwrites files in the folder of -o; add -o, or leave --force out.")
-    ask, known = _make_query(wanted), _load_evidence(runs or [])
+    query, known = _make_query(wanted), _load_evidence(runs or [])
     names = ("recommendation.md", "recommendation.json", "recommendation.png")
     if output is not None and not force and (there := [n for n in names if (output / n).exists()]):
         raise OutputError(f"{output / there[0]} would be written over; add --force, or name another folder with -o.")
     if output is not None and output.exists() and not output.is_dir():
         raise OutputError(f"{output} is not a folder; name another one with -o.")
     with ProgressLine() as line:
-        choices, notes = choose_layouts(ask, known, steps, line)
+        choices, notes = choose_layouts(query, known, steps, line)
     starts = {
-        best.who: [_make_start(name, ask, choice, best, steps) for name in answer_formats.STARTED_ENGINES]
+        best.who: [_make_start(name, query, choice, best, steps) for name in answer_formats.STARTED_ENGINES]
         for choice, best in answer_formats.list_recommended(choices)
     }
     forecasts = {f.who: f for choice in choices for f in choice.ranked}
-    flags = {who: _make_commands(ask, f) for who, f in forecasts.items()}
-    found = answer_formats.convert_to_json(ask, choices, notes, steps, starts, flags)
+    flags = {who: _make_commands(query, f) for who, f in forecasts.items()}
+    found = answer_formats.convert_to_json(query, choices, notes, steps, starts, flags)
     if output is not None:
         import json
 
         with convert_output_errors(output, "name another folder with -o"):
             output.mkdir(parents=True, exist_ok=True)
             write_output_file(
-                output / names[0], answer_formats.render_markdown(ask, choices, notes, steps, starts, flags)
+                output / names[0], answer_formats.render_markdown(query, choices, notes, steps, starts, flags)
             )
             write_output_file(output / names[1], json.dumps(found, indent=1) + "\n")
-            answer_formats.draw_picture(ask, choices, output / names[2])
+            answer_formats.draw_picture(query, choices, output / names[2])
     if as_json:
         print_json(found)
     else:
-        answer_formats.show(ask, choices, notes, steps, starts, flags, make_console())
+        answer_formats.show(query, choices, notes, steps, starts, flags, make_console())
         if output is not None:
             sys.stdout.write("".join(f"Wrote {output / name}\n" for name in names))
     return ExitCode.OK if any(choice.best for choice in choices) else ExitCode.NO_ANSWER
 
 
-def _make_start(name: str, ask: "Query", choice: "Choice", best: "Forecast", steps: "Steps") -> "Start":
+def _make_start(name: str, query: "Query", choice: "Choice", best: "Forecast", steps: "Steps") -> "Start":
     """Return the command that starts an engine in a recommended layout, or in the nearest one that it supports."""
     from dcpbench.models import load_shape
     from dcpbench.recommend.advise import find_nearest
     from dcpbench.recommend.answer_formats import Start
     from dcpbench.servers.presets import PRESETS, format_command
 
-    nodes = -(-best.point.gpus // ask.machine.gpus_per_host)
-    engine, shape = PRESETS[name], load_shape(ask.model)
+    nodes = -(-best.point.gpus // query.machine.gpus_per_host)
+    engine, shape = PRESETS[name], load_shape(query.model)
     lacking = engine.find_lacking(best.point, shape)
     if not lacking:
         return Start(engine=name, command=format_command(name, best.point, nodes))
-    nearest = find_nearest(ask, choice, best, engine.exchanges, steps)
+    nearest = find_nearest(query, choice, best, engine.exchanges, steps)
     if nearest is None or engine.find_lacking(nearest.point, shape):
         return Start(engine=name, lacking=lacking)
     command = format_command(name, nearest.point, nodes)
     return Start(engine=name, command=command, lacking=lacking, nearest=nearest, load=choice.name)
 
 
-def _make_commands(ask: "Query", f: "Forecast") -> dict[str, str]:
+def _make_commands(query: "Query", f: "Forecast") -> dict[str, str]:
     """Return the commands that start the engines in a layout, without engines that cannot run it."""
     from dcpbench.models import load_shape
     from dcpbench.recommend import answer_formats
     from dcpbench.servers.presets import PRESETS, format_command
 
-    nodes = -(-f.point.gpus // ask.machine.gpus_per_host)
-    shape = load_shape(ask.model)
+    nodes = -(-f.point.gpus // query.machine.gpus_per_host)
+    shape = load_shape(query.model)
     names = [name for name in answer_formats.STARTED_ENGINES if not PRESETS[name].find_lacking(f.point, shape)]
     return {name: format_command(name, f.point, nodes) for name in names}
 
 
-def _make_query(wanted: Wanted) -> "Query":
+def _make_query(wanted: QueryOptions) -> "Query":
     from dcpbench.errors import UsageError
     from dcpbench.models import get_published_precision, load_shape
     from dcpbench.plan import option_parsers as read
@@ -307,7 +316,7 @@ def _parse_positive(name: str, typed: str, example: str) -> tuple[int, ...]:
     return found
 
 
-def _make_loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | None]]":
+def _make_loads(wanted: QueryOptions, positions: int) -> "list[tuple[int, int, Load | None]]":
     """Return (concurrency, context, load) of each load, as Query holds them. `positions`: the model's maximum length."""
     from dcpbench.errors import UsageError
     from dcpbench.plan.option_parsers import check_positive
@@ -366,7 +375,7 @@ def _make_loads(wanted: Wanted, positions: int) -> "list[tuple[int, int, Load | 
     return [(n, compute_extent(of).find_longest_served(positions), of) for n, of in timed]
 
 
-def _parse_objectives(wanted: Wanted) -> dict[str, float]:
+def _parse_objectives(wanted: QueryOptions) -> dict[str, float]:
     """Return the objectives in ms, by name. Raise UsageError for one that does not apply to these requests."""
     from dcpbench.errors import UsageError
     from dcpbench.points.names import OBJECTIVES
@@ -439,11 +448,11 @@ def _read_run(path: Path) -> "Run":
     return run
 
 
-def _check_score_alone(wanted: Wanted, others: list[str]) -> None:
+def _check_score_alone(wanted: QueryOptions, others: list[str]) -> None:
     """Raise UsageError for anything that --score does not use: it takes loads and layouts from its run."""
     from dcpbench.errors import UsageError
 
-    defaults = vars(Wanted())
+    defaults = vars(QueryOptions())
     given = [format_flag(name) for name, value in vars(wanted).items() if value != defaults[name] and name != "machine"]
     if unused := [*given, *others]:
         raise UsageError(
@@ -451,7 +460,7 @@ def _check_score_alone(wanted: Wanted, others: list[str]) -> None:
         )
 
 
-def _print_score(run: Path, wanted: Wanted, *, as_json: bool) -> int:
+def _print_score(run: Path, wanted: QueryOptions, *, as_json: bool) -> int:
     from dcpbench.commands.point_runner import print_json
     from dcpbench.errors import UsageError
     from dcpbench.plan.spec import make_planned_probe

@@ -22,7 +22,7 @@ def report(
     pdf: Annotated[
         bool, typer.Option("--pdf", help="Write each figure also as PDF, in addition to PNG and SVG.")
     ] = False,
-    answer: opt.OneAnswer,
+    answer: opt.JoinedReportOptions,
 ) -> int:
     """Write the answer, tables, figures and one self-contained HTML page from the records of one or several runs.
 

@@ -11,7 +11,7 @@ from dcpbench.show.terminal import make_console
 
 def show(
     runs: opt.Runs,
-    answer: opt.OneAnswer,
+    answer: opt.JoinedReportOptions,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print rows and findings as one JSON object, for scripts.")
     ] = False,

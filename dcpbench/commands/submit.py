@@ -52,7 +52,7 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="-- COMMAND",
-        help="sweep, serve or verify, as you would type it behind dcpbench, -o and --resume included.",
+        help="sweep, serve, server or verify with its options, including -o and --resume.",
         show_default=False,
     ),
 ]
@@ -62,10 +62,10 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, as i
 class Job(Group):
     """Hold the options for machines, time limit and name of the job."""
 
-    nodes: int = JOB("Machines. tp counts the GPUs of all of them.", default=1, metavar="N")
+    nodes: int = JOB("Number of machines. tp counts the GPUs of all of them.", default=1, metavar="N")
     gpus_per_node: int | None = JOB("GPUs to request on each machine. Default: none.", metavar="N")
     gpu: str | None = JOB(
-        "Their type, as for sweep's --gpu: points must fit their memory and have kernels for them. Default: "
+        "Type of these GPUs, as in sweep's --gpu: points must fit their memory and have kernels for them. Default: "
         "unknown; everything else is checked.",
         metavar="NAME",
     )
@@ -176,7 +176,7 @@ def slurm(job: Job, cluster: Slurm, containers: SlurmContainers, words: Words = 
     asked = _parse_submission(
         words or [],
         job,
-        Where(
+        TargetCluster(
             "slurm",
             shared=not (containers.pyxis or containers.apptainer),
             otherwise=any(GPU_OPTION.match(option) for option in cluster.sbatch or []),
@@ -222,7 +222,9 @@ def k8s(job: Job, cluster: Kubernetes, words: Words = None) -> int:
     if not cluster.image:
         raise UsageError("Kubernetes needs an image with dcpbench in it; add for example --image registry/dcpbench:1.")
     pod = queue.read_pod(cluster.pod) if cluster.pod else {}
-    asked = _parse_submission(words or [], job, Where("k8s", shared=False, otherwise=queue.has_gpu_resources(pod)))
+    asked = _parse_submission(
+        words or [], job, TargetCluster("k8s", shared=False, otherwise=queue.has_gpu_resources(pod))
+    )
     if asked.time:
         queue.parse_time_limit(asked.time)
     if cluster.restarts < 0:
@@ -376,7 +378,7 @@ def _check_folder(asked: JobSpec) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Where:
+class TargetCluster:
     """Describe the cluster to which a command is submitted."""
 
     kind: str  # kind of the cluster: `slurm` or `k8s`
@@ -384,7 +386,7 @@ class Where:
     otherwise: bool  # True if the job may get GPUs without --gpus-per-node
 
 
-def _parse_submission(words: Sequence[str], job: Job, where: Where) -> JobSpec:
+def _parse_submission(words: Sequence[str], job: Job, where: TargetCluster) -> JobSpec:
     """Parse and validate the submitted command. Raise UsageError, or the error that the command itself would raise."""
     from dcpbench.submit.asked import SUBMIT_FOLDER, JobSpec
 
@@ -482,7 +484,7 @@ def _parse_tps(typed: Mapping[str, Any]) -> list[int]:
     return [int(word) for word in str(typed.get("tp") or "").split(",") if word.strip().isdecimal()]
 
 
-def _check_gpus(typed: Mapping[str, Any], job: Job, where: Where) -> None:
+def _check_gpus(typed: Mapping[str, Any], job: Job, where: TargetCluster) -> None:
     """Warn, or raise UsageError, if the command uses GPUs and the job requests none.
 
     A Slurm node may have GPUs without a request, so that is a warning; a Kubernetes pod has only those that it requests.
@@ -516,7 +518,7 @@ def _needs_gpus(typed: Mapping[str, Any]) -> bool:
     return not asks_server and typed.get("device") == "auto"
 
 
-def _check_plan(runs: Any, words: Sequence[str], typed: Mapping[str, Any], job: Job, where: Where) -> None:  # noqa: ANN401 -- a Typer command
+def _check_plan(runs: Any, words: Sequence[str], typed: Mapping[str, Any], job: Job, where: TargetCluster) -> None:  # noqa: ANN401 -- a Typer command
     """Raise the error that the command would raise on the cluster, and print which options could not be checked."""
     away = elsewhere.find_absent_options(runs, typed, shared=where.shared)
     checked = elsewhere.check_command(runs, words, typed, _make_machines(typed, job), away)

@@ -17,23 +17,22 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Find hidden CUDA synchronisation: where the host waits for the GPU, and what it costs."
-    "\n\nA trace names the function that waits; scan, serve and run find in its source the lines that can wait. dry-run reports the exact line."
+    "\n\nA trace names the function that waits; scan, serve and run list the lines of this function that can wait. dry-run reports the exact line."
     "\n\nStart with: dcpbench syncs scan trace.json.gz\n\nExit codes: 0 clean · 1 findings · 2 options or input that "
     "cannot be used · 3 the trace cannot answer (no GPU events, no runtime calls, no steps, a rank is missing, or it ends early); "
-    "run and dry-run have further ones.",
+    "run and dry-run have further exit codes.",
 )
 
 READ = make_panel("What is read")
 RECORD = make_panel("What is recorded")
-GATE = make_panel("What may pass")
+GATE = make_panel("What is allowed")
 OUTPUT = make_panel("Output")
 
 Traces = Annotated[
     list[str],
     typer.Argument(
         metavar="TRACE",
-        help="Kineto traces (.json, .json.gz) and exports of nsys (sqlite, jsonlines, parquetdir): files, folders, or globs "
-        "in quotes; several ranks at once. A folder stands for the traces directly in it.",
+        help="Kineto traces (.json, .json.gz) and exports of nsys (sqlite, jsonlines, parquetdir): files, folders, or globs in quotes, also of several ranks. A folder stands for the traces directly in it.",
     ),
 ]
 FORCE = OUTPUT("Overwrite an existing file. Default: no.", default=False)
@@ -53,13 +52,11 @@ class Gate(Group):
         metavar="FOLDER",
     )
     step_range: str | None = READ(
-        "Ranges (record_function) that mark a step, such as '^decode_step'. Default: ProfilerStep#N, which prof.step() "
-        "makes where profile() has schedule=, else the annotations of vLLM and SGLang, else numbered ranges such as "
-        "step 0, step 1 that cover most of the work.",
+        "Names of the ranges (record_function) that mark a step, such as '^decode_step'. Default: ProfilerStep#N, which prof.step() makes if profile() has schedule=; else the annotations of vLLM and SGLang; else numbered ranges, such as step 0, step 1, that cover most of the work.",
         metavar="REGEX",
     )
     baseline: Path | None = GATE(
-        "Only sites that are not in FILE, or that occur more often per step than there, are findings. Default: none.",
+        "Only sites that are not in FILE, or that occur more often per step than in FILE, are findings. Default: none.",
         metavar="FILE",
     )
     max_per_step: float | None = GATE(
@@ -89,7 +86,7 @@ class GateWithoutTimes(Gate):
     source = None
 
 
-class GateToBe(GateWithoutTimes):
+class BaselineGate(GateWithoutTimes):
     """Hold the options of a gate for writing a baseline, without limits."""
 
     baseline = None
@@ -109,7 +106,7 @@ class Report(Group):
     force: bool = FORCE
 
 
-class Recorded(Group):
+class RecordingOptions(Group):
     """Hold the options for what is recorded of each process."""
 
     warmup: int = RECORD("Steps of each process that are not recorded.", default=0, metavar="STEPS")
@@ -186,12 +183,18 @@ def kernels(
 class Served(Group):
     """Hold the options for the server and for its load while it is profiled."""
 
-    url: str = READ("The server, vLLM or SGLang, started so that it can profile.", default="", metavar="URL")
+    url: str = READ(
+        "Address of the server (vLLM or SGLang), which must be started with its profiler enabled.",
+        default="",
+        metavar="URL",
+    )
     traces: Path | None = READ(
-        "Folder on this machine into which it writes its traces; it is created if it does not exist.",
+        "Folder on this machine into which the server writes its traces; it is created if it does not exist.",
         metavar="FOLDER",
     )
-    num_requests: int = READ("Requests that it serves while it is profiled.", default=8, metavar="N", min=1)
+    num_requests: int = READ(
+        "Number of requests that are sent while the server is profiled.", default=8, metavar="N", min=1
+    )
     concurrency: int = READ("Requests in flight at the same time.", default=4, metavar="N", min=1)
     input_tokens: int = READ("Tokens of a prompt.", default=128, metavar="N", min=1)
     output_tokens: int = READ("Tokens of an answer.", default=16, metavar="N", min=1)
@@ -201,7 +204,7 @@ class Served(Group):
         "Header that is sent with every request; can be given several times.", metavar="'NAME: VALUE'"
     )
     extra_body: str | None = READ("JSON object whose fields are added to every request.", metavar="JSON")
-    wait: float = READ("How long to wait for its traces.", default=120.0, metavar="SECONDS")
+    wait: float = READ("Time to wait for the server's traces.", default=120.0, metavar="SECONDS")
 
 
 @register_command(app, rich_help_panel="Traces")
@@ -253,7 +256,7 @@ def serve(served: Served, gate: Gate, report: Report) -> int:
     return commands.run_scan([str(path) for path in found], gate.make_options(), out, all_ranks=True)
 
 
-class Written(Group):
+class BaselineOptions(Group):
     """Hold the options for the file of a baseline."""
 
     output: Path | None = OUTPUT(
@@ -263,8 +266,8 @@ class Written(Group):
 
 
 @register_command(app, rich_help_panel="Traces")
-def baseline(traces: Traces, written: Written, gate: GateToBe) -> int:
-    """Write a baseline: the current sites and how often they occur per step, so that only new ones fail.
+def baseline(traces: Traces, written: BaselineOptions, gate: BaselineGate) -> int:
+    """Write a baseline, the current sites and how often they occur per step, so that only new or more frequent ones fail.
 
     Allowed sites and those of the first step only are left out. The file is sorted, to be committed.
 
@@ -277,11 +280,11 @@ def baseline(traces: Traces, written: Written, gate: GateToBe) -> int:
     return commands.create_baseline(traces, gate.make_options(), written.output, force=written.force)
 
 
-class Compared(Group):
+class ComparisonOptions(Group):
     """Hold the options for the comparison of two sides and its output."""
 
     tolerance: float = GATE(
-        "A site is dearer or cheaper if its bubble per step (without bubbles: its wait) differs by more than this percentage.",
+        "A site is worse or better if its bubble per step (without bubbles: its wait) differs by more than this percentage.",
         default=20.0,
         metavar="PERCENT",
     )
@@ -298,16 +301,16 @@ class Compared(Group):
 def diff(
     old: Annotated[str, typer.Argument(metavar="OLD", help="Traces as for scan, or a report of --format json.")],
     new: Annotated[str, typer.Argument(metavar="NEW", help="The same, of the changed program.")],
-    compared: Compared,
-    gate: GateToBe,
+    compared: ComparisonOptions,
+    gate: BaselineGate,
 ) -> int:
-    """Compare two recordings of a program: synchronisation that is new, gone, dearer or cheaper.
+    """Compare two recordings of a program: synchronisation that is new, gone, worse or better.
 
-    Sites are matched across moved lines and renamed files. A site is dearer if it synchronises more often per step; at equal
+    Sites are matched across moved lines and renamed files. A site is worse if it synchronises more often per step; at equal
     counts, if its bubble per step is larger beyond --tolerance and --min-us. Allowed sites, and those of the first step only,
     never fail.
 
-    Exit codes: 0 nothing is new or dearer · 1 something is · 2 options or input that cannot be used · 3 a recording cannot answer (see scan), or
+    Exit codes: 0 nothing is new or worse · 1 something is · 2 options or input that cannot be used · 3 a recording cannot answer (see scan), or
     only one marks steps.
 
     For example:
@@ -333,7 +336,7 @@ def run(
         ),
     ] = None,
     *,
-    recorded: Recorded,
+    recorded: RecordingOptions,
     gate: Gate,
     report: Report,
 ) -> int:
@@ -357,17 +360,17 @@ def run(
     return runs.run_program(program or [], runs.Recording(**vars(recorded)), gate.make_options(), out)
 
 
-class Assumed(Group):
+class AssumptionOptions(Group):
     """Hold the options for facts that a dry run cannot observe."""
 
     assume_device: bool = READ(
-        "Tensors made without a device count as the GPU's, for tests that name none; those with device='cpu', pinned "
+        "Treat tensors made without a device as the GPU's, for tests that name no device; those with device='cpu', pinned "
         "ones and those assigned to a name ending in _cpu stay on the host. Default: no.",
         default=False,
     )
 
 
-class WrittenByDryRun(Group):
+class DryRunBaselineOptions(Group):
     """Hold the option for the baseline that a dry run writes."""
 
     write_baseline: Path | None = GATE(
@@ -387,9 +390,9 @@ def dry_run(
         ),
     ] = None,
     *,
-    assumed: Assumed,
+    assumed: AssumptionOptions,
     gate: GateWithoutTimes,
-    written: WrittenByDryRun,
+    written: DryRunBaselineOptions,
     report: Report,
 ) -> int:
     """Run a program without a GPU, and find where the host would wait for one.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from dcpbench.commands.verify import Load, Remote, Run
+    from dcpbench.commands.verify import Load, Run, ServerOptions
     from dcpbench.points.layout import Layout
     from dcpbench.servers.engine_settings import Setting
     from dcpbench.servers.server_comparison import Report
@@ -46,7 +46,7 @@ URL_BATCHES = (1, 8)  # default of --concurrency with --url
 EXIT_CODES = {DIFFER: ExitCode.WRONG, FAILED: ExitCode.WRONG, UNDECIDED: ExitCode.NO_ANSWER}
 
 
-def compare_servers(remote: Remote, given: dict[str, object], load: Load, run: Run) -> int:
+def compare_servers(remote: ServerOptions, given: dict[str, object], load: Load, run: Run) -> int:
     """Compare servers that run already, print the verdicts, and return the exit code."""
     urls = remote.url or []
     _check_options(given, URL_OPTIONS, "--url")
@@ -64,7 +64,7 @@ def compare_servers(remote: Remote, given: dict[str, object], load: Load, run: R
     return EXIT_CODES.get(report.verdict, ExitCode.OK)
 
 
-def compare_engines(remote: Remote, given: dict[str, object], load: Load, run: Run) -> int:
+def compare_engines(remote: ServerOptions, given: dict[str, object], load: Load, run: Run) -> int:
     """Start the settings, compare their answers, print the verdicts, and return the exit code."""
     check = _make_check(remote, given, load, run)
     if run.caller.elsewhere is not None:
@@ -96,7 +96,7 @@ def _check_options(given: dict[str, object], taken: Sequence[str], option: str) 
         raise UsageError(f"{wrong[0]} is an option of dcpbench's own engine; leave it out, or {option}.")
 
 
-def _make_questions(remote: Remote, load: Load, batches: Sequence[int], prompts: int, tokens: int) -> Questions:
+def _make_questions(remote: ServerOptions, load: Load, batches: Sequence[int], prompts: int, tokens: int) -> Questions:
     """Return the questions that the options describe, with defaults. Raise UsageError for invalid ones."""
     read.check_known("endpoint", remote.endpoint, ENDPOINTS)
     check_rounds(remote.repeats)
@@ -112,12 +112,12 @@ def _make_questions(remote: Remote, load: Load, batches: Sequence[int], prompts:
     )
 
 
-def _make_target(url: str, remote: Remote, run: Run) -> Target:
+def _make_target(url: str, remote: ServerOptions, run: Run) -> Target:
     key, headers = load_api_key(remote.api_key_env), parse_headers(remote.header or ())
     return Target.from_url(url, key=key, headers=headers, timeout_s=run.stall_s)
 
 
-def _make_check(remote: Remote, given: dict[str, object], load: Load, run: Run) -> EngineCheck:
+def _make_check(remote: ServerOptions, given: dict[str, object], load: Load, run: Run) -> EngineCheck:
     """Return the comparison that the options describe. Raise UsageError for invalid ones."""
     check_server_limits(run.timeout)
     if run.gpu is not None:

@@ -37,7 +37,7 @@ def format_junit(c: Comparison) -> str:
     """Return a case for each row and for each point that ran on one side only.
 
     Rows that a rule fails are failures, rows that it could not judge are errors, and rows that it cannot decide are skipped
-    with what would decide them. A rule without any row is an error of its own.
+    with what would decide them. A rule without any row is a separate error.
     """
     suites = {"metrics": [_make_case(point, row, c) for point in c.points for row in point.rows]}
     for finding in (*c.fails, *c.unjudged):

@@ -65,7 +65,7 @@ def format_forecast_note(c: Comparison) -> str:
     without = list(dict.fromkeys(title for point in of for title in point.without_ends))
     rest = f" Not judged, as forecasts have no ends for it: {', '.join(without)}." if without else ""
     return (
-        f"Forecast: one rank ran for all of {sides}{where}, and the wire was modelled; verdicts and intervals of times and "
+        f"Forecast: one rank ran for all of {sides}{where}, and communication was modelled; verdicts and intervals of times and "
         f"rates hold up to the ends of forecasts.{rest}"
     )
 

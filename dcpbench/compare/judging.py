@@ -291,7 +291,7 @@ def _explain_undecided(test: _Test, options: Options, tail: float = 0.0) -> None
         row.reason = NO_SAMPLES
         row.more_launches = effects.MIN_LAUNCHES
         return
-    # SAME is a family of its own, in which all rows that are the same help each other.
+    # SAME is a separate family, in which all rows that are the same help each other.
     row.more_launches = effects.estimate_more_launches(
         effect, margin, tail if abs(effect.log) > margin else options.alpha
     )

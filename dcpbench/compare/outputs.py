@@ -30,7 +30,7 @@ NOT_JUDGED = ExitCode.NO_ANSWER  # exit code if a rule had nothing that could ha
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Out:
+class OutputTargets:
     """Hold the files and formats of a comparison."""
 
     fail_on: str | None = None
@@ -41,7 +41,7 @@ class Out:
     every: bool = False
 
 
-def check_options(options: Options, out: Out) -> None:
+def check_options(options: Options, out: OutputTargets) -> None:
     """Raise UsageError for options that cannot work, before anything takes long."""
     fail_on.read_rules(out.fail_on)
     for name, value in (("--margin", options.margin), ("--launch-noise", options.launch_noise)):
@@ -53,7 +53,7 @@ def check_options(options: Options, out: Out) -> None:
         raise UsageError(f"--metric {unknown[0]}: there is none; give some of {', '.join(metrics.OPTIONS)}.")
 
 
-def run_comparison(a: Sequence[Run], b: Sequence[Run], options: Options, out: Out) -> int:
+def run_comparison(a: Sequence[Run], b: Sequence[Run], options: Options, out: OutputTargets) -> int:
     """Compare two sides, show and write the result, and return the exit code.
 
     1 if a rule of --fail-on fails, else 3 if a rule could not be judged, else 0.
@@ -80,7 +80,7 @@ def run_comparison(a: Sequence[Run], b: Sequence[Run], options: Options, out: Ou
     return ExitCode.WRONG if found.fails else NOT_JUDGED if found.unjudged else 0
 
 
-def write_files(found: Comparison, out: Out) -> list[Path]:
+def write_files(found: Comparison, out: OutputTargets) -> list[Path]:
     """Write Markdown, JSON and the forest plot into `out.folder` and JUnit into its file; return the paths.
 
     Raise OutputError or DiskError if a file cannot be written.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from dcpbench.dashboard.discovery import RunData, Stamp
 
-EVERY_S = 2.0
+POLL_INTERVAL_S = 2.0
 
 
 class Watcher:
@@ -46,7 +46,7 @@ class Watcher:
 
     def follow(self) -> None:
         """Refresh until `stop`; errors are shown on the page, and the build is repeated when the records change."""
-        while not self._stop.wait(EVERY_S):
+        while not self._stop.wait(POLL_INTERVAL_S):
             try:
                 self.refresh()
             except UsageError as e:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BAD", "NOTE", "OK", "UNREAD", "Finding", "Report", "check_at_start", "check_machine"]
 
-PATIENCE_S = 1.0  # time in s that the start of a sweep waits for a driver that may not answer
+DRIVER_TIMEOUT_S = 1.0  # time in s that the start of a sweep waits for a driver that may not answer
 
 
 def check_machine(
@@ -43,7 +43,7 @@ def check_at_start(
     nvml: Any = None,  # noqa: ANN401 -- as above
     system: host.Host | None = None,
     env: Mapping[str, str] | None = None,
-    patience_s: float = PATIENCE_S,
+    patience_s: float = DRIVER_TIMEOUT_S,
 ) -> list[Finding]:
     """Return the findings that would invalidate a run about to start, from the quick checks.
 

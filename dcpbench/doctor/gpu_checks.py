@@ -23,7 +23,7 @@ GIB = 1 << 30
 MAX_USED_BYTES = GIB  # maximum memory in use on an idle GPU; the driver itself uses less
 MAX_BUSY_PERCENT = 5
 HOT_BELOW_SLOWDOWN_C = 10
-HURTING = ("hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake")  # throttle reasons that no idle GPU has
+HARMFUL_THROTTLES = ("hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake")  # reasons that no idle GPU has
 NO_GPU = "so clocks, power, other processes, MIG, ECC and peer access are unknown"
 READ, WRITE, NVLINK = 0, 1, 2  # NVML_P2P_CAPS_INDEX_* of nvml.h, which pynvml 13 defines as tuples
 FABRIC = {1: "has not been started", 2: "is still at work"}  # states of nvmlDeviceGetGpuFabricInfo before its end
@@ -169,7 +169,7 @@ def _check_throttling(card: Card) -> None:
     if bits is None:
         return
     reasons = decode_throttle_reasons(bits)
-    hurts = [reason for reason in reasons if reason in HURTING]
+    hurts = [reason for reason in reasons if reason in HARMFUL_THROTTLES]
     remedy = "check its cooling and its power supply before a measurement; nvidia-smi -q -d PERFORMANCE shows details."
     wrong = f"slowed down while idle: {', '.join(reasons)}." if hurts else ""
     card.add_verdict("throttling", wrong, remedy, f"none{', but sw_power_cap' if reasons else ''}.")

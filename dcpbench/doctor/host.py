@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 SHARED = Path("/dev/shm")  # noqa: S108 -- only looked at
 SHARED_BYTES = GIB  # size of /dev/shm that NCCL's documentation requires for containers (--shm-size=1g)
-DISK_BYTES, DISK_ROOM_BYTES = GIB, 10 * GIB  # free bytes: below them a long sweep may fail; a note is given
+DISK_BYTES, MIN_FREE_DISK_BYTES = GIB, 10 * GIB  # free bytes: below them a long sweep may fail; a note is given
 OPEN_FILES, FEW_FILES = 4096, 1024  # connections to a server and between ranks, each a file
 PORTS = 1000  # minimum number of ephemeral ports, on which ranks meet
 SHARE_BUSY = 0.25  # share of the cores in use by others, above which host times are disturbed
 TIME_ERROR, STA_UNSYNC = 5, 0x40  # constants of adjtimex(2)
-APART_US = 100_000  # maximum µs between nodes' clocks at which their logs and rank exits can be ordered
+MAX_CLOCK_OFFSET_US = 100_000  # maximum µs between nodes' clocks at which their logs and rank exits can be ordered
 LOOPBACK = "127.0.0.1"
 
 
@@ -106,7 +106,7 @@ def check_essentials(report: Report, host: Host, folder: Path) -> None:
     temporary = Path(tempfile.gettempdir())
     for check, where, min_bytes, usual, remedy in (
         ("shared memory", SHARED, SHARED_BYTES, SHARED_BYTES, "start the container with --shm-size=8g"),
-        ("disk", place, DISK_BYTES, DISK_ROOM_BYTES, "make room, or give a folder on another disk with -o"),
+        ("disk", place, DISK_BYTES, MIN_FREE_DISK_BYTES, "make room, or give a folder on another disk with -o"),
         ("disk", temporary, DISK_BYTES, DISK_BYTES, "make room, or set TMPDIR"),
     ):
         _check_free_space(report, host, check, where, min_bytes, usual, remedy)
@@ -203,7 +203,7 @@ def _check_clock(report: Report, host: Host, nnodes: int) -> None:
     wrong = ""
     if not kept:
         wrong = "no service synchronises it, so that times of several machines cannot be compared."
-    elif error_us > APART_US:
+    elif error_us > MAX_CLOCK_OFFSET_US:
         wrong = f"kept, but it may be {error_us / 1e3:,.0f} ms wrong."
     remedy = "start chronyd or systemd-timesyncd, on every machine."
     report.add_verdict("clock", wrong, remedy, f"synchronised, wrong by {error_us / 1e3:,.3g} ms at most.", level=level)
@@ -237,7 +237,7 @@ def _check_setting(report: Report, host: Host, check: str, path: str, right: str
 def check_environment(report: Report, env: Mapping[str, str]) -> None:
     """Check environment variables that slow ranks down or change the measurement."""
     found = False
-    for name, values, level, what in HURTFUL:
+    for name, values, level, what in HARMFUL_VARIABLES:
         value = env.get(name)
         if value is not None and (value.upper() in values or not values):
             found = True
@@ -247,7 +247,7 @@ def check_environment(report: Report, env: Mapping[str, str]) -> None:
 
 
 SET = ("1", "TRUE", "ON", "YES")
-HURTFUL: tuple[tuple[str, tuple[str, ...], str, str], ...] = (  # variable, values (empty: any), level, and effect
+HARMFUL_VARIABLES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (  # name, values (empty: any), level, effect
     ("CUDA_LAUNCH_BLOCKING", SET, BAD, "each launch waits for its kernel"),
     ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), BAD, "each collective is checked by another before it"),
     ("PYTORCH_NO_CUDA_MEMORY_CACHING", SET, BAD, "each tensor is allocated by the driver"),

@@ -62,7 +62,7 @@ class RequestPool:
         return slot
 
     def free_slot(self, slot: int) -> None:
-        """End a request. Raises ValueError for a slot that is not in use, be it freed twice or never handed out."""
+        """End a request. Raises ValueError for a slot that is not in use: freed twice or never allocated."""
         self._check_slot(slot)
         self._used.remove(slot)
         self._free.append(slot)

@@ -27,7 +27,7 @@ from dcpbench.kernels.int4 import Int4
 from dcpbench.models.shapes import SIGMOID
 from dcpbench.points import memory
 from dcpbench.points.layout import OWN_HEADS
-from dcpbench.points.names import WHOLE
+from dcpbench.points.names import MOE_EP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,7 +145,7 @@ def load_weights(
     held: memory.Layers,
     alive: Callable[[], None] = lambda: None,
     wide: GroupWide = OWN_HEADS,
-    ep: str = WHOLE,
+    ep: str = MOE_EP,
     *,
     fp8: bool = False,
     int4_group: int = 0,
@@ -256,12 +256,12 @@ class Loader:
         """
         s, names = self.shape, self.names
         held, width = range(s.experts), s.moe_inter
-        if self.ep == WHOLE:
+        if self.ep == MOE_EP:
             local = s.experts // self.layout.tp
             held = range(self.rank * local, (self.rank + 1) * local)
         else:
             width //= self.layout.tp
-        start = 0 if self.ep == WHOLE else self.rank * width
+        start = 0 if self.ep == MOE_EP else self.rank * width
         router = self.source.get_tensor(prefix + names.router, (s.experts, s.hidden))
         gate_up, down = _Stack(len(held)), _Stack(len(held))
         for i, expert in enumerate(held):

@@ -28,7 +28,7 @@ class ExchangeSpec:
     device: torch.device
     q_replicate: bool = False  # True if every rank computes the queries of all heads, so that none are gathered
     project_first: bool = False  # True if partial outputs are projected first; merged ones may be rounded to `dtype`
-    wire: torch.dtype = torch.float32  # dtype of ag_rs's reduction of partial outputs; engines use the default
+    reduce_dtype: torch.dtype = torch.float32  # dtype of ag_rs's reduction of partial outputs; engines use the default
 
     def allocate_query(self, batch: int, ranks: int) -> torch.Tensor:
         """Return memory for one rank's queries, [B, h, Q]; [B, H, Q] if they are replicated."""

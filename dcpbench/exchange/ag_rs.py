@@ -2,7 +2,7 @@
 
 Received bytes per rank, layer and request, with N ranks and H heads in the group: q (N−1)/N·H·Q·2, lse (N−1)·H·4, o
 (N−1)/N·H·R·4. With `q_replicate` no q; with `project_first` V for R. The partial outputs are sent and received as fp32,
-as in SGLang: in bf16 (the spec's `wire`) the collective's sums and the result are rounded once more each.
+as in SGLang: in bf16 (the spec's `reduce_dtype`) the collective's sums and the result are rounded once more each.
 
 `ag_rs_registered` is the same with the input and the output of each collective in memory that is registered with NCCL.
 A batch smaller than the largest uses the beginning of each part, on all ranks. All kernels run on one stream, so a part
@@ -20,7 +20,7 @@ from dcpbench.exchange import InOwnMemory
 from dcpbench.exchange.registered_memory import get_shared_buffer
 from dcpbench.exchange.torch_collectives import gather_heads
 from dcpbench.kernels.merge import correct_attn_out
-from dcpbench.kernels.symm_mem import Carver
+from dcpbench.kernels.symm_mem import BufferAllocator
 from dcpbench.measuring.ranges import record_range
 from dcpbench.points.names import REGISTERED
 
@@ -36,25 +36,25 @@ class AllGatherReduceScatter(InOwnMemory):
         """Implement Exchange.merge_partials."""
         with record_range("merge"):
             lse_NBH = self.group.all_gather(lse_BH)
-            share_HBR = correct_attn_out(o_BHR, lse_NBH, self.group.rank, self.spec.wire)
+            share_HBR = correct_attn_out(o_BHR, lse_NBH, self.group.rank, self.spec.reduce_dtype)
             return self.group.reduce_scatter(share_HBR)
 
 
 class _Parts:
     """Inputs and outputs of the three collectives, for the largest batch, as flat memory."""
 
-    def __init__(self, carver: Carver, spec: ExchangeSpec, ranks: int) -> None:
+    def __init__(self, allocator: BufferAllocator, spec: ExchangeSpec, ranks: int) -> None:
         q = 0 if spec.q_replicate else spec.batch * spec.heads // ranks * spec.width
         lse, o = spec.batch * spec.heads, spec.batch * spec.heads * spec.value
         self.q, self.all_q = (
-            carver.allocate_tensor(q, dtype=spec.dtype),
-            carver.allocate_tensor(ranks * q, dtype=spec.dtype),
+            allocator.allocate_tensor(q, dtype=spec.dtype),
+            allocator.allocate_tensor(ranks * q, dtype=spec.dtype),
         )
-        self.lse = carver.allocate_tensor(lse, dtype=torch.float32)
-        self.all_lse = carver.allocate_tensor(ranks * lse, dtype=torch.float32)
+        self.lse = allocator.allocate_tensor(lse, dtype=torch.float32)
+        self.all_lse = allocator.allocate_tensor(ranks * lse, dtype=torch.float32)
         self.share, self.merged = (
-            carver.allocate_tensor(o, dtype=spec.wire),
-            carver.allocate_tensor(o // ranks, dtype=spec.wire),
+            allocator.allocate_tensor(o, dtype=spec.reduce_dtype),
+            allocator.allocate_tensor(o // ranks, dtype=spec.reduce_dtype),
         )
 
 
@@ -68,10 +68,10 @@ class InRegisteredMemory(InOwnMemory):
     def __init__(self, group: Group, spec: ExchangeSpec) -> None:
         """Register the memory; collective. Raise CapacityError if memory cannot be registered with NCCL."""
         super().__init__(group, spec)
-        size = Carver()
+        size = BufferAllocator()
         _Parts(size, spec, group.size)
         own = get_shared_buffer(self, group, size.used, spec.device, f"--exchange {REGISTERED}", "--exchange ag_rs")
-        self.parts = _Parts(Carver(own), spec, group.size)
+        self.parts = _Parts(BufferAllocator(own), spec, group.size)
 
     def get_query_buffer(self, batch: int) -> torch.Tensor:
         """Implement Exchange.get_query_buffer."""
@@ -97,5 +97,5 @@ class InRegisteredMemory(InOwnMemory):
         with record_range("merge"):
             lse_NBH = self.group.all_gather(lse_BH, _slice_first(parts.all_lse, ranks, batch, heads))
             share_HBR = _slice_first(parts.share, heads, batch, columns)
-            correct_attn_out(o_BHR, lse_NBH, self.group.rank, self.spec.wire, share_HBR)
+            correct_attn_out(o_BHR, lse_NBH, self.group.rank, self.spec.reduce_dtype, share_HBR)
             return self.group.reduce_scatter(share_HBR, _slice_first(parts.merged, heads // ranks, batch, columns))

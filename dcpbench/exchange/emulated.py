@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from dcpbench.exchange import ExchangeSpec
-    from dcpbench.points.comm_model import Seconds, Wire
+    from dcpbench.points.comm_model import CallTime, CommModel
 
 
 @dataclasses.dataclass
@@ -36,7 +36,7 @@ class Tally:
     low_us: float = 0.0
     high_us: float = 0.0
 
-    def add_call(self, seconds: Seconds) -> None:
+    def add_call(self, seconds: CallTime) -> None:
         """Add one call."""
         self.calls += 1
         self.us += seconds.mean * 1e6
@@ -48,16 +48,16 @@ class Tally:
 class Emulation:
     """State shared by all groups of an emulated rank."""
 
-    wire: Wire
+    comm_model: CommModel
     tally: Tally = dataclasses.field(default_factory=Tally)  # sum over the calls since the last reset
 
     def launch_call(
         self, what: str, ranks: int, received: int, x: torch.Tensor, out: torch.Tensor | None = None
     ) -> None:
         """Emulate a collective over `ranks` ranks, each of which receives `received` bytes; see kernels.delay.copy_and_wait."""
-        self.launch_hold(self.wire.predict_seconds(what, ranks, received), x, out)
+        self.launch_delay(self.comm_model.predict_seconds(what, ranks, received), x, out)
 
-    def launch_hold(self, seconds: Seconds, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
+    def launch_delay(self, seconds: CallTime, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
         """Hold the stream for the time of an operation between ranks."""
         self.tally.add_call(seconds)
         copy_and_wait(x, out, seconds.mean)
@@ -118,7 +118,7 @@ class EmulatedExchange(InOwnMemory):
             return q_BhQ
         with record_range("q_gather"):
             all_BHQ = q_BhQ.new_empty(q_BhQ.shape[0], self.spec.heads, q_BhQ.shape[2])
-            self.emulation.launch_hold(self._split_time(len(q_BhQ))[0], q_BhQ, all_BHQ)
+            self.emulation.launch_delay(self._split_time(len(q_BhQ))[0], q_BhQ, all_BHQ)
             return all_BHQ
 
     def merge_partials(self, o_BHR: torch.Tensor, lse_BH: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the protocol's
@@ -127,17 +127,17 @@ class EmulatedExchange(InOwnMemory):
             out_hBR = self.spec.allocate_merged(len(o_BHR), self.spec.heads // self.group.size)
             mine = o_BHR.view(-1)[: out_hBR.numel()]
             flat = out_hBR.transpose(0, 1) if self.spec.project_first else out_hBR
-            self.emulation.launch_hold(self._split_time(len(o_BHR))[1], mine, flat.reshape(-1))
+            self.emulation.launch_delay(self._split_time(len(o_BHR))[1], mine, flat.reshape(-1))
             return out_hBR
 
-    def _split_time(self, batch: int) -> tuple[Seconds, Seconds]:
+    def _split_time(self, batch: int) -> tuple[CallTime, CallTime]:
         """Return the times of gathering queries and of merging."""
-        spec, ranks, wire = self.spec, self.group.size, self.emulation.wire
+        spec, ranks, comm_model = self.spec, self.group.size, self.emulation.comm_model
         sizes = (batch, spec.heads, ranks, spec.width, spec.value, spec.dtype.itemsize)
         q_bytes, o_bytes = compute_exchanged_bytes(self.name, *sizes)
         if spec.q_replicate:
-            merged = wire.predict_seconds(self.name, ranks, o_bytes)
+            merged = comm_model.predict_seconds(self.name, ranks, o_bytes)
             return merged.apply_factor(0.0), merged
-        whole = wire.predict_seconds(self.name, ranks, q_bytes + o_bytes, meetings=2)
-        share = min(wire.predict_seconds(GATHERS[self.name], ranks, q_bytes).mean / whole.mean, 1.0)
+        whole = comm_model.predict_seconds(self.name, ranks, q_bytes + o_bytes, barriers=2)
+        share = min(comm_model.predict_seconds(GATHERS[self.name], ranks, q_bytes).mean / whole.mean, 1.0)
         return whole.apply_factor(share), whole.apply_factor(1 - share)

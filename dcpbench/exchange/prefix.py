@@ -1,7 +1,7 @@
 """Gather the KV prefix of several requests from the ranks of a DCP group into token order, one layer at a time.
 
 nccl     pack this rank's rows, all-gather the parts padded to the largest, put them in token order
-direct   pack this rank's rows where peers can read them, meet, read all parts in token order, meet again
+direct   pack this rank's rows where peers can read them, barrier, read all parts in token order, barrier
 
 The transferred data lies in a buffer: the received parts (nccl) or the own part (direct). The buffer is symmetric
 memory allocated at start, or an allocation at run time. NCCL gets only the address of either. A buffer registered with
@@ -16,10 +16,10 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dcpbench.exchange.registered_memory import RegisteredBuffer
-from dcpbench.exchange.signals import Kind, Meetings
+from dcpbench.exchange.signals import BarrierKind, BufferBarriers
 from dcpbench.exchange.symmetric_memory import allocate_peers
 from dcpbench.kernels.kv_gather import gather_in_token_order, pack_rows
-from dcpbench.kernels.symm_mem import Carver, Peers
+from dcpbench.kernels.symm_mem import BufferAllocator, Peers
 from dcpbench.kernels.symm_mem.barrier import launch_fence
 
 if TYPE_CHECKING:
@@ -47,15 +47,15 @@ class Task:
 
     def compute_registered_bytes(self) -> int:
         """Return the bytes of a registered buffer: N received parts and the own one."""
-        carver = Carver()
-        self.split_buffer(carver)
-        return carver.used
+        allocator = BufferAllocator()
+        self.split_buffer(allocator)
+        return allocator.used
 
-    def split_buffer(self, carver: Carver) -> tuple[torch.Tensor, torch.Tensor]:
+    def split_buffer(self, allocator: BufferAllocator) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the received parts [N, J, Q] and the own one [J, Q] in a registered buffer."""
         rows, ranks = self.prefix.part_rows, self.prefix.dcp
-        parts_NJQ = carver.allocate_tensor(ranks, rows, self.width, dtype=self.dtype)
-        return parts_NJQ, carver.allocate_tensor(rows, self.width, dtype=self.dtype)
+        parts_NJQ = allocator.allocate_tensor(ranks, rows, self.width, dtype=self.dtype)
+        return parts_NJQ, allocator.allocate_tensor(rows, self.width, dtype=self.dtype)
 
     def compute_buffer_bytes(self, way: str) -> int:
         """Return the bytes of the transfer buffer: N received parts for `nccl`, or the part that peers read for
@@ -80,12 +80,14 @@ class Gatherer:
         """
         self.group, self.way = group, way
         if way == "direct":
-            size = Carver()
+            size = BufferAllocator()
             size.allocate_counters(group.size)
             self.counters = allocate_symmetric(group, size.used, device)
-            self.met = Carver(self.counters.own).allocate_counters(group.size)
-            kind = Kind(what="fence of prefixes", phase="prefix_gather", counters=self.met, by_blocks=False)
-            self.meetings = Meetings(group, [kind])
+            self.fence_counters = BufferAllocator(self.counters.own).allocate_counters(group.size)
+            kind = BarrierKind(
+                what="fence of prefixes", phase="prefix_gather", counters=self.fence_counters, by_blocks=False
+            )
+            self.barriers = BufferBarriers(group, [kind])
 
     def gather_layer(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Buffer) -> None:
         """Gather all requests' rows of a layer into the first rows of `out_TQ`, both [rows, Q] and contiguous.
@@ -96,7 +98,7 @@ class Gatherer:
         """
         if isinstance(buffer, RegisteredBuffer):
             assert self.way == "nccl"
-            self._gather_nccl(task, kv_KQ, out_TQ, *task.split_buffer(Carver(buffer.own)))
+            self._gather_nccl(task, kv_KQ, out_TQ, *task.split_buffer(BufferAllocator(buffer.own)))
         elif self.way == "nccl":
             own = buffer.own if isinstance(buffer, Peers) else buffer
             rows = task.prefix.part_rows
@@ -118,6 +120,6 @@ class Gatherer:
     def _gather_direct(self, task: Task, kv_KQ: torch.Tensor, out_TQ: torch.Tensor, buffer: Peers) -> None:
         part_JQ = buffer.own[: task.compute_part_bytes()].view(task.dtype).view(-1, task.width)
         pack_rows(part_JQ, kv_KQ, task.rows)
-        launch_fence(self.counters, self.met)  # all parts have arrived
+        launch_fence(self.counters, self.fence_counters)  # all parts have arrived
         gather_in_token_order(out_TQ, part_JQ, buffer.addresses, self.group.rank, task.prefix, task.table)
-        launch_fence(self.counters, self.met)  # all have been read
+        launch_fence(self.counters, self.fence_counters)  # all have been read

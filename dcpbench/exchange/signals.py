@@ -17,7 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from dcpbench.hangs.signal_waits import Meeting, Signals
+from dcpbench.hangs.signal_waits import BarrierCounters, Signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from dcpbench.exchange.torch_collectives import Group
 
 COPY_S = 0.4  # maximum duration of a copy in s
-APART_S = 0.1  # time between two copies in s; counters that differ between them are not stuck
-REST_S = 0.005
+COPY_INTERVAL_S = 0.1  # time between two copies in s; counters that differ between them are not stuck
+POLL_INTERVAL_S = 0.005
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A kind of meeting of a buffer; see hangs/signal_waits.py."""
+class BarrierKind:
+    """A kind of barrier of a buffer; see hangs/signal_waits.py."""
 
     what: str
     phase: str
     counters: torch.Tensor  # int32 [blocks + 1, N], in the own memory
-    by_blocks: bool  # True if `meet_blocks` uses the counters, with a row per block; False for `meet_ranks`
+    by_blocks: bool  # True if `sync_blocks` uses the counters, with a row per block; False for `sync_ranks`
 
 
-class Meetings:
-    """Meetings of one buffer. The owner of the buffer keeps this object, and both are freed together."""
+class BufferBarriers:
+    """Barriers of one buffer. The owner of the buffer keeps this object, and both are freed together."""
 
-    def __init__(self, group: Group, kinds: Sequence[Kind]) -> None:
+    def __init__(self, group: Group, kinds: Sequence[BarrierKind]) -> None:
         self.number = next(_numbers)
         self.kinds = kinds if group.size > 1 else []
         self.rank = group.rank
@@ -58,10 +58,10 @@ class Meetings:
         for kind, staged in zip(self.kinds, self.staged, strict=True):
             staged.copy_(kind.counters, non_blocking=True)
 
-    def get_meetings(self) -> list[Meeting]:
+    def get_barriers(self) -> list[BarrierCounters]:
         """Return the copied counters."""
         return [
-            Meeting(
+            BarrierCounters(
                 number=self.number,
                 what=kind.what,
                 phase=kind.phase,
@@ -73,7 +73,7 @@ class Meetings:
 
 
 _numbers = itertools.count()
-_known: list[weakref.ref[Meetings]] = []
+_known: list[weakref.ref[BufferBarriers]] = []
 _aside: dict[torch.device, torch.cuda.Stream] = {}  # made early, as making one may wait for a running kernel
 
 
@@ -83,44 +83,44 @@ def read_signals(limit_s: float = COPY_S) -> bytes:
     there = [of for one in _known if (of := one()) is not None and of.kinds]
     if not there:
         return b""
-    found: list[list[Meeting]] = []
+    found: list[list[BarrierCounters]] = []
     unread = ""
     try:
         with torch.inference_mode():
             devices = {kind.counters.device for of in there for kind in of.kinds}
             while len(found) < 2 and not (unread := _wait_for_copies(there, devices, limit_s)):  # noqa: PLR2004 -- before and after
-                found.append([meeting for of in there for meeting in of.get_meetings()])
-                time.sleep(APART_S * (len(found) == 1))
+                found.append([barrier for of in there for barrier in of.get_barriers()])
+                time.sleep(COPY_INTERVAL_S * (len(found) == 1))
     except RuntimeError as e:  # the type of all CUDA errors in torch
         unread = f"its counters could not be copied: {(str(e) or type(e).__name__).splitlines()[0]}"
     if not unread and found[0] != found[1]:
         unread = "its counters still changed while they were read"
-    return msgspec.json.encode(Signals(meetings=[] if unread else found[0], unread=unread))
+    return msgspec.json.encode(Signals(barriers=[] if unread else found[0], unread=unread))
 
 
-def _wait_for_copies(there: Sequence[Meetings], devices: set[torch.device], limit_s: float) -> str:
+def _wait_for_copies(there: Sequence[BufferBarriers], devices: set[torch.device], limit_s: float) -> str:
     """Wait for all copies; return an empty string, or the reason why they did not complete."""
     until = time.monotonic() + limit_s
     for device in devices:
         if device.type != "cuda":
-            for meetings in there:
-                meetings.copy_out()
+            for barriers in there:
+                barriers.copy_out()
             continue
-        torch.cuda.set_device(device)  # this thread's; the main one has it long since
+        torch.cuda.set_device(device)  # this thread's; the main thread has it already
         with torch.cuda.stream(_aside[device]):
-            for meetings in there:
-                meetings.copy_out()
+            for barriers in there:
+                barriers.copy_out()
             copied = torch.cuda.Event()
             copied.record()
         while not copied.query():
             if time.monotonic() > until:
                 return f"the copy of its counters had not ended after {limit_s:g} s"
-            time.sleep(REST_S)
+            time.sleep(POLL_INTERVAL_S)
     return ""
 
 
 def _make_rows(counters: torch.Tensor, rank: int, *, by_blocks: bool) -> list[list[int]]:
-    """Return rows in the form of Meeting from counters in the layout of kernels/symm_mem/barrier.py, with the peer at distance n in
+    """Return rows in the form of BarrierCounters from counters in the layout of kernels/symm_mem/barrier.py, with the peer at distance n in
     column n.
     """
     size = counters.shape[1]

@@ -10,9 +10,9 @@ import torch
 
 from dcpbench.errors import UsageError
 from dcpbench.exchange.emulated import EmulatedGroup
-from dcpbench.exchange.signals import Kind, Meetings
+from dcpbench.exchange.signals import BarrierKind, BufferBarriers
 from dcpbench.exchange.symmetric_memory import allocate_peers
-from dcpbench.kernels.symm_mem import Carver
+from dcpbench.kernels.symm_mem import BufferAllocator
 from dcpbench.kernels.symm_mem.all_reduce import reduce_one_shot, reduce_two_shot
 from dcpbench.points.names import ALL_REDUCES
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dcpbench.exchange.torch_collectives import Group
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]  # sum of ranks' contiguous x, new or in x; CUDA graphs may capture
-ONE_SHOT_BYTES = 1536 * 1024  # bytes that a rank receives up to which reading all addends beats a second meeting
+ONE_SHOT_BYTES = 1536 * 1024  # bytes that a rank receives up to which a second barrier takes longer than more reads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,12 +46,13 @@ def make_all_reduce(name: str, group: Group, spec: ReduceSpec) -> AllReduce:
 
 
 class _Parts:
-    def __init__(self, carver: Carver, spec: ReduceSpec, ranks: int, small: int) -> None:
+    def __init__(self, allocator: BufferAllocator, spec: ReduceSpec, ranks: int, small: int) -> None:
         whole = spec.rows * spec.columns * spec.dtype.itemsize
-        self.met_once, self.met_twice = carver.allocate_counters(ranks), carver.allocate_counters(ranks)
-        self.slots = carver.allocate_tensor(2, -(-min(small, whole) // 16) * 16, dtype=torch.uint8)
-        self.addends = carver.allocate_tensor(whole + ranks * 64, dtype=torch.uint8)
-        self.sums = carver.allocate_tensor(whole // ranks + 64, dtype=torch.uint8)
+        self.one_shot_counters = allocator.allocate_counters(ranks)
+        self.two_shot_counters = allocator.allocate_counters(ranks)
+        self.slots = allocator.allocate_tensor(2, -(-min(small, whole) // 16) * 16, dtype=torch.uint8)
+        self.addends = allocator.allocate_tensor(whole + ranks * 64, dtype=torch.uint8)
+        self.sums = allocator.allocate_tensor(whole // ranks + 64, dtype=torch.uint8)
 
 
 class SymmetricAllReduce:
@@ -64,17 +65,22 @@ class SymmetricAllReduce:
         """
         self.spec = spec
         self.small = ONE_SHOT_BYTES // max(1, group.size - 1) if small is None else small
-        size = Carver()
+        size = BufferAllocator()
         _Parts(size, spec, group.size, self.small)
         self.peers = allocate_peers(
             group, size.used, spec.device, "--collectives all-reduce=symm", "--collectives all-reduce=nccl"
         )
-        self.parts = _Parts(Carver(self.peers.own), spec, group.size, self.small)
-        self.meetings = Meetings(
+        self.parts = _Parts(BufferAllocator(self.peers.own), spec, group.size, self.small)
+        self.barriers = BufferBarriers(
             group,
             [
-                Kind(what="all_reduce by symm", phase="", counters=self.parts.met_once, by_blocks=True),
-                Kind(what="all_reduce by symm in two shots", phase="", counters=self.parts.met_twice, by_blocks=True),
+                BarrierKind(what="all_reduce by symm", phase="", counters=self.parts.one_shot_counters, by_blocks=True),
+                BarrierKind(
+                    what="all_reduce by symm in two shots",
+                    phase="",
+                    counters=self.parts.two_shot_counters,
+                    by_blocks=True,
+                ),
             ],
         )
 
@@ -88,5 +94,5 @@ class SymmetricAllReduce:
         assert x.dtype == self.spec.dtype
         assert self.supports_size(x)
         if x.nbytes <= self.small:
-            return reduce_one_shot(self.peers, self.parts.met_once, self.parts.slots, x)
-        return reduce_two_shot(self.peers, self.parts.met_twice, self.parts.addends, self.parts.sums, x)
+            return reduce_one_shot(self.peers, self.parts.one_shot_counters, self.parts.slots, x)
+        return reduce_two_shot(self.peers, self.parts.two_shot_counters, self.parts.addends, self.parts.sums, x)

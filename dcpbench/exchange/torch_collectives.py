@@ -87,7 +87,7 @@ def start_rank_heartbeats(path: Path, rank: int, ranks: int, device: torch.devic
     """Start writing this rank's heartbeats to a file: see hangs/heartbeats.py."""
     waits = device.type == "cpu"
     heartbeats.start_heartbeats(
-        heartbeats.Beats(path, rank, ranks, waits=waits, members=_get_members, through=[__file__])
+        heartbeats.HeartbeatWriter(path, rank, ranks, waits=waits, members=_get_members, through=[__file__])
     )
 
 

@@ -43,7 +43,7 @@ def _build_entry(name: str, group: Sequence[MeasuredPoint], v: Value) -> dict[st
         {
             measured_points.FUNCTIONAL: "functional run on a CPU: no performance number",
             measured_points.REPLAYED: "replay: computed",
-            measured_points.EMULATED: "forecast: one rank ran, its wire modelled",
+            measured_points.EMULATED: "forecast: one rank ran, its communication modelled",
         }.get(first.standing, ""),
         load_labels.describe_layers_held(m.record for m in group),
         "warnings: " + ", ".join(warnings)

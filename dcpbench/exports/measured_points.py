@@ -7,7 +7,7 @@ import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from dcpbench.points.names import REPLAY, UNKNOWN, WHOLE
+from dcpbench.points.names import MOE_EP, REPLAY, UNKNOWN
 from dcpbench.records import metrics
 from dcpbench.records.record import get_origin, is_forecast, is_functional
 from dcpbench.reports import load_labels
@@ -77,7 +77,9 @@ DECODE_STEPS = Rule(
 )
 ON_CPU = Rule("functional runs on a CPU, which do not measure performance", lambda m: m.standing == FUNCTIONAL)
 IN_REPLAY = Rule("replays, which are computed and not measured", lambda m: m.standing == REPLAYED)
-IN_EMULATION = Rule("forecasts, of which one rank ran and its wire was modelled", lambda m: m.standing == EMULATED)
+IN_EMULATION = Rule(
+    "forecasts, of which one rank ran and its communication was modelled", lambda m: m.standing == EMULATED
+)
 COMPUTED_WRONG = Rule(
     "computed something wrong (see their warnings)", lambda m: bool(set(WRONG) & set(m.record.warnings))
 )
@@ -128,7 +130,7 @@ def compute_digest(text: str) -> str:
 
 def _make_name(m: MeasuredPoint, *, several: bool) -> str:
     point = m.record.point
-    in_layout = point.dp > 1 or point.ep in (WHOLE, UNKNOWN)
+    in_layout = point.dp > 1 or point.ep in (MOE_EP, UNKNOWN)
     ep = "" if in_layout else f"ep {point.ep}"  # this name must not change: histories of others match on it
     who = [
         point.model,

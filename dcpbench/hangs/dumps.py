@@ -27,7 +27,7 @@ FAULT_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \
 FAULT_FRAME = re.compile(r'^ {2}File "(.*)", line (\d+) in (.*)$')
 PICKLE = (b"\x80", b"PK\x03\x04")  # first bytes of a pickle and of a file written by torch.save
 NAMED = re.compile(r"rank[-_ ]?(\d+)|[-_.](\d+)(?:\.[a-z]+)*$", re.IGNORECASE)
-LIKE_A_DUMP = re.compile(  # names of files that are meant to be dumps
+DUMP_FILE_NAME = re.compile(  # names of files that are meant to be dumps
     r"rank[-_ ]?\d|^(?:dump|flight|nccl[-_]trace|py-spy|stacks?)[-_.]", re.IGNORECASE
 )
 NO_DUMP = (msgspec.DecodeError, AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
@@ -125,10 +125,10 @@ def parse_flight(text: str, path: Path, named: int = NO_RANK) -> tuple[int, list
         entries, groups = trace["entries"], trace.get("pg_config") or {}
         rank = trace["rank"] if isinstance(trace.get("rank"), int) else named
         ranks = {str(name): _convert_ranks(of.get("ranks")) for name, of in groups.items()}
-        met = [_convert_entry(order, e, ranks) for order, e in enumerate(entries, 1) if not e.get("is_p2p")]
+        collectives = [_convert_entry(order, e, ranks) for order, e in enumerate(entries, 1) if not e.get("is_p2p")]
     except NO_DUMP as e:
         raise RecordsError(f"{path} is no JSON of torch's flight recorder ({type(e).__name__}: {str(e)[:100]}).") from e
-    return rank, met
+    return rank, collectives
 
 
 def _convert_entry(order: int, e: dict[str, Any], ranks: dict[str, str]) -> CollectiveEvent:

@@ -1,6 +1,6 @@
 """Evidence about the ranks of a hanging job, read from a folder or from dump files of any program.
 
-beats-R.bin                 see heartbeats.py
+heartbeats-R.bin            see heartbeats.py
 flight-R.json               torch's flight recorder
 stacks-R.txt, py-spy-R.txt  Python stacks, by faulthandler and by py-spy
 ranks.json                  state of each process, one ProcessState per process
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dcpbench.hangs.dumps import Frame, Thread
-    from dcpbench.hangs.heartbeats import CollectiveEvent, RankBeats
+    from dcpbench.hangs.heartbeats import CollectiveEvent, RankHeartbeats
 
 SEEN_FILE, GPUS_FILE, NCCL_FILE = "ranks.json", "gpus.txt", "nccl-ras.txt"
 BUSY, IDLE = 0.7, 0.2  # share of a CPU from which on a rank spins, and up to which it sleeps
@@ -79,7 +79,7 @@ class Rank:
 
     rank: int
     name: str
-    beats: RankBeats | None = None
+    heartbeats: RankHeartbeats | None = None
     flight: list[CollectiveEvent] | None = None
     device: Device | None = None
     signals: Signals | None = None
@@ -135,7 +135,7 @@ def read_evidence(paths: Sequence[Path]) -> Evidence:
         try:
             if _read_file(found, path, name):
                 found.read.append(name)
-            elif os.path.realpath(path) in typed or dumps.LIKE_A_DUMP.search(path.name):
+            elif os.path.realpath(path) in typed or dumps.DUMP_FILE_NAME.search(path.name):
                 found.unread.append(f"{path} is no dump of py-spy or faulthandler, and no JSON of the flight recorder.")
                 missed.append(dumps.parse_rank(path))
         except RecordsError as e:
@@ -161,7 +161,7 @@ def _read_file(found: Evidence, path: Path, called: str) -> bool:
     """
     if path.suffix == ".bin":
         read = heartbeats.read_heartbeats(path)
-        found.get_rank(read.rank).beats = read
+        found.get_rank(read.rank).heartbeats = read
         return True
     for beginning, take in OURS.items():
         if path.name.startswith(beginning) and path.suffix == ".json":
@@ -192,11 +192,11 @@ def _read_file(found: Evidence, path: Path, called: str) -> bool:
     return bool(threads)
 
 
-def _add_flight(found: Evidence, rank: int, met: list[CollectiveEvent], path: Path, called: str) -> None:
+def _add_flight(found: Evidence, rank: int, collectives: list[CollectiveEvent], path: Path, called: str) -> None:
     of = found.get_rank(rank, called)
     if of.flight is not None:
         raise RecordsError(f"{path} is of {of.name}, and so is another flight recorder; name those of one job.")
-    of.flight = met
+    of.flight = collectives
 
 
 def _read_device(found: Evidence, path: Path) -> None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 UNEVEN = ("all_gather", "all_to_all", "alltoall", "gather", "reduce_scatter", "scatter")
 REDUCES = {"attention": "attn_reduce", "mlp": "mlp_reduce"}  # phase of the reduction that ends each half of a layer
-MAX_NORM_GAP = 2  # norms between ranks of one step: they meet in each half of a layer
+MAX_NORM_GAP = 2  # norms between ranks of one step: each half of a layer has a collective
 OURS = "dcpbench/"
 _WAITS = (
     "all_gather all_gather_into_tensor all_gather_object all_gather_single all_reduce all_to_all all_to_all_single barrier "
@@ -60,8 +60,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Kind of the finding.
 
     - `order`, `shape`, `dtype`: the rank began another collective than the others.
-    - `signal`: the rank has passed the kernel meeting in which others wait for its signal.
-    - `behind`: the rank has not reached the collective or the kernel meeting in which the others wait.
+    - `signal`: the rank has passed the kernel barrier in which others wait for its signal.
+    - `behind`: the rank has not reached the collective or the kernel barrier in which the others wait.
     - `gone`: as `behind`, and the rank has ended.
     - `together`: all ranks are in the same collective.
     - `apart`: groups wait for each other.
@@ -88,7 +88,7 @@ def find_cause(evidence: Evidence) -> Finding:
     """Return the finding that the evidence supports."""
     groups = _group_collectives(evidence)
     found = (
-        _find_first_mismatch(evidence, groups) or _find_meeting_wait(evidence, groups) or _find_behind(evidence, groups)
+        _find_first_mismatch(evidence, groups) or _find_barrier_wait(evidence, groups) or _find_behind(evidence, groups)
     )
     found = _find_blocked(evidence, found) or found or _find_stalled_collective(evidence, groups)
     found = found or _find_device_stall(evidence) or _find_by_stacks(evidence) or _report_outside(evidence)
@@ -112,11 +112,11 @@ def get_collectives(rank: Rank) -> list[CollectiveEvent]:
     They come from the heartbeats if the host waited in collectives, otherwise from the flight recorder with the source
     lines of the heartbeats.
     """
-    if rank.beats is not None and (rank.beats.waits or rank.flight is None):
-        return rank.beats.met
+    if rank.heartbeats is not None and (rank.heartbeats.waits or rank.flight is None):
+        return rank.heartbeats.collectives
     if rank.flight is None:
         return []
-    own = rank.beats.met if rank.beats else []
+    own = rank.heartbeats.collectives if rank.heartbeats else []
     return [_add_source_line(one, own) for one in rank.flight]
 
 
@@ -136,7 +136,7 @@ def _add_source_line(one: CollectiveEvent, own: Sequence[CollectiveEvent]) -> Co
 def get_open_collective(rank: Rank) -> CollectiveEvent | None:
     """Return the collective that the rank waits in, or None if it waits in none or this is unknown."""
     known = get_collectives(rank)
-    if rank.beats is not None and not rank.beats.waits and rank.flight is None:
+    if rank.heartbeats is not None and not rank.heartbeats.waits and rank.flight is None:
         return None  # collectives were only launched on the device, and its progress is unknown
     return next((m for m in known if m.state == INSIDE), None)
 
@@ -292,7 +292,7 @@ def _explain_order(lines: Lines, at: Mapping[int, CollectiveEvent], odd: set[int
     return []
 
 
-def _find_meeting_wait(evidence: Evidence, groups: Mapping[str, Lines]) -> Finding | None:
+def _find_barrier_wait(evidence: Evidence, groups: Mapping[str, Lines]) -> Finding | None:
     """Return the finding of case 2; None if the absent rank waits in another collective."""
     by_rank = {rank.rank: rank for rank in evidence.ranks}
     waiting = find_signal_waits(evidence)
@@ -300,7 +300,7 @@ def _find_meeting_wait(evidence: Evidence, groups: Mapping[str, Lines]) -> Findi
         return _report_lost_signal(by_rank, lost)
     roots = {r for wait in waiting for r in wait.absent} - {wait.rank for wait in waiting}
     if not roots:
-        return _report_crossed_meetings(by_rank, waiting) if waiting else None
+        return _report_crossed_barriers(by_rank, waiting) if waiting else None
     others = {rank.rank for rank in evidence.ranks} - roots - {wait.rank for wait in waiting}
     in_one = [one for root in roots & by_rank.keys() if (one := get_open_collective(by_rank[root])) and one.call]
     if any(get_open_collective(by_rank[r]) is None for one in in_one for r in _find_late_ranks(groups, one) & others):
@@ -316,12 +316,12 @@ def _find_late_ranks(groups: Mapping[str, Lines], one: CollectiveEvent) -> set[i
 
 
 def _report_lost_signal(by_rank: Mapping[int, Rank], lost: Sequence[Wait]) -> Finding:
-    """Return the finding for missing signals of ranks that have passed the meeting."""
+    """Return the finding for missing signals of ranks that have passed the barrier."""
     one = lost[0]
-    place = (one.description, one.passed, one.meeting.ranks)
-    waiting = sorted({w.rank for w in lost if (w.description, w.passed, w.meeting.ranks) == place})
+    place = (one.description, one.passed, one.barrier.ranks)
+    waiting = sorted({w.rank for w in lost if (w.description, w.passed, w.barrier.ranks) == place})
     who = sorted(one.passed)
-    phase, layer = _get_meeting_place(by_rank[one.rank], one)
+    phase, layer = _get_barrier_place(by_rank[one.rank], one)
     culprit = by_rank[who[0]]
     return Finding(
         kind="signal",
@@ -331,20 +331,20 @@ def _report_lost_signal(by_rank: Mapping[int, Rank], lost: Sequence[Wait]) -> Fi
         waiting=waiting,
         phase=phase,
         layer=layer,
-        collective=one.meeting.what,
+        collective=one.barrier.what,
         number=one.number,
         line=get_position(culprit)[2],
         waiting_at=get_position(by_rank[one.rank])[2],
-        why=[f"{_describe_ranks(waiting, 'has', 'have')} ended {one.number - 1} such meetings, by its counters."],
+        why=[f"{_describe_ranks(waiting, 'has', 'have')} ended {one.number - 1} such barriers, by its counters."],
     )
 
 
 def _report_absent_ranks(by_rank: Mapping[int, Rank], roots: set[int], waiting: Sequence[Wait]) -> Finding:
-    """Return the finding for ranks that have not reached a meeting."""
+    """Return the finding for ranks that have not reached a barrier."""
     one = waiting[0]
     known = [by_rank[r] for r in sorted(roots) if r in by_rank]
     ended = {rank.rank: rank.seen.ended for rank in known if rank.seen and rank.seen.ended}
-    phase, layer = _get_meeting_place(by_rank[one.rank], one)
+    phase, layer = _get_barrier_place(by_rank[one.rank], one)
     gone = len(ended) == len(roots)
     first = next((rank for rank in known if rank.rank not in ended), known[0] if known else None)
     at = "has ended" if gone else f"is {_format_position(first)}" if first else "is at an unknown position"
@@ -359,7 +359,7 @@ def _report_absent_ranks(by_rank: Mapping[int, Rank], roots: set[int], waiting: 
         waiting=ranks,
         phase=on_device.half if on_device else own[0] or phase,
         layer=on_device.layer if on_device else layer if own[1] is None else own[1],
-        collective=one.meeting.what,
+        collective=one.barrier.what,
         number=one.number,
         line=own[2],
         waiting_at=get_position(by_rank[one.rank])[2],
@@ -368,10 +368,10 @@ def _report_absent_ranks(by_rank: Mapping[int, Rank], roots: set[int], waiting: 
     )
 
 
-def _report_crossed_meetings(by_rank: Mapping[int, Rank], waiting: Sequence[Wait]) -> Finding:
-    """Return the finding for ranks in several meetings that wait for each other."""
+def _report_crossed_barriers(by_rank: Mapping[int, Rank], waiting: Sequence[Wait]) -> Finding:
+    """Return the finding for ranks in several barriers that wait for each other."""
     one = waiting[0]
-    phase, layer = _get_meeting_place(by_rank[one.rank], one)
+    phase, layer = _get_barrier_place(by_rank[one.rank], one)
     ranks = sorted({w.rank for w in waiting})
     return Finding(
         kind="apart",
@@ -382,27 +382,27 @@ def _report_crossed_meetings(by_rank: Mapping[int, Rank], waiting: Sequence[Wait
         waiting=ranks,
         phase=phase,
         layer=layer,
-        collective=one.meeting.what,
+        collective=one.barrier.what,
         number=one.number,
-        why=["They came to different meetings of kernels in different orders."],
+        why=["They came to different barriers of kernels in different orders."],
     )
 
 
 def _is_host_position(rank: Rank) -> bool:
     """Return True if the position of the rank is that of its host because the position of its device is unknown."""
-    return rank.device is None or not rank.device.norm or rank.beats is None or rank.beats.waits
+    return rank.device is None or not rank.device.norm or rank.heartbeats is None or rank.heartbeats.waits
 
 
-def _get_meeting_place(rank: Rank, wait: Wait) -> tuple[str, int | None]:
-    """Return (phase, layer) of the meeting that a rank is in."""
+def _get_barrier_place(rank: Rank, wait: Wait) -> tuple[str, int | None]:
+    """Return (phase, layer) of the barrier that a rank is in."""
     if not _is_host_position(rank):
         assert rank.device is not None
         # In captured pieces prefixes of a layer are gathered ahead of its first norm (engine/piecewise_graph.py).
-        ahead = wait.meeting.phase == "prefix_gather" and rank.device.half == "mlp"
-        return wait.meeting.phase or REDUCES[rank.device.half], rank.device.layer + ahead
+        ahead = wait.barrier.phase == "prefix_gather" and rank.device.half == "mlp"
+        return wait.barrier.phase or REDUCES[rank.device.half], rank.device.layer + ahead
     phase, layer, _ = get_position(rank)
-    host_waits = rank.beats is not None and rank.beats.waits
-    return wait.meeting.phase or (phase if host_waits else ""), layer if host_waits else None
+    host_waits = rank.heartbeats is not None and rank.heartbeats.waits
+    return wait.barrier.phase or (phase if host_waits else ""), layer if host_waits else None
 
 
 def _format_position(rank: Rank) -> str:
@@ -466,7 +466,7 @@ def _find_behind(evidence: Evidence, groups: Mapping[str, Lines]) -> Finding | N
 
 def _has_progress(rank: Rank) -> bool:
     """Return True if it is known which collectives the rank began, or that the rank has ended."""
-    return rank.beats is not None or rank.flight is not None or bool(rank.seen and rank.seen.ended)
+    return rank.heartbeats is not None or rank.flight is not None or bool(rank.seen and rank.seen.ended)
 
 
 def _report_unread_ranks(waits: Mapping[int, CollectiveEvent], unread: set[int]) -> Finding:
@@ -560,7 +560,7 @@ def _find_stalled_collective(evidence: Evidence, groups: Mapping[str, Lines]) ->
 def _find_device_stall(evidence: Evidence) -> Finding | None:
     """Return the finding of case 6 if hosts only launched steps on devices that mark their progress."""
     known = {rank.rank: rank.device for rank in evidence.ranks if rank.device is not None and rank.device.norm}
-    handed = [rank.beats for rank in evidence.ranks if rank.beats is not None and not rank.beats.waits]
+    handed = [rank.heartbeats for rank in evidence.ranks if rank.heartbeats is not None and not rank.heartbeats.waits]
     if not known or not len(known) == len(handed) == len(evidence.ranks):
         return None
     norms = sorted({device.norm for device in known.values()})
@@ -647,14 +647,14 @@ def _find_odd_line(ranks: Mapping[int, Rank], waits: Mapping[int, tuple[Frame, F
 
 def _report_outside(evidence: Evidence) -> Finding:
     """Return the finding for ranks outside collectives (case 6), or `unknown`."""
-    placed = [rank for rank in evidence.ranks if rank.beats is not None or rank.frames]
+    placed = [rank for rank in evidence.ranks if rank.heartbeats is not None or rank.frames]
     parts = [f"{rank.name} {_describe_state(rank)}{_format_place(*get_position(rank))}" for rank in placed[:8]]
     if (
         placed
-        and all(rank.beats is not None for rank in placed)
+        and all(rank.heartbeats is not None for rank in placed)
         and not any(get_open_collective(rank) for rank in placed)
     ):
-        on_device = [rank for rank in placed if rank.beats is not None and not rank.beats.waits]
+        on_device = [rank for rank in placed if rank.heartbeats is not None and not rank.heartbeats.waits]
         why = ["No rank waits in a collective."]
         if on_device:
             why = ["What the device is at inside a step, the host does not see; torch's flight recorder had nothing."]
@@ -680,17 +680,17 @@ def _find_own_frame(frames: Sequence[Frame]) -> Frame:
 
 def get_position(rank: Rank) -> tuple[str, int | None, str]:
     """Return the position of a rank as (phase, layer, line)."""
-    beat = rank.beats
+    heartbeats = rank.heartbeats
     line = ""
     if rank.frames:
         inner = next((f for f in rank.frames if f.line is not None), rank.frames[0])
         own = _find_own_frame(rank.frames)
         line = inner.location if inner == own else f"{inner.location}, called at {own.location}"
-    return (beat.phase, beat.layer, line) if beat else ("", None, line)
+    return (heartbeats.phase, heartbeats.layer, line) if heartbeats else ("", None, line)
 
 
 def _describe_state(rank: Rank) -> str:
-    if rank.beats is not None and rank.beats.last is not None and rank.beats.last.state == RAISED:
+    if rank.heartbeats is not None and rank.heartbeats.last is not None and rank.heartbeats.last.state == RAISED:
         return "has left a collective with an error and is"
     return rank.pace or "is"
 

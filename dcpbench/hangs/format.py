@@ -57,12 +57,12 @@ def _read_hang(paths: Sequence[Path], name: str) -> Hang:
 
 def to_json(hang: Hang) -> dict[str, object]:
     """Return the finding and the position of each rank as values for JSON."""
-    met = {wait.rank: wait for wait in find_signal_waits(hang.evidence)}
+    waits = {wait.rank: wait for wait in find_signal_waits(hang.evidence)}
     ranks = [
         {
             "rank": rank.rank,
             "name": rank.name,
-            **dict(zip(COLUMNS, _make_row(rank, met.get(rank.rank))[1:], strict=True)),
+            **dict(zip(COLUMNS, _make_row(rank, waits.get(rank.rank))[1:], strict=True)),
         }
         for rank in hang.evidence.ranks
     ]
@@ -73,11 +73,11 @@ COLUMNS = ("phase", "layer", "collective", "number", "cpu", "line")
 
 
 def _make_row(rank: Rank, wait: Wait | None) -> list[str]:
-    beat, one = rank.beats, get_open_collective(rank)
+    heartbeats, one = rank.heartbeats, get_open_collective(rank)
     _, _, line = finding.get_position(rank)
     cpu = rank.seen.cpu if rank.seen else None
-    if one is None and beat is not None and beat.last is not None and beat.last.state == RAISED:
-        one = beat.last
+    if one is None and heartbeats is not None and heartbeats.last is not None and heartbeats.last.state == RAISED:
+        one = heartbeats.last
     call = one.call.description if one and one.call else ""
     if one and one.state == RAISED:
         call += ", left with an error"
@@ -85,11 +85,11 @@ def _make_row(rank: Rank, wait: Wait | None) -> list[str]:
         call = rank.seen.ended
     number = str(one.number) if one else ""
     if wait is not None:
-        call, number = wait.meeting.what, str(wait.number)
+        call, number = wait.barrier.what, str(wait.number)
     return [
         rank.name,
-        beat.phase if beat else "",
-        "" if beat is None or beat.layer is None else str(beat.layer),
+        heartbeats.phase if heartbeats else "",
+        "" if heartbeats is None or heartbeats.layer is None else str(heartbeats.layer),
         call,
         number,
         "" if cpu is None else f"{cpu:.0%}",
@@ -149,8 +149,8 @@ def render_page(hangs: Sequence[Hang]) -> str:
 
 def _make_rows(evidence: Evidence) -> list[list[str]]:
     """Return the header and a row per rank, with the columns that have a value."""
-    met = {wait.rank: wait for wait in find_signal_waits(evidence)}
-    rows = [["rank", *COLUMNS], *(_make_row(rank, met.get(rank.rank)) for rank in evidence.ranks)]
+    waits = {wait.rank: wait for wait in find_signal_waits(evidence)}
+    rows = [["rank", *COLUMNS], *(_make_row(rank, waits.get(rank.rank)) for rank in evidence.ranks)]
     shown = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
     return [[row[column] for column in shown] for row in rows]
 

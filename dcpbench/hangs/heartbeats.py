@@ -40,11 +40,11 @@ ORDER_AT, STEPS_AT, LAYER_AT, PHASE_AT = 64, 72, 84, 86  # collectives begun; st
 NAMES_AT, NAMES, NAME_BYTES = 128, 64, 32
 TEXT = struct.Struct("<II")  # number of the text that lies here, and its bytes
 TEXTS_AT, TEXTS, TEXT_BYTES = NAMES_AT + NAMES * NAME_BYTES, 1024, 384
-MET = struct.Struct("<QQIhBBqq")  # numbers in rank, group, texts; layer, phase, state; start and return (Unix ns)
+EVENT = struct.Struct("<QQIhBBqq")  # numbers in rank, group, texts; layer, phase, state; start and return (Unix ns)
 RING_AT, RING = TEXTS_AT + TEXTS * TEXT_BYTES, 1024
 STATE_AT, ENDED_AT = 23, 32
 INSIDE, RETURNED, RAISED = range(3)
-SIZE = RING_AT + RING * MET.size
+SIZE = RING_AT + RING * EVENT.size
 NO_LAYER = -1
 REPLAY, LAUNCH = "replay", "launch"
 _NOTHING = contextlib.nullcontext()
@@ -93,7 +93,7 @@ class CollectiveEvent:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RankBeats:
+class RankHeartbeats:
     """Heartbeats read from the file of one rank."""
 
     rank: int
@@ -104,15 +104,15 @@ class RankBeats:
     step: str  # how the last step was launched on the device (`replay` or `launch`); empty if no step was launched
     phase: str  # the last that the host entered
     layer: int | None
-    met: list[CollectiveEvent]  # the last collectives, oldest first
+    collectives: list[CollectiveEvent]  # the last collectives, oldest first
 
     @property
     def last(self) -> CollectiveEvent | None:
         """Return the last collective that the rank began."""
-        return self.met[-1] if self.met else None
+        return self.collectives[-1] if self.collectives else None
 
 
-class Beats:
+class HeartbeatWriter:
     """A rank's file, as the rank writes it."""
 
     def __init__(
@@ -172,9 +172,9 @@ class Beats:
         key = (op, of, group, id(frame.f_code), frame.f_lasti, id(above.f_code), above.f_lasti)
         text = self._texts.get(key) or self._add_text(key, op, x, group, (frame, above))
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
-        self._at = at = RING_AT + self._order % RING * MET.size
+        self._at = at = RING_AT + self._order % RING * EVENT.size
         self._order += 1
-        MET.pack_into(self._map, at, self._order, number, text, self._layer, self._phase, INSIDE, time.time_ns(), 0)
+        EVENT.pack_into(self._map, at, self._order, number, text, self._layer, self._phase, INSIDE, time.time_ns(), 0)
         ORDER.pack_into(self._map, ORDER_AT, self._order)
         return self
 
@@ -219,13 +219,13 @@ class Beats:
         return self._made
 
 
-_here: Beats | None = None
+_here: HeartbeatWriter | None = None
 
 
-def start_heartbeats(beats: Beats) -> None:
-    """Have this process beat into this file from now on."""
+def start_heartbeats(writer: HeartbeatWriter) -> None:
+    """Write the heartbeats of this process to this file from now on."""
     global _here  # noqa: PLW0603 -- one rank a process
-    _here = beats
+    _here = writer
 
 
 def record_phase(name: str) -> None:
@@ -251,7 +251,7 @@ def record_collective(op: str, x: Any, group: Any) -> AbstractContextManager[obj
     return _NOTHING if _here is None else _here.start_collective(op, x, group)
 
 
-def read_heartbeats(path: Path) -> RankBeats:
+def read_heartbeats(path: Path) -> RankHeartbeats:
     """Return the heartbeats in a rank's file. Raise RecordsError if the file is unreadable, damaged or of another
     version.
     """
@@ -260,7 +260,7 @@ def read_heartbeats(path: Path) -> RankBeats:
     except OSError as e:
         raise RecordsError(f"{path} cannot be read: {e}.") from e
     if len(data) != SIZE or not data.startswith(MAGIC):
-        raise RecordsError(f"{path} holds no beats of this version of dcpbench.")
+        raise RecordsError(f"{path} has no heartbeats of this version of dcpbench.")
     _, rank, ranks, pid, waits = HEAD.unpack_from(data)
     names = [_read_name(data, number) for number in range(NAMES)]
     (begun,), (layer_now,) = ORDER.unpack_from(data, ORDER_AT), LAYER.unpack_from(data, LAYER_AT)
@@ -268,13 +268,13 @@ def read_heartbeats(path: Path) -> RankBeats:
     phase_now = data[PHASE_AT]
     if phase_now >= NAMES or step_name >= NAMES:
         raise RecordsError(f"{path} is damaged: a phase has a number that none can have.")
-    met = []
+    collectives = []
     for order in range(max(1, begun - RING + 1), begun + 1):
-        there, number, text, at_layer, at_phase, state, began, ended = MET.unpack_from(
-            data, RING_AT + (order - 1) % RING * MET.size
+        there, number, text, at_layer, at_phase, state, began, ended = EVENT.unpack_from(
+            data, RING_AT + (order - 1) % RING * EVENT.size
         )
         if there == order and at_phase < NAMES and state <= RAISED:  # else it was being written, or is damaged
-            met.append(
+            collectives.append(
                 CollectiveEvent(
                     order=order,
                     number=number,
@@ -286,7 +286,7 @@ def read_heartbeats(path: Path) -> RankBeats:
                     ended_ns=ended,
                 )
             )
-    return RankBeats(
+    return RankHeartbeats(
         rank=rank,
         ranks=ranks,
         pid=pid,
@@ -295,7 +295,7 @@ def read_heartbeats(path: Path) -> RankBeats:
         step=names[step_name],
         phase=names[phase_now],
         layer=None if layer_now == NO_LAYER else layer_now,
-        met=met,
+        collectives=collectives,
     )
 
 

@@ -2,8 +2,8 @@
 memory.
 
 The protocol is in kernels/symm_mem/barrier.py: a rank adds one to a counter in each peer's memory and waits until every
-peer has added the same count to its own counters. If a peer has received the signal of a rank's next meeting, that rank
-is in the meeting; the rank's own counters show which peer's signal is missing.
+peer has added the same count to its own counters. If a peer has received the signal of a rank's next barrier, that rank
+is in the barrier; the rank's own counters show which peer's signal is missing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 WRAP = 1 << 32  # counters are int32 and wrap around
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
-    """The counters of one kind of meeting in the memory of one rank."""
+class BarrierCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """The counters of one kind of barrier in the memory of one rank."""
 
     number: int  # index of the rank's buffer that holds the counters; the same on all ranks of the group
     what: str  # `merge of symm`
     phase: str = ""  # phase of the step; empty if the half of the layer determines it
     ranks: tuple[int, ...]  # ranks of the group, in group order
     rows: list[list[int]] = []
-    """One row per block that synchronises by itself: number of meetings it has ended here, then number of signals from
+    """One row per block that synchronises by itself: number of barriers it has ended here, then number of signals from
     each of `ranks` (for this rank itself, the number it has ended). Rows after the last non-zero one may be missing.
     """
 
@@ -35,41 +35,41 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
 class Signals(msgspec.Struct, frozen=True, kw_only=True):
     """Signal counters found in the memory of one rank."""
 
-    meetings: list[Meeting] = []
+    barriers: list[BarrierCounters] = []
     unread: str = ""  # reason why no further counters could be read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wait:
-    """A rank that waits in a meeting, with the peers that it waits for."""
+    """A rank that waits in a barrier, with the peers that it waits for."""
 
     rank: int
-    meeting: Meeting
-    number: int  # number of the meeting among those of its kind, from 1
-    passed: list[int]  # peers past this meeting, or that signalled it to others: their signal is missing here
-    absent: list[int]  # peers that have not begun the meeting, as far as is known
+    barrier: BarrierCounters
+    number: int  # number of the barrier among those of its kind, from 1
+    passed: list[int]  # peers past this barrier, or that signalled it to others: their signal is missing here
+    absent: list[int]  # peers that have not begun the barrier, as far as is known
 
     @property
     def description(self) -> str:
-        """Return the meeting as `merge of symm, meeting 70`."""
-        return f"{self.meeting.what}, meeting {self.number}"
+        """Return the barrier as `merge of symm, barrier 70`."""
+        return f"{self.barrier.what}, barrier {self.number}"
 
 
 def find_waits(signals: Mapping[int, Signals]) -> list[Wait]:
-    """Return all waiting ranks, in order; for each rank the first meeting of each buffer and kind."""
-    kinds: dict[tuple[object, ...], dict[int, Meeting]] = {}
+    """Return all waiting ranks, in order; for each rank the first barrier of each buffer and kind."""
+    kinds: dict[tuple[object, ...], dict[int, BarrierCounters]] = {}
     for rank, rank_signals in sorted(signals.items()):
-        for meeting in rank_signals.meetings:
-            if rank in meeting.ranks:
-                kinds.setdefault((meeting.number, meeting.what, meeting.ranks), {})[rank] = meeting
+        for barrier in rank_signals.barriers:
+            if rank in barrier.ranks:
+                kinds.setdefault((barrier.number, barrier.what, barrier.ranks), {})[rank] = barrier
     found = [wait for by_rank in kinds.values() for rank in by_rank if (wait := _find_wait(by_rank, rank)) is not None]
     return sorted(found, key=lambda wait: wait.rank)
 
 
-def _find_wait(by_rank: Mapping[int, Meeting], rank: int) -> Wait | None:
+def _find_wait(by_rank: Mapping[int, BarrierCounters], rank: int) -> Wait | None:
     """Return the first wait among the rank's blocks, or None."""
     ranks = by_rank[rank].ranks
-    for block in range(max(len(meeting.rows) for meeting in by_rank.values())):
+    for block in range(max(len(barrier.rows) for barrier in by_rank.values())):
         ended = _count_ended(by_rank[rank], block)
         ahead = max((_compute_lead(heard, ended) for heard in _iter_received_signals(by_rank, rank, block)), default=0)
         if ahead != 1:  # a peer can be ahead by at most one: these counters were read while ranks went on
@@ -86,22 +86,22 @@ def _find_wait(by_rank: Mapping[int, Meeting], rank: int) -> Wait | None:
                 )
             ]
             absent = [p for p in missing if p not in passed]
-            return Wait(rank=rank, meeting=by_rank[rank], number=ended + 1, passed=passed, absent=absent)
+            return Wait(rank=rank, barrier=by_rank[rank], number=ended + 1, passed=passed, absent=absent)
     return None
 
 
-def _iter_received_signals(by_rank: Mapping[int, Meeting], rank: int, block: int) -> Iterator[int]:
+def _iter_received_signals(by_rank: Mapping[int, BarrierCounters], rank: int, block: int) -> Iterator[int]:
     """Yield the number of this rank's signals that each of its peers has received."""
-    return (_count_signals(meeting, block, rank) for peer, meeting in by_rank.items() if peer != rank)
+    return (_count_signals(barrier, block, rank) for peer, barrier in by_rank.items() if peer != rank)
 
 
-def _count_ended(meeting: Meeting, block: int) -> int:
-    return next(iter(meeting.rows[block]), 0) if block < len(meeting.rows) else 0
+def _count_ended(barrier: BarrierCounters, block: int) -> int:
+    return next(iter(barrier.rows[block]), 0) if block < len(barrier.rows) else 0
 
 
-def _count_signals(meeting: Meeting, block: int, peer: int) -> int:
-    place = 1 + meeting.ranks.index(peer)
-    return meeting.rows[block][place] if block < len(meeting.rows) and place < len(meeting.rows[block]) else 0
+def _count_signals(barrier: BarrierCounters, block: int, peer: int) -> int:
+    place = 1 + barrier.ranks.index(peer)
+    return barrier.rows[block][place] if block < len(barrier.rows) and place < len(barrier.rows[block]) else 0
 
 
 def _compute_lead(count: int, of: int) -> int:

@@ -23,7 +23,7 @@ from dcpbench.plan.option_parsers import suggest_known
 from dcpbench.points.engine_points import make_engine_load, make_engine_point
 from dcpbench.points.instances import count_gpus
 from dcpbench.points.layout import DEGREES, MAX_RANKS, OUTER_DEGREES, Layout
-from dcpbench.points.names import AIPERF, ENGINES, GAMMA, SGLANG, SGLANG_ONE_BATCH, UNKNOWN, WHOLE, format_flag
+from dcpbench.points.names import AIPERF, ENGINES, GAMMA, MOE_EP, SGLANG, SGLANG_ONE_BATCH, UNKNOWN, format_flag
 from dcpbench.records.disks import convert_output_errors
 from dcpbench.records.file import RecordFile
 from dcpbench.records.folder import RECORDS_FILE
@@ -295,7 +295,7 @@ def _does_contradict(name: str, typed: int, result: Result) -> bool:
 
 def _format_experts(result: Result) -> str:
     """Return the number of expert-parallel ranks as an imported point has it; `unknown` if the file does not have it."""
-    if result.ep != WHOLE:
+    if result.ep != MOE_EP:
         return result.ep or UNKNOWN
     return str(result.layout["tp"] * result.layout["pcp"]) if result.layout else UNKNOWN
 

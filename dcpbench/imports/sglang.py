@@ -134,7 +134,7 @@ def _read_deployment(document: Document) -> Deployment:
 
 
 def _read_instances(where: str, prefill: Sequence[dict[str, Any]], decode: Sequence[dict[str, Any]]) -> Deployment:
-    """Read the servers of both kinds, each on GPUs of its own."""
+    """Read the servers of both kinds, each on its own GPUs."""
     if len(prefill) + len(decode) > MAX_INSTANCES:
         raise RecordsError(f"{where}: {len(prefill) + len(decode):,} servers; a point has at most {MAX_INSTANCES}.")
     first, main = (_read_shared_layout(where, kind, own) for kind, own in ((PREFILL, prefill), (DECODE, decode)))

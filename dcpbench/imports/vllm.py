@@ -17,7 +17,7 @@ from dcpbench.errors import RecordsError
 from dcpbench.imports import field_names, result
 from dcpbench.imports.result import Result
 from dcpbench.points.bounds import MAX_NUMBER
-from dcpbench.points.names import CLOSED, CUT, GAMMA, TOOLS, TRACE, VLLM, WHOLE
+from dcpbench.points.names import CLOSED, GAMMA, MOE_EP, MOE_TP, TOOLS, TRACE, VLLM
 from dcpbench.records.record import Latencies
 from dcpbench.show.text import summarize_long_text
 
@@ -249,7 +249,7 @@ def read_experts(fields: Mapping[str, Any]) -> str:
     if number is not None:
         return str(number)
     switch = next((str(fields[name]).lower() for name in field_names.SPREAD if name in fields), "")
-    return {"true": WHOLE, "1": WHOLE, "false": CUT, "0": CUT}.get(switch, "")
+    return {"true": MOE_EP, "1": MOE_EP, "false": MOE_TP, "0": MOE_TP}.get(switch, "")
 
 
 def _parse_objectives(text: str) -> dict[str, float]:

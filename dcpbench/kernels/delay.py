@@ -22,7 +22,7 @@ PASSES, CALLS = 5, 200
 
 
 @triton.jit(do_not_specialize=["size", "copies", "wait_ns"])
-def _hold_kernel(x_ptr, out_ptr, size, copies, wait_ns, COPY: tl.constexpr, BLOCK: tl.constexpr):
+def _delay_kernel(x_ptr, out_ptr, size, copies, wait_ns, COPY: tl.constexpr, BLOCK: tl.constexpr):
     end = globaltimer() + wait_ns
     if COPY:
         for first in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
@@ -48,7 +48,7 @@ def copy_and_wait(x: torch.Tensor, out: torch.Tensor | None, seconds: float) -> 
         return
     held_ns = max(round((seconds - measure_overhead_s(x.device)) * 1e9), 0)
     blocks = max(min(triton.cdiv(x.numel(), BLOCK), MAX_BLOCKS), 1) if copies else 1
-    _hold_kernel[(blocks,)](x, x if out is None else out, x.numel(), copies, held_ns, COPY=copies > 0, BLOCK=BLOCK)
+    _delay_kernel[(blocks,)](x, x if out is None else out, x.numel(), copies, held_ns, COPY=copies > 0, BLOCK=BLOCK)
 
 
 @functools.cache
@@ -75,4 +75,4 @@ def measure_overhead_s(device: torch.device) -> float:
 
 def _launch_empty(device: torch.device) -> None:
     nothing = torch.empty(1, device=device)
-    _hold_kernel[(1,)](nothing, nothing, 1, 0, 0, COPY=False, BLOCK=BLOCK)
+    _delay_kernel[(1,)](nothing, nothing, 1, 0, 0, COPY=False, BLOCK=BLOCK)

@@ -41,10 +41,10 @@ class Message:
         """Return the words of the whole message."""
         return self.o_words + _count_aligned_words(self.batch * self.heads * WORD)
 
-    def split_views(self, wire_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def split_views(self, packed_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return o [N, B, h, R] in its dtype and lse [N, B, h], as views of N messages."""
-        o = wire_NW[:, : self.o_words].view(self.dtype)
-        lse = wire_NW[:, self.o_words :]
+        o = packed_NW[:, : self.o_words].view(self.dtype)
+        lse = packed_NW[:, self.o_words :]
         return _reshape_part(o, self.batch, self.heads, self.columns), _reshape_part(lse, self.batch, self.heads)
 
 
@@ -55,30 +55,32 @@ def pack_messages(o_BHR: torch.Tensor, lse_BH: torch.Tensor, ranks: int) -> torc
     """
     batch, heads, columns = o_BHR.shape
     message = Message(batch, heads // ranks, columns, o_BHR.dtype)
-    wire_NW = torch.empty(ranks, message.words, dtype=torch.float32, device=o_BHR.device)
-    (pack_messages_fused if o_BHR.is_cuda else pack_messages_reference)(o_BHR, lse_BH, message, wire_NW)
-    return wire_NW
+    packed_NW = torch.empty(ranks, message.words, dtype=torch.float32, device=o_BHR.device)
+    (pack_messages_fused if o_BHR.is_cuda else pack_messages_reference)(o_BHR, lse_BH, message, packed_NW)
+    return packed_NW
 
 
-def merge_messages(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
+def merge_messages(packed_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
     """Merge the messages of N ranks for this rank's heads: Σ exp(lse_n − lse*)·o_n in fp32, into `out_hBR` [h, B, R].
 
     `out_hBR` may have any dtype and strides with a contiguous last dimension. A rank with lse −inf has weight 0 for any
     o, including NaN; if all are −inf the result is 0.
     """
-    (merge_messages_fused if wire_NW.is_cuda else merge_messages_reference)(wire_NW, message, out_hBR)
+    (merge_messages_fused if packed_NW.is_cuda else merge_messages_reference)(packed_NW, message, out_hBR)
 
 
-def pack_messages_reference(o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Message, wire_NW: torch.Tensor) -> None:
+def pack_messages_reference(
+    o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Message, packed_NW: torch.Tensor
+) -> None:
     """Slow and obvious."""
-    o_NBhR, lse_NBh = message.split_views(wire_NW)
+    o_NBhR, lse_NBh = message.split_views(packed_NW)
     o_NBhR.copy_(o_BHR.unflatten(1, (-1, message.heads)).transpose(0, 1))
     lse_NBh.copy_(lse_BH.unflatten(1, (-1, message.heads)).transpose(0, 1))
 
 
-def merge_messages_reference(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
+def merge_messages_reference(packed_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
     """Slow and obvious."""
-    o_NBhR, lse_NBh = message.split_views(wire_NW)
+    o_NBhR, lse_NBh = message.split_views(packed_NW)
     out_hBR.copy_(merge_partials(o_NBhR.float(), lse_NBh).transpose(0, 1))
 
 
@@ -143,10 +145,10 @@ def _combine_kernel(
     tl.store(out + h * out_h + b * out_b + r, acc.to(out.dtype.element_ty), mask=r < R)
 
 
-def pack_messages_fused(o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Message, wire_NW: torch.Tensor) -> None:
+def pack_messages_fused(o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Message, packed_NW: torch.Tensor) -> None:
     """Pack with one kernel."""
-    o_NBhR, lse_NBh = message.split_views(wire_NW)
-    ranks, length = wire_NW.shape[0], message.heads * message.columns
+    o_NBhR, lse_NBh = message.split_views(packed_NW)
+    ranks, length = packed_NW.shape[0], message.heads * message.columns
     _pack_kernel[(message.batch, ranks, triton.cdiv(length, BLOCK))](
         o_BHR,
         lse_BH,
@@ -163,10 +165,10 @@ def pack_messages_fused(o_BHR: torch.Tensor, lse_BH: torch.Tensor, message: Mess
     )
 
 
-def merge_messages_fused(wire_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
+def merge_messages_fused(packed_NW: torch.Tensor, message: Message, out_hBR: torch.Tensor) -> None:
     """Merge with one kernel."""
-    o_NBhR, lse_NBh = message.split_views(wire_NW)
-    ranks = wire_NW.shape[0]
+    o_NBhR, lse_NBh = message.split_views(packed_NW)
+    ranks = packed_NW.shape[0]
     _combine_kernel[(message.batch, message.heads)](
         o_NBhR,
         lse_NBh,

@@ -35,7 +35,7 @@ def split_heads(
     Args:
         qkv_BN: rows may be strided.
         q_norm: [X], for each head of q, before rope; None if heads are not normalised.
-        k_norm: [X], likewise of k.
+        k_norm: [X], for each head of k; None if heads are not normalised.
         positions_B: as in rope.
         table: as in rope; pairs are columns (i, i + X/2).
         q_BhX: destination of queries.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dcpbench.records.record import Record
 
 COMMANDS = {"decode": "sweep", "serve": "serve"}  # command that writes records, by workload
-ENDING_S, LOOK_S = 5.0, 0.05
+END_TIMEOUT_S, POLL_INTERVAL_S = 5.0, 0.05
 GRID_OPTIONS = frozenset(  # options of a layout or a load; without any a command measures its default grid
     {*DEGREES, "concurrency", "context", "request_rate", "requests", "input_tokens", "output_tokens"}
 )
@@ -115,14 +115,14 @@ def lock_folder(folder: Path, remedy: str = "") -> Iterator[int]:
 
 
 def _wait_for_lock(lock: int, folder: Path) -> None:
-    """Take the lock. If the command that held it is gone, wait ENDING_S for its workers to end."""
-    refused = time.monotonic() + ENDING_S
+    """Take the lock. If the command that held it is gone, wait END_TIMEOUT_S for its workers to end."""
+    refused = time.monotonic() + END_TIMEOUT_S
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             if find_alive(folder)[0] != COMMAND and time.monotonic() < refused:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_INTERVAL_S)
                 continue
             pid = find_alive_pid(folder) or "unknown"
             raise OutputError(

@@ -49,7 +49,7 @@ GPUS = (
 )
 HELD = "D"  # state letter of uninterruptible sleep
 FINDING_FILE = "finding.json"
-BEATS, ASK = "beats-{}.bin", "flight-{}.ask"
+HEARTBEATS, ASK = "heartbeats-{}.bin", "flight-{}.ask"
 DEVICE, STACKS, FLIGHT, SIGNALS = "device-{}.json", "own-stacks-{}.txt", "flight-{}.json", "signals-{}.json"
 """Files that a rank writes, in this order, when its pipe ASK is opened and closed. The stacks are a fallback if its
 main thread is blocked in a driver, where no signal reaches it.
@@ -82,7 +82,7 @@ def capture_hang(ranks: Ranks) -> tuple[Path, dict[str, str]]:
     ]
     (folder / SEEN_FILE).write_bytes(msgspec.json.encode(seen))
     for rank in ranks.ranks:
-        _copy_log_and_beats(ranks, rank, folder)
+        _copy_log_and_heartbeats(ranks, rank, folder)
     until = time.monotonic() + ASK_S
     for rank in asked:
         answered = ranks.logs / ANSWERED.format(rank)
@@ -147,7 +147,7 @@ def find_difference(ranks: Ranks) -> tuple[Path, Finding] | None:
 
     The heartbeat files are evaluated; None if they show no difference.
     """
-    left = [path for rank in ranks.ranks if (path := ranks.logs / BEATS.format(rank)).exists()]
+    left = [path for rank in ranks.ranks if (path := ranks.logs / HEARTBEATS.format(rank)).exists()]
     try:
         found = finding.find_mismatch(evidence.read_evidence(left)) if left else None
     except RecordsError:
@@ -156,7 +156,7 @@ def find_difference(ranks: Ranks) -> tuple[Path, Finding] | None:
         return None
     folder = _make_folder(ranks)
     for rank in ranks.ranks:
-        _copy_log_and_beats(ranks, rank, folder)
+        _copy_log_and_heartbeats(ranks, rank, folder)
     return folder, explain_hang(folder, {}) or found
 
 
@@ -167,11 +167,11 @@ def _make_folder(ranks: Ranks) -> Path:
     return folder
 
 
-def _copy_log_and_beats(ranks: Ranks, rank: int, folder: Path) -> None:
+def _copy_log_and_heartbeats(ranks: Ranks, rank: int, folder: Path) -> None:
     if lines := read_text(ranks.logs / f"rank-{rank}.log").splitlines():
         (folder / f"log-{rank}.txt").write_text("\n".join(lines[-LOG_LINES:]) + "\n")
     with contextlib.suppress(OSError):
-        shutil.copyfile(ranks.logs / BEATS.format(rank), folder / BEATS.format(rank))
+        shutil.copyfile(ranks.logs / HEARTBEATS.format(rank), folder / HEARTBEATS.format(rank))
 
 
 def _read_cpu_ticks(pid: int) -> int | None:

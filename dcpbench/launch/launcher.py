@@ -47,8 +47,8 @@ COLLECTIVE = re.compile(  # errors that a rank raises because another one is gon
 CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
 ENDED, STOPPED, AGAIN = "end", "stopped", "again"
 AT_A_POINT, AT_A_CHECK = ("measure", "profile"), ("check",)  # stages that --timeout is about
-PATIENCE_S = 300.0  # the least limit of all other stages: starting, building and warming up take as long as they take
-ENDING_S = 60.0  # time limit for ranks to end after they measured all their points; they are killed without data loss
+MIN_STAGE_LIMIT_S = 300.0  # minimum time limit of other stages, such as starting, building and warming up
+END_TIMEOUT_S = 60.0  # time limit for ranks to end after their last point; they are killed without data loss
 POLL_S = 0.1
 GRACE_S = 5.0  # time that the remaining ranks have to end by themselves after one has failed
 
@@ -70,9 +70,9 @@ class Work(jobs.Command, frozen=True, kw_only=True):
     def get_limit_s(self, stage: str) -> float:
         """Return the seconds without a sign of life after which a job in this stage counts as hung."""
         if stage == ENDED:
-            return ENDING_S
+            return END_TIMEOUT_S
         timed = AT_A_CHECK if self.kind == "verify" else AT_A_POINT
-        return self.timeout if stage in timed else max(self.timeout, PATIENCE_S)
+        return self.timeout if stage in timed else max(self.timeout, MIN_STAGE_LIMIT_S)
 
     def check_folder(self) -> None:
         """Raise OutputError if the folder no longer exists."""
@@ -112,7 +112,7 @@ def run_points(points: Sequence[Point], work: Work, machines: Machines, watch: C
         _follow_leader(work, machines)
         return
     left = list(points)
-    with Leader(machines.rdzv_endpoint, machines.nnodes, max(work.timeout, PATIENCE_S)) as others:
+    with Leader(machines.rdzv_endpoint, machines.nnodes, max(work.timeout, MIN_STAGE_LIMIT_S)) as others:
         while left:
             world = left[0].world
             unusable = _run_size([p for p in left if p.world == world], work, machines, others, watch)
@@ -386,7 +386,7 @@ def _check_answers(folder: Path, watch: Callable[[Progress], None]) -> None:
 def _report_lingering(end: _JobEnd, watch: Callable[[Progress], None]) -> None:
     """Report why a job that has measured all its points is ended."""
     if end.stage == ENDED:
-        note = f"all is measured, but its ranks had not ended {ENDING_S:.0f} s later; dcpbench ends them"
+        note = f"all is measured, but its ranks had not ended {END_TIMEOUT_S:.0f} s later; dcpbench ends them"
         watch(Progress(stage=STOPPED, note=f"{note}. Where they stood: {end.evidence}"))
 
 
@@ -404,7 +404,7 @@ def _save_on_interrupt(running: Running, watch: Callable[[Progress], None]) -> I
 
 def _follow_leader(work: Work, machines: Machines) -> None:
     """Take part in a sweep as another node: start the jobs that node 0 sends and end them on its request."""
-    line = join_leader(machines.rdzv_endpoint, max(work.timeout, PATIENCE_S), machines.node_rank)
+    line = join_leader(machines.rdzv_endpoint, max(work.timeout, MIN_STAGE_LIMIT_S), machines.node_rank)
     with contextlib.closing(line):
         while not line.closed:
             message = line.receive(1.0)

@@ -39,11 +39,11 @@ KEEP_WAIT_S = 25.0  # for ranks to write results after an interruption in a run 
 REAP_WAIT_S = 2.0  # time in s that torchrun has to notice that its ranks have ended
 FLIGHT_RECORDER, RECORDED = "TORCH_FR_BUFFER_SIZE", 512  # torch's variable, and its default number of collectives
 LOOPBACK = "127.0.0.1"
-RENDEZVOUS = "rendezvous"  # file by which torchrun's agent meets itself, in the folder of a job's logs
+RENDEZVOUS = "rendezvous"  # file of the rendezvous of torchrun's agent, in the folder of a job's logs
 ROOT_CAUSE = re.compile(  # matches the end of torchrun's log if one of its ranks ended first
     r"Root Cause \(first observed failure\):.*?\(local_rank: (\d+)\).*?exitcode\s*: (-?\d+)", re.DOTALL
 )
-OF_A_SHELL = 128  # base of exit codes that stand for signals, as subprocess_guard.py passes them on
+SIGNAL_EXIT_BASE = 128  # base of exit codes that stand for signals, as subprocess_guard.py passes them on
 STOPPED = "T"  # state of a process that got SIGSTOP, in proc(5)
 
 
@@ -130,7 +130,7 @@ class Running(Ranks):
         if found is None:
             return None
         rank, code = int(found[1]), int(found[2])
-        code = OF_A_SHELL - code if code > OF_A_SHELL else code
+        code = SIGNAL_EXIT_BASE - code if code > SIGNAL_EXIT_BASE else code
         return Exit(rank=self.ranks.start + rank, code=code, asked=False, at=0.0)
 
     def list_other_logs(self) -> list[Path]:
@@ -154,14 +154,14 @@ class Running(Ranks):
                 os.killpg(self._agent.pid, signal.SIGKILL)
             self._agent.wait()
         asks = self.logs.glob(hang_capture.ASK.format("*"))
-        beats = self.logs.glob(hang_capture.BEATS.format("*")) if self._agent.poll() == 0 else ()
+        heartbeats = self.logs.glob(hang_capture.HEARTBEATS.format("*")) if self._agent.poll() == 0 else ()
         unused = [path for path in self.list_files("stacks-{}.txt") if not path.stat().st_size]
         for path in (
             *self.list_files("rank-{}.pid"),
             self.logs / RENDEZVOUS,
             self.job.get_port_path(),
             *asks,
-            *beats,
+            *heartbeats,
             *unused,
         ):
             path.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-EACH_S = 1.0  # maximum time in s that a writer may delay the next one
+MAX_WRITER_DELAY_S = 1.0  # maximum time in s that a writer may delay the next one
 
 
 def export_trace() -> bytes:
@@ -47,7 +47,7 @@ def start_responder(pipe: Path, producers: Mapping[Path, Callable[[], bytes]]) -
     file.
 
     A thread waits for it, without cost; empty results leave no file. File systems without pipes are ignored. A function
-    that does not return within EACH_S, such as CUDA with a lock held by another thread, does not block the others.
+    that does not return within MAX_WRITER_DELAY_S, such as CUDA with a lock held by another thread, does not block the others.
     """
     try:
         pipe.unlink(missing_ok=True)
@@ -62,6 +62,6 @@ def start_responder(pipe: Path, producers: Mapping[Path, Callable[[], bytes]]) -
             for file, produce in producers.items():
                 writing = threading.Thread(target=_write_content, args=(file, produce), name=file.stem, daemon=True)
                 writing.start()
-                writing.join(EACH_S)
+                writing.join(MAX_WRITER_DELAY_S)
 
     threading.Thread(target=handle_requests, name="flight-recorder", daemon=True).start()

@@ -15,14 +15,14 @@ HEADER = "--header"
 HIDDEN = "…"
 
 
-def format_retyped_command(
+def format_updated_command(
     typed: Sequence[str], command: str, given: Mapping[str, str], others: Sequence[str] = ()
 ) -> str:
-    """Return the words of `retype_command` as a command line."""
-    return shlex.join(["dcpbench", *retype_command(typed, command, given, others)])
+    """Return the words of `update_command` as a command line."""
+    return shlex.join(["dcpbench", *update_command(typed, command, given, others)])
 
 
-def retype_command(
+def update_command(
     typed: Sequence[str], command: str, given: Mapping[str, str], others: Sequence[str] = ()
 ) -> list[str]:
     """Return the words of a command line with the options in `given` (empty for a switch) and without `others`.

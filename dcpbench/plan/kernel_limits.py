@@ -14,7 +14,7 @@ import msgspec
 from dcpbench.errors import LayoutError
 from dcpbench.models.weight_formats import DENSE, EXPERTS, Q_B, QKV, SHARED, O
 from dcpbench.points.budget import ITEMSIZE
-from dcpbench.points.names import CUT, FP8, WHOLE
+from dcpbench.points.names import FP8, MOE_EP, MOE_TP
 
 if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
@@ -89,7 +89,7 @@ def compute_part_sizes(point: Point, shape: ModelShape) -> dict[str, tuple[int, 
     inputs alone.
     """
     heads = shape.heads // point.layout.attn_tp
-    experts = shape.moe_inter // point.tp if point.ep == CUT else shape.moe_inter
+    experts = shape.moe_inter // point.tp if point.ep == MOE_TP else shape.moe_inter
     found = {"'hidden_size'": (shape.hidden, QKV, True)}
     if shape.gqa:
         found["the keys"] = (shape.count_kv_heads(point.layout.attn_tp) * shape.head_width, QKV, False)
@@ -131,13 +131,13 @@ def _find_odd_rows(point: Point, shape: ModelShape) -> KernelLimit | None:
     """Return the limit of tensor-parallel experts with rows that a tensor descriptor cannot read; None without it."""
     width, weights = shape.moe_inter // point.tp, shape.get_weight_format(point.weights_precision)
     bits = weights.bits if EXPERTS in weights.parts else 8 * ITEMSIZE[point.dtype]
-    if not weights.engine or point.ep != CUT or width * bits // 8 % TENSOR_UNIT == 0:
+    if not weights.engine or point.ep != MOE_TP or width * bits // 8 % TENSOR_UNIT == 0:
         return None
     return KernelLimit(
-        given=f"--ep {CUT} with --tp {point.tp}",
+        given=f"--ep {MOE_TP} with --tp {point.tp}",
         reason=f"each rank has {width} numbers of {shape.name}'s experts, {shape.moe_inter} wide, and kernels take rows "
         f"that are multiples of {TENSOR_UNIT} bytes",
-        change=f"--ep {WHOLE}, or a smaller --tp",
+        change=f"--ep {MOE_EP}, or a smaller --tp",
         change_query="fewer --gpus",
     )
 

@@ -14,7 +14,7 @@ from dcpbench.errors import UsageError
 from dcpbench.points.bounds import MAX_NUMBER
 from dcpbench.points.counts import parse_count, suggest_counts
 from dcpbench.points.expert_distribution import parse_routing
-from dcpbench.points.names import BACKENDS, CUT, REPLAY, SYNTHETIC, WHOLE, format_flag, format_setting, join_value
+from dcpbench.points.names import BACKENDS, MOE_EP, MOE_TP, REPLAY, SYNTHETIC, format_flag, format_setting, join_value
 from dcpbench.points.point import AXES, LOAD_AXES
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def format_example(name: str) -> str:
         "kv_dtype": "fp8,bf16",
         "tp": "4,8",
         "dcp": "1,4",
-        "ep": f"{CUT},{WHOLE}",
+        "ep": f"{MOE_TP},{MOE_EP}",
         "routing": "even,zipf:1",
         "mtp": "3",
         "acceptance": "0.85/0.6/0.4",
@@ -126,7 +126,7 @@ def parse_int(name: str, value: object) -> int:
 def parse_degrees(name: str, value: object) -> tuple[str, ...]:
     """Parse `1,tp`, each value once: numbers of ranks, or all ranks of a layout."""
     return tuple(
-        dict.fromkeys(WHOLE if item == WHOLE else str(parse_int(name, item)) for item in split_items(name, value))
+        dict.fromkeys(MOE_EP if item == MOE_EP else str(parse_int(name, item)) for item in split_items(name, value))
     )
 
 

@@ -16,7 +16,7 @@ from dcpbench.plan.serve_spec import FILE, SERVE_SPEC_PARSERS, get_default_clien
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.engine_points import UNKNOWN_FIELDS, make_engine_load, make_engine_point
 from dcpbench.points.layout import DEGREES, Layout
-from dcpbench.points.names import UNKNOWN, WHOLE, format_flag
+from dcpbench.points.names import MOE_EP, UNKNOWN, format_flag
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.serving.loads import compute_extent
@@ -158,7 +158,7 @@ def make_server_spec(given: Mapping[str, object], *, cpu: bool, weights: str = U
         model=cast("str | None", _get_single("model", options.pop("model"))) if "model" in options else None,
         layout=layout,
         wrong=_find_layout_error(layout),
-        ep=str(layout["tp"]) if ep == WHOLE and layout["tp"] else ep,
+        ep=str(layout["tp"]) if ep == MOE_EP and layout["tp"] else ep,
         dtype=cast("str | None", options.pop("dtype", None)),
         exchange=str(_get_single("exchange", options.pop("exchange"))) if "exchange" in options else UNKNOWN,
         weights=weights,

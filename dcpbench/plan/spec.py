@@ -24,10 +24,10 @@ from dcpbench.points.layout import DEGREES, OUTER_DEGREES
 from dcpbench.points.names import (
     AS_PUBLISHED,
     COMPUTED,
-    CUT,
     DTYPES,
     FP8,
     LIBRARIES,
+    MOE_TP,
     PRECISIONS,
     STORED,
     SYNTHETIC,
@@ -235,7 +235,7 @@ def get_defaults(probe: Probe) -> dict[str, object]:
             "dtype": "fp32",
             "weights_dtype": "fp32",
             "page_size": 1,
-            "ep": CUT,
+            "ep": MOE_TP,
         }
     return {
         "model": ("deepseek-v3",),
@@ -247,7 +247,7 @@ def get_defaults(probe: Probe) -> dict[str, object]:
         "dtype": "bf16",
         "weights_dtype": AS_PUBLISHED,
         "page_size": 64,
-        "ep": CUT,
+        "ep": MOE_TP,
     }
 
 

@@ -20,7 +20,7 @@ from dcpbench.errors import (
 )
 from dcpbench.models.shapes import NOPE, ROPE, VALUE
 from dcpbench.models.weight_formats import FORMATS, INT4, INT4_GROUPS
-from dcpbench.plan.command_line import format_retyped_command, retype_command
+from dcpbench.plan.command_line import format_updated_command, update_command
 from dcpbench.plan.kernel_limits import TENSOR_UNIT, find_kernel_limit, find_split_block
 from dcpbench.points import memory
 from dcpbench.points.batches import GRAPH_BATCHES
@@ -42,12 +42,12 @@ from dcpbench.points.memory import GIB
 from dcpbench.points.names import (
     ALL_REDUCES,
     AUTO,
-    CUT,
     DTYPES,
     ENGINE_POLICIES,
     EXCHANGES,
     FP8,
     LIBRARIES,
+    MOE_TP,
     NO_EXCHANGE,
     OVER_FP8,
     PCP_EXCHANGE,
@@ -110,7 +110,7 @@ def check_runnable(point: Point, settings: Settings, shape: ModelShape, machine:
     if probe.device == "cpu":
         _check_cpu(point, shape, machine)
     _check_layout(point, shape)
-    here = not settings.step_times  # else the point has run, on ranks and by a wire that need not be here
+    here = not settings.step_times  # else the point has run, on ranks and links that need not be here
     if here:
         _check_ranks(point, shape, machine)
         _check_query_rows(point)
@@ -238,7 +238,7 @@ def _check_cpu(point: Point, shape: ModelShape, machine: Machine) -> None:
         raise CapacityError(
             f"--model {point.model} has about {on_gpus / GIB:,.0f} GiB of weights in {weights.name} and needs GPUs; none are "
             f"{'used with --device cpu' if machine.probe.count else 'visible'} (`dcpbench doctor` shows this machine). "
-            f"To plan it for GPUs type: {format_retyped_command(machine.typed, _get_command(point), plan, ['--device'])}. "
+            f"To plan it for GPUs type: {format_updated_command(machine.typed, _get_command(point), plan, ['--device'])}. "
             f"For a functional run on the CPU type: dcpbench {_get_command(point)} --model tiny --tp 8 --dcp 8"
         )
 
@@ -295,7 +295,7 @@ def _check_routing(point: Point, shape: ModelShape, machine: Machine) -> None:
 
 
 def _check_emulated(point: Point, machine: Machine) -> None:
-    """Raise an error unless the rank that emulates a layout has a known wire model and its results are not compared."""
+    """Raise an error unless the rank that emulates a layout has a known communication model and its results are not compared."""
     if machine.nnodes > 1:
         raise UsageError("--emulate runs one rank on this machine alone; leave --nodes out.")
     if point.layout.gpus > point.tp:
@@ -323,7 +323,7 @@ def _check_emulated(point: Point, machine: Machine) -> None:
         needed.append(("all-gather", point.dcp))  # of stored prefixes
     for name, ranks in needed:
         if ranks > 1:
-            described_machine.wire.predict_seconds(name, ranks, 1)
+            described_machine.comm_model.predict_seconds(name, ranks, 1)
 
 
 def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[str]:
@@ -335,9 +335,9 @@ def _suggest_smaller(point: Point, shape: ModelShape, machine: Machine) -> list[
             given = {"--model": point.model, "--tp": str(best.tp)}
             given |= {"--dp": str(best.dp)} if best.dp > 1 else {}
             given |= {"--dcp": str(best.dcp)}
-            given |= {"--ep": point.ep} if point.ep != place_experts(CUT, point.tp) else {}
+            given |= {"--ep": point.ep} if point.ep != place_experts(MOE_TP, point.tp) else {}
             given |= _get_plan_options(machine.probe)
-            return retype_command(machine.typed, _get_command(point), given, ["--dp", "--ep"])
+            return update_command(machine.typed, _get_command(point), given, ["--dp", "--ep"])
     return f"{_get_command(point)} --device cpu --model tiny --tp 8 --dcp 8".split()
 
 

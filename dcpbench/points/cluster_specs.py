@@ -8,7 +8,7 @@ A machine is named, `H200` or `H200+rdma-400`, or is a file that `dcpbench bench
     link = "rdma-400"              # between hosts, of `dcpbench machines`; or a table with name, bytes_s, latency_us, source
     measured = "4 × NVIDIA H200, NCCL 2.28.9"
     prompts = [[128, 1.01], [4096, 1.05]]    # [prompt tokens of a step, times as long as one GPU takes that stands for several]
-    [calls]                        # [ranks, meetings, bytes that a rank receives, µs] of each
+    [calls]                        # [ranks, barriers, bytes that a rank receives, µs] of each
     all-gather = [[2, 1, 7168, 5.84], …]
 
 Built-in machines use the calls measured on H200, the only measured host, for everything without a file. On other GPUs the
@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from dcpbench.errors import UsageError
-from dcpbench.points.comm_model import Call, Link, Prompts, Sample, Wire, describe_invalid_prompts
+from dcpbench.points.comm_model import Call, CommModel, Link, Prompts, Sample, describe_invalid_prompts
 from dcpbench.points.gpus import GPUS, Gpu
 
 LINKS = (
@@ -89,21 +89,21 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return f"{self.name} (on paper)" if self.on_paper else self.name
 
     @property
-    def wire_measured(self) -> str:
+    def comm_source(self) -> str:
         """Return where the times of the machine's calls were measured."""
         return self.measured if self.calls else load_built_in(MEASURED_ON).measured
 
     @property
-    def wire(self) -> Wire:
+    def comm_model(self) -> CommModel:
         """Return the model of the machine's calls: its own if the file has calls, else that of H200."""
         link = (
             next((link for link in LINKS if link.name == self.link), None) if isinstance(self.link, str) else self.link
         )
         if self.calls:
-            return Wire(_make_calls(self), self.gpus_per_host, link)
+            return CommModel(_make_calls(self), self.gpus_per_host, link)
         of = load_built_in(MEASURED_ON)
         scale = self.card.nvlink_bytes_s / of.card.nvlink_bytes_s
-        return Wire(_make_calls(of), self.gpus_per_host, link, scale=scale, borrowed=BORROWED_ERROR)
+        return CommModel(_make_calls(of), self.gpus_per_host, link, scale=scale, borrowed=BORROWED_ERROR)
 
     def compute_scale(self, rate: str, measured_on: Gpu) -> tuple[float, float]:
         """Return (time on this GPU over the time on another one, relative error) for work bound by a named rate.
@@ -171,10 +171,12 @@ def parse_machine(content: bytes, where: str) -> Machine:
     except msgspec.ValidationError as e:
         message, _, place = str(e).partition(" - at `$.")
         field = place.rstrip("`")
-        raise UsageError(f"{where}: {f'{field}: ' if field else ''}{message}; docs/wire.md shows a whole file.") from e
+        raise UsageError(
+            f"{where}: {f'{field}: ' if field else ''}{message}; docs/comm-model.md shows a whole file."
+        ) from e
     except (ValueError, RecursionError) as e:
         why = "it is nested too deep" if isinstance(e, RecursionError) else str(e)
-        raise UsageError(f"{where} is not valid TOML: {why}; docs/wire.md shows a whole file.") from e
+        raise UsageError(f"{where} is not valid TOML: {why}; docs/comm-model.md shows a whole file.") from e
     wrong = _describe_invalid_field(found)
     if wrong:
         raise UsageError(f"{where}: {wrong}")
@@ -201,9 +203,9 @@ def format_machine(machine: Machine) -> str:
             "[link]",
             *(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in msgspec.to_builtins(machine.link).items()),
         ]
-    lines += ["", "[calls]  # [ranks, meetings, bytes that a rank receives, µs] of each"]
+    lines += ["", "[calls]  # [ranks, barriers, bytes that a rank receives, µs] of each"]
     for name, samples in machine.calls.items():
-        rows = (f"    [{s.ranks}, {s.meetings}, {s.received_bytes}, {s.us:.2f}]," for s in samples)
+        rows = (f"    [{s.ranks}, {s.barriers}, {s.received_bytes}, {s.us:.2f}]," for s in samples)
         lines += [f"{name} = [", *rows, "]"]
     return "\n".join(lines) + "\n"
 
@@ -240,12 +242,12 @@ def _describe_invalid_call(calls: dict[str, list[Sample]]) -> str:
     for name, samples in calls.items():
         if not samples:
             return (
-                f"calls.{name} is empty; write [ranks, meetings, bytes, µs] of each measurement, or leave the call out."
+                f"calls.{name} is empty; write [ranks, barriers, bytes, µs] of each measurement, or leave the call out."
             )
         for number, s in enumerate(samples):
-            if s.ranks <= 1 or s.meetings < 1 or s.received_bytes < 1 or not 0 < s.us < math.inf:
+            if s.ranks <= 1 or s.barriers < 1 or s.received_bytes < 1 or not 0 < s.us < math.inf:
                 return (
-                    f"calls.{name}[{number}] = [{s.ranks}, {s.meetings}, {s.received_bytes}, {s.us:g}] cannot be: 2 or more ranks, "
-                    "1 or more meetings and bytes, and a positive time in µs are needed."
+                    f"calls.{name}[{number}] = [{s.ranks}, {s.barriers}, {s.received_bytes}, {s.us:g}] cannot be: 2 or more ranks, "
+                    "1 or more barriers and bytes, and a positive time in µs are needed."
                 )
     return ""

@@ -1,11 +1,11 @@
 """Model the time of a collective or an exchange by ranks and bytes, fitted to measurements. No torch.
 
-    seconds(call, N, bytes) = M·(launch + meet·(N − 1)) + bytes / rate         the model
+    seconds(call, N, bytes) = M·(launch + per_rank·(N − 1)) + bytes / rate     the model
                               · exp(residual at these bytes)                    deviation of the measurements
 
-N ranks, M meetings (1 for a collective; 2 for an exchange that gathers q first, else 1), bytes that a rank receives. Launch, meet
+N ranks, M barriers (1 for a collective; 2 for an exchange that gathers q first, else 1), bytes that a rank receives. Launch, per_rank
 and rate are fitted per call by least squares of relative errors, none negative; the residual is interpolated between the
-sizes that were measured, linearly in the logarithm of the bytes of a meeting, and in the same way between numbers of ranks.
+sizes that were measured, linearly in the logarithm of the bytes of a barrier, and in the same way between numbers of ranks.
 
 The band is the error of the model without a measurement: between two measured sizes the error of a fit without the size in
 between (its 90th percentile); beyond the measured ranks, for each doubling, the worst error of a fit to fewer ranks at the most
@@ -37,13 +37,13 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     """Hold a measured call: the median of its slowest rank, in a CUDA graph."""
 
     ranks: int
-    meetings: int
+    barriers: int
     received_bytes: int  # bytes that a rank receives, by the call's own formula (exchange/*.py)
     us: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seconds:
+class CallTime:
     """Hold the time of one call on the slowest rank."""
 
     mean: float
@@ -51,13 +51,13 @@ class Seconds:
     high: float
 
     @classmethod
-    def from_mean(cls, mean: float, error: float) -> Seconds:
+    def from_mean(cls, mean: float, error: float) -> CallTime:
         """Return a time with a relative error in both directions, as a factor of 1 + error."""
         return cls(mean=mean, low=mean / (1 + error), high=mean * (1 + error))
 
-    def apply_factor(self, factor: float) -> Seconds:
+    def apply_factor(self, factor: float) -> CallTime:
         """Return the time multiplied by a factor."""
-        return Seconds(mean=factor * self.mean, low=factor * self.low, high=factor * self.high)
+        return CallTime(mean=factor * self.mean, low=factor * self.low, high=factor * self.high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +65,12 @@ class Fit:
     """Hold the parameters of the fit, in microseconds and microseconds per byte."""
 
     launch_us: float
-    meet_us: float  # time for each rank beyond the first, in µs
+    per_rank_us: float  # time for each rank beyond the first, in µs
     us_per_byte: float
 
-    def predict_us(self, ranks: int, meetings: int, received_bytes: float) -> float:
+    def predict_us(self, ranks: int, barriers: int, received_bytes: float) -> float:
         """Return the time of the model without its residual, in µs."""
-        return meetings * (self.launch_us + self.meet_us * (ranks - 1)) + received_bytes * self.us_per_byte
+        return barriers * (self.launch_us + self.per_rank_us * (ranks - 1)) + received_bytes * self.us_per_byte
 
     @property
     def bytes_s(self) -> float | None:
@@ -82,7 +82,7 @@ def fit_samples(samples: Sequence[Sample]) -> Fit:
     """Fit these samples by least squares of relative errors; a parameter that would be negative is 0."""
     import numpy as np
 
-    terms = np.array([[s.meetings, s.meetings * (s.ranks - 1), s.received_bytes] for s in samples], dtype=float)
+    terms = np.array([[s.barriers, s.barriers * (s.ranks - 1), s.received_bytes] for s in samples], dtype=float)
     terms /= np.array([[s.us] for s in samples])
     best, found = math.inf, np.zeros(3)
     for count in (1, 2, 3):
@@ -128,7 +128,7 @@ class Call:
         by_fewer = Call(self.name, tuple(fewer))
         doublings = math.log2(self.ranks[-1] / by_fewer.ranks[-1])
         errors = [
-            abs(by_fewer.predict_us(s.ranks, s.received_bytes, s.meetings) / s.us - 1)
+            abs(by_fewer.predict_us(s.ranks, s.received_bytes, s.barriers) / s.us - 1)
             for s in self.samples
             if s not in fewer
         ]
@@ -143,22 +143,22 @@ class Call:
             rest = tuple(s for s in self.samples if s is not left_out)
             sizes = [_compute_size(s) for s in rest if s.ranks == left_out.ranks]
             if len(sizes) > 1 and min(sizes) < _compute_size(left_out) < max(sizes):
-                us = Call(self.name, rest).predict_us(left_out.ranks, left_out.received_bytes, left_out.meetings)
+                us = Call(self.name, rest).predict_us(left_out.ranks, left_out.received_bytes, left_out.barriers)
                 found.append(abs(us / left_out.us - 1))
         return found
 
-    def predict_us(self, ranks: int, received_bytes: float, meetings: int = 1) -> float:
+    def predict_us(self, ranks: int, received_bytes: float, barriers: int = 1) -> float:
         """Return the microseconds of one call."""
-        size = math.log(max(received_bytes / meetings, 1.0))
+        size = math.log(max(received_bytes / barriers, 1.0))
         residual = _interpolate(
             math.log(ranks), [(math.log(n), _interpolate(size, self._residuals[n])) for n in self.ranks]
         )
-        return self.fitted.predict_us(ranks, meetings, received_bytes) * math.exp(residual)
+        return self.fitted.predict_us(ranks, barriers, received_bytes) * math.exp(residual)
 
-    def estimate_error(self, ranks: int, received_bytes: float, meetings: int = 1) -> float:
+    def estimate_error(self, ranks: int, received_bytes: float, barriers: int = 1) -> float:
         """Return the relative error of `us`, as the module describes."""
         sizes = [_compute_size(s) for s in self.samples]
-        size = received_bytes / meetings
+        size = received_bytes / barriers
         past = max(size / max(sizes), min(sizes) / max(size, 1.0), 1.0)
         more = max(ranks / self.ranks[-1], self.ranks[0] / ranks, 1.0)
         return self.size_error * (1 + math.log2(past)) + self.ranks_error * math.log2(more)
@@ -170,13 +170,13 @@ class Call:
         """
         found: dict[int, dict[float, list[float]]] = {n: {} for n in self.ranks}
         for s in self.samples:
-            modelled = self.fitted.predict_us(s.ranks, s.meetings, s.received_bytes)
+            modelled = self.fitted.predict_us(s.ranks, s.barriers, s.received_bytes)
             found[s.ranks].setdefault(math.log(_compute_size(s)), []).append(math.log(s.us / modelled))
         return {n: [(x, sum(ys) / len(ys)) for x, ys in sorted(of.items())] for n, of in found.items()}
 
 
 def _compute_size(sample: Sample) -> float:
-    return sample.received_bytes / sample.meetings
+    return sample.received_bytes / sample.barriers
 
 
 def _interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:
@@ -204,9 +204,9 @@ LINK_SHARE = 0.8  # share of a link's nominal rate that large messages reach (nc
 LINK_BAND = 1.0  # relative error of links between hosts, which we never measured: half to twice the time
 
 
-LATE = 1.1
+IN_STEP_FACTOR = 1.1
 """Time of all-reduces in steps of DeepSeek-V3 and Kimi-K2 on two and four H200 over the time of the same calls alone: the work
-between them takes each rank a different time. Exchanges follow shortly after, and have no such factor (docs/wire.md)."""
+between them takes each rank a different time. Exchanges follow shortly after, and have no such factor (docs/comm-model.md)."""
 # Shares of a step by which the step of all ranks may be shorter and longer than that of the emulated rank, in addition to the
 # error of calls: the slowest GPU decides, and the busiest rank is emulated. Set by 42 decode steps that were measured with all
 # ranks and emulated: 32 of results/decode_4xH200/decode-serving-fp8_4xH200_2026-11-26 and ten of
@@ -253,7 +253,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class CommModel:
     """Model all calls of a machine, of which the first `host` ranks share memory."""
 
     calls: Mapping[str, Call]
@@ -261,36 +261,36 @@ class Wire:
     link: Link | None = None
     scale: float = 1.0  # this machine's link rate over the measured machine's; it scales bytes, never launches
     borrowed: float = 0.0  # additional relative error if another machine was measured
-    late: float = 1.0  # factor on collectives, as ranks reach them at different times; not applied to exchanges
+    in_step_factor: float = 1.0  # factor on collectives, which ranks reach at different times; not on exchanges
 
     @property
-    def in_step(self) -> Wire:
+    def in_step(self) -> CommModel:
         """Return the model for calls inside steps, which wait for the slowest rank."""
-        return dataclasses.replace(self, late=LATE)
+        return dataclasses.replace(self, in_step_factor=IN_STEP_FACTOR)
 
-    def predict_seconds(self, what: str, ranks: int, received_bytes: int, meetings: int = 1) -> Seconds:
+    def predict_seconds(self, what: str, ranks: int, received_bytes: int, barriers: int = 1) -> CallTime:
         """Return the time of one call over `ranks` ranks, each of which receives `received_bytes`.
 
         Raise UsageError if nothing is known of such a call, or if it cannot leave a host.
         """
         if ranks == 1:
-            return Seconds(mean=0.0, low=0.0, high=0.0)
+            return CallTime(mean=0.0, low=0.0, high=0.0)
         call = self.calls.get(what)
         if call is None:
             known = ", ".join(self.calls) or "nothing"
             raise UsageError(
                 f"{what} was not measured on this machine (known: {known}); measure it with dcpbench bench calibrate."
             )
-        us = call.predict_us(ranks, received_bytes, meetings)
+        us = call.predict_us(ranks, received_bytes, barriers)
         bytes_us = min(received_bytes * call.fitted.us_per_byte, us)
         alone = us - bytes_us * (1 - 1 / self.scale)
-        error = call.estimate_error(ranks, received_bytes, meetings) + self.borrowed + abs(us / alone - 1)
-        mean = alone * (1.0 if what in EXCHANGES else self.late)
+        error = call.estimate_error(ranks, received_bytes, barriers) + self.borrowed + abs(us / alone - 1)
+        mean = alone * (1.0 if what in EXCHANGES else self.in_step_factor)
         if ranks > self.host:
-            return self._predict_across_hosts(what, ranks, received_bytes, meetings, mean)
-        return Seconds.from_mean(mean * 1e-6, error)
+            return self._predict_across_hosts(what, ranks, received_bytes, barriers, mean)
+        return CallTime.from_mean(mean * 1e-6, error)
 
-    def predict_hop_seconds(self, received_bytes: int, *, across: bool) -> Seconds:
+    def predict_hop_seconds(self, received_bytes: int, *, across: bool) -> CallTime:
         """Return the time of a message from one GPU to another, `across` hosts or inside one.
 
         Inside a host it is an all-gather over two ranks, each of which receives as many bytes; no message alone was measured.
@@ -301,11 +301,11 @@ class Wire:
         if self.link is None:
             raise UsageError("a pipeline stage on another host needs a link between hosts; use a machine with +LINK.")
         us = max(inside.mean * 1e6, received_bytes / (self.link.bytes_s * LINK_SHARE) * 1e6) + self.link.latency_us
-        return Seconds.from_mean(us * 1e-6, LINK_BAND)
+        return CallTime.from_mean(us * 1e-6, LINK_BAND)
 
     def _predict_across_hosts(
-        self, what: str, ranks: int, received_bytes: int, meetings: int, inside_us: float
-    ) -> Seconds:
+        self, what: str, ranks: int, received_bytes: int, barriers: int, inside_us: float
+    ) -> CallTime:
         """Return the larger of the call inside a host and its part between hosts, plus a message's latency for each
         host.
         """
@@ -318,6 +318,6 @@ class Wire:
             )
         rate = self.link.bytes_s * LINK_SHARE
         crossing = received_bytes / self.host if way == RING else received_bytes * (ranks - self.host) / (ranks - 1)
-        hops = meetings * (math.ceil(ranks / self.host) - 1 if way == RING else 1)
+        hops = barriers * (math.ceil(ranks / self.host) - 1 if way == RING else 1)
         us = max(inside_us, crossing / rate * 1e6) + hops * self.link.latency_us
-        return Seconds.from_mean(us * 1e-6, LINK_BAND)
+        return CallTime.from_mean(us * 1e-6, LINK_BAND)

@@ -15,7 +15,7 @@ _COUNT = re.compile(r"\d{1,9}")
 
 @dataclasses.dataclass(frozen=True)
 class Instances:
-    """Describe the instances of one layout behind a router, each on GPUs of its own."""
+    """Describe the instances of one layout behind a router, each on its own GPUs."""
 
     prefill: int = 0  # number of instances that only prefill
     decode: int = 0  # number of instances that only decode

@@ -21,7 +21,7 @@ import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcpbench.errors import LayoutError
-from dcpbench.points.names import CUT, SGLANG, VLLM, WHOLE
+from dcpbench.points.names import MOE_EP, MOE_TP, SGLANG, VLLM
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,7 +54,7 @@ class Layout:
     tp: int  # number of GPUs that share one copy of the model; the world size
     dp: int = 1  # number of attention data parallel replicas inside `tp`
     dcp: int = 1  # ranks that share the KV cache of a request: in an attention replica or, with PCP, over the PCP ranks
-    pp: int = 1  # number of pipeline stages, each on `tp` · `pcp` GPUs of its own
+    pp: int = 1  # number of pipeline stages, each on its own `tp` · `pcp` GPUs
     pcp: int = 1  # groups of `tp` GPUs among which prompts' tokens are divided (prefill context parallelism)
     shared_kv: int = 1  # PCP ranks that share a KV cache, in a layout that has them as attention replicas (`spread`)
 
@@ -148,7 +148,7 @@ class Layout:
         """
         return [list(range(a, self.tp, self.attn_tp)) for a in range(self.attn_tp)]
 
-    def check_model(self, shape: ModelShape, ep: str = WHOLE) -> None:
+    def check_model(self, shape: ModelShape, ep: str = MOE_EP) -> None:
         """Raise LayoutError, with degrees that work, unless heads and the experts placed by `ep` divide evenly."""
         self._check_outer(shape)
         if self.pcp > 1:
@@ -162,8 +162,8 @@ class Layout:
         self._check_kv_heads(shape)
         shared = shape.shared_experts * shape.moe_inter
         experts = {
-            WHOLE: (shape.experts, f"{shape.experts} experts, which do"),
-            CUT: (shape.moe_inter, f"experts with a width of {shape.moe_inter}, which does"),
+            MOE_EP: (shape.experts, f"{shape.experts} experts, which do"),
+            MOE_TP: (shape.moe_inter, f"experts with a width of {shape.moe_inter}, which does"),
         }
         if ep not in experts:
             raise LayoutError(
@@ -177,7 +177,7 @@ class Layout:
         for size, text in (experts[ep], *others):
             if size % self.tp:
                 possible = _format_divisors(math.gcd(experts[ep][0], shape.dense_inter, shared), 64)
-                other = CUT if ep == WHOLE else WHOLE
+                other = MOE_TP if ep == MOE_EP else MOE_EP
                 instead = any(n % self.tp for n, _ in (experts[other], *others))
                 raise LayoutError(
                     f"{shape.name} has {text} not divide over --tp {self.tp}; --tp can be {possible}"
@@ -244,13 +244,13 @@ class Layout:
 
 
 def place_experts(ep: str, tp: int) -> str:
-    """Return --ep as points store it: WHOLE if it is the number of ranks of the layout."""
-    return WHOLE if ep == str(tp) else ep
+    """Return --ep as points store it: MOE_EP if it is the number of ranks of the layout."""
+    return MOE_EP if ep == str(tp) else ep
 
 
 def find_ep_degree(ep: str, tp: int) -> int | None:
     """Return the expert parallel degree of `ep` in a layout of `tp` ranks; None if it is unknown."""
-    if ep == WHOLE:
+    if ep == MOE_EP:
         return tp or None
     return int(ep) if ep.isdecimal() else None
 
@@ -264,7 +264,7 @@ def format_layout_name(degrees: object, dp: int, ep_degree: int | None) -> str:
     return str(degrees) if dp <= 1 or ep_degree is None else f"{degrees}·ep{ep_degree}"
 
 
-def list_valid_layouts(shape: ModelShape, tp: int, ep: str = CUT, pp: int = 1, pcp: int = 1) -> list[Layout]:
+def list_valid_layouts(shape: ModelShape, tp: int, ep: str = MOE_TP, pp: int = 1, pcp: int = 1) -> list[Layout]:
     """Return every layout of `tp` ranks a stage that the model can take with experts placed by `ep`, smallest degrees first.
 
     Raise LayoutError for a `tp` that no layout has.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dcpbench.models.weight_formats import DENSE, EXPERTS, Q_B, QKV, SHARED, UNQUANTISED, O, WeightFormat
 from dcpbench.points.layout import OWN_HEADS, Layout
-from dcpbench.points.names import CUT, WHOLE
+from dcpbench.points.names import MOE_EP, MOE_TP
 
 if TYPE_CHECKING:
     from dcpbench.models.shapes import ModelShape
@@ -103,11 +103,7 @@ def make_attention_products(shape: ModelShape, layout: Layout, wide: GroupWide =
 
 
 def compute_attention_bytes(
-    shape: ModelShape,
-    layout: Layout,
-    itemsize: int,
-    wide: GroupWide = OWN_HEADS,
-    weights: WeightFormat = UNQUANTISED,
+    shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, weights: WeightFormat = UNQUANTISED
 ) -> int:
     """Return the bytes of one layer's attention weights on one rank, with the vectors of `count_attention_vectors`.
 
@@ -199,7 +195,7 @@ def _compute_mlp_bytes(
 
 
 def compute_moe_bytes(
-    shape: ModelShape, layout: Layout, itemsize: int, weights: WeightFormat = UNQUANTISED, *, ep: str = WHOLE
+    shape: ModelShape, layout: Layout, itemsize: int, weights: WeightFormat = UNQUANTISED, *, ep: str = MOE_EP
 ) -> int:
     """Return the bytes of one layer's router (its bias in fp32), this rank's experts, and its slice of the shared
     expert.
@@ -208,7 +204,7 @@ def compute_moe_bytes(
     scales.
     """
     router = shape.experts * shape.hidden * itemsize + shape.experts * FP32
-    held, ranks = (shape.experts, layout.tp) if ep == CUT else (shape.experts // layout.tp, 1)
+    held, ranks = (shape.experts, layout.tp) if ep == MOE_TP else (shape.experts // layout.tp, 1)
     experts = held * _compute_mlp_bytes(shape, shape.moe_inter, ranks, itemsize, weights, EXPERTS) if held else 0
     biases = held * (2 * shape.moe_inter // ranks + shape.hidden) * itemsize if shape.expert_bias else 0
     return router + experts + biases + compute_shared_expert_bytes(shape, layout, itemsize, weights)
@@ -255,7 +251,7 @@ def compute_weight_bytes(
     wide: GroupWide = OWN_HEADS,
     weights: WeightFormat = UNQUANTISED,
     *,
-    ep: str = WHOLE,
+    ep: str = MOE_EP,
 ) -> int:
     """Return the bytes of weights on one rank if `dense` + `moe` distinct layers are held; `itemsize` applies to what
     is not quantised.
@@ -276,7 +272,7 @@ def compute_draft_bytes(
     wide: GroupWide = OWN_HEADS,
     weights: WeightFormat = UNQUANTISED,
     *,
-    ep: str = WHOLE,
+    ep: str = MOE_EP,
 ) -> int:
     """Return the bytes of the layer that drafts tokens on one rank: a layer with experts, a projection of two hidden states
     to one, which each rank holds whole, and three norms. Embedding and LM head are the model's.
@@ -347,7 +343,7 @@ def compute_window_bytes(
 
 
 def compute_prefill_bytes(
-    shape: ModelShape, layout: Layout, tokens: int, itemsize: int, ep: str = WHOLE, *, kv_itemsize: int | None = None
+    shape: ModelShape, layout: Layout, tokens: int, itemsize: int, ep: str = MOE_EP, *, kv_itemsize: int | None = None
 ) -> int:
     """Return the additional bytes of a step of `tokens` prompt tokens over the layout on one rank, compared with decodes.
 
@@ -363,7 +359,7 @@ def compute_prefill_bytes(
     """
     rows, heads = tokens // layout.dp, shape.heads // layout.attn_tp
     window = compute_window_bytes(shape, layout, max(PREFILL_WINDOW, rows), itemsize, kv_itemsize)
-    width = shape.moe_inter if ep == WHOLE else shape.moe_inter // layout.tp
+    width = shape.moe_inter if ep == MOE_EP else shape.moe_inter // layout.tp
     experts = tokens * shape.top_k * (shape.hidden + 3 * width)
     if not shape.experts:
         experts = tokens * 3 * shape.dense_inter // layout.tp
@@ -396,11 +392,7 @@ def compute_min_layers(
 
 
 def compute_certain_bytes(
-    shape: ModelShape,
-    layout: Layout,
-    itemsize: int,
-    wide: GroupWide = OWN_HEADS,
-    weights: WeightFormat = UNQUANTISED,
+    shape: ModelShape, layout: Layout, itemsize: int, wide: GroupWide = OWN_HEADS, weights: WeightFormat = UNQUANTISED
 ) -> int:
     """Return the bytes of weights that one layer certainly reads in every step: attention and shared expert.
 

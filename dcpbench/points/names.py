@@ -25,7 +25,7 @@ WEIGHT_FORMATS = tuple(weight_formats.FORMATS)  # values of --weights-dtype that
 COMPUTED = "dtype"  # field of a point for the dtype of the computation, which follows from the options in STORED
 STORED = ("weights_dtype", "kv_dtype")  # options, and fields of a point, for the precision of stored weights and KV
 AS_PUBLISHED = "published"  # default of --weights-dtype on GPUs: the format in which a model is published
-CUT, WHOLE = "1", "tp"
+MOE_TP, MOE_EP = "1", "tp"
 """Values of --ep, the expert parallel degree: 1 for tensor-parallel experts (each expert is split by width over all ranks of a
 layout), tp for expert parallel (EP: each rank holds some of the experts, undivided). The default is 1 in every layout, as in vLLM and
 SGLang, which turn on expert parallel with --enable-expert-parallel and --ep-size."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from dcpbench.models.shapes import ModelShape
     from dcpbench.points.cluster_specs import Machine
-    from dcpbench.points.comm_model import Wire
+    from dcpbench.points.comm_model import CommModel
     from dcpbench.points.layout import Layout
     from dcpbench.points.roofline import Sharding
 
@@ -99,7 +99,7 @@ def check_hosts(layout: Layout, machine: Machine) -> None:
         )
 
 
-def predict_hops_us(wire: Wire, sharding: Sharding, rows: int, stages: int) -> list[float]:
+def predict_hops_us(comm_model: CommModel, sharding: Sharding, rows: int, stages: int) -> list[float]:
     """Return the time that a micro-batch of `rows` rows takes from each stage to the next, by the model of the machine's links.
 
     A stage has the ranks of `sharding`, and stages follow each other on the hosts. Raise UsageError if a call is unknown.
@@ -108,9 +108,9 @@ def predict_hops_us(wire: Wire, sharding: Sharding, rows: int, stages: int) -> l
     sent, gathered = compute_hop_bytes(rows, sharding.shape.hidden, sharding.itemsize, layout.attn_tp)
     hops = []
     for stage in range(1, stages):
-        seconds = wire.predict_hop_seconds(sent, across=stage * layout.tp % wire.host == 0).mean
+        seconds = comm_model.predict_hop_seconds(sent, across=stage * layout.tp % comm_model.host == 0).mean
         if gathered:
-            seconds += wire.predict_seconds("all-gather", layout.attn_tp, gathered).mean
+            seconds += comm_model.predict_seconds("all-gather", layout.attn_tp, gathered).mean
         hops.append(1e6 * seconds)
     return hops
 

@@ -107,7 +107,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     workload: Annotated[str, Axis(LOAD, 5, "{}", title="workload")] = "decode"
     ep: Annotated[  # `1`: tensor-parallel experts, split by width; `tp`: expert parallel; an import's degree or unknown
         str, Axis(ENGINE | PATH, 6, "ep{}", title="experts (ep)")
-    ] = names.WHOLE
+    ] = names.MOE_EP
     concurrency: Annotated[Count, Axis(LOAD, 40, title="concurrency")]  # requests in flight, whole layout; `serve`: max
     context: Annotated[  # tokens in the KV cache of each request; `serve`: maximum tokens of a request, output included
         Count, Axis(LOAD, 41, title="context")
@@ -298,7 +298,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Return the point's own fields with such a role that differ from their defaults; `ep` is compared with its
         layout's default.
         """
-        overrides = {"ep": str(self.ep_degree) if self.ep_label else names.WHOLE}
+        overrides = {"ep": str(self.ep_degree) if self.ep_label else names.MOE_EP}
         return axes.format_changed_values(select_point_axes(role, but), msgspec.structs.asdict(self) | overrides)
 
     def get_key(self) -> str:

@@ -5,21 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from dcpbench.points.comm_model import Seconds
+from dcpbench.points.comm_model import CallTime
 from dcpbench.points.layout import compute_local_length
-from dcpbench.points.roofline import (
-    LSE_BYTES,
-    compute_candidate_bytes,
-    compute_exchanged_bytes,
-    compute_query_work,
-)
+from dcpbench.points.roofline import LSE_BYTES, compute_candidate_bytes, compute_exchanged_bytes, compute_query_work
 
 if TYPE_CHECKING:
-    from dcpbench.points.comm_model import Wire
+    from dcpbench.points.comm_model import CommModel
     from dcpbench.points.roofline import Sharding, StepRows
 
 
-def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str) -> dict[str, Seconds]:
+def predict_calls(sharding: Sharding, rows: StepRows, known: CommModel, exchange: str) -> dict[str, CallTime]:
     """Return the calls between ranks of a step as the engine makes them, by kind; calls of one kind have the same relative error.
 
     Raise UsageError if a call is unknown for the machine.
@@ -49,12 +44,12 @@ def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str
     new = sum(tokens for tokens, _ in rows.chunks)
     made.append(("all-gather", sharding.pcp, (sharding.pcp - 1) * new * sharding.row_width * itemsize, 1))
     layers.append(s.layers)
-    found: dict[str, Seconds] = {}
-    for times, (what, over, received, meetings) in zip(layers, made, strict=True):
+    found: dict[str, CallTime] = {}
+    for times, (what, over, received, barriers) in zip(layers, made, strict=True):
         if over > 1 and received:
-            each = known.predict_seconds(what, over, math.ceil(received), meetings)
-            before = found.get(what, Seconds(mean=0.0, low=0.0, high=0.0))
-            found[what] = Seconds(
+            each = known.predict_seconds(what, over, math.ceil(received), barriers)
+            before = found.get(what, CallTime(mean=0.0, low=0.0, high=0.0))
+            found[what] = CallTime(
                 mean=before.mean + times * each.mean,
                 low=before.low + times * each.low,
                 high=before.high + times * each.high,
@@ -63,7 +58,7 @@ def predict_calls(sharding: Sharding, rows: StepRows, known: Wire, exchange: str
 
 
 def _list_exchange_calls(sharding: Sharding, decodes: int, exchange: str) -> list[tuple[str, int, float, int]]:
-    """Return the calls around decode attention of a layer: (kind, ranks, received bytes, meetings).
+    """Return the calls around decode attention of a layer: (kind, ranks, received bytes, barriers).
 
     DCP ranks in different PCP ranks hold the same heads, so that queries are gathered inside a PCP rank alone. As in vLLM, the
     log-sum-exps of all DCP ranks are then gathered, and their scaled outputs summed on all of them.

@@ -24,7 +24,17 @@ from dcpbench.points.expert_distribution import EVEN, OWN
 from dcpbench.points.key_values import LIST
 from dcpbench.points.layout import DEGREES, OUTER_DEGREES, Layout, list_valid_layouts, place_experts
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, CUT, GAMMA, NO_EXCHANGE, PCP_EXCHANGE, REPLAY, UNKNOWN, WHOLE, format_setting
+from dcpbench.points.names import (
+    CLOSED,
+    GAMMA,
+    MOE_EP,
+    MOE_TP,
+    NO_EXCHANGE,
+    PCP_EXCHANGE,
+    REPLAY,
+    UNKNOWN,
+    format_setting,
+)
 from dcpbench.points.point import Point
 from dcpbench.points.settings import Settings
 from dcpbench.points.structured_options import KEYS
@@ -107,30 +117,30 @@ class Evidence:
 
 
 def choose_layouts(
-    ask: Query, known: Evidence, steps: Steps, watch: Watch = lambda _: None
+    query: Query, known: Evidence, steps: Steps, watch: Watch = lambda _: None
 ) -> tuple[list[Choice], list[str]]:
     """Return a choice for each load, and sentences on the evidence that was not used.
 
     `watch` is called with the work in progress. Raise UsageError if no layout is possible, or if the model cannot take
     the loads.
     """
-    shape = load_shape(ask.model)
-    for _, context, load in ask.loads:
+    shape = load_shape(query.model)
+    for _, context, load in query.loads:
         check_positions(context, load, shape)
-    records, notes = _select_records(ask, known)
-    times, unused = _select_step_times(ask, known)
+    records, notes = _select_records(query, known)
+    times, unused = _select_step_times(query, known)
     layouts: list[Layout] = []
-    for gpus in ask.gpus:
-        found = _list_valid_layouts(ask, gpus)
+    for gpus in query.gpus:
+        found = _list_valid_layouts(query, gpus)
         if not found:
-            raise UsageError(_explain_no_layout(ask, gpus))
+            raise UsageError(_explain_no_layout(query, gpus))
         layouts += found
     bands = measure_bands(known.runs)
-    drafts = [_start_choice(ask, times, steps, records, bands, layouts, watch, *load) for load in ask.loads]
-    _add_estimates(ask, drafts, steps, watch)
-    choices = _split_gains(ask, [_finish_choice(ask, draft, steps) for draft in drafts], steps, watch)
+    drafts = [_start_choice(query, times, steps, records, bands, layouts, watch, *load) for load in query.loads]
+    _add_estimates(query, drafts, steps, watch)
+    choices = _split_gains(query, [_finish_choice(query, draft, steps) for draft in drafts], steps, watch)
     if not any(choice.best for choice in choices):
-        instead = suggestions.suggest_options(ask, lambda other: _has_answer(other, steps))
+        instead = suggestions.suggest_options(query, lambda other: _has_answer(other, steps))
         choices = [dataclasses.replace(choice, instead=instead) for choice in choices]
     return choices, [*notes, *unused, *_list_unused_runs(records, choices)]
 
@@ -152,7 +162,7 @@ class _Draft:
 
 
 def _start_choice(
-    ask: Query,
+    query: Query,
     times: Mapping[str, StepTimes],
     steps: Steps,
     records: Sequence[tuple[Record, str]],
@@ -165,10 +175,10 @@ def _start_choice(
 ) -> _Draft:
     """Return the records and replays of a load, and the layouts that are left to be estimated, one for each placement of experts."""
     draft = _Draft(concurrency=concurrency, context=context, load=load)
-    shape, probe = load_shape(ask.model), _make_probe(ask)
-    placed = [(layout, ep) for layout in layouts for ep in _list_placements(ask, layout)]
+    shape, probe = load_shape(query.model), _make_probe(query)
+    placed = [(layout, ep) for layout in layouts for ep in _list_placements(query, layout)]
     for layout, ep in placed:
-        points = [p for p in _make_points(ask, layout, concurrency, context, load) if p.ep == ep]
+        points = [p for p in _make_points(query, layout, concurrency, context, load) if p.ep == ep]
         who = points[0].instance_name
         watch(f"{' × '.join(_format_load(concurrency, context, load))}: {who}")
 
@@ -176,8 +186,8 @@ def _start_choice(
             watch(f"{who}, {served}")
 
         draft.points[who] = points[0]
-        draft.capacities[who] = measure_capacity(points[0], ask.settings, shape, probe)
-        if refusal := find_refusal(ask, points[0]):
+        draft.capacities[who] = measure_capacity(points[0], query.settings, shape, probe)
+        if refusal := find_refusal(query, points[0]):
             draft.refused[who] = refusal
             continue
         found = [
@@ -186,7 +196,7 @@ def _start_choice(
             if _is_same_load(r.point, points[0], server=is_server_origin(get_origin(r)))
             and _is_placed_alike(r.point.ep, points[0])
         ]
-        replays = [_replay_point(ask, points[0], *file, report_progress) for file in times.items()]
+        replays = [_replay_point(query, points[0], *file, report_progress) for file in times.items()]
         found += [f for f in replays if isinstance(f, Forecast)]
         draft.runs.extend(found)
         if found:
@@ -196,18 +206,18 @@ def _start_choice(
         if too_short := [reason for reason in replays if isinstance(reason, str)]:
             draft.short[who] = too_short[-1]
         try:
-            draft.pending[who] = _find_quickest(ask, points, steps)
+            draft.pending[who] = _find_quickest(query, points, steps)
         except UsageError as e:
             draft.refused[who] = Refusal(OTHER, draft.short.pop(who, str(e)))
     return draft
 
 
-def _add_estimates(ask: Query, drafts: Sequence[_Draft], steps: Steps, watch: Watch) -> None:
+def _add_estimates(query: Query, drafts: Sequence[_Draft], steps: Steps, watch: Watch) -> None:
     """Estimate the pending layouts of all loads."""
 
     def estimate(point: Point, watch: Watch) -> Forecast | str:
         try:
-            return _estimate_point(ask, point, steps, watch)
+            return _estimate_point(query, point, steps, watch)
         except UsageError as e:
             return str(e)
 
@@ -220,10 +230,10 @@ def _add_estimates(ask: Query, drafts: Sequence[_Draft], steps: Steps, watch: Wa
             draft.best[who] = found
 
 
-def _finish_choice(ask: Query, draft: _Draft, steps: Steps) -> Choice:
+def _finish_choice(query: Query, draft: _Draft, steps: Steps) -> Choice:
     """Return the choice with estimates corrected by records, in order."""
-    best = {who: _drop_layers_held(ask, f) for who, f in _apply_records(ask, draft.best, steps).items()}
-    misses = {f.who: missed for f in best.values() if (missed := f.list_missed(ask.slo))}
+    best = {who: _drop_layers_held(query, f) for who, f in _apply_records(query, draft.best, steps).items()}
+    misses = {f.who: missed for f in best.values() if (missed := f.list_missed(query.slo))}
     requests, lengths = _format_load(draft.concurrency, draft.context, draft.load)
     return Choice(
         requests=requests,
@@ -239,16 +249,17 @@ def _finish_choice(ask: Query, draft: _Draft, steps: Steps) -> Choice:
     )
 
 
-def _split_gains(ask: Query, choices: Sequence[Choice], steps: Steps, watch: Watch) -> list[Choice]:
+def _split_gains(query: Query, choices: Sequence[Choice], steps: Steps, watch: Watch) -> list[Choice]:
     """Return the choices, each with the gain of its leading layout with DCP by cause, if the same layout without DCP fits."""
     pairs = {n: pair for n, choice in enumerate(choices) if (pair := choice.dcp_pair)}
     baselines = {f.point.get_key(): baseline.point for f, baseline in pairs.values()}
 
     def split(point: Point, _watch: Watch) -> GainSplit | None:
         both = (point, baselines[point.get_key()])
-        plans = {p.layout_name: plan_engine([p], ask.settings, load_shape(ask.model), _make_probe(ask)) for p in both}
+        shape, probe = load_shape(query.model), _make_probe(query)
+        plans = {p.layout_name: plan_engine([p], query.settings, shape, probe) for p in both}
         try:
-            return forecast.split_gain(*both, plans, ask.machine, ask.settings, steps.terms)
+            return forecast.split_gain(*both, plans, query.machine, query.settings, steps.terms)
         except UsageError:
             return None
 
@@ -263,11 +274,11 @@ def _is_placed_alike(ep: str, point: Point) -> bool:
     Without attention DP every placement does; with it, an unknown placement stands for tensor-parallel experts, the default of
     engines.
     """
-    return point.dp == 1 or (ep == point.ep if ep in (CUT, WHOLE) else point.ep == CUT)
+    return point.dp == 1 or (ep == point.ep if ep in (MOE_TP, MOE_EP) else point.ep == MOE_TP)
 
 
 def find_nearest(
-    ask: Query, choice: Choice, recommended: Forecast, exchanges: Sequence[str], steps: Steps
+    query: Query, choice: Choice, recommended: Forecast, exchanges: Sequence[str], steps: Steps
 ) -> Forecast | None:
     """Return the forecast of the same layout and load with the fastest of `exchanges` and no option of an exchange.
 
@@ -276,26 +287,26 @@ def find_nearest(
     """
     point = recommended.point
     load = (point.concurrency, point.context, point.load)
-    points = [_make_point(ask, point.layout, exchange, point.ep, *load) for exchange in exchanges]
+    points = [_make_point(query, point.layout, exchange, point.ep, *load) for exchange in exchanges]
     names = {forecast.format_point(point) for point in points}
     if ran := [f for f in choice.runs if f.who in names]:
         return min(ran, key=lambda f: (SOURCES.index(f.source), -f.tok_s))
     try:
-        found = _estimate_point(ask, _find_quickest(ask, points, steps), steps)
+        found = _estimate_point(query, _find_quickest(query, points, steps), steps)
     except UsageError:
         return None
     others = {f.who: f for f in choice.forecasts if f.source != ESTIMATED}
-    return _apply_records(ask, others | {found.who: found}, steps)[found.who]
+    return _apply_records(query, others | {found.who: found}, steps)[found.who]
 
 
-def _estimate_point(ask: Query, point: Point, steps: Steps, watch: Watch = lambda _: None) -> Forecast:
-    plan = plan_engine([point], ask.settings, load_shape(ask.model), _make_probe(ask))
+def _estimate_point(query: Query, point: Point, steps: Steps, watch: Watch = lambda _: None) -> Forecast:
+    plan = plan_engine([point], query.settings, load_shape(query.model), _make_probe(query))
     return forecast.estimate_point(
-        point, plan, ask.machine, ask.settings, steps, steps.terms, watch, micro_batches=ask.micro_batches
+        point, plan, query.machine, query.settings, steps, steps.terms, watch, micro_batches=query.micro_batches
     )
 
 
-def _find_quickest(ask: Query, points: Sequence[Point], steps: Steps) -> Point:
+def _find_quickest(query: Query, points: Sequence[Point], steps: Steps) -> Point:
     """Return the point with the shortest decode step among a layout's exchanges and expert placements.
 
     Raise UsageError if nothing is known about any.
@@ -304,7 +315,7 @@ def _find_quickest(ask: Query, points: Sequence[Point], steps: Steps) -> Point:
     reason = ""
     for point in points:
         try:
-            of = forecast.Estimator(point, ask.machine, steps.terms, ask.micro_batches)
+            of = forecast.Estimator(point, query.machine, steps.terms, query.micro_batches)
             known[of.estimate_ms(of.make_decode_rows(point.concurrency, point.context))] = point
         except UsageError as e:
             reason = str(e)
@@ -313,7 +324,7 @@ def _find_quickest(ask: Query, points: Sequence[Point], steps: Steps) -> Point:
     return known[min(known)]
 
 
-def _apply_records(ask: Query, found: dict[str, Forecast], steps: Steps) -> dict[str, Forecast]:
+def _apply_records(query: Query, found: dict[str, Forecast], steps: Steps) -> dict[str, Forecast]:
     """Return the forecasts, with estimates times the geometric mean of records over their own estimates."""
     there = [f for f in found.values() if f.source != ESTIMATED]
     if not there or len(there) == len(found):
@@ -321,7 +332,7 @@ def _apply_records(ask: Query, found: dict[str, Forecast], steps: Steps) -> dict
     ratios = []
     for f in there:
         try:
-            ratios.append(f.tok_s / _estimate_point(ask, f.point, steps).tok_s)
+            ratios.append(f.tok_s / _estimate_point(query, f.point, steps).tok_s)
         except UsageError:
             continue
     if not ratios:
@@ -338,10 +349,10 @@ def _format_load(concurrency: int, context: int, load: Load | None) -> tuple[str
     return requests, f"{format_lengths(load.input_tokens)} → {format_lengths(load.output_tokens)} tokens"
 
 
-def _list_valid_layouts(ask: Query, gpus: int) -> list[Layout]:
+def _list_valid_layouts(query: Query, gpus: int) -> list[Layout]:
     """Return the layouts of this many GPUs that the model can take, in all stages that are compared."""
-    shape = load_shape(ask.model)
-    stages = [(pp, pcp) for pp, pcp in ask.stages if gpus % (pp * pcp) == 0]
+    shape = load_shape(query.model)
+    stages = [(pp, pcp) for pp, pcp in query.stages if gpus % (pp * pcp) == 0]
     return [layout for pp, pcp in stages for layout in _list_stage_layouts(shape, gpus // (pp * pcp), pp, pcp)]
 
 
@@ -350,51 +361,51 @@ def _list_stage_layouts(shape: ModelShape, tp: int, pp: int, pcp: int) -> list[L
 
     Replicas of attention DP share experts; a model without experts is served by several servers instead.
     """
-    cut = list_valid_layouts(shape, tp, CUT, pp, pcp)
+    cut = list_valid_layouts(shape, tp, MOE_TP, pp, pcp)
     if not shape.experts:
         return [layout for layout in cut if layout.dp == 1]
-    found = [*cut, *(x for x in list_valid_layouts(shape, tp, WHOLE, pp, pcp) if x.dp > 1)]
+    found = [*cut, *(x for x in list_valid_layouts(shape, tp, MOE_EP, pp, pcp) if x.dp > 1)]
     return sorted(set(found), key=lambda x: (x.dp, x.dcp))
 
 
-def _explain_no_layout(ask: Query, gpus: int) -> str:
-    degrees = format_list([f"pp={pp},pcp={pcp}" for pp, pcp in ask.stages], "or")
-    staged = f" with --stages {degrees} (--gpus counts tp · pp · pcp)" if ask.stages != NO_STAGES else ""
-    problem = f"{ask.model} cannot be placed on {format_count(gpus, 'GPU')}{staged}"
-    able = [str(n) for n in range(1, ask.machine.gpus_per_host + 1) if _list_valid_layouts(ask, n)]
+def _explain_no_layout(query: Query, gpus: int) -> str:
+    degrees = format_list([f"pp={pp},pcp={pcp}" for pp, pcp in query.stages], "or")
+    staged = f" with --stages {degrees} (--gpus counts tp · pp · pcp)" if query.stages != NO_STAGES else ""
+    problem = f"{query.model} cannot be placed on {format_count(gpus, 'GPU')}{staged}"
+    able = [str(n) for n in range(1, query.machine.gpus_per_host + 1) if _list_valid_layouts(query, n)]
     if not able:
         return f"{problem}; use other degrees."
     return f"{problem}; within a host it can on {format_list(able, 'or')}, as in --gpus {able[-1]}."
 
 
-def _list_placements(ask: Query, layout: Layout) -> list[str]:
+def _list_placements(query: Query, layout: Layout) -> list[str]:
     """Return the placements of experts that are compared in a layout: tensor-parallel, and with attention DP expert parallel too."""
     found = []
-    for ep in (CUT, WHOLE)[: 2 if layout.dp > 1 else 1]:
+    for ep in (MOE_TP, MOE_EP)[: 2 if layout.dp > 1 else 1]:
         with contextlib.suppress(LayoutError):
             placed = place_experts(ep, layout.spread.tp)
-            layout.check_model(load_shape(ask.model), placed)
+            layout.check_model(load_shape(query.model), placed)
             found.append(placed)
     return found
 
 
-def _make_points(ask: Query, layout: Layout, concurrency: int, context: int, load: Load | None) -> list[Point]:
+def _make_points(query: Query, layout: Layout, concurrency: int, context: int, load: Load | None) -> list[Point]:
     """Return the points of a layout under a load, one for each exchange and expert placement to compare."""
-    exchanges = ask.exchanges if layout.dcp > 1 else (NO_EXCHANGE,)
+    exchanges = query.exchanges if layout.dcp > 1 else (NO_EXCHANGE,)
     if layout.spread.shared_kv > 1:
         exchanges = (PCP_EXCHANGE,)
     return [
-        _make_point(ask, layout, exchange, ep, concurrency, context, load)
+        _make_point(query, layout, exchange, ep, concurrency, context, load)
         for exchange in exchanges
-        for ep in _list_placements(ask, layout)
+        for ep in _list_placements(query, layout)
     ]
 
 
 def _make_point(
-    ask: Query, layout: Layout, exchange: str, ep: str, concurrency: int, context: int, load: Load | None
+    query: Query, layout: Layout, exchange: str, ep: str, concurrency: int, context: int, load: Load | None
 ) -> Point:
     return Point(
-        model=ask.model,
+        model=query.model,
         tp=layout.tp,
         dp=layout.dp,
         dcp=layout.dcp,
@@ -407,42 +418,42 @@ def _make_point(
         exchange=exchange,
         backend="flashinfer",
         dtype="bf16",
-        weights_dtype=ask.weights_dtype if ask.weights_dtype != "bf16" else "",
-        kv_dtype=ask.kv_dtype if ask.kv_dtype != "bf16" else "",
+        weights_dtype=query.weights_dtype if query.weights_dtype != "bf16" else "",
+        kv_dtype=query.kv_dtype if query.kv_dtype != "bf16" else "",
         page_size=64,
-        routing=ask.routing,
-        mtp=ask.mtp,
-        acceptance=ask.acceptance,
+        routing=query.routing,
+        mtp=query.mtp,
+        acceptance=query.acceptance,
         load=load,
     )
 
 
-def _make_probe(ask: Query) -> Probe:
-    return make_planned_probe(ask.machine.gpu, ask.machine.gpus_per_host)
+def _make_probe(query: Query) -> Probe:
+    return make_planned_probe(query.machine.gpu, query.machine.gpus_per_host)
 
 
-def find_refusal(ask: Query, point: Point) -> Refusal | None:
+def find_refusal(query: Query, point: Point) -> Refusal | None:
     """Return why a layout cannot run a load; None if it can. Without --cycled all layers and the KV have to fit."""
-    shape, probe = load_shape(ask.model), _make_probe(ask)
+    shape, probe = load_shape(query.model), _make_probe(query)
     batch = find_batch_limit(point) if point.load is None else None
     if limit := find_kernel_limit(point, shape, probe):
         return Refusal(TOO_MANY if batch else OTHER, limit.format_for_recommend())
     if batch:
         return Refusal(TOO_MANY, batch[0])
-    if not ask.cycled:
-        whole = measure_whole_model(point, ask.settings, shape, probe)
+    if not query.cycled:
+        whole = measure_whole_model(point, query.settings, shape, probe)
         if whole.missing_bytes:
-            one_request = point.load is not None and ask.kv_memory is None
+            one_request = point.load is not None and query.kv_memory is None
             return Refusal(NO_WHOLE_MODEL, _format_missing(whole, one_request=one_request))
-    shortage = find_shortage(point, ask.settings, shape, probe)
+    shortage = find_shortage(point, query.settings, shape, probe)
     return Refusal(LACKS_MEMORY, shortage.problem) if shortage else None
 
 
-def _drop_layers_held(ask: Query, found: Forecast) -> Forecast:
+def _drop_layers_held(query: Query, found: Forecast) -> Forecast:
     """Return the forecast without its number of held layers if the whole model fits the query: its run had less memory."""
     if found.layers_held is None:
         return found
-    whole = measure_whole_model(found.point, ask.settings, load_shape(ask.model), _make_probe(ask))
+    whole = measure_whole_model(found.point, query.settings, load_shape(query.model), _make_probe(query))
     return found if whole.missing_bytes else dataclasses.replace(found, layers_held=None)
 
 
@@ -459,20 +470,20 @@ def _format_missing(whole: WholeModel, *, one_request: bool) -> str:
     )
 
 
-def _has_answer(ask: Query, steps: Steps) -> bool:
+def _has_answer(query: Query, steps: Steps) -> bool:
     """Return True if a layout fits under a load, and something is known about its steps."""
-    for load, gpus in itertools.product(ask.loads, ask.gpus):
-        for layout in _list_valid_layouts(ask, gpus):
-            for point in _make_points(ask, layout, *load):
-                if find_refusal(ask, point):
+    for load, gpus in itertools.product(query.loads, query.gpus):
+        for layout in _list_valid_layouts(query, gpus):
+            for point in _make_points(query, layout, *load):
+                if find_refusal(query, point):
                     continue
                 with contextlib.suppress(UsageError):
-                    _find_quickest(ask, [point], steps)
+                    _find_quickest(query, [point], steps)
                     return True
     return False
 
 
-def _select_records(ask: Query, known: Evidence) -> tuple[list[tuple[Record, str]], list[str]]:
+def _select_records(query: Query, known: Evidence) -> tuple[list[tuple[Record, str]], list[str]]:
     """Return the records that apply to this machine and model, and sentences on those left out."""
     found: list[tuple[Record, str]] = []
     left: dict[str, int] = {}
@@ -481,7 +492,7 @@ def _select_records(ask: Query, known: Evidence) -> tuple[list[tuple[Record, str
         for record in run.records:
             if record.outcome != "ok":
                 continue
-            if why := _explain_exclusion(record, ask):
+            if why := _explain_exclusion(record, query):
                 left[why] = left.get(why, 0) + 1
                 continue
             found.append((record, run.name))
@@ -497,57 +508,58 @@ def _select_records(ask: Query, known: Evidence) -> tuple[list[tuple[Record, str
     return found, notes
 
 
-def _explain_exclusion(record: Record, ask: Query) -> str:
+def _explain_exclusion(record: Record, query: Query) -> str:
     """Return why a record does not apply to the query; empty if it does."""
     point = record.point
     device = record.environment.device if record.environment else ""
     if is_functional(record):
-        return _explain_cpu(ask)
+        return _explain_cpu(query)
     server = is_server_origin(get_origin(record))
     layers = record.model_sizes.layers if record.model_sizes and server else 0
-    if wrong := _describe_other_model(point.model, layers, ask):
+    if wrong := _describe_other_model(point.model, layers, query):
         return f"of {wrong}"
-    if point.emulate and not _is_emulated_for(point, ask):
-        return f"emulated for {point.emulate}, not for {ask.named}"
-    if not point.emulate and not _is_card(device, ask):
-        return f"run on {device or 'an unnamed machine'}, not on {ask.machine.card.device}"
-    if point.load is not None and _get_pool_size(record) != ask.kv_memory_bytes:
-        return f"with {_format_gib(_get_pool_size(record))} of KV on each GPU, not {_format_gib(ask.kv_memory_bytes)} (--kv-memory)"
-    return _describe_other_precision(point, ask, server=server)
+    if point.emulate and not _is_emulated_for(point, query):
+        return f"emulated for {point.emulate}, not for {query.named}"
+    if not point.emulate and not _is_card(device, query):
+        return f"run on {device or 'an unnamed machine'}, not on {query.machine.card.device}"
+    if point.load is not None and _get_pool_size(record) != query.kv_memory_bytes:
+        return f"with {_format_gib(_get_pool_size(record))} of KV on each GPU, not {_format_gib(query.kv_memory_bytes)} (--kv-memory)"
+    return _describe_other_precision(point, query, server=server)
 
 
-def _explain_cpu(ask: Query) -> str:
+def _explain_cpu(query: Query) -> str:
     """Return why CPU results are left out, and how to get results that count."""
-    points = [_make_point(ask, Layout(tp), NO_EXCHANGE, CUT, *load) for tp in ask.gpus for load in ask.loads]
+    points = [_make_point(query, Layout(tp), NO_EXCHANGE, MOE_TP, *load) for tp in query.gpus for load in query.loads]
     return (
-        f"run on a CPU, and CPU times do not count; on {ask.machine.card.device} run "
-        f"{format_measure_command(ask, points, ['tp'])} -o runs/measured, and name runs/measured here"
+        f"run on a CPU, and CPU times do not count; on {query.machine.card.device} run "
+        f"{format_measure_command(query, points, ['tp'])} -o runs/measured, and name runs/measured here"
     )
 
 
-def format_measure_command(ask: Query, points: Sequence[Point], axes: Sequence[str]) -> str:
+def format_measure_command(query: Query, points: Sequence[Point], axes: Sequence[str]) -> str:
     """Return the command that measures these points with all options of the query and the points' values of these layout axes."""
     served = points[0].load is not None
     words = [
         f"serve --mode {REPLAY}" if served else "sweep",
-        f"--model {shlex.quote(ask.model)}",
+        f"--model {shlex.quote(query.model)}",
         *(_format_values(name, points) for name in axes),
         *_list_load_words(points),
-        f"--exchange {','.join(ask.exchanges)}",
-        *_list_condition_words(ask, served=served),
+        f"--exchange {','.join(query.exchanges)}",
+        *_list_condition_words(query, served=served),
     ]
     return f"dcpbench {' '.join(words)}"
 
 
-def format_ab_command(ask: Query, one: Point, other: Point) -> str:
+def format_ab_command(query: Query, one: Point, other: Point) -> str:
     """Return the command that measures two layouts in turn under the load that they share, on a machine with their GPUs."""
     served = one.load is not None
-    both = [f"--model {shlex.quote(ask.model)}", *_list_load_words([one]), *_list_condition_words(ask, served=served)]
+    conditions = _list_condition_words(query, served=served)
+    both = [f"--model {shlex.quote(query.model)}", *_list_load_words([one]), *conditions]
     words = ["ab", *(["--workload", "serve"] if served else []), "--both", shlex.quote(" ".join(both))]
     for side, point in (("--a", one), ("--b", other)):
         names = [name for name in ("dp", "dcp") if getattr(point, name) > 1]
         own = [_format_values(name, [point]) for name in ("tp", *names)]
-        own += [f"--ep {point.ep}"] if point.ep != place_experts(CUT, point.tp) else []
+        own += [f"--ep {point.ep}"] if point.ep != place_experts(MOE_TP, point.tp) else []
         own += ["--dcp 1"] if point.dcp == 1 else [f"--exchange {point.exchange}"]
         words += [side, shlex.quote(" ".join(own))]
     return f"dcpbench {' '.join(words)}"
@@ -569,7 +581,7 @@ def format_server_command(one: Point, other: Point) -> str:
         f"{command} --engine vllm --model CHECKPOINT",
         *(_format_values(name, both) for name in ("tp", "dp", "dcp")),
     ]
-    if len({point.ep for point in both}) > 1 or one.ep != place_experts(CUT, one.tp):
+    if len({point.ep for point in both}) > 1 or one.ep != place_experts(MOE_TP, one.tp):
         words.append("--ep " + ",".join(dict.fromkeys(point.ep for point in both)))
     exchanges = list(dict.fromkeys(point.exchange for point in both if point.dcp > 1))
     if exchanges:
@@ -597,42 +609,42 @@ def _list_load_words(points: Sequence[Point], *, of_server: bool = False) -> lis
     return [arrival, *lengths, f"--num-requests {max(load.requests for load in loads)}"]
 
 
-def _list_condition_words(ask: Query, *, served: bool) -> list[str]:
+def _list_condition_words(query: Query, *, served: bool) -> list[str]:
     """Return the options of precision, routing, KV memory and objectives."""
-    words = [f"--weights-dtype {ask.weights_dtype}", f"--kv-dtype {ask.kv_dtype}"]
-    if ask.routing:
-        words.append(f"--routing {shlex.quote(ask.routing)}")
-    if ask.mtp:
-        words.append(f"--mtp {ask.mtp},acceptance={ask.acceptance}")
-    if ask.kv_memory is not None:
-        words.append(f"--kv-memory {shlex.quote(ask.kv_memory)}")
-    if served and ask.slo:
-        words.append(f"--slo {','.join(f'{name}={ms:g}' for name, ms in ask.slo.items())}")
+    words = [f"--weights-dtype {query.weights_dtype}", f"--kv-dtype {query.kv_dtype}"]
+    if query.routing:
+        words.append(f"--routing {shlex.quote(query.routing)}")
+    if query.mtp:
+        words.append(f"--mtp {query.mtp},acceptance={query.acceptance}")
+    if query.kv_memory is not None:
+        words.append(f"--kv-memory {shlex.quote(query.kv_memory)}")
+    if served and query.slo:
+        words.append(f"--slo {','.join(f'{name}={ms:g}' for name, ms in query.slo.items())}")
     return words
 
 
-def _describe_other_model(model: str, layers: int, ask: Query) -> str:
+def _describe_other_model(model: str, layers: int, query: Query) -> str:
     """Return which model evidence is of, if it is not the one asked for; empty if it is.
 
     Servers name models in their own way: `deepseek-ai/DeepSeek-V3`, or a folder with that name. `layers` is the number of layers
     that the server's model has, 0 if that is unknown.
     """
-    if model != ask.model and PurePath(model).name.lower() != ask.model.lower():
-        return f"{model}, not of {ask.model}"
-    all_layers = load_shape(ask.model).layers
-    return f"{layers} of the {all_layers} layers of {ask.model}" if layers not in (0, all_layers) else ""
+    if model != query.model and PurePath(model).name.lower() != query.model.lower():
+        return f"{model}, not of {query.model}"
+    all_layers = load_shape(query.model).layers
+    return f"{layers} of the {all_layers} layers of {query.model}" if layers not in (0, all_layers) else ""
 
 
-def _is_card(device: str, ask: Query) -> bool:
-    return ask.machine.card.name in re.split(r"[\s-]", device)
+def _is_card(device: str, query: Query) -> bool:
+    return query.machine.card.name in re.split(r"[\s-]", device)
 
 
-def _describe_other_precision(point: Point, ask: Query, *, server: bool = False) -> str:
+def _describe_other_precision(point: Point, query: Query, *, server: bool = False) -> str:
     """Return how a point's precision differs from the query; empty if it does not, or if a server does not report it."""
     pairs = (
-        ("--weights-dtype", point.weights_precision, ask.weights_dtype),
-        ("--kv-dtype", point.kv_precision, ask.kv_dtype),
-        ("--routing", point.routing or EVEN, ask.routing or EVEN),
+        ("--weights-dtype", point.weights_precision, query.weights_dtype),
+        ("--kv-dtype", point.kv_precision, query.kv_dtype),
+        ("--routing", point.routing or EVEN, query.routing or EVEN),
     )
     return format_list(
         [
@@ -645,7 +657,7 @@ def _describe_other_precision(point: Point, ask: Query, *, server: bool = False)
 
 def _list_unused_runs(records: Sequence[tuple[Record, str]], choices: Sequence[Choice]) -> list[str]:
     """Return a sentence on the loads of each run that contributed no figure."""
-    used = {f.whence for choice in choices for f in choice.forecasts}
+    used = {f.basis for choice in choices for f in choice.forecasts}
     loads: dict[str, dict[str, None]] = {}
     for record, run in records:
         if run not in used:
@@ -657,10 +669,10 @@ def _list_unused_runs(records: Sequence[tuple[Record, str]], choices: Sequence[C
     ]
 
 
-def _is_emulated_for(point: Point, ask: Query) -> bool:
+def _is_emulated_for(point: Point, query: Query) -> bool:
     """Return True if an emulated point is for this machine; within a host, for its GPU."""
-    inside = point.gpus <= ask.machine.gpus_per_host
-    return point.emulate in (ask.machine.name, ask.named) or (inside and point.emulate == ask.machine.gpu)
+    inside = point.gpus <= query.machine.gpus_per_host
+    return point.emulate in (query.machine.name, query.named) or (inside and point.emulate == query.machine.gpu)
 
 
 def _get_pool_size(record: Record) -> int | None:
@@ -691,12 +703,12 @@ def _is_same_load(seen: Point, wanted: Point, *, server: bool = False) -> bool:
     return same_chunk and all(getattr(seen.load, name) == getattr(wanted.load, name) for name in names)
 
 
-def _select_step_times(ask: Query, known: Evidence) -> tuple[dict[str, StepTimes], list[str]]:
+def _select_step_times(query: Query, known: Evidence) -> tuple[dict[str, StepTimes], list[str]]:
     """Return the files of step times that apply to the query, and sentences on the others and on limitations of these."""
     found, notes = {}, []
     for file, times in known.times.items():
-        of = _add_engine_settings(times, _make_point(ask, Layout(1), NO_EXCHANGE, CUT, 1, 1, None))
-        if why := _explain_unused_times(ask, times, of):
+        of = _add_engine_settings(times, _make_point(query, Layout(1), NO_EXCHANGE, MOE_TP, 1, 1, None))
+        if why := _explain_unused_times(query, times, of):
             notes.append(f"Left out: {file}, {why}.")
             continue
         found[file] = times
@@ -707,22 +719,22 @@ def _select_step_times(ask: Query, known: Evidence) -> tuple[dict[str, StepTimes
     return found, notes
 
 
-def _explain_unused_times(ask: Query, times: StepTimes, of: Point) -> str:
+def _explain_unused_times(query: Query, times: StepTimes, of: Point) -> str:
     """Return why step times do not apply to the query; empty if they do. `of` has the settings of their engine."""
     device, server = times.environment.device, times.engine is not None
     if device == CPU:
-        return f"step times {_explain_cpu(ask)}"
-    if wrong := _describe_other_model(str(times.path["model"]), times.conditions.layers if server else 0, ask):
+        return f"step times {_explain_cpu(query)}"
+    if wrong := _describe_other_model(str(times.path["model"]), times.conditions.layers if server else 0, query):
         return f"step times of {wrong}"
-    if of.emulate and not _is_emulated_for(of, ask):
-        return f"step times emulated for {of.emulate}, not for {ask.named}"
-    if not of.emulate and not _is_card(device, ask):
-        return f"step times of {device}, not of {ask.machine.card.device}"
-    if of.tp not in ask.gpus:
-        return f"step times of {format_count(of.tp, 'GPU')}, not of {format_list([str(n) for n in ask.gpus], 'or')} (--gpus)"
-    if wrong := _describe_other_precision(of, ask, server=server):
+    if of.emulate and not _is_emulated_for(of, query):
+        return f"step times emulated for {of.emulate}, not for {query.named}"
+    if not of.emulate and not _is_card(device, query):
+        return f"step times of {device}, not of {query.machine.card.device}"
+    if of.tp not in query.gpus:
+        return f"step times of {format_count(of.tp, 'GPU')}, not of {format_list([str(n) for n in query.gpus], 'or')} (--gpus)"
+    if wrong := _describe_other_precision(of, query, server=server):
         return f"step times of {wrong}"
-    if not any(load for _, _, load in ask.loads):
+    if not any(load for _, _, load in query.loads):
         return "step times, by which served loads are replayed; --context measures decode steps only"
     return ""
 
@@ -734,20 +746,20 @@ def _add_engine_settings(times: StepTimes, point: Point) -> Point:
 
 
 def _replay_point(
-    ask: Query, point: Point, file: str, times: StepTimes, watch: Watch = lambda _: None
+    query: Query, point: Point, file: str, times: StepTimes, watch: Watch = lambda _: None
 ) -> Forecast | str | None:
     """Return the forecast by a file of step times, or why its times do not reach the load; None if it has another layout."""
     if point.load is None or any(times.path[name] != getattr(point, name) for name in DEGREES):
         return None
     if any(times.path.get(name, 1) != getattr(point, name) for name in OUTER_DEGREES):
         return None
-    if not _is_placed_alike(str(times.path.get("ep", WHOLE)), point):
+    if not _is_placed_alike(str(times.path.get("ep", MOE_EP)), point):
         return None
     load = msgspec.structs.replace(point.load, mode=REPLAY, prefill=str(times.path["prefill"]))
     of = msgspec.structs.replace(_add_engine_settings(times, point), load=load)
     try:
         own = times.engine is None
-        plan = plan_engine([of], ask.settings, load_shape(ask.model), times.make_probe()) if own else None
-        return forecast.replay_point(of, plan, times, ask.settings, file, watch)
+        plan = plan_engine([of], query.settings, load_shape(query.model), times.make_probe()) if own else None
+        return forecast.replay_point(of, plan, times, query.settings, file, watch)
     except UsageError as e:
         return f"{file}: {e}"

@@ -16,7 +16,7 @@ from dcpbench.models.weight_formats import PAPER_FORMATS
 from dcpbench.plan.validate import find_live_limit
 from dcpbench.points import latency_bands
 from dcpbench.points.layout import place_experts
-from dcpbench.points.names import CLOSED, CUT, ENGINE_NAMES, FP8, OBJECTIVES, SGLANG, VLLM, WEIGHT_FORMATS, WHOLE
+from dcpbench.points.names import CLOSED, ENGINE_NAMES, FP8, MOE_EP, MOE_TP, OBJECTIVES, SGLANG, VLLM, WEIGHT_FORMATS
 from dcpbench.points.pipeline import split_layers
 from dcpbench.points.speculation import SEPARATOR, make_speculation
 from dcpbench.recommend.advise import (
@@ -77,7 +77,7 @@ class Start:
     load: str = ""  # the load that `nearest` is forecast for
 
 
-def format_answer(ask: Query, choices: Sequence[Choice]) -> str:
+def format_answer(query: Query, choices: Sequence[Choice]) -> str:
     """Return which layout to use from which load on, for which machine, and how certain that is."""
     able = [choice for choice in choices if choice.best]
     if not able:
@@ -86,22 +86,22 @@ def format_answer(ask: Query, choices: Sequence[Choice]) -> str:
         give = f"; give {format_list(instead, 'or')}" if instead else ""
         whole = all(one.kind == NO_WHOLE_MODEL for choice in choices for one in choice.refused.values())
         why = f", as the {NO_FIT}" if whole else ""
-        return f"No layout of {ask.model} on {_format_gpus(ask)} can be recommended{why}: {who}: {refusal.reason.rstrip('.')}{give}."
+        return f"No layout of {query.model} on {_format_gpus(query)} can be recommended{why}: {who}: {refusal.reason.rstrip('.')}{give}."
     runs = []
     for text, group in itertools.groupby(able, key=_format_choice):
         loads = list(group)
         first, last = loads[0], loads[-1]
         begin = first.requests if first.lengths == last.lengths else first.name
         runs.append(f"{text} at {last.name if first is last else f'{begin} to {last.name}'}")
-    return f"{format_capitalized(_format_gpus(ask))}{_format_layers_held(able)}{_format_drafts(ask)}: {'; '.join(runs)} ({_format_basis(able)}).{_format_unjudged(choices)}{_format_lock_step(ask, able)}"
+    return f"{format_capitalized(_format_gpus(query))}{_format_layers_held(able)}{_format_drafts(query)}: {'; '.join(runs)} ({_format_basis(able)}).{_format_unjudged(choices)}{_format_lock_step(query, able)}"
 
 
-def _format_drafts(ask: Query) -> str:
+def _format_drafts(query: Query) -> str:
     """Return how many drafts steps verify and what acceptance was assumed; empty for steps of one token."""
-    drafts = make_speculation(ask.mtp, ask.acceptance)
+    drafts = make_speculation(query.mtp, query.acceptance)
     if drafts is None or drafts.expected_tokens is None:
         return ""
-    return f" with {format_count(ask.mtp, 'draft')} a step (assumed: successive drafts are accepted with probability {format_list(ask.acceptance.split(SEPARATOR))}, so that a step yields {drafts.expected_tokens:.2f} tokens on average)"
+    return f" with {format_count(query.mtp, 'draft')} a step (assumed: successive drafts are accepted with probability {format_list(query.acceptance.split(SEPARATOR))}, so that a step yields {drafts.expected_tokens:.2f} tokens on average)"
 
 
 def _format_unjudged(choices: Sequence[Choice]) -> str:
@@ -126,9 +126,9 @@ def _format_layers_held(choices: Sequence[Choice]) -> str:
     return f" ({format_no_fit(format_range(held), str(layers))}{some})"
 
 
-def _format_lock_step(ask: Query, choices: Sequence[Choice]) -> str:
+def _format_lock_step(query: Query, choices: Sequence[Choice]) -> str:
     """Return a sentence if the advantage of attention DP in the answer depends on clients that run in lock-step; else empty."""
-    waves = _list_lock_step_loads(ask)
+    waves = _list_lock_step_loads(query)
     if not waves or not any(f.point.dp > 1 for choice in choices for f in choice.level):
         return ""
     return (
@@ -137,13 +137,13 @@ def _format_lock_step(ask: Query, choices: Sequence[Choice]) -> str:
     )
 
 
-def _list_lock_step_loads(ask: Query) -> list[Load]:
+def _list_lock_step_loads(query: Query) -> list[Load]:
     """Return the loads in which clients run in lock-step."""
-    return [load for requests, _, load in ask.loads if load and is_lock_step(load, requests)]
+    return [load for requests, _, load in query.loads if load and is_lock_step(load, requests)]
 
 
-def _format_gpus(ask: Query) -> str:
-    return f"{format_list([f'{n}' for n in ask.gpus], 'or')} × {ask.machine.label}"
+def _format_gpus(query: Query) -> str:
+    return f"{format_list([f'{n}' for n in query.gpus], 'or')} × {query.machine.label}"
 
 
 def _format_choice(choice: Choice) -> str:
@@ -163,7 +163,7 @@ def _format_choice(choice: Choice) -> str:
     return f"{text} for its KV capacity (its output is level with that of {_format_names(others, 'or')}),"
 
 
-def format_details(ask: Query, choice: Choice) -> list[str]:
+def format_details(query: Query, choice: Choice) -> list[str]:
     """Return sentences on the recommended layout of a load: its figures, its KV capacity, and what else may be taken."""
     best, behind = choice.best, choice.next
     if best is None:
@@ -182,21 +182,21 @@ def format_details(ask: Query, choice: Choice) -> list[str]:
         )
     if choice.gain is not None:
         sentences.append(choice.gain.format())
-    if command := _format_deciding_command(ask, choice):
-        sentences.append(f"To decide, run on {best.point.gpus} × {ask.machine.gpu}: {command}")
+    if command := _format_deciding_command(query, choice):
+        sentences.append(f"To decide, run on {best.point.gpus} × {query.machine.gpu}: {command}")
     return sentences
 
 
-def _format_deciding_command(ask: Query, choice: Choice) -> str:
+def _format_deciding_command(query: Query, choice: Choice) -> str:
     """Return the command that decides between the two first layouts; empty if one is recommended, or none is within the SLO."""
     if choice.decided or not choice.meets:
         return ""
     first, second = (f.point for f in choice.tied[:2])
     if any(point.gpus > point.tp for point in (first, second)):
         return f"{format_url_command(first, second)}, once for each server as started below"
-    if find_live_limit(load_shape(ask.model), ask.weights_dtype):
+    if find_live_limit(load_shape(query.model), query.weights_dtype):
         return format_server_command(first, second)
-    return format_ab_command(ask, first, second)
+    return format_ab_command(query, first, second)
 
 
 def _format_capacity(choice: Choice, of: Forecast) -> str:
@@ -213,8 +213,8 @@ def format_placements(choices: Sequence[Choice]) -> str:
     for choice in choices:
         known = {(f.point.layout, f.point.ep): f for f in choice.forecasts if f.point.dp > 1}
         for (layout, ep), cut in known.items():
-            whole = known.get((layout, WHOLE))
-            if ep != CUT or whole is None:
+            whole = known.get((layout, MOE_EP))
+            if ep != MOE_TP or whole is None:
                 continue
             verdict = EP_AHEAD if is_ahead(whole, cut) else CUT_AHEAD if is_ahead(cut, whole) else EP_LEVEL
             found.setdefault(verdict, []).append((choice.name, whole.tok_s / cut.tok_s))
@@ -278,19 +278,19 @@ def format_break_even(choices: Sequence[Choice]) -> str:
     return " ".join(sentences)
 
 
-def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) -> Iterator[str]:
+def _iter_estimate_notes(query: Query, choices: Sequence[Choice], steps: Steps) -> Iterator[str]:
     """Yield sentences on the basis of the estimates, and on conditions for which they were not checked."""
     folders = list(dict.fromkeys(Path(source).parts[1] for source in steps.sources))
     yield (
-        f"An estimate is the floor of a step, the least time that {ask.machine.gpu} allows for it, times the ratio of {steps.steps:,} "
+        f"An estimate is the floor of a step, the least time that {query.machine.gpu} allows for it, times the ratio of {steps.steps:,} "
         f"measured steps on {steps.machine} to their floors ({format_list(folders)} of results/)."
     )
-    shape = load_shape(ask.model)
-    if ask.weights_dtype in PAPER_FORMATS:
+    shape = load_shape(query.model)
+    if query.weights_dtype in PAPER_FORMATS:
         yield (
-            f"No measured step had {ask.weights_dtype} weights: the floors are those of the smaller weights, and the ratios those of bf16 and fp8."
+            f"No measured step had {query.weights_dtype} weights: the floors are those of the smaller weights, and the ratios those of bf16 and fp8."
         )
-    elif ask.weights_dtype != FP8 and any(load for _, _, load in ask.loads):
+    elif query.weights_dtype != FP8 and any(load for _, _, load in query.loads):
         yield "All measured steps with prompts had fp8 weights: whether bf16 has the same ratios there was not checked."
     if shape.indexer:
         yield (
@@ -299,9 +299,9 @@ def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) ->
         )
     if shape.gqa:
         yield "No measured step had grouped-query attention: it is assumed to have the ratios of MLA."
-    if ask.weights_dtype != FP8 and ask.kv_dtype == FP8:
+    if query.weights_dtype != FP8 and query.kv_dtype == FP8:
         yield "No measured step had bf16 weights with an fp8 cache."
-    if ask.mtp:
+    if query.mtp:
         drafting = (
             "The MTP layer runs once per draft and is estimated as one layer with embedding and head"
             if shape.mtp_layers
@@ -311,18 +311,18 @@ def _iter_estimate_notes(ask: Query, choices: Sequence[Choice], steps: Steps) ->
             "No measured step had drafts. In the estimate attention reads the KV cache once for all rows of a request, and other parts compute "
             f"more rows. {drafting}."
         )
-    yield from _iter_machine_notes(ask, steps)
-    yield from _iter_stage_notes(ask, choices)
-    if limit := find_live_limit(shape, ask.weights_dtype):
+    yield from _iter_machine_notes(query, steps)
+    yield from _iter_stage_notes(query, choices)
+    if limit := find_live_limit(shape, query.weights_dtype):
         yield f"No measured step can replace the estimates: {limit}."
     elif any(f.point.gpus == f.point.tp for choice in choices for f in choice.forecasts):
         yield (
-            f"To replace the estimates, measure the steps of one rank on one {ask.machine.gpu}: {format_emulate_command(ask, choices)}, then "
+            f"To replace the estimates, measure the steps of one rank on one {query.machine.gpu}: {format_emulate_command(query, choices)}, then "
             "add that folder to this command."
         )
 
 
-def _iter_stage_notes(ask: Query, choices: Sequence[Choice]) -> Iterator[str]:
+def _iter_stage_notes(query: Query, choices: Sequence[Choice]) -> Iterator[str]:
     """Yield sentences on pipeline stages and prefill context parallelism, of which no step was measured."""
     staged: dict[int, list[Forecast]] = {}
     for f in (f for choice in choices for f in choice.forecasts if f.point.pp > 1):
@@ -330,8 +330,8 @@ def _iter_stage_notes(ask: Query, choices: Sequence[Choice]) -> Iterator[str]:
     for pp, found in staged.items():
         waits = format_range([round(100 * (f.bubble_share or 0.0)) for f in found])
         yield (
-            f"pp{pp}: stages of {format_list([str(n) for n in split_layers(load_shape(ask.model).layers, pp)])} layers, "
-            f"{ask.micro_batches or pp} micro-batches in flight; a stage waits for {waits} % of a decode step on average. "
+            f"pp{pp}: stages of {format_list([str(n) for n in split_layers(load_shape(query.model).layers, pp)])} layers, "
+            f"{query.micro_batches or pp} micro-batches in flight; a stage waits for {waits} % of a decode step on average. "
             "Weights are of the stage with most of them. No such step was measured."
         )
     if any(f.point.pcp > 1 for choice in choices for f in choice.forecasts):
@@ -341,49 +341,49 @@ def _iter_stage_notes(ask: Query, choices: Sequence[Choice]) -> Iterator[str]:
         )
 
 
-def _iter_machine_notes(ask: Query, steps: Steps) -> Iterator[str]:
+def _iter_machine_notes(query: Query, steps: Steps) -> Iterator[str]:
     """Yield sentences on how the machine differs from that of the measured steps."""
-    if ask.machine.gpu != steps.machine:
-        yield f"No step was measured on {ask.machine.gpu}: its ratios are assumed to be those of {steps.machine}."
-    if ask.machine.on_paper:
-        yield f"{ask.machine.gpu} is a machine on paper: its rates and memory are from data sheets and public logs."
-    if not ask.machine.card.cuda:
-        yield f"{ask.machine.gpu} does not run CUDA: a port of the kernels is assumed to have these ratios."
-    if max(ask.gpus) > 4:  # noqa: PLR2004 - the published runs'
+    if query.machine.gpu != steps.machine:
+        yield f"No step was measured on {query.machine.gpu}: its ratios are assumed to be those of {steps.machine}."
+    if query.machine.on_paper:
+        yield f"{query.machine.gpu} is a machine on paper: its rates and memory are from data sheets and public logs."
+    if not query.machine.card.cuda:
+        yield f"{query.machine.gpu} does not run CUDA: a port of the kernels is assumed to have these ratios."
+    if max(query.gpus) > 4:  # noqa: PLR2004 - the published runs'
         yield "No step of more than 4 ranks was measured: the communication model estimates their collectives, and its error is part of the band."
 
 
-def list_unknowns(ask: Query, choices: Sequence[Choice], steps: Steps) -> list[str]:
+def list_unknowns(query: Query, choices: Sequence[Choice], steps: Steps) -> list[str]:
     """Return sentences on what the answer does not know."""
     used = [f for choice in choices for f in choice.forecasts]
     sentences: list[str] = []
     if any(f.source == ESTIMATED for f in used):
-        sentences += _iter_estimate_notes(ask, choices, steps)
+        sentences += _iter_estimate_notes(query, choices, steps)
     if right := [f"{format_ratio(c.factor)} at {c.name}" for c in choices if c.factor]:
         sentences.append(
             f"Estimates of loads that have records are corrected by the ratio of recorded to estimated output ({format_list(right)}): tok/s are "
             "multiplied by it, latencies are divided by it."
         )
     sentences += describe_latencies(used)
-    waves = _list_lock_step_loads(ask)
+    waves = _list_lock_step_loads(query)
     if waves and used:
-        some = "" if len(waves) == len(ask.loads) else f" under {len(waves)} of {len(ask.loads)} loads"
+        some = "" if len(waves) == len(query.loads) else f" under {len(waves)} of {len(query.loads)} loads"
         sentences.append(
             format_lock_step_warning(waves[0].output_tokens, some=some, dp=any(f.point.dp > 1 for f in used))
         )
     for choice in choices:
         sentences += [f"{who} at {choice.name} is estimated: {why.rstrip('.')}." for who, why in choice.short.items()]
-    if ask.cycled:
+    if query.cycled:
         sentences.append(
             "With --cycled, weights need not fit: servers of these layouts may not start on this many GPUs."
         )
     if any(f.source == EMULATED for f in used):
         sentences.append("Emulated points model the time that ranks wait for each other (limits: docs/emulation.md).")
     sentences.append(_format_energy(choices))
-    published = load_shape(ask.model).published.name
-    if used and ask.weights_dtype != published and ask.weights_dtype in WEIGHT_FORMATS:
-        sentences.append(f"The commands name a checkpoint in {published}; give one in {ask.weights_dtype} instead.")
-    if ask.kv_memory is not None and used:
+    published = load_shape(query.model).published.name
+    if used and query.weights_dtype != published and query.weights_dtype in WEIGHT_FORMATS:
+        sentences.append(f"The commands name a checkpoint in {published}; give one in {query.weights_dtype} instead.")
+    if query.kv_memory is not None and used:
         sentences.append(
             "The commands of SGLang and vLLM do not include --kv-memory: these engines choose the sizes of their own KV pools."
         )
@@ -442,12 +442,12 @@ def _format_energy(choices: Sequence[Choice]) -> str:
     return f"Energy per token of all GPUs, in J, by NVML: {'; '.join(known)}. That of the other layouts is unknown."
 
 
-def format_emulate_command(ask: Query, choices: Sequence[Choice]) -> str:
+def format_emulate_command(query: Query, choices: Sequence[Choice]) -> str:
     """Return the command that measures one rank of each layout, on a machine with a GPU."""
     points = [f.point for choice in choices for f in choice.forecasts if f.point.gpus == f.point.tp]
-    by_default = all(point.ep == place_experts(CUT, point.tp) for point in points)
+    by_default = all(point.ep == place_experts(MOE_TP, point.tp) for point in points)
     axes = ["tp", "dp", "dcp", *([] if by_default else ["ep"])]
-    return f"{format_measure_command(ask, points, axes)} --emulate {shlex.quote(ask.named)} -o runs/emulated"
+    return f"{format_measure_command(query, points, axes)} --emulate {shlex.quote(query.named)} -o runs/emulated"
 
 
 def list_recommended(choices: Sequence[Choice]) -> list[tuple[Choice, Forecast]]:
@@ -492,20 +492,20 @@ def list_refused(choices: Sequence[Choice]) -> list[str]:
 
 
 def convert_to_json(
-    ask: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts, flags: Flags
+    query: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts, flags: Flags
 ) -> dict[str, Any]:
     """Return the complete answer for JSON; numbers in tok/s, ms, bytes and dollars."""
     return {
-        "answer": format_answer(ask, choices),
-        "details": [text for choice in choices for text in format_details(ask, choice)],
+        "answer": format_answer(query, choices),
+        "details": [text for choice in choices for text in format_details(query, choice)],
         "experts": format_placements(choices),
         "break_even": format_break_even(choices),
-        "machine": ask.machine.name,
-        "on_paper": ask.machine.on_paper,
-        "gpus": list(ask.gpus),
-        "model": ask.model,
-        "mtp": ask.mtp,
-        "acceptance": ask.acceptance,
+        "machine": query.machine.name,
+        "on_paper": query.machine.on_paper,
+        "gpus": list(query.gpus),
+        "model": query.model,
+        "mtp": query.mtp,
+        "acceptance": query.acceptance,
         "loads": [
             {
                 "load": choice.name,
@@ -515,32 +515,32 @@ def convert_to_json(
                 "level": [f.who for f in choice.level],
                 "meets_slo": choice.meets,
                 "undecided_between": [f.who for f in choice.tied[:2]] if not choice.decided else [],
-                "command_that_decides": _format_deciding_command(ask, choice),
+                "command_that_decides": _format_deciding_command(query, choice),
                 "gain_by_cause": msgspec.to_builtins(choice.gain),
-                "rows": [_make_row_json(ask, choice, row, flags) for row in list_rows(choice)],
+                "rows": [_make_row_json(query, choice, row, flags) for row in list_rows(choice)],
             }
             for choice in choices
         ],
         "commands": {who: {s.engine: s.command for s in of if not s.lacking} for who, of in starts.items()},
         "nearest": {
-            who: {s.engine: _make_nearest_json(ask, s) for s in lacking}
+            who: {s.engine: _make_nearest_json(query, s) for s in lacking}
             for who, of in starts.items()
             if (lacking := [s for s in of if s.lacking])
         },
-        "unknown": [*notes, *list_unknowns(ask, choices, steps)],
+        "unknown": [*notes, *list_unknowns(query, choices, steps)],
     }
 
 
-def _make_nearest_json(ask: Query, start: Start) -> dict[str, Any]:
+def _make_nearest_json(query: Query, start: Start) -> dict[str, Any]:
     """Return what an engine lacks of a recommended configuration, and the nearest that it can run."""
     found: dict[str, Any] = {"lacks": list(start.lacking), "layout": None, "load": None, "command": None}
     if start.nearest is not None:
-        layout = _make_forecast_json(ask, start.nearest)
+        layout = _make_forecast_json(query, start.nearest)
         found |= {"layout": layout, "load": start.load, "command": start.command}
     return found
 
 
-def _make_row_json(ask: Query, choice: Choice, row: Row, flags: Flags) -> dict[str, Any]:
+def _make_row_json(query: Query, choice: Choice, row: Row, flags: Flags) -> dict[str, Any]:
     """Return a row of the table; the figures of a layout without a forecast are absent."""
     capacity, f = row.capacity, row.forecast
     found: dict[str, Any] = {
@@ -558,18 +558,18 @@ def _make_row_json(ask: Query, choice: Choice, row: Row, flags: Flags) -> dict[s
     }
     if f is None:
         return found
-    objectives = [dataclasses.asdict(judged) | {"met": judged.met} for judged in f.judge(ask.slo)]
-    return found | _make_forecast_json(ask, f) | {"misses": choice.misses.get(f.who, []), "objectives": objectives}
+    objectives = [dataclasses.asdict(judged) | {"met": judged.met} for judged in f.judge(query.slo)]
+    return found | _make_forecast_json(query, f) | {"misses": choice.misses.get(f.who, []), "objectives": objectives}
 
 
-def _make_forecast_json(ask: Query, f: Forecast) -> dict[str, Any]:
-    cost = compute_price(ask.price, f) if ask.price is not None else None
+def _make_forecast_json(query: Query, f: Forecast) -> dict[str, Any]:
+    cost = compute_price(query.price, f) if query.price is not None else None
     return {
         "layout": f.who,
         "gpus": f.point.gpus,
         "source": f.source,
         "corrected_by": f.factor,
-        "whence": f.whence,
+        "basis": f.basis,
         "engine": f.engine,
         "output_tok_s": dict(zip(("mean", "low", "high"), (f.tok_s, *f.band), strict=True)),
         "output_tok_s_per_gpu": compute_tok_s_per_gpu(f),
@@ -584,18 +584,18 @@ def _make_forecast_json(ask: Query, f: Forecast) -> dict[str, Any]:
     }
 
 
-def list_sentences(ask: Query, choices: Sequence[Choice]) -> list[str]:
+def list_sentences(query: Query, choices: Sequence[Choice]) -> list[str]:
     """Return the sentences above the tables."""
-    details = [text for choice in choices for text in format_details(ask, choice)] if len(choices) == 1 else []
+    details = [text for choice in choices for text in format_details(query, choice)] if len(choices) == 1 else []
     return [
         text
-        for text in (format_answer(ask, choices), *details, format_placements(choices), format_break_even(choices))
+        for text in (format_answer(query, choices), *details, format_placements(choices), format_break_even(choices))
         if text
     ]
 
 
 def show(
-    ask: Query,
+    query: Query,
     choices: Sequence[Choice],
     notes: Sequence[str],
     steps: Steps,
@@ -611,17 +611,17 @@ def show(
         for line in lines:
             terminal.print(line, soft_wrap=True)
 
-    print_lines(list_sentences(ask, choices))
+    print_lines(list_sentences(query, choices))
     for choice in choices:
         table = Table(box=SIMPLE_HEAD, title=choice.name, title_justify="left", collapse_padding=True, pad_edge=False)
-        for n, name in enumerate(list_columns(ask)):
+        for n, name in enumerate(list_columns(query)):
             table.add_column(name, overflow="fold", no_wrap=n == 0)
         for row in list_rows(choice):
-            table.add_row(*format_row(ask, choice, row))
+            table.add_row(*format_row(query, choice, row))
         terminal.print(table)
         if len(choices) > 1:
-            print_lines(format_details(ask, choice))
-    unknown = (f"- {text}" for text in (*notes, *list_unknowns(ask, choices, steps)))
+            print_lines(format_details(query, choice))
+    unknown = (f"- {text}" for text in (*notes, *list_unknowns(query, choices, steps)))
     print_lines([LEGEND, *list_refused(choices), *_list_command_lines(starts, flags)])
     print_lines(["\nLimits of this answer:", *unknown])
 
@@ -640,12 +640,12 @@ def _list_command_lines(starts: Starts, flags: Flags) -> Iterator[str]:
 
 
 def render_markdown(
-    ask: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts, flags: Flags
+    query: Query, choices: Sequence[Choice], notes: Sequence[str], steps: Steps, starts: Starts, flags: Flags
 ) -> str:
     """Return the answer as a Markdown page, with a link to the picture."""
-    names = [*(name.replace("\n", " ") for name in list_columns(ask)), "vLLM", "SGLang"]
-    lines = [f"# {ask.model} on {_format_gpus(ask)}", ""]
-    for text in list_sentences(ask, choices):
+    names = [*(name.replace("\n", " ") for name in list_columns(query)), "vLLM", "SGLang"]
+    lines = [f"# {query.model} on {_format_gpus(query)}", ""]
+    for text in list_sentences(query, choices):
         lines += [text, ""]
     lines += ["![Output tokens a second and GPU of each layout; hollow: not measured](recommendation.png)"]
     for choice in choices:
@@ -653,24 +653,24 @@ def render_markdown(
         for row in list_rows(choice):
             commands = flags.get(row.layout, {})
             cells = [
-                *format_row(ask, choice, row),
+                *format_row(query, choice, row),
                 *(f"`{c}`" if (c := commands.get(e)) else "" for e in (VLLM, SGLANG)),
             ]
             lines.append("| " + " | ".join(cells) + " |")
         if len(choices) > 1:
-            lines += ["", *(f"- {text}" for text in format_details(ask, choice))]
+            lines += ["", *(f"- {text}" for text in format_details(query, choice))]
     lines += ["", LEGEND, "", *(f"- {text}" for text in list_refused(choices))]
     for who, of in starts.items():
         lines += ["", f"## {who}"]
         for start in of:
             lines += ["", text] if (text := explain_start(start)) else []
             lines += ["", "```", start.command, "```"] if start.command else []
-    unknown = [f"- {text}" for text in (*notes, *list_unknowns(ask, choices, steps))]
+    unknown = [f"- {text}" for text in (*notes, *list_unknowns(query, choices, steps))]
     lines += ["", "## Limits of this answer", "", *unknown]
     return "\n".join(lines) + "\n"
 
 
-def draw_picture(ask: Query, choices: Sequence[Choice], path: Path) -> None:
+def draw_picture(query: Query, choices: Sequence[Choice], path: Path) -> None:
     """Draw output tok/s per GPU over concurrency: a line with its band per layout, a panel per request length.
 
     Layouts are named as in the table. Points that were not measured have hollow markers, and estimates are joined by
@@ -711,7 +711,7 @@ def draw_picture(ask: Query, choices: Sequence[Choice], path: Path) -> None:
             ax.set_ylabel("output tok/s a GPU")
             ax.set_ylim(bottom=0)
         set_headline(
-            figure, f"{ask.model} on {_format_gpus(ask)}: {_format_basis([c for g in groups.values() for c in g])}"
+            figure, f"{query.model} on {_format_gpus(query)}: {_format_basis([c for g in groups.values() for c in g])}"
         )
         sources = [name for name in SOURCES if any(f.source == name for f in drawn)]
         ran = [name for name in sources if name not in (MEASURED, ESTIMATED)]

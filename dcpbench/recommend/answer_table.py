@@ -90,15 +90,15 @@ def list_rows(choice: Choice) -> list[Row]:
     ]
 
 
-def list_columns(ask: Query) -> list[str]:
+def list_columns(query: Query) -> list[str]:
     """Return the column headings of `format_row` with their units, on two lines if a terminal has no space for one."""
-    names = [name for name in COLUMNS if name != TTFT or not _is_decode_only(ask)]
-    if ask.mtp:  # most gaps between tokens are 0
+    names = [name for name in COLUMNS if name != TTFT or not _is_decode_only(query)]
+    if query.mtp:  # most gaps between tokens are 0
         names[names.index(ITL) + 1 : names.index(ITL) + 1] = DRAFTED
-    return [*names, *(["SLO"] if ask.slo else []), *(["$/M output\ntokens"] if ask.price is not None else [])]
+    return [*names, *(["SLO"] if query.slo else []), *(["$/M output\ntokens"] if query.price is not None else [])]
 
 
-def format_row(ask: Query, choice: Choice, row: Row) -> list[str]:
+def format_row(query: Query, choice: Choice, row: Row) -> list[str]:
     """Return the cells of a row, with the columns of `list_columns`."""
     mark = RECOMMENDED if row.recommended else LEVEL if row.level else ""
     f, capacity = row.forecast, row.capacity
@@ -107,21 +107,21 @@ def format_row(ask: Query, choice: Choice, row: Row) -> list[str]:
         "" if f is None else numbers.format_tok_s(f.tok_s, *f.band, unit=""),
         "" if f is None else format_number(compute_tok_s_per_gpu(f), 3),
     ]
-    if not _is_decode_only(ask):
+    if not _is_decode_only(query):
         cells.append("" if f is None else _format_seconds(f.ttft_ms.p50, f.ttft_band))
     cells += [
         "" if f is None else format_p50(f.itl_ms.p50, f.itl_band),
-        *(_format_drafted(f) if ask.mtp else ()),
+        *(_format_drafted(f) if query.mtp else ()),
         ABSENT if capacity is None or capacity.kv_tokens is None else f"{capacity.kv_tokens:,}",
         ABSENT if capacity is None or capacity.requests is None else f"{capacity.requests:,}",
         ABSENT if capacity is None else f"{capacity.weight_bytes / GIB:.1f}",
         _format_fit(choice, row),
         f.origin if f is not None else "",
     ]
-    if ask.slo:
-        cells.append("" if f is None else _format_objectives(ask, choice, f))
-    if ask.price is not None:
-        cells.append("" if f is None else _format_price(ask.price, f))
+    if query.slo:
+        cells.append("" if f is None else _format_objectives(query, choice, f))
+    if query.price is not None:
+        cells.append("" if f is None else _format_price(query.price, f))
     return cells
 
 
@@ -132,9 +132,9 @@ def _format_drafted(f: Forecast | None) -> tuple[str, str]:
     return format_number(f.tpot_ms.p50, 3), format_number(1e3 / f.tpot_ms.p50, 3)
 
 
-def _is_decode_only(ask: Query) -> bool:
+def _is_decode_only(query: Query) -> bool:
     """Return True if all loads are decode steps, which have no TTFT."""
-    return bool(ask.loads) and all(load is None for _, _, load in ask.loads)
+    return bool(query.loads) and all(load is None for _, _, load in query.loads)
 
 
 def format_p50(ms: float | None, ends: tuple[float, float] | None) -> str:
@@ -162,11 +162,11 @@ def _format_fit(choice: Choice, row: Row) -> str:
     return f"{capacity.requests:,} of {choice.concurrency:,} at once"
 
 
-def _format_objectives(ask: Query, choice: Choice, f: Forecast) -> str:
+def _format_objectives(query: Query, choice: Choice, f: Forecast) -> str:
     """Return the objectives that a layout misses or meets, with the percentile that was judged."""
     if missed := choice.misses.get(f.who):
         return f"misses {', '.join(missed)}"
-    return f"meets {format_list([judged.format() for judged in f.judge(ask.slo)])}"
+    return f"meets {format_list([judged.format() for judged in f.judge(query.slo)])}"
 
 
 def _format_price(price: float, f: Forecast) -> str:

@@ -1,6 +1,6 @@
 """Estimate the time of a step that was not measured: floors of its parts, each divided by the share that published steps reach.
 
-    seconds(step) = layers · launch + Σ over parts (floor of the part / share) + Σ over kinds of calls (more · calls of the wire)
+    seconds(step) = layers · launch + Σ over parts (floor of the part / share) + Σ over kinds of calls (more · calls of the communication model)
 
 Parts are groups of the phases of points/roofline.py, without communication between ranks, for which points/comm_model.py has
 measurements instead of floors. Work that is bound by reading has one share, and work that is bound by multiplying another.
@@ -33,7 +33,7 @@ from dcpbench.points.step_calls import predict_calls
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dcpbench.points.comm_model import Wire
+    from dcpbench.points.comm_model import CommModel
     from dcpbench.points.roofline import Sharding, StepRows
 
 LAUNCH, QUANTISING = "launch", "quantising"  # terms: µs of every layer, and more µs of one with fp8 weights
@@ -90,7 +90,7 @@ def pad_step(rows: StepRows, replicas: int) -> StepRows:
 
 
 def compute_terms(
-    sharding: Sharding, rows: StepRows, rates: Mapping[str, float], known: Wire, exchange: str
+    sharding: Sharding, rows: StepRows, rates: Mapping[str, float], known: CommModel, exchange: str
 ) -> dict[str, float] | None:
     """Return the µs of each of TERMS before fitting; None if `rates` lack one that the step needs. Raise as `predict_calls` does."""
     found = dict.fromkeys(TERMS, 0.0)

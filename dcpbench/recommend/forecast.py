@@ -73,12 +73,12 @@ class Forecast:
 
     point: Point
     source: str  # source of the figure, one of SOURCES
-    whence: str  # name of the run, the file, or the inputs of the estimate
+    basis: str  # name of the run, the file, or the inputs of the estimate
     engine: str = ""  # kernels and scheduling policy, such as `vLLM 0.26.0`; empty for dcpbench's own
     tok_s: float
     low: float
     high: float  # upper end of output tok/s: the interval of a record, the band of an estimate
-    wire_errors: dict[str, float] = dataclasses.field(default_factory=dict)  # band's part from links, by kind of call
+    comm_errors: dict[str, float] = dataclasses.field(default_factory=dict)  # band's part from links, by kind of call
     ratio_error: float = 0.0  # remaining relative error of the ratio of two such figures
     factor: float | None = None  # that corrected an estimate: records of other layouts over their estimates
     ttft_ms: Percentiles = NONE
@@ -140,7 +140,7 @@ def from_record(
     common: dict[str, Any] = {
         "point": point,
         "source": EMULATED if point.emulate else REPLAYED if point.load and point.load.mode == "replay" else MEASURED,
-        "whence": run,
+        "basis": run,
         "engine": _find_engine(record),
         "launch_band": launch_band,
         "joules_per_token": METRIC["joules_per_token"].get_value(record),
@@ -214,13 +214,13 @@ def estimate_point(
     point = limit_requests(point)
     of = Estimator(point, machine, fitted, micro_batches)
     error = steps.band + _compute_scale_error(machine, steps)
-    whence = f"floors of {machine.gpu}, shares of {len(steps.sources)} published runs on {steps.machine}"
+    basis = f"floors of {machine.gpu}, shares of {len(steps.sources)} published runs on {steps.machine}"
     held = (plan.layers_held, plan.layers) if plan.layers_held < plan.layers else None
     rows = of.make_decode_rows(point.concurrency, point.context)
-    own = of.compute_wire_errors(rows)
+    own = of.compute_comm_errors(rows)
     bubble = of.estimate_round(rows).bubble_share if point.pp > 1 else None
     make = functools.partial(
-        _make_estimate, point, whence, error=error, own=own, steps=steps, layers_held=held, bubble_share=bubble
+        _make_estimate, point, basis, error=error, own=own, steps=steps, layers_held=held, bubble_share=bubble
     )
     if point.load is None:
         ms, tokens = of.estimate_ms(rows), point.tokens_per_step
@@ -300,10 +300,7 @@ def _make_step_latencies(ms: float, tokens: float) -> dict[str, Any]:
     if tokens == 1:
         return {"itl_ms": Percentiles(p50=ms)}
     median = ms if tokens <= 2 else 0.0  # noqa: PLR2004 - half of the gaps
-    return {
-        "itl_ms": Percentiles(p50=median, p90=ms, p95=ms, p99=ms),
-        "tpot_ms": Percentiles(p50=ms / tokens),
-    }
+    return {"itl_ms": Percentiles(p50=median, p90=ms, p95=ms, p99=ms), "tpot_ms": Percentiles(p50=ms / tokens)}
 
 
 def _find_ends(metric: Metric, point: Point, found: ServedEstimate, beyond: float) -> Ends | None:
@@ -321,14 +318,14 @@ def apply_factor(found: Forecast, factor: float) -> Forecast:
 
     All latencies and their ends are divided by it. The band of the output is then that of ratios.
     """
-    tok_s, high = found.tok_s * factor, 1 + found.ratio_error + sum(found.wire_errors.values())
+    tok_s, high = found.tok_s * factor, 1 + found.ratio_error + sum(found.comm_errors.values())
     return dataclasses.replace(
         found,
         tok_s=tok_s,
         low=tok_s / high,
         high=tok_s * high,
         factor=factor,
-        whence=f"{found.whence}, corrected by records of other layouts",
+        basis=f"{found.basis}, corrected by records of other layouts",
         ttft_band=_divide(found.ttft_band, factor),
         itl_band=_divide(found.itl_band, factor),
         **_make_latencies(found, 1 / factor),
@@ -344,7 +341,7 @@ def replay_point(
     plan: EnginePlan | None,
     times: StepTimes,
     settings: Settings,
-    whence: str,
+    basis: str,
     watch: Watch = lambda _: None,
 ) -> Forecast:
     """Forecast a point from measured step times; `watch` is called with the number of steps served.
@@ -363,7 +360,7 @@ def replay_point(
         serve,
         point=point,
         source=REPLAYED,
-        whence=whence,
+        basis=basis,
         engine=parse_origin(times.engine.origin).label if times.engine is not None else "",
         layers_held=_find_layers_held(times.conditions),
     )
@@ -371,7 +368,7 @@ def replay_point(
 
 def _make_estimate(
     point: Point,
-    whence: str,
+    basis: str,
     *,
     tok_s: float,
     error: float,
@@ -386,11 +383,11 @@ def _make_estimate(
     return Forecast(
         point=point,
         source=ESTIMATED,
-        whence=whence,
+        basis=basis,
         tok_s=tok_s,
         low=tok_s / high,
         high=tok_s * high,
-        wire_errors=own,
+        comm_errors=own,
         ratio_error=steps.ratio_band,
         **more,
     )
@@ -419,7 +416,7 @@ class Estimator:
     def __init__(self, point: Point, machine: Machine, fitted: Mapping[str, float], micro_batches: int = 0) -> None:
         """Create the estimator; `micro_batches` are in flight over pipeline stages, 0: as many as there are stages."""
         self.point, self.machine, self.fitted = point, machine, fitted
-        self.rates, self.wire = get_limits(machine), machine.wire
+        self.rates, self.comm_model = get_limits(machine), machine.comm_model
         check_hosts(point.layout, machine)
         shape = load_shape(point.model)
         self.sharding = Sharding.from_point(point, shape)
@@ -462,7 +459,7 @@ class Estimator:
         return self._compute_terms(self.sharding, self._make_micro_batch(rows))
 
     def _compute_terms(self, sharding: Sharding, rows: StepRows) -> dict[str, float] | None:
-        return estimate.compute_terms(sharding, self._pad_rows(rows), self.rates, self.wire, self.point.exchange)
+        return estimate.compute_terms(sharding, self._pad_rows(rows), self.rates, self.comm_model, self.point.exchange)
 
     def estimate_ms(self, rows: StepRows) -> float:
         """Return the time of a padded step in ms, or of a round of micro-batches, with the passes that draft tokens.
@@ -475,9 +472,7 @@ class Estimator:
         """Return the round of a padded step, which without pipeline stages has one micro-batch and no bubble."""
         part = self._make_micro_batch(rows)
         return compute_round(
-            self._estimate_stages_us(part),
-            self.estimate_hops_us(self._pad_rows(part)),
-            self.count_micro_batches(rows),
+            self._estimate_stages_us(part), self.estimate_hops_us(self._pad_rows(part)), self.count_micro_batches(rows)
         )
 
     def count_micro_batches(self, rows: StepRows) -> int:
@@ -505,15 +500,15 @@ class Estimator:
 
     def estimate_hops_us(self, padded: StepRows) -> list[float]:
         """Return the time that a micro-batch takes from each stage to the next."""
-        hops = predict_hops_us(self.wire, self.sharding, padded.rows, self.point.pp)
+        hops = predict_hops_us(self.comm_model, self.sharding, padded.rows, self.point.pp)
         return [us * self.fitted[estimate.COLLECTIVES] for us in hops]
 
-    def compute_wire_errors(self, rows: StepRows) -> dict[str, float]:
+    def compute_comm_errors(self, rows: StepRows) -> dict[str, float]:
         """Return the error of the step for each kind of call between ranks, as a share of the step."""
         part, found = self._make_micro_batch(rows), dict[str, float]()
         step_us = sum(self._estimate_stages_us(part))
         for sharding, of in [(self.sharding, part), *self._list_draft_passes(part)]:
-            calls = predict_calls(sharding, self._pad_rows(of), self.wire, self.point.exchange)
+            calls = predict_calls(sharding, self._pad_rows(of), self.comm_model, self.point.exchange)
             for what, each in calls.items():
                 error = (each.high - each.mean) * 1e6 * self.fitted[estimate.get_call_term(what)] / step_us
                 found[what] = found.get(what, 0.0) + error

@@ -159,9 +159,9 @@ def _compute_scatter(a: Forecast, b: Forecast) -> float:
     it is the sum of both bands.
     """
     if all(f.source == ESTIMATED for f in (a, b)) or a.factor or b.factor:
-        kinds = a.wire_errors.keys() | b.wire_errors.keys()
-        wire = math.hypot(*(a.wire_errors.get(kind, 0.0) - b.wire_errors.get(kind, 0.0) for kind in kinds))
-        return max(a.ratio_error, b.ratio_error) + wire
+        kinds = a.comm_errors.keys() | b.comm_errors.keys()
+        comm = math.hypot(*(a.comm_errors.get(kind, 0.0) - b.comm_errors.get(kind, 0.0) for kind in kinds))
+        return max(a.ratio_error, b.ratio_error) + comm
     return (a.tok_s / a.low) * (b.high / b.tok_s) - 1
 
 

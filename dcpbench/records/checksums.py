@@ -71,7 +71,7 @@ def check(line: bytes) -> bool:
     if begun:
         raise UnfinishedError("its checksum (crc32) is missing or damaged, and so what else is may be")
     if _NAME in text and _KEY.search(text):
-        raise RewrittenError("another program wrote it anew, and its checksum (crc32) is that of the bytes before")
+        raise RewrittenError("another program rewrote it, and its checksum (crc32) is that of the bytes before")
     return False
 
 

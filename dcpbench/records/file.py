@@ -15,7 +15,7 @@ import msgspec
 from dcpbench.errors import OutputError, RecordsError
 from dcpbench.points import redaction
 from dcpbench.records import acceptance, checks, checksums, disks
-from dcpbench.records.folder import ASIDE_FILE, JOB_FILES, LOCK_FILE, RECORDS_FILE, get_record_file
+from dcpbench.records.folder import JOB_FILES, LOCK_FILE, RECORDS_FILE, TRUNCATED_LINES_FILE, get_record_file
 from dcpbench.records.lines import UNREADABLE
 from dcpbench.records.record import SCHEMA_VERSION, Record
 
@@ -34,7 +34,7 @@ NUL = b"\0"
 READ_BYTES = 1 << 20  # a line has a megabyte where a point has tens of thousands of steps
 NAME_A_RUN = "name the folder of a run, such as those in runs/."
 SAMPLES = b'"step_samples_ms":['
-WAIT_S, LOOK_S = 5.0, 0.01  # longest wait of an append for another one, and the interval between attempts, in s
+WAIT_S, POLL_INTERVAL_S = 5.0, 0.01  # maximum wait of an append for another one, and the interval of attempts, in s
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
 _version_decoder = msgspec.json.Decoder(_Version)
@@ -310,7 +310,7 @@ def _wait_for_lock(file: BinaryIO, path: Path) -> None:
                     f"{path}: another process has been writing a record for {WAIT_S:g} s; end it, or give another folder "
                     "with -o."
                 ) from e
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
         except OSError as e:
             raise OutputError(
                 f"{path}: the file system gives no lock on it ({e.strerror}), so that a second writer would not be "
@@ -326,7 +326,7 @@ def _finish_last_line(path: Path) -> None:
     if last is None:
         return
     if last.error:
-        with (path.parent / ASIDE_FILE).open("ab") as f:
+        with (path.parent / TRUNCATED_LINES_FILE).open("ab") as f:
             f.write(last.line + b"\n")
     os.truncate(path, last.next)
     if not last.error:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RECORDS_FILE = "records.jsonl"
-ASIDE_FILE = "records.truncated.txt"  # last lines that a crash cut short, which the next record moved out of the way
+TRUNCATED_LINES_FILE = "records.truncated.txt"  # truncated last lines after a crash, moved here by the next record
 CHECKS_FILE = "checks.jsonl"
 FAILED_FILE = "failed.jsonl"  # records of points that `verify` could not check
 GAINS_FILE = "gain-splits.json"  # gains of DCP by cause, of replayed loads (serving/run_gains.py)

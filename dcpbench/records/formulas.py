@@ -241,12 +241,12 @@ def compute_percentiles(samples: Sequence[float]) -> Percentiles:
 def compute_forecast_error(emulated: Emulated, step_us: float) -> tuple[float, float]:
     """Return the shares by which a step of this length may be shorter and longer.
 
-    They combine the error of the wire model with the differences between ranks.
+    They combine the error of the communication model with the differences between ranks.
     """
-    wire = emulated.wire_us
+    comm_us = emulated.comm_us
     return (
-        (wire - emulated.wire_low_us) / step_us + emulated.ranks_low,
-        (emulated.wire_high_us - wire) / step_us + emulated.ranks_high,
+        (comm_us - emulated.comm_low_us) / step_us + emulated.ranks_low,
+        (emulated.comm_high_us - comm_us) / step_us + emulated.ranks_high,
     )
 
 

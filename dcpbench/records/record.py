@@ -173,14 +173,14 @@ class SyncSite(msgspec.Struct, frozen=True, kw_only=True):
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """Describe the model that replaces the other ranks of an emulated point; see docs/emulation.md."""
 
-    machine: str  # machine that the wire model describes (points/cluster_specs.py)
+    machine: str  # machine that the communication model describes (points/cluster_specs.py)
     sha256: str = ""  # SHA-256 of the machine's file; empty for a machine that only a table describes
-    measured: str = ""  # origin of the measurements of the wire, or of those of the machine that it was scaled from
+    measured: str = ""  # origin of the measurements of communication, or of those that it was scaled from
     rank: Count = 0  # rank that was computed: 0, with the most tokens, and in each layer the busiest experts
     calls: Count  # number of modelled exchanges between ranks in a step
-    wire_us: Number  # modelled duration of these exchanges; included in `step_ms`
-    wire_low_us: Number  # lower bound of `wire_us` by the error of the model
-    wire_high_us: Number  # upper bound
+    comm_us: Number  # modelled duration of these exchanges; included in `step_ms`
+    comm_low_us: Number  # lower bound of `comm_us` by the error of the model
+    comm_high_us: Number  # upper bound
     ranks_low: Number = 0.0  # share by which the other ranks may make a step shorter, added to the interval
     ranks_high: Number = 0.0  # share by which they may make it longer, added to the interval
     prompts: tuple[Prompts, ...] = ()  # excess of predicted prompt steps over this rank's, from the machine's file
@@ -660,5 +660,5 @@ def is_functional(record: Record) -> bool:
 
 
 def is_forecast(record: Record) -> bool:
-    """Return True if one rank ran for all, with a model of the wire."""
+    """Return True if one rank ran for all, with a model of communication."""
     return bool(record.point.emulate)

@@ -14,7 +14,7 @@ import msgspec
 
 from dcpbench.errors import RecordsError
 from dcpbench.records.file import BadLine, is_last_line_cut_short, iter_records, read_record_at, read_records
-from dcpbench.records.folder import ASIDE_FILE, RECORDS_FILE, get_record_file, get_run_folder
+from dcpbench.records.folder import RECORDS_FILE, TRUNCATED_LINES_FILE, get_record_file, get_run_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +99,7 @@ def read_run(
         folder=folder,
         records=list(last.values()),
         replaced=read - len(last),
-        truncated=is_last_line_cut_short(run) or (folder / ASIDE_FILE).exists(),
+        truncated=is_last_line_cut_short(run) or (folder / TRUNCATED_LINES_FILE).exists(),
         bad_lines=tuple(bad or ()),
         path=path,
         places=places,

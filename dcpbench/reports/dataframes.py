@@ -16,7 +16,7 @@ from dcpbench.points import axes
 from dcpbench.points.axes import Role
 from dcpbench.points.layout import DEGREES, find_ep_degree
 from dcpbench.points.memory import GIB
-from dcpbench.points.names import CLOSED, NO_EXCHANGE, STORED, UNKNOWN, WHOLE
+from dcpbench.points.names import CLOSED, MOE_EP, NO_EXCHANGE, STORED, UNKNOWN
 from dcpbench.points.point import AXES, LOAD_AXES, SETTING, select_point_axes
 from dcpbench.records import metrics
 from dcpbench.records.folder import RECORDS_FILE, get_record_file, get_run_folder
@@ -664,7 +664,7 @@ def _format_experts(table: pd.DataFrame) -> list[str]:
         (tp, find_ep_degree(ep, tp) if tp > 1 and dp <= 1 else None)
         for tp, dp, ep in zip(table["tp"], table["dp"], table["ep"], strict=True)
     ]
-    kinds = {WHOLE if degree == tp else degree for tp, degree in placed if degree is not None}
+    kinds = {MOE_EP if degree == tp else degree for tp, degree in placed if degree is not None}
     return [] if len(kinds) <= 1 else ["" if degree is None else f"ep{degree}" for _, degree in placed]
 
 

@@ -250,6 +250,7 @@ class StepDifference:
     profiled: int  # points by which parts are compared: profiled, and not prolonged by the profiler
     parts_ms: dict[str, tuple[float, ...]]  # part minus the reference's in ms, if at least MIN_SHARE of all differences
     shares: dict[str, float]  # share of each of these parts in the sum of the differences, the largest first
+    offset: float  # sum of the negative shares, of parts that take less time than the reference's, as a positive number
 
 
 def find_differences(found: StepComparison) -> list[StepDifference]:
@@ -281,6 +282,7 @@ def _find_difference(engine: str, pairs: list[tuple[dict[str, Any], dict[str, An
         profiled=len(usable),
         parts_ms={name: more_ms[name] for name in named},
         shares=named,
+        offset=-sum(share for share in shares.values() if share < 0),
     )
 
 
@@ -308,7 +310,8 @@ def _format_difference(one: StepDifference, reference: str) -> str:
         if one.profiled < len(one.times)
         else ""
     )
-    return f"{text} Shares of the difference between the profiled steps{at}: {format_list(clauses)}."
+    shorter = f" Shorter parts offset {format_percent(one.offset)}." if one.offset >= MIN_SHARE else ""
+    return f"{text} Shares of the difference between the profiled steps{at}: {format_list(clauses)}.{shorter}"
 
 
 def _format_range_ms(values: tuple[float, ...]) -> str:

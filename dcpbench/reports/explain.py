@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from dcpbench.points.names import WHOLE
+from dcpbench.points.names import MOE_EP
 from dcpbench.records.metrics import DECODE, METRIC, SERVE, get_definitions
 from dcpbench.records.record import KV_LIMIT_FLAGS, OURS, SERVER_FLAG, is_imported_origin, is_server_origin
 from dcpbench.records.stats import compute_min_samples
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dcpbench.records.runs import Run
     from dcpbench.reports.dataframes import Frames
 
-MAX_NAMED = 10  # lines and values of a run, each with a sentence of its own
+MAX_NAMED = 10  # lines and values of a run, each with a separate sentence
 
 
 def _split_paragraphs(text: str) -> list[str]:
@@ -420,7 +420,7 @@ def _describe_uneven_experts(points: pd.DataFrame) -> list[str]:
     """Return how much more than the mean rank the busiest rank of expert parallel reads, if any record has it."""
     if "busiest_rank_experts" not in points:
         return []
-    whole = points[(points["ep"] == WHOLE) & (points["tp"] > 1)]["busiest_rank_experts"].dropna()
+    whole = points[(points["ep"] == MOE_EP) & (points["tp"] > 1)]["busiest_rank_experts"].dropna()
     if whole.empty:
         return []
     low, high = f"{whole.min():.2f}", f"{whole.max():.2f}"

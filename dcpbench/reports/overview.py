@@ -152,7 +152,7 @@ def list_caveats(frames: Frames) -> list[str]:
     if emulated.any():
         on = ", ".join(sorted({format_machine_label(PurePath(name).name) for name in table["emulate"][emulated]}))
         found.append(
-            f"forecast: one rank ran, its wire modelled as of {on}{_format_some(emulated, ' ({})')}{_format_slow_end(frames)}"
+            f"forecast: one rank ran, its communication modelled as of {on}{_format_some(emulated, ' ({})')}{_format_slow_end(frames)}"
         )
     waves = answer.select_lock_step(frames.served)
     if len(waves):

@@ -12,8 +12,8 @@ from dcpbench.points.layout import DEGREES, OUTER_DEGREES, place_experts
 from dcpbench.points.memory import GIB
 from dcpbench.points.names import (
     COMPUTED,
-    CUT,
     GAMMA,
+    MOE_TP,
     NO_EXCHANGE,
     STORED,
     SYNTHETIC,
@@ -48,7 +48,7 @@ def build_command(point: Point, settings: Mapping[str, object], *, cpu: bool = F
     how = {axis.name: getattr(point, axis.name) for axis in select_point_axes(roles)}
     untyped = dict(UNTYPED)
     if not settings.get("step_times"):  # a file of step times has its own defaults
-        untyped["ep"] = place_experts(CUT, point.tp)
+        untyped["ep"] = place_experts(MOE_TP, point.tp)
     how |= {name: how[name] or point.dtype for name in STORED}
     dtype = how.pop(COMPUTED)
     if all(how[name] in WEIGHT_FORMATS for name in STORED) and dtype != ("fp32" if cpu else "bf16"):

@@ -83,7 +83,7 @@ def make_columns(listed: Iterable[Metric], **instead: Column) -> list[Column]:
 
 
 def make_column(metric: Metric, heading: str = "") -> Column:
-    """Return the column of one metric, optionally with a heading of its own."""
+    """Return the column of one metric, optionally with a separate heading."""
     return heading or metric.heading, lambda row: format_metric(metric, row[metric.name])
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dcpbench.servers.client import Target
     from dcpbench.servers.load import Call, LoadOptions, Outcome, Pace
 
-AHEAD_S = 0.25  # time between the choice of a start and the start
+START_LEAD_S = 0.25  # time between the choice of a start and the start
 PROGRESS_S = 0.5
 STOP_S = 10.0  # limit for a stopped process to send its outcomes
 END_S = 5.0  # time limit in s for a terminated process to end, after which it is killed
@@ -122,7 +122,7 @@ class ClientPool:
         If it is cancelled or a process ends, the other processes are stopped and their outcomes are kept. Raise
         WorkerError if a process ended.
         """
-        self.start_s = max(start_s or 0.0, time.perf_counter() + AHEAD_S)
+        self.start_s = max(start_s or 0.0, time.perf_counter() + START_LEAD_S)
         self._send_all(self.start_s)
         taking = [asyncio.create_task(self._collect_outcomes(number)) for number in range(len(self._pipes))]
         try:

@@ -47,7 +47,7 @@ def raise_open_file_limit(connections: int, *, certain: bool, processes: int = 1
 
 
 def format_shortage() -> str:
-    """Return why a connection could not be made for want of open files."""
+    """Return why a connection failed because too many files are open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"the client has no open files left (it may have {soft:,}, ulimit -n), so the server was not asked; raise that "

@@ -14,7 +14,7 @@ from dcpbench.errors import UsageError
 from dcpbench.plan import option_parsers as read
 from dcpbench.points.engine_points import format_settings, make_engine_load, make_engine_point
 from dcpbench.points.layout import Layout
-from dcpbench.points.names import SYNTHETIC, UNKNOWN, WHOLE
+from dcpbench.points.names import MOE_EP, SYNTHETIC, UNKNOWN
 from dcpbench.points.redaction import register_command_line
 from dcpbench.servers.presets import choose_ep, choose_weights, make_environment
 from dcpbench.show.text import format_list
@@ -106,7 +106,7 @@ def list_all_settings(engines: Sequence[Engine], grid: Grid, variants: Sequence[
 
 def _list_points(engine: Engine, layout: Layout, grid: Grid) -> list[Point]:
     """Return the points of a layout: one for each exchange if its ranks share the KV cache."""
-    ep = choose_ep(engine, layout.dp, str(layout.tp) if grid.ep == WHOLE else grid.ep)
+    ep = choose_ep(engine, layout.dp, str(layout.tp) if grid.ep == MOE_EP else grid.ep)
     point = make_engine_point(
         model=grid.model,
         layout={"tp": layout.tp, "dp": layout.dp, "dcp": layout.dcp},

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from dcpbench.servers.sessions import Session
 
 ResultT = TypeVar("ResultT")
-EARLY_S = 1.2e-3  # epoll wakes a process up to 1 ms late: the loop wakes this long before a request is due, and spins
-BEAT_S = 0.02  # between two measurements of the event loop's lag
-SOON_S = 0.01  # from the moment that everything is ready to the start of a load
+SPIN_S = 1.2e-3  # epoll wakes a process up to 1 ms late: the loop wakes this long before a request is due, and spins
+LAG_INTERVAL_S = 0.02  # between two measurements of the event loop's lag
+START_DELAY_S = 0.01  # from the moment that everything is ready to the start of a load
 RETRY_S = 1.0  # before a request is sent again, if the server names no time (Retry-After)
 MAX_RETRY_S = 60.0  # of a Retry-After
 UNAVAILABLE = 503
@@ -138,9 +138,10 @@ class Run:
         """Send the load, to its end or to the limit. `start_s`: of time.perf_counter(), the same for all processes."""
         loop = asyncio.get_running_loop()
         with stop_garbage_collection(), set_realtime_priority(wanted=self.options.realtime) as self.pace.realtime:
-            self.start_s = time.perf_counter() + SOON_S if start_s is None else start_s  # a heap takes long to settle
+            # Compute the start late, because a garbage collection takes long.
+            self.start_s = time.perf_counter() + START_DELAY_S if start_s is None else start_s
             sending = self._send_closed_loop() if self.options.clients is not None else self._send_open_loop()
-            beat = loop.create_task(self._measure_lag())
+            lag_task = loop.create_task(self._measure_lag())
             cpu, starved = time.process_time(), read_starved_s()
             del self.client.ages_s[:]
             try:
@@ -154,7 +155,7 @@ class Run:
                 self.pace.starved_s = None if starved is None or end is None else max(end - starved, 0.0)
                 self.pace.ages_s = self.client.ages_s
                 self.pace.wall_s = max(time.perf_counter() - self.start_s, 0.0)  # it may be ended before it began
-                beat.cancel()
+                lag_task.cancel()
                 await self._stop_tasks()
 
     def _compute_left_s(self) -> float | None:
@@ -243,11 +244,11 @@ class Run:
     async def _measure_lag(self) -> None:
         due = time.perf_counter()
         while True:
-            due += BEAT_S
+            due += LAG_INTERVAL_S
             await asyncio.sleep(due - time.perf_counter())
             now = time.perf_counter()
             self.pace.lags_s.append(now - due)
-            due = max(due, now - BEAT_S)
+            due = max(due, now - LAG_INTERVAL_S)
 
 
 async def retry_while_busy(
@@ -303,7 +304,7 @@ def read_starved_s() -> float | None:
 
 async def _wait_until(moment_s: float) -> None:
     """Sleep, and then spin in the event loop, until a moment of time.perf_counter()."""
-    if (left := moment_s - time.perf_counter() - EARLY_S) > 0:
+    if (left := moment_s - time.perf_counter() - SPIN_S) > 0:
         await asyncio.sleep(left)
     while time.perf_counter() < moment_s:  # noqa: ASYNC110 -- the clock sets no event
         await asyncio.sleep(0)

@@ -88,7 +88,7 @@ HIDDEN_TOKENS = "hidden_reasoning_tokens"  # name of the fact: tokens that the s
 PROFILED = 8  # number of requests served while the server is profiled
 MAX_INITIAL_CONNECTIONS = 256  # made before an open loop begins; others are made when they are needed
 CHUNKS_EACH = 8_000  # chunks a second for which a process of the client is taken: about a third of a core
-TELL_S = 1.0
+PROGRESS_INTERVAL_S = 1.0
 P99 = 99
 ResultT = TypeVar("ResultT")
 
@@ -426,7 +426,7 @@ def _make_short_calls(client: Client, prompt_format: PromptFormat, requests: Seq
 
 async def _report_progress(run: Run | ClientPool, tell: Callable[[str], None]) -> None:
     while True:
-        await asyncio.sleep(TELL_S)
+        await asyncio.sleep(PROGRESS_INTERVAL_S)
         progress = run.get_progress()
         rate = progress.chunks / max(time.perf_counter() - run.start_s, 1e-9)
         lost = f", {progress.failed} failed" if progress.failed else ""
@@ -551,7 +551,7 @@ def _make_record(point: Point, server: MeasuredServer, sent: _LoadState, *, fail
     if stopped:
         reason = (
             f"interrupted with {metrics.finished} of {format_count(len(sent.requests), 'request')} finished; they are in {name}. Send the "
-            "load anew with --resume."
+            "load again with --resume."
         )
     return msgspec.structs.replace(
         record,

@@ -38,9 +38,9 @@ from dcpbench.models import REPOSITORIES
 from dcpbench.points.engine_points import format_settings
 from dcpbench.points.layout import OUTER_DEGREES
 from dcpbench.points.names import (
-    CUT,
     DUMMY,
     FP8,
+    MOE_TP,
     NO_EXCHANGE,
     SGLANG,
     SYNTHETIC,
@@ -207,7 +207,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "dp": point.dp > 1,
             "dcp": point.dcp > 1,
             **{name: getattr(point, name) > 1 for name in OUTER_DEGREES},
-            "ep": point.ep not in (CUT, UNKNOWN),
+            "ep": point.ep not in (MOE_TP, UNKNOWN),
             "exchange": bool(exchange) and point.dcp > 1,
             "q_replicate": point.q_replicate and point.dcp > 1,
             "interleave": point.interleave > 1 and point.dcp > 1,
@@ -278,13 +278,13 @@ EP_FLAGS = {
 def choose_ep(engine: Engine, dp: int, asked: str | None = None) -> str:
     """Return the expert-parallel degree of a server, as points store it: `asked`, or the engine's default.
 
-    vLLM and SGLang split experts over all ranks of a layout with attention data parallelism (CUT) unless one of EP_FLAGS is in
+    vLLM and SGLang split experts over all ranks of a layout with attention data parallelism (MOE_TP) unless one of EP_FLAGS is in
     the engine's command or flags. UNKNOWN for other engines, and for layouts without attention data parallelism.
     """
     if asked not in (None, UNKNOWN):
         return str(asked)
     known = engine.name in EP_FLAGS and dp > 1 and not _has_ep_flag(engine)
-    return CUT if known else UNKNOWN
+    return MOE_TP if known else UNKNOWN
 
 
 def _has_ep_flag(engine: Engine) -> bool:
@@ -427,7 +427,7 @@ def _check_engine(found: Engine, where: str) -> None:
             used = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
             shlex.split(text)
         except ValueError as e:
-            raise UsageError(f"{where}: {text!r} cannot be read: {e}; write {{{{ for a brace of its own.") from e
+            raise UsageError(f"{where}: {text!r} cannot be read: {e}; write {{{{ for a literal brace.") from e
         known = (*PLACEHOLDER_NAMES, TRACES) if text in profilers else PLACEHOLDER_NAMES
         if unknown := [name for name in used if name not in known]:
             raise UsageError(f"{where}: {{{unknown[0]}}} stands for nothing; these do: {', '.join(known)}.")

@@ -20,7 +20,7 @@ import threading
 import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-REST_S = 0.05
+POLL_INTERVAL_S = 0.05
 READ_BYTES = 1 << 16
 
 
@@ -54,7 +54,7 @@ def _stop_all(grace_s: float) -> None:
                 for pid in below:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
-            time.sleep(REST_S)
+            time.sleep(POLL_INTERVAL_S)
 
 
 def _reap_children() -> None:
@@ -127,7 +127,7 @@ def main(
             code = os.waitstatus_to_exitcode(status)
             code = code if code >= 0 else 128 - code
             break
-        time.sleep(REST_S)
+        time.sleep(POLL_INTERVAL_S)
     _stop_all(grace_s)
     if copying is not None:
         copying.join(grace_s)  # ends with the last process that could write

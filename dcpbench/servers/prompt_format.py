@@ -197,7 +197,7 @@ class Tokenized:
             again = self._tokenizer.encode(text, add_special_tokens=False).ids
             if len(again) == wanted:
                 break
-            # Continue where the last try ended: a token without text would be tried in vain each time.
+            # Continue where the last try ended: a token without text would be tried without success each time.
             found = (again + list(itertools.islice(more, max(wanted - len(again), 0))))[:wanted]
         return text
 
@@ -217,11 +217,11 @@ async def find_prompt_format(
     Raise WorkerError if it accepts none of the known forms, and UsageError for a tokenizer that cannot be used.
     """
     own = Tokenized(tokenizer) if tokenizer is not None else None
-    trial = Trial(client, endpoint, retries)
+    probe = FieldProbe(client, endpoint, retries)
     if endpoint == COMPLETIONS and not text:
         for vocab in (own.vocab,) if own else VOCABULARIES:
             start = PromptFormat(endpoint=endpoint, model=model, extras={}, vocab=vocab, extra_body=extra_body or {})
-            found = await trial.find_extras(start)
+            found = await probe.find_extras(start)
             if found is not None:
                 return found
     start = PromptFormat(
@@ -233,13 +233,13 @@ async def find_prompt_format(
         prompts=TOKENIZER if own else COUNTED,
         extra_body=extra_body or {},
     )
-    found = await trial.find_extras(start)
+    found = await probe.find_extras(start)
     if found is None:
-        raise await trial.describe_failure(start)
+        raise await probe.describe_failure(start)
     return await _fit_text_length(client, found, retries)
 
 
-class Trial:
+class FieldProbe:
     """Short requests that determine the fields that a server accepts."""
 
     def __init__(self, client: Client, endpoint: str, retries: int) -> None:

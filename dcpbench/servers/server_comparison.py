@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 START, PROMPTS, ANSWER = "start", "prompts", "answer"  # what failed: the start, the form of prompts, or a request
 FAILED = "FAILED"  # verdict: a server that starts fails at a request
 LAST_LINES, MAX_LINE = 10, 500  # lines of a log that are quoted, and characters of each
-ENDING_S = 5.0  # time in which a server that broke off an answer may end
+END_TIMEOUT_S = 5.0  # time in which a server that broke off an answer may end
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -308,7 +308,7 @@ def _complete_result(
 
 def _make_failure(server: Server, stage: str, message: str, cell: Cell | None) -> Failure:
     """Return the failure of a server; one that ends shortly after an answer broke off gave its reason in the log."""
-    until = time.monotonic() + (ENDING_S if stage == ANSWER else 0.0)
+    until = time.monotonic() + (END_TIMEOUT_S if stage == ANSWER else 0.0)
     while not (ended := server.exit_reason) and time.monotonic() < until:
         time.sleep(0.1)
     lines = [make_printable(redact(line))[:MAX_LINE] for line in server.read_log().splitlines() if line.strip()]

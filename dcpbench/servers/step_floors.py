@@ -11,7 +11,7 @@ from dcpbench.models import load_shape
 from dcpbench.models.weight_formats import PAPER_FORMATS
 from dcpbench.points.budget import ITEMSIZE
 from dcpbench.points.memory import HEADROOM_TOKENS
-from dcpbench.points.names import CUT, UNKNOWN, WEIGHT_FORMATS
+from dcpbench.points.names import MOE_TP, UNKNOWN, WEIGHT_FORMATS
 from dcpbench.points.roofline import Sharding, StepRows, compute_step_floors
 from dcpbench.records.record import ENGINE_DTYPES, Floor
 from dcpbench.records.runs import read_run
@@ -54,7 +54,7 @@ def compute_engine_floor(
     """Return the floor of an engine's decode point with the rates behind it, for evenly distributed experts.
 
     None without rates of as many GPUs, for a model of unknown sizes, and for a data type that the engine's log does not state or
-    that has no floor. Only parts with the same work as phases of our own step have a floor of their own.
+    that has no floor. Only parts with the same work as phases of our own step have a separate floor.
     """
     if point.tp not in rates:
         return None
@@ -65,7 +65,7 @@ def compute_engine_floor(
     stored = _find_precisions(settings, shape)
     if stored is None:
         return None
-    known = msgspec.structs.replace(point, **stored, ep=CUT if point.ep == UNKNOWN else point.ep)
+    known = msgspec.structs.replace(point, **stored, ep=MOE_TP if point.ep == UNKNOWN else point.ep)
     rows = -(-point.concurrency // point.dp)
     step = StepRows(decodes=(point.context + HEADROOM_TOKENS,) * rows, sampled=rows, tokens=point.concurrency)
     found = compute_step_floors(Sharding.from_point(known, shape), step, rates[point.tp].limits)

@@ -53,7 +53,7 @@ GAP_REQUESTS = 8  # requests by which the gap of a mixed case is measured
 STEPS_BETWEEN = 4  # decode steps between two prompts of a mixed case
 OVERHEAD_TOKENS, OVERHEAD_REPEATS = 8, 9
 MIN_REQUEST_MS = 0.1  # of a request outside of steps: a server never sees one in the instant of another's last token
-LOOK_S, TELL_S = 0.2, 1.0  # between two looks at the samples, and between two reports of progress
+POLL_INTERVAL_S, PROGRESS_INTERVAL_S = 0.2, 1.0  # between two looks at the samples, and between two reports of progress
 MORE_STEPS = 1.25  # factor by which the steps grow until the samples of all requests are computed again
 LOOKED_REQUESTS = 2  # requests of which the samples are looked at: tokens are not read meanwhile
 FILLED_S = 0.02  # after which prompts follow the one that fills steps
@@ -132,7 +132,7 @@ class CaseSamples(msgspec.Struct, frozen=True, kw_only=True):
     context_mean: float | None = None  # of KV tokens to which decodes attended; None without decodes
     overhead_ms: float | None = None  # TTFT of OVERHEAD_TOKENS tokens, part of samples of prompts; else None
     divided_share: float = 0.0  # of tokens that arrived several in a chunk: times of their steps are known together
-    separate_prefill: bool | None = None  # True if the prompt of a mixed case ran in a step of its own; None for others
+    separate_prefill: bool | None = None  # True if the prompt of a mixed case ran in a separate step; None for others
     decode_ms: float | None = None  # time of a step with the decodes of a mixed case alone. None for others
     queued_steps: float | None = (
         None  # decode steps between the sending of a mixed case's prompt and the begin of its step:
@@ -321,7 +321,7 @@ async def _take_steps(
     began = reported_s = time.perf_counter()
     needed = plan.window
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
         window.streams.check_running()
         looked = time.perf_counter()
         samples = window.list_samples_ms(LOOKED_REQUESTS)[: plan.max_steps]
@@ -333,7 +333,7 @@ async def _take_steps(
             if is_over or of_all is not None:
                 return found, of_all == "precise"
             needed = math.ceil(len(samples) * MORE_STEPS)
-        if looked - reported_s >= TELL_S:
+        if looked - reported_s >= PROGRESS_INTERVAL_S:
             reported_s = looked
             tell(f"{len(samples)} steps" + (f" of {statistics.median(samples):.2f} ms" if samples else ""))
 

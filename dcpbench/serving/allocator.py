@@ -112,7 +112,7 @@ class DcpAllocator:
         self.interleave = interleave
         self.virtual_page = page_size * dcp  # tokens that one virtual page holds
         self.tokens = 0  # stored by requests and the prefix cache; those that they share count once
-        self.free_pages = pages - 1  # pages that can still be handed out
+        self.free_pages = pages - 1  # pages that can still be allocated
         self._live: set[Allocation] = set()
         self._free = np.arange(pages - 1, PADDING_PAGE, -1, dtype=np.int32)  # stack below `free_pages`; may be millions
         self._is_free = np.ones(pages, dtype=bool)  # by page; True for the padding page, so that freeing it fails
@@ -193,7 +193,7 @@ class DcpAllocator:
         self.tokens -= tokens
 
     def free(self, allocation: Allocation) -> None:
-        """Take a request's pages back. Raises ValueError for one that is not live, be it freed twice or not ours."""
+        """Take a request's pages back. Raises ValueError for one that is not live: freed twice or unknown."""
         self._check_live(allocation)
         self._live.remove(allocation)
         self._add_free_pages(allocation.pages[allocation.shared :][::-1])

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 FEW_CONTEXT = 256  # KV tokens of a request in the cases with few
 SEVERAL, SEVERAL_FROM = 8, 2048  # prompts that share a step, and tokens of a step from which that is measured
-PREFIX_SIZES = (1024, 4096)  # chunks measured behind a prefix, as well as the longest possible one
+PREFIX_SIZES = (1024, 4096)  # chunks measured behind a prefix, in addition to the longest possible one
 SHORT_PREFIX = 512  # tokens of the prefix that shows what attending to any prefix costs; at most a quarter of a step
-MIXED_SIZES = (512, 2048)  # tokens of steps with decodes and a chunk that are measured, as well as the most possible
+MIXED_SIZES = (512, 2048)  # tokens of steps with decodes and a chunk that are measured, in addition to the maximum
 ROW_MULTIPLES = (1, 2, 4, 8)  # numbers of which the tokens of a step with prompts may have to be a multiple to be fast
 ALIGNED = 2 * ROW_MULTIPLES[-1]  # measured numbers of tokens are multiples of it
 UNALIGNED_FROM = 512  # tokens of a step from which it is measured how much longer other numbers take

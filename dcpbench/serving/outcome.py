@@ -283,7 +283,7 @@ def _explain_no_tokens(
     if rejected:
         return f"{counts}; the first one rejected: {rejected[0].rejected}"
     if interrupted:
-        return f"{counts}: a signal ended the run before the first token. Serve the load anew with --resume."
+        return f"{counts}: a signal ended the run before the first token. Serve the load again with --resume."
     if limit_s is not None:
         return f"{counts} by --timeout load={limit_s:g}; use a longer one."
     return f"{counts}, though neither --timeout nor a signal ended the run; read the log of the server or of the run."

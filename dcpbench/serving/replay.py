@@ -424,7 +424,7 @@ def _widen_spans(spans: dict[str, float], found: ServeMetrics, emulated: Emulate
 def _compute_forecast_factors(times: StepTimes) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return the factors on step times without and with prompts, at the slow and at the fast end of a forecast's error.
 
-    On the CPU they are 1, as there is no modelled wire.
+    On the CPU they are 1, as no communication is modelled.
     """
     emulated = times.emulated
     assert emulated is not None

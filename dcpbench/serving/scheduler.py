@@ -351,7 +351,7 @@ class Scheduler:
         return min(self.fixed_hits.get(sequence.request.number, 0), sequence.prompt_tokens, sequence.target - 1)
 
     def _start_sequence(self, replica: Replica, sequence: Sequence, todo: ReplicaStep, budget: int) -> int:
-        """Start a sequence, or start it anew; returns the tokens of its first chunk."""
+        """Start or restart a sequence, and return the tokens of its first chunk."""
         pages, node = self._match_prefix(replica, sequence)
         replica.cache.lock(node)
         sequence.node = node

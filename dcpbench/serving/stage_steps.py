@@ -147,7 +147,7 @@ class StagedTimes:
         return StepModel(*samples)
 
     def _predict_hops_us(self, rows: int) -> list[float]:
-        return predict_hops_us(self.machine.wire.in_step, self.stages.spread, rows, self.point.pp)
+        return predict_hops_us(self.machine.comm_model.in_step, self.stages.spread, rows, self.point.pp)
 
 
 class _Stages:
@@ -155,7 +155,7 @@ class _Stages:
 
     def __init__(self, point: Point, machine: Machine) -> None:
         shape = load_shape(point.model)
-        self.point, self.limits, self.wire = point, get_limits(machine), machine.wire.in_step
+        self.point, self.limits, self.comm_model = point, get_limits(machine), machine.comm_model.in_step
         self.shapes = make_stages(shape, point.pp)
         self.spread = Sharding.from_point(point, shape)
         self.shared_kv = self.spread.layout.shared_kv
@@ -188,7 +188,7 @@ class _Stages:
             return 0.0
         plain = dataclasses.replace(self.measured, shape=part.shape)
         with_pcp, without = (
-            math.fsum(each.mean for each in predict_calls(sharding, of, self.wire, self.point.exchange).values())
+            math.fsum(each.mean for each in predict_calls(sharding, of, self.comm_model, self.point.exchange).values())
             for sharding, of in ((part, gathered), (plain, rows))
         )
         return 1e3 * (with_pcp - without)

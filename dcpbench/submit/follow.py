@@ -17,8 +17,8 @@ from dcpbench.show.text import fit_line, make_printable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-READ_S, LOOK_S = 0.5, 5.0  # intervals in s at which output is read, and the cluster is queried
-GONE_S = 90.0  # maximum time in s for a cancelled job to disappear
+READ_S, POLL_INTERVAL_S = 0.5, 5.0  # intervals in s at which output is read, and the cluster is queried
+CANCEL_TIMEOUT_S = 90.0  # maximum time in s for a cancelled job to disappear
 ANSWER_S = 60.0  # time-out in s of a cluster's command
 FAILED = 4  # exit code of a job that ended without a more specific one, as after a failed rank
 
@@ -81,7 +81,7 @@ def _wait_until_ended(queue: Queue) -> State:
     state, looked, silent = State(message=""), 0.0, False
     while not state.ended:
         print_output(queue.read_output())
-        if time.monotonic() - looked >= LOOK_S or not looked:
+        if time.monotonic() - looked >= POLL_INTERVAL_S or not looked:
             looked = time.monotonic()
             try:
                 found = queue.fetch_state()
@@ -102,7 +102,7 @@ def _wait_until_ended(queue: Queue) -> State:
 def cancel_job(queue: Queue) -> State:
     """Cancel the job and wait until it is gone. Raise WorkerError if it remains."""
     queue.cancel()
-    until = time.monotonic() + GONE_S
+    until = time.monotonic() + CANCEL_TIMEOUT_S
     while True:
         with contextlib.suppress(NoAnswerError):
             state = queue.fetch_state()
@@ -110,7 +110,7 @@ def cancel_job(queue: Queue) -> State:
                 queue.delete_remains()
                 return state
         if time.monotonic() > until:
-            raise WorkerError(f"the job was not gone {GONE_S:.0f} s after it was cancelled; look for it in the queue.")
+            raise WorkerError(f"the job still existed {CANCEL_TIMEOUT_S:.0f} s after cancellation; see the queue.")
         time.sleep(READ_S)
 
 

@@ -44,7 +44,7 @@ CONTAINER, PORT = "dcpbench", 29500
 RUNS, FETCHED = "/runs", "/tmp/dcpbench-fetched"  # noqa: S108 -- in the pod
 ENDED = "dcpbench submit: node 0 has ended with"
 FETCH_S = 600  # time in s that node 0's pod waits for its run to be fetched
-KEPT_S = 86_400  # time in s after which Kubernetes deletes a finished Job by itself
+TTL_AFTER_FINISHED_S = 86_400  # time in s after which Kubernetes deletes a finished Job by itself
 VENDOR = "nvidia.com"
 GPUS = f"{VENDOR}/gpu"
 DELETED_S = 120
@@ -81,7 +81,7 @@ def make_manifests(spec: JobSpec, cluster: Cluster) -> list[dict[str, Any]]:
             "completions": spec.nodes,
             "parallelism": spec.nodes,
             "backoffLimit": 0,
-            "ttlSecondsAfterFinished": KEPT_S,
+            "ttlSecondsAfterFinished": TTL_AFTER_FINISHED_S,
             **({"activeDeadlineSeconds": parse_time_limit(spec.time)} if spec.time else {}),
             "template": {
                 "metadata": {"labels": _make_labels(spec)},

@@ -244,7 +244,7 @@ def _find_calls(names: Sequence[str]) -> Callable[[ast.AST], Iterable[int]]:
 
 
 def _make_syntax_rules(name: str, site: Site) -> list[Callable[[ast.AST], Iterable[int]]]:
-    """Return rules for syntax that calls an operator of torch without a frame of its own."""
+    """Return rules for syntax that calls an operator of torch without a separate frame."""
     if name in OPERATORS:
         return [_find_operators(OPERATORS[name])]
     load, store = _find_subscripts(store=False), _find_subscripts(store=True)

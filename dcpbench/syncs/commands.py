@@ -153,7 +153,7 @@ DIFF_FORMATS = ("table", "markdown", "json")
 
 
 def run_diff(old: str, new: str, gate_options: GateOptions, options: DiffOptions) -> int:
-    """Compare two sides, write the result, and return 0 if nothing is new or dearer, 1 if something is, and 3 if a side cannot answer.
+    """Compare two sides, write the result, and return 0 if nothing is new or worse, 1 if something is, and 3 if a side cannot answer.
 
     A side is what `scan` takes, or the JSON of a report.
     """

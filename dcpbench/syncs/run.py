@@ -130,7 +130,7 @@ def run_program(command: Sequence[str], recording: Recording, options: GateOptio
 def run_process(command: Sequence[str], env: Mapping[str, str]) -> int:
     """Run the program to its end with stdin, stdout and stderr of our own; returns what `Popen.wait` does.
 
-    Ctrl-C reaches the program from the terminal itself, and SIGTERM is handed on; both wait for its end.
+    Ctrl-C reaches the program from the terminal itself, and SIGTERM is passed on; both wait for its end.
     """
     child: subprocess.Popen[bytes] | None = None
     interrupted: list[int] = []

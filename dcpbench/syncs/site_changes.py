@@ -30,21 +30,21 @@ class ChangeKind(enum.StrEnum):
     """Name what happened to a site, worst first."""
 
     NEW = "new"
-    DEARER = "dearer"
-    CHEAPER = "cheaper"
+    WORSE = "worse"
+    BETTER = "better"
     GONE = "gone"
     SAME = "same"
 
 
 class Reason(enum.StrEnum):
-    """Name the quantity by which a site is dearer or cheaper."""
+    """Name the quantity by which a site is worse or better."""
 
     COUNT = "count"
     BUBBLE = "bubble"
     WAIT = "wait"
 
 
-FAILING = (ChangeKind.NEW, ChangeKind.DEARER)
+FAILING = (ChangeKind.NEW, ChangeKind.WORSE)
 
 
 class SiteCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ class SiteChange(msgspec.Struct, frozen=True, kw_only=True):
     """A site of either report, and what happened to it."""
 
     kind: ChangeKind
-    reason: Reason | None = None  # None unless it is dearer or cheaper
+    reason: Reason | None = None  # None unless it is worse or better
     old: SiteCost | None = None
     new: SiteCost | None = None
     moved: bool = False  # True if its file has another name
@@ -89,7 +89,7 @@ class ReportChanges(msgspec.Struct, frozen=True, kw_only=True):
     new_steps: int
     old_bubble_us: float | None  # sum over all compared sites, per step
     new_bubble_us: float | None
-    changes: list[SiteChange]  # new and dearer sites first
+    changes: list[SiteChange]  # new and worse sites first
     reasons: list[str] = []  # why the reports cannot be compared; empty if they can
 
     def count(self, kind: ChangeKind) -> int:
@@ -98,7 +98,7 @@ class ReportChanges(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failing(self) -> list[SiteChange]:
-        """Return the new and dearer sites that are not allowed."""
+        """Return the new and worse sites that are not allowed."""
         return [change for change in self.changes if change.kind in FAILING and not change.allowed]
 
 
@@ -232,16 +232,16 @@ def _compute_cost(sites: Sites, steps: int) -> SiteCost:
 def _compare_costs(old: SiteCost, new: SiteCost, thresholds: Thresholds) -> tuple[ChangeKind, Reason | None]:
     counts = list(_list_count_changes(old, new))
     if any(change > SLACK for change in counts):
-        return ChangeKind.DEARER, Reason.COUNT
+        return ChangeKind.WORSE, Reason.COUNT
     if any(change < -SLACK for change in counts):
-        return ChangeKind.CHEAPER, Reason.COUNT
+        return ChangeKind.BETTER, Reason.COUNT
     times = {Reason.BUBBLE: (old.bubble_us, new.bubble_us), Reason.WAIT: (old.wait_us, new.wait_us)}
     for reason, (before, after) in times.items():
         if before is None or after is None:
             continue
         more = abs(after - before)
         if more > thresholds.microseconds and more > thresholds.share * min(before, after):
-            return ChangeKind.DEARER if after > before else ChangeKind.CHEAPER, reason
+            return ChangeKind.WORSE if after > before else ChangeKind.BETTER, reason
         return ChangeKind.SAME, None
     return ChangeKind.SAME, None
 

@@ -158,7 +158,7 @@ def group_into_sites(
 def group_trace_sites(trace: str, syncs: Iterable[Sync], steps: Steps) -> list[Site]:
     """Return the sites of one trace, one for each fingerprint, in the order in which they first occurred.
 
-    Their lines are mostly those of functions. Calls that are allowed are a site of their own, apart from other calls of
+    Their lines are mostly those of functions. Calls that are allowed are a separate site, apart from other calls of
     the same function.
     """
     known: dict[object, str] = {}

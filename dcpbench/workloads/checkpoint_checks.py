@@ -2,7 +2,7 @@
 
 layers   the result of each operation of each layer, from the engine's own input of that operation and with the engine's
          roundings (teacher_forcing.py): errors do not accumulate, so limits are the same at any depth
-logits   logits from the engine's last hidden states, likewise; in fp32 those of whole forward passes
+logits   logits from the engine's last hidden states, with its roundings; in fp32 those of whole forward passes
 tokens   new tokens that are not those of the largest logit, by the engine's logits or by transformers'
 routing  tokens for which a layer chose other experts than transformers' rule does from the engine's router logits
 """

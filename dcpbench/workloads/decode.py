@@ -287,11 +287,11 @@ def count_emulated_calls(session: Session, point: Point, batch: Batch) -> Emulat
     return Emulated(
         machine=machine.name,
         sha256=machine.sha256,
-        measured=machine.wire_measured,
+        measured=machine.comm_source,
         calls=tally.calls,
-        wire_us=tally.us,
-        wire_low_us=tally.low_us,
-        wire_high_us=tally.high_us,
+        comm_us=tally.us,
+        comm_low_us=tally.low_us,
+        comm_high_us=tally.high_us,
         ranks_low=RANKS_LOW,
         ranks_high=RANKS_HIGH,
         prompts=tuple(machine.prompts) if on_gpu else (),
@@ -302,7 +302,7 @@ def count_emulated_calls(session: Session, point: Point, batch: Batch) -> Emulat
 
 def _estimate_uncertainty(emulated: Emulated | None, device: torch.device, step_ms: float) -> tuple[float, float]:
     """Return the shares by which a step may be shorter and longer than that of a rank alone; 0 on the CPU, without a
-    wire model.
+    communication model.
     """
     return (
         formulas.compute_forecast_error(emulated, step_ms * 1e3) if emulated and device.type == "cuda" else (0.0, 0.0)

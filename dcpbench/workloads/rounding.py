@@ -14,7 +14,7 @@ from torch.nn import functional
 from dcpbench.engine.scaled_weights import compute_block_size
 from dcpbench.kernels.e4m3 import LARGEST
 from dcpbench.models.weight_formats import SCALE_BLOCK
-from dcpbench.points.names import CUT, FP8
+from dcpbench.points.names import FP8, MOE_TP
 
 if TYPE_CHECKING:
     from dcpbench.points.point import Point
@@ -71,7 +71,7 @@ class Roundings:
             kv_scale=kv_scale if point.kv_precision == FP8 else None,
             attention_parts=point.layout.attn_tp,
             mlp_parts=point.tp,
-            expert_parts=point.tp if point.ep == CUT else 1,
+            expert_parts=point.tp if point.ep == MOE_TP else 1,
         )
 
     def round_activation(self, x: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from dcpbench.workloads.point_facts import (
     list_warnings,
 )
 from dcpbench.workloads.served_floors import Shares, compute_shares
-from dcpbench.workloads.serving_loop import Agreement, Loop
+from dcpbench.workloads.serving_loop import Loop, RankZeroBroadcast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -74,7 +74,7 @@ class Serving:
             inputs = session.make_router_inputs(list(range(layout.dp * prefiller.rows)), layers=1, seed=0)
         self.session, self.prefill = session, prefill
         self.engine = ServeEngine(engine, prefiller, inputs)
-        self.agree = Agreement()
+        self.broadcast = RankZeroBroadcast()
 
     def make_loop(
         self,
@@ -88,7 +88,7 @@ class Serving:
         self.engine.reset_slots()
         assert point.load is not None
         traffic = Traffic(requests, scheduler, concurrency)
-        return Loop(self.engine, scheduler, traffic, self.agree, ends=ends)
+        return Loop(self.engine, scheduler, traffic, self.broadcast, ends=ends)
 
     def warm_up(self, point: Point, requests: Sequence[ServeRequest], alive: Callable[[], None]) -> None:
         """Run every kind of step behind captured graphs: chunks of every size with and without a prefix, full ones of many
@@ -163,12 +163,12 @@ def run(
     allocated = count_device_allocations(device) - allocated
     late = sorted({name for names in gather_objects(compiled) for name in names})
     _add_tokens_of_other_replicas(loop.traffic)
-    cut = bool(loop.agree(len(interrupted))[0])  # rank 0 decides, as its signal ended the loop
+    cut = bool(loop.broadcast(len(interrupted))[0])  # rank 0 decides, as its signal ended the loop
     found = compute_shares(Sharding.from_point(point, session.shape), loop.timed, rates) if is_first() else Shares()
     metrics = _compute_metrics(loop, point, settings, folder, found, interrupted=cut)
     cut_reason = (
         f"interrupted with {metrics.finished} of {format_count(len(requests), 'request')} finished; they are in "
-        f"{metrics.samples_file}. Serve the load anew with --resume."
+        f"{metrics.samples_file}. Serve the load again with --resume."
     )
     sites = None
     if settings.profile and device.type == "cuda" and not cut:

@@ -1,6 +1,6 @@
 """Live loop of `serve`: decide and launch step k + 1, then read the tokens that step k sampled.
 
-    agree ─▶ submit ─▶ decide k+1 ─▶ launch k+1 ─▶ wait for the tokens of k ─▶ stamp them ─▶ …
+    broadcast ─▶ submit ─▶ decide k+1 ─▶ launch k+1 ─▶ wait for the tokens of k ─▶ stamp them ─▶ …
     device:  ────────── step k ──────────────────▶│────────── step k+1 ────────
 
 A step with chunks takes several launches per layer, which may take longer than step k runs: the tokens of k are then
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MAX_NAP_S = 0.05  # a loop without work looks again after this long
 
 
-def settle_heap() -> None:
+def freeze_heap() -> None:
     """Exclude existing objects from garbage collection for the life of the engine.
 
     A full collection takes as long as a step.
@@ -43,7 +43,7 @@ def settle_heap() -> None:
     gc.freeze()
 
 
-class Agreement:
+class RankZeroBroadcast:
     """Broadcast of rank 0's numbers to all ranks. Collective; uses only the host."""
 
     def __init__(self) -> None:
@@ -135,12 +135,13 @@ class Loop:
         engine: ServeEngine,
         scheduler: Scheduler,
         traffic: Traffic,
-        agree: Agreement,
+        broadcast: RankZeroBroadcast,
         *,
         ends: Callable[[float], bool] = lambda _: False,
     ) -> None:
         """Create the loop; `ends(seconds since the start)` is called on rank 0 and returns True to cut off the run."""
-        self.engine, self.scheduler, self.traffic, self.agree, self.ends = engine, scheduler, traffic, agree, ends
+        self.engine, self.scheduler, self.traffic = engine, scheduler, traffic
+        self.broadcast, self.ends = broadcast, ends
         self.counts, self.gaps = StepCounts(), Gaps()
         self.timed: list[TimedStep] = []
         self.pending: LaunchedStep | None = None
@@ -153,18 +154,18 @@ class Loop:
 
     def run(self, alive: Callable[[], None] = lambda: None) -> None:
         """Run to the end; `alive` is called from time to time."""
-        settle_heap()
+        freeze_heap()
         while self.iterate():
             alive()
 
     def iterate(self) -> bool:
         """Run one iteration; return False if there is no work left."""
         now = self.now_s
-        turns, sessions, cut = self.agree(*self.traffic.count_due(now), int(self.ends(now)))
+        turns, sessions, cut = self.broadcast(*self.traffic.count_due(now), int(self.ends(now)))
         if cut:
             self.stop_early()
             return False
-        order = self.agree(*self.traffic.list_next_turns(turns)) if turns else None
+        order = self.broadcast(*self.traffic.list_next_turns(turns)) if turns else None
         self.traffic.submit(turns, sessions, now, order)
         step = self.scheduler.plan_step()
         launched = self.engine.launch_step(step, self._read_arrived) if step else None

@@ -23,7 +23,7 @@ from dcpbench.points.batches import compute_batch_rows
 from dcpbench.points.budget import plan_whole
 from dcpbench.points.cluster_specs import load_machine
 from dcpbench.points.expert_choices import load_choices
-from dcpbench.points.names import FP8, WHOLE
+from dcpbench.points.names import FP8, MOE_EP
 from dcpbench.workloads import choice
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def build_session(
     source: Source = SyntheticSource(seed, dtype, device)
     if point.weights != source.kind:
         source = CheckpointSource(Path(point.weights), dtype, device)
-    emulation = Emulation(load_machine(point.emulate).wire.in_step) if point.emulate else None
+    emulation = Emulation(load_machine(point.emulate).comm_model.in_step) if point.emulate else None
     groups = make_emulated_groups(layout, rank, emulation) if emulation else make_groups(layout, rank)
     stored_as = shape.get_weight_format(point.weights_precision)
     weights = load_weights(
@@ -121,7 +121,7 @@ def build_session(
         device=device,
         wide=point.group_wide,
     )
-    if emulation and point.ep == WHOLE:
+    if emulation and point.ep == MOE_EP:
         model.stands_for = layout.tp
     backend, exchange = choice.get_initial_candidate(point)
     engine = DecodeEngine(

@@ -1,6 +1,6 @@
 """Measure the step times of a built engine: cases of a grid, one step after the other, as the live loop runs them.
 
-    agree ─▶ launch ─▶ read the step before ─▶ …        the same iterations as serving_loop.py, without a scheduler
+    broadcast ─▶ launch ─▶ read the step before ─▶ …        the same iterations as serving_loop.py, without a scheduler
 
 A sample is the time from the end of the preceding step to its own end on the device, so that it includes device idle
 time between two steps. Launching a step with chunks may take the host longer than the device runs it: the host time is
@@ -30,7 +30,7 @@ from dcpbench.serving.step_times import MeasuredCase, StepTimes, get_engine_path
 from dcpbench.workloads.decode import count_emulated_calls
 from dcpbench.workloads.point_facts import describe_weights, list_device_warnings, list_warnings
 from dcpbench.workloads.serve import make_scheduler_config
-from dcpbench.workloads.serving_loop import settle_heap
+from dcpbench.workloads.serving_loop import freeze_heap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dcpbench.serving.step_cases import CaseSteps
     from dcpbench.serving.step_times import Case
     from dcpbench.workloads.serve import Serving
-    from dcpbench.workloads.serving_loop import Agreement
+    from dcpbench.workloads.serving_loop import RankZeroBroadcast
 
 SLOW_MS, MIN_SLOW_SAMPLES, MIN_SAMPLES, MAX_SAMPLES = 150, 2, 3, 8
 """Numbers of samples of a case: MIN_SAMPLES, or MIN_SLOW_SAMPLES for a step longer than SLOW_MS, and MAX_SAMPLES if they differ."""
@@ -98,10 +98,10 @@ def measure_step_times(
     most = max(points, key=lambda p: p.concurrency)
     maker = CaseMaker(make_scheduler_config(most, session), session.shape.vocab)
     pipeline = Pipeline(
-        serving.engine, serving.agree, maker.make_padding_step(min(extent.max_running, GRAPH_BATCHES[-1]))
+        serving.engine, serving.broadcast, maker.make_padding_step(min(extent.max_running, GRAPH_BATCHES[-1]))
     )
     mine = []
-    settle_heap()
+    freeze_heap()
     with GpuSampler(get_gpu_uuid(engine.device)) as sampler:
         for index, case in enumerate(cases):
             report_progress("measure", f"step times: {index} of {len(cases)} cases")
@@ -112,7 +112,7 @@ def measure_step_times(
             chunks_ms = {
                 case: statistics.median(m.samples_ms) for case, m in zip(cases, mine, strict=True) if is_bare(case)
             }
-            quick = {case: ms for case, ms in chunks_ms.items() if serving.agree(int(ms <= MAX_HOT_MS))[0]}
+            quick = {case: ms for case, ms in chunks_ms.items() if serving.broadcast(int(ms <= MAX_HOT_MS))[0]}
             hot = make_hot_runs(
                 extent, find_fullest(quick or [min(chunks_ms, key=lambda case: case.compute_work().tokens)])
             )
@@ -122,7 +122,7 @@ def measure_step_times(
                     steps = maker.make_steps(run.before)
                     pipeline.run_turn(steps.first, None)
                     before[run.before] = steps.again
-                count = serving.agree(math.ceil(SETTLED_MS / chunks_ms[run.before]))[0]
+                count = serving.broadcast(math.ceil(SETTLED_MS / chunks_ms[run.before]))[0]
                 mine += pipeline.run_hot(maker.make_steps(run.case), before[run.before], count, run.times)
                 cases += run.cases
         launch_ms = _measure_launch_ms(serving, pipeline, maker.make_steps(cases[0]), mine[0].samples_ms)
@@ -202,9 +202,9 @@ class _UnreadStep:
 class Pipeline:
     """Turns of the live loop with steps made by hand."""
 
-    def __init__(self, engine: ServeEngine, agree: Agreement, between: Step) -> None:
+    def __init__(self, engine: ServeEngine, broadcast: RankZeroBroadcast, between: Step) -> None:
         """Create the pipeline; `between` runs before each timed step with chunks."""
-        self.engine, self.agree, self.between = engine, agree, between
+        self.engine, self.broadcast, self.between = engine, broadcast, between
         self.pending: _UnreadStep | None = None
         self.last: _UnreadStep | None = None
         self.decoding_ms: list[float] = []  # times of the steps in between
@@ -220,14 +220,14 @@ class Pipeline:
         self.run_turn(steps.first, None)
         while launching:
             times.host_ms.append(self.run_turn(steps.again, behind))
-            launching = not self.agree(int(_has_enough_launches(times.host_ms, behind)))[0]
-        done, between = 0, self.agree(self.count_steps_between(behind))[0] if chunks else 0
+            launching = not self.broadcast(int(_has_enough_launches(times.host_ms, behind)))[0]
+        done, between = 0, self.broadcast(self.count_steps_between(behind))[0] if chunks else 0
         while not done:
             for _ in range(between):
                 self.run_turn(self.between, self.decoding_ms)
             self.run_turn(steps.again, times.samples_ms)
             took = times.samples_ms or behind
-            done, between = self.agree(
+            done, between = self.broadcast(
                 int(has_enough_samples(times.samples_ms)), self.count_steps_between(took) if chunks else 0
             )
         return times
@@ -256,7 +256,7 @@ class Pipeline:
             rounds += 1
             took_ms = (time.perf_counter() - began) * 1e3
             least = MIN_SLOW_SAMPLES if took_ms >= CASE_MS else MIN_SAMPLES
-            done = bool(self.agree(int(took_ms >= HOT_MS and rounds >= least))[0])
+            done = bool(self.broadcast(int(took_ms >= HOT_MS and rounds >= least))[0])
         self.read_in_flight()
         return [Times(samples_ms=one[(rounds - 1) // 2 :]) for one in samples]
 
@@ -296,7 +296,7 @@ def _measure_launch_ms(serving: Serving, pipeline: Pipeline, steps: CaseSteps, s
     times = []
     for _ in range(LAUNCHES):
         start = time.perf_counter()
-        serving.agree(0)
+        serving.broadcast(0)
         serving.engine.launch_step(steps.again).wait_tokens()
         times.append((time.perf_counter() - start) * 1e3)
     return max(gather_objects(max(statistics.median(times) - statistics.median(samples), 0.0)))

@@ -6,10 +6,10 @@ that the next operation has the same input in both. Errors do not accumulate: li
 error is found at its origin.
 
     query      q of all heads, of MLA before rope        from the layer's input: norm, projections
-    KV latent  columns [0, R) of KV rows of MLA          likewise
-    rope key   columns [R, R + P) of KV rows of MLA      likewise, with rope
-    key        K heads of grouped-query attention        likewise, with rope
-    value      V heads of grouped-query attention        likewise
+    KV latent  columns [0, R) of KV rows of MLA          from the layer's input: norm, projections
+    rope key   columns [R, R + P) of KV rows of MLA      from the layer's input: norm, projections, rope
+    key        K heads of grouped-query attention        from the layer's input: norm, projections, rope
+    value      V heads of grouped-query attention        from the layer's input: norm, projections
     attention  attention outputs of all heads            from q, and KV rows as the cache stores them
     o_proj     the output projection                     from attention outputs
     router     router logits                             from the residual: norm, router

@@ -17,7 +17,7 @@ import uvicorn
 from dcpbench.commands import dashboard
 from dcpbench.dashboard import pages, site, watching, web_server
 from dcpbench.points.layout import Layout, place_experts
-from dcpbench.points.names import CUT
+from dcpbench.points.names import MOE_TP
 from tests.browser.pointer import point_at
 from tests.unit import dashboard_builder, record_builder, serve_record_builder
 
@@ -243,7 +243,7 @@ class TestSharedSettings:
         for i, of in enumerate(dashboard_builder.points(8)):
             settings = {"NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"} if i != 5 else {"NCCL_ALGO": "Ring"}
             where = dashboard_builder.environment(0, settings=settings)
-            usual = place_experts(CUT, of.tp)
+            usual = place_experts(MOE_TP, of.tp)
             point = msgspec.structs.replace(of, page_size=32 if i == 2 else of.page_size, ep=usual)
             found.append(msgspec.structs.replace(dashboard_builder.record(of, 0, environment=where), point=point))
         record_builder.write(tmp_path / "runs" / "a", found)

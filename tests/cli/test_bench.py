@@ -320,7 +320,7 @@ def test_real_attention_and_merge_benches_are_correct(real) -> None:
 def test_real_kv_gather_bench_marks_cases_that_exceed_the_pool() -> None:
     """64 tokens of 1,152 bytes on 2 ranks: nccl receives 2 parts of at least 36,864 bytes, direct keeps its own part.
 
-    The command runs in a process of its own with two rank processes.
+    The command runs in a separate process with two rank processes.
     """
     args = ["bench", "kv-gather", "--requests", "1", "--pool-bytes", "50KB", "--device", "cpu", "--json"]
     done = subprocess.run(

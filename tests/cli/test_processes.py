@@ -27,7 +27,7 @@ from dcpbench.records.folder import LOCK_FILE
 from tests import as_fork
 from tests.cli.job_processes import ACCOUNT, AGENT, MARK, RANK, listening, of_role, opened, processes, wait_until
 from tests.cli.test_launcher import outcomes, point, work
-from tests.cli.waiting import LOOK_S
+from tests.cli.waiting import POLL_INTERVAL_S
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # some tests start real ranks twice
 HERE = Path(__file__).parent
@@ -247,7 +247,7 @@ class TestListening:
         seen: set[str] = set()
         while bench.poll() is None:
             seen |= listening(mark)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
         assert bench.returncode == 0
         assert seen == {"0100007F"}
 
@@ -272,7 +272,7 @@ class TestLimits:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The timeout of a microsecond does not apply to imports, which are silent forever here."""
-        monkeypatch.setattr(launcher, "PATIENCE_S", 2.0)
+        monkeypatch.setattr(launcher, "MIN_STAGE_LIMIT_S", 2.0)
         importing = msgspec.structs.replace(work(tmp_path, timeout=1e-6), worker="importing_worker")
         with pytest.raises(WorkerError, match="gave no sign of life for 2 s before its first point, twice"):
             launcher.run_points([point(2, 100)], importing, Machines(), lambda _: None)

@@ -68,7 +68,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     folder.mkdir()
     monkeypatch.setenv("FAKE", str(folder))
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
-    for name in ("READ_S", "LOOK_S"):
+    for name in ("READ_S", "POLL_INTERVAL_S"):
         monkeypatch.setattr(follow, name, 0.01)
     monkeypatch.setattr(slurm_queue.Queue, "late_s", 0.01)
     return Cluster(folder)

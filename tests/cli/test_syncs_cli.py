@@ -165,7 +165,7 @@ class TestOutput:
 
 class TestStreams:
     def python(self, folder: Path, body: str, **env: str) -> subprocess.CompletedProcess[bytes]:
-        """Run `dcpbench syncs scan t.json` in a process of its own, in which `body` is the reader of traces."""
+        """Run `dcpbench syncs scan t.json` in a separate process, in which `body` is the reader of traces."""
         (folder / "t.json").touch()
         code = (
             "from dcpbench import cli\nfrom dcpbench.syncs import scan\nfrom tests.unit import syncs_builder as b\n"
@@ -303,7 +303,7 @@ class TestHelp:
         assert "dcpbench syncs " in text.partition("Usage:")[2].partition("dcpbench")[2]
         assert re.search(r"Exit codes: 0 \w+ ·.* 3 the trace cannot answer", text)
         if args[0] == "scan":
-            for words in ("What may pass", "MICROSECONDS", "Default: none.", "[default: table]"):
+            for words in ("What is allowed", "MICROSECONDS", "Default: none.", "[default: table]"):
                 assert words in text
 
     @pytest.mark.parametrize("name", COMMANDS)

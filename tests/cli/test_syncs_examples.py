@@ -156,7 +156,7 @@ def test_comparison_is_posted_before_the_check_fails(checkout: Checkout, *, chan
     env = {"NUMBER": "7", "RUNNER_TEMP": str(runner)}
     done = [checkout.run(command, ("bash", "-e", "-c"), **env) for command in commands]
     assert [one.returncode for one in done] == [0, 0, code], [one.stderr for one in done]
-    assert ("new or dearer site" in posted.read_text()) is changed
+    assert ("new or worse site" in posted.read_text()) is changed
 
 
 class TestGithub:

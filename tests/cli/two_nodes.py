@@ -1,6 +1,6 @@
 """Run a real Slurm of two nodes on this machine from Debian's packages, with its own munged, slurmctld and two slurmd.
 
-Daemons use free ports and a folder of their own, and all of them end with the cluster. Nothing is installed.
+Daemons use free ports and a separate folder, and all of them end with the cluster. Nothing is installed.
 """
 
 from __future__ import annotations

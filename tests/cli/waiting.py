@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
 
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 
 
 def until(holds: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
@@ -18,7 +18,7 @@ def until(holds: Callable[[], object], process: subprocess.Popen[str] | None = N
     while not holds():
         ended = process is not None and process.poll() is not None
         assert not ended or holds(), "the process has exited, and the condition is false"
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def is_gone(pid: int) -> bool:

@@ -32,7 +32,7 @@ CHANGES: dict[str, dict[str, object]] = {
     "plain": {},
     "replicated q": {"q_replicate": True},
     "projected": {"project_first": True},
-    "bf16 wire": {"wire": torch.bfloat16},
+    "bf16 reduction": {"reduce_dtype": torch.bfloat16},
 }
 EMPTY_ON_RANK_1, ONLY_ON_RANK_1, EMPTY_EVERYWHERE = 1, 2, 3
 """Indices of three of the four requests by their property; request 0 has rows on every rank."""

@@ -25,7 +25,7 @@ from dcpbench.exchange.ag_rs import AllGatherReduceScatter
 from dcpbench.exchange.symm import SymmetricMemory
 from dcpbench.exchange.torch_collectives import Group
 from dcpbench.kernels.merge import correct_attn_out
-from dcpbench.kernels.symm_mem.barrier import _theirs
+from dcpbench.kernels.symm_mem.barrier import _get_peer_counters
 from dcpbench.measuring.ranges import record_range
 from tests import as_fork, forks
 
@@ -110,7 +110,7 @@ class Fault:
         if self.kind == FLAG and self.layer == LAYER:
             sizes = {name: of.peers.launch_arguments[name] for name in ("N", "N_BLOCK")}
             _take_back_kernel[(1,)](
-                self.takes_back, of.peers.addresses, of.peers.compute_offset(of.parts.met_for_o), **sizes
+                self.takes_back, of.peers.addresses, of.peers.compute_offset(of.parts.o_counters), **sizes
             )
         return merge_by_peers(of, o_BHR, lse_BH)
 
@@ -138,7 +138,7 @@ def _until_kernel(goes_on):
 def _take_back_kernel(takes_back, peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr):
     n = tl.arange(0, N_BLOCK)
     others = (n > 0) & (n < N) & (tl.load(takes_back, volatile=True) != 0)
-    tl.atomic_add(_theirs(peers, counters, n, N), -1, mask=others, sem="release", scope="sys")
+    tl.atomic_add(_get_peer_counters(peers, counters, n, N), -1, mask=others, sem="release", scope="sys")
 
 
 def stall(kind: str) -> None:

@@ -31,16 +31,16 @@ REDUCED: dict[object, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 gather_objects = dist.all_gather_object
 
 
-class Meeting:
+class SharedMemoryGroup:
     """Ranks of a group with shared memory of two halves: a rank that writes into one has seen that all have read its
     old content. The last rank to arrive wakes the others. The number of arrived ranks is a byte in a pipe that each
     takes and puts back; others wait for a byte of a second or third pipe, because a late rank must not lose its byte
-    to the next meeting.
+    to the next call.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.size, self.rank = group.size(), group.rank()
-        own = tempfile.mkdtemp(prefix="meeting", dir=SHARED_FOLDER)
+        own = tempfile.mkdtemp(prefix="group", dir=SHARED_FOLDER)
         names: list[str] = [own] * self.size
         gather_objects(names, own, group=group)
         folder = Path(names[0])
@@ -74,14 +74,14 @@ class Meeting:
         parts = places.view(self.size, PART)[:, HEAD : HEAD + count * given.itemsize].view(given.dtype)
         parts = parts[:, : given.numel()]
         parts[self.rank].copy_(given.view(-1))
-        self.meet()
+        self.wait_for_all()
         for rank in range(self.size):
             place = begin + rank * PART
             header = self.memory[place : place + HEAD]
             assert header == head, f"rank {rank} is in {header.decode()}, rank {self.rank} in {head.decode()}"
         return parts.view(self.size, *given.shape)
 
-    def meet(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until all ranks have arrived."""
         go, self.half = self.go[self.half], 1 - self.half
         (before,) = os.read(self.came, 1)
@@ -94,21 +94,21 @@ class Meeting:
 
 
 @functools.cache
-def meeting(group: dist.ProcessGroup | None) -> Meeting:
-    """Return the meeting of this group, created when all its ranks first need it."""
-    return Meeting(group or dist.group.WORLD)
+def get_shared_group(group: dist.ProcessGroup | None) -> SharedMemoryGroup:
+    """Return the shared memory of this group, created when all its ranks first need it."""
+    return SharedMemoryGroup(group or dist.group.WORLD)
 
 
 def all_gather(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Concatenate the data of all ranks into `out`."""
-    found = meeting(group).exchange("all_gather", x)
+    found = get_shared_group(group).exchange("all_gather", x)
     assert out.is_contiguous()
     out.view(found.shape).copy_(found)
 
 
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Write this rank's part of the sum into `out`."""
-    mine = meeting(group)
+    mine = get_shared_group(group)
     found = mine.exchange("reduce_scatter", x)
     assert out.is_contiguous()
     out.view(-1).copy_(functools.reduce(torch.add, found.view(mine.size, mine.size, -1)[:, mine.rank]))
@@ -116,7 +116,7 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup 
 
 def all_to_all(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Write the parts for this rank into `out`."""
-    mine = meeting(group)
+    mine = get_shared_group(group)
     found = mine.exchange("all_to_all", x)
     assert out.is_contiguous()
     out.view(mine.size, -1).copy_(found.view(mine.size, mine.size, -1)[:, mine.rank])
@@ -124,18 +124,18 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | No
 
 def all_reduce(x: torch.Tensor, op: object = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
     """Add (or take the maximum) in place."""
-    x.copy_(functools.reduce(REDUCED[op], meeting(group).exchange(f"all_reduce {op}", x)))
+    x.copy_(functools.reduce(REDUCED[op], get_shared_group(group).exchange(f"all_reduce {op}", x)))
 
 
 def broadcast(x: torch.Tensor, src: int, group: dist.ProcessGroup | None = None) -> None:
     """Copy the data of rank `src` into `x`."""
-    x.copy_(meeting(group).exchange(f"broadcast {src}", x)[src])
+    x.copy_(get_shared_group(group).exchange(f"broadcast {src}", x)[src])
 
 
 def barrier(group: dist.ProcessGroup | None = None, device_ids: Sequence[int] | None = None) -> None:
     """Wait until all ranks have arrived."""
     assert device_ids is None
-    meeting(group).exchange("barrier", torch.empty(0))
+    get_shared_group(group).exchange("barrier", torch.empty(0))
 
 
 def replace() -> None:

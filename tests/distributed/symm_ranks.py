@@ -110,7 +110,7 @@ def replays(group: Group, number: int, count: int, kind: int) -> list[torch.Tens
     for replay in range(REPLAYS):
         for layer, ((o, lse), fenced) in enumerate(tape):
             if fenced:
-                fence(exchange.peers, exchange.parts.met_at_fence)
+                fence(exchange.peers, exchange.parts.fence_counters)
             _, o_NBHR, lse_NBH = drawn(group.size, number, 10 * replay + layer, 2)
             o.copy_(o_NBHR[group.rank])
             lse.copy_(lse_NBH[group.rank])
@@ -139,14 +139,14 @@ def sums(group: Group, rank: int) -> list[torch.Tensor]:
 
 
 def read_slowly() -> None:
-    """Make this rank pause between meeting its peers and reading their data, so that fast ranks could overwrite it."""
-    meet = merging.meet_ranks
+    """Make this rank pause between the barrier and reading their data, so that fast ranks could overwrite it."""
+    sync_ranks = merging.sync_ranks
 
-    def meet_and_pause(*args: object) -> None:
-        meet(*args)
+    def sync_and_pause(*args: object) -> None:
+        sync_ranks(*args)
         time.sleep(0.02)
 
-    merging.meet_ranks = meet_and_pause
+    merging.sync_ranks = sync_and_pause
 
 
 def main(rank: int, world: int, folder: Path) -> None:

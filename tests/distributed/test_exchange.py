@@ -83,12 +83,12 @@ class TestExchange:
 
 
 @pytest.mark.distributed
-def test_bf16_wire_has_the_error_of_bf16(found):
+def test_reduction_in_bf16_has_the_error_of_bf16(found):
     """Expect an error above fp32's rounding and below 4 ulp of bf16, because ag_rs rounds partial outputs and their
     sums.
     """
     layout = ranks.LAYOUTS[0]
-    _, got_hBR = found[layout][0]["ag_rs", torch.float32, "bf16 wire"]
+    _, got_hBR = found[layout][0]["ag_rs", torch.float32, "bf16 reduction"]
     error = (got_hBR.double() - expected(layout, 0, torch.float32)).abs().max()
     assert got_hBR.dtype == torch.bfloat16
     assert 1e-4 < error < 4 * torch.finfo(torch.bfloat16).eps * 3

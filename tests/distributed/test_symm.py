@@ -15,7 +15,7 @@ from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
 from dcpbench.exchange.symmetric_memory import Place, check_places
 from dcpbench.exchange.torch_collectives import Group
 from dcpbench.kernels.head_order import to_head_order_reference
-from dcpbench.kernels.symm_mem import MAX_BLOCKS, Carver, Peers
+from dcpbench.kernels.symm_mem import MAX_BLOCKS, BufferAllocator, Peers
 from dcpbench.kernels.symm_mem.all_reduce import add_up_reference
 from dcpbench.kernels.symm_mem.pull_merge import merge_reference
 from tests.distributed import symm_ranks as ranks
@@ -69,7 +69,7 @@ class TestSymm:
 
     @pytest.mark.parametrize("count", ranks.LAYERS)
     def test_graph_of_any_number_of_layers_can_be_replayed_repeatedly(self, found, world, layout, count):
-        """Use replicated queries, with one meeting a layer, so that the last layer of a replay may share its slot with
+        """Use replicated queries, with one barrier a layer, so that the last layer of a replay may share its slot with
         the first of the next: a fast rank could overwrite data that rank 0 reads late.
         """
         for rank, got in enumerate(found(world, layout)):
@@ -152,20 +152,20 @@ class TestBuffers:
     def test_parts_do_not_overlap_and_are_aligned(self):
         """Expect 256-byte steps: 3 numbers of 2 bytes take one, 129 of them two."""
         own = torch.zeros(2048, dtype=torch.uint8)
-        carver = Carver(own)
+        allocator = BufferAllocator(own)
         parts = [
-            carver.allocate_tensor(3, dtype=torch.bfloat16),
-            carver.allocate_tensor(3, 43, dtype=torch.bfloat16),
-            carver.allocate_tensor(1, dtype=torch.int64),
+            allocator.allocate_tensor(3, dtype=torch.bfloat16),
+            allocator.allocate_tensor(3, 43, dtype=torch.bfloat16),
+            allocator.allocate_tensor(1, dtype=torch.int64),
         ]
         starts = [part.data_ptr() - own.data_ptr() for part in parts]
         assert starts == [0, 256, 768]
-        assert carver.used == 1024
+        assert allocator.used == 1024
 
     def test_sizes_are_computed_without_a_buffer(self):
-        carver = Carver()
-        assert carver.allocate_counters(4).shape == (MAX_BLOCKS + 1, 4)
-        assert carver.used == MAX_BLOCKS * 4 * 4 + 256
+        allocator = BufferAllocator()
+        assert allocator.allocate_counters(4).shape == (MAX_BLOCKS + 1, 4)
+        assert allocator.used == MAX_BLOCKS * 4 * 4 + 256
 
     def test_tensor_outside_the_buffer_has_no_offset(self):
         """Reject the tensor, because peers have no counterpart at its address."""

@@ -48,7 +48,7 @@ def _killed() -> list[Case]:
     found = []
     for whom, number, moment in itertools.product((COMMAND, AGENT, ACCOUNT, RANK), (9, 15, 2), MOMENTS):
         if whom == AGENT and number == signal.SIGINT:
-            continue  # it receives none: it is in a session of its own
+            continue  # it receives none: it is in a separate session
         if whom == COMMAND:
             ends, reason = ((-number,) if number == signal.SIGKILL else (128 + number,)), ""
         elif moment in (BUILD, MEASURE, RECORD):

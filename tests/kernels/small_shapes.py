@@ -37,8 +37,8 @@ from dcpbench.models.weight_formats import INT4_GROUPS
 from dcpbench.points.layout import Prefix
 from tests.kernels.test_peers import Ranks
 
-MET = 1000
-"""Number of meetings that all peers have already reached, because ranks run one after another and must not wait."""
+REACHED = 1000
+"""Number of barriers that all peers have already reached, because ranks run one after another and must not wait."""
 MERGE = 1  # place of the merge's counters: signals are their first row alone, behind it blocks count their calls
 
 
@@ -149,19 +149,21 @@ def peers() -> None:
     """Run kernels that read and write peers' memory, for 2 and 4 ranks."""
     for size in (2, 4):
         ranks = Ranks(size)
-        met = [ranks.counters() for _ in range(4)]
-        for i, counters in enumerate(met):
+        kernel_counters = [ranks.counters() for _ in range(4)]
+        for i, counters in enumerate(kernel_counters):
             for own in counters:
-                (own[:1] if i == MERGE else own)[:, 1:] = MET
+                (own[:1] if i == MERGE else own)[:, 1:] = REACHED
         everyone = ranks.take(5, 3 * size, 576, dtype=torch.bfloat16)
         o, lse = ranks.take(5, 3 * size, 512, dtype=torch.bfloat16), ranks.take(5, 3 * size, dtype=torch.float32)
         slots = ranks.take(2, 1 << 16, dtype=torch.uint8)
         parts, sums = ranks.take(1 << 16, dtype=torch.uint8), ranks.take(1 << 16, dtype=torch.uint8)
         for rank in range(size):
-            gather_queries(ranks.peers[rank], met[0][rank], _normal(5, 3, 576), everyone[rank])
-            merge_from_peers(ranks.peers[rank], met[1][rank], o[rank], lse[rank], torch.empty(3, 5, 512, device="cuda"))
-            reduce_one_shot(ranks.peers[rank], met[2][rank], slots[rank], _normal(3, 1001))
-            reduce_two_shot(ranks.peers[rank], met[3][rank], parts[rank], sums[rank], _normal(3, 1001))
+            gather_queries(ranks.peers[rank], kernel_counters[0][rank], _normal(5, 3, 576), everyone[rank])
+            merge_from_peers(
+                ranks.peers[rank], kernel_counters[1][rank], o[rank], lse[rank], torch.empty(3, 5, 512, device="cuda")
+            )
+            reduce_one_shot(ranks.peers[rank], kernel_counters[2][rank], slots[rank], _normal(3, 1001))
+            reduce_two_shot(ranks.peers[rank], kernel_counters[3][rank], parts[rank], sums[rank], _normal(3, 1001))
 
 
 def moe() -> None:

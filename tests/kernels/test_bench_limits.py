@@ -12,7 +12,7 @@ def small_sizes(monkeypatch):
     """Reduce sizes so that measuring on a CPU is quick."""
     monkeypatch.setattr(limits, "BUFFER_BYTES", 4 * limits.BLOCK * 4)
     monkeypatch.setattr(limits, "SIDE", 32)
-    monkeypatch.setattr(limits, "REST_S", 0.0)
+    monkeypatch.setattr(limits, "PAUSE_S", 0.0)
 
 
 @pytest.mark.usefixtures("small_sizes")

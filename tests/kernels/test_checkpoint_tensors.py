@@ -22,7 +22,7 @@ from dcpbench.models.shapes import Gqa
 from dcpbench.models.tensor_names import TensorNames
 from dcpbench.points.layout import Layout
 from dcpbench.points.memory import Layers
-from dcpbench.points.names import CUT, WHOLE
+from dcpbench.points.names import MOE_EP, MOE_TP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,7 +53,7 @@ def list_tensors(weights: Weights) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize(("tp", "ep"), [(1, WHOLE), (2, CUT), (2, WHOLE), (4, CUT)])
+@pytest.mark.parametrize(("tp", "ep"), [(1, MOE_EP), (2, MOE_TP), (2, MOE_EP), (4, MOE_TP)])
 @pytest.mark.parametrize("shape", [SHAPE, GROUPED], ids=["mla", "gqa"])
 def test_shards_read_from_a_checkpoint_equal_drawn_shards(
     tmp_path: Path, shape: ModelShape, tp: int, ep: str, *, fp8: bool

@@ -123,7 +123,7 @@ def test_request_longer_than_one_program_is_complete(device):
 
 @pytest.mark.gpu
 def test_table_entries_beyond_two_to_the_31_elements_are_read_and_written():
-    """Use slot 16,500 of rows of 131,072: element 2,162,688,000, past 2^31 = 2,147,483,648; request 16,500 likewise."""
+    """Use slot 16,500 of rows of 131,072: element 2,162,688,000, past 2^31 = 2,147,483,648; also for request 16,500."""
     context, slot = 131_072, 16_500
     table = torch.zeros(slot + 1, context, dtype=torch.int32, device="cuda")
     table[slot] = torch.arange(context, dtype=torch.int32, device="cuda")

@@ -35,7 +35,7 @@ def get_bytes(pool: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("share", [1, 4, 8])
 @pytest.mark.sample(5)
 def test_own_rows_are_stored_and_all_others_stay_unchanged(share, width, dtype, scale, index, device):
-    """Store every `share`-th of 24 tokens in a row of its own, in random order; the other tokens hold NaN."""
+    """Store every `share`-th of 24 tokens in a separate row, in random order; the other tokens hold NaN."""
     tokens = 24
     generator = torch.Generator().manual_seed(share)
     mine = torch.arange(tokens) % share == share - 1

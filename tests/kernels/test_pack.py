@@ -44,7 +44,7 @@ def make_partials(ranks, batch, heads, columns, dtype, device):
     return o_NBHR, lse_NBH
 
 
-def make_wire(ranks, message, device):
+def make_packed(ranks, message, device):
     """Return memory for messages, filled with NaN."""
     return torch.full((ranks, message.words), NAN, device=device)
 
@@ -54,7 +54,7 @@ def exchange_messages(pack_into, combine, o_NBHR, lse_NBH, message):
     ranks = len(o_NBHR)
     sent = []
     for o_BHR, lse_BH in zip(o_NBHR, lse_NBH, strict=True):
-        sent.append(make_wire(ranks, message, o_BHR.device))
+        sent.append(make_packed(ranks, message, o_BHR.device))
         pack_into(o_BHR, lse_BH, message, sent[-1])
     outs = []
     for rank in range(ranks):
@@ -85,32 +85,32 @@ def test_message_holds_the_exact_lse_behind_o(pack_into, dtype, device):
     assert (message.o_words, message.words) == (16, 32)
     o_BHR = torch.arange(30.0, device=device).view(3, 2, 5).to(dtype)
     lse_BH = torch.tensor([[1 / 3, -torch.inf], [1e-30, 7.0], [-88.1, 3e38]], device=device)
-    wire_NW = make_wire(2, message, device)
-    pack_into(o_BHR, lse_BH, message, wire_NW)
+    packed_NW = make_packed(2, message, device)
+    pack_into(o_BHR, lse_BH, message, packed_NW)
     for n in range(2):
-        assert torch.equal(wire_NW[n, 16:19], lse_BH[:, n])
-        assert torch.equal(wire_NW[n, :16].view(dtype)[:15], o_BHR[:, n].flatten())
+        assert torch.equal(packed_NW[n, 16:19], lse_BH[:, n])
+        assert torch.equal(packed_NW[n, :16].view(dtype)[:15], o_BHR[:, n].flatten())
 
 
 @pytest.mark.parametrize("combine", COMBINES)
 def test_merged_result_may_have_the_models_dtype(combine, device):
     """Use weights 3:1 for lse ln 3 and 0: 4·¾ + 0·¼ = 3, exact in bf16."""
     message = Message(1, 1, 16, torch.bfloat16)
-    wire_NW = make_wire(2, message, device)
-    o_NBhR, lse_NBh = message.split_views(wire_NW)
+    packed_NW = make_packed(2, message, device)
+    o_NBhR, lse_NBh = message.split_views(packed_NW)
     o_NBhR[0], o_NBhR[1] = 4, 0
     lse_NBh.copy_(torch.tensor([3.0, 1.0]).log().view(2, 1, 1))
     out_hBR = torch.empty(1, 1, 16, dtype=torch.bfloat16, device=device)
-    combine(wire_NW, message, out_hBR)
+    combine(packed_NW, message, out_hBR)
     assert torch.equal(out_hBR, torch.full_like(out_hBR, 3))
 
 
 def test_message_of_a_single_rank_merges_to_its_own_output(device):
     """Use the public functions, which choose an implementation by device; the output has heads first."""
     o_BHR = torch.randn(2, 3, 16, generator=torch.Generator(device).manual_seed(0), device=device)
-    wire_NW = pack.pack_messages(o_BHR, torch.zeros(2, 3, device=device), 1)
+    packed_NW = pack.pack_messages(o_BHR, torch.zeros(2, 3, device=device), 1)
     out_hBR = torch.empty(3, 2, 16, device=device)
-    pack.merge_messages(wire_NW, Message(2, 3, 16, torch.float32), out_hBR)
+    pack.merge_messages(packed_NW, Message(2, 3, 16, torch.float32), out_hBR)
     assert torch.equal(out_hBR, o_BHR.transpose(0, 1))
 
 
@@ -134,14 +134,14 @@ def test_gathered_queries_are_reordered_by_head(version, ranks, batch, h, width,
 def test_messages_beyond_two_to_the_31_numbers_are_addressed():
     """Use 2,100 requests × 128 heads × 2 ranks × 4,096 columns, 2.2 · 10⁹ numbers, and check the last row."""
     message = Message(2100, 128, 4096, torch.bfloat16)
-    wire_NW = torch.zeros(2, message.words, device="cuda")
-    o_NBhR, lse_NBh = message.split_views(wire_NW)
+    packed_NW = torch.zeros(2, message.words, device="cuda")
+    o_NBhR, lse_NBh = message.split_views(packed_NW)
     o_NBhR[1, -1, -1] = 2
     lse_NBh[0, -1, -1] = -torch.inf
     out_hBR = torch.empty(128, 2100, 4096, dtype=torch.bfloat16, device="cuda")
-    merge_messages_fused(wire_NW, message, out_hBR)
+    merge_messages_fused(packed_NW, message, out_hBR)
     assert torch.equal(out_hBR[-1, -1], torch.full_like(out_hBR[-1, -1], 2))
     o_BHR = o_NBhR.transpose(0, 1).flatten(1, 2).contiguous()
-    again_NW = torch.empty_like(wire_NW)
+    again_NW = torch.empty_like(packed_NW)
     pack_messages_fused(o_BHR, lse_NBh.transpose(0, 1).flatten(1, 2).contiguous(), message, again_NW)
     assert torch.equal(message.split_views(again_NW)[0][1, -1, -1], o_NBhR[1, -1, -1])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dcpbench.kernels.head_order import to_head_order_reference
-from dcpbench.kernels.symm_mem import Carver, Peers
+from dcpbench.kernels.symm_mem import BufferAllocator, Peers
 from dcpbench.kernels.symm_mem.all_reduce import add_up_reference, reduce_one_shot, reduce_two_shot
 from dcpbench.kernels.symm_mem.barrier import launch_fence
 from dcpbench.kernels.symm_mem.gather import gather_queries
@@ -26,7 +26,7 @@ class Ranks:
             Peers(rank, tuple(own[(rank + n) % size].data_ptr() for n in range(size)), own[rank])
             for rank in range(size)
         ]
-        self.carvers = [Carver(buffer) for buffer in own]
+        self.allocators = [BufferAllocator(buffer) for buffer in own]
         self.streams = [torch.cuda.Stream() for _ in range(size)]
         for stream in self.streams:  # an allocation from the driver could wait for kernels that wait for each other
             with torch.cuda.stream(stream):
@@ -35,11 +35,11 @@ class Ranks:
 
     def take(self, *shape, dtype):
         """Return a tensor of each rank, at the same offset in all buffers."""
-        return [carver.allocate_tensor(*shape, dtype=dtype) for carver in self.carvers]
+        return [allocator.allocate_tensor(*shape, dtype=dtype) for allocator in self.allocators]
 
     def counters(self):
         """Return the counters of each rank."""
-        return [carver.allocate_counters(len(self.peers)) for carver in self.carvers]
+        return [allocator.allocate_counters(len(self.peers)) for allocator in self.allocators]
 
     def each(self, function):
         """Return function(rank) for all ranks, run at the same time."""
@@ -57,12 +57,14 @@ class Ranks:
 def test_repeated_gathers_return_all_heads_in_order(size, heads, width):
     """Reuse the counters for batches of changing size; rows past the batch must stay NaN."""
     ranks = Ranks(size)
-    met, whole = ranks.counters(), ranks.take(9, heads * size, width, dtype=torch.bfloat16)
+    counters, whole = ranks.counters(), ranks.take(9, heads * size, width, dtype=torch.bfloat16)
     for batch in (9, 1, 4):
         q = [torch.randn(batch, heads, width, device="cuda").bfloat16() for _ in range(size)]
         for mine in whole:
             mine.fill_(float("nan"))
-        ranks.each(lambda rank, q=q: gather_queries(ranks.peers[rank], met[rank], q[rank], whole[rank][: len(q[rank])]))
+        ranks.each(
+            lambda rank, q=q: gather_queries(ranks.peers[rank], counters[rank], q[rank], whole[rank][: len(q[rank])])
+        )
         want = to_head_order_reference(torch.stack(q))
         assert all(torch.equal(mine[:batch], want) for mine in whole)
         assert all(mine[batch:].isnan().all() for mine in whole)
@@ -74,7 +76,7 @@ def test_repeated_gathers_return_all_heads_in_order(size, heads, width):
 def test_merge_of_peers_memory_agrees_with_fp64(size, heads, width, dtype):
     """Use NaN in partial outputs without rows, on some ranks or on all; fp32 sums of 4 terms err by 1e-6 at most."""
     ranks = Ranks(size, 1 << 24)
-    met = ranks.counters()
+    counters = ranks.counters()
     o, lse = ranks.take(5, heads * size, width, dtype=dtype), ranks.take(5, heads * size, dtype=torch.float32)
     for batch in (5, 1, 2):
         for mine, rank_lse in zip(o, lse, strict=True):
@@ -86,7 +88,7 @@ def test_merge_of_peers_memory_agrees_with_fp64(size, heads, width, dtype):
         out = [torch.full((heads, batch, width), float("nan"), device="cuda") for _ in range(size)]
         ranks.each(
             lambda rank, batch=batch, out=out: merge_from_peers(
-                ranks.peers[rank], met[rank], o[rank][:batch], lse[rank][:batch], out[rank]
+                ranks.peers[rank], counters[rank], o[rank][:batch], lse[rank][:batch], out[rank]
             )
         )
         partials = (
@@ -118,14 +120,14 @@ def test_sums_are_bitwise_equal_on_all_ranks(size):
 def test_fence_delays_a_rank_until_the_other_arrives():
     """Let rank 1 write late and then fence; rank 0 must copy the written value after its own fence."""
     ranks = Ranks(2)
-    met, word = ranks.counters(), ranks.take(4, dtype=torch.int64)
+    counters, word = ranks.counters(), ranks.take(4, dtype=torch.int64)
     copies = torch.zeros(4, dtype=torch.int64, device="cuda")
 
     def step(rank):
         if rank == 1:
             torch.cuda._sleep(10_000_000)
             word[1].fill_(7)
-        launch_fence(ranks.peers[rank], met[rank])
+        launch_fence(ranks.peers[rank], counters[rank])
         if rank == 0:
             copies.copy_(word[1])
 

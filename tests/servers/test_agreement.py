@@ -704,7 +704,7 @@ def test_each_prompt_is_sent_repeatedly_alone_and_in_a_batch() -> None:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[str]:
-    """Return the address of the stand-in engines in a process of their own."""
+    """Return the address of the stand-in engines in a separate process."""
     with faulty_engine() as url:
         yield url
 

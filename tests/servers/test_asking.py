@@ -584,9 +584,9 @@ def test_load_progress_is_reported_at_intervals(monkeypatch: pytest.MonkeyPatch)
     lines = list[str]()
     with pytest.raises(Slept):
         asyncio.run(measure._report_progress(run, lines.append))  # type: ignore[arg-type]
-    assert slept == [measure.TELL_S] * 3
-    assert clock == [10.0 + 3 * measure.TELL_S]
-    rates = [f"{chunks / (n * measure.TELL_S):,.0f}" for n, chunks in enumerate((0, 1000, 5000), 1)]
+    assert slept == [measure.PROGRESS_INTERVAL_S] * 3
+    assert clock == [10.0 + 3 * measure.PROGRESS_INTERVAL_S]
+    rates = [f"{chunks / (n * measure.PROGRESS_INTERVAL_S):,.0f}" for n, chunks in enumerate((0, 1000, 5000), 1)]
     assert lines == [
         f"0/8 requests, {rates[0]} chunks/s",
         f"3/8 requests, 2 failed, {rates[1]} chunks/s",
@@ -615,16 +615,16 @@ def test_client_process_sends_its_progress_at_intervals(monkeypatch: pytest.Monk
         (2.5, [1, 0, 0, 0]),
     ],
 )
-def test_event_loop_lag_is_sampled_per_beat_without_catching_up(
+def test_event_loop_lag_is_sampled_per_interval_without_catching_up(
     monkeypatch: pytest.MonkeyPatch, late_s: float, slept: list[float]
 ) -> None:
-    """Durations are in beats; each sleep takes `late_s` beats longer than requested, which is the measured lag."""
-    found = patch_sleep(monkeypatch, [0.0], 4, late_s * load.BEAT_S)
+    """Durations are in intervals; each sleep takes `late_s` intervals longer than requested, which is the measured lag."""
+    found = patch_sleep(monkeypatch, [0.0], 4, late_s * load.LAG_INTERVAL_S)
     run = SimpleNamespace(pace=SimpleNamespace(lags_s=[]))
     with pytest.raises(Slept):
         asyncio.run(load.Run._measure_lag(run))  # type: ignore[arg-type]
-    assert [s / load.BEAT_S for s in found] == pytest.approx(slept, abs=1e-6)
-    lags = [s / load.BEAT_S for s in run.pace.lags_s]
+    assert [s / load.LAG_INTERVAL_S for s in found] == pytest.approx(slept, abs=1e-6)
+    lags = [s / load.LAG_INTERVAL_S for s in run.pace.lags_s]
     assert lags == pytest.approx([late_s] * 4)
 
 
@@ -665,8 +665,8 @@ def test_record_of_a_cpu_server_has_a_warning(tmp_path: Path, device: str, warni
 @pytest.mark.parametrize(
     ("stopped", "limit_s", "reason"),
     [
-        (True, None, "a signal ended the run before the first token. Serve the load anew with --resume."),
-        (True, 9.0, "a signal ended the run before the first token. Serve the load anew with --resume."),
+        (True, None, "a signal ended the run before the first token. Serve the load again with --resume."),
+        (True, 9.0, "a signal ended the run before the first token. Serve the load again with --resume."),
         (False, 9.0, "cut off by --timeout load=9; use a longer one."),
         (
             False,

@@ -567,14 +567,14 @@ def test_descendants_of_a_guard_get_sigterm_and_then_sigkill(
     process_group._stop_all(1.0)
     assert below.got[:2] == [(7, signal.SIGTERM), (8, signal.SIGTERM)]
     assert set(below.got[2:]) == {(8, signal.SIGKILL)}
-    assert below.now == pytest.approx(1.0 + process_group.REST_S, abs=2 * process_group.REST_S)
+    assert below.now == pytest.approx(1.0 + process_group.POLL_INTERVAL_S, abs=2 * process_group.POLL_INTERVAL_S)
 
 
 def test_guard_does_not_wait_longer_if_all_descendants_end_on_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     below = Below(monkeypatch, {7: (2, 1), 8: (4, 1)})
     process_group._stop_all(60.0)
     assert [number for _, number in below.got] == [signal.SIGTERM] * 2
-    assert below.now == pytest.approx(4 * process_group.REST_S)
+    assert below.now == pytest.approx(4 * process_group.POLL_INTERVAL_S)
 
 
 def test_descendants_are_found_at_any_depth() -> None:

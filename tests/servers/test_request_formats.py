@@ -146,7 +146,7 @@ SESSIONS = lines(
     {"session_id": "a", "delay": 30, "input_length": 7, "output_length": 2},
     {"session_id": "b", "timestamp": 1_400, "input_length": 5, "output_length": 2},
 )
-"""AIPerf's sessions: three turns of one, and two of another, of which the second has a time of its own."""
+"""AIPerf's sessions: three turns of one, and two of another, of which the second has its own time."""
 
 
 def read(tmp_path: Path, text: str, option: str = "{path}", **given: Any) -> ServerSpec:

@@ -141,7 +141,7 @@ def test_stopped_load_keeps_the_outcomes_of_each_process() -> None:
                 assert isinstance(run, ClientPool)
                 await run.prepare(2)
                 running = asyncio.create_task(run.send_load())
-                while not run.paces or sum(bool(sent.token_s) for sent in server.server.sent) < 2:  # noqa: ASYNC110 -- likewise
+                while not run.paces or sum(bool(sent.token_s) for sent in server.server.sent) < 2:  # noqa: ASYNC110 -- see above
                     await asyncio.sleep(0.01)
                 running.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -177,7 +177,7 @@ def test_outcomes_of_other_processes_are_kept_if_one_dies() -> None:
                 assert isinstance(run, ClientPool)
                 await run.prepare(3)
                 running = asyncio.create_task(run.send_load())
-                while sum(bool(sent.token_s) for sent in server.server.sent) < 3:  # noqa: ASYNC110 -- likewise
+                while sum(bool(sent.token_s) for sent in server.server.sent) < 3:  # noqa: ASYNC110 -- see above
                     await asyncio.sleep(0.01)
                 pid = run._processes[0].pid
                 assert pid is not None
@@ -204,7 +204,7 @@ def test_process_that_does_not_answer_is_named(
                 assert isinstance(run, ClientPool)
                 await run.prepare(2)
                 running = asyncio.create_task(run.send_load())
-                while sum(bool(sent.token_s) for sent in server.server.sent) < 2:  # noqa: ASYNC110 -- likewise
+                while sum(bool(sent.token_s) for sent in server.server.sent) < 2:  # noqa: ASYNC110 -- see above
                     await asyncio.sleep(0.01)
                 pid = run._processes[0].pid
                 assert pid is not None
@@ -323,7 +323,7 @@ def test_ctrl_c_in_a_terminal_keeps_outcomes_of_every_process(tmp_path: Path) ->
                 start_new_session=True,
                 env=os.environ | {"PYTHONPATH": str(ROOT)},
             )
-            while sum(len(s.token_s) > WARM_UP_OUTPUT for s in server.server.sent) < 4 and ours.returncode is None:  # noqa: ASYNC110 -- likewise
+            while sum(len(s.token_s) > WARM_UP_OUTPUT for s in server.server.sent) < 4 and ours.returncode is None:  # noqa: ASYNC110 -- see above
                 await asyncio.sleep(0.01)
             os.killpg(ours.pid, signal.SIGINT)
             return await ours.wait()
@@ -391,7 +391,7 @@ def test_client_process_sends_its_share_and_returns_outcomes(order: str) -> None
             assert await asyncio.to_thread(ours.recv) == (READY, None)
             ours.send(STOP if order == "stop before" else time.perf_counter())
             if order == "stop during":
-                while not any(sent.token_s for sent in server.server.sent):  # noqa: ASYNC110 -- likewise
+                while not any(sent.token_s for sent in server.server.sent):  # noqa: ASYNC110 -- see above
                     await asyncio.sleep(0.01)
                 ours.send(STOP)
             while (message := await asyncio.to_thread(ours.recv))[0] != DONE:

@@ -359,7 +359,7 @@ def test_window_ends_when_samples_of_all_requests_are_precise(
     monkeypatch: pytest.MonkeyPatch, all_samples: list[float], samples: int, precise: bool
 ) -> None:
     """Samples of the two requests that are polled first are precise at once, long before the time limit."""
-    monkeypatch.setattr(step_probe, "LOOK_S", 0.0)
+    monkeypatch.setattr(step_probe, "POLL_INTERVAL_S", 0.0)
     window = FakeWindow(all_samples)
     plan = step_probe.DecodePlan(steps_before=0, window=64, max_steps=400, steps_after=0)
     found = asyncio.run(step_probe._take_steps(StopRule(seconds=60), window, plan, lambda _: None))  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ def write_launches(folder: Path, count: int, **how: object) -> Path:
 
 def make_emulated(**ends: float) -> Emulated:
     """Return the modelled part of a forecast, with ends of served figures."""
-    return Emulated(machine="H200", calls=1, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0, **ends)
+    return Emulated(machine="H200", calls=1, comm_us=1.0, comm_low_us=1.0, comm_high_us=1.0, **ends)
 
 
 def make_forecast(median_ms: float, uncertainty: tuple[float, float]) -> Record:

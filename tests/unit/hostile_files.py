@@ -228,15 +228,15 @@ class Kind(NamedTuple):
         return self.good if isinstance(self.good, bytes) else self.good(folder)
 
 
-def beats_of(folder: Path) -> bytes:
+def heartbeats_of(folder: Path) -> bytes:
     """Return the heartbeats of a rank of two that has made a few steps."""
     job = Job(folder, 2)
     job.run_steps(3)
-    return (folder / "beats-0.bin").read_bytes()
+    return (folder / "heartbeats-0.bin").read_bytes()
 
 
 def signals_of(folder: Path) -> bytes:
-    """Write the signals of rank 1, which has passed the meeting, and return those of rank 0, which waits in it."""
+    """Write the signals of rank 1, which has passed the barrier, and return those of rank 0, which waits in it."""
     (folder / "signals-1.json").write_bytes(msgspec.json.encode(make_merge_signals(1, 2, 5, {0: 5})))
     return msgspec.json.encode(make_merge_signals(0, 2, 4, {1: 4}))
 
@@ -327,7 +327,7 @@ KINDS = {
     "steps of vLLM": Kind("x.json", text(tools.forward_case("a", [9, 9])), imported("vllm-forward", model="m")),
     "batches of SGLang": Kind("x.json", text(tools.one_batch()), imported("sglang-one-batch", model="m")),
     "trace": Kind("trace.json", a_trace(), lambda path: scan_traces([path], root=path.parent)),
-    "beats": Kind("beats-0.bin", beats_of, explain),
+    "heartbeats": Kind("heartbeats-0.bin", heartbeats_of, explain),
     "dump of py-spy": Kind("stacks-0.txt", SPY_DUMP, explain),
     "signals of a hang": Kind("signals-0.json", signals_of, read_signals),
     "flight recorder": Kind("flight-0.json", FLIGHT, explain),

@@ -106,7 +106,7 @@ class Served(unittest.IsolatedAsyncioTestCase):
 @pytest.mark.no_cuda_sync
 def test_that_fails_by_itself() -> None:
     torch.ones(1, device="cuda").item()
-    pytest.fail("for a reason of its own")
+    pytest.fail("for a separate reason")
 
 
 @pytest.mark.no_cuda_sync

@@ -1,4 +1,4 @@
-"""Define tests that test_syncs_plugin.py runs in a pytest of its own, live with fake_cuda's device; some fail."""
+"""Define tests that test_syncs_plugin.py runs in a separate pytest, live with fake_cuda's device; some fail."""
 
 import threading
 

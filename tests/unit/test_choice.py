@@ -22,7 +22,7 @@ SLOWEST_MS = {"ag_rs": 6.0, "a2a": 3.0, "symm": 4.5}
 
 @pytest.fixture
 def engine():
-    """Return an engine of one rank in a group of its own, where exchanges merge nothing; session.py builds it in the
+    """Return an engine of one rank in a separate group, where exchanges merge nothing; session.py builds it in the
     same way.
     """
     built = engine_builder.engine()

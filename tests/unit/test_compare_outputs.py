@@ -77,7 +77,9 @@ def test_every_output_names_forecast_sides(tmp_path: Path, monkeypatch: pytest.M
     a, b = ([make_forecast(ms, (0.1, 0.1)), build.ok(own_point)] for ms in (10, 8))
     found = compare_records(tmp_path, a, b, launch_noise=0.02)
     note = comparison_text.format_forecast_note(found)
-    assert note.startswith("Forecast: one rank ran for all of A and B in 1 of 2 points, and the wire was modelled; ")
+    assert note.startswith(
+        "Forecast: one rank ran for all of A and B in 1 of 2 points, and communication was modelled; "
+    )
     (without,) = (point.without_ends for point in found.points if point.forecast)
     assert "ITL p90" in without
     assert note.endswith(f" Not judged, as forecasts have no ends for it: {', '.join(without)}.")

@@ -181,7 +181,7 @@ class TestFollowing:
             watcher.stop()
             raise UsageError("too many points")
 
-        monkeypatch.setattr(watching, "EVERY_S", 0.01)
+        monkeypatch.setattr(watching, "POLL_INTERVAL_S", 0.01)
         monkeypatch.setattr(watcher, "refresh", fail)
         watcher.follow()
         assert "too many points" in client.get("/live.json").json()["note"]

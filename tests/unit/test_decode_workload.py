@@ -581,7 +581,7 @@ def test_uncertainty_of_a_forecast_comes_from_network_and_ranks(device, uncertai
     communication.
     """
     emulated = Emulated(
-        machine="H200", calls=1, wire_us=1000.0, wire_low_us=800.0, wire_high_us=1400.0, ranks_low=0.01, ranks_high=0.02
+        machine="H200", calls=1, comm_us=1000.0, comm_low_us=800.0, comm_high_us=1400.0, ranks_low=0.01, ranks_high=0.02
     )
     assert decode._estimate_uncertainty(emulated, torch.device(device), 10.0) == pytest.approx(uncertainty)
     assert decode._estimate_uncertainty(None, torch.device(device), 10.0) == (0.0, 0.0)

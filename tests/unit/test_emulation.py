@@ -28,7 +28,7 @@ from dcpbench.plan.serve_spec import make_serve_spec
 from dcpbench.plan.spec import make_planned_probe, make_spec
 from dcpbench.points.budget import plan_engine
 from dcpbench.points.cluster_specs import load_machine
-from dcpbench.points.comm_model import Seconds, Wire
+from dcpbench.points.comm_model import CallTime, CommModel
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout
 from dcpbench.points.point import Load, Point
@@ -55,10 +55,10 @@ class CountingNetwork:
 
     requested: list[tuple[str, int, int, int]] = dataclasses.field(default_factory=list)
 
-    def predict_seconds(self, what: str, ranks: int, received_bytes: int, meetings: int = 1) -> Seconds:
+    def predict_seconds(self, what: str, ranks: int, received_bytes: int, barriers: int = 1) -> CallTime:
         """Return a nanosecond for each byte, with an interval from half to twice as much."""
-        self.requested.append((what, ranks, received_bytes, meetings))
-        return Seconds.from_mean(received_bytes * 1e-9, 1.0)
+        self.requested.append((what, ranks, received_bytes, barriers))
+        return CallTime.from_mean(received_bytes * 1e-9, 1.0)
 
 
 def point(layout: Layout, exchange: str = "none", **changes: object) -> Point:
@@ -114,7 +114,7 @@ def test_step_of_any_layout_runs_on_one_rank_and_is_marked_emulated(layout: Layo
     emulated = record.emulated
     assert emulated is not None
     assert emulated.calls == count_calls(layout, exchange)
-    assert 0 < emulated.wire_low_us < emulated.wire_us < emulated.wire_high_us
+    assert 0 < emulated.comm_low_us < emulated.comm_us < emulated.comm_high_us
     assert "NVIDIA H200" in emulated.measured
     real_point = msgspec.structs.replace(emulated_point, emulate="")
     plan = plan_engine([real_point], Settings(), TINY, PROBE)
@@ -172,7 +172,7 @@ def test_emulated_exchange_takes_the_modelled_time_of_its_bytes(
 def test_exchange_without_measured_times_is_refused() -> None:
     """The refusal lets `--exchange auto` skip the exchange."""
     spec = ExchangeSpec(batch=1, heads=4, width=8, value=8, dtype=torch.bfloat16, device=CPU)
-    groups = make_emulated_groups(Layout(2, dcp=2), 0, Emulation(Wire({}, host=8)))
+    groups = make_emulated_groups(Layout(2, dcp=2), 0, Emulation(CommModel({}, host=8)))
     with pytest.raises(UsageError, match="symm was not measured"):
         make_exchange("symm", groups.dcp, spec)
 
@@ -182,7 +182,7 @@ def test_gathering_queries_takes_at_most_the_whole_exchange() -> None:
     spec = ExchangeSpec(batch=1, heads=4, width=8, value=8, dtype=torch.bfloat16, device=CPU)
 
     slow = SimpleNamespace(
-        predict_seconds=lambda what, *_, **__: Seconds.from_mean(9e-6 if what == "all-gather" else 4e-6, 1.0)
+        predict_seconds=lambda what, *_, **__: CallTime.from_mean(9e-6 if what == "all-gather" else 4e-6, 1.0)
     )
     emulation = Emulation(slow)  # type: ignore[arg-type]
     made = make_exchange("ag_rs", make_emulated_groups(Layout(2, dcp=2), 0, emulation).dcp, spec)
@@ -437,7 +437,7 @@ def test_plan_record_and_report_of_an_emulated_sweep_are_marked(
     record = json.loads((run / "records.jsonl").read_text().splitlines()[0])
     assert record["emulated"]["calls"] == count_calls(Layout(8, dcp=8), "ag_rs")
     page = (run / "report" / "report.html").read_text()
-    assert "forecast: one rank ran, its wire modelled as of H200" in page
+    assert "forecast: one rank ran, its communication modelled as of H200" in page
     assert "· a forecast" in page
     code, _, _ = dcpbench("export", str(run), "--to", "inferencex", "-o", str(tmp_path / "x"))
     assert code != 0

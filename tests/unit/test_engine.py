@@ -75,7 +75,7 @@ def test_norm_counter_marks_the_progress_of_a_step(monkeypatch):
 
 @pytest.fixture(scope="module")
 def alone() -> list[Continuation]:
-    """Return the results of each request in an engine of its own, in a graph of one row without padding."""
+    """Return the results of each request in a separate engine, in a graph of one row without padding."""
     return [continue_requests(build.engine(), (number,))[0] for number in range(3)]
 
 

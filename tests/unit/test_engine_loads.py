@@ -50,8 +50,8 @@ def test_a_load_is_asked_as_a_user_types_it(
 ) -> None:
     asked: list[Query] = []
 
-    def note(ask: Query, *_: object) -> None:
-        asked.append(ask)
+    def note(query: Query, *_: object) -> None:
+        asked.append(query)
         raise UsageError("enough")
 
     records = [r for engine in RUNS for found in engine_loads.read_pairs(RESULTS, engine).values() for r in found]

@@ -293,19 +293,19 @@ def test_cpu_share_of_a_rank_needs_two_tick_counts(
 
 def test_incompletely_written_collectives_are_skipped(tmp_path: Path) -> None:
     """The second of three collectives has an invalid phase, then an invalid state."""
-    path = tmp_path / "beats-0"
-    beat = heartbeats.Beats(path, 0, 2, waits=True, members=lambda _: ("all", [0, 1]))
+    path = tmp_path / "heartbeats-0"
+    writer = heartbeats.HeartbeatWriter(path, 0, 2, waits=True, members=lambda _: ("all", [0, 1]))
     for _ in range(3):
-        with beat.start_collective("all_reduce", None, None):
+        with writer.start_collective("all_reduce", None, None):
             pass
     data = bytearray(path.read_bytes())
-    assert [one.order for one in heartbeats.read_heartbeats(path).met] == [1, 2, 3]
-    at = heartbeats.RING_AT + heartbeats.MET.size
-    fields = heartbeats.MET.unpack_from(data, at)
+    assert [one.order for one in heartbeats.read_heartbeats(path).collectives] == [1, 2, 3]
+    at = heartbeats.RING_AT + heartbeats.EVENT.size
+    fields = heartbeats.EVENT.unpack_from(data, at)
     for place, value in ((0, 7), (4, heartbeats.NAMES), (5, heartbeats.RAISED + 1)):
-        heartbeats.MET.pack_into(data, at, *(value if i == place else field for i, field in enumerate(fields)))
+        heartbeats.EVENT.pack_into(data, at, *(value if i == place else field for i, field in enumerate(fields)))
         path.write_bytes(data)
-        assert [one.order for one in heartbeats.read_heartbeats(path).met] == [1, 3]
+        assert [one.order for one in heartbeats.read_heartbeats(path).collectives] == [1, 3]
 
 
 CLIENTS_OF_TWO = 1 / measure.CHUNKS_EACH  # ITL at which one client occupies one process

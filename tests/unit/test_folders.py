@@ -63,7 +63,7 @@ class TestLock:
     def test_damaged_lock_file_gives_a_refusal_without_process_id(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(folders, "ENDING_S", 0.0)
+        monkeypatch.setattr(folders, "END_TIMEOUT_S", 0.0)
         with folders.lock_folder(tmp_path):
             (tmp_path / LOCK_FILE).write_bytes(b"\x00\xffgarbage -1 99999999999999999999")
             with pytest.raises(OutputError, match=r"still writing here.*\(pid unknown\)"):

@@ -103,7 +103,7 @@ def test_rack_is_one_host_of_72_gpus() -> None:
         72,
         8,
     ]
-    assert load_machine("GB300").wire.predict_seconds("all-reduce", 16, 1 << 20).mean > 0
+    assert load_machine("GB300").comm_model.predict_seconds("all-reduce", 16, 1 << 20).mean > 0
 
 
 def test_amd_gpu_is_planned_without_cuda_libraries() -> None:

@@ -24,8 +24,8 @@ from dcpbench.hangs import dumps, evidence, heartbeats
 from dcpbench.hangs import format as hang_format
 from dcpbench.hangs.evidence import Device, ProcessState
 from dcpbench.hangs.finding import find_cause
-from dcpbench.hangs.heartbeats import Beats
-from dcpbench.hangs.signal_waits import Meeting, Signals
+from dcpbench.hangs.heartbeats import HeartbeatWriter
+from dcpbench.hangs.signal_waits import BarrierCounters, Signals
 from dcpbench.launch import hang_capture
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ class Job:
         self.folder = folder
         groups = groups or {GROUP: range(ranks)}
         self.ranks = [
-            Beats(folder / f"beats-{r}.bin", r, ranks, waits=waits, members=lambda name: (name, groups[name]))
+            HeartbeatWriter(
+                folder / f"heartbeats-{r}.bin", r, ranks, waits=waits, members=lambda name: (name, groups[name])
+            )
             for r in range(ranks)
         ]
 
@@ -83,7 +85,7 @@ def test_heartbeats_record_step_phase_layer_and_open_collective(tmp_path: Path) 
     job.run_steps(1)
     job.ranks[0].record_step(heartbeats.REPLAY)
     job.run_collective(0, "all_gather", "merge", 1, x=HALF, hangs=True)
-    read = heartbeats.read_heartbeats(tmp_path / "beats-0.bin")
+    read = heartbeats.read_heartbeats(tmp_path / "heartbeats-0.bin")
     assert (read.rank, read.ranks, read.steps, read.step, read.phase, read.layer) == (0, 1, 1, "replay", "merge", 1)
     one = read.last
     assert one is not None
@@ -103,17 +105,17 @@ def test_ring_keeps_the_last_collectives_and_drops_damaged_texts(
     job = Job(tmp_path, 1)
     for n in range(heartbeats.RING + 10):
         job.run_collective(0, "all_reduce", "moe", 0, x=SimpleNamespace(dtype="torch.float32", shape=(n,)))
-    met = heartbeats.read_heartbeats(tmp_path / "beats-0.bin").met
-    assert [met[0].number, met[-1].number, len(met)] == [11, heartbeats.RING + 10, heartbeats.RING]
-    assert met[-1].call is not None
-    assert met[-1].call.shape == (heartbeats.RING + 9,)
+    found = heartbeats.read_heartbeats(tmp_path / "heartbeats-0.bin").collectives
+    assert [found[0].number, found[-1].number, len(found)] == [11, heartbeats.RING + 10, heartbeats.RING]
+    assert found[-1].call is not None
+    assert found[-1].call.shape == (heartbeats.RING + 9,)
     place = heartbeats.TEXTS_AT + (heartbeats.RING + 10) % heartbeats.TEXTS * heartbeats.TEXT_BYTES
-    data = bytearray((tmp_path / "beats-0.bin").read_bytes())
+    data = bytearray((tmp_path / "heartbeats-0.bin").read_bytes())
     text = place + heartbeats.TEXT.size
     for at, value in ((place, data[place] ^ 1), (text, ord("x")), (text + 3, 0xFF)):
         damaged = data[:at] + bytes([value]) + data[at + 1 :]
-        (tmp_path / "beats-0.bin").write_bytes(damaged)
-        assert heartbeats.read_heartbeats(tmp_path / "beats-0.bin").met[-1].call is None
+        (tmp_path / "heartbeats-0.bin").write_bytes(damaged)
+        assert heartbeats.read_heartbeats(tmp_path / "heartbeats-0.bin").collectives[-1].call is None
 
 
 def test_members_of_a_group_are_kept_completely_or_not_at_all(tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_members_of_a_group_are_kept_completely_or_not_at_all(tmp_path: Path) ->
     for group in groups:
         for rank in (0, 2):
             job.run_collective(rank, "all_reduce", "moe", 0, group=group, hangs=group == "150")
-    calls = [met.call for met in heartbeats.read_heartbeats(tmp_path / "beats-2.bin").met]
+    calls = [event.call for event in heartbeats.read_heartbeats(tmp_path / "heartbeats-2.bin").collectives]
     members = [call is not None and heartbeats.parse_ranks(call.ranks) for call in calls]
     most = sum(map(bool, members))
     assert members == [*map(list, groups.values())][:most] + [[]] * (150 - most)
@@ -141,8 +143,8 @@ def test_long_group_names_and_places_are_cut(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heartbeats, "_format_frame", lambda _: at)
         job.run_collective(0, "all_reduce", "moe", 0, group=name)
-    (met,) = heartbeats.read_heartbeats(tmp_path / "beats-0.bin").met
-    assert met.call == heartbeats.Call("all_reduce", "float32", (2, 64), name[:40], "0", at[-100:])
+    (event,) = heartbeats.read_heartbeats(tmp_path / "heartbeats-0.bin").collectives
+    assert event.call == heartbeats.Call("all_reduce", "float32", (2, 64), name[:40], "0", at[-100:])
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1, 2, 3, 6], [5, 7], [60_000, 60_001], []])
@@ -306,7 +308,9 @@ def test_norm_counter_gives_the_layer_of_a_replayed_step(
 ) -> None:
     """Norm 36 = 2 · 17 + 2 is the norm after attention of layer 17."""
     for rank, norm in enumerate(norms):
-        own = Beats(tmp_path / f"beats-{rank}.bin", rank, 2, waits=False, members=lambda _: ("0", [0, 1]))
+        own = HeartbeatWriter(
+            tmp_path / f"heartbeats-{rank}.bin", rank, 2, waits=False, members=lambda _: ("0", [0, 1])
+        )
         own.record_step(heartbeats.REPLAY)
         (tmp_path / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
     found = find_cause(evidence.read_evidence([tmp_path]))
@@ -316,7 +320,7 @@ def test_norm_counter_gives_the_layer_of_a_replayed_step(
 
 
 def test_position_of_a_single_rank_is_read_from_its_device(tmp_path: Path) -> None:
-    own = Beats(tmp_path / "beats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0]))
+    own = HeartbeatWriter(tmp_path / "heartbeats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0]))
     own.record_step(heartbeats.REPLAY)
     (tmp_path / "device-0.json").write_bytes(msgspec.json.encode(Device(norm=7)))
     found = find_cause(evidence.read_evidence([tmp_path]))
@@ -331,7 +335,9 @@ def test_invalid_json_of_a_rank_raises_records_error_with_file_name(tmp_path: Pa
 
 
 def test_replayed_step_without_device_file_has_unknown_cause(tmp_path: Path) -> None:
-    Beats(tmp_path / "beats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0])).record_step(heartbeats.REPLAY)
+    HeartbeatWriter(tmp_path / "heartbeats-0.bin", 0, 1, waits=False, members=lambda _: ("0", [0])).record_step(
+        heartbeats.REPLAY
+    )
     assert find_cause(evidence.read_evidence([tmp_path])).kind == "unknown"
 
 
@@ -513,7 +519,7 @@ STEP = [
 ]
 
 
-@pytest.mark.parametrize("flight", [False, True], ids=["beats alone", "with flight recorders"])
+@pytest.mark.parametrize("flight", [False, True], ids=["heartbeats alone", "with flight recorders"])
 def test_skipped_gather_is_named_though_hosts_launch_more_steps(tmp_path: Path, flight: bool) -> None:
     """With NCCL, hosts launch two more steps after the fault in layer 1; its recorder has other names of collectives."""
     job = Job(tmp_path, 2, waits=False)
@@ -525,12 +531,14 @@ def test_skipped_gather_is_named_though_hosts_launch_more_steps(tmp_path: Path, 
         for rank in range(2):
             calls = [
                 (f"_{m.call.op}_base", [2, 64], "scheduled")
-                for m in heartbeats.read_heartbeats(tmp_path / f"beats-{rank}.bin").met
+                for m in heartbeats.read_heartbeats(tmp_path / f"heartbeats-{rank}.bin").collectives
                 if m.call
             ]
             content: Any = make_flight_record(*calls)
             for entry, m in zip(
-                content["entries"], heartbeats.read_heartbeats(tmp_path / f"beats-{rank}.bin").met, strict=True
+                content["entries"],
+                heartbeats.read_heartbeats(tmp_path / f"heartbeats-{rank}.bin").collectives,
+                strict=True,
             ):
                 entry["time_created_ns"] = m.began_ns
             (tmp_path / f"flight-{rank}.json").write_text(json.dumps(content))
@@ -599,19 +607,21 @@ def test_main_thread_is_found_in_dumps_of_faulthandler_and_py_spy() -> None:
 def make_merge_signals(
     rank: int, ranks: int, completed: int, heard: dict[int, int], number: int = 0, phase: str = "merge"
 ) -> Signals:
-    """Return the signals of one kind of meeting in a rank's memory: its own count, and the counts received from its
+    """Return the signals of one kind of barrier in a rank's memory: its own count, and the counts received from its
     peers.
     """
     row = [completed, *(completed if peer == rank else heard[peer] for peer in range(ranks))]
-    one = Meeting(number=number, what="merge of symm", phase=phase, ranks=tuple(range(ranks)), rows=[row])
-    return Signals(meetings=[one])
+    one = BarrierCounters(number=number, what="merge of symm", phase=phase, ranks=tuple(range(ranks)), rows=[row])
+    return Signals(barriers=[one])
 
 
 def write_replaying_ranks(folder: Path, signals: Sequence[Signals], norms: Sequence[int]) -> Finding:
     """Write the files of ranks that replay a step on their devices, each with its last norm and its signals."""
     ranks = range(len(signals))
     for rank, own_signals, norm in zip(ranks, signals, norms, strict=True):
-        own = Beats(folder / f"beats-{rank}.bin", rank, len(ranks), waits=False, members=lambda _: ("0", ranks))
+        own = HeartbeatWriter(
+            folder / f"heartbeats-{rank}.bin", rank, len(ranks), waits=False, members=lambda _: ("0", ranks)
+        )
         own.record_step(heartbeats.REPLAY)
         (folder / f"device-{rank}.json").write_bytes(msgspec.json.encode(Device(norm=norm)))
         (folder / f"signals-{rank}.json").write_bytes(msgspec.json.encode(own_signals))
@@ -627,7 +637,7 @@ def test_rank_with_a_lost_signal_is_named_and_not_the_waiting_rank(tmp_path: Pat
     )
     assert (found.kind, found.ranks, found.waiting, found.phase, found.layer) == ("signal", [1], [0], "merge", 1)
     assert (found.collective, found.number) == ("merge of symm", 70)
-    assert "rank 1 has passed merge of symm, meeting 70, and no signal of it has come to rank 0" in found.message
+    assert "rank 1 has passed merge of symm, barrier 70, and no signal of it has come to rank 0" in found.message
 
 
 @pytest.mark.parametrize("norm", [2, 3])
@@ -644,7 +654,7 @@ def test_prefix_gather_belongs_to_the_layer_that_attends_to_it(tmp_path: Path, n
 
 
 def test_rank_with_a_signal_missing_at_three_peers_is_named(tmp_path: Path) -> None:
-    """Ranks 0 to 2 have each other's fifth signal, and only the fourth of rank 3, which has completed meeting 5 itself."""
+    """Ranks 0 to 2 have each other's fifth signal, and only the fourth of rank 3, which has completed barrier 5 itself."""
     waiting = [make_merge_signals(r, 4, 4, {p: 4 if p == 3 else 5 for p in range(4) if p != r}) for r in range(3)]
     found = write_replaying_ranks(tmp_path, [*waiting, make_merge_signals(3, 4, 5, {0: 5, 1: 5, 2: 5})], [3, 3, 3, 3])
     assert (found.kind, found.ranks, found.waiting) == ("signal", [3], [0, 1, 2])
@@ -661,7 +671,7 @@ def test_signal_missing_at_one_peer_is_lost_though_its_sender_waits_too(tmp_path
     assert (found.kind, found.ranks, found.waiting) == ("signal", [2], [0])
 
 
-def test_rank_missing_from_a_meeting_is_named_with_position_of_its_device(tmp_path: Path) -> None:
+def test_rank_missing_from_a_barrier_is_named_with_position_of_its_device(tmp_path: Path) -> None:
     """Rank 1 has rank 0's fifth signal and has completed four: its device is in the experts of layer 0, norm 2 = 2 · 0
     + 2.
     """
@@ -670,7 +680,7 @@ def test_rank_missing_from_a_meeting_is_named_with_position_of_its_device(tmp_pa
     )
     assert (found.kind, found.ranks, found.waiting, found.phase, found.layer) == ("behind", [1], [0], "mlp", 0)
     assert "rank 1 is by its device in mlp of layer 0; rank 0 waits for its signal in a kernel" in found.message
-    assert "merge of symm, meeting 5 (phase merge, layer 1)" in found.message
+    assert "merge of symm, barrier 5 (phase merge, layer 1)" in found.message
 
 
 def test_wrapped_counters_are_compared_by_difference(tmp_path: Path) -> None:
@@ -684,8 +694,8 @@ def test_wrapped_counters_are_compared_by_difference(tmp_path: Path) -> None:
     assert (found.kind, found.ranks) == ("signal", [1])
 
 
-def test_meetings_without_waiting_ranks_are_ignored(tmp_path: Path) -> None:
-    """There are as many signals as meetings, so that only the devices' norms count."""
+def test_barriers_without_waiting_ranks_are_ignored(tmp_path: Path) -> None:
+    """There are as many signals as barriers, so that only the devices' norms count."""
     found = write_replaying_ranks(
         tmp_path, [make_merge_signals(0, 2, 4, {1: 4}), make_merge_signals(1, 2, 4, {0: 4})], [3, 3]
     )
@@ -693,19 +703,19 @@ def test_meetings_without_waiting_ranks_are_ignored(tmp_path: Path) -> None:
 
 
 def test_ranks_read_at_different_times_are_not_compared(tmp_path: Path) -> None:
-    """No rank can be two meetings ahead of a waiting one."""
+    """No rank can be two barriers ahead of a waiting one."""
     found = write_replaying_ranks(
         tmp_path, [make_merge_signals(0, 2, 4, {1: 4}), make_merge_signals(1, 2, 9, {0: 9})], [3, 3]
     )
     assert (found.kind, found.ranks) == ("device", [])
 
 
-def test_ranks_waiting_for_each_other_in_two_meetings_are_reported(tmp_path: Path) -> None:
-    """Rank 0 is in meeting 5 of the first buffer, and rank 1 in meeting 5 of the second."""
-    meetings = [
-        [make_merge_signals(r, 2, 4, {1 - r: 4 + (n != r)}, number=n).meetings[0] for n in range(2)] for r in range(2)
+def test_ranks_waiting_for_each_other_in_two_barriers_are_reported(tmp_path: Path) -> None:
+    """Rank 0 is in barrier 5 of the first buffer, and rank 1 in barrier 5 of the second."""
+    barriers = [
+        [make_merge_signals(r, 2, 4, {1 - r: 4 + (n != r)}, number=n).barriers[0] for n in range(2)] for r in range(2)
     ]
-    found = write_replaying_ranks(tmp_path, [Signals(meetings=one) for one in meetings], [3, 3])
+    found = write_replaying_ranks(tmp_path, [Signals(barriers=one) for one in barriers], [3, 3])
     assert (found.kind, found.ranks) == ("apart", [0, 1])
 
 
@@ -765,7 +775,7 @@ COLLECTIVES = st.tuples(  # a collective: its rank, its operation, its group, an
     st.integers(0, 2), st.sampled_from(["all_reduce", "all_gather"]), st.sampled_from(["a", "b"]), st.booleans()
 )
 MEMORY = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)), min_size=3, max_size=3)
-"""For each rank, the number of completed meetings and of its peers' signals."""
+"""For each rank, the number of completed barriers and of its peers' signals."""
 
 
 @given(

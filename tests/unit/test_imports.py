@@ -590,7 +590,7 @@ class TestSweeps:
 
 class TestUnread:
     def test_unread_fields_are_listed(self, tmp_path: Path) -> None:
-        """A median in seconds has a name of its own, and no record has a 75th percentile."""
+        """A median in seconds has a separate name, and no record has a 75th percentile."""
         results = [
             files.without_details(files.vllm(median_ttft=0.5)),
             files.without_details(files.vllm(p75_itl_ms=40.0)),
@@ -946,7 +946,7 @@ class TestFolder:
         assert len(read_records(tmp_path / "run")) == 1
 
     def test_folder_of_an_active_run_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("dcpbench.launch.folders.ENDING_S", 0.0)
+        monkeypatch.setattr("dcpbench.launch.folders.END_TIMEOUT_S", 0.0)
         with lock_folder(tmp_path / "run"), pytest.raises(OutputError, match="a run is still writing here"):
             imported(tmp_path, "vllm", files.vllm())
 

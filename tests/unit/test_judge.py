@@ -221,8 +221,8 @@ def test_emulated_layout_requires_times_of_all_its_collectives(
     prefixes over dcp.
     """
     calls: list[tuple[str, int]] = []
-    wire = SimpleNamespace(predict_seconds=lambda name, ranks, _: calls.append((name, ranks)))
-    monkeypatch.setattr(validate, "load_machine", lambda _: SimpleNamespace(wire=wire))
+    comm_model = SimpleNamespace(predict_seconds=lambda name, ranks, _: calls.append((name, ranks)))
+    monkeypatch.setattr(validate, "load_machine", lambda _: SimpleNamespace(comm_model=comm_model))
     load = Load(requests=4, input_tokens="10", output_tokens="5", chunk=2048, mode="replay") if served else None
     point = Point(
         model="deepseek-v3",

@@ -530,7 +530,7 @@ def test_capture_of_a_hang_has_logs_heartbeats_and_stacks(tmp_path: Path) -> Non
     logs = tmp_path / "logs" / "tp2-0"
     logs.mkdir(parents=True)
     (logs / "rank-0.log").write_text("".join(f"line {n}\n" for n in range(30)))
-    (logs / "beats-0.bin").write_bytes(b"beats")
+    (logs / "heartbeats-0.bin").write_bytes(b"heartbeats")
     ranks = SimpleNamespace(
         folder=tmp_path,
         logs=logs,
@@ -542,7 +542,7 @@ def test_capture_of_a_hang_has_logs_heartbeats_and_stacks(tmp_path: Path) -> Non
     folder, stacks = hang_capture.capture_hang(ranks)  # type: ignore[arg-type]
     assert (folder, stacks) == (tmp_path / "hangs" / "tp2-0-0", {"0": "Thread 1\n", "1": ""})
     assert (folder / "log-0.txt").read_text() == "".join(f"line {n}\n" for n in range(10, 30))
-    assert (folder / "beats-0.bin").read_bytes() == b"beats"
+    assert (folder / "heartbeats-0.bin").read_bytes() == b"heartbeats"
     here, gone = msgspec.json.decode((folder / "ranks.json").read_bytes(), type=list[ProcessState])
     assert (here.rank, here.pid, here.state, here.ended) == (0, os.getpid(), "R", "")
     assert gone == ProcessState(rank=1, ended="ended with exit code 3")
@@ -665,11 +665,11 @@ def test_heartbeats_show_the_rank_with_another_shape(tmp_path: Path, differs: bo
     logs.mkdir(parents=True)
     ranks = SimpleNamespace(folder=tmp_path, logs=logs, ranks=range(2))
     assert hang_capture.find_difference(ranks) is None  # type: ignore[arg-type]
-    beats = test_hangs.Job(logs, 2)
-    beats.run_steps()
+    job = test_hangs.Job(logs, 2)
+    job.run_steps()
     for rank in range(2):
         x = test_hangs.HALF if differs and rank else test_hangs.X
-        beats.run_collective(rank, "all_reduce", "attn_reduce", 0, x=x, hangs=True)
+        job.run_collective(rank, "all_reduce", "attn_reduce", 0, x=x, hangs=True)
     (logs / "rank-1.log").write_text("last words\n")
     found = hang_capture.find_difference(ranks)  # type: ignore[arg-type]
     if kind is None:

@@ -11,7 +11,7 @@ import pytest
 
 from dcpbench.errors import UsageError
 from dcpbench.models import SHAPES, load_shape
-from dcpbench.points.comm_model import LATE, Call, Sample, Wire
+from dcpbench.points.comm_model import IN_STEP_FACTOR, Call, CommModel, Sample
 from dcpbench.points.point import Point
 from dcpbench.records.model_sizes import ModelSizes, shorten_shape
 from dcpbench.records.record import EngineSettings, Environment, Phases, Record, Server
@@ -27,7 +27,7 @@ V3 = SHAPES["deepseek-v3"]
 LAYERS, REQUESTS, CONTEXT = 8, 8, 32_000
 LAUNCH_US, US_PER_BYTE = 2.0, 1e-5
 CALLS = ("all-gather", "reduce-scatter", "all-reduce-symm")
-WIRE = Wire(
+COMM = CommModel(
     {
         name: Call(
             name,
@@ -104,7 +104,7 @@ def make_runs(tmp_path: Path) -> list[Path]:
 
 
 def compose_target(folders: list[Path], **target: int) -> Composition:
-    return compose(read_steps(folders, V3), V3, WIRE, Target(requests=REQUESTS, context=CONTEXT, **target))
+    return compose(read_steps(folders, V3), V3, COMM, Target(requests=REQUESTS, context=CONTEXT, **target))
 
 
 def get_measured(step: Composition) -> dict[str, tuple[float, str]]:
@@ -143,14 +143,14 @@ def test_calls_of_a_step_have_the_bytes_that_a_rank_of_eight_receives() -> None:
     """8 requests: all-reduce 2 · 7/8 · 8 · 7,168 · 2 = 200,704 bytes, 17 times; logits 7/8 · 8 · 129,280 · 2 = 1,809,920;
     queries 7/8 · 8 · 128 · 576 · 2 = 1,032,192; log-sum-exps 7 · 8 · 128 · 4 = 28,672; outputs 7/8 · 8 · 128 · 512 · 2 = 917,504.
     """
-    reduce, exchange = predict_parts(V3, LAYERS, Target(tp=8, dcp=8, requests=8, context=CONTEXT), WIRE)
+    reduce, exchange = predict_parts(V3, LAYERS, Target(tp=8, dcp=8, requests=8, context=CONTEXT), COMM)
     assert reduce.calls == {"all-reduce-symm": 17}
-    assert reduce.us == pytest.approx(LATE * 17 * (2 + 2.00704))
+    assert reduce.us == pytest.approx(IN_STEP_FACTOR * 17 * (2 + 2.00704))
     assert exchange.calls == {"all-gather": 17, "reduce-scatter": 8}
-    assert exchange.us == pytest.approx(LATE * (2 + 18.0992 + 8 * (2 + 10.32192 + 2 + 0.28672 + 2 + 9.17504)))
+    assert exchange.us == pytest.approx(IN_STEP_FACTOR * (2 + 18.0992 + 8 * (2 + 10.32192 + 2 + 0.28672 + 2 + 9.17504)))
     assert exchange.low_us < exchange.us < exchange.high_us
-    _, logits = predict_parts(V3, LAYERS, Target(tp=8, dcp=1, requests=8, context=CONTEXT), WIRE)
-    assert logits.us == pytest.approx(LATE * (2 + 18.0992))
+    _, logits = predict_parts(V3, LAYERS, Target(tp=8, dcp=1, requests=8, context=CONTEXT), COMM)
+    assert logits.us == pytest.approx(IN_STEP_FACTOR * (2 + 18.0992))
 
 
 def test_step_of_tensor_parallelism_has_parts_of_its_rank_and_modelled_communication(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_step_of_tensor_parallelism_has_parts_of_its_rank_and_modelled_communica
     }
     communication = sum(part.us for part in step.parts if part.source is None)
     assert step.us == pytest.approx(500 + communication)
-    assert communication == pytest.approx(LATE * (17 * 4.00704 + 20.0992))
+    assert communication == pytest.approx(IN_STEP_FACTOR * (17 * 4.00704 + 20.0992))
 
 
 def test_step_of_dcp_attends_with_all_heads_and_has_the_kernels_around_an_exchange(tmp_path: Path) -> None:
@@ -197,10 +197,10 @@ def test_check_uses_no_part_of_the_step_that_it_checks(tmp_path: Path) -> None:
 def test_band_is_the_largest_error_of_the_check(tmp_path: Path) -> None:
     """tp2: 400 + 300 + 200 + 30 + 100 = 1,030 µs, all-reduces 17 · (2 + 1.14688) and logits 2 + 10.3424, of 1,900 µs measured."""
     targets = [Target(tp=2, dcp=dcp, requests=REQUESTS, context=CONTEXT) for dcp in (1, 2)]
-    found = forecast(read_steps(make_runs(tmp_path), V3), V3, "H200", WIRE, [], targets)
+    found = forecast(read_steps(make_runs(tmp_path), V3), V3, "H200", COMM, [], targets)
     assert [(check.run, check.measured_us) for check in found.checks] == [("measured", 1900), ("measured", 2000)]
     errors = [check.error for check in found.checks]
-    assert errors[0] == pytest.approx((1030 + LATE * (17 * 3.14688 + 12.3424)) / 1900 - 1)
+    assert errors[0] == pytest.approx((1030 + IN_STEP_FACTOR * (17 * 3.14688 + 12.3424)) / 1900 - 1)
     assert found.band == max(abs(error) for error in errors)
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dcpbench.compare.judging import Options
-from dcpbench.compare.outputs import Out, check_options
+from dcpbench.compare.outputs import OutputTargets, check_options
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.hangs import heartbeats
 from dcpbench.imports import Overrides, check_overrides, result
@@ -42,7 +42,7 @@ def check_serve_options(**options: object) -> object:
 
 
 def check_compare_options(**options: float) -> None:
-    check_options(Options(**options), Out())
+    check_options(Options(**options), OutputTargets())
 
 
 def parse_row(**fields: object) -> object:

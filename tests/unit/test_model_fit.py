@@ -24,7 +24,7 @@ from dcpbench.reports import dataframes, overview
 from dcpbench.reports.terminal_tables import render
 from dcpbench.show.model_fit import NO_FIT
 from tests.unit import record_builder
-from tests.unit.test_recommend import ask, choice, point
+from tests.unit.test_recommend import choice, make_query, point
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,8 +102,8 @@ class TestRecommend:
         other = dataclasses.replace(best.forecasts[0], layers_held=None)
         mixed = dataclasses.replace(best, forecasts=[*held, other])
         name = held[0].point.layout_name
-        assert f"({HELD} in {name})" in answer_formats.format_answer(ask("H200"), [mixed])
-        assert NO_FIT not in answer_formats.format_answer(ask("H200"), [best])
+        assert f"({HELD} in {name})" in answer_formats.format_answer(make_query("H200"), [mixed])
+        assert NO_FIT not in answer_formats.format_answer(make_query("H200"), [best])
 
     def test_shortage_is_that_of_the_whole_model(self, capsys: pytest.CaptureFixture[str]) -> None:
         """tp8·dcp4 needs 79.4 GiB of weights and 134.3 of KV. With only the layers that sweep can hold, 8.7 GiB, 11.2
@@ -121,7 +121,7 @@ class TestRecommend:
             dataclasses.replace(forecast, point=point(tp=tp, weights_dtype="fp8", kv_dtype="fp8", context=4000))
             for tp in (8, 4)
         )
-        wanted = dataclasses.replace(ask("H200"), cycled=True)
+        wanted = dataclasses.replace(make_query("H200"), cycled=True)
         assert advise._drop_layers_held(wanted, fits).layers_held is None
         assert advise._drop_layers_held(wanted, cut).layers_held == (25, 61)
 

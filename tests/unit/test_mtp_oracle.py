@@ -1,7 +1,7 @@
 """DeepSeek-V3's layer that drafts tokens, compared with one built from transformers' modules. transformers does not run
 that layer. The oracle follows section 2.2 of DeepSeek-V3's report (arXiv 2412.19437): at position i the layer gets a
 projection of [norm of the embedding of token i + 1, norm of the hidden state of token i], and the shared LM head
-follows a norm of its own. The embedding is first, and the hidden state is taken after the model's last norm, as in vLLM
+follows a separate norm. The embedding is first, and the hidden state is taken after the model's last norm, as in vLLM
 0.26, which also zeroes the embedding at position 0; that is left out here.
 """
 

@@ -38,8 +38,8 @@ def test_every_sweep_and_serve_command_is_accepted_by_a_dry_run(
     gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--dry-run --gpu NAME,count=N` exits with 0, with a calibration like that of a run."""
-    (tmp_path / "wire").mkdir()
-    shutil.copy(CALIBRATED, tmp_path / "wire" / "machine.toml")
+    (tmp_path / "comm").mkdir()
+    shutil.copy(CALIBRATED, tmp_path / "comm" / "machine.toml")
     monkeypatch.chdir(tmp_path)
     for command in list_commands(gpus, tmp_path):
         if command.words[0] in ("sweep", "serve") and "--step-times" not in command.words:
@@ -138,7 +138,7 @@ def test_dry_run_prints_every_command_with_its_minutes(
 
 def test_unknown_part_is_refused_with_a_list_of_parts(tmp_path: Path) -> None:
     """`--only` has a typing error."""
-    with pytest.raises(SystemExit, match="no part hang; there are wire, grid"):
+    with pytest.raises(SystemExit, match="no part hang; there are comm, grid"):
         tool.main(["-o", str(tmp_path), "--gpus", "2", "--only", "hang", "--dry-run"])
 
 

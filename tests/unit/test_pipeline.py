@@ -18,7 +18,7 @@ from dcpbench.points import budget, memory
 from dcpbench.points.cluster_specs import load_machine
 from dcpbench.points.comm_model import LINK_SHARE
 from dcpbench.points.layout import Layout, list_valid_layouts
-from dcpbench.points.names import CUT, WHOLE
+from dcpbench.points.names import MOE_EP, MOE_TP
 from dcpbench.points.pipeline import compute_hop_bytes, compute_round, make_stages, split_chunks, split_layers
 from dcpbench.points.point import Point
 from dcpbench.points.roofline import Sharding, StepRows, iter_phase_works
@@ -32,7 +32,7 @@ V3 = SHAPES["deepseek-v3"]
 
 def make_point(**given) -> Point:
     """Return a point of 8 requests of 4,000 tokens with fp8 weights on tp8."""
-    given = {"tp": 8, "concurrency": 8, "context": 4000, "weights_dtype": "fp8", "ep": CUT} | given
+    given = {"tp": 8, "concurrency": 8, "context": 4000, "weights_dtype": "fp8", "ep": MOE_TP} | given
     return Point(model="deepseek-v3", backend="triton", dtype="bf16", page_size=64, **given)
 
 
@@ -87,10 +87,10 @@ class TestMemory:
     def test_weight_bytes_of_stages_add_up_to_the_model(self, model):
         shape, layout = SHAPES[model], Layout(4)
         parts = [
-            memory.compute_weight_bytes(stage, layout, 2, *memory.count_all_layers(stage), ep=CUT)
+            memory.compute_weight_bytes(stage, layout, 2, *memory.count_all_layers(stage), ep=MOE_TP)
             for stage in make_stages(shape, 2)
         ]
-        assert sum(parts) == memory.compute_weight_bytes(shape, layout, 2, *memory.count_all_layers(shape), ep=CUT)
+        assert sum(parts) == memory.compute_weight_bytes(shape, layout, 2, *memory.count_all_layers(shape), ep=MOE_TP)
 
     def test_tied_embedding_is_on_the_first_and_last_stage(self):
         """Both have 16 rows of 8 numbers of 2 bytes, and the last also has the norm of 8 numbers."""
@@ -138,7 +138,11 @@ class TestLayouts:
 
     def test_dcp_spans_the_pcp_ranks_or_all_ranks_of_a_stage(self):
         """vLLM 0.29 takes {1, pcp, tp · pcp}, and no data parallelism with PCP."""
-        assert [str(x) for x in list_valid_layouts(V3, 4, CUT, pcp=2)] == ["tp4·pcp2", "tp4·dcp2·pcp2", "tp4·dcp8·pcp2"]
+        assert [str(x) for x in list_valid_layouts(V3, 4, MOE_TP, pcp=2)] == [
+            "tp4·pcp2",
+            "tp4·dcp2·pcp2",
+            "tp4·dcp8·pcp2",
+        ]
         with pytest.raises(LayoutError, match="--dcp can be 1, 2, 8"):
             Layout(4, dcp=4, pcp=2).check_model(V3)
         with pytest.raises(LayoutError, match=r"vLLM 0\.29 does not combine with it; use --dp 1"):
@@ -182,7 +186,7 @@ class TestLayouts:
 
     def test_outputs_are_summed_over_all_ranks_that_share_the_cache(self):
         """8 rows of 32 or 128 heads: 512 numbers of 2 bytes each, 2 (N - 1) / N of them, and N - 1 log-sum-exps of 4 bytes."""
-        wire = load_machine("H200").wire
+        comm_model = load_machine("H200").comm_model
         for dcp, heads in ((2, 32), (8, 128)):
             sharding = Sharding.from_point(make_point(tp=4, pcp=2, dcp=dcp, exchange="ag_rs"), V3)
             calls = _list_exchange_calls(sharding, 8, "ag_rs")
@@ -190,14 +194,14 @@ class TestLayouts:
                 ("all-gather", dcp, (dcp - 1) * 8 * heads * 4, 1),
                 ("all-reduce", dcp, 2 * (dcp - 1) / dcp * 8 * heads * 512 * 2, 1),
             ]
-            assert "ag_rs" not in predict_calls(sharding, StepRows(decodes=(4000,) * 8, tokens=8), wire, "ag_rs")
+            assert "ag_rs" not in predict_calls(sharding, StepRows(decodes=(4000,) * 8, tokens=8), comm_model, "ag_rs")
 
     def test_more_stages_than_layers_raise_layout_error(self):
         with pytest.raises(LayoutError, match="61 layers, fewer than --stages pp=62"):
             Layout(1, pp=62).check_model(V3)
 
     def test_expert_parallelism_includes_the_pcp_ranks(self):
-        assert make_point(tp=4, pcp=2, ep=WHOLE).ep_degree == 8
+        assert make_point(tp=4, pcp=2, ep=MOE_EP).ep_degree == 8
 
 
 class TestRounds:
@@ -259,13 +263,15 @@ class TestRounds:
 
     def test_hop_to_another_host_uses_its_link(self):
         """10⁸ bytes at LINK_SHARE of the nominal rate, plus the latency of a message."""
-        wire = load_machine("H200+rdma-400").wire
+        comm_model = load_machine("H200+rdma-400").comm_model
         size = 100_000_000
-        far = wire.predict_hop_seconds(size, across=True)
-        assert far.mean == pytest.approx(size / (wire.link.bytes_s * LINK_SHARE) + wire.link.latency_us / 1e6)
-        assert far.mean > wire.predict_hop_seconds(size, across=False).mean
+        far = comm_model.predict_hop_seconds(size, across=True)
+        assert far.mean == pytest.approx(
+            size / (comm_model.link.bytes_s * LINK_SHARE) + comm_model.link.latency_us / 1e6
+        )
+        assert far.mean > comm_model.predict_hop_seconds(size, across=False).mean
         with pytest.raises(UsageError, match="LINK"):
-            load_machine("H200").wire.predict_hop_seconds(size, across=True)
+            load_machine("H200").comm_model.predict_hop_seconds(size, across=True)
 
     def test_pcp_rank_computes_its_part_of_prompts_and_all_decodes(self):
         machine, fitted = load_machine("H200"), estimate.load_published_steps().terms

@@ -30,7 +30,7 @@ from dcpbench.plan.serve_spec import get_serve_defaults
 from dcpbench.plan.spec import make_planned_probe
 from dcpbench.plan.validate import find_shortage
 from dcpbench.points.cluster_specs import load_machine
-from dcpbench.points.comm_model import Seconds
+from dcpbench.points.comm_model import CallTime
 from dcpbench.points.device_probe import Probe
 from dcpbench.points.layout import Layout, list_valid_layouts
 from dcpbench.points.point import Load as PointLoad
@@ -77,17 +77,17 @@ def point(**given: object) -> Point:
     return Point(**(defaults | given))  # type: ignore[arg-type]
 
 
-def forecast(tok_s: float, source: str = ESTIMATED, wire: dict[str, float] | None = None, **fields: object) -> Forecast:
+def forecast(tok_s: float, source: str = ESTIMATED, comm: dict[str, float] | None = None, **fields: object) -> Forecast:
     """Return a forecast with a band of 10 %, and 4 % for ratios."""
     return Forecast(
         point=point(**fields),
         source=source,
-        whence="",
+        basis="",
         tok_s=tok_s,
         low=tok_s / 1.1,
         high=tok_s * 1.1,
         ratio_error=0.04,
-        wire_errors=wire or {},
+        comm_errors=comm or {},
     )
 
 
@@ -175,7 +175,7 @@ def compute_step_terms(
     rows = (
         StepRows(chunks=((prompt, 0),), sampled=1, tokens=prompt) if prompt else estimator.make_decode_rows(8, context)
     )
-    found = estimate.compute_terms(estimator.sharding, rows, estimator.rates, estimator.wire, exchange)
+    found = estimate.compute_terms(estimator.sharding, rows, estimator.rates, estimator.comm_model, exchange)
     assert found is not None
     return found
 
@@ -234,27 +234,27 @@ def test_attention_over_fp8_uses_the_bf16_rate_on_gpus_without_fp8() -> None:
     machine = load_machine("A100")
     estimator = Estimator(point(kv_dtype="fp8"), machine, estimate.load_published_steps().terms)
     rows = estimator.make_decode_rows(8, 4000)
-    found = estimate.compute_terms(estimator.sharding, rows, estimator.rates, estimator.wire, "none")
+    found = estimate.compute_terms(estimator.sharding, rows, estimator.rates, estimator.comm_model, "none")
     assert found is not None
     slower = estimate.compute_terms(
         estimator.sharding,
         rows,
         estimator.rates | {"matmul_fp8": 2 * estimator.rates["matmul"]},
-        estimator.wire,
+        estimator.comm_model,
         "none",
     )
     assert slower is not None
     over_fp8 = ("attention over fp8", "attention over fp8, multiplied")
     assert sum(found[name] for name in over_fp8) >= sum(slower[name] for name in over_fp8) > 0
     fp8 = Estimator(point(weights_dtype="fp8"), machine, estimate.load_published_steps().terms)
-    assert estimate.compute_terms(fp8.sharding, rows, fp8.rates, fp8.wire, "none") is None
+    assert estimate.compute_terms(fp8.sharding, rows, fp8.rates, fp8.comm_model, "none") is None
 
 
 def test_attention_dp_is_forecast_with_both_expert_placements(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each placement is a row; an expert width that the ranks do not divide leaves only one."""
-    query = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 4000, None),))
+    query = dataclasses.replace(make_query("H200"), cycled=True, loads=((8, 4000, None),))
     (choice,), _ = advise.choose_layouts(query, advise.Evidence(), estimate.load_published_steps())
     rows = {row.layout: row.experts for row in answer_table.list_rows(choice)}
     assert (rows["tp4·dp4·ep1"], rows["tp4·dp4·ep4"]) == ("tensor parallel", "expert parallel")
@@ -275,7 +275,7 @@ def test_layout_that_splits_a_scale_block_is_refused_with_a_suggestion() -> None
     """2,048 / 32 ranks is 64, half of a block of 128, for a tensor-parallel expert and for the shared expert of every
     layout.
     """
-    query = dataclasses.replace(ask("H200+rdma-400"), weights_dtype="fp8", loads=((64, 4000, None),), gpus=(32,))
+    query = dataclasses.replace(make_query("H200+rdma-400"), weights_dtype="fp8", loads=((64, 4000, None),), gpus=(32,))
     (choice,), _ = advise.choose_layouts(query, advise.Evidence(), estimate.load_published_steps())
     assert not choice.forecasts
     assert choice.refused["tp32"].reason == (
@@ -302,7 +302,7 @@ def get_sweep_refusal(one: Point, probe: Probe) -> str:
 @pytest.mark.parametrize("weights", ["fp8", "bf16"])
 def test_recommend_refuses_the_layouts_that_sweep_refuses(model: str, weights: str) -> None:
     """Every layout of up to 32 ranks is refused for the same reason; memory is not limited here."""
-    query = dataclasses.replace(ask("H200+rdma-400"), model=model, weights_dtype=weights)
+    query = dataclasses.replace(make_query("H200+rdma-400"), model=model, weights_dtype=weights)
     refused, accepted = 0, 0
     for tp in range(1, 33):
         probe = msgspec.structs.replace(make_planned_probe("H200", 8), count=tp, memory_bytes=1 << 44)
@@ -322,7 +322,7 @@ def test_recommend_refuses_the_layouts_that_sweep_refuses(model: str, weights: s
 
 def test_more_requests_than_the_largest_graph_are_refused() -> None:
     """A decode step of 513 requests has no graph with one replica, but has one with two."""
-    query = dataclasses.replace(ask("H200"), weights_dtype="fp8", loads=((513, 100, None),), gpus=(8,))
+    query = dataclasses.replace(make_query("H200"), weights_dtype="fp8", loads=((513, 100, None),), gpus=(8,))
     (choice,), _ = advise.choose_layouts(query, advise.Evidence(), estimate.load_published_steps())
     assert choice.refused["tp8"] == advise.Refusal(
         advise.TOO_MANY, "--concurrency 513 is more than tp8 takes, 512 requests (the largest CUDA graph)"
@@ -332,7 +332,7 @@ def test_more_requests_than_the_largest_graph_are_refused() -> None:
 
 def test_fp8_weights_are_refused_on_a_gpu_without_fp8() -> None:
     """An A100 cannot multiply e4m3, in any layout."""
-    query = dataclasses.replace(ask("A100"), weights_dtype="fp8", loads=((8, 4000, None),))
+    query = dataclasses.replace(make_query("A100"), weights_dtype="fp8", loads=((8, 4000, None),))
     (choice,), _ = advise.choose_layouts(query, advise.Evidence(), estimate.load_published_steps())
     assert {one.reason for one in choice.refused.values()} == {
         "a GPU with fp8 is needed (compute capability 8.9 or later), and NVIDIA A100-SXM4-80GB has 8.0; give --weights-dtype bf16"
@@ -357,7 +357,7 @@ def test_layout_determines_the_kinds_of_collectives() -> None:
     def list_kinds(**degrees: int) -> set[str]:
         estimator = Estimator(point(**degrees, exchange="a2a"), machine, estimate.load_published_steps().terms)
         assert estimator.sharding.shape == shape
-        return set(predict_calls(estimator.sharding, estimator.make_decode_rows(8, 4000), estimator.wire, "a2a"))
+        return set(predict_calls(estimator.sharding, estimator.make_decode_rows(8, 4000), estimator.comm_model, "a2a"))
 
     assert list_kinds(tp=4, dcp=4) == {"all-reduce", "a2a"}
     assert list_kinds(tp=4, dp=4) == {"all-gather", "reduce-scatter"}
@@ -371,11 +371,11 @@ def test_collectives_have_the_bytes_of_other_ranks_once_per_layer() -> None:
     """
     calls: list[tuple[object, ...]] = []
 
-    def record_call(*call: object) -> Seconds:
+    def record_call(*call: object) -> CallTime:
         calls.append(call)
-        return Seconds(mean=1.0, low=0.5, high=2.0)
+        return CallTime(mean=1.0, low=0.5, high=2.0)
 
-    def predict(rows: int, exchange: str, **degrees: int) -> dict[str, Seconds]:
+    def predict(rows: int, exchange: str, **degrees: int) -> dict[str, CallTime]:
         estimator = Estimator(
             point(**degrees, exchange=exchange), load_machine("H200"), estimate.load_published_steps().terms
         )
@@ -390,8 +390,8 @@ def test_collectives_have_the_bytes_of_other_ranks_once_per_layer() -> None:
 
     found = predict(8, "a2a", tp=4, dcp=4)
     assert calls == [("all-reduce", 4, 172_032, 1)] * 2 + [("a2a", 4, 768 * (1152 + 1024 + 4), 2)]
-    assert found["all-reduce"] == Seconds(mean=122.0, low=61.0, high=244.0)
-    assert found["a2a"] == Seconds(mean=61.0, low=30.5, high=122.0)
+    assert found["all-reduce"] == CallTime(mean=122.0, low=61.0, high=244.0)
+    assert found["a2a"] == CallTime(mean=61.0, low=30.5, high=122.0)
     predict(8, "ag_rs", tp=4, dcp=4)
     assert calls[-1] == ("ag_rs", 4, 768 * (1152 + 2048 + 16), 2)
     predict(8, "a2a", tp=4, dcp=2)
@@ -406,7 +406,7 @@ def test_stored_prefix_is_gathered_from_the_other_ranks() -> None:
         point(tp=2, dcp=2, exchange="a2a"), load_machine("H200"), estimate.load_published_steps().terms
     )
     calls: list[tuple[object, ...]] = []
-    alone = SimpleNamespace(predict_seconds=lambda *call: calls.append(call) or Seconds(mean=1.0, low=0.5, high=2.0))
+    alone = SimpleNamespace(predict_seconds=lambda *call: calls.append(call) or CallTime(mean=1.0, low=0.5, high=2.0))
     known = SimpleNamespace(in_step=alone)
     predict_calls(estimator.sharding, StepRows(chunks=((64, 1000), (8, 0)), tokens=72), known, "a2a")
     assert calls == [("all-reduce", 2, 72 * 14_336, 1)] * 2 + [("all-gather", 2, 576_000, 1)]
@@ -416,9 +416,9 @@ def test_errors_of_shared_collectives_cancel_in_a_ratio() -> None:
     """The margin is 4 % for ratios, plus 8 − 5 = 3 % for the same kind of collective, or √(25 + 64) % for different
     kinds.
     """
-    a = forecast(100, wire={"all-reduce": 0.05})
-    assert choosing.compute_margin(a, forecast(90, wire={"all-reduce": 0.08})) == pytest.approx(0.07)
-    assert choosing.compute_margin(a, forecast(90, wire={"a2a": 0.08})) == pytest.approx(
+    a = forecast(100, comm={"all-reduce": 0.05})
+    assert choosing.compute_margin(a, forecast(90, comm={"all-reduce": 0.08})) == pytest.approx(0.07)
+    assert choosing.compute_margin(a, forecast(90, comm={"a2a": 0.08})) == pytest.approx(
         0.04 + (0.05**2 + 0.08**2) ** 0.5
     )
 
@@ -582,7 +582,7 @@ def test_nearest_layout_is_the_fastest_measured_one() -> None:
         refused={},
         runs=[best, slower, faster],
     )
-    found = advise.find_nearest(ask("H200"), load, best, ["ag_rs", "a2a"], estimate.load_published_steps())
+    found = advise.find_nearest(make_query("H200"), load, best, ["ag_rs", "a2a"], estimate.load_published_steps())
     assert found is faster
     start = answer_formats.Start(
         engine="vllm", lacking=["--exchange symm"], nearest=found, load=load.name, command="vllm serve"
@@ -654,7 +654,7 @@ def test_records_replace_and_correct_estimates(capsys: pytest.CaptureFixture[str
     assert tp4.metrics is not None
     assert (code, layouts["tp4"]["source"]) == (0, "measured")
     assert layouts["tp4"]["output_tok_s"]["mean"] == tp4.metrics.output_tok_s.median
-    assert "corrected by records" in layouts["tp4·dp2"]["whence"]
+    assert "corrected by records" in layouts["tp4·dp2"]["basis"]
     _, out, _ = run(capsys, "--machine", "H20", *options, str(DECODED))
     found = json.loads(out)
     assert {layout["source"] for layout in found["loads"][0]["rows"]} == {"estimated"}
@@ -671,7 +671,7 @@ def test_cpu_records_are_left_out_with_a_suggested_command() -> None:
     run = read_run(DECODED)
     first = next(r for r in run.records if r.outcome == "ok")
     tiny = msgspec.structs.replace(first, warnings=["cpu"], point=msgspec.structs.replace(first.point, model="tiny"))
-    query = dataclasses.replace(ask("H200"), loads=((8, 4000, None), (32, 4000, None)), kv_memory="40 GB")
+    query = dataclasses.replace(make_query("H200"), loads=((8, 4000, None), (32, 4000, None)), kv_memory="40 GB")
     found, (note,) = advise._select_records(
         query, advise.Evidence(runs=[dataclasses.replace(run, records=[tiny, tiny])])
     )
@@ -682,11 +682,13 @@ def test_cpu_records_are_left_out_with_a_suggested_command() -> None:
         "--kv-dtype bf16 --kv-memory '40 GB' -o runs/measured, and name runs/measured here"
     ) in note
     failed = msgspec.structs.replace(first, outcome="failed")
-    _, notes = advise._select_records(ask("H200"), advise.Evidence(runs=[dataclasses.replace(run, records=[failed])]))
+    _, notes = advise._select_records(
+        make_query("H200"), advise.Evidence(runs=[dataclasses.replace(run, records=[failed])])
+    )
     assert notes == [f"{run.name}: no point of it ran to its end."]
 
 
-def ask(machine: str) -> advise.Query:
+def make_query(machine: str) -> advise.Query:
     """Make a query for DeepSeek-V3 in bf16 on four GPUs, without a load."""
     return advise.Query(
         model="deepseek-v3",
@@ -706,7 +708,7 @@ def test_progress_is_reported_on_stderr(capsys: pytest.CaptureFixture[str], monk
     messages: list[str] = []
     loads = ((8, 4000, None), (32, 4000, None))
     advise.choose_layouts(
-        dataclasses.replace(ask("H200"), loads=loads),
+        dataclasses.replace(make_query("H200"), loads=loads),
         advise.Evidence(),
         estimate.load_published_steps(),
         messages.append,
@@ -736,16 +738,16 @@ def test_emulated_points_count_for_the_emulated_machine() -> None:
             runs=[dataclasses.replace(run, records=[msgspec.structs.replace(first, point=emulated)])]
         )
 
-    ((record, name),), _ = advise._select_records(ask("H200+rdma-400"), make_evidence("H200"))
+    ((record, name),), _ = advise._select_records(make_query("H200+rdma-400"), make_evidence("H200"))
     assert from_record(record, name).source == EMULATED
-    assert advise._select_records(ask("H200+rdma-400"), make_evidence("H200", tp=16))[0] == []
-    assert advise._select_records(ask("H20"), make_evidence("H200"))[0] == []
+    assert advise._select_records(make_query("H200+rdma-400"), make_evidence("H200", tp=16))[0] == []
+    assert advise._select_records(make_query("H20"), make_evidence("H200"))[0] == []
 
 
 def test_served_records_count_only_with_the_same_kv_memory() -> None:
     """KV memory decides which requests wait, so points with 8 GiB do not apply to a whole GPU."""
     run = read_run(ROOT / "results" / "serving_4xH200/serving-deepseek-v3-kimi-k2_4xH200_2026-11-21" / "v3-seed-8gib")
-    query = ask("H200")
+    query = make_query("H200")
     other, notes = advise._select_records(query, advise.Evidence(runs=[run]))
     assert other == []
     assert "with 8 GiB of KV on each GPU, not all that was left (--kv-memory)" in notes[0]
@@ -902,12 +904,12 @@ def test_refusal_names_the_layout_once_if_nothing_fits() -> None:
     """Nothing is suggested for layouts that fit and have no forecast."""
     large = advise.Refusal(advise.LACKS_MEMORY, "its weights are large")
     small = dataclasses.replace(choice(), refused={"tp8": large}, instead=["--x"])
-    assert answer_formats.format_answer(ask("H200"), [small]).endswith(
+    assert answer_formats.format_answer(make_query("H200"), [small]).endswith(
         "can be recommended: tp8: its weights are large; give --x."
     )
     unknown = advise.Refusal(advise.OTHER, "nothing is known of it; measure it.")
     other = dataclasses.replace(small, refused={"tp8": unknown})
-    assert answer_formats.format_answer(ask("H200"), [other]).endswith(
+    assert answer_formats.format_answer(make_query("H200"), [other]).endswith(
         "recommended: tp8: nothing is known of it; measure it."
     )
 
@@ -923,7 +925,7 @@ def test_kv_memory_too_small_for_a_step_is_refused_like_in_sweep(
     (load,) = found["loads"]
     refused = {row["layout"]: row["reason"] for row in load["rows"] if not row["fits"]}
     fits = {row["layout"].partition(" ")[0].partition("·ep")[0] for row in load["rows"] if row["fits"]}
-    settings = dataclasses.replace(ask("H200"), kv_memory="8.6GiB").settings
+    settings = dataclasses.replace(make_query("H200"), kv_memory="8.6GiB").settings
     for layout in list_valid_layouts(load_shape("deepseek-v3"), 8):
         planned = point(tp=8, dp=layout.dp, dcp=layout.dcp, context=32000, weights_dtype="fp8")
         shortage = find_shortage(planned, settings, load_shape("deepseek-v3"), make_planned_probe("H200", 8))
@@ -941,7 +943,7 @@ def test_default_load_has_a_long_context() -> None:
     in lock-step.
     """
     serve_defaults = get_serve_defaults(Probe(device="cuda", count=8, name="NVIDIA H200"))
-    ((requests, context, served),) = command._make_loads(command.Wanted(), load_shape("deepseek-v3").max_position)
+    ((requests, context, served),) = command._make_loads(command.QueryOptions(), load_shape("deepseek-v3").max_position)
     assert served is not None
     assert (requests, served.input_tokens, served.chunk) == (32, "32000", *serve_defaults["chunk"])
     assert not is_lock_step(served, requests)
@@ -979,7 +981,7 @@ def test_bands_are_at_least_as_wide_as_launches_differ() -> None:
     low, high = 1000 / (1 + REPEATS_AGREE_WITHIN), 1000 * (1 + REPEATS_AGREE_WITHIN)
     assert measured.band == (low, high)
     assert forecast(1000).band == (forecast(1000).low, forecast(1000).high)
-    priced = dataclasses.replace(ask("H200"), price=3.6)
+    priced = dataclasses.replace(make_query("H200"), price=3.6)
     one = dataclasses.replace(choice(1000), forecasts=[measured])
     assert choosing.compute_price(3.6, measured) == pytest.approx(
         (4.0, 4.0 / (1 + REPEATS_AGREE_WITHIN), 4.0 * (1 + REPEATS_AGREE_WITHIN))
@@ -1008,7 +1010,7 @@ def test_picture_marks_estimates_and_names_layouts_like_the_table(
         dataclasses.replace(choice(), requests=str(n), concurrency=n, forecasts=forecasts)
         for n, forecasts in zip((8, 16, 32), loads, strict=True)
     ]
-    answer_formats.draw_picture(ask("H200"), choices, tmp_path / "x.png")
+    answer_formats.draw_picture(make_query("H200"), choices, tmp_path / "x.png")
     (figure,) = figures
     handles = {str(sign.get_label()): sign for sign in figure.legends[0].legend_handles}
     named = {f.who for forecasts in loads for f in forecasts}
@@ -1029,17 +1031,17 @@ def test_answer_names_layouts_that_could_not_be_judged() -> None:
     """The answer itself names them, as a reader of its first sentence would take them for worse."""
     unknown, large = advise.Refusal(advise.OTHER, "no call was measured."), advise.Refusal(advise.LACKS_MEMORY, "large")
     known = dataclasses.replace(choice(100.0), refused={"tp8": unknown, "tp2": large})
-    assert answer_formats.format_answer(ask("H200"), [known]).endswith(
+    assert answer_formats.format_answer(make_query("H200"), [known]).endswith(
         " tp8 could not be judged at every load (reasons below)."
     )
     many = dataclasses.replace(known, refused={f"tp{n}": unknown for n in range(8)})
-    assert answer_formats.format_answer(ask("H200"), [many]).endswith(
+    assert answer_formats.format_answer(make_query("H200"), [many]).endswith(
         " 8 layouts could not be judged at every load (reasons below)."
     )
     fits = dataclasses.replace(known, refused={"tp8": large, "tp2": large})
-    assert "judged" not in answer_formats.format_answer(ask("H200"), [fits])
+    assert "judged" not in answer_formats.format_answer(make_query("H200"), [fits])
     points = {"tp8": point(tp=8), "tp2": point(tp=2)}
-    rows = format_rows(ask("H200"), dataclasses.replace(known, refused_points=points))
+    rows = format_rows(make_query("H200"), dataclasses.replace(known, refused_points=points))
     assert [row["fits"] for row in rows] == ["yes", "not judged", "no"]
 
 
@@ -1097,7 +1099,7 @@ def stepped(concurrency: int = 8, context: int = 1020, **given: object) -> advis
         model="deepseek-v3", tp=4, dtype="bf16", page_size=64, backend="flashinfer", exchange="none"
     )
     times = step_times_builder.step_times(path=path)
-    query = dataclasses.replace(ask("H200"), cycled=True)
+    query = dataclasses.replace(make_query("H200"), cycled=True)
     steps = estimate.load_published_steps()
     tp4 = [Layout(4)]
     served = load(**given)
@@ -1120,7 +1122,7 @@ def choose_one(
 def test_load_is_replayed_with_step_times_of_its_layout() -> None:
     """The layout is tp4, which has no exchange, and its steps come from a file, without floors."""
     (found,) = stepped().forecasts
-    assert (found.source, found.whence, found.point.layout_name) == ("replayed", "times.json", "tp4")
+    assert (found.source, found.basis, found.point.layout_name) == ("replayed", "times.json", "tp4")
     assert found.point.load is not None
     assert found.point.load.mode == "replay"
     assert found.ttft_ms.p50 is not None
@@ -1139,7 +1141,7 @@ def test_clients_in_lock_step_are_named(changed: list[dict[str, object]], warnin
     """8 clients of 100 requests with one length run in lock-step; a single client does not."""
     loads = tuple((8, 1020, load(requests=100, **more)) for more in changed)
     for requests, expected in ((8, warning), (1, None)):
-        query = dataclasses.replace(ask("H200"), loads=tuple((requests, *rest) for _, *rest in loads))
+        query = dataclasses.replace(make_query("H200"), loads=tuple((requests, *rest) for _, *rest in loads))
         warnings = [
             text
             for text in answer_formats.list_unknowns(query, [stepped()], estimate.load_published_steps())
@@ -1152,7 +1154,7 @@ def test_clients_in_lock_step_are_named(changed: list[dict[str, object]], warnin
     ("dp", "output_tokens", "warns"), [(4, "20", True), (1, "20", False), (4, "uniform:10-30", False)]
 )
 def test_answer_warns_that_lock_step_favours_attention_dp(dp: int, output_tokens: str, warns: bool) -> None:
-    query = dataclasses.replace(ask("H200"), loads=((8, 1020, load(requests=100, output_tokens=output_tokens)),))
+    query = dataclasses.replace(make_query("H200"), loads=((8, 1020, load(requests=100, output_tokens=output_tokens)),))
     best = forecast(100)
     best = dataclasses.replace(best, point=msgspec.structs.replace(best.point, dp=dp))
     choice = advise.Choice(requests="8", lengths="1,020", concurrency=8, forecasts=[best], misses={}, refused={})
@@ -1167,11 +1169,11 @@ def test_load_beyond_the_step_times_is_estimated_from_floors() -> None:
     assert [f.source for f in choice.forecasts] == ["estimated"]
     assert choice.refused == {}
     assert choice.short["tp4"].startswith("times.json: no step time is known")
-    unknowns = answer_formats.list_unknowns(ask("H200"), [choice], estimate.load_published_steps())
+    unknowns = answer_formats.list_unknowns(make_query("H200"), [choice], estimate.load_published_steps())
     assert any(text.startswith(f"tp4 at {choice.name} is estimated: times.json: ") for text in unknowns)
     times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=100_020, load=load(input_tokens="100000", requests=2))
-    reason = advise._replay_point(ask("H200"), served, "times.json", times)
+    reason = advise._replay_point(make_query("H200"), served, "times.json", times)
     assert isinstance(reason, str)
     assert reason.startswith("times.json: ")
 
@@ -1181,7 +1183,7 @@ def test_step_times_of_another_layout_are_not_used(other: dict[str, object]) -> 
     """Step times do not forecast a decode point either."""
     times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(**({"load": load(), "context": 1020} | other))
-    assert advise._replay_point(ask("H200"), served, "times.json", times) is None
+    assert advise._replay_point(make_query("H200"), served, "times.json", times) is None
 
 
 def test_long_replay_reports_its_number_of_steps() -> None:
@@ -1189,7 +1191,7 @@ def test_long_replay_reports_its_number_of_steps() -> None:
     times = step_times_builder.step_times(path=step_times_builder.make_path(model="deepseek-v3", tp=4, dtype="bf16"))
     served = point(concurrency=1, context=1020, load=load(requests=20))
     messages: list[str] = []
-    assert isinstance(advise._replay_point(ask("H200"), served, "times.json", times, messages.append), Forecast)
+    assert isinstance(advise._replay_point(make_query("H200"), served, "times.json", times, messages.append), Forecast)
     assert messages[0] == "step 250"
 
 
@@ -1217,7 +1219,7 @@ def test_step_times_of_another_query_are_left_out_with_a_reason(
         **({"model": "deepseek-v3", "tp": 4, "dtype": "bf16", "backend": "flashinfer"} | path)
     )
     times = step_times_builder.step_times(path=of, device=device)
-    query = dataclasses.replace(ask("H200"), loads=loads)
+    query = dataclasses.replace(make_query("H200"), loads=loads)
     kept, notes = advise._select_step_times(query, advise.Evidence(times={"times.json": times}))
     assert list(kept) == ([] if reason else ["times.json"])
     assert [note.startswith("Left out: times.json, ") and reason in note for note in notes] == [True] * bool(reason)
@@ -1235,10 +1237,10 @@ def test_correction_scales_rate_and_latencies() -> None:
 def test_correction_is_named_with_its_factor() -> None:
     """The table's last column and a sentence name it, for users who do not read the JSON."""
     corrected = dataclasses.replace(choice(200, 320), forecasts=[apply_factor(forecast(200, tp=2), 0.5)])
-    assert format_rows(ask("H200"), corrected)[0]["evidence"] == "estimated, corrected"
+    assert format_rows(make_query("H200"), corrected)[0]["evidence"] == "estimated, corrected"
     (text,) = [
         t
-        for t in answer_formats.list_unknowns(ask("H200"), [corrected], estimate.load_published_steps())
+        for t in answer_formats.list_unknowns(make_query("H200"), [corrected], estimate.load_published_steps())
         if "corrected" in t
     ]
     assert "(0.500× at 8 × 4,000)" in text
@@ -1246,7 +1248,10 @@ def test_correction_is_named_with_its_factor() -> None:
 
 def test_columns_of_numbers_name_their_units() -> None:
     """The table can be read without the text."""
-    named = [name.replace("\n", " ") for name in answer_table.list_columns(dataclasses.replace(ask("H200"), price=1.0))]
+    named = [
+        name.replace("\n", " ")
+        for name in answer_table.list_columns(dataclasses.replace(make_query("H200"), price=1.0))
+    ]
     assert {"tok/s", "tok/s per GPU", "ITL p50 ms", "TTFT p50 s", "weights GiB/GPU", "$/M output tokens"} <= set(named)
 
 
@@ -1273,7 +1278,7 @@ def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
     ids=["one", "two", "three", "four", "missed", "five missed"],
 )
 def test_level_layouts_are_named_together(choice: advise.Choice, answer: str) -> None:
-    assert answer_formats.format_answer(ask("H200"), [choice]).startswith(f"4 × H200: {answer} at 8 × 4,000 (")
+    assert answer_formats.format_answer(make_query("H200"), [choice]).startswith(f"4 × H200: {answer} at 8 × 4,000 (")
 
 
 def format_rows(query: advise.Query, choice: advise.Choice) -> list[dict[str, str]]:
@@ -1286,9 +1291,10 @@ def format_rows(query: advise.Query, choice: advise.Choice) -> list[dict[str, st
 def test_lead_of_the_best_layout_is_given_with_its_margin() -> None:
     """100 tok/s per GPU against 80 is 25 % more, with a margin of 4 %."""
     found = choice(200, 320)
-    assert [row["layout"] for row in format_rows(ask("H200"), found)] == ["→ tp2", "tp4"]
+    assert [row["layout"] for row in format_rows(make_query("H200"), found)] == ["→ tp2", "tp4"]
     assert (
-        answer_formats.format_details(ask("H200"), found)[1] == "Its output per GPU against the next, tp4: +25 % ± 4 %."
+        answer_formats.format_details(make_query("H200"), found)[1]
+        == "Its output per GPU against the next, tp4: +25 % ± 4 %."
     )
 
 
@@ -1320,20 +1326,20 @@ def test_kv_headroom_breaks_ties(held: tuple[int, ...], order: list[str], answer
     found = choice(200, 399, 450)
     capacities = {f.who: capacity(n) for f, n in zip(found.forecasts, held, strict=True)}
     found = dataclasses.replace(found, capacities=capacities)
-    assert [row["layout"] for row in format_rows(ask("H200"), found)] == order
-    assert answer_formats.format_answer(ask("H200"), [found]).startswith(f"4 × H200: {answer} at 8 × 4,000 (")
+    assert [row["layout"] for row in format_rows(make_query("H200"), found)] == order
+    assert answer_formats.format_answer(make_query("H200"), [found]).startswith(f"4 × H200: {answer} at 8 × 4,000 (")
     assert found.decided == ("take" in answer)
-    command = answer_formats.format_details(ask("H200"), found)[-1]
+    command = answer_formats.format_details(make_query("H200"), found)[-1]
     assert command.startswith("To decide, run on 2 × H200: dcpbench ab --both ") != found.decided
 
 
 def test_kv_capacity_below_the_load_is_shown_in_the_table() -> None:
     found = dataclasses.replace(choice(200), capacities={"tp2": capacity(5)})
-    assert format_rows(ask("H200"), found)[0]["fits"] == "5 of 8 at once"
+    assert format_rows(make_query("H200"), found)[0]["fits"] == "5 of 8 at once"
     short = Capacity(weight_bytes=1, missing_bytes=3 << 30)
     refused = {"tp8": advise.Refusal(advise.NO_WHOLE_MODEL, "large")}
     found = dataclasses.replace(found, refused=refused, refused_points={"tp8": point(tp=8)}, capacities={"tp8": short})
-    assert format_rows(ask("H200"), found)[1]["fits"] == "no, 3.0 GiB short"
+    assert format_rows(make_query("H200"), found)[1]["fits"] == "no, 3.0 GiB short"
 
 
 def test_suggested_ab_command_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1344,7 +1350,7 @@ def test_suggested_ab_command_is_accepted(capsys: pytest.CaptureFixture[str]) ->
             point(tp=8, weights_dtype="fp8", **more, **changes)
             for changes in ({"dcp": 8, "exchange": "a2a"}, {"dp": 8})
         )
-        suggested = advise.format_ab_command(dataclasses.replace(ask("H200"), weights_dtype="fp8"), one, other)
+        suggested = advise.format_ab_command(dataclasses.replace(make_query("H200"), weights_dtype="fp8"), one, other)
         words = shlex.split(suggested)[1:]
         words[words.index("--both") + 1] += " --gpu H200,count=8"
         with pytest.raises(SystemExit) as ended:
@@ -1396,7 +1402,7 @@ def test_one_launch_of_a_server_is_undecided() -> None:
     assert not undecided.decided
     assert (
         "Its output per GPU against the next, tp4: +10 % in one launch, which is level"
-        in answer_formats.format_details(ask("H200"), undecided)[1]
+        in answer_formats.format_details(make_query("H200"), undecided)[1]
     )
     assert single[0].band == (1100, 1100)
     known = [dataclasses.replace(f, launch_band=0.03) for f in single]
@@ -1404,7 +1410,7 @@ def test_one_launch_of_a_server_is_undecided() -> None:
     decided = dataclasses.replace(undecided, forecasts=known)
     assert (
         "Its output per GPU against the next, tp4: +10 % ± 3 %."
-        in answer_formats.format_details(ask("H200"), decided)[1]
+        in answer_formats.format_details(make_query("H200"), decided)[1]
     )
 
 
@@ -1439,7 +1445,7 @@ def test_margin_of_record_and_estimate_includes_both_bands() -> None:
 
 
 def test_folder_of_runs_is_read_as_its_runs(tmp_path: Path) -> None:
-    """`compare` reads folders likewise; a folder without any run and an empty run are errors with a suggestion."""
+    """`compare` reads folders in the same way; a folder without any run and an empty run are errors with a suggestion."""
     for name in ("a", "b"):
         record_builder.write(tmp_path / "runs" / name, [record_builder.ok(record_builder.point())])
     found = command._load_evidence([tmp_path / "runs", tmp_path / "runs" / "b"])
@@ -1456,7 +1462,7 @@ def test_met_objectives_are_named_with_their_percentile() -> None:
     """ITL has samples for p90, TTFT only for p50: the table and the JSON state both."""
     itl, ttft = Percentiles(p50=20.0, p90=25.0, samples=100), Percentiles(p50=900.0, samples=8)
     best = dataclasses.replace(forecast(1000.0), itl_ms=itl, ttft_ms=ttft)
-    query = dataclasses.replace(ask("H200"), slo={"ttft": 2000.0, "itl": 30.0}, loads=((32, 4000, None),))
+    query = dataclasses.replace(make_query("H200"), slo={"ttft": 2000.0, "itl": 30.0}, loads=((32, 4000, None),))
     choice = advise.Choice(
         requests="32", lengths="4,000 tokens", concurrency=32, forecasts=[best], misses={}, refused={}
     )
@@ -1481,7 +1487,7 @@ def test_forecasts_of_several_layouts_share_their_requests() -> None:
 
 def test_model_of_a_collective_is_fitted_once() -> None:
     """Fits of collectives take longer than all else of an estimate, and every layout needs them."""
-    first, again = load_machine("H200").wire, load_machine("H200").wire
+    first, again = load_machine("H200").comm_model, load_machine("H200").comm_model
     assert all(first.calls[name] is again.calls[name] for name in first.calls)
 
 

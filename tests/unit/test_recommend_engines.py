@@ -18,7 +18,7 @@ from dcpbench.serving.engine_cases import EngineExtent, make_engine_cases
 from dcpbench.serving.step_times import EngineServer, MeasuredCase, StepTimes, get_engine_path
 from tests.unit import serve_record_builder
 from tests.unit.step_times_builder import HONESTY, true_ms
-from tests.unit.test_recommend import ask, choose_one, load
+from tests.unit.test_recommend import choose_one, load, make_query
 
 if TYPE_CHECKING:
     from dcpbench.recommend.forecast import Forecast
@@ -60,7 +60,7 @@ def server_times(point: Point, layers: int = 0) -> StepTimes:
 
 def choose(times: StepTimes) -> tuple[advise.Choice, list[str]]:
     """Return the choice among tp4 for the load, and the notes on the step times."""
-    query = dataclasses.replace(ask("H200"), cycled=True, loads=((8, 1020, load()),))
+    query = dataclasses.replace(make_query("H200"), cycled=True, loads=((8, 1020, load()),))
     kept, notes = advise._select_step_times(query, advise.Evidence(times={"vllm.json": times}))
     steps = estimate.load_published_steps()
     return choose_one(query, kept, steps, [Layout(4)], 8, 1020, load()), notes
@@ -70,7 +70,7 @@ def choose(times: StepTimes) -> tuple[advise.Choice, list[str]]:
 def test_step_times_of_a_server_are_replayed_with_its_policy(model: str) -> None:
     choice, notes = choose(server_times(server_point(model)))
     (found,) = choice.forecasts
-    assert (found.source, found.engine, found.whence) == ("replayed", "vLLM 0.26.0", "vllm.json")
+    assert (found.source, found.engine, found.basis) == ("replayed", "vLLM 0.26.0", "vllm.json")
     assert found.origin == "replayed, vLLM 0.26.0"
     assert notes == [
         "vllm.json: the precision of the server's weights and KV cache is unknown; it is taken to be as asked."
@@ -79,7 +79,7 @@ def test_step_times_of_a_server_are_replayed_with_its_policy(model: str) -> None
         answer_formats.describe_engines([found])
         == "The forecasts are of the kernels and the scheduling policy of vLLM 0.26.0."
     )
-    assert answer_formats._make_forecast_json(ask("H200"), found)["engine"] == "vLLM 0.26.0"
+    assert answer_formats._make_forecast_json(make_query("H200"), found)["engine"] == "vLLM 0.26.0"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_record_of_a_server_counts_and_names_its_engine() -> None:
     record = msgspec.structs.replace(
         record, environment=msgspec.structs.replace(record.environment, device="NVIDIA H200")
     )
-    query = dataclasses.replace(ask("H200"), loads=((8, 1020, load()),))
+    query = dataclasses.replace(make_query("H200"), loads=((8, 1020, load()),))
     assert advise._explain_exclusion(record, query) == ""
     wanted = advise._make_point(query, Layout(4), "none", "1", 8, 1020, load())
     assert advise._is_same_load(point, wanted, server=True)

@@ -17,7 +17,7 @@ from dcpbench.points.layout import Layout
 from dcpbench.points.point import Point
 from dcpbench.records import checksums, file
 from dcpbench.records.file import RecordFile, is_last_line_cut_short, iter_records, parse_records, read_records
-from dcpbench.records.folder import ASIDE_FILE, CHECKS_FILE, RECORDS_FILE
+from dcpbench.records.folder import CHECKS_FILE, RECORDS_FILE, TRUNCATED_LINES_FILE
 from dcpbench.records.record import SCHEMA_VERSION, Candidate, Choice, Interval, Metrics, Percentiles, Rates, Record
 from dcpbench.records.runs import compute_measurement_digest, read_run, remove_samples
 from tests.unit import record_builder as build
@@ -116,7 +116,7 @@ class TestCutShort:
 
         RecordFile(folder).append(FAILED)
         assert read_records(folder) == [FULL, FAILED]
-        assert (folder / ASIDE_FILE).read_bytes() == half + b"\n"
+        assert (folder / TRUNCATED_LINES_FILE).read_bytes() == half + b"\n"
 
     def test_reading_does_not_change_an_incomplete_line(self, tmp_path: Path) -> None:
         """Another process may still be writing the line."""
@@ -125,7 +125,7 @@ class TestCutShort:
         path.write_bytes(before)
         read_records(tmp_path)
         assert path.read_bytes() == before
-        assert not (tmp_path / ASIDE_FILE).exists()
+        assert not (tmp_path / TRUNCATED_LINES_FILE).exists()
 
     def test_complete_line_without_newline_is_kept_in_place(self, tmp_path: Path) -> None:
         path = written(tmp_path, FULL)
@@ -133,14 +133,14 @@ class TestCutShort:
         assert read_records(tmp_path) == [FULL]
         RecordFile(tmp_path).append(FAILED)
         assert read_records(tmp_path) == [FULL, FAILED]
-        assert not (tmp_path / ASIDE_FILE).exists()
+        assert not (tmp_path / TRUNCATED_LINES_FILE).exists()
 
     def test_two_cut_lines_are_both_kept_aside(self, tmp_path: Path) -> None:
         for _ in range(2):
             with (tmp_path / RECORDS_FILE).open("ab") as f:
                 f.write(b'{"half')
             RecordFile(tmp_path).append(FULL)
-        assert (tmp_path / ASIDE_FILE).read_bytes() == b'{"half\n{"half\n'
+        assert (tmp_path / TRUNCATED_LINES_FILE).read_bytes() == b'{"half\n{"half\n'
         assert read_records(tmp_path) == [FULL, FULL]
 
 
@@ -158,7 +158,7 @@ class TestPowerCut:
 
         RecordFile(tmp_path).append(FAILED)
         assert read_records(tmp_path) == [FULL, FAILED]
-        assert (tmp_path / ASIDE_FILE).read_bytes() == half + b"\n"
+        assert (tmp_path / TRUNCATED_LINES_FILE).read_bytes() == half + b"\n"
 
     def test_complete_line_before_nuls_is_kept(self, tmp_path: Path) -> None:
         path = written(tmp_path, FULL, FAILED)
@@ -250,7 +250,7 @@ class TestChecksum:
         path = written(tmp_path, FULL)
         fields = json.loads(path.read_bytes())
         path.write_text(json.dumps(fields) + "\n")
-        with pytest.raises(RecordsError, match=r"line 1: another program wrote it anew.*jq -c"):
+        with pytest.raises(RecordsError, match=r"line 1: another program rewrote it.*jq -c"):
             read_records(tmp_path)
         del fields["checked"], fields["crc32"]
         path.write_text(json.dumps(fields) + "\n")

@@ -187,7 +187,7 @@ class TestOneWriter:
     def test_repair_is_refused_while_a_run_writes(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr("dcpbench.launch.folders.ENDING_S", 0.0)
+        monkeypatch.setattr("dcpbench.launch.folders.END_TIMEOUT_S", 0.0)
         before = write_lines(tmp_path, *make_lines(tmp_path), b"{damaged").read_bytes()
         with lock_folder(tmp_path):
             code, _, err = run_records(capsys, "repair", str(tmp_path))

@@ -12,7 +12,7 @@ from dcpbench.serving.replay import replay_requests
 from dcpbench.serving.scheduler import Scheduler
 from dcpbench.serving.traffic import Traffic
 from dcpbench.workloads import serving_loop
-from dcpbench.workloads.serving_loop import Agreement, Loop
+from dcpbench.workloads.serving_loop import Loop, RankZeroBroadcast
 from tests.unit.test_replay import SETUPS, Fixed, load
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def run_live(
     monkeypatch.setattr(serving_loop, "time", clock)
     scheduler = Scheduler(setup)
     traffic = Traffic(requests, scheduler, clients)
-    loop = Loop(Device(times, clock), scheduler, traffic, Agreement(), ends=lambda now: now >= limit_s)
+    loop = Loop(Device(times, clock), scheduler, traffic, RankZeroBroadcast(), ends=lambda now: now >= limit_s)
     while loop.iterate():  # run() would look through this process's whole heap first
         pass
     return traffic, loop

@@ -105,17 +105,17 @@ class TestRecord:
         """Each token waits for a step. Ranks may be 1 % faster, or 2 % slower and 50 % slower with prompts; the output
         rate of closed-loop clients changes as much.
         """
-        wire = Emulated(
+        emulated = Emulated(
             machine="H200",
             calls=1,
-            wire_us=1.0,
-            wire_low_us=1.0,
-            wire_high_us=1.0,
+            comm_us=1.0,
+            comm_low_us=1.0,
+            comm_high_us=1.0,
             ranks_low=0.01,
             ranks_high=0.02,
             chunks_high=0.5,
         )
-        write_step_times(file, msgspec.structs.replace(TIMES, emulated=wire))
+        write_step_times(file, msgspec.structs.replace(TIMES, emulated=emulated))
         record = run(file, tmp_path)
         found, emulated = record.serve, record.emulated
         assert emulated.output_tok_s_low < found.output_tok_s < emulated.output_tok_s_high
@@ -293,16 +293,16 @@ def test_forecast_error_is_that_of_the_step_with_most_requests(
         for n, ms in ((2, 0.05), (8, 0.1), (4, 0.2))
     ]
     cases.append(MeasuredCase(case=Case(chunks=(Chunks(16, 8, 0),)), samples_ms=[7.0]))
-    wire = SimpleNamespace(
-        wire_us=10.0,
-        wire_low_us=4.0,
-        wire_high_us=25.0,
+    emulated = SimpleNamespace(
+        comm_us=10.0,
+        comm_low_us=4.0,
+        comm_high_us=25.0,
         ranks_low=0.01,
         ranks_high=0.02,
         chunks_low=chunks[0],
         chunks_high=chunks[1],
     )
-    times = SimpleNamespace(emulated=wire, is_blocking=blocking, cases=cases)
+    times = SimpleNamespace(emulated=emulated, is_blocking=blocking, cases=cases)
     for found, wanted in zip(replay._compute_forecast_factors(times), factors, strict=True):  # type: ignore[arg-type]
         assert found == pytest.approx(wanted)
 

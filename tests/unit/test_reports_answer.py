@@ -256,11 +256,11 @@ class TestSlo:
         assert ("--slo itl=60 has no effect here" in capsys.readouterr().err) is warns
 
     def test_unknown_objective_raises_usage_error(self, tmp_path: Path) -> None:
-        from dcpbench.commands.options import OneAnswer
+        from dcpbench.commands.options import JoinedReportOptions
         from dcpbench.commands.report import report
 
         with pytest.raises(UsageError, match="not one of ttft, itl"):
-            report([tmp_path], answer=OneAnswer(slo="latency=5"))
+            report([tmp_path], answer=JoinedReportOptions(slo="latency=5"))
 
 
 class TestMaximumOutput:

@@ -171,15 +171,15 @@ def test_caveat_of_a_forecast_has_its_upper_bound_of_ttft(tmp_path: Path) -> Non
             record = serve.served(point, warnings=["emulated"])
             assert record.serve is not None
             ttft_ms = msgspec.structs.replace(record.serve.ttft_ms, p50=p50)
-            wire = Emulated(
-                machine="H200", calls=1, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0, ttft_p50_ms_high=high
+            emulated = Emulated(
+                machine="H200", calls=1, comm_us=1.0, comm_low_us=1.0, comm_high_us=1.0, ttft_p50_ms_high=high
             )
             metrics = msgspec.structs.replace(record.serve, ttft_ms=ttft_ms)
-            records.append(msgspec.structs.replace(record, serve=metrics, emulated=wire))
+            records.append(msgspec.structs.replace(record, serve=metrics, emulated=emulated))
         found = overview.list_caveats(dataframes.load_frames([build.write(tmp_path / name, records)]))
         return next(text for text in found if text.startswith("forecast"))
 
-    caveat = "forecast: one rank ran, its wire modelled as of H200"
+    caveat = "forecast: one rank ran, its communication modelled as of H200"
     assert get_caveat("both", (100.0, 120.0), (200.0, 260.0)) == (
         f"{caveat}; TTFT p50 up to 30% longer where steps are as long as they may be"
     )
@@ -206,6 +206,4 @@ def test_documentation_has_every_mark() -> None:
 def test_documentation_has_the_limits_of_tables() -> None:
     """The page shows fewer rows than report.md."""
     text = " ".join((ROOT / "docs" / "reading-a-report.md").read_text().split())
-    assert (
-        f"Tables of `report.md` have {tables.MAX_ROWS:,} rows at most, those of the page {render.MAX_ROWS:,}." in text
-    )
+    assert f"Tables have at most {tables.MAX_ROWS:,} rows in `report.md` and {render.MAX_ROWS:,} in the page." in text

@@ -237,7 +237,7 @@ class TestCommand:
         monkeypatch.setattr(points_export, "write_csv", lambda *_: signal.raise_signal(number))
         old = read_files(one)
         with pytest.raises(SystemExit) as end:
-            report([one], answer=options.OneAnswer())
+            report([one], answer=options.JoinedReportOptions())
         assert end.value.code == 128 + number
         assert "no report was written" in capsys.readouterr().err
         assert read_files(one) == old
@@ -260,7 +260,7 @@ class TestCommand:
     ) -> None:
         fail_after_writing(monkeypatch, KeyboardInterrupt())
         with pytest.raises(SystemExit) as end:
-            report([one], answer=options.OneAnswer())
+            report([one], answer=options.JoinedReportOptions())
         assert end.value.code == 130
         assert capsys.readouterr().err.endswith(
             f"\nInterrupted; no report was written. The records are safe; to write it: dcpbench report {one}\n"

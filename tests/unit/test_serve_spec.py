@@ -16,7 +16,7 @@ from dcpbench.plan.serve_spec import SERVE_PARSERS, ServeLoads, find_short_slos,
 from dcpbench.plan.spec import read_options
 from dcpbench.points import budget, memory
 from dcpbench.points.layout import Layout
-from dcpbench.points.names import CLOSED, CUT, GAMMA, TRACE
+from dcpbench.points.names import CLOSED, GAMMA, MOE_TP, TRACE
 from dcpbench.records.stats import compute_min_samples, find_highest_percentile
 from dcpbench.serving.load_words import ANSWERS, CPU_ANSWERS, format_varied_lengths, is_lock_step, parse_lengths
 from dcpbench.serving.loads import draw_arrival_times, draw_lengths
@@ -450,7 +450,7 @@ class TestPools:
             for chunk in (8192, 65536)
         )
         layout, shape = Layout(tp=4, dcp=4), SHAPES["deepseek-v2-lite"]
-        more, less = (memory.compute_prefill_bytes(shape, layout, chunk, 2, CUT) for chunk in (65536, 8192))
+        more, less = (memory.compute_prefill_bytes(shape, layout, chunk, 2, MOE_TP) for chunk in (65536, 8192))
         assert abs(small - large - (more - less)) < memory.compute_page_bytes(shape, 64, 2)
 
     def test_kv_memory_is_used_even_if_requests_have_to_wait(self) -> None:

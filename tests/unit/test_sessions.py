@@ -22,7 +22,7 @@ from dcpbench.serving.replay import replay_requests
 from dcpbench.serving.scheduler import Scheduler, SchedulerConfig
 from dcpbench.serving.traffic import Traffic
 from dcpbench.workloads import serving_loop
-from dcpbench.workloads.serving_loop import Agreement, Loop
+from dcpbench.workloads.serving_loop import Loop, RankZeroBroadcast
 from tests.unit.test_replay import Fixed
 from tests.unit.test_replay_loop import Clock, Device
 from tests.unit.virtual_serving import config, request
@@ -181,7 +181,7 @@ class TestTimes:
         monkeypatch.setattr(serving_loop, "time", clock)
         scheduler = Scheduler(setup)
         traffic = Traffic(make_requests(load, VOCAB), scheduler, clients)
-        loop = Loop(Device(Fixed(4.0), clock), scheduler, traffic, Agreement())
+        loop = Loop(Device(Fixed(4.0), clock), scheduler, traffic, RankZeroBroadcast())
         while loop.iterate():
             pass
         found = replay_requests(make_requests(load, VOCAB), Scheduler(setup), clients, Fixed(4.0))
@@ -198,7 +198,7 @@ class TestTimes:
         scheduler = Scheduler(config(page_size=PAGE))
         load = make_load(requests=3, turns="3", input_tokens="5", output_tokens="4")
         traffic = Traffic(make_requests(load, VOCAB), scheduler, 1)
-        loop = Loop(Device(Fixed(), clock), scheduler, traffic, Agreement())
+        loop = Loop(Device(Fixed(), clock), scheduler, traffic, RankZeroBroadcast())
         while loop.iterate():
             pass
         last = traffic.samples[-1].request
@@ -482,7 +482,7 @@ class TestSubAgents:
         monkeypatch.setattr(serving_loop, "time", clock)
         scheduler = Scheduler(setup)
         traffic = Traffic(make_requests(load, VOCAB), scheduler, 3)
-        loop = Loop(Device(Fixed(4.0), clock), scheduler, traffic, Agreement())
+        loop = Loop(Device(Fixed(4.0), clock), scheduler, traffic, RankZeroBroadcast())
         while loop.iterate():
             pass
         found = replay_requests(make_requests(load, VOCAB), Scheduler(setup), 3, Fixed(4.0))

@@ -112,12 +112,17 @@ class TestAllocator:
 
 def test_row_of_a_rank_outside_calls_names_the_last_call_with_an_error() -> None:
     call = SimpleNamespace(call=SimpleNamespace(description="all_reduce"), state=RAISED, number=7)
-    beats = SimpleNamespace(phase="moe", layer=3, last=call, calls=())
+    heartbeats = SimpleNamespace(phase="moe", layer=3, last=call, calls=())
     rank: Any = SimpleNamespace(
-        name="rank 0", rank=0, beats=beats, seen=SimpleNamespace(cpu=0.5, ended="", state="S"), threads=(), flight=None
+        name="rank 0",
+        rank=0,
+        heartbeats=heartbeats,
+        seen=SimpleNamespace(cpu=0.5, ended="", state="S"),
+        threads=(),
+        flight=None,
     )
     for last, row in ((call, ["all_reduce, left with an error", "7"]), (None, ["", ""])):
-        beats.last = last
+        heartbeats.last = last
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hang_format, "get_open_collective", lambda _: None)
             patch.setattr(hang_format.finding, "get_position", lambda _: ("", "", "a.py:1"))
@@ -277,7 +282,7 @@ class TestAdvice:
             buffer_bytes=buffers * gib,
         )
         monkeypatch.setattr(advise, "measure_whole_model", lambda *_: whole)
-        query = advised.ask("H200")
+        query = advised.make_query("H200")
         assert advise.find_refusal(query, advised.point()) == advise.Refusal(advise.NO_WHOLE_MODEL, expected)
         assert advise.find_refusal(dataclasses.replace(query, cycled=True), advised.point()) is None
         fits = msgspec.structs.replace(whole, weight_bytes=1, kv_bytes=1)
@@ -360,7 +365,7 @@ def test_failed_page_of_a_run_returns_the_reason(tmp_path: Path, monkeypatch: py
             {"limit_s": 60.0, "interrupted": True},
             (
                 "no output token came: 0 requests rejected and 3 cut off: a signal ended the run before the first token. "
-                "Serve the load anew with --resume."
+                "Serve the load again with --resume."
             ),
         ),
         (
@@ -588,7 +593,7 @@ def test_corrected_forecast_has_the_band_of_ratios() -> None:
     """The forecast is 1.25 times 100 tok/s; 4 % for ratios and 3 % and 2 % for two kinds of calls make a factor of
     1.09.
     """
-    found = apply_factor(advised.forecast(100.0, wire={"all-reduce": 0.03, "a2a": 0.02}), 1.25)
+    found = apply_factor(advised.forecast(100.0, comm={"all-reduce": 0.03, "a2a": 0.02}), 1.25)
     assert (found.tok_s, found.low, found.high) == (125.0, pytest.approx(125 / 1.09), pytest.approx(125 * 1.09))
     slow = dataclasses.replace(advised.forecast(100.0), itl_ms=Percentiles(p50=10.0))
     assert apply_factor(slow, 1.25).itl_ms.p50 == 8.0
@@ -725,9 +730,9 @@ class TestEnd:
 @pytest.mark.parametrize(
     ("waits", "flight", "inside"),
     [
-        (True, None, "beats"),
-        (True, [], "beats"),
-        (True, ["flight"], "beats"),
+        (True, None, "heartbeats"),
+        (True, [], "heartbeats"),
+        (True, ["flight"], "heartbeats"),
         (False, None, None),
         (False, [], None),
         (False, ["flight"], "flight"),
@@ -748,8 +753,8 @@ def test_open_collective_is_that_of_the_host_or_of_the_flight_recorder(
         )
         return [dataclasses.replace(one, phase="left", state=RAISED), one, dataclasses.replace(one, phase="later")]
 
-    beats: Any = None if waits is None else SimpleNamespace(waits=waits, met=make_events("beats"))
-    rank = Rank(0, "", beats, None if flight is None else [m for name in flight for m in make_events(name)])
+    heartbeats: Any = None if waits is None else SimpleNamespace(waits=waits, collectives=make_events("heartbeats"))
+    rank = Rank(0, "", heartbeats, None if flight is None else [m for name in flight for m in make_events(name)])
     found = finding.get_open_collective(rank)
     assert (found and found.phase) == inside
 

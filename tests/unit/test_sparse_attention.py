@@ -43,15 +43,15 @@ def test_forecast_has_a_gather_of_candidates_for_each_indexer():
     """The 20 indexers of 61 layers make 20 all-gathers of 7 · 32 · 2,048 · 8 bytes; a model without an indexer has
     none.
     """
-    wire = load_machine("H200").wire
+    comm_model = load_machine("H200").comm_model
     shape = dataclasses.replace(V32, indexer=dataclasses.replace(V32.indexer, layers=20))
     rows = StepRows(decodes=(TOKENS,) * REQUESTS, sampled=REQUESTS, tokens=REQUESTS)
     sharding = Sharding(shape=shape, layout=Layout(8, 1, 8), itemsize=2)
-    calls = predict_calls(sharding, rows, wire, "a2a")
-    one = wire.in_step.predict_seconds("all-gather", 8, 7 * REQUESTS * 2048 * 8)
+    calls = predict_calls(sharding, rows, comm_model, "a2a")
+    one = comm_model.in_step.predict_seconds("all-gather", 8, 7 * REQUESTS * 2048 * 8)
     assert calls["all-gather"].mean == pytest.approx(20 * one.mean)
     dense = dataclasses.replace(sharding, shape=dataclasses.replace(shape, indexer=None))
-    assert "all-gather" not in predict_calls(dense, rows, wire, "a2a")
+    assert "all-gather" not in predict_calls(dense, rows, comm_model, "a2a")
 
 
 def test_sglang_lacks_dcp_with_sparse_attention():

@@ -75,9 +75,10 @@ class TestStages:
         steps.
         """
         sent, gathered = compute_hop_bytes(4, 7168, 2, 4)
-        wire = load_machine("H200").wire.in_step
+        comm_model = load_machine("H200").comm_model.in_step
         seconds = (
-            wire.predict_hop_seconds(sent, across=False).mean + wire.predict_seconds("all-gather", 4, gathered).mean
+            comm_model.predict_hop_seconds(sent, across=False).mean
+            + comm_model.predict_seconds("all-gather", 4, gathered).mean
         )
         (hop_us,) = stage(pp=2)._predict_hops_us(4)
         assert hop_us == pytest.approx(1e6 * seconds)

@@ -112,7 +112,7 @@ class TestCorrelatedSamples:
         assert autocorrelation._estimate_ar1_inflation(0.5, 3) == pytest.approx(expected)
 
     def test_slowly_decaying_correlation_widens_the_interval(self) -> None:
-        """White noise plus a slow process correlates neighbours by 0.29, as well as samples 10 apart. AR(1) alone
+        """White noise plus a slow process correlates neighbours, and samples 10 apart, by 0.29. AR(1) alone
         covers 62 of 100.
         """
         rng = np.random.default_rng(2)

@@ -286,7 +286,7 @@ class TestHost:
         latter.
         """
         cases = [msgspec.structs.replace(m, host_ms=[host_ms] if m.case.chunks else []) for m in TIMES.cases]
-        emulated = Emulated(machine="H200", calls=1, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0)
+        emulated = Emulated(machine="H200", calls=1, comm_us=1.0, comm_low_us=1.0, comm_high_us=1.0)
         times = msgspec.structs.replace(TIMES, cases=cases, emulated=emulated, path=PATH | {"tp": tp})
         chunk, decodes = (Step(0, [one]) for one in (make_replica([], [(700, 256)]), make_replica([99, 1000])))
         assert times.predict_host_ms(chunk) == pytest.approx(times.predict_duration_ms(chunk) if as_device else host_ms)
@@ -455,7 +455,7 @@ def test_decode_rows_add_a_constant_time_outside_measured_chunk_sizes() -> None:
 
 def make_emulated_times(prompts: tuple[Prompts, ...]) -> StepTimes:
     """Return the step times of an emulated rank, with factors of a machine's file for steps with prompts."""
-    emulated = Emulated(machine="H200", calls=3, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0, prompts=prompts)
+    emulated = Emulated(machine="H200", calls=3, comm_us=1.0, comm_low_us=1.0, comm_high_us=1.0, prompts=prompts)
     return msgspec.structs.replace(step_times(EXTENT), emulated=emulated)
 
 

@@ -132,7 +132,7 @@ class TestWorkedOut:
     def test_wait_for_a_copy_after_a_kernel_limits_the_bubble_of_an_earlier_wait(
         self, follows: bool, bubble: float
     ) -> None:
-        """Asynchronous scheduling waits for a copy on a stream of its own that follows each step's last kernel.
+        """Asynchronous scheduling waits for a copy on a separate stream that follows each step's last kernel.
 
         Without the first wait, of 190 µs, the host reaches the second one earlier; the copy is not earlier, as the kernel before it
         ends when it did, and only the 2 µs are left by which the wait ends after the copy. A copy that follows no kernel can be earlier by

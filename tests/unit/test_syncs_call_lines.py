@@ -50,7 +50,7 @@ def find_true_lines(program: Program) -> dict[str, set[int]]:
         program.run(inputs)
         syncs = seen.syncs[before:]
     for sync in syncs:
-        # Frames of torch follow; a comprehension is a function of its own before Python 3.12.
+        # Frames of torch follow; a comprehension is a separate function before Python 3.12.
         if sync.file == inspect.getsourcefile(program.run) and begin <= (sync.line or 0) < begin + len(lines):
             found[sync.rule].add(sync.line or 0)
     return found

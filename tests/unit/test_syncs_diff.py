@@ -60,10 +60,10 @@ PAIRS: dict[str, tuple[tuple[Wait, ...], tuple[Wait, ...], int, dict[str, int]]]
     "its lines moved": ((SAMPLE,), (SAMPLE._replace(line=99),), 0, {"same": 1}),
     "its file has another name": ((SAMPLE,), (SAMPLE._replace(file="core/sampler.py"),), 0, {"same": 1}),
     "its function has another name": ((SAMPLE,), (SAMPLE._replace(function="draw"),), 1, {"new": 1, "gone": 1}),
-    "it waits twice in a step": ((SAMPLE,), (SAMPLE._replace(times=2),), 1, {"dearer": 1}),
-    "it waits half as often": ((SAMPLE._replace(times=2),), (SAMPLE,), 0, {"cheaper": 1}),
-    "each wait takes longer": ((SAMPLE,), (SAMPLE._replace(ready_us=900.0),), 1, {"dearer": 1}),
-    "each wait is shorter": ((SAMPLE._replace(ready_us=900.0),), (SAMPLE,), 0, {"cheaper": 1}),
+    "it waits twice in a step": ((SAMPLE,), (SAMPLE._replace(times=2),), 1, {"worse": 1}),
+    "it waits half as often": ((SAMPLE._replace(times=2),), (SAMPLE,), 0, {"better": 1}),
+    "each wait takes longer": ((SAMPLE,), (SAMPLE._replace(ready_us=900.0),), 1, {"worse": 1}),
+    "each wait is shorter": ((SAMPLE._replace(ready_us=900.0),), (SAMPLE,), 0, {"better": 1}),
     "a wait is 4 % longer": ((SAMPLE,), (SAMPLE._replace(ready_us=520.0),), 0, {"same": 1}),
     "one moves and another is new": (
         (SAMPLE,),
@@ -219,10 +219,10 @@ def test_times_are_means_over_steps() -> None:
     ("bubble_us", "share", "microseconds", "kind"),
     [
         (390.0, 0.2, 10.0, ChangeKind.SAME),  # 9 µs more per step
-        (450.0, 0.2, 10.0, ChangeKind.DEARER),  # 15 µs, 50 %
+        (450.0, 0.2, 10.0, ChangeKind.WORSE),  # 15 µs, 50 %
         (450.0, 0.6, 10.0, ChangeKind.SAME),
         (450.0, 0.2, 20.0, ChangeKind.SAME),
-        (150.0, 0.2, 10.0, ChangeKind.CHEAPER),
+        (150.0, 0.2, 10.0, ChangeKind.BETTER),
     ],
 )
 def test_both_thresholds_must_be_exceeded(
@@ -240,7 +240,7 @@ def test_bubble_takes_precedence_over_the_wait() -> None:
     assert change.kind is ChangeKind.SAME
     without = {"bubble_us": None}
     (change,) = compare([build.site(**without)], [build.site(wait_us=9_000.0, **without)]).changes
-    assert (change.kind, change.reason) == (ChangeKind.DEARER, Reason.WAIT)
+    assert (change.kind, change.reason) == (ChangeKind.WORSE, Reason.WAIT)
 
 
 def test_phases_are_compared_separately() -> None:
@@ -248,7 +248,7 @@ def test_phases_are_compared_separately() -> None:
     old = build.site(count_per_step=2.0, count_per_phase={"decode": 1.0, "prefill": 2.0})
     new = build.site(count_per_step=2.0, count_per_phase={"decode": 2.0, "prefill": 1.0})
     (change,) = compare([old], [new]).changes
-    assert (change.kind, change.reason) == (ChangeKind.DEARER, Reason.COUNT)
+    assert (change.kind, change.reason) == (ChangeKind.WORSE, Reason.COUNT)
 
 
 def test_names_cannot_change_the_markdown(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class TestWords:
         assert site_text.format_microseconds(1500.0) == "1.5 ms"
 
     def test_dotted_names_of_a_function_begin_at_every_folder(self) -> None:
-        """The start of a package is not known, so that `engine.kv.f` must match as well as `python.engine.kv.f`."""
+        """The start of a package is not known, so that `engine.kv.f` must match and so must `python.engine.kv.f`."""
         assert site_text.list_dotted_names(build.site(function="f")) == [
             "python.engine.kv.f",
             "engine.kv.f",

@@ -312,7 +312,7 @@ class TestBehindTheEnd:
         assert exit_code(report, tmp_path) == 3
         (reason,) = compute_verdict(report, Gate(root=tmp_path)).reasons
         assert 'more text behind its end, beginning \'{"schemaVersion"' in reason
-        assert reason.endswith("scan each trace from a file of its own.")
+        assert reason.endswith("scan each trace from a separate file.")
 
     def test_second_trace_is_found_after_more_blocks_and_keys_of_the_first(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,9 +9,9 @@ def test_given_options_replace_the_typed_ones_and_others_are_kept() -> None:
     """Use options written with a space or =, with and without a value; a value with a space is quoted."""
     given = {"--tp": "8", "--dcp": "4", "--dry-run": ""}
     expected = "dcpbench sweep --tp 8 --dcp 4 --dry-run --context 128000 -o 'my runs'"
-    assert command_line.format_retyped_command(WORDS, "sweep", given, ["--device"]) == expected
+    assert command_line.format_updated_command(WORDS, "sweep", given, ["--device"]) == expected
 
 
 def test_options_of_another_command_or_of_none_are_not_repeated() -> None:
     for typed in (WORDS, ()):
-        assert command_line.format_retyped_command(typed, "serve", {"--tp": "8"}) == "dcpbench serve --tp 8"
+        assert command_line.format_updated_command(typed, "serve", {"--tp": "8"}) == "dcpbench serve --tp 8"

@@ -17,7 +17,7 @@ from dcpbench.models import SHAPES
 from dcpbench.models.weight_formats import EXPERTS, FORMATS, FP8, INT4, SCALE_BLOCK, UNQUANTISED
 from dcpbench.points import memory
 from dcpbench.points.layout import GroupWide, Layout
-from dcpbench.points.names import CUT, WHOLE
+from dcpbench.points.names import MOE_EP, MOE_TP
 from tests.unit import engine_builder as build
 
 
@@ -77,7 +77,7 @@ class TestBytes:
         dense, moe = shape.first_dense, shape.layers - shape.first_dense
         expected = memory.compute_weight_bytes(shape, layout, dtype.itemsize, dense, moe, wide)
         for rank in {0, layout.tp // 2, layout.tp - 1}:
-            ep = CUT if rank == layout.tp - 1 else WHOLE
+            ep = MOE_TP if rank == layout.tp - 1 else MOE_EP
             held = load_weights(MetaSource(dtype), shape, layout, rank, build.layers(shape), wide=wide, ep=ep)
             assert held.count_bytes() == expected
 
@@ -91,7 +91,7 @@ class TestBytes:
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
     @pytest.mark.parametrize("shape", [*TINY_SHAPES.values(), UNEVEN], ids=[*TINY_SHAPES, "blocks-split"])
     @pytest.mark.parametrize("wide", WIDE.values(), ids=WIDE)
-    @pytest.mark.parametrize("ep", [CUT, WHOLE])
+    @pytest.mark.parametrize("ep", [MOE_TP, MOE_EP])
     @pytest.mark.long
     def test_rank_with_most_fp8_scales_holds_the_computed_number_of_bytes(self, shape, layout, wide, ep):
         """Count a byte a number and 4 a block; ranks with borders inside blocks have more blocks. If different ranks
@@ -113,9 +113,11 @@ class TestBytes:
         """Expect W_UK, W_UV, norms, router, embedding and head in bf16."""
         shape = SHAPES[model]
         held = load_weights(
-            MetaSource(), shape, layout, layout.tp - 1, build.layers(shape, dense=1, moe=1), ep=CUT, fp8=True
+            MetaSource(), shape, layout, layout.tp - 1, build.layers(shape, dense=1, moe=1), ep=MOE_TP, fp8=True
         )
-        assert held.count_bytes() == memory.compute_weight_bytes(shape, layout, 2, 1, 1, weights=FORMATS[FP8], ep=CUT)
+        assert held.count_bytes() == memory.compute_weight_bytes(
+            shape, layout, 2, 1, 1, weights=FORMATS[FP8], ep=MOE_TP
+        )
         assert {held.embed.dtype, held.moe[0].mlp.router.dtype, held.moe[0].attention.w_uk.dtype} == {torch.bfloat16}
 
     @pytest.mark.parametrize("layout", [Layout(1), Layout(8, dcp=8), Layout(16)], ids=str)
@@ -208,7 +210,7 @@ class TestShards:
         source, layout = SyntheticSource(0, torch.float32, build.CPU), Layout(4, dp=2, dcp=2)
         layers, width = build.layers(build.TINY), build.TINY.moe_inter
         whole = load_weights(source, build.TINY, Layout(1), 0, layers).get_layer(2).mlp
-        cut = [load_weights(source, build.TINY, layout, r, layers, ep=CUT).get_layer(2).mlp for r in range(4)]
+        cut = [load_weights(source, build.TINY, layout, r, layers, ep=MOE_TP).get_layer(2).mlp for r in range(4)]
         for half, part in ((0, whole.gate_up[:, :width]), (1, whole.gate_up[:, width:])):
             assert torch.equal(torch.cat([w.gate_up.chunk(2, 1)[half] for w in cut], 1), part)
         assert torch.equal(torch.cat([w.down for w in cut], 2), whole.down)
@@ -324,13 +326,15 @@ class TestInt4:
 
     SHAPE = build.shape_like_tiny(hidden=128, moe_inter=64, layers=2, first_dense=1)
 
-    def load(self, layout=Layout(1), rank=0, ep=WHOLE, group=32):  # noqa: B008 - frozen
+    def load(self, layout=Layout(1), rank=0, ep=MOE_EP, group=32):  # noqa: B008 - frozen
         source = SyntheticSource(0, torch.float32, build.CPU)
         held = load_weights(source, self.SHAPE, layout, rank, build.layers(self.SHAPE), ep=ep, int4_group=group)
         return held.moe[0].mlp
 
     @pytest.mark.parametrize("group", [32, 128])
-    @pytest.mark.parametrize(("layout", "ep"), [(Layout(1), WHOLE), (Layout(8, dcp=8), WHOLE), (Layout(8, dcp=8), CUT)])
+    @pytest.mark.parametrize(
+        ("layout", "ep"), [(Layout(1), MOE_EP), (Layout(8, dcp=8), MOE_EP), (Layout(8, dcp=8), MOE_TP)]
+    )
     def test_published_int4_model_holds_the_computed_number_of_bytes(self, layout, ep, group):
         """Count 4 bits a number and 16 a group in a rank's experts; 2,048 and 256 inputs are whole blocks of the
         layout.
@@ -347,7 +351,7 @@ class TestInt4:
         """Give each of two ranks half of the experts, or 32 of each one's 64 numbers in rows of gate and up and in
         columns of down.
         """
-        whole, held, cut = self.load(), self.load(Layout(2), rank), self.load(Layout(2), rank, CUT)
+        whole, held, cut = self.load(), self.load(Layout(2), rank), self.load(Layout(2), rank, MOE_TP)
         for all_of_it, part in ((whole.gate_up, held.gate_up), (whole.down, held.down)):
             assert torch.equal(int4.dequantize(part), int4.dequantize(all_of_it).chunk(2)[rank])
         rows = int4.dequantize(whole.gate_up).unflatten(1, (2, 2, 32))[:, :, rank].flatten(1, 2)

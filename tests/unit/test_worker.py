@@ -9,7 +9,7 @@ import pytest
 from dcpbench import worker
 from dcpbench.points.layout import Layout
 from dcpbench.records.record import Rates
-from dcpbench.workloads.serving_loop import settle_heap
+from dcpbench.workloads.serving_loop import freeze_heap
 from tests.unit import record_builder as build
 
 
@@ -60,7 +60,7 @@ def test_dropped_engine_is_freed_after_the_heap_was_frozen():
     one.device, one.session = SimpleNamespace(type="cpu"), SimpleNamespace(pieces=cut.pieces)
     lives = weakref.ref(cut)
     del cut
-    settle_heap()
+    freeze_heap()
     one.drop_session()
     unfrozen = gc.get_freeze_count() == 0
     gc.freeze()  # as it was before, for tests behind this one

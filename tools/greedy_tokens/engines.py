@@ -133,9 +133,9 @@ def decode_own(args: argparse.Namespace) -> Answers | None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    meeting = Path(tempfile.gettempdir()) / f"greedy-tokens-{os.environ.get('MASTER_PORT', '')}"
+    rendezvous = Path(tempfile.gettempdir()) / f"greedy-tokens-{os.environ.get('MASTER_PORT', '')}"
     if ranks > 1:
-        start_distributed(device, rank, ranks, meeting)
+        start_distributed(device, rank, ranks, rendezvous)
     shape = load_checked_shape(args.model)
     key = make_weights_key(shape, args.dtype)
     prompts = make_prompts(shape.vocab, args.prompts, args.length, args.seed)
@@ -153,7 +153,7 @@ def decode_own(args: argparse.Namespace) -> Answers | None:
     free_memory(device)
     if ranks > 1:
         dist.barrier()
-        meeting.unlink(missing_ok=True)
+        rendezvous.unlink(missing_ok=True)
         dist.destroy_process_group()
     name = f"dcpbench {point.layout}"
     return Answers(name=name, weights=key, prompts=prompts, answers=answers) if rank == 0 else None

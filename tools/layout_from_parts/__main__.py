@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         read_steps(args.runs, shape),
         shape,
         machine.label,
-        machine.wire,
+        machine.comm_model,
         list_targets(args.tp, args.concurrency, args.context),
         list_targets(args.check_tp, args.concurrency, args.context),
     )

@@ -8,7 +8,7 @@ import msgspec
 
 from dcpbench.errors import UsageError
 from dcpbench.points.budget import ITEMSIZE
-from dcpbench.points.comm_model import Seconds
+from dcpbench.points.comm_model import CallTime
 from dcpbench.points.roofline import LSE_BYTES
 from dcpbench.syncs.kernel_time import COMMUNICATION_PARTS
 from tools.layout_from_parts.steps import Source, Target, find_sources, list_backend_differences
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dcpbench.models.shapes import ModelShape
-    from dcpbench.points.comm_model import Wire
+    from dcpbench.points.comm_model import CommModel
     from tools.layout_from_parts.steps import MeasuredStep, Sources
 
 ALL_REDUCE, EXCHANGE = COMMUNICATION_PARTS
@@ -102,7 +102,7 @@ def forecast(
     steps: Sequence[MeasuredStep],
     shape: ModelShape,
     machine: str,
-    known: Wire,
+    known: CommModel,
     targets: Sequence[Target],
     checked: Sequence[Target],
 ) -> Forecast:
@@ -127,7 +127,7 @@ def forecast(
     )
 
 
-def compose(steps: Sequence[MeasuredStep], shape: ModelShape, known: Wire, target: Target) -> Composition:
+def compose(steps: Sequence[MeasuredStep], shape: ModelShape, known: CommModel, target: Target) -> Composition:
     """Return a step from the parts of measured ones. Raise UsageError if a measurement or a call is missing."""
     sources = find_sources(steps, shape, target)
     layers = sources.divided.sizes.layers
@@ -157,7 +157,7 @@ def _take_parts(sources: Sources, target: Target) -> Iterator[Part]:
             yield Part(name=name, us=us, low_us=us, high_us=us, source=step.source)
 
 
-def predict_parts(shape: ModelShape, layers: int, target: Target, known: Wire) -> list[Part]:
+def predict_parts(shape: ModelShape, layers: int, target: Target, known: CommModel) -> list[Part]:
     """Return the all-reduces and exchanges of a step of vLLM by the communication model, between the ranks of the target.
 
     With B requests, N ranks, H heads, D hidden, W words and L layers of bf16 numbers, a rank receives
@@ -187,10 +187,10 @@ def predict_parts(shape: ModelShape, layers: int, target: Target, known: Wire) -
     return [_sum_calls(name, calls, n, known) for name, calls in made.items()]
 
 
-def _sum_calls(name: str, calls: Sequence[tuple[str, int, int]], ranks: int, known: Wire) -> Part:
+def _sum_calls(name: str, calls: Sequence[tuple[str, int, int]], ranks: int, known: CommModel) -> Part:
     """Return the part of these calls: (kind, number, bytes that a rank receives). Errors of one model do not cancel out."""
     times = [known.predict_seconds(what, ranks, received).apply_factor(count * 1e6) for what, count, received in calls]
-    total = Seconds(mean=sum(t.mean for t in times), low=sum(t.low for t in times), high=sum(t.high for t in times))
+    total = CallTime(mean=sum(t.mean for t in times), low=sum(t.low for t in times), high=sum(t.high for t in times))
     counts: dict[str, int] = {}
     for what, count, _ in calls:
         counts[what] = counts.get(what, 0) + count

@@ -2,7 +2,7 @@
 
     python -m tools.multi_gpu -o FOLDER --gpus 2 --dry-run       # every command with its estimated minutes
     python -m tools.multi_gpu -o FOLDER --gpus 2 --minutes 9     # what fits; the same again goes on
-    python -m tools.multi_gpu -o FOLDER --gpus 2 --only hangs,wire
+    python -m tools.multi_gpu -o FOLDER --gpus 2 --only hangs,comm
     python -m tools.multi_gpu -o FOLDER --gpus 2 --report        # README.md alone, from what lies there
     python -m tools.multi_gpu -o FOLDER --gpus 2 --rehearse      # a tiny model on the CPU; its times are no measure
     python -m tools.multi_gpu -o FOLDER --gpus 4 --engines FILES --model MODEL     # vLLM and SGLang beside dcpbench's engine

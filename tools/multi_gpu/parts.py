@@ -80,23 +80,23 @@ class Plan:
         them.
         """
         self.grid_kv, self.bf16_kv, self.served_kv = (f"--kv-memory {of[gpu]}" for of in (KV, BF16_KV, SERVED_KV))
-        self.machine = folder / "wire" / emulation_live.MACHINE
+        self.machine = folder / "comm" / emulation_live.MACHINE
         self.dcps = ",".join(str(d) for d in (1, 2, 4, 8) if d <= gpus and (gpus < EIGHT or d in (1, EIGHT)))
 
     def parts(self) -> list[Part]:
         """Return the parts, most valuable first."""
         by_gpus = {
             2: [
-                self.wire(), self.grid("grid"), self.emulated(), self.seed("seed", V3), self.served(), self.steps(), self.hangs(),
+                self.comm(), self.grid("grid"), self.emulated(), self.seed("seed", V3), self.served(), self.steps(), self.hangs(),
                 self.tests(), self.grid("bf16", precision=BF16), self.experts(), self.reduce(), self.more(), self.replays(),
             ],
             4: [
-                self.wire(), self.grid("grid"), self.seed("seed", V3), self.served(), self.grid("bf16", V3, precision=BF16),
+                self.comm(), self.grid("grid"), self.seed("seed", V3), self.served(), self.grid("bf16", V3, precision=BF16),
                 self.emulated(), self.experts(), self.reduce(), self.grid("bf16-k2", K2, precision=BF16), self.seed("seed-k2", K2),
                 self.hangs(), self.more(), self.replays(),
             ],
             8: [
-                self.wire(), self.grid("grid", V3), self.seed("seed", V3), self.live(), self.again(),
+                self.comm(), self.grid("grid", V3), self.seed("seed", V3), self.live(), self.again(),
                 self.grid("grid-k2", K2), self.seed("seed-k2", K2), self.emulated(), self.hangs(),
             ],
         }  # fmt: skip
@@ -139,15 +139,15 @@ class Plan:
             ),
         )
 
-    def wire(self) -> Part:
+    def comm(self) -> Part:
         """Return benchmarks of calls between the GPUs, and a machine file made from them alone."""
-        steps = emulation_live.wire(self.folder / "wire", self.n)
+        steps = emulation_live.list_bench_steps(self.folder / "comm", self.n)
         names, minutes = ("collectives", "exchange", "calibrate"), (0.8, 0.6, 0.1)
         found = [
             Command("dcpbench", tuple(step.words), m, name, step.only_one)
             for step, name, m in zip(steps, names, minutes, strict=True)
         ]
-        return Part("wire", "calls between the GPUs, and what forecasts are made of", tuple(found))
+        return Part("comm", "calls between the GPUs, and what forecasts are made of", tuple(found))
 
     def emulated(self) -> Part:
         """Return points of the grid, and step times for the served loads, on one GPU."""
@@ -166,7 +166,7 @@ class Plan:
         ]
         words = f"{self.of_dcp()} {SEED} --mode replay {emulate}"
         found.append(self.serve("emulated", "times", words, 2.7, only_one=True))
-        return Part("emulated", "one GPU against all, by a wire that was measured in benches alone", tuple(found))
+        return Part("emulated", "one GPU against all, by calls that were measured in benches alone", tuple(found))
 
     def of_dcp(self) -> str:
         """Return the layout of served loads."""

@@ -26,7 +26,7 @@ STATE = "state.json"
 LEAST_SHARE = 0.5  # minimum share of a command's estimate that must be left to begin it: sweeps can be resumed
 MOST = 1.7  # maximum factor of a command's time over its estimate
 ATTEMPTS = 2
-LOOK_S = 0.5  # interval in s between checks of whether the complete run was ended
+POLL_INTERVAL_S = 0.5  # interval in s between checks of whether the complete run was ended
 GRACE_S = 25.0  # maximum time in s for a command to save its results after it was signalled to end
 DONE, FAILED, CUT, SKIPPED = "done", "failed", "cut off", "skipped"
 
@@ -167,7 +167,7 @@ def bounded(
     try:
         while time.monotonic() < until and not stop.is_set():
             try:
-                return process.wait(timeout=max(min(LOOK_S, until - time.monotonic()), 0.0)), False
+                return process.wait(timeout=max(min(POLL_INTERVAL_S, until - time.monotonic()), 0.0)), False
             except subprocess.TimeoutExpired:
                 pass
     except KeyboardInterrupt:

@@ -87,7 +87,7 @@ DRY_RUN_RECALL = 0.95  # minimum share of the corpus that the dry run must find
 
 
 def _run(keep: Path | None, vllm_checks: Sequence[str]) -> list[CorpusRun]:
-    """Run the corpus in a process of its own: it imports torch, and its detectors leave traces in the process."""
+    """Run the corpus in a separate process: it imports torch, and its detectors leave traces in the process."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = keep or Path(scratch)
         try:

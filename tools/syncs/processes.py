@@ -1,7 +1,7 @@
 """Check that `dcpbench syncs run` finds a wait in an engine's child process, on a GPU.
 
 The small engine is engine_core.py. For vLLM, a copy of its model runner with one more line in `_sample` is loaded in each
-process, by a sitecustomize of its own, and the model has dummy weights.
+process, by a separate sitecustomize, and the model has dummy weights.
 """
 
 from __future__ import annotations

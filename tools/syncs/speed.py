@@ -56,7 +56,7 @@ print(json.dumps({"wall_s": wall, "cpu_s": cpu, "peak_bytes": peak, "base_bytes"
 
 
 class Timing(msgspec.Struct, kw_only=True):
-    """Hold the timing of one program on one trace, in a process of its own, on one core, in seconds and bytes."""
+    """Hold the timing of one program on one trace, in a separate process, on one core, in seconds and bytes."""
 
     tool: Literal["scan", "HTA loader"]
     wall_s: float  # seconds of the best run, without starting Python and importing

@@ -23,7 +23,7 @@ from dcpbench.bench.operators.calls import FRESH_CALLS, compute_relative_error, 
 from dcpbench.bench.operators.rendezvous import get_world_group
 from dcpbench.exchange.registered_memory import get_shared_buffer
 from dcpbench.exchange.symmetric_all_reduce import ReduceSpec, make_all_reduce
-from dcpbench.kernels.symm_mem import Carver
+from dcpbench.kernels.symm_mem import BufferAllocator
 from dcpbench.points.roofline import compute_all_reduce_work, compute_gather_work
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def compute_expected(variant: str, messages: list[torch.Tensor], rank: int) -> t
     return total_M if variant.startswith("all-reduce") else total_M.unflatten(0, (len(messages), -1))[rank]
 
 
-class Borrower:
+class RegisteredMemoryOwner:
     """Owner of registered memory for its own lifetime."""
 
 
@@ -79,7 +79,7 @@ class Collectives:
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device, self.seed, self.group = device, seed, get_world_group()
-        self._borrower: Borrower | None = None
+        self._memory_owner: RegisteredMemoryOwner | None = None
 
     def build_calls(self, case: Case) -> Calls:
         """Return calls of a case with sizes requests, width and ranks."""
@@ -124,16 +124,16 @@ class Collectives:
     def _allocate_registered(self, message: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return `count` messages, and as much memory for their results, in registered memory lent to this bench."""
 
-        def split_buffer(carver: Carver) -> list[torch.Tensor]:
-            return [carver.allocate_tensor(message.numel(), dtype=message.dtype) for _ in range(2 * count)]
+        def split_buffer(allocator: BufferAllocator) -> list[torch.Tensor]:
+            return [allocator.allocate_tensor(message.numel(), dtype=message.dtype) for _ in range(2 * count)]
 
-        size = Carver()
+        size = BufferAllocator()
         split_buffer(size)
-        lent = self._borrower = Borrower()  # the memory of the last case is free
+        lent = self._memory_owner = RegisteredMemoryOwner()  # the memory of the last case is free
         own = get_shared_buffer(
             lent, self.group, size.used, self.device, "a variant with -registered", "the one without"
         )
-        parts = split_buffer(Carver(own))
+        parts = split_buffer(BufferAllocator(own))
         return [part.view_as(message) for part in parts[:count]], parts[count:]
 
     def _make_message(self, shape: tuple[int, int], rank: int) -> torch.Tensor:

@@ -88,8 +88,8 @@ class Inputs:
 
 def make_variant(variant: str, group: Group, spec: ExchangeSpec) -> Exchange:
     """Return the exchange of a variant."""
-    name, _, wire = variant.partition("-")
-    return make_exchange(name, group, dataclasses.replace(spec, wire=DTYPE) if wire else spec)
+    name, _, reduce_dtype = variant.partition("-")
+    return make_exchange(name, group, dataclasses.replace(spec, reduce_dtype=DTYPE) if reduce_dtype else spec)
 
 
 class ExchangeBench:

@@ -1,7 +1,7 @@
 """Bench kv-gather: gather the KV prefix of several requests, interleaved on the ranks of a DCP group, into token order.
 
     nccl     pack this rank's rows, all-gather the parts padded to the largest, put them in token order
-    direct   pack this rank's rows where peers can read them, meet, read all parts in token order, meet again
+    direct   pack this rank's rows where peers can read them, barrier, read all parts in token order, barrier
 
 The transferred data, the received parts (nccl) or the own part (direct), lies in a buffer:
 

@@ -44,7 +44,7 @@ REPEATS = 32  # barriers or smallest collectives in one graph
 ALONE, BETWEEN = ("read", "copy", "matmul"), ("peer", "barrier")  # limits of each rank alone, and those between ranks
 FP8_ALONE = ("matmul_fp8",)  # limits of each rank alone, if weights or KV are fp8
 WARM_UP, SAMPLES = 5, 30
-REST_S = 0.1
+PAUSE_S = 0.1
 
 
 def measure_limits(wanted: Sequence[str], device: torch.device) -> tuple[list[Limit], list[str]]:
@@ -89,7 +89,7 @@ def measure_best(name: str, unit: str, amount: float, steps: Sequence[Run], devi
     for step in steps:
         timer = Timer(step, device)
         timer.measure_chunk(WARM_UP)
-        time.sleep(REST_S)
+        time.sleep(PAUSE_S)
         samples_ms, _ = timer.measure_chunk(SAMPLES)
         samples = [ms / 1e3 / amount if unit == "s" else amount / ms * 1e3 for ms in samples_ms]
         of = compute_median_interval(samples)

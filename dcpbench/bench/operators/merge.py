@@ -82,13 +82,13 @@ def prepare_pack(s: Sizes, numbers: Callable[..., torch.Tensor]) -> PreparedOp:
 def prepare_combine(s: Sizes, numbers: Callable[..., torch.Tensor]) -> PreparedOp:
     """Return the kernel for N messages of o in bf16 and lse to [h, B, R] in fp32."""
     message = Message(s.requests, s.own, LATENT, DTYPE)
-    wire_NW = numbers(s.dcp, message.words)
-    o_NBhR, lse_NBh = message.split_views(wire_NW)
+    packed_NW = numbers(s.dcp, message.words)
+    o_NBhR, lse_NBh = message.split_views(packed_NW)
     o_NBhR.copy_(numbers(*o_NBhR.shape))
     out_hBR = numbers(s.own, s.requests, LATENT)
 
     def run_call() -> tuple[torch.Tensor, ...]:
-        merge_messages(wire_NW, message, out_hBR)
+        merge_messages(packed_NW, message, out_hBR)
         return (out_hBR,)
 
     return PreparedOp(

@@ -31,7 +31,7 @@ COLLECTIVE_TIMEOUT = dt.timedelta(minutes=30)  # time-out longer than our own wa
 
 TCPStore = dist.TCPStore  # type: ignore[attr-defined]
 LOOPBACK = "127.0.0.1"
-LOOK_S = 0.02  # time between two looks for the file in which rank 0 leaves its port
+POLL_INTERVAL_S = 0.02  # time between two looks for the file in which rank 0 leaves its port
 
 Value = TypeVar("Value")
 
@@ -43,10 +43,10 @@ class RankError(Exception):
 def start_distributed(
     device: torch.device, rank: int, ranks: int, path: Path, at: tuple[str, int] | None = None
 ) -> None:
-    """Start torch.distributed with the settings common to all our runs; ranks meet at the store of jobs.Job.store
-    (`at`).
+    """Start torch.distributed with the settings common to all our runs; ranks find each other through the store at `at`
+    (jobs.Job.store).
 
-    Without one, they meet through the file `path`.
+    Without `at`, they use the file `path`.
     """
     if device.type == "cuda" and at is None:
         for name, value in NCCL_DEFAULTS.items():
@@ -74,7 +74,7 @@ def _open_store(rank: int, ranks: int, path: Path, at: tuple[str, int] | None) -
         unfinished.rename(path)
         return store
     while at is None and not path.exists():
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
     return make(port=port or int(path.read_text()), is_master=False)
 
 

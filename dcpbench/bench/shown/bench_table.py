@@ -27,8 +27,8 @@ LEGEND = {  # explanations of the columns, by the name of a column
     "eager µs": "eager: calls back to back, GPU clock, the host's waiting in it.",
     "graph µs": "graph: replayed from a CUDA graph, GPU time only.",
     "TB/s": "TB/s, TFLOP/s: what a call must read, write and compute on paper, over its time.",
-    "GB/s": "GB/s: what a rank must receive at the least, over the time; the bus bandwidth of collectives.",
-    "wire KB": "wire: what a rank receives by the variant's own formula.",
+    "GB/s": "GB/s: the minimum that a rank must receive, over the time; the bus bandwidth of collectives.",
+    "wire KB": "wire KB: what a rank receives by the variant's own formula.",
     "of limit": "of limit: the least time that this machine allows for that (docs/benches.md), over the time taken.",
     "error": "error is ‖x − ref‖ / ‖ref‖ against fp64, of the worst rank.",
 }

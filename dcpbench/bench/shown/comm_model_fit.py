@@ -1,4 +1,4 @@
-"""Show the quality of the wire model: a table, and a picture of measured times with the fitted curves."""
+"""Show the quality of the communication model: a table, and a picture of measured times with the fitted curves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def format_row(q: Quality) -> list[str]:
         ", ".join(map(str, call.ranks)),
         " to ".join(format_with_unit(size, BYTES) for size in q.sizes),
         f"{format_short_number(fitted.launch_us)} µs",
-        f"{format_short_number(fitted.meet_us)} µs" if len(call.ranks) > 1 else "—",
+        f"{format_short_number(fitted.per_rank_us)} µs" if len(call.ranks) > 1 else "—",
         "—" if rate is None else f"{format_short_number(rate / 1e9)} GB/s",
         format_percent(q.compute_percentile(0.5)),
         format_percent(q.compute_percentile(0.9)) if q.errors else f"{format_percent(call.size_error)}, assumed",
@@ -44,7 +44,8 @@ def make_table(found: Iterable[Quality]) -> Table:
     from rich.table import Table
 
     shown = Table(
-        box=SIMPLE_HEAD, title="The wire: launch + a rank more · (ranks − 1) + bytes / rate, and what is left by size"
+        box=SIMPLE_HEAD,
+        title="Communication model: launch + a rank more · (ranks − 1) + bytes / rate, and what is left by size",
     )
     for name in COLUMNS:
         shown.add_column(name, justify="left" if name in ("call", "ranks", "received") else "right")
@@ -75,12 +76,12 @@ def write_picture(calls: Sequence[Call], path: Path, title: str) -> None:
             for n in call.ranks:
                 of = [s for s in call.samples if s.ranks == n]
                 ax.plot([s.received_bytes for s in of], [s.us for s in of], linestyle="", label=f"{n} ranks", **look[n])
-                for meetings in sorted({s.meetings for s in of}):
-                    sizes = [s.received_bytes for s in of if s.meetings == meetings]
+                for barriers in sorted({s.barriers for s in of}):
+                    sizes = [s.received_bytes for s in of if s.barriers == barriers]
                     low, high = math.log(min(sizes)), math.log(max(sizes))
                     along = [math.exp(low + (high - low) * i / STEPS) for i in range(STEPS + 1)]
                     ax.plot(
-                        along, [call.predict_us(n, x, meetings) for x in along], color=look[n]["color"], linewidth=1
+                        along, [call.predict_us(n, x, barriers) for x in along], color=look[n]["color"], linewidth=1
                     )
             ax.legend(fontsize=8)
         save_figure(figure, path, "png")

@@ -34,7 +34,7 @@ class GqaWeights:
 
     input_norm: torch.Tensor
     qkv: Linear  # q ‖ k ‖ v, [(h + 2·j)·X, D]; q of all heads of the DCP group if requested
-    q_norm: torch.Tensor | None  # [X], for each head; None if heads are not normalised. Likewise k_norm.
+    q_norm: torch.Tensor | None  # [X], for each head; None if heads are not normalised
     k_norm: torch.Tensor | None
     o: Linear
     post_norm: torch.Tensor
@@ -89,7 +89,7 @@ class GroupedQueryAttention(AttentionKind):
     def compute_qkv(
         self, x_BD: torch.Tensor | Rows, w: GqaWeights, positions_B: torch.Tensor, out: StepBuffers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implement AttentionKind.compute_qkv: q with norm and rope, and the KV heads' k, likewise, and v."""
+        """Implement AttentionKind.compute_qkv: q and the KV heads' k, both with norm and rope, and v."""
         qkv = apply_linear(x_BD, w.qkv)
         q_BN = qkv.new_empty(len(qkv), self.query_columns) if out is None else out.q
         row_BW = qkv.new_empty(len(qkv), qkv.shape[1] - self.query_columns) if out is None else out.kv
@@ -131,12 +131,7 @@ class GroupedQueryAttention(AttentionKind):
         """Implement AttentionKind.make_backend."""
         heads = self.heads * self.layout.dcp
         spec = GqaSpec(
-            heads=heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_width,
-            scale=self.scale,
-            dtype=self.dtype,
-            **sizes,
+            heads=heads, kv_heads=self.kv_heads, head_dim=self.head_width, scale=self.scale, dtype=self.dtype, **sizes
         )
         return make_gqa_backend(name, spec)
 
@@ -168,11 +163,6 @@ class GroupedQueryAttention(AttentionKind):
         return split_rows(laid_SQ, self.kv_heads)
 
     def unpack_rows(
-        self,
-        laid_SQ: torch.Tensor,
-        count: torch.Tensor,
-        w: GqaWeights,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        self, laid_SQ: torch.Tensor, count: torch.Tensor, w: GqaWeights, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Implement AttentionKind.unpack_rows: nothing is left to do."""

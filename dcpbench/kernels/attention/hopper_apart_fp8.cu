@@ -11,7 +11,7 @@
 
 static constexpr int KEPT = 12;            // stretches of 32 columns of q, of 18, in registers: as many as are left
 static constexpr int STAGES = 5;           // tiles that have landed or are under way
-static constexpr int SLOTS = 4;            // tiles whose weights have been handed over
+static constexpr int SLOTS = 4;            // tiles whose weights have been passed on
 static constexpr int SCORER = 2, COPIER = 3; // warpgroups; the first two add up
 static constexpr int BLOCK = 64 * 128;     // bytes of 64 rows and 128 columns, swizzled by 128 bytes
 static constexpr int THIN = 64 * 64;       // of 64 rows of 64 bytes, swizzled by 64
@@ -305,7 +305,7 @@ __device__ __forceinline__ void hand_over(Shared& sh, Scored& scored) {
     ++scored.hand.count;
 }
 
-// A piece's tiles, each begun before weights of the one before are handed over. The last is by itself, as products that a branch may begin
+// A piece's tiles, each begun before weights of the one before are passed on. The last is by itself, as products that a branch may begin
 // are serialised.
 __device__ __forceinline__ void take_tiles(
     Shared& sh, const Arguments8& a, const Piece& piece, const u32 (&kept)[4 * KEPT + 1], const float (&scale)[2], Scored& scored) {
@@ -328,14 +328,14 @@ __device__ __forceinline__ void score(Shared& sh, const Arguments8& a, const Sha
     bool first = true;
     for_each_piece(a, own, [&](int b, int tiles, const Piece& piece) {
         if (first) {
-            meet(Q_READY, 3 * GROUP);
+            named_barrier_sync(Q_READY, 3 * GROUP);
         } else {
             const u32 last = scored.hand.count - 1;
             wait_for(&sh.added[last % SLOTS], last / SLOTS % 2); // weights lie where q comes
-            meet(SCORERS, GROUP);                                // all have done with q before this
+            named_barrier_sync(SCORERS, GROUP);                                // all have done with q before this
 #pragma unroll 1
             for (int head = threadIdx.x % GROUP / 4; head < HEADS; head += GROUP / 4) round_q(sh.q, sh.q_scale, a, b, head_block, head);
-            meet(SCORERS, GROUP);
+            named_barrier_sync(SCORERS, GROUP);
         }
         first = false;
         const int row = row_of(threadIdx.x);
@@ -343,7 +343,7 @@ __device__ __forceinline__ void score(Shared& sh, const Arguments8& a, const Sha
         scored.top[0] = scored.top[1] = -INFINITY, scored.total[0] = scored.total[1] = 0;
         u32 kept[4 * KEPT + 1];
         keep(sh.q, kept);
-        meet(SCORERS, GROUP); // before weights come there
+        named_barrier_sync(SCORERS, GROUP); // before weights come there
         take_tiles(sh, a, piece, kept, scale, scored);
 
         const int slot = scored.hand.slot();
@@ -383,7 +383,7 @@ __device__ __forceinline__ void clear(Tile& tile, int half, int live) {
 #pragma unroll
         for (int block = 0; block < 2; ++block) ((uint4*)tile.latent[2 * half + block])[i] = make_uint4(0, 0, 0, 0);
     fence_async(); // before the next tile is copied there
-    meet(CLEARED + half, GROUP);
+    named_barrier_sync(CLEARED + half, GROUP);
 }
 
 // Factors of the heads that a thread has sums of: 8 * j + {2 * c, 2 * c + 1}.
@@ -428,7 +428,7 @@ __device__ __forceinline__ void begin_values(Shared& sh, const Turn& turn, int h
 }
 
 // Adds half of a tile's values to sums, 64 columns at a time, of which `v` has the first and then the first of the next tile. Of the latter's and
-// later rows `live` are left. It has landed, as its scores are begun before weights of this one are handed over.
+// later rows `live` are left. It has landed, as its scores are begun before weights of this one are passed on.
 __device__ __forceinline__ void add(Shared& sh, Turn& turn, Hand& hand, int half, int live, u32 (&v)[8], float (&o)[128]) {
     const u32 weights = ALONG + place(&sh, sh.weights) + hand.slot() * (THIN >> 4);
     const Turn own = turn;

@@ -1,6 +1,6 @@
 // Paged MLA decode for Hopper over rows of 512 + 64 numbers, for up to 16 heads. There memory is what all wait for, and heads would fill
 // a part of the 64 rows that a product has at least: so rows and columns of the cache are what products have 64 of, and heads what
-// they have few of. One warpgroup does all of it, and a warp of its own has the copy engine fill a ring of blocks of 64 rows and 64
+// they have few of. One warpgroup does all of it, and a separate warp has the copy engine fill a ring of blocks of 64 rows and 64
 // columns, each of which is let go by itself: of almost three tiles two are under way.
 
 // Defined by the caller in addition to the names of hopper_parts.cuh: FEW, the number of heads per product (8 or 16).
@@ -178,7 +178,7 @@ __device__ __forceinline__ void take_tile(Shared& sh, const Turn& turn, const Ar
 #pragma unroll
         for (int j = 0; j < PAIRS; ++j) *(float2*)&sh.top[warp][8 * j + 2 * lane] = make_float2(largest[j][0], largest[j][1]);
     }
-    meet(BOTH, GROUP);
+    named_barrier_sync(BOTH, GROUP);
     bool same = true;
 #pragma unroll
     for (int j = 0; j < PAIRS; ++j) {
@@ -207,7 +207,7 @@ __device__ __forceinline__ void take_tile(Shared& sh, const Turn& turn, const Ar
             *(uint4*)(sh.kv[turn.after(block).slot] + live * 128 + rest * 16) = make_uint4(0, 0, 0, 0);
         }
     fence_async();
-    meet(BOTH, GROUP);
+    named_barrier_sync(BOTH, GROUP);
     if (!__all_sync(~0u, same)) {
 #pragma unroll
         for (int block = 0; block < ROPE; ++block)
@@ -250,7 +250,7 @@ __device__ __forceinline__ void add_up(Shared& sh, const Arguments& a, const Sha
             const float2 total = make_float2(sum_of_warp(sums.total[j][0]), sum_of_warp(sums.total[j][1]));
             if (lane < 4) *(float2*)&sh.total[warp][8 * j + 2 * lane] = total;
         }
-        meet(BOTH, GROUP);
+        named_barrier_sync(BOTH, GROUP);
         const bool whole = piece.t0 == 0 && piece.t1 == tiles;
         const int slot = 2 * part + (piece.t1 < tiles), column = 16 * warp + lane / 4;
 #pragma unroll

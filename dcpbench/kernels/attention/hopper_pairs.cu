@@ -88,7 +88,7 @@ __device__ __forceinline__ void prefetch(const char* pool, int row) {
     }
 }
 
-// Mostly no row of the warp has met a larger score.
+// Mostly no row of the warp has seen a larger score.
 __device__ __forceinline__ void shrink_sums(float (&o)[128], const float (&by)[2]) {
     if (__all_sync(~0u, by[0] == 1 && by[1] == 1)) return;
 #pragma unroll
@@ -248,13 +248,13 @@ __device__ __forceinline__ void load_rows(const char* from, u32 (&p)[16]) {
 
 // Makes rows from `live` on of four blocks zeros, after all of the warpgroup are done reading them.
 __device__ __forceinline__ void clear(char* blocks, int live, int id) {
-    meet(id, GROUP);
+    named_barrier_sync(id, GROUP);
     for (int i = thread() % GROUP; i < 4 * (TILE - live) * 8; i += GROUP) {
         const int block = i / ((TILE - live) * 8), rest = i % ((TILE - live) * 8);
         *(uint4*)(blocks + block * BLOCK + live * 128 + rest * 16) = make_uint4(0, 0, 0, 0);
     }
     fence_async();
-    meet(id, GROUP);
+    named_barrier_sync(id, GROUP);
 }
 
 __device__ __forceinline__ void add_local(Shared& sh, int tile, int column_block, float (&o)[128], const u32 (&p)[16]) {
@@ -314,7 +314,7 @@ __device__ __forceinline__ void take_first(
         mma_wait<0>();
         let_go(sh, FIRST_LEFT);
         if (!both) return;
-        meet(SECOND_READY, 2 * GROUP);
+        named_barrier_sync(SECOND_READY, 2 * GROUP);
         if (live < 2 * TILE) clear(sh.kv[1][0], live - TILE, CLEARED);
         follow(sh, 1, t, false, o, top, total);
         mma_begin();
@@ -334,7 +334,7 @@ __device__ __forceinline__ void second_of_pair(
     u32 p[16];
     const bool both = t + 1 < piece.t1, first = t == piece.t0;
     if (!both) {
-        meet(FIRST_READY, 2 * GROUP);
+        named_barrier_sync(FIRST_READY, 2 * GROUP);
         if (live < TILE) clear(sh.kv[0][4], live, CLEARED + 1);
         follow(sh, 0, t, first, o, top, total);
         mma_begin();
@@ -354,7 +354,7 @@ __device__ __forceinline__ void second_of_pair(
         mask(s, a, piece, t + 1);
         if (live < 2 * TILE) clear(sh.kv[1][4], live - TILE, CLEARED + 1);
     }
-    meet(FIRST_READY, 2 * GROUP); // all have read the rope block of q, too
+    named_barrier_sync(FIRST_READY, 2 * GROUP); // all have read the rope block of q, too
     follow(sh, 0, t, first, o, top, total);
     mma_begin();
     add_remote(sh, sh.weights, 0, 4, o);
@@ -417,7 +417,7 @@ template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Ar
                 sh.total[group][row + 8 * i] = total[i];
                 if (group == 0) sh.top[1][row + 8 * i] = top[i];
             }
-        meet(BOTH, 2 * GROUP);
+        named_barrier_sync(BOTH, 2 * GROUP);
         const bool whole = piece.t0 == 0 && piece.t1 == tiles;
         const int slot = 2 * part + (piece.t1 < tiles);
 #pragma unroll
@@ -433,7 +433,7 @@ template <int group> __device__ __forceinline__ void add_up(Shared& sh, const Ar
         }
         count_pieces(a, own, piece, b, tiles, part);
         raised(sh, group) = -1;
-        meet(BOTH, 2 * GROUP);
+        named_barrier_sync(BOTH, 2 * GROUP);
     });
 }
 

@@ -19,7 +19,7 @@ static constexpr int BOXES = TILE / BOX;
 static constexpr int UNSEEN = QUERY_LENGTH - 1;       // most rows that a query row sees less than the last one of its request
 static constexpr float MIN_TOP = -0x1p100f;           // largest score of a query row that sees no row of a tile: -inf has no differences
 
-// Read anew wherever it is asked for: what follows from it is not kept in registers from tile to tile.
+// Read again at each use: what follows from it is not kept in registers from tile to tile.
 __device__ __forceinline__ u32 thread() {
     u32 x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
@@ -62,7 +62,7 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int col
 }
 
 __device__ __forceinline__ void arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void mma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

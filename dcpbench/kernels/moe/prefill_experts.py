@@ -32,7 +32,7 @@ BLOCK_K = 64
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 56, 112, 192
 """Rows of an expert, on average, up to which a tile has 64; up to which `down` is cut finely; from which on an expert
 has several tiles that should share its weights."""
-WIDE = 2048  # depth of `down` from which on a tile is long enough to begin and end as a program of its own
+WIDE = 2048  # depth of `down` from which on a tile is long enough to begin and end as a separate program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Attention of prompts, not absorbed: ragged requests, with log-sum-exp, behind one small protocol.
 
 Partial results over disjoint keys of the same queries merge by their log-sum-exp (kernels/merge): so may a prompt's
-own chunk, and each piece of the prefix that is stored, be attended to by a call of its own.
+own chunk, and each piece of the prefix that is stored, be attended to by a separate call.
 
 Work of a call: 2·(X + V) floating-point operations for each head, query and key that it sees.
 """

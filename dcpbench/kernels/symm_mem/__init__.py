@@ -1,4 +1,4 @@
-"""Kernels that use the memory of other GPUs: gather q, merge partial outputs, add up; each meets its peers inside.
+"""Kernels that use the memory of other GPUs: gather q, merge partial outputs, add up; each contains a barrier.
 
 Every rank holds a buffer of the same layout. Data of a peer lies at the same offset as the rank's own, so that a tensor
 in the own buffer identifies all ranks' tensors. The kernels are collective: all ranks of a group call them in the same
@@ -46,12 +46,12 @@ class Peers:
     def compute_offset(self, tensor: torch.Tensor) -> int:
         """Return the offset in bytes of a tensor in the own buffer; 16-byte reads require a multiple of 16."""
         found = tensor.data_ptr() - self.addresses[0]
-        assert 0 <= found <= self.own.numel() - tensor.nbytes, "not in this buffer: use the tensors that it handed out"
+        assert 0 <= found <= self.own.numel() - tensor.nbytes, "not in this buffer: use the tensors that it allocated"
         assert found % 16 == 0
         return found
 
 
-class Carver:
+class BufferAllocator:
     """Divide a buffer into consecutive parts; without a buffer only add up their sizes.
 
     Ranks that request the same parts in the same order find them at the same places.
@@ -72,7 +72,7 @@ class Carver:
         return self.own[start : start + meta.nbytes].view(dtype).view(shape)
 
     def allocate_counters(self, size: int) -> torch.Tensor:
-        """Return the counters of one kind of meeting; all ranks' must be zero before one is used."""
+        """Return the counters of one kind of barrier; all ranks' must be zero before one is used."""
         return self.allocate_tensor(MAX_BLOCKS + 1, size, dtype=torch.int32)
 
 

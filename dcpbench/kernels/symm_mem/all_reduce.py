@@ -1,7 +1,7 @@
-"""Sums over ranks (all-reduce) that copy, meet and read peers' memory in one kernel.
+"""Sums over ranks (all-reduce) that copy, wait at a barrier and read peers' memory in one kernel.
 
-`reduce_one_shot`: every rank reads all of every peer's addend. One meeting, (N−1)·bytes received: for small tensors.
-`reduce_two_shot`: every rank sums up its N-th part and reads the other sums. Two meetings, 2·(N−1)/N·bytes received.
+`reduce_one_shot`: every rank reads all of every peer's addend. One barrier, (N−1)·bytes received: for small tensors.
+`reduce_two_shot`: every rank sums up its N-th part and reads the other sums. Two barriers, 2·(N−1)/N·bytes received.
 
 Both add in rank order or let one rank add, in fp32, so that all ranks get the same bits.
 """
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from dcpbench.kernels.symm_mem import count_blocks
-from dcpbench.kernels.symm_mem.barrier import append, meet_blocks, tensor_at, wait_for_earlier_kernels
+from dcpbench.kernels.symm_mem.barrier import append, sync_blocks, tensor_at, wait_for_earlier_kernels
 
 if TYPE_CHECKING:
     from dcpbench.kernels.symm_mem import Peers
@@ -41,15 +41,15 @@ def _one_shot_kernel(
     DEPENDENT: tl.constexpr,
 ):
     wait_for_earlier_kernels(DEPENDENT)
-    met = tl.load((peers[0].to(tl.int64) + counters).to(tl.pointer_type(tl.int32)) + tl.program_id(0) * N)
-    at = slots + (met & 1) * slot_bytes
+    calls = tl.load((peers[0].to(tl.int64) + counters).to(tl.pointer_type(tl.int32)) + tl.program_id(0) * N)
+    at = slots + (calls & 1) * slot_bytes
     first = tl.program_id(0) * BLOCK
     step = tl.num_programs(0) * BLOCK
     for start in range(first, size, step):
         i = start + tl.arange(0, BLOCK)
         own = tensor_at(peers[0] + at, x.dtype.element_ty) + i
         tl.store(own, tl.load(x + i, mask=i < size), mask=i < size)
-    meet_blocks(peers, counters, N, N_BLOCK, DEPENDENT)
+    sync_blocks(peers, counters, N, N_BLOCK, DEPENDENT)
     for start in range(first, size, step):
         i = start + tl.arange(0, BLOCK)
         pulled = ()
@@ -68,7 +68,7 @@ def reduce_one_shot(peers: Peers, counters: torch.Tensor, slots_2: torch.Tensor,
     """Return the sum of all ranks' x, contiguous, in x's dtype, as a new tensor.
 
     slots_2: space for x twice in every buffer, at the same place, [2, bytes] uint8, used by no other function. One
-    meeting is enough: a slot is overwritten in the call after the next, and a rank that has met another in the next
+    barrier is enough: a slot is overwritten in the call after the next, and a rank that has passed the barrier of the next
     call knows that it has read the slot.
     """
     out = torch.empty_like(x)
@@ -114,7 +114,7 @@ def _two_shot_kernel(
             inside = (i < part) & (n * part + i < size)
             own = tensor_at(peers[0] + addends, x.dtype.element_ty) + n * part + i
             tl.store(own, tl.load(x + n * part + i, mask=inside), mask=inside)
-    meet_blocks(peers, counters, N, N_BLOCK, False)
+    sync_blocks(peers, counters, N, N_BLOCK, False)
     for start in range(first, part, step):
         i = start + tl.arange(0, BLOCK)
         inside = (i < part) & (rank * part + i < size)
@@ -127,7 +127,7 @@ def _two_shot_kernel(
             total += pulled[n].to(tl.float32)
         own = tensor_at(peers[0] + sums, x.dtype.element_ty) + i
         tl.store(own, total.to(x.dtype.element_ty), mask=inside)
-    meet_blocks(peers, counters, N, N_BLOCK, DEPENDENT)
+    sync_blocks(peers, counters, N, N_BLOCK, DEPENDENT)
     for start in range(first, part, step):
         i = start + tl.arange(0, BLOCK)
         pulled = ()
@@ -147,7 +147,7 @@ def reduce_two_shot(
 
     addends and sums: space for x, and for an N-th of it, with 16 numbers more for each part, at the same place in every
     buffer and used by no other function. Single buffering is enough: peers have read the addends before the second
-    meeting and the sums before the next call's first.
+    barrier and the sums before the next call's first.
     """
     out = torch.empty_like(x)
     part = -(-x.numel() // (peers.size * 16)) * 16

@@ -2,9 +2,9 @@
 
 There are two, which differ in the writer of the data that is read after them:
 
-- `meet_ranks`: earlier kernels have written it. The first block of each rank signals that they have ended, and all
+- `sync_ranks`: earlier kernels have written it. The first block of each rank signals that they have ended, and all
 blocks wait for the first blocks of all peers.
-- `meet_blocks`: this kernel has written it. Block i of every rank meets block i of all the others and may then read the
+- `sync_blocks`: this kernel has written it. Block i of every rank waits for block i of all the others and may then read the
 data that they wrote.
 
 A signal adds one to a counter in each peer's memory, which needs one trip over the link and no answer; a wait polls the
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from dcpbench.kernels.symm_mem import Peers
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-REST_S = 0.005  # pause between polls of the interpreter in s
+POLL_INTERVAL_S = 0.005  # pause between polls of the interpreter in s
 
 
 def _rest() -> None:
     """Yield the core to the ranks that are awaited, because there may be more ranks than cores. For the interpreter."""
-    time.sleep(REST_S)
+    time.sleep(POLL_INTERVAL_S)
 
 
 _rest.__triton_builtin__ = True  # type: ignore[attr-defined]  # otherwise the compiler rejects code that it removes
@@ -67,7 +67,7 @@ def append(values, value):
 
 
 @triton.jit
-def meet_ranks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def sync_ranks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """Wait until all peers' kernels before this one have ended. `counters` is an offset in bytes.
 
     Each block counts its calls behind the N columns, so all calls with the same counters must have the same grid.
@@ -78,7 +78,7 @@ def meet_ranks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDEN
     mine = (peers[0].to(tl.int64) + counters).to(tl.pointer_type(tl.int32))
     call = tl.load(mine + N + block) + 1
     if block == 0:
-        tl.atomic_add(_theirs(peers, counters, n, N), 1, mask=others, sem="release", scope="sys")
+        tl.atomic_add(_get_peer_counters(peers, counters, n, N), 1, mask=others, sem="release", scope="sys")
     _wait_for(mine + n, others, call)
     tl.store(mine + N + block, call)
     if DEPENDENT:
@@ -86,7 +86,7 @@ def meet_ranks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDEN
 
 
 @triton.jit
-def meet_blocks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def sync_blocks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """Wait until the same block of all peers has reached this point. Each block has N columns; its own counts its
     calls.
     """
@@ -96,7 +96,7 @@ def meet_blocks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDE
     mine = (peers[0].to(tl.int64) + counters).to(tl.pointer_type(tl.int32)) + row
     call = tl.load(mine) + 1
     tl.debug_barrier()
-    tl.atomic_add(_theirs(peers, counters, n, N) + row, 1, mask=others, sem="release", scope="sys")
+    tl.atomic_add(_get_peer_counters(peers, counters, n, N) + row, 1, mask=others, sem="release", scope="sys")
     _wait_for(mine + n, others, call)
     tl.store(mine, call)
     if DEPENDENT:
@@ -104,7 +104,7 @@ def meet_blocks(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDE
 
 
 @triton.jit
-def _theirs(peers, counters, n, N: tl.constexpr):
+def _get_peer_counters(peers, counters, n, N: tl.constexpr):
     """Return the addresses in each peer's memory at which this rank adds, [n]."""
     address = tl.zeros_like(n).to(tl.int64)
     for i in tl.static_range(1, N):
@@ -130,12 +130,12 @@ def _wait_for(flags, others, count):
             .reg .b32 seen;
             mov.b32 $0, 0;
             setp.ne.b32 more, $2, 0;
-            @!more bra met;
+            @!more bra done;
             look: ld.acquire.sys.global.b32 seen, [$1];
             sub.s32 seen, seen, $3;
             setp.lt.s32 more, seen, 0;
             @more bra look;
-            met:
+            done:
             }""",
             "=r,l,r,r",
             [flags, others.to(tl.int32), count],
@@ -149,7 +149,7 @@ def _wait_for(flags, others, count):
 @triton.jit
 def _fence_kernel(peers, counters, N: tl.constexpr, N_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     wait_for_earlier_kernels(DEPENDENT)
-    meet_ranks(peers, counters, N, N_BLOCK, DEPENDENT)
+    sync_ranks(peers, counters, N, N_BLOCK, DEPENDENT)
 
 
 def launch_fence(peers: Peers, counters: torch.Tensor) -> None:

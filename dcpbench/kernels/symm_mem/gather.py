@@ -1,4 +1,4 @@
-"""Push q to all peers: each rank writes its heads into everyone's gathered tensor, then meets them, in one kernel."""
+"""Push q to all peers: each rank writes its heads into everyone's gathered tensor, then waits at a barrier, in one kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from dcpbench.kernels.symm_mem import count_blocks
-from dcpbench.kernels.symm_mem.barrier import meet_blocks, tensor_at, wait_for_earlier_kernels
+from dcpbench.kernels.symm_mem.barrier import sync_blocks, tensor_at, wait_for_earlier_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -44,14 +44,14 @@ def _gather_kernel(
         for n in tl.static_range(N):  # peers first, the own tensor last
             theirs = tensor_at(peers[(n + 1) % N] + all_at, q.dtype.element_ty)
             tl.store(theirs + (b * N + rank) * ROW + x, values, mask=inside)
-    meet_blocks(peers, counters, N, N_BLOCK, DEPENDENT)
+    sync_blocks(peers, counters, N, N_BLOCK, DEPENDENT)
 
 
 def gather_queries(peers: Peers, counters: torch.Tensor, q_BhQ: torch.Tensor, all_BHQ: torch.Tensor) -> None:
     """Write q_BhQ, contiguous, into every rank's all_BHQ and wait until all have: H = N·h heads in rank order.
 
     all_BHQ: contiguous, at the same place in the own buffer and in every peer's. Peers must have read its earlier
-    contents; a meeting with them after their read ensures this.
+    contents; a barrier with them after their read ensures this.
     """
     batch, heads, width = q_BhQ.shape
     row = heads * width

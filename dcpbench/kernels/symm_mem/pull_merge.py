@@ -9,7 +9,7 @@ import triton.language as tl
 
 from dcpbench.kernels.merge import merge_partials
 from dcpbench.kernels.symm_mem import count_blocks, get_triton_dtype
-from dcpbench.kernels.symm_mem.barrier import append, meet_ranks, tensor_at, wait_for_earlier_kernels
+from dcpbench.kernels.symm_mem.barrier import append, sync_ranks, tensor_at, wait_for_earlier_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ def _merge_kernel(
 ):
     """Merge tiles, each ROWS of this rank's batch·h rows (request, head), from all peers at once."""
     wait_for_earlier_kernels(DEPENDENT)
-    meet_ranks(peers, counters, N, N_BLOCK, DEPENDENT)
+    sync_ranks(peers, counters, N, N_BLOCK, DEPENDENT)
     h: tl.constexpr = HEADS // N
     r = tl.arange(0, R_BLOCK)
     for tile in range(tl.program_id(0), tl.cdiv(batch * h, ROWS), tl.num_programs(0)):
@@ -84,7 +84,7 @@ def merge_from_peers(
     by kernels before this one. Where lse is -inf, o is ignored; the result is 0 where it is -inf on all ranks. out_hBR:
     any dtype and strides, the last dimension contiguous.
 
-    o and lse may be overwritten once this rank has met its peers again after this call: they have read them then.
+    o and lse may be overwritten once this rank has passed another barrier after this call: they have read them then.
     """
     batch, heads, width = o_BHR.shape
     columns = triton.next_power_of_2(width)

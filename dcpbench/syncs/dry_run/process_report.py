@@ -25,7 +25,7 @@ import torch
 
 from dcpbench.syncs.dry_run import dry_run
 from dcpbench.syncs.dry_run_program import ProcessAnswer, Settings
-from dcpbench.syncs.recorder.child import ENTERED, TERMINATED, is_program_start, leave_note
+from dcpbench.syncs.recorder.child import ENTERED, TERMINATED, is_program_start, write_note
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -68,7 +68,7 @@ def _keep_exit_code(report: ProcessReport) -> None:
 
 
 class ProcessReport:
-    """Hold where this process writes its report; a forked child continues with a report of its own."""
+    """Hold where this process writes its report; a forked child continues with a separate report."""
 
     def __init__(self, run: DryRun, settings: Settings, name: str) -> None:
         self.code = 0  # exit code, as far as it is known
@@ -87,7 +87,7 @@ class ProcessReport:
         self._pid = os.getpid()
         folder = Path(self._settings.folder)
         self._file = folder / (file or f"{self._pid}-{time.monotonic_ns()}.report")
-        leave_note(folder, ENTERED, sys.orig_argv, report=self._file.name)
+        write_note(folder, ENTERED, sys.orig_argv, report=self._file.name)
         if not file and threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGTERM)
             if handler == signal.SIG_DFL or getattr(handler, "__module__", "") == "_dcpbench_child":
@@ -171,7 +171,7 @@ class ProcessReport:
             return
         calls = _list_calls(frame)
         if ("multiprocessing.process", "run") not in calls[:-1]:
-            leave_note(Path(self._settings.folder), TERMINATED, sys.orig_argv)
+            write_note(Path(self._settings.folder), TERMINATED, sys.orig_argv)
         self.try_to_write(0, complete=_waits_for_task(calls))
         _end_by_signal(number)
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from dcpbench.syncs.site_changes import ReportChanges, SiteChange, SiteCost
 
-STYLES = {ChangeKind.NEW: "red", ChangeKind.DEARER: "red", ChangeKind.CHEAPER: "green", ChangeKind.GONE: "green"}
-SIGNS = {ChangeKind.NEW: "❌", ChangeKind.DEARER: "❌", ChangeKind.CHEAPER: "✅", ChangeKind.GONE: "✅"}
+STYLES = {ChangeKind.NEW: "red", ChangeKind.WORSE: "red", ChangeKind.BETTER: "green", ChangeKind.GONE: "green"}
+SIGNS = {ChangeKind.NEW: "❌", ChangeKind.WORSE: "❌", ChangeKind.BETTER: "✅", ChangeKind.GONE: "✅"}
 ARROW = " → "
 MAX_SITES = 200  # rows of the Markdown table; a comment may have 65,536 characters
 MEASURED_ONCE = (
-    "Counts are exact. Times are those of one recording each; a site is dearer or cheaper by them only beyond --tolerance and "
+    "Counts are exact. Times are those of one recording each; a site is worse or better by them only beyond --tolerance and "
     "--min-us."
 )
 
@@ -60,11 +60,11 @@ def _build_table(shown: list[SiteChange], unit: str) -> Table:
 
 def render_markdown(changes: ReportChanges) -> str:
     """Render a heading with the verdict, the changed sites as a table, and why reports cannot be compared."""
-    unit, shown, head = _get_unit(changes), _list_changed(changes), "✅ No new or dearer synchronisation"
+    unit, shown, head = _get_unit(changes), _list_changed(changes), "✅ No new or worse synchronisation"
     if changes.reasons:
         head = "❔ The traces cannot be compared"
     elif changes.failing:
-        head = f"❌ Hidden synchronisation: {format_count(len(changes.failing), 'new or dearer site')}"
+        head = f"❌ Hidden synchronisation: {format_count(len(changes.failing), 'new or worse site')}"
     titles = ("", "Change", "Rule", "Where", f"Count per {unit}", f"Bubble ≤ per {unit}", f"Wait per {unit}")
     rows = [titles, ("---", "---", "---", "---", "---:", "---:", "---:"), *map(_build_row, shown[:MAX_SITES])]
     table = "\n".join(map(format_markdown_row, rows)) if shown else ""
@@ -111,7 +111,7 @@ def _get_unit(changes: ReportChanges) -> str:
 
 
 def _list_kinds(change: SiteChange) -> list[str]:
-    """Return what happened to a site, such as `dearer by count`, whether it moved, and why it is allowed."""
+    """Return what happened to a site, such as `worse by count`, whether it moved, and why it is allowed."""
     by = f" by {change.reason}" if change.reason else ""
     allowed = [f"allowed: {change.allowed}"] if change.allowed else []
     return [f"{change.kind}{by}", *["moved"] * change.moved, *allowed]

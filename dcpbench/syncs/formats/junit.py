@@ -67,7 +67,7 @@ def _build_case(site: Site, report: Report) -> Element:
 
 
 def _build_trace_cases(report: Report) -> list[Element]:
-    """Return a case per trace, which passes or is an error if it cannot answer; likewise for reasons that concern no
+    """Return a case per trace, which passes or is an error if it cannot answer, and a case per reason that concerns no
     trace.
     """
     cases = []

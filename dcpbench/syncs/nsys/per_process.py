@@ -1,6 +1,6 @@
 """Turn the tables of an nsys export into the columns of the scanner: one set for each process that used a GPU.
 
-Ids of calls and work are those of a process, so that processes must not be mixed; each is a trace of its own, as a rank is.
+Ids of calls and work are those of a process, so that processes must not be mixed; each is a separate trace, as a rank is.
 """
 
 from __future__ import annotations

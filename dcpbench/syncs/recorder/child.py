@@ -43,16 +43,16 @@ class Watch(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, *_: object) -> None:
         """Leave a note if torch is about to be imported."""
         if name == "torch":
-            leave_note(self.folder, TORCH, sys.orig_argv)
+            write_note(self.folder, TORCH, sys.orig_argv)
 
     def handle_audit_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Leave a note if a program is about to be started."""
         if event in STARTS:
             with contextlib.suppress(Exception):  # whatever is wrong with the command is for the function to report
-                leave_note(self.folder, STARTS[event], _list_words(event, arguments))
+                write_note(self.folder, STARTS[event], _list_words(event, arguments))
 
 
-def leave_note(folder: Path, event: str, command: list[str], **facts: str) -> None:
+def write_note(folder: Path, event: str, command: list[str], **facts: str) -> None:
     """Append a line to the notes of this process."""
     note = {"event": event, "command": command, "parent": os.getppid(), **facts}
     with contextlib.suppress(OSError):  # the notes are not the program's business
@@ -84,13 +84,13 @@ def install(settings: dict[str, Any], run_after_import: Callable[[str, Callable[
     The first process of the program begins its dry run itself. Without a `package` there is none.
     """
     watch = Watch(Path(settings["folder"]))
-    leave_note(watch.folder, BEGAN, sys.orig_argv)
+    write_note(watch.folder, BEGAN, sys.orig_argv)
     sys.meta_path.insert(0, watch)
     sys.addaudithook(watch.handle_audit_event)
 
     def handle_fork() -> None:
         if not is_program_start():
-            leave_note(watch.folder, FORKED, sys.orig_argv)
+            write_note(watch.folder, FORKED, sys.orig_argv)
 
     os.register_at_fork(after_in_child=handle_fork)
     if settings.pop("first", False):
@@ -104,19 +104,19 @@ def _note_end(folder: Path) -> None:
     """Leave a note when this process ends, also by os._exit, as children of multiprocessing do, or by SIGTERM."""
     leave = os._exit
 
-    def note_and_exit(status: int) -> Any:  # noqa: ANN401  (never)
-        leave_note(folder, ENDED, sys.orig_argv)
+    def write_note_and_exit(status: int) -> Any:  # noqa: ANN401  (never)
+        write_note(folder, ENDED, sys.orig_argv)
         leave(status)
 
-    def note_and_die(number: int, _frame: object) -> None:
-        leave_note(folder, TERMINATED, sys.orig_argv)
+    def write_note_and_kill(number: int, _frame: object) -> None:
+        write_note(folder, TERMINATED, sys.orig_argv)
         _signal.signal(number, _signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    os._exit = note_and_exit
-    atexit.register(leave_note, folder, ENDED, sys.orig_argv)
+    os._exit = write_note_and_exit
+    atexit.register(write_note, folder, ENDED, sys.orig_argv)
     if _signal.getsignal(_signal.SIGTERM) == _signal.SIG_DFL:
-        _signal.signal(_signal.SIGTERM, note_and_die)
+        _signal.signal(_signal.SIGTERM, write_note_and_kill)
 
 
 def _begin_dry_run(settings: dict[str, Any]) -> None:
@@ -129,4 +129,4 @@ def _begin_dry_run(settings: dict[str, Any]) -> None:
             sys.path.remove(settings["package"])
         followed.follow_process(settings)
     except Exception as error:  # noqa: BLE001  (whatever fails here must not fail the program)
-        leave_note(Path(settings["folder"]), FAILED, sys.orig_argv, reason=f"{type(error).__name__}: {error}")
+        write_note(Path(settings["folder"]), FAILED, sys.orig_argv, reason=f"{type(error).__name__}: {error}")

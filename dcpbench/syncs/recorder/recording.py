@@ -222,7 +222,7 @@ class Recorder:
             made = profiler.profile(
                 activities=activities,
                 with_stack=True,
-                experimental_config=self._torch._C._profiler._ExperimentalConfig(**config),  # noqa: SLF001  (likewise)
+                experimental_config=self._torch._C._profiler._ExperimentalConfig(**config),  # noqa: SLF001  (see above)
             )
             made.start()
         self._profiler = made

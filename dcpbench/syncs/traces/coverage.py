@@ -179,7 +179,7 @@ def list_damage(columns: Columns) -> list[str]:
             "known by their names: record it again"
         )
     if trouble.behind:
-        lost.append(f"goes on with {trouble.behind}, which was not read: scan each trace from a file of its own")
+        lost.append(f"goes on with {trouble.behind}, which was not read: scan each trace from a separate file")
     read = [columns.tables[kind].name for kind in ("calls", "gpu", "syncs", "ranges")]
     wrong = sorted(filter(_is_damaged, (columns.names[n] for n in np.unique(np.concatenate(read)).tolist())))
     if wrong:

@@ -1,6 +1,6 @@
 """Calls that torch's documentation names as synchronising, that profiles of real engines met, and that resemble them.
 
-Each is a case of its own (`documented:NAME`), which measure.py runs on a GPU and predict.py in a dry run.
+Each is a separate case (`documented:NAME`), which measure.py runs on a GPU and predict.py in a dry run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CASES: list[Documented] = []
 
 
 def _add(api: str, variant: str, named_by: str, call: Callable[..., Any], *arguments: Callable[[str], Any]) -> None:
-    """Add a case that calls a function of arguments, which are made anew on the device."""
+    """Add a case that calls a function of arguments, which are made on the device for each call."""
 
     def make(device: str) -> Callable[[], Any]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Test the model of the wire, machine files, and what `dcpbench bench calibrate` makes of benches."""
+"""Test the communication model, machine files, and what `dcpbench bench calibrate` makes of benches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,17 @@ from dcpbench import cli
 from dcpbench.bench import calibration
 from dcpbench.errors import DcpbenchError, UsageError
 from dcpbench.points import cluster_specs
-from dcpbench.points.comm_model import LATE, Call, Fit, Link, Prompts, Sample, Wire, _interpolate, fit_samples
+from dcpbench.points.comm_model import (
+    IN_STEP_FACTOR,
+    Call,
+    CommModel,
+    Fit,
+    Link,
+    Prompts,
+    Sample,
+    _interpolate,
+    fit_samples,
+)
 from dcpbench.points.gpus import GPUS
 from dcpbench.records.record import Emulated
 from dcpbench.serving.step_cases import Extent
@@ -22,17 +32,17 @@ from dcpbench.serving.step_times import LINE, StepTimes, write_step_times
 from tests.unit.step_times_builder import step_times
 
 RESULTS = Path(__file__).parents[2] / "results"
-WIRE = RESULTS / "decode-serving_2xH200_2026-11-26" / "wire"
+BENCHES = RESULTS / "decode-serving_2xH200_2026-11-26" / "wire"
 FOUR, TWO = (
     RESULTS / "exchanges_H100-H200/kernels-exchanges_4xH200_2026-11-21",
     RESULTS / "emulation_H200/emulated-against-live_2xH200_2026-11-23",
 )
 BENCHES = [
-    *(WIRE / f"{bench}-{ranks}" for ranks in (2, 4) for bench in ("collectives", "exchange")),
+    *(BENCHES / f"{bench}-{ranks}" for ranks in (2, 4) for bench in ("collectives", "exchange")),
     FOUR / "exchange-q-replicate",
 ]
 OLDER = [FOUR / "exchange", TWO / "exchange-2"]  # used for calls that BENCHES lack
-TRUE = Fit(launch_us=4.0, meet_us=0.8, us_per_byte=1 / 200e3)
+TRUE = Fit(launch_us=4.0, per_rank_us=0.8, us_per_byte=1 / 200e3)
 SIZES = (10_000, 100_000, 1_000_000, 8_000_000)
 
 
@@ -55,10 +65,10 @@ def make_call(ranks: tuple[int, ...] = (2, 4), wrong: float = 0.0) -> Call:
 
 
 def test_fit_recovers_known_parameters() -> None:
-    """Recover launch time, time for each further rank, and bandwidth, from two numbers of ranks and of meetings."""
+    """Recover launch time, time for each further rank, and bandwidth, from two numbers of ranks and of barriers."""
     found = fit_samples(make_call().samples)
     assert found.launch_us == pytest.approx(4.0)
-    assert found.meet_us == pytest.approx(0.8)
+    assert found.per_rank_us == pytest.approx(0.8)
     assert found.bytes_s == pytest.approx(200e9)
 
 
@@ -67,7 +77,7 @@ def test_fit_clips_a_negative_parameter_to_zero() -> None:
     found = fit_samples(
         [Sample(2, 1, 1000, 6.5), Sample(4, 1, 1000, 6.1), Sample(2, 1, 10**6, 12.0), Sample(4, 1, 10**6, 11.0)]
     )
-    assert found.meet_us == 0
+    assert found.per_rank_us == 0
     assert found.launch_us > 0
 
 
@@ -75,7 +85,7 @@ def test_prediction_returns_measured_values_and_interpolates_between_them() -> N
     """Check that measured values are returned even if the model misses them, because the residual is added."""
     call = make_call(wrong=0.1)
     for s in call.samples:
-        assert call.predict_us(s.ranks, s.received_bytes, s.meetings) == pytest.approx(s.us, rel=1e-9)
+        assert call.predict_us(s.ranks, s.received_bytes, s.barriers) == pytest.approx(s.us, rel=1e-9)
     between = call.predict_us(2, 300_000)
     assert call.predict_us(2, 100_000) < between < call.predict_us(2, 1_000_000)
 
@@ -106,7 +116,7 @@ def test_error_grows_outside_the_measured_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "size", "meetings", "by_ranks", "by_size"),
+    ("ranks", "size", "barriers", "by_ranks", "by_size"),
     [
         (4, 500_000, 1, 0, 0),
         (8, 16_000_000, 2, 0, 0),
@@ -119,12 +129,12 @@ def test_error_grows_outside_the_measured_range() -> None:
     ],
 )
 def test_each_doubling_or_halving_outside_the_range_adds_its_error(
-    ranks: int, size: int, meetings: int, by_ranks: int, by_size: int
+    ranks: int, size: int, barriers: int, by_ranks: int, by_size: int
 ) -> None:
-    """Extrapolate from measurements of 4 and 8 ranks and of 5,000 to 8,000,000 bytes a meeting."""
+    """Extrapolate from measurements of 4 and 8 ranks and of 5,000 to 8,000,000 bytes a barrier."""
     call = make_call((4, 8), wrong=0.2)
     wider = by_ranks * call.ranks_error + (1 + by_size) * call.size_error
-    assert call.estimate_error(ranks, size, meetings) == pytest.approx(wider)
+    assert call.estimate_error(ranks, size, barriers) == pytest.approx(wider)
 
 
 def test_errors_without_measurements_have_assumed_values() -> None:
@@ -142,47 +152,47 @@ def test_error_over_ranks_is_divided_by_the_number_of_doublings() -> None:
 
 def test_one_rank_takes_no_time_and_an_unknown_call_raises() -> None:
     """Check that the error lists the known calls."""
-    wire = Wire({"made": make_call()}, host=8)
-    assert wire.predict_seconds("made", 1, 10**6).mean == 0
+    comm_model = CommModel({"made": make_call()}, host=8)
+    assert comm_model.predict_seconds("made", 1, 10**6).mean == 0
     with pytest.raises(UsageError, match=r"symm was not measured on this machine \(known: made\).*calibrate"):
-        wire.predict_seconds("symm", 4, 1000)
+        comm_model.predict_seconds("symm", 4, 1000)
 
 
 def test_all_to_all_uses_one_link_and_ring_uses_all_links_between_hosts() -> None:
     """Check also that exchanges that read peers' memory are refused between hosts."""
     link = Link(name="x", bytes_s=50e9, latency_us=5.0, source="made up")
-    wire = Wire({name: make_call() for name in ("all-to-all", "all-gather", "symm")}, host=8, link=link)
+    comm_model = CommModel({name: make_call() for name in ("all-to-all", "all-gather", "symm")}, host=8, link=link)
     size = 64_000_000
-    own, ring = wire.predict_seconds("all-to-all", 16, size), wire.predict_seconds("all-gather", 16, size)
+    own, ring = comm_model.predict_seconds("all-to-all", 16, size), comm_model.predict_seconds("all-gather", 16, size)
     assert own.mean == pytest.approx(size * 8 / 15 / 40e9 + 5e-6)
     assert ring.mean < own.mean
     assert own.high == pytest.approx(2 * own.mean)
     with pytest.raises(
         UsageError, match="symm over 16 ranks leaves a host of 8 GPUs, and it reads the memory of peers"
     ):
-        wire.predict_seconds("symm", 16, size)
+        comm_model.predict_seconds("symm", 16, size)
     with pytest.raises(UsageError, match="no link between hosts is described"):
-        Wire(wire.calls, host=8).predict_seconds("all-gather", 16, size)
+        CommModel(comm_model.calls, host=8).predict_seconds("all-gather", 16, size)
 
 
 def test_ring_between_hosts_adds_the_latency_of_each_further_host() -> None:
-    """Send 64 MB over 8 links of 1 GB/s at 80 %: 10 ms; three further hosts and two meetings: 6 messages of 5 µs."""
+    """Send 64 MB over 8 links of 1 GB/s at 80 %: 10 ms; three further hosts and two barriers: 6 messages of 5 µs."""
     link = Link(name="x", bytes_s=1e9, latency_us=5.0, source="made up")
-    wire = Wire({"all-gather": make_call(), "all-to-all": make_call()}, host=8, link=link)
-    found = wire.predict_seconds("all-gather", 32, 64_000_000, 2)
+    comm_model = CommModel({"all-gather": make_call(), "all-to-all": make_call()}, host=8, link=link)
+    found = comm_model.predict_seconds("all-gather", 32, 64_000_000, 2)
     assert found.mean == pytest.approx(10e-3 + 30e-6)
     assert (found.low, found.high) == (pytest.approx(found.mean / 2), pytest.approx(found.mean * 2))
-    small = wire.predict_seconds("all-to-all", 16, 1000, 2)
+    small = comm_model.predict_seconds("all-to-all", 16, 1000, 2)
     assert small.mean == pytest.approx(make_call().predict_us(16, 1000, 2) * 1e-6 + 10e-6)
-    assert wire.predict_seconds("all-gather", 8, 64_000_000).mean < 1e-3
+    assert comm_model.predict_seconds("all-gather", 8, 64_000_000).mean < 1e-3
 
 
-def test_wire_of_another_machine_scales_the_rate_and_widens_the_error() -> None:
+def test_model_of_another_machine_scales_the_rate_and_widens_the_error() -> None:
     """Double the links' rate, which halves the time of the bytes; the error includes that of the scaling."""
     call, size = make_call(), 1_000_000
-    wire = Wire({"made": call}, host=8, scale=2.0, borrowed=0.1)
+    comm_model = CommModel({"made": call}, host=8, scale=2.0, borrowed=0.1)
     us, bytes_us = call.predict_us(2, size), size / 200e3
-    found = wire.predict_seconds("made", 2, size)
+    found = comm_model.predict_seconds("made", 2, size)
     assert found.mean == pytest.approx((us - bytes_us / 2) * 1e-6)
     error = call.estimate_error(2, size) + 0.1 + us / (us - bytes_us / 2) - 1
     assert found.high / found.mean == pytest.approx(1 + error)
@@ -192,12 +202,14 @@ def test_wire_of_another_machine_scales_the_rate_and_widens_the_error() -> None:
 def test_faster_links_shorten_only_the_transfer_time() -> None:
     """Predict for B200, which has no measurement of its own, so that the band includes the time measured on H200."""
     here, there = (
-        cluster_specs.load_machine(name).wire.predict_seconds("symm", 4, 20_000_000, 2) for name in ("H200", "B200")
+        cluster_specs.load_machine(name).comm_model.predict_seconds("symm", 4, 20_000_000, 2)
+        for name in ("H200", "B200")
     )
     assert here.mean / 2 < there.mean < here.mean
     assert there.high > here.mean
     small = [
-        cluster_specs.load_machine(name).wire.predict_seconds("symm", 4, 1000, 2).mean for name in ("H200", "B200")
+        cluster_specs.load_machine(name).comm_model.predict_seconds("symm", 4, 1000, 2).mean
+        for name in ("H200", "B200")
     ]
     assert small[1] == pytest.approx(small[0], rel=0.05)
 
@@ -208,12 +220,12 @@ def test_every_known_gpu_is_a_machine_with_predictions(gpu: str) -> None:
     machine = cluster_specs.load_machine(f"{gpu}+rdma-400")
     assert machine.card.name == gpu
     inside, own = (
-        machine.wire.predict_seconds("a2a", 8, 10**6, 2),
-        cluster_specs.load_machine("H200").wire.predict_seconds("a2a", 8, 10**6, 2),
+        machine.comm_model.predict_seconds("a2a", 8, 10**6, 2),
+        cluster_specs.load_machine("H200").comm_model.predict_seconds("a2a", 8, 10**6, 2),
     )
     assert inside.low < inside.mean < inside.high
     assert gpu == "H200" or inside.high / inside.mean > own.high / own.mean
-    assert machine.wire.predict_seconds("a2a", 16, 10**6, 2).mean > inside.mean
+    assert machine.comm_model.predict_seconds("a2a", 16, 10**6, 2).mean > inside.mean
 
 
 def test_compute_is_scaled_by_the_ratio_of_the_named_rate() -> None:
@@ -227,7 +239,7 @@ def test_compute_is_scaled_by_the_ratio_of_the_named_rate() -> None:
         cluster_specs.load_machine("A100").compute_scale("matmul_fp8", h200)
 
 
-def test_built_in_wire_equals_the_calibration_of_the_kept_records() -> None:
+def test_built_in_model_equals_the_calibration_of_the_kept_records() -> None:
     """Compare the file in the package with the calibration of results/."""
     records, older = calibration.read_records(BENCHES), calibration.read_records(OLDER)
     calls = calibration.collect_samples(older) | calibration.collect_samples(records)
@@ -236,7 +248,7 @@ def test_built_in_wire_equals_the_calibration_of_the_kept_records() -> None:
 
 
 def test_machine_file_round_trips(tmp_path: Path) -> None:
-    """Write a machine with a link of its own and with special characters in its name."""
+    """Write a machine with its own link and with special characters in its name."""
     link = Link(name="our fabric", bytes_s=25e9, latency_us=6.0, source="ib_write_bw")
     made_up = cluster_specs.Machine(
         name='a "b" ü',
@@ -375,7 +387,7 @@ def test_calibrate_names_missing_calls_and_the_command_that_measures_them(
 def make_emulated(times: StepTimes, shorter: float) -> StepTimes:
     """Return step times as of one emulating GPU: steps with prompts are shorter by a factor."""
     scaled = times.apply_factors(1.0, 1 / shorter)
-    emulation = Emulated(machine="H200", calls=3, wire_us=1.0, wire_low_us=1.0, wire_high_us=1.0)
+    emulation = Emulated(machine="H200", calls=3, comm_us=1.0, comm_low_us=1.0, comm_high_us=1.0)
     return msgspec.structs.replace(scaled, emulated=emulation, path=times.path | {"emulate": "machine.toml"})
 
 
@@ -391,7 +403,7 @@ SMALL = Extent(requests=4, context=300, pages=100, virtual_page=64, chunk=256, t
 def test_calibrate_measures_how_much_longer_prompts_take_on_all_gpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Expect 1.04, the median of 1.05 and 1.03 from two emulating GPUs; the wire of the given machine file is kept."""
+    """Expect 1.04, the median of 1.05 and 1.03 from two emulating GPUs; the calls of the given machine file are kept."""
     live = step_times(SMALL)
     runs = [write_run(tmp_path / "live", live)]
     runs += [write_run(tmp_path / f"gpu-{shorter}", make_emulated(live, shorter)) for shorter in (1.05, 1.03)]
@@ -479,7 +491,7 @@ def test_name_of_machine_for_another_gpu_names_the_measured_gpu(
     out = tmp_path / "m.toml"
     code, _, _ = run(capsys, "bench", "calibrate", str(BENCHES[0]), "--gpu", "H100", "-o", str(out))
     assert code == 0
-    assert cluster_specs.read_machine(out).name == "H100, its wire measured on H200"
+    assert cluster_specs.read_machine(out).name == "H100, its communication measured on H200"
 
 
 @pytest.mark.parametrize(
@@ -521,7 +533,7 @@ def test_machines_command_lists_built_in_machines(capsys: pytest.CaptureFixture[
 
 def test_collectives_in_steps_take_longer_by_the_lateness_factor():
     """Apply one factor to collectives of any number of ranks, and none to exchanges."""
-    wire = Wire({"made": make_call(), "symm": dataclasses.replace(make_call(), name="symm")}, host=8)
-    alone, late = (of.predict_seconds("made", 2, 10**6) for of in (wire, wire.in_step))
-    assert (late.mean / alone.mean, late.high / alone.high) == pytest.approx((LATE, LATE))
-    assert wire.in_step.predict_seconds("symm", 2, 10**6) == wire.predict_seconds("symm", 2, 10**6) == alone
+    comm_model = CommModel({"made": make_call(), "symm": dataclasses.replace(make_call(), name="symm")}, host=8)
+    alone, late = (of.predict_seconds("made", 2, 10**6) for of in (comm_model, comm_model.in_step))
+    assert (late.mean / alone.mean, late.high / alone.high) == pytest.approx((IN_STEP_FACTOR, IN_STEP_FACTOR))
+    assert comm_model.in_step.predict_seconds("symm", 2, 10**6) == comm_model.predict_seconds("symm", 2, 10**6) == alone

@@ -1,6 +1,6 @@
 """Print the communication model and its errors against records of 2 and 4 GPUs under results/, in Markdown.
 
-python -m tools.wire_check
+python -m tools.comm_model_check
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 def layers(run: str, records: Iterable[Record]) -> Iterator[Row]:
     """Yield the exchanges of all steps that have one."""
-    wire = load_built_in(MEASURED_ON).wire.in_step
+    comm_model = load_built_in(MEASURED_ON).comm_model.in_step
     for record in records:
         point, phases, conditions = record.point, record.phases, record.conditions
         if phases is None or conditions is None or point.dcp == 1:
@@ -73,7 +73,7 @@ def layers(run: str, records: Iterable[Record]) -> Iterator[Row]:
             point.exchange, batch, heads, ranks, shape.query_width, shape.output_width, ITEMSIZE
         )
         measured = sum(phases.phase_us[name] for name in EXCHANGED) / shape.layers
-        modelled = wire.predict_seconds(point.exchange, ranks, sum(received), 2).mean * 1e6
+        modelled = comm_model.predict_seconds(point.exchange, ranks, sum(received), 2).mean * 1e6
         yield Row(run, point, measured, modelled)
 
 
@@ -113,9 +113,9 @@ def main() -> int:
         "",
         "## Without the measurement at hand",
         "",
-        "Errors are those of predicting a size without it, and the most ranks from fewer; docs/wire.md has the formula.",
+        "Errors are those of predicting a size without it, and the most ranks from fewer; docs/comm-model.md has the formula.",
         "",
-        format_quality_table(compute_quality(machine.wire.calls.values())),
+        format_quality_table(compute_quality(machine.comm_model.calls.values())),
         "## Inside a step",
         "",
         INSIDE.format(
