@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -335,7 +336,8 @@ def test_tilings_tool_runs_kernels_of_another_checkout_in_turns(tmp_path, capsys
 
 
 COMPILE = """
-import json, sys
+import json, subprocess, sys
+from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -349,20 +351,16 @@ constants = {(names.index(name),): value for name, value in asked["constants"].i
 aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*asked["types"], "columns", "depth") if name in names}
 source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
 found = triton.compile(source, target=GPUTarget("cuda", asked["target"], 32), options={"num_warps": asked["warps"]})
-json.dump({"shared": found.metadata.shared, "text": found.asm["ttgir"]}, sys.stdout)
+cubin = Path(asked["folder"], "kernel.cubin")
+cubin.write_bytes(found.asm["cubin"])
+cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+sass = subprocess.run([cuobjdump, "-sass", cubin], text=True, capture_output=True, check=True).stdout
+json.dump({"shared": found.metadata.shared, "text": found.asm["ttgir"], "sass": sass}, sys.stdout)
 """
 
 
-@pytest.mark.parametrize(
-    ("target", "shared_kib", "rows", "group"),
-    [(90, 227, 8, 32), (90, 227, 16, 32), (90, 227, 32, 32), (90, 227, 64, 32), (90, 227, 8, 128), (80, 163, 8, 32)],
-)
-@pytest.mark.parametrize(("gated", "depth"), [(True, 7168), (False, 2048), (False, 256)])
-@pytest.mark.long
-def test_product_kernels_compile_for_gpus_and_unpack_in_registers(
-    group, gated, depth, rows, target, shared_kib, tmp_path
-):
-    """Compile with Triton, without a GPU. Shared memory holds only loaded data: weights in registers are never stored there."""
+def compile_product(rows, depth, group, folder, *, gated, target=90):
+    """Compile the chosen tiling without a GPU; return its shared memory, Triton's intermediate text and the instructions."""
     tiling = int4_experts.choose_tiling(rows, depth, gated=gated)
     short = depth <= int4_experts.SHORT_DEPTH and rows <= int4_experts.SHORT_ROWS
     types = {
@@ -386,22 +384,52 @@ def test_product_kernels_compile_for_gpus_and_unpack_in_registers(
         "types": types,
         "constants": constants,
         "target": target,
+        "warps": tiling.warps,
+        "folder": str(folder),
     }
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],
-        input=json.dumps(asked | {"warps": tiling.warps}),
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        input=json.dumps(asked),
+        env=environment | {"TRITON_CACHE_DIR": str(folder)},
         text=True,
         capture_output=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("target", "shared_kib", "rows", "group"),
+    [(90, 227, 8, 32), (90, 227, 16, 32), (90, 227, 32, 32), (90, 227, 64, 32), (90, 227, 8, 128), (80, 163, 8, 32)],
+)
+@pytest.mark.parametrize(("gated", "depth"), [(True, 7168), (False, 2048), (False, 256)])
+@pytest.mark.long
+def test_product_kernels_compile_for_gpus_and_unpack_in_registers(
+    group, gated, depth, rows, target, shared_kib, tmp_path
+):
+    """Shared memory holds loaded data and rows alone: unpacked weights are never stored there."""
+    found = compile_product(rows, depth, group, tmp_path, gated=gated, target=target)
     assert found["shared"] <= shared_kib * 1024
-    rows_alone = f"x{rows}x"
     stored = [line for line in found["text"].splitlines() if "local_alloc %" in line]
-    assert all(rows_alone in line or f"<{rows}x" in line for line in stored), stored
+    assert all(f"x{rows}x" in line or f"<{rows}x" in line for line in stored), stored
+
+
+@pytest.mark.parametrize(("gated", "depth"), [(True, 7168), (False, 2048), (False, 256)])
+@pytest.mark.long
+def test_decode_kernels_take_less_than_two_instructions_per_weight(gated, depth, tmp_path):
+    """Count the longest loop of the code for Hopper. A pass of it multiplies a block of weights of each matrix, or all blocks of few
+    inputs; 1.125 instructions unpack and scale a weight, and 0.125 are matrix instructions.
+    """
+    tiling = int4_experts.choose_tiling(8, depth, gated=gated)
+    sass = compile_product(8, depth, 32, tmp_path, gated=gated)["sass"]
+    code = {int(at, 16): text for at, text in re.findall(r"/\*([0-9a-f]{4})\*/ +(.*?);", sass)}
+    jumps = [(int(to, 16), at) for at, text in code.items() for to in re.findall(r"BRA .*?0x([0-9a-f]+)", text)]
+    instructions = max(sum(to <= at <= end for at in code) for to, end in jumps if to < end)
+    blocks = depth // int4.BLOCK if depth <= int4_experts.SHORT_DEPTH else 1 + gated
+    weights = tiling.columns * int4.BLOCK * blocks / (32 * tiling.warps)
+    assert 1.25 < instructions / weights < 2
 
 
 @pytest.mark.gpu
