@@ -375,7 +375,7 @@ def compile_product(rows, depth, group, folder, *, gated, target=90):
         "TOGETHER": int4.SPANS[group] // int4.BLOCK, "EVEN": True, "NATIVE": True, "SHRINK": int4.SHRINK,
     }  # fmt: skip
     if short:
-        constants |= {"SPANS": depth // int4.SPANS[group], "PER_PROGRAM": 28}
+        constants |= {"SPANS": depth // int4.SPANS[group]}
     else:
         types |= {"source": "*i32"}
         constants |= {"GATED": gated, "TOP_K": 8}

@@ -23,9 +23,7 @@ FEW_ROWS = 8  # rows of a tile for up to FEW_TOKENS tokens, the fewest that a ma
 FEW_TOKENS = 128  # tokens of which experts, such as DeepSeek-V3's 256, mostly have at most FEW_ROWS
 SHORT_DEPTH = 256  # inputs of a product that a program keeps in registers
 SHORT_ROWS = 16  # largest number of rows of a tile of which it does
-SHORT_PROGRAMS = (
-    1024  # about as many programs as an H200 runs at once: with more, most would wait for the end of the few last ones
-)
+SHORT_PROGRAMS = 1024  # about as many of its programs as an H200 runs at once; a few more would run alone at the end
 PROMPT_ROWS = 64  # rows of a tile with more than MAX_ASSIGNMENTS assignments
 
 
@@ -36,12 +34,8 @@ class Tiling:
     columns: int
     stages: int
     warps: int
-    weight_first: bool = (
-        True  # True if weights are the first operand, so that the rows are the narrow side of the product
-    )
-    blocks: int | None = (
-        None  # blocks of columns of a program with at most SHORT_DEPTH inputs; None: chosen by the number of tiles
-    )
+    weight_first: bool = True  # True if weights are the first operand, so that rows are the narrow side
+    blocks: int | None = None  # blocks of columns of a program of SHORT_DEPTH; None: chosen by the number of tiles
 
 
 @triton.jit
@@ -158,7 +152,7 @@ def _product_kernel(
     tl.store(to, y.to(out.dtype.element_ty), mask=live[:, None] & (n < columns)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_program"])
 def _short_product_kernel(
     x,
     weight,
@@ -169,10 +163,10 @@ def _short_product_kernel(
     columns,
     depth,
     most_tiles,
+    per_program,
     ROWS: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PER_PROGRAM: tl.constexpr,
     SPANS: tl.constexpr,
     GROUP: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -181,9 +175,9 @@ def _short_product_kernel(
     NATIVE: tl.constexpr,
     SHRINK: tl.constexpr,
 ):
-    """Multiply rows of few inputs, which a program keeps in registers, by PER_PROGRAM blocks of columns of their expert."""
+    """Multiply rows of few inputs, which a program keeps in registers, by `per_program` blocks of columns of their expert."""
     blocks = tl.cdiv(columns, BLOCK_N)
-    across = tl.cdiv(blocks, PER_PROGRAM)
+    across = tl.cdiv(blocks, per_program)
     tile = tl.program_id(0) // across
     expert = tl.load(tiles + tile)
     if (expert < 0) | (expert >= experts):
@@ -200,8 +194,8 @@ def _short_product_kernel(
     word_at = weight + expert.to(tl.int64) * SPANS * TOGETHER * columns * 32 + k[None, :]
     scale_at = scale + expert.to(tl.int64) * SPANS * columns
     to = out + row.to(tl.int64)[:, None] * columns
-    first = tl.program_id(0) % across * PER_PROGRAM
-    for block_n in tl.range(first, tl.minimum(first + PER_PROGRAM, blocks), num_stages=STAGES):
+    first = tl.program_id(0) % across * per_program
+    for block_n in tl.range(first, tl.minimum(first + per_program, blocks), num_stages=STAGES):
         n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = tl.minimum(n, columns - 1)
         y = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
@@ -235,8 +229,8 @@ def choose_rows(tokens: int) -> int | None:
 def choose_tiling(rows: int, depth: int, *, gated: bool) -> Tiling:
     """Return the tiling of a product for tiles of `rows` rows and `depth` inputs.
 
-    For tiles of at most SHORT_ROWS it has the fewest instructions per weight, in code compiled for Hopper, among tilings of which an SM holds 14
-    warps or more. It has not been measured; `python -m tools.int4_tilings` compares tilings.
+    For tiles of at most SHORT_ROWS it has the fewest instructions per weight, in code compiled for Hopper, among tilings of which an SM
+    holds 14 warps or more. It has not been measured; `python -m tools.int4_tilings` compares tilings.
     """
     if rows >= PROMPT_ROWS:
         return Tiling(columns=128, stages=3, warps=8)
@@ -270,8 +264,7 @@ def compute_product(
     if not gated and depth <= SHORT_DEPTH and plan.rows <= SHORT_ROWS:
         per_program = chosen.blocks or triton.cdiv(blocks, max(1, round(SHORT_PROGRAMS / most_tiles)))
         _short_product_kernel[(most_tiles * triton.cdiv(blocks, per_program),)](
-            *(x, weight.data, weight.scale, plan.tiles, out, *sizes, plan.tiles.stride(0)),
-            PER_PROGRAM=per_program,
+            *(x, weight.data, weight.scale, plan.tiles, out, *sizes, plan.tiles.stride(0), per_program),
             SPANS=spans,
             **options,
         )
