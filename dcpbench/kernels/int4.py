@@ -28,6 +28,7 @@ SPANS = dict(zip(INT4_GROUPS, (BLOCK, 2 * BLOCK), strict=True))  # columns per w
 ZERO = 8  # stored number of q = 0
 STEPS = 7.5  # largest |weight| of a group over its scale, as compressed-tensors computes scales of 16 symmetric steps
 DEVIATION = (21.5 * 13 / 12) ** 0.5  # root mean square of integers from −8 to 7, times scales from 0.5 to 1.5
+SHRINK = 32  # a GPU unpacks weights times 2**-SHRINK: scales of subnormal numbers, up to 2**(133 - SHRINK) larger, are finite
 MIN_SCALE = 2.0**-100  # lower bound of a scale, so that a group of zeros has one that does not underflow
 
 
@@ -114,45 +115,56 @@ def dequantize(weight: Int4) -> torch.Tensor:
 
 UNPACK = tl.constexpr(
     """{
-    .reg .b32 word, one, bias, none;
-    mov.b32 one, 0x3F803F80;
-    mov.b32 bias, 0xC308C308;
-    mov.b32 none, 0x80008000;
-    lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 word, $4, 4;
-    lop3.b32 $1, word, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 word, $4, 8;
-    lop3.b32 $2, word, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 word, $4, 12;
-    lop3.b32 $3, word, 0x000F000F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 $0, $0, one, bias;
-    fma.rn.bf16x2 $1, $1, one, bias;
-    fma.rn.bf16x2 $2, $2, one, bias;
-    fma.rn.bf16x2 $3, $3, one, bias;
-    fma.rn.bf16x2 $0, $0, $5, none;
-    fma.rn.bf16x2 $1, $1, $6, none;
-    fma.rn.bf16x2 $2, $2, $7, none;
-    fma.rn.bf16x2 $3, $3, $8, none;
+    .reg .b32 high;
+    and.b32 $0, $4, 0x000F000F;
+    and.b32 $1, $4, 0x00F000F0;
+    shr.u32 high, $4, 8;
+    and.b32 $2, high, 0x000F000F;
+    and.b32 $3, high, 0x00F000F0;
+    fma.rn.bf16x2 $0, $0, $5, $9;
+    fma.rn.bf16x2 $1, $1, $6, $10;
+    fma.rn.bf16x2 $2, $2, $7, $11;
+    fma.rn.bf16x2 $3, $3, $8, $12;
     }"""
 )
-"""Unpack and scale the eight numbers of two words. The bits of q + 8 behind those of 128 (0x4300) are 136 + q in bf16, from which 136 is
-subtracted exactly; the product with the scale is rounded once."""
+"""Unpack and scale the eight numbers of two words. The low eight bits of a bf16 number whose other bits are 0 are an integer times 2⁻¹³³,
+subnormal or not: so q + 8 needs no conversion, and its product with the scale plus −8 · scale, which is exact, is rounded once."""
+
+SCALE = tl.constexpr(
+    """{
+    .reg .b32 even, odd, zero, none;
+    mov.b32 even, 0x72007200;
+    mov.b32 odd, 0x70007000;
+    mov.b32 zero, 0xB100B100;
+    mov.b32 none, 0x80008000;
+    fma.rn.bf16x2 $0, $3, even, none;
+    fma.rn.bf16x2 $1, $3, odd, none;
+    fma.rn.bf16x2 $2, $3, zero, none;
+    }"""
+)
+"""Multiply two scales, below 2²⁷, by 2^(133 − SHRINK) for parts 0 and 2, by 2^(129 − SHRINK) for parts 1 and 3, which are four bits
+further to the left, and by −8 · 2^−SHRINK."""
 
 
 @triton.jit
-def _unpack_scales(word_N, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the bf16 scales of the four parts of a block, of those that share a word of scales."""
+def _get_half(word_N, HALF: tl.constexpr):
+    return (word_N >> 16 * HALF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _split_scales(word_N, GROUP: tl.constexpr):
+    """Return the words with the scales of parts 0 and 1 and of parts 2 and 3 of a block."""
     if GROUP == 32:
-        s0, s1 = word_N.to(tl.int16), (word_N >> 16).to(tl.int16)
-        s2, s3 = (word_N >> 32).to(tl.int16), (word_N >> 48).to(tl.int16)
+        low, high = word_N.to(tl.int32), (word_N >> 32).to(tl.int32)
     else:
-        s0 = (word_N >> 16 * BLOCK).to(tl.int16)
-        s1, s2, s3 = s0, s0, s0
-    return (
-        s0.to(tl.bfloat16, bitcast=True),
-        s1.to(tl.bfloat16, bitcast=True),
-        s2.to(tl.bfloat16, bitcast=True),
-        s3.to(tl.bfloat16, bitcast=True),
+        low, high = word_N, word_N
+    return low, high
+
+
+@triton.jit
+def _scale_natively(word_N):
+    return tl.inline_asm_elementwise(
+        SCALE, "=&r,=&r,=&r,r", [word_N], (tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
 
 
@@ -162,8 +174,13 @@ def _unpack_part(word_NK, scale_N, PART: tl.constexpr):
 
 
 @triton.jit
+def _spread(scale_N, word_NK):
+    return tl.broadcast_to(scale_N[:, None], word_NK.shape)
+
+
+@triton.jit
 def unpack_block(word_NK, scale_N, BLOCK: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr):
-    """Return the four parts of a block of columns, [rows, 32] each: bf16 if NATIVE, else fp32.
+    """Return the four parts of a block of columns, [rows, 32] each: fp32, or if NATIVE bf16 times 2**-SHRINK.
 
     Args:
         word_NK: words of the block, [rows, 32].
@@ -172,23 +189,31 @@ def unpack_block(word_NK, scale_N, BLOCK: tl.constexpr, GROUP: tl.constexpr, NAT
         GROUP: columns per scale.
         NATIVE: True for a GPU's bf16 instructions, on two numbers each, which round a number once.
     """
-    s0, s1, s2, s3 = _unpack_scales(scale_N, BLOCK, GROUP)
+    FIRST: tl.constexpr = 0 if GROUP == 32 else BLOCK
+    SECOND: tl.constexpr = 1 if GROUP == 32 else BLOCK
+    low, high = _split_scales(scale_N, GROUP)
     if NATIVE:
+        even_01, odd_01, zero_01 = _scale_natively(low)
+        even_23, odd_23, zero_23 = _scale_natively(high)
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
             UNPACK,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
             [
                 word_NK,
-                tl.broadcast_to(s0[:, None], word_NK.shape),
-                tl.broadcast_to(s1[:, None], word_NK.shape),
-                tl.broadcast_to(s2[:, None], word_NK.shape),
-                tl.broadcast_to(s3[:, None], word_NK.shape),
+                _spread(_get_half(even_01, FIRST), word_NK),
+                _spread(_get_half(odd_01, SECOND), word_NK),
+                _spread(_get_half(even_23, FIRST), word_NK),
+                _spread(_get_half(odd_23, SECOND), word_NK),
+                _spread(_get_half(zero_01, FIRST), word_NK),
+                _spread(_get_half(zero_01, SECOND), word_NK),
+                _spread(_get_half(zero_23, FIRST), word_NK),
+                _spread(_get_half(zero_23, SECOND), word_NK),
             ],
             (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
         )
     else:
-        w0, w1 = _unpack_part(word_NK, s0, 0), _unpack_part(word_NK, s1, 1)
-        w2, w3 = _unpack_part(word_NK, s2, 2), _unpack_part(word_NK, s3, 3)
+        w0, w1 = _unpack_part(word_NK, _get_half(low, FIRST), 0), _unpack_part(word_NK, _get_half(low, SECOND), 1)
+        w2, w3 = _unpack_part(word_NK, _get_half(high, FIRST), 2), _unpack_part(word_NK, _get_half(high, SECOND), 3)
     return w0, w1, w2, w3

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +22,9 @@ from tools import int4_tilings
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """Relative errors caused by rounding, by the dtype of rows: in bf16 the rounding of weights, hidden rows and results."""
-TILINGS = {  # columns, stages, warps, and True if weights are the first operand
-    "gate-up": [(64, 5, 4, True), (64, 4, 4, False), (64, 4, 4, True), (32, 5, 2, True), (32, 5, 2, False)],
-    "down": [(128, 2, 4, True), (128, 3, 4, False), (128, 4, 4, True), (256, 2, 8, True), (256, 2, 8, False)],
+TILINGS = {  # columns, stages, warps, True if weights are the first operand, and blocks of columns of a program
+    "gate-up": [(64, 3, 2, True), (64, 4, 4, False), (128, 3, 8, True), (32, 5, 2, True), (32, 4, 1, True)],
+    "down": [(64, 3, 2, True, 14), (128, 3, 2, True, 7), (128, 4, 4, True), (128, 3, 4, False), (64, 4, 1, True, 3)],
 }
 
 
@@ -208,8 +210,9 @@ def check_tilings(product, group, requests, experts, sizes, tilings, device):
     x = torch.randn(requests if gated else ids.numel(), depth, generator=random, device=device).to(dtype)
     plan = int4_experts.plan_products(ids, 0, experts)
     truth = compute_sorted_truth(x, weight, plan, ids, gated=gated)
-    for columns, stages, warps, weight_first in tilings:
-        tiling = Tiling(columns=columns, stages=stages, warps=warps, weight_first=weight_first)
+    for columns, stages, warps, weight_first, *blocks in tilings:
+        more = {"blocks": blocks[0]} if blocks else {}
+        tiling = Tiling(columns=columns, stages=stages, warps=warps, weight_first=weight_first, **more)
         found = int4_experts.compute_product(x, weight, plan, 2, gated=gated, tiling=tiling)
         assert compute_error(found, truth) < 1, tiling
 
@@ -218,6 +221,73 @@ def check_tilings(product, group, requests, experts, sizes, tilings, device):
 def test_each_order_of_operands_agrees_with_the_dequantised_product(product, device):
     tilings = [(32, 2, 4, True), (32, 2, 4, False)]
     check_tilings(product, 32, 9, 3, (128, 48), tilings, device)
+
+
+@pytest.mark.parametrize(("group", "depth"), [(32, 96), (32, 256), (128, 128)])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_programs_of_several_blocks_of_columns_agree_with_the_dequantised_product(blocks, group, depth, device):
+    """Divide 80 columns into three blocks of 32, which one, two or three programs multiply, the last with 16 columns."""
+    assert depth <= int4_experts.SHORT_DEPTH
+    check_tilings("down", group, 9, 3, (depth, 80), [(32, 2, 4, True, blocks), (32, 2, 4, False, blocks)], device)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 8), (128, 8), (129, 16), (256, 16), (257, 32)])
+def test_tiles_have_more_rows_for_more_tokens(tokens, rows):
+    ids = torch.zeros(tokens, 2, dtype=torch.int32)
+    assert int4_experts.plan_products(ids, 0, 4).rows == rows
+
+
+def execute(text, *inputs, outputs):
+    """Execute PTX of and, shr, mov and fma.rn.bf16x2 on int32 tensors: $0, $1 … are `outputs` results, then the inputs."""
+    registers = {f"${outputs + i}": x for i, x in enumerate(inputs)}
+
+    def read(operand):
+        return torch.tensor(int(operand, 0)) if operand[0].isdigit() else registers[operand].long() & 0xFFFFFFFF
+
+    def to_halves(words):
+        halves = torch.stack([words & 0xFFFF, words >> 16 & 0xFFFF], -1)
+        return halves.to(torch.uint16).view(torch.bfloat16).double()
+
+    for line in text.strip("{} \n").split(";"):
+        name, _, operands = line.strip().partition(" ")
+        to, *given = (operand.strip() for operand in operands.split(","))
+        if name in ("mov.b32", "and.b32", "shr.u32"):
+            values = [read(operand) for operand in given]
+            registers[to] = (
+                values[0]
+                if len(values) == 1
+                else values[0] & values[1]
+                if name == "and.b32"
+                else values[0] >> values[1]
+            )
+        elif name == "fma.rn.bf16x2":
+            a, b, c = (to_halves(read(operand)) for operand in given)
+            halves = (a * b + c).to(torch.bfloat16).view(torch.uint16).long()
+            registers[to] = halves[..., 0] | halves[..., 1] << 16
+        else:
+            assert name in (".reg", ""), name
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+@given(exponent=st.integers(-64, 20), seed=st.integers(0, 2**31))
+@settings(max_examples=60)
+def test_native_instructions_round_each_product_with_its_scale_once(exponent, seed):
+    """Compare with numbers times scales, rounded to bf16, times 2^−SHRINK: exact products in fp64 have 12 bits."""
+    random = torch.Generator().manual_seed(seed)
+    words = torch.randint(0, 2**32, (200,), generator=random)
+    scales = ((1 + torch.rand(200, 4, generator=random)) * 2.0**exponent).to(torch.bfloat16)
+    bits = scales.view(torch.uint16).long()
+    split = [execute(int4.SCALE.value, bits[:, i] | bits[:, i + 1] << 16, outputs=3) for i in (0, 2)]
+    low, high = [[x & 0xFFFF for x in one] for one in split], [[x >> 16 for x in one] for one in split]
+    even_odd = [low[0][0], high[0][1], low[1][0], high[1][1]]
+    zeros = [low[0][2], high[0][2], low[1][2], high[1][2]]
+    found = execute(int4.UNPACK.value, words, *(x | x << 16 for x in even_odd + zeros), outputs=4)
+    for part, two in enumerate(found):
+        for half in range(2):
+            q = (words >> 16 * half + 4 * part & 15) - 8
+            wanted = (q.double() * scales[:, part].double()).to(torch.bfloat16).double() * 2.0**-int4.SHRINK
+            bf16 = (two >> 16 * half & 0xFFFF).to(torch.uint16).view(torch.bfloat16).double()
+            assert torch.equal(bf16, wanted)
 
 
 def test_tilings_tool_checks_each_product_and_reports_a_wrong_one(tmp_path, capsys, monkeypatch):
@@ -231,7 +301,7 @@ def test_tilings_tool_checks_each_product_and_reports_a_wrong_one(tmp_path, caps
     right = int4_experts.compute_product
 
     def compute_wrong(*given, gated, **more):
-        assert int4_experts.choose_tiling(16, gated=gated).weight_first == gated
+        assert int4_experts.choose_tiling(8, 256, gated=gated).weight_first == gated
         return right(*given, gated=gated, **more) * (1.1 if gated else 1)
 
     monkeypatch.setattr(int4_experts, "compute_product", compute_wrong)
@@ -239,64 +309,146 @@ def test_tilings_tool_checks_each_product_and_reports_a_wrong_one(tmp_path, caps
     gate_up, down = capsys.readouterr().out.splitlines()
     assert "32x2x4xw WRONG" in gate_up
     assert "64x2x4xr is right" in down
+    for wrong, reason in (("64x2x4", "64x2x4 is no tiling"), ("before:64x2x4xw", "needs --before CHECKOUT")):
+        with pytest.raises(SystemExit):
+            int4_tilings.main([*words, "--down", wrong])
+        assert reason in capsys.readouterr().err
+
+
+def test_tilings_tool_runs_kernels_of_another_checkout_in_turns(tmp_path, capsys):
+    """Let the other checkout's down be wrong by a tenth, and use tiles of 16 rows for both."""
+    there = tmp_path / "checkout" / "dcpbench" / "kernels"
+    (there / "moe").mkdir(parents=True)
+    for name, module in (("int4.py", int4), ("moe/int4_experts.py", int4_experts)):
+        text = Path(module.__file__).read_text(encoding="utf-8")
+        (there / name).write_text(
+            text.replace("y.to(out.dtype.element_ty)", "(y * 1.1).to(out.dtype.element_ty)"), encoding="utf-8"
+        )
+    words = ["--model", "tiny", "--tp", "1", "--requests", "2", "--gate-up", "32x2x4xw16"]
+    words += ["--down", "64x2x4xw16x2,before:64x2x4xw16x2", "-o", str(tmp_path / "tilings.jsonl")]
+    assert int4_tilings.main([*words, "--before", str(tmp_path / "checkout")]) == 1
+    down = capsys.readouterr().out.splitlines()[1]
+    assert "64x2x4xw16x2 is right" in down
+    assert "before:64x2x4xw16x2 WRONG" in down
     with pytest.raises(SystemExit):
-        int4_tilings.main([*words, "--down", "64x2x4"])
-    assert "a tiling is COLUMNSxSTAGESxWARPSxFIRST" in capsys.readouterr().err
+        int4_tilings.main([*words, "--before", str(tmp_path)])
+    assert "is no checkout of this project" in capsys.readouterr().err
 
 
 COMPILE = """
-import json, sys
+import json, subprocess, sys
+from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dcpbench.kernels.moe.int4_experts import _product_kernel as kernel
+from dcpbench.kernels.moe import int4_experts
 
 asked = json.load(sys.stdin)
+kernel = getattr(int4_experts, asked["kernel"])
 names = kernel.arg_names
 types = {name: asked["types"].get(name, "constexpr" if name.isupper() else "i32") for name in names}
 constants = {(names.index(name),): value for name, value in asked["constants"].items()}
-aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*asked["types"], "columns", "depth")}
+aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*asked["types"], "columns", "depth") if name in names}
 source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
 found = triton.compile(source, target=GPUTarget("cuda", asked["target"], 32), options={"num_warps": asked["warps"]})
-json.dump({"shared": found.metadata.shared, "text": found.asm["ttgir"]}, sys.stdout)
+cubin = Path(asked["folder"], "kernel.cubin")
+cubin.write_bytes(found.asm["cubin"])
+cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+sass = subprocess.run([cuobjdump, "-sass", cubin], text=True, capture_output=True, check=True).stdout
+json.dump({"shared": found.metadata.shared, "text": found.asm["ttgir"], "sass": sass}, sys.stdout)
 """
 
 
-@pytest.mark.parametrize(
-    ("target", "shared_kib", "rows", "group"),
-    [(90, 227, 16, 32), (90, 227, 32, 32), (90, 227, 64, 32), (90, 227, 16, 128), (80, 163, 16, 32)],
-)
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.long
-def test_product_kernel_compiles_for_gpus_and_unpacks_in_registers(group, gated, rows, target, shared_kib, tmp_path):
-    """Compile with Triton, without a GPU. Shared memory holds only loaded data: registers are never stored there."""
-    tiling = int4_experts.choose_tiling(rows, gated=gated)
-    types = {"x": "*bf16", "weight": "*i16", "scale": "*i64" if group == 32 else "*i32", "out": "*bf16"}
+def compile_product(rows, depth, group, folder, *, gated, target=90):
+    """Compile the chosen tiling without a GPU; return its shared memory, Triton's intermediate text and the instructions."""
+    tiling = int4_experts.choose_tiling(rows, depth, gated=gated)
+    short = depth <= int4_experts.SHORT_DEPTH and rows <= int4_experts.SHORT_ROWS
+    types = {
+        "x": "*bf16",
+        "weight": "*i16",
+        "scale": "*i64" if group == 32 else "*i32",
+        "out": "*bf16",
+        "tiles": "*i32",
+    }
     constants = {
-        "GATED": gated, "TOP_K": 8, "ROWS": rows, "WEIGHT_FIRST": tiling.weight_first, "BLOCK_N": tiling.columns, "GROUP": group,
-        "TOGETHER": int4.SPANS[group] // int4.BLOCK, "STAGES": tiling.stages, "EVEN": True, "NATIVE": True,
+        "ROWS": rows, "WEIGHT_FIRST": tiling.weight_first, "BLOCK_N": tiling.columns, "GROUP": group, "STAGES": tiling.stages,
+        "TOGETHER": int4.SPANS[group] // int4.BLOCK, "EVEN": True, "NATIVE": True, "SHRINK": int4.SHRINK,
     }  # fmt: skip
-    asked = {"types": types | {"source": "*i32", "tiles": "*i32"}, "constants": constants, "target": target}
+    if short:
+        constants |= {"SPANS": depth // int4.SPANS[group]}
+    else:
+        types |= {"source": "*i32"}
+        constants |= {"GATED": gated, "TOP_K": 8}
+    asked = {
+        "kernel": "_short_product_kernel" if short else "_product_kernel",
+        "types": types,
+        "constants": constants,
+        "target": target,
+        "warps": tiling.warps,
+        "folder": str(folder),
+    }
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],
-        input=json.dumps(asked | {"warps": tiling.warps}),
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        input=json.dumps(asked),
+        env=environment | {"TRITON_CACHE_DIR": str(folder)},
         text=True,
         capture_output=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("target", "shared_kib", "rows", "group"),
+    [(90, 227, 8, 32), (90, 227, 16, 32), (90, 227, 32, 32), (90, 227, 64, 32), (90, 227, 8, 128), (80, 163, 8, 32)],
+)
+@pytest.mark.parametrize(("gated", "depth"), [(True, 7168), (False, 2048), (False, 256)])
+@pytest.mark.long
+def test_product_kernels_compile_for_gpus_and_unpack_in_registers(
+    group, gated, depth, rows, target, shared_kib, tmp_path
+):
+    """Shared memory holds loaded data and rows alone: unpacked weights are never stored there."""
+    found = compile_product(rows, depth, group, tmp_path, gated=gated, target=target)
     assert found["shared"] <= shared_kib * 1024
-    assert "local_alloc %" not in found["text"]
+    stored = [line for line in found["text"].splitlines() if "local_alloc %" in line]
+    assert all(f"x{rows}x" in line or f"<{rows}x" in line for line in stored), stored
+
+
+@pytest.mark.parametrize(("gated", "depth"), [(True, 7168), (False, 2048), (False, 256)])
+@pytest.mark.long
+def test_decode_kernels_take_less_than_two_instructions_per_weight(gated, depth, tmp_path):
+    """Count the longest loop of the code for Hopper. A pass of it multiplies a block of weights of each matrix, or all blocks of few
+    inputs; 1.125 instructions unpack and scale a weight, and 0.125 are matrix instructions.
+    """
+    tiling = int4_experts.choose_tiling(8, depth, gated=gated)
+    sass = compile_product(8, depth, 32, tmp_path, gated=gated)["sass"]
+    code = {int(at, 16): text for at, text in re.findall(r"/\*([0-9a-f]{4})\*/ +(.*?);", sass)}
+    jumps = [(int(to, 16), at) for at, text in code.items() for to in re.findall(r"BRA .*?0x([0-9a-f]+)", text)]
+    instructions = max(sum(to <= at <= end for at in code) for to, end in jumps if to < end)
+    blocks = depth // int4.BLOCK if depth <= int4_experts.SHORT_DEPTH else 1 + gated
+    weights = tiling.columns * int4.BLOCK * blocks / (32 * tiling.warps)
+    assert 1.25 < instructions / weights < 2
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("requests", [8, 32, 300])
+@pytest.mark.parametrize("requests", [8, 32, 200, 300])
 @pytest.mark.parametrize("group", INT4_GROUPS)
 @pytest.mark.parametrize("product", ["gate-up", "down"])
 def test_every_tiling_agrees_with_the_dequantised_product_on_a_gpu(product, group, requests, device):
-    """Use experts of DeepSeek-V3's width, divided by 8: rows in bf16, and tiles of 16 and 32 rows."""
+    """Use experts of DeepSeek-V3's width, divided by 8: rows in bf16, and tiles of 8, 16 and 32 rows."""
     sizes = (7168, 256) if product == "gate-up" else (256, 7168)
     check_tilings(product, group, requests, 16, sizes, TILINGS[product], device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", INT4_GROUPS)
+def test_small_and_large_scales_agree_with_the_dequantised_product_on_a_gpu(group, device):
+    """Weights of 2^−40 and 2^20: unpacked, they are between subnormal numbers and infinity."""
+    layer = Layer.make(device, tokens=5, hidden=256, width=256, group=group)
+    for size in (2.0**-40, 2.0**20):
+        q, scale = int4.unpack(layer.down)
+        other = dataclasses.replace(layer, down=int4.pack(q, scale * size), shared=torch.zeros_like(layer.shared))
+        truth = other.run(int4_experts.apply_experts_reference)
+        assert compute_error(other.run(int4_experts.apply_experts), truth) < 1

@@ -1,8 +1,8 @@
 """Experts of one rank over int4 weights and bf16 rows (W4A16), for decode batches and for prompts.
 
 The steps are those of decode_experts.py; a program unpacks a block of weights (kernels/int4.py) in registers and multiplies it. Hidden rows
-are in bf16, and so are unpacked weights: their product with the scale is rounded once. The kernel has been compiled for Hopper, and has not
-run on a GPU yet.
+are in bf16, and so are unpacked weights: their product with the scale is rounded once. On a GPU PTX instructions unpack weights for rows in
+bf16 (NATIVE); other rows, and Triton's interpreter, have plain operations with the same result.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ import triton.language as tl
 from torch.nn.functional import linear, silu
 
 from dcpbench.kernels.e4m3 import get_capability
-from dcpbench.kernels.int4 import BLOCK, SPANS, Int4, dequantize, unpack_block
+from dcpbench.kernels.int4 import BLOCK, SHRINK, SPANS, Int4, dequantize, unpack_block
 from dcpbench.kernels.moe.decode_experts import MAX_ASSIGNMENTS, Plan, plan_product
 from dcpbench.kernels.moe.prefill_experts import merge_expert_outputs, sort_by_expert, split_tiles
 
-FEW_ROWS = 16  # rows of a tile up to which they are the first operand, of an mma.sync that has no rows of padding
+FEW_ROWS = 8  # rows of a tile for up to FEW_TOKENS tokens, the fewest that a matrix instruction has
+FEW_TOKENS = 128  # tokens of which experts, such as DeepSeek-V3's 256, mostly have at most FEW_ROWS
+SHORT_DEPTH = 256  # inputs of a product that a program keeps in registers
+SHORT_ROWS = 16  # largest number of rows of a tile of which it does
+SHORT_PROGRAMS = 1024  # about as many of its programs as an H200 runs at once; a few more would run alone at the end
 PROMPT_ROWS = 64  # rows of a tile with more than MAX_ASSIGNMENTS assignments
 
 
@@ -30,7 +34,8 @@ class Tiling:
     columns: int
     stages: int
     warps: int
-    weight_first: bool = True  # True if weights are the first operand, so that the rows are the narrow side of a wgmma
+    weight_first: bool = True  # True if weights are the first operand, so that rows are the narrow side
+    blocks: int | None = None  # blocks of columns of a program of SHORT_DEPTH; None: chosen by the number of tiles
 
 
 @triton.jit
@@ -102,6 +107,7 @@ def _product_kernel(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
     NATIVE: tl.constexpr,
+    SHRINK: tl.constexpr,
 ):
     """Multiply rows by their expert's weights, a tile and BLOCK_N columns of results a program."""
     across = tl.cdiv(columns, BLOCK_N)
@@ -126,13 +132,18 @@ def _product_kernel(
     for span in tl.range(0, spans, num_stages=STAGES):
         for block in tl.static_range(TOGETHER):
             at = span * TOGETHER + block
-            x_parts = _load_rows(x_at, at * 128, depth, live, k, EVEN)
+            # Weights come before rows, which wait for their indices at the start of a program.
             words, scales = tl.load(word_at + at * height * 32), tl.load(scale_at + span * height)
+            if GATED:
+                up_words = tl.load(word_at + (at * height + columns) * 32)
+                up_scales = tl.load(scale_at + span * height + columns)
+            x_parts = _load_rows(x_at, at * 128, depth, live, k, EVEN)
             y = _add_product(x_parts, words, scales, y, block, GROUP, NATIVE, WEIGHT_FIRST)
             if GATED:
-                words = tl.load(word_at + (at * height + columns) * 32)
-                scales = tl.load(scale_at + span * height + columns)
-                up = _add_product(x_parts, words, scales, up, block, GROUP, NATIVE, WEIGHT_FIRST)
+                up = _add_product(x_parts, up_words, up_scales, up, block, GROUP, NATIVE, WEIGHT_FIRST)
+    if NATIVE:
+        y *= 1 << SHRINK
+        up *= 1 << SHRINK
     if GATED:
         y *= tl.sigmoid(y) * up
     if WEIGHT_FIRST:
@@ -141,25 +152,91 @@ def _product_kernel(
     tl.store(to, y.to(out.dtype.element_ty), mask=live[:, None] & (n < columns)[None, :])
 
 
+@triton.jit(do_not_specialize=["per_program"])
+def _short_product_kernel(
+    x,
+    weight,
+    scale,
+    tiles,
+    out,
+    experts,
+    columns,
+    depth,
+    most_tiles,
+    per_program,
+    ROWS: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPANS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    NATIVE: tl.constexpr,
+    SHRINK: tl.constexpr,
+):
+    """Multiply rows of few inputs, which a program keeps in registers, by `per_program` blocks of columns of their expert."""
+    blocks = tl.cdiv(columns, BLOCK_N)
+    across = tl.cdiv(blocks, per_program)
+    tile = tl.program_id(0) // across
+    expert = tl.load(tiles + tile)
+    if (expert < 0) | (expert >= experts):
+        return
+    begin, end = tl.load(tiles + most_tiles + tile), tl.load(tiles + 2 * most_tiles + tile)
+    row = begin + tl.arange(0, ROWS)
+    live = row < end
+    k = tl.arange(0, 32)
+    x_at = x + tl.where(live, row, begin).to(tl.int64)[:, None] * depth + k[None, :]
+    x_parts = ()
+    for at in tl.static_range(SPANS * TOGETHER):
+        x_parts = x_parts + (_load_rows(x_at, at * 128, depth, live, k, EVEN),)  # type: ignore[assignment]  # noqa: RUF005 - Triton cannot unpack
+
+    word_at = weight + expert.to(tl.int64) * SPANS * TOGETHER * columns * 32 + k[None, :]
+    scale_at = scale + expert.to(tl.int64) * SPANS * columns
+    to = out + row.to(tl.int64)[:, None] * columns
+    first = tl.program_id(0) % across * per_program
+    for block_n in tl.range(first, tl.minimum(first + per_program, blocks), num_stages=STAGES):
+        n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = tl.minimum(n, columns - 1)
+        y = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
+        for span in tl.static_range(SPANS):
+            scales = tl.load(scale_at + span * columns + inside)
+            for block in tl.static_range(TOGETHER):
+                words = tl.load(word_at + ((span * TOGETHER + block) * columns + inside)[:, None] * 32)
+                y = _add_product(x_parts[span * TOGETHER + block], words, scales, y, block, GROUP, NATIVE, WEIGHT_FIRST)
+        if NATIVE:
+            y *= 1 << SHRINK
+        if WEIGHT_FIRST:
+            y = tl.trans(y)
+        tl.store(to + n[None, :], y.to(out.dtype.element_ty), mask=live[:, None] & (n < columns)[None, :])
+
+
 def plan_products(ids_Tk: torch.Tensor, first: int, local: int) -> Plan:
     """Return the plan of both products for the experts [first, first + local). No host sync, deterministic."""
     count = ids_Tk.numel()
     if count <= MAX_ASSIGNMENTS:
-        return plan_product(ids_Tk, first, local)
+        return plan_product(ids_Tk, first, local, choose_rows(len(ids_Tk)))
     source, place, ends = sort_by_expert(ids_Tk, first, local)
     tiles, _ = split_tiles(ends, count, PROMPT_ROWS)
     return Plan(source=source, place=place, tiles=tiles, rows=PROMPT_ROWS)
 
 
-def choose_tiling(rows: int, *, gated: bool) -> Tiling:
-    """Return the tiling of a product for tiles of `rows` rows: among those near the bf16 kernel's that with the fewest instructions
-    per number in code compiled for Hopper. It has not been measured; `python -m tools.int4_tilings` compares tilings.
+def choose_rows(tokens: int) -> int | None:
+    """Return the rows of a tile, or None for those of the bf16 kernel: with more tokens most experts would have several tiles."""
+    return FEW_ROWS if tokens <= FEW_TOKENS else None
+
+
+def choose_tiling(rows: int, depth: int, *, gated: bool) -> Tiling:
+    """Return the tiling of a product for tiles of `rows` rows and `depth` inputs.
+
+    For tiles of at most SHORT_ROWS it has the fewest instructions per weight, in code compiled for Hopper, among tilings of which an SM
+    holds 14 warps or more. It has not been measured; `python -m tools.int4_tilings` compares tilings.
     """
     if rows >= PROMPT_ROWS:
         return Tiling(columns=128, stages=3, warps=8)
-    few = rows <= FEW_ROWS
-    columns, stages = (64, 4) if gated else (128, 3)
-    return Tiling(columns=columns, stages=stages, warps=4, weight_first=not few)
+    if rows > SHORT_ROWS:
+        return Tiling(columns=64, stages=4, warps=4) if gated else Tiling(columns=128, stages=3, warps=4)
+    return Tiling(columns=64 if gated or depth <= SHORT_DEPTH else 128, stages=3, warps=2)
 
 
 def compute_product(
@@ -168,32 +245,36 @@ def compute_product(
     """Return sorted rows of the products with each row's expert; see decode_experts.compute_product."""
     experts, height, depth = weight.shape
     columns = height // 2 if gated else height
-    chosen = tiling or choose_tiling(plan.rows, gated=gated)
+    chosen = tiling or choose_tiling(plan.rows, depth, gated=gated)
     out = torch.empty(len(plan.source), columns, dtype=x.dtype, device=x.device)
-    _product_kernel[(plan.tiles.shape[1] * triton.cdiv(columns, chosen.columns),)](
-        x,
-        weight.data,
-        weight.scale,
-        plan.source,
-        plan.tiles,
-        out,
-        experts,
-        columns,
-        depth,
-        weight.scale.shape[1],
-        plan.tiles.stride(0),
-        GATED=gated,
-        TOP_K=top_k,
-        ROWS=plan.rows,
-        WEIGHT_FIRST=chosen.weight_first,
-        BLOCK_N=chosen.columns,
-        GROUP=weight.group,
-        TOGETHER=SPANS[weight.group] // BLOCK,
-        STAGES=chosen.stages,
-        EVEN=depth % SPANS[weight.group] == 0,
-        NATIVE=x.dtype == torch.bfloat16 and get_capability(x.device) >= (8, 0),
-        num_warps=chosen.warps,
-    )
+    blocks, most_tiles, spans = triton.cdiv(columns, chosen.columns), plan.tiles.shape[1], weight.scale.shape[1]
+    options = {
+        "ROWS": plan.rows,
+        "WEIGHT_FIRST": chosen.weight_first,
+        "BLOCK_N": chosen.columns,
+        "GROUP": weight.group,
+        "TOGETHER": SPANS[weight.group] // BLOCK,
+        "STAGES": chosen.stages,
+        "EVEN": depth % SPANS[weight.group] == 0,
+        "NATIVE": x.dtype == torch.bfloat16 and get_capability(x.device) >= (8, 0),
+        "SHRINK": SHRINK,
+        "num_warps": chosen.warps,
+    }
+    sizes = (experts, columns, depth)
+    if not gated and depth <= SHORT_DEPTH and plan.rows <= SHORT_ROWS:
+        per_program = chosen.blocks or triton.cdiv(blocks, max(1, round(SHORT_PROGRAMS / most_tiles)))
+        _short_product_kernel[(most_tiles * triton.cdiv(blocks, per_program),)](
+            *(x, weight.data, weight.scale, plan.tiles, out, *sizes, plan.tiles.stride(0), per_program),
+            SPANS=spans,
+            **options,
+        )
+    else:
+        _product_kernel[(most_tiles * blocks,)](
+            *(x, weight.data, weight.scale, plan.source, plan.tiles, out, *sizes, spans, plan.tiles.stride(0)),
+            GATED=gated,
+            TOP_K=top_k,
+            **options,
+        )
     return out
 
 
