@@ -56,7 +56,7 @@ from dcpbench.servers.exact_tests import (
 )
 from dcpbench.servers.server_comparison import Report, SettingResult, compare_running
 from tests.servers.fake_server import Model, Running, Script
-from tools.client_accuracy import served
+from tools.client_accuracy import run_test_server
 from tools.server_agreement import PAIRS, RIGHT, faulty_engine, table_of_faults, verify
 
 if TYPE_CHECKING:
@@ -651,7 +651,7 @@ def test_exit_code_of_verify_url_follows_the_verdict(tmp_path: Path, capsys: pyt
         assert "Traceback" not in err
     words = ["--context", "300,400", "--new-tokens", "4", "--num-prompts", "9"]
     words += ["--header", "X-Team: blue", "--extra-body", '{"priority": 3}', "-o", str(tmp_path / "out")]
-    with served("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
+    with run_test_server("", tmp_path / "log") as url, pytest.raises(SystemExit) as end:
         cli.main(["verify", "--url", url, *words, "--json"])
     assert not end.value.code
     found = json.loads(capsys.readouterr().out)
