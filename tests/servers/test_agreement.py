@@ -57,7 +57,7 @@ from dcpbench.servers.exact_tests import (
 from dcpbench.servers.server_comparison import Report, SettingResult, compare_running
 from tests.servers.fake_server import Model, Running, Script
 from tools.client_accuracy import run_test_server
-from tools.server_agreement import PAIRS, RIGHT, faulty_engine, table_of_faults, verify
+from tools.server_agreement import PAIRS, RIGHT, format_verdicts, run_verify, start_faulty_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -705,7 +705,7 @@ def test_each_prompt_is_sent_repeatedly_alone_and_in_a_batch() -> None:
 @pytest.fixture(scope="module")
 def engines() -> Iterator[str]:
     """Return the address of the stand-in engines in a separate process."""
-    with faulty_engine() as url:
+    with start_faulty_engine() as url:
         yield url
 
 
@@ -713,7 +713,7 @@ def engines() -> Iterator[str]:
 def test_planted_faults_are_found_without_false_positives(pair: str, engines: str) -> None:
     """`python -m tools.server_agreement faults` repeats this 50 times and with more lengths."""
     contexts = "4096" if pair == "long prompts" else "512"
-    found = verify(engines, PAIRS[pair], "--context", contexts, "--new-tokens", "16")
+    found = run_verify(engines, PAIRS[pair], "--context", contexts, "--new-tokens", "16")
     right = {1: CONSISTENT, 2: AGREE}[len(PAIRS[pair])]
     assert (found["verdict"], found["exit_code"]) == ((right, 0) if pair in RIGHT else (DIFFER, 1)), found["text"]
 
@@ -721,15 +721,15 @@ def test_planted_faults_are_found_without_false_positives(pair: str, engines: st
 def test_warm_prefix_cache_changes_no_verdict(engines: str) -> None:
     """The same prompts are sent again, so first answers come from the cache and are wrong too."""
     for _ in range(2):
-        found = verify(engines, ("good", "cache"), "--context", "512", "--seed", "7", "--new-tokens", "16")
+        found = run_verify(engines, ("good", "cache"), "--context", "512", "--seed", "7", "--new-tokens", "16")
         assert found["verdict"] == DIFFER
 
 
 def test_fault_table_fails_on_a_wrong_verdict() -> None:
     """One AGREE for a fault, or one DIFFER for a correct pair, fails the table."""
     lines = [{"pair": name, "verdict": "AGREE" if name in RIGHT else "DIFFER"} for name in PAIRS] * 50
-    assert table_of_faults(lines)[1]
-    assert table_of_faults([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 2])[1]
-    assert not table_of_faults([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 3])[1]
-    assert not table_of_faults([*lines, {"pair": "batch", "verdict": "AGREE"}])[1]
-    assert not table_of_faults([*lines, {"pair": "right, bf16 noise", "verdict": "DIFFER"}])[1]
+    assert format_verdicts(lines)[1]
+    assert format_verdicts([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 2])[1]
+    assert not format_verdicts([*lines, *[{"pair": "batch", "verdict": "UNDECIDED"}] * 3])[1]
+    assert not format_verdicts([*lines, {"pair": "batch", "verdict": "AGREE"}])[1]
+    assert not format_verdicts([*lines, {"pair": "right, bf16 noise", "verdict": "DIFFER"}])[1]
