@@ -231,6 +231,12 @@ class TestPlansForAnotherMachine:
         assert "A plan for 8 × NVIDIA H200; not for this machine, and nothing is measured." in err
         assert "139.7 GiB" in err or "139.8 GiB" in err
 
+    def test_retries_of_points_are_accepted(self, call) -> None:
+        """The advice on failed points names this key of `--timeout` for both commands."""
+        for command in ("sweep", "serve"):
+            code, _, err = call(command, "--dry-run", "--gpu", "H200,count=8", "--timeout", "retries=2", machine=None)
+            assert code == 0, err
+
     def test_plan_does_not_probe_this_machine(self, call, monkeypatch: pytest.MonkeyPatch) -> None:
         """A probe would start a process that imports torch, which may not be installed."""
         asked = []
