@@ -5,6 +5,7 @@ python -m tools.comm_model_check
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from typing import TYPE_CHECKING, NamedTuple
@@ -102,8 +103,11 @@ def format_quality_table(found: Iterable[Quality]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print both tables."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
+        arguments
+    )
     machine = load_built_in(MEASURED_ON)
     found = [row for run in RUNS for row in list_exchanges(_format_run(run), read_run(run).records)]
     bf16 = [row for row in found if row.point.weights_precision == "bf16"]
@@ -140,4 +144,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
