@@ -18,7 +18,7 @@ ASKED = ("--prompts", "3", "--length", "9", "--new-tokens", "2")
 
 
 def run(*words: object) -> int:
-    return command.run(command.parse_arguments(list(map(str, words))))
+    return command.run_command(command.parse_arguments(list(map(str, words))))
 
 
 @pytest.fixture

@@ -197,7 +197,7 @@ def test_engines_with_the_same_name_are_distinguished_by_their_files(tmp_path: P
 
 
 def run(*words: object) -> int:
-    return command.run(command.parse_arguments(list(map(str, words))))
+    return command.run_command(command.parse_arguments(list(map(str, words))))
 
 
 def test_command_prints_a_table_of_pairs_and_exits_with_the_verdicts_code(
