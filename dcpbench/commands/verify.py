@@ -101,7 +101,7 @@ class ServerOptions(Group):
     )
     url: list[str] | None = SERVERS(
         "Compare the greedy answers of two servers, A and B: give it twice. Each server is also compared with itself: when a prompt "
-        "is asked again (prefix cache), and in a batch. Given once, the server is compared with itself alone.",
+        "is sent again (prefix cache), and in a batch. Given once, the server is compared with itself alone.",
         metavar="URL",
     )
     num_prompts: int | None = SERVERS(
@@ -110,7 +110,7 @@ class ServerOptions(Group):
         min=1,
     )
     repeats: int = SERVERS(
-        "Rounds in which prompts are asked again, in the same batches.", default=2, metavar="N", min=1
+        "Rounds in which prompts are sent again, in the same batches.", default=2, metavar="N", min=1
     )
     tolerance: float = SERVERS(
         "Difference of a log-probability that always counts as rounding. Two tokens that differ by at most twice as much are a near-tie. "
@@ -217,17 +217,17 @@ def verify(layouts: Layouts, load: Load, how: opt.LayerOptions, remote: ServerOp
         return _print_checks(points, folder, run)
 
 
-def _list_layouts(spec: "SweepSpec", asked: Layouts, probe: "Probe") -> list["Layout"]:
+def _list_layouts(spec: "SweepSpec", layouts: Layouts, probe: "Probe") -> list["Layout"]:
     """Return the default layouts that fit these GPUs, or every valid layout with the given degrees."""
     from dcpbench.models import load_shape
     from dcpbench.points.layout import Layout, list_valid_layouts, place_experts
 
-    if not (asked.tp or asked.dp or asked.dcp):
+    if not (layouts.tp or layouts.dp or layouts.dcp):
         usual = [Layout(tp=tp, dp=dp, dcp=dcp) for tp, dp, dcp in USUAL]
         return [x for x in usual if probe.device == "cpu" or x.tp <= probe.count]
     shape = load_shape(spec.model[0])
-    dps = spec.dp if asked.dp else (None,)
-    tps = spec.tp if asked.tp else (max(spec.dp) * max(spec.dcp or (1,)),)
+    dps = spec.dp if layouts.dp else (None,)
+    tps = spec.tp if layouts.tp else (max(spec.dp) * max(spec.dcp or (1,)),)
     found: list[Layout] = []
     eps = [str(ep) for ep in spec.how["ep"]]
     for tp, dp, dcp in itertools.product(tps, dps, spec.dcp or (None,)):

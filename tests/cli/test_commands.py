@@ -239,10 +239,10 @@ class TestPlansForAnotherMachine:
 
     def test_plan_does_not_probe_this_machine(self, call, monkeypatch: pytest.MonkeyPatch) -> None:
         """A probe would start a process that imports torch, which may not be installed."""
-        asked = []
-        monkeypatch.setattr(point_runner, "select_device", lambda probe, _: asked.append(probe.name) or probe)
+        probed = []
+        monkeypatch.setattr(point_runner, "select_device", lambda probe, _: probed.append(probe.name) or probe)
         assert call("sweep", "--dry-run", "--gpu", "B200", machine=None)[0] == 0
-        assert asked == ["NVIDIA B200"]
+        assert probed == ["NVIDIA B200"]
 
     def test_layout_with_more_gpus_than_planned_is_rejected(self, call) -> None:
         _, out, _ = call("sweep", "--tp", "4,8", "--concurrency", "8", "--dry-run", "--gpu", "H100,count=4")

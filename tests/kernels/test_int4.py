@@ -276,11 +276,11 @@ def test_product_kernel_compiles_for_gpus_and_unpacks_in_registers(group, gated,
         "GATED": gated, "TOP_K": 8, "ROWS": rows, "WEIGHT_FIRST": tiling.weight_first, "BLOCK_N": tiling.columns, "GROUP": group,
         "TOGETHER": int4.SPANS[group] // int4.BLOCK, "STAGES": tiling.stages, "EVEN": True, "NATIVE": True,
     }  # fmt: skip
-    asked = {"types": types | {"source": "*i32", "tiles": "*i32"}, "constants": constants, "target": target}
+    requested = {"types": types | {"source": "*i32", "tiles": "*i32"}, "constants": constants, "target": target}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],
-        input=json.dumps(asked | {"warps": tiling.warps}),
+        input=json.dumps(requested | {"warps": tiling.warps}),
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         text=True,
         capture_output=True,

@@ -255,7 +255,7 @@ class TestVerdicts:
     @pytest.mark.parametrize(
         ("how", "effect", "words"),
         [
-            ({"first": WRONG}, CACHE, "when a prompt is asked again (prefix cache)"),
+            ({"first": WRONG}, CACHE, "when a prompt is sent again (prefix cache)"),
             ({"batch": WRONG}, BATCH, "between answers in a batch and alone"),
         ],
     )
@@ -694,9 +694,9 @@ def test_each_prompt_is_sent_repeatedly_alone_and_in_a_batch() -> None:
     assert at_once == [1] * 48 + [8] * 24 + [1] * 8
     prompts = [prompt for prompt, _, _ in sent]
     alone, shared, batch = (prompts[i : i + 24] for i in (0, 24, 48))
-    for asked in (alone, shared, batch):
-        assert len(set(asked[:8])) == 8
-        assert sorted(asked[:8]) == sorted(asked[8:16]) == sorted(asked[16:])
+    for group in (alone, shared, batch):
+        assert len(set(group[:8])) == 8
+        assert sorted(group[:8]) == sorted(group[8:16]) == sorted(group[16:])
     assert [prompt[:150] for prompt in shared[:8]] == [prompt[:150] for prompt in alone[:8]]
     assert not set(alone) & set(shared)
     assert sorted(prompts[72:]) == sorted(batch[:8])

@@ -120,7 +120,7 @@ def test_connection_without_free_descriptor_is_not_reported_as_refused(
             await client.get("/")
 
     monkeypatch.setattr(http, "_open_socket", none_left)
-    with pytest.raises(RequestError, match="so the server was not asked") as raised:
+    with pytest.raises(RequestError, match="so no request was sent") as raised:
         asyncio.run(main())
     assert raised.value.kind == OPEN_FILES
     assert not load.can_retry(raised.value)

@@ -273,5 +273,5 @@ def test_special_token_without_text_is_identified_by_its_id() -> None:
     tops = {"": -0.5, " t8": -1.0}
     answer = Answer(tokens=["1"], names=[""], logprobs=[-0.5], tops=[tops])
     assert list_positions(answer) == [Position(1, {1: -0.5, 8: -1.0})]
-    with pytest.raises(WorkerError, match="answered '', which is no word"):
+    with pytest.raises(WorkerError, match="answered '', which is not one of t0"):
         list_positions(msgspec.structs.replace(answer, tokens=[""]))

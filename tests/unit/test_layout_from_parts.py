@@ -131,7 +131,7 @@ def test_rank_of_a_divided_folder_has_the_sizes_of_a_rank_of_tp8(divide: int, tp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--divide", "3"], "128, which 6 ranks do not divide; with --tp 2 these can be: --divide 1, 2, 4, 8"),
+        (["--divide", "3"], "128, which 6 ranks do not divide; with --tp 2 use --divide 1, 2, 4, 8"),
         (["--divide", "16", "--tp", "2"], "64 wide on one of 32 ranks, which is no multiple of the fp8 block of 128"),
         (["--divide", "2", "--layers", "62"], "deepseek-v3 has 61 layers"),
     ],
