@@ -396,10 +396,10 @@ def test_parse_answer_reads_tokens_and_log_probabilities(
 
 def test_warm_up_requests_have_new_tokens_and_at_most_16_output_tokens() -> None:
     """Prompt lengths and request numbers are those of the load."""
-    requests: list[ServeRequest] = []
+    sent: list[ServeRequest] = []
 
     def put(_: object, request: ServeRequest) -> bytes:
-        requests.append(request)
+        sent.append(request)
         return b"x"
 
     prompt_format: Any = SimpleNamespace(vocab=50, encode_request=put)
@@ -408,8 +408,8 @@ def test_warm_up_requests_have_new_tokens_and_at_most_16_output_tokens() -> None
     ]
     calls = measure._make_short_calls(object(), prompt_format, requests)  # type: ignore[arg-type]
     assert [(c.number, c.data, c.output_tokens) for c in calls] == [(4, b"x", 16), (7, b"x", 16)]
-    assert [(len(r.prompt), r.output_tokens) for r in requests] == [(20, 16), (20, 16)]
-    assert all(r.prompt.min() >= 0 and r.prompt.max() < 50 and r.prompt.any() for r in requests)
+    assert [(len(r.prompt), r.output_tokens) for r in sent] == [(20, 16), (20, 16)]
+    assert all(r.prompt.min() >= 0 and r.prompt.max() < 50 and r.prompt.any() for r in sent)
 
 
 def test_tokens_of_a_load_are_shifted_and_keep_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
