@@ -5,6 +5,7 @@ MEASURED is the record that measure.py writes, PREDICTED what predict.py writes,
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gzip
 import json
@@ -43,13 +44,6 @@ class Measurement:
         calls = (call for group in self.groups for call in group["calls"])
         return {call["what"]: self.has_waited(call) for call in calls if not call["leaf"]}
 
-    def map_operators(self) -> dict[str, bool]:
-        """Return True for each measured overload, such as `aten.add.Tensor`, that ever waited, by name."""
-        found: dict[str, bool] = {}
-        for call in self.iter_operator_calls():
-            found[call["what"]] = found.get(call["what"], False) or self.has_waited(call)
-        return found
-
     def iter_operator_calls(self) -> Iterator[dict[str, Any]]:
         """Yield the calls of single overloads."""
         for group in self.groups:
@@ -86,4 +80,8 @@ def main(measured: Path, predicted: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(path) for path in sys.argv[2:]])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measured", type=Path, metavar="MEASURED")
+    parser.add_argument("predicted", nargs="+", type=Path, metavar="PREDICTED")
+    args = parser.parse_args()
+    main(args.measured, args.predicted)

@@ -6,6 +6,7 @@ of calls that torch's documentation or profiles of engines name, including those
 
 from __future__ import annotations
 
+import argparse
 import collections
 import re
 import sys
@@ -116,4 +117,8 @@ FORMATS = {"operators": format_operators, "calls": format_calls}
 
 
 if __name__ == "__main__":
-    sys.stdout.write(FORMATS[sys.argv[1]]([read_measurement(Path(name)) for name in sys.argv[2:]]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=FORMATS)
+    parser.add_argument("records", nargs="+", type=Path, metavar="MEASURED")
+    args = parser.parse_args()
+    sys.stdout.write(FORMATS[args.table]([read_measurement(path) for path in args.records]))
