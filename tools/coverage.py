@@ -65,8 +65,8 @@ Written by `python -m tools.coverage -o docs/coverage.md`; do not edit. The plan
 
 - **L**: live in dcpbench's engine: `sweep`, and `serve` for loads. **R**: replayed (`serve --mode replay`).
 - **E**: emulated by one GPU (`--emulate`). **P**: planned (`--dry-run`) and estimated (`recommend`).
-- **S**: {engines} with dcpbench's synthetic weights. Servers with weights of their own are measured over HTTP, whatever the model.
-- {none}: not at all. {unknown}: as its config.json says; dcpbench has no published sizes of the family.
+- **S**: {engines} with dcpbench's synthetic weights. Servers with weights of their own are measured over HTTP, for any model.
+- {none}: not supported. {unknown}: depends on its config.json; dcpbench has no published sizes of the family.
 
 `ep`: expert parallel; `dp`: attention DP; `pp`, `pcp`: `--stages`.
 """

@@ -165,9 +165,9 @@ def check_false_marks(draws: int) -> Table:
         rows.append(((NOISES | OTHERS)[kind], [Share(int(n), of, at_most=limit) for n in sums]))
     return Table(
         "Change points: unchanged histories that are marked",
-        f"A scatter of {format_percent(SCATTER)}, {rows[0][1][0].of:,} histories a line. *Ever*: the history is looked at after every run from "
-        f"run {change_points.MIN_RUNS} on, and is marked at one look at least. Documented: at most {format_percent(FALSE_MARKS)} ever, for the first "
-        f"{len(NOISES)} lines.",
+        f"Runs scatter by {format_percent(SCATTER)}; {rows[0][1][0].of:,} histories per line. *Ever*: the history is searched after every run from run "
+        f"{change_points.MIN_RUNS} on, and at least one search marks a change. Documented for the first {len(NOISES)} lines: at most "
+        f"{format_percent(FALSE_MARKS)} ever.",
         ("noise", *(f"at {n} runs" for n in RUNS), f"ever up to {RUNS[-1]} runs"),
         rows,
     )
@@ -192,7 +192,7 @@ def check_steps_found(draws: int) -> Table:
             rows.append((f"{NOISES[kind]}, {format_percent(step)}", [Share(n, count) for n in found]))
     return Table(
         "Change points: steps that are found",
-        f"A scatter of {format_percent(SCATTER)}, {count:,} histories a cell. *30, 5*: a history of 30 runs, of which the last 5 are at the new level.",
+        f"Runs scatter by {format_percent(SCATTER)}; {count:,} histories per cell. *30, 5*: a history of 30 runs, of which the last 5 are at the new level.",
         ("noise, step", *(f"{n}, {since}" for n, since in places)),
         rows,
     )
@@ -247,9 +247,9 @@ def check_false_verdicts(draws: int) -> Table:
         rows.append((name, shares))
     return Table(
         "Comparisons: equal sides that are called different",
-        f"{draws:,} comparisons a cell, of {ROWS} metrics each; any FASTER or SLOWER counts. *4 of 2 %, 6 of 0.3 %*: the sides scatter "
-        f"differently; elsewhere launches scatter by {format_percent(SCATTER)}. Documented: at most {format_percent(FALSE_VERDICTS)}, but for AR(1) noise of sides that "
-        "scatter differently.",
+        f"{draws:,} comparisons per cell, each of {ROWS} metrics; any FASTER or SLOWER counts. *4 of 2 %, 6 of 0.3 %*: launches of the sides "
+        f"scatter by 2 % and 0.3 %; in other columns by {format_percent(SCATTER)}. Documented: at most {format_percent(FALSE_VERDICTS)}, except for AR(1) "
+        f"noise and sides that scatter differently.",
         ("noise", "4, 4", "6, 6", "8, 8", "4, 8", "4 of 2 %, 6 of 0.3 %", "4 rounds", "8 rounds"),
         rows,
     )
@@ -268,8 +268,8 @@ def check_slowdowns_found(draws: int) -> Table:
             rows.append((f"{format_percent(slowdown)}, {format_percent(scatter)}", shares))
     return Table(
         "Comparisons: slowdowns that are found",
-        f"One metric of one point, launches a side, normal noise, {draws:,} comparisons a cell. Documented: at least {format_percent(MIN_FOUND)} of 5 % "
-        f"with four launches that scatter by {format_percent(SCATTER)}.",
+        f"One metric of one point, launches of each side, normal noise, {draws:,} comparisons per cell. Documented: at least "
+        f"{format_percent(MIN_FOUND)} of slowdowns of 5 % with four launches that scatter by {format_percent(SCATTER)}.",
         ("slowdown, scatter", *(f"{n} launches" for n in launches), "4 rounds", "8 rounds"),
         rows,
     )
@@ -296,10 +296,10 @@ def check_intervals(draws: int) -> Table:
         shares = [dataclasses.replace(share, at_least=limit) for share in shares]
         rows.append((f"{rho:g}", [*shares, dataclasses.replace(count_covered_at_stop(rho, draws), at_least=limit)]))
     return Table(
-        "Intervals of medians: how many hold the true one",
-        f"Nominally 95 %, {draws:,} series a cell, log-normal samples that are an AR(1) process in logarithms. *stopped*: as many samples as the stop "
-        f"rule takes, in chunks of 20, for a scatter of 3 % and a precision of 1 %. Documented: at least {format_percent(MIN_COVERAGE)} up to an autocorrelation of "
-        "0.6.",
+        "Intervals of medians: how many contain the true median",
+        f"Nominally 95 %; {draws:,} series per cell. The logarithms of the samples are an AR(1) process. *stopped*: the stop rule chooses the "
+        f"number of samples, in chunks of 20, for a scatter of 3 % and a precision of 1 %. Documented: at least {format_percent(MIN_COVERAGE)} up to "
+        f"an autocorrelation of 0.6.",
         ("autocorrelation", *(f"{n} samples" for n in sizes), "stopped"),
         rows,
     )
@@ -338,8 +338,8 @@ CHECKS: dict[str, Callable[[int], Table]] = {
 }
 HEAD = """# How often the statistics are wrong
 
-Written by `python -m tools.statistics_check -o docs/statistics.md`; do not edit. Every figure is simulated with the code that
-dcpbench runs: nothing here was measured on a machine. A `!` marks a rate that is worse than documented. How the rules work:
+Written by `python -m tools.statistics_check -o docs/statistics.md`; do not edit. Every figure is simulated with dcpbench's own code; nothing was measured on a machine. A `!` marks a rate that is worse than
+documented. The rules:
 [dashboard.md](dashboard.md#what-a-change-is), [comparing.md](comparing.md), [metrics.md](metrics.md).
 """
 

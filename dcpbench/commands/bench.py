@@ -249,8 +249,10 @@ class Linear(Group):
     matrix: str | None = NAMES(
         "qkv, qkv_a, q_b, o, shared-gate-up, shared-down, dense-gate-up, dense-down. Default: all that the model has."
     )
-    weights: str | None = NAMES("bf16, which torch multiplies, or fp8, which the others do. Default: fp8.")
-    variant: str | None = NAMES("triton, torch, deepgemm, flashinfer. Default: all that are installed and can.")
+    weights: str | None = NAMES("bf16 (with the variant torch) or fp8 (with the others). Default: fp8.")
+    variant: str | None = NAMES(
+        "triton, torch, deepgemm, flashinfer. Default: all that are installed and support the weights."
+    )
     layers: int | None = LAYERS
 
 
@@ -272,7 +274,7 @@ class Moe(Group):
         metavar="NAME",
     )
     tp: str | None = COUNTS(
-        "Ranks over which each expert is cut by width; one rank's share runs. Default: 1,4,8 on a GPU; 1,2 on the CPU."
+        "Ranks over which each expert is split by width; one rank's share runs. Default: 1,4,8 on a GPU; 1,2 on the CPU."
     )
     requests: str | None = COUNTS("Requests of a decode step. Default: 8,32,128 on a GPU; 1,4 on the CPU.")
     rows: str = NAMES(

@@ -23,23 +23,26 @@ def calibrate(
         list[Path] | None,
         typer.Argument(
             metavar="RUN",
-            help="Files or folders of `bench collectives` and `bench exchange`, or a machine's file that has what they "
-            "measured. Default: both are run now, on this machine's GPUs. And runs with step times of one layout, live and "
-            "with --emulate: how much longer steps with prompts take these GPUs together than one alone.",
+            help="Files or folders of `bench collectives` and `bench exchange`, or a machine's file with their results. Default: both benches are run now, on this machine's GPUs. Also runs with step times of one layout, live and with --emulate: they give the ratio of multi-GPU to single-GPU time of steps with prompts.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The machine's file.")] = Path(
         "machine.toml"
     ),
-    name: Annotated[str | None, typer.Option(metavar="TEXT", help="What to call it. Default: of its GPU.")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Name of the machine. Default: the name of its GPU.")
+    ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of `dcpbench machines`. Default: as measured.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Name of the machine's GPU in `dcpbench machines`. Default: the GPU that was measured."
+        ),
     ] = None,
     gpus_per_host: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="GPUs that read each other's memory. Default: 8.")
     ] = None,
     link: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Between hosts, of `dcpbench machines`. Default: none.")
+        str | None, typer.Option(metavar="NAME", help="Link between hosts, from `dcpbench machines`. Default: none.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that are already there.")] = False,
     as_json: bool = opt.JSON,

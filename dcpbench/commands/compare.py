@@ -19,8 +19,8 @@ class JudgementOptions(Group):
     """Hold the options of how two sides are compared."""
 
     fail_on: str | None = JUDGE(
-        "End with 1 if B is proven worse than this: slower:2%, itl_p99:5%, syncs:+0, memory:+1 (its unit), …, and with 3 if "
-        "a rule could not be judged, as with fewer than 4 launches of each side. undecided: also end with 1 if a rule is "
+        "Exit with 1 if B is proven worse than this: slower:2%, itl_p99:5%, syncs:+0, memory:+1 (its unit), …, and with 3 if "
+        "a rule could not be judged, as with fewer than 4 launches of each side. undecided: also exit with 1 if a rule is "
         "not decided, or, without other rules, if any verdict is UNDECIDED; missing: also if B lacks a point. Points that fail "
         "only in B always count. Default: none.",
         metavar="RULE,…",

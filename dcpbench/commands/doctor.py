@@ -23,7 +23,7 @@ NODES = make_structured(
     "count",
     "endpoint",
     about="Machines of the run. Repeat the command on each.",
-    endpoint="where they would meet; its port is tried.",
+    endpoint="address at which the machines meet in the run; its port is checked.",
 )
 OF_ONE_GPU = re.compile(r"-i \d+")
 

@@ -27,7 +27,7 @@ def export(
             "-o",
             "--output",
             metavar="PATH",
-            help="The file, or a folder where a format writes several. Default: RUN/exports of the first run.",
+            help="File, or folder if the format has several files. Default: RUN/exports of the first run.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that are already there.")] = False,

@@ -120,8 +120,8 @@ class LoadSearch:
         chosen: list[grid.Candidate] = []
         known = read_last_records(folder, bad=[])
         for key, loads in self._group_records(layouts, known.values()).items():
-            holds = {load: one.holds for load, one in loads.items()}
-            load = choose_next_load(holds, self.bounds, self._new[key], replayed=is_replayed(layouts[key]))
+            shares = {load: one.share for load, one in loads.items()}
+            load = choose_next_load(shares, self.bounds, self._new[key], replayed=is_replayed(layouts[key]))
             if load is None:
                 continue
             at = [c for c in self._expand(load) if make_layout_key(c.point, self.bounds) == key]

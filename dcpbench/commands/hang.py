@@ -21,16 +21,17 @@ def explain(
         list[str],
         typer.Argument(
             metavar="DIR|FILES",
-            help="The folder of a run with points that hung, one of its hangs/, or dumps of py-spy, faulthandler or torch's "
-            "flight recorder (JSON), or a folder of them.",
+            help="Folder of a run with points that hung, one folder of its hangs/, dumps of py-spy, faulthandler or torch's flight recorder (JSON), or a folder of dumps.",
         ),
     ],
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Write it as a page, too, with the stacks of all threads."),
+        typer.Option(
+            "--html", metavar="FILE", help="Also write the diagnosis as an HTML page with the stacks of all threads."
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file of --html where it is there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each hang, in a list.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file of --html if it exists.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with one object for each hang.")] = False,
 ) -> int:
     """Print which rank is behind, its phase, layer, collective and line, and which ranks wait for it.
 

@@ -29,12 +29,12 @@ class Requests(Group):
     """Hold the options for requests: when they come, and how long their prompts and answers are."""
 
     concurrency: str | None = WHEN(
-        "Closed loop: number of clients over the whole layout (--max-concurrency of vLLM's and SGLang's benches), each of which sends its next request when its last one is answered. With --request-rate: maximum number of requests in flight, by default 512 for each dp replica. Default: "
+        "Closed loop: number of clients over the whole layout (--max-concurrency of vLLM's and SGLang's benches). Each client sends its next request when its previous one is answered. With --request-rate: maximum number of requests in flight, by default 512 for each dp replica. Default: "
         "8,32,48 on GPUs; 4 on the CPU.",
         metavar="N,…",
     )
     request_rate: str | None = WHEN(
-        "Open loop: requests per second on average, sent whether or not earlier ones are answered. inf sends all at once or, with --concurrency, as a closed loop of that many clients, as vLLM's bench does. Default: a closed loop.",
+        "Open loop: requests per second on average, sent whether or not earlier ones are answered. inf sends all requests at once; with --concurrency it is a closed loop of that many clients, as in vLLM's bench. Default: a closed loop.",
         metavar="R,…",
     )
     burstiness: str | None = WHEN(
@@ -44,7 +44,7 @@ class Requests(Group):
     )
     requests: RequestFile | None = make_structured(WHEN, RequestFile)
     num_requests: str | None = WHAT(
-        f"Requests of each point: --num-prompts of vLLM's and SGLang's benches; of a file, the first. Default: {USUAL_REQUESTS} on GPUs; 16 on the CPU; all of a file.",
+        f"Number of requests of each point (--num-prompts of vLLM's and SGLang's benches). With --requests: the first N of the file. Default: {USUAL_REQUESTS} on GPUs; 16 on the CPU; all of a file.",
         metavar="N",
     )
     input_tokens: str | None = WHAT(
@@ -53,8 +53,7 @@ class Requests(Group):
         metavar="LEN,…",
     )
     output_tokens: str | None = WHAT(
-        "Tokens that are sampled for a request, in the same notation; no request ends earlier. With identical lengths of outputs and "
-        "prompts, clients of a closed loop run in lock-step: they prefill and decode at the same time, which can change the order of layouts. Default: "
+        "Length of outputs, in the same notation; no request ends earlier. If all prompts have one length and all outputs have one length, the clients of a closed loop run in lock-step: they prefill and decode at the same time, which can change the order of layouts. Default: "
         f"{ANSWERS} on GPUs; {CPU_ANSWERS} on the CPU.",
         metavar="LEN,…",
     )

@@ -25,20 +25,20 @@ MEASURE = make_panel("How it is measured")
 OUTPUT = make_panel("Output")
 MACHINES = make_panel("Machines")
 
-TP_DEGREE = "All GPUs of a layout, which share one copy of the model; dp and dcp divide these GPUs. SGLang's --tp-size; vLLM's --data-parallel-size × --tensor-parallel-size."
+TP_DEGREE = "All GPUs of a layout. Together they hold one copy of the model; dp and dcp divide them. SGLang's --tp-size; vLLM's --data-parallel-size × --tensor-parallel-size."
 TP = f"{TP_DEGREE} Each value is one torchrun job."
-DCP_DEGREE = "Ranks that share the KV cache of one request, vLLM's --decode-context-parallel-size; divides tp / dp. Adds no GPUs."
+DCP_DEGREE = "Ranks that share the KV cache of one request (vLLM's --decode-context-parallel-size): a divisor of tp / dp. It adds no GPUs."
 """Help texts of --tp and --dcp, without their defaults."""
 MODEL = LOAD(
     f"{', '.join([*SHAPES, *ALIASES])}, or a folder with a Hugging Face config.json. "
-    "Default: the checkpoint's own config.json where one is given, else deepseek-v3; tiny on the CPU.",
+    "Default: the config.json of the checkpoint if --weights is a folder, else deepseek-v3; tiny on the CPU.",
     metavar="NAME,…",
 )
 WEIGHTS = LOAD(
-    "Folder of a checkpoint (safetensors), or synthetic: seeded random weights of full size. Default: synthetic.",
+    "Folder of a checkpoint (safetensors), or synthetic for seeded random weights of full size. Default: synthetic.",
     metavar="FOLDER",
 )
-REPEATS = MEASURE("Passes over the whole grid. Default: 1.", metavar="N")
+REPEATS = MEASURE("Number of times that every point is measured. Default: 1.", metavar="N")
 BASELINE = MEASURE(
     "Also measure the baseline of each layout under the same load: the same layout with dcp 1, or plain tp for dp without dcp. Default: yes."
 )
@@ -49,10 +49,7 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or
 
 
 EXPERTS = make_panel("Layouts (comma lists)", metavar="1|tp,…")
-EP_DEGREE = (
-    "Expert parallel degree: 1 for tensor-parallel experts, each split over all tp ranks, the default of vLLM and SGLang; tp for "
-    "expert parallel, each rank with some of the experts: vLLM's --enable-expert-parallel, SGLang's --ep-size."
-)
+EP_DEGREE = "Expert parallel degree. 1 splits each expert over all tp ranks (tensor-parallel experts, the default of vLLM and SGLang). tp gives each rank some of the experts (vLLM's --enable-expert-parallel, SGLang's --ep-size)."
 
 
 MTP = make_structured(HOW, Mtp)
@@ -64,9 +61,11 @@ class Layouts(Group):
 
     tp: str | None = LAYOUT(f"{TP} Default: all GPUs of this machine; 8 on the CPU.")
     dp: str | None = LAYOUT(
-        "Attention data parallel replicas inside tp: SGLang's --dp-size with --enable-dp-attention, vLLM's --data-parallel-size, where vLLM's --tensor-parallel-size is tp / dp. Default: 1."
+        "Attention data parallel replicas inside tp: SGLang's --dp-size with --enable-dp-attention; vLLM's --data-parallel-size, with tp / dp as --tensor-parallel-size. Default: 1."
     )
-    dcp: str | None = LAYOUT(f"{DCP_DEGREE} Default: tp / dp, with dcp 1 as baseline; --dcp 1 measures plain TP alone.")
+    dcp: str | None = LAYOUT(
+        f"{DCP_DEGREE} Default: tp / dp, and dcp 1 as the baseline. --dcp 1 measures only layouts without DCP."
+    )
     ep: str | None = EXPERTS(f"{EP_DEGREE} Default: 1.")
 
 
@@ -75,38 +74,33 @@ class LayerOptions(Group):
 
     backend: str | None = HOW(
         "Attention kernel: triton, flashinfer, flashmla (Hopper GPUs, pages of 64), reference (on GPUs only for verify), "
-        "or auto: each point takes the fastest. Default: triton on Hopper GPUs and over an fp8 KV cache, elsewhere flashinfer where it is installed, else triton; "
-        "reference on the CPU.",
+        "or auto: each point takes the fastest. Default: triton on Hopper GPUs and for an fp8 KV cache; otherwise flashinfer if it is installed, else triton; reference on the CPU.",
         metavar="NAME,…",
     )
     exchange: str | None = HOW(
-        "How partial attention is merged over dcp ranks: ag_rs, a2a, symm (symmetric memory, inside one machine), "
+        "How partial attention outputs are merged over dcp ranks: ag_rs, a2a, symm (symmetric memory, inside one machine), "
         "ag_rs_registered (ag_rs in memory that NCCL has registered), or auto: each point takes the fastest. Default: ag_rs.",
         metavar="NAME,…",
     )
     collectives: Collectives | None = make_structured(HOW, Collectives)
     weights_dtype: str | None = HOW(
-        "Weights of linear layers and experts: fp8 (e4m3, a scale for each 128 × 128, as DeepSeek-V3 and Kimi-K2 are "
-        "published) or bf16; int4 if a model is published with experts alone in it (Kimi-K2.6); other int4, nvfp4 and mxfp4 only with --dry-run; fp16 and fp32 on GPUs only for verify. Default on GPUs: as the model is published; on the "
-        "CPU: as --kv-dtype, else fp32.",
+        "Data type of the weights of linear layers and experts: bf16, or fp8 (e4m3 with a scale for each block of 128 × 128, as DeepSeek-V3 and Kimi-K2 are published). int4 runs for models of which only the experts are published in int4 (Kimi-K2.6); other int4, nvfp4 and mxfp4 only with --dry-run; fp16 and fp32 on GPUs only for verify. Default on GPUs: as the model is published; on the CPU: as --kv-dtype, else fp32.",
         metavar="NAME,…",
     )
     kv_dtype: str | None = HOW(
-        "KV cache: fp8 (e4m3, vLLM's --kv-cache-dtype fp8) or bf16; fp16 and fp32 as for weights. Default: as --weights-dtype if that is not fp8; "
-        "else bf16 on GPUs, fp32 on the CPU.",
+        "Data type of the KV cache: bf16, or fp8 (e4m3, vLLM's --kv-cache-dtype fp8); fp16 and fp32 on GPUs only for verify. Default: as --weights-dtype if that is not fp8; else bf16 on GPUs, fp32 on the CPU.",
         metavar="NAME,…",
     )
     routing: str | None = HOW(
-        "Experts that tokens take, with synthetic weights: even, zipf:S (the expert of rank r takes a share of rank^-S), or a JSON "
-        "file with counts of experts by layer, as SGLang's --init-expert-location takes it. Default: even.",
+        "How tokens are routed to experts, with synthetic weights: even; zipf:S (the r-th most frequent expert gets tokens in proportion to r^-S); or a JSON file with the number of tokens of each expert by layer, in the format of SGLang's --init-expert-location. Default: even.",
         metavar="NAME,…",
     )
     page_size: PageSize | None = make_structured(HOW, PageSize)
 
 
 EMULATE = HOW(
-    "Run one rank's work on one GPU and model its communication: layouts of any size. MACHINE is a GPU "
-    "of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file of `dcpbench bench calibrate`. Such points are forecasts and are marked.",
+    "Forecast layouts of any size: run one rank's work on one GPU and model its communication. MACHINE is a GPU "
+    "of `dcpbench machines`, with +LINK for several hosts (H200+rdma-400), or a file of `dcpbench bench calibrate`. Records mark these points as forecasts.",
     metavar="MACHINE,…",
 )
 

@@ -47,7 +47,8 @@ class QueryOptions(Group):
         metavar="MACHINE",
     )
     gpus: str | None = opt.MACHINES(
-        "GPUs of a layout; several are compared by throughput per GPU. Default: those of one host.", metavar="N,…"
+        "Number of GPUs of a layout. Several numbers are compared by throughput per GPU. Default: the GPUs of one host.",
+        metavar="N,…",
     )
     stages: Stages | None = make_structured(opt.MACHINES, Stages)
     concurrency: str | None = opt.LOAD(f"Requests in flight. Default: {CLIENTS}.", metavar="N,…")
@@ -63,12 +64,14 @@ class QueryOptions(Group):
     prefill: Prefill | None = make_structured(opt.LOAD, Prefill, "chunk")
     mtp: Mtp | None = opt.MTP
     weights_dtype: str = opt.HOW(
-        "fp8, bf16, int4, nvfp4, mxfp4, or published: as the model was published.", default="published", metavar="NAME"
+        "Data type of weights: fp8, bf16, int4, nvfp4, mxfp4, or published (as the model was published).",
+        default="published",
+        metavar="NAME",
     )
-    kv_dtype: str = opt.HOW("KV cache: bf16 or fp8.", default="bf16", metavar="NAME")
+    kv_dtype: str = opt.HOW("Data type of the KV cache: bf16 or fp8.", default="bf16", metavar="NAME")
     exchange: str = opt.HOW("Exchanges to consider for layouts with DCP.", default="ag_rs,a2a", metavar="NAME,…")
     routing: str = opt.HOW(
-        "Experts that tokens take: even, zipf:S or a file, as in sweep.", default="even", metavar="NAME"
+        "How tokens are routed to experts: even, zipf:S or a file, as in sweep.", default="even", metavar="NAME"
     )
     kv_memory: str | None = opt.HOW("KV pool of each GPU. Default: the memory that the weights leave.", metavar="SIZE")
     cycled: bool = opt.HOW(
@@ -76,7 +79,7 @@ class QueryOptions(Group):
         default=False,
     )
     slo: str | None = opt.OPTION(
-        "ttft, itl, tpot, e2el in ms, such as ttft=2000,itl=60. With --context, only itl is allowed.",
+        "Limits of ttft, itl, tpot and e2el in ms, such as ttft=2000,itl=60. With --context, only itl is allowed.",
         metavar="NAME=MS,…",
     )
     price: float | None = opt.OPTION(
@@ -90,25 +93,31 @@ def recommend(
         list[Path] | None,
         typer.Argument(
             metavar="RUN",
-            help="Runs, or folders of runs, with records of layouts (measured, replayed, emulated), or files of step times.",
+            help="Runs, or folders of runs, with measured, replayed or emulated layouts, or files of step times.",
         ),
     ] = None,
     score: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN", help="Instead, print how often estimates pick the best measured layout of this run."
+            metavar="RUN",
+            help="Print how often estimates pick the best measured layout of this run, instead of a recommendation.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="DIR", help="Folder for a page of Markdown, its picture and JSON."),
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Folder for the answer as a Markdown page with a picture, and as JSON.",
+        ),
     ] = None,
     force: bool = opt.OUTPUT("Overwrite files in --output.", default=False),
     as_json: bool = opt.JSON,
 ) -> int:
     """Recommend a layout, with its confidence and cost, and print how to start SGLang and vLLM in it.
 
-    Layouts without a record are estimated: the roofline of each step is multiplied by the ratio of measured steps to their rooflines.
+    Layouts without a record are estimated: the floor of each step, the minimum time on the machine, is multiplied by the ratio of measured steps to their floors.
     Exit codes: 0 success · 2 options or records that cannot be used · 3 no layout has an answer.
 
     For example:

@@ -49,7 +49,7 @@ class Scheduler(Group):
     stages: Stages | None = make_structured(
         SERVED,
         Stages,
-        about="With --mode replay and --step-times of the layout without stages: pipeline stages and prefill context parallelism. Values separated by / are separate points.",
+        about="Pipeline stages and prefill context parallelism, with --mode replay and with --step-times measured without stages. Values separated by / are separate points.",
     )
     kv_memory: str | None = SERVED(
         "KV pool per GPU, such as 20GiB. If it is less than the requests in flight need, some of them wait or are preempted. Default: all memory that the weights leave; if the model does not fit, what the requests in flight need, as far as memory allows.",
@@ -62,19 +62,17 @@ class LayerOptions(opt.LayerOptions):
 
     backend: str | None = opt.HOW(
         "Attention kernel of running requests: triton, flashinfer, flashmla (Hopper GPUs, pages of 64) or, on the CPU, "
-        "reference. Default: triton on Hopper GPUs and over an fp8 KV cache, elsewhere flashinfer where it is installed, else triton; "
-        "reference on the CPU.",
+        "reference. Default: triton on Hopper GPUs and for an fp8 KV cache; otherwise flashinfer if it is installed, else triton; reference on the CPU.",
         metavar="NAME,…",
     )
     exchange: str | None = opt.HOW(
-        "How partial attention is merged over dcp ranks: ag_rs, a2a, symm (symmetric memory, inside one machine) or "
+        "How partial attention outputs are merged over dcp ranks: ag_rs, a2a, symm (symmetric memory, inside one machine) or "
         "ag_rs_registered (ag_rs in memory that NCCL has registered). "
         "Default: ag_rs.",
         metavar="NAME,…",
     )
     emulate: str | None = opt.HOW(
-        "With --mode replay: step times of one rank on one GPU, with modelled communication, for layouts of "
-        "any size. MACHINE as for dcpbench sweep. Such points are forecasts and are marked.",
+        "With --mode replay, forecast layouts of any size: measure the step times of one rank on one GPU and model its communication. MACHINE as in dcpbench sweep. Records mark these points as forecasts.",
         metavar="MACHINE,…",
     )
 
@@ -102,7 +100,7 @@ class MeasurementOptions(Group):
     repeats: int | None = opt.REPEATS
     baseline: bool | None = opt.BASELINE
     profile: bool | None = opt.MEASURE(
-        "On GPUs, a separate profiled pass that finds where the host waits; it does not affect the timings. Default: yes."
+        "On GPUs, run a separate profiled pass that finds where the host waits; it does not affect the timings. Default: yes."
     )
 
 
@@ -117,7 +115,7 @@ def serve(
 ) -> int:
     """Serve requests with dcpbench's own engine, including prefill and scheduling: TTFT, ITL, throughput and goodput.
 
-    To measure a server of another engine, such as vLLM or SGLang, use `dcpbench server`. Every combination of the comma lists is a point; points that cannot run are listed with the reason. The times of every request are kept as Parquet next to the records; after Ctrl-C, only those of finished requests.
+    To measure a server of another engine, such as vLLM or SGLang, use `dcpbench server`. Every combination of the comma lists is a point; points that cannot run are listed with the reason. The times of every request are written as Parquet next to the records; after Ctrl-C the file has only finished requests.
 
     For example:
 

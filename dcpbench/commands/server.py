@@ -43,7 +43,7 @@ class Layouts(opt.Layouts):
         "else unknown."
     )
     exchange: str | None = make_panel("Layouts (comma lists)")(
-        "How partial attention is merged over dcp ranks, by the engine's name: ag_rs or a2a, with SGLang also fi_a2a. A server is started for each value. Default: the engine's; unknown with --url.",
+        "How partial attention outputs are merged over dcp ranks, in the engine's own names: ag_rs or a2a, with SGLang also fi_a2a. A server is started for each value. Default: the engine's default; unknown with --url.",
         metavar="NAME,…",
     )
 
@@ -52,8 +52,7 @@ class Model(Group):
     """Hold the option for the model."""
 
     model: str | None = SERVER(
-        "With --url: one of the server's models; by default the only one that it has. With --engine: the model to serve, a "
-        "name that the engine knows or a folder.",
+        "With --url: name of one of the server's models. Default: the server's only model. With --engine: model to serve, as a folder or a name that the engine knows.",
         metavar="NAME",
     )
     dtype: str | None = SERVER("Data type of weights and KV cache, for the records. Default: unknown.", metavar="NAME")
@@ -151,8 +150,7 @@ class Options(Group):
     )
     weights: str | None = SERVER(
         "Weights of servers that dcpbench starts. model: the weights of --model. synthetic: seeded random weights that route tokens "
-        "to different experts, as a trained model does; vLLM's or SGLang's Python environment needs dcpbench. dummy: what "
-        "the engine loads with --load-format dummy; all tokens then take the same few experts. Default: synthetic if --model is a folder "
+        "to different experts, as a trained model does; dcpbench must be installed in vLLM's or SGLang's Python environment. dummy: the weights that the engine makes with --load-format dummy; all tokens then take the same few experts. Default: synthetic if --model is a folder "
         "without weight files, else model.",
         metavar="NAME",
     )

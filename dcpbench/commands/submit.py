@@ -52,7 +52,7 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="-- COMMAND",
-        help="sweep, serve or verify, as you would type it behind dcpbench, -o and --resume included.",
+        help="sweep, serve, server or verify with its options, including -o and --resume.",
         show_default=False,
     ),
 ]
@@ -62,10 +62,10 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, as i
 class Job(Group):
     """Hold the options for machines, time limit and name of the job."""
 
-    nodes: int = JOB("Machines. tp counts the GPUs of all of them.", default=1, metavar="N")
+    nodes: int = JOB("Number of machines. tp counts the GPUs of all of them.", default=1, metavar="N")
     gpus_per_node: int | None = JOB("GPUs to request on each machine. Default: none.", metavar="N")
     gpu: str | None = JOB(
-        "Their type, as for sweep's --gpu: points must fit their memory and have kernels for them. Default: "
+        "Type of these GPUs, as in sweep's --gpu: points must fit their memory and have kernels for them. Default: "
         "unknown; everything else is checked.",
         metavar="NAME",
     )

@@ -20,8 +20,7 @@ class Load(Group):
         "Tokens already in the KV cache of each request. Default: 4000 on GPUs; 100 on the CPU.", metavar="TOKENS,…"
     )
     weights: str | None = opt.LOAD(
-        "Folder of a checkpoint (safetensors), or synthetic: seeded random weights of full size. Default: synthetic. With --engine: "
-        "model, synthetic or dummy, as for dcpbench server; default: synthetic for a folder without weight files, else model.",
+        "Folder of a checkpoint (safetensors), or synthetic for seeded random weights of full size. Default: synthetic. With --engine: model, synthetic or dummy, as in dcpbench server; the default is then synthetic for a folder without weight files, else model.",
         metavar="FOLDER",
     )
 
@@ -30,9 +29,7 @@ class Engines(Group):
     """Hold the options for another engine that is measured instead of dcpbench's own."""
 
     engine: str | None = ENGINE(
-        "Measure the decode steps of this engine instead, through its server: vllm, sglang, or a .toml file with its command and "
-        "flags (docs/servers.md). One server is started for each layout. --model names one model, a folder or a name that the "
-        "engine knows; without --tp there is one GPU.",
+        "Measure the decode steps of this engine, through its server, instead of dcpbench's own engine: vllm, sglang, or a .toml file with its command and flags (docs/servers.md). One server is started for each layout. --model is then one model: a folder, or a name that the engine knows. --tp is 1 by default.",
         metavar="NAME",
     )
     engine_args: str | None = ENGINE(
@@ -40,7 +37,7 @@ class Engines(Group):
         metavar="ARGS",
     )
     rates: Path | None = ENGINE(
-        "With --engine: folder of a run of dcpbench's own engine on this machine; its measured rates give the floor of each step. Default: no floors.",
+        "With --engine: folder of a run of dcpbench's own engine on this machine; its measured rates give the floor of each step, the minimum time on this machine. Default: no floors.",
         metavar="RUN",
     )
     traces: Path | None = ENGINE(
@@ -92,17 +89,15 @@ class MeasurementOptions(Group):
     """Hold the options for the duration, the repeats, the baseline and the profile."""
 
     seconds: float | None = opt.MEASURE(
-        "Time limit of one point's measurement; it stops earlier once the median is known within ±1 %, and is marked "
-        "noisy otherwise. Default: 10.",
+        "Time limit of one point's measurement; it stops earlier once the median is known within ±1 %. If that is not reached, the point is marked noisy. Default: 10.",
         metavar="SECONDS",
     )
     repeats: int | None = opt.REPEATS
     baseline: bool | None = opt.MEASURE(
-        "Also measure the baseline of each layout under the same load: the same layout with dcp 1, or plain tp for dp without dcp. Default: yes. With --engine "
-        "only dcp 1 is added, where --dcp is not given."
+        "Also measure the baseline of each layout under the same load: the same layout with dcp 1, or plain tp for dp without dcp. Default: yes. With --engine: only dcp 1 is added, and only if --dcp is not given."
     )
     profile: bool | None = opt.MEASURE(
-        "A separate profiled pass for the phase breakdown and host synchronisations; it does not affect the timings. "
+        "Run a separate profiled pass for the phase breakdown and host synchronisations; it does not affect the timings. "
         "With --engine, the server's profiler records some steps after those that are timed. Default: yes."
     )
 
@@ -118,7 +113,7 @@ def sweep(
 ) -> int:
     """Measure decode steps, without prefill, over layouts and loads, then write a report.
 
-    Every combination of the comma lists is a point; points that cannot run are listed with the reason. One torchrun job per tp runs them; if a point crashes or hangs, this is recorded and the other points are measured.
+    Every combination of the comma lists is a point; points that cannot run are listed with the reason. One torchrun job for each --tp measures its points. If a point crashes or hangs, its record says so, and the other points are still measured.
 
     With --engine, dcpbench starts a server of vLLM, SGLang or another engine and measures its decode steps at the same layouts,
     concurrencies and contexts. The server prefills all prompts of a point first; a step's time is the gap between two

@@ -17,23 +17,22 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Find hidden CUDA synchronisation: where the host waits for the GPU, and what it costs."
-    "\n\nA trace names the function that waits; scan, serve and run find in its source the lines that can wait. dry-run reports the exact line."
+    "\n\nA trace names the function that waits; scan, serve and run list the lines of this function that can wait. dry-run reports the exact line."
     "\n\nStart with: dcpbench syncs scan trace.json.gz\n\nExit codes: 0 clean · 1 findings · 2 options or input that "
     "cannot be used · 3 the trace cannot answer (no GPU events, no runtime calls, no steps, a rank is missing, or it ends early); "
-    "run and dry-run have further ones.",
+    "run and dry-run have further exit codes.",
 )
 
 READ = make_panel("What is read")
 RECORD = make_panel("What is recorded")
-GATE = make_panel("What may pass")
+GATE = make_panel("What is allowed")
 OUTPUT = make_panel("Output")
 
 Traces = Annotated[
     list[str],
     typer.Argument(
         metavar="TRACE",
-        help="Kineto traces (.json, .json.gz) and exports of nsys (sqlite, jsonlines, parquetdir): files, folders, or globs "
-        "in quotes; several ranks at once. A folder stands for the traces directly in it.",
+        help="Kineto traces (.json, .json.gz) and exports of nsys (sqlite, jsonlines, parquetdir): files, folders, or globs in quotes, also of several ranks. A folder stands for the traces directly in it.",
     ),
 ]
 FORCE = OUTPUT("Overwrite an existing file. Default: no.", default=False)
@@ -53,13 +52,11 @@ class Gate(Group):
         metavar="FOLDER",
     )
     step_range: str | None = READ(
-        "Ranges (record_function) that mark a step, such as '^decode_step'. Default: ProfilerStep#N, which prof.step() "
-        "makes where profile() has schedule=, else the annotations of vLLM and SGLang, else numbered ranges such as "
-        "step 0, step 1 that cover most of the work.",
+        "Names of the ranges (record_function) that mark a step, such as '^decode_step'. Default: ProfilerStep#N, which prof.step() makes if profile() has schedule=; else the annotations of vLLM and SGLang; else numbered ranges, such as step 0, step 1, that cover most of the work.",
         metavar="REGEX",
     )
     baseline: Path | None = GATE(
-        "Only sites that are not in FILE, or that occur more often per step than there, are findings. Default: none.",
+        "Only sites that are not in FILE, or that occur more often per step than in FILE, are findings. Default: none.",
         metavar="FILE",
     )
     max_per_step: float | None = GATE(
@@ -186,12 +183,18 @@ def kernels(
 class Served(Group):
     """Hold the options for the server and for its load while it is profiled."""
 
-    url: str = READ("The server, vLLM or SGLang, started so that it can profile.", default="", metavar="URL")
+    url: str = READ(
+        "Address of the server (vLLM or SGLang), which must be started with its profiler enabled.",
+        default="",
+        metavar="URL",
+    )
     traces: Path | None = READ(
-        "Folder on this machine into which it writes its traces; it is created if it does not exist.",
+        "Folder on this machine into which the server writes its traces; it is created if it does not exist.",
         metavar="FOLDER",
     )
-    num_requests: int = READ("Requests that it serves while it is profiled.", default=8, metavar="N", min=1)
+    num_requests: int = READ(
+        "Number of requests that are sent while the server is profiled.", default=8, metavar="N", min=1
+    )
     concurrency: int = READ("Requests in flight at the same time.", default=4, metavar="N", min=1)
     input_tokens: int = READ("Tokens of a prompt.", default=128, metavar="N", min=1)
     output_tokens: int = READ("Tokens of an answer.", default=16, metavar="N", min=1)
@@ -201,7 +204,7 @@ class Served(Group):
         "Header that is sent with every request; can be given several times.", metavar="'NAME: VALUE'"
     )
     extra_body: str | None = READ("JSON object whose fields are added to every request.", metavar="JSON")
-    wait: float = READ("How long to wait for its traces.", default=120.0, metavar="SECONDS")
+    wait: float = READ("Time to wait for the server's traces.", default=120.0, metavar="SECONDS")
 
 
 @register_command(app, rich_help_panel="Traces")
@@ -264,7 +267,7 @@ class BaselineOptions(Group):
 
 @register_command(app, rich_help_panel="Traces")
 def baseline(traces: Traces, written: BaselineOptions, gate: BaselineGate) -> int:
-    """Write a baseline: the current sites and how often they occur per step, so that only new ones fail.
+    """Write a baseline, the current sites and how often they occur per step, so that only new or more frequent ones fail.
 
     Allowed sites and those of the first step only are left out. The file is sorted, to be committed.
 
@@ -361,7 +364,7 @@ class AssumptionOptions(Group):
     """Hold the options for facts that a dry run cannot observe."""
 
     assume_device: bool = READ(
-        "Tensors made without a device count as the GPU's, for tests that name none; those with device='cpu', pinned "
+        "Treat tensors made without a device as the GPU's, for tests that name no device; those with device='cpu', pinned "
         "ones and those assigned to a name ending in _cpu stay on the host. Default: no.",
         default=False,
     )

@@ -31,8 +31,7 @@ class Layouts(opt.Layouts):
     """Hold the options of layouts to check. A degree that is left out takes all valid values."""
 
     tp: str | None = opt.LAYOUT(
-        "Ranks of a layout. Default: the largest --dp times the largest --dcp; without any of the three, the six "
-        "layouts above. With --engine: 1."
+        "Ranks of a layout. Default: the largest --dp times the largest --dcp. If neither is given: the six layouts above. With --engine: 1."
     )
     dp: str | None = opt.LAYOUT("Attention data parallel replicas inside tp. Default: every valid number.")
     dcp: str | None = opt.LAYOUT(
@@ -44,7 +43,7 @@ class Layouts(opt.Layouts):
 class Load(Group):
     """Hold the options for the load and for a checkpoint that is compared with transformers."""
 
-    model: str | None = opt.LOAD("As in sweep. Default: as in sweep.", metavar="NAME")
+    model: str | None = opt.LOAD("Model, with the same names and default as in sweep.", metavar="NAME")
     checkpoint: Path | None = opt.LOAD(
         "Also compare every operation of every layer, logits and greedy tokens with transformers, for this Hugging Face "
         "checkpoint (config.json and safetensors).",
@@ -54,18 +53,16 @@ class Load(Group):
         "With --checkpoint: JSON lists of token ids. Default: seeded random prompts of uneven lengths.", metavar="FILE"
     )
     new_tokens: int | None = opt.LOAD(
-        "With --checkpoint, --url or --engine: greedy tokens compared. Default: 8; 32 with --url; 16 with --engine.",
+        "With --checkpoint, --url or --engine: number of greedy tokens to compare. Default: 8; 32 with --url; 16 with --engine.",
         metavar="N",
         min=1,
     )
     concurrency: str | None = opt.LOAD(
-        "With --checkpoint: random prompts. Default: 4. With --engine and --url: sizes of batches. Default: 1,2,8,33,64; with --url 1,8.",
+        "With --checkpoint: number of random prompts. Default: 4. With --engine or --url: batch sizes. Default: 1,2,8,33,64; with --url 1,8.",
         metavar="N",
     )
     context: str | None = opt.LOAD(
-        "Length of the longest request; the others are shorter, so that shards are uneven. Default: 37. With --url: lengths "
-        "of prompts; default: 64, 128, … as far as the servers take them, to 32,768. With --engine: lengths; default: the edges "
-        "of pages, of interleaving over dcp, of tiles and of prefill chunks, powers of two, 32k and 128k.",
+        "Length of the longest request; the others are shorter, so that shards are uneven. Default: 37. With --url: lengths of prompts. Default: 64, 128, … up to 32,768, as far as the servers accept them. With --engine: lengths of prompts. Default: lengths at the edges of pages, of interleaving over dcp, of tiles and of prefill chunks, powers of two, 32k and 128k.",
         metavar="TOKENS",
     )
 
@@ -89,38 +86,36 @@ class ServerOptions(Group):
         metavar="ARGS",
     )
     weights: str | None = SERVERS(
-        "With --engine: model, synthetic or dummy, as for dcpbench server. Default: synthetic for a folder without a checkpoint, "
+        "With --engine: model, synthetic or dummy, as in dcpbench server. Default: synthetic for a folder without a checkpoint, "
         "else model.",
         metavar="NAME",
     )
     max_context: int = SERVERS(
-        "With --engine: maximum tokens of a prompt and its answer, for lengths that are not given.",
+        "With --engine, without --context: maximum number of tokens of a prompt and its answer together.",
         default=MAX_CONTEXT,
         metavar="N",
         min=1,
     )
     url: list[str] | None = SERVERS(
-        "Compare the greedy answers of two servers, A and B: give it twice. Each server is also compared with itself: when a prompt "
-        "is sent again (prefix cache), and in a batch. Given once, the server is compared with itself alone.",
+        "Compare the greedy answers of two servers, A and B: give it twice. Each server is also compared with itself: when a prompt is sent again (prefix cache), and in a batch. Given once, the server is only compared with itself.",
         metavar="URL",
     )
     num_prompts: int | None = SERVERS(
-        "Minimum number of prompts for each length and size of batch. Default: 8 with --url, 4 with --engine.",
+        "Minimum number of prompts for each length and batch size. Default: 8 with --url, 4 with --engine.",
         metavar="N",
         min=1,
     )
     repeats: int = SERVERS(
-        "Rounds in which prompts are sent again, in the same batches.", default=2, metavar="N", min=1
+        "Number of rounds in which all prompts are sent again, in the same batches.", default=2, metavar="N", min=1
     )
     tolerance: float = SERVERS(
-        "Difference of a log-probability that always counts as rounding. Two tokens that differ by at most twice as much are a near-tie. "
-        "More is allowed if those of one server differ more between batches, or between prefix-cache hits and misses.",
+        "Difference between log-probabilities that always counts as rounding. Two tokens within twice this difference are a near-tie. A larger difference is allowed if one server's own log-probabilities differ more between batches, or between prefix-cache hits and misses.",
         default=0.1,
         metavar="X",
         min=0.0,
     )
     seed: int | None = SERVERS(
-        "Seed of the prompts. Prompts of an earlier run may be in a prefix cache from the beginning. Default: a new one.",
+        "Seed of the prompts. With the seed of an earlier run, prompts may be in the server's prefix cache from the beginning. Default: a new one.",
         metavar="N",
         min=0,
     )
@@ -143,12 +138,12 @@ class Run(opt.Run):
 def verify(layouts: Layouts, load: Load, how: opt.LayerOptions, remote: ServerOptions, run: Run) -> int:
     """Check layouts, backends and exchanges against a slow fp64 reference on one rank.
 
-    Without --tp, --dp and --dcp: tp1, tp2, tp2·dcp2, tp4·dcp2, tp4·dcp4 and tp4·dp2·dcp2, as far as there are GPUs.
-    With --tp: every valid layout of that many ranks. Ends with 1 if a check is wrong, and with 4 if none is wrong but some
-    points could not be checked.
+    Without --tp, --dp and --dcp the layouts are tp1, tp2, tp2·dcp2, tp4·dcp2, tp4·dcp4 and tp4·dp2·dcp2, as far as there are
+    GPUs. With --tp they are all valid layouts of that many ranks. The exit code is 1 if a check is wrong, and 4 if none is
+    wrong but some points could not be checked.
 
-    With --url or --engine: ends with 0 if the answers agree (of one server: if its answers repeat), with 1 if they
-    differ or a server fails at a request, and with 3 if that could not be decided.
+    With --url or --engine, the greedy answers of servers are compared instead. The exit code is 0 if the answers agree (for
+    one server: if they repeat), 1 if they differ or a server fails at a request, and 3 if that could not be decided.
 
     For example:
 

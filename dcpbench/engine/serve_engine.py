@@ -102,10 +102,12 @@ class ServeEngine:
         self.host = [torch.zeros(most, dtype=torch.int64, pin_memory=cuda) for _ in range(IN_FLIGHT)]
         self.launches = 0
 
-    def capture_steps(self, alive: Callable[[], None] = lambda: None) -> None:
+    def capture_steps(
+        self, alive: Callable[[], None] = lambda: None, compiling: Callable[[], None] = lambda: None
+    ) -> None:
         """Capture the step of every batch size, on padding rows, and the capturable pieces of steps with chunks.
 
-        On the CPU, only run the former. `alive` is called from time to time.
+        On the CPU, only run the former. `alive` is called from time to time, and `compiling` before a wait for a compiler.
         """
         batches = []
         for size in reversed(GRAPH_BATCHES):
@@ -120,9 +122,11 @@ class ServeEngine:
             else:
                 self.engine.run_eager(batch)
             alive()
-        self.prefiller.warm_kernels()
         if self.device.type == "cuda":
             self.pieces.capture_all(batches, alive)
+        if not self.prefiller.backend.is_compiled():
+            compiling()
+        self.prefiller.warm_kernels()  # last, as another process may be compiling them meanwhile
 
     def reset_slots(self) -> None:
         """Invalidate the contents of the slots before another scheduler begins."""

@@ -84,9 +84,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Hold one event of a running job."""
 
     stage: str
-    """`start` (job), `limits` (of the GPU), `build`, `choose` (with `auto`), `check`, `capture`, `warm up` (loads), `measure`,
-    `profile`, `done` (point recorded), `waiting` (for the points that a search chooses next), `end` (job); the launcher adds
-    `failed`, `hung`, `again` (it failed or hung, and will be begun once more), `ending` (interrupted) and `stopped`."""
+    """`start` (job), `limits` (of the GPU), `build`, `choose` (with `auto`), `check`, `capture`, `compile` (loads: wait for
+    kernels of FlashInfer), `warm up` (loads), `measure`, `profile`, `done` (point recorded), `waiting` (for the points that a
+    search chooses next), `end` (job); the launcher adds `failed`, `hung`, `again` (it failed or hung, and will be begun once
+    more), `ending` (interrupted) and `stopped`."""
     key: str = ""  # Point.get_key() of the current point
     index: int = 0
     of: int = 0

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
+from dcpbench.launch.start_phases import COMPILING
 from dcpbench.plan.grid import format_point_name, format_varied_parts
 from dcpbench.points.axes import Role, format_changed_values
 from dcpbench.points.names import ENGINE_NAMES
@@ -161,7 +162,9 @@ class ProgressBar:
 def format_start(phases: Sequence[StartPhase]) -> str:
     """Return the sentence about the time until the first measured step: `First step after 95 s: 12 s starting, …`."""
     parts = ", ".join(f"{phase.seconds:.0f} s {phase.name}" for phase in phases)
-    return f"First step after {sum(phase.seconds for phase in phases):.0f} s: {parts}"
+    compiled = any(phase.name == COMPILING for phase in phases)
+    hint = "; the package flashinfer-jit-cache brings these kernels compiled" if compiled else ""
+    return f"First step after {sum(phase.seconds for phase in phases):.0f} s: {parts}{hint}"
 
 
 def format_point_names(points: Sequence[Point]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dcpbench.records.record import StartPhase
 
+COMPILING = "compiling kernels of FlashInfer"
 PHASES = {  # by stage of jobs.Progress
     "start": "starting",
     "limits": "measuring the limits of the GPU",
@@ -11,6 +12,7 @@ PHASES = {  # by stage of jobs.Progress
     "choose": "choosing backend and exchange",
     "check": "checking attention",
     "capture": "capturing CUDA graphs",
+    "compile": COMPILING,
     "warm up": "warming up",
 }
 

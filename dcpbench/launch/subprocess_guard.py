@@ -57,10 +57,15 @@ def read_start_ticks(pid: int) -> tuple[str, int] | None:
         return None
 
 
+def set_death_signal(number: int) -> None:
+    """Make the kernel send this signal to this process when its parent dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
 def _tie(parent: int) -> None:
     """Make the kernel kill this process when `parent` dies, and exit now if it is dead already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    set_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from dcpbench.launch import hang_capture, subprocess_guard
+from dcpbench.launch import hang_capture, kernel_build, subprocess_guard
 from dcpbench.launch.jobs import Exit, Job, Progress, decode_progress
 from dcpbench.launch.ranks import Ranks, make_environment, read_text
 from dcpbench.show.whole_files import write_file
@@ -82,6 +82,7 @@ class Running(Ranks):
             )
         if lock is not None:
             os.write(lock, f"{self._agent.pid}\n".encode())
+        self._build = kernel_build.KernelBuild(job)
 
     def __enter__(self) -> Self:
         return self
@@ -142,6 +143,7 @@ class Running(Ranks):
 
         Another Ctrl-C shortens the wait.
         """
+        self._build.end()
         if self._agent.poll() is None:
             self._agent.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):

@@ -34,6 +34,8 @@ GAPS = (2.01, 1.4)  # ratio of neighbouring loads from which a live and a replay
 KNEE_SHARE = 0.1  # by which output grows at most from the knee to the highest measured load
 FALLS_BY = 0.1  # share by which a latency is lower under a higher load if it does not rise with the load
 NEAR = 0.7  # share of a limit from which a latency that falls is reported
+CLOSE = 0.9  # share of a limit from which any gap next to a load is checked, as other loads in it may not hold
+SCATTER = 0.05  # share of a limit by which latencies of neighbouring loads may differ without a trend
 DEFAULT_BOUNDS = {CONCURRENCY: (1.0, 256.0), RATE: (0.01, 100.0)}
 STARTS = {CONCURRENCY: 8.0, RATE: 1.0}
 LIVE_REPEATS = 3  # default number of runs of a live load
@@ -167,38 +169,55 @@ def _parse_load(name: str, text: str) -> float:
     return float(found)
 
 
-def choose_next_load(holds: Mapping[float, bool], bounds: LoadRange, count: int, *, replayed: bool) -> float | None:
+def choose_next_load(shares: Mapping[float, float], bounds: LoadRange, count: int, *, replayed: bool) -> float | None:
     """Return the load to measure next, or None at the end of the search.
 
-    `holds`: which of the measured loads hold the SLO; `count`: how many loads the search has chosen so far.
+    `shares`: largest latency of each measured load over its limit, see MeasuredLoad.share; a load with more than 1 does not hold.
+    `count`: how many loads the search has chosen so far.
 
     From the start loads grow or shrink by FACTOR until one holds and a higher one does not, and are then bisected by their
-    ratio. Loads in wide gaps between the measured ones are checked at last, since bisection alone would never see that a latency does
-    not rise with the load.
+    ratio. Gaps between the measured loads are checked at last, since bisection alone would never see that a latency does not rise with
+    the load, or that it scatters around its limit.
     """
     if count >= MAX_LOADS:
         return None
-    if not holds:
+    if not shares:
         return bounds.start
-    limit, failed = find_limit(holds)
+    limit, failed = find_limit({load: share <= 1 for load, share in shares.items()})
     if failed is None:
         return (
-            _choose_check(holds, bounds, bounds.high, GAPS[replayed])
+            _choose_check(shares, bounds, bounds.high, GAPS[replayed])
             if limit == bounds.high
-            else min(max(holds) * FACTOR, bounds.high)
+            else min(max(shares) * FACTOR, bounds.high)
         )
     if limit is None:
         return None if failed == bounds.low else bounds.lower(failed)
     if not bounds.is_narrow(limit, failed):
         return bounds.divide(limit, failed)
-    return _choose_check(holds, bounds, limit, GAPS[replayed])
+    return _choose_check(shares, bounds, limit, GAPS[replayed])
 
 
-def _choose_check(holds: Mapping[float, bool], bounds: LoadRange, limit: float, gap: float) -> float | None:
-    """Return a load in the widest gap between measured loads, first of those below the limit; None if all are narrow."""
-    wide = [pair for pair in itertools.pairwise(sorted(holds)) if pair[1] >= pair[0] * gap]
-    ordered = sorted(wide, key=lambda pair: (pair[0] >= limit, pair[0] / pair[1]))
-    return next((load for pair in ordered if (load := bounds.divide(*pair)) is not None), None)
+def _choose_check(shares: Mapping[float, float], bounds: LoadRange, limit: float, gap: float) -> float | None:
+    """Return a load in a gap between measured loads; None if all gaps are narrow.
+
+    Gaps below the limit come first. Among these, one is checked the sooner the wider it is, and the closer its loads are to their
+    limit; loads that are CLOSE to it have gaps wider than the tolerance checked, others gaps from a ratio of `gap` on.
+    """
+
+    def rank(pair: tuple[float, float]) -> tuple[bool, float]:
+        low, high = pair
+        if low >= limit:
+            return True, low / high
+        return False, -math.log(high / low) / (1 - max(shares[low], shares[high]) + SCATTER)
+
+    pairs = itertools.pairwise(sorted(shares))
+    wide = [
+        (low, high)
+        for low, high in pairs
+        if high >= low * gap
+        or (high <= limit and max(shares[low], shares[high]) >= CLOSE and not bounds.is_narrow(low, high))
+    ]
+    return next((load for pair in sorted(wide, key=rank) if (load := bounds.divide(*pair)) is not None), None)
 
 
 def find_limit(holds: Mapping[float, bool]) -> tuple[float | None, float | None]:
@@ -225,6 +244,15 @@ class MeasuredLoad:
     def holds(self) -> bool:
         """Return True if more than half of its runs hold the SLO."""
         return 2 * self.held > len(self.records)
+
+    @property
+    def share(self) -> float:
+        """Return the largest latency over its limit, of the run in the middle; more than 1 exactly if the load does not hold.
+
+        It is infinite for a run that left a request unanswered, or has an objective without a latency.
+        """
+        shares = sorted(_compute_share(record, self.slo) for record in self.records)
+        return shares[len(shares) // 2]
 
     @property
     def metrics(self) -> ServeMetrics | None:
@@ -270,6 +298,12 @@ def does_hold(record: Record, slo: Mapping[str, float]) -> bool:
     if record.outcome != "ok" or serve is None or serve.failed or serve.rejected:
         return False
     return all(judged.met for judged in judge_latencies(serve, slo))
+
+
+def _compute_share(record: Record, slo: Mapping[str, float]) -> float:
+    """Return the largest latency of a run over its limit; infinite if the run does not hold the SLO for another reason."""
+    share = math.inf if record.serve is None else _compute_excess(judge_latencies(record.serve, slo))
+    return share if share > 1 or does_hold(record, slo) else math.inf
 
 
 def _compute_excess(objectives: Sequence[JudgedObjective]) -> float:

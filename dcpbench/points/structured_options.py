@@ -61,8 +61,7 @@ class Sessions(StructuredOption, frozen=True, kw_only=True):
         int | None,
         Key(
             "N",
-            "number of concurrent sub-agent requests after each turn except the last. Each adds --sessions tokens to the conversation; "
-            "the next turn starts when all of them have been answered.",
+            "number of concurrent sub-agent requests after each turn except the last. Each adds as many tokens to the conversation as the key tokens sets; the next turn starts when all of them have been answered.",
             "0",
             "subagents",
         ),
@@ -82,7 +81,7 @@ class RequestFile(StructuredOption, frozen=True, kw_only=True):
     """Describe a file of requests, its format if its columns do not identify it, and the seed of generated prompts."""
 
     option = "--requests"
-    text = "Requests of a file: Mooncake, Qwen, AIPerf, BurstGPT, Azure or dcpbench's own JSONL or CSV. They arrive at the times of the file, with --request-rate at that rate, or with --concurrency in a closed loop. For example: --requests trace.jsonl."
+    text = "Requests from a file in the format of Mooncake, Qwen, AIPerf, BurstGPT or Azure, or in dcpbench's own JSONL or CSV. They arrive at the times in the file; with --request-rate, at that rate; with --concurrency, in a closed loop. For example: --requests trace.jsonl."
     bare = "file"
 
     file: Annotated[str | None, Key("PATH", "the file.", "none; requests are generated", "requests")] = None
@@ -91,7 +90,7 @@ class RequestFile(StructuredOption, frozen=True, kw_only=True):
         Key(
             "NAME",
             "own, mooncake, qwen, aiperf, burstgpt or azure.",
-            "found by its columns, and printed",
+            "recognised by the columns, and printed",
             "trace_format",
         ),
     ] = None
@@ -107,12 +106,14 @@ class RequestFile(StructuredOption, frozen=True, kw_only=True):
     time_unit: Annotated[
         str | None, Key("UNIT", "unit of times: s, ms, us, ns or date.", "that of the format", "trace_time_unit")
     ] = None
-    block_size: Annotated[int | None, Key("N", "tokens of a hash id.", "that of the format", "trace_block_size")] = None
+    block_size: Annotated[
+        int | None, Key("N", "number of tokens that one hash id stands for.", "that of the format", "trace_block_size")
+    ] = None
     seed: Annotated[
         int | None,
         Key(
             "N",
-            "seed of lengths, gaps and tokens that are generated: the same for every layout and machine.",
+            "seed of generated lengths, gaps and tokens, which are the same for every layout and machine.",
             "0",
             "seed",
         ),
@@ -151,7 +152,7 @@ class Disaggregate(StructuredOption, frozen=True, kw_only=True):
         tuple[str, ...] | None,
         Key(
             "P:D/…",
-            "P prefill instances and D decode instances, also written 1P2D: disaggregated prefill of vLLM, PD disaggregation of SGLang. A single number, such as 3, is a number of instances that do both. The baseline of P:D is P + D such instances.",
+            "P prefill instances and D decode instances (disaggregated prefill in vLLM, PD disaggregation in SGLang); 1P2D means 1:2. A single number N means N instances that do both. The baseline of P:D is P + D instances that do both.",
             "one instance that does both",
             "disaggregate",
         ),
@@ -181,7 +182,7 @@ class Prefill(StructuredOption, frozen=True, kw_only=True):
         str | None,
         Key(
             "NAME",
-            "sdpa (torch) or flashinfer, about three times as fast.",
+            "sdpa (torch), or flashinfer, which is about three times as fast.",
             "flashinfer on GPUs where it is installed; else sdpa",
             "prefill",
         ),
@@ -190,7 +191,7 @@ class Prefill(StructuredOption, frozen=True, kw_only=True):
         bool | None,
         Key(
             "yes|no",
-            "keep the KV of finished prompts for prompts with the same prefix, while memory allows.",
+            "keep the KV of finished requests, as far as memory allows, for later prompts with the same prefix.",
             "yes",
             "prefix_cache",
         ),
@@ -199,8 +200,7 @@ class Prefill(StructuredOption, frozen=True, kw_only=True):
         str | None,
         Key(
             "NAME",
-            "mixed: a step holds chunks of prompts and tokens of running requests; prefill-first: running requests wait while there "
-            "are chunks. vllm, sglang, with --mode replay: the policies of these engines (docs/replay.md).",
+            "mixed: a step contains chunks of prompts and decode tokens of running requests. prefill-first: running requests wait until no chunk is left. vllm and sglang: the policies of these engines, only with --mode replay (docs/replay.md).",
             "mixed; with step times of another engine, that engine's policy",
             "policy",
         ),
@@ -237,8 +237,7 @@ class Mtp(StructuredOption, frozen=True, kw_only=True):
         str | None,
         Key(
             "A/B/…",
-            "probability that each draft is accepted if those before it were, or a JSON file with a list of these. The expected tokens "
-            "of a step are 1 + A + A·B + ….",
+            "probability that the first, second, … draft is accepted if all drafts before it are accepted, or a JSON file with a list of these. A request's expected tokens per step are 1 + A + A·B + ….",
             "",
             "acceptance",
         ),
@@ -254,13 +253,13 @@ class PageSize(StructuredOption, frozen=True, kw_only=True):
 
     rows: Annotated[
         int | None,
-        Key("ROWS", "KV rows in a page of one rank: vLLM's --block-size.", "64 on GPUs; 1 on the CPU", "page_size"),
+        Key("ROWS", "KV rows in a page of one rank (vLLM's --block-size).", "64 on GPUs; 1 on the CPU", "page_size"),
     ] = None
     interleave: Annotated[
         int | None,
         Key(
             "TOKENS",
-            "neighbouring tokens that stay on one dcp rank, vLLM's --cp-kv-cache-interleave-size; divides the page size.",
+            "number of consecutive tokens that stay on one dcp rank (vLLM's --cp-kv-cache-interleave-size): a divisor of the page size.",
             "1",
             "interleave",
         ),
@@ -271,7 +270,7 @@ class Collectives(StructuredOption, frozen=True, kw_only=True):
     """Describe variants of the communication of a layer."""
 
     option = "--collectives"
-    text = "Communication of a layer apart from --exchange. Values separated by / are separate points."
+    text = "Communication in a layer, other than --exchange. Values separated by / are separate points."
 
     all_reduce: Annotated[
         tuple[str, ...] | None,
@@ -286,7 +285,7 @@ class Collectives(StructuredOption, frozen=True, kw_only=True):
         tuple[bool, ...] | None,
         Key(
             "yes|no",
-            "every dcp rank computes the queries of all heads, which takes more weights but no gather.",
+            "every dcp rank computes the queries of all heads. This needs no all-gather of queries, but more weights on each rank.",
             "no",
             "q_replicate",
         ),
@@ -295,7 +294,7 @@ class Collectives(StructuredOption, frozen=True, kw_only=True):
         tuple[bool, ...] | None,
         Key(
             "yes|no",
-            "project partial outputs to values before the exchange, which takes more weights but sends fewer bytes.",
+            "apply the value projection to partial outputs before the exchange. This sends fewer bytes, but needs more weights on each rank.",
             "no",
             "project_first",
         ),
@@ -316,7 +315,7 @@ class Stages(StructuredOption, frozen=True, kw_only=True):
         tuple[int, ...] | None,
         Key(
             "N/…",
-            "groups of tp GPUs that divide the tokens of prompts, vLLM's --prefill-context-parallel-size.",
+            "groups of tp GPUs over which the tokens of prompts are divided (vLLM's --prefill-context-parallel-size).",
             "1",
             "pcp",
         ),
@@ -350,7 +349,7 @@ class Timeout(StructuredOption, frozen=True, kw_only=True):
         int,
         Key(
             "N",
-            "how often a point that hung or failed is retried, after the others. --resume skips a point after N + 1 failures, but "
+            "number of times that a hung or failed point is retried, after all other points. --resume skips a point after N + 1 failures, but "
             "not before the second.",
         ),
     ] = 0
@@ -384,8 +383,7 @@ class Nodes(StructuredOption, frozen=True, kw_only=True):
         str,
         Key(
             "HOST:PORT",
-            "address of node 0 with a free port, the same on every machine. Node 0 listens at this address alone: one of a "
-            "network that you trust.",
+            "address of node 0 with a free port, the same on every machine. Node 0 listens only at this address, which must be in a network that you trust.",
         ),
     ] = ""
 
@@ -418,22 +416,22 @@ class Client(StructuredOption, frozen=True, kw_only=True):
         int,
         Key(
             "N",
-            "how often a request, also one of the warm-up, is sent again while the server is busy (429, 503, connection refused). Retries are counted, and their wait is part of the latency.",
+            "number of times that a request is sent again while the server is busy (429, 503, connection refused), also in the warm-up. Retries are counted, and their wait is part of the latency.",
         ),
     ] = 0
     processes: Annotated[
         int | None,
         Key(
             "N",
-            "processes that send the load, with an event loop each.",
-            "one for each 8,000 chunks a second that are expected, as far as there are cores",
+            "number of processes that send the load, each with an event loop.",
+            "one for each 8,000 expected chunks per second, as far as there are cores",
         ),
     ] = None
     realtime: Annotated[
         bool,
         Key(
             "yes|no",
-            "give the client real-time priority on its cores (SCHED_RR) while a load is sent, if the kernel allows it (root, CAP_SYS_NICE or RLIMIT_RTPRIO). The record states whether it had it.",
+            "give the client real-time priority on its cores (SCHED_RR) while a load is sent, if the kernel allows it (root, CAP_SYS_NICE or RLIMIT_RTPRIO). The record states whether this was allowed.",
         ),
     ] = True
 
@@ -451,13 +449,21 @@ class Find(StructuredOption, frozen=True, kw_only=True):
     load: Annotated[
         str | None,
         Key(
-            "NAME", "concurrency (clients of a closed loop) or rate (requests per second), between its default bounds."
+            "NAME",
+            "the load that is searched, within default bounds: concurrency (clients of a closed loop) or rate (requests per second).",
         ),
     ] = None
     concurrency: Annotated[
-        str | None, Key("LOW-HIGH", "clients between these bounds.", "1-256, as far as there are requests")
+        str | None,
+        Key(
+            "LOW-HIGH",
+            "search the number of clients within these bounds.",
+            "1-256, or 1 to the number of requests if that is lower",
+        ),
     ] = None
-    rate: Annotated[str | None, Key("LOW-HIGH", "requests per second between these bounds.", "0.01-100")] = None
+    rate: Annotated[str | None, Key("LOW-HIGH", "search the requests per second within these bounds.", "0.01-100")] = (
+        None
+    )
     repeats: Annotated[
         int | None,
         Key(

@@ -149,7 +149,7 @@ def _format_gpus(query: Query) -> str:
 def _format_choice(choice: Choice) -> str:
     """Return `take tp8·dcp8 (a2a)`, with what decides it, or the two layouts between which a measurement decides."""
     if not choice.meets:
-        return f"none within the SLO, nearest {format_list([f.who for f in choice.level[:MAX_NAMED]], 'or')}"
+        return f"no layout meets the SLO, nearest is {format_list([f.who for f in choice.level[:MAX_NAMED]], 'or')}"
     assert choice.best is not None
     if not choice.decided:
         first, second = choice.tied[:2]
@@ -174,10 +174,10 @@ def format_details(query: Query, choice: Choice) -> list[str]:
         needed = compute_margin(best, behind)
         known = f"± {format_percent(needed)}" if math.isfinite(needed) else "in one launch"
         sign = "−" if lead < 0 else "+"
-        level = "" if is_ahead(best, behind) or is_ahead(behind, best) else ", which is level"
+        level = "" if is_ahead(best, behind) or is_ahead(behind, best) else ": they are level"
         holds = capacity.removeprefix(", ") if (capacity := _format_capacity(choice, behind)) else ""
         sentences.append(
-            f"Its output per GPU against the next, {behind.who}: {sign}{format_percent(abs(lead))} {known}{level}."
+            f"Its output per GPU differs from that of the next layout, {behind.who}, by {sign}{format_percent(abs(lead))} {known}{level}."
             + (f" {behind.who} has {holds}." if holds else "")
         )
     if choice.gain is not None:
@@ -228,8 +228,8 @@ def format_placements(choices: Sequence[Choice]) -> str:
     if not clauses:
         return ""
     return (
-        f"Expert parallel (ep above 1) against tensor-parallel experts (ep1, the engines' default) in {format_count(count, 'pair')} of "
-        f"layouts with attention data parallelism: {format_list(clauses)}."
+        f"Expert parallel (ep above 1), compared with tensor-parallel experts (ep1, the engines' default) in {format_count(count, 'pair')} of "
+        f"layouts with attention data parallelism, is {format_list(clauses)}."
     )
 
 
@@ -245,7 +245,9 @@ def _format_basis(choices: Sequence[Choice]) -> str:
     used = dict.fromkeys(f.source for choice in choices for f in choice.forecasts)
     sources = [name for name in SOURCES if name in used]
     estimates = [f for choice in choices for f in choice.forecasts if f.source == ESTIMATED]
-    band = f", output within up to ±{format_percent(max(f.high / f.tok_s - 1 for f in estimates))}" if estimates else ""
+    band = (
+        f", error of output up to ±{format_percent(max(f.high / f.tok_s - 1 for f in estimates))}" if estimates else ""
+    )
     return f"{format_list(sources)}{band}"
 
 
@@ -282,13 +284,13 @@ def _iter_estimate_notes(query: Query, choices: Sequence[Choice], steps: Steps) 
     """Yield sentences on the basis of the estimates, and on conditions for which they were not checked."""
     folders = list(dict.fromkeys(Path(source).parts[1] for source in steps.sources))
     yield (
-        f"An estimate is the floor of a step, the least time that {query.machine.gpu} allows for it, times the ratio of {steps.steps:,} "
-        f"measured steps on {steps.machine} to their floors ({format_list(folders)} of results/)."
+        f"The time of a step is estimated as its floor, the minimum time that {query.machine.gpu} allows, times the ratio of measured time to floor "
+        f"in {steps.steps:,} steps on {steps.machine} (records: {format_list(folders)} in results/)."
     )
     shape = load_shape(query.model)
     if query.weights_dtype in PAPER_FORMATS:
         yield (
-            f"No measured step had {query.weights_dtype} weights: the floors are those of the smaller weights, and the ratios those of bf16 and fp8."
+            f"No measured step had {query.weights_dtype} weights: the floors are computed for them, and the ratios of bf16 and fp8 are assumed."
         )
     elif query.weights_dtype != FP8 and any(load for _, _, load in query.loads):
         yield "All measured steps with prompts had fp8 weights: whether bf16 has the same ratios there was not checked."
@@ -332,12 +334,12 @@ def _iter_stage_notes(query: Query, choices: Sequence[Choice]) -> Iterator[str]:
         yield (
             f"pp{pp}: stages of {format_list([str(n) for n in split_layers(load_shape(query.model).layers, pp)])} layers, "
             f"{query.micro_batches or pp} micro-batches in flight; a stage waits for {waits} % of a decode step on average. "
-            "Weights are of the stage with most of them. No such step was measured."
+            "The table has the weights of the stage with the most. No such step was measured."
         )
     if any(f.point.pcp > 1 for choice in choices for f in choice.forecasts):
         yield (
-            "Prefill context parallelism (pcp): prompts are divided, decodes are copies on each of the pcp groups of GPUs, and so is the "
-            "KV cache without DCP; experts are divided over all GPUs of a stage. No such step was measured."
+            "Prefill context parallelism (pcp): prompts are divided over the pcp groups of GPUs. Each group computes all decodes and, without DCP, "
+            "holds a copy of the KV cache. Experts are divided over all GPUs of a stage. No such step was measured."
         )
 
 
@@ -350,7 +352,7 @@ def _iter_machine_notes(query: Query, steps: Steps) -> Iterator[str]:
     if not query.machine.card.cuda:
         yield f"{query.machine.gpu} does not run CUDA: a port of the kernels is assumed to have these ratios."
     if max(query.gpus) > 4:  # noqa: PLR2004 - the published runs'
-        yield "No step of more than 4 ranks was measured: the communication model estimates their collectives, and its error is part of the band."
+        yield "No step of more than 4 ranks was measured: the communication model estimates collectives of more ranks, and its error is part of the band."
 
 
 def list_unknowns(query: Query, choices: Sequence[Choice], steps: Steps) -> list[str]:
@@ -395,12 +397,12 @@ def describe_engines(forecasts: Sequence[Forecast]) -> str:
     """Return a sentence that names the engines (kernels and schedulers) of the forecasts."""
     names = [*dict.fromkeys(f.engine for f in forecasts)]
     if not any(names):
-        return "The forecasts are of dcpbench's engine; SGLang and vLLM have kernels and schedulers of their own."
+        return "The forecasts are for dcpbench's engine; SGLang and vLLM have other kernels and schedulers."
     engines = format_list([name or "dcpbench's engine" for name in names])
     if len(names) == 1:
-        return f"The forecasts are of the kernels and the scheduling policy of {engines}."
+        return f"The forecasts are for the kernels and the scheduling policy of {engines}."
     return (
-        f"The forecasts are of the kernels and the scheduling policies of {engines}, so that differences between layouts are "
+        f"The forecasts are for the kernels and the scheduling policies of {engines}, so that differences between layouts are "
         "also differences between engines. Give evidence of one engine to compare layouts."
     )
 
@@ -438,8 +440,10 @@ def _format_energy(choices: Sequence[Choice]) -> str:
         if f.joules_per_token
     ]
     if not known:
-        return "Energy per token is unknown: none of the given records has it from NVML."
-    return f"Energy per token of all GPUs, in J, by NVML: {'; '.join(known)}. That of the other layouts is unknown."
+        return "Energy per token is unknown: no given record contains energy readings of NVML."
+    return (
+        f"Energy per token of all GPUs, in J, by NVML: {'; '.join(known)}. The energy of the other layouts is unknown."
+    )
 
 
 def format_emulate_command(query: Query, choices: Sequence[Choice]) -> str:

@@ -37,10 +37,10 @@ COLUMNS = (
     "evidence",
 )
 LEGEND = (
-    f"{RECOMMENDED.strip()} recommended, {LEVEL.strip()} not clearly behind the fastest. Among these, the layout with more KV capacity comes "
-    "first; capacity beyond twice the load does not count. Differences between layouts are surer than their bands, as most errors are common to "
-    "them. Output in tok/s is an average over the load, with prefills; ITL is the median gap between two tokens of a request, and 0 if most tokens "
-    "arrive with others of their step (--mtp). KV requests: requests of the longest length that fit at once, in whole pages; the last token of an "
+    f"{RECOMMENDED.strip()} recommended, {LEVEL.strip()} not clearly behind the fastest. Among these, the layout with the most KV capacity is "
+    "recommended; capacity beyond twice the load does not count. Most errors are common to all layouts, so the difference between two layouts is "
+    "more certain than their bands. Output in tok/s is an average over the load, with prefills; ITL is the median gap between two tokens of a "
+    "request, and 0 if most tokens arrive together with others (--mtp). KV requests: requests of the longest length that fit at once, in whole pages; the last token of an "
     "answer needs no KV. dpN: N attention replicas inside tp, each of tp / N GPUs. Evidence names an engine if it is not dcpbench's own."
 )
 

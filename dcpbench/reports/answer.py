@@ -204,7 +204,7 @@ def describe_imports(frames: Frames) -> str:
     addition = f", in addition to {format_count(others, 'point')} of dcpbench" if others else ""
     return (
         f"Imported: {sources}{addition}. Engines are measured through HTTP and with a tokenizer, dcpbench without either, "
-        "so that more than the layout differs. What their files do not say is a dash."
+        "so that more than the layout differs. A dash marks values that the imported files do not contain."
     )
 
 
@@ -275,7 +275,7 @@ def describe_maximum(found: pd.DataFrame, best_found: pd.DataFrame) -> str:
             over = f"{lead} the most {kind} ({format_number(r['other_tok_s'], 3)}, {r['other']} at {r['other_load']})"
         value = format_tok_s(r["output_tok_s"], r["output_tok_s_low"], r["output_tok_s_high"])
         clauses.append(f"{short[r['rest']]}: {value} with {r['label']} at {r['arrival']}, {over}")
-    return f"The most within the SLO: {'; '.join(clauses)}."
+    return f"Maximum output within the SLO: {'; '.join(clauses)}."
 
 
 def _compare_most(row: pd.Series[Any], times: float) -> str:
@@ -337,9 +337,9 @@ def describe_break_even(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.Dat
     shapes = []
     # a single layout with named variants, which then replace its name
     one = str(even["layout"].iloc[0]) if len(set(even["layout"])) == 1 and (even["variant"] != "").all() else ""
-    begins = f"Where {one or 'DCP'} starts to pay, in output tok/s over {over}"
+    begins = f"{one or 'DCP'} pays, in output tok/s over {over}, at these concurrencies"
     if not pays:
-        begins = f"{loosely}: where {one or 'DCP'} is ahead in output tok/s"
+        begins = f"{loosely}, {one or 'DCP'} is ahead in output tok/s at these concurrencies"
     if even["single"].any():
         begins += f", {launch_bands.IN_ONE_LAUNCH}"
     if one:
@@ -352,7 +352,7 @@ def describe_break_even(even: pd.DataFrame, ratios: pd.DataFrame, others: pd.Dat
         groups = [group for _, group in rows.assign(same=same).groupby("same", sort=False)]
         shapes.append(f"{short[str(rest)]}: {', '.join(map(_format_break_even, groups))}")
     text = f"{begins}. {format_capitalized('; '.join(shapes))}"
-    return f"{text}. Also, {alone}." if alone else f"{text}."
+    return f"{text}. {alone}." if alone else f"{text}."
 
 
 def _format_paying_loads(rows: pd.DataFrame) -> str:
@@ -402,8 +402,8 @@ def explain_jumps(points: pd.DataFrame) -> str:
     for same, group in list(waves.groupby(["concurrency", "load_requests", "left"]))[:2] if len(waves) else ():
         n, requests, left = (f"{value:,.0f}" for value in same)
         texts.append(
-            f"{requests} requests are no multiple of {n}: the last {'one runs' if left == '1' else f'{left} run'} alone, on average "
-            f"{group['decode_batch'].median():.0f} of {n} are in flight, and output at {n} is that much lower."
+            f"{requests} requests are no multiple of {n}, so the last {'one runs' if left == '1' else f'{left} run'} alone. On average "
+            f"{group['decode_batch'].median():.0f} of {n} are in flight, which lowers the output at {n}."
         )
     return f"Jumps between concurrencies: {' '.join(texts)}" if texts else ""
 
@@ -477,11 +477,11 @@ def describe_trust(frames: Frames, apart: list[float]) -> str:
     """State how well repeats and gaps between kernels agree, which points did not run, and how many points carry a warning."""
     texts = [describe_agreement(frames, apart)]
     if len(frames.others):
-        texts.append(f"Not every point ran: {format_outcomes(frames)}, listed with reasons.")
+        texts.append(f"Points without a result: {format_outcomes(frames)}; a table lists the reasons.")
     marked = frames.findings.points
     if len(marked):
         counts = point_warnings.summarize_warnings(marked, MAX_WARNINGS)
-        texts += [f"Marked, of {format_count(len(frames.everything), 'point')}: {counts}."] if counts else []
+        texts += [f"Points with a warning, of {len(frames.everything):,}: {counts}."] if counts else []
     return " ".join(texts)
 
 
@@ -600,4 +600,4 @@ def _describe_missing_baseline(ratios: pd.DataFrame, others: pd.DataFrame) -> st
     loads = list_unique(alone["load"])
     where = f" ({'; '.join(loads)})" if len(loads) <= MAX_SHAPES else ""
     ran = format_count(len(alone), "point")
-    return f"{ran} with DCP ran where {format_list(names, 'or')} {' or '.join(whys)}{where}"
+    return f"{ran} with DCP ran under loads at which {format_list(names, 'or')} {' or '.join(whys)}{where}"

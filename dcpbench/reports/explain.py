@@ -42,16 +42,16 @@ METHOD = (
     DIFFERENCES,
 ) = _split_paragraphs(
     f"""
-    Step time: replays of a captured CUDA graph, timed by CUDA events on every rank; a sample is the slowest rank's.
+    Step time: replays of a captured CUDA graph, timed by CUDA events on every rank; a sample is the time of the slowest rank.
     On a CPU it is wall time.
 
     Warm-up lasts until two successive medians agree within 1 %. Measuring stops when the 95 % interval of the median
-    is within the requested precision, ±1 % by default. A time limit ends both: a point whose warm-up it ended is
-    marked unsettled, one whose measuring it ended is marked noisy.
+    is within the requested precision, ±1 % by default. A time limit ends both: a point is
+    marked unsettled if the limit ended its warm-up, and noisy if it ended its measurement.
 
     Intervals are distribution-free: two order statistics of the samples that hold the median with 95 % confidence
-    (exact binomial). Where a point was repeated, the value is the median of the repeats and the interval spans all of
-    theirs.
+    (exact binomial). Where a point was repeated, the value is the median of the repeats and the interval spans the intervals
+    of all repeats.
 
     Percentiles need {compute_min_samples(90)} samples for p90, {compute_min_samples(95)} for p95 and {compute_min_samples(99)} for p99:
     then at least two samples lie beyond the true percentile with 99 % probability. With fewer they are not reported.
@@ -62,23 +62,23 @@ METHOD = (
     TTFT (time to first token): from submission to the first output token, queueing included. The workload decode has
     none.
 
-    Output throughput: concurrency / step time, in tok/s, of the whole layout, times the tokens of a step with drafts.
-    Per GPU: divided by tp; DCP and attention DP add no GPUs.
+    Output throughput: concurrency / step time, in tok/s, of the whole layout; with drafts, times the tokens of a request in a step.
+    Per GPU: divided by tp, as DCP and attention DP add no GPUs.
 
     tok/s/user: 1000 / median ITL in ms; with drafts 1000 / time of a token in ms.
 
     KV tokens per GiB: tokens that the layout's pools hold, each counted once, over the GiB of one GPU's pool. It
-    compares layouts whatever the pools' sizes.
+    compares layouts independently of the sizes of their pools.
 
-    Phases, idle time and host syncs come from a separate profiled pass, so that profiling never touches the times.
+    Phases, idle time and host syncs come from a separate profiled pass, so that profiling does not affect the times.
     Calls to CUDA's allocator are counted over the timed steps.
 
     Every sample of a point is the same step: tokens, lengths and, with synthetic weights, the experts that tokens are
     routed to are drawn once, the same in all layouts. Intervals cover the measurement, not another random choice of these.
 
-    A difference counts as clear if the intervals do not overlap and it is more than launches may differ: 2 % for
-    dcpbench's own engine, and for another server as much as its launches in this report do. Without several launches of a
-    server, its figures are those "in one launch each", and none is called clear.
+    A difference counts as clear if the intervals do not overlap and it is more than the difference between launches: 2 % for
+    dcpbench's own engine, and for another server the difference between its launches in this report. Figures of a server
+    that was launched once are marked "in one launch each", and none of their differences is called clear.
     """
 )
 OF_OWN_STEPS = (STEP_TIME, WARM_UP, SAMPLES)  # what holds only for steps of dcpbench's own engine
@@ -104,14 +104,14 @@ SERVED = _split_paragraphs(
     Output throughput of served requests: output tokens / (last token - first submission), ramp and drain included.
     Steady: the same over the longest time with at least 95 % of a closed loop's clients waiting for an answer.
 
-    Goodput: finished requests that meet every objective / wall time. An ITL objective is met where 99 of 100 gaps of a
-    request are within it, and below 100 gaps where all are.
+    Goodput: finished requests that meet every objective / wall time. A request meets an ITL objective if 99 of 100 of its
+    gaps do or, with fewer than 100 gaps, if all do.
 
     Live runs are measured. A replay runs the same scheduler, or the scheduling policy of a server's engine, in virtual time and takes
     step times from measurements of single steps; it is no measurement of a load, and no table or line here holds both.
 
-    A served point has no interval of its own: what one run of a load gave is one sample. Where it was repeated, the
-    value is the median of the repeats, and differences count only beyond what repeats reached, and 2 %.
+    A served point has no interval of its own, because one run of a load is one sample. If a point was repeated, the value is the
+    median of the repeats, and differences count only if they exceed those between repeats, and 2 %.
     """
 )
 
@@ -135,7 +135,7 @@ WARNINGS = {
     "few_samples": "too few requests finished for every percentile of TTFT and ITL.",
     "cut_off": "the run ended before all of its requests did.",
     "rejections": "some requests can never fit and were rejected; all figures are for the others.",
-    "summary_only": "another tool's own means and percentiles, without our floors: no times of requests are known.",
+    "summary_only": "means and percentiles as another tool computed them, without floors: the times of single requests are unknown.",
     "chunk_gaps": "stream chunks hold several tokens: ITL is the gap between chunks, and tok/s/user is 1000 / median TPOT.",
     "nominal_lengths": "requests were on average more than 5 % shorter or longer than the requested lengths, by which they are listed: answers ended early, or lengths were random.",
     "requests_failed": "some requests failed; all figures are for the others.",
@@ -165,7 +165,7 @@ BOUNDS = {
 }
 
 
-WORDS = "What the words mean"  # title of tables of definitions
+WORDS = "Definitions"  # title of tables of definitions
 KV = METRIC["kv_tokens_per_gib"]
 FLOOR = METRIC["floor_ms"]
 EVERYWHERE = {
@@ -173,7 +173,10 @@ EVERYWHERE = {
         "null below 1, 64, 130, 662 samples: fewer do not bound the percentile with 99 % confidence",
         "",
     ),
-    "SLO": ("held against p99; where that lacks samples, against the highest percentile all points of a load have", ""),
+    "SLO": (
+        "compared with p99 or, if samples are too few, with the highest percentile that all points of a load have",
+        "",
+    ),
 }
 OTHERS = {
     KV.term: (KV.defined[SERVE], KV.unit),
@@ -182,10 +185,13 @@ OTHERS = {
     "host syncs": ("calls in a profiled step that made the host wait for the GPU", "per step"),
     "ratio, ×": (METRIC["dcp_ratio"].help, ""),
     "DCP pays": (
-        "it meets the SLO and is clearly above the best layout without DCP that does: same load, GPUs, dtype, weights",
+        "a layout with DCP meets the SLO and is clearly above the best layout without DCP that meets it, with the same load, GPUs, dtype and weights",
         "",
     ),
-    "clearly": ("intervals lie apart, and the difference is more than launches of the same engine may differ", ""),
+    "clearly": (
+        "intervals do not overlap, and the difference is more than that between launches of the same engine",
+        "",
+    ),
 }
 DEFINED = {workload: get_definitions(workload) | EVERYWHERE for workload in (DECODE, SERVE)}
 

@@ -445,7 +445,7 @@ def compute_spread(intervals: list[Interval]) -> float | None:
 def format_repeats_sentence(apart: Sequence[float]) -> str:
     """State how well repeats agree; `apart` holds the relative difference for each point measured more than once."""
     if not len(apart):
-        return "Every point was measured once, so how well repeats agree is not known."
+        return "Every point was measured once, so the difference between repeats is unknown."
     wide = sum(a > REPEATS_AGREE_WITHIN for a in apart)
     within = f"{REPEATS_AGREE_WITHIN:.0%}".replace("%", " %")
     points = format_count(len(apart), "point")

@@ -9,7 +9,7 @@ from dcpbench.records.metrics import METRIC
 from dcpbench.reports.load_labels import list_rows
 from dcpbench.reports.tables import FOLD_ABOVE, Table, make_column, make_table
 from dcpbench.show.numbers import format_integer, format_number, format_ratio, format_value_range, is_missing
-from dcpbench.show.text import format_list
+from dcpbench.show.text import format_capitalized, format_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -81,7 +81,8 @@ def format_short_sentence(points: pd.DataFrame) -> str:
         if len(held) > 1
         else ""
     )
-    return f"A step takes {over} what the hardware allows{f'; {where}most is lost in {lost}' if lost else ''}."
+    text = f"A step takes {over} the minimum time that the hardware allows."
+    return f"{text} {format_capitalized(f'{where}most of the time above it is in {lost}')}." if lost else text
 
 
 def format_decode_sentences(points: pd.DataFrame) -> list[str]:
@@ -96,14 +97,14 @@ def format_decode_sentences(points: pd.DataFrame) -> list[str]:
         far, near = rows[0], rows[-1]
         over, least = (format_ratio(1 / row["floor_share"], 2) for row in (far, near))
         where = f"{far['label']} at {far['load']}"
-        took = f"{format_number(far['step_ms'], 3)} ms where {format_number(far['floor_ms'], 3)} would do"
+        took = f"{format_number(far['step_ms'], 3)} ms, minimum {format_number(far['floor_ms'], 3)}"
         lost = ", ".join(f"{loss.name} {loss.lost_ms} ms" for loss in list_named_losses(far, MAX_SENTENCE_PHASES))
         lost = f". Time above the limit: {lost}" if lost else ""
         if len(rows) == 1 or over == least:
             texts.append(f"{subject}: a step takes {over} what this machine allows ({where}: {took}){lost}.")
         else:
             texts.append(
-                f"{subject}: a step takes {least} to {over} what this machine allows; furthest is {where}: {took}{lost}."
+                f"{subject}: a step takes {least} to {over} what this machine allows; the worst point is {where}: {took}{lost}."
             )
     return texts
 

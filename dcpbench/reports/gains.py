@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 TITLE = "Where DCP's gain comes from"
 READING = (
-    "Each load has the layout with DCP that has most output per GPU. The part of a cause is what replays lose if it alone is switched "
-    "off, that is, set to the value of the same layout without DCP. An overlap has the sign of the gain if one of its causes alone "
-    "brings it, and the other sign if it needs them together. All parts sum to the gain."
+    "For each load the table has the layout with DCP that has the most output per GPU. The part of a cause is what replays lose if this cause "
+    "alone is switched off, that is, set to the value of the same layout without DCP. An overlap has the sign of the gain if either of its causes "
+    "alone brings it, and the opposite sign if both are needed. All parts sum to the gain."
 )
 OVERLAP = "overlap"  # heading of the column of all parts of several causes together
 

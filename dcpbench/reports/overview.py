@@ -158,7 +158,7 @@ def list_caveats(frames: Frames) -> list[str]:
     if len(waves):
         every = "" if len(waves) == len(table) else f" at {len(waves):,} of {len(table):,} points"
         favours = (
-            ", which favours attention DP: it may be behind where lengths differ" if (waves["dp"] > 1).any() else ""
+            ", which favours attention DP; with varied lengths it may be slower" if (waves["dp"] > 1).any() else ""
         )
         found.append(f"clients run in lock-step{every}: all their requests have one length{favours}")
     found += _list_engine_caveats(table)
@@ -218,7 +218,7 @@ def format_answer(frames: Frames, *, brief: bool = False) -> str:
     if table.empty:
         where = format_report_hardware(frames)
         on = f" on {'a CPU' if where == CPU else where}" if where else ""
-        text = f"No point finished{on} ({answer.format_outcomes(frames)}), so nothing here says which layout to take."
+        text = f"No point finished{on} ({answer.format_outcomes(frames)}), so no layout can be recommended."
         return " ".join(filter(None, (text, answer.format_commonest_reason(frames))))
     timed = findings.select_timed(table)
     foreign = [name for name in load_labels.list_unique(table["origin"]) if is_imported_origin(name)]
@@ -227,7 +227,7 @@ def format_answer(frames: Frames, *, brief: bool = False) -> str:
     if table["cpu"].all():
         return _describe_functional(frames)
     if timed.empty:
-        return "No point has a rate of output, so nothing here says which layout to take."
+        return "No point has a rate of output, so no layout can be recommended."
     rows = frames.findings.against_others
     if answer.has_engine_answer(frames):
         text = engines.format_lead(frames) if brief else engines.format_answer(frames)
@@ -239,7 +239,7 @@ def format_answer(frames: Frames, *, brief: bool = False) -> str:
         text = recommendation.format_recommendation(rows)
     slow = int(table["cpu"].sum())
     return (
-        f"{text} {format_capitalized(format_count(slow, 'point'))} ran on a CPU, which says nothing about speed."
+        f"{text} {format_capitalized(format_count(slow, 'point'))} ran on a CPU, so their times do not reflect GPU performance."
         if slow
         else text
     )
@@ -250,7 +250,7 @@ def _describe_functional(frames: Frames) -> str:
     ran = format_list(load_labels.list_unique(frames.everything["layout"]))
     lost = frames.others[frames.others["outcome"] != "rejected"] if len(frames.others) else frames.others
     not_all = f"; {format_count(len(lost), 'point')} did not finish" if len(lost) else ""
-    text = f"This says nothing about speed: a functional run on a CPU, which shows that {ran} can run{not_all}."
+    text = f"Functional run on a CPU: it shows that {ran} can run{not_all}. Its times do not reflect GPU performance."
     return " ".join(filter(None, (text, slo.explain_unjudged(frames.everything, frames.slo))))
 
 
@@ -262,13 +262,13 @@ def _describe_single(frames: Frames, timed: pd.DataFrame) -> str:
     names = load_labels.list_unique(timed["layout"])
     if best.empty or best["load_arrival"].eq(CLOSED).any():
         if len(names) > 1:
-            return f"{format_capitalized(f'{where}{_explain_not_compared(frames, names)}')}, so nothing here says which layout to take: {most}."
+            return f"{format_capitalized(f'{where}{_explain_not_compared(frames, names)}')}, so no layout can be recommended: {most}."
         rejected = select_rejected_for_memory(frames)
         lost = [n for n in load_labels.list_unique(rejected["layout"]) if n not in names] if len(rejected) else []
         if lost:
             why = f"as {format_list(lost)} {'has' if len(lost) == 1 else 'have'} too little memory"
             return f"{format_capitalized(where)}only {names[0]} ran, {why}: {most}."
-        return f"{format_capitalized(where)}only {names[0]} ran, so nothing here says which layout to take: {most}."
+        return f"{format_capitalized(where)}only {names[0]} ran, so no layout can be recommended: {most}."
     loads = format_count(len(best), "load")
     launches = f"{found}," if (found := launch_bands.format_launches(best)) else ""
     won = answer.count_winners(best)
@@ -317,12 +317,12 @@ def _describe_imported(frames: Frames, foreign: list[str], rows: pd.DataFrame) -
     if len(table) > len(theirs):
         text += f", in addition to {format_count(len(table) - len(theirs), 'point')} of dcpbench"
     if theirs["cpu"].all():
-        return f"{text}. They ran on a CPU, which says nothing about speed."
+        return f"{text}. They ran on a CPU, so their times do not reflect GPU performance."
     compared, ours = (
         rows[~rows["origin"].map(is_imported_origin) == own] if len(rows) else rows for own in (False, True)
     )
     layouts = load_labels.list_unique(theirs["layout"])
-    nothing = "so nothing here says which to take"
+    nothing = "so no layout can be recommended"
     if len(compared):
         text = f"{text}. By these, {recommendation.format_advice(compared)}."
     elif layouts == [UNKNOWN_LAYOUT]:

@@ -212,12 +212,12 @@ class Rule:
         return f"{'every load' if all(self.right) else 'most loads'} tried ({requests})"
 
     def _format_right(self) -> str:
-        """Return `best or level in all 18 loads`."""
+        """Return `this choice is best or level in all 18 loads`."""
         n, loads = sum(self.right), len(self.right)
         if loads == 1:
             return "the one load compared"
         all_of = "both loads" if loads == 2 else f"all {loads:,} loads"  # noqa: PLR2004 - a pair
-        return f"{self._kind} in {all_of if n == loads else f'{n:,} of {loads:,} loads'}"
+        return f"this choice is {self._kind} in {all_of if n == loads else f'{n:,} of {loads:,} loads'}"
 
     @property
     def _kind(self) -> str:
@@ -227,7 +227,7 @@ class Rule:
         return "best or level"
 
     def _format_wrong(self) -> str:
-        """Return `; in the other 3 it is tp4·dcp4, by up to 4.1 %`: the layout that is ahead where the rule is wrong."""
+        """Return `; in the other 3 loads the best is tp4·dcp4, by up to 4.1 %`: the layout that is ahead where the rule is wrong."""
         wrong = {i: self.first if i < self.at else self.then for i, right in enumerate(self.right) if not right}
         if not wrong:
             return ""
@@ -240,8 +240,8 @@ class Rule:
             by = group["by"].dropna()
             margin = f", by {'up to ' if len(by) > 1 else ''}{format_percent(by.max())}" if len(by) else ""
             each.append(f"{who}{margin}" if len(group) == len(tops) else f"{who} in {len(group):,}{margin}")
-        others = "the other one" if len(wrong) == 1 else f"the other {len(wrong):,}"
-        return f"; in {others} it is {format_list(each)}"
+        others = "the other load" if len(wrong) == 1 else f"the other {len(wrong):,} loads"
+        return f"; in {others} the best is {format_list(each)}"
 
     def _format_beyond(self) -> str:
         """Return `; at 50 more loads no layout meets it` for the loads that the rule does not cover."""

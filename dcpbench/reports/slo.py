@@ -102,7 +102,7 @@ def describe_objectives(table: pd.DataFrame, given: Limits) -> str:
     clauses = {_format_limits(points): _format_judged(points) for _, points in timed.groupby(same, sort=False)}
     if not any(clauses):
         left = f" --slo {','.join(given)} bounds nothing that these points have." if given else ""
-        return f"No SLO was given (set one with --slo ttft=2000,itl=60, in ms), so the best is the highest output throughput.{left}"
+        return f"No SLO was given (set one with --slo ttft=2000,itl=60, in ms), so the best layout is the one with the highest output throughput.{left}"
     source = "--slo" if given else "as the runs were measured with"
     limits_text = "; ".join(f"{who}: {text or 'none'}" for text, who in clauses.items())
     if len(clauses) == 1:
@@ -117,7 +117,7 @@ def explain_unjudged(table: pd.DataFrame, given: Limits) -> str:
     if table.empty or not table["cpu"].all() or not (given or any(table["slo_limits"])):
         return ""
     source = "--slo " + ",".join(f"{name}={ms:g}" for name, ms in given.items()) if given else "the SLO of the run"
-    return f"No point is held against {source}: latencies of a CPU say nothing."
+    return f"No point is compared with {source}: latencies on a CPU do not reflect GPU performance."
 
 
 def _format_judged(points: pd.DataFrame) -> str:

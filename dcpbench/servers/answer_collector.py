@@ -1,6 +1,6 @@
 """Collect the answers of one server to prompts of several lengths: new and repeated, alone and in batches of several sizes.
 
-For each length and each size of batch a server is asked
+For each length and each size of batch a server gets
     1. prompts that are new, in batches of this size    round 0: no prefix-cache hit
     2. the same prompts in the same batches             rounds 1, 2, …: the prefix cache may hold them
     3. some of them, each alone                         as in 2, in another batch

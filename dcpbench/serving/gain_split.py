@@ -113,9 +113,9 @@ class GainSplit(msgspec.Struct, frozen=True, kw_only=True):
 
     def format(self) -> str:
         """Return the gain with its parts in a sentence, as shares of the baseline's value."""
-        parts = [f"{format_share(self.compute_share(part))} by {part.format_causes()}" for part in self.list_shown()]
+        parts = [f"{format_share(self.compute_share(part))} from {part.format_causes()}" for part in self.list_shown()]
         return (
-            f"{self.layout.layout} against {self.baseline.layout}, {METRIC_NAMES[self.metric]} in replay: {format_share(self.share)}, the sum of "
+            f"From {self.baseline.layout} to {self.layout.layout}, {METRIC_NAMES[self.metric]} in replay changes by {format_share(self.share)}, the sum of "
             f"{format_list(parts)} (step time: shorter steps for the same requests)."
         )
 

@@ -193,10 +193,10 @@ def format_lock_step_warning(output_tokens: str, *, some: str = "", dp: bool) ->
     """Return the warning about clients in lock-step; `some` limits it to some points, `dp` adds the effect on attention
     DP.
     """
-    others = ["TTFT", *(["ITL p99"] if int(output_tokens) > 1 else []), "goodput", *["what attention DP gives"] * dp]
+    others = ["TTFT", *(["ITL p99"] if int(output_tokens) > 1 else []), "goodput", *["the output of attention DP"] * dp]
     return (
         f"Clients run in lock-step{some}: all requests of their closed loop have one length, so that they prefill and decode "
-        f"at the same time, and few steps have both. {format_capitalized(format_list(others))} differ where lengths differ "
+        f"at the same time, and few steps contain both. {format_capitalized(format_list(others))} are different with varied lengths "
         f"({format_varied_option(output_tokens)})."
     )
 

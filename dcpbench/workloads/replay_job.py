@@ -49,7 +49,8 @@ def run(
         old = _load_earlier_times(serving, sharing, environment, folder / name)
         if old is None:
             tell("capture")
-            serving.engine.capture_steps()  # all other kernels are compiled in the first step of a case, which is not counted
+            # All other kernels are compiled in the first step of a case, which is not counted.
+            serving.engine.capture_steps(compiling=lambda: tell("compile"))
             old = step_timing.measure_step_times(serving, sharing, environment, tell, rates)
             if is_first():
                 write_step_times(folder / name, old)

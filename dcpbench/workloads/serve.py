@@ -145,7 +145,8 @@ def run(
     session, device = serving.session, serving.session.engine.device
     requests = make_point_requests(point, settings, session.shape.vocab)
     tell("capture")
-    serving.engine.capture_steps(make_rate_limited(lambda: tell("capture"), REPORT_INTERVAL_S))
+    alive = make_rate_limited(lambda: tell("capture"), REPORT_INTERVAL_S)
+    serving.engine.capture_steps(alive, lambda: tell("compile"))
     tell("warm up")
     serving.warm_up(point, requests, make_rate_limited(lambda: tell("warm up"), REPORT_INTERVAL_S))
     with _collect_interruptions() as interrupted:

@@ -408,7 +408,7 @@ def test_help_names_the_options_of_vllm_and_sglang() -> None:
         "--enable-expert-parallel",
         "--ep-size",
         "--decode-context-parallel-size",
-        "--dcp 1 measures plain TP alone",
+        "--dcp 1 measures only layouts without DCP",
         "--chunked-prefill-size",
         "--max-num-batched-tokens",
         "--max-concurrency",

@@ -199,8 +199,8 @@ def test_report_states_ratio_of_step_to_floor_and_time_above(tmp_path):
     points = dataframes.load_frames([record_builder.write(tmp_path / "run", [record])]).points
     assert format_decode_sentences(points) == [
         (
-            "by hand: a step takes 1.50× what this machine allows (tp2·dcp2 at concurrency 2 · context 5: 10.00 ms where 6.66 "
-            "would do). Time above the limit: moe 1.10 ms, mlp reduce 1.00 ms, idle 0.728 ms."
+            "by hand: a step takes 1.50× what this machine allows (tp2·dcp2 at concurrency 2 · context 5: 10.00 ms, minimum "
+            "6.66). Time above the limit: moe 1.10 ms, mlp reduce 1.00 ms, idle 0.728 ms."
         )
     ]
 

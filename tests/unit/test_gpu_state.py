@@ -100,8 +100,8 @@ def test_recommendation_states_energy_of_records_that_have_it() -> None:
     text = _format_energy([SimpleNamespace(name="8 × 4,000 tokens", forecasts=[plain, silent, thrifty])])  # type: ignore[list-item]
     assert text.index(format_number(thrifty.joules_per_token)) < text.index(format_number(plain.joules_per_token))
     assert text.count("tp4") == 2
-    assert text.endswith("at 8 × 4,000 tokens. That of the other layouts is unknown.")
-    assert _format_energy([]) == "Energy per token is unknown: none of the given records has it from NVML."
+    assert text.endswith("at 8 × 4,000 tokens. The energy of the other layouts is unknown.")
+    assert _format_energy([]) == "Energy per token is unknown: no given record contains energy readings of NVML."
 
 
 class FakeNvml:

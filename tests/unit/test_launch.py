@@ -19,6 +19,7 @@ from dcpbench.errors import DcpbenchError, DiskError, OutputError, UsageError, W
 from dcpbench.hangs.evidence import ProcessState
 from dcpbench.launch import folders, hang_capture, launcher, nodes, torchrun
 from dcpbench.launch.jobs import SECRET, Exit, Failure, Job, Progress, format_exit_code, open_listener
+from dcpbench.launch.kernel_build import KernelBuild
 from dcpbench.launch.ranks import Ranks
 from dcpbench.launch.torchrun import Machines, Running
 from dcpbench.points.point import Point
@@ -57,6 +58,7 @@ class Sleeper(Running):
         Ranks.__init__(self, folder, self.job.get_log_folder(), self.job.get_progress_path(), range(2))
         self.logs.mkdir(parents=True)
         self.agent_log = self.logs / "agent.log"
+        self._build = KernelBuild(self.job)
 
 
 @pytest.mark.parametrize(

@@ -165,12 +165,15 @@ class FakeLoad(RandomLoad):
         return msgspec.structs.replace(get_record(), serve=serve)
 
 
-def search(holds: Callable[[float], bool], bounds: LoadRange) -> dict[float, bool]:
-    """Return which of the loads that a search measures hold."""
-    found: dict[float, bool] = {}
-    while (load := choose_next_load(found, bounds, len(found), replayed=True)) is not None:
-        assert load not in found
-        found[load] = holds(load)
+def search(load: RandomLoad) -> dict[float, MeasuredLoad]:
+    """Return the loads that a search measures."""
+    found: dict[float, MeasuredLoad] = {}
+    while (
+        now := choose_next_load({n: one.share for n, one in found.items()}, load.bounds, len(found), replayed=True)
+    ) is not None:
+        assert now not in found
+        found[now] = MeasuredLoad(load=now, records=[load.measure(now)], slo=load.slo)
+        assert found[now].holds == (found[now].share <= 1)
     return found
 
 
@@ -223,7 +226,7 @@ def make_found(bounds: LoadRange, latency_ms: Callable[[float], float], *, repla
     measured: dict[float, MeasuredLoad] = {}
     while (
         load := choose_next_load(
-            {n: one.holds for n, one in measured.items()}, bounds, len(measured), replayed=replayed
+            {n: one.share for n, one in measured.items()}, bounds, len(measured), replayed=replayed
         )
     ) is not None:
         record = msgspec.structs.replace(
@@ -360,6 +363,10 @@ def test_load_holds_if_most_of_its_runs_do() -> None:
     assert judge(make_run(90, failed=1)).reason == f"1 of {REQUESTS} requests failed or were rejected"
     lost = msgspec.structs.replace(get_record(), outcome="failed", reason="the server died", serve=None)
     assert (judge(lost).holds, judge(lost).reason) == (False, "the server died")
+    assert one.share == pytest.approx(0.95)
+    assert judge(make_run(90), make_run(110)).share == pytest.approx(1.1)
+    assert judge(make_run(90, failed=1)).share == judge(lost).share == np.inf
+    assert judge(make_run(90, failed=1), make_run(80), make_run(120)).share == pytest.approx(1.2)
 
 
 def test_limit_is_not_measured_if_higher_loads_failed() -> None:
@@ -399,9 +406,9 @@ def test_limits_of_random_loads_equal_those_of_fine_grids() -> None:
 
 def is_found(load: RandomLoad) -> bool:
     """Return True if a search finds the limit of a fine grid within the tolerance."""
-    found = search(load.holds, load.bounds)
+    found = search(load)
     assert len(load.measured) == len(found) <= MAX_LOADS
-    limit, _ = find_limit(found)
+    limit, _ = find_limit({n: one.holds for n, one in found.items()})
     grid = find_grid_limit(load, limit or load.bounds.low)
     return limit == grid or (limit is not None and grid is not None and abs(limit / grid - 1) <= TOLERANCE)
 

@@ -260,7 +260,7 @@ def test_attention_dp_is_forecast_with_both_expert_placements(
     assert (rows["tp4·dp4·ep1"], rows["tp4·dp4·ep4"]) == ("tensor parallel", "expert parallel")
     assert rows["tp4"] == "tensor parallel"
     assert answer_formats.format_placements([choice]).startswith(
-        "Expert parallel (ep above 1) against tensor-parallel experts (ep1, the engines' default) in 3 pairs of layouts with attention data parallelism: "
+        "Expert parallel (ep above 1), compared with tensor-parallel experts (ep1, the engines' default) in 3 pairs of layouts with attention data parallelism, is "
     )
     assert advise._list_placements(query, Layout(4, 4)) == ["1", "tp"]
     assert advise._list_placements(query, Layout(4)) == ["1"]
@@ -777,7 +777,10 @@ def test_gain_of_dcp_is_split_by_cause(capsys: pytest.CaptureFixture[str], kv_me
     assert sum(parts.values()) == pytest.approx(gain["layout"]["value"] - gain["baseline"]["value"])
     assert (abs(parts["KV capacity",]) > 0.01 * gain["baseline"]["value"]) == by_capacity
     assert parts["prefix-cache hits",] == 0
-    assert any(text.startswith(f"{gain['layout']['layout']} against ") for text in found["details"])
+    assert any(
+        text.startswith(f"From {gain['baseline']['layout']} to {gain['layout']['layout']}, ")
+        for text in found["details"]
+    )
 
 
 def test_gain_is_not_split_without_a_served_baseline(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1272,8 +1275,8 @@ def choice(*tok_s: float, slo: bool = True) -> advise.Choice:
             choice(200, 400, 600, 800),
             "tp2 or tp4 (2 more are level with both), between which only a measurement decides,",
         ),
-        (choice(200, slo=False), "none within the SLO, nearest tp2"),
-        (choice(200, 400, 600, 800, 1000, slo=False), "none within the SLO, nearest tp2, tp4, tp6 or tp8"),
+        (choice(200, slo=False), "no layout meets the SLO, nearest is tp2"),
+        (choice(200, 400, 600, 800, 1000, slo=False), "no layout meets the SLO, nearest is tp2, tp4, tp6 or tp8"),
     ],
     ids=["one", "two", "three", "four", "missed", "five missed"],
 )
@@ -1294,7 +1297,7 @@ def test_lead_of_the_best_layout_is_given_with_its_margin() -> None:
     assert [row["layout"] for row in format_rows(make_query("H200"), found)] == ["→ tp2", "tp4"]
     assert (
         answer_formats.format_details(make_query("H200"), found)[1]
-        == "Its output per GPU against the next, tp4: +25 % ± 4 %."
+        == "Its output per GPU differs from that of the next layout, tp4, by +25 % ± 4 %."
     )
 
 
@@ -1401,7 +1404,7 @@ def test_one_launch_of_a_server_is_undecided() -> None:
     assert len(undecided.level) == 2
     assert not undecided.decided
     assert (
-        "Its output per GPU against the next, tp4: +10 % in one launch, which is level"
+        "Its output per GPU differs from that of the next layout, tp4, by +10 % in one launch: they are level"
         in answer_formats.format_details(make_query("H200"), undecided)[1]
     )
     assert single[0].band == (1100, 1100)
@@ -1409,7 +1412,7 @@ def test_one_launch_of_a_server_is_undecided() -> None:
     assert dataclasses.replace(undecided, forecasts=known).decided
     decided = dataclasses.replace(undecided, forecasts=known)
     assert (
-        "Its output per GPU against the next, tp4: +10 % ± 3 %."
+        "Its output per GPU differs from that of the next layout, tp4, by +10 % ± 3 %."
         in answer_formats.format_details(make_query("H200"), decided)[1]
     )
 

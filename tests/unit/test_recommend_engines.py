@@ -77,7 +77,7 @@ def test_step_times_of_a_server_are_replayed_with_its_policy(model: str) -> None
     ]
     assert (
         answer_formats.describe_engines([found])
-        == "The forecasts are of the kernels and the scheduling policy of vLLM 0.26.0."
+        == "The forecasts are for the kernels and the scheduling policy of vLLM 0.26.0."
     )
     assert answer_formats._make_forecast_json(make_query("H200"), found)["engine"] == "vLLM 0.26.0"
 
@@ -126,6 +126,6 @@ def test_answer_names_each_of_several_engines() -> None:
     text = answer_formats.describe_engines([vllm, own])
     assert "vLLM 0.26.0 and dcpbench's engine" in text
     assert "differences between layouts are also differences between engines" in text
-    assert "forecasts are of dcpbench's engine" in answer_formats.describe_engines([own])
+    assert "forecasts are for dcpbench's engine" in answer_formats.describe_engines([own])
     assert own.point.load is not None
     assert own.point.load.arrival == CLOSED

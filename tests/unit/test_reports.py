@@ -394,7 +394,7 @@ class TestSmallNumbers:
 
     def test_count_of_one_point_is_singular(self, text: str) -> None:
         assert "(checked for 1 of 1 point)" in text
-        assert "Marked, of 1 point: 1 throttled" in text
+        assert "Points with a warning, of 1: 1 throttled" in text
         assert not re.search(r"\b1 points", text)
 
     def test_small_pool_is_not_rounded_to_zero(self, text: str) -> None:

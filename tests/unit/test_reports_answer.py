@@ -73,7 +73,7 @@ class TestLockStep:
         sentence = get_sentence(found, "in lock-step")
         assert sentence.startswith("Clients run in lock-step: ")
         assert sentence.endswith(
-            "TTFT, ITL p99 and goodput differ where lengths differ (--output-tokens uniform:36-44)."
+            "TTFT, ITL p99 and goodput are different with varied lengths (--output-tokens uniform:36-44)."
         )
         assert "clients run in lock-step: all their requests have one length" in overview.list_caveats(found)
 
@@ -85,14 +85,14 @@ class TestLockStep:
 
     def test_warning_for_one_token_answers_omits_itl(self) -> None:
         warning = format_lock_step_warning("1", dp=False)
-        assert "TTFT and goodput differ where" in warning
+        assert "TTFT and goodput are different with" in warning
         assert warning.endswith("(--input-tokens uniform:LOW-HIGH).")
 
     def test_warning_with_attention_dp_mentions_its_advantage(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, serve.point(DP))
-        assert "ITL p99, goodput and what attention DP gives differ" in get_sentence(found, "in lock-step")
+        assert "ITL p99, goodput and the output of attention DP are different" in get_sentence(found, "in lock-step")
         (caveat,) = [text for text in overview.list_caveats(found) if "in lock-step" in text]
-        assert caveat.endswith(", which favours attention DP: it may be behind where lengths differ")
+        assert caveat.endswith(", which favours attention DP; with varied lengths it may be slower")
 
     def test_some_points_in_lock_step_are_counted(self, tmp_path: Path) -> None:
         found = self.read(tmp_path, serve.point(TP), serve.point(TP), output_tokens="uniform:36-44")
@@ -188,7 +188,7 @@ class TestSlo:
 
     def test_slo_without_applicable_objectives_counts_as_none(self, tmp_path: Path) -> None:
         """Decode steps have no TTFT and no E2EL; an ITL objective next to others still applies."""
-        none = "No SLO was given (set one with --slo ttft=2000,itl=60, in ms), so the best is the highest output throughput."
+        none = "No SLO was given (set one with --slo ttft=2000,itl=60, in ms), so the best layout is the one with the highest output throughput."
         record, itl = step(build.point(TP), 40), "ITL ≤ 50 ms at p50"
         for number, (slo, sentence) in enumerate(
             [
@@ -236,7 +236,7 @@ class TestSlo:
     def test_cpu_points_are_not_judged_by_an_slo(self, tmp_path: Path) -> None:
         found = read(tmp_path, *build.cpu_sweep(), slo={"itl": 1e-6})
         assert set(found.points["slo_result"]) == {""}
-        sentence = "No point is held against --slo itl=1e-06: latencies of a CPU say nothing."
+        sentence = "No point is compared with --slo itl=1e-06: latencies on a CPU do not reflect GPU performance."
         assert [s for s in answer.format_top_sentences(found) if "slo" in s.lower()] == [sentence]
         assert overview.format_answer(found).endswith(sentence)
         assert "slo" not in overview.format_answer(read(tmp_path / "without", *build.cpu_sweep())).lower()
@@ -244,7 +244,7 @@ class TestSlo:
     def test_cpu_points_are_not_judged_by_objectives_of_the_run(self, tmp_path: Path) -> None:
         record = served(serve.point(TP), 9, {"p50": 9}, {"p50": 60}, slo_ms={"itl": 50.0})
         record = msgspec.structs.replace(record, warnings=["cpu"])
-        sentence = "No point is held against the SLO of the run: latencies of a CPU say nothing."
+        sentence = "No point is compared with the SLO of the run: latencies on a CPU do not reflect GPU performance."
         assert sentence in answer.format_top_sentences(read(tmp_path, record))
 
     @pytest.mark.parametrize(("records", "warns"), [(build.cpu_sweep(), True), ([step(build.point(TP), 40)], False)])
@@ -274,7 +274,7 @@ class TestMaximumOutput:
         ]
         found = read(tmp_path, *records, slo={"itl": 50.0})
         assert "640 tok/s with tp4·dcp4 at concurrency 32, 3.20 times the most without DCP (200, tp4" in get_sentence(
-            found, "The most within"
+            found, "Maximum output within"
         )
 
     def test_maximum_of_each_layout_is_listed_with_its_load(self, tmp_path: Path) -> None:
@@ -325,7 +325,8 @@ class TestJumps:
         """96 are 40 + 40 + 16, and twice 48: with 80 % of 40 clients 32 are in flight."""
         explanation = answer.explain_jumps(self.read(tmp_path, 0.8).findings.points)
         assert (
-            "96 requests are no multiple of 40: the last 16 run alone, on average 32 of 40 are in flight" in explanation
+            "96 requests are no multiple of 40, so the last 16 run alone. On average 32 of 40 are in flight"
+            in explanation
         )
         assert "multiple of 48" not in explanation
 
@@ -333,7 +334,9 @@ class TestJumps:
         points = self.read(tmp_path, 0.8).findings.points
         waves = findings.find_last_waves(points).assign(load_requests=81, left=1)
         monkeypatch.setattr(findings, "find_last_waves", lambda _: waves)
-        assert "81 requests are no multiple of 40: the last one runs alone, on average" in answer.explain_jumps(points)
+        assert "81 requests are no multiple of 40, so the last one runs alone. On average" in answer.explain_jumps(
+            points
+        )
 
     def test_decode_padding_is_explained_only_if_there_is_some(self, tmp_path: Path) -> None:
         """A record of 8 requests runs in a graph of 8 or 12 rows."""
@@ -360,7 +363,7 @@ class TestBreakEven:
         found = read(tmp_path, *records)
         assert (
             "Context 1: tp4·dcp4 never up to 32 (at most 0.80×, at 32); context 2: from concurrency 32 on"
-            in get_sentence(found, "starts to pay")
+            in get_sentence(found, "DCP pays, in")
         )
 
     def test_break_even_is_given_for_each_exchange(self, tmp_path: Path) -> None:
@@ -368,8 +371,8 @@ class TestBreakEven:
         records = [step(build.point(TP), 20)] + [
             step(build.point(DCP, exchange=exchange), ms) for exchange, ms in (("symm", 16), ("a2a", 20))
         ]
-        sentence = get_sentence(read(tmp_path, *records), "starts to pay")
-        assert "Where tp4·dcp4 starts to pay" in sentence
+        sentence = get_sentence(read(tmp_path, *records), "pays, in")
+        assert "tp4·dcp4 pays, in output tok/s over tp4, at these concurrencies" in sentence
         assert (
             "a2a never up to 8 (at most 1.00×, at 8), from concurrency 8, the lowest tried, on (symm 1.25× there)"
             in sentence
@@ -378,7 +381,7 @@ class TestBreakEven:
     def test_ratio_has_a_confidence_interval(self, tmp_path: Path) -> None:
         """20 ms over 9, 10, 11 ms: 2, from 20/11 = 1.82 to 20/9 = 2.22."""
         found = read(tmp_path, step(build.point(TP), 20), step(build.point(DCP), 9, 10, 11))
-        assert "tp4·dcp4 2.00× [1.82–2.22]" in get_sentence(found, "starts to pay")
+        assert "tp4·dcp4 2.00× [1.82–2.22]" in get_sentence(found, "DCP pays, in")
 
 
 class TestPays:
@@ -400,10 +403,10 @@ class TestPays:
             "(at most 1.00× tp4·dp4·ep4, tp4·dcp4 at 8)."
         )
         assert get_sentence(found, "Compared with").endswith(
-            "Compared with tp4 alone: where DCP is ahead in output tok/s. 400 in · 40 out: from concurrency 8, the lowest "
+            "Compared with tp4 alone, DCP is ahead in output tok/s at these concurrencies. 400 in · 40 out: from concurrency 8, the lowest "
             "tried, on (tp4·dcp4 1.50× there)."
         )
-        assert not [s for s in answer.format_top_sentences(found) if "starts to pay" in s]
+        assert not [s for s in answer.format_top_sentences(found) if "pays, in" in s]
 
     def test_dcp_ahead_of_the_best_other_layout_pays(self, tmp_path: Path) -> None:
         """150 / 120 tok/s is 1.25."""
@@ -417,7 +420,7 @@ class TestPays:
             "DCP pays in 0 of 1 load, in output tok/s within the SLO over the best layout without DCP. 400 in · 40 "
             "out: nowhere, as no layout with DCP meets the SLO."
         )
-        assert "Compared with tp4 alone, whether or not the SLO is met: where DCP is ahead" in get_sentence(
+        assert "Compared with tp4 alone, whether or not the SLO is met, DCP is ahead" in get_sentence(
             found, "Compared with"
         )
 
@@ -430,7 +433,7 @@ class TestPays:
         found = self.read(tmp_path, {TP: 100, DCP: 120, DP: 300}, late=(DP,))
         (row,) = findings.compare_dcp_with_best(findings.select_rivals(found)).to_dict("records")
         assert (row["rival"], row["ratio"], row["verdict"]) == ("tp4", 1.2, "higher")
-        assert "(tp4·dcp4 1.20× there)" in get_sentence(found, "Where DCP starts to pay, in output tok/s over tp4")
+        assert "(tp4·dcp4 1.20× there)" in get_sentence(found, "DCP pays, in output tok/s over tp4")
 
     def test_layouts_with_more_gpus_or_another_dtype_are_no_rivals(self, tmp_path: Path) -> None:
         """tp8 has twice the GPUs, and results of fp8 do not apply to bf16."""
@@ -505,7 +508,7 @@ class TestOpening:
     def test_sections_with_tables_have_definitions(self, tmp_path: Path) -> None:
         built = sections.build_sections(read(tmp_path, *(step(build.point(x), 9) for x in (TP, DCP))), [])
         titles = {s.slug: [t.title for t in s.tables] for s in built}
-        assert all("What the words mean" in titles[slug] for slug in ("answer", "kv", "time", "method"))
+        assert all("Definitions" in titles[slug] for slug in ("answer", "kv", "time", "method"))
 
     def test_live_and_replayed_points_are_not_compared(self, tmp_path: Path) -> None:
         """The replay of the other layout is three times as fast as any live run."""

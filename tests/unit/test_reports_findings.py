@@ -200,7 +200,7 @@ def test_dcp_point_with_rejected_baseline_is_named_and_not_compared(tmp_path: Pa
     (row,) = findings.compare_dcp_with_baseline(findings.select_rivals(read)).to_dict("records")
     assert row["verdict"] == "no baseline"
     sentences = " ".join(answer.format_top_sentences(read))
-    assert "1 point with DCP ran where tp4 was rejected" in sentences
+    assert "1 point with DCP ran under loads at which tp4 was rejected" in sentences
 
 
 def test_baseline_that_was_not_tried_is_not_named_as_rejected(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_baseline_that_was_not_tried_is_not_named_as_rejected(tmp_path: Path) ->
     interrupted, longer = build.rejected(build.point(TP)), build.point(DCP, context=8000)
     read = loaded(tmp_path, interrupted, exact(build.point(DCP), 10), exact(longer, 12))
     text = " ".join(answer.format_top_sentences(read))
-    assert "1 point with DCP ran where tp4 was rejected (concurrency 8 · context 4,000)" in text
+    assert "1 point with DCP ran under loads at which tp4 was rejected (concurrency 8 · context 4,000)" in text
 
 
 def test_kv_capacity_is_compared_per_gib(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_last_wave_is_named_if_only_it_left_clients_idle(change: dict[str, objec
 @pytest.mark.parametrize(
     ("apart", "sentence"),
     [
-        ([], "Every point was measured once, so how well repeats agree is not known."),
+        ([], "Every point was measured once, so the difference between repeats is unknown."),
         ([0.02], "Repeats: the one point measured more than once agrees within 2 %."),
         ([0.021], "Repeats: 1 of 1 point measured more than once disagrees by more than 2 %."),
         ([0.01, 0.02], "Repeats: all 2 points measured more than once agree within 2 %."),

@@ -71,8 +71,8 @@ def test_sentence_of_one_point_has_its_ratio_and_largest_losses(tmp_path):
     """100 ms / 62.5 ms is 1.60."""
     assert floors.format_decode_sentences(read(tmp_path, FAR).points) == [
         (
-            "kimi-k2: a step takes 1.60× what this machine allows (tp4 at concurrency 8 · context 4,000: 100 ms where 62.5 "
-            "would do). Time above the limit: moe 18.0 ms, attention 12.0 ms, idle 4.00 ms."
+            "kimi-k2: a step takes 1.60× what this machine allows (tp4 at concurrency 8 · context 4,000: 100 ms, minimum "
+            "62.5). Time above the limit: moe 18.0 ms, attention 12.0 ms, idle 4.00 ms."
         )
     ]
 
@@ -81,19 +81,19 @@ def test_sentence_of_several_points_has_their_range_and_the_furthest(tmp_path):
     """tp4·dcp4 has a ratio of 1.25."""
     (sentence,) = floors.format_decode_sentences(read(tmp_path, FAR, NEAR).points)
     assert sentence.startswith(
-        "kimi-k2: a step takes 1.25× to 1.60× what this machine allows; furthest is tp4 at concurrency 8"
+        "kimi-k2: a step takes 1.25× to 1.60× what this machine allows; the worst point is tp4 at concurrency 8"
     )
 
 
 def test_one_bullet_of_the_opening_names_the_ratio(tmp_path):
     """The bullet describes one point or the furthest of several, and is absent without any."""
     one = read(tmp_path / "one", FAR)
-    text = "A step takes 1.60× what the hardware allows; most is lost in moe (18.0 ms) and attention (12.0 ms)."
+    text = "A step takes 1.60× the minimum time that the hardware allows. Most of the time above it is in moe (18.0 ms) and attention (12.0 ms)."
     assert text in overview.format_bullets(one)
     both = read(tmp_path / "both", FAR, NEAR)
     [bullet] = [bullet for bullet in overview.format_bullets(both) if "hardware allows" in bullet]
     assert bullet == text.replace("1.60×", "1.25–1.60×").replace(
-        "most", "at the worst point, tp4 with 8 × 4,000 tokens, most"
+        "Most", "At the worst point, tp4 with 8 × 4,000 tokens, most"
     )
     assert len(overview.format_bullets(both)) <= overview.MAX_BULLETS
     none = read(tmp_path / "none", build.ok(build.point()))

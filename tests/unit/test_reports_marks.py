@@ -66,7 +66,7 @@ def test_mark_of_all_points_is_shown_once(tmp_path: Path) -> None:
     assert columns["telling"] == [None, "noisy"]
     assert columns["warnings"] == [["throttled"], ["noisy", "throttled"]], "filters have all warnings"
     reason = "by the power limit: lowest SM clock 10–25 % below the highest, 1,485 of 1,980 MHz at worst"
-    assert f"Marked, of 2 points: all throttled ({reason}), 1 noisy." in trust(read)
+    assert f"Points with a warning, of 2: all throttled ({reason}), 1 noisy." in trust(read)
     text = print_lines(render_terminal_table([folder]), 200)
     assert "warnings of all 2 points: throttled" in text
     assert f"throttled: {reason}" in text
@@ -206,6 +206,4 @@ def test_documentation_has_every_mark() -> None:
 def test_documentation_has_the_limits_of_tables() -> None:
     """The page shows fewer rows than report.md."""
     text = " ".join((ROOT / "docs" / "reading-a-report.md").read_text().split())
-    assert (
-        f"Tables of `report.md` have {tables.MAX_ROWS:,} rows at most, those of the page {render.MAX_ROWS:,}." in text
-    )
+    assert f"Tables have at most {tables.MAX_ROWS:,} rows in `report.md` and {render.MAX_ROWS:,} in the page." in text

@@ -68,7 +68,7 @@ class TestWhichLayoutToTake:
         """Loads of one length are ordered by their requests."""
         assert overview.format_answer(crossing) == (
             f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, which gives 25 % more output than tp4·dcp4, and tp4·dcp4 "
-            "from 32 on, which gives 25 % more than tp4: best or level in both loads."
+            "from 32 on, which gives 25 % more than tp4: this choice is best or level in both loads."
         )
 
     def test_rule_names_last_load_of_one_layout_and_first_of_the_next(self, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ class TestWhichLayoutToTake:
         records = [steps(layout, n, ms) for n, *both in loads for layout, ms in zip((TP, DCP), both, strict=True)]
         assert get_answer(tmp_path, *records) == (
             f"{HELD}take tp4 up to 16 requests of 4,000 tokens in flight, which gives at most 25 % more output than tp4·dcp4, and "
-            "tp4·dcp4 from 24 on, which gives at most 25 % more than tp4: best or level in all 6 loads."
+            "tp4·dcp4 from 24 on, which gives at most 25 % more than tp4: this choice is best or level in all 6 loads."
         )
 
     def test_loads_of_several_lengths_are_ordered_by_tokens_in_flight(self, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ class TestWhichLayoutToTake:
         ]
         assert (
             "take tp4 up to 32,000 tokens in flight, which gives 25 % more output than tp4·dcp4, and tp4·dcp4 from 1.02 million on "
-            "(32 requests of 32,000 or 8 of 128,000), which gives at most 20 % more than tp4: best or level in all 3 loads."
+            "(32 requests of 32,000 or 8 of 128,000), which gives at most 20 % more than tp4: this choice is best or level in all 3 loads."
         ) in get_answer(tmp_path, steps(TP, 8, 40), steps(DCP, 8, 50), *heavy)
 
     def test_rule_of_a_single_layout_names_all_loads_tried(self, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ class TestWhichLayoutToTake:
         ]
         assert get_answer(tmp_path, *records) == (
             f"{HELD}take tp4 at every load tried (8–32 requests of 4,000–9,000 tokens), which gives at most 25 % more output than "
-            "tp4·dcp4: best or level in both loads."
+            "tp4·dcp4: this choice is best or level in both loads."
         )
 
     def test_level_layouts_are_named_together_with_their_lead(self, tmp_path: Path) -> None:
@@ -135,7 +135,9 @@ class TestWhichLayoutToTake:
         ]
         text = get_answer(tmp_path, *records)
         assert "at most loads tried (" in text
-        assert ": best or level in 4 of 5 loads; in the other one it is tp4·dcp4, by 11 %." in text
+        assert (
+            ": this choice is best or level in 4 of 5 loads; in the other load the best is tp4·dcp4, by 11 %." in text
+        )
 
     def test_alternating_winners_give_no_rule(self, tmp_path: Path) -> None:
         """The best layout changes between each two of six loads, so any rule with one change is right in four at most."""
@@ -227,7 +229,7 @@ class TestSlo:
         records += [steps(TP, 32, 80), steps(DCP, 32, 55), steps(TP, 48, 90), steps(DCP, 48, 70)]
         assert get_answer(tmp_path, *records, itl=60) == (
             f"{HELD}take tp4 up to 8 requests of 4,000 tokens in flight, which gives 25 % more output than tp4·dcp4, and tp4·dcp4 "
-            "from 16 to 32, which alone meets the SLO there: best or level in all 3 loads within the SLO (ITL ≤ 60 ms); at "
+            "from 16 to 32, which alone meets the SLO there: this choice is best or level in all 3 loads within the SLO (ITL ≤ 60 ms); at "
             "1 more load no layout meets it."
         )
 
@@ -247,7 +249,7 @@ class TestNoAnswer:
         found = read(tmp_path, steps(TP, 8, 40))
         assert found.findings.against_others.empty
         assert overview.format_answer(found) == (
-            f"{HELD}only tp4 ran, so nothing here says which layout to take: at most 200 output tok/s, with tp4 at 8 "
+            f"{HELD}only tp4 ran, so no layout can be recommended: at most 200 output tok/s, with tp4 at 8 "
             "requests of 4,000 tokens."
         )
 
@@ -278,12 +280,15 @@ class TestNoAnswer:
     def test_layouts_under_different_loads_give_no_rule(self, tmp_path: Path) -> None:
         text = get_answer(tmp_path, steps(TP, 8, 40), steps(DCP, 32, 40))
         assert (
-            "no two layouts (tp4 and tp4·dcp4) on as many GPUs ran under one load, so nothing here says which" in text
+            "no two layouts (tp4 and tp4·dcp4) on as many GPUs ran under one load, so no layout can be recommended"
+            in text
         )
 
     def test_single_layouts_on_different_numbers_of_gpus_give_no_rule(self, tmp_path: Path) -> None:
         text = get_answer(tmp_path, steps(TP, 8, 40), steps(Layout(8), 8, 30))
-        assert "no two layouts (tp4 and tp8) on as many GPUs ran under one load, so nothing here says which" in text
+        assert (
+            "no two layouts (tp4 and tp8) on as many GPUs ran under one load, so no layout can be recommended" in text
+        )
 
     def test_only_layout_that_fits_is_named_with_the_rejected_one(self, tmp_path: Path) -> None:
         text = get_answer(tmp_path, steps(DCP, 8, 40), build.rejected(build.point(TP)))
@@ -291,7 +296,7 @@ class TestNoAnswer:
 
     def test_rejection_at_another_load_is_no_reason_for_a_single_layout(self, tmp_path: Path) -> None:
         text = get_answer(tmp_path, steps(TP, 8, 40), build.rejected(build.point(TP, concurrency=4096)))
-        assert "only tp4 ran, so nothing here says which layout to take: at most 200 output tok/s" in text
+        assert "only tp4 ran, so no layout can be recommended: at most 200 output tok/s" in text
 
     def test_open_loops_name_the_fastest_layout_per_rate(self, tmp_path: Path) -> None:
         """Both layouts keep up with 2 requests/s, so neither gives more output."""
@@ -302,7 +307,7 @@ class TestNoAnswer:
     def test_run_without_finished_points_names_the_failures(self, tmp_path: Path) -> None:
         text = get_answer(tmp_path, build.failed(build.point(TP)), build.rejected(build.point(DCP)))
         assert text == (
-            "No point finished (1 failed and 1 rejected for lack of memory), so nothing here says which layout to take. "
+            "No point finished (1 failed and 1 rejected for lack of memory), so no layout can be recommended. "
             "The reason at 1 of 2 points: rank 3 exited with code 1; read logs/rank-3.txt."
         )
 
@@ -320,7 +325,7 @@ class TestNoAnswer:
         found = read(tmp_path, *records)
         assert overview.format_title(found).endswith("tp4·dcp4 · 4 × NVIDIA H200 · no point finished")
         text = overview.format_answer(found)
-        assert text.startswith("No point finished on 4 × NVIDIA H200 (3 failed), so nothing")
+        assert text.startswith("No point finished on 4 × NVIDIA H200 (3 failed), so no layout")
         assert text.endswith("The reason at 2 of 3 points: rank 1 ended with exit code 7.")
         rows = tables.build_others_table(found.others).rows
         assert [row[3] for row in rows] == ["4,000 × 2, 4,000 × 3", "4,000 × 1"]
@@ -351,7 +356,7 @@ class TestNoAnswer:
     def test_cpu_run_has_no_answer_about_speed(self, tmp_path: Path) -> None:
         found = read(tmp_path, *build.cpu_sweep())
         assert overview.format_answer(found) == (
-            "This says nothing about speed: a functional run on a CPU, which shows that tp8 and tp8·dcp8 can run."
+            "Functional run on a CPU: it shows that tp8 and tp8·dcp8 can run. Its times do not reflect GPU performance."
         )
         assert overview.format_bullets(found) == []
 
@@ -362,7 +367,7 @@ class TestNoAnswer:
             "CPU: 4 of 6 points are a functional run. No conclusion about performance can be drawn from their times."
         )
         assert text.startswith(f"{HELD}take tp4 at 8 requests")
-        assert text.endswith(". 4 points ran on a CPU, which says nothing about speed.")
+        assert text.endswith(". 4 points ran on a CPU, so their times do not reflect GPU performance.")
 
 
 class TestImports:
@@ -376,7 +381,7 @@ class TestImports:
         text = self.import_and_get_answer(tmp_path, files.inferencex())
         assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
         assert "output tok/s (" in text
-        assert text.endswith("nothing here says which to take.")
+        assert text.endswith("no layout can be recommended.")
 
     def test_own_points_are_answered_separately_from_imports(self, tmp_path: Path) -> None:
         import_files(
@@ -386,8 +391,7 @@ class TestImports:
         text = overview.format_answer(dataframes.load_frames([tmp_path / "theirs", own]))
         assert text.startswith(f"{IMPORTED}1 result of InferenceX on ")
         assert (
-            ", in addition to 2 points of dcpbench. They are of one layout, so nothing here says which to take. "
-            in text
+            ", in addition to 2 points of dcpbench. They are of one layout, so no layout can be recommended. " in text
         )
         assert f" Of dcpbench's own points: {HELD}take tp4 at 8 requests of 4,000 tokens, which gives 25 % more" in text
 
@@ -415,7 +419,7 @@ class TestImports:
         import_files([files.file(tmp_path, files.vllm())], "vllm", tmp_path / "run", Overrides(gpu="CPU"), force=False)
         text = overview.format_answer(dataframes.load_frames([tmp_path / "run"]))
         assert text.startswith(f"{IMPORTED}1 result of vllm bench serve on CPU")
-        assert text.endswith("They ran on a CPU, which says nothing about speed.")
+        assert text.endswith("They ran on a CPU, so their times do not reflect GPU performance.")
 
     def test_imports_of_two_layouts_under_one_load_give_a_rule(self, tmp_path: Path) -> None:
         """Two layouts have the same result, each from one launch."""

@@ -271,7 +271,12 @@ class TestFindings:
     @pytest.mark.parametrize(
         ("rates", "found", "least", "sentence"),
         [
-            ((90, 101, 110), 48, False, "over tp4. 400 in · 40 out: from concurrency 48 on (tp4·dcp4 1.10× there)."),
+            (
+                (90, 101, 110),
+                48,
+                False,
+                "over tp4, at these concurrencies. 400 in · 40 out: from concurrency 48 on (tp4·dcp4 1.10× there).",
+            ),
             (
                 (110, 120, 130),
                 8,
@@ -304,7 +309,7 @@ class TestFindings:
         read = loaded(tmp_path, exact(build.point(DCP), 150), record_builder.rejected(build.point(TP)))
         (row,) = findings.compare_dcp_with_baseline(read.served).to_dict("records")
         assert row["verdict"] == "no baseline"
-        sentence = "1 point with DCP ran where tp4 was rejected (closed 8 · 400 in · 40 out)."
+        sentence = "1 point with DCP ran under loads at which tp4 was rejected (closed 8 · 400 in · 40 out)."
         assert f"kimi-k2, live: {sentence}" in answer.format_top_sentences(read)
         assert findings.find_break_even(findings.compare_dcp_with_baseline(read.served)).empty
 

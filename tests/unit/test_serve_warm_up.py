@@ -126,7 +126,7 @@ class Server:
     def __init__(self, context: int) -> None:
         plan, shape = SimpleNamespace(pages=100, max_context=context), SimpleNamespace(vocab=100)
         self.session = SimpleNamespace(plan=plan, shape=shape)
-        self.engine = SimpleNamespace(capture_steps=lambda _alive: None)
+        self.engine = SimpleNamespace(capture_steps=lambda _alive, _compiling: None)
         self.found: list[Step] = []
 
     def make_loop(self, point: Point, requests: list[ServeRequest], concurrency: int) -> SimpleNamespace:

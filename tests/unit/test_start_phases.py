@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from dcpbench.launch.jobs import Progress
-from dcpbench.launch.progress import ProgressBar
+from dcpbench.launch.progress import ProgressBar, format_start
 from dcpbench.launch.start_phases import StartPhases
 from dcpbench.records.record import StartPhase
 
@@ -52,3 +52,21 @@ def test_progress_prints_the_phases_of_a_long_start_once() -> None:
         bar(Progress(stage="measure", key="a", phases=phases[:1]))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == "First step after 42 s: 12 s starting, 30 s building\n"
+
+
+def test_wait_for_flashinfer_is_a_phase_and_its_line_names_the_package_without_a_wait() -> None:
+    """The wait begins at 20 s, when all graphs are captured, and ends 60 s later with the warm-up."""
+    phases = StartPhases(started=0.0)
+    (found,) = enter_stages(
+        phases,
+        ("start", 5.0),
+        ("build", 10.0),
+        ("capture", 15.0),
+        ("compile", 20.0),
+        ("warm up", 80.0),
+        ("measure", 81.0),
+    )
+    assert found["compiling kernels of FlashInfer"] == 60.0
+    line = format_start([StartPhase(name=name, seconds=seconds) for name, seconds in found.items()])
+    assert line.startswith("First step after 81 s: ")
+    assert line.endswith("; the package flashinfer-jit-cache brings these kernels compiled")

@@ -67,6 +67,9 @@ class PrefillBackend(Protocol):
         sees the first kv_length − n + i + 1 keys; otherwise all.
         """
 
+    def is_compiled(self) -> bool:
+        """Return False if the first plan waits for a compiler."""
+
 
 def make_prefill(name: str, spec: PrefillSpec) -> PrefillBackend:
     """Return the backend called `name`. Raise MissingPackageError or UsageError if it cannot run."""

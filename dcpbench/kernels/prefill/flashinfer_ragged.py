@@ -19,6 +19,7 @@ import torch
 from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 from dcpbench.errors import UsageError
+from dcpbench.kernels.prefill import flashinfer_jit
 from dcpbench.models.shapes import NOPE, ROPE, VALUE
 
 if TYPE_CHECKING:
@@ -48,6 +49,11 @@ class FlashInferPrefill:
         self.slots = [_Slot(self.workspace) for _ in range(WRAPPERS_AT_START)]
         self.planned: weakref.WeakValueDictionary[object, FlashInferRagged] = weakref.WeakValueDictionary()
         """Plans in use, by their lengths and mask."""
+
+    def is_compiled(self) -> bool:
+        """Implement PrefillBackend.is_compiled."""
+        spec = self.spec
+        return flashinfer_jit.is_compiled(spec.width, spec.value, spec.dtype, spec.device)
 
     def plan(self, q_lengths: Sequence[int], kv_lengths: Sequence[int], *, causal: bool) -> Ragged:
         """Implement PrefillBackend.plan."""

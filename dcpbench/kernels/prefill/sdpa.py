@@ -37,6 +37,10 @@ class SdpaPrefill:
                 f"{spec.width} and {spec.value}; use --weights-dtype fp32."
             )
 
+    def is_compiled(self) -> bool:
+        """Implement PrefillBackend.is_compiled."""
+        return True
+
     def plan(self, q_lengths: Sequence[int], kv_lengths: Sequence[int], *, causal: bool) -> Ragged:
         """Implement PrefillBackend.plan."""
         spec = self.spec
